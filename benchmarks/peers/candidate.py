@@ -19,6 +19,7 @@ from .result import Row, Speed
 WORKERS = Path(__file__).parent.with_name("workers")
 _LEAST_ROUNDS = 3
 _WARM_UP_SECONDS = 0.3  # of each turn; longer than the threads of OpenMP spin that had the last one
+_TURN_SECONDS, _MOST_PASSES = 0.2, 200  # timed in each turn but the first
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,10 @@ def interleave(
     end, rounds = perf_counter() + seconds, 0
     while perf_counter() < end or rounds < _LEAST_ROUNDS:
         for name in [one for one in subjects if one not in failed]:
+            shortest = min(times[name], default=_TURN_SECONDS)
+            passes = round(max(1, _TURN_SECONDS / max(shortest, _TURN_SECONDS / _MOST_PASSES)))
             try:
-                times[name] += subjects[name].time(1, _WARM_UP_SECONDS)
+                times[name] += subjects[name].time(passes, _WARM_UP_SECONDS)
             except WorkerError as error:
                 failed[name] = error
         rounds += 1

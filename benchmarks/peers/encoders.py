@@ -16,8 +16,9 @@ from .candidate import Candidate
 from .comparison import Job, compare
 from .encoder_texts import EncoderJudge, make_works, write_batches
 from .result import PeersResult
+from .verdict import ENCODERS
 
-SECTION, SCRIPT = "encoders", "encoders.py"
+SCRIPT = "encoders.py"  # of the workers
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,15 @@ OTHERS = (
 def measure(job: Job, result: PeersResult) -> None:
     """Adds the rows of both models."""
     for name in PUBLISHED:
-        if not job.takes_model(SECTION, name):
+        if not job.takes_model(ENCODERS, name):
             continue
-        folder = job.folder / SECTION / f"{name}, given"
+        folder = job.folder / ENCODERS / f"{name}, given"
         encoder = open_model(name, folder)
         works = make_works(job, encoder, folder)
         if works:
             source = Source(name, encoder, folder)
             candidates = candidates_of(job, source, (*ONNX_RUNTIME, *OURS, *OTHERS))
-            compare(job, SECTION, name, SCRIPT, candidates, works, EncoderJudge(job, encoder, folder), result)
+            compare(job, ENCODERS, name, SCRIPT, candidates, works, EncoderJudge(job, encoder, folder), result)
 
 
 class Source:

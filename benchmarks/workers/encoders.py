@@ -267,13 +267,11 @@ class Torch(EncoderEngine):
             self._call = self._torch.compile(self._model)
         self._compiled = opened["compiled"]
 
-    def prepare(self, work: Mapping[str, Any]) -> list[Any]:
-        parts = super().prepare(work)
-        if self._compiled:  # for this work alone: of one shape, or of any
+    def get_ready(self, parts: list[Any]) -> None:
+        if self._compiled:  # for these alone: of one shape, or of any
             self._torch.compiler.reset()
             for part in parts:
                 self.run(part)
-        return parts
 
     def part(self, batch: Batch) -> tuple[dict[str, Any], np.ndarray]:
         names = ["input_ids", "attention_mask", *(["token_type_ids"] if self._typed else [])]

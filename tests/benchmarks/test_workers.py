@@ -33,14 +33,18 @@ class MadeUp(Engine):
         self.made = open(path).read()
 
     def prepare(self, work):
+        self.compiled = []
         return work["numbers"]
+
+    def get_ready(self, parts):
+        self.compiled = parts
 
     def set_up(self, part):
         self.ready = part
 
     def run(self, part):
         assert self.ready == part
-        return np.array([[part * 2.0]])
+        return np.array([[part * 2.0, part in self.compiled]])
 
 
 class Worker(EngineWorker):
@@ -94,7 +98,7 @@ def test_a_form_is_made_opened_given_work_and_timed(fake):
     seconds, peak = subject.open(1, {"numbers": [1, 2, 3]})
     assert 0 < seconds < 5 and (peak is None or peak > 1)
     assert all(one > 0 for one in subject.time(3, 0.0))
-    np.testing.assert_array_equal(subject.answer({"numbers": [5, 6]}), [[10], [12]])
+    np.testing.assert_array_equal(subject.answer({"numbers": [5, 6]}), [[10, 1], [12, 1]])
 
 
 def test_they_are_timed_in_turns(fake):
