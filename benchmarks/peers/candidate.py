@@ -25,7 +25,8 @@ _TURN_SECONDS, _MOST_PASSES = 0.2, 200  # timed in each turn but the first
 @dataclass(frozen=True)
 class Candidate:
     """name: what tables call it. engine: of the section's worker, run by the interpreter `python`. model: what it is
-    made from, with options. exact: it computes in fp32, so it must give the original's answers."""
+    made from, with options. exact: it computes in fp32, so it must give the original's answers. copies: how often a
+    pass does the work."""
 
     name: str
     engine: str
@@ -34,6 +35,7 @@ class Candidate:
     python: str = sys.executable
     ours: bool = False
     exact: bool = False
+    copies: int = 1
 
 
 class Subject:
@@ -112,7 +114,7 @@ def interleave(
 ) -> dict[str, Speed | WorkerError]:
     """The speed of each at what it was given, timed in turns, A B C A B C …, or why it has none.
 
-    count: how many of the unit a pass is. seconds: spent on all of them; each has three turns at least.
+    count: how many of the unit the work is. seconds: spent on all of them; each has three turns at least.
     """
     times: dict[str, list[float]] = {name: [] for name in subjects}
     failed: dict[str, WorkerError] = {}
@@ -126,7 +128,11 @@ def interleave(
             except WorkerError as error:
                 failed[name] = error
         rounds += 1
-    speeds = {name: speed_of(work, threads, count, unit, times[name]) for name in subjects if name not in failed}
+    speeds = {
+        name: speed_of(work, threads, count * subject.candidate.copies, unit, times[name])
+        for name, subject in subjects.items()
+        if name not in failed
+    }
     return {**speeds, **failed}
 
 

@@ -13,7 +13,6 @@ from ..workers.process import WorkerError
 from .candidate import Candidate, Subject, interleave
 from .result import PeersResult, Row
 
-_OPENINGS = 3
 Judge = Callable[[Subject], Mapping[str, float]]
 
 
@@ -45,7 +44,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Work:
-    """given: what the worker's engines prepare. count: how many of the unit a pass is."""
+    """given: what the worker's engines prepare. count: how many of the unit a pass is, of one copy."""
 
     name: str
     given: Mapping[str, Any]
@@ -62,11 +61,13 @@ def compare(
     works: Sequence[Work],
     judge: Judge,
     result: PeersResult,
+    openings: int = 3,
 ) -> None:
     """Adds a row for each candidate, or the reason why there is none.
 
     judge: the qualities of an opened candidate; raises WorkerError for one that does not give the right answers. The
-    first candidate's are asked for first. The first work is the one that opening is timed with.
+    first candidate's are asked for first. The first work is the one that opening is timed with, so many times; 0: the
+    rows have neither its time nor the memory that it takes.
     """
 
     def leave_out(name: str, error: WorkerError) -> None:
@@ -81,8 +82,9 @@ def compare(
             began = perf_counter()
             try:
                 row = subject.make(section, model, job.threads[0])
-                openings = [subject.open(job.threads[0], works[0].given) for _ in range(_OPENINGS)]
-                row.load_seconds, row.peak_megabytes = min(seconds for seconds, _ in openings), openings[-1][1]
+                opened = [subject.open(job.threads[0], works[0].given) for _ in range(max(1, openings))]
+                if openings:
+                    row.load_seconds, row.peak_megabytes = min(seconds for seconds, _ in opened), opened[-1][1]
                 row.quality = dict(judge(subject))
             except WorkerError as error:
                 leave_out(one.name, error)
