@@ -132,9 +132,9 @@ def _speed_verdict(ours: Row, rows: Sequence[Row], work: str, threads: int) -> V
     if speed is None:
         return None
     timed = [(row, found) for row in _peers(ours, rows) if (found := row.speed(work, threads))]
-    peer, its = max(timed, key=lambda pair: pair[1].best) if timed else (None, None)
+    peer, its = max(timed, key=lambda pair: pair[1].best, default=(None, None))
     return Verdict(
-        ours.section, ours.model, work, threads, ours, peer, speed.best, its and its.best, speed.unit,
+        ours.section, ours.model, work, threads, ours, peer, speed.best, None if its is None else its.best, speed.unit,
         goal_of(ours.section, work),
     )  # fmt: skip
 
