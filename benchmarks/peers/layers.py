@@ -80,7 +80,14 @@ SPARSE = (
     Form("Ortolan sparse int8", "ortolan", 5, {"choices": {"weights": "int8", "sparsity": 0.5}}),
     Form("Ortolan sparse int4", "ortolan", 3.1, {"choices": {"weights": "int4", "sparsity": 0.5}}),
 )
-OTHERS: tuple[Form, ...] = ()
+OTHERS = (
+    Form("torch bf16", "torch", 16, {"form": "bf16"}),
+    Form("torch bf16, packed", "torch", 16, {"form": "packed bf16"}),
+    Form("torch int8", "torch", 8, {"form": "int8"}),
+    Form("torch int8 weights", "torch", 8, {"form": "int8 weights"}),
+    Form("torch int4, g32", "torch", 5, {"form": "int4", "group_size": 32}),
+    Form("torch int4, g128", "torch", 4.25, {"form": "int4", "group_size": 128}),
+)
 
 
 def measure(job: Job, result: PeersResult) -> None:

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import importlib
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 from engine import Engine, EngineWorker, Made, megabytes, with_data
+
+_PACKED_FOR = 128  # rows: oneDNN's order may depend on them
 
 
 class LayersEngine(Engine):
@@ -160,8 +162,94 @@ def _arguments(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in settings.items())
 
 
+class Torch(LayersEngine):
+    """torch. form: "bf16"; "packed bf16", weights in oneDNN's order; "int8", activations too, or "int8 weights" or
+    "int4", in groups of group_size, on activations in bf16."""
+
+    packages = ("torch",)
+    modules = ("torch",)
+
+    @classmethod
+    def make(cls, model: Path, folder: Path, threads: int, *, copies: int, form: str, group_size: int = 32) -> Made:
+        torch = importlib.import_module("torch")
+        w, path = torch.from_numpy(np.load(model).T.copy()), folder / "layer.pt"
+        if form in ("bf16", "packed bf16"):
+            made, call = [w.bfloat16()], "torch.nn.functional.linear on bfloat16"
+            if form == "packed bf16":
+                call = "mkldnn._reorder_linear_weight, mkldnn._linear_pointwise: torch.compile's, frozen, on bfloat16"
+        elif form == "int8":
+            made, call = _torch_int8(w), "quantize_dynamic(per_channel_dynamic_qconfig), backends.quantized 'onednn'"
+        elif form == "int8 weights":
+            scales = w.abs().amax(1) / 127
+            made = [torch.round(w / scales[:, None]).to(torch.int8), scales.bfloat16()]
+            call = "torch.ops.aten._weight_int8pack_mm on bfloat16"
+        elif form == "int4":
+            made = [*_torch_int4(w, group_size)]
+            call = f"torch.ops.aten._weight_int4pack_mm_for_cpu, groups of {group_size}, on bfloat16"
+        else:
+            raise ValueError(f"unknown form {form!r}; expected bf16, packed bf16, int8, int8 weights or int4")
+        torch.save(made, path)
+        opened = {"path": str(path), "copies": copies, "form": form, "group_size": group_size}
+        return Made(opened, call, megabytes(path))
+
+    def __init__(self, threads: int, path: str, copies: int, form: str, group_size: int) -> None:
+        torch = importlib.import_module("torch")
+        torch.set_num_threads(threads)
+        self._torch, self._form, self._group_size = torch, form, group_size
+        torch.backends.quantized.engine = "onednn"
+        with torch.inference_mode():
+            # Loaded as often: what is packed is not shared then.
+            self._layers = [self._layer(*torch.load(path, weights_only=False)) for _ in range(copies)]
+
+    def _layer(self, *made: Any) -> Callable[[Any], Any]:
+        aten, mkldnn = self._torch.ops.aten, self._torch.ops.mkldnn
+        if self._form == "int8":
+            return made[0]  # type: ignore[no-any-return]
+        if self._form == "int8 weights":
+            return lambda x: aten._weight_int8pack_mm(x, *made)
+        if self._form == "int4":
+            numbers, scales = made
+            return lambda x: aten._weight_int4pack_mm_for_cpu(x, numbers, self._group_size, scales)
+        if self._form == "bf16":
+            return lambda x: self._torch.nn.functional.linear(x, *made)
+        packed = mkldnn._reorder_linear_weight(made[0], _PACKED_FOR)
+        return lambda x: mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+
+    def bind(self, x: np.ndarray) -> Any:
+        given = self._torch.from_numpy(x)
+        return given if self._form == "int8" else given.bfloat16()
+
+    def run(self, part: Any) -> np.ndarray:
+        with self._torch.inference_mode():
+            for layer in self._layers:
+                y = layer(part)
+        return np.asarray(y.float().numpy())
+
+
+def _torch_int8(w: Any) -> list[Any]:
+    """A module that quantizes its inputs, with int8 weights and a scale for each output."""
+    torch, quantization = importlib.import_module("torch"), importlib.import_module("torch.ao.quantization")
+    torch.backends.quantized.engine = "onednn"
+    linear = torch.nn.Linear(w.shape[1], w.shape[0], bias=False)
+    linear.weight.data = w
+    settings = {torch.nn.Linear: quantization.per_channel_dynamic_qconfig}
+    return [quantization.quantize_dynamic(torch.nn.Sequential(linear), settings)]
+
+
+def _torch_int4(w: Any, group_size: int) -> tuple[Any, Any]:
+    """Numbers, and scales with what numbers of 8 stand for, of groups that reach from 0 to 15."""
+    torch = importlib.import_module("torch")
+    groups = w.view(len(w), -1, group_size)
+    least, most = groups.amin(-1), groups.amax(-1)
+    scales = (most - least) / 15
+    numbers = torch.round((groups - least[..., None]) / scales[..., None]).clamp(0, 15).to(torch.int32)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.view(w.shape), 1)
+    return packed, torch.stack([scales.T, (least + 8 * scales).T], -1).bfloat16().contiguous()
+
+
 class Worker(EngineWorker):
     engines: ClassVar[Mapping[str, type[Engine]]] = {
         "onnxruntime": OnnxRuntime,
         "ortolan": Ortolan,
+        "torch": Torch,
     }
