@@ -87,6 +87,9 @@ OTHERS = (
     Form("torch int8 weights", "torch", 8, {"form": "int8 weights"}),
     Form("torch int4, g32", "torch", 5, {"form": "int4", "group_size": 32}),
     Form("torch int4, g128", "torch", 4.25, {"form": "int4", "group_size": 128}),
+    Form("llama.cpp Q8_0", "llama.cpp", 8.5, {"form": "Q8_0"}),
+    Form("llama.cpp Q4_0", "llama.cpp", 4.5, {"form": "Q4_0"}),
+    Form("llama.cpp Q4_K", "llama.cpp", 4.5, {"form": "Q4_K"}),
 )
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import ggml
 import numpy as np
 from engine import Engine, EngineWorker, Made, megabytes, with_data
 
@@ -247,9 +248,40 @@ def _torch_int4(w: Any, group_size: int) -> tuple[Any, Any]:
     return packed, torch.stack([scales.T, (least + 8 * scales).T], -1).bfloat16().contiguous()
 
 
+class LlamaCpp(LayersEngine):
+    """llama-cpp-python. form: a type of ggml's. Weights lie where llama.cpp would put them."""
+
+    packages = ("llama-cpp-python",)
+    modules = ("llama_cpp",)
+
+    @classmethod
+    def make(cls, model: Path, folder: Path, threads: int, *, copies: int, form: str) -> Made:
+        if form not in ggml.TYPES:
+            raise ValueError(f"unknown form {form!r}; expected {', '.join(ggml.TYPES)}")
+        w = np.ascontiguousarray(np.load(model).T)
+        n, k = w.shape
+        rows, path = ggml.quantize(form, w), folder / "layer.npy"
+        np.save(path, rows)
+        where = ggml.memory_for(form, k, n)
+        call = f"ggml_quantize_chunk({form}), ggml_mul_mat on the CPU backend, weights in its buffer type {where}"
+        return Made({"path": str(path), "copies": copies, "form": form, "k": k}, call, rows.nbytes / 1e6)
+
+    def __init__(self, threads: int, path: str, copies: int, form: str, k: int) -> None:
+        self._products = ggml.Products(form, k, np.load(path), copies, threads)
+
+    def bind(self, x: np.ndarray) -> Any:
+        return self._products.bind(x)
+
+    def run(self, part: Any) -> np.ndarray:
+        graph, y = part
+        self._products.compute(graph)
+        return np.asarray(y)
+
+
 class Worker(EngineWorker):
     engines: ClassVar[Mapping[str, type[Engine]]] = {
         "onnxruntime": OnnxRuntime,
         "ortolan": Ortolan,
         "torch": Torch,
+        "llama.cpp": LlamaCpp,
     }
