@@ -80,6 +80,11 @@ SPARSE = (
     Form("Ortolan sparse int8", "ortolan", 5, {"choices": {"weights": "int8", "sparsity": 0.5}}),
     Form("Ortolan sparse int4", "ortolan", 3.1, {"choices": {"weights": "int4", "sparsity": 0.5}}),
 )
+# What it takes by itself, bf16 where CPUs multiply that; and inputs rounded to int8, which is faster with few rows.
+OPENVINO_PRECISIONS: Mapping[str, Mapping[str, str]] = {
+    "default": {},
+    "int8 inputs": {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"},
+}
 OTHERS = (
     Form("torch bf16", "torch", 16, {"form": "bf16"}),
     Form("torch bf16, packed", "torch", 16, {"form": "packed bf16"}),
@@ -87,6 +92,15 @@ OTHERS = (
     Form("torch int8 weights", "torch", 8, {"form": "int8 weights"}),
     Form("torch int4, g32", "torch", 5, {"form": "int4", "group_size": 32}),
     Form("torch int4, g128", "torch", 4.25, {"form": "int4", "group_size": 128}),
+    *(
+        Form(f"{name}, {precision}", "openvino", bits, {**options, "settings": settings})
+        for name, bits, options in (
+            ("OpenVINO int8 weights", 8, {"weights": "INT8_ASYM"}),
+            ("OpenVINO int4 weights, g128", 4.2, {"weights": "INT4_SYM", "group_size": 128}),
+        )
+        for precision, settings in OPENVINO_PRECISIONS.items()
+    ),
+    Form("OpenVINO", "openvino", 16, {"settings": {}}),
     Form("llama.cpp Q8_0", "llama.cpp", 8.5, {"form": "Q8_0"}),
     Form("llama.cpp Q4_0", "llama.cpp", 4.5, {"form": "Q4_0"}),
     Form("llama.cpp Q4_K", "llama.cpp", 4.5, {"form": "Q4_K"}),

@@ -23,6 +23,7 @@ import numpy as np
 from engine import Engine, EngineWorker, Made, megabytes, with_data
 
 _PACKED_FOR = 128  # rows: oneDNN's order may depend on them
+_WEIGHT_BYTES = 128  # less is a shape
 
 
 class LayersEngine(Engine):
@@ -278,10 +279,95 @@ class LlamaCpp(LayersEngine):
         return np.asarray(y)
 
 
+class OpenVino(LayersEngine):
+    """openvino, nncf. weights: None, or a mode of nncf.compress_weights, with group_size where it has groups.
+    settings: of compile_model, besides those of a single stream."""
+
+    packages = ("openvino", "nncf")
+    modules = ("openvino",)
+
+    @classmethod
+    def make(
+        cls,
+        model: Path,
+        folder: Path,
+        threads: int,
+        *,
+        copies: int,
+        weights: str | None = None,
+        group_size: int | None = None,
+        settings: Mapping[str, str],
+    ) -> Made:
+        ov, path, call = importlib.import_module("openvino"), folder / "layer.xml", "save_model"
+        w = np.ascontiguousarray(np.load(model).T)  # as torch stores it
+        x = ov.opset13.parameter([-1, w.shape[1]], np.float32, name="x")
+        y = ov.opset13.matmul(x, ov.opset13.constant(w), False, True)
+        network = ov.Model([ov.opset13.result(y)], [x], "layer")
+        if weights is not None:
+            nncf = importlib.import_module("nncf")
+            # What they are of int4 models: a layer alone would be the last one, which stays in int8.
+            grouped = {"ratio": 1.0, "all_layers": True, "group_size": group_size} if group_size else {}
+            network = nncf.compress_weights(network, mode=nncf.CompressWeightsMode[weights], **grouped)
+            call = f"nncf.compress_weights({weights}{f', group_size={group_size}' if group_size else ''}), save_model"
+        ov.save_model(network, str(path))
+        opened = {"path": str(path), "copies": copies, "settings": cls._settings(threads, settings)}
+        call = f"{call}, compile_model(xml, 'CPU', {opened['settings']})"
+        return Made({**opened, "settings": dict(settings)}, call, megabytes(path, path.with_suffix(".bin")))
+
+    @staticmethod
+    def _settings(threads: int, settings: Mapping[str, str]) -> dict[str, Any]:
+        single = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "ENABLE_CPU_PINNING": False}
+        return {**single, **settings}
+
+    def __init__(self, threads: int, path: str, copies: int, settings: Mapping[str, str]) -> None:
+        self._ov = importlib.import_module("openvino")
+        core = self._ov.Core()
+        network = _openvino_copies(core.read_model(path), copies)
+        self._request = core.compile_model(network, "CPU", self._settings(threads, settings)).create_infer_request()
+        self._copies, self._n = copies, network.outputs[0].get_partial_shape()[1].get_length()
+
+    def bind(self, x: np.ndarray) -> Any:
+        y = np.ones((len(x), self._n), np.float32)
+        self._request.set_input_tensor(self._ov.Tensor(x, shared_memory=True))
+        for index in range(self._copies):
+            self._request.set_output_tensor(index, self._ov.Tensor(y, shared_memory=True))
+        return x, y
+
+    def run(self, part: Any) -> np.ndarray:
+        self._request.infer()
+        return np.asarray(part[1])
+
+
+def _openvino_copies(layer: Any, copies: int) -> Any:
+    """One model x -> y, y, …: the last layer has the constants that are given, and each one memory of its own."""
+    ov = importlib.import_module("openvino")
+    x = ov.opset13.parameter(layer.inputs[0].get_partial_shape(), np.float32, name="x")
+    results = []
+    for number in reversed(range(copies)):
+        copy = layer.clone()
+        for node in copy.get_ordered_ops():
+            if node.get_type_name() == "Constant" and node.get_byte_size() >= _WEIGHT_BYTES:
+                numbers = node.data.reshape(-1).view(np.uint8).copy()
+                numbers[:2] ^= np.array((number % 256, number // 256), np.uint8)
+                tensor = ov.Tensor(numbers, ov.Shape(node.shape), node.get_element_type())
+                constant = ov.op.Constant(tensor, shared_memory=False)
+                constant.set_friendly_name(f"{node.get_friendly_name()}.{number}")
+                _replace(node, constant)
+        _replace(copy.get_parameters()[0], x)
+        results.append(ov.opset13.result(copy.get_results()[0].input_value(0)))
+    return ov.Model(results, [x], "layers")
+
+
+def _replace(node: Any, other: Any) -> None:
+    for target in list(node.output(0).get_target_inputs()):
+        target.replace_source_output(other.output(0))
+
+
 class Worker(EngineWorker):
     engines: ClassVar[Mapping[str, type[Engine]]] = {
         "onnxruntime": OnnxRuntime,
         "ortolan": Ortolan,
         "torch": Torch,
         "llama.cpp": LlamaCpp,
+        "openvino": OpenVino,
     }
