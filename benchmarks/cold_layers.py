@@ -64,7 +64,8 @@ class Node:
 def cold_copies(arrays: Sequence[np.ndarray], copies: int, *, distinct: bool = False) -> list[list[np.ndarray]]:
     """`copies` times the arrays, each in memory of its own, aligned as in a saved model.
 
-    distinct: the first two bytes of every array number its copy, for ORT shares packed weights of equal content.
+    distinct: the first two bytes of every array differ from copy to copy, for ORT shares packed weights of equal
+    content; the last copy is as given.
     """
     offsets = np.cumsum([0] + [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays])
     # Not by numpy: it asks the system for huge pages, which neither ORT's own copies nor a mapped model get.
@@ -76,7 +77,8 @@ def cold_copies(arrays: Sequence[np.ndarray], copies: int, *, distinct: bool = F
             place = memory[offset : offset + array.nbytes]
             place[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             if distinct:
-                place[:2] = (i % 256, i // 256)[: array.nbytes]
+                number = copies - 1 - i
+                place[:2] ^= np.array((number % 256, number // 256), np.uint8)[: array.nbytes]
             copy.append(place.view(array.dtype).reshape(array.shape))
         result.append(copy)
     return result
@@ -96,15 +98,7 @@ def ort_candidate(
         session, values = layers_session(nodes, k, n, threads, types)
 
         def bind(x: np.ndarray) -> Run:
-            binding = session.io_binding()
-            binding.bind_cpu_input("x", to_bytes(x) if types[0] is np.uint8 else x)
-            # One output for all layers, as a model uses the memory of its activations again and again, and aligned as
-            # there. It exists already, for a fresh one costs page faults; of ones, for the pages of zeros that nobody
-            # has written are not there yet.
-            y = ort.OrtValue.ortvalue_from_shape_and_type((len(x), n), types[1])
-            y.update_inplace(np.ones((len(x), n), types[1]))
-            for output in session.get_outputs():
-                binding.bind_ortvalue_output(output.name, y)
+            binding, _ = bind_layers(session, to_bytes(x) if types[0] is np.uint8 else x, n, types[1])
 
             def run(_keep: object = values) -> None:
                 session.run_with_iobinding(binding)
@@ -116,6 +110,24 @@ def ort_candidate(
     return Candidate(len(nodes), node.stored_bytes, open_session)
 
 
+def bind_layers(
+    session: ort.InferenceSession, x: np.ndarray, n: int, y_type: type = np.float32
+) -> tuple[ort.IOBinding, np.ndarray]:
+    """x as the input of layers_session, and y [m, n], where the output of the layer that ran last lies.
+
+    One output for all layers, as a model uses the memory of its activations again and again, and aligned as there.
+    """
+    # It exists already, for a fresh one costs page faults; of ones, for the pages of zeros that nobody has written are
+    # not there yet.
+    ((y,),) = cold_copies([np.ones((len(x), n), y_type)], 1)
+    value = ort.OrtValue.ortvalue_from_numpy(y)
+    binding = session.io_binding()
+    binding.bind_cpu_input("x", x)
+    for output in session.get_outputs():
+        binding.bind_ortvalue_output(output.name, value)
+    return binding, y
+
+
 def to_bytes(x: np.ndarray) -> np.ndarray:
     """u8 numbers, 128 for 0, in steps of 1 / 40: enough for normally distributed ones."""
     q: np.ndarray = np.clip(np.rint(x * 40) + 128, 0, 255).astype(np.uint8)
@@ -123,9 +135,18 @@ def to_bytes(x: np.ndarray) -> np.ndarray:
 
 
 def layers_session(
-    nodes: Sequence[Node], k: int, n: int, threads: int, types: tuple[type, type] = _FLOATS
+    nodes: Sequence[Node],
+    k: int,
+    n: int,
+    threads: int,
+    types: tuple[type, type] = _FLOATS,
+    *,
+    inline_bytes: int = _INLINE_BYTES,
 ) -> tuple[ort.InferenceSession, list[Any]]:
-    """A session x -> y0, y1, …, one a node. It reads the constants where they are: keep what comes with it as long."""
+    """A session x -> y0, y1, …, one a node. It reads the constants where they are: keep what comes with it as long.
+
+    inline_bytes: smaller constants are in the model itself, and ORT frees those that it has packed.
+    """
     graph_nodes, initializers = [], []
     names: list[str] = []
     values: list[ort.OrtValue] = []
@@ -135,7 +156,7 @@ def layers_session(
             inputs.append("" if constant is None else f"w{i}.{j}")
             if constant is None:
                 continue
-            if constant.nbytes < _INLINE_BYTES:
+            if constant.nbytes < inline_bytes:
                 initializers.append(numpy_helper.from_array(constant, inputs[-1]))
                 continue
             dtype = helper.np_dtype_to_tensor_dtype(constant.dtype)

@@ -19,12 +19,14 @@ from .result import Row, Speed
 WORKERS = Path(__file__).parent.with_name("workers")
 _LEAST_ROUNDS = 3
 _WARM_UP_SECONDS = 0.3  # of each turn; longer than the threads of OpenMP spin that had the last one
+_TURN_SECONDS, _MOST_PASSES = 0.2, 200  # timed in each turn but the first
 
 
 @dataclass(frozen=True)
 class Candidate:
     """name: what tables call it. engine: of the section's worker, run by the interpreter `python`. model: what it is
-    made from, with options. exact: it computes in fp32, so it must give the original's answers."""
+    made from, with options. exact: it computes in fp32, so it must give the original's answers. copies: how often a
+    pass does the work."""
 
     name: str
     engine: str
@@ -33,6 +35,7 @@ class Candidate:
     python: str = sys.executable
     ours: bool = False
     exact: bool = False
+    copies: int = 1
 
 
 class Subject:
@@ -111,19 +114,25 @@ def interleave(
 ) -> dict[str, Speed | WorkerError]:
     """The speed of each at what it was given, timed in turns, A B C A B C …, or why it has none.
 
-    count: how many of the unit a pass is. seconds: spent on all of them; each has three turns at least.
+    count: how many of the unit the work is. seconds: spent on all of them; each has three turns at least.
     """
     times: dict[str, list[float]] = {name: [] for name in subjects}
     failed: dict[str, WorkerError] = {}
     end, rounds = perf_counter() + seconds, 0
     while perf_counter() < end or rounds < _LEAST_ROUNDS:
         for name in [one for one in subjects if one not in failed]:
+            shortest = min(times[name], default=_TURN_SECONDS)
+            passes = round(max(1, _TURN_SECONDS / max(shortest, _TURN_SECONDS / _MOST_PASSES)))
             try:
-                times[name] += subjects[name].time(1, _WARM_UP_SECONDS)
+                times[name] += subjects[name].time(passes, _WARM_UP_SECONDS)
             except WorkerError as error:
                 failed[name] = error
         rounds += 1
-    speeds = {name: speed_of(work, threads, count, unit, times[name]) for name in subjects if name not in failed}
+    speeds = {
+        name: speed_of(work, threads, count * subject.candidate.copies, unit, times[name])
+        for name, subject in subjects.items()
+        if name not in failed
+    }
     return {**speeds, **failed}
 
 

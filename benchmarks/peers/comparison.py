@@ -13,15 +13,15 @@ from ..workers.process import WorkerError
 from .candidate import Candidate, Subject, interleave
 from .result import PeersResult, Row
 
-_OPENINGS = 3
 Judge = Callable[[Subject], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What was asked for. threads: numbers of them. seconds: spent on each kind of work. pythons: engine -> interpreter,
-    of the peers that take part. sts: STS-B's file; text: whose perplexity is measured. models, works: those alone, of
-    the sections that have them. folder: for files that are made."""
+    """What was asked for. threads: numbers of them. seconds: spent on each kind of work. pythons: engine ->
+    interpreter, of the peers that take part. folder: for files that are made. sts: STS-B's file. text: whose perplexity
+    is measured. models, works: those alone, of the sections that have them. done: sections and models whose rows are
+    there already. keep: called when a model's rows are complete."""
 
     threads: tuple[int, ...]
     seconds: float
@@ -32,9 +32,11 @@ class Job:
     text: Path | None = None
     models: tuple[str, ...] | None = None
     works: tuple[str, ...] | None = None
+    done: frozenset[tuple[str, str]] = frozenset()
+    keep: Callable[[], None] = lambda: None
 
-    def takes_model(self, name: str) -> bool:
-        return self.models is None or name in self.models
+    def takes_model(self, section: str, name: str) -> bool:
+        return (self.models is None or name in self.models) and (section, name) not in self.done
 
     def takes_work(self, name: str) -> bool:
         return self.works is None or name in self.works
@@ -42,7 +44,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Work:
-    """given: what the worker's engines prepare. count: how many of the unit a pass is."""
+    """given: what the worker's engines prepare. count: how many of the unit a pass is, of one copy."""
 
     name: str
     given: Mapping[str, Any]
@@ -59,11 +61,13 @@ def compare(
     works: Sequence[Work],
     judge: Judge,
     result: PeersResult,
+    openings: int = 3,
 ) -> None:
     """Adds a row for each candidate, or the reason why there is none.
 
     judge: the qualities of an opened candidate; raises WorkerError for one that does not give the right answers. The
-    first candidate's are asked for first. The first work is the one that opening is timed with.
+    first candidate's are asked for first. The first work is the one that opening is timed with, so many times; 0: the
+    rows have neither its time nor the memory that it takes.
     """
 
     def leave_out(name: str, error: WorkerError) -> None:
@@ -78,8 +82,9 @@ def compare(
             began = perf_counter()
             try:
                 row = subject.make(section, model, job.threads[0])
-                openings = [subject.open(job.threads[0], works[0].given) for _ in range(_OPENINGS)]
-                row.load_seconds, row.peak_megabytes = min(seconds for seconds, _ in openings), openings[-1][1]
+                opened = [subject.open(job.threads[0], works[0].given) for _ in range(max(1, openings))]
+                if openings:
+                    row.load_seconds, row.peak_megabytes = min(seconds for seconds, _ in opened), opened[-1][1]
                 row.quality = dict(judge(subject))
             except WorkerError as error:
                 leave_out(one.name, error)
@@ -93,6 +98,7 @@ def compare(
         for threads in job.threads:
             _time_all(job, found, works, threads, leave_out)
             job.say(f"{section}, {model}: timed with {threads} thread{'s' if threads > 1 else ''}")
+    job.keep()
 
 
 def _time_all(

@@ -1,11 +1,7 @@
 """Text encoders in several runtimes: token ids in, a unit vector of each text out, the mean of its tokens' vectors.
 
-    python -P serve.py encoders.py '{"threads": 1, "cpus": [0]}'
-
-Which packages an engine needs stands at its class. This file is run by itself, never imported from a package, by
-interpreters that have no Ortolan; runtimes are imported where an engine is loaded.
-
-Batches are .npz files: ids_0, mask_0 and types_0 are int64 [texts, tokens] of the first batch, padded behind the texts.
+Run by serve.py. Work is {"batches": PATH}, an .npz file: ids_0, mask_0 and types_0 are int64 [texts, tokens] of the
+first batch, padded behind the texts. A part of a pass is a batch.
 """
 
 from __future__ import annotations
@@ -13,18 +9,21 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from .engine import Engine, EngineWorker, Made, OrtOptions, megabytes, with_data
+else:
+    from engine import Engine, EngineWorker, Made, OrtOptions, megabytes, with_data
+
 _LONGEST = 512  # tokens of a text
-_WORDS = 1 << 17  # more than any vocabulary here has
+_WORDS = 1 << 15  # a few more than the vocabularies here have
 
 
 @dataclass(frozen=True)
@@ -57,223 +56,287 @@ def unit_means(tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return np.asarray(means / np.linalg.norm(means, axis=1, keepdims=True), np.float32)
 
 
-def megabytes(*paths: Path) -> float:
-    return sum(path.stat().st_size for path in paths if path.is_file()) / 1e6
-
-
-def with_data(model: Path) -> list[Path]:
-    """An ONNX file, and that of its weights where they lie beside it."""
-    return [path for path in (model, model.with_name(f"{model.name}.data")) if path.is_file()]
-
-
-def session_options(options: Any, threads: int) -> Any:
-    """Of ONNX Runtime."""
-    options.intra_op_num_threads = threads
-    # The threads of one side must not spin while another one is timed.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    return options
-
-
-class Engine(ABC):
-    """A model in a runtime. packages: whose versions matter. call: how it was made, as a reader would write it."""
-
-    packages: tuple[str, ...]
-    call: str
-    megabytes: float
+class EncoderEngine(Engine):
+    def prepare(self, work: Mapping[str, Any]) -> list[Any]:
+        return [self.part(batch) for batch in read_batches(work["batches"])]
 
     @abstractmethod
-    def prepare(self, batch: Batch) -> Any:
-        """What `run` takes; not timed. Raises ValueError for what this engine cannot be given."""
-
-    @abstractmethod
-    def run(self, prepared: Any) -> np.ndarray:
-        """float32 [texts, width]: vectors of length 1."""
+    def part(self, batch: Batch) -> Any:
+        """What `run` takes. Raises ValueError for what this engine cannot be given."""
 
 
-class OnnxRuntime(Engine):
-    """Stock ONNX Runtime: onnxruntime."""
+class OnnxRuntime(EncoderEngine):
+    """Stock ONNX Runtime."""
 
     packages = ("onnxruntime",)
+    modules = ("onnxruntime",)
 
-    def __init__(self, model: Path, threads: int, folder: Path) -> None:
-        self.call = f"InferenceSession(model), intra_op_num_threads={threads}"
-        self.megabytes = megabytes(*with_data(model))
+    @classmethod
+    def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
+        """quantized: by quantize_dynamic."""
+        path, call = model, "InferenceSession(model)"
+        if options.get("quantized"):
+            path = folder / "int8.onnx"
+            importlib.import_module("onnxruntime.quantization").quantize_dynamic(model, path)
+            call = f"quantize_dynamic(model, int8), {call.replace('model', 'int8')}"
+        return Made({"path": str(path)}, f"{call}, intra_op_num_threads={threads}", megabytes(*with_data(path)))
+
+    def __init__(self, threads: int, **opened: Any) -> None:
         ort = importlib.import_module("onnxruntime")
-        options = session_options(ort.SessionOptions(), threads)
-        self._session = ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+        options = OrtOptions(threads).set(ort.SessionOptions())
+        self._session = ort.InferenceSession(opened["path"], options, providers=["CPUExecutionProvider"])
         self._inputs = [value.name for value in self._session.get_inputs()]
         self._output = self._session.get_outputs()[0].name
 
-    def prepare(self, batch: Batch) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    def part(self, batch: Batch) -> tuple[dict[str, np.ndarray], np.ndarray]:
         return batch.feeds(self._inputs), batch.mask
 
-    def run(self, prepared: tuple[dict[str, np.ndarray], np.ndarray]) -> np.ndarray:
-        feeds, mask = prepared
+    def run(self, part: tuple[dict[str, np.ndarray], np.ndarray]) -> np.ndarray:
+        feeds, mask = part
         return unit_means(self._session.run([self._output], feeds)[0], mask)
 
 
-class Ortolan(Engine):
-    """A file of Ortolan's in ONNX Runtime, by TextEncoder, whose padding and pooling are timed as well: ortolan."""
+class Ortolan(EncoderEngine):
+    """A file of Ortolan's in ONNX Runtime, by TextEncoder, whose padding and pooling are timed as well."""
 
     packages = ("ortolan", "onnxruntime")
+    modules = ("ortolan", "ortolan.text_encoder")
 
-    def __init__(
-        self, model: Path, threads: int, folder: Path, tokenizer: str, batch_tokens: int | None = None
-    ) -> None:
-        """tokenizer: a tokenizer.json, which names the token to pad with. batch_tokens: of a call of the session; None:
-        a batch is a call."""
+    @classmethod
+    def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
+        """choices: what optimize_onnx is called with. calibration: batches. tokenizer: a tokenizer.json, which names
+        the token to pad with. batch_tokens: of a call of the session; none: a batch is a call."""
+        path, choices = folder / "fast.onnx", options["choices"]
+        feeds = _inputs_of(model, read_batches(options["calibration"]))
+        importlib.import_module("ortolan").optimize_onnx(model, path, calibration=feeds, **choices)
+        settings = "".join(f", {name}={value!r}" for name, value in choices.items())
+        batch_tokens = options.get("batch_tokens")
+        calls = "a batch a call" if batch_tokens is None else f"batch_tokens={batch_tokens}"
+        return Made(
+            {"path": str(path), "tokenizer": options["tokenizer"], "batch_tokens": batch_tokens},
+            f"ortolan.optimize_onnx(model, fast{settings}), TextEncoder(fast), {calls}, intra_op_num_threads={threads}",
+            megabytes(*with_data(path)),
+        )
+
+    def __init__(self, threads: int, **opened: Any) -> None:
         ortolan = importlib.import_module("ortolan")
         self._tokens = importlib.import_module("ortolan.text_encoder").Tokens
-        options = session_options(importlib.import_module("ortolan.session").new_options(), threads)
+        options = OrtOptions(threads).set(importlib.import_module("ortolan.session").new_options())
         settings = ortolan.TextInput(max_tokens=_LONGEST)
-        self._encoder = ortolan.TextEncoder(model, tokenizer, settings, options)
-        self._batch_tokens = batch_tokens
-        calls = "a batch a call" if batch_tokens is None else f"batch_tokens={batch_tokens}"
-        self.call = f"ortolan.TextEncoder(model), {calls}, intra_op_num_threads={threads}"
-        self.megabytes = megabytes(*with_data(model))
+        self._encoder = ortolan.TextEncoder(opened["path"], opened["tokenizer"], settings, options)
+        self._batch_tokens = opened["batch_tokens"]
 
-    def prepare(self, batch: Batch) -> list[Any]:
+    def part(self, batch: Batch) -> list[Any]:
         values = zip(batch.texts(batch.ids), batch.texts(batch.types), strict=True)
         return [self._tokens((), ids, types) for ids, types in values]
 
-    def run(self, prepared: list[Any]) -> np.ndarray:
+    def run(self, part: list[Any]) -> np.ndarray:
         if self._batch_tokens is None:
-            return np.asarray(self._encoder.run(prepared))
-        return np.asarray(self._encoder.encode_tokens(prepared, self._batch_tokens))
+            return np.asarray(self._encoder.run(part))
+        return np.asarray(self._encoder.encode_tokens(part, self._batch_tokens))
 
 
-class OpenVino(Engine):
-    """OpenVINO on its IR of the ONNX file: openvino, and nncf for int8."""
+def _inputs_of(model: Path, batches: list[Batch]) -> list[dict[str, np.ndarray]]:
+    """Feeds of an ONNX file's inputs."""
+    graph = importlib.import_module("onnx").load(model, load_external_data=False).graph
+    return [batch.feeds([value.name for value in graph.input]) for batch in batches]
 
-    def __init__(self, model: Path, threads: int, folder: Path, precision: str, calibration: str | None = None) -> None:
-        """precision: "f32", "default" (what it takes on this CPU by itself) or "int8", which nncf.quantize makes."""
-        openvino = importlib.import_module("openvino")
-        self.packages = ("openvino", "nncf") if precision == "int8" else ("openvino",)
-        options: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
-        options["ENABLE_CPU_PINNING"] = False
-        if precision == "f32":
-            options["INFERENCE_PRECISION_HINT"] = "f32"
-        core = openvino.Core()
-        network, made = core.read_model(str(model)), "read_model(onnx)"
-        self._inputs = [value.get_any_name() for value in network.inputs]
+
+class OpenVino(EncoderEngine):
+    """OpenVINO on its IR of the ONNX file; nncf makes that in int8."""
+
+    packages = ("openvino", "nncf")
+    modules = ("openvino",)
+
+    @classmethod
+    def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
+        """precision: "f32", "default" (what it takes on this CPU by itself) or "int8", which nncf.quantize makes from
+        the batches `calibration`."""
+        openvino, precision = importlib.import_module("openvino"), options["precision"]
+        network, made = openvino.Core().read_model(str(model)), "read_model(onnx)"
         if precision == "int8":
-            network, made = self._quantized(network, calibration), "nncf.quantize(model_type=TRANSFORMER)"
+            nncf = importlib.import_module("nncf")
+            inputs = [value.get_any_name() for value in network.inputs]
+            feeds = [batch.feeds(inputs) for batch in read_batches(options["calibration"])]
+            network = nncf.quantize(
+                network, nncf.Dataset(feeds), model_type=nncf.ModelType.TRANSFORMER, subset_size=len(feeds)
+            )
+            made = "nncf.quantize(read_model(onnx), model_type=TRANSFORMER)"
         path = folder / "model.xml"
         openvino.save_model(network, str(path), compress_to_fp16=False)
-        compiled = core.compile_model(str(path), "CPU", options)
-        runs_in = compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
-        self.call = f"{made}, save_model, compile_model(xml, 'CPU', {options}); floats in {runs_in}"
-        self.megabytes = megabytes(path, path.with_suffix(".bin"))
-        self._request = compiled.create_infer_request()
-
-    def _quantized(self, network: Any, calibration: str | None) -> Any:
-        if calibration is None:
-            raise ValueError("precision int8 needs batches to calibrate on")
-        nncf = importlib.import_module("nncf")
-        feeds = [batch.feeds(self._inputs) for batch in read_batches(calibration)]
-        return nncf.quantize(
-            network, nncf.Dataset(feeds), model_type=nncf.ModelType.TRANSFORMER, subset_size=len(feeds)
+        settings = cls._settings(threads, precision)
+        return Made(
+            {"path": str(path), "precision": precision},
+            f"{made}, save_model, compile_model(xml, 'CPU', {settings})",
+            megabytes(path, path.with_suffix(".bin")),
         )
 
-    def prepare(self, batch: Batch) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    @staticmethod
+    def _settings(threads: int, precision: str) -> dict[str, Any]:
+        settings = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "ENABLE_CPU_PINNING": False}
+        return settings | ({"INFERENCE_PRECISION_HINT": "f32"} if precision == "f32" else {})
+
+    def __init__(self, threads: int, **opened: Any) -> None:
+        core = importlib.import_module("openvino").Core()
+        compiled = core.compile_model(opened["path"], "CPU", self._settings(threads, opened["precision"]))
+        self._inputs = [value.get_any_name() for value in compiled.inputs]
+        self._request = compiled.create_infer_request()
+
+    def part(self, batch: Batch) -> tuple[dict[str, np.ndarray], np.ndarray]:
         return batch.feeds(self._inputs), batch.mask
 
-    def run(self, prepared: tuple[dict[str, np.ndarray], np.ndarray]) -> np.ndarray:
-        feeds, mask = prepared
+    def run(self, part: tuple[dict[str, np.ndarray], np.ndarray]) -> np.ndarray:
+        feeds, mask = part
         self._request.infer(feeds, share_inputs=True)
         return unit_means(self._request.get_output_tensor(0).data, mask)
 
 
-class CTranslate2(Engine):
-    """CTranslate2 from a folder of transformers': ctranslate2; transformers and torch convert it."""
+class CTranslate2(EncoderEngine):
+    """CTranslate2 from a folder of transformers', which transformers and torch convert."""
 
     packages = ("ctranslate2",)
+    modules = ("ctranslate2",)
 
-    def __init__(self, model: Path, threads: int, folder: Path, compute_type: str) -> None:
+    @classmethod
+    def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
         """model: the folder. compute_type: CTranslate2's name, such as "int8"."""
-        ctranslate2 = importlib.import_module("ctranslate2")
+        compute_type, target = options["compute_type"], folder / "converted"
         converters = importlib.import_module("ctranslate2.converters")
-        target = folder / "converted"
         converters.TransformersConverter(str(model)).convert(str(target), quantization=compute_type)
-        self.call = (
-            f"TransformersConverter(folder).convert(quantization={compute_type!r}), Encoder(intra_threads={threads})"
-        )
-        self.megabytes = megabytes(target / "model.bin")
-        self._encoder = ctranslate2.Encoder(
-            str(target), "cpu", compute_type=compute_type, inter_threads=1, intra_threads=threads
-        )
         fields = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        self._typed = fields.get("type_vocab_size", 0) > 0
+        typed = fields.get("type_vocab_size", 0) > 0
+        return Made(
+            {"path": str(target), "compute_type": compute_type, "typed": typed},
+            f"TransformersConverter(folder).convert(quantization={compute_type!r}), Encoder(intra_threads={threads})",
+            megabytes(target / "model.bin"),
+        )
 
-    def prepare(self, batch: Batch) -> tuple[dict[str, Any], np.ndarray]:
+    def __init__(self, threads: int, **opened: Any) -> None:
+        self._encoder = importlib.import_module("ctranslate2").Encoder(
+            opened["path"], "cpu", compute_type=opened["compute_type"], inter_threads=1, intra_threads=threads
+        )
+        self._typed = opened["typed"]
+
+    def part(self, batch: Batch) -> tuple[dict[str, Any], np.ndarray]:
         given: dict[str, Any] = {"inputs": batch.texts(batch.ids)}
         if self._typed:
             given["token_type_ids"] = batch.texts(batch.types)
         return given, batch.mask
 
-    def run(self, prepared: tuple[dict[str, Any], np.ndarray]) -> np.ndarray:
-        given, mask = prepared
+    def run(self, part: tuple[dict[str, Any], np.ndarray]) -> np.ndarray:
+        given, mask = part
         return unit_means(np.array(self._encoder.forward_batch(**given).last_hidden_state), mask)
 
 
-class SentenceTransformers(Engine):
-    """sentence-transformers from a folder of transformers': sentence-transformers, transformers, torch."""
+class Torch(EncoderEngine):
+    """transformers' model in torch, from a folder of transformers'."""
+
+    packages = ("torch", "transformers")
+    modules = ("torch", "transformers")
+
+    @classmethod
+    def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
+        """model: the folder. dtype: "float32" or "bfloat16". quantized: by quantize_dynamic. compiled: by torch.compile
+        with inductor."""
+        dtype, quantized, compiled = options["dtype"], options.get("quantized", False), options.get("compiled", False)
+        call = f"AutoModel.from_pretrained(folder, dtype={dtype})"
+        if quantized:
+            call = f"quantize_dynamic({call}, {{Linear}}, qint8)"
+        if compiled:
+            call = f"torch.compile({call}), inductor's freezing"
+        return Made(
+            {"path": str(model), "dtype": dtype, "quantized": quantized, "compiled": compiled},
+            f"{call}, inference_mode, set_num_threads({threads})",
+            megabytes(model / "model.safetensors"),
+        )
+
+    def __init__(self, threads: int, **opened: Any) -> None:
+        self._torch = importlib.import_module("torch")
+        self._torch.set_num_threads(threads)
+        transformers = importlib.import_module("transformers")
+        dtype = getattr(self._torch, opened["dtype"])
+        self._model = transformers.AutoModel.from_pretrained(opened["path"], dtype=dtype).eval()
+        if opened["quantized"]:
+            quantization = importlib.import_module("torch.ao.quantization")
+            self._model = quantization.quantize_dynamic(self._model, {self._torch.nn.Linear}, self._torch.qint8)
+        self._typed = getattr(self._model.config, "type_vocab_size", 0) > 0
+        self._call: Any = self._model
+        if opened["compiled"]:
+            inductor: Any = importlib.import_module("torch._inductor.config")
+            inductor.freezing = True
+            self._call = self._torch.compile(self._model)
+        self._compiled = opened["compiled"]
+
+    def get_ready(self, parts: list[Any]) -> None:
+        if self._compiled:  # for these alone: of one shape, or of any
+            self._torch.compiler.reset()
+            for part in parts:
+                self.run(part)
+
+    def part(self, batch: Batch) -> tuple[dict[str, Any], np.ndarray]:
+        names = ["input_ids", "attention_mask", *(["token_type_ids"] if self._typed else [])]
+        return {name: self._torch.from_numpy(array) for name, array in batch.feeds(names).items()}, batch.mask
+
+    def run(self, part: tuple[dict[str, Any], np.ndarray]) -> np.ndarray:
+        given, mask = part
+        with self._torch.inference_mode():
+            return unit_means(self._call(**given).last_hidden_state.float().numpy(), mask)
+
+
+class SentenceTransformers(EncoderEngine):
+    """sentence-transformers from a folder of transformers'."""
 
     packages = ("sentence-transformers", "transformers", "torch")
+    modules = ("torch", "sentence_transformers")
 
-    def __init__(self, model: Path, threads: int, folder: Path) -> None:
+    @classmethod
+    def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
         """model: the folder."""
+        call = f"SentenceTransformer([Transformer, Pooling('mean'), Normalize])(features), set_num_threads({threads})"
+        return Made({"path": str(model)}, call, megabytes(model / "model.safetensors"))
+
+    def __init__(self, threads: int, **opened: Any) -> None:
         self._torch = importlib.import_module("torch")
         self._torch.set_num_threads(threads)
         package = importlib.import_module("sentence_transformers")
         models = importlib.import_module("sentence_transformers.models")
-        encoder = models.Transformer(str(model), max_seq_length=_LONGEST)
-        width = json.loads((model / "config.json").read_text(encoding="utf-8"))["hidden_size"]
+        path = Path(opened["path"])
+        encoder = models.Transformer(str(path), max_seq_length=_LONGEST)
+        width = json.loads((path / "config.json").read_text(encoding="utf-8"))["hidden_size"]
         modules = [encoder, models.Pooling(width, pooling_mode="mean"), models.Normalize()]
         self._model = package.SentenceTransformer(modules=modules, device="cpu").eval()
-        self.call = (
-            f"SentenceTransformer([Transformer, Pooling('mean'), Normalize])(features), set_num_threads({threads})"
-        )
-        self.megabytes = megabytes(model / "model.safetensors")
 
-    def prepare(self, batch: Batch) -> dict[str, Any]:
+    def part(self, batch: Batch) -> dict[str, Any]:
         names = ["input_ids", "attention_mask", *(["token_type_ids"] if batch.types.any() else [])]
         return {name: self._torch.from_numpy(array) for name, array in batch.feeds(names).items()}
 
-    def run(self, prepared: dict[str, Any]) -> np.ndarray:
+    def run(self, part: dict[str, Any]) -> np.ndarray:
         with self._torch.inference_mode():
             # What is in the dict is replaced, so each run has its own.
-            return np.asarray(self._model(dict(prepared))["sentence_embedding"].numpy())
+            return np.asarray(self._model(dict(part))["sentence_embedding"].numpy())
 
 
-class FastEmbed(Engine):
-    """fastembed on the ONNX file, by its door for models of one's own: fastembed.
+class FastEmbed(EncoderEngine):
+    """fastembed on the ONNX file, by its door for models of one's own.
 
     It takes texts, not ids: a tokenizer whose words are numbers gives it the ids. Its token types are zero.
     """
 
     packages = ("fastembed", "onnxruntime")
+    modules = ("fastembed", "fastembed.common.model_description")
 
-    def __init__(self, model: Path, threads: int, folder: Path) -> None:
-        fastembed = importlib.import_module("fastembed")
-        description = importlib.import_module("fastembed.common.model_description")
-        self._write_tokenizer(folder)
+    @classmethod
+    def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
+        cls._write_tokenizer(folder)
         for path in with_data(model):
             # A link: ONNX Runtime wants the data to lie in the model's folder, symbolic links followed.
             _link(path, folder / path.name)
-        name = "benchmarked/model"
-        fastembed.TextEmbedding.add_custom_model(
-            model=name,
-            pooling=description.PoolingType.MEAN,
-            normalization=True,
-            sources=description.ModelSource(url="file://local"),  # asked for, and not used with a path
-            dim=1,  # not used but to describe it
-            model_file=model.name,
-            additional_files=[path.name for path in with_data(model)[1:]],
+        call = f"TextEmbedding.add_custom_model(pooling=MEAN, normalization=True), threads={threads}"
+        return Made(
+            {"folder": str(folder), "files": [path.name for path in with_data(model)]},
+            call,
+            megabytes(*with_data(model)),
         )
-        self._embedding = fastembed.TextEmbedding(name, threads=threads, specific_model_path=str(folder))
-        self.call = f"TextEmbedding.add_custom_model(pooling=MEAN, normalization=True), threads={threads}"
-        self.megabytes = megabytes(*with_data(model))
 
     @staticmethod
     def _write_tokenizer(folder: Path) -> None:
@@ -285,13 +348,28 @@ class FastEmbed(Engine):
         fields = {"model_max_length": _LONGEST, "pad_token": "0"}
         (folder / "tokenizer_config.json").write_text(json.dumps(fields), encoding="utf-8")
 
-    def prepare(self, batch: Batch) -> list[str]:
+    def __init__(self, threads: int, **opened: Any) -> None:
+        fastembed = importlib.import_module("fastembed")
+        description = importlib.import_module("fastembed.common.model_description")
+        name, (model, *data) = "benchmarked/model", opened["files"]
+        fastembed.TextEmbedding.add_custom_model(
+            model=name,
+            pooling=description.PoolingType.MEAN,
+            normalization=True,
+            sources=description.ModelSource(url="file://local"),  # asked for, and not used with a path
+            dim=1,  # not used but to describe it
+            model_file=model,
+            additional_files=data,
+        )
+        self._embedding = fastembed.TextEmbedding(name, threads=threads, specific_model_path=opened["folder"])
+
+    def part(self, batch: Batch) -> list[str]:
         if batch.types.any():
             raise ValueError("fastembed gives models no token types but 0")
         return [" ".join(map(str, ids)) for ids in batch.texts(batch.ids)]
 
-    def run(self, prepared: list[str]) -> np.ndarray:
-        return np.stack(list(self._embedding.embed(prepared, batch_size=len(prepared))))
+    def run(self, part: list[str]) -> np.ndarray:
+        return np.stack(list(self._embedding.embed(part, batch_size=len(part))))
 
 
 def _link(source: Path, target: Path) -> None:
@@ -301,82 +379,13 @@ def _link(source: Path, target: Path) -> None:
         target.write_bytes(source.read_bytes())
 
 
-ENGINES: Mapping[str, Callable[..., Engine]] = {
-    "onnxruntime": OnnxRuntime,
-    "ortolan": Ortolan,
-    "openvino": OpenVino,
-    "ctranslate2": CTranslate2,
-    "sentence-transformers": SentenceTransformers,
-    "fastembed": FastEmbed,
-}
-
-
-def _versions(packages: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    for name in packages:
-        try:
-            yield name, metadata.version(name)
-        except metadata.PackageNotFoundError:  # of a source tree
-            yield name, "of a source tree"
-
-
-class Worker:
-    """An engine, and the batches that it is given."""
-
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
-        self._engine: Engine | None = None
-        self._batches: list[Any] = []
-        self.actions: Mapping[str, Callable[..., dict[str, Any]]] = {
-            "load": self.load,
-            "give": self.give,
-            "time": self.time,
-            "vectors": self.vectors,
-        }
-
-    def load(self, engine: str, model: str, folder: str, **options: Any) -> dict[str, Any]:
-        """Opens a model in place of the last one. folder: empty, for what the engine makes of it.
-
-        Answers "versions" (package -> version), "call" (how it was made) and "megabytes" (on disk).
-        """
-        if engine not in ENGINES:
-            raise ValueError(f"no engine {engine!r}; these are known: {', '.join(ENGINES)}")
-        self._engine, self._batches = None, []
-        found = ENGINES[engine](Path(model), self._threads, Path(folder), **options)
-        self._engine = found
-        return {"versions": dict(_versions(found.packages)), "call": found.call, "megabytes": found.megabytes}
-
-    def give(self, batches: str) -> dict[str, Any]:
-        """Takes batches in place of the last ones; batches: an .npz file."""
-        engine = self._loaded()
-        self._batches = []
-        self._batches = [engine.prepare(batch) for batch in read_batches(batches)]
-        return {"batches": len(self._batches)}
-
-    def time(self, passes: int, warm_up: float) -> dict[str, Any]:
-        """Runs batches untimed for warm_up seconds, one at least, then all of them so many times.
-
-        Answers "seconds" of each pass.
-        """
-        engine = self._loaded()
-        until, warm = time.perf_counter() + warm_up, 0
-        while warm == 0 or time.perf_counter() < until:
-            engine.run(self._batches[warm % len(self._batches)])
-            warm += 1
-        seconds = []
-        for _ in range(passes):
-            start = time.perf_counter()
-            for prepared in self._batches:
-                engine.run(prepared)
-            seconds.append(time.perf_counter() - start)
-        return {"seconds": seconds}
-
-    def vectors(self, answer: str) -> dict[str, Any]:
-        """Writes those of all texts to the file `answer`: .npy, float32 [texts, width]."""
-        engine = self._loaded()
-        np.save(answer, np.concatenate([engine.run(prepared) for prepared in self._batches]).astype(np.float32))
-        return {}
-
-    def _loaded(self) -> Engine:
-        if self._engine is None:
-            raise RuntimeError("load a model first")
-        return self._engine
+class Worker(EngineWorker):
+    engines: ClassVar = {
+        "onnxruntime": OnnxRuntime,
+        "ortolan": Ortolan,
+        "openvino": OpenVino,
+        "ctranslate2": CTranslate2,
+        "torch": Torch,
+        "sentence-transformers": SentenceTransformers,
+        "fastembed": FastEmbed,
+    }

@@ -46,6 +46,10 @@ class Engine(ABC):
     def prepare(self, work: Mapping[str, Any]) -> list[Any]:
         """The parts of a pass; not timed. Raises ValueError for what this engine cannot be given."""
 
+    def get_ready(self, parts: list[Any]) -> None:  # noqa: B027
+        """Compiles for the parts of a pass, where that hangs on their shapes; not timed. Not called at opening, so that
+        the time to the first answer has its compilation."""
+
     def set_up(self, part: Any) -> None:  # noqa: B027
         """Brings it to where the time of a part begins; not timed."""
 
@@ -98,6 +102,7 @@ class EngineWorker:
         """Takes work in place of the last one."""
         self._parts = []
         self._parts = self._opened().prepare(work)
+        self._opened().get_ready(self._parts)
         return {"parts": len(self._parts)}
 
     def time(self, passes: int, warm_up: float) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def open_worker(script: str, settings: dict[str, Any]) -> Actions:
     cpus = settings.pop("cpus", [])
     if cpus and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cpus)
-    # Last: of names that something installed has as well, that is meant. engine.py is all that scripts want from there.
+    # Last: of names that something installed has as well, that is meant. Scripts want engine.py and ggml.py from there.
     sys.path.append(os.path.dirname(script))
     spec = importlib.util.spec_from_file_location("worker_script", script)
     assert spec is not None and spec.loader is not None

@@ -1,0 +1,166 @@
+"""What encoders are timed and judged on: batches of texts as token ids, and their quality.
+
+Works: shapes of random words, such as "8x64" (texts x tokens); "mixed 8-256", random words of 8 to 256 tokens
+(uniform), and "STS-B", sentences of its file, in batches as they come; and these "…, sorted" by length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ortolan.graph_passes.measure.feeds import Feeds
+
+from ...embedding import spearman_on_sts, token_feeds
+from ..encoder import SENTENCES, Encoder, calibration_feeds, word_feeds
+from ..workers.process import WorkerError
+from .candidate import Candidate
+from .comparison import Job, Work
+
+BATCH = 32
+TEXTS = 64  # of a work of several lengths
+UNIT = "texts/s"
+SORTED = ", sorted"
+MIXED, STS = "mixed 8-256", "STS-B"
+_LENGTHS = (8, 256)
+# Batch, tokens: how many of them a pass is, so that timers and the jitter of a machine do not matter.
+SHAPES = {(1, 16): 32, (1, 128): 8, (8, 64): 2, (1, 256): 4, (8, 512): 1}
+_SAME = 0.9999  # the least cosine of vectors that are computed in fp32
+
+
+def random_texts(inputs: Sequence[str], count: int, lengths: tuple[int, int]) -> list[Feeds]:
+    """One text a feed, without padding."""
+    tokens = np.random.default_rng(0).integers(lengths[0], lengths[1] + 1, count)
+    return [word_feeds(inputs, 1, int(one), seed) for seed, one in enumerate(tokens)]
+
+
+def sts_texts(encoder: Encoder, path: Path, count: int) -> list[Feeds]:
+    """Sentences from all over the file, whose parts differ."""
+    lines = [line.split("\t") for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    sentences = [columns[place] for columns in lines for place in (5, 6)]
+    chosen = np.linspace(0, len(sentences), min(count, len(sentences)), endpoint=False).astype(int)
+    assert encoder.tokenizer is not None
+    feeds = token_feeds(encoder.tokenizer, [sentences[number] for number in chosen])
+    return [{name: one[name] for name in encoder.inputs} for one in feeds]
+
+
+def batches_of(texts: Sequence[Feeds], batch: int, in_order: bool) -> list[Feeds]:
+    """Padded behind the texts, with zeros."""
+    if in_order:
+        texts = sorted(texts, key=lambda one: one["input_ids"].shape[1])
+    return [padded(texts[start : start + batch]) for start in range(0, len(texts), batch)]
+
+
+def padded(texts: Sequence[Feeds]) -> Feeds:
+    longest = max(one["input_ids"].shape[1] for one in texts)
+    return {
+        name: np.concatenate([np.pad(one[name], ((0, 0), (0, longest - one[name].shape[1]))) for one in texts])
+        for name in texts[0]
+    }
+
+
+def write_batches(batches: Sequence[Feeds], path: Path) -> Path:
+    """As workers/encoders.py reads them; token types are zero where the feeds have none."""
+    arrays: dict[str, Any] = {}
+    for number, feeds in enumerate(batches):
+        ids = feeds["input_ids"]
+        arrays[f"ids_{number}"] = ids
+        arrays[f"mask_{number}"] = feeds["attention_mask"]
+        arrays[f"types_{number}"] = feeds.get("token_type_ids", np.zeros_like(ids))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, **arrays)
+    return path
+
+
+def make_works(job: Job, encoder: Encoder, folder: Path, without: Sequence[str] = ()) -> list[Work]:
+    """Those that were asked for, of all but `without`; files are made in `folder`."""
+    given = {
+        f"{batch}x{tokens}": [word_feeds(encoder.inputs, batch, tokens, seed) for seed in range(count)]
+        for (batch, tokens), count in SHAPES.items()
+    }
+    texts = {MIXED: random_texts(encoder.inputs, TEXTS, _LENGTHS)}
+    if job.sts is not None:
+        texts[STS] = sts_texts(encoder, job.sts, TEXTS)
+    for name, one in texts.items():
+        given[name] = batches_of(one, BATCH, in_order=False)
+        given[name + SORTED] = batches_of(one, BATCH, in_order=True)
+    return [
+        Work(name, {"batches": str(write_batches(batches, folder / f"{name}.npz"))}, _count(batches), UNIT)
+        for name, batches in given.items()
+        if name not in without and job.takes_work(name)
+    ]
+
+
+def _count(batches: Sequence[Feeds]) -> int:
+    """Of texts."""
+    return sum(len(one["input_ids"]) for one in batches)
+
+
+class Answers(Protocol):
+    """A Subject."""
+
+    candidate: Candidate
+
+    def answer(self, work: Mapping[str, Any]) -> np.ndarray: ...
+
+
+class EncoderJudge:
+    """The mean cosine to the vectors of the first candidate, which computes in fp32: over all of STS-B's sentences, and
+    then Spearman's correlation as well, or over our own sentences where its file was not given."""
+
+    def __init__(self, job: Job, encoder: Encoder, folder: Path) -> None:
+        self._sts, self._encoder, self._folder = job.sts, encoder, folder
+        self._expected: np.ndarray | None = None
+
+    def __call__(self, subject: Answers) -> dict[str, float]:
+        """Raises WorkerError for a candidate that computes in fp32 and whose vectors are others."""
+        qualities = {}
+        if self._sts is None:
+            vectors = self._answer(subject, calibration_feeds(self._encoder, SENTENCES))
+        else:
+            sentences = _Sentences(lambda feeds: self._answer(subject, feeds), self._encoder)
+            qualities["Spearman"] = spearman_on_sts(sentences, self._sts)
+            vectors = sentences.vectors
+        if self._expected is None:
+            if not subject.candidate.exact:
+                raise WorkerError("there are no vectors in fp32 to compare with")
+            self._expected = vectors
+        cosine = mean_cosine(vectors, self._expected)
+        if subject.candidate.exact and cosine < _SAME:
+            raise WorkerError(f"its vectors are not those of fp32: cosine {cosine:.4f}, expected {_SAME}")
+        return {"cosine": cosine, **qualities}
+
+    def _answer(self, subject: Answers, texts: Sequence[Feeds]) -> np.ndarray:
+        """Of texts in batches sorted by length, in the order given."""
+        order = sorted(range(len(texts)), key=lambda index: texts[index]["input_ids"].shape[1])
+        batches = batches_of([texts[index] for index in order], BATCH, in_order=False)
+        found = subject.answer({"batches": str(write_batches(batches, self._folder / "judged.npz"))})
+        if len(found) != len(texts):
+            raise WorkerError(f"it gave {len(found)} vectors for {len(texts)} texts")
+        vectors = np.empty_like(found)
+        vectors[order] = found
+        return vectors
+
+
+class _Sentences:
+    """What spearman_on_sts asks for. Remembers the vectors."""
+
+    def __init__(self, answer: Callable[[Sequence[Feeds]], np.ndarray], encoder: Encoder) -> None:
+        self._answer, self._encoder = answer, encoder
+        self.vectors = np.empty((0, 0), np.float32)
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        assert self._encoder.tokenizer is not None
+        feeds = token_feeds(self._encoder.tokenizer, texts)
+        self.vectors = self._answer([{name: one[name] for name in self._encoder.inputs} for one in feeds])
+        return self.vectors
+
+
+def mean_cosine(found: np.ndarray, expected: np.ndarray) -> float:
+    """Of unit vectors."""
+    if found.shape != expected.shape:
+        raise WorkerError(f"it gave vectors of shape {found.shape}, expected {expected.shape}")
+    return float((found * expected).sum(axis=1).mean())

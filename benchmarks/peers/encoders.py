@@ -1,0 +1,114 @@
+"""Text encoders: token ids in, a unit vector of each text out, in texts a second."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ...models.checkpoint import write_checkpoint
+from ...text_encoder import BATCH_TOKENS
+from ..encoder import FP32, INT8, PUBLISHED, SENTENCES, Encoder, calibration_feeds, open_model
+from .candidate import Candidate
+from .comparison import Job, compare
+from .encoder_texts import EncoderJudge, make_works, write_batches
+from .result import PeersResult
+from .verdict import ENCODERS
+
+SCRIPT = "encoders.py"  # of the workers
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of a model in an engine. checkpoint: it starts from a folder of transformers', not from the ONNX file.
+    calibrated: it takes batches to calibrate on."""
+
+    name: str
+    engine: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    exact: bool = False
+    checkpoint: bool = False
+    calibrated: bool = False
+
+
+# The first one is what all are compared with.
+ONNX_RUNTIME = (Form(FP32, "onnxruntime", exact=True), Form(INT8, "onnxruntime", {"quantized": True}))
+OURS = (
+    Form("Ortolan int8, a batch a call", "ortolan", {"choices": {"weights": "int8"}}),
+    Form(
+        f"Ortolan int8, {BATCH_TOKENS} tokens a call",
+        "ortolan",
+        {"choices": {"weights": "int8"}, "batch_tokens": BATCH_TOKENS},
+    ),
+    Form("Ortolan bf16", "ortolan", {"choices": {"weights": "bf16"}, "batch_tokens": BATCH_TOKENS}),
+    Form("Ortolan int4", "ortolan", {"choices": {"weights": "int4"}, "batch_tokens": BATCH_TOKENS}),
+)
+OPENVINO = (
+    Form("OpenVINO", "openvino", {"precision": "default"}),
+    Form("OpenVINO int8 (nncf)", "openvino", {"precision": "int8"}, calibrated=True),
+)
+OTHERS = (
+    Form("OpenVINO f32", "openvino", {"precision": "f32"}, exact=True),
+    *OPENVINO,
+    Form("CTranslate2 fp32", "ctranslate2", {"compute_type": "float32"}, True, True),
+    Form("CTranslate2 int8", "ctranslate2", {"compute_type": "int8"}, False, True),
+    Form("torch fp32", "torch", {"dtype": "float32"}, True, True),
+    Form("torch bf16", "torch", {"dtype": "bfloat16"}, False, True),
+    Form("torch int8", "torch", {"dtype": "float32", "quantized": True}, False, True),
+    Form("torch compile fp32", "torch", {"dtype": "float32", "compiled": True}, True, True),
+    Form("torch compile bf16", "torch", {"dtype": "bfloat16", "compiled": True}, False, True),
+    Form("sentence-transformers", "sentence-transformers", {}, True, True),
+    Form("fastembed", "fastembed", {}, True),
+)
+
+
+def measure(job: Job, result: PeersResult) -> None:
+    """Adds the rows of both models."""
+    for name in PUBLISHED:
+        if not job.takes_model(ENCODERS, name):
+            continue
+        folder = job.folder / ENCODERS / f"{name}, given"
+        encoder = open_model(name, folder)
+        works = make_works(job, encoder, folder)
+        if works:
+            source = Source(name, encoder, folder)
+            candidates = candidates_of(job, source, (*ONNX_RUNTIME, *OURS, *OTHERS))
+            compare(job, ENCODERS, name, SCRIPT, candidates, works, EncoderJudge(job, encoder, folder), result)
+
+
+class Source:
+    """What forms of a model are made from. folder: for what they need besides the ONNX file."""
+
+    def __init__(self, model: str, encoder: Encoder, folder: Path) -> None:
+        self._model, self._folder, self.encoder = model, folder, encoder
+
+    @cached_property
+    def checkpoint(self) -> Path:
+        """A folder of transformers'."""
+        return write_checkpoint(self._model, self._folder / "checkpoint")
+
+    @cached_property
+    def calibration(self) -> Path:
+        """A file of batches: our own sentences."""
+        return write_batches(calibration_feeds(self.encoder, SENTENCES), self._folder / "calibration.npz")
+
+
+def candidates_of(job: Job, source: Source, forms: Iterable[Form]) -> list[Candidate]:
+    """The forms of those engines that take part."""
+    found = []
+    for form in forms:
+        ours = form.engine == "ortolan"
+        python = sys.executable if ours or form.engine == "onnxruntime" else job.pythons.get(form.engine)
+        if python is None:
+            continue
+        options = dict(form.options)
+        if ours:
+            options["tokenizer"] = str(source.encoder.tokenizer)
+        if ours or form.calibrated:
+            options["calibration"] = str(source.calibration)
+        model = source.checkpoint if form.checkpoint else source.encoder.onnx
+        found.append(Candidate(form.name, form.engine, model, options, python, ours, form.exact))
+    return found

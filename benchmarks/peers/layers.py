@@ -1,0 +1,194 @@
+"""Linear layers of Llama 3 8B, one by one, their weights cold, with all weights and with half of them zero.
+
+Weights are random, for what they are decides the error alone: Student's t with 8 degrees of freedom, the spread of an
+output's weights lognormal. Zeros are those of least magnitude.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ortolan.graph_passes.measure.timing import copies_to_stay_cold
+
+from ..shapes import LLAMA_3_8B
+from ..workers.process import WorkerError
+from .candidate import Candidate, Subject
+from .comparison import Job, Work, compare
+from .result import PeersResult
+from .verdict import LAYERS as SECTION
+
+SCRIPT = "layers.py"
+ROWS = (1, 8, 128)
+JUDGED_ROWS = 8
+_MEMORY = 10e9  # bytes, for the weights of all candidates together
+_LEAST_COPIES = 4
+_MOST_ERROR = 0.5  # of an answer that is one
+
+
+@dataclass(frozen=True)
+class Layer:
+    """W [k, n]. zeros: the share of its weights that are zero."""
+
+    name: str
+    k: int
+    n: int
+    zeros: float = 0.0
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of a layer in an engine. bits: of a weight, about; they say how many copies are cold."""
+
+    name: str
+    engine: str
+    bits: float
+    options: Mapping[str, Any] = field(default_factory=dict)
+    exact: bool = False
+
+
+MODELS = tuple(
+    Layer(f"Llama-3-8B {name} ({k} x {n}){', 50 % zeros' if zeros else ''}", k, n, zeros)
+    for zeros in (0.0, 0.5)
+    for name, (k, n) in LLAMA_3_8B.items()
+    if name in ("up", "down", "q")
+)
+
+ONNX_RUNTIME = (
+    Form("ONNX Runtime fp32", "onnxruntime", 32, {"form": "fp32"}, True),
+    Form("ONNX Runtime int8", "onnxruntime", 8, {"form": "int8"}),
+    Form("ONNX Runtime MatMulNBits 8 bits, g128", "onnxruntime", 8.25, {"form": "nbits", "bits": 8, "block_size": 128}),
+    Form("ONNX Runtime MatMulNBits 4 bits, g32", "onnxruntime", 5, {"form": "nbits", "bits": 4, "block_size": 32}),
+    Form("ONNX Runtime MatMulNBits 4 bits, g128", "onnxruntime", 4.25, {"form": "nbits", "bits": 4, "block_size": 128}),
+)
+DENSE = (
+    Form("Ortolan bf16", "ortolan", 16, {"choices": {"weights": "bf16"}}),
+    Form("Ortolan int8", "ortolan", 8, {"choices": {"weights": "int8"}}),
+    # What heads take beside dense int8.
+    Form("Ortolan int8 in groups of 64", "ortolan", 8.25, {"choices": {"weights": "int8", "ignore": "*"}}),
+    Form("Ortolan int4, g32", "ortolan", 4.75, {"choices": {"weights": "int4", "group_size": 32}}),
+    Form("Ortolan int4, g128", "ortolan", 4.2, {"choices": {"weights": "int4", "group_size": 128}}),
+)
+SPARSE = (
+    Form("Ortolan sparse bf16", "ortolan", 9, {"choices": {"weights": "bf16", "sparsity": 0.5}}),
+    Form("Ortolan sparse int8", "ortolan", 5, {"choices": {"weights": "int8", "sparsity": 0.5}}),
+    Form("Ortolan sparse int4", "ortolan", 3.1, {"choices": {"weights": "int4", "sparsity": 0.5}}),
+)
+# What it takes by itself, bf16 where CPUs multiply that; and inputs rounded to int8, which is faster with few rows.
+OPENVINO_PRECISIONS: Mapping[str, Mapping[str, str]] = {
+    "default": {},
+    "int8 inputs": {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"},
+}
+OTHERS = (
+    Form("torch bf16", "torch", 16, {"form": "bf16"}),
+    Form("torch bf16, packed", "torch", 16, {"form": "packed bf16"}),
+    Form("torch int8", "torch", 8, {"form": "int8"}),
+    Form("torch int8 weights", "torch", 8, {"form": "int8 weights"}),
+    Form("torch int4, g32", "torch", 5, {"form": "int4", "group_size": 32}),
+    Form("torch int4, g128", "torch", 4.25, {"form": "int4", "group_size": 128}),
+    *(
+        Form(f"{name}, {precision}", "openvino", bits, {**options, "settings": settings})
+        for name, bits, options in (
+            ("OpenVINO int8 weights", 8, {"weights": "INT8_ASYM"}),
+            ("OpenVINO int4 weights, g128", 4.2, {"weights": "INT4_SYM", "group_size": 128}),
+        )
+        for precision, settings in OPENVINO_PRECISIONS.items()
+    ),
+    Form("OpenVINO", "openvino", 16, {"settings": {}}),
+    Form("llama.cpp Q8_0", "llama.cpp", 8.5, {"form": "Q8_0"}),
+    Form("llama.cpp Q4_0", "llama.cpp", 4.5, {"form": "Q4_0"}),
+    Form("llama.cpp Q4_K", "llama.cpp", 4.5, {"form": "Q4_K"}),
+)
+
+
+def measure(job: Job, result: PeersResult) -> None:
+    """Adds the rows of all layers."""
+    for layer in MODELS:
+        works = [rows for rows in ROWS if job.takes_work(work_name(rows))]
+        if works and job.takes_model(SECTION, layer.name):
+            with tempfile.TemporaryDirectory(dir=job.folder) as folder:
+                _measure(replace(job, folder=Path(folder)), layer, works, result)
+
+
+def _measure(job: Job, layer: Layer, rows: Sequence[int], result: PeersResult) -> None:
+    weights = job.folder / "weights.npy"
+    w = make_weights(layer)
+    np.save(weights, w)
+    works = [
+        Work(work_name(count), {"inputs": str(write_inputs(job.folder, layer.k, count))}, 1, "layers/s")
+        for count in rows
+    ]
+    judge = Judge(w, write_inputs(job.folder, layer.k, JUDGED_ROWS))
+    del w
+    candidates = list(candidates_of(job, layer, weights))
+    compare(job, SECTION, layer.name, SCRIPT, candidates, works, judge, result, openings=0)
+
+
+def work_name(rows: int) -> str:
+    return "1 row" if rows == 1 else f"{rows} rows"
+
+
+def make_weights(layer: Layer) -> np.ndarray:
+    """float32 [k, n], always the same."""
+    rng = np.random.default_rng(layer.k * layer.n)
+    spread = np.exp(rng.normal(0, 0.2, layer.n)) / np.sqrt(layer.k)
+    w = np.empty((layer.k, layer.n), np.float32)
+    for row in w:  # in float64 all would be twice the memory
+        row[:] = rng.standard_t(8, layer.n) * spread
+    if layer.zeros:
+        magnitude = np.abs(w)
+        count = round(layer.zeros * w.size)
+        w[magnitude <= np.partition(magnitude, count - 1, axis=None)[count - 1]] = 0
+    return w
+
+
+def write_inputs(folder: Path, k: int, rows: int) -> Path:
+    """A file of normally distributed x, float32 [rows, k]."""
+    path = folder / f"inputs-{rows}.npy"
+    np.save(path, np.random.default_rng(rows).standard_normal((rows, k), dtype=np.float32))
+    return path
+
+
+class Judge:
+    """error: of y = x W, relative, by Frobenius' norm."""
+
+    def __init__(self, weights: np.ndarray, inputs: Path) -> None:
+        self._inputs = inputs
+        self._expected = np.load(inputs) @ weights
+
+    def __call__(self, subject: Subject) -> dict[str, float]:
+        y = subject.answer({"inputs": str(self._inputs)})
+        if y.shape != self._expected.shape:
+            raise WorkerError(f"answers {list(y.shape)}, expected {list(self._expected.shape)}")
+        error = float(np.linalg.norm(y - self._expected) / np.linalg.norm(self._expected))
+        most = 1e-4 if subject.candidate.exact else _MOST_ERROR
+        if not error <= most:
+            raise WorkerError(f"the error of its answers is {error:.2g}, expected at most {most:g}")
+        return {"error": error}
+
+
+def candidates_of(job: Job, layer: Layer, weights: Path) -> Iterator[Candidate]:
+    """The forms of those engines that take part."""
+    own = {"onnxruntime": sys.executable, "ortolan": sys.executable}
+    pythons = {**job.pythons, **own}
+    forms = [form for form in (*ONNX_RUNTIME, *(SPARSE if layer.zeros else DENSE), *OTHERS) if form.engine in pythons]
+    for form in forms:
+        stored = round(layer.k * layer.n * form.bits / 8)
+        copies = cold_copies(stored, len(forms))
+        yield Candidate(
+            form.name, form.engine, weights, {**form.options, "copies": copies}, pythons[form.engine],
+            form.engine == "ortolan", form.exact, copies,
+        )  # fmt: skip
+
+
+def cold_copies(bytes_each: int, candidates: int) -> int:
+    """Copies of a layer that no cache holds, as far as the memory for all candidates allows: where a CPU reports the L3
+    of a server of which this machine has a share, all would take more."""
+    affordable = int(_MEMORY / candidates / bytes_each)
+    return max(_LEAST_COPIES, min(copies_to_stay_cold(bytes_each), affordable))

@@ -1,0 +1,88 @@
+"""The page of a result: docs/peers.md, by the template page.md.jinja."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ...errors import OrtolanError
+from .pictures import PICTURES
+from .result import PeersResult, Row, works_of
+from .verdict import RULES, SECTIONS, Verdict, verdicts
+
+try:
+    import jinja2
+except ImportError:
+    raise OrtolanError("the page needs jinja2; install it with: pip install 'ortolan[peers]'") from None
+
+_TEMPLATE = "page.md.jinja"
+_DIGITS = {"cosine": 4, "Spearman": 4, "perplexity": 2, "error": 4}
+# Why Ortolan is behind, and what is next: of a section and the first word of the work.
+NEXT: Mapping[tuple[str, str], str] = {}
+
+
+def write(result: PeersResult) -> str:
+    """The page's text, Markdown."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"figure": _figure}
+    found = [one for one in verdicts(result) if one.ratio is not None]
+    sections = [section for section in SECTIONS if any(row.section == section for row in result.rows)]
+    page: str = environment.get_template(_TEMPLATE).render(
+        result=result,
+        missed=[one for one in found if one.missed],
+        reached=[one for one in found if not one.missed],
+        alone=[one for one in verdicts(result) if one.ratio is None],
+        reasons=list(_reasons(found)),
+        groups={section: _groups(result, section) for section in sections},
+        pictures=list(PICTURES),
+        calls=[f"{row.model}, {row.name}: {_versions(row)}; {row.call}" for row in result.rows],
+        quality={section: RULES[section].quality for section in sections},
+    )
+    return page
+
+
+def _reasons(found: Sequence[Verdict]) -> Iterator[str]:
+    kinds = dict.fromkeys((one.section, re.split(r"[ ,]", one.work)[0]) for one in found if one.missed)
+    for kind in kinds:
+        if kind in NEXT:
+            yield NEXT[kind]
+
+
+def _groups(result: PeersResult, section: str) -> dict[str, tuple[list[str], list[list[str]]]]:
+    """Model -> columns and rows of its table."""
+    return {model: _table(rows) for (one, model), rows in result.groups().items() if one == section}
+
+
+def _table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    qualities = list(dict.fromkeys(name for row in rows for name in row.quality))
+    works = works_of(rows)
+    several = len({threads for _, threads in works}) > 1
+    columns = ["", "MB", "load, s", "peak, MB", *qualities]
+    columns += [f"{work}{f' ({threads})' if several else ''}" for work, threads in works]
+    lines = []
+    for row in rows:
+        cells = [f"**{row.name}**" if row.ours else row.name, _figure(row.megabytes)]
+        cells += ["-" if one is None else _figure(one) for one in (row.load_seconds, row.peak_megabytes)]
+        cells += [f"{row.quality[name]:.{_DIGITS[name]}f}" if name in row.quality else "-" for name in qualities]
+        for work, threads in works:
+            speed = row.speed(work, threads)
+            cells.append("-" if speed is None else f"{_figure(speed.best)} ({_figure(speed.median)})")
+        lines.append(cells)
+    return columns, lines
+
+
+def _versions(row: Row) -> str:
+    return ", ".join(f"{name} {number}" for name, number in row.versions.items())
+
+
+def _figure(value: float) -> str:
+    """Three digits, without an exponent."""
+    text = f"{value:.3g}"
+    return f"{value:.0f}" if "e" in text else text

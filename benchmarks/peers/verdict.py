@@ -1,0 +1,186 @@
+"""What the numbers say: Ortolan's best form for each kind of work beside the best peer of equal or better quality.
+
+A form is compared with the peers that answer at least as well as it does. One without a measured quality is not
+compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from .result import PeersResult, Row, Speed, works_of
+
+ENCODERS, SPARSE_ENCODERS, DECODERS, LAYERS = "encoders", "sparse encoders", "decoders", "layers"
+SECTIONS = (ENCODERS, SPARSE_ENCODERS, DECODERS, LAYERS)
+
+LONG_STEP = "step at 16384"
+COSINE = 0.99  # to fp32: a form with less is not recommended, and with more counts as equal
+_PERPLEXITY = 1.01  # times
+_ERROR = 1.1  # times
+_CHANGED = 0.05  # of a speed
+
+
+@dataclass(frozen=True)
+class Rule:
+    """quality: the measure that rows are compared by. good: whether a form of ours is good enough to be compared at
+    all. equal: whether the first row answers at least as well as the second."""
+
+    quality: str
+    good: Callable[[Row], bool]
+    equal: Callable[[Row, Row], bool]
+
+
+def _equal_encoders(peer: Row, ours: Row) -> bool:
+    """By the cosine to fp32, or by Spearman's correlation: a peer that is better in one of them takes part."""
+    cosine = peer.quality["cosine"] >= min(ours.quality["cosine"], COSINE)
+    return cosine or peer.quality.get("Spearman", -1.0) >= ours.quality.get("Spearman", 1.0)
+
+
+_ENCODER_RULE = Rule("cosine", lambda ours: ours.quality["cosine"] >= COSINE, _equal_encoders)
+RULES: Mapping[str, Rule] = {
+    ENCODERS: _ENCODER_RULE,
+    SPARSE_ENCODERS: _ENCODER_RULE,
+    DECODERS: Rule(
+        "perplexity",
+        lambda ours: True,
+        lambda peer, ours: peer.quality["perplexity"] <= _PERPLEXITY * ours.quality["perplexity"],
+    ),
+    LAYERS: Rule(
+        "error", lambda ours: True, lambda peer, ours: peer.quality["error"] <= _ERROR * ours.quality["error"]
+    ),
+}
+
+
+def goal_of(section: str, work: str) -> float:
+    """How many times as fast as the best peer Ortolan wants to be."""
+    if section == ENCODERS:
+        return 1.5
+    if section == SPARSE_ENCODERS:
+        return 2.5
+    if section == DECODERS:
+        return 3.0 if work == LONG_STEP else 1.5 if work.startswith("prompt") else 1.3
+    return 1.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """ours, peer: what was compared; there may be no peer. values: theirs, in the unit; for "s" and "MB" less is
+    better. threads: None where it does not matter. goal: for the ratio."""
+
+    section: str
+    model: str
+    work: str
+    threads: int | None
+    ours: Row
+    peer: Row | None
+    our_value: float
+    peer_value: float | None
+    unit: str
+    goal: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Above 1: Ortolan is better. None without a peer."""
+        if self.peer_value is None:
+            return None
+        less_is_better = self.unit in ("s", "MB")
+        return self.peer_value / self.our_value if less_is_better else self.our_value / self.peer_value
+
+    @property
+    def missed(self) -> bool:
+        return self.ratio is not None and self.ratio < self.goal
+
+
+def verdicts(result: PeersResult) -> list[Verdict]:
+    """Those that miss their goal first, each part in the order in which they were measured."""
+    found = [one for (section, model), rows in result.groups().items() for one in _of_group(section, model, rows)]
+    return sorted(found, key=lambda one: not one.missed)
+
+
+def _of_group(section: str, model: str, rows: Sequence[Row]) -> Iterator[Verdict]:
+    ours = [row for row in rows if row.ours and _judged(row) and RULES[section].good(row)]
+    best: dict[str, Row] = {}
+    for work, threads in works_of(rows):
+        compared = [one for row in ours if (one := _speed_verdict(row, rows, work, threads))]
+        if compared:
+            # What there is no peer for is not a success.
+            one = max(compared, key=lambda verdict: (verdict.ratio is not None, verdict.ratio or verdict.our_value))
+            best[one.ours.name] = one.ours
+            yield one
+    sizes = {row.megabytes: row for row in reversed(best.values())}  # one file may run in several ways
+    for row in best.values():
+        peers = _peers(row, rows)
+        if sizes[row.megabytes] is row:
+            yield _least(row, peers, "file size", "MB", lambda one: one.megabytes)
+        if row.load_seconds is not None:
+            timed = [peer for peer in peers if peer.load_seconds is not None]
+            yield _least(row, timed, "load time", "s", lambda one: one.load_seconds or 0.0)
+
+
+def _judged(row: Row) -> bool:
+    return RULES[row.section].quality in row.quality
+
+
+def _peers(ours: Row, rows: Sequence[Row]) -> list[Row]:
+    equal = RULES[ours.section].equal
+    return [row for row in rows if not row.ours and _judged(row) and equal(row, ours)]
+
+
+def _speed_verdict(ours: Row, rows: Sequence[Row], work: str, threads: int) -> Verdict | None:
+    speed = ours.speed(work, threads)
+    if speed is None:
+        return None
+    timed = [(row, found) for row in _peers(ours, rows) if (found := row.speed(work, threads))]
+    peer, its = max(timed, key=lambda pair: pair[1].best, default=(None, None))
+    return Verdict(
+        ours.section, ours.model, work, threads, ours, peer, speed.best, None if its is None else its.best, speed.unit,
+        goal_of(ours.section, work),
+    )  # fmt: skip
+
+
+def _least(ours: Row, peers: Sequence[Row], work: str, unit: str, value: Callable[[Row], float]) -> Verdict:
+    """The peer that needs least: no worse than the best is the goal."""
+    peer = min(peers, key=value) if peers else None
+    its = None if peer is None else value(peer)
+    return Verdict(ours.section, ours.model, work, None, ours, peer, value(ours), its, unit, 1.0)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Of one row between two runs. what: a kind of work with its threads, a quality, or "file"."""
+
+    section: str
+    model: str
+    name: str
+    what: str
+    before: float
+    after: float
+
+
+def changes(before: PeersResult, after: PeersResult) -> list[Change]:
+    """Speeds that differ by 5 % and more, qualities and sizes that are not the same, of rows that both have."""
+    old = {(row.section, row.model, row.name): row for row in before.rows}
+    found = []
+    for row in after.rows:
+        one = old.get((row.section, row.model, row.name))
+        if one is None:
+            continue
+        pairs = [(speed, one.speed(speed.work, speed.threads)) for speed in row.speeds]
+        compared = [(_speed_name(now), then.best, now.best) for now, then in pairs if then and _differ(then, now)]
+        compared += [(name, one.quality[name], value) for name, value in row.quality.items() if name in one.quality]
+        compared.append(("file, MB", one.megabytes, row.megabytes))
+        found += [
+            Change(row.section, row.model, row.name, what, then, now)
+            for what, then, now in compared
+            if f"{then:.5g}" != f"{now:.5g}"
+        ]
+    return found
+
+
+def _differ(then: Speed, now: Speed) -> bool:
+    return abs(now.best / then.best - 1) >= _CHANGED
+
+
+def _speed_name(speed: Speed) -> str:
+    return f"{speed.work}, {speed.threads} thread{'s' if speed.threads > 1 else ''}, {speed.unit}"

@@ -1,0 +1,373 @@
+"""Linear layers in several runtimes, y = x W: copies of one, so that no cache holds their weights.
+
+    python -P serve.py layers.py '{"threads": 1, "cpus": [0]}'
+
+A model is an .npy file, W float32 [k, n]. Work is {"inputs": PATH}, an .npy file, x float32 [rows, k]; a pass runs each
+copy once on it, one after the other, and the answer is y [rows, n] of the last one, whose weights are exactly those
+that were made; of the others some bytes differ. Options of all engines: copies, how many there are.
+
+Which packages an engine needs stands at its class. This file is run by itself, never imported from a package, by
+interpreters that have no Ortolan but for the first two engines; runtimes are imported where a layer is opened.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import ggml
+import numpy as np
+from engine import Engine, EngineWorker, Made, megabytes, with_data
+
+_PACKED_FOR = 128  # rows: oneDNN's order may depend on them
+_WEIGHT_BYTES = 128  # less is a shape
+
+
+class LayersEngine(Engine):
+    """Copies of a layer."""
+
+    @abstractmethod
+    def bind(self, x: np.ndarray) -> Any:
+        """What `run` takes: all copies on x [rows, k], which is rounded to what the layer takes here, untimed."""
+
+    def prepare(self, work: Mapping[str, Any]) -> list[Any]:
+        return [self.bind(np.load(work["inputs"]))]
+
+
+class OnnxLayers(LayersEngine):
+    """A file with one layer, a node, run as one session of so many. These engines need Ortolan: its benchmarks know
+    how copies are made."""
+
+    frees_weights = False  # those that it has packed
+    modules = ("onnx", "onnxruntime", "ortolan.benchmarks.cold_layers")
+
+    def __init__(self, threads: int, path: str, copies: int) -> None:
+        cold = importlib.import_module("ortolan.benchmarks.cold_layers")
+        node, k, self._n = read_layer(path)
+        arrays = cold.cold_copies(node.arrays, copies, distinct=self.frees_weights)
+        nodes = [node.with_arrays(one) for one in arrays]
+        if self.frees_weights:
+            self._session, _ = cold.layers_session(nodes, k, self._n, threads, inline_bytes=2**31)
+        else:
+            self._session, self._weights = cold.layers_session(nodes, k, self._n, threads)
+        self._bind_layers = cold.bind_layers
+
+    def bind(self, x: np.ndarray) -> Any:
+        return self._bind_layers(self._session, x, self._n)
+
+    def run(self, part: Any) -> np.ndarray:
+        binding, y = part
+        self._session.run_with_iobinding(binding)
+        return np.asarray(y)
+
+
+class OnnxRuntime(OnnxLayers):
+    """onnxruntime. form: "fp32"; "nbits", with bits, block_size and symmetric; or "int8", activations and weights."""
+
+    packages = ("onnxruntime",)
+    frees_weights = True
+
+    @classmethod
+    def make(
+        cls,
+        model: Path,
+        folder: Path,
+        threads: int,
+        *,
+        copies: int,
+        form: str,
+        bits: int = 4,
+        block_size: int = 32,
+        symmetric: bool = False,
+    ) -> Made:
+        source, path = one_layer(model, folder / "fp32.onnx"), folder / "layer.onnx"
+        onnx = importlib.import_module("onnx")
+        if form == "fp32":
+            path, call = source, "InferenceSession(MatMul)"
+        elif form == "nbits":
+            quantizers = importlib.import_module("onnxruntime.quantization.matmul_nbits_quantizer")
+            settings = {"bits": bits, "block_size": block_size, "is_symmetric": symmetric, "accuracy_level": 4}
+            quantizer = quantizers.MatMulNBitsQuantizer(onnx.load(source), **settings)
+            quantizer.process()
+            onnx.save(quantizer.model.model, path)
+            call = f"MatMulNBitsQuantizer({_arguments(settings)}), InferenceSession"
+        elif form == "int8":
+            quantization = importlib.import_module("onnxruntime.quantization")
+            quantization.quantize_dynamic(source, folder / "dynamic.onnx", per_channel=True)
+            _fuse(folder / "dynamic.onnx", path)
+            call = "quantize_dynamic(per_channel=True), InferenceSession: DynamicQuantizeMatMul"
+        else:
+            raise ValueError(f"unknown form {form!r}; expected fp32, nbits or int8")
+        return Made({"path": str(path), "copies": copies}, call, megabytes(*with_data(path)))
+
+
+class Ortolan(OnnxLayers):
+    """onnxruntime, ortolan. choices: arguments of optimize_onnx."""
+
+    packages = ("ortolan", "onnxruntime")
+
+    @classmethod
+    def make(cls, model: Path, folder: Path, threads: int, *, copies: int, choices: Mapping[str, Any]) -> Made:
+        ortolan = importlib.import_module("ortolan")
+        source, path = one_layer(model, folder / "fp32.onnx"), folder / "layer.onnx"
+        ortolan.optimize_onnx(source, path, **choices)
+        call = f"optimize_onnx({_arguments(choices)}), create_session"
+        return Made({"path": str(path), "copies": copies}, call, megabytes(*with_data(path)))
+
+
+def one_layer(weights: Path, path: Path) -> Path:
+    """Writes MatMul(x, W) as an ONNX file."""
+    onnx = importlib.import_module("onnx")
+    w = np.load(weights)
+    k, n = w.shape
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("MatMul", ["x", "w"], ["y"], name="layer")],
+        "layer",
+        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["rows", k])],
+        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["rows", n])],
+        [onnx.numpy_helper.from_array(w, "w")],
+    )
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8), path)
+    return path
+
+
+def read_layer(path: str) -> tuple[Any, int, int]:
+    """The node of a file that has no other, with its constants; k, n."""
+    onnx = importlib.import_module("onnx")
+    cold = importlib.import_module("ortolan.benchmarks.cold_layers")
+    graph = onnx.load(path).graph
+    types = [node.op_type for node in graph.node]
+    if len(types) != 1 or graph.node[0].input[0] != graph.input[0].name:
+        raise ValueError(
+            f"{path} has the nodes {', '.join(types)}, expected one, whose first input is that of the file"
+        )
+    (node,) = graph.node
+    constants = {one.name: onnx.numpy_helper.to_array(one) for one in graph.initializer}
+    attributes = {one.name: onnx.helper.get_attribute_value(one) for one in node.attribute}
+    arrays = [constants[name] if name else None for name in node.input[1:]]
+    k, n = (value.type.tensor_type.shape.dim[1].dim_value for value in (graph.input[0], graph.output[0]))
+    return cold.Node(node.op_type, arrays, node.domain, attributes), k, n
+
+
+def _fuse(path: Path, target: Path) -> None:
+    """Writes what ONNX Runtime makes of a model when it opens it."""
+    ort = importlib.import_module("onnxruntime")
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(target)
+    ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def _arguments(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in settings.items())
+
+
+class Torch(LayersEngine):
+    """torch. form: "bf16"; "packed bf16", weights in oneDNN's order; "int8", activations too, or "int8 weights" or
+    "int4", in groups of group_size, on activations in bf16."""
+
+    packages = ("torch",)
+    modules = ("torch",)
+
+    @classmethod
+    def make(cls, model: Path, folder: Path, threads: int, *, copies: int, form: str, group_size: int = 32) -> Made:
+        torch = importlib.import_module("torch")
+        w, path = torch.from_numpy(np.load(model).T.copy()), folder / "layer.pt"
+        if form in ("bf16", "packed bf16"):
+            made, call = [w.bfloat16()], "torch.nn.functional.linear on bfloat16"
+            if form == "packed bf16":
+                call = "mkldnn._reorder_linear_weight, mkldnn._linear_pointwise: torch.compile's, frozen, on bfloat16"
+        elif form == "int8":
+            made, call = _torch_int8(w), "quantize_dynamic(per_channel_dynamic_qconfig), backends.quantized 'onednn'"
+        elif form == "int8 weights":
+            scales = w.abs().amax(1) / 127
+            made = [torch.round(w / scales[:, None]).to(torch.int8), scales.bfloat16()]
+            call = "torch.ops.aten._weight_int8pack_mm on bfloat16"
+        elif form == "int4":
+            made = [*_torch_int4(w, group_size)]
+            call = f"torch.ops.aten._weight_int4pack_mm_for_cpu, groups of {group_size}, on bfloat16"
+        else:
+            raise ValueError(f"unknown form {form!r}; expected bf16, packed bf16, int8, int8 weights or int4")
+        torch.save(made, path)
+        opened = {"path": str(path), "copies": copies, "form": form, "group_size": group_size}
+        return Made(opened, call, megabytes(path))
+
+    def __init__(self, threads: int, path: str, copies: int, form: str, group_size: int) -> None:
+        torch = importlib.import_module("torch")
+        torch.set_num_threads(threads)
+        self._torch, self._form, self._group_size = torch, form, group_size
+        torch.backends.quantized.engine = "onednn"
+        with torch.inference_mode():
+            # Loaded as often: what is packed is not shared then.
+            self._layers = [self._layer(*torch.load(path, weights_only=False)) for _ in range(copies)]
+
+    def _layer(self, *made: Any) -> Callable[[Any], Any]:
+        aten, mkldnn = self._torch.ops.aten, self._torch.ops.mkldnn
+        if self._form == "int8":
+            return made[0]  # type: ignore[no-any-return]
+        if self._form == "int8 weights":
+            return lambda x: aten._weight_int8pack_mm(x, *made)
+        if self._form == "int4":
+            numbers, scales = made
+            return lambda x: aten._weight_int4pack_mm_for_cpu(x, numbers, self._group_size, scales)
+        if self._form == "bf16":
+            return lambda x: self._torch.nn.functional.linear(x, *made)
+        packed = mkldnn._reorder_linear_weight(made[0], _PACKED_FOR)
+        return lambda x: mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+
+    def bind(self, x: np.ndarray) -> Any:
+        given = self._torch.from_numpy(x)
+        return given if self._form == "int8" else given.bfloat16()
+
+    def run(self, part: Any) -> np.ndarray:
+        with self._torch.inference_mode():
+            for layer in self._layers:
+                y = layer(part)
+        return np.asarray(y.float().numpy())
+
+
+def _torch_int8(w: Any) -> list[Any]:
+    """A module that quantizes its inputs, with int8 weights and a scale for each output."""
+    torch, quantization = importlib.import_module("torch"), importlib.import_module("torch.ao.quantization")
+    torch.backends.quantized.engine = "onednn"
+    linear = torch.nn.Linear(w.shape[1], w.shape[0], bias=False)
+    linear.weight.data = w
+    settings = {torch.nn.Linear: quantization.per_channel_dynamic_qconfig}
+    return [quantization.quantize_dynamic(torch.nn.Sequential(linear), settings)]
+
+
+def _torch_int4(w: Any, group_size: int) -> tuple[Any, Any]:
+    """Numbers, and scales with what numbers of 8 stand for, of groups that reach from 0 to 15."""
+    torch = importlib.import_module("torch")
+    groups = w.view(len(w), -1, group_size)
+    least, most = groups.amin(-1), groups.amax(-1)
+    scales = (most - least) / 15
+    numbers = torch.round((groups - least[..., None]) / scales[..., None]).clamp(0, 15).to(torch.int32)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.view(w.shape), 1)
+    return packed, torch.stack([scales.T, (least + 8 * scales).T], -1).bfloat16().contiguous()
+
+
+class LlamaCpp(LayersEngine):
+    """llama-cpp-python. form: a type of ggml's. Weights lie where llama.cpp would put them."""
+
+    packages = ("llama-cpp-python",)
+    modules = ("llama_cpp",)
+
+    @classmethod
+    def make(cls, model: Path, folder: Path, threads: int, *, copies: int, form: str) -> Made:
+        if form not in ggml.TYPES:
+            raise ValueError(f"unknown form {form!r}; expected {', '.join(ggml.TYPES)}")
+        w = np.ascontiguousarray(np.load(model).T)
+        n, k = w.shape
+        rows, path = ggml.quantize(form, w), folder / "layer.npy"
+        np.save(path, rows)
+        where = ggml.memory_for(form, k, n)
+        call = f"ggml_quantize_chunk({form}), ggml_mul_mat on the CPU backend, weights in its buffer type {where}"
+        return Made({"path": str(path), "copies": copies, "form": form, "k": k}, call, rows.nbytes / 1e6)
+
+    def __init__(self, threads: int, path: str, copies: int, form: str, k: int) -> None:
+        self._products = ggml.Products(form, k, np.load(path), copies, threads)
+
+    def bind(self, x: np.ndarray) -> Any:
+        return self._products.bind(x)
+
+    def run(self, part: Any) -> np.ndarray:
+        graph, y = part
+        self._products.compute(graph)
+        return np.asarray(y)
+
+
+class OpenVino(LayersEngine):
+    """openvino, nncf. weights: None, or a mode of nncf.compress_weights, with group_size where it has groups.
+    settings: of compile_model, besides those of a single stream."""
+
+    packages = ("openvino", "nncf")
+    modules = ("openvino",)
+
+    @classmethod
+    def make(
+        cls,
+        model: Path,
+        folder: Path,
+        threads: int,
+        *,
+        copies: int,
+        weights: str | None = None,
+        group_size: int | None = None,
+        settings: Mapping[str, str],
+    ) -> Made:
+        ov, path, call = importlib.import_module("openvino"), folder / "layer.xml", "save_model"
+        w = np.ascontiguousarray(np.load(model).T)  # as torch stores it
+        x = ov.opset13.parameter([-1, w.shape[1]], np.float32, name="x")
+        y = ov.opset13.matmul(x, ov.opset13.constant(w), False, True)
+        network = ov.Model([ov.opset13.result(y)], [x], "layer")
+        if weights is not None:
+            nncf = importlib.import_module("nncf")
+            # What they are of int4 models: a layer alone would be the last one, which stays in int8.
+            grouped = {"ratio": 1.0, "all_layers": True, "group_size": group_size} if group_size else {}
+            network = nncf.compress_weights(network, mode=nncf.CompressWeightsMode[weights], **grouped)
+            call = f"nncf.compress_weights({weights}{f', group_size={group_size}' if group_size else ''}), save_model"
+        ov.save_model(network, str(path))
+        opened = {"path": str(path), "copies": copies, "settings": cls._settings(threads, settings)}
+        call = f"{call}, compile_model(xml, 'CPU', {opened['settings']})"
+        return Made({**opened, "settings": dict(settings)}, call, megabytes(path, path.with_suffix(".bin")))
+
+    @staticmethod
+    def _settings(threads: int, settings: Mapping[str, str]) -> dict[str, Any]:
+        single = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "ENABLE_CPU_PINNING": False}
+        return {**single, **settings}
+
+    def __init__(self, threads: int, path: str, copies: int, settings: Mapping[str, str]) -> None:
+        self._ov = importlib.import_module("openvino")
+        core = self._ov.Core()
+        network = _openvino_copies(core.read_model(path), copies)
+        self._request = core.compile_model(network, "CPU", self._settings(threads, settings)).create_infer_request()
+        self._copies, self._n = copies, network.outputs[0].get_partial_shape()[1].get_length()
+
+    def bind(self, x: np.ndarray) -> Any:
+        y = np.ones((len(x), self._n), np.float32)
+        self._request.set_input_tensor(self._ov.Tensor(x, shared_memory=True))
+        for index in range(self._copies):
+            self._request.set_output_tensor(index, self._ov.Tensor(y, shared_memory=True))
+        return x, y
+
+    def run(self, part: Any) -> np.ndarray:
+        self._request.infer()
+        return np.asarray(part[1])
+
+
+def _openvino_copies(layer: Any, copies: int) -> Any:
+    """One model x -> y, y, …: the last layer has the constants that are given, and each one memory of its own."""
+    ov = importlib.import_module("openvino")
+    x = ov.opset13.parameter(layer.inputs[0].get_partial_shape(), np.float32, name="x")
+    results = []
+    for number in reversed(range(copies)):
+        copy = layer.clone()
+        for node in copy.get_ordered_ops():
+            if node.get_type_name() == "Constant" and node.get_byte_size() >= _WEIGHT_BYTES:
+                numbers = node.data.reshape(-1).view(np.uint8).copy()
+                numbers[:2] ^= np.array((number % 256, number // 256), np.uint8)
+                tensor = ov.Tensor(numbers, ov.Shape(node.shape), node.get_element_type())
+                constant = ov.op.Constant(tensor, shared_memory=False)
+                constant.set_friendly_name(f"{node.get_friendly_name()}.{number}")
+                _replace(node, constant)
+        _replace(copy.get_parameters()[0], x)
+        results.append(ov.opset13.result(copy.get_results()[0].input_value(0)))
+    return ov.Model(results, [x], "layers")
+
+
+def _replace(node: Any, other: Any) -> None:
+    for target in list(node.output(0).get_target_inputs()):
+        target.replace_source_output(other.output(0))
+
+
+class Worker(EngineWorker):
+    engines: ClassVar[Mapping[str, type[Engine]]] = {
+        "onnxruntime": OnnxRuntime,
+        "ortolan": Ortolan,
+        "torch": Torch,
+        "llama.cpp": LlamaCpp,
+        "openvino": OpenVino,
+    }

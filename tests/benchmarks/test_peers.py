@@ -1,0 +1,227 @@
+"""The comparison with other runtimes: what its numbers are taken to say, its file, page, pictures, on made-up data."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from ortolan.benchmarks.peers import environments, page, pictures
+from ortolan.benchmarks.peers.candidate import speed_of
+from ortolan.benchmarks.peers.result import PeersResult, Row, Speed
+from ortolan.benchmarks.peers.verdict import (
+    DECODERS,
+    ENCODERS,
+    LAYERS,
+    RULES,
+    SPARSE_ENCODERS,
+    changes,
+    goal_of,
+    verdicts,
+)
+from ortolan.errors import OrtolanError
+
+from ..docs.pages import ROOT
+
+COMMITTED = ROOT / "docs" / "pictures" / "peers.json"
+
+
+def row(
+    name: str, quality: float | None, *speeds: float, section: str = ENCODERS, works=("1x16", "8x64"), **others
+) -> Row:
+    """One whose name begins with "our" is Ortolan's. Speeds: of the works, one thread."""
+    ours = name.startswith("our")
+    measured = {} if quality is None else {RULES[section].quality: quality}
+    timed = [Speed(work, 1, "texts/s", speed, speed / 1.1, 0.1) for work, speed in zip(works, speeds, strict=False)]
+    made = Row(
+        section, "a model", name, "ortolan" if ours else name.split()[0], ours, "call()", {"package": "1.0"}, 10.0
+    )
+    return replace(made, quality=measured, speeds=timed, **others)
+
+
+def result_of(*rows: Row) -> PeersResult:
+    return PeersResult("python …", "2026-01-02", cpu="a CPU", versions={"onnxruntime": "1.0"}, rows=list(rows))
+
+
+def speed_verdicts(*rows: Row) -> dict[str, tuple[str, str | None, float | None]]:
+    """Work -> our row, the peer, the ratio."""
+    found = [one for one in verdicts(result_of(*rows)) if one.threads]
+    return {one.work: (one.ours.name, one.peer and one.peer.name, one.ratio) for one in found}
+
+
+def test_the_fastest_peer_of_equal_quality_counts():
+    found = speed_verdicts(
+        row("ours", 0.998, 30, 40), row("slow", 1.0, 10, 10), row("fast", 0.992, 20, 5), row("bad", 0.9, 99, 99)
+    )
+    assert found == {"1x16": ("ours", "fast", 1.5), "8x64": ("ours", "slow", 4.0)}
+
+
+def test_a_peer_with_a_better_spearman_counts_at_any_cosine():
+    ours, peer = row("ours", 0.998, 30), row("peer", 0.98, 20)
+    assert speed_verdicts(ours, peer)["1x16"][1] is None
+    ours.quality["Spearman"], peer.quality["Spearman"] = 0.86, 0.87
+    assert speed_verdicts(ours, peer)["1x16"] == ("ours", "peer", 1.5)
+
+
+def test_our_form_with_the_best_ratio_counts_and_none_below_the_least_cosine():
+    found = speed_verdicts(
+        row("our int8", 0.998, 30), row("our int4", 0.995, 60), row("our bad", 0.9, 900), row("peer", 1.0, 20)
+    )
+    assert found["1x16"] == ("our int4", "peer", 3.0)
+
+
+def test_what_has_no_quality_is_not_compared():
+    assert speed_verdicts(row("ours", 0.998, 30), row("peer", None, 90), row("slow", 1.0, 10))["1x16"][1] == "slow"
+    assert speed_verdicts(row("ours", None, 30), row("slow", 1.0, 10)) == {}
+
+
+@pytest.mark.parametrize(("quality", "counts"), [(20.19, True), (20.21, False), (19.0, True)])
+def test_decoders_are_equal_within_a_percent_of_perplexity(quality, counts):
+    names = {"section": DECODERS, "works": ("decode",)}
+    found = speed_verdicts(row("ours", 20.0, 30, **names), row("peer", quality, 20, **names))
+    assert (found["decode"][1] == "peer") == counts
+
+
+def test_layers_are_equal_within_a_tenth_of_error():
+    names = {"section": LAYERS, "works": ("1 row",)}
+    found = speed_verdicts(
+        row("ours", 0.01, 30, **names), row("more", 0.012, 90, **names), row("peer", 0.0109, 15, **names)
+    )
+    assert found["1 row"] == ("ours", "peer", 2.0)
+
+
+def test_goals():
+    assert [goal_of(DECODERS, work) for work in ("prompt 128", "decode", "step at 1024", "step at 16384")] == [
+        1.5,
+        1.3,
+        1.3,
+        3,
+    ]
+    assert [goal_of(section, "1x16") for section in (ENCODERS, SPARSE_ENCODERS, LAYERS)] == [1.5, 2.5, 1.0]
+
+
+def test_misses_come_first_and_less_is_better_for_files_and_load_times():
+    ours, peer = row("ours", 0.998, 29, 80, load_seconds=1.0), row("peer", 1.0, 20, 20, load_seconds=0.5)
+    peer.megabytes = 20.0
+    found = verdicts(result_of(ours, peer))
+    assert [(one.work, one.ratio, one.missed) for one in found] == [
+        ("1x16", 1.45, True),
+        ("load time", 0.5, True),
+        ("8x64", 4.0, False),
+        ("file size", 2.0, False),
+    ]
+
+
+def test_changes_are_speeds_that_moved_and_qualities_that_are_others():
+    before = result_of(row("ours", 0.998, 30, 40), row("gone", 1.0, 1))
+    after = result_of(row("ours", 0.997, 31, 50), row("new", 1.0, 1))
+    found = [(one.name, one.what, one.before, one.after) for one in changes(before, after)]
+    assert found == [("ours", "8x64, 1 thread, texts/s", 40, 50), ("ours", "cosine", 0.998, 0.997)]
+
+
+def test_a_speed_has_the_shortest_time_the_median_and_the_spread():
+    assert speed_of("1x16", 1, 10, "texts/s", [1.0, 2.0, 4.0]) == Speed("1x16", 1, "texts/s", 10.0, 5.0, 0.75)
+    assert speed_of("1x16", 1, 10, "texts/s", [2.0]).spread == 0
+
+
+def test_the_file_comes_back():
+    result = result_of(row("ours", 0.998, 30, 40))
+    assert PeersResult.from_json(result.to_json()) == result
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [{"name": 1}]}'])
+def test_other_files_are_refused(text):
+    with pytest.raises(OrtolanError, match="not the result of a comparison"):
+        PeersResult.from_json(text)
+
+
+def made_up() -> PeersResult:
+    shapes = ("mixed 8-256", "1x16", "8x64")
+    steps = {"section": DECODERS, "works": ("decode", "step at 1024", "step at 16384")}
+    return result_of(
+        row("ORT fp32", 1.0, 10, 20, 30, works=shapes),
+        row("our int8", 0.998, 100, 21, 90, works=shapes),
+        row("OpenVINO", 1.0, 30, 20, 60, works=shapes),
+        row("ORT fp32", 19.8, 20, 19, 3, **steps),
+        row("our int4", 19.9, 90, 80, 70, **steps),
+    )
+
+
+def test_the_page_lists_what_is_missed_first():
+    text = page.write(made_up())
+    missed = text.index("## Where Ortolan misses its goal")
+    reached = text.index("## Where it reaches it")
+    line = re.search(
+        r"^\| a model \| 1x16 \| 1 \| our int8 \| 21 texts/s \| ORT fp32 \| 20 texts/s \| \*\*1.05\*\* \| 1.5 \|$",
+        text,
+        re.M,
+    )
+    assert line is not None and missed < line.start() < reached
+    assert "### Decoders: a model" in text and "| **our int4** | 10 |" in text
+    assert "\n\n\n\n" not in text
+
+
+def test_pictures_are_drawn_for_light_and_for_dark_pages(tmp_path):
+    drawn = pictures.draw_all(made_up(), tmp_path)
+    assert [path.name for path in drawn] == [
+        f"peers-{name}-{theme}.svg" for name in ("quality", "context", "shapes") for theme in ("light", "dark")
+    ]
+    texts = [path.read_text() for path in drawn]
+    assert "our int8 -->" in texts[0] and "our int4 -->" in texts[2] and "8x64 -->" in texts[4]
+    assert texts[0] != texts[1]
+    pictures.draw_all(made_up(), tmp_path)
+    assert [path.read_text() for path in drawn] == texts
+
+
+def test_a_result_with_nothing_to_draw_is_refused(tmp_path):
+    with pytest.raises(OrtolanError, match="nothing to draw"):
+        pictures.draw_all(result_of(), tmp_path)
+
+
+def test_the_committed_page_and_pictures_show_the_committed_data(tmp_path):
+    result = PeersResult.from_json(COMMITTED.read_text(encoding="utf-8"))
+    assert (ROOT / "docs" / "peers.md").read_text(encoding="utf-8") == page.write(result)
+    for name in page.PICTURES:
+        text = COMMITTED.with_name(f"peers-{name}-dark.svg").read_text(encoding="utf-8")
+        assert f"{result.date} -->" in text
+
+
+def test_requirements_are_pinned_and_an_environment_changes_with_them(monkeypatch, tmp_path):
+    monkeypatch.setenv("ORTOLAN_CACHE", str(tmp_path))
+    for requirements in environments.REQUIREMENTS.values():
+        assert "==" in requirements[0]
+    before = environments.environment_folder("openvino")
+    assert before.parent == tmp_path / "peers"
+    monkeypatch.setitem(environments.REQUIREMENTS, "openvino", ("openvino==1.0",))
+    assert environments.environment_folder("openvino") != before
+
+
+def test_an_environment_that_cannot_be_made_says_why_and_is_tried_again(monkeypatch, tmp_path):
+    monkeypatch.setenv("ORTOLAN_CACHE", str(tmp_path))
+    monkeypatch.setitem(environments.REQUIREMENTS, "openvino", (str(tmp_path / "no-such-package-1.0.whl"),))
+    said: list[str] = []
+    for _ in range(2):
+        with pytest.raises(OrtolanError, match=r"openvino cannot be installed: .*no-such-package"):
+            environments.make_environment("openvino", said.append)
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("decoder",), "expected encoders, sparse encoders, decoders, layers; found 'decoder'"),
+        (("--peer", "tensorflow"), "invalid choice: 'tensorflow'"),
+        (("--sts", "none.csv"), "--sts: file 'none.csv' does not exist"),
+        (("--from", "none.json"), "--from: file 'none.json' does not exist"),
+        (("--json", "none/one.json"), "--json: expected a folder to write to, found 'none'"),
+        (("--pictures", "none"), "--pictures: expected a folder, found 'none'"),
+        (("--threads", "0"), "--threads: expected 1 or more, found 0"),
+    ],
+)
+def test_what_there_is_none_of_is_refused(arguments, words, tmp_path):
+    command = [sys.executable, "-P", "-m", "ortolan.benchmarks.peers", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and words in done.stderr

@@ -1,0 +1,174 @@
+"""Text encoders beside other runtimes: the texts, the judge, and the whole of it on a tiny model."""
+
+import sys
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from ortolan.benchmarks.encoder import FP32, INT8, Encoder, word_feeds
+from ortolan.benchmarks.peers import encoders
+from ortolan.benchmarks.peers.candidate import Candidate, Subject
+from ortolan.benchmarks.peers.comparison import Job
+from ortolan.benchmarks.peers.encoder_texts import (
+    MIXED,
+    SORTED,
+    STS,
+    EncoderJudge,
+    batches_of,
+    make_works,
+    write_batches,
+)
+from ortolan.benchmarks.peers.environments import REQUIREMENTS
+from ortolan.benchmarks.peers.result import PeersResult
+from ortolan.benchmarks.workers.process import WorkerError
+from ortolan.models import tiny
+
+from ..api.word_tokenizer import write_tokenizer
+
+INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+STS_LINE = "main\tforum\t2024\t1\t{score}\t{first}\t{second}\n"
+
+
+def texts_of(*lengths: int):
+    return [word_feeds(INPUTS, 1, tokens, seed) for seed, tokens in enumerate(lengths)]
+
+
+@pytest.fixture
+def encoder(tmp_path):
+    ir.save(tiny.tiny_bert(hidden_size=64, intermediate_size=128, vocab_size=30001), tmp_path / "model.onnx")
+    return Encoder(tmp_path / "model.onnx", write_tokenizer(tmp_path / "tokenizer.json"), INPUTS)
+
+
+@pytest.fixture
+def sts(tmp_path):
+    path = tmp_path / "sts.csv"
+    pairs = [("one", "three"), ("one", "two"), ("two", "two"), ("three", "three")]
+    path.write_text(
+        "".join(
+            STS_LINE.format(score=i, first=one, second=two) for i, (one, two) in zip((0, 1, 5, 5), pairs, strict=True)
+        )
+    )
+    return path
+
+
+def job_of(folder, **arguments) -> Job:
+    return Job((1,), 0.0, arguments.pop("pythons", {}), folder, lambda line: None, **arguments)
+
+
+def test_batches_are_padded_to_their_longest_text():
+    texts = texts_of(3, 5, 2)
+    first, second = batches_of(texts, 2, in_order=False)
+    assert first["input_ids"].shape == (2, 5) and second["input_ids"].shape == (1, 2)
+    assert first["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1] * 5]
+    np.testing.assert_array_equal(first["input_ids"][0, :3], texts[0]["input_ids"][0])
+    assert not first["input_ids"][0, 3:].any()
+
+
+def test_batches_in_order_have_texts_of_like_length():
+    assert [one["input_ids"].shape for one in batches_of(texts_of(9, 2, 8, 3), 2, in_order=True)] == [(2, 3), (2, 9)]
+
+
+def test_works_are_shapes_and_texts_in_both_orders(encoder, sts, tmp_path):
+    works = {work.name: work for work in make_works(job_of(tmp_path, sts=sts), encoder, tmp_path / "works")}
+    assert list(works) == ["1x16", "1x128", "8x64", "1x256", "8x512", MIXED, MIXED + SORTED, STS, STS + SORTED]
+    with np.load(works["8x64"].given["batches"]) as arrays:
+        shapes = {arrays[name].shape for name in arrays.files}
+        assert shapes == {(8, 64)} and works["8x64"].count == 8 * len(arrays.files) // 3
+    sizes = []
+    for name in (MIXED, MIXED + SORTED):
+        with np.load(works[name].given["batches"]) as arrays:
+            lengths = np.concatenate([arrays[f"mask_{i}"].sum(1) for i in range(2)])
+            sizes.append(sum(arrays[f"ids_{i}"].size for i in range(2)))
+        assert len(lengths) == works[name].count and lengths.min() >= 8 and lengths.max() <= 256
+    assert sizes[1] < sizes[0]
+
+
+def test_works_that_were_not_asked_for_are_not_made(encoder, tmp_path):
+    job = job_of(tmp_path, works=("1x16", MIXED))
+    assert [work.name for work in make_works(job, encoder, tmp_path, without=(MIXED,))] == ["1x16"]
+
+
+class Answers:
+    """Each text's vector turns with the sum of its ids, and by `turn` more."""
+
+    def __init__(self, exact: bool, turn: float = 0.0) -> None:
+        self.candidate = Candidate("made up", "none", None, exact=exact)
+        self._turn = turn
+
+    def answer(self, work):
+        with np.load(work["batches"]) as arrays:
+            sums = np.concatenate([arrays[f"ids_{i}"].sum(axis=1) for i in range(len(arrays.files) // 3)])
+        angles = sums * 0.1 + self._turn
+        return np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+
+
+def test_all_are_judged_by_the_first_one_which_is_exact(encoder, tmp_path):
+    judge = EncoderJudge(job_of(tmp_path), encoder, tmp_path)
+    with pytest.raises(WorkerError, match="no vectors in fp32 to compare with"):
+        judge(Answers(exact=False))
+    assert judge(Answers(exact=True)) == {"cosine": pytest.approx(1)}
+    assert judge(Answers(exact=False, turn=0.5)) == {"cosine": pytest.approx(np.cos(0.5))}
+    with pytest.raises(WorkerError, match=r"not those of fp32: cosine 0\.8776, expected 0\.9999"):
+        judge(Answers(exact=True, turn=0.5))
+
+
+def test_with_stsb_there_is_spearmans_correlation(encoder, sts, tmp_path):
+    qualities = EncoderJudge(job_of(tmp_path, sts=sts), encoder, tmp_path)(Answers(exact=True))
+    assert qualities == {"cosine": pytest.approx(1), "Spearman": pytest.approx(1)}
+
+
+def test_vectors_come_back_in_the_order_of_the_texts(encoder, tmp_path):
+    judge = EncoderJudge(job_of(tmp_path), encoder, tmp_path)
+    texts = texts_of(9, 2, 8)
+    expected = np.cos([one["input_ids"].sum() * 0.1 for one in texts])
+    np.testing.assert_allclose(judge._answer(Answers(exact=True), texts)[:, 0], expected, atol=1e-6)
+
+
+FORMS = {form.name: form for form in (*encoders.ONNX_RUNTIME, *encoders.OURS)}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_form_in_onnx_runtime(encoder, tmp_path, name):
+    source = encoders.Source("tiny", encoder, tmp_path)
+    (candidate,) = encoders.candidates_of(job_of(tmp_path), source, [FORMS[name]])
+    texts = texts_of(7, 3, 5)
+    alone, batch = (
+        {"batches": str(write_batches(batches, tmp_path / f"{len(batches)}.npz"))}
+        for batches in (texts, batches_of(texts, 3, in_order=False))
+    )
+    with Subject(candidate, encoders.SCRIPT, tmp_path / "subject") as subject:
+        row = subject.make("encoders", "tiny", 1)
+        subject.open(1, alone)
+        found = subject.answer(alone)
+        np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
+        # ONNX Runtime's int8 has one scale for all texts of a batch.
+        np.testing.assert_allclose(subject.answer(batch), found, atol=1e-6 if name != INT8 else 0.1)
+    assert row.versions["onnxruntime"] and row.megabytes > 0 and "intra_op_num_threads=1" in row.call
+
+
+def test_peers_take_part_where_they_have_an_interpreter(encoder, tmp_path):
+    engines = {form.engine for form in encoders.OTHERS}
+    assert engines <= REQUIREMENTS.keys()
+    source = encoders.Source("tiny", encoder, tmp_path)
+    forms = encoders.candidates_of(job_of(tmp_path, pythons={"fastembed": "python"}), source, encoders.OTHERS)
+    assert [(form.name, form.python, form.ours) for form in forms] == [("fastembed", "python", False)]
+
+
+def test_the_whole_of_it(encoder, tmp_path, monkeypatch):
+    monkeypatch.setattr(encoders, "open_model", lambda name, folder: encoder)
+    monkeypatch.setattr(encoders, "write_checkpoint", lambda model, folder: tmp_path)
+    monkeypatch.setattr(encoders, "OURS", encoders.OURS[:1])
+    monkeypatch.setattr("ortolan.benchmarks.peers.candidate._WARM_UP_SECONDS", 0.0)
+    monkeypatch.setattr("ortolan.benchmarks.peers.comparison._OPENINGS", 1)
+    # A peer whose environment lacks its package is left out; the others are not.
+    pythons = {"openvino": sys.executable, "ctranslate2": sys.executable}
+    job = job_of(tmp_path / "job", pythons=pythons, models=(encoders.PUBLISHED[0],), works=("1x16",))
+    result = PeersResult("command", "2026-11-25")
+    encoders.measure(job, result)
+    names = [FP32, INT8, *(form.name for form in encoders.OURS)]
+    assert [row.name for row in result.rows] == names
+    for row in result.rows:
+        assert row.quality["cosine"] > 0.8 and row.speed("1x16", 1).best > 0 and row.load_seconds > 0
+    assert "encoders, all-minilm-l6-v2: CTranslate2 int8: No module named 'ctranslate2'" in result.left_out
+    assert len(result.left_out) == sum(form.engine in pythons for form in encoders.OTHERS)

@@ -1,0 +1,132 @@
+"""The section "layers" of the comparison, on small layers in ONNX Runtime and Ortolan."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from ortolan.benchmarks.cold_layers import cold_copies
+from ortolan.benchmarks.peers import layers
+from ortolan.benchmarks.peers.candidate import Candidate, Subject
+from ortolan.benchmarks.peers.comparison import Job
+from ortolan.benchmarks.peers.result import PeersResult
+from ortolan.benchmarks.workers.process import WorkerError
+
+K, N, COPIES = 256, 96, 5
+
+
+def candidate(engine, model, **options):
+    return Candidate(engine, engine, model, {"copies": COPIES, **options}, copies=COPIES)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Weights and 3 rows of inputs."""
+    w = layers.make_weights(layers.Layer("small", K, N))
+    np.save(tmp_path / "w.npy", w)
+    return tmp_path / "w.npy", layers.write_inputs(tmp_path, K, 3), w
+
+
+@pytest.mark.parametrize(("zeros", "ours"), [(0.0, layers.DENSE), (0.5, layers.SPARSE)])
+def test_every_form_has_an_error_a_size_and_speeds(tmp_path, monkeypatch, zeros, ours):
+    monkeypatch.setattr(layers, "MODELS", (layers.Layer("small", K, N, zeros), layers.Layer("other", K, N)))
+    monkeypatch.setattr(layers, "copies_to_stay_cold", lambda size: COPIES)
+    monkeypatch.setattr("ortolan.benchmarks.peers.candidate._WARM_UP_SECONDS", 0.0)
+    works = ("1 row", "8 rows")
+    job = Job((1,), 0.0, {}, tmp_path, lambda line: None, models=("small",), works=works)
+    result = PeersResult("command", "2026-11-25")
+    layers.measure(job, result)
+    assert result.left_out == [] and not list(tmp_path.iterdir())
+    assert [row.name for row in result.rows] == [form.name for form in (*layers.ONNX_RUNTIME, *ours)]
+    bits = {form.name: form.bits for form in (*layers.ONNX_RUNTIME, *ours)}
+    for row in result.rows:
+        assert [(one.work, one.unit, one.threads) for one in row.speeds] == [(work, "layers/s", 1) for work in works]
+        assert (row.section, row.model, row.load_seconds, row.peak_megabytes) == ("layers", "small", None, None)
+        assert K * N * bits[row.name] / 8e6 * 0.8 < row.megabytes < K * N * bits[row.name] / 8e6 + 0.05
+        assert row.ours == row.name.startswith("Ortolan")
+    errors = {row.name: row.quality["error"] for row in result.rows}
+    assert errors["ONNX Runtime fp32"] < 1e-5
+    for name, error in errors.items():
+        least, most = (0.03, 0.2) if "int4" in name or "4 bits" in name else (0.003, 0.03)
+        assert name == "ONNX Runtime fp32" or (1e-4 if "bf16" in name else least) < error < most, name
+
+
+def test_a_speed_counts_every_copy(tmp_path, files):
+    weights, inputs, _ = files
+    with Subject(candidate("onnxruntime", weights, form="fp32"), layers.SCRIPT, tmp_path / "subject") as subject:
+        subject.make("layers", "small", 1)
+        subject.open(1, {"inputs": str(inputs)})
+        monkeyed = {"one": subject}
+        subject.time = lambda passes, warm_up: [0.5]
+        speed = layers_interleave(monkeyed)["one"]
+    assert speed.best == pytest.approx(COPIES / 0.5)
+
+
+def layers_interleave(subjects):
+    from ortolan.benchmarks.peers.candidate import interleave
+
+    return interleave(subjects, "work", 1, 1, "layers/s", 0.0)
+
+
+def test_the_last_copy_has_the_weights_that_were_made_and_the_others_differ():
+    given = np.arange(12, dtype=np.float32).reshape(3, 4)
+    copies = [arrays[0] for arrays in cold_copies([given], COPIES, distinct=True)]
+    np.testing.assert_array_equal(copies[-1], given)
+    assert len({copy.tobytes() for copy in copies}) == COPIES
+    for copy in copies:
+        np.testing.assert_allclose(copy, given, atol=1e-6)
+
+
+def test_weights_are_always_the_same_and_half_of_them_is_zero():
+    dense, pruned = (layers.make_weights(layers.Layer("small", K, N, zeros)) for zeros in (0.0, 0.5))
+    np.testing.assert_array_equal(dense, layers.make_weights(layers.Layer("another", K, N)))
+    assert np.count_nonzero(dense) == dense.size and np.count_nonzero(pruned) == dense.size / 2
+    kept = pruned != 0
+    np.testing.assert_array_equal(pruned[kept], dense[kept])
+    assert np.abs(dense[~kept]).max() < np.abs(dense[kept]).min()
+
+
+def test_copies_outgrow_the_caches_within_the_memory(monkeypatch):
+    monkeypatch.setattr(layers, "copies_to_stay_cold", lambda size: 40)
+    assert layers.cold_copies(10**7, 20) == 40
+    assert layers.cold_copies(2 * 10**7, 20) == 25  # of 10 GB
+    assert layers.cold_copies(10**9, 20) == 4
+
+
+def test_peers_take_part_where_they_are_asked_for(tmp_path):
+    layer = layers.Layer("small", K, N)
+    job = Job((1,), 0.0, {form.engine: "python" for form in layers.OTHERS}, tmp_path, print)
+    found = list(layers.candidates_of(job, layer, tmp_path / "w.npy"))
+    assert [one.name for one in found] == [
+        form.name for form in (*layers.ONNX_RUNTIME, *layers.DENSE, *layers.OTHERS)
+    ]
+    for one in found:
+        own = one.engine in ("onnxruntime", "ortolan")
+        assert one.python == (sys.executable if own else "python")
+        assert one.options["copies"] == one.copies
+
+
+def test_wrong_answers_are_refused(tmp_path, files):
+    weights, inputs, w = files
+    judge = layers.Judge(w + 0.01, inputs)
+    with Subject(candidate("onnxruntime", weights, form="fp32"), layers.SCRIPT, tmp_path / "subject") as subject:
+        subject.make("layers", "small", 1)
+        subject.open(1, {"inputs": str(inputs)})
+        assert layers.Judge(w, inputs)(subject)["error"] < 1e-6
+        with pytest.raises(WorkerError, match=r"the error of its answers is .*, expected at most 0\.5"):
+            layers.Judge(-w, inputs)(subject)
+        del judge
+
+
+@pytest.mark.parametrize("engine", sorted({form.engine for form in layers.OTHERS}))
+def test_a_missing_package_is_told(tmp_path, files, engine):
+    form = next(form for form in layers.OTHERS if form.engine == engine)
+    with Subject(candidate(engine, files[0], **form.options), layers.SCRIPT, tmp_path / "subject") as subject:
+        with pytest.raises(WorkerError, match="No module named"):
+            subject.make("layers", "small", 1)
+
+
+def test_an_unknown_form_is_refused(tmp_path, files):
+    with Subject(candidate("onnxruntime", files[0], form="fp8"), layers.SCRIPT, tmp_path / "subject") as subject:
+        with pytest.raises(WorkerError, match="unknown form 'fp8'; expected fp32, nbits or int8"):
+            subject.make("layers", "small", 1)
