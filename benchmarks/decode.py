@@ -4,7 +4,7 @@ and recipes.
 python -m ortolan.benchmarks.decode [--model smollm2-135m-instruct] [--threads 1] [--recipe [NAME]:KEY=VALUE,… …]
     [--variant NAME=PATH …] [--text FILE] [--profile]
 
-A variant is an ONNX file, a model's folder, or a GGUF file, which llama.cpp runs where llama-cpp-python is installed.
+A variant is an ONNX file or a model's folder. Other runtimes: python -m ortolan.benchmarks.peers decoders
 """
 
 from __future__ import annotations
@@ -32,19 +32,16 @@ from ortolan.graph_passes.recipe import Recipe
 from ..errors import OrtolanError, RecipeError, VerificationError
 from ..generate import Decoder, read_head_size, shares_cache
 from ..models import get_model
-from ..models.evaluate import sample_texts, score_decoder
+from ..models.evaluate import sample_texts, score_tokens
 from ..models.tokenizer import load_tokenizer
 from ..optimize import optimize_onnx
 from ..session import create_session
-from .llama_cpp import AVAILABLE as LLAMA_CPP
-from .llama_cpp import LlamaCpp
 from .matmul_nbits import make_matmul_nbits
 from .result import versions_line
 from .variants import file_megabytes, read_recipes, session_options
 
 PEERS = {"MatMulNBits g32": (32, 4), "MatMulNBits g128": (128, 4)}  # block size, accuracy level
 # Their heads are in 8 bits; those of the peers are in 4, too.
-GGUF = ".gguf"
 WINDOW = 512  # tokens
 SAMPLED = 2048  # tokens of a text, where none is given
 RECIPES = ("int4", "int4:group_size=128")
@@ -73,7 +70,7 @@ class Speed:
 
 
 def measure(
-    decoders: Mapping[str, Decoder | LlamaCpp], prompt: Sequence[int], decode_tokens: int, rounds: int
+    decoders: Mapping[str, Decoder], prompt: Sequence[int], decode_tokens: int, rounds: int
 ) -> dict[str, Speed]:
     """Times prompt and decode steps (greedy), the decoders in turn, after a round that does not count."""
     times: dict[str, list[list[float]]] = {name: [] for name in decoders}
@@ -145,21 +142,9 @@ def read_profile(path: str | Path, skip_runs: int) -> tuple[list[ProfileRow], fl
     return sorted(rows, key=lambda row: -row.microseconds), statistics.median(run["dur"] for run in runs)
 
 
-def open_variant(path: Path, threads: int, length: int) -> Decoder | LlamaCpp:
-    """length: of the prompt and what is decoded."""
-    if path.suffix == GGUF:
-        return LlamaCpp(path, threads, length)
-    return open_decoder(path, session_options(threads), length)
-
-
 def perplexity(path: Path, ids: Sequence[int], window: int = WINDOW) -> float:
     """Of a text, in windows of so many tokens, of which each begins with the last token of the one before."""
-    decoder = (
-        LlamaCpp(path, 2, window, all_logits=True)
-        if path.suffix == GGUF
-        else Decoder(create_session(path, session_options(2)))
-    )
-    return score_decoder(decoder, ids, window, window - 1).perplexity
+    return score_tokens(create_session(path, session_options(2)), ids, window, window - 1).perplexity
 
 
 def read_text(arguments: argparse.Namespace, original: Path, console: Console) -> list[int]:
@@ -260,7 +245,7 @@ def main() -> None:
         action="append",
         default=[],
         metavar="NAME=PATH",
-        help="an ONNX file, a model's folder or a GGUF file, timed too",
+        help="an ONNX file or a model's folder, timed too",
     )
     parser.add_argument("--text", type=Path, help="to measure perplexity with, UTF-8; else drawn from the model")
     parser.add_argument("--window", type=int, default=WINDOW, help="tokens of a context: 256 for stories15m")
@@ -274,9 +259,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for variant in arguments.variant:
         if not read_variant(variant)[1].is_file():
-            parser.error(f"--variant: expected NAME=PATH of an ONNX or GGUF file, found {variant!r}")
-        if read_variant(variant)[1].suffix == GGUF and not LLAMA_CPP:
-            parser.error(f"--variant: {variant!r} needs llama.cpp; install it with: pip install llama-cpp-python")
+            parser.error(f"--variant: expected NAME=PATH of an ONNX file, found {variant!r}")
     if arguments.text and not arguments.text.is_file():
         parser.error(f"--text: file {str(arguments.text)!r} does not exist")
     try:
@@ -293,7 +276,10 @@ def main() -> None:
         text = read_text(arguments, next(iter(variants.values())), console)
         quality = {name: perplexity(path, text, arguments.window) for name, path in variants.items()}
         with pinned(arguments.threads):
-            decoders = {name: open_variant(path, arguments.threads, cache_length) for name, path in variants.items()}
+            decoders = {
+                name: open_decoder(path, session_options(arguments.threads), cache_length)
+                for name, path in variants.items()
+            }
             vocabulary = min(decoder.vocabulary for decoder in decoders.values())
             prompt = np.random.default_rng(0).integers(0, vocabulary, arguments.prompt_tokens).tolist()
             speeds = measure(decoders, prompt, arguments.decode_tokens, arguments.rounds)
@@ -307,8 +293,6 @@ def main() -> None:
             del decoders
             with pinned(arguments.threads):
                 for name, path in variants.items():
-                    if path.suffix == GGUF:
-                        continue
                     rows, whole = profile_decode(
                         lambda options, p=path: open_decoder(p, options, cache_length),  # type: ignore[misc]
                         session_options(arguments.threads),

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -52,23 +52,6 @@ def score_tokens(
         read at the next step: one that rounds them is judged by steps of 1.
     Raises OrtolanError for fewer than two tokens, a window below 2, a step below 1, or such a stride.
     """
-    return score_decoder(Decoder(session), ids, window, stride, step)
-
-
-class Steps(Protocol):
-    """What is scored: ortolan.generate.Decoder, or what another runtime has in its place."""
-
-    def reset(self) -> None:
-        """Empties the cache."""
-
-    def step(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Appends tokens; their logits [tokens, vocabulary]."""
-
-
-def score_decoder(
-    decoder: Steps, ids: Sequence[int], window: int = 256, stride: int | None = None, step: int | None = None
-) -> Score:
-    """score_tokens for a decoder that is there already."""
     stride = window // 2 if stride is None else stride
     step = window if step is None else step
     if len(ids) < 2 or window < 2 or not 1 <= stride < window or step < 1:
@@ -76,6 +59,7 @@ def score_decoder(
             f"{len(ids)} tokens, window {window}, stride {stride}, step {step}; expected at least 2 tokens, window >= "
             "2, 1 <= stride < window and step >= 1"
         )
+    decoder = Decoder(session)
     total, scored_to = 0.0, 1
     for start in range(0, len(ids), stride):
         part = np.asarray(ids[start : start + window], np.int64)

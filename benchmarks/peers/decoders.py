@@ -16,24 +16,24 @@ from ...models import get_model
 from ...models.evaluate import sample_texts
 from ...models.tokenizer import load_tokenizer
 from ..matmul_nbits import make_matmul_nbits
-from ..picture import calibration_sentences
-from ..workers.process import WorkerError
-from .candidate import Candidate, Subject
+from ..workers.process import Worker, WorkerError
+from .candidate import WORKERS, Candidate, Subject
 from .comparison import Job, Judge, Work, compare
 from .decoder_source import write_checkpoint, write_genai_folder, write_gguf, write_onnx
 from .result import PeersResult
 
-SECTION = "decoders"
+SECTION, SCRIPT = "decoders", "decoders.py"
 SMOLLM2, STORIES = "smollm2-135m-instruct", "stories15m"
 MODELS = (SMOLLM2, STORIES)
 UNIT = "tokens/s"
 PROMPTS = (128, 1024)
 DECODED = 64  # tokens, behind the shortest prompt
-CONTEXT, STEPS = 16384, 8  # tokens of cache, and steps of a pass behind them
+CONTEXTS, STEPS = (1024, 4096, 16384), 8  # tokens of cache, and steps of a pass behind them
 SCORED, WINDOW = 4081, 256  # tokens of the text; each window begins with the last token of the one before
 SAMPLED = 2048  # tokens drawn from the model, where the text is none of its kind
 CACHE_TOKENS = 512  # whose keys and values the scales of an int8 cache are found with
-_POSITIONS = CONTEXT + 64  # a model is given
+_POSITIONS = CONTEXTS[-1] + 64  # a model is given for steps
+_CALIBRATED, _LEAST_SENTENCE = 256, 60  # sentences, and characters of one
 _EXACT = 1e-3  # of the perplexity, that a form which computes in fp32 may differ by
 
 # What ONNX Runtime's own quantizer is told. With zero points SmolLM2 loses more than without: they are whole numbers,
@@ -50,7 +50,9 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
     "int4, cache of codes": {"weights": "int4", "cache": "codes"},
 }
 GENAI = ("MatMulNBits g32", "MatMulNBits 8 bit")
+MISTRALRS_FORMS = ("Q8_0", "Q4_0")
 TORCH_FORMS = ("fp32", "bf16", "int8")
+CTRANSLATE2_FORMS = ("int8",)
 GGUF_FORMS = ("Q4_0", "Q4_1", "Q4_K_M", "Q8_0")
 
 
@@ -87,19 +89,23 @@ class Source:
 
 def measure(job: Job, result: PeersResult) -> None:
     for model in MODELS:
-        if job.takes_model(model):
+        if job.takes_model(SECTION, model):
             folder = job.folder / SECTION / f"{model}-source"
             folder.mkdir(parents=True)
             source = make_source(job, model, folder)
             works = [work for work in works_for(source) if job.takes_work(work.name)]
             candidates = list(candidates_for(job, source))
-            compare(job, SECTION, model, "decoders.py", candidates, works, judge_for(source), result)
+            try:
+                candidates += _mistralrs(job, source)
+            except WorkerError as error:
+                result.left_out.append(f"{SECTION}, {model}: mistral.rs: {error}")
+            compare(job, SECTION, model, SCRIPT, candidates, works, judge_for(source), result)
 
 
 def make_source(job: Job, model: str, folder: Path) -> Source:
     """Raises OrtolanError for a text that is too short."""
     files = get_model(model, progress=job.say)
-    long = model == SMOLLM2 and job.takes_work(step_name(CONTEXT))
+    long = model == SMOLLM2 and any(job.takes_work(step_name(context)) for context in CONTEXTS)
     gguf, onnx = write_gguf(model, folder, _POSITIONS if long else 0), folder / "model.onnx"
     write_onnx(gguf, onnx)
     context = read_context(onnx)
@@ -113,13 +119,28 @@ def make_source(job: Job, model: str, folder: Path) -> Source:
     if len(ids) < SCORED:
         raise OrtolanError(f"{job.text} holds {len(ids)} tokens, expected at least {SCORED}; give a longer text")
     texts = folder / "calibration.txt"
-    texts.write_text("\n".join(calibration_sentences(job.text)), encoding="utf-8")
+    texts.write_text("\n".join(sentences_of(job.text)), encoding="utf-8")
     return Source(model, gguf, onnx, context, windows_of(ids, WINDOW), texts, files.tokenizer)
 
 
 def windows_of(ids: Sequence[int], window: int) -> list[list[int]]:
     """Each token but the first is behind another one in one of them, once."""
     return [list(ids[begin : begin + window]) for begin in range(0, len(ids) - 1, window - 1)]
+
+
+def sentences_of(text: Path) -> list[str]:
+    """To calibrate on: of the text's second half, from lines that are no headings. Raises OrtolanError for too few."""
+    lines = [line.strip() for line in text.read_text(encoding="utf-8").splitlines()]
+    found = [
+        sentence.strip()
+        for line in lines[len(lines) // 2 :]
+        if not line.startswith("=")
+        for sentence in line.split(" . ")
+        if len(sentence) >= _LEAST_SENTENCE
+    ]
+    if not found:
+        raise OrtolanError(f"{text} has no sentence of {_LEAST_SENTENCE} characters in its second half; give another")
+    return found[:_CALIBRATED]
 
 
 def step_name(context: int) -> str:
@@ -136,20 +157,19 @@ def works_for(source: Source) -> list[Work]:
     ]
     decode = {"kind": "decode", "ids": ids[: PROMPTS[0]], "steps": DECODED}
     works.append(Work("decode", decode, DECODED, UNIT))
-    if source.is_long:
-        given = {"kind": "step", "context": CONTEXT, "steps": STEPS}
-        works.append(Work(step_name(CONTEXT), given, STEPS, UNIT))
+    for context in CONTEXTS if source.is_long else ():
+        works.append(Work(step_name(context), {"kind": "step", "context": context, "steps": STEPS}, STEPS, UNIT))
     return works
 
 
 def candidates_for(job: Job, source: Source) -> Iterator[Candidate]:
     """ONNX Runtime's fp32 first: the original."""
-    yield Candidate("ONNX Runtime fp32", "onnxruntime", source.onnx, exact=True)
+    yield Candidate("ORT fp32", "onnxruntime", source.onnx, exact=True)
     for name, nbits in NBITS.items():
-        yield Candidate(f"ONNX Runtime {name}", "onnxruntime", source.onnx, {"nbits": nbits})
+        yield Candidate(f"ORT {name}", "onnxruntime", source.onnx, {"nbits": nbits})
     for name in INT8_CACHE if source.is_long else ():
         options = {"nbits": NBITS[name], "cache_ids": source.ids[:CACHE_TOKENS]}
-        yield Candidate(f"ONNX Runtime {name}, int8 cache", "onnxruntime", source.onnx, options)
+        yield Candidate(f"ORT {name}, int8 cache", "onnxruntime", source.onnx, options)
     for name, form in FORMS.items():
         if "cache" not in form:
             yield Candidate(f"Ortolan {name}", "ortolan", source.onnx, form, ours=True)
@@ -161,13 +181,14 @@ def candidates_for(job: Job, source: Source) -> Iterator[Candidate]:
     yield from _llama_cpp(job, source)
     yield from _genai(job, source)
     yield from _torch(job, source)
+    yield from _ctranslate2(job, source)
 
 
 def _llama_cpp(job: Job, source: Source) -> Iterator[Candidate]:
     if (python := job.pythons.get("llama.cpp")) is None:
         return
     for form in GGUF_FORMS:
-        options = {} if (source.model, form) == (SMOLLM2, "Q4_1") else {"form": form}
+        options: dict[str, Any] = {} if (source.model, form) == (SMOLLM2, "Q4_1") else {"form": form}
         yield Candidate(f"llama.cpp {form}", "llama.cpp", source.gguf, options, python)
     if source.is_long:
         options = {"form": "Q4_0", "flash": True, "cache": "Q8_0"}
@@ -184,7 +205,7 @@ def _genai(job: Job, source: Source) -> Iterator[Candidate]:
         write_genai_folder(source.gguf, folder / "model.onnx", folder)
         told = ", ".join(f"{key}={value}" for key, value in NBITS[name].items())
         options = {"how": f"MatMulNBitsQuantizer({told})"}
-        yield Candidate(f"ONNX Runtime GenAI {name}", "onnxruntime-genai", folder, options, python)
+        yield Candidate(f"ORT GenAI {name}", "onnxruntime-genai", folder, options, python)
 
 
 def _torch(job: Job, source: Source) -> Iterator[Candidate]:
@@ -193,16 +214,48 @@ def _torch(job: Job, source: Source) -> Iterator[Candidate]:
             yield Candidate(f"torch {form}", "torch", source.checkpoint(), {"form": form}, python, exact=form == "fp32")
 
 
+def _ctranslate2(job: Job, source: Source) -> Iterator[Candidate]:
+    if (python := job.pythons.get("ctranslate2")) is not None:
+        for form in CTRANSLATE2_FORMS:
+            yield Candidate(f"CTranslate2 {form}", "ctranslate2", source.checkpoint(), {"form": form}, python)
+
+
+def _mistralrs(job: Job, source: Source) -> Iterator[Candidate]:
+    """Of files that llama.cpp makes, which also tells their perplexity. Raises WorkerError where it cannot."""
+    python, maker = job.pythons.get("mistralrs"), job.pythons.get("llama.cpp")
+    if python is None:
+        return
+    if maker is None:
+        raise WorkerError("its files are made by llama.cpp, which does not take part")
+    with Worker(WORKERS / SCRIPT, {"threads": 1, "cpus": []}, python=maker) as worker:
+        for form in MISTRALRS_FORMS:
+            folder = source.gguf.with_name(f"mistralrs {form}")
+            folder.mkdir()
+            made = worker.ask(
+                "make", engine="llama.cpp", model=str(source.gguf), folder=str(folder), options={"form": form}
+            )
+            options = {"how": made["call"].partition(";")[0]}
+            yield Candidate(f"mistral.rs {form}", "mistralrs", Path(made["opened"]["model"]), options, python)
+
+
 def judge_for(source: Source) -> Judge:
     original: list[float] = []
+    of_files: dict[str, float] = {}  # the perplexity of llama.cpp's forms
 
     def judge(subject: Subject) -> Mapping[str, float]:
+        form = subject.candidate.name.split()[-1]
+        if subject.candidate.engine == "mistralrs":
+            if form not in of_files:
+                raise WorkerError(f"it tells no perplexity, and llama.cpp has told none of {form}")
+            return {"perplexity": of_files[form]}
         rounded = not {"cache", "cache_ids"}.isdisjoint(subject.candidate.options)
         # What a rounded cache holds is only read at the next step: it is judged by steps of one token.
         work = {"kind": "score", "windows": source.windows, **({"step": 1} if rounded else {})}
         total, tokens = subject.answer(work).sum(axis=0, dtype=float).tolist()
         perplexity = math.exp(total / tokens)
         original.append(perplexity)
+        if subject.candidate.engine == "llama.cpp":
+            of_files[form] = perplexity
         if subject.candidate.exact and abs(perplexity / original[0] - 1) > _EXACT:
             raise WorkerError(
                 f"its perplexity is {perplexity:.4f}, the original's {original[0]:.4f}; expected the same"

@@ -19,14 +19,19 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from engine import Engine, EngineWorker, Made, OrtOptions, megabytes, with_data
+
+if TYPE_CHECKING:
+    from .engine import Engine, EngineWorker, Made, OrtOptions, megabytes, with_data
+else:
+    from engine import Engine, EngineWorker, Made, OrtOptions, megabytes, with_data
 
 _FILES = ("calibration", "tokenizer")  # arguments of optimize_onnx that are paths
 
@@ -115,7 +120,7 @@ def surprise(logits: np.ndarray, tokens: Sequence[int]) -> float:
 
 def any_ids(tokens: int) -> list[int]:
     """That every vocabulary here has."""
-    return np.random.default_rng(0).integers(3, 96, tokens).tolist()
+    return list(map(int, np.random.default_rng(0).integers(3, 96, tokens)))
 
 
 class _Onnx(DecoderEngine):
@@ -167,13 +172,10 @@ class OnnxRuntime(_Onnx):
     modules = ("onnxruntime", "ortolan.generate")
 
     @classmethod
-    def make(
-        cls, model: Path, folder: Path, threads: int, nbits: Mapping[str, Any] | None = None,
-        cache_ids: Sequence[int] | None = None,
-    ) -> Made:  # fmt: skip
+    def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
         """nbits: of make_matmul_nbits. cache_ids: tokens that the scales of an int8 cache are found with, of a model of
         few bits."""
-        steps = []
+        steps, nbits, cache_ids = [], options.get("nbits"), options.get("cache_ids")
         if nbits is not None:
             source, model = model, folder / "model.onnx"
             importlib.import_module("ortolan.benchmarks.matmul_nbits").make_matmul_nbits(source, model, **nbits)
@@ -199,8 +201,8 @@ class Ortolan(_Onnx):
     modules = ("ortolan.session", "ortolan.generate")
 
     @classmethod
-    def make(cls, model: Path, folder: Path, threads: int, **form: Any) -> Made:
-        """form: of optimize_onnx."""
+    def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
+        """options: of optimize_onnx."""
         ortolan = importlib.import_module("ortolan")
         made = folder / "made" / "model.onnx"
         if model.suffix == ".gguf":
@@ -208,8 +210,8 @@ class Ortolan(_Onnx):
             call = f"ortolan.import_gguf({model.name!r}, folder)"
         else:
             made.parent.mkdir()
-            ortolan.optimize_onnx(model, made, **form)
-            shown = {name: Path(value).name if name in _FILES else value for name, value in form.items()}
+            ortolan.optimize_onnx(model, made, **options)
+            shown = {name: Path(value).name if name in _FILES else value for name, value in options.items()}
             call = f"ortolan.optimize_onnx(model, out, {_arguments(shown)})"
         return Made({"model": str(made)}, f"{call}; generate.Decoder(create_session(out))", megabytes(*with_data(made)))
 
@@ -226,12 +228,10 @@ class LlamaCpp(DecoderEngine):
     _BATCH = 2048  # tokens of a call; llama.cpp cuts them into 512, unless told
 
     @classmethod
-    def make(
-        cls, model: Path, folder: Path, threads: int, form: str | None = None, flash: bool = False, cache: str = "F16"
-    ) -> Made:
-        """form: a format of llama.cpp's, such as "Q4_K_M", that its own quantizer writes; None: the file as it is.
-        flash: with flash attention, whichever; it is off without. cache: the type of keys and values."""
-        steps = []
+    def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
+        """form: a format of llama.cpp's, such as "Q4_K_M", that its own quantizer writes, or as it is.
+        flash: with flash attention, which is off without. cache: the type of keys and values, or F16."""
+        steps, form, flash, cache = [], options.get("form"), options.get("flash", False), options.get("cache", "F16")
         if form is not None:
             source, model = model, folder / f"{form}.gguf"
             _requantize(source, model, form)
@@ -316,10 +316,10 @@ class GenAi(DecoderEngine):
     modules = ("onnxruntime_genai",)
 
     @classmethod
-    def make(cls, model: Path, folder: Path, threads: int, how: str) -> Made:
+    def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
         """how: the model's file was made, for the call."""
         files = [path for path in model.iterdir() if path.is_file()]
-        call = f"{how}; Generator.append_tokens, generate_next_token, rewind_to; past_present_share_buffer"
+        call = f"{options['how']}; Generator.append_tokens, generate_next_token, rewind_to; past_present_share_buffer"
         return Made({"folder": str(model)}, call, megabytes(*files))
 
     def __init__(self, threads: int, folder: str) -> None:
@@ -346,7 +346,7 @@ class GenAi(DecoderEngine):
 
     def feed_all(self, ids: Sequence[int]) -> np.ndarray:
         self._generator.append_tokens(np.asarray(ids, np.int32))
-        return np.asarray(self._generator.get_output("logits"))[0]
+        return np.asarray(self._generator.get_output("logits")[0])
 
     def fill(self, tokens: int) -> None:
         for begin in range(0, tokens, 512):  # it computes all logits of what it is given
@@ -363,7 +363,7 @@ class GenAi(DecoderEngine):
             return super().run(part)
         for _ in range(part.steps):
             self._generator.generate_next_token()
-        return np.asarray(self._generator.get_next_tokens())[None]
+        return np.array([self._generator.get_next_tokens()])
 
 
 class Torch(DecoderEngine):
@@ -374,8 +374,9 @@ class Torch(DecoderEngine):
     _FILLED = 512  # as with _Onnx
 
     @classmethod
-    def make(cls, model: Path, folder: Path, threads: int, form: str) -> Made:
+    def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
         """form: "fp32", "bf16", which is stored so, or "int8", which quantize_dynamic makes of fp32 at each opening."""
+        form = options["form"]
         calls = ["AutoModelForCausalLM.from_pretrained(folder, attn_implementation='sdpa')", "StaticCache"]
         if form == "bf16":
             transformers = importlib.import_module("transformers")
@@ -409,7 +410,7 @@ class Torch(DecoderEngine):
             layer.cumulative_length.fill_(tokens)
 
     def feed(self, ids: Sequence[int]) -> np.ndarray:
-        return self._logits(ids, 1)[0]
+        return np.asarray(self._logits(ids, 1)[0])
 
     def feed_all(self, ids: Sequence[int]) -> np.ndarray:
         return self._logits(ids, 0)
@@ -430,6 +431,132 @@ class Torch(DecoderEngine):
                         block.copy_(array[:, :, : block.shape[2]])
 
 
+class CTranslate2(DecoderEngine):
+    """CTranslate2 from a folder of transformers': ctranslate2; transformers and torch convert it."""
+
+    packages = ("ctranslate2",)
+    modules = ("ctranslate2",)
+
+    @classmethod
+    def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
+        """form: CTranslate2's name, such as "int8"."""
+        form, target = options["form"], folder / "converted"
+        converter = importlib.import_module("ctranslate2.converters").TransformersConverter(str(model))
+        converter.convert(str(target), quantization=form)
+        call = (
+            f"TransformersConverter(folder).convert(quantization={form!r}), Generator; generate_tokens, forward_batch"
+        )
+        return Made({"folder": str(target), "form": form}, call, megabytes(*target.iterdir()))
+
+    def __init__(self, threads: int, folder: str, form: str) -> None:
+        generator = importlib.import_module("ctranslate2").Generator
+        self._model = generator(folder, "cpu", compute_type=form, inter_threads=1, intra_threads=threads)
+        self._words = json.loads(Path(folder, "vocabulary.json").read_text(encoding="utf-8"))
+
+    def prepare(self, work: Mapping[str, Any]) -> list[Part]:
+        if "step" in work:
+            raise ValueError("it keeps no cache that is given tokens from outside, so windows are scored whole")
+        return super().prepare(work)
+
+    def fill(self, tokens: int) -> None:
+        raise ValueError(f"its prompt of {tokens} tokens would take a matrix of scores of {tokens}^2 numbers a head")
+
+    def make_room(self, tokens: int) -> None:
+        """Each call has a cache of its own."""
+
+    def rewind(self, tokens: int) -> None:
+        """As above."""
+
+    def feed(self, ids: Sequence[int]) -> np.ndarray:
+        """The token that it chooses: it gives no logits of the last token alone."""
+        return np.array([next(self._generate(ids, 1)).token_id])
+
+    def feed_all(self, ids: Sequence[int]) -> np.ndarray:
+        return np.asarray(np.array(self._model.forward_batch([list(ids)]))[0])
+
+    def set_up(self, part: Part) -> None:
+        if part.steps:
+            self._tokens = self._generate(part.ids, part.steps + 1)
+            next(self._tokens)  # when the prompt has been taken
+
+    def run(self, part: Part) -> np.ndarray:
+        if not part.steps:
+            return super().run(part)
+        return np.array([[one.token_id for one in self._tokens][-1:]])
+
+    def _generate(self, ids: Sequence[int], tokens: int) -> Iterator[Any]:
+        words = [self._words[token] for token in ids]
+        found: Iterator[Any] = self._model.generate_tokens(words, max_length=tokens, min_length=tokens, sampling_topk=1)
+        return found
+
+
+class MistralRs(DecoderEngine):
+    """mistral.rs, by requests, as it has no calls below them: mistralrs. The model is a GGUF file."""
+
+    packages = ("mistralrs",)
+    modules = ("mistralrs",)
+    _LONGEST = 512  # tokens of a prompt
+    _NEVER = (0, 1, 2)  # tokens that end a text, in all vocabularies here
+
+    @classmethod
+    def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
+        """how: the file was made, for the call."""
+        call = (
+            f"{options['how']}; Runner(Which.GGUF, prefix_cache_n=0), requests of temperature 0; decoding by a stream"
+        )
+        call += "; perplexity: llama.cpp's, on the same file"
+        return Made({"model": str(model)}, call, megabytes(model))
+
+    def __init__(self, threads: int, model: str) -> None:
+        os.environ |= dict.fromkeys(("CANDLE_NUM_THREADS", "RAYON_NUM_THREADS"), str(threads))
+        self._api = importlib.import_module("mistralrs")
+        folder, file = os.path.split(model)
+        which = self._api.Which.GGUF(quantized_model_id=folder, quantized_filename=file)
+        self._runner = self._api.Runner(which, prefix_cache_n=0, max_seqs=1, token_source="none")
+
+    def make_room(self, tokens: int) -> None:
+        """It grows."""
+
+    def rewind(self, tokens: int) -> None:
+        """Each request begins anew."""
+
+    def feed_all(self, ids: Sequence[int]) -> np.ndarray:
+        raise ValueError("it gives no logits of a prompt")
+
+    def fill(self, tokens: int) -> None:
+        raise ValueError(f"its prompt of {tokens} tokens takes minutes")
+
+    def feed(self, ids: Sequence[int]) -> np.ndarray:
+        if len(ids) > self._LONGEST:
+            raise ValueError(f"its prompt of {len(ids)} tokens takes too long; expected {self._LONGEST} at the most")
+        request = self._api.CompletionRequest(self._text(ids), "default", max_tokens=1, temperature=0.0)
+        usage = self._runner.send_completion_request(request).usage
+        if usage.prompt_tokens != len(ids):
+            raise ValueError(f"it makes {usage.prompt_tokens} tokens of the text of {len(ids)}")
+        return np.zeros(1)
+
+    def set_up(self, part: Part) -> None:
+        if part.steps:
+            self._chunks = self._runner.send_chat_completion_request(
+                self._api.ChatCompletionRequest(
+                    self._text(part.ids), "default", max_tokens=part.steps + 1, temperature=0.0, stream=True,
+                    logit_bias=dict.fromkeys(self._NEVER, -100.0),
+                )
+            )  # fmt: skip
+            next(self._chunks)  # when the prompt has been taken
+
+    def run(self, part: Part) -> np.ndarray:
+        if not part.steps:
+            return super().run(part)
+        found = sum(1 for _ in self._chunks)
+        if found != part.steps:
+            raise ValueError(f"it decoded {found} tokens, expected {part.steps}")
+        return np.zeros((1, 1))
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self._runner.detokenize_text(list(ids), skip_special_tokens=False))
+
+
 def _arguments(given: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in given.items())
 
@@ -441,4 +568,6 @@ class Worker(EngineWorker):
         "llama.cpp": LlamaCpp,
         "onnxruntime-genai": GenAi,
         "torch": Torch,
+        "ctranslate2": CTranslate2,
+        "mistralrs": MistralRs,
     }

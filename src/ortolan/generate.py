@@ -79,6 +79,7 @@ class Decoder:
         self.vocabulary = _dimension(self._outputs["logits"], 2)
         self._logits_dtype = _dtype(self._outputs["logits"])
         self.cache_length = cache_length
+        self.length = 0
         # Of a prompt that is part of the model: masks and positions count its tokens, the cache does not hold them.
         self.prompt_tokens = int(session.get_modelmeta().custom_metadata_map.get(PROMPT_KEY, 0))
         self.reset()
@@ -96,7 +97,7 @@ class Decoder:
         arrays = []
         for name, (heads, tokens, size, dtype) in zip(self._past, self._caches, strict=True):
             shape, array = (1, heads, tokens or length, size), cache.get(name)
-            if array is None or (array.shape, array.dtype) != (shape, dtype):
+            if array is None or array.shape != shape or array.dtype != dtype:
                 found = "nothing" if array is None else f"{array.dtype} {list(array.shape)}"
                 raise OrtolanError(f"{name!r} is {found}, expected {np.dtype(dtype)} {list(shape)}")
             arrays.append(np.ascontiguousarray(array))

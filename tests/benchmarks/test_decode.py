@@ -123,16 +123,10 @@ def test_perplexity_is_that_of_the_text(model):
     assert decode.perplexity(model, ids) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.skipif(decode.LLAMA_CPP, reason="llama-cpp-python is installed")
-def test_gguf_variants_need_llama_cpp(tmp_path):
-    with pytest.raises(OrtolanError, match="install it with: pip install llama-cpp-python"):
-        decode.open_variant(tmp_path / "model.gguf", 1, 8)
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--variant", "mine=none.onnx"), "expected NAME=PATH of an ONNX or GGUF file, found 'mine=none.onnx'"),
+        (("--variant", "mine=none.onnx"), "expected NAME=PATH of an ONNX file, found 'mine=none.onnx'"),
         (("--text", "none.txt"), "--text: file 'none.txt' does not exist"),
         (("--recipe", "int5"), "--recipe: unknown recipe 'int5'"),
         (("--recipe", "int4:scope=layer"), "--recipe: recipe 'int4' has no option 'scope'"),

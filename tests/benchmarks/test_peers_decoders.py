@@ -135,10 +135,11 @@ def test_work_is_what_fits(source, tmp_path):
 
     assert names(256) == ["prompt 128", "decode"]
     assert names(8192) == ["prompt 128", "prompt 1024", "decode"]
-    assert names(20000) == ["prompt 128", "prompt 1024", "decode", "step at 16384"]
+    steps = ["step at 1024", "step at 4096", "step at 16384"]
+    assert names(20000) == ["prompt 128", "prompt 1024", "decode", *steps]
     job = Job((1,), 1.0, {}, tmp_path, print)
     engines = {one.name: one.engine for one in decoders.candidates_for(job, source)}
-    assert set(engines.values()) == {"onnxruntime", "ortolan"} and next(iter(engines)) == "ONNX Runtime fp32"
+    assert set(engines.values()) == {"onnxruntime", "ortolan"} and next(iter(engines)) == "ORT fp32"
 
 
 def test_an_int8_cache_is_near_to_floats(model, tmp_path):
