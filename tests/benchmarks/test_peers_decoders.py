@@ -1,5 +1,6 @@
 """The comparison of decoders: its engines in ONNX Runtime on a tiny model, what they are asked, and their sources."""
 
+import importlib.util
 import math
 import struct
 
@@ -94,14 +95,33 @@ def test_a_step_behind_a_cache_of_any_content(subject):
         subject.give({**work, "context": 2048})
 
 
+@pytest.mark.parametrize(
+    ("engine", "module", "options"),
+    [
+        ("llama.cpp", "llama_cpp", {"form": "Q4_0"}),
+        ("onnxruntime-genai", "onnxruntime_genai", {"how": "by hand"}),
+        ("torch", "torch", {"form": "fp32"}),
+        ("ctranslate2", "ctranslate2", {"form": "int8"}),
+        ("mistralrs", "mistralrs", {"how": "by hand"}),
+    ],
+)
+def test_a_missing_package_is_told(model, tmp_path, engine, module, options):
+    if importlib.util.find_spec(module):
+        pytest.skip(f"{module} is installed")
+    path = model if engine == "mistralrs" else model.parent
+    candidate = Candidate("missing", engine, path, options)
+    told = pytest.raises(WorkerError, match=f"No module named '{module}'")
+    with Subject(candidate, "decoders.py", tmp_path / "made") as subject, told:
+        subject.make("decoders", "tiny", 1)
+        subject.open(1, {"kind": "prompt", "ids": IDS})
+
+
 def test_what_cannot_be_done_is_told(model, tmp_path):
-    missing = Candidate("missing", "llama.cpp", model, {"form": "Q4_0"})
     unknown = Candidate("unknown", "onnxruntime", model, {"cache_ids": IDS})
-    for number, (candidate, told) in enumerate(((missing, "llama_cpp"), (unknown, "expected nbits as well"))):
-        folder = tmp_path / str(number)
-        with Subject(candidate, "decoders.py", folder) as subject, pytest.raises(WorkerError, match=told):
-            subject.make("decoders", "tiny", 1)
-    with Subject(Candidate("fp32", "onnxruntime", model), "decoders.py", tmp_path / "c") as subject:
+    told = pytest.raises(WorkerError, match="expected nbits as well")
+    with Subject(unknown, "decoders.py", tmp_path / "a") as subject, told:
+        subject.make("decoders", "tiny", 1)
+    with Subject(Candidate("fp32", "onnxruntime", model), "decoders.py", tmp_path / "b") as subject:
         subject.make("decoders", "tiny", 1)
         with pytest.raises(WorkerError, match="unknown work 'fly'; expected prompt, decode, step or score"):
             subject.open(1, {"kind": "fly"})
@@ -123,6 +143,21 @@ def test_an_exact_form_with_other_answers_is_refused(source):
         judge(Fake(3.04, True))
 
 
+def test_the_perplexity_of_a_file_is_told_by_llama_cpp(source):
+    class Fake:
+        def __init__(self, name, engine):
+            self.candidate = Candidate(name, engine, source.gguf)
+
+        def answer(self, work):
+            return np.array([[2, 2]], np.float32)
+
+    judge = decoders.judge_for(source)
+    with pytest.raises(WorkerError, match=r"llama\.cpp has told none of Q8_0"):
+        judge(Fake("mistral.rs Q8_0", "mistralrs"))
+    judge(Fake("llama.cpp Q8_0", "llama.cpp"))
+    assert judge(Fake("mistral.rs Q8_0", "mistralrs")) == {"perplexity": pytest.approx(math.e)}
+
+
 def test_each_token_is_scored_once(source):
     scored = [token for window in source.windows for token in window[1:]]
     assert scored == IDS[1:]
@@ -137,7 +172,9 @@ def test_work_is_what_fits(source, tmp_path):
     assert names(8192) == ["prompt 128", "prompt 1024", "decode"]
     steps = ["step at 1024", "step at 4096", "step at 16384"]
     assert names(20000) == ["prompt 128", "prompt 1024", "decode", *steps]
-    job = Job((1,), 1.0, {}, tmp_path, print)
+    job = Job((1,), 1.0, {"mistralrs": "python"}, tmp_path, print)
+    with pytest.raises(WorkerError, match=r"made by llama\.cpp, which does not take part"):
+        list(decoders._mistralrs(job, source))
     engines = {one.name: one.engine for one in decoders.candidates_for(job, source)}
     assert set(engines.values()) == {"onnxruntime", "ortolan"} and next(iter(engines)) == "ORT fp32"
 

@@ -97,9 +97,7 @@ def test_peers_take_part_where_they_are_asked_for(tmp_path):
     layer = layers.Layer("small", K, N)
     job = Job((1,), 0.0, {form.engine: "python" for form in layers.OTHERS}, tmp_path, print)
     found = list(layers.candidates_of(job, layer, tmp_path / "w.npy"))
-    assert [one.name for one in found] == [
-        form.name for form in (*layers.ONNX_RUNTIME, *layers.DENSE, *layers.OTHERS)
-    ]
+    assert [one.name for one in found] == [form.name for form in (*layers.ONNX_RUNTIME, *layers.DENSE, *layers.OTHERS)]
     for one in found:
         own = one.engine in ("onnxruntime", "ortolan")
         assert one.python == (sys.executable if own else "python")
