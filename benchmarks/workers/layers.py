@@ -185,8 +185,8 @@ class Torch(LayersEngine):
         elif form == "int8":
             made, call = _torch_int8(w), "quantize_dynamic(per_channel_dynamic_qconfig), backends.quantized 'onednn'"
         elif form == "int8 weights":
-            scales = w.abs().amax(1) / 127
-            made = [torch.round(w / scales[:, None]).to(torch.int8), scales.bfloat16()]
+            scales = (w.abs().amax(1) / 127).bfloat16()
+            made = [torch.round(w / scales.float()[:, None]).clamp(-127, 127).to(torch.int8), scales]
             call = "torch.ops.aten._weight_int8pack_mm on bfloat16"
         elif form == "int4":
             made = _torch_int4(w, options["group_size"])
@@ -246,10 +246,11 @@ def _torch_int4(w: Any, group_size: int) -> list[Any]:
     torch = importlib.import_module("torch")
     groups = w.view(len(w), -1, group_size)
     least, most = groups.amin(-1), groups.amax(-1)
-    scales = (most - least) / 15
-    numbers = torch.round((groups - least[..., None]) / scales[..., None]).clamp(0, 15).to(torch.int32)
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.view(w.shape), 1)
-    return [packed, torch.stack([scales.T, (least + 8 * scales).T], -1).bfloat16().contiguous()]
+    scales = ((most - least) / 15).bfloat16()
+    middles = (least + 8 * scales.float()).bfloat16()
+    numbers = torch.round((groups - middles.float()[..., None]) / scales.float()[..., None]) + 8
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.clamp(0, 15).to(torch.int32).view(w.shape), 1)
+    return [packed, torch.stack([scales.T, middles.T], -1).contiguous()]
 
 
 class LlamaCpp(LayersEngine):
