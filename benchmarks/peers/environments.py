@@ -9,6 +9,8 @@ requirements change. What pip knows of indices holds here too: a CPU build of to
 from __future__ import annotations
 
 import hashlib
+import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -19,6 +21,8 @@ from ortolan.cache_folder import default_cache_dir
 from ortolan.errors import OrtolanError
 
 _TORCH, _TRANSFORMERS = "torch==2.13.0", "transformers==5.23.0"
+
+_MAY_HAVE_AMX = sys.platform == "linux" and platform.machine() == "x86_64"
 
 # By engine, as the workers call it. Pinned: a result names versions, and another one is another result.
 REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
@@ -32,14 +36,22 @@ REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "mistralrs": ("mistralrs==0.9.5", "numpy"),
     "deepsparse": ("deepsparse==1.8.0",),
 }
+# Variables of pip's, of those that are compiled here. GCC 12 to 15 drop ggml's stores to what AMX reads, its tiles'
+# configuration for one, unless told to drop no store; and nothing here looks at pictures.
+_VARIABLES: Mapping[str, Mapping[str, str]] = {
+    "llama.cpp": {
+        "CMAKE_ARGS": "-DLLAVA_BUILD=OFF",
+        **({"CXXFLAGS": "-fno-tree-dse -fno-dse"} if _MAY_HAVE_AMX else {}),
+    }
+}
 # Their licences allow evaluation alone, so they run only where they are named.
 ASKED_FOR = ("deepsparse",)
 _MADE = ".made"
 
 
 def environment_folder(peer: str) -> Path:
-    requirements = REQUIREMENTS[peer]
-    text = "\n".join((*requirements, sys.version))
+    variables = (f"{name}={value}" for name, value in _VARIABLES.get(peer, {}).items())
+    text = "\n".join((*REQUIREMENTS[peer], *variables, sys.version))
     return default_cache_dir() / "peers" / f"{peer}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
@@ -57,14 +69,19 @@ def make_environment(peer: str, say: Callable[[str], None]) -> str:
     folder.parent.mkdir(parents=True, exist_ok=True)
     _run([sys.executable, "-m", "venv", str(folder)], peer)
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    _run([*pip, *REQUIREMENTS[peer]], peer)
+    variables = _VARIABLES.get(peer, {})
+    # The cache has wheels that were compiled otherwise.
+    _run([*pip, *(["--no-cache-dir"] if variables else []), *REQUIREMENTS[peer]], peer, variables)
     (folder / _MADE).touch()
     return str(python)
 
 
-def _run(command: list[str], peer: str) -> None:
+def _run(command: list[str], peer: str, variables: Mapping[str, str] | None = None) -> None:
+    environment = os.environ | dict(variables or {})
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", env=environment
+        )
     except OSError as error:
         raise OrtolanError(f"cannot start {command[0]}: {error.strerror}") from None
     if done.returncode != 0:

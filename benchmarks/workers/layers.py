@@ -4,7 +4,7 @@
 
 A model is an .npy file, W float32 [k, n]. Work is {"inputs": PATH}, an .npy file, x float32 [rows, k]; a pass runs each
 copy once on it, one after the other, and the answer is y [rows, n] of the last one, whose weights are exactly those
-that were made; of the others some bytes differ. Options of all engines: copies, how many there are.
+that were made; of the others some bytes may differ. Options of all engines: copies, how many there are.
 
 Which packages an engine needs stands at its class. This file is run by itself, never imported from a package, by
 interpreters that have no Ortolan but for the first two engines; runtimes are imported where a layer is opened.
@@ -15,12 +15,18 @@ from __future__ import annotations
 import importlib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import ggml
 import numpy as np
-from engine import Engine, EngineWorker, Made, megabytes, with_data
+
+if TYPE_CHECKING:
+    from . import ggml
+    from .engine import Engine, EngineWorker, Made, megabytes, with_data
+else:
+    import ggml
+    from engine import Engine, EngineWorker, Made, megabytes, with_data
 
 _PACKED_FOR = 128  # rows: oneDNN's order may depend on them
 _WEIGHT_BYTES = 128  # less is a shape
@@ -28,6 +34,16 @@ _WEIGHT_BYTES = 128  # less is a shape
 
 class LayersEngine(Engine):
     """Copies of a layer."""
+
+    @classmethod
+    def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
+        made = cls.convert(model, folder, options)
+        return replace(made, opened={**made.opened, "copies": options["copies"]})
+
+    @classmethod
+    @abstractmethod
+    def convert(cls, model: Path, folder: Path, options: Mapping[str, Any]) -> Made:
+        """As make, of one layer. Raises ValueError for a form that is unknown."""
 
     @abstractmethod
     def bind(self, x: np.ndarray) -> Any:
@@ -41,15 +57,14 @@ class OnnxLayers(LayersEngine):
     """A file with one layer, a node, run as one session of so many. These engines need Ortolan: its benchmarks know
     how copies are made."""
 
-    frees_weights = False  # those that it has packed
     modules = ("onnx", "onnxruntime", "ortolan.benchmarks.cold_layers")
+    packs_weights = False  # when a session is made; then it is done with those of the model
 
     def __init__(self, threads: int, path: str, copies: int) -> None:
         cold = importlib.import_module("ortolan.benchmarks.cold_layers")
         node, k, self._n = read_layer(path)
-        arrays = cold.cold_copies(node.arrays, copies, distinct=self.frees_weights)
-        nodes = [node.with_arrays(one) for one in arrays]
-        if self.frees_weights:
+        nodes = [node.with_arrays(one) for one in cold.cold_copies(node.arrays, copies, distinct=self.packs_weights)]
+        if self.packs_weights:
             self._session, _ = cold.layers_session(nodes, k, self._n, threads, inline_bytes=2**31)
         else:
             self._session, self._weights = cold.layers_session(nodes, k, self._n, threads)
@@ -65,43 +80,32 @@ class OnnxLayers(LayersEngine):
 
 
 class OnnxRuntime(OnnxLayers):
-    """onnxruntime. form: "fp32"; "nbits", with bits, block_size and symmetric; or "int8", activations and weights."""
+    """onnxruntime. form: "fp32"; "nbits", with bits and block_size; or "int8", activations and weights."""
 
     packages = ("onnxruntime",)
-    frees_weights = True
+    packs_weights = True
 
     @classmethod
-    def make(
-        cls,
-        model: Path,
-        folder: Path,
-        threads: int,
-        *,
-        copies: int,
-        form: str,
-        bits: int = 4,
-        block_size: int = 32,
-        symmetric: bool = False,
-    ) -> Made:
+    def convert(cls, model: Path, folder: Path, options: Mapping[str, Any]) -> Made:
+        form, onnx = options["form"], importlib.import_module("onnx")
         source, path = one_layer(model, folder / "fp32.onnx"), folder / "layer.onnx"
-        onnx = importlib.import_module("onnx")
         if form == "fp32":
-            path, call = source, "InferenceSession(MatMul)"
+            path, call = source, "MatMul"
         elif form == "nbits":
             quantizers = importlib.import_module("onnxruntime.quantization.matmul_nbits_quantizer")
-            settings = {"bits": bits, "block_size": block_size, "is_symmetric": symmetric, "accuracy_level": 4}
+            settings = {"bits": options["bits"], "block_size": options["block_size"], "accuracy_level": 4}
             quantizer = quantizers.MatMulNBitsQuantizer(onnx.load(source), **settings)
             quantizer.process()
             onnx.save(quantizer.model.model, path)
-            call = f"MatMulNBitsQuantizer({_arguments(settings)}), InferenceSession"
+            call = f"MatMulNBitsQuantizer({_arguments(settings)})"
         elif form == "int8":
             quantization = importlib.import_module("onnxruntime.quantization")
             quantization.quantize_dynamic(source, folder / "dynamic.onnx", per_channel=True)
             _fuse(folder / "dynamic.onnx", path)
-            call = "quantize_dynamic(per_channel=True), InferenceSession: DynamicQuantizeMatMul"
+            call = "quantize_dynamic(per_channel=True), which runs as DynamicQuantizeMatMul"
         else:
             raise ValueError(f"unknown form {form!r}; expected fp32, nbits or int8")
-        return Made({"path": str(path), "copies": copies}, call, megabytes(*with_data(path)))
+        return Made({"path": str(path)}, call, megabytes(*with_data(path)))
 
 
 class Ortolan(OnnxLayers):
@@ -110,12 +114,11 @@ class Ortolan(OnnxLayers):
     packages = ("ortolan", "onnxruntime")
 
     @classmethod
-    def make(cls, model: Path, folder: Path, threads: int, *, copies: int, choices: Mapping[str, Any]) -> Made:
-        ortolan = importlib.import_module("ortolan")
+    def convert(cls, model: Path, folder: Path, options: Mapping[str, Any]) -> Made:
+        ortolan, choices = importlib.import_module("ortolan"), options["choices"]
         source, path = one_layer(model, folder / "fp32.onnx"), folder / "layer.onnx"
         ortolan.optimize_onnx(source, path, **choices)
-        call = f"optimize_onnx({_arguments(choices)}), create_session"
-        return Made({"path": str(path), "copies": copies}, call, megabytes(*with_data(path)))
+        return Made({"path": str(path)}, f"optimize_onnx({_arguments(choices)})", megabytes(*with_data(path)))
 
 
 def one_layer(weights: Path, path: Path) -> Path:
@@ -165,15 +168,15 @@ def _arguments(settings: Mapping[str, Any]) -> str:
 
 
 class Torch(LayersEngine):
-    """torch. form: "bf16"; "packed bf16", weights in oneDNN's order; "int8", activations too, or "int8 weights" or
+    """torch. form: "bf16"; "packed bf16", weights in oneDNN's order; "int8", activations too; or "int8 weights" or
     "int4", in groups of group_size, on activations in bf16."""
 
     packages = ("torch",)
     modules = ("torch",)
 
     @classmethod
-    def make(cls, model: Path, folder: Path, threads: int, *, copies: int, form: str, group_size: int = 32) -> Made:
-        torch = importlib.import_module("torch")
+    def convert(cls, model: Path, folder: Path, options: Mapping[str, Any]) -> Made:
+        form, torch = options["form"], importlib.import_module("torch")
         w, path = torch.from_numpy(np.load(model).T.copy()), folder / "layer.pt"
         if form in ("bf16", "packed bf16"):
             made, call = [w.bfloat16()], "torch.nn.functional.linear on bfloat16"
@@ -182,31 +185,31 @@ class Torch(LayersEngine):
         elif form == "int8":
             made, call = _torch_int8(w), "quantize_dynamic(per_channel_dynamic_qconfig), backends.quantized 'onednn'"
         elif form == "int8 weights":
-            scales = w.abs().amax(1) / 127
-            made = [torch.round(w / scales[:, None]).to(torch.int8), scales.bfloat16()]
+            scales = (w.abs().amax(1) / 127).bfloat16()
+            made = [torch.round(w / scales.float()[:, None]).clamp(-127, 127).to(torch.int8), scales]
             call = "torch.ops.aten._weight_int8pack_mm on bfloat16"
         elif form == "int4":
-            made = [*_torch_int4(w, group_size)]
-            call = f"torch.ops.aten._weight_int4pack_mm_for_cpu, groups of {group_size}, on bfloat16"
+            made = _torch_int4(w, options["group_size"])
+            call = f"torch.ops.aten._weight_int4pack_mm_for_cpu, groups of {options['group_size']}, on bfloat16"
         else:
             raise ValueError(f"unknown form {form!r}; expected bf16, packed bf16, int8, int8 weights or int4")
         torch.save(made, path)
-        opened = {"path": str(path), "copies": copies, "form": form, "group_size": group_size}
+        opened = {"path": str(path), "form": form, "group_size": options.get("group_size")}
         return Made(opened, call, megabytes(path))
 
-    def __init__(self, threads: int, path: str, copies: int, form: str, group_size: int) -> None:
-        torch = importlib.import_module("torch")
-        torch.set_num_threads(threads)
-        self._torch, self._form, self._group_size = torch, form, group_size
-        torch.backends.quantized.engine = "onednn"
-        with torch.inference_mode():
-            # Loaded as often: what is packed is not shared then.
-            self._layers = [self._layer(*torch.load(path, weights_only=False)) for _ in range(copies)]
+    def __init__(self, threads: int, path: str, copies: int, form: str, group_size: int | None) -> None:
+        self._torch, self._form, self._group_size = importlib.import_module("torch"), form, group_size
+        self._torch.set_num_threads(threads)
+        self._torch.backends.quantized.engine = "onednn"
+        with self._torch.inference_mode():
+            # Loaded as often: copies of a module would share what is packed.
+            self._layers = [self._layer(*self._torch.load(path, weights_only=False)) for _ in range(copies)]
 
     def _layer(self, *made: Any) -> Callable[[Any], Any]:
         aten, mkldnn = self._torch.ops.aten, self._torch.ops.mkldnn
         if self._form == "int8":
-            return made[0]  # type: ignore[no-any-return]
+            module: Callable[[Any], Any] = made[0]
+            return module
         if self._form == "int8 weights":
             return lambda x: aten._weight_int8pack_mm(x, *made)
         if self._form == "int4":
@@ -238,15 +241,16 @@ def _torch_int8(w: Any) -> list[Any]:
     return [quantization.quantize_dynamic(torch.nn.Sequential(linear), settings)]
 
 
-def _torch_int4(w: Any, group_size: int) -> tuple[Any, Any]:
+def _torch_int4(w: Any, group_size: int) -> list[Any]:
     """Numbers, and scales with what numbers of 8 stand for, of groups that reach from 0 to 15."""
     torch = importlib.import_module("torch")
     groups = w.view(len(w), -1, group_size)
     least, most = groups.amin(-1), groups.amax(-1)
-    scales = (most - least) / 15
-    numbers = torch.round((groups - least[..., None]) / scales[..., None]).clamp(0, 15).to(torch.int32)
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.view(w.shape), 1)
-    return packed, torch.stack([scales.T, (least + 8 * scales).T], -1).bfloat16().contiguous()
+    scales = ((most - least) / 15).bfloat16()
+    middles = (least + 8 * scales.float()).bfloat16()
+    numbers = torch.round((groups - middles.float()[..., None]) / scales.float()[..., None]) + 8
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.clamp(0, 15).to(torch.int32).view(w.shape), 1)
+    return [packed, torch.stack([scales.T, middles.T], -1).contiguous()]
 
 
 class LlamaCpp(LayersEngine):
@@ -256,7 +260,8 @@ class LlamaCpp(LayersEngine):
     modules = ("llama_cpp",)
 
     @classmethod
-    def make(cls, model: Path, folder: Path, threads: int, *, copies: int, form: str) -> Made:
+    def convert(cls, model: Path, folder: Path, options: Mapping[str, Any]) -> Made:
+        form = options["form"]
         if form not in ggml.TYPES:
             raise ValueError(f"unknown form {form!r}; expected {', '.join(ggml.TYPES)}")
         w = np.ascontiguousarray(np.load(model).T)
@@ -265,7 +270,7 @@ class LlamaCpp(LayersEngine):
         np.save(path, rows)
         where = ggml.memory_for(form, k, n)
         call = f"ggml_quantize_chunk({form}), ggml_mul_mat on the CPU backend, weights in its buffer type {where}"
-        return Made({"path": str(path), "copies": copies, "form": form, "k": k}, call, rows.nbytes / 1e6)
+        return Made({"path": str(path), "form": form, "k": k}, call, rows.nbytes / 1e6)
 
     def __init__(self, threads: int, path: str, copies: int, form: str, k: int) -> None:
         self._products = ggml.Products(form, k, np.load(path), copies, threads)
@@ -280,44 +285,36 @@ class LlamaCpp(LayersEngine):
 
 
 class OpenVino(LayersEngine):
-    """openvino, nncf. weights: None, or a mode of nncf.compress_weights, with group_size where it has groups.
-    settings: of compile_model, besides those of a single stream."""
+    """openvino, nncf. weights: a mode of nncf.compress_weights, with group_size where it has groups; without, they are
+    in fp16. settings: of compile_model, besides those that all have."""
 
     packages = ("openvino", "nncf")
     modules = ("openvino",)
 
     @classmethod
-    def make(
-        cls,
-        model: Path,
-        folder: Path,
-        threads: int,
-        *,
-        copies: int,
-        weights: str | None = None,
-        group_size: int | None = None,
-        settings: Mapping[str, str],
-    ) -> Made:
+    def convert(cls, model: Path, folder: Path, options: Mapping[str, Any]) -> Made:
         ov, path, call = importlib.import_module("openvino"), folder / "layer.xml", "save_model"
-        w = np.ascontiguousarray(np.load(model).T)  # as torch stores it
+        w = np.ascontiguousarray(np.load(model).T)  # the order of models from torch
         x = ov.opset13.parameter([-1, w.shape[1]], np.float32, name="x")
         y = ov.opset13.matmul(x, ov.opset13.constant(w), False, True)
         network = ov.Model([ov.opset13.result(y)], [x], "layer")
-        if weights is not None:
-            nncf = importlib.import_module("nncf")
-            # What they are of int4 models: a layer alone would be the last one, which stays in int8.
-            grouped = {"ratio": 1.0, "all_layers": True, "group_size": group_size} if group_size else {}
-            network = nncf.compress_weights(network, mode=nncf.CompressWeightsMode[weights], **grouped)
-            call = f"nncf.compress_weights({weights}{f', group_size={group_size}' if group_size else ''}), save_model"
+        if "weights" in options:
+            nncf, settings = importlib.import_module("nncf"), {}
+            if "group_size" in options:
+                # A layer alone is the last one of its model, which else stays in int8.
+                settings = {"group_size": options["group_size"], "ratio": 1.0, "all_layers": True}
+            mode = nncf.CompressWeightsMode[options["weights"]]
+            network = nncf.compress_weights(network, mode=mode, **settings)
+            call = f"nncf.compress_weights({_arguments({'mode': options['weights'], **settings})}), save_model"
         ov.save_model(network, str(path))
-        opened = {"path": str(path), "copies": copies, "settings": cls._settings(threads, settings)}
-        call = f"{call}, compile_model(xml, 'CPU', {opened['settings']})"
-        return Made({**opened, "settings": dict(settings)}, call, megabytes(path, path.with_suffix(".bin")))
+        call = f"{call}, compile_model(xml, 'CPU', {cls._settings('threads', options['settings'])})"
+        opened = {"path": str(path), "settings": options["settings"]}
+        return Made(opened, call, megabytes(path, path.with_suffix(".bin")))
 
     @staticmethod
-    def _settings(threads: int, settings: Mapping[str, str]) -> dict[str, Any]:
-        single = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "ENABLE_CPU_PINNING": False}
-        return {**single, **settings}
+    def _settings(threads: int | str, settings: Mapping[str, str]) -> dict[str, Any]:
+        of_all = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "ENABLE_CPU_PINNING": False}
+        return {**of_all, **settings}
 
     def __init__(self, threads: int, path: str, copies: int, settings: Mapping[str, str]) -> None:
         self._ov = importlib.import_module("openvino")
