@@ -19,18 +19,19 @@ from .result import PeersResult
 from .verdict import ENCODERS
 
 SCRIPT = "encoders.py"  # of the workers
+ONNX, CHECKPOINT = "ONNX file", "folder of transformers'"
 
 
 @dataclass(frozen=True)
 class Form:
-    """A form of a model in an engine. checkpoint: it starts from a folder of transformers', not from the ONNX file.
-    calibrated: it takes batches to calibrate on."""
+    """A form of a model in an engine. source: what it is made from, as Source knows it. calibrated: it takes batches to
+    calibrate on."""
 
     name: str
     engine: str
     options: Mapping[str, Any] = field(default_factory=dict)
     exact: bool = False
-    checkpoint: bool = False
+    source: str = ONNX
     calibrated: bool = False
 
 
@@ -53,14 +54,14 @@ OPENVINO = (
 OTHERS = (
     Form("OpenVINO f32", "openvino", {"precision": "f32"}, exact=True),
     *OPENVINO,
-    Form("CTranslate2 fp32", "ctranslate2", {"compute_type": "float32"}, True, True),
-    Form("CTranslate2 int8", "ctranslate2", {"compute_type": "int8"}, False, True),
-    Form("torch fp32", "torch", {"dtype": "float32"}, True, True),
-    Form("torch bf16", "torch", {"dtype": "bfloat16"}, False, True),
-    Form("torch int8", "torch", {"dtype": "float32", "quantized": True}, False, True),
-    Form("torch compile fp32", "torch", {"dtype": "float32", "compiled": True}, True, True),
-    Form("torch compile bf16", "torch", {"dtype": "bfloat16", "compiled": True}, False, True),
-    Form("sentence-transformers", "sentence-transformers", {}, True, True),
+    Form("CTranslate2 fp32", "ctranslate2", {"compute_type": "float32"}, True, CHECKPOINT),
+    Form("CTranslate2 int8", "ctranslate2", {"compute_type": "int8"}, False, CHECKPOINT),
+    Form("torch fp32", "torch", {"dtype": "float32"}, True, CHECKPOINT),
+    Form("torch bf16", "torch", {"dtype": "bfloat16"}, False, CHECKPOINT),
+    Form("torch int8", "torch", {"dtype": "float32", "quantized": True}, False, CHECKPOINT),
+    Form("torch compile fp32", "torch", {"dtype": "float32", "compiled": True}, True, CHECKPOINT),
+    Form("torch compile bf16", "torch", {"dtype": "bfloat16", "compiled": True}, False, CHECKPOINT),
+    Form("sentence-transformers", "sentence-transformers", {}, True, CHECKPOINT),
     Form("fastembed", "fastembed", {}, True),
 )
 
@@ -80,15 +81,23 @@ def measure(job: Job, result: PeersResult) -> None:
 
 
 class Source:
-    """What forms of a model are made from. folder: for what they need besides the ONNX file."""
+    """What forms of a model are made from. folder: for what is written besides the ONNX file."""
 
     def __init__(self, model: str, encoder: Encoder, folder: Path) -> None:
         self._model, self._folder, self.encoder = model, folder, encoder
+        self._made: dict[str, Path] = {}
 
-    @cached_property
-    def checkpoint(self) -> Path:
-        """A folder of transformers'."""
-        return write_checkpoint(self._model, self._folder / "checkpoint")
+    def path(self, kind: str) -> Path:
+        """Made when it is first asked for."""
+        if kind not in self._made:
+            self._made[kind] = self._make(kind)
+        return self._made[kind]
+
+    def _make(self, kind: str) -> Path:
+        if kind == CHECKPOINT:
+            return write_checkpoint(self._model, self._folder / "checkpoint")
+        assert kind == ONNX
+        return self.encoder.onnx
 
     @cached_property
     def calibration(self) -> Path:
@@ -109,6 +118,6 @@ def candidates_of(job: Job, source: Source, forms: Iterable[Form]) -> list[Candi
             options["tokenizer"] = str(source.encoder.tokenizer)
         if ours or form.calibrated:
             options["calibration"] = str(source.calibration)
-        model = source.checkpoint if form.checkpoint else source.encoder.onnx
-        found.append(Candidate(form.name, form.engine, model, options, python, ours, form.exact))
+        path = source.path(form.source)
+        found.append(Candidate(form.name, form.engine, path, options, python, ours, form.exact))
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -104,17 +105,23 @@ class Ortolan(EncoderEngine):
 
     @classmethod
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
-        """choices: what optimize_onnx is called with. calibration: batches. tokenizer: a tokenizer.json, which names
-        the token to pad with. batch_tokens: of a call of the session; none: a batch is a call."""
-        path, choices = folder / "fast.onnx", options["choices"]
+        """choices: what optimize_onnx is called with. more: a pass that their recipe is given besides. calibration:
+        batches. tokenizer: a tokenizer.json, which names the token to pad with. batch_tokens: of a call of the session;
+        none: a batch is a call."""
+        ortolan = importlib.import_module("ortolan")
+        path, choices, more = folder / "fast.onnx", options["choices"], options.get("more")
+        settings = ", ".join(f"{name}={value!r}" for name, value in choices.items())
+        if more is not None:
+            choices = {"recipe": ortolan.Recipe.of(**choices).with_pass(more)}
+            settings = f"recipe=Recipe.of({settings}).with_pass({more!r})"
         feeds = _inputs_of(model, read_batches(options["calibration"]))
-        importlib.import_module("ortolan").optimize_onnx(model, path, calibration=feeds, **choices)
-        settings = "".join(f", {name}={value!r}" for name, value in choices.items())
+        ortolan.optimize_onnx(model, path, calibration=feeds, **choices)
         batch_tokens = options.get("batch_tokens")
         calls = "a batch a call" if batch_tokens is None else f"batch_tokens={batch_tokens}"
         return Made(
             {"path": str(path), "tokenizer": options["tokenizer"], "batch_tokens": batch_tokens},
-            f"ortolan.optimize_onnx(model, fast{settings}), TextEncoder(fast), {calls}, intra_op_num_threads={threads}",
+            f"ortolan.optimize_onnx({', '.join(filter(None, ('model, fast', settings)))}), TextEncoder(fast), {calls},"
+            f" intra_op_num_threads={threads}",
             megabytes(*with_data(path)),
         )
 
@@ -233,6 +240,7 @@ class Torch(EncoderEngine):
 
     packages = ("torch", "transformers")
     modules = ("torch", "transformers")
+    environment: ClassVar = {"TORCHINDUCTOR_FREEZING": "1"}
 
     @classmethod
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
@@ -243,7 +251,7 @@ class Torch(EncoderEngine):
         if quantized:
             call = f"quantize_dynamic({call}, {{Linear}}, qint8)"
         if compiled:
-            call = f"torch.compile({call}), inductor's freezing"
+            call = f"torch.compile({call}), TORCHINDUCTOR_FREEZING=1"
         return Made(
             {"path": str(model), "dtype": dtype, "quantized": quantized, "compiled": compiled},
             f"{call}, inference_mode, set_num_threads({threads})",
@@ -262,8 +270,6 @@ class Torch(EncoderEngine):
         self._typed = getattr(self._model.config, "type_vocab_size", 0) > 0
         self._call: Any = self._model
         if opened["compiled"]:
-            inductor: Any = importlib.import_module("torch._inductor.config")
-            inductor.freezing = True
             self._call = self._torch.compile(self._model)
         self._compiled = opened["compiled"]
 
@@ -372,6 +378,52 @@ class FastEmbed(EncoderEngine):
         return np.stack(list(self._embedding.embed(part, batch_size=len(part))))
 
 
+class DeepSparse(EncoderEngine):
+    """DeepSparse on an ONNX file: compiled for each shape of a batch, as it is fastest."""
+
+    packages = ("deepsparse", "numpy")
+    modules = ("deepsparse",)
+    # The process is pinned already, and nobody is told that it runs.
+    environment: ClassVar = {
+        "NM_BIND_THREADS_TO_CORES": "0",
+        "NM_BIND_THREADS_TO_SOCKETS": "0",
+        "NM_DISABLE_ANALYTICS": "1",
+    }
+
+    @classmethod
+    def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
+        call = f"compile_model(model, batch_size, num_cores={threads}, input_shapes), NM_BIND_THREADS_TO_CORES=0"
+        graph = importlib.import_module("onnx").load(model, load_external_data=False).graph  # a package that it brings
+        for path in with_data(model):  # it writes the shapes that it compiles for into the file that it is given
+            shutil.copyfile(path, folder / path.name)
+        opened = {"path": str(folder / model.name), "inputs": [value.name for value in graph.input]}
+        return Made(opened, call, megabytes(*with_data(model)))
+
+    def __init__(self, threads: int, **opened: Any) -> None:
+        self._deepsparse = importlib.import_module("deepsparse")
+        self._path, self._inputs, self._threads = opened["path"], opened["inputs"], threads
+        self._compiled: dict[tuple[int, int], Any] = {}
+
+    def get_ready(self, parts: list[Any]) -> None:
+        self._compiled = {}
+        for _, mask in parts:
+            self._compile(mask.shape)
+
+    def _compile(self, shape: tuple[int, int]) -> Any:
+        if shape not in self._compiled:
+            self._compiled[shape] = self._deepsparse.compile_model(
+                self._path, shape[0], self._threads, input_shapes=[list(shape)] * len(self._inputs)
+            )
+        return self._compiled[shape]
+
+    def part(self, batch: Batch) -> tuple[list[np.ndarray], np.ndarray]:
+        return list(map(np.ascontiguousarray, batch.feeds(self._inputs).values())), batch.mask
+
+    def run(self, part: tuple[list[np.ndarray], np.ndarray]) -> np.ndarray:
+        given, mask = part
+        return unit_means(self._compile(mask.shape).run(given, val_inp=False)[0], mask)
+
+
 def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
@@ -388,4 +440,5 @@ class Worker(EngineWorker):
         "torch": Torch,
         "sentence-transformers": SentenceTransformers,
         "fastembed": FastEmbed,
+        "deepsparse": DeepSparse,
     }

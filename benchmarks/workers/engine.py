@@ -6,6 +6,7 @@ This file is loaded by the scripts beside it, in interpreters (3.11 or later) th
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import time
 from abc import ABC, abstractmethod
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,10 +31,12 @@ class Made:
 
 
 class Engine(ABC):
-    """A model in a runtime. packages: whose versions matter. modules: imported before the time of opening is taken."""
+    """A model in a runtime. packages: whose versions matter. modules: imported before the time of opening is taken.
+    environment: variables that are set before."""
 
     packages: ClassVar[tuple[str, ...]]
     modules: ClassVar[tuple[str, ...]] = ()
+    environment: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     @classmethod
     @abstractmethod
@@ -87,6 +91,7 @@ class EngineWorker:
         imported before, and "peak_megabytes" of this process till then; null where the system does not tell."""
         kind = self._kind(engine)
         self._engine, self._parts = None, []
+        os.environ.update(kind.environment)
         for module in kind.modules:
             importlib.import_module(module)
         start = time.perf_counter()

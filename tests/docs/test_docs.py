@@ -19,6 +19,7 @@ import ortolan
 from ortolan.benchmarks.matmul_nbits import make_matmul_nbits
 from ortolan.cli import app
 from ortolan.models import tiny
+from ortolan.models.sparseml_form import quantized_form
 
 from ..provider.sessions import needs_provider
 from ..text.reranker import write_reranker
@@ -33,6 +34,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "cached-prompt.md": ("tokenizers",),
     "calibration.md": ("tokenizers",),
     "cpus.md": (),
+    "deepsparse.md": (),
     "deploy.md": (),
     "formats.md": (),
     "gguf.md": ("gguf", "tokenizers"),
@@ -97,9 +99,9 @@ def write_sparse(model: ir.Model, path: Path, keep: Callable[[np.ndarray], np.nd
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    """model.onnx, an encoder; fast.onnx, sparse.onnx and 2of4.onnx, made of it; decoder.onnx; tokenizer.json, which
-    goes with them all; texts.txt; model_folder, whose model stores 4-bit weights, and genai_folder; model.gguf, where
-    the package gguf is installed."""
+    """model.onnx, an encoder; fast.onnx, sparse.onnx, 2of4.onnx and qat.onnx, made of it; decoder.onnx; tokenizer.json,
+    which goes with them all; texts.txt; model_folder, whose model stores 4-bit weights, and genai_folder; model.gguf,
+    where the package gguf is installed."""
     folder = tmp_path_factory.mktemp("models")
     write_wordpiece(folder / "tokenizer.json")
     rng = np.random.default_rng(0)
@@ -110,6 +112,9 @@ def models(tmp_path_factory) -> Path:
     ir.save(encoder, folder / "model.onnx")
     write_sparse(encoder, folder / "sparse.onnx", blocks_of_five)
     write_sparse(encoder, folder / "2of4.onnx", two_of_four)
+    ids = rng.integers(10, 8000, (4, 16))
+    feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+    onnx.save(quantized_form(onnx.load(folder / "sparse.onnx"), [feeds]), folder / "qat.onnx")
     ortolan.optimize_onnx(folder / "model.onnx", folder / "fast.onnx", weights="int8")
     ir.save(tiny.tiny_llama(hidden_size=64, vocab_size=128), folder / "decoder.onnx")
     for name in ("model_folder", "genai_folder"):

@@ -1,0 +1,84 @@
+"""Text encoders of which 80 or 90 % of the 4x1 blocks are zero, in texts a second.
+
+All start from the same numbers: those that pruning by magnitude leaves of a float model, without training. So their
+answers are far from the original's, and what counts is how far a runtime's are from the pruned model's in fp32.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+
+from ortolan.graph_passes.recipe import Recipe
+
+from ...models.sparseml_form import float_form, quantized_form
+from ...optimize import optimize_onnx
+from ...text_encoder import BATCH_TOKENS
+from ..encoder import SENTENCES, Encoder, calibration_feeds, open_model
+from .comparison import Job, compare
+from .encoder_texts import MIXED, SORTED, STS, EncoderJudge, make_works
+from .encoders import ONNX_RUNTIME, OPENVINO, SCRIPT, Form, Source, candidates_of
+from .result import PeersResult
+from .verdict import SPARSE_ENCODERS
+
+MODEL, SPARSITIES = "all-minilm-l6-v2", (0.8, 0.9)
+_LEFT_OUT = ("8x512", MIXED + SORTED, STS, STS + SORTED)
+# As SparseML exports: floats; trained with quantization; the same with attention's products in floats.
+_FLOATS, _QUANTIZED, _LAYERS = "export of floats", "quantized export", "export of quantized layers"
+
+_TOKENS = {"batch_tokens": BATCH_TOKENS}
+OURS = (
+    Form("Ortolan 4x1", "ortolan", {"choices": {"pattern": "4x1"}, **_TOKENS}),
+    Form("Ortolan 4x1, fixed ranges", "ortolan", {"choices": {"pattern": "4x1"}, "more": "ranges", **_TOKENS}),
+    Form("Ortolan, of the quantized export", "ortolan", {"choices": {}, **_TOKENS}, source=_QUANTIZED),
+)
+DEEPSPARSE = (
+    Form("DeepSparse fp32", "deepsparse", exact=True, source=_FLOATS),
+    Form("DeepSparse int8, quantized export", "deepsparse", source=_QUANTIZED),
+    Form("DeepSparse int8, export of quantized layers", "deepsparse", source=_LAYERS),
+)
+
+
+def measure(job: Job, result: PeersResult) -> None:
+    """Adds the rows of both models."""
+    for sparsity in SPARSITIES:
+        name = f"{MODEL}, {sparsity:.0%}".replace("%", " %")
+        if not job.takes_model(SPARSE_ENCODERS, name):
+            continue
+        folder = job.folder / SPARSE_ENCODERS.replace(" ", "-") / f"{name}, given"
+        encoder = prune(open_model(MODEL, folder), sparsity, folder)
+        works = make_works(job, encoder, folder, _LEFT_OUT)
+        if works:
+            source = SparseSource(MODEL, encoder, folder)
+            candidates = candidates_of(job, source, (*ONNX_RUNTIME, *OURS, *OPENVINO, *DEEPSPARSE))
+            judge = EncoderJudge(job, encoder, folder)
+            compare(job, SPARSE_ENCODERS, name, SCRIPT, candidates, works, judge, result)
+
+
+def prune(encoder: Encoder, sparsity: float, folder: Path) -> Encoder:
+    """The encoder with so many of its blocks at zero, in floats."""
+    passes = [{"name": "normalize"}, {"name": "prune", "method": "magnitude", "pattern": "4x1", "sparsity": sparsity}]
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "pruned.onnx"
+    recipe = Recipe.from_dict({"name": "pruned", "pass": passes})
+    model = optimize_onnx(encoder.onnx, recipe=recipe, calibration=calibration_feeds(encoder, SENTENCES)).model
+    assert model is not None
+    del model.metadata_props[:]  # that say so: it is a model like any other
+    onnx.save(model, path)
+    return Encoder(path, encoder.tokenizer, encoder.inputs)
+
+
+class SparseSource(Source):
+    def _make(self, kind: str) -> Path:
+        if kind not in (_FLOATS, _QUANTIZED, _LAYERS):
+            return super()._make(kind)
+        model = onnx.load(self.encoder.onnx)
+        if kind == _FLOATS:
+            made = float_form(model)
+        else:
+            feeds = calibration_feeds(self.encoder, SENTENCES)
+            made = quantized_form(model, feeds, products=kind == _QUANTIZED)
+        path = self._folder / f"{kind}.onnx"
+        onnx.save(made, path)
+        return path
