@@ -54,6 +54,7 @@ MISTRALRS_FORMS = ("Q8_0", "Q4_0")
 TORCH_FORMS = ("fp32", "bf16", "int8")
 CTRANSLATE2_FORMS = ("int8",)
 GGUF_FORMS = ("Q4_0", "Q4_1", "Q4_K_M", "Q8_0")
+GGUF_LONG_FORMS = ("Q4_0", "Q8_0")
 
 
 @dataclass(frozen=True)
@@ -190,9 +191,9 @@ def _llama_cpp(job: Job, source: Source) -> Iterator[Candidate]:
     for form in GGUF_FORMS:
         options: dict[str, Any] = {} if (source.model, form) == (SMOLLM2, "Q4_1") else {"form": form}
         yield Candidate(f"llama.cpp {form}", "llama.cpp", source.gguf, options, python)
-    if source.is_long:
-        options = {"form": "Q4_0", "flash": True, "cache": "Q8_0"}
-        yield Candidate("llama.cpp Q4_0, flash attention, Q8_0 cache", "llama.cpp", source.gguf, options, python)
+    for form in GGUF_LONG_FORMS if source.is_long else ():
+        options = {"form": form, "cache": "Q8_0"}
+        yield Candidate(f"llama.cpp {form}, Q8_0 cache", "llama.cpp", source.gguf, options, python)
 
 
 def _genai(job: Job, source: Source) -> Iterator[Candidate]:

@@ -230,19 +230,18 @@ class LlamaCpp(DecoderEngine):
     @classmethod
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
         """form: a format of llama.cpp's, such as "Q4_K_M", that its own quantizer writes, or as it is.
-        flash: with flash attention, which is off without. cache: the type of keys and values, or F16."""
-        steps, form, flash, cache = [], options.get("form"), options.get("flash", False), options.get("cache", "F16")
+        cache: the type of keys and values, F16 without. Whether attention is flash attention is left to llama.cpp."""
+        steps, form, cache = [], options.get("form"), options.get("cache", "F16")
         if form is not None:
             source, model = model, folder / f"{form}.gguf"
             _requantize(source, model, form)
             steps.append(f"llama_model_quantize({source.name!r} to {form}, allow_requantize)")
-        attention = f"flash_attn={'on' if flash else 'off'}, type_k = type_v = {cache}"
-        steps.append(f"llama_decode, n_batch={cls._BATCH}, n_ubatch=512, {attention}")
-        return Made({"model": str(model), "flash": flash, "cache": cache}, "; ".join(steps), megabytes(model))
+        steps.append(f"llama_decode, n_batch={cls._BATCH}, n_ubatch=512, flash_attn=auto, type_k = type_v = {cache}")
+        return Made({"model": str(model), "cache": cache}, "; ".join(steps), megabytes(model))
 
-    def __init__(self, threads: int, model: str, flash: bool, cache: str) -> None:
+    def __init__(self, threads: int, model: str, cache: str) -> None:
         self._api = importlib.import_module("llama_cpp")
-        self._threads, self._flash = threads, flash
+        self._threads = threads
         self._cache = getattr(self._api, f"GGML_TYPE_{cache}")
         self._api.llama_backend_init()
         self._log = self._api.llama_log_callback(lambda level, text, data: None)
@@ -260,7 +259,6 @@ class LlamaCpp(DecoderEngine):
         settings = api.llama_context_default_params()
         settings.n_ctx, settings.n_batch, settings.n_ubatch = tokens, self._BATCH, 512
         settings.n_threads = settings.n_threads_batch = self._threads
-        settings.flash_attn_type = int(self._flash)
         settings.type_k = settings.type_v = self._cache
         self._context = api.llama_init_from_model(self._model, settings)
         if not self._context:
