@@ -135,18 +135,9 @@ def to_bytes(x: np.ndarray) -> np.ndarray:
 
 
 def layers_session(
-    nodes: Sequence[Node],
-    k: int,
-    n: int,
-    threads: int,
-    types: tuple[type, type] = _FLOATS,
-    *,
-    inline_bytes: int = _INLINE_BYTES,
+    nodes: Sequence[Node], k: int, n: int, threads: int, types: tuple[type, type] = _FLOATS
 ) -> tuple[ort.InferenceSession, list[Any]]:
-    """A session x -> y0, y1, …, one a node. It reads the constants where they are: keep what comes with it as long.
-
-    inline_bytes: smaller constants are in the model itself, and ORT frees those that it has packed.
-    """
+    """A session x -> y0, y1, …, one a node. It reads the constants where they are: keep what comes with it as long."""
     graph_nodes, initializers = [], []
     names: list[str] = []
     values: list[ort.OrtValue] = []
@@ -156,7 +147,7 @@ def layers_session(
             inputs.append("" if constant is None else f"w{i}.{j}")
             if constant is None:
                 continue
-            if constant.nbytes < inline_bytes:
+            if constant.nbytes < _INLINE_BYTES:
                 initializers.append(numpy_helper.from_array(constant, inputs[-1]))
                 continue
             dtype = helper.np_dtype_to_tensor_dtype(constant.dtype)

@@ -58,16 +58,13 @@ class OnnxLayers(LayersEngine):
     how copies are made."""
 
     modules = ("onnx", "onnxruntime", "ortolan.benchmarks.cold_layers")
-    packs_weights = False  # when a session is made; then it is done with those of the model
+    shares = False  # what it has packed of equal weights
 
     def __init__(self, threads: int, path: str, copies: int) -> None:
         cold = importlib.import_module("ortolan.benchmarks.cold_layers")
         node, k, self._n = read_layer(path)
-        nodes = [node.with_arrays(one) for one in cold.cold_copies(node.arrays, copies, distinct=self.packs_weights)]
-        if self.packs_weights:
-            self._session, _ = cold.layers_session(nodes, k, self._n, threads, inline_bytes=2**31)
-        else:
-            self._session, self._weights = cold.layers_session(nodes, k, self._n, threads)
+        nodes = [node.with_arrays(arrays) for arrays in cold.cold_copies(node.arrays, copies, distinct=self.shares)]
+        self._session, self._weights = cold.layers_session(nodes, k, self._n, threads)
         self._bind_layers = cold.bind_layers
 
     def bind(self, x: np.ndarray) -> Any:
@@ -83,7 +80,7 @@ class OnnxRuntime(OnnxLayers):
     """onnxruntime. form: "fp32"; "nbits", with bits and block_size; or "int8", activations and weights."""
 
     packages = ("onnxruntime",)
-    packs_weights = True
+    shares = True
 
     @classmethod
     def convert(cls, model: Path, folder: Path, options: Mapping[str, Any]) -> Made:
