@@ -11,6 +11,7 @@ from .passes.embeddings import EmbeddingsPass
 from .passes.float_activations import FloatActivationsPass
 from .passes.fuse_attention import FuseAttentionPass
 from .passes.fuse_lut import FuseLutPass
+from .passes.fuse_norm import FuseNormPass
 from .passes.normalize import NormalizePass
 from .passes.prune import PrunePass
 from .passes.quantize import QuantizePass
@@ -33,6 +34,7 @@ PASSES: dict[str, type[RecipePass]] = {
     "compress_cache": CompressCachePass,
     "replace": ReplacePass,
     "fuse_lut": FuseLutPass,
+    "fuse_norm": FuseNormPass,
     "unpad": UnpadPass,
     "verify": VerifyPass,
 }

@@ -26,6 +26,7 @@ ROOMS = (
     "lut_post_op",
     "pack_tokens",
     "unpack_tokens",
+    "add_layer_norm",
     "matmul",
 )
 # The page's place in the site -> the file in the repository.

@@ -152,6 +152,9 @@ class Dimensions:
     def _broadcast(self, values: Sequence[ir.Value | None], output: ir.Value) -> Shape | None:
         return broadcast([self.shape(value) for value in values], output)
 
+    def _add_layer_norm(self, node: ir.Node, output: ir.Value) -> Shape | None:
+        return self._broadcast(node.inputs[:3], output)
+
     def _matmul(self, node: ir.Node, output: ir.Value) -> Shape | None:
         a, b = self.shape(node.inputs[0]), self.shape(node.inputs[1])
         if a is None or b is None or len(a) < 2 or len(b) < 2:
@@ -457,6 +460,7 @@ _SHAPES: dict[str, Callable[[Dimensions, ir.Node, ir.Value], Shape | None]] = {
     "W4A8MatMul": Dimensions._linear,
     "W8A8MatMul": Dimensions._linear,
     "SparseAMXMatMul": Dimensions._linear,
+    "AddLayerNorm": Dimensions._add_layer_norm,
     "NoMADAttention": Dimensions._attention,
     "MultiHeadAttention": Dimensions._attention,
     "Attention": Dimensions._onnx_attention,

@@ -1,4 +1,4 @@
-"""Finds the LayerNormalization behind a linear layer and its epilogue.
+"""Finds the LayerNormalization behind a linear layer and its epilogue, and all that a graph has.
 
 Exports of opset 17 and later have one node; earlier ones, and TorchScript below that opset, write
 
@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import onnx_ir as ir
 
 from .constants import DEFAULT_DOMAINS, constant_tensor, float_array
+from .dimensions import Dimensions
 from .epilogue import Epilogue, LayerNorm, graph_of, in_graph_order, only_consumer
 
 _DEFAULT_EPSILON = 1e-5  # of the operator
@@ -33,13 +35,40 @@ def find_layer_norm(x: ir.Value, n: int) -> LayerNorm | None:
     """That of x [..., n], float32, where nothing else sees x or a value in between. Changes nothing."""
     if n < 2:  # with one column, x could be broadcast to more by what was added to it
         return None
-    found = _operator(x, n) or _formula(x, n)
+    for node in dict.fromkeys(use.node for use in x.uses()):
+        found = _norm(node, n)
+        if found is not None and _only_seen_by(x, *found.nodes):
+            return found
+    return None
+
+
+def find_norms(graph: ir.Graph | ir.Function, dimensions: Dimensions) -> Iterator[tuple[ir.Value, LayerNorm]]:
+    """All of a graph, each with the x [..., n] that it normalizes, which others may see too. n is known, and not 1."""
+    for node in graph:
+        x = node.inputs[0] if node.inputs else None
+        shape = dimensions.shape(x)
+        n = shape[-1] if shape else _length_of_weight(node)
+        if x is None or not isinstance(n, int) or n < 2:
+            continue
+        found = _norm(node, n)
+        if found is not None:
+            yield x, found
+
+
+def _length_of_weight(node: ir.Node) -> int | None:
+    """That of the operator's, which is n where it is not 1."""
+    tensor = constant_tensor(node.inputs[1]) if node.op_type == "LayerNormalization" else None
+    return tensor.size if tensor is not None else None
+
+
+def _norm(node: ir.Node, n: int) -> LayerNorm | None:
+    """The one whose first node this is."""
+    found = _operator(node, n) or _formula(node, n)
     return found if found is not None and 0 <= found.epsilon < math.inf else None
 
 
-def _operator(x: ir.Value, n: int) -> LayerNorm | None:
-    node = only_consumer(x)
-    if node is None or node.op_type != "LayerNormalization" or node.domain not in DEFAULT_DOMAINS:
+def _operator(node: ir.Node, n: int) -> LayerNorm | None:
+    if node.op_type != "LayerNormalization" or node.domain not in DEFAULT_DOMAINS:
         return None
     weight, bias = (node.inputs[index] if index < len(node.inputs) else None for index in (1, 2))
     attributes = node.attributes
@@ -55,20 +84,19 @@ def _operator(x: ir.Value, n: int) -> LayerNorm | None:
     return LayerNorm(weight, bias, epsilon, (node,))
 
 
-def _formula(x: ir.Value, n: int) -> LayerNorm | None:
-    mean = _mean(x, uses=2)
-    subtract = _consumer(mean, "Sub")
-    if mean is None or subtract is None or list(subtract.inputs) != [x, mean.outputs[0]]:
+def _formula(mean: ir.Node, n: int) -> LayerNorm | None:
+    subtract = _consumer(mean, "Sub") if _is_mean(mean) else None
+    if subtract is None or list(subtract.inputs) != [mean.inputs[0], mean.outputs[0]]:
         return None
     d = subtract.outputs[0]
     square = next((node for node in d.consumers() if _is_square(node, d)), None)
     if square is None:
         return None
-    variance = _mean(square.outputs[0])
+    variance = _consumer(square, "ReduceMean")
     add = _consumer(variance, "Add")
     root = _consumer(add, "Sqrt")
     divide = _consumer(root, "Div")
-    if variance is None or add is None or root is None or divide is None:
+    if variance is None or not _is_mean(variance) or add is None or root is None or divide is None:
         return None
     epsilon = _number(_other(add, variance.outputs[0]))
     if epsilon is None or list(divide.inputs) != [d, root.outputs[0]]:
@@ -79,7 +107,7 @@ def _formula(x: ir.Value, n: int) -> LayerNorm | None:
         return None
     nodes = [mean, subtract, square, variance, add, root, divide, multiply]
     # Between x and the result, nobody else sees a value.
-    if not _only_seen_by(x, mean, subtract) or not _only_seen_by(d, square, divide):
+    if not _only_seen_by(d, square, divide):
         return None
     plus = _consumer(multiply, "Add")
     bias = _other(plus, multiply.outputs[0]) if plus is not None else None
@@ -105,23 +133,19 @@ def _other(node: ir.Node, operand: ir.Value) -> ir.Value | None:
     return node.inputs[1] if node.inputs[0] is operand else node.inputs[0]
 
 
-def _mean(x: ir.Value, uses: int = 1) -> ir.Node | None:
-    """The ReduceMean over x's last axis, which stays."""
-    nodes = [use.node for use in x.uses()]
-    node = next((node for node in nodes if node.op_type == "ReduceMean" and node.domain in DEFAULT_DOMAINS), None)
-    if node is None or node.graph is not graph_of(x) or node.inputs[0] is not x:
-        return None
-    if len(nodes) != uses or x.is_graph_output():
-        return None
+def _is_mean(node: ir.Node) -> bool:
+    """Whether it is the ReduceMean over the last axis, which stays."""
+    if node.op_type != "ReduceMean" or node.domain not in DEFAULT_DOMAINS:
+        return False
     attributes = node.attributes
     if "keepdims" in attributes and attributes["keepdims"].as_int() != 1:
-        return None
+        return False
     if "axes" in attributes:
         axes = list(attributes["axes"].as_ints())
     else:  # from opset 18 on an input
         tensor = constant_tensor(node.inputs[1]) if len(node.inputs) > 1 else None
         axes = tensor.numpy().reshape(-1).tolist() if tensor is not None else []
-    return node if len(axes) == 1 and is_last_axis(node, axes[0]) else None
+    return len(axes) == 1 and is_last_axis(node, axes[0])
 
 
 def _is_square(node: ir.Node, x: ir.Value) -> bool:

@@ -37,6 +37,8 @@ _REDUCTIONS = frozenset(("ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum", "R
 _LAYERS = frozenset(
     ("SparseAMXMatMul", "VNNISpMM", "W4A8MatMul", "W8A8MatMul", "MaskedMatMul", "LutPostOp", "MatMulNBits")
 )
+# Of ours, which works on numbers of tokens wherever they are.
+_SUM_NORM = "AddLayerNorm"
 _HEAVY = _LAYERS | {"MatMul", ATTENTION}
 
 
@@ -196,7 +198,7 @@ class _Search:
         if kind in _LAYERS or kind in _NORMS:
             last = node.attributes.get("axis")
             return inputs if last is None or kind not in _NORMS or last.as_int() == -1 else None
-        if kind in _ELEMENTWISE:
+        if kind in _ELEMENTWISE or kind == _SUM_NORM:
             return inputs if self._constants_fit(node) else None
         if kind == "MatMul":
             weight = constant_tensor(node.inputs[1])

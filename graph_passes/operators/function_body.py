@@ -69,6 +69,14 @@ class FunctionBody:
             return self.op(op_type, x, self.ints(axis), keepdims=1)
         return self.op(op_type, x, axes=[axis], keepdims=1)
 
+    def layer_norm(self, x: ir.Value, weight: ir.Value, bias: ir.Value, epsilon: ir.Value) -> ir.Value:
+        """LayerNormalization over the last axis."""
+        op = self.op
+        d = op("Sub", x, self.reduce_mean(x, -1))
+        variance = self.reduce_mean(op("Mul", d, d), -1)
+        z = op("Div", d, op("Sqrt", op("Add", variance, epsilon)))
+        return op("Add", op("Mul", z, weight), bias)
+
     def by_attribute(self, name: str, values: Mapping[int, ir.Value]) -> ir.Value:
         """The value that belongs to the attribute's number. All of them are computed.
 

@@ -93,13 +93,9 @@ def end_of_layer(body: FunctionBody, product: ir.Value, inputs: Mapping[str, ir.
 
 def _normalized(body: FunctionBody, inputs: Mapping[str, ir.Value], y: ir.Value) -> ir.Value:
     """The LayerNormalization of y; y itself where norm_epsilon is -1."""
-    op = body.op
     epsilon = body.float_attribute(_EPSILON)
-    d = op("Sub", y, body.reduce_mean(y, -1))
-    variance = body.reduce_mean(op("Mul", d, d), -1)
-    z = op("Div", d, op("Sqrt", op("Add", variance, epsilon)))
-    z = op("Add", op("Mul", z, inputs["norm_weight"]), inputs["norm_bias"])
-    return op("Where", op("Less", epsilon, body.number(0)), y, z)
+    z = body.layer_norm(y, inputs["norm_weight"], inputs["norm_bias"], epsilon)
+    return body.op("Where", body.op("Less", epsilon, body.number(0)), y, z)
 
 
 def _bias_or_zeros(body: FunctionBody, bias: ir.Value) -> ir.Value:

@@ -31,6 +31,7 @@ class Stage(StrEnum):
     COMPRESS_CACHE = "compress cache"
     REPLACE = "replace"
     FUSE_LUT = "fuse tables"
+    FUSE_NORM = "fuse norms"
     UNPAD = "unpad"
     WRITE = "write"
     VERIFY = "verify"

@@ -41,8 +41,8 @@ def test_a_recipe_without_passes_says_so():
 
 def test_one_more_pass():
     recipe = NAMED["sparse-int8-4x1"]
-    assert [step.name for step in recipe.with_pass("ranges", max_numbers=20).passes][-5:] == [
-        *("fuse_attention", "ranges", "replace", "unpad", "verify")
+    assert [step.name for step in recipe.with_pass("ranges", max_numbers=20).passes][-6:] == [
+        *("fuse_attention", "ranges", "replace", "fuse_norm", "unpad", "verify")
     ]
     with pytest.raises(RecipeError, match="unknown option 'numbers'"):
         recipe.with_pass("ranges", numbers=20)
@@ -63,8 +63,8 @@ QUANTIZE = PRUNE.replace("prune", "quantize")
         (
             'name = "r"',
             r"has no \[\[pass\]\]; the passes are: activations, cache_prompt, calibrate, compress_cache, "
-            "embeddings, float_activations, fuse_attention, fuse_lut, normalize, prune, quantize, ranges, replace, "
-            "unpad, verify",
+            "embeddings, float_activations, fuse_attention, fuse_lut, fuse_norm, normalize, prune, quantize, ranges, "
+            "replace, unpad, verify",
         ),
         ('name = "r"\npass = 3', r"has no \[\[pass\]\]"),
         ('name = "r"\npass = [1]', r"has no \[\[pass\]\]; .* or say: pass = \[\]"),
@@ -141,7 +141,7 @@ def test_passes_in_the_wrong_order(names):
     steps = [{"name": name} for name in ("normalize", before, after)]
     order = (
         "normalize, float_activations, calibrate, prune, quantize, embeddings, fuse_attention, ranges, activations, "
-        "cache_prompt, compress_cache, replace, fuse_lut, unpad, verify"
+        "cache_prompt, compress_cache, replace, fuse_lut, fuse_norm, unpad, verify"
     )
     message = f"'{after}' comes after pass '{before}', expected the order: {order}"
     with pytest.raises(RecipeError, match=message):

@@ -1,0 +1,43 @@
+"""AddLayerNorm: the LayerNormalization of a sum of up to three, over the last axis.
+
+X, addend, second_addend  float [..., n], repeated by the rules of Add; a 0 of shape [1] stands for an addend that is
+                          left out
+norm_weight, norm_bias    float [n], initializers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from ..names import ORTOLAN_DOMAIN
+from .function_body import FunctionBody
+from .linear_function import NORM_INPUTS
+
+OP_TYPE = "AddLayerNorm"
+ADDENDS = ("addend", "second_addend")
+INPUTS = ("X", *ADDENDS, *NORM_INPUTS)
+_FORMAT_VERSION = 1
+
+
+def add_layer_norm_node(inputs: Sequence[ir.Value | None], epsilon: float, name: str | None) -> ir.Node:
+    """A node with these inputs, by INPUTS. All of them are needed: see fill_missing."""
+    attributes = [ir.AttrFloat32("epsilon", epsilon), ir.AttrInt64("format_version", _FORMAT_VERSION)]
+    return ir.Node(ORTOLAN_DOMAIN, OP_TYPE, inputs, attributes, name=name)
+
+
+def add_layer_norm_function(opset: int) -> ir.Function:
+    """What it computes, for a model of this opset."""
+    inputs = [ir.val(name) for name in INPUTS]
+    x, addend, second_addend, weight, bias = inputs
+    body = FunctionBody(opset)
+    total = body.op("Add", body.op("Add", x, addend), second_addend)
+    y = body.layer_norm(total, weight, bias, body.float_attribute("epsilon"))
+    y.name = "Y"
+    graph = ir.Graph(inputs, [y], nodes=body.nodes, opset_imports={"": opset}, name=OP_TYPE)
+    attributes = [
+        ir.Attr("epsilon", ir.AttributeType.FLOAT, None),
+        ir.Attr("format_version", ir.AttributeType.INT, None),
+    ]
+    return ir.Function(ORTOLAN_DOMAIN, OP_TYPE, graph=graph, attributes=attributes)
