@@ -174,7 +174,7 @@ class OpenVino(EncoderEngine):
         settings = cls._settings(threads, precision)
         return Made(
             {"path": str(path), "precision": precision},
-            f"{made}, save_model, compile_model(xml, 'CPU', {settings})",
+            f"{made}, save_model, compile_model(xml, 'CPU', {settings}); reshape to the work's shape where it has one",
             megabytes(path, path.with_suffix(".bin")),
         )
 
@@ -184,10 +184,20 @@ class OpenVino(EncoderEngine):
         return settings | ({"INFERENCE_PRECISION_HINT": "f32"} if precision == "f32" else {})
 
     def __init__(self, threads: int, **opened: Any) -> None:
-        core = importlib.import_module("openvino").Core()
-        compiled = core.compile_model(opened["path"], "CPU", self._settings(threads, opened["precision"]))
+        self._core, self._path = importlib.import_module("openvino").Core(), opened["path"]
+        self._config = self._settings(threads, opened["precision"])
+        compiled = self._core.compile_model(self._path, "CPU", self._config)
         self._inputs = [value.get_any_name() for value in compiled.inputs]
-        self._request = compiled.create_infer_request()
+        self._request = self._of_any_shape = compiled.create_infer_request()
+
+    def get_ready(self, parts: list[Any]) -> None:
+        """Work of one shape has a model of that shape, which is faster than one of any."""
+        self._request = self._of_any_shape
+        shapes = {mask.shape for _, mask in parts}
+        if len(shapes) == 1:
+            network = self._core.read_model(self._path)
+            network.reshape({name: list(*shapes) for name in self._inputs})
+            self._request = self._core.compile_model(network, "CPU", self._config).create_infer_request()
 
     def part(self, batch: Batch) -> tuple[dict[str, np.ndarray], np.ndarray]:
         return batch.feeds(self._inputs), batch.mask

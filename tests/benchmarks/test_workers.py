@@ -19,6 +19,7 @@ from engine import Engine, EngineWorker, Made
 
 class MadeUp(Engine):
     packages = ("made-up",)
+    environment = {"MADE_UP": "set"}
 
     @classmethod
     def make(cls, model, folder, threads, **options):
@@ -30,6 +31,7 @@ class MadeUp(Engine):
         return Made({"path": str(folder / "made")}, f"threads {threads}, {options}", 2.5)
 
     def __init__(self, threads, path):
+        assert os.environ["MADE_UP"] == "set"
         self.made = open(path).read()
 
     def prepare(self, work):
