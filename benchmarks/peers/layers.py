@@ -27,7 +27,7 @@ from .verdict import LAYERS as SECTION
 SCRIPT = "layers.py"
 ROWS = (1, 8, 128)
 JUDGED_ROWS = 8
-_MEMORY = 7e9  # bytes, for the weights of all candidates; runtimes hold up to twice as much
+_MEMORY = 6e9  # bytes, for the weights of all candidates; runtimes hold up to twice as much
 _LEAST_COPIES = 4
 _MOST_ERROR = 0.5  # of an answer that is one
 
