@@ -10,7 +10,8 @@ about 6 GB, and llama.cpp is compiled. Peers whose licences allow evaluation alo
 named. A peer that cannot be installed or does not take a model is left out, and the result says why.
 
 Forms of a model are processes, pinned to the same CPUs, that are told to run in turns. With --json each model's rows
-are written as soon as they are there, and the same command goes on behind them when it was interrupted.
+are written as soon as they are there; models that the file has are not measured again. So an interrupted run goes on,
+and a result may come from several commands.
 """
 
 from __future__ import annotations
@@ -95,18 +96,19 @@ def say(line: str) -> None:
 
 
 def begin(arguments: argparse.Namespace, command: str) -> PeersResult:
-    """A new result, or what an interrupted run has left. Raises OrtolanError for the file of another machine or day's
-    versions."""
-    new = PeersResult(command, date.today().isoformat(), arguments.note)
+    """A new result, or what the file has already. Raises OrtolanError for one of another CPU or other versions."""
+    new = PeersResult([command], date.today().isoformat(), arguments.note)
     if arguments.json is None or not arguments.json.is_file():
         return new
     old = PeersResult.from_json(arguments.json.read_text(encoding="utf-8"))
-    for what in ("cpu", "versions", "command"):
+    for what in ("cpu", "versions"):
         if getattr(old, what) != getattr(new, what):
             raise OrtolanError(
                 f"{arguments.json} has another {what}: {getattr(old, what)}, now {getattr(new, what)};"
                 " name another file"
             )
+    old.commands += [one for one in new.commands if one not in old.commands]
+    old.notes += [note for note in new.notes if note not in old.notes]
     return old
 
 

@@ -48,9 +48,10 @@ class Row:
 
 @dataclass
 class PeersResult:
-    """date: ISO 8601. notes: on how it was measured. left_out: rows that are not there, and why."""
+    """commands: one after the other. date: ISO 8601. notes: on how it was measured. left_out: rows that are not there,
+    and why."""
 
-    command: str
+    commands: list[str]
     date: str
     notes: list[str] = field(default_factory=list)
     cpu: str = field(default_factory=cpu_name)

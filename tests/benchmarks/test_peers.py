@@ -43,7 +43,7 @@ def row(
 
 
 def result_of(*rows: Row) -> PeersResult:
-    return PeersResult("python …", "2026-01-02", cpu="a CPU", versions={"onnxruntime": "1.0"}, rows=list(rows))
+    return PeersResult(["python …"], "2026-01-02", cpu="a CPU", versions={"onnxruntime": "1.0"}, rows=list(rows))
 
 
 def speed_verdicts(*rows: Row) -> dict[str, tuple[str, str | None, float | None]]:
