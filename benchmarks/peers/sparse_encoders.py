@@ -31,6 +31,7 @@ _TOKENS = {"batch_tokens": BATCH_TOKENS}
 OURS = (
     Form("Ortolan 4x1", "ortolan", {"choices": {"pattern": "4x1"}, **_TOKENS}),
     Form("Ortolan 4x1, fixed ranges", "ortolan", {"choices": {"pattern": "4x1"}, "more": "ranges", **_TOKENS}),
+    Form("Ortolan int8", "ortolan", {"choices": {"weights": "int8"}, **_TOKENS}),  # on tiles, zeros may cost nothing
     Form("Ortolan, of the quantized export", "ortolan", {"choices": {}, **_TOKENS}, source=_QUANTIZED),
 )
 DEEPSPARSE = (

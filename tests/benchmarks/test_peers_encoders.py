@@ -1,6 +1,7 @@
 """Text encoders beside other runtimes: the texts, the judge, and the whole of it on a tiny model."""
 
 import sys
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -9,7 +10,7 @@ import pytest
 from ortolan.benchmarks.encoder import FP32, INT8, Encoder, word_feeds
 from ortolan.benchmarks.peers import encoders
 from ortolan.benchmarks.peers.candidate import Candidate, Subject
-from ortolan.benchmarks.peers.comparison import Job
+from ortolan.benchmarks.peers.comparison import Job, compare
 from ortolan.benchmarks.peers.encoder_texts import (
     MIXED,
     SORTED,
@@ -160,7 +161,7 @@ def test_the_whole_of_it(encoder, tmp_path, monkeypatch):
     monkeypatch.setattr(encoders, "write_checkpoint", lambda model, folder: tmp_path)
     monkeypatch.setattr(encoders, "OURS", encoders.OURS[:1])
     monkeypatch.setattr("ortolan.benchmarks.peers.candidate._WARM_UP_SECONDS", 0.0)
-    monkeypatch.setattr("ortolan.benchmarks.peers.comparison._OPENINGS", 1)
+    monkeypatch.setattr(encoders, "compare", partial(compare, openings=1))
     # A peer whose environment lacks its package is left out; the others are not.
     pythons = {"openvino": sys.executable, "ctranslate2": sys.executable}
     job = job_of(tmp_path / "job", pythons=pythons, models=(encoders.PUBLISHED[0],), works=("1x16",))

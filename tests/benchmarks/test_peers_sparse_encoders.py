@@ -1,6 +1,7 @@
 """Sparse encoders beside other runtimes: what they are made from, and the whole of it on a tiny model."""
 
 import sys
+from functools import partial
 
 import numpy as np
 import onnx
@@ -10,7 +11,7 @@ from onnx import numpy_helper
 
 from ortolan.benchmarks.encoder import FP32, INT8, Encoder
 from ortolan.benchmarks.peers import sparse_encoders
-from ortolan.benchmarks.peers.comparison import Job
+from ortolan.benchmarks.peers.comparison import Job, compare
 from ortolan.benchmarks.peers.environments import ASKED_FOR
 from ortolan.benchmarks.peers.result import PeersResult
 from ortolan.models import tiny
@@ -47,7 +48,7 @@ def test_blocks_of_four_outputs_are_zero_in_a_plain_model(encoder, tmp_path):
 def test_the_whole_of_it(encoder, tmp_path, monkeypatch):
     monkeypatch.setattr(sparse_encoders, "open_model", lambda name, folder: encoder)
     monkeypatch.setattr("ortolan.benchmarks.peers.candidate._WARM_UP_SECONDS", 0.0)
-    monkeypatch.setattr("ortolan.benchmarks.peers.comparison._OPENINGS", 1)
+    monkeypatch.setattr(sparse_encoders, "compare", partial(compare, openings=1))
     model = "all-minilm-l6-v2, 80 %"
     # The peer is not there, but its models are made.
     pythons = dict.fromkeys(ASKED_FOR, sys.executable)
