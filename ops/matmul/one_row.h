@@ -80,8 +80,8 @@ class OneRow {
       sums_[0] = start;
       for (int c = 1; c < kChains; ++c) sums_[c] = Weights::Zero();
     }
-    // Moves on to the next span.
-    void AddSpan(Stream& stream, const Activation*& x) {
+    // Moves on to the next span. Always inline: clang makes a function of it, whose sums are in memory.
+    __attribute__((always_inline)) void AddSpan(Stream& stream, const Activation*& x) {
       stream.template StartSpan<kFetch>();
       Sums sums[kChains];
       for (int c = 0; c < kChains; ++c) sums[c] = Weights::StartSpan(sums_[c]);

@@ -301,7 +301,7 @@ class PanelLoop {
       for (; i + kBlock <= m; i += kBlock) {
         for (int first = 0; first < kBlock; first += kBlock / 2) {
           Stream streams[] = {panels.at[0].stream, panels.at[1].stream, panels.at[2].stream};
-          WideRows(panels, 0, spans, i, first, nullptr, [&](int c, int64_t, int row) {
+          WideRows(panels, 0, spans, i, first, nullptr, [streams](int c, int64_t, int row) mutable {
             return Weights::FromBytes(streams[c].template Next<Fetch::kMultiply, false>(row));
           });
         }
@@ -336,8 +336,10 @@ class PanelLoop {
   // weights since begin, row): the next row of a panel. Sums that have not come to the end wait.
   template <typename Next>
   __attribute__((noinline)) static void WideRows(const Panels& panels, int64_t begin, int64_t end, int64_t i, int first,
-                                                 Waiting* waiting, const Next& next) {
+                                                 Waiting* waiting, const Next& next_row) {
     constexpr int kRows = kBlock / 2;
+    // A copy, in registers: beside stores to streams, clang loads all activations first and lacks registers.
+    Next next = next_row;
     const Panel& front = panels.at[0];
     const auto numbers = front.template NumbersOf<kBlock>(i);
     const Activation* x = front.X(i) + begin * kSpanInputs * kBlock + kFourRows * Weights::kRowInputs * first;
