@@ -212,7 +212,7 @@ class Form(PassOptions):
             values = "int8" if self.cache == "codes" else self.cache
             steps.append({"name": "compress_cache", "keys": self.cache, "values": values})
         if self.stored is not None:
-            steps += [*self._replace(), {"name": "fuse_norm"}]
+            steps += self._replace()
         if self.fuses_attention and self.cache is None:
             steps.append({"name": "unpad"})
         return [*steps, {"name": "verify"}]
@@ -323,7 +323,6 @@ ADOPT: Mapping[str, Any] = {
         {"name": "replace", "op": "W4A8MatMul"},
         {"name": "replace", "op": "W8A8MatMul", "keep_numbers": True},
         {"name": "replace", "op": "SparseAMXMatMul", "keep_numbers": True},
-        {"name": "fuse_norm"},
         {"name": "unpad"},
         {"name": "verify"},
     ],

@@ -145,8 +145,6 @@ def make_recipe(
     if attention:
         steps.append({"name": "fuse_attention", "precision": "bf16"})
     steps += _steps("replace", ((dict(one.replace) | {"op": one.op}, select) for one, select in globs.items()))
-    if order:
-        steps.append({"name": "fuse_norm"})
     if attention:
         steps.append({"name": "unpad"})
     if verify is not None:

@@ -119,13 +119,12 @@ def optimized(case: Case) -> onnx.ModelProto:
 
 
 def packed(model: onnx.ModelProto) -> list[tuple[str, list[np.ndarray]]]:
-    """Of each node of ours that may have a packed weight, in the order of nodes, its operator and the constants that it
-    reads."""
+    """Of each node of ours, in the order of nodes, its operator and the constants that it reads."""
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     return [
         (node.op_type, [numpy_helper.to_array(constants[name]) for name in node.input if name in constants])
         for node in model.graph.node
-        if node.domain == "ai.ortolan" and node.op_type != "AddLayerNorm"
+        if node.domain == "ai.ortolan"
     ]
 
 
