@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ...errors import OrtolanError
@@ -18,8 +18,6 @@ except ImportError:
 
 _TEMPLATE = "page.md.jinja"
 _DIGITS = {"cosine": 4, "Spearman": 4, "perplexity": 2, "error": 4}
-# Why Ortolan is behind, and what is next: of a section and the first word of the work.
-NEXT: Mapping[tuple[str, str], str] = {}
 
 
 def write(result: PeersResult) -> str:
@@ -39,7 +37,7 @@ def write(result: PeersResult) -> str:
         missed=[one for one in found if one.missed],
         reached=[one for one in found if not one.missed],
         alone=[one for one in verdicts(result) if one.ratio is None],
-        reasons=list(_reasons(found)),
+        kinds=_kinds(found),
         groups={section: _groups(result, section) for section in sections},
         pictures=list(PICTURES),
         calls=[f"{row.model}, {row.name}: {_versions(row)}; {row.call}" for row in result.rows],
@@ -48,11 +46,10 @@ def write(result: PeersResult) -> str:
     return page
 
 
-def _reasons(found: Sequence[Verdict]) -> Iterator[str]:
+def _kinds(found: Sequence[Verdict]) -> list[str]:
+    """What the template's reasons are told by: the section and the first word of the work of each that misses."""
     kinds = dict.fromkeys((one.section, re.split(r"[ ,]", one.work)[0]) for one in found if one.missed)
-    for kind in kinds:
-        if kind in NEXT:
-            yield NEXT[kind]
+    return [f"{section}: {word}" for section, word in kinds]
 
 
 def _groups(result: PeersResult, section: str) -> dict[str, tuple[list[str], list[list[str]]]]:
