@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 if TYPE_CHECKING:
-    from .engine import Engine, EngineWorker, Made, OrtOptions, megabytes, with_data
+    from .engine import Engine, EngineWorker, Made, megabytes, ort_options, with_data
 else:
-    from engine import Engine, EngineWorker, Made, OrtOptions, megabytes, with_data
+    from engine import Engine, EngineWorker, Made, megabytes, ort_options, with_data
 
 _FILES = ("calibration", "tokenizer")  # arguments of optimize_onnx that are paths
 
@@ -190,7 +190,7 @@ class OnnxRuntime(_Onnx):
 
     def _open(self, model: str, threads: int) -> Any:
         ort = importlib.import_module("onnxruntime")
-        options = OrtOptions(threads).set(ort.SessionOptions())
+        options = ort_options(ort.SessionOptions(), threads)
         return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
@@ -217,7 +217,7 @@ class Ortolan(_Onnx):
 
     def _open(self, model: str, threads: int) -> Any:
         session = importlib.import_module("ortolan.session")
-        return session.create_session(model, OrtOptions(threads).set(session.new_options()))
+        return session.create_session(model, ort_options(session.new_options(), threads))
 
 
 class LlamaCpp(DecoderEngine):

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 if TYPE_CHECKING:
-    from .engine import Engine, EngineWorker, Made, OrtOptions, megabytes, with_data
+    from .engine import Engine, EngineWorker, Made, megabytes, ort_options, with_data
 else:
-    from engine import Engine, EngineWorker, Made, OrtOptions, megabytes, with_data
+    from engine import Engine, EngineWorker, Made, megabytes, ort_options, with_data
 
 _LONGEST = 512  # tokens of a text
 _WORDS = 1 << 15  # a few more than the vocabularies here have
@@ -84,7 +84,7 @@ class OnnxRuntime(EncoderEngine):
 
     def __init__(self, threads: int, **opened: Any) -> None:
         ort = importlib.import_module("onnxruntime")
-        options = OrtOptions(threads).set(ort.SessionOptions())
+        options = ort_options(ort.SessionOptions(), threads)
         self._session = ort.InferenceSession(opened["path"], options, providers=["CPUExecutionProvider"])
         self._inputs = [value.name for value in self._session.get_inputs()]
         self._output = self._session.get_outputs()[0].name
@@ -128,7 +128,7 @@ class Ortolan(EncoderEngine):
     def __init__(self, threads: int, **opened: Any) -> None:
         ortolan = importlib.import_module("ortolan")
         self._tokens = importlib.import_module("ortolan.text_encoder").Tokens
-        options = OrtOptions(threads).set(importlib.import_module("ortolan.session").new_options())
+        options = ort_options(importlib.import_module("ortolan.session").new_options(), threads)
         settings = ortolan.TextInput(max_tokens=_LONGEST)
         self._encoder = ortolan.TextEncoder(opened["path"], opened["tokenizer"], settings, options)
         self._batch_tokens = opened["batch_tokens"]

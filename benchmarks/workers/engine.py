@@ -11,7 +11,7 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
@@ -154,19 +154,12 @@ class EngineWorker:
         return self._engine
 
 
-@dataclass
-class OrtOptions:
+def ort_options(options: Any, threads: int) -> Any:
     """Session options of ONNX Runtime, the same for all that run in it."""
-
-    threads: int
-    entries: Mapping[str, str] = field(default_factory=dict)
-
-    def set(self, options: Any) -> Any:
-        options.intra_op_num_threads = self.threads
-        # The threads of one side must not spin while another one is timed.
-        for name, value in {"session.force_spinning_stop": "1", **self.entries}.items():
-            options.add_session_config_entry(name, value)
-        return options
+    options.intra_op_num_threads = threads
+    # The threads of one side must not spin while another one is timed.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    return options
 
 
 def megabytes(*paths: Path) -> float:
