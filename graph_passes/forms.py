@@ -150,7 +150,7 @@ class Form(PassOptions):
 
     @property
     def fuses_attention(self) -> bool:
-        """Whether attention without a cache becomes one operator, and its query, key and value layers another."""
+        """Whether attention becomes one operator, and its query, key and value layers another."""
         return (self.stored is not None or self.cache is not None) and self.skipped_inputs is None
 
     @property
@@ -211,6 +211,8 @@ class Form(PassOptions):
         if self.cache is not None:
             values = "int8" if self.cache == "codes" else self.cache
             steps.append({"name": "compress_cache", "keys": self.cache, "values": values})
+        elif self.fuses_attention:
+            steps.append({"name": "fuse_cached_attention"})
         if self.stored is not None:
             steps += self._replace()
         if self.fuses_attention and self.cache is None:
@@ -316,6 +318,7 @@ ADOPT: Mapping[str, Any] = {
         {"name": "float_activations"},
         {"name": "calibrate"},
         {"name": "fuse_attention", "precision": "bf16"},
+        {"name": "fuse_cached_attention"},
         # Of blocks of four outputs and one input.
         {"name": "replace", "op": "VNNISpMM", "min_sparsity": _native.LEAST_ZERO_BLOCKS},
         # A weight of one or two inputs has the pattern without a zero.
@@ -335,6 +338,7 @@ IMPORT: Mapping[str, Any] = {
     "pass": [
         {"name": "normalize"},
         {"name": "embeddings"},
+        {"name": "fuse_cached_attention"},
         {"name": "replace", "op": "W4A8MatMul"},
         {"name": "replace", "op": "W8A8MatMul"},
     ],

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 # Options of which layers a pass takes, and how: where a recipe has the pass twice, they are for both.
 _OF_ALL = ("select", "exclude", "may_grow", "fuse", "keep_numbers")
-# Both take attentions: without a cache, and with one. What is selected is selected for both.
-_OF_ATTENTIONS = {"fuse_attention", "compress_cache"}
+# These take attentions: without a cache, and with one. What is selected is selected for all.
+_OF_ATTENTIONS = {"fuse_attention", "compress_cache", "fuse_cached_attention"}
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class Recipe:
         Of several passes of one name, "prune.1.sparsity" is the first one's, "prune.2.sparsity" the second's;
         "prune.select", "prune.exclude", "replace.may_grow", "replace.fuse" and "replace.keep_numbers" are for all of
         them; one that only some of them have, as "replace.storage" is of SparseAMXMatMul, is for these. "select" and
-        "exclude" of attentions are for fuse_attention and compress_cache alike.
+        "exclude" of attentions are for all passes of attention alike.
 
         Raises RecipeError for a name that no pass of this recipe has.
         """
@@ -246,7 +246,7 @@ class Recipe:
             found = self._meant(str(name))
             option = str(name).rpartition(".")[2]
             passes = {self.passes[index].name for index in found}
-            for_all = option in _OF_ALL and (len(passes) == 1 or passes == _OF_ATTENTIONS)
+            for_all = option in _OF_ALL and (len(passes) == 1 or passes <= _OF_ATTENTIONS)
             if len(found) > 1 and not for_all:
                 choices = listing(self._full_name(index, option) for index in found)
                 raise RecipeError(f"option {name!r} is ambiguous in recipe {self.name!r}: say which one: {choices}")

@@ -10,6 +10,7 @@ from .passes.context import RecipePass
 from .passes.embeddings import EmbeddingsPass
 from .passes.float_activations import FloatActivationsPass
 from .passes.fuse_attention import FuseAttentionPass
+from .passes.fuse_cached_attention import FuseCachedAttentionPass
 from .passes.fuse_lut import FuseLutPass
 from .passes.fuse_norm import FuseNormPass
 from .passes.normalize import NormalizePass
@@ -32,6 +33,7 @@ PASSES: dict[str, type[RecipePass]] = {
     "activations": ActivationsPass,
     "cache_prompt": CachePromptPass,
     "compress_cache": CompressCachePass,
+    "fuse_cached_attention": FuseCachedAttentionPass,
     "replace": ReplacePass,
     "fuse_lut": FuseLutPass,
     "fuse_norm": FuseNormPass,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
@@ -83,8 +84,9 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
     pass_name = "compress_cache"
     stage = Stage.COMPRESS_CACHE
     refusal = "cache not compressed"
-    options_type = CompressCacheOptions
+    options_type: ClassVar[type[AttentionOptions]] = CompressCacheOptions
     options: CompressCacheOptions
+    _equal_width: int | None = None
 
     def find(self, model: ir.Model) -> Sequence[CachedAttention | NotAttention]:
         found = [match for graph in model.graphs() for match in find_cached_attentions(graph)]

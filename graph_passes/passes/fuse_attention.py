@@ -48,14 +48,14 @@ class FuseAttentionPass(AttentionRewrite[Attention]):
         matches = [match for graph in model.graphs() for match in find_cached_attentions(graph)]
         cached = {match.node: None for match in matches if isinstance(match, CachedAttention)}  # in order
         found = [match for match in found if match.node not in cached]
-        if self.context.plan.replaces or self.context.plan.replaces_caches:
+        if self.context.plan.replaces or self.context.plan.fuses_cached:
             return found
         return [*found, *(NotAttention(node, "it has a cache, which pass compress_cache is for") for node in cached)]
 
     def announce(self, chosen: Sequence[Attention], refused: Refused) -> None:
         if chosen:
             self.context.note(f"{len(chosen)} attention(s) {self.verb} {OP_TYPE}, products of {self.options.precision}")
-        elif not refused and not self.context.plan.replaces and not self.context.plan.replaces_caches:
+        elif not refused and not self.context.plan.replaces and not self.context.plan.fuses_cached:
             self.context.note("no attention was found: nothing to fuse")
         self.note_refused(refused)
 

@@ -16,7 +16,7 @@ from .prune_options import PruneOptions
 from .quantize_options import QuantizeOptions
 from .replace_rule import LayerState, ReplaceOptions, ReplaceRule
 
-_OF_LAYERS = frozenset(("prune", "quantize", "replace", "fuse_attention"))
+_OF_LAYERS = frozenset(("prune", "quantize", "replace", "fuse_attention", "fuse_cached_attention"))
 
 
 class Step(Protocol):
@@ -43,8 +43,8 @@ class Plan:
         self.unfuses = not _OF_LAYERS.isdisjoint(names) or names == ["normalize"]
         self.stores_tables = "embeddings" in names
         self.records_ranges = "ranges" in names
-        self.replaces_caches = "compress_cache" in names
-        self.takes_prompt = self.replaces_caches  # and puts it into the graph
+        self.takes_prompt = "compress_cache" in names  # and puts it into the graph
+        self.fuses_cached = self.takes_prompt or "fuse_cached_attention" in names
         self.applies_thresholds = any(rule.replacement.masks_inputs for rule in self._rules)
         # On how many feeds the model is run at the end.
         self.feeds_to_verify: int = max(_values(steps, "verify", "feeds"), default=0)

@@ -1,0 +1,39 @@
+"""Puts NoMADAttention in the place of attention with a cache, which stays what it is: floats, inputs and outputs of the
+graph. As compress_cache does with keys and values of float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from ortolan.progress import Stage
+
+from ..find.attention import NotAttention
+from ..find.cached_attention import CachedAttention
+from ..operators.nomad_attention_function import OP_TYPE
+from .attention_rewrite import AttentionOptions, Refused
+from .compress_cache import CompressCacheOptions, CompressCachePass
+from .context import PassContext
+
+
+class FuseCachedAttentionPass(CompressCachePass):
+    """Replaces attention with a cache where there is some."""
+
+    pass_name = "fuse_cached_attention"
+    stage = Stage.FUSE_ATTENTION
+    refusal = "attention with a cache left as it is"
+    options_type = AttentionOptions
+
+    def __init__(self, options: AttentionOptions, context: PassContext) -> None:
+        floats = CompressCacheOptions(options.select, options.exclude, keys="float32", values="float32")
+        super().__init__(floats, context)
+
+    def find(self, model: ir.Model) -> Sequence[CachedAttention | NotAttention]:
+        found = super().find(model)
+        return [match for match in found if isinstance(match, CachedAttention) or match.cached]
+
+    def announce(self, chosen: Sequence[CachedAttention], refused: Refused) -> None:
+        if chosen:
+            self.context.note(f"{len(chosen)} attention(s) with a cache {self.verb} {OP_TYPE}")
+        self.note_refused(refused)
