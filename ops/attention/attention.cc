@@ -17,9 +17,18 @@ namespace ortolan {
   }
 #include "attention/attention_bf16_kernels.inc"
 #undef ORTOLAN_KERNEL
+#define ORTOLAN_KERNEL(column)                     \
+  namespace column {                               \
+  extern const AttentionFunctions kAttentionTiles; \
+  }
+#include "attention/attention_tiles_kernels.inc"
+#undef ORTOLAN_KERNEL
 
 std::span<const AttentionKernel> AttentionKernels() {
   static const AttentionKernel kernels[] = {
+#define ORTOLAN_KERNEL(column) {{column::kAttentionTiles}, #column "/16 in tiles", feature_set::column, 16, true},
+#include "attention/attention_tiles_kernels.inc"
+#undef ORTOLAN_KERNEL
 #define ORTOLAN_KERNEL(column) {{column::kAttentionBf16}, #column "/16", feature_set::column, 16},
 #include "attention/attention_bf16_kernels.inc"
 #undef ORTOLAN_KERNEL
@@ -30,10 +39,10 @@ std::span<const AttentionKernel> AttentionKernels() {
   return kernels;
 }
 
-const AttentionKernel& FindAttentionKernel(int precision) {
+const AttentionKernel& FindAttentionKernel(int precision, bool any_order) {
   Features features = ActiveFeatures();
   if (!ActiveTuning().fast_dot_bf16) features.bits &= ~uint32_t{kAvx512Bf16};
-  return SelectKernel(AttentionKernels(), features, {.precision = precision});
+  return SelectKernel(AttentionKernels(), features, {.precision = precision, .any_order = any_order});
 }
 
 }  // namespace ortolan

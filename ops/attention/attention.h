@@ -24,8 +24,9 @@
 // causal hides may or may not. |s| above 2^126 of which the mask is no such float may count as Inf.
 //
 // A row's result depends on nothing but its own q and mask, k, v and the rest of the arguments, and all kernels of
-// precision 16 give the same bits (any NaN counts as the same, and only finite v are promised it). Numbers are rounded
-// to nearest even, and denormal floats count as zero wherever they are read or made.
+// precision 16 but those of an order of their own (own_order) give the same bits (any NaN counts as the same, and only
+// finite v are promised it). Numbers are rounded to nearest even, and denormal floats count as zero wherever they are
+// read or made.
 //
 //   - Inputs that are bf16: scale log2(e) q (the factor and the product rounded to float32 before), k, v and weights.
 //   - s in powers of two: for each pair of d, ascending, first the odd one's product is added, then the even one's,
@@ -86,14 +87,16 @@ struct AttentionFunctions {
 struct AttentionKernel : AttentionFunctions {
   const char* name;
   Features needs;
-  int precision;  // of the products: 32 or 16, see above
+  int precision;           // of the products: 32 or 16, see above
+  bool own_order = false;  // of sums: not the bits of the others
 };
 
-// The rows of attention_bf16_kernels.inc and attention_kernels.inc that this build has, best first for each precision;
-// the last one of each runs on any CPU.
+// The rows of attention_tiles_kernels.inc, attention_bf16_kernels.inc and attention_kernels.inc that this build has,
+// best first for each precision; the last one of each runs on any CPU.
 std::span<const AttentionKernel> AttentionKernels();
 
-// The fastest of at least this precision for this CPU and the features that kernels may use.
-const AttentionKernel& FindAttentionKernel(int precision);
+// The fastest of at least this precision for this CPU and the features that kernels may use. any_order: one of 16 may
+// have other bits than those of other CPUs.
+const AttentionKernel& FindAttentionKernel(int precision, bool any_order);
 
 }  // namespace ortolan

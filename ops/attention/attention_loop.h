@@ -10,6 +10,10 @@
 //     scores         [key][kRows]                    in powers of two
 //     probabilities  [unit of keys][kRows]           in place of the scores
 //     values         [unit of keys][padded_dim]      zeros behind head_dim
+//     out            [row][padded_dim]               not yet divided by the sum of probabilities
+//
+// In tiles, values and out are transposed: [padded_dim][units of keys] and [padded_dim][kRows]. What a tile reads
+// behind head_dim and behind the keys is zero in both factors.
 #pragma once
 
 #include <cstdint>
@@ -53,7 +57,11 @@ class AttentionLoop {
   static constexpr int64_t kUnit = Simd::kUnit;
   static constexpr int64_t kRows = kVectors * kLanes;
   static constexpr int64_t kBlocks = (kAttentionRows + kRows - 1) / kRows;
+  static constexpr bool kInTiles = Simd::kInTiles;
   static constexpr int64_t kKeys = 64 * kPair;  // of a block
+  static constexpr int64_t kKeyUnits = kKeys / kUnit;
+  // Numbers of a tile's row.
+  static constexpr int64_t kTile = 16;
   static constexpr float kLowest = -0x1.fffffep127f;
   static constexpr float kMinusInfinity = -__builtin_inff();
   static constexpr float kLog2E = 1.44269504f;
@@ -64,7 +72,7 @@ class AttentionLoop {
     int64_t least_seen;  // of the keys, by its rows
     int64_t most_seen;
     float* queries;
-    float* out;         // [kRows][padded_dim], not yet divided by sum
+    float* out;
     float most[kRows];  // score so far
     float sum[kRows];
     float correction[kRows];
@@ -83,6 +91,7 @@ class AttentionLoop {
   static int64_t RoundUp(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
   static int64_t DimUnits(int64_t head_dim) { return RoundUp(head_dim, kPair) / kUnit; }
   static int64_t PaddedKeyUnits(int64_t head_dim) { return RoundUp(DimUnits(head_dim), 16); }
+  static int64_t QueryUnits(int64_t head_dim) { return kInTiles ? PaddedKeyUnits(head_dim) : DimUnits(head_dim); }
 
   AttentionLoop(const AttentionArgs& args, void* scratch)
       : args_(args), dim_units_(DimUnits(args.head_dim)), padded_dim_(RoundUp(args.head_dim, kLanes)) {
@@ -94,15 +103,27 @@ class AttentionLoop {
     };
     scores_ = take(kKeys * kRows);
     keys_ = take(kKeys * PaddedKeyUnits(args.head_dim));
-    values_ = take(kKeys / kUnit * padded_dim_);
+    values_ = take(kKeyUnits * padded_dim_);
     bias_ = take(kKeys);
-    float* queries = take(kBlocks * dim_units_ * kRows);
+    const int64_t query_units = QueryUnits(args.head_dim);
+    float* queries = take(kBlocks * query_units * kRows);
     float* out = take(kBlocks * kRows * padded_dim_);
     blocks_ = reinterpret_cast<Block*>(next);
     for (int64_t b = 0; b < kBlocks; ++b) {
-      blocks_[b].queries = queries + b * dim_units_ * kRows;
+      blocks_[b].queries = queries + b * query_units * kRows;
       blocks_[b].out = out + b * kRows * padded_dim_;
     }
+    if constexpr (kInTiles) {
+      if (query_units == dim_units_) return;
+      Clear(keys_, kKeys * query_units);
+      for (int64_t b = 0; b < kBlocks; ++b) {
+        Clear(blocks_[b].queries + dim_units_ * kRows, (query_units - dim_units_) * kRows);
+      }
+    }
+  }
+
+  static void Clear(float* numbers, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) numbers[i] = 0;
   }
 
   int64_t HeadOf(int64_t row) const { return row / args_.queries; }
@@ -172,6 +193,7 @@ class AttentionLoop {
         Simd::StoreRow(keys_ + j * stride, d, Simd::LoadSome(from + d, args_.head_dim - d));
       }
     }
+    if constexpr (kInTiles) return CopyValuesTransposed(first, keys);
     for (int64_t j = 0; j < keys; j += kPair) {
       const float* a = AtByte(args_.v, (first + j) * args_.v_row_bytes);
       const float* b = AtByte(args_.v, (first + j + kPair - 1) * args_.v_row_bytes);
@@ -180,6 +202,23 @@ class AttentionLoop {
         const Float first_key = Simd::LoadSome(a + d, args_.head_dim - d);
         const Float second_key = pair ? Simd::LoadSome(b + d, args_.head_dim - d) : Simd::Set(0.0f);
         Simd::StorePair(values_ + j / kUnit * padded_dim_ + d, padded_dim_, first_key, second_key);
+      }
+    }
+  }
+
+  void CopyValuesTransposed(int64_t first, int64_t keys) const {
+    const auto row = [&](int64_t j, int64_t d) {
+      if (j >= keys) return Simd::Set(0.0f);
+      return Simd::LoadSome(AtByte(args_.v, (first + j) * args_.v_row_bytes) + d, args_.head_dim - d);
+    };
+    for (int64_t j = 0; j < keys; j += kUnit * kLanes) {
+      for (int64_t d = 0; d < padded_dim_; d += kLanes) {
+        Float units[kLanes];
+        for (int64_t i = 0; i < kLanes; ++i) {
+          units[i] = Simd::PackUnits(row(j + kUnit * i, d), row(j + kUnit * i + 1, d));
+        }
+        Simd::Transpose(units);
+        for (int64_t i = 0; i < kLanes; ++i) Simd::Store(values_ + (d + i) * kKeyUnits + j / kUnit, units[i]);
       }
     }
   }
@@ -267,20 +306,40 @@ class AttentionLoop {
     }
   }
 
-  // Scores, then probabilities (not yet divided by their sum) of a block of keys.
+  // The same of all keys in tiles; what is added stands in the scores.
   template <int kTileVectors, bool kFilled>
-  void Score(Block& block, int64_t keys) const {
-    constexpr int kTileKeys = Tiles::kScoreKeys[kTileVectors - 1];
-    Float most[kTileVectors];
+  void ScoreInTiles(const Block& block, int64_t keys, Float (&most)[kTileVectors]) const {
+    const int64_t stride = PaddedKeyUnits(args_.head_dim);
+    Simd::template MultiplyTiles<!kFilled>({keys_, stride}, {block.queries, kRows}, {scores_, kRows}, keys,
+                                           kTileVectors * kLanes, stride);
+    for (int64_t j = 0; j < keys; ++j) {
 #pragma GCC unroll 4
-    for (int i = 0; i < kTileVectors; ++i) most[i] = Simd::Load(block.most + i * kLanes);
+      for (int i = 0; i < kTileVectors; ++i) most[i] = Simd::Max(Simd::Load(scores_ + j * kRows + i * kLanes), most[i]);
+    }
+  }
+
+  template <int kTileVectors, bool kFilled>
+  void ScoreByVectors(const Block& block, int64_t keys, Float (&most)[kTileVectors]) const {
+    constexpr int kTileKeys = Tiles::kScoreKeys[kTileVectors - 1];
     int64_t key = 0;
     for (; key + kTileKeys <= keys; key += kTileKeys) ScoreTile<kTileVectors, kTileKeys, kFilled>(block, key, most);
     if constexpr (constexpr int kRest = kKeys % kTileKeys; kRest > 1) {
       for (; key + kRest <= keys; key += kRest) ScoreTile<kTileVectors, kRest, kFilled>(block, key, most);
     }
     for (; key < keys; ++key) ScoreTile<kTileVectors, 1, kFilled>(block, key, most);
+  }
 
+  // Scores, then probabilities (not yet divided by their sum) of a block of keys.
+  template <int kTileVectors, bool kFilled>
+  void Score(Block& block, int64_t keys) const {
+    Float most[kTileVectors];
+#pragma GCC unroll 4
+    for (int i = 0; i < kTileVectors; ++i) most[i] = Simd::Load(block.most + i * kLanes);
+    if constexpr (kInTiles) {
+      ScoreInTiles<kTileVectors, kFilled>(block, keys, most);
+    } else {
+      ScoreByVectors<kTileVectors, kFilled>(block, keys, most);
+    }
     Float sum[kTileVectors];
 #pragma GCC unroll 4
     for (int i = 0; i < kTileVectors; ++i) {
@@ -307,6 +366,27 @@ class AttentionLoop {
     }
 #pragma GCC unroll 4
     for (int i = 0; i < kTileVectors; ++i) Simd::Store(block.sum + i * kLanes, sum[i]);
+  }
+
+  // out = out correction + probabilities values, of all rows, in tiles.
+  template <int kTileVectors, bool kFirst>
+  void AddValuesInTiles(const Block& block, int64_t keys) const {
+    const int64_t units = RoundUp(keys, kPair) / kUnit, whole = RoundUp(units, kTile);
+    for (int64_t j = units; j < whole; ++j) {
+      for (int i = 0; i < kTileVectors; ++i) Simd::Store(scores_ + j * kRows + i * kLanes, Simd::Set(0.0f));
+    }
+    if constexpr (!kFirst) {
+      for (int i = 0; i < kTileVectors; ++i) {
+        const Float correction = Simd::Load(block.correction + i * kLanes);
+        if (Simd::NonZero(Simd::Subtract(correction, Simd::Set(1.0f))) == 0) continue;
+        for (int64_t d = 0; d < padded_dim_; ++d) {
+          float* out = block.out + d * kRows + i * kLanes;
+          Simd::Store(out, Simd::Multiply(Simd::Load(out), correction));
+        }
+      }
+    }
+    Simd::template MultiplyTiles<kFirst>({values_, kKeyUnits}, {scores_, kRows}, {block.out, kRows}, padded_dim_,
+                                         kTileVectors * kLanes, whole);
   }
 
   // out = out correction + probabilities values, of kTileRows rows from `row` on, kTileVectors vectors of values from
@@ -362,14 +442,19 @@ class AttentionLoop {
   void Attend(Block& block, int64_t first, int64_t keys) const {
     const bool by_row = args_.mask != nullptr && !MaskIsByKey();
     const bool hides = args_.causal && block.least_seen < first + keys;
-    if (by_row || hides) {
+    if (by_row || hides || (kInTiles && args_.mask != nullptr)) {
       FillScores(block, first, keys);
       Score<kTileVectors, true>(block, keys);
     } else {
       Score<kTileVectors, false>(block, keys);
     }
-    if (first == 0) return AddValues<true>(block, keys);
-    AddValues<false>(block, keys);
+    if constexpr (kInTiles) {
+      if (first == 0) return AddValuesInTiles<kTileVectors, true>(block, keys);
+      AddValuesInTiles<kTileVectors, false>(block, keys);
+    } else {
+      if (first == 0) return AddValues<true>(block, keys);
+      AddValues<false>(block, keys);
+    }
   }
 
   template <bool kFirst>
@@ -403,6 +488,7 @@ class AttentionLoop {
     for (int64_t i = 0; i < block.rows; i += kLanes) {
       Simd::Store(factors + i, Simd::Divide(Simd::Set(1.0f), Simd::Load(block.sum + i)));
     }
+    if constexpr (kInTiles) return WriteTransposed(block);
     for (int64_t i = 0; i < block.rows; ++i) {
       const int64_t row = block.first + i;
       float* y = AtByte(args_.y, HeadOf(row) * args_.y_head_bytes + QueryOf(row) * args_.y_row_bytes);
@@ -413,10 +499,25 @@ class AttentionLoop {
         // Plus zero: whether a zero is -0 may depend on the other rows of the block.
         const Float zero = Simd::Set(0.0f);
         const Float value = hidden ? zero : Simd::MultiplyAdd(Simd::Load(out + d), factor, zero);
-        if (args_.head_dim - d >= kLanes) {
-          Simd::Store(y + d, value);
-        } else {
-          Simd::StoreFirst(y + d, args_.head_dim - d, value);
+        Simd::StoreSome(y + d, args_.head_dim - d, value);
+      }
+    }
+  }
+
+  void WriteTransposed(const Block& block) const {
+    for (int64_t lane = 0; lane < block.rows; lane += kLanes) {
+      const Float factor = Simd::Load(block.correction + lane);
+      for (int64_t d = 0; d < args_.head_dim; d += kLanes) {
+        Float columns[kLanes];
+        for (int64_t i = 0; i < kLanes; ++i) {
+          columns[i] = Simd::MultiplyAdd(Simd::Load(block.out + (d + i) * kRows + lane), factor, Simd::Set(0.0f));
+        }
+        Simd::Transpose(columns);
+        for (int64_t i = 0; i < kLanes && lane + i < block.rows; ++i) {
+          const int64_t row = block.first + lane + i;
+          float* y = AtByte(args_.y, HeadOf(row) * args_.y_head_bytes + QueryOf(row) * args_.y_row_bytes);
+          const bool hidden = args_.zero_hidden_rows && !(block.sum[lane + i] > 0);
+          Simd::StoreSome(y + d, args_.head_dim - d, hidden ? Simd::Set(0.0f) : columns[i]);
         }
       }
     }
@@ -425,8 +526,8 @@ class AttentionLoop {
  public:
   static int64_t ScratchBytes(int64_t head_dim) {
     const int64_t padded_dim = RoundUp(head_dim, kLanes);
-    const int64_t floats = kKeys * kRows + kKeys * PaddedKeyUnits(head_dim) + kKeys / kUnit * padded_dim + kKeys +
-                           kBlocks * kRows * (DimUnits(head_dim) + padded_dim) + 6 * 16;
+    const int64_t floats = kKeys * kRows + kKeys * PaddedKeyUnits(head_dim) + kKeyUnits * padded_dim + kKeys +
+                           kBlocks * kRows * (QueryUnits(head_dim) + padded_dim) + 6 * 16;
     return floats * static_cast<int64_t>(sizeof(float)) + kBlocks * static_cast<int64_t>(sizeof(Block));
   }
 
@@ -443,6 +544,7 @@ class AttentionLoop {
  private:
   static void RunRows(const AttentionArgs& args, int64_t row_begin, int64_t row_end, void* scratch) {
     const AttentionLoop loop(args, scratch);
+    if constexpr (kInTiles) Simd::StartTiles();
     const int64_t blocks = (row_end - row_begin + kRows - 1) / kRows;
     int64_t keys = 0;  // that some row sees
     for (int64_t b = 0; b < blocks; ++b) {
@@ -459,6 +561,7 @@ class AttentionLoop {
         if (first < loop.blocks_[b].most_seen) loop.AttendRows(loop.blocks_[b], first, count);
       }
     }
+    if constexpr (kInTiles) Simd::EndTiles();
     for (int64_t b = 0; b < blocks; ++b) loop.Write(loop.blocks_[b]);
   }
 };

@@ -10,6 +10,7 @@
 //     StoreRow(row, d, a)                kLanes numbers of a row, from number d on, as units
 //     MultiplyAddUnits(a, b, c)          a b + c of units a and b, floats c
 //     kFlushes                           denormal floats count as zero
+//     kInTiles                           products are those of tiles (attention_tiles.h)
 #pragma once
 
 #include <cstdint>
@@ -23,6 +24,7 @@ struct FloatUnits : Simd {
   static constexpr int64_t kPair = 1;
   static constexpr int64_t kUnit = 1;
   static constexpr bool kFlushes = false;
+  static constexpr bool kInTiles = false;
   static void StorePair(float* to, int64_t, Float a, Float) { Simd::Store(to, a); }
   static void StoreWeights(float* to, int64_t, Float a, Float) { Simd::Store(to, a); }
   static void StoreRow(float* row, int64_t d, Float a) { Simd::Store(row + d, a); }
@@ -34,6 +36,7 @@ template <typename Simd>
 struct Bf16Units : Simd {
   using Float = typename Simd::Float;
   static constexpr bool kFlushes = true;
+  static constexpr bool kInTiles = false;
   static constexpr int64_t kPair = 2;
   static constexpr int64_t kUnit = 1;
   static void StorePair(float* to, int64_t stride, Float a, Float b) {
@@ -69,6 +72,7 @@ template <typename Simd>
 struct Bf16Units<Simd> : Simd {
   using Float = typename Simd::Float;
   static constexpr bool kFlushes = true;
+  static constexpr bool kInTiles = false;
   static constexpr int64_t kPair = 2;
   static constexpr int64_t kUnit = 2;
   static void StorePair(float* to, int64_t, Float a, Float b) { Simd::Store(to, Simd::PackUnits(a, b)); }

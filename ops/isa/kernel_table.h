@@ -29,9 +29,10 @@ namespace ortolan {
 
 // The work that a kernel is looked for: a table's kernels may have limits that it must keep.
 struct Work {
-  int64_t rows = 0;    // of x; a kernel's least_rows
-  int64_t inputs = 0;  // of a row of x; a kernel's most_inputs
-  int precision = 0;   // of the products, in bits; a kernel's precision is at least this
+  int64_t rows = 0;        // of x; a kernel's least_rows
+  int64_t inputs = 0;      // of a row of x; a kernel's most_inputs
+  int precision = 0;       // of the products, in bits; a kernel's precision is at least this
+  bool any_order = false;  // of sums; else a kernel has no order of its own
 };
 
 // The first of the kernels, best first, for this work with these features; the last one runs anywhere.
@@ -47,6 +48,9 @@ const Kernel& SelectKernel(std::span<const Kernel> kernels, Features features, [
     }
     if constexpr (requires { kernel.precision; }) {
       if (kernel.precision < work.precision) continue;
+    }
+    if constexpr (requires { kernel.own_order; }) {
+      if (kernel.own_order && !work.any_order) continue;
     }
     return kernel;
   }

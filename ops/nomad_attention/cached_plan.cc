@@ -345,7 +345,7 @@ class CachedPlan::Running {
 
 CachedPlan::CachedPlan(const CacheForm& form)
     : form_(form),
-      attention_(FindAttentionKernel(form.precision)),
+      attention_(FindAttentionKernel(form.precision, true)),
       decode_(SelectKernel(DecodeAttentionKernels(), ActiveFeatures())),
       cache_(SelectKernel(KvCacheKernels(), ActiveFeatures())) {}
 

@@ -124,7 +124,7 @@ AttentionArgs ArgsOf(const AttentionCall& call, int64_t batch, int64_t kv_head, 
 }
 
 AttentionPlan::AttentionPlan(int precision)
-    : kernel_(FindAttentionKernel(precision)), decode_(SelectKernel(DecodeAttentionKernels(), ActiveFeatures())) {}
+    : kernel_(FindAttentionKernel(precision, false)), decode_(SelectKernel(DecodeAttentionKernels(), ActiveFeatures())) {}
 
 void AttentionPlan::Run(Host& host, const AttentionCall& call) const {
   if (call.batch == 0 || call.queries == 0) return;

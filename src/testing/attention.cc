@@ -38,7 +38,7 @@ Array<float> NomadAttention(const CastArray<float>& q, const CastArray<float>& k
   args.scale = scale;
   args.causal = causal;
   args.zero_hidden_rows = zero_hidden_rows;
-  const AttentionKernel& kernel = name ? KernelByName(AttentionKernels(), name) : FindAttentionKernel(precision);
+  const AttentionKernel& kernel = name ? KernelByName(AttentionKernels(), name) : FindAttentionKernel(precision, false);
   Array<float> y({args.heads, args.queries, args.head_dim});
   args.y = y.mutable_data();
   py::gil_scoped_release release;

@@ -1,0 +1,108 @@
+// The products of attention in AMX tiles. Included by attention_tiles_kernels.cc only.
+//
+//     scores   [keys][rows]  = bias + K [keys][units of head_dim]  Q [units of head_dim][rows]
+//     out      [d][rows]     = out + V^T [d][units of keys]        P [units of keys][rows]
+//
+// Queries and weights lie as B tiles already, as units are pairs of bf16 whose lanes are rows. So do keys, as A tiles;
+// values are transposed for that, and so is what is made of them.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/attention_units.h"
+#include "simd/amx_tiles.h"
+
+namespace ortolan {
+namespace {
+
+constexpr int64_t kTileUnits = 16;  // of a product, pairs of bf16; and rows and columns of a tile of sums
+
+// Tiles 0 to 3 are sums [tile of A][tile of B], 4 and 5 of A, 6 and 7 of B.
+inline void ConfigureAttentionTiles() {
+  TileConfig config;
+  for (int tile = 0; tile < kTiles; ++tile) config.Set(tile, kMaxTileRows, kMaxTileColsb);
+  LoadTileConfig(config);
+}
+
+// Matrices of units or of floats; strides are in numbers of 32 bits.
+struct TileMatrix {
+  float* data;
+  int64_t stride;
+
+  template <int kTile>
+  void Load(int64_t row, int64_t column) const {
+    TileLoad<kTile>(data + row * stride + column, stride * static_cast<int64_t>(sizeof(float)));
+  }
+  template <int kTile>
+  void Store(int64_t row, int64_t column) const {
+    TileStore<kTile>(data + row * stride + column, stride * static_cast<int64_t>(sizeof(float)));
+  }
+};
+
+// kA x kB tiles of C = A B, or C += A B.
+template <bool kFirst, int kA, int kB>
+void MultiplyTile(const TileMatrix& a, const TileMatrix& b, const TileMatrix& c, int64_t row, int64_t column,
+                  int64_t units) {
+  const auto begin = [&]<int kTile>(int64_t down, int64_t right) {
+    if constexpr (kFirst) {
+      TileZero<kTile>();
+    } else {
+      c.template Load<kTile>(row + down, column + right);
+    }
+  };
+  begin.template operator()<0>(0, 0);
+  if constexpr (kB > 1) begin.template operator()<1>(0, kTileUnits);
+  if constexpr (kA > 1) begin.template operator()<2>(kTileUnits, 0);
+  if constexpr (kA > 1 && kB > 1) begin.template operator()<3>(kTileUnits, kTileUnits);
+  for (int64_t unit = 0; unit < units; unit += kTileUnits) {
+    a.Load<4>(row, unit);
+    b.Load<6>(unit, column);
+    TileDpBf16<0, 4, 6>();
+    if constexpr (kB > 1) {
+      b.Load<7>(unit, column + kTileUnits);
+      TileDpBf16<1, 4, 7>();
+    }
+    if constexpr (kA > 1) {
+      a.Load<5>(row + kTileUnits, unit);
+      TileDpBf16<2, 5, 6>();
+      if constexpr (kB > 1) TileDpBf16<3, 5, 7>();
+    }
+  }
+  c.Store<0>(row, column);
+  if constexpr (kB > 1) c.Store<1>(row, column + kTileUnits);
+  if constexpr (kA > 1) c.Store<2>(row + kTileUnits, column);
+  if constexpr (kA > 1 && kB > 1) c.Store<3>(row + kTileUnits, column + kTileUnits);
+}
+
+// Pairs whose products are tiles: all sums of a pair's even numbers, all of its odd ones, then both, over 32 numbers.
+template <typename Simd>
+struct TileUnits : Bf16Units<Simd> {
+  static constexpr bool kInTiles = true;
+
+  // Around all products.
+  static void StartTiles() { ConfigureAttentionTiles(); }
+  static void EndTiles() { TileRelease(); }
+
+  // C [rows][columns] = A B, or C += A B. rows, columns and units are rounded up to whole tiles.
+  template <bool kFirst>
+  static void MultiplyTiles(const TileMatrix& a, const TileMatrix& b, const TileMatrix& c, int64_t rows,
+                            int64_t columns, int64_t units) {
+    for (int64_t row = 0; row < rows; row += 2 * kTileUnits) {
+      for (int64_t column = 0; column < columns; column += 2 * kTileUnits) {
+        const bool two_down = row + kTileUnits < rows, two_right = column + kTileUnits < columns;
+        if (two_down && two_right) {
+          MultiplyTile<kFirst, 2, 2>(a, b, c, row, column, units);
+        } else if (two_down) {
+          MultiplyTile<kFirst, 2, 1>(a, b, c, row, column, units);
+        } else if (two_right) {
+          MultiplyTile<kFirst, 1, 2>(a, b, c, row, column, units);
+        } else {
+          MultiplyTile<kFirst, 1, 1>(a, b, c, row, column, units);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace
+}  // namespace ortolan

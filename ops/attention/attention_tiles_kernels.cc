@@ -1,0 +1,11 @@
+#include "attention/attention_loop.h"
+#include "attention/attention_tiles.h"
+#include "simd/column.h"
+
+namespace ortolan::ORTOLAN_COLUMN {
+
+extern const AttentionFunctions kAttentionTiles;
+constexpr AttentionFunctions kAttentionTiles{&AttentionLoop<TileUnits<Simd>>::ScratchBytes,
+                                             &AttentionLoop<TileUnits<Simd>>::Run};
+
+}  // namespace ortolan::ORTOLAN_COLUMN
