@@ -202,17 +202,18 @@ class Form(PassOptions):
             steps += [{"name": "calibrate"}, *self._prune(), *self._quantize()]
         if self.stores_embeddings:
             steps.append({"name": "embeddings"})
+        precision = "f32" if self.stored is None else "bf16"
         if self.fuses_attention:
-            steps.append({"name": "fuse_attention", "precision": "f32" if self.stored is None else "bf16"})
+            steps.append({"name": "fuse_attention", "precision": precision})
         if self.skipped_inputs is not None:
             steps.append({"name": "activations", "sparsity": self.skipped_inputs, "exclude": list(self.ignore)})
         if self.prompt:
             steps.append({"name": "cache_prompt"})
         if self.cache is not None:
             values = "int8" if self.cache == "codes" else self.cache
-            steps.append({"name": "compress_cache", "keys": self.cache, "values": values})
+            steps.append({"name": "compress_cache", "precision": precision, "keys": self.cache, "values": values})
         elif self.fuses_attention:
-            steps.append({"name": "fuse_cached_attention"})
+            steps.append({"name": "fuse_cached_attention", "precision": precision})
         if self.stored is not None:
             steps += self._replace()
         if self.fuses_attention and self.cache is None:
@@ -318,7 +319,7 @@ ADOPT: Mapping[str, Any] = {
         {"name": "float_activations"},
         {"name": "calibrate"},
         {"name": "fuse_attention", "precision": "bf16"},
-        {"name": "fuse_cached_attention"},
+        {"name": "fuse_cached_attention", "precision": "bf16"},
         # Of blocks of four outputs and one input.
         {"name": "replace", "op": "VNNISpMM", "min_sparsity": _native.LEAST_ZERO_BLOCKS},
         # A weight of one or two inputs has the pattern without a zero.
@@ -338,7 +339,7 @@ IMPORT: Mapping[str, Any] = {
     "pass": [
         {"name": "normalize"},
         {"name": "embeddings"},
-        {"name": "fuse_cached_attention"},
+        {"name": "fuse_cached_attention", "precision": "bf16"},
         {"name": "replace", "op": "W4A8MatMul"},
         {"name": "replace", "op": "W8A8MatMul"},
     ],

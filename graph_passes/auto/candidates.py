@@ -143,7 +143,7 @@ def make_recipe(
     if embeddings and any(candidate.quantize for candidate in order):
         steps.append({"name": "embeddings"})
     if attention:
-        steps += [{"name": "fuse_attention", "precision": "bf16"}, {"name": "fuse_cached_attention"}]
+        steps += [{"name": name, "precision": "bf16"} for name in ("fuse_attention", "fuse_cached_attention")]
     steps += _steps("replace", ((dict(one.replace) | {"op": one.op}, select) for one, select in globs.items()))
     if attention:
         steps.append({"name": "unpad"})

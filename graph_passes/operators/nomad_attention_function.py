@@ -1,6 +1,7 @@
 """NoMADAttention as an ONNX function: its specification, and what runs where our library is not registered.
 
-It uses only operators that mean the same from opset 13 on. `precision` allows the kernel to round; the body does not.
+It uses only operators that mean the same from opset 13 on. `precision` allows the kernel to round, `any_order` to
+add up as it likes; the body does neither.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ ATTRIBUTES = {
     "causal": ir.AttributeType.INT,
     "zero_hidden_rows": ir.AttributeType.INT,
     "precision": ir.AttributeType.INT,
+    "any_order": ir.AttributeType.INT,
 }
 
 

@@ -27,11 +27,18 @@ Match = TypeVar("Match", Attention, CachedAttention)
 Refused = Mapping[str, Sequence[str]]  # names of what is left alone, by the reason
 
 
+PRECISION = {"f32": 32, "bf16": 16}
+# ||Y - exact|| / ||Y|| that an ordinary attention may have, for `verify`: what was measured is in docs/verification.md.
+ROUNDING = {"f32": 5e-6, "bf16": 5e-3}
+
+
 @dataclass(frozen=True)
 class AttentionOptions(PassOptions):
     # By the name of the operator, or of the Softmax or of one of the two MatMuls.
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
+    # bf16: products are computed from bfloat16.
+    precision: str = field(default="f32", metadata=takes("str", choices=tuple(PRECISION)))
 
 
 class AttentionRewrite(RecipePass, Generic[Match]):
@@ -106,15 +113,16 @@ class AttentionRewrite(RecipePass, Generic[Match]):
     def finish(self, model: ir.Model, nodes: Sequence[ir.Node]) -> None:
         """Completes the inputs of all nodes, and gives the model the operator's function."""
 
-    def attributes(self, match: Match, precision: int) -> dict[str, ir.Attr | int | float]:
-        """Those that every node of the operator has."""
+    def attributes(self, match: Match, any_order: bool) -> dict[str, ir.Attr | int | float]:
+        """Those that every node of the operator has. any_order: of sums, and so bits, where another one is faster."""
         return {
             "num_heads": match.heads,
             "kv_num_heads": match.kv_heads,
             "scale": float(match.scale),
             "causal": int(match.causal),
             "zero_hidden_rows": int(match.zero_hidden_rows),
-            "precision": precision,
+            "precision": PRECISION[self.options.precision],
+            "any_order": int(any_order),
         }
 
     @property

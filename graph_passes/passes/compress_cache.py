@@ -33,13 +33,12 @@ from ..options import takes
 from ..report.optimization import CacheReport
 from ..weights.cache_format import CacheFormat, CacheUse, ExactKeys
 from ..weights.quantizers.codebooks import CENTROIDS
-from .attention_rewrite import AttentionOptions, AttentionRewrite, Refused
+from .attention_rewrite import ROUNDING, AttentionOptions, AttentionRewrite, Refused
 from .cache_codebooks import learn_codebooks
 
 _CODES, _FLOAT, _INT8 = "codes", "float32", "int8"
 _MOST_HEAD_DIM = 1024
-# ||Y - exact|| / ||Y|| of an attention that reads its past from the cache, for `verify`.
-_EXACT_ROUNDING = 5e-6
+# ||Y - exact|| / ||Y|| of an attention that reads its past from the cache, for `verify`; beside ROUNDING.
 _VALUE_ROUNDING = 0.01
 _PROMPT_ROUNDING = 0.004  # queries and weights of short calls become bf16
 # Where layers round their inputs to int8, the least difference may turn into a step of that.
@@ -206,7 +205,8 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
             **self._prompt_inputs(model, graph, match),
         }
         exact = given["past_exact_key"] is not None
-        attributes = self.attributes(match, 32) | {"rotary_interleaved": int(match.interleaved)}
+        # Steps add up in the order of the CPU's registers anyway.
+        attributes = self.attributes(match, any_order=True) | {"rotary_interleaved": int(match.interleaved)}
         if exact:
             attributes |= {"window": self.options.window, "sinks": self.options.sinks}
         if prompt is not None:
@@ -373,7 +373,7 @@ def _why_nothing(name: str, refused: Refused) -> str:
 def _rounding(model: ir.Model, options: CompressCacheOptions, prompt_tokens: int) -> tuple[float, float]:
     """Of a prompt, whose keys and values are exact; and of a token that reads them from the cache."""
     rounds = any(node.op_type in _ROUNDING_LAYERS for node in model.graph.all_nodes())
-    exact = _ROUNDED_INPUTS if rounds else _EXACT_ROUNDING
+    exact = _ROUNDED_INPUTS if rounds else ROUNDING[options.precision]
     if prompt_tokens:
         exact = max(exact, _PROMPT_ROUNDING)
     keys = _KEY_ROUNDING[options.d_sub] if options.keys == _CODES else 0.0

@@ -18,17 +18,13 @@ from ..names import ORTOLAN_DOMAIN
 from ..operators.nodes import fill_missing, new_initializer, nodes_of, put_function
 from ..operators.nomad_attention_function import INPUTS, OP_TYPE, nomad_attention_function, uses_of
 from ..options import takes
-from .attention_rewrite import AttentionOptions, AttentionRewrite, Refused
-
-_PRECISION = {"f32": 32, "bf16": 16}
-# ||Y - exact|| / ||Y|| that an ordinary attention may have, for `verify`: what was measured is in docs/verification.md.
-_ROUNDING = {"f32": 5e-6, "bf16": 5e-3}
+from .attention_rewrite import ROUNDING, AttentionOptions, AttentionRewrite, Refused
 
 
 @dataclass(frozen=True)
 class FuseAttentionOptions(AttentionOptions):
-    # bf16: products may be computed from bfloat16 where the CPU is faster at that.
-    precision: str = field(default="f32", metadata=takes("str", choices=tuple(_PRECISION)))
+    # With bf16: answers may have other bits on another CPU, where that is faster.
+    any_order: bool = field(default=False, metadata=takes("bool"))
 
 
 class FuseAttentionPass(AttentionRewrite[Attention]):
@@ -73,7 +69,7 @@ class FuseAttentionPass(AttentionRewrite[Attention]):
         return ir.node(
             OP_TYPE,
             [operands["query"], mask, operands["key"], operands["value"]],
-            self.attributes(match, _PRECISION[self.options.precision]),
+            self.attributes(match, self.options.any_order),
             domain=ORTOLAN_DOMAIN,
             name=match.node.name,
         )
@@ -108,7 +104,7 @@ class FuseAttentionPass(AttentionRewrite[Attention]):
         return value
 
     def placed(self, model: ir.Model, match: Attention, node: ir.Node) -> None:
-        self.context.layers.rounding[node.outputs[0]] = _ROUNDING[self.options.precision]
+        self.context.layers.rounding[node.outputs[0]] = ROUNDING[self.options.precision]
 
     def finish(self, model: ir.Model, nodes: Sequence[ir.Node]) -> None:
         context = self.context

@@ -26,7 +26,9 @@ class FuseCachedAttentionPass(CompressCachePass):
     options_type = AttentionOptions
 
     def __init__(self, options: AttentionOptions, context: PassContext) -> None:
-        floats = CompressCacheOptions(options.select, options.exclude, keys="float32", values="float32")
+        floats = CompressCacheOptions(
+            options.select, options.exclude, options.precision, keys="float32", values="float32"
+        )
         super().__init__(floats, context)
 
     def find(self, model: ir.Model) -> Sequence[CachedAttention | NotAttention]:

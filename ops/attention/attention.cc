@@ -40,9 +40,16 @@ std::span<const AttentionKernel> AttentionKernels() {
 }
 
 const AttentionKernel& FindAttentionKernel(int precision, bool any_order) {
-  Features features = ActiveFeatures();
-  if (!ActiveTuning().fast_dot_bf16) features.bits &= ~uint32_t{kAvx512Bf16};
-  return SelectKernel(AttentionKernels(), features, {.precision = precision, .any_order = any_order});
+  const Features features = ActiveFeatures();
+  if (any_order && precision == 16) {
+    const AttentionKernel& kernel = SelectKernel(AttentionKernels(), features, {.any_order = true});
+    if (kernel.own_order) return kernel;
+  }
+  Features fast = features;
+  if (!ActiveTuning().fast_dot_bf16) fast.bits &= ~uint32_t{kAvx512Bf16};
+  // Without products of pairs, rounding only costs time.
+  if (any_order && !fast.Has({kAvx512Bf16})) precision = 32;
+  return SelectKernel(AttentionKernels(), fast, {.precision = precision});
 }
 
 }  // namespace ortolan

@@ -95,8 +95,8 @@ struct AttentionKernel : AttentionFunctions {
 // best first for each precision; the last one of each runs on any CPU.
 std::span<const AttentionKernel> AttentionKernels();
 
-// The fastest of at least this precision for this CPU and the features that kernels may use. any_order: one of 16 may
-// have other bits than those of other CPUs.
+// The fastest of at least this precision for this CPU and the features that kernels may use. any_order: it need not
+// have the bits that another CPU's kernel has.
 const AttentionKernel& FindAttentionKernel(int precision, bool any_order);
 
 }  // namespace ortolan

@@ -345,7 +345,7 @@ class CachedPlan::Running {
 
 CachedPlan::CachedPlan(const CacheForm& form)
     : form_(form),
-      attention_(FindAttentionKernel(form.precision, true)),
+      attention_(FindAttentionKernel(form.precision, form.any_order)),
       decode_(SelectKernel(DecodeAttentionKernels(), ActiveFeatures())),
       cache_(SelectKernel(KvCacheKernels(), ActiveFeatures())) {}
 

@@ -22,7 +22,8 @@ struct CacheForm {
   ExactWindow window;
   PromptCache prompt;  // in front of all sequences; no tokens: none
   bool interleaved = false;
-  int precision = 32;
+  int precision = 32;  // of products, in calls of more than a few tokens
+  bool any_order = false;
 
   // Of a token, in elements of the cache.
   int64_t KeyRow(int64_t head_dim) const { return codebooks == nullptr ? head_dim : layout.RowBytes(); }

@@ -83,8 +83,8 @@ void AttendHeads(Host& host, const AttentionKernel& kernel, int64_t heads, int64
 
 class AttentionPlan {
  public:
-  // precision: of the products, 32 or 16.
-  explicit AttentionPlan(int precision);
+  // precision: of the products, 32 or 16. any_order: as FindAttentionKernel has it.
+  explicit AttentionPlan(int precision, bool any_order = false);
 
   // Queries, keys and values of the call alone. Throws std::bad_alloc.
   void Run(Host& host, const AttentionCall& call) const;

@@ -7,7 +7,8 @@
 //     key, value float [B, T, KV D] or [B, KV, T, D], both left out where they are packed into query
 //     -> Y float [B, S, H D];   attributes num_heads (H), kv_num_heads (KV; 0: H), scale (0: 1 / sqrt(D)), causal,
 //     zero_hidden_rows (1: rows whose softmax is NaN, because nothing is left of their scores, give zeros), precision
-//     (32, or 16: products may be computed from bfloat16 where that is faster)
+//     (32, or 16: products are computed from bfloat16, with the same bits on every CPU), any_order (1: in any order,
+//     and only where that is faster)
 //
 // Query head h reads key and value head h / (H / KV). causal: query i does not see keys behind i + T - S, so T >= S.
 //
@@ -68,6 +69,7 @@ class Kernel {
     const int64_t precision = IntAttributeOr(info, "precision", 32);
     if (precision != 32 && precision != 16) throw node_.Error("precision is ", precision, ", expected 32 or 16");
     node_.precision = static_cast<int>(precision);
+    node_.any_order = node_.Flag(info, "any_order");
     packed_ = !node_.HasNumbers(info, kKey);
     if (packed_ == node_.HasNumbers(info, kValue)) {
       throw node_.Error("only one of the inputs key and value is given, expected both, or none and a query that holds ",
@@ -76,12 +78,12 @@ class Kernel {
     has_mask_ = node_.HasNumbers(info, kMask);
     for (size_t i = 0; i < std::size(floats_); ++i) floats_[i] = AlignedConstant<float>(info, i);
     if (has_kept_) {
-      plan_.emplace(node_.precision);
+      plan_.emplace(node_.precision, node_.any_order);
     } else if (node_.HasNumbers(info, kPastKey)) {
       cache_.emplace(info, node_);
     } else {
       CheckNoCache(info);
-      plan_.emplace(node_.precision);
+      plan_.emplace(node_.precision, node_.any_order);
     }
   }
 

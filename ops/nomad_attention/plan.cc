@@ -123,8 +123,9 @@ AttentionArgs ArgsOf(const AttentionCall& call, int64_t batch, int64_t kv_head, 
   return args;
 }
 
-AttentionPlan::AttentionPlan(int precision)
-    : kernel_(FindAttentionKernel(precision, false)), decode_(SelectKernel(DecodeAttentionKernels(), ActiveFeatures())) {}
+AttentionPlan::AttentionPlan(int precision, bool any_order)
+    : kernel_(FindAttentionKernel(precision, any_order)),
+      decode_(SelectKernel(DecodeAttentionKernels(), ActiveFeatures())) {}
 
 void AttentionPlan::Run(Host& host, const AttentionCall& call) const {
   if (call.batch == 0 || call.queries == 0) return;

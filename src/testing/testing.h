@@ -58,6 +58,7 @@ void DefineKernelList(py::module_& module, const char* name, std::span<const Ker
       row["runs_here"] = DetectedFeatures().Has(kernel.needs);
       if constexpr (requires { kernel.least_rows; }) row["least_rows"] = kernel.least_rows;
       if constexpr (requires { kernel.precision; }) row["precision"] = kernel.precision;
+      if constexpr (requires { kernel.own_order; }) row["own_order"] = kernel.own_order;
       rows.append(row);
     }
     return rows;

@@ -301,6 +301,12 @@ def test_precision_16_rounds_and_the_body_does_not() -> None:
         case.check(kernel)
 
 
+def test_any_order_keeps_to_the_precision() -> None:
+    case = Case(1, queries=200, keys=200, head_dim=64, mask=(2, 1, 1, 200))
+    for y in runs(node_model(4, precision=16, any_order=1), case.feeds):
+        case.check(y, precision=16)
+
+
 def test_shapes_are_inferred(tmp_path) -> None:
     """Of fixed and named dimensions: the last one from the heads."""
     for packed, width in ((True, 96), (False, 32)):
@@ -323,6 +329,7 @@ def test_shapes_are_inferred(tmp_path) -> None:
         ({"kv_num_heads": 3}, "num_heads is 4 and kv_num_heads 3"),
         ({"causal": 2}, "causal is 2, expected 0 or 1"),
         ({"zero_hidden_rows": -1}, "zero_hidden_rows is -1, expected 0 or 1"),
+        ({"any_order": 2}, "any_order is 2, expected 0 or 1"),
         ({"precision": 8}, "precision is 8, expected 32 or 16"),
         ({"scale": float("nan")}, "scale is nan, expected a finite number"),
     ],

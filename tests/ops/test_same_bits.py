@@ -18,7 +18,10 @@ from .attention import LOWEST, PRECISION, runnable_kernels
 Floats = NDArray[np.float32]
 
 VECTOR_KERNELS = [row["name"] for row in _testing.epilogue_kernels() if row["runs_here"] and row["name"] != "scalar"]
-ATTENTION = [name for name in runnable_kernels() if PRECISION[name] == 16 and name != "scalar/16"]
+OWN_ORDER = {row["name"] for row in _testing.nomad_attention_kernels() if row["own_order"]}
+ATTENTION = [
+    name for name in runnable_kernels() if PRECISION[name] == 16 and name not in OWN_ORDER and name != "scalar/16"
+]
 each_kernel = pytest.mark.parametrize("kernel", VECTOR_KERNELS)
 each_attention = pytest.mark.parametrize("kernel", ATTENTION)
 
