@@ -50,7 +50,8 @@ def score_tokens(
     window: no longer than the contexts that the model was trained on. 1 <= stride <= window - 1.
     step: tokens that the model is given at a time; None: a whole window. What a cache holds of tokens before is only
         read at the next step: one that rounds them is judged by steps of 1.
-    Raises OrtolanError for fewer than two tokens, a window below 2, a step below 1, or such a stride.
+    Raises OrtolanError for fewer than two tokens, a window below 2, a step below 1, or such a stride; and for a step
+    above 1 of a model that keeps the last token's logits alone (keep_last_logits).
     """
     stride = window // 2 if stride is None else stride
     step = window if step is None else step
@@ -60,6 +61,8 @@ def score_tokens(
             "2, 1 <= stride < window and step >= 1"
         )
     decoder = Decoder(session)
+    if decoder.only_last_logits and step > 1:
+        raise OrtolanError(f"the model gives the logits of a call's last token alone, but step is {step}; give step=1")
     total, scored_to = 0.0, 1
     for start in range(0, len(ids), stride):
         part = np.asarray(ids[start : start + window], np.int64)

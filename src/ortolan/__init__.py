@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .embedding import embed, embed_stream, rerank
     from .importer import import_gguf
     from .inspection import inspect_onnx
+    from .last_logits import keep_last_logits
     from .optimize import optimize_onnx, search
     from .provider_inspection import inspect_provider
     from .text_encoder import TextEncoder
@@ -61,6 +62,7 @@ __all__ = [
     "import_gguf",
     "inspect_onnx",
     "inspect_provider",
+    "keep_last_logits",
     "optimize_onnx",
     "register",
     "register_provider",
@@ -76,6 +78,7 @@ _LAZY = {
     "TextInput": "ortolan.graph_passes.text.text_plan",
     "import_gguf": "ortolan.importer",
     "inspect_onnx": "ortolan.inspection",
+    "keep_last_logits": "ortolan.last_logits",
     "inspect_provider": "ortolan.provider_inspection",
     "optimize_onnx": "ortolan.optimize",
     "search": "ortolan.optimize",

@@ -36,7 +36,7 @@ class Decoder:
     What has a fixed number of tokens, as past_key_values.N.exact_key of NoMADAttention, keeps that in both.
 
     length: the number of tokens in the cache. session: the one given. prompt_tokens: of a prompt that is part of the
-    model, in front of those of the cache.
+    model, in front of those of the cache. only_last_logits: whether a call gives those of its last token alone.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class Decoder:
         ]
         self.vocabulary = _dimension(self._outputs["logits"], 2)
         self._logits_dtype = _dtype(self._outputs["logits"])
+        self.only_last_logits = self._outputs["logits"].shape[1] == 1
         self.cache_length = cache_length
         self.length = 0
         # Of a prompt that is part of the model: masks and positions count its tokens, the cache does not hold them.
@@ -135,7 +136,8 @@ class Decoder:
         return {name: value.numpy().copy() for name, value in zip(self._past, self._values, strict=True)}
 
     def step(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Appends tokens to the sequence. Returns their logits [tokens, vocabulary], which belong to the caller.
+        """Appends tokens to the sequence. Returns their logits [tokens, vocabulary], which belong to the caller; of a
+        model that keeps those of the last token alone (keep_last_logits), [1, vocabulary].
 
         Raises OrtolanError when there are no tokens, or more than fit into a shared cache.
         """
@@ -151,7 +153,8 @@ class Decoder:
             )
         binding = self._binding
         # The binding refers to these arrays' memory; they live until the run is over.
-        logits: np.ndarray = np.empty((1, count, self.vocabulary), self._logits_dtype)
+        rows = 1 if self.only_last_logits else count
+        logits: np.ndarray = np.empty((1, rows, self.vocabulary), self._logits_dtype)
         feeds = {"input_ids": tokens}
         if self._has_mask:
             feeds["attention_mask"] = np.ones((1, self.prompt_tokens + total), np.int64)
@@ -169,7 +172,7 @@ class Decoder:
             # In the order in which they were bound first.
             self._values = binding.get_outputs()[1:]
         self.length = total
-        return logits.reshape(count, self.vocabulary)
+        return logits.reshape(rows, self.vocabulary)
 
 
 def _fixed_tokens(value: Any, otherwise: int) -> int:
