@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,11 @@ class Template:
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """said: the JSON. tokenizer: a tokenizers.Tokenizer that neither pads nor cuts."""
+    """content: of the file. said: its JSON."""
 
     path: str
+    content: str
     said: Mapping[str, Any]
-    tokenizer: Any
     single: Template
     pair: Template
     pad_id: int
@@ -43,6 +44,12 @@ class TokenizerFile:
 
     def refuse(self, what: str) -> ModelError:
         return ModelError(f"tokenizer file {self.path!r} {what}; keep tokens as the model's inputs")
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """A tokenizers.Tokenizer that neither pads nor cuts. Made when it is first asked for: who has tokens already
+        need not wait for it. Raises ModelError."""
+        return _open(self.content, self.path)
 
     @property
     def added_tokens(self) -> list[Mapping[str, Any]]:
@@ -56,7 +63,7 @@ class TokenizerFile:
         others = before["normalizers"] if before and before["type"] == "Sequence" else [before] if before else []
         normalizer = {"type": "Sequence", "normalizers": [{"type": "Lowercase"}, *others]}
         said = {**self.said, "normalizer": normalizer}
-        return replace(self, said=said, tokenizer=_open(json.dumps(said), self.path))
+        return replace(self, said=said, content=json.dumps(said))
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Any:
@@ -66,25 +73,36 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
 
 def read_tokenizer_file(path: str | os.PathLike[str]) -> TokenizerFile:
     """Raises ModelError."""
-    content = _content(path)
-    tokenizer = _open(content, os.fspath(path))
-    said = json.loads(content)
+    content, name = _content(path), os.fspath(path)
+    try:
+        said = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"tokenizer file {name!r} is no tokenizer.json: {error}") from error
+    if not isinstance(said, dict) or not isinstance(said.get("model"), dict):
+        raise ModelError(f"tokenizer file {name!r} is no tokenizer.json: it has no model")
 
     def refuse(what: str) -> ModelError:
-        return ModelError(f"tokenizer file {os.fspath(path)!r} {what}; keep tokens as the model's inputs")
+        return ModelError(f"tokenizer file {name!r} {what}; keep tokens as the model's inputs")
 
-    single, pair = _templates(said.get("post_processor"), tokenizer, refuse)
+    try:
+        return _read(name, content, said, refuse)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise refuse(f"is not well formed: {error!r}") from error
+
+
+def _read(path: str, content: str, said: Mapping[str, Any], refuse: Refuse) -> TokenizerFile:
+    single, pair = _templates(said.get("post_processor"), refuse)
     truncation = said.get("truncation") or {}
     beside = _beside(Path(path))
     if truncation.get("direction", "Right") != "Right" or beside.get("truncation_side", "right") != "right":
         raise refuse("cuts texts at their beginning, which is not supported")
     return TokenizerFile(
-        path=os.fspath(path),
+        path=path,
+        content=content,
         said=said,
-        tokenizer=tokenizer,
         single=single,
         pair=pair,
-        pad_id=_pad_id(said, tokenizer, beside, refuse),
+        pad_id=_pad_id(said, beside, refuse),
         max_tokens=_limit(beside.get("model_max_length")) or truncation.get("max_length"),
     )
 
@@ -142,20 +160,41 @@ def _limit(number: Any) -> int | None:
     return int(number) if isinstance(number, int | float) and 0 < number < _LARGEST else None
 
 
-def _pad_id(said: Mapping[str, Any], tokenizer: Any, beside: Mapping[str, Any], refuse: Refuse) -> int:
+def _pad_id(said: Mapping[str, Any], beside: Mapping[str, Any], refuse: Refuse) -> int:
     """The token that fills up shorter texts. Models may tell by it where a text ends (RoBERTa's positions)."""
     number = (said.get("padding") or {}).get("pad_id")
     if number is None:
         named = beside.get("pad_token")
         named = named.get("content") if isinstance(named, dict) else named
         names = [named] if isinstance(named, str) else list(_PAD_NAMES)
-        number = next((found for name in names if (found := tokenizer.token_to_id(name)) is not None), 0)
-    if not isinstance(number, int) or not 0 <= number < _LARGEST or tokenizer.id_to_token(number) is None:
+        number = next((found for name in names if (found := _id_of(name, said)) is not None), 0)
+    if not isinstance(number, int) or not 0 <= number < _LARGEST or not _is_token(number, said):
         raise refuse(f"pads with id {number!r}, which is no token")
     return number
 
 
-def _templates(processor: Mapping[str, Any] | None, tokenizer: Any, refuse: Refuse) -> tuple[Template, Template]:
+def _added_ids(said: Mapping[str, Any]) -> dict[str, int]:
+    return {one["content"]: one["id"] for one in said.get("added_tokens") or []}
+
+
+def _id_of(name: str, said: Mapping[str, Any]) -> int | None:
+    """Of a token, if there is such one."""
+    vocabulary = said["model"]["vocab"]
+    if isinstance(vocabulary, list):  # Unigram's pairs of a token and its score
+        found = next((number for number, (token, _) in enumerate(vocabulary) if token == name), None)
+    else:
+        found = vocabulary.get(name)
+    return _added_ids(said).get(name) if found is None else found
+
+
+def _is_token(number: int, said: Mapping[str, Any]) -> bool:
+    if number in _added_ids(said).values():
+        return True
+    vocabulary = said["model"]["vocab"]
+    return number < len(vocabulary) if isinstance(vocabulary, list) else number in vocabulary.values()
+
+
+def _templates(processor: Mapping[str, Any] | None, refuse: Refuse) -> tuple[Template, Template]:
     """Of one text, and of a pair."""
     kind = None if processor is None else processor.get("type")
     if kind == "Sequence":
@@ -163,7 +202,7 @@ def _templates(processor: Mapping[str, Any] | None, tokenizer: Any, refuse: Refu
         others = [one for one in processor["processors"] if one.get("type") != "ByteLevel"]
         if len(others) > 1:
             raise refuse(f"has post-processors {[one.get('type') for one in others]}, expected one")
-        return _templates(others[0] if others else None, tokenizer, refuse)
+        return _templates(others[0] if others else None, refuse)
     if processor is None or kind == "ByteLevel":
         return Template(((FIRST, 0),)), Template(((FIRST, 0), (SECOND, 1)))
     if kind == "TemplateProcessing":
