@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +252,10 @@ def test_padding_is_found_without_the_package(files, tmp_path, kind):
         path.with_name("tokenizer_config.json").write_text(json.dumps({"pad_token": name}), encoding="utf-8")
         file = read_tokenizer_file(path)
         assert file.pad_id == tokenizer.token_to_id(name)
-        assert "tokenizer" not in vars(file)
+        assert not {"tokenizer", "said"} & vars(file).keys()
+    # In another order.
+    path.write_text(json.dumps({"model": said["model"], **said}), encoding="utf-8")
+    assert read_tokenizer_file(path) == replace(file, content=path.read_text(encoding="utf-8"))
     padding = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None, "pad_type_id": 0}
     for number in (tokenizer.get_vocab_size() + 1, -1, "a"):
         path.write_text(json.dumps(said | {"padding": padding | {"pad_id": number, "pad_token": "x"}}), "utf-8")
