@@ -198,7 +198,7 @@ class Ortolan(_Onnx):
     """A file of Ortolan's in ONNX Runtime: ortolan. The model is an ONNX file, or a GGUF file, which is imported."""
 
     packages = ("ortolan", "onnxruntime")
-    modules = ("ortolan.session", "ortolan.generate")
+    modules = ("onnxruntime", "ortolan.session", "ortolan.generate")
 
     @classmethod
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:

@@ -101,7 +101,7 @@ class Ortolan(EncoderEngine):
     """A file of Ortolan's in ONNX Runtime, by TextEncoder, whose padding and pooling are timed as well."""
 
     packages = ("ortolan", "onnxruntime")
-    modules = ("ortolan", "ortolan.text_encoder")
+    modules = ("onnxruntime", "ortolan", "ortolan.text_encoder")
 
     @classmethod
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:

@@ -19,9 +19,12 @@ from .genai_folder import CONFIG_NAME, decoder_file
 
 MODEL_SUFFIX = ".onnx"
 LARGE_MODEL = 10**9  # bytes
-EMBED_LIMIT = 256 * 1024**2  # weights of at least this many bytes go to an external data file
+# Weights of at least this many bytes go to an external data file: ONNX Runtime maps it, and copies weights inside of a
+# model when it loads that.
+EMBED_LIMIT = 8 * 1024**2
 _MOST_DIGITS = 6  # of such a dimension
-_EXTERNAL_THRESHOLD = 1024  # smaller tensors stay in the model file, where shape inference can see them
+# Smaller tensors stay in the model file, where shape inference can see them: outside each begins at a page of its own.
+EXTERNAL_THRESHOLD = 8192
 
 
 @dataclass
@@ -272,7 +275,7 @@ def write_model(
                 path,
                 format="protobuf",
                 external_data=path.name + ".data",
-                size_threshold_bytes=_EXTERNAL_THRESHOLD,
+                size_threshold_bytes=EXTERNAL_THRESHOLD,
                 # ONNX Runtime hands the mapped bytes to the kernels as they are; they want whole cache lines.
                 alignment=64,
                 align_threshold=0,

@@ -159,6 +159,8 @@ def read_settings(
 
 
 def read_graph_tokenizer(file: TokenizerFile) -> GraphTokenizer:
+    if file.tokenizer.get_vocab_size() == 0:  # the package reads the file first, and refuses what is malformed
+        raise file.refuse("has no tokens")
     kind = file.said["model"].get("type")
     if kind not in _READERS:
         raise file.refuse(f"has a model {kind!r}, expected one of {', '.join(_READERS)}")

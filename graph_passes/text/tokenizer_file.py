@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from ortolan.errors import ModelError
 Refuse = Callable[[str], ModelError]
 FIRST, SECOND = "A", "B"  # the texts of a template
 _PAD_NAMES = ("[PAD]", "<pad>", "<|padding|>")
+_KEY = re.compile(r'\s*,?\s*"(\w+)"\s*:\s*')
+_SETTINGS = {"truncation", "padding", "added_tokens", "post_processor"}  # of a tokenizer.json
 _LARGEST = 2**31  # of ids, and of what is no limit: transformers writes 10**30
 
 
@@ -31,11 +35,10 @@ class Template:
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """said: the JSON. tokenizer: a tokenizers.Tokenizer that neither pads nor cuts."""
+    """content: of the file."""
 
     path: str
-    said: Mapping[str, Any]
-    tokenizer: Any
+    content: str
     single: Template
     pair: Template
     pad_id: int
@@ -43,6 +46,17 @@ class TokenizerFile:
 
     def refuse(self, what: str) -> ModelError:
         return ModelError(f"tokenizer file {self.path!r} {what}; keep tokens as the model's inputs")
+
+    # Both are made when they are first asked for: who has tokens already need not wait for them.
+    @cached_property
+    def said(self) -> Mapping[str, Any]:
+        """The file's JSON. Raises ModelError."""
+        return _parsed(self.content, self.path)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """A tokenizers.Tokenizer that neither pads nor cuts. Raises ModelError."""
+        return _open(self.content, self.path)
 
     @property
     def added_tokens(self) -> list[Mapping[str, Any]]:
@@ -56,7 +70,7 @@ class TokenizerFile:
         others = before["normalizers"] if before and before["type"] == "Sequence" else [before] if before else []
         normalizer = {"type": "Sequence", "normalizers": [{"type": "Lowercase"}, *others]}
         said = {**self.said, "normalizer": normalizer}
-        return replace(self, said=said, tokenizer=_open(json.dumps(said), self.path))
+        return replace(self, content=json.dumps(said))
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Any:
@@ -66,34 +80,65 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
 
 def read_tokenizer_file(path: str | os.PathLike[str]) -> TokenizerFile:
     """Raises ModelError."""
-    content = _content(path)
-    tokenizer = _open(content, os.fspath(path))
-    said = json.loads(content)
+    content, name = _content(path), os.fspath(path)
 
     def refuse(what: str) -> ModelError:
-        return ModelError(f"tokenizer file {os.fspath(path)!r} {what}; keep tokens as the model's inputs")
+        return ModelError(f"tokenizer file {name!r} {what}; keep tokens as the model's inputs")
 
-    single, pair = _templates(said.get("post_processor"), tokenizer, refuse)
+    try:
+        return _read(name, content, refuse)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise refuse(f"is not well formed: {error!r}") from error
+
+
+def _read(path: str, content: str, refuse: Refuse) -> TokenizerFile:
+    said = _settings(content) or _parsed(content, path)
+    single, pair = _templates(said.get("post_processor"), refuse)
     truncation = said.get("truncation") or {}
     beside = _beside(Path(path))
     if truncation.get("direction", "Right") != "Right" or beside.get("truncation_side", "right") != "right":
         raise refuse("cuts texts at their beginning, which is not supported")
+    whole = cache(lambda: _parsed(content, path)["model"]["vocab"])
+    vocabulary = _Vocabulary(said.get("added_tokens") or [], whole)
     return TokenizerFile(
-        path=os.fspath(path),
-        said=said,
-        tokenizer=tokenizer,
+        path=path,
+        content=content,
         single=single,
         pair=pair,
-        pad_id=_pad_id(said, tokenizer, beside, refuse),
+        pad_id=_pad_id(said, beside, vocabulary, refuse),
         max_tokens=_limit(beside.get("model_max_length")) or truncation.get("max_length"),
     )
+
+
+def _settings(content: str) -> dict[str, Any] | None:
+    """What the JSON says in front of its model, whose vocabulary takes as long to read as a small model to load; None
+    where its parts are not in the order that the package writes."""
+    said: dict[str, Any] = {}
+    decoder, place = json.JSONDecoder(), content.find("{") + 1
+    try:
+        while (key := _KEY.match(content, place)) is not None and key[1] != "model":
+            said[key[1]], place = decoder.raw_decode(content, key.end())
+    except (ValueError, RecursionError):
+        return None
+    return said if key is not None and said.keys() >= _SETTINGS and content.rstrip().endswith("}") else None
+
+
+def _parsed(content: str, path: str) -> dict[str, Any]:
+    """The whole of the JSON. Raises ModelError."""
+    try:
+        said = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"tokenizer file {path!r} is no tokenizer.json: {error}") from error
+    if not isinstance(said, dict) or not isinstance(said.get("model"), dict):
+        raise ModelError(f"tokenizer file {path!r} is no tokenizer.json: it has no model")
+    return said
 
 
 def _content(path: str | os.PathLike[str]) -> str:
     if not Path(path).is_file():
         raise ModelError(f"tokenizer file {os.fspath(path)!r} does not exist")
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"tokenizer file {os.fspath(path)!r} cannot be read as UTF-8 text: {error}") from error
 
@@ -142,20 +187,43 @@ def _limit(number: Any) -> int | None:
     return int(number) if isinstance(number, int | float) and 0 < number < _LARGEST else None
 
 
-def _pad_id(said: Mapping[str, Any], tokenizer: Any, beside: Mapping[str, Any], refuse: Refuse) -> int:
+class _Vocabulary:
+    """Tokens and their ids. Those that were added stand before the others, which are read when they are needed."""
+
+    def __init__(self, added: list[Mapping[str, Any]], read: Callable[[], Any]) -> None:
+        self._added, self._read = {one["content"]: one["id"] for one in added}, read
+
+    def id_of(self, token: str) -> int | None:
+        found: int | None = self._added.get(token)
+        if found is not None:
+            return found
+        others = self._read()
+        if isinstance(others, list):  # Unigram's pairs of a token and its score
+            return next((number for number, (name, _) in enumerate(others) if name == token), None)
+        found = others.get(token)
+        return found
+
+    def has(self, number: int) -> bool:
+        if number in self._added.values():
+            return True
+        others = self._read()
+        return number < len(others) if isinstance(others, list) else number in others.values()
+
+
+def _pad_id(said: Mapping[str, Any], beside: Mapping[str, Any], vocabulary: _Vocabulary, refuse: Refuse) -> int:
     """The token that fills up shorter texts. Models may tell by it where a text ends (RoBERTa's positions)."""
     number = (said.get("padding") or {}).get("pad_id")
     if number is None:
         named = beside.get("pad_token")
         named = named.get("content") if isinstance(named, dict) else named
         names = [named] if isinstance(named, str) else list(_PAD_NAMES)
-        number = next((found for name in names if (found := tokenizer.token_to_id(name)) is not None), 0)
-    if not isinstance(number, int) or not 0 <= number < _LARGEST or tokenizer.id_to_token(number) is None:
+        number = next((found for name in names if (found := vocabulary.id_of(name)) is not None), 0)
+    if not isinstance(number, int) or not 0 <= number < _LARGEST or not vocabulary.has(number):
         raise refuse(f"pads with id {number!r}, which is no token")
     return number
 
 
-def _templates(processor: Mapping[str, Any] | None, tokenizer: Any, refuse: Refuse) -> tuple[Template, Template]:
+def _templates(processor: Mapping[str, Any] | None, refuse: Refuse) -> tuple[Template, Template]:
     """Of one text, and of a pair."""
     kind = None if processor is None else processor.get("type")
     if kind == "Sequence":
@@ -163,7 +231,7 @@ def _templates(processor: Mapping[str, Any] | None, tokenizer: Any, refuse: Refu
         others = [one for one in processor["processors"] if one.get("type") != "ByteLevel"]
         if len(others) > 1:
             raise refuse(f"has post-processors {[one.get('type') for one in others]}, expected one")
-        return _templates(others[0] if others else None, tokenizer, refuse)
+        return _templates(others[0] if others else None, refuse)
     if processor is None or kind == "ByteLevel":
         return Template(((FIRST, 0),)), Template(((FIRST, 0), (SECOND, 1)))
     if kind == "TemplateProcessing":

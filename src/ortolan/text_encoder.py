@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -92,6 +93,7 @@ class TextEncoder:
             tokens, or texts itself (optimize_onnx(texts_in=True)), and answers with vectors of tokens, of texts, or
             with one score a pair.
         tokenizer: a tokenizer.json, where none lies beside the model. Beside a session's lies what its folder says.
+            The package `tokenizers` opens it with the first text; tokens need none.
         settings: where they differ from what the folder says: see TextInput. A model that takes texts has its own:
             no tokenizer or max_tokens is read for it, and others are refused.
         session_options: of the session that is made of a path.
@@ -126,8 +128,6 @@ class TextEncoder:
         self.max_tokens = self._settings.max_tokens
         dense = self._settings.folder.dense if self._settings.pooling is not None else ()
         self.width = len(dense[-1].weight) if dense else self._last_dim()
-        self._tokenizer = self._settings.file.tokenizer
-        self._tokenizer.enable_truncation(self.max_tokens)
         self._prompt = self._settings.folder.prompts.get(self._settings.prompt_name, "")
 
     def _take_texts(self, inputs: Any, settings: TextInput) -> None:
@@ -141,12 +141,21 @@ class TextEncoder:
         self.max_tokens = None
         self.width = self._last_dim()
 
+    @cached_property
+    def _tokenizer(self) -> Any:
+        """A tokenizers.Tokenizer of a model that takes tokens. Raises ModelError."""
+        assert self._settings is not None
+        tokenizer = self._settings.file.tokenizer
+        tokenizer.enable_truncation(self.max_tokens)
+        return tokenizer
+
     def _last_dim(self) -> int | None:
         shape = next(one.shape for one in self._session.get_outputs() if one.name == self._output)
         return shape[-1] if shape and isinstance(shape[-1], int) else None
 
     def tokenize(self, texts: Sequence[str]) -> list[Tokens]:
-        """Of an embedding model's texts. Raises OrtolanError for what is no text."""
+        """Of an embedding model's texts. Raises OrtolanError for what is no text, ModelError where the package
+        `tokenizers` is missing or does not read the model's file."""
         check_texts(texts)
         if self.kind != "embedding":
             raise OrtolanError("the model scores pairs of texts, and was given texts; give a model that embeds")
@@ -155,7 +164,7 @@ class TextEncoder:
         return self._split([(text,) for text in texts], [self._prompt + text for text in texts])
 
     def tokenize_pairs(self, query: str, texts: Sequence[str]) -> list[Tokens]:
-        """Of a reranker's pairs: the query with each of the texts. Raises OrtolanError for what is no text."""
+        """Of a reranker's pairs: the query with each of the texts. Raises as tokenize does."""
         check_texts([query, *texts])
         if self.kind != "reranker":
             raise OrtolanError("the model embeds texts, and was given pairs to score; give a reranker")

@@ -30,6 +30,7 @@ from ortolan.graph_passes.files import model_file
 from ortolan.graph_passes.files.spill import TensorSpill
 from ortolan.models import tiny
 
+from ..external_weights import put_weights_outside
 from ..recipes.forms import NAMED
 
 
@@ -309,7 +310,7 @@ STAGES = ["normalize", "calibrate", "prune", "replace", "verify", "write", "save
 @pytest.mark.parametrize("existing", [False, True])
 def test_interrupts_leave_nothing(folder, unchanged, monkeypatch, stage, error, existing):
     """With large weights, so that there are two files to write; over an older pair, or over nothing."""
-    monkeypatch.setattr(model_file, "EMBED_LIMIT", 0)
+    put_weights_outside(monkeypatch)
     if existing:
         optimize(folder / "model.onnx", folder / "out.onnx", options={"seconds": 0, "sparsity": 0.9})
     unchanged()
@@ -324,7 +325,7 @@ def test_interrupts_leave_nothing(folder, unchanged, monkeypatch, stage, error, 
 
 @pytest.mark.parametrize("step", range(1, 6))
 def test_failures_while_the_files_are_moved_put_the_old_pair_back(folder, unchanged, monkeypatch, step):
-    monkeypatch.setattr(model_file, "EMBED_LIMIT", 0)
+    put_weights_outside(monkeypatch)
     optimize(folder / "model.onnx", folder / "out.onnx", options={"seconds": 0, "sparsity": 0.9})
     unchanged()
     real, calls = model_file.os.replace, []

@@ -15,9 +15,10 @@ import pytest
 import ortolan
 from ortolan import ModelError, OutputError, RecipeError, VerificationError
 from ortolan.benchmarks.matmul_nbits import make_matmul_nbits
-from ortolan.graph_passes.files import model_file, model_folder
+from ortolan.graph_passes.files import model_folder
 from ortolan.models import tiny
 
+from ..external_weights import put_weights_outside
 from ..recipes.forms import NAMED
 from .digests import digests
 
@@ -90,7 +91,7 @@ def test_the_recipe_is_chosen_by_what_the_model_stores(folder, tmp_path):
 
 
 def test_large_weights_go_to_a_data_file_of_the_same_name(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(model_file, "EMBED_LIMIT", 0)
+    put_weights_outside(monkeypatch)
     old = digests(folder)["model.onnx.data"]
     optimize(folder, tmp_path / "fast")
     after = digests(tmp_path / "fast")

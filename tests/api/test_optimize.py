@@ -19,6 +19,7 @@ from ortolan.graph_passes.files import model_file
 from ortolan.models import tiny
 from ortolan.progress import Stage
 
+from ..external_weights import put_weights_outside
 from ..recipes.forms import NAMED
 from .digests import digests
 
@@ -158,7 +159,7 @@ def test_dry_run_tells_and_writes_nothing(bert_with_data, tmp_path):
 @pytest.mark.parametrize("large", [False, True])
 def test_progress_tells_every_stage(bert, tmp_path, monkeypatch, large):
     if large:
-        monkeypatch.setattr(model_file, "EMBED_LIMIT", 0)
+        put_weights_outside(monkeypatch)
     calls = []
     optimize(bert, tmp_path / "fast.onnx", progress=lambda *call: calls.append(call))
     stages = list(dict.fromkeys(stage for stage, _, _ in calls))
@@ -194,7 +195,7 @@ def test_steps_and_decisions_are_logged(bert, caplog):
 @pytest.fixture
 def large_files(monkeypatch):
     """Everything counts as large, so that weights go to an external data file."""
-    monkeypatch.setattr(model_file, "EMBED_LIMIT", 0)
+    put_weights_outside(monkeypatch)
 
 
 def test_large_weights_go_to_one_aligned_data_file(bert_with_data, tmp_path, large_files):
@@ -216,7 +217,7 @@ def test_large_weights_go_to_one_aligned_data_file(bert_with_data, tmp_path, lar
 
 
 def test_an_existing_pair_is_replaced(bert, tmp_path, monkeypatch):
-    monkeypatch.setattr(model_file, "EMBED_LIMIT", 0)
+    put_weights_outside(monkeypatch)
     optimize(bert, tmp_path / "fast.onnx")
     first = digests(tmp_path)
     optimize(bert, tmp_path / "fast.onnx", options={"sparsity": 0.8})

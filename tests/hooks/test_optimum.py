@@ -27,6 +27,7 @@ from ortolan.generate import Decoder  # noqa: E402
 from ortolan.optimum import OrtolanOptimizer, session_options  # noqa: E402
 from ortolan.provider import PROVIDER  # noqa: E402
 
+from ..external_weights import put_weights_outside  # noqa: E402
 from ..provider.sessions import needs_provider  # noqa: E402
 from ..recipes.forms import NAMED  # noqa: E402
 
@@ -129,11 +130,9 @@ def test_save_pretrained(
     export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, name: str, embedded: bool
 ) -> None:
     """embedded: weights are in the model's file; those of large models are in one beside it."""
-    from ortolan.graph_passes.files import model_file
-
     model_class = getattr(onnxruntime_part, name)
     if not embedded:
-        monkeypatch.setattr(model_file, "EMBED_LIMIT", 0)
+        put_weights_outside(monkeypatch)
     OrtolanOptimizer.from_pretrained(export(task)).optimize(tmp_path / "fast", NAMED["sparse-bf16"], options=DENSE)
     assert (tmp_path / "fast" / "model.onnx.data").exists() is not embedded
     fast = model_class.from_pretrained(tmp_path / "fast", session_options=session_options())

@@ -23,6 +23,7 @@ exporters = pytest.importorskip("transformers.exporters")
 
 from ortolan.transformers import OrtolanConfig, OrtolanExporter, OrtolanModelRunner, empty_cache  # noqa: E402
 
+from ..external_weights import put_weights_outside  # noqa: E402
 from ..recipes.forms import NAMED  # noqa: E402
 
 FAST = {"verify.seconds": 0.0}
@@ -93,9 +94,7 @@ def test_a_saved_export(bert: Path, exported: Any, tmp_path: Path) -> None:
 def test_large_weights_go_with_the_program(
     bert: Path, model: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    from ortolan.graph_passes.files import model_file
-
-    monkeypatch.setattr(model_file, "EMBED_LIMIT", 0)  # as if these were large
+    put_weights_outside(monkeypatch)  # as if these were large
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     # pytest keeps the records of loggers, and one of them keeps the program.
     logging.disable(logging.CRITICAL)

@@ -16,6 +16,7 @@ from ortolan import OptimizationReport, Recipe
 from ortolan.graph_passes.operators.sparse_amx_matmul_function import INPUTS
 from ortolan.models import tiny
 
+from ..external_weights import put_weights_outside
 from ..passes.small_models import (
     FAST,
     branches_model,
@@ -272,7 +273,7 @@ def test_opsets(recipe: str, opset: int) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_models_with_external_data(recipe: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ortolan.graph_passes.files.model_file.EMBED_LIMIT", 0)
+    put_weights_outside(monkeypatch)
     ir.save(tiny.tiny_bert(), tmp_path / "bert.onnx", external_data="bert.data", size_threshold_bytes=0)
     report = optimize(tmp_path / "bert.onnx", recipe, tmp_path / "fast.onnx")
     assert len(report.replaced) == 12 + 4  # layers, and the products of attention

@@ -15,13 +15,13 @@ import ortolan
 from ortolan import LibraryError, ModelError, TextInput
 from ortolan.graph_passes.auto import layer_times, search
 from ortolan.graph_passes.auto.candidates import ORIGINAL
-from ortolan.graph_passes.files import model_file
 from ortolan.graph_passes.report.figures import Timing
 from ortolan.graph_passes.text.text_input import PROBES, add_text_input, plan_text_input, tokenizer_model
 from ortolan.graph_passes.text.texts import feeds_of_texts
 from ortolan.graph_passes.text.tokenizer_file import load_tokenizer
 from ortolan.models import tiny
 
+from ..external_weights import put_weights_outside
 from ..recipes.forms import NAMED
 from .wordpiece_file import write_wordpiece
 
@@ -290,7 +290,7 @@ def test_texts_are_cut_to_the_positions_that_the_model_has(tmp_path):
 def test_what_a_search_has_written_in_two_files_takes_texts(tmp_path, monkeypatch, in_memory):
     """The weights lie in a file that the model with a tokenizer takes the place of."""
     monkeypatch.setenv("ORTOLAN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(model_file, "EMBED_LIMIT", 0)
+    put_weights_outside(monkeypatch)
     monkeypatch.setattr(
         layer_times, "measure", lambda case, matrix, forms: {ORIGINAL: 1.0} | {form.name: 0.5 for form in forms}
     )

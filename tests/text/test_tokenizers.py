@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,57 @@ def test_what_is_not_supported_is_named(tmp_path):
     refused(
         path, said | {"pre_tokenizer": None, "added_tokens": [], "post_processor": None, "model": characters}, "neither"
     )
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_padding_is_found_without_the_package(files, tmp_path, kind):
+    """The token that tokenizer_config.json names: of the vocabulary's first and last ones, and of added ones."""
+    said = json.loads(files[kind].read_text(encoding="utf-8")) | {"padding": None}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(said), encoding="utf-8")
+    tokenizer = read_tokenizer_file(path).tokenizer
+    vocabulary = sorted(tokenizer.get_vocab(with_added_tokens=False), key=tokenizer.token_to_id)
+    for name in (vocabulary[0], vocabulary[-1], *(one["content"] for one in said["added_tokens"])):
+        path.with_name("tokenizer_config.json").write_text(json.dumps({"pad_token": name}), encoding="utf-8")
+        file = read_tokenizer_file(path)
+        assert file.pad_id == tokenizer.token_to_id(name)
+        assert not {"tokenizer", "said"} & vars(file).keys()
+    # In another order.
+    path.write_text(json.dumps({"model": said["model"], **said}), encoding="utf-8")
+    assert read_tokenizer_file(path) == replace(file, content=path.read_text(encoding="utf-8"))
+    padding = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None, "pad_type_id": 0}
+    for number in (tokenizer.get_vocab_size() + 1, -1, "a"):
+        path.write_text(json.dumps(said | {"padding": padding | {"pad_id": number, "pad_token": "x"}}), "utf-8")
+        with pytest.raises(ModelError, match="no token"):
+            read_tokenizer_file(path)
+
+
+@pytest.mark.parametrize(
+    ("said", "match"),
+    [
+        ("{", "no tokenizer.json"),
+        ("[]", "no tokenizer.json: it has no model"),
+        ('{"model": 3}', "no tokenizer.json: it has no model"),
+        ('{"model": {}}', "not well formed"),
+        ('{"model": {"vocab": {"a": 0}}, "added_tokens": [3]}', "not well formed"),
+        ('{"model": {"vocab": {"a": 0}}, "post_processor": {"type": "TemplateProcessing"}}', "not well formed"),
+    ],
+)
+def test_files_that_are_refused_before_the_package_reads_them(tmp_path, said, match):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(said, encoding="utf-8")
+    with pytest.raises(ModelError, match=match):
+        read_tokenizer_file(path)
+
+
+def test_files_that_the_package_refuses(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text('{"model": {"type": "None", "vocab": {"a": 0}}}', encoding="utf-8")
+    file = read_tokenizer_file(path)
+    with pytest.raises(ModelError, match=r"no tokenizer\.json"):
+        assert file.tokenizer
+    with pytest.raises(ModelError, match=r"no tokenizer\.json"):
+        read_graph_tokenizer(file)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama2", "xlm_roberta", "wordpiece"])
