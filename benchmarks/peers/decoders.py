@@ -12,6 +12,7 @@ import onnxruntime as ort
 
 from ...errors import OrtolanError
 from ...generate import read_context
+from ...last_logits import keep_last_logits
 from ...models import get_model
 from ...models.evaluate import sample_texts
 from ...models.tokenizer import load_tokenizer
@@ -59,12 +60,13 @@ GGUF_LONG_FORMS = ("Q4_0", "Q8_0")
 
 @dataclass(frozen=True)
 class Source:
-    """A model and what it is asked. gguf, onnx: its files, of the same numbers. windows: of tokens, to be scored.
-    texts: a file to calibrate on."""
+    """A model and what it is asked. gguf, onnx: its files, of the same numbers; last: the ONNX file with the logits of
+    the last token alone, as others compute them. windows: of tokens, to be scored. texts: a file to calibrate on."""
 
     model: str
     gguf: Path
     onnx: Path
+    last: Path
     context: int
     windows: Sequence[Sequence[int]]
     texts: Path | None
@@ -109,19 +111,22 @@ def make_source(job: Job, model: str, folder: Path) -> Source:
     long = model == SMOLLM2 and any(job.takes_work(step_name(context)) for context in CONTEXTS)
     gguf, onnx = write_gguf(model, folder, _POSITIONS if long else 0), folder / "model.onnx"
     write_onnx(gguf, onnx)
+    last = folder / "last" / "model.onnx"
+    last.parent.mkdir()
+    keep_last_logits(onnx, last)
     context = read_context(onnx)
     assert files.tokenizer is not None and context is not None
     tokenizer = load_tokenizer(files.tokenizer)
     if job.text is None or model != SMOLLM2:  # the stories' model knows no other texts
         session = ort.InferenceSession(str(onnx), providers=["CPUExecutionProvider"])
         windows: Sequence[Sequence[int]] = sample_texts(session, tokenizer.start, SAMPLED, WINDOW)
-        return Source(model, gguf, onnx, context, windows, None, files.tokenizer)
+        return Source(model, gguf, onnx, last, context, windows, None, files.tokenizer)
     ids = tokenizer.encode(job.text.read_text(encoding="utf-8")[: 16 * SCORED])[:SCORED]
     if len(ids) < SCORED:
         raise OrtolanError(f"{job.text} holds {len(ids)} tokens, expected at least {SCORED}; give a longer text")
     texts = folder / "calibration.txt"
     texts.write_text("\n".join(sentences_of(job.text)), encoding="utf-8")
-    return Source(model, gguf, onnx, context, windows_of(ids, WINDOW), texts, files.tokenizer)
+    return Source(model, gguf, onnx, last, context, windows_of(ids, WINDOW), texts, files.tokenizer)
 
 
 def windows_of(ids: Sequence[int], window: int) -> list[list[int]]:
@@ -167,16 +172,16 @@ def candidates_for(job: Job, source: Source) -> Iterator[Candidate]:
     """ONNX Runtime's fp32 first: the original."""
     yield Candidate("ORT fp32", "onnxruntime", source.onnx, exact=True)
     for name, nbits in NBITS.items():
-        yield Candidate(f"ORT {name}", "onnxruntime", source.onnx, {"nbits": nbits})
+        yield Candidate(f"ORT {name}", "onnxruntime", source.last, {"nbits": nbits})
     for name in INT8_CACHE if source.is_long else ():
         options = {"nbits": NBITS[name], "cache_ids": source.ids[:CACHE_TOKENS]}
-        yield Candidate(f"ORT {name}, int8 cache", "onnxruntime", source.onnx, options)
+        yield Candidate(f"ORT {name}, int8 cache", "onnxruntime", source.last, options)
     for name, form in FORMS.items():
         if "cache" not in form:
-            yield Candidate(f"Ortolan {name}", "ortolan", source.onnx, form, ours=True)
+            yield Candidate(f"Ortolan {name}", "ortolan", source.last, form, ours=True)
         elif source.texts is not None:  # to calibrate on
             data = {"calibration": str(source.texts), "tokenizer": str(source.tokenizer)}
-            yield Candidate(f"Ortolan {name}", "ortolan", source.onnx, {**form, **data}, ours=True)
+            yield Candidate(f"Ortolan {name}", "ortolan", source.last, {**form, **data}, ours=True)
     if source.model == SMOLLM2:
         yield Candidate("Ortolan, the Q4_1 file imported", "ortolan", source.gguf, ours=True)
     yield from _llama_cpp(job, source)
@@ -251,7 +256,8 @@ def judge_for(source: Source) -> Judge:
             return {"perplexity": of_files[form]}
         rounded = not {"cache", "cache_ids"}.isdisjoint(subject.candidate.options)
         # What a rounded cache holds is only read at the next step: it is judged by steps of one token.
-        work = {"kind": "score", "windows": source.windows, **({"step": 1} if rounded else {})}
+        by_steps = rounded or subject.candidate.model == source.last
+        work = {"kind": "score", "windows": source.windows, **({"step": 1} if by_steps else {})}
         total, tokens = subject.answer(work).sum(axis=0, dtype=float).tolist()
         perplexity = math.exp(total / tokens)
         original.append(perplexity)

@@ -18,7 +18,7 @@ from ...text_encoder import BATCH_TOKENS
 from ..encoder import SENTENCES, Encoder, calibration_feeds, open_model
 from .comparison import Job, compare
 from .encoder_texts import MIXED, SORTED, STS, EncoderJudge, make_works
-from .encoders import ONNX_RUNTIME, OPENVINO, SCRIPT, Form, Source, candidates_of
+from .encoders import ANY_ORDER, ONNX_RUNTIME, OPENVINO, SCRIPT, Form, Source, candidates_of
 from .result import PeersResult
 from .verdict import SPARSE_ENCODERS
 
@@ -30,7 +30,11 @@ _FLOATS, _QUANTIZED, _LAYERS = "export of floats", "quantized export", "export o
 _TOKENS = {"batch_tokens": BATCH_TOKENS}
 OURS = (
     Form("Ortolan 4x1", "ortolan", {"choices": {"pattern": "4x1"}, **_TOKENS}),
-    Form("Ortolan 4x1, fixed ranges", "ortolan", {"choices": {"pattern": "4x1"}, "more": "ranges", **_TOKENS}),
+    Form(
+        "Ortolan 4x1, fixed ranges, any order",
+        "ortolan",
+        {"choices": {"pattern": "4x1"}, "more": "ranges", "changed": ANY_ORDER, **_TOKENS},
+    ),
     Form("Ortolan int8", "ortolan", {"choices": {"weights": "int8"}, **_TOKENS}),  # on tiles, zeros may cost nothing
     Form("Ortolan, of the quantized export", "ortolan", {"choices": {}, **_TOKENS}, source=_QUANTIZED),
 )

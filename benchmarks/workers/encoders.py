@@ -105,15 +105,20 @@ class Ortolan(EncoderEngine):
 
     @classmethod
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
-        """choices: what optimize_onnx is called with. more: a pass that their recipe is given besides. calibration:
-        batches. tokenizer: a tokenizer.json, which names the token to pad with. batch_tokens: of a call of the session;
+        """choices: what optimize_onnx is called with. more: a pass that their recipe is given besides; changed: options
+        of the recipe. calibration: batches. tokenizer: a tokenizer.json, which names the token to pad with. batch_tokens: of a call of the session;
         none: a batch is a call."""
         ortolan = importlib.import_module("ortolan")
-        path, choices, more = folder / "fast.onnx", options["choices"], options.get("more")
+        path, choices = folder / "fast.onnx", options["choices"]
         settings = ", ".join(f"{name}={value!r}" for name, value in choices.items())
-        if more is not None:
-            choices = {"recipe": ortolan.Recipe.of(**choices).with_pass(more)}
-            settings = f"recipe=Recipe.of({settings}).with_pass({more!r})"
+        more, changed = options.get("more"), options.get("changed")
+        if more is not None or changed is not None:
+            recipe, settings = ortolan.Recipe.of(**choices), f"recipe=Recipe.of({settings})"
+            if more is not None:
+                recipe, settings = recipe.with_pass(more), f"{settings}.with_pass({more!r})"
+            if changed is not None:
+                recipe, settings = recipe.with_options(changed), f"{settings}.with_options({changed!r})"
+            choices = {"recipe": recipe}
         feeds = _inputs_of(model, read_batches(options["calibration"]))
         ortolan.optimize_onnx(model, path, calibration=feeds, **choices)
         batch_tokens = options.get("batch_tokens")
