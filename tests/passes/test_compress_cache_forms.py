@@ -27,6 +27,14 @@ def recipe(**options: Any) -> Recipe:
     return Recipe.from_dict({"name": "c", "pass": steps})
 
 
+FUSED = Recipe.from_dict(
+    {
+        "name": "f",
+        "pass": [{"name": "normalize"}, {"name": "fuse_cached_attention"}, {"name": "verify", "seconds": 0.0}],
+    }
+)
+
+
 def operator(
     op_type: str,
     inputs: list[str],
@@ -80,14 +88,15 @@ def feeds(model: onnx.ModelProto, past: int, tokens: int, seed: int = 0) -> Feed
 
 
 def check(model: onnx.ModelProto, *others: str) -> None:
-    """others: nodes that stand beside the attention."""
-    report = ortolan.optimize_onnx(model, recipe=recipe(), calibration=[feeds(model, 4, 3)])
-    assert report.model is not None
-    assert sorted(op_types(report.model)) == sorted(["NoMADAttention", *others]), report.notes
-    for past, tokens in ((0, 7), (9, 1), (9, 5), (0, 1)):
-        given = feeds(model, past, tokens)
-        for one, expected in zip(run(report.model, given, library=True), run(model, given), strict=True):
-            np.testing.assert_allclose(one, expected, atol=1e-5)
+    """By both passes that take attention with a cache. others: nodes that stand beside the attention."""
+    for by in (recipe(), FUSED):
+        report = ortolan.optimize_onnx(model, recipe=by, calibration=[feeds(model, 4, 3)])
+        assert report.model is not None
+        assert sorted(op_types(report.model)) == sorted(["NoMADAttention", *others]), report.notes
+        for past, tokens in ((0, 7), (9, 1), (9, 5), (0, 1)):
+            given = feeds(model, past, tokens)
+            for one, expected in zip(run(report.model, given, library=True), run(model, given), strict=True):
+                np.testing.assert_allclose(one, expected, atol=1e-5)
 
 
 def transformers_5(numbers: bool) -> onnx.ModelProto:
