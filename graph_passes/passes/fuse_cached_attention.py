@@ -22,7 +22,7 @@ class FuseCachedAttentionPass(CompressCachePass):
     """Replaces attention with a cache where there is some, and where the model stays portable if it is to be."""
 
     pass_name = "fuse_cached_attention"
-    stage = Stage.FUSE_ATTENTION
+    stage = Stage.FUSE_CACHED_ATTENTION
     refusal = "attention with a cache left as it is"
     options_type = AttentionOptions
 
@@ -32,9 +32,12 @@ class FuseCachedAttentionPass(CompressCachePass):
         )
         super().__init__(floats, context)
 
-    def find(self, model: ir.Model) -> Sequence[CachedAttention | NotAttention]:
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
         if not has_past(model):
-            return []
+            return ir.passes.PassResult(model, modified=False)
+        return super().call(model)
+
+    def find(self, model: ir.Model) -> Sequence[CachedAttention | NotAttention]:
         found, taken = super().find(model), self.context.caches.taken
         return [
             match
