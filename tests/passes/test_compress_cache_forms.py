@@ -14,6 +14,7 @@ import ortolan
 from ortolan import Recipe
 from ortolan.errors import NothingToReplaceError
 
+from .cached_llama import llama, prompt
 from .small_models import make_model, op_types, run
 
 H, KV, D = 6, 2, 16
@@ -239,3 +240,15 @@ def test_taken_apart_by_transformers_5(numbers: bool) -> None:
 def test_refusals(model: onnx.ModelProto, reason: str) -> None:
     with pytest.raises(NothingToReplaceError, match=f": {re.escape(reason)}"):
         ortolan.optimize_onnx(model, recipe=recipe(), dry_run=True)
+
+
+def test_two_formats_in_one_model_need_the_library() -> None:
+    """No ONNX function serves codes and floats."""
+    model = llama("standard")
+    calibration = [prompt(model, seed=seed) for seed in (5, 6)]
+    codes = recipe(select=["*layers.0*"], keys="codes", values="int8")
+    both = codes.with_pass("compress_cache", select=["*layers.1*"], keys="float32", values="float32")
+    report = ortolan.optimize_onnx(model, recipe=both, calibration=calibration)
+    assert report.model is not None and not report.portable and not report.model.functions
+    types = {value.name: value.type.tensor_type.elem_type for value in report.model.graph.input}
+    assert [types[f"past_key_values.{layer}.key"] for layer in range(2)] == [TensorProto.UINT8, FLOAT]
