@@ -85,6 +85,10 @@ class AttentionRewrite(RecipePass, Generic[Match]):
         """Why the operator cannot take the place of this one, if it cannot."""
         return None
 
+    def why_none(self, model: ir.Model, chosen: Sequence[Match]) -> str | None:
+        """Why the operator cannot take the place of any of these, each of which it could, if it cannot."""
+        return None
+
     @abc.abstractmethod
     def announce(self, chosen: Sequence[Match], refused: Refused) -> None:
         """Notes what becomes of the attentions; raises an error where that may not be."""
@@ -151,6 +155,10 @@ class AttentionRewrite(RecipePass, Generic[Match]):
                 refused.setdefault(reason, []).append(match.names[0])
             elif not isinstance(match, NotAttention):
                 chosen.append(match)
+        reason = self.why_none(model, chosen) if chosen else None
+        if reason is not None:
+            refused.setdefault(reason, []).extend(match.names[0] for match in chosen)
+            chosen = []
         # The first to be replaced makes the masks that others share: its place must be before theirs.
         places = {node: place for place, node in enumerate(node for graph in model.graphs() for node in graph)}
         chosen.sort(key=lambda match: places[_last(match)])

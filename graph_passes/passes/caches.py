@@ -16,6 +16,7 @@ from .prompt import Prompt
 class Caches:
     # Of all attention with a cache, whether or not it is replaced, by the input.
     uses: dict[str, CacheUse] = field(default_factory=dict)
+    taken: set[str] = field(default_factory=set)  # inputs of attention that pass compress_cache replaces
     formats: dict[str, CacheFormat] = field(default_factory=dict)  # of inputs that no longer hold floats
     exact_keys: dict[str, ExactKeys] = field(default_factory=dict)  # inputs that the original has not
     outputs: set[str] = field(default_factory=set)  # that hold the same as the inputs of `formats` a token later

@@ -25,8 +25,16 @@ from ..find.attention_operands import is_op
 from ..find.cached_attention import CachedAttention, find_cached_attentions
 from ..find.dimensions import Dimensions, int_attribute
 from ..names import ORTOLAN_DOMAIN, PROMPT_KEY
-from ..operators.nodes import UNPACK_ONCE_LIMIT, fill_missing, in_order, new_initializer, nodes_of, put_function
-from ..operators.nomad_attention_function import OP_TYPE, uses_of
+from ..operators.nodes import (
+    UNPACK_ONCE_LIMIT,
+    fill_missing,
+    in_order,
+    input_of,
+    new_initializer,
+    nodes_of,
+    put_function,
+)
+from ..operators.nomad_attention_function import OP_TYPE, is_given, uses_of
 from ..operators.nomad_cache_function import INPUTS, CacheUses, nomad_cache_function
 from ..operators.replacement import stored_tensor
 from ..options import takes
@@ -109,6 +117,7 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
 
     def announce(self, chosen: Sequence[CachedAttention], refused: Refused) -> None:
         context = self.context
+        context.caches.taken |= {match.past_key.name or "" for match in chosen}
         rows = [max(self._key_bytes(match), self._value_bytes(match)) for match in chosen]
         self._equal_width = max(rows, default=0) if self.options.equal_rows else None
         if chosen:
@@ -169,6 +178,10 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         """Bytes of a token and a head in the caches of keys and values."""
         own = self._key_bytes(match), self._value_bytes(match)
         return own if self._equal_width is None else (self._equal_width, self._equal_width)
+
+    def has_function(self, model: ir.Model, chosen: Sequence[CachedAttention]) -> bool:
+        """Whether one ONNX function serves these and the operator's nodes that the model has already."""
+        return _with_others(_find_uses(model, chosen, self.options, 0), nodes_of(model, OP_TYPE)) is not None
 
     # ---- the graph ---------------------------------------------------------------------------------------------------
 
@@ -310,7 +323,7 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         context = self.context
         every = nodes_of(model, OP_TYPE)
         others = [node for node in every if node not in set(nodes)]
-        uses = self._uses if not others or self._uses is None else _with_uncached(self._uses, others)
+        uses = _with_others(self._uses, others)
         nothing = np.zeros(1, np.float32)
         neutral = dict.fromkeys(("mask", "key", "value", "cos", "sin", "past_exact_key"), nothing)
         neutral |= {"codebooks": np.zeros(0, np.float32), "lengths": np.zeros(0, np.int32)}
@@ -341,8 +354,12 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         put_function(model, nomad_cache_function(model.opset_imports[""], uses))
 
 
-def _with_uncached(uses: CacheUses, others: Sequence[ir.Node]) -> CacheUses | None:
-    """The same for nodes without a cache as well; None if no function serves all."""
+def _with_others(uses: CacheUses | None, others: Sequence[ir.Node]) -> CacheUses | None:
+    """The same for nodes that are there already as well; None if no function serves all."""
+    if uses is None or not others:
+        return uses
+    if any(is_given(input_of(node, INPUTS, "past_key")) for node in others):
+        return None
     own = uses_of(others)
     special = uses.d_sub or uses.int8_values or uses.packed or uses.rotary or uses.exact_keys or uses.prompt
     if special or uses.lengths or own.packed:

@@ -40,11 +40,14 @@ class FuseAttentionPass(AttentionRewrite[Attention]):
         found = [match for graph in model.graphs() for match in find_attentions(graph)]
         if not has_past(model):
             return found
-        # Attention with a cache is what pass compress_cache is for.
+        # Attention with a cache is what passes compress_cache and fuse_cached_attention are for.
         matches = [match for graph in model.graphs() for match in find_cached_attentions(graph)]
         cached = {match.node: None for match in matches if isinstance(match, CachedAttention)}  # in order
         found = [match for match in found if match.node not in cached]
-        if self.context.plan.replaces or self.context.plan.fuses_cached:
+        if self.context.plan.fuses_cached:  # and tells why it leaves others alone
+            refused = {match.node for match in matches if isinstance(match, NotAttention) and match.cached}
+            return [match for match in found if isinstance(match, Attention) or match.node not in refused]
+        if self.context.plan.replaces:
             return found
         return [*found, *(NotAttention(node, "it has a cache, which pass compress_cache is for") for node in cached)]
 

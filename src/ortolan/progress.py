@@ -29,6 +29,7 @@ class Stage(StrEnum):
     COLLECT_KEYS = "collect keys"
     CODEBOOKS = "codebooks"
     COMPRESS_CACHE = "compress cache"
+    FUSE_CACHED_ATTENTION = "fuse cached attention"
     REPLACE = "replace"
     FUSE_LUT = "fuse tables"
     FUSE_NORM = "fuse norms"

@@ -80,7 +80,10 @@ def test_weights_of_all_files(folder: Path, tmp_path: Path) -> None:
     report = ortolan.optimize_onnx(folder, tmp_path / "fast", weights="int8", options=options)
     for name, part in report.parts.items():
         assert part.replaced and part.feeds, name
-        assert operators(tmp_path / "fast" / name)["SparseAMXMatMul"] > 0
+        kinds = operators(tmp_path / "fast" / name)
+        assert kinds["SparseAMXMatMul"] > 0 and kinds["Softmax"] == 0, name
+        assert kinds["NoMADAttention"] == {ENCODER: 0, DECODER: 2, WITH_PAST: 2, MERGED: 4}[name]  # the first is packed
+        assert part.portable
     assert len(report.replaced) == sum(len(part.replaced) for part in report.parts.values())
     shown, data = str(report), json.loads(report.to_json())
     assert all(name in shown and name in data["parts"] for name in FILES)

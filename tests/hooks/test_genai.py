@@ -132,18 +132,26 @@ def test_exact_settings_generate_the_same_tokens(folder: Path, tmp_path: Path, s
     assert generate(tmp_path / "fast", share_buffer) == expected
 
 
-def test_adopted_layers_generate(tmp_path: Path, built: Callable[[str], Path]) -> None:
+def operators(folder: Path) -> list[str]:
+    return [node.op_type for node in ir.load(folder / "model.onnx").graph]
+
+
+@pytest.mark.parametrize("share_buffer", [True, False])
+def test_adopted_layers_generate(tmp_path: Path, built: Callable[[str], Path], share_buffer: bool) -> None:
     folder = built("int4")
     report = ortolan.optimize_onnx(folder, tmp_path / "fast", options=FAST)
     assert report.recipe["name"] == "weights as stored"
+    assert operators(tmp_path / "fast").count("NoMADAttention") == 2
     # Both round activations to int8, by different sums: tokens agree until a step on an edge.
-    assert generate(tmp_path / "fast")[:4] == generate(folder)[:4]
+    assert generate(tmp_path / "fast", share_buffer)[:4] == generate(folder, share_buffer)[:4]
 
 
 def test_other_recipes_generate(float_folder: Path, tmp_path: Path) -> None:
     for recipe in ("sparse-bf16", "sparse-int8", "int4"):
         ortolan.optimize_onnx(float_folder, tmp_path / recipe, recipe=NAMED[recipe], options=FAST | {"may_grow": True})
-        assert len(generate(tmp_path / recipe)) == 24
+        assert operators(tmp_path / recipe).count("NoMADAttention") == 2
+        found = generate(tmp_path / recipe)
+        assert len(found) == 24 and found == generate(tmp_path / recipe, share_buffer=False)
 
 
 @pytest.mark.parametrize("share_buffer", [True, False])
@@ -226,8 +234,9 @@ def test_the_provider_in_the_configuration(registered: None, tmp_path: Path, bui
 
 @needs_provider
 def test_the_provider_and_an_optimized_folder(registered: None, tmp_path: Path, built: Callable[[str], Path]) -> None:
-    """Its operators are not known twice, and the provider finds attention alone."""
-    ortolan.optimize_onnx(built("int4"), tmp_path / "fast", options=FAST)
+    """Its operators are not known twice, and the provider finds what was left alone."""
+    left = {"fuse_cached_attention.exclude": ["*"]}
+    ortolan.optimize_onnx(built("int4"), tmp_path / "fast", options=FAST | left)
     config = genai.Config(str(tmp_path / "fast"))
     config.clear_providers()
     config.append_provider(PROVIDER)

@@ -19,11 +19,16 @@ FAST = {"verify.seconds": 0.0}
 CALLS = ((0, 7), (9, 1), (9, 5), (0, 2))
 
 
+STEPS = [{"name": "normalize"}, {"name": "fuse_cached_attention"}, {"name": "verify"}]
+RECIPES = [Recipe.of(cache="float32"), Recipe.from_dict({"name": "fuse_cached_attention", "pass": STEPS})]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
-def test_one_operator_that_answers_the_same(form: Callable[[CachedGraph], str]) -> None:
+def test_one_operator_that_answers_the_same(form: Callable[[CachedGraph], str], recipe: Recipe) -> None:
     model = cached_graphs.model(form)
     calibration = [cached_graphs.feeds(model, 4, 3)]
-    report = ortolan.optimize_onnx(model, cache="float32", calibration=calibration, options=FAST)
+    report = ortolan.optimize_onnx(model, recipe=recipe, calibration=calibration, options=FAST)
     assert report.model is not None and report.portable
     kinds = op_types(report.model)
     assert kinds.count("NoMADAttention") == 1 and "Softmax" not in kinds, report.notes

@@ -14,6 +14,7 @@ import ortolan
 from ortolan import Recipe
 from ortolan.errors import NothingToReplaceError
 
+from .cached_llama import llama, prompt
 from .small_models import make_model, op_types, run
 
 H, KV, D = 6, 2, 16
@@ -25,6 +26,14 @@ def recipe(**options: Any) -> Recipe:
     options = {"keys": "float32", "values": "float32"} | options
     steps = [{"name": "normalize"}, {"name": "compress_cache", **options}, {"name": "verify", "seconds": 0.0}]
     return Recipe.from_dict({"name": "c", "pass": steps})
+
+
+FUSED = Recipe.from_dict(
+    {
+        "name": "f",
+        "pass": [{"name": "normalize"}, {"name": "fuse_cached_attention"}, {"name": "verify", "seconds": 0.0}],
+    }
+)
 
 
 def operator(
@@ -80,14 +89,15 @@ def feeds(model: onnx.ModelProto, past: int, tokens: int, seed: int = 0) -> Feed
 
 
 def check(model: onnx.ModelProto, *others: str) -> None:
-    """others: nodes that stand beside the attention."""
-    report = ortolan.optimize_onnx(model, recipe=recipe(), calibration=[feeds(model, 4, 3)])
-    assert report.model is not None
-    assert sorted(op_types(report.model)) == sorted(["NoMADAttention", *others]), report.notes
-    for past, tokens in ((0, 7), (9, 1), (9, 5), (0, 1)):
-        given = feeds(model, past, tokens)
-        for one, expected in zip(run(report.model, given, library=True), run(model, given), strict=True):
-            np.testing.assert_allclose(one, expected, atol=1e-5)
+    """By both passes that take attention with a cache. others: nodes that stand beside the attention."""
+    for by in (recipe(), FUSED):
+        report = ortolan.optimize_onnx(model, recipe=by, calibration=[feeds(model, 4, 3)])
+        assert report.model is not None
+        assert sorted(op_types(report.model)) == sorted(["NoMADAttention", *others]), report.notes
+        for past, tokens in ((0, 7), (9, 1), (9, 5), (0, 1)):
+            given = feeds(model, past, tokens)
+            for one, expected in zip(run(report.model, given, library=True), run(model, given), strict=True):
+                np.testing.assert_allclose(one, expected, atol=1e-5)
 
 
 def transformers_5(numbers: bool) -> onnx.ModelProto:
@@ -230,3 +240,15 @@ def test_taken_apart_by_transformers_5(numbers: bool) -> None:
 def test_refusals(model: onnx.ModelProto, reason: str) -> None:
     with pytest.raises(NothingToReplaceError, match=f": {re.escape(reason)}"):
         ortolan.optimize_onnx(model, recipe=recipe(), dry_run=True)
+
+
+def test_two_formats_in_one_model_need_the_library() -> None:
+    """No ONNX function serves codes and floats."""
+    model = llama("standard")
+    calibration = [prompt(model, seed=seed) for seed in (5, 6)]
+    codes = recipe(select=["*layers.0*"], keys="codes", values="int8")
+    both = codes.with_pass("compress_cache", select=["*layers.1*"], keys="float32", values="float32")
+    report = ortolan.optimize_onnx(model, recipe=both, calibration=calibration)
+    assert report.model is not None and not report.portable and not report.model.functions
+    types = {value.name: value.type.tensor_type.elem_type for value in report.model.graph.input}
+    assert [types[f"past_key_values.{layer}.key"] for layer in range(2)] == [TensorProto.UINT8, FLOAT]

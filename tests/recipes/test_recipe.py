@@ -41,8 +41,8 @@ def test_a_recipe_without_passes_says_so():
 
 def test_one_more_pass():
     recipe = NAMED["sparse-int8-4x1"]
-    assert [step.name for step in recipe.with_pass("ranges", max_numbers=20).passes][-5:] == [
-        *("fuse_attention", "ranges", "replace", "unpad", "verify")
+    assert [step.name for step in recipe.with_pass("ranges", max_numbers=20).passes][-6:] == [
+        *("fuse_attention", "ranges", "fuse_cached_attention", "replace", "unpad", "verify")
     ]
     with pytest.raises(RecipeError, match="unknown option 'numbers'"):
         recipe.with_pass("ranges", numbers=20)
@@ -63,8 +63,8 @@ QUANTIZE = PRUNE.replace("prune", "quantize")
         (
             'name = "r"',
             r"has no \[\[pass\]\]; the passes are: activations, cache_prompt, calibrate, compress_cache, "
-            "embeddings, float_activations, fuse_attention, fuse_lut, fuse_norm, normalize, prune, quantize, ranges, "
-            "replace, unpad, verify",
+            "embeddings, float_activations, fuse_attention, fuse_cached_attention, fuse_lut, fuse_norm, normalize, "
+            "prune, quantize, ranges, replace, unpad, verify",
         ),
         ('name = "r"\npass = 3', r"has no \[\[pass\]\]"),
         ('name = "r"\npass = [1]', r"has no \[\[pass\]\]; .* or say: pass = \[\]"),
@@ -141,7 +141,7 @@ def test_passes_in_the_wrong_order(names):
     steps = [{"name": name} for name in ("normalize", before, after)]
     order = (
         "normalize, float_activations, calibrate, prune, quantize, embeddings, fuse_attention, ranges, activations, "
-        "cache_prompt, compress_cache, replace, fuse_lut, fuse_norm, unpad, verify"
+        "cache_prompt, compress_cache, fuse_cached_attention, replace, fuse_lut, fuse_norm, unpad, verify"
     )
     message = f"'{after}' comes after pass '{before}', expected the order: {order}"
     with pytest.raises(RecipeError, match=message):
@@ -194,7 +194,11 @@ def test_options_that_depend_on_each_other_are_changed_together(name, options):
         ({"sparsty": 0.5}, "has no option 'sparsty'; its options are: .*prune.sparsity.*did you mean 'sparsity'"),
         ({"verify.sparsity": 0.5}, "has no option 'verify.sparsity'"),
         ({"quantize.bits": 4}, "has no option 'quantize.bits'"),
-        ({"exclude": ["a"]}, "'exclude' is ambiguous .*: fuse_attention.exclude, prune.exclude, replace.exclude"),
+        (
+            {"exclude": ["a"]},
+            "'exclude' is ambiguous .*: fuse_attention.exclude, fuse_cached_attention.exclude, prune.exclude, "
+            "replace.exclude",
+        ),
         ({"sparsity": 1.5}, "pass 'prune': sparsity is 1.5"),
         ({"": 1}, "has no option ''"),
         ({3: 1}, "has no option '3'"),
@@ -215,14 +219,19 @@ def test_settings_of_the_command_line():
             parse_setting(text)
 
 
-def test_what_is_selected_of_attentions_is_for_those_with_a_cache_and_without():
-    changed = Recipe.load("long-context").with_options({"select": ["a*"], "compress_cache.exclude": "b"})
+@pytest.mark.parametrize("fuses_others", [False, True])
+def test_what_is_selected_of_attentions_is_for_those_with_a_cache_and_without(fuses_others):
+    recipe = Recipe.load("long-context")
+    if fuses_others:
+        recipe = recipe.with_pass("fuse_cached_attention")
+    changed = recipe.with_options({"select": ["a*"], "compress_cache.exclude": "b"})
     selected = {
         step.name: (step.options.select, step.options.exclude)
         for step in changed.passes
-        if step.name in ("fuse_attention", "compress_cache")
+        if step.name in ("fuse_attention", "compress_cache", "fuse_cached_attention")
     }
-    assert selected == {"fuse_attention": (("a*",), ()), "compress_cache": (("a*",), ("b",))}
+    others = {"fuse_cached_attention": (("a*",), ())} if fuses_others else {}
+    assert selected == {"fuse_attention": (("a*",), ()), "compress_cache": (("a*",), ("b",))} | others
 
 
 VALUES = st.recursive(

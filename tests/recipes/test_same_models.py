@@ -119,13 +119,15 @@ def optimized(case: Case) -> onnx.ModelProto:
 
 
 def packed(model: onnx.ModelProto) -> list[tuple[str, list[np.ndarray]]]:
-    """Of each node of ours, in the order of nodes, its operator and the constants that it reads."""
-    constants = {tensor.name: tensor for tensor in model.graph.initializer}
-    return [
-        (node.op_type, [numpy_helper.to_array(constants[name]) for name in node.input if name in constants])
+    """Of each node of ours, in the order of nodes, its operator and the constants that it reads. Attention with a cache
+    of floats has none but empty ones, for what it is not given."""
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    found = [
+        (node.op_type, [constants[name] for name in node.input if name in constants])
         for node in model.graph.node
         if node.domain == "ai.ortolan"
     ]
+    return [(op, read) for op, read in found if op != "NoMADAttention" or any(one.size for one in read)]
 
 
 def describe(model: onnx.ModelProto) -> list[Any]:
