@@ -19,7 +19,8 @@ AT_ONCE = 2
 # As pytest -ra, tests/conftest.py and .ci/extra print them.
 _SKIPPED = re.compile(r"SKIPPED \[(\d+)\] \S+?:(?:\d+:)? (.*)")
 _FAILED = ("FAILED ", "ERROR ")
-_NO_KERNELS = "kernels no test can run"
+# Lines of tests/conftest.py on what was left out.
+_NOTES = ("kernels no test can run", "parameter sets were run")
 _NOT_RUN = "NOT RUN: "
 _TOTAL = re.compile(r"=*\s*((?:\d+ \w+, )*\d+ \w+) in [\d.]+s.*")
 
@@ -32,7 +33,7 @@ class Part:
     total: str = ""  # pytest's last line
     not_run: str = ""  # why
     skipped: Counter[str] = field(default_factory=Counter)
-    no_kernels: str = ""
+    notes: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
     def run(self) -> None:
@@ -51,8 +52,8 @@ class Part:
             self.skipped[found[2]] += int(found[1])
         elif line.startswith(_FAILED):
             self.failures.append(line)
-        elif _NO_KERNELS in line:
-            self.no_kernels = line
+        elif any(note in line for note in _NOTES):
+            self.notes += [] if line in self.notes else [line]
         elif line.startswith(_NOT_RUN):
             self.not_run = line.removeprefix(_NOT_RUN)
         elif found := _TOTAL.fullmatch(line):
@@ -83,7 +84,7 @@ def main(words: list[str]) -> int:
     print()
     for part in parts:
         lines = [f"{count} skipped: {reason}" for reason, count in part.skipped.items()]
-        for line in lines + [part.no_kernels] * bool(part.no_kernels) + part.failures:
+        for line in lines + part.notes + part.failures:
             print(f"{part.name:8}  {line}")
     for part in parts:
         print(part)

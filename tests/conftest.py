@@ -69,3 +69,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Genera
     skipped = terminalreporter.stats.get("skipped", [])
     for line in instructions.summary(str(report.longrepr[2]) for report in skipped):
         terminalreporter.write_line(line)
+    if (most := terminalreporter.config.getoption("--parameter-sets")) is not None:
+        terminalreporter.write_line(f"of each test, at most {most} parameter sets were run")
