@@ -106,8 +106,8 @@ class Ortolan(EncoderEngine):
     @classmethod
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
         """choices: what optimize_onnx is called with. more: a pass that their recipe is given besides; changed: options
-        of the recipe. calibration: batches. tokenizer: a tokenizer.json, which names the token to pad with. batch_tokens: of a call of the session;
-        none: a batch is a call."""
+        of the recipe. calibration: batches. tokenizer: a tokenizer.json, which names the token to pad with.
+        batch_tokens: of a call of the session; none: a batch is a call."""
         ortolan = importlib.import_module("ortolan")
         path, choices = folder / "fast.onnx", options["choices"]
         settings = ", ".join(f"{name}={value!r}" for name, value in choices.items())
