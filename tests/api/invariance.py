@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import subprocess
@@ -139,25 +140,33 @@ def run_cases(cases: int) -> None:
     settings(max_examples=cases, deadline=None, database=None, suppress_health_check=list(HealthCheck))(test)()
 
 
-def digests() -> dict[str, str]:
-    """Of answers for the same texts, by encoder, form and whether padding is left out."""
+def digests(models: Path | None) -> dict[str, str]:
+    """Of answers for the same texts, by encoder, form and whether padding is left out. models: optimized ones; those
+    that are not there are made and left there."""
     found = {}
-    for encoder, make in LONG_ENCODERS.items():
-        for form, choices in FORMS.items():
-            for unpad in (True, False):
-                recipe = Recipe.of(**choices)
-                report = ortolan.optimize_onnx(
-                    ir.to_proto(make()),
-                    recipe=recipe if unpad else recipe.without_pass("unpad"),
-                    options={"verify.seconds": 0.0, "may_grow": True},
-                )
-                assert report.model is not None
-                one = new_session(report.model.SerializeToString(), 1)
-                texts = [np.random.default_rng(length).integers(2, 90, length) for length in LENGTHS]
-                (y,) = one.run(None, feeds(one, texts, 0))
-                name = f"{encoder}, {form}, {'without' if unpad else 'with'} padding"
-                found[name] = hashlib.sha256(y.tobytes()).hexdigest()[:12]
+    for encoder, form, unpad in itertools.product(LONG_ENCODERS, FORMS, (True, False)):
+        name = f"{encoder}, {form}, {'without' if unpad else 'with'} padding"
+        one = new_session(long_model(encoder, form, unpad, models and models / f"{name}.onnx"), 1)
+        texts = [np.random.default_rng(length).integers(2, 90, length) for length in LENGTHS]
+        (y,) = one.run(None, feeds(one, texts, 0))
+        found[name] = hashlib.sha256(y.tobytes()).hexdigest()[:12]
     return found
+
+
+def long_model(encoder: str, form: str, unpad: bool, path: Path | None) -> bytes:
+    if path is not None and path.exists():
+        return path.read_bytes()
+    recipe = Recipe.of(**FORMS[form])
+    report = ortolan.optimize_onnx(
+        ir.to_proto(LONG_ENCODERS[encoder]()),
+        recipe=recipe if unpad else recipe.without_pass("unpad"),
+        options={"verify.seconds": 0.0, "may_grow": True},
+    )
+    assert report.model is not None
+    made = report.model.SerializeToString()
+    if path is not None:
+        path.write_bytes(made)
+    return made
 
 
 def sets_that_agree(digests_of: dict[str, dict[str, str]]) -> dict[str, list[list[str]]]:
@@ -173,13 +182,13 @@ def sets_that_agree(digests_of: dict[str, dict[str, str]]) -> dict[str, list[lis
     return agree
 
 
-def run_isa(isa: str, cases: int) -> str:
-    """In a process of its own: ORTOLAN_ISA is read once. Without cases, the digests. Raises AssertionError with what
-    differs."""
+def run_isa(isa: str, cases: int, models: Path | None = None) -> str:
+    """In a process of its own: ORTOLAN_ISA is read once. Without cases, the digests, of these models. Raises
+    AssertionError with what differs."""
     root = Path(__file__).parents[2]
     script = f"import sys; sys.path.append({str(root)!r}); from tests.api import invariance; invariance.main()"
     done = subprocess.run(
-        [sys.executable, "-c", script, "--cases", str(cases), "--here"],
+        [sys.executable, "-c", script, "--cases", str(cases), "--here"] + (["--models", str(models)] if models else []),
         env={**os.environ, "ORTOLAN_ISA": isa},
         cwd=Path(__file__).parent,
         capture_output=True,
@@ -194,12 +203,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--here", action="store_true", help="with the instruction set of this process alone")
+    parser.add_argument("--models", type=Path, help="with --here and no cases: a folder of optimized models")
     arguments = parser.parse_args()
     if arguments.here:
         if arguments.cases:
             run_cases(arguments.cases)
         else:
-            print(json.dumps(digests()))
+            print(json.dumps(digests(arguments.models)))
         return
     isas = _native.cpu_info()["detected_features"]
     found = {}

@@ -84,7 +84,6 @@ def test_every_peer_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nomad_attention, "QUICK_CONTEXTS", (40,))
     monkeypatch.setattr(nomad_attention, "ROUNDS", 1)
     monkeypatch.setattr(nomad_attention, "last_level_cache_bytes", lambda: 100)
-    monkeypatch.setattr("ortolan.benchmarks.stream_reader.last_level_cache_bytes", lambda: 1 << 16)
     monkeypatch.setattr("ortolan.graph_passes.measure.timing._WARM_UP_SECONDS", 0.0)
     result = nomad_attention.run(BenchOptions((1, 2), quick=True))
     assert {(row.case["part"], row.peer) for row in result.rows} == {

@@ -248,9 +248,11 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("encoder", ENCODERS)
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("unpad", [True, False])
+# Of the encoders and recipes all pairs, each with padding left out or not, so that each encoder and recipe meets both.
+@pytest.mark.parametrize(
+    ("encoder", "recipe", "unpad"),
+    [(name, recipe, (i + j) % 2 == 0) for i, name in enumerate(ENCODERS) for j, recipe in enumerate(RECIPES)],
+)
 def test_nothing_of_an_encoder_is_normalized_by_onnx_runtime(encoder: str, recipe: str, unpad: bool) -> None:
     make, norms = ENCODERS[encoder]
     steps = RECIPES[recipe] if unpad else RECIPES[recipe].without_pass("unpad")
