@@ -189,6 +189,7 @@ def node_model(
             "causal": int(setup.causal),
             "zero_hidden_rows": int(setup.zero_hidden_rows),
             "precision": 32,
+            "any_order": 0,
             "rotary_interleaved": int(setup.rotary == "interleaved"),
         }
         | attributes,
