@@ -1,8 +1,7 @@
 # make demo    fetch all-MiniLM-L6-v2, optimize it, compare it with the original
 # make test    build, lint and run every test
 # make extras  the tests of Optimum, GenAI with transformers, and Ray, each in an environment of its own
-# make ci      make test, make extras and make aarch64, in less time: each test of the suite with at most 12 of its parameter
-#              sets, the sanitizers with three kinds of kernels. Its last lines tell what that left out
+# make ci      make test, make extras and make aarch64, each test of the suite with at most 12 of its parameter sets
 # make wheel   build the package, and see that nothing of test builds is in it
 # make asan    the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # make aarch64 models on emulated Arm CPUs; make test-aarch64: kernels too
@@ -157,5 +156,5 @@ build/asan-site/.installed: $(VENV)/.installed
 	$(PIP) install $(BUILD) --target build/asan-site --config-settings=build-dir=build/asan \
 	  --config-settings=cmake.define.ORTOLAN_TESTING=ON --config-settings=cmake.build-type=RelWithDebInfo \
 	  --config-settings=cmake.define.ORTOLAN_SANITIZE=ON --config-settings=install.strip=false \
-	  --config-settings=cmake.define.ORTOLAN_ONLY_COLUMNS="$$($(BIN)/python -m tests.instructions $(if $(BRIEF),brief))" .
+	  --config-settings=cmake.define.ORTOLAN_ONLY_COLUMNS="$$($(BIN)/python -m tests.instructions)" .
 	touch $@

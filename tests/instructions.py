@@ -2,12 +2,11 @@
 the end of the run counts.
 
 python -m tests.instructions prints the feature sets of the sanitizer build: those that tests can run here, but for one
-whose code is that of its neighbours. With the word brief: the first, AVX2 and the last of them.
+whose code is that of its neighbours.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterable
 
@@ -64,9 +63,5 @@ def sanitized() -> list[str]:
     return [name for name in sets if name != "avx512vnni" or "avx512" not in sets]
 
 
-def brief(sets: list[str]) -> list[str]:
-    return [name for name in sets if name in (sets[0], AMX_EMULATOR, sets[-1])]
-
-
 if __name__ == "__main__":
-    print(";".join(brief(sanitized()) if sys.argv[1:] == ["brief"] else sanitized()))
+    print(";".join(sanitized()))

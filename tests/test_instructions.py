@@ -30,8 +30,3 @@ def test_emulated_kernels_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: {"detected_features": ["scalar", "avx2", "avx512bw", "avx512vnni", "avx512", "avx512bf16"]},
     )
     assert instructions.summary([]) == []
-
-
-def test_brief_sanitizers_have_the_first_avx2_and_the_last() -> None:
-    assert instructions.brief(["scalar", "avx2"]) == ["scalar", "avx2"]
-    assert instructions.brief(["scalar", "avx2", "avx512", "amx"]) == ["scalar", "avx2", "amx"]
