@@ -1,7 +1,7 @@
 # make demo    fetch all-MiniLM-L6-v2, optimize it, compare it with the original
 # make test    build, lint and run every test
 # make extras  the tests of Optimum, GenAI with transformers, and Ray, each in an environment of its own
-# make ci      make test, make extras and make aarch64, each test of the suite with at most 12 of its parameter sets
+# make ci      make test, make extras and make aarch64, each test of the suite with at most 8 of its parameter sets
 # make wheel   build the package, and see that nothing of test builds is in it
 # make asan    the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # make aarch64 models on emulated Arm CPUs; make test-aarch64: kernels too
@@ -50,7 +50,7 @@ ci: $(VENV)/.installed
 	@BRIEF=1 $(BIN)/python .ci/parts.py wheel then suite asan lint docs aarch64 genai optimum ray
 
 suite: $(VENV)/.installed
-	cd tests && ../.ci/pocl $(PYTEST) $(if $(BRIEF),--parameter-sets 12)
+	cd tests && ../.ci/pocl $(PYTEST) $(if $(BRIEF),--parameter-sets 8)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
