@@ -18,7 +18,7 @@ from .progress import Progress, Stage, no_progress, told
 _LOGITS = "logits"
 _HEADS = {
     "": ("MatMul",),
-    "com.microsoft": ("MatMulNBits", "MatMulBnb4", "FusedMatMul"),
+    "com.microsoft": ("MatMulNBits", "MatMulBnb4"),
     ORTOLAN_DOMAIN: ("W8A8MatMul", "W4A8MatMul", "SparseAMXMatMul", "VNNISpMM", "MaskedMatMul"),
 }
 # Behind the head, of which each row is computed by itself where all other inputs are constants of one number or row.
@@ -35,7 +35,7 @@ def keep_last_logits(
     unequal lengths are run together, padding must stand in front.
 
     model: an ONNX file whose output "logits" is float [batch, tokens, vocabulary].
-    output: the file to write; weights of 256 MiB and more go to `<output>.data`.
+    output: the file to write; weights of 8 MiB and more go to `<output>.data`.
     progress: as optimize_onnx takes it.
 
     Raises ModelError where the head is not found, and OutputError.
@@ -63,7 +63,12 @@ def _slice_head(model: ir.Model, name: str) -> None:
         raise ModelError(f"{name} gives the logits of one token already: 'logits' has shape {logits.shape}")
     head = _head_of(logits, name)
     hidden = head.inputs[0]
-    assert hidden is not None
+    if hidden is None or hidden.const_value is not None or (hidden.shape is not None and len(hidden.shape) != 3):
+        found = "nothing" if hidden is None else f"{hidden.name!r} of shape {hidden.shape}"
+        raise ModelError(
+            f"the first input of {name}'s head {head.name!r} is {found}, expected its inputs [batch, tokens, width]; "
+            "export the model with its head behind the last layer"
+        )
     # The last token: from -1 on to the largest number, of axis 1.
     bounds = {"start": [-1], "end": [np.iinfo(np.int64).max], "axis": [1]}
     values = [_constant(graph, f"{_LOGITS}/last/{key}", numbers) for key, numbers in bounds.items()]

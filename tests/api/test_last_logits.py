@@ -111,6 +111,12 @@ def test_what_stands_behind_the_head(tmp_path: Path, nodes: list[Any], constants
             {"m": np.ones((5, 1), np.float32)},
             "come from node 'by_token', a Mul",
         ),
+        (
+            [helper.make_node("MatMul", ["w", "x"], ["logits"], "turned")],
+            LOGITS,
+            {},
+            r"the first input of .* head 'turned' is 'w' of shape \[4,6\], expected its inputs",
+        ),
         ([helper.make_node("MatMul", ["x", "w"], ["logits"])], ["batch", 1, 6], {}, "of one token already"),
         ([helper.make_node("MatMul", ["x", "w"], ["logits"])], ["batch", 6], {}, r"expected one 'logits' of shape"),
         ([helper.make_node("Identity", ["x"], ["logits"])], ["batch", "tokens", 4], {}, "come from an input"),
