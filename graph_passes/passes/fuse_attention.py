@@ -49,7 +49,13 @@ class FuseAttentionPass(AttentionRewrite[Attention]):
             return [match for match in found if isinstance(match, Attention) or match.node not in refused]
         if self.context.plan.replaces:
             return found
-        return [*found, *(NotAttention(node, "it has a cache, which pass compress_cache is for") for node in cached)]
+        return [
+            *found,
+            *(
+                NotAttention(node, "it has a cache, which passes fuse_cached_attention and compress_cache are for")
+                for node in cached
+            ),
+        ]
 
     def announce(self, chosen: Sequence[Attention], refused: Refused) -> None:
         if chosen:

@@ -320,8 +320,8 @@ class CachedPlan::Running {
       const int64_t count_of_heads = std::min(at_once, all_heads - done);
       const auto some = heads.subspan(static_cast<size_t>(done), static_cast<size_t>(count_of_heads));
       if (!as_given) WriteHeads(some, first, own_cached, most, all);
-      AttendHeads(host_, plan_.attention_, count_of_heads, call_.Group() * count, most, call_.head_dim,
-                  [&](int64_t place) {
+      AttendHeads(host_, is_short ? plan_.short_attention_ : plan_.attention_, count_of_heads, call_.Group() * count,
+                  most, call_.head_dim, [&](int64_t place) {
                     const int64_t head = some[static_cast<size_t>(place)];
                     AttentionArgs args = ArgsOf(call_, BatchOf(head), KvHeadOf(head), first, count);
                     // Causality hides padding, whose keys are the last ones. Without it they are left out.
@@ -346,6 +346,7 @@ class CachedPlan::Running {
 CachedPlan::CachedPlan(const CacheForm& form)
     : form_(form),
       attention_(FindAttentionKernel(form.precision, form.any_order)),
+      short_attention_(FindAttentionKernel(32, false)),
       decode_(SelectKernel(DecodeAttentionKernels(), ActiveFeatures())),
       cache_(SelectKernel(KvCacheKernels(), ActiveFeatures())) {}
 

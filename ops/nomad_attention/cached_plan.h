@@ -80,6 +80,7 @@ class CachedPlan {
 
   CacheForm form_;
   const AttentionKernel& attention_;
+  const AttentionKernel& short_attention_;  // of a few tokens, where the decode kernel does not serve
   const DecodeAttentionKernel& decode_;
   const KvCacheKernel& cache_;
 };

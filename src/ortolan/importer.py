@@ -51,7 +51,7 @@ def import_gguf(
 ) -> OptimizationReport:
     """Makes a folder for onnxruntime-genai and Optimum of a decoder of the Llama family in a GGUF file.
 
-    The folder holds model.onnx with GroupQueryAttention and our operators, its weights in model.onnx.data, the operator
+    The folder holds model.onnx with our operators, its weights in model.onnx.data, the operator
     library, tokenizer and chat template, and the configurations of both hosts. Numbers of Q4_0, Q4_1, Q5_0 and Q8_0 are
     taken as they are; those of Q4_K with their scales rounded to float16; all others become 8 bits in groups of 32. The
     report's notes say what became of which weights, and at what error. Each layer is run on random inputs, and compared

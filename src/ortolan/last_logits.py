@@ -69,6 +69,7 @@ def _slice_head(model: ir.Model, name: str) -> None:
             f"the first input of {name}'s head {head.name!r} is {found}, expected its inputs [batch, tokens, width]; "
             "export the model with its head behind the last layer"
         )
+    _require_unread(graph, head, logits, name)
     # The last token: from -1 on to the largest number, of axis 1.
     bounds = {"start": [-1], "end": [np.iinfo(np.int64).max], "axis": [1]}
     values = [_constant(graph, f"{_LOGITS}/last/{key}", numbers) for key, numbers in bounds.items()]
@@ -81,6 +82,32 @@ def _slice_head(model: ir.Model, name: str) -> None:
         value.shape = None if value.shape is None else ir.Shape([value.shape[0], 1, *value.shape[2:]])
         node = value.producer()
         value = None if node is None or node is head else node.inputs[0]
+
+
+def _require_unread(graph: ir.Graph, head: ir.Node, logits: ir.Value, name: str) -> None:
+    """Raises ModelError where anything else reads what would become that of one token."""
+    value: ir.Value = logits
+    while True:
+        uses = [use.node for use in value.uses()]
+        others = uses if value is logits else uses[1:]
+        if others or (value is not logits and value in graph.outputs):
+            reader = f"node {others[0].name!r}, a {others[0].op_type}, reads it" if others else "it is an output"
+            raise ModelError(
+                f"{value.name!r} of {name} cannot be that of the last token alone: {reader}; expected 'logits' alone "
+                "to come from the head"
+            )
+        node = value.producer()
+        assert node is not None
+        if node is head:
+            break
+        assert node.inputs[0] is not None
+        value = node.inputs[0]
+    for given in head.inputs[1:]:
+        if given is not None and given.const_value is None and len(given.shape or ()) == 3:
+            raise ModelError(
+                f"input {given.name!r} of {name}'s head {head.name!r} has a row for each token, expected none; "
+                "give the model as it was before its layers were joined"
+            )
 
 
 def _head_of(logits: ir.Value, name: str) -> ir.Node:

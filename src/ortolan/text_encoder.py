@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -101,6 +101,8 @@ class TextEncoder:
         Raises ModelError for a model or folder of another form, SessionError where there can be no session.
         """
         settings = settings or TextInput()
+        self._opening = threading.Lock()
+        self._opened: Any = None
         path = model_path(model)
         session: Any = model if path is None else create_session(path, session_options)
         self._session: onnxruntime.InferenceSession = session
@@ -141,13 +143,16 @@ class TextEncoder:
         self.max_tokens = None
         self.width = self._last_dim()
 
-    @cached_property
+    @property
     def _tokenizer(self) -> Any:
         """A tokenizers.Tokenizer of a model that takes tokens. Raises ModelError."""
         assert self._settings is not None
-        tokenizer = self._settings.file.tokenizer
-        tokenizer.enable_truncation(self.max_tokens)
-        return tokenizer
+        with self._opening:  # a tokenizer that others use may not be changed
+            if self._opened is None:
+                tokenizer = self._settings.file.tokenizer
+                tokenizer.enable_truncation(self.max_tokens)
+                self._opened = tokenizer
+        return self._opened
 
     def _last_dim(self) -> int | None:
         shape = next(one.shape for one in self._session.get_outputs() if one.name == self._output)
