@@ -129,6 +129,15 @@ def test_what_it_refuses(tmp_path: Path, nodes: list[Any], shape: list[Any], con
     assert not (tmp_path / "last.onnx").exists()
 
 
+def test_what_else_reads_the_logits_is_refused(tmp_path: Path) -> None:
+    model = head(helper.make_node("MatMul", ["x", "w"], ["logits"]), shape=LOGITS, constants=WEIGHT)
+    model.graph.node.append(helper.make_node("Softmax", ["logits"], ["chances"], "reader"))
+    model.graph.output.append(helper.make_tensor_value_info("chances", TensorProto.FLOAT, LOGITS))
+    onnx.save(model, tmp_path / "all.onnx")
+    with pytest.raises(ModelError, match="node 'reader', a Softmax, reads it"):
+        ortolan.keep_last_logits(tmp_path / "all.onnx", tmp_path / "last.onnx")
+
+
 def test_the_input_is_not_overwritten(decoder: Path) -> None:
     with pytest.raises(OutputError, match="would overwrite"):
         ortolan.keep_last_logits(decoder, decoder)
