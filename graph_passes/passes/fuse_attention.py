@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
+from ortolan.errors import RecipeError
 from ortolan.progress import Stage
 
 from ..find.attention import Attention, NotAttention, find_attentions
@@ -25,6 +26,14 @@ from .attention_rewrite import ROUNDING, AttentionOptions, AttentionRewrite, Ref
 class FuseAttentionOptions(AttentionOptions):
     # With bf16: answers may have other bits on another CPU, where that is faster.
     any_order: bool = field(default=False, metadata=takes("bool"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.any_order and self.precision != "bf16":
+            raise RecipeError(
+                f'any_order = true goes with precision = "bf16" only; precision is "{self.precision}", whose sums have '
+                "one order on a CPU anyway"
+            )
 
 
 class FuseAttentionPass(AttentionRewrite[Attention]):

@@ -37,6 +37,15 @@ def llama(attention: str, **overrides: Any) -> onnx.ModelProto:
     return ir.to_proto(tiny.tiny_llama(attention=attention, **{**SIZES, **overrides}))
 
 
+def unequal_mask(padding: str) -> np.ndarray:
+    """int64 [2, 81]: a prompt of 70 tokens, of which the second sequence lacks 30 on the left or right, and 11 more."""
+    mask = np.ones((2, 81), np.int64)
+    mask[1, :30] = 0
+    if padding == "right":
+        mask[1, :70] = mask[1, 69::-1]
+    return mask
+
+
 def compress(
     model: onnx.ModelProto, calibration: list[Arrays] | None = None, **options: Any
 ) -> tuple[onnx.ModelProto, OptimizationReport]:

@@ -32,6 +32,7 @@ from .cached_llama import (
     prompt,
     recipe,
     session,
+    unequal_mask,
 )
 from .small_models import op_types
 
@@ -53,10 +54,7 @@ def test_float_caches_change_nothing(form: str, kv_heads: int) -> None:
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_padding_of_the_standard_form(padding: str) -> None:
     model = llama("standard")
-    mask = np.ones((2, 81), np.int64)
-    mask[1, :30] = 0
-    if padding == "right":
-        mask[1, :70] = mask[1, 69::-1]  # of the prompt; new tokens follow
+    mask = unequal_mask(padding)
     seen = mask.astype(bool)
     for options, most in ((EXACT, 1e-6), ({}, 0.1)):
         found, _ = compress(model, **options)

@@ -258,3 +258,15 @@ def test_decoders_with_rotated_keys_stay() -> None:
     model = onnx_model(tiny.tiny_llama())
     report = ortolan.optimize_onnx(model, recipe=Recipe.from_dict({"name": "r", "pass": UNVERIFIED}))
     assert "NoMADAttention" not in op_types(report.model) and reasons(report)
+
+
+def test_any_order_is_of_bf16_and_reaches_the_nodes() -> None:
+    with pytest.raises(RecipeError, match=r'any_order = true goes with precision = "bf16" only; precision is "f32"'):
+        recipe(precision="f32", any_order=True)
+    report = ortolan.optimize_onnx(onnx_model(tiny.tiny_bert()), recipe=recipe(precision="bf16", any_order=True))
+    assert report.model is not None
+    nodes = [node for node in report.model.graph.node if node.op_type == "NoMADAttention"]
+    assert nodes
+    for node in nodes:
+        told = {one.name: one.i for one in node.attribute}
+        assert (told["precision"], told["any_order"]) == (16, 1)

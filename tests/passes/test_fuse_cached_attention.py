@@ -18,7 +18,7 @@ from ortolan.generate import Decoder, generate, shares_cache
 from ortolan.models import tiny
 
 from . import cached_graphs
-from .cached_llama import FORMS, LAYERS, VOCABULARY, Decoding, decode, distance, llama, prompt, session
+from .cached_llama import FORMS, LAYERS, VOCABULARY, Decoding, decode, distance, llama, prompt, session, unequal_mask
 from .small_models import op_types, run
 
 NAME = "fuse_cached_attention"
@@ -76,10 +76,7 @@ def test_tokens_of_a_growing_and_of_a_shared_cache(form: str, tmp_path: Path) ->
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_sequences_of_unequal_lengths(padding: str) -> None:
     model = llama("standard")
-    mask = np.ones((2, 81), np.int64)
-    mask[1, :30] = 0
-    if padding == "right":
-        mask[1, :70] = mask[1, 69::-1]  # of the prompt; new tokens follow
+    mask = unequal_mask(padding)
     seen = mask.astype(bool)
     found, _ = fused(model)
     assert distance(decode(found, mask=mask)[seen], decode(model, mask=mask)[seen]) < 1e-6
