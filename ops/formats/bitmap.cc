@@ -86,7 +86,7 @@ void Unpack(const BitmapView& view, int8_t* q, int64_t row_stride, const Next& n
 }
 
 // Adds up int8 rows of a panel, place by place. All weights pass here when a model is loaded: compilers make vectors of
-// sums of 16 bits, which as many bytes as here cannot leave.
+// sums of 16 bits, which 256 numbers of int8 cannot overflow.
 void AddWholeRows(const uint8_t* values, int64_t rows, uint32_t (&of_places)[kInt8Bitmap.RowBits()]) {
   constexpr int64_t kPlaces = kInt8Bitmap.RowBits();
   constexpr int64_t kRowsOf16Bits = 256;  // times -128, the least int16
