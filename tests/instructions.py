@@ -1,12 +1,13 @@
 """Instructions that tests need: what neither the CPU nor the emulator of tests/amx has skips them, with a reason that
 the end of the run counts.
 
-python -m tests.instructions prints the feature sets of the sanitizer build: those that tests can run here, but for one
-whose code is that of its neighbours.
+python -m tests.instructions [SET] prints the feature sets of the sanitizer build: those that tests can run here, but
+for one whose code is that of its neighbours. SET: as on a CPU that has no more than this.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable
 
@@ -17,6 +18,8 @@ from ortolan import _native, _testing
 # What AMX kernels use besides tiles. The emulator knows tile instructions and those of AVX-VNNI, and itself is made of
 # AVX2.
 AMX_KERNELS, AMX_EMULATOR = "avx512bf16", "avx2"
+# What the CPU needs to run a set by the emulator.
+_EMULATED = {"amx": AMX_KERNELS, "avxvnni": AMX_EMULATOR}
 _REASON = "for lack of instructions: "
 
 
@@ -53,15 +56,18 @@ def _kernels() -> Iterable[tuple[str, _testing.KernelInfo]]:
 
 def _runs(feature_set: str) -> bool:
     """By the CPU, or by the emulator on it."""
-    return cpu_has({"amx": AMX_KERNELS, "avxvnni": AMX_EMULATOR}.get(feature_set, feature_set))
+    return cpu_has(_EMULATED.get(feature_set, feature_set))
 
 
-def sanitized() -> list[str]:
-    """Where the set behind it runs too, avx512vnni has nothing of its own: products as in that, the rest as in the one
-    before it."""
+def sanitized(most: str | None = None) -> list[str]:
+    """The sets up to `most` and those that an emulator on it runs; None: of this CPU. Where the set behind it runs too,
+    avx512vnni has nothing of its own: products as in that, the rest as in the one before it."""
     sets = [name for name in _testing.feature_sets() if _runs(name)]
+    if most is not None:
+        behind = _testing.feature_sets()[_testing.feature_sets().index(most) + 1 :]
+        sets = [name for name in sets if name not in behind or _EMULATED.get(name) == most]
     return [name for name in sets if name != "avx512vnni" or "avx512" not in sets]
 
 
 if __name__ == "__main__":
-    print(";".join(sanitized()))
+    print(";".join(sanitized(*sys.argv[1:])))

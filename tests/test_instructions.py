@@ -30,3 +30,10 @@ def test_emulated_kernels_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: {"detected_features": ["scalar", "avx2", "avx512bw", "avx512vnni", "avx512", "avx512bf16"]},
     )
     assert instructions.summary([]) == []
+
+
+def test_the_sanitizer_build_may_be_that_of_a_lesser_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    sets = ["scalar", "avx2", "avx512bw", "avx512vnni", "avx512", "avx512bf16"]
+    monkeypatch.setattr(_native, "cpu_info", lambda: {"detected_features": sets})
+    assert instructions.sanitized() == ["scalar", "avx2", "avxvnni", "avx512bw", "avx512", "avx512bf16", "amx"]
+    assert instructions.sanitized("avx2") == ["scalar", "avx2", "avxvnni"]

@@ -68,7 +68,9 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--json", type=Path, metavar="FILE.json", help="the result; what it has already is not repeated"
     )
-    parser.add_argument("--page", type=Path, metavar="PAGE.md", help="write the page there")
+    parser.add_argument(
+        "--page", type=Path, metavar="PAGE.md", help="write the page there; its data lies with the pictures"
+    )
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw the pictures there, light and dark")
     parser.add_argument("--compare", type=Path, metavar="OLD.json", help="say what changed since that result")
     parser.add_argument("--from", dest="data", type=Path, metavar="FILE.json", help="shows this, and measures nothing")
@@ -201,7 +203,8 @@ def main() -> None:
             measure(arguments, result)
             save(result, arguments.json)
         if arguments.page:
-            arguments.page.write_text(page.write(result), encoding="utf-8")
+            folder = os.path.relpath(arguments.pictures or arguments.page.parent, arguments.page.parent)
+            arguments.page.write_text(page.write(result, Path(folder).as_posix()), encoding="utf-8")
         if arguments.pictures:
             pictures.draw_all(result, arguments.pictures)
     except OrtolanError as error:

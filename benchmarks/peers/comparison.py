@@ -12,7 +12,9 @@ from typing import Any
 from ..workers.process import WorkerError
 from .candidate import Candidate, Subject, interleave
 from .result import PeersResult, Row
+from .verdict import answers_as_well
 
+OUTRUN = 1.25  # times
 Judge = Callable[[Subject], Mapping[str, float]]
 
 
@@ -44,12 +46,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Work:
-    """given: what the worker's engines prepare. count: how many of the unit a pass is, of one copy."""
+    """given: what the worker's engines prepare. count: how many of the unit a pass is, of one copy. after: a work like
+    it that costs less: what is far behind another there does not do this one."""
 
     name: str
     given: Mapping[str, Any]
     count: int
     unit: str
+    after: str | None = None
 
 
 def compare(
@@ -101,6 +105,17 @@ def compare(
     job.keep()
 
 
+def outrun_by(row: Row, rows: Sequence[Row], work: str, threads: int) -> str | None:
+    """The name of a row of the same side, ours or peers', that answers at least as well and does the work at least
+    OUTRUN times as fast."""
+    speed = row.speed(work, threads)
+    for other in rows:
+        its = other.speed(work, threads)
+        if speed and its and other.ours == row.ours and answers_as_well(other, row) and its.best >= OUTRUN * speed.best:
+            return other.name
+    return None
+
+
 def _time_all(
     job: Job,
     found: Mapping[str, tuple[Subject, Row]],
@@ -117,8 +132,11 @@ def _time_all(
             leave_out(f"{name}, {threads} threads", error)
     for work in works:
         given = {}
+        rows = [found[name][1] for name in opened]
         for name, subject in opened.items():
             try:
+                if work.after is not None and (other := outrun_by(found[name][1], rows, work.after, threads)):
+                    raise WorkerError(f"at {work.after}, {other} is {OUTRUN:g} times as fast with answers as good")
                 subject.give(work.given)
                 given[name] = subject
             except WorkerError as error:

@@ -164,7 +164,10 @@ def works_for(source: Source) -> list[Work]:
     decode = {"kind": "decode", "ids": ids[: PROMPTS[0]], "steps": DECODED}
     works.append(Work("decode", decode, DECODED, UNIT))
     for context in CONTEXTS if source.is_long else ():
-        works.append(Work(step_name(context), {"kind": "step", "context": context, "steps": STEPS}, STEPS, UNIT))
+        step = {"kind": "step", "context": context, "steps": STEPS}
+        # Filling the longest takes minutes a form.
+        after = step_name(CONTEXTS[-2]) if context == CONTEXTS[-1] else None
+        works.append(Work(step_name(context), step, STEPS, UNIT, after))
     return works
 
 

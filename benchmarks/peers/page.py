@@ -20,8 +20,8 @@ _TEMPLATE = "page.md.jinja"
 _DIGITS = {"cosine": 4, "Spearman": 4, "perplexity": 2, "error": 4}
 
 
-def write(result: PeersResult) -> str:
-    """The page's text, Markdown."""
+def write(result: PeersResult, folder: str) -> str:
+    """The page's text, Markdown. folder: of its pictures and of the result, peers.json, as seen from the page."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -34,6 +34,7 @@ def write(result: PeersResult) -> str:
     sections = [section for section in SECTIONS if any(row.section == section for row in result.rows)]
     page: str = environment.get_template(_TEMPLATE).render(
         result=result,
+        folder=folder,
         missed=[one for one in found if one.missed],
         reached=[one for one in found if not one.missed],
         alone=[one for one in verdicts(result) if one.ratio is None],

@@ -122,9 +122,13 @@ def _judged(row: Row) -> bool:
     return RULES[row.section].quality in row.quality
 
 
+def answers_as_well(row: Row, other: Row) -> bool:
+    """Whether `row` answers at least as well as the other of its model; not without a measured quality."""
+    return _judged(row) and _judged(other) and RULES[row.section].equal(row, other)
+
+
 def _peers(ours: Row, rows: Sequence[Row]) -> list[Row]:
-    equal = RULES[ours.section].equal
-    return [row for row in rows if not row.ours and _judged(row) and equal(row, ours)]
+    return [row for row in rows if not row.ours and answers_as_well(row, ours)]
 
 
 def _speed_verdict(ours: Row, rows: Sequence[Row], work: str, threads: int) -> Verdict | None:

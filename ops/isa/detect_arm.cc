@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "isa/built.h"
 #include "isa/features.h"
 
 #if defined(__linux__)
@@ -40,7 +41,7 @@ Features DetectedFeatures() {
   if (HasFeature("hw.optional.arm.FEAT_I8MM")) bits |= kI8mm;
   if (HasFeature("hw.optional.arm.FEAT_BF16")) bits |= kArmBf16;
 #endif
-  return {bits};
+  return Features{bits} & BuiltFeatures();
 }
 
 std::string CpuName() {

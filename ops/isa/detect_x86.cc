@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "isa/built.h"
 #include "isa/features.h"
 
 #if defined(__linux__)
@@ -99,7 +100,7 @@ Features Detect() {
 }  // namespace
 
 Features DetectedFeatures() {
-  static const Features features = Detect();
+  static const Features features = Detect() & BuiltFeatures();
   return features;
 }
 

@@ -2,6 +2,9 @@
 
 #include <cstdlib>
 
+#include "isa/built.h"
+#include "isa/kernel_table.h"
+
 namespace ortolan {
 namespace {
 
@@ -41,6 +44,16 @@ const Choice& ChosenOnce() {
 }  // namespace
 
 std::span<const NamedFeatureSet> FeatureSets() { return kSets; }
+
+Features BuiltFeatures() {
+  uint32_t bits = 0;
+#define ORTOLAN_BUILT(name, its_bits) bits |= (its_bits);
+#define ORTOLAN_FEATURE_SET(name, its_bits) ORTOLAN_SECOND(ORTOLAN_WITHOUT_##name, ORTOLAN_BUILT)(name, (its_bits))
+#include "isa/feature_sets.inc"
+#undef ORTOLAN_FEATURE_SET
+#undef ORTOLAN_BUILT
+  return {bits};
+}
 
 std::vector<std::string> NamesOf(Features features) {
   std::vector<std::string> names;

@@ -11,6 +11,7 @@ import pytest
 
 from ortolan.benchmarks.peers import environments, page, pictures
 from ortolan.benchmarks.peers.candidate import speed_of
+from ortolan.benchmarks.peers.comparison import outrun_by
 from ortolan.benchmarks.peers.result import PeersResult, Row, Speed
 from ortolan.benchmarks.peers.verdict import (
     DECODERS,
@@ -25,8 +26,6 @@ from ortolan.benchmarks.peers.verdict import (
 from ortolan.errors import OrtolanError
 
 from ..docs.pages import ROOT
-
-COMMITTED = ROOT / "docs" / "pictures" / "peers.json"
 
 
 def row(
@@ -71,6 +70,20 @@ def test_our_form_with_the_best_ratio_counts_and_none_below_the_least_cosine():
         row("our int8", 0.998, 30), row("our int4", 0.995, 60), row("our bad", 0.9, 900), row("peer", 1.0, 20)
     )
     assert found["1x16"] == ("our int4", "peer", 3.0)
+
+
+def test_what_is_far_behind_its_own_side_at_a_work_is_told_by_what():
+    rows = [
+        row("slow", 30.0, 10, section=DECODERS, works=("step at 4096",)),
+        row("fast", 30.2, 12.5, section=DECODERS, works=("step at 4096",)),  # answers as well, within a hundredth
+        row("worse", 40.0, 99, section=DECODERS, works=("step at 4096",)),
+        row("ours", 30.0, 99, section=DECODERS, works=("step at 4096",)),  # of the other side
+    ]
+    found = [outrun_by(one, rows, "step at 4096", 1) for one in rows]
+    assert found == ["fast", None, None, None]
+    rows[1] = replace(rows[1], quality={"perplexity": 31.0})
+    assert outrun_by(rows[0], rows, "step at 4096", 1) is None
+    assert outrun_by(rows[0], rows, "step at 4096", 2) is None  # not timed
 
 
 def test_what_has_no_quality_is_not_compared():
@@ -151,7 +164,7 @@ def made_up() -> PeersResult:
 
 
 def test_the_page_lists_what_is_missed_first():
-    text = page.write(made_up())
+    text = page.write(made_up(), "pictures")
     missed = text.index("## Where Ortolan misses its goal")
     reached = text.index("## Where it reaches it")
     line = re.search(
@@ -181,11 +194,13 @@ def test_a_result_with_nothing_to_draw_is_refused(tmp_path):
         pictures.draw_all(result_of(), tmp_path)
 
 
-def test_the_committed_page_and_pictures_show_the_committed_data(tmp_path):
-    result = PeersResult.from_json(COMMITTED.read_text(encoding="utf-8"))
-    assert (ROOT / "docs" / "peers.md").read_text(encoding="utf-8") == page.write(result)
+@pytest.mark.parametrize(("written", "folder"), [("peers.md", "pictures")])
+def test_the_committed_page_and_pictures_show_the_committed_data(written, folder):
+    data = ROOT / "docs" / folder / "peers.json"
+    result = PeersResult.from_json(data.read_text(encoding="utf-8"))
+    assert (ROOT / "docs" / written).read_text(encoding="utf-8") == page.write(result, folder)
     for name in page.PICTURES:
-        text = COMMITTED.with_name(f"peers-{name}-dark.svg").read_text(encoding="utf-8")
+        text = data.with_name(f"peers-{name}-dark.svg").read_text(encoding="utf-8")
         assert f"{result.date} -->" in text
 
 
