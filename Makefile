@@ -47,7 +47,7 @@ extras: $(VENV)/.installed
 	@$(BIN)/python .ci/parts.py genai optimum ray
 
 ci: $(VENV)/.installed
-	@BRIEF=1 $(BIN)/python .ci/parts.py wheel then suite asan lint docs aarch64 genai optimum ray
+	@BRIEF=1 $(BIN)/python .ci/parts.py wheel then suite asan ray genai optimum aarch64 lint docs
 
 suite: $(VENV)/.installed
 	cd tests && ../.ci/pocl $(PYTEST) $(if $(BRIEF),--parameter-sets 8)

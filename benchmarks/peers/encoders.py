@@ -40,6 +40,7 @@ ANY_ORDER = {"fuse_attention.any_order": True}
 # The first one is what all are compared with.
 ONNX_RUNTIME = (Form(FP32, "onnxruntime", exact=True), Form(INT8, "onnxruntime", {"quantized": True}))
 OURS = (
+    Form("Ortolan, by default", "ortolan", {"choices": {}, "batch_tokens": BATCH_TOKENS}),
     Form("Ortolan int8, a batch a call", "ortolan", {"choices": {"weights": "int8"}}),
     Form(
         f"Ortolan int8, {BATCH_TOKENS} tokens a call",

@@ -110,7 +110,7 @@ class Ortolan(EncoderEngine):
         batch_tokens: of a call of the session; none: a batch is a call."""
         ortolan = importlib.import_module("ortolan")
         path, choices = folder / "fast.onnx", options["choices"]
-        settings = ", ".join(f"{name}={value!r}" for name, value in choices.items())
+        settings = ", ".join(f"{name}={value!r}" for name, value in choices.items()) or "calibration=batches"
         more, changed = options.get("more"), options.get("changed")
         if more is not None or changed is not None:
             recipe, settings = ortolan.Recipe.of(**choices), f"recipe=Recipe.of({settings})"
