@@ -186,10 +186,13 @@ def _log_probabilities(logits: np.ndarray) -> np.ndarray:
 def _cross_entropies(run: Run, feeds: Sequence[Feeds]) -> np.ndarray:
     """Of each token but the first, float64."""
     found: list[np.ndarray] = []
+    of_one_token = None
     for one in feeds:
         ids = one.get("input_ids")
         logits = run(one).get(_LOGITS) if ids is not None and ids.ndim == 2 and ids.shape[1] > 1 else None
         if ids is None or logits is None or logits.shape[:2] != ids.shape:
+            if ids is not None and logits is not None and logits.ndim == 3 and logits.shape[:2] == (len(ids), 1):
+                of_one_token = logits.shape, ids.shape
             continue
         mask = one.get("attention_mask", np.ones_like(ids))[:, -ids.shape[1] :]
         seen = (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
@@ -199,8 +202,20 @@ def _cross_entropies(run: Run, feeds: Sequence[Feeds]) -> np.ndarray:
         chosen = rows[np.arange(len(wanted)), wanted]
         found.append(np.log(np.exp(rows).sum(axis=1)) - chosen)
     if not sum(map(len, found)):
-        raise CalibrationError(
-            "the budget limits perplexity, but no calibration feed has input_ids of two tokens or more to which the "
-            "model answers with logits [batch, tokens, vocabulary]; give texts and a decoder, or a budget of cosine"
-        )
+        raise _no_entropies(of_one_token)
     return np.concatenate(found)
+
+
+def _no_entropies(of_one_token: tuple[tuple[int, ...], tuple[int, ...]] | None) -> CalibrationError:
+    """of_one_token: the shapes of logits and of input_ids, where logits are those of one token."""
+    if of_one_token is not None:
+        logits, ids = map(list, of_one_token)
+        return CalibrationError(
+            f"the budget limits perplexity, but to input_ids {ids} the model answers with logits {logits}, those of "
+            f"one token; expected those of all, {[*ids, logits[-1]]}; optimize the model as it was before "
+            "keep_last_logits, then keep the last logits of the result; or give a budget of cosine"
+        )
+    return CalibrationError(
+        "the budget limits perplexity, but no calibration feed has input_ids of two tokens or more to which the "
+        "model answers with logits [batch, tokens, vocabulary]; give texts and a decoder, or a budget of cosine"
+    )

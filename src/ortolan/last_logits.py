@@ -21,7 +21,7 @@ _HEADS = {
     "com.microsoft": ("MatMulNBits", "MatMulBnb4"),
     ORTOLAN_DOMAIN: ("W8A8MatMul", "W4A8MatMul", "SparseAMXMatMul", "VNNISpMM", "MaskedMatMul"),
 }
-# Behind the head, of which each row is computed by itself where all other inputs are constants of one number or row.
+# Behind the head, of which each row is computed by itself where all inputs but one are constants of one number or row.
 _BY_ROW = ("Identity", "Cast", "Add", "Sub", "Mul", "Div", "Tanh")
 
 
@@ -31,8 +31,9 @@ def keep_last_logits(
     """Writes the decoder with logits [batch, 1, vocabulary]: those of the last token of each row of the call.
 
     A prompt's other logits are what only training and scoring read, and the head is a large part of a small model. Give
-    the result to optimize_onnx, whose checks then compare these logits; or the result of optimize_onnx. Where rows of
-    unequal lengths are run together, padding must stand in front.
+    it the result of optimize_onnx; or optimize_onnx its result, whose checks then compare these logits, but where a
+    budget of perplexity, as calibrated searches have it, needs all. Where rows of unequal lengths are run together,
+    padding must stand in front.
 
     model: an ONNX file whose output "logits" is float [batch, tokens, vocabulary].
     output: the file to write; weights of 8 MiB and more go to `<output>.data`.
@@ -61,78 +62,79 @@ def _slice_head(model: ir.Model, name: str) -> None:
         )
     if logits.shape[1] == 1:
         raise ModelError(f"{name} gives the logits of one token already: 'logits' has shape {logits.shape}")
-    head = _head_of(logits, name)
+    head, values = _head_of(logits, name)
     hidden = head.inputs[0]
-    if hidden is None or hidden.const_value is not None or (hidden.shape is not None and len(hidden.shape) != 3):
+    if hidden is None or _constant_of(hidden) is not None or (hidden.shape is not None and len(hidden.shape) != 3):
         found = "nothing" if hidden is None else f"{hidden.name!r} of shape {hidden.shape}"
         raise ModelError(
             f"the first input of {name}'s head {head.name!r} is {found}, expected its inputs [batch, tokens, width]; "
             "export the model with its head behind the last layer"
         )
-    _require_unread(graph, head, logits, name)
+    _require_unread(graph, head, values, name)
     # The last token: from -1 on to the largest number, of axis 1.
     bounds = {"start": [-1], "end": [np.iinfo(np.int64).max], "axis": [1]}
-    values = [_constant(graph, f"{_LOGITS}/last/{key}", numbers) for key, numbers in bounds.items()]
-    last = ir.node("Slice", [hidden, *values], name=f"{_LOGITS}/last", num_outputs=1)
+    given = [_constant(graph, f"{_LOGITS}/last/{key}", numbers) for key, numbers in bounds.items()]
+    last = ir.node("Slice", [hidden, *given], name=f"{_LOGITS}/last", num_outputs=1)
     last.outputs[0].name, last.outputs[0].type = f"{_LOGITS}/last", hidden.type
     graph.insert_before(head, last)
     head.replace_input_with(0, last.outputs[0])
-    value: ir.Value | None = logits
-    while value is not None:  # what shape inference has found of them is no longer so
+    for value in values:  # what shape inference has found of them is no longer so
         value.shape = None if value.shape is None else ir.Shape([value.shape[0], 1, *value.shape[2:]])
-        node = value.producer()
-        value = None if node is None or node is head else node.inputs[0]
 
 
-def _require_unread(graph: ir.Graph, head: ir.Node, logits: ir.Value, name: str) -> None:
-    """Raises ModelError where anything else reads what would become that of one token."""
-    value: ir.Value = logits
-    while True:
-        uses = [use.node for use in value.uses()]
-        others = uses if value is logits else uses[1:]
-        if others or (value is not logits and value in graph.outputs):
+def _require_unread(graph: ir.Graph, head: ir.Node, values: list[ir.Value], name: str) -> None:
+    """Raises ModelError where anything else reads what would become that of one token. values: as _head_of has them."""
+    follower: ir.Node | None = None
+    for value in values:
+        others = [use.node for use in value.uses() if use.node is not follower]
+        if others or (follower is not None and value in graph.outputs):
             reader = f"node {others[0].name!r}, a {others[0].op_type}, reads it" if others else "it is an output"
             raise ModelError(
                 f"{value.name!r} of {name} cannot be that of the last token alone: {reader}; expected 'logits' alone "
                 "to come from the head"
             )
-        node = value.producer()
-        assert node is not None
-        if node is head:
-            break
-        assert node.inputs[0] is not None
-        value = node.inputs[0]
+        follower = value.producer()
     for given in head.inputs[1:]:
-        if given is not None and given.const_value is None and len(given.shape or ()) == 3:
+        if given is not None and _constant_of(given) is None and len(given.shape or ()) == 3:
             raise ModelError(
                 f"input {given.name!r} of {name}'s head {head.name!r} has a row for each token, expected none; "
                 "give the model as it was before its layers were joined"
             )
 
 
-def _head_of(logits: ir.Value, name: str) -> ir.Node:
-    node = logits.producer()
-    while node is not None and node.op_type not in _HEADS.get(node.domain, ()):
-        others = [value for value in node.inputs[1:] if value is not None]
-        by_row = node.domain == "" and node.op_type in _BY_ROW and all(map(_is_row, others))
-        if not by_row:
+def _head_of(logits: ir.Value, name: str) -> tuple[ir.Node, list[ir.Value]]:
+    """The head, and what is made of its output row by row: from the logits back to that output."""
+    values = [logits]
+    while (node := values[-1].producer()) is not None and node.op_type not in _HEADS.get(node.domain, ()):
+        row = _only_row(node)
+        if row is None:
             break
-        first = node.inputs[0]
-        node = None if first is None else first.producer()
+        values.append(row)
     if node is None or node.op_type not in _HEADS.get(node.domain, ()):
         found = "an input of the graph" if node is None else f"node {node.name!r}, a {node.op_type}"
         raise ModelError(
             f"'logits' of {name} come from {found}, expected a matrix product with the head's weights; export the "
             "model in floats, or with weights of few bits as MatMulNBits"
         )
-    return node
+    return node, values
 
 
-def _is_row(value: ir.Value) -> bool:
-    """Whether it is a constant that is the same for each token."""
-    if value.const_value is None:
-        return False
-    return all(size == 1 for size in value.const_value.shape[:-1])
+def _only_row(node: ir.Node) -> ir.Value | None:
+    """The one input that is not the same for each token, where each row of the output is computed from its row."""
+    if node.domain != "" or node.op_type not in _BY_ROW:
+        return None
+    rows = [value for value in node.inputs if value is not None and _constant_of(value) is None]
+    constants = (None if value is None else _constant_of(value) for value in node.inputs)
+    alike = all(size == 1 for one in constants if one is not None for size in one.shape[:-1])
+    return rows[0] if alike and len(rows) == 1 else None
+
+
+def _constant_of(value: ir.Value) -> ir.TensorProtocol | None:
+    """Of an initializer, or of a Constant node that is not sparse."""
+    try:
+        return ir.convenience.get_const_tensor(value)
+    except ValueError:
+        return None
 
 
 def _constant(graph: ir.Graph, name: str, numbers: list[int]) -> ir.Value:

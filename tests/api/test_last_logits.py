@@ -72,6 +72,10 @@ PRODUCT = helper.make_node("MatMul", ["x", "w"], ["product"], "head")
 WEIGHT = {"w": np.random.default_rng(0).standard_normal((4, 6), np.float32)}
 
 
+def constant(name: str, number: float) -> onnx.NodeProto:
+    return helper.make_node("Constant", [], [name], value=numpy_helper.from_array(np.array(number, np.float32)))
+
+
 @pytest.mark.parametrize(
     ("nodes", "constants"),
     [
@@ -83,6 +87,18 @@ WEIGHT = {"w": np.random.default_rng(0).standard_normal((4, 6), np.float32)}
                 helper.make_node("Mul", ["bounded", "c"], ["logits"]),
             ],
             {"c": np.float32(30.0).reshape(())},
+        ),
+        ([helper.make_node("Add", ["b", "product"], ["logits"])], {"b": np.arange(6, dtype=np.float32)}),
+        (
+            [  # the same as exporters write it that keep constants as nodes
+                constant("least", 0.25),
+                constant("most", 4.0),
+                helper.make_node("Mul", ["least", "product"], ["small"]),
+                helper.make_node("Tanh", ["small"], ["bounded"]),
+                helper.make_node("Mul", ["bounded", "most"], ["scaled"]),
+                helper.make_node("Sub", ["most", "scaled"], ["logits"]),
+            ],
+            {},
         ),
     ],
 )
@@ -110,6 +126,38 @@ def test_what_stands_behind_the_head(tmp_path: Path, nodes: list[Any], constants
             LOGITS,
             {"m": np.ones((5, 1), np.float32)},
             "come from node 'by_token', a Mul",
+        ),
+        (
+            [PRODUCT, helper.make_node("Mul", ["m", "product"], ["logits"], "by_token")],
+            LOGITS,
+            {"m": np.ones((5, 1), np.float32)},
+            "come from node 'by_token', a Mul",
+        ),
+        (
+            [PRODUCT, helper.make_node("Mul", ["product", "product"], ["logits"], "square")],
+            LOGITS,
+            {},
+            "come from node 'square', a Mul",
+        ),
+        (
+            [
+                PRODUCT,
+                helper.make_node("MatMul", ["x", "w"], ["other"]),
+                helper.make_node("Add", ["product", "other"], ["logits"], "both"),
+            ],
+            LOGITS,
+            {},
+            "come from node 'both', an? Add",
+        ),
+        (
+            [
+                constant("one", 1.0),
+                constant("two", 2.0),
+                helper.make_node("Add", ["one", "two"], ["logits"], "constants"),
+            ],
+            LOGITS,
+            {},
+            "come from node 'constants', an? Add",
         ),
         (
             [helper.make_node("MatMul", ["w", "x"], ["logits"], "turned")],

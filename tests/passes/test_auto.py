@@ -26,6 +26,7 @@ from ortolan.graph_passes.report.figures import Timing
 from ortolan.models import tiny
 from ortolan.progress import Stage
 
+from .cached_llama import VOCABULARY, llama, prompt
 from .small_models import make_model, random_weight, run
 
 SHAPES = [(2, 5)]
@@ -430,6 +431,22 @@ def test_perplexity_of_a_uniform_model() -> None:
 
     assert limit.judge([], [{"input_ids": ids}], sure, uniform)[0] is False
     assert limit.judge([], [{"input_ids": ids}], uniform, sure)[0] is True
+
+
+def test_logits_of_one_token_have_no_perplexity(inject: Callable[..., Any], tmp_path: Path) -> None:
+    """As keep_last_logits leaves them: the error names them, and the order that works."""
+    inject({"int8": 0.5}, 5.0)
+    model = llama("gqa")
+    onnx.save(model, tmp_path / "all.onnx")
+    ortolan.keep_last_logits(tmp_path / "all.onnx", tmp_path / "last.onnx")
+    with pytest.raises(CalibrationError, match="those of one token") as refused:
+        ortolan.optimize_onnx(tmp_path / "last.onnx", tmp_path / "fast.onnx", calibration=[prompt(model, 2, 8)])
+    assert str(refused.value) == (
+        f"the budget limits perplexity, but to input_ids [2, 8] the model answers with logits [2, 1, {VOCABULARY}], "
+        f"those of one token; expected those of all, [2, 8, {VOCABULARY}]; optimize the model as it was before "
+        "keep_last_logits, then keep the last logits of the result; or give a budget of cosine"
+    )
+    assert not (tmp_path / "fast.onnx").exists()
 
 
 def test_a_rise_of_perplexity_that_few_tokens_leave_open_is_over_the_budget() -> None:
