@@ -20,6 +20,15 @@ from ortolan import _native, _testing
 AMX_KERNELS, AMX_EMULATOR = "avx512bf16", "avx2"
 # What the CPU needs to run a set by the emulator.
 _EMULATED = {"amx": AMX_KERNELS, "avxvnni": AMX_EMULATOR}
+# The rows of AMX that tests run on such a CPU, by the file of tests/amx that asks for them. One that is not here counts
+# as run by no test.
+AMX_ROWS = {
+    "nomad_attention amx/16 in tiles": "attention_in_tiles.py",
+    "sparse_amx_matmul amx": "test_sparse_amx_matmul.py",
+    "sparse_amx_matmul_int8 amx": "test_sparse_amx_matmul_int8.py",
+    "w4a8_matmul amx": "test_group_matmul.py",
+    "w8a8_matmul amx": "test_group_matmul.py",
+}
 _REASON = "for lack of instructions: "
 
 
@@ -37,7 +46,7 @@ def summary(reasons: Iterable[str]) -> list[str]:
     """Lines for the end of a run. reasons: of all tests that were skipped."""
     counts = Counter(reason.partition(_REASON)[2] for reason in reasons if _REASON in reason)
     lines = [f"{count} skipped {_REASON}{reason}" for reason, count in counts.items()]
-    kernels = list(dict.fromkeys(f"{room} {row['name']}" for room, row in _kernels() if not _runs(row["isa"])))
+    kernels = [name for name, feature_set in kernel_rows().items() if not _runs(feature_set, name)]
     if kernels:
         lines.append(f"{len(kernels)} kernels no test can run, as this CPU has {_cpu()}: {', '.join(kernels)}")
     return lines
@@ -47,15 +56,20 @@ def _cpu() -> str:
     return ", ".join(_native.cpu_info()["detected_features"])
 
 
-def _kernels() -> Iterable[tuple[str, _testing.KernelInfo]]:
-    for name in dir(_testing):
-        if name.endswith("_kernels"):
-            for row in getattr(_testing, name)():
-                yield name.removesuffix("_kernels"), row
+def kernel_rows() -> dict[str, str]:
+    """The feature set of each row of the kernel tables, by the names of table and row."""
+    tables = [name for name in dir(_testing) if name.endswith("_kernels")]
+    return {
+        f"{table.removesuffix('_kernels')} {row['name']}": row["isa"]
+        for table in tables
+        for row in getattr(_testing, table)()
+    }
 
 
-def _runs(feature_set: str) -> bool:
-    """By the CPU, or by the emulator on it."""
+def _runs(feature_set: str, kernel: str | None = None) -> bool:
+    """By the CPU, or by the emulator on it. kernel: a row that needs it."""
+    if feature_set == "amx" and kernel is not None and kernel not in AMX_ROWS:
+        return False
     return cpu_has(_EMULATED.get(feature_set, feature_set))
 
 

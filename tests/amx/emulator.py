@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -84,12 +84,15 @@ def compiler() -> list[str]:
     return shlex.split(os.environ.get("CXX", "")) or ["g++"]
 
 
-def build(source: Path, *options: str) -> Path:
-    """The shared library made from a source file here. Built once for each state of the sources and each command."""
+def build(source: Path, *options: str, headers: Sequence[Path] = (ROOT / "ops" / "simd" / "amx_tiles.h",)) -> Path:
+    """The shared library made from a source file here. Built once for each state of the sources and each command.
+
+    headers: all that it may include.
+    """
     command = [*compiler(), "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra"]
     command += [*options, "-I", str(ROOT / "ops"), str(source)]
     state = hashlib.sha256("\0".join(command).encode())
-    for path in (source, ROOT / "ops" / "simd" / "amx_tiles.h"):
+    for path in (source, *sorted(headers)):
         state.update(path.read_bytes())
     library = BUILD / f"{source.stem}-{state.hexdigest()[:16]}.so"
     if not library.exists():
