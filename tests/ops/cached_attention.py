@@ -35,7 +35,7 @@ NOTHING = np.zeros(1, np.float32)  # stands for a missing mask, key and value
 class Setup:
     """A node. kind: of the cache, float, codes (and int8 values) or codes_float (and float values).
 
-    width: bytes of a token of a head in both caches, of kind codes; 0: of each what it takes.
+    width: bytes of a token of a head in both caches, of kind codes; 0: of each what it takes. precision: of prompts.
     by_heads: inputs of shape [B, heads, S, D]. rotary: half or interleaved. window, sinks: tokens with exact keys.
     prompt: tokens that are part of the model; prompt_sparsity: of their keys and values, 0 is stored dense.
     """
@@ -59,6 +59,7 @@ class Setup:
     prompt: int = 0
     prompt_sparsity: tuple[float, float] = (0.3, 0.5)
     width: int = 0
+    precision: int = 32
 
     @property
     def codes(self) -> bool:
@@ -188,7 +189,7 @@ def node_model(
             "scale": setup.scale,
             "causal": int(setup.causal),
             "zero_hidden_rows": int(setup.zero_hidden_rows),
-            "precision": 32,
+            "precision": setup.precision,
             "any_order": 0,
             "rotary_interleaved": int(setup.rotary == "interleaved"),
         }
@@ -306,7 +307,8 @@ class Call:
             v = self.v[b].repeat(group, 0)
             if not setup.slots or self.q.shape[2] > SHORT:
                 k = self.keys_of(b, 0).repeat(group, 0)
-                assert_attention_close(y[:, sees], q[:, sees], k, v, scale, whole[:, sees])
+                precision = setup.precision if self.q.shape[2] > SHORT else 32
+                assert_attention_close(y[:, sees], q[:, sees], k, v, scale, whole[:, sees], precision=precision)
                 return
             for i in np.flatnonzero(sees):
                 k, at = self.keys_of(b, i).repeat(group, 0), slice(i, i + 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from ortolan import _native
 
 from .attention import LOWEST
-from .cached_attention import Call, Decoder, Setup, gqa_model, node_model, run_shared
+from .cached_attention import SHORT, Call, Decoder, Setup, gqa_model, node_model, run_shared
 from .single_node import session
 
 CALLS = (7, 1, 1, 3, 9, 2, 1, 4, 8, 1)  # tokens; 37 in all
@@ -55,6 +57,29 @@ def test_heads_and_threads(heads: int, kv_heads: int, head_dim: int, threads: in
     for queries in CALLS:
         call = decoder.call(queries)
         call.check(ours.run(None, call.feeds))
+
+
+@pytest.mark.parametrize("any_order", [0, 1])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "masked"), [(4, 2, 36, False), (4, 2, 36, True), (3, 1, 64, True)]
+)
+def test_prompts_of_bf16(any_order: int, heads: int, kv_heads: int, head_dim: int, masked: bool) -> None:
+    """Calls of more than a few tokens; with numbers that are added to the scores of each head, and without."""
+    setup = Setup(heads, kv_heads, head_dim, rotary="half", mask=masked, precision=16)
+    ours, decoder = session(node_model(setup, any_order=any_order), threads=2), Decoder(setup)
+    rng = np.random.default_rng(head_dim)
+    for queries in (40, 1, 9, 3, 130):
+        mask = None
+        if masked:
+            mask = rng.standard_normal((2, heads, queries, decoder.tokens[0] + queries), dtype=np.float32)
+            mask[rng.random(mask.shape) < 0.3] = LOWEST
+            mask[..., 0] = 0
+        call = decoder.call(queries, mask=mask)
+        outputs = ours.run(None, call.feeds)
+        call.check(outputs, exact=masked)
+        if queries > SHORT and not any_order:
+            with pytest.raises(AssertionError, match="over bound"):
+                replace(call, setup=replace(setup, precision=32)).check(outputs, exact=masked)
 
 
 @pytest.mark.parametrize("kind", ["codes", "codes_float"])

@@ -15,6 +15,7 @@ from onnx import helper
 import ortolan
 from ortolan import OptimizationReport, Recipe
 from ortolan.generate import Decoder, generate, shares_cache
+from ortolan.graph_passes.passes.attention_rewrite import ROUNDING
 from ortolan.models import tiny
 
 from . import cached_graphs
@@ -58,6 +59,26 @@ def test_answers_and_caches_stay(form: str, kv_heads: int) -> None:
     # GroupQueryAttention takes prompts of an empty cache, and single tokens.
     cuts = (70, 71, 72) if form == "gqa" else (70, 71, 72, 80, 81)
     np.testing.assert_allclose(decode(found, cuts), decode(model, cuts), atol=2e-5)
+
+
+@pytest.mark.parametrize(("form", "head_dim"), [("standard", 16), ("standard", 36), ("gqa", 16)])
+def test_prompts_of_bf16(form: str, head_dim: int) -> None:
+    """Whether the CPU rounds or is faster in float32; without the library nothing is rounded."""
+    model = llama(form, head_dim=head_dim)
+    found, report = fused(model, precision="bf16")
+    assert report.portable and of_attention(report) == [BECAME]
+    nodes = [node for node in found.graph.node if node.op_type == "NoMADAttention"]
+    set_to = [{one.name: one.i for one in node.attribute} for node in nodes]
+    assert [(one["precision"], one["any_order"]) for one in set_to] == [(16, 1)] * LAYERS
+    cuts = (70, 71, 72) if form == "gqa" else (70, 71, 72, 80, 81)
+    expected = decode(model, cuts)
+    assert distance(decode(found, cuts), expected) < LAYERS * ROUNDING["bf16"]
+    for node in nodes:  # as it is on every CPU
+        next(one for one in node.attribute if one.name == "any_order").i = 0
+    assert 1e-5 < distance(decode(found, cuts), expected) < LAYERS * ROUNDING["bf16"]
+    feeds = prompt(model, tokens=20)
+    for one, other in zip(run(found, feeds, library=False), run(model, feeds), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
 
 
 @pytest.mark.parametrize("form", FORMS)
