@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -140,8 +140,7 @@ def read_settings(
             "texts in need a tokenizer, and there is no tokenizer.json beside the model; give its path: tokenizer=… "
             "(--tokenizer)"
         )
-    file = read_tokenizer_file(given)
-    file = file.lowercased() if folder.lowercase else file
+    file = replace(read_tokenizer_file(given), lowercase=folder.lowercase)
     output = _output(outputs, text, folder)
     scores = _is_flat(output) and output.name == _SCORES
     pooling = None if _is_flat(output) else text.pooling or folder.pooling or "mean"

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class Template:
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """content: of the file."""
+    """content: of the file. lowercase: a tokenizer that keeps capitals gets Lowercase in front of its normalizer."""
 
     path: str
     content: str
@@ -43,34 +43,38 @@ class TokenizerFile:
     pair: Template
     pad_id: int
     max_tokens: int | None  # to which texts are cut: what tokenizer_config.json beside it says, else the file itself
+    lowercase: bool = False
 
     def refuse(self, what: str) -> ModelError:
         return ModelError(f"tokenizer file {self.path!r} {what}; keep tokens as the model's inputs")
 
-    # Both are made when they are first asked for: who has tokens already need not wait for them.
+    # All are made when they are first asked for: who has tokens already need not wait for them.
     @cached_property
     def said(self) -> Mapping[str, Any]:
-        """The file's JSON. Raises ModelError."""
-        return _parsed(self.content, self.path)
+        """The file's JSON, as `tokenizer` reads it. Raises ModelError."""
+        said = _parsed(self.content, self.path)
+        if not self._adds_lowercase:
+            return said
+        before = said.get("normalizer")
+        others = before["normalizers"] if before and before["type"] == "Sequence" else [before] if before else []
+        return {**said, "normalizer": {"type": "Sequence", "normalizers": [{"type": "Lowercase"}, *others]}}
 
     @cached_property
     def tokenizer(self) -> Any:
         """A tokenizers.Tokenizer that neither pads nor cuts. Raises ModelError."""
+        return _open(json.dumps(self.said), self.path) if self._adds_lowercase else self._as_it_is
+
+    @cached_property
+    def _as_it_is(self) -> Any:
         return _open(self.content, self.path)
+
+    @cached_property
+    def _adds_lowercase(self) -> bool:
+        return self.lowercase and "A" in _normalized(self._as_it_is, "A")
 
     @property
     def added_tokens(self) -> list[Mapping[str, Any]]:
         return list(self.said.get("added_tokens") or [])
-
-    def lowercased(self) -> TokenizerFile:
-        """Of a tokenizer that keeps capitals, one that does not: with Lowercase in front of its normalizer."""
-        if "A" not in _normalized(self.tokenizer, "A"):
-            return self
-        before = self.said.get("normalizer")
-        others = before["normalizers"] if before and before["type"] == "Sequence" else [before] if before else []
-        normalizer = {"type": "Sequence", "normalizers": [{"type": "Lowercase"}, *others]}
-        said = {**self.said, "normalizer": normalizer}
-        return replace(self, content=json.dumps(said))
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Any:

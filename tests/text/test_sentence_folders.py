@@ -15,8 +15,10 @@ import pytest
 
 import ortolan
 from ortolan import ModelError, OrtolanError, TextInput
+from ortolan.graph_passes.text import tokenizer_file
 from ortolan.graph_passes.text.sentence_folder import read_sentence_folder
 from ortolan.graph_passes.text.text_input import add_text_input, plan_text_input
+from ortolan.graph_passes.text.text_plan import read_settings
 from ortolan.graph_passes.text.tokenizer_file import read_tokenizer_file
 from ortolan.models import tiny
 
@@ -190,6 +192,19 @@ def test_lower_case(folder, tmp_path):
     ortolan.optimize_onnx(folder, tmp_path / "fast", texts_in=True, **BF16)
     kept = vectors(tmp_path / "kept", [text.lower() for text in TEXTS])
     np.testing.assert_array_equal(vectors(tmp_path / "fast", TEXTS), kept)
+
+
+def test_lower_case_opens_the_tokenizer_when_it_is_asked_for(folder, monkeypatch):
+    write_wordpiece(folder / "tokenizer.json", lowercase=False)
+    write_json(folder / "sentence_bert_config.json", {"do_lower_case": True})
+    model = folder / "model.onnx"
+    with monkeypatch.context() as closed:
+        closed.setattr(tokenizer_file, "_open", lambda content, path: pytest.fail("was opened"))
+        file = read_settings(ir.load(model).graph.outputs, TextInput(), model).file
+    assert file.tokenizer.encode("THE Cat").tokens == ["[CLS]", "the", "cat", "[SEP]"]
+    assert [one["type"] for one in file.said["normalizer"]["normalizers"]] == ["Lowercase", "BertNormalizer"]
+    kept = read_tokenizer_file(folder / "tokenizer.json")
+    assert kept.tokenizer.encode("THE").tokens[1] != "the" and kept.said["normalizer"]["type"] == "BertNormalizer"
 
 
 def test_a_model_that_pools_itself(tmp_path):
