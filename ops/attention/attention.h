@@ -14,8 +14,9 @@
 //         e' = sum over j of p[j] e[j]
 //
 // while all e[j] that p[j] does not make negligible are below 1/2. Kernels of precision 16 round scale q, k, p and v to
-// bfloat16 and add up in float32: e[j] grows by 2^-7 |scale| dots[j], the term (keys + 16) u by 2^-7. Weights below
-// 2^-126 of a row's largest may count as zero.
+// bfloat16 and add up in float32: e[j] grows by 2^-7 |scale| dots[j], the term (keys + 16) u by 2^-7; where they have
+// an order of their own (own_order), e[j] grows by (head_dim / 32) u |mask[j]| besides. Weights below 2^-126 of a row's
+// largest may count as zero.
 //
 // A mask of -Inf takes a key out: its p is 0. In a row where all s are -Inf, y is NaN; where they all are the lowest
 // float (-3.4e38) or the largest, which absorb the products, y is the mean of v: as ONNX Softmax has it. A NaN in a row
@@ -30,14 +31,18 @@
 //
 //   - Inputs that are bf16: scale log2(e) q (the factor and the product rounded to float32 before), k, v and weights.
 //   - s in powers of two: for each pair of d, ascending, first the odd one's product is added, then the even one's,
-//   each
-//     fused, from +0 on; a zero follows an odd head_dim. Then the mask times log2(e).
+//     each fused, from +0 on; a zero follows an odd head_dim. Then the mask times log2(e).
 //   - Keys come in blocks of 128. A block's first weights are 2^(s - m), m the largest s so far; the sum of weights, as
 //     floats, and y so far are multiplied by 2^(m before - m); weights are added to the sum key by key; and to y are
 //     added, for each pair of keys, first the odd one's product, then the even one's, as above.
 //   - 2^s: n = s to the nearest integer, f = s - n; the polynomial of simd/vectors.h at f by fused steps from its
 //     highest power down, times 2^n.
 //   - y times the rounded 1 / sum.
+//
+// In AMX tiles, the one order of its own that there is, products add up by instructions for 32 of them: the even ones
+// and the odd ones, ascending and fused, from +0 on, then both sums, and that is added to what was there. s begins with
+// the mask times log2(e), or -Inf where causal hides a key, and takes 32 d at a time, zeros behind head_dim; y takes 32
+// keys of a block at a time, weights and values of zero behind the last. All else is as above.
 //
 // A kernel works on a range of rows, row r being query r % queries of head r / queries. It allocates nothing and knows
 // no threads.
@@ -95,8 +100,9 @@ struct AttentionKernel : AttentionFunctions {
 // best first for each precision; the last one of each runs on any CPU.
 std::span<const AttentionKernel> AttentionKernels();
 
-// The fastest of at least this precision for this CPU and the features that kernels may use. any_order: it need not
-// have the bits that another CPU's kernel has.
+// The fastest of at least this precision for this CPU and the features that kernels may use. any_order: with
+// precision 16 the fastest of all, which need not have the bits that another CPU's kernel has: in tiles, by products of
+// pairs where the CPU is fast at them, else of precision 32.
 const AttentionKernel& FindAttentionKernel(int precision, bool any_order);
 
 }  // namespace ortolan

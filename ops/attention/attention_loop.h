@@ -12,8 +12,9 @@
 //     values         [unit of keys][padded_dim]      zeros behind head_dim
 //     out            [row][padded_dim]               not yet divided by the sum of probabilities
 //
-// In tiles, values and out are transposed: [padded_dim][units of keys] and [padded_dim][kRows]. What a tile reads
-// behind head_dim and behind the keys is zero in both factors.
+// In AMX tiles (kInTiles), values and out are transposed: [padded_dim][units of keys] and [padded_dim][kRows]. What a
+// tile reads behind head_dim is zero in both factors, and so is what it reads of values and probabilities behind the
+// last key. Keys behind the last are whatever the block before left: nothing reads the scores that come of them.
 #pragma once
 
 #include <cstdint>
@@ -28,19 +29,19 @@ namespace {
 
 // What is in registers at once.
 template <int kRegisters, int64_t kLanes>
-struct AttentionTiles {
+struct RegisterBlocks {
   static constexpr int kVectors = 2;           // of a block of rows
-  static constexpr int kValueRows[] = {8, 6};  // rows of a tile of y, by its vectors of values
-  static constexpr int kScoreKeys[] = {8, 6};  // keys of a tile of scores, by its vectors of rows
+  static constexpr int kValueRows[] = {8, 6};  // rows of y, by the vectors of values beside them
+  static constexpr int kScoreKeys[] = {8, 6};  // keys of scores, by the vectors of rows beside them
 };
 template <int64_t kLanes>
-struct AttentionTiles<32, kLanes> {
+struct RegisterBlocks<32, kLanes> {
   static constexpr int kVectors = 4;
   static constexpr int kValueRows[] = {16, 8, 8, 4};
   static constexpr int kScoreKeys[] = {8, 8, 4, 4};
 };
 template <>
-struct AttentionTiles<16, 1> {
+struct RegisterBlocks<16, 1> {
   static constexpr int kVectors = 4;
   static constexpr int kValueRows[] = {1, 1, 1, 1};
   static constexpr int kScoreKeys[] = {2, 2, 2, 2};
@@ -49,10 +50,10 @@ struct AttentionTiles<16, 1> {
 // Simd: the vectors of a column with units.
 template <typename Simd>
 class AttentionLoop {
-  using Tiles = AttentionTiles<Simd::kRegisters, Simd::kLanes>;
+  using Registers = RegisterBlocks<Simd::kRegisters, Simd::kLanes>;
   using Float = typename Simd::Float;
   static constexpr int64_t kLanes = Simd::kLanes;
-  static constexpr int kVectors = Tiles::kVectors;
+  static constexpr int kVectors = Registers::kVectors;
   static constexpr int64_t kPair = Simd::kPair;
   static constexpr int64_t kUnit = Simd::kUnit;
   static constexpr int64_t kRows = kVectors * kLanes;
@@ -60,8 +61,8 @@ class AttentionLoop {
   static constexpr bool kInTiles = Simd::kInTiles;
   static constexpr int64_t kKeys = 64 * kPair;  // of a block
   static constexpr int64_t kKeyUnits = kKeys / kUnit;
-  // Numbers of a tile's row.
-  static constexpr int64_t kTile = 16;
+  static_assert(!kInTiles || (kLanes == kTileUnits && kKeyUnits % kTileUnits == 0), "tiles are whole");
+  static constexpr int64_t kAligned = 64 / sizeof(float);  // numbers, to which arrays begin
   static constexpr float kLowest = -0x1.fffffep127f;
   static constexpr float kMinusInfinity = -__builtin_inff();
   static constexpr float kLog2E = 1.44269504f;
@@ -90,7 +91,7 @@ class AttentionLoop {
 
   static int64_t RoundUp(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
   static int64_t DimUnits(int64_t head_dim) { return RoundUp(head_dim, kPair) / kUnit; }
-  static int64_t PaddedKeyUnits(int64_t head_dim) { return RoundUp(DimUnits(head_dim), 16); }
+  static int64_t PaddedKeyUnits(int64_t head_dim) { return RoundUp(DimUnits(head_dim), kTileUnits); }
   static int64_t QueryUnits(int64_t head_dim) { return kInTiles ? PaddedKeyUnits(head_dim) : DimUnits(head_dim); }
 
   AttentionLoop(const AttentionArgs& args, void* scratch)
@@ -98,7 +99,7 @@ class AttentionLoop {
     float* next = static_cast<float*>(scratch);
     const auto take = [&](int64_t count) {
       float* taken = next;
-      next += RoundUp(count, 16);
+      next += RoundUp(count, kAligned);
       return taken;
     };
     scores_ = take(kKeys * kRows);
@@ -320,7 +321,7 @@ class AttentionLoop {
 
   template <int kTileVectors, bool kFilled>
   void ScoreByVectors(const Block& block, int64_t keys, Float (&most)[kTileVectors]) const {
-    constexpr int kTileKeys = Tiles::kScoreKeys[kTileVectors - 1];
+    constexpr int kTileKeys = Registers::kScoreKeys[kTileVectors - 1];
     int64_t key = 0;
     for (; key + kTileKeys <= keys; key += kTileKeys) ScoreTile<kTileVectors, kTileKeys, kFilled>(block, key, most);
     if constexpr (constexpr int kRest = kKeys % kTileKeys; kRest > 1) {
@@ -371,7 +372,7 @@ class AttentionLoop {
   // out = out correction + probabilities values, of all rows, in tiles.
   template <int kTileVectors, bool kFirst>
   void AddValuesInTiles(const Block& block, int64_t keys) const {
-    const int64_t units = RoundUp(keys, kPair) / kUnit, whole = RoundUp(units, kTile);
+    const int64_t units = RoundUp(keys, kPair) / kUnit, whole = RoundUp(units, kTileUnits);
     for (int64_t j = units; j < whole; ++j) {
       for (int i = 0; i < kTileVectors; ++i) Simd::Store(scores_ + j * kRows + i * kLanes, Simd::Set(0.0f));
     }
@@ -427,7 +428,7 @@ class AttentionLoop {
   // The same of all rows.
   template <int kTileVectors, bool kFirst>
   void AddValues(const Block& block, int64_t keys, int64_t d) const {
-    constexpr int kTileRows = Tiles::kValueRows[kTileVectors - 1], kRest = kRows % kTileRows;
+    constexpr int kTileRows = Registers::kValueRows[kTileVectors - 1], kRest = kRows % kTileRows;
     const int64_t units = RoundUp(keys, kPair) / kUnit;
     int64_t row = 0;
     for (; row < block.rows && row + kTileRows <= kRows; row += kTileRows) {
@@ -527,7 +528,7 @@ class AttentionLoop {
   static int64_t ScratchBytes(int64_t head_dim) {
     const int64_t padded_dim = RoundUp(head_dim, kLanes);
     const int64_t floats = kKeys * kRows + kKeys * PaddedKeyUnits(head_dim) + kKeyUnits * padded_dim + kKeys +
-                           kBlocks * kRows * (QueryUnits(head_dim) + padded_dim) + 6 * 16;
+                           kBlocks * kRows * (QueryUnits(head_dim) + padded_dim) + 6 * kAligned;
     return floats * static_cast<int64_t>(sizeof(float)) + kBlocks * static_cast<int64_t>(sizeof(Block));
   }
 

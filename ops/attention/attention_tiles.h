@@ -15,7 +15,8 @@
 namespace ortolan {
 namespace {
 
-constexpr int64_t kTileUnits = 16;  // of a product, pairs of bf16; and rows and columns of a tile of sums
+// Rows and columns of a tile of sums, and the pairs of bf16 that a product takes.
+static_assert(kTileUnits == kMaxTileRows && kTileUnits * static_cast<int64_t>(sizeof(float)) == kMaxTileColsb);
 
 // Tiles 0 to 3 are sums [tile of A][tile of B], 4 and 5 of A, 6 and 7 of B.
 inline void ConfigureAttentionTiles() {

@@ -18,6 +18,9 @@
 namespace ortolan {
 namespace {
 
+// Rows of an AMX tile, and units in each of them. Keys have whole tiles of units in all kernels.
+constexpr int64_t kTileUnits = 16;
+
 template <typename Simd>
 struct FloatUnits : Simd {
   using Float = typename Simd::Float;

@@ -7,8 +7,8 @@
 //     key, value float [B, T, KV D] or [B, KV, T, D], both left out where they are packed into query
 //     -> Y float [B, S, H D];   attributes num_heads (H), kv_num_heads (KV; 0: H), scale (0: 1 / sqrt(D)), causal,
 //     zero_hidden_rows (1: rows whose softmax is NaN, because nothing is left of their scores, give zeros), precision
-//     (32, or 16: products are computed from bfloat16, with the same bits on every CPU), any_order (1: in any order,
-//     and only where that is faster)
+//     (32, or 16: products are computed from bfloat16, with the same bits on every CPU), any_order (1: with precision
+//     16, as is fastest on the CPU: in another order, or in float32)
 //
 // Query head h reads key and value head h / (H / KV). causal: query i does not see keys behind i + T - S, so T >= S.
 //
