@@ -11,7 +11,7 @@
 //                                StartSpan<fetch>(), Next<fetch, odd times 16>(row of the span), EndSpan()
 //     Row, FromBytes, StoreRow, LoadRow, kStoredBytes
 //                                a row, ready to multiply
-//     Sums, Zero, AddChains, LoadSums, StoreSums
+//     Sums, Zero, LoadSums, StoreSums
 //                                of 16 columns and one group
 //     StartSpan, EndSpan         around the products of a span, nothing where kFreeSpans; or, where kNarrowChunks,
 //     around
@@ -24,8 +24,8 @@
 //                                all parts; see activations.h
 //     kFloatSums                 sums are floats, with one order for any number of rows: few rows are multiplied by
 //                                few_float_rows.h, which says what that takes
-//     kOneRowChains, kMostChains
-//                                chains of sums, for one row (not of floats) and for two or three
+//     kOneRowChains, kMostChains, AddChains
+//                                chains of sums, for one row and for two or three; not of floats
 //     kFetchOneRow, OneRowAhead  see one_row.h; not of floats
 //     TakesRow(x, padded k)      optional, of a kind for one row (FewRowsKindOf): whether it takes this packed one
 //     Scales                     of a panel: Of(group), Prefetch(begin, end) of groups
@@ -151,6 +151,15 @@ class PanelLoop {
     }
   }
 
+  template <int kRows>
+  static constexpr int ChainsOf() {
+    if constexpr (Weights::kFloatSums || kRows > 3) {
+      return 1;
+    } else {
+      return Weights::kMostChains;
+    }
+  }
+
   // Few rows of x, i … i+kRows-1: each row of weights is expanded into registers and used at once. A function of its
   // own for each number of rows: in the company of the others it would lack registers, and compile for minutes.
   template <bool kOneSpan, int kRows>
@@ -159,7 +168,7 @@ class PanelLoop {
       return WithOneRow<Simd>(p.layer, [&]<typename OneRow>() { OneRow::Row(p, i); });
     } else {
       // With few rows, one sum a row would wait for itself: see OneRow.
-      constexpr int kChains = kRows <= 3 ? Weights::kMostChains : 1;
+      constexpr int kChains = ChainsOf<kRows>();
       constexpr bool kOddTimes16 = Weights::kNibbles && kChains == 2;
       const Layer& layer = p.layer;
       const auto numbers = p.template NumbersOf<kRows>(i);
@@ -189,7 +198,9 @@ class PanelLoop {
         for (int r = 0; r < kRows; ++r) {
           Sums sum = sums[r][0];
           if constexpr (kOddTimes16) sums[r][1] = Weights::DivideBy16(sums[r][1]);
-          for (int c = 1; c < kChains; ++c) sum = Weights::AddChains(sum, sums[r][c]);
+          if constexpr (kChains > 1) {
+            for (int c = 1; c < kChains; ++c) sum = Weights::AddChains(sum, sums[r][c]);
+          }
           totals[r] = numbers.Add(totals[r], sum, scales, group, r);
         }
       }

@@ -119,7 +119,6 @@ struct Bf16Weights : Bf16Products<Simd> {
   static constexpr bool kBuffered = true;  // dense too: both storages add in one order
   static constexpr int kRowInputs = 2;
   static constexpr bool kFloatSums = true;
-  static constexpr int kMostChains = 1;
   static constexpr bool kRowsApart = Products::kRowBlock == 1;
   static_assert(kRowsApart || Products::kRowBlock >= kManyRows - 1);
   static constexpr int kHeldOfPanel = kStorage == Storage::kTwoFour ? 1 : 0;
@@ -149,7 +148,6 @@ struct Bf16Weights : Bf16Products<Simd> {
   }
   // Zero is +0, whether products of it were added, with whatever sign, or left out as in 2:4 storage.
   static Sums End(const Sums& sums) { return Columns::Add(sums, Zero()); }
-  static Sums AddChains(const Sums& a, const Sums& b) { return Columns::Add(a, b); }
   static Sums LoadSums(const void* from) { return Columns::Load(static_cast<const float*>(from)); }
   static void StoreSums(void* to, const Sums& sums) { Columns::Store(static_cast<float*>(to), sums); }
 
