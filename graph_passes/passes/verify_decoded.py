@@ -1,4 +1,5 @@
-"""Verifies tokens that are decoded from compressed caches, and what these hold: measure/decoding.py says how."""
+"""Verifies tokens that are decoded from caches, compressed ones or floats, by attention that was replaced, and what
+compressed caches hold: measure/decoding.py says how."""
 
 from __future__ import annotations
 
@@ -27,13 +28,14 @@ class DecodedTokens:
     before: Decoded  # of the original
     after: Decoded  # of the optimized model
     short_prompt: Feeds  # the prompt's beginning, as the original takes it
-    errors: dict[str, float]  # by output: of the tokens, against the model before its caches were compressed
+    errors: dict[str, float]  # by output: of the tokens, against the model before its attention was replaced
 
 
 def verify_decoded(
     context: PassContext, limits: Limits, original: Any, optimized: Any, feeds: Sequence[Feeds], names: Sequence[str]
 ) -> DecodedTokens | None:
-    """None where no attention with a cache was replaced, or the feeds are of another kind. names: of all outputs.
+    """None where no attention with a cache was replaced, or all caches stay floats and feeds have read some, or the
+    feeds are of another kind. names: of all outputs.
 
     Raises VerificationError, naming output or node, where tokens or caches are wrong.
     """
@@ -76,7 +78,7 @@ def _of_original(context: PassContext, original: Any, calls: Sequence[Feeds], na
 def _judge(
     context: PassContext, limits: Limits, before: Decoded, after: Decoded, names: Sequence[str], tokens: int
 ) -> dict[str, float]:
-    """By output, the error against the model before its caches were compressed. tokens: of the prompt."""
+    """By output, the error against the model before its attention was replaced. tokens: of the prompt."""
     report = context.report
     errors = measure_errors(names, before.steps, after.steps)
     if report.cache is not None:
@@ -101,7 +103,7 @@ def _judge(
         if not error.relative_l2 <= most:
             raise VerificationError(
                 f"output {error.name!r} {where} has relative error {error.relative_l2:.3g} against the model "
-                f"before its caches were compressed, expected at most {most:.3g}; nothing was saved; calibrate on "
+                f"before its attention was replaced, expected at most {most:.3g}; nothing was saved; calibrate on "
                 "text like that to come, or raise verify.max_rounding_error if your task bears it; if nothing in "
                 "the model explains it, please report this"
             )

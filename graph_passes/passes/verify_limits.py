@@ -17,7 +17,7 @@ from .context import PassContext
 
 # Against the model before its layers were replaced: times the sum of what these round.
 ROUNDING_FACTOR = 9.0
-# The same of a token decoded from a compressed cache: times the sum of what its attentions lose.
+# The same of a token decoded from a cache by attention that was replaced: times the sum of what its attentions lose.
 DECODE_FACTOR = 2.0
 # Kernels against the portable form: they add up in another order, so a few numbers are rounded up here and down there.
 PORTABLE_ERROR = 5e-2
@@ -49,7 +49,7 @@ class Limits:
         return ROUNDING_FACTOR * self._rounding_of_layers(cached) + self.by_masks.get(name, 0.0)
 
     def decoded(self, name: str) -> float:
-        """The same, of tokens decoded from a compressed cache."""
+        """The same, of tokens decoded from a cache by attention that was replaced."""
         limit = self.max_rounding_error
         if limit is None:
             limit = self.contents() + DECODE_FACTOR * self._rounding_of_caches()
