@@ -41,8 +41,8 @@
 //
 // In AMX tiles, the one order of its own that there is, products add up by instructions for 32 of them: the even ones
 // and the odd ones, ascending and fused, from +0 on, then both sums, and that is added to what was there. s begins with
-// the mask times log2(e), or -Inf where causal hides a key, and takes 32 d at a time, zeros behind head_dim; y takes 32
-// keys of a block at a time, weights and values of zero behind the last. All else is as above.
+// the mask times log2(e) and takes 32 d at a time, zeros behind head_dim; y takes 32 keys of a block at a time, weights
+// and values of zero behind the last. All else is as above.
 //
 // A kernel works on a range of rows, row r being query r % queries of head r / queries. It allocates nothing and knows
 // no threads.

@@ -77,7 +77,7 @@ class AttentionLoop {
     float most[kRows];  // score so far
     float sum[kRows];
     float correction[kRows];
-    float seen[kRows];  // keys, if causal
+    float seen[kRows];  // keys
   };
 
   const AttentionArgs& args_;
@@ -152,6 +152,7 @@ class AttentionLoop {
     block.first = first;
     block.rows = rows;
     block.least_seen = block.most_seen = args_.keys;
+    for (int64_t i = 0; i < kRows; ++i) block.seen[i] = static_cast<float>(args_.keys);
     if (args_.causal) {
       block.most_seen = 0;
       for (int64_t i = 0; i < rows; ++i) {
@@ -160,7 +161,6 @@ class AttentionLoop {
         block.least_seen = seen < block.least_seen ? seen : block.least_seen;
         block.most_seen = seen > block.most_seen ? seen : block.most_seen;
       }
-      for (int64_t i = rows; i < kRows; ++i) block.seen[i] = static_cast<float>(args_.keys);
     }
     for (int64_t i = 0; i < kRows; ++i) block.most[i] = kLowest;
     for (int64_t i = 0; i < kRows; ++i) block.sum[i] = 0;
@@ -242,7 +242,7 @@ class AttentionLoop {
 
   bool MaskIsByKey() const { return args_.mask_head_stride == 0 && args_.mask_query_stride == 0; }
 
-  // Puts into the scores what is added to each of them: the mask, and -Inf where causal hides a key.
+  // Puts into the scores what is added to each of them: the mask.
   void FillScores(const Block& block, int64_t first, int64_t keys) const {
     const bool by_row = args_.mask != nullptr && !MaskIsByKey();
     for (int64_t lane = 0; lane < block.rows; lane += kLanes) {
@@ -259,21 +259,22 @@ class AttentionLoop {
           for (int64_t i = 0; i < kLanes; ++i) columns[i] = Simd::Load(rows);
         }
         for (int64_t i = 0; i < count; ++i) {
-          Float value = by_row ? InPowersOfTwo(columns[i]) : Simd::Set(bias_[j + i]);
-          if (args_.causal) {
-            value = Simd::SelectLess(Simd::Set(static_cast<float>(first + j + i)), Simd::Load(block.seen + lane), value,
-                                     Simd::Set(kMinusInfinity));
-          }
-          Simd::Store(scores_ + (j + i) * kRows + lane, value);
+          Simd::Store(scores_ + (j + i) * kRows + lane, by_row ? InPowersOfTwo(columns[i]) : Simd::Set(bias_[j + i]));
         }
       }
     }
   }
 
+  // A vector of scores of a key, -Inf for rows that causal hides it from. Behind the sum: +Inf and -Inf make NaN.
+  static Float OfSeen(const Block& block, int64_t key, int64_t row, Float score) {
+    return Simd::SelectLess(Simd::Set(static_cast<float>(key)), Simd::Load(block.seen + row), score,
+                            Simd::Set(kMinusInfinity));
+  }
+
   // Scores of kTileKeys keys from `key` on, for kTileVectors vectors of rows; what is added to them stands in bias_, or
   // in the scores.
   template <int kTileVectors, int kTileKeys, bool kFilled>
-  void ScoreTile(const Block& block, int64_t key, Float (&most)[kTileVectors]) const {
+  void ScoreTile(const Block& block, int64_t first, int64_t key, Float (&most)[kTileVectors]) const {
     const int64_t stride = PaddedKeyUnits(args_.head_dim);
     const float* keys = keys_ + key * stride;
     Float sum[kTileKeys][kTileVectors];
@@ -300,7 +301,8 @@ class AttentionLoop {
 #pragma GCC unroll 4
       for (int i = 0; i < kTileVectors; ++i) {
         const Float bias = kFilled ? Simd::Load(to + i * kLanes) : Simd::Set(bias_[key + j]);
-        const Float score = Simd::Add(sum[j][i], bias);
+        Float score = Simd::Add(sum[j][i], bias);
+        if constexpr (kFilled) score = OfSeen(block, first + key + j, i * kLanes, score);
         most[i] = Simd::Max(score, most[i]);
         Simd::Store(to + i * kLanes, score);
       }
@@ -309,37 +311,43 @@ class AttentionLoop {
 
   // The same of all keys in tiles; what is added stands in the scores.
   template <int kTileVectors, bool kFilled>
-  void ScoreInTiles(const Block& block, int64_t keys, Float (&most)[kTileVectors]) const {
+  void ScoreInTiles(const Block& block, int64_t first, int64_t keys, Float (&most)[kTileVectors]) const {
     const int64_t stride = PaddedKeyUnits(args_.head_dim);
     Simd::template MultiplyTiles<!kFilled>({keys_, stride}, {block.queries, kRows}, {scores_, kRows}, keys,
                                            kTileVectors * kLanes, stride);
     for (int64_t j = 0; j < keys; ++j) {
 #pragma GCC unroll 4
-      for (int i = 0; i < kTileVectors; ++i) most[i] = Simd::Max(Simd::Load(scores_ + j * kRows + i * kLanes), most[i]);
+      for (int i = 0; i < kTileVectors; ++i) {
+        float* to = scores_ + j * kRows + i * kLanes;
+        if constexpr (kFilled) Simd::Store(to, OfSeen(block, first + j, i * kLanes, Simd::Load(to)));
+        most[i] = Simd::Max(Simd::Load(to), most[i]);
+      }
     }
   }
 
   template <int kTileVectors, bool kFilled>
-  void ScoreByVectors(const Block& block, int64_t keys, Float (&most)[kTileVectors]) const {
+  void ScoreByVectors(const Block& block, int64_t first, int64_t keys, Float (&most)[kTileVectors]) const {
     constexpr int kTileKeys = Registers::kScoreKeys[kTileVectors - 1];
     int64_t key = 0;
-    for (; key + kTileKeys <= keys; key += kTileKeys) ScoreTile<kTileVectors, kTileKeys, kFilled>(block, key, most);
-    if constexpr (constexpr int kRest = kKeys % kTileKeys; kRest > 1) {
-      for (; key + kRest <= keys; key += kRest) ScoreTile<kTileVectors, kRest, kFilled>(block, key, most);
+    for (; key + kTileKeys <= keys; key += kTileKeys) {
+      ScoreTile<kTileVectors, kTileKeys, kFilled>(block, first, key, most);
     }
-    for (; key < keys; ++key) ScoreTile<kTileVectors, 1, kFilled>(block, key, most);
+    if constexpr (constexpr int kRest = kKeys % kTileKeys; kRest > 1) {
+      for (; key + kRest <= keys; key += kRest) ScoreTile<kTileVectors, kRest, kFilled>(block, first, key, most);
+    }
+    for (; key < keys; ++key) ScoreTile<kTileVectors, 1, kFilled>(block, first, key, most);
   }
 
-  // Scores, then probabilities (not yet divided by their sum) of a block of keys.
+  // Scores, then probabilities (not yet divided by their sum) of a block of keys from `first` on.
   template <int kTileVectors, bool kFilled>
-  void Score(Block& block, int64_t keys) const {
+  void Score(Block& block, int64_t first, int64_t keys) const {
     Float most[kTileVectors];
 #pragma GCC unroll 4
     for (int i = 0; i < kTileVectors; ++i) most[i] = Simd::Load(block.most + i * kLanes);
     if constexpr (kInTiles) {
-      ScoreInTiles<kTileVectors, kFilled>(block, keys, most);
+      ScoreInTiles<kTileVectors, kFilled>(block, first, keys, most);
     } else {
-      ScoreByVectors<kTileVectors, kFilled>(block, keys, most);
+      ScoreByVectors<kTileVectors, kFilled>(block, first, keys, most);
     }
     Float sum[kTileVectors];
 #pragma GCC unroll 4
@@ -445,9 +453,9 @@ class AttentionLoop {
     const bool hides = args_.causal && block.least_seen < first + keys;
     if (by_row || hides || (kInTiles && args_.mask != nullptr)) {
       FillScores(block, first, keys);
-      Score<kTileVectors, true>(block, keys);
+      Score<kTileVectors, true>(block, first, keys);
     } else {
-      Score<kTileVectors, false>(block, keys);
+      Score<kTileVectors, false>(block, first, keys);
     }
     if constexpr (kInTiles) {
       if (first == 0) return AddValuesInTiles<kTileVectors, true>(block, keys);

@@ -169,6 +169,16 @@ def nan_and_infinity(attend: Attend) -> None:
             np.testing.assert_allclose(y[same], expected[same], atol=0.1)
 
 
+def hidden_scores_that_overflow(attend: Attend) -> None:
+    """Of keys that causal hides: those of the first query are 0 and +Inf, of which it sees the first."""
+    q, k = np.full((1, 70, 8), 1e20, np.float32), np.full((70, 8), 1e20, np.float32)
+    k[0] = 0
+    v = np.round(np.random.default_rng(7).standard_normal((70, 8)) * 8).astype(np.float32)
+    y = attend(q, k, v, 1.0, causal=True)
+    np.testing.assert_array_equal(y[0, 0], v[0])
+    assert np.isnan(y[0, 1:]).all()
+
+
 def own_rows(attend: Attend) -> None:
     """The bits of a row do not depend on the rows beside it, nor on keys that it does not see."""
     q, k, v = random(np.random.default_rng(5), 1, 140, 140, 40)
@@ -220,6 +230,7 @@ CHECKS: dict[str, Callable[[Attend], None]] = {
         masks,
         rows_that_see_nothing,
         nan_and_infinity,
+        hidden_scores_that_overflow,
         own_rows,
         documented_order,
         nothing_behind_the_arrays,

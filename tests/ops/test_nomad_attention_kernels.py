@@ -152,6 +152,17 @@ def test_hidden_keys_weigh_nothing(kernel: str) -> None:
 
 
 @all_kernels
+def test_hidden_scores_that_overflow(kernel: str) -> None:
+    """Of keys that causal hides: those of the first query are 0 and +Inf, of which it sees the first."""
+    q, k = np.full((1, 70, 8), 1e20, np.float32), np.full((70, 8), 1e20, np.float32)
+    k[0] = 0
+    v = np.round(np.random.default_rng(7).standard_normal((70, 8)) * 8).astype(np.float32)
+    y = _testing.nomad_attention(q, k, v, 1.0, causal=True, kernel=kernel)
+    np.testing.assert_array_equal(y[0, 0], v[0])
+    assert np.isnan(y[0, 1:]).all()
+
+
+@all_kernels
 def test_one_key_gives_its_value(kernel: str) -> None:
     q, k, v = random(np.random.default_rng(5), 3, 20, 1, 40)
     v = v.astype(np.float16).astype(np.float32) if PRECISION[kernel] == 32 else np.round(v)
