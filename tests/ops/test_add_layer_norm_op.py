@@ -227,7 +227,7 @@ def test_other_versions_are_refused(version: int | None, message: str) -> None:
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        ([(3, 5)], r"X has shape \[3, 5\], expected \[..., 4\], as norm_weight has 4 numbers"),
+        ([(3, 5)], r"X has shape \[3, 5\], expected \[..., 4\], as the norm's weight has 4 numbers"),
         ([(3, 1), (3, 4)], r"X has shape \[3, 1\], expected \[..., 4\]"),
         ([(3, 4), (3, 1)], r"addend has shape \[3, 1\], expected \[..., 4\]"),
         ([(3, 4), ()], r"addend has shape \[\], expected \[..., 4\]"),
