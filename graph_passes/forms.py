@@ -154,6 +154,12 @@ class Form(PassOptions):
         return (self.stored is not None or self.cache is not None) and self.skipped_inputs is None
 
     @property
+    def fuses_norms(self) -> bool:
+        """Whether LayerNormalizations that are no layer's end become an operator, too. Layers of whole numbers have the
+        same bits on every CPU, and so do encoders, then; with layers of bf16 it would gain nothing."""
+        return self.stored in _BITS and self.fuses_attention
+
+    @property
     def rounding(self) -> str:
         default = "search" if self.stored == "int4" else "rtn"
         return next((one for one in self.method if one in ROUNDING), default)
@@ -216,6 +222,8 @@ class Form(PassOptions):
             steps.append({"name": "fuse_cached_attention", "precision": precision})
         if self.stored is not None:
             steps += self._replace()
+        if self.fuses_norms:
+            steps.append({"name": "fuse_norm"})
         if self.fuses_attention and self.cache is None:
             steps.append({"name": "unpad"})
         return [*steps, {"name": "verify"}]
@@ -327,6 +335,7 @@ ADOPT: Mapping[str, Any] = {
         {"name": "replace", "op": "W4A8MatMul"},
         {"name": "replace", "op": "W8A8MatMul", "keep_numbers": True},
         {"name": "replace", "op": "SparseAMXMatMul", "keep_numbers": True},
+        {"name": "fuse_norm"},
         {"name": "unpad"},
         {"name": "verify"},
     ],

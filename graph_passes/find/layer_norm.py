@@ -43,15 +43,18 @@ def find_layer_norm(x: ir.Value, n: int) -> LayerNorm | None:
 
 
 def find_norms(graph: ir.Graph | ir.Function, dimensions: Dimensions) -> Iterator[tuple[ir.Value, LayerNorm]]:
-    """All of a graph, each with the x [..., n] that it normalizes, which others may see too. n is known, and not 1."""
+    """All of a graph, each with the x [..., n] that it normalizes, which others may see too, and which is no constant.
+    n is known, and not 1."""
     for node in graph:
         x = node.inputs[0] if node.inputs else None
-        shape = dimensions.shape(x)
-        n = shape[-1] if shape else _length_of_weight(node)
-        if x is None or not isinstance(n, int) or n < 2:
+        n = _length_of_weight(node)
+        if n is None:
+            shape = dimensions.shape(x)
+            n = shape[-1] if shape and isinstance(shape[-1], int) else None
+        if x is None or n is None or n < 2:
             continue
         found = _norm(node, n)
-        if found is not None:
+        if found is not None and constant_tensor(x) is None:
             yield x, found
 
 

@@ -31,10 +31,11 @@ class FuseNormPass(RecipePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         context = self.context
-        if context.dry_run:
-            context.note("which LayerNormalizations are left is found when layers have been replaced")
-            return ir.passes.PassResult(model, modified=False)
         graphs = list(model.graphs())
+        if context.dry_run:
+            if any(True for graph in graphs for _ in find_norms(graph, Dimensions(graph))):
+                context.note("which LayerNormalizations are left is found when layers have been replaced")
+            return ir.passes.PassResult(model, modified=False)
         nodes = list[ir.Node]()
         added = 0
         for number, graph in enumerate(graphs):

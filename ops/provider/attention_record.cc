@@ -58,10 +58,7 @@ class Writer {
     writer_.Flag(mask.hides);
     writer_.Real(mask.fill);
     writer_.Flag(mask.is_cut);
-    if (mask.value != nullptr) return;
-    writer_.Number(Count(mask.shape));
-    for (const int64_t size : mask.shape) writer_.Number(size);
-    writer_.Array(mask.numbers);
+    if (mask.value == nullptr) WriteTensor(writer_, {mask.shape, mask.numbers});
   }
 
   const std::unordered_map<Value, size_t>& inputs_;
@@ -142,22 +139,11 @@ class Reader {
     if (mask.is_padding && (mask.value == nullptr || !std::isfinite(mask.fill))) {
       throw OpError(ErrorText("key padding that adds ", mask.fill, mask.value == nullptr ? " is missing" : ""));
     }
-    if (mask.value == nullptr) ReadNumbers(mask);
+    if (mask.value != nullptr) return mask;
+    const FloatTensor tensor = ReadTensor(reader_, "a mask");
+    mask.shape = tensor.shape;
+    mask.numbers = tensor.numbers;
     return mask;
-  }
-
-  void ReadNumbers(Mask& mask) {
-    const int64_t axes = Count("axes of a mask");
-    int64_t count = 1;
-    bool fits = true;
-    for (int64_t i = 0; i < axes; ++i) {
-      mask.shape.push_back(reader_.Number());
-      fits = fits && mask.shape.back() > 0 && !__builtin_mul_overflow(count, mask.shape.back(), &count);
-    }
-    mask.numbers = reader_.Array<float>();
-    if (!fits || count != static_cast<int64_t>(mask.numbers.size())) {
-      throw OpError(ErrorText("a mask of shape ", ShapeText(mask.shape), " has ", mask.numbers.size(), " numbers"));
-    }
   }
 
   ContextReader& reader_;

@@ -10,6 +10,7 @@
 #include "provider/call_values.h"
 #include "provider/packed_layers.h"
 #include "provider/places.h"
+#include "provider/sum_norm_compute.h"
 
 namespace ortolan::provider {
 namespace {
@@ -267,7 +268,8 @@ std::unique_ptr<StepCompute> ReadStep(ContextReader& reader, const Places& place
   if (kind == static_cast<int64_t>(StepKind::kLayers)) return std::make_unique<LinearCompute>(reader, places);
   if (kind == static_cast<int64_t>(StepKind::kAttention)) return std::make_unique<AttentionCompute>(reader, places);
   if (kind == static_cast<int64_t>(StepKind::kCopy)) return std::make_unique<CopyCompute>(reader, places);
-  throw OpError(ErrorText("a step is of kind ", kind, ", expected 0, 1 or 2"));
+  if (kind == static_cast<int64_t>(StepKind::kSumNorm)) return std::make_unique<SumNormCompute>(reader, places);
+  throw OpError(ErrorText("a step is of kind ", kind, ", expected 0 to 3"));
 }
 
 }  // namespace
@@ -289,6 +291,7 @@ GroupCompute::GroupCompute(const HostApi& host, const Group& group, const Node& 
   if (group.cached_attention) {
     steps_.push_back(std::make_unique<CachedAttentionCompute>(host, *group.cached_attention, fused));
   }
+  if (group.sum_norm) steps_.push_back(std::make_unique<SumNormCompute>(host, *group.sum_norm, fused));
   for (const Step& step : group.steps) {
     if (step.attention) {
       steps_.push_back(std::make_unique<AttentionCompute>(host, step, fused));

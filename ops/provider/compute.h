@@ -27,7 +27,7 @@ class Arena {
 };
 
 // What the record of a step begins with.
-enum class StepKind : int64_t { kLayers = 0, kAttention = 1, kCopy = 2 };
+enum class StepKind : int64_t { kLayers = 0, kAttention = 1, kCopy = 2, kSumNorm = 3 };
 
 // A step with its numbers packed.
 class StepCompute {

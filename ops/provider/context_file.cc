@@ -230,6 +230,29 @@ void ContextReader::End() const {
   if (!record_.empty()) throw OpError(ErrorText("a record goes on for ", record_.size(), " bytes behind its end"));
 }
 
+void WriteTensor(ContextWriter& writer, const FloatTensor& tensor) {
+  writer.Number(static_cast<int64_t>(tensor.shape.size()));
+  for (const int64_t size : tensor.shape) writer.Number(size);
+  writer.Array(tensor.numbers);
+}
+
+FloatTensor ReadTensor(ContextReader& reader, const char* what) {
+  FloatTensor tensor;
+  const int64_t axes = reader.Number();
+  if (axes < 0) throw OpError(ErrorText("there are ", axes, " axes of ", what));
+  int64_t count = 1;
+  bool fits = true;
+  for (int64_t i = 0; i < axes; ++i) {  // what is larger than the record ends it
+    tensor.shape.push_back(reader.Number());
+    fits = fits && tensor.shape.back() > 0 && !__builtin_mul_overflow(count, tensor.shape.back(), &count);
+  }
+  tensor.numbers = reader.Array<float>();
+  if (!fits || count != static_cast<int64_t>(tensor.numbers.size())) {
+    throw OpError(ErrorText(what, " of shape ", ShapeText(tensor.shape), " has ", tensor.numbers.size(), " numbers"));
+  }
+  return tensor;
+}
+
 ContextFile::ContextFile(std::span<const uint8_t> bytes, const std::string& what) {
   try {
     ReadHeader(bytes, what);

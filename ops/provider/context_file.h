@@ -15,7 +15,7 @@
 
 namespace ortolan::provider {
 
-inline constexpr int64_t kContextFormat = 3;
+inline constexpr int64_t kContextFormat = 4;
 inline constexpr int64_t kContextLine = 64;
 
 class ContextWriter {
@@ -83,6 +83,16 @@ class ContextReader {
 
   std::span<const uint8_t> record_, sections_;
 };
+
+// A tensor of a record.
+struct FloatTensor {
+  std::vector<int64_t> shape;
+  std::span<const float> numbers;
+};
+
+void WriteTensor(ContextWriter& writer, const FloatTensor& tensor);
+// Of at least one number. Throws OpError; `what` is said of it in errors.
+FloatTensor ReadTensor(ContextReader& reader, const char* what);
 
 class ContextFile {
  public:

@@ -85,12 +85,13 @@ class Region {
 
 // --- LayerNormalization -------------------------------------------------------------------------------------------
 
-// n floats, of a constant with `axes` axes at most, all of 1 but the last one.
-std::optional<std::vector<float>> VectorOf(const Graph& graph, Value value, int64_t n, size_t axes = 1) {
+// n floats, or as many as there are, of a constant with `axes` axes at most, all of 1 but the last one.
+std::optional<std::vector<float>> VectorOf(const Graph& graph, Value value, std::optional<int64_t> n = std::nullopt,
+                                           size_t axes = 1) {
   const std::optional<Constant> tensor = graph.ConstantOf(value);
   if (!tensor || tensor->type != kFloat || tensor->shape.empty() || tensor->shape.size() > axes) return std::nullopt;
   Shape expected(tensor->shape.size(), 1);
-  expected.back() = n;
+  expected.back() = n.value_or(tensor->shape.back());
   if (tensor->shape != expected) return std::nullopt;
   return tensor->Floats();
 }
@@ -133,21 +134,27 @@ Activation TakeActivation(const Graph& graph, Value& x, std::vector<const Node*>
   return activation;
 }
 
-std::optional<Norm> FindNorm(const Graph& graph, Value x, int64_t n) {
-  // With one column, x could be broadcast to more by what was added to it.
-  const Node* const node = n < 2 ? nullptr : graph.OnlyReader(x);
-  if (node == nullptr || !node->IsStandard("LayerNormalization") || node->Input(0) != x) return std::nullopt;
-  for (size_t i = 1; i < node->outputs().size(); ++i) {
-    const Value other = node->Output(i);
+std::optional<Norm> ReadNorm(const Graph& graph, const Node& node) {
+  if (!node.IsStandard("LayerNormalization") || node.Output(0) == nullptr) return std::nullopt;
+  for (size_t i = 1; i < node.outputs().size(); ++i) {
+    const Value other = node.Output(i);
     if (other != nullptr && (graph.IsOutput(other) || !graph.Uses(other).empty())) return std::nullopt;
   }
-  if (node->Whole("stash_type", 1) != 1 || !IsLastAxis(graph, *node) || node->Output(0) == nullptr) return std::nullopt;
-  std::optional<std::vector<float>> weight = VectorOf(graph, node->Input(1), n);
-  std::optional<std::vector<float>> bias = std::vector<float>(static_cast<size_t>(n));
-  if (node->Has(2)) bias = VectorOf(graph, node->Input(2), n);
-  const float epsilon = node->Number("epsilon", 1e-5f);
-  if (!weight || !bias || !(epsilon >= 0) || std::isinf(epsilon)) return std::nullopt;
-  return Norm{node, std::move(*weight), std::move(*bias), epsilon};
+  if (node.Whole("stash_type", 1) != 1 || !IsLastAxis(graph, node)) return std::nullopt;
+  std::optional<std::vector<float>> weight = VectorOf(graph, node.Input(1));
+  if (!weight || weight->size() < 2) return std::nullopt;
+  std::optional<std::vector<float>> bias = std::vector<float>(weight->size());
+  if (node.Has(2)) bias = VectorOf(graph, node.Input(2), static_cast<int64_t>(weight->size()));
+  const float epsilon = node.Number("epsilon", 1e-5f);
+  if (!bias || !(epsilon >= 0) || std::isinf(epsilon)) return std::nullopt;
+  return Norm{&node, std::move(*weight), std::move(*bias), epsilon};
+}
+
+std::optional<Norm> FindNorm(const Graph& graph, Value x, int64_t n) {
+  const Node* const node = graph.OnlyReader(x);
+  if (node == nullptr || node->Input(0) != x) return std::nullopt;
+  std::optional<Norm> norm = ReadNorm(graph, *node);
+  return norm && static_cast<int64_t>(norm->weight.size()) == n ? std::move(norm) : std::nullopt;
 }
 
 }  // namespace ortolan::provider

@@ -25,7 +25,11 @@ void TakeBias(const Graph& graph, Layer& layer);
 // is none, and nothing changes.
 Activation TakeActivation(const Graph& graph, Value& x, std::vector<const Node*>& nodes);
 
-// LayerNormalization of rows of n numbers, if x goes nowhere else.
+// The node, if it is a LayerNormalization of rows by constants and puts out nothing else. Rows of one number are left:
+// they could be repeated by what was added to them.
+std::optional<Norm> ReadNorm(const Graph& graph, const Node& node);
+
+// That of rows of n numbers, if x goes nowhere else.
 std::optional<Norm> FindNorm(const Graph& graph, Value x, int64_t n);
 
 }  // namespace ortolan::provider

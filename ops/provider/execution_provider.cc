@@ -65,7 +65,7 @@ void ExecutionProvider::Claim(const OrtGraph& ort_graph, OrtEpGraphSupportInfo& 
     claims_.Takes(node, "compiled");
     ClaimNodes(std::array{&node}, false, info);
   }
-  const Claims claims = FindGroups(graph, options_.rules);
+  const Claims claims = FindGroups(graph, options_.rules, false);
   const std::string why_not = claims.groups.empty() ? "" : WhyNot(ort_graph, graph);
   Tell(claims, why_not);
   for (const Group& group : claims.groups) {
@@ -84,15 +84,13 @@ void ExecutionProvider::Tell(const Claims& claims, const std::string& why_not) c
   std::vector<Line> lines;
   for (const auto& [node, reason] : claims.left) lines.push_back({node, false, reason});
   for (const Group& group : claims.groups) {
-    if (group.cached_attention) {
-      lines.push_back({group.cached_attention->node, why_not.empty(),
-                       why_not.empty() ? group.cached_attention->Described() : why_not});
-    }
+    const auto add = [&](const Node* node, const std::string& text) {
+      lines.push_back({node, why_not.empty(), why_not.empty() ? text : why_not});
+    };
+    if (group.cached_attention) add(group.cached_attention->node, group.cached_attention->Described());
+    if (group.sum_norm) add(group.sum_norm->norm.node, group.sum_norm->Described());
     for (const Step& step : group.steps) {
-      for (const Layer& layer : step.layers) {
-        lines.push_back(
-            {layer.nodes.front(), why_not.empty(), why_not.empty() ? layer.Numbers() + step.Fused() : why_not});
-      }
+      for (const Layer& layer : step.layers) add(layer.nodes.front(), layer.Numbers() + step.Fused());
     }
   }
   std::sort(lines.begin(), lines.end(), [](const Line& a, const Line& b) { return a.node < b.node; });
@@ -131,7 +129,7 @@ std::unique_ptr<GroupCompute> ExecutionProvider::CompileGraph(const OrtGraph& or
   if (graph.nodes().size() == 1 && IsContextNode(graph.nodes().front())) {
     return context_.Read(graph.nodes().front(), Node(host_, fused), PathOf(ort_graph));
   }
-  const Claims claims = FindGroups(graph, options_.rules);
+  const Claims claims = FindGroups(graph, options_.rules, true);
   if (claims.groups.size() != 1 || claims.groups.front().nodes.size() != graph.nodes().size()) {
     const std::string reason = claims.left.empty() ? "" : ": " + claims.left.front().second;
     throw OpError(ErrorText("a group of ", graph.nodes().size(), " nodes is not what was claimed", reason));

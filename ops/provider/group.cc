@@ -296,7 +296,7 @@ class Finder {
         std::optional<CachedAttention> attention = FindCachedAttention(graph_, node);
         if (!attention) continue;
         Expect(rules_.why_no_cached_attention.empty(), rules_.why_no_cached_attention);
-        claims_.groups.push_back({{}, std::move(attention), {}, {&node}});
+        claims_.groups.push_back({{}, std::move(attention), {}, {}, {&node}});
       } catch (const UnfitError& reason) {
         Leave(node, reason.what());
       }
@@ -313,6 +313,34 @@ class Finder {
   std::set<const Node*> taken_;
   Claims claims_;
 };
+
+bool HasWholeNumbers(const Layer& layer) {
+  const RoundedWeight* const rounded = std::get_if<RoundedWeight>(&layer.weight);
+  return rounded == nullptr || rounded->precision == Precision::kInt8;
+}
+
+bool HasWholeNumbers(const Claims& claims) {
+  return std::any_of(claims.groups.begin(), claims.groups.end(), [](const Group& group) {
+    return std::any_of(group.steps.begin(), group.steps.end(), [](const Step& step) {
+      return std::any_of(step.layers.begin(), step.layers.end(),
+                         [](const Layer& layer) { return HasWholeNumbers(layer); });
+    });
+  });
+}
+
+// What groups have by then is theirs: a norm behind a layer is part of its step.
+void TakeSumNorms(const Graph& graph, Claims& claims) {
+  std::set<const Node*> taken;
+  for (const Group& group : claims.groups) taken.insert(group.nodes.begin(), group.nodes.end());
+  for (const Node& node : graph.nodes()) {
+    std::optional<SumNorm> norm = FindSumNorm(graph, node, taken);
+    if (!norm || (!graph.IsOutput(norm->y) && graph.Uses(norm->y).empty())) continue;
+    taken.insert(norm->nodes.begin(), norm->nodes.end());
+    Group& group = claims.groups.emplace_back();
+    group.nodes = norm->nodes;
+    group.sum_norm = std::move(norm);
+  }
+}
 
 }  // namespace
 
@@ -338,12 +366,18 @@ std::string Step::Fused() const {
   return text;
 }
 
-Claims FindGroups(Graph& graph, const LayerRules& rules) {
+Claims FindGroups(Graph& graph, const LayerRules& rules, bool is_group) {
   Roundings roundings(graph);
   for (;;) {
     graph.See(roundings.Seen());
     Claims claims = Finder(graph, roundings, rules).Find();
-    if (roundings.Place(graph, claims)) return claims;
+    if (!roundings.Place(graph, claims)) continue;
+    if (is_group || HasWholeNumbers(claims)) {
+      graph.See({});
+      TakeSumNorms(graph, claims);
+      graph.See(roundings.Seen());
+    }
+    return claims;
   }
 }
 

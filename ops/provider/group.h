@@ -9,6 +9,7 @@
 #include "provider/attention.h"
 #include "provider/cached_attention.h"
 #include "provider/epilogue.h"
+#include "provider/sum_norm.h"
 
 namespace ortolan::provider {
 
@@ -40,6 +41,7 @@ struct Copy {
 struct Group {
   std::vector<Step> steps;                          // none reads what another one makes
   std::optional<CachedAttention> cached_attention;  // and no steps
+  std::optional<SumNorm> sum_norm;                  // and no steps
   std::vector<Copy> copies;
   std::vector<const Node*> nodes;
 };
@@ -52,7 +54,8 @@ struct Claims {
 // Whether one weight can hold both, side by side.
 bool CanJoin(const Layer& a, const Layer& b);
 
-// Of the nodes of one group alone, it finds that group. From then on, the graph is seen as the groups see it.
-Claims FindGroups(Graph& graph, const LayerRules& rules);
+// is_group: these are the nodes of one group alone, and it is found again. Else a SumNorm is taken where layers of
+// whole numbers are: in their models the optimized file has it. From then on, the graph is seen as the groups see it.
+Claims FindGroups(Graph& graph, const LayerRules& rules, bool is_group);
 
 }  // namespace ortolan::provider

@@ -26,8 +26,8 @@ FOLDER = Path(os.environ["ORTOLAN_ANSWERS"])
 # The best set of features of a CPU, by qemu's name.
 BEST = {"cortex-a53": "neon", "cortex-a72": "neon", "neoverse-n1": "dotprod", "max": "i8mm"}
 NAMES = sorted(path.stem for path in FOLDER.glob("*.onnx"))
-# How far answers may be apart, by norm. Encoders of int8, 4x1 blocks and int4 with the pass fuse_norm have the same
-# bits. ONNX Runtime's operators in decoders add up floats in another order, and so do caches and layers of bf16.
+# How far answers may be apart, by norm. Encoders of int8, 4x1 blocks and int4 have the same bits. ONNX Runtime's
+# operators in decoders add up floats in another order, and so do caches and layers of bf16.
 # A real decoder's layers in float32 are ONNX Runtime's, too, and where a sum comes near the middle between two int8,
 # all layers behind it round otherwise: it stays nearer to x86's answer than half of what its form has lost.
 LAYERS = ("layer sparse-int8", "layer sparse-int4", "layer sparse-int8-4x1", "layer int4")

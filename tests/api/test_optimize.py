@@ -187,7 +187,8 @@ def test_steps_and_decisions_are_logged(bert, caplog):
     told = {level: [one.getMessage() for one in caplog.records if one.levelno == level] for level in (20, 10)}
     assert told[20][0] == "recipe weights=int4: int4 weights in groups of 32 by search"
     stages = [one for one in told[20] if one in set(Stage)]
-    assert stages == ["normalize", "calibrate", "quantize", "fuse attention", "replace", "unpad", "verify"]
+    changes = ["normalize", "calibrate", "quantize", "fuse attention", "replace", "fuse norms", "unpad"]
+    assert stages == [*changes, "verify"]
     assert told[20][-1] == "16 of 16 layers replaced"
     assert sum(one.endswith(": W4A8MatMul") for one in told[10]) == 12
 

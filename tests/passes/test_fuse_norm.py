@@ -13,6 +13,7 @@ from onnx import NodeProto, TensorProto, helper
 import ortolan
 from ortolan import OptimizationReport, Recipe
 from ortolan.errors import RecipeError
+from ortolan.graph_passes.auto.candidates import Candidate, make_recipe
 from ortolan.models import tiny
 
 from .padded_models import encoder_feeds
@@ -255,7 +256,8 @@ RECIPES = {
 )
 def test_nothing_of_an_encoder_is_normalized_by_onnx_runtime(encoder: str, recipe: str, unpad: bool) -> None:
     make, norms = ENCODERS[encoder]
-    steps = RECIPES[recipe] if unpad else RECIPES[recipe].without_pass("unpad")
+    plain = RECIPES[recipe].without_pass("fuse_norm")
+    steps = plain if unpad else plain.without_pass("unpad")
     report = optimize(ir.to_proto(make()), recipe=steps.with_pass("fuse_norm"))
     assert report.model is not None
     left = op_types(report.model)
@@ -270,10 +272,28 @@ def test_nothing_of_an_encoder_is_normalized_by_onnx_runtime(encoder: str, recip
         assert relative_error(expected, found) < 5e-3
 
 
-def test_it_is_there_where_it_is_asked_for() -> None:
-    assert all("fuse_norm" not in [step.name for step in recipe.passes] for recipe in RECIPES.values())
-    assert [step.name for step in RECIPES["bf16"].with_pass("fuse_norm").passes][-3:] == [
-        "fuse_norm",
-        "unpad",
-        "verify",
-    ]
+def names(recipe: Recipe) -> list[str]:
+    return [step.name for step in recipe.passes]
+
+
+def test_forms_of_whole_numbers_have_it() -> None:
+    """As encoders have the same bits on every CPU with them. Others have it where it is asked for."""
+    for name, recipe in RECIPES.items():
+        assert names(recipe).count("fuse_norm") == (name != "bf16")
+    others = [{"weights": "bf16"}, {"sparsity": 0.5}, {"cache": "codes"}]
+    assert not any("fuse_norm" in names(Recipe.of(**choices)) for choices in others)
+    assert "fuse_norm" not in names(Recipe.load("activation-sparse", weights="int8"))
+    assert names(Recipe.of(weights="int8", cache="codes"))[-2:] == ["fuse_norm", "verify"]
+    assert names(RECIPES["bf16"].with_pass("fuse_norm"))[-3:] == ["fuse_norm", "unpad", "verify"]
+
+
+@pytest.mark.parametrize(("bits", "expected"), [(None, 0), (8, 1)])
+def test_what_auto_picks_has_it_with_whole_numbers(bits: int | None, expected: int) -> None:
+    candidate = Candidate("timing", "SparseAMXMatMul", {"bits": bits} if bits else {})
+    recipe = make_recipe({candidate: ["layer"]}, attention=True)
+    assert names(recipe).count("fuse_norm") == expected
+
+
+def test_a_dry_run_says_nothing_of_a_model_without_norms() -> None:
+    report = fuse(model_of([node("Add", "x t", "y")]), dry_run=True)
+    assert not any("LayerNormalization" in note for note in report.notes)

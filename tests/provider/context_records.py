@@ -1,4 +1,4 @@
-"""Where the numbers of a compiled model's file are (ops/provider/README.md), of layers in int8."""
+"""Where the numbers of a compiled model's file are (ops/provider/README.md), of layers in int8 and 4 bits."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import struct
 from collections.abc import Iterator
 
 HEADER = 64
-LAYERS, ATTENTION, COPY = 0, 1, 2  # kinds of steps
+LAYERS, ATTENTION, COPY, NORM = 0, 1, 2, 3  # kinds of steps
 _ARRAYS = {
+    0: ("weights", "scales", "zero points", "minimums"),
     1: ("masks", "values", "offsets", "scales", "column sums", "zero points"),
     3: ("values", "indices", "starts", "scales"),
 }
@@ -41,7 +42,7 @@ class _Walk:
 
     def layers(self, name: str) -> None:
         kind = self.number(name)
-        self.numbers(name, ".k", ".n")
+        self.numbers(name, ".k", ".n", *((".bits", ".group", ".half") if kind == 0 else ()))
         for array in (*_ARRAYS[kind], "bias"):
             self.array(f"{name}.{array}")
         self.places[f"{name} end"] = self.at
@@ -60,9 +61,22 @@ class _Walk:
         given = self.number(f"{name}.input")
         self.numbers(name, ".hides", ".fill", ".is_cut")
         if given == -1:
-            for i in range(self.number(f"{name}.axes")):
-                self.number(f"{name}.axis{i}")
-            self.array(f"{name}.numbers")
+            self.tensor(name)
+
+    def tensor(self, name: str) -> None:
+        for i in range(self.number(f"{name}.axes")):
+            self.number(f"{name}.axis{i}")
+        self.array(f"{name}.numbers")
+
+    def norm(self) -> None:
+        self.text()
+        self.numbers("", "y", "epsilon")
+        self.array("weight")
+        self.array("shift")
+        for i in range(self.number("operands")):
+            self.text()
+            if self.number(f"operand{i}") == -1:
+                self.tensor(f"operand{i}")
 
     def attention(self) -> None:
         for i in range(self.number("parts")):
@@ -78,6 +92,8 @@ class _Walk:
 
     def step(self) -> None:
         kind = self.number("kind")
+        if kind == NORM:
+            return self.norm()
         if kind != COPY:
             self.text()
             self.text()

@@ -238,7 +238,7 @@ LARGE = 1 << 40
 @pytest.mark.parametrize(
     "numbers, pattern",
     [
-        ({"kind": 3}, "a step is of kind 3, expected 0, 1 or 2"),
+        ({"kind": 4}, "a step is of kind 4, expected 0 to 3"),
         ({"kind": LAYERS}, "."),
         ({"x": 9}, "a step is of input or output 9"),
         ({"x": -1}, "a step is of input or output -1"),
@@ -333,7 +333,7 @@ def test_parts_of_different_sizes(int8: Quantize, tmp_path: Path) -> None:
 
     (attention, *_) = (one for one in found if "part2" in one)
     size = len(part(attention, 2))
-    others = [part(one, 0) for one in found if "part2" not in one]
+    others = [part(one, 0) for one in found if "part0" in one and "part2" not in one]
     (other, *_) = (one for one in others if struct.unpack_from("<qqq", one) != (1, 40, 40) and len(one) == size)
     content[attention["part2"] : attention["part2 end"]] = other
     binary(tmp_path).write_bytes(content)

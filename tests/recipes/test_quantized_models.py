@@ -31,6 +31,7 @@ from .forms import NAMED
 
 FLOAT = TensorProto.FLOAT
 RECIPES = ["sparse-int8", "sparse-int4"]
+NO_LAYERS = ("NoMADAttention", "AddLayerNorm")  # operators without packed weights
 # What int8 activations and bf16 layers round, over all layers of these models; lost biases or scales cost 0.2 and more.
 ROUNDING = 0.04
 # Sums in another order, and what they tip from one step of an activation to the next.
@@ -67,7 +68,7 @@ def tensor_of(model: onnx.ModelProto, node: onnx.NodeProto, name: str) -> np.nda
 
 
 def kinds(model: onnx.ModelProto) -> list[int]:
-    return [attribute(node, "weight_bits") for node in nodes_of(model) if node.op_type != "NoMADAttention"]
+    return [attribute(node, "weight_bits") for node in nodes_of(model) if node.op_type not in NO_LAYERS]
 
 
 def check(
