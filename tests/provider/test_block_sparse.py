@@ -28,7 +28,7 @@ from ..passes.int8_layers import DYNAMIC, Int8Layer, adopt, sparse_numbers
 from ..passes.small_models import op_types, relative_error, run
 from .context_records import LAYERS, steps
 from .int8_models import ACTIVATIONS, FLOAT, all_claims, dense_numbers, in_blocks, with_nodes, with_zero_blocks
-from .sessions import claimed, needs_provider, plain_session
+from .sessions import claimed, exact_session, needs_provider
 from .test_attention import TAKEN, built, check, int8, with_biases
 from .test_context import binary, check_round_trip, compile_model, context_nodes, ids, refuse
 
@@ -70,7 +70,7 @@ def test_every_form(form: str, unsigned: bool, size: tuple[int, int]) -> None:
     exact = x.astype(np.float64) @ layer.matrix + (layer.b if layer.bias else 0)
     assert (np.abs(y - exact) <= rounding_bound(layer, x)).all()
     if q.any():
-        assert relative_error(plain_session(model, fuses=False).run(None, {"x": x})[0], y) < 0.02
+        assert relative_error(exact_session(model).run(None, {"x": x})[0], y) < 0.02
 
 
 @pytest.mark.parametrize("form", DYNAMIC)
