@@ -68,9 +68,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--json", type=Path, metavar="FILE.json", help="the result; what it has already is not repeated"
     )
-    parser.add_argument(
-        "--page", type=Path, metavar="PAGE.md", help="write the page there; its data lies with the pictures"
-    )
+    parser.add_argument("--page", type=Path, metavar="PAGE.md", help="write the page there")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw the pictures there, light and dark")
     parser.add_argument("--compare", type=Path, metavar="OLD.json", help="say what changed since that result")
     parser.add_argument("--from", dest="data", type=Path, metavar="FILE.json", help="shows this, and measures nothing")
@@ -158,6 +156,11 @@ def save(result: PeersResult, path: Path | None) -> None:
         part.replace(path)
 
 
+def seen_from(page: Path, path: Path | None) -> str | None:
+    """The path as the page links to it."""
+    return None if path is None else Path(os.path.relpath(path, page.parent)).as_posix()
+
+
 def show(result: PeersResult, arguments: argparse.Namespace) -> None:
     console = Console(width=180, highlight=False)
     table = Table(
@@ -203,8 +206,8 @@ def main() -> None:
             measure(arguments, result)
             save(result, arguments.json)
         if arguments.page:
-            folder = os.path.relpath(arguments.pictures or arguments.page.parent, arguments.page.parent)
-            arguments.page.write_text(page.write(result, Path(folder).as_posix()), encoding="utf-8")
+            seen = [seen_from(arguments.page, path) for path in (arguments.data or arguments.json, arguments.pictures)]
+            arguments.page.write_text(page.write(result, *seen), encoding="utf-8")
         if arguments.pictures:
             pictures.draw_all(result, arguments.pictures)
     except OrtolanError as error:

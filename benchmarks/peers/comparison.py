@@ -12,7 +12,7 @@ from typing import Any
 from ..workers.process import WorkerError
 from .candidate import Candidate, Subject, interleave
 from .result import PeersResult, Row
-from .verdict import answers_as_well
+from .verdict import is_no_worse
 
 OUTRUN = 1.25  # times
 Judge = Callable[[Subject], Mapping[str, float]]
@@ -106,12 +106,12 @@ def compare(
 
 
 def outrun_by(row: Row, rows: Sequence[Row], work: str, threads: int) -> str | None:
-    """The name of a row of the same side, ours or peers', that answers at least as well and does the work at least
-    OUTRUN times as fast."""
+    """The name of a row of the same side, ours or peers', that answers no worse and does the work at least OUTRUN times
+    as fast: whatever the row could be compared with, that one can, and wins."""
     speed = row.speed(work, threads)
     for other in rows:
         its = other.speed(work, threads)
-        if speed and its and other.ours == row.ours and answers_as_well(other, row) and its.best >= OUTRUN * speed.best:
+        if speed and its and other.ours == row.ours and is_no_worse(other, row) and its.best >= OUTRUN * speed.best:
             return other.name
     return None
 
@@ -136,7 +136,7 @@ def _time_all(
         for name, subject in opened.items():
             try:
                 if work.after is not None and (other := outrun_by(found[name][1], rows, work.after, threads)):
-                    raise WorkerError(f"at {work.after}, {other} is {OUTRUN:g} times as fast with answers as good")
+                    raise WorkerError(f"at {work.after}, {other} is at least {OUTRUN:g} times as fast and no worse")
                 subject.give(work.given)
                 given[name] = subject
             except WorkerError as error:

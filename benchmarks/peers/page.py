@@ -20,8 +20,9 @@ _TEMPLATE = "page.md.jinja"
 _DIGITS = {"cosine": 4, "Spearman": 4, "perplexity": 2, "error": 4}
 
 
-def write(result: PeersResult, folder: str) -> str:
-    """The page's text, Markdown. folder: of its pictures and of the result, peers.json, as seen from the page."""
+def write(result: PeersResult, data: str | None = None, folder: str | None = None) -> str:
+    """The page's text, Markdown. data, folder: where the result and the pictures lie, as seen from the page; None: they
+    are not shown."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -34,7 +35,9 @@ def write(result: PeersResult, folder: str) -> str:
     sections = [section for section in SECTIONS if any(row.section == section for row in result.rows)]
     page: str = environment.get_template(_TEMPLATE).render(
         result=result,
+        data=data,
         folder=folder,
+        kind=_kind_of_cpu(result.cpu),
         missed=[one for one in found if one.missed],
         reached=[one for one in found if not one.missed],
         alone=[one for one in verdicts(result) if one.ratio is None],
@@ -45,6 +48,12 @@ def write(result: PeersResult, folder: str) -> str:
         quality={section: RULES[section].quality for section in sections},
     )
     return page
+
+
+def _kind_of_cpu(name: str) -> str:
+    """The feature set behind the CPU's name, as cpu_name writes it."""
+    found = re.search(r"\((\w+)\)$", name)
+    return found[1] if found else ""
 
 
 def _kinds(found: Sequence[Verdict]) -> list[str]:

@@ -24,11 +24,13 @@ _CHANGED = 0.05  # of a speed
 @dataclass(frozen=True)
 class Rule:
     """quality: the measure that rows are compared by. good: whether a form of ours is good enough to be compared at
-    all. equal: whether the first row answers at least as well as the second."""
+    all. equal: whether the first row answers at least as well as the second, or nearly so. less_is_better: of the
+    measure."""
 
     quality: str
     good: Callable[[Row], bool]
     equal: Callable[[Row, Row], bool]
+    less_is_better: bool = False
 
 
 def _equal_encoders(peer: Row, ours: Row) -> bool:
@@ -45,9 +47,13 @@ RULES: Mapping[str, Rule] = {
         "perplexity",
         lambda ours: True,
         lambda peer, ours: peer.quality["perplexity"] <= _PERPLEXITY * ours.quality["perplexity"],
+        less_is_better=True,
     ),
     LAYERS: Rule(
-        "error", lambda ours: True, lambda peer, ours: peer.quality["error"] <= _ERROR * ours.quality["error"]
+        "error",
+        lambda ours: True,
+        lambda peer, ours: peer.quality["error"] <= _ERROR * ours.quality["error"],
+        less_is_better=True,
     ),
 }
 
@@ -122,13 +128,18 @@ def _judged(row: Row) -> bool:
     return RULES[row.section].quality in row.quality
 
 
-def answers_as_well(row: Row, other: Row) -> bool:
-    """Whether `row` answers at least as well as the other of its model; not without a measured quality."""
-    return _judged(row) and _judged(other) and RULES[row.section].equal(row, other)
+def is_no_worse(row: Row, other: Row) -> bool:
+    """Whether the row's measure is at least as good as the other's of its model; not without one."""
+    rule = RULES[row.section]
+    if not (_judged(row) and _judged(other)):
+        return False
+    its, others = row.quality[rule.quality], other.quality[rule.quality]
+    return its <= others if rule.less_is_better else its >= others
 
 
 def _peers(ours: Row, rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if not row.ours and answers_as_well(row, ours)]
+    equal = RULES[ours.section].equal
+    return [row for row in rows if not row.ours and _judged(row) and equal(row, ours)]
 
 
 def _speed_verdict(ours: Row, rows: Sequence[Row], work: str, threads: int) -> Verdict | None:
