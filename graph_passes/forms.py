@@ -155,7 +155,7 @@ class Form(PassOptions):
 
     @property
     def fuses_norms(self) -> bool:
-        """Whether LayerNormalizations that are no layer's end become an operator, too. Layers of whole numbers have the
+        """Whether LayerNormalizations that are no layer's end become an operator, too. Layers of int8 and int4 have the
         same bits on every CPU, and so do encoders, then; with layers of bf16 it would gain nothing."""
         return self.stored in _BITS and self.fuses_attention
 

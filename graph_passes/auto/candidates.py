@@ -140,13 +140,13 @@ def make_recipe(
         steps.append({"name": "calibrate", "held_out": HELD_OUT} | ({} if rows is None else {"max_rows": rows}))
     steps += _steps("prune", ((candidate.prune, select) for candidate, select in globs.items()))
     steps += _steps("quantize", ((candidate.quantize, select) for candidate, select in globs.items()))
-    has_whole_numbers = any(candidate.quantize for candidate in order)
-    if embeddings and has_whole_numbers:
+    has_integers = any(candidate.quantize for candidate in order)
+    if embeddings and has_integers:
         steps.append({"name": "embeddings"})
     if attention:
         steps += [{"name": name, "precision": "bf16"} for name in ("fuse_attention", "fuse_cached_attention")]
     steps += _steps("replace", ((dict(one.replace) | {"op": one.op}, select) for one, select in globs.items()))
-    if attention and has_whole_numbers:
+    if attention and has_integers:
         steps.append({"name": "fuse_norm"})
     if attention:
         steps.append({"name": "unpad"})

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .search import AutoReport
 
 _REASONS_SHOWN = 5  # why there is no lookup
+_TEXT_WIDTH = 160  # of reports as text; names of layers are folded
 _OUTPUTS_SHOWN = 3  # in the table; a decoder has two for each layer
 
 LayerStatus = Literal["replaced", "would replace", "pruned", "quantized", "kept"]
@@ -245,7 +246,7 @@ class OptimizationReport:
                 f"latency       {what}min {before.min_ms:.3g} -> {after.min_ms:.3g} ms, median "
                 f"{before.median_ms:.3g} -> {after.median_ms:.3g} ms "
                 f"({_factor(before.min_ms / after.min_ms, 'faster', 'slower')} by the minimum, "
-                f"ONNX Runtime's default threads, {self.latency_cpus} CPUs)"
+                f"ONNX Runtime's default threads, {self.latency_cpus} CPU{'' if self.latency_cpus == 1 else 's'})"
             )
         if self.cache is not None:
             lines += self._cache_lines(self.cache)
@@ -303,7 +304,7 @@ def as_text(result: Any) -> str:
     from rich.console import Console
 
     text = io.StringIO()
-    Console(file=text, width=120, no_color=True, highlight=False, legacy_windows=False).print(result)
+    Console(file=text, width=_TEXT_WIDTH, no_color=True, highlight=False, legacy_windows=False).print(result)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 

@@ -29,8 +29,8 @@ struct AddLayerNormPlan::Rows {
   Rows(std::span<const SumOperand> given, const std::vector<int64_t>& shape);
 
   std::vector<Operand> operands;
-  std::vector<int64_t>
-      axes;  // those in front of the last one, those joined that all operands go through as through one
+  // Those in front of the last one; joined where all operands go through them as through one.
+  std::vector<int64_t> axes;
 };
 
 AddLayerNormPlan::Rows::Rows(std::span<const SumOperand> given, const std::vector<int64_t>& shape) {

@@ -55,7 +55,7 @@ struct Claims {
 bool CanJoin(const Layer& a, const Layer& b);
 
 // is_group: these are the nodes of one group alone, and it is found again. Else a SumNorm is taken where layers of
-// whole numbers are: in their models the optimized file has it. From then on, the graph is seen as the groups see it.
+// int8 or int4 are: in their models the optimized file has it. From then on, the graph is seen as the groups see it.
 Claims FindGroups(Graph& graph, const LayerRules& rules, bool is_group);
 
 }  // namespace ortolan::provider

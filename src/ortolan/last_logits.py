@@ -31,9 +31,9 @@ def keep_last_logits(
     """Writes the decoder with logits [batch, 1, vocabulary]: those of the last token of each row of the call.
 
     A prompt's other logits are what only training and scoring read, and the head is a large part of a small model. Give
-    it the result of optimize_onnx; or optimize_onnx its result, whose checks then compare these logits, but where a
-    budget of perplexity, as calibrated searches have it, needs all. Where rows of unequal lengths are run together,
-    padding must stand in front.
+    it the result of optimize_onnx. The other order works too, but checks then see the last token alone, and a budget of
+    perplexity with calibration data, which needs all logits, is refused. Where rows of unequal lengths are run
+    together, padding must stand in front.
 
     model: an ONNX file whose output "logits" is float [batch, tokens, vocabulary].
     output: the file to write; weights of 8 MiB and more go to `<output>.data`.

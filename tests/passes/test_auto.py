@@ -369,6 +369,14 @@ def test_convex_leaves_out_forms_that_others_outdo() -> None:
     assert [name for name, _, _ in path.convex(forms)] == ["b", "d"]
 
 
+@pytest.mark.parametrize(
+    ("gains", "taken"),
+    [((2.0, 1.92), 1), ((2.0, 1.8), 0), ((1.5, 2.0), 1), ((1.06, 1.04), 0), ((1.0, 0.99), 1), ((2.0,), 0)],
+)
+def test_fused_attention_is_taken_where_it_is_nearly_as_fast(gains: tuple[float, ...], taken: int) -> None:
+    assert search.best_of(gains, [False, True][: len(gains)]) == taken
+
+
 @pytest.mark.parametrize("budget", [0.0, 1.5, "perplexity:x", "speed:2", {"cosine": 1, "perplexity": 2}, True])
 def test_refuses_budgets(budget: Any) -> None:
     with pytest.raises(RecipeError, match="budget is"):
