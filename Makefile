@@ -1,7 +1,7 @@
 # make demo    fetch all-MiniLM-L6-v2, optimize it, compare it with the original
 # make test    build, lint and run every test
 # make extras  the tests of Optimum, GenAI with transformers, and Ray, each in an environment of its own
-# make ci      make test, make extras and make aarch64, each test of the suite with at most 8 of its parameter sets
+# make ci      make test, make extras and make aarch64, each test of the suite with at most 4 of its parameter sets
 # make wheel   build the package, and see that nothing of test builds is in it
 # make asan    the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # make aarch64 models on emulated Arm CPUs; make test-aarch64: kernels too
@@ -50,7 +50,7 @@ ci: $(VENV)/.installed
 	@BRIEF=1 $(BIN)/python .ci/parts.py wheel then suite asan ray genai optimum aarch64 lint docs
 
 suite: $(VENV)/.installed
-	cd tests && ../.ci/pocl $(PYTEST) $(if $(BRIEF),--parameter-sets 8)
+	cd tests && ../.ci/pocl $(PYTEST) $(if $(BRIEF),--parameter-sets 4)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -64,15 +64,22 @@ lint: $(VENV)/.installed
 
 # The tests of formats, kernels and operators, in a build whose every wrong access or undefined operation ends the run.
 # Columns that neither this CPU nor an emulator on it can run are not built, nor one that is made of two others. In CI
-# (BRIEF) it is built as for a CPU with AVX2 alone, in half the time, and without what AMX's emulator runs.
+# (BRIEF) it is built as for a CPU with AVX2 alone, in half the time, and runs kernels, formats and hostile inputs.
 # A small quarantine and one run a part: in such a build, memory of thousands of sessions does not come back.
 ASAN_OPTIONS = detect_leaks=0:quarantine_size_mb=16:thread_local_quarantine_size_kb=64
-ASAN_PARTS = "formats" "ops/test_[a-l]*.py" "ops/test_[m-r]*.py" "ops/test_s*.py" "ops/test_[t-z]*.py" "provider" $(if $(BRIEF),,"amx")
+ifdef BRIEF
+ASAN_PARTS = "formats" "ops/test_*kernels*.py" "ops/test_*safety.py ops/test_*fuzz.py ops/test_*errors.py" "provider"
+else
+ASAN_PARTS = "formats" "ops/test_[a-l]*.py" "ops/test_[m-r]*.py" "ops/test_s*.py" "ops/test_[t-z]*.py" "provider" "amx"
+endif
 ASAN_BUILT = build/asan-site/.installed$(if $(BRIEF),-brief)
 asan: $(ASAN_BUILT)
 	cd tests && set -e && for part in $(ASAN_PARTS); do ASAN_OPTIONS=$(ASAN_OPTIONS) \
 	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  PYTHONPATH=$(CURDIR)/build/asan-site $(PYTEST) $$part -p no:cacheprovider --parameter-sets 2; done
+ifdef BRIEF
+	@echo "of AVX2's kernels, formats and hostile inputs alone: make asan runs all operators, with all kernels of the CPU"
+endif
 
 # Emulated Arm CPUs. What CI runs: models that were optimized here, on CPUs with neon and with dotprod, in the package as
 # users have it. All: also vectors, formats, kernels and some operators, and a CPU with i8mm.

@@ -44,7 +44,7 @@ ORIGINAL, DYNAMIC_INT8, OURS = "original", "ORT dynamic int8", "Ortolan"
 
 _SECONDS_A_LENGTH = 4.0
 _EXPLANATION = (
-    "Each layer took the form that is fastest on this CPU while the model's outputs stay within a cosine of 0.99. "
+    "Each layer took the form that is fastest on this CPU while the model's outputs stay within the budget above. "
     "Nothing was pruned.\nDynamic int8 has one scale for all inputs of a layer, so a sentence's vector depends on what "
     "else is in the batch."
 )
