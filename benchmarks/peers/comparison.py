@@ -12,7 +12,7 @@ from typing import Any
 from ..workers.process import WorkerError
 from .candidate import Candidate, Subject, interleave
 from .result import PeersResult, Row
-from .verdict import is_no_worse
+from .verdict import counts_beside, is_no_worse
 
 OUTRUN = 1.25  # times
 Judge = Callable[[Subject], Mapping[str, float]]
@@ -106,14 +106,22 @@ def compare(
 
 
 def outrun_by(row: Row, rows: Sequence[Row], work: str, threads: int) -> str | None:
-    """The name of a row of the same side, ours or peers', that answers no worse and does the work at least OUTRUN times
-    as fast: whatever the row could be compared with, that one can, and wins."""
+    """The name of a row of the same side, ours or peers', that does the work at least OUTRUN times as fast, where the
+    row can decide nothing any more: one of ours is no worse, or each form of ours that a peer counts beside has a
+    faster peer."""
     speed = row.speed(work, threads)
-    for other in rows:
-        its = other.speed(work, threads)
-        if speed and its and other.ours == row.ours and is_no_worse(other, row) and its.best >= OUTRUN * speed.best:
-            return other.name
-    return None
+    if speed is None:
+        return None
+    faster = {
+        other.name: other
+        for other in rows
+        if other.ours == row.ours and (its := other.speed(work, threads)) and its.best >= OUTRUN * speed.best
+    }
+    if row.ours:
+        return next((name for name, other in faster.items() if is_no_worse(other, row)), None)
+    beside = [ours for ours in rows if ours.ours and counts_beside(row, ours)]
+    decides = any(not any(counts_beside(other, ours) for other in faster.values()) for ours in beside)
+    return None if decides else next(iter(faster), None)
 
 
 def _time_all(
@@ -136,7 +144,7 @@ def _time_all(
         for name, subject in opened.items():
             try:
                 if work.after is not None and (other := outrun_by(found[name][1], rows, work.after, threads)):
-                    raise WorkerError(f"at {work.after}, {other} is at least {OUTRUN:g} times as fast and no worse")
+                    raise WorkerError(f"at {work.after}, {other} is at least {OUTRUN:g} times as fast, and good enough")
                 subject.give(work.given)
                 given[name] = subject
             except WorkerError as error:

@@ -137,9 +137,13 @@ def is_no_worse(row: Row, other: Row) -> bool:
     return its <= others if rule.less_is_better else its >= others
 
 
+def counts_beside(peer: Row, ours: Row) -> bool:
+    """Whether the peer answers at least as well as ours, or nearly so; not without a measured quality of both."""
+    return _judged(peer) and _judged(ours) and RULES[ours.section].equal(peer, ours)
+
+
 def _peers(ours: Row, rows: Sequence[Row]) -> list[Row]:
-    equal = RULES[ours.section].equal
-    return [row for row in rows if not row.ours and _judged(row) and equal(row, ours)]
+    return [row for row in rows if not row.ours and counts_beside(row, ours)]
 
 
 def _speed_verdict(ours: Row, rows: Sequence[Row], work: str, threads: int) -> Verdict | None:

@@ -72,18 +72,22 @@ def test_our_form_with_the_best_ratio_counts_and_none_below_the_least_cosine():
     assert found["1x16"] == ("our int4", "peer", 3.0)
 
 
-def test_what_is_far_behind_its_own_side_at_a_work_is_told_by_what():
-    rows = [
-        row("slow", 30.0, 10, section=DECODERS, works=("step at 4096",)),
-        row("fast", 30.0, 12.5, section=DECODERS, works=("step at 4096",)),
-        row("worse", 40.0, 99, section=DECODERS, works=("step at 4096",)),
-        row("ours", 30.0, 99, section=DECODERS, works=("step at 4096",)),  # of the other side
-    ]
-    found = [outrun_by(one, rows, "step at 4096", 1) for one in rows]
-    assert found == ["fast", None, None, None]
-    rows[1] = replace(rows[1], quality={"perplexity": 30.1})  # may be too bad for what the first counts beside
-    assert outrun_by(rows[0], rows, "step at 4096", 1) is None
-    assert outrun_by(rows[0], rows, "step at 4096", 2) is None  # not timed
+def outrun(*rows: Row, threads: int = 1) -> list[str | None]:
+    return [outrun_by(one, rows, "step at 4096", threads) for one in rows]
+
+
+def test_what_can_decide_nothing_is_outrun():
+    def step(name: str, perplexity: float, speed: float) -> Row:
+        return row(name, perplexity, speed, section=DECODERS, works=("step at 4096",))
+
+    slow, fast, bad = step("slow", 30.0, 10), step("fast", 30.2, 12.5), step("bad", 40.0, 99)
+    assert outrun(step("ours", 30.0, 99), slow, fast, bad) == [None, "fast", None, None]
+    # The fast one does not count beside a form of ours that the slow one counts beside.
+    assert outrun(step("ours", 29.8, 99), slow, fast, bad) == [None, None, "bad", None]
+    assert outrun(step("ours", 30.0, 99), step("our better", 29.0, 99), slow, fast) == [None, None, "fast", None]
+    assert outrun(step("ours", 30.0, 10), step("our better", 29.9, 13)) == ["our better", None]
+    assert outrun(step("ours", 30.0, 10), step("our worse", 30.1, 13)) == [None, None]
+    assert outrun(slow, fast, threads=2) == [None, None]  # not timed
 
 
 def test_what_has_no_quality_is_not_compared():
