@@ -351,7 +351,7 @@ def test_the_provider_by_name(stored_4_bits: Path, tmp_path: Path) -> None:
     assert torch.equal(found, optimized.last_hidden_state[there])
     assert distance(found, original.last_hidden_state[there]) < 0.05
     claims = [json.loads(line)["taken"] for line in (tmp_path / "claims.jsonl").read_text().splitlines()]
-    assert claims == [True] * 12  # 6 in each of 2 layers; attention goes with its own
+    assert claims == [True] * 13  # 6 in each of 2 layers, attention goes with its own; the norm of the embeddings
 
 
 @needs_provider
