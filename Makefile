@@ -64,7 +64,7 @@ lint: $(VENV)/.installed
 
 # The tests of formats, kernels and operators, in a build whose every wrong access or undefined operation ends the run.
 # Columns that neither this CPU nor an emulator on it can run are not built, nor one that is made of two others. In CI
-# (BRIEF) it is built as for a CPU with AVX2 alone, in half the time, and runs kernels, formats and hostile inputs.
+# (BRIEF) it is built as for a CPU with AVX2 alone, and runs kernels, formats and hostile inputs.
 # A small quarantine and one run a part: in such a build, memory of thousands of sessions does not come back.
 ASAN_OPTIONS = detect_leaks=0:quarantine_size_mb=16:thread_local_quarantine_size_kb=64
 ifdef BRIEF

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .search import AutoReport
 
 _REASONS_SHOWN = 5  # why there is no lookup
-_TEXT_WIDTH = 160  # of reports as text; names of layers are folded
+_TEXT_WIDTH = 120  # of reports as text; names of layers are folded
 _OUTPUTS_SHOWN = 3  # in the table; a decoder has two for each layer
 
 LayerStatus = Literal["replaced", "would replace", "pruned", "quantized", "kept"]

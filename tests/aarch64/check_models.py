@@ -35,8 +35,6 @@ ENCODERS = ("model sparse-int8", "model sparse-int8-4x1", "model int4", "model s
 REAL_ENCODER = "real all-minilm-l6-v2 "
 # Of a cache's bytes, as key codes, it is how many differ.
 BOUND, REAL_BOUND, REAL_BYTES = 1e-6, 1e-5, 1e-3
-# Layers of bf16 round their inputs to 2^-9: what is near the middle, and differs in its last bit, rounds otherwise.
-BF16_MODEL, BF16_BOUND = "model sparse-bf16", 2.0**-9
 # The kernel tables of operators of which one is for all weights, and those of SparseAMXMatMul by the bits of weights.
 TABLES = {
     "W4A8MatMul": "w4a8_matmul",
@@ -89,7 +87,7 @@ def test_a_model_gives_the_answers_of_x86(name: str) -> None:
     for output, there in expected.items():
         here = found[output]
         assert here.shape == there.shape and here.dtype == there.dtype
-        limit = BF16_BOUND if name == BF16_MODEL else bound
+        limit = bound
         if here.dtype != np.float32:
             apart = np.mean(here != there)
             limit = REAL_BYTES if name.startswith("real ") else bound

@@ -6,7 +6,6 @@ import ctypes
 import functools
 import mmap
 from collections.abc import Callable
-from typing import Protocol
 
 import ml_dtypes
 import numpy as np
@@ -32,21 +31,9 @@ COUNTS = {
 MASKS = {"key": (1, 1, 0), "query": (1, 0, 1), "all": (0, 0, 0), "head": (0, 1, 0), "number": (1, 1, 1)}
 
 
-class Attend(Protocol):
-    """q [heads, queries, head_dim], k, v [keys, head_dim] and a mask that broadcasts to [heads, queries, keys] ->
-    [heads, queries, head_dim], all float32."""
-
-    def __call__(
-        self,
-        q: Floats,
-        k: Floats,
-        v: Floats,
-        scale: float,
-        mask: Floats | None = None,
-        causal: bool = False,
-        zero_hidden_rows: bool = False,
-    ) -> Floats: ...
-
+# q [heads, queries, head_dim], k, v [keys, head_dim], scale and perhaps a mask that broadcasts to [heads, queries,
+# keys], causal, zero_hidden_rows -> [heads, queries, head_dim], all float32.
+Attend = Callable[..., Floats]
 
 kernel: Attend = functools.partial(_testing.nomad_attention, kernel=KERNEL)
 

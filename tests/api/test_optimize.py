@@ -118,7 +118,7 @@ def test_report_as_json_and_text(bert, tmp_path):
         "last_hidden_state",
     ):
         assert part in text
-    assert max(map(len, text.splitlines())) <= 160
+    assert max(map(len, text.splitlines())) <= 120
 
 
 def test_without_output_nothing_is_written(bert, tmp_path, monkeypatch):
