@@ -1,7 +1,8 @@
 """Runs parts of the Makefile side by side: parts.py PART ... [then PART ...]
 
 Parts behind `then` begin when all before it have ended. All run, also behind one that fails. Their lines are printed as
-they come, with the part in front. The last lines name what failed and what was skipped. Ends with 1 if a part failed.
+they come, with the part in front. The last lines name what was skipped, a line for each reason, and then what failed:
+the end of a long output is what everybody sees. Ends with 1 if a part failed.
 """
 
 from __future__ import annotations
@@ -74,6 +75,15 @@ def groups(words: list[str]) -> list[list[Part]]:
     return found
 
 
+def _left_out(parts: list[Part]) -> dict[str, list[str]]:
+    """What was skipped or left out, as a line, and the parts that say so."""
+    found: dict[str, list[str]] = {}
+    for part in parts:
+        for line in [f"{count} skipped: {reason}" for reason, count in part.skipped.items()] + part.notes:
+            found.setdefault(line, []).append(part.name)
+    return found
+
+
 def main(words: list[str]) -> int:
     began = time.monotonic()
     parts: list[Part] = []
@@ -82,12 +92,13 @@ def main(words: list[str]) -> int:
             list(pool.map(Part.run, group))
         parts += group
     print()
-    for part in parts:
-        lines = [f"{count} skipped: {reason}" for reason, count in part.skipped.items()]
-        for line in lines + part.notes + part.failures:
-            print(f"{part.name:8}  {line}")
+    for left_out, names in _left_out(parts).items():
+        print(f"{' '.join(names):8}  {left_out}")
     for part in parts:
         print(part)
+    for part in parts:
+        for failure in part.failures:
+            print(f"{part.name:8}  {failure}")
     failed = [part.name for part in parts if part.code]
     not_run = [part.name for part in parts if part.not_run]
     outcome = f"failed: {' '.join(failed)}" if failed else "passed"

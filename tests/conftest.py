@@ -20,8 +20,9 @@ from hypothesis import HealthCheck, settings
 
 from . import instructions
 
-# --hypothesis-profile of runs on emulated CPUs (.ci/aarch64), where everything is slow.
-settings.register_profile("emulated", suppress_health_check=[HealthCheck.too_slow])
+# Machines may be slow, busy or emulated. Before test modules are imported, as their settings build on this.
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -208,7 +208,7 @@ def amx() -> Iterator[Emulator | None]:
             emulator.uninstall()
 
 
-def run_python(code: str, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_python(code: str, timeout: float = 1200, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run Python code in a process of its own that has AMX; `emulator` is there as in amx().
 
     Skips the test where the CPU lacks what AMX kernels use besides.
@@ -217,7 +217,7 @@ def run_python(code: str, timeout: float = 300, **environment: str) -> subproces
     return _run_assuming("ORTOLAN_ASSUME_AMX", code, timeout, environment)
 
 
-def run_avxvnni(code: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def run_avxvnni(code: str, timeout: float = 1200) -> subprocess.CompletedProcess[str]:
     """Run Python code in a process of its own that has AVX-VNNI, and uses no more: ORTOLAN_ISA=avxvnni.
 
     The emulator runs it where the CPU has none. Skips the test where that cannot run either.

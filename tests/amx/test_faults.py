@@ -46,7 +46,7 @@ print("alive", flush=True)
 
 def run_child(emulator_path: str, *steps: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", CHILD, emulator_path, str(emulator.build_shim()), json.dumps(steps)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def configure(tiles: dict[int, tuple[int, int]], palette: int = 1, poke: tuple[int, int] | None = None) -> list[str]:
@@ -147,7 +147,7 @@ def features(**environment: str) -> tuple[str, str]:
     code = "from ortolan import _native; i = _native.cpu_info(); print(i['isa'], i['detected_features'][-1])"
     clean = {name: value for name, value in os.environ.items() if not name.startswith("ORTOLAN_")}
     result = subprocess.run(
-        [sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True, timeout=300, check=True
     )
     used, detected = result.stdout.split()
     return used, detected

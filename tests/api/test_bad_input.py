@@ -281,7 +281,7 @@ def test_a_weight_that_is_not_finite(folder, unchanged):
         optimize(folder / "nan.onnx", folder / "out.onnx")
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4), st.integers(0, 1))
 def test_damaged_bytes_give_an_error_of_ours_or_none(changes, which):
     content = bytearray(DAMAGED[which])

@@ -312,7 +312,7 @@ def test_an_interrupt_leaves_nothing_and_exits_with_130(mlp_path, tmp_path):
         assert process.stdout.readline() == "started\n"
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=30)
+        stdout, stderr = process.communicate(timeout=300)
     assert (process.returncode, stdout) == (130, "")
     assert stderr == "ortolan: interrupted, nothing was written\n"
     assert list(tmp_path.iterdir()) == [mlp_path]
@@ -332,7 +332,7 @@ def test_a_terminal_sees_a_progress_bar(mlp_path):
                 seen += chunk
         except OSError:  # Linux tells the end of a pseudo-terminal so
             pass
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
     os.close(parent)
     assert process.returncode == 0
     assert b"\x1b" in seen

@@ -28,7 +28,7 @@ pytest.importorskip("onnxruntime_extensions")
 
 from ..serving.ray_cluster import ray_cluster  # noqa: E402
 
-SECONDS = 180  # for a server to answer
+SECONDS = 300  # for a server to answer
 
 
 @pytest.fixture(scope="module")

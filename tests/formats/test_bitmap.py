@@ -31,7 +31,7 @@ def test_layout_of_a_small_matrix() -> None:
     assert values.size == 6 + 32 and not values[6:].any()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(k=st.integers(1, 150), n=st.integers(1, 70), sparsity=st.floats(0, 1), seed=st.integers(0, 2**32 - 1))
 def test_round_trip_gives_the_weights_rounded_to_bf16(k: int, n: int, sparsity: float, seed: int) -> None:
     w = sparse_weight(np.random.default_rng(seed), k, n, sparsity)
@@ -60,7 +60,7 @@ def test_dense_layout_of_a_small_matrix() -> None:
     np.testing.assert_array_equal(values, expected.reshape(-1).view(np.uint32) >> 16)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(k=st.integers(1, 150), n=st.integers(1, 70), sparsity=st.floats(0, 1), seed=st.integers(0, 2**32 - 1))
 def test_dense_round_trip_and_order_of_the_bitmap(k: int, n: int, sparsity: float, seed: int) -> None:
     w = sparse_weight(np.random.default_rng(seed), k, n, sparsity)

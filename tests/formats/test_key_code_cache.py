@@ -68,7 +68,7 @@ def test_layout_is_the_headers(head_dim: int, d_sub: int, tokens: int) -> None:
     np.testing.assert_array_equal(cache, pack(codes))
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     size=st.sampled_from(SIZES),
     splits=st.lists(st.integers(0, 70), min_size=1, max_size=6),
@@ -92,7 +92,7 @@ def test_any_way_to_append_gives_the_same_bytes(size: tuple[int, int], splits: l
     assert (buffer[tokens:] == 0x5A).all()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(size=st.sampled_from(SIZES), tokens=st.integers(1, 80), seed=st.integers(0, 2**32 - 1))
 def test_decoding_gives_the_nearest_centroids(size: tuple[int, int], tokens: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -129,7 +129,7 @@ def test_keys_that_float32_cannot_measure_have_code_0(bad: float, d_sub: int) ->
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(
     size=st.sampled_from([*SIZES, (16, 1), (32, 2), (64, 4), (112, 4), (144, 2), (256, 1)]),
     splits=st.lists(st.integers(0, 40), min_size=1, max_size=4),

@@ -85,7 +85,7 @@ def test_layout(form: TwoFourFormat) -> None:
 
 
 @each_format
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(k=st.integers(1, 200), n=st.integers(1, 70), seed=st.integers(0, 2**32 - 1))
 def test_round_trip(form: TwoFourFormat, k: int, n: int, seed: int) -> None:
     w = form.random(np.random.default_rng(seed), k, n)

@@ -168,7 +168,7 @@ def test_two_calls_at_once(entry, cache, downloads, monkeypatch):
     move = fetching._move_into_place
 
     def move_together(*args, **kwargs):
-        meet.wait(timeout=10)
+        meet.wait(timeout=60)
         move(*args, **kwargs)
 
     monkeypatch.setattr(fetching, "_move_into_place", move_together)

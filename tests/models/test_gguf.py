@@ -159,7 +159,7 @@ def read_all(path):
     return True
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(share=st.floats(0, 1, exclude_max=True))
 def test_files_that_are_cut_short(content, tmp_path_factory, share):
     path = tmp_path_factory.mktemp("cut") / "model.gguf"
@@ -167,7 +167,7 @@ def test_files_that_are_cut_short(content, tmp_path_factory, share):
     assert not read_all(path)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_files_with_other_bytes(content, tmp_path_factory, data):
     path = tmp_path_factory.mktemp("changed") / "model.gguf"

@@ -23,7 +23,7 @@ def run_with_isa(isa: str, script: str, *arguments: str) -> subprocess.Completed
         cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
         check=False,
     )
 

@@ -79,7 +79,7 @@ def test_every_length(n: int) -> None:
         assert_same_bits(answer(operands, weight, bias), kernel_answer(operands, weight, bias, 1e-12))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     shape=st.lists(st.integers(0, 5), max_size=3),
     n=st.integers(1, 70),

@@ -64,7 +64,7 @@ def test_any_number_of_rows(isa: str, zeros: str) -> None:
 
 
 @each_isa
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     m=st.integers(5, 40),
     k=st.integers(1, 200),

@@ -82,7 +82,7 @@ def test_dense_around_zero(kernel: str, activation: int) -> None:
 
 @all_kernels
 @all_activations
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(x=arrays(np.float32, st.tuples(st.integers(0, 4), st.integers(0, 50)), elements=st.floats(width=32)))
 def test_any_float(kernel: str, activation: int, x: Floats) -> None:
     y = _testing.epilogue(x, activation, kernel=kernel)

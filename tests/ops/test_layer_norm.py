@@ -50,7 +50,7 @@ def test_far_mean_and_outliers(kernel: str) -> None:
 
 
 @all_kernels
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     x=arrays(
         np.float32,

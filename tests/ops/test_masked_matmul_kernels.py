@@ -18,7 +18,7 @@ SPARSITIES = [0.0, 0.3, 0.8, 0.97, 1.0]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     sizes=st.tuples(*[st.integers(1, 200)] * 3),
     patterns=st.tuples(st.sampled_from(PATTERNS), st.sampled_from(PATTERNS)),
@@ -102,7 +102,7 @@ def weight(rng: np.random.Generator, kind: str, k: int, n: int) -> tuple[np.ndar
 
 @pytest.mark.parametrize("kind", ["float", "bf16", "int8"])
 @pytest.mark.parametrize("kernel", KERNELS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     m=st.integers(1, 20),
     k=st.integers(1, 200),

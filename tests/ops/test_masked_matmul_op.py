@@ -63,7 +63,7 @@ def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray], *, library: bool =
     return y
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.tuples(*[st.integers(1, 200)] * 3),
     patterns=st.tuples(st.sampled_from(PATTERNS), st.sampled_from(PATTERNS)),

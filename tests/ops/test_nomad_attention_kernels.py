@@ -72,7 +72,7 @@ def test_masks(kernel: str, form: str, causal: bool) -> None:
                 check(kernel, q, k, v, masked, causal)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     heads=st.integers(1, 4),
     queries=st.integers(1, 140),

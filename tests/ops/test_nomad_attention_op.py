@@ -214,7 +214,7 @@ def test_caches_of_nodes_without_one() -> None:
         session(model).run(None, Case(0, queries=5, keys=5, mask=(2, 1, 1, 5)).feeds)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     batch=st.integers(1, 3),
     queries=st.integers(1, 40),

@@ -251,7 +251,7 @@ def test_of_equal_distances_the_first() -> None:
         np.testing.assert_array_equal(present[0, 0], [[0x11] * 8, [0x22] * 8])
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     kind=st.sampled_from(["codes", "codes_float"]),
     size=st.sampled_from([(16, 1), (16, 4), (32, 2), (48, 4)]),
@@ -288,7 +288,7 @@ def test_any_bytes_of_the_past(kind, size, room, share, queries, seed) -> None:
     np.testing.assert_allclose(ours[0], body[0], rtol=0, atol=0.05)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     kind=st.sampled_from(["float", "codes", "codes_float"]),
     d_sub=st.sampled_from([1, 2, 4]),

@@ -313,7 +313,7 @@ def test_output_types_are_known_without_declaring_them() -> None:
         call.check(session(model).run(None, call.feeds))
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(
     kind=st.sampled_from(["float", "codes", "codes_float"]),
     d_sub=st.sampled_from([1, 2, 4]),

@@ -303,7 +303,7 @@ def test_huge_sizes_of_nothing(lengths: bool, kind: str) -> None:
 SIZES = st.sampled_from([0, 1, 2, 3, 4, 8, 16, 31, 32, 33, 34, 64, 128])
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     kind=st.sampled_from(["float", "codes", "codes_float"]),
     packed=st.booleans(),
@@ -460,7 +460,7 @@ def test_a_prompt_without_a_cache() -> None:
         session(model)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_damaged_prompts_never_crash(seed: int) -> None:
     """An error or an answer."""

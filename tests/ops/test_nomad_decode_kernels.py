@@ -96,7 +96,7 @@ def test_scores_are_sums_of_the_tables(kernel: str, d_sub: int) -> None:
         np.testing.assert_array_equal(case.scores(kernel, 5, 31), case.scores(kernel)[:, 5:31])
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     heads=st.integers(1, 6),
     tokens=st.integers(1, 400),

@@ -233,7 +233,7 @@ def test_bad_shapes(shape: tuple[int, ...]) -> None:
         session(node_model(GOOD)).run(None, feeds)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     kind=st.sampled_from(["codes", "codes_float"]),
     window=st.integers(0, 70),

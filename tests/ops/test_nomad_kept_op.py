@@ -152,7 +152,7 @@ def test_operands_by_heads(by_heads: tuple[str, ...], kv_heads: int, causal: int
     np.testing.assert_allclose(runs(rows_of_both, case.feeds())[1], by_rows[1], atol=1e-6)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     batch=st.integers(0, 4),
     tokens=st.integers(0, 90),
@@ -314,7 +314,7 @@ def check_same_bits(
     np.testing.assert_array_equal(ours[0].run(None, with_gaps.feeds())[0], y)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(0, 140), min_size=1, max_size=4),
     room=st.integers(0, 40),

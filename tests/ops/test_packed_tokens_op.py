@@ -90,7 +90,7 @@ def test_bfloat16_is_packed() -> None:
     same_bytes(y, packed(kept, x))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     batch=st.integers(0, 4),
     tokens=st.integers(0, 40),

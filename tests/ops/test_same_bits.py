@@ -38,7 +38,7 @@ def random_rows(seed: int, rows: int, n: int, magnitude: float) -> Floats:
 
 
 @each_kernel
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(rows=st.integers(1, 9), n=st.integers(1, 330), magnitude=st.sampled_from([1e-25, 1e-3, 1.0, 1e10]), seed=SEEDS)
 def test_layer_norm(kernel: str, rows: int, n: int, magnitude: float, seed: int) -> None:
     x = random_rows(seed, rows, n, magnitude)
@@ -48,7 +48,7 @@ def test_layer_norm(kernel: str, rows: int, n: int, magnitude: float, seed: int)
 
 
 @each_kernel
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(x=arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 70)), elements=ANY_FLOATS))
 def test_layer_norm_of_any_float(kernel: str, x: Floats) -> None:
     weight, bias = random_rows(0, 2, x.shape[1], 1.0)
@@ -58,7 +58,7 @@ def test_layer_norm_of_any_float(kernel: str, x: Floats) -> None:
 
 @each_kernel
 @pytest.mark.parametrize("activation", range(5))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     x=arrays(
         np.float32,
@@ -89,7 +89,7 @@ MASKS = {"key": (1, 1, 0), "query": (1, 0, 1), "all": (0, 0, 0), "head": (0, 1, 
 
 
 @each_attention
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     heads=st.integers(1, 4),
     queries=st.one_of(st.integers(1, 40), st.integers(1, 150)),

@@ -45,7 +45,7 @@ def test_shapes(kernel: str, n: int) -> None:
 
 
 @pytest.mark.parametrize("kernel", runnable_kernels())
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     m=st.integers(1, 70),
     k=st.integers(1, 700),

@@ -51,7 +51,7 @@ def test_shapes(kernel: str, group: int | None, n: int) -> None:
 
 
 @each_kernel
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     m=st.integers(1, 70),
     k=st.integers(1, 1500),

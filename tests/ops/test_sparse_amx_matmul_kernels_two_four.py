@@ -65,7 +65,7 @@ def test_shapes_of_bf16(kernel: str, n: int) -> None:
 
 
 @each_kernel
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     m=st.integers(1, 70),
     k=st.integers(1, 1500),
@@ -88,7 +88,7 @@ def test_any_shape(
 
 
 @each_bf16_kernel
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     m=st.integers(1, 70),
     k=st.integers(1, 700),

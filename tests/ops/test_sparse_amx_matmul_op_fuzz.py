@@ -89,7 +89,7 @@ def broadcast_shapes(sizes: list[int], rank: int) -> st.SearchStrategy[list[int]
 LEADING = st.lists(st.sampled_from([0, 1, 2, 3]), max_size=3)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(LEADING.flatmap(lambda leading: st.tuples(st.just(leading), broadcast_shapes([*leading, 19], 5))), st.booleans())
 def test_residuals_broadcast_as_in_numpy(shapes: tuple[list[int], list[int]], constant: bool) -> None:
     leading, shape = shapes

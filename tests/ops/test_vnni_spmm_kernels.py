@@ -48,7 +48,7 @@ def test_many_rows(kernel: str) -> None:
     layer.check(layer.multiply(x, kernel=kernel), x)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     k=st.integers(1, 500),
     n=st.integers(1, 70),

@@ -35,7 +35,7 @@ def test_many_rows(kernel: str, group: int) -> None:
     check_many_rows(kernel, group, bits=8)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     k=st.integers(1, 300),
     n=st.integers(1, 70),

@@ -156,7 +156,7 @@ def test_activation_is_found_and_computes_its_formula(form, activation):
     check_values(model, found)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.sampled_from(list(FORMULA_FORMS)), st.booleans(), st.data())
 def test_activation_is_found_in_any_order_of_operands(form, residual, data):
     w = Writer(lambda n: data.draw(st.integers(0, n - 1)))
@@ -173,7 +173,7 @@ def test_activation_is_found_in_any_order_of_operands(form, residual, data):
 OPS = ("Add", "Mul", "Div", "Pow", "Erf", "Tanh", "Sigmoid")
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.sampled_from(list(FORMULA_FORMS)), st.data())
 def test_whatever_is_found_in_a_damaged_form_is_what_it_computes(form, data):
     """One operand or operator of an activation is exchanged: most become another function, and some the same one."""

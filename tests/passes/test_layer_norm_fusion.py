@@ -273,7 +273,7 @@ def test_operators_of_other_domains_are_refused(form: Form) -> None:
 OPS = ("Add", "Sub", "Mul", "Div", "Pow")
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.sampled_from(FORMULAS), st.data())
 def test_whatever_is_found_in_a_damaged_form_is_what_it_computes(form: Form, data: st.DataObject) -> None:
     """One operand or operator is exchanged: most become another function, and some the same one."""

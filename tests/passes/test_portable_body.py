@@ -56,7 +56,7 @@ def oracle(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.nda
     return (y if bias is None else y + bias).astype(np.float32)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.integers(1, 70),
     st.integers(1, 40),

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 from onnx import TensorProto, helper, numpy_helper
@@ -36,7 +36,6 @@ FLOATS = st_numpy.arrays(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(FLOATS, min_size=1, max_size=3), st.floats(0, 0.999))
 def test_smallest_go_and_of_equals_the_first(weights, sparsity):
     tensors = [ir.Tensor(weight) for weight in weights]

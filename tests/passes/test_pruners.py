@@ -48,7 +48,6 @@ def test_names_of_patterns(text, pattern):
     assert Pattern.read(text) == pattern
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 40), st.integers(1, 23), st.floats(0, 0.99), st.floats(0, 1), st.sampled_from([UNSTRUCTURED, BLOCKS])
 )
@@ -176,7 +175,7 @@ def test_sparsegpt_loses_less_than_a_mask_alone(pattern, sparsity, share):
     assert after < share * before
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.integers(1, 300),
     st.integers(1, 9),

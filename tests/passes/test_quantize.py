@@ -61,7 +61,7 @@ def nearest(weight: np.ndarray, quantization: Quantization) -> np.ndarray:
     return (np.rint(parts / np.where(scales, scales, 1)) * scales).reshape(-1, n)[:k]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(weights(), st.sampled_from([INT8, *INT4]))
 def test_every_weight_is_within_half_a_step(weight, quantization):
     rounded = round_to_nearest(weight, quantization)
@@ -85,7 +85,7 @@ def test_every_weight_is_within_half_a_step(weight, quantization):
         assert (scales[group][(largest > 0) & ~normal] == np.float32(2.0**-126)).all()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(weights(), st.sampled_from([INT8, *INT4]), st.booleans())
 @pytest.mark.parametrize("dtype", [ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16])
 def test_the_lazy_weight_is_finite_and_as_near_as_its_type_allows(tmp_path_factory, dtype, weight, quantization, turn):

@@ -63,7 +63,7 @@ def check_in_range(rounded: Rounded, weight: np.ndarray, quantization: Quantizat
     assert (dequantize(rounded, quantization.group_size)[weight == 0] == 0).all()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(weights(), st.sampled_from(ASYMMETRIC), st.sampled_from([-1.0, 0.0, 1.0]))
 def test_zero_points_keep_every_weight_within_its_bound(weight, quantization, side):
     weight = np.abs(weight) * np.float32(side) if side else weight
@@ -275,7 +275,7 @@ def test_awq_leaves_alone_what_it_cannot_improve():
         assert (scales == 1).all() and least == plain
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(weights(), st.sampled_from(ASYMMETRIC + MINIMUM))
 def test_hqq_is_never_worse_than_nearest(weight, quantization):
     rounded = half_quadratic(weight, quantization)
@@ -309,7 +309,7 @@ def loss(weight: np.ndarray, rounded: Rounded, quantization: Quantization, impor
     return np.add.reduceat(error**2 * importance[:, None], list(starts), axis=0)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(weights(), st.sampled_from(SEARCHED), st.booleans(), st.integers(0, 9))
 def test_search_is_never_worse_than_nearest(weight, quantization, weighted, seed):
     importance = np.ones(len(weight), np.float32)
@@ -347,7 +347,7 @@ def test_search_spends_its_steps_on_what_is_important():
         assert losses[0] < 0.9 * losses[1]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.sampled_from([INT4[0], BF16, ASYMMETRIC[0], MINIMUM[0]]),
     st.integers(0, 2**32),

@@ -54,7 +54,7 @@ def check(found: Linear, matrix: np.ndarray, dtype, symmetric: bool) -> StoredIn
     return int4
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     st.integers(1, 300), st.integers(1, 20), st.sampled_from([32, 64, 128, 256, 512]),
     st.sampled_from(["", "packed", "float"]), st.sampled_from(DTYPES), st.booleans(), st.integers(0, 99),
@@ -70,7 +70,7 @@ def test_matmul_nbits(k, n, block, zero_points, dtype, flat, seed):
     np.testing.assert_array_equal(found.weight.numpy(), layer.matrix.astype(dtype))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     st.integers(1, 300), st.integers(1, 20), st.sampled_from([32, 64, 96, 128, 160, 256, None, 0]),
     st.booleans(), st.booleans(), st.sampled_from(["matmul", "transpose", "gemm", "gemm_trans_b"]),

@@ -24,7 +24,7 @@ def factorizations(draw: st.DrawFn, size: int) -> list[int]:
     return [*shape, *([1] if draw(st.booleans()) else [])] or [1]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.data(), st.sampled_from([(2, 3, 8), (1, 4, 6), (3, 1, 4), (2, 2, 4), (1, 1, 8)]))
 def test_same_sources_are_the_same_numbers(data: st.DataObject, shape: tuple[int, int, int]) -> None:
     """A random chain against the chain that splits heads, and numpy's answers to both."""

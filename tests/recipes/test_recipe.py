@@ -246,7 +246,7 @@ STEPS = st.dictionaries(OPTION_NAMES | st.text(max_size=5), VALUES, max_size=4).
 TABLES = st.fixed_dictionaries({"name": st.text(max_size=5), "pass": st.lists(STEPS, max_size=3)})
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(TABLES | st.dictionaries(st.sampled_from(["name", "description", "pass"]) | st.text(max_size=4), VALUES))
 def test_any_table_is_a_recipe_or_a_recipe_error(table):
     try:
@@ -256,7 +256,7 @@ def test_any_table_is_a_recipe_or_a_recipe_error(table):
     assert Recipe.from_toml(recipe.to_toml()) == recipe
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.text(st.sampled_from("[]{}=.\"'\n,#passnme0.5-e") | st.characters(), max_size=60))
 @example("name='a'\n[[pass]]\nname='verify'\nmax_error=" + "[" * 5000)
 def test_any_text_is_a_recipe_or_a_recipe_error(text):

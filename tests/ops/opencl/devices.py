@@ -101,7 +101,7 @@ class Process:
             cwd=folder,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=1200,
             check=False,
         )
         assert done.returncode == 0, done.stderr

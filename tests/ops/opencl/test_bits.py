@@ -44,7 +44,7 @@ def test_every_kind_of_group(kind: str, group: int) -> None:
         assert_equal_bits(y, expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     m=st.integers(1, 140),
     k=st.integers(1, 400),

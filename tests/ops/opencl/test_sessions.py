@@ -107,7 +107,7 @@ def test_what_a_session_holds_goes_with_it(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
         check=False,
     )
     assert done.returncode == 0, done.stderr
