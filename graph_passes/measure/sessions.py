@@ -56,7 +56,7 @@ def open_quietly(
         folder = data_folder if isinstance(model, bytes) else model.parent if isinstance(content, bytes) else None
         return open_session(content, options, data_folder=folder)
 
-    if int8_products_saturate():
+    if int8_products_saturate() and not _has_branches(model):
         # Exact sums make ONNX Runtime fail on tensors of two layers, on blocks without zero points, and on int8 inputs.
         # If a model is wrong in itself, opening it without them says so.
         with suppress(Exception):
@@ -79,6 +79,16 @@ def _mentions(model: Path | bytes, text: bytes) -> bool:
         return text in model
     with open(model, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         return content.find(text) >= 0
+
+
+def _has_branches(model: Path | bytes) -> bool:
+    """Whether a node holds graphs: ONNX Runtime makes exact sums in the outermost graph alone."""
+    import onnx
+
+    if not any(_mentions(model, name) for name in (b"then_branch", b"body")):
+        return False
+    graphs = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
+    return any(one.type in graphs for node in _read(model).graph.node for one in node.attribute)
 
 
 def _with_zero_points_of_blocks(model: Path | bytes) -> Path | bytes:

@@ -115,6 +115,25 @@ def test_a_model_that_has_no_exact_sums_is_judged_all_the_same(form):
     assert report.output_error[0].relative_l2 < 0.01
 
 
+def test_a_model_with_branches_has_no_exact_sums():
+    """Where products saturate, those in a branch do so however the session is opened."""
+    layer, x = full_range("to_float")
+    model = layer.model()
+    branch = onnx.GraphProto()
+    branch.CopyFrom(model.graph)
+    del branch.input[:]
+    condition = numpy_helper.from_array(np.array(True), "condition")
+    node = helper.make_node("If", ["condition"], [output.name for output in model.graph.output])
+    node.attribute.extend(helper.make_attribute(name, branch) for name in ("then_branch", "else_branch"))
+    del model.graph.node[:], model.graph.initializer[:]
+    model.graph.node.append(node)
+    model.graph.initializer.append(condition)
+    session = open_quietly(model.SerializeToString())
+    assert sums_are_exact(session) == (not int8_products_saturate())
+    (y,) = session.run(None, {"x": x})
+    assert np.array_equal(y, layer.expected(x)) == (not int8_products_saturate())
+
+
 def test_errors_are_those_of_the_model():
     """Asked for exact sums or not."""
     wrong = make_model(
