@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import sys
 from pathlib import Path
 
@@ -58,7 +59,9 @@ def test_opencl_devices_are_listed(monkeypatch, value):
     monkeypatch.setenv("ORTOLAN_OPENCL", value)
     check = doctor.check_opencl()
     assert check.status == "ok"
-    assert all(device in check.detail for device in opencl_devices())
+    # In another process, where PoCL may find a little more or less memory.
+    found, devices = (re.sub(r"\d+ MiB", "", text) for text in (check.detail, "\n".join(opencl_devices())))
+    assert all(device in found for device in devices.splitlines())
     assert ("not asked for" in check.detail) == (value == "0")
 
 
