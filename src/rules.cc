@@ -77,6 +77,8 @@ void BindRules(py::module_& module) {
   module.def(
       "bitmaps_are_fast", [](int64_t bits) { return BitmapsAreFast(LayoutOf(bits)); }, py::arg("bits"),
       "Whether this CPU multiplies by a bitmap of weights of 16, 8 or 4 bits faster than by dense ones.");
+  module.def("gains_from_pairs", &GainsFromPairs,
+             "Whether the kernels of this CPU are faster with int8 weights of a reduced range.");
   module.def(
       "is_worth_bitmap",
       [](int64_t bits, int64_t k, int64_t n, int64_t stored) { return IsWorthBitmap(LayoutOf(bits), k, n, stored); },

@@ -44,6 +44,7 @@ _INT4_32 = _INT4 | {"group_size": 32}
 _INT4_SYMMETRIC = {"bits": 4, "group_size": 128}
 _GPTQ = {"method": "gptq"}
 _INT8 = {"bits": 8}
+_REDUCED = _INT8 | {"reduce_range": True}
 ROWS = 256  # of inputs to each layer, on which its error is measured
 HELD_OUT = 4  # every so-manieth of the feeds: the whole is judged by these, and the rest is for fitting
 _BLOCKS = {"min_sparsity": _native.LEAST_ZERO_BLOCKS}
@@ -55,6 +56,7 @@ _TWO_FOUR = {"storage": "2:4"}
 CANDIDATES: tuple[Candidate, ...] = (
     Candidate("bf16", "SparseAMXMatMul"),
     Candidate("int8", "SparseAMXMatMul", quantize=_INT8),
+    Candidate("int8 of a reduced range", "SparseAMXMatMul", quantize=_REDUCED),
     Candidate("int8 4x1", "VNNISpMM", quantize=_INT8, replace=_BLOCKS),
     Candidate("int4/32 gptq", "W4A8MatMul", quantize=_INT4_32 | _GPTQ, timed_as="int4/32", calibrated=True),
     Candidate("int4/32", "W4A8MatMul", quantize=_INT4_32),
@@ -87,6 +89,8 @@ def candidates_for(calibrated: bool, sparsity: float | None) -> list[Candidate]:
     """The table without what the user's data do not allow, and what this CPU is slow with. calibrated: whether feeds
     were given."""
     found = [candidate for candidate in CANDIDATES if calibrated or not candidate.calibrated]
+    if not _native.gains_from_pairs():
+        found = [candidate for candidate in found if candidate.quantize is not _REDUCED]
     # Rounded to nearest, a weight is as fast as one that is fitted, and worse.
     fitted = {candidate.timed_as for candidate in found}
     found = [candidate for candidate in found if candidate.name not in fitted]

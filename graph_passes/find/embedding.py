@@ -98,13 +98,31 @@ def count_positions(graph: ir.Graph) -> int | None:
     it has none, or none that is known."""
     for node in graph.all_nodes():
         fused = node.op_type == "EmbedLayerNormalization"
-        value = node_input(node, 3 if fused else 0)
-        if value is None or not (fused or (_takes_rows(node) and _POSITION_TABLE.search(f"{node.name} {value.name}"))):
-            continue
+        value = node_input(node, 3) if fused else _position_table(node)
         table = constant_tensor(value)
         if table is not None and len(table.shape) == 2:
             return int(table.shape.numpy()[0])
     return None
+
+
+def find_position_lookups(graph: ir.Graph) -> list[ir.Node]:
+    """The Gathers that alone read a float32 table of positions, an initializer [rows, width]."""
+    found = []
+    for node in graph.all_nodes():
+        value = _position_table(node)
+        if value is None or not value.is_initializer() or value.is_graph_output():
+            continue
+        table = constant_tensor(value)
+        if table is not None and table.dtype == ir.DataType.FLOAT and len(table.shape) == 2 and len(value.uses()) == 1:
+            found.append(node)
+    return found
+
+
+def _position_table(node: ir.Node) -> ir.Value | None:
+    """What the node takes rows of, if that is a table of positions by its name."""
+    value = node_input(node, 0)
+    named = value is not None and _POSITION_TABLE.search(f"{node.name} {value.name}")
+    return value if named and _takes_rows(node) else None
 
 
 def find_embeddings(graph: ir.Graph) -> list[Embedding]:

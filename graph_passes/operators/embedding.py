@@ -168,6 +168,18 @@ class StoredEmbedding:
         reader.nodes = write.nodes
 
 
+def read_as_float16(graph: ir.Graph, node: ir.Node, table: np.ndarray, new_name: NewName) -> None:
+    """Puts nodes that read the float16 table [rows, width] in the place of a Gather of float32 rows. graph: the main
+    one."""
+    before, ids = node.inputs[0], node.inputs[1]
+    assert before is not None and ids is not None and node.graph is not None
+    write = _Writer(graph, node.name or "positions", new_name)
+    stored = new_initializer(graph, ir.Tensor(table, name=new_name(before.name or "positions")))
+    rows = write.op("Cast", write.op("Gather", stored, ids), to=ir.DataType.FLOAT)
+    ir.convenience.replace_nodes_and_values(node.graph, node, [node], write.nodes, [node.outputs[0]], [rows])
+    remove_unused(before)
+
+
 def _beside(write: _Writer, place: ir.Value, middle: np.ndarray) -> ir.Value:
     """[..., m, 3] of [..., 1, 3]: the number in the middle, of each of m, is added."""
     offsets = np.zeros((len(middle), 3), np.int64)

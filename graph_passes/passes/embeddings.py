@@ -4,7 +4,7 @@ With 8 bits each row has a scale, or its numbers have scales in groups, as those
 With 4 they have scales and zero points in groups of 32, searched as those of layers are. Rows are read by standard
 operators (operators/embedding.py). Where a layer holds the same numbers, that of a tied head, pass replace lets
 the table go, and rows are read from the weight. A table that something else reads as well, which stays, stays too: it
-would be stored twice.
+would be stored twice. A table of positions beside them becomes float16.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import onnx_ir as ir
 
 from ortolan import _native
 
-from ..find.embedding import Embedding, find_embeddings
+from ..find.embedding import Embedding, find_embeddings, find_position_lookups
 from ..find.linear import Linear
 from ..find.quantized_weight import QuantizedWeight
 from ..operators import sparse_amx_matmul_function as sparse_amx
 from ..operators import w8a8_matmul_function as w8a8
-from ..operators.embedding import StoredEmbedding
+from ..operators.embedding import StoredEmbedding, read_as_float16
 from ..operators.function_body import PANEL_COLUMNS
 from ..operators.nodes import input_of, new_initializer, nodes_of
 from ..operators.sparse_amx_matmul_storage import BF16, stored_in
@@ -74,7 +74,21 @@ class EmbeddingsPass(RecipePass):
                 context.layers.embeddings.append(self._store(model, embedding, may_be_tied))
                 modified = True
             context.release()
+        if modified:
+            self._narrow_positions(model)
         return ir.passes.PassResult(model, modified)
+
+    def _narrow_positions(self, model: ir.Model) -> None:
+        for node in find_position_lookups(model.graph):
+            value = node.inputs[0]
+            assert value is not None and value.const_value is not None
+            with np.errstate(over="ignore"):
+                table = value.const_value.numpy().astype(np.float16)
+            names = [name for name in (node.name, value.name) if name]
+            if not np.isfinite(table).all() or any_matches(names, self.options.exclude):
+                continue
+            read_as_float16(model.graph, node, table, lambda wanted: self.context.new_name(model, wanted))
+            self.context.note(f"table of positions {value.name!r} is stored in float16")
 
     def _why_not(self, embedding: Embedding, linears: dict[ir.Node, Linear]) -> str | None:
         """Why the table is left alone, if it is."""

@@ -190,6 +190,22 @@ std::vector<int32_t> SumsOfColumnsInt8(const BitmapView& view) {
   return sums;
 }
 
+bool PairsFitInt8(const BitmapView& view) {
+  constexpr int32_t kMost = 128;
+  if (view.StoredAs() != Storage::kDense) return false;
+  const int64_t bytes = kInt8Bitmap.Tiles(view.k) * kInt8Bitmap.TileEntries();
+  for (int64_t panel = 0; panel < BitmapPanels(view.n); ++panel) {
+    const uint8_t* const values = view.PanelValues(kInt8Bitmap, panel);
+    int16_t most = 0;
+    for (int64_t i = 0; i < bytes; i += 2) {
+      const int sum = static_cast<int8_t>(values[i]) + static_cast<int8_t>(values[i + 1]);
+      most = std::max(most, static_cast<int16_t>(sum < 0 ? -sum : sum));
+    }
+    if (most > kMost) return false;
+  }
+  return true;
+}
+
 QuantizedBitmapMatrix PackBitmapInt4(const int8_t* q, int64_t row_stride, int64_t k, int64_t n, Storage storage) {
   size_t next[2] = {};  // byte of the even rows' and of the odd rows' stream
   return Pack<kInt4Bitmap, QuantizedBitmapMatrix>(

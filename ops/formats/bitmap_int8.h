@@ -41,4 +41,8 @@ void UnpackBitmapInt8(const BitmapView& view, int8_t* q, int64_t row_stride);
 // The sum of each column of the same, [panels][16]; modulo 2^32.
 std::vector<int32_t> SumsOfColumnsInt8(const BitmapView& view);
 
+// Whether storage is dense and, of each quad of inputs, neither the weights 0 and 1 nor 2 and 3 sum up to more than 128
+// or less than -128: with bytes of 0 … 255 their products then fit 16 bits.
+bool PairsFitInt8(const BitmapView& view);
+
 }  // namespace ortolan

@@ -73,6 +73,7 @@ struct BitmapWeight : MatMulWeight {
   const void* scales = nullptr;
   const int32_t* column_sums = nullptr;  // SumsOfColumnsInt8(view), if x has zero points; int8 only
   const int32_t* zero_points = nullptr;  // [panels][16], those of int8 numbers, or null; only beside column_sums
+  bool pairs_fit = false;                // PairsFitInt8(view); only beside column_sums. Some kernels are faster then
 
   // The 16 scales of a group.
   const uint8_t* Scales(int64_t panel, int64_t g) const {

@@ -36,6 +36,8 @@
 #include <cstdint>
 
 #include "matmul/activations.h"
+#include "matmul/bitmap_weight.h"
+#include "matmul/converted_loop.h"
 #include "matmul/few_float_rows.h"
 #include "matmul/one_row.h"
 #include "matmul/pairs_loop.h"
@@ -59,6 +61,8 @@ class PanelLoop {
   static constexpr int kSpanRows = Layer::kSpanRows;
   static constexpr int kTogether = kRowsTogether<Weights>;
   static constexpr bool kPairs = Simd::kRowPairs && kTogether == 2;
+  static constexpr bool kConverts =
+      Simd::kConvertsInt8 && Weights::kRowInputs == 4 && !Weights::kNibbles && !Weights::kHasGroups;
 
  public:
   // Panels that half a block of rows is multiplied with at once, where rows of weights are quads and take one register:
@@ -72,6 +76,14 @@ class PanelLoop {
     if constexpr (FewRows::kMostRows > 1) {
       if (args.m <= FewRows::kMostRows) {
         return PanelLoop<Simd, typename FewRows::Type>::Run(args, panel_begin, panel_end);
+      }
+    }
+    if constexpr (kConverts) {
+      if (args.m >= kManyRows) {
+        if (WeightOf<BitmapWeight>(args).pairs_fit) {
+          return ConvertedLoop<Simd, Weights, PairProducts<Simd>>::Run(args, panel_begin, panel_end);
+        }
+        return ConvertedLoop<Simd, Weights, WordProducts<Simd>>::Run(args, panel_begin, panel_end);
       }
     }
     if constexpr (kPairs && Weights::kRowInputs == 2) {

@@ -28,6 +28,11 @@ bool BitmapsAreFast(const BitmapLayout& layout) {
   return layout.value_bits == 16 || ActiveFeatures().Has(feature_set::avx512);
 }
 
+bool GainsFromPairs() {
+  const Features active = ActiveFeatures();
+  return active.Has(feature_set::avx2) && !active.Has(feature_set::avxvnni) && !active.Has(feature_set::avx512bw);
+}
+
 bool IsWorthBitmap(const BitmapLayout& layout, int64_t k, int64_t n, int64_t stored) {
   const int64_t weights = BitmapPanels(n) * kPanelColumns * layout.PaddedK(k);
   const int64_t dense = weights * layout.value_bits / 8;

@@ -11,6 +11,10 @@ namespace ortolan {
 
 // Whether this CPU multiplies by a bitmap of such weights faster than by dense ones.
 bool BitmapsAreFast(const BitmapLayout& layout);
+
+// Whether the kernels of this CPU are faster with int8 weights whose pairs fit (PairsFitInt8).
+bool GainsFromPairs();
+
 // Whether, where they are fast, a bitmap is faster or much smaller for a weight of which so many numbers are not zero.
 // The numbers behind it: sparse_amx_matmul/README.md.
 bool IsWorthBitmap(const BitmapLayout& layout, int64_t k, int64_t n, int64_t stored);

@@ -219,6 +219,15 @@ struct avx2 : Vectors<avx2, avx2_types> {
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(a), _mm256_sign_epi8(b, a));
     return AddPairs(sums, pairs);
   }
+  // Of many rows others are faster: without vpsignb there are fewer instructions.
+  static constexpr bool kConvertsInt8 = true;
+  static __m256i DotPairs(__m256i sums, __m256i a, __m256i b) { return AddPairs(sums, _mm256_maddubs_epi16(a, b)); }
+  static __m256i EvenBytes(__m256i a) { return _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8); }
+  static __m256i OddBytes(__m256i a) { return _mm256_srai_epi16(a, 8); }
+  static __m256i DotWords(__m256i sums, __m256i a, __m256i b) {
+    AddProducts(sums, a, b);
+    return sums;
+  }
   // Eight products of nibbles fit 16 bits (8 x 2 x 15 x 127 = 30480), and are widened together.
   static constexpr bool kNarrowNibbleSums = true;
   static __m256i StartNibbleSums(__m256i) { return _mm256_setzero_si256(); }

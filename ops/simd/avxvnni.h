@@ -20,6 +20,7 @@ struct avxvnni : avx2 {
     return sums;
   }
   static constexpr uint32_t kInt8Bias = 128;
+  static constexpr bool kConvertsInt8 = false;
   static __m256i DotInt8(__m256i sums, __m256i a, __m256i b) { return DotQuad(sums, a, b); }
   static constexpr bool kNarrowNibbleSums = false;
   static constexpr bool kNibblesTimes16 = true;

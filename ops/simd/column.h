@@ -97,6 +97,11 @@
 //
 //     DotInt8OfQuad(sums, a, b, which)      where kDotsOfQuad, in one instruction: DotInt8 with RepeatQuad(b, which)
 //     DotNibblesOfQuad(sums, a, b, which)   likewise DotNibbles
+// Where kConvertsInt8, as DotInt8 is slower:
+//     EvenBytes(a), OddBytes(a)             bytes 0 and 2, or 1 and 3, of each quad as pairs of int16
+//     DotWords(Int sums, Int a, Int b)      DotPair
+//     DotPairs(Int sums, Bytes a, Bytes b)  sums + the dot products of unsigned quads a and signed ones b, exact where
+//                                           no sum of two products is beyond 16 bits
 // Where kRowPairs:
 //     InterleaveQuads<half>(a, b)           the quads of the lower or upper half of each, a's and b's in turn
 //     DotEightsInt8(Int sums, a, b)         lane 2 i + j: plus eight bytes i of a times eight bytes j of b, summed up

@@ -136,6 +136,7 @@ struct Vectors : Types {
   static constexpr bool kDotsFewRows = false;
   static constexpr bool kDotsOfQuad = false;
   static constexpr bool kRowPairs = false;
+  static constexpr bool kConvertsInt8 = false;
 
   // Lists of the bits that are set in a mask.
   template <typename Number>

@@ -24,6 +24,7 @@
 #include "formats/two_four.h"
 #include "matmul/bitmap_layer.h"
 #include "matmul/linear_op.h"
+#include "matmul/storage.h"
 #include "rooms.h"
 
 namespace ortolan {
@@ -121,6 +122,7 @@ class Kernel : public LinearOp {
     }
     column_sums_ = SumsOfColumnsInt8(w_.view);
     w_.column_sums = column_sums_.data();
+    w_.pairs_fit = GainsFromPairs() && PairsFitInt8(w_.view);
   }
 
   void ReadZeroPoints(const OrtKernelInfo& info) {

@@ -46,6 +46,9 @@ def why_not_scales(scales: NDArray[Any]) -> str:
 def bitmaps_are_fast(bits: int) -> bool:
     """Whether this CPU multiplies by a bitmap of weights of 16, 8 or 4 bits faster than by dense ones."""
 
+def gains_from_pairs() -> bool:
+    """Whether the kernels of this CPU are faster with int8 weights of a reduced range."""
+
 def is_worth_bitmap(bits: int, k: int, n: int, stored: int) -> bool:
     """Whether, where bitmaps are fast, one is better than dense storage for k x n weights, so many of them not zero."""
 

@@ -61,6 +61,7 @@ Array<float> QuantizedMatMul(std::span<const MatMulKernel> kernels, const CastAr
   if (x_zero_points) {
     sums = SumsOfColumnsInt8(w.view);
     w.column_sums = sums.data();
+    w.pairs_fit = PairsFitInt8(w.view);
   }
   const int64_t panels = BitmapPanels(n);
   std::vector<int32_t> zeros;

@@ -209,6 +209,26 @@ def test_the_largest_sums_with_zero_points_of_both_are_exact(kernel: str) -> Non
 
 
 @each_kernel
+@pytest.mark.parametrize("sum_of_two", [128, 129, -128, -129])
+@pytest.mark.parametrize("m", [1, 4, 7, 300])
+def test_sums_of_neighbours_where_kernels_change(kernel: str, sum_of_two: int, m: int) -> None:
+    """Products of bytes that some kernels take while sums of two weights are within 128 have the bits of all others:
+    also where one pair of many is beyond."""
+    k, n = 1100, 40
+    rng = np.random.default_rng(m)
+    q = rng.integers(-64, 65, (k, n), np.int8)
+    q[:2], q[-2:] = [[127], [-128]], [[-128], [127]]
+    q[514:516, 17] = sum_of_two // 2, sum_of_two - sum_of_two // 2
+    packed = _native.pack_bitmap_int8(q, dense=True)
+    layer = Layer(q, np.ones((1, n), np.float32), None, packed, zero_points=True)
+    x = rng.choice(np.array([0, 254, 253, 1], np.float32), (m, k))
+    x[:, 514:516], x[:, 0] = 254, 0
+    y = layer.multiply(x, kernel=kernel)
+    np.testing.assert_array_equal(y, (x.astype(np.int64) @ q.astype(np.int64)).astype(np.float32))
+    assert_same_bits(y, layer.multiply(x, kernel="scalar"))
+
+
+@each_kernel
 def test_zero_points_of_weights_that_are_zero_change_no_bit(kernel: str) -> None:
     rng = np.random.default_rng(5)
     layer = replace(Layer.random(rng, 200, 40, 0.0, None), zero_points=True)

@@ -338,6 +338,23 @@ def test_what_a_cpu_is_slow_with_is_not_tried(monkeypatch: pytest.MonkeyPatch) -
         assert names[isa, 0.5] == names[isa, 0.6] | {"pruned int8 2:4", "pruned int4 2:4"}
 
 
+@pytest.mark.parametrize("gains", [False, True])
+def test_a_reduced_range_is_tried_where_kernels_gain_from_it(monkeypatch: pytest.MonkeyPatch, gains: bool) -> None:
+    monkeypatch.setattr(_native, "gains_from_pairs", lambda: gains)
+    assert ("int8 of a reduced range" in {one.name for one in candidates_for(False, None)}) == gains
+
+
+def test_a_reduced_range_is_taken_where_it_is_faster(
+    inject: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_native, "gains_from_pairs", lambda: True)
+    inject({"int8": 0.6, "int8 of a reduced range": 0.4}, 5.0)
+    report = auto(budget=0.9)
+    assert report.auto is not None
+    assert {layer.chosen for layer in report.auto.layers} == {"int8 of a reduced range"}
+    assert all(layer.weight_bits == 8 for layer in report.layers)
+
+
 @pytest.mark.parametrize("name", ["int8", "int4 2:4", "pruned int8 2:4"])
 def test_two_four(inject: Callable[..., Any], name: str) -> None:
     """Weights that are 2:4 sparse are stored so; others are pruned to it only where that is asked for."""

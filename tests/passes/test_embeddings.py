@@ -345,3 +345,21 @@ def test_attention_behind_a_table_is_fused(bits: int) -> None:
     report = ortolan.optimize_onnx(bert, weights="int8", options=options)
     assert any(f"is stored in int{bits}" in note for note in report.notes)
     assert "PackedNoMADAttention" in {node.op_type for node in report.model.graph.node}
+
+
+def test_a_table_of_positions_becomes_float16():
+    """Its rows are those of the original, rounded; what it is called decides, and exclude leaves it."""
+    original = ir.to_proto(tiny.tiny_bert(vocab_size=1200))
+    (table,) = (t for t in original.graph.initializer if "position_embeddings" in t.name)
+
+    def stored(**options: Any) -> onnx.TensorProto:
+        report = ortolan.optimize_onnx(original, recipe=recipe(**options))
+        assert report.model is not None
+        assert any("table of positions" in note for note in report.notes) == (not options)
+        (found,) = (t for t in report.model.graph.initializer if "position_embeddings" in t.name)
+        return found
+
+    array = numpy_helper.to_array(table)
+    np.testing.assert_array_equal(numpy_helper.to_array(stored()), array.astype(np.float16))
+    kept = stored(exclude=["*position*"])
+    np.testing.assert_array_equal(numpy_helper.to_array(kept), array)

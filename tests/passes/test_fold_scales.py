@@ -343,6 +343,8 @@ def test_calibrated_weights_run_in_the_operator(method):
         ({"bits": 8, "method": "hqq"}, "method is 'hqq', expected bits = 4"),
         ({"bits": 4, "method": "hqq", "symmetric": True}, "symmetric is true, expected false"),
         ({"bits": 4, "damping": 0.1}, "damping is 0.1, which only method = 'gptq' has"),
+        ({"bits": 4, "reduce_range": True}, "reduce_range is true, expected bits = 8"),
+        ({"reduce_range": True, "method": "gptq"}, "reduce_range is true, expected bits = 8"),
         ({"bits": 4, "method": "awq", "act_order": True}, "act_order is True, which only"),
         ({"bits": 4, "method": "gptq", "damping": 0.0}, "damping is 0.0, expected a number from 0.0001"),
         ({"bits": 4, "method": "obq"}, "method is 'obq', expected one of"),

@@ -29,6 +29,7 @@ from .correlated import correlated
 from .quantized import INT4, INT8, spread, weights
 from .small_models import random_weight, relative_error
 
+REDUCED = Quantization(8, None, reduced=True)
 ASYMMETRIC = [Quantization(4, size, symmetric=False) for size in (32, 64, 128)]
 MINIMUM = [Quantization(4, size, symmetric=False, minimum=True) for size in (32, 64, 128)]
 BF16 = Quantization(4, 64, bf16_scales=True)
@@ -80,6 +81,26 @@ def test_zero_points_keep_every_weight_within_its_bound(weight, quantization, si
         width = np.maximum(part.max(axis=0), 0) - np.minimum(part.min(axis=0), 0)
         assert ((rounded.scales[group] == 0) == (width == 0)).all()
         assert (rounded.scales[group] <= np.maximum(width / 15 * (1 + 2**-7), 2.0**-126)).all()
+
+
+@settings(max_examples=200)
+@given(weights(), st.sampled_from([1, -1]))
+def test_neighbours_of_a_reduced_range_fit(weight, sign):
+    """The sum of two is 128 at most, and each weight is within half a step; steps are those of the full range, or of
+    the largest sum."""
+    weight = sign * weight
+    rounded = round_to_nearest(weight, REDUCED)
+    padded = np.zeros((len(weight) + len(weight) % 2, weight.shape[1]))
+    padded[: len(weight)] = rounded.q
+    assert np.abs(padded[0::2] + padded[1::2]).max() <= 128
+    with np.errstate(over="ignore"):
+        error = np.abs(weight.astype(np.float64) - rounded.scales[0].astype(np.float64) * rounded.q)
+    assert (error <= rounded.scales[0].astype(np.float64) / 2 * (1 + 2**-16)).all()
+    padded[: len(weight)] = weight
+    largest = np.maximum(np.abs(padded).max(axis=0), np.abs(padded[0::2] + padded[1::2]).max(axis=0))
+    np.testing.assert_allclose(
+        rounded.scales[0], np.where(largest > 0, np.maximum(largest / 127, 2.0**-126), 0), rtol=1e-6
+    )
 
 
 def test_zero_points_help_where_a_group_leans_to_one_side():

@@ -7,10 +7,13 @@ a group_size, a whole column. A weight stands for scale (q - zero), with zero = 
     symmetric 4    q in -8 … 7                minimum 4      q in 0 … 15
 
 Scales and minimums are float16 numbers as a rule, or bfloat16 ones where an operator has no others; below, short() is
-that rounding. With 8 bits and whole columns they are any float32. A scale may be negative; then a minimum is the
+that rounding. With 8 bits and whole columns they are any float32. There the
+range may be reduced: no sum of q of inputs 2 i and 2 i + 1 is beyond 128, with which CPUs without an exact product of
+bytes are faster (ops/formats/bitmap_int8.h). A scale may be negative; then a minimum is the
 largest number. Round to nearest takes, of each group (search.py finds better ones),
 
     symmetric 8    scale = max(short(max |W| / 127), 2^-126)             q = rint(W / scale), in -127 … 127
+    its range reduced  scale = max(max |W| / 127, max |W[2 i] + W[2 i + 1]| / 127, 2^-126)
     symmetric 4    scale = max(short(max |W| / 7), 2^-126)               q = rint(W / scale), in -7 … 7
     asymmetric 4   scale = max(short((high - low) / 15), 2^-126)         q = clip(rint(W / scale + zero), 0, 15)
                    zero = rint(-low / scale), in 0 … 15;                 low = min(min W, 0), high = max(max W, 0)
@@ -61,6 +64,7 @@ class Quantization:
     minimum: bool = field(default=False, kw_only=True)  # not symmetric: it has a minimum in place of the zero point
     bf16_scales: bool = field(default=False, kw_only=True)  # 4 bits: scales are bfloat16 numbers, not float16 ones
     fractions: bool = field(default=False, kw_only=True)  # not symmetric: its zero point is a fraction, of sixteenths
+    reduced: bool = field(default=False, kw_only=True)  # 8 bits, whole columns: its range is reduced
 
     @property
     def zero_point_steps(self) -> int:
@@ -160,13 +164,26 @@ def fit_grid(part: np.ndarray, quantization: Quantization) -> Grid:
         scale = np.maximum(short(high / LEVELS - low / LEVELS), SMALLEST_SCALE)
         return Grid(quantization.bits, np.where(high > low, scale, 0), None, short(low))
     if quantization.symmetric:
+        most = np.float32(quantization.levels[1])
         largest = np.maximum(high, -low)
-        scale = np.maximum(short(largest / np.float32(quantization.levels[1])), SMALLEST_SCALE)
+        scale = largest / most
+        if quantization.reduced:
+            scale = np.maximum(scale, _largest_pairs(part, most))
+        scale = np.maximum(short(scale), SMALLEST_SCALE)
         return Grid(quantization.bits, np.where(largest > 0, scale, 0), None)
     low, high = np.minimum(low, 0), np.maximum(high, 0)
     scale = np.maximum(short(high / LEVELS - low / LEVELS), SMALLEST_SCALE)
     scale = np.where(high > low, scale, 0)
     return Grid(quantization.bits, scale, quantization.stored_zero(-low / np.where(scale > 0, scale, 1)))
+
+
+def _largest_pairs(part: np.ndarray, most: np.float32) -> np.ndarray:
+    """Of each column the largest sum of two neighbours, by its magnitude, divided by most."""
+    even, odd = part[0::2], part[1::2]
+    # Each divided first: their sum may be beyond float32.
+    pairs = even[: len(odd)] / most + odd / most
+    largest: np.ndarray = np.abs(pairs).max(axis=0, initial=0)
+    return largest
 
 
 def round_to_nearest(matrix: np.ndarray, quantization: Quantization) -> Rounded:
