@@ -4,7 +4,7 @@
 # make ci      make test, make extras and make aarch64, each test of the suite with at most 4 of its parameter sets
 # make wheel   build the package, and see that nothing of test builds is in it
 # make asan    the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
-# make aarch64 models on emulated Arm CPUs; make test-aarch64: kernels too
+# make aarch64 models on emulated Arm CPUs; make test-aarch64: kernels too, hours (BRIEF=1: 4 sets of each test)
 # make wheels  wheels for Linux on x86-64 and aarch64 with glibc 2.28 and later, each tried
 # make macos   that the library compiles for macOS
 # make docs    the site, in build/docs
@@ -32,6 +32,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # told. Without build isolation: else the folder is emptied each time.
 BUILD := --no-build-isolation --no-deps --config-settings=cmake.define.ORTOLAN_WERROR=ON
 NATIVE := $(BUILD) --config-settings=build-dir=build/native --config-settings=cmake.define.ORTOLAN_TESTING
+SETS := $(if $(BRIEF),--parameter-sets 4)
 PYTEST := $(CURDIR)/$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 .PHONY: demo test extras ci lint asan suite aarch64 test-aarch64 docs optimum genai ray bench wheel wheels macos clean
@@ -50,7 +51,7 @@ ci: $(VENV)/.installed
 	@BRIEF=1 $(BIN)/python .ci/parts.py wheel then suite asan ray genai optimum aarch64 lint docs
 
 suite: $(VENV)/.installed
-	cd tests && ../.ci/pocl $(PYTEST) $(if $(BRIEF),--parameter-sets 4)
+	cd tests && ../.ci/pocl $(PYTEST) $(SETS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -95,9 +96,9 @@ aarch64: $(VENV)/.installed
 
 test-aarch64: $(VENV)/.installed
 	$(ANSWERS)
-	.ci/aarch64 cortex-a72 formats $(KERNELS) $(OPERATORS) aarch64/check_models.py
-	.ci/aarch64 neoverse-n1 $(KERNELS) aarch64/check_models.py -k "not neon and not scalar"
-	.ci/aarch64 max $(KERNELS) aarch64/check_models.py -k "not neon and not scalar and not dotprod"
+	.ci/aarch64 cortex-a72 $(SETS) formats $(KERNELS) $(OPERATORS) aarch64/check_models.py
+	.ci/aarch64 neoverse-n1 $(SETS) $(KERNELS) aarch64/check_models.py -k "not neon and not scalar"
+	.ci/aarch64 max $(SETS) $(KERNELS) aarch64/check_models.py -k "not neon and not scalar and not dotprod"
 
 optimum: build/testing-wheel/.built
 	TORCH=$(TORCH) .ci/extra optimum test-optimum hooks/test_optimum.py hooks/test_optimum_commands.py \
