@@ -79,7 +79,7 @@ asan: $(ASAN_BUILT)
 	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  PYTHONPATH=$(CURDIR)/build/asan-site $(PYTEST) $$part -p no:cacheprovider --parameter-sets 2; done
 ifdef BRIEF
-	@echo "of AVX2's kernels, formats and hostile inputs alone: make asan runs all operators, with all kernels of the CPU"
+	@echo "of AVX2's kernels, formats and hostile inputs alone: make asan runs all, with all kernels of the CPU"
 endif
 
 # Emulated Arm CPUs. What CI runs: models that were optimized here, on CPUs with neon and with dotprod, in the package as
@@ -107,9 +107,12 @@ optimum: build/testing-wheel/.built
 genai: build/testing-wheel/.built
 	TORCH=$(TORCH) .ci/extra genai genai,transformers,train hooks/test_genai.py hooks/test_transformers.py docs/test_hook_pages.py train
 
-# One process: two Ray clusters at once slow down each other's start.
+# One process: two Ray clusters at once slow down each other's start. In CI without the page, which needs another one.
 ray: build/testing-wheel/.built
-	WORKERS=1 .ci/extra ray test-serve serving docs/test_serving_page.py
+	WORKERS=1 .ci/extra ray test-serve serving $(if $(BRIEF),,docs/test_serving_page.py)
+ifdef BRIEF
+	@echo "of serving, not the commands of its page: make ray runs all"
+endif
 
 # Strictly: a link or an anchor that leads nowhere fails. The API is read from the sources, nothing is imported.
 docs: $(VENV)/.installed

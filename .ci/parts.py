@@ -21,7 +21,7 @@ AT_ONCE = 2
 _SKIPPED = re.compile(r"SKIPPED \[(\d+)\] \S+?:(?:\d+:)? (.*)")
 _FAILED = ("FAILED ", "ERROR ")
 # Lines of tests/conftest.py and of the Makefile on what was left out.
-_NOTES = ("kernels no test can run", "parameter sets were run", "make asan runs all")
+_NOTES = ("kernels no test can run", "parameter sets were run", "runs all")
 _NOT_RUN = "NOT RUN: "
 _TOTAL = re.compile(r"=*\s*((?:\d+ \w+, )*\d+ \w+) in [\d.]+s.*")
 
