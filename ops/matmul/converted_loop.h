@@ -32,7 +32,7 @@ struct WordProducts {
   static Int ConvertWeights(Bytes a) {
     return Convert<kSet>(a);
   }
-  static Int Dot(Int sums, Int weights, Int x) { return Simd::DotWords(sums, weights, x); }
+  static Int Dot(Int sums, Int weights, Int x) { return Simd::DotPair(sums, weights, x); }
   static Int Start(const int32_t*, int64_t) { return Simd::SetInt(0); }
 };
 

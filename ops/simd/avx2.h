@@ -143,7 +143,10 @@ struct avx2 : Vectors<avx2, avx2_types> {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
   }
   static void StoreInt(void* to, __m256i a) { _mm256_storeu_si256(static_cast<__m256i*>(to), a); }
-  static __m256i DotPair(__m256i sums, __m256i a, __m256i b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
+  static __m256i DotPair(__m256i sums, __m256i a, __m256i b) {
+    AddProducts(sums, a, b);
+    return sums;
+  }
   static __m256i RoundToInt(__m256 a) { return _mm256_cvtps_epi32(a); }
   static __m256 ToFloat(__m256i a) { return _mm256_cvtepi32_ps(a); }
   static __m256i SelectBits(__m256i where, __m256i a, __m256i b) {
@@ -224,10 +227,6 @@ struct avx2 : Vectors<avx2, avx2_types> {
   static __m256i DotPairs(__m256i sums, __m256i a, __m256i b) { return AddPairs(sums, _mm256_maddubs_epi16(a, b)); }
   static __m256i EvenBytes(__m256i a) { return _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8); }
   static __m256i OddBytes(__m256i a) { return _mm256_srai_epi16(a, 8); }
-  static __m256i DotWords(__m256i sums, __m256i a, __m256i b) {
-    AddProducts(sums, a, b);
-    return sums;
-  }
   // Eight products of nibbles fit 16 bits (8 x 2 x 15 x 127 = 30480), and are widened together.
   static constexpr bool kNarrowNibbleSums = true;
   static __m256i StartNibbleSums(__m256i) { return _mm256_setzero_si256(); }

@@ -99,7 +99,6 @@
 //     DotNibblesOfQuad(sums, a, b, which)   likewise DotNibbles
 // Where kConvertsInt8, as DotInt8 is slower:
 //     EvenBytes(a), OddBytes(a)             bytes 0 and 2, or 1 and 3, of each quad as pairs of int16
-//     DotWords(Int sums, Int a, Int b)      DotPair
 //     DotPairs(Int sums, Bytes a, Bytes b)  sums + the dot products of unsigned quads a and signed ones b, exact where
 //                                           no sum of two products is beyond 16 bits
 // Where kRowPairs:

@@ -344,6 +344,9 @@ bool RunBytes(const SimdCall& call, const Arguments& x) {
   ORTOLAN_TRY("ExpandBytesElse", S::StoreBytes(out, S::ExpandBytesElse(0x85, mask, a, first)));
   ORTOLAN_TRY("ExpandWords", S::StoreBytes(out, S::ExpandWords(mask, a, first)));
   ORTOLAN_TRY("DotQuad", S::StoreInt(out, S::DotQuad(S::LoadInt(c), S::LoadBytes(a), S::LoadBytes(b))));
+  ORTOLAN_TRY("DotPairs", S::StoreInt(out, S::DotPairs(S::LoadInt(c), S::LoadBytes(a), S::LoadBytes(b))));
+  ORTOLAN_TRY("EvenBytes", S::StoreInt(out, S::EvenBytes(S::LoadBytes(a))));
+  ORTOLAN_TRY("OddBytes", S::StoreInt(out, S::OddBytes(S::LoadBytes(a))));
   ORTOLAN_TRY(
       "DotInt8",
       S::StoreInt(out, S::DotInt8(S::LoadInt(c),

@@ -146,6 +146,30 @@ def test_dot_products_of_quads(column: str) -> None:
         np.testing.assert_array_equal(one(column, "DotQuad", a, b, sums, dtype=np.int32), expected)
 
 
+@columns_with("DotPairs")
+def test_dot_products_of_quads_whose_pairs_fit(column: str) -> None:
+    size = 4 * LANES[column]
+    sums = random_bytes(5, LANES[column], np.int16).astype(np.int32)
+    for seed in range(4):
+        a, b = random_bytes(seed, size), random_bytes(seed + 9, size, np.int8)
+        b[1::2] = np.clip(
+            b[1::2], -128 - np.minimum(b[0::2], 0), np.minimum(128 - np.maximum(b[0::2].astype(int), 0), 127)
+        )
+        if seed < 2:
+            a[:], b[:] = 255, 64 - 128 * seed
+        expected = sums + (quads(a) * quads(b)).sum(axis=1)
+        np.testing.assert_array_equal(one(column, "DotPairs", a, b, sums, dtype=np.int32), expected)
+
+
+@columns_with("EvenBytes", "OddBytes")
+def test_bytes_as_words(column: str) -> None:
+    a = random_bytes(3, 4 * LANES[column], np.int8)
+    a[:4] = -128, 127, 0, -1
+    for part, function in enumerate(("EvenBytes", "OddBytes")):
+        found = one(column, function, a, dtype=np.int32)
+        np.testing.assert_array_equal(np.ascontiguousarray(found).view(np.int16), a[part::2])
+
+
 @columns_with("DotInt8")
 def test_dot_products_of_int8(column: str) -> None:
     size = 4 * LANES[column]
