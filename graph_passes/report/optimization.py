@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _REASONS_SHOWN = 5  # why there is no lookup
 _TEXT_WIDTH = 120  # of reports as text; names of layers are folded
+_TOLD_ONCE = ("op", "weights", "sparsity", "status")  # columns that are told in a line where all rows say the same
 _OUTPUTS_SHOWN = 3  # in the table; a decoder has two for each layer
 
 LayerStatus = Literal["replaced", "would replace", "pruned", "quantized", "kept"]
@@ -170,51 +171,58 @@ class OptimizationReport:
         if self.parts:
             sizes = OptimizationReport({}, output=self.output, file_size_before=self.file_size_before)
             sizes.file_size_after = self.file_size_after
-            shown = [part for name, report in self.parts.items() for part in (Text(name), report, Text(""))]
-            return Group(*shown, Text("\n".join(sizes._summary())))
-        title = f"recipe {self.recipe.get('name')}: {self._headline()}"
-        layers = Table(title=title, title_justify="left")
-        layers.add_column("layer", overflow="fold")
-        layers.add_column("op")
-        special = any(layer.weight_bits or layer.storage == "2:4" for layer in self.layers)
-        if special:
-            layers.add_column("weights")
-        masked = any(layer.threshold is not None for layer in self.layers)
-        inputs = ("threshold", "density") if masked else ()
-        measured = {layer.name: layer for layer in self.auto.layers} if self.auto is not None else {}
-        times = ("ms before", "ms after") if measured else ()
-        for column in ("k x n", "sparsity", *inputs, "before", "after", "error", *times):
-            layers.add_column(column, justify="right")
-        layers.add_column("status")
+            parts = [part for name, report in self.parts.items() for part in (Text(name), report, Text(""))]
+            return Group(*parts, Text("\n".join(sizes._summary())))
+        title = Text(f"recipe {self.recipe.get('name')}: {self._headline()}")
+        columns = self._columns()
+        rows = len(columns["layer"])
+        alike = {name: columns[name][0] for name in _TOLD_ONCE if rows > 1 and len(set(columns[name])) == 1}
+        shown = {name: cells for name, cells in columns.items() if name not in alike and any(cells)}
+        table = Table()
+        for name in shown:
+            justify: Literal["left", "right"] = "left" if name in ("layer", "op", "weights", "status") else "right"
+            table.add_column(name, justify=justify, overflow="fold" if name == "layer" else "ellipsis")
+        for cells in zip(*shown.values(), strict=True):
+            table.add_row(*map(Text, cells))
+        told = ", ".join(f"{name} {cell}" for name, cell in alike.items() if cell)
+        lines = ([f"all layers    {told}"] if told else []) + self._reasons() + self._summary()
+        return Group(title, *([table] if rows else []), Text("\n".join(lines)))
+
+    def _columns(self) -> dict[str, list[str]]:
+        """The cells of the table, by column; those of what was not done are empty."""
+        layers = [layer for layer in self.layers if layer.k is not None]
+        return {
+            "layer": [layer.name for layer in layers],
+            "op": [layer.op for layer in layers],
+            "weights": [layer.weights for layer in layers],
+            "k x n": [f"{layer.k} x {layer.n}" for layer in layers],
+            "sparsity": [_percent(layer.sparsity) for layer in layers],
+            "threshold": [_number(layer.threshold) for layer in layers],
+            "density": [_percent(layer.density) for layer in layers],
+            "before": [human_bytes(layer.bytes_before) for layer in layers],
+            "after": [human_bytes(layer.bytes_after) for layer in layers],
+            "error": [_number(layer.output_error) for layer in layers],
+            "status": [layer.status for layer in layers],
+        }
+
+    def _reasons(self) -> list[str]:
+        """Why layers were not replaced."""
         kept: dict[str, list[str]] = {}
         for layer in self.layers:
             if layer.reason:
                 kept.setdefault(layer.reason, []).append(layer.name)
-            if layer.k is None:
-                continue
-            cells = [
-                layer.name,
-                layer.op,
-                *([layer.weights] if special else []),
-                f"{layer.k} x {layer.n}",
-                _percent(layer.sparsity),
-                *([_number(layer.threshold), _percent(layer.density)] if masked else []),
-                human_bytes(layer.bytes_before),
-                human_bytes(layer.bytes_after),
-                _number(layer.output_error),
-                *(measured[layer.name].times() if layer.name in measured else [""] * len(times)),
-                layer.status,
-            ]
-            layers.add_row(*(Text(cell) for cell in cells))
-        reasons = [
+        return [
             f"not replaced  {reason}: {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
             for reason, names in kept.items()
         ]
-        return Group(layers, Text("\n".join(reasons + self._summary())))
 
     def _headline(self) -> str:
+        if not self.layers and not self.recipe.get("pass"):
+            return "the model stays as it is"
         verb = "would replace" if self.dry_run else "replaced"
         layers = f"{verb} {len(self.replaced)} of {len(self.layers)} matrix products"
+        if not self.layers:
+            layers = f"{verb} no matrix products"
         attention = sum(layer.k is None for layer in self.replaced)
         if attention:  # they have no weight, and no row in the table
             layers += f", {attention} of them in attention"
@@ -227,7 +235,7 @@ class OptimizationReport:
     def _summary(self) -> list[str]:
         lines = self._lookup_lines()
         if self.auto is not None:
-            lines += self.auto.lines()
+            lines += self.auto.lines() + self._time_lines(self.auto)
         if self.output:
             lines.append(f"written to    {self.output}")
         fused = Counter(part for layer in self.layers for part in layer.fused)
@@ -270,6 +278,17 @@ class OptimizationReport:
             lines.append(f"measured on   {self.feeds}" + (f": {self.judged_on}" if self.judged_on else ""))
         lines += [f"note          {note}" for note in self.notes]
         return lines
+
+    def _time_lines(self, auto: AutoReport) -> list[str]:
+        """Of layers, each timed alone; those of one size and form have the same times."""
+        sizes = {layer.name: f"{layer.k} x {layer.n}" for layer in self.layers if layer.k is not None}
+        shapes = " / ".join(f"{batch} x {tokens}" for batch, tokens in auto.shapes)
+        kinds = Counter(
+            f"of {sizes[one.name]}, {one.chosen or 'as it is'}: {one.times()} ms ({shapes} tokens)"
+            for one in auto.layers
+            if one.name in sizes and one.before_ms
+        )
+        return [f"layer times   {count} {kind}" for kind, count in kinds.items()]
 
     def _cache_lines(self, cache: CacheReport) -> list[str]:
         lines = [f"cache         {cache.attentions} attentions: keys {cache.keys}, values {cache.values}"]

@@ -33,9 +33,9 @@ class LayerChoice:
     forms: dict[str, Form] = field(default_factory=dict)
     sensitivity: float | None = None  # the error that it makes in the outputs, divided by that of the layer
 
-    def times(self) -> list[str]:
+    def times(self) -> str:
         """Milliseconds by shape, before and after, for people."""
-        return [" / ".join(f"{ms:.3g}" for ms in column) for column in (self.before_ms, self.after_ms)]
+        return " -> ".join(" / ".join(f"{ms:.3g}" for ms in one) for one in (self.before_ms, self.after_ms) if one)
 
 
 @dataclass

@@ -9,6 +9,7 @@ import pytest
 from ortolan import OptimizationReport
 from ortolan.graph_passes.report.figures import Timing, human_bytes
 from ortolan.graph_passes.report.optimization import LayerReport, OutputDeviation
+from ortolan.graph_passes.report.search import AutoReport, LayerChoice
 
 
 @pytest.mark.parametrize(
@@ -64,3 +65,54 @@ def test_products_of_attention_are_counted_by_themselves():
     for layer in fused.layers[1:3]:
         layer.status, layer.reason = "replaced", None
     assert "replaced 3 of 4 matrix products, 2 of them in attention\n" in str(fused)
+
+
+def names_of_bert(layers: int) -> list[str]:
+    parts = ("attention/self/query", "attention/output/dense", "intermediate/dense")
+    return [f"/encoder/layer.{layer}/{part}/MatMul" for layer in range(layers) for part in parts]
+
+
+def report_of_search() -> OptimizationReport:
+    """As the search makes it of an encoder: two forms, and names as Optimum exports them."""
+    names = names_of_bert(6)
+    layers = [
+        LayerReport(
+            name, "MatMul+Add", "SparseAMXMatMul", 384, 1536, 0.01 + 0.001 * index, 2359296, 595968, 0.0087,
+            "replaced", weight_bits=4 if index % 3 else 8,
+        )
+        for index, name in enumerate(names)
+    ]  # fmt: skip
+    choices = [
+        LayerChoice(layer.name, "saves time", f"int{layer.weight_bits}", 0.0087, [1.47, 0.138], [0.275, 0.0305])
+        for layer in layers
+    ]
+    auto = AutoReport("cosine", [(1, 128), (1, 16)], "2x faster", choices, changed=True)
+    return OptimizationReport({"name": "auto"}, layers=layers, auto=auto)
+
+
+def test_names_of_layers_stay_whole_in_a_report_of_the_search():
+    text = str(report_of_search())
+    assert max(map(len, text.splitlines())) <= 120
+    for name in names_of_bert(6):
+        assert f" {name} " in text
+    times = "1.47 / 0.138 -> 0.275 / 0.0305 ms (1 x 128 / 1 x 16 tokens)"
+    assert f"layer times   6 of 384 x 1536, int8: {times}" in text
+    assert f"layer times   12 of 384 x 1536, int4: {times}" in text
+
+
+def test_what_all_layers_share_is_told_once():
+    searched = report_of_search()
+    assert "all layers    op MatMul+Add, status replaced\n" in str(searched)
+    assert str(searched).count("MatMul+Add") == 1 and "\u2503 weights" in str(searched)
+    searched.layers[0].status = "kept"
+    text = str(searched)
+    assert "all layers    op MatMul+Add\n" in text and text.count(" replaced ") == len(searched.layers)
+    searched.layers = searched.layers[:1]
+    assert "all layers" not in str(searched) and " kept " in str(searched)
+
+
+def test_a_model_that_stays_as_it_is_is_not_counted():
+    left = OptimizationReport({"name": "auto", "pass": []}, auto=AutoReport("cosine", [(1, 16)], "nothing is faster"))
+    assert str(left).startswith("recipe auto: the model stays as it is\nauto ")
+    others = OptimizationReport({"name": "mine", "pass": [{"name": "normalize"}]}, dry_run=True)
+    assert str(others).strip() == "recipe mine: would replace no matrix products"
