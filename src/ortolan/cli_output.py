@@ -35,9 +35,8 @@ def print_error(message: str) -> None:
 
 
 def print_step(line: str) -> None:
-    from rich.text import Text
-
-    make_console(stderr=True).print(Text(line, style="dim"), soft_wrap=True)
+    """Above the progress bar, where there is one: while it is shown, it is sys.stderr that knows of it."""
+    print(line, file=sys.stderr)
 
 
 def make_console(stderr: bool = False) -> Console:

@@ -159,7 +159,7 @@ def run_demo(
     threads: of ONNX Runtime, for all models; None: as many as it takes by itself.
     model: another sentence encoder with a tokenizer, to use instead of the published one.
     progress: called as progress(stage, done, total).
-    say: called with a line of text at each step of the download.
+    say: called with a line of text as the download, optimizing and comparing begin.
 
     The download stays in the model cache; the models that are made are deleted at the end.
 
@@ -175,19 +175,23 @@ def run_demo(
     if model.tokenizer is None:
         raise OrtolanError(f"model {model.name} has no tokenizer; the demo needs one")
     with tempfile.TemporaryDirectory(prefix="ortolan-demo-") as folder:
-        return _compare(model, Path(folder), threads, progress)
+        return _compare(model, Path(folder), threads, progress, say or (lambda line: None))
 
 
-def _compare(model: ModelFiles, folder: Path, threads: int | None, progress: Progress) -> DemoResult:
+def _compare(
+    model: ModelFiles, folder: Path, threads: int | None, progress: Progress, say: Callable[[str], None]
+) -> DemoResult:
     import onnxruntime as ort
 
     from . import cpu_info, create_session, optimize_onnx
 
     assert model.tokenizer is not None
+    say(f"{model.name}: optimizing; forms of its layers are timed on this CPU, for up to a minute")
     started = time.perf_counter()
     # No time for verify's own latencies: all models are timed below.
     report = optimize_onnx(model.onnx, folder / "optimized.onnx", options={"verify.seconds": 0}, progress=progress)
     optimize_seconds = time.perf_counter() - started
+    say(f"{model.name}: comparing with the original and with ONNX Runtime's dynamic int8")
     quantize_dynamic(model.onnx, folder / "int8.onnx")
     paths = {ORIGINAL: model.onnx, DYNAMIC_INT8: folder / "int8.onnx", OURS: folder / "optimized.onnx"}
     sessions = {name: create_session(path, _session_options(threads)) for name, path in paths.items()}

@@ -1,9 +1,11 @@
 """Every command on a small model; its errors; what it prints to a pipe."""
 
+import contextlib
 import importlib.metadata
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -53,6 +55,30 @@ def test_wrong_usage_exits_with_2(invoke, mlp_path):
         result = invoke(*arguments)
         assert result.exit_code == 2, arguments
         assert "Traceback" not in result.stderr
+
+
+STEP_BESIDE_A_BAR = """
+from ortolan.cli_output import print_step, progress_bar
+with progress_bar() as progress:
+    progress("stage", 0, 2)
+    print_step("a step [of two]")
+    progress("stage", 1, 2)
+"""
+
+
+def test_a_step_has_a_line_of_its_own_above_the_progress_bar():
+    terminal, end = os.openpty()
+    with subprocess.Popen([sys.executable, "-P", "-c", STEP_BESIDE_A_BAR], stderr=end):
+        os.close(end)
+        shown = b""
+        with contextlib.suppress(OSError):  # what Linux gives at the end
+            while more := os.read(terminal, 4096):
+                shown += more
+    os.close(terminal)
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    lines = [line.strip() for line in re.split(r"[\r\n]+", plain)]
+    assert "a step [of two]" in lines
+    assert any("stage" in line and "1/2" in line for line in lines)
 
 
 # --- import -----------------------------------------------------------------------------------------------------------

@@ -121,6 +121,8 @@ def test_the_command_prints_the_table_and_only_json(invoke, tiny_encoder, monkey
     result = invoke("demo")
     assert result.exit_code == 0, result.stderr
     assert "Cosine similarity" in result.stdout
+    optimizing, comparing = result.stderr.splitlines()
+    assert optimizing.startswith("tiny: optimizing") and comparing.startswith("tiny: comparing")
     result = invoke("demo", "--json")
     assert json.loads(result.stdout)["model"] == "tiny"
 
