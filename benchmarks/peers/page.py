@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...errors import OrtolanError
+from ...text_encoder import BATCH_TOKENS
 from .pictures import PICTURES
 from .result import PeersResult, Row, works_of
 from .verdict import RULES, SECTIONS, Verdict, verdicts
@@ -35,6 +36,7 @@ def write(result: PeersResult, data: str | None = None, folder: str | None = Non
     sections = [section for section in SECTIONS if any(row.section == section for row in result.rows)]
     page: str = environment.get_template(_TEMPLATE).render(
         result=result,
+        batch_tokens=BATCH_TOKENS,
         data=data,
         folder=folder,
         kind=_kind_of_cpu(result.cpu),

@@ -220,6 +220,16 @@ def test_the_committed_page_and_pictures_show_the_committed_data(written, folder
         assert f"{result.date} -->" in text
 
 
+@pytest.mark.parametrize(("written", "folder"), [("peers.md", "pictures"), ("peers-avx2.md", "pictures/avx2")])
+def test_the_page_explains_the_names_of_our_forms(written, folder):
+    result = PeersResult.from_json((ROOT / "docs" / folder / "peers.json").read_text(encoding="utf-8"))
+    text = (ROOT / "docs" / written).read_text(encoding="utf-8")
+    explained = text[text.index("## How it is compared") : text.index("## Where Ortolan misses its goal")]
+    names = {name for row in result.rows if row.ours for name in row.name.replace("Ortolan", "").split(", ")}
+    assert len(names) > 8
+    assert [name for name in names if name and f'"{name.strip()}"' not in explained] == []
+
+
 def test_requirements_are_pinned_and_an_environment_changes_with_them(monkeypatch, tmp_path):
     monkeypatch.setenv("ORTOLAN_CACHE", str(tmp_path))
     for requirements in environments.REQUIREMENTS.values():
