@@ -186,15 +186,30 @@ def test_vectors_of_texts_have_length_1(folder):
     assert np.allclose(np.linalg.norm(names["vectors"], axis=1), 1, atol=1e-5)
 
 
+def write_sentence_files(folder: Path) -> None:
+    """As sentence-transformers has them, with the prompts that embedding.md shows."""
+    kinds = {"": "Transformer", "1_Pooling": "Pooling"}
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds.items()]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "mean"}')
+    (prompts,) = [code for language, code in blocks("embedding.md") if language == "text"]
+    (folder / "config_sentence_transformers.json").write_text(prompts)
+
+
 def test_vectors_and_ranked_texts(folder):
     for name in ("model", "reranker"):
         (folder / name).mkdir()
         shutil.copyfile(folder / "tokenizer.json", folder / name / "tokenizer.json")
         (folder / name / "config.json").write_text('{"max_position_embeddings": 64}')
     shutil.copyfile(folder / "model.onnx", folder / "model" / "model.onnx")
+    write_sentence_files(folder / "model")
     write_reranker(folder / "reranker")
     names = run_page("embedding.md", folder)
     assert names["ranked"].index in (0, 1)
+    texts = ["passage: The cat sleeps.", "query: how do cats sleep?"]
+    prompted = ortolan.embed(texts, "fast", settings=ortolan.TextInput(prompt_name=""))
+    assert np.array_equal(np.concatenate([names["passages"], names["queries"]]), prompted)
     assert np.fromfile(folder / "vectors.f32", np.float32).reshape(-1, 128).shape == (150, 128)
 
 
