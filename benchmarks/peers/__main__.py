@@ -10,8 +10,8 @@ about 6 GB, and llama.cpp is compiled. Peers whose licences allow evaluation alo
 named. A peer that cannot be installed or does not take a model is left out, and the result says why.
 
 Forms of a model are processes, pinned to the same CPUs, that are told to run in turns. With --json each model's rows
-are written as soon as they are there; models that the file has are not measured again. So an interrupted run goes on,
-and a result may come from several commands.
+are written as soon as they are there; models that the file has with those threads are not measured again. So an
+interrupted run goes on, and a result may come from several commands.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def measure(arguments: argparse.Namespace, result: PeersResult) -> None:
             arguments.text,
             tuple(arguments.model) if arguments.model else None,
             tuple(arguments.work) if arguments.work else None,
-            frozenset(result.groups()),
+            result.timed(),
             lambda: save(result, arguments.json),
         )
         for section in arguments.sections or SECTIONS:

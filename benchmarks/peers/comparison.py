@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -22,8 +22,8 @@ Judge = Callable[[Subject], Mapping[str, float]]
 class Job:
     """What was asked for. threads: numbers of them. seconds: spent on each kind of work. pythons: engine ->
     interpreter, of the peers that take part. folder: for files that are made. sts: STS-B's file. text: whose perplexity
-    is measured. models, works: those alone, of the sections that have them. done: sections and models whose rows are
-    there already. keep: called when a model's rows are complete."""
+    is measured. models, works: those alone, of the sections that have them. done: by section and model the numbers of
+    threads that its rows have been timed with. keep: called when a model's rows are complete."""
 
     threads: tuple[int, ...]
     seconds: float
@@ -34,11 +34,15 @@ class Job:
     text: Path | None = None
     models: tuple[str, ...] | None = None
     works: tuple[str, ...] | None = None
-    done: frozenset[tuple[str, str]] = frozenset()
+    done: Mapping[tuple[str, str], frozenset[int]] = field(default_factory=dict)
     keep: Callable[[], None] = lambda: None
 
     def takes_model(self, section: str, name: str) -> bool:
-        return (self.models is None or name in self.models) and (section, name) not in self.done
+        return (self.models is None or name in self.models) and bool(self.threads_left(section, name))
+
+    def threads_left(self, section: str, model: str) -> list[int]:
+        done = self.done.get((section, model), frozenset())
+        return [threads for threads in self.threads if threads not in done]
 
     def takes_work(self, name: str) -> bool:
         return self.works is None or name in self.works
@@ -67,7 +71,8 @@ def compare(
     result: PeersResult,
     openings: int = 3,
 ) -> None:
-    """Adds a row for each candidate, or the reason why there is none.
+    """Adds a row for each candidate, or the reason why there is none. Speeds with other numbers of threads are added to
+    the row that is there.
 
     judge: the qualities of an opened candidate; raises WorkerError for one that does not give the right answers. The
     first candidate's are asked for first. The first work is the one that opening is timed with, so many times; 0: the
@@ -78,6 +83,7 @@ def compare(
         result.left_out.append(f"{section}, {model}: {name}: {error}")
         job.say(f"left out: {result.left_out[-1]}")
 
+    threads_left = job.threads_left(section, model)
     with ExitStack() as stack:
         found: dict[str, tuple[Subject, Row]] = {}
         for number, one in enumerate(candidates):
@@ -85,8 +91,8 @@ def compare(
             subject = stack.enter_context(Subject(one, script, folder))
             began = perf_counter()
             try:
-                row = subject.make(section, model, job.threads[0])
-                opened = [subject.open(job.threads[0], works[0].given) for _ in range(max(1, openings))]
+                row = subject.make(section, model, threads_left[0])
+                opened = [subject.open(threads_left[0], works[0].given) for _ in range(max(1, openings))]
                 if openings:
                     row.load_seconds, row.peak_megabytes = min(seconds for seconds, _ in opened), opened[-1][1]
                 row.quality = dict(judge(subject))
@@ -95,11 +101,10 @@ def compare(
                 continue
             finally:
                 subject.close()
-            found[one.name] = subject, row
-            result.rows.append(row)
+            found[one.name] = subject, result.add(row)
             qualities = ", ".join(f"{name} {value:.4f}" for name, value in row.quality.items())
             job.say(f"{section}, {model}: {one.name} made in {perf_counter() - began:.0f} s; {qualities}")
-        for threads in job.threads:
+        for threads in threads_left:
             _time_all(job, found, works, threads, leave_out)
             job.say(f"{section}, {model}: timed with {threads} thread{'s' if threads > 1 else ''}")
     job.keep()

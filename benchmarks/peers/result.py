@@ -72,6 +72,20 @@ class PeersResult:
         except (ValueError, TypeError, KeyError) as error:
             raise OrtolanError(f"not the result of a comparison: {error!r}; expected what --json has written") from None
 
+    def add(self, row: Row) -> Row:
+        """The row of the same form if there is one, else this one, which is one of the result's now."""
+        form = (row.section, row.model, row.name)
+        for one in self.rows:
+            if (one.section, one.model, one.name) == form:
+                return one
+        self.rows.append(row)
+        return row
+
+    def timed(self) -> dict[tuple[str, str], frozenset[int]]:
+        """By section and model, the numbers of threads of its rows."""
+        groups = self.groups().items()
+        return {group: frozenset(speed.threads for row in rows for speed in row.speeds) for group, rows in groups}
+
     def groups(self) -> dict[tuple[str, str], list[Row]]:
         """By section and model, in the order in which they were measured."""
         found: dict[tuple[str, str], list[Row]] = {}

@@ -210,7 +210,10 @@ def test_a_result_with_nothing_to_draw_is_refused(tmp_path):
         pictures.draw_all(result_of(), tmp_path)
 
 
-@pytest.mark.parametrize(("written", "folder"), [("peers.md", "pictures"), ("peers-avx2.md", "pictures/avx2")])
+@pytest.mark.parametrize(
+    ("written", "folder"),
+    [("peers.md", "pictures"), ("peers-avx512.md", "pictures/avx512"), ("peers-avx2.md", "pictures/avx2")],
+)
 def test_the_committed_page_and_pictures_show_the_committed_data(written, folder):
     data = ROOT / "docs" / folder / "peers.json"
     result = PeersResult.from_json(data.read_text(encoding="utf-8"))

@@ -57,6 +57,21 @@ def test_every_form_has_an_error_a_size_and_speeds(tmp_path, monkeypatch, zeros,
         assert name == "ONNX Runtime fp32" or (1e-4 if "bf16" in name else least) < error < most, name
 
 
+def test_speeds_with_more_threads_come_to_the_rows_that_are_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(layers, "ONNX_RUNTIME", layers.ONNX_RUNTIME[:1])
+    monkeypatch.setattr(layers, "DENSE", layers.DENSE[1:2])
+    monkeypatch.setattr(layers, "MODELS", (layers.Layer("small", K, N),))
+    monkeypatch.setattr(layers, "copies_to_stay_cold", lambda size: COPIES)
+    monkeypatch.setattr("ortolan.benchmarks.peers.candidate._WARM_UP_SECONDS", 0.0)
+    result = PeersResult("command", "2026-11-25")
+    for threads in ((1,), (1, 2), (1, 2)):
+        job = Job(threads, 0.0, {}, tmp_path, lambda line: None, works=("1 row",), done=result.timed())
+        layers.measure(job, result)
+    for row in result.rows:
+        assert [one.threads for one in row.speeds] == [1, 2]
+    assert len(result.rows) == 2 and result.timed() == {("layers", "small"): frozenset({1, 2})}
+
+
 def test_a_speed_counts_every_copy(tmp_path, monkeypatch):
     monkeypatch.setattr(Subject, "time", lambda self, passes, warm_up: [0.5] * passes)
     with Subject(candidate("onnxruntime", tmp_path), layers.SCRIPT, tmp_path / "subject") as subject:
