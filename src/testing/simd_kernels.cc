@@ -295,7 +295,7 @@ void DealAndInterleave(const uint8_t* a, uint8_t* out) {
 }
 
 template <typename S>
-bool RunRowPairs(const SimdCall& call, const Arguments& x) {
+bool RunSomeProducts(const SimdCall& call, const Arguments& x) {
   const auto *a = call.in[0], *b = call.in[1], *c = call.in[2];
   auto* const out = x.out_bytes;
   const int number = static_cast<int>(x.number);
@@ -313,6 +313,9 @@ bool RunRowPairs(const SimdCall& call, const Arguments& x) {
   ORTOLAN_TRY("DotEightsInt8", S::StoreInt(out, S::DotEightsInt8(S::LoadInt(c), S::LoadBytes(a), S::LoadBytes(b))));
   ORTOLAN_TRY("DotEightsNibbles",
               S::StoreInt(out, S::DotEightsNibbles(S::LoadInt(c), S::LoadBytes(a), S::LoadBytes(b))));
+  ORTOLAN_TRY("DotPairs", S::StoreInt(out, S::DotPairs(S::LoadInt(c), S::LoadBytes(a), S::LoadBytes(b))));
+  ORTOLAN_TRY("EvenBytes", S::StoreInt(out, S::EvenBytes(S::LoadBytes(a))));
+  ORTOLAN_TRY("OddBytes", S::StoreInt(out, S::OddBytes(S::LoadBytes(a))));
   return false;
 }
 
@@ -344,9 +347,6 @@ bool RunBytes(const SimdCall& call, const Arguments& x) {
   ORTOLAN_TRY("ExpandBytesElse", S::StoreBytes(out, S::ExpandBytesElse(0x85, mask, a, first)));
   ORTOLAN_TRY("ExpandWords", S::StoreBytes(out, S::ExpandWords(mask, a, first)));
   ORTOLAN_TRY("DotQuad", S::StoreInt(out, S::DotQuad(S::LoadInt(c), S::LoadBytes(a), S::LoadBytes(b))));
-  ORTOLAN_TRY("DotPairs", S::StoreInt(out, S::DotPairs(S::LoadInt(c), S::LoadBytes(a), S::LoadBytes(b))));
-  ORTOLAN_TRY("EvenBytes", S::StoreInt(out, S::EvenBytes(S::LoadBytes(a))));
-  ORTOLAN_TRY("OddBytes", S::StoreInt(out, S::OddBytes(S::LoadBytes(a))));
   ORTOLAN_TRY(
       "DotInt8",
       S::StoreInt(out, S::DotInt8(S::LoadInt(c),
@@ -410,7 +410,7 @@ constinit const int64_t kSimdLanes = Simd::kLanes;
 bool RunSimd(const SimdCall& call) {
   const Arguments x(call);
   return RunFloats<Simd>(call, x) || RunBetweenLanes<Simd>(call, x) || RunIntegers<Simd>(call, x) ||
-         RunMoreIntegers<Simd>(call, x) || RunRowPairs<Simd>(call, x) || RunBytes<Simd>(call, x);
+         RunMoreIntegers<Simd>(call, x) || RunSomeProducts<Simd>(call, x) || RunBytes<Simd>(call, x);
 }
 
 }  // namespace ORTOLAN_COLUMN

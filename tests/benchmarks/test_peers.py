@@ -184,7 +184,9 @@ def test_the_page_lists_what_is_missed_first():
     assert "Its data" not in alone and ".svg" not in alone
 
 
-@pytest.mark.parametrize(("cpu", "reason"), [("one (amx)", "in tiles"), ("one (avx2)", "vpmaddwd"), ("one", None)])
+@pytest.mark.parametrize(
+    ("cpu", "reason"), [("one (amx)", "in tiles"), ("one (avx512)", "86 %"), ("one (avx2)", "by words"), ("one", None)]
+)
 def test_reasons_are_those_of_the_kind_of_cpu(cpu, reason):
     result = result_of(row("ours", 0.998, 20, works=("8x64",)), row("peer", 1.0, 20, works=("8x64",)))
     text = page.write(replace(result, cpu=cpu))
