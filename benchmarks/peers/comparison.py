@@ -80,8 +80,10 @@ def compare(
     """
 
     def leave_out(name: str, error: WorkerError) -> None:
-        result.left_out.append(f"{section}, {model}: {name}: {error}")
-        job.say(f"left out: {result.left_out[-1]}")
+        reason = f"{section}, {model}: {name}: {error}"
+        job.say(f"left out: {reason}")
+        if reason not in result.left_out:
+            result.left_out.append(reason)
 
     threads_left = job.threads_left(section, model)
     with ExitStack() as stack:
@@ -96,12 +98,13 @@ def compare(
                 if openings:
                     row.load_seconds, row.peak_megabytes = min(seconds for seconds, _ in opened), opened[-1][1]
                 row.quality = dict(judge(subject))
+                row = result.add(row)
             except WorkerError as error:
                 leave_out(one.name, error)
                 continue
             finally:
                 subject.close()
-            found[one.name] = subject, result.add(row)
+            found[one.name] = subject, row
             qualities = ", ".join(f"{name} {value:.4f}" for name, value in row.quality.items())
             job.say(f"{section}, {model}: {one.name} made in {perf_counter() - began:.0f} s; {qualities}")
         for threads in threads_left:

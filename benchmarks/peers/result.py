@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
 from ...errors import OrtolanError
 from ...session import package_versions
 from ..result import cpu_name
+from ..workers.process import WorkerError
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,15 @@ class Row:
         return next((one for one in self.speeds if (one.work, one.threads) == (work, threads)), None)
 
 
+def _differences(one: Row, other: Row) -> Iterator[tuple[str, float, float]]:
+    """Of size and quality, beyond rounding."""
+    pairs = [("size in MB", one.megabytes, other.megabytes)]
+    pairs += [(name, value, other.quality.get(name, math.nan)) for name, value in one.quality.items()]
+    for what, before, after in pairs:
+        if not math.isclose(before, after, rel_tol=1e-3):
+            yield what, before, after
+
+
 @dataclass
 class PeersResult:
     """commands: one after the other. date: ISO 8601. notes: on how it was measured. left_out: rows that are not there,
@@ -73,11 +84,15 @@ class PeersResult:
             raise OrtolanError(f"not the result of a comparison: {error!r}; expected what --json has written") from None
 
     def add(self, row: Row) -> Row:
-        """The row of the same form if there is one, else this one, which is one of the result's now."""
+        """The row of the same form if there is one, else this one, which is one of the result's now. Raises WorkerError
+        for a form that has come out otherwise than that row's: what is found by measurement may."""
         form = (row.section, row.model, row.name)
         for one in self.rows:
-            if (one.section, one.model, one.name) == form:
-                return one
+            if (one.section, one.model, one.name) != form:
+                continue
+            for what, before, after in _differences(one, row):
+                raise WorkerError(f"its {what} is {after:.4g}, that of the row that is there {before:.4g}")
+            return one
         self.rows.append(row)
         return row
 

@@ -16,6 +16,7 @@ _LEAST_ROWS = 1024  # smaller tables are of positions and of kinds of tokens, an
 _LEAST_WIDTH = 32
 _POSITIONS = ("position", "token_type", "segment")  # ids that are not those of words
 _POSITION_TABLE = re.compile(r"position_embed|embed_positions|\bwpe\b")  # of absolute ones
+_OTHER_POSITIONS = re.compile(r"relative|rel_|rotary|cos|sin", re.IGNORECASE)
 _AS_THEY_ARE = ("Cast", "Identity", "Reshape", "Flatten", "Unsqueeze", "Squeeze", "Slice")
 _FLOAT_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _ID_TYPES = (ir.DataType.INT32, ir.DataType.INT64)
@@ -106,11 +107,13 @@ def count_positions(graph: ir.Graph) -> int | None:
 
 
 def find_position_lookups(graph: ir.Graph) -> list[ir.Node]:
-    """The Gathers that alone read a float32 table of positions, an initializer [rows, width]."""
+    """The Gathers that alone read a float32 table of absolute positions, an initializer [rows, width]."""
     found = []
     for node in graph.all_nodes():
         value = _position_table(node)
         if value is None or not value.is_initializer() or value.is_graph_output():
+            continue
+        if _OTHER_POSITIONS.search(f"{node.name} {value.name}"):
             continue
         table = constant_tensor(value)
         if table is not None and table.dtype == ir.DataType.FLOAT and len(table.shape) == 2 and len(value.uses()) == 1:

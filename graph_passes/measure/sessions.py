@@ -88,7 +88,9 @@ def _has_branches(model: Path | bytes) -> bool:
     if not any(_mentions(model, name) for name in (b"then_branch", b"body")):
         return False
     graphs = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
-    return any(one.type in graphs for node in _read(model).graph.node for one in node.attribute)
+    proto = _read(model)
+    nodes = [node for holder in (proto.graph, *proto.functions) for node in holder.node]
+    return any(one.type in graphs for node in nodes for one in node.attribute)
 
 
 def _with_zero_points_of_blocks(model: Path | bytes) -> Path | bytes:

@@ -35,6 +35,7 @@ from .normalize import require_normalized
 
 _ROWS = 8192  # that are rounded at once
 _BITS = (4, 8)
+_POSITION_ERROR = 2.0**-11  # of the largest number: what float16 rounds off
 
 
 @dataclass(frozen=True)
@@ -62,33 +63,43 @@ class EmbeddingsPass(RecipePass):
             context.layers.names += embedding.names
             if any_matches(embedding.names, options.select) and not any_matches(embedding.names, options.exclude):
                 found.append(embedding)
-        modified = False
+        modified = stored = False
         for embedding in found:
             if problem := self._why_not(embedding, linears):
                 context.note(f"word embedding {embedding.table_name!r} stays as it is: {problem}")
             elif context.dry_run:
                 context.note(f"word embedding {embedding.table_name!r} would be stored in int{options.table_bits}")
+                stored = True
             else:
+                stored = True
                 shape = (embedding.width, embedding.rows)
                 may_be_tied = any((linear.k, linear.n) == shape for linear in linears.values())
                 context.layers.embeddings.append(self._store(model, embedding, may_be_tied))
                 modified = True
             context.release()
-        if modified:
-            self._narrow_positions(model)
+        self._narrow_positions(model, stored)
         return ir.passes.PassResult(model, modified)
 
-    def _narrow_positions(self, model: ir.Model) -> None:
+    def _narrow_positions(self, model: ir.Model, wanted: bool) -> None:
+        """wanted: whether a table of words is stored in few bits."""
+        context, options = self.context, self.options
         for node in find_position_lookups(model.graph):
             value = node.inputs[0]
             assert value is not None and value.const_value is not None
-            with np.errstate(over="ignore"):
-                table = value.const_value.numpy().astype(np.float16)
             names = [name for name in (node.name, value.name) if name]
-            if not np.isfinite(table).all() or any_matches(names, self.options.exclude):
+            context.layers.names += names
+            if not wanted or not any_matches(names, options.select) or any_matches(names, options.exclude):
                 continue
-            read_as_float16(model.graph, node, table, lambda wanted: self.context.new_name(model, wanted))
-            self.context.note(f"table of positions {value.name!r} is stored in float16")
+            table = value.const_value.numpy()
+            with np.errstate(over="ignore", under="ignore"):
+                narrow = table.astype(np.float16)
+            if not np.abs(narrow - table).max(initial=0) <= _POSITION_ERROR * np.abs(table).max(initial=0):
+                context.note(f"table of positions {value.name!r} stays as it is: float16 does not hold its numbers")
+            elif context.dry_run:
+                context.note(f"table of positions {value.name!r} would be stored in float16")
+            else:
+                read_as_float16(model.graph, node, narrow, lambda name: context.new_name(model, name))
+                context.note(f"table of positions {value.name!r} is stored in float16")
 
     def _why_not(self, embedding: Embedding, linears: dict[ir.Node, Linear]) -> str | None:
         """Why the table is left alone, if it is."""

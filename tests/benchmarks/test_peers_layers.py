@@ -69,6 +69,12 @@ def test_speeds_with_more_threads_come_to_the_rows_that_are_there(tmp_path, monk
         layers.measure(job, result)
     for row in result.rows:
         assert [one.threads for one in row.speeds] == [1, 2]
+    result.rows[1].megabytes *= 1.1  # as if the form had come out otherwise
+    job = Job((3,), 0.0, {}, tmp_path, lambda line: None, works=("1 row",), done=result.timed())
+    layers.measure(job, result)
+    assert len(result.left_out) == 1 and "its size in MB is" in result.left_out[0]
+    assert result.rows[1].speed("1 row", 3) is None and result.rows[0].speed("1 row", 3) is not None
+    del result.rows[0].speeds[-1]
     assert len(result.rows) == 2 and result.timed() == {("layers", "small"): frozenset({1, 2})}
 
 
