@@ -90,7 +90,8 @@ class PeersResult:
         for one in self.rows:
             if (one.section, one.model, one.name) != form:
                 continue
-            for what, before, after in _differences(one, row):
+            if different := next(_differences(one, row), None):
+                what, before, after = different
                 raise WorkerError(f"its {what} is {after:.4g}, that of the row that is there {before:.4g}")
             return one
         self.rows.append(row)

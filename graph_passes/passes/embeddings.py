@@ -63,22 +63,20 @@ class EmbeddingsPass(RecipePass):
             context.layers.names += embedding.names
             if any_matches(embedding.names, options.select) and not any_matches(embedding.names, options.exclude):
                 found.append(embedding)
-        modified = stored = False
+        stored = False  # or would be
         for embedding in found:
             if problem := self._why_not(embedding, linears):
                 context.note(f"word embedding {embedding.table_name!r} stays as it is: {problem}")
             elif context.dry_run:
                 context.note(f"word embedding {embedding.table_name!r} would be stored in int{options.table_bits}")
-                stored = True
             else:
-                stored = True
                 shape = (embedding.width, embedding.rows)
                 may_be_tied = any((linear.k, linear.n) == shape for linear in linears.values())
                 context.layers.embeddings.append(self._store(model, embedding, may_be_tied))
-                modified = True
+            stored |= problem is None
             context.release()
         self._narrow_positions(model, stored)
-        return ir.passes.PassResult(model, modified)
+        return ir.passes.PassResult(model, stored and not context.dry_run)
 
     def _narrow_positions(self, model: ir.Model, wanted: bool) -> None:
         """wanted: whether a table of words is stored in few bits."""

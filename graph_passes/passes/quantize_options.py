@@ -22,7 +22,7 @@ class QuantizeOptions(PassOptions):
     bits: int = field(default=8, metadata=takes("int", choices=(4, 8)))
     # Inputs that share a scale; None: 128 with 4 bits, and all of a column with 8 bits.
     group_size: int | None = field(default=None, metadata=takes("int", choices=GROUP_SIZES, none=True))
-    # 8 bits: whether the range of the weights is reduced by about a quarter, so that sums of two products fit 16 bits:
+    # 8 bits: whether the range of the weights is reduced, so that sums of two products fit 16 bits:
     # faster on CPUs with AVX2 alone, and nowhere else.
     reduce_range: bool = field(default=False, metadata=takes("bool"))
     # Whether groups have no zero points. None: they have none, so that every operator takes the weight; hqq has them.
