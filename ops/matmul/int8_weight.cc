@@ -131,7 +131,7 @@ Int8Columns::Int8Columns(std::span<const Int8Weight> parts) {
   if (w_.k > kMostInputsWithZeroPoints) return;
   column_sums_ = SumsOfColumnsInt8(w_.view);
   w_.column_sums = column_sums_.data();
-  w_.pairs_fit = GainsFromPairs() && PairsFitInt8(w_.view);
+  w_.pairs_fit = PairsAreKnownToFit(w_.view);
   const auto is_zero = [](int32_t zero) { return zero == 0; };
   if (!std::all_of(zero_points_.begin(), zero_points_.end(), is_zero)) w_.zero_points = zero_points_.data();
 }
@@ -145,7 +145,7 @@ Int8Columns::Int8Columns(const PackedInt8& packed) {
   w_.scales = packed.scales.data();
   if (!packed.column_sums.empty()) {
     w_.column_sums = packed.column_sums.data();
-    w_.pairs_fit = GainsFromPairs() && PairsFitInt8(w_.view);
+    w_.pairs_fit = PairsAreKnownToFit(w_.view);
   }
   if (!packed.zero_points.empty()) w_.zero_points = packed.zero_points.data();
 }

@@ -1,6 +1,7 @@
 #include "matmul/storage.h"
 
 #include "formats/bitmap_int4.h"
+#include "formats/bitmap_int8.h"
 #include "isa/features.h"
 #include "ort/error_text.h"
 
@@ -32,6 +33,8 @@ bool GainsFromPairs() {
   const Features active = ActiveFeatures();
   return active.Has(feature_set::avx2) && !active.Has(feature_set::avxvnni) && !active.Has(feature_set::avx512bw);
 }
+
+bool PairsAreKnownToFit(const BitmapView& view) { return GainsFromPairs() && PairsFitInt8(view); }
 
 bool IsWorthBitmap(const BitmapLayout& layout, int64_t k, int64_t n, int64_t stored) {
   const int64_t weights = BitmapPanels(n) * kPanelColumns * layout.PaddedK(k);

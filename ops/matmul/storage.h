@@ -15,6 +15,9 @@ bool BitmapsAreFast(const BitmapLayout& layout);
 // Whether the kernels of this CPU are faster with int8 weights whose pairs fit (PairsFitInt8).
 bool GainsFromPairs();
 
+// BitmapWeight::pairs_fit of such a weight, asked for only where kernels gain from it.
+bool PairsAreKnownToFit(const BitmapView& view);
+
 // Whether, where they are fast, a bitmap is faster or much smaller for a weight of which so many numbers are not zero.
 // The numbers behind it: sparse_amx_matmul/README.md.
 bool IsWorthBitmap(const BitmapLayout& layout, int64_t k, int64_t n, int64_t stored);

@@ -122,7 +122,7 @@ class Kernel : public LinearOp {
     }
     column_sums_ = SumsOfColumnsInt8(w_.view);
     w_.column_sums = column_sums_.data();
-    w_.pairs_fit = GainsFromPairs() && PairsFitInt8(w_.view);
+    w_.pairs_fit = PairsAreKnownToFit(w_.view);
   }
 
   void ReadZeroPoints(const OrtKernelInfo& info) {
