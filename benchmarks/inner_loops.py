@@ -3,12 +3,12 @@
     python -m ortolan.benchmarks.inner_loops BUILD [--cpu znver3 alderlake] [--llvm-mca llvm-mca-22]
     python -m ortolan.benchmarks.inner_loops --file LIBRARY [--function SYMBOL] --cpu neoverse-v1
 
-BUILD is a build folder, for x86 (build/testing, say) or for Arm (build/aarch64/native, which .ci/aarch64 makes). Of
-each kernel below the longest loop without a jump inside that holds its products is taken out of the object file
-(objdump, for Arm aarch64-linux-gnu-objdump) and given to llvm-mca; both must be installed (binutils, llvm). It knows
-ports and latencies, and nothing of caches. Each loop stands beside three bounds: what its products alone take, its
-loads alone, and all of its instructions, if none ever waited. Versions before 16 know the names of Arm's CPUs, but have
-no models of most.
+BUILD is a build folder, for x86 (build/native, say) or for Arm (build/aarch64/native, which .ci/aarch64 makes by gcc;
+build/wheels/aarch64, which `make wheels` makes by clang). Of each kernel below the longest loop without a jump inside
+that holds its products is taken out of the object file (objdump, for Arm aarch64-linux-gnu-objdump) and given to
+llvm-mca; both must be installed (binutils, llvm). It knows ports and latencies, and nothing of caches. Each loop stands
+beside three bounds: what its products alone take, its loads alone, and all of its instructions, if none ever waited.
+Versions before 16 know the names of Arm's CPUs, but have no models of most.
 
 LIBRARY is any other file of Arm code, such as another runtime's: of its loops with many products, or those of a
 function, the best of each kind of product.
@@ -44,7 +44,7 @@ class Loop:
     column: str
     what: str
     source: str
-    function: tuple[str, ...]  # parts of the function's symbol
+    function: str  # a pattern of its symbol
     product: str
     multiply_adds: int  # of one such instruction; vpmaddwd behind vpmaddubsw is not counted
 
@@ -62,25 +62,26 @@ class Loop:
 
 
 BF16, INT8, INT4 = "matmul/bf16_kernels", "matmul/int8_kernels", "matmul/group_int4_kernels"
-DENSE, ONE_ROW = "StorageE1", ("OneRow", "Int4GroupRows", "ELi4EE3Row")  # of groups of 128
+# Of groups of 128, where that has a function of its own: clang makes one row of the column's.
+ONE_ROW = "OneRow.*Int4GroupRows.*ELi4EE3R|ColumnFunctions.*Int4GroupRows.*8Multiply"
 LOOPS = (
-    Loop("avx2", "bf16", BF16, ("ExpandedRowsILb0ELi6",), "vfmadd", 8),
-    Loop("avx2", "int8", INT8, ("FusedILb0ELi4",), "vpmaddubsw", 32),
-    Loop("avx2", "int4 in groups", INT4, ("ExpandedRowsILb0ELi4",), "vpmaddubsw", 32),
-    Loop("avxvnni", "int8", INT8, ("FusedILb0ELi4",), "vpdpbusd", 32),
-    Loop("avxvnni", "int4 in groups", INT4, ("ExpandedRowsILb0ELi4",), "vpdpbusd", 32),
+    Loop("avx2", "bf16", BF16, "ExpandedRowsILb0ELi6", "vfmadd", 8),
+    Loop("avx2", "int8", INT8, "FusedILb0ELi4", "vpmaddubsw", 32),
+    Loop("avx2", "int4 in groups", INT4, "ExpandedRowsILb0ELi4", "vpmaddubsw", 32),
+    Loop("avxvnni", "int8", INT8, "FusedILb0ELi4", "vpdpbusd", 32),
+    Loop("avxvnni", "int4 in groups", INT4, "ExpandedRowsILb0ELi4", "vpdpbusd", 32),
     Loop("dotprod", "int4 in groups, 1 row", INT4, ONE_ROW, "sdot", 16),
-    Loop("dotprod", "int4 in groups, blocks of 4 rows", INT4, ("Int4GroupRows", "FusedILb0ELi4"), "sdot", 16),
-    Loop("dotprod", "int8, blocks of 4 rows", INT8, (DENSE, "FusedILb0ELi4"), "sdot", 16),
+    Loop("dotprod", "int4 in groups, blocks of 4 rows", INT4, "Int4GroupRows.*FusedILb0ELi4", "sdot", 16),
+    Loop("dotprod", "int8, blocks of 4 rows", INT8, "StorageE1.*FusedILb0ELi4", "sdot", 16),
     Loop("i8mm", "int4 in groups, 1 row", INT4, ONE_ROW, "usdot", 16),
-    Loop("i8mm", "int4 in groups, 4 rows", INT4, ("Int4GroupRows", "8OneBlockILi4"), "usmmla", 32),
-    Loop("i8mm", "int4 in groups, more rows", INT4, ("Int4GroupRows", "5BlockILi4"), "usmmla", 32),
-    Loop("i8mm", "int8, 4 rows", INT8, (DENSE, "8OneBlockILi4"), "smmla", 32),
-    Loop("i8mm", "int8, more rows", INT8, (DENSE, "5BlockILi4"), "smmla", 32),
-    Loop("i8mm", "bf16, 1 row", BF16, (DENSE, "8OneBlockILi1"), "bfmmla", 8),  # the other row is of no use
-    Loop("i8mm", "bf16, more rows", BF16, (DENSE, "5BlockILi4"), "bfmmla", 16),
-    Loop("neon", "bf16, more rows", BF16, (DENSE, "ExpandedRowsILb0ELi4"), "fmla", 4),
-    Loop("neon", "NoMAD scores, lookups", "attention/decode_neon", ("ScoreBlocks",), "tbl", 16),
+    Loop("i8mm", "int4 in groups, 4 rows", INT4, "Int4GroupRows.*8OneBlockILi4", "usmmla", 32),
+    Loop("i8mm", "int4 in groups, more rows", INT4, "Int4GroupRows.*5BlockILi4", "usmmla", 32),
+    Loop("i8mm", "int8, 4 rows", INT8, "StorageE1.*8OneBlockILi4", "smmla", 32),
+    Loop("i8mm", "int8, more rows", INT8, "StorageE1.*5BlockILi4", "smmla", 32),
+    Loop("i8mm", "bf16, 1 row", BF16, "StorageE1.*8OneBlockILi1", "bfmmla", 8),  # the other row is of no use
+    Loop("i8mm", "bf16, more rows", BF16, "StorageE1.*5BlockILi4", "bfmmla", 16),
+    Loop("neon", "bf16, more rows", BF16, "StorageE1.*ExpandedRowsILb0ELi4", "fmla", 4),
+    Loop("neon", "NoMAD scores, lookups", "attention/decode_neon", "ScoreBlocks", "tbl", 16),
 )
 _JUMP = re.compile(r"^(?:j\w+|b|b\.\w+|cbn?z\s+\w+,|tbn?z\s+\w+, #\w+,)\s+([0-9a-f]+)\b")
 _COMMENT = re.compile(r"\s*(?://|#\s| <).*")
@@ -117,14 +118,6 @@ def functions(path: Path, objdump: str, only: str | None = None) -> Iterator[tup
         yield name, found
 
 
-def disassembly(path: Path, loop: Loop, objdump: str) -> list[tuple[int, str]]:
-    """Addresses and instructions of the first function whose symbol has all parts of the loop's."""
-    for name, instructions in functions(path, objdump):
-        if all(part in name for part in loop.function):
-            return instructions
-    return []
-
-
 def innermost(instructions: list[tuple[int, str]]) -> Iterator[list[str]]:
     """The bodies of the loops without a jump inside."""
     places = {address: i for i, (address, _) in enumerate(instructions)}
@@ -142,6 +135,16 @@ def inner_loop(instructions: list[tuple[int, str]], product: str) -> list[str]:
     """The longest of those with products; empty if there is none."""
     bodies = [body for body in innermost(instructions) if any(is_product(text, product) for text in body)]
     return max(bodies, key=len, default=[])
+
+
+def find(path: Path, loop: Loop, objdump: str) -> list[str]:
+    """The loop in the first function of its name that has one; empty if there is none."""
+    for name, instructions in functions(path, objdump):
+        if re.search(loop.function, name):
+            body = inner_loop(instructions, loop.product)
+            if body:
+                return body
+    return []
 
 
 @dataclass(frozen=True)
@@ -215,9 +218,9 @@ def of_build(build: Path, mca_program: str, cpus: Sequence[str] | None) -> Itera
         for loop in (loop for loop in loops if loop.column == column):
             path = build / loop.object_file
             objdump = "aarch64-linux-gnu-objdump" if loop.is_arm else "objdump"
-            body = inner_loop(disassembly(path, loop, objdump), loop.product)
+            body = find(path, loop, objdump)
             if not body:
-                raise SystemExit(f"{path} has no loop of {loop.product} in {' … '.join(loop.function)}")
+                raise SystemExit(f"{path} has no loop of {loop.product} in {loop.function}")
             yield from rows(mca, loop.what, body, loop.product, loop.multiply_adds, cpus or loop.cpus)
         yield ""
 

@@ -187,12 +187,14 @@ class PanelLoop {
       Stream stream = p.stream;
       const Activation* x = p.X(i);
       Floats totals[kRows];
+#pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) totals[r] = Columns::Set(0.0f);
       int64_t span = 0;
       Chunks chunks(layer, 0);
       for (int64_t group = 0; group < layer.groups; ++group) {
         Sums sums[kRows][kChains];
         if constexpr (!Weights::kNarrowChunks) {
+#pragma GCC unroll 16
           for (int r = 0; r < kRows; ++r) {
             sums[r][0] = numbers.Start(group, r);
             for (int c = 1; c < kChains; ++c) sums[r][c] = Weights::Zero();
@@ -207,6 +209,7 @@ class PanelLoop {
           stream.EndSpan();
         });
         const auto scales = p.scales.Of(group);
+#pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) {
           Sums sum = sums[r][0];
           if constexpr (kOddTimes16) sums[r][1] = Weights::DivideBy16(sums[r][1]);
@@ -216,6 +219,7 @@ class PanelLoop {
           totals[r] = numbers.Add(totals[r], sum, scales, group, r);
         }
       }
+#pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) p.output.StoreWithBias(i + r, numbers.End(totals[r], r));
     }
   }

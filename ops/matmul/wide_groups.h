@@ -273,6 +273,8 @@ class WideGroups {
           Columns::Store(total, numbers.Add(Columns::Load(total), sums[r][c], scales, group, first + r));
         }
       }
+      // As in LongGroups.
+      __asm__ volatile("" : : "r"(totals) : "memory");
     }
     for (int c = 0; c < kWidePanels; ++c) {
       for (int r = 0; r < kLongRows; ++r) {

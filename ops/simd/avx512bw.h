@@ -191,7 +191,10 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
   }
   // The 16 bytes repeated; of each 16, quad `which` (a constant where this is unrolled) repeated.
   static __m512i Repeat16(const void* from) {
-    return _mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+    __m512i repeated = _mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+    // Else clang makes each RepeatQuad of it a load, and loads become the limit.
+    __asm__("" : "+v"(repeated));
+    return repeated;
   }
   static __m512i RepeatQuad(__m512i a, int which) {
     switch (which) {
