@@ -62,6 +62,7 @@ class Loop:
 
 
 BF16, INT8, INT4 = "matmul/bf16_kernels", "matmul/int8_kernels", "matmul/group_int4_kernels"
+BLOCKS = "matmul/block_sparse_kernels"
 # Of groups of 128, where that has a function of its own: clang makes one row of the column's.
 ONE_ROW = "OneRow.*Int4GroupRows.*ELi4EE3R|ColumnFunctions.*Int4GroupRows.*8Multiply"
 LOOPS = (
@@ -73,6 +74,7 @@ LOOPS = (
     Loop("dotprod", "int4 in groups, 1 row", INT4, ONE_ROW, "sdot", 16),
     Loop("dotprod", "int4 in groups, blocks of 4 rows", INT4, "Int4GroupRows.*FusedILb0ELi4", "sdot", 16),
     Loop("dotprod", "int8, blocks of 4 rows", INT8, "StorageE1.*FusedILb0ELi4", "sdot", 16),
+    Loop("dotprod", "4x1 blocks, 16 tokens", BLOCKS, "TokenBlock.*ELi4EE8Multiply", "sdot", 16),
     Loop("i8mm", "int4 in groups, 1 row", INT4, ONE_ROW, "usdot", 16),
     Loop("i8mm", "int4 in groups, 4 rows", INT4, "Int4GroupRows.*8OneBlockILi4", "usmmla", 32),
     Loop("i8mm", "int4 in groups, more rows", INT4, "Int4GroupRows.*5BlockILi4", "usmmla", 32),
@@ -80,6 +82,8 @@ LOOPS = (
     Loop("i8mm", "int8, more rows", INT8, "StorageE1.*5BlockILi4", "smmla", 32),
     Loop("i8mm", "bf16, 1 row", BF16, "StorageE1.*8OneBlockILi1", "bfmmla", 8),  # the other row is of no use
     Loop("i8mm", "bf16, more rows", BF16, "StorageE1.*5BlockILi4", "bfmmla", 16),
+    Loop("i8mm", "4x1 blocks, 16 tokens", BLOCKS, "TokenBlock.*ELi4EE8Multiply", "usdot", 16),
+    Loop("neon", "4x1 blocks, 8 tokens", BLOCKS, "TokenBlock.*ELi2EE8Multiply", "smlal", 4),
     Loop("neon", "bf16, more rows", BF16, "StorageE1.*ExpandedRowsILb0ELi4", "fmla", 4),
     Loop("neon", "NoMAD scores, lookups", "attention/decode_neon", "ScoreBlocks", "tbl", 16),
 )

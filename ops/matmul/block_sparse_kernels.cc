@@ -7,9 +7,11 @@
 namespace ortolan {
 namespace {
 
-// Tokens of the largest block; the others divide it.
+// Vectors of the largest block: the sums of four outputs take half of the registers. The others divide it.
 template <typename Simd>
-constexpr int64_t kMostBlock = (Simd::kLanes == 16 ? 4 : 2) * Simd::kLanes;
+constexpr int kMostVectors = Simd::kRegisters == 32 && sizeof(typename Simd::RowNumber) == 1 ? 4 : 2;
+template <typename Simd>
+constexpr int64_t kMostBlock = kMostVectors<Simd> * Simd::kLanes;
 static_assert(kMostRowBlock % kMostBlock<Simd> == 0);
 
 // Calls body(block, first token, tokens) for the blocks of m tokens.
@@ -33,7 +35,7 @@ void ForEachBlock(int64_t m, const Body& body) {
       if (left == 2) return run(FewRows<Simd, 2>{});
       if (left <= 4) return run(FewRows<Simd, 4>{});
     }
-    if constexpr (kLanes == 16) {
+    if constexpr (kMostVectors<Simd> == 4) {
       if (left > 3 * kLanes) {
         run(TokenBlock<Simd, 4>{});
         continue;

@@ -111,13 +111,15 @@ struct TokenBlock {
   // What stands behind the numbers of a block, whose memory may not be aligned to more than 4 bytes.
   struct Ranges {
     float scales[kWidth];
-    int32_t minus_zeros[kWidth];
+    int32_t weight_factors[kWidth];  // what the sums of weights are added to the sums with: see FactorOf
 
     void Set(int64_t i, const TokenRange& range) {
       scales[i] = range.scale;
-      minus_zeros[i] = -range.zero_point;
+      weight_factors[i] = FactorOf(range.zero_point);
     }
   };
+  // Of zero points, and of what products were less than those of unsigned bytes.
+  static int32_t FactorOf(int32_t zero_point) { return Simd::kQuadBias - zero_point; }
   static Number* RowAt(uint8_t* block, int64_t input) { return reinterpret_cast<Number*>(block) + input * kWidth; }
   static const Number* RowAt(const uint8_t* block, int64_t input) {
     return reinterpret_cast<const Number*>(block) + input * kWidth;
@@ -252,7 +254,7 @@ struct TokenBlock {
         if (token >= count) break;
         Int sums = of[i];
         if constexpr (!kWords) {
-          sums = Simd::AddInt(sums, Simd::MultiplyInt(Simd::SetInt(ranges.minus_zeros[token]), weight_sums));
+          sums = Simd::AddInt(sums, Simd::MultiplyInt(Simd::SetInt(ranges.weight_factors[token]), weight_sums));
         }
         scales.Store(y, sums, ranges.scales[token]);
         y = reinterpret_cast<float*>(reinterpret_cast<char*>(y) + row_bytes);
@@ -333,7 +335,7 @@ struct TokenBlock {
       Int total[kGroupOutputs][kVectors];
 #pragma GCC unroll 4
       for (int o = 0; o < kGroupOutputs; ++o) {
-        const Int zero = Simd::SetInt(kWords ? 0 : -x_zero_point * weight_sums[output + o]);
+        const Int zero = Simd::SetInt(kWords ? 0 : FactorOf(x_zero_point) * weight_sums[output + o]);
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) total[o][v] = zero;
       }

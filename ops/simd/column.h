@@ -126,7 +126,8 @@
 // each of the rows, which are v kLanes bytes long. A column may like the bytes of a row in another order: its own,
 // which these functions agree on.
 //
-//     InterleaveRows(rows, Quads (&quads)[v])         Quads: kLanes quads of unsigned bytes, ready for products
+//     InterleaveRows(rows, Quads (&quads)[v])         Quads: kLanes quads of unsigned bytes less kQuadBias, ready for
+//                                                     products
 //     DeinterleaveRows(Bytes (&quads)[v], Bytes (&rows)[v])      the inverse: the rows one behind the other
 //     PackRows<v>(Int (&numbers)[4], offset)          PackBytes: 4 / v rows, one behind the other
 //     DotQuadWeights(Int (&sums)[v], Quads (&quads)[v], QuadWeights, o)   sums plus the dot products of quads with

@@ -1,5 +1,5 @@
 // NEON with dot products of unsigned and signed bytes (USDOT) and products of matrices of bytes (SMMLA, USMMLA): the
-// vectors of dotprod.h, pairs of rows, and rows of bytes. Local to each file that includes it.
+// vectors of dotprod.h, and pairs of rows. Local to each file that includes it.
 #pragma once
 
 #include "simd/dotprod.h"
@@ -53,53 +53,16 @@ struct i8mm : dotprod {
   }
 
   // Rows of bytes
-  using RowNumber = uint8_t;
-  using Quads = int32x4_t;
+  static constexpr int32_t kQuadBias = 0;
   template <int kVectors>
   static void InterleaveRows(const uint8_t* const (&rows)[4], int32x4_t (&quads)[kVectors]) {
-    if constexpr (kVectors == 2) {
-      const auto row = [&](int i) { return vcombine_u8(vld1_u8(rows[i]), vld1_u8(rows[i])); };
-      const uint16x8_t ab = vreinterpretq_u16_u8(vzip1q_u8(row(0), row(1)));
-      const uint16x8_t cd = vreinterpretq_u16_u8(vzip1q_u8(row(2), row(3)));
-      quads[0] = vreinterpretq_s32_u16(vzip1q_u16(ab, cd));
-      quads[1] = vreinterpretq_s32_u16(vzip2q_u16(ab, cd));
-    } else {
-      uint32_t four[4];
-      for (int i = 0; i < 4; ++i) __builtin_memcpy(&four[i], rows[i], sizeof(four[i]));
-      quads[0] = TransposeQuads(LoadInt(four));
-    }
+    UnsignedQuads(rows, quads);
   }
-  template <int kVectors>
-  static void DeinterleaveRows(const int32x4_t (&quads)[kVectors], int32x4_t (&rows)[kVectors]) {
-    if constexpr (kVectors == 2) {
-      const int32x4_t a = TransposeQuads(quads[0]), b = TransposeQuads(quads[1]);
-      rows[0] = vzip1q_s32(a, b);
-      rows[1] = vzip2q_s32(a, b);
-    } else {
-      rows[0] = TransposeQuads(quads[0]);
-    }
-  }
-  template <int kVectors>
-  static int32x4_t PackRows(const int32x4_t (&numbers)[4], int32_t offset) {
-    return PackBytes(numbers, offset);
-  }
-  struct QuadWeights {
-    const int8_t* of;
-    explicit QuadWeights(const int8_t* values) : of(values) {}
-  };
   template <int kVectors>
   static void DotQuadWeights(int32x4_t (&sums)[kVectors], const int32x4_t (&quads)[kVectors],
                              const QuadWeights& weights, int output) {
-    const int32x4_t four = Vectors::RepeatQuad(weights.of + 4 * output);
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) sums[v] = DotQuad(sums[v], quads[v], four);
-  }
-
- private:
-  // Byte i of quad j to place j of quad i.
-  static int32x4_t TransposeQuads(int32x4_t quads) {
-    constexpr uint8_t kOrder[] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
-    return IntOf(vqtbl1q_u8(BytesOf(quads), vld1q_u8(kOrder)));
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) sums[v] = DotNibblesOfQuad(sums[v], quads[v], weights.of, output);
   }
 };
 

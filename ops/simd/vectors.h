@@ -135,6 +135,7 @@ struct Vectors : Types {
 
   static constexpr bool kDotsFewRows = false;
   static constexpr bool kDotsOfQuad = false;
+  static constexpr int32_t kQuadBias = 0;
   static constexpr bool kRowPairs = false;
   static constexpr bool kConvertsInt8 = false;
 

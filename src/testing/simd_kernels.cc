@@ -133,8 +133,11 @@ void DotStoredRows(const uint8_t* stored, const uint8_t* weights, const int32_t*
   S::InterleaveRows(rows, tokens);
   const typename S::QuadWeights quads(reinterpret_cast<const int8_t*>(weights));
   for (int o = 0; o < 4; ++o) {
+    int32_t weight_sum = 0;
+    for (int i = 0; i < 4; ++i) weight_sum += static_cast<int8_t>(weights[4 * o + i]);
+    const auto of_bias = S::SetInt(S::kQuadBias * weight_sum);
     typename S::Int total[kVectors];
-    for (int v = 0; v < kVectors; ++v) total[v] = S::LoadInt(sums + v * S::kLanes);
+    for (int v = 0; v < kVectors; ++v) total[v] = S::AddInt(S::LoadInt(sums + v * S::kLanes), of_bias);
     S::DotQuadWeights(total, tokens, quads, o);
     for (int v = 0; v < kVectors; ++v) S::StoreInt(out + (o * kVectors + v) * S::kLanes, total[v]);
   }
@@ -389,7 +392,7 @@ bool RunBytes(const SimdCall& call, const Arguments& x) {
     ORTOLAN_TRY("InterleaveRows2", DotRows<S, 2>(a, b, reinterpret_cast<const int32_t*>(c), As<int32_t>(out)));
     ORTOLAN_TRY("PackRows1", DotPackedRows<S, 1>(x.ints, number, b, As<int32_t>(out)));
     ORTOLAN_TRY("PackRows2", DotPackedRows<S, 2>(x.ints, number, b, As<int32_t>(out)));
-    if constexpr (S::kLanes == 16) {
+    if constexpr (S::kRegisters == 32) {
       ORTOLAN_TRY("InterleaveRows4", DotRows<S, 4>(a, b, reinterpret_cast<const int32_t*>(c), As<int32_t>(out)));
       ORTOLAN_TRY("PackRows4", DotPackedRows<S, 4>(x.ints, number, b, As<int32_t>(out)));
     }
