@@ -44,7 +44,7 @@ class Loop:
     column: str
     what: str
     source: str
-    function: str  # a pattern of its symbol
+    function: str | tuple[str, ...]  # a pattern of its symbol; more are tried in turn
     product: str
     multiply_adds: int  # of one such instruction; vpmaddwd behind vpmaddubsw is not counted
 
@@ -63,8 +63,8 @@ class Loop:
 
 BF16, INT8, INT4 = "matmul/bf16_kernels", "matmul/int8_kernels", "matmul/group_int4_kernels"
 BLOCKS = "matmul/block_sparse_kernels"
-# Of groups of 128, where that has a function of its own: clang makes one row of the column's.
-ONE_ROW = "OneRow.*Int4GroupRows.*ELi4EE3R|ColumnFunctions.*Int4GroupRows.*8Multiply"
+# Of groups of 128. Where clang makes it a part of the column's function, its longest loop.
+ONE_ROW = ("OneRow.*Int4GroupRows.*ELi4EE3Row", "ColumnFunctions.*Int4GroupRows.*8Multiply")
 LOOPS = (
     Loop("avx2", "bf16", BF16, "ExpandedRowsILb0ELi6", "vfmadd", 8),
     Loop("avx2", "int8", INT8, "FusedILb0ELi4", "vpmaddubsw", 32),
@@ -141,13 +141,15 @@ def inner_loop(instructions: list[tuple[int, str]], product: str) -> list[str]:
     return max(bodies, key=len, default=[])
 
 
-def find(path: Path, loop: Loop, objdump: str) -> list[str]:
-    """The loop in the first function of its name that has one; empty if there is none."""
-    for name, instructions in functions(path, objdump):
-        if re.search(loop.function, name):
-            body = inner_loop(instructions, loop.product)
-            if body:
-                return body
+def find(of_file: Sequence[tuple[str, list[tuple[int, str]]]], loop: Loop) -> list[str]:
+    """The loop in the first of a file's functions of its name that has one; empty if there is none."""
+    patterns = (loop.function,) if isinstance(loop.function, str) else loop.function
+    for pattern in patterns:
+        for name, instructions in of_file:
+            if re.search(pattern, name):
+                body = inner_loop(instructions, loop.product)
+                if body:
+                    return body
     return []
 
 
@@ -222,7 +224,7 @@ def of_build(build: Path, mca_program: str, cpus: Sequence[str] | None) -> Itera
         for loop in (loop for loop in loops if loop.column == column):
             path = build / loop.object_file
             objdump = "aarch64-linux-gnu-objdump" if loop.is_arm else "objdump"
-            body = find(path, loop, objdump)
+            body = find(list(functions(path, objdump)), loop)
             if not body:
                 raise SystemExit(f"{path} has no loop of {loop.product} in {loop.function}")
             yield from rows(mca, loop.what, body, loop.product, loop.multiply_adds, cpus or loop.cpus)

@@ -7,7 +7,8 @@
 namespace ortolan {
 namespace {
 
-// Vectors of the largest block: the sums of four outputs take half of the registers. The others divide it.
+// Vectors of tokens in the largest block: where rows are bytes, their sums of four outputs take half of the registers.
+// Sizes of smaller blocks divide it.
 template <typename Simd>
 constexpr int kMostVectors = Simd::kRegisters == 32 && sizeof(typename Simd::RowNumber) == 1 ? 4 : 2;
 template <typename Simd>

@@ -111,15 +111,16 @@ struct TokenBlock {
   // What stands behind the numbers of a block, whose memory may not be aligned to more than 4 bytes.
   struct Ranges {
     float scales[kWidth];
-    int32_t weight_factors[kWidth];  // what the sums of weights are added to the sums with: see FactorOf
+    int32_t sum_factors[kWidth];
 
     void Set(int64_t i, const TokenRange& range) {
       scales[i] = range.scale;
-      weight_factors[i] = FactorOf(range.zero_point);
+      sum_factors[i] = SumFactor(range.zero_point);
     }
   };
-  // Of zero points, and of what products were less than those of unsigned bytes.
-  static int32_t FactorOf(int32_t zero_point) { return Simd::kQuadBias - zero_point; }
+  // What an output's sum of weights is multiplied with and added: quads are kQuadBias too small, numbers zero_point too
+  // large.
+  static int32_t SumFactor(int32_t zero_point) { return Simd::kQuadBias - zero_point; }
   static Number* RowAt(uint8_t* block, int64_t input) { return reinterpret_cast<Number*>(block) + input * kWidth; }
   static const Number* RowAt(const uint8_t* block, int64_t input) {
     return reinterpret_cast<const Number*>(block) + input * kWidth;
@@ -254,7 +255,7 @@ struct TokenBlock {
         if (token >= count) break;
         Int sums = of[i];
         if constexpr (!kWords) {
-          sums = Simd::AddInt(sums, Simd::MultiplyInt(Simd::SetInt(ranges.weight_factors[token]), weight_sums));
+          sums = Simd::AddInt(sums, Simd::MultiplyInt(Simd::SetInt(ranges.sum_factors[token]), weight_sums));
         }
         scales.Store(y, sums, ranges.scales[token]);
         y = reinterpret_cast<float*>(reinterpret_cast<char*>(y) + row_bytes);
@@ -335,7 +336,7 @@ struct TokenBlock {
       Int total[kGroupOutputs][kVectors];
 #pragma GCC unroll 4
       for (int o = 0; o < kGroupOutputs; ++o) {
-        const Int zero = Simd::SetInt(kWords ? 0 : FactorOf(x_zero_point) * weight_sums[output + o]);
+        const Int zero = Simd::SetInt(kWords ? 0 : SumFactor(x_zero_point) * weight_sums[output + o]);
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) total[o][v] = zero;
       }

@@ -273,7 +273,7 @@ class WideGroups {
           Columns::Store(total, numbers.Add(Columns::Load(total), sums[r][c], scales, group, first + r));
         }
       }
-      // As in LongGroups.
+      // As in LongGroups. Totals of this function count as memory where their address is given.
       __asm__ volatile("" : : "r"(totals) : "memory");
     }
     for (int c = 0; c < kWidePanels; ++c) {

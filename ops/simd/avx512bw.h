@@ -22,8 +22,7 @@ struct avx512_types {
 };
 
 struct avx512bw : Vectors<avx512bw, avx512_types> {
-  using Vectors::RepeatQuad;  // and those below
-  using Vectors::Transpose;
+  using Vectors::Transpose;  // and those below
   static constexpr int kRegisters = 32;
 
   static __mmask16 FirstLanes(int64_t count) { return static_cast<__mmask16>((1u << count) - 1); }
@@ -189,23 +188,31 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
   static __m512i ExpandBytesElse(int fill, uint64_t mask, const uint8_t* stored, int) {
     return Halves(avx2::ExpandBytesElse(fill, mask, stored, 0), avx2::ExpandBytesElse(fill, mask, stored, 32));
   }
-  // The 16 bytes repeated; of each 16, quad `which` (a constant where this is unrolled) repeated.
+  // Four bytes repeated; 16 bytes repeated; of each 16, quad `which` (a constant where this is unrolled) repeated. In
+  // clang by name: it would take instructions of floats, whose results products of bytes wait for (Zen 4: int4, 2 to 8
+  // rows, 1.15 times as long), and load each quad of 16 bytes anew.
+#ifdef __clang__
+  static __m512i RepeatQuad(const void* from) {
+    __m512i quads;
+    __asm__("vpbroadcastd %1, %0" : "=v"(quads) : "m"(*static_cast<const uint8_t (*)[4]>(from)));
+    return quads;
+  }
+#else
+  using Vectors::RepeatQuad;
+#endif
   static __m512i Repeat16(const void* from) {
-    __m512i repeated = _mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(from)));
-    // Else clang makes each RepeatQuad of it a load, and loads become the limit.
-    __asm__("" : "+v"(repeated));
-    return repeated;
+    return _mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(from)));
   }
   static __m512i RepeatQuad(__m512i a, int which) {
     switch (which) {
       case 0:
-        return _mm512_shuffle_epi32(a, _MM_PERM_AAAA);
+        return ShuffleQuads<0x00>(a);
       case 1:
-        return _mm512_shuffle_epi32(a, _MM_PERM_BBBB);
+        return ShuffleQuads<0x55>(a);
       case 2:
-        return _mm512_shuffle_epi32(a, _MM_PERM_CCCC);
+        return ShuffleQuads<0xaa>(a);
       default:
-        return _mm512_shuffle_epi32(a, _MM_PERM_DDDD);
+        return ShuffleQuads<0xff>(a);
     }
   }
   static __m512i RepeatEight(const void* from) {
@@ -371,6 +378,16 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
   static __m128i Load128(const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
   static __m256i Load256(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
   static __m512i Halves(__m256i low, __m256i high) { return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1); }
+  template <int kOrder>
+  static __m512i ShuffleQuads(__m512i a) {
+#ifdef __clang__
+    __m512i shuffled;
+    __asm__("vpshufd %2, %1, %0" : "=v"(shuffled) : "v"(a), "i"(kOrder));
+    return shuffled;
+#else
+    return _mm512_shuffle_epi32(a, static_cast<_MM_PERM_ENUM>(kOrder));
+#endif
+  }
   // By hand: see AddPairs in avx2.h.
   static __m512i AddPairs(__m512i sums, __m512i words) {
     __asm__("vpaddd %1, %0, %0" : "+v"(sums) : "v"(_mm512_madd_epi16(words, _mm512_set1_epi16(1))));

@@ -131,7 +131,8 @@
 //     DeinterleaveRows(Bytes (&quads)[v], Bytes (&rows)[v])      the inverse: the rows one behind the other
 //     PackRows<v>(Int (&numbers)[4], offset)          PackBytes: 4 / v rows, one behind the other
 //     DotQuadWeights(Int (&sums)[v], Quads (&quads)[v], QuadWeights, o)   sums plus the dot products of quads with
-//                                                     quad o of QuadWeights(p), 16 signed bytes; exact
+//                                                     quad o of QuadWeights(p), 16 signed bytes; exact. The
+//                                                     caller adds kQuadBias times the sum of the weights
 //
 // Of words, whose products with signed bytes are exact: rows of n = kLanes or 2 kLanes words; where kDotsFewRows also
 // of 1, 2 and 4 tokens, kRowWords<n> words each, for one token stands twice. Orders are again the column's own, of

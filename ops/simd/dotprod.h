@@ -33,7 +33,7 @@ struct dotprod : neon {
   static int32x4_t DotNibbles(int32x4_t sums, int32x4_t nibbles, int32x4_t b) { return DotInt8(sums, nibbles, b); }
   static int32x4_t EndNibbleSums(int32x4_t, int32x4_t sums) { return sums; }
 
-  // Rows of bytes. Both factors of SDOT are signed.
+  // Rows of bytes. Both factors of SDOT are signed: quads are bytes less 128, which turns the highest bit around.
   using RowNumber = uint8_t;
   using Quads = int32x4_t;
   static constexpr int32_t kQuadBias = 128;

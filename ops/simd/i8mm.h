@@ -61,6 +61,7 @@ struct i8mm : dotprod {
   template <int kVectors>
   static void DotQuadWeights(int32x4_t (&sums)[kVectors], const int32x4_t (&quads)[kVectors],
                              const QuadWeights& weights, int output) {
+    static_assert(kNibblesTimes16);  // nibbles may be any bytes
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) sums[v] = DotNibblesOfQuad(sums[v], quads[v], weights.of, output);
   }

@@ -126,6 +126,7 @@ struct Vectors : Types {
   static Bytes XorBytes(Bytes a, Bytes b) { return a ^ b; }
   static Bytes LowNibbles(Bytes a) { return AndBytes(a, Column::SetBytes(0x0f)); }
   static Bytes HighNibbles(Bytes a) { return LowNibbles(ShiftRightInt<4>(a)); }
+  static constexpr int32_t kQuadBias = 0;
   static constexpr uint32_t kNibbleBias = 8;
   static constexpr bool kNarrowNibbleSums = false;
   static constexpr bool kNibblesTimes16 = false;
@@ -135,7 +136,6 @@ struct Vectors : Types {
 
   static constexpr bool kDotsFewRows = false;
   static constexpr bool kDotsOfQuad = false;
-  static constexpr int32_t kQuadBias = 0;
   static constexpr bool kRowPairs = false;
   static constexpr bool kConvertsInt8 = false;
 

@@ -35,6 +35,10 @@ ENCODERS = ("model sparse-int8", "model sparse-int8-4x1", "model int4", "model s
 REAL_ENCODER = "real all-minilm-l6-v2 "
 # Of a cache's bytes, as key codes, it is how many differ.
 BOUND, REAL_BOUND, REAL_BYTES = 1e-6, 1e-5, 1e-3
+# Of layers of bf16, whose inputs are rounded: where a sum comes near the middle between two bf16, that of another order
+# may round otherwise, and its token, and those that attend to it, are then up to half a unit apart. Few are.
+ROUNDED = ("model sparse-bf16",)
+ROUNDED_TOKENS, ROUNDED_BOUND = 0.1, 2.0**-9
 # The kernel tables of operators of which one is for all weights, and those of SparseAMXMatMul by the bits of weights.
 TABLES = {
     "W4A8MatMul": "w4a8_matmul",
@@ -93,5 +97,11 @@ def test_a_model_gives_the_answers_of_x86(name: str) -> None:
             limit = REAL_BYTES if name.startswith("real ") else bound
         else:
             apart = np.linalg.norm(here - there) / np.linalg.norm(there)
+        if name in ROUNDED:
+            tokens = np.linalg.norm(here - there, axis=-1) / np.linalg.norm(there, axis=-1)
+            assert np.mean(tokens > bound) <= ROUNDED_TOKENS, (
+                f"{output} of {name}: {np.sum(tokens > bound)} tokens apart"
+            )
+            apart, limit = tokens.max(), ROUNDED_BOUND
         print(f"{output}: {apart:.1e} apart")
         assert apart <= limit, f"{output} of {name}: {apart:.2e} apart, at most {limit:.2e}"

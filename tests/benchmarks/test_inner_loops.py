@@ -1,6 +1,8 @@
 """The loops that llvm-mca is asked about: which part of a function they are."""
 
-from ortolan.benchmarks.inner_loops import inner_loop, is_load, is_product
+from dataclasses import replace
+
+from ortolan.benchmarks.inner_loops import LOOPS, find, inner_loop, is_load, is_product
 
 INSTRUCTIONS = [
     (0x10, "mov %rax,%rbx"),
@@ -47,6 +49,15 @@ ARM_INSTRUCTIONS = [
 def test_the_loops_of_arm_code() -> None:
     assert inner_loop(ARM_INSTRUCTIONS, "smmla") == [text for _, text in ARM_INSTRUCTIONS[8:11]]
     assert inner_loop(ARM_INSTRUCTIONS[:4], "smmla") == [text for _, text in ARM_INSTRUCTIONS[1:3]]
+
+
+def test_the_first_pattern_that_finds_a_function_with_the_loop() -> None:
+    one, other = ARM_INSTRUCTIONS[:4], ARM_INSTRUCTIONS[8:]
+    of_file = [("<Multiply>:", one), ("<OneRow128>:", other), ("<OneRow32>:", one)]
+    loop = replace(LOOPS[0], product="smmla", function=("OneRow128", "Multiply"))
+    assert find(of_file, loop) == inner_loop(other, "smmla") != inner_loop(one, "smmla")
+    assert find([of_file[0], of_file[2]], loop) == find(of_file, replace(loop, function="Multiply"))
+    assert find(of_file, replace(loop, product="usdot")) == []
 
 
 def test_what_reads_memory() -> None:
