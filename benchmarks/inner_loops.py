@@ -85,7 +85,7 @@ LOOPS = (
     Loop("i8mm", "4x1 blocks, 16 tokens", BLOCKS, "TokenBlock.*ELi4EE8Multiply", "usdot", 16),
     Loop("neon", "4x1 blocks, 8 tokens", BLOCKS, "TokenBlock.*ELi2EE8Multiply", "smlal", 4),
     Loop("neon", "bf16, more rows", BF16, "StorageE1.*ExpandedRowsILb0ELi4", "fmla", 4),
-    Loop("neon", "NoMAD scores, lookups", "attention/decode_neon", "ScoreBlocks", "tbl", 16),
+    Loop("neon", "NoMAD scores, lookups", "attention/decode_neon", ("ScoreBlocks", "5Score"), "tbl", 16),
 )
 _JUMP = re.compile(r"^(?:j\w+|b|b\.\w+|cbn?z\s+\w+,|tbn?z\s+\w+, #\w+,)\s+([0-9a-f]+)\b")
 _COMMENT = re.compile(r"\s*(?://|#\s| <).*")
