@@ -4,7 +4,7 @@
 # make ci      make test, make extras and make aarch64, each test of the suite with at most 4 of its parameter sets
 # make wheel   build the package, and see that nothing of test builds is in it
 # make asan    the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
-# make aarch64 models on emulated Arm CPUs; make test-aarch64: kernels too, 40 minutes on a fast core (BRIEF=1: 4 sets of each test)
+# make aarch64 models on emulated Arm CPUs; make test-aarch64: kernels too, 40 minutes (BRIEF=1: 4 sets a test)
 # make wheels  wheels for Linux on x86-64 and aarch64 with glibc 2.28 and later, each tried
 # make macos   that the library compiles for macOS
 # make docs    the site, in build/docs

@@ -189,8 +189,8 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
     return Halves(avx2::ExpandBytesElse(fill, mask, stored, 0), avx2::ExpandBytesElse(fill, mask, stored, 32));
   }
   // Four bytes repeated; 16 bytes repeated; of each 16, quad `which` (a constant where this is unrolled) repeated. In
-  // clang by name: it would take instructions of floats, whose results products of bytes wait for (Zen 4: int4, 2 to 8
-  // rows, 1.15 times as long), and load each quad of 16 bytes anew.
+  // clang by name: it would take instructions of floats, whose results products of bytes wait for on Zen 4, and load
+  // each quad of 16 bytes anew.
 #ifdef __clang__
   static __m512i RepeatQuad(const void* from) {
     __m512i quads;

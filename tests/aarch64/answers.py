@@ -100,6 +100,30 @@ def next_token(model: onnx.ModelProto, prompt: Arrays) -> Arrays:
     }
 
 
+def nodes(model: onnx.ModelProto, feeds: Arrays) -> Iterator[tuple[onnx.ModelProto, Arrays]]:
+    """Each of Ortolan's nodes as a model, and what it is fed with in the model."""
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    ours = [node for node in model.graph.node if node.domain == "ai.ortolan"]
+    between = {name for node in model.graph.node for name in node.output if name}
+    wanted = {name for node in ours for name in node.input if name in between}
+    shown = onnx.ModelProto()
+    shown.CopyFrom(model)
+    del shown.graph.output[:]
+    shown.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted(wanted))
+    found = {**feeds, **run(shown, feeds)}
+    for node in ours:
+        given = {name: found[name] for name in node.input if name in found}
+        inputs = [
+            onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
+            for name, value in given.items()
+        ]
+        outputs = [onnx.ValueInfoProto(name=name) for name in node.output if name]
+        used = [constants[name] for name in dict.fromkeys(node.input) if name in constants]
+        graph = onnx.helper.make_graph([node], "node", inputs, outputs, initializer=used)
+        alone = onnx.helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
+        yield alone, given
+
+
 def made(with_real: bool) -> Iterator[Case]:
     """Optimized models. with_real: also those of real()."""
     x = np.random.default_rng(0).standard_normal((5, 200)).astype(np.float32)
@@ -112,7 +136,11 @@ def made(with_real: bool) -> Iterator[Case]:
         bert = ir.to_proto(tiny.tiny_bert())
         given = {value.name: feeds[value.name] for value in bert.graph.input}
         recipe = NAMED[form].with_pass("fuse_norm") if form == BF16 else NAMED[form]  # else inputs round otherwise
-        yield Case(f"model {form}", small_models.optimize(bert, recipe=recipe, calibration=[given]).model, given)
+        model = small_models.optimize(bert, recipe=recipe, calibration=[given]).model
+        yield Case(f"model {form}", model, given)
+        if form == BF16:
+            for i, (node, inputs) in enumerate(nodes(model, given)):
+                yield Case(f"model {form}, node {i}", node, inputs)
     decoder, _ = cached_llama.compress(cached_llama.llama("standard"))
     yield Case("model decoder", decoder, cached_llama.prompt(decoder, seed=3))
     if with_real:

@@ -27,7 +27,9 @@ FOLDER = Path(os.environ["ORTOLAN_ANSWERS"])
 BEST = {"cortex-a53": "neon", "cortex-a72": "neon", "neoverse-n1": "dotprod", "max": "i8mm"}
 NAMES = sorted(path.stem for path in FOLDER.glob("*.onnx"))
 # How far answers may be apart, by norm. Encoders of int8, 4x1 blocks and int4 have the same bits. ONNX Runtime's
-# operators in decoders add up floats in another order, and so do caches and layers of bf16.
+# operators in decoders add up floats in another order, and so do caches and layers of bf16. The inputs of these are
+# rounded to bf16: with i8mm, whose sums differ most, some round otherwise behind the first layer. So there the nodes of
+# that model are compared one by one, each with x86's inputs.
 # A real decoder's layers in float32 are ONNX Runtime's, too, and where a sum comes near the middle between two int8,
 # all layers behind it round otherwise: it stays nearer to x86's answer than half of what its form has lost.
 LAYERS = ("layer sparse-int8", "layer sparse-int4", "layer sparse-int8-4x1", "layer int4")
@@ -35,10 +37,7 @@ ENCODERS = ("model sparse-int8", "model sparse-int8-4x1", "model int4", "model s
 REAL_ENCODER = "real all-minilm-l6-v2 "
 # Of a cache's bytes, as key codes, it is how many differ.
 BOUND, REAL_BOUND, REAL_BYTES = 1e-6, 1e-5, 1e-3
-# Of layers of bf16, whose inputs are rounded: where a sum comes near the middle between two bf16, that of another order
-# may round otherwise, and its token, and those that attend to it, are then up to half a unit apart. Few are.
-ROUNDED = ("model sparse-bf16",)
-ROUNDED_TOKENS, ROUNDED_BOUND = 0.1, 2.0**-9
+BY_NODES_WITH_I8MM = "model sparse-bf16"
 # The kernel tables of operators of which one is for all weights, and those of SparseAMXMatMul by the bits of weights.
 TABLES = {
     "W4A8MatMul": "w4a8_matmul",
@@ -74,6 +73,9 @@ def test_this_is_the_cpu_and_the_doctor_says_what_it_has() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_gives_the_answers_of_x86(name: str) -> None:
+    if name == BY_NODES_WITH_I8MM and BEST[os.environ["CPU"]] == "i8mm":
+        assert sum(other.startswith(f"{name}, node ") for other in NAMES) >= 4
+        pytest.skip("its nodes are compared one by one")
     model = onnx.load(FOLDER / f"{name}.onnx")
     assert any(node.domain == "ai.ortolan" for node in model.graph.node)
     session = ortolan.create_session(FOLDER / f"{name}.onnx")
@@ -97,11 +99,5 @@ def test_a_model_gives_the_answers_of_x86(name: str) -> None:
             limit = REAL_BYTES if name.startswith("real ") else bound
         else:
             apart = np.linalg.norm(here - there) / np.linalg.norm(there)
-        if name in ROUNDED:
-            tokens = np.linalg.norm(here - there, axis=-1) / np.linalg.norm(there, axis=-1)
-            assert np.mean(tokens > bound) <= ROUNDED_TOKENS, (
-                f"{output} of {name}: {np.sum(tokens > bound)} tokens apart"
-            )
-            apart, limit = tokens.max(), ROUNDED_BOUND
         print(f"{output}: {apart:.1e} apart")
         assert apart <= limit, f"{output} of {name}: {apart:.2e} apart, at most {limit:.2e}"
