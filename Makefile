@@ -1,21 +1,24 @@
-# make demo    fetch all-MiniLM-L6-v2, optimize it, compare it with the original
-# make test    build, lint and run every test
-# make extras  the tests of Optimum, GenAI with transformers, and Ray, each in an environment of its own
-# make ci      make test, make extras and make aarch64, each test of the suite with at most 4 of its parameter sets
-# make wheel   build the package, and see that nothing of test builds is in it
-# make asan    the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
-# make aarch64 models on emulated Arm CPUs; make test-aarch64: kernels too, 40 minutes (BRIEF=1: 4 sets a test)
-# make wheels  wheels for Linux on x86-64 and aarch64 with glibc 2.28 and later, each tried
-# make macos   that the library compiles for macOS
-# make docs    the site, in build/docs
-# Each does all of its own set-up in .venv and build/. PYTHON=python3.12 picks another interpreter (3.11 or later).
+# make demo      fetch all-MiniLM-L6-v2, optimize it, compare it with the original
+# make test      lint, docs, and a sample of the suite: SAMPLE parameter sets of each test (10 minutes on two cores)
+# make test-all  every test: the whole suite, sanitizers, Optimum, GenAI, Ray, emulated Arm, the wheel
+# make ci        what CI runs: make test, then the parts of make test-all beside the suite, with few parameter sets
+# make extras    the tests of Optimum, GenAI with transformers, and Ray, each in an environment of its own
+# make wheel     build the package, and check that it holds nothing of test builds
+# make asan      the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
+# make aarch64   models on emulated Arm CPUs; make test-aarch64: kernels too, 40 minutes (SAMPLE=4: 4 sets a test)
+# make wheels    wheels for Linux on x86-64 and aarch64 with glibc 2.28 and later, each tried
+# make macos     check that the library compiles for macOS
+# make docs      the site, in build/docs
+# Each target does all of its own set-up in .venv and build/. PYTHON=python3.12 picks another interpreter (3.11 or later).
 
 PYTHON ?= python3
-# Processes of pytest in each part.
+# Processes of pytest. Where parts run side by side, .ci/parts.py divides the cores among them.
 WORKERS ?= auto
+# Parameter sets of each test, and a tenth of the examples of a hypothesis test (tests/sampling.py). Empty: all.
+SAMPLE ?=
 # A CPU build: others bring gigabytes of CUDA. Where no index that pip knows has it, what needs it is not run, and named.
 TORCH ?= torch==2.13.0+cpu
-export PYTHON WORKERS
+export PYTHON WORKERS SAMPLE
 # Where ccache is installed, a fresh clone takes from it what another has compiled.
 ifneq ($(shell command -v ccache),)
 export CMAKE_CXX_COMPILER_LAUNCHER = ccache
@@ -24,7 +27,7 @@ export CCACHE_NOHASHDIR = 1
 endif
 VENV := .venv
 BIN := $(VENV)/bin
-# The set-up stamps hang on what they were made from.
+# The set-up stamps depend on these.
 SOURCES := $(shell find CMakeLists.txt pyproject.toml ops src graph_passes models benchmarks -type f \
              -not -name '*.pyc' -not -name '*.md' 2>/dev/null)
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
@@ -32,23 +35,28 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # told. Without build isolation: else the folder is emptied each time.
 BUILD := --no-build-isolation --no-deps --config-settings=cmake.define.ORTOLAN_WERROR=ON
 NATIVE := $(BUILD) --config-settings=build-dir=build/native --config-settings=cmake.define.ORTOLAN_TESTING
-SETS := $(if $(BRIEF),--parameter-sets 4)
+SETS := $(if $(SAMPLE),--sample $(SAMPLE))
 PYTEST := $(CURDIR)/$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test extras ci lint asan suite aarch64 test-aarch64 docs optimum genai ray bench wheel wheels macos clean
+.PHONY: demo test test-all extras ci lint asan suite aarch64 test-aarch64 docs optimum genai ray bench wheel wheels macos clean
 
 demo: $(VENV)/.installed
 	$(BIN)/ortolan demo
 
-# Each part is a target below. All run, also behind one that fails; the last lines say which did, and what was skipped.
+# Each part is a target below. All parts run, even after one has failed. The last lines name failures and skipped tests.
+test: SAMPLE := $(or $(SAMPLE),2)
 test: $(VENV)/.installed
-	@$(BIN)/python .ci/parts.py wheel then suite asan lint docs
+	@$(BIN)/python .ci/parts.py lint docs then suite
+
+test-all: $(VENV)/.installed
+	@$(BIN)/python .ci/parts.py lint docs then suite then asan optimum genai ray aarch64 wheel
 
 extras: $(VENV)/.installed
 	@$(BIN)/python .ci/parts.py genai optimum ray
 
+ci: SAMPLE := $(or $(SAMPLE),2)
 ci: $(VENV)/.installed
-	@BRIEF=1 $(BIN)/python .ci/parts.py wheel then suite asan ray genai optimum aarch64 lint docs
+	@$(BIN)/python .ci/parts.py lint docs then suite then asan optimum genai ray aarch64 wheel
 
 suite: $(VENV)/.installed
 	cd tests && ../.ci/pocl $(PYTEST) $(SETS)
@@ -63,24 +71,18 @@ lint: $(VENV)/.installed
 	cd build/typing && ../../$(BIN)/lint-imports --config ../../pyproject.toml --no-cache
 	$(BIN)/python .ci/native_facts.py
 
-# The tests of formats, kernels and operators, in a build whose every wrong access or undefined operation ends the run.
-# Columns that neither this CPU nor an emulator on it can run are not built, nor one that is made of two others. In CI
-# (BRIEF) it is built as for a CPU with AVX2 alone, and runs kernels, formats and hostile inputs.
-# A small quarantine and one run a part: in such a build, memory of thousands of sessions does not come back.
+# The tests of formats, kernels, operators and provider in a build where each invalid access or undefined operation ends
+# the run. Targets of the build that neither this CPU nor an emulator on it can run are left out. A sample (CI) runs
+# kernels, formats and hostile inputs. One pytest run a part, and a small quarantine: in such a build the memory of
+# thousands of sessions is not given back.
 ASAN_OPTIONS = detect_leaks=0:quarantine_size_mb=16:thread_local_quarantine_size_kb=64
-ifdef BRIEF
-ASAN_PARTS = "formats" "ops/test_*kernels*.py" "ops/test_*safety.py ops/test_*fuzz.py ops/test_*errors.py" "provider"
-else
-ASAN_PARTS = "formats" "ops/test_[a-l]*.py" "ops/test_[m-r]*.py" "ops/test_s*.py" "ops/test_[t-z]*.py" "provider" "amx"
-endif
-ASAN_BUILT = build/asan-site/.installed$(if $(BRIEF),-brief)
-asan: $(ASAN_BUILT)
+HOSTILE = "formats" "ops/test_*kernels*.py" "ops/test_*safety.py ops/test_*fuzz.py ops/test_*errors.py" "provider"
+EVERY_PART = "formats" "ops/test_[a-l]*.py" "ops/test_[m-r]*.py" "ops/test_s*.py" "ops/test_[t-z]*.py" "provider" "amx"
+ASAN_PARTS = $(if $(SAMPLE),$(HOSTILE),$(EVERY_PART))
+asan: build/asan-site/.installed
 	cd tests && set -e && for part in $(ASAN_PARTS); do ASAN_OPTIONS=$(ASAN_OPTIONS) \
 	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	  PYTHONPATH=$(CURDIR)/build/asan-site $(PYTEST) $$part -p no:cacheprovider --parameter-sets 2; done
-ifdef BRIEF
-	@echo "of AVX2's kernels, formats and hostile inputs alone: make asan runs all, with all kernels of the CPU"
-endif
+	  PYTHONPATH=$(CURDIR)/build/asan-site $(PYTEST) $$part -p no:cacheprovider --sample $(or $(SAMPLE),8); done
 
 # Emulated Arm CPUs. What CI runs: models that were optimized here, on CPUs with neon and with dotprod, in the package as
 # users have it. All: also vectors, formats, kernels and some operators, and a CPU with i8mm.
@@ -107,12 +109,9 @@ optimum: build/testing-wheel/.built
 genai: build/testing-wheel/.built
 	TORCH=$(TORCH) .ci/extra genai genai,transformers,train hooks/test_genai.py hooks/test_transformers.py docs/test_hook_pages.py train
 
-# One process: two Ray clusters at once slow down each other's start. In CI without the page, which needs another one.
+# One process: two Ray clusters at once slow down each other's start. A sample leaves out the page, which needs another one.
 ray: build/testing-wheel/.built
-	WORKERS=1 .ci/extra ray test-serve serving $(if $(BRIEF),,docs/test_serving_page.py)
-ifdef BRIEF
-	@echo "of serving, not the commands of its page: make ray runs all"
-endif
+	WORKERS=1 .ci/extra ray test-serve serving $(if $(SAMPLE),,docs/test_serving_page.py)
 
 # Strictly: a link or an anchor that leads nowhere fails. The API is read from the sources, nothing is imported.
 docs: $(VENV)/.installed
@@ -164,10 +163,10 @@ $(VENV)/.installed: build/testing-wheel/.built
 	.venv-wheels/bin/python -m pip --quiet --disable-pip-version-check install ziglang==0.17.1 auditwheel==6.8.2 wheel
 	touch $@
 
-$(ASAN_BUILT): $(VENV)/.installed
+build/asan-site/.installed: $(VENV)/.installed
 	rm -rf build/asan-site
 	$(PIP) install $(BUILD) --target build/asan-site --config-settings=build-dir=build/asan \
 	  --config-settings=cmake.define.ORTOLAN_TESTING=ON --config-settings=cmake.build-type=RelWithDebInfo \
 	  --config-settings=cmake.define.ORTOLAN_SANITIZE=ON --config-settings=install.strip=false \
-	  --config-settings=cmake.define.ORTOLAN_ONLY_COLUMNS="$$($(BIN)/python -m tests.instructions $(if $(BRIEF),avx2))" .
+	  --config-settings=cmake.define.ORTOLAN_ONLY_COLUMNS="$$($(BIN)/python -m tests.instructions)" .
 	touch $@

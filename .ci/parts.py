@@ -1,8 +1,9 @@
-"""Runs parts of the Makefile side by side: parts.py PART ... [then PART ...]
+"""Run parts of the Makefile, two at a time: parts.py PART ... [then PART ...]
 
-Parts behind `then` begin when all before it have ended. All run, also behind one that fails. Their lines are printed as
-they come, with the part in front. The last lines name what was skipped, a line for each reason, and then what failed:
-the end of a long output is what everybody sees. Ends with 1 if a part failed.
+Parts after `then` start when all parts before it have ended; a failed part does not stop the others. The cores are
+divided among the parts that run at the same time. Output is printed as it comes, prefixed with the part's name. The
+last lines list skipped tests by reason, then failures, since the end of a long output is what people read. Exits with 1
+if a part failed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ AT_ONCE = 2
 _SKIPPED = re.compile(r"SKIPPED \[(\d+)\] \S+?:(?:\d+:)? (.*)")
 _FAILED = ("FAILED ", "ERROR ")
 # Lines of tests/conftest.py and of the Makefile on what was left out.
-_NOTES = ("kernels no test can run", "parameter sets were run", "runs all")
+_NOTES = ("kernels no test can run", "a sample: ")
 _NOT_RUN = "NOT RUN: "
 _TOTAL = re.compile(r"=*\s*((?:\d+ \w+, )*\d+ \w+) in [\d.]+s.*")
 
@@ -37,10 +38,14 @@ class Part:
     notes: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
-    def run(self) -> None:
+    def run(self, workers: int) -> None:
+        """Run `make NAME` with that many processes of pytest and of the compiler."""
         began = time.monotonic()
         command = [os.environ.get("MAKE", "make"), "--no-print-directory", self.name]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        environment = os.environ | {"WORKERS": str(workers), "CMAKE_BUILD_PARALLEL_LEVEL": str(workers)}
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        ) as process:
             assert process.stdout is not None
             for line in process.stdout:
                 print(f"{self.name:8}| {line}", end="", flush=True)
@@ -87,9 +92,12 @@ def _left_out(parts: list[Part]) -> dict[str, list[str]]:
 def main(words: list[str]) -> int:
     began = time.monotonic()
     parts: list[Part] = []
+    cores = len(os.sched_getaffinity(0))
     for group in groups(words):
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(pool.map(Part.run, group))
+        at_once = min(AT_ONCE, len(group))
+        workers = max(1, cores // at_once)
+        with ThreadPoolExecutor(at_once) as pool:
+            list(pool.map(Part.run, group, [workers] * len(group)))
         parts += group
     print()
     for left_out, names in _left_out(parts).items():

@@ -12,25 +12,24 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Each worker of pytest-xdist has a core: BLAS and torch that take all of them take turns. Before numpy is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from collections import defaultdict
 from collections.abc import Generator
 
 import pytest
-from hypothesis import HealthCheck, settings
 
-from . import instructions
-
-# Machines may be slow, busy or emulated. Before test modules are imported, as their settings build on this.
-settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any speed")
+from . import instructions, sampling
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--parameter-sets",
+        "--sample",
         type=int,
         metavar="N",
-        help="run each test with at most N of its parameter sets, evenly spread (the sanitizer run does, to save time)",
+        help="run at most N parameter sets of each test, and at most 10 N examples of each hypothesis test",
+    )
+    parser.addoption(
+        "--sample-seed",
+        metavar="TEXT",
+        help="choose the parameter sets of --sample as a run with this seed did (default: the commit)",
     )
     parser.addoption(
         "--stored-bits",
@@ -39,18 +38,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(trylast=True)  # of those that -k leaves
+def pytest_configure(config: pytest.Config) -> None:
+    sampling.configure_hypothesis(config.getoption("--sample"))
+    if config.getoption("--sample-seed") is None:
+        config.option.sample_seed = sampling.current_commit()
+
+
+@pytest.hookimpl(trylast=True)  # -k has left out its part by then
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    most: int | None = config.getoption("--parameter-sets")
-    if most is None:
-        return
-    sets: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        sets[str(item.path), getattr(item, "originalname", item.name)].append(item)
-    kept = {some[i * len(some) // most] for some in sets.values() if len(some) > most for i in range(most)}
-    kept |= {item for some in sets.values() if len(some) <= most for item in some}
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
+    most: int | None = config.getoption("--sample")
+    if most is not None:
+        items[:], left_out = sampling.take_sample(items, most, config.getoption("--sample-seed"))
+        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -71,5 +70,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Genera
     skipped = terminalreporter.stats.get("skipped", [])
     for line in instructions.summary(str(report.longrepr[2]) for report in skipped):
         terminalreporter.write_line(line)
-    if (most := terminalreporter.config.getoption("--parameter-sets")) is not None:
-        terminalreporter.write_line(f"of each test, at most {most} parameter sets were run")
+    config = terminalreporter.config
+    if (most := config.getoption("--sample")) is not None:
+        terminalreporter.write_line(
+            f"a sample: at most {most} parameter sets of each test, --sample-seed {config.getoption('--sample-seed')}"
+        )

@@ -40,6 +40,7 @@ sys.exit(pytest.main(["-q", *plugins, "simd", "-k", "avxvnni"]))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
 
 
+@pytest.mark.slow
 def test_its_answers_are_those_of_avx2() -> None:
     code = """
 from tests.ops.stored.check import report

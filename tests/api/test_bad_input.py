@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
@@ -32,6 +32,7 @@ from ortolan.models import tiny
 
 from ..external_weights import put_weights_outside
 from ..recipes.forms import NAMED
+from ..sampling import examples
 
 
 def optimize(model, output=None, recipe=NAMED["sparse-bf16"], **arguments):
@@ -281,7 +282,7 @@ def test_a_weight_that_is_not_finite(folder, unchanged):
         optimize(folder / "nan.onnx", folder / "out.onnx")
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4), st.integers(0, 1))
 def test_damaged_bytes_give_an_error_of_ours_or_none(changes, which):
     content = bytearray(DAMAGED[which])

@@ -15,11 +15,13 @@ from .invariance import run_isa, sets_that_agree
 ISAS = _native.cpu_info()["detected_features"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", sorted({ISAS[0], ISAS[-1]}))
 def test_answers_do_not_depend_on_the_batch(isa: str) -> None:
     run_isa(isa, 30)
 
 
+@pytest.mark.slow
 def test_answers_do_not_depend_on_the_instruction_set(tmp_path: Path) -> None:
     """The first and the last set optimize the models, each for itself; those between answer the last one's."""
     folders = {isa: tmp_path / ("first" if isa == ISAS[0] else "last") for isa in ISAS}

@@ -243,6 +243,7 @@ def test_revisions_and_folders_that_are_none(repository: Path, tmp_path: Path) -
 # ---- the whole of it -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_room_against_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rows of each kind; the same library gives the same bits."""
     monkeypatch.setattr("ortolan.benchmarks.against.layers._MOST_COPIES", 2)
@@ -255,6 +256,7 @@ def test_every_room_against_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row.old is not None and 0 < row.old.min_ms <= row.old.median_ms for row in found)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     command = [sys.executable, "-P", "-m", "ortolan.benchmarks.against", "before", "--quick", "--library", str(LIBRARY)]
@@ -275,6 +277,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "[6/6] lut_post_op, uint16 to uint16, 1000 numbers, threads 2: " in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_what_there_is(tmp_path: Path, number: int) -> None:
     command = [sys.executable, "-P", "-m", "ortolan.benchmarks.against", "before", "--quick", "--library", str(LIBRARY)]

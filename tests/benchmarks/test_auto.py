@@ -36,6 +36,7 @@ def tiny_models(monkeypatch, tmp_path):
     monkeypatch.setattr(benchmark, "open_model", open_model)
 
 
+@pytest.mark.slow
 def test_one_row_a_form_and_shape():
     result = BENCHMARKS["auto"](BenchOptions(threads=(1,), quick=True), lambda *arguments: None)
     assert not result.interrupted
@@ -52,6 +53,7 @@ def test_one_row_a_form_and_shape():
     assert [note.split(",")[0] for note in result.notes] == list(SHAPES)  # what became of auto
 
 
+@pytest.mark.slow
 def test_an_interrupt_keeps_the_models_that_were_measured(monkeypatch):
     def interrupted(model, *arguments):
         if model.decoder:
@@ -65,6 +67,7 @@ def test_an_interrupt_keeps_the_models_that_were_measured(monkeypatch):
     assert {one.model for one in result.variants} == {"all-minilm-l6-v2"}
 
 
+@pytest.mark.slow
 def test_a_form_that_cannot_be_made_is_left_out(monkeypatch):
     def fail(*arguments):
         raise RuntimeError("no such thing")

@@ -91,6 +91,7 @@ def test_a_profile_without_runs_is_refused(tmp_path):
     assert read_profile(tmp_path / "profile.json", skip_runs=0) == ([], 5)
 
 
+@pytest.mark.slow
 def test_the_default_variants_are_in_4_bits_and_stay_in_their_folder(model, tmp_path, monkeypatch):
     monkeypatch.setattr(decode, "get_model", lambda *names, **options: SimpleNamespace(onnx=model))
     arguments = argparse.Namespace(model="tiny", attention=["gqa"], variant=[f"mine={model.parent}"])

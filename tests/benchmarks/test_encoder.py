@@ -65,6 +65,7 @@ def test_sentences_become_feeds_without_padding(tmp_path):
     assert [list(one) for one in feeds] == [["input_ids", "attention_mask"]] * 2
 
 
+@pytest.mark.slow
 def test_variants_answer_as_the_model_does(encoder, tmp_path):
     recipes = read_recipes([":pattern=4x1,ranges=true", ":weights=int4,method=gptq,may_grow=true"], [])
     variants = make_variants(encoder, recipes, calibration_feeds(encoder, SENTENCES), tmp_path, Console(quiet=True))

@@ -245,6 +245,7 @@ def test_requirements_are_pinned_and_an_environment_changes_with_them(monkeypatc
     assert environments.environment_folder("openvino") != before
 
 
+@pytest.mark.slow
 def test_an_environment_that_cannot_be_made_says_why_and_is_tried_again(monkeypatch, tmp_path):
     monkeypatch.setenv("ORTOLAN_CACHE", str(tmp_path))
     monkeypatch.setitem(environments.REQUIREMENTS, "openvino", (str(tmp_path / "no-such-package-1.0.whl"),))

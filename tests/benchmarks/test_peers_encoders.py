@@ -129,6 +129,7 @@ def test_vectors_come_back_in_the_order_of_the_texts(encoder, tmp_path):
 FORMS = {form.name: form for form in (*encoders.ONNX_RUNTIME, *encoders.OURS)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_a_form_in_onnx_runtime(encoder, tmp_path, name):
     source = encoders.Source("tiny", encoder, tmp_path)
@@ -156,6 +157,7 @@ def test_peers_take_part_where_they_have_an_interpreter(encoder, tmp_path):
     assert [(form.name, form.python, form.ours) for form in forms] == [("fastembed", "python", False)]
 
 
+@pytest.mark.slow
 def test_the_whole_of_it(encoder, tmp_path, monkeypatch):
     monkeypatch.setattr(encoders, "open_model", lambda name, folder: encoder)
     monkeypatch.setattr(encoders, "write_checkpoint", lambda model, folder: tmp_path)

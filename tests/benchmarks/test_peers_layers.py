@@ -28,6 +28,7 @@ def files(tmp_path):
     return tmp_path / "w.npy", layers.write_inputs(tmp_path, K, 3), w
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("zeros", "theirs", "ours"),
     [(0.0, layers.ONNX_RUNTIME, layers.DENSE), (0.5, layers.ONNX_RUNTIME[:1], layers.SPARSE)],
@@ -57,6 +58,7 @@ def test_every_form_has_an_error_a_size_and_speeds(tmp_path, monkeypatch, zeros,
         assert name == "ONNX Runtime fp32" or (1e-4 if "bf16" in name else least) < error < most, name
 
 
+@pytest.mark.slow
 def test_speeds_with_more_threads_come_to_the_rows_that_are_there(tmp_path, monkeypatch):
     monkeypatch.setattr(layers, "ONNX_RUNTIME", layers.ONNX_RUNTIME[:1])
     monkeypatch.setattr(layers, "DENSE", layers.DENSE[1:2])

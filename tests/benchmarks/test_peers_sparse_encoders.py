@@ -45,6 +45,7 @@ def test_blocks_of_four_outputs_are_zero_in_a_plain_model(encoder, tmp_path):
         np.testing.assert_array_equal(weight[weight != 0], original[weight != 0])
 
 
+@pytest.mark.slow
 def test_the_whole_of_it(encoder, tmp_path, monkeypatch):
     monkeypatch.setattr(sparse_encoders, "open_model", lambda name, folder: encoder)
     monkeypatch.setattr("ortolan.benchmarks.peers.candidate._WARM_UP_SECONDS", 0.0)

@@ -48,6 +48,7 @@ def test_every_form_of_the_weights_meets_its_peers(short):
     assert result.summary == []  # the models' layers have one
 
 
+@pytest.mark.slow
 @needs_opencl
 def test_opencl_meets_the_cpu_under_an_honest_title(short):
     short({})

@@ -127,6 +127,7 @@ def test_the_command_prints_the_table_and_only_json(invoke, tiny_encoder, monkey
     assert json.loads(result.stdout)["model"] == "tiny"
 
 
+@pytest.mark.slow
 @pytest.mark.network
 def test_the_published_model(invoke):
     result = invoke("demo", "--json")

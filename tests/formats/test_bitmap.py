@@ -5,12 +5,13 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ortolan import _native, _testing
 
 from ..ops.single_node import runnable_kernels, sparse_weight, to_bf16
+from ..sampling import examples
 from .bitmaps import malformed_bf16, mutate
 
 
@@ -31,7 +32,7 @@ def test_layout_of_a_small_matrix() -> None:
     assert values.size == 6 + 32 and not values[6:].any()
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(k=st.integers(1, 150), n=st.integers(1, 70), sparsity=st.floats(0, 1), seed=st.integers(0, 2**32 - 1))
 def test_round_trip_gives_the_weights_rounded_to_bf16(k: int, n: int, sparsity: float, seed: int) -> None:
     w = sparse_weight(np.random.default_rng(seed), k, n, sparsity)
@@ -60,7 +61,7 @@ def test_dense_layout_of_a_small_matrix() -> None:
     np.testing.assert_array_equal(values, expected.reshape(-1).view(np.uint32) >> 16)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(k=st.integers(1, 150), n=st.integers(1, 70), sparsity=st.floats(0, 1), seed=st.integers(0, 2**32 - 1))
 def test_dense_round_trip_and_order_of_the_bitmap(k: int, n: int, sparsity: float, seed: int) -> None:
     w = sparse_weight(np.random.default_rng(seed), k, n, sparsity)

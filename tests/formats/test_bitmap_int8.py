@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ortolan import _native, _testing
 
 from ..ops.quantized import sparse_integers
 from ..ops.single_node import Packed
+from ..sampling import examples
 from .bitmaps import malformed
 
 
@@ -75,7 +76,7 @@ def test_int4_values_of_a_small_matrix() -> None:
 
 
 @each_format
-@settings(max_examples=200)
+@examples(200)
 @given(k=st.integers(1, 200), n=st.integers(1, 70), sparsity=st.floats(0, 1), seed=st.integers(0, 2**32 - 1))
 def test_round_trip(form: Format, k: int, n: int, sparsity: float, seed: int) -> None:
     q = sparse_integers(np.random.default_rng(seed), k, n, sparsity, form.bits)
@@ -107,7 +108,7 @@ def test_dense_int4_values_of_a_small_matrix() -> None:
 
 
 @each_format
-@settings(max_examples=200)
+@examples(200)
 @given(k=st.integers(1, 200), n=st.integers(1, 70), sparsity=st.floats(0, 1), seed=st.integers(0, 2**32 - 1))
 def test_dense_round_trip(form: Format, k: int, n: int, sparsity: float, seed: int) -> None:
     q = sparse_integers(np.random.default_rng(seed), k, n, sparsity, form.bits)

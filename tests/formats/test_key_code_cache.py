@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ortolan import _native, _testing
+
+from ..sampling import examples
 
 SIZES = [(16, 1), (16, 2), (16, 4), (48, 4), (64, 2), (80, 4), (96, 1), (128, 1)]
 KERNELS = [row["name"] for row in _testing.kv_cache_kernels() if row["runs_here"]]
@@ -68,7 +70,7 @@ def test_layout_is_the_headers(head_dim: int, d_sub: int, tokens: int) -> None:
     np.testing.assert_array_equal(cache, pack(codes))
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(
     size=st.sampled_from(SIZES),
     splits=st.lists(st.integers(0, 70), min_size=1, max_size=6),
@@ -92,7 +94,7 @@ def test_any_way_to_append_gives_the_same_bytes(size: tuple[int, int], splits: l
     assert (buffer[tokens:] == 0x5A).all()
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(size=st.sampled_from(SIZES), tokens=st.integers(1, 80), seed=st.integers(0, 2**32 - 1))
 def test_decoding_gives_the_nearest_centroids(size: tuple[int, int], tokens: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -129,7 +131,7 @@ def test_keys_that_float32_cannot_measure_have_code_0(bad: float, d_sub: int) ->
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@settings(max_examples=120)
+@examples(120)
 @given(
     size=st.sampled_from([*SIZES, (16, 1), (32, 2), (64, 4), (112, 4), (144, 2), (256, 1)]),
     splits=st.lists(st.integers(0, 40), min_size=1, max_size=4),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ortolan import _native
 
 from ..ops.single_node import Packed, to_bf16
 from ..ops.two_four import BF16, FORMATS, INT4, INT8, TwoFourFormat
+from ..sampling import examples
 
 each_format = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 
@@ -85,7 +86,7 @@ def test_layout(form: TwoFourFormat) -> None:
 
 
 @each_format
-@settings(max_examples=200)
+@examples(200)
 @given(k=st.integers(1, 200), n=st.integers(1, 70), seed=st.integers(0, 2**32 - 1))
 def test_round_trip(form: TwoFourFormat, k: int, n: int, seed: int) -> None:
     w = form.random(np.random.default_rng(seed), k, n)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ortolan import _native
+
+from ..sampling import examples
 
 HEAD_DIMS = [16, 48, 64, 80, 128]
 
@@ -55,7 +57,7 @@ def test_layout_and_error_are_the_headers(head_dim: int, tokens: int) -> None:
     assert (np.abs(decoded.astype(np.float64) - values) <= scales[:, None] / 2 * (1 + 2.0**-15)).all()
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     head_dim=st.sampled_from(HEAD_DIMS),
     splits=st.lists(st.integers(0, 70), min_size=1, max_size=6),

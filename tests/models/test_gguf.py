@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ortolan.errors import OrtolanError
@@ -12,6 +12,7 @@ from ortolan.models.gguf import read_gguf, read_gguf_tokenizer, read_model
 from ortolan.models.graph_builder import ModelBuildError
 from ortolan.models.llama import build_llama
 
+from ..sampling import examples
 from .gguf_file import CONFIG, CONFIGS, FACTORS, gguf, write
 from .llama_reference import Decoder, reference_llama
 
@@ -159,7 +160,7 @@ def read_all(path):
     return True
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(share=st.floats(0, 1, exclude_max=True))
 def test_files_that_are_cut_short(content, tmp_path_factory, share):
     path = tmp_path_factory.mktemp("cut") / "model.gguf"
@@ -167,7 +168,7 @@ def test_files_that_are_cut_short(content, tmp_path_factory, share):
     assert not read_all(path)
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(data=st.data())
 def test_files_with_other_bytes(content, tmp_path_factory, data):
     path = tmp_path_factory.mktemp("changed") / "model.gguf"

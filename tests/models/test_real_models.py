@@ -77,6 +77,7 @@ def smollm2(request):
     return make_session(files.onnx), load_tokenizer(files.tokenizer), 256 if request.param == "gqa" else None
 
 
+@pytest.mark.slow
 def test_smollm2_answers(smollm2):
     session, tokenizer, cache_length = smollm2
     prompt = tokenizer.encode("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
@@ -16,6 +16,7 @@ from onnx.reference import ReferenceEvaluator
 
 from ortolan.graph_passes.operators.add_layer_norm import INPUTS
 
+from ..sampling import examples
 from .add_layer_norm import added, answer, digest, kernel_answer, node_model, random_operands
 from .isa_process import each_isa, run_with_isa
 from .layer_norm import assert_normalized, random_vectors
@@ -79,7 +80,7 @@ def test_every_length(n: int) -> None:
         assert_same_bits(answer(operands, weight, bias), kernel_answer(operands, weight, bias, 1e-12))
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(
     shape=st.lists(st.integers(0, 5), max_size=3),
     n=st.integers(1, 70),

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ortolan import _native, _testing
 
+from ..sampling import examples
 from ..simd.columns import assert_same_bits
 from .single_node import Packed, sparse_weight
 from .two_four import BF16, two_of_four
@@ -64,7 +65,7 @@ def test_any_number_of_rows(isa: str, zeros: str) -> None:
 
 
 @each_isa
-@settings(max_examples=60)
+@examples(60)
 @given(
     m=st.integers(5, 40),
     k=st.integers(1, 200),

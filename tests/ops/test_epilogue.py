@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from scipy.special import expit, ndtr
 
 from ortolan import _testing
 
+from ..sampling import examples
 from .single_node import U
 
 Floats = NDArray[np.float32]
@@ -82,7 +83,7 @@ def test_dense_around_zero(kernel: str, activation: int) -> None:
 
 @all_kernels
 @all_activations
-@settings(max_examples=60)
+@examples(60)
 @given(x=arrays(np.float32, st.tuples(st.integers(0, 4), st.integers(0, 50)), elements=st.floats(width=32)))
 def test_any_float(kernel: str, activation: int, x: Floats) -> None:
     y = _testing.epilogue(x, activation, kernel=kernel)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ortolan import _testing
+
+from ..sampling import examples
 
 CACHE_KERNELS = [row["name"] for row in _testing.kv_cache_kernels() if row["runs_here"]]
 SOFTMAX_KERNELS = [row["name"] for row in _testing.softmax_kernels() if row["runs_here"]]
@@ -33,7 +35,7 @@ def test_tables_are_best_first_and_end_with_the_portable_kernel(rows: list[dict[
 
 
 @cache_kernels
-@settings(max_examples=80)
+@examples(80)
 @given(size=SIZES, tokens=st.integers(1, 300), cut=st.tuples(st.floats(0, 1), st.floats(0, 1)), seed=st.integers(0, 99))
 def test_keys_are_the_centroids_of_their_codes(
     kernel: str, size: tuple[int, int], tokens: int, cut: tuple[float, float], seed: int
@@ -50,7 +52,7 @@ def test_keys_are_the_centroids_of_their_codes(
 
 
 @cache_kernels
-@settings(max_examples=80)
+@examples(80)
 @given(
     head_dim=st.sampled_from([16, 48, 64, 80, 128]),
     splits=st.lists(st.integers(0, 70), min_size=1, max_size=4),
@@ -117,7 +119,7 @@ def test_partial_results_add_up_with_the_bits_of_the_portable_kernel(kernel: str
 
 
 @softmax_kernels
-@settings(max_examples=300)
+@examples(300)
 @given(
     pieces=st.lists(
         st.tuples(st.sampled_from([0.0, -0.0, -1e9, -1e30, -np.inf, -999999936.0, 1.0, np.nan]), st.integers(0, 300)),

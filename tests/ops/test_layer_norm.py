@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
 from ortolan import _testing
 
+from ..sampling import examples
 from .layer_norm import assert_normalized, random_vectors
 
 Floats = NDArray[np.float32]
@@ -50,7 +51,7 @@ def test_far_mean_and_outliers(kernel: str) -> None:
 
 
 @all_kernels
-@settings(max_examples=200)
+@examples(200)
 @given(
     x=arrays(
         np.float32,

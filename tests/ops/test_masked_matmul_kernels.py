@@ -5,11 +5,12 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ortolan import _testing
 
+from ..sampling import examples
 from .masked import PATTERNS, assert_product_close, random_matrix
 
 KERNELS = [row["name"] for row in _testing.masked_matmul_kernels() if row["runs_here"]]
@@ -18,7 +19,7 @@ SPARSITIES = [0.0, 0.3, 0.8, 0.97, 1.0]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@settings(max_examples=40)
+@examples(40)
 @given(
     sizes=st.tuples(*[st.integers(1, 200)] * 3),
     patterns=st.tuples(st.sampled_from(PATTERNS), st.sampled_from(PATTERNS)),
@@ -102,7 +103,7 @@ def weight(rng: np.random.Generator, kind: str, k: int, n: int) -> tuple[np.ndar
 
 @pytest.mark.parametrize("kind", ["float", "bf16", "int8"])
 @pytest.mark.parametrize("kernel", KERNELS)
-@settings(max_examples=25)
+@examples(25)
 @given(
     m=st.integers(1, 20),
     k=st.integers(1, 200),

@@ -10,12 +10,13 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from ortolan.graph_passes.operators.masked_matmul_function import NO_MASK, NO_SCALE, OP_TYPE, masked_matmul_function
 
+from ..sampling import examples
 from .isa_process import check_with_isa, each_isa
 from .masked import PATTERNS, assert_product_close, expected_product, random_matrix
 from .single_node import save_at_odd_places, session, with_constants
@@ -63,7 +64,7 @@ def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray], *, library: bool =
     return y
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     sizes=st.tuples(*[st.integers(1, 200)] * 3),
     patterns=st.tuples(st.sampled_from(PATTERNS), st.sampled_from(PATTERNS)),

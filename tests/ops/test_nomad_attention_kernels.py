@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ortolan import _testing
 
+from ..sampling import examples
 from .attention import LOWEST, PRECISION, Floats, assert_attention_close, attention, runnable_kernels
 
 KERNELS = runnable_kernels()
@@ -72,7 +73,7 @@ def test_masks(kernel: str, form: str, causal: bool) -> None:
                 check(kernel, q, k, v, masked, causal)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     heads=st.integers(1, 4),
     queries=st.integers(1, 140),

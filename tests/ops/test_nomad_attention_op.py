@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
@@ -16,6 +16,7 @@ from onnx.reference import ReferenceEvaluator
 from ortolan.graph_passes.operators.nomad_attention_function import Uses
 from ortolan.graph_passes.operators.nomad_cache_function import CacheUses, nomad_cache_function
 
+from ..sampling import examples
 from .attention import LOWEST, Floats, assert_attention_close
 from .attention_node import node_model
 from .single_node import session
@@ -214,7 +215,7 @@ def test_caches_of_nodes_without_one() -> None:
         session(model).run(None, Case(0, queries=5, keys=5, mask=(2, 1, 1, 5)).feeds)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     batch=st.integers(1, 3),
     queries=st.integers(1, 40),

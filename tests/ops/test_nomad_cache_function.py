@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx.reference import ReferenceEvaluator
 
@@ -17,6 +17,7 @@ from ortolan import _native
 from ortolan.graph_passes.operators.nomad_cache_function import nomad_cache_function
 
 from ..pairwise import pairwise
+from ..sampling import examples
 from .attention import LOWEST
 from .cache_function import Both, all_uses_of, uses_of
 from .cached_attention import NOTHING, Decoder, Setup, declare_ranks, node_model
@@ -251,7 +252,7 @@ def test_of_equal_distances_the_first() -> None:
         np.testing.assert_array_equal(present[0, 0], [[0x11] * 8, [0x22] * 8])
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     kind=st.sampled_from(["codes", "codes_float"]),
     size=st.sampled_from([(16, 1), (16, 4), (32, 2), (48, 4)]),
@@ -288,7 +289,7 @@ def test_any_bytes_of_the_past(kind, size, room, share, queries, seed) -> None:
     np.testing.assert_allclose(ours[0], body[0], rtol=0, atol=0.05)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     kind=st.sampled_from(["float", "codes", "codes_float"]),
     d_sub=st.sampled_from([1, 2, 4]),

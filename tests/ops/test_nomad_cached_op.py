@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ortolan import _native
 
+from ..sampling import examples
 from .attention import LOWEST
 from .cached_attention import SHORT, Call, Decoder, Setup, gqa_model, node_model, run_shared
 from .single_node import session
@@ -313,7 +314,7 @@ def test_output_types_are_known_without_declaring_them() -> None:
         call.check(session(model).run(None, call.feeds))
 
 
-@settings(max_examples=120)
+@examples(120)
 @given(
     kind=st.sampled_from(["float", "codes", "codes_float"]),
     d_sub=st.sampled_from([1, 2, 4]),

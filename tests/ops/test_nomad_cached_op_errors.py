@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
+from ..sampling import examples
 from .cached_attention import NOTHING, Decoder, Setup, node_model
 from .single_node import session
 
@@ -303,7 +304,7 @@ def test_huge_sizes_of_nothing(lengths: bool, kind: str) -> None:
 SIZES = st.sampled_from([0, 1, 2, 3, 4, 8, 16, 31, 32, 33, 34, 64, 128])
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     kind=st.sampled_from(["float", "codes", "codes_float"]),
     packed=st.booleans(),
@@ -460,7 +461,7 @@ def test_a_prompt_without_a_cache() -> None:
         session(model)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_damaged_prompts_never_crash(seed: int) -> None:
     """An error or an answer."""

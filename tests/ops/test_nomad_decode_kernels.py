@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ortolan import _native, _testing
 
+from ..sampling import examples
 from .attention import attention
 from .decode_attention import Case, make_case, runnable_kernels
 
@@ -96,7 +97,7 @@ def test_scores_are_sums_of_the_tables(kernel: str, d_sub: int) -> None:
         np.testing.assert_array_equal(case.scores(kernel, 5, 31), case.scores(kernel)[:, 5:31])
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(
     heads=st.integers(1, 6),
     tokens=st.integers(1, 400),

@@ -6,11 +6,12 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx.reference import ReferenceEvaluator
 
 from ..pairwise import pairwise
+from ..sampling import examples
 from .cache_function import Both, all_uses_of, uses_of
 from .cached_attention import Call, Decoder, Setup, node_model, run_shared
 from .single_node import session
@@ -172,7 +173,7 @@ def test_float_values_are_as_wide_as_heads() -> None:
         session(node_model(setup)).run(None, call.feeds)
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(
     widths=st.tuples(*[st.sampled_from([0, 1, KEYS, VALUES - 1, VALUES, VALUES + 1, 64, 1000])] * 2),
     room=st.integers(0, 70),
@@ -202,7 +203,7 @@ def test_any_width_is_answered_or_refused(widths, room, past, queries, use_lengt
     assert [x.shape for x in present] == [(2, 2, total, width) for width in widths]
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(
     d_sub=st.sampled_from([1, 2, 4]),
     heads=st.tuples(st.integers(1, 3), st.integers(1, 3)),

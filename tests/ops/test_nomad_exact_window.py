@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ..pairwise import pairwise
+from ..sampling import examples
 from .attention import LOWEST
 from .cache_function import Both, all_uses_of
 from .cached_attention import Decoder, Setup, declare_ranks, node_model, run_shared
@@ -233,7 +234,7 @@ def test_bad_shapes(shape: tuple[int, ...]) -> None:
         session(node_model(GOOD)).run(None, feeds)
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(
     kind=st.sampled_from(["codes", "codes_float"]),
     window=st.integers(0, 70),

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx.reference import ReferenceEvaluator
 
 from ortolan.graph_passes.operators.nomad_attention_function import PACKED_INPUTS, Uses
 
+from ..sampling import examples
 from .attention import LOWEST, Floats, assert_attention_close
 from .attention_node import node_model
 from .isa_process import check_with_isa, each_isa
@@ -152,7 +153,7 @@ def test_operands_by_heads(by_heads: tuple[str, ...], kv_heads: int, causal: int
     np.testing.assert_allclose(runs(rows_of_both, case.feeds())[1], by_rows[1], atol=1e-6)
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(
     batch=st.integers(0, 4),
     tokens=st.integers(0, 90),
@@ -314,7 +315,7 @@ def check_same_bits(
     np.testing.assert_array_equal(ours[0].run(None, with_gaps.feeds())[0], y)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     lengths=st.lists(st.integers(0, 140), min_size=1, max_size=4),
     room=st.integers(0, 40),

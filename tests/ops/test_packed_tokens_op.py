@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from ortolan.graph_passes.operators.packed_tokens import PACK, UNPACK
 
+from ..sampling import examples
 from .packed_tokens import Kept, expected, node_model, packed, random_kept, random_x, unpacked
 from .single_node import at_odd_address, save_at_odd_places, session, with_constants
 
@@ -90,7 +91,7 @@ def test_bfloat16_is_packed() -> None:
     same_bytes(y, packed(kept, x))
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(
     batch=st.integers(0, 4),
     tokens=st.integers(0, 40),

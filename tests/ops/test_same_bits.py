@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
 from ortolan import _testing
 
+from ..sampling import examples
 from ..simd.columns import assert_same_bits
 from .attention import LOWEST, PRECISION, runnable_kernels
 
@@ -38,7 +39,7 @@ def random_rows(seed: int, rows: int, n: int, magnitude: float) -> Floats:
 
 
 @each_kernel
-@settings(max_examples=200)
+@examples(200)
 @given(rows=st.integers(1, 9), n=st.integers(1, 330), magnitude=st.sampled_from([1e-25, 1e-3, 1.0, 1e10]), seed=SEEDS)
 def test_layer_norm(kernel: str, rows: int, n: int, magnitude: float, seed: int) -> None:
     x = random_rows(seed, rows, n, magnitude)
@@ -48,7 +49,7 @@ def test_layer_norm(kernel: str, rows: int, n: int, magnitude: float, seed: int)
 
 
 @each_kernel
-@settings(max_examples=100)
+@examples(100)
 @given(x=arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 70)), elements=ANY_FLOATS))
 def test_layer_norm_of_any_float(kernel: str, x: Floats) -> None:
     weight, bias = random_rows(0, 2, x.shape[1], 1.0)
@@ -58,7 +59,7 @@ def test_layer_norm_of_any_float(kernel: str, x: Floats) -> None:
 
 @each_kernel
 @pytest.mark.parametrize("activation", range(5))
-@settings(max_examples=100)
+@examples(100)
 @given(
     x=arrays(
         np.float32,
@@ -89,7 +90,7 @@ MASKS = {"key": (1, 1, 0), "query": (1, 0, 1), "all": (0, 0, 0), "head": (0, 1, 
 
 
 @each_attention
-@settings(max_examples=150)
+@examples(150)
 @given(
     heads=st.integers(1, 4),
     queries=st.one_of(st.integers(1, 40), st.integers(1, 150)),

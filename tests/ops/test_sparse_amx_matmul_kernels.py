@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ortolan import _native, _testing
 
+from ..sampling import examples
 from .linear_sizes import DIMENSIONS, SPARSITIES, M
 from .single_node import (
     assert_matmul_close,
@@ -45,7 +46,7 @@ def test_shapes(kernel: str, n: int) -> None:
 
 
 @pytest.mark.parametrize("kernel", runnable_kernels())
-@settings(max_examples=150)
+@examples(150)
 @given(
     m=st.integers(1, 70),
     k=st.integers(1, 700),

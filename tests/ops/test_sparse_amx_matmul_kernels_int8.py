@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ortolan import _native, _testing
 
+from ..sampling import examples
 from .quantized import Layer, quantize_rows, runnable_int8_kernels
 from .single_node import assert_same_bits, at_odd_address
 
@@ -51,7 +52,7 @@ def test_shapes(kernel: str, group: int | None, n: int) -> None:
 
 
 @each_kernel
-@settings(max_examples=150)
+@examples(150)
 @given(
     m=st.integers(1, 70),
     k=st.integers(1, 1500),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ortolan import _native, _testing
 
+from ..sampling import examples
 from .quantized import Layer, runnable_int8_kernels
 from .single_node import assert_matmul_close, assert_same_bits, at_odd_address, runnable_kernels, to_bf16
 from .two_four import BF16, two_of_four
@@ -65,7 +66,7 @@ def test_shapes_of_bf16(kernel: str, n: int) -> None:
 
 
 @each_kernel
-@settings(max_examples=150)
+@examples(150)
 @given(
     m=st.integers(1, 70),
     k=st.integers(1, 1500),
@@ -88,7 +89,7 @@ def test_any_shape(
 
 
 @each_bf16_kernel
-@settings(max_examples=100)
+@examples(100)
 @given(
     m=st.integers(1, 70),
     k=st.integers(1, 700),

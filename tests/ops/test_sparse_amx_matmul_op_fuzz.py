@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from ortolan import _native
 from ortolan.graph_passes.find.epilogue import Activation
 
+from ..sampling import examples
 from .damages import damage
 from .linear_kinds import GROUPS, apply, attributes, packed, scales
 from .quantized import Layer
@@ -89,7 +90,7 @@ def broadcast_shapes(sizes: list[int], rank: int) -> st.SearchStrategy[list[int]
 LEADING = st.lists(st.sampled_from([0, 1, 2, 3]), max_size=3)
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(LEADING.flatmap(lambda leading: st.tuples(st.just(leading), broadcast_shapes([*leading, 19], 5))), st.booleans())
 def test_residuals_broadcast_as_in_numpy(shapes: tuple[list[int], list[int]], constant: bool) -> None:
     leading, shape = shapes

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ortolan import _native, _testing
 
+from ..sampling import examples
 from .block_sparse import BlockSparseLayer, runnable_kernels
 from .single_node import at_odd_address
 
@@ -48,7 +49,7 @@ def test_many_rows(kernel: str) -> None:
     layer.check(layer.multiply(x, kernel=kernel), x)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     k=st.integers(1, 500),
     n=st.integers(1, 70),

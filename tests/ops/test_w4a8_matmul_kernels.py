@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ortolan import _native, _testing
 
+from ..sampling import examples
 from .groups import GroupLayer, check_many_rows, runnable_kernels
 
 KERNELS = runnable_kernels()
@@ -38,7 +39,7 @@ def test_many_rows(kernel: str, group: int, offsets: dict[str, bool]) -> None:
     check_many_rows(kernel, group, **offsets)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     k=st.integers(1, 300),
     n=st.integers(1, 70),

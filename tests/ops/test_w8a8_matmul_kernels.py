@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ortolan import _native, _testing
 
+from ..sampling import examples
 from .groups import GroupLayer, check_many_rows, runnable_kernels
 
 KERNELS = runnable_kernels(8)
@@ -35,7 +36,7 @@ def test_many_rows(kernel: str, group: int) -> None:
     check_many_rows(kernel, group, bits=8)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     k=st.integers(1, 300),
     n=st.integers(1, 70),

@@ -115,6 +115,7 @@ def test_never_slower_and_never_over_budget(seed: int) -> None:
     pytest.fail(f"it takes {ratios} times as long as the original")
 
 
+@pytest.mark.slow
 def test_killed_at_any_point_it_leaves_nothing_and_goes_on_from_its_times(tmp_path: Path) -> None:
     source, folder = tmp_path / "model.onnx", tmp_path / "out"
     folder.mkdir()

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 from scipy.special import erf
@@ -19,6 +19,7 @@ from ortolan.graph_passes.find.epilogue import Activation, Epilogue, find_epilog
 from ortolan.graph_passes.find.linear import linears_in
 from ortolan.models import tiny
 
+from ..sampling import examples
 from .epilogues import WEIGHTS, K, N, Writer, gelu_torch, run_unoptimized
 from .small_models import make_model, random_weight
 
@@ -156,7 +157,7 @@ def test_activation_is_found_and_computes_its_formula(form, activation):
     check_values(model, found)
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.sampled_from(list(FORMULA_FORMS)), st.booleans(), st.data())
 def test_activation_is_found_in_any_order_of_operands(form, residual, data):
     w = Writer(lambda n: data.draw(st.integers(0, n - 1)))
@@ -173,7 +174,7 @@ def test_activation_is_found_in_any_order_of_operands(form, residual, data):
 OPS = ("Add", "Mul", "Div", "Pow", "Erf", "Tanh", "Sigmoid")
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.sampled_from(list(FORMULA_FORMS)), st.data())
 def test_whatever_is_found_in_a_damaged_form_is_what_it_computes(form, data):
     """One operand or operator of an activation is exchanged: most become another function, and some the same one."""

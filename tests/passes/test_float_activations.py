@@ -44,6 +44,7 @@ def bert(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder / "float.onnx", folder / "int8.onnx"
 
 
+@pytest.mark.slow
 def test_a_model_that_rounds_everywhere(bert: tuple[Path, Path], tmp_path: Path) -> None:
     stored = layers_of(bert[1])
     report = ortolan.optimize_onnx(bert[1], tmp_path / "fast.onnx", calibration=FEEDS, options={"verify.seconds": 0.0})

@@ -355,6 +355,7 @@ def test_options_that_do_not_go_together(options, message):
         recipe_of({"name": "quantize", **options})
 
 
+@pytest.mark.slow
 @pytest.mark.network
 def test_stories15m():
     path = get_model("stories15m").onnx

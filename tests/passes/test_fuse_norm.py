@@ -250,6 +250,7 @@ RECIPES = {
 
 
 # Of the encoders and recipes all pairs, each with padding left out or not, so that each encoder and recipe meets both.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("encoder", "recipe", "unpad"),
     [(name, recipe, (i + j) % 2 == 0) for i, name in enumerate(ENCODERS) for j, recipe in enumerate(RECIPES)],

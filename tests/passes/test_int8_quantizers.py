@@ -84,6 +84,7 @@ def save_as_optimized(path):
     return path.with_name("optimized.onnx")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_quantize_dynamic_to_uint8(sparse_bert, tmp_path, per_channel):
     """Asymmetric: of 7 bits all zero points fit, of 8 not all."""
@@ -121,6 +122,7 @@ def test_quantize_static(sparse_bert, tmp_path, form, per_channel, reduce_range,
     check_bert(path, tmp_path, 0.01, exact=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", list(quantization.QuantFormat))
 def test_everything_quantized(sparse_bert, tmp_path, form):
     path = tmp_path / "int8.onnx"

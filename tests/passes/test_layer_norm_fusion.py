@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
@@ -20,6 +20,7 @@ from ortolan.graph_passes.find.linear import linears_in
 from ortolan.models import tiny
 
 from ..recipes.forms import NAMED
+from ..sampling import examples
 from .epilogues import gelu_torch, run_unoptimized
 from .small_models import make_model, op_types, optimize, random_weight, relative_error, run
 
@@ -273,7 +274,7 @@ def test_operators_of_other_domains_are_refused(form: Form) -> None:
 OPS = ("Add", "Sub", "Mul", "Div", "Pow")
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.sampled_from(FORMULAS), st.data())
 def test_whatever_is_found_in_a_damaged_form_is_what_it_computes(form: Form, data: st.DataObject) -> None:
     """One operand or operator is exchanged: most become another function, and some the same one."""

@@ -8,7 +8,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
@@ -18,6 +18,7 @@ from ortolan.graph_passes.operators.sparse_amx_matmul import SparseAMXMatMul
 from ortolan.graph_passes.operators.sparse_amx_matmul_function import Uses, sparse_amx_matmul_function
 from ortolan.graph_passes.passes import replace
 
+from ..sampling import examples
 from .small_models import make_model, matmul_model, optimize, run
 
 
@@ -56,7 +57,7 @@ def oracle(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.nda
     return (y if bias is None else y + bias).astype(np.float32)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     st.integers(1, 70),
     st.integers(1, 40),

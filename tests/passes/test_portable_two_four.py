@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
@@ -19,6 +19,7 @@ from ..ops.linear_kinds import BITS, GROUPS, attributes, packed, scales
 from ..ops.quantized import Layer
 from ..ops.single_node import Packed, session, sparse_amx_matmul_model, sparse_weight
 from ..ops.two_four import two_of_four
+from ..sampling import examples
 from .small_models import relative_error
 
 KINDS = ["bf16", *GROUPS]
@@ -78,7 +79,7 @@ def assert_answers_agree(model: onnx.ModelProto, x: np.ndarray) -> None:
     np.testing.assert_allclose(function, kernel, rtol=1e-5, atol=1e-5 * max(1.0, float(np.abs(kernel).max())))
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.sampled_from(KINDS), st.integers(1, 200), st.integers(1, 40), st.booleans(), st.integers(0, 2**32 - 1))
 def test_kernel_and_function_agree(kind: str, k: int, n: int, unpack_once: bool, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ortolan.graph_passes.weights.pruners.allocation import allocate, levels
@@ -18,6 +18,7 @@ from ortolan.graph_passes.weights.quantizers.gptq import gptq, prepare
 from ortolan.graph_passes.weights.quantizers.grid import Quantization, dequantize
 from ortolan.graph_passes.weights.quantizers.hessian import damped
 
+from ..sampling import examples
 from .correlated import correlated
 from .small_models import random_weight
 from .zero_blocks import block_zeros
@@ -175,7 +176,7 @@ def test_sparsegpt_loses_less_than_a_mask_alone(pattern, sparsity, share):
     assert after < share * before
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(
     st.integers(1, 300),
     st.integers(1, 9),

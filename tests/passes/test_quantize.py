@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
@@ -29,6 +29,7 @@ from ortolan.graph_passes.weights.quantizers.grid import Quantization, dequantiz
 from ortolan.graph_passes.weights.quantizers.search import search
 from ortolan.models import tiny
 
+from ..sampling import examples
 from .quantized import INT4, INT8, quantize_in, recipe_of, spread, weights, weights_of
 from .small_models import make_model, matmul_model, random_weight, relative_error, run
 
@@ -61,7 +62,7 @@ def nearest(weight: np.ndarray, quantization: Quantization) -> np.ndarray:
     return (np.rint(parts / np.where(scales, scales, 1)) * scales).reshape(-1, n)[:k]
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(weights(), st.sampled_from([INT8, *INT4]))
 def test_every_weight_is_within_half_a_step(weight, quantization):
     rounded = round_to_nearest(weight, quantization)
@@ -85,7 +86,7 @@ def test_every_weight_is_within_half_a_step(weight, quantization):
         assert (scales[group][(largest > 0) & ~normal] == np.float32(2.0**-126)).all()
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(weights(), st.sampled_from([INT8, *INT4]), st.booleans())
 @pytest.mark.parametrize("dtype", [ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16])
 def test_the_lazy_weight_is_finite_and_as_near_as_its_type_allows(tmp_path_factory, dtype, weight, quantization, turn):

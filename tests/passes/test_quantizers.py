@@ -7,7 +7,7 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ortolan.graph_passes.weights.quantizers import gptq as gptq_module
@@ -25,6 +25,7 @@ from ortolan.graph_passes.weights.quantizers.hessian import choose_order, damped
 from ortolan.graph_passes.weights.quantizers.hqq import half_quadratic
 from ortolan.graph_passes.weights.quantizers.search import search
 
+from ..sampling import examples
 from .correlated import correlated
 from .quantized import INT4, INT8, spread, weights
 from .small_models import random_weight, relative_error
@@ -64,7 +65,7 @@ def check_in_range(rounded: Rounded, weight: np.ndarray, quantization: Quantizat
     assert (dequantize(rounded, quantization.group_size)[weight == 0] == 0).all()
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(weights(), st.sampled_from(ASYMMETRIC), st.sampled_from([-1.0, 0.0, 1.0]))
 def test_zero_points_keep_every_weight_within_its_bound(weight, quantization, side):
     weight = np.abs(weight) * np.float32(side) if side else weight
@@ -83,7 +84,7 @@ def test_zero_points_keep_every_weight_within_its_bound(weight, quantization, si
         assert (rounded.scales[group] <= np.maximum(width / 15 * (1 + 2**-7), 2.0**-126)).all()
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(weights(), st.sampled_from([1, -1]))
 def test_neighbours_of_a_reduced_range_fit(weight, sign):
     """The sum of two is 128 at most, and each weight is within half a step; steps are those of the full range, or of
@@ -296,7 +297,7 @@ def test_awq_leaves_alone_what_it_cannot_improve():
         assert (scales == 1).all() and least == plain
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(weights(), st.sampled_from(ASYMMETRIC + MINIMUM))
 def test_hqq_is_never_worse_than_nearest(weight, quantization):
     rounded = half_quadratic(weight, quantization)
@@ -330,7 +331,7 @@ def loss(weight: np.ndarray, rounded: Rounded, quantization: Quantization, impor
     return np.add.reduceat(error**2 * importance[:, None], list(starts), axis=0)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(weights(), st.sampled_from(SEARCHED), st.booleans(), st.integers(0, 9))
 def test_search_is_never_worse_than_nearest(weight, quantization, weighted, seed):
     importance = np.ones(len(weight), np.float32)
@@ -368,7 +369,7 @@ def test_search_spends_its_steps_on_what_is_important():
         assert losses[0] < 0.9 * losses[1]
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     st.sampled_from([INT4[0], BF16, ASYMMETRIC[0], MINIMUM[0]]),
     st.integers(0, 2**32),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
@@ -12,6 +12,7 @@ import ortolan
 from ortolan import Recipe
 
 from ..recipes.forms import NAMED
+from ..sampling import examples
 from .small_models import FAST, make_model, op_types, random_weight, relative_error, run
 
 WIDTH = 32
@@ -74,7 +75,7 @@ def graphs(draw: st.DrawFn) -> onnx.ModelProto:
 
 
 # Errors have tails, so the same graphs are tried each time.
-@settings(derandomize=True, max_examples=25)
+@examples(25, derandomize=True)
 @given(graphs(), st.sampled_from(RECIPES), st.lists(st.sampled_from(["node0", "node[1-3]", "W1"]), max_size=1))
 def test_random_graphs_answer_as_their_rounded_selves(model: onnx.ModelProto, recipe: str, exclude: list[str]) -> None:
     options = dict(FAST)

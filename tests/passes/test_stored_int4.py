@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
@@ -16,6 +16,7 @@ from ortolan.graph_passes.find.linear import Linear, NotLinear, find_linears
 from ortolan.graph_passes.find.stored_int4 import StoredInt4
 from ortolan.models import tiny
 
+from ..sampling import examples
 from .small_models import make_model, run
 from .stored_layers import DequantizedLayer, NBitsLayer
 
@@ -54,7 +55,7 @@ def check(found: Linear, matrix: np.ndarray, dtype, symmetric: bool) -> StoredIn
     return int4
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(
     st.integers(1, 300), st.integers(1, 20), st.sampled_from([32, 64, 128, 256, 512]),
     st.sampled_from(["", "packed", "float"]), st.sampled_from(DTYPES), st.booleans(), st.integers(0, 99),
@@ -70,7 +71,7 @@ def test_matmul_nbits(k, n, block, zero_points, dtype, flat, seed):
     np.testing.assert_array_equal(found.weight.numpy(), layer.matrix.astype(dtype))
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(
     st.integers(1, 300), st.integers(1, 20), st.sampled_from([32, 64, 96, 128, 160, 256, None, 0]),
     st.booleans(), st.booleans(), st.sampled_from(["matmul", "transpose", "gemm", "gemm_trans_b"]),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
@@ -15,6 +15,7 @@ import ortolan
 from ortolan import Recipe
 from ortolan.models import tiny
 
+from ..sampling import examples
 from .attention_forms import FORMS
 from .padded_models import (
     MASKS,
@@ -93,7 +94,7 @@ def test_the_original_is_answered_for(models, encoder: str) -> None:
         np.testing.assert_array_equal(answers(unpadded, feeds)[0], y)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     encoder=st.sampled_from(sorted(ENCODERS)),
     recipe=st.sampled_from(["int8", "int4"]),  # few rows of bf16 are added up in another order

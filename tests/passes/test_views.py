@@ -6,11 +6,13 @@ from math import prod
 
 import numpy as np
 import onnx_ir as ir
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ortolan.graph_passes.find.dimensions import Dimensions
 from ortolan.graph_passes.find.views import View
+
+from ..sampling import examples
 
 
 def factorizations(draw: st.DrawFn, size: int) -> list[int]:
@@ -24,7 +26,7 @@ def factorizations(draw: st.DrawFn, size: int) -> list[int]:
     return [*shape, *([1] if draw(st.booleans()) else [])] or [1]
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.data(), st.sampled_from([(2, 3, 8), (1, 4, 6), (3, 1, 4), (2, 2, 4), (1, 1, 8)]))
 def test_same_sources_are_the_same_numbers(data: st.DataObject, shape: tuple[int, int, int]) -> None:
     """A random chain against the chain that splits heads, and numpy's answers to both."""

@@ -18,6 +18,7 @@ pytestmark = needs_provider
 MODELS = 150
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_damaged_models_give_an_error_or_right_answers(part: int, tmp_path: Path) -> None:
     report = fuzz.run(1 + part * MODELS, MODELS, tmp_path)

@@ -6,7 +6,7 @@ import contextlib
 
 import onnx_ir as ir
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import ortolan
@@ -15,6 +15,7 @@ from ortolan.graph_passes.recipe import parse_setting
 from ortolan.graph_passes.registry import PASSES
 from ortolan.models import tiny
 
+from ..sampling import examples
 from .forms import NAMED
 
 
@@ -246,7 +247,7 @@ STEPS = st.dictionaries(OPTION_NAMES | st.text(max_size=5), VALUES, max_size=4).
 TABLES = st.fixed_dictionaries({"name": st.text(max_size=5), "pass": st.lists(STEPS, max_size=3)})
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(TABLES | st.dictionaries(st.sampled_from(["name", "description", "pass"]) | st.text(max_size=4), VALUES))
 def test_any_table_is_a_recipe_or_a_recipe_error(table):
     try:
@@ -256,7 +257,7 @@ def test_any_table_is_a_recipe_or_a_recipe_error(table):
     assert Recipe.from_toml(recipe.to_toml()) == recipe
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.text(st.sampled_from("[]{}=.\"'\n,#passnme0.5-e") | st.characters(), max_size=60))
 @example("name='a'\n[[pass]]\nname='verify'\nmax_error=" + "[" * 5000)
 def test_any_text_is_a_recipe_or_a_recipe_error(text):

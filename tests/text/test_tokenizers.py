@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import ortolan
@@ -24,6 +24,7 @@ from ortolan.graph_passes.text.text_plan import TextPlan, read_graph_tokenizer
 from ortolan.graph_passes.text.tokenizer_file import read_tokenizer_file
 from ortolan.models import tiny
 
+from ..sampling import examples
 from .tokenizer_files import KINDS, SPECIALS, byte_level, hard_texts, write
 from .wordpiece_file import write_wordpiece
 
@@ -81,7 +82,7 @@ def test_hard_texts(files, kind):
 
 
 @pytest.mark.parametrize("kind", ALL)
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     texts=st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12), max_size=4)
 )

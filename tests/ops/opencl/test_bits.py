@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ortolan.graph_passes.find.epilogue import Activation
 from ortolan.graph_passes.operators.w4a8_matmul_function import Uses
 
+from ...sampling import examples
 from ..group_node import node_model
 from ..groups import GroupLayer
 from ..isa_process import each_isa
@@ -44,7 +45,7 @@ def test_every_kind_of_group(kind: str, group: int) -> None:
         assert_equal_bits(y, expected)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     m=st.integers(1, 140),
     k=st.integers(1, 400),

@@ -155,6 +155,7 @@ def test_a_binary_that_the_driver_refuses_is_made_anew(
     refused.check(run("0"))
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_files_of_programs_are_what_was_stored_or_nothing(tmp_path: Path) -> None:
     """Thousands of damaged ones, and many writers at once."""
