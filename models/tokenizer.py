@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ortolan.graph_passes.text.llama2c import Llama2cTokenizer
+from ortolan.graph_passes.text.tokenizer_file import load_tokenizer as load_json
+from ortolan.graph_passes.text.tokenizer_file import read_json
 
 from ..errors import OrtolanError
 
+# Tokens that end a text or a turn, for a tokenizer.json that lies alone. Ends of documents come first: a text that is
+# sampled from nothing begins with one of those, where a model has no token for the beginning.
+_ENDS = (
+    *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>"),
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>"),
+)
+
 
 class TextTokenizer(Protocol):
-    """start: the control token that a text begins with, in training at least. stop: the tokens that end one."""
+    """prefix: the tokens that the model expects in front of every text; often one (<s>, <bos>), for some models none.
+    start: the token that a text sampled from nothing begins with. stop: the tokens that end a text."""
 
+    prefix: tuple[int, ...]
     start: int
     stop: frozenset[int]
 
@@ -30,29 +41,79 @@ class TextTokenizer(Protocol):
 class JsonTokenizer:
     """A Hugging Face tokenizer.json. Control tokens may stand in the text; none is added.
 
-    start is the control token with the lowest id (<|endoftext|>, <s>), stop holds all of them.
+    Whether a text begins with a token, and which one, is read from tokenizer_config.json (add_bos_token, bos_token),
+    else from the tokenizer's post-processor. The tokens that end a text are those of generation_config.json (else
+    config.json, genai_config.json), of tokenizer_config.json, and those that the post-processor appends; where none of
+    these files is there, the control tokens with a common name, such as </s> or <|im_end|>, else all of them.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Raises OrtolanError when the package `tokenizers` is missing, or the file has no control tokens."""
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise OrtolanError(
-                "text in and out needs the package 'tokenizers'; install it with: pip install 'ortolan[decoder]'"
-            ) from error
-        self._tokenizer = Tokenizer.from_file(os.fspath(path))
+        """Raises OrtolanError when the package `tokenizers` is missing, a file cannot be read, or the tokenizer has no
+        token that ends a text."""
+        self._tokenizer = load_json(path)
+        folder = Path(path).parent
+        config = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
+        before, after = _template(self._tokenizer)
+        bos = next(iter([*self._named(config, "bos"), *self._declared(folder, "bos")]), None)
+        self.prefix = _prefix(config.get("add_bos_token"), bos, before)
+        ends = [*self._declared(folder, "eos"), *self._named(config, "eos"), *after]
         added = self._tokenizer.get_added_tokens_decoder()
-        self.stop = frozenset(index for index, token in added.items() if token.special)
-        if not self.stop:
-            raise OrtolanError(f"{path} has no control tokens; expected one that ends a text, like <|endoftext|>")
-        self.start = min(self.stop)
+        special = {token.content: index for index, token in added.items() if token.special}
+        ends = ends or [special[name] for name in _ENDS if name in special]
+        ends = ends or [index for index in sorted(special.values()) if index not in self.prefix]
+        if not ends:
+            raise OrtolanError(
+                f"{path} has no control token that ends a text, like <|endoftext|>; name it as eos_token_id in "
+                "generation_config.json beside it"
+            )
+        self.stop = frozenset(ends)
+        self.start = next(iter([*self.prefix, *([] if bos is None else [bos]), *ends]))
+
+    def _named(self, config: Mapping[str, Any], kind: str) -> list[int]:
+        """The id of bos_token or eos_token in tokenizer_config.json."""
+        token = config.get(f"{kind}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        index = self._tokenizer.token_to_id(token) if isinstance(token, str) else None
+        return [] if index is None else [index]
+
+    def _declared(self, folder: Path, kind: str) -> list[int]:
+        """bos_token_id or eos_token_id, a number or a list, of the first file that has tokens there."""
+        for name in ("generation_config.json", "config.json", "genai_config.json"):
+            content = read_json(folder / name)
+            fields = content.get("model") if name == "genai_config.json" else content
+            found = fields.get(f"{kind}_token_id") if isinstance(fields, dict) else None
+            ids = found if isinstance(found, list) else [] if found is None else [found]
+            if not all(type(index) is int and index >= 0 for index in ids):
+                raise OrtolanError(
+                    f"{str(folder / name)!r}: {kind}_token_id is {found!r}, expected a token's id, or a list of ids"
+                )
+            # Some configurations keep their architecture's default, which the vocabulary need not have.
+            if known := [index for index in ids if self._tokenizer.id_to_token(index) is not None]:
+                return known
+        return []
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids)))
+
+
+def _template(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens that the post-processor puts in front of a text, and behind it."""
+    text = tokenizer.encode("a", add_special_tokens=False).ids
+    whole = tokenizer.encode("a", add_special_tokens=True).ids
+    for place in range(len(whole) - len(text) + 1) if text else ():
+        if whole[place : place + len(text)] == text:
+            return tuple(whole[:place]), tuple(whole[place + len(text) :])
+    return (), ()
+
+
+def _prefix(adds_bos: Any, bos: int | None, before: tuple[int, ...]) -> tuple[int, ...]:
+    """adds_bos: add_bos_token of tokenizer_config.json, which overrules the post-processor."""
+    if adds_bos is True and bos is not None and bos not in before:
+        return (bos, *before)
+    return tuple(index for index in before if index != bos) if adds_bos is False else before
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> TextTokenizer:

@@ -203,8 +203,10 @@ class GenerationEngine:
 
     def _encode(self, prompt: str, max_new_tokens: int) -> list[int]:
         ids = self._tokenizer.encode(prompt)
-        if ids[:1] != [self._tokenizer.start]:
-            ids = [self._tokenizer.start, *ids]
+        prefix = list(self._tokenizer.prefix)
+        if ids[: len(prefix)] != prefix:
+            ids = prefix + ids
+        ids = ids or [self._tokenizer.start]  # an empty prompt of a model that expects no token in front
         if len(ids) > self._max_prompt_tokens:
             raise RequestError(
                 413, f"the prompt has {len(ids)} tokens, expected at most {self._max_prompt_tokens}; shorten it"

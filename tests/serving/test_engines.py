@@ -66,7 +66,7 @@ def test_vectors_that_are_not_finite_are_failures(tmp_path):
 class Letters:
     """As ortolan.models.tokenizer.TextTokenizer."""
 
-    start, stop = 1, frozenset({0})
+    prefix, start, stop = (1,), 1, frozenset({0})
 
     def encode(self, text):
         return [2 + ord(letter) % 90 for letter in text]
@@ -101,6 +101,14 @@ def test_a_start_that_the_tokenizer_gives_is_not_given_twice(make_engine, monkey
     encode = Letters.encode
     monkeypatch.setattr(Letters, "encode", lambda self, text: [1, *encode(self, text)])
     assert engine.generate("abcd", 6) == expected
+
+
+def test_a_model_without_a_start_token_gets_the_prompt_alone(make_engine, monkeypatch, tmp_path):
+    monkeypatch.setattr(Letters, "prefix", ())
+    engine = make_engine(tiny.tiny_llama())
+    session = ortolan.create_session(tmp_path / "decoder.onnx")
+    for prompt, ids in (("abcd", Letters().encode("abcd")), ("", [Letters.start])):
+        assert engine.generate(prompt, 6).text == Letters().decode(generate(session, ids, 6, stop=Letters.stop))
 
 
 def test_the_model_file_is_parsed_once(make_engine, monkeypatch):
