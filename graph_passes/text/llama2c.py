@@ -29,8 +29,11 @@ class Llama2cTokenizer:
     stop = frozenset({BOS, EOS})
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Reads tokenizer.bin. Raises TokenizerError when it is cut short or too small."""
-        data = Path(path).read_bytes()
+        """Reads tokenizer.bin. Raises TokenizerError when it is missing, cut short or too small."""
+        try:
+            data = Path(path).read_bytes()
+        except OSError as error:
+            raise TokenizerError(f"tokenizer file {os.fspath(path)!r} cannot be read: {error.strerror}") from error
         self.pieces: list[bytes] = []
         self.scores: list[float] = []
         position = 4  # after the longest piece's length, which only C needs

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ from .text_plan import EMBEDDING, TextInput, TextPlan, read_plan
 
 TEXT_INPUT, PAIR_INPUT, PROMPT_INPUT = "text", "text_pair", "prompt_name"
 SCORE = "score"
+# Of a text's vector or score, with the tokenizer in the graph and without. Only the order of sums in pooling differs,
+# and the positions of padding, which matter where activations are quantized by the range of a whole tensor.
+_MOST_TEXT_ERROR = 1e-2
 
 # Texts on which the tokenizer in the graph must give what `tokenizers` gives; those of calibration come on top.
 PROBES = (
@@ -194,17 +197,16 @@ def _free_names(model: ir.Model) -> None:
             taken.add(value.name)
 
 
-def check_text_model(path: Path, plan: TextPlan) -> None:
-    """Runs the model as it was written, on short texts and on one of max_tokens tokens. Raises VerificationError."""
-    from ortolan.session import create_session
+def answers_to_probes(plan: TextPlan, answer: Callable[[Sequence[str]], np.ndarray]) -> list[np.ndarray]:
+    """Ask a model for some short texts, and for one of max_tokens tokens. Raises VerificationError.
 
-    session = create_session(path, quiet_options())
+    Args:
+        answer: Gives vectors [texts, width], or scores [texts] of the pairs of each text with the one of `pair_up`.
+    """
+    found = []
     for texts in (PROBES, ["a " * plan.max_tokens]):
-        feeds = {TEXT_INPUT: np.array(texts, object)}
-        if plan.scores:
-            feeds[PAIR_INPUT] = feeds[TEXT_INPUT][::-1]
         try:
-            (answers,) = session.run([SCORE if plan.scores else EMBEDDING], feeds)
+            answers = answer(texts)
         except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
             raise VerificationError(
                 f"the model does not take {'a text' if len(texts) == 1 else 'texts'} of up to {plan.max_tokens} "
@@ -213,6 +215,44 @@ def check_text_model(path: Path, plan: TextPlan) -> None:
             ) from error
         if not np.isfinite(answers).all():
             raise VerificationError("the model with its tokenizer answers with NaN or infinity; nothing was saved")
+        found.append(answers)
+    return found
+
+
+def pair_up(texts: Sequence[str]) -> list[tuple[str, str]]:
+    """The pairs that a reranker is asked for."""
+    return list(zip(texts, reversed(texts), strict=True))
+
+
+def check_text_model(path: Path, plan: TextPlan, expected: Sequence[np.ndarray]) -> None:
+    """Run the file that will be published, and compare its answers with those of the model without a tokenizer.
+
+    Args:
+        path: The model that takes texts, as written.
+        expected: What `answers_to_probes` got from the verified model that takes tokens.
+
+    Raises:
+        VerificationError: The model does not run, or answers differently.
+    """
+    from ortolan.session import create_session
+
+    session = create_session(path, quiet_options())
+
+    def answer(texts: Sequence[str]) -> np.ndarray:
+        columns = zip(*pair_up(texts), strict=True) if plan.scores else [texts]
+        names = (TEXT_INPUT, PAIR_INPUT)[: 2 if plan.scores else 1]
+        feeds = {name: np.array(column, object) for name, column in zip(names, columns, strict=True)}
+        return np.asarray(session.run([SCORE if plan.scores else EMBEDDING], feeds)[0])
+
+    for found, want in zip(answers_to_probes(plan, answer), expected, strict=True):
+        rows = found.reshape(len(want), -1) - want.reshape(len(want), -1)
+        scale = np.maximum(np.linalg.norm(want.reshape(len(want), -1), axis=1), 1.0 if plan.scores else 1e-6)
+        error = float((np.linalg.norm(rows, axis=1) / scale).max())
+        if not error <= _MOST_TEXT_ERROR:
+            raise VerificationError(
+                f"the model with its tokenizer answers differently than without: relative error {error:.2g}, expected "
+                f"at most {_MOST_TEXT_ERROR}; nothing was saved; keep tokens as the model's inputs"
+            )
 
 
 def check_tokenizer(plan: TextPlan, texts: Sequence[str]) -> None:

@@ -292,12 +292,10 @@ def measure_times(
 def _feeds(session: ort.InferenceSession, tokenizer_path: str | os.PathLike[str], tokens: int) -> dict[str, np.ndarray]:
     """One input of so many tokens of real text."""
     import numpy as np
-    from tokenizers import Tokenizer
+    from ortolan.graph_passes.text.tokenizer_file import load_tokenizer
 
     text = " ".join(sentence for pair in PAIRS for sentence in pair[1:])
-    tokenizer = Tokenizer.from_file(os.fspath(tokenizer_path))
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
+    tokenizer = load_tokenizer(tokenizer_path)
     ids = np.resize(np.array(tokenizer.encode(text).ids, np.int64), (1, tokens))
     feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
     return {value.name: feeds[value.name] for value in session.get_inputs()}

@@ -42,13 +42,20 @@ from ortolan.graph_passes.find.linear import count_stored
 from ortolan.graph_passes.forms import AUTO, CHOICES
 from ortolan.graph_passes.measure.evidence import Evidence
 from ortolan.graph_passes.measure.feeds import Calibration, Feeds, read_calibration, read_prompt
+from ortolan.graph_passes.measure.sessions import quiet_options
 from ortolan.graph_passes.options import HEADS
 from ortolan.graph_passes.passes.context import PassContext
 from ortolan.graph_passes.passes.normalize import optimized_with
 from ortolan.graph_passes.recipe import Recipe
 from ortolan.graph_passes.report.optimization import OptimizationReport
 from ortolan.graph_passes.run import run_recipe
-from ortolan.graph_passes.text.text_input import add_text_input, check_text_model, plan_text_input
+from ortolan.graph_passes.text.text_input import (
+    add_text_input,
+    answers_to_probes,
+    check_text_model,
+    pair_up,
+    plan_text_input,
+)
 from ortolan.graph_passes.text.text_plan import TextInput, TextPlan
 from ortolan.graph_passes.text.texts import Tokenizer, count_tokens, feeds_of_texts, find_tokenizer, read_texts
 
@@ -57,7 +64,8 @@ from .errors import CalibrationError, ModelError, NothingToReplaceError, OutputE
 from .library import LIBRARY_NAME
 from .optimize_parts import PartFeeds, check_caches, optimize_parts, refuse_for_parts
 from .progress import Progress, Stage, logger, no_progress, told
-from .session import known_cpu, package_versions
+from .session import create_session, known_cpu, package_versions
+from .text_encoder import TextEncoder
 
 if TYPE_CHECKING:
     import numpy as np
@@ -440,6 +448,7 @@ class _Run:
         if self.text is None:
             return
         context.progress(Stage.TOKENIZER, 0, 1)
+        expected = self._ask_without_tokenizer(context)
         add_text_input(context.source.model, self.text, self._probes)
         # Its weights may lie in the file that it takes the place of.
         written = context.evidence.new_folder() / context.candidate.name
@@ -450,8 +459,23 @@ class _Run:
             if new.exists():
                 os.replace(new, old)
         context.source.model = load_model(context.candidate).model
-        check_text_model(context.candidate, self.text)
+        check_text_model(context.candidate, self.text, expected)
         context.note(self.text.description)
+
+    def _ask_without_tokenizer(self, context: PassContext) -> list[np.ndarray]:
+        """What the verified model, which takes tokens, answers to some texts."""
+        plan = self.text
+        assert plan is not None
+        verified = context.candidate if context.candidate.exists() else self.source.path or self.source.proto
+        assert verified is not None
+        encoder = TextEncoder(create_session(verified, quiet_options()), settings=plan)
+
+        def answer(texts: Sequence[str]) -> np.ndarray:
+            if not plan.scores:
+                return encoder.run(encoder.tokenize(texts))
+            return encoder.run([one for first, second in pair_up(texts) for one in encoder.tokenize_pairs(first, [second])])
+
+        return answers_to_probes(plan, answer)
 
 
 def _read_texts(calibration: Calibration | None) -> Any:

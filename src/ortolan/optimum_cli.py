@@ -114,8 +114,10 @@ COMMANDS: list[Any] = [OrtolanCommand]
 
 try:
     from optimum.commands.export.onnx import ONNXExportCommand
-except Exception:  # Optimum without its ONNX part, or with a broken one, cannot export
-    pass
+except Exception as error:
+    # Optimum without its ONNX part (the package optimum-onnx) cannot export, which needs no message.
+    if not (isinstance(error, ModuleNotFoundError) and (error.name or "") == "optimum.commands.export.onnx"):
+        print(f"ortolan: `optimum-cli export ortolan` is missing: {type(error).__name__}: {error}", file=sys.stderr)
 else:
 
     class OrtolanExportCommand(ONNXExportCommand):  # type: ignore[misc]

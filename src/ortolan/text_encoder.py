@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 BATCH_TOKENS = 1024  # larger ones leave the caches
 _TOKENS = 256  # to which texts are cut where no file says it
 _KNOWN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
-_DTYPES = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}
+_DTYPES = {
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+    "tensor(float)": np.float32,  # of masks, as are the others below
+    "tensor(float16)": np.float16,
+    "tensor(bool)": np.bool_,
+}
 _CHARACTERS_OF_A_TOKEN = 4  # about, of a text that the model splits itself
 _LEAST_NORM = 1e-12
 _LARGEST_ID = 2**31
@@ -86,7 +92,7 @@ class TextEncoder:
         self,
         model: str | os.PathLike[str] | onnxruntime.InferenceSession,
         tokenizer: str | os.PathLike[str] | None = None,
-        settings: TextInput | None = None,
+        settings: TextInput | TextSettings | None = None,
         session_options: onnxruntime.SessionOptions | None = None,
     ) -> None:
         """model: a file or folder as sentence-transformers, Optimum or optimize_onnx writes it, or a session. It takes
@@ -95,7 +101,7 @@ class TextEncoder:
         tokenizer: a tokenizer.json, where none lies beside the model. Beside a session's lies what its folder says.
             The package `tokenizers` opens it with the first text; tokens need none.
         settings: where they differ from what the folder says: see TextInput. A model that takes texts has its own:
-            no tokenizer or max_tokens is read for it, and others are refused.
+            no tokenizer or max_tokens is read for it, and others are refused. TextSettings have been read already.
         session_options: of the session that is made of a path.
 
         Raises ModelError for a model or folder of another form, SessionError where there can be no session.
@@ -117,14 +123,16 @@ class TextEncoder:
                 f"{TEXT_INPUT!r}"
             )
         self._inputs = {name: _dtype(value) for name, value in inputs.items()}
-        beside = path or settings.tokenizer or tokenizer
-        self._settings: TextSettings | None = read_settings(
-            [_value(one) for one in self._session.get_outputs()],
-            settings,
-            None if beside is None else Path(beside),
-            tokenizer,
-            tokens=_TOKENS,
-        )
+        if isinstance(settings, TextInput):
+            beside = path or settings.tokenizer or tokenizer
+            settings = read_settings(
+                [_value(one) for one in self._session.get_outputs()],
+                settings,
+                None if beside is None else Path(beside),
+                tokenizer,
+                tokens=_TOKENS,
+            )
+        self._settings: TextSettings | None = settings
         self._output = self._settings.output
         self.kind = "reranker" if self._settings.scores else "embedding"
         self.max_tokens = self._settings.max_tokens
@@ -132,8 +140,8 @@ class TextEncoder:
         self.width = len(dense[-1].weight) if dense else self._last_dim()
         self._prompt = self._settings.folder.prompts.get(self._settings.prompt_name, "")
 
-    def _take_texts(self, inputs: Any, settings: TextInput) -> None:
-        if replace(settings, tokenizer=None, max_tokens=None) != TextInput():
+    def _take_texts(self, inputs: Any, settings: TextInput | TextSettings) -> None:
+        if not isinstance(settings, TextInput) or replace(settings, tokenizer=None, max_tokens=None) != TextInput():
             raise ModelError(
                 f"{settings} was given for a model that takes texts itself, and keeps its own settings; leave them "
                 "out, or give the model that takes tokens"

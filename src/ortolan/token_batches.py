@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .engines import RequestError
+from .errors import OrtolanError
 from .text_encoder import Budget, Tokens
 
 _SLOWEST, _LONGEST_WAIT = 1.0, 60.0  # tokens a second; seconds that a client is told to wait at most
@@ -89,12 +90,15 @@ class TokenBatches:
         while batch := self._take():
             texts = [text for _, _, text in batch]
             tokens = sum(map(len, texts))
-            if self._on_batch is not None:
-                self._on_batch(len(texts), tokens)
             begun = time.monotonic()
+            # Whatever fails here is told to each request of the batch: this task serves all of them, and must not end.
             try:
+                if self._on_batch is not None:
+                    self._on_batch(len(texts), tokens)
                 answers = await self._run(texts)
-            except Exception as error:  # told to each request of the batch
+                if len(answers) != len(texts):
+                    raise OrtolanError(f"a batch of {len(texts)} texts got {len(answers)} answers")
+            except Exception as error:
                 answers = [error] * len(texts)
             speed = tokens / max(time.monotonic() - begun, 1e-6)
             self._speed += (speed - self._speed) * (_RECENT if self._speed else 1.0)

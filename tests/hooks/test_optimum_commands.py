@@ -25,13 +25,16 @@ def commands() -> list[object]:
 @pytest.mark.parametrize(
     ("absent", "expected"), [("optimum.commands.base", 0), ("optimum.commands.export.onnx", 1), ("nothing", 2)]
 )
-def test_registered_commands(monkeypatch: pytest.MonkeyPatch, absent: str, expected: int) -> None:
+def test_registered_commands(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], absent: str, expected: int
+) -> None:
     if absent != "optimum.commands.base":
         pytest.importorskip("optimum.commands.base", reason="needs optimum")
     if absent == "nothing":
         pytest.importorskip("optimum.commands.export.onnx", reason="needs optimum-onnx")
     monkeypatch.setitem(sys.modules, absent, None)  # importing it raises ImportError
     assert len(commands()) == expected
+    assert capfd.readouterr().err == ""
 
 
 class Broken(types.ModuleType):
@@ -40,7 +43,9 @@ class Broken(types.ModuleType):
 
 
 @pytest.mark.parametrize(("broken", "expected"), [("optimum.commands.base", 0), ("optimum.commands.export.onnx", 1)])
-def test_a_broken_optimum(monkeypatch: pytest.MonkeyPatch, broken: str, expected: int) -> None:
+def test_a_broken_optimum(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], broken: str, expected: int
+) -> None:
     if expected:
         pytest.importorskip("optimum.commands.base", reason="needs optimum")
     else:
@@ -52,6 +57,21 @@ def test_a_broken_optimum(monkeypatch: pytest.MonkeyPatch, broken: str, expected
         monkeypatch.setitem(sys.modules, "optimum.commands", package)
     monkeypatch.setitem(sys.modules, broken, Broken(broken))
     assert len(commands()) == expected
+    assert f"RuntimeError: {broken} is broken" in capfd.readouterr().err
+
+
+def test_a_missing_requirement_is_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A file of Ortolan's own that does not load, as one whose package is missing."""
+    monkeypatch.setitem(sys.modules, "ortolan.optimum_cli", None)
+    module = importlib.import_module  # not `commands`, which would forget the missing module
+    sys.modules.pop(MODULE, None)
+    try:
+        assert module(MODULE).REGISTER_COMMANDS == []
+    finally:
+        sys.modules.pop(MODULE, None)
+    assert "optimum-cli has no Ortolan commands: ModuleNotFoundError" in capfd.readouterr().err
 
 
 def test_nothing_heavy_is_imported() -> None:

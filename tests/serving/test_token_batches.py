@@ -62,6 +62,32 @@ def test_padding_is_counted_where_it_is_computed():
     run(test)
 
 
+@pytest.mark.parametrize("failing", ["on_batch", "run", "too few answers"])
+def test_a_failure_is_told_to_the_requests_of_its_batch_alone(failing):
+    async def test():
+        runner, failures = Runner(held=False), 1
+
+        def fail(name):
+            nonlocal failures
+            if name == failing and failures:
+                failures -= 1
+                raise ValueError(name)
+
+        async def answer(texts):
+            fail("run")
+            answers = await runner(texts)
+            return answers[1:] if failing == "too few answers" and len(runner.batches) == 1 else answers
+
+        queue = TokenBatches(answer, 10, 100, on_batch=lambda texts, tokens: fail("on_batch"))
+        (error,) = await queue.answer(texts(1))
+        expected = "a batch of 1 texts got 0 answers" if failing == "too few answers" else failing
+        assert isinstance(error, Exception) and str(error) == expected
+        assert await queue.answer(texts(1, name=7)) == [7]
+        assert queue.waiting_tokens == 0
+
+    run(test)
+
+
 def test_requests_take_turns():
     """A small one does not wait for all of a large one, and each text has its own answer."""
 

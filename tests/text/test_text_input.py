@@ -286,6 +286,36 @@ def test_texts_are_cut_to_the_positions_that_the_model_has(tmp_path):
     assert behind.max_tokens == 63 - plan.file.pad_id
 
 
+@pytest.mark.parametrize("damage", ["pooling", "inputs"])
+def test_the_file_that_is_saved_is_compared_with_the_verified_model(tmp_path, monkeypatch, damage):
+    from ortolan import optimize
+    from ortolan.graph_passes.text import text_input
+
+    tokenizer = write_wordpiece(tmp_path / "tokenizer.json")
+    ir.save(tiny.tiny_bert(vocab_size=256), tmp_path / "model.onnx")
+    if damage == "pooling":
+        pool = text_input.pool
+        monkeypatch.setattr(text_input, "pool", lambda nodes, tokens, mask, pooling: pool(nodes, tokens, mask, "cls"))
+    else:
+        add = text_input.add_text_input
+
+        def add_and_damage(model, *given):
+            add(model, *given)
+            weight = next(one for one in model.graph.initializers.values() if "word_embeddings" in (one.name or ""))
+            weight.const_value = ir.tensor(weight.const_value.numpy()[::-1].copy(), name=weight.name)
+
+        monkeypatch.setattr(optimize, "add_text_input", add_and_damage)
+    with pytest.raises(ortolan.VerificationError, match="with its tokenizer answers differently than without"):
+        ortolan.optimize_onnx(
+            tmp_path / "model.onnx",
+            tmp_path / "fast.onnx",
+            weights="bf16",
+            texts_in=TextInput(tokenizer, max_tokens=12),
+            options={"seconds": 0.0},
+        )
+    assert not (tmp_path / "fast.onnx").exists()
+
+
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_what_a_search_has_written_in_two_files_takes_texts(tmp_path, monkeypatch, in_memory):
     """The weights lie in a file that the model with a tokenizer takes the place of."""

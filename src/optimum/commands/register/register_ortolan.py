@@ -1,8 +1,13 @@
 """Found and imported by optimum-cli at each of its calls, by its place. What is raised here would end them all."""
 
+import sys
+
 try:
     from ortolan.optimum_cli import COMMANDS
-except Exception:  # another Optimum than the one that they were written for, or a broken one
+except Exception as error:
     COMMANDS = []
+    # Without Optimum nobody misses its commands. Anything else is a fault, of which users must hear.
+    if not (isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "optimum"):
+        print(f"ortolan: optimum-cli has no Ortolan commands: {type(error).__name__}: {error}", file=sys.stderr)
 
 REGISTER_COMMANDS = COMMANDS
