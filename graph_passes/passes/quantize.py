@@ -288,9 +288,10 @@ def _output_error(
 def check_finite(matrix: np.ndarray, group: WeightGroup, doing: str) -> None:
     """Raises ModelError for a weight that is not; doing: "quantized"."""
     if not (np.isfinite(matrix.max()) and np.isfinite(matrix.min())):
+        count = matrix.size - np.count_nonzero(np.isfinite(matrix))
         raise ModelError(
-            f"weight {group.weight_name!r} holds NaN or infinity, so it cannot be {doing}; export the model again, "
-            "or exclude this layer"
+            f"weight {group.weight_name!r} holds NaN or infinity ({count} of {matrix.size} values), so it cannot be "
+            f"{doing}; export the model again, or exclude this layer"
         )
 
 

@@ -292,6 +292,7 @@ def measure_times(
 def _feeds(session: ort.InferenceSession, tokenizer_path: str | os.PathLike[str], tokens: int) -> dict[str, np.ndarray]:
     """One input of so many tokens of real text."""
     import numpy as np
+
     from ortolan.graph_passes.text.tokenizer_file import load_tokenizer
 
     text = " ".join(sentence for pair in PAIRS for sentence in pair[1:])

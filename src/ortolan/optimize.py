@@ -42,6 +42,7 @@ from ortolan.graph_passes.find.linear import count_stored
 from ortolan.graph_passes.forms import AUTO, CHOICES
 from ortolan.graph_passes.measure.evidence import Evidence
 from ortolan.graph_passes.measure.feeds import Calibration, Feeds, read_calibration, read_prompt
+from ortolan.graph_passes.measure.finite import check_weights
 from ortolan.graph_passes.measure.sessions import quiet_options
 from ortolan.graph_passes.options import HEADS
 from ortolan.graph_passes.passes.context import PassContext
@@ -275,6 +276,7 @@ def search(
         Evidence(source, work, feeds, description, portable=portable, keeps_fits=True) as evidence,
         bounded_pages(source.data_files if source.is_large else (), work),
     ):
+        check_weights(evidence)
         return _search(evidence, settings, "model.onnx", tell)[0]
 
 
@@ -391,6 +393,9 @@ class _Run:
             )
             context.caches.prompt_ids = self.prompt_ids
             evidence.made_up = evidence.made_up or self._made_up
+            if not self.dry_run:
+                check_weights(evidence)
+                context.release()
             recipe, context = self._searched(context) if searches else self._transformed(context)
             self.report.feeds = evidence.description
             if not self.dry_run:
@@ -473,7 +478,9 @@ class _Run:
         def answer(texts: Sequence[str]) -> np.ndarray:
             if not plan.scores:
                 return encoder.run(encoder.tokenize(texts))
-            return encoder.run([one for first, second in pair_up(texts) for one in encoder.tokenize_pairs(first, [second])])
+            return encoder.run(
+                [one for first, second in pair_up(texts) for one in encoder.tokenize_pairs(first, [second])]
+            )
 
         return answers_to_probes(plan, answer)
 

@@ -278,8 +278,59 @@ def test_a_weight_that_is_not_finite(folder, unchanged):
     tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
     onnx.save(model, folder / "nan.onnx")
     unchanged()
-    with pytest.raises(ModelError, match=f"'{tensor.name}' holds NaN or infinity"):
+    with pytest.raises(ModelError, match=rf"'{tensor.name}' holds NaN or infinity \(1 of {array.size} values\)"):
         optimize(folder / "nan.onnx", folder / "out.onnx")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bad"),
+    [(ir.DataType.FLOAT, np.nan), (ir.DataType.FLOAT16, np.inf), (ir.DataType.BFLOAT16, -np.inf)],
+)
+def test_weights_that_spoil_all_answers_are_named_before_the_work(tmp_path, dtype, bad):
+    model = tiny.tiny_bert(vocab_size=256)
+    for name in ("encoder.layer.0.attention.output.dense.weight_t", "encoder.layer.1.output.dense.weight_t"):
+        value = model.graph.initializers[name]
+        array = value.const_value.numpy().copy()
+        array[:3, 0] = bad
+        value.const_value = ir.tensor(array, name=name)
+    if dtype != ir.DataType.FLOAT:  # stored in two bytes, and computed in float32
+        to_halves(model, name, dtype)
+    ir.save(model, tmp_path / "nan.onnx")
+    stages = []
+    for form in ({}, {"weights": "bf16"}, {"weights": "int8"}):
+        with pytest.raises(ModelError, match=r"weight .* holds NaN or infinity \(3 of \d+ values\); so do 1 other"):
+            ortolan.optimize_onnx(
+                tmp_path / "nan.onnx",
+                tmp_path / "out.onnx",
+                progress=lambda stage, done, total: stages.append(stage),
+                **form,
+            )
+    assert not stages and not (tmp_path / "out.onnx").exists()
+
+
+def test_a_weight_that_is_not_finite_and_spoils_no_answer(tmp_path):
+    model = tiny.tiny_bert(vocab_size=256)
+    table = model.graph.initializers["embeddings.word_embeddings.weight"]
+    array = table.const_value.numpy().copy()
+    array[255] = np.nan
+    table.const_value = ir.tensor(array, name=table.name)
+    ir.save(model, tmp_path / "nan.onnx")
+    feeds = {"input_ids": np.array([[1, 2, 3, 4]])}
+    report = ortolan.optimize_onnx(
+        tmp_path / "nan.onnx", weights="bf16", calibration=[feeds], options={"seconds": 0.0}, portable=False
+    )
+    assert report.replaced
+
+
+def to_halves(model, name, dtype):
+    value = model.graph.initializers[name]
+    halves = ir.Value(name=f"{name}_halves", type=ir.TensorType(dtype), shape=value.shape)
+    halves.const_value = ir.tensor(value.const_value.numpy().astype(dtype.numpy()), name=halves.name)
+    cast = ir.node("Cast", [halves], {"to": ir.DataType.FLOAT})
+    value.replace_all_uses_with(cast.outputs[0])
+    model.graph.initializers.pop(name)
+    model.graph.initializers[halves.name] = halves
+    model.graph.insert_before(next(iter(model.graph)), cast)
 
 
 @examples(150)

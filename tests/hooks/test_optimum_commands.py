@@ -60,9 +60,7 @@ def test_a_broken_optimum(
     assert f"RuntimeError: {broken} is broken" in capfd.readouterr().err
 
 
-def test_a_missing_requirement_is_named(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_requirement_is_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """A file of Ortolan's own that does not load, as one whose package is missing."""
     monkeypatch.setitem(sys.modules, "ortolan.optimum_cli", None)
     module = importlib.import_module  # not `commands`, which would forget the missing module

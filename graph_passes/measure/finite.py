@@ -1,0 +1,56 @@
+"""Weights that hold NaN or infinity, found before any long work."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from ortolan.errors import ModelError
+
+from ..files.model_file import tensor_slots
+from .evidence import Evidence
+
+_CHUNK = 1 << 20  # values; bounds the memory of the test
+# The bits of the exponent. All of them are set in NaN and infinity, and in no other value.
+_EXPONENTS = {
+    ir.DataType.FLOAT: (np.uint32, 0x7F800000),
+    ir.DataType.FLOAT16: (np.uint16, 0x7C00),
+    ir.DataType.BFLOAT16: (np.uint16, 0x7F80),
+    ir.DataType.DOUBLE: (np.uint64, 0x7FF0000000000000),
+}
+
+
+def check_weights(evidence: Evidence) -> None:
+    """Refuse a model that answers with nothing but NaN and infinity because its weights hold such values.
+
+    The model is only run if there are such weights: some do no harm, such as those of tokens that no text has.
+
+    Raises:
+        ModelError: Names the first of these weights, and how many values are wrong.
+    """
+    found = [
+        (tensor.name or "", count, tensor.size)
+        for tensor, _ in tensor_slots(evidence.source.model)
+        if (count := _count_not_finite(tensor))
+    ]
+    if not found:
+        return
+    session = evidence.open_original()
+    answers = evidence.answers(evidence.feeds_to_judge(1, session), session)
+    if any(np.isfinite(answer).any() for one in answers for answer in one if answer is not None):
+        return
+    name, count, size = found[0]
+    others = f"; so do {len(found) - 1} other weights" if found[1:] else ""
+    raise ModelError(
+        f"weight {name!r} holds NaN or infinity ({count} of {size} values){others}; all answers of "
+        f"{evidence.source.name} are NaN or infinity; export the model again, from weights that are finite"
+    )
+
+
+def _count_not_finite(tensor: ir.TensorProtocol) -> int:
+    if tensor.dtype not in _EXPONENTS:
+        return 0
+    kind, mask = _EXPONENTS[tensor.dtype]
+    bits = np.ascontiguousarray(tensor.numpy()).reshape(-1).view(kind)
+    chunks = (bits[start : start + _CHUNK] for start in range(0, len(bits), _CHUNK))
+    return sum(int(np.count_nonzero((chunk & kind(mask)) == mask)) for chunk in chunks)
