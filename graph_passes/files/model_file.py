@@ -118,7 +118,10 @@ def _read_proto(path: Path) -> onnx.ModelProto:
         raise ModelError(f"model file {str(path)!r} cannot be read: {error.strerror}") from error
     advice = "; export the model to ONNX first, for example with: optimum-cli export onnx --model MODEL FOLDER"
     if content[:4] == b"GGUF":
-        raise ModelError(f"{str(path)!r} is a GGUF file, expected ONNX; make a model of it with: ortolan import")
+        raise ModelError(
+            f"{str(path)!r} is a GGUF file, expected ONNX; a decoder can be imported: ortolan import (in Python: "
+            "ortolan.import_gguf)"
+        )
     if content[4:8] == b"ORTM":
         raise ModelError(f"{str(path)!r} is in ONNX Runtime's own ORT format, expected ONNX{advice}")
     try:

@@ -109,6 +109,12 @@ def model_inputs(model: ir.Model) -> list[ir.Value]:
     return [value for value in model.graph.inputs if not value.is_initializer()]
 
 
+def fixed_sizes(shape: Iterable[Any] | None) -> tuple[int | None, int | None]:
+    """The batch and the number of tokens of a model's input_ids [batch, tokens], each None where it is open."""
+    sizes = [size if isinstance(size, int) and size > 0 else None for size in shape or ()]
+    return (sizes[0], sizes[1]) if len(sizes) == 2 else (None, None)
+
+
 def _check_feeds(feeds: Any, model: ir.Model, where: str) -> Feeds:
     if not isinstance(feeds, Mapping):
         raise CalibrationError(f"{where} are a {type(feeds).__name__}, expected a dict of arrays")

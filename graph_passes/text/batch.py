@@ -30,8 +30,11 @@ class _Part:
     type: int
 
 
-def make_batch(nodes: Nodes, tokens: Tokens, template: Template, max_tokens: int, pad_id: int) -> Batch:
-    """tokens: of texts; or, with a template of pairs, of all first texts and then of all second ones."""
+def make_batch(
+    nodes: Nodes, tokens: Tokens, template: Template, max_tokens: int, pad_id: int, length: int | None = None
+) -> Batch:
+    """tokens: of texts; or, with a template of pairs, of all first texts and then of all second ones. length: to which
+    all rows are padded; None: that of the longest."""
     sides = sum(not isinstance(part, int) for part, _ in template.parts)
     before = nodes.op("Sub", nodes.op("CumSum", tokens.counts, nodes.integer(0)), tokens.counts)
     counts, starts = _sides(nodes, tokens.counts, sides), _sides(nodes, before, sides)
@@ -40,10 +43,12 @@ def make_batch(nodes: Nodes, tokens: Tokens, template: Template, max_tokens: int
     pool = nodes.op("Concat", tokens.ids, nodes.ints(*specials, pad_id), axis=0)
     parts, total = _place(nodes, nodes.op("Shape", tokens.ids), starts, counts, template)
     pad = nodes.op("Sub", nodes.op("Shape", pool), nodes.ints(1))
-    # Special tokens are always there; named here for a batch of no text. A row has one place at least.
-    longest = nodes.largest(
-        nodes.op("Concat", nodes.op("Reshape", total, nodes.ints(-1)), nodes.ints(max(1, template.added)), axis=0)
-    )
+    if length is None:
+        # Special tokens are always there; named here for a batch of no text. A row has one place at least.
+        totals = nodes.op("Reshape", total, nodes.ints(-1))
+        longest = nodes.largest(nodes.op("Concat", totals, nodes.ints(max(1, template.added)), axis=0))
+    else:
+        longest = nodes.ints(length)
     columns = nodes.op("Unsqueeze", nodes.count_to(longest), nodes.ints(0))  # [1, tokens]
     mask = nodes.cast(nodes.op("Less", columns, total), ir.DataType.INT64)
     types = nodes.op("Mul", mask, nodes.integer(0))

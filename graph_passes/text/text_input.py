@@ -118,7 +118,8 @@ def _tokenize(nodes: Nodes, plan: TextPlan, texts: Sequence[ir.Value]) -> Batch:
         rows = (nodes.op("Unsqueeze", one, nodes.ints(0)) for one in texts)
         both = nodes.op("Concat", *rows, axis=0, name="text_and_text_pair_have_one_length")
         read = nodes.op("Reshape", both, nodes.ints(-1))
-    return make_batch(nodes, plan.tokenizer.tokenize(nodes, read), plan.template, plan.max_tokens, plan.file.pad_id)
+    tokens = plan.tokenizer.tokenize(nodes, read)
+    return make_batch(nodes, tokens, plan.template, plan.max_tokens, plan.file.pad_id, plan.length)
 
 
 def _prompt_input(plan: TextPlan) -> ir.Value:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -13,7 +13,7 @@ import onnx_ir as ir
 from ortolan.errors import ModelError, listing, suggestion
 
 from ..find.embedding import count_positions
-from ..measure.feeds import model_inputs
+from ..measure.feeds import fixed_sizes, model_inputs
 from .bpe import read_bpe
 from .nodes import OLDEST_OPSET, Nodes, Tokens
 from .pooling import POOLINGS
@@ -71,7 +71,8 @@ class TextSettings:
     """What becomes of texts in front of a model and behind it, checked. output: of the model, its tokens' vectors,
     texts' vectors or scores.
 
-    pooling: None where the output holds texts' vectors. scores: the output holds a score of each pair.
+    pooling: None where the output holds texts' vectors. scores: the output holds a score of each pair. length: the
+    number of tokens of every text, of a model that takes no other; shorter texts are padded to it.
     """
 
     file: TokenizerFile
@@ -83,6 +84,7 @@ class TextSettings:
     max_tokens: int
     prompt_name: str
     activation: str
+    length: int | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ class TextPlan(TextSettings):
             made += ["of length 1"] if self.normalize else []
         prompt = [f"prompt {self.prompt_name!r}"] if self.prompt_name else []
         kind = self.file.said["model"]["type"]
-        return ", ".join([*made, f"{kind} tokenizer", f"up to {self.max_tokens} tokens", *prompt])
+        padded = [] if self.length is None else [f"padded to {self.length}"]
+        return ", ".join([*made, f"{kind} tokenizer", f"up to {self.max_tokens} tokens", *padded, *prompt])
 
 
 def read_plan(
@@ -117,7 +120,8 @@ def read_plan(
 
     path: of the model. tokenizer: where text has none. Raises ModelError.
     """
-    settings = read_settings(model.graph.outputs, text, path, tokenizer, count_positions(model.graph))
+    _, length = fixed_sizes(next((one.shape for one in model_inputs(model) if one.name == "input_ids"), None))
+    settings = read_settings(model.graph.outputs, text, path, tokenizer, count_positions(model.graph), length=length)
     plan = TextPlan(**vars(settings), tokenizer=read_graph_tokenizer(settings.file))
     _check_inputs(model)
     return plan
@@ -130,9 +134,10 @@ def read_settings(
     tokenizer: str | os.PathLike[str] | None = None,
     table: int | None = None,
     tokens: int | None = None,
+    length: int | None = None,
 ) -> TextSettings:
     """See read_plan. outputs: of the model. table: the rows of its table of positions, if they are known. tokens: to
-    which texts are cut where no file says it."""
+    which texts are cut where no file says it. length: the only number of tokens that the model takes, if any."""
     folder = read_sentence_folder(folder_of(path))
     given = text.tokenizer or tokenizer or find_tokenizer(path)
     if given is None:
@@ -151,9 +156,10 @@ def read_settings(
         scores=scores,
         pooling=pooling,
         normalize=_normalizes(text, folder, pooling),
-        max_tokens=_max_tokens(text, folder, file, scores, table, tokens),
+        max_tokens=_max_tokens(text, folder, file, scores, table, tokens, length),
         prompt_name=_prompt_name(text, folder),
         activation=_activation(text, folder, scores),
+        length=length,
     )
 
 
@@ -222,13 +228,15 @@ def _max_tokens(
     scores: bool,
     table: int | None,
     otherwise: int | None = None,
+    length: int | None = None,
 ) -> int:
-    """table: the rows of the model's table of positions, if it has one."""
+    """table: the rows of the model's table of positions, if it has one. length: see read_settings."""
     if text.pooling is not None and text.pooling not in POOLINGS:
         raise ModelError(f"pooling is {text.pooling!r}, expected one of {', '.join(POOLINGS)}")
     most = text.max_tokens
     if most is None:
-        most = folder.max_tokens or _fitting(folder, file, table) or otherwise
+        most = folder.max_tokens or _fitting(folder, file, table) or length or otherwise
+        most = most if most is None or length is None else min(most, length)
     least = (file.pair if scores else file.single).added + (2 if scores else 1)
     if most is None:
         raise ModelError(
@@ -240,6 +248,11 @@ def _max_tokens(
             f"max_tokens is {most!r} (given, or as the model's files say), expected at least {least}, as "
             f"{least - (2 if scores else 1)} are special tokens, and at most {_MOST_TOKENS}; give max_tokens "
             "(--max-tokens)"
+        )
+    if length is not None and most > length:
+        raise ModelError(
+            f"max_tokens is {most}, but the model takes texts of {length} tokens, neither more nor fewer; give "
+            f"max_tokens (--max-tokens), {length} at most, or export the model with dynamic axes"
         )
     positions = _usable(table, folder, file)
     if positions is not None and most > positions:
@@ -298,6 +311,12 @@ def _check_inputs(model: ir.Model) -> None:
         raise ModelError(
             f"a tokenizer can be put in front of models with inputs {listing(_KNOWN_INPUTS)}; this one has "
             f"{listing(names)}"
+        )
+    batch, _ = fixed_sizes(next(value.shape for value in model_inputs(model) if value.name == "input_ids"))
+    if batch is not None:
+        raise ModelError(
+            f"input 'input_ids' has a batch of {batch}, and a tokenizer can only be put in front of a model that takes "
+            "any number of texts; export the model with a dynamic batch axis, or keep tokens as its inputs"
         )
     if model.graph.opset_imports.get("", 1) < OLDEST_OPSET:
         raise ModelError(

@@ -1,9 +1,11 @@
-"""Calibration texts as feeds: one text, or a piece of a long one, is one feed without padding."""
+"""Calibration texts as feeds: one text, or a piece of a long one, is one feed without padding, but for models that take
+one number of tokens only."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,8 @@ import onnx_ir as ir
 
 from ortolan.errors import CalibrationError, ModelError, listing
 
-from ..measure.feeds import Feeds, model_inputs
-from .tokenizer_file import load_tokenizer
+from ..measure.feeds import Feeds, fixed_sizes, model_inputs
+from .tokenizer_file import load_tokenizer, read_tokenizer_file
 
 # The path of a tokenizer.json, of a tokenizer.bin of llama2.c, or of an ONNX graph of onnxruntime-extensions; or an
 # object whose encode(text) gives token ids, or something with ids.
@@ -52,7 +54,8 @@ def find_tokenizer(model: Path | None) -> Path | None:
 def feeds_of_texts(texts: Sequence[str], tokenizer: Tokenizer | None, model: ir.Model) -> list[Feeds]:
     """input_ids int64 [1, tokens] for each text, or for each piece of one of more than TOKENS_OF_PIECE tokens.
 
-    For a model with a cache, texts are joined: its keys and values depend on how many tokens are before.
+    For a model with a cache, texts are joined: its keys and values depend on how many tokens are before. For an encoder
+    whose input_ids have a fixed batch or number of tokens, rows are padded, and attention_mask hides the padding.
 
     Raises CalibrationError without a tokenizer, for one that cannot be used, or for a model without input_ids.
     """
@@ -68,6 +71,7 @@ def feeds_of_texts(texts: Sequence[str], tokenizer: Tokenizer | None, model: ir.
             "tokenizer=… (--tokenizer), the path of the model's tokenizer.json"
         )
     encode = _open(tokenizer)
+    rows, length = fixed_sizes(next(value.shape for value in model_inputs(model) if value.name == "input_ids"))
     encoded: list[np.ndarray] = []
     most = TOKENS_OF_PIECE
     for number, text in enumerate(texts, 1):
@@ -78,10 +82,33 @@ def feeds_of_texts(texts: Sequence[str], tokenizer: Tokenizer | None, model: ir.
         encoded, most = [np.concatenate(encoded)] if encoded else [], min(TOKENS_OF_DECODER, _context(model))
         # Of a few texts there shall still be some pieces that nothing is fitted to.
         most = min(most, max(_LEAST_OF_PIECE, -(-sum(map(len, encoded)) // _PIECES)))
-    feeds = [{"input_ids": piece[None]} for ids in encoded for piece in _pieces(ids, most)]
-    if not feeds:
+        rows = length = None
+    pieces = [piece for ids in encoded for piece in _pieces(ids, most if length is None else length)]
+    if not pieces:
         raise CalibrationError("the calibration texts hold no tokens, expected at least one")
-    return feeds
+    if rows is None and length is None:
+        return [{"input_ids": piece[None]} for piece in pieces]
+    rows, pad_id = rows or 1, _pad_id(tokenizer)
+    pieces += pieces[:1] * (-len(pieces) % rows)
+    padded = (_padded(pieces[start : start + rows], length, pad_id) for start in range(0, len(pieces), rows))
+    return [feeds if "attention_mask" in inputs else {"input_ids": feeds["input_ids"]} for feeds in padded]
+
+
+def _padded(pieces: Sequence[np.ndarray], length: int | None, pad_id: int) -> Feeds:
+    """One batch. length: of its rows; None: that of the longest piece."""
+    shape = (len(pieces), length or max(map(len, pieces)))
+    ids, mask = np.full(shape, pad_id, np.int64), np.zeros(shape, np.int64)
+    for row, piece in enumerate(pieces):
+        ids[row, : len(piece)], mask[row, : len(piece)] = piece, 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _pad_id(tokenizer: Tokenizer) -> int:
+    """Of a tokenizer.json; 0 where it cannot be known."""
+    if isinstance(tokenizer, str | os.PathLike) and Path(tokenizer).suffix == ".json":
+        with suppress(ModelError):
+            return read_tokenizer_file(tokenizer).pad_id
+    return 0
 
 
 def count_tokens(feeds: Sequence[Mapping[str, np.ndarray]]) -> int | None:

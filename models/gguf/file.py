@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,8 +78,19 @@ class StoredWeight:
 class GgufFile:
     """path. metadata: all that is no array. weights: by their names in the file."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Raises OrtolanError when the package gguf is missing, ModelBuildError for what is no GGUF file."""
+    def __init__(
+        self, path: str | os.PathLike[str], check_architecture: Callable[[Path, str], None] | None = None
+    ) -> None:
+        """Open a file.
+
+        Args:
+            check_architecture: Called with the path and general.architecture before the package gguf reads the file,
+                which takes half a minute for a large vocabulary.
+
+        Raises:
+            OrtolanError: The package gguf is missing.
+            ModelBuildError: The file is no GGUF file, or it is damaged.
+        """
         try:
             from gguf import GGUFReader
         except ImportError as error:
@@ -87,7 +98,7 @@ class GgufFile:
                 "reading this model needs the package 'gguf'; install it with: pip install 'ortolan[decoder]'"
             ) from error
         self.path = Path(path)
-        check_header(self.path)
+        check_header(self.path, check_architecture)
         try:
             self._reader: GGUFReader = GGUFReader(self.path)
             fields = self._reader.fields.items()

@@ -8,6 +8,8 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ..graph_builder import ModelBuildError
@@ -17,6 +19,7 @@ _STRING, _ARRAY = 8, 9
 # Bytes of the other types of metadata, by their number in the file.
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _ALIGNMENT_KEY, _ALIGNMENT = b"general.alignment", 32
+_ARCHITECTURE_KEY, _LENGTH_BYTES = b"general.architecture", 8
 _UINT32 = 4
 _MOST_AXES = 4
 _LARGEST_ALIGNMENT = 1 << 20
@@ -57,11 +60,18 @@ class _NoGGUF(Exception):
     """The file is another one."""
 
 
-def check_header(path: Path) -> None:
-    """Raises ModelBuildError unless path is a GGUF file all parts of which lie inside of it."""
+def check_header(path: Path, check_architecture: Callable[[Path, str], None] | None = None) -> None:
+    """Check that all parts of a GGUF file lie inside of it.
+
+    Args:
+        check_architecture: Called with the path and general.architecture as soon as that is read.
+
+    Raises:
+        ModelBuildError: The file is no GGUF file, or it is damaged.
+    """
     try:
         with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            _check(_Cursor(data))
+            _check(_Cursor(data), partial(check_architecture or _any_architecture, path))
     except FileNotFoundError:
         raise ModelBuildError(f"file {str(path)!r} does not exist") from None
     except OSError as error:
@@ -76,7 +86,11 @@ def check_header(path: Path) -> None:
         ) from None
 
 
-def _check(cursor: _Cursor) -> None:
+def _any_architecture(path: Path, name: str) -> None:
+    pass
+
+
+def _check(cursor: _Cursor, tell_architecture: Callable[[str], None]) -> None:
     start = cursor.skip(len(_MAGIC), "the magic number")
     if cursor.data[start : cursor.place] != _MAGIC:
         raise _NoGGUF
@@ -92,6 +106,8 @@ def _check(cursor: _Cursor) -> None:
         kind = cursor.number("I", f"{key!r}")
         before = cursor.place
         _skip_value(cursor, kind, f"{key!r}")
+        if key == _ARCHITECTURE_KEY and kind == _STRING:
+            tell_architecture(cursor.data[before + _LENGTH_BYTES : cursor.place].decode(errors="replace"))
         if key == _ALIGNMENT_KEY:
             alignment = struct.unpack_from("<I", cursor.data, before)[0] if kind == _UINT32 else 0
             if not 0 < alignment <= _LARGEST_ALIGNMENT or alignment & (alignment - 1):

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from ..graph_builder import ModelBuildError
+from ..graph_builder import ModelBuildError, Shape
 from ..llama import interleaved_to_half, rotated_parts
 from ..llama_config import LlamaConfig, llama_weight_shapes
 from .file import GgufFile, StoredWeight
@@ -55,6 +56,16 @@ ARCHITECTURES = {
     "phi3": _Architecture("Phi3ForCausalLM", packed=True),
     "gemma": _Architecture("GemmaForCausalLM", activation="gelu_tanh", scaled_embedding=True),
 }
+
+# Encoders that llama.cpp knows.
+_EMBEDDING_ARCHITECTURES = (
+    *("bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "modern-bert", "jina-bert-v2", "jina-bert-v3", "eurobert"),
+    *("t5encoder", "gemma-embedding"),
+)
+_NO_DECODER = (
+    ", but only decoders can be imported; export the original model to ONNX instead: "
+    "optimum-cli export onnx --model MODEL FOLDER, then: ortolan optimize FOLDER"
+)
 
 # What the graph does not compute, behind the architecture's name; none of them in the metadata, or 0.
 _UNKNOWN = (
@@ -122,12 +133,8 @@ def read_model(path: str | os.PathLike[str]) -> GgufModel:
     Raises OrtolanError when the package gguf is missing; ModelBuildError when the file is no GGUF file, is of another
     architecture, or holds what build_llama does not compute.
     """
-    file = GgufFile(path)
+    file = GgufFile(path, _check_architecture)
     name = file.text("general.architecture")
-    if name not in ARCHITECTURES:
-        raise ModelBuildError(
-            f"{path} holds a model of architecture {name!r}, expected one of {', '.join(map(repr, ARCHITECTURES))}"
-        )
     architecture = ARCHITECTURES[name]
     _refuse_unknown(file, name)
     weights = {_hugging_face_name(key): weight for key, weight in file.weights.items()}
@@ -141,7 +148,47 @@ def read_model(path: str | os.PathLike[str]) -> GgufModel:
             f"{path} holds {len(others)} tensors that a decoder of architecture {name!r} does not have here, such as "
             f"{others[0]!r}; such models cannot be built"
         )
-    return GgufModel(file, name, config, {key: weights[key] for key in expected if key in weights}, notes)
+    _check_tensors(file, name, weights, expected)
+    return GgufModel(file, name, config, {key: weights[key] for key in expected}, notes)
+
+
+def _check_architecture(path: Path, name: str) -> None:
+    if name in ARCHITECTURES:
+        return
+    known = ", ".join(map(repr, ARCHITECTURES))
+    if name in _EMBEDDING_ARCHITECTURES:
+        raise ModelBuildError(f"{str(path)!r} holds an embedding model (architecture {name!r}){_NO_DECODER}")
+    raise ModelBuildError(f"{str(path)!r} holds a model of architecture {name!r}, expected one of {known}")
+
+
+def _check_tensors(
+    file: GgufFile, name: str, weights: Mapping[str, StoredWeight], expected: Mapping[str, Shape]
+) -> None:
+    """Raises ModelBuildError, which names tensors as the file does."""
+    missing = [key for key in expected if key not in weights]
+    if missing:
+        raise ModelBuildError(
+            f"{file.path} lacks {len(missing)} of the {len(expected)} tensors of a decoder of architecture {name!r}, "
+            f"such as {_gguf_name(missing[0])!r}; download it again; of a split file, merge the parts first "
+            "(llama-gguf-split --merge)"
+        )
+    for key, shape in expected.items():
+        if weights[key].shape != shape:
+            raise ModelBuildError(
+                f"{file.path}: tensor {weights[key].name!r} has shape {list(weights[key].shape)}, expected "
+                f"{list(shape)} as its metadata say; the file is damaged, or a variant that is not supported"
+            )
+
+
+def _gguf_name(key: str) -> str:
+    """The inverse of _hugging_face_name."""
+    module, _, part = key.rpartition(".")
+    for ours, theirs in _OTHER_WEIGHTS.items():
+        if theirs == module:
+            return f"{ours}.{part}"
+    _, _, layer, module = module.split(".", 3)
+    names = {theirs: ours for ours, theirs in _LAYER_WEIGHTS.items()}
+    return f"blk.{layer}.{names[module]}.{part}"
 
 
 def _hugging_face_name(name: str) -> str:
@@ -158,6 +205,8 @@ def _refuse_unknown(file: GgufFile, name: str) -> None:
     scaling = file.metadata.get(f"{name}.rope.scaling.type", "none")
     if scaling != "none":
         raise ModelBuildError(f"{file.path} scales its rotary frequencies ({scaling}); expected a model that does not")
+    if file.metadata.get(f"{name}.pooling_type"):
+        raise ModelBuildError(f"{str(file.path)!r} holds an embedding model ({name}.pooling_type is set){_NO_DECODER}")
     for key in _UNKNOWN:
         if found := file.metadata.get(f"{name}.{key}"):
             raise ModelBuildError(f"{file.path} has {name}.{key} = {found!r}, which such graphs do not compute")

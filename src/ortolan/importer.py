@@ -33,7 +33,7 @@ from .models.gguf.model import GgufModel, read_model
 from .models.gguf.numbers import GROUP, TakenWeight, join_numbers, take_numbers
 from .models.gguf.side_files import genai_config, side_files
 from .models.gguf.tokenizer import TokenizerFacts, read_gguf_tokenizer, read_tokenizer_facts
-from .models.graph_builder import Weight, lazy_weight
+from .models.graph_builder import ModelBuildError, Weight, lazy_weight
 from .models.llama import build_llama
 from .progress import Progress, Stage, no_progress, told
 from .session import create_session, known_cpu, package_versions
@@ -111,6 +111,11 @@ class _Import:
             versions=package_versions(),
             cpu=known_cpu(),
         )
+        if (size := model.config.head_size) % 16:
+            raise ModelBuildError(
+                f"{model.file.path} has heads of {size} values, and GroupQueryAttention takes multiples of 16 only; "
+                "such a model cannot be imported"
+            )
         # Refuses a graph that cannot be built before any weight is read.
         floats = {name: _lazy_floats(weight) for name, weight in model.weights.items()}
         build_llama(floats, model.config, attention="gqa", one_table=True)

@@ -288,6 +288,7 @@ class Embeddings:
             self._config.batch_tokens,
             self._config.max_waiting_tokens,
             self._engine.encoder.pads,
+            self._engine.encoder.length,
             self._count,
         )
         self._texts = Counter("ortolan_texts", description="Texts that went into batches.")

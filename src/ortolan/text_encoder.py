@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.graph_passes.files.model_file import model_in
+from ortolan.graph_passes.measure.feeds import fixed_sizes
 from ortolan.graph_passes.names import PADDING_KEY
 from ortolan.graph_passes.text.pooling import Dense
 from ortolan.graph_passes.text.text_input import PAIR_INPUT, SCORE, TEXT_INPUT
@@ -44,11 +45,13 @@ def _tell_nobody(done: int) -> None:
 
 
 class Budget:
-    """Of one batch: batch_tokens, padding counted where there is some; a first text is always taken."""
+    """Of one batch: batch_tokens, padding counted where there is some; a first text is always taken. length: to which
+    all texts are padded, whatever batch they are in; 0: to the longest one of their batch."""
 
-    def __init__(self, batch_tokens: int, pads: bool) -> None:
+    def __init__(self, batch_tokens: int, pads: bool, length: int = 0) -> None:
         self._most, self._pads = batch_tokens, pads
-        self._texts = self._longest = self.tokens = 0
+        self._texts = self.tokens = 0
+        self._longest = length
 
     def takes(self, text: Tokens) -> bool:
         longest = max(self._longest, len(text))
@@ -80,13 +83,15 @@ class TextEncoder:
 
     kind: "embedding", or "reranker" for a model that scores pairs of texts. max_tokens: longer texts are cut; None: the
     model cuts them itself. width: of the vectors, where the model tells it. pads: padding is computed as well, so that
-    a batch costs its longest text times its texts.
+    a batch costs its longest text times its texts. length: to which all texts are padded, of a model that takes texts
+    of one number of tokens only; else 0.
     """
 
     kind: Literal["embedding", "reranker"]
     max_tokens: int | None
     width: int | None
     pads: bool
+    length: int
 
     def __init__(
         self,
@@ -114,6 +119,7 @@ class TextEncoder:
         self._session: onnxruntime.InferenceSession = session
         inputs = {value.name: value for value in self._session.get_inputs()}
         self.pads = PADDING_KEY not in self._session.get_modelmeta().custom_metadata_map
+        self.length = 0
         if TEXT_INPUT in inputs:
             self._take_texts(inputs.keys(), settings)
             return
@@ -123,6 +129,8 @@ class TextEncoder:
                 f"{TEXT_INPUT!r}"
             )
         self._inputs = {name: _dtype(value) for name, value in inputs.items()}
+        self._rows, length = fixed_sizes(inputs["input_ids"].shape)
+        self.length = length or 0
         if isinstance(settings, TextInput):
             beside = path or settings.tokenizer or tokenizer
             settings = read_settings(
@@ -131,6 +139,7 @@ class TextEncoder:
                 None if beside is None else Path(beside),
                 tokenizer,
                 tokens=_TOKENS,
+                length=length,
             )
         self._settings: TextSettings | None = settings
         self._output = self._settings.output
@@ -204,13 +213,23 @@ class TextEncoder:
         """float32 [len(batch), width] of an embedding model, [len(batch)] of a reranker: one call of the session."""
         if self._settings is None:
             return self._run_texts(batch)
-        (found,) = self._session.run([self._output], self._feeds(batch))
+        found = self._outputs(batch)
         if self._settings.scores:
             scores = found.reshape(len(batch)).astype(np.float32)
             return np.asarray(_sigmoid(scores) if self._settings.activation == "sigmoid" else scores)
         if self._settings.pooling is None:
             return self._finished(list(found))
         return self._finished([rows[: len(one)] for rows, one in zip(found, batch, strict=True)])
+
+    def _outputs(self, batch: Sequence[Tokens]) -> np.ndarray:
+        """The session's output, a row a text. A model with a fixed batch is called until all texts are done."""
+        rows, width = self._rows or len(batch), self.length or max(1, *map(len, batch))
+        found = []
+        for start in range(0, len(batch), rows):
+            part = list(batch[start : start + rows])
+            (answers,) = self._session.run([self._output], self._feeds(part + part[:1] * (rows - len(part)), width))
+            found.append(answers[: len(part)])
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
     def _finished(self, found: list[np.ndarray]) -> np.ndarray:
         """Text by text, so that no sum knows of another text. found: each text's vector, or those of its tokens."""
@@ -235,9 +254,9 @@ class TextEncoder:
         (found,) = self._session.run([self._output], feeds)
         return np.asarray(found.reshape(len(batch)) if self.kind == "reranker" else found)
 
-    def _feeds(self, batch: Sequence[Tokens]) -> dict[str, np.ndarray]:
+    def _feeds(self, batch: Sequence[Tokens], width: int) -> dict[str, np.ndarray]:
         assert self._settings is not None
-        file, shape = self._settings.file, (len(batch), max(1, *map(len, batch)))
+        file, shape = self._settings.file, (len(batch), width)
         ids, mask, types = np.full(shape, file.pad_id), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         for row, one in enumerate(batch):
             ids[row, : len(one)], mask[row, : len(one)], types[row, : len(one)] = one.ids, 1, one.type_ids
@@ -259,7 +278,7 @@ class TextEncoder:
         """Of texts that are divided into tokens already: see tokenize, encode."""
         vectors = np.empty((0, self.width or 0), np.float32)
         done = 0
-        for batch in batches(tokens, batch_tokens, self.pads):
+        for batch in batches(tokens, batch_tokens, self.pads, self.length):
             found = self.run([tokens[index] for index in batch])
             if not len(vectors):
                 vectors = np.empty((len(tokens), found.shape[1]), np.float32)
@@ -278,7 +297,7 @@ class TextEncoder:
         tokens = self.tokenize_pairs(query, texts)
         scores = np.empty(len(tokens), np.float32)
         done = 0
-        for batch in batches(tokens, batch_tokens, self.pads):
+        for batch in batches(tokens, batch_tokens, self.pads, self.length):
             scores[batch] = self.run([tokens[index] for index in batch])
             tell(done := done + len(batch))
         return scores
@@ -289,8 +308,7 @@ class TextEncoder:
         if self._settings is None or self._settings.pooling is None:
             raise OrtolanError("the model has no output [batch, tokens, hidden], from which tokens' vectors are taken")
         batch = self.tokenize(texts)
-        (found,) = self._session.run([self._output], self._feeds(batch))
-        return [rows[: len(one)] for rows, one in zip(found, batch, strict=True)]
+        return [rows[: len(one)] for rows, one in zip(self._outputs(batch), batch, strict=True)] if batch else []
 
 
 def model_path(model: Any) -> Path | None:
@@ -310,18 +328,18 @@ def check_texts(texts: Sequence[Any]) -> None:
             raise OrtolanError(f"text {number} is a {type(text).__name__}, expected a str")
 
 
-def batches(tokens: Sequence[Tokens], batch_tokens: int, pads: bool = True) -> Iterator[list[int]]:
+def batches(tokens: Sequence[Tokens], batch_tokens: int, pads: bool = True, length: int = 0) -> Iterator[list[int]]:
     """Numbers of those that run as one batch, the longest first: memory is at its largest at the beginning. A batch of
-    several has batch_tokens at most, padding counted where there is some. Raises OrtolanError."""
+    several has batch_tokens at most, padding counted where there is some. length: see Budget. Raises OrtolanError."""
     if batch_tokens < 1:
         raise OrtolanError(f"batch_tokens is {batch_tokens}, expected at least 1")
     order = sorted(range(len(tokens)), key=lambda index: -len(tokens[index]))
-    budget = Budget(batch_tokens, pads)
+    budget = Budget(batch_tokens, pads, length)
     batch: list[int] = []
     for index in order:
         if not budget.takes(tokens[index]):
             yield batch
-            batch, budget = [], Budget(batch_tokens, pads)
+            batch, budget = [], Budget(batch_tokens, pads, length)
         budget.add(tokens[index])
         batch.append(index)
     if batch:

@@ -40,12 +40,13 @@ class TokenBatches:
         batch_tokens: int,
         max_waiting_tokens: int,
         pads: bool = False,
+        length: int = 0,
         on_batch: Callable[[int, int], None] | None = None,
     ) -> None:
-        """run: answers each text of a batch; an answer may be an exception. batch_tokens, pads: see Budget.
+        """run: answers each text of a batch; an answer may be an exception. batch_tokens, pads, length: see Budget.
         max_waiting_tokens: of all requests that are in no batch; more are refused, but for a request that finds nobody
         waiting. on_batch: is called with the texts and tokens of each batch that begins."""
-        self._run, self._batch_tokens, self._pads = run, batch_tokens, pads
+        self._run, self._batch_tokens, self._pads, self._length = run, batch_tokens, pads, length
         self._most, self._on_batch = max_waiting_tokens, on_batch
         self._requests: deque[_Request] = deque()
         self._worker: asyncio.Task[None] | None = None
@@ -111,7 +112,7 @@ class TokenBatches:
     def _take(self) -> list[tuple[_Request, int, Tokens]]:
         """The next batch; empty where nobody waits."""
         batch: list[tuple[_Request, int, Tokens]] = []
-        budget = Budget(self._batch_tokens, self._pads)
+        budget = Budget(self._batch_tokens, self._pads, self._length)
         while self._requests:
             request = self._requests[0]
             taken = len(batch)

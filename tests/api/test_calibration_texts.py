@@ -54,6 +54,34 @@ def test_each_text_is_one_feed_and_long_ones_are_cut():
     assert count_tokens(feeds) == 3 + 3 * TOKENS_OF_PIECE + 20
 
 
+@pytest.mark.parametrize(("batch", "tokens"), [("batch", 8), (1, 8), (2, 8), (2, "tokens")])
+def test_texts_for_models_of_a_fixed_size_are_padded(tmp_path, batch, tokens):
+    model = tiny.tiny_bert()
+    for value in [*model.graph.inputs, *model.graph.outputs]:
+        value.shape = ir.Shape([batch, tokens, *value.shape[2:]])
+    texts, tokenizer = ["one two", "three " * 9, "two"], write_tokenizer(tmp_path / "tokenizer.json")
+    feeds = feeds_of_texts(texts, tokenizer, model)
+    rows, length = 1 if batch == "batch" else batch, None if tokens == "tokens" else tokens
+    assert {one["input_ids"].shape for one in feeds if length} == ({(rows, length)} if length else set())
+    assert all(len(one["input_ids"]) == rows for one in feeds)
+    assert all((one["input_ids"][one["attention_mask"] == 0] == 0).all() for one in feeds)
+    assert [int(one["attention_mask"].sum()) for one in feeds] == {
+        (1, 8): [3, 8, 2],
+        (2, 8): [11, 5],
+        (2, None): [13, 5],
+    }[rows, length]
+    assert read_calibration(feeds, model)
+    ir.save(model, tmp_path / "model.onnx")
+    report = ortolan.optimize_onnx(
+        tmp_path / "model.onnx",
+        weights="bf16",
+        calibration=texts,
+        options={"seconds": 0.0},
+        portable=False,
+    )
+    assert report.replaced and report.tokens
+
+
 @pytest.mark.parametrize(("attention", "most"), [("standard", TOKENS_OF_PIECE), ("gqa", TOKENS_OF_DECODER)])
 def test_texts_of_decoders_are_joined(attention, most):
     """To pieces of the context, where that is known and less than what is always enough."""

@@ -314,3 +314,44 @@ def test_models_that_take_texts(folder, tmp_path):
 
 def test_texts_are_cut_to_256_tokens_where_nothing_says_it(tokenizer_path):
     assert TextEncoder(make_session(tiny.tiny_bert()), tokenizer_path).max_tokens == 256
+
+
+def fix_sizes(model, batch, tokens):
+    for value in [*model.graph.inputs, *model.graph.outputs]:
+        value.shape = ir.Shape([batch, tokens, *value.shape[2:]])
+    return model
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [("batch", 12), (1, 12), (3, 12), (3, "tokens")])
+def test_models_of_a_fixed_size_get_padded_texts(tokenizer_path, batch, tokens):
+    sentences = ["a man plays the guitar", "a woman", "the red horse is a horse is a horse", "flute " * 20]
+    encoder = make_encoder(fix_sizes(tiny.tiny_bert(), batch, tokens), tokenizer_path, max_tokens=None)
+    free = make_encoder(tiny.tiny_bert(), tokenizer_path, max_tokens=encoder.max_tokens)
+    if tokens == 12:
+        assert (encoder.length, encoder.max_tokens) == (12, 12)
+    np.testing.assert_allclose(encoder.encode(sentences), free.encode(sentences), atol=1e-5)
+    for found, expected in zip(encoder.token_vectors(sentences), free.token_vectors(sentences), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert encoder.encode([]).shape == (0, 48)
+
+
+def test_batches_count_the_padding_of_a_fixed_length(tokenizer_path):
+    encoder = make_encoder(fix_sizes(tiny.tiny_bert(), "batch", 12), tokenizer_path, max_tokens=None)
+    tokens = encoder.tokenize(["a man"] * 5)
+    assert [len(batch) for batch in batches(tokens, 24, encoder.pads, encoder.length)] == [2, 2, 1]
+
+
+def test_more_tokens_than_a_fixed_length_are_refused(tokenizer_path):
+    with pytest.raises(ModelError, match=r"max_tokens is 32, but the model takes texts of 12 tokens.*12 at most"):
+        make_encoder(fix_sizes(tiny.tiny_bert(), 1, 12), tokenizer_path)
+
+
+def test_a_reranker_of_a_fixed_size(reranker):
+    texts = ["a woman plays the flute", "a man", "red horse"]
+    expected = TextEncoder(reranker).score("the man", texts)
+    model = ir.load(reranker / "model.onnx")
+    for value in model.graph.inputs:
+        value.shape = ir.Shape([1, 24])
+    model.graph.outputs[0].shape = ir.Shape([1, 1])
+    ir.save(model, reranker / "model.onnx")
+    np.testing.assert_allclose(TextEncoder(reranker).score("the man", texts), expected, atol=1e-5)

@@ -138,7 +138,7 @@ def test_configurations(tmp_path: Path) -> None:
 def test_refused_before_anything_is_written(tmp_path: Path) -> None:
     path, folder = tmp_path / "model.gguf", tmp_path / "folder"
     write(path, replace(CONFIGS["llama"], head_dim=8))
-    with pytest.raises(ModelBuildError, match="head_dim is 8; GroupQueryAttention wants a multiple of 16"):
+    with pytest.raises(ModelBuildError, match="has heads of 8 values, and GroupQueryAttention takes multiples of 16"):
         ortolan.import_gguf(path, folder)
     write(path, pre="bloom")
     with pytest.raises(ModelBuildError, match="splits text as 'bloom'"):

@@ -72,8 +72,9 @@ def test_a_window_of_attention_ends_the_positions(tmp_path):
         ({"llama.attention.value_length": 8}, "has values of 8 of 16 numbers"),
         ({"llama.rope.dimension_count": 8}, "rotates 8 of 16 numbers"),
         ({"llama.embedding_length": "wide"}, "'llama.embedding_length' is 'wide', expected a number"),
-        ({"llama.block_count": 3}, "weights are missing"),
-        ({"llama.embedding_length": 32}, "has shape"),
+        ({"llama.block_count": 3}, r"lacks 9 of the \d+ tensors .*, such as 'blk\.2\.attn_norm\.weight'"),
+        ({"llama.embedding_length": 32}, r"tensor 'token_embd\.weight' has shape \[\d+, 64\], expected \[\d+, 32\]"),
+        ({"llama.pooling_type": 3}, r"embedding model \(llama.pooling_type is set\), but only decoders"),
     ],
 )
 def test_models_that_cannot_be_built(tmp_path, metadata, message):
@@ -93,7 +94,7 @@ def test_tensors_that_nobody_reads(tmp_path):
         read_model(tmp_path / "model.gguf")
 
 
-def test_other_files_are_refused(tmp_path):
+def test_other_files_are_refused(tmp_path, monkeypatch):
     gpt = gguf.GGUFWriter(tmp_path / "gpt.gguf", "gpt2")
     gpt.write_header_to_file()
     gpt.write_kv_data_to_file()
@@ -101,6 +102,17 @@ def test_other_files_are_refused(tmp_path):
     gpt.close()
     with pytest.raises(ModelBuildError, match="architecture 'gpt2', expected one of 'llama', 'qwen2'"):
         read_gguf(tmp_path / "gpt.gguf")
+    bert = gguf.GGUFWriter(tmp_path / "bert.gguf", "bert")
+    bert.write_header_to_file()
+    bert.write_kv_data_to_file()
+    bert.write_tensors_to_file()
+    bert.close()
+    monkeypatch.setattr(gguf, "GGUFReader", lambda path: pytest.fail("the file was read"))
+    message = (
+        "embedding model .architecture 'bert'., but only decoders can be imported; export the original .* optimum-cli"
+    )
+    with pytest.raises(ModelBuildError, match=message):
+        read_gguf(tmp_path / "bert.gguf")
     path = tmp_path / "model.gguf"
     path.write_bytes(b"not a model at all, but long enough for a header of one")
     with pytest.raises(

@@ -164,6 +164,28 @@ def test_refusals(tmp_path):
     refused("BertPreTokenizer", tokenizer=tmp_path / "other.json")
 
 
+def test_a_model_of_a_fixed_length_takes_texts(tmp_path):
+    tokenizer = write_wordpiece(tmp_path / "tokenizer.json")
+    model = tiny.tiny_bert(vocab_size=256)
+    ir.save(model, tmp_path / "free.onnx")
+    for value in [*model.graph.inputs, *model.graph.outputs]:
+        value.shape = ir.Shape(["batch", 12, *value.shape[2:]])
+    ir.save(model, tmp_path / "model.onnx")
+    chosen = {"weights": "bf16", "options": {"seconds": 0.0}, "portable": False}
+    text = TextInput(tokenizer)
+    report = ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "fast.onnx", texts_in=text, **chosen)
+    assert any("up to 12 tokens, padded to 12" in note for note in report.notes)
+    texts = ["The cat sleeps.", "unaffable cats, 中文!", "the " * 40]
+    (found,) = ortolan.create_session(tmp_path / "fast.onnx").run(None, {"text": np.array(texts, object)})
+    expected = pooled(tmp_path / "free.onnx", tokenizer, texts, "mean", True, 12)
+    assert (found * expected).sum(axis=1).min() > 0.999
+    for value in model.graph.inputs:
+        value.shape = ir.Shape([1, 12])
+    ir.save(model, tmp_path / "model.onnx")
+    with pytest.raises(ModelError, match=r"has a batch of 1, .* export the model with a dynamic batch axis"):
+        ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "no.onnx", texts_in=text, **chosen)
+
+
 def test_extensions_that_are_not_installed_are_named(tmp_path, monkeypatch):
     path = write_wordpiece(tmp_path / "tokenizer.json")
     model = ir.to_proto(tokenizer_alone(path, 16))
