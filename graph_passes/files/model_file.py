@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError, EncodeError  # type: ignore[import-untyped]
 
-from ortolan.errors import ModelError, OutputError, listing
+from ortolan.errors import ModelError, OutputError, listing, missing_model
 
 from .genai_folder import CONFIG_NAME, decoder_file
 
@@ -103,8 +103,20 @@ def model_in(folder: Path) -> Path:
             f"folder {str(folder)!r} holds several ONNX files: {listing(file.name for file in found)}; give the path "
             "of one of them"
         )
-    advice = f"; did you mean {str(deeper.pop())!r}?" if len(deeper) == 1 else ", expected one"
+    advice = f"; did you mean {str(deeper.pop())!r}?" if len(deeper) == 1 else f", expected one{_other_weights(folder)}"
     raise ModelError(f"folder {str(folder)!r} holds no ONNX file{advice}")
+
+
+def _other_weights(folder: Path) -> str:
+    """What to do with a folder that holds a model in another format."""
+    torch = [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("pytorch_model*.bin"))]
+    if torch:
+        return (
+            f"; it holds weights of PyTorch ({torch[0].name}): export the model first, with optimum-cli export onnx "
+            f"--model {folder} NEW_FOLDER, and give the new folder"
+        )
+    gguf = sorted(folder.glob("*.gguf"))
+    return f"; it holds {gguf[0].name}: a GGUF file of a decoder can be imported: ortolan import" if gguf else ""
 
 
 def _read_proto(path: Path) -> onnx.ModelProto:
@@ -113,7 +125,7 @@ def _read_proto(path: Path) -> onnx.ModelProto:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        raise ModelError(f"model file {str(path)!r} does not exist") from None
+        raise ModelError(missing_model(path)) from None
     except OSError as error:
         raise ModelError(f"model file {str(path)!r} cannot be read: {error.strerror}") from error
     advice = "; export the model to ONNX first, for example with: optimum-cli export onnx --model MODEL FOLDER"

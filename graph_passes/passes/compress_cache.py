@@ -382,7 +382,11 @@ def _with_others(uses: CacheUses | None, others: Sequence[ir.Node]) -> CacheUses
 def _why_nothing(name: str, refused: Refused) -> str:
     """For the error, where the recipe changes nothing else."""
     if not refused:
-        return f"{name} holds no attention with a cache, so there is nothing to compress"
+        return (
+            f"{name} holds no attention with a cache, so there is nothing to compress: leave the cache option out; for "
+            "a decoder, export it with its cache: optimum-cli export onnx --task text-generation-with-past --model "
+            "MODEL FOLDER"
+        )
     reasons = "; ".join(f"{names[0]}: {reason}" for reason, names in list(refused.items())[:5])
     return f"no attention of {name} has a cache that can be compressed: {reasons}"
 

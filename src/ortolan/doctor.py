@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 Status = Literal["ok", "note", "failed"]
 
 _REINSTALL = "reinstall Ortolan for this Python (in a source tree: pip install .)"
+_PROVIDER = "execution provider"
 _UNSET = "unset ORTOLAN_ISA, or set it to one of those"
 _SELF_TEST_SECONDS = 120
 _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "failed": "[red]FAILED[/]"}
@@ -91,11 +92,17 @@ class DoctorReport:
             sets.add_column(column, overflow="fold")
         for one in self.feature_sets:
             sets.add_row(one.name, one.state, one.cpus, one.brings)
+        verdict, style = self._verdict()
+        return Group(checks, sets, Text(verdict, style=style))
+
+    def _verdict(self) -> tuple[str, str]:
+        """The last line, and its color."""
         failed = sum(check.status == "failed" for check in self.checks)
-        verdict = (
-            "Everything that Ortolan needs works." if self.passed else f"{failed} failed; what to do stands above."
-        )
-        return Group(checks, sets, Text(verdict, style="green" if self.passed else "red"))
+        if failed:
+            return f"{failed} failed; what to do stands above.", "red"
+        if any(check.name == _PROVIDER and check.status != "ok" for check in self.checks):
+            return "Optimized models run. The execution provider is missing, as said above.", "yellow"
+        return "Everything that Ortolan needs works.", "green"
 
 
 def run_doctor() -> DoctorReport:
@@ -107,7 +114,7 @@ def run_doctor() -> DoctorReport:
         _guarded("CPU", check_cpu),
         _guarded("ORTOLAN_ISA", check_isa_override),
         _guarded("operator library", check_library),
-        _guarded("execution provider", check_provider),
+        _guarded(_PROVIDER, check_provider),
         _guarded("OpenCL", check_opencl),
     ]
     checks += [_guarded(name, partial(check_extra, name)) for name in _EXTRAS]
@@ -275,7 +282,7 @@ def check_provider() -> Check:
 
     In a process of its own too, so that this one registers nothing. Without it, optimized models run as ever.
     """
-    name = "execution provider"
+    name = _PROVIDER
     try:
         result = _run_python("from ortolan.provider import session_options; session_options()")
     except subprocess.TimeoutExpired:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -56,3 +58,16 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 def one_line(error: BaseException) -> str:
     """An error's message without its line breaks; where there is none, the error's type."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def missing_model(path: str | bytes | os.PathLike[str]) -> str:
+    """Say that a model's file does not exist; of what looks like a name on the Hugging Face Hub, how to get a file."""
+    name = os.fsdecode(path)
+    message = f"model file {name!r} does not exist"
+    # An owner and a name, with no ending that a file of a model has.
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) and not name.endswith((".onnx", ".gguf", ".ort")):
+        message += (
+            "; if it is a model of the Hugging Face Hub, export it first, with "
+            f"optimum-cli export onnx --model {name} FOLDER, and give the folder"
+        )
+    return message

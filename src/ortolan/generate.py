@@ -52,6 +52,11 @@ class Decoder:
 
         Raises OrtolanError when the session has other inputs, or no cache of known size.
         """
+        if not hasattr(session, "run_with_iobinding"):
+            raise OrtolanError(
+                f"session is a {type(session).__name__}, expected an onnxruntime.InferenceSession; make one with "
+                "ortolan.create_session(path)"
+            )
         self.session = session
         inputs = {value.name: value for value in session.get_inputs()}
         self._outputs = {value.name: value for value in session.get_outputs()}
@@ -141,7 +146,7 @@ class Decoder:
 
         Raises OrtolanError when there are no tokens, or more than fit into a shared cache.
         """
-        tokens = np.ascontiguousarray(ids, np.int64).reshape(1, -1)
+        tokens = _token_ids(ids)
         count = tokens.shape[1]
         total = self.length + count
         if count == 0:
@@ -173,6 +178,18 @@ class Decoder:
             self._values = binding.get_outputs()[1:]
         self.length = total
         return logits.reshape(rows, self.vocabulary)
+
+
+def _token_ids(ids: Any) -> np.ndarray:
+    """int64 [1, tokens]. Raises OrtolanError for what is no sequence of token ids, such as a text."""
+    found = np.asarray(ids)
+    if found.size and found.dtype.kind not in "iu":
+        what = "a text" if isinstance(ids, str) or found.dtype.kind == "U" else f"of type {found.dtype}"
+        raise OrtolanError(
+            f"the prompt is {what}, expected token ids; encode texts first: "
+            "ortolan.models.tokenizer.load_tokenizer('tokenizer.json').encode(text)"
+        )
+    return np.ascontiguousarray(found, np.int64).reshape(1, -1)
 
 
 def _fixed_tokens(value: Any, otherwise: int) -> int:

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import LibraryError, ModelError, SessionError, one_line
+from .errors import LibraryError, ModelError, SessionError, missing_model, one_line
 from .library import get_library_path
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def open_session(
                 raise SessionError(str(error)) from None
         name = repr(model)
         if not os.path.isfile(model):
-            raise SessionError(f"model file {name} does not exist")
+            raise SessionError(missing_model(model))
     if data_folder is not None:
         options.add_session_config_entry(_FOLDER_OF_DATA, str(data_folder))
     chosen = [providers] if isinstance(providers, str) else list(providers or [])

@@ -81,6 +81,17 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
     }
 
 
+def test_a_name_of_the_hub_is_no_path():
+    name = "sentence-transformers/all-MiniLM-L6-v2"
+    for open_model in (ortolan.inspect_onnx, ortolan.create_session, ortolan.TextEncoder):
+        with pytest.raises(
+            OrtolanError, match=f"does not exist; if it is .* Hub, .* export onnx --model {name} FOLDER"
+        ):
+            open_model(name)
+    with pytest.raises(ModelError, match=r"models/none\.onnx' does not exist$"):
+        ortolan.inspect_onnx("models/none.onnx")
+
+
 @pytest.mark.parametrize("kind", ["missing", "folder", "text", "empty", "half", "ort", "zeros"])
 def test_files_that_are_no_model(folder, unchanged, kind):
     path, message = bad_files(folder)[kind]

@@ -257,3 +257,12 @@ def test_frequencies_of_samples(options, expected):
     counts = np.bincount([sample(logits, rng, **options) for _ in range(4000)], minlength=4)
     np.testing.assert_allclose(counts / 4000, expected, atol=0.03)
     np.testing.assert_array_equal(counts == 0, np.array(expected) == 0)
+
+
+@pytest.mark.parametrize(("prompt", "found"), [("once", "a text"), (["once"], "a text"), ([0.5], "of type float64")])
+def test_a_prompt_that_is_not_encoded(prompt, found):
+    session, _ = SESSIONS["standard"]
+    with pytest.raises(OrtolanError, match=f"the prompt is {found}, expected token ids; encode texts first"):
+        generate(session, prompt)
+    with pytest.raises(OrtolanError, match=r"session is a str, .* make one with ortolan.create_session"):
+        generate("model.onnx", PROMPT)

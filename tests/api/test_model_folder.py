@@ -126,6 +126,13 @@ def test_folders_with_several_models(folder, tmp_path):
         (folder / name).unlink()
     with pytest.raises(ModelError, match="holds no ONNX file, expected one"):
         ortolan.inspect_onnx(folder)
+    for name, advice in (
+        ("model.gguf", "it holds model.gguf: a GGUF file of a decoder can be imported: ortolan import"),
+        ("model.safetensors", r"it holds weights of PyTorch \(model.safetensors\): export the model first, with"),
+    ):
+        (folder / name).write_bytes(b"")
+        with pytest.raises(ModelError, match=f"holds no ONNX file, expected one; {advice}"):
+            ortolan.inspect_onnx(folder)
     (folder / "models").mkdir()
     ir.save(tiny.mlp(), folder / "models" / "model.onnx")
     with pytest.raises(ModelError, match=r"holds no ONNX file; did you mean '.*/models'\?"):

@@ -22,7 +22,7 @@ from ..ops.opencl.devices import needs_opencl
 def test_all_is_well_here(invoke):
     result = invoke("doctor")
     assert result.exit_code == 0, result.stdout
-    assert "Everything that Ortolan needs works" in result.stdout
+    assert ("Everything that Ortolan needs works" in result.stdout) == has_provider()
     for name in ("onnxruntime", "onnx-ir", "operator library", "scalar", "avx512bf16", "in use"):
         assert name in result.stdout
 
@@ -51,6 +51,14 @@ def test_a_library_without_the_provider_is_noted(monkeypatch, tmp_path):
     check = doctor.check_provider()
     assert check.status == "note"
     assert "was built without the execution provider" in check.detail or "1.23 or later does" in check.detail
+
+
+def test_the_last_line_tells_of_a_missing_provider(monkeypatch, invoke):
+    monkeypatch.setattr(doctor, "check_provider", lambda: doctor.Check("execution provider", "note", "built without"))
+    result = invoke("doctor")
+    assert result.exit_code == 0
+    assert "Everything" not in result.stdout
+    assert "The execution provider is missing" in result.stdout.splitlines()[-1]
 
 
 @needs_opencl
