@@ -177,6 +177,7 @@ class _Import:
             one_table=True,
             separate_qkv=weights.separate_qkv,
         )
+        _add_position_ids(graph)
         graph.metadata_props["source"] = self.model.file.path.name
         if licence := self.model.file.metadata.get("general.license"):
             graph.metadata_props["licence"] = str(licence)
@@ -208,6 +209,15 @@ class _Import:
 
 def _first_token(facts: TokenizerFacts) -> int:
     return facts.bos or facts.eos or 0
+
+
+def _add_position_ids(model: ir.Model) -> None:
+    """Add an input that no node reads: GroupQueryAttention counts positions by attention_mask. Optimum warns of models
+    of these families that lack the input, and advises to export them again."""
+    import onnx_ir as ir
+
+    ids = next(value for value in model.graph.inputs if value.name == "input_ids")
+    model.graph.inputs.insert(2, ir.Value(name="position_ids", type=ids.type, shape=ids.shape))
 
 
 def _lazy_floats(weight: StoredWeight) -> Weight:

@@ -100,7 +100,8 @@ def test_tables_are_in_8_bits(tmp_path: Path, tied: bool) -> None:
     graph.graph.output[-1].type.tensor_type.ClearField("shape")
     (tmp_path / "rows").mkdir()
     onnx.save(graph, tmp_path / "rows/model.onnx")
-    feeds = {"input_ids": np.arange(1200)[None], "attention_mask": np.ones((1, 1200), np.int64)}
+    ids = np.arange(1200)[None]
+    feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": ids}
     empty = np.zeros((1, config.num_key_value_heads, 0, config.head_size), np.float32)
     feeds |= {value.name: empty for value in session.get_inputs() if value.name.startswith("past")}
     (rows,) = ortolan.create_session(tmp_path / "rows/model.onnx").run([first.input[0]], feeds)
@@ -121,6 +122,10 @@ def test_configurations(tmp_path: Path) -> None:
     config = CONFIGS["qwen2"]
     assert read["config.json"]["architectures"] == ["Qwen2ForCausalLM"]
     assert read["config.json"]["hidden_size"] == config.hidden_size
+    # Without these two, Optimum warns of the model, and transformers of its tokenizer.
+    session = ortolan.create_session(tmp_path / "folder")
+    assert [value.name for value in session.get_inputs()[:3]] == ["input_ids", "attention_mask", "position_ids"]
+    assert read["config.json"]["transformers_version"] == "4.57.2"
     assert read["config.json"]["eos_token_id"] == read["generation_config.json"]["eos_token_id"] == [1, 0]
     assert read["tokenizer_config.json"]["chat_template"] == TEMPLATE
     assert read["tokenizer_config.json"]["eos_token"] == "<|im_end|>"

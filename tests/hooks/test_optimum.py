@@ -303,7 +303,7 @@ def test_session_options_may_be_registered_again() -> None:
     ortolan.register(options)
 
 
-def test_imported_gguf(tmp_path: Path) -> None:
+def test_imported_gguf(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     gguf_file = pytest.importorskip("tests.models.gguf_file")
     gguf_file.write(tmp_path / "model.gguf", table="Q8_0")
     ortolan.import_gguf(tmp_path / "model.gguf", tmp_path / "folder")
@@ -311,6 +311,8 @@ def test_imported_gguf(tmp_path: Path) -> None:
         tmp_path / "folder", session_options=session_options(), use_io_binding=False
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
+    warned = capfd.readouterr().err
+    assert "position_ids" not in warned and "fix_mistral_regex" not in warned
     text = tokenizer.apply_chat_template([{"role": "user", "content": "ab ab12"}], tokenize=False)
     inputs = tokenizer(text, return_tensors="pt")
     ids = inputs["input_ids"][0].tolist()
