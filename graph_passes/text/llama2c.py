@@ -24,7 +24,7 @@ class TokenizerError(OrtolanError):
 class Llama2cTokenizer:
     """The byte-pair tokenizer of llama2.c (its tokenizer.bin): 3 control tokens, 256 byte tokens, then text."""
 
-    prefix = (BOS,)
+    prefix: tuple[int, ...] = (BOS,)
     start = BOS
     stop = frozenset({BOS, EOS})
 

@@ -112,8 +112,8 @@ def _tokenizer_fields(config: LlamaConfig, facts: TokenizerFacts, tokens: list[s
     fields: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **named,
-        "add_bos_token": facts.adds_bos,
-        "add_eos_token": facts.adds_eos,
+        "add_bos_token": facts.adds_bos and facts.bos is not None,
+        "add_eos_token": facts.adds_eos and facts.eos is not None,
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": config.max_position_embeddings,
