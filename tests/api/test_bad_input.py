@@ -84,9 +84,7 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
 def test_a_name_of_the_hub_is_no_path():
     name = "sentence-transformers/all-MiniLM-L6-v2"
     for open_model in (ortolan.inspect_onnx, ortolan.create_session, ortolan.TextEncoder):
-        with pytest.raises(
-            OrtolanError, match=rf"does not exist; if .* Hub, .* export onnx --model {name} FOLDER"
-        ):
+        with pytest.raises(OrtolanError, match=rf"does not exist; if .* Hub, .* export onnx --model {name} FOLDER"):
             open_model(name)
     with pytest.raises(ModelError, match=r"models/none\.onnx' does not exist$"):
         ortolan.inspect_onnx("models/none.onnx")
