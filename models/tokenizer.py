@@ -13,8 +13,8 @@ from ortolan.graph_passes.text.tokenizer_file import read_json
 
 from ..errors import OrtolanError
 
-# Tokens that end a text or a turn, for a tokenizer.json that lies alone. Ends of documents come first: a text that is
-# sampled from nothing begins with one of those, where a model has no token for the beginning.
+# Tokens that end a text or a turn, for a tokenizer.json without other files. Ends of documents come first: where a
+# model has no token for the beginning, a text that is sampled without a prompt begins with the end of a document.
 _ENDS = (
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>"),
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>"),
@@ -23,7 +23,7 @@ _ENDS = (
 
 class TextTokenizer(Protocol):
     """prefix: the tokens that the model expects in front of every text; often one (<s>, <bos>), for some models none.
-    start: the token that a text sampled from nothing begins with. stop: the tokens that end a text."""
+    start: the first token of a text that is sampled without a prompt. stop: the tokens that end a text."""
 
     prefix: tuple[int, ...]
     start: int

@@ -50,13 +50,7 @@ from ortolan.graph_passes.passes.normalize import optimized_with
 from ortolan.graph_passes.recipe import Recipe
 from ortolan.graph_passes.report.optimization import OptimizationReport
 from ortolan.graph_passes.run import run_recipe
-from ortolan.graph_passes.text.text_input import (
-    add_text_input,
-    answers_to_probes,
-    check_text_model,
-    pair_up,
-    plan_text_input,
-)
+from ortolan.graph_passes.text.text_input import add_text_input, check_text_model, plan_text_input
 from ortolan.graph_passes.text.text_plan import TextInput, TextPlan
 from ortolan.graph_passes.text.texts import Tokenizer, count_tokens, feeds_of_texts, find_tokenizer, read_texts
 
@@ -66,7 +60,7 @@ from .library import LIBRARY_NAME
 from .optimize_parts import PartFeeds, check_caches, optimize_parts, refuse_for_parts
 from .progress import Progress, Stage, logger, no_progress, told
 from .session import create_session, known_cpu, package_versions
-from .text_encoder import TextEncoder
+from .text_encoder import ask_probes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -453,7 +447,9 @@ class _Run:
         if self.text is None:
             return
         context.progress(Stage.TOKENIZER, 0, 1)
-        expected = self._ask_without_tokenizer(context)
+        verified = context.candidate if context.candidate.exists() else self.source.path or self.source.proto
+        assert verified is not None
+        expected = ask_probes(create_session(verified, quiet_options()), self.text)
         add_text_input(context.source.model, self.text, self._probes)
         # Its weights may lie in the file that it takes the place of.
         written = context.evidence.new_folder() / context.candidate.name
@@ -466,23 +462,6 @@ class _Run:
         context.source.model = load_model(context.candidate).model
         check_text_model(context.candidate, self.text, expected)
         context.note(self.text.description)
-
-    def _ask_without_tokenizer(self, context: PassContext) -> list[np.ndarray]:
-        """What the verified model, which takes tokens, answers to some texts."""
-        plan = self.text
-        assert plan is not None
-        verified = context.candidate if context.candidate.exists() else self.source.path or self.source.proto
-        assert verified is not None
-        encoder = TextEncoder(create_session(verified, quiet_options()), settings=plan)
-
-        def answer(texts: Sequence[str]) -> np.ndarray:
-            if not plan.scores:
-                return encoder.run(encoder.tokenize(texts))
-            return encoder.run(
-                [one for first, second in pair_up(texts) for one in encoder.tokenize_pairs(first, [second])]
-            )
-
-        return answers_to_probes(plan, answer)
 
 
 def _read_texts(calibration: Calibration | None) -> Any:

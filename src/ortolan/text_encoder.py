@@ -16,8 +16,8 @@ from ortolan.graph_passes.files.model_file import model_in
 from ortolan.graph_passes.measure.feeds import fixed_sizes
 from ortolan.graph_passes.names import PADDING_KEY
 from ortolan.graph_passes.text.pooling import Dense
-from ortolan.graph_passes.text.text_input import PAIR_INPUT, SCORE, TEXT_INPUT
-from ortolan.graph_passes.text.text_plan import EMBEDDING, TextInput, TextSettings, read_settings
+from ortolan.graph_passes.text.text_input import PAIR_INPUT, SCORE, TEXT_INPUT, answers_to_probes, pair_up
+from ortolan.graph_passes.text.text_plan import EMBEDDING, TextInput, TextPlan, TextSettings, read_settings
 
 from .errors import ModelError, OrtolanError, listing
 from .session import create_session
@@ -309,6 +309,20 @@ class TextEncoder:
             raise OrtolanError("the model has no output [batch, tokens, hidden], from which tokens' vectors are taken")
         batch = self.tokenize(texts)
         return [rows[: len(one)] for rows, one in zip(self._outputs(batch), batch, strict=True)] if batch else []
+
+
+def ask_probes(session: onnxruntime.InferenceSession, plan: TextPlan) -> list[np.ndarray]:
+    """Ask a model that takes tokens what `check_text_model` asks the model with the tokenizer. Raises
+    VerificationError."""
+    encoder = TextEncoder(session, settings=plan)
+
+    def answer(texts: Sequence[str]) -> np.ndarray:
+        if not plan.scores:
+            return encoder.run(encoder.tokenize(texts))
+        pairs = [encoder.tokenize_pairs(first, [second]) for first, second in pair_up(texts)]
+        return encoder.run([pair for (pair,) in pairs])
+
+    return answers_to_probes(plan, answer)
 
 
 def model_path(model: Any) -> Path | None:
