@@ -205,8 +205,8 @@ class Search:
                 form = layer.forms[candidate.name]
                 layer.chosen, layer.error, layer.after_ms = candidate.name, form.error, form.milliseconds
                 layer.reason = "saves the most time for its error within the budget"
-        times = f"{gain(report.before, report.after):.2f}x"
-        faster = f"{times} faster in the mean over the shapes (by minimum or median, whichever is less)"
+        report.gain = gain(report.before, report.after)
+        faster = f"{report.gain:.2f}x faster in the mean over the shapes (by minimum or median, whichever is less)"
         report.outcome = f"{faster}; {best.trial.found}; budget: {report.budget}"
 
 

@@ -38,6 +38,7 @@ from ..operators.nomad_attention_function import OP_TYPE, is_given, uses_of
 from ..operators.nomad_cache_function import INPUTS, CacheUses, nomad_cache_function
 from ..operators.replacement import stored_tensor
 from ..options import takes
+from ..report.lines import count
 from ..report.optimization import CacheReport
 from ..weights.cache_format import CacheFormat, CacheUse, ExactKeys
 from ..weights.quantizers.codebooks import CENTROIDS
@@ -152,8 +153,8 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         )
         share = bytes_after / bytes_before
         note(
-            f"{len(chosen)} attention(s) with a cache {verb} {OP_TYPE}: keys {keys}, values {options.values}"
-            + ("" if share == 1 else f"; the cache takes {share:.3g} of the bytes")
+            f"{count(len(chosen), 'attention')} with a cache {verb} one operator each: keys {keys}, values "
+            f"{options.values}" + ("" if share == 1 else f"; the cache takes {share:.3g} of the bytes")
         )
         if self._equal_width is not None:
             note(

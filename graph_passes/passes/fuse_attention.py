@@ -19,6 +19,7 @@ from ..names import ORTOLAN_DOMAIN
 from ..operators.nodes import fill_missing, new_initializer, nodes_of, put_function
 from ..operators.nomad_attention_function import INPUTS, OP_TYPE, nomad_attention_function, uses_of
 from ..options import takes
+from ..report.lines import count
 from .attention_rewrite import ROUNDING, AttentionOptions, AttentionRewrite, Refused
 
 
@@ -68,7 +69,9 @@ class FuseAttentionPass(AttentionRewrite[Attention]):
 
     def announce(self, chosen: Sequence[Attention], refused: Refused) -> None:
         if chosen:
-            self.context.note(f"{len(chosen)} attention(s) {self.verb} {OP_TYPE}, products of {self.options.precision}")
+            self.context.note(
+                f"{count(len(chosen), 'attention')} {self.verb} one operator each, in {self.options.precision}"
+            )
         elif not refused and not self.context.plan.replaces and not self.context.plan.fuses_cached:
             self.context.note("no attention was found: nothing to fuse")
         self.note_refused(refused)

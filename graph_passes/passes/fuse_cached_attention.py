@@ -12,7 +12,7 @@ from ortolan.progress import Stage
 from ..find.attention import NotAttention
 from ..find.cached_attention import CachedAttention
 from ..measure.feeds import has_past
-from ..operators.nomad_attention_function import OP_TYPE
+from ..report.lines import count
 from .attention_rewrite import AttentionOptions, Refused
 from .compress_cache import CompressCacheOptions, CompressCachePass
 from .context import PassContext
@@ -52,5 +52,5 @@ class FuseCachedAttentionPass(CompressCachePass):
 
     def announce(self, chosen: Sequence[CachedAttention], refused: Refused) -> None:
         if chosen:
-            self.context.note(f"{len(chosen)} attention(s) with a cache {self.verb} {OP_TYPE}")
+            self.context.note(f"{count(len(chosen), 'attention')} with a cache {self.verb} one operator each")
         self.note_refused(refused)

@@ -16,6 +16,7 @@ from ..find.epilogue import LayerNorm, only_consumer
 from ..find.layer_norm import find_norms
 from ..operators.add_layer_norm import ADDENDS, INPUTS, OP_TYPE, add_layer_norm_function, add_layer_norm_node
 from ..operators.nodes import declare_operators, fill_missing, in_order, new_initializer, put_function
+from ..report.lines import count
 from .context import RecipePass
 from .normalize import require_normalized
 
@@ -53,7 +54,7 @@ class FuseNormPass(RecipePass):
             declare_operators(model)
             if context.portable:
                 put_function(model, add_layer_norm_function(model.opset_imports[""]))
-            context.note(f"{len(nodes)} LayerNormalization(s) with {added} addition(s) in front became {OP_TYPE}")
+            context.note(f"{count(len(nodes), 'LayerNormalization')} fused with {count(added, 'addition')} in front")
         return ir.passes.PassResult(model, modified=bool(nodes))
 
     def _replace(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
 from .figures import Timing
+from .lines import Fact, count, first_of
 
 Saves = Literal["time", "bytes"]  # what a search saves
 
@@ -59,7 +61,7 @@ class Trial:
         attention = ", attention fused" if self.attention else ""
         verdict = "chosen" if self.chosen else "within the budget" if self.within else "over the budget"
         return (
-            f"{self.layers} layers{attention}: {self.found}; {self.saves} of the layers {self.time:.2f}, estimated "
+            f"{count(self.layers, 'layer')}{attention}: {self.found}; {self.saves} of the layers {self.time:.2f}, estimated "
             f"error {self.error:.2g}{size}: {verdict}"
         )
 
@@ -88,28 +90,33 @@ class AutoReport:
     after: list[Timing] = field(default_factory=list)
     measured: int = 0  # kinds of layers that were timed; the others' times were known
     saves: Saves = "time"
+    gain: float | None = None  # how many times as fast the chosen model is, in the mean over the shapes
 
-    def lines(self) -> list[str]:
-        """For people."""
-        found = [f"auto          {self.outcome}"]
-        for (batch, tokens), before, after in zip(self.shapes, self.before, self.after, strict=False):
-            found.append(
-                f"auto          {batch} x {tokens} tokens: min {before.min_ms:.3g} -> {after.min_ms:.3g} ms, median "
-                f"{before.median_ms:.3g} -> {after.median_ms:.3g} ms ({before.min_ms / after.min_ms:.2f}x)"
-            )
-        forms: dict[str, int] = {}
-        for layer in self.layers:
-            name = layer.chosen or "as they are"
-            forms[name] = forms.get(name, 0) + 1
-        counts = ", ".join(f"{count} {name}" for name, count in forms.items())
+    def facts(self) -> list[Fact]:
+        """The outcome, the speed, and how many layers have which form."""
+        forms = Counter(layer.chosen or "as they are" for layer in self.layers)
+        counts = ", ".join(f"{times} {name}" for name, times in forms.items())
         attention = "; attention fused" if self.attention else ""
-        found.append(f"auto          layers: {counts or 'none'}{attention}; {len(self.trials)} whole models tried")
-        found += [f"tried         {trial}" for trial in self.trials]
+        layers = f"{counts or 'none'}{attention}; {count(len(self.trials), 'whole model')} tried"
+        return [("search", self.outcome), *self.speed_facts(), ("layers", layers)]
+
+    def speed_facts(self) -> list[Fact]:
+        """The times of the whole model, by shape."""
+        return [
+            (
+                "speed",
+                f"{batch} x {tokens} tokens: min {before.min_ms:.3g} -> {after.min_ms:.3g} ms, median "
+                f"{before.median_ms:.3g} -> {after.median_ms:.3g} ms ({before.min_ms / after.min_ms:.2f}x)",
+            )
+            for (batch, tokens), before, after in zip(self.shapes, self.before, self.after, strict=False)
+        ]
+
+    def trial_facts(self) -> list[Fact]:
+        """The whole models that were tried, and why layers have their forms."""
         reasons: dict[str, list[str]] = {}
         for layer in self.layers:
             reasons.setdefault(layer.reason, []).append(layer.name)
-        found += [
-            f"auto          {reason}: {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else "")
-            for reason, names in reasons.items()
+        return [
+            *(("tried", str(trial)) for trial in self.trials),
+            *(("reason", f"{reason}: {first_of(names)}") for reason, names in reasons.items()),
         ]
-        return found

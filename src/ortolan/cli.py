@@ -21,7 +21,7 @@ try:
 
     from . import cli_options as options
     from . import cli_texts
-    from .cli_output import print_error, print_result, print_step, progress_bar
+    from .cli_output import print_error, print_result, print_step, progress_bar, text_width
     from .errors import OrtolanError
 except KeyboardInterrupt:  # no command runs yet that could tell
     sys.exit(130)
@@ -124,6 +124,7 @@ def optimize(
     html: options.Html = None,
     as_json: options.AsJson = False,
     verbose: options.Verbose = 0,
+    quiet: options.Quiet = False,
 ) -> None:
     """Write a smaller, faster copy of a model, and report what changed."""
     from ortolan.graph_passes.recipe import parse_setting
@@ -134,7 +135,7 @@ def optimize(
     if html is not None:
         require_packages()
         check_place(html)
-    with progress_bar(verbose) as progress:
+    with progress_bar(verbose, quiet) as progress:
         report = optimize_onnx(
             model,
             _output_beside(model) if output is None and not dry_run else output,
@@ -159,7 +160,8 @@ def optimize(
         )
     if html is not None:
         report.save_html(html)
-    print_result(report, as_json)
+    if as_json or not quiet:
+        print_result(report, as_json, verbose)
 
 
 @app.command()
@@ -177,13 +179,16 @@ def search(
     portable: options.Portable = True,
     as_json: options.AsJson = False,
     verbose: options.Verbose = 0,
+    quiet: options.Quiet = False,
 ) -> None:
     """Find, by measurement, the recipe that makes a model fastest here; optimize takes it (--recipe FILE.toml)."""
+    from ortolan.graph_passes.report.lines import lay_out
+
     from . import search as run
 
     if output is not None and not output.absolute().parent.is_dir():
         raise OrtolanError(f"cannot write {str(output)!r}: its folder does not exist")
-    with progress_bar(verbose) as progress:
+    with progress_bar(verbose, quiet) as progress:
         found = run(
             model,
             budget=budget,
@@ -197,10 +202,12 @@ def search(
     if output is not None:
         _write_text(output, found.to_toml())
     if as_json:
-        typer.echo(json.dumps(found.to_dict(), indent=2))
-    else:
-        lines = [] if found.search is None else found.search.lines()
-        typer.echo("\n".join([*lines, *([] if output is not None else ["", found.to_toml()])]))
+        return typer.echo(json.dumps(found.to_dict(), indent=2))
+    if found.search is not None and not quiet:
+        facts = found.search.facts() + (found.search.trial_facts() if verbose else [])
+        typer.echo(lay_out(facts, text_width()))
+    if output is None:
+        typer.echo(f"\n{found.to_toml()}" if not quiet else found.to_toml())
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -268,6 +275,7 @@ def distill(
         int | None, typer.Option(help="Steps between scores; a twentieth of all unless told.")
     ] = None,
     as_json: options.AsJson = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Make an encoder sparse and teach it, on texts alone, to give what it gave (needs the extra train)."""
     from ortolan.graph_passes.text.texts import read_texts
@@ -275,7 +283,7 @@ def distill(
     from .train import distill as run
 
     evaluate = None if score is None else _sts_score(score, tokenizer, model)
-    with progress_bar() as progress:
+    with progress_bar(quiet=quiet) as progress:
         report = run(
             model,
             output,
@@ -292,9 +300,10 @@ def distill(
             evaluate=evaluate,
             evaluate_every=score_every,
             progress=progress,
-            tell=lambda point: print_step(str(point)),
+            tell=None if quiet else lambda point: print_step(str(point)),
         )
-    print_result(report, as_json)
+    if as_json or not quiet:
+        print_result(report, as_json)
 
 
 def _sts_score(pairs: Path, tokenizer: Path | None, model: Path) -> Callable[[Path], float]:
@@ -317,13 +326,15 @@ def import_(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="The new folder.")],
     as_json: options.AsJson = False,
     verbose: options.Verbose = 0,
+    quiet: options.Quiet = False,
 ) -> None:
     """Make a folder for onnxruntime-genai and Optimum of a GGUF file, its numbers as they are (extra decoder)."""
     from . import import_gguf
 
-    with progress_bar(verbose) as progress:
+    with progress_bar(verbose, quiet) as progress:
         report = import_gguf(model, output, progress=progress)
-    print_result(report, as_json)
+    if as_json or not quiet:
+        print_result(report, as_json, verbose)
 
 
 @app.command()
@@ -339,6 +350,7 @@ def inspect(
         str, typer.Option(help="With --provider: faster (than ONNX Runtime on this CPU), or all that is known.")
     ] = "faster",
     as_json: options.AsJson = False,
+    verbose: options.Verbose = 0,
 ) -> None:
     """Show what a model holds: its layers, and which of them Ortolan has optimized."""
     from . import inspect_onnx, inspect_provider
@@ -347,7 +359,7 @@ def inspect(
     if not provider:
         if (precision, claims) != ("float32", "faster"):
             raise typer.BadParameter("it is for --provider", param_hint="--precision, --claims")
-        return print_result(inspect_onnx(model), as_json)
+        return print_result(inspect_onnx(model), as_json, verbose)
     try:
         checked_options(precision, claims)
     except ValueError as error:

@@ -36,9 +36,14 @@ Verbose = Annotated[
         "-v",
         count=True,
         callback=_tell_steps,
-        help="Say on stderr, in place of a progress bar, what is done and decided; twice: details too.",
+        help="Print details: in the report, a table of all layers; on stderr, in place of a progress bar, what is done "
+        "and decided (twice: of each layer).",
         show_default=False,
     ),
+]
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", help="Print errors and, with --json, the result; no report and no progress bar."),
 ]
 Model = Annotated[
     Path, typer.Argument(metavar="MODEL", help="The ONNX file, or the folder that it lies in.", show_default=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,18 +16,30 @@ from .progress import Progress, no_progress
 if TYPE_CHECKING:
     from rich.console import Console
 
-# A table in a file or a pipe has no window to fit in: no name is broken, so that it can be searched for.
-_PIPED_WIDTH = 10_000
+_PIPED_WIDTH = 10_000  # of tables in a file or a pipe: names stay whole, so that they can be searched for
+_WIDEST = 120  # lines of text that are longer are hard to read
 
 
-def print_result(result: Any, as_json: bool) -> None:
-    """JSON as it is, or what the result's __rich__ or __str__ makes of it."""
+def print_result(result: Any, as_json: bool, verbose: int = 0) -> None:
+    """Print JSON, the result's summary or, if verbose, its details; or what its __rich__ or __str__ gives."""
     if as_json:
         typer.echo(result.to_json())
+    elif hasattr(result, "summary"):
+        typer.echo(result.details(text_width(), table_width()) if verbose else result.summary(text_width()))
     elif hasattr(result, "__rich__"):
         make_console().print(result)
     else:
         typer.echo(str(result))
+
+
+def text_width() -> int:
+    """Columns of text on stdout: the terminal's or COLUMNS, else 80."""
+    return min(shutil.get_terminal_size((80, 24)).columns, _WIDEST)
+
+
+def table_width() -> int | None:
+    """Columns of tables on stdout, where it is a terminal or COLUMNS is set."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else None
 
 
 def print_error(message: str) -> None:
@@ -49,10 +63,10 @@ def make_console(stderr: bool = False) -> Console:
 
 
 @contextmanager
-def progress_bar(verbose: int = 0) -> Iterator[Progress]:
+def progress_bar(verbose: int = 0, quiet: bool = False) -> Iterator[Progress]:
     """A callback progress(stage, done, total) that moves a bar on stderr; silent where that is no terminal, or where
-    the steps are told in lines."""
-    if verbose or not sys.stderr.isatty():
+    the steps are told in lines, or not at all (quiet)."""
+    if verbose or quiet or not sys.stderr.isatty():
         yield no_progress
         return
     from rich import progress as rich_progress

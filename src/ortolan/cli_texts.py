@@ -48,6 +48,7 @@ def embed(
     batch_tokens: options.BatchTokens = None,
     threads: options.Threads = None,
     as_json: options.AsJson = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Write the vectors of any number of texts, one a line, to a file of NumPy."""
     from ortolan.graph_passes.text.text_plan import TextInput
@@ -62,12 +63,12 @@ def embed(
     settings = TextInput(pooling=pooling, normalize=normalize, max_tokens=max_tokens, prompt_name=prompt_name)
     encoder = _open(model, tokenizer, settings, threads)
     none = encoder.encode([])  # refuses a reranker before texts are waited for, and knows the width where no text comes
-    with progress_bar() as progress:
+    with progress_bar(quiet=quiet) as progress:
         pieces = embed_stream(lines, encoder, batch_tokens=batch_tokens or BATCH_TOKENS, progress=progress)
         rows, width = write_vectors(output, (piece for found in ([none], pieces) for piece in found))
     if as_json:
         typer.echo(json.dumps({"output": str(output), "texts": rows, "width": width}))
-    else:
+    elif not quiet:
         typer.echo(f"{output}: {rows} vectors of {width} numbers")
 
 

@@ -19,14 +19,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+from ortolan.graph_passes.report.lines import WIDTH, lay_out, wrap
 
 from .errors import OrtolanError, one_line
 from .opencl import VARIABLE
 from .session import cpu_info
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 Status = Literal["ok", "note", "failed"]
 
@@ -34,7 +33,8 @@ _REINSTALL = "reinstall Ortolan for this Python (in a source tree: pip install .
 _PROVIDER = "execution provider"
 _UNSET = "unset ORTOLAN_ISA, or set it to one of those"
 _SELF_TEST_SECONDS = 120
-_MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "failed": "[red]FAILED[/]"}
+_MARKS = {"ok": "ok", "note": "note", "failed": "FAILED"}
+_LABEL_WIDTH = 28  # of mark and name of a check
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class FeatureSet:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """What all checks found. Prints as two tables with rich."""
+    """What all checks found. `print` it, or take `to_json()`."""
 
     checks: tuple[Check, ...]
     feature_sets: tuple[FeatureSet, ...]
@@ -74,35 +74,32 @@ class DoctorReport:
         "brings", "state"}]}"""
         return json.dumps({"passed": self.passed, **asdict(self)}, indent=2)
 
-    def __rich__(self) -> RenderableType:
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
+    def __str__(self) -> str:
+        return self.summary()
 
-        checks = Table()
-        for column in ("check", "", "found"):
-            checks.add_column(column, overflow="fold")
+    def summary(self, width: int = WIDTH) -> str:
+        """Return a line a check, with advice below it, and the sets of CPU features that this machine may have."""
+        checks = []
         for check in self.checks:
-            found = Text(check.detail)
+            checks.append(lay_out([(f"{_MARKS[check.status]:8}{check.name}", check.detail)], width, _LABEL_WIDTH))
             if check.advice:
-                found.append(f"\n-> {check.advice}", style="bold")
-            checks.add_row(check.name, _MARKS[check.status], found)
-        sets = Table()
-        for column in ("CPU features", "", "CPUs", "bring"):
-            sets.add_column(column, overflow="fold")
-        for one in self.feature_sets:
-            sets.add_row(one.name, one.state, one.cpus, one.brings)
-        verdict, style = self._verdict()
-        return Group(checks, sets, Text(verdict, style=style))
+                checks.append(wrap(f"-> {check.advice}", width, " " * 8, " " * 11))
+        x86 = platform.machine().lower() in ("x86_64", "amd64")
+        sets = [
+            (f"{one.state or '-':11}{one.name}", f"{one.brings} ({one.cpus})")
+            for one in self.feature_sets
+            if one.state or (one.name not in _ARM_SETS) == x86
+        ]
+        return "\n\n".join(("\n".join(checks), lay_out(sets, width, _LABEL_WIDTH), self._verdict()))
 
-    def _verdict(self) -> tuple[str, str]:
-        """The last line, and its color."""
+    def _verdict(self) -> str:
+        """The last line."""
         failed = sum(check.status == "failed" for check in self.checks)
         if failed:
-            return f"{failed} failed; what to do stands above.", "red"
+            return f"{failed} failed; what to do stands above."
         if any(check.name == _PROVIDER and check.status != "ok" for check in self.checks):
-            return "Optimized models run. The execution provider is missing, as said above.", "yellow"
-        return "Everything that Ortolan needs works.", "green"
+            return "Optimized models run. The execution provider is missing, as said above."
+        return "Everything that Ortolan needs works."
 
 
 def run_doctor() -> DoctorReport:
@@ -230,6 +227,7 @@ _FEATURE_SETS = (
     ("dotprod", "Neoverse N1, Apple M1 and later", "the same, with int8 products in fours (sdot)"),
     ("i8mm", "Neoverse V1, Apple M2 and later", "the same, with int8 and bf16 products of small matrices"),
 )
+_ARM_SETS = ("neon", "dotprod", "i8mm")
 
 
 def describe_feature_sets() -> tuple[FeatureSet, ...]:

@@ -14,6 +14,8 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.graph_passes.files.model_file import ModelFile, external_tensors, load_model, release_maps
+from ortolan.graph_passes.find.attention import NotAttention, find_attentions
+from ortolan.graph_passes.find.cached_attention import find_cached_attentions
 from ortolan.graph_passes.find.constants import DEFAULT_DOMAINS, constant_tensor
 from ortolan.graph_passes.find.epilogue import Activation, describe_epilogue
 from ortolan.graph_passes.find.fused_forms import unfuse
@@ -28,13 +30,13 @@ from ortolan.graph_passes.operators.sparse_amx_matmul_storage import BITMAP, DEN
 from ortolan.graph_passes.passes import fuse_lut as lut
 from ortolan.graph_passes.passes.normalize import inline_functions, optimized_with
 from ortolan.graph_passes.report.figures import human_bytes
-from ortolan.graph_passes.report.optimization import as_text
+from ortolan.graph_passes.report.lines import WIDTH, first_of, lay_out, percent, table, wrap
+from ortolan.graph_passes.report.summary import SPARSE
 
 from .errors import ModelError, OrtolanError
 
 if TYPE_CHECKING:
     import onnx
-    from rich.console import Group
 
 
 _REPLACED = "already replaced"
@@ -73,7 +75,7 @@ class LinearInfo:
 
 @dataclass
 class Inspection:
-    """What inspect_onnx found. `print` it, or take `to_json()`."""
+    """What inspect_onnx found. `print` it; `details()` adds a table of all layers, `to_json()` has everything."""
 
     model: str
     file_size: int
@@ -95,59 +97,73 @@ class Inspection:
         return json.dumps(self.to_dict(), indent=indent)
 
     def __str__(self) -> str:
-        return as_text(self)
+        return self.summary()
 
-    def __rich__(self) -> Group:
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table()
-        table.add_column("linear layer", overflow="fold")
-        table.add_column("op")
-        for column in ("k x n", "weight", "bytes", "sparsity"):
-            table.add_column(column, justify="right")
-        fused = any(layer.fused for layer in self.linears)
-        if fused:
-            table.add_column("fused")
+    def summary(self, width: int = WIDTH) -> str:
+        """Return what `print` shows: inputs, outputs, and the layers, equal ones counted together."""
+        heads = [
+            f"{self.model}: {human_bytes(self.file_size)}, opset {self.opset}, IR version {self.ir_version}"
+            + (f", made by {self.producer}" if self.producer else ""),
+            self._state(),
+        ]
+        facts = [
+            *(("input", _signature(value)) for value in self.inputs),
+            *(("output", _signature(value)) for value in self.outputs),
+            *(("layers", text) for text in self._groups()),
+        ]
+        if self.fusions:
+            facts.append(("fused", ", ".join(f"{times} {name}" for name, times in self.fusions.items())))
         reasons: dict[str, list[str]] = {}
         for layer in self.linears:
             if layer.reason is not None and layer.reason != _REPLACED:
                 reasons.setdefault(layer.reason, []).append(layer.name)
+        facts += [("left alone", f"{reason}: {first_of(names)}") for reason, names in reasons.items()]
+        return "\n".join([*(wrap(head, width) for head in heads), "", lay_out(facts, width)])
+
+    def details(self, width: int = WIDTH, table_width: int | None = None) -> str:
+        """Return the summary and the table of layers; what option -v shows. Widths as in OptimizationReport."""
+        layers = self.table(table_width)
+        return f"{self.summary(width)}\n\n{layers}" if layers else self.summary(width)
+
+    def table(self, width: int | None = None) -> str:
+        """Return a table of the layers; width: to which names are folded, None: names stay whole."""
+        layers = [layer for layer in self.linears if layer.k is not None]
+        columns = {
+            "layer": [layer.name for layer in layers],
+            "op": [layer.op.removeprefix(f"{ORTOLAN_DOMAIN}::") for layer in layers],
+            "k x n": [f"{layer.k} x {layer.n}" for layer in layers],
+            "weight": [layer.weight_format or "" for layer in layers],
+            "bytes": [human_bytes(layer.weight_bytes) for layer in layers],
+            "sparsity": [percent(layer.sparsity) for layer in layers],
+            "fused": [", ".join(layer.fused) for layer in layers],
+        }
+        return table(columns, ("layer", "op", "weight", "fused"), width) if layers else ""
+
+    def _state(self) -> str:
+        if self.optimized:
+            return f"optimized by Ortolan {self.ortolan_version or ''} ({self.optimized})"
+        replaceable = [layer for layer in self.linears if layer.replaceable]
+        attention = sum(layer.k is None for layer in replaceable)
+        inside = f", {attention} of them in attention" if attention else ""
+        return f"{len(replaceable)} of {len(self.linears)} matrix products can be replaced{inside}"
+
+    def _groups(self) -> list[str]:
+        """Layers of one size, format and kind, counted; operators of Ortolan are not named."""
+        groups: dict[tuple[str, ...], list[LinearInfo]] = {}
+        for layer in self.linears:
             if layer.k is not None:
-                cells = [
-                    layer.name,
-                    layer.op.removeprefix(f"{ORTOLAN_DOMAIN}::"),
-                    f"{layer.k} x {layer.n}",
-                    layer.weight_format or "",
-                    human_bytes(layer.weight_bytes),
-                    "" if layer.sparsity is None else f"{100 * layer.sparsity:.1f} %",
-                    *([", ".join(layer.fused)] if fused else []),
-                ]
-                table.add_row(*(Text(cell) for cell in cells))
-        replaceable = sum(layer.replaceable for layer in self.linears)
-        made = (
-            f"optimized by Ortolan {self.ortolan_version or ''} ({self.optimized})"
-            if self.optimized
-            else (f"{replaceable} of {len(self.linears)} matrix products can be replaced")
-        )
-        lines = [
-            f"{self.model}: {human_bytes(self.file_size)}, opset {self.opset}, IR version {self.ir_version}"
-            + (f", made by {self.producer}" if self.producer else ""),
-            made,
-            *(f"input   {_signature(value)}" for value in self.inputs),
-            *(f"output  {_signature(value)}" for value in self.outputs),
-        ]
-        if self.fusions:
-            lines.append("fused   " + ", ".join(f"{count} {name}" for name, count in self.fusions.items()))
-        tail = [
-            f"not replaceable: {reason}: {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-            for reason, names in reasons.items()
-        ]
-        parts = (
-            [Text("\n".join(lines))] + ([table] if table.row_count else []) + ([Text("\n".join(tail))] if tail else [])
-        )
-        return Group(*parts)
+                op = () if layer.op.startswith(f"{ORTOLAN_DOMAIN}::") else (layer.op,)
+                fused = (f"with {' and '.join(layer.fused)}",) if layer.fused else ()
+                key = (f"{layer.k} x {layer.n}", *op, layer.weight_format or "", *fused)
+                groups.setdefault(key, []).append(layer)
+        texts = []
+        for (size, *kind), layers in groups.items():
+            parts = [*filter(None, kind), human_bytes(sum(layer.weight_bytes or 0 for layer in layers))]
+            zeros = [layer.sparsity for layer in layers if layer.sparsity is not None]
+            if zeros and sum(zeros) / len(zeros) >= SPARSE:
+                parts.append(f"{percent(sum(zeros) / len(zeros))} zeros")
+            texts.append(f"{len(layers)} of {size}: {', '.join(parts)}")
+        return texts
 
 
 def inspect_onnx(model: str | os.PathLike[str] | onnx.ModelProto) -> Inspection:
@@ -206,9 +222,21 @@ def _inspect(file: ModelFile) -> Inspection:
             release_maps(mapped)
         else:
             result.linears.append(LinearInfo(found.name, op_name(found.node), reason=found.reason))
+    _mark_attention(graph_model, result)
     result.operators = dict(sorted(counts.items()))
     result.fusions = {name: count for name, count in result.operators.items() if name in outside}
     return result
+
+
+def _mark_attention(model: ir.Model, result: Inspection) -> None:
+    """Marks the products of attention, which has an operator of its own, as replaceable: the report counts them, too."""
+    if result.optimized is not None:
+        return
+    found = [match for graph in model.graphs() for match in (*find_attentions(graph), *find_cached_attentions(graph))]
+    products = {node_name(node) for match in found if not isinstance(match, NotAttention) for node in match.products}
+    for info in result.linears:
+        if info.k is None and info.name in products:
+            info.replaceable, info.reason = True, None
 
 
 def _write_known_forms(model: ir.Model) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ortolan.graph_passes.report.optimization import as_text
+from ortolan.graph_passes.report.lines import as_text
 
 from .errors import SessionError
 from .provider import CLAIMS_FILE, PROVIDER, checked_options, options_with

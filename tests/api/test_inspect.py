@@ -23,12 +23,38 @@ def test_a_plain_model(tmp_path):
     assert (found.opset, found.optimized, found.fusions, found.file_size) == (17, None, {}, path.stat().st_size)
     assert [value.name for value in found.inputs] == ["input_ids", "attention_mask", "token_type_ids"]
     assert found.inputs[0].shape == ["batch", "sequence"] and found.outputs[0].dtype == "FLOAT"
-    assert sum(layer.replaceable for layer in found.linears) == 12
+    assert sum(layer.replaceable for layer in found.linears if layer.k is not None) == 12
+    assert sum(layer.replaceable for layer in found.linears) == 16  # as the report counts: with attention's products
     assert [layer.replaceable for layer in found.linears] == [layer.reason is None for layer in found.linears]
     assert found.operators["MatMul"] == 16
     assert json.loads(found.to_json()) == found.to_dict()
     text = str(found)
-    assert "12 of 16" in text and "run time" in text and "input_ids: INT64 [batch, sequence]" in text
+    assert "16 of 16 matrix products can be replaced, 4 of them in attention" in text
+    assert "input_ids: INT64 [batch, sequence]" in text and max(map(len, text.splitlines())) <= 80
+    products = {layer.name for layer in found.linears}
+    assert all(name in found.details() for name in products if "dense" in name)
+
+
+def test_products_outside_of_attention_have_a_reason():
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [4, 4]) for name in "xy"]
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "x"], ["y"], name="square")], "g", *([v] for v in values)
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    text = str(ortolan.inspect_onnx(model))
+    assert "0 of 1 matrix products can be replaced\n" in text
+    assert "left alone" in text and "run time" in text and text.endswith(": square")
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+def test_inspect_and_the_report_count_alike(weights):
+    model = ir.to_proto(tiny.tiny_bert())
+    found = ortolan.inspect_onnx(model)
+    report = ortolan.optimize_onnx(model, weights=weights, options={"may_grow": True, "verify.seconds": 0})
+    assert {layer.name for layer in found.linears if layer.replaceable} == {layer.name for layer in report.replaced}
+    (can,) = [line for line in str(found).splitlines() if "matrix products" in line]
+    (was,) = [line for line in str(report).splitlines() if "matrix products" in line]
+    assert can.replace(" can be replaced", "") == was.removeprefix("layers").strip().removeprefix("replaced ")
 
 
 def test_formats_and_sparsity():
@@ -71,8 +97,8 @@ def test_kinds_of_packed_weights(recipe, kind, sparsity):
         assert layer.sparsity == pytest.approx(reported.sparsity) and layer.sparsity >= sparsity
         assert layer.fused == reported.fused
     assert [layer.fused for layer in found.linears] == [["relu"], ["relu"], []]
-    assert "fused" in str(found) and kind in str(found)
-    assert "fused" not in str(ortolan.inspect_onnx(ir.to_proto(tiny.mlp())))
+    assert "with relu" in str(found) and kind in str(found) and "fused" in found.table()
+    assert "fused" not in ortolan.inspect_onnx(ir.to_proto(tiny.mlp())).details()
 
 
 def test_fused_parts_are_told():

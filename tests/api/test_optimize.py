@@ -107,18 +107,14 @@ def test_report_as_json_and_text(bert, tmp_path):
         "fused": ["key", "value"],
     }
     assert 0 < layer["bytes_after"] < 4 * 48 * 48 / 2 and 0.1 < layer["output_error"] < 0.5
-    text = str(report)
-    for part in (
-        "replaced 16 of 16",
-        "/encoder/layer.0/attention/self/query",
-        "48 x 48",
-        "50.0 %",
-        "smaller",
-        "of this, rounding",
-        "last_hidden_state",
-    ):
-        assert part in text
-    assert max(map(len, text.splitlines())) <= 120
+    text, details, table = str(report), report.details(), report.table()
+    for part in ("replaced 16 of 16", "48 x 48", "50.0 % zeros", "smaller", "agreement", "last_hidden_state"):
+        assert part in text and part in details
+    for part in ("/encoder/layer.0/attention/self/query", "48 x 48", "50.0 %"):
+        assert part in table and part in details
+    assert "rounding in the operators alone" in details and "SparseAMXMatMul" in details
+    assert "SparseAMXMatMul" not in text and "/encoder/layer.0" not in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_without_output_nothing_is_written(bert, tmp_path, monkeypatch):

@@ -178,6 +178,16 @@ def test_optimize_takes_a_prompt(invoke, tmp_path):
     assert Decoder(ortolan.create_session(output)).prompt_tokens == 20
 
 
+def test_quiet_prints_nothing_but_json_and_errors(invoke, run_cli, mlp_path, tmp_path):
+    done = run_cli("optimize", mlp_path, "--weights", "bf16", "--quiet")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert mlp_path.with_name("mlp.ortolan.onnx").is_file()
+    as_json = invoke("optimize", mlp_path, "--weights", "bf16", "--quiet", "--json", "--dry-run")
+    assert json.loads(as_json.stdout)["dry_run"]
+    failed = invoke("optimize", tmp_path / "none.onnx", "--quiet")
+    assert failed.exit_code == 1 and "none.onnx" in failed.stderr
+
+
 def test_dry_run_writes_nothing(invoke, mlp_path, tmp_path):
     result = invoke("optimize", mlp_path, "--weights", "bf16", "--dry-run")
     assert result.exit_code == 0, result.stderr
@@ -272,12 +282,14 @@ def test_a_folder_becomes_a_folder(invoke, model_folder, tmp_path, monkeypatch):
     result = invoke("optimize", f"{model_folder}/")
     assert result.exit_code == 0, result.stderr
     words = " ".join(result.stdout.split())
-    assert "recipe weights as stored: replaced 2 of 2" in words
+    assert "recipe weights as stored" in words and "layers replaced 2 of 2" in words
     assert "2 layers store few-bit weights, which are taken over as they are" in words and "adopt" not in words
     fast = tmp_path / "model.ortolan"
     assert sorted(path.name for path in fast.iterdir()) == ["model.onnx", "tokenizer.json"]
     assert invoke("optimize", model_folder, "-o", tmp_path / "other").exit_code == 0
-    assert "W4A8MatMul" in invoke("inspect", tmp_path / "other").stdout
+    shown = invoke("inspect", tmp_path / "other").stdout
+    assert "int4, groups of 32" in shown and "W4A8MatMul" not in shown
+    assert "W4A8MatMul" in invoke("inspect", tmp_path / "other", "-v").stdout
     monkeypatch.chdir(model_folder)
     assert invoke("optimize", ".", "--dry-run").exit_code == 0
 
@@ -379,15 +391,18 @@ def test_inspect_knows_an_optimized_model(invoke, mlp_path):
     assert invoke("optimize", mlp_path, "--weights", "bf16").exit_code == 0
     result = invoke("inspect", mlp_path.with_name("mlp.ortolan.onnx"))
     assert result.exit_code == 0, result.stderr
-    assert "SparseAMXMatMul" in result.stdout
+    assert "bf16" in result.stdout and "SparseAMXMatMul" not in result.stdout
+    assert "SparseAMXMatMul" in invoke("inspect", mlp_path.with_name("mlp.ortolan.onnx"), "-v").stdout
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_quantized_models(invoke, bert_path, kind):
-    result = invoke("optimize", bert_path, "--weights", kind, "--sparsity", "0.5", "--set", "seconds=0")
+    arguments = ("optimize", bert_path, "--weights", kind, "--sparsity", "0.5", "--set", "seconds=0")
+    result = invoke(*arguments)
     assert result.exit_code == 0, result.stderr
     assert "replaced 16 of 16" in result.stdout and kind in result.stdout
-    assert "2 gelu" in result.stdout and "4 residual" in result.stdout
+    details = invoke(*arguments, "-v").stdout
+    assert "2 gelu" in details and "4 residual" in details and "/encoder/layer.0/attention/self/query" in details
     optimized = bert_path.with_name("bert.ortolan.onnx")
     shown = invoke("inspect", optimized)
     assert shown.exit_code == 0, shown.stderr
@@ -581,6 +596,8 @@ def test_search_takes_a_budget_and_shapes(invoke, assert_one_line, monkeypatch, 
     result = invoke(*arguments)
     assert result.exit_code == 0 and ortolan.Recipe.from_toml(result.stdout) == found
     assert (given["budget"], given["shapes"], given["sparsity"]) == ("0.98", [(1, 128), (2, 16)], 0.5)
+    assert ortolan.Recipe.from_toml(invoke(*arguments, "--quiet").stdout) == found
+    assert invoke(*arguments, "--quiet", "-o", tmp_path / "found.toml").stdout == ""
     result = invoke(*arguments, "-o", tmp_path / "found.toml", "--json")
     assert json.loads(result.stdout) == found.to_dict() and ortolan.Recipe.load(tmp_path / "found.toml") == found
     assert_one_line(invoke(*arguments, "-o", tmp_path / "no" / "found.toml"), "no/found.toml", "does not exist")

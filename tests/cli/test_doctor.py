@@ -25,6 +25,8 @@ def test_all_is_well_here(invoke):
     assert ("Everything that Ortolan needs works" in result.stdout) == has_provider()
     for name in ("onnxruntime", "onnx-ir", "operator library", "scalar", "avx512bf16", "in use"):
         assert name in result.stdout
+    long = [line for line in result.stdout.splitlines() if len(line) > 80]
+    assert all(len(line.split()[-1]) > 50 for line in long)  # paths stay whole
 
 
 def test_json(invoke):
@@ -98,7 +100,7 @@ def test_a_missing_library(invoke, monkeypatch):
     result = invoke("doctor")
     assert result.exit_code == 1
     assert "libortolan_ops.so is not where it should be" in result.stdout
-    assert "in a source tree: pip install ." in result.stdout
+    assert "in a source tree: pip install ." in " ".join(result.stdout.split())
     assert "1 failed" in result.stdout
     assert doctor.check_library("/no/such/libortolan_ops.so").status == "failed"
 

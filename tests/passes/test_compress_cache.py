@@ -17,6 +17,7 @@ import ortolan
 from ortolan import Recipe, _native
 from ortolan.errors import CalibrationError, NothingToReplaceError, RecipeError
 from ortolan.generate import Decoder, generate, shares_cache
+from ortolan.graph_passes.report.lines import count
 from ortolan.models import tiny
 
 from .cached_llama import (
@@ -133,7 +134,7 @@ def test_caches_keep_their_names_and_places(form: str, d_sub: int) -> None:
                 last = 16 // d_sub // 2 if value.name.endswith("key") else 2 + 16
                 assert [dim.dim_value or dim.dim_param for dim in kind.shape.dim][1::2] == [2, last]
     notes = " ".join(report.notes)
-    assert f"{LAYERS} attention(s) with a cache became NoMADAttention" in notes
+    assert f"{LAYERS} attentions with a cache became one operator each" in notes
     assert "needs Ortolan's library" not in notes and report.portable
     ids = np.arange(20)[None] % VOCABULARY
     decoding = Decoding(found, ids)
@@ -204,7 +205,7 @@ def test_some_layers_by_name() -> None:
 
 def test_a_dry_run_changes_nothing_and_needs_no_calibration() -> None:
     report = ortolan.optimize_onnx(llama("standard"), recipe=recipe(), dry_run=True)
-    assert f"{LAYERS} attention(s) with a cache would become NoMADAttention" in report.notes[0]
+    assert f"{LAYERS} attentions with a cache would become one operator each" in report.notes[0]
     assert "takes 0.203 of the bytes" in report.notes[0]
 
 
@@ -286,7 +287,7 @@ def test_what_is_not_known_is_left_alone(change: Callable[[onnx.ModelProto], Non
         return
     report = ortolan.optimize_onnx(model, recipe=recipe(**EXACT), dry_run=True)
     assert any(note.startswith(f"cache not compressed: {reason}") for note in report.notes), report.notes
-    assert sum(f"{LAYERS - left} attention(s) with a cache would" in note for note in report.notes) == 1
+    assert sum(f"{count(LAYERS - left, 'attention')} with a cache would" in note for note in report.notes) == 1
 
 
 def test_attributes_that_ask_for_nothing_are_fine() -> None:
@@ -346,8 +347,9 @@ def test_the_recipe() -> None:
     )
     assert report.model is not None and op_types(report.model).count("NoMADAttention") == LAYERS
     text = " ".join(str(report).split())
-    assert text.startswith("recipe long-context: cache 512 B -> 104 B a token (4.92x smaller), replaced ")
-    assert "cache 2 attentions: keys codes of 1 number(s), values int8" in text
+    assert ", cache 4.92x smaller, agreement 0.9" in text.partition(" (cosine) ")[0]
+    assert "recipe long-context" in text and "layers replaced " in text
+    assert "cache 512 B -> 104 B a token (4.92x smaller) 2 attentions: keys codes of 1 number(s), values int8" in text
     assert "decoded logits: relative error 0." in text and "(8 tokens, one a call, after a call of 42)" in text
     table = json.loads(report.to_json())["cache"]
     assert (table["bytes_before"], table["bytes_after"]) == (2 * LAYERS * 2 * 16 * 4, LAYERS * 2 * (8 + 18))

@@ -24,7 +24,7 @@ from .small_models import op_types, run
 
 NAME = "fuse_cached_attention"
 FAST = {"verify.seconds": 0.0}
-BECAME = f"{LAYERS} attention(s) with a cache became NoMADAttention"
+BECAME = f"{LAYERS} attentions with a cache became one operator each"
 LEFT = "attention with a cache left as it is: "
 
 

@@ -1,4 +1,4 @@
-"""The report in its two written forms."""
+"""The report as text and as JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def test_a_model_that_grew_is_not_called_smaller():
     grown = report()
     grown.file_size_before, grown.file_size_after = 1000, 2000
     grown.latency_before, grown.latency_after = Timing(1, 2), Timing(4, 5)
-    assert "2.00x larger" in str(grown) and "4.00x slower by the minimum" in str(grown)
+    assert str(grown).startswith("4.00x slower, 2.00x larger, ")
+    assert "(2.00x larger)" in str(grown) and "fastest run (4.00x slower)" in str(grown)
 
 
 def test_a_model_that_did_not_change_is_called_neither():
@@ -41,8 +42,9 @@ def test_a_model_that_did_not_change_is_called_neither():
     same.file_size_before, same.file_size_after = 100000, 100001
     same.latency_before, same.latency_after, same.latency_cpus = Timing(1, 2), Timing(1, 2), 3
     text = str(same)
-    assert "(about the same)" in text and "about the same by the minimum" in text and "1.00x" not in text
-    assert "default threads, 3 CPUs" in " ".join(text.split())
+    assert text.startswith("the same speed, the same size, ") and "1.00x" not in text
+    assert text.count("(about the same)") == 2 and "fastest run (about the same)" in text
+    assert "default threads, 3 CPUs" in text
 
 
 def test_numbers_that_json_does_not_know_become_null():
@@ -53,9 +55,9 @@ def test_numbers_that_json_does_not_know_become_null():
 
 def test_text_groups_reasons_and_outputs_and_takes_names_literally():
     text = str(report(6))
-    assert "[red]/a[/red]" in text
+    assert "[red]/a[/red]" in report(6).table() and "[red]/a[/red]" in report(6).details()
     assert "computed at run time: /scores0 and 2 more" in text
-    assert "out2: relative error 0.2" in text and "3 more: relative error up to 0.5 (out5)" in text
+    assert "out2: relative error 0.2" in text and "3 more: relative error at most 0.5 (out5)" in text
     assert "a note" in text
 
 
@@ -91,28 +93,94 @@ def report_of_search() -> OptimizationReport:
 
 
 def test_names_of_layers_stay_whole_in_a_report_of_the_search():
-    text = str(report_of_search())
-    assert max(map(len, text.splitlines())) <= 120
+    text = report_of_search().details()
     for name in names_of_bert(6):
-        assert f" {name} " in text
+        assert f"\n{name} " in text
     times = "1.47 / 0.138 -> 0.275 / 0.0305 ms (1 x 128 / 1 x 16 tokens)"
-    assert f"layer times   6 of 384 x 1536, int8: {times}" in text
-    assert f"layer times   12 of 384 x 1536, int4: {times}" in text
+    text = " ".join(text.split())
+    assert f"layer times 6 of 384 x 1536, int8: {times}" in text
+    assert f"layer times 12 of 384 x 1536, int4: {times}" in text
 
 
 def test_what_all_layers_share_is_told_once():
     searched = report_of_search()
-    assert "all layers    op MatMul+Add, status replaced\n" in str(searched)
-    assert str(searched).count("MatMul+Add") == 1 and "\u2503 weights" in str(searched)
+    assert "all layers    op MatMul+Add, operator SparseAMXMatMul, status replaced\n" in searched.table(90)
+    assert searched.table().count("MatMul+Add") == 1 and " format " in searched.table()
     searched.layers[0].status = "kept"
-    text = str(searched)
-    assert "all layers    op MatMul+Add\n" in text and text.count(" replaced ") == len(searched.layers)
+    text = searched.table()
+    assert "all layers    op MatMul+Add, operator SparseAMXMatMul\n" in text
+    assert text.count(" replaced\n") + text.endswith(" replaced") == len(searched.layers) - 1
     searched.layers = searched.layers[:1]
-    assert "all layers" not in str(searched) and " kept " in str(searched)
+    assert "all layers" not in searched.table() and searched.table().endswith(" kept")
 
 
 def test_a_model_that_stays_as_it_is_is_not_counted():
     left = OptimizationReport({"name": "auto", "pass": []}, auto=AutoReport("cosine", [(1, 16)], "nothing is faster"))
-    assert str(left).startswith("recipe auto: the model stays as it is\nauto ")
+    assert str(left) == "nothing is faster\n\nrecipe        auto"
+    left = OptimizationReport({"name": "mine", "pass": []}, output="new.onnx")
+    assert str(left) == "the model stays as it is: new.onnx\n\nrecipe        mine"
     others = OptimizationReport({"name": "mine", "pass": [{"name": "normalize"}]}, dry_run=True)
-    assert str(others).strip() == "recipe mine: would replace no matrix products"
+    assert str(others).splitlines()[0] == "dry run, nothing was written: would replace no matrix products"
+    assert "recipe        mine\nlayers        would replace no matrix products" in str(others)
+
+
+def test_the_first_line_sums_up():
+    done = report_of_search()
+    done.output, done.file_size_before, done.file_size_after = "fast.onnx", 4000, 1000
+    done.latency_before, done.latency_after = Timing(6, 7), Timing(2, 3)
+    done.output_error = [OutputDeviation("y", 0.1, 0.998, 0.2), OutputDeviation("z", 0.1, 0.9951, 0.2)]
+    first, empty, *facts = str(done).splitlines()
+    assert (first, empty) == ("3.00x faster, 4.00x smaller, agreement 0.9951 (cosine): fast.onnx", "")
+    assert {line[:14].strip() for line in facts} >= {"speed", "size", "accuracy", "layers", "int4", "int8", "search"}
+
+
+def test_a_report_names_one_speed():
+    done = report_of_search()
+    assert done.auto is not None
+    done.auto.before, done.auto.after, done.auto.gain = [Timing(6, 6)] * 2, [Timing(4, 4), Timing(3, 3)], 1.73
+    searched = str(done)
+    assert searched.startswith("1.73x faster") and "1 x 128 tokens: min 6 -> 4 ms" in searched
+    done.latency_before, done.latency_after = Timing(8, 9), Timing(2, 3)
+    for text in (str(done), done.details()):
+        assert text.count("x faster") == 2 and text.count("4.00x faster") == 2  # in the first line, and with its times
+        assert "1.73" not in text and "(2.00x)" not in text
+
+
+def test_equal_layers_are_one_line_in_80_columns():
+    text = str(report_of_search())
+    assert max(map(len, text.splitlines())) <= 80
+    assert "layers        replaced 18 of 18 matrix products\n" in text
+    assert "int8          6 layers of 384 x 1536; error at most 0.0087\n" in text
+    assert "int4          12 layers of 384 x 1536; error at most 0.0087\n" in text
+    for detail in ("/encoder", "SparseAMXMatMul", "MatMul+Add"):
+        assert detail not in text
+
+
+def test_sparsity_is_told_where_something_is_sparse():
+    """Rounding makes a few zeros, more in 4 bits."""
+    layer = LayerReport("a", "MatMul", "SparseAMXMatMul", 8, 16, 0.15, 512, 300, 0.1, "replaced", storage="dense")
+    done = OptimizationReport({"name": "r", "pass": [{"name": "quantize"}]}, layers=[layer])
+    assert "%" not in done.details() and "sparsity" not in done.details()
+    done.recipe["pass"].append({"name": "prune"})
+    assert "15.0 % zeros" in str(done) and "sparsity" in done.table() and "15.0 %" in done.table()
+    done.recipe["pass"].pop()
+    layer.storage = "bitmap"
+    assert "15.0 % zeros" in str(done) and "15.0 %" in done.table()
+
+
+def test_tables_fold_to_the_terminal_and_text_to_its_width():
+    done = report_of_search()
+    assert max(map(len, done.table(60).splitlines())) <= 60 < max(map(len, done.table().splitlines()))
+    assert max(map(len, done.details(100, 60).splitlines())) <= 100
+    done.output = "/a" * 50
+    assert done.output in str(done)  # paths stay whole
+
+
+def test_reports_of_a_folder_begin_with_the_whole():
+    part = report()
+    whole = OptimizationReport({"name": "r"}, output="fast/", layers=part.layers, parts={"encoder.onnx": part})
+    whole.file_size_before, whole.file_size_after, whole.notes = 2000, 1000, ["encoder.onnx: a note", "of the folder"]
+    text = str(whole)
+    assert text.startswith("2.00x smaller: fast/\n\nencoder.onnx\nagreement 0.9900 (cosine)\n")
+    assert text.count("a note") == 1 and text.endswith("note          of the folder")
+    assert whole.table().startswith("encoder.onnx\n") and "[red]/a[/red]" in whole.details()

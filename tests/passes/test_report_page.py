@@ -115,7 +115,7 @@ def test_the_page_holds_what_json_and_the_table_hold(tmp_path: Path) -> None:
     page = read(tmp_path / "report.html")
     assert len(page.addresses) == 3
     text = " ".join("".join(page.texts).split())
-    table = " ".join(str(report).split())
+    table = " ".join(report.details().split())
     document = json.loads(report.to_json())
     assert json.dumps(document["auto"]["trials"][1]["cosine"]) in text
     for fact in ("1.5x faster", "cosine 0.995", "saves <much>", "the original is faster here", f"a note {EVIL}"):
@@ -135,8 +135,8 @@ def test_the_page_holds_what_json_and_the_table_hold(tmp_path: Path) -> None:
     ]
     assert kept[-1] == "the original is faster here; not selected"
     assert ["1 x 8 tokens, min / median ms", "10 / 11", "5 / 6", "2"] in page.rows
-    assert "1.5 / 2.5" in str(report) and "0.5 / 0.75" in str(report)
-    assert "1 layers, attention fused: cosine 0.995" in table
+    assert "1.5 / 2.5" in report.details() and "0.5 / 0.75" in report.details()
+    assert "1 layer, attention fused: cosine 0.995" in table
     chosen = [row for row in page.rows if "yes, chosen" in row]
     assert [row[:3] for row in chosen] == [["1", "yes", "0.6"]]
 

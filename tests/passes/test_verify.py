@@ -260,7 +260,11 @@ def test_whole_numbers_are_not_judged_for_rounding():
 
 def test_no_seconds_no_latency():
     report = optimize(matmul_model(), options={"verify.seconds": 0})
-    assert report.latency_before is None and report.latency_after is None and "latency" not in str(report)
+    assert (
+        report.latency_before is None
+        and report.latency_after is None
+        and not {"faster", "slower", "speed"} & set(str(report).split())
+    )
 
 
 def test_a_large_model_is_neither_timed_nor_unpacked(monkeypatch, tmp_path):

@@ -1,0 +1,91 @@
+"""Text for people: labelled facts, one a line and wrapped to the width, and plain tables."""
+
+from __future__ import annotations
+
+import io
+import math
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+WIDTH = 80
+_LABEL_WIDTH = 14
+_NATURAL = 10_000  # the width of a table whose names must stay whole
+
+Fact = tuple[str, str]  # label and text; an empty label continues the fact above
+
+
+def lay_out(facts: Iterable[Fact], width: int = WIDTH, label_width: int = _LABEL_WIDTH) -> str:
+    """Return one line a fact, `label  text`; longer texts continue below their beginning."""
+    indent = " " * label_width
+    return "\n".join(wrap(text, width, f"{label:{label_width - 1}} ", indent) for label, text in facts)
+
+
+def wrap(text: str, width: int = WIDTH, first: str = "", indent: str = "") -> str:
+    """Wrap text at spaces. Names and paths that are too long for a line are never broken."""
+    return textwrap.fill(
+        text, width, initial_indent=first, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def table(columns: Mapping[str, Sequence[str]], left: Sequence[str] = (), width: int | None = None) -> str:
+    """Return columns as a plain table, without the empty ones.
+
+    Args:
+        columns: Cells by heading, all of one length.
+        left: Headings of columns that are aligned to the left, the others to the right. The first one of them folds
+            where the table is too wide.
+        width: Columns of the terminal; None: as wide as the longest names.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = {name: cells for name, cells in columns.items() if any(cells)}
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in shown:
+        folds = name in left[:1]
+        made.add_column(
+            name, justify="left" if name in left else "right", overflow="fold", no_wrap=not folds or width is None
+        )
+    for cells in zip(*shown.values(), strict=True):
+        made.add_row(*map(Text, cells))
+    return as_text(made, width or _NATURAL)
+
+
+def as_text(result: Any, width: int = 120) -> str:
+    """Return what rich prints of an object, without colours."""
+    from rich.console import Console
+
+    text = io.StringIO()
+    Console(file=text, width=width, no_color=True, highlight=False, legacy_windows=False).print(result)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def count(number: int, noun: str) -> str:
+    """1 layer, 2 layers."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def first_of(names: Sequence[str]) -> str:
+    """The first name, and how many more there are."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def factor(ratio: float, better: str, worse: str, same: str = "about the same") -> str:
+    """2.00x smaller, or 2.00x larger."""
+    if f"{ratio:.2f}" == "1.00":
+        return same
+    return f"{ratio:.2f}x {better}" if ratio >= 1 else f"{1 / ratio:.2f}x {worse}"
+
+
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f} %"
+
+
+def number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2g}"
+
+
+def largest(values: Iterable[float | None]) -> float | None:
+    """The largest of the known and finite values."""
+    return max((value for value in values if value is not None and math.isfinite(value)), default=None)
