@@ -118,7 +118,7 @@ def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
                     export(architecture, size, folder)
                 except ImportError as error:
                     raise OrtolanError(
-                        f"the zoo is exported by Optimum: pip install ortolan[optimum] ({error})"
+                        f"the zoo is exported by Optimum: pip install 'optimum-onnx[onnxruntime]==0.1.0' ({error})"
                     ) from None
                 for source in parts(folder):
                     try:

@@ -57,7 +57,7 @@ def safetensors_numpy() -> ModuleType:
         import safetensors.numpy
     except ImportError as error:
         raise OrtolanError(
-            "building this model needs the package 'safetensors'; install it with: pip install 'ortolan[demo]'"
+            "building this model needs the package 'safetensors'; install it with: pip install safetensors tokenizers"
         ) from error
     return safetensors.numpy
 

@@ -15,7 +15,7 @@ from .verdict import RULES, SECTIONS, Verdict, verdicts
 try:
     import jinja2
 except ImportError:
-    raise OrtolanError("the page needs jinja2; install it with: pip install 'ortolan[peers]'") from None
+    raise OrtolanError("the page needs jinja2; install it with: pip install jinja2") from None
 
 _TEMPLATE = "page.md.jinja"
 _DIGITS = {"cosine": 4, "Spearman": 4, "perplexity": 2, "error": 4}

@@ -20,7 +20,7 @@ from .verdict import COSINE, DECODERS, ENCODERS
 try:
     from matplotlib.figure import Figure
 except ImportError:
-    raise OrtolanError("pictures need matplotlib; install it with: pip install 'ortolan[peers]'") from None
+    raise OrtolanError("pictures need matplotlib; install it with: pip install matplotlib") from None
 
 THREADS = 1  # of all pictures
 # What speed is shown of: the first of these that was timed.

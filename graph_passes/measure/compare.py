@@ -76,7 +76,7 @@ def refuse_infinite(names: Sequence[str], before: Sequence[Outputs], after: Sequ
             if expected is not None and answer is not None and (np.isfinite(expected) & ~np.isfinite(answer)).any():
                 raise VerificationError(
                     f"output {name!r} of the optimized model holds NaN or infinity where the "
-                    "original does not; nothing was saved; try less sparsity"
+                    "original does not; nothing was saved; try weights='bf16', or leave out layers (ignore=…)"
                 )
 
 

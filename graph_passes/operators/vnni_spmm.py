@@ -34,7 +34,7 @@ class VNNISpMM(Replacement):
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         if quantization is None or quantization.bits != 8:
-            return 'is not quantized to 8 bits; put [[pass]] name = "quantize", bits = 8 before this one'
+            return "is not quantized to 8 bits; give weights='int8' (in a recipe file: quantize with bits = 8 before)"
         if not quantization.symmetric:
             return "is stored with zero points, which VNNISpMM does not take"
         if k > _MOST_INPUTS:

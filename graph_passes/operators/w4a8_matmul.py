@@ -27,7 +27,7 @@ class W4A8MatMul(GroupMatMul):
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         if quantization is None or quantization.bits != 4:
-            return 'is not quantized to 4 bits; put [[pass]] name = "quantize", bits = 4 before this one'
+            return "is not quantized to 4 bits; give weights='int4' (in a recipe file: quantize with bits = 4 before)"
         return None
 
     def pack(self, weight: LayerWeight) -> PackedWeight:

@@ -26,7 +26,7 @@ class W8A8MatMul(GroupMatMul):
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         if quantization is None or quantization.bits != 8:
-            return 'is not quantized to 8 bits; put [[pass]] name = "quantize", bits = 8 before this one'
+            return "is not quantized to 8 bits; give weights='int8' (in a recipe file: quantize with bits = 8 before)"
         if isinstance(quantization, StoredInt8) and not self.keeps_numbers:
             return "is stored in int8, which W8A8MatMul takes over where keep_numbers is true"
         if quantization.group_size not in GROUP_SIZES:

@@ -14,7 +14,7 @@ from ..find.constants import DEFAULT_DOMAINS, remove_unused
 from ..find.dimensions import Dimensions
 from ..find.epilogue import LayerNorm, only_consumer
 from ..find.layer_norm import find_norms
-from ..operators.add_layer_norm import ADDENDS, INPUTS, OP_TYPE, add_layer_norm_function, add_layer_norm_node
+from ..operators.add_layer_norm import ADDENDS, INPUTS, add_layer_norm_function, add_layer_norm_node
 from ..operators.nodes import declare_operators, fill_missing, in_order, new_initializer, put_function
 from ..report.lines import count
 from .context import RecipePass

@@ -38,6 +38,8 @@ class Plan:
         self._quantizing = [one for one in options if isinstance(one, QuantizeOptions | PruneOptions)]
         self._activations = [one for one in options if isinstance(one, ActivationsOptions)]
         self.replaces = "replace" in names
+        self.prunes = "prune" in names
+        self.quantizes = "quantize" in names or any(_values(steps, "prune", "weight_bits"))
         # Whether pass normalize writes fused operators as several: for what is done to layers and attention; and where
         # it runs alone, for whoever looks at them.
         self.unfuses = not _OF_LAYERS.isdisjoint(names) or names == ["normalize"]

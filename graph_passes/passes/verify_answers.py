@@ -13,6 +13,7 @@ from ..measure.compare import compare_shapes, measure_errors, refuse_infinite
 from ..measure.decoding import without, without_padding
 from ..measure.feeds import Feeds, Outputs
 from .context import PassContext
+from .verify_advice import advice
 from .verify_limits import MASK_FACTOR, Limits
 
 
@@ -87,8 +88,7 @@ class Answers:
                 )
         nearer = self._note_freed(context) if context.layers.freed else frozenset[str]()
         floats = [error for error in report.output_error if self.kinds[error.name] == "f" and error.name not in nearer]
-        advice = "try less sparsity or more bits, exclude layers (prune.exclude, quantize.exclude)"
-        limits.judge_size(floats, "", advice, report.output_error)
+        limits.judge_size(floats, "", advice(context), report.output_error)
 
     def _note_freed(self, context: PassContext) -> frozenset[str]:
         """Notes how far both models are from the weights in float, where the original rounds activations and the

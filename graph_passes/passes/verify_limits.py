@@ -97,8 +97,7 @@ class Limits:
             if limit is not None and not error.relative_l2 <= limit:
                 raise VerificationError(
                     f"output {error.name!r}{where} has relative error {error.relative_l2:.3g} against the "
-                    f"original, expected at most max_error {limit:g}; nothing was saved; try less "
-                    "sparsity, or exclude the layers with the largest error"
+                    f"original, expected at most max_error {limit:g}; nothing was saved; {advice}"
                 )
 
     def _rounding_of_layers(self, cached: bool = False) -> float:

@@ -148,7 +148,7 @@ class OptimizationReport:
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes one page with tables and plots of all of this, which needs no other file (extra ortolan[html]).
+        """Write one page with tables and plots of all of this, without other files (needs jinja2 and matplotlib).
 
         Raises OrtolanError.
         """

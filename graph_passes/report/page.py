@@ -31,7 +31,7 @@ def require_packages() -> None:
     missing = [name for name in _NEEDS if find_spec(name) is None]
     if missing:
         raise OrtolanError(
-            f"an HTML report needs {' and '.join(missing)}, which is not installed: pip install 'ortolan[html]'"
+            f"an HTML report needs {' and '.join(missing)}, which is not installed: pip install {' '.join(missing)}"
         )
 
 

@@ -61,8 +61,8 @@ class Trial:
         attention = ", attention fused" if self.attention else ""
         verdict = "chosen" if self.chosen else "within the budget" if self.within else "over the budget"
         return (
-            f"{count(self.layers, 'layer')}{attention}: {self.found}; {self.saves} of the layers {self.time:.2f}, estimated "
-            f"error {self.error:.2g}{size}: {verdict}"
+            f"{count(self.layers, 'layer')}{attention}: {self.found}; {self.saves} of the layers {self.time:.2f}, "
+            f"estimated error {self.error:.2g}{size}: {verdict}"
         )
 
 

@@ -152,7 +152,7 @@ def _open(content: str, path: str) -> Any:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise ModelError(
-            "a tokenizer.json needs the package 'tokenizers'; install it with: pip install 'ortolan[text]'"
+            "a tokenizer.json needs the package 'tokenizers'; install it with: pip install tokenizers"
         ) from error
     try:
         tokenizer = Tokenizer.from_str(content)

@@ -95,7 +95,7 @@ class GgufFile:
             from gguf import GGUFReader
         except ImportError as error:
             raise OrtolanError(
-                "reading this model needs the package 'gguf'; install it with: pip install 'ortolan[decoder]'"
+                "reading this model needs the package 'gguf'; install it with: pip install gguf tokenizers"
             ) from error
         self.path = Path(path)
         check_header(self.path, check_architecture)

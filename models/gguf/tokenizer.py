@@ -131,7 +131,7 @@ def read_gguf_tokenizer(path: str | os.PathLike[str] | GgufFile) -> Tokenizer:
         import tokenizers
     except ImportError as error:
         raise OrtolanError(
-            "text in and out needs the package 'tokenizers'; install it with: pip install 'ortolan[decoder]'"
+            "text in and out needs the package 'tokenizers'; install it with: pip install tokenizers"
         ) from error
     kind = file.text(f"{_PREFIX}model")
     if kind not in ("gpt2", "llama"):

@@ -324,5 +324,5 @@ def _require_extras() -> None:
     if missing:
         raise OrtolanError(
             f"the demo needs the package{'s' if len(missing) > 1 else ''} {' and '.join(missing)}; "
-            'install what is missing with: pip install "ortolan[demo]"'
+            f"install what is missing with: pip install {' '.join(missing)}"
         )

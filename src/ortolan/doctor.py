@@ -165,7 +165,7 @@ def check_extra(name: str) -> Check:
     """An optional package."""
     if importlib.util.find_spec(name) is None:
         detail = f"not installed (optional: {_EXTRAS[name]})"
-        return Check(name, "note", detail, 'if you want it: pip install "ortolan[demo]"')
+        return Check(name, "note", detail, f"if you want it: pip install {name}")
     return Check(name, "ok", f"{importlib.metadata.version(name)} (optional: {_EXTRAS[name]})")
 
 

@@ -229,7 +229,7 @@ def _inspect(file: ModelFile) -> Inspection:
 
 
 def _mark_attention(model: ir.Model, result: Inspection) -> None:
-    """Marks the products of attention, which has an operator of its own, as replaceable: the report counts them, too."""
+    """Mark the products of attention as replaceable: one operator takes them, and the report counts them too."""
     if result.optimized is not None:
         return
     found = [match for graph in model.graphs() for match in (*find_attentions(graph), *find_cached_attentions(graph))]

@@ -52,7 +52,8 @@ try:
         read_request,
     )
 except ImportError as error:
-    raise OrtolanError(f"serving needs Ray Serve ({error}); install it with: pip install 'ortolan[serve]'") from error
+    packages = "'ray[serve]>=2.60' orjson onnxruntime-extensions tokenizers"
+    raise OrtolanError(f"serving needs Ray Serve ({error}); install it with: pip install {packages}") from error
 
 _log = logging.getLogger("ray.serve")
 _FAILED = "the server failed; its log says why, under this answer's x-request-id"

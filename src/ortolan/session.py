@@ -128,7 +128,7 @@ def _register_extensions(session_options: onnxruntime.SessionOptions) -> None:
     except ImportError as error:
         raise LibraryError(
             "the model needs operators of onnxruntime-extensions, as models with a tokenizer do; install it with: "
-            "pip install 'ortolan[text]'"
+            "pip install onnxruntime-extensions tokenizers"
         ) from error
     try:
         session_options.register_custom_ops_library(onnxruntime_extensions.get_library_path())

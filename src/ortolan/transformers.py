@@ -31,7 +31,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"ortolan.transformers needs transformers 5.23 or later, with torch and onnxscript ({error}); install them "
-        "with: pip install 'ortolan[transformers]'"
+        "with: pip install 'transformers>=5.23,<5.24' 'torch>=2.12' onnxscript"
     ) from error
 
 if TYPE_CHECKING:

@@ -184,5 +184,5 @@ def test_without_the_package_it_says_what_to_install(monkeypatch, folder):
     path = folder / "words.json"
     path.write_text("{}")
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
-    with pytest.raises(CalibrationError, match=r"pip install 'ortolan\[text\]'"):
+    with pytest.raises(CalibrationError, match=r"pip install tokenizers"):
         optimize(folder, ["abc"], tokenizer=path)

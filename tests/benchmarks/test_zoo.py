@@ -21,7 +21,7 @@ def test_names_are_checked_first() -> None:
     find_spec("torch") is not None and find_spec("optimum.exporters") is not None, reason="Optimum is installed"
 )
 def test_without_optimum_it_says_what_to_install() -> None:
-    with pytest.raises(OrtolanError, match=r"pip install ortolan\[optimum\]"):
+    with pytest.raises(OrtolanError, match=r"pip install 'optimum-onnx\[onnxruntime\]"):
         run(BenchOptions(kinds=("bert",)))
 
 

@@ -103,9 +103,28 @@ def test_report_holds_error_and_latency():
 
 def test_a_large_error_is_noted():
     (note,) = optimize(matmul_model(), options={"sparsity": 0.9}).notes
-    assert "'y' has relative error 0." in note and "prune.exclude" in note and "max_error" in note
+    assert "'y' has relative error 0." in note and "ignore=['heads', 'linear']" in note and "max_error" in note
     assert not optimize(matmul_model(), options={"sparsity": 0.1}).notes
     assert not optimize(matmul_model(), options={"sparsity": 0.9, "max_error": 1}).notes
+
+
+@pytest.mark.parametrize(
+    ("form", "wanted", "unwanted"),
+    [
+        ({"weights": "bf16", "sparsity": 0.5}, ["less sparsity", "ignore="], ["more bits", "replace.exclude"]),
+        ({"weights": "int4"}, ["more bits (weights='int8')", "ignore="], ["sparsity", "replace.exclude"]),
+        ({"weights": "int8"}, ["more bits (weights='bf16')", "ignore="], ["sparsity", "replace.exclude"]),
+        ({"weights": "int8", "sparsity": 0.5}, ["less sparsity", "more bits", "ignore="], ["replace.exclude"]),
+        ({"weights": "bf16"}, ["replace.exclude", "calibration"], ["sparsity", "more bits", "ignore="]),
+    ],
+)
+def test_advice_fits_what_was_done(form, wanted, unwanted):
+    options = {"may_grow": True, "max_error": 1e-6, "verify.seconds": 0}
+    with pytest.raises(VerificationError) as caught:
+        ortolan.optimize_onnx(matmul_model(), options=options, **form)
+    message = str(caught.value)
+    assert "'linear'" in message and "[[pass]]" not in message
+    assert all(words in message for words in wanted) and not any(words in message for words in unwanted)
 
 
 def test_max_error(tmp_path):

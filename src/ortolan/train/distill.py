@@ -157,7 +157,7 @@ def _import_torch() -> Any:
         import torch
     except ImportError as error:
         raise OrtolanError(
-            "distillation needs the package 'torch'; install it with: pip install 'ortolan[train]'"
+            "distillation needs the package 'torch'; install it with: pip install torch tokenizers"
         ) from error
     return torch
 
