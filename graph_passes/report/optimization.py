@@ -1,4 +1,8 @@
-"""What was done to a model and what it gained: as objects, as JSON, and as text (summary.py)."""
+"""What was done to a model and what it gained: as objects, as JSON, and as text.
+
+The text is a summary: one line (speed, size, agreement, file), then facts, equal layers grouped. Details add what the
+search tried, what was fused, the operators, and the table of all layers.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,28 @@ import dataclasses
 import json
 import math
 import os
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from .figures import Timing
-from .lines import WIDTH, number
+from .figures import Timing, human_bytes
+from .lines import WIDTH, Fact, count, factor, first_of, largest, lay_out, number, percent, table, wrap
 from .page import save_page
-from .summary import details, layer_table, summary
 
 if TYPE_CHECKING:
     import onnx
 
     from .search import AutoReport
+
+_REASONS_SHOWN = 5  # in the summary, of each kind
+_OUTPUTS_SHOWN = 3  # a decoder has two for each layer
+_SIZES_SHOWN = 4  # of layers of one format
+SPARSE = 0.3  # zeros of a weight, as a share, that are more than rounding makes
+_STORED_SPARSE = 0.05  # the same of a weight that is stored without its zeros
+_SPARSE_OPERATOR = "VNNISpMM"
+_LEFT = ("layer", "op", "operator", "format", "status")  # columns
+_TOLD_ONCE = ("op", "operator", "format", "sparsity", "status")  # in a line where all layers have the same
 
 LayerStatus = Literal["replaced", "would replace", "pruned", "quantized", "kept"]
 
@@ -159,7 +173,7 @@ class OptimizationReport:
 
     def summary(self, width: int = WIDTH) -> str:
         """Return one line (speed, size, agreement, file), then facts, equal layers grouped; what `print` shows."""
-        return summary(self, width)
+        return _summary(self, width)
 
     def details(self, width: int = WIDTH, table_width: int | None = None) -> str:
         """Return the summary, what was measured besides, and the table of all layers; what option -v shows.
@@ -168,11 +182,11 @@ class OptimizationReport:
             width: Columns of text.
             table_width: Columns of the table, to which names of layers are folded; None: names stay whole.
         """
-        return details(self, width, table_width)
+        return _details(self, width, table_width)
 
     def table(self, width: int | None = None) -> str:
         """Return a table of the linear layers; width as `table_width` of `details`."""
-        return layer_table(self, width)
+        return _layer_table(self, width)
 
 
 def _plain(value: Any) -> Any:
@@ -185,3 +199,295 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+
+
+def _summary(report: OptimizationReport, width: int = WIDTH) -> str:
+    hint = ("details", "every layer: option -v, or report.details() in Python")
+    return _text(report, width, lambda part: [*_facts(part, _REASONS_SHOWN), hint] if part.layers else _facts(part))
+
+
+def _details(report: OptimizationReport, width: int = WIDTH, table_width: int | None = None) -> str:
+    """table_width: as for _layer_table."""
+
+    def everything(part: OptimizationReport) -> list[Fact]:
+        return _facts(part) + _rounding_facts(part) + _operator_facts(part) + _search_details(part)
+
+    text = _text(report, width, everything)
+    layers = _layer_table(report, table_width)
+    return f"{text}\n\n{layers}" if layers else text
+
+
+def _layer_table(report: OptimizationReport, width: int | None = None) -> str:
+    """The linear layers, a row each; what all of them share stands in a line above.
+
+    Args:
+        report: Of one model, or of a folder of several.
+        width: Columns of the terminal, to which names are folded; None: names stay whole.
+    """
+    if report.parts:
+        tables = {name: _layer_table(part, width) for name, part in report.parts.items()}
+        return "\n\n".join(f"{name}\n{text}" for name, text in tables.items() if text)
+    columns = _columns(report)
+    rows = len(columns["layer"])
+    if not rows:
+        return ""
+    alike = {name: columns[name][0] for name in _TOLD_ONCE if rows > 1 and len(set(columns[name])) == 1}
+    shared = ", ".join(f"{name} {cell}" for name, cell in alike.items() if cell)
+    shown = table({name: cells for name, cells in columns.items() if name not in alike}, _LEFT, width)
+    return f"{lay_out([('all layers', shared)], width or WIDTH)}\n{shown}" if shared else shown
+
+
+def _zeros(report: OptimizationReport, layer: LayerReport) -> float | None:
+    """The share of zeros of a weight that was pruned or is stored without them; rounding makes a few in any weight."""
+    if any(step.get("name") == "prune" for step in report.recipe.get("pass", ())):
+        return layer.sparsity
+    stored = layer.storage in ("bitmap", "2:4") or layer.new_op == _SPARSE_OPERATOR
+    return layer.sparsity if (layer.sparsity or 0.0) >= (_STORED_SPARSE if stored else SPARSE) else None
+
+
+def _text(report: OptimizationReport, width: int, facts: Callable[[OptimizationReport], list[Fact]]) -> str:
+    head = wrap(_headline(report), width)
+    if not report.parts:
+        return f"{head}\n\n{lay_out(facts(report), width)}"
+    of_parts = tuple(f"{name}: " for name in report.parts)
+    notes = [("note", note) for note in report.notes if not note.startswith(of_parts)]
+    blocks = [f"{name}\n{_text(part, width, facts)}" for name, part in report.parts.items()]
+    return "\n\n".join([head, *blocks, *([lay_out(notes, width)] if notes else [])])
+
+
+def _headline(report: OptimizationReport) -> str:
+    file = f": {report.output}" if report.output else ""
+    if not report.layers and not report.recipe.get("pass"):
+        return (report.auto.outcome if report.auto is not None else "the model stays as it is") + file
+    if report.dry_run:
+        return f"dry run, nothing was written: {_products(report)}"
+    gains = [_speed_gain(report), _size_gain(report), *_cache_gain(report), _agreement(report)]
+    return (", ".join(gain for gain in gains if gain) or _products(report)) + file
+
+
+def _products(report: OptimizationReport) -> str:
+    verb = "would replace" if report.dry_run else "replaced"
+    if not report.layers:
+        return f"{verb} no matrix products"
+    attention = sum(layer.k is None for layer in report.replaced)  # these have no weight
+    inside = f", {attention} of them in attention" if attention else ""
+    return f"{verb} {len(report.replaced)} of {len(report.layers)} matrix products{inside}"
+
+
+# ---- speed, size, accuracy -------------------------------------------------------------------------------------------
+
+
+def _speed_gain(report: OptimizationReport) -> str:
+    if report.latency_before and report.latency_after:
+        return factor(report.latency_before.min_ms / report.latency_after.min_ms, "faster", "slower", "the same speed")
+    searched = report.auto
+    return f"{searched.gain:.2f}x faster" if searched is not None and searched.gain is not None else ""
+
+
+def _speed_facts(report: OptimizationReport) -> list[Fact]:
+    """The one measurement of speed in a report: verify's, or the search's where verify has not measured."""
+    before, after = report.latency_before, report.latency_after
+    if before and after:
+        decodes = report.cache is not None and report.cache.decoded_tokens is not None
+        run = "one token: " if decodes else ""
+        gain = factor(before.min_ms / after.min_ms, "faster", "slower")
+        cpus = "" if report.latency_cpus is None else f", {count(report.latency_cpus, 'CPU')}"
+        return [
+            ("speed", f"{run}{before.min_ms:.3g} -> {after.min_ms:.3g} ms, fastest run ({gain})"),
+            ("", f"{before.median_ms:.3g} -> {after.median_ms:.3g} ms, median"),
+            ("", f"ONNX Runtime's default threads{cpus}"),
+        ]
+    return report.auto.speed_facts() if report.auto is not None and report.auto.gain is not None else []
+
+
+def _size_gain(report: OptimizationReport) -> str:
+    before, after = report.file_size_before, report.file_size_after
+    return factor(before / after, "smaller", "larger", "the same size") if before and after else ""
+
+
+def _size_facts(report: OptimizationReport) -> list[Fact]:
+    before, after = report.file_size_before, report.file_size_after
+    if not before or not after:
+        return []
+    return [("size", f"{human_bytes(before)} -> {human_bytes(after)} ({factor(before / after, 'smaller', 'larger')})")]
+
+
+def _cache_gain(report: OptimizationReport) -> list[str]:
+    cache = report.cache
+    return [] if cache is None else [f"cache {factor(cache.bytes_before / cache.bytes_after, 'smaller', 'larger')}"]
+
+
+def _cache_facts(report: OptimizationReport) -> list[Fact]:
+    cache = report.cache
+    if cache is None:
+        return []
+    sizes = f"{human_bytes(cache.bytes_before)} -> {human_bytes(cache.bytes_after)} a token"
+    return [
+        ("cache", f"{sizes} ({factor(cache.bytes_before / cache.bytes_after, 'smaller', 'larger')})"),
+        ("", f"{count(cache.attentions, 'attention')}: keys {cache.keys}, values {cache.values}"),
+        *(
+            (
+                "decoded",
+                f"{error.name}: relative error {number(error.relative_l2)}, cosine {error.cosine:.5f} "
+                f"({cache.decoded_tokens} tokens, one a call, after a call of {cache.prompt_tokens})",
+            )
+            for error in cache.decode_error
+        ),
+    ]
+
+
+def _agreement(report: OptimizationReport) -> str:
+    worst = min((error.cosine for error in report.output_error if error.cosine == error.cosine), default=None)
+    return "" if worst is None else f"agreement {worst:.4f} (cosine)"
+
+
+def _accuracy_facts(report: OptimizationReport) -> list[Fact]:
+    facts = [("accuracy", f"{error.name}: {error.describe()}") for error in report.output_error[:_OUTPUTS_SHOWN]]
+    others = report.output_error[_OUTPUTS_SHOWN:]
+    if others:
+        worst = max(others, key=lambda error: error.relative_l2)
+        facts.append(
+            ("accuracy", f"{len(others)} more: relative error at most {number(worst.relative_l2)} ({worst.name})")
+        )
+    if report.feeds:
+        facts.append(("measured on", report.feeds + (f": {report.judged_on}" if report.judged_on else "")))
+    return facts
+
+
+def _rounding_facts(report: OptimizationReport) -> list[Fact]:
+    facts = []
+    for label, errors, meaning in (
+        ("rounding", report.rounding_error, "rounding in the operators alone causes a relative error of"),
+        ("portable", report.portable_error, "without Ortolan's library the answers have a relative error of"),
+    ):
+        if errors:
+            worst = max(errors, key=lambda error: error.relative_l2)
+            facts.append((label, f"{meaning} at most {number(worst.relative_l2)} ({worst.name})"))
+    return facts
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+
+
+def _facts(report: OptimizationReport, reasons: int | None = None) -> list[Fact]:
+    """reasons: the most to show of one kind; None: all."""
+    return [
+        *_speed_facts(report),
+        *_size_facts(report),
+        *_cache_facts(report),
+        *_accuracy_facts(report),
+        ("recipe", str(report.recipe.get("name"))),
+        *_layer_facts(report, reasons),
+        *_lookup_facts(report, reasons or _REASONS_SHOWN),
+        *_search_facts(report),
+        *(("note", note) for note in report.notes),
+    ]
+
+
+def _layer_facts(report: OptimizationReport, reasons: int | None) -> list[Fact]:
+    """Layers of one format and size are counted together."""
+    if not report.layers:
+        return [("layers", _products(report))] if report.recipe.get("pass") else []
+    groups: dict[Fact, list[LayerReport]] = {}
+    for layer in report.layers:
+        if layer.k is not None and (layer.weights or layer.status != "kept"):
+            status = "" if layer in report.replaced else f", {layer.status} but not replaced"
+            groups.setdefault((layer.weights or "float", status), []).append(layer)
+    facts = [("layers", _products(report))]
+    facts += [(label, _group(report, layers) + status) for (label, status), layers in groups.items()]
+    return facts + _reason_facts("not replaced", ((one.reason, one.name) for one in report.layers), reasons)
+
+
+def _group(report: OptimizationReport, layers: list[LayerReport]) -> str:
+    sizes = Counter(f"{layer.k} x {layer.n}" for layer in layers).most_common()
+    listed = ", ".join(f"{number} of {size}" for size, number in sizes[:_SIZES_SHOWN])
+    more = sum(number for _, number in sizes[_SIZES_SHOWN:])
+    text = count(len(layers), "layer") + (f" of {sizes[0][0]}" if len(sizes) == 1 else f": {listed}")
+    text += f", {more} of other sizes" if more else ""
+    zeros = [share for layer in layers if (share := _zeros(report, layer)) is not None]
+    if zeros:
+        text += f"; {percent(sum(zeros) / len(zeros))} zeros"
+    densities = [layer.density for layer in layers if layer.density is not None]
+    if densities:
+        text += f"; {percent(sum(densities) / len(densities))} of the inputs used (density)"
+    error = largest(layer.output_error for layer in layers)
+    return text if error is None else f"{text}; error at most {number(error)}"
+
+
+def _reason_facts(label: str, given: Iterable[tuple[str | None, str]], most: int | None) -> list[Fact]:
+    """given: (reason, name) of each that has a reason."""
+    found: dict[str, list[str]] = {}
+    for reason, name in given:
+        if reason:
+            found.setdefault(reason, []).append(name)
+    facts = [(label, f"{reason}: {first_of(names)}") for reason, names in found.items()]
+    if most is None or len(facts) <= most:
+        return facts
+    return [*facts[:most], (label, f"{count(len(facts) - most, 'more reason')}; to_json() has all of them")]
+
+
+def _lookup_facts(report: OptimizationReport, reasons: int) -> list[Fact]:
+    facts = []
+    verb = "would replace" if report.dry_run else "replaced"
+    chains = Counter(" ".join(one.operators) for one in report.lookups if one.status != "kept")
+    if chains:
+        listed = "; ".join(f"{times} x {operators}" for operators, times in chains.items())
+        facts.append(("lookups", f"{verb} {chains.total()} chains of element-wise operators: {listed}"))
+    return facts + _reason_facts("no lookup", ((one.reason, one.name) for one in report.lookups), reasons)
+
+
+def _operator_facts(report: OptimizationReport) -> list[Fact]:
+    operators = Counter(layer.new_op for layer in report.replaced if layer.new_op)
+    fused = Counter(part for layer in report.layers for part in layer.fused)
+    kinds = ("operators", operators), ("fused", fused)
+    return [(label, ", ".join(f"{times} {name}" for name, times in found.items())) for label, found in kinds if found]
+
+
+def _columns(report: OptimizationReport) -> dict[str, list[str]]:
+    """The cells of the table, by column; those of what was not done are empty."""
+    layers = [layer for layer in report.layers if layer.k is not None]
+    return {
+        "layer": [layer.name for layer in layers],
+        "op": [layer.op for layer in layers],
+        "operator": [layer.new_op or "" for layer in layers],
+        "format": [layer.weights for layer in layers],
+        "k x n": [f"{layer.k} x {layer.n}" for layer in layers],
+        "sparsity": [percent(_zeros(report, layer)) for layer in layers],
+        "threshold": [number(layer.threshold) for layer in layers],
+        "density": [percent(layer.density) for layer in layers],
+        "before": [human_bytes(layer.bytes_before) for layer in layers],
+        "after": [human_bytes(layer.bytes_after) for layer in layers],
+        "error": [number(layer.output_error) for layer in layers],
+        "status": [layer.status for layer in layers],
+    }
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+
+
+def _search_facts(report: OptimizationReport) -> list[Fact]:
+    auto = report.auto
+    if auto is None or (not report.layers and not report.recipe.get("pass")):  # then the first line has it all
+        return []
+    chosen = "".join(f"; chosen: {trial.found}" for trial in auto.trials if trial.chosen)
+    return [("search", f"{count(len(auto.trials), 'model')} tried{chosen}; limit: {auto.budget}")]
+
+
+def _search_details(report: OptimizationReport) -> list[Fact]:
+    """Layers are timed alone; those of one size and form have the same times."""
+    auto = report.auto
+    if auto is None:
+        return []
+    sizes = {layer.name: f"{layer.k} x {layer.n}" for layer in report.layers if layer.k is not None}
+    shapes = " / ".join(f"{batch} x {tokens}" for batch, tokens in auto.shapes)
+    kinds = Counter(
+        f"of {sizes[one.name]}, {one.chosen or 'as it is'}: {one.times()} ms ({shapes} tokens)"
+        for one in auto.layers
+        if one.name in sizes and one.before_ms
+    )
+    # The outcome names a speed: a report has one.
+    outcome = [("search", auto.outcome)] if report.latency_after is None else []
+    return [*outcome, *auto.trial_facts(), *(("layer times", f"{times} {kind}") for kind, times in kinds.items())]

@@ -25,7 +25,8 @@ def print_result(result: Any, as_json: bool, verbose: int = 0) -> None:
     if as_json:
         typer.echo(result.to_json())
     elif hasattr(result, "summary"):
-        typer.echo(result.details(text_width(), table_width()) if verbose else result.summary(text_width()))
+        # Not typer.echo: it ignores what stdout's encoding makes of letters that it lacks.
+        print(result.details(text_width(), table_width()) if verbose else result.summary(text_width()))
     elif hasattr(result, "__rich__"):
         make_console().print(result)
     else:

@@ -31,7 +31,7 @@ from ortolan.graph_passes.passes import fuse_lut as lut
 from ortolan.graph_passes.passes.normalize import inline_functions, optimized_with
 from ortolan.graph_passes.report.figures import human_bytes
 from ortolan.graph_passes.report.lines import WIDTH, first_of, lay_out, percent, table, wrap
-from ortolan.graph_passes.report.summary import SPARSE
+from ortolan.graph_passes.report.optimization import SPARSE
 
 from .errors import ModelError, OrtolanError
 
