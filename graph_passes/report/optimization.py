@@ -340,7 +340,9 @@ def _cache_facts(report: OptimizationReport) -> list[Fact]:
 
 
 def _agreement(report: OptimizationReport) -> str:
-    worst = min((error.cosine for error in report.output_error if error.cosine == error.cosine), default=None)
+    errors = [error for one in (report, *report.parts.values()) for error in one.output_error]
+    errors += [] if report.cache is None else report.cache.decode_error
+    worst = min((error.cosine for error in errors if not math.isnan(error.cosine)), default=None)
     return "" if worst is None else f"agreement {worst:.4f} (cosine)"
 
 

@@ -102,7 +102,8 @@ def test_takes_the_fastest_form_where_the_budget_allows(inject: Callable[..., An
     assert report.auto is not None
     assert [layer.chosen for layer in report.auto.layers] == ["int4 gptq"] * LAYERS
     assert [layer.new_op for layer in report.layers] == ["W4A8MatMul"] * LAYERS
-    assert "2.00x faster" in str(report)
+    assert report.auto.gain == 2.0 and "2.00x faster" in report.auto.outcome
+    assert any("min 10 -> 5 ms" in text and "(2.00x)" in text for _, text in report.auto.facts())
     assert [layer.after_ms for layer in report.auto.layers] == [[0.2]] * LAYERS
 
 

@@ -181,6 +181,8 @@ def test_reports_of_a_folder_begin_with_the_whole():
     whole = OptimizationReport({"name": "r"}, output="fast/", layers=part.layers, parts={"encoder.onnx": part})
     whole.file_size_before, whole.file_size_after, whole.notes = 2000, 1000, ["encoder.onnx: a note", "of the folder"]
     text = str(whole)
-    assert text.startswith("2.00x smaller: fast/\n\nencoder.onnx\nagreement 0.9900 (cosine)\n")
+    assert text.startswith(
+        "2.00x smaller, agreement 0.9900 (cosine): fast/\n\nencoder.onnx\nagreement 0.9900 (cosine)\n"
+    )
     assert text.count("a note") == 1 and text.endswith("note          of the folder")
     assert whole.table().startswith("encoder.onnx\n") and "[red]/a[/red]" in whole.details()
