@@ -14,6 +14,7 @@ from ortolan.session import package_versions
 
 from .files.model_file import write_model
 from .names import OPTIONS_KEY, RECIPE_KEY, VERSION_KEY
+from .operators.declared_shapes import declare_shapes
 from .options import WORDS, Globs, any_matches
 from .passes.context import PassContext, RecipePass
 from .passes.plan import Plan
@@ -71,8 +72,10 @@ def transform(steps: Steps, context: PassContext) -> None:
 
 def write(steps: Steps, context: PassContext, embed_limit: int | None = None) -> None:
     """The model as it is now, and what it was made by, to context.candidate. embed_limit: see write_model."""
-    context.source.model.metadata_props.update(_provenance(steps.recipe))
-    write_model(context.source.model, context.candidate, context.telling(Stage.WRITE), embed_limit)
+    model = context.source.model
+    model.metadata_props.update(_provenance(steps.recipe))
+    declare_shapes(model, lambda wanted: context.new_name(model, wanted))
+    write_model(model, context.candidate, context.telling(Stage.WRITE), embed_limit)
     context.release()
 
 

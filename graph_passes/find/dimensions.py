@@ -28,6 +28,7 @@ boolean: And Or Xor Not Equal Less LessOrEqual Greater GreaterOrEqual IsNaN IsIn
 """
 _SAME, _BROADCAST, _BOOLEAN = (frozenset(part.split()) for part in re.split(r"\w+:", _NAMES)[1:])
 _CONTRIB = ("com.microsoft", "ai.ortolan")
+_RESIDUAL_INPUT = {"SparseAMXMatMul": 5, "VNNISpMM": 6, "W4A8MatMul": 4, "W8A8MatMul": 4}  # index of the residual input
 
 
 class Dimensions:
@@ -174,7 +175,8 @@ class Dimensions:
         width = int_attribute(node, "gated_columns", 0) or int_attribute(node, "n", 0) or int_attribute(node, "N", 0)
         if x is None or not width:
             return None
-        residual = node.inputs[4:5] if node.op_type in ("W4A8MatMul", "W8A8MatMul") else node.inputs[5:6]
+        place = _RESIDUAL_INPUT.get(node.op_type, 0)
+        residual = node.inputs[place : place + 1]
         if node.domain != "ai.ortolan" or not residual or residual[0] is None:
             return *x[:-1], width
         return broadcast([(*x[:-1], width), self.shape(residual[0])], output)
@@ -460,6 +462,8 @@ _SHAPES: dict[str, Callable[[Dimensions, ir.Node, ir.Value], Shape | None]] = {
     "W4A8MatMul": Dimensions._linear,
     "W8A8MatMul": Dimensions._linear,
     "SparseAMXMatMul": Dimensions._linear,
+    "VNNISpMM": Dimensions._linear,
+    "MaskedMatMul": Dimensions._matmul,
     "AddLayerNorm": Dimensions._add_layer_norm,
     "NoMADAttention": Dimensions._attention,
     "MultiHeadAttention": Dimensions._attention,
