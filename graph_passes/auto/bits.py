@@ -5,8 +5,9 @@
     path    from 8 bits everywhere to 4: layers of one input together, those first that save the most bytes for the
             square of error that they add, as errors of layers add up in squares. Layers that lose nothing by 4 bits,
             such as those whose weights lie on a grid of 4 bits already, go before all others, and in any case
-    budget  of error: how far along the path the whole model stays within it, by bisection. Of bytes: as far as it
-            takes, by the bytes of the layers
+    budget  of error: 4 bits in all layers are tried before anything is measured; if they are over the budget, how far
+            along the path the whole model stays within it, by bisection. Of bytes: as far as it takes, by the bytes of
+            the layers
 
 What comes out is an ordinary recipe: that of the form, with these layers left to 8 bits.
 """
@@ -23,6 +24,7 @@ from ortolan.progress import Progress
 
 from ..forms import Form
 from ..measure.evidence import Evidence
+from ..measure.feeds import Feeds
 from ..recipe import Recipe
 from ..report.search import AutoReport, LayerChoice, PathPoint
 from .budget import Limit
@@ -56,7 +58,8 @@ class BitSearch:
     def __init__(self, evidence: Evidence, settings: BitSettings, name: str, progress: Progress) -> None:
         """name: of the model's file, as it is to be in the end."""
         self._evidence, self._form, self._name, self._progress = evidence, settings.form, name, progress
-        evidence.feeds(evidence.open_original(timed=False))
+        self._able: list[str] = []
+        evidence.feeds()
         self._limit = settings.limit_for(evidence)
         self.report = AutoReport(str(self._limit), [], saves="bytes")
 
@@ -66,11 +69,17 @@ class BitSearch:
         evidence, report = self._evidence, self.report
         evidence.hold_out(HELD_OUT)
         judged = (evidence.held_out or evidence.feeds())[:_FEEDS]
+        if not self._limit.is_size:
+            first = self._four_bits(judged)
+            if first is not None:
+                self._conclude(first)
+                return first
         study = LayerStudy(evidence, report, LayerTimes(), self._progress)
         recipes = {FOUR.name: self._recipe((), None), EIGHT.name: self._recipe(("*",), None)}
         inputs = study.measure_errors_of(recipes, judged, self._limit)
         path = self._path(inputs)
         trials = Trials(evidence, self._limit, judged, self._name, self._progress, self._recipe_of_choice)
+        trials.report[:0] = report.trials
         report.trials = trials.report
         free = sum(_cost(steps) <= 0 for steps in path)
         best = self._fewest_steps(path, free, trials) if self._limit.is_size else _most_steps(path, free, trials)
@@ -85,6 +94,15 @@ class BitSearch:
             )
         self._conclude(best)
         return best
+
+    def _four_bits(self, judged: Sequence[Feeds]) -> Made | None:
+        """The model with 4 bits in all layers, if it is within the budget: then no layer needs to be measured."""
+        trials = Trials(self._evidence, self._limit, judged, self._name, self._progress, self._recipe_of_choice)
+        made = trials.make([], False)
+        for trial in trials.report:
+            trial.time = trial.error = None
+        self.report.trials = trials.report
+        return made
 
     def _path(self, inputs: Mapping[str, str]) -> list[list[Step]]:
         """The layers of one input together. inputs: by layer, the name of its input."""
@@ -147,10 +165,9 @@ class BitSearch:
                 form = FOUR if layer.name in best.choice else EIGHT
                 layer.chosen, layer.error = form.name, layer.forms[form.name].error
                 layer.reason = "chosen for its bytes and its error"
-        four = len(best.choice)
-        report.outcome = (
-            f"4 bits in {four} layers, 8 in {len(self._able) - four}; {best.trial.found}; budget: {report.budget}"
-        )
+        four = best.trial.layers
+        eight = len(self._able) - len(best.choice)
+        report.outcome = f"4 bits in {four} layers, 8 in {eight}; {best.trial.found}; budget: {report.budget}"
 
 
 def _step(layer: LayerChoice, total: int) -> Step:
@@ -173,10 +190,8 @@ def _order(steps: Sequence[Step]) -> tuple[bool, float]:
 
 
 def _most_steps(path: Sequence[list[Step]], free: int, trials: Trials) -> Made | None:
-    """The model furthest along the path that the budget allows. free: steps at its beginning that lose nothing."""
-    best = trials.make([*chain(*path)], False)
-    if best is not None:
-        return best
+    """The model furthest along the path that the budget allows, but for its end, which is over the budget. free: steps
+    at its beginning that lose nothing."""
     low, high = free, len(path)
     best = trials.make([*chain(*path[:free])], False)
     if best is None and free:

@@ -163,13 +163,15 @@ def perplexity_rise(before: Run, after: Run, feeds: Sequence[Feeds]) -> tuple[fl
 def divergence_rise(before: Run, after: Run, feeds: Sequence[Feeds]) -> float:
     """By what share perplexity is higher of next tokens as the model before would choose them, over all tokens of the
     feeds: exp of the mean Kullback-Leibler divergence, less 1."""
-    divergences = []
+    total, count = 0.0, 0
     for one in feeds:
-        exact, found = (_log_probabilities(run(one)[_LOGITS]) for run in (before, after))
-        with np.errstate(invalid="ignore"):  # of tokens that are out of the question for both
-            terms = np.where(exact > -np.inf, np.exp(exact) * (exact - found), 0.0)
-        divergences.append(terms.sum(axis=-1).reshape(-1))
-    return _exp(float(np.concatenate(divergences).mean())) - 1
+        answers = [run(one)[_LOGITS] for run in (before, after)]
+        for rows in zip(*answers, strict=True):  # one sequence at a time: vocabularies are large
+            exact, found = map(_log_probabilities, rows)
+            with np.errstate(invalid="ignore"):  # of tokens that are out of the question for both
+                terms = np.where(exact > -np.inf, np.exp(exact) * (exact - found), 0.0)
+            total, count = total + float(terms.sum()), count + terms[..., 0].size
+    return _exp(total / count) - 1
 
 
 def _exp(number: float) -> float:

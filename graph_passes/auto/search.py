@@ -12,6 +12,9 @@
     time    the whole model against the original, at each shape, and with fused attention. Where it is no faster, the
             first half of the path is tried, and so on; if nothing is left, the model stays as it is.
 
+A decoder that answers one token a step is limited by the bytes of its weights, so mixed bits come first (bits.py): 4
+bits in all layers, else 8 where errors matter. Only where no such model is within the budget and faster, what is above.
+
 What comes out is an ordinary recipe.
 """
 
@@ -23,13 +26,15 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ortolan.errors import CalibrationError, RecipeError, one_line
+from ortolan.errors import CalibrationError, RecipeError, VerificationError, one_line
 from ortolan.progress import Progress, Stage
 
 from ..files.model_file import ModelFile
+from ..forms import Form
 from ..measure.evidence import Evidence
 from ..measure.feeds import Feeds, Sizes, has_past, synthetic_feeds
 from ..report.search import AutoReport
+from .bits import BitSearch, BitSettings
 from .budget import Limit, default_limit
 from .candidates import HELD_OUT, candidates_for
 from .layer_study import LayerStudy
@@ -111,11 +116,21 @@ class Search:
         judged = (evidence.held_out or evidence.feeds())[:_FEEDS]
         limit = self._settings.limit or default_limit(evidence.source.model, self._calibrated)
         report.budget = str(limit)
-        if not self._calibrated:
+        if evidence.sampled:
+            report.budget += ", on text sampled from the model itself: calibration=… takes texts of yours"
+        elif not self._calibrated:
             report.budget += ", on made-up inputs: give calibration=…"
         elif not evidence.held_out:
             report.budget += f", on the feeds that weights are fitted to: give {HELD_OUT} or more, or more texts"
         self._shape_feeds = self._find_shapes(evidence.source)
+        if (
+            self._settings.sparsity is None
+            and has_past(evidence.source.model)
+            and {*report.shapes} == {*DECODER_SHAPES}
+        ):
+            by_bits = self._by_bits(limit)
+            if by_bits is not None:
+                return by_bits
         forms = candidates_for(self._calibrated, self._settings.sparsity)
         study = LayerStudy(evidence, report, self._times, self._progress)
         study.measure(self._shape_feeds, judged, limit, forms)
@@ -153,6 +168,27 @@ class Search:
         if not found:
             raise CalibrationError(problem)
         return found
+
+    def _by_bits(self, limit: Limit) -> Made | None:
+        """4 bits in all layers, or as many as the budget allows: a step of one token takes as long as its weights take
+        to read. None where that is over the budget, or no faster than the original."""
+        search = BitSearch(self._evidence, BitSettings(Form(weights="int4"), limit), self._name, self._progress)
+        found, shapes = search.report, self.report.shapes
+        found.budget = self.report.budget
+        try:
+            made = search.run()
+        except VerificationError:
+            return None
+        self._progress(Stage.TIME_MODELS, 0, 1)
+        before, (after,) = time_models(self._original, [made.path], self._shape_feeds)
+        self._progress(Stage.TIME_MODELS, 1, 1)
+        gained = gain(before, after)
+        if gained < _GAIN:
+            return None
+        found.shapes, found.before, found.after = shapes, before, after
+        found.outcome = f"{gained:.2f}x faster (by minimum or median, whichever is less); {found.outcome}"
+        self.report = found
+        return made
 
     def _within(self, path: Sequence[Step], trials: Trials) -> int:
         """How many steps of the path the budget allows."""

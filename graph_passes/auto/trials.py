@@ -99,7 +99,11 @@ class Trials:
                 within, found = self._run(replace(plan(trial_recipe, context), recipe=recipe), context)
             except (NothingToReplaceError, VerificationError) as error:
                 within, found = False, str(error)
-        trial = Trial(len(choice), attention, within, found, *estimate(steps), saves=self._saves)
+        count = len(choice)
+        if self._always_changes:
+            replaced = [layer for layer in context.report.layers if layer.status == "replaced"]
+            count = sum(layer.weight_bits == 4 for layer in replaced)
+        trial = Trial(count, attention, within, found, *estimate(steps), saves=self._saves)
         trial.cosine = min((error.cosine for error in context.report.output_error), default=None)
         files = _files(context)
         trial.bytes = sum(file.stat().st_size for file in files) or None

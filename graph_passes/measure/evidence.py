@@ -17,6 +17,7 @@ from ..find.linear import Linear, layer_key
 from .feeds import SIZES_TO_TRY, Feeds, Outputs, Sizes, hold_out, synthetic_feeds
 from .fits import Fits
 from .recorder import InputRecorder, OnRun, Recorded
+from .sampling import sampled_feeds, start_token
 from .sessions import open_quietly, open_to_time, run_session
 
 _SMALL = 1024  # bytes; such tensors stay in the model file
@@ -48,6 +49,7 @@ class Evidence:
         self.description = description
         self.portable = portable
         self.made_up = feeds is None
+        self.sampled = False  # whether the feeds were sampled from the model itself
         self.fitted_to = False  # whether weights were fitted to the feeds
         self.held_out: list[Feeds] = []  # those of the user's to which nothing is fitted
         self.fits = Fits(folder) if keeps_fits else None  # weights that were fitted to inputs of the original
@@ -75,9 +77,17 @@ class Evidence:
     # ---- feeds -------------------------------------------------------------------------------------------------------
 
     def feeds(self, session: Any = None) -> list[Feeds]:
-        """Those to fit to: the user's without those that are held out, or made-up ones on which the original runs."""
+        """Return the feeds to fit to: the user's without those that are held out, text that a decoder samples from
+        itself, or random inputs on which the original runs."""
         if self._feeds is None:
-            self._feeds, self.description = make_up_feeds(self.source.model, session or self.open_original())
+            source, session = self.source, session or self.open_original()
+            self._feeds = sampled_feeds(source.model, session, start_token(source.path), source.is_large)
+            self.sampled = bool(self._feeds)
+            if self.sampled:
+                tokens = sum(one["input_ids"].size for one in self._feeds)
+                self.description = f"{len(self._feeds)} feed(s) of text sampled from the model itself, {tokens} tokens"
+            else:
+                self._feeds, self.description = make_up_feeds(source.model, session)
         return self._feeds
 
     def hold_out(self, every: int) -> None:

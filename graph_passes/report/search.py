@@ -49,8 +49,9 @@ class Trial:
     within: bool
     found: str  # what the budget limits
     # Of the layers alone, by the times of their forms, the original's being 1; or the bytes, those of 8 bits being 1.
-    time: float = 1.0
-    error: float = 0.0  # of the outputs, as layers' errors and sensitivities have it, added up in squares
+    # None: layers were not measured.
+    time: float | None = 1.0
+    error: float | None = 0.0  # of the outputs, as layers' errors and sensitivities have it, added up in squares
     cosine: float | None = None  # of the worst output against the original's
     bytes: int | None = None  # of the file
     chosen: bool = False
@@ -60,10 +61,10 @@ class Trial:
         size = "" if self.bytes is None else f", {self.bytes / 1e6:.1f} MB"
         attention = ", attention fused" if self.attention else ""
         verdict = "chosen" if self.chosen else "within the budget" if self.within else "over the budget"
-        return (
-            f"{count(self.layers, 'layer')}{attention}: {self.found}; {self.saves} of the layers {self.time:.2f}, "
-            f"estimated error {self.error:.2g}{size}: {verdict}"
-        )
+        estimated = ""
+        if self.time is not None and self.error is not None:
+            estimated = f"; {self.saves} of the layers {self.time:.2f}, estimated error {self.error:.2g}"
+        return f"{count(self.layers, 'layer')}{attention}: {self.found}{estimated}{size}: {verdict}"
 
 
 @dataclass

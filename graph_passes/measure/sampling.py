@@ -1,0 +1,106 @@
+"""Text that a decoder samples from itself, to judge it by where the user gives no texts.
+
+Random tokens are nothing that a decoder was trained on: rounding costs several times as much there as on real text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from .feeds import Feeds, has_past, model_inputs, prompt_feeds
+
+_SEQUENCES, _TOKENS = 2, 64
+_TOKENS_OF_LARGE = 32  # where a step reads gigabytes of weights
+_PLAIN = {"input_ids", "attention_mask", "position_ids"}
+_PAST, _PRESENT = "past_key_values", "present"
+# The start token of sentencepiece vocabularies, and an ordinary piece of text in those of BPE.
+_DEFAULT_START = 1
+_CONFIGS = ("generation_config.json", "config.json", "genai_config.json")
+
+
+def sampled_feeds(model: ir.Model, session: Any, start: int, large: bool = False) -> list[Feeds]:
+    """Sample sequences token by token, at temperature 1 and from a fixed seed, and return them as feeds.
+
+    The first feed holds all sequences, the second the beginning of the first one, and the third the last token behind
+    the cache of all others.
+
+    Args:
+        session: of the original model.
+        start: the token that each sequence begins with.
+        large: whether a step takes long, so that fewer tokens are sampled.
+
+    Returns:
+        No feeds for a model that is not a decoder with `logits` and a growing KV cache, or that does not run so.
+    """
+    inputs = {value.name or "": value for value in model_inputs(model)}
+    caches = {name: name.replace(_PAST, _PRESENT, 1) for name in inputs if name.startswith(_PAST)}
+    outputs = [value.name or "" for value in model.graph.outputs]
+    if not has_past(model) or inputs.keys() - caches.keys() - _PLAIN or not {"logits", *caches.values()} <= {*outputs}:
+        return []
+    shape = inputs["input_ids"].shape if "input_ids" in inputs else None
+    if shape is None or len(shape) != 2:
+        return []
+    rows = shape[0] if isinstance(shape[0], int) else _SEQUENCES
+    tokens = _TOKENS_OF_LARGE if large else _TOKENS
+    rng = np.random.default_rng(0)
+    ids = np.full((rows, 1), start)
+    found: list[Feeds] = []
+    with suppress(Exception):  # of ONNX Runtime, or the model takes inputs of other sizes
+        feeds = prompt_feeds(ids, model)
+        while True:
+            answers = dict(zip(outputs, session.run(outputs, feeds), strict=True))
+            if ids.shape[1] == tokens:
+                break
+            logits = answers["logits"][:, -1].astype(np.float64)
+            if not np.isfinite(logits).all():
+                return []
+            chosen = (logits + rng.gumbel(size=logits.shape)).argmax(axis=1)  # a sample of softmax(logits)
+            ids = np.concatenate([ids, chosen[:, None]], axis=1)
+            feeds = _next_feeds(ids, feeds) | {past: answers[present] for past, present in caches.items()}
+        parts = [ids, ids[: 1 if isinstance(shape[0], ir.SymbolicDim) else rows, : tokens // 2 - 1]]
+        whole = [prompt_feeds(part, model) for part in parts]
+        for one in whole:
+            session.run(["logits"], one)
+        found = [*whole, feeds]
+    return found
+
+
+def _next_feeds(ids: np.ndarray, before: Feeds) -> Feeds:
+    """The last token, without the cache."""
+    made = {
+        "input_ids": ids[:, -1:],
+        "attention_mask": np.ones_like(ids),
+        "position_ids": np.full((len(ids), 1), ids.shape[1] - 1),
+    }
+    return {name: array.astype(before[name].dtype) for name, array in made.items() if name in before}
+
+
+def start_token(model: Path | None) -> int:
+    """The `bos_token_id` of the configuration beside a model, or in the folder above a folder `onnx`."""
+    if model is None:
+        return _DEFAULT_START
+    folders = [model.parent, model.parent.parent] if model.parent.name == "onnx" else [model.parent]
+    for file in (folder / name for folder in folders for name in _CONFIGS):
+        with suppress(OSError, ValueError):
+            config = json.loads(file.read_text(encoding="utf-8"))
+            found = _bos(config) if isinstance(config, dict) else None
+            if found is not None:
+                return found
+    return _DEFAULT_START
+
+
+def _bos(config: dict[str, Any]) -> int | None:
+    inner = config.get("model")
+    for one in (config, inner if isinstance(inner, dict) else {}):
+        token = one.get("bos_token_id")
+        token = token[0] if isinstance(token, Sequence) and token else token
+        if isinstance(token, int) and not isinstance(token, bool) and token >= 0:
+            return token
+    return None
