@@ -15,9 +15,9 @@ from ortolan.errors import NothingToReplaceError, VerificationError
 from ortolan.progress import Progress, Stage
 
 from ..files.mapped_pages import pages_stay
-from ..files.model_file import ModelFile, data_path, load_model
+from ..files.model_file import data_path, load_model
 from ..files.spill import TensorSpill
-from ..measure.evidence import Evidence
+from ..measure.evidence import Evidence, load_again
 from ..measure.feeds import Feeds
 from ..measure.sessions import open_quietly, open_to_time
 from ..measure.timing import interleave
@@ -155,13 +155,6 @@ def new_context(evidence: Evidence, name: str, portable: bool) -> Iterator[PassC
             yield PassContext(evidence, source, OptimizationReport(recipe={}), folder / name, spill, portable=portable)
     finally:
         (folder / "packed.bin").unlink(missing_ok=True)
-
-
-def load_again(source: ModelFile) -> ModelFile:
-    """The model as it was given; passes change what they get."""
-    given = source.path if source.path is not None else source.proto
-    assert given is not None
-    return load_model(given)
 
 
 def gain(before: Sequence[Timing], after: Sequence[Timing]) -> float:

@@ -37,6 +37,7 @@ class ModelFile:
     external_root: Path | None = None  # the folder that all external data lies in
     data_files: list[Path] = field(default_factory=list)
     folder: Path | None = None  # if that was given, and the model found in it
+    widened: bool = False  # whether `model` holds float32 where the file has bfloat16 (find/bfloat16.py)
 
     @property
     def name(self) -> str:
@@ -151,6 +152,12 @@ def _read_proto(path: Path) -> onnx.ModelProto:
 def _to_ir(proto: onnx.ModelProto, name: str) -> ir.Model:
     if not proto.HasField("graph") or not proto.opset_import:
         raise ModelError(f"{name} is not an ONNX model: it holds no graph or no opset")
+    sparse = [tensor.values.name for tensor in proto.graph.sparse_initializer]
+    if sparse:
+        raise ModelError(
+            f"{name} holds sparse initializers, which Ortolan does not read: {listing(sparse)}; store them as dense "
+            "tensors, or export the model again without sparse tensors"
+        )
     try:
         model = ir.from_proto(proto)
     except Exception as error:  # the deserializer raises whatever it trips over in a malformed model

@@ -12,7 +12,17 @@ import onnx_ir as ir
 
 from ortolan.errors import CalibrationError, one_line
 
-from ..files.model_file import ModelFile, data_path, external_tensors, release_maps, tensor_slots, to_bytes, write_model
+from ..files.model_file import (
+    ModelFile,
+    data_path,
+    external_tensors,
+    load_model,
+    release_maps,
+    tensor_slots,
+    to_bytes,
+    write_model,
+)
+from ..find.bfloat16 import widen_bfloat16
 from ..find.linear import Linear, layer_key
 from .feeds import SIZES_TO_TRY, Feeds, Outputs, Sizes, hold_out, synthetic_feeds
 from .fits import Fits
@@ -105,11 +115,20 @@ class Evidence:
 
     def open_original(self, timed: bool = False) -> Any:
         """A session for the model as it was given: one to judge by, or to time."""
-        model: Path | bytes | None = self.source.path
+        model: Path | bytes | None = self._float32_copy() if self.source.widened else self.source.path
         if model is None:
             assert self.source.proto is not None
             model = to_bytes(self.source.proto)
         return open_to_time(model) if timed else open_quietly(model, self.source)
+
+    def _float32_copy(self) -> Path:
+        """Write the original in float32, once: ONNX Runtime cannot run the bfloat16 file that was given."""
+        path = self.folder / "float32.onnx"
+        if not path.exists():
+            source = load_again(self.source)
+            write_model(source.model, path, lambda done, total: None)
+            release_maps(list(external_tensors(source.model)))
+        return path
 
     @contextmanager
     def open(self, model: ir.Model, *, library: bool | None = None) -> Iterator[Any]:
@@ -174,6 +193,15 @@ class Evidence:
         feeds = self.feeds() if feeds is None else feeds
         with ExitStack() as copies:
             yield InputRecorder(model, values, feeds, lambda: copies.enter_context(self.open(model)))
+
+
+def load_again(source: ModelFile) -> ModelFile:
+    """Load the model as it was given; passes change what they get."""
+    given = source.path if source.path is not None else source.proto
+    assert given is not None
+    loaded = load_model(given)
+    widen_bfloat16(loaded)
+    return loaded
 
 
 def make_up_feeds(model: ir.Model, session: Any) -> tuple[list[Feeds], str]:

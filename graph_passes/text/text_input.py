@@ -149,7 +149,7 @@ def _with_prompt(nodes: Nodes, plan: TextPlan, texts: ir.Value, name: ir.Value) 
 def _finish(nodes: Nodes, plan: TextPlan, output: ir.Value, batch: Batch) -> ir.Value:
     """The model's new output."""
     if plan.scores:
-        made = nodes.op("Squeeze", nodes.cast(output, ir.DataType.FLOAT), nodes.ints(1))
+        made = nodes.op("Reshape", nodes.cast(output, ir.DataType.FLOAT), nodes.ints(-1))
         made = nodes.op("Sigmoid", made) if plan.activation == "sigmoid" else made
         made.name, made.shape = SCORE, ir.Shape(["batch"])
     else:

@@ -147,8 +147,8 @@ def read_settings(
         )
     file = replace(read_tokenizer_file(given), lowercase=folder.lowercase)
     output = _output(outputs, text, folder)
-    scores = _is_flat(output) and output.name == _SCORES
-    pooling = None if _is_flat(output) else text.pooling or folder.pooling or "mean"
+    scores = output.name == _SCORES and _is_by_pairs(output)
+    pooling = None if scores or _is_flat(output) else text.pooling or folder.pooling or "mean"
     return TextSettings(
         file=file,
         folder=folder,
@@ -181,16 +181,22 @@ def _is_flat(value: ir.Value) -> bool:
     return value.shape is not None and len(value.shape) == 2
 
 
+def _is_by_pairs(value: ir.Value) -> bool:
+    """Whether there is one row of labels for each pair of texts: [batch, labels], or [batch, 1, labels]."""
+    shape = value.shape
+    return _is_flat(value) or (shape is not None and len(shape) == 3 and shape[1] == 1)
+
+
 def _output(given: Sequence[ir.Value], text: TextInput, folder: SentenceFolder) -> ir.Value:
     """The output to use: [batch, tokens, hidden], or the vectors [batch, hidden] that the model makes itself, or scores
-    [batch, 1]."""
+    [batch, 1] or [batch, 1, 1]."""
     outputs = {value.name: value for value in given}
     ready = outputs.get(EMBEDDING)
     if ready is not None and _is_flat(ready) and text.pooling is None and folder.pooling is None:
         return ready
     logits = outputs.get(_SCORES)
-    if logits is not None and _is_flat(logits) and len(outputs) == 1:
-        width = logits.shape[1] if logits.shape is not None else None
+    if logits is not None and _is_by_pairs(logits) and len(outputs) == 1:
+        width = logits.shape[-1] if logits.shape is not None else None
         labels = width if isinstance(width, int) else folder.labels
         if labels != 1:
             raise ModelError(

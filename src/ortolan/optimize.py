@@ -38,6 +38,7 @@ from ortolan.graph_passes.files.model_folder import (
 )
 from ortolan.graph_passes.files.spill import TensorSpill
 from ortolan.graph_passes.files.work_folder import work_folder
+from ortolan.graph_passes.find.bfloat16 import widen_bfloat16
 from ortolan.graph_passes.find.linear import count_stored
 from ortolan.graph_passes.forms import AUTO, CHOICES
 from ortolan.graph_passes.measure.evidence import Evidence
@@ -342,6 +343,11 @@ class _Run:
             cpu=known_cpu(),
         )
         self.report.notes += [choice.note] if choice.note else []
+        if source.widened:
+            self.report.notes.append(
+                "the model computes in bfloat16, which ONNX Runtime's CPU provider has no operators for: it was "
+                "converted to float32, and answers are compared with those of the float32 model"
+            )
 
     def _for_host(self, recipe: Recipe) -> Recipe:
         return recipe if self.genai is None else recipe.for_equal_caches("onnxruntime-genai")
@@ -508,6 +514,7 @@ def _load(model: Any) -> ModelFile:
             f"{source.name} was already optimized by Ortolan ({made_by}); use it as it is, or start "
             "from the original model"
         )
+    widen_bfloat16(source)
     return source
 
 
@@ -552,10 +559,11 @@ def _finish(
     """Puts the candidate, or the original as it is, in its place, or into the report."""
     report = context.report
     if target is None:
-        report.model = source.proto if source.proto is not None and original else _in_memory(context.source.model)
+        kept = source.proto is not None and original and not source.widened
+        report.model = source.proto if kept else _in_memory(context.source.model)
         report.file_size_after = report.model.ByteSize()
         return
-    if original and source.path is not None and not source.data_files:
+    if original and source.path is not None and not source.data_files and not source.widened:
         shutil.copyfile(source.path, context.candidate)
     if not context.candidate.exists():  # a recipe without verify, or the original
         _write(context)

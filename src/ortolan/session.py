@@ -201,6 +201,9 @@ def _advice(message: str) -> str:
         "Domain already set in registry": "; these session options know the library twice: leave out your own "
         "register_custom_ops_library, or call ortolan.register(session_options) in its place; options to which the "
         "execution provider was added by hand know it too: take ortolan.session_options()",
+        "Could not find an implementation": "; this ONNX Runtime has no kernel for the operator's element type, as for "
+        "most operators in bfloat16: `ortolan optimize` makes a float32 model of one in bfloat16, or export it in "
+        "float32",
         "Protobuf parsing failed": "; the file is no ONNX model, or it is cut short: export or download it again",
         "INVALID_PROTOBUF": "; the file is no ONNX model, or it is cut short: export or download it again",
         "External initializer": "; the external data file is missing or cut short: copy it beside the model",

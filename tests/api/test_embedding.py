@@ -265,10 +265,10 @@ def test_batches_keep_to_their_tokens():
     assert found[0] == [4]
 
 
-@pytest.fixture
-def reranker(tmp_path, tokenizer_path):
+@pytest.fixture(params=["batch x 1", "batch x 1 x 1"])
+def reranker(request, tmp_path, tokenizer_path):
     folder = tmp_path / "reranker"
-    write_reranker(folder, vocab_size=len(WORDS))
+    write_reranker(folder, vocab_size=len(WORDS), by_tokens=request.param == "batch x 1 x 1")
     shutil.copy(tokenizer_path, folder)
     write_json(folder / "config.json", {"num_labels": 1, "max_position_embeddings": 64, "model_type": "bert"})
     return folder
