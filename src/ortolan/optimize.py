@@ -559,8 +559,10 @@ def _finish(
     """Puts the candidate, or the original as it is, in its place, or into the report."""
     report = context.report
     if target is None:
-        kept = source.proto is not None and original and not source.widened
-        report.model = source.proto if kept else _in_memory(context.source.model)
+        if original and source.proto is not None and not source.widened:
+            report.model = source.proto
+        else:
+            report.model = _in_memory(context.source.model)
         report.file_size_after = report.model.ByteSize()
         return
     if original and source.path is not None and not source.data_files and not source.widened:
