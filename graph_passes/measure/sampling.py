@@ -29,7 +29,7 @@ def sampled_feeds(model: ir.Model, session: Any, start: int, large: bool = False
     """Sample sequences token by token, at temperature 1 and from a fixed seed, and return them as feeds.
 
     The first feed holds all sequences, the second the beginning of the first one, and the third the last token behind
-    the cache of all others.
+    the cache of all others. The second is short, as it counts again what the first one holds.
 
     Args:
         session: of the original model.
@@ -64,7 +64,7 @@ def sampled_feeds(model: ir.Model, session: Any, start: int, large: bool = False
             chosen = (logits + rng.gumbel(size=logits.shape)).argmax(axis=1)  # a sample of softmax(logits)
             ids = np.concatenate([ids, chosen[:, None]], axis=1)
             feeds = _next_feeds(ids, feeds) | {past: answers[present] for past, present in caches.items()}
-        parts = [ids, ids[: 1 if isinstance(shape[0], ir.SymbolicDim) else rows, : tokens // 2 - 1]]
+        parts = [ids, ids[: 1 if isinstance(shape[0], ir.SymbolicDim) else rows, : tokens // 8 - 1]]
         whole = [prompt_feeds(part, model) for part in parts]
         for one in whole:
             session.run(["logits"], one)
