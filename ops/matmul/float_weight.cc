@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "formats/bf16.h"
+#include "formats/float16.h"
 #include "matmul/bitmap_layer.h"
 #include "matmul/pack_panels.h"
 #include "matmul/storage.h"
@@ -18,11 +19,16 @@ constexpr float kLargestInt8 = 127;
 constexpr float kSmallestScale = std::numeric_limits<float>::min();
 constexpr int64_t kRowInputs = kBf16Bitmap.row_inputs;
 
-float NumberAt(const FloatWeight& w, int64_t place) {
-  float number = 0;
-  std::memcpy(&number, reinterpret_cast<const char*>(w.numbers) + place * static_cast<int64_t>(sizeof(float)),
+template <typename Number>
+Number StoredAt(const FloatWeight& w, int64_t place) {
+  Number number = 0;
+  std::memcpy(&number, static_cast<const char*>(w.numbers) + place * static_cast<int64_t>(sizeof(number)),
               sizeof(number));
   return number;
+}
+
+float NumberAt(const FloatWeight& w, int64_t place) {
+  return w.is_half ? HalfToFloat(StoredAt<uint16_t>(w, place)) : StoredAt<float>(w, place);
 }
 
 int64_t PlaceOf(const FloatWeight& w, int64_t input, int64_t column) {

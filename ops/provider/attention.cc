@@ -12,6 +12,7 @@ namespace ortolan::provider {
 namespace {
 
 constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+constexpr auto kHalf = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
 constexpr auto kInt64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
 constexpr auto kBool = ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
 
@@ -93,7 +94,7 @@ class Finder {
     found_.scale = node.Number("scale", 0);
     if (found_.scale == 0) found_.scale = 1.0f / std::sqrt(static_cast<float>(found_.head_dim));
     Expect(std::isfinite(found_.scale), "its scale is no finite number");
-    if (node.Has(kBias)) ReadBiases(node.ConstantInput(kBias, "bias", {kFloat}, {{3 * columns}}));
+    if (node.Has(kBias)) ReadBiases(node.ConstantInput(kBias, "bias", {kFloat, kHalf}, {{3 * columns}}));
     if (node.Has(kScoreBias)) ReadMask(node.Input(kScoreBias));
     if (node.Has(kKeyPadding)) ReadKeyPadding(node.Input(kKeyPadding));
     const Sizes wide = {{Size::Kind::kLead, 0, nullptr}, {Size::Kind::kLead, 1, nullptr}};
@@ -117,6 +118,11 @@ class Finder {
   Value Weights() {
     const Value weights = softmax_.Output(0);
     if (weights == nullptr) return nullptr;
+    const Node* const reader = graph_.OnlyReader(weights);
+    if (reader != nullptr && graph_.IsFloatCast(*reader)) {  // a Softmax in float32 between products in float16
+      Take(*reader);
+      return reader->Output(0);
+    }
     const std::span<const Graph::Use> uses = graph_.Uses(weights);
     if (uses.size() != 2 || uses[0].index < 0 || uses[1].index < 0) return weights;
     const size_t first = uses[0].node->IsStandard("IsNaN") ? 0 : 1;
@@ -141,6 +147,7 @@ class Finder {
       const bool has_constant = graph_.IsConstantValue(node->Input(0)) || graph_.IsConstantValue(node->Input(1));
       return has_constant ? nullptr : node;
     }
+    if (graph_.IsFloatCast(*node)) return ScoresBehind(node->Input(0), steps - 1);
     if (type != "Add" && type != "Mul" && type != "Div" && type != "Where" && type != "Identity") return nullptr;
     const Node* found = nullptr;
     for (const Value input : node->inputs()) {
@@ -467,7 +474,9 @@ class Finder {
     if (graph_.IsConstantValue(value)) return graph_.NumberOf(value);
     if (!IsMadeInside(value, steps)) return std::nullopt;
     const Node& node = *graph_.Maker(value);
-    if (node.type() == "Cast" && node.Whole("to", 0) == kFloat && TypeOf(graph_.host(), node.Input(0)) == kInt64) {
+    if (graph_.IsFloatCast(node)) return NumberOf(node.Input(0), steps - 1);
+    if (node.type() == "Cast" && IsFloatType(TypeOf(graph_.host(), node.Output(0))) &&
+        TypeOf(graph_.host(), node.Input(0)) == kInt64) {
       const std::optional<Sizes> sizes = SizesOf(node.Input(0), steps - 1);
       if (!sizes || sizes->size() != 1 || sizes->front().kind != Size::Kind::kNumber) return std::nullopt;
       return static_cast<float>(sizes->front().number);
@@ -493,7 +502,7 @@ class Finder {
       SetSizes(value, scores_sizes_);
       Take(*node);
       value = node->Input(index);
-      if (node->IsStandard("Identity")) continue;
+      if (node->IsStandard("Identity") || graph_.IsFloatCast(*node)) continue;
       if (IsFactor(*node)) {
         factors_.push_back({node, index});
         is_scaled = true;
@@ -511,7 +520,7 @@ class Finder {
   }
 
   void ReadMask(Value value) {
-    Expect(value != nullptr && graph_.IsFloat(value), "its mask is not float");
+    Expect(value != nullptr && graph_.IsFloatOrHalf(value), "its mask is not float");
     if (graph_.NumberOf(value) == 0.0f) return;
     Mask mask;
     mask.value = value;
@@ -548,7 +557,11 @@ class Finder {
 
   // Of scores that are replaced by a number: as if that were added, since nothing is left of them then.
   void ReadFill(const Node& where, size_t index) {
-    const float fill = index == 0 ? 0.0f : graph_.NumberOf(where.Input(3 - index)).value_or(0.0f);
+    float fill = index == 0 ? 0.0f : graph_.NumberOf(where.Input(3 - index)).value_or(0.0f);
+    // The lowest number of float16 stands for that of float32.
+    if (TypeOf(graph_.host(), where.Output(0)) == kHalf && fill <= -65504.0f) {
+      fill = std::numeric_limits<float>::lowest();
+    }
     Expect(fill < kHiddenScore,
            ErrorText(where.Described(), " replaces scores by something else than -Inf or the lowest float"));
     const Value condition = where.Input(0);
@@ -657,7 +670,7 @@ class Finder {
 
   void ReadNumbers(Mask& mask) const {
     const std::optional<Constant> tensor = graph_.ConstantOf(mask.value);
-    Expect(tensor && tensor->type == kFloat && tensor->Count() > 0, "its mask is constant, and not float");
+    Expect(tensor && IsFloatType(tensor->type) && tensor->Count() > 0, "its mask is constant, and not float");
     mask.own_numbers = std::make_shared<const std::vector<float>>(tensor->Floats());
     mask.numbers = *mask.own_numbers;
     mask.shape = tensor->shape;

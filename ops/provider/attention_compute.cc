@@ -182,34 +182,42 @@ void AttentionCompute::CheckKeyViews(const Call& call) const {
 }
 
 // As what is added to scores of [batch, heads, rows, keys].
-FloatInput AttentionCompute::ReadPadding(const Mask& mask, const InputNumbers<void>& input, const Shape& scores,
+FloatInput AttentionCompute::ReadPadding(const Mask& mask, const InputNumbers<int32_t>& input, const Shape& scores,
                                          Call& call) const {
   Shape shape = input.shape;
   shape.insert(shape.begin() + std::min<std::ptrdiff_t>(1, std::ssize(shape)), input.shape.size() == 2 ? 2 : 1, 1);
   CheckMask(node_, shape, scores);
   const int64_t count = CountOf(shape);
   float* const made = call.Floats(count);
-  const int32_t* const seen = static_cast<const int32_t*>(input.data);
-  for (int64_t i = 0; i < count; ++i) made[i] = seen[i] > 0 ? 0.0f : mask.fill;
+  for (int64_t i = 0; i < count; ++i) made[i] = input.data[i] > 0 ? 0.0f : mask.fill;
   return {made, shape};
 }
 
 FloatInput AttentionCompute::ReadMask(size_t index, const Shape& scores, Call& call) const {
   const Mask& mask = attention_.masks[index];
-  InputNumbers<void> input{mask.numbers.data(), mask.shape};
-  if (mask.value != nullptr) input = ReadInput<void>(call.ort, call.context, inputs_.at(mask.value));
-  FloatInput read{static_cast<const float*>(input.data), input.shape};
-  if (mask.is_padding) return ReadPadding(mask, input, scores, call);
-  const bool is_longer = mask.is_cut && !input.shape.empty() && input.shape.back() > scores.back();
+  if (mask.is_padding) {
+    return ReadPadding(mask, ReadInput<int32_t>(call.ort, call.context, inputs_.at(mask.value)), scores, call);
+  }
+  FloatInput floats{mask.numbers.data(), mask.shape};
+  // Truth values are read as bytes: a fed tensor may hold others than 0 and 1, which no bool may.
+  InputNumbers<uint8_t> bytes;
+  if (mask.is_condition) {
+    bytes = ReadInput<uint8_t>(call.ort, call.context, inputs_.at(mask.value));
+  } else if (mask.value != nullptr) {
+    floats = ReadFloats(call.ort, call.context, inputs_.at(mask.value), call.memory);
+  }
+  const Shape& stored = mask.is_condition ? bytes.shape : floats.shape;
+  FloatInput read{floats.data, stored};
+  const bool is_longer = mask.is_cut && !stored.empty() && stored.back() > scores.back();
   if (is_longer) read.shape.back() = scores.back();
   CheckMask(node_, read.shape, scores);
   if (!is_longer && !mask.is_condition) return read;
   const int64_t count = CountOf(read.shape), row = read.shape.empty() ? 1 : read.shape.back();
-  const int64_t input_row = read.shape.empty() ? 1 : input.shape.back();
+  const int64_t input_row = read.shape.empty() ? 1 : stored.back();
   float* const made = call.Floats(count);
   for (int64_t i = 0; i < count; ++i) {
     const int64_t place = i / row * input_row + i % row;
-    const bool is_hidden = mask.is_condition && static_cast<const bool*>(input.data)[place] == mask.hides;
+    const bool is_hidden = mask.is_condition && (bytes.data[place] != 0) == mask.hides;
     made[i] = mask.is_condition ? (is_hidden ? mask.fill : 0.0f) : read.data[place];
   }
   read.data = made;
@@ -245,14 +253,14 @@ MaskRows AttentionCompute::ReadMasks(const Shape& scores, Call& call) const {
 }
 
 void AttentionCompute::ZeroRows(const AttentionCall& attention, const Call& call) const {
-  const InputNumbers<bool> input = ReadInput<bool>(call.ort, call.context, inputs_.at(attention_.zero_rows));
+  const InputNumbers<uint8_t> input = ReadInput<uint8_t>(call.ort, call.context, inputs_.at(attention_.zero_rows));
   const Shape rows = {attention.batch, attention.heads, attention.queries, 1};
   CheckMask(node_, input.shape, rows);
   const Shape strides = BroadcastStrides(input.shape, rows);
   for (int64_t batch = 0; batch < attention.batch; ++batch) {
     for (int64_t head = 0; head < attention.heads; ++head) {
       for (int64_t query = 0; query < attention.queries; ++query) {
-        if (!input.data[batch * strides[0] + head * strides[1] + query * strides[2]]) continue;
+        if (input.data[batch * strides[0] + head * strides[1] + query * strides[2]] == 0) continue;
         std::fill_n(attention.Y(batch, head, query), attention.head_dim, 0.0f);
       }
     }
@@ -272,10 +280,11 @@ void AttentionCompute::Write(ContextWriter& writer) const {
 
 void AttentionCompute::Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const {
   if (!y_) return;
-  const FloatInput x = ReadInput(ort, context, x_);
+  Call call{ort, context, host, {}, std::nullopt, CallMemory(host)};
+  const FloatInput x = ReadFloats(ort, context, x_, call.memory);
   int64_t m = 0;
   for (const Part& part : parts_) m = part.plan.CountRows(x.shape, node_, x_name_);
-  Call call{ort, context, host, x.shape, std::nullopt, CallMemory(host)};
+  call.wide = x.shape;
   const int64_t width = Width();
   call.wide.back() = width;
   const Sequences sequences = SplitRows(call);
@@ -292,8 +301,9 @@ void AttentionCompute::Run(const OrtApi& ort, OrtKernelContext& context, Host& h
   attention.causal = attention_.causal;
   attention.zero_hidden_rows = attention_.zero_hidden_rows;
   const Shape by_rows = {sequences.batch, sequences.rows, sequences.heads, sequences.head_dim};
-  attention.y = MakeOutput(ort, context, *y_, Reshaped(by_rows, attention_.merge, call));
+  const FloatOutput y(ort, context, *y_, Reshaped(by_rows, attention_.merge, call), call.memory);
   if (m == 0) return;
+  attention.y = y.data();
   attention.mask = ReadMasks({sequences.batch, sequences.heads, sequences.rows, sequences.rows}, call);
   float* const rows = call.Floats(Product(Product(m, 3), width));
   for (size_t i = 0; i < parts_.size(); ++i) {
@@ -316,6 +326,7 @@ void AttentionCompute::Run(const OrtApi& ort, OrtKernelContext& context, Host& h
   attention.v = heads_at(2);
   plan_.Run(host, attention);
   if (attention_.zero_rows != nullptr) ZeroRows(attention, call);
+  y.Finish();
 }
 
 }  // namespace ortolan::provider

@@ -50,7 +50,7 @@ class AttentionCompute : public StepCompute {
   Sequences SplitRows(Call& call) const;
   void CheckKeyViews(const Call& call) const;
   FloatInput ReadMask(size_t index, const Shape& scores, Call& call) const;
-  FloatInput ReadPadding(const Mask& mask, const InputNumbers<void>& input, const Shape& scores, Call& call) const;
+  FloatInput ReadPadding(const Mask& mask, const InputNumbers<int32_t>& input, const Shape& scores, Call& call) const;
   MaskRows ReadMasks(const Shape& scores, Call& call) const;
   void ZeroRows(const AttentionCall& attention, const Call& call) const;
 

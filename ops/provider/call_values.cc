@@ -1,7 +1,10 @@
 #include "provider/call_values.h"
 
+#include <algorithm>
 #include <memory>
 #include <new>
+
+#include "formats/float16.h"
 
 namespace ortolan::provider {
 namespace {
@@ -14,6 +17,17 @@ std::optional<size_t> FindPlace(const HostApi& host, const std::vector<Value>& v
   return std::nullopt;
 }
 
+// Elements that a thread converts between float16 and float32 at a time.
+constexpr int64_t kChunk = 1 << 15;
+
+template <typename Body>
+void ForEachChunk(Host& host, int64_t count, const Body& body) {
+  host.ParallelFor((count + kChunk - 1) / kChunk, [&](int64_t chunk) {
+    const int64_t first = chunk * kChunk;
+    body(first, std::min(count, first + kChunk));
+  });
+}
+
 }  // namespace
 
 Shape ShapeOf(const OrtApi& ort, const OrtValue& value) {
@@ -22,6 +36,16 @@ Shape ShapeOf(const OrtApi& ort, const OrtValue& value) {
   const std::unique_ptr<OrtTensorTypeAndShapeInfo, decltype(ort.ReleaseTensorTypeAndShapeInfo)> held(
       info, ort.ReleaseTensorTypeAndShapeInfo);
   return DimensionsOf(ort, *info);
+}
+
+ONNXTensorElementDataType ElementTypeOf(const OrtApi& ort, const OrtValue& value) {
+  OrtTensorTypeAndShapeInfo* info = nullptr;
+  Check(ort, ort.GetTensorTypeAndShape(&value, &info));
+  const std::unique_ptr<OrtTensorTypeAndShapeInfo, decltype(ort.ReleaseTensorTypeAndShapeInfo)> held(
+      info, ort.ReleaseTensorTypeAndShapeInfo);
+  ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+  Check(ort, ort.GetTensorElementType(info, &type));
+  return type;
 }
 
 int64_t Product(int64_t a, int64_t b) {
@@ -39,6 +63,42 @@ int64_t CountOf(const Shape& shape) {
 char* CallMemory::Bytes(int64_t count) {
   if (count > INT64_MAX - kScratchAlignment) throw std::bad_alloc();
   return pieces_.emplace_back(host_, count).data();
+}
+
+FloatInput ReadFloats(const OrtApi& ort, const OrtKernelContext& context, size_t index, CallMemory& memory) {
+  const OrtValue* value = nullptr;
+  Check(ort, ort.KernelContext_GetInput(&context, index, &value));
+  if (ElementTypeOf(ort, *value) != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16) return ReadInput(ort, context, index);
+  const InputNumbers<uint16_t> input = memory.AlignedNumbers(ReadInput<uint16_t>(ort, context, index));
+  const int64_t count = CountOf(input.shape);
+  float* const floats = memory.Floats(count);
+  ForEachChunk(memory.host(), count, [&](int64_t first, int64_t end) {
+    std::transform(input.data + first, input.data + end, floats + first, HalfToFloat);
+  });
+  return {floats, input.shape};
+}
+
+FloatOutput::FloatOutput(const OrtApi& ort, OrtKernelContext& context, size_t index, const Shape& shape,
+                         CallMemory& memory)
+    : host_(memory.host()) {
+  OrtValue* value = nullptr;
+  Check(ort, ort.KernelContext_GetOutput(&context, index, shape.data(), shape.size(), &value));
+  void* data = nullptr;
+  Check(ort, ort.GetTensorMutableData(value, &data));
+  if (ElementTypeOf(ort, *value) != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16) {
+    data_ = static_cast<float*>(data);
+    return;
+  }
+  halves_ = static_cast<uint16_t*>(data);
+  count_ = CountOf(shape);
+  data_ = memory.Floats(count_);
+}
+
+void FloatOutput::Finish() const {
+  if (halves_ == nullptr) return;
+  ForEachChunk(host_, count_, [&](int64_t first, int64_t end) {
+    std::transform(data_ + first, data_ + end, halves_ + first, FloatToHalf);
+  });
 }
 
 float* MakeOutput(const OrtApi& ort, OrtKernelContext& context, size_t index, const Shape& shape) {

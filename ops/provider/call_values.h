@@ -18,6 +18,7 @@ struct InputNumbers {
 using FloatInput = InputNumbers<float>;
 
 Shape ShapeOf(const OrtApi& ort, const OrtValue& value);
+ONNXTensorElementDataType ElementTypeOf(const OrtApi& ort, const OrtValue& value);
 
 // Of an input whose type is known.
 template <typename Number = float>
@@ -38,6 +39,7 @@ class CallMemory {
  public:
   explicit CallMemory(Host& host) : host_(host) {}
 
+  Host& host() const { return host_; }
   // Throw std::bad_alloc.
   char* Bytes(int64_t count);
   float* Floats(int64_t count) { return reinterpret_cast<float*>(Bytes(Product(count, sizeof(float)))); }
@@ -54,6 +56,24 @@ class CallMemory {
  private:
   Host& host_;
   std::deque<HostMemory> pieces_;
+};
+
+// An input of float32 or float16, as float32; it may have any address, as an initializer's numbers do.
+FloatInput ReadFloats(const OrtApi& ort, const OrtKernelContext& context, size_t index, CallMemory& memory);
+
+// An output of float32 or float16, which is computed as float32.
+class FloatOutput {
+ public:
+  FloatOutput(const OrtApi& ort, OrtKernelContext& context, size_t index, const Shape& shape, CallMemory& memory);
+  float* data() const { return data_; }
+  // Rounds to float16 where the output has that type. To be called when all numbers are computed.
+  void Finish() const;
+
+ private:
+  Host& host_;
+  float* data_ = nullptr;
+  uint16_t* halves_ = nullptr;  // null: the output is float32, and data_ is its memory
+  int64_t count_ = 0;
 };
 
 float* MakeOutput(const OrtApi& ort, OrtKernelContext& context, size_t index, const Shape& shape);

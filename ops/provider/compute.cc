@@ -173,13 +173,13 @@ class LinearCompute : public StepCompute {
 
   void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const override {
     if (!y_) return;
-    const FloatInput x = ReadInput(ort, context, x_);
+    CallMemory memory(host);
+    const FloatInput x = ReadFloats(ort, context, x_, memory);
     Shape shape = x.shape;
     LinearCall call;
     call.m = plan_->CountRows(shape, node_, x_name_);
     call.x = x.data;
     call.bias = packed_.Bias();
-    CallMemory memory(host);
     if (x_bounds_) {
       const int64_t count = CountOf(x.shape);
       float* const inside = memory.Floats(count);
@@ -187,10 +187,12 @@ class LinearCompute : public StepCompute {
       call.x = inside;
     }
     shape.back() = plan_->layer().Columns();
-    if (residual_) return RunWithResidual(ort, context, host, call, shape);
-    call.y = MakeOutput(ort, context, *y_, shape);
+    if (residual_) return RunWithResidual(ort, context, memory, call, shape);
+    const FloatOutput y(ort, context, *y_, shape, memory);
+    call.y = y.data();
     plan_->Run(host, call);
     if (y_bounds_) Cut(*y_bounds_, call.y, call.m * shape.back(), call.y);
+    y.Finish();
   }
 
  private:
@@ -201,9 +203,9 @@ class LinearCompute : public StepCompute {
     norm.bias = bias.data();
   }
 
-  void RunWithResidual(const OrtApi& ort, OrtKernelContext& context, Host& host, LinearCall call,
+  void RunWithResidual(const OrtApi& ort, OrtKernelContext& context, CallMemory& memory, LinearCall call,
                        const Shape& shape) const {
-    const FloatInput other = ReadInput(ort, context, *residual_);
+    const FloatInput other = ReadFloats(ort, context, *residual_, memory);
     const std::optional<Shape> sum_shape = BroadcastShape(shape, other.shape);
     const bool fits = sum_shape && (!plan_->layer().norm || sum_shape->back() == shape.back());
     if (!fits) {
@@ -211,9 +213,11 @@ class LinearCompute : public StepCompute {
                               ", which does not fit ", ShapeText(shape),
                               ". Feed the model inputs of the shapes it was exported for."));
     }
-    call.y = MakeOutput(ort, context, *y_, *sum_shape);
-    plan_->RunWithResidual(host, call, shape, {other.data, other.shape}, *sum_shape);
+    const FloatOutput y(ort, context, *y_, *sum_shape, memory);
+    call.y = y.data();
+    plan_->RunWithResidual(memory.host(), call, shape, {other.data, other.shape}, *sum_shape);
     if (y_bounds_) Cut(*y_bounds_, call.y, CountOf(*sum_shape), call.y);
+    y.Finish();
   }
 
   std::string node_, x_name_;

@@ -4,14 +4,14 @@
 #include <cmath>
 #include <limits>
 #include <map>
+#include <numbers>
 #include <string>
 
 #include "epilogue/formula.h"
+#include "formats/float16.h"
 
 namespace ortolan::provider {
 namespace {
-
-constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
 
 // --- activations --------------------------------------------------------------------------------------------------
 
@@ -49,9 +49,19 @@ class Region {
     const auto [place, is_new] = numbers_.try_emplace(value, static_cast<int64_t>(values_.size()));
     if (is_new) {
       FormulaValue& known = values_.emplace_back();
-      if (const std::optional<float> number = graph_.NumberOf(value)) known.number = *number;
+      if (const std::optional<float> number = graph_.NumberOf(value)) known.number = Unrounded(value, *number);
     }
     return place->second;
+  }
+
+  // Factors of activations that float16 has rounded are too far off for FindFormula.
+  double Unrounded(Value value, float number) const {
+    if (TypeOf(graph_.host(), value) != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16) return number;
+    for (const double exact :
+         {std::numbers::sqrt2, 1 / std::numbers::sqrt2, std::numbers::sqrt2 * std::numbers::inv_sqrtpi, 0.044715}) {
+      if (HalfToFloat(FloatToHalf(static_cast<float>(exact))) == number) return exact;
+    }
+    return number;
   }
 
   void Follow(Value value) {
@@ -89,7 +99,8 @@ class Region {
 std::optional<std::vector<float>> VectorOf(const Graph& graph, Value value, std::optional<int64_t> n = std::nullopt,
                                            size_t axes = 1) {
   const std::optional<Constant> tensor = graph.ConstantOf(value);
-  if (!tensor || tensor->type != kFloat || tensor->shape.empty() || tensor->shape.size() > axes) return std::nullopt;
+  if (!tensor || !IsFloatType(tensor->type) || tensor->shape.empty() || tensor->shape.size() > axes)
+    return std::nullopt;
   Shape expected(tensor->shape.size(), 1);
   expected.back() = n.value_or(tensor->shape.back());
   if (tensor->shape != expected) return std::nullopt;

@@ -4,6 +4,7 @@ namespace ortolan::provider {
 namespace {
 
 constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+constexpr auto kHalf = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
 
 enum Input : size_t { kX, kWeight, kBias };
 
@@ -16,7 +17,7 @@ void ReadGemm(const Node& node, Layer& layer, RoundedWeight& w) {
     w.transposed = true;
     std::swap(w.k, w.n);
   }
-  if (node.Has(kBias)) layer.bias = node.ConstantInput(kBias, "bias", {kFloat}, {{w.n}}).Floats();
+  if (node.Has(kBias)) layer.bias = node.ConstantInput(kBias, "bias", {kFloat, kHalf}, {{w.n}}).Floats();
 }
 
 }  // namespace
@@ -25,11 +26,11 @@ bool IsFloatLayer(const Graph& graph, const Node& node) {
   if (!node.IsStandard("MatMul") && !node.IsStandard("Gemm")) return false;
   if (!node.Has(kX) || !graph.IsConstantValue(node.Input(kWeight)) || graph.IsConstantValue(node.Input(kX)))
     return false;
-  return graph.IsFloat(node.Input(kX)) && node.Output(0) != nullptr;
+  return node.Output(0) != nullptr;
 }
 
 Layer ReadFloatLayer(const Node& node, Precision precision) {
-  const Constant tensor = node.ConstantInput(kWeight, "weight", {kFloat});
+  const Constant tensor = node.ConstantInput(kWeight, "weight", {kFloat, kHalf});
   Expect(tensor.shape.size() == 2,
          ErrorText("its weight '", tensor.name, "' is ", tensor.shape.size(), "-D, expected 2-D"));
   Layer layer;
@@ -40,7 +41,8 @@ Layer ReadFloatLayer(const Node& node, Precision precision) {
   w.precision = precision;
   w.k = tensor.shape[0];
   w.n = tensor.shape[1];
-  w.numbers = static_cast<const float*>(tensor.data);
+  w.numbers = tensor.data;
+  w.is_half = tensor.type == kHalf;
   if (node.type() == "Gemm") ReadGemm(node, layer, w);
   const std::string problem = precision == Precision::kBf16 ? WhyNotBf16(w) : WhyNotInt8(w);
   Expect(problem.empty(), problem);

@@ -1,12 +1,12 @@
-// Layers of floats, which are taken only where the session's options say what they become: MatMul and Gemm with a
-// constant matrix.
+// Layers of float32 or float16, which are taken only where the session's options say what they become: MatMul and Gemm
+// with a constant matrix.
 #pragma once
 
 #include "provider/layer.h"
 
 namespace ortolan::provider {
 
-// A product of floats by a constant matrix.
+// A product by a constant matrix.
 bool IsFloatLayer(const Graph& graph, const Node& node);
 
 // Throws UnfitError, which says why, for those that are not taken.

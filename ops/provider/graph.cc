@@ -57,6 +57,11 @@ bool Graph::IsConstantValue(Value value) const {
   return value != nullptr && (view_.constants.count(value) != 0 || IsConstant(host_, value));
 }
 
+bool Graph::IsFloatCast(const Node& node) const {
+  return node.IsStandard("Cast") && IsFloatOrHalf(node.Input(0)) && node.Output(0) != nullptr &&
+         IsFloatOrHalf(node.Output(0));
+}
+
 const Graph::Place& Graph::Of(Value value) const {
   static const Place kUnknown;
   const auto found = places_.find(Seen(value));

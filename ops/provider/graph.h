@@ -57,6 +57,9 @@ class Graph {
   std::optional<float> NumberOf(Value value) const;
   bool IsConstantValue(Value value) const;
   bool IsFloat(Value value) const { return TypeOf(host_, value) == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
+  bool IsFloatOrHalf(Value value) const { return IsFloatType(TypeOf(host_, value)); }
+  // Whether a node converts between float32 and float16.
+  bool IsFloatCast(const Node& node) const;
 
  private:
   struct Place {

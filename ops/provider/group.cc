@@ -278,16 +278,23 @@ class Finder {
       step.y = node.Output(0);
       return true;
     };
+    // Groups compute in float32, whatever their inputs and outputs are.
+    const auto take_cast = [&] {
+      const Node* const cast = graph_.OnlyReader(step.y);
+      if (cast != nullptr && graph_.IsFloatCast(*cast)) take(*cast);
+    };
+    take_cast();
     const Node* const add = graph_.OnlyReader(step.y);
     if (add != nullptr && add->IsStandard("Add")) {
       const Value residual = Other(*add, step.y);
       const Node* const maker = residual == nullptr ? nullptr : graph_.Maker(residual);
       const bool is_free = residual != nullptr && !graph_.IsConstantValue(residual) && !Contains(group.nodes, maker);
-      if (is_free && graph_.IsFloat(residual) && take(*add)) step.residual = residual;
+      if (is_free && graph_.IsFloatOrHalf(residual) && take(*add)) step.residual = residual;
     }
     const int64_t columns = step.layers.front().Columns();
     std::optional<Norm> norm = FindNorm(graph_, step.y, columns);
     if (norm && take(*norm->node)) step.norm = std::move(norm);
+    if (step.norm || step.residual != nullptr) take_cast();
   }
 
   void TakeCachedAttention() {

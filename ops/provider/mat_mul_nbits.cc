@@ -8,6 +8,7 @@ namespace {
 enum Input : size_t { kX, kNumbers, kScales, kZeroPoints, kOrder, kBias };
 
 constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+constexpr auto kHalf = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
 constexpr auto kByte = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
 
 // accuracy_level: how X may be rounded. 0: nothing is said, 4: to int8, as kernels do; between them are float types.
@@ -18,8 +19,8 @@ constexpr int64_t kInt8Accuracy = 4;
 std::vector<float> ReadZeroPoints(const Node& node, const NBitsWeight& w) {
   const int64_t blocks = w.Blocks();
   if (!node.Has(kZeroPoints)) return {};
-  if (node.ConstantInput(kZeroPoints, "zero points", {kByte, kFloat}).type == kFloat) {
-    return node.ConstantInput(kZeroPoints, "zero points", {kFloat}, {{w.n, blocks}, {w.n * blocks}}).Floats();
+  if (node.ConstantInput(kZeroPoints, "zero points", {kByte, kFloat, kHalf}).type != kByte) {
+    return node.ConstantInput(kZeroPoints, "zero points", {kFloat, kHalf}, {{w.n, blocks}, {w.n * blocks}}).Floats();
   }
   const int64_t bytes = w.bits == 8 ? blocks : (blocks + 1) / 2;
   const Constant tensor = node.ConstantInput(kZeroPoints, "zero points", {kByte}, {{w.n, bytes}, {w.n * bytes}});
@@ -50,7 +51,7 @@ void CheckOrder(const Node& node, const NBitsWeight& w) {
 
 void CheckX(const Node& node) {
   Expect(node.Has(kX), "its input A is missing");
-  Expect(node.InputType(kX) == kFloat, ErrorText("its input '", node.InputName(kX), "' is not float"));
+  Expect(IsFloatType(node.InputType(kX)), ErrorText("its input '", node.InputName(kX), "' is not float or float16"));
   Expect(!node.IsConstant(kX), "both inputs are constant");
   const int64_t accuracy = node.Whole("accuracy_level", kAnyAccuracy);
   Expect(accuracy == kAnyAccuracy || accuracy == kInt8Accuracy,
@@ -74,7 +75,7 @@ Layer ReadMatMulNBits(const Node& node) {
   const int64_t blocks = w.Blocks();
   const Constant numbers = node.ConstantInput(kNumbers, "numbers", {kByte}, {{w.n, blocks, w.block_size * w.bits / 8}});
   w.numbers = static_cast<const uint8_t*>(numbers.data);
-  w.scales = node.ConstantInput(kScales, "scales", {kFloat}, {{w.n, blocks}, {w.n * blocks}}).Floats();
+  w.scales = node.ConstantInput(kScales, "scales", {kFloat, kHalf}, {{w.n, blocks}, {w.n * blocks}}).Floats();
   w.zero_points = ReadZeroPoints(node, w);
   if (node.Has(kOrder)) CheckOrder(node, w);
   const std::string numbers_problem = NBitsGroups::WhyNot(w);
@@ -84,7 +85,7 @@ Layer ReadMatMulNBits(const Node& node) {
   layer.x = node.Input(kX);
   layer.y = node.Output(0);
   Expect(layer.y != nullptr, "its output is missing");
-  if (node.Has(kBias)) layer.bias = node.ConstantInput(kBias, "bias", {kFloat}, {{w.n}}).Floats();
+  if (node.Has(kBias)) layer.bias = node.ConstantInput(kBias, "bias", {kFloat, kHalf}, {{w.n}}).Floats();
   layer.weight = std::move(w);
   return layer;
 }

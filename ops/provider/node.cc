@@ -4,6 +4,8 @@
 #include <cstring>
 #include <utility>
 
+#include "formats/float16.h"
+
 namespace ortolan::provider {
 
 Shape DimensionsOf(const OrtApi& ort, const OrtTensorTypeAndShapeInfo& info) {
@@ -21,7 +23,8 @@ std::string TypeName(ONNXTensorElementDataType type) {
   constexpr std::pair<ONNXTensorElementDataType, const char*> kNames[] = {
       {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, "float"}, {ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8, "uint8"},
       {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, "int8"},   {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16, "float16"},
-      {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32, "int32"}, {ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16, "bfloat16"}};
+      {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32, "int32"}, {ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16, "bfloat16"},
+      {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64, "int64"}, {ONNX_TENSOR_ELEMENT_DATA_TYPE_DOUBLE, "double"}};
   for (const auto& [named, name] : kNames) {
     if (named == type) return name;
   }
@@ -100,7 +103,7 @@ std::optional<Constant> ReadConstant(const HostApi& host, Value value) {
 }
 
 std::optional<float> Constant::Number() const {
-  const bool is_number = type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT && shape.size() <= 1 && Count() == 1;
+  const bool is_number = IsFloatType(type) && shape.size() <= 1 && Count() == 1;
   return is_number ? std::optional(Floats()[0]) : std::nullopt;
 }
 
@@ -112,7 +115,13 @@ int64_t Constant::Count() const {
 
 std::vector<float> Constant::Floats() const {
   std::vector<float> floats(static_cast<size_t>(Count()));
-  std::memcpy(floats.data(), data, floats.size() * sizeof(float));
+  if (type != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16) {
+    std::memcpy(floats.data(), data, floats.size() * sizeof(float));
+    return floats;
+  }
+  std::vector<uint16_t> halves(floats.size());
+  std::memcpy(halves.data(), data, halves.size() * sizeof(uint16_t));
+  std::transform(halves.begin(), halves.end(), floats.begin(), HalfToFloat);
   return floats;
 }
 

@@ -21,6 +21,11 @@ inline void Expect(bool holds, const std::string& reason) {
   if (!holds) throw UnfitError(reason);
 }
 
+// Float types that layers are computed from: float16 is read as float32, and rounded again where it is an output.
+inline bool IsFloatType(ONNXTensorElementDataType type) {
+  return type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT || type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
+}
+
 using Shape = std::vector<int64_t>;
 // A value of a graph. The same one has the same address everywhere in its graph.
 using Value = const OrtValueInfo*;
@@ -35,7 +40,7 @@ struct Constant {
   Shape shape;
   const void* data = nullptr;
 
-  // Of a tensor of floats.
+  // Of a tensor of float32 or float16 (IsFloatType).
   std::vector<float> Floats() const;
   int64_t Count() const;
   // Of one float, which has one axis at most.

@@ -18,7 +18,8 @@ Value Places::Find(const std::vector<Value>& values, int64_t index, ONNXTensorEl
   if (value == nullptr) {
     throw OpError(ErrorText("a step is of input or output ", index, ", and there are ", values.size()));
   }
-  if (TypeOf(host_, value) != type) {
+  const ONNXTensorElementDataType found = TypeOf(host_, value);
+  if (found != type && !(type == kFloat && IsFloatType(found))) {
     throw OpError(ErrorText("its value '", NameOf(host_, value), "' has another type than its steps have"));
   }
   return value;

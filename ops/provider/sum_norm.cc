@@ -29,7 +29,7 @@ std::string SumNorm::Described() const {
 
 std::optional<SumNorm> FindSumNorm(const Graph& graph, const Node& node, const std::set<const Node*>& taken) {
   std::optional<Norm> norm = taken.count(&node) == 0 ? ReadNorm(graph, node) : std::nullopt;
-  if (!norm || !graph.IsFloat(node.Input(0)) || graph.IsConstantValue(node.Input(0))) return std::nullopt;
+  if (!norm || !graph.IsFloatOrHalf(node.Input(0)) || graph.IsConstantValue(node.Input(0))) return std::nullopt;
   SumNorm found{std::move(*norm), {node.Input(0)}, {&node}, node.Output(0)};
   const int64_t n = static_cast<int64_t>(found.norm.weight.size());
   // What makes the value, if that is a sum that nothing else reads.

@@ -83,11 +83,13 @@ void SumNormCompute::Run(const OrtApi& ort, OrtKernelContext& context, Host& hos
       operands.push_back({operand.name, operand.numbers.data(), operand.shape});
       continue;
     }
-    const FloatInput input = memory.AlignedNumbers(ReadInput(ort, context, *operand.place));
+    const FloatInput input = memory.AlignedNumbers(ReadFloats(ort, context, *operand.place, memory));
     operands.push_back({operand.name, input.data, input.shape});
   }
   const Shape shape = plan_->Shape(operands, node_);
-  plan_->Run(host, operands, shape, MakeOutput(ort, context, *y_, shape));
+  const FloatOutput y(ort, context, *y_, shape, memory);
+  plan_->Run(host, operands, shape, y.data());
+  y.Finish();
 }
 
 }  // namespace ortolan::provider

@@ -128,3 +128,21 @@ def test_sizes_of_what_hangs_on_a_layer() -> None:
     for name, number in (("one", 1), ("start", 0), ("axis", 3)):
         model.graph.initializer.append(numpy_helper.from_array(np.array([number]), name))
     check(model, taken=False, mask=np.zeros((BATCH, 1, 1, 9), np.float32))
+
+
+@pytest.mark.parametrize("kind", ["condition", "zero rows"])
+def test_truth_values_that_are_other_bytes(kind: str) -> None:
+    """A caller may feed any bytes as bool; each but 0 is true."""
+    if kind == "condition":
+        model = attention([("Where", "hidden")], [value("hidden", BOOL, ["batch", 1, "rows", "keys"])])
+        fed = np.zeros((BATCH, 1, ROWS, ROWS), np.uint8)
+        fed[:, :, :, :3] = [2, 128, 255]
+    else:
+        model = attention([], [value("hidden", BOOL, ["batch", 1, "rows", 1])], zero_rows="hidden")
+        fed = np.zeros((BATCH, 1, ROWS, 1), np.uint8)
+        fed[0, 0, :3, 0] = [2, 128, 255]
+    session = provider_session(model, ep__ortolanexecutionprovider__precision="bf16")
+    assert "softmax" in claimed(session)
+    x = np.random.default_rng(1).standard_normal((BATCH, ROWS, D)).astype(np.float32)
+    answers = [session.run(None, {"x": x, "hidden": mask})[0] for mask in (fed.view(bool), fed != 0)]
+    np.testing.assert_array_equal(*answers)

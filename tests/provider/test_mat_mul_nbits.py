@@ -220,15 +220,6 @@ def test_eight_bits_whose_numbers_leave_an_int8_are_left() -> None:
     assert claimed(provider_session(layer.model())) == []
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_half_floats_are_left(bits: int) -> None:
-    layer = NBits(64, 20, 32, bits)
-    layer.changed["scales"] = layer.scales.astype(np.float16)
-    session = provider_session(layer.model(TensorProto.FLOAT16))
-    assert claimed(session) == []
-    assert session.run(None, {"x": layer.x(3).astype(np.float16)})[0].dtype == np.float16
-
-
 @pytest.mark.parametrize("name", ["B", "scales", "zero_points", "bias"])
 def test_weights_that_may_be_fed_are_left(name: str) -> None:
     """A graph input with an initializer is a default, which a run may replace."""
