@@ -23,13 +23,14 @@ _MOVES = (
 _NEVER_NEGATIVE = ("Abs", "Exp", "HardSigmoid", "Relu", "Sigmoid", "Softmax", "Softplus", "Sqrt")
 # What the first input says, perhaps with others likewise.
 _KEEPS_SIGN = (*_MOVES, "Cast", "ReduceMax", "ReduceMean", "ReduceSum", "QuantizeLinear")
-_OF_SIGNS = ("Add", "Concat", "Div", "Max", "Mul", "Where")
+_OF_SIGNS = ("Add", "Concat", "Div", "Mul", "Where")
 _WITHIN_ONE = ("Erf", "Tanh")  # -1 … 1
 # Of a mask, whose numbers are whole ones: no Relu is left out there.
 _OF_MASKS = (
-    *("Add", "And", "Cast", "Div", "Equal", "Expand", "Greater", "Identity", "Less", "Mul", "Neg", "Not", "Or"),
-    *("Reshape", "Slice", "Squeeze", "Sub", "Unsqueeze", "Where"),
+    *("Add", "Cast", "Div", "Expand", "Identity", "Mul", "Neg", "Reshape", "Slice", "Squeeze", "Sub", "Unsqueeze"),
+    "Where",
 )
+_TRUTH_VALUES = ("And", "Equal", "Greater", "Less", "Not", "Or")
 _MOST_VISITS = 64  # of values
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -143,10 +144,16 @@ def _is_above(value: ir.Value | None, left: list[int]) -> bool:
         return True
     if node.op_type == "Add" and _is_one_more(node):
         return True
+    if node.op_type == "Max":
+        return any(_is_above(one, left) for one in node.inputs)
     if node.op_type in _OF_SIGNS:
         of = node.inputs[1:] if node.op_type == "Where" else node.inputs
         return all(_is_above(one, left) for one in of)
     return node.op_type in _KEEPS_SIGN and _is_above(node_input(node, 0), left)
+
+
+def _makes_truth_values(node: ir.Node | None) -> bool:
+    return node is not None and node.op_type in _TRUTH_VALUES and node.domain in DEFAULT_DOMAINS
 
 
 def _is_one_more(add: ir.Node) -> bool:
@@ -165,7 +172,7 @@ def _is_of_mask(value: ir.Value) -> bool:
         one, visits = waiting.pop(), visits + 1
         node = one.producer()
         whole = one.dtype is not None and not one.dtype.is_floating_point()
-        if whole or constant_tensor(one) is not None:
+        if whole or constant_tensor(one) is not None or _makes_truth_values(node):
             continue
         if node is None or visits > _MOST_VISITS or node.op_type not in _OF_MASKS or node.domain not in DEFAULT_DOMAINS:
             return False

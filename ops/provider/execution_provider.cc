@@ -30,7 +30,7 @@ ExecutionProvider::ExecutionProvider(const HostApi& host, ClaimsLog claims, cons
   ort_version_supported = host.version;
   OrtEp::GetName = [](const OrtEp*) noexcept -> const char* { return kProviderName; };
   OrtEp::GetCapability = [](OrtEp* self, const OrtGraph* graph, OrtEpGraphSupportInfo* info) noexcept -> OrtStatus* {
-    const ExecutionProvider& provider = *static_cast<ExecutionProvider*>(self);
+    ExecutionProvider& provider = *static_cast<ExecutionProvider*>(self);
     return Guarded(*provider.host_.ort, [&] { provider.Claim(*graph, *info); });
   };
   OrtEp::Compile = [](OrtEp* self, const OrtGraph** graphs, const OrtNode** fused, size_t count,
@@ -58,14 +58,14 @@ std::string ExecutionProvider::WhyNot(const OrtGraph& ort_graph, const Graph& gr
   return ErrorText("it is in a branch, for which ONNX Runtime before 1.", kNamesBranches, " has no names");
 }
 
-void ExecutionProvider::Claim(const OrtGraph& ort_graph, OrtEpGraphSupportInfo& info) const {
+void ExecutionProvider::Claim(const OrtGraph& ort_graph, OrtEpGraphSupportInfo& info) {
   Graph graph(host_, ort_graph);
   for (const Node& node : graph.nodes()) {
     if (!IsContextNode(node)) continue;
     claims_.Takes(node, "compiled");
     ClaimNodes(std::array{&node}, false, info);
   }
-  const Claims claims = FindGroups(graph, options_.rules, false);
+  const Claims claims = FindGroups(graph, options_.rules, cuts_, false);
   const std::string why_not = claims.groups.empty() ? "" : WhyNot(ort_graph, graph);
   Tell(claims, why_not);
   for (const Group& group : claims.groups) {
@@ -129,7 +129,7 @@ std::unique_ptr<GroupCompute> ExecutionProvider::CompileGraph(const OrtGraph& or
   if (graph.nodes().size() == 1 && IsContextNode(graph.nodes().front())) {
     return context_.Read(graph.nodes().front(), Node(host_, fused), PathOf(ort_graph));
   }
-  const Claims claims = FindGroups(graph, options_.rules, true);
+  const Claims claims = FindGroups(graph, options_.rules, cuts_, true);
   if (claims.groups.size() != 1 || claims.groups.front().nodes.size() != graph.nodes().size()) {
     const std::string reason = claims.left.empty() ? "" : ": " + claims.left.front().second;
     throw OpError(ErrorText("a group of ", graph.nodes().size(), " nodes is not what was claimed", reason));

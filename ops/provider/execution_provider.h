@@ -20,7 +20,7 @@ class ExecutionProvider : public OrtEp {
   ExecutionProvider(const HostApi& host, ClaimsLog claims, const ProviderOptions& options);
 
  private:
-  void Claim(const OrtGraph& graph, OrtEpGraphSupportInfo& info) const;
+  void Claim(const OrtGraph& graph, OrtEpGraphSupportInfo& info);
   // Why nothing of the graph is claimed; or empty.
   std::string WhyNot(const OrtGraph& ort_graph, const Graph& graph) const;
   void Tell(const Claims& claims, const std::string& why_not) const;
@@ -36,6 +36,7 @@ class ExecutionProvider : public OrtEp {
   ClaimsLog claims_;
   ProviderOptions options_;
   ContextModel context_;
+  CutRanges cuts_;  // of the graphs that were claimed
   bool has_compiled_ = false;
 };
 

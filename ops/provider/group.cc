@@ -373,8 +373,8 @@ std::string Step::Fused() const {
   return text;
 }
 
-Claims FindGroups(Graph& graph, const LayerRules& rules, bool is_group) {
-  Roundings roundings(graph);
+Claims FindGroups(Graph& graph, const LayerRules& rules, CutRanges& cuts, bool is_group) {
+  Roundings roundings(graph, cuts, is_group);
   for (;;) {
     graph.See(roundings.Seen());
     Claims claims = Finder(graph, roundings, rules).Find();

@@ -113,6 +113,15 @@ int64_t Constant::Count() const {
   return count;
 }
 
+int64_t Constant::CodeAt(int64_t place) const {
+  const char* const bytes = static_cast<const char*>(data);
+  if (type == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8) return static_cast<uint8_t>(bytes[place]);
+  if (type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8) return static_cast<int8_t>(bytes[place]);
+  int32_t number = 0;
+  std::memcpy(&number, bytes + place * static_cast<int64_t>(sizeof(number)), sizeof(number));
+  return number;
+}
+
 std::vector<float> Constant::Floats() const {
   std::vector<float> floats(static_cast<size_t>(Count()));
   if (type != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16) {

@@ -26,6 +26,12 @@ inline bool IsFloatType(ONNXTensorElementDataType type) {
   return type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT || type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
 }
 
+// Types of quantized values.
+inline bool IsCode(ONNXTensorElementDataType type) {
+  return type == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8 || type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8 ||
+         type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+}
+
 using Shape = std::vector<int64_t>;
 // A value of a graph. The same one has the same address everywhere in its graph.
 using Value = const OrtValueInfo*;
@@ -43,6 +49,8 @@ struct Constant {
   // Of a tensor of float32 or float16 (IsFloatType).
   std::vector<float> Floats() const;
   int64_t Count() const;
+  // Of a tensor of uint8, int8 or int32 (IsCode).
+  int64_t CodeAt(int64_t place) const;
   // Of one float, which has one axis at most.
   std::optional<float> Number() const;
 };

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "provider/group.h"
+#include "provider/never_negative.h"
 
 namespace ortolan::provider {
 namespace {
@@ -13,14 +14,8 @@ namespace {
 constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
 constexpr auto kUint8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
 constexpr auto kInt8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
-constexpr auto kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
 constexpr const char* kMicrosoft = "com.microsoft";
 
-constexpr const char* kNeverNegative[] = {"Abs",     "Exp",     "HardSigmoid", "Relu",
-                                          "Sigmoid", "Softmax", "Softplus",    "Sqrt"};
-constexpr const char* kWithinOne[] = {"Erf", "Tanh"};
-// What the first input says.
-constexpr const char* kMoves[] = {"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"};
 // What ONNX Runtime moves a QuantizeLinear across.
 constexpr const char* kMovedAcross[] = {"MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"};
 constexpr size_t kMostVisits = 64;
@@ -57,16 +52,6 @@ bool IsPlain(const Node& node) {
   }
 }
 
-// Of a constant of whole numbers.
-int64_t NumberAt(const Constant& tensor, int64_t place) {
-  const char* const bytes = static_cast<const char*>(tensor.data);
-  if (tensor.type == kUint8) return static_cast<uint8_t>(bytes[place]);
-  if (tensor.type == kInt8) return static_cast<int8_t>(bytes[place]);
-  int32_t number = 0;
-  std::memcpy(&number, bytes + place * static_cast<int64_t>(sizeof(number)), sizeof(number));
-  return number;
-}
-
 }  // namespace
 
 bool FixedRange::BeginsAtZero() const { return zero_point == (type == kInt8 ? -128 : 0); }
@@ -87,12 +72,12 @@ std::optional<FixedRange> RangeAt(const Graph& graph, const Node& node, size_t s
   if (!zero || (zero->type != kUint8 && zero->type != kInt8) || zero->shape.size() > 1 || zero->Count() != 1) {
     return std::nullopt;
   }
-  range.zero_point = static_cast<int>(NumberAt(*zero, 0));
+  range.zero_point = static_cast<int>(zero->CodeAt(0));
   range.type = zero->type;
   return range;
 }
 
-Roundings::Roundings(const Graph& graph) {
+Roundings::Roundings(const Graph& graph, CutRanges& cuts, bool is_group) {
   for (const Node& node : graph.nodes()) {
     if (node.IsStandard("DequantizeLinear")) Fold(graph, node);
     if (node.IsStandard("QuantizeLinear") || OutputRangeOf(node)) Find(graph, node);
@@ -102,7 +87,7 @@ Roundings::Roundings(const Graph& graph) {
     by_value_[rounding.maker->Output(0)] = &rounding;
     for (const Node* const end : rounding.ends) by_value_[end->Output(0)] = &rounding;
   }
-  for (Rounding& rounding : roundings_) LookAbove(graph, rounding);
+  for (Rounding& rounding : roundings_) LookAbove(graph, rounding, cuts, is_group);
 }
 
 void Roundings::Find(const Graph& graph, const Node& maker) {
@@ -148,7 +133,7 @@ void Roundings::Fold(const Graph& graph, const Node& node) {
   const std::optional<Constant> codes = graph.ConstantOf(node.Input(0)), scale = graph.ConstantOf(node.Input(1));
   const Node* const reader = node.Output(0) == nullptr ? nullptr : graph.OnlyReader(node.Output(0));
   if (!codes || !scale || !IsPlain(node) || reader == nullptr) return;
-  const bool is_known = codes->type == kUint8 || codes->type == kInt8 || codes->type == kInt32;
+  const bool is_known = IsCode(codes->type);
   const bool has_one = scale->type == kFloat && scale->shape.size() <= 1 && scale->Count() == 1;
   const bool has_each = scale->type == kFloat && scale->shape == codes->shape;
   if (!is_known || codes->shape.size() > 1 || (!has_one && !has_each)) return;
@@ -161,62 +146,31 @@ void Roundings::Fold(const Graph& graph, const Node& node) {
   Folded folded{&node, reader, {NameOf(graph.host(), node.Output(0)), kFloat, codes->shape, nullptr}, {}};
   for (int64_t i = 0; i < codes->Count(); ++i) {
     const int64_t own = has_one ? 0 : i;
-    const int64_t number = NumberAt(*codes, i) - (zeros ? NumberAt(*zeros, own) : 0);
+    const int64_t number = codes->CodeAt(i) - (zeros ? zeros->CodeAt(own) : 0);
     folded.numbers.push_back(static_cast<float>(number) * scales[static_cast<size_t>(own)]);
   }
   folded_.push_back(std::move(folded));
   folded_.back().constant.data = folded_.back().numbers.data();
 }
 
-std::optional<float> Roundings::NumberOf(const Graph& graph, Value value) const {
-  const auto is_made = [&](const Folded& folded) { return folded.node->Output(0) == value; };
-  const auto folded = std::find_if(folded_.begin(), folded_.end(), is_made);
-  return folded != folded_.end() ? folded->constant.Number() : graph.NumberOf(value);
-}
-
-// Whether a node adds 1 to what is -1 at least, but for what a constant has lost by rounding.
-bool Roundings::IsOneMore(const Graph& graph, const Node& add, std::vector<const Node*>& nodes) const {
-  if (!add.IsStandard("Add") || !add.Has(0) || !add.Has(1)) return false;
-  for (const size_t index : {0, 1}) {
-    Value value = add.Input(index);
-    if (const Rounding* const rounding = Of(value); rounding != nullptr && rounding->floats != nullptr) {
-      nodes.push_back(graph.Maker(value));
-      nodes.push_back(rounding->maker);
-      value = rounding->floats;
-    }
-    const Node* const node = graph.Maker(value);
-    if (node == nullptr || !IsOneOf(*node, kWithinOne)) continue;
-    nodes.push_back(node);
-    return NumberOf(graph, add.Input(1 - index)).value_or(0.0f) > 0.99f;
-  }
-  return false;
-}
-
-// Whether what leads to the value, by nodes that move numbers about and by roundings, is sure not to be below 0.
-bool Roundings::IsAbove(const Graph& graph, Value value, std::vector<const Node*>& nodes) const {
-  for (size_t visits = 0; visits < kMostVisits; ++visits) {
-    const Node* const node = value == nullptr ? nullptr : graph.Maker(value);
-    if (node == nullptr) return false;
-    nodes.push_back(node);
-    if (IsOneOf(*node, kNeverNegative) || IsOneMore(graph, *node, nodes)) return true;
-    const Rounding* const rounding = Of(value);
-    if (rounding != nullptr) {
-      nodes.push_back(rounding->maker);
-      value = rounding->floats;
-    } else if (IsOneOf(*node, kMoves)) {
-      value = node->Input(0);
-    } else {
-      return false;
-    }
-  }
-  return false;
-}
-
-void Roundings::LookAbove(const Graph& graph, Rounding& rounding) const {
+// cuts: of a whole graph it is written, of a group's alone it is read.
+void Roundings::LookAbove(const Graph& graph, Rounding& rounding, CutRanges& cuts, bool is_group) const {
   if (!rounding.range.BeginsAtZero()) return;
-  if (rounding.floats != nullptr && IsAbove(graph, rounding.floats, rounding.above)) return;
-  rounding.above.clear();
-  rounding.state = Rounding::State::kCut;
+  const std::string name = NameOf(graph.host(), rounding.maker->Output(0));
+  if (is_group) {
+    const auto found = cuts.find(name);
+    if (found == cuts.end() || found->second) rounding.state = Rounding::State::kCut;
+    return;
+  }
+  const auto find_unrounded = [&](Value value) -> std::optional<Unrounded> {
+    const Rounding* const other = Of(value);
+    if (other == nullptr) return std::nullopt;
+    return Unrounded{other->floats, other->range.BeginsAtZero()};
+  };
+  // Two branches may use one name: then both are cut off if one must be.
+  bool& is_cut = cuts[name];
+  is_cut = is_cut || rounding.floats == nullptr || !IsNeverNegative(graph, rounding.floats, find_unrounded);
+  if (is_cut) rounding.state = Rounding::State::kCut;
 }
 
 View Roundings::Seen() const {
@@ -274,14 +228,6 @@ struct Roundings::Groups {
   void Add(Group& group, const Rounding& rounding) {
     Add(group, rounding.maker);
     for (const Node* const end : rounding.ends) Add(group, end);
-  }
-  bool HasAll(const Group& group, const std::vector<const Node*>& nodes) const {
-    return std::all_of(nodes.begin(), nodes.end(), [&](const Node* node) { return Of(node) == &group; });
-  }
-  // Or those that it has not are nobody's yet: roundings in front.
-  bool MayHaveAll(const Group& group, const std::vector<const Node*>& nodes) const {
-    return std::all_of(nodes.begin(), nodes.end(),
-                       [&](const Node* node) { return Of(node) == &group || Of(node) == nullptr; });
   }
 
   // Whether groups, each of which can be one, cannot be so together: what one hands on as copies leads back to it.
@@ -373,14 +319,6 @@ bool Roundings::Place(const Graph& graph, Claims& claims) {
     LetStay(*rounding);
     are_placed = false;
   }
-  // What shows that no bounds are needed must be seen by Compile, too.
-  for (Rounding& rounding : roundings_) {
-    const Group* const group = groups.Of(rounding.maker);
-    const bool is_gone = rounding.state == Rounding::State::kGone && group != nullptr;
-    if (!is_gone || groups.HasAll(*group, rounding.above)) continue;
-    LetStay(rounding);
-    are_placed = false;
-  }
   for (Folded& folded : folded_) {
     Group* const group = folded.is_seen ? groups.Of(folded.reader) : nullptr;
     if (group == nullptr) continue;
@@ -409,7 +347,6 @@ bool Roundings::PlaceInFront(const Graph& graph, const Rounding& rounding, Group
     if (own != nullptr && (group == nullptr || IsInputOf(*own, rounding))) group = own;
   }
   if (group == nullptr || !IsStatic(*group) || !(quantizes || groups.Of(rounding.maker) == group)) return false;
-  if (!is_cut && !groups.MayHaveAll(*group, rounding.above)) return false;
   std::vector<const Node*> outside = rounding.last;
   for (const auto& [use, end] : rounding.readers) {
     if (use.index >= 0 && groups.Of(use.node) == group) {
@@ -466,7 +403,6 @@ bool Roundings::PlaceBehind(const Graph& graph, const Rounding& rounding, Groups
   const Node* const source = graph.Maker(rounding.Source());
   Group* const group = source == nullptr ? nullptr : groups.Of(source);
   if (group == nullptr || !rounding.is_alone || !IsStatic(*group)) return false;
-  if (!is_cut && !groups.MayHaveAll(*group, rounding.above)) return false;
   if (rounding.floats != nullptr && IsRoundedAgain(graph, rounding, groups)) return false;
   for (const Rounding::Reader& reader : rounding.readers) {
     const Group* const own = groups.Of(reader.use.node);
@@ -492,8 +428,7 @@ bool Roundings::PlaceOne(const Graph& graph, const Rounding& rounding, Groups& g
 }
 
 void Roundings::LetStay(Rounding& rounding) const {
-  const bool may_be_cut = rounding.state == Rounding::State::kGone && !rounding.above.empty();
-  rounding.state = may_be_cut ? Rounding::State::kCut : Rounding::State::kStays;
+  rounding.state = Rounding::State::kStays;
   rounding.reason = "its input is rounded to a fixed range, and not only layers that are taken read that";
 }
 

@@ -13,6 +13,7 @@
 
 #include <deque>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "provider/graph.h"
@@ -54,8 +55,7 @@ struct Rounding {
   bool is_alone = false;  // it has one end, and nothing else reads its source
   FixedRange range;
   State state = State::kGone;
-  std::vector<const Node*> above;  // nodes that show that nothing comes in below 0, if the range begins there
-  std::string reason;              // why it stays
+  std::string reason;  // why it stays
 
   Bounds RangeBounds() const;
   // What is rounded: the floats, or of a layer the numbers.
@@ -69,9 +69,15 @@ std::optional<FixedRange> RangeAt(const Graph& graph, const Node& node, size_t s
 
 struct Claims;
 
+// Whether a range that begins at 0 cuts negative values off, by the name of the value that is quantized to it. What
+// shows that no value is negative may be in front of a group, where Compile does not see it: so a session keeps this
+// from Claim to Compile.
+using CutRanges = std::unordered_map<std::string, bool>;
+
 class Roundings {
  public:
-  explicit Roundings(const Graph& graph);
+  // is_group: the graph is one group's, which Compile sees.
+  Roundings(const Graph& graph, CutRanges& cuts, bool is_group);
   Roundings(const Roundings&) = delete;
   Roundings& operator=(const Roundings&) = delete;
 
@@ -95,10 +101,7 @@ class Roundings {
 
   void Find(const Graph& graph, const Node& maker);
   void Fold(const Graph& graph, const Node& node);
-  void LookAbove(const Graph& graph, Rounding& rounding) const;
-  bool IsAbove(const Graph& graph, Value value, std::vector<const Node*>& nodes) const;
-  bool IsOneMore(const Graph& graph, const Node& add, std::vector<const Node*>& nodes) const;
-  std::optional<float> NumberOf(const Graph& graph, Value value) const;
+  void LookAbove(const Graph& graph, Rounding& rounding, CutRanges& cuts, bool is_group) const;
   struct Groups;
   bool PlaceOne(const Graph& graph, const Rounding& rounding, Groups& groups) const;
   bool PlaceInFront(const Graph& graph, const Rounding& rounding, Groups& groups) const;

@@ -16,8 +16,7 @@ constexpr const char* kOthersRead = "others read its weight, too";
 
 void SetX(const Graph& graph, const Rounding& rounding, Layer& layer) {
   const bool is_cut = rounding.state == Rounding::State::kCut, quantizes = rounding.floats != nullptr;
-  // The QuantizeLinear is the layer's, but where what shows that no bounds are needed is in front.
-  if (quantizes && (is_cut || rounding.above.empty())) layer.quantize = rounding.maker;
+  if (quantizes) layer.quantize = rounding.maker;
   if (quantizes && is_cut) layer.x_bounds = rounding.RangeBounds();
   layer.x = graph.Seen(quantizes ? rounding.floats : rounding.ends.front()->Output(0));
 }

@@ -1,0 +1,140 @@
+#include "provider/never_negative.h"
+
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+#include <utility>
+
+namespace ortolan::provider {
+namespace {
+
+constexpr const char* kNeverNegative[] = {"Abs",     "Exp",     "HardSigmoid", "Relu",
+                                          "Sigmoid", "Softmax", "Softplus",    "Sqrt"};
+constexpr const char* kWithinOne[] = {"Erf", "Tanh"};
+// Operators whose output has numbers of the first input, or sums and means of them.
+constexpr const char* kKeepsSign[] = {"Cast",      "Expand",    "Flatten",    "Gather",   "Identity",
+                                      "Reshape",   "Slice",     "Split",      "Squeeze",  "Transpose",
+                                      "Unsqueeze", "ReduceMax", "ReduceMean", "ReduceSum"};
+constexpr const char* kOfSigns[] = {"Add", "Concat", "Div", "Mul", "Where"};
+// On masks; And, Equal and their like make integers, which are masks anyway.
+constexpr const char* kOfMasks[] = {"Add",     "Cast",  "Div",     "Expand", "Identity",  "Mul",  "Neg",
+                                    "Reshape", "Slice", "Squeeze", "Sub",    "Unsqueeze", "Where"};
+constexpr int kMostVisits = 64;
+
+template <typename Types>
+bool IsOneOf(const Node& node, const Types& types) {
+  return node.IsStandard() &&
+         std::any_of(std::begin(types), std::end(types), [&](const char* type) { return node.type() == type; });
+}
+
+bool IsFloating(ONNXTensorElementDataType type) {
+  return IsFloatType(type) || type == ONNX_TENSOR_ELEMENT_DATA_TYPE_DOUBLE ||
+         type == ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
+}
+
+class Prover {
+ public:
+  Prover(const Graph& graph, const FindUnrounded& find_unrounded) : graph_(graph), find_unrounded_(find_unrounded) {}
+
+  bool IsAbove(Value value) {
+    if (value == nullptr || --left_ < 0) return false;
+    if (const std::optional<std::vector<float>> constant = Constants(value)) {
+      return std::all_of(constant->begin(), constant->end(), [](float number) { return number >= 0; });
+    }
+    const Node* const node = graph_.Maker(value);
+    if (node == nullptr || !node->IsStandard()) return false;
+    if (IsOneOf(*node, kNeverNegative)) return true;
+    if (node->type() == "DequantizeLinear") {
+      const std::optional<Unrounded> rounded = find_unrounded_(value);
+      return rounded && (rounded->begins_at_zero || IsAbove(rounded->floats));
+    }
+    if (node->type() == "Clip") return AllOf(node->Input(1), [](float least) { return least >= 0; });
+    if (node->type() == "Pow") return AllOf(node->Input(1), [](float power) { return std::fmod(power, 2.0f) == 0; });
+    if (node->type() == "Mul" && node->Input(0) == node->Input(1)) return true;
+    if (node->type() == "Add" && IsOneMore(*node)) return true;
+    const auto is_above = [this](Value input) { return IsAbove(input); };
+    const std::vector<Value>& inputs = node->inputs();
+    if (node->type() == "Max") return std::any_of(inputs.begin(), inputs.end(), is_above);
+    if (IsOneOf(*node, kOfSigns)) {
+      return std::all_of(inputs.begin() + (node->type() == "Where" ? 1 : 0), inputs.end(), is_above);
+    }
+    return IsOneOf(*node, kKeepsSign) && IsAbove(node->Input(0));
+  }
+
+  bool IsOfMask(Value value) const {
+    std::vector<Value> waiting = {value};
+    for (int visits = 1; !waiting.empty(); ++visits) {
+      const Value one = waiting.back();
+      waiting.pop_back();
+      const ONNXTensorElementDataType type = TypeOf(graph_.host(), one);
+      const bool is_whole = type != ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED && !IsFloating(type);
+      if (is_whole || Constants(one)) continue;
+      if (visits > kMostVisits) return false;
+      if (const std::optional<Unrounded> rounded = find_unrounded_(one)) {
+        if (rounded->floats == nullptr) return false;
+        waiting.push_back(rounded->floats);
+        continue;
+      }
+      const Node* const node = graph_.Maker(one);
+      if (node == nullptr || !IsOneOf(*node, kOfMasks)) return false;
+      std::copy_if(node->inputs().begin(), node->inputs().end(), std::back_inserter(waiting),
+                   [](Value input) { return input != nullptr; });
+    }
+    return true;
+  }
+
+ private:
+  // Of a constant of floats, or of one behind a DequantizeLinear with one scale.
+  std::optional<std::vector<float>> Constants(Value value) const {
+    if (const std::optional<Constant> tensor = graph_.ConstantOf(value)) {
+      return IsFloatType(tensor->type) ? std::optional(tensor->Floats()) : std::nullopt;
+    }
+    const Node* const node = value == nullptr ? nullptr : graph_.Maker(value);
+    if (node == nullptr || !node->IsStandard("DequantizeLinear")) return std::nullopt;
+    const std::optional<Constant> codes = graph_.ConstantOf(node->Input(0));
+    const std::optional<float> scale = graph_.NumberOf(node->Input(1));
+    std::optional<Constant> zero;
+    if (node->Has(2)) zero = graph_.ConstantOf(node->Input(2));
+    const bool has_zero = !node->Has(2) || (zero && codes && zero->type == codes->type && zero->Count() == 1);
+    if (!codes || !scale || !has_zero || !IsCode(codes->type)) return std::nullopt;
+    const int64_t zero_point = zero ? zero->CodeAt(0) : 0;
+    std::vector<float> numbers(static_cast<size_t>(codes->Count()));
+    for (size_t i = 0; i < numbers.size(); ++i) {
+      numbers[i] = static_cast<float>(codes->CodeAt(static_cast<int64_t>(i)) - zero_point) * *scale;
+    }
+    return numbers;
+  }
+
+  template <typename Holds>
+  bool AllOf(Value value, const Holds& holds) const {
+    const std::optional<std::vector<float>> constant = Constants(value);
+    return constant && std::all_of(constant->begin(), constant->end(), holds);
+  }
+
+  // Whether a node adds 1 to what is -1 at least, but for what a constant has lost by rounding.
+  bool IsOneMore(const Node& add) const {
+    for (const size_t index : {0, 1}) {
+      Value value = add.Input(index);
+      if (const std::optional<Unrounded> rounded = find_unrounded_(value); rounded && rounded->floats != nullptr) {
+        value = rounded->floats;
+      }
+      const Node* const node = graph_.Maker(value);
+      if (node == nullptr || !IsOneOf(*node, kWithinOne)) continue;
+      return AllOf(add.Input(1 - index), [](float number) { return number > 0.99f; });
+    }
+    return false;
+  }
+
+  const Graph& graph_;
+  const FindUnrounded& find_unrounded_;
+  int left_ = kMostVisits;  // values that may still be visited
+};
+
+}  // namespace
+
+bool IsNeverNegative(const Graph& graph, Value value, const FindUnrounded& find_unrounded) {
+  Prover prover(graph, find_unrounded);
+  return prover.IsOfMask(value) || prover.IsAbove(value);
+}
+
+}  // namespace ortolan::provider
