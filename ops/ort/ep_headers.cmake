@@ -1,7 +1,8 @@
 # Sets ORTOLAN_EP_INCLUDE_DIR, the folder of ONNX Runtime's C headers of API 29, for the execution provider; empty if there
 # are none, and then the library is built without it. They come, in this order, from: ORT_EP_INCLUDE_DIR; ORT_INCLUDE_DIR if
-# those are new enough; ../shared/ort-1.29 beside the repository; ONNX Runtime's own 1.29 release (downloaded, checked).
-# Newer ones do as well: the provider asks its host for no more than it has.
+# those are new enough; ../shared/ort-1.29 beside the repository; ONNX Runtime's own 1.29 release (downloaded, checked);
+# an npm package with the same files in its iOS framework, for machines that reach package indexes only. npm is tried
+# last, as it downloads 150 MB. Newer headers do as well: the provider asks its host for no more than it has.
 
 set(ORTOLAN_EP_API 29)
 set(ORTOLAN_EP_RELEASE https://github.com/microsoft/onnxruntime/raw/v1.29.0/include/onnxruntime/core/session)
@@ -9,6 +10,12 @@ set(ORTOLAN_EP_HEADERS onnxruntime_c_api.h onnxruntime_ep_c_api.h onnxruntime_er
 set(ORTOLAN_EP_SHA256_onnxruntime_c_api.h acc0cf4b3f28d39339c76770d76164bb7a0637dc89f5fde764b4017b632f6743)
 set(ORTOLAN_EP_SHA256_onnxruntime_ep_c_api.h e6c986c9e98583f8113b2c6bc3864814883b806d501cf24da4d239c45753e235)
 set(ORTOLAN_EP_SHA256_onnxruntime_error_code.h 5ce3b054e798eced8d14f5b86e98692fd33470463f96194ce0700a2d53dd8721)
+
+set(ORTOLAN_EP_NPM com.github.asus4.onnxruntime)
+set(ORTOLAN_EP_NPM_VERSION 0.4.9)
+set(ORTOLAN_EP_NPM_SHA256 e59788788818fdde1b2e522e766a21ba0f7d8391de55737abf81e32cc801785d)
+set(ORTOLAN_EP_NPM_FOLDER
+    package/Plugins/iOS~/onnxruntime.xcframework/ios-arm64_x86_64-simulator/onnxruntime.framework/Headers)
 
 # Sets `found` to the folder of headers that are new enough below `root`, or to nothing.
 function(ortolan_new_headers_in root found)
@@ -52,6 +59,35 @@ function(ortolan_download_ep_headers folder)
   endforeach()
 endfunction()
 
+# Puts the headers of the npm package into the folder. Whatever fails is a STATUS message, and the folder stays empty.
+function(ortolan_unpack_npm_ep_headers folder)
+  find_program(npm npm NO_CACHE)
+  if(NOT npm)
+    message(STATUS "npm is not installed: the headers cannot come from its package ${ORTOLAN_EP_NPM}")
+    return()
+  endif()
+  set(work ${CMAKE_BINARY_DIR}/ort_ep_npm)
+  set(archive ${work}/${ORTOLAN_EP_NPM}-${ORTOLAN_EP_NPM_VERSION}.tgz)
+  file(REMOVE_RECURSE ${work})
+  file(MAKE_DIRECTORY ${work})
+  message(STATUS "ONNX Runtime headers of the execution provider: npm downloads ${ORTOLAN_EP_NPM} (150 MB)")
+  execute_process(COMMAND ${npm} pack --silent --fetch-retries=1 ${ORTOLAN_EP_NPM}@${ORTOLAN_EP_NPM_VERSION}
+                  WORKING_DIRECTORY ${work} OUTPUT_QUIET ERROR_VARIABLE npm_error TIMEOUT 900)
+  set(sha256 "no file")
+  if(EXISTS ${archive})
+    file(SHA256 ${archive} sha256)
+  endif()
+  if(sha256 STREQUAL ORTOLAN_EP_NPM_SHA256)
+    file(ARCHIVE_EXTRACT INPUT ${archive} DESTINATION ${work} PATTERNS ${ORTOLAN_EP_NPM_FOLDER}/onnxruntime_*)
+    foreach(name IN LISTS ORTOLAN_EP_HEADERS)
+      file(COPY ${work}/${ORTOLAN_EP_NPM_FOLDER}/${name} DESTINATION ${folder})
+    endforeach()
+  else()
+    message(STATUS "${archive} has sha256 ${sha256}, expected ${ORTOLAN_EP_NPM_SHA256} ${npm_error}")
+  endif()
+  file(REMOVE_RECURSE ${work})
+endfunction()
+
 function(ortolan_find_ep_headers)
   foreach(root IN ITEMS "${ORT_EP_INCLUDE_DIR}" "${ORT_INCLUDE_DIR}")
     if(root AND NOT found)
@@ -66,6 +102,9 @@ function(ortolan_find_ep_headers)
     if(NOT found)
       if(folder STREQUAL downloaded AND NOT EXISTS ${folder}/onnxruntime_ep_c_api.h)
         ortolan_download_ep_headers(${folder})
+        if(NOT EXISTS ${folder}/onnxruntime_ep_c_api.h)
+          ortolan_unpack_npm_ep_headers(${folder})
+        endif()
       endif()
       ortolan_check_ep_headers(${folder} problem)
       if(NOT problem)
@@ -79,7 +118,8 @@ function(ortolan_find_ep_headers)
     message(STATUS "ONNX Runtime headers of the execution provider: ${found}")
   else()
     message(WARNING "built WITHOUT the execution provider, as there are no headers of ONNX Runtime's API ${ORTOLAN_EP_API}: "
-                    "unpack its 1.29 release, or a later one, and set -DORT_EP_INCLUDE_DIR=<its include>")
+                    "unpack its 1.29 release, or a later one, and set -DORT_EP_INCLUDE_DIR=<its include>, "
+                    "or install npm, which has a package with them")
   endif()
   set(ORTOLAN_EP_INCLUDE_DIR ${found} PARENT_SCOPE)
 endfunction()

@@ -60,6 +60,7 @@ from .errors import CalibrationError, ModelError, NothingToReplaceError, OutputE
 from .library import LIBRARY_NAME
 from .optimize_parts import PartFeeds, check_caches, optimize_parts, refuse_for_parts
 from .progress import Progress, Stage, logger, no_progress, told
+from .provider import why_no_provider
 from .session import create_session, known_cpu, package_versions
 from .text_encoder import ask_probes
 
@@ -342,7 +343,7 @@ class _Run:
             versions=package_versions(),
             cpu=known_cpu(),
         )
-        self.report.notes += [choice.note] if choice.note else []
+        self.report.notes += [note for note in (choice.note, why_no_provider()) if note]
         if source.widened:
             self.report.notes.append(
                 "the model computes in bfloat16, which ONNX Runtime's CPU provider has no operators for: it was "

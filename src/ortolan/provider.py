@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import LibraryError, one_line
@@ -27,19 +28,32 @@ _lock = threading.Lock()
 
 def has_provider() -> bool:
     """Whether the installed library was built with the execution provider."""
-    with open(get_library_path(), "rb") as file:
+    return _has_factories(get_library_path())
+
+
+@lru_cache
+def _has_factories(library: str) -> bool:
+    with open(library, "rb") as file:
         return _FACTORIES in file.read()
+
+
+def why_no_provider() -> str | None:
+    """Why the installed library has no execution provider and how to get it; None if it has one."""
+    if has_provider():
+        return None
+    return (
+        f"{get_library_path()} was built without the execution provider, which runs models as they are: CMake found no "
+        "headers of ONNX Runtime's API 29; build again with npm installed, or with ORT_EP_INCLUDE_DIR set to the "
+        "include folder of ONNX Runtime 1.29 or later"
+    )
 
 
 def library_with_provider() -> str:
     """The path of the installed library. Raises LibraryError where it was built without the provider."""
-    path = get_library_path()
-    if not has_provider():
-        raise LibraryError(
-            f"{path} was built without the execution provider: CMake found no headers of ONNX Runtime's API 29; "
-            "build again where they can be downloaded, or with ORT_EP_INCLUDE_DIR set"
-        )
-    return path
+    missing = why_no_provider()
+    if missing is not None:
+        raise LibraryError(missing)
+    return get_library_path()
 
 
 def register_provider() -> None:

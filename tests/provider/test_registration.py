@@ -24,6 +24,7 @@ from ..ops.group_node import node_model
 from ..ops.groups import GroupLayer
 from ..ops.single_node import assert_same_bits
 from ..passes.int8_layers import Int8Layer
+from ..passes.small_models import matmul_model
 from .int8_models import all_claims, dense_numbers
 from .nbits_models import NBits, whole
 from .sessions import claimed, needs_provider, plain_session, provider_session
@@ -113,6 +114,8 @@ def test_a_library_without_the_provider_is_told_of(monkeypatch: pytest.MonkeyPat
     assert not provider.has_provider()
     with pytest.raises(ortolan.LibraryError, match=r"built without the execution provider.*ORT_EP_INCLUDE_DIR"):
         ortolan.register_provider()
+    report = ortolan.optimize_onnx(matmul_model(), dry_run=True, weights="bf16")
+    assert any("built without the execution provider" in note and "npm" in note for note in report.notes)
 
 
 @needs_provider
