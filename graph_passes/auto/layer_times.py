@@ -1,4 +1,4 @@
-"""How long each form of a layer takes on this machine: measured once, and kept in a file.
+"""How long each form of a layer takes on this machine: measured, and kept in a file for some days.
 
 The forms of a layer and the original are timed in turn, each in a session of its own whose graph holds the layer many
 times, with weights of other memory each time: as many as it takes to be as much to read as all layers of the model
@@ -8,6 +8,7 @@ would not be true: the layers of all-MiniLM fit into an L3 of 32 MiB in int4, an
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import tempfile
@@ -38,6 +39,7 @@ from ..run import plan, transform
 from .candidates import ORIGINAL, Candidate, for_timing, make_recipe
 
 _FILE = "layer-times.json"
+_DAYS = 7  # for which times are used; then they are measured again
 _SECONDS = 0.25  # for each form
 _MOST_BYTES = 256 * 1024**2  # of weights in a graph
 _MOST_COPIES = 64
@@ -81,6 +83,8 @@ def case_of(matrix: np.ndarray, rows: int, dtype: ir.DataType, bias: bool, weigh
 class LayerTimes:
     """Milliseconds a run of layers, from the file or measured.
 
+    Times that are too old are measured again, and the less of both is kept: another program that ran meanwhile can only
+    have made them longer.
     The file is written after each measurement, to a temporary file that is renamed: a killed run loses one at most.
     """
 
@@ -98,15 +102,17 @@ class LayerTimes:
         wanted = list({candidate.timing: for_timing(candidate) for candidate in able}.values())
         # Only times that were taken in turn can be compared, so those of other forms are another entry.
         key = f"{case.key}: {', '.join(map(_entry, wanted))}"
-        times = self._read().get(self._machine, {}).get(key)
-        if times is None or ORIGINAL not in times:
-            times = measure(case, matrix(), wanted)
+        known = self._read().get(self._machine, {}).get(key, {"date": "", "ms": {}})
+        times: dict[str, float] = known["ms"]
+        if not _is_recent(known["date"]) or ORIGINAL not in times:
+            found = measure(case, matrix(), wanted)
+            times = {name: min(time, times.get(name, time)) for name, time in found.items()}
             self.measured += 1
             self._write(key, times)
         return times
 
-    def _read(self) -> dict[str, dict[str, dict[str, float]]]:
-        """What the file holds; nothing if it is damaged or not there."""
+    def _read(self) -> dict[str, dict[str, Any]]:
+        """What the file holds: by machine and case {"date": ..., "ms": ...}. Nothing if it is damaged or not there."""
         with suppress(OSError, ValueError):
             table = json.loads(self.path.read_text(encoding="utf-8"))
             if _is_table(table):
@@ -116,7 +122,7 @@ class LayerTimes:
     def _write(self, key: str, times: Mapping[str, float]) -> None:
         """A folder that cannot be written to costs the next run the time, but does not end this one."""
         table = self._read()  # with what other processes have written meanwhile
-        table.setdefault(self._machine, {})[key] = dict(times)
+        table.setdefault(self._machine, {})[key] = {"date": _today().isoformat(), "ms": dict(times)}
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)
@@ -208,10 +214,24 @@ def _machine() -> str:
 
 
 def _is_table(table: Any) -> bool:
-    """Whether a file holds times: dicts of dicts of dicts of positive numbers."""
+    """Whether a file holds times: by machine and case a date and positive numbers by form."""
     cases = [case for machine in _values(table) for case in _values(machine)]
-    times = [time for case in cases for time in _values(case)]
-    return all(isinstance(time, int | float) and time > 0 for time in times)
+    times = [time for case in cases for time in _values(case.get("ms") if isinstance(case, dict) else None)]
+    return all(isinstance(case.get("date"), str) for case in cases) and all(
+        isinstance(time, int | float) and time > 0 for time in times
+    )
+
+
+def _today() -> datetime.date:
+    return datetime.datetime.now(datetime.UTC).date()
+
+
+def _is_recent(date: str) -> bool:
+    """Whether an entry's date is at most `_DAYS` ago; one in the future is of a clock that was wrong."""
+    try:
+        return 0 <= (_today() - datetime.date.fromisoformat(date)).days <= _DAYS
+    except ValueError:
+        return False
 
 
 def _values(table: Any) -> list[Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -269,7 +271,7 @@ def _check_external(tensor: ir.ExternalTensor, place: Path, path: Path) -> None:
         raise ModelError(
             f"{where} is missing: there is no file {str(place)!r}; copy or download it to where the model expects it"
         ) from None
-    if status.st_nlink > 1:
+    if status.st_nlink > 1 and not _is_kept_twice(place, status):
         raise ModelError(f"{where}, {str(place)!r}, has several hard links, so it may be any file; copy it")
     if tensor.length is not None and tensor.length != tensor.nbytes:
         raise ModelError(f"{where} has {tensor.length} bytes, expected {tensor.nbytes} for its shape and type")
@@ -379,53 +381,120 @@ def data_path(model_path: Path) -> Path:
 def move_into_place(written: Path, output: Path) -> None:
     """Moves a model written to a temporary folder (on the same disk) to its name, with its data file.
 
-    The old pair is moved away first, the model before its data: whenever the process dies, no model file points to
-    data that is not its own. On an exception the old pair is put back.
+    Two files cannot be exchanged at once. So while the data file is exchanged, the old model points to a second name of
+    its own data, `<output>.data.replaced`. At any instant, also if the process is killed, `output` is the old model
+    with its data, or the new one. On an exception the old pair is put back.
     """
     backup = written.parent / "replaced"
-    moved: list[tuple[Path, Path]] = []
-
-    def move(source: Path, target: Path) -> None:
-        # Noted first: an interrupt may come between the move and the note.
-        moved.append((source, target))
-        os.replace(source, target)
-
+    data, new_data, kept = data_path(output), data_path(written), _kept_path(data_path(output))
+    undo: list[Callable[[], None]] = []  # noted before each step: an interrupt may come in between
     try:
         backup.mkdir()
-        for file in (written, data_path(written)):
+        for file in (written, new_data):
             if file.exists():
-                with open(file, "r+b") as stream:  # a rename may reach the disk before what was written
-                    os.fsync(stream.fileno())
-        if _owns_data(output):
-            move(output, backup / output.name)
-            move(data_path(output), backup / data_path(output).name)
-        elif data_path(written).exists():
-            for old in (output, data_path(output)):
-                if old.exists():
-                    move(old, backup / old.name)
-        if data_path(written).exists():
-            move(data_path(written), data_path(output))
+                _sync(file)
+        old = _locations(output)
+        owns_data, has_data = data.name in old and data.is_file(), new_data.exists()
+        if has_data and owns_data:
+            _point_to_kept_data(output, backup, undo)
+            undo.append(lambda: _link_over(kept, data))
+            os.replace(new_data, data)
+        elif has_data:
+            if data.exists():
+                undo.append(lambda: _put_back(backup / data.name, data))
+                os.replace(data, backup / data.name)
+            undo.append(lambda: _put_back(data, new_data))
+            os.replace(new_data, data)
         os.replace(written, output)
     except BaseException as error:
         if written.exists():  # else the last move was made, and the new pair is complete
-            for source, target in reversed(moved):
-                if target.exists() and not source.exists():
-                    os.replace(target, source)
+            for step in reversed(undo):
+                step()
         if isinstance(error, OSError):
             raise OutputError(f"cannot write {str(output)!r}: {error.strerror}") from error
         raise
+    with suppress(OSError):  # what is left over is in nobody's way
+        if owns_data and not has_data:
+            data.unlink()
+        if owns_data or kept.name in old:
+            kept.unlink(missing_ok=True)
 
 
-def _owns_data(output: Path) -> bool:
-    """Whether an old model stands at `output` that keeps its weights in `<output>.data`."""
-    if not output.is_file() or not data_path(output).is_file():
-        return False
-    try:
-        proto = onnx.ModelProto.FromString(output.read_bytes())
-    except DecodeError:
-        return False
-    return any(
-        entry.key == "location" and entry.value == data_path(output).name
-        for tensor in proto.graph.initializer
-        for entry in tensor.external_data
+def _point_to_kept_data(output: Path, backup: Path, undo: list[Callable[[], None]]) -> None:
+    """Gives the data of a model a second name, and the model at `output` points to that."""
+    data, original = data_path(output), backup / output.name
+    kept, pointing = _kept_path(data), backup / "pointing.onnx"
+    proto = onnx.ModelProto.FromString(output.read_bytes())
+    for entry in _location_entries(proto):
+        if entry.value == data.name:
+            entry.value = kept.name
+    pointing.write_bytes(proto.SerializeToString())
+    _sync(pointing)
+    _link(output, original)
+    kept.unlink(missing_ok=True)
+    undo.append(lambda: kept.unlink(missing_ok=True))
+    _link(data, kept)
+    undo.append(lambda: os.replace(original, output))
+    os.replace(pointing, output)
+
+
+def _kept_path(data: Path) -> Path:
+    return data.with_name(data.name + ".replaced")
+
+
+def _is_kept_twice(data: Path, status: os.stat_result) -> bool:
+    """Whether the second name of a data file is that of `move_into_place`, which was killed."""
+    names = (_kept_path(data), data.with_name(data.name.removesuffix(".replaced")))
+    return status.st_nlink == 2 and any(
+        name != data and name.is_file() and not name.is_symlink() and os.path.samestat(os.stat(name), status)
+        for name in names
     )
+
+
+def _sync(file: Path) -> None:
+    """A rename may reach the disk before what was written."""
+    with open(file, "r+b") as stream:
+        os.fsync(stream.fileno())
+
+
+def _link(file: Path, name: Path) -> None:
+    try:
+        os.link(file, name)
+    except OSError:  # the file system has no hard links
+        shutil.copyfile(file, name)
+
+
+def _link_over(file: Path, target: Path) -> None:
+    """Gives a file a second name, which may be another file's until then."""
+    if os.path.samefile(file, target):
+        return
+    name = target.with_name(target.name + ".restored")
+    name.unlink(missing_ok=True)
+    _link(file, name)
+    os.replace(name, target)
+
+
+def _put_back(source: Path, target: Path) -> None:
+    if source.exists() and not target.exists():
+        os.replace(source, target)
+
+
+def _locations(path: Path) -> set[str]:
+    """The data files that the model at `path` names; none if there is no model."""
+    if not path.is_file():
+        return set()
+    try:
+        return {entry.value for entry in _location_entries(onnx.ModelProto.FromString(path.read_bytes()))}
+    except DecodeError:
+        return set()
+
+
+def _location_entries(message: Any) -> Iterator[onnx.StringStringEntryProto]:
+    """Where the tensors of a protobuf message say that they are stored, in graphs, attributes and functions."""
+    if isinstance(message, onnx.TensorProto):
+        yield from (entry for entry in message.external_data if entry.key == "location")
+        return
+    for field_of, value in message.ListFields():
+        if field_of.message_type is not None:
+            for one in value if isinstance(value, Sequence) else (value,):
+                yield from _location_entries(one)

@@ -10,7 +10,7 @@ import base64
 import io
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -51,11 +51,12 @@ def save_page(facts: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     text = make_page(facts)
     target = Path(path)
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.absolute().parent)
+        # Unlike tempfile's, with the permissions that the process gives its files.
+        name = target.absolute().with_name(f".{target.name}.{secrets.token_hex(8)}")
+        handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(text)
-            os.chmod(name, 0o666 & ~_umask())
             os.replace(name, target)
         except BaseException:
             with suppress(OSError):
@@ -86,12 +87,6 @@ def make_page(facts: Mapping[str, Any]) -> str:
         json=json.dumps(facts, indent=2, allow_nan=False),
     )
     return page
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _rows(facts: Mapping[str, Any]) -> list[dict[str, Any]]:

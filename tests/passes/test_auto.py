@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,32 @@ def test_times_are_kept_and_used_again(inject: Callable[..., Any], tmp_path: Pat
     (tmp_path / "cache" / "layer-times.json").write_text('{"half": ')
     auto(budget=0.9)
     assert len(calls) == 2
+
+
+def test_old_times_are_measured_again_and_the_shorter_ones_kept(
+    inject: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = inject(FAST_INT4, 5.0)
+    file = tmp_path / "cache" / "layer-times.json"
+
+    def stored() -> dict[str, Any]:
+        (machine,) = json.loads(file.read_text()).values()
+        (entry,) = machine.values()
+        return dict(entry)
+
+    auto(budget=0.9)
+    first, today = stored(), layer_times._today()
+    table = json.loads(file.read_text())
+    for entry in next(iter(table.values())).values():  # all but one form was timed on a busy machine
+        entry["ms"] = {name: time / 2 if name == ORIGINAL else 3 * time for name, time in entry["ms"].items()}
+    for days, count in ((0, 1), (7, 1), (8, 2), (-1, 3)):
+        for entry in next(iter(table.values())).values():
+            entry["date"] = (today - timedelta(days)).isoformat()
+        file.write_text(json.dumps(table))
+        auto(budget=0.9)
+        assert len(calls) == count
+    expected = {name: time / 2 if name == ORIGINAL else time for name, time in first["ms"].items()}
+    assert stored() == {"date": today.isoformat(), "ms": expected}
 
 
 def test_times_of_another_machine_are_not_used(inject: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,6 +159,13 @@ def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
         auto_report().save_html(tmp_path / "no folder" / "report.html")
 
 
+def test_permissions_are_those_of_the_process(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    auto_report().save_html(tmp_path / "report.html")
+    assert (tmp_path / "report.html").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plain", "report.html"]
+
+
 def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
     report = auto_report()
     report.layers[0].output_error = float("nan")
