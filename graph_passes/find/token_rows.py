@@ -32,7 +32,9 @@ _NORMS = frozenset(
         "SkipSimplifiedLayerNormalization",
     )
 )
-_REDUCTIONS = frozenset(("ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum", "ReduceSumSquare"))
+_REDUCTIONS = frozenset(
+    ("ReduceL1", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum", "ReduceSumSquare")
+)
 # Of ours, and of ONNX Runtime: X first, and a residual; all else is constant.
 _LAYERS = frozenset(
     ("SparseAMXMatMul", "VNNISpMM", "W4A8MatMul", "W8A8MatMul", "MaskedMatMul", "LutPostOp", "MatMulNBits")

@@ -108,13 +108,22 @@ def without(answers: Outputs, places: Collection[int]) -> Outputs:
     return [None if place in places else answer for place, answer in enumerate(answers)]
 
 
-def without_padding(feeds: Feeds, answers: Outputs) -> Outputs:
-    """The answers, but 0 for tokens that an attention_mask [batch, tokens] hides: attention with a cache may answer
-    anything to them, and need not store them."""
+def without_padding(
+    feeds: Feeds, answers: Outputs, pad_token_id: int | None = None, places: Collection[int] | None = None
+) -> Outputs:
+    """Return the answers with 0 for padding, as models may answer anything to it and need not cache it.
+
+    Args:
+        feeds: Where attention_mask [batch, tokens] hides a token, the token is padding.
+        answers: The model's outputs.
+        pad_token_id: If given, hidden positions that hold other tokens are not padding.
+        places: The outputs to change; None: all.
+    """
     mask, ids = feeds.get("attention_mask"), feeds.get("input_ids")
-    if mask is None or ids is None or mask.ndim != 2 or ids.ndim != 2 or mask.all():
+    if mask is None or mask.ndim != 2 or (ids is not None and ids.ndim != 2) or mask.all():
         return answers
-    new = mask[:, max(mask.shape[1] - ids.shape[1], 0) :] != 0
+    new = mask if ids is None else mask[:, max(mask.shape[1] - ids.shape[1], 0) :]
+    new = new != 0 if ids is None or pad_token_id is None else (new != 0) | (ids != pad_token_id)
 
     def hide(answer: np.ndarray | None) -> np.ndarray | None:
         if answer is None:
@@ -125,7 +134,7 @@ def without_padding(feeds: Feeds, answers: Outputs) -> Outputs:
             return np.where((mask != 0)[:, None, :, None], answer, answer.dtype.type(0))
         return answer
 
-    return [hide(answer) for answer in answers]
+    return [hide(answer) if places is None or place in places else answer for place, answer in enumerate(answers)]
 
 
 def check_contents(uses: Iterable[CacheUse], expected: Mapping[str, np.ndarray], found: Feeds, rounding: float) -> None:

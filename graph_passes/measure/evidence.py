@@ -24,7 +24,7 @@ from ..files.model_file import (
 )
 from ..find.bfloat16 import widen_bfloat16
 from ..find.linear import Linear, layer_key
-from .feeds import SIZES_TO_TRY, Feeds, Outputs, Sizes, hold_out, synthetic_feeds
+from .feeds import SIZES_TO_TRY, Feeds, Outputs, Sizes, has_past, hold_out, synthetic_feeds
 from .fits import Fits
 from .recorder import InputRecorder, OnRun, Recorded
 from .sampling import sampled_feeds, start_token
@@ -216,7 +216,8 @@ def make_up_feeds(model: ir.Model, session: Any) -> tuple[list[Feeds], str]:
             continue
         found = [feeds]
         # A second length finds shapes that a pass froze by mistake. Some exports allow one length only.
-        others = [synthetic_feeds(model, Sizes(1, max(1, sizes.sequence // 2 - 1), sizes.past), seed=1)]
+        short = synthetic_feeds(model, Sizes(1, max(1, sizes.sequence // 2 - 1), sizes.past), seed=1)
+        others = [_with_hidden_tokens(model, session, short)]
         # A flag chooses between branches of the model: both must run.
         flags = [name for name, array in feeds.items() if array.dtype == bool and array.size == 1]
         others += [feeds | {name: np.zeros_like(feeds[name])} for name in flags]
@@ -230,6 +231,23 @@ def make_up_feeds(model: ir.Model, session: Any) -> tuple[list[Feeds], str]:
         f"the original model does not run on made-up inputs: {problem}; give calibration=… with inputs "
         "for this model (an .npz file, a dict of arrays, or a list of such dicts)"
     )
+
+
+def _with_hidden_tokens(model: ir.Model, session: Any, feeds: Feeds) -> Feeds:
+    """Return an encoder's feeds with attention hiding the last third of the tokens, whose vectors may still be read.
+
+    Feeds that this does not fit, or that the model answers with NaN, stay as they are.
+    """
+    ids, mask = feeds.get("input_ids"), feeds.get("attention_mask")
+    if ids is None or mask is None or ids.ndim != 2 or ids.shape != mask.shape or has_past(model):
+        return feeds
+    hidden = mask * (np.arange(ids.shape[1]) < ids.shape[1] - ids.shape[1] // 3)
+    changed = feeds | {"attention_mask": hidden.astype(mask.dtype)}
+    with suppress(Exception):  # as in make_up_feeds
+        answers = session.run(None, changed)
+        if all(np.isfinite(one).all() for one in answers if isinstance(one, np.ndarray) and one.dtype.kind == "f"):
+            return changed
+    return feeds
 
 
 def _lies_in_files(model: ir.Model, root: Path | None) -> bool:

@@ -24,6 +24,7 @@ _ALIKE = """
     LessOrEqual Max Min Mul Neg Not Or Reshape Shape Slice Squeeze Sub Transpose Unsqueeze Where
 """
 _ALIKE_OPS = frozenset(_ALIKE.split())
+_COUNTING = frozenset(("Cast", "Constant", "Equal", "ReduceSum", "Unsqueeze"))
 _MOST_SIZES = 8  # numbers of a constant that says how large something is
 _FROM_TOKENS = frozenset(("MatMul", "Gemm", "FusedMatMul", "MatMulNBits", "MatMulInteger", "Einsum", "Softmax"))
 
@@ -35,10 +36,20 @@ class MaskError(Exception):
 class PaddingMasks:
     """Of one model."""
 
-    def __init__(self, model: ir.Model, attention_mask: ir.Value) -> None:
-        """attention_mask: the input [batch, tokens], not 0 where a token is there."""
+    def __init__(
+        self,
+        model: ir.Model,
+        attention_mask: ir.Value,
+        read_if_hidden: slice = slice(0),
+        first_tokens: ir.Value | None = None,
+    ) -> None:
+        """attention_mask: the input [batch, tokens], not 0 where a token is there. read_if_hidden: the positions whose
+        vectors are read even where it hides them. first_tokens: what find_first_tokens has found, if attention sees the
+        tokens that this shows."""
         self._model = model
         self._attention_mask = attention_mask
+        self._read_if_hidden = read_if_hidden
+        self._first_tokens = first_tokens
         self._kinds: dict[ir.Value, str] = {}
         self._dropped: dict[ir.Value, None] = {}
 
@@ -59,15 +70,38 @@ class PaddingMasks:
         self._dropped[mask] = None
         return None
 
-    def zeroes_hidden(self, factor: ir.Value | None, hidden: ir.Value) -> bool:
-        """Whether a factor of a value [batch, tokens, width] is 0 where no token is; its shape may be read of that."""
+    def is_at_hidden(self, number: bool, factor: ir.Value | None, hidden: ir.Value) -> bool:
+        """Whether a factor or condition beside a value [batch, tokens, width] is this number, 0 or 1, where
+        attention_mask hides tokens. Its shape may be read of that value."""
         if factor is None or constant_tensor(factor) is not None or self._from_tokens(factor, hidden) is not None:
             return False
         width = 4 if hidden.shape is None or not isinstance(hidden.shape[-1], int) else hidden.shape[-1]
         for kept, found in self._runs(factor, hidden, width):
-            if found is None or found.ndim not in (2, 3) or found.shape[:2] != kept.shape or found[~kept].any():
+            if found is None or found.ndim not in (2, 3) or found.shape[:2] != kept.shape:
+                return False
+            if (found[~kept] != number).any():
                 return False
         return True
+
+    def find_first_tokens(self, mask: ir.Value | None) -> ir.Value | None:
+        """Return what a mask is computed from if it shows as many first tokens as attention_mask has ones: truth values
+        [batch, 1, 1, tokens]. So do the masks of ONNX Runtime's transformers optimizer (mask_index)."""
+        for source in {} if mask is None else _sources(mask):
+            node = source.producer()
+            if node is None or node.op_type != "Less" or node.inputs[1] is None:
+                continue
+            place = None if node.inputs[0] is None else node.inputs[0].producer()
+            counted = {one.producer() for one in _sources(node.inputs[1])}
+            if (
+                place is None
+                or place.op_type != "Range"
+                or any(one and one.op_type not in _COUNTING for one in counted)
+            ):
+                continue
+            runs = list(self._runs(source))
+            if all(found is not None and np.array_equal(found, _first(kept)[:, None, None]) for kept, found in runs):
+                return source
+        return None
 
     def remove_unused(self) -> None:
         """Removes what computed masks that are no longer needed."""
@@ -100,6 +134,7 @@ class PaddingMasks:
             raise MaskError(f"mask {mask.name!r} is computed from tokens (by {node.op_type} {node.name!r})")
         does_more = False
         for kept, added in self._runs(mask):
+            kept = kept if self._first_tokens is None else _first(kept)
             batch, tokens = kept.shape
             if added is None or added.ndim > 4:
                 return "other"
@@ -108,12 +143,16 @@ class PaddingMasks:
                 added = np.broadcast_to(added, (batch, heads, tokens, tokens))
             except ValueError:
                 return "other"
-            seen = np.broadcast_to(kept[:, None, :, None] & kept[:, None, None, :], added.shape)
-            hidden = np.broadcast_to(kept[:, None, :, None] & ~kept[:, None, None, :], added.shape)
+            queries = np.broadcast_to(kept[:, None, :], added.shape[:3]).copy()
+            # A query that sees no key at all, as far from the text in a local window, has no answer of its own.
+            sees = (added > _HIDES).any(axis=-1)
+            queries[:, :, self._read_if_hidden] |= sees[:, :, self._read_if_hidden]
+            seen = queries[..., None] & kept[:, None, None, :]
+            hidden = queries[..., None] & ~kept[:, None, None, :]
             if not (added[hidden] <= _HIDES).all():
                 return "other"
             does_more = does_more or bool(added[seen].any())
-        return "padding" if not does_more and _is_alike_everywhere(mask) else "hides more"
+        return "padding" if not does_more and _is_alike_everywhere(mask, self._first_tokens) else "hides more"
 
     def _from_tokens(self, value: ir.Value, but: ir.Value | None = None) -> ir.Node | None:
         """A node that works on tokens among what computes the value."""
@@ -159,10 +198,17 @@ def _kept(batch: int, tokens: int) -> np.ndarray:
     return kept
 
 
-def _is_alike_everywhere(mask: ir.Value) -> bool:
-    """Whether nothing of what computes it tells places in a sequence apart."""
-    for source in _sources(mask):
+def _first(kept: np.ndarray) -> np.ndarray:
+    """As many first tokens as are kept."""
+    return np.arange(kept.shape[1]) < kept.sum(axis=1, keepdims=True)
+
+
+def _is_alike_everywhere(mask: ir.Value, but: ir.Value | None) -> bool:
+    """Whether nothing of what computes it tells places in a sequence apart, but for one value."""
+    for source in _sources(mask, but):
         tensor, node = constant_tensor(source), source.producer()
+        if source is but:
+            continue
         if tensor is not None:
             if tensor.size > _MOST_SIZES:
                 return False

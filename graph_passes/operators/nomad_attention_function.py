@@ -23,6 +23,7 @@ ATTENTIONS = OP_TYPE, PACKED_OP_TYPE
 INPUTS = ("query", "mask", "key", "value")
 PACKED_INPUTS = (*INPUTS, "kept")
 _OPERANDS = ("query", "key", "value")
+_LOWEST = float(np.finfo(np.float32).min)
 ATTRIBUTES = {
     "num_heads": ir.AttributeType.INT,
     "kv_num_heads": ir.AttributeType.INT,
@@ -142,8 +143,10 @@ class _Attention:
         if self._uses.mask:
             scores = op("Add", scores, self._inputs["mask"])
         if self._kept is not None:
-            there = op("Unsqueeze", op("Cast", self._kept, to=ir.DataType.BOOL), body.ints(1, 2))
-            scores = op("Where", there, scores, body.number(-np.inf))
+            kept = op("Unsqueeze", self._kept, body.ints(1, 2))
+            # A token with a negative number is there for its own query alone.
+            unseen = op("Where", op("Cast", kept, to=ir.DataType.BOOL), body.number(_LOWEST), body.number(-np.inf))
+            scores = op("Where", op("Greater", kept, body.integer(0)), scores, unseen)
         if self._uses.causal:
             scores = op("Where", self._seen(queries, keys), scores, body.number(-np.inf))
         weights = weights_of(body, scores, self._uses.zero_hidden_rows)

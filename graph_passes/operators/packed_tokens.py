@@ -1,6 +1,6 @@
 """PackTokens and UnpackTokens: the tokens of padded sequences that are there, one behind the other, and back again.
 
-kept  int64 [batch, tokens]: not 0 where a token is there
+kept  int64 [batch, tokens]: not 0 where a token is there (PackedNoMADAttention: negative if no query sees it)
 PackTokens(kept, X [batch, tokens, ...])  ->  [1, kept tokens, ...];  X may have 1 in the place of batch or of tokens
 UnpackTokens(kept, X float [1, kept tokens, ...])  ->  [batch, tokens, ...], zeros where no token is
 """

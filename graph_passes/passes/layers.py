@@ -35,7 +35,9 @@ class Layers:
     packed_weights: int = 0  # in all matrices that were packed so far
     embeddings: list[StoredEmbedding] = field(default_factory=list)  # tables of words that pass embeddings has stored
     freed: int = 0  # activations that were rounded to fixed ranges, and are floats now
-    unpadded: bool = False  # outputs are 0 where no token is
+    unpadded: bool = False  # padding is left out
+    zero_at_padding: list[str] = field(default_factory=list)  # outputs that are 0 there, if it is left out
+    pad_token_id: int | None = None  # what padding holds; None: every hidden position is padding
     unified: list[ir.Node] = field(default_factory=list)  # products of int8 layers in another form (quantized_forms.py)
 
     def add(self, layer: Linear | NotLinear) -> None:

@@ -3,6 +3,10 @@ put one behind the other, each layer works on [1, kept tokens, width], rotary em
 width], attention lets each sequence see itself alone, and at the end tokens return to their places. Inputs and outputs
 keep names and shapes. At places without a token, an output that was by tokens is 0, whatever it was before.
 
+Where an output has a vector for each position, a hidden position may be read: a late-interaction model (ColBERT) hides
+the mask tokens that expand a query, and reads their vectors. Only positions that hold the padding token are left out
+then. The others are kept: their queries see the visible tokens, and no query sees them.
+
 It is the last pass that changes the model: token_rows.py finds what can run so among what the others have made. Which
 tokens the masks of attention hide is found by running what computes them: a mask must hide those that are not kept, and
 one that does nothing else goes (padding_masks.py).
@@ -11,10 +15,13 @@ one that does nothing else goes (padding_masks.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
 
+from ortolan.errors import listing
 from ortolan.progress import Stage
 
 from ..find.constants import constant_tensor, remove_dead
@@ -32,16 +39,44 @@ from ..operators.nomad_attention_function import (
     uses_of,
 )
 from ..operators.packed_tokens import PACK, UNPACK, packed_tokens_function
+from ..options import PassOptions, takes
 from ..text.nodes import Nodes
+from ..text.padding import UnknownPaddingError, read_padding_id
+from ..text.sentence_folder import folder_of
 from .context import RecipePass
 from .normalize import require_normalized
 
 _MASK_NAME = "attention_mask"
+_IDS_NAME = "input_ids"
 _MASK, _KEPT = PACKED_INPUTS.index("mask"), PACKED_INPUTS.index("kept")
+
+
+@dataclass(frozen=True)
+class UnpadOptions(PassOptions):
+    # The token that fills padding. None: the one that the files beside the model name.
+    pad_token_id: int | None = field(default=None, metadata=takes("int", low=0, none=True))
+    # Whether every position that attention_mask hides is padding, whatever token it holds.
+    drop_hidden: bool = field(default=False, metadata=takes("bool"))
+
+
+@dataclass(frozen=True)
+class _Read:
+    """The hidden positions whose vectors are read."""
+
+    first: bool  # the first of each sequence
+    others: bool  # and all others, but for padding
+    outputs: list[str]  # the model's outputs with a vector for each position
+
+    @property
+    def positions(self) -> slice:
+        return slice(None) if self.others else slice(int(self.first))
 
 
 class UnpadPass(RecipePass):
     """Leaves a model as it is, with a note, where it cannot be done."""
+
+    options_type = UnpadOptions
+    options: UnpadOptions
 
     def requires(self, model: ir.Model) -> None:
         require_normalized(model, "unpad")
@@ -64,19 +99,17 @@ class UnpadPass(RecipePass):
         return ir.passes.PassResult(model, modified=changes)
 
     def _unpad(self, model: ir.Model, attentions: Sequence[ir.Node]) -> None:
-        given = {value.name: value for value in model.graph.inputs}.get(_MASK_NAME)
+        given = _input(model, _MASK_NAME)
         if given is None or given.shape is None or len(given.shape) != 2:
             raise NotByTokensError(f"the model has no input {_MASK_NAME!r} [batch, tokens]")
         for node in attentions:
             _check(model, node)
-        masks = PaddingMasks(model, given)
-        own = {node: masks.beside_padding(node.inputs[_MASK]) for node in attentions}
         rows = find_token_rows(attentions)
-        reads_first = [self._check_exit(value, rows, masks) for value in rows.exits]
+        read = self._read(rows, PaddingMasks(model, given))
+        pad = self._pad_token(model, read.outputs) if read.others else None
+        masks, own, first_tokens = _masks(model, given, attentions, read.positions)
         declare_operators(model)
-        kept = self._kept(model, given, any(reads_first))
-        if any(reads_first):  # some that count as there are hidden from others
-            own = {node: node.inputs[_MASK] for node in attentions}
+        kept = self._kept(model, given, first_tokens, read.first, pad)
         self._enter(model, rows, kept)
         self._resize(model, rows)
         self._leave(model, rows, kept)
@@ -88,6 +121,8 @@ class UnpadPass(RecipePass):
         neutral = {name: np.zeros(1, np.float32) for name in ("mask", "key", "value")}
         fill_missing(attentions, PACKED_INPUTS, (), lambda _: neutral, lambda name: self.context.new_name(model, name))
         masks.remove_unused()
+        if first_tokens is not None:  # it may be computed behind its new readers
+            model.graph.sort()
         for value, layout in rows.layouts.items():
             if value.shape is not None:
                 value.shape = ir.Shape([None] * layout.rank)
@@ -97,28 +132,83 @@ class UnpadPass(RecipePass):
             put_function(model, nomad_attention_function(opset, uses_of(attentions)))
             for op_type in (PACK, UNPACK):
                 put_function(model, packed_tokens_function(op_type, opset))
-        self.context.layers.unpadded = True
+        layers = self.context.layers
+        layers.unpadded, layers.zero_at_padding, layers.pad_token_id = True, read.outputs, pad
+        hidden = "hidden positions" if pad is None else f"hidden positions that hold token {pad}"
         self.context.note(
-            f"padding is left out: {len(rows.nodes)} nodes, {len(attentions)} of them attention, run on the tokens "
-            "that attention_mask keeps; outputs are 0 where no token is"
+            f"padding is left out: {len(rows.nodes)} nodes, {len(attentions)} of them attention, do not run on {hidden}"
+            + (f"; there {', '.join(read.outputs)} is 0" if read.outputs else "")
         )
 
-    def _kept(self, model: ir.Model, given: ir.Value, reads_first: bool) -> ir.Value:
-        """attention_mask as int64. reads_first: the first token of each sequence is read, whether or not it is hidden
-        from others, and so counts as one that is there."""
+    def _read(self, rows: TokenRows, masks: PaddingMasks) -> _Read:
+        first = [self._check_exit(value, rows, masks) for value in rows.exits]
+        outputs = [value.name or "" for value in rows.exits if value.is_graph_output()]
+        return _Read(any(first), bool(outputs) and not self.options.drop_hidden, outputs)
+
+    def _pad_token(self, model: ir.Model, outputs: Sequence[str]) -> int:
+        """Return the padding token. Raises NotByTokensError where it is not known."""
+        ids = _input(model, _IDS_NAME)
+        if ids is None or ids.shape is None or len(ids.shape) != 2:
+            problem = f"the model has no input {_IDS_NAME!r} [batch, tokens]"
+        elif self.options.pad_token_id is not None:
+            return self.options.pad_token_id
+        else:
+            try:
+                return read_padding_id(folder_of(self.context.source.path))
+            except UnknownPaddingError as error:
+                problem = (
+                    f"{error}; put config.json and the tokenizer's files beside the model, or set unpad.pad_token_id"
+                )
+        raise NotByTokensError(
+            f"output {listing(outputs)} has a vector for each position, and which hidden positions are padding is not "
+            f"known: {problem}; set unpad.drop_hidden if nothing reads hidden positions"
+        )
+
+    def _kept(
+        self, model: ir.Model, given: ir.Value, first_tokens: ir.Value | None, reads_first: bool, pad: int | None
+    ) -> ir.Value:
+        """Return int64 [batch, tokens]: 0 where padding is, negative for a token that attention hides from others.
+
+        Args:
+            model: The model to which the nodes are added.
+            given: Its attention_mask.
+            first_tokens: Shows the tokens that attention sees, [batch, 1, 1, tokens]; None: attention_mask does.
+            reads_first: The first token of each sequence is never padding.
+            pad: The token that padding holds; None: any.
+        """
         front = model.graph[0]
 
-        def made(op_type: str, *inputs: ir.Value, **attributes: int) -> ir.Value:
+        def made(
+            op_type: str, *inputs: ir.Value, dtype: ir.DataType = ir.DataType.INT64, **attributes: int
+        ) -> ir.Value:
             value = self._insert(model, front, ir.node(op_type, inputs, attributes), f"{_MASK_NAME}/kept", given)
-            value.dtype = ir.DataType.INT64
+            value.dtype = dtype
             return value
 
-        kept = given if given.dtype == ir.DataType.INT64 else made("Cast", given, to=ir.DataType.INT64)
+        def cast(value: ir.Value, dtype: ir.DataType) -> ir.Value:
+            return value if value.dtype == dtype else made("Cast", value, dtype=dtype, to=dtype)
+
+        numbers = partial(self._numbers, model)
+        boolean = ir.DataType.BOOL
+        if pad is None and first_tokens is None:
+            kept = cast(given, ir.DataType.INT64)
+        else:
+            seen, kept = cast(given, boolean), numbers(0)
+            if pad is not None:
+                ids = _input(model, _IDS_NAME)
+                assert ids is not None
+                is_pad = made("Equal", cast(ids, ir.DataType.INT64), numbers(pad), dtype=boolean)
+                kept = made("Where", is_pad, kept, numbers(-1))
+            if first_tokens is not None:
+                kept = made("Where", seen, numbers(-1), kept)
+                seen = made("Squeeze", first_tokens, numbers(1, 2), dtype=boolean)
+            kept = made("Where", seen, numbers(1), kept)
         if not reads_first:
             return kept
-        zero, one, end = (self._numbers(model, number) for number in (0, 1, np.iinfo(np.int64).max))
+        zero, one, end = numbers(0), numbers(1), numbers(np.iinfo(np.int64).max)
         first, others = made("Slice", kept, zero, one, one), made("Slice", kept, one, end, one)
-        return made("Concat", made("Max", first, one), others, axis=1)
+        first = made("Where", cast(first, boolean), first, numbers(-1))
+        return made("Concat", first, others, axis=1)
 
     def _check_exit(self, value: ir.Value, rows: TokenRows, masks: PaddingMasks) -> bool:
         """Raises NotByTokensError if the rest of the graph may read of this value what is not there. Returns whether it
@@ -133,9 +223,7 @@ class UnpadPass(RecipePass):
                 continue
             if _takes_first(node, value):
                 reads_first = True
-            elif node.op_type != "Mul" or not any(
-                masks.zeroes_hidden(factor, value) for factor in node.inputs if factor is not value
-            ):
+            elif not _replaces_hidden(node, value, masks):
                 raise NotByTokensError(f"{node.op_type} {node.name!r} may read places where no token is")
         return reads_first
 
@@ -196,7 +284,7 @@ class UnpadPass(RecipePass):
     def _sum_in_order(self, model: ir.Model, tokens: ir.Value) -> None:
         """Makes sums over the tokens that a factor has left from the first to the last. The order of ReduceSum depends
         on how many there are, and with it the last bits of a text's vector on padding."""
-        products = [node.outputs[0] for node in tokens.consumers() if node.op_type == "Mul"]
+        products = [node.outputs[0] for node in tokens.consumers() if node.op_type in ("Mul", "Where")]
         for product in products:
             for node in product.consumers():
                 if node.op_type != "ReduceSum" or reduced_axes(node) not in ([1], [-2]):
@@ -220,12 +308,46 @@ class UnpadPass(RecipePass):
         return value
 
 
+def _input(model: ir.Model, name: str) -> ir.Value | None:
+    return next((value for value in model.graph.inputs if value.name == name), None)
+
+
 def _check(model: ir.Model, node: ir.Node) -> None:
     """Raises NotByTokensError for attention of another form."""
     if node.graph is not model.graph:
         raise NotByTokensError(f"attention {node.name!r} lies in a branch")
     if len(node.inputs) > _KEPT:
         raise NotByTokensError(f"attention {node.name!r} has a cache")
+
+
+def _masks(
+    model: ir.Model, given: ir.Value, attentions: Sequence[ir.Node], read_if_hidden: slice
+) -> tuple[PaddingMasks, dict[ir.Node, ir.Value | None], ir.Value | None]:
+    """Return the masks, what each attention still has to add to scores, and what shows the tokens that attention sees
+    if not attention_mask itself does. Raises MaskError."""
+
+    def beside(masks: PaddingMasks) -> dict[ir.Node, ir.Value | None]:
+        return {node: masks.beside_padding(node.inputs[_MASK]) for node in attentions}
+
+    masks = PaddingMasks(model, given, read_if_hidden)
+    try:
+        return masks, beside(masks), None
+    except MaskError:
+        first_tokens = masks.find_first_tokens(attentions[0].inputs[_MASK])
+        if first_tokens is None:
+            raise
+    masks = PaddingMasks(model, given, slice(None), first_tokens)
+    return masks, beside(masks), first_tokens
+
+
+def _replaces_hidden(node: ir.Node, value: ir.Value, masks: PaddingMasks) -> bool:
+    """Whether a node makes the same of any numbers that the value has where attention_mask hides tokens: it multiplies
+    them by 0, or puts something else there (masked_fill)."""
+    if node.op_type == "Mul":
+        return any(masks.is_at_hidden(False, factor, value) for factor in node.inputs if factor is not value)
+    if node.op_type != "Where" or list(node.inputs).count(value) != 1:
+        return False
+    return masks.is_at_hidden(node.inputs[1] is not value, node.inputs[0], value)
 
 
 def _takes_first(node: ir.Node, value: ir.Value) -> bool:

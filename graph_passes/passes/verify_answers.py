@@ -52,9 +52,12 @@ class Answers:
         hidden = [names.index(name) for name in context.caches.outputs]
         before, reference, after = ([without(one, hidden) for one in runs] for runs in (before, reference, after))
         compare_shapes(names, before, after)
-        if context.caches.rounding or context.layers.unpadded:
+        layers = context.layers
+        if context.caches.rounding or layers.zero_at_padding:
+            places = [names.index(name) for name in layers.zero_at_padding] or None
             before, reference, after = (
-                [without_padding(*one) for one in zip(feeds, runs, strict=True)] for runs in (before, reference, after)
+                [without_padding(*one, layers.pad_token_id, places) for one in zip(feeds, runs, strict=True)]
+                for runs in (before, reference, after)
             )
         kinds: dict[str, str] = {
             name: one.dtype.kind for name, one in zip(names, before[0], strict=True) if one is not None

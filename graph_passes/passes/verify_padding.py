@@ -31,7 +31,9 @@ def verify_padding(context: PassContext, optimized: Any, feeds: Feeds, names: li
     tokens = max(ids.shape[1] * 2 // 3, 1)
     short = {name: array[:, :tokens] for name, array in whole.items()}
     behind = [(0, 0), (0, ids.shape[1] - tokens)]
-    both = {name: np.concatenate([array, np.pad(short[name], behind)]) for name, array in whole.items()}
+    filled = {name: np.pad(array, behind) for name, array in short.items()}
+    filled["input_ids"][:, tokens:] = context.layers.pad_token_id or 0
+    both = {name: np.concatenate([array, filled[name]]) for name, array in whole.items()}
     alone, together = (run_session(optimized, one, "the optimized model", VerificationError) for one in (short, both))
     errors = _errors(alone, together, tokens, both["input_ids"].shape)
     for name, error in zip(names, errors, strict=True):

@@ -1,15 +1,16 @@
 #include "attention/kept_tokens.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace ortolan {
 namespace {
 
 // Hosts may have their tensors at any address.
-bool IsNotZero(const char* number) {
+int64_t Load(const char* number) {
   int64_t value;
   std::memcpy(&value, number, sizeof(value));
-  return value != 0;
+  return value;
 }
 
 }  // namespace
@@ -17,22 +18,31 @@ bool IsNotZero(const char* number) {
 KeptTokens::KeptTokens(const void* kept, int64_t batch_, int64_t tokens_) : batch(batch_), tokens(tokens_) {
   begins.reserve(static_cast<size_t>(batch) + 1);
   places.resize(static_cast<size_t>(batch * tokens));
+  seen.resize(static_cast<size_t>(batch * tokens));
   size_t count = 0;
   for (int64_t b = 0; b < batch; ++b) {
     begins.push_back(static_cast<int64_t>(count));
     const char* const row = static_cast<const char*>(kept) + b * tokens * static_cast<int64_t>(sizeof(int64_t));
     for (int64_t place = 0; place < tokens; ++place) {
+      const int64_t number = Load(row + place * static_cast<int64_t>(sizeof(int64_t)));
       places[count] = place;  // taken back by the next one, if this one is not there
-      count += IsNotZero(row + place * static_cast<int64_t>(sizeof(int64_t)));
+      seen[count] = number > 0;
+      count += number != 0;
     }
   }
   begins.push_back(static_cast<int64_t>(count));
   places.resize(count);
+  seen.resize(count);
 }
 
 bool KeptTokens::IsWhole(int64_t b) const {
   const int64_t count = Count(b);
   return count == 0 || Places(b)[count - 1] - Places(b)[0] == count - 1;
+}
+
+bool KeptTokens::AllSeen(int64_t b) const {
+  const auto end = seen.begin() + Begin(b + 1);
+  return std::find(seen.begin() + Begin(b), end, char{0}) == end;
 }
 
 }  // namespace ortolan

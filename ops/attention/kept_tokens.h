@@ -8,7 +8,8 @@
 namespace ortolan {
 
 struct KeptTokens {
-  // kept: int64 [batch][tokens] at any address, not 0 where a token is there. Throws std::bad_alloc.
+  // kept: int64 [batch][tokens] at any address, not 0 where a token is there. No query sees a token whose number is
+  // negative; the token's own query sees the others. Throws std::bad_alloc.
   KeptTokens(const void* kept, int64_t batch_, int64_t tokens_);
 
   int64_t Count() const { return begins.back(); }
@@ -19,11 +20,15 @@ struct KeptTokens {
   const int64_t* Places(int64_t b) const { return places.data() + Begin(b); }
   // Whether they follow each other without a gap.
   bool IsWhole(int64_t b) const;
+  // Whether queries see the i-th token of sequence b.
+  bool IsSeen(int64_t b, int64_t i) const { return seen[static_cast<size_t>(Begin(b) + i)] != 0; }
+  bool AllSeen(int64_t b) const;
 
   int64_t batch;
   int64_t tokens;               // of a padded sequence
   std::vector<int64_t> begins;  // [batch + 1]: the row of the first token of each; the last one is their number
   std::vector<int64_t> places;  // [rows]
+  std::vector<char> seen;       // [rows]
 };
 
 }  // namespace ortolan

@@ -25,7 +25,8 @@
 //
 // B is 1, S and T are the number of tokens that are there; query, key and value may be by heads. Each sequence sees
 // itself alone, and the mask is that of the padded sequences: of a shape that broadcasts to [batch, H, tokens, tokens].
-// mask, key and value that are left out are constants, a float 0 of shape [1].
+// mask, key and value that are left out are constants, a float 0 of shape [1]. A token whose number in kept is negative
+// attends to its sequence, but no query sees it: its score is the lowest float.
 //
 // The order of the inputs makes one that is left out in front of a given one rare, which ORT 1.21 and older crash on:
 // only key and value without a mask have it. Where the model must run there, the mask is a constant float 0 of shape

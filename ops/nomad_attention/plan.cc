@@ -1,4 +1,6 @@
+#include <array>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -48,48 +50,56 @@ void Decode(Host& host, const DecodeFunctions& kernel, const AttentionCall& call
       });
 }
 
-// Masks of packed sequences: in the one of all where a sequence has no gap, else a copy of what belongs to its tokens.
+// Masks of packed sequences: read in place where a sequence has no gap and all of its tokens are seen, else a copy of
+// what belongs to its tokens, with the lowest float for those that no query sees.
 class KeptMasks {
  public:
   KeptMasks(Host& host, const MaskRows& mask, int64_t heads, const KeptTokens& kept) : mask_(mask), of_(kept) {
-    if (mask.data == nullptr || (mask.strides[2] == 0 && mask.strides[3] == 0)) return;
-    const auto size = [&](size_t axis, int64_t count) { return mask.strides[axis] == 0 ? 1 : count; };
+    const bool varies = mask.data != nullptr && (mask.strides[2] != 0 || mask.strides[3] != 0);
     copies_.resize(static_cast<size_t>(kept.batch));
     for (int64_t b = 0; b < kept.batch; ++b) {
-      if (kept.IsWhole(b)) continue;
-      const int64_t count = kept.Count(b), queries = size(2, count), keys = size(3, count);
+      const bool all_seen = kept.AllSeen(b);
+      if (all_seen && (!varies || kept.IsWhole(b))) continue;
+      const auto size = [&](size_t axis, int64_t count) { return mask.strides[axis] == 0 ? 1 : count; };
+      const int64_t count = kept.Count(b);
+      const int64_t heads_of = size(1, heads), queries = size(2, count), keys = all_seen ? size(3, count) : count;
       auto& copy = copies_[static_cast<size_t>(b)];
-      copy = std::make_unique<HostMemory>(host, size(1, heads) * queries * keys * static_cast<int64_t>(sizeof(float)));
-      float* to = reinterpret_cast<float*>(copy->data());
-      for (int64_t head = 0; head < size(1, heads); ++head) {
+      copy.numbers =
+          std::make_unique<HostMemory>(host, heads_of * queries * keys * static_cast<int64_t>(sizeof(float)));
+      copy.strides = {0, heads_of == 1 ? 0 : queries * keys, queries == 1 ? 0 : keys, keys == 1 ? 0 : 1};
+      float* to = reinterpret_cast<float*>(copy.numbers->data());
+      for (int64_t head = 0; head < heads_of; ++head) {
         for (int64_t i = 0; i < queries; ++i) {
-          const float* const row = mask.At(b, head, kept.Places(b)[i]);
-          for (int64_t j = 0; j < keys; ++j) *to++ = row[kept.Places(b)[j] * mask.strides[3]];
+          const float* const row = mask.data == nullptr ? nullptr : mask.At(b, head, kept.Places(b)[i]);
+          for (int64_t j = 0; j < keys; ++j) {
+            const float own = row == nullptr ? 0.0f : row[kept.Places(b)[j] * mask.strides[3]];
+            *to++ = all_seen || kept.IsSeen(b, j) ? own : std::numeric_limits<float>::lowest();
+          }
         }
       }
     }
   }
 
   MaskRows Of(int64_t b) const {
+    const Copy& copy = copies_[static_cast<size_t>(b)];
+    if (copy.numbers != nullptr) return {reinterpret_cast<const float*>(copy.numbers->data()), copy.strides};
     MaskRows mask = mask_;
     if (mask.data == nullptr) return mask;
     mask.strides[0] = 0;
-    if (copies_.empty() || copies_[static_cast<size_t>(b)] == nullptr) {
-      const int64_t first = of_.Count(b) == 0 ? 0 : of_.Places(b)[0];
-      mask.data = mask_.At(b, 0, first) + first * mask.strides[3];
-      return mask;
-    }
-    const int64_t count = of_.Count(b);
-    mask.data = reinterpret_cast<const float*>(copies_[static_cast<size_t>(b)]->data());
-    mask.strides[2] = mask.strides[2] == 0 ? 0 : mask.strides[3] == 0 ? 1 : count;
-    if (mask.strides[1] != 0) mask.strides[1] = (mask.strides[2] == 0 ? 1 : count) * (mask.strides[3] == 0 ? 1 : count);
+    const int64_t first = of_.Count(b) == 0 ? 0 : of_.Places(b)[0];
+    mask.data = mask_.At(b, 0, first) + first * mask.strides[3];
     return mask;
   }
 
  private:
+  struct Copy {
+    std::unique_ptr<HostMemory> numbers;  // null where the mask is read in place
+    std::array<int64_t, 4> strides{};
+  };
+
   MaskRows mask_;
   const KeptTokens& of_;
-  std::vector<std::unique_ptr<HostMemory>> copies_;  // [batch]; null where there is no gap. Empty: none
+  std::vector<Copy> copies_;  // [batch]
 };
 
 }  // namespace

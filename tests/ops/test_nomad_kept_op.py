@@ -77,6 +77,10 @@ class Case:
             found = y[0, begin : begin + count].reshape(count, self.heads, self.head_dim).transpose(1, 0, 2)
             begin += count
             seen = None if mask is None else mask[b][:, there][:, :, there]
+            unseen = self.kept[b, there] < 0
+            if unseen.any():
+                seen = np.zeros((self.heads, count, count), np.float32) if seen is None else seen.copy()
+                seen[:, :, unseen] = -np.inf
             assert_attention_close(found, q, k, v, scale, seen, causal, precision)
 
 
@@ -127,6 +131,40 @@ def test_kernel_and_function_body_agree(mask: tuple[int, ...] | None, kv_heads: 
         case = Case(kv_heads, kv_heads=kv_heads, mask=mask, kept=kept)
         for y in runs(kept_model(case, joined, causal=causal), case.feeds(joined)):
             case.check(y, causal=bool(causal))
+
+
+@pytest.mark.parametrize("mask", [None, (9, 9), (4, 9, 9), (3, 1, 1, 9), (3, 4, 9, 1), (3, 4, 9, 9)])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("causal", [0, 1])
+@pytest.mark.parametrize("precision", [32, 16])
+def test_tokens_that_no_query_sees(mask: tuple[int, ...] | None, kv_heads: int, causal: int, precision: int) -> None:
+    """Negative numbers in kept, behind the others and between them."""
+    kept = [[1, 1, 1, 1, 1, 1, -1, -1, -1], [0, 1, -1, 1, 0, 1, -7, -1, 1], [1, 0, 1, -1, 0, 1, 1, 1, 0]]
+    case = Case(kv_heads, kv_heads=kv_heads, mask=mask, kept=kept)
+    for y in runs(kept_model(case, causal=causal, precision=precision), case.feeds()):
+        case.check(y, causal=bool(causal), precision=precision)
+
+
+def test_a_sequence_in_which_no_query_sees_a_token() -> None:
+    """All tokens that are there weigh the same."""
+    case = Case(1, kept=[[-1, 0, -1, -1], [0, 0, 0, 0]])
+    for y in runs(kept_model(case), case.feeds()):
+        mean = packed(case.kept, case.padded["value"]).mean(axis=1, keepdims=True)
+        np.testing.assert_allclose(y, np.broadcast_to(mean, y.shape), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", [32, 16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_other_tokens_keep_their_bits(precision: int, bias: bool) -> None:
+    """Tokens behind a sequence that no query sees change nothing for the others, in it and beside it."""
+    mask = (1, 4, 90, 90) if bias else None
+    kept = np.array([[1] * 70 + [-1] * 20, [1] * 90, [1] * 30 + [-1] * 5 + [0] * 55])
+    case = Case(5, tokens=90, head_dim=16, mask=mask, kept=kept)
+    model = kept_model(case, precision=precision)
+    (y,) = session(model, threads=2).run(None, case.feeds())
+    case.kept = np.maximum(kept, 0)
+    (others,) = session(model).run(None, case.feeds())
+    np.testing.assert_array_equal(y[:, kept[kept != 0] > 0], others)
 
 
 BY_HEADS = [("query",), ("query", "key"), ("value",), ("query", "key", "value")]

@@ -81,7 +81,7 @@ def test_tokens_that_are_there_are_answered_as_before(models, encoder: str, reci
 
 @pytest.mark.parametrize("encoder", ENCODERS)
 def test_the_original_is_answered_for(models, encoder: str) -> None:
-    """Whatever stands where no token is."""
+    """Whatever token stands where attention_mask hides one."""
     original, _, unpadded = models[encoder, "bf16"]
     for mask in MASKS.values():
         feeds = encoder_feeds(original, mask)
@@ -91,7 +91,7 @@ def test_the_original_is_answered_for(models, encoder: str) -> None:
         if encoder == "mpnet":  # counts positions by ids of padding
             continue
         feeds["input_ids"][~there] = 7
-        np.testing.assert_array_equal(answers(unpadded, feeds)[0], y)
+        assert relative_error(y[there], answers(unpadded, feeds)[0][there]) < 0.02
 
 
 @examples(40)

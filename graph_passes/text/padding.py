@@ -1,0 +1,82 @@
+"""The padding token's id, from the files in a model's folder.
+
+A late-interaction model (ColBERT) expands queries with mask tokens that attention hides, and reads their vectors. A
+folder whose padding token is the mask token, or whose files disagree, therefore does not tell padding from text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ortolan.errors import ModelError
+
+from .tokenizer_file import read_json
+
+_CONFIG, _TOKENIZER, _BESIDE, _SPECIAL = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+)
+
+
+class UnknownPaddingError(Exception):
+    """Why a folder does not say which token pads."""
+
+
+def read_padding_id(folder: Path | None) -> int:
+    """Return the padding token's id.
+
+    Raises:
+        UnknownPaddingError: The folder names none, its files disagree, or the padding token is the mask token.
+    """
+    if folder is None:
+        raise UnknownPaddingError("the model was not read from a file")
+    try:
+        said = {name: read_json(folder / name) for name in (_CONFIG, _TOKENIZER, _BESIDE, _SPECIAL)}
+        pads, masks = _ids(said, "pad"), _ids(said, "mask")
+    except (ModelError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UnknownPaddingError(f"a file in {str(folder)!r} cannot be read: {error}") from error
+    if not pads:
+        raise UnknownPaddingError(f"no file in {str(folder)!r} names a padding token")
+    if len(set(pads.values())) > 1:
+        found = ", ".join(f"{one} in {name}" for name, one in pads.items())
+        raise UnknownPaddingError(f"the files in {str(folder)!r} disagree on the padding token: {found}")
+    (pad,) = set(pads.values())
+    if pad in masks.values():
+        raise UnknownPaddingError(f"token {pad} is both the padding token and the mask token")
+    return pad
+
+
+def _ids(said: Mapping[str, Mapping[str, Any]], kind: str) -> dict[str, int]:
+    """The ids of the token of this kind, pad or mask, by the file that names it."""
+    config, tokenizer = said[_CONFIG], said[_TOKENIZER]
+    text = config.get("text_config") or {}
+    given: dict[str, Any] = {_CONFIG: config.get(f"{kind}_token_id", text.get(f"{kind}_token_id"))}
+    if kind == "pad":
+        given[_TOKENIZER] = (tokenizer.get("padding") or {}).get("pad_id")
+    for name in (_BESIDE, _SPECIAL):
+        token = said[name].get(f"{kind}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        given[name] = None if token is None else _id_of(token, tokenizer, said[_BESIDE])
+    for name, one in given.items():
+        if one is not None and (not isinstance(one, int) or isinstance(one, bool)):
+            raise ValueError(f"{name} has {kind} token id {one!r}, expected a whole number")
+    return {name: one for name, one in given.items() if one is not None}
+
+
+def _id_of(token: str, tokenizer: Mapping[str, Any], beside: Mapping[str, Any]) -> int | None:
+    """A token's id; None where no file lists the token."""
+    for one in tokenizer.get("added_tokens") or []:
+        if one["content"] == token:
+            return int(one["id"])
+    for number, one in (beside.get("added_tokens_decoder") or {}).items():
+        if one["content"] == token:
+            return int(number)
+    vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
+    if isinstance(vocabulary, list):  # Unigram: pairs of a token and its score
+        return next((number for number, (name, _) in enumerate(vocabulary) if name == token), None)
+    found = vocabulary.get(token)
+    return None if found is None else int(found)

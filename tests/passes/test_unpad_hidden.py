@@ -1,0 +1,128 @@
+"""Pass unpad where hidden positions hold tokens whose vectors are read, as late-interaction models expand queries."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import ortolan
+from ortolan import Recipe
+from ortolan.models import tiny
+
+from .padded_models import PAD, answers, both, changed, encoder_feeds, first_token, masked_mean, proto, reason
+from .small_models import optimize, relative_error, run
+
+INT8 = Recipe.of(weights="int8")
+MASK_TOKEN = 4
+# Text, tokens that expand it, and padding.
+EXPANDED = [[1] * 5 + [0] * 4, [1] * 9, [1, 1, 0, 0, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1, 0, 0, 0]]
+PADDING = [[0] * 7 + [1] * 2, [0] * 9, [0] * 6 + [1] * 3, [1, 1] + [0] * 7]
+
+
+def expanded_feeds(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+    feeds = encoder_feeds(model, EXPANDED)
+    feeds["input_ids"][(feeds["attention_mask"] == 0) & (np.array(PADDING) == 0)] = MASK_TOKEN
+    return feeds
+
+
+ENCODERS = {"bert": tiny.tiny_bert, "mpnet": tiny.tiny_mpnet, "modernbert": tiny.tiny_modernbert}
+
+
+@pytest.mark.parametrize("encoder", ENCODERS)
+def test_hidden_tokens_are_answered(encoder: str) -> None:
+    """As by the original, at all positions but padding, which is 0."""
+    model = proto(ENCODERS[encoder]())
+    padded, report = both(model, INT8)
+    unpadded = changed(report)
+    assert any(f"do not run on hidden positions that hold token {PAD}" in note for note in report.notes)
+    feeds, padding = expanded_feeds(model), np.array(PADDING) != 0
+    (expected,), (found,) = answers(padded, feeds), answers(unpadded, feeds)
+    (plain,) = run(unpadded, feeds)
+    for y in (found, plain):
+        assert not y[padding].any()
+        assert relative_error(expected[~padding], y[~padding]) < 0.02
+        hidden = ~padding & (feeds["attention_mask"] == 0)
+        assert relative_error(expected[hidden], y[hidden]) < 0.03
+    text = feeds["attention_mask"] != 0
+    without = feeds | {"input_ids": np.where(text, feeds["input_ids"], PAD)}
+    for row in (0, 1):  # hidden tokens behind a text do not change a bit of it
+        np.testing.assert_array_equal(answers(unpadded, without)[0][row][text[row]], found[row][text[row]])
+    for row in range(len(text)):
+        alone = {name: array[row : row + 1] for name, array in feeds.items()}
+        np.testing.assert_array_equal(answers(unpadded, alone)[0][0], found[row])
+
+
+@pytest.mark.parametrize("options", [{"drop_hidden": True}, {"drop_hidden": True, "pad_token_id": PAD}])
+def test_all_hidden_tokens_are_padding_if_the_user_says_it(options: dict[str, Any]) -> None:
+    model = proto(tiny.tiny_bert())
+    unpadded = changed(both(model, INT8, options)[1])
+    feeds = expanded_feeds(model)
+    (y,) = answers(unpadded, feeds)
+    assert not y[feeds["attention_mask"] == 0].any()
+
+
+@pytest.mark.parametrize("pooled", [masked_mean, first_token])
+def test_vectors_that_are_pooled_need_no_padding_token(pooled: Any) -> None:
+    model = pooled(proto(tiny.tiny_bert()))
+    recipe = INT8.without_pass("unpad")
+    report = optimize(model, recipe=recipe.with_pass("unpad"))
+    unpadded = changed(report)
+    feeds = expanded_feeds(model)
+    assert relative_error(run(model, feeds)[0], answers(unpadded, feeds)[0]) < 0.05
+
+
+def files(folder: Path, config: dict[str, Any], tokenizer: dict[str, Any]) -> Path:
+    onnx.save(proto(tiny.tiny_bert()), str(folder / "model.onnx"))
+    (folder / "config.json").write_text(json.dumps(config))
+    added = {"added_tokens_decoder": {"1": {"content": "[PAD]"}, "4": {"content": "[MASK]"}}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(added | tokenizer))
+    return folder / "model.onnx"
+
+
+def of_folder(path: Path) -> ortolan.OptimizationReport:
+    options = {"verify.seconds": 0.0, "may_grow": True}
+    return ortolan.optimize_onnx(path, path.with_name("fast.onnx"), recipe=INT8, options=options)
+
+
+def test_the_padding_token_of_the_models_folder(tmp_path: Path) -> None:
+    report = of_folder(files(tmp_path, {"pad_token_id": 1}, {"pad_token": "[PAD]", "mask_token": "[MASK]"}))
+    assert any("hidden positions that hold token 1; there last_hidden_state is 0" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "why"),
+    [
+        ({"pad_token": "[MASK]", "mask_token": "[MASK]"}, "disagree on the padding token: 1 in config.json, 4 in"),
+        ({"pad_token": "[PAD]", "mask_token": "[PAD]"}, "token 1 is both the padding token and the mask token"),
+    ],
+)
+def test_a_folder_that_does_not_tell_padding_from_text(tmp_path: Path, tokenizer: dict[str, str], why: str) -> None:
+    report = of_folder(files(tmp_path, {"pad_token_id": 1}, tokenizer))
+    (note,) = (note for note in report.notes if note.startswith("padding is not left out: output last_hidden_state"))
+    assert why in note and "unpad.pad_token_id" in note and "unpad.drop_hidden" in note
+    model = onnx.load(str(tmp_path / "model.onnx"))
+    feeds = expanded_feeds(model)
+    (expected,), (y,) = run(model, feeds), run(str(tmp_path / "fast.onnx"), feeds, library=True)
+    assert relative_error(expected, y) < 0.05
+
+
+def test_a_model_in_memory_without_options() -> None:
+    found = reason(optimize(proto(tiny.tiny_bert()), recipe=INT8))
+    assert "the model was not read from a file" in found
+
+
+def test_verification_compares_hidden_tokens() -> None:
+    """Feeds whose hidden tokens are not padding: the error counts at their positions."""
+    model = proto(tiny.tiny_bert())
+    feeds = expanded_feeds(model)
+    report = both(model, INT8, calibration=feeds)[1]
+    unpadded = changed(report)
+    padding = np.array(PADDING) != 0
+    (expected,), (y,) = run(model, feeds), answers(unpadded, feeds)
+    (error,) = report.output_error
+    np.testing.assert_allclose(error.relative_l2, relative_error(expected[~padding], y[~padding]), rtol=1e-2)
