@@ -11,6 +11,7 @@ from ortolan.errors import ModelError
 
 from ..files.model_file import to_bytes, to_proto
 from ..find.constants import constant_tensor, remove_dead
+from ..find.fused_forms import EMBED_LAYER_NORMALIZATION
 from ..names import ORTOLAN_DOMAIN
 from .feeds import Sizes, synthetic_feeds
 from .sessions import open_quietly, run_session
@@ -91,12 +92,7 @@ class PaddingMasks:
             if node is None or node.op_type != "Less" or node.inputs[1] is None:
                 continue
             place = None if node.inputs[0] is None else node.inputs[0].producer()
-            counted = {one.producer() for one in _sources(node.inputs[1])}
-            if (
-                place is None
-                or place.op_type != "Range"
-                or any(one and one.op_type not in _COUNTING for one in counted)
-            ):
+            if place is None or place.op_type != "Range" or not _counts(node.inputs[1]):
                 continue
             runs = list(self._runs(source))
             if all(found is not None and np.array_equal(found, _first(kept)[:, None, None]) for kept, found in runs):
@@ -196,6 +192,20 @@ def _kept(batch: int, tokens: int) -> np.ndarray:
     kept[1:2] = np.arange(tokens) < tokens - 2
     kept[2:3] = np.arange(tokens) >= 2
     return kept
+
+
+def _counts(value: ir.Value) -> bool:
+    """Whether a value is the number of ones in each sequence of a mask."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        node = value.producer()
+        if node is None or (node.op_type == EMBED_LAYER_NORMALIZATION and value is node.outputs[1]):
+            continue
+        if node.op_type not in _COUNTING:
+            return False
+        waiting += [source for source in node.inputs if source is not None]
+    return True
 
 
 def _first(kept: np.ndarray) -> np.ndarray:

@@ -20,6 +20,8 @@ from ortolan import OptimizationReport, Recipe
 from ortolan.graph_passes.find.embedding import count_positions
 from ortolan.models import tiny
 
+from .padded_models import MASKS as ATTENTION_MASKS
+from .padded_models import PAD, changed, encoder_feeds, with_unpad
 from .small_models import op_types, relative_error, run
 from .stored_numbers import dense_numbers
 
@@ -86,7 +88,6 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 def check_replaced(report: OptimizationReport, model: onnx.ModelProto, op: str) -> None:
     """Two attentions with one node for query, key and value each; three more layers each, with what follows them."""
     kinds = op_types(model)
-    # Masks of lengths in place of attention_mask keep the padding.
     assert kinds.count("NoMADAttention") + kinds.count("PackedNoMADAttention") == 2 and kinds.count(op) == 8
     gone = "Attention", "QAttention", "MultiHeadAttention", "SkipLayerNormalization", "BiasGelu", "MatMul", "Gelu"
     assert not set(gone) & set(kinds)
@@ -219,3 +220,20 @@ def test_answers_of_quantized_encoders_are_nearer_to_float_and_the_same_alone(qu
     for row in range(6):
         (alone,) = session.run(None, {name: array[row : row + 1] for name, array in given.items()})
         np.testing.assert_array_equal(alone[0], ours[row])
+
+
+@pytest.mark.parametrize("pad", [None, PAD])
+def test_masks_that_count_tokens(tmp_path: Path, pad: int | None) -> None:
+    """They show the first tokens, as many as attention_mask has ones, wherever these are. So does the fast model."""
+    model = onnx.load(fuse(tmp_path, "lengths"))
+    recipe = with_unpad(Recipe.of(weights="bf16"), **({"drop_hidden": True} if pad is None else {"pad_token_id": PAD}))
+    unpadded = changed(ortolan.optimize_onnx(model, recipe=recipe, options=QUICK))
+    assert "Less" in op_types(unpadded) and op_types(unpadded).count("UnpackTokens") == 1
+    for mask in ATTENTION_MASKS.values():
+        feeds = encoder_feeds(model, mask)
+        read = feeds["attention_mask"] != 0
+        for library in (True, False):
+            (expected,), (found,) = run(model, feeds), run(unpadded, feeds, library=library)
+            assert relative_error(expected[read], found[read]) < 0.02
+            first = np.arange(read.shape[1]) < read.sum(axis=1, keepdims=True)
+            assert not found[~(read | first)].any()
