@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import onnx_ir as ir
 from onnx import version_converter
 from onnx_ir.passes import common as onnx_passes
@@ -10,10 +13,12 @@ from ortolan.errors import ModelError, RecipeError
 from ortolan.progress import Stage
 
 from ..files.model_file import to_proto
-from ..find.constants import DEFAULT_DOMAINS
+from ..find.constants import DEFAULT_DOMAINS, constant_tensor
+from ..find.dimensions import Dimensions
 from ..find.fused_forms import unfuse
 from ..find.quantized_forms import unify_quantized
 from ..names import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, RECIPE_KEY
+from ..operators.nodes import new_initializer
 from .context import RecipePass
 from .lengths import ask_inputs
 
@@ -31,6 +36,7 @@ class NormalizePass(RecipePass):
         plan = self.context.plan
         if plan.unfuses:
             unfuse(model, lambda wanted: self.context.new_name(model, wanted), plan.stores_tables)
+        squeeze_weights(model, lambda wanted: self.context.new_name(model, wanted))
         ask_inputs(model, lambda wanted: self.context.new_name(model, wanted))
         if plan.replaces:  # only for passes replace, of which the last one folds back what is left
             self.context.layers.unified += unify_quantized(model, lambda wanted: self.context.new_name(model, wanted))
@@ -62,6 +68,29 @@ def normalize(model: ir.Model, name: str) -> None:
         _raise_opset(model, name)
     _name_nodes(model)
     onnx_passes.LiftConstantsToInitializersPass()(model)
+
+
+def squeeze_weights(model: ir.Model, new_name: Callable[[str], str]) -> None:
+    """Takes the first axes off weights [1, K, N] of matrix products whose other factor has as many axes, or more."""
+    dims = Dimensions(model.graph)
+    for node in list(model.graph):
+        if node.op_type not in ("MatMul", "MatMulInteger") or node.domain not in DEFAULT_DOMAINS:
+            continue
+        x, weight = node.inputs[:2]
+        tensor = constant_tensor(weight)
+        if x is None or weight is None or tensor is None or len(tensor.shape) <= 2 or set(tensor.shape[:-2]) != {1}:
+            continue
+        known = dims.shape(x)
+        if known is None or len(known) < len(tensor.shape):
+            continue
+        axes = ir.Tensor(np.arange(len(tensor.shape) - 2), name=new_name(f"{weight.name}/axes"))
+        squeeze = ir.node(
+            "Squeeze", [weight, new_initializer(model.graph, axes)], name=new_name(f"{weight.name}/squeeze")
+        )
+        squeeze.outputs[0].name = new_name(f"{weight.name}/squeezed")
+        squeeze.outputs[0].dtype, squeeze.outputs[0].shape = tensor.dtype, ir.Shape(tensor.shape[-2:])
+        model.graph.insert_before(node, squeeze)
+        node.replace_input_with(1, squeeze.outputs[0])
 
 
 def inline_functions(model: ir.Model) -> None:

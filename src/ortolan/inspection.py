@@ -28,7 +28,7 @@ from ortolan.graph_passes.operators import w8a8_matmul_function as w8a8
 from ortolan.graph_passes.operators.nodes import NewNames
 from ortolan.graph_passes.operators.sparse_amx_matmul_storage import BITMAP, DENSE, TWO_FOUR, storage_of, stored_in
 from ortolan.graph_passes.passes import fuse_lut as lut
-from ortolan.graph_passes.passes.normalize import inline_functions, optimized_with
+from ortolan.graph_passes.passes.normalize import inline_functions, optimized_with, squeeze_weights
 from ortolan.graph_passes.report.figures import human_bytes
 from ortolan.graph_passes.report.lines import WIDTH, first_of, lay_out, percent, table, wrap
 from ortolan.graph_passes.report.optimization import SPARSE
@@ -244,6 +244,7 @@ def _write_known_forms(model: ir.Model) -> None:
     new_name = NewNames(model)
     if model.opset_imports.get("", 0) >= MINIMUM_OPSET:
         unfuse(model, new_name, tables=False)
+        squeeze_weights(model, new_name)
     unify_quantized(model, new_name)
 
 

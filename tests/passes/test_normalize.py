@@ -8,7 +8,8 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from ortolan import ModelError
+import ortolan
+from ortolan import ModelError, Recipe
 from ortolan.graph_passes.passes.normalize import normalize
 
 from .small_models import branches_model, make_model, optimize, random_weight, relative_error, run
@@ -170,3 +171,43 @@ def test_weights_of_old_models_are_read_where_they_lie(tmp_path, monkeypatch):
             feeds = {"x": np.random.default_rng(0).standard_normal((3, 20)).astype(np.float32), "flag": np.array(flag)}
             for expected, found in zip(run(model, feeds), run(str(tmp_path / "fast.onnx"), feeds), strict=True):
                 assert relative_error(expected, found) < 1e-2
+
+
+def product_model(x: list[int | str], weight: tuple[int, ...]) -> onnx.ModelProto:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"], "product")]
+    w = random_weight(weight[-2], weight[-1]) * np.ones(weight, np.float32)
+    axes: list[int | str | None] = [None] * max(len(x), len(weight))
+    return make_model(nodes, {"x": (TensorProto.FLOAT, x)}, {"y": (TensorProto.FLOAT, axes)}, {"w": w})
+
+
+@pytest.mark.parametrize(
+    ("x", "weight"),
+    [
+        (["batch", "rows", 32], (1, 32, 16)),
+        (["batch", 4, "rows", 32], (1, 32, 16)),
+        (["batch", 4, "rows", 32], (1, 1, 32, 16)),
+    ],
+)
+def test_first_axes_of_weights_are_taken_off(x: list[int | str], weight: tuple[int, ...]) -> None:
+    model = product_model(x, weight)
+    report = optimize(model, recipe=Recipe.of(weights="int8"))
+    assert [layer.status for layer in report.layers] == ["replaced"]
+    assert [(one.k, one.n, one.reason) for one in ortolan.inspect_onnx(model).linears] == [(32, 16, None)]
+    sizes = [2 if isinstance(one, str) else one for one in x]
+    given = {"x": np.random.default_rng(0).standard_normal(sizes, np.float32)}
+    assert report.model is not None
+    (expected,), (found,) = run(model, given), run(report.model, given, library=True)
+    assert expected.shape == found.shape and relative_error(expected, found) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("x", "weight"),
+    [
+        (["rows", 32], (1, 32, 16)),  # the product has an axis more than x
+        (["batch", "rows", 32], (1, 1, 32, 16)),
+        ([2, "rows", 32], (2, 32, 16)),
+    ],
+)
+def test_other_weights_keep_their_axes(x: list[int | str], weight: tuple[int, ...]) -> None:
+    (found,) = ortolan.inspect_onnx(product_model(x, weight)).linears
+    assert f"is {len(weight)}-D, expected 2-D" in str(found.reason)
