@@ -142,7 +142,7 @@ class PaddingMasks:
             queries = np.broadcast_to(kept[:, None, :], added.shape[:3]).copy()
             # A query that sees no key at all, as far from the text in a local window, has no answer of its own.
             sees = (added > _HIDES).any(axis=-1)
-            queries[:, :, self._read_if_hidden] |= sees[:, :, self._read_if_hidden]
+            queries[:, :, self._read_if_hidden] |= np.asarray(sees)[:, :, self._read_if_hidden]
             seen = queries[..., None] & kept[:, None, None, :]
             hidden = queries[..., None] & ~kept[:, None, None, :]
             if not (added[hidden] <= _HIDES).all():
@@ -210,7 +210,8 @@ def _counts(value: ir.Value) -> bool:
 
 def _first(kept: np.ndarray) -> np.ndarray:
     """As many first tokens as are kept."""
-    return np.arange(kept.shape[1]) < kept.sum(axis=1, keepdims=True)
+    first: np.ndarray = np.arange(kept.shape[1]) < kept.sum(axis=1, keepdims=True)
+    return first
 
 
 def _is_alike_everywhere(mask: ir.Value, but: ir.Value | None) -> bool:

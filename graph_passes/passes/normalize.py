@@ -88,7 +88,7 @@ def squeeze_weights(model: ir.Model, new_name: Callable[[str], str]) -> None:
             "Squeeze", [weight, new_initializer(model.graph, axes)], name=new_name(f"{weight.name}/squeeze")
         )
         squeeze.outputs[0].name = new_name(f"{weight.name}/squeezed")
-        squeeze.outputs[0].dtype, squeeze.outputs[0].shape = tensor.dtype, ir.Shape(tensor.shape[-2:])
+        squeeze.outputs[0].dtype, squeeze.outputs[0].shape = tensor.dtype, ir.Shape(tensor.shape.numpy()[-2:])
         model.graph.insert_before(node, squeeze)
         node.replace_input_with(1, squeeze.outputs[0])
 

@@ -80,7 +80,7 @@ def model(encoder: str, weights: str, unpad: bool) -> bytes:
     report = ortolan.optimize_onnx(
         ir.to_proto(ENCODERS[encoder]()),
         recipe=recipe if unpad else recipe.without_pass("unpad"),
-        options={"verify.seconds": 0.0, "may_grow": True},
+        options={"verify.seconds": 0.0, "may_grow": True} | ({"unpad.pad_token_id": 1} if unpad else {}),
     )
     assert report.model is not None
     assert ("PackTokens" in {node.op_type for node in report.model.graph.node}) == unpad, report.notes
@@ -160,7 +160,7 @@ def long_model(encoder: str, form: str, unpad: bool, path: Path | None) -> bytes
     report = ortolan.optimize_onnx(
         ir.to_proto(LONG_ENCODERS[encoder]()),
         recipe=recipe if unpad else recipe.without_pass("unpad"),
-        options={"verify.seconds": 0.0, "may_grow": True},
+        options={"verify.seconds": 0.0, "may_grow": True} | ({"unpad.pad_token_id": 1} if unpad else {}),
     )
     assert report.model is not None
     made = report.model.SerializeToString()
