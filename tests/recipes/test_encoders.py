@@ -37,7 +37,7 @@ def test_nothing_of_a_layer_is_left(name: str, static: bool) -> None:
     report = ortolan.optimize_onnx(
         model,
         recipe=NAMED["sparse-int8-4x1-static" if static else "sparse-int8-4x1"],
-        options={"sparsity": 0.0, "may_grow": True},
+        options={"sparsity": 0.0, "may_grow": True, "unpad.drop_hidden": True},
         calibration=calibration,
     )
     assert {layer.status for layer in report.layers} == {"replaced"}
@@ -79,7 +79,7 @@ def dense(form: str, model: onnx.ModelProto, **options: object) -> ortolan.Optim
 def test_dense_forms_leave_nothing_of_a_layer(name: str, form: str) -> None:
     op, tolerance, _ = DENSE[form]
     model: onnx.ModelProto = ir.to_proto(MODELS[name](**SIZES))
-    report = dense(form, model)
+    report = dense(form, model, **{"unpad.drop_hidden": True})
     assert {layer.status for layer in report.layers} == {"replaced"}
     fused = Counter(part for layer in report.layers for part in layer.fused)
     assert fused["residual"] == fused["layer norm"] == 4
@@ -111,7 +111,7 @@ def test_answers_depend_on_no_other_sentence_and_no_padding(form: str, threads: 
         options = {"sparsity": 0.0, "may_grow": True}
         report = ortolan.optimize_onnx(model, recipe=NAMED["sparse-int8-4x1"], options=options)
     else:
-        report = dense(form, model)
+        report = dense(form, model, **{"unpad.drop_hidden": True})
     assert report.model is not None
     encoder = session(report.model, threads=threads)
     batch = feeds(model, 5, 45)
@@ -145,7 +145,7 @@ ACTIVATIONS = {
 def test_passes_that_fit_run_attention_without_functions(recipe: str | ortolan.Recipe, op: str) -> None:
     model: onnx.ModelProto = ir.to_proto(tiny.tiny_bert(**SIZES))
     calibration = [feeds(model, 3, rows) for rows in (7, 20, 33)]
-    options = {"sparsity": 0.0, "may_grow": True} if op == "VNNISpMM" else None
+    options = {"sparsity": 0.0, "may_grow": True, "unpad.drop_hidden": True} if op == "VNNISpMM" else None
     report = ortolan.optimize_onnx(model, recipe=recipe, options=options, calibration=calibration, portable=False)
     left = Counter(op_types(report.model))
     attentions = "PackedNoMADAttention" if op == "VNNISpMM" else "NoMADAttention"
