@@ -133,6 +133,13 @@ class Form(PassOptions):
         return self.weights == "int4" and self.sparsity is None and self.pattern is None
 
     @property
+    def keeps_stored(self) -> bool:
+        """Whether weights that the model stores in 4 or 8 bits are kept exactly: in dense int8, rounding them again
+        would gain nothing."""
+        dense = self.sparsity is None and self.pattern is None and self.skipped_inputs is None
+        return dense and self.weights == "int8"
+
+    @property
     def ignores_in_eight_bits(self) -> bool:
         """Whether layers that it ignores take 8 bits in groups (W8A8MatMul), else bf16."""
         dense = self.sparsity is None and self.pattern is None and self.skipped_inputs is None
@@ -204,6 +211,8 @@ class Form(PassOptions):
         if eight_bits:
             return dataclasses.replace(self, ignore=(*self.ignore, *eight_bits)).passes()
         steps: list[Pass] = [{"name": "normalize"}]
+        if self.keeps_stored:
+            steps.append({"name": "float_activations"})
         if self.stored is not None:
             steps += [{"name": "calibrate"}, *self._prune(), *self._quantize()]
         if self.stores_embeddings:
@@ -267,6 +276,14 @@ class Form(PassOptions):
         if self.skipped_inputs is not None:
             stored = {"weights": "bf16"} if self.stored == "bf16" else {}
             return [{"name": "replace", "op": "MaskedMatMul", **stored}]
+        if self.keeps_stored:
+            # Each operator takes the stored weights of its format; the last one also takes float weights, as bf16.
+            return [
+                {"name": "replace", "op": "W4A8MatMul"},
+                {"name": "replace", "op": "W8A8MatMul", "keep_numbers": True},
+                {"name": "replace", "op": "SparseAMXMatMul", "keep_numbers": True},
+                {"name": "replace", "op": "SparseAMXMatMul"},
+            ]
         # In front of SparseAMXMatMul, which would take what is ignored as well, in bf16.
         eight: list[Pass] = [{"name": "replace", "op": "W8A8MatMul"}] if self.ignores_in_eight_bits else []
         if self.is_dense_int4:

@@ -148,6 +148,11 @@ class Linear:
         return (tensor if tensor is not None else self.weight).dtype.name
 
     @property
+    def stored_bits(self) -> int | None:
+        """4 or 8 if the model stores the weight in so few bits, whether these can be taken over or not."""
+        return 4 if self.int4 is not None else 8 if self.int8 is not None else None
+
+    @property
     def why_not_stored(self) -> str | None:
         """Why the numbers that the model stores for the layer cannot be taken over, if it stores such."""
         for bits, stored in ((4, self.int4), (8, self.int8)):

@@ -102,15 +102,16 @@ def compare_signatures(original: Any, optimized: Any, compressed: Collection[str
             )
 
 
-def compare_shapes(names: Sequence[str], before: Sequence[Outputs], after: Sequence[Outputs]) -> None:
-    """Raises VerificationError, naming the output, where two answers to the same feeds differ in shape."""
-    for reference, found in zip(before, after, strict=True):
-        for name, expected, answer in zip(names, reference, found, strict=True):
+def other_shapes(
+    names: Sequence[str], before: Sequence[Outputs], after: Sequence[Outputs]
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """By name of an output, the first two answers to the same feeds that differ in shape."""
+    found: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    for reference, one in zip(before, after, strict=True):
+        for name, expected, answer in zip(names, reference, one, strict=True):
             if expected is not None and answer is not None and expected.shape != answer.shape:
-                raise VerificationError(
-                    f"output {name!r} of the optimized model has shape {answer.shape}, that of the "
-                    f"original {expected.shape}; nothing was saved; please report this"
-                )
+                found.setdefault(name, (expected.shape, answer.shape))
+    return found
 
 
 def array_of(answer: np.ndarray | None) -> np.ndarray:

@@ -131,20 +131,21 @@ class Evidence:
         return path
 
     @contextmanager
-    def open(self, model: ir.Model, *, library: bool | None = None) -> Iterator[Any]:
+    def open(self, model: ir.Model, *, library: bool | None = None, in_float: bool = False) -> Iterator[Any]:
         """A session for a model as it is now, in the midst of its passes, to judge by. library: with our operators;
-        None: only if the model holds no functions for them."""
+        None: only if the model holds no functions for them. in_float: see open_quietly."""
         library = not self.portable if library is None else library
         self._copies += 1
         path = self.folder / f"copy-{self._copies}.onnx"
         try:
             root = self.source.external_root
             if _lies_in_files(model, root):
-                yield open_quietly(to_bytes(model), self.source, library=library, data_folder=root)
+                content = to_bytes(model)
+                yield open_quietly(content, self.source, library=library, data_folder=root, in_float=in_float)
             else:
                 write_model(model, path, lambda done, total: None)
                 release_maps(list(external_tensors(model)))
-                yield open_quietly(path, self.source, library=library)
+                yield open_quietly(path, self.source, library=library, in_float=in_float)
         finally:
             for file in (path, data_path(path)):
                 file.unlink(missing_ok=True)

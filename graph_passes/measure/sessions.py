@@ -24,6 +24,7 @@ from ..files.model_file import ModelFile, to_bytes
 from .feeds import Feeds, Outputs
 
 _EXACT_SUMS = "session.x64quantprecision"
+_BLOCKS_LEVEL = "session.qdq_matmulnbits_accuracy_level"  # 1: MatMulNBits made of DequantizeLinear computes in float32
 
 
 def quiet_options(source: ModelFile | None = None) -> Any:
@@ -41,16 +42,24 @@ def quiet_options(source: ModelFile | None = None) -> Any:
 
 
 def open_quietly(
-    model: Path | bytes, source: ModelFile | None = None, *, library: bool = False, data_folder: Path | None = None
+    model: Path | bytes,
+    source: ModelFile | None = None,
+    *,
+    library: bool = False,
+    data_folder: Path | None = None,
+    in_float: bool = False,
 ) -> Any:
     """A session to judge by: its integer sums are exact, if ONNX Runtime can make them so (sums_are_exact).
 
-    library: with our operators. source, data_folder: see quiet_options, open_session.
+    library: with our operators. source, data_folder: see quiet_options, open_session. in_float: ONNX Runtime does not
+    round the inputs of a MatMul behind a DequantizeLinear of int4 blocks.
     """
 
     def opened(content: Path | bytes, exact: bool) -> Any:
         options = quiet_options(source)
         options.add_session_config_entry(_EXACT_SUMS, "1" if exact else "0")
+        if in_float:
+            options.add_session_config_entry(_BLOCKS_LEVEL, "1")
         if library:
             register(options)
         folder = data_folder if isinstance(model, bytes) else model.parent if isinstance(content, bytes) else None

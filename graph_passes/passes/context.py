@@ -25,7 +25,7 @@ from ..options import PassOptions
 from ..report.optimization import LayerReport, OptimizationReport
 from .caches import Caches
 from .layers import Layers
-from .plan import Plan
+from .plan import LEAST, Plan
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Reference:
 
     answers: list[Outputs]
     decoded: Decoded | None  # to calls that read its cache
+    in_float: bool = False  # of the original's dequantized weights in float, where the original rounds activations
 
 
 @dataclass
@@ -47,6 +48,8 @@ class PassContext:
     spill: TensorSpill
     portable: bool = True
     dry_run: bool = False
+    may_differ: bool = False  # whether a model that differs much is saved with a warning: verify_difference.py
+    least_cosine: float | None = None  # of each output; None: a search judges by its budget
     progress: Progress = no_progress
     plan: Plan = field(default_factory=Plan)  # what the recipe is going to do
     layers: Layers = field(default_factory=Layers)
@@ -79,6 +82,15 @@ class PassContext:
         """Whether a layer is worth changing so that this is stored: some pass replaces it then, or the recipe has
         none."""
         return self.plan.gains(linear, stored, self.layers.state(linear))
+
+    def why_not_quantized(self, linear: Linear, stored: Stored | None = None) -> str | None:
+        """Why no pass replaces a layer that a pass quantizes, so that this is stored; None: one does."""
+        state = self.layers.state(linear)
+        return self.plan.why_not_quantized(linear, LEAST if stored is None else stored, state)
+
+    def leave(self, linear: Linear, reason: str) -> None:
+        """Puts into the report why a layer is not quantized, for good."""
+        self.layer(linear).reason = self.layers.left[layer_key(linear)] = reason
 
     def telling(self, stage: Stage) -> Callable[[int, int], None]:
         """What long work calls with (done, total)."""

@@ -32,6 +32,9 @@ class Layers:
     quantized: dict[Hashable, QuantizedWeight] = field(default_factory=dict)  # by Linear.weight_key
     # Of each replaced layer: ||Y - XW|| / ||XW|| with the weight W that was packed.
     rounding: dict[ir.Value, float] = field(default_factory=dict)
+    stored_bits: dict[ir.Value, int | None] = field(default_factory=dict)  # of each weight before any pass changed it
+    # Why a pass quantize has left a layer as it is. No pass replace knows better.
+    left: dict[ir.Value, str] = field(default_factory=dict)
     packed_weights: int = 0  # in all matrices that were packed so far
     embeddings: list[StoredEmbedding] = field(default_factory=list)  # tables of words that pass embeddings has stored
     freed: int = 0  # activations that were rounded to fixed ranges, and are floats now
@@ -47,6 +50,7 @@ class Layers:
         if isinstance(layer, Linear):
             self.names += layer.weight_names
             self.originals[key] = layer.matrix_as_it_is()
+            self.stored_bits[key] = layer.stored_bits
             self.reports[key] = LayerReport(layer.name, layer.op, k=layer.k, n=layer.n, bytes_before=layer.stored_bytes)
         else:
             self.reports[key] = LayerReport(layer.name, op_name(layer.node), reason=layer.reason)
@@ -58,10 +62,14 @@ class Layers:
 
     @property
     def changed(self) -> bool:
-        """Whether there are tables of words in few bits, activations that are floats now, or layers that are pruned or
-        quantized, and not replaced."""
+        """Whether weights are changed, or activations are floats that were rounded before."""
+        return self.weights_changed or bool(self.freed)
+
+    @property
+    def weights_changed(self) -> bool:
+        """Whether there are tables of words in few bits, or layers that are pruned or quantized, and not replaced."""
         pruned_or_quantized = any(report.status in ("pruned", "quantized") for report in self.reports.values())
-        return pruned_or_quantized or bool(self.embeddings) or bool(self.freed)
+        return pruned_or_quantized or bool(self.embeddings)
 
     @property
     def masked(self) -> bool:
@@ -72,4 +80,5 @@ class Layers:
         """What the passes so far have made of the layer."""
         key = layer_key(linear)
         before = self.reports[key].bytes_before or 0
-        return LayerState(before, self.quantized.get(linear.weight_key), self.thresholds.get(key))
+        quantized, threshold = self.quantized.get(linear.weight_key), self.thresholds.get(key)
+        return LayerState(before, quantized, threshold, self.stored_bits.get(key))

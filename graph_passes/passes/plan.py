@@ -16,6 +16,7 @@ from .prune_options import PruneOptions
 from .quantize_options import QuantizeOptions
 from .replace_rule import LayerState, ReplaceOptions, ReplaceRule
 
+LEAST = Stored(0, "")  # what a weight may become at best
 _OF_LAYERS = frozenset(("prune", "quantize", "replace", "fuse_attention", "fuse_cached_attention"))
 
 
@@ -57,7 +58,7 @@ class Plan:
 
     def keeps_numbers(self, linear: Linear) -> bool:
         """Whether a step replace takes over the numbers of 4 or 8 bits that the model stores for the layer."""
-        return any(rule.stored_numbers(linear) is not None for rule in self._rules)
+        return any(rule.stored_numbers(linear) is not None and not rule.refuses_range(linear) for rule in self._rules)
 
     def keeps_range(self, linear: Linear) -> bool:
         """Whether a step replace gives the layer, as it is, to an operator with the fixed range of its input."""
@@ -70,7 +71,30 @@ class Plan:
         )
 
     def quantization(self, linear: Linear) -> Quantization | None:
-        """How a step is going to quantize the layer, or None."""
+        """How a step is going to quantize the layer, or None: also where no step replace would take it then."""
+        chosen = self._chosen_quantization(linear)
+        return chosen if chosen is not None and self.why_not_quantized(linear) is None else None
+
+    def why_not_quantized(self, linear: Linear, stored: Stored = LEAST, state: LayerState | None = None) -> str | None:
+        """Why no step replace takes a layer that a step quantizes, in the words of the operator that holds such
+        weights; None: one does, no step quantizes it, or the recipe replaces nothing."""
+        chosen = self._chosen_quantization(linear)
+        if chosen is None:
+            return None
+        if state is None:
+            state = LayerState(linear.stored_bytes, stored_bits=linear.stored_bits)
+        state = dataclasses.replace(state, quantized=chosen)
+        reasons = []
+        for rule in self._rules:
+            foreseen = self.foreseen(linear, state, rule)
+            reason = self._why_not(linear, stored, foreseen, rule)
+            if reason is None:
+                return None
+            if rule.replacement.why_not(linear.k, chosen) is None and rule.is_chosen(linear):
+                reasons.append(reason)
+        return reasons[0] if reasons else None
+
+    def _chosen_quantization(self, linear: Linear) -> Quantization | None:
         if self.keeps_numbers(linear):
             return None
         found = (one.quantization_of(linear) for one in self._quantizing)
@@ -96,7 +120,13 @@ class Plan:
         """Whether a layer is worth changing, so that this is stored of its weight: a step replaces it then, or the
         recipe replaces none."""
         return not self._rules or any(
-            rule.why_not(linear, stored, self.foreseen(linear, state, rule)) is None for rule in self._rules
+            self._why_not(linear, stored, self.foreseen(linear, state, rule), rule) is None for rule in self._rules
+        )
+
+    def _why_not(self, linear: Linear, stored: Stored, state: LayerState, rule: ReplaceRule) -> str | None:
+        """Why the rule's step does not take the layer, by its options or by what the operator holds."""
+        return rule.replacement.why_not(linear.k, rule.quantization(linear, state)) or rule.why_not(
+            linear, stored, state
         )
 
     def foreseen(self, linear: Linear, state: LayerState, rule: ReplaceRule) -> LayerState:

@@ -37,6 +37,7 @@ from ..find.linear import Linear, layer_key, linears_in
 from ..find.quantized_weight import MAX_INPUTS, QuantizedWeight, dequantized_tensor, too_wide
 from ..measure.fits import Fit, Fits
 from ..measure.layer_inputs import LayerInputs, energies_as_it_is, inputs_as_it_is
+from ..operators.replacement import Stored
 from ..operators.sparse_amx_matmul_storage import stored_in
 from ..weights.quantizers.gptq import Prepared, choose_damping, gptq, prepare
 from ..weights.quantizers.grid import Quantization, Rounded, round_to_nearest
@@ -73,17 +74,18 @@ class QuantizePass(RecipePass):
             context, context.survey(model), options.select, options.exclude, "quantize", "quantization"
         )
         groups = [group for group in chosen if self._takes(group)]
-        for bits, part in ((4, "int4"), (8, "int8")):
-            stored = [group.linears[0].name for group in groups if getattr(group.linears[0], part) is not None]
-            if stored:
-                context.note(
-                    f"{count_layers(stored)} stored in {bits} bits already, but not as a replacing operator takes "
-                    "them, so their weights are rounded once more"
-                )
+        bits_before = [(group, group.linears[0].stored_bits) for group in groups]
         if context.dry_run:
             self._announce(groups)
         elif groups:
             self._quantize_all(model, groups)
+        for bits in (4, 8):
+            rounded = [group.linears[0].name for group, before in bits_before if before == bits and group.linears]
+            if rounded:
+                context.note(
+                    f"{count_layers(rounded)} stored in {bits} bits already, but not as a replacing operator takes "
+                    "them, so their weights are rounded once more"
+                )
         context.progress(Stage.QUANTIZE, len(groups), len(groups))
         return ir.passes.PassResult(model, modified=not context.dry_run)
 
@@ -93,6 +95,9 @@ class QuantizePass(RecipePass):
         group.linears = [linear for linear in group.linears if context.layer(linear).weight_bits is None]
         # Done by an earlier pass of this kind, or in the model already.
         if not group.linears or any(context.plan.keeps_numbers(linear) for linear in group.linears):
+            return False
+        _leave(context, group)
+        if not group.linears:
             return False
         k = group.linears[0].k
         if k > MAX_INPUTS:
@@ -229,6 +234,15 @@ class QuantizePass(RecipePass):
             return prepare(damped(inputs.hessian, damping), options.act_order is not False)
 
 
+def _leave(context: PassContext, group: WeightGroup, stored: Stored | None = None) -> None:
+    """Takes those layers from the group that no pass replace would take, and reports why. stored: of the quantized
+    weight, once that is known."""
+    for linear in list(group.linears):
+        if (reason := context.why_not_quantized(linear, stored)) is not None:
+            context.leave(linear, reason)
+            group.linears.remove(linear)
+
+
 def put_quantized(
     model: ir.Model, context: PassContext, group: WeightGroup, rounded: Rounded, quantization: Quantization
 ) -> None:
@@ -238,6 +252,7 @@ def put_quantized(
     numbers = rounded.q if quantization.symmetric else weight.matrix()
     stored = stored_in(numbers)
     del numbers
+    _leave(context, group, stored)
     group.linears = [linear for linear in group.linears if context.gains(linear, stored)]
     if not group.linears:
         return

@@ -1,4 +1,7 @@
-"""Answers of the pruned and quantized model, kept before its layers are replaced, for a pass verify to come."""
+"""Answers of the pruned and quantized model, kept before its layers are replaced, for a pass verify to come.
+
+Where ONNX Runtime rounds the inputs of layers whose weights are kept, the model is run with these weights in float
+(float_reference.py)."""
 
 from __future__ import annotations
 
@@ -16,20 +19,31 @@ from ..measure.feeds import Feeds
 from ..measure.sessions import run_session
 from .activations import masked_inputs
 from .context import PassContext, Reference
+from .float_reference import computed_in_float, rounding_layers
 
 
 def keep_reference(model: ir.Model, context: PassContext) -> None:
-    """Runs a model that is pruned, quantized or has thresholds, and whose layers are about to be replaced."""
-    changed = context.layers.changed or context.layers.masked
-    if not (changed or context.caches.prompt) or not context.plan.feeds_to_verify or context.reference is not None:
+    """Runs a model that is pruned, quantized, has thresholds or keeps weights of few bits, before layers are
+    replaced."""
+    if not context.plan.feeds_to_verify or context.reference is not None:
         return
+    layers = context.layers
+    rounding = rounding_layers(model, context.plan)
+    if not (layers.changed or layers.masked or context.caches.prompt or rounding):
+        return
+
+    def new_name(wanted: str) -> str:
+        return context.new_name(model, wanted)
+
+    in_float = bool(rounding or layers.freed) and not layers.weights_changed
     feeds = context.evidence.feeds_to_judge(context.plan.feeds_to_verify)
     with (
-        masked_inputs(model, context.layers.thresholds, lambda wanted: context.new_name(model, wanted)),
-        context.evidence.open(model) as session,
+        computed_in_float(rounding, new_name),
+        masked_inputs(model, layers.thresholds, new_name),
+        context.evidence.open(model, in_float=True) as session,
     ):
         context.release()
-        context.reference = _run(session, feeds, context)
+        context.reference = replace(_run(session, feeds, context), in_float=in_float)
 
 
 def _run(session: Any, feeds: Sequence[Feeds], context: PassContext) -> Reference:

@@ -84,6 +84,7 @@ class LayerState:
     bytes_before: int  # of its weight in the file, before any pass
     quantized: Quantization | None = None  # the numbers that a pass has chosen
     threshold: float | str | None = None  # of its input, or why there is none; see activations.py
+    stored_bits: int | None = None  # of its weight in the file; None: floats
 
 
 class ReplaceRule:
@@ -115,6 +116,10 @@ class ReplaceRule:
         """About, of a weight of which this is stored."""
         return self.replacement.packed_bytes(linear.k, linear.n, stored, self.quantization(linear, state))
 
+    def refuses_range(self, linear: Linear) -> bool:
+        """Whether the layer's input has a fixed range, which the operator would replace by a range for each row."""
+        return self.options.keep_numbers and self.options.storage != TWO_FOUR and linear.x_range is not None
+
     def why_not(self, linear: Linear, stored: Stored, state: LayerState) -> str | None:
         """Why a layer of whose weight this is stored is left as it is, if it is."""
         if not linear.matches(self.options.select):
@@ -125,22 +130,28 @@ class ReplaceRule:
             return problem
         if self.options.storage == TWO_FOUR and not stored.is_two_four:
             return f"{stored.beyond_two_four}, expected 2 of 4 at most; give sparsity=0.5, which prunes to that"
+        if self.refuses_range(linear) and self.quantization(linear, state) is not None:
+            return f"its input has a fixed range, which {self.options.op} does not take"
         if self.options.keep_numbers and self.quantization(linear, state) is None:
             return linear.why_not_stored or (
-                'it is not quantized; put [[pass]] name = "quantize" before this one, or leave keep_numbers out'
+                "it is not quantized; weights='int8' and 'int4' quantize it, and keep weights that are stored in as "
+                "many bits"
             )
-        if self.options.keep_numbers and self.options.storage != TWO_FOUR and linear.x_range is not None:
-            return f"its input has a fixed range, which {self.options.op} does not take"
         sparsity = 1 - stored.count / (linear.k * linear.n)
         if sparsity < self.options.min_sparsity:
             return f"sparsity {sparsity:.3g} is below min_sparsity {self.options.min_sparsity:g}"
         packed = self.packed_bytes(linear, stored, state)
-        # Stored numbers grow by scales, and by no more than whole panels and tiles, which is little, or of little.
-        adopted = isinstance(self.quantization(linear, state), StoredInt4 | StoredInt8)
-        if packed > state.bytes_before and not adopted and not self.options.may_grow:
+        # In the same bits a weight grows by scales, and by no more than whole panels and tiles, which is little, or of
+        # little.
+        quantization = self.quantization(linear, state)
+        adopted = isinstance(quantization, StoredInt4 | StoredInt8)
+        same_bits = quantization is not None and quantization.bits == state.stored_bits
+        if packed > state.bytes_before and not (adopted or same_bits or self.options.may_grow):
+            form = self.replacement.weights if quantization is None else f"int{quantization.bits}"
+            keep = "" if state.stored_bits is None else "leave weights out to keep what the model stores; "
             return (
-                f"packed, its weight would take {human_bytes(packed)}, more than the "
-                f"{human_bytes(state.bytes_before)} it takes now (may_grow=true replaces it all the same)"
+                f"packed, its weight would take {human_bytes(packed)} in {form}, more than the "
+                f"{human_bytes(state.bytes_before)} it takes now ({keep}may_grow=true replaces it all the same)"
             )
         return None
 

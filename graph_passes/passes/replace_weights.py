@@ -7,7 +7,7 @@ from collections.abc import Set
 import numpy as np
 import onnx_ir as ir
 
-from ..find.linear import Linear
+from ..find.linear import Linear, layer_key
 from ..find.quantized_weight import QuantizedWeight
 from ..find.stored_int4 import StoredInt4
 from ..find.stored_int8 import StoredInt8
@@ -66,8 +66,10 @@ class AcceptedWeights:
         return LayerWeight(matrix, quantized, self._x_range(linear), threshold)
 
     def _tells_most(self, linear: Linear, layer: LayerReport) -> bool:
-        """Whether this pass's reason to leave a layer replaces that of a pass before: of a layer whose own numbers are
-        taken over, only if this is a pass that takes them."""
+        """Whether this pass's reason to leave a layer replaces that of a pass before: of a layer that was not worth
+        quantizing, never; of one whose own numbers are taken over, only if this is a pass that takes them."""
+        if layer_key(linear) in self._context.layers.left:
+            return False
         takes_them = self._rule.stored_numbers(linear) is not None
         return layer.reason is None or takes_them or not self._context.plan.keeps_numbers(linear)
 

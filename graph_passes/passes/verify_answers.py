@@ -9,11 +9,12 @@ import numpy as np
 
 from ortolan.errors import CalibrationError, VerificationError
 
-from ..measure.compare import compare_shapes, measure_errors, refuse_infinite
+from ..measure.compare import measure_errors, other_shapes, refuse_infinite
 from ..measure.decoding import without, without_padding
 from ..measure.feeds import Feeds, Outputs
 from .context import PassContext
 from .verify_advice import advice
+from .verify_difference import accept_shapes, judge_agreement
 from .verify_limits import MASK_FACTOR, Limits
 
 
@@ -40,7 +41,7 @@ class Answers:
     ) -> Answers:
         """before: with the prompt that becomes part of the model, if any. after: with what the original has not.
 
-        Raises VerificationError where shapes differ.
+        Outputs whose shapes differ become None. Raises VerificationError where they may not differ.
         """
         prompt = context.caches.prompt
         # Without a pass replace there is no model before it to compare with.
@@ -51,12 +52,16 @@ class Answers:
         after = [answers[: len(names)] for answers in after]
         hidden = [names.index(name) for name in context.caches.outputs]
         before, reference, after = ([without(one, hidden) for one in runs] for runs in (before, reference, after))
-        compare_shapes(names, before, after)
+        accept_shapes(context, shapes := other_shapes(names, before, after))
+        places = {names.index(name) for name in shapes}
+        before, after = ([without(one, places) for one in runs] for runs in (before, after))
+        places |= {names.index(name) for name in other_shapes(names, reference, after)}
+        reference = [without(one, places) for one in reference]
         layers = context.layers
         if context.caches.rounding or layers.zero_at_padding:
-            places = [names.index(name) for name in layers.zero_at_padding] or None
+            by_tokens = [names.index(name) for name in layers.zero_at_padding] or None
             before, reference, after = (
-                [without_padding(*one, layers.pad_token_id, places) for one in zip(feeds, runs, strict=True)]
+                [without_padding(*one, layers.pad_token_id, by_tokens) for one in zip(feeds, runs, strict=True)]
                 for runs in (before, reference, after)
             )
         kinds: dict[str, str] = {
@@ -89,11 +94,14 @@ class Answers:
                     "exclude layers from replacement, or raise verify.max_rounding_error if your task bears it; if "
                     "nothing in the model explains it, please report this"
                 )
-        nearer = self._note_freed(context) if context.layers.freed else frozenset[str]()
-        floats = [error for error in report.output_error if self.kinds[error.name] == "f" and error.name not in nearer]
+        in_float = context.reference is not None and context.reference.in_float
+        nearer = self._note_float(context) if in_float else frozenset[str]()
+        floats = [error for error in report.output_error if self.kinds[error.name] == "f"]
+        judge_agreement(context, floats, nearer)
+        floats = [error for error in floats if error.name not in nearer]
         limits.judge_size(floats, "", advice(context), report.output_error)
 
-    def _note_freed(self, context: PassContext) -> frozenset[str]:
+    def _note_float(self, context: PassContext) -> frozenset[str]:
         """Notes how far both models are from the weights in float, where the original rounds activations and the
         optimized model does not; returns the outputs at which the latter is nearer."""
         originals = [] if self.reference is None else measure_errors(self.names, self.reference, self.before)

@@ -8,12 +8,13 @@ import numpy as np
 
 from ortolan.errors import VerificationError
 
-from ..measure.compare import array_of, error_of_most_rows, measure_errors
+from ..measure.compare import array_of, error_of_most_rows, measure_errors, other_shapes
 from ..measure.decoding import check_same_contents, without, without_padding
 from ..measure.feeds import Feeds, Outputs
 from ..measure.sessions import open_quietly, run_session
 from ..report.optimization import OutputDeviation
 from .context import PassContext
+from .verify_difference import accept_shapes
 from .verify_limits import Limits
 
 
@@ -39,12 +40,16 @@ def verify_portable(
         pair = [without(one[: len(names)], hidden) for one in (alone, answers)]
         if context.caches.rounding:
             pair = [without_padding(feeds, one) for one in pair]
+        if shapes := other_shapes(names, *([one] for one in pair)):
+            accept_shapes(context, shapes)
+            places = {names.index(name) for name in shapes}
+            pair = [without(one, places) for one in pair]
         for error in measure_errors(names, *([one] for one in pair)):
             if error.name not in found or error.relative_l2 > found[error.name].relative_l2:
                 found[error.name] = error
-            if exact is not None:
-                place = names.index(error.name)
-                rows[error.name] = (array_of(pair[0][place]), array_of(pair[1][place]), array_of(exact[place]))
+            place = names.index(error.name)
+            if exact is not None and (before := exact[place]) is not None:
+                rows[error.name] = (array_of(pair[0][place]), array_of(pair[1][place]), before)
         _compare_caches(context, limits, names, answers, alone)
     context.report.portable_error = list(found.values())
     for error in found.values():

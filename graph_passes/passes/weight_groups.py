@@ -119,6 +119,8 @@ def group_layers(
             context.layer(linear).reason = f"excluded from {doing}"
         elif context.gains(linear, Stored(0, "")):
             groups.setdefault(linear.weight_key, WeightGroup([])).linears.append(linear)
+        elif reason := context.why_not_quantized(linear):
+            context.leave(linear, reason)
     return list(groups.values())
 
 

@@ -23,7 +23,8 @@ class Choice:
     """recipe: None: what the model is like decides, or, with `measured`, measurement; of which layers take 4 bits and
     which 8, with `bits`. options: for the recipe that is
     chosen then. note: for the report. may_stay: where the recipe finds nothing to replace, the model stays as it is.
-    of_other: the recipe was found by measurement of another model, and may name layers that this one lacks."""
+    of_other: the recipe was found by measurement of another model, and may name layers that this one lacks.
+    keeps: the model's weights of few bits are kept, without a form that was asked for."""
 
     recipe: Recipe | None
     bits: BitSettings | None = None
@@ -32,6 +33,12 @@ class Choice:
     note: str = ""
     may_stay: bool = False
     of_other: bool = False
+    keeps: bool = False
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the user asked for this form or recipe."""
+        return self.recipe is not None and not self.keeps and not self.of_other
 
     def measuring(self) -> Choice:
         """The recipe is found by measurement. Raises RecipeError for options that it will not have: of what is yet to
@@ -52,7 +59,7 @@ class Choice:
             recipe = Recipe.from_dict(ADOPT).with_options(self.options)
         except RecipeError as error:
             raise RecipeError(f"{note}: {error}; or give a recipe") from None
-        return replace(self, recipe=recipe, note=note, may_stay=True)
+        return replace(self, recipe=recipe, note=note, may_stay=True, keeps=True)
 
 
 def read_choice(

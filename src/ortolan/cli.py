@@ -120,6 +120,7 @@ def optimize(
     activation: options.Activation = None,
     settings: options.Settings = None,
     portable: options.Portable = True,
+    allow_different: options.AllowDifferent = False,
     dry_run: options.DryRun = False,
     html: options.Html = None,
     as_json: options.AsJson = False,
@@ -155,6 +156,7 @@ def optimize(
             ),
             options=dict(map(parse_setting, settings or [])),
             portable=portable,
+            allow_different=allow_different,
             dry_run=dry_run,
             progress=progress,
         )

@@ -193,6 +193,14 @@ Portable = Annotated[
     bool,
     typer.Option("--portable/--no-portable", help="Let the model run, slower, where Ortolan's library is not loaded."),
 ]
+AllowDifferent = Annotated[
+    bool,
+    typer.Option(
+        "--allow-different",
+        help="Without a recipe or form: save the model also if an output has another shape than the original's, or "
+        "agrees with it less than the default budget allows.",
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be replaced; write nothing.")]
 Html = Annotated[
     Path | None,

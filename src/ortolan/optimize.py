@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import onnx
 
 from ortolan.graph_passes.auto.bits import BitSearch, BitSettings
-from ortolan.graph_passes.auto.budget import Budget
+from ortolan.graph_passes.auto.budget import DEFAULT_COSINE, MADE_UP_COSINE, Budget
 from ortolan.graph_passes.auto.other_model import for_other_model
 from ortolan.graph_passes.auto.search import AutoSettings, Search, Shapes
 from ortolan.graph_passes.auto.trials import Made, finish
@@ -94,6 +94,7 @@ def optimize_onnx(
     texts_in: bool | TextInput = False,
     options: Mapping[str, Any] | None = None,
     portable: bool = True,
+    allow_different: bool = False,
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> OptimizationReport:
@@ -148,6 +149,9 @@ def optimize_onnx(
         say (tokenizer.json, modules.json and what it names, config.json); a TextInput says it otherwise.
     options: for experts, of passes of the recipe that results: {"prune.scope": "sensitivity"}.
     portable: keeps in the file what each operator does in standard ONNX, so that it also runs without our library.
+    allow_different: saves the model without a recipe and form as well where an output has another shape than the
+        original's, or agrees less than the default budget allows, which otherwise is a VerificationError. A form or
+        recipe that is given is saved with a warning in any case.
     dry_run: changes and writes nothing; the report tells what would be replaced, and why the rest would not.
     progress: called as progress(stage, done, total), stage being a Stage. What it raises ends the run and reaches the
         caller as it is.
@@ -159,7 +163,7 @@ def optimize_onnx(
     choice = read_choice(recipe, dict(zip(CHOICES, form, strict=True)), options, ids is not None, budget)
     if isinstance(model, str | os.PathLike) and (files := parts_in(Path(model))):
         refuse_for_parts(Path(model), output, dry_run, prompt=prompt, texts_in=texts_in or None, budget=budget)
-        how = _PartSettings(calibration, tokenizer, portable, dry_run)
+        how = _PartSettings(calibration, tokenizer, portable, dry_run, allow_different)
         return _optimize_parts(Path(model), files, output, choice, how, progress or no_progress)
     source = _load(model)
     text = None
@@ -179,6 +183,7 @@ def optimize_onnx(
         prompt_ids=ids,
         portable=portable,
         dry_run=dry_run,
+        allow_different=allow_different,
     )
     run.read_calibration(calibration, tokenizer)
     with told(progress or no_progress) as tell:
@@ -194,6 +199,7 @@ class _PartSettings:
     tokenizer: Tokenizer | None
     portable: bool
     dry_run: bool
+    allow_different: bool
 
 
 def _optimize_parts(
@@ -226,6 +232,7 @@ def _optimize_parts(
                 prompt_ids=None,
                 portable=how.portable,
                 dry_run=how.dry_run,
+                allow_different=how.allow_different,
             )
             run.use(known)
             run.execute(tell)
@@ -324,10 +331,12 @@ class _Run:
         prompt_ids: np.ndarray | None,
         portable: bool,
         dry_run: bool,
+        allow_different: bool,
     ) -> None:
         self.source, self.target, self.choice = source, target, choice
         self.text, self.genai = text, genai
         self.prompt_ids, self.portable, self.dry_run = prompt_ids, portable, dry_run
+        self.allow_different = allow_different
         self.feeds: list[Feeds] | None = None
         self._made_up = False
         self._probes: Sequence[str] = ()  # texts that the tokenizer in the graph is compared on
@@ -390,6 +399,7 @@ class _Run:
                 spill,
                 portable=self.portable,
                 dry_run=self.dry_run,
+                may_differ=self.allow_different or self.choice.is_named,
                 progress=progress,
             )
             context.caches.prompt_ids = self.prompt_ids
@@ -397,6 +407,8 @@ class _Run:
             if not self.dry_run:
                 check_weights(evidence)
                 context.release()
+            if self.choice.keeps or self.choice.is_named:
+                context.least_cosine = MADE_UP_COSINE if evidence.made_up else DEFAULT_COSINE
             recipe, context = self._searched(context) if searches else self._transformed(context)
             self.report.feeds = evidence.description
             if not self.dry_run:

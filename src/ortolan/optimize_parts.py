@@ -105,7 +105,14 @@ def _as_found(choice: Choice, decoder: OptimizationReport) -> Choice:
     if choice.recipe is not None:
         return choice
     searched = decoder.auto is not None
-    return replace(choice, recipe=Recipe.from_dict(decoder.recipe), bits=None, measured=False, of_other=searched)
+    return replace(
+        choice,
+        recipe=Recipe.from_dict(decoder.recipe),
+        bits=None,
+        measured=False,
+        of_other=searched,
+        keeps=not searched,
+    )
 
 
 def _for_part(choice: Choice, source: ModelFile) -> Choice:

@@ -12,12 +12,14 @@ import pytest
 from onnxruntime import quantization
 
 import ortolan
+from ortolan import NothingToReplaceError
 from ortolan.models import tiny
 
 from .attention_graphs import B, Graph, S, W, attend
 from .int8_layers import DYNAMIC, Int8Layer, adopt, outputs
 from .ort_quantized import FEEDS, layers_of
-from .small_models import op_types, relative_error, run
+from .small_models import make_model, op_types, relative_error, run
+from .stored_layers import NBitsLayer
 from .stored_numbers import dense_numbers
 
 RNG = np.random.default_rng(3)
@@ -118,3 +120,71 @@ def test_answers_are_nearer_to_the_float_model_and_the_same_in_a_batch(
     for row in range(len(ids)):
         alone = session.run(None, {name: array[row : row + 1] for name, array in feeds.items()})[0]
         np.testing.assert_array_equal(alone[0], ours[row])
+
+
+def half_quantized(folder: Path, **layers: int) -> Path:
+    """Layers of these widths behind each other, the first stored in int8."""
+    rng = np.random.default_rng(5)
+    nodes, weights, source, k = [], {}, "x", 64
+    for name, n in layers.items():
+        nodes.append(onnx.helper.make_node("MatMul", [source, f"{name}_weight"], [f"{name}_y"], name=name))
+        weights[f"{name}_weight"] = (rng.standard_normal((k, n)) / 8).astype(np.float32)
+        source, k = f"{name}_y", n
+    kind = onnx.TensorProto.FLOAT
+    model = make_model(nodes, {"x": (kind, ["batch", 64])}, {source: (kind, ["batch", k])}, weights)
+    onnx.save(model, folder / "float.onnx")
+    quantization.quantize_dynamic(folder / "float.onnx", folder / "half.onnx", nodes_to_quantize=[next(iter(layers))])
+    return folder / "half.onnx"
+
+
+def test_int8_keeps_stored_integers_and_quantizes_the_rest(tmp_path: Path) -> None:
+    path = half_quantized(tmp_path, body=96, head=80)
+    stored = next(iter(layers_of(path).values()))
+    report = ortolan.optimize_onnx(path, tmp_path / "fast.onnx", weights="int8", options={"verify.seconds": 0.0})
+    assert [(layer.status, layer.weight_bits) for layer in report.layers] == [("replaced", 8)] * 2
+    q, scales, zeros = dense_numbers(onnx.load(tmp_path / "fast.onnx"), report.layers[0].name)
+    np.testing.assert_array_equal((q.astype(np.int16) - zeros) * scales, stored.matrix())
+    assert not any("once more" in note for note in report.notes)
+    kept = ortolan.optimize_onnx(path, options={"verify.seconds": 0.0}).layers[1]
+    assert kept.status == "kept" and "weights='int8' and 'int4' quantize it" in (kept.reason or "")
+
+
+def test_int8_keeps_weights_of_four_bits() -> None:
+    report = ortolan.optimize_onnx(NBitsLayer(128, 64, 32).model(), weights="int8", options={"verify.seconds": 0.0})
+    assert op_types(report.model) == ["W4A8MatMul"]
+    assert "layer 'linear' keeps the 4-bit weights that the model stores, number by number" in report.notes
+
+
+def test_bf16_names_its_own_size_and_what_keeps_the_weights(tmp_path: Path) -> None:
+    path = half_quantized(tmp_path, body=96)
+    with pytest.raises(
+        NothingToReplaceError, match=r"in bf16, more than .* \(leave weights out to keep what the model"
+    ):
+        ortolan.optimize_onnx(path, weights="bf16")
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_heads_that_no_operator_takes_are_not_rounded(weights: str) -> None:
+    """A panel has 16 columns, so that of a head with two labels would take more than its floats."""
+    matrix = np.random.default_rng(6).standard_normal((96, 2)).astype(np.float32)
+    kind = onnx.TensorProto.FLOAT
+    nodes = [
+        onnx.helper.make_node("MatMul", ["x", "body"], ["h"], name="dense"),
+        onnx.helper.make_node("MatMul", ["h", "labels"], ["logits"], name="classifier"),
+    ]
+    body = (np.random.default_rng(7).standard_normal((96, 96)) / 10).astype(np.float32)
+    inputs, outputs = {"x": (kind, ["batch", 96])}, {"logits": (kind, ["batch", 2])}
+    model = make_model(nodes, inputs, outputs, {"body": body, "labels": matrix})
+    options = {"verify.seconds": 0.0, "replace.exclude": []}
+    report = ortolan.optimize_onnx(model, weights=weights, options=options)
+    planned = ortolan.optimize_onnx(model, weights=weights, options=options, dry_run=True)
+    head = report.layers[1]
+    if head.status == "replaced":  # in bf16, where this CPU stores it in few bytes
+        assert (head.weights, weights) == ("bf16", "int8")
+    else:
+        assert (head.status, head.weight_bits) == ("kept", None)
+        assert "packed, its weight would take" in (head.reason or "") and "in int8" in (head.reason or "")
+        kept = next(tensor for tensor in report.model.graph.initializer if tensor.name == "labels")
+        np.testing.assert_array_equal(onnx.numpy_helper.to_array(kept), matrix)
+    assert planned.layers[1].reason == head.reason and len(planned.replaced) == len(report.replaced)
+    assert not any("quantized but not replaced" in note for note in report.notes)

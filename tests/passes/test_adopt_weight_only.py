@@ -387,14 +387,15 @@ def test_matmul_nbits_with_a_bias() -> None:
     np.testing.assert_allclose(found[0], np.linspace(-1, 1, 33), rtol=1e-6)
 
 
-def test_other_recipes_round_the_weight_once_more() -> None:
-    forms = [("linear", "int8", "SparseAMXMatMul"), ("linear", "int4", "W4A8MatMul")]
+def test_other_recipes_keep_eight_bits_or_round_them_once_more() -> None:
+    forms = [("linear", "int8", "W8A8MatMul"), ("linear", "int4", "W4A8MatMul")]
     for name, weights, op in [*forms, ("lm_head", "int8", "W8A8MatMul"), ("lm_head", "int4", "W8A8MatMul")]:
         model, matrix = nbits(128, 64, 32)
         model.graph.node[0].name = name
         report = ortolan.optimize_onnx(model, weights=weights, options={"verify.seconds": 0.0, "may_grow": True})
         assert op_types(report.model) == [op]
-        assert any("stored in 8 bits already" in note for note in report.notes)
+        assert any("stored in 8 bits already" in note for note in report.notes) == (weights == "int4")
+        assert any("keeps the 8-bit weights" in note for note in report.notes) == (weights == "int8")
         x = np.random.default_rng(1).standard_normal((5, 128)).astype(np.float32)
         (answer,) = run(report.model, {"x": x}, library=True)
         assert relative_error(x @ matrix, answer) < (0.15 if op == "W4A8MatMul" else 0.02)
