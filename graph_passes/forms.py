@@ -277,12 +277,11 @@ class Form(PassOptions):
             stored = {"weights": "bf16"} if self.stored == "bf16" else {}
             return [{"name": "replace", "op": "MaskedMatMul", **stored}]
         if self.keeps_stored:
-            # Each operator takes the stored weights of its format; the last one also takes float weights, as bf16.
+            # Each operator takes the stored weights of its format as well.
             return [
                 {"name": "replace", "op": "W4A8MatMul"},
-                {"name": "replace", "op": "W8A8MatMul", "keep_numbers": True},
-                {"name": "replace", "op": "SparseAMXMatMul", "keep_numbers": True},
-                {"name": "replace", "op": "SparseAMXMatMul"},
+                {"name": "replace", "op": "W8A8MatMul", "keep_stored": True},
+                {"name": "replace", "op": "SparseAMXMatMul", "keep_stored": True},
             ]
         # In front of SparseAMXMatMul, which would take what is ignored as well, in bf16.
         eight: list[Pass] = [{"name": "replace", "op": "W8A8MatMul"}] if self.ignores_in_eight_bits else []

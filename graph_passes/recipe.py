@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .report.search import AutoReport
 
 # Options of which layers a pass takes, and how: where a recipe has the pass twice, they are for both.
-_OF_ALL = ("select", "exclude", "may_grow", "fuse", "keep_numbers", "precision")
+_OF_ALL = ("select", "exclude", "may_grow", "fuse", "keep_numbers", "keep_stored", "precision")
 # These take attentions: without a cache, and with one. What is selected is selected for all.
 _OF_ATTENTIONS = {"fuse_attention", "compress_cache", "fuse_cached_attention"}
 

@@ -88,7 +88,8 @@ class LayerStudy:
         for linear in linears:
             reason = None
             if linear.int4 is not None or linear.int8 is not None:
-                reason = "stores a quantized weight, which the default takes over (leave recipe out)"
+                kept = "it stores a quantized weight, which the default keeps (leave recipe out)"
+                reason = linear.why_not_stored or kept
             elif linear.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
                 reason = f"computes on {linear.dtype.name}, expected FLOAT or FLOAT16"
             elif names[linear.name] > 1:

@@ -71,6 +71,8 @@ _OTHER_LINEAR_OPS = {
     "QMoE": "a mixture of experts in a fused operator",
     "Einsum": "Einsum is not looked into; export it as MatMul",
 }
+# Those whose reason tells what is wrong with the weight that they store.
+_STORING = (MATMUL_NBITS, "MatMulBnb4", "MatMulFpQ4", MATMUL_INTEGER_TO_FLOAT, DYNAMIC_QUANTIZE_MATMUL, "QMoE")
 _MISSING = "an input is missing"
 _ACTIVATION_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -242,6 +244,18 @@ def count_stored(model: ir.Model) -> int:
     return layers + sum(stores_int8(node) for node in model.graph.all_nodes()) + count_int8_layers(model)
 
 
+def why_not_kept(model: ir.Model) -> dict[str, str]:
+    """By name, layers that store weights of few bits which cannot be taken over, and why."""
+    found = {}
+    for one in find_linears(model):
+        if isinstance(one, NotLinear):
+            if one.node.op_type in _STORING and _holds_matrix(one.node):
+                found[one.name] = one.reason
+        elif one.why_not_stored:
+            found[one.name] = one.why_not_stored
+    return found
+
+
 def linears_in(model: ir.Model) -> Iterator[Linear]:
     return (found for found in find_linears(model) if isinstance(found, Linear))
 
@@ -341,7 +355,9 @@ def _match_int8(node: ir.Node) -> Linear | NotLinear:
 
 def _why_not_constant(node: ir.Node, weight_value: ir.Value) -> str:
     if weight_value.is_initializer():
-        return f"weight {weight_value.name!r} is also a graph input, so callers may replace it; export without that"
+        return (
+            "its weight is also a graph input, so callers may replace it; export with keep_initializers_as_inputs=False"
+        )
     made = why_not_computed(weight_value)
     if made is not None:
         return f"weight {weight_value.name!r} is made by {made}; export the model with the weight as it is"

@@ -19,6 +19,10 @@ nothing unpacked but the rows that are asked for. In W8A8MatMul (the layout: ops
     weights  int8 [panels, quads, 16, 4],   scales  [panels, groups, 16]
     row(i) = weights[i / 16, :, i % 16, :] scales[i / 16, 4 quad / group_size, i % 16]
 
+in W4A8MatMul (ops/formats/int4_group.h), the low bits of a byte being of a quad and the high bits of the next one,
+
+    weights  uint8 [panels, pairs of quads, 64],   scales, zero_points  [panels, groups, 16]
+
 in the dense storage of SparseAMXMatMul (ops/formats/bitmap.h), with d = 2 for bf16 and 4 for int8,
 
     values  bf16 or int8 [panels, padded width / d, 16, d], flat,   scales of int8  [panels, 1, 16]
@@ -40,6 +44,7 @@ from .function_body import PANEL_COLUMNS
 from .nodes import new_initializer
 
 _QUAD = 4  # inputs of a column that lie together
+_MIDDLE = 8  # the zero point of 4 bits where a weight has none
 _NEVER = np.iinfo(np.int64).max  # as a divisor: of every id the quotient is 0, and the rest the id
 NewName = Callable[[str], str]
 
@@ -88,10 +93,7 @@ class StoredEmbedding:
     def _four_bits(self, write: _Writer, q: ir.Value, reader: _Reader) -> ir.Value:
         """Numbers less their zero points, float32, of bytes."""
         assert self.zero_points is not None
-        four = write.constant(np.array(4, np.uint8))
-        low = write.op("BitShift", write.op("BitShift", q, four, direction="LEFT"), four, direction="RIGHT")
-        high = write.op("BitShift", q, four, direction="RIGHT")
-        q = write.op("Cast", write.op("Concat", low, high, axis=-1), to=ir.DataType.FLOAT)
+        q = _nibbles(write, q)
         zero = write.op("Cast", write.op("Gather", self.zero_points, reader.ids), to=ir.DataType.FLOAT)
         return write.op("Sub", q, write.op("Mul", zero, write.constant(np.array(1 / FRACTION_STEPS, np.float32))))
 
@@ -110,6 +112,41 @@ class StoredEmbedding:
             rows = write.op("Mul", q, write.op("Unsqueeze", scale, write.constant([-1])))
             self._put(write, reader, self._joined(write, rows, reader, quads * _QUAD), quads * _QUAD)
         self.q, self.scales = weights, scales
+
+    def add_lookups(self, nodes: Sequence[ir.Node]) -> None:
+        """Nodes of the model, with ids as their second input, that are to read the weight of a head."""
+        for node in nodes:
+            ids = node.inputs[1]
+            assert ids is not None
+            self.readers.append(_Reader(node.name or "", ids, None if ids.shape is None else len(ids.shape), [node]))
+
+    def read_int4_groups(
+        self, weights: ir.Value, scales: ir.Value, steps: int, graph: ir.Graph, new_name: NewName
+    ) -> None:
+        """Puts nodes that read the weight of a W4A8MatMul in the place of those that were. steps: of a zero point's
+        unit; without zero points, that of all numbers is 8."""
+        assert self.group_size is not None
+        pairs = -(-self.width // (2 * _QUAD))  # of quads, in the low and high bits of four bytes
+        offsets = np.zeros((pairs, _QUAD, 3), np.int64)
+        offsets[..., 1], offsets[..., 2] = np.arange(pairs)[:, None], np.arange(_QUAD)
+        groups = np.arange(pairs) * 2 * _QUAD // self.group_size
+        for reader in self.readers:
+            write = _Writer(graph, reader.name, new_name)
+            place = self._places(write, reader)
+            column = write.op("Mul", place, write.constant([1, 1, _QUAD]))
+            byte = write.op("Add", write.op("Unsqueeze", column, write.constant([-2])), write.constant(offsets))
+            q = _nibbles(write, write.op("GatherND", weights, byte))
+            of_group = _beside(write, place, groups)
+            if self.zero_points is None:
+                zero = write.constant(np.array(_MIDDLE, np.float32))
+            else:
+                zero = write.op("Cast", write.op("GatherND", self.zero_points, of_group), to=ir.DataType.FLOAT)
+                zero = write.op("Div", zero, write.constant(np.array(steps, np.float32)))
+                zero = write.op("Unsqueeze", zero, write.constant([-1]))
+            scale = write.as_float(write.op("GatherND", scales, of_group), scales)
+            rows = write.op("Mul", write.op("Sub", q, zero), write.op("Unsqueeze", scale, write.constant([-1])))
+            padded = pairs * 2 * _QUAD
+            self._put(write, reader, self._joined(write, rows, reader, padded), padded)
 
     def read_dense(
         self, values: ir.Value, scales: ir.Value | None, inputs: int, graph: ir.Graph, new_name: NewName
@@ -178,6 +215,14 @@ def read_as_float16(graph: ir.Graph, node: ir.Node, table: np.ndarray, new_name:
     rows = write.op("Cast", write.op("Gather", stored, ids), to=ir.DataType.FLOAT)
     ir.convenience.replace_nodes_and_values(node.graph, node, [node], write.nodes, [node.outputs[0]], [rows])
     remove_unused(before)
+
+
+def _nibbles(write: _Writer, q: ir.Value) -> ir.Value:
+    """The low and behind them the high bits of bytes [..., n], float32 [..., 2 n]."""
+    four = write.constant(np.array(4, np.uint8))
+    low = write.op("BitShift", write.op("BitShift", q, four, direction="LEFT"), four, direction="RIGHT")
+    high = write.op("BitShift", q, four, direction="RIGHT")
+    return write.op("Cast", write.op("Concat", low, high, axis=-1), to=ir.DataType.FLOAT)
 
 
 def _beside(write: _Writer, place: ir.Value, middle: np.ndarray) -> ir.Value:

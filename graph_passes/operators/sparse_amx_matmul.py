@@ -64,7 +64,9 @@ class SparseAMXMatMul(Replacement):
         if isinstance(quantization, StoredInt4 | StoredInt8) and not self.keeps_numbers:
             if quantization.bits == 4:
                 return "has scales, and perhaps zero points, that SparseAMXMatMul does not take"
-            return "is stored in int8, which SparseAMXMatMul does not take over; give pattern='4x1'"
+            return (
+                "is stored in int8, which SparseAMXMatMul does not take over here; give weights='int8' or pattern='4x1'"
+            )
         zero_points = quantization is not None and not quantization.symmetric
         if zero_points and _stores_zero_points(quantization):
             # In a sparse storage, what is not stored is a zero of the numbers, but no weight of zero.

@@ -57,11 +57,7 @@ def normalize(model: ir.Model, name: str) -> None:
     if "ai.onnx" in model.opset_imports:  # another spelling of the default domain
         model.opset_imports.setdefault("", model.opset_imports.pop("ai.onnx"))
     model.opset_imports.setdefault("", MINIMUM_OPSET)
-    if model.ir_version < 4:
-        # These versions demanded that initializers be listed as inputs; nobody passes them.
-        kept = [value for value in model.graph.inputs if not value.is_initializer()]
-        model.graph.inputs.clear()
-        model.graph.inputs.extend(kept)
+    drop_listed_initializers(model)
     model.ir_version = max(model.ir_version, MINIMUM_IR_VERSION)
     inline_functions(model)
     if model.opset_imports[""] < MINIMUM_OPSET:
@@ -91,6 +87,15 @@ def squeeze_weights(model: ir.Model, new_name: Callable[[str], str]) -> None:
         squeeze.outputs[0].dtype, squeeze.outputs[0].shape = tensor.dtype, ir.Shape(tensor.shape.numpy()[-2:])
         model.graph.insert_before(node, squeeze)
         node.replace_input_with(1, squeeze.outputs[0])
+
+
+def drop_listed_initializers(model: ir.Model) -> None:
+    """Takes initializers from the inputs of a model below IR version 4, which had to list them: nobody passes them."""
+    if model.ir_version < 4:
+        kept = [value for value in model.graph.inputs if not value.is_initializer()]
+        model.graph.inputs.clear()
+        model.graph.inputs.extend(kept)
+        model.ir_version = 4
 
 
 def inline_functions(model: ir.Model) -> None:

@@ -83,16 +83,8 @@ class Plan:
             return None
         if state is None:
             state = LayerState(linear.stored_bytes, stored_bits=linear.stored_bits)
-        state = dataclasses.replace(state, quantized=chosen)
-        reasons = []
-        for rule in self._rules:
-            foreseen = self.foreseen(linear, state, rule)
-            reason = self._why_not(linear, stored, foreseen, rule)
-            if reason is None:
-                return None
-            if rule.replacement.why_not(linear.k, chosen) is None and rule.is_chosen(linear):
-                reasons.append(reason)
-        return reasons[0] if reasons else None
+        reasons = self._reasons(linear, stored, dataclasses.replace(state, quantized=chosen))
+        return None if None in reasons else next(iter(reasons), None)
 
     def _chosen_quantization(self, linear: Linear) -> Quantization | None:
         if self.keeps_numbers(linear):
@@ -119,15 +111,19 @@ class Plan:
     def gains(self, linear: Linear, stored: Stored, state: LayerState) -> bool:
         """Whether a layer is worth changing, so that this is stored of its weight: a step replaces it then, or the
         recipe replaces none."""
-        return not self._rules or any(
-            self._why_not(linear, stored, self.foreseen(linear, state, rule), rule) is None for rule in self._rules
-        )
+        return not self._rules or None in self._reasons(linear, stored, state)
 
-    def _why_not(self, linear: Linear, stored: Stored, state: LayerState, rule: ReplaceRule) -> str | None:
-        """Why the rule's step does not take the layer, by its options or by what the operator holds."""
-        return rule.replacement.why_not(linear.k, rule.quantization(linear, state)) or rule.why_not(
-            linear, stored, state
-        )
+    def _reasons(self, linear: Linear, stored: Stored, state: LayerState) -> list[str | None]:
+        """Why steps replace do not take the layer, None where one does: those whose operator holds such a weight. Where
+        none does, what the user asked for is in error, and pass replace says so."""
+        pairs = [(rule, self.foreseen(linear, state, rule)) for rule in self._rules]
+        able = [
+            (rule, foreseen)
+            for rule, foreseen in pairs
+            if rule.is_chosen(linear)
+            and rule.replacement.why_not(linear.k, rule.quantization(linear, foreseen)) is None
+        ]
+        return [rule.why_not(linear, stored, foreseen) for rule, foreseen in able or pairs]
 
     def foreseen(self, linear: Linear, state: LayerState, rule: ReplaceRule) -> LayerState:
         """The layer's state when the step replace of this rule comes to it."""

@@ -36,6 +36,7 @@ from .replace_nodes import put_node
 from .replace_notes import note_adopted, note_apart, note_copies, note_slow_bitmaps, note_stored_twice, why_nothing
 from .replace_packing import Packer, Target
 from .replace_rule import ReplaceOptions, ReplaceRule
+from .shared_lookups import find_shared_tables, read_shared_tables
 
 _STORED = (StoredInt4, StoredInt8)
 
@@ -67,12 +68,14 @@ class ReplacePass(RecipePass):
         values = {linear: linear.weight_values for linear in linears}
         stored = [linear for linear in linears if isinstance(self._weights.quantization(linear), _STORED)]
         rounding = {linear for linear in stored if rounds_inputs(linear.node)}
+        shared = [] if context.dry_run else find_shared_tables(model, stored)
         for number, linear in enumerate(linears):
             context.progress(Stage.REPLACE, number, len(linears))
             self._replace(linear)
             context.release()
         context.progress(Stage.REPLACE, len(linears), len(linears))
         note_adopted(context, [linear for linear in stored if context.layer(linear).new_op], rounding)
+        read_shared_tables(model, context, self.options.op, shared)
         if not context.dry_run:
             replaced = [linear for linear in linears if context.layer(linear).status == "replaced"]
             note_stored_twice(context, [value for linear in replaced for value in values[linear]])

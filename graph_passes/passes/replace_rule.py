@@ -52,6 +52,9 @@ class ReplaceOptions(PassOptions):
     storage: str | None = field(default=None, metadata=takes("str", choices=(TWO_FOUR, SMALL), none=True))
     # SparseAMXMatMul, W8A8MatMul: takes only layers of 4 or 8 bits, also those that the model stores, number by number.
     keep_numbers: bool = field(default=False, metadata=takes("bool"))
+    # SparseAMXMatMul and W8A8MatMul: whether numbers of 4 or 8 bits that the model stores are kept, beside weights that
+    # are floats or that a pass has quantized.
+    keep_stored: bool = field(default=False, metadata=takes("bool"))
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
 
@@ -61,10 +64,11 @@ class ReplaceOptions(PassOptions):
             raise RecipeError(f"weights is {self.weights!r}, which only op = {MASKED_MATMUL!r} has; leave it out")
         if self.storage is not None and self.op != SPARSE_AMX_MATMUL:
             raise RecipeError(f"storage is {self.storage!r}, which only op = {SPARSE_AMX_MATMUL!r} has; leave it out")
-        if self.keep_numbers and self.op not in (SPARSE_AMX_MATMUL, W8A8_MATMUL):
-            raise RecipeError(
-                f"keep_numbers is true, which only op = {SPARSE_AMX_MATMUL!r} and {W8A8_MATMUL!r} have; leave it out"
-            )
+        for name in ("keep_numbers", "keep_stored"):
+            if getattr(self, name) and self.op not in (SPARSE_AMX_MATMUL, W8A8_MATMUL):
+                raise RecipeError(
+                    f"{name} is true, which only op = {SPARSE_AMX_MATMUL!r} and {W8A8_MATMUL!r} have; leave it out"
+                )
 
     def has(self, name: str) -> bool:
         if name == "fixed_ranges":
@@ -73,6 +77,7 @@ class ReplaceOptions(PassOptions):
             "weights": (MASKED_MATMUL,),
             "storage": (SPARSE_AMX_MATMUL,),
             "keep_numbers": (SPARSE_AMX_MATMUL, W8A8_MATMUL),
+            "keep_stored": (SPARSE_AMX_MATMUL, W8A8_MATMUL),
         }
         return self.op in operators.get(name, REPLACEMENTS)
 
@@ -95,8 +100,12 @@ class ReplaceRule:
         self.replacement = REPLACEMENTS[options.op]()
         if options.weights is not None:
             self.replacement.weights = options.weights
-        self.replacement.storage, self.replacement.keeps_numbers = options.storage, options.keep_numbers
+        self.replacement.storage, self.replacement.keeps_numbers = options.storage, self._keeps
         self.fuses = options.fuse and self.replacement.has_epilogue
+
+    @property
+    def _keeps(self) -> bool:
+        return self.options.keep_numbers or self.options.keep_stored
 
     def is_chosen(self, linear: Linear) -> bool:
         return linear.is_chosen(self.options.select, self.options.exclude)
@@ -105,6 +114,8 @@ class ReplaceRule:
         """The numbers of 4 or 8 bits that the model stores for the layer, if the operator takes them over."""
         found = linear.int8 if linear.int4 is None else linear.int4
         if not isinstance(found, StoredInt4 | StoredInt8) or not self.is_chosen(linear):
+            return None
+        if self.options.keep_stored and self.refuses_range(linear):  # a pass quantizes them again
             return None
         return found if self.replacement.why_not(linear.k, found) is None else None
 
@@ -118,7 +129,7 @@ class ReplaceRule:
 
     def refuses_range(self, linear: Linear) -> bool:
         """Whether the layer's input has a fixed range, which the operator would replace by a range for each row."""
-        return self.options.keep_numbers and self.options.storage != TWO_FOUR and linear.x_range is not None
+        return self._keeps and self.options.storage != TWO_FOUR and linear.x_range is not None
 
     def why_not(self, linear: Linear, stored: Stored, state: LayerState) -> str | None:
         """Why a layer of whose weight this is stored is left as it is, if it is."""
@@ -130,7 +141,7 @@ class ReplaceRule:
             return problem
         if self.options.storage == TWO_FOUR and not stored.is_two_four:
             return f"{stored.beyond_two_four}, expected 2 of 4 at most; give sparsity=0.5, which prunes to that"
-        if self.refuses_range(linear) and self.quantization(linear, state) is not None:
+        if self.options.keep_numbers and self.refuses_range(linear) and self.quantization(linear, state) is not None:
             return f"its input has a fixed range, which {self.options.op} does not take"
         if self.options.keep_numbers and self.quantization(linear, state) is None:
             return linear.why_not_stored or (

@@ -40,9 +40,11 @@ class Choice:
         """Whether the user asked for this form or recipe."""
         return self.recipe is not None and not self.keeps and not self.of_other
 
-    def measuring(self) -> Choice:
-        """The recipe is found by measurement. Raises RecipeError for options that it will not have: of what is yet to
-        be found, only its verification is known."""
+    def measuring(self, note: str = "") -> Choice:
+        """The recipe is found by measurement. note: for the report.
+
+        Raises RecipeError for options of passes: of the recipe that is yet to be found, only verification is known.
+        """
         steps = [{"name": "normalize"}, {"name": "verify"}]
         try:
             Recipe.from_dict({"name": AUTO, "pass": steps}).with_options(self.options)
@@ -50,7 +52,7 @@ class Choice:
             raise RecipeError(
                 f"{error}; others are set in a recipe that is given: recipe, weights, sparsity, …"
             ) from None
-        return replace(self, measured=True)
+        return replace(self, measured=True, note=note)
 
     def adopting(self, reason: str) -> Choice:
         """The recipe that takes over few-bit weights as a model stores them. Raises RecipeError for unknown options."""

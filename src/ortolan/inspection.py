@@ -28,7 +28,12 @@ from ortolan.graph_passes.operators import w8a8_matmul_function as w8a8
 from ortolan.graph_passes.operators.nodes import NewNames
 from ortolan.graph_passes.operators.sparse_amx_matmul_storage import BITMAP, DENSE, TWO_FOUR, storage_of, stored_in
 from ortolan.graph_passes.passes import fuse_lut as lut
-from ortolan.graph_passes.passes.normalize import inline_functions, optimized_with, squeeze_weights
+from ortolan.graph_passes.passes.normalize import (
+    drop_listed_initializers,
+    inline_functions,
+    optimized_with,
+    squeeze_weights,
+)
 from ortolan.graph_passes.report.figures import human_bytes
 from ortolan.graph_passes.report.lines import WIDTH, first_of, lay_out, percent, table, wrap
 from ortolan.graph_passes.report.optimization import SPARSE
@@ -191,6 +196,7 @@ def _inspect(file: ModelFile) -> Inspection:
         inputs=[_tensor_info(value) for value in graph_model.graph.inputs if not value.is_initializer()],
         outputs=[_tensor_info(value) for value in graph_model.graph.outputs],
     )
+    drop_listed_initializers(graph_model)
     inline_functions(graph_model)  # the layers of a model with functions lie inside of them
     standard = (*DEFAULT_DOMAINS, ORTOLAN_DOMAIN)
     outside = {op_name(node) for node in graph_model.graph.all_nodes() if node.domain not in standard}

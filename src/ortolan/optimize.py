@@ -39,7 +39,7 @@ from ortolan.graph_passes.files.model_folder import (
 from ortolan.graph_passes.files.spill import TensorSpill
 from ortolan.graph_passes.files.work_folder import work_folder
 from ortolan.graph_passes.find.bfloat16 import widen_bfloat16
-from ortolan.graph_passes.find.linear import count_stored
+from ortolan.graph_passes.find.linear import count_stored, why_not_kept
 from ortolan.graph_passes.forms import AUTO, CHOICES
 from ortolan.graph_passes.measure.evidence import Evidence
 from ortolan.graph_passes.measure.feeds import Calibration, Feeds, read_calibration, read_prompt
@@ -47,7 +47,7 @@ from ortolan.graph_passes.measure.finite import check_weights
 from ortolan.graph_passes.measure.sessions import quiet_options
 from ortolan.graph_passes.options import HEADS
 from ortolan.graph_passes.passes.context import PassContext
-from ortolan.graph_passes.passes.normalize import optimized_with
+from ortolan.graph_passes.passes.normalize import drop_listed_initializers, optimized_with
 from ortolan.graph_passes.recipe import Recipe
 from ortolan.graph_passes.report.optimization import OptimizationReport
 from ortolan.graph_passes.run import run_recipe
@@ -312,9 +312,22 @@ def _default_recipe(source: ModelFile, choice: Choice) -> Choice:
     """The choice, with a recipe for a model that needs no measurement if it has none. Raises RecipeError."""
     if choice.recipe is not None or choice.bits is not None:
         return choice
-    stored = 0 if choice.measured else _count_stored(source)
+    if choice.measured:
+        return choice.measuring()
+    stored, reasons = _count_stored(source)
+    if not stored:
+        return choice.measuring(_describe_lost(reasons))
     layers = f"{stored} layers store" if stored > 1 else "1 layer stores"
-    return choice.adopting(f"{layers} few-bit weights") if stored else choice.measuring()
+    return choice.adopting(f"{layers} few-bit weights")
+
+
+def _describe_lost(reasons: Mapping[str, str]) -> str:
+    """Why weights of few bits are not kept, for the report. reasons: by layer."""
+    if not reasons:
+        return ""
+    layers = f"{len(reasons)} layers store" if len(reasons) > 1 else "1 layer stores"
+    name, reason = next(iter(reasons.items()))
+    return f"{layers} few-bit weights that cannot be kept, such as {name!r}: {reason}"
 
 
 class _Run:
@@ -531,10 +544,11 @@ def _load(model: Any) -> ModelFile:
     return source
 
 
-def _count_stored(source: ModelFile) -> int:
-    """The layers whose weights of few bits can be taken over as they are."""
+def _count_stored(source: ModelFile) -> tuple[int, dict[str, str]]:
+    """How many layers store weights of few bits that can be taken over as they are; and why others cannot, by name."""
     try:
-        return count_stored(source.model)
+        drop_listed_initializers(source.model)
+        return count_stored(source.model), why_not_kept(source.model)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         # What a malformed model trips over. No recipe may be chosen for a model that could not be read.
         raise ModelError(f"{source.name} is not a well-formed ONNX model: {error!r}") from error

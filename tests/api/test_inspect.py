@@ -128,3 +128,31 @@ def test_functions_and_fusions():
     assert [(layer.k, layer.replaceable) for layer in found.linears] == [(8, True)]
     assert found.fusions == {"com.microsoft::Gelu": 1}
     onnx.checker.check_model(model)
+
+
+def listed(model: onnx.ModelProto, ir_version: int) -> onnx.ModelProto:
+    """The model with its initializers among its inputs."""
+    model.ir_version = ir_version
+    for tensor in model.graph.initializer:
+        model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+    return model
+
+
+def test_old_models_that_list_their_initializers_as_inputs():
+    """inspect says what optimize does, and stored weights are seen."""
+    model = listed(ir.to_proto(tiny.mlp()), 3)
+    found = ortolan.inspect_onnx(model)
+    report = ortolan.optimize_onnx(model, weights="bf16", options={"verify.seconds": 0.0})
+    assert [layer.replaceable for layer in found.linears] == [True] * 3 == [bool(one.new_op) for one in report.layers]
+    assert (found.ir_version, len(found.inputs)) == (3, 1)
+    stored = listed(ir.to_proto(tiny.mlp((64, 64), ["dequantize"])), 3)
+    report = ortolan.optimize_onnx(stored, options={"verify.seconds": 0.0})
+    assert any("8-bit weights" in note for note in report.notes) and report.layers[0].status == "replaced"
+
+
+def test_weights_that_callers_may_replace_have_one_reason():
+    model = listed(ir.to_proto(tiny.mlp()), 8)
+    (reason,) = {layer.reason for layer in ortolan.inspect_onnx(model).linears}
+    assert "is also a graph input" in reason and "keep_initializers_as_inputs=False" in reason
+    with pytest.raises(ortolan.NothingToReplaceError, match="keep_initializers_as_inputs=False"):
+        ortolan.optimize_onnx(model, weights="bf16")

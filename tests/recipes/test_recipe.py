@@ -289,9 +289,10 @@ def test_passes_of_one_name_are_told_apart_by_number():
 @pytest.mark.parametrize(
     ("form", "name", "value", "numbers"),
     [
-        ({"weights": "int8"}, "storage", "small", [2]),
-        ({"weights": "int8"}, "replace.storage", "2:4", [2]),
-        ({"weights": "int8"}, "keep_numbers", True, [1, 2]),
+        ({"weights": "int8"}, "storage", "small", [3]),
+        ({"weights": "int8"}, "replace.storage", "2:4", [3]),
+        ({"weights": "int8"}, "keep_numbers", True, [2, 3]),
+        ({"weights": "int8"}, "keep_stored", False, [1, 2, 3]),
         ({"weights": "int8", "method": "gptq"}, "damping", 0.5, [1]),
         ({"weights": "int8", "method": "gptq"}, "quantize.act_order", False, [1]),
         ({"weights": "int4"}, "symmetric", True, [1]),
