@@ -9,11 +9,14 @@ from typing import Any
 
 from ortolan.graph_passes.auto.bits import BitSettings
 from ortolan.graph_passes.auto.budget import Budget, Limit
+from ortolan.graph_passes.files.model_file import ModelFile
+from ortolan.graph_passes.find.linear import count_stored, why_not_kept
 from ortolan.graph_passes.forms import ADOPT, AUTO, CHOICES, PRESETS, Form
 from ortolan.graph_passes.options import HEADS
+from ortolan.graph_passes.passes.normalize import drop_listed_initializers
 from ortolan.graph_passes.recipe import Recipe
 
-from .errors import RecipeError
+from .errors import ModelError, RecipeError
 
 _CACHED_PROMPT = "cached-prompt"
 
@@ -142,3 +145,36 @@ def _ready_made(
 
 def _is_default(name: str, value: Any) -> bool:
     return name == "ignore" and value in (HEADS, (HEADS,), [HEADS])
+
+
+def default_recipe(source: ModelFile, choice: Choice) -> Choice:
+    """The choice, with a recipe for a model that needs no measurement if it has none. Raises RecipeError."""
+    if choice.recipe is not None or choice.bits is not None:
+        return choice
+    if choice.measured:
+        return choice.measuring()
+    stored, reasons = _count_stored(source)
+    if not stored:
+        return choice.measuring(_describe_lost(reasons))
+    layers = f"{stored} layers store" if stored > 1 else "1 layer stores"
+    return choice.adopting(f"{layers} few-bit weights")
+
+
+def _describe_lost(reasons: Mapping[str, str]) -> str:
+    """Why weights of few bits are not kept, for the report. reasons: by layer."""
+    if not reasons:
+        return ""
+    layers = f"{len(reasons)} layers store" if len(reasons) > 1 else "1 layer stores"
+    name, reason = next(iter(reasons.items()))
+    return f"{layers} few-bit weights that cannot be kept, such as {name!r}: {reason}"
+
+
+def _count_stored(source: ModelFile) -> tuple[int, dict[str, str]]:
+    """How many layers store weights of few bits that can be kept; if there are none, why not, by layer."""
+    try:
+        drop_listed_initializers(source.model)
+        stored = count_stored(source.model)
+        return stored, {} if stored else why_not_kept(source.model)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        # What a malformed model trips over. No recipe may be chosen for a model that could not be read.
+        raise ModelError(f"{source.name} is not a well-formed ONNX model: {error!r}") from error

@@ -39,7 +39,6 @@ from ortolan.graph_passes.files.model_folder import (
 from ortolan.graph_passes.files.spill import TensorSpill
 from ortolan.graph_passes.files.work_folder import work_folder
 from ortolan.graph_passes.find.bfloat16 import widen_bfloat16
-from ortolan.graph_passes.find.linear import count_stored, why_not_kept
 from ortolan.graph_passes.forms import AUTO, CHOICES
 from ortolan.graph_passes.measure.evidence import Evidence
 from ortolan.graph_passes.measure.feeds import Calibration, Feeds, read_calibration, read_prompt
@@ -47,7 +46,7 @@ from ortolan.graph_passes.measure.finite import check_weights
 from ortolan.graph_passes.measure.sessions import quiet_options
 from ortolan.graph_passes.options import HEADS
 from ortolan.graph_passes.passes.context import PassContext
-from ortolan.graph_passes.passes.normalize import drop_listed_initializers, optimized_with
+from ortolan.graph_passes.passes.normalize import optimized_with
 from ortolan.graph_passes.recipe import Recipe
 from ortolan.graph_passes.report.optimization import OptimizationReport
 from ortolan.graph_passes.run import run_recipe
@@ -55,7 +54,7 @@ from ortolan.graph_passes.text.text_input import add_text_input, check_text_mode
 from ortolan.graph_passes.text.text_plan import TextInput, TextPlan
 from ortolan.graph_passes.text.texts import Tokenizer, count_tokens, feeds_of_texts, find_tokenizer, read_texts
 
-from .choice import Choice, read_choice
+from .choice import Choice, default_recipe, read_choice
 from .errors import CalibrationError, ModelError, NothingToReplaceError, OutputError
 from .library import LIBRARY_NAME
 from .optimize_parts import PartFeeds, check_caches, optimize_parts, refuse_for_parts
@@ -177,7 +176,7 @@ def optimize_onnx(
     run = _Run(
         source,
         _check_target(output, source),
-        _default_recipe(source, choice),
+        default_recipe(source, choice),
         text=text,
         genai=find_genai_config(source),
         prompt_ids=ids,
@@ -226,7 +225,7 @@ def _optimize_parts(
             run = _Run(
                 source,
                 written,
-                _default_recipe(source, own),
+                default_recipe(source, own),
                 text=None,
                 genai=None,
                 prompt_ids=None,
@@ -306,28 +305,6 @@ def _search(
     if made is None:
         return Recipe(AUTO, search.report.outcome, (), search.report), None
     return replace(made.recipe, search=search.report), made
-
-
-def _default_recipe(source: ModelFile, choice: Choice) -> Choice:
-    """The choice, with a recipe for a model that needs no measurement if it has none. Raises RecipeError."""
-    if choice.recipe is not None or choice.bits is not None:
-        return choice
-    if choice.measured:
-        return choice.measuring()
-    stored, reasons = _count_stored(source)
-    if not stored:
-        return choice.measuring(_describe_lost(reasons))
-    layers = f"{stored} layers store" if stored > 1 else "1 layer stores"
-    return choice.adopting(f"{layers} few-bit weights")
-
-
-def _describe_lost(reasons: Mapping[str, str]) -> str:
-    """Why weights of few bits are not kept, for the report. reasons: by layer."""
-    if not reasons:
-        return ""
-    layers = f"{len(reasons)} layers store" if len(reasons) > 1 else "1 layer stores"
-    name, reason = next(iter(reasons.items()))
-    return f"{layers} few-bit weights that cannot be kept, such as {name!r}: {reason}"
 
 
 class _Run:
@@ -542,16 +519,6 @@ def _load(model: Any) -> ModelFile:
         )
     widen_bfloat16(source)
     return source
-
-
-def _count_stored(source: ModelFile) -> tuple[int, dict[str, str]]:
-    """How many layers store weights of few bits that can be taken over as they are; and why others cannot, by name."""
-    try:
-        drop_listed_initializers(source.model)
-        return count_stored(source.model), why_not_kept(source.model)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        # What a malformed model trips over. No recipe may be chosen for a model that could not be read.
-        raise ModelError(f"{source.name} is not a well-formed ONNX model: {error!r}") from error
 
 
 def _check_target(output: str | os.PathLike[str] | None, source: ModelFile) -> Path | None:
