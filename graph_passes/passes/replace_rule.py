@@ -159,7 +159,8 @@ class ReplaceRule:
         same_bits = quantization is not None and quantization.bits == state.stored_bits
         if packed > state.bytes_before and not (adopted or same_bits or self.options.may_grow):
             form = self.replacement.weights if quantization is None else f"int{quantization.bits}"
-            keep = "" if state.stored_bits is None else "leave weights out to keep what the model stores; "
+            stored_as_it_is = "leave weights out to keep what the model stores"
+            keep = "" if state.stored_bits is None else f"{linear.why_not_stored or stored_as_it_is}; "
             return (
                 f"packed, its weight would take {human_bytes(packed)} in {form}, more than the "
                 f"{human_bytes(state.bytes_before)} it takes now ({keep}may_grow=true replaces it all the same)"

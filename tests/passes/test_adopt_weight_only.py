@@ -17,6 +17,7 @@ from ortolan import NothingToReplaceError, OptimizationReport
 
 from ..pairwise import pairwise
 from .small_models import make_model, op_types, relative_error, run
+from .stored_layers import DequantizedLayer
 
 TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
 RNG = np.random.default_rng(0)
@@ -419,6 +420,9 @@ def test_the_report_says_why_stored_weights_are_not_kept() -> None:
         for note in report.notes
     )
     assert not any("which the default keeps" in line for line in str(report).splitlines())
+    four = DequantizedLayer(128, 64, 16).model()
+    with pytest.raises(NothingToReplaceError, match=r"in int8, more than .*it is stored in 4 bits, but its block_size"):
+        ortolan.optimize_onnx(four, weights="int8")
 
 
 def test_a_scale_an_input() -> None:
