@@ -57,10 +57,13 @@ def _errors(alone: Outputs, together: Outputs, tokens: int, shape: tuple[int, ..
     """Of each output, as a share of its norm. tokens: of the sequence that is the last of the batch, of this shape."""
     errors = []
     for one, other in zip(alone, together, strict=True):
-        if one is None or other is None or one.dtype.kind != "f":
+        if one is None or other is None or one.dtype.kind != "f" or not other.ndim:
             errors.append(0.0)
             continue
         row = other[1:, :tokens] if other.ndim >= 2 and other.shape[:2] == shape else other[1:]
+        if row.shape != one.shape:  # not one answer a sequence, such as a weight that is an output
+            errors.append(0.0)
+            continue
         same = np.array_equal(one, row, equal_nan=True)
         norm = float(np.linalg.norm(one.astype(np.float64)))
         errors.append(0.0 if same else float(np.linalg.norm(one.astype(np.float64) - row)) / norm if norm else np.inf)

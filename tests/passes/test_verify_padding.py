@@ -74,3 +74,14 @@ def test_answers_that_depend_on_the_batch_are_refused(shift: float) -> None:
 )
 def test_what_cannot_be_asked(session: Session, feeds: dict[str, np.ndarray] | None) -> None:
     assert notes_of(session, feeds) == [] and not session.asked
+
+
+def test_outputs_that_are_not_one_a_sequence_are_not_compared() -> None:
+    class WithWeights(Session):
+        def run(self, _: None, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+            return [*super().run(_, feeds), np.ones(5, np.float32), np.float32(3) * np.ones(()), np.eye(2)]
+
+    notes: list[str] = []
+    context: Any = SimpleNamespace(note=notes.append)
+    verify_padding(context, WithWeights(), FEEDS, ["rows", "mean", "place", "weight", "scalar", "matrix"])
+    assert notes == ["answers of 4 tokens alone, and padded in a batch: the same bit by bit"]

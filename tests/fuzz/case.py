@@ -1,0 +1,130 @@
+"""A model on its way through mutations, and the feeds that it is run on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+Feeds = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Feeds by the base model's input names, and which positions [batch, tokens] hold a token (None: all)."""
+
+    feeds: Feeds
+    visible: np.ndarray | None = None
+
+
+@dataclass
+class Case:
+    """A model, how to draw feeds for it, and what has been done to it.
+
+    `names` maps the base model's inputs to their current names, `extra` holds inputs that mutations have added.
+    """
+
+    model: onnx.ModelProto
+    draw: Callable[[np.random.Generator, int, int], Draw]
+    names: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, Callable[[np.random.Generator], np.ndarray]] = field(default_factory=dict)
+    external: bool = False  # the weights go into a file beside the model
+    done: list[str] = field(default_factory=list)
+    counter: int = 0
+
+    def fresh(self, stem: str) -> str:
+        """Return a name that no value or node has yet."""
+        self.counter += 1
+        return f"{stem}_fz{self.counter}"
+
+    def feeds(self, rng: np.random.Generator, batch: int, tokens: int) -> tuple[Feeds, np.ndarray | None]:
+        """Draw feeds in the types that the inputs have now, and the visible positions."""
+        drawn = self.draw(rng, batch, tokens)
+        stored = {one.name for one in self.model.graph.initializer}
+        known = {self.names.get(name, name): array for name, array in drawn.feeds.items()}
+        given = {}
+        for value in self.model.graph.input:
+            if value.name in stored:
+                continue
+            array = known[value.name] if value.name in known else self.extra[value.name](rng)
+            given[value.name] = array.astype(helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
+        return given, drawn.visible
+
+
+def graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
+    """The main graph and all subgraphs, outer ones first."""
+    front = [model.graph]
+    while front:
+        graph = front.pop()
+        yield graph
+        front += subgraphs(graph.node)
+
+
+def subgraphs(nodes: Any) -> list[onnx.GraphProto]:
+    """The graphs in attributes of the nodes, without those nested deeper."""
+    found = [one.g for node in nodes for one in node.attribute if one.type == onnx.AttributeProto.GRAPH]
+    return found + [graph for node in nodes for one in node.attribute for graph in one.graphs]
+
+
+def reads(node: onnx.NodeProto) -> set[str]:
+    """All names that a node reads: its inputs, and what its subgraphs capture or name."""
+    names = {name for name in node.input if name}
+    for graph in subgraphs([node]):
+        for inner in graph.node:
+            names |= reads(inner)
+        names |= {value.name for value in graph.output}
+    return names
+
+
+def rename(model: onnx.ModelProto, mapping: dict[str, str]) -> None:
+    """Rename values everywhere. Names are unique in a model, so one mapping serves all graphs."""
+    for graph in graphs(model):
+        for node in graph.node:
+            for names in (node.input, node.output):
+                for index, name in enumerate(names):
+                    names[index] = mapping.get(name, name)
+        for values in (graph.input, graph.output, graph.value_info, graph.initializer):
+            for value in values:
+                value.name = mapping.get(value.name, value.name)
+
+
+def replace_reads(graph: onnx.GraphProto, old: str, new: str, keep: onnx.NodeProto | None = None) -> None:
+    """Let all nodes that read `old` read `new`, but for the node `keep`."""
+    for node in graph.node:
+        if node is keep:
+            continue
+        for index, name in enumerate(node.input):
+            if name == old:
+                node.input[index] = new
+        for inner in subgraphs([node]):
+            replace_reads(inner, old, new, keep)
+
+
+def element_types(model: onnx.ModelProto) -> dict[str, int]:
+    """The element types of all values of the main graph that shape inference knows."""
+    try:
+        inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
+    except Exception:  # inference fails on what it does not know
+        inferred = model
+    found = {one.name: one.data_type for one in inferred.graph.initializer}
+    for values in (inferred.graph.value_info, inferred.graph.input, inferred.graph.output):
+        for value in values:
+            kind = value.type.tensor_type.elem_type
+            if kind:
+                found[value.name] = kind
+    return found
+
+
+def initializers(model: onnx.ModelProto, kind: int = TensorProto.FLOAT, rank: int | None = None) -> list[TensorProto]:
+    found = [one for one in model.graph.initializer if one.data_type == kind]
+    return [one for one in found if rank is None or len(one.dims) == rank]
+
+
+def set_nodes(graph: onnx.GraphProto, nodes: list[onnx.NodeProto]) -> None:
+    kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del graph.node[:]
+    graph.node.extend(kept)

@@ -1,0 +1,70 @@
+"""A process that tries graphs, so that a crash or a hang is an outcome like others."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from multiprocessing.connection import Connection
+
+from .fuzz import Outcome, build, try_graph
+
+_SECONDS = 300.0  # for one graph
+
+
+def _work(pipe: Connection) -> None:
+    """Answers seeds with outcomes, until the pipe is closed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what native libraries print of models that are meant to be odd
+    while True:
+        try:
+            seed, without = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(try_graph(seed, without))
+
+
+class Worker:
+    """Starts the process again after a crash or a hang."""
+
+    def __init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=_work, args=(other,), daemon=True)
+        self.process.start()
+        other.close()
+
+    def ask(self, seed: int, without: tuple[int, ...] = ()) -> Outcome:
+        self.pipe.send((seed, without))
+        try:
+            if self.pipe.poll(_SECONDS):
+                found: Outcome = self.pipe.recv()
+                return found
+            kind, detail = "hang", f"no answer in {_SECONDS:g} s"
+        except EOFError:
+            self.process.join()
+            kind, detail = "crash", f"exit status {self.process.exitcode}"
+        self.close()
+        self._start()
+        graph = build(seed, without)
+        return Outcome(seed, kind, detail, graph.base, graph.call, graph.case.done)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def shrink(worker: Worker, outcome: Outcome) -> Outcome:
+    """Leave out mutations that the defect does not need."""
+    without: tuple[int, ...] = ()
+    for line in outcome.done:
+        fewer = (*without, int(line.split(":")[0]))
+        try:
+            tried = worker.ask(outcome.seed, fewer)
+        except Exception:  # later mutations may depend on earlier ones
+            continue
+        if tried.kind == outcome.kind:
+            outcome, without = tried, fewer
+    return outcome
