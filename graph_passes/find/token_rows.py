@@ -118,6 +118,10 @@ class _Search:
         self.found.nodes[node] = None
         for value in node.outputs:
             self.found.layouts[value] = layout
+            # It may have been read as one of the rest before its node became part of this.
+            _, read = self.found.entries.pop(value, (0, layout))
+            if read != layout:
+                raise NotByTokensError(f"{value.name!r} is read in two ways, its tokens in different places")
         for value, one in needed.items():
             self._need(value, one)
         if viewed(node):

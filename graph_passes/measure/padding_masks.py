@@ -7,8 +7,6 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
-from ortolan.errors import ModelError
-
 from ..files.model_file import to_bytes, to_proto
 from ..find.constants import constant_tensor, remove_dead
 from ..find.fused_forms import EMBED_LAYER_NORMALIZATION
@@ -180,7 +178,11 @@ class PaddingMasks:
             if given is not None:
                 feeds[given.name or ""] = np.zeros((*kept.shape, width), np.float32)
             feeds = {key: array for key, array in feeds.items() if key in known}
-            (found,) = run_session(session, feeds, "what computes a mask of the model", ModelError)
+            try:
+                (found,) = run_session(session, feeds, "what computes it", MaskError)
+            except MaskError:
+                shapes = ", ".join(f"{key} {list(array.shape)}" for key, array in feeds.items())
+                raise MaskError(f"what computes {value.name!r} does not run on made-up inputs: {shapes}") from None
             yield kept, found
 
 

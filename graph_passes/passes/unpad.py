@@ -213,7 +213,7 @@ class UnpadPass(RecipePass):
     def _check_exit(self, value: ir.Value, rows: TokenRows, masks: PaddingMasks) -> bool:
         """Raises NotByTokensError if the rest of the graph may read of this value what is not there. Returns whether it
         reads of the first token of each sequence, whatever attention_mask says of it."""
-        if value.dtype not in (None, ir.DataType.FLOAT):
+        if _dtype(value) not in (None, ir.DataType.FLOAT):
             raise NotByTokensError(f"{value.name!r}, which is by tokens, is no float")
         if rows.layouts[value].tokens != 1:
             raise NotByTokensError(f"{value.name!r}, whose tokens are behind heads, is read by something else")
@@ -348,6 +348,11 @@ def _replaces_hidden(node: ir.Node, value: ir.Value, masks: PaddingMasks) -> boo
     if node.op_type != "Where" or list(node.inputs).count(value) != 1:
         return False
     return masks.is_at_hidden(node.inputs[1] is not value, node.inputs[0], value)
+
+
+def _dtype(value: ir.Value) -> ir.DataType | None:
+    graph = value.graph
+    return value.dtype or (None if graph is None else Dimensions(graph).dtype(value))
 
 
 def _takes_first(node: ir.Node, value: ir.Value) -> bool:

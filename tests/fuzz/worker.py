@@ -6,13 +6,24 @@ import multiprocessing
 import os
 from multiprocessing.connection import Connection
 
+from ortolan.graph_passes.auto import layer_times, trials
+from ortolan.graph_passes.measure import timing
+
 from .fuzz import Outcome, build, try_graph
 
 _SECONDS = 300.0  # for one graph
 
 
+def _measure_briefly() -> None:
+    """Times do not matter here."""
+    layer_times._SECONDS, layer_times._MOST_COPIES = 0.005, 2
+    trials._SECONDS = 0.02
+    timing._WARM_UP_SECONDS = 0.001
+
+
 def _work(pipe: Connection) -> None:
     """Answers seeds with outcomes, until the pipe is closed."""
+    _measure_briefly()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what native libraries print of models that are meant to be odd
     while True:
         try:

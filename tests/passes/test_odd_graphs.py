@@ -1,0 +1,62 @@
+"""Graphs on which the fuzz test (tests/fuzz) once failed, each cut down to its cause."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+import ortolan
+
+from .padded_models import MASKS, encoder_feeds, proto
+from .small_models import FAST, op_types, relative_error, run
+
+
+def bert(**overrides: int) -> onnx.ModelProto:
+    from ortolan.models import tiny
+
+    return proto(tiny.tiny_bert(**{"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64} | overrides))
+
+
+def notes_of(model: onnx.ModelProto) -> tuple[list[str], onnx.ModelProto]:
+    report = ortolan.optimize_onnx(model, weights="int8", options=FAST)
+    assert report.model is not None
+    return report.notes, report.model
+
+
+def test_a_layer_in_float16_between_casts_runs_without_padding() -> None:
+    """Found as: UnpackTokens is given float16, which it does not take."""
+    model = bert()
+    nodes = list(model.graph.node)
+    layer = next(node for node in nodes if node.name == "/encoder/layer.0/output/dense/MatMul")
+    (weight,) = (one for one in model.graph.initializer if one.name == layer.input[1])
+    weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight).astype(np.float16), weight.name))
+    before = helper.make_node("Cast", [layer.input[0]], ["half_x"], "to_half", to=TensorProto.FLOAT16)
+    after = helper.make_node("Cast", ["half_y"], [layer.output[0]], "from_half", to=TensorProto.FLOAT)
+    layer.input[0], layer.output[0] = "half_x", "half_y"
+    place = nodes.index(layer)
+    nodes[place : place + 1] = [before, layer, after]
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del model.graph.node[:]
+    model.graph.node.extend(copies)
+    notes, optimized = notes_of(model)
+    assert any(note.startswith("padding is left out") for note in notes)
+    assert op_types(optimized).count("UnpackTokens") == 1
+    feeds = encoder_feeds(model, MASKS["behind"])
+    there = feeds["attention_mask"] != 0
+    (expected,), (found,) = run(model, feeds), run(optimized, feeds, library=True)
+    assert relative_error(expected[there], found[there]) < 0.05
+
+
+def test_masks_that_do_not_run_on_made_up_sizes_keep_the_padding() -> None:
+    """Found as: an optional pass ended the run with a message of ONNX Runtime's."""
+    model = bert()
+    for value, symbols in zip(model.graph.input, (("b", "n"), ("n", "b"), ("b", "b")), strict=True):
+        for dim, symbol in zip(value.type.tensor_type.shape.dim, symbols, strict=True):
+            dim.dim_param = symbol
+    feeds = encoder_feeds(model, MASKS["behind"])
+    report = ortolan.optimize_onnx(model, weights="int8", options=FAST, calibration=[feeds])
+    assert report.model is not None
+    (expected,), (found,) = run(model, feeds), run(report.model, feeds, library=True)
+    there = feeds["attention_mask"] != 0
+    assert relative_error(expected[there], found[there]) < 0.05

