@@ -108,7 +108,10 @@ def try_model(model: Path, way: str, memory: int, seconds: float) -> dict[str, A
             return row | {"outcome": "-", "detail": "a GGUF file"}
         ended = run_limited(["compare", way, str(model), str(made)], max(memory, 8 * size), seconds)
         if "outcome" in ended.found:
-            return row | {"outcome": f"{row['outcome']}, then {ended.found['outcome']}", "detail": ended.found["detail"]}
+            return row | {
+                "outcome": f"{row['outcome']}, then {ended.found['outcome']}",
+                "detail": ended.found["detail"],
+            }
         return row | ended.found
 
 

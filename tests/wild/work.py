@@ -101,9 +101,11 @@ def _feeds(model: Any, session: Any) -> list[dict[str, np.ndarray]]:
 
 
 def _pooled(answer: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
-    """Rows of an answer: the mean over tokens of [batch, tokens, width], else the answer itself."""
+    """Rows of an answer: sums over the tokens that are there of [batch, tokens, width], else a row of the batch."""
     rows = answer.astype(np.float64)
-    return rows.mean(axis=1) if rows.ndim == 3 and rows.shape[1] > 1 else rows.reshape(len(rows) if rows.ndim else 1, -1)
+    return (
+        rows.mean(axis=1) if rows.ndim == 3 and rows.shape[1] > 1 else rows.reshape(len(rows) if rows.ndim else 1, -1)
+    )
 
 
 def _cosine(x: np.ndarray, y: np.ndarray) -> float:
