@@ -67,6 +67,7 @@ def load_model(source: str | os.PathLike[str] | onnx.ModelProto) -> ModelFile:
     """
     if isinstance(source, onnx.ModelProto):
         file = ModelFile(_to_ir(source, "the given ModelProto"), None, source)
+        _name_apart(file.model)
         for tensor in external_tensors(file.model):
             raise ModelError(
                 f"tensor {tensor.name!r} of the given ModelProto lies in the file {str(tensor.location)!r}, "
@@ -166,6 +167,13 @@ def _to_ir(proto: onnx.ModelProto, name: str) -> ir.Model:
         raise ModelError(f"{name} is not a well-formed ONNX model: {_innermost(error)}") from error
     _read_numbers(model)
     return model
+
+
+def _name_apart(model: ir.Model) -> None:
+    """Gives tensors of the caller's ModelProto names of their own: passes rename them, and that must not show there."""
+    for tensor, put in list(tensor_slots(model)):
+        if isinstance(tensor, ir.TensorProtoTensor) and tensor.dtype != ir.DataType.STRING:
+            put(ir.LazyTensor(lambda tensor=tensor: tensor, tensor.dtype, tensor.shape, name=tensor.name))  # type: ignore[misc]
 
 
 def _read_numbers(model: ir.Model) -> None:
@@ -339,7 +347,7 @@ def _embedded(slots: list[tuple[ir.TensorProtocol, Callable[[ir.TensorProtocol],
 
         def read(tensor: ir.ExternalTensor = tensor) -> ir.TensorProtocol:
             array = np.array(tensor.numpy())
-            tensor.release()
+            release_maps([tensor])
             return ir.Tensor(array, dtype=tensor.dtype)
 
         put(ir.LazyTensor(read, dtype=tensor.dtype, shape=tensor.shape, name=tensor.name))

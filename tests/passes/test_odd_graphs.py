@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 import ortolan
+from ortolan.graph_passes.files.model_file import external_tensors, load_model, write_model
 from ortolan.models import tiny
 
 from .padded_models import MASKS, encoder_feeds, proto
-from .small_models import FAST, op_types, relative_error, run
+from .small_models import FAST, matmul_model, op_types, relative_error, run
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64}
 
@@ -60,3 +63,26 @@ def test_masks_that_do_not_run_on_made_up_sizes_keep_the_padding() -> None:
     (expected,), (found,) = run(model, feeds), run(report.model, feeds, library=True)
     there = feeds["attention_mask"] != 0
     assert relative_error(expected[there], found[there]) < 0.05
+
+
+def test_the_given_model_keeps_the_names_of_its_constants() -> None:
+    """Found as: the given ModelProto is not what it was, as its constants became initializers of other names."""
+    model = matmul_model()
+    weights = list(model.graph.initializer)
+    del model.graph.initializer[:]
+    for index, weight in enumerate(weights):
+        name, weight.name = weight.name, "anything"
+        model.graph.node.insert(index, helper.make_node("Constant", [], [name], value=weight))
+    before = model.SerializeToString(deterministic=True)
+    notes_of(model)
+    assert model.SerializeToString(deterministic=True) == before
+
+
+def test_a_model_is_written_while_arrays_of_its_external_data_are_held(tmp_path: Path) -> None:
+    """Found as: BufferError: cannot close exported pointers exist."""
+    onnx.save(matmul_model(), tmp_path / "model.onnx", save_as_external_data=True, location="data", size_threshold=0)
+    model = load_model(tmp_path / "model.onnx").model
+    held = [tensor.numpy() for tensor in external_tensors(model)]
+    write_model(model, tmp_path / "copy.onnx", lambda done, total: None)
+    copies = [numpy_helper.to_array(one) for one in onnx.load(tmp_path / "copy.onnx").graph.initializer]
+    assert all(np.array_equal(one, other) for one, other in zip(held, copies, strict=True))
