@@ -25,6 +25,7 @@ from .feeds import Feeds, Outputs
 
 _EXACT_SUMS = "session.x64quantprecision"
 _BLOCKS_LEVEL = "session.qdq_matmulnbits_accuracy_level"  # 1: MatMulNBits made of DequantizeLinear computes in float32
+_DISABLED = "optimization.disable_specified_optimizers"
 
 
 def quiet_options(source: ModelFile | None = None) -> Any:
@@ -48,11 +49,14 @@ def open_quietly(
     library: bool = False,
     data_folder: Path | None = None,
     in_float: bool = False,
+    fold: bool = True,
 ) -> Any:
     """A session to judge by: its integer sums are exact, if ONNX Runtime can make them so (sums_are_exact).
 
     library: with our operators. source, data_folder: see quiet_options, open_session. in_float: ONNX Runtime does not
-    round the inputs of a MatMul behind a DequantizeLinear of int4 blocks.
+    round the inputs of a MatMul behind a DequantizeLinear of int4 blocks. fold: whether ONNX Runtime computes
+    constants when the session is made, and keeps the result of each step: of weights that functions unpack, many times
+    the model's memory. Always where its products saturate: the exact ones need constant weights.
     """
 
     def opened(content: Path | bytes, exact: bool) -> Any:
@@ -60,6 +64,8 @@ def open_quietly(
         options.add_session_config_entry(_EXACT_SUMS, "1" if exact else "0")
         if in_float:
             options.add_session_config_entry(_BLOCKS_LEVEL, "1")
+        if not fold and not int8_products_saturate():
+            options.add_session_config_entry(_DISABLED, "ConstantFolding")
         if library:
             register(options)
         folder = data_folder if isinstance(model, bytes) else model.parent if isinstance(content, bytes) else None

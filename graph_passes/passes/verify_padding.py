@@ -25,6 +25,8 @@ def verify_padding(context: PassContext, optimized: Any, feeds: Feeds, names: li
     ids = feeds.get("input_ids")
     if ids is None or ids.ndim != 2 or ids.shape[1] < 2 or not ids.shape[0] or not set(feeds) <= _INPUTS:
         return
+    if any(array.shape != ids.shape for array in feeds.values()):
+        return
     if not np.all(feeds["attention_mask"]) or any(isinstance(size, int) for size in _sizes(optimized)):
         return
     whole = {name: array[:1] for name, array in feeds.items()}

@@ -31,7 +31,7 @@ def verify_portable(
 
     Raises VerificationError, naming the output or cache that differs.
     """
-    portable = open_quietly(context.candidate)
+    portable = open_quietly(context.candidate, fold=False)
     found: dict[str, OutputDeviation] = {}
     rows: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
     hidden = [names.index(name) for name in context.caches.outputs]

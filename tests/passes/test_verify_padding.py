@@ -85,3 +85,9 @@ def test_outputs_that_are_not_one_a_sequence_are_not_compared() -> None:
     context: Any = SimpleNamespace(note=notes.append)
     verify_padding(context, WithWeights(), FEEDS, ["rows", "mean", "place", "weight", "scalar", "matrix"])
     assert notes == ["answers of 4 tokens alone, and padded in a batch: the same bit by bit"]
+
+
+def test_inputs_of_other_shapes_are_not_asked() -> None:
+    session = Session()
+    assert notes_of(session, FEEDS | {"token_type_ids": np.zeros((1, 1), np.int64)}) == []
+    assert not session.asked
