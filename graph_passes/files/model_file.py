@@ -166,6 +166,7 @@ def _to_ir(proto: onnx.ModelProto, name: str) -> ir.Model:
     except Exception as error:  # the deserializer raises whatever it trips over in a malformed model
         raise ModelError(f"{name} is not a well-formed ONNX model: {_innermost(error)}") from error
     _read_numbers(model)
+    _drop_shared_symbols(model)
     return model
 
 
@@ -182,6 +183,20 @@ def _read_numbers(model: ir.Model) -> None:
         if value.shape is not None and len(value.shape) == 4:
             batch, heads, length, size = value.shape
             value.shape = ir.Shape([batch, _numbered(heads), length, _numbered(size)])
+
+
+def _drop_shared_symbols(model: ir.Model) -> None:
+    """Forgets symbols that stand for both axes of token ids or their mask: such a symbol means any size."""
+    pairs = [value.shape for value in model.graph.inputs if value.shape is not None and len(value.shape) == 2]
+    shared = {str(one[0]) for one in pairs if isinstance(one[0], ir.SymbolicDim) and one[0].value and one[0] == one[1]}
+    if not shared:
+        return
+    values = [*model.graph.inputs]
+    for graph in model.graphs():
+        values += [output for node in graph for output in node.outputs]
+    for value in values:
+        if value.shape is not None:
+            value.shape = ir.Shape([None if str(dim) in shared else dim for dim in value.shape])
 
 
 def _numbered(dim: int | ir.SymbolicDim) -> int | ir.SymbolicDim:

@@ -54,9 +54,10 @@ def open_quietly(
     """A session to judge by: its integer sums are exact, if ONNX Runtime can make them so (sums_are_exact).
 
     library: with our operators. source, data_folder: see quiet_options, open_session. in_float: ONNX Runtime does not
-    round the inputs of a MatMul behind a DequantizeLinear of int4 blocks. fold: whether ONNX Runtime computes
-    constants when the session is made, and keeps the result of each step: of weights that functions unpack, many times
-    the model's memory. Always where its products saturate: the exact ones need constant weights.
+        round the inputs of a MatMul behind a DequantizeLinear of int4 blocks.
+    fold: whether ONNX Runtime computes constants when the session is made. It keeps the result of each step: of weights
+        that functions unpack, many times the model's memory. Always where its products saturate, as the exact ones need
+        constant weights.
     """
 
     def opened(content: Path | bytes, exact: bool) -> Any:

@@ -35,7 +35,8 @@ def share_weights(case: Case, rng: np.random.Generator) -> str | None:
 
 def odd_weights(case: Case, rng: np.random.Generator) -> str | None:
     """Give a weight values that are unusual: zeros, a dead column, an outlier, equal columns, very small ones."""
-    found = [one for one in initializers(case.model, rank=2) if all(one.dims)]
+    tables = {name for node in case.model.graph.node if node.op_type == "Gather" for name in node.input}
+    found = [one for one in initializers(case.model, rank=2) if all(one.dims) and one.name not in tables]
     if not found:
         return None
     one = found[int(rng.integers(len(found)))]
