@@ -6,12 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import ortolan
 from ortolan.graph_passes.files.model_file import external_tensors, load_model, write_model
 from ortolan.models import tiny
 
+from ..fuzz import values_and_graphs
+from ..fuzz.case import Case, Draw
 from .padded_models import MASKS, encoder_feeds, proto
 from .small_models import FAST, matmul_model, op_types, relative_error, run
 
@@ -86,3 +89,18 @@ def test_a_model_is_written_while_arrays_of_its_external_data_are_held(tmp_path:
     write_model(model, tmp_path / "copy.onnx", lambda done, total: None)
     copies = [numpy_helper.to_array(one) for one in onnx.load(tmp_path / "copy.onnx").graph.initializer]
     assert all(np.array_equal(one, other) for one, other in zip(held, copies, strict=True))
+
+
+def test_attention_whose_last_nodes_are_in_a_loop_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found as: ValueError: Value Node(...) is not in the list."""
+    case = Case(proto(tiny.tiny_bert(num_hidden_layers=1, **SMALL)), lambda rng, batch, tokens: Draw({}))
+    nodes = list(case.model.graph.node)
+    place = next(i for i, node in enumerate(nodes) if node.name == "/encoder/layer.0/attention/self/Reshape_3")
+    window = place, place + 1, list(nodes[place].output)
+    monkeypatch.setattr(values_and_graphs, "_window", lambda case, rng: window)
+    values_and_graphs.into_loop(case, np.random.default_rng(0))
+    feeds = encoder_feeds(case.model, MASKS["none"])
+    notes, optimized = notes_of(case.model)
+    assert any("in a branch or loop" in note for note in notes), notes
+    (expected,), (found,) = run(case.model, feeds), run(optimized, feeds, library=True)
+    assert relative_error(expected, found) < 0.05
