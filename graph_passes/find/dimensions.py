@@ -113,8 +113,10 @@ class Dimensions:
             return node.attributes["value"].as_tensor().dtype if "value" in node.attributes else ir.DataType.FLOAT
         if node.op_type in _BOOLEAN:
             return ir.DataType.BOOL
-        if node.op_type in ("Shape", "Size"):
+        if node.op_type in ("Shape", "Size", "NonZero", "ArgMax", "ArgMin"):
             return ir.DataType.INT64
+        if any(attribute.type in GRAPHS for attribute in node.attributes.values()):
+            return node.outputs[0].dtype
         if node.op_type in ("Where", "DequantizeLinear"):
             return self.dtype(node.inputs[1])
         if node.op_type == "QuantizeLinear":

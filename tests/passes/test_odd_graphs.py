@@ -6,17 +6,19 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import ortolan
 from ortolan.graph_passes.files.model_file import external_tensors, load_model, write_model
+from ortolan.graph_passes.find.dimensions import Dimensions
 from ortolan.models import tiny
 
 from ..fuzz import values_and_graphs
 from ..fuzz.case import Case, Draw
 from .padded_models import MASKS, encoder_feeds, proto
-from .small_models import FAST, matmul_model, op_types, relative_error, run
+from .small_models import FAST, branches_model, matmul_model, op_types, relative_error, run
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64}
 
@@ -104,3 +106,10 @@ def test_attention_whose_last_nodes_are_in_a_loop_is_left_alone(monkeypatch: pyt
     assert any("in a branch or loop" in note for note in notes), notes
     (expected,), (found,) = run(case.model, feeds), run(optimized, feeds, library=True)
     assert relative_error(expected, found) < 0.05
+
+
+def test_the_type_of_a_branch_is_not_that_of_its_condition() -> None:
+    """Found as: Type (tensor(bool)) of output arg does not match expected type (tensor(double))."""
+    graph = ir.from_proto(branches_model()).graph
+    graph.outputs[0].type = None
+    assert Dimensions(graph).dtype(graph.outputs[0]) is None
