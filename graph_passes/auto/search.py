@@ -149,7 +149,8 @@ class Search:
                     raise CalibrationError(problem) from error
                 continue
             found.append(feeds)
-            self.report.shapes.append((batch, tokens))
+            ids = feeds.get("input_ids")  # of another shape where the model fixes one
+            self.report.shapes.append((batch, tokens) if ids is None or ids.ndim != 2 else ids.shape)
         if not found:
             raise CalibrationError(problem)
         return found

@@ -14,8 +14,9 @@ from ortolan.errors import CalibrationError, one_line
 
 from ..files.model_file import ModelFile, data_path, external_tensors, release_maps, tensor_slots, to_bytes, write_model
 from ..find.linear import Linear, layer_key
-from .feeds import SIZES_TO_TRY, Feeds, Outputs, Sizes, hold_out, synthetic_feeds
+from .feeds import SIZES_TO_TRY, Feeds, Outputs, Sizes, hold_out, model_inputs, synthetic_feeds
 from .fits import Fits
+from .input_dimensions import InputDimensions
 from .recorder import InputRecorder, OnRun, Recorded
 from .sessions import open_quietly, open_to_time, run_session
 
@@ -187,7 +188,9 @@ def make_up_feeds(model: ir.Model, session: Any) -> tuple[list[Feeds], str]:
                 session.run(None, other)
                 found.append(other)
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in list(feeds.items())[:3])
-        return found, f"{len(found)} synthetic feed(s): {shapes}{', …' if len(feeds) > 3 else ''}"
+        assumed = InputDimensions.of(model_inputs(model)).describe()
+        more = f"{', …' if len(feeds) > 3 else ''}{f' (assumed: {assumed})' if assumed else ''}"
+        return found, f"{len(found)} synthetic feed(s): {shapes}{more}"
     raise CalibrationError(
         f"the original model does not run on made-up inputs: {problem}; give calibration=… with inputs "
         "for this model (an .npz file, a dict of arrays, or a list of such dicts)"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from ortolan.errors import CalibrationError, listing
 
 from ..find.constants import constant_tensor
 from ..find.dimensions import head_size
+from .input_dimensions import InputDimensions, Meaning, is_token_input, parts_of
 from .media_inputs import picture_shape, samples_per_step
 
 Feeds = dict[str, np.ndarray]
@@ -176,6 +176,7 @@ def synthetic_feeds(model: ir.Model, sizes: Sizes, seed: int = 0) -> Feeds:
     inputs = model_inputs(model)
     has_past = any("past" in (value.name or "") and len(value.shape or ()) > 2 for value in inputs)
     batch, sequence = sizes.batch, sizes.sequence
+    dimensions = InputDimensions.of(inputs)
     for value in inputs:
         # Decoders that take one token a call have a fixed length here, which the mask must fit.
         if "input_ids" in (value.name or "") and value.shape is not None and len(value.shape) == 2:
@@ -184,17 +185,19 @@ def synthetic_feeds(model: ir.Model, sizes: Sizes, seed: int = 0) -> Feeds:
             sequence = tokens if isinstance(tokens, int) else sequence
     sequence *= max([samples_per_step(value) for value in inputs], default=1)
     sizes = Sizes(batch, sequence, sizes.past if has_past else 0)
-    return {value.name or "": _make_up(value, sizes, rng, has_past) for value in inputs}
+    return {value.name or "": _make_up(value, sizes, dimensions, rng, has_past) for value in inputs}
 
 
-def _make_up(value: ir.Value, sizes: Sizes, rng: np.random.Generator, has_past: bool) -> np.ndarray:
+def _make_up(
+    value: ir.Value, sizes: Sizes, dimensions: InputDimensions, rng: np.random.Generator, has_past: bool
+) -> np.ndarray:
     name = (value.name or "").lower()
     if not isinstance(value.type, ir.TensorType) or value.shape is None or value.dtype is None:
         raise CalibrationError(
             f"no value can be made up for input {value.name!r}: it is not a tensor of known rank and "
             "type; give calibration=… with inputs for this model"
         )
-    shape = [_dimension(size, axis, name, sizes) for axis, size in enumerate(value.shape)]
+    shape = [_dimension(value, axis, sizes, dimensions) for axis in range(len(value.shape))]
     if len(shape) == 4 and not isinstance(value.shape[3], int):
         shape[3] = head_size(value) or shape[3]
     picture = picture_shape(value)
@@ -230,30 +233,29 @@ def _make_up(value: ir.Value, sizes: Sizes, rng: np.random.Generator, has_past: 
     return rng.standard_normal(shape).astype(dtype)
 
 
-def _dimension(size: int | ir.SymbolicDim, axis: int, name: str, sizes: Sizes) -> int:
+def _dimension(value: ir.Value, axis: int, sizes: Sizes, dimensions: InputDimensions) -> int:
+    assert value.shape is not None
+    size = value.shape[axis]
     if isinstance(size, int):
         return size
-    text = (size.value or "").lower()
-    if not text:
-        if axis == 0:
+    if not size.value:
+        name = (value.name or "").lower()
+        only_axis = len(value.shape) == 1 and is_token_input(value) and ("ids" in name or "mask" in name)
+        if axis == 0 and not only_axis:
             return sizes.batch
-        if "past" in name:
-            return sizes.past
-        return sizes.sequence
-    # Exporters write sums such as "past_sequence_length + sequence_length".
-    return max(sum(_named_size(part.strip(), sizes) for part in text.split("+")), 0)
+        return sizes.past if "past" in name else sizes.sequence
+    return sum(_part_size(part, sizes, dimensions) for part in parts_of(size))
 
 
-def _named_size(text: str, sizes: Sizes) -> int:
-    if text.isdigit():
-        return int(text)
-    if "batch" in text:
-        return sizes.batch
-    if "total" in text or re.search(r"past.*(and|plus).*|kv_seq", text):
-        return sizes.past + sizes.sequence
-    if "past" in text or "cache" in text:
-        return sizes.past
-    return sizes.sequence
+def _part_size(part: str, sizes: Sizes, dimensions: InputDimensions) -> int:
+    if not part or part.isdigit():
+        return int(part or 0)
+    return {
+        Meaning.BATCH: sizes.batch,
+        Meaning.TOKENS: sizes.sequence,
+        Meaning.PAST: sizes.past,
+        Meaning.TOTAL: sizes.past + sizes.sequence,
+    }[dimensions.meanings[part]]
 
 
 def _vocabulary(value: ir.Value) -> int:

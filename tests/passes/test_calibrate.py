@@ -14,7 +14,8 @@ from ortolan.graph_passes.files.model_file import ModelFile
 from ortolan.graph_passes.find.linear import linears_in
 from ortolan.graph_passes.measure import recorder
 from ortolan.graph_passes.measure.evidence import Evidence, make_up_feeds
-from ortolan.graph_passes.measure.feeds import Sizes, read_calibration, synthetic_feeds
+from ortolan.graph_passes.measure.feeds import Sizes, model_inputs, read_calibration, synthetic_feeds
+from ortolan.graph_passes.measure.input_dimensions import InputDimensions
 from ortolan.graph_passes.measure.sessions import open_quietly
 from ortolan.models import tiny
 
@@ -101,6 +102,48 @@ def test_encoders_have_no_past():
     )
     assert feeds["position_ids"][0].tolist() == [0, 1, 2, 3, 4]
     assert feeds["x"].shape == (2, 5, 7) and feeds["x"].std() > 0.5
+
+
+@pytest.mark.parametrize("symbol", ["b", "n", "bs", "unk__0", "N", "dynamic_axis_1", None])
+def test_the_first_axis_of_token_inputs_is_the_batch(symbol):
+    inputs = {name: (INT64, [symbol, 256]) for name in ("input_ids", "attention_mask")}
+    inputs |= {"pixels": (FLOAT, [symbol, 3, 8, 8]), "weights": (FLOAT, [symbol])}
+    feeds = synthetic_feeds(signature(inputs), Sizes(2, 16, 0))
+    assert [array.shape for array in feeds.values()] == [(2, 256), (2, 256), (2, 3, 8, 8), (2,)]
+
+
+def test_an_only_axis_counts_tokens():
+    feeds = synthetic_feeds(signature({"input_ids": (INT64, ["n"]), "mask": (INT64, [None])}), Sizes(2, 16, 0))
+    assert [array.shape for array in feeds.values()] == [(16,), (16,)]
+
+
+def test_a_symbol_means_the_same_in_all_inputs():
+    inputs = {
+        "features": (FLOAT, ["b", 7]),  # alone, it would be rows of tokens
+        "cache": (FLOAT, [2, "b", 4, "p", 8]),
+        "input_ids": (INT64, ["b", "s"]),
+        "bias": (FLOAT, ["b", 1, "s", "s"]),
+    }
+    feeds = synthetic_feeds(signature(inputs), Sizes(2, 16, 0))
+    assert [array.shape for array in feeds.values()] == [(2, 7), (2, 2, 4, 16, 8), (2, 16), (2, 1, 16, 16)]
+
+
+def test_names_that_tell_what_an_axis_is_are_believed():
+    inputs = {"input_ids": (INT64, ["sequence", "batch"]), "x": (FLOAT, ["t", "b", 4]), "m": (FLOAT, ["q", "q"])}
+    feeds = synthetic_feeds(signature(inputs), Sizes(2, 16, 0))
+    assert [array.shape for array in feeds.values()] == [(16, 2), (16, 2, 4), (16, 16)]
+    names = InputDimensions.of(model_inputs(signature(inputs)))
+    assert names.describe() == "t = tokens, b = batch, q = tokens"
+
+
+def test_the_report_names_assumed_dimensions():
+    nodes = [
+        helper.make_node("Gather", ["table", "input_ids"], ["h"]),
+        helper.make_node("MatMul", ["h", "W"], ["y"], name="l"),
+    ]
+    weights = {"table": random_weight(9, 8), "W": random_weight(8, 8)}
+    model = make_model(nodes, {"input_ids": (INT64, ["n", "m"])}, {"y": (FLOAT, ["n", "m", 8])}, weights)
+    assert optimize(model).feeds == "2 synthetic feed(s): input_ids [2, 16] (assumed: n = batch, m = tokens)"
 
 
 def test_made_up_feeds_run_on_both_kinds_of_transformer(tmp_path):
