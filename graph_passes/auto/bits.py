@@ -65,7 +65,7 @@ class BitSearch:
         VerificationError where there is none."""
         evidence, report = self._evidence, self.report
         evidence.hold_out(HELD_OUT)
-        judged = (evidence.held_out or evidence.feeds())[:_FEEDS]
+        judged = evidence.feeds_to_judge(len(evidence.held_out) or None)[:_FEEDS]
         study = LayerStudy(evidence, report, LayerTimes(), self._progress)
         recipes = {FOUR.name: self._recipe((), None), EIGHT.name: self._recipe(("*",), None)}
         inputs = study.measure_errors_of(recipes, judged, self._limit)

@@ -108,7 +108,7 @@ class Search:
         self._original = evidence.open_original(timed=True)
         evidence.feeds(self._original)
         evidence.hold_out(HELD_OUT)
-        judged = (evidence.held_out or evidence.feeds())[:_FEEDS]
+        judged = evidence.feeds_to_judge(len(evidence.held_out) or None, self._original)[:_FEEDS]
         limit = self._settings.limit or default_limit(evidence.source.model, self._calibrated)
         report.budget = str(limit)
         if not self._calibrated:

@@ -14,6 +14,7 @@ from ortolan.errors import CalibrationError, one_line
 
 from ..files.model_file import ModelFile, data_path, external_tensors, release_maps, tensor_slots, to_bytes, write_model
 from ..find.linear import Linear, layer_key
+from .answers import keep, most_bytes, shorten
 from .feeds import SIZES_TO_TRY, Feeds, Outputs, Sizes, hold_out, model_inputs, synthetic_feeds
 from .fits import Fits
 from .input_dimensions import InputDimensions
@@ -54,6 +55,8 @@ class Evidence:
         self.fits = Fits(folder) if keeps_fits else None  # weights that were fitted to inputs of the original
         self._feeds = None if feeds is None else list(feeds)
         self._every: int | None = None  # of the feeds that are held out
+        self._judged: list[Feeds] | None = None  # all feeds, cut short where answers are very large
+        self.judged_tokens: int | None = None  # that are left of a sequence of cut feeds
         self._rows: dict[tuple[str, int], np.ndarray] = {}
         self._answers: dict[int, tuple[Feeds, Outputs]] = {}  # of the original, by id of the feeds
         self._remembered: dict[Hashable, Any] = {}
@@ -84,13 +87,19 @@ class Evidence:
     def hold_out(self, every: int) -> None:
         """Keeps every so-manieth of the feeds from fitting, for judging. 0, or more than there are: none."""
         if self._every is None:
-            self._every = every
+            self._every, self._judged = every, None
             self._feeds, self.held_out = hold_out(self.feeds(), every)
 
     def feeds_to_judge(self, count: int | None = None, session: Any = None) -> list[Feeds]:
-        """So many of them; those that are held out come first."""
-        feeds = self.feeds(session)
-        return [*self.held_out, *feeds][:count]
+        """The first `count` feeds, held-out ones in front, cut short where their answers would be very large."""
+        if self._judged is None:
+            fitted = self.feeds(session)
+            feeds = [*self.held_out, *fitted]
+            most = most_bytes(self.source.size)
+            self._judged = feeds if self.made_up else shorten(feeds, lambda: session or self.open_original(), most)
+            shorter = [one for one, whole in zip(self._judged, feeds, strict=True) if one is not whole]
+            self.judged_tokens = max((one["input_ids"].shape[1] for one in shorter), default=None)
+        return self._judged[:count]
 
     # ---- sessions ----------------------------------------------------------------------------------------------------
 
@@ -137,7 +146,8 @@ class Evidence:
         for one in feeds:
             if id(one) not in self._answers:
                 session = session or self.open_original()
-                self._answers[id(one)] = one, run_session(session, one, "the original model", CalibrationError)
+                answers = run_session(session, one, "the original model", CalibrationError)
+                self._answers[id(one)] = one, keep(answers, self.folder)
         return [self._answers[id(one)][1] for one in feeds]
 
     def rows(

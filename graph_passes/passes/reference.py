@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from ortolan.errors import VerificationError
 
+from ..measure.answers import keep
 from ..measure.decoding import Decoded, calls_to_decode, decode
 from ..measure.feeds import Feeds
 from ..measure.sessions import run_session
@@ -23,12 +24,13 @@ def keep_reference(model: ir.Model, context: PassContext) -> None:
     changed = context.layers.changed or context.layers.masked
     if not (changed or context.caches.prompt) or not context.plan.feeds_to_verify or context.reference is not None:
         return
-    feeds = context.evidence.feeds_to_judge(context.plan.feeds_to_verify)
+    context.evidence.feeds()  # made-up ones fit the original
     with (
         masked_inputs(model, context.layers.thresholds, lambda wanted: context.new_name(model, wanted)),
         context.evidence.open(model) as session,
     ):
         context.release()
+        feeds = context.evidence.feeds_to_judge(context.plan.feeds_to_verify, session)
         context.reference = _run(session, feeds, context)
 
 
@@ -41,9 +43,17 @@ def _run(session: Any, feeds: Sequence[Feeds], context: PassContext) -> Referenc
         names = [output.name for output in session.get_outputs()]
         with suppress(VerificationError):  # the model takes other shapes only
             decoded = decode_calls(session, calls, context, names, who, VerificationError, past)
+            decoded = replace(
+                decoded,
+                prompt=keep(decoded.prompt, context.evidence.folder),
+                steps=[keep(one, context.evidence.folder) for one in decoded.steps],
+                last=[],
+                last_feeds={},  # they hold caches in the session's memory
+            )
     if context.caches.prompt is not None and past is not None:
         feeds = [context.caches.prompt.in_front_of(one, past) for one in feeds]
-    return Reference([run_session(session, one, who, VerificationError) for one in feeds], decoded)
+    runs = (run_session(session, one, who, VerificationError) for one in feeds)
+    return Reference([keep(one, context.evidence.folder) for one in runs], decoded)
 
 
 def decode_calls(

@@ -25,6 +25,7 @@ from ortolan.errors import CalibrationError, VerificationError
 from ortolan.progress import Stage
 
 from ..files.mapped_pages import pages_stay
+from ..measure.answers import keep
 from ..measure.compare import compare_signatures
 from ..measure.feeds import Feeds, Outputs
 from ..measure.sessions import int8_products_saturate, open_quietly, open_to_time, run_session, sums_are_exact
@@ -75,6 +76,11 @@ class VerifyPass(RecipePass):
         self._note_saturation(original)
         feeds = context.evidence.feeds_to_judge(self.options.feeds, original)
         context.report.judged_on = self._describe(feeds)
+        if context.evidence.judged_tokens is not None:
+            context.note(
+                f"answers are compared on {context.evidence.judged_tokens} tokens of each feed: to keep those of all "
+                "tokens would take too much memory"
+            )
         given, before = self._ask_original(original, feeds)
         require_finite(before, context.evidence.description)
         optimized = self._open_optimized(both)
@@ -82,10 +88,10 @@ class VerifyPass(RecipePass):
         compare_signatures(original, optimized, unlike, len(context.caches.exact_keys))
         context.progress(Stage.VERIFY, 2, steps)
         encoded = [context.caches.encode(one) for one in feeds]
-        after = [run_session(optimized, one, "the optimized model", VerificationError) for one in encoded]
+        after = (run_session(optimized, one, "the optimized model", VerificationError) for one in encoded)
         names = [output.name for output in original.get_outputs()]
         answers = Answers.of(context, names, feeds, before, after)
-        del before, after  # which hold caches that answers does not
+        del before
         by_masks = answers.by_masks() if context.layers.masked else {}
         limits = Limits(context, self.options.max_error, self.options.max_rounding_error, by_masks)
         answers.judge(context, limits, cached=any(self._reads_cache(one) for one in feeds))
@@ -122,7 +128,8 @@ class VerifyPass(RecipePass):
             return feeds, context.evidence.answers(feeds, original)
         past = prompt.exact_past(original)
         given = [prompt.in_front_of(one, past) for one in feeds]
-        return given, [run_session(original, one, "the original model", CalibrationError) for one in given]
+        runs = (run_session(original, one, "the original model", CalibrationError) for one in given)
+        return given, [keep(one, context.evidence.folder) for one in runs]
 
     def _verify_portable(
         self, limits: Limits, optimized: Any, encoded: Feeds, answers: Answers, decoded: DecodedTokens | None
@@ -135,8 +142,8 @@ class VerifyPass(RecipePass):
             )
             return
         context.progress(Stage.VERIFY, 4, 5)
-        exact = None if answers.reference is None or context.caches.rounding else answers.reference[0]
-        calls, errors = [(encoded, answers.after[0])], {}
+        exact = None if context.caches.rounding else answers.first_reference
+        calls, errors = [(encoded, answers.first)], {}
         if decoded is not None:
             # A prompt is cut short, as large models are slow without the library.
             begin = context.caches.encode(decoded.short_prompt)
