@@ -135,6 +135,7 @@ class BitSearch:
         while wanted < len(path):
             made = trials.make([*chain(*path[:wanted])], False)
             if made is not None:
+                trials.drop(smallest)
                 return made
             wanted, further = wanted + further, 2 * further
         return smallest
@@ -184,5 +185,9 @@ def _most_steps(path: Sequence[list[Step]], free: int, trials: Trials) -> Made |
     while best is not None and high - low > max(1, len(path) // _FINEST):
         middle = (low + high) // 2
         made = trials.make([*chain(*path[:middle])], False)
-        low, high, best = (low, middle, best) if made is None else (middle, high, made)
+        if made is None:
+            high = middle
+        else:
+            trials.drop(best)
+            low, best = middle, made
     return best

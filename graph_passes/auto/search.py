@@ -159,8 +159,14 @@ class Search:
         """How many steps of the path the budget allows."""
         low, high = 0, len(path) + 1
         middle = trials.expected(path)
+        best: Made | None = None
         while high - low > max(1, len(path) // _FINEST):
-            low, high = (middle, high) if trials.make(path[:middle], False) is not None else (low, middle)
+            made = trials.make(path[:middle], False)
+            if made is None:
+                high = middle
+            else:
+                trials.drop(best)
+                low, best = middle, made
             # Further, where the expectation held.
             further = min(len(path), low + max(1, len(path) // 4))
             middle = further if high > len(path) else (low + high) // 2
@@ -181,7 +187,9 @@ class Search:
                 gains = [gain(originals, after) for after in times]
                 best = best_of(gains, [one.attention for one in made])
                 self.report.before, self.report.after = originals, times[best]
-                if gains[best] >= _GAIN:
+                fast = gains[best] >= _GAIN
+                trials.drop(*(one for number, one in enumerate(made) if number != best or not fast))
+                if fast:
                     return made[best]
             if not steps:
                 return None

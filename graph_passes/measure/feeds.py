@@ -104,6 +104,14 @@ def prompt_feeds(ids: np.ndarray, model: ir.Model) -> Feeds:
     return _check_feeds({"input_ids": ids}, model, "the prompt")
 
 
+def count_padding(feeds: Feeds) -> tuple[int, int] | None:
+    """How many tokens attention_mask hides, and how many there are; None where that is not known."""
+    ids, mask = feeds.get("input_ids"), feeds.get("attention_mask")
+    if ids is None or mask is None or ids.shape != mask.shape:
+        return None
+    return ids.size - int(np.count_nonzero(mask)), ids.size
+
+
 def model_inputs(model: ir.Model) -> list[ir.Value]:
     """The inputs that a caller must give: those without a default."""
     return [value for value in model.graph.inputs if not value.is_initializer()]

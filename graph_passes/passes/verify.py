@@ -27,9 +27,17 @@ from ortolan.progress import Stage
 from ..files.mapped_pages import pages_stay
 from ..measure.answers import keep
 from ..measure.compare import compare_signatures
-from ..measure.feeds import Feeds, Outputs
-from ..measure.sessions import int8_products_saturate, open_quietly, open_to_time, run_session, sums_are_exact
-from ..measure.timing import interleave, usable_cpus
+from ..measure.feeds import Feeds, Outputs, count_padding
+from ..measure.machine import usable_cpus
+from ..measure.sessions import (
+    int8_products_saturate,
+    open_quietly,
+    open_to_time,
+    run_session,
+    session_threads,
+    sums_are_exact,
+)
+from ..measure.timing import interleave
 from ..options import PassOptions, takes
 from .context import RecipePass
 from .verify_answers import Answers, require_finite
@@ -104,6 +112,7 @@ class VerifyPass(RecipePass):
                 original, optimized = context.evidence.open_original(timed=True), self._open_optimized(timed=True)
             timed = (given[0], encoded[0]) if decoded is None else (decoded.before.last_feeds, decoded.after.last_feeds)
             self._time(partial(original.run, None, timed[0]), partial(optimized.run, None, timed[1]), seconds)
+            context.report.latency_padding = count_padding(timed[0])
         del original
         if context.portable and self.options.portable:
             self._verify_portable(limits, optimized, encoded[0], answers, decoded)
@@ -170,7 +179,7 @@ class VerifyPass(RecipePass):
         with pages_stay():
             timings = interleave({"before": before, "after": after}, seconds=seconds, min_rounds=3)
         report.latency_before, report.latency_after = timings["before"], timings["after"]
-        report.latency_cpus = usable_cpus()
+        report.latency_cpus, report.latency_threads = usable_cpus(), session_threads()
 
     def _describe(self, feeds: Sequence[Feeds]) -> str | None:
         """Which of the user's feeds these are, and whether weights were fitted to them."""

@@ -130,7 +130,9 @@ class OptimizationReport:
     portable_error: list[OutputDeviation] = field(default_factory=list)  # portable body against the native kernels
     latency_before: Timing | None = None  # one run of the first verification feed
     latency_after: Timing | None = None
-    latency_cpus: int | None = None  # that this process may use: ONNX Runtime chooses the number of threads by them
+    latency_cpus: int | None = None  # that this process may use
+    latency_threads: int | None = None  # of each of the two sessions
+    latency_padding: tuple[int, int] | None = None  # tokens of padding in the timed feed, and all of its tokens
     feeds: str | None = None
     judged_on: str | None = None  # which of these the errors of the outputs are of, if not of all
     tokens: int | None = None  # in the given feeds; None: none were given, or they are no tokens
@@ -253,8 +255,7 @@ class OptimizationReport:
             lines.append(
                 f"latency       {what}min {before.min_ms:.3g} -> {after.min_ms:.3g} ms, median "
                 f"{before.median_ms:.3g} -> {after.median_ms:.3g} ms "
-                f"({_factor(before.min_ms / after.min_ms, 'faster', 'slower')} by the minimum, "
-                f"ONNX Runtime's default threads, {self.latency_cpus} CPU{'' if self.latency_cpus == 1 else 's'})"
+                f"({self._speed()}{self.latency_threads} thread{'' if self.latency_threads == 1 else 's'} each)"
             )
         if self.cache is not None:
             lines += self._cache_lines(self.cache)
@@ -278,6 +279,19 @@ class OptimizationReport:
             lines.append(f"measured on   {self.feeds}" + (f": {self.judged_on}" if self.judged_on else ""))
         lines += [f"note          {note}" for note in self.notes]
         return lines
+
+    def _speed(self) -> str:
+        """How many times as fast, unless a search says it; and the padding that speed may come from."""
+        if self.latency_before is None or self.latency_after is None:
+            return ""
+        ratio = self.latency_before.min_ms / self.latency_after.min_ms
+        # One speedup a report: the search's is of all its shapes.
+        told = self.auto is not None and self.auto.changed and self.auto.saves == "time"
+        parts = [] if told else [f"{_factor(ratio, 'faster', 'slower')} by the minimum"]
+        padding, tokens = self.latency_padding or (0, 0)
+        if padding:
+            parts.append(f"{padding} of {tokens} tokens are padding")
+        return "".join(f"{part}, " for part in parts)
 
     def _time_lines(self, auto: AutoReport) -> list[str]:
         """Of layers, each timed alone; those of one size and form have the same times."""

@@ -120,6 +120,7 @@ def optimize(
     activation: options.Activation = None,
     settings: options.Settings = None,
     portable: options.Portable = True,
+    threads: options.Threads = None,
     dry_run: options.DryRun = False,
     html: options.Html = None,
     as_json: options.AsJson = False,
@@ -154,6 +155,7 @@ def optimize(
             ),
             options=dict(map(parse_setting, settings or [])),
             portable=portable,
+            threads=threads,
             dry_run=dry_run,
             progress=progress,
         )

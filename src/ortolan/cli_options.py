@@ -188,6 +188,14 @@ Portable = Annotated[
     bool,
     typer.Option("--portable/--no-portable", help="Let the model run, slower, where Ortolan's library is not loaded."),
 ]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Threads of both models where they are timed; default: one for each core that this process may use.",
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be replaced; write nothing.")]
 Html = Annotated[
     Path | None,

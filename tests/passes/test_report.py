@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -39,10 +40,25 @@ def test_a_model_that_grew_is_not_called_smaller():
 def test_a_model_that_did_not_change_is_called_neither():
     same = report()
     same.file_size_before, same.file_size_after = 100000, 100001
-    same.latency_before, same.latency_after, same.latency_cpus = Timing(1, 2), Timing(1, 2), 3
+    same.latency_before, same.latency_after, same.latency_threads = Timing(1, 2), Timing(1, 2), 3
     text = str(same)
     assert "(about the same)" in text and "about the same by the minimum" in text and "1.00x" not in text
-    assert "default threads, 3 CPUs" in " ".join(text.split())
+    assert "by the minimum, 3 threads each)" in " ".join(text.split())
+
+
+def test_padding_stands_beside_the_speed():
+    padded = report()
+    padded.latency_before, padded.latency_after, padded.latency_threads = Timing(61, 62), Timing(1, 2), 1
+    padded.latency_padding = (243, 256)
+    assert "61.00x faster by the minimum, 243 of 256 tokens are padding, 1 thread each" in " ".join(str(padded).split())
+
+
+def test_a_report_of_a_search_has_one_speedup():
+    searched = report()
+    searched.latency_before, searched.latency_after, searched.latency_threads = Timing(4, 4), Timing(1, 2), 1
+    searched.auto = AutoReport("", [(1, 128)], "3.00x faster in the mean", changed=True)
+    searched.auto.before, searched.auto.after = [Timing(3, 3)], [Timing(1, 1)]
+    assert re.findall(r"\d\.\d+x", str(searched)) == ["3.00x"]
 
 
 def test_numbers_that_json_does_not_know_become_null():
