@@ -151,6 +151,11 @@ class Search:
             found.append(feeds)
             ids = feeds.get("input_ids")  # of another shape where the model fixes one
             self.report.shapes.append((batch, tokens) if ids is None or ids.ndim != 2 else ids.shape)
+        if not found and self._settings.shapes is None:  # the model runs at one shape only: that of its feeds
+            for feeds in self._evidence.feeds()[:1]:
+                ids = feeds.get("input_ids", next(iter(feeds.values())))
+                found.append(feeds)
+                self.report.shapes.append((*ids.shape, 1, 1)[:2])
         if not found:
             raise CalibrationError(problem)
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -15,12 +16,13 @@ from ortolan.errors import CalibrationError, one_line
 from ..files.model_file import ModelFile, data_path, external_tensors, release_maps, tensor_slots, to_bytes, write_model
 from ..find.linear import Linear, layer_key
 from .answers import keep, most_bytes, shorten
-from .feeds import SIZES_TO_TRY, Feeds, Outputs, Sizes, hold_out, model_inputs, synthetic_feeds
+from .feeds import SIZES_TO_TRY, Feeds, Outputs, Sizes, hold_out, model_inputs, sizes_in_graph, synthetic_feeds
 from .fits import Fits
 from .input_dimensions import InputDimensions
 from .recorder import InputRecorder, OnRun, Recorded
 from .sessions import open_quietly, open_to_time, run_session
 
+_SECONDS_TO_TRY = 20.0  # shapes of made-up inputs
 _SMALL = 1024  # bytes; such tensors stay in the model file
 T = TypeVar("T")
 
@@ -180,8 +182,11 @@ class Evidence:
 def make_up_feeds(model: ir.Model, session: Any) -> tuple[list[Feeds], str]:
     """Synthetic feeds that this session accepts, and a description of them."""
     problem = ""
-    for sizes in SIZES_TO_TRY:
+    began = time.monotonic()
+    for sizes in (*SIZES_TO_TRY, *sizes_in_graph(model)):
         feeds = synthetic_feeds(model, sizes)
+        if problem and time.monotonic() > began + _SECONDS_TO_TRY:
+            break
         try:
             session.run(None, feeds)
         except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception

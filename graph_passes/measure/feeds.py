@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,10 @@ Calibration = str | os.PathLike[str] | Mapping[str, Any] | Iterable[Mapping[str,
 
 _UNKNOWN_VOCABULARY = 8  # ids below this are valid for nearly any table
 
+_MOST_AXES = 8  # of a shape
+_MOST_TOKENS, _MOST_BATCH = 4096, 16  # of an export that runs at one shape
+_SIZES_OF_GRAPH = 12  # that are tried
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -35,6 +40,24 @@ class Sizes:
 
 # Tried in this order: exports differ in what they have frozen.
 SIZES_TO_TRY = (Sizes(2, 16, 8), Sizes(1, 16, 8), Sizes(1, 16, 0), Sizes(1, 1, 8))
+
+
+def sizes_in_graph(model: ir.Model) -> list[Sizes]:
+    """Sizes for an export that runs only at the shape that it was traced with: numbers that its graph reshapes to, or
+    that are declared for its values, are tried as tokens and as the batch. The most frequent ones come first."""
+    counts: Counter[int] = Counter()
+    for node in model.graph:
+        # Shapes are written whole, or put together of computed and constant parts.
+        sources = node.inputs[1:2] if node.op_type in ("Reshape", "Expand") else node.inputs
+        for source in sources if node.op_type in ("Reshape", "Expand", "Concat") else ():
+            tensor = constant_tensor(source)
+            if tensor is not None and tensor.dtype == ir.DataType.INT64 and tensor.size <= _MOST_AXES:
+                counts.update(set(tensor.numpy().reshape(-1).tolist()))
+        for value in node.outputs:
+            counts.update({size for size in value.shape or () if isinstance(size, int)})
+    found = [size for size, _ in counts.most_common() if 1 < size <= _MOST_TOKENS][:_SIZES_OF_GRAPH]
+    batches = [1, 2, 4, 8, *(size for size in found if size <= _MOST_BATCH)]
+    return [Sizes(batch, tokens, 0) for tokens in found for batch in dict.fromkeys(batches)]
 
 
 def read_calibration(calibration: Calibration, model: ir.Model) -> list[Feeds]:

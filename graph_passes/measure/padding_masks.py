@@ -145,7 +145,11 @@ class PaddingMasks:
             if given is not None:
                 feeds[given.name or ""] = np.zeros((*kept.shape, width), np.float32)
             feeds = {key: array for key, array in feeds.items() if key in known}
-            (found,) = run_session(session, feeds, "what computes a mask of the model", ModelError)
+            try:
+                (found,) = run_session(session, feeds, "what computes a mask of the model", ModelError)
+            except ModelError as error:
+                batch, tokens = kept.shape
+                raise MaskError(f"a mask cannot be computed at {batch} x {tokens} tokens: it fits one shape") from error
             yield kept, found
 
 

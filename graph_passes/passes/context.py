@@ -47,6 +47,7 @@ class PassContext:
     spill: TensorSpill
     portable: bool = True
     dry_run: bool = False
+    optional_may_fail: bool = True  # whether a pass that the user did not name is left out where it fails
     progress: Progress = no_progress
     plan: Plan = field(default_factory=Plan)  # what the recipe is going to do
     layers: Layers = field(default_factory=Layers)

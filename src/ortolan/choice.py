@@ -23,7 +23,8 @@ class Choice:
     """recipe: None: what the model is like decides, or, with `measured`, measurement; of which layers take 4 bits and
     which 8, with `bits`. options: for the recipe that is
     chosen then. note: for the report. may_stay: where the recipe finds nothing to replace, the model stays as it is.
-    of_other: the recipe was found by measurement of another model, and may name layers that this one lacks."""
+    of_other: the recipe was found by measurement of another model, and may name layers that this one lacks.
+    by_name: the recipe is the user's own, so that each of its passes was asked for."""
 
     recipe: Recipe | None
     bits: BitSettings | None = None
@@ -32,6 +33,7 @@ class Choice:
     note: str = ""
     may_stay: bool = False
     of_other: bool = False
+    by_name: bool = False
 
     def measuring(self) -> Choice:
         """The recipe is found by measurement. Raises RecipeError for options that it will not have: of what is yet to
@@ -74,7 +76,7 @@ def read_choice(
     if budget is not None:
         return _mixed_bits(recipe, choices, options, prompt, budget)
     if recipe is not None and not (isinstance(recipe, str) and (recipe == AUTO or recipe in PRESETS)):
-        return Choice(_ready_made(recipe, choices, options, prompt))
+        return Choice(_ready_made(recipe, choices, options, prompt), by_name=True)
     if recipe == AUTO:
         if prompt:
             raise RecipeError(f"a prompt was given, which recipe {AUTO!r} does not take; give recipe 'cached-prompt'")

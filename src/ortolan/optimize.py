@@ -391,6 +391,7 @@ class _Run:
                 spill,
                 portable=self.portable,
                 dry_run=self.dry_run,
+                optional_may_fail=not self.choice.by_name,
                 progress=progress,
             )
             context.caches.prompt_ids = self.prompt_ids

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
@@ -164,12 +166,32 @@ def test_models_that_allow_a_batch_of_one_only():
     assert optimize(model).feeds == "1 synthetic feed(s): x [1, 16, 8]"
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("arguments", [{}, {"recipe": None, "weights": "int8"}])
+def test_exports_that_run_at_one_shape(parts, arguments):
+    """The shape that was traced is found among the numbers of the graph, written whole or put together."""
+    shape = ["whole"] if parts == 1 else ["tokens", "width"]
+    nodes = [
+        helper.make_node("Gather", ["table", "input_ids"], ["h"]),
+        helper.make_node("Concat", shape, ["shape"], axis=0),
+        helper.make_node("Reshape", ["h", "shape"], ["r"]),
+        helper.make_node("MatMul", ["r", "W"], ["y"], name="l"),
+    ]
+    weights = {"table": random_weight(9, 8), "W": random_weight(8, 8)}
+    weights |= {"whole": np.array([2, 7, 8])} if parts == 1 else {"tokens": np.array([2, 7]), "width": np.array([8])}
+    model = make_model(nodes, {"input_ids": (INT64, ["b", "s"])}, {"y": (FLOAT, [2, 7, 8])}, weights)
+    report = optimize(model, **arguments)
+    assert report.feeds is not None and report.feeds.startswith("1 synthetic feed(s): input_ids [")
+    rows, tokens = re.findall(r"\d+", report.feeds)[1:3]
+    assert int(rows) * int(tokens) == 14 and report.output_error
+
+
 def test_models_for_which_nothing_can_be_made_up():
     model = make_model(
         [helper.make_node("Reshape", ["x", "shape"], ["y"])],
         {"x": (FLOAT, ["n"])},
-        {"y": (FLOAT, [77])},
-        {"shape": np.array([77])},
+        {"y": (FLOAT, [7, 11])},
+        {"shape": np.array([7, 11])},
     )
     session = open_quietly(model.SerializeToString())
     with pytest.raises(CalibrationError, match=r"does not run on made-up inputs: .*give calibration="):
