@@ -78,8 +78,8 @@ def cut(feeds: Feeds, tokens: int) -> Feeds | None:
     past = mask.shape[1] - ids.shape[1] if mask.ndim == 2 else -1
     if past < 0:
         return None
-    seen = np.flatnonzero(mask.any(axis=0)) if not past else ()
-    start = int(seen[0]) if len(seen) else 0
+    seen = np.flatnonzero(mask.any(axis=0))
+    start = int(seen[0]) if len(seen) and not past else 0
     made: Feeds = {}
     for name, array in feeds.items():
         if name == "attention_mask":

@@ -65,7 +65,9 @@ class Answers:
                 reverse.add(base, exact)
             first = first or [exact, base, keep(found, context.evidence.folder)]
         exact, base, found = first
-        kinds = {name: answer.dtype.kind for name, answer in zip(names, exact, strict=True) if answer is not None}
+        kinds: dict[str, str] = {
+            name: answer.dtype.kind for name, answer in zip(names, exact, strict=True) if answer is not None
+        }
         if none_before:
             return cls(names, kinds, original, None, changes, reverse, None, found)
         return cls(names, kinds, original, rounding, changes, reverse, base, found)

@@ -120,7 +120,7 @@ def optimize(
     activation: options.Activation = None,
     settings: options.Settings = None,
     portable: options.Portable = True,
-    threads: options.Threads = None,
+    threads: options.TimingThreads = None,
     dry_run: options.DryRun = False,
     html: options.Html = None,
     as_json: options.AsJson = False,

@@ -188,7 +188,7 @@ Portable = Annotated[
     bool,
     typer.Option("--portable/--no-portable", help="Let the model run, slower, where Ortolan's library is not loaded."),
 ]
-Threads = Annotated[
+TimingThreads = Annotated[
     int | None,
     typer.Option(
         metavar="N",
