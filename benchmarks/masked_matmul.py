@@ -31,7 +31,7 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
-from ortolan.graph_passes.measure.timing import interleave, pinned
+from ortolan.graph_passes.measure.timing import describe_cold_copies, interleave, pinned
 from ortolan.graph_passes.report.figures import Timing
 
 from .._native import pack_bitmap
@@ -78,7 +78,12 @@ def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
         raise OrtolanError(f"{OP} has no kind of case {unknown[0]!r}; known: {', '.join(KINDS)}")
     if "heat_map" in kinds and find_spec("matplotlib") is None:
         raise OrtolanError("heat_map draws with matplotlib, which is not installed: pip install matplotlib")
-    result = BenchResult(notes=["Ortolan's time includes finding the zeros. m x k x n; a, b: shares of zeros."])
+    result = BenchResult(
+        notes=[
+            "Ortolan's time includes finding the zeros. m x k x n; a, b: shares of zeros.",
+            describe_cold_copies(),
+        ]
+    )
     if find_spec("scipy") is None:
         result.notes.append("scipy is not installed: no CSR product.")
     cases = list(_cases(options, kinds))

@@ -34,7 +34,8 @@ import numpy as np
 import onnxruntime as ort
 from onnx import GraphProto, NodeProto, ValueInfoProto, helper, numpy_helper
 
-from ortolan.graph_passes.measure.timing import interleave, last_level_cache_bytes, pinned
+from ortolan.graph_passes.measure.machine import last_level_cache_bytes
+from ortolan.graph_passes.measure.timing import cold_share, describe_cold_copies, interleave, pinned
 from ortolan.graph_passes.operators.prompt_cache import PromptCache
 from ortolan.graph_passes.passes.prompt import prune_prompt
 from ortolan.graph_passes.report.figures import Timing
@@ -82,6 +83,7 @@ def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
         notes=[
             "step, scores: the kernel alone, on one thread. node: the operator in a session.",
             "Caches cold. stream_read: their bytes at the memory rate.",
+            describe_cold_copies(),
         ]
     )
     contexts = QUICK_CONTEXTS if options.quick else CONTEXTS
@@ -165,7 +167,7 @@ def prompt_candidates(context: int) -> dict[str, Measured]:
         shape = (KV_HEADS, context, HEAD_DIM)
         prompt = prune_prompt(_floats(rng, shape), _floats(rng, shape), *sparsities)
         stored = sum(tensor.array.nbytes for tensor in prompt.pack().values())
-        count = max(2, -(-4 * last_level_cache_bytes() // stored))
+        count = _count(stored)
         runs = [behind_prompt(inputs, prompt) for _ in range(count)]
         result[_prompt_name(*sparsities)] = Measured(_one_after_another(runs), count, stored)
     codebooks, *caches = compressed_caches(rng, context, 1)
@@ -249,8 +251,12 @@ def _floats(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _copies(arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
-    size = sum(array.nbytes for array in arrays)
-    return cold_copies(arrays, max(2, -(-4 * last_level_cache_bytes() // size)))
+    return cold_copies(arrays, _count(sum(array.nbytes for array in arrays)))
+
+
+def _count(bytes_each: int) -> int:
+    """Of copies of caches, so that none is found in the L3, within a candidate's share of memory."""
+    return max(2, min(-(-4 * last_level_cache_bytes() // bytes_each), cold_share() // bytes_each))
 
 
 def _ours(caches: Sequence[np.ndarray], attend: Callable[..., object]) -> Measured:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ortolan.graph_passes.measure.timing import interleave, pinned
+from ortolan.graph_passes.measure.timing import describe_cold_copies, interleave, pinned
 from ortolan.graph_passes.report.figures import Timing
 
 from ..errors import OrtolanError
@@ -127,6 +127,7 @@ def measure(
     says so.
     """
     seconds, min_rounds = (QUICK_SECONDS, QUICK_ROUNDS) if options.quick else (SECONDS, min_rounds)
+    result.notes.append(describe_cold_copies())
     total = len(options.threads) * sum(len(plan.shape.batch) for plan in plans)
     done = 0
     if bare_kernels() is None:

@@ -7,12 +7,12 @@ from functools import partial
 
 import numpy as np
 
-from ortolan.graph_passes.measure.timing import last_level_cache_bytes
+from ortolan.graph_passes.measure.machine import cold_budget, last_level_cache_bytes
 from ortolan.graph_passes.report.figures import Timing
 
 
 class StreamReader:
-    """Reads a buffer of eight times the L3 as fast as this machine can.
+    """Reads a buffer of eight times the L3, or of a quarter of the memory for cold copies, as fast as this machine can.
 
     It is one of the bare kernels (bare_kernels.py)."""
 
@@ -20,7 +20,8 @@ class StreamReader:
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self.buffer = np.ones(8 * last_level_cache_bytes(), np.uint8)  # ones: an unwritten page would be cached
+        size = max(min(8 * last_level_cache_bytes(), cold_budget() // 4), 2**16)
+        self.buffer = np.ones(size, np.uint8)  # ones: an unwritten page would be cached
 
     def candidates(self) -> dict[str, Callable[[], object]]:
         """One candidate a prefetch distance; the fastest is the stream rate."""

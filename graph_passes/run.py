@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import onnx_ir as ir
 
-from ortolan.errors import ModelError, OrtolanError
+from ortolan.errors import ModelError, NothingToReplaceError, OrtolanError
 from ortolan.progress import Stage
 from ortolan.session import package_versions
 
@@ -22,6 +23,9 @@ from .passes.verify import VerifyPass
 from .recipe import Recipe
 from .registry import PASSES
 from .report.figures import human_bytes
+
+# A model is right without these passes: one that cannot run is left out, unless the user's own recipe names it.
+OPTIONAL = frozenset(("embeddings", "fuse_attention", "fuse_cached_attention", "fuse_lut", "fuse_norm", "unpad"))
 
 
 @dataclass(frozen=True)
@@ -54,9 +58,24 @@ def plan(recipe: Recipe, context: PassContext) -> Steps:
 
 def transform(steps: Steps, context: PassContext) -> None:
     """Runs the passes in order. The onnx-ir pass manager wraps errors; what reaches the caller is an OrtolanError."""
+    for one in steps.transforms:
+        name = next(name for name, kind in PASSES.items() if isinstance(one, kind))
+        before = _wiring(context.source.model) if name in OPTIONAL and context.optional_may_fail else None
+        try:
+            _run_pass(one, context)
+        except NothingToReplaceError:
+            raise
+        except OrtolanError as error:
+            if before is None or _wiring(context.source.model) != before:
+                raise
+            context.note(f"pass {name!r} was left out: {error}")
+    _note_unmatched(steps.recipe, context)
+    _note_gainless(context)
+
+
+def _run_pass(one: RecipePass, context: PassContext) -> None:
     try:
-        if steps.transforms:
-            ir.passes.PassManager(steps.transforms, steps=1)(context.source.model)
+        ir.passes.PassManager([one], steps=1)(context.source.model)
     except (ir.passes.PassError, ir.passes.InvariantError) as error:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OrtolanError):
@@ -66,8 +85,11 @@ def transform(steps: Steps, context: PassContext) -> None:
         if isinstance(last, MemoryError):
             raise last from None
         raise ModelError(f"{context.source.name} could not be optimized: {type(last).__name__}: {last}") from error
-    _note_unmatched(steps.recipe, context)
-    _note_gainless(context)
+
+
+def _wiring(model: ir.Model) -> list[Any]:
+    """All nodes with their inputs, and the graph's outputs: equal for a model that a pass has not changed."""
+    return [*((node, *node.inputs) for node in model.graph.all_nodes()), tuple(model.graph.outputs)]
 
 
 def write(steps: Steps, context: PassContext, embed_limit: int | None = None) -> None:

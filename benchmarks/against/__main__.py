@@ -21,7 +21,7 @@ from pathlib import Path
 import onnxruntime
 from rich.console import Console
 
-from ortolan.graph_passes.measure.timing import last_level_cache_bytes
+from ortolan.graph_passes.measure.machine import last_level_cache_bytes
 from ortolan.library import get_library_path
 from ortolan.session import cpu_info
 

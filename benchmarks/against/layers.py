@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from onnx import StringStringEntryProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
-from ortolan.graph_passes.measure.timing import last_level_cache_bytes
+from ortolan.graph_passes.measure.machine import last_level_cache_bytes
 
 from ..cold_layers import Node
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ortolan.graph_passes.measure.machine import cold_budget
 from ortolan.graph_passes.measure.timing import copies_to_stay_cold
 
 from ..shapes import LLAMA_3_8B
@@ -190,5 +191,5 @@ def candidates_of(job: Job, layer: Layer, weights: Path) -> Iterator[Candidate]:
 def cold_copies(bytes_each: int, candidates: int) -> int:
     """Copies of a layer that no cache holds, as far as the memory for all candidates allows: where a CPU reports the L3
     of a server of which this machine has a share, all would take more."""
-    affordable = int(_MEMORY / candidates / bytes_each)
+    affordable = int(min(_MEMORY, cold_budget()) / candidates / bytes_each)
     return max(_LEAST_COPIES, min(copies_to_stay_cold(bytes_each), affordable))

@@ -68,7 +68,7 @@ class BitSearch:
         VerificationError where there is none."""
         evidence, report = self._evidence, self.report
         evidence.hold_out(HELD_OUT)
-        judged = (evidence.held_out or evidence.feeds())[:_FEEDS]
+        judged = evidence.feeds_to_judge(len(evidence.held_out) or None)[:_FEEDS]
         if not self._limit.is_size:
             first = self._four_bits(judged)
             if first is not None:
@@ -153,6 +153,7 @@ class BitSearch:
         while wanted < len(path):
             made = trials.make([*chain(*path[:wanted])], False)
             if made is not None:
+                trials.drop(smallest)
                 return made
             wanted, further = wanted + further, 2 * further
         return smallest
@@ -199,5 +200,9 @@ def _most_steps(path: Sequence[list[Step]], free: int, trials: Trials) -> Made |
     while best is not None and high - low > max(1, len(path) // _FINEST):
         middle = (low + high) // 2
         made = trials.make([*chain(*path[:middle])], False)
-        low, high, best = (low, middle, best) if made is None else (middle, high, made)
+        if made is None:
+            high = middle
+        else:
+            trials.drop(best)
+            low, best = middle, made
     return best

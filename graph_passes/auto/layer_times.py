@@ -30,8 +30,9 @@ from ortolan.session import cpu_info, package_versions
 from ..files.model_file import load_model, to_bytes, to_proto
 from ..files.spill import TensorSpill
 from ..measure.evidence import Evidence
-from ..measure.sessions import open_to_time
-from ..measure.timing import interleave, last_level_cache_bytes, usable_cpus
+from ..measure.machine import cold_budget, last_level_cache_bytes
+from ..measure.sessions import open_to_time, session_threads
+from ..measure.timing import interleave
 from ..operators.sparse_amx_matmul_storage import beyond_two_four
 from ..passes.context import PassContext
 from ..report.optimization import OptimizationReport
@@ -41,7 +42,7 @@ from .candidates import ORIGINAL, Candidate, for_timing, make_recipe
 _FILE = "layer-times.json"
 _DAYS = 7  # for which times are used; then they are measured again
 _SECONDS = 0.25  # for each form
-_MOST_BYTES = 256 * 1024**2  # of weights in a graph
+_MOST_BYTES = 256 * 1024**2  # of weights in a graph, or less where memory is short
 _MOST_COPIES = 64
 _STEP = 0.05  # layers whose shares of zeros differ by less take as long
 
@@ -73,7 +74,8 @@ def case_of(matrix: np.ndarray, rows: int, dtype: ir.DataType, bias: bool, weigh
     blocks = np.add.reduceat(matrix != 0, np.arange(0, n, 4), axis=1, dtype=np.int64)
     sizes = 4 * matrix.size
     enough = min(-(-weights_of_model // matrix.size), -(-4 * last_level_cache_bytes() * 8 // sizes))
-    copies = max(1, min(enough, _MOST_COPIES, _MOST_BYTES // sizes))
+    most = min(_MOST_BYTES, 2 ** (cold_budget() // 4).bit_length() // 2)  # a power of two, as it names stored times
+    copies = max(1, min(enough, _MOST_COPIES, most // sizes))
     return LayerCase(
         k, n, rows, dtype.name, bias, _rounded(1 - np.count_nonzero(matrix) / matrix.size),
         _rounded(1 - np.count_nonzero(blocks) / blocks.size), copies, not beyond_two_four(matrix),
@@ -210,7 +212,7 @@ def _machine() -> str:
     cpu, versions = cpu_info(), package_versions()
     parts = [f"{name} {value}" for name, value in sorted(cpu.items()) if isinstance(value, str)]
     parts += [f"{name} {versions.get(name, 'unknown')}" for name in ("onnxruntime", "ortolan")]
-    return ", ".join([*parts, f"{usable_cpus()} CPUs"])
+    return ", ".join([*parts, f"{session_threads()} threads"])
 
 
 def _is_table(table: Any) -> bool:

@@ -113,7 +113,7 @@ class Search:
         self._original = evidence.open_original(timed=True)
         evidence.feeds(self._original)
         evidence.hold_out(HELD_OUT)
-        judged = (evidence.held_out or evidence.feeds())[:_FEEDS]
+        judged = evidence.feeds_to_judge(len(evidence.held_out) or None, self._original)[:_FEEDS]
         limit = self._settings.limit or default_limit(evidence.source.model, self._calibrated)
         report.budget = str(limit)
         if evidence.sampled:
@@ -164,7 +164,13 @@ class Search:
                     raise CalibrationError(problem) from error
                 continue
             found.append(feeds)
-            self.report.shapes.append((batch, tokens))
+            ids = feeds.get("input_ids")  # of another shape where the model fixes one
+            self.report.shapes.append((batch, tokens) if ids is None or ids.ndim != 2 else ids.shape)
+        if not found and self._settings.shapes is None:  # the model runs at one shape only: that of its feeds
+            for feeds in self._evidence.feeds()[:1]:
+                ids = feeds.get("input_ids", next(iter(feeds.values())))
+                found.append(feeds)
+                self.report.shapes.append((*ids.shape, 1, 1)[:2])
         if not found:
             raise CalibrationError(problem)
         return found
@@ -194,8 +200,14 @@ class Search:
         """How many steps of the path the budget allows."""
         low, high = 0, len(path) + 1
         middle = trials.expected(path)
+        best: Made | None = None
         while high - low > max(1, len(path) // _FINEST):
-            low, high = (middle, high) if trials.make(path[:middle], False) is not None else (low, middle)
+            made = trials.make(path[:middle], False)
+            if made is None:
+                high = middle
+            else:
+                trials.drop(best)
+                low, best = middle, made
             # Further, where the expectation held.
             further = min(len(path), low + max(1, len(path) // 4))
             middle = further if high > len(path) else (low + high) // 2
@@ -216,7 +228,9 @@ class Search:
                 gains = [gain(originals, after) for after in times]
                 best = best_of(gains, [one.attention for one in made])
                 self.report.before, self.report.after = originals, times[best]
-                if gains[best] >= _GAIN:
+                fast = gains[best] >= _GAIN
+                trials.drop(*(one for number, one in enumerate(made) if number != best or not fast))
+                if fast:
                     return made[best]
             if not steps:
                 return None

@@ -70,6 +70,7 @@ class Trials:
         self._recipe_of, self._always_changes = recipe_of or _recipe_of, recipe_of is not None
         self._saves: Saves = "time" if recipe_of is None else "bytes"
         self._made: dict[tuple[int, bool], Made | None] = {}
+        self._tried: dict[tuple[int, bool], Trial] = {}
         self.report: list[Trial] = []
 
     def expected(self, path: Sequence[Step]) -> int:
@@ -86,6 +87,15 @@ class Trials:
             changes = bool(steps) or attention or self._always_changes
             self._made[key] = self._make(steps, attention) if changes else None
         return self._made[key]
+
+    def drop(self, *beaten: Made | None) -> None:
+        """Delete the files of models that are no longer candidates. `make` would make them again."""
+        for made in beaten:
+            if made is None:
+                continue
+            self._made = {key: one for key, one in self._made.items() if one is not made}
+            for file in _files(made.context):
+                file.unlink()
 
     def _make(self, steps: Sequence[Step], attention: bool) -> Made | None:
         self._progress(Stage.TRY_MODELS, len(self.report), 0)
@@ -107,7 +117,9 @@ class Trials:
         trial.cosine = min((error.cosine for error in context.report.output_error), default=None)
         files = _files(context)
         trial.bytes = sum(file.stat().st_size for file in files) or None
-        self.report.append(trial)
+        again = self._tried.get((len(steps), attention))  # a model that was dropped has one entry all the same
+        self.report[:] = [*(one for one in self.report if one is not again), trial]
+        self._tried[len(steps), attention] = trial
         if not within:
             for file in files:
                 file.unlink()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,33 +19,76 @@ from .feeds import Outputs
 
 ODD_SHARE = 1 / 8  # of the rows: so many may be odd (error_of_most_rows), such as tokens with huge activations
 ODD_ERROR = 0.5  # of its norm: so far may an odd row be off
+_BLOCK = 2**20  # values that are compared at a time
+
+
+class ErrorSums:
+    """How far each output is from a reference, over all feeds together, where both are finite. Feeds are added one by
+    one, and answers are read in blocks: float64 copies of them would take several times their memory."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._sums = [_Sums() for _ in names]
+
+    def add(self, reference: Outputs, found: Outputs) -> None:
+        """Add the answers to one feed."""
+        for index, sums in enumerate(self._sums):
+            expected, answer = reference[index], found[index]
+            if expected is not None and answer is not None:
+                sums.add(expected, answer)
+
+    def errors(self) -> list[OutputDeviation]:
+        """Errors by output. An output without finite values is left out."""
+        return [sums.error(name) for name, sums in zip(self._names, self._sums, strict=True) if sums.count]
+
+    def first_infinite(self) -> str | None:
+        """The first output that is finite in the reference and not in what was found, if any."""
+        return next((name for name, sums in zip(self._names, self._sums, strict=True) if sums.infinite), None)
+
+
+@dataclass
+class _Sums:
+    """Sums of squares of one output."""
+
+    exact: float = 0.0
+    new: float = 0.0
+    product: float = 0.0
+    difference: float = 0.0
+    most: float = 0.0
+    count: int = 0
+    infinite: bool = False
+
+    def add(self, expected: np.ndarray, answer: np.ndarray) -> None:
+        flat, other = expected.reshape(-1), answer.reshape(-1)
+        for start in range(0, flat.size, _BLOCK):
+            self._add_block(flat[start : start + _BLOCK], other[start : start + _BLOCK])
+
+    def _add_block(self, expected: np.ndarray, answer: np.ndarray) -> None:
+        known = np.isfinite(expected)
+        finite = known & np.isfinite(answer)
+        self.infinite = self.infinite or not np.array_equal(known, finite)
+        self.count += int(finite.sum())
+        x, y = expected[finite].astype(np.float64), answer[finite].astype(np.float64)
+        self.exact, self.new = self.exact + float(x @ x), self.new + float(y @ y)
+        self.product += float(x @ y)
+        y -= x
+        self.difference, self.most = self.difference + float(y @ y), max(self.most, float(np.abs(y).max(initial=0.0)))
+
+    def error(self, name: str) -> OutputDeviation:
+        relative = math.sqrt(self.difference / self.exact) if self.exact else math.inf
+        cosine = self.product / math.sqrt(self.exact * self.new) if self.exact and self.new else 0.0
+        same = self.difference == 0.0
+        return OutputDeviation(name, 0.0 if same else relative, 1.0 if same else cosine, max_abs=self.most)
 
 
 def measure_errors(
     names: Sequence[str], reference: Sequence[Outputs], found: Sequence[Outputs]
 ) -> list[OutputDeviation]:
     """How far each output is from the reference, over all feeds together, where both are finite."""
-    errors = []
-    for index, name in enumerate(names):
-        # Sums of squares, feed after feed: in float64 all of them at once would take several times their memory.
-        exact = new = product = difference = most = 0.0
-        count = 0
-        for one, other in zip(reference, found, strict=True):
-            expected, answer = one[index], other[index]
-            if expected is None or answer is None:
-                continue
-            finite = np.isfinite(expected) & np.isfinite(answer)
-            count += int(finite.sum())
-            x, y = expected[finite].astype(np.float64), answer[finite].astype(np.float64)
-            exact, new, product = exact + float(x @ x), new + float(y @ y), product + float(x @ y)
-            y -= x
-            difference, most = difference + float(y @ y), max(most, float(np.abs(y).max(initial=0.0)))
-        if count:
-            relative = math.sqrt(difference / exact) if exact else math.inf
-            cosine = product / math.sqrt(exact * new) if exact and new else 0.0
-            same = difference == 0.0
-            errors.append(OutputDeviation(name, 0.0 if same else relative, 1.0 if same else cosine, max_abs=most))
-    return errors
+    sums = ErrorSums(names)
+    for one, other in zip(reference, found, strict=True):
+        sums.add(one, other)
+    return sums.errors()
 
 
 def error_of_most_rows(portable: np.ndarray, native: np.ndarray, exact: np.ndarray, limit: float) -> float:
@@ -68,16 +112,13 @@ def error_of_most_rows(portable: np.ndarray, native: np.ndarray, exact: np.ndarr
     return math.sqrt(float(errors[kept].sum()) / total) if total else math.inf
 
 
-def refuse_infinite(names: Sequence[str], before: Sequence[Outputs], after: Sequence[Outputs]) -> None:
-    """Raises VerificationError, naming the output, where before is finite and after is not."""
-    for index, name in enumerate(names):
-        for reference, found in zip(before, after, strict=True):
-            expected, answer = reference[index], found[index]
-            if expected is not None and answer is not None and (np.isfinite(expected) & ~np.isfinite(answer)).any():
-                raise VerificationError(
-                    f"output {name!r} of the optimized model holds NaN or infinity where the "
-                    "original does not; nothing was saved; try weights='bf16', or leave out layers (ignore=…)"
-                )
+def refuse_infinite(name: str | None) -> None:
+    """Raises VerificationError for an output that is finite in the original only. name: ErrorSums.first_infinite."""
+    if name is not None:
+        raise VerificationError(
+            f"output {name!r} of the optimized model holds NaN or infinity where the "
+            "original does not; nothing was saved; try weights='bf16', or leave out layers (ignore=…)"
+        )
 
 
 def compare_signatures(original: Any, optimized: Any, compressed: Collection[str], added: int) -> None:
@@ -103,15 +144,14 @@ def compare_signatures(original: Any, optimized: Any, compressed: Collection[str
 
 
 def other_shapes(
-    names: Sequence[str], before: Sequence[Outputs], after: Sequence[Outputs]
+    names: Sequence[str], before: Outputs, after: Outputs
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """By name of an output, the first two answers to the same feeds that differ in shape."""
-    found: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-    for reference, one in zip(before, after, strict=True):
-        for name, expected, answer in zip(names, reference, one, strict=True):
-            if expected is not None and answer is not None and expected.shape != answer.shape:
-                found.setdefault(name, (expected.shape, answer.shape))
-    return found
+    """Return the shapes of outputs whose answers to one feed differ in shape, by name: before's and after's."""
+    return {
+        name: (expected.shape, answer.shape)
+        for name, expected, answer in zip(names, before, after, strict=True)
+        if expected is not None and answer is not None and expected.shape != answer.shape
+    }
 
 
 def array_of(answer: np.ndarray | None) -> np.ndarray:

@@ -36,10 +36,10 @@ _TIES = 0.02
 
 @dataclass(frozen=True)
 class Decoded:
-    """What a model answered to the calls: whole for the first and the last one, without the caches between them, which
-    may be large."""
+    """What a model answered to the calls: caches alone for the first one, which is long; all for the last one; no
+    caches between them."""
 
-    prompt: Outputs
+    prompt: Outputs  # caches
     steps: list[Outputs]  # without caches
     last: Outputs
     last_feeds: Feeds
@@ -96,7 +96,7 @@ def decode(run: Run, calls: Sequence[Feeds], caches: Mapping[str, int]) -> Decod
         feeds = call | {name: cache for name, cache in carried.items() if cache is not None}
         answers = run(feeds)
         if prompt is None:
-            prompt = answers
+            prompt = without(answers, [place for place in range(len(answers)) if place not in caches.values()])
         else:
             steps.append(without(answers, caches.values()))
     assert prompt is not None

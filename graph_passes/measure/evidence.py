@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -24,12 +25,25 @@ from ..files.model_file import (
 )
 from ..find.bfloat16 import widen_bfloat16
 from ..find.linear import Linear, layer_key
-from .feeds import SIZES_TO_TRY, Feeds, Outputs, Sizes, has_past, hold_out, synthetic_feeds
+from .answers import keep, most_bytes, shorten
+from .feeds import (
+    SIZES_TO_TRY,
+    Feeds,
+    Outputs,
+    Sizes,
+    has_past,
+    hold_out,
+    model_inputs,
+    sizes_in_graph,
+    synthetic_feeds,
+)
 from .fits import Fits
+from .input_dimensions import InputDimensions
 from .recorder import InputRecorder, OnRun, Recorded
 from .sampling import sampled_feeds, start_token
 from .sessions import open_quietly, open_to_time, run_session
 
+_SECONDS_TO_TRY = 20.0  # shapes of made-up inputs
 _SMALL = 1024  # bytes; such tensors stay in the model file
 T = TypeVar("T")
 
@@ -65,6 +79,8 @@ class Evidence:
         self.fits = Fits(folder) if keeps_fits else None  # weights that were fitted to inputs of the original
         self._feeds = None if feeds is None else list(feeds)
         self._every: int | None = None  # of the feeds that are held out
+        self._judged: list[Feeds] | None = None  # all feeds, cut short where answers are very large
+        self.judged_tokens: int | None = None  # that are left of a sequence of cut feeds
         self._rows: dict[tuple[str, int], np.ndarray] = {}
         self._answers: dict[int, tuple[Feeds, Outputs]] = {}  # of the original, by id of the feeds
         self._remembered: dict[Hashable, Any] = {}
@@ -103,13 +119,19 @@ class Evidence:
     def hold_out(self, every: int) -> None:
         """Keeps every so-manieth of the feeds from fitting, for judging. 0, or more than there are: none."""
         if self._every is None:
-            self._every = every
+            self._every, self._judged = every, None
             self._feeds, self.held_out = hold_out(self.feeds(), every)
 
     def feeds_to_judge(self, count: int | None = None, session: Any = None) -> list[Feeds]:
-        """So many of them; those that are held out come first."""
-        feeds = self.feeds(session)
-        return [*self.held_out, *feeds][:count]
+        """The first `count` feeds, held-out ones in front, cut short where their answers would be very large."""
+        if self._judged is None:
+            fitted = self.feeds(session)
+            feeds = [*self.held_out, *fitted]
+            most = most_bytes(self.source.size)
+            self._judged = feeds if self.made_up else shorten(feeds, lambda: session or self.open_original(), most)
+            shorter = [one for one, whole in zip(self._judged, feeds, strict=True) if one is not whole]
+            self.judged_tokens = max((one["input_ids"].shape[1] for one in shorter), default=None)
+        return self._judged[:count]
 
     # ---- sessions ----------------------------------------------------------------------------------------------------
 
@@ -166,7 +188,8 @@ class Evidence:
         for one in feeds:
             if id(one) not in self._answers:
                 session = session or self.open_original()
-                self._answers[id(one)] = one, run_session(session, one, "the original model", CalibrationError)
+                answers = run_session(session, one, "the original model", CalibrationError)
+                self._answers[id(one)] = one, keep(answers, self.folder)
         return [self._answers[id(one)][1] for one in feeds]
 
     def rows(
@@ -208,8 +231,11 @@ def load_again(source: ModelFile) -> ModelFile:
 def make_up_feeds(model: ir.Model, session: Any) -> tuple[list[Feeds], str]:
     """Synthetic feeds that this session accepts, and a description of them."""
     problem = ""
-    for sizes in SIZES_TO_TRY:
+    began = time.monotonic()
+    for sizes in (*SIZES_TO_TRY, *sizes_in_graph(model)):
         feeds = synthetic_feeds(model, sizes)
+        if problem and time.monotonic() > began + _SECONDS_TO_TRY:
+            break
         try:
             session.run(None, feeds)
         except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
@@ -227,7 +253,9 @@ def make_up_feeds(model: ir.Model, session: Any) -> tuple[list[Feeds], str]:
                 session.run(None, other)
                 found.append(other)
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in list(feeds.items())[:3])
-        return found, f"{len(found)} synthetic feed(s): {shapes}{', …' if len(feeds) > 3 else ''}"
+        assumed = InputDimensions.of(model_inputs(model)).describe()
+        more = f"{', …' if len(feeds) > 3 else ''}{f' (assumed: {assumed})' if assumed else ''}"
+        return found, f"{len(found)} synthetic feed(s): {shapes}{more}"
     raise CalibrationError(
         f"the original model does not run on made-up inputs: {problem}; give calibration=… with inputs "
         "for this model (an .npz file, a dict of arrays, or a list of such dicts)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from ortolan.errors import CalibrationError, listing
 
 from ..find.constants import constant_tensor
 from ..find.dimensions import head_size
+from .input_dimensions import InputDimensions, Meaning, is_token_input, parts_of
 from .media_inputs import picture_shape, samples_per_step
 
 Feeds = dict[str, np.ndarray]
@@ -22,6 +23,10 @@ Outputs = list[np.ndarray | None]  # of one run; None: not a tensor of numbers, 
 Calibration = str | os.PathLike[str] | Mapping[str, Any] | Iterable[Mapping[str, Any]] | Iterable[str]
 
 _UNKNOWN_VOCABULARY = 8  # ids below this are valid for nearly any table
+
+_MOST_AXES = 8  # of a shape
+_MOST_TOKENS, _MOST_BATCH = 4096, 16  # of an export that runs at one shape
+_SIZES_OF_GRAPH = 12  # that are tried
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,24 @@ class Sizes:
 
 # Tried in this order: exports differ in what they have frozen.
 SIZES_TO_TRY = (Sizes(2, 16, 8), Sizes(1, 16, 8), Sizes(1, 16, 0), Sizes(1, 1, 8))
+
+
+def sizes_in_graph(model: ir.Model) -> list[Sizes]:
+    """Sizes for an export that runs only at the shape that it was traced with: numbers that its graph reshapes to, or
+    that are declared for its values, are tried as tokens and as the batch. The most frequent ones come first."""
+    counts: Counter[int] = Counter()
+    for node in model.graph:
+        # Shapes are written whole, or put together of computed and constant parts.
+        sources = node.inputs[1:2] if node.op_type in ("Reshape", "Expand") else node.inputs
+        for source in sources if node.op_type in ("Reshape", "Expand", "Concat") else ():
+            tensor = constant_tensor(source)
+            if tensor is not None and tensor.dtype == ir.DataType.INT64 and tensor.size <= _MOST_AXES:
+                counts.update(set(tensor.numpy().reshape(-1).tolist()))
+        for value in node.outputs:
+            counts.update({size for size in value.shape or () if isinstance(size, int)})
+    found = [size for size, _ in counts.most_common() if 1 < size <= _MOST_TOKENS][:_SIZES_OF_GRAPH]
+    batches = [1, 2, 4, 8, *(size for size in found if size <= _MOST_BATCH)]
+    return [Sizes(batch, tokens, 0) for tokens in found for batch in dict.fromkeys(batches)]
 
 
 def read_calibration(calibration: Calibration, model: ir.Model) -> list[Feeds]:
@@ -102,6 +125,14 @@ def prompt_feeds(ids: np.ndarray, model: ir.Model) -> Feeds:
     """Of a decoder, for tokens [1, tokens]: an empty cache, and masks and positions if it has such inputs. Raises
     CalibrationError."""
     return _check_feeds({"input_ids": ids}, model, "the prompt")
+
+
+def count_padding(feeds: Feeds) -> tuple[int, int] | None:
+    """How many tokens attention_mask hides, and how many there are; None where that is not known."""
+    ids, mask = feeds.get("input_ids"), feeds.get("attention_mask")
+    if ids is None or mask is None or ids.shape != mask.shape:
+        return None
+    return ids.size - int(np.count_nonzero(mask)), ids.size
 
 
 def model_inputs(model: ir.Model) -> list[ir.Value]:
@@ -176,6 +207,7 @@ def synthetic_feeds(model: ir.Model, sizes: Sizes, seed: int = 0) -> Feeds:
     inputs = model_inputs(model)
     has_past = any("past" in (value.name or "") and len(value.shape or ()) > 2 for value in inputs)
     batch, sequence = sizes.batch, sizes.sequence
+    dimensions = InputDimensions.of(inputs)
     for value in inputs:
         # Decoders that take one token a call have a fixed length here, which the mask must fit.
         if "input_ids" in (value.name or "") and value.shape is not None and len(value.shape) == 2:
@@ -184,17 +216,19 @@ def synthetic_feeds(model: ir.Model, sizes: Sizes, seed: int = 0) -> Feeds:
             sequence = tokens if isinstance(tokens, int) else sequence
     sequence *= max([samples_per_step(value) for value in inputs], default=1)
     sizes = Sizes(batch, sequence, sizes.past if has_past else 0)
-    return {value.name or "": _make_up(value, sizes, rng, has_past) for value in inputs}
+    return {value.name or "": _make_up(value, sizes, dimensions, rng, has_past) for value in inputs}
 
 
-def _make_up(value: ir.Value, sizes: Sizes, rng: np.random.Generator, has_past: bool) -> np.ndarray:
+def _make_up(
+    value: ir.Value, sizes: Sizes, dimensions: InputDimensions, rng: np.random.Generator, has_past: bool
+) -> np.ndarray:
     name = (value.name or "").lower()
     if not isinstance(value.type, ir.TensorType) or value.shape is None or value.dtype is None:
         raise CalibrationError(
             f"no value can be made up for input {value.name!r}: it is not a tensor of known rank and "
             "type; give calibration=… with inputs for this model"
         )
-    shape = [_dimension(size, axis, name, sizes) for axis, size in enumerate(value.shape)]
+    shape = [_dimension(value, axis, sizes, dimensions) for axis in range(len(value.shape))]
     if len(shape) == 4 and not isinstance(value.shape[3], int):
         shape[3] = head_size(value) or shape[3]
     picture = picture_shape(value)
@@ -230,30 +264,29 @@ def _make_up(value: ir.Value, sizes: Sizes, rng: np.random.Generator, has_past: 
     return rng.standard_normal(shape).astype(dtype)
 
 
-def _dimension(size: int | ir.SymbolicDim, axis: int, name: str, sizes: Sizes) -> int:
+def _dimension(value: ir.Value, axis: int, sizes: Sizes, dimensions: InputDimensions) -> int:
+    assert value.shape is not None
+    size = value.shape[axis]
     if isinstance(size, int):
         return size
-    text = (size.value or "").lower()
-    if not text:
-        if axis == 0:
+    if not size.value:
+        name = (value.name or "").lower()
+        only_axis = len(value.shape) == 1 and is_token_input(value) and ("ids" in name or "mask" in name)
+        if axis == 0 and not only_axis:
             return sizes.batch
-        if "past" in name:
-            return sizes.past
-        return sizes.sequence
-    # Exporters write sums such as "past_sequence_length + sequence_length".
-    return max(sum(_named_size(part.strip(), sizes) for part in text.split("+")), 0)
+        return sizes.past if "past" in name else sizes.sequence
+    return sum(_part_size(part, sizes, dimensions) for part in parts_of(size))
 
 
-def _named_size(text: str, sizes: Sizes) -> int:
-    if text.isdigit():
-        return int(text)
-    if "batch" in text:
-        return sizes.batch
-    if "total" in text or re.search(r"past.*(and|plus).*|kv_seq", text):
-        return sizes.past + sizes.sequence
-    if "past" in text or "cache" in text:
-        return sizes.past
-    return sizes.sequence
+def _part_size(part: str, sizes: Sizes, dimensions: InputDimensions) -> int:
+    if not part or part.isdigit():
+        return int(part or 0)
+    return {
+        Meaning.BATCH: sizes.batch,
+        Meaning.TOKENS: sizes.sequence,
+        Meaning.PAST: sizes.past,
+        Meaning.TOTAL: sizes.past + sizes.sequence,
+    }[dimensions.meanings[part]]
 
 
 def _vocabulary(value: ir.Value) -> int:

@@ -10,22 +10,47 @@ from __future__ import annotations
 
 import functools
 import mmap
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ortolan.errors import one_line
+from ortolan.errors import RecipeError, one_line
 from ortolan.session import open_session, register
 
 from ..files.model_file import ModelFile, to_bytes
 from .feeds import Feeds, Outputs
+from .machine import default_threads
 
+_THREADS: ContextVar[int | None] = ContextVar("threads", default=None)
 _EXACT_SUMS = "session.x64quantprecision"
 _BLOCKS_LEVEL = "session.qdq_matmulnbits_accuracy_level"  # 1: MatMulNBits made of DequantizeLinear computes in float32
 _DISABLED = "optimization.disable_specified_optimizers"
+
+
+def check_threads(threads: int | None) -> None:
+    """Raises RecipeError for a number of threads that cannot be."""
+    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
+        raise RecipeError(f"threads is {threads!r}, expected a whole number from 1, or None")
+
+
+@contextmanager
+def threads_of_sessions(threads: int | None) -> Iterator[None]:
+    """Sessions that are opened in this context use so many threads; None: default_threads."""
+    token = _THREADS.set(threads)
+    try:
+        yield
+    finally:
+        _THREADS.reset(token)
+
+
+def session_threads() -> int:
+    """Intra-op threads of the sessions of this context, the original's and the optimized model's."""
+    return _THREADS.get() or default_threads()
 
 
 def quiet_options(source: ModelFile | None = None) -> Any:
@@ -35,6 +60,7 @@ def quiet_options(source: ModelFile | None = None) -> Any:
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # what goes wrong reaches the user as an error of ours
+    options.intra_op_num_threads = session_threads()
     # Threads of one session must not spin while another is measured.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     if source is not None and source.is_large:

@@ -7,9 +7,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 from ..report.figures import Timing
+from .machine import cold_budget, last_level_cache_bytes
+
+MOST_CANDIDATES = 16  # that are timed together
 
 # After other work, a layer bound by memory needs this long until it runs as fast as it goes on to, as it would in a
 # decode loop (ops/sparse_amx_matmul/README.md).
@@ -62,23 +64,24 @@ def pinned(threads: int) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def usable_cpus() -> int:
-    """How many CPUs this process may use; all of the machine's where the system does not tell (macOS)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def last_level_cache_bytes() -> int:
-    """Size of the L3 cache, or 32 MiB where the system does not tell."""
-    try:
-        text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
-        return int(text[:-1]) * {"K": 2**10, "M": 2**20}[text[-1]]
-    except (OSError, ValueError, KeyError, IndexError):
-        return 32 * 2**20
-
-
 def copies_to_stay_cold(bytes_each: int) -> int:
-    """How many copies of a weight, used in turn, are never found in a cache: at least 4 and four times the L3.
+    """Return how many copies of a weight to use in turn, so that none is found in a cache: four times the L3.
 
-    At most 2048, for the sake of layers that any cache would hold.
+    At least 4 and at most 2048, for layers that any cache would hold; but never more than a candidate's share of
+    machine.cold_budget.
     """
-    return min(max(4, -(-4 * last_level_cache_bytes() // bytes_each)), 2048)
+    wanted = min(max(4, -(-4 * last_level_cache_bytes() // bytes_each)), 2048)
+    return max(1, min(wanted, cold_share() // bytes_each))
+
+
+def cold_share() -> int:
+    """Bytes for the copies of one candidate, where as many are timed together as in the largest benchmark."""
+    return cold_budget() // MOST_CANDIDATES
+
+
+def describe_cold_copies() -> str:
+    """A note for results: how much memory copies may take."""
+    share, cache = cold_share() >> 20, last_level_cache_bytes() >> 20
+    warm = " Weights may be warm." if share <= 2 * cache else ""
+    most = f"Copies of weights take up to {share} MiB a candidate (all: 1/8 of free memory)"
+    return f"{most}; L3 cache {cache} MiB.{warm}"

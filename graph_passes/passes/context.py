@@ -50,6 +50,7 @@ class PassContext:
     dry_run: bool = False
     may_differ: bool = False  # whether a model that differs much is saved with a warning: verify_difference.py
     least_cosine: float | None = None  # of each output; None: a search judges by its budget
+    optional_may_fail: bool = True  # whether a pass that the user did not name is left out where it fails
     progress: Progress = no_progress
     plan: Plan = field(default_factory=Plan)  # what the recipe is going to do
     layers: Layers = field(default_factory=Layers)

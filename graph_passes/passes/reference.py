@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from ortolan.errors import VerificationError
 
+from ..measure.answers import keep
 from ..measure.decoding import Decoded, calls_to_decode, decode
 from ..measure.feeds import Feeds
 from ..measure.sessions import run_session
@@ -36,13 +37,14 @@ def keep_reference(model: ir.Model, context: PassContext) -> None:
         return context.new_name(model, wanted)
 
     in_float = bool(rounding or layers.freed) and not layers.weights_changed
-    feeds = context.evidence.feeds_to_judge(context.plan.feeds_to_verify)
+    context.evidence.feeds()  # made-up ones fit the original
     with (
         computed_in_float(rounding, new_name),
         masked_inputs(model, layers.thresholds, new_name),
         context.evidence.open(model, in_float=True) as session,
     ):
         context.release()
+        feeds = context.evidence.feeds_to_judge(context.plan.feeds_to_verify, session)
         context.reference = replace(_run(session, feeds, context), in_float=in_float)
 
 
@@ -55,9 +57,17 @@ def _run(session: Any, feeds: Sequence[Feeds], context: PassContext) -> Referenc
         names = [output.name for output in session.get_outputs()]
         with suppress(VerificationError):  # the model takes other shapes only
             decoded = decode_calls(session, calls, context, names, who, VerificationError, past)
+            decoded = replace(
+                decoded,
+                prompt=keep(decoded.prompt, context.evidence.folder),
+                steps=[keep(one, context.evidence.folder) for one in decoded.steps],
+                last=[],
+                last_feeds={},  # they hold caches in the session's memory
+            )
     if context.caches.prompt is not None and past is not None:
         feeds = [context.caches.prompt.in_front_of(one, past) for one in feeds]
-    return Reference([run_session(session, one, who, VerificationError) for one in feeds], decoded)
+    runs = (run_session(session, one, who, VerificationError) for one in feeds)
+    return Reference([keep(one, context.evidence.folder) for one in runs], decoded)
 
 
 def decode_calls(

@@ -25,10 +25,19 @@ from ortolan.errors import CalibrationError, VerificationError
 from ortolan.progress import Stage
 
 from ..files.mapped_pages import pages_stay
+from ..measure.answers import keep
 from ..measure.compare import compare_signatures
-from ..measure.feeds import Feeds, Outputs
-from ..measure.sessions import int8_products_saturate, open_quietly, open_to_time, run_session, sums_are_exact
-from ..measure.timing import interleave, usable_cpus
+from ..measure.feeds import Feeds, Outputs, count_padding
+from ..measure.machine import usable_cpus
+from ..measure.sessions import (
+    int8_products_saturate,
+    open_quietly,
+    open_to_time,
+    run_session,
+    session_threads,
+    sums_are_exact,
+)
+from ..measure.timing import interleave
 from ..options import PassOptions, takes
 from .context import RecipePass
 from .verify_answers import Answers, require_finite
@@ -75,6 +84,11 @@ class VerifyPass(RecipePass):
         self._note_saturation(original)
         feeds = context.evidence.feeds_to_judge(self.options.feeds, original)
         context.report.judged_on = self._describe(feeds)
+        if context.evidence.judged_tokens is not None:
+            context.note(
+                f"answers are compared on {context.evidence.judged_tokens} tokens of each feed: to keep those of all "
+                "tokens would take too much memory"
+            )
         given, before = self._ask_original(original, feeds)
         require_finite(before, context.evidence.description)
         optimized = self._open_optimized(both)
@@ -82,10 +96,10 @@ class VerifyPass(RecipePass):
         compare_signatures(original, optimized, unlike, len(context.caches.exact_keys))
         context.progress(Stage.VERIFY, 2, steps)
         encoded = [context.caches.encode(one) for one in feeds]
-        after = [run_session(optimized, one, "the optimized model", VerificationError) for one in encoded]
+        after = (run_session(optimized, one, "the optimized model", VerificationError) for one in encoded)
         names = [output.name for output in original.get_outputs()]
         answers = Answers.of(context, names, feeds, before, after)
-        del before, after  # which hold caches that answers does not
+        del before
         by_masks = answers.by_masks() if context.layers.masked else {}
         limits = Limits(context, self.options.max_error, self.options.max_rounding_error, by_masks)
         answers.judge(context, limits, cached=any(self._reads_cache(one) for one in feeds))
@@ -98,6 +112,7 @@ class VerifyPass(RecipePass):
                 original, optimized = context.evidence.open_original(timed=True), self._open_optimized(timed=True)
             timed = (given[0], encoded[0]) if decoded is None else (decoded.before.last_feeds, decoded.after.last_feeds)
             self._time(partial(original.run, None, timed[0]), partial(optimized.run, None, timed[1]), seconds)
+            context.report.latency_padding = count_padding(timed[0])
         del original
         if context.portable and self.options.portable:
             self._verify_portable(limits, optimized, encoded[0], answers, decoded)
@@ -122,7 +137,8 @@ class VerifyPass(RecipePass):
             return feeds, context.evidence.answers(feeds, original)
         past = prompt.exact_past(original)
         given = [prompt.in_front_of(one, past) for one in feeds]
-        return given, [run_session(original, one, "the original model", CalibrationError) for one in given]
+        runs = (run_session(original, one, "the original model", CalibrationError) for one in given)
+        return given, [keep(one, context.evidence.folder) for one in runs]
 
     def _verify_portable(
         self, limits: Limits, optimized: Any, encoded: Feeds, answers: Answers, decoded: DecodedTokens | None
@@ -135,8 +151,8 @@ class VerifyPass(RecipePass):
             )
             return
         context.progress(Stage.VERIFY, 4, 5)
-        exact = None if answers.reference is None or context.caches.rounding else answers.reference[0]
-        calls, errors = [(encoded, answers.after[0])], {}
+        exact = None if context.caches.rounding else answers.first_reference
+        calls, errors = [(encoded, answers.first)], {}
         if decoded is not None:
             # A prompt is cut short, as large models are slow without the library.
             begin = context.caches.encode(decoded.short_prompt)
@@ -163,7 +179,7 @@ class VerifyPass(RecipePass):
         with pages_stay():
             timings = interleave({"before": before, "after": after}, seconds=seconds, min_rounds=3)
         report.latency_before, report.latency_after = timings["before"], timings["after"]
-        report.latency_cpus = usable_cpus()
+        report.latency_cpus, report.latency_threads = usable_cpus(), session_threads()
 
     def _describe(self, feeds: Sequence[Feeds]) -> str | None:
         """Which of the user's feeds these are, and whether weights were fitted to them."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ortolan.errors import CalibrationError, VerificationError
 
-from ..measure.compare import measure_errors, other_shapes, refuse_infinite
+from ..measure.answers import keep
+from ..measure.compare import ErrorSums, other_shapes, refuse_infinite
 from ..measure.decoding import without, without_padding
 from ..measure.feeds import Feeds, Outputs
 from .context import PassContext
@@ -20,15 +21,18 @@ from .verify_limits import MASK_FACTOR, Limits
 
 @dataclass(frozen=True)
 class Answers:
-    """Each an answer to each of the feeds, with None in the place of outputs that hold a compressed cache."""
+    """Errors over all feeds, and the answers to the first one. Answers to one feed at a time are in memory."""
 
     names: list[str]  # of the original's outputs
-    before: list[Outputs]  # of the original
-    # Of the pruned and quantized model before its layers were replaced: the original, where nothing was changed. None:
-    # it was changed, and no pass has replaced layers since.
-    reference: list[Outputs] | None
-    after: list[Outputs]  # of the optimized model
     kinds: dict[str, str]  # by name: dtype.kind
+    against_original: ErrorSums
+    # Against the reference: the pruned and quantized model before its layers were replaced, or the original where
+    # nothing was changed. None if the model was changed and no pass has replaced layers since.
+    against_reference: ErrorSums | None
+    of_reference: ErrorSums  # of the reference against the original
+    of_original: ErrorSums  # of the original against the reference
+    first_reference: Outputs | None  # None in the place of outputs that hold a compressed cache
+    first: Outputs  # of the optimized model
 
     @classmethod
     def of(
@@ -36,43 +40,51 @@ class Answers:
         context: PassContext,
         names: list[str],
         feeds: Sequence[Feeds],
-        before: list[Outputs],
-        after: list[Outputs],
+        before: Sequence[Outputs],
+        after: Iterable[Outputs],
     ) -> Answers:
-        """before: with the prompt that becomes part of the model, if any. after: with what the original has not.
+        """Compare the answers to each feed.
 
-        Outputs whose shapes differ become None. Raises VerificationError where they may not differ.
+        Outputs whose shapes differ are not compared.
+
+        Args:
+            before: Of the original, with the prompt that becomes part of the model, if any.
+            after: Of the optimized model, with outputs that the original has not; each is dropped once compared.
+
+        Raises:
+            VerificationError: Shapes differ where they may not.
         """
-        prompt = context.caches.prompt
         # Without a pass replace there is no model before it to compare with.
         none_before = context.reference is None and context.layers.changed
         reference = before if context.reference is None else context.reference.answers[: len(feeds)]
-        if prompt is not None:
-            before, reference = ([prompt.cut_from(names, one) for one in runs] for runs in (before, reference))
-        after = [answers[: len(names)] for answers in after]
-        hidden = [names.index(name) for name in context.caches.outputs]
-        before, reference, after = ([without(one, hidden) for one in runs] for runs in (before, reference, after))
-        accept_shapes(context, shapes := other_shapes(names, before, after))
-        places = {names.index(name) for name in shapes}
-        before, after = ([without(one, places) for one in runs] for runs in (before, after))
-        places |= {names.index(name) for name in other_shapes(names, reference, after)}
-        reference = [without(one, places) for one in reference]
-        layers = context.layers
-        if context.caches.rounding or layers.zero_at_padding:
-            by_tokens = [names.index(name) for name in layers.zero_at_padding] or None
-            before, reference, after = (
-                [without_padding(*one, layers.pad_token_id, by_tokens) for one in zip(feeds, runs, strict=True)]
-                for runs in (before, reference, after)
-            )
+        original, rounding, changes, reverse = (ErrorSums(names) for _ in range(4))
+        first: list[Outputs] = []
+        different: set[int] = set()  # outputs whose shapes differ
+        for one, *runs in zip(feeds, before, reference, after, strict=True):
+            exact, base, found = _comparable(context, names, one, *runs)
+            shapes = other_shapes(names, exact, found)
+            accept_shapes(context, {name: shapes[name] for name in shapes if names.index(name) not in different})
+            different |= {names.index(name) for name in shapes}
+            same = base is exact
+            unlike = different | {names.index(name) for name in other_shapes(names, base, found)}
+            exact, base, found = without(exact, different), without(base, unlike), without(found, different)
+            original.add(exact, found)
+            rounding.add(base, found)
+            if not same:
+                changes.add(exact, base)
+                reverse.add(base, exact)
+            first = first or [exact, base, keep(found, context.evidence.folder)]
+        exact, base, found = first
         kinds: dict[str, str] = {
-            name: one.dtype.kind for name, one in zip(names, before[0], strict=True) if one is not None
+            name: answer.dtype.kind for name, answer in zip(names, exact, strict=True) if answer is not None
         }
-        return cls(names, before, None if none_before else reference, after, kinds)
+        if none_before:
+            return cls(names, kinds, original, None, changes, reverse, None, found)
+        return cls(names, kinds, original, rounding, changes, reverse, base, found)
 
     def by_masks(self) -> dict[str, float]:
         """By output, what inputs that count as zero may add to an error, by what the deliberate changes cost."""
-        changes = [] if self.reference is None else measure_errors(self.names, self.before, self.reference)
-        return {error.name: MASK_FACTOR * error.relative_l2 for error in changes}
+        return {error.name: MASK_FACTOR * error.relative_l2 for error in self.of_reference.errors()}
 
     def judge(self, context: PassContext, limits: Limits, cached: bool) -> None:
         """Puts the errors into the report. cached: some of the feeds read a compressed cache.
@@ -80,11 +92,11 @@ class Answers:
         Raises VerificationError, naming the output that is wrong.
         """
         report = context.report
-        report.output_error = measure_errors(self.names, self.before, self.after)
-        errors = [] if self.reference is None else measure_errors(self.names, self.reference, self.after)
+        report.output_error = self.against_original.errors()
+        errors = [] if self.against_reference is None else self.against_reference.errors()
         # A rounding may turn a whole number, such as the place of the largest, into any other.
         report.rounding_error = [error for error in errors if self.kinds[error.name] == "f"]
-        refuse_infinite(self.names, self.before, self.after)
+        refuse_infinite(self.against_original.first_infinite())
         for error in report.rounding_error:
             limit = limits.rounding(error.name, cached)
             if not error.relative_l2 <= limit:
@@ -104,7 +116,7 @@ class Answers:
     def _note_float(self, context: PassContext) -> frozenset[str]:
         """Notes how far both models are from the weights in float, where the original rounds activations and the
         optimized model does not; returns the outputs at which the latter is nearer."""
-        originals = [] if self.reference is None else measure_errors(self.names, self.reference, self.before)
+        originals = self.of_original.errors()
         found = {error.name: error.relative_l2 for error in context.report.rounding_error}
         pairs = [(error, found[error.name]) for error in originals if error.name in found]
         by_name = {error.name: error for error in context.report.output_error}
@@ -117,6 +129,25 @@ class Answers:
                 f"in float, the optimized model {ours:.2g}"
             )
         return frozenset(error.name for error, ours in pairs if ours < error.relative_l2)
+
+
+def _comparable(
+    context: PassContext, names: list[str], feeds: Feeds, before: Outputs, reference: Outputs, after: Outputs
+) -> tuple[Outputs, Outputs, Outputs]:
+    """The answers to one feed without what need not be equal: a prompt's tokens, compressed caches, and padding."""
+    same, prompt, layers = reference is before, context.caches.prompt, context.layers
+    hidden = [names.index(name) for name in context.caches.outputs]
+    by_tokens = [names.index(name) for name in layers.zero_at_padding] or None
+
+    def kept(answers: Outputs, cuts: bool) -> Outputs:
+        answers = prompt.cut_from(names, answers) if cuts and prompt is not None else answers[: len(names)]
+        answers = without(answers, hidden)
+        if not (context.caches.rounding or layers.zero_at_padding):
+            return answers
+        return without_padding(feeds, answers, layers.pad_token_id, by_tokens)
+
+    exact = kept(before, True)
+    return exact, exact if same else kept(reference, True), kept(after, False)
 
 
 def require_finite(before: Sequence[Outputs], description: str | None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ortolan.errors import CalibrationError, VerificationError
 
-from ..measure.compare import array_of, measure_errors, refuse_infinite
+from ..measure.compare import ErrorSums, array_of, measure_errors, refuse_infinite
 from ..measure.decoding import Decoded, calls_to_decode, check_contents, shorter
 from ..measure.feeds import Feeds
 from .context import PassContext
@@ -80,11 +80,14 @@ def _judge(
 ) -> dict[str, float]:
     """By output, the error against the model before its attention was replaced. tokens: of the prompt."""
     report = context.report
-    errors = measure_errors(names, before.steps, after.steps)
+    sums = ErrorSums(names)
+    for one, other in zip(before.steps, after.steps, strict=True):
+        sums.add(one, other)
+    errors = sums.errors()
     if report.cache is not None:
         report.cache.decoded_tokens, report.cache.prompt_tokens = len(before.steps), tokens
         report.cache.decode_error = errors
-    refuse_infinite(names, before.steps, after.steps)
+    refuse_infinite(sums.first_infinite())
     kept = context.reference
     reference = before if kept is None or kept.decoded is None else kept.decoded
     # Where none was kept, a part of the error is that of quantization.

@@ -40,7 +40,7 @@ def verify_portable(
         pair = [without(one[: len(names)], hidden) for one in (alone, answers)]
         if context.caches.rounding:
             pair = [without_padding(feeds, one) for one in pair]
-        if shapes := other_shapes(names, *([one] for one in pair)):
+        if shapes := other_shapes(names, *pair):
             accept_shapes(context, shapes)
             places = {names.index(name) for name in shapes}
             pair = [without(one, places) for one in pair]

@@ -138,7 +138,9 @@ class OptimizationReport:
     portable_error: list[OutputDeviation] = field(default_factory=list)  # portable body against the native kernels
     latency_before: Timing | None = None  # one run of the first verification feed
     latency_after: Timing | None = None
-    latency_cpus: int | None = None  # that this process may use: ONNX Runtime chooses the number of threads by them
+    latency_cpus: int | None = None  # that this process may use
+    latency_threads: int | None = None  # of each of the two sessions
+    latency_padding: tuple[int, int] | None = None  # tokens of padding in the timed feed, and all of its tokens
     feeds: str | None = None
     judged_on: str | None = None  # which of these the errors of the outputs are of, if not of all
     tokens: int | None = None  # in the given feeds; None: none were given, or they are no tokens
@@ -294,12 +296,16 @@ def _speed_facts(report: OptimizationReport) -> list[Fact]:
         decodes = report.cache is not None and report.cache.decoded_tokens is not None
         run = "one token: " if decodes else ""
         gain = factor(before.min_ms / after.min_ms, "faster", "slower")
-        cpus = "" if report.latency_cpus is None else f", {count(report.latency_cpus, 'CPU')}"
-        return [
+        facts = [
             ("speed", f"{run}{before.min_ms:.3g} -> {after.min_ms:.3g} ms, fastest run ({gain})"),
             ("", f"{before.median_ms:.3g} -> {after.median_ms:.3g} ms, median"),
-            ("", f"ONNX Runtime's default threads{cpus}"),
         ]
+        if report.latency_threads is not None:
+            facts.append(("", f"{count(report.latency_threads, 'thread')} each"))
+        padding, tokens = report.latency_padding or (0, 0)
+        if padding:
+            facts.append(("", f"{padding} of {tokens} tokens of the timed inputs are padding"))
+        return facts
     return report.auto.speed_facts() if report.auto is not None and report.auto.gain is not None else []
 
 

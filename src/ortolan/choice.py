@@ -27,7 +27,8 @@ class Choice:
     which 8, with `bits`. options: for the recipe that is
     chosen then. note: for the report. may_stay: where the recipe finds nothing to replace, the model stays as it is.
     of_other: the recipe was found by measurement of another model, and may name layers that this one lacks.
-    keeps: the model's weights of few bits are kept, without a form that was asked for."""
+    keeps: the model's weights of few bits are kept, without a form that was asked for.
+    by_name: the recipe is the user's own, so that each of its passes was asked for."""
 
     recipe: Recipe | None
     bits: BitSettings | None = None
@@ -37,6 +38,7 @@ class Choice:
     may_stay: bool = False
     of_other: bool = False
     keeps: bool = False
+    by_name: bool = False
 
     @property
     def is_named(self) -> bool:
@@ -86,7 +88,7 @@ def read_choice(
     if budget is not None:
         return _mixed_bits(recipe, choices, options, prompt, budget)
     if recipe is not None and not (isinstance(recipe, str) and (recipe == AUTO or recipe in PRESETS)):
-        return Choice(_ready_made(recipe, choices, options, prompt))
+        return Choice(_ready_made(recipe, choices, options, prompt), by_name=True)
     if recipe == AUTO:
         if prompt:
             raise RecipeError(f"a prompt was given, which recipe {AUTO!r} does not take; give recipe 'cached-prompt'")

@@ -121,6 +121,7 @@ def optimize(
     settings: options.Settings = None,
     portable: options.Portable = True,
     allow_different: options.AllowDifferent = False,
+    threads: options.TimingThreads = None,
     dry_run: options.DryRun = False,
     html: options.Html = None,
     as_json: options.AsJson = False,
@@ -157,6 +158,7 @@ def optimize(
             options=dict(map(parse_setting, settings or [])),
             portable=portable,
             allow_different=allow_different,
+            threads=threads,
             dry_run=dry_run,
             progress=progress,
         )

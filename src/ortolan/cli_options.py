@@ -201,6 +201,14 @@ AllowDifferent = Annotated[
         "agrees with it less than the default budget allows.",
     ),
 ]
+TimingThreads = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Threads of both models where they are timed; default: one for each core that this process may use.",
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be replaced; write nothing.")]
 Html = Annotated[
     Path | None,

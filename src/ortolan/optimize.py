@@ -43,7 +43,7 @@ from ortolan.graph_passes.forms import AUTO, CHOICES
 from ortolan.graph_passes.measure.evidence import Evidence
 from ortolan.graph_passes.measure.feeds import Calibration, Feeds, read_calibration, read_prompt
 from ortolan.graph_passes.measure.finite import check_weights
-from ortolan.graph_passes.measure.sessions import quiet_options
+from ortolan.graph_passes.measure.sessions import check_threads, quiet_options, threads_of_sessions
 from ortolan.graph_passes.options import HEADS
 from ortolan.graph_passes.passes.context import PassContext
 from ortolan.graph_passes.passes.normalize import optimized_with
@@ -94,6 +94,7 @@ def optimize_onnx(
     options: Mapping[str, Any] | None = None,
     portable: bool = True,
     allow_different: bool = False,
+    threads: int | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> OptimizationReport:
@@ -151,19 +152,23 @@ def optimize_onnx(
     allow_different: saves the model without a recipe and form as well where an output has another shape than the
         original's, or agrees less than the default budget allows, which otherwise is a VerificationError. A form or
         recipe that is given is saved with a warning in any case.
+    threads: intra-op threads of the original and of the optimized model where they are timed. None: one for each core
+        that this process may use, by its CPU affinity and the CPU limit of its cgroup.
     dry_run: changes and writes nothing; the report tells what would be replaced, and why the rest would not.
     progress: called as progress(stage, done, total), stage being a Stage. What it raises ends the run and reaches the
         caller as it is.
 
     Raises an OrtolanError. After any error or interrupt the output is as it was before: absent, or the older model.
     """
+    check_threads(threads)
     ids = None if prompt is None else read_prompt(prompt)
     form = (weights, group_size, sparsity, pattern, method, cache, ignore)
     choice = read_choice(recipe, dict(zip(CHOICES, form, strict=True)), options, ids is not None, budget)
     if isinstance(model, str | os.PathLike) and (files := parts_in(Path(model))):
         refuse_for_parts(Path(model), output, dry_run, prompt=prompt, texts_in=texts_in or None, budget=budget)
         how = _PartSettings(calibration, tokenizer, portable, dry_run, allow_different)
-        return _optimize_parts(Path(model), files, output, choice, how, progress or no_progress)
+        with threads_of_sessions(threads):
+            return _optimize_parts(Path(model), files, output, choice, how, progress or no_progress)
     source = _load(model)
     text = None
     if not isinstance(texts_in, bool | TextInput):
@@ -185,7 +190,7 @@ def optimize_onnx(
         allow_different=allow_different,
     )
     run.read_calibration(calibration, tokenizer)
-    with told(progress or no_progress) as tell:
+    with told(progress or no_progress) as tell, threads_of_sessions(threads):
         run.execute(tell)
     return run.report
 
@@ -249,6 +254,7 @@ def search(
     calibration: Calibration | None = None,
     tokenizer: Tokenizer | None = None,
     portable: bool = True,
+    threads: int | None = None,
     progress: Progress | None = None,
 ) -> Recipe:
     """Finds, by measurement on this machine, the recipe that makes a model fastest within a budget of error.
@@ -257,7 +263,7 @@ def search(
     a file of it. `found.search` holds what was measured. Where nothing is faster, the recipe has no passes, and its
     description says so.
 
-    model, calibration, tokenizer, portable, progress: as optimize_onnx takes them.
+    model, calibration, tokenizer, portable, threads, progress: as optimize_onnx takes them.
     budget: the smallest cosine of each output against the original's (0.99 if None); "perplexity:0.02", by what share
         a decoder's perplexity may rise; or a function(run of the original, run of the optimized model) -> bool, each of
         which takes feeds and gives outputs by name. Of four feeds (texts) or more, every fourth is kept from what fits
@@ -267,6 +273,7 @@ def search(
 
     Raises an OrtolanError.
     """
+    check_threads(threads)
     settings = AutoSettings.read(budget, shapes, sparsity)
     source = _load(model)
     feeds, description = None, None
@@ -274,6 +281,7 @@ def search(
         feeds, description = _read_feeds(_read_texts(calibration), tokenizer, find_tokenizer(source.path), source)
     with (
         told(progress or no_progress) as tell,
+        threads_of_sessions(threads),
         work_folder(None) as work,
         Evidence(source, work, feeds, description, portable=portable, keeps_fits=True) as evidence,
         bounded_pages(source.data_files if source.is_large else (), work),
@@ -390,6 +398,7 @@ class _Run:
                 portable=self.portable,
                 dry_run=self.dry_run,
                 may_differ=self.allow_different or self.choice.is_named,
+                optional_may_fail=not self.choice.by_name,
                 progress=progress,
             )
             context.caches.prompt_ids = self.prompt_ids

@@ -303,4 +303,32 @@ def test_a_system_that_does_not_tell_usable_cpus(bert, tmp_path, monkeypatch):
     for name in ("sched_getaffinity", "sched_setaffinity"):
         monkeypatch.delattr(os, name, raising=False)
     report = optimize(bert, tmp_path / "out.onnx", options={"seconds": 0.01})
-    assert report.latency_cpus == os.cpu_count()
+    assert report.latency_cpus == report.latency_threads == os.cpu_count()
+
+
+def test_threads_follow_the_affinity_of_the_process_or_the_argument(bert, tmp_path):
+    fast = {"options": {"seconds": 0.01}}
+    report = optimize(bert, tmp_path / "out.onnx", threads=3, **fast)
+    assert report.latency_threads == 3 and "3 threads each" in str(report)
+    if hasattr(os, "sched_setaffinity"):
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {min(before)})
+        try:
+            assert optimize(bert, tmp_path / "out.onnx", **fast).latency_threads == 1
+        finally:
+            os.sched_setaffinity(0, before)
+    with pytest.raises(ortolan.RecipeError, match="threads is 0, expected a whole number"):
+        optimize(bert, tmp_path / "out.onnx", threads=0)
+
+
+def test_a_timed_feed_with_padding_is_named_beside_the_speed(bert, tmp_path):
+    ids = np.ones((1, 16), np.int64)
+    mask = (np.arange(16) < 5).astype(np.int64)[None]
+    report = optimize(
+        bert,
+        tmp_path / "out.onnx",
+        options={"seconds": 0.01},
+        calibration=[{"input_ids": ids, "attention_mask": mask, "token_type_ids": 0 * ids}],
+    )
+    assert report.latency_padding == (11, 16)
+    assert "11 of 16 tokens of the timed inputs are padding" in str(report)

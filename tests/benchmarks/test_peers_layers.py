@@ -107,9 +107,12 @@ def test_weights_are_always_the_same_and_half_of_them_is_zero():
 
 def test_copies_outgrow_the_caches_within_the_memory(monkeypatch):
     monkeypatch.setattr(layers, "copies_to_stay_cold", lambda size: 40)
+    monkeypatch.setattr(layers, "cold_budget", lambda: 10**11)
     assert layers.cold_copies(10**7, 10) == 40
     assert layers.cold_copies(2 * 10**7, 20) == 15  # of 6 GB
     assert layers.cold_copies(10**9, 20) == 4
+    monkeypatch.setattr(layers, "cold_budget", lambda: 3 * 10**9)
+    assert layers.cold_copies(2 * 10**7, 20) == 7
 
 
 def test_peers_take_part_where_they_are_asked_for(tmp_path):

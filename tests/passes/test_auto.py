@@ -18,7 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 import ortolan
 from ortolan import Recipe, _native
 from ortolan.errors import CalibrationError, RecipeError
-from ortolan.graph_passes.auto import layer_times, path, search
+from ortolan.graph_passes.auto import layer_times, path, search, trials
 from ortolan.graph_passes.auto.budget import Limit, perplexity, perplexity_rise
 from ortolan.graph_passes.auto.candidates import ORIGINAL, candidates_for, escape, make_recipe
 from ortolan.graph_passes.measure.fits import Fits
@@ -584,3 +584,20 @@ def test_a_model_of_few_positions_is_measured_at_what_it_takes(inject: Callable[
     assert found.search.shapes == [(1, 8)]
     with pytest.raises(CalibrationError, match="does not run at shape 1 x 16"):
         ortolan.search(model, shapes=[(1, 8), (1, 16)])
+
+
+def test_beaten_models_are_deleted(inject: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search keeps the best model and the one that it is making, however many it tries."""
+    inject(FAST_INT4, 20.0)  # no model is faster, so that smaller ones are tried
+    make, kept = trials.Trials.make, []
+
+    def counted(self: Any, *arguments: Any) -> Any:
+        made = make(self, *arguments)
+        kept.append(len(list(self._evidence.folder.rglob("model.onnx"))))
+        return made
+
+    monkeypatch.setattr(trials.Trials, "make", counted)
+    found = ortolan.search(chain(), calibration=feeds(), shapes=SHAPES, budget=0.5)
+    assert found.search is not None and not found.search.changed
+    assert len(kept) > 3 and max(kept) <= 2
+    assert 2 < len(found.search.trials) <= len(kept)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
@@ -14,7 +16,8 @@ from ortolan.graph_passes.files.model_file import ModelFile
 from ortolan.graph_passes.find.linear import linears_in
 from ortolan.graph_passes.measure import recorder
 from ortolan.graph_passes.measure.evidence import Evidence, make_up_feeds
-from ortolan.graph_passes.measure.feeds import Sizes, read_calibration, synthetic_feeds
+from ortolan.graph_passes.measure.feeds import Sizes, model_inputs, read_calibration, synthetic_feeds
+from ortolan.graph_passes.measure.input_dimensions import InputDimensions
 from ortolan.graph_passes.measure.sessions import open_quietly
 from ortolan.models import tiny
 
@@ -103,6 +106,48 @@ def test_encoders_have_no_past():
     assert feeds["x"].shape == (2, 5, 7) and feeds["x"].std() > 0.5
 
 
+@pytest.mark.parametrize("symbol", ["b", "n", "bs", "unk__0", "N", "dynamic_axis_1", None])
+def test_the_first_axis_of_token_inputs_is_the_batch(symbol):
+    inputs = {name: (INT64, [symbol, 256]) for name in ("input_ids", "attention_mask")}
+    inputs |= {"pixels": (FLOAT, [symbol, 3, 8, 8]), "weights": (FLOAT, [symbol])}
+    feeds = synthetic_feeds(signature(inputs), Sizes(2, 16, 0))
+    assert [array.shape for array in feeds.values()] == [(2, 256), (2, 256), (2, 3, 8, 8), (2,)]
+
+
+def test_an_only_axis_counts_tokens():
+    feeds = synthetic_feeds(signature({"input_ids": (INT64, ["n"]), "mask": (INT64, [None])}), Sizes(2, 16, 0))
+    assert [array.shape for array in feeds.values()] == [(16,), (16,)]
+
+
+def test_a_symbol_means_the_same_in_all_inputs():
+    inputs = {
+        "features": (FLOAT, ["b", 7]),  # alone, it would be rows of tokens
+        "cache": (FLOAT, [2, "b", 4, "p", 8]),
+        "input_ids": (INT64, ["b", "s"]),
+        "bias": (FLOAT, ["b", 1, "s", "s"]),
+    }
+    feeds = synthetic_feeds(signature(inputs), Sizes(2, 16, 0))
+    assert [array.shape for array in feeds.values()] == [(2, 7), (2, 2, 4, 16, 8), (2, 16), (2, 1, 16, 16)]
+
+
+def test_names_that_tell_what_an_axis_is_are_believed():
+    inputs = {"input_ids": (INT64, ["sequence", "batch"]), "x": (FLOAT, ["t", "b", 4]), "m": (FLOAT, ["q", "q"])}
+    feeds = synthetic_feeds(signature(inputs), Sizes(2, 16, 0))
+    assert [array.shape for array in feeds.values()] == [(16, 2), (16, 2, 4), (16, 16)]
+    names = InputDimensions.of(model_inputs(signature(inputs)))
+    assert names.describe() == "t = tokens, b = batch, q = tokens"
+
+
+def test_the_report_names_assumed_dimensions():
+    nodes = [
+        helper.make_node("Gather", ["table", "input_ids"], ["h"]),
+        helper.make_node("MatMul", ["h", "W"], ["y"], name="l"),
+    ]
+    weights = {"table": random_weight(9, 8), "W": random_weight(8, 8)}
+    model = make_model(nodes, {"input_ids": (INT64, ["n", "m"])}, {"y": (FLOAT, ["n", "m", 8])}, weights)
+    assert optimize(model).feeds == "2 synthetic feed(s): input_ids [2, 16] (assumed: n = batch, m = tokens)"
+
+
 def test_made_up_feeds_run_on_both_kinds_of_transformer(tmp_path):
     for name, model in (("bert", tiny.tiny_bert()), ("llama", tiny.tiny_llama())):
         ir.save(model, tmp_path / name)
@@ -121,12 +166,32 @@ def test_models_that_allow_a_batch_of_one_only():
     assert optimize(model).feeds == "1 synthetic feed(s): x [1, 16, 8]"
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("arguments", [{}, {"recipe": None, "weights": "int8"}])
+def test_exports_that_run_at_one_shape(parts, arguments):
+    """The shape that was traced is found among the numbers of the graph, written whole or put together."""
+    shape = ["whole"] if parts == 1 else ["tokens", "width"]
+    nodes = [
+        helper.make_node("Gather", ["table", "input_ids"], ["h"]),
+        helper.make_node("Concat", shape, ["shape"], axis=0),
+        helper.make_node("Reshape", ["h", "shape"], ["r"]),
+        helper.make_node("MatMul", ["r", "W"], ["y"], name="l"),
+    ]
+    weights = {"table": random_weight(9, 8), "W": random_weight(8, 8)}
+    weights |= {"whole": np.array([2, 7, 8])} if parts == 1 else {"tokens": np.array([2, 7]), "width": np.array([8])}
+    model = make_model(nodes, {"input_ids": (INT64, ["b", "s"])}, {"y": (FLOAT, [2, 7, 8])}, weights)
+    report = optimize(model, **arguments)
+    assert report.feeds is not None and report.feeds.startswith("1 synthetic feed(s): input_ids [")
+    rows, tokens = re.findall(r"\d+", report.feeds)[1:3]
+    assert int(rows) * int(tokens) == 14 and report.output_error
+
+
 def test_models_for_which_nothing_can_be_made_up():
     model = make_model(
         [helper.make_node("Reshape", ["x", "shape"], ["y"])],
         {"x": (FLOAT, ["n"])},
-        {"y": (FLOAT, [77])},
-        {"shape": np.array([77])},
+        {"y": (FLOAT, [7, 11])},
+        {"shape": np.array([7, 11])},
     )
     session = open_quietly(model.SerializeToString())
     with pytest.raises(CalibrationError, match=r"does not run on made-up inputs: .*give calibration="):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -40,11 +41,29 @@ def test_a_model_that_grew_is_not_called_smaller():
 def test_a_model_that_did_not_change_is_called_neither():
     same = report()
     same.file_size_before, same.file_size_after = 100000, 100001
-    same.latency_before, same.latency_after, same.latency_cpus = Timing(1, 2), Timing(1, 2), 3
+    same.latency_before, same.latency_after, same.latency_threads = Timing(1, 2), Timing(1, 2), 3
     text = str(same)
     assert text.startswith("the same speed, the same size, ") and "1.00x" not in text
     assert text.count("(about the same)") == 2 and "fastest run (about the same)" in text
-    assert "default threads, 3 CPUs" in text
+    assert "3 threads each" in text
+
+
+def test_padding_stands_beside_the_speed():
+    padded = report()
+    padded.latency_before, padded.latency_after, padded.latency_threads = Timing(61, 62), Timing(1, 2), 1
+    padded.latency_padding = (243, 256)
+    lines = str(padded).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("speed"))
+    assert "(61.00x faster)" in lines[start] and lines[start + 2].strip() == "1 thread each"
+    assert lines[start + 3].strip() == "243 of 256 tokens of the timed inputs are padding"
+
+
+def test_a_report_of_a_search_has_one_speedup():
+    searched = report()
+    searched.latency_before, searched.latency_after, searched.latency_threads = Timing(4, 4), Timing(1, 2), 1
+    searched.auto = AutoReport("", [(1, 128)], "found", changed=True, gain=3.0)
+    searched.auto.before, searched.auto.after = [Timing(3, 3)], [Timing(1, 1)]
+    assert set(re.findall(r"\d\.\d+x", str(searched))) == {"4.00x"}
 
 
 def test_numbers_that_json_does_not_know_become_null():

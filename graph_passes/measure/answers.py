@@ -1,0 +1,93 @@
+"""Bounds the memory of answers, whatever a model's vocabulary: feeds are cut short, and large answers go to files."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .feeds import Feeds, Outputs
+
+_LEAST_BYTES, _MOST_BYTES = 48 * 2**20, 128 * 2**20  # of the answers to one feed
+_IN_MEMORY = 8 * 2**20  # of the answers to one feed; larger ones go to files
+_SMALL = 4096  # bytes; such arrays stay in memory
+_PROBED = 8  # tokens of the run that tells the size of answers
+_FEW_TOKENS = 64  # answers to such feeds are small enough
+_BY_TOKENS = frozenset(("input_ids", "position_ids", "token_type_ids"))
+
+
+def keep(answers: Outputs, folder: Path) -> Outputs:
+    """Copy answers out of the session's memory, which they would keep from being freed. Large ones are mapped from a
+    file in `folder`, which is gone when they are."""
+    large = sum(answer.nbytes for answer in answers if answer is not None) > _IN_MEMORY
+    return [
+        None if answer is None else _to_file(answer, folder) if large and answer.nbytes > _SMALL else answer.copy()
+        for answer in answers
+    ]
+
+
+def _to_file(array: np.ndarray, folder: Path) -> np.ndarray:
+    with tempfile.TemporaryFile(dir=folder) as file:
+        np.ascontiguousarray(array).tofile(file)
+        return np.memmap(file, array.dtype, mode="r", shape=array.shape)
+
+
+def most_bytes(model_bytes: int) -> int:
+    """The largest answers to one feed that a model of this size should give: a quarter of it, within bounds."""
+    return min(max(model_bytes // 4, _LEAST_BYTES), _MOST_BYTES)
+
+
+def shorten(feeds: Sequence[Feeds], open_session: Callable[[], Any], most: int) -> list[Feeds]:
+    """Cut feeds whose answers would take too much memory to fewer tokens.
+
+    Feeds with inputs of other kinds, and feeds of models that take one length only, stay as they are.
+
+    Args:
+        feeds: in the form that the model takes.
+        open_session: called if any feed is long; a few tokens of it are run.
+        most: bytes of the answers to one feed.
+    """
+    candidates = [one for one in feeds if "input_ids" in one and one["input_ids"].size > _FEW_TOKENS]
+    probe = cut(candidates[0], _PROBED) if candidates else None
+    if probe is None:
+        return list(feeds)
+    try:
+        answers = open_session().run(None, probe)
+    except Exception:  # ONNX Runtime's exceptions have no common base but Exception
+        return list(feeds)
+    size = sum(answer.nbytes for answer in answers if isinstance(answer, np.ndarray))
+    tokens = max(most * probe["input_ids"].size // max(size, 1), 1)  # of all sequences
+    shortened = []
+    for one in feeds:
+        ids = one.get("input_ids")
+        long = ids is not None and ids.size > max(tokens, _FEW_TOKENS)
+        shorter = cut(one, max(tokens // len(ids), 1)) if ids is not None and long else None
+        shortened.append(shorter or one)
+    return shortened
+
+
+def cut(feeds: Feeds, tokens: int) -> Feeds | None:
+    """The first tokens of each sequence, columns of padding in front left out; None if the inputs do not allow it."""
+    ids = feeds.get("input_ids")
+    if ids is None or ids.ndim != 2 or not ids.size:
+        return None
+    mask = feeds.get("attention_mask", np.ones_like(ids))
+    past = mask.shape[1] - ids.shape[1] if mask.ndim == 2 else -1
+    if past < 0:
+        return None
+    seen = np.flatnonzero(mask.any(axis=0))
+    start = int(seen[0]) if len(seen) and not past else 0
+    made: Feeds = {}
+    for name, array in feeds.items():
+        if name == "attention_mask":
+            made[name] = array[:, start : past + start + tokens]
+        elif name in _BY_TOKENS and array.shape[-1:] == ids.shape[1:]:
+            made[name] = array[..., start : start + tokens]
+        elif "past" in name and array.ndim == 4:
+            made[name] = array
+        else:
+            return None
+    return made

@@ -1,0 +1,97 @@
+"""What the symbolic dimensions of a model's inputs stand for: the batch, new tokens, past tokens, or all tokens.
+
+Names that say it are believed ("batch_size", "past_sequence_length"). Other names follow from their place: the first
+axis of an input is the batch. A symbol has one meaning in all inputs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import onnx_ir as ir
+
+
+class Meaning(Enum):
+    """What a dimension counts. Values are the words of the report."""
+
+    BATCH = "batch"
+    TOKENS = "tokens"
+    PAST = "past tokens"
+    TOTAL = "past and new tokens"
+
+
+_BATCH_NAMES = ("b", "bs", "bsz")
+_TOTAL = re.compile(r"total|past.*(and|plus)|kv_seq")
+_TOKENS = re.compile(r"seq|len|tok|time|frame|step")
+
+
+@dataclass(frozen=True)
+class InputDimensions:
+    """Meanings of the symbols in a model's inputs. `assumed` holds those whose name is not a plain word for it."""
+
+    meanings: Mapping[str, Meaning]
+    assumed: tuple[str, ...]
+
+    @classmethod
+    def of(cls, inputs: Sequence[ir.Value]) -> InputDimensions:
+        meanings: dict[str, Meaning] = {}
+        assumed: list[str] = []
+        # Token inputs come first: the place of a symbol in them decides what it means elsewhere.
+        for value in sorted(inputs, key=lambda value: not is_token_input(value)):
+            first_axis = Meaning.BATCH if _begins_with_batch(value) else Meaning.TOKENS
+            for axis, symbol in _symbols(value):
+                if symbol in meanings:
+                    continue
+                named = _named(symbol)
+                meanings[symbol] = named or (first_axis if axis == 0 else Meaning.TOKENS)
+                if named is None or symbol.lower() in _BATCH_NAMES:
+                    assumed.append(symbol)
+        return cls(meanings, tuple(assumed))
+
+    def describe(self) -> str:
+        """The assumptions for the report: "b = batch, s = tokens". Empty if there are none."""
+        return ", ".join(f"{symbol} = {self.meanings[symbol].value}" for symbol in self.assumed)
+
+
+def is_token_input(value: ir.Value) -> bool:
+    """True for token ids, masks and positions: inputs of integers."""
+    return value.dtype is not None and value.dtype.is_integer()
+
+
+def parts_of(dimension: ir.SymbolicDim) -> list[str]:
+    """The summands of a dimension: exporters write "past_sequence_length + 1"."""
+    return [part.strip() for part in (dimension.value or "").split("+")]
+
+
+def _symbols(value: ir.Value) -> Iterator[tuple[int, str]]:
+    for axis, size in enumerate(value.shape or ()):
+        if isinstance(size, ir.SymbolicDim):
+            yield from ((axis, part) for part in parts_of(size) if part and not part.isdigit())
+
+
+def _begins_with_batch(value: ir.Value) -> bool:
+    """Whether axis 0 is the batch, if its name does not tell."""
+    shape = value.shape
+    if shape is None or len(shape) < 2:
+        return False
+    first = {symbol for axis, symbol in _symbols(value) if axis == 0}
+    others = {symbol for axis, symbol in _symbols(value) if axis > 0}
+    if first & others or any(_named(symbol) is Meaning.BATCH for symbol in others):
+        return False
+    # Floats [rows, width] of a known width are rows of tokens as often as they are a batch.
+    return is_token_input(value) or len(shape) > 2 or not isinstance(shape[1], int)
+
+
+def _named(symbol: str) -> Meaning | None:
+    """The meaning that a name tells, or None."""
+    text = symbol.lower()
+    if "batch" in text or text in _BATCH_NAMES:
+        return Meaning.BATCH
+    if _TOTAL.search(text):
+        return Meaning.TOTAL
+    if "past" in text or "cache" in text:
+        return Meaning.PAST
+    return Meaning.TOKENS if _TOKENS.search(text) else None

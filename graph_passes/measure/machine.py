@@ -1,0 +1,91 @@
+"""What this process may use of the machine: CPUs and memory, as the CPU affinity and cgroups allow."""
+
+from __future__ import annotations
+
+import functools
+import os
+from contextlib import suppress
+from pathlib import Path
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_UNKNOWN_MEMORY = 4 * 2**30
+_KIB = 1024
+
+
+def usable_cpus() -> int:
+    """How many CPUs this process may use: by its affinity and the CPU limit of its cgroup, at least 1.
+
+    All CPUs of the machine where the system does not tell (macOS).
+    """
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = _cgroup_cpus()
+    return allowed if limit is None else max(1, min(allowed, int(limit)))
+
+
+def default_threads() -> int:
+    """Threads of a session: one for each core that this process may use; two CPUs of a core count once."""
+    if not hasattr(os, "sched_getaffinity"):
+        return usable_cpus()
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        try:
+            siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+        except OSError:
+            siblings = str(cpu)
+        cores.add(siblings)
+    return max(1, min(len(cores), usable_cpus()))
+
+
+def _cgroup_cpus() -> float | None:
+    """The CPU limit in CPUs, the smallest of this cgroup and those around it; None without one."""
+    limits = []
+    for folder in _own_cgroups():
+        with suppress(OSError, ValueError):  # version 2
+            quota, period = (folder / "cpu.max").read_text().split()
+            if quota != "max":
+                limits.append(int(quota) / int(period))
+        with suppress(OSError, ValueError):  # version 1
+            quota_v1 = int((folder / "cpu.cfs_quota_us").read_text())
+            if quota_v1 > 0:
+                limits.append(quota_v1 / int((folder / "cpu.cfs_period_us").read_text()))
+    return min(limits, default=None)
+
+
+def _own_cgroups() -> list[Path]:
+    """Folders of this process's cgroup and of all around it, for each hierarchy."""
+    folders: list[Path] = []
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            roots = [_CGROUPS] if not controllers else [_CGROUPS / controllers, _CGROUPS / controllers.split(",")[0]]
+            own = Path(path.lstrip("/"))
+            folders += [root / part for root in roots for part in (own, *own.parents)]
+    return list(dict.fromkeys(folders))
+
+
+def free_memory() -> int:
+    """Bytes that this process can still get without swapping, or 4 GiB where the system does not tell."""
+    found = []
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found.append(_KIB * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
+    for folder in _own_cgroups():
+        for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            with suppress(OSError, ValueError):  # "max": no limit
+                found.append(max(int((folder / most).read_text()) - int((folder / used).read_text()), 0))
+    return min(found, default=_UNKNOWN_MEMORY)
+
+
+@functools.cache
+def cold_budget() -> int:
+    """Bytes for all copies of weights that are timed together: an eighth of the memory that was free at first."""
+    return free_memory() // 8
+
+
+def last_level_cache_bytes() -> int:
+    """Size of the L3 cache, or 32 MiB where the system does not tell."""
+    try:
+        text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
+        return int(text[:-1]) * {"K": 2**10, "M": 2**20}[text[-1]]
+    except (OSError, ValueError, KeyError, IndexError):
+        return 32 * 2**20

@@ -1,0 +1,64 @@
+"""CPUs and memory that this process may use, and how copies of weights share memory."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from ortolan.graph_passes.measure import machine, timing
+
+
+@pytest.fixture
+def cgroup(tmp_path, monkeypatch):
+    """Put files into the only cgroup."""
+    monkeypatch.setattr(machine, "_own_cgroups", lambda: [tmp_path])
+
+    def put(**files):
+        for name, text in files.items():
+            (tmp_path / name.replace("__", ".")).write_text(text)
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("files", "cpus"),
+    [
+        ({"cpu__max": "150000 100000\n"}, 1),
+        ({"cpu__max": "50000 100000\n"}, 1),
+        ({"cpu__cfs_quota_us": "200000\n", "cpu__cfs_period_us": "100000\n"}, 2),
+        ({"cpu__max": "max 100000\n"}, 64),
+        ({"cpu__cfs_quota_us": "-1\n", "cpu__cfs_period_us": "100000\n"}, 64),
+        ({}, 64),
+    ],
+)
+def test_cpus_follow_affinity_and_cgroup(cgroup, monkeypatch, files, cpus):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
+    cgroup(**files)
+    assert machine.usable_cpus() == cpus
+    assert 1 <= machine.default_threads() <= cpus
+
+
+def test_free_memory_follows_the_cgroup(cgroup):
+    free = machine.free_memory()
+    assert free > 0
+    cgroup(memory__max="3000000\n", memory__current="1000000\n")
+    assert machine.free_memory() == 2000000
+    cgroup(memory__max="max\n")
+    assert machine.free_memory() > 2000000
+
+
+def test_copies_of_weights_share_an_eighth_of_free_memory(monkeypatch):
+    for module in (machine, timing):
+        monkeypatch.setattr(module, "last_level_cache_bytes", lambda: 300 * 2**20)
+    monkeypatch.setattr(timing, "cold_budget", lambda: 2**30)
+    for size in (2**10, 2**20, 2**24, 2**26):
+        copies = timing.copies_to_stay_cold(size)
+        assert copies == 1 or copies * size * timing.MOST_CANDIDATES <= 2**30
+    assert timing.copies_to_stay_cold(2**29) == 1  # a layer that is larger than its share
+    assert timing.describe_cold_copies() == (
+        "Copies of weights take up to 64 MiB a candidate (all: 1/8 of free memory); L3 cache 300 MiB. "
+        "Weights may be warm."
+    )
+    monkeypatch.setattr(timing, "last_level_cache_bytes", lambda: 2**20)
+    assert timing.copies_to_stay_cold(2**20) == 4 and "warm" not in timing.describe_cold_copies()
