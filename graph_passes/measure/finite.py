@@ -11,6 +11,7 @@ from ..files.model_file import tensor_slots
 from .evidence import Evidence
 
 _CHUNK = 1 << 20  # values; bounds the memory of the test
+_WEIGHT_AXES = 2  # axes: scales and zero points are checked with the weights that they belong to
 # The bits of the exponent. All of them are set in NaN and infinity, and in no other value.
 _EXPONENTS = {
     ir.DataType.FLOAT: (np.uint32, 0x7F800000),
@@ -26,12 +27,12 @@ def check_weights(evidence: Evidence) -> None:
     The model is only run if there are such weights: some do no harm, such as those of tokens that no text has.
 
     Raises:
-        ModelError: Names the first of these weights, and how many values are wrong.
+        ModelError: Names the first of these weights, and how many values are wrong; or a weight that cannot be read.
     """
     found = [
         (tensor.name or "", count, tensor.size)
         for tensor, _ in tensor_slots(evidence.source.model)
-        if (count := _count_not_finite(tensor))
+        if len(tensor.shape) >= _WEIGHT_AXES and (count := _count_not_finite(tensor))
     ]
     if not found:
         return
@@ -51,6 +52,13 @@ def _count_not_finite(tensor: ir.TensorProtocol) -> int:
     if tensor.dtype not in _EXPONENTS:
         return 0
     kind, mask = _EXPONENTS[tensor.dtype]
-    bits = np.ascontiguousarray(tensor.numpy()).reshape(-1).view(kind)
+    try:
+        values = tensor.numpy()
+    except ValueError as error:  # the stored bytes do not fit the shape
+        raise ModelError(
+            f"weight {tensor.name!r} of shape {list(tensor.shape)} cannot be read: {error}; download or export "
+            "the model again"
+        ) from error
+    bits = np.ascontiguousarray(values).reshape(-1).view(kind)
     chunks = (bits[start : start + _CHUNK] for start in range(0, len(bits), _CHUNK))
     return sum(int(np.count_nonzero((chunk & kind(mask)) == mask)) for chunk in chunks)

@@ -27,7 +27,9 @@ def declare_shapes(model: ir.Model, new_name: Callable[[str], str]) -> None:
             continue
         dims = Dimensions(graph)
         for node in list(graph):
-            if node.domain == ORTOLAN_DOMAIN:
+            if (
+                node.domain == ORTOLAN_DOMAIN and not node.outputs[0].is_graph_output()
+            ):  # those keep what the user stated
                 _declare(node.outputs[0], dims)
             elif node.op_type == "Attention" and node.domain in DEFAULT_DOMAINS and model.functions:
                 _state_width(graph, node, dims, new_name)

@@ -34,7 +34,7 @@ class Session:
 
 def notes_of(session: Session, feeds: dict[str, np.ndarray] | None = None) -> list[str]:
     notes: list[str] = []
-    context: Any = SimpleNamespace(note=notes.append)
+    context: Any = SimpleNamespace(note=notes.append, layers=SimpleNamespace(pad_token_id=None))
     verify_padding(context, session, FEEDS if feeds is None else feeds, ["rows", "mean", "place"])
     return notes
 
@@ -82,7 +82,7 @@ def test_outputs_that_are_not_one_a_sequence_are_not_compared() -> None:
             return [*super().run(_, feeds), np.ones(5, np.float32), np.float32(3) * np.ones(()), np.eye(2)]
 
     notes: list[str] = []
-    context: Any = SimpleNamespace(note=notes.append)
+    context: Any = SimpleNamespace(note=notes.append, layers=SimpleNamespace(pad_token_id=None))
     verify_padding(context, WithWeights(), FEEDS, ["rows", "mean", "place", "weight", "scalar", "matrix"])
     assert notes == ["answers of 4 tokens alone, and padded in a batch: the same bit by bit"]
 

@@ -108,7 +108,8 @@ def test_a_folder_needs_no_flags(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("ORTOLAN_CACHE", str(tmp_path / "cache"))
     done = CliRunner().invoke(app, ["optimize", str(folder), "--texts-in", "-o", str(tmp_path / "fast")])
     assert done.exit_code == 0, done.output
-    assert "texts in, vectors out, pooling cls, of length 1, WordPiece tokenizer, up to 12 tokens" in done.output
+    shown = " ".join(done.output.split())
+    assert "texts in, vectors out, pooling cls, of length 1, WordPiece tokenizer, up to 12 tokens" in shown
     expected = unit(np.stack([POOLED["cls"](rows) for rows in token_vectors(folder, TEXTS)]))
     assert ((vectors(tmp_path / "fast", TEXTS) * expected).sum(axis=1) > 0.99).all()
     assert (tmp_path / "fast" / "modules.json").is_file()
