@@ -538,7 +538,7 @@ def test_whole_transformers(inject: Callable[..., Any], build: Any, shape: tuple
         assert "made-up inputs" in report.auto.outcome
     else:  # 4 bits come first, with fused attention
         assert len(report.auto.trials) == 1 and {layer.weight_bits for layer in report.replaced} >= {4, 8}
-        assert any("with a cache became NoMADAttention" in note for note in report.notes)
+        assert any("with a cache became one operator" in note for note in report.notes)
         assert "sampled from the model itself" in report.auto.outcome
 
 
