@@ -1,5 +1,6 @@
 """Small models as files, and two ways to call the command line: in this process, and for real."""
 
+import logging
 import subprocess
 import sys
 
@@ -9,6 +10,16 @@ from typer.testing import CliRunner
 
 from ortolan.cli import app
 from ortolan.models import tiny
+
+
+@pytest.fixture(autouse=True)
+def quiet_logger():
+    """Undo what option -v does to the logger of this process."""
+    logger = logging.getLogger("ortolan")
+    handlers, level = list(logger.handlers), logger.level
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
 
 
 @pytest.fixture
