@@ -30,6 +30,7 @@ from ortolan.errors import CalibrationError, RecipeError, VerificationError, one
 from ortolan.progress import Progress, Stage
 
 from ..files.model_file import ModelFile
+from ..find.constants import DEFAULT_DOMAINS
 from ..forms import Form
 from ..measure.evidence import Evidence
 from ..measure.feeds import Feeds, Sizes, has_past, synthetic_feeds
@@ -50,6 +51,7 @@ _FEEDS = 16  # on which the whole model is judged
 _FINEST = 16  # bisection stops at steps of the path's length divided by this
 _FUSED_GAIN = 1.05  # times as fast as it was measured: what a model with fused attention counts as
 _GAIN = 1.05  # a model that is less than this much faster, in the mean over the shapes, is not worth an error
+_PRODUCTS = frozenset(("MatMul", "Gemm", "Einsum", "Attention", "MatMulInteger", "QLinearMatMul"))
 
 Shapes = Sequence[tuple[int, int]]
 
@@ -110,6 +112,9 @@ class Search:
     def run(self) -> Made | None:
         """The fastest model within the budget, or None where nothing is faster. self.report tells more."""
         evidence, report = self._evidence, self.report
+        if not _may_hold_products(evidence.source.model):
+            report.outcome = "the model stays as it is: it holds no matrix products"
+            return None
         self._original = evidence.open_original(timed=True)
         evidence.feeds(self._original)
         evidence.hold_out(HELD_OUT)
@@ -258,6 +263,14 @@ class Search:
         report.gain = gain(report.before, report.after)
         faster = f"{report.gain:.2f}x faster in the mean over the shapes (by minimum or median, whichever is less)"
         report.outcome = f"{faster}; {best.trial.found}; budget: {report.budget}"
+
+
+def _may_hold_products(model: ir.Model) -> bool:
+    """Whether there is anything to measure. Functions, and operators of other domains, may hold products."""
+    nodes = list(model.graph.all_nodes())
+    return bool(model.functions) or any(
+        node.domain not in DEFAULT_DOMAINS or node.op_type in _PRODUCTS for node in nodes
+    )
 
 
 def best_of(gains: Sequence[float], fused: Sequence[bool]) -> int:

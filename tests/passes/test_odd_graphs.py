@@ -18,7 +18,7 @@ from ortolan.models import tiny
 from ..fuzz import values_and_graphs
 from ..fuzz.case import Case, Draw
 from .padded_models import MASKS, encoder_feeds, proto
-from .small_models import FAST, branches_model, matmul_model, op_types, relative_error, run
+from .small_models import FAST, branches_model, make_model, matmul_model, op_types, relative_error, run
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64}
 
@@ -113,3 +113,15 @@ def test_the_type_of_a_branch_is_not_that_of_its_condition() -> None:
     graph = ir.from_proto(branches_model()).graph
     graph.outputs[0].type = None
     assert Dimensions(graph).dtype(graph.outputs[0]) is None
+
+
+def test_a_model_without_products_stays_as_it_is_on_whatever_feeds() -> None:
+    """Found as: a refusal, as the model does not run on the feeds that were made up, which nothing needs."""
+    model = make_model(
+        [helper.make_node("Pad", ["x", "pads"], ["y"], "pad", mode="reflect")],
+        {"x": (TensorProto.FLOAT, ["batch", "samples"])},
+        {"y": (TensorProto.FLOAT, ["batch", "padded"])},
+        {"pads": np.array([0, 64, 0, 64])},
+    )
+    report = ortolan.optimize_onnx(model)
+    assert report.recipe["pass"] == [] and "holds no matrix products" in str(report)
