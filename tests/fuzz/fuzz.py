@@ -258,7 +258,7 @@ def _compare(
 
 
 def _unlike(pairs: Sequence[tuple[Any, Any, np.ndarray | None]]) -> float | str:
-    """The relative error over all pairs where a token is, or what is wrong with shapes or types."""
+    """The relative error over all pairs where a token is, or how shapes or types differ."""
     difference = norm = 0.0
     for expected, found, visible in pairs:
         if not isinstance(expected, np.ndarray):
