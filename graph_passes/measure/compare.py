@@ -37,6 +37,11 @@ class ErrorSums:
             if expected is not None and answer is not None:
                 sums.add(expected, answer)
 
+    def leave_out(self, indices: Collection[int]) -> None:
+        """Forget what was added of these outputs."""
+        for index in indices:
+            self._sums[index] = _Sums()
+
     def errors(self) -> list[OutputDeviation]:
         """Errors by output. An output without finite values is left out."""
         return [sums.error(name) for name, sums in zip(self._names, self._sums, strict=True) if sums.count]

@@ -74,7 +74,9 @@ class Answers:
                 changes.add(exact, base)
                 reverse.add(base, exact)
             first = first or [exact, base, keep(found, context.evidence.folder)]
-        exact, base, found = first
+        for sums in (original, rounding, changes, reverse):
+            sums.leave_out(different)
+        exact, base, found = (without(one, different) for one in first)
         kinds: dict[str, str] = {
             name: answer.dtype.kind for name, answer in zip(names, exact, strict=True) if answer is not None
         }

@@ -30,13 +30,13 @@ FUSED = ("fuse_attention", "fuse_cached_attention")
         ({"weights": "bf16"}, [*FUSED, "replace", "unpad"], "SparseAMXMatMul"),
         (
             {"weights": "int8"},
-            ["quantize", "quantize", "embeddings", *FUSED, "replace", "replace", "fuse_norm", "unpad"],
-            "W8A8MatMul",
+            ["float_activations", "quantize", "quantize", "embeddings", *FUSED, *3 * ["replace"], "fuse_norm", "unpad"],
+            "W4A8MatMul",  # for weights that the model stores in 4 bits
         ),
         (
             {"weights": "int8", "ignore": ()},
-            ["quantize", "embeddings", *FUSED, "replace", "fuse_norm", "unpad"],
-            "SparseAMXMatMul",
+            ["float_activations", "quantize", "embeddings", *FUSED, *3 * ["replace"], "fuse_norm", "unpad"],
+            "W4A8MatMul",
         ),
         (
             {"weights": "int4"},
@@ -84,16 +84,16 @@ FUSED = ("fuse_attention", "fuse_cached_attention")
         (
             {"weights": "int8", "cache": "codes"},
             [
+                "float_activations",
                 "quantize",
                 "quantize",
                 "embeddings",
                 "fuse_attention",
                 "compress_cache",
-                "replace",
-                "replace",
+                *3 * ["replace"],
                 "fuse_norm",
             ],
-            "W8A8MatMul",
+            "W4A8MatMul",
         ),
     ],
 )
