@@ -127,6 +127,7 @@ class PaddingMasks:
         if node is not None:
             raise MaskError(f"mask {mask.name!r} is computed from tokens (by {node.op_type} {node.name!r})")
         does_more = False
+        reads_all = self._read_if_hidden == slice(None)
         for kept, added in self._runs(mask):
             kept = kept if self._first_tokens is None else _first(kept)
             batch, tokens = kept.shape
@@ -139,8 +140,12 @@ class PaddingMasks:
                 return "other"
             queries = np.broadcast_to(kept[:, None, :], added.shape[:3]).copy()
             # A query that sees no key at all, as far from the text in a local window, has no answer of its own.
-            sees = (added > _HIDES).any(axis=-1)
-            queries[:, :, self._read_if_hidden] |= np.asarray(sees)[:, :, self._read_if_hidden]
+            shown = np.asarray(added > _HIDES)
+            sees = shown.any(axis=-1)
+            # Of the first sequence attention sees all tokens, so it shows what each query sees without padding.
+            if reads_all and (~sees & (shown[:1] & kept[:, None, None, :]).any(axis=-1)).any():
+                raise MaskError(f"mask {mask.name!r} hides all tokens from the queries of hidden positions, which are read")
+            queries[:, :, self._read_if_hidden] |= sees[:, :, self._read_if_hidden]
             seen = queries[..., None] & kept[:, None, None, :]
             hidden = queries[..., None] & ~kept[:, None, None, :]
             if not (added[hidden] <= _HIDES).all():

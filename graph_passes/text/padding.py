@@ -30,13 +30,14 @@ def read_padding_id(folder: Path | None) -> int:
     """Return the padding token's id.
 
     Raises:
-        UnknownPaddingError: The folder names none, its files disagree, or the padding token is the mask token.
+        UnknownPaddingError: The folder names none, its files disagree, or the padding token is or may be the mask
+            token.
     """
     if folder is None:
         raise UnknownPaddingError("the model was not read from a file")
     try:
         said = {name: read_json(folder / name) for name in (_CONFIG, _TOKENIZER, _BESIDE, _SPECIAL)}
-        pads, masks = _ids(said, "pad"), _ids(said, "mask")
+        pads, masks, unlisted = _ids(said, "pad"), _ids(said, "mask"), _names(said, "mask")
     except (ModelError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise UnknownPaddingError(f"a file in {str(folder)!r} cannot be read: {error}") from error
     if not pads:
@@ -47,6 +48,10 @@ def read_padding_id(folder: Path | None) -> int:
     (pad,) = set(pads.values())
     if pad in masks.values():
         raise UnknownPaddingError(f"token {pad} is both the padding token and the mask token")
+    if unlisted and not masks:
+        raise UnknownPaddingError(
+            f"no file in {str(folder)!r} gives the id of the mask token {unlisted[0]!r}, which may be {pad} as well"
+        )
     return pad
 
 
@@ -58,13 +63,23 @@ def _ids(said: Mapping[str, Mapping[str, Any]], kind: str) -> dict[str, int]:
     if kind == "pad":
         given[_TOKENIZER] = (tokenizer.get("padding") or {}).get("pad_id")
     for name in (_BESIDE, _SPECIAL):
-        token = said[name].get(f"{kind}_token")
-        token = token.get("content") if isinstance(token, dict) else token
+        token = _name(said[name], kind)
         given[name] = None if token is None else _id_of(token, tokenizer, said[_BESIDE])
     for name, one in given.items():
         if one is not None and (not isinstance(one, int) or isinstance(one, bool)):
             raise ValueError(f"{name} has {kind} token id {one!r}, expected a whole number")
     return {name: one for name, one in given.items() if one is not None}
+
+
+def _names(said: Mapping[str, Mapping[str, Any]], kind: str) -> list[str]:
+    """The tokens of this kind that the tokenizer's settings name."""
+    return [token for name in (_BESIDE, _SPECIAL) if (token := _name(said[name], kind)) is not None]
+
+
+def _name(settings: Mapping[str, Any], kind: str) -> str | None:
+    token = settings.get(f"{kind}_token")
+    found: str | None = token.get("content") if isinstance(token, dict) else token
+    return found
 
 
 def _id_of(token: str, tokenizer: Mapping[str, Any], beside: Mapping[str, Any]) -> int | None:

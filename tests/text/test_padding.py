@@ -51,6 +51,10 @@ def test_the_padding_token(tmp_path: Path, files: dict[str, Any], expected: int)
             {"tokenizer.json": WORDPIECE, "tokenizer_config.json": {"pad_token": "[MASK]", "mask_token": "[MASK]"}},
             "token 4 is both the padding token and the mask token",
         ),
+        (
+            {"config.json": {"pad_token_id": 4}, "special_tokens_map.json": {"mask_token": "[MASK]"}},
+            r"gives the id of the mask token '\[MASK\]', which may be 4 as well",
+        ),
         ({"config.json": {"pad_token_id": "0"}}, "cannot be read: config.json has pad token id '0'"),
         ({"config.json": "{"}, "cannot be read"),
         ({"tokenizer.json": {"added_tokens": [1]}, "tokenizer_config.json": {"pad_token": "x"}}, "cannot be read"),
