@@ -26,7 +26,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ortolan.errors import CalibrationError, RecipeError, VerificationError, one_line
+from ortolan.errors import CalibrationError, NothingToReplaceError, RecipeError, VerificationError, one_line
 from ortolan.progress import Progress, Stage
 
 from ..files.model_file import ModelFile
@@ -188,13 +188,14 @@ class Search:
         found.budget = self.report.budget
         try:
             made = search.run()
-        except VerificationError:
+        except (NothingToReplaceError, VerificationError):
             return None
         self._progress(Stage.TIME_MODELS, 0, 1)
         before, (after,) = time_models(self._original, [made.path], self._shape_feeds)
         self._progress(Stage.TIME_MODELS, 1, 1)
         gained = gain(before, after)
         if gained < _GAIN:
+            made.delete()
             return None
         found.shapes, found.before, found.after = shapes, before, after
         found.outcome = f"{gained:.2f}x faster (by minimum or median, whichever is less); {found.outcome}"

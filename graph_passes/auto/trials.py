@@ -50,6 +50,11 @@ class Made:
     def path(self) -> Path:
         return self.context.candidate
 
+    def delete(self) -> None:
+        """Delete its files, which may be as large as the original's."""
+        for file in _files(self.context):
+            file.unlink()
+
 
 class Trials:
     """Makes models of the first so many steps of a path, each once, in folders of their own."""
@@ -94,8 +99,7 @@ class Trials:
             if made is None:
                 continue
             self._made = {key: one for key, one in self._made.items() if one is not made}
-            for file in _files(made.context):
-                file.unlink()
+            made.delete()
 
     def _make(self, steps: Sequence[Step], attention: bool) -> Made | None:
         self._progress(Stage.TRY_MODELS, len(self.report), 0)

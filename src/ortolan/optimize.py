@@ -216,6 +216,11 @@ def _optimize_parts(
 ) -> OptimizationReport:
     check_caches(choice.recipe)
     sources = {file.name: _load(file) for file in files}
+    if widened := [name for name, source in sources.items() if source.widened]:
+        raise ModelError(
+            f"{', '.join(widened)} in {str(folder)!r} compute in bfloat16, which ONNX Runtime's CPU provider has no "
+            "operators for, so feeds of the decoders cannot be made; export the folder in float32"
+        )
     target = None if how.dry_run or output is None else Path(output)
     if target is not None:
         check_output_folder(target, folder)
@@ -465,9 +470,10 @@ class _Run:
         if self.text is None:
             return
         context.progress(Stage.TOKENIZER, 0, 1)
-        verified = context.candidate if context.candidate.exists() else self.source.path or self.source.proto
-        assert verified is not None
-        expected = ask_probes(create_session(verified, quiet_options()), self.text)
+        changed = context.candidate.exists()
+        verified = create_session(context.candidate, quiet_options()) if changed else context.evidence.open_original()
+        expected = ask_probes(verified, self.text)
+        del verified
         add_text_input(context.source.model, self.text, self._probes)
         # Its weights may lie in the file that it takes the place of.
         written = context.evidence.new_folder() / context.candidate.name
