@@ -144,7 +144,9 @@ class PaddingMasks:
             sees = shown.any(axis=-1)
             # Of the first sequence attention sees all tokens, so it shows what each query sees without padding.
             if reads_all and (~sees & (shown[:1] & kept[:, None, None, :]).any(axis=-1)).any():
-                raise MaskError(f"mask {mask.name!r} hides all tokens from the queries of hidden positions, which are read")
+                raise MaskError(
+                    f"mask {mask.name!r} hides all tokens from the queries of hidden positions, which are read"
+                )
             queries[:, :, self._read_if_hidden] |= sees[:, :, self._read_if_hidden]
             seen = queries[..., None] & kept[:, None, None, :]
             hidden = queries[..., None] & ~kept[:, None, None, :]
