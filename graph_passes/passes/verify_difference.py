@@ -21,10 +21,22 @@ _ALLOW = "allow_different=True, on the command line --allow-different, saves the
 Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]  # by output: the original's and the optimized model's
 
 
-def accept_shapes(context: PassContext, shapes: Shapes) -> None:
-    """Notes outputs whose shapes differ, if the user has named a form or allows it. Raises VerificationError if not."""
+def accept_shapes(
+    context: PassContext, shapes: Shapes, found_by: str = "the optimized model", expected_by: str = "the original"
+) -> None:
+    """Note outputs whose shapes differ, if the user has named a form or allows it.
+
+    Args:
+        context: Of this run; it tells what the user allows.
+        shapes: By output, the expected shape and the one that was found.
+        found_by: The model that was judged, in the words of the note.
+        expected_by: The model that it was compared with.
+
+    Raises:
+        VerificationError: The user has named no form and does not allow it, or the number of axes differs.
+    """
     for name, (expected, found) in shapes.items():
-        text = f"output {name!r} of the optimized model has shape {list(found)}, that of the original {list(expected)}"
+        text = f"output {name!r} of {found_by} has shape {list(found)}, that of {expected_by} {list(expected)}"
         if len(expected) != len(found):
             raise VerificationError(f"{text}; nothing was saved; please report this")
         text += ", so the two cannot be compared: the model computes this length itself, and rounding changes it"

@@ -40,8 +40,8 @@ def verify_portable(
         pair = [without(one[: len(names)], hidden) for one in (alone, answers)]
         if context.caches.rounding:
             pair = [without_padding(feeds, one) for one in pair]
-        if shapes := other_shapes(names, *pair):
-            accept_shapes(context, shapes)
+        if shapes := other_shapes(names, *reversed(pair)):
+            accept_shapes(context, shapes, "the optimized model without the library", "the same model with it")
             places = {names.index(name) for name in shapes}
             pair = [without(one, places) for one in pair]
         for error in measure_errors(names, *([one] for one in pair)):

@@ -149,9 +149,10 @@ def optimize_onnx(
         say (tokenizer.json, modules.json and what it names, config.json); a TextInput says it otherwise.
     options: for experts, of passes of the recipe that results: {"prune.scope": "sensitivity"}.
     portable: keeps in the file what each operator does in standard ONNX, so that it also runs without our library.
-    allow_different: saves the model without a recipe and form as well where an output has another shape than the
-        original's, or agrees less than the default budget allows, which otherwise is a VerificationError. A form or
-        recipe that is given is saved with a warning in any case.
+    allow_different: for models whose few-bit weights are kept because no recipe or form was given: saves the result
+        also if an output has another shape than the original's, or agrees less than the default budget allows, which
+        otherwise is a VerificationError. A form or recipe that is given is saved with a warning in any case; where the
+        form is found by measurement, models that differ so much are never taken.
     threads: intra-op threads of the original and of the optimized model where they are timed. None: one for each core
         that this process may use, by its CPU affinity and the CPU limit of its cgroup.
     dry_run: changes and writes nothing; the report tells what would be replaced, and why the rest would not.
