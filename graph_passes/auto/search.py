@@ -181,8 +181,8 @@ class Search:
         return found
 
     def _by_bits(self, limit: Limit) -> Made | None:
-        """4 bits in all layers, or as many as the budget allows: a step of one token takes as long as its weights take
-        to read. None where that is over the budget, or no faster than the original."""
+        """Return the model with 4 bits in all layers, or in as many as the budget allows; None where it is over the
+        budget or no faster than the original. A step of one token takes as long as reading its weights."""
         search = BitSearch(self._evidence, BitSettings(Form(weights="int4"), limit), self._name, self._progress)
         found, shapes = search.report, self.report.shapes
         found.budget = self.report.budget

@@ -112,7 +112,7 @@ def model_in(folder: Path) -> Path:
 
 
 def _other_weights(folder: Path) -> str:
-    """What to do with a folder that holds a model in another format."""
+    """Return advice for a folder that holds a model in another format; empty if it holds none."""
     torch = [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("pytorch_model*.bin"))]
     if torch:
         return (
@@ -436,7 +436,7 @@ def move_into_place(written: Path, output: Path) -> None:
         if isinstance(error, OSError):
             raise OutputError(f"cannot write {str(output)!r}: {error.strerror}") from error
         raise
-    with suppress(OSError):  # what is left over is in nobody's way
+    with suppress(OSError):  # leftover files do no harm
         if owns_data and not has_data:
             data.unlink()
         if owns_data or kept.name in old:

@@ -151,7 +151,7 @@ class Linear:
 
     @property
     def stored_bits(self) -> int | None:
-        """4 or 8 if the model stores the weight in so few bits, whether these can be taken over or not."""
+        """4 or 8 if the model stores the weight in so few bits, whether they can be kept or not."""
         return 4 if self.int4 is not None else 8 if self.int8 is not None else None
 
     @property
@@ -245,7 +245,7 @@ def count_stored(model: ir.Model) -> int:
 
 
 def why_not_kept(model: ir.Model) -> dict[str, str]:
-    """By name, layers that store weights of few bits which cannot be taken over, and why."""
+    """Return why stored few-bit weights of layers cannot be kept, by layer name."""
     found = {}
     for one in find_linears(model):
         if isinstance(one, NotLinear):

@@ -36,7 +36,7 @@ _TIES = 0.02
 
 @dataclass(frozen=True)
 class Decoded:
-    """What a model answered to the calls: caches alone for the first one, which is long; all for the last one; no
+    """Answers of a model to the calls: caches alone for the first one, which is long; all for the last one; no
     caches between them."""
 
     prompt: Outputs  # caches

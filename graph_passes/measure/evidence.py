@@ -117,7 +117,7 @@ class Evidence:
         return self._feeds
 
     def hold_out(self, every: int) -> None:
-        """Keeps every so-manieth of the feeds from fitting, for judging. 0, or more than there are: none."""
+        """Hold out every n-th feed for evaluation; 0, or more than there are, disables."""
         if self._every is None:
             self._every, self._judged = every, None
             self._feeds, self.held_out = hold_out(self.feeds(), every)

@@ -218,7 +218,7 @@ def _counts(value: ir.Value) -> bool:
 
 
 def _first(kept: np.ndarray) -> np.ndarray:
-    """As many first tokens as are kept."""
+    """Return a mask of the first tokens of each sequence, with the same count as kept tokens."""
     first: np.ndarray = np.arange(kept.shape[1]) < kept.sum(axis=1, keepdims=True)
     return first
 

@@ -40,7 +40,7 @@ def check_threads(threads: int | None) -> None:
 
 @contextmanager
 def threads_of_sessions(threads: int | None) -> Iterator[None]:
-    """Sessions that are opened in this context use so many threads; None: default_threads."""
+    """Sessions that are opened in this context use this number of threads; None: default_threads."""
     token = _THREADS.set(threads)
     try:
         yield

@@ -46,7 +46,7 @@ def _declare(output: ir.Value, dims: Dimensions) -> None:
 
 
 def _state_width(graph: ir.Graph, node: ir.Node, dims: Dimensions, new_name: Callable[[str], str]) -> None:
-    """Reshape the value input to its own shape, of which the last dimension is a constant."""
+    """Reshape the value input to its own shape, whose last dimension is a constant."""
     value = node.inputs[_VALUE]
     shape = dims.shape(value)
     if value is None or not shape or not isinstance(shape[-1], int):

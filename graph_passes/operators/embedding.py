@@ -123,8 +123,10 @@ class StoredEmbedding:
     def read_int4_groups(
         self, weights: ir.Value, scales: ir.Value, steps: int, graph: ir.Graph, new_name: NewName
     ) -> None:
-        """Puts nodes that read the weight of a W4A8MatMul in the place of those that were. steps: of a zero point's
-        unit; without zero points, that of all numbers is 8."""
+        """Replace the lookups by nodes that read the weight of a W4A8MatMul.
+
+        steps: of a zero point's unit; without zero points, that of all numbers is 8.
+        """
         assert self.group_size is not None
         pairs = -(-self.width // (2 * _QUAD))  # of quads, in the low and high bits of four bytes
         offsets = np.zeros((pairs, _QUAD, 3), np.int64)

@@ -1,4 +1,4 @@
-"""What to change where answers are too far from the original's: only what the run itself has done to the model."""
+"""Advice where answers are too far from the original's: only about what the run has done to the model."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Answers:
     against_reference: ErrorSums | None
     of_reference: ErrorSums  # of the reference against the original
     of_original: ErrorSums  # of the original against the reference
-    first_reference: Outputs | None  # None in the place of outputs that hold a compressed cache
+    first_reference: Outputs | None  # None for outputs that hold a compressed cache
     first: Outputs  # of the optimized model
 
     @classmethod

@@ -104,7 +104,7 @@ def _padded(pieces: Sequence[np.ndarray], length: int | None, pad_id: int) -> Fe
 
 
 def _pad_id(tokenizer: Tokenizer) -> int:
-    """Of a tokenizer.json; 0 where it cannot be known."""
+    """Return the padding token's id of a tokenizer.json; 0 where it is not known."""
     if isinstance(tokenizer, str | os.PathLike) and Path(tokenizer).suffix == ".json":
         with suppress(ModelError):
             return read_tokenizer_file(tokenizer).pad_id

@@ -45,8 +45,10 @@ def _tell_nobody(done: int) -> None:
 
 
 class Budget:
-    """Of one batch: batch_tokens, padding counted where there is some; a first text is always taken. length: to which
-    all texts are padded, whatever batch they are in; 0: to the longest one of their batch."""
+    """The token budget of one batch: batch_tokens, with padding, if there is some. A first text is always taken.
+
+    length: to which all texts are padded, whatever batch they are in; 0: to the longest one of their batch.
+    """
 
     def __init__(self, batch_tokens: int, pads: bool, length: int = 0) -> None:
         self._most, self._pads = batch_tokens, pads
