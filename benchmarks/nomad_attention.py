@@ -255,7 +255,7 @@ def _copies(arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
 
 
 def _count(bytes_each: int) -> int:
-    """Count copies of caches, so that none is found in the L3, within a candidate's share of memory."""
+    """Return how many copies of a cache to use so that none stays in the L3, within a candidate's share of memory."""
     return max(2, min(-(-4 * last_level_cache_bytes() // bytes_each), cold_share() // bytes_each))
 
 

@@ -12,7 +12,7 @@ from ortolan.graph_passes.report.figures import Timing
 
 
 class StreamReader:
-    """Reads a buffer of eight times the L3, or of a quarter of the memory for cold copies, as fast as this machine can.
+    """Reads a buffer as fast as this machine can: eight times the L3, at most a quarter of the memory for cold copies.
 
     It is one of the bare kernels (bare_kernels.py)."""
 

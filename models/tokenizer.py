@@ -22,8 +22,13 @@ _ENDS = (
 
 
 class TextTokenizer(Protocol):
-    """prefix: the tokens that the model expects in front of every text; often one (<s>, <bos>), for some models none.
-    start: the first token of a text that is sampled without a prompt. stop: the tokens that end a text."""
+    """A tokenizer for text in and out.
+
+    Attributes:
+        prefix: Tokens that the model expects in front of every text: often one (<s>, <bos>), for some models none.
+        start: The first token of a text that is sampled without a prompt.
+        stop: Tokens that end a text.
+    """
 
     prefix: tuple[int, ...]
     start: int
@@ -41,10 +46,10 @@ class TextTokenizer(Protocol):
 class JsonTokenizer:
     """A Hugging Face tokenizer.json. Control tokens may stand in the text; none is added.
 
-    Whether a text begins with a token, and which one, is read from tokenizer_config.json (add_bos_token, bos_token),
-    else from the tokenizer's post-processor. The tokens that end a text are those of generation_config.json (else
-    config.json, genai_config.json), of tokenizer_config.json, and those that the post-processor appends; where none of
-    these files is there, the control tokens with a common name, such as </s> or <|im_end|>, else all of them.
+    The prefix comes from tokenizer_config.json (add_bos_token, bos_token), else from the tokenizer's post-processor.
+    Tokens that end a text come from generation_config.json (else config.json, genai_config.json), tokenizer_config.json
+    and the post-processor. Without these, they are the control tokens with a common name, such as </s> or <|im_end|>,
+    else all control tokens.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -70,14 +75,14 @@ class JsonTokenizer:
         self.start = next(iter([*self.prefix, *([] if bos is None else [bos]), *ends]))
 
     def _named(self, config: Mapping[str, Any], kind: str) -> list[int]:
-        """The id of bos_token or eos_token in tokenizer_config.json."""
+        """Return the id of bos_token or eos_token in tokenizer_config.json, in a list that may be empty."""
         token = config.get(f"{kind}_token")
         token = token.get("content") if isinstance(token, dict) else token
         index = self._tokenizer.token_to_id(token) if isinstance(token, str) else None
         return [] if index is None else [index]
 
     def _declared(self, folder: Path, kind: str) -> list[int]:
-        """bos_token_id or eos_token_id, a number or a list, of the first file that has tokens there."""
+        """Return bos_token_id or eos_token_id, as a list, from the first file that has known tokens there."""
         for name in ("generation_config.json", "config.json", "genai_config.json"):
             content = read_json(folder / name)
             fields = content.get("model") if name == "genai_config.json" else content
@@ -87,7 +92,7 @@ class JsonTokenizer:
                 raise OrtolanError(
                     f"{str(folder / name)!r}: {kind}_token_id is {found!r}, expected a token's id, or a list of ids"
                 )
-            # Some configurations keep their architecture's default, which the vocabulary need not have.
+            # Some configurations keep their architecture's default id, which may be outside the vocabulary.
             if known := [index for index in ids if self._tokenizer.id_to_token(index) is not None]:
                 return known
         return []
@@ -100,7 +105,7 @@ class JsonTokenizer:
 
 
 def _template(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tokens that the post-processor puts in front of a text, and behind it."""
+    """Return the tokens that the post-processor adds before a text and after it."""
     text = tokenizer.encode("a", add_special_tokens=False).ids
     whole = tokenizer.encode("a", add_special_tokens=True).ids
     for place in range(len(whole) - len(text) + 1) if text else ():
@@ -110,7 +115,7 @@ def _template(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _prefix(adds_bos: Any, bos: int | None, before: tuple[int, ...]) -> tuple[int, ...]:
-    """adds_bos: add_bos_token of tokenizer_config.json, which overrules the post-processor."""
+    """Return the prefix. adds_bos: add_bos_token of tokenizer_config.json, which overrides the post-processor."""
     if adds_bos is True and bos is not None and bos not in before:
         return (bos, *before)
     return tuple(index for index in before if index != bos) if adds_bos is False else before

@@ -189,7 +189,9 @@ def candidates_of(job: Job, layer: Layer, weights: Path) -> Iterator[Candidate]:
 
 
 def cold_copies(bytes_each: int, candidates: int) -> int:
-    """Copies of a layer that no cache holds, as far as the memory for all candidates allows: where a CPU reports the L3
-    of a server of which this machine has a share, all would take more."""
+    """Return how many copies of a layer to use so that none stays in a cache, within the memory for all candidates.
+
+    A virtual machine may report the L3 of the whole server, so copies four times that size may not fit.
+    """
     affordable = int(min(_MEMORY, cold_budget()) / candidates / bytes_each)
     return max(_LEAST_COPIES, min(copies_to_stay_cold(bytes_each), affordable))

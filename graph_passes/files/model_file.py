@@ -39,7 +39,7 @@ class ModelFile:
     external_root: Path | None = None  # the folder that all external data lies in
     data_files: list[Path] = field(default_factory=list)
     folder: Path | None = None  # if that was given, and the model found in it
-    widened: bool = False  # whether `model` holds float32 where the file has bfloat16 (find/bfloat16.py)
+    widened: bool = False  # `model` holds float32 where the file has bfloat16 (find/bfloat16.py)
 
     @property
     def name(self) -> str:
@@ -112,7 +112,7 @@ def model_in(folder: Path) -> Path:
 
 
 def _other_weights(folder: Path) -> str:
-    """Return advice for a folder that holds a model in another format; empty if it holds none."""
+    """Return advice for a folder that holds a model in another format, or an empty text."""
     torch = [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("pytorch_model*.bin"))]
     if torch:
         return (
@@ -171,7 +171,7 @@ def _to_ir(proto: onnx.ModelProto, name: str) -> ir.Model:
 
 
 def _name_apart(model: ir.Model) -> None:
-    """Gives tensors of the caller's ModelProto names of their own: passes rename them, and that must not show there."""
+    """Wrap the tensors of the caller's ModelProto: passes rename tensors, and the caller's must keep their names."""
     for tensor, put in list(tensor_slots(model)):
         if isinstance(tensor, ir.TensorProtoTensor) and tensor.dtype != ir.DataType.STRING:
             put(ir.LazyTensor(lambda tensor=tensor: tensor, tensor.dtype, tensor.shape, name=tensor.name))  # type: ignore[misc]
@@ -186,7 +186,7 @@ def _read_numbers(model: ir.Model) -> None:
 
 
 def _drop_shared_symbols(model: ir.Model) -> None:
-    """Forgets symbols that stand for both axes of token ids or their mask: such a symbol means any size."""
+    """Drop symbols that name both axes of token ids or of their mask, since such a symbol says nothing of the size."""
     pairs = [value.shape for value in model.graph.inputs if value.shape is not None and len(value.shape) == 2]
     shared = {str(one[0]) for one in pairs if isinstance(one[0], ir.SymbolicDim) and one[0].value and one[0] == one[1]}
     if not shared:
@@ -404,9 +404,9 @@ def data_path(model_path: Path) -> Path:
 def move_into_place(written: Path, output: Path) -> None:
     """Moves a model written to a temporary folder (on the same disk) to its name, with its data file.
 
-    Two files cannot be exchanged at once. So while the data file is exchanged, the old model points to a second name of
-    its own data, `<output>.data.replaced`. At any instant, also if the process is killed, `output` is the old model
-    with its data, or the new one. On an exception the old pair is put back.
+    Two files cannot be replaced at once. So while the data file is replaced, the old model points to a second name of
+    its own data, `<output>.data.replaced`. At any instant, even if the process is killed, `output` is either the old
+    model with its data or the new one. On an exception the old pair is put back.
     """
     backup = written.parent / "replaced"
     data, new_data, kept = data_path(output), data_path(written), _kept_path(data_path(output))
@@ -436,7 +436,7 @@ def move_into_place(written: Path, output: Path) -> None:
         if isinstance(error, OSError):
             raise OutputError(f"cannot write {str(output)!r}: {error.strerror}") from error
         raise
-    with suppress(OSError):  # leftover files do no harm
+    with suppress(OSError):  # leftovers do no harm
         if owns_data and not has_data:
             data.unlink()
         if owns_data or kept.name in old:
@@ -444,7 +444,7 @@ def move_into_place(written: Path, output: Path) -> None:
 
 
 def _point_to_kept_data(output: Path, backup: Path, undo: list[Callable[[], None]]) -> None:
-    """Gives the data of a model a second name, and the model at `output` points to that."""
+    """Give the data of the model at `output` a second name, and let the model point to it."""
     data, original = data_path(output), backup / output.name
     kept, pointing = _kept_path(data), backup / "pointing.onnx"
     proto = onnx.ModelProto.FromString(output.read_bytes())
@@ -466,7 +466,7 @@ def _kept_path(data: Path) -> Path:
 
 
 def _is_kept_twice(data: Path, status: os.stat_result) -> bool:
-    """Whether the second name of a data file is that of `move_into_place`, which was killed."""
+    """Return True if the second name of a data file was left by a `move_into_place` that was killed."""
     names = (_kept_path(data), data.with_name(data.name.removesuffix(".replaced")))
     return status.st_nlink == 2 and any(
         name != data and name.is_file() and not name.is_symlink() and os.path.samestat(os.stat(name), status)
@@ -475,7 +475,7 @@ def _is_kept_twice(data: Path, status: os.stat_result) -> bool:
 
 
 def _sync(file: Path) -> None:
-    """A rename may reach the disk before what was written."""
+    """Write a file to disk: otherwise a later rename may get there before its contents."""
     with open(file, "r+b") as stream:
         os.fsync(stream.fileno())
 
@@ -488,7 +488,7 @@ def _link(file: Path, name: Path) -> None:
 
 
 def _link_over(file: Path, target: Path) -> None:
-    """Gives a file a second name, which may be another file's until then."""
+    """Give a file a second name, replacing any file of that name."""
     if os.path.samefile(file, target):
         return
     name = target.with_name(target.name + ".restored")
@@ -503,7 +503,7 @@ def _put_back(source: Path, target: Path) -> None:
 
 
 def _locations(path: Path) -> set[str]:
-    """The data files that the model at `path` names; none if there is no model."""
+    """Return the data files that the model at `path` names; empty if there is no model."""
     if not path.is_file():
         return set()
     try:
@@ -513,7 +513,7 @@ def _locations(path: Path) -> set[str]:
 
 
 def _location_entries(message: Any) -> Iterator[onnx.StringStringEntryProto]:
-    """Where the tensors of a protobuf message say that they are stored, in graphs, attributes and functions."""
+    """Yield the location entries of all external tensors in a protobuf message, subgraphs and functions included."""
     if isinstance(message, onnx.TensorProto):
         yield from (entry for entry in message.external_data if entry.key == "location")
         return

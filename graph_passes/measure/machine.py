@@ -1,4 +1,4 @@
-"""What this process may use of the machine: CPUs and memory, as the CPU affinity and cgroups allow."""
+"""CPUs and memory that this process may use, within its CPU affinity and cgroup limits."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _KIB = 1024
 
 
 def usable_cpus() -> int:
-    """How many CPUs this process may use: by its affinity and the CPU limit of its cgroup, at least 1.
+    """Return the number of CPUs that this process may use, by its affinity and the CPU limit of its cgroup; at least 1.
 
-    All CPUs of the machine where the system does not tell (macOS).
+    Systems without affinity (macOS) count all CPUs.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = _cgroup_cpus()
@@ -23,7 +23,7 @@ def usable_cpus() -> int:
 
 
 def default_threads() -> int:
-    """Threads of a session: one for each core that this process may use; two CPUs of a core count once."""
+    """Return the threads of a session: one for each core that this process may use. SMT siblings count once."""
     if not hasattr(os, "sched_getaffinity"):
         return usable_cpus()
     cores = set()
@@ -37,7 +37,7 @@ def default_threads() -> int:
 
 
 def _cgroup_cpus() -> float | None:
-    """The CPU limit in CPUs, the smallest of this cgroup and those around it; None without one."""
+    """Return the smallest CPU limit of this cgroup and its parents, in CPUs; None if there is no limit."""
     limits = []
     for folder in _own_cgroups():
         with suppress(OSError, ValueError):  # version 2
@@ -52,7 +52,7 @@ def _cgroup_cpus() -> float | None:
 
 
 def _own_cgroups() -> list[Path]:
-    """Folders of this process's cgroup and of all around it, for each hierarchy."""
+    """Return the folders of this process's cgroup and its parents, for each hierarchy."""
     folders: list[Path] = []
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -64,7 +64,7 @@ def _own_cgroups() -> list[Path]:
 
 
 def free_memory() -> int:
-    """Bytes that this process can still get without swapping, or 4 GiB where the system does not tell."""
+    """Return the bytes that this process can still allocate without swapping, or 4 GiB if they are not known."""
     found = []
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -72,18 +72,27 @@ def free_memory() -> int:
     for folder in _own_cgroups():
         for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             with suppress(OSError, ValueError):  # "max": no limit
-                found.append(max(int((folder / most).read_text()) - int((folder / used).read_text()), 0))
+                taken = int((folder / used).read_text()) - _file_cache(folder)
+                found.append(max(int((folder / most).read_text()) - max(taken, 0), 0))
     return min(found, default=_UNKNOWN_MEMORY)
+
+
+def _file_cache(cgroup: Path) -> int:
+    """Return the bytes of inactive file pages, which count as used memory but can be dropped at any time."""
+    with suppress(OSError, ValueError):
+        fields = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
+    return 0
 
 
 @functools.cache
 def cold_budget() -> int:
-    """Bytes for all copies of weights that are timed together: an eighth of the memory that was free at first."""
+    """Return the bytes for all copies of weights that are timed together: an eighth of what was free at first."""
     return free_memory() // 8
 
 
 def last_level_cache_bytes() -> int:
-    """Size of the L3 cache, or 32 MiB where the system does not tell."""
+    """Return the size of the L3 cache, or 32 MiB if it is not known."""
     try:
         text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
         return int(text[:-1]) * {"K": 2**10, "M": 2**20}[text[-1]]

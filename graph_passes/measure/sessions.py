@@ -33,14 +33,14 @@ _DISABLED = "optimization.disable_specified_optimizers"
 
 
 def check_threads(threads: int | None) -> None:
-    """Raises RecipeError for a number of threads that cannot be."""
+    """Raise RecipeError unless threads is None or a positive integer."""
     if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
         raise RecipeError(f"threads is {threads!r}, expected a whole number from 1, or None")
 
 
 @contextmanager
 def threads_of_sessions(threads: int | None) -> Iterator[None]:
-    """Sessions that are opened in this context use this number of threads; None: default_threads."""
+    """Set the intra-op threads of sessions that are opened in this context; None: default_threads."""
     token = _THREADS.set(threads)
     try:
         yield
@@ -49,7 +49,7 @@ def threads_of_sessions(threads: int | None) -> Iterator[None]:
 
 
 def session_threads() -> int:
-    """Intra-op threads of the sessions of this context, the original's and the optimized model's."""
+    """Return the intra-op threads of sessions in this context, for the original and for the optimized model."""
     return _THREADS.get() or default_threads()
 
 
@@ -81,9 +81,9 @@ def open_quietly(
 
     library: with our operators. source, data_folder: see quiet_options, open_session. in_float: ONNX Runtime does not
         round the inputs of a MatMul behind a DequantizeLinear of int4 blocks.
-    fold: whether ONNX Runtime computes constants when the session is made. It keeps the result of each step: of weights
-        that functions unpack, many times the model's memory. Always where its products saturate, as the exact ones need
-        constant weights.
+    fold: whether ONNX Runtime folds constants when the session is made. It keeps the result of each step, which takes
+        many times the model's memory for weights that functions unpack. On CPUs where its int8 products saturate, it
+        always folds, since exact products need constant weights.
     """
 
     def opened(content: Path | bytes, exact: bool) -> Any:

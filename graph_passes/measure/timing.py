@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from ..report.figures import Timing
 from .machine import cold_budget, last_level_cache_bytes
 
-MOST_CANDIDATES = 16  # that are timed together
+MOST_CANDIDATES = 16  # timed together in the largest benchmark
 
 # After other work, a layer bound by memory needs this long until it runs as fast as it goes on to, as it would in a
 # decode loop (ops/sparse_amx_matmul/README.md).
@@ -65,22 +65,21 @@ def pinned(threads: int) -> Iterator[None]:
 
 
 def copies_to_stay_cold(bytes_each: int) -> int:
-    """Return how many copies of a weight to use in turn, so that none is found in a cache: four times the L3.
+    """Return how many copies of a weight to use in turn so that none stays in a cache: four times the L3.
 
-    At least 4 and at most 2048, for layers that any cache would hold; but never more than a candidate's share of
-    machine.cold_budget.
+    Between 4 and 2048 copies, but never more than a candidate's share of machine.cold_budget.
     """
     wanted = min(max(4, -(-4 * last_level_cache_bytes() // bytes_each)), 2048)
     return max(1, min(wanted, cold_share() // bytes_each))
 
 
 def cold_share() -> int:
-    """Bytes for the copies of one candidate, where as many are timed together as in the largest benchmark."""
+    """Return the bytes for the copies of one candidate if MOST_CANDIDATES are timed together."""
     return cold_budget() // MOST_CANDIDATES
 
 
 def describe_cold_copies() -> str:
-    """A note for results: how much memory copies may take."""
+    """Return a note for results on the memory that copies may take."""
     share, cache = cold_share() >> 20, last_level_cache_bytes() >> 20
     warm = " Weights may be warm." if share <= 2 * cache else ""
     most = f"Copies of weights take up to {share} MiB a candidate (all: 1/8 of free memory)"

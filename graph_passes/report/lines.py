@@ -16,7 +16,7 @@ Fact = tuple[str, str]  # label and text; an empty label continues the fact abov
 
 
 def lay_out(facts: Iterable[Fact], width: int = WIDTH, label_width: int = _LABEL_WIDTH) -> str:
-    """Return one line a fact, `label  text`; longer texts continue below their beginning."""
+    """Return one line for each fact, `label  text`. Longer texts continue in indented lines."""
     indent = " " * label_width
     return "\n".join(wrap(text, width, f"{label:{label_width - 1}} ", indent) for label, text in facts)
 
@@ -33,9 +33,9 @@ def table(columns: Mapping[str, Sequence[str]], left: Sequence[str] = (), width:
 
     Args:
         columns: Cells by heading, all of one length.
-        left: Headings of columns that are aligned to the left, the others to the right. The first one of them folds
-            where the table is too wide.
-        width: Columns of the terminal; None: as wide as the longest names.
+        left: Headings of left-aligned columns; the other columns are right-aligned. The first of these folds if the
+            table is too wide.
+        width: Columns of the terminal; None: the table is as wide as the longest names.
     """
     from rich.table import Table
     from rich.text import Text
@@ -62,17 +62,17 @@ def as_text(result: Any, width: int = 120) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """1 layer, 2 layers."""
+    """Return a count with its noun: 1 layer, 2 layers."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def first_of(names: Sequence[str]) -> str:
-    """The first name, and how many more there are."""
+    """Return the first name, and how many more there are."""
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def factor(ratio: float, better: str, worse: str, same: str = "about the same") -> str:
-    """2.00x smaller, or 2.00x larger."""
+    """Return a ratio in words: 2.00x smaller, or 2.00x larger."""
     if f"{ratio:.2f}" == "1.00":
         return same
     return f"{ratio:.2f}x {better}" if ratio >= 1 else f"{1 / ratio:.2f}x {worse}"
@@ -87,5 +87,5 @@ def number(value: float | None) -> str:
 
 
 def largest(values: Iterable[float | None]) -> float | None:
-    """The largest of the known and finite values."""
+    """Return the largest of the known and finite values."""
     return max((value for value in values if value is not None and math.isfinite(value)), default=None)

@@ -1,7 +1,7 @@
-"""What was done to a model and what it gained: as objects, as JSON, and as text.
+"""The report of an optimization: as objects, as JSON, and as text.
 
-The text is a summary: one line (speed, size, agreement, file), then facts, equal layers grouped. Details add what the
-search tried, what was fused, the operators, and the table of all layers.
+The text is a summary: one line (speed, size, agreement, file), then facts, with equal layers grouped. Details add what
+the search tried, the fused operations, the operators, and the table of all layers.
 """
 
 from __future__ import annotations
@@ -27,11 +27,17 @@ if TYPE_CHECKING:
 _REASONS_SHOWN = 5  # in the summary, of each kind
 _OUTPUTS_SHOWN = 3  # a decoder has two for each layer
 _SIZES_SHOWN = 4  # of layers of one format
-SPARSE = 0.3  # zeros of a weight, as a share, that are more than rounding makes
-_STORED_SPARSE = 0.05  # the same of a weight that is stored without its zeros
+SPARSE = 0.3  # share of zeros in a weight above which it is called sparse; rounding alone makes fewer
+_STORED_SPARSE = 0.05  # the same for a weight that is stored without its zeros
 _SPARSE_OPERATOR = "VNNISpMM"
 _LEFT = ("layer", "op", "operator", "format", "status")  # columns
-_TOLD_ONCE = ("op", "operator", "format", "sparsity", "status")  # in a line where all layers have the same
+_TOLD_ONCE = (
+    "op",
+    "operator",
+    "format",
+    "sparsity",
+    "status",
+)  # shown above the table if all are equal
 
 LayerStatus = Literal["replaced", "would replace", "pruned", "quantized", "kept"]
 
@@ -88,7 +94,7 @@ class OutputDeviation:
     relative_l2: float
     cosine: float
     max_abs: float
-    # Where only the original rounds activations: how far it is itself from its weights in float, and the new model.
+    # Relative errors of the original and of the optimized model against the original's weights in float, if measured.
     from_float: tuple[float, float] | None = None
 
     def describe(self) -> str:
@@ -99,7 +105,7 @@ class OutputDeviation:
         if self.from_float is None:
             return text
         before, after = map(number, self.from_float)
-        return f"{text}; from its weights in float the original is {before} away, this model {after}"
+        return f"{text}; relative error against the weights in float: original {before}, this model {after}"
 
 
 @dataclass
@@ -174,20 +180,20 @@ class OptimizationReport:
         return self.summary()
 
     def summary(self, width: int = WIDTH) -> str:
-        """Return one line (speed, size, agreement, file), then facts, equal layers grouped; what `print` shows."""
+        """Return what `print` shows: one line (speed, size, agreement, file), then facts, with equal layers grouped."""
         return _summary(self, width)
 
     def details(self, width: int = WIDTH, table_width: int | None = None) -> str:
-        """Return the summary, what was measured besides, and the table of all layers; what option -v shows.
+        """Return what option -v shows: the summary, further measurements, and the table of all layers.
 
         Args:
             width: Columns of text.
-            table_width: Columns of the table, to which names of layers are folded; None: names stay whole.
+            table_width: Columns of the table; names of layers fold to fit. None: names stay whole.
         """
         return _details(self, width, table_width)
 
     def table(self, width: int | None = None) -> str:
-        """Return a table of the linear layers; width as `table_width` of `details`."""
+        """Return a table of the linear layers; `width` is `table_width` of `details`."""
         return _layer_table(self, width)
 
 
@@ -223,11 +229,11 @@ def _details(report: OptimizationReport, width: int = WIDTH, table_width: int | 
 
 
 def _layer_table(report: OptimizationReport, width: int | None = None) -> str:
-    """The linear layers, a row each; what all of them share stands in a line above.
+    """Return a table with one row for each linear layer. Values that all layers share are in a line above it.
 
     Args:
-        report: Of one model, or of a folder of several.
-        width: Columns of the terminal, to which names are folded; None: names stay whole.
+        report: The report of one model, or of a folder of several.
+        width: Columns of the terminal; names fold to fit. None: names stay whole.
     """
     if report.parts:
         tables = {name: _layer_table(part, width) for name, part in report.parts.items()}
@@ -243,7 +249,7 @@ def _layer_table(report: OptimizationReport, width: int | None = None) -> str:
 
 
 def _zeros(report: OptimizationReport, layer: LayerReport) -> float | None:
-    """The share of zeros of a weight that was pruned or is stored without them; rounding makes a few in any weight."""
+    """Return the share of zeros of a pruned or sparse weight, else None: rounding makes a few zeros in any weight."""
     if any(step.get("name") == "prune" for step in report.recipe.get("pass", ())):
         return layer.sparsity
     stored = layer.storage in ("bitmap", "2:4") or layer.new_op == _SPARSE_OPERATOR
@@ -290,7 +296,7 @@ def _speed_gain(report: OptimizationReport) -> str:
 
 
 def _speed_facts(report: OptimizationReport) -> list[Fact]:
-    """The one measurement of speed in a report: verify's, or the search's where verify has not measured."""
+    """Return the only speed in a report: as pass verify measured it, else as the search did."""
     before, after = report.latency_before, report.latency_after
     if before and after:
         decodes = report.cache is not None and report.cache.decoded_tokens is not None
@@ -381,7 +387,7 @@ def _rounding_facts(report: OptimizationReport) -> list[Fact]:
 
 
 def _facts(report: OptimizationReport, reasons: int | None = None) -> list[Fact]:
-    """reasons: the most to show of one kind; None: all."""
+    """Return the facts of a summary. At most `reasons` reasons of one kind are shown; None shows all."""
     return [
         *_speed_facts(report),
         *_size_facts(report),
@@ -396,7 +402,7 @@ def _facts(report: OptimizationReport, reasons: int | None = None) -> list[Fact]
 
 
 def _layer_facts(report: OptimizationReport, reasons: int | None) -> list[Fact]:
-    """Layers of one format and size are counted together."""
+    """Return the facts about layers, grouped by format."""
     if not report.layers:
         return [("layers", _products(report))] if report.recipe.get("pass") else []
     groups: dict[Fact, list[LayerReport]] = {}
@@ -426,7 +432,7 @@ def _group(report: OptimizationReport, layers: list[LayerReport]) -> str:
 
 
 def _reason_facts(label: str, given: Iterable[tuple[str | None, str]], most: int | None) -> list[Fact]:
-    """given: (reason, name) of each that has a reason."""
+    """Return one fact for each reason. given: pairs of a reason (None: skipped) and a name."""
     found: dict[str, list[str]] = {}
     for reason, name in given:
         if reason:
@@ -455,7 +461,7 @@ def _operator_facts(report: OptimizationReport) -> list[Fact]:
 
 
 def _columns(report: OptimizationReport) -> dict[str, list[str]]:
-    """The cells of the table, by column; those of what was not done are empty."""
+    """Return the cells of the table by column; cells of steps that were not taken are empty."""
     layers = [layer for layer in report.layers if layer.k is not None]
     return {
         "layer": [layer.name for layer in layers],
@@ -478,14 +484,14 @@ def _columns(report: OptimizationReport) -> dict[str, list[str]]:
 
 def _search_facts(report: OptimizationReport) -> list[Fact]:
     auto = report.auto
-    if auto is None or (not report.layers and not report.recipe.get("pass")):  # then the first line has it all
+    if auto is None or (not report.layers and not report.recipe.get("pass")):  # then the first line says it all
         return []
     chosen = "".join(f"; chosen: {trial.found}" for trial in auto.trials if trial.chosen)
     return [("search", f"{count(len(auto.trials), 'model')} tried{chosen}; limit: {auto.budget}")]
 
 
 def _search_details(report: OptimizationReport) -> list[Fact]:
-    """Layers are timed alone; those of one size and form have the same times."""
+    """Return what the search measured. Layers are timed alone; those of one size and form have the same times."""
     auto = report.auto
     if auto is None:
         return []
@@ -496,6 +502,6 @@ def _search_details(report: OptimizationReport) -> list[Fact]:
         for one in auto.layers
         if one.name in sizes and one.before_ms
     )
-    # The outcome names a speed: a report has one.
+    # The outcome names a speed, and a report shows only one.
     outcome = [("search", auto.outcome)] if report.latency_after is None else []
     return [*outcome, *auto.trial_facts(), *(("layer times", f"{times} {kind}") for kind, times in kinds.items())]

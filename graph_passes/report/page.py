@@ -51,7 +51,7 @@ def save_page(facts: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     text = make_page(facts)
     target = Path(path)
     try:
-        # Unlike tempfile's, with the permissions that the process gives its files.
+        # tempfile would make a private file; this one gets the permissions of the process's umask.
         name = target.absolute().with_name(f".{target.name}.{secrets.token_hex(8)}")
         handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:

@@ -94,7 +94,7 @@ class AutoReport:
     gain: float | None = None  # how many times as fast the chosen model is, in the mean over the shapes
 
     def facts(self) -> list[Fact]:
-        """The outcome, the speed, and how many layers have which form."""
+        """Return the outcome, the speed, and the number of layers in each form."""
         forms = Counter(layer.chosen or "as they are" for layer in self.layers)
         counts = ", ".join(f"{times} {name}" for name, times in forms.items())
         attention = "; attention fused" if self.attention else ""
@@ -102,7 +102,7 @@ class AutoReport:
         return [("search", self.outcome), *self.speed_facts(), ("layers", layers)]
 
     def speed_facts(self) -> list[Fact]:
-        """The times of the whole model, by shape."""
+        """Return the times of the whole model by shape."""
         return [
             (
                 "speed",
@@ -113,7 +113,7 @@ class AutoReport:
         ]
 
     def trial_facts(self) -> list[Fact]:
-        """The whole models that were tried, and why layers have their forms."""
+        """Return the whole models that were tried, and the reasons for the layers' forms."""
         reasons: dict[str, list[str]] = {}
         for layer in self.layers:
             reasons.setdefault(layer.reason, []).append(layer.name)

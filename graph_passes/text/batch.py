@@ -33,8 +33,12 @@ class _Part:
 def make_batch(
     nodes: Nodes, tokens: Tokens, template: Template, max_tokens: int, pad_id: int, length: int | None = None
 ) -> Batch:
-    """tokens: of texts; or, with a template of pairs, of all first texts and then of all second ones. length: to which
-    all rows are padded; None: that of the longest."""
+    """Build the nodes that make a padded batch of tokens.
+
+    Args:
+        tokens: Tokens of texts; with a template of pairs, of all first texts and then of all second texts.
+        length: Tokens that each row is padded to; None: those of the longest row.
+    """
     sides = sum(not isinstance(part, int) for part, _ in template.parts)
     before = nodes.op("Sub", nodes.op("CumSum", tokens.counts, nodes.integer(0)), tokens.counts)
     counts, starts = _sides(nodes, tokens.counts, sides), _sides(nodes, before, sides)

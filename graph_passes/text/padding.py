@@ -23,7 +23,7 @@ _CONFIG, _TOKENIZER, _BESIDE, _SPECIAL = (
 
 
 class UnknownPaddingError(Exception):
-    """Why a folder does not say which token pads."""
+    """The padding token of a folder is not known; the message says why."""
 
 
 def read_padding_id(folder: Path | None) -> int:
@@ -56,7 +56,7 @@ def read_padding_id(folder: Path | None) -> int:
 
 
 def _ids(said: Mapping[str, Mapping[str, Any]], kind: str) -> dict[str, int]:
-    """The ids of the token of this kind, pad or mask, by the file that names it."""
+    """Return the id of the "pad" or "mask" token by the file that names it."""
     config, tokenizer = said[_CONFIG], said[_TOKENIZER]
     text = config.get("text_config") or {}
     given: dict[str, Any] = {_CONFIG: config.get(f"{kind}_token_id", text.get(f"{kind}_token_id"))}
@@ -83,7 +83,7 @@ def _name(settings: Mapping[str, Any], kind: str) -> str | None:
 
 
 def _id_of(token: str, tokenizer: Mapping[str, Any], beside: Mapping[str, Any]) -> int | None:
-    """A token's id; None where no file lists the token."""
+    """Return a token's id, or None if no file lists the token."""
     for one in tokenizer.get("added_tokens") or []:
         if one["content"] == token:
             return int(one["id"])

@@ -25,8 +25,8 @@ from .text_plan import EMBEDDING, TextInput, TextPlan, read_plan
 
 TEXT_INPUT, PAIR_INPUT, PROMPT_INPUT = "text", "text_pair", "prompt_name"
 SCORE = "score"
-# Of a text's vector or score, with the tokenizer in the graph and without. Only the order of sums in pooling differs,
-# and the positions of padding, which matter where activations are quantized by the range of a whole tensor.
+# Relative error of a text's vector or score between the models with and without a tokenizer. Only the order of sums in
+# pooling and the positions of padding differ; padding matters if activations are quantized by the range of a tensor.
 _MOST_TEXT_ERROR = 1e-2
 
 # Texts on which the tokenizer in the graph must give what `tokenizers` gives; those of calibration come on top.
@@ -199,10 +199,13 @@ def _free_names(model: ir.Model) -> None:
 
 
 def answers_to_probes(plan: TextPlan, answer: Callable[[Sequence[str]], np.ndarray]) -> list[np.ndarray]:
-    """Ask a model for some short texts, and for one of max_tokens tokens. Raises VerificationError.
+    """Run a model on short texts, and on one text of max_tokens tokens.
 
     Args:
-        answer: Gives vectors [texts, width], or scores [texts] of the pairs of each text with the one of `pair_up`.
+        answer: Returns vectors [texts, width], or the scores [texts] of the pairs that `pair_up` makes.
+
+    Raises:
+        VerificationError: The model does not run, or answers with NaN or infinity.
     """
     found = []
     for texts in (PROBES, ["a " * plan.max_tokens]):
@@ -221,7 +224,7 @@ def answers_to_probes(plan: TextPlan, answer: Callable[[Sequence[str]], np.ndarr
 
 
 def pair_up(texts: Sequence[str]) -> list[tuple[str, str]]:
-    """The pairs that a reranker is asked for."""
+    """Return the pairs of texts that a reranker is checked on."""
     return list(zip(texts, reversed(texts), strict=True))
 
 
@@ -230,7 +233,7 @@ def check_text_model(path: Path, plan: TextPlan, expected: Sequence[np.ndarray])
 
     Args:
         path: The model that takes texts, as written.
-        expected: What `answers_to_probes` got from the verified model that takes tokens.
+        expected: The result of `answers_to_probes` for the verified model, which takes tokens.
 
     Raises:
         VerificationError: The model does not run, or answers differently.

@@ -72,7 +72,7 @@ class TextSettings:
     texts' vectors or scores.
 
     pooling: None where the output holds texts' vectors. scores: the output holds a score of each pair. length: the
-    number of tokens of every text, of a model that takes no other; shorter texts are padded to it.
+    only number of tokens that the model takes, if any; shorter texts are padded to it.
     """
 
     file: TokenizerFile
@@ -182,7 +182,7 @@ def _is_flat(value: ir.Value) -> bool:
 
 
 def _is_by_pairs(value: ir.Value) -> bool:
-    """Whether there is one row of labels for each pair of texts: [batch, labels], or [batch, 1, labels]."""
+    """Return True for one row of labels for each pair of texts: [batch, labels] or [batch, 1, labels]."""
     shape = value.shape
     return _is_flat(value) or (shape is not None and len(shape) == 3 and shape[1] == 1)
 
@@ -257,8 +257,8 @@ def _max_tokens(
         )
     if length is not None and most > length:
         raise ModelError(
-            f"max_tokens is {most}, but the model takes texts of {length} tokens, neither more nor fewer; give "
-            f"max_tokens (--max-tokens), {length} at most, or export the model with dynamic axes"
+            f"max_tokens is {most}, but the model takes only texts of {length} tokens; give "
+            f"max_tokens (--max-tokens) of at most {length}, or export the model with dynamic axes"
         )
     positions = _usable(table, folder, file)
     if positions is not None and most > positions:

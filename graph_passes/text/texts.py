@@ -1,5 +1,7 @@
-"""Calibration texts as feeds: one text, or a piece of a long one, is one feed without padding, but for models that take
-one number of tokens only."""
+"""Calibration texts as feeds: one text, or a piece of a long one, is one feed.
+
+Feeds have no padding, unless the model takes only one number of tokens.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,7 @@ def feeds_of_texts(texts: Sequence[str], tokenizer: Tokenizer | None, model: ir.
 
 
 def _padded(pieces: Sequence[np.ndarray], length: int | None, pad_id: int) -> Feeds:
-    """One batch. length: of its rows; None: that of the longest piece."""
+    """Return one batch. length: tokens of its rows; None: those of the longest piece."""
     shape = (len(pieces), length or max(map(len, pieces)))
     ids, mask = np.full(shape, pad_id, np.int64), np.zeros(shape, np.int64)
     for row, piece in enumerate(pieces):
@@ -104,7 +106,7 @@ def _padded(pieces: Sequence[np.ndarray], length: int | None, pad_id: int) -> Fe
 
 
 def _pad_id(tokenizer: Tokenizer) -> int:
-    """Return the padding token's id of a tokenizer.json; 0 where it is not known."""
+    """Return the padding id of a tokenizer.json, or 0 if it is not known."""
     if isinstance(tokenizer, str | os.PathLike) and Path(tokenizer).suffix == ".json":
         with suppress(ModelError):
             return read_tokenizer_file(tokenizer).pad_id

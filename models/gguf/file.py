@@ -89,7 +89,7 @@ class GgufFile:
 
         Raises:
             OrtolanError: The package gguf is missing.
-            ModelBuildError: The file is no GGUF file, or it is damaged.
+            ModelBuildError: The file is not a GGUF file, or it is damaged.
         """
         try:
             from gguf import GGUFReader

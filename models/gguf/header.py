@@ -67,7 +67,7 @@ def check_header(path: Path, check_architecture: Callable[[Path, str], None] | N
         check_architecture: Called with the path and general.architecture as soon as that is read.
 
     Raises:
-        ModelBuildError: The file is no GGUF file, or it is damaged.
+        ModelBuildError: The file is not a GGUF file, or it is damaged.
     """
     try:
         with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:

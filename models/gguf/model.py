@@ -164,7 +164,7 @@ def _check_architecture(path: Path, name: str) -> None:
 def _check_tensors(
     file: GgufFile, name: str, weights: Mapping[str, StoredWeight], expected: Mapping[str, Shape]
 ) -> None:
-    """Raises ModelBuildError, which names tensors as the file does."""
+    """Raise ModelBuildError for missing tensors or wrong shapes, with the names that the file uses."""
     missing = [key for key in expected if key not in weights]
     if missing:
         raise ModelBuildError(
@@ -176,12 +176,12 @@ def _check_tensors(
         if weights[key].shape != shape:
             raise ModelBuildError(
                 f"{file.path}: tensor {weights[key].name!r} has shape {list(weights[key].shape)}, expected "
-                f"{list(shape)} as its metadata say; the file is damaged, or a variant that is not supported"
+                f"{list(shape)} by its metadata; the file is damaged, or a variant that is not supported"
             )
 
 
 def _gguf_name(key: str) -> str:
-    """The inverse of _hugging_face_name."""
+    """Return the name in the file, the inverse of _hugging_face_name."""
     module, _, part = key.rpartition(".")
     for ours, theirs in _OTHER_WEIGHTS.items():
         if theirs == module:

@@ -39,8 +39,8 @@ def config_fields(config: LlamaConfig, architecture: str = "llama") -> dict[str,
         "hidden_act": activation,
         **({"hidden_activation": activation} if architecture == "gemma" else {}),
         "torch_dtype": "float32",
-        # Whose names of fields these are. Where no version is told, transformers takes the tokenizer for one of Mistral
-        # with a wrong pattern, and advises fix_mistral_regex.
+        # The version that defines these fields. Without one, transformers warns that the tokenizer has Mistral's wrong
+        # pattern, and advises fix_mistral_regex.
         "transformers_version": "4.57.2",
     }
 

@@ -23,12 +23,19 @@ _CACHED_PROMPT = "cached-prompt"
 
 @dataclass(frozen=True)
 class Choice:
-    """recipe: None: what the model is like decides, or, with `measured`, measurement; of which layers take 4 bits and
-    which 8, with `bits`. options: for the recipe that is
-    chosen then. note: for the report. may_stay: where the recipe finds nothing to replace, the model stays as it is.
-    of_other: the recipe was found by measurement of another model, and may name layers that this one lacks.
-    keeps: the model's weights of few bits are kept, without a form that was asked for.
-    by_name: the recipe is the user's own, so that each of its passes was asked for."""
+    """The recipe that the arguments ask for, or how to find one.
+
+    Attributes:
+        recipe: None until it is chosen: by the weights that the model stores, or by measurement.
+        bits: Measurement chooses 4 or 8 bits for each layer.
+        options: Of passes, for a recipe that is chosen later.
+        measured: Measurement chooses the recipe.
+        note: For the report.
+        may_stay: If the recipe finds nothing to replace, the model stays as it is.
+        of_other: The recipe was found by measuring another model, and may name layers that this one lacks.
+        keeps: No form was asked for, and the few-bit weights that the model stores are kept.
+        by_name: The user gave the whole recipe, so each of its passes must run.
+    """
 
     recipe: Recipe | None
     bits: BitSettings | None = None
@@ -46,9 +53,10 @@ class Choice:
         return self.recipe is not None and not self.keeps and not self.of_other
 
     def measuring(self, note: str = "") -> Choice:
-        """The recipe is found by measurement. note: for the report.
+        """Return the choice with a recipe that measurement finds; note is for the report.
 
-        Raises RecipeError for options of passes: of the recipe that is yet to be found, only verification is known.
+        Raises:
+            RecipeError: An option is for another pass than verify; the others are not known yet.
         """
         steps = [{"name": "normalize"}, {"name": "verify"}]
         try:
@@ -60,8 +68,8 @@ class Choice:
         return replace(self, measured=True, note=note)
 
     def adopting(self, reason: str) -> Choice:
-        """The recipe that takes over few-bit weights as a model stores them. Raises RecipeError for unknown options."""
-        note = f"no recipe was given; {reason}, which are taken over as they are"
+        """Return the choice with the recipe that keeps stored weights. Raises RecipeError for unknown options."""
+        note = f"no recipe was given; {reason}, which are kept exactly"
         try:
             recipe = Recipe.from_dict(ADOPT).with_options(self.options)
         except RecipeError as error:
@@ -150,7 +158,7 @@ def _is_default(name: str, value: Any) -> bool:
 
 
 def default_recipe(source: ModelFile, choice: Choice) -> Choice:
-    """The choice, with a recipe for a model that needs no measurement if it has none. Raises RecipeError."""
+    """Return the choice with a recipe, or with the decision to measure. Raises RecipeError."""
     if choice.recipe is not None or choice.bits is not None:
         return choice
     if choice.measured:
@@ -163,7 +171,7 @@ def default_recipe(source: ModelFile, choice: Choice) -> Choice:
 
 
 def _describe_lost(reasons: Mapping[str, str]) -> str:
-    """Why weights of few bits are not kept, for the report. reasons: by layer."""
+    """Return a note on few-bit weights that cannot be kept. reasons: by layer name."""
     if not reasons:
         return ""
     layers = f"{len(reasons)} layers store" if len(reasons) > 1 else "1 layer stores"
@@ -172,7 +180,7 @@ def _describe_lost(reasons: Mapping[str, str]) -> str:
 
 
 def _count_stored(source: ModelFile) -> tuple[int, dict[str, str]]:
-    """How many layers store weights of few bits that can be kept; if there are none, why not, by layer."""
+    """Count the layers whose stored few-bit weights can be kept; if there are none, return the reasons by layer."""
     try:
         drop_listed_initializers(source.model)
         stored = count_stored(source.model)

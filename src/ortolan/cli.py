@@ -181,6 +181,7 @@ def search(
     calibration: options.Calibration = None,
     tokenizer: options.Tokenizer = None,
     portable: options.Portable = True,
+    threads: options.TimingThreads = None,
     as_json: options.AsJson = False,
     verbose: options.Verbose = 0,
     quiet: options.Quiet = False,
@@ -201,6 +202,7 @@ def search(
             calibration=calibration,
             tokenizer=tokenizer,
             portable=portable,
+            threads=threads,
             progress=progress,
         )
     if output is not None:

@@ -36,8 +36,8 @@ Verbose = Annotated[
         "-v",
         count=True,
         callback=_tell_steps,
-        help="Print details: in the report, a table of all layers; on stderr, in place of a progress bar, what is done "
-        "and decided (twice: of each layer).",
+        help="Print details: a table of all layers in the report, and steps and decisions on stderr instead of a "
+        "progress bar. Twice: also those of each layer.",
         show_default=False,
     ),
 ]
@@ -62,7 +62,7 @@ RecipeName = Annotated[
     typer.Option(
         "--recipe",
         help="A preset, whose form the options below change, or a TOML file; an unknown name lists the presets. "
-        "Without it, and without a form: few-bit weights are taken over as they are stored; of other models each layer "
+        "Without a recipe or form, weights stored in few bits are kept exactly; in other models each layer "
         "takes the dense form that is fastest here, within a cosine of 0.99.",
     ),
 ]
@@ -197,8 +197,8 @@ AllowDifferent = Annotated[
     bool,
     typer.Option(
         "--allow-different",
-        help="For models whose few-bit weights are kept, without a recipe or form: save the result also if an output "
-        "has another shape than the original's, or agrees with it less than the default budget allows.",
+        help="Without a recipe or form: save the model even if an output has another shape than the original's, or "
+        "agrees with it less than the default budget allows.",
     ),
 ]
 TimingThreads = Annotated[
@@ -206,7 +206,7 @@ TimingThreads = Annotated[
     typer.Option(
         metavar="N",
         min=1,
-        help="Threads of both models where they are timed; default: one for each core that this process may use.",
+        help="Threads of both models while they are timed; default: one for each core that this process may use.",
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be replaced; write nothing.")]

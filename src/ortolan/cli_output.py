@@ -21,11 +21,11 @@ _WIDEST = 120  # lines of text that are longer are hard to read
 
 
 def print_result(result: Any, as_json: bool, verbose: int = 0) -> None:
-    """Print JSON, the result's summary or, if verbose, its details; or what its __rich__ or __str__ gives."""
+    """Print a result as JSON or as text: its summary or, with `verbose`, its details; else __rich__ or __str__."""
     if as_json:
         typer.echo(result.to_json())
     elif hasattr(result, "summary"):
-        # Not typer.echo: it ignores what stdout's encoding makes of letters that it lacks.
+        # Not typer.echo: it ignores stdout's error handler for characters that the encoding lacks.
         print(result.details(text_width(), table_width()) if verbose else result.summary(text_width()))
     elif hasattr(result, "__rich__"):
         make_console().print(result)
@@ -65,8 +65,10 @@ def make_console(stderr: bool = False) -> Console:
 
 @contextmanager
 def progress_bar(verbose: int = 0, quiet: bool = False) -> Iterator[Progress]:
-    """A callback progress(stage, done, total) that moves a bar on stderr; silent where that is no terminal, or where
-    the steps are told in lines, or not at all (quiet)."""
+    """Yield a callback progress(stage, done, total) that moves a bar on stderr.
+
+    It does nothing if stderr is not a terminal, with `quiet`, or with `verbose`, which logs the steps in lines.
+    """
     if verbose or quiet or not sys.stderr.isatty():
         yield no_progress
         return

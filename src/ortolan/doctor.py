@@ -59,7 +59,7 @@ class FeatureSet:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """What all checks found. `print` it, or take `to_json()`."""
+    """The results of all checks. `print` it, or call `to_json()`."""
 
     checks: tuple[Check, ...]
     feature_sets: tuple[FeatureSet, ...]
@@ -78,7 +78,7 @@ class DoctorReport:
         return self.summary()
 
     def summary(self, width: int = WIDTH) -> str:
-        """Return a line a check, with advice below it, and the sets of CPU features that this machine may have."""
+        """Return one line for each check with advice below it, then the CPU feature sets of this architecture."""
         checks = []
         for check in self.checks:
             checks.append(lay_out([(f"{_MARKS[check.status]:8}{check.name}", check.detail)], width, _LABEL_WIDTH))
@@ -96,9 +96,9 @@ class DoctorReport:
         """The last line."""
         failed = sum(check.status == "failed" for check in self.checks)
         if failed:
-            return f"{failed} failed; what to do stands above."
+            return f"{failed} {'check' if failed == 1 else 'checks'} failed; see the advice above."
         if any(check.name == _PROVIDER and check.status != "ok" for check in self.checks):
-            return "Optimized models run. The execution provider is missing, as said above."
+            return "Optimized models run. The execution provider is missing; see the advice above."
         return "Everything that Ortolan needs works."
 
 

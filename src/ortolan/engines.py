@@ -206,7 +206,7 @@ class GenerationEngine:
         prefix = list(self._tokenizer.prefix)
         if ids[: len(prefix)] != prefix:
             ids = prefix + ids
-        ids = ids or [self._tokenizer.start]  # an empty prompt of a model that expects no token in front
+        ids = ids or [self._tokenizer.start]  # an empty prompt, and a model without a start token
         if len(ids) > self._max_prompt_tokens:
             raise RequestError(
                 413, f"the prompt has {len(ids)} tokens, expected at most {self._max_prompt_tokens}; shorten it"

@@ -61,10 +61,10 @@ def one_line(error: BaseException) -> str:
 
 
 def missing_model(path: str | bytes | os.PathLike[str]) -> str:
-    """Say that a model's file does not exist; of what looks like a name on the Hugging Face Hub, how to get a file."""
+    """Return an error message for a missing model file; for a name like one on the Hugging Face Hub, with advice."""
     name = os.fsdecode(path)
     message = f"model file {name!r} does not exist"
-    # An owner and a name, with no ending that a file of a model has.
+    # owner/name, without the extension of a model file
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) and not name.endswith((".onnx", ".gguf", ".ort")):
         message += (
             "; if it is a model of the Hugging Face Hub, export it first, with "

@@ -181,7 +181,7 @@ class Decoder:
 
 
 def _token_ids(ids: Any) -> np.ndarray:
-    """int64 [1, tokens]. Raises OrtolanError for what is no sequence of token ids, such as a text."""
+    """Return token ids as int64 [1, tokens]. Raises OrtolanError for anything else, such as a text."""
     found = np.asarray(ids)
     if found.size and found.dtype.kind not in "iu":
         what = "a text" if isinstance(ids, str) or found.dtype.kind == "U" else f"of type {found.dtype}"

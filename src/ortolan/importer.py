@@ -212,8 +212,10 @@ def _first_token(facts: TokenizerFacts) -> int:
 
 
 def _add_position_ids(model: ir.Model) -> None:
-    """Add an input that no node reads: GroupQueryAttention counts positions by attention_mask. Optimum warns of models
-    of these families that lack the input, and advises to export them again."""
+    """Add an input `position_ids` that no node reads: GroupQueryAttention derives positions from attention_mask.
+
+    Optimum expects the input in these model families, and otherwise advises to export the model again.
+    """
     import onnx_ir as ir
 
     ids = next(value for value in model.graph.inputs if value.name == "input_ids")

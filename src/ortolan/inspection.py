@@ -80,7 +80,7 @@ class LinearInfo:
 
 @dataclass
 class Inspection:
-    """What inspect_onnx found. `print` it; `details()` adds a table of all layers, `to_json()` has everything."""
+    """The result of inspect_onnx. `print` it; `details()` adds a table of all layers, `to_json()` has everything."""
 
     model: str
     file_size: int
@@ -105,7 +105,7 @@ class Inspection:
         return self.summary()
 
     def summary(self, width: int = WIDTH) -> str:
-        """Return what `print` shows: inputs, outputs, and the layers, equal ones counted together."""
+        """Return what `print` shows: inputs, outputs, and the layers, with equal layers grouped."""
         heads = [
             f"{self.model}: {human_bytes(self.file_size)}, opset {self.opset}, IR version {self.ir_version}"
             + (f", made by {self.producer}" if self.producer else ""),
@@ -126,12 +126,12 @@ class Inspection:
         return "\n".join([*(wrap(head, width) for head in heads), "", lay_out(facts, width)])
 
     def details(self, width: int = WIDTH, table_width: int | None = None) -> str:
-        """Return the summary and the table of layers; what option -v shows. Widths as in OptimizationReport."""
+        """Return the summary and the table of layers, as option -v shows. Widths as in OptimizationReport."""
         layers = self.table(table_width)
         return f"{self.summary(width)}\n\n{layers}" if layers else self.summary(width)
 
     def table(self, width: int | None = None) -> str:
-        """Return a table of the layers; width: to which names are folded, None: names stay whole."""
+        """Return a table of the layers. Names fold to fit `width`; None leaves them whole."""
         layers = [layer for layer in self.linears if layer.k is not None]
         columns = {
             "layer": [layer.name for layer in layers],
@@ -153,7 +153,7 @@ class Inspection:
         return f"{len(replaceable)} of {len(self.linears)} matrix products can be replaced{inside}"
 
     def _groups(self) -> list[str]:
-        """Layers of one size, format and kind, counted; operators of Ortolan are not named."""
+        """Return a line for each size, format and kind of layer; Ortolan's operators are not named."""
         groups: dict[tuple[str, ...], list[LinearInfo]] = {}
         for layer in self.linears:
             if layer.k is not None:
@@ -235,7 +235,7 @@ def _inspect(file: ModelFile) -> Inspection:
 
 
 def _mark_attention(model: ir.Model, result: Inspection) -> None:
-    """Mark the products of attention as replaceable: one operator takes them, and the report counts them too."""
+    """Mark the matrix products of attention as replaceable. One operator replaces them, and the report counts them."""
     if result.optimized is not None:
         return
     found = [match for graph in model.graphs() for match in (*find_attentions(graph), *find_cached_attentions(graph))]

@@ -100,10 +100,10 @@ def optimize_onnx(
 ) -> OptimizationReport:
     """Optimizes a model and verifies it against the original.
 
-    Without a recipe and without a form (weights, sparsity, pattern, cache): weights that the model stores in few bits
-    are taken over as they are; of other models, each layer takes the dense form that is fastest on this machine while
-    every output keeps a cosine of 0.99. Nothing is pruned. Where nothing is faster, the model stays as it is, and the
-    report says so.
+    Without a recipe and without a form (weights, sparsity, pattern, cache), weights that the model stores in few bits
+    are kept exactly. In other models, each layer takes the dense form that is fastest on this machine while every
+    output keeps a cosine of 0.99. Nothing is pruned. If nothing is faster, the model stays as it is, and the report
+    notes it.
 
     model: a path, or an onnx.ModelProto; never changed. A folder stands for its only ONNX file, or its model.onnx.
     output: the file to write; large weights go to `<output>.data`. None: the result is in `report.model`.
@@ -149,12 +149,11 @@ def optimize_onnx(
         say (tokenizer.json, modules.json and what it names, config.json); a TextInput says it otherwise.
     options: for experts, of passes of the recipe that results: {"prune.scope": "sensitivity"}.
     portable: keeps in the file what each operator does in standard ONNX, so that it also runs without our library.
-    allow_different: for models whose few-bit weights are kept because no recipe or form was given: saves the result
-        also if an output has another shape than the original's, or agrees less than the default budget allows, which
-        otherwise is a VerificationError. A form or recipe that is given is saved with a warning in any case; where the
-        form is found by measurement, models that differ so much are never taken.
-    threads: intra-op threads of the original and of the optimized model where they are timed. None: one for each core
-        that this process may use, by its CPU affinity and the CPU limit of its cgroup.
+    allow_different: without a recipe or form, save the model even if an output has another shape than the original's,
+        or agrees with it less than the default budget allows. False raises VerificationError there. With a recipe or
+        form, the model is always saved, with a warning.
+    threads: intra-op threads of the original and the optimized model while they are timed. None: one for each core that
+        this process may use, by its CPU affinity and the CPU limit of its cgroup.
     dry_run: changes and writes nothing; the report tells what would be replaced, and why the rest would not.
     progress: called as progress(stage, done, total), stage being a Stage. What it raises ends the run and reaches the
         caller as it is.

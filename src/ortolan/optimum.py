@@ -64,6 +64,8 @@ class OrtolanOptimizer:
         tokenizer: Tokenizer | None = None,
         options: Mapping[str, Any] | None = None,
         portable: bool = True,
+        allow_different: bool = False,
+        threads: int | None = None,
         progress: Progress | None = None,
         **form: Any,
     ) -> OptimizationReport:
@@ -74,8 +76,11 @@ class OrtolanOptimizer:
         Optimum makes, with which options `window` and `sinks` do not go.
         """
         choice = read_choice(recipe, form, options)
-        if choice.recipe is not None:  # what is found later compresses no caches
-            recipe, form, options = choice.recipe.for_equal_caches("Optimum"), {}, None
+        if choice.recipe is not None:  # a recipe that is found later compresses no caches
+            served = choice.recipe.for_equal_caches("Optimum")
+            # A Recipe must have all its passes; of a preset or form, optimize_onnx may leave some out.
+            if served != choice.recipe:
+                recipe, form, options = served, {}, None
         return optimize_onnx(
             self.folder,
             save_dir,
@@ -84,6 +89,8 @@ class OrtolanOptimizer:
             tokenizer=tokenizer,
             options=options,
             portable=portable,
+            allow_different=allow_different,
+            threads=threads,
             progress=progress,
             **form,
         )

@@ -21,8 +21,8 @@ def _add_recipe_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         "--recipe",
         help="A preset of Ortolan, whose form the options below change, or a TOML file; an unknown name lists the "
-        "presets. Without it, and without a form: few-bit weights are taken over as they are stored; of other models "
-        "each layer takes the dense form that is fastest here.",
+        "presets. Without a recipe or form, weights stored in few bits are kept exactly; in other models each layer "
+        "takes the dense form that is fastest here.",
     )
     group.add_argument("--weights", help="What weights become: bf16, int8 or int4.")
     group.add_argument("--group-size", type=int, help="int4 weights to a scale: 32, 64 or 128.")
@@ -62,6 +62,19 @@ def _add_recipe_arguments(parser: ArgumentParser) -> None:
         metavar="FILE",
         help="For calibration texts: a tokenizer.json. Without it: the one beside the model.",
     )
+    group.add_argument(
+        "--allow-different",
+        action="store_true",
+        help="Without a recipe or form: save the model even if an output has another shape than the original's, or "
+        "agrees with it less than the default budget allows.",
+    )
+    group.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="Threads of both models while they are timed; default: one for each core that this process may use.",
+    )
+    group.add_argument("-v", "--verbose", action="store_true", help="Print a table of all layers in the report.")
 
 
 def _optimize(folder: Path, output: Path, args: Any) -> None:
@@ -85,10 +98,12 @@ def _optimize(folder: Path, output: Path, args: Any) -> None:
             method=args.method,
             cache=args.cache,
             ignore=None if args.ignore is None else [one for one in args.ignore if one],
+            allow_different=args.allow_different,
+            threads=args.threads,
         )
     except OrtolanError as error:
         sys.exit(f"ortolan: {error}")
-    print(report)
+    print(report.details() if args.verbose else report)
 
 
 class OptimizeCommand(BaseOptimumCLICommand):  # type: ignore[misc]
@@ -115,7 +130,7 @@ COMMANDS: list[Any] = [OrtolanCommand]
 try:
     from optimum.commands.export.onnx import ONNXExportCommand
 except Exception as error:
-    # Optimum without its ONNX part (the package optimum-onnx) cannot export, which needs no message.
+    # Without the package optimum-onnx there is no export to add to, so no message is needed.
     if not (isinstance(error, ModuleNotFoundError) and (error.name or "") == "optimum.commands.export.onnx"):
         print(f"ortolan: `optimum-cli export ortolan` is missing: {type(error).__name__}: {error}", file=sys.stderr)
 else:

@@ -38,7 +38,7 @@ def _has_factories(library: str) -> bool:
 
 
 def why_no_provider() -> str | None:
-    """Why the installed library has no execution provider and how to get it; None if it has one."""
+    """Return why the installed library has no execution provider and how to get it; None if it has one."""
     if has_provider():
         return None
     return (

@@ -31,7 +31,8 @@ _KNOWN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids"
 _DTYPES = {
     "tensor(int64)": np.int64,
     "tensor(int32)": np.int32,
-    "tensor(float)": np.float32,  # of masks, as are the others below
+    # masks only
+    "tensor(float)": np.float32,
     "tensor(float16)": np.float16,
     "tensor(bool)": np.bool_,
 }
@@ -45,9 +46,9 @@ def _tell_nobody(done: int) -> None:
 
 
 class Budget:
-    """The token budget of one batch: batch_tokens, with padding, if there is some. A first text is always taken.
+    """The tokens that one batch may hold, padding included if the model computes it. The first text always fits.
 
-    length: to which all texts are padded, whatever batch they are in; 0: to the longest one of their batch.
+    length: tokens that each text is padded to; 0: those of the longest text in the batch.
     """
 
     def __init__(self, batch_tokens: int, pads: bool, length: int = 0) -> None:
@@ -85,8 +86,8 @@ class TextEncoder:
 
     kind: "embedding", or "reranker" for a model that scores pairs of texts. max_tokens: longer texts are cut; None: the
     model cuts them itself. width: of the vectors, where the model tells it. pads: padding is computed as well, so that
-    a batch costs its longest text times its texts. length: to which all texts are padded, of a model that takes texts
-    of one number of tokens only; else 0.
+    a batch costs its longest text times its texts. length: tokens that each text is padded to, if the model takes
+    only that many; else 0.
     """
 
     kind: Literal["embedding", "reranker"]
@@ -108,7 +109,7 @@ class TextEncoder:
         tokenizer: a tokenizer.json, where none lies beside the model. Beside a session's lies what its folder says.
             The package `tokenizers` opens it with the first text; tokens need none.
         settings: where they differ from what the folder says: see TextInput. A model that takes texts has its own:
-            no tokenizer or max_tokens is read for it, and others are refused. TextSettings have been read already.
+            no tokenizer or max_tokens is read for it, and others are refused. TextSettings are used as they are.
         session_options: of the session that is made of a path.
 
         Raises ModelError for a model or folder of another form, SessionError where there can be no session.
@@ -224,7 +225,7 @@ class TextEncoder:
         return self._finished([rows[: len(one)] for rows, one in zip(found, batch, strict=True)])
 
     def _outputs(self, batch: Sequence[Tokens]) -> np.ndarray:
-        """The session's output, a row a text. A model with a fixed batch is called until all texts are done."""
+        """Return the session's output, one row a text. A model with a fixed batch size is called several times."""
         rows, width = self._rows or len(batch), self.length or max(1, *map(len, batch))
         found = []
         for start in range(0, len(batch), rows):
@@ -314,8 +315,11 @@ class TextEncoder:
 
 
 def ask_probes(session: onnxruntime.InferenceSession, plan: TextPlan) -> list[np.ndarray]:
-    """Ask a model that takes tokens what `check_text_model` asks the model with the tokenizer. Raises
-    VerificationError."""
+    """Run a model that takes tokens on the texts on which `check_text_model` runs the model with its tokenizer.
+
+    Raises:
+        VerificationError: The model does not run, or answers with NaN or infinity.
+    """
     encoder = TextEncoder(session, settings=plan)
 
     def answer(texts: Sequence[str]) -> np.ndarray:
@@ -345,8 +349,11 @@ def check_texts(texts: Sequence[Any]) -> None:
 
 
 def batches(tokens: Sequence[Tokens], batch_tokens: int, pads: bool = True, length: int = 0) -> Iterator[list[int]]:
-    """Numbers of those that run as one batch, the longest first: memory is at its largest at the beginning. A batch of
-    several has batch_tokens at most, padding counted where there is some. length: see Budget. Raises OrtolanError."""
+    """Yield the indices of each batch, longest texts first, so that memory peaks at the beginning.
+
+    A batch of several texts has at most `batch_tokens`, padding included if `pads`. length: see Budget. Raises
+    OrtolanError.
+    """
     if batch_tokens < 1:
         raise OrtolanError(f"batch_tokens is {batch_tokens}, expected at least 1")
     order = sorted(range(len(tokens)), key=lambda index: -len(tokens[index]))

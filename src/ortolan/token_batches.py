@@ -92,7 +92,7 @@ class TokenBatches:
             texts = [text for _, _, text in batch]
             tokens = sum(map(len, texts))
             begun = time.monotonic()
-            # Whatever fails here is told to each request of the batch: this task serves all of them, and must not end.
+            # Any failure goes to each request of the batch. This task must not end, since it serves all requests.
             try:
                 if self._on_batch is not None:
                     self._on_batch(len(texts), tokens)

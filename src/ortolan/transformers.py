@@ -66,6 +66,8 @@ class OrtolanConfig(OnnxConfig):  # type: ignore[misc]
     tokenizer: Any = None
     options: dict[str, Any] = field(default_factory=dict)
     portable: bool = True
+    allow_different: bool = False
+    threads: int | None = None
 
     def form(self) -> dict[str, Any]:
         """What layers become."""
@@ -106,6 +108,8 @@ class OrtolanExporter(OnnxExporter):  # type: ignore[misc]
                     tokenizer=config.tokenizer,
                     options=config.options,
                     portable=config.portable,
+                    allow_different=config.allow_different,
+                    threads=config.threads,
                     **config.form(),
                 )
             except NothingToReplaceError as error:

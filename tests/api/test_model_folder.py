@@ -78,7 +78,7 @@ def test_the_recipe_is_chosen_by_what_the_model_stores(folder, tmp_path):
     report = optimize(folder, dry_run=True)
     assert report.recipe["name"] == "weights as stored"
     (note,) = [note for note in report.notes if "no recipe was given" in note]
-    assert "layers store few-bit weights, which are taken over as they are" in note
+    assert "layers store few-bit weights, which are kept exactly" in note
     text = " ".join(str(report).split())
     assert "recipe weights as stored" in text and "layers would replace" in text
     ir.save(tiny.mlp(), tmp_path / "float.onnx")

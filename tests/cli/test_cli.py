@@ -283,7 +283,7 @@ def test_a_folder_becomes_a_folder(invoke, model_folder, tmp_path, monkeypatch):
     assert result.exit_code == 0, result.stderr
     words = " ".join(result.stdout.split())
     assert "recipe weights as stored" in words and "layers replaced 2 of 2" in words
-    assert "2 layers store few-bit weights, which are taken over as they are" in words and "adopt" not in words
+    assert "2 layers store few-bit weights, which are kept exactly" in words and "adopt" not in words
     fast = tmp_path / "model.ortolan"
     assert sorted(path.name for path in fast.iterdir()) == ["model.onnx", "tokenizer.json"]
     assert invoke("optimize", model_folder, "-o", tmp_path / "other").exit_code == 0

@@ -101,7 +101,7 @@ def test_a_missing_library(invoke, monkeypatch):
     assert result.exit_code == 1
     assert "libortolan_ops.so is not where it should be" in result.stdout
     assert "in a source tree: pip install ." in " ".join(result.stdout.split())
-    assert "1 failed" in result.stdout
+    assert "1 check failed" in result.stdout
     assert doctor.check_library("/no/such/libortolan_ops.so").status == "failed"
 
 

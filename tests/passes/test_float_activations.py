@@ -56,7 +56,10 @@ def test_a_model_that_rounds_everywhere(bert: tuple[Path, Path], tmp_path: Path)
         "the original is" in note and "away from the answers of its weights in float" in note for note in report.notes
     )
     shown = next(line for line in str(report).splitlines() if line.startswith("accuracy "))
-    assert "; from its weights in float the original is " in " ".join(str(report).split()) and "cosine" in shown
+    assert (
+        "; relative error against the weights in float: original " in " ".join(str(report).split())
+        and "cosine" in shown
+    )
     before, after = report.output_error[0].from_float or (0, 1)
     assert after < before
     assert report.to_dict()["output_error"][0]["from_float"] == [before, after]

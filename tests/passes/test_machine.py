@@ -44,6 +44,8 @@ def test_free_memory_follows_the_cgroup(cgroup):
     assert free > 0
     cgroup(memory__max="3000000\n", memory__current="1000000\n")
     assert machine.free_memory() == 2000000
+    cgroup(memory__stat="anon 300000\ninactive_file 400000\n")  # pages of files that the kernel can drop
+    assert machine.free_memory() == 2400000
     cgroup(memory__max="max\n")
     assert machine.free_memory() > 2000000
 

@@ -73,10 +73,9 @@ def compare(way: str, model: Path, made: Path) -> dict[str, Any]:
     names = [one.name for one in before.get_outputs()]
     cosines: dict[str, float] = {}
     for one in feeds:
-        mask = next((array for name, array in one.items() if "mask" in name and array.ndim == 2), None)
         for name, x, y in zip(names, before.run(None, one), after.run(None, one), strict=True):
             if isinstance(x, np.ndarray) and x.dtype.kind == "f" and x.size:
-                cosines[name] = min(cosines.get(name, 1.0), _cosine(_pooled(x, mask), _pooled(y, mask)))
+                cosines[name] = min(cosines.get(name, 1.0), _cosine(_pooled(x), _pooled(y)))
     times = interleave(
         {"before": lambda: before.run(None, feeds[0]), "after": lambda: after.run(None, feeds[0])}, seconds=_SECONDS
     )
@@ -103,12 +102,12 @@ def _feeds(model: Any, session: Any) -> list[dict[str, np.ndarray]]:
     raise OrtolanError("no feeds were found that the original runs on")
 
 
-def _pooled(answer: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
-    """Rows of an answer: sums over the tokens that are there of [batch, tokens, width], else a row of the batch."""
+def _pooled(answer: np.ndarray) -> np.ndarray:
+    """Return a row for each sequence: the mean over tokens of [batch, tokens, width], else everything flat."""
     rows = answer.astype(np.float64)
-    return (
-        rows.mean(axis=1) if rows.ndim == 3 and rows.shape[1] > 1 else rows.reshape(len(rows) if rows.ndim else 1, -1)
-    )
+    if rows.ndim == 3 and rows.shape[1] > 1:
+        return rows.mean(axis=1)
+    return rows.reshape(len(rows) if rows.ndim else 1, -1)
 
 
 def _cosine(x: np.ndarray, y: np.ndarray) -> float:

@@ -6,7 +6,7 @@ try:
     from ortolan.optimum_cli import COMMANDS
 except Exception as error:
     COMMANDS = []
-    # Without Optimum nobody misses its commands. Anything else is a fault, of which users must hear.
+    # Without Optimum nobody misses its commands. Any other error is a defect that users must see.
     if not (isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "optimum"):
         print(f"ortolan: optimum-cli has no Ortolan commands: {type(error).__name__}: {error}", file=sys.stderr)
 
