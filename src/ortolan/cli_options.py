@@ -197,8 +197,8 @@ AllowDifferent = Annotated[
     bool,
     typer.Option(
         "--allow-different",
-        help="Without a recipe or form: save the model even if an output has another shape than the original's, or "
-        "agrees with it less than the default budget allows.",
+        help="For models whose stored few-bit weights are kept, without a recipe or form: save the result even if an "
+        "output has another shape than the original's, or agrees with it less than the default budget allows.",
     ),
 ]
 TimingThreads = Annotated[

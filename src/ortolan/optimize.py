@@ -149,9 +149,10 @@ def optimize_onnx(
         say (tokenizer.json, modules.json and what it names, config.json); a TextInput says it otherwise.
     options: for experts, of passes of the recipe that results: {"prune.scope": "sensitivity"}.
     portable: keeps in the file what each operator does in standard ONNX, so that it also runs without our library.
-    allow_different: without a recipe or form, save the model even if an output has another shape than the original's,
-        or agrees with it less than the default budget allows. False raises VerificationError there. With a recipe or
-        form, the model is always saved, with a warning.
+    allow_different: for models whose stored few-bit weights are kept because no recipe or form was given: save the
+        result even if an output has another shape than the original's, or agrees with it less than the default budget
+        allows; otherwise that is a VerificationError. With a recipe or form, the result is always saved, with a
+        warning. A form that is found by measurement never differs so much.
     threads: intra-op threads of the original and the optimized model while they are timed. None: one for each core that
         this process may use, by its CPU affinity and the CPU limit of its cgroup.
     dry_run: changes and writes nothing; the report tells what would be replaced, and why the rest would not.

@@ -65,8 +65,8 @@ def _add_recipe_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         "--allow-different",
         action="store_true",
-        help="Without a recipe or form: save the model even if an output has another shape than the original's, or "
-        "agrees with it less than the default budget allows.",
+        help="For models whose stored few-bit weights are kept, without a recipe or form: save the result even if an "
+        "output has another shape than the original's, or agrees with it less than the default budget allows.",
     )
     group.add_argument(
         "--threads",
