@@ -140,8 +140,8 @@ class PaddingMasks:
                 return "other"
             queries = np.broadcast_to(kept[:, None, :], added.shape[:3]).copy()
             # A query that sees no key at all, as far from the text in a local window, has no answer of its own.
-            shown = np.asarray(added > _HIDES)
-            sees = shown.any(axis=-1)
+            shown: np.ndarray = np.asarray(added > _HIDES)
+            sees: np.ndarray = np.asarray(shown.any(axis=-1))
             # Of the first sequence attention sees all tokens, so it shows what each query sees without padding.
             if reads_all and (~sees & (shown[:1] & kept[:, None, None, :]).any(axis=-1)).any():
                 raise MaskError(
