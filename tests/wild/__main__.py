@@ -144,7 +144,7 @@ def find_models(folders: Sequence[Path]) -> Iterator[Path]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.wild", description=__doc__)
     parser.add_argument("folders", nargs="*", type=Path, help="folders of models, or model files")
-    parser.add_argument("--packages", action="store_true", help="the pinned models of PyPI and npm, too")
+    parser.add_argument("--packages", action="store_true", help="the ten pinned models of packages, too")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="all of them by default")
     parser.add_argument("--memory", type=float, default=6.0, metavar="GB", help="limit of a process (6)")
     parser.add_argument("--seconds", type=float, default=900.0, help="limit of a process (900)")
