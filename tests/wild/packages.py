@@ -1,4 +1,4 @@
-"""The models of packages on PyPI and npm that manifest.toml pins, in the cache that ortolan.models keeps."""
+"""The models of packages that manifest.toml pins, in the cache that ortolan.models keeps."""
 
 from __future__ import annotations
 
