@@ -126,6 +126,7 @@ bench: $(VENV)/.installed
 	$(BIN)/ortolan bench w8a8_matmul
 
 wheel: $(VENV)/.created
+	@echo "compiling the library: about 5 minutes on two cores, the first time"
 	$(PIP) wheel $(NATIVE)=OFF -w dist .
 	$(BIN)/python .ci/check_wheel.py dist/ortolan-*.whl
 
@@ -150,6 +151,7 @@ $(VENV)/.created:
 	touch $@
 
 build/testing-wheel/.built: $(VENV)/.created $(SOURCES)
+	@echo "compiling the library: about 5 minutes on two cores, the first time"
 	rm -rf build/testing-wheel
 	$(PIP) wheel $(NATIVE)=ON -w build/testing-wheel .
 	touch $@

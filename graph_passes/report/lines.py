@@ -33,23 +33,31 @@ def table(columns: Mapping[str, Sequence[str]], left: Sequence[str] = (), width:
 
     Args:
         columns: Cells by heading, all of one length.
-        left: Headings of left-aligned columns; the other columns are right-aligned. The first of these folds if the
-            table is too wide.
+        left: Headings of left-aligned columns; the other columns are right-aligned. If the table is too wide, each cell
+            of the first of these gets a line of its own above the rest of its row.
         width: Columns of the terminal; None: the table is as wide as the longest names.
     """
+    shown = {name: cells for name, cells in columns.items() if any(cells)}
+    lines = _rows(shown, left)
+    if width is None or max(map(len, lines), default=0) <= width or not left or left[0] not in shown or len(shown) == 1:
+        return "\n".join(lines)
+    names = shown.pop(left[0])
+    others = [f"  {line}" for line in _rows(shown, left)]
+    pairs = zip([left[0], *names], others, strict=True)
+    return "\n".join(line for pair in pairs for line in pair)
+
+
+def _rows(columns: Mapping[str, Sequence[str]], left: Sequence[str]) -> list[str]:
+    """Return the lines of a table, headings first, as wide as its cells."""
     from rich.table import Table
     from rich.text import Text
 
-    shown = {name: cells for name, cells in columns.items() if any(cells)}
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in shown:
-        folds = name in left[:1]
-        made.add_column(
-            name, justify="left" if name in left else "right", overflow="fold", no_wrap=not folds or width is None
-        )
-    for cells in zip(*shown.values(), strict=True):
+    for name in columns:
+        made.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    for cells in zip(*columns.values(), strict=True):
         made.add_row(*map(Text, cells))
-    return as_text(made, width or _NATURAL)
+    return as_text(made, _NATURAL).splitlines()
 
 
 def as_text(result: Any, width: int = 120) -> str:

@@ -69,6 +69,8 @@ def progress_bar(verbose: int = 0, quiet: bool = False) -> Iterator[Progress]:
 
     It does nothing if stderr is not a terminal, with `quiet`, or with `verbose`, which logs the steps in lines.
     """
+    if verbose and quiet:
+        raise typer.BadParameter("--quiet and --verbose exclude each other: give one of them")
     if verbose or quiet or not sys.stderr.isatty():
         yield no_progress
         return
