@@ -122,5 +122,12 @@ def _prefix(adds_bos: Any, bos: int | None, before: tuple[int, ...]) -> tuple[in
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> TextTokenizer:
-    """The tokenizer in a file: tokenizer.json, or tokenizer.bin of llama2.c."""
+    """Return the tokenizer in a file (tokenizer.json, or tokenizer.bin of llama2.c), or in a folder's tokenizer.json.
+
+    Raises OrtolanError as JsonTokenizer does.
+    """
+    if Path(path).is_dir():
+        folder, path = path, Path(path) / "tokenizer.json"
+        if not path.is_file():
+            raise OrtolanError(f"folder {os.fspath(folder)!r} has no tokenizer.json; give the path of a tokenizer file")
     return Llama2cTokenizer(path) if Path(path).suffix == ".bin" else JsonTokenizer(path)

@@ -112,7 +112,7 @@ def model_in(folder: Path) -> Path:
 
 
 def _other_weights(folder: Path) -> str:
-    """Return advice for a folder that holds a model in another format, or an empty text."""
+    """Return advice for a folder without an ONNX file, according to the other formats that it holds."""
     torch = [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("pytorch_model*.bin"))]
     if torch:
         return (
@@ -120,7 +120,9 @@ def _other_weights(folder: Path) -> str:
             f"--model {folder} NEW_FOLDER, and give the new folder"
         )
     gguf = sorted(folder.glob("*.gguf"))
-    return f"; it holds {gguf[0].name}: a GGUF file of a decoder can be imported: ortolan import" if gguf else ""
+    if gguf:
+        return f"; it holds {gguf[0].name}: a GGUF file of a decoder can be imported: ortolan import"
+    return "; export a model to ONNX first: optimum-cli export onnx --model MODEL FOLDER"
 
 
 def _read_proto(path: Path) -> onnx.ModelProto:
@@ -133,6 +135,8 @@ def _read_proto(path: Path) -> onnx.ModelProto:
     except OSError as error:
         raise ModelError(f"model file {str(path)!r} cannot be read: {error.strerror}") from error
     advice = "; export the model to ONNX first, for example with: optimum-cli export onnx --model MODEL FOLDER"
+    if not content:
+        raise ModelError(f"{str(path)!r} is not an ONNX model: the file is empty{advice}")
     if content[:4] == b"GGUF":
         raise ModelError(
             f"{str(path)!r} is a GGUF file, expected ONNX; a decoder can be imported: ortolan import (in Python: "

@@ -101,8 +101,8 @@ Settings = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="For experts: an option of a pass, as in --set prune.scope=sensitivity, or --set max_error=0.1 to refuse "
-        "a larger relative error of the outputs. Repeatable.",
+        help="For experts: an option of a pass, PASS.OPTION=VALUE, or max_error=0.1 to refuse a larger relative error "
+        "of the outputs. Repeatable.",
     ),
 ]
 Calibration = Annotated[
@@ -117,8 +117,8 @@ Tokenizer = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="For calibration texts and --texts-in: the model's tokenizer.json; for the former, also an ONNX graph of "
-        "onnxruntime-extensions. Without it: the one beside MODEL.",
+        help="For calibration texts and --texts-in: the model's tokenizer.json; for the former, also an ONNX graph "
+        "that tokenizes (.onnx). Without it: the one beside MODEL.",
     ),
 ]
 TextsIn = Annotated[
@@ -152,8 +152,8 @@ PromptName = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="With --texts-in: the prompt of config_sentence_transformers.json that stands before texts where a "
-        'request names none; "": none. Without it: default_prompt_name.',
+        help="With --texts-in: the name of the sentence-transformers prompt to put before texts where a request "
+        'names none; "": none. Without it: default_prompt_name.',
     ),
 ]
 Activation = Annotated[str | None, typer.Option(help=f"With --texts-in, of rerankers: {_ACTIVATION}")]
@@ -232,14 +232,18 @@ TextTokenizer = Annotated[
 CutTokens = Annotated[
     int | None,
     typer.Option(
-        "--max-tokens", min=1, help="Cut longer texts to so many tokens. Without it: as the files beside MODEL say."
+        "--max-tokens",
+        metavar="N",
+        min=1,
+        help="Cut longer texts to so many tokens. Without it: as the files beside MODEL say.",
     ),
 ]
 BatchTokens = Annotated[
-    int | None, typer.Option(min=1, help="Of a call of the session, padding counted; 1024 if not given.")
+    int | None, typer.Option(metavar="N", min=1, help="Of a call of the session, padding counted; 1024 if not given.")
 ]
 Threads = Annotated[
-    int | None, typer.Option(min=1, help="Threads of the session. Without it: as many as ONNX Runtime takes.")
+    int | None,
+    typer.Option(metavar="N", min=1, help="Threads of the session. Without it: as many as ONNX Runtime takes."),
 ]
 BenchShapes = Annotated[
     list[str] | None,

@@ -41,7 +41,7 @@ def embed(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="The prompt of config_sentence_transformers.json that stands before each text. Without it: "
+            help="The name of the sentence-transformers prompt to put before each text. Without it: "
             'default_prompt_name; "": none.',
         ),
     ] = None,

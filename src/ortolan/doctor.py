@@ -304,8 +304,10 @@ def check_opencl() -> Check:
     unasked = "" if value != "0" else f"not asked for ({VARIABLE}); "
     if result.returncode == 0:
         return Check(name, "ok", unasked + "; then ".join(result.stdout.strip().splitlines()))
+    if value == "0":
+        return Check(name, "ok", f"not asked for ({VARIABLE})")
     problem = _problem(result.returncode, result.stderr).removeprefix("ortolan.errors.LibraryError: ")
-    return Check(name, "ok" if unasked else "note", f"{unasked or 'the CPU computes everything: '}{problem}")
+    return Check(name, "note", f"the CPU computes everything: {problem}")
 
 
 def _run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:

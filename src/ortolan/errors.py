@@ -63,9 +63,10 @@ def one_line(error: BaseException) -> str:
 def missing_model(path: str | bytes | os.PathLike[str]) -> str:
     """Return an error message for a missing model file; for a name like one on the Hugging Face Hub, with advice."""
     name = os.fsdecode(path)
-    message = f"model file {name!r} does not exist"
+    is_file = name.endswith((".onnx", ".gguf", ".ort"))
+    message = f"model file{'' if is_file else ' or folder'} {name!r} does not exist"
     # owner/name, without the extension of a model file
-    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) and not name.endswith((".onnx", ".gguf", ".ort")):
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) and not is_file:
         message += (
             "; if it is a model of the Hugging Face Hub, export it first, with "
             f"optimum-cli export onnx --model {name} FOLDER, and give the folder"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -144,13 +145,18 @@ class Decoder:
         """Appends tokens to the sequence. Returns their logits [tokens, vocabulary], which belong to the caller; of a
         model that keeps those of the last token alone (keep_last_logits), [1, vocabulary].
 
-        Raises OrtolanError when there are no tokens, or more than fit into a shared cache.
+        Raises OrtolanError when there are no tokens, tokens outside the vocabulary, or more than fit into a shared
+        cache.
         """
         tokens = _token_ids(ids)
         count = tokens.shape[1]
         total = self.length + count
         if count == 0:
             raise OrtolanError("no tokens to decode; give at least one")
+        if outside := [int(token) for token in tokens[0] if not 0 <= token < self.vocabulary]:
+            raise OrtolanError(
+                f"token {outside[0]}, the model knows 0 to {self.vocabulary - 1}; use the tokenizer of this model"
+            )
         if self.cache_length is not None and total > self.cache_length:
             raise OrtolanError(
                 f"the cache is for {self.cache_length} tokens; {self.length} are in it, and {count} more do not fit: "
@@ -190,6 +196,17 @@ def _token_ids(ids: Any) -> np.ndarray:
             "ortolan.models.tokenizer.load_tokenizer('tokenizer.json').encode(text)"
         )
     return np.ascontiguousarray(found, np.int64).reshape(1, -1)
+
+
+def _stop_ids(stop: Any) -> Collection[int]:
+    """Return the token ids that end a text. Raises OrtolanError for anything but ids, such as a text."""
+    ids = [stop] if isinstance(stop, Integral) else stop
+    if not isinstance(ids, Iterable) or not all(isinstance(token, Integral) for token in ids):
+        raise OrtolanError(
+            f"stop is {stop!r}, expected token ids; use the tokenizer's: "
+            "ortolan.models.tokenizer.load_tokenizer('tokenizer.json').stop"
+        )
+    return frozenset(ids)
 
 
 def _fixed_tokens(value: Any, otherwise: int) -> int:
@@ -312,18 +329,21 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
-    stop: Collection[int] = (),
+    stop: int | Collection[int] = (),
 ) -> list[int]:
     """Continues `ids`, greedily unless a temperature is given, until a token of `stop` comes or enough are made.
 
     session: as Decoder takes it; or a Decoder, which is continued: its cache holds `ids` and the new tokens but the
         last afterwards.
     ids: at least one token. temperature, top_k, top_p: see `sample`. seed: the same one gives the same tokens.
-    stop: tokens that end the text, such as a tokenizer's `stop`.
+    stop: the token, or tokens, that end the text, such as a tokenizer's `stop`.
 
     Returns the new tokens, without the one that ended the text. Raises OrtolanError as Decoder does, and for a
-    temperature below 0, top_k below 0, or top_p outside of (0, 1].
+    temperature below 0, top_k below 0, top_p outside of (0, 1], max_new_tokens below 0, or a stop that is not token
+    ids.
     """
+    if not isinstance(max_new_tokens, Integral) or max_new_tokens < 0:
+        raise OrtolanError(f"max_new_tokens is {max_new_tokens!r}, expected an integer, 0 or more")
     tokens = generate_tokens(session, ids, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop)
     return list(islice(tokens, max_new_tokens))
 
@@ -336,7 +356,7 @@ def generate_tokens(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
-    stop: Collection[int] = (),
+    stop: int | Collection[int] = (),
 ) -> Iterator[int]:
     """The new tokens of `generate`, one by one and without a limit: each is computed when it is asked for."""
     if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
@@ -344,12 +364,13 @@ def generate_tokens(
             f"temperature {temperature}, top_k {top_k}, top_p {top_p}; expected temperature >= 0, top_k >= 0, "
             "0 < top_p <= 1"
         )
+    ends = _stop_ids(stop)
     decoder = session if isinstance(session, Decoder) else Decoder(session)
 
     def tokens() -> Iterator[int]:
         rng = np.random.default_rng(seed)
         step = ids
-        while (token := sample(decoder.step(step)[-1], rng, temperature, top_k, top_p)) not in stop:
+        while (token := sample(decoder.step(step)[-1], rng, temperature, top_k, top_p)) not in ends:
             yield token
             step = [token]
 

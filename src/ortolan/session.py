@@ -176,6 +176,8 @@ def open_session(
         name = repr(model)
         if not os.path.isfile(model):
             raise SessionError(missing_model(model))
+        if os.path.getsize(model) == 0:
+            raise SessionError(f"{name} is not an ONNX model: the file is empty; export the model to ONNX again")
     if data_folder is not None:
         options.add_session_config_entry(_FOLDER_OF_DATA, str(data_folder))
     chosen = [providers] if isinstance(providers, str) else list(providers or [])

@@ -126,6 +126,11 @@ class TextEncoder:
         if TEXT_INPUT in inputs:
             self._take_texts(inputs.keys(), settings)
             return
+        if any(name.startswith("past_key_values.") for name in inputs):
+            raise ModelError(
+                "the model is a decoder with a cache; embed needs an encoder: export the model with optimum-cli export "
+                "onnx --task feature-extraction"
+            )
         if "input_ids" not in inputs or not inputs.keys() <= set(_KNOWN_INPUTS):
             raise ModelError(
                 f"the model takes {listing(inputs)}, expected input_ids and of {listing(_KNOWN_INPUTS)} any others, or "

@@ -72,9 +72,9 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
     (folder / "nothing").mkdir()
     return {
         "missing": (folder / "none.onnx", r"none\.onnx' does not exist"),
-        "folder": (folder / "nothing", "nothing' holds no ONNX file, expected one"),
+        "folder": (folder / "nothing", "nothing' holds no ONNX file, expected one; export a model to ONNX first"),
         "text": (folder / "text.onnx", "is not an ONNX model"),
-        "empty": (folder / "empty.onnx", "is not an ONNX model: it holds no graph"),
+        "empty": (folder / "empty.onnx", "is not an ONNX model: the file is empty"),
         "half": (folder / "half.onnx", "is not an ONNX model, or it is cut short"),
         "ort": (folder / "model.ort", "ORT format"),
         "zeros": (folder / "zeros.onnx", "is not an ONNX model"),
@@ -88,6 +88,8 @@ def test_a_name_of_the_hub_is_no_path():
             open_model(name)
     with pytest.raises(ModelError, match=r"models/none\.onnx' does not exist$"):
         ortolan.inspect_onnx("models/none.onnx")
+    with pytest.raises(OrtolanError, match=r"model file or folder '.*nope' does not exist$"):
+        ortolan.TextEncoder("nope/")
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "text", "empty", "half", "ort", "zeros"])

@@ -87,6 +87,8 @@ def test_what_cannot_be_encoded_is_refused(encoder, tokenizer_path, tmp_path):
         encoder.score("a", ["man"])
     with pytest.raises(ModelError, match="the model takes x, expected input_ids"):
         make_encoder(tiny.mlp(), tokenizer_path)
+    with pytest.raises(ModelError, match="is a decoder with a cache; embed needs an encoder"):
+        make_encoder(tiny.tiny_llama(), tokenizer_path)
     (tmp_path / "alone").mkdir()
     ir.save(tiny.tiny_bert(), tmp_path / "alone" / "model.onnx")
     with pytest.raises(ModelError, match=r"no tokenizer\.json beside the model"):
@@ -342,7 +344,7 @@ def test_batches_count_the_padding_of_a_fixed_length(tokenizer_path):
 
 
 def test_more_tokens_than_a_fixed_length_are_refused(tokenizer_path):
-    with pytest.raises(ModelError, match=r"max_tokens is 32, but the model takes texts of 12 tokens.*12 at most"):
+    with pytest.raises(ModelError, match=r"max_tokens is 32, but the model takes only texts of 12 tokens.*at most 12"):
         make_encoder(fix_sizes(tiny.tiny_bert(), 1, 12), tokenizer_path)
 
 

@@ -212,6 +212,8 @@ def test_greedy_generation(decoder):
     stop = made[3]
     decoder.reset()
     assert generate(decoder, PROMPT, max_new_tokens=8, stop={stop}) == made[: made.index(stop)]
+    decoder.reset()
+    assert generate(decoder, PROMPT, max_new_tokens=8, stop=stop) == made[: made.index(stop)]
 
 
 def test_tokens_come_one_by_one():
@@ -236,6 +238,23 @@ def test_seeds_choose_the_text():
 def test_impossible_options_are_refused(option):
     with pytest.raises(OrtolanError, match="expected temperature >= 0"):
         generate(SESSIONS["standard"][0], PROMPT, 1, **option)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"stop": "</s>"}, "stop is '</s>', expected token ids"),
+        ({"stop": ["</s>"]}, r"stop is \['</s>'\], expected token ids"),
+        ({"max_new_tokens": -1}, "max_new_tokens is -1, expected an integer, 0 or more"),
+        ({"max_new_tokens": "5"}, "max_new_tokens is '5', expected an integer"),
+        ({"ids": [1, 999999]}, f"token 999999, the model knows 0 to {VOCABULARY - 1}"),
+        ({"ids": [-1]}, f"token -1, the model knows 0 to {VOCABULARY - 1}"),
+    ],
+    ids=str,
+)
+def test_tokens_and_numbers_that_are_refused(option, message):
+    with pytest.raises(OrtolanError, match=message):
+        generate(SESSIONS["standard"][0], **{"ids": PROMPT, **option})
 
 
 @pytest.mark.parametrize(

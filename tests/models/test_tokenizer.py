@@ -124,7 +124,9 @@ def test_no_token_that_ends_a_text(tmp_path):
     with pytest.raises(OrtolanError, match=r"no control token that ends a text.*eos_token_id in generation_config"):
         write(tmp_path, [], [])
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 1}')
-    assert load_tokenizer(tmp_path / "tokenizer.json").stop == {1}
+    assert load_tokenizer(tmp_path / "tokenizer.json").stop == load_tokenizer(tmp_path).stop == {1}
+    with pytest.raises(OrtolanError, match=r"folder '.*' has no tokenizer\.json"):
+        load_tokenizer(tmp_path.parent)
 
 
 def test_files_that_cannot_be_read(tmp_path):
