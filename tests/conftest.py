@@ -59,6 +59,7 @@ def brief_measurements() -> Generator[None]:
         patch.setattr("ortolan.graph_passes.passes.verify.TIMED_SECONDS", 0.02)
         patch.setattr("ortolan.graph_passes.measure.timing._WARM_UP_SECONDS", 0.002)
         patch.setattr("ortolan.graph_passes.auto.layer_times._SECONDS", 0.01)
+        patch.setattr("ortolan.graph_passes.auto.layer_times.is_busy", lambda: False)
         patch.setattr("ortolan.graph_passes.auto.layer_times._MOST_COPIES", 4)
         patch.setattr("ortolan.graph_passes.auto.trials._SECONDS", 0.05)
         yield

@@ -30,7 +30,7 @@ from ortolan.session import cpu_info, package_versions
 from ..files.model_file import load_model, to_bytes, to_proto
 from ..files.spill import TensorSpill
 from ..measure.evidence import Evidence
-from ..measure.machine import cold_budget, last_level_cache_bytes
+from ..measure.machine import cold_budget, is_busy, last_level_cache_bytes
 from ..measure.sessions import open_to_time, session_threads
 from ..measure.timing import interleave
 from ..operators.sparse_amx_matmul_storage import beyond_two_four
@@ -86,7 +86,7 @@ class LayerTimes:
     """Milliseconds a run of layers, from the file or measured.
 
     Times that are too old are measured again, and the less of both is kept: another program that ran meanwhile can only
-    have made them longer.
+    have made them longer. Times of a busy machine are used once and not kept.
     The file is written after each measurement, to a temporary file that is renamed: a killed run loses one at most.
     """
 
@@ -110,7 +110,8 @@ class LayerTimes:
             found = measure(case, matrix(), wanted)
             times = {name: min(time, times.get(name, time)) for name, time in found.items()}
             self.measured += 1
-            self._write(key, times)
+            if not is_busy():
+                self._write(key, times)
         return times
 
     def _read(self) -> dict[str, dict[str, Any]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 _CGROUPS = Path("/sys/fs/cgroup")
 _UNKNOWN_MEMORY = 4 * 2**30
 _KIB = 1024
+_BUSY_LOAD = 3  # runnable processes for each CPU, in the mean over the last minute
 
 
 def usable_cpus() -> int:
@@ -20,6 +21,13 @@ def usable_cpus() -> int:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = _cgroup_cpus()
     return allowed if limit is None else max(1, min(allowed, int(limit)))
+
+
+def is_busy() -> bool:
+    """Return whether far more is running than this machine has CPUs, so that times say little."""
+    if not hasattr(os, "getloadavg"):
+        return False
+    return os.getloadavg()[0] > _BUSY_LOAD * (os.cpu_count() or 1)
 
 
 def default_threads() -> int:

@@ -270,6 +270,16 @@ def test_times_are_kept_and_used_again(inject: Callable[..., Any], tmp_path: Pat
     assert len(calls) == 2
 
 
+def test_times_of_a_busy_machine_are_not_kept(
+    inject: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = inject(FAST_INT4, 5.0)
+    monkeypatch.setattr(layer_times, "is_busy", lambda: True)
+    for count in (1, 2):
+        auto(budget=0.9)
+        assert len(calls) == count and not (tmp_path / "cache" / "layer-times.json").exists()
+
+
 def test_old_times_are_measured_again_and_the_shorter_ones_kept(
     inject: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,3 +64,12 @@ def test_copies_of_weights_share_an_eighth_of_free_memory(monkeypatch):
     )
     monkeypatch.setattr(timing, "last_level_cache_bytes", lambda: 2**20)
     assert timing.copies_to_stay_cold(2**20) == 4 and "warm" not in timing.describe_cold_copies()
+
+
+def test_a_machine_is_busy_where_far_more_runs_than_it_has_cpus(monkeypatch):
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 4)
+    for load, busy in ((11.0, False), (13.0, True)):
+        monkeypatch.setattr(machine.os, "getloadavg", lambda load=load: (load, 0.0, 0.0), raising=False)
+        assert machine.is_busy() is busy
+    monkeypatch.delattr(machine.os, "getloadavg", raising=False)
+    assert machine.is_busy() is False
