@@ -120,7 +120,7 @@ class LayerTimes:
         return times
 
     def _read(self) -> dict[str, dict[str, Any]]:
-        """What the file holds: by machine and case {"date": ..., "ms": ...}. Nothing if it is damaged or not there."""
+        """Return entries {"date": ..., "ms": ...} by machine and case; none if the file is damaged or missing."""
         with suppress(OSError, ValueError):
             table = json.loads(self.path.read_text(encoding="utf-8"))
             if _is_table(table):

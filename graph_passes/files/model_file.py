@@ -190,7 +190,7 @@ def _read_numbers(model: ir.Model) -> None:
 
 
 def _drop_shared_symbols(model: ir.Model) -> None:
-    """Drop symbols that name both axes of token ids or of their mask, since such a symbol says nothing of the size."""
+    """Drop symbols that name both axes of token ids or of their mask, since such a symbol does not tell a size."""
     pairs = [value.shape for value in model.graph.inputs if value.shape is not None and len(value.shape) == 2]
     shared = {str(one[0]) for one in pairs if isinstance(one[0], ir.SymbolicDim) and one[0].value and one[0] == one[1]}
     if not shared:

@@ -71,7 +71,7 @@ _OTHER_LINEAR_OPS = {
     "QMoE": "a mixture of experts in a fused operator",
     "Einsum": "Einsum is not looked into; export it as MatMul",
 }
-# Those whose reason tells what is wrong with the weight that they store.
+# Layers whose stored weight cannot be kept, and the reason names why.
 _STORING = (MATMUL_NBITS, "MatMulBnb4", "MatMulFpQ4", MATMUL_INTEGER_TO_FLOAT, DYNAMIC_QUANTIZE_MATMUL, "QMoE")
 _MISSING = "an input is missing"
 _ACTIVATION_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)

@@ -1,4 +1,4 @@
-"""What the symbolic dimensions of a model's inputs stand for: the batch, new tokens, past tokens, or all tokens.
+"""Meanings of the symbolic dimensions of a model's inputs: the batch, new tokens, past tokens, or all tokens.
 
 Names that say it are believed ("batch_size", "past_sequence_length"). Other names follow from their place: the first
 axis of an input is the batch. A symbol has one meaning in all inputs.
@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 
 class Meaning(Enum):
-    """What a dimension counts. Values are the words of the report."""
+    """The quantity that a dimension counts. Values are the words of the report."""
 
     BATCH = "batch"
     TOKENS = "tokens"
@@ -52,7 +52,7 @@ class InputDimensions:
         return cls(meanings, tuple(assumed))
 
     def describe(self) -> str:
-        """The assumptions for the report: "b = batch, s = tokens". Empty if there are none."""
+        """Return the assumptions for the report, as in "b = batch, s = tokens"; empty if there are none."""
         return ", ".join(f"{symbol} = {self.meanings[symbol].value}" for symbol in self.assumed)
 
 

@@ -142,7 +142,7 @@ class PaddingMasks:
             # A query that sees no key at all, as far from the text in a local window, has no answer of its own.
             shown: np.ndarray = np.asarray(added > _HIDES)
             sees: np.ndarray = np.asarray(shown.any(axis=-1))
-            # Of the first sequence attention sees all tokens, so it shows what each query sees without padding.
+            # In the first sequence attention sees all tokens: its mask shows what each query sees without padding.
             if reads_all and (~sees & (shown[:1] & kept[:, None, None, :]).any(axis=-1)).any():
                 raise MaskError(
                     f"mask {mask.name!r} hides all tokens from the queries of hidden positions, which are read"
