@@ -3,7 +3,7 @@
     weights     bf16, int8 or int4; of int4, group_size inputs share a scale
     sparsity    the share of weights that is pruned, by pattern: unstructured, 4x1 (blocks of four outputs) or N:M.
                 The patterns 4x1 and 2:4 alone are for weights that have such zeros already
-    method      how weights are rounded (rtn, search, gptq, awq, hqq) and pruned (magnitude, wanda, sparsegpt)
+    method      how weights are rounded (rtn, mse, gptq, awq, hqq) and pruned (magnitude, wanda, sparsegpt)
     cache       of attention with a KV cache: 4-bit key codes, or floats
     ignore      layers that are not part of it
 
@@ -26,7 +26,7 @@ from .weights.pruners.masks import MOST_OF_GROUP, Pattern
 from .weights.quantizers.grid import EIGHT_BIT_GROUP, GROUP_SIZES
 
 WEIGHTS = ("bf16", "int8", "int4")
-ROUNDING = ("rtn", "search", "gptq", "awq", "hqq")
+ROUNDING = ("rtn", "mse", "gptq", "awq", "hqq")
 PRUNING = ("magnitude", "wanda", "sparsegpt")
 METHODS = (*ROUNDING, *PRUNING)
 CACHES = ("codes", "float32")
@@ -168,7 +168,7 @@ class Form(PassOptions):
 
     @property
     def rounding(self) -> str:
-        default = "search" if self.stored == "int4" else "rtn"
+        default = "mse" if self.stored == "int4" else "rtn"
         return next((one for one in self.method if one in ROUNDING), default)
 
     @property
@@ -293,7 +293,7 @@ class Form(PassOptions):
             return [*eight, {"name": "replace", "op": "SparseAMXMatMul", **stored}]
         step: Pass = {"name": "replace", "op": "SparseAMXMatMul", "storage": TWO_FOUR, "exclude": list(self.ignore)}
         if self.sparsity is None and self.stored in _BITS:
-            step["keep_numbers"] = True
+            step["keep_quantized"] = True
         ignored = [{"name": "replace", "op": "SparseAMXMatMul", "select": list(self.ignore)}] if self.ignore else []
         return [step, *ignored]
 
@@ -347,10 +347,10 @@ ADOPT: Mapping[str, Any] = {
         # Of blocks of four outputs and one input.
         {"name": "replace", "op": "VNNISpMM", "min_sparsity": _native.LEAST_ZERO_BLOCKS},
         # A weight of one or two inputs has the pattern without a zero.
-        {"name": "replace", "op": "SparseAMXMatMul", "storage": TWO_FOUR, "keep_numbers": True, "min_sparsity": 0.4},
+        {"name": "replace", "op": "SparseAMXMatMul", "storage": TWO_FOUR, "keep_quantized": True, "min_sparsity": 0.4},
         {"name": "replace", "op": "W4A8MatMul"},
-        {"name": "replace", "op": "W8A8MatMul", "keep_numbers": True},
-        {"name": "replace", "op": "SparseAMXMatMul", "keep_numbers": True},
+        {"name": "replace", "op": "W8A8MatMul", "keep_quantized": True},
+        {"name": "replace", "op": "SparseAMXMatMul", "keep_quantized": True},
         {"name": "fuse_norm"},
         {"name": "unpad"},
         {"name": "verify"},

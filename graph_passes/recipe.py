@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .report.search import AutoReport
 
 # Options of which layers a pass takes, and how: where a recipe has the pass twice, they are for both.
-_OF_ALL = ("select", "exclude", "may_grow", "fuse", "keep_numbers", "keep_stored", "precision")
+_OF_ALL = ("select", "exclude", "may_grow", "fuse", "keep_quantized", "keep_stored", "precision")
 # These take attentions: without a cache, and with one. What is selected is selected for all.
 _OF_ATTENTIONS = {"fuse_attention", "compress_cache", "fuse_cached_attention"}
 
@@ -232,7 +232,7 @@ class Recipe:
         """The recipe with some options changed: {"sparsity": 0.7}, or {"prune.sparsity": 0.7} where two passes have it.
 
         Of several passes of one name, "prune.1.sparsity" is the first one's, "prune.2.sparsity" the second's;
-        "prune.select", "prune.exclude", "replace.may_grow", "replace.fuse" and "replace.keep_numbers" are for all of
+        "prune.select", "prune.exclude", "replace.may_grow", "replace.fuse" and "replace.keep_quantized" are for all of
         them; one that only some of them have, as "replace.storage" is of SparseAMXMatMul, is for these. "select",
         "exclude" and "precision" of attentions are for all passes of attention alike.
 

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from .passes.activations import ActivationsPass
-from .passes.cache_prompt import CachePromptPass
+from .passes.attention.fuse_attention import FuseAttentionPass
+from .passes.cache.cache_prompt import CachePromptPass
+from .passes.cache.compress_cache import CompressCachePass
+from .passes.cache.fuse_cached_attention import FuseCachedAttentionPass
 from .passes.calibrate import CalibratePass
-from .passes.compress_cache import CompressCachePass
 from .passes.context import RecipePass
 from .passes.embeddings import EmbeddingsPass
 from .passes.float_activations import FloatActivationsPass
-from .passes.fuse_attention import FuseAttentionPass
-from .passes.fuse_cached_attention import FuseCachedAttentionPass
 from .passes.fuse_lut import FuseLutPass
 from .passes.fuse_norm import FuseNormPass
 from .passes.normalize import NormalizePass
-from .passes.prune import PrunePass
-from .passes.quantize import QuantizePass
+from .passes.prune.prune import PrunePass
+from .passes.quantize.quantize import QuantizePass
 from .passes.ranges import RangesPass
-from .passes.replace import ReplacePass
+from .passes.replace.replace import ReplacePass
 from .passes.unpad import UnpadPass
-from .passes.verify import VerifyPass
+from .passes.verify.verify import VerifyPass
 
 PASSES: dict[str, type[RecipePass]] = {
     "normalize": NormalizePass,

@@ -18,8 +18,8 @@ from .names import OPTIONS_KEY, RECIPE_KEY, VERSION_KEY
 from .operators.declared_shapes import declare_shapes
 from .options import WORDS, Globs, any_matches
 from .passes.context import PassContext, RecipePass
-from .passes.plan import Plan
-from .passes.verify import VerifyPass
+from .passes.plan.plan import Plan
+from .passes.verify.verify import VerifyPass
 from .recipe import Recipe
 from .registry import PASSES
 from .report.figures import human_bytes

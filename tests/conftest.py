@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def brief_measurements() -> Generator[None]:
     """Times are taken in as many rounds as ever, but of few calls: no test asserts what they are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ortolan.graph_passes.passes.verify.TIMED_SECONDS", 0.02)
+        patch.setattr("ortolan.graph_passes.passes.verify.verify.TIMED_SECONDS", 0.02)
         patch.setattr("ortolan.graph_passes.measure.timing._WARM_UP_SECONDS", 0.002)
         patch.setattr("ortolan.graph_passes.auto.layer_times._SECONDS", 0.01)
         patch.setattr("ortolan.graph_passes.auto.layer_times.is_busy", lambda: False)

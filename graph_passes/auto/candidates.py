@@ -9,7 +9,7 @@ from typing import Any
 from ortolan import _native
 
 from ..operators.sparse_amx_matmul_storage import BF16, bitmaps_are_fast
-from ..passes.prune_options import SAME_SHARE
+from ..passes.plan.prune import SAME_SHARE
 from ..recipe import Recipe
 
 NAME = "auto"

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from ..measure.evidence import Evidence
 from ..options import Globs
-from ..passes.prune_options import PruneOptions
-from ..passes.quantize_options import QuantizeOptions
-from ..passes.replace_rule import ReplaceOptions
+from ..passes.plan.prune import PruneOptions
+from ..passes.plan.quantize import QuantizeOptions
+from ..passes.plan.replace import ReplaceOptions
 from ..recipe import Recipe, RecipeStep
 from ..run import plan, transform
 from .candidates import NAME

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from .constants import constant_tensor
 from .dimensions import Dimensions
 from .fused_writer import Write, Writer, expect_floats, only_attributes, real_number, required, unused
-from .node_checks import MICROSOFT_DOMAIN, UnfitError, constant_input, expect, node_input, whole_number
+from .node_checks import MICROSOFT_DOMAIN, UnfitError, constant_input, expect, integer_attribute, node_input
 from .stored_int8 import INT8_TYPES, MATMUL_INTEGER_TO_FLOAT
 
 _FLOATS = (ir.DataType.FLOAT,)
@@ -169,12 +169,12 @@ def _bounds(node: ir.Node, width: int) -> list[int]:
 
 
 def _scores(node: ir.Node, dims: Dimensions, mask: int, past: Sequence[int], bias: int | None) -> _Scores:
-    heads = whole_number(node, "num_heads")
+    heads = integer_attribute(node, "num_heads")
     expect(heads > 0, f"its num_heads is {heads}, expected a number above 0")
     expect(all(node_input(node, index) is None for index in past), "it has a cache of keys and values")
     unused(node, *range(1, len(node.outputs)))
-    expect(whole_number(node, "do_rotary", 0) == 0, "it turns queries and keys (do_rotary)")
-    causal = whole_number(node, "unidirectional", 0) == 1
+    expect(integer_attribute(node, "do_rotary", 0) == 0, "it turns queries and keys (do_rotary)")
+    causal = integer_attribute(node, "unidirectional", 0) == 1
     value, rank = node_input(node, mask), 0
     if value is not None:
         shape = dims.shape(value)

@@ -22,7 +22,7 @@ from .constants import constant_tensor
 from .dimensions import Dimensions
 from .fused_attention import attention, multi_head_attention, q_attention
 from .fused_writer import Write, Writer, expect_floats, is_used, only_attributes, real_number, required, unused
-from .node_checks import MICROSOFT_DOMAIN, UnfitError, constant_input, expect, node_input, whole_number
+from .node_checks import MICROSOFT_DOMAIN, UnfitError, constant_input, expect, integer_attribute, node_input
 
 EMBED_LAYER_NORMALIZATION = "EmbedLayerNormalization"
 _REASON = "ortolan.why_left"  # in a node's meta
@@ -144,12 +144,12 @@ def _gelu(node: ir.Node, dims: Dimensions) -> Write | None:
 def _fused_matmul(node: ir.Node, dims: Dimensions) -> Write:
     only_attributes(node, "alpha", "transA", "transB", "transBatchA", "transBatchB")
     for name in ("transBatchA", "transBatchB"):
-        expect(whole_number(node, name, 0) == 0, f"its {name} is 1, expected 0")
+        expect(integer_attribute(node, name, 0) == 0, f"its {name} is 1, expected 0")
     alpha = real_number(node, "alpha", 1.0)
     operands, ranks = [required(node, 0), required(node, 1)], [0, 0]
     for index, name in enumerate(("transA", "transB")):
         expect_floats(dims, operands[index])
-        if whole_number(node, name, 0) == 1:
+        if integer_attribute(node, name, 0) == 1:
             shape = dims.shape(operands[index])
             ranks[index] = 0 if shape is None else len(shape)
             expect(ranks[index] > 1, f"the rank of {operands[index].name!r} is not known, which {name} turns")
@@ -182,7 +182,7 @@ def _fused_gemm(node: ir.Node, dims: Dimensions) -> Write:
     expect(not missing, f"its activation_{' and activation_'.join(missing)} is missing")
     expect_floats(dims, required(node, 0))
     given = {name: given[name] for name in _ACTIVATIONS[activation]}
-    of_product: dict[str, Any] = {name: whole_number(node, name, 0) for name in ("transA", "transB")}
+    of_product: dict[str, Any] = {name: integer_attribute(node, name, 0) for name in ("transA", "transB")}
     of_product |= {name: real_number(node, name, 1.0) for name in ("alpha", "beta")}
 
     def write(to: Writer) -> Sequence[ir.Value | None]:

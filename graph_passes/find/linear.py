@@ -39,9 +39,9 @@ from .stored_int4 import (
 from .stored_int8 import (
     DYNAMIC_QUANTIZE_MATMUL,
     MATMUL_INTEGER_TO_FLOAT,
-    Int8Numbers,
     Malformed,
     StoredInt8,
+    StoredInt8Tensors,
     fixed_range,
     layer_input,
     read_dequantized_int8,
@@ -118,7 +118,7 @@ class Linear:
             return dequantized_tensor(stored, self.transposed, self.dtype)
         if stored_inputs(self.node) is not None:
             numbers = read_int8(self.node)
-            assert isinstance(numbers, Int8Numbers)
+            assert isinstance(numbers, StoredInt8Tensors)
             return numbers.tensor(self.dtype)
         tensor = constant_tensor(self.weight_value)
         assert tensor is not None

@@ -31,7 +31,7 @@ def makers(value: ir.Value, through: tuple[str, ...]) -> Iterator[ir.Node]:
         node = source.producer() if source is not None else None
 
 
-def whole_number(node: ir.Node, name: str, default: int | None = None) -> int:
+def integer_attribute(node: ir.Node, name: str, default: int | None = None) -> int:
     """The node's attribute; without a default, it must be there."""
     attr = node.attributes.get(name)
     if attr is None:

@@ -21,16 +21,16 @@ import numpy as np
 import onnx_ir as ir
 
 from .constants import DEFAULT_DOMAINS, constant_tensor, float_array, remove_unused
-from .node_checks import MICROSOFT_DOMAIN, UnfitError, constant_input, expect, node_input, whole_number
+from .node_checks import MICROSOFT_DOMAIN, UnfitError, constant_input, expect, integer_attribute, node_input
 from .stored_int8 import (
     INT8_TYPES,
     MATMUL_INTEGER_TO_FLOAT,
-    Int8Numbers,
     StoredInt8,
+    StoredInt8Tensors,
     dynamic_source,
     maker,
     range_at,
-    read_numbers,
+    read_stored_int8,
     stored_inputs,
 )
 
@@ -45,7 +45,7 @@ class _Form:
 
     nodes: list[ir.Node]  # that are replaced, in order; the one with the weight is the first
     output: ir.Value
-    numbers: Int8Numbers
+    numbers: StoredInt8Tensors
     weight: ir.Value
     codes: ir.Value  # of x
     x_scale: ir.Value
@@ -153,18 +153,18 @@ def _recognize(node: ir.Node) -> _Form | str | None:
 
 def _qlinear_matmul(node: ir.Node) -> _Form:
     """a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point"""
-    form = _fixed(node, read_numbers(node, 3, 4, 5), 3)
+    form = _fixed(node, read_stored_int8(node, 3, 4, 5), 3)
     form.y = _output_range(node, 6, 7)
     return form
 
 
 def _qgemm(node: ir.Node) -> _Form:
     """A, a_scale, a_zero_point, B, b_scale, b_zero_point, C, y_scale, y_zero_point"""
-    transposed = whole_number(node, "transB", 0) == 1
-    expect(whole_number(node, "transA", 0) == 0, "transA is 1, expected 0")
+    transposed = integer_attribute(node, "transB", 0) == 1
+    expect(integer_attribute(node, "transA", 0) == 0, "transA is 1, expected 0")
     alpha = node.attributes["alpha"].value if "alpha" in node.attributes else 1.0
     expect(alpha == 1.0, f"alpha is {alpha}, expected 1")
-    numbers = read_numbers(node, 3, 4, 5, transposed)
+    numbers = read_stored_int8(node, 3, 4, 5, transposed)
     form = _fixed(node, numbers, 3)
     form.gemm = True
     n = numbers.n
@@ -185,7 +185,7 @@ def _matmul_integer_to_float(node: ir.Node) -> _Form | None:
         _check_dynamic(node, quantize, 4)
         expect(node_input(node, 2) is quantize.outputs[1], "its a_scale is not that of its DynamicQuantizeLinear")
         return None
-    form = _fixed(node, read_numbers(node, *inputs.weight), inputs.codes, scale=2, zero=4)
+    form = _fixed(node, read_stored_int8(node, *inputs.weight), inputs.codes, scale=2, zero=4)
     if node_input(node, inputs.bias) is not None:
         bias = constant_input(node, inputs.bias, "bias", (ir.DataType.FLOAT,), (form.numbers.n,))
         form.bias = float_array(bias)
@@ -226,7 +226,7 @@ def _matmul_integer(node: ir.Node) -> _Form:
         x_scale, x_zero = _range_of_codes(node, source)
         scales = step / _scalar(x_scale)
     form = _Form(
-        nodes, nodes[-1].outputs[0], read_numbers(node, 1, scales, 3), weight, codes, x_scale, x_zero,
+        nodes, nodes[-1].outputs[0], read_stored_int8(node, 1, scales, 3), weight, codes, x_scale, x_zero,
         dynamic=quantize is not None,
     )  # fmt: skip
     if bias is not None:
@@ -280,7 +280,7 @@ def _number(zero_point: ir.TensorProtocol | None) -> list[int]:
     return [0] if zero_point is None else list(zero_point.numpy().reshape(-1))
 
 
-def _fixed(node: ir.Node, numbers: Int8Numbers, weight: int, scale: int = 1, zero: int = 2) -> _Form:
+def _fixed(node: ir.Node, numbers: StoredInt8Tensors, weight: int, scale: int = 1, zero: int = 2) -> _Form:
     """The layer of one node, whose activations have a range of constants at the inputs `scale` and `zero`."""
     codes, weight_value, x_scale = (node_input(node, index) for index in (0, weight, scale))
     if codes is None or weight_value is None or x_scale is None:
@@ -304,7 +304,7 @@ def _check_range(node: ir.Node, scale: int, zero: int, what: str) -> None:
     expect(tensor is None or tensor.dtype == ir.DataType.FLOAT, f"the scale of its {what} is not float32")
 
 
-def _in_steps(bias: ir.TensorProtocol, numbers: Int8Numbers, form: _Form) -> np.ndarray:
+def _in_steps(bias: ir.TensorProtocol, numbers: StoredInt8Tensors, form: _Form) -> np.ndarray:
     """A bias in steps of the scales as floats [n]."""
     steps = _scalar(form.x_scale) * numbers.scales
     return np.asarray(np.broadcast_to(float_array(bias).reshape(-1), (numbers.n,)) * steps, np.float32)

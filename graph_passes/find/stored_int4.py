@@ -20,7 +20,7 @@ import onnx_ir as ir
 from ortolan.errors import ModelError
 
 from .constants import DEFAULT_DOMAINS, constant_tensor, float_array, lazy
-from .node_checks import MICROSOFT_DOMAIN, UnfitError, constant_input, expect, makers, node_input, whole_number
+from .node_checks import MICROSOFT_DOMAIN, UnfitError, constant_input, expect, integer_attribute, makers, node_input
 from .quantized_weight import MAX_INPUTS, QuantizedWeight
 
 MATMUL_NBITS = "MatMulNBits"
@@ -98,10 +98,13 @@ def _matmul_nbits(node: ir.Node) -> StoredInt4:
     """Numbers uint8 [n, blocks, block_size / 2], two to a byte, the first one low; scales [n, blocks]; zero points
     uint8 [n, ceil(blocks / 2)], packed likewise, or [n, blocks] in the type of the scales. The last two may be flat.
     """
-    k, n, block_size = (whole_number(node, name) for name in ("K", "N", "block_size"))
-    bits = whole_number(node, "bits", 4)
+    k, n, block_size = (integer_attribute(node, name) for name in ("K", "N", "block_size"))
+    bits = integer_attribute(node, "bits", 4)
     expect(bits == 4, f"its weight is stored in {bits} bits, expected 4 or 8")
-    expect(whole_number(node, "weight_prepacked", 0) == 0, "its weight is packed for another device (weight_prepacked)")
+    expect(
+        integer_attribute(node, "weight_prepacked", 0) == 0,
+        "its weight is packed for another device (weight_prepacked)",
+    )
     check_size(k, n)
     expect(block_size > 0 and block_size % 2 == 0, f"its block_size is {block_size}, expected a multiple of 32")
     blocks = -(-k // block_size)
@@ -182,7 +185,7 @@ def _dequantized(node: ir.Node, codes: ir.TensorProtocol, transposed: bool) -> S
     shape = tuple(codes.shape.numpy())
     k, n = shape[::-1] if transposed else shape
     check_size(k, n)
-    axis, block_size = whole_number(node, "axis", 1), whole_number(node, "block_size", 0)
+    axis, block_size = integer_attribute(node, "axis", 1), integer_attribute(node, "block_size", 0)
     expect(-2 <= axis < 2, f"axis of its DequantizeLinear is {axis}, expected 0 or 1")
     along_inputs = axis % 2 == int(transposed)
     shapes: list[tuple[int, ...]]
@@ -195,7 +198,7 @@ def _dequantized(node: ir.Node, codes: ir.TensorProtocol, transposed: bool) -> S
         blocks, block_size = 1, k
         shapes = [(), (1,)] if along_inputs else [(), (1,), (n,)]
     scales = constant_input(node, 1, "scales", SCALE_TYPES, *shapes)
-    made = whole_number(node, "output_dtype", 0)
+    made = integer_attribute(node, "output_dtype", 0)
     expect(made in (0, scales.dtype.value), "its DequantizeLinear makes another type than that of its scales")
     zero_points = None
     if node_input(node, 2) is not None:

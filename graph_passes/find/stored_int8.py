@@ -23,7 +23,7 @@ from ortolan import _native
 from ..weights.quantizers.fixed_range import FixedRange
 from ..weights.quantizers.grid import SMALLEST_SCALE
 from .constants import DEFAULT_DOMAINS, constant_tensor, float_array, lazy
-from .node_checks import MICROSOFT_DOMAIN, UnfitError, constant_input, expect, makers, node_input, whole_number
+from .node_checks import MICROSOFT_DOMAIN, UnfitError, constant_input, expect, integer_attribute, makers, node_input
 from .quantized_weight import QuantizedWeight
 
 INT8_TYPES = (ir.DataType.INT8, ir.DataType.UINT8)
@@ -44,7 +44,7 @@ class StoredInt8(QuantizedWeight):
 
 
 @dataclass(frozen=True, eq=False)
-class Int8Numbers:
+class StoredInt8Tensors:
     """W = scales (codes - zero_points), as the model stores it."""
 
     codes: ir.TensorProtocol  # int8 or uint8 [k, n], or [n, k] if transposed
@@ -130,18 +130,18 @@ def stored_inputs(node: ir.Node) -> StoredInputs | None:
     return _INPUTS.get(node.op_type) if node.domain == MICROSOFT_DOMAIN else None
 
 
-def read_int8(node: ir.Node) -> Int8Numbers | str:
+def read_int8(node: ir.Node) -> StoredInt8Tensors | str:
     """The weight of such a node, or why it cannot be read."""
     inputs = _INPUTS[node.op_type]
     try:
-        return read_numbers(node, *inputs.weight)
+        return read_stored_int8(node, *inputs.weight)
     except UnfitError as reason:
         return str(reason)
 
 
-def read_numbers(
+def read_stored_int8(
     node: ir.Node, codes: int, scales: int | np.ndarray, zero_points: int, transposed: bool = False
-) -> Int8Numbers:
+) -> StoredInt8Tensors:
     """The weight at these inputs of a node: codes [k, n], or [n, k] if transposed. Raises UnfitError.
 
     scales: an input, or the numbers themselves, float32 of one or n elements.
@@ -157,7 +157,7 @@ def read_numbers(
         zero = constant_input(node, zero_points, "weight's zero points", (tensor.dtype,), *shapes)
         zeros = np.broadcast_to(zero.numpy().astype(np.int16).reshape(-1), (n,))
     _check_scales(scales)
-    return Int8Numbers(tensor, transposed, np.broadcast_to(scales.reshape(-1), (n,)), zeros)
+    return StoredInt8Tensors(tensor, transposed, np.broadcast_to(scales.reshape(-1), (n,)), zeros)
 
 
 def _matrix_shape(weight: ir.TensorProtocol) -> tuple[int, ...]:
@@ -212,15 +212,15 @@ def keeps_order(transpose: ir.Node) -> bool:
 
 
 def _dequantized(node: ir.Node, codes: ir.TensorProtocol, transposed: bool) -> StoredInt8 | str:
-    axis, block_size = whole_number(node, "axis", 1), whole_number(node, "block_size", 0)
+    axis, block_size = integer_attribute(node, "axis", 1), integer_attribute(node, "block_size", 0)
     expect(-2 <= axis < 2, f"axis of its DequantizeLinear is {axis}, expected 0 or 1")
     expect(block_size == 0, f"its scales are for blocks of {block_size} inputs, expected one scale, or one a column")
-    numbers = read_numbers(node, 0, 1, 2, transposed)
+    numbers = read_stored_int8(node, 0, 1, 2, transposed)
     scales = constant_tensor(node.inputs[1])
     assert scales is not None
     along_inputs = axis % 2 == int(transposed)
     expect(scales.size == 1 or not along_inputs, "its scales are one an input, expected one, or one an output")
-    made = whole_number(node, "output_dtype", 0)
+    made = integer_attribute(node, "output_dtype", 0)
     expect(made in (0, scales.dtype.value), "its DequantizeLinear makes another type than that of its scales")
     return numbers.stored()
 

@@ -22,10 +22,10 @@ import onnx_ir as ir
 
 from ..weights.quantizers.grid import LEVELS, narrowed
 from .constants import DEFAULT_DOMAINS, constant_tensor, float_array, lazy
-from .node_checks import UnfitError, constant_input, expect, node_input, whole_number
+from .node_checks import UnfitError, constant_input, expect, integer_attribute, node_input
 from .quantized_weight import MAX_INPUTS, too_wide
 from .stored_int4 import INT4_TYPES, SCALE_TYPES, StoredInt4, check_order, check_size, group_size_of
-from .stored_int8 import FLOAT_TYPES, INT8_TYPES, ZERO_POINTS, Int8Numbers, StoredInt8
+from .stored_int8 import FLOAT_TYPES, INT8_TYPES, ZERO_POINTS, StoredInt8, StoredInt8Tensors
 
 _MOVES = ("Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze")
 _WIDER = (ir.DataType.INT16, ir.DataType.INT32, ir.DataType.INT64)  # hold all codes
@@ -115,8 +115,11 @@ def _read(value: ir.Value, transposed: bool) -> Stored:
 
 def _matmul_nbits(node: ir.Node) -> StoredInt8 | str:
     """Numbers uint8 [n, blocks, block_size]; scales, and zero points like them, [n, blocks] or flat."""
-    k, n, block = (whole_number(node, name) for name in ("K", "N", "block_size"))
-    expect(whole_number(node, "weight_prepacked", 0) == 0, "its weight is packed for another device (weight_prepacked)")
+    k, n, block = (integer_attribute(node, name) for name in ("K", "N", "block_size"))
+    expect(
+        integer_attribute(node, "weight_prepacked", 0) == 0,
+        "its weight is packed for another device (weight_prepacked)",
+    )
     check_size(k, n)
     expect(block > 0, f"its block_size is {block}, expected a multiple of 32")
     blocks = -(-k // block)
@@ -240,7 +243,7 @@ def _dequantized(node: ir.Node) -> _Scaled | None:
     if codes is None or codes.dtype not in (*INT8_TYPES, *INT4_TYPES):
         return None
     shape = tuple(codes.shape.numpy())
-    axis, block = whole_number(node, "axis", 1), whole_number(node, "block_size", 0)
+    axis, block = integer_attribute(node, "axis", 1), integer_attribute(node, "block_size", 0)
     expect(-len(shape) <= axis < len(shape) or not block, f"axis of its DequantizeLinear is {axis}")
     expect(block >= 0, f"its block_size is {block}, expected a multiple of 32")
     axis = axis % max(len(shape), 1)
@@ -288,7 +291,7 @@ def _eight_bits(found: _Scaled, in_groups: bool = False) -> StoredInt8 | str:
     if run >= k and not in_groups:
         numbers = lazy(found.codes, found.dtype, ir.Shape([k, n]), name)
         expect(bool((scales > 0).all()), "its scales are not all above 0")
-        return Int8Numbers(numbers, False, scales[0], zeros[0]).stored()
+        return StoredInt8Tensors(numbers, False, scales[0], zeros[0]).stored()
     size = group_size_of(k, run)
 
     def centred() -> _Array:

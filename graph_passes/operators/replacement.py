@@ -92,7 +92,7 @@ class Replacement(abc.ABC):
     # How the operator lays out weights, where it has a choice; None: as suits them.
     storage: str | None = None
     # Whether the operator takes only numbers of 4 or 8 bits, also those that the model stores, where it has a choice.
-    keeps_numbers = False
+    keeps_quantized = False
 
     @abc.abstractmethod
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
@@ -102,7 +102,7 @@ class Replacement(abc.ABC):
         """Why the operator cannot hold these weights, which are not quantized, if it cannot."""
         return None
 
-    def why_not_numbers(self, quantized: QuantizedWeight) -> str | None:
+    def why_not_quantized(self, quantized: QuantizedWeight) -> str | None:
         """Why the operator cannot hold these numbers, which the model stores, if it cannot."""
         return None
 

@@ -61,7 +61,7 @@ class SparseAMXMatMul(Replacement):
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         # It would round activations also where a recipe promises bf16 ones.
-        if isinstance(quantization, StoredInt4 | StoredInt8) and not self.keeps_numbers:
+        if isinstance(quantization, StoredInt4 | StoredInt8) and not self.keeps_quantized:
             if quantization.bits == 4:
                 return "has scales, and perhaps zero points, that SparseAMXMatMul does not take"
             return (
@@ -81,7 +81,7 @@ class SparseAMXMatMul(Replacement):
             return None
         return "holds NaN, infinity or numbers beyond bfloat16"
 
-    def why_not_numbers(self, quantized: QuantizedWeight) -> str | None:
+    def why_not_quantized(self, quantized: QuantizedWeight) -> str | None:
         if quantized.bits == 8:
             return None
         scales = quantized.scales.numpy().astype(np.float32)

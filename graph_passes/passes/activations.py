@@ -21,8 +21,8 @@ from ortolan.progress import Stage
 
 from ..find.linear import Linear, layer_key, linears_in
 from ..measure.recorder import InputRecorder
-from .activations_options import ActivationsOptions
 from .context import RecipePass
+from .plan.activations import ActivationsOptions
 from .weight_groups import check_patterns
 
 # An input of which less is zero on the feeds is as good as dense.

@@ -25,7 +25,7 @@ from ..options import PassOptions
 from ..report.optimization import LayerReport, OptimizationReport
 from .caches import Caches
 from .layers import Layers
-from .plan import LEAST, Plan
+from .plan.plan import LEAST, Plan
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from ..operators.nodes import input_of, new_initializer, nodes_of
 from ..operators.sparse_amx_matmul_storage import BF16, stored_in
 from ..options import Globs, PassOptions, any_matches, takes
 from ..weights.quantizers.grid import FRACTION_STEPS, GROUP_SIZES, Quantization, Rounded, narrowed, round_to_nearest
-from ..weights.quantizers.search import search
+from ..weights.quantizers.mse import round_mse
 from .context import PassContext, RecipePass
 from .normalize import require_normalized
 
@@ -205,7 +205,7 @@ class _Rows:
 
 
 def _rounded(matrix: np.ndarray, quantization: Quantization) -> Rounded:
-    return round_to_nearest(matrix, quantization) if quantization.bits == 8 else search(matrix, quantization)
+    return round_to_nearest(matrix, quantization) if quantization.bits == 8 else round_mse(matrix, quantization)
 
 
 def read_from_heads(model: ir.Model, context: PassContext) -> None:

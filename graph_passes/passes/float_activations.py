@@ -2,7 +2,7 @@
 
 Layers then round their inputs row by row (SparseAMXMatMul), and what lies between them is fused as in a float model.
 The model computes what it would have computed in float with these weights. What a range cuts off because a Relu or Clip
-was left out for it stays cut off (find/rounded_activations.py).
+was left out for it stays cut off (find/qdq_pairs.py).
 
 A model with a layer that VNNISpMM takes, which has fixed ranges, keeps all of them.
 """
@@ -20,7 +20,7 @@ from ortolan.progress import Stage
 from ..find.constants import DEFAULT_DOMAINS, constant_tensor, remove_unused
 from ..find.linear import linears_in
 from ..find.node_checks import MICROSOFT_DOMAIN, node_input
-from ..find.rounded_activations import Rounding, rounding_of
+from ..find.qdq_pairs import QdqPair, qdq_pair_of
 from ..operators.nodes import new_initializer
 from .context import PassContext, RecipePass
 from .normalize import require_normalized
@@ -80,11 +80,11 @@ def _free(model: ir.Model, context: PassContext) -> int:
         writer.in_floats(node)
     for node in list(model.graph.all_nodes()):
         writer.keep_finite(node)
-        writer.gather_numbers(node)
+        writer.gather_integers(node)
     freed, clipped, reasons = 0, 0, list[str]()
     for node in list(model.graph.all_nodes()):
-        found = rounding_of(node)
-        if isinstance(found, Rounding):
+        found = qdq_pair_of(node)
+        if isinstance(found, QdqPair):
             clipped += writer.remove(found)
             freed += 1
         elif found is not None:
@@ -141,7 +141,7 @@ class _Writer:
             ir.convenience.replace_all_uses_with(node.outputs[0], value)
             remove_unused(node.outputs[0])
 
-    def gather_numbers(self, node: ir.Node) -> None:
+    def gather_integers(self, node: ir.Node) -> None:
         """Makes floats of the rows of a table that are gathered, not of all of it."""
         table = node.inputs[0] if node.op_type == "Gather" and node.domain in DEFAULT_DOMAINS else None
         dequantize = table.producer() if table is not None else None
@@ -159,7 +159,7 @@ class _Writer:
         ir.convenience.replace_nodes_and_values(node.graph, node, [node], nodes, [node.outputs[0]], [floats])
         remove_unused(table)
 
-    def remove(self, rounding: Rounding) -> bool:
+    def remove(self, rounding: QdqPair) -> bool:
         """Whether a Clip is left in its place."""
         node, bounds = rounding.node, rounding.bounds
         source, scale = node_input(node, 0), constant_tensor(node_input(node, 1))

@@ -12,7 +12,7 @@ from ..find.linear import Linear, NotLinear, layer_key, op_name
 from ..find.quantized_weight import QuantizedWeight
 from ..operators.embedding import StoredEmbedding
 from ..report.optimization import LayerReport
-from .replace_rule import LayerState
+from .plan.replace import LayerState
 
 
 @dataclass

@@ -6,7 +6,7 @@
 // reads what a DequantizeLinear makes sees the floats in front. A range that begins at 0 stays as bounds, as it may
 // stand for a Relu that ONNX Runtime's quantizer has left out.
 //
-// The rules are those of graph_passes/find/rounded_activations.py and stored_int8.py. There all roundings of a model
+// The rules are those of graph_passes/find/qdq_pairs.py and stored_int8.py. There all roundings of a model
 // go; here those that lie in one group, as Compile sees nothing else: the others are seen as they are. What others read
 // of one, the group hands them as the floats that it has.
 #pragma once

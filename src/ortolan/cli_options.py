@@ -81,7 +81,7 @@ Pattern = Annotated[
 Method = Annotated[
     list[str] | None,
     typer.Option(
-        help="How weights are rounded: search (int4, if not given), rtn (int8), gptq, awq, hqq; or pruned: magnitude "
+        help="How weights are rounded: mse (int4, if not given), rtn (int8), gptq, awq, hqq; or pruned: magnitude "
         "(if not given), wanda, sparsegpt. Twice: one of each."
     ),
 ]

@@ -30,9 +30,9 @@ from .errors import VerificationError
 from .library import LIBRARY_NAME, get_library_path
 from .models.gguf.file import StoredWeight
 from .models.gguf.model import GgufModel, read_model
-from .models.gguf.numbers import GROUP, TakenWeight, join_numbers, take_numbers
 from .models.gguf.side_files import genai_config, side_files
 from .models.gguf.tokenizer import TokenizerFacts, read_gguf_tokenizer, read_tokenizer_facts
+from .models.gguf.weights import GROUP, TakenWeight, join_quantized, keep_gguf_weight
 from .models.graph_builder import ModelBuildError, Weight, lazy_weight
 from .models.llama import build_llama
 from .progress import Progress, Stage, no_progress, told
@@ -149,7 +149,7 @@ class _Import:
             if len(stored.shape) == 1:
                 weights.lazy[name] = np.asarray(stored.floats())
                 continue
-            weights.taken[name] = taken = take_numbers(stored, spill, eight_bits=name in (_TABLE, _HEAD))
+            weights.taken[name] = taken = keep_gguf_weight(stored, spill, eight_bits=name in (_TABLE, _HEAD))
             weights.lazy[name] = _stands_for(taken.numbers)
             weights.given[name if name == _TABLE else f"{name}_t"] = taken.numbers
         tell(Stage.READ_WEIGHTS, total, total)
@@ -162,7 +162,7 @@ class _Import:
         for layer in range(self.model.config.num_hidden_layers):
             prefix = f"model.layers.{layer}.self_attn"
             names = [f"{prefix}.{part}_proj.weight" for part in "qkv"]
-            joined = join_numbers([weights.taken[name].numbers for name in names])
+            joined = join_quantized([weights.taken[name].numbers for name in names])
             if joined is None:
                 weights.separate_qkv.append(layer)
             else:

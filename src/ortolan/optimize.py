@@ -122,7 +122,7 @@ def optimize_onnx(
     pattern: what is pruned: "unstructured" (None), single weights; "4x1", blocks of four outputs, which become int8,
         attention being fused as well; or all but N of M inputs, such as "2:4", whose sparsity must be given too. "4x1"
         and "2:4" without sparsity prune nothing: they are for weights that have such zeros already.
-    method: how weights are rounded: "rtn", to nearest (None with int8), "search", to the nearest of the best scales
+    method: how weights are rounded: "rtn", to nearest (None with int8), "mse", to the nearest of the best scales
         (None with int4), "gptq", "awq" or "hqq"; and pruned: by "magnitude" (None), "wanda" or "sparsegpt"; or one of
         each: ("wanda", "gptq"). "sparsegpt" alone also rounds int8 and int4 weights, making up for both errors at once.
         gptq, awq, wanda and sparsegpt want calibration data.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ortolan.graph_passes.forms import CHOICES
 from ortolan.graph_passes.options import HEADS
-from ortolan.graph_passes.passes.compress_cache import CompressCacheOptions
+from ortolan.graph_passes.passes.cache.compress_cache import CompressCacheOptions
 
 from .choice import read_choice
 from .errors import ModelError, NothingToReplaceError, RecipeError

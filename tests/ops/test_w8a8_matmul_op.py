@@ -10,7 +10,7 @@ from ortolan.graph_passes.find.quantized_weight import QuantizedWeight
 from ortolan.graph_passes.operators.replacement import LayerWeight, Stored
 from ortolan.graph_passes.operators.w4a8_matmul import W4A8MatMul
 from ortolan.graph_passes.operators.w8a8_matmul import W8A8MatMul
-from ortolan.graph_passes.passes.replace_rule import REPLACEMENTS
+from ortolan.graph_passes.passes.plan.replace import REPLACEMENTS
 from ortolan.graph_passes.weights.quantizers.grid import Quantization
 
 from .groups import GroupLayer

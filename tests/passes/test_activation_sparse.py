@@ -17,9 +17,9 @@ from ortolan import CalibrationError, Recipe, RecipeError
 from ortolan.errors import NothingToReplaceError, VerificationError
 from ortolan.graph_passes.find.linear import layer_key, linears_in
 from ortolan.graph_passes.find.sparse_inputs import is_sparse_by_itself
-from ortolan.graph_passes.passes import replace
 from ortolan.graph_passes.passes.activations import masked_inputs, quantile
-from ortolan.graph_passes.passes.replace_packing import Packer
+from ortolan.graph_passes.passes.replace import replace
+from ortolan.graph_passes.passes.replace.packing import Packer
 from ortolan.models import tiny
 
 from .small_models import branches_model, make_model, op_types, optimize, random_weight, relative_error, run

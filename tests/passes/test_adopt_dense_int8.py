@@ -20,7 +20,7 @@ from .int8_layers import DYNAMIC, Int8Layer, adopt, outputs
 from .ort_quantized import FEEDS, layers_of
 from .small_models import make_model, op_types, relative_error, run
 from .stored_layers import NBitsLayer
-from .stored_numbers import dense_numbers
+from .stored_weight import dense_numbers
 
 RNG = np.random.default_rng(3)
 

@@ -22,7 +22,8 @@ from ortolan.graph_passes.auto import layer_times, path, search, trials
 from ortolan.graph_passes.auto.budget import Limit, perplexity, perplexity_rise
 from ortolan.graph_passes.auto.candidates import ORIGINAL, candidates_for, escape, make_recipe
 from ortolan.graph_passes.measure.fits import Fits
-from ortolan.graph_passes.passes import prune_calibrated, quantize
+from ortolan.graph_passes.passes.prune import calibrated as prune_calibrated
+from ortolan.graph_passes.passes.quantize import quantize
 from ortolan.graph_passes.report.figures import Timing
 from ortolan.models import tiny
 from ortolan.progress import Stage

@@ -12,8 +12,9 @@ import ortolan
 from ortolan import VerificationError
 from ortolan.graph_passes.measure.decoding import calls_to_decode, check_contents, check_same_contents, decode
 from ortolan.graph_passes.operators import nomad_cache_function
-from ortolan.graph_passes.passes import cache_codebooks, compress_cache
-from ortolan.graph_passes.passes.compress_cache import CompressCachePass
+from ortolan.graph_passes.passes.cache import codebooks as cache_codebooks
+from ortolan.graph_passes.passes.cache import compress_cache
+from ortolan.graph_passes.passes.cache.compress_cache import CompressCachePass
 from ortolan.graph_passes.weights.cache_format import CacheFormat, CacheUse, spread_of
 from ortolan.graph_passes.weights.quantizers.codebooks import learn_codebook
 

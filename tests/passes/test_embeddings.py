@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 import ortolan
 from ortolan import Recipe, RecipeError
 from ortolan.graph_passes.weights.quantizers.grid import Quantization, dequantize, round_to_nearest
-from ortolan.graph_passes.weights.quantizers.search import search
+from ortolan.graph_passes.weights.quantizers.mse import round_mse
 from ortolan.models import tiny
 
 ROWS = 1500
@@ -72,7 +72,7 @@ def in_eight_bits(table: np.ndarray) -> np.ndarray:
 
 def in_four_bits(table: np.ndarray) -> np.ndarray:
     chosen = Quantization(4, 32, symmetric=False, fractions=True)
-    found: np.ndarray = dequantize(search(np.ascontiguousarray(table.T, np.float32), chosen), 32).T
+    found: np.ndarray = dequantize(round_mse(np.ascontiguousarray(table.T, np.float32), chosen), 32).T
     return found
 
 

@@ -15,7 +15,7 @@ import ortolan
 from ortolan import OptimizationReport, VerificationError
 from ortolan.graph_passes.find.linear import linears_in
 from ortolan.graph_passes.operators.nodes import NewNames
-from ortolan.graph_passes.passes.float_reference import computed_in_float
+from ortolan.graph_passes.passes.verify.float_reference import computed_in_float
 
 from .int8_layers import DYNAMIC, Int8Layer
 from .small_models import make_model, relative_error, run

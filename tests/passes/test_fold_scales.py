@@ -13,7 +13,7 @@ from ortolan import CalibrationError, ModelError, NothingToReplaceError, RecipeE
 from ortolan.graph_passes.find.linear import linears_in
 from ortolan.graph_passes.measure import layer_inputs, recorder
 from ortolan.graph_passes.measure.recorder import _as_outputs
-from ortolan.graph_passes.passes import fold_scales, quantize
+from ortolan.graph_passes.passes.quantize import fold_scales, quantize
 from ortolan.graph_passes.weights.quantizers.gptq import Prepared
 from ortolan.graph_passes.weights.quantizers.grid import Quantization, dequantize, round_to_nearest
 from ortolan.graph_passes.weights.quantizers.hessian import damped
@@ -303,7 +303,7 @@ def test_progress_of_calibrated_methods(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["integer", "fraction"])
-@pytest.mark.parametrize("method", ["rtn", "search", "gptq", "awq", "hqq"])
+@pytest.mark.parametrize("method", ["rtn", "mse", "gptq", "awq", "hqq"])
 def test_a_layer_with_zero_points(tmp_path, method, kind):
     weight = random_weight(100, 40)
     step = {"name": "quantize", "bits": 4, "group_size": 32, "method": method, "symmetric": False, "zero_points": kind}

@@ -15,7 +15,7 @@ from onnx import helper
 import ortolan
 from ortolan import OptimizationReport, Recipe
 from ortolan.generate import Decoder, generate, shares_cache
-from ortolan.graph_passes.passes.attention_rewrite import ROUNDING
+from ortolan.graph_passes.passes.attention.rewrite import ROUNDING
 from ortolan.models import tiny
 
 from . import cached_graphs

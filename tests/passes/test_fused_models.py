@@ -23,7 +23,7 @@ from ortolan.models import tiny
 from .padded_models import MASKS as ATTENTION_MASKS
 from .padded_models import PAD, changed, encoder_feeds, with_unpad
 from .small_models import op_types, relative_error, run
-from .stored_numbers import dense_numbers
+from .stored_weight import dense_numbers
 
 HEADS, WIDTH = 4, 48
 QUICK = {"verify.seconds": 0.0, "replace.may_grow": True}

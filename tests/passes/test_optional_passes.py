@@ -9,7 +9,7 @@ import pytest
 
 from ortolan import ModelError, Recipe
 from ortolan.graph_passes.passes.fuse_norm import FuseNormPass
-from ortolan.graph_passes.passes.replace import ReplacePass
+from ortolan.graph_passes.passes.replace.replace import ReplacePass
 from ortolan.models import tiny
 
 from .small_models import optimize

@@ -11,8 +11,8 @@ import ortolan
 from ortolan import Recipe
 from ortolan.graph_passes.find.linear import Linear, linears_in
 from ortolan.graph_passes.operators.replacement import Stored
-from ortolan.graph_passes.passes.plan import Plan
-from ortolan.graph_passes.passes.replace_rule import LayerState
+from ortolan.graph_passes.passes.plan.plan import Plan
+from ortolan.graph_passes.passes.plan.replace import LayerState
 from ortolan.graph_passes.weights.quantizers.grid import Quantization
 from ortolan.models import tiny
 

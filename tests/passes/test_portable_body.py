@@ -16,7 +16,7 @@ import ortolan
 from ortolan.graph_passes.operators.replacement import LayerWeight
 from ortolan.graph_passes.operators.sparse_amx_matmul import SparseAMXMatMul
 from ortolan.graph_passes.operators.sparse_amx_matmul_function import Uses, sparse_amx_matmul_function
-from ortolan.graph_passes.passes import replace
+from ortolan.graph_passes.passes.replace import replace
 
 from ..sampling import examples
 from .small_models import make_model, matmul_model, optimize, run

@@ -21,12 +21,12 @@ from ortolan.graph_passes.files.spill import TensorSpill
 from ortolan.graph_passes.find.linear import Linear, linears_in
 from ortolan.graph_passes.find.quantized_weight import MAX_INPUTS, QuantizedWeight, dequantized_tensor
 from ortolan.graph_passes.operators.replacement import Stored
-from ortolan.graph_passes.passes import quantize as quantize_module
 from ortolan.graph_passes.passes.context import PassContext
-from ortolan.graph_passes.passes.plan import Plan
-from ortolan.graph_passes.passes.replace_rule import LayerState
+from ortolan.graph_passes.passes.plan.plan import Plan
+from ortolan.graph_passes.passes.plan.replace import LayerState
+from ortolan.graph_passes.passes.quantize import quantize as quantize_module
 from ortolan.graph_passes.weights.quantizers.grid import Quantization, dequantize, round_to_nearest
-from ortolan.graph_passes.weights.quantizers.search import search
+from ortolan.graph_passes.weights.quantizers.mse import round_mse
 from ortolan.models import tiny
 
 from ..sampling import examples
@@ -45,7 +45,7 @@ def chosen(weight: np.ndarray, quantization: Quantization) -> np.ndarray:
     """What pass quantize makes of a weight, unless told how, or for which operator."""
     if quantization.bits == 8:
         return nearest(weight, quantization)
-    return dequantize(search(weight, replace(quantization, bf16_scales=True)), quantization.group_size)
+    return dequantize(round_mse(weight, replace(quantization, bf16_scales=True)), quantization.group_size)
 
 
 def nearest(weight: np.ndarray, quantization: Quantization) -> np.ndarray:
@@ -208,7 +208,7 @@ def check_stored(context: PassContext, linear: Linear, original: np.ndarray, qua
     assert (weight.scales.dtype, tuple(weight.scales.shape)) == (ir.DataType.FLOAT, (groups, n))
     rounded = round_to_nearest(original, quantization)
     if quantization.bits == 4:
-        rounded = search(original, replace(quantization, bf16_scales=True))
+        rounded = round_mse(original, replace(quantization, bf16_scales=True))
     np.testing.assert_array_equal(weight.q.numpy(), rounded.q)
     np.testing.assert_array_equal(weight.scales.numpy(), rounded.scales)
     np.testing.assert_array_equal(linear.matrix(), weight.matrix())

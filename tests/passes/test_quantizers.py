@@ -23,7 +23,7 @@ from ortolan.graph_passes.weights.quantizers.grid import (
 )
 from ortolan.graph_passes.weights.quantizers.hessian import choose_order, damped, inverse_factor
 from ortolan.graph_passes.weights.quantizers.hqq import half_quadratic
-from ortolan.graph_passes.weights.quantizers.search import search
+from ortolan.graph_passes.weights.quantizers.mse import round_mse
 
 from ..sampling import examples
 from .correlated import correlated
@@ -337,7 +337,7 @@ def test_search_is_never_worse_than_nearest(weight, quantization, weighted, seed
     importance = np.ones(len(weight), np.float32)
     if weighted:
         importance = (10.0 ** np.random.default_rng(seed).uniform(-3, 3, len(weight))).astype(np.float32)
-    found = search(weight, quantization, importance if weighted else None)
+    found = round_mse(weight, quantization, importance if weighted else None)
     check_in_range(found, weight, quantization)
     losses = [loss(weight, one, quantization, importance) for one in (found, round_to_nearest(weight, quantization))]
     # Below the smallest normal number, steps are as coarse as that.
@@ -353,7 +353,7 @@ def test_search_gains(quantization, most):
     ones = np.ones(256)
     losses = [
         loss(weight, rounded, quantization, ones).sum()
-        for rounded in (search(weight, quantization), round_to_nearest(weight, quantization))
+        for rounded in (round_mse(weight, quantization), round_to_nearest(weight, quantization))
     ]
     assert losses[0] < most * losses[1]
 
@@ -363,7 +363,7 @@ def test_search_spends_its_steps_on_what_is_important():
     importance = np.where(np.arange(128) % 4 == 0, 100, 1).astype(np.float32)
     for quantization in (INT4[0], ASYMMETRIC[0], MINIMUM[0]):
         losses = [
-            loss(weight, search(weight, quantization, one), quantization, importance).sum()
+            loss(weight, round_mse(weight, quantization, one), quantization, importance).sum()
             for one in (importance, None)
         ]
         assert losses[0] < 0.9 * losses[1]
@@ -394,7 +394,7 @@ def test_weights_on_a_grid_stay_exactly(quantization, seed, first, levels, magni
     else:
         stored = Rounded(q.astype(np.uint8), scales, rng.integers(0, 16, (2, 5)).astype(np.uint8))
     weight = dequantize(stored, quantization.group_size)
-    found = search(weight, quantization)
+    found = round_mse(weight, quantization)
     np.testing.assert_array_equal(dequantize(found, quantization.group_size), weight)
 
 
@@ -407,13 +407,13 @@ def test_symmetric_numbers_with_a_negative_scale_are_exact_in_other_forms(quanti
     q[::32] = -8
     scales = sign * half(rng.uniform(0.01, 1, (2, 7)).astype(np.float32))
     weight = dequantize(Rounded(q, scales, None), 32)
-    np.testing.assert_array_equal(dequantize(search(weight, quantization), 32), weight)
+    np.testing.assert_array_equal(dequantize(round_mse(weight, quantization), 32), weight)
 
 
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_the_side_with_the_larger_number_has_the_eighth_level(sign):
     weight = (sign * np.linspace(-1, 0.8, 32)[:, None]).astype(np.float32)
-    found = search(weight, INT4[0])
+    found = round_mse(weight, INT4[0])
     assert found.q.min() == -8 and np.sign(found.scales[0, 0]) == sign
     assert loss(weight, found, INT4[0], np.ones(32)) < 0.8 * loss(
         weight, round_to_nearest(weight, INT4[0]), INT4[0], np.ones(32)
@@ -425,7 +425,7 @@ def test_the_side_with_the_larger_number_has_the_eighth_level(sign):
 def test_groups_of_one_number(quantization, number):
     weight = np.full((70, 3), number, np.float32)
     with np.errstate(all="raise", under="ignore"):
-        found = search(weight, quantization)
+        found = round_mse(weight, quantization)
     check_in_range(found, weight, quantization)
     values = dequantize(found, quantization.group_size)
     short = 2.0**-8 if number else 0  # bfloat16, which float16 falls back to
@@ -439,7 +439,7 @@ def test_search_of_extreme_magnitudes(quantization, magnitude):
         magnitude = magnitude / 4  # scale q alone must be finite
     weight = (np.linspace(-1, 1, 33)[:, None] * np.float64(magnitude)).astype(np.float32)
     with np.errstate(all="raise", under="ignore"):
-        found = search(weight, quantization)
+        found = round_mse(weight, quantization)
     check_in_range(found, weight, quantization)
     step = magnitude / (7 if quantization.bits == 4 else 127)
     assert (np.abs(weight - dequantize(found, quantization.group_size)) <= 1.5 * step + 2.0**-126).all()

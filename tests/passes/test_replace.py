@@ -15,7 +15,7 @@ from ortolan.graph_passes.find.quantized_weight import QuantizedWeight
 from ortolan.graph_passes.operators.replacement import LayerWeight, stored_tensor
 from ortolan.graph_passes.operators.sparse_amx_matmul import SparseAMXMatMul
 from ortolan.graph_passes.operators.w4a8_matmul import W4A8MatMul
-from ortolan.graph_passes.passes import replace
+from ortolan.graph_passes.passes.replace import replace
 from ortolan.models import tiny
 
 from ..recipes.forms import NAMED

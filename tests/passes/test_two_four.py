@@ -18,7 +18,7 @@ from ortolan.graph_passes.operators import sparse_amx_matmul_storage as storage
 from ortolan.graph_passes.operators.replacement import LayerWeight, Stored
 from ortolan.graph_passes.operators.sparse_amx_matmul import SparseAMXMatMul
 from ortolan.graph_passes.weights.quantizers.grid import Quantization, round_to_nearest
-from ortolan.graph_passes.weights.quantizers.search import search
+from ortolan.graph_passes.weights.quantizers.mse import round_mse
 from ortolan.models import tiny
 
 from ..ops.two_four import two_of_four
@@ -71,7 +71,7 @@ def expected_numbers(kind: str, weight: np.ndarray) -> np.ndarray:
     if kind == "bf16":
         return weight.astype(ml_dtypes.bfloat16).astype(np.float32)
     if kind == "int4":
-        return search(weight, Quantization(4, 128, bf16_scales=True)).q
+        return round_mse(weight, Quantization(4, 128, bf16_scales=True)).q
     return round_to_nearest(weight, Quantization(8, None)).q
 
 
@@ -236,7 +236,7 @@ def test_gate_and_up_in_one_node() -> None:
     assert all("lm_head" in layer.name for layer in layers if layer.storage != "2:4")
 
 
-@pytest.mark.parametrize("name", ["storage", "keep_numbers"])
+@pytest.mark.parametrize("name", ["storage", "keep_quantized"])
 def test_options_of_another_operator(name: str) -> None:
     value: Any = "2:4" if name == "storage" else True
     with pytest.raises(RecipeError, match=f"{name} is .*, which only op = 'SparseAMXMatMul' "):

@@ -17,7 +17,7 @@ from ortolan.graph_passes.operators import sparse_amx_matmul
 from ortolan.graph_passes.operators.replacement import LayerWeight, PackedTensor
 from ortolan.graph_passes.operators.sparse_amx_matmul import SparseAMXMatMul
 from ortolan.graph_passes.operators.sparse_amx_matmul_function import Uses
-from ortolan.graph_passes.passes.replace_packing import Packer
+from ortolan.graph_passes.passes.replace.packing import Packer
 from ortolan.models import tiny
 
 from ..recipes.forms import NAMED

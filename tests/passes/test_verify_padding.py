@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ortolan.errors import VerificationError
-from ortolan.graph_passes.passes.verify_padding import verify_padding
+from ortolan.graph_passes.passes.verify.padding import verify_padding
 
 FEEDS = {"input_ids": np.arange(1, 7)[None], "attention_mask": np.ones((1, 6), np.int64)}
 

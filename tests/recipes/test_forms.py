@@ -144,7 +144,7 @@ def test_names() -> None:
         ),
         (
             {"method": "obq", "weights": "int4"},
-            "method is 'obq', expected one or more of 'rtn', 'search', 'gptq', 'awq', 'hqq'",
+            "method is 'obq', expected one or more of 'rtn', 'mse', 'gptq', 'awq', 'hqq'",
         ),
         ({"method": 3, "weights": "int4"}, "method is 3, expected one or more of"),
         ({"method": "hqq", "weights": "int8"}, "method is 'hqq', expected another one with int8 or pruned weights"),

@@ -12,7 +12,7 @@ error_feedback.py. Three things are chosen with more care than in the paper:
 
 Order. hessian.py, choose_order; without act_order, inputs go as they stand.
 
-Grids. All are searched for W beforehand (search.py), so that they may belong to runs of neighbouring inputs in any
+Grids. All are searched for W beforehand (mse.py), so that they may belong to runs of neighbouring inputs in any
 order (no g_idx is stored). ||XW - XV||^2 comes to the sum of (w_i - v_i)^2 / U_ii^2 over the updated w, so 1 / U_ii^2
 is the importance of input i.
 
@@ -41,7 +41,7 @@ import numpy as np
 from .error_feedback import BLOCK, settle_inputs
 from .grid import SMALLEST_SCALE, Grid, Quantization, Rounded, fit_grid
 from .hessian import best_damping, choose_order, inverse_factor, sampled
-from .search import search_grid
+from .mse import mse_grid
 
 _COLUMNS = 2048  # that are rounded together
 _SWEEPS = 2
@@ -107,7 +107,7 @@ def gptq(
         part = np.ascontiguousarray(matrix[:, columns])
         mask = part != 0 if kept is None else kept[:, columns]
         grids = [
-            search_grid(part[start : start + rows], importance[start : start + rows], quantization)
+            mse_grid(part[start : start + rows], importance[start : start + rows], quantization)
             for start in range(0, k, rows)
         ]
         q = _round(part, mask, grids, rows, prepared)

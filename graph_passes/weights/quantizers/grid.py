@@ -10,7 +10,7 @@ Scales and minimums are float16 numbers as a rule, or bfloat16 ones where an ope
 that rounding. With 8 bits and whole columns they are any float32. There the
 range may be reduced: no sum of q of inputs 2 i and 2 i + 1 is beyond 128, with which CPUs without an exact product of
 bytes are faster (ops/formats/bitmap_int8.h). A scale may be negative; then a minimum is the
-largest number. Round to nearest takes, of each group (search.py finds better ones),
+largest number. Round to nearest takes, of each group (mse.py finds better ones),
 
     symmetric 8    scale = max(short(max |W| / 127), 2^-126)             q = rint(W / scale), in -127 … 127
     its range reduced  scale = max(max |W| / 127, max |W[2 i] + W[2 i + 1]| / 127, 2^-126)

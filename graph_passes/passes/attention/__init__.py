@@ -1,0 +1,1 @@
+"""Passes that replace attention by NoMADAttention."""

@@ -1,0 +1,136 @@
+"""Puts NoMADAttention in the place of scaled dot-product attention: attention.py finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from ortolan.errors import RecipeError
+from ortolan.progress import Stage
+
+from ...find.attention import Attention, NotAttention, find_attentions
+from ...find.attention_operands import LAYOUTS
+from ...find.cached_attention import CachedAttention, find_cached_attentions
+from ...measure.feeds import has_past
+from ...names import ORTOLAN_DOMAIN
+from ...operators.nodes import fill_missing, new_initializer, nodes_of, put_function
+from ...operators.nomad_attention_function import INPUTS, OP_TYPE, nomad_attention_function, uses_of
+from ...options import takes
+from ...report.lines import count
+from .rewrite import ROUNDING, AttentionOptions, AttentionRewrite, Refused
+
+
+@dataclass(frozen=True)
+class FuseAttentionOptions(AttentionOptions):
+    # With bf16: answers may have other bits on another CPU, where that is faster.
+    any_order: bool = field(default=False, metadata=takes("bool"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.any_order and self.precision != "bf16":
+            raise RecipeError(
+                f'any_order = true goes with precision = "bf16" only; precision is "{self.precision}", whose sums have '
+                "one order on a CPU anyway"
+            )
+
+
+class FuseAttentionPass(AttentionRewrite[Attention]):
+    """Replaces attention without a cache."""
+
+    pass_name = "fuse_attention"
+    stage = Stage.FUSE_ATTENTION
+    refusal = "attention not fused"
+    options_type = FuseAttentionOptions
+    options: FuseAttentionOptions
+
+    def find(self, model: ir.Model) -> Sequence[Attention | NotAttention]:
+        found = [match for graph in model.graphs() for match in find_attentions(graph)]
+        if not has_past(model):
+            return found
+        # Attention with a cache is what passes compress_cache and fuse_cached_attention are for.
+        matches = [match for graph in model.graphs() for match in find_cached_attentions(graph)]
+        cached = {match.node: None for match in matches if isinstance(match, CachedAttention)}  # in order
+        found = [match for match in found if match.node not in cached]
+        if self.context.plan.fuses_cached:  # and tells why it leaves others alone
+            refused = {match.node for match in matches if isinstance(match, NotAttention) and match.cached}
+            return [match for match in found if isinstance(match, Attention) or match.node not in refused]
+        if self.context.plan.replaces:
+            return found
+        return [
+            *found,
+            *(
+                NotAttention(node, "it has a cache, which passes fuse_cached_attention and compress_cache are for")
+                for node in cached
+            ),
+        ]
+
+    def announce(self, chosen: Sequence[Attention], refused: Refused) -> None:
+        if chosen:
+            self.context.note(
+                f"{count(len(chosen), 'attention')} {self.verb} one operator each, in {self.options.precision}"
+            )
+        elif not refused and not self.context.plan.replaces and not self.context.plan.fuses_cached:
+            self.context.note("no attention was found: nothing to fuse")
+        self.note_refused(refused)
+
+    def make_node(self, model: ir.Model, match: Attention, mask: ir.Value | None, made: list[ir.Node]) -> ir.Node:
+        operands = {"query": match.query, "key": match.key, "value": match.value}
+        for name, value in operands.items():
+            layout = match.layouts.get(name, "by_rows")
+            if layout == "apart":
+                width = match.head_dim * (match.heads if name == "query" else match.kv_heads)
+                operands[name] = self._reshaped(model, value, (0, 0, width), f"{match.node.name}/{name}", made)
+            elif layout == "by_heads":  # the operator's function depends on it
+                value.shape, value.dtype = value.shape or ir.Shape([None] * 4), ir.DataType.FLOAT
+            elif layout != "by_rows":
+                operands[name] = self._transposed(model, value, LAYOUTS[layout], f"{match.node.name}/{name}", made)
+        return ir.node(
+            OP_TYPE,
+            [operands["query"], mask, operands["key"], operands["value"]],
+            self.attributes(match, self.options.any_order),
+            domain=ORTOLAN_DOMAIN,
+            name=match.node.name,
+        )
+
+    def answers(self, model: ir.Model, match: Attention, node: ir.Node, made: list[ir.Node]) -> Sequence[ir.Value]:
+        if "output" not in match.layouts:
+            return node.outputs
+        (y,) = node.outputs
+        y.name = self.context.new_name(model, f"{match.node.name}/merged")
+        y.dtype = ir.DataType.FLOAT
+        heads = self._reshaped(model, y, (0, 0, match.heads, match.head_dim), f"{match.node.name}/heads", made)
+        return [self._transposed(model, heads, LAYOUTS["apart"], f"{match.node.name}/by_heads", made)]
+
+    def _transposed(
+        self, model: ir.Model, value: ir.Value, axes: Sequence[int], name: str, made: list[ir.Node]
+    ) -> ir.Value:
+        node = ir.node("Transpose", [value], {"perm": axes}, name=f"{name}_transpose")
+        return self._named(model, node, len(axes), f"{name}_transposed", made)
+
+    def _reshaped(
+        self, model: ir.Model, value: ir.Value, shape: Sequence[int], name: str, made: list[ir.Node]
+    ) -> ir.Value:
+        constant = ir.Tensor(np.array(shape, np.int64), name=self.context.new_name(model, f"{name}_shape"))
+        node = ir.node("Reshape", [value, new_initializer(model.graph, constant)], name=f"{name}_reshape")
+        return self._named(model, node, len(shape), f"{name}_reshaped", made)
+
+    def _named(self, model: ir.Model, node: ir.Node, rank: int, name: str, made: list[ir.Node]) -> ir.Value:
+        (value,) = node.outputs
+        value.name = self.context.new_name(model, name)
+        value.dtype, value.shape = ir.DataType.FLOAT, ir.Shape([None] * rank)
+        made.append(node)
+        return value
+
+    def placed(self, model: ir.Model, match: Attention, node: ir.Node) -> None:
+        self.context.layers.rounding[node.outputs[0]] = ROUNDING[self.options.precision]
+
+    def finish(self, model: ir.Model, nodes: Sequence[ir.Node]) -> None:
+        context = self.context
+        nodes = nodes_of(model, OP_TYPE)
+        neutral = {"mask": np.zeros(1, np.float32)}
+        fill_missing(nodes, INPUTS, (), lambda _: neutral, lambda name: context.new_name(model, name))
+        if context.portable:
+            put_function(model, nomad_attention_function(model.opset_imports[""], uses_of(nodes)))

@@ -1,0 +1,1 @@
+"""Passes for KV caches: compressed caches and cached prompts."""

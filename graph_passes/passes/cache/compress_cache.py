@@ -1,0 +1,479 @@
+"""Puts NoMADAttention in the place of attention with a cache, and a compressed cache in the place of floats.
+
+Keys become 4-bit codes of product quantization, by codebooks for each layer and head; values int8 with a scale a token.
+The cache stays where it is, inputs and outputs of the graph of the same names; its element type becomes uint8, and its
+last dimension the bytes of a token (cache_format.py), of keys and values each or, with equal_rows, of all caches alike.
+
+With a window or sinks, keys of the most recent and of the first tokens are kept as floats too: in an input and an
+output of a fixed size that each attention has besides, past_key_values.N.exact_key and present.N.exact_key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import numpy as np
+import onnx_ir as ir
+
+from ortolan.errors import ModelError, NothingToReplaceError, RecipeError
+from ortolan.progress import Stage
+
+from ...find.attention import NotAttention
+from ...find.attention_operands import is_op
+from ...find.cached_attention import CachedAttention, find_cached_attentions
+from ...find.dimensions import Dimensions, int_attribute
+from ...names import ORTOLAN_DOMAIN, PROMPT_KEY
+from ...operators.nodes import (
+    UNPACK_ONCE_LIMIT,
+    fill_missing,
+    in_order,
+    input_of,
+    new_initializer,
+    nodes_of,
+    put_function,
+)
+from ...operators.nomad_attention_function import OP_TYPE, is_given, uses_of
+from ...operators.nomad_cache_function import INPUTS, CacheUses, nomad_cache_function
+from ...operators.replacement import stored_tensor
+from ...options import takes
+from ...report.lines import count
+from ...report.optimization import CacheReport
+from ...weights.cache_format import CacheFormat, CacheUse, ExactKeys
+from ...weights.quantizers.codebooks import CENTROIDS
+from ..attention.rewrite import ROUNDING, AttentionOptions, AttentionRewrite, Refused
+from .codebooks import learn_codebooks
+
+_CODES, _FLOAT, _INT8 = "codes", "float32", "int8"
+_MOST_HEAD_DIM = 1024
+# ||Y - exact|| / ||Y|| of an attention that reads its past from the cache, for `verify`; beside ROUNDING.
+_VALUE_ROUNDING = 0.01
+_PROMPT_ROUNDING = 0.004  # queries and weights of short calls become bf16
+# Where layers round their inputs to int8, the least difference may turn into a step of that.
+_ROUNDED_INPUTS = 0.01
+_ROUNDING_LAYERS = ("MatMulNBits", "MatMulInteger", "DynamicQuantizeLinear", "DynamicQuantizeMatMul", "QLinearMatMul")
+_KEY_ROUNDING = {1: 0.1, 2: 0.2, 4: 0.3}
+
+
+@dataclass(frozen=True)
+class CompressCacheOptions(AttentionOptions):
+    keys: str = field(default=_CODES, metadata=takes("str", choices=(_CODES, _FLOAT)))
+    values: str = field(default=_INT8, metadata=takes("str", choices=(_INT8, _FLOAT)))
+    # Numbers of a key that share a 4-bit code: a key takes head_dim / d_sub / 2 bytes.
+    d_sub: int = field(default=1, metadata=takes("int", choices=(1, 2, 4)))
+    # Recent and first tokens whose keys are exact as well.
+    window: int = field(default=0, metadata=takes("int", low=0))
+    sinks: int = field(default=0, metadata=takes("int", low=0))
+    # Caches of keys as wide as those of values, for hosts that make all alike, such as onnxruntime-genai.
+    equal_rows: bool = field(default=False, metadata=takes("bool"))
+    max_tokens: int = field(default=8192, metadata=takes("int", low=1))  # whose keys codebooks are learned from
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keys == _FLOAT and self.values == _INT8:
+            raise RecipeError(
+                'keys = "float32" goes with values = "float32" only; the operator has no other such cache'
+            )
+        if self.equal_rows and _FLOAT in (self.keys, self.values):
+            raise RecipeError(
+                f'equal_rows = true goes with keys = "codes" and values = "int8" only; keys are "{self.keys}" and '
+                f'values "{self.values}" here'
+            )
+        if self.keys == _FLOAT and (self.window or self.sinks):
+            raise RecipeError(
+                f'window = {self.window} and sinks = {self.sinks} go with keys = "codes" only; others are exact anyway'
+            )
+
+
+class CompressCachePass(AttentionRewrite[CachedAttention]):
+    """Replaces attention with a cache."""
+
+    pass_name = "compress_cache"
+    stage = Stage.COMPRESS_CACHE
+    refusal = "cache not compressed"
+    options_type: ClassVar[type[AttentionOptions]] = CompressCacheOptions
+    options: CompressCacheOptions
+    _equal_width: int | None = None
+
+    def find(self, model: ir.Model) -> Sequence[CachedAttention | NotAttention]:
+        found = [match for graph in model.graphs() for match in find_cached_attentions(graph)]
+        matches = [match for match in found if isinstance(match, CachedAttention)]
+        for match in matches:
+            for past, present in () if _is_in_branch(match) else _caches(match):
+                self._set_use(past, present, match.node.name or "")
+        if matches:  # what reads no cache of its own, such as attention to an encoder, is for pass fuse_attention
+            found = [match for match in found if isinstance(match, CachedAttention) or match.cached]
+        return found
+
+    def why_not(self, match: CachedAttention) -> str | None:
+        compressed = (
+            self.options.keys == _CODES or self.options.values == _INT8 or self.context.caches.prompt_ids is not None
+        )
+        if compressed and (match.head_dim % CENTROIDS or match.head_dim > _MOST_HEAD_DIM):
+            return f"its heads are {match.head_dim} wide, expected a multiple of 16 up to {_MOST_HEAD_DIM}"
+        if compressed and _is_in_branch(match):
+            return "it stands in a branch of an If, of which the other one has caches of floats"
+        return None
+
+    def announce(self, chosen: Sequence[CachedAttention], refused: Refused) -> None:
+        context = self.context
+        context.caches.taken |= {match.past_key.name or "" for match in chosen}
+        rows = [max(self._key_bytes(match), self._value_bytes(match)) for match in chosen]
+        self._equal_width = max(rows, default=0) if self.options.equal_rows else None
+        if chosen:
+            self._announce_caches(chosen, refused)
+        elif not refused:
+            context.note("no attention with a cache was found: nothing to compress")
+        self.note_refused(refused)
+        if context.caches.prompt is not None and refused:
+            reason, names = next(iter(refused.items()))
+            raise ModelError(
+                f"a prompt must be in the cache of all attentions, but {names[0]!r} keeps its own: {reason}; give no "
+                "prompt, or select all of them"
+            )
+        if not chosen and not context.plan.replaces:
+            raise NothingToReplaceError(_why_nothing(context.source.name, refused))
+        if chosen and context.dry_run and context.evidence.made_up and self.options.keys == _CODES:
+            context.note(
+                "pass 'compress_cache' needs calibration inputs (calibration=…): without them, a run is refused"
+            )
+
+    def _announce_caches(self, chosen: Sequence[CachedAttention], refused: Refused) -> None:
+        options, verb, note = self.options, self.verb, self.context.note
+        bytes_before = sum(8 * match.head_dim * match.kv_heads for match in chosen)
+        bytes_after = sum(sum(self._widths(match)) * match.kv_heads for match in chosen)
+        keys = f"codes of {options.d_sub} number(s)" if options.keys == _CODES else options.keys
+        self.context.report.cache = CacheReport(
+            len(chosen),
+            keys,
+            options.values,
+            bytes_before=bytes_before,
+            bytes_after=bytes_after,
+        )
+        share = bytes_after / bytes_before
+        note(
+            f"{count(len(chosen), 'attention')} with a cache {verb} one operator each: keys {keys}, values "
+            f"{options.values}" + ("" if share == 1 else f"; the cache takes {share:.3g} of the bytes")
+        )
+        if self._equal_width is not None:
+            note(
+                f"caches of keys and values {verb} equally wide, {self._equal_width} bytes a token and head: keys do "
+                "not use all of theirs"
+            )
+            if refused:
+                note("caches that are not compressed hold floats: a host that makes all alike cannot run it")
+        if options.window or options.sinks:
+            note(
+                f"keys of the first {options.sinks} and the last {options.window} tokens {verb} exact: each "
+                "attention has an input and an output for them, which a generate loop carries on like the cache's"
+            )
+
+    def _key_bytes(self, match: CachedAttention) -> int:
+        return match.head_dim // self.options.d_sub // 2 if self.options.keys == _CODES else 4 * match.head_dim
+
+    def _value_bytes(self, match: CachedAttention) -> int:
+        return CacheFormat(match.head_dim).row_bytes if self.options.values == _INT8 else 4 * match.head_dim
+
+    def _widths(self, match: CachedAttention) -> tuple[int, int]:
+        """Bytes of a token and a head in the caches of keys and values."""
+        own = self._key_bytes(match), self._value_bytes(match)
+        return own if self._equal_width is None else (self._equal_width, self._equal_width)
+
+    def has_function(self, model: ir.Model, chosen: Sequence[CachedAttention]) -> bool:
+        """Whether one ONNX function serves these and the operator's nodes that the model has already."""
+        return _with_others(_find_uses(model, chosen, self.options, 0), nodes_of(model, OP_TYPE)) is not None
+
+    # ---- the graph ---------------------------------------------------------------------------------------------------
+
+    def prepare(self, model: ir.Model, chosen: Sequence[CachedAttention]) -> None:
+        options = self.options
+        # By the output of the keys' cache.
+        self._books: dict[str, np.ndarray] = {}
+        self._spreads: dict[str, np.ndarray] = {}
+        if options.keys == _CODES:
+            self._books, self._spreads = learn_codebooks(model, self.context, chosen, options.d_sub, options.max_tokens)
+        prompt_tokens = 0 if self.context.caches.prompt is None else self.context.caches.prompt.tokens
+        self._exact_rounding, self._cache_rounding = _rounding(model, options, prompt_tokens)
+        self._uses = _find_uses(model, chosen, options, prompt_tokens)
+
+    def outputs_of(self, match: CachedAttention) -> list[ir.Value]:
+        return [match.output, match.present_key, match.present_value]
+
+    def make_node(self, model: ir.Model, match: CachedAttention, mask: ir.Value | None, made: list[ir.Node]) -> ir.Node:
+        graph, prompt = match.node.graph, self.context.caches.prompt
+        assert isinstance(graph, ir.Graph)
+        book = self._books.get(match.present_key.name or "")
+        given = {
+            "query": match.query,
+            "mask": mask,
+            "key": match.key,
+            "value": match.value,
+            "past_key": match.past_key,
+            "past_value": match.past_value,
+            "codebooks": self._constant(model, graph, f"{match.node.name}/codebooks", book),
+            "lengths": match.lengths,
+            "cos": match.cos,
+            "sin": match.sin,
+            "past_exact_key": self._past_exact_key(model, match),
+            **self._prompt_inputs(model, graph, match),
+        }
+        exact = given["past_exact_key"] is not None
+        # Steps add up in the order of the CPU's registers anyway.
+        attributes = self.attributes(match, any_order=True) | {"rotary_interleaved": int(match.interleaved)}
+        if exact:
+            attributes |= {"window": self.options.window, "sinks": self.options.sinks}
+        if prompt is not None:
+            attributes |= {"prompt_tokens": prompt.tokens, "prompt_head_dim": match.head_dim}
+        node = ir.node(
+            OP_TYPE,
+            in_order(INPUTS, given),
+            attributes,
+            domain=ORTOLAN_DOMAIN,
+            name=match.node.name,
+            num_outputs=4 if exact else 3,
+        )
+        keys = None if book is None else CacheFormat(match.head_dim, book, self._equal_width)
+        values = CacheFormat(match.head_dim, equal_width=self._equal_width) if self.options.values == _INT8 else None
+        for (past, present), cache_format in zip(_caches(match), (keys, values), strict=True):
+            self._set_format(past, present, cache_format, match.head_dim)
+            if not _is_in_branch(match):
+                self._set_use(past, present, node.name or "", cache_format, given["codebooks"])
+        return node
+
+    def placed(self, model: ir.Model, match: CachedAttention, node: ir.Node) -> None:
+        if len(node.outputs) == 4:
+            self._add_present_exact_key(model, match, node)
+        node.outputs[0].dtype = ir.DataType.FLOAT
+        self.context.layers.rounding[node.outputs[0]] = self._exact_rounding
+        self.context.caches.rounding[node.outputs[0]] = self._cache_rounding
+        if self.context.caches.prompt is not None:
+            for past in (match.past_key, match.past_value):
+                _lengthen(past, self.context.caches.prompt.tokens)
+
+    def _prompt_inputs(self, model: ir.Model, graph: ir.Graph, match: CachedAttention) -> dict[str, ir.Value]:
+        if self.context.caches.prompt is None:
+            return {}
+        packed = self.context.caches.prompt.caches[match.past_key.name or ""].pack()
+        inputs = {}
+        for name, tensor in packed.items():
+            wanted = self.context.new_name(model, f"{match.node.name}/{name}")
+            inputs[name] = new_initializer(graph, stored_tensor(self.context.spill, wanted, tensor))
+        self.context.layers.packed_weights += _prompt_weights([match], self.context.caches.prompt.tokens)
+        return inputs
+
+    def _past_exact_key(self, model: ir.Model, match: CachedAttention) -> ir.Value | None:
+        """The new input of the graph, if there is a window or sinks."""
+        keys = ExactKeys(match.past_key.name or "", self.options.window, self.options.sinks)
+        if not keys.slots:
+            return None
+        value = self._exact_key(model, match, match.past_key, keys)
+        model.graph.inputs.append(value)
+        self.context.caches.exact_keys[value.name or ""] = keys
+        return value
+
+    def _add_present_exact_key(self, model: ir.Model, match: CachedAttention, node: ir.Node) -> None:
+        keys = ExactKeys(match.past_key.name or "", self.options.window, self.options.sinks)
+        like = self._exact_key(model, match, match.present_key, keys)
+        value = node.outputs[3]
+        value.name, value.type, value.shape = like.name, like.type, like.shape
+        model.graph.outputs.append(value)
+
+    def _exact_key(self, model: ir.Model, match: CachedAttention, cache: ir.Value, keys: ExactKeys) -> ir.Value:
+        """float32 [batch, kv_heads, slots, head_dim], named as the cache of keys is."""
+        name = cache.name or ""
+        wanted = name.removesuffix("key") + "exact_key" if name.endswith("key") else f"{name}_exact_key"
+        batch = None if cache.shape is None else cache.shape[0]
+        return ir.Value(
+            name=self.context.new_name(model, wanted),
+            type=ir.TensorType(ir.DataType.FLOAT),
+            shape=ir.Shape([batch, match.kv_heads, keys.slots, match.head_dim]),
+        )
+
+    def _set_format(self, past: ir.Value, present: ir.Value, cache_format: CacheFormat | None, head_dim: int) -> None:
+        """None: floats. Some models leave the last dimension open, which the node that told it no longer does."""
+        for value in (past, present):
+            if value.shape is not None:
+                last = head_dim if cache_format is None else cache_format.width
+                value.shape = ir.Shape([*value.shape[:3], last])
+            if cache_format is not None:
+                value.dtype = ir.DataType.UINT8
+        if cache_format is not None:
+            self.context.caches.formats[past.name or ""] = cache_format
+            self.context.caches.outputs.add(present.name or "")
+
+    def _set_use(
+        self,
+        past: ir.Value,
+        present: ir.Value,
+        node: str,
+        cache_format: CacheFormat | None = None,
+        codebooks: ir.Value | None = None,
+    ) -> None:
+        spread = self._spreads.get(present.name or "") if cache_format is not None else None
+        books = "" if codebooks is None else codebooks.name or ""
+        use = CacheUse(past.name or "", present.name or "", node, cache_format, books, spread)
+        self.context.caches.uses[use.past] = use
+
+    def _constant(self, model: ir.Model, graph: ir.Graph, name: str, array: np.ndarray | None) -> ir.Value | None:
+        if array is None:
+            return None
+        return new_initializer(graph, ir.Tensor(array, name=self.context.new_name(model, name)))
+
+    def finish(self, model: ir.Model, nodes: Sequence[ir.Node]) -> None:
+        context = self.context
+        every = nodes_of(model, OP_TYPE)
+        others = [node for node in every if node not in set(nodes)]
+        uses = _with_others(self._uses, others)
+        nothing = np.zeros(1, np.float32)
+        neutral = dict.fromkeys(("mask", "key", "value", "cos", "sin", "past_exact_key"), nothing)
+        neutral |= {"codebooks": np.zeros(0, np.float32), "lengths": np.zeros(0, np.int32)}
+        # A function cannot ask which inputs its node has.
+        needed = INPUTS[: INPUTS.index("lengths") + 1] if uses is not None and context.portable else ()
+        fill_missing(nodes, INPUTS, needed, lambda _: neutral, lambda name: context.new_name(model, name))
+        if context.caches.prompt is not None:
+            _rename_lengths(model)
+            model.metadata_props[PROMPT_KEY] = str(context.caches.prompt.tokens)
+        if not context.portable:
+            return
+        if uses is None:
+            context.portable = context.report.portable = False
+            context.note(
+                f"the model needs Ortolan's library: its {OP_TYPE} nodes have inputs of several forms, which one ONNX "
+                "function cannot serve"
+            )
+            model.functions.pop((ORTOLAN_DOMAIN, OP_TYPE, ""), None)  # that of attention without a cache
+            return
+        if others:
+            none = neutral | {"past_key": nothing, "past_value": nothing}
+            fill_missing(others, INPUTS, needed, lambda _: none, lambda name: context.new_name(model, name))
+            for node in others:
+                node.attributes.setdefault("rotary_interleaved", ir.AttrInt64("rotary_interleaved", 0))
+                node.resize_outputs(len(nodes[0].outputs))  # onnx wants all that the function has
+                for value in node.outputs[1:]:
+                    value.name = context.new_name(model, f"{node.name}/no_cache")
+        put_function(model, nomad_cache_function(model.opset_imports[""], uses))
+
+
+def _with_others(uses: CacheUses | None, others: Sequence[ir.Node]) -> CacheUses | None:
+    """The same for nodes that are there already as well; None if no function serves all."""
+    if uses is None or not others:
+        return uses
+    if any(is_given(input_of(node, INPUTS, "past_key")) for node in others):
+        return None
+    own = uses_of(others)
+    special = uses.d_sub or uses.int8_values or uses.packed or uses.rotary or uses.exact_keys or uses.prompt
+    if special or uses.lengths or own.packed:
+        return None
+    names = frozenset(("query", "key", "value"))
+    some_by_heads = uses.by_heads | uses.mixed | own.by_heads
+    some_by_rows = (names - uses.by_heads) | (names & own.by_rows)
+    return replace(
+        uses,
+        by_heads=some_by_heads - some_by_rows,
+        mixed=some_by_heads & some_by_rows,
+        uncached=True,
+        mask=uses.mask or own.mask,
+        grouped=uses.grouped or own.grouped,
+        causal=uses.causal or own.causal,
+        zero_hidden_rows=uses.zero_hidden_rows or own.zero_hidden_rows,
+    )
+
+
+def _why_nothing(name: str, refused: Refused) -> str:
+    """For the error, where the recipe changes nothing else."""
+    if not refused:
+        return (
+            f"{name} holds no attention with a cache, so there is nothing to compress: leave the cache option out; for "
+            "a decoder, export it with its cache: optimum-cli export onnx --task text-generation-with-past --model "
+            "MODEL FOLDER"
+        )
+    reasons = "; ".join(f"{names[0]}: {reason}" for reason, names in list(refused.items())[:5])
+    return f"no attention of {name} has a cache that can be compressed: {reasons}"
+
+
+def _rounding(model: ir.Model, options: CompressCacheOptions, prompt_tokens: int) -> tuple[float, float]:
+    """Of a prompt, whose keys and values are exact; and of a token that reads them from the cache."""
+    rounds = any(node.op_type in _ROUNDING_LAYERS for node in model.graph.all_nodes())
+    exact = _ROUNDED_INPUTS if rounds else ROUNDING[options.precision]
+    if prompt_tokens:
+        exact = max(exact, _PROMPT_ROUNDING)
+    keys = _KEY_ROUNDING[options.d_sub] if options.keys == _CODES else 0.0
+    values = _VALUE_ROUNDING if options.values == _INT8 else 0.0
+    return exact, max(exact, keys, values)
+
+
+def _find_uses(
+    model: ir.Model, chosen: Sequence[CachedAttention], options: CompressCacheOptions, prompt_tokens: int
+) -> CacheUses | None:
+    """For the ONNX function of all of them, before they are replaced; None if no function serves all."""
+    dims = {graph: Dimensions(graph) for graph in model.graphs()}
+
+    def by_heads(match: CachedAttention) -> frozenset[str]:
+        given = {"query": match.query, "key": match.key, "value": match.value}
+        assert isinstance(match.node.graph, ir.Graph)
+        shape = dims[match.node.graph].shape
+        return frozenset(name for name, value in given.items() if len(shape(value) or ()) == 4)
+
+    forms = {(match.key is None, match.cos is not None) for match in chosen}
+    if len(forms) > 1:
+        return None
+    packed, rotary = forms.pop()
+    layouts = [by_heads(match) for match in chosen]
+    of_all = frozenset.intersection(*layouts)
+    return CacheUses(
+        d_sub=options.d_sub if options.keys == _CODES else 0,
+        int8_values=options.values == _INT8,
+        packed=packed,
+        by_heads=of_all,
+        mixed=frozenset.union(*layouts) - of_all,
+        mask=any(match.masks for match in chosen),
+        grouped=any(match.kv_heads != match.heads for match in chosen),
+        causal=any(match.causal for match in chosen),
+        zero_hidden_rows=any(match.zero_hidden_rows for match in chosen),
+        lengths=any(match.lengths is not None for match in chosen),
+        rotary=rotary,
+        equal_rows=options.equal_rows,
+        exact_keys=options.window + options.sinks > 0,
+        prompt=prompt_tokens > 0,
+        unpack_prompt_once=_prompt_weights(chosen, prompt_tokens) <= UNPACK_ONCE_LIMIT,
+    )
+
+
+def _prompt_weights(matches: Sequence[CachedAttention], prompt_tokens: int) -> int:
+    """How many numbers of keys and values of a prompt they hold."""
+    return sum(2 * match.kv_heads * prompt_tokens * match.head_dim for match in matches)
+
+
+def _caches(match: CachedAttention) -> tuple[tuple[ir.Value, ir.Value], ...]:
+    """Input and output of its keys, and of its values."""
+    return (match.past_key, match.present_key), (match.past_value, match.present_value)
+
+
+def _is_in_branch(match: CachedAttention) -> bool:
+    """Whether it stands in a graph inside of the one that its caches are inputs of."""
+    return match.node.graph is not match.past_key.graph
+
+
+def _lengthen(past: ir.Value, tokens: int) -> None:
+    """What the graph asks a cache for its length, it asks for the tokens of all that are in the past."""
+    for shape in [use.node for use in past.uses() if is_op(use.node, "Shape")]:
+        graph = shape.graph
+        assert isinstance(graph, ir.Graph)
+        end = shape.attributes["end"].as_int() if "end" in shape.attributes else None
+        more = np.array([0, 0, tokens, 0], np.int64)[int_attribute(shape, "start", 0) : end]
+        if not more.any():
+            continue
+        constant = ir.node("Constant", [], {"value": ir.tensor(more)})
+        added = ir.node("Add", [shape.outputs[0], constant.outputs[0]])
+        graph.insert_after(shape, [constant, added])
+        shape.outputs[0].replace_all_uses_with(added.outputs[0])
+        added.replace_input_with(0, shape.outputs[0])
+
+
+def _rename_lengths(model: ir.Model) -> None:
+    """A mask is now longer than a cache by the prompt: what names a length of the cache may not name that of the
+    mask."""
+    for value in model.graph.inputs:
+        if value.name == "attention_mask" and value.shape is not None and len(value.shape) == 2:
+            value.shape = ir.Shape([value.shape[0], "prompt_and_total_sequence_length"])

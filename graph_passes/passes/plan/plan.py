@@ -1,0 +1,139 @@
+"""What the steps of a recipe are going to do: known from their options before any of them runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ...find.linear import Linear
+from ...operators.replacement import Stored
+from ...operators.sparse_amx_matmul_function import OP_TYPE as SPARSE_AMX_MATMUL
+from ...options import PassOptions
+from ...weights.quantizers.grid import Quantization
+from .activations import ActivationsOptions
+from .prune import PruneOptions
+from .quantize import QuantizeOptions
+from .replace import LayerState, ReplaceOptions, ReplaceRule
+
+LEAST = Stored(0, "")  # what a weight may become at best
+_OF_LAYERS = frozenset(("prune", "quantize", "replace", "fuse_attention", "fuse_cached_attention"))
+
+
+class Step(Protocol):
+    """As recipe.RecipeStep."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def options(self) -> PassOptions: ...
+
+
+class Plan:
+    """Made of a recipe's steps. All that it tells of a layer follows from their options, the layer and its state."""
+
+    def __init__(self, steps: Sequence[Step] = ()) -> None:
+        names = [step.name for step in steps]
+        options = [step.options for step in steps]
+        self._rules = [ReplaceRule(one) for one in options if isinstance(one, ReplaceOptions)]
+        self._quantizing = [one for one in options if isinstance(one, QuantizeOptions | PruneOptions)]
+        self._activations = [one for one in options if isinstance(one, ActivationsOptions)]
+        self.replaces = "replace" in names
+        self.prunes = "prune" in names
+        self.quantizes = "quantize" in names or any(_values(steps, "prune", "weight_bits"))
+        # Whether pass normalize writes fused operators as several: for what is done to layers and attention; and where
+        # it runs alone, for whoever looks at them.
+        self.unfuses = not _OF_LAYERS.isdisjoint(names) or names == ["normalize"]
+        self.stores_tables = "embeddings" in names
+        self.records_ranges = "ranges" in names
+        self.takes_prompt = "compress_cache" in names  # and puts it into the graph
+        self.fuses_cached = self.takes_prompt or "fuse_cached_attention" in names
+        self.applies_thresholds = any(rule.replacement.masks_inputs for rule in self._rules)
+        # On how many feeds the model is run at the end.
+        self.feeds_to_verify: int = max(_values(steps, "verify", "feeds"), default=0)
+
+    def is_last(self, options: ReplaceOptions) -> bool:
+        """Whether these are the options of the last step replace."""
+        return bool(self._rules) and self._rules[-1].options is options
+
+    def keeps_quantized(self, linear: Linear) -> bool:
+        """Whether a step replace takes over the numbers of 4 or 8 bits that the model stores for the layer."""
+        return any(rule.stored_weight(linear) is not None and not rule.refuses_range(linear) for rule in self._rules)
+
+    def keeps_range(self, linear: Linear) -> bool:
+        """Whether a step replace gives the layer, as it is, to an operator with the fixed range of its input."""
+        state = LayerState(linear.stored_bytes)
+        return linear.x_range is not None and any(
+            rule.replacement.takes_ranges
+            and rule.stored_weight(linear) is not None
+            and rule.why_not(linear, rule.replacement.stored_weights(linear.matrix()), state) is None
+            for rule in self._rules
+        )
+
+    def quantization(self, linear: Linear) -> Quantization | None:
+        """How a step is going to quantize the layer, or None: also where no step replace would take it then."""
+        chosen = self._chosen_quantization(linear)
+        return chosen if chosen is not None and self.why_not_quantized(linear) is None else None
+
+    def why_not_quantized(self, linear: Linear, stored: Stored = LEAST, state: LayerState | None = None) -> str | None:
+        """Why no step replace takes a layer that a step quantizes, in the words of the operator that holds such
+        weights; None: one does, no step quantizes it, or the recipe replaces nothing."""
+        chosen = self._chosen_quantization(linear)
+        if chosen is None:
+            return None
+        if state is None:
+            state = LayerState(linear.stored_bytes, stored_bits=linear.stored_bits)
+        reasons = self._reasons(linear, stored, dataclasses.replace(state, quantized=chosen))
+        return None if None in reasons else next(iter(reasons), None)
+
+    def _chosen_quantization(self, linear: Linear) -> Quantization | None:
+        if self.keeps_quantized(linear):
+            return None
+        found = (one.quantization_of(linear) for one in self._quantizing)
+        return next((one for one in found if one is not None), None)
+
+    def needs_bf16_scales(self, linear: Linear) -> bool:
+        """Whether a step replace may choose an operator for the layer that has no other scales for 4 bits, or none says
+        which it will be."""
+        return not self._rules or any(
+            rule.options.op == SPARSE_AMX_MATMUL and rule.is_chosen(linear) for rule in self._rules
+        )
+
+    def chooses_threshold(self, linear: Linear) -> bool:
+        """Whether a step activations chooses a threshold for the layer's input."""
+        return any(one.takes(linear) for one in self._activations)
+
+    def prunes_to_two_four(self, linear: Linear) -> bool:
+        """Whether a step prunes the layer so that it is 2:4 sparse."""
+        pruning = (one for one in self._quantizing if isinstance(one, PruneOptions))
+        return any(one.units.is_two_four and linear.is_chosen(one.select, one.exclude) for one in pruning)
+
+    def gains(self, linear: Linear, stored: Stored, state: LayerState) -> bool:
+        """Whether a layer is worth changing, so that this is stored of its weight: a step replaces it then, or the
+        recipe replaces none."""
+        return not self._rules or None in self._reasons(linear, stored, state)
+
+    def _reasons(self, linear: Linear, stored: Stored, state: LayerState) -> list[str | None]:
+        """Why steps replace do not take the layer, None where one does: those whose operator holds such a weight. Where
+        none does, what the user asked for is in error, and pass replace says so."""
+        pairs = [(rule, self.foreseen(linear, state, rule)) for rule in self._rules]
+        able = [
+            (rule, foreseen)
+            for rule, foreseen in pairs
+            if rule.is_chosen(linear)
+            and rule.replacement.why_not(linear.k, rule.quantization(linear, foreseen)) is None
+        ]
+        return [rule.why_not(linear, stored, foreseen) for rule, foreseen in able or pairs]
+
+    def foreseen(self, linear: Linear, state: LayerState, rule: ReplaceRule) -> LayerState:
+        """The layer's state when the step replace of this rule comes to it."""
+        quantized, threshold = state.quantized, state.threshold
+        if quantized is None:
+            quantized = self.quantization(linear)
+        if threshold is None and rule.replacement.masks_inputs and self.chooses_threshold(linear):
+            threshold = 0.0
+        return dataclasses.replace(state, quantized=quantized, threshold=threshold)
+
+
+def _values(steps: Sequence[Step], name: str, option: str) -> list[Any]:
+    return [getattr(step.options, option) for step in steps if step.name == name]

@@ -1,0 +1,87 @@
+"""The options of pass quantize, and what they say of a layer before any pass runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ortolan.errors import RecipeError
+
+from ...find.linear import Linear
+from ...find.quantized_weight import MAX_INPUTS
+from ...options import Globs, PassOptions, takes
+from ...weights.quantizers.grid import GROUP_SIZES, Quantization
+
+ROUNDING = ("rtn", "mse", "gptq", "awq", "hqq")
+ZERO_POINTS = ("fraction", "integer", "minimum")
+
+
+@dataclass(frozen=True)
+class QuantizeOptions(PassOptions):
+    # None: "mse" with 4 bits, and "rtn" with 8 bits, where searching gains little.
+    method: str | None = field(default=None, metadata=takes("str", choices=ROUNDING, none=True))
+    bits: int = field(default=8, metadata=takes("int", choices=(4, 8)))
+    # Inputs that share a scale; None: 128 with 4 bits, and all of a column with 8 bits.
+    group_size: int | None = field(default=None, metadata=takes("int", choices=GROUP_SIZES, none=True))
+    # 8 bits: whether the range of the weights is reduced, so that sums of two products fit 16 bits:
+    # faster on CPUs with AVX2 alone, and nowhere else.
+    reduce_range: bool = field(default=False, metadata=takes("bool"))
+    # Whether groups have no zero points. None: they have none, so that every operator takes the weight; hqq has them.
+    # Without, errors at 4 bits are about a sixth larger, but SparseAMXMatMul takes no others.
+    symmetric: bool | None = field(default=None, metadata=takes("bool", none=True))
+    # What a group that is not symmetric has: a zero point that is a fraction, of sixteenths (None); a whole one, of the
+    # same size, with a fifth more squared error; or a minimum, as good as a fraction and a byte larger.
+    zero_points: str | None = field(default=None, metadata=takes("str", choices=ZERO_POINTS, none=True))
+    # gptq: what is added to the diagonal of X^T X, as a share of its mean. None: chosen for each layer, by how weights
+    # fitted to half of the feeds do on the other half.
+    damping: float | None = field(default=None, metadata=takes("float", low=1e-4, below=100.0, none=True))
+    # gptq: whether the order in which inputs are rounded is chosen, or is that in which they stand. None: chosen.
+    act_order: bool | None = field(default=None, metadata=takes("bool", none=True))
+    select: Globs = field(default=("*",), metadata=takes("globs"))
+    exclude: Globs = field(default=(), metadata=takes("globs"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits == 8 and not self.quantization.symmetric:
+            found = "method is 'hqq'" if self.method == "hqq" else "symmetric is false"
+            raise RecipeError(f"{found}, expected bits = 4 with it: weights of 8 bits have no zero points")
+        if self.reduce_range and not self.has("reduce_range"):
+            raise RecipeError(
+                "reduce_range is true, expected bits = 8, no group_size, and method = 'rtn' or none with it"
+            )
+        if self.method == "hqq" and self.symmetric:
+            raise RecipeError("symmetric is true, expected false with method = 'hqq', which searches zero points")
+        if self.zero_points is not None and self.quantization.symmetric:
+            raise RecipeError(
+                f"zero_points is {self.zero_points!r}, which only weights with symmetric = false have; set that, "
+                "or leave zero_points out"
+            )
+        for name in ("damping", "act_order"):
+            if self.method != "gptq" and getattr(self, name) is not None:
+                raise RecipeError(f"{name} is {getattr(self, name)!r}, which only method = 'gptq' has; leave it out")
+
+    def has(self, name: str) -> bool:
+        if name in ("symmetric", "zero_points"):
+            return self.bits == 4
+        if name == "reduce_range":
+            return self.bits == 8 and self.group_size is None and self.rounding == "rtn"
+        return name not in ("damping", "act_order") or self.method == "gptq"
+
+    @property
+    def rounding(self) -> str:
+        """The method, also where none is given."""
+        return self.method or ("mse" if self.bits == 4 else "rtn")
+
+    @property
+    def quantization(self) -> Quantization:
+        symmetric = self.method != "hqq" if self.symmetric is None else self.symmetric
+        group_size = self.group_size or (128 if self.bits == 4 else None)
+        minimum = not symmetric and self.zero_points == "minimum"
+        fractions = not symmetric and self.zero_points in (None, "fraction")
+        return Quantization(
+            self.bits, group_size, symmetric=symmetric, minimum=minimum, fractions=fractions, reduced=self.reduce_range
+        )
+
+    def quantization_of(self, linear: Linear) -> Quantization | None:
+        """How this step quantizes the layer, unless it keeps numbers that the model stores; None: it does not."""
+        takes_it = linear.is_chosen(self.select, self.exclude) and linear.k <= MAX_INPUTS
+        return self.quantization if takes_it else None

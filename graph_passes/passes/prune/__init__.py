@@ -1,0 +1,1 @@
+"""The pass prune: the least important weights of linear layers become zero."""

@@ -1,0 +1,322 @@
+"""Quantizes the weights of linear layers to whole numbers of 8 or 4 bits, except where no pass `replace` would gain.
+
+What a weight may become is in quantizers/grid.py; the methods are
+
+    rtn     each weight to the nearest number
+    mse     to the nearest, of scales and zero points, or minimums, with the least squared error that is found
+            (quantizers/mse.py); where calibration was given, inputs of more energy weigh more
+    gptq    input after input, the rest making up for the error (quantizers/gptq.py); needs calibration
+    awq     mse, after inputs of large magnitude were made finer (quantizers/awq.py, fold_scales.py); needs
+            calibration
+    hqq     to the nearest, of better zero points and scales (quantizers/hqq.py); 4 bits, asymmetric
+
+The calibrated ones run the model as the passes before have left it (pruned, not yet quantized) on all of the feeds, for
+as many layers at once as memory allows: so every layer is calibrated for the inputs that it has while no layer in front
+of it is quantized. (Layer by layer behind quantized ones takes many runs of the model instead of one, and gains
+nothing: docs/verification.md.)
+
+The layer itself gets the float weight that its numbers stand for, as a lazy tensor of its own type, which rounds once
+more, and never to infinity.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+
+import numpy as np
+import onnx_ir as ir
+
+from ortolan.errors import CalibrationError, ModelError
+from ortolan.progress import Stage
+
+from ...find.linear import Linear, layer_key, linears_in
+from ...find.quantized_weight import MAX_INPUTS, QuantizedWeight, dequantized_tensor, too_wide
+from ...measure.fits import Fit, Fits
+from ...measure.layer_inputs import LayerInputs, energies_as_it_is, inputs_as_it_is
+from ...operators.replacement import Stored
+from ...operators.sparse_amx_matmul_storage import stored_in
+from ...weights.quantizers.gptq import Prepared, choose_damping, gptq, prepare
+from ...weights.quantizers.grid import Quantization, Rounded, round_to_nearest
+from ...weights.quantizers.hessian import damped
+from ...weights.quantizers.hqq import half_quadratic
+from ...weights.quantizers.mse import round_mse
+from ..context import PassContext, RecipePass
+from ..plan.quantize import QuantizeOptions
+from ..weight_groups import WeightGroup, count_layers, fit_key, group_layers, note_inputs
+from .fold_scales import scale_inputs
+
+_LEAST_IMPORTANCE = np.float32(1e-3)  # of an input that is never seen, where the mean is 1
+_SMALLEST_ENERGY = 1e-30
+
+# What rounds each weight by itself; gptq, where no inputs can be recorded, and awq do the same with theirs.
+_ROUND: Mapping[str, Callable[[np.ndarray, Quantization], Rounded]] = {
+    "rtn": round_to_nearest,
+    "mse": round_mse,
+    "gptq": round_mse,
+    "awq": round_mse,
+    "hqq": half_quadratic,
+}
+
+
+class QuantizePass(RecipePass):
+    """Quantizes each weight once, also where several layers share it; see the top of this file."""
+
+    options_type = QuantizeOptions
+    options: QuantizeOptions
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        options, context = self.options, self.context
+        chosen = group_layers(
+            context, context.survey(model), options.select, options.exclude, "quantize", "quantization"
+        )
+        groups = [group for group in chosen if self._takes(group)]
+        bits_before = [(group, group.linears[0].stored_bits) for group in groups]
+        if context.dry_run:
+            self._announce(groups)
+        elif groups:
+            self._quantize_all(model, groups)
+        for bits in (4, 8):
+            rounded = [group.linears[0].name for group, before in bits_before if before == bits and group.linears]
+            if rounded:
+                context.note(
+                    f"{count_layers(rounded)} stored in {bits} bits already, but not as a replacing operator takes "
+                    "them, so their weights are rounded once more"
+                )
+        context.progress(Stage.QUANTIZE, len(groups), len(groups))
+        return ir.passes.PassResult(model, modified=not context.dry_run)
+
+    def _takes(self, group: WeightGroup) -> bool:
+        """Whether there is a layer left to quantize; of one that cannot be, the report says why."""
+        context = self.context
+        group.linears = [linear for linear in group.linears if context.layer(linear).weight_bits is None]
+        # Done by an earlier pass of this kind, or in the model already.
+        if not group.linears or any(context.plan.keeps_quantized(linear) for linear in group.linears):
+            return False
+        _leave(context, group)
+        if not group.linears:
+            return False
+        k = group.linears[0].k
+        if k > MAX_INPUTS:
+            for linear in group.linears:
+                context.layer(linear).reason = too_wide(k)
+        return k <= MAX_INPUTS
+
+    def _announce(self, groups: Sequence[WeightGroup]) -> None:
+        for group in groups:
+            for linear in group.linears:
+                layer = self.context.layer(linear)
+                layer.status, layer.bytes_after = "quantized", group.weight.nbytes
+                layer.weight_bits = self.options.bits
+
+    def _quantize_all(self, model: ir.Model, groups: Sequence[WeightGroup]) -> None:
+        context, options = self.context, self.options
+        if options.rounding == "awq":
+            self._scale(model, groups)
+        # Only these are the same whichever other layers are quantized.
+        keeps = options.rounding in ("gptq", "mse") and not context.layers.changed
+        fitted = context.evidence.fits if keeps else None
+        same = dataclasses.replace(options, select=("*",), exclude=())
+        done = 0
+        for inputs, several in self._with_inputs(model, groups, fitted, same):
+            prepared = self._prepare(several, inputs) if isinstance(inputs, LayerInputs) else None
+            for group in several:
+                context.progress(Stage.QUANTIZE, done, len(groups))
+                done += 1
+                if isinstance(inputs, Rounded):
+                    rounded = inputs
+                else:
+                    rounded = self._round(group, inputs if prepared is None else prepared)
+                    if fitted is not None:
+                        rows = inputs.rows if isinstance(inputs, LayerInputs) else group.linears[0].k
+                        fitted.keep(self._fit_key(group, same), Fit(rounded, rows))
+                put_quantized(model, context, group, rounded, self._quantization(group))
+                context.release()
+
+    def _round(self, group: WeightGroup, inputs: Prepared | np.ndarray | LayerInputs | None) -> Rounded:
+        """inputs: for gptq, what is made of them; for mse, float32 [k], their energies."""
+        matrix, chosen = group.linears[0].matrix(), self._quantization(group)
+        check_finite(matrix, group, "quantized")
+        if isinstance(inputs, Prepared):
+            return gptq(matrix, inputs, chosen)
+        if isinstance(inputs, np.ndarray):
+            return round_mse(matrix, chosen, inputs / max(float(inputs.mean()), _SMALLEST_ENERGY) + _LEAST_IMPORTANCE)
+        return _ROUND[self.options.rounding](matrix, chosen)
+
+    def _scale(self, model: ir.Model, groups: Sequence[WeightGroup]) -> None:
+        """awq: scales inputs of layers, and makes the groups see their new weights."""
+        context = self.context
+        for group in groups:
+            check_finite(group.linears[0].matrix(), group, "quantized")
+            context.release()
+        self._note_made_up()
+        with context.evidence.recording(model, [linear for group in groups for linear in group.linears]) as recorder:
+            scale_inputs(model, context, groups, recorder, self.options.quantization)
+        changed = {layer_key(linear): linear for linear in linears_in(model)}
+        for group in groups:
+            group.linears = [changed[layer_key(linear)] for linear in group.linears]
+
+    def _with_inputs(
+        self, model: ir.Model, groups: Sequence[WeightGroup], fitted: Fits | None, options: QuantizeOptions
+    ) -> Iterator[tuple[LayerInputs | np.ndarray | Rounded | None, list[WeightGroup]]]:
+        """The groups: for gptq with their layers' inputs, neighbours with the same inputs together; for mse with the
+        inputs' energies, if the user gave feeds. After these what was fitted with the same options."""
+        known = [] if fitted is None else [one for one in groups if fitted.knows(self._fit_key(one, options))]
+        others = [group for group in groups if not any(group is one for one in known)]
+        if self.options.rounding == "gptq":
+            poor = [
+                group.linears[0].name
+                for group in known
+                if fitted is not None and fitted.rows(self._fit_key(group, options)) < group.linears[0].k
+            ]
+            yield from self._with_hessians(model, others, poor)
+        elif self.options.rounding == "mse" and others and not self.context.evidence.made_up:
+            self.context.evidence.fitted_to = True
+            telling = self.context.telling(Stage.CALIBRATE)
+            for group, energies in energies_as_it_is(model, self.context.evidence, others, telling):
+                yield energies, [group]
+        else:
+            yield from ((None, [group]) for group in others)
+        for group in known:
+            assert fitted is not None
+            fit = fitted.read(self._fit_key(group, options))
+            assert isinstance(fit.weights, Rounded)
+            yield fit.weights, [group]
+
+    def _with_hessians(
+        self, model: ir.Model, groups: Sequence[WeightGroup], poor: list[str]
+    ) -> Iterator[tuple[LayerInputs | None, list[WeightGroup]]]:
+        """poor: layers that were fitted to few inputs before, of which the report tells as well."""
+        without = list[str]()
+        self._note_made_up()
+        telling = self.context.telling(Stage.CALIBRATE)
+        found = inputs_as_it_is(model, self.context.evidence, groups, telling) if groups else ()
+        for _, neighbours in itertools.groupby(found, key=lambda one: id(one[1])):
+            pairs = list(neighbours)
+            inputs, several = pairs[0][1], [group for group, _ in pairs]
+            if inputs is None:
+                without += [group.linears[0].name for group in several]
+            elif inputs.rows < several[0].linears[0].k:
+                poor += [group.linears[0].name for group in several]
+            yield inputs, several
+        note_inputs(self.context, without, poor, "rounded by mse")
+
+    def _note_made_up(self) -> None:
+        if self.context.evidence.made_up:
+            self.context.note(
+                f"method {self.options.method!r} was calibrated on made-up inputs, which tells little of real ones; "
+                "give calibration=… with typical inputs"
+            )
+
+    def _quantization(self, group: WeightGroup) -> Quantization:
+        """With the scales that the operator takes."""
+        chosen = self.options.quantization
+        narrow = chosen.bits == 4 and chosen.symmetric and any(map(self.context.plan.needs_bf16_scales, group.linears))
+        return dataclasses.replace(chosen, bf16_scales=narrow)
+
+    def _fit_key(self, group: WeightGroup, options: QuantizeOptions) -> Hashable:
+        return fit_key(group, (options, self._quantization(group)))
+
+    def _prepare(self, groups: Sequence[WeightGroup], inputs: LayerInputs) -> Prepared:
+        """For layers with the same inputs."""
+        options, first = self.options, groups[0]
+        self.context.evidence.fitted_to = True
+        damping = options.damping
+        if damping is None:
+            matrices = [group.linears[0].matrix() for group in groups]
+            for matrix, group in zip(matrices, groups, strict=True):
+                check_finite(matrix, group, "quantized")
+            damping = choose_damping(matrices, inputs.halves, self._quantization(first))
+        with needs_factor(first, damping, "quantize"):
+            return prepare(damped(inputs.hessian, damping), options.act_order is not False)
+
+
+def _leave(context: PassContext, group: WeightGroup, stored: Stored | None = None) -> None:
+    """Takes those layers from the group that no pass replace would take, and reports why. stored: of the quantized
+    weight, once that is known."""
+    for linear in list(group.linears):
+        if (reason := context.why_not_quantized(linear, stored)) is not None:
+            context.leave(linear, reason)
+            group.linears.remove(linear)
+
+
+def put_quantized(
+    model: ir.Model, context: PassContext, group: WeightGroup, rounded: Rounded, quantization: Quantization
+) -> None:
+    """Gives the layers of the group their quantized weight, except those that no pass replace would gain from."""
+    first = group.linears[0]
+    weight = _spill(context, group.weight_name, rounded, quantization)
+    numbers = rounded.q if quantization.symmetric else weight.matrix()
+    stored = stored_in(numbers)
+    del numbers
+    _leave(context, group, stored)
+    group.linears = [linear for linear in group.linears if context.gains(linear, stored)]
+    if not group.linears:
+        return
+    value = group.put(model, context, dequantized_tensor(weight, first.transposed, first.dtype), "quantized")
+    context.layers.quantized[dataclasses.replace(first, weight_value=value).weight_key] = weight
+    for linear in group.linears:
+        layer = context.layer(linear)
+        layer.sparsity, layer.weight_bits = (rounded.q.size - stored.count) / rounded.q.size, quantization.bits
+        layer.output_error = _output_error(context, linear, weight, quantization)
+
+
+def _spill(context: PassContext, name: str, rounded: Rounded, quantization: Quantization) -> QuantizedWeight:
+    add = context.spill.add
+    q_type = ir.DataType.INT8 if quantization.symmetric else ir.DataType.UINT8
+    zeros, minimums = rounded.zero_points, rounded.minimums
+    if zeros is not None and quantization.fractions:
+        zeros = (zeros * quantization.zero_point_steps).astype(np.uint8)
+    return QuantizedWeight(
+        quantization.bits,
+        quantization.group_size,
+        add(f"{name}.q", rounded.q, q_type),
+        add(f"{name}.scales", rounded.scales, ir.DataType.FLOAT),
+        None if zeros is None else add(f"{name}.zero_points", zeros, ir.DataType.UINT8),
+        None if minimums is None else add(f"{name}.minimums", minimums, ir.DataType.FLOAT),
+        fractions=quantization.fractions,
+    )
+
+
+def _output_error(
+    context: PassContext, linear: Linear, weight: QuantizedWeight, quantization: Quantization
+) -> float | None:
+    """||XW - XV|| / ||XW|| for recorded inputs X, the original W and what it was rounded to, V."""
+    key = layer_key(linear)
+    if key not in context.layers.captured:
+        return None
+    x = context.layers.captured[key]
+
+    def measure() -> float | None:
+        exact = x @ context.layers.originals[key]()
+        norm = float(np.linalg.norm(exact))
+        return float(np.linalg.norm(exact - x @ weight.matrix())) / norm if norm else None
+
+    # The same numbers of the same layer answer the same in every run of a search.
+    digest = blake2b(weight.q.tobytes() + weight.scales.tobytes()).digest()
+    return context.evidence.remembered(("quantized", linear.name, len(x), quantization, digest), measure)
+
+
+def check_finite(matrix: np.ndarray, group: WeightGroup, doing: str) -> None:
+    """Raises ModelError for a weight that is not; doing: "quantized"."""
+    if not (np.isfinite(matrix.max()) and np.isfinite(matrix.min())):
+        count = matrix.size - np.count_nonzero(np.isfinite(matrix))
+        raise ModelError(
+            f"weight {group.weight_name!r} holds NaN or infinity ({count} of {matrix.size} values), so it cannot be "
+            f"{doing}; export the model again, or exclude this layer"
+        )
+
+
+@contextmanager
+def needs_factor(group: WeightGroup, damping: float, pass_name: str) -> Iterator[None]:
+    """Says what to do where a Hessian has no Cholesky factor."""
+    try:
+        yield
+    except np.linalg.LinAlgError:
+        raise CalibrationError(
+            f"X^T X of the inputs of layer {group.linears[0].name!r} has no Cholesky factor with damping {damping:g}; "
+            f"raise {pass_name}.damping, or give more calibration feeds"
+        ) from None

@@ -1,0 +1,1 @@
+"""The pass replace: linear layers become Ortolan operators."""

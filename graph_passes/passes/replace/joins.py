@@ -1,0 +1,58 @@
+"""Layers that become one node with others: gated pairs, both layers of an MLP, query with key and value. And layers
+whose halves are a gated pair."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from ...find.linear import Linear
+from ...operators.hidden import Mlp, find_mlps
+from ...operators.joined import Halves, PackedQkv, can_join, find_gated, find_halves, find_packed_qkv
+from ..context import PassContext
+from ..plan.replace import ReplaceRule
+from .notes import note_apart
+from .weights import AcceptedWeights
+
+
+class Joins:
+    """Of the layers of a model, for one step replace."""
+
+    def __init__(self, model: ir.Model, linears: Sequence[Linear], context: PassContext, rule: ReplaceRule) -> None:
+        self.mlps: dict[Linear, Mlp] = {}  # by their first layer
+        self.packed_qkv: dict[Linear, PackedQkv] = {}  # by each of the three
+        self._fuses = rule.fuses
+        self._ups = find_gated(linears) if rule.fuses else {}  # by the gate
+        self._gates = {up: gate for gate, up in self._ups.items()}
+        if rule.fuses and context.plan.records_ranges and rule.replacement.takes_ranges:
+            free = [linear for linear in linears if linear not in self._ups and linear not in self._gates]
+            self.mlps, refused = find_mlps(free, model.graph)
+            note_apart(context, refused)
+        in_mlps = {linear for mlp in self.mlps.values() for linear in (mlp.hidden, mlp.layer)}
+        self.weights = AcceptedWeights(context, rule, in_mlps)
+        if rule.fuses:
+            self.packed_qkv = {layer: qkv for qkv in self._pack_qkv(model, linears, context) for layer in qkv.layers}
+
+    def gated_with(self, linear: Linear) -> tuple[Linear, Linear] | None:
+        """The gate and the layer that it is multiplied with, for one of them."""
+        if linear in self._ups:
+            return linear, self._ups[linear]
+        return (self._gates[linear], linear) if linear in self._gates else None
+
+    def halves_of(self, linear: Linear) -> Halves | None:
+        """Of a layer that is both, if it is."""
+        return find_halves(linear) if self._fuses else None
+
+    def can_join(self, linears: Sequence[Linear]) -> bool:
+        """Whether one operator can hold their weights."""
+        return can_join([self.weights.quantization(linear) for linear in linears])
+
+    def _pack_qkv(self, model: ir.Model, linears: Sequence[Linear], context: PassContext) -> list[PackedQkv]:
+        """Those of all attentions, if this pass replaces all of their layers."""
+        found = find_packed_qkv([linear for linear in linears if not context.layer(linear).new_op], model)
+        for qkv in found:
+            if None in map(self.weights.of, qkv.layers) or not self.can_join(qkv.layers):
+                return []
+            context.release()
+        return found

@@ -1,0 +1,96 @@
+"""Answers of the pruned and quantized model, kept before its layers are replaced, for a pass verify to come.
+
+Where ONNX Runtime rounds the inputs of layers whose weights are kept, the model is run with these weights in float
+(float_reference.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import onnx_ir as ir
+
+from ortolan.errors import VerificationError
+
+from ...measure.answers import keep
+from ...measure.decoding import Decoded, calls_to_decode, decode
+from ...measure.feeds import Feeds
+from ...measure.sessions import run_session
+from ..activations import masked_inputs
+from ..context import PassContext, Reference
+from .float_reference import computed_in_float, rounding_layers
+
+
+def keep_reference(model: ir.Model, context: PassContext) -> None:
+    """Runs a model that is pruned, quantized, has thresholds or keeps weights of few bits, before layers are
+    replaced."""
+    if not context.plan.feeds_to_verify or context.reference is not None:
+        return
+    layers = context.layers
+    rounding = rounding_layers(model, context.plan)
+    if not (layers.changed or layers.masked or context.caches.prompt or rounding):
+        return
+
+    def new_name(wanted: str) -> str:
+        return context.new_name(model, wanted)
+
+    in_float = bool(rounding or layers.freed) and not layers.weights_changed
+    context.evidence.feeds()  # made-up ones fit the original
+    with (
+        computed_in_float(rounding, new_name),
+        masked_inputs(model, layers.thresholds, new_name),
+        context.evidence.open(model, in_float=True) as session,
+    ):
+        context.release()
+        feeds = context.evidence.feeds_to_judge(context.plan.feeds_to_verify, session)
+        context.reference = replace(_run(session, feeds, context), in_float=in_float)
+
+
+def _run(session: Any, feeds: Sequence[Feeds], context: PassContext) -> Reference:
+    past = None if context.caches.prompt is None else context.caches.prompt.pruned_past()
+    who = "the model before its layers were replaced"
+    calls = calls_to_decode(feeds, context.caches.uses) if context.caches.uses else None
+    decoded = None
+    if calls is not None:
+        names = [output.name for output in session.get_outputs()]
+        with suppress(VerificationError):  # the model takes other shapes only
+            decoded = decode_calls(session, calls, context, names, who, VerificationError, past)
+            decoded = replace(
+                decoded,
+                prompt=keep(decoded.prompt, context.evidence.folder),
+                steps=[keep(one, context.evidence.folder) for one in decoded.steps],
+                last=[],
+                last_feeds={},  # they hold caches in the session's memory
+            )
+    if context.caches.prompt is not None and past is not None:
+        feeds = [context.caches.prompt.in_front_of(one, past) for one in feeds]
+    runs = (run_session(session, one, who, VerificationError) for one in feeds)
+    return Reference([keep(one, context.evidence.folder) for one in runs], decoded)
+
+
+def decode_calls(
+    session: Any,
+    calls: Sequence[Feeds],
+    context: PassContext,
+    names: Sequence[str],
+    who: str,
+    error_type: type[Exception],
+    past: Feeds | None = None,
+) -> Decoded:
+    """What a model answers to the calls of calls_to_decode, each with the caches that the one before has left.
+
+    names: of the original's outputs. The steps hold no other, and no caches.
+    who, error_type: see run_session.
+    past: the prompt's keys and values, which go in front of the calls of a model that it is not part of.
+    """
+    prompt = context.caches.prompt
+    if prompt is not None and past is not None:
+        calls = [prompt.in_front_of(calls[0], past), *map(prompt.counted_in, calls[1:])]
+    carried = {use.past: names.index(use.present) for use in context.caches.uses.values()}
+    added = {name: len(names) + number for number, name in enumerate(context.caches.exact_keys) if name in calls[0]}
+    decoded = decode(lambda feeds: run_session(session, feeds, who, error_type), calls, carried | added)
+    if prompt is not None and past is not None:
+        decoded = replace(decoded, prompt=prompt.cut_from(names, decoded.prompt))
+    return replace(decoded, steps=[answers[: len(names)] for answers in decoded.steps])

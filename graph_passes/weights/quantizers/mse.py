@@ -1,0 +1,274 @@
+"""Searches, for each group, the grid with the least sum of importance (w - v)^2; needs no inputs.
+
+What a weight becomes is scale t + minimum with a whole t in low … low + width. Without minimums, that is the number 0;
+of zero points, low is -zero. For given t the best scale and minimum are a weighted least squares fit, and for a given
+scale and minimum the best t is the nearest. So from each of several starts the two take turns, and of all grids that
+were met on the way, each column takes the best. One of them is that of round to nearest, so the result is never worse.
+Scale and minimum are rounded to what is stored before a grid is judged. The starts are
+
+    fractions               those of minimums, then rounded
+    minimum, zero points    the range of the group, a wider one, or with shares of it cut off at either end
+    symmetric 4             the largest number by magnitude is -8 steps, some more or less, or 7: scales have either
+                            sign, so that the side with the larger number has the level that the other side lacks
+    symmetric 8             the largest number is 127 steps or more, and what is beyond 127 is cut off
+
+as llama.cpp's and HQQ's quantizers have several in their ways. Weights that lie on a grid of this kind already, such as
+those of a GGUF file (Q4_0, Q4_1) in float, stay exactly as they are.
+
+Without inputs all weights are equally important: powers of |w|, and sigma^2 + w^2, are worse (docs/verification.md).
+With inputs, the importance of an input is its energy, the mean of x^2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .grid import FRACTION_STEPS, LEVELS, SMALLEST_SCALE, Grid, Quantization, Rounded, fit_grid
+
+_BLOCK = 1 << 16  # weights that are searched at once: what is at work stays in the cache
+_TURNS = 2  # least squares fits from each start
+# Shares of the range that a start cuts off below and above.
+_CUTS = (
+    (-0.02, -0.02),
+    (0.03, 0.03),
+    (0.06, 0.06),
+    (0.1, 0.1),
+    (0.05, 0.0),
+    (0.0, 0.05),
+    (0.1, 0.0),
+    (0.0, 0.1),
+    (0.2, 0.0),
+    (0.0, 0.2),
+)
+# What a start makes of the largest number by magnitude, in steps.
+_STEPS = {
+    4: (-8, -7.75, -7.5, -7.25, -7, -6.5, -8.5, -9, -9.5, 7, 7.5, 6.5, 6),
+    8: (127, 128, 130, 133, 138, 145, 155, 170, 190),
+}
+_LARGEST = np.float32(np.finfo(np.float32).max)
+_SAMPLE = 8  # inputs by which most groups are told not to lie on a grid
+
+
+@dataclass
+class _Lines:
+    """Of each column, the numbers scale t + minimum, t = low … low + width."""
+
+    scale: np.ndarray  # float32 [n]
+    minimum: np.ndarray | None  # float32 [n]
+    low: np.ndarray | np.float32  # whole numbers, float32 [n] or one
+
+    def take(self, other: _Lines, where: np.ndarray) -> None:
+        """where: bool [n], columns that get the numbers of the other."""
+        self.scale = np.where(where, other.scale, self.scale)
+        self.low = np.where(where, other.low, self.low)
+        if self.minimum is not None and other.minimum is not None:
+            self.minimum = np.where(where, other.minimum, self.minimum)
+
+
+def round_mse(matrix: np.ndarray, quantization: Quantization, importance: np.ndarray | None = None) -> Rounded:
+    """W, float32 [k, n], finite, on the best grids found. importance: float32 [k], 0 or more; None: all alike."""
+    k, n = matrix.shape
+    result = Rounded.empty(k, n, quantization)
+    rows = quantization.rows(k)
+    step = max(16, _BLOCK // rows)
+
+    for group, start in enumerate(range(0, k, rows)):
+        inputs = slice(start, start + rows)
+        for first in range(0, n, step):
+            columns = slice(first, first + step)
+            part = np.ascontiguousarray(matrix[inputs, columns])
+            grid = mse_grid(part, None if importance is None else importance[inputs], quantization)
+            grid.store(result, group, columns)
+            result.q[inputs, columns] = grid.round(part)
+    return result
+
+
+def mse_grid(part: np.ndarray, importance: np.ndarray | None, quantization: Quantization) -> Grid:
+    """The grid of a group, W float32 [rows, n], with the least sum of importance (w - v)^2 that is found.
+
+    importance: float32 [rows], 0 or more; None: all alike.
+    """
+    if quantization.fractions:
+        return _with_fractions(part, importance, quantization)
+    return _Search(part, importance, quantization).grid()
+
+
+def _with_fractions(part: np.ndarray, importance: np.ndarray | None, quantization: Quantization) -> Grid:
+    """That of minimums, which are fractions but for their rounding; or of whole zero points, if 0 is out of reach."""
+    found = _Search(part, importance, replace(quantization, fractions=False, minimum=True)).grid()
+    assert found.minimum is not None
+    wanted = -found.minimum / np.where(found.scale != 0, found.scale, 1)
+    zero, scale = quantization.stored_zero(wanted), found.scale.copy()
+    beyond = (found.scale == 0) | (np.abs(zero - wanted) > 1 / FRACTION_STEPS)
+    if beyond.any():
+        columns = np.ascontiguousarray(part[:, beyond])
+        whole = _Search(columns, importance, replace(quantization, fractions=False)).grid()
+        scale[beyond], zero[beyond] = whole.scale, whole.zero
+    return Grid(quantization.bits, scale, zero)
+
+
+class _Search:
+    """Of the grids of one group. Numbers are divided by a power of two, so that the largest of a column is 0.5 to 1: no
+    square over- or underflows that matters."""
+
+    def __init__(self, part: np.ndarray, importance: np.ndarray | None, quantization: Quantization) -> None:
+        self._quantization = quantization
+        self._exponent = np.frexp(np.maximum(part.max(axis=0), -part.min(axis=0)))[1]
+        # Beyond it numbers are infinite; None: none is so large.
+        huge = (self._exponent >= 127).any()
+        self._limit = np.ldexp(_LARGEST, np.minimum(-self._exponent, 0)) if huge else None
+        # In two steps: the power itself may be beyond float32.
+        first = self._exponent // 2
+        self._x = part * np.ldexp(np.float32(1), -first) * np.ldexp(np.float32(1), first - self._exponent)
+        self._importance = None if importance is None else importance[:, None] / max(importance.max(), 1e-30)
+        low, high = quantization.levels
+        self._width = np.float32(high - low)
+        self._t, self._spare = np.empty_like(self._x), np.empty_like(self._x)
+        self._total = np.float32(len(part)) if self._importance is None else self._importance.sum()
+        self._sum = self._summed(self._x)
+        nearest = fit_grid(part, quantization)
+        minimum = None if nearest.minimum is None else self._in_units(nearest.minimum)
+        zero = np.float32(-low) if nearest.zero is None else nearest.zero
+        self._best = _Lines(self._in_units(nearest.scale), minimum, -zero)
+        self._least = np.full(part.shape[1], np.inf, np.float32)
+
+    def grid(self) -> Grid:
+        nearest = _Lines(**vars(self._best))
+        self._follow(nearest)
+        for start in self._starts():
+            self._follow(start)
+        for lines in self._exact():
+            self._offer(lines)
+        best, bits = self._best, self._quantization.bits
+        scale = np.ldexp(best.scale, self._exponent)
+        if best.minimum is not None:
+            return Grid(bits, scale, None, np.ldexp(best.minimum, self._exponent))
+        return Grid(bits, scale, None if self._quantization.symmetric else np.negative(best.low))
+
+    def _in_units(self, numbers: np.ndarray) -> np.ndarray:
+        scaled: np.ndarray = np.ldexp(numbers, -self._exponent)
+        return scaled
+
+    def _true(self, numbers: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            true: np.ndarray = np.clip(np.ldexp(numbers, self._exponent), -_LARGEST, _LARGEST)
+        return true
+
+    def _stored(self, numbers: np.ndarray) -> np.ndarray:
+        """Rounded to what is stored."""
+        return self._in_units(self._quantization.short(self._true(numbers)))
+
+    def _stored_scale(self, scale: np.ndarray) -> np.ndarray:
+        """The same of scales: 0 stays, and no other becomes smaller than SMALLEST_SCALE."""
+        true = self._true(scale)
+        short = self._quantization.short(true)
+        short = np.where(np.abs(short) < SMALLEST_SCALE, np.copysign(SMALLEST_SCALE, true), short)
+        return self._in_units(np.where(scale == 0, 0, short))
+
+    def _summed(self, numbers: np.ndarray) -> np.ndarray:
+        total: np.ndarray = (numbers if self._importance is None else numbers * self._importance).sum(axis=0)
+        return total
+
+    def _follow(self, lines: _Lines) -> None:
+        """Judges the lines and what least squares make of them."""
+        self._offer(lines)
+        for _ in range(_TURNS):
+            lines = self._refitted(lines)
+            self._offer(lines)
+
+    def _offer(self, lines: _Lines) -> None:
+        """Rounds to the lines, and keeps them where they are the best so far; leaves t in self._t."""
+        t, error = self._t, self._spare
+        divisor = np.where(lines.scale != 0, lines.scale, 1)
+        if lines.minimum is None:
+            np.divide(self._x, divisor, out=t)
+        else:
+            np.subtract(self._x, lines.minimum, out=t)
+            np.divide(t, divisor, out=t)
+        np.rint(t, out=t)
+        np.clip(t, lines.low, lines.low + self._width, out=t)
+        np.multiply(t, lines.scale, out=error)
+        if lines.minimum is not None:
+            error += lines.minimum
+        if self._limit is not None:
+            np.copyto(error, np.inf, where=np.abs(error) > self._limit)
+        np.subtract(self._x, error, out=error)
+        np.square(error, out=error)
+        loss = self._summed(error)
+        better = loss < self._least
+        if better.any():
+            self._least = np.where(better, loss, self._least)
+            self._best.take(lines, better)
+
+    def _refitted(self, lines: _Lines) -> _Lines:
+        """The lines with the best scale, and minimum, for the t in self._t."""
+        t = self._t
+        weighted = t if self._importance is None else t * self._importance
+        squares = np.multiply(weighted, t, out=self._spare).sum(axis=0)
+        products = np.multiply(weighted, self._x, out=self._spare).sum(axis=0)
+        if lines.minimum is None:
+            scale = np.where(squares > 0, products / np.where(squares > 0, squares, 1), lines.scale)
+            return _Lines(self._stored_scale(scale), None, lines.low)
+        steps = weighted.sum(axis=0)
+        determinant = self._total * squares - steps * steps
+        fits = determinant > 1e-6 * self._total * squares
+        scale = (self._total * products - steps * self._sum) / np.where(fits, determinant, 1)
+        scale = self._stored_scale(np.where(fits, scale, lines.scale))
+        total = self._total if self._total > 0 else np.float32(1)
+        return _Lines(scale, self._stored((self._sum - scale * steps) / total), lines.low)
+
+    def _starts(self) -> Iterator[_Lines]:
+        low, high = self._x.min(axis=0), self._x.max(axis=0)
+        if self._quantization.symmetric:
+            largest = np.where(high > -low, high, low)
+            if self._quantization.bits == 8:
+                largest = np.abs(largest)
+            for steps in _STEPS[self._quantization.bits]:
+                scale = self._stored_scale(largest / np.float32(steps))
+                yield _Lines(scale, None, np.float32(self._quantization.levels[0]))
+            return
+        if not self._quantization.minimum:
+            low, high = np.minimum(low, 0), np.maximum(high, 0)
+        for below, above in _CUTS:
+            scale = self._stored_scale(np.float32((1 - below - above) / LEVELS) * (high - low))
+            start = low + np.float32(below) * (high - low)
+            if self._quantization.minimum:
+                yield _Lines(scale, self._stored(start), np.float32(0))
+            else:
+                zero = np.clip(np.rint(-start / np.where(scale > 0, scale, 1)), 0, LEVELS)
+                yield _Lines(scale, None, -zero)
+
+    def _exact(self) -> Iterator[_Lines]:
+        """Grids on which whole columns lie, if there are such; other columns of them are of no use."""
+        low, high = self._x.min(axis=0), self._x.max(axis=0)
+        if self._quantization.bits == 8:
+            return
+        if self._quantization.minimum:
+            for levels in range(1, LEVELS + 1):
+                scale = self._stored_scale((high - low) / np.float32(levels))
+                for end, sign in ((low, np.float32(1)), (high, np.float32(-1))):
+                    if self._lies_on(scale, end).any():
+                        for before in range(LEVELS + 1 - levels):
+                            minimum = self._stored(end - sign * np.float32(before) * scale)
+                            yield _Lines(sign * scale, minimum, np.float32(0))
+            return
+        largest = np.where(high > -low, high, low)
+        first, last = self._quantization.levels
+        for levels in range(first, last + 1) if self._quantization.symmetric else range(1, LEVELS + 1):
+            if not levels:
+                continue
+            scale = self._stored_scale(largest / np.float32(levels))
+            if not self._quantization.symmetric:
+                scale = np.abs(scale)
+            if self._lies_on(scale, np.float32(0)).any():
+                lowest = np.clip(np.rint(low / np.where(scale != 0, scale, 1)), -LEVELS, 0)
+                yield _Lines(scale, None, np.float32(first) if self._quantization.symmetric else lowest)
+
+    def _lies_on(self, scale: np.ndarray, origin: np.ndarray | np.float32) -> np.ndarray:
+        """Whether the first inputs of a column are whole steps from the origin, but for rounding."""
+        steps = (self._x[:_SAMPLE] - origin) / np.where(scale != 0, scale, 1)
+        distance = np.abs(steps - np.rint(steps)).max(axis=0)
+        return np.asarray((scale != 0) & (distance < 1e-4))

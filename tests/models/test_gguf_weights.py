@@ -1,0 +1,123 @@
+"""The numbers of GGUF files as operators take them, against what the package gguf makes of them."""
+
+import numpy as np
+import pytest
+
+from ortolan.graph_passes.files.spill import TensorSpill
+from ortolan.models.gguf.file import StoredWeight
+from ortolan.models.gguf.weights import join_quantized, keep_gguf_weight
+from ortolan.models.graph_builder import ModelBuildError
+
+gguf = pytest.importorskip("gguf")
+
+# Bytes of a block of 256, and where its float16 numbers are.
+K_BLOCKS = {"Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2)), "Q6_K": (210, (208,))}
+RNG = np.random.default_rng(0)
+WEIGHT = (RNG.standard_normal((48, 512)) * RNG.uniform(0.01, 0.1, (48, 1))).astype(np.float32)
+
+
+def stored(kind, weight=WEIGHT):
+    """A weight of this type. The package does not quantize to K types: their blocks are random."""
+    if kind not in K_BLOCKS:
+        data = gguf.quants.quantize(weight, gguf.GGMLQuantizationType[kind])
+        return StoredWeight("layer", kind, weight.shape, data)
+    size, halves = K_BLOCKS[kind]
+    n, k = weight.shape
+    blocks = np.random.default_rng(1).integers(0, 256, (n, k // 256, size), np.uint8)
+    for place in halves:
+        blocks[..., place : place + 2] = np.array([3e-3], np.float16).view(np.uint8)
+    return StoredWeight("layer", kind, weight.shape, blocks.reshape(n, -1))
+
+
+def take(weight, folder, **options):
+    with TensorSpill(folder) as spill:
+        return keep_gguf_weight(weight, spill, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits", "minimum"), [("Q4_0", 4, False), ("Q4_1", 4, True), ("Q8_0", 8, False), ("Q5_0", 8, False)]
+)
+def test_number_by_number(tmp_path, kind, bits, minimum):
+    weight = stored(kind)
+    taken = take(weight, tmp_path)
+    assert (taken.numbers.bits, taken.numbers.group_size, taken.numbers.minimum) == (bits, 32, minimum)
+    assert taken.error == 0
+    np.testing.assert_array_equal(taken.numbers.matrix().T, weight.floats())
+    order = np.random.default_rng(2).permutation(48)
+    np.testing.assert_array_equal(
+        take(weight.reordered(order).rows(3, 20), tmp_path).numbers.matrix().T, weight.floats()[order[3:20]]
+    )
+
+
+def test_scales_of_q4_k_are_rounded(tmp_path):
+    weight = stored("Q4_K")
+    taken = take(weight, tmp_path)
+    assert (taken.numbers.bits, taken.numbers.minimum) == (4, True)
+    exact, found = weight.floats(), taken.numbers.matrix().T
+    assert 0 < taken.error < 2**-11
+    assert taken.error == pytest.approx(np.linalg.norm(found - exact) / np.linalg.norm(exact), rel=1e-3)
+    scales, minimums = taken.numbers.scales.numpy(), taken.numbers.minimums.numpy()
+    bound = 2.0**-11 * (15 * scales.astype(np.float32) + np.abs(minimums)) + 2**-23
+    assert (np.abs(found - exact) <= np.repeat(bound, 32, axis=0).T).all()
+
+
+@pytest.mark.parametrize("kind", ["Q5_1", "Q5_K", "Q6_K", "F32", "F16", "BF16"])
+def test_eight_bits(tmp_path, kind):
+    weight = stored(kind)
+    taken = take(weight, tmp_path)
+    assert (taken.numbers.bits, taken.numbers.symmetric, taken.numbers.scales.dtype.name) == (8, True, "FLOAT16")
+    exact, found = weight.floats(), taken.numbers.matrix().T
+    assert taken.error == pytest.approx(np.linalg.norm(found - exact) / np.linalg.norm(exact), rel=1e-3)
+    # No worse than rounding to nearest with the scale that the largest weight asks for.
+    blocks = exact.reshape(-1, 32)
+    scale = np.maximum(np.abs(blocks).max(axis=1, keepdims=True) / 127, 2**-24).astype(np.float16).astype(np.float32)
+    plain = np.clip(np.rint(blocks / scale), -127, 127) * scale - blocks
+    assert (np.square(found - exact).reshape(-1, 32).sum(1) <= np.square(plain).sum(1) * 1.001 + 1e-12).all()
+    assert 0 < taken.error < 0.006
+
+
+def test_rows_that_end_in_half_a_group(tmp_path):
+    weight = stored("F32", WEIGHT[:, :100])
+    taken = take(weight, tmp_path)
+    assert taken.numbers.scales.shape.numpy() == (4, 48)
+    assert taken.error < 0.006
+
+
+def test_tables_become_8_bits(tmp_path):
+    weight = stored("Q4_1")
+    taken = take(weight, tmp_path, eight_bits=True)
+    assert taken.numbers.bits == 8 and 0 < taken.error < 0.006
+    assert take(stored("Q8_0"), tmp_path, eight_bits=True).error == 0
+
+
+def test_small_and_zero_weights(tmp_path):
+    weight = np.zeros((2, 64), np.float32)
+    weight[0, :32] = np.linspace(-1e-7, 1e-7, 32)
+    found = take(stored("F32", weight), tmp_path).numbers.matrix().T
+    np.testing.assert_allclose(found, weight, atol=3.1e-8)
+    assert not found[1].any()
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q8_0"])
+def test_scales_that_are_not_finite(tmp_path, kind):
+    weight = stored(kind)
+    weight.data[7, :2] = np.array([np.inf], np.float16).view(np.uint8)
+    with pytest.raises(ModelBuildError, match=f"tensor 'layer' \\({kind}\\) has scales that are NaN, infinite"):
+        take(weight, tmp_path)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e9])
+def test_floats_that_are_not_finite(tmp_path, bad):
+    weight = WEIGHT.copy()
+    weight[3, 5] = bad
+    with pytest.raises(ModelBuildError, match="tensor 'layer' holds NaN, infinity or weights that are too large"):
+        take(stored("F32", weight), tmp_path)
+
+
+def test_weights_side_by_side(tmp_path):
+    parts = [take(stored(kind).rows(*rows), tmp_path).numbers for kind, rows in (("Q8_0", (0, 32)), ("Q5_0", (8, 16)))]
+    joined = join_quantized(parts)
+    np.testing.assert_array_equal(joined.matrix(), np.concatenate([part.matrix() for part in parts], axis=1))
+    assert join_quantized([parts[0], take(stored("Q4_0"), tmp_path).numbers]) is None
+    minimums = [take(stored("Q4_1"), tmp_path).numbers, take(stored("Q4_K"), tmp_path).numbers]
+    np.testing.assert_array_equal(join_quantized(minimums).matrix()[:, 48:], minimums[1].matrix())
