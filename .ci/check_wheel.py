@@ -1,8 +1,8 @@
-"""Checks what wheels hold, and what their libraries need of a system: check_wheel.py WHEEL ... Prints their sizes.
+"""Check the contents of wheels and the dependencies of their libraries, and print their sizes: check_wheel.py WHEEL ...
 
-A wheel holds the operator library and nothing of test builds. Its libraries need libc, libm, libstdc++ and what belongs
-to them; those of a manylinux wheel need no symbol of a later glibc than its name says. The operator library shows
-nothing but what hosts call. `readelf` (binutils) reads libraries for any CPU.
+A wheel holds the operator library and no test code. Its libraries need only libc, libm, libstdc++ and their companions;
+in a manylinux wheel, no symbol of a later glibc than the wheel's name allows. The operator library exports only the
+functions that hosts call. `readelf` (binutils) reads libraries for any CPU.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _MANYLINUX = re.compile(r"manylinux_2_(\d+)_")
 
 
 def problems(wheel: str) -> list[str]:
-    """What is wrong with the wheel."""
-    # A name may hold several tags: the latest is what it needs.
+    """Return the wheel's defects as messages."""
+    # A name may hold several tags; the latest glibc counts.
     manylinux = max(map(int, _MANYLINUX.findall(Path(wheel).name)), default=None)
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         found = [f"{need} is missing" for need in _NEEDED if not any(name.startswith(need) for name in names)]
-        found += [f"{name} is of test builds" for name in names if name.startswith(_FOREIGN_NAME)]
+        found += [f"{name} belongs to test builds" for name in names if name.startswith(_FOREIGN_NAME)]
         for name in names:
             if ".so" not in name:
                 continue
             content = archive.read(name)
             if _FOREIGN_TEXT in content:
-                found.append(f"{name} knows {_FOREIGN_TEXT.decode()}, which is of test builds")
+                found.append(f"{name} contains {_FOREIGN_TEXT.decode()}, which only test builds may")
             with tempfile.TemporaryDirectory() as folder:
                 library = Path(folder) / Path(name).name
                 library.write_bytes(content)
@@ -47,7 +47,12 @@ def problems(wheel: str) -> list[str]:
 
 
 def library_problems(library: Path, glibc: int | None) -> list[str]:
-    """What a library needs or shows that it should not. glibc: 28 for glibc 2.28; None: any."""
+    """Return forbidden dependencies and exports of a library.
+
+    Args:
+        library: Path of an ELF shared library.
+        glibc: Latest allowed minor version of glibc, 28 for glibc 2.28; None allows any.
+    """
     found = []
     for needed in re.findall(r"\(NEEDED\).*\[(.+)\]", _readelf("--dynamic", library)):
         if not _LIBRARIES.fullmatch(needed):
@@ -60,12 +65,12 @@ def library_problems(library: Path, glibc: int | None) -> list[str]:
         section, symbol = fields[6], fields[7]
         version = re.search(r"@GLIBC_2\.(\d+)", symbol)
         if glibc is not None and section == "UND" and version and int(version[1]) > glibc:
-            found.append(f"needs {symbol}, later than glibc 2.{glibc}")
+            found.append(f"needs {symbol}, which is newer than glibc 2.{glibc}")
         if section not in ("UND", "ABS"):
             shown.add(symbol.partition("@")[0])
     expected = _SHOWN.get(library.name, shown)
     if shown - expected:
-        found.append(f"shows {', '.join(sorted(shown - expected))}, expected {', '.join(sorted(expected))} alone")
+        found.append(f"exports {', '.join(sorted(shown - expected))}, expected only {', '.join(sorted(expected))}")
     return found
 
 
@@ -75,7 +80,7 @@ def _readelf(option: str, library: Path) -> str:
 
 
 def sizes(wheel: str) -> str:
-    """One line: the wheel and its libraries, in MiB."""
+    """Return one line with the sizes of the wheel and its libraries in MiB."""
     with zipfile.ZipFile(wheel) as archive:
         files = [(Path(wheel).name, Path(wheel).stat().st_size)]
         files += [(Path(info.filename).name, info.file_size) for info in archive.infolist() if ".so" in info.filename]
@@ -83,6 +88,7 @@ def sizes(wheel: str) -> str:
 
 
 def main(wheels: list[str]) -> int:
+    """Check each wheel; return 1 if one has a defect."""
     found = [f"{wheel}: {problem}" for wheel in wheels for problem in problems(wheel)]
     print("\n".join(found or [sizes(wheel) for wheel in wheels]))
     return 1 if found else 0

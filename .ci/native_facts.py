@@ -1,6 +1,6 @@
-"""Facts about the native code that anyone can check: its size, its longest files and functions.
+"""Print the size of the native code, its longest file and its longest function.
 
-Exits with 1 if a function is longer than MOST_LINES. Run it in the repository's root.
+Exits with 1 if a function is longer than MAX_LINES. Run it in the repository's root.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FOLDERS = ("ops", "src")
-MOST_LINES = 80
-# Quoted text, character constants and comments; their line breaks stay.
+MAX_LINES = 80
+# String and character literals and comments; line breaks are kept.
 _NO_CODE = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
 _DIRECTIVE = re.compile(r"^[ \t]*#(?:[^\n\\]|\\\n?)*", re.MULTILINE)
 _SCOPE = re.compile(r"\b(namespace|class|struct|union|enum)\b|\bextern\s*$")
 
 
 def files() -> list[Path]:
-    """All headers, sources and tables of the native code."""
+    """Return all headers, sources and tables of the native code."""
     return sorted(path for folder in FOLDERS for kind in ("h", "cc", "inc") for path in Path(folder).rglob(f"*.{kind}"))
 
 
 def functions(text: str) -> Iterator[tuple[int, int]]:
-    """First line and number of lines, head included, of each function outside of other functions."""
+    """Yield the first line and the number of lines, head included, of each top-level function."""
     code = _NO_CODE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
     code = _DIRECTIVE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), code)
     depth_of_function: int | None = None
@@ -46,7 +46,7 @@ def functions(text: str) -> Iterator[tuple[int, int]]:
 
 
 def main() -> int:
-    """Prints the facts."""
+    """Print the figures; return 1 if a function is too long."""
     texts = {path: path.read_text(encoding="utf-8") for path in files()}
     lengths = {path: text.count("\n") for path, text in texts.items()}
     longest = max(lengths, key=lambda path: lengths[path])
@@ -56,9 +56,9 @@ def main() -> int:
     print(f"files                      {len(texts)}, the longest: {longest}, {lengths[longest]} lines")
     lines, path, first = max(found)
     print(f"functions                  {len(found)}, the longest: {path}:{first}, {lines} lines")
-    too_long = sorted((found for found in found if found[0] > MOST_LINES), reverse=True)
+    too_long = sorted((found for found in found if found[0] > MAX_LINES), reverse=True)
     for lines, path, first in too_long:
-        print(f"{path}:{first}: a function of {lines} lines, at most {MOST_LINES} are allowed")
+        print(f"{path}:{first}: function has {lines} lines, at most {MAX_LINES} are allowed")
     return 1 if too_long else 0
 
 

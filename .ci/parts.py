@@ -29,11 +29,13 @@ _TOTAL = re.compile(r"=*\s*((?:\d+ \w+, )*\d+ \w+) in [\d.]+s.*")
 
 @dataclass
 class Part:
+    """A target of the Makefile: its state, and what its output told."""
+
     name: str
     code: int = 0
     seconds: float = 0.0
     total: str = ""  # pytest's last line
-    not_run: str = ""  # why
+    not_run: str = ""  # the reason
     skipped: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -71,6 +73,7 @@ class Part:
 
 
 def groups(words: list[str]) -> list[list[Part]]:
+    """Split the names of parts at each `then`."""
     found: list[list[Part]] = [[]]
     for word in words:
         if word == "then":
@@ -81,7 +84,7 @@ def groups(words: list[str]) -> list[list[Part]]:
 
 
 def _left_out(parts: list[Part]) -> dict[str, list[str]]:
-    """What was skipped or left out, as a line, and the parts that say so."""
+    """Map each line about skipped or excluded tests to the names of the parts that printed it."""
     found: dict[str, list[str]] = {}
     for part in parts:
         for line in [f"{count} skipped: {reason}" for reason, count in part.skipped.items()] + part.notes:
@@ -90,6 +93,7 @@ def _left_out(parts: list[Part]) -> dict[str, list[str]]:
 
 
 def main(words: list[str]) -> int:
+    """Run the parts and print the summary."""
     began = time.monotonic()
     parts: list[Part] = []
     cores = len(os.sched_getaffinity(0))

@@ -47,16 +47,16 @@ class Rule(NamedTuple):
     write: str
 
 
-def read_rules() -> tuple[list[Rule], list[Rule]]:
-    """Return the rules for all prose, and the rules for the start of docstrings."""
-    with RULES.open("rb") as file:
-        found = tomllib.load(file)
-    return _rules(found["phrase"]), _rules(found["docstring"])
+def make_rules(tables: dict[str, list[dict[str, str]]]) -> tuple[list[Rule], list[Rule]]:
+    """Return the rules for all prose, and the rules for the start of docstrings.
 
-
-def _rules(entries: list[dict[str, str]]) -> list[Rule]:
-    # A space in a pattern also matches a line break with the indentation of the next line.
-    return [Rule(re.compile(one["pattern"].replace(" ", r"\s+"), re.IGNORECASE), one["write"]) for one in entries]
+    A space in a pattern also matches a line break with the indentation of the next line.
+    """
+    phrases, starts = (
+        [Rule(re.compile(one["pattern"].replace(" ", r"\s+"), re.IGNORECASE), one["write"]) for one in tables[kind]]
+        for kind in ("phrase", "docstring")
+    )
+    return phrases, starts
 
 
 def _python(source: str) -> Iterator[Text]:
@@ -142,7 +142,7 @@ def main(arguments: list[str]) -> int:
     names = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], check=True, capture_output=True, text=True
     ).stdout.split("\n")
-    rules = read_rules()
+    rules = make_rules(tomllib.loads(RULES.read_text(encoding="utf-8")))
     counts: Counter[str] = Counter()
     for name in sorted(filter(None, names)):
         path = Path(name)

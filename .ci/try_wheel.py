@@ -1,6 +1,7 @@
-"""What README.md says, by an installed wheel and what it needs, on a small model: try_wheel.py README.md [ISA]
+"""Run README.md's Python example with an installed wheel on a small model: try_wheel.py README.md [ISA]
 
-Run in an empty folder, in an environment that has nothing else. ISA: the best feature set that this CPU has.
+Run it in an empty folder, in an environment with only the wheel and its dependencies. ISA is the best feature set that
+the wheel is expected to detect.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ortolan.models import tiny
 
 
 def main(readme: Path, isa: str | None) -> None:
+    """Check the installation, then run the example."""
     try:
         from ortolan import _testing  # noqa: F401
     except ImportError:
@@ -29,7 +31,7 @@ def main(readme: Path, isa: str | None) -> None:
     check = doctor.check_cpu()
     print(f"{check.status}: {check.detail}")
     doctor.run_tiny_model(ortolan.get_library_path())
-    # Of more words than README.md's ids.
+    # The vocabulary must cover the token ids in README.md.
     ir.save(tiny.tiny_bert(hidden_size=128, intermediate_size=256, vocab_size=8000), "model.onnx")
     (code,) = re.findall(r"^```python\n(.*?)^```$", readme.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     names: dict[str, object] = {}

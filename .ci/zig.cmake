@@ -1,4 +1,4 @@
-# For Linux with glibc 2.28 and later, or macOS, by the clang, the C++ library and the symbol lists of zig (ziglang on PyPI):
+# Toolchain for Linux with glibc 2.28 or later, or macOS: the clang, C++ library and symbol lists of zig (PyPI's ziglang).
 # -DORTOLAN_ZIG=its program -DORTOLAN_ZIG_CPU=x86_64 or aarch64 -DORTOLAN_ZIG_SYSTEM=linux-gnu.2.28, macos.12.0, ….
 list(APPEND CMAKE_TRY_COMPILE_PLATFORM_VARIABLES ORTOLAN_ZIG ORTOLAN_ZIG_CPU ORTOLAN_ZIG_SYSTEM)
 set(CMAKE_SYSTEM_NAME Linux)
@@ -10,9 +10,9 @@ set(CMAKE_CXX_COMPILER ${ORTOLAN_ZIG} c++ -target ${ORTOLAN_ZIG_CPU}-${ORTOLAN_Z
 set(CMAKE_AR ${ORTOLAN_ZIG})
 set(CMAKE_CXX_ARCHIVE_CREATE "<CMAKE_AR> ar qc <TARGET> <OBJECTS>")
 set(CMAKE_CXX_ARCHIVE_FINISH "<CMAKE_AR> ranlib <TARGET>")
-# Not even of the Python modules: for it zig would build its C++ library once more.
+# Also off for the Python modules: with it zig would build its C++ library a second time.
 set(CMAKE_INTERPROCEDURAL_OPTIMIZATION OFF)
-# The linker strips: this machine's strip knows no other CPU.
+# The linker strips, since the host's strip cannot read other architectures.
 set(CMAKE_STRIP "" CACHE FILEPATH "" FORCE)
 set(CMAKE_SHARED_LINKER_FLAGS_INIT -s)
 set(CMAKE_MODULE_LINKER_FLAGS_INIT -s)

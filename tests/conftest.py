@@ -1,15 +1,15 @@
-"""Options of the whole test suite, and what its last lines say."""
+"""Options of the test suite, and the summary at the end of a run."""
 
 from __future__ import annotations
 
 import os
 import signal
 
-# A shell that starts the tests with & lets them ignore this signal, and so would the processes that tests interrupt.
+# A shell that starts the tests with `&` makes them ignore SIGINT; the processes that tests interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Each worker of pytest-xdist has a core: BLAS and torch that take all of them take turns. Before numpy is imported.
+# Each pytest-xdist worker has one core, so BLAS and torch may use one thread. Must be set before numpy is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Generator
@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.sample_seed = sampling.current_commit()
 
 
-@pytest.hookimpl(trylast=True)  # -k has left out its part by then
+@pytest.hookimpl(trylast=True)  # after -k has deselected tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     most: int | None = config.getoption("--sample")
     if most is not None:
@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="session")
 def brief_measurements() -> Generator[None]:
-    """Times are taken in as many rounds as ever, but of few calls: no test asserts what they are."""
+    """Shorten each timed round: no test asserts a time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ortolan.graph_passes.passes.verify.verify.TIMED_SECONDS", 0.02)
         patch.setattr("ortolan.graph_passes.measure.timing._WARM_UP_SECONDS", 0.002)
@@ -67,7 +67,7 @@ def brief_measurements() -> Generator[None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None, None, None]:
-    yield  # to the list of all that was skipped
+    yield  # pytest prints the list of skipped tests first
     skipped = terminalreporter.stats.get("skipped", [])
     for line in instructions.summary(str(report.longrepr[2]) for report in skipped):
         terminalreporter.write_line(line)

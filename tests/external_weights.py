@@ -1,4 +1,4 @@
-"""Small models that are written as large ones are."""
+"""Force small models to be written in the way of large ones."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from ortolan.graph_passes.files import model_file
 
 
 def put_weights_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights go to an external data file, also few and small ones."""
+    """Write even small weights to an external data file."""
     monkeypatch.setattr(model_file, "EMBED_LIMIT", 0)
     monkeypatch.setattr(model_file, "EXTERNAL_THRESHOLD", 1024)

@@ -1,8 +1,7 @@
-"""Instructions that tests need: what neither the CPU nor the emulator of tests/amx has skips them, with a reason that
-the end of the run counts.
+"""Skip tests whose instructions neither the CPU nor the emulator of tests/amx has; count the reasons after the run.
 
-python -m tests.instructions [SET] prints the feature sets of the sanitizer build: those that tests can run here, but
-for one whose code is that of its neighbours. SET: as on a CPU that has no more than this.
+python -m tests.instructions [SET] prints the feature sets of the sanitizer build: all sets that tests can run here,
+except one whose code duplicates its neighbours. With SET, print the sets for a CPU that supports at most SET.
 """
 
 from __future__ import annotations
@@ -15,13 +14,11 @@ import pytest
 
 from ortolan import _native, _testing
 
-# What AMX kernels use besides tiles. The emulator knows tile instructions and those of AVX-VNNI, and itself is made of
-# AVX2.
+# AMX kernels also use AVX-512 BF16. The emulator of tile and AVX-VNNI instructions needs AVX2.
 AMX_KERNELS, AMX_EMULATOR = "avx512bf16", "avx2"
-# What the CPU needs to run a set by the emulator.
+# The feature set that the CPU needs to emulate a set.
 _EMULATED = {"amx": AMX_KERNELS, "avxvnni": AMX_EMULATOR}
-# The rows of AMX that tests run on such a CPU, by the file of tests/amx that asks for them. One that is not here counts
-# as run by no test.
+# AMX kernels that tests run in the emulator, and the file of tests/amx that runs each. Others count as untested there.
 AMX_ROWS = {
     "nomad_attention amx/16 in tiles": "attention_in_tiles.py",
     "sparse_amx_matmul amx": "test_sparse_amx_matmul.py",
@@ -29,23 +26,24 @@ AMX_ROWS = {
     "w4a8_matmul amx": "test_group_matmul.py",
     "w8a8_matmul amx": "test_group_matmul.py",
 }
-_REASON = "for lack of instructions: "
+_REASON = "missing instructions: "
 
 
 def cpu_has(feature_set: str) -> bool:
+    """Return True if the CPU, as detected, supports a feature set."""
     return feature_set in _native.cpu_info()["detected_features"]
 
 
 def require(feature_set: str, who: str) -> None:
-    """Skips a test on a CPU without these features. who needs them: words for the reason."""
+    """Skip the test on a CPU without these features; `who` names what needs them in the reason."""
     if not cpu_has(feature_set):
         pytest.skip(f"{_REASON}{who} needs {feature_set}, this CPU has {_cpu()}")
 
 
 def summary(reasons: Iterable[str]) -> list[str]:
-    """Lines for the end of a run. reasons: of all tests that were skipped."""
+    """Return the lines for the end of a run, from the reasons of all skipped tests."""
     counts = Counter(reason.partition(_REASON)[2] for reason in reasons if _REASON in reason)
-    lines = [f"{count} skipped {_REASON}{reason}" for reason, count in counts.items()]
+    lines = [f"{count} skipped for {_REASON}{reason}" for reason, count in counts.items()]
     kernels = [name for name, feature_set in kernel_rows().items() if not _runs(feature_set, name)]
     if kernels:
         lines.append(f"{len(kernels)} kernels no test can run, as this CPU has {_cpu()}: {', '.join(kernels)}")
@@ -57,7 +55,7 @@ def _cpu() -> str:
 
 
 def kernel_rows() -> dict[str, str]:
-    """The feature set of each row of the kernel tables, by the names of table and row."""
+    """Map "TABLE ROW" to the feature set of that row, for all kernel tables."""
     tables = [name for name in dir(_testing) if name.endswith("_kernels")]
     return {
         f"{table.removesuffix('_kernels')} {row['name']}": row["isa"]
@@ -67,15 +65,18 @@ def kernel_rows() -> dict[str, str]:
 
 
 def _runs(feature_set: str, kernel: str | None = None) -> bool:
-    """By the CPU, or by the emulator on it. kernel: a row that needs it."""
+    """Return True if the CPU or the emulator can run a feature set, or the given kernel row."""
     if feature_set == "amx" and kernel is not None and kernel not in AMX_ROWS:
         return False
     return cpu_has(_EMULATED.get(feature_set, feature_set))
 
 
 def sanitized(most: str | None = None) -> list[str]:
-    """The sets up to `most` and those that an emulator on it runs; None: of this CPU. Where the set behind it runs too,
-    avx512vnni has nothing of its own: products as in that, the rest as in the one before it."""
+    """Return the feature sets up to `most` (None: this CPU's) and the sets that the emulator runs on such a CPU.
+
+    avx512vnni is left out where both neighbours run: its products are those of the next set, the rest those of the
+    set before.
+    """
     sets = [name for name in _testing.feature_sets() if _runs(name)]
     if most is not None:
         behind = _testing.feature_sets()[_testing.feature_sets().index(most) + 1 :]

@@ -1,4 +1,4 @@
-"""Parameter sets where all of a product would repeat one another."""
+"""Pairwise parameter sets, for tests whose full product would be too large."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 
 def pairwise(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Sets in which any two values of two parameters meet at least once. A tuple stands for several parameters that
-    belong together: its values are put into the sets one by one."""
+    """Return sets in which any two values of two parameters occur together at least once.
+
+    A tuple as a value holds the values of several parameters that belong together; it is flattened in the result.
+    """
     choices = list(product(*(range(len(values)) for values in parameters)))
     meetings = {choice: set(combinations(enumerate(choice), 2)) for choice in choices}
     missing = set().union(*meetings.values())

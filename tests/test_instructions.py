@@ -1,4 +1,4 @@
-"""What is skipped for lack of instructions is counted."""
+"""Tests that are skipped for missing instructions are counted."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def test_skips_are_counted_by_reason(monkeypatch: pytest.MonkeyPatch) -> None:
             instructions.require("avx512", who)
         reasons.append(f"Skipped: {skipped.value}")
     first, second, kernels = instructions.summary([*reasons, "Skipped: no curl"])
-    assert first == "2 skipped for lack of instructions: one kernel needs avx512, this CPU has scalar, avx2"
-    assert second == "1 skipped for lack of instructions: another needs avx512, this CPU has scalar, avx2"
+    assert first == "2 skipped for missing instructions: one kernel needs avx512, this CPU has scalar, avx2"
+    assert second == "1 skipped for missing instructions: another needs avx512, this CPU has scalar, avx2"
     assert "sparse_amx_matmul avx512bf16" in kernels and " avx2," not in kernels
 
 
@@ -48,6 +48,6 @@ def test_a_row_of_amx_without_a_test_is_not_run(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("row", instructions.AMX_ROWS)
 def test_rows_of_amx_are_asked_for(row: str) -> None:
-    assert instructions.kernel_rows().get(row, "amx") == "amx"  # none on Arm
+    assert instructions.kernel_rows().get(row, "amx") == "amx"  # Arm builds have no AMX rows
     text = (Path(__file__).parent / "amx" / instructions.AMX_ROWS[row]).read_text(encoding="utf-8")
     assert f'"{row.partition(" ")[2]}"' in text

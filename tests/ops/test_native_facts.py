@@ -56,7 +56,7 @@ def test_a_function_that_is_too_long_fails(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ops").mkdir()
-    for lines, expected in ((facts.MOST_LINES, 0), (facts.MOST_LINES + 1, 1)):
+    for lines, expected in ((facts.MAX_LINES, 0), (facts.MAX_LINES + 1, 1)):
         (tmp_path / "ops" / "a.cc").write_text("void F() {\n" + "  G();\n" * (lines - 2) + "}\n")
         assert facts.main() == expected
-    assert f"ops/a.cc:1: a function of {facts.MOST_LINES + 1} lines" in capsys.readouterr().out
+    assert f"ops/a.cc:1: function has {facts.MAX_LINES + 1} lines" in capsys.readouterr().out
