@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-# A shell that starts the tests with `&` makes them ignore SIGINT; the processes that tests interrupt would inherit that.
+# A shell that starts the tests with `&` makes them ignore SIGINT, and the processes that tests interrupt inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

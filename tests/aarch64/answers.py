@@ -36,13 +36,13 @@ Arrays = dict[str, np.ndarray]
 
 
 def is_cached(name: str) -> bool:
-    """Whether the files of a model in the catalog are there."""
+    """Return True if the files of a model of the catalog are in the cache."""
     return (default_cache_dir() / f"{name}-{find_entry(name).digest}").is_dir()
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model to run, its inputs, and how far its first output is from that of the model it was made from, by norm."""
+    """A model to run, its inputs, and the relative error (norm) of its first output against the original's."""
 
     name: str
     model: onnx.ModelProto
@@ -51,7 +51,7 @@ class Case:
 
 
 def real() -> Iterator[Case]:
-    """Those of the real models that are in the cache."""
+    """Yield the real models that are in the cache."""
     if is_cached(ENCODER):
         original = onnx.load(get_model(ENCODER).onnx)
         ids = np.random.default_rng(4).integers(1000, 30000, (2, 12))
@@ -84,7 +84,7 @@ def run(model: onnx.ModelProto, feeds: Arrays) -> Arrays:
 
 
 def lost(there: Arrays, here: Arrays) -> float:
-    """Of the first output, by norm."""
+    """Return the relative error (norm) of the first output."""
     output = next(iter(there))
     return float(np.linalg.norm(here[output] - there[output]) / np.linalg.norm(there[output]))
 

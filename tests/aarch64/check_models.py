@@ -1,4 +1,4 @@
-"""On an emulated Arm CPU: models that were optimized on x86 give the answers that they gave there (answers.py), within
+"""Check on an emulated Arm CPU that models optimized on x86 give the answers they gave there (answers.py), within
 ONNX Runtime for aarch64. `make test-aarch64` names this file; the suite does not collect it.
 
 `.ci/aarch64 max aarch64/check_models.py -k real -rP` prints what the real models of the cache gave, and their kernels.
@@ -38,7 +38,7 @@ REAL_ENCODER = "real all-minilm-l6-v2 "
 # Of a cache's bytes, as key codes, it is how many differ.
 BOUND, REAL_BOUND, REAL_BYTES = 1e-6, 1e-5, 1e-3
 BY_NODES_WITH_I8MM = "model sparse-bf16"
-# The kernel tables of operators of which one is for all weights, and those of SparseAMXMatMul by the bits of weights.
+# Kernel table of each operator; SparseAMXMatMul has one for each weight type.
 TABLES = {
     "W4A8MatMul": "w4a8_matmul",
     "W8A8MatMul": "w8a8_matmul",

@@ -628,7 +628,7 @@ bool IsOurs(const struct sigaction& action) {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Takes over SIGILL for the whole process. 0, or an errno. Installing twice is installing once.
+// Installs a SIGILL handler for the whole process. Returns 0 or an errno. A second call has no effect.
 EXPORT int amx_emulator_install() {
   pthread_mutex_lock(&install_mutex);
   int error = 0;

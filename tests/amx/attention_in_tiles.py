@@ -1,4 +1,4 @@
-"""What attention in AMX tiles must give, whoever runs it: the kernel of this CPU, or its loop over vectors of AVX2."""
+"""Tests of attention in AMX tiles, for the CPU's own kernel and for the same loop on AVX2 vectors."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def check(attend: Attend, q: Floats, k: Floats, v: Floats, mask: Floats | None =
 
 
 def head_sizes(attend: Attend) -> None:
-    """Also such as are no multiple of 32 or 16, or odd."""
+    """Head sizes include odd ones and ones that are not multiples of 16 or 32."""
     for head_dim in (1, 3, 16, 17, 32, 36, 48, 64, 80, 100, 128):
         for heads, queries, keys in ((1, 1, 1), (1, 5, 9), (2, 33, 70)):
             check(attend, *random(np.random.default_rng(head_dim), heads, queries, keys, head_dim))
@@ -113,7 +113,7 @@ def rows_and_keys(attend: Attend) -> None:
 
 
 def masks(attend: Attend) -> None:
-    """Of every shape, with numbers of every size; causal and not; query heads that share their keys."""
+    """All shapes and magnitudes, causal or not, with query heads that share keys."""
     rng = np.random.default_rng(0)
     for form, ones in MASKS.items():
         for causal in (False, True):
@@ -130,7 +130,7 @@ def masks(attend: Attend) -> None:
 
 
 def rows_that_see_nothing(attend: Attend) -> None:
-    """Of the lowest float everywhere, the mean; of -Inf everywhere, NaN, or zeros where that is asked for."""
+    """A row masked by the lowest float gives the mean; a row masked by -Inf gives NaN, or zeros if requested."""
     q, k, v = random(np.random.default_rng(2), 1, 20, 150, 24)
     mask = np.zeros((1, 20, 150), np.float32)
     mask[:, -1] = LOWEST
@@ -143,7 +143,7 @@ def rows_that_see_nothing(attend: Attend) -> None:
 
 
 def nan_and_infinity(attend: Attend) -> None:
-    """They spread as by the formula."""
+    """Infinities and NaN propagate as in the formula."""
     rng = np.random.default_rng(3)
     for bad in (np.nan, np.inf, -np.inf):
         for where in ("q", "k", "v", "mask"):
@@ -157,7 +157,7 @@ def nan_and_infinity(attend: Attend) -> None:
 
 
 def hidden_scores_that_overflow(attend: Attend) -> None:
-    """Of keys that causal hides: those of the first query are 0 and +Inf, of which it sees the first."""
+    """Keys hidden by the causal mask do not matter: the first query sees key 0 and not the +Inf behind it."""
     q, k = np.full((1, 70, 8), 1e20, np.float32), np.full((70, 8), 1e20, np.float32)
     k[0] = 0
     v = np.round(np.random.default_rng(7).standard_normal((70, 8)) * 8).astype(np.float32)
@@ -179,7 +179,7 @@ def own_rows(attend: Attend) -> None:
 
 
 def documented_order(attend: Attend) -> None:
-    """Of y, where all weights are one: tiles of 32 keys, in blocks of 128. Of s, by which of two keys weighs more."""
+    """The order of sums: for y (equal weights), tiles of 32 keys in blocks of 128; for s, found from two keys."""
     rng = np.random.default_rng(6)
     for keys in (16, 40, 256):
         q, k, v = random(rng, 1, 16, keys, 48)

@@ -67,12 +67,12 @@ def detected_features() -> list[str]:
 
 
 def mode() -> str:
-    """How tile instructions run here: "native" or "emulated"."""
+    """Return "native" or "emulated": the way tile instructions run here."""
     return "native" if cpu_has_amx() else "emulated"
 
 
 def why_unavailable() -> str | None:
-    """Why tile instructions cannot run here, or None."""
+    """Return the reason why tile instructions cannot run here, or None."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return "AMX and its emulator need x86-64 Linux"
     if shutil.which(compiler()[0]) is None:
@@ -117,7 +117,7 @@ class Emulator:
         self._c.amx_emulator_count.restype = ctypes.c_int64
 
     def install(self) -> None:
-        """Take over SIGILL. Repeat it after something else did (faulthandler.enable)."""
+        """Install the SIGILL handler. Call it again after another handler was installed (faulthandler.enable)."""
         self._check(self._c.amx_emulator_install())
 
     def uninstall(self) -> None:
@@ -127,10 +127,11 @@ class Emulator:
         self._c.amx_emulator_reset_counts()
 
     def count(self, *instructions: str) -> int:
-        """How often these instructions ran since the last reset."""
+        """Return how often these instructions ran since the last reset."""
         counts = [int(self._c.amx_emulator_count(name.encode())) for name in instructions]
         if -1 in counts:
-            raise ValueError(f"{instructions[counts.index(-1)]} is none of {', '.join(INSTRUCTIONS)}")
+            unknown = instructions[counts.index(-1)]
+            raise ValueError(f"unknown instruction {unknown}, expected one of {', '.join(INSTRUCTIONS)}")
         return sum(counts)
 
     def counts(self) -> dict[str, int]:
@@ -179,7 +180,7 @@ def load_shim() -> ctypes.CDLL:
 
 
 def config_bytes(tiles: dict[int, tuple[int, int]], palette: int = 1) -> bytearray:
-    """What LDTILECFG reads, for tiles of (rows, colsb)."""
+    """Return the 64-byte operand of LDTILECFG for tiles of (rows, colsb)."""
     config = bytearray(64)
     config[0] = palette
     for tile, (rows, colsb) in tiles.items():
@@ -232,7 +233,7 @@ def run_avxvnni(code: str, timeout: float = 1200) -> subprocess.CompletedProcess
 def _run_assuming(
     assume: str, code: str, timeout: float, environment: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """The prelude takes over SIGILL unless the CPU has AMX: then it has AVX-VNNI too."""
+    """Return code with a prelude that installs the emulator, unless the CPU has AMX (and then AVX-VNNI too)."""
     prelude = "from tests.amx import emulator as _amx\n_context = _amx.amx()\nemulator = _context.__enter__()\n"
     inherited = {name: value for name, value in os.environ.items() if name != "ORTOLAN_ISA"}
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]

@@ -76,7 +76,7 @@ uint64_t saved_base;
 uint64_t saved_index;
 
 // Loads tile 0 from displacement(base, index, scale), with the registers given for base and index. `base` may be any
-// register but rsp, `index` likewise.
+// register but rsp; the same holds for `index`.
 #define LOAD_FROM(displacement, base, index, scale)                                                                    \
   __asm__ volatile("movq %%" #base ", %0\n\tmovq %%" #index ", %1\n\tmovq %2, %%" #base "\n\tmovq %3, %%" #index       \
                    "\n\ttileloadd " #displacement "(%%" #base ",%%" #index "," #scale "), %%tmm0\n\tmovq %0, %%" #base \

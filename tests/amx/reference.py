@@ -1,4 +1,4 @@
-"""What the AMX products compute, in numpy: independent of the emulator, exact to the last bit (but for NaN payloads).
+"""The AMX products in numpy: independent of the emulator, exact to the last bit (but for NaN payloads).
 
 Matrices are logical: a [m, K], b [K, n], c [m, n]; pack_b gives the order of a B tile.
 """

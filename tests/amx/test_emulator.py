@@ -99,7 +99,7 @@ def test_reference_rounds_a_product_and_sum_once() -> None:
     rng = np.random.default_rng(0)
     x = random_bf16(rng, (1, 2000), (-3, 3)).astype(np.float32)[0]
     y = random_bf16(rng, (1, 2000), (-40, 3)).astype(np.float32)[0]
-    # Half of the sums lie next to the middle between two floats.
+    # Half of the sums are close to the midpoint of two floats.
     z = rng.standard_normal(2000).astype(np.float32)
     y[::2] = np.exp2(rng.integers(-80, -20, size=1000))
     x[::2] = np.float32(1.5)
@@ -304,7 +304,7 @@ def check_random_product(name: str, rng: np.random.Generator, m: int, n: int, wo
 
 
 def test_bf16_denormals_are_zeros(amx: Emulator | None) -> None:
-    """As operands, as C, in the chains and in the result."""
+    """Denormals are flushed as operands, as C, within a chain and in the result."""
     rng = np.random.default_rng(3)
     for low, high in [(-136, -120), (-70, -56), (-66, -60)]:
         a, b = random_bf16(rng, (16, 32), (low, high)), random_bf16(rng, (32, 16), (low, high))
@@ -451,5 +451,5 @@ def test_counts(emulated: Emulator) -> None:
     assert emulated.count("tdpbf16ps", "tdpbssd") == 7 + 8
     emulated.reset_counts()
     assert emulated.counts() == {}
-    with pytest.raises(ValueError, match="fadd is none of ldtilecfg"):
+    with pytest.raises(ValueError, match="unknown instruction fadd, expected one of ldtilecfg"):
         emulated.count("fadd")

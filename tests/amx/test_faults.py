@@ -1,4 +1,4 @@
-"""What ends the process, who else gets SIGILL, and the features that make dispatch choose AMX."""
+"""Faults that end the process, other users of SIGILL, and the CPU features with which dispatch chooses AMX."""
 
 from __future__ import annotations
 

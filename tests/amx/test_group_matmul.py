@@ -28,7 +28,7 @@ for group in (32, 64, 128):
         layer.check(layer.multiply(x, None, "amx"), x)
 """
 
-# The same bits as the portable kernel: integer sums are exact, and with scales of powers of two and so few groups that
+# The same bits as the portable kernel: integer sums are exact, and with power-of-two scales and few enough groups that
 # no float sum rounds, so are the float ones.
 CHECK_BITS = """
 import numpy as np

@@ -1,4 +1,4 @@
-"""What the pages about other packages need."""
+"""Stand-ins that the pages about other packages need."""
 
 from __future__ import annotations
 

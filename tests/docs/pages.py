@@ -30,7 +30,7 @@ def blocks(page: str) -> list[tuple[str, str]]:
 
 
 def run_bash(code: str, folder: Path, **variables: str) -> None:
-    """Runs each line but those that install."""
+    """Run each line of a bash block except installations."""
     lines = [line for line in code.splitlines() if not line.startswith(("pip install", "make wheel"))]
     _run(["bash", "-euo", "pipefail", "-c", "\n".join(lines)], code, folder, variables)
 

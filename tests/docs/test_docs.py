@@ -1,4 +1,4 @@
-"""What the pages tell readers to type works: their Python and bash blocks run, in a folder with small models."""
+"""The Python and bash blocks of the docs run, in a folder with small models."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def two_of_four(array: np.ndarray) -> np.ndarray:
 
 
 def write_sparse(model: ir.Model, path: Path, keep: Callable[[np.ndarray], np.ndarray]) -> None:
-    """The model with what is kept of the weights [k, n] of its linear layers."""
+    """Return the model with changed weights [k, n] of its linear layers."""
     proto = ir.to_proto(model)
     for tensor in proto.graph.initializer:
         array = onnx.numpy_helper.to_array(tensor)
@@ -191,7 +191,7 @@ def test_vectors_of_texts_have_length_1(folder):
 
 
 def write_sentence_files(folder: Path) -> None:
-    """As sentence-transformers has them, with the prompts that embedding.md shows."""
+    """Write the files of a sentence-transformers folder, with the prompts that embedding.md shows."""
     kinds = {"": "Transformer", "1_Pooling": "Pooling"}
     modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds.items()]
     (folder / "modules.json").write_text(json.dumps(modules))
@@ -223,7 +223,7 @@ def test_triton_finds_its_repository(folder):
 
 
 def ort_headers() -> Path | None:
-    """Where a build of these sources, or the system, has ONNX Runtime's headers."""
+    """Return the folder of ONNX Runtime's headers, from a build of these sources or the system."""
     found = [*ROOT.glob("build/**/onnxruntime_cxx_api.h"), *Path("/usr/include").glob("**/onnxruntime_cxx_api.h")]
     return found[0].parent if found else None
 

@@ -1,4 +1,4 @@
-"""What the pages of docs/ tell to copy and paste runs: each page in a folder of its own, with small models.
+"""The code of docs pages about other packages runs: each page in its own folder, with small models.
 
 Blocks run in order, in processes of their own.
 """

@@ -25,7 +25,7 @@ def malformed(
 ) -> dict[str, tuple[Packed, int, int, str]]:
     """Name -> (tensors, k, n, what the message must say).
 
-    bitmap, dense: a weight [k, n] whose inputs and columns end inside a tile and a panel, of which panel 2 is the last.
+    bitmap, dense: a weight [k, n] whose inputs and columns end inside a tile and a panel; panel 2 is the last.
     row_bytes: of a mask. too_many: inputs that no weight has.
     """
     (masks, values, offsets), (none, every, no_offsets) = bitmap, dense

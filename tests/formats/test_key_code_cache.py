@@ -84,7 +84,7 @@ def test_any_way_to_append_gives_the_same_bytes(size: tuple[int, int], splits: l
     grown = appended(keys, codebook, splits)
     np.testing.assert_array_equal(grown, appended(keys, codebook, [tokens]))
     np.testing.assert_array_equal(grown, appended(keys, codebook, [1] * tokens))
-    # In place, in a buffer with room to spare, of which the rest stays what it was.
+    # In place, in a larger buffer whose unused part must stay unchanged.
     buffer = np.full((tokens + 40, grown.shape[1]), 0x5A, np.uint8)
     done = 0
     for count in splits:
@@ -153,7 +153,7 @@ def test_every_kernel_gives_the_same_codes(
     mirrored: bool,
     seed: int,
 ) -> None:
-    """Of few levels most distances are equal; of small scales squares are denormal or 0, of large ones Inf.
+    """Ties and extremes: few levels make most distances equal; squares of small scales are denormal or 0, of large ones Inf.
 
     mirrored: pairs of centroids at the same distance but for its rounding, so that one less is another code.
     """

@@ -17,22 +17,22 @@ each_format = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 
 
 def stored_slots(form: TwoFourFormat, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Places and weights [panels, spans, quads of a span, columns, slots] of w, padded to whole tiles."""
+    """Positions and weights [panels, spans, quads of a span, columns, slots] of w, padded to whole tiles."""
     k, n = w.shape
     padded = np.zeros((-(-k // form.tile_inputs) * form.tile_inputs, -(-n // 16) * 16), w.dtype)
     padded[:k, :n] = w
     quads = padded.reshape(-1, 8, 4, padded.shape[1] // 16, 16).transpose(3, 0, 1, 4, 2)
-    # What is not zero first, then the lowest free places; then in ascending order.
-    places = np.sort(np.argsort(quads == 0, axis=-1, kind="stable")[..., :2], axis=-1)
-    return places, np.take_along_axis(quads, places, axis=-1)
+    # Nonzero positions first, then the lowest free ones; then ascending.
+    positions = np.sort(np.argsort(quads == 0, axis=-1, kind="stable")[..., :2], axis=-1)
+    return positions, np.take_along_axis(quads, positions, axis=-1)
 
 
 def expected_packed(form: TwoFourFormat, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    places, weights = stored_slots(form, w)
-    panels, spans = places.shape[:2]
+    positions, weights = stored_slots(form, w)
+    panels, spans = positions.shape[:2]
     if form.bits == 16:  # a row is a quad
         rows = 8
-        bits = places.reshape(panels, spans, rows, 32).astype(np.uint32)
+        bits = positions.reshape(panels, spans, rows, 32).astype(np.uint32)
         stored = weights.reshape(panels, spans, rows, 32).astype(np.float32)
         values = (np.ascontiguousarray(to_bf16(stored)).view(np.uint32) >> 16).astype(np.uint16)
     else:  # a row is two quads
@@ -41,7 +41,7 @@ def expected_packed(form: TwoFourFormat, w: np.ndarray) -> tuple[np.ndarray, np.
         def by_rows(a: np.ndarray) -> np.ndarray:
             return a.reshape(panels, spans, rows, 2, 16, 2).transpose(0, 1, 2, 4, 3, 5).reshape(panels, spans, rows, 64)
 
-        bits, values = by_rows(places).astype(np.uint32), by_rows(weights)
+        bits, values = by_rows(positions).astype(np.uint32), by_rows(weights)
         if form.bits == 4:
             nibbles = (values + 8).astype(np.uint8)
             values = nibbles[:, :, 0::2] | nibbles[:, :, 1::2] << 4
@@ -65,12 +65,12 @@ def test_int8_layout_of_a_small_matrix() -> None:
     assert spans[0, 0, 3, 60:].tolist() == [0, 0, -128, 127]
     assert spans[1, 2, 0, :2].tolist() == [9, 0]
     assert np.count_nonzero(values) == 6
-    places = masks.reshape(2, 4, 64)
-    # Unused quads have places 0 and 1 in each of the four rows.
-    assert places[0, 1, :4].tolist() == [0, 0b01010101, 0, 0b01010101]
-    assert places[0, 0, :2].tolist() == [0b00000001, 0b01010111]
-    assert places[0, 0, 6:8].tolist() == [0, 0b01010110]
-    assert places[0, 0, 62:].tolist() == [0, 0b11010101]
+    positions = masks.reshape(2, 4, 64)
+    # Unused quads have positions 0 and 1 in each of the four rows.
+    assert positions[0, 1, :4].tolist() == [0, 0b01010101, 0, 0b01010101]
+    assert positions[0, 0, :2].tolist() == [0b00000001, 0b01010111]
+    assert positions[0, 0, 6:8].tolist() == [0, 0b01010110]
+    assert positions[0, 0, 62:].tolist() == [0, 0b11010101]
 
 
 @each_format
@@ -143,8 +143,13 @@ def malformed(form: TwoFourFormat) -> dict[str, tuple[Packed, int, int, str]]:
         "values empty": ((masks, values[:0].copy(), offsets), k, n, "values hold 0 entries, expected"),
         "masks empty": ((masks.reshape(-1)[:0].copy(), values, offsets), k, n, "values hold .* expected"),
         "some offsets": ((masks, values, np.zeros(1, np.int64)), k, n, "offsets hold 1 entries, expected 4"),
-        "places equal": ((equal, values, offsets), k, n, "masks .places.* of panel 1, inputs .* do not ascend"),
-        "places falling": ((falling, values, offsets), k, n, "masks .places.* of panel 2, inputs 0 to 31, do not"),
+        "positions equal": ((equal, values, offsets), k, n, "masks .positions.* of panel 1, inputs .* do not ascend"),
+        "positions falling": (
+            (falling, values, offsets),
+            k,
+            n,
+            "masks .positions.* of panel 2, inputs 0 to 31, do not",
+        ),
         "k zero": ((masks, values, offsets), 0, n, "k and n"),
         "n negative": ((masks, values, offsets), k, -1, "k and n"),
         "k huge": ((masks, values, offsets), 2**62, n, "k and n"),
@@ -163,7 +168,7 @@ def test_malformed_tensors_are_refused(form: TwoFourFormat, case: str) -> None:
 
 @pytest.mark.parametrize("form", [BF16, INT8], ids=["bf16", "int8"])
 def test_of_all_places_those_that_ascend_are_taken(form: TwoFourFormat) -> None:
-    """Each pair of places, in each row and at each column."""
+    """Each pair of positions, in each row and at each column."""
     masks, values, offsets = form.pack(np.zeros((32, 16), np.float32 if form.bits == 16 else np.int8))
     unit = "<u2" if form.bits == 16 else np.uint8
     for slot in range(0, 64 // np.dtype(unit).itemsize, 2):

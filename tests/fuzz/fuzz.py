@@ -80,7 +80,7 @@ _SHAPES = ((2, 9), (1, 5), (3, 14))
 
 @dataclass
 class Outcome:
-    """What became of one graph."""
+    """The outcome of one graph."""
 
     seed: int
     kind: str

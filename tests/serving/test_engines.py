@@ -1,4 +1,4 @@
-"""What a server does with requests, without the server."""
+"""The request handling of a server, without the server."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_vectors_that_are_not_finite_are_failures(tmp_path):
 
 
 class Letters:
-    """As ortolan.models.tokenizer.TextTokenizer."""
+    """A stand-in for ortolan.models.tokenizer.TextTokenizer."""
 
     prefix, start, stop = (1,), 1, frozenset({0})
 

@@ -98,7 +98,7 @@ def test_a_failure_in_the_midst_of_a_stream():
 
 @pytest.mark.parametrize("sent", [0, 1, 2])
 def test_a_client_that_goes_away_ends_its_generation_at_once(sent):
-    """While the generators are still referenced, so that none of them is collected."""
+    """Generators stop even while they are still referenced and so not collected."""
 
     async def run():
         pieces = asyncio.Queue()
@@ -222,7 +222,7 @@ class Cluster(NamedTuple):
         return said
 
     def metric(self, name, **tags):
-        """What Ray's endpoint for Prometheus tells, summed over replicas."""
+        """Return the metrics of Ray's Prometheus endpoint, summed over replicas."""
         (node,) = ray.nodes()
         connection = http.client.HTTPConnection(node["NodeManagerAddress"], node["MetricsExportPort"], timeout=60)
         connection.request("GET", "/metrics")

@@ -49,7 +49,7 @@ def one(column: str, function: str, *arrays: np.ndarray, number: int = 0, dtype:
 
 
 def each(column: str, function: str, *arrays: np.ndarray, dtype: type = np.float32) -> np.ndarray:
-    """Of arrays of any length, register by register."""
+    """Call a function on arrays of any length, one register at a time."""
     lanes, size = LANES[column], len(arrays[0])
     padded = [np.resize(array, -(-size // lanes) * lanes) for array in arrays]
     parts = [

@@ -289,7 +289,7 @@ def test_packed_rows(column: str, function: str) -> None:
 
 @each_of(["DotRows1", "DotRows2", "DotRows4", "DotRows8", "DotRows16"])
 def test_rows_of_words(column: str, function: str) -> None:
-    """Inputs of tokens to rows, of which four meet weights."""
+    """Bytes of tokens are dealt to rows; four rows at a time are multiplied with weights."""
     lanes, tokens = LANES[column], int(function.removeprefix("DotRows"))
     for seed in range(3):
         inputs = random_bytes(seed, tokens * 2 * lanes, np.int16).astype(np.int32).reshape(tokens, -1) // 64
@@ -369,7 +369,7 @@ def test_bf16(column: str) -> None:
 
 @columns_with("DotEightsBf16", "PackBf16")
 def test_dot_products_of_pairs_of_rows_of_bf16(column: str) -> None:
-    """Small whole numbers, exact in any order; and the order of sums, by numbers that it swallows or keeps."""
+    """Small integers are exact in any order; the order of sums shows in values that are absorbed or kept."""
     low, high, sums = np.round(np.random.default_rng(0).standard_normal((3, 4), np.float32) * 10)
     packed = stored_bytes(column, "PackBf16", low, high).view(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(packed, np.concatenate([low, high]).astype(ml_dtypes.bfloat16))
@@ -385,7 +385,7 @@ def test_dot_products_of_pairs_of_rows_of_bf16(column: str) -> None:
 
 @columns_with("DotBf16", "PackBf16")
 def test_dot_products_of_bf16(column: str) -> None:
-    """Small whole numbers: exact in any order."""
+    """Small integers are exact in any order."""
     lanes = LANES[column]
     low, high, sums = np.round(np.random.default_rng(0).standard_normal((3, lanes), np.float32) * 10)
     packed = stored_bytes(column, "PackBf16", low, high)

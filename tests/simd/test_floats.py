@@ -57,7 +57,7 @@ def test_multiply_add_is_rounded_once(column: str) -> None:
 
 
 def rounded_once(exact: list[Fraction]) -> np.ndarray:
-    """To nearest even float32, none of them too large."""
+    """Round to nearest-even float32, without overflow."""
     return np.array([_nearest(number) for number in exact], np.float32)
 
 
@@ -255,7 +255,7 @@ def test_signed_bytes(column: str, function: str) -> None:
 
 @columns_with("MultiplyAddUnits", "PackUnits", "StoreUnits")
 def test_units(column: str) -> None:
-    """Small whole numbers: products and their sums are exact in any order."""
+    """Products of small integers and their sums are exact in any order."""
     lanes = LANES[column]
     a, b, c, d = np.round(np.random.default_rng(0).standard_normal((4, lanes), np.float32) * 10)
     left, right = one(column, "PackUnits", a, b), one(column, "PackUnits", c, d)

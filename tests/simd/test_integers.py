@@ -150,7 +150,7 @@ def test_transpose_of_integers(column: str) -> None:
 
 @columns_with("LoadSome", "StoreSome")
 def test_some_lanes(column: str) -> None:
-    """As many as are left, which may be none, and more than a register holds."""
+    """Partial loads of 0 values up to more than a register holds."""
     lanes = LANES[column]
     a = np.arange(1, lanes + 1, dtype=np.float32)
     for left in (-3, -2, -1, 0, 1, lanes - 1, lanes, lanes + 5):

@@ -29,7 +29,7 @@ _SAMPLE_SECONDS = 0.02
 
 @dataclass
 class Ended:
-    """How a process ended, and the largest anonymous memory that was seen of it, in bytes."""
+    """The exit of a process and its peak anonymous memory in bytes."""
 
     found: dict[str, Any]
     peak: int

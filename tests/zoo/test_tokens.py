@@ -23,7 +23,7 @@ OPTIONS = {"verify.seconds": 0.0}
 DECODERS = ["gpt2", "gptj", "gpt_neo", "gpt_neox", "opt", "bloom", "mpt", "falcon", "phi", "phi3", "gemma", "gemma2"]
 DECODERS += ["gemma3_text", "mistral", "qwen3_moe", "granite", "smollm3", "olmo2"]
 PAIRS = ["t5", "mt5", "bart", "mbart", "marian", "pegasus", "m2m_100", "blenderbot"]
-# Optimum gives these caches of as many heads as there are of queries.
+# Optimum gives these models a KV head for each query head.
 UNGROUPED = {"num_key_value_heads": zoo.SMALL.heads}
 WITHOUT_GROUPS = ("gemma2", "phi3", "olmo2")
 FORCED: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}

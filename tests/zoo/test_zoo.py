@@ -47,7 +47,7 @@ def test_is_replaced_and_answers_alike(architecture: Architecture, tmp_path: Pat
         assert found.cosine >= LEAST_COSINE
         model = ir.load(source)
         sessions = ort.InferenceSession(str(source), providers=["CPUExecutionProvider"]), create_session(output)
-        # Of other lengths than those that it was verified with.
+        # Other lengths than the verification used.
         feeds = synthetic_feeds(
             model,
             Sizes(2, 3 if has_past(model) else 21 if architecture.tokens == 128 else architecture.tokens, 7),
