@@ -153,7 +153,7 @@ def test_every_kernel_gives_the_same_codes(
     mirrored: bool,
     seed: int,
 ) -> None:
-    """Ties and extremes: few levels make most distances equal; squares of small scales are denormal or 0, of large ones Inf.
+    """Ties and extremes: few levels make most distances equal; squares of tiny scales are 0, of huge ones Inf.
 
     mirrored: pairs of centroids at the same distance but for its rounding, so that one less is another code.
     """
