@@ -171,5 +171,5 @@ $(ASAN_BUILT): $(VENV)/.installed
 	$(PIP) install $(BUILD) --target build/asan-site --config-settings=build-dir=build/asan \
 	  --config-settings=cmake.define.ORTOLAN_TESTING=ON --config-settings=cmake.build-type=RelWithDebInfo \
 	  --config-settings=cmake.define.ORTOLAN_SANITIZE=ON --config-settings=install.strip=false \
-	  --config-settings=cmake.define.ORTOLAN_ONLY_COLUMNS="$$($(BIN)/python -m tests.instructions $(if $(SAMPLE),avx2))" .
+	  --config-settings=cmake.define.ORTOLAN_ONLY_TARGETS="$$($(BIN)/python -m tests.instructions $(if $(SAMPLE),avx2))" .
 	touch $@

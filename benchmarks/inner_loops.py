@@ -25,8 +25,8 @@ from pathlib import Path
 
 from ortolan.errors import OrtolanError
 
-ARM_COLUMNS = ("neon", "dotprod", "i8mm")
-# The CPUs that a column's kernels run on.
+ARM_TARGETS = ("neon", "dotprod", "i8mm")
+# The CPUs that a target's kernels run on.
 CPUS = {
     "neon": ("cortex-a72", "neoverse-n1", "neoverse-v1", "neoverse-v2", "apple-m1"),
     "dotprod": ("neoverse-n1", "cortex-a76", "apple-m1"),
@@ -41,7 +41,7 @@ ARM_PRODUCTS = {"smmla": 32, "usmmla": 32, "ummla": 32, "sdot": 16, "usdot": 16,
 class Loop:
     """A kernel's loop: where it is compiled, in which function, and by which instruction it multiplies."""
 
-    column: str
+    target: str
     what: str
     source: str
     function: str | tuple[str, ...]  # a pattern of its symbol; more are tried in turn
@@ -50,21 +50,21 @@ class Loop:
 
     @property
     def object_file(self) -> str:
-        return f"CMakeFiles/ortolan_core_{self.column}.dir/ops/{self.source}.cc.o"
+        return f"CMakeFiles/ortolan_core_{self.target}.dir/ops/{self.source}.cc.o"
 
     @property
     def is_arm(self) -> bool:
-        return self.column in ARM_COLUMNS
+        return self.target in ARM_TARGETS
 
     @property
     def cpus(self) -> Sequence[str]:
-        return CPUS.get(self.column, X86_CPUS)
+        return CPUS.get(self.target, X86_CPUS)
 
 
 BF16, INT8, INT4 = "matmul/bf16_kernels", "matmul/int8_kernels", "matmul/group_int4_kernels"
 BLOCKS = "matmul/block_sparse_kernels"
-# Of groups of 128. Where clang makes it a part of the column's function, its longest loop.
-ONE_ROW = ("OneRow.*Int4GroupRows.*ELi4EE3Row", "ColumnFunctions.*Int4GroupRows.*8Multiply")
+# Of groups of 128. Where clang makes it a part of the target's function, its longest loop.
+ONE_ROW = ("OneRow.*Int4GroupRows.*ELi4EE3Row", "TargetFunctions.*Int4GroupRows.*8Multiply")
 LOOPS = (
     Loop("avx2", "bf16", BF16, "ExpandedRowsILb0ELi6", "vfmadd", 8),
     Loop("avx2", "int8", INT8, "FusedILb0ELi4", "vpmaddubsw", 32),
@@ -214,14 +214,14 @@ def rows(mca: Mca, what: str, body: list[str], product: str, each: int, cpus: Se
 
 
 def of_build(build: Path, mca_program: str, cpus: Sequence[str] | None) -> Iterator[str]:
-    """Our loops, a table a column."""
+    """Our loops, a table a target."""
     loops = [loop for loop in LOOPS if (build / loop.object_file).exists()]
     if not loops:
         raise SystemExit(f"{build} has no objects of kernels: give the folder of a build with CMake")
-    for column in dict.fromkeys(loop.column for loop in loops):
-        mca = Mca(mca_program, column in ARM_COLUMNS)
-        yield from heading(mca, column)
-        for loop in (loop for loop in loops if loop.column == column):
+    for target in dict.fromkeys(loop.target for loop in loops):
+        mca = Mca(mca_program, target in ARM_TARGETS)
+        yield from heading(mca, target)
+        for loop in (loop for loop in loops if loop.target == target):
             path = build / loop.object_file
             objdump = "aarch64-linux-gnu-objdump" if loop.is_arm else "objdump"
             body = find(list(functions(path, objdump)), loop)

@@ -1,4 +1,4 @@
-"""The kernels of one table beside each other: what each column takes for the same work.
+"""The kernels of one table beside each other: what each target takes for the same work.
 
     python -m ortolan.benchmarks.kernel_rows [--rounds 50] [--copies 24] [--only "bf16 dense"]
 

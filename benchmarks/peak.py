@@ -2,7 +2,7 @@
 
     python -m ortolan.benchmarks.peak [--m 128] [--k 768] [--n 3072] [--rounds 20]
 
-One thread, each column of the build that this CPU can run, 10^9 multiply-adds a second: with all operands in registers
+One thread, each target of the build that this CPU can run, 10^9 multiply-adds a second: with all operands in registers
 (ortolan._testing.peak), then by the kernels for dense bf16, int8 and W4A8 weights, quantizing x included. Rounds take
 turns between them; the best of each counts. Only builds with ORTOLAN_TESTING have the kernels by name.
 """
@@ -28,25 +28,25 @@ _PEAK_ROUNDS = 200_000
 Run = Callable[[], object]
 
 
-def kernels(m: int, k: int, n: int, column: str) -> dict[str, Run]:
-    """A product of each kind of weight by the kernels of a column: those that have one."""
+def kernels(m: int, k: int, n: int, target: str) -> dict[str, Run]:
+    """A product of each kind of weight by the kernels of a target: those that have one."""
     testing = required_kernels()
     rng = np.random.default_rng(0)
     x = rng.standard_normal((m, k), dtype=np.float32)
     panels = -(-n // 16)
     found: dict[str, Run] = {}
-    if any(row["name"] == column for row in testing.sparse_amx_matmul_kernels()):
+    if any(row["name"] == target for row in testing.sparse_amx_matmul_kernels()):
         bf16 = _native.pack_bitmap(rng.standard_normal((k, n), dtype=np.float32), dense=True)
-        found["bf16"] = partial(testing.sparse_amx_matmul, x, *bf16, k, n, kernel=column)
-    if any(row["name"] == column for row in testing.sparse_amx_matmul_int8_kernels()):
+        found["bf16"] = partial(testing.sparse_amx_matmul, x, *bf16, k, n, kernel=target)
+    if any(row["name"] == target for row in testing.sparse_amx_matmul_int8_kernels()):
         int8 = _native.pack_bitmap_int8(rng.integers(-127, 128, (k, n), np.int8), dense=True)
         ones = np.ones((panels, 1, 16), np.float32)
-        found["int8"] = partial(testing.sparse_amx_matmul_int8, x, *int8, ones, k, n, kernel=column)
-    if any(row["name"] == column for row in testing.w4a8_matmul_kernels()):
+        found["int8"] = partial(testing.sparse_amx_matmul_int8, x, *int8, ones, k, n, kernel=target)
+    if any(row["name"] == target for row in testing.w4a8_matmul_kernels()):
         int4 = _native.pack_int4_group(rng.integers(0, 16, (k, n), np.uint8))
         for group in (32, 128):
             scales = np.ones((panels, -(-k // group), 16), np.float32)
-            found[f"int4 g{group}"] = partial(testing.w4a8_matmul, x, int4, scales, group, k, n, kernel=column)
+            found[f"int4 g{group}"] = partial(testing.w4a8_matmul, x, int4, scales, group, k, n, kernel=target)
     return found
 
 
@@ -61,16 +61,16 @@ def best_seconds(runs: dict[str, Run], rounds: int) -> dict[str, float]:
     return best
 
 
-def measure(m: int, k: int, n: int, rounds: int, column: str) -> list[tuple[str, float, float]]:
+def measure(m: int, k: int, n: int, rounds: int, target: str) -> list[tuple[str, float, float]]:
     """Of each kind of weight: its name, the peak and the kernel's rate, in 10^9 multiply-adds a second."""
     peak = required_kernels().peak
-    products = kernels(m, k, n, column)
-    in_registers = {PRODUCTS[kind]: partial(peak, column, PRODUCTS[kind], _PEAK_ROUNDS) for kind in products}
+    products = kernels(m, k, n, target)
+    in_registers = {PRODUCTS[kind]: partial(peak, target, PRODUCTS[kind], _PEAK_ROUNDS) for kind in products}
     best = best_seconds({**in_registers, **products}, rounds)
     rows = []
     for kind in products:
         product = PRODUCTS[kind]
-        rows.append((kind, peak(column, product, _PEAK_ROUNDS) / best[product] / 1e9, m * k * n / best[kind] / 1e9))
+        rows.append((kind, peak(target, product, _PEAK_ROUNDS) / best[product] / 1e9, m * k * n / best[kind] / 1e9))
     return rows
 
 
@@ -79,12 +79,12 @@ def main() -> None:
     for name, default in (("m", 128), ("k", 768), ("n", 3072), ("rounds", 20)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    table = Table("column", "weights", "peak", "kernel", "share", title=_native.cpu_info()["name"])
-    for column in required_kernels().simd_lanes():
-        if column == "scalar":
+    table = Table("target", "weights", "peak", "kernel", "share", title=_native.cpu_info()["name"])
+    for target in required_kernels().simd_lanes():
+        if target == "scalar":
             continue
-        for kind, peak, rate in measure(options.m, options.k, options.n, options.rounds, column):
-            table.add_row(column, kind, f"{peak:.0f}", f"{rate:.0f}", f"{rate / peak:.0%}")
+        for kind, peak, rate in measure(options.m, options.k, options.n, options.rounds, target):
+            table.add_row(target, kind, f"{peak:.0f}", f"{rate:.0f}", f"{rate / peak:.0%}")
     Console().print(table)
 
 

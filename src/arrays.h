@@ -14,7 +14,7 @@
 #include "formats/bitmap_int8.h"
 #include "formats/block_sparse_4x1.h"
 #include "formats/two_four.h"
-#include "ort/error_text.h"
+#include "host/error_text.h"
 
 namespace py = pybind11;
 

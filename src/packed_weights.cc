@@ -37,7 +37,7 @@ void CheckMatrix(const char* name, const py::array& matrix, int64_t most_k, int6
 }
 
 template <typename T>
-void CheckNumbers(const Array<T>& q, int least, int most) {
+void CheckValues(const Array<T>& q, int least, int most) {
   const T* const end = q.data() + q.size();
   const T* const outside = std::find_if(q.data(), end, [=](T weight) { return weight < least || weight > most; });
   if (outside != end) Require(false, "q holds ", static_cast<int>(*outside), ", expected ", least, " to ", most);
@@ -50,7 +50,7 @@ constexpr const char* kNameOf = Format::kLayout.value_bits == 16 ? "w" : "q";
 template <typename Format>
 void CheckWeights(const typename Format::Weights& w) {
   CheckMatrix(kNameOf<Format>, w, Format::kLayout.max_k);
-  if constexpr (Format::kLayout.value_bits == 4) CheckNumbers(w, -kInt4Bias, 15 - kInt4Bias);
+  if constexpr (Format::kLayout.value_bits == 4) CheckValues(w, -kInt4Bias, 15 - kInt4Bias);
 }
 
 // masks [panels, tiles, bytes of a tile], or [0]; values; offsets.
@@ -125,7 +125,7 @@ py::array PackScalesArray(const CastArray<float>& scales, bool bf16) {
 
 Array<uint8_t> PackInt4GroupArray(const Array<uint8_t>& q) {
   CheckMatrix("q", q, kInt4Bitmap.max_k);
-  CheckNumbers(q, 0, kLargestInt4);
+  CheckValues(q, 0, kLargestInt4);
   const int64_t k = q.shape(0);
   const int64_t n = q.shape(1);
   const std::vector<uint8_t> packed = WithoutGil([&] { return PackInt4Group(q.data(), n, k, n); });

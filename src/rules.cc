@@ -43,7 +43,7 @@ std::pair<int, int> Int8Range(const Array<Code>& codes, const Array<int16_t>& ze
   w.transposed = transposed;
   w.zero_points.assign(zero_points.data(), zero_points.data() + w.n);
   py::gil_scoped_release release;
-  const NumberRange range = RangeOf(w);
+  const ValueRange range = RangeOf(w);
   return {range.least, range.most};
 }
 
@@ -67,7 +67,7 @@ void BindRules(py::module_& module) {
              py::arg("transposed"));
   module.def(
       "why_not_int8",
-      [](int64_t k, int64_t n, std::pair<int, int> range) { return WhyNotNumbers(k, n, {range.first, range.second}); },
+      [](int64_t k, int64_t n, std::pair<int, int> range) { return WhyNotValues(k, n, {range.first, range.second}); },
       py::arg("k"), py::arg("n"), py::arg("range"),
       "Why int8 numbers less zero points of this range are not taken over, or nothing: ops/matmul/int8_weight.h.");
   module.def(

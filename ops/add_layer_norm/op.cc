@@ -84,7 +84,7 @@ struct Op : OrtOp<Op, Kernel> {
   ONNXTensorElementDataType GetOutputType(size_t) const { return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
   // Beside an addend X may be what is repeated.
   static void InferShape(OrtShapeInferContext* context) {
-    if (IsOneNumber(context, kAddend) && IsOneNumber(context, kSecondAddend)) InferSameShape(context, kX);
+    if (HasOneElement(context, kAddend) && HasOneElement(context, kSecondAddend)) InferSameShape(context, kX);
   }
 };
 

@@ -4,9 +4,9 @@
 #include <optional>
 #include <utility>
 
+#include "host/broadcast.h"
+#include "host/op_error.h"
 #include "isa/kernel_table.h"
-#include "ort/broadcast.h"
-#include "ort/op_error.h"
 
 namespace ortolan {
 namespace {
@@ -112,7 +112,7 @@ void AddLayerNormPlan::Run(Host& host, std::span<const SumOperand> operands, con
 // The sums of `count` rows from `row` on, within the last of the axes.
 void AddLayerNormPlan::AddRows(const Rows& rows, int64_t row, int64_t count, float* y) const {
   const auto first = [&](const Rows::Operand& operand) {
-    return operand.data + PlaceOf(row, rows.axes, operand.strides);
+    return operand.data + OffsetOf(row, rows.axes, operand.strides);
   };
   const std::vector<Rows::Operand>& operands = rows.operands;
   EpilogueArgs args;

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "epilogue/epilogue.h"
+#include "host/host.h"
 #include "isa/features.h"
-#include "ort/host.h"
 
 namespace ortolan {
 

@@ -5,20 +5,20 @@
 
 namespace ortolan {
 
-#define ORTOLAN_KERNEL(column)                \
-  namespace column {                          \
+#define ORTOLAN_KERNEL(target)                \
+  namespace target {                          \
   extern const AttentionFunctions kAttention; \
   }
 #include "attention/attention_kernels.inc"
 #undef ORTOLAN_KERNEL
-#define ORTOLAN_KERNEL(column)                    \
-  namespace column {                              \
+#define ORTOLAN_KERNEL(target)                    \
+  namespace target {                              \
   extern const AttentionFunctions kAttentionBf16; \
   }
 #include "attention/attention_bf16_kernels.inc"
 #undef ORTOLAN_KERNEL
-#define ORTOLAN_KERNEL(column)                     \
-  namespace column {                               \
+#define ORTOLAN_KERNEL(target)                     \
+  namespace target {                               \
   extern const AttentionFunctions kAttentionTiles; \
   }
 #include "attention/attention_tiles_kernels.inc"
@@ -26,13 +26,13 @@ namespace ortolan {
 
 std::span<const AttentionKernel> AttentionKernels() {
   static const AttentionKernel kernels[] = {
-#define ORTOLAN_KERNEL(column) {{column::kAttentionTiles}, #column "/16 in tiles", feature_set::column, 16, true},
+#define ORTOLAN_KERNEL(target) {{target::kAttentionTiles}, #target "/16 in tiles", feature_set::target, 16, true},
 #include "attention/attention_tiles_kernels.inc"
 #undef ORTOLAN_KERNEL
-#define ORTOLAN_KERNEL(column) {{column::kAttentionBf16}, #column "/16", feature_set::column, 16},
+#define ORTOLAN_KERNEL(target) {{target::kAttentionBf16}, #target "/16", feature_set::target, 16},
 #include "attention/attention_bf16_kernels.inc"
 #undef ORTOLAN_KERNEL
-#define ORTOLAN_KERNEL(column) {{column::kAttention}, #column "/32", feature_set::column, 32},
+#define ORTOLAN_KERNEL(target) {{target::kAttention}, #target "/32", feature_set::target, 32},
 #include "attention/attention_kernels.inc"
 #undef ORTOLAN_KERNEL
   };

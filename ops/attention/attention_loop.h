@@ -1,6 +1,6 @@
-// The loop over blocks of keys and of query rows, once for all columns (as in FlashAttention: scores never leave the
+// The loop over blocks of keys and of query rows, once for all targets (as in FlashAttention: scores never leave the
 // cache, each block of keys corrects what the ones before made). Included by
-// *attention_kernels.cc only; local to each column.
+// *attention_kernels.cc only; local to each target.
 //
 // Lanes are query rows, so that no maximum or sum crosses lanes. Numbers are multiplied in units of 32 bits
 // (attention_units.h): one float, or a pair of bf16, two inputs or two keys of the same lane.
@@ -47,7 +47,7 @@ struct RegisterBlocks<16, 1> {
   static constexpr int kScoreKeys[] = {2, 2, 2, 2};
 };
 
-// Simd: the vectors of a column with units.
+// Simd: the vectors of a target with units.
 template <typename Simd>
 class AttentionLoop {
   using Registers = RegisterBlocks<Simd::kRegisters, Simd::kLanes>;
@@ -123,8 +123,8 @@ class AttentionLoop {
     }
   }
 
-  static void Clear(float* numbers, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) numbers[i] = 0;
+  static void Clear(float* values, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) values[i] = 0;
   }
 
   int64_t HeadOf(int64_t row) const { return row / args_.queries; }
@@ -290,9 +290,9 @@ class AttentionLoop {
       for (int i = 0; i < kTileVectors; ++i) query[i] = Simd::Load(queries + i * kLanes);
 #pragma GCC unroll 16
       for (int j = 0; j < kTileKeys; ++j) {
-        const Float number = Simd::Set(keys[j * stride + d]);
+        const Float value = Simd::Set(keys[j * stride + d]);
 #pragma GCC unroll 4
-        for (int i = 0; i < kTileVectors; ++i) sum[j][i] = Simd::MultiplyAddUnits(query[i], number, sum[j][i]);
+        for (int i = 0; i < kTileVectors; ++i) sum[j][i] = Simd::MultiplyAddUnits(query[i], value, sum[j][i]);
       }
     }
 #pragma GCC unroll 16

@@ -1,11 +1,11 @@
 #include "attention/attention_loop.h"
 #include "attention/attention_tiles.h"
-#include "simd/column.h"
+#include "simd/target.h"
 
-namespace ortolan::ORTOLAN_COLUMN {
+namespace ortolan::ORTOLAN_TARGET {
 
 extern const AttentionFunctions kAttentionTiles;
 constexpr AttentionFunctions kAttentionTiles{&AttentionLoop<TileUnits<Simd>>::ScratchBytes,
                                              &AttentionLoop<TileUnits<Simd>>::Run};
 
-}  // namespace ortolan::ORTOLAN_COLUMN
+}  // namespace ortolan::ORTOLAN_TARGET

@@ -4,8 +4,8 @@
 
 namespace ortolan {
 
-#define ORTOLAN_KERNEL(column)          \
-  namespace column {                    \
+#define ORTOLAN_KERNEL(target)          \
+  namespace target {                    \
   extern const DecodeFunctions kDecode; \
   }
 #include "attention/decode_kernels.inc"
@@ -13,7 +13,7 @@ namespace ortolan {
 
 std::span<const DecodeAttentionKernel> DecodeAttentionKernels() {
   static const DecodeAttentionKernel kernels[] = {
-#define ORTOLAN_KERNEL(column) {{column::kDecode}, #column, feature_set::column},
+#define ORTOLAN_KERNEL(target) {{target::kDecode}, #target, feature_set::target},
 #include "attention/decode_kernels.inc"
 #undef ORTOLAN_KERNEL
   };

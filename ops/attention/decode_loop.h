@@ -1,16 +1,16 @@
-// One token's attention (decode.h), once for all columns: scores of a chunk of tokens, then a tile after
-// another of weights and values. Included by decode_<column>.cc only; local to each.
+// One token's attention (decode.h), once for all targets: scores of a chunk of tokens, then a tile after
+// another of weights and values. Included by decode_<target>.cc only; local to each.
 //
 //     tables   [heads][quads][64]   16 table entries of sub-quantizer 4 quad, 16 of the next, …
 //     scores   [heads][kChunk]      in powers of two, from a multiple of 32 tokens on; -Inf outside of the range
 //     weights  [heads][kTile]       of the heads whose tile is not negligible
 //
-// A column gives a struct Blocks with
+// A target gives a struct Blocks with
 //     int64_t Ahead(const PrefetchDistances&)         of key codes
 //     kVectors, kDotHeads     of a tile of y that is multiplied with rows of floats; of a tile of dot products
 //     void ScoreBlocks(const CodeBlocks&, int64_t heads)
 //     void AddInt8Blocks(const Int8Blocks&, int64_t heads)   makes weights, and adds them to sums and weighted values
-//     to y; where a column has no better way, values become floats
+//     to y; where a target has no better way, values become floats
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@
 #include "attention/softmax_rows.h"
 #include "isa/tuning.h"
 #include "simd/at_byte.h"
-#include "simd/column.h"
+#include "simd/target.h"
 
 namespace ortolan {
 namespace {
@@ -194,12 +194,12 @@ class DecodeLoop {
     }
   }
 
-  template <typename Column = Simd, typename Op>
+  template <typename Target = Simd, typename Op>
   static Float Reduce(const Float (&a)[kParts], const Op& op) {
     if constexpr (kParts == 1) {
       return a[0];
     } else {
-      return Column::ReduceFour(a, op);
+      return Target::ReduceFour(a, op);
     }
   }
 

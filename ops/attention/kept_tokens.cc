@@ -7,9 +7,9 @@ namespace ortolan {
 namespace {
 
 // Hosts may have their tensors at any address.
-int64_t Load(const char* number) {
+int64_t Load(const char* mask_value) {
   int64_t value;
-  std::memcpy(&value, number, sizeof(value));
+  std::memcpy(&value, mask_value, sizeof(value));
   return value;
 }
 
@@ -17,27 +17,27 @@ int64_t Load(const char* number) {
 
 KeptTokens::KeptTokens(const void* kept, int64_t batch_, int64_t tokens_) : batch(batch_), tokens(tokens_) {
   begins.reserve(static_cast<size_t>(batch) + 1);
-  places.resize(static_cast<size_t>(batch * tokens));
+  positions.resize(static_cast<size_t>(batch * tokens));
   seen.resize(static_cast<size_t>(batch * tokens));
   size_t count = 0;
   for (int64_t b = 0; b < batch; ++b) {
     begins.push_back(static_cast<int64_t>(count));
     const char* const row = static_cast<const char*>(kept) + b * tokens * static_cast<int64_t>(sizeof(int64_t));
-    for (int64_t place = 0; place < tokens; ++place) {
-      const int64_t number = Load(row + place * static_cast<int64_t>(sizeof(int64_t)));
-      places[count] = place;  // taken back by the next one, if this one is not there
-      seen[count] = number > 0;
-      count += number != 0;
+    for (int64_t position = 0; position < tokens; ++position) {
+      const int64_t mask_value = Load(row + position * static_cast<int64_t>(sizeof(int64_t)));
+      positions[count] = position;  // taken back by the next one, if this one is not there
+      seen[count] = mask_value > 0;
+      count += mask_value != 0;
     }
   }
   begins.push_back(static_cast<int64_t>(count));
-  places.resize(count);
+  positions.resize(count);
   seen.resize(count);
 }
 
-bool KeptTokens::IsWhole(int64_t b) const {
+bool KeptTokens::IsInteger(int64_t b) const {
   const int64_t count = Count(b);
-  return count == 0 || Places(b)[count - 1] - Places(b)[0] == count - 1;
+  return count == 0 || Positions(b)[count - 1] - Positions(b)[0] == count - 1;
 }
 
 bool KeptTokens::AllSeen(int64_t b) const {

@@ -17,18 +17,18 @@ struct KeptTokens {
   int64_t Count(int64_t b) const { return begins[static_cast<size_t>(b) + 1] - begins[static_cast<size_t>(b)]; }
   int64_t Begin(int64_t b) const { return begins[static_cast<size_t>(b)]; }
   // Its places in it, rising; of Count(b).
-  const int64_t* Places(int64_t b) const { return places.data() + Begin(b); }
+  const int64_t* Positions(int64_t b) const { return positions.data() + Begin(b); }
   // Whether they follow each other without a gap.
-  bool IsWhole(int64_t b) const;
+  bool IsInteger(int64_t b) const;
   // Whether queries see the i-th token of sequence b.
   bool IsSeen(int64_t b, int64_t i) const { return seen[static_cast<size_t>(Begin(b) + i)] != 0; }
   bool AllSeen(int64_t b) const;
 
   int64_t batch;
-  int64_t tokens;               // of a padded sequence
-  std::vector<int64_t> begins;  // [batch + 1]: the row of the first token of each; the last one is their number
-  std::vector<int64_t> places;  // [rows]
-  std::vector<char> seen;       // [rows]
+  int64_t tokens;                  // of a padded sequence
+  std::vector<int64_t> begins;     // [batch + 1]: the row of the first token of each; the last one is their number
+  std::vector<int64_t> positions;  // [rows]
+  std::vector<char> seen;          // [rows]
 };
 
 }  // namespace ortolan

@@ -1,9 +1,9 @@
-// The softmax functions of decode.h, once for all columns. Included by decode_loop.h only; local to each column.
+// The softmax functions of decode.h, once for all targets. Included by decode_loop.h only; local to each target.
 #pragma once
 
 #include "attention/decode.h"
 #include "simd/at_byte.h"
-#include "simd/column.h"
+#include "simd/target.h"
 
 namespace ortolan {
 namespace {
@@ -14,16 +14,16 @@ constexpr float kLowest = -0x1.fffffep127f;
 constexpr float kMinusInfinity = -__builtin_inff();
 constexpr int64_t kStep = 8 * kLanes;             // of a mask at once
 constexpr float kLeastVisible = kHidden + 64.0f;  // the float behind it
-constexpr float kLeastNumber = 0x1p-126f;
+constexpr float kLeastNormal = 0x1p-126f;
 
 // How many of a step are not less than the bound; NaN is none.
 float CountFrom(const float* mask, Float bound, bool magnitude) {
   Float count = Simd::Set(0.0f);
 #pragma GCC unroll 8
   for (int64_t i = 0; i < kStep; i += kLanes) {
-    Float number = Simd::Load(mask + i);
-    if (magnitude) number = Simd::Abs(number);
-    count = Simd::Add(count, Simd::SelectLess(number, bound, Simd::Set(0.0f), Simd::Set(1.0f)));
+    Float value = Simd::Load(mask + i);
+    if (magnitude) value = Simd::Abs(value);
+    count = Simd::Add(count, Simd::SelectLess(value, bound, Simd::Set(0.0f), Simd::Set(1.0f)));
   }
   return Simd::SumOfLanes(count);
 }
@@ -39,10 +39,10 @@ VisibleRange VisibleOf(const float* mask, int64_t count) {
     range.end -= kStep;
   }
   while (range.end > range.begin && IsHidden(mask[range.end - 1])) --range.end;
-  const Float least = Simd::Set(kLeastNumber);
+  const Float least = Simd::Set(kLeastNormal);
   int64_t j = range.begin;
   for (; j + kStep <= range.end && range.plain; j += kStep) range.plain = CountFrom(mask + j, least, true) == 0;
-  for (; j < range.end && range.plain; ++j) range.plain = __builtin_fabsf(mask[j]) < kLeastNumber;
+  for (; j < range.end && range.plain; ++j) range.plain = __builtin_fabsf(mask[j]) < kLeastNormal;
   return range;
 }
 
@@ -74,7 +74,7 @@ void MergePartial(int64_t heads, int64_t head_dim, const DecodePartial& from, co
     into.max[h] = most;
     const Float as = Simd::Set(a);
     const Float bs = Simd::Set(b);
-    const auto merge = [as, bs](Float x, Float y) {  // products and sum rounded one by one, in every column
+    const auto merge = [as, bs](Float x, Float y) {  // products and sum rounded one by one, in every target
       return Simd::Add(Simd::Rounded(Simd::Multiply(as, x)), Simd::Rounded(Simd::Multiply(bs, y)));
     };
     float sums[kLanes];

@@ -4,8 +4,8 @@
 
 namespace ortolan {
 
-#define ORTOLAN_KERNEL(column) \
-  namespace column {           \
+#define ORTOLAN_KERNEL(target) \
+  namespace target {           \
   EpilogueFn Epilogue;         \
   LayerNormFn LayerNorm;       \
   }
@@ -14,7 +14,7 @@ namespace ortolan {
 
 std::span<const EpilogueKernel> EpilogueKernels() {
   static constexpr EpilogueKernel kernels[] = {
-#define ORTOLAN_KERNEL(column) {#column, feature_set::column, &column::Epilogue, &column::LayerNorm},
+#define ORTOLAN_KERNEL(target) {#target, feature_set::target, &target::Epilogue, &target::LayerNorm},
 #include "epilogue/kernels.inc"
 #undef ORTOLAN_KERNEL
   };

@@ -74,17 +74,17 @@ std::optional<Polynomial> Binary(const std::string& type, const Polynomial& a, c
     for (const auto& [term, coefficient] : b) sum[term] += coefficient;
     return sum;
   }
-  const bool is_number = b.size() == 1 && b.begin()->first.empty();
-  if (!is_number) return std::nullopt;
-  const double number = b.begin()->second;
+  const bool is_constant = b.size() == 1 && b.begin()->first.empty();
+  if (!is_constant) return std::nullopt;
+  const double constant = b.begin()->second;
   if (type == "Div") {
     Polynomial quotient = a;
-    for (auto& [term, coefficient] : quotient) coefficient /= number;
+    for (auto& [term, coefficient] : quotient) coefficient /= constant;
     return quotient;
   }
-  if (type != "Pow" || (number != 2 && number != 3)) return std::nullopt;
+  if (type != "Pow" || (constant != 2 && constant != 3)) return std::nullopt;
   const std::optional<Polynomial> square = Product(a, a);
-  return number == 2 || !square ? square : Product(*square, a);
+  return constant == 2 || !square ? square : Product(*square, a);
 }
 
 class Formulation {
@@ -147,11 +147,11 @@ class Formulation {
     const auto found = known_.find(value);
     if (found != known_.end()) return found->second;
     if (value < 0) return std::nullopt;
-    const std::optional<double> number = values_[static_cast<size_t>(value)].number;
+    const std::optional<double> constant = values_[static_cast<size_t>(value)].constant;
     // All numbers of activations are positive. Without others nothing can cancel out, and so the order of operations,
     // which polynomials forget, changes results by no more than roundings.
-    if (!number || !(*number > 0) || std::isinf(*number)) return std::nullopt;
-    return Polynomial{{"", *number}};
+    if (!constant || !(*constant > 0) || std::isinf(*constant)) return std::nullopt;
+    return Polynomial{{"", *constant}};
   }
 
   const int64_t x_;

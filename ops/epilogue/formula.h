@@ -24,8 +24,8 @@ struct FormulaNode {
 };
 
 struct FormulaValue {
-  std::optional<double> number;  // of a constant of one number
-  bool is_seen = false;          // by others than the nodes: it stays whatever is taken
+  std::optional<double> constant;  // of a constant of one number
+  bool is_seen = false;            // by others than the nodes: it stays whatever is taken
 };
 
 struct FoundFormula {

@@ -1,7 +1,7 @@
-// The formulas, once for all columns, and the loop over rows. Included by kernels.cc only; everything is
+// The formulas, once for all targets, and the loop over rows. Included by kernels.cc only; everything is
 // local to the including file, as in matmul/. Derivation and fits: README.md.
 //
-// Simd: the vectors of a column (simd/column.h).
+// Simd: the vectors of a target (simd/target.h).
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
-// LayerNormalization, once for all columns. Included by kernels.cc only; everything is local to the
+// LayerNormalization, once for all targets. Included by kernels.cc only; everything is local to the
 // including file, as in vector_activations.h.
 //
-// Simd: the vectors of a column (simd/column.h).
+// Simd: the vectors of a target (simd/target.h).
 #pragma once
 
 #include <cstdint>

@@ -6,7 +6,7 @@
 
 #include "formats/bf16.h"
 #include "formats/bitmap_int4.h"
-#include "ort/error_text.h"
+#include "host/error_text.h"
 
 namespace ortolan {
 namespace {
@@ -87,27 +87,27 @@ void Unpack(const BitmapView& view, int8_t* q, int64_t row_stride, const Next& n
 
 // Adds up int8 rows of a panel, place by place. All weights pass here when a model is loaded: compilers make vectors of
 // sums of 16 bits, which 256 numbers of int8 cannot overflow.
-void AddWholeRows(const uint8_t* values, int64_t rows, uint32_t (&of_places)[kInt8Bitmap.RowBits()]) {
-  constexpr int64_t kPlaces = kInt8Bitmap.RowBits();
+void AddWholeRows(const uint8_t* values, int64_t rows, uint32_t (&position_sums)[kInt8Bitmap.RowBits()]) {
+  constexpr int64_t kPositions = kInt8Bitmap.RowBits();
   constexpr int64_t kRowsOf16Bits = 256;  // times -128, the least int16
   for (int64_t first = 0; first < rows; first += kRowsOf16Bits) {
-    int16_t part[kPlaces] = {};
+    int16_t part[kPositions] = {};
     const int64_t end = std::min(rows, first + kRowsOf16Bits);
     for (int64_t row = first; row < end; ++row) {
-      const uint8_t* const of_row = values + row * kPlaces;
-      for (int64_t i = 0; i < kPlaces; ++i) part[i] = static_cast<int16_t>(part[i] + static_cast<int8_t>(of_row[i]));
+      const uint8_t* const of_row = values + row * kPositions;
+      for (int64_t i = 0; i < kPositions; ++i) part[i] = static_cast<int16_t>(part[i] + static_cast<int8_t>(of_row[i]));
     }
-    for (int64_t i = 0; i < kPlaces; ++i) of_places[i] += static_cast<uint32_t>(part[i]);
+    for (int64_t i = 0; i < kPositions; ++i) position_sums[i] += static_cast<uint32_t>(part[i]);
   }
 }
 
 // The same for rows of which those weights are stored that have a bit in masks.
 void AddStoredRows(const uint8_t* masks, const uint8_t* values, int64_t rows,
-                   uint32_t (&of_places)[kInt8Bitmap.RowBits()]) {
+                   uint32_t (&position_sums)[kInt8Bitmap.RowBits()]) {
   for (int64_t row = 0; row < rows; ++row) {
     uint64_t mask = LoadMask(masks + row * kInt8Bitmap.RowMaskBytes(), kInt8Bitmap);
     for (; mask != 0; mask &= mask - 1) {
-      of_places[__builtin_ctzll(mask)] += static_cast<uint32_t>(static_cast<int8_t>(*values++));
+      position_sums[__builtin_ctzll(mask)] += static_cast<uint32_t>(static_cast<int8_t>(*values++));
     }
   }
 }
@@ -176,15 +176,15 @@ std::vector<int32_t> SumsOfColumnsInt8(const BitmapView& view) {
   const int64_t rows = kInt8Bitmap.Tiles(view.k) * kTileRows / (storage == Storage::kTwoFour ? 2 : 1);
   for (int64_t panel = 0; panel < BitmapPanels(view.n); ++panel) {
     const uint8_t* const values = view.PanelValues(kInt8Bitmap, panel);
-    uint32_t of_places[kInt8Bitmap.RowBits()] = {};
+    uint32_t position_sums[kInt8Bitmap.RowBits()] = {};
     if (storage == Storage::kBitmap) {
-      AddStoredRows(view.PanelMasks(kInt8Bitmap, panel), values, rows, of_places);
+      AddStoredRows(view.PanelMasks(kInt8Bitmap, panel), values, rows, position_sums);
     } else {
-      AddWholeRows(values, rows, of_places);
+      AddWholeRows(values, rows, position_sums);
     }
     for (int64_t i = 0; i < kInt8Bitmap.RowBits(); ++i) {
       int32_t& sum = sums[static_cast<size_t>(panel * kPanelColumns + i / kInt8Bitmap.row_inputs)];
-      sum = static_cast<int32_t>(static_cast<uint32_t>(sum) + of_places[i]);
+      sum = static_cast<int32_t>(static_cast<uint32_t>(sum) + position_sums[i]);
     }
   }
   return sums;

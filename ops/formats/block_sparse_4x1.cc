@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "formats/bitmap.h"
-#include "ort/error_text.h"
+#include "host/error_text.h"
 
 namespace ortolan {
 BlockSparseMatrix PackBlockSparse(const int8_t* q, int64_t row_stride, int64_t k, int64_t n) {

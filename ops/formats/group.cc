@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "ort/error_text.h"
+#include "host/error_text.h"
 
 namespace ortolan {
 namespace {

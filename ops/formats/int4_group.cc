@@ -25,22 +25,22 @@ void ForEachByte(int64_t k, int64_t n, At at) {
 
 // Inputs first … first+7 of a column, 4 bits each, the first one lowest; those beyond k are 0. first is a multiple
 // of 8.
-uint32_t EightNumbers(const uint8_t* column, int64_t first, int64_t k) {
-  uint32_t numbers = 0;
+uint32_t EightNibbles(const uint8_t* column, int64_t first, int64_t k) {
+  uint32_t eight = 0;
   if (first + kPairInputs <= k) {  // the sizes of copies are constants where it matters
-    std::memcpy(&numbers, column + first / 2, sizeof(numbers));
-    return numbers;
+    std::memcpy(&eight, column + first / 2, sizeof(eight));
+    return eight;
   }
   for (int64_t l = first; l < k; ++l) {
-    const uint32_t number = column[l / 2] >> l % 2 * 4 & 0xf;
-    numbers |= number << 4 * (l - first);
+    const uint32_t nibble = column[l / 2] >> l % 2 * 4 & 0xf;
+    eight |= nibble << 4 * (l - first);
   }
-  return numbers;
+  return eight;
 }
 
 // The four numbers of 4 bits in the low half as four bytes.
-uint32_t AsBytes(uint32_t numbers) {
-  const uint32_t pairs = (numbers | numbers << 8) & 0x00ff00ff;
+uint32_t AsBytes(uint32_t eight) {
+  const uint32_t pairs = (eight | eight << 8) & 0x00ff00ff;
   return (pairs | pairs << 4) & 0x0f0f0f0f;
 }
 
@@ -53,8 +53,8 @@ void PackInt4GroupPanel(const uint8_t* nibbles, int64_t column_bytes, int64_t k,
     for (int64_t j = 0; j < kPanelColumns; ++j) {
       for (int64_t pair = 0; pair < kPairs; ++pair) {
         const int64_t first = tile + pair * kPairInputs;
-        const uint32_t numbers = j < columns ? EightNumbers(nibbles + j * column_bytes, first, k) : 0;
-        const uint32_t bytes = AsBytes(numbers & 0xffff) | AsBytes(numbers >> 16) << 4;
+        const uint32_t eight = j < columns ? EightNibbles(nibbles + j * column_bytes, first, k) : 0;
+        const uint32_t bytes = AsBytes(eight & 0xffff) | AsBytes(eight >> 16) << 4;
         std::memcpy(packed + pair * kPairBytes + j * kRowInputs, &bytes, sizeof(bytes));
       }
     }

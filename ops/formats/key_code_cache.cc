@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "ort/error_text.h"
+#include "host/error_text.h"
 
 namespace ortolan {
 namespace {

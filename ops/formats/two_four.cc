@@ -5,22 +5,22 @@
 #include <utility>
 
 #include "formats/bf16.h"
-#include "ort/error_text.h"
+#include "host/error_text.h"
 
 namespace ortolan {
 namespace {
 
 constexpr int64_t kQuad = 4;
 constexpr int64_t kSpanQuads = kTwoFourSpanInputs / kQuad;
-constexpr int kPlaceBits = 2;
-constexpr int64_t kBytePlaces = 8 / kPlaceBits;
+constexpr int kPositionBits = 2;
+constexpr int64_t kBytePositions = 8 / kPositionBits;
 
 // Where a quad of a column is stored.
 struct Slots {
-  int64_t entry;     // of values: that of slot 0, and slot 1 is the next
-  int entry_shift;   // int4: of the nibble
-  int64_t place[2];  // bytes of masks
-  int place_shift;
+  int64_t entry;        // of values: that of slot 0, and slot 1 is the next
+  int entry_shift;      // int4: of the nibble
+  int64_t position[2];  // bytes of masks
+  int position_shift;
 };
 
 // Quad `quad` of column `column` of a panel: entries and bytes count from the beginning of the panel.
@@ -33,11 +33,11 @@ constexpr Slots SlotsOf(int64_t quad, int64_t column) {
   const int64_t span = quad / kSpanQuads;
   const int64_t row = quad % kSpanQuads / kRowQuads;
   const int64_t slot = kTwoFourStored * (kRowQuads * column + quad % kRowQuads);
-  const int64_t place = span * kTwoFourPlaceBytes + slot * kLayout.EntryBytes() + row / kBytePlaces;
+  const int64_t position = span * kTwoFourPositionBytes + slot * kLayout.EntryBytes() + row / kBytePositions;
   return {span * kSpanEntries + row / kEntryRows * kRowSlots + slot,
           kEntryRows == 2 && row % 2 == 1 ? 4 : 0,
-          {place, place + kLayout.EntryBytes()},
-          static_cast<int>(kPlaceBits * (row % kBytePlaces))};
+          {position, position + kLayout.EntryBytes()},
+          static_cast<int>(kPositionBits * (row % kBytePositions))};
 }
 
 // Calls each(panel, quad, column of the panel) for all quads of the packed matrix, those outside of w too.
@@ -86,21 +86,21 @@ TwoFourMatrix<Value> Pack(const Weight* w, int64_t row_stride, int64_t k, int64_
         weights[i] = Stored(w[(kQuad * quad + i) * row_stride + panel * kPanelColumns + column]);
       }
     }
-    int places[kQuad + kTwoFourStored] = {};
+    int positions[kQuad + kTwoFourStored] = {};
     int found = 0;
-    for (int place = 0; place < kQuad && found < kTwoFourStored; ++place) {
-      if (weights[place] != 0) places[found++] = place;
+    for (int position = 0; position < kQuad && found < kTwoFourStored; ++position) {
+      if (weights[position] != 0) positions[found++] = position;
     }
-    if (found == 0) places[1] = 1;
-    if (found == 1 && places[0] == 0) places[1] = 1;
-    if (found == 1 && places[0] != 0) places[1] = std::exchange(places[0], 0);
+    if (found == 0) positions[1] = 1;
+    if (found == 1 && positions[0] == 0) positions[1] = 1;
+    if (found == 1 && positions[0] != 0) positions[1] = std::exchange(positions[0], 0);
     const Slots slots = SlotsOf<kLayout>(quad, column);
     for (int slot = 0; slot < kTwoFourStored; ++slot) {
-      packed.masks[static_cast<size_t>(panel * tiles * kLayout.TileMaskBytes() + slots.place[slot])] |=
-          static_cast<uint8_t>(places[slot] << slots.place_shift);
+      packed.masks[static_cast<size_t>(panel * tiles * kLayout.TileMaskBytes() + slots.position[slot])] |=
+          static_cast<uint8_t>(positions[slot] << slots.position_shift);
       Value& entry =
           packed.values[static_cast<size_t>(panel * tiles * kLayout.TwoFourTileEntries() + slots.entry + slot)];
-      store(entry, slots, weights[places[slot]]);
+      store(entry, slots, weights[positions[slot]]);
     }
   });
   return packed;
@@ -117,11 +117,12 @@ void Unpack(const BitmapView& view, Weight* w, int64_t row_stride, const LoadWei
     Weight* const to = w + kQuad * quad * row_stride + in_row;
     for (int64_t i = 0; i < inputs; ++i) to[i * row_stride] = Weight{0};
     const Slots slots = SlotsOf<kLayout>(quad, column);
-    const uint8_t* const places = view.PanelMasks(kLayout, panel);
+    const uint8_t* const positions = view.PanelMasks(kLayout, panel);
     const uint8_t* const values = view.PanelValues(kLayout, panel);
     for (int slot = 0; slot < kTwoFourStored; ++slot) {
-      const int64_t place = (places[slots.place[slot]] >> slots.place_shift) & (kQuad - 1);
-      if (place < inputs) to[place * row_stride] = load(values + (slots.entry + slot) * kLayout.EntryBytes(), slots);
+      const int64_t position = (positions[slots.position[slot]] >> slots.position_shift) & (kQuad - 1);
+      if (position < inputs)
+        to[position * row_stride] = load(values + (slots.entry + slot) * kLayout.EntryBytes(), slots);
     }
   });
 }
@@ -140,18 +141,18 @@ uint64_t NotAscending(uint64_t bits) {
 }
 
 template <int kUnitBits>
-std::string CheckPlaces(const BitmapClaim& claim, const BitmapLayout& layout) {
-  for (int64_t at = 0; at < claim.mask_bytes; at += kTwoFourPlaceBytes) {
+std::string CheckPositions(const BitmapClaim& claim, const BitmapLayout& layout) {
+  for (int64_t at = 0; at < claim.mask_bytes; at += kTwoFourPositionBytes) {
     uint64_t faults = 0;
-    for (int64_t i = 0; i < kTwoFourPlaceBytes; i += 8) {
+    for (int64_t i = 0; i < kTwoFourPositionBytes; i += 8) {
       uint64_t bits;
       std::memcpy(&bits, claim.masks + at + i, sizeof(bits));
       faults |= NotAscending<kUnitBits>(bits);
     }
     if (faults != 0) {
       const int64_t panel_bytes = layout.Tiles(claim.k) * layout.TileMaskBytes();
-      const int64_t input = at % panel_bytes / kTwoFourPlaceBytes * kTwoFourSpanInputs;
-      return ErrorText("masks (places of 2:4 storage) of panel ", at / panel_bytes, ", inputs ", input, " to ",
+      const int64_t input = at % panel_bytes / kTwoFourPositionBytes * kTwoFourSpanInputs;
+      return ErrorText("masks (positions of 2:4 storage) of panel ", at / panel_bytes, ", inputs ", input, " to ",
                        input + kTwoFourSpanInputs - 1, ", do not ascend within each four inputs of a column");
     }
   }
@@ -217,7 +218,7 @@ std::string ValidateStored(const BitmapClaim& claim, const BitmapLayout& layout)
                      entries, " (", tiles, " tiles x ", layout.TwoFourTileEntries(), ") for k=", claim.k,
                      ", n=", claim.n);
   }
-  return layout.EntryBytes() == 2 ? CheckPlaces<16>(claim, layout) : CheckPlaces<8>(claim, layout);
+  return layout.EntryBytes() == 2 ? CheckPositions<16>(claim, layout) : CheckPositions<8>(claim, layout);
 }
 
 }  // namespace ortolan

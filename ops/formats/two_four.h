@@ -38,8 +38,8 @@
 namespace ortolan {
 
 inline constexpr int64_t kTwoFourSpanInputs = 32;
-inline constexpr int64_t kTwoFourPlaceBytes = 64;  // of a span
-inline constexpr int64_t kTwoFourStored = 2;       // of each quad
+inline constexpr int64_t kTwoFourPositionBytes = 64;  // of a span
+inline constexpr int64_t kTwoFourStored = 2;          // of each quad
 
 template <typename Value>
 using TwoFourMatrix = PackedBitmap<uint8_t, Value>;

@@ -7,13 +7,13 @@
 #include "isa/features.h"
 
 // Rows of a set of x86 or Arm features: only this kind of CPU has them. A room defines ORTOLAN_KERNEL before it
-// includes its table. A build for tests may lack a column (CMakeLists.txt, ORTOLAN_ONLY_COLUMNS): the compiler is told
-// -DORTOLAN_WITHOUT_<column>=,ORTOLAN_NO_KERNEL, whose comma makes ORTOLAN_NO_KERNEL the second of three.
+// includes its table. A build for tests may lack a target (CMakeLists.txt, ORTOLAN_ONLY_TARGETS): the compiler is told
+// -DORTOLAN_WITHOUT_<target>=,ORTOLAN_NO_KERNEL, whose comma makes ORTOLAN_NO_KERNEL the second of three.
 #define ORTOLAN_SECOND(...) ORTOLAN_SECOND_OF(__VA_ARGS__, )
 #define ORTOLAN_SECOND_OF(first, second, ...) second
 #define ORTOLAN_NO_KERNEL(...)
-#define ORTOLAN_KERNEL_HERE(column, ...) \
-  ORTOLAN_SECOND(ORTOLAN_WITHOUT_##column, ORTOLAN_KERNEL)(column __VA_OPT__(, ) __VA_ARGS__)
+#define ORTOLAN_KERNEL_HERE(target, ...) \
+  ORTOLAN_SECOND(ORTOLAN_WITHOUT_##target, ORTOLAN_KERNEL)(target __VA_OPT__(, ) __VA_ARGS__)
 #if defined(__x86_64__)
 #define ORTOLAN_X86_KERNEL ORTOLAN_KERNEL_HERE
 #else

@@ -53,9 +53,9 @@ constexpr MaskedMatMulCosts kZen5Costs{
     .pattern = 0.03,
     .list = 0.03,
     .copy = 110.0,
-    .numbers = 1.3,
-    .numbers_list = 0.12,
-    .numbers_pack = 30.0,
+    .values = 1.3,
+    .values_list = 0.12,
+    .values_pack = 30.0,
     .least_gain = 0.9,
     .most_panel_rows = 512,
 };

@@ -31,9 +31,9 @@ struct MaskedMatMulCosts {
   double pattern;           // finding A's pattern
   double list;              // listing the inputs of a tile
   double copy;              // a number of A or B copied, in multiply-adds
-  double numbers;           // a number of A that is not zero, skipping the others one by one
-  double numbers_list;      // its row of a panel, however many numbers it has
-  double numbers_pack;      // packing B for it, in rows of A
+  double values;            // a number of A that is not zero, skipping the others one by one
+  double values_list;       // its row of a panel, however many numbers it has
+  double values_pack;       // packing B for it, in rows of A
   double least_gain;        // a way that skips must cost less than this
   int64_t most_panel_rows;  // rows of A up to which a dense product by panels beats one that packs B; 0: none
 };

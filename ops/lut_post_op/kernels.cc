@@ -1,10 +1,10 @@
-// By bytes where the column has tables of 256 bytes: entries of more than one are looked up byte by byte, in a table
-// for each of their bytes, and put together again. Other columns and sizes: one number after another.
+// By bytes where the target has tables of 256 bytes: entries of more than one are looked up byte by byte, in a table
+// for each of their bytes, and put together again. Other targets and sizes: one number after another.
 #include <cstdint>
 #include <utility>
 
 #include "lut_post_op/lut_post_op.h"
-#include "simd/column.h"
+#include "simd/target.h"
 
 namespace ortolan {
 namespace {
@@ -34,9 +34,9 @@ void Lookup(const LutArgs& args) {
   for (; left > 0; --left, x += sizeof(Index), y += sizeof(Entry)) LookupSome<Index, Entry, 1>(x, table, y);
 }
 
-template <typename Column, int... kByte>
+template <typename Target, int... kByte>
 void LookupBytes(const LutArgs& args, std::integer_sequence<int, kByte...>) {
-  using Bytes = typename Column::Bytes;
+  using Bytes = typename Target::Bytes;
   constexpr int kEntryBytes = sizeof...(kByte);
   constexpr int64_t kAtOnce = sizeof(Bytes);
   const uint8_t* x = static_cast<const uint8_t*>(args.x);
@@ -46,18 +46,18 @@ void LookupBytes(const LutArgs& args, std::integer_sequence<int, kByte...>) {
   for (int byte = 0; byte < kEntryBytes; ++byte) {
     for (int i = 0; i < 256; ++i) bytes[byte][i] = entries[i * kEntryBytes + byte];
   }
-  const typename Column::ByteTable tables[] = {typename Column::ByteTable(bytes[kByte])...};
+  const typename Target::ByteTable tables[] = {typename Target::ByteTable(bytes[kByte])...};
   const auto look_up = [&](const uint8_t* from, uint8_t* to) {
     Bytes found[kEntryBytes];
     if constexpr (kEntryBytes == 1) {
-      found[0] = Column::Lookup256(tables[0], Column::LoadBytes(from));
+      found[0] = Target::Lookup256(tables[0], Target::LoadBytes(from));
     } else {
-      const Bytes dealt = Column::template DealBytes<kEntryBytes>(Column::LoadBytes(from));
-      const Bytes of_byte[] = {Column::Lookup256(tables[kByte], dealt)...};
-      Column::InterleaveBytes(of_byte, found);
+      const Bytes dealt = Target::template DealBytes<kEntryBytes>(Target::LoadBytes(from));
+      const Bytes of_byte[] = {Target::Lookup256(tables[kByte], dealt)...};
+      Target::InterleaveBytes(of_byte, found);
     }
 #pragma GCC unroll 4
-    for (int part = 0; part < kEntryBytes; ++part) Column::StoreBytes(to + part * kAtOnce, found[part]);
+    for (int part = 0; part < kEntryBytes; ++part) Target::StoreBytes(to + part * kAtOnce, found[part]);
   };
   int64_t i = 0;
   for (; i + kAtOnce <= args.count; i += kAtOnce) look_up(x + i, y + i * kEntryBytes);
@@ -69,17 +69,17 @@ void LookupBytes(const LutArgs& args, std::integer_sequence<int, kByte...>) {
   __builtin_memcpy(y + i * kEntryBytes, tail, left * kEntryBytes);
 }
 
-template <typename Column, typename Entry>
+template <typename Target, typename Entry>
 void LookupByBytes(const LutArgs& args) {
-  LookupBytes<Column>(args, std::make_integer_sequence<int, sizeof(Entry)>());
+  LookupBytes<Target>(args, std::make_integer_sequence<int, sizeof(Entry)>());
 }
 
-template <typename Column, typename Index, typename Entry>
+template <typename Target, typename Index, typename Entry>
 constexpr LutFn* Best() {
-  constexpr bool kBytes = sizeof(Entry) == 1 && requires { typename Column::ByteTable; };
-  constexpr bool kDealtBytes = requires { Column::template DealBytes<2>; };
+  constexpr bool kBytes = sizeof(Entry) == 1 && requires { typename Target::ByteTable; };
+  constexpr bool kDealtBytes = requires { Target::template DealBytes<2>; };
   if constexpr (sizeof(Index) == 1 && (kBytes || kDealtBytes)) {
-    return &LookupByBytes<Column, Entry>;
+    return &LookupByBytes<Target, Entry>;
   } else {
     return &Lookup<Index, Entry>;
   }
@@ -87,7 +87,7 @@ constexpr LutFn* Best() {
 
 }  // namespace
 
-namespace ORTOLAN_COLUMN {
+namespace ORTOLAN_TARGET {
 
 extern const LutFunctions kLut;
 constexpr LutFunctions kLut{{
@@ -95,5 +95,5 @@ constexpr LutFunctions kLut{{
     {Best<Simd, uint16_t, uint8_t>(), Best<Simd, uint16_t, uint16_t>(), Best<Simd, uint16_t, uint32_t>()},
 }};
 
-}  // namespace ORTOLAN_COLUMN
+}  // namespace ORTOLAN_TARGET
 }  // namespace ortolan

@@ -4,8 +4,8 @@
 
 namespace ortolan {
 
-#define ORTOLAN_KERNEL(column)    \
-  namespace column {              \
+#define ORTOLAN_KERNEL(target)    \
+  namespace target {              \
   extern const LutFunctions kLut; \
   }
 #include "lut_post_op/kernels.inc"
@@ -13,7 +13,7 @@ namespace ortolan {
 
 std::span<const LutKernel> LutKernels() {
   static const LutKernel kernels[] = {
-#define ORTOLAN_KERNEL(column) {{column::kLut}, #column, feature_set::column},
+#define ORTOLAN_KERNEL(target) {{target::kLut}, #target, feature_set::target},
 #include "lut_post_op/kernels.inc"
 #undef ORTOLAN_KERNEL
   };

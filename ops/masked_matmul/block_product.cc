@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <bit>
 
+#include "host/thread_scratch.h"
 #include "masked_matmul/products.h"
-#include "ort/thread_scratch.h"
 
 namespace ortolan {
 namespace {
@@ -42,7 +42,7 @@ class BlockProduct {
     unit_finite_ = memory.New<uint8_t>(units_);
     std::fill_n(unit_finite_, units_, uint8_t{1});
     starts_ = memory.New<int64_t>(panels_ + 1);
-    places_ = memory.New<int64_t>(pass_words_ * panels_);
+    slots_ = memory.New<int64_t>(pass_words_ * panels_);
     if (two_sided_) ranks_ = memory.New<uint16_t>(panels_ * (pass_inputs_ + 1));
   }
 
@@ -64,19 +64,19 @@ class BlockProduct {
 
   // The end of a panel's blocks.
   int64_t End(const Pass& pass, int64_t panel) const {
-    return places_[(pass.last_word - 1 - pass.first_word) * panels_ + panel];
+    return slots_[(pass.last_word - 1 - pass.first_word) * panels_ + panel];
   }
 
   void PackB(const Pass& pass) {
     // Where the blocks of each panel and word go; behind them, one or two of zeros, for an even number.
     starts_[0] = 0;
     for (int64_t panel = 0; panel < panels_; ++panel) {
-      int64_t place = starts_[panel];
+      int64_t slot = starts_[panel];
       for (int64_t word = pass.first_word; word < pass.last_word; ++word) {
-        places_[(word - pass.first_word) * panels_ + panel] = place;
-        place += std::popcount(pattern_.panel_masks[panel * words_ + word]);
+        slots_[(word - pass.first_word) * panels_ + panel] = slot;
+        slot += std::popcount(pattern_.panel_masks[panel * words_ + word]);
       }
-      starts_[panel + 1] = starts_[panel] + (place - starts_[panel] + 2) / 2 * 2;
+      starts_[panel + 1] = starts_[panel] + (slot - starts_[panel] + 2) / 2 * 2;
     }
     if (starts_[panels_] > capacity_) {
       capacity_ = starts_[panels_];
@@ -86,14 +86,14 @@ class BlockProduct {
     memory_.host().ParallelFor(pass.last_word - pass.first_word, [&](int64_t i) {
       const int64_t word = pass.first_word + i;
       kernel_.pack_blocks({b_.Rows(word * kMaskBits, kMaskBits), pattern_.panel_masks + word, words_,
-                           static_cast<uint32_t>(i * kMaskBits), starts_, places_ + i * panels_, values_, inputs_,
+                           static_cast<uint32_t>(i * kMaskBits), starts_, slots_ + i * panels_, values_, inputs_,
                            ranks_, pass_inputs_ + 1});
     });
     for (int64_t panel = 0; panel < panels_; ++panel) {
       const int64_t end = End(pass, panel);
-      for (int64_t place = end; place < starts_[panel + 1]; ++place) {
-        std::fill_n(values_ + place * kBlockColumns, kBlockColumns, 0.0f);
-        if (!two_sided_) inputs_[place] = static_cast<uint32_t>(pass.inputs);
+      for (int64_t slot = end; slot < starts_[panel + 1]; ++slot) {
+        std::fill_n(values_ + slot * kBlockColumns, kBlockColumns, 0.0f);
+        if (!two_sided_) inputs_[slot] = static_cast<uint32_t>(pass.inputs);
       }
       if (two_sided_) ranks_[panel * (pass_inputs_ + 1) + pass.inputs] = static_cast<uint16_t>(end - starts_[panel]);
     }
@@ -151,7 +151,7 @@ class BlockProduct {
   int64_t tiles_bytes_, scratch_bytes_;  // of a unit's tiles, and of its list of inputs beside them
   uint8_t* unit_finite_;
   int64_t* starts_;  // [panels + 1]
-  int64_t* places_;  // [words of a pass][panels]
+  int64_t* slots_;   // [words of a pass][panels]
   int64_t capacity_ = 0;
   float* values_ = nullptr;     // [capacity][16]
   uint32_t* inputs_ = nullptr;  // [capacity]

@@ -1,9 +1,9 @@
-#include "masked_matmul/number_loop.h"
 #include "masked_matmul/panel_loop.h"
 #include "masked_matmul/rows_loop.h"
 #include "masked_matmul/tile_loop.h"
+#include "masked_matmul/value_list_loop.h"
 
-namespace ortolan::ORTOLAN_COLUMN {
+namespace ortolan::ORTOLAN_TARGET {
 
 extern const MaskedMatMulFunctions kMaskedMatMul;
 constexpr MaskedMatMulFunctions kMaskedMatMul{
@@ -17,12 +17,12 @@ constexpr MaskedMatMulFunctions kMaskedMatMul{
     .pack_sparse_tile = &PackTile<kSparseTileRows>,
     .multiply_tile = &MultiplyTile,
     .multiply_sparse_tile = &MultiplySparseTile,
-    .list_numbers = &ListNumbers,
-    .multiply_numbers = &MultiplyNumbers,
+    .list_values = &ListValues,
+    .multiply_values = &MultiplyValues,
     .list_inputs = &ListInputs,
     .multiply_rows = {&MultiplyRows<float>, &MultiplyRows<uint16_t>, &MultiplyRows<int8_t>},
     .pack_inputs = {&PackInputs<float>, &PackInputs<uint16_t>, &PackInputs<int8_t>},
     .multiply_panel = &MultiplyPanel,
 };
 
-}  // namespace ortolan::ORTOLAN_COLUMN
+}  // namespace ortolan::ORTOLAN_TARGET

@@ -4,8 +4,8 @@
 
 namespace ortolan {
 
-#define ORTOLAN_KERNEL(column)                      \
-  namespace column {                                \
+#define ORTOLAN_KERNEL(target)                      \
+  namespace target {                                \
   extern const MaskedMatMulFunctions kMaskedMatMul; \
   }
 #include "masked_matmul/kernels.inc"
@@ -13,7 +13,7 @@ namespace ortolan {
 
 std::span<const MaskedMatMulKernel> MaskedMatMulKernels() {
   static const MaskedMatMulKernel kernels[] = {
-#define ORTOLAN_KERNEL(column) {{column::kMaskedMatMul}, #column, feature_set::column},
+#define ORTOLAN_KERNEL(target) {{target::kMaskedMatMul}, #target, feature_set::target},
 #include "masked_matmul/kernels.inc"
 #undef ORTOLAN_KERNEL
   };

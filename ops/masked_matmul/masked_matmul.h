@@ -74,7 +74,7 @@ struct PackBlocksArgs {
   int64_t stride = 0;
   uint32_t first_row = 0;
   const int64_t* starts = nullptr;  // [panels]: the places of rank 0
-  int64_t* places = nullptr;        // [panels]
+  int64_t* slots = nullptr;         // [panels]
   float* values = nullptr;
   uint32_t* inputs = nullptr;
   uint16_t* ranks = nullptr;
@@ -115,25 +115,25 @@ using MultiplySparseTileFn = void(const SparseTileArgs& args);
 // The numbers of up to kNumberRows rows of A that are not zero, for one pass of up to kMaskBits inputs: rows that have
 // any, with how many, and row behind row their numbers and their inputs, counted from the pass's first. Rows of as many
 // numbers stand together, ascending. values and inputs have space for kMaskBits more. Returns how many rows have any.
-inline constexpr int64_t kNumberRows = 512;
-inline constexpr int64_t kNumberColumns = 128;  // of a panel
-struct NumberList {
+inline constexpr int64_t kDensePanelRows = 512;
+inline constexpr int64_t kDensePanelColumns = 128;  // of a panel
+struct ValueList {
   float* values = nullptr;
   uint8_t* inputs = nullptr;
   uint16_t* rows = nullptr;   // [listed]
   uint8_t* counts = nullptr;  // [listed]
 };
-using ListNumbersFn = int64_t(const FloatRows& a, const NumberList& list);
+using ListValuesFn = int64_t(const FloatRows& a, const ValueList& list);
 
 // sums[i] += for each number of row i: the number x panel[its input], for the first `blocks` of the panel.
-struct NumbersArgs {
-  NumberList list;
+struct ValuesArgs {
+  ValueList list;
   int64_t listed = 0;
   const float* panel = nullptr;  // [kMaskBits][kNumberColumns]
   int64_t blocks = 0;            // of kBlockColumns, up to 8
   float* sums = nullptr;         // [rows][kNumberColumns]
 };
-using MultiplyNumbersFn = void(const NumbersArgs& args);
+using MultiplyValuesFn = void(const ValuesArgs& args);
 
 // y[i, j] = sum over q of a[i, q] B[inputs[q], j] for columns j of B from column_begin to column_end. a is [m][count],
 // row after row. scales: [n] of each group of `group` rows of B, or null. Inputs ascend.
@@ -168,8 +168,8 @@ using MultiplyPanelFn = void(const FloatRows& a, const float* panel, int64_t blo
 using ListInputsFn = int64_t(const FloatRows& a, const uint8_t* always, int32_t* inputs, float* to, int64_t to_row);
 
 // What an element of B is.
-enum class Numbers { kFloat, kBf16, kInt8 };
-inline constexpr int kNumbersKinds = 3;
+enum class ElementType { kFloat, kBf16, kInt8 };
+inline constexpr int kElementTypes = 3;
 
 struct MaskedMatMulFunctions {
   bool dense_panels;         // MultiplyPanel is worth its while against ONNX Runtime's MatMul on an unpacked panel
@@ -182,11 +182,11 @@ struct MaskedMatMulFunctions {
   PackTileFn* pack_sparse_tile;
   MultiplyTileFn* multiply_tile;
   MultiplySparseTileFn* multiply_sparse_tile;
-  ListNumbersFn* list_numbers;
-  MultiplyNumbersFn* multiply_numbers;
+  ListValuesFn* list_values;
+  MultiplyValuesFn* multiply_values;
   ListInputsFn* list_inputs;
-  MultiplyRowsFn* multiply_rows[kNumbersKinds];
-  PackInputsFn* pack_inputs[kNumbersKinds];
+  MultiplyRowsFn* multiply_rows[kElementTypes];
+  PackInputsFn* pack_inputs[kElementTypes];
   MultiplyPanelFn* multiply_panel;
 };
 

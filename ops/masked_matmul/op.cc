@@ -18,9 +18,9 @@
 #include <cstring>
 #include <optional>
 
+#include "host/broadcast.h"
 #include "isa/kernel_table.h"
 #include "masked_matmul/plan.h"
-#include "ort/broadcast.h"
 #include "ort/ort_op.h"
 #include "rooms.h"
 
@@ -110,8 +110,8 @@ class Kernel {
     const int64_t y_size = size.m * size.n;
     for (int64_t i = 0; i < y_count / y_size; ++i) {
       CallMemory of_product(host);
-      plan_.Run({of_product, dense, size, a_data + PlaceOf(i, batch, a_strides) * size.m * size.k,
-                 static_cast<const float*>(b_data) + PlaceOf(i, batch, b_strides) * size.k * size.n, y + i * y_size});
+      plan_.Run({of_product, dense, size, a_data + OffsetOf(i, batch, a_strides) * size.m * size.k,
+                 static_cast<const float*>(b_data) + OffsetOf(i, batch, b_strides) * size.k * size.n, y + i * y_size});
     }
   }
 
@@ -161,7 +161,8 @@ class Kernel {
     }
     const int64_t k = b.shape[0];
     const int64_t n = b.shape[1];
-    if (!is_float) known.numbers = b.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8 ? Numbers::kInt8 : Numbers::kBf16;
+    if (!is_float)
+      known.element_type = b.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8 ? ElementType::kInt8 : ElementType::kBf16;
     if (b.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8) {
       packed_b_ = b.data;
       return ReadScales(info, k, n, known);

@@ -6,27 +6,27 @@
 
 #include <cstdint>
 
-#include "masked_matmul/number_loop.h"
 #include "masked_matmul/rows_loop.h"
+#include "masked_matmul/value_list_loop.h"
 
 namespace ortolan {
 namespace {
 
-template <typename Number>
+template <typename Element>
 void PackInputs(const RowsArgs& args, int64_t first, int64_t column, int64_t columns, float* panel) {
   constexpr int64_t kInputsAhead = 8;
-  constexpr int64_t kLineColumns = kLineBytes / static_cast<int64_t>(sizeof(Number));
+  constexpr int64_t kLineColumns = kLineBytes / static_cast<int64_t>(sizeof(Element));
   const int64_t end = args.count - first < kMaskBits ? args.count : first + kMaskBits;
-  const auto row = [&](int64_t q) { return static_cast<const Number*>(args.b) + args.Input(q) * args.n + column; };
-  for (int64_t q = first; q < end; ++q, panel += kNumberColumns) {
-    const Number* from = row(q);
+  const auto row = [&](int64_t q) { return static_cast<const Element*>(args.b) + args.Input(q) * args.n + column; };
+  for (int64_t q = first; q < end; ++q, panel += kDensePanelColumns) {
+    const Element* from = row(q);
     if (q + kInputsAhead < args.count) {
       for (int64_t j = 0; j < columns; j += kLineColumns) __builtin_prefetch(row(q + kInputsAhead) + j);
     }
     const float* scales = args.scales == nullptr ? nullptr : args.scales + args.Input(q) / args.group * args.n + column;
     int64_t j = 0;
     for (; j + kBlockColumns <= columns; j += kBlockColumns) {
-      Floats block = LoadNumbers(from + j);
+      Floats block = LoadElements(from + j);
       if (scales != nullptr) block = Block::Multiply(block, Block::Load(scales + j));
       Block::Store(panel + j, block);
     }
@@ -43,9 +43,9 @@ void AddTile(const FloatRows& a, int64_t row, const float* panel, float* sums) {
   for (int i = 0; i < kRows; ++i) {
     from[i] = a.Row(row + i);
 #pragma GCC unroll 8
-    for (int j = 0; j < kBlocks; ++j) tile[i][j] = Block::Load(sums + i * kNumberColumns + j * kBlockColumns);
+    for (int j = 0; j < kBlocks; ++j) tile[i][j] = Block::Load(sums + i * kDensePanelColumns + j * kBlockColumns);
   }
-  for (int64_t l = 0; l < a.columns; ++l, panel += kNumberColumns) {
+  for (int64_t l = 0; l < a.columns; ++l, panel += kDensePanelColumns) {
     if constexpr (kOneRegister) {
       Simd::Float values[kRows];
 #pragma GCC unroll 8
@@ -68,7 +68,7 @@ void AddTile(const FloatRows& a, int64_t row, const float* panel, float* sums) {
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 8
-    for (int j = 0; j < kBlocks; ++j) Block::Store(sums + i * kNumberColumns + j * kBlockColumns, tile[i][j]);
+    for (int j = 0; j < kBlocks; ++j) Block::Store(sums + i * kDensePanelColumns + j * kBlockColumns, tile[i][j]);
   }
 }
 
@@ -79,8 +79,8 @@ void MultiplyPanel(const FloatRows& a, const float* panel, int64_t blocks, float
     const float* from = panel + first * kBlockColumns;
     float* to = sums + first * kBlockColumns;
     int64_t i = 0;
-    for (; i + kRows <= a.rows; i += kRows) AddTile<kRows, kBlocks>(a, i, from, to + i * kNumberColumns);
-    for (; i < a.rows; ++i) AddTile<1, kBlocks>(a, i, from, to + i * kNumberColumns);
+    for (; i + kRows <= a.rows; i += kRows) AddTile<kRows, kBlocks>(a, i, from, to + i * kDensePanelColumns);
+    for (; i < a.rows; ++i) AddTile<1, kBlocks>(a, i, from, to + i * kDensePanelColumns);
   });
 }
 

@@ -23,22 +23,22 @@ double CostOf(const MaskedMatMulCosts& costs, Way way, const Pattern& pattern, c
       // Both count active inputs only.
       return pattern.blocks * pattern.used / std::max(pattern.active_inputs, 1e-9) * costs.two_sided +
              pattern.blocks * costs.two_sided_pack + costs.pattern + costs.list;
-    case Way::kNumbers:
-      return pattern.numbers * costs.numbers + costs.numbers_list + costs.pattern + costs.numbers_pack * a_row;
+    case Way::kValues:
+      return pattern.values * costs.values + costs.values_list + costs.pattern + costs.values_pack * a_row;
     default:
       return costs.least_gain;
   }
 }
 
 // The share of numbers of a that are not zero, by up to 64 of its rows. words: scratch, MaskWords(a.columns).
-double ShareOfNumbers(const MaskedMatMulKernel& kernel, const FloatRows& a, uint64_t* words) {
+double ShareOfValues(const MaskedMatMulKernel& kernel, const FloatRows& a, uint64_t* words) {
   const int64_t rows = std::clamp<int64_t>(a.rows / 8, 1, 64);
-  int64_t numbers = 0;
+  int64_t values = 0;
   for (int64_t i = 0; i < rows; ++i) {
     kernel.scan_rows(a.Rows(a.rows * i / rows, 1), words);
-    numbers += CountBits(words, MaskWords(a.columns));
+    values += CountBits(words, MaskWords(a.columns));
   }
-  return Share(numbers, rows * a.columns);
+  return Share(values, rows * a.columns);
 }
 
 }  // namespace
@@ -52,7 +52,7 @@ int64_t CountBits(const uint64_t* words, int64_t count) {
 Way CheapestWay(const MaskedMatMulCosts& costs, const Pattern& pattern, const ProductSize& size) {
   if (!pattern.finite) return Way::kDense;
   Way best = Way::kDense;
-  for (const Way way : {Way::kCompact, Way::kBlocks, Way::kTwoSided, Way::kNumbers}) {
+  for (const Way way : {Way::kCompact, Way::kBlocks, Way::kTwoSided, Way::kValues}) {
     if (way == Way::kTwoSided && (!pattern.of_a || size.k > kMostListedInputs)) continue;
     if (CostOf(costs, way, pattern, size) < CostOf(costs, best, pattern, size)) best = way;
   }
@@ -89,7 +89,7 @@ Pattern FindPattern(const MaskedMatMulKernel& kernel, const FloatRows& a, const 
   pattern.finite = std::all_of(finite, finite + tile_units + words, [](uint8_t one) { return one != 0; });
   if (!pattern.finite) return pattern;
   if (look_at_a) {
-    pattern.numbers = ShareOfNumbers(kernel, a, pattern.active);
+    pattern.values = ShareOfValues(kernel, a, pattern.active);
     for (int64_t word = 0; word < words; ++word) {
       uint64_t of_a = 0;
       for (int64_t tile = 0; tile < tiles; ++tile) of_a |= pattern.tile_masks[tile * words + word];
@@ -135,7 +135,7 @@ Pattern SamplePattern(const MaskedMatMulKernel& kernel, const FloatRows& a, cons
     rows_in_use += of_row > 0;
   }
   pattern.used = Share(used, tiles * a.columns);
-  pattern.numbers = ShareOfNumbers(kernel, a, one_tile);
+  pattern.values = ShareOfValues(kernel, a, one_tile);
   const double used_by_any = Share(CountBits(any, words), a.columns);
   pattern.blocks = Share(blocks, rows * panels) * used_by_any;
   pattern.active_inputs = Share(rows_in_use, rows) * used_by_any;

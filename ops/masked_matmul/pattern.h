@@ -4,9 +4,9 @@
 #include <cstdint>
 #include <deque>
 
+#include "host/host.h"
 #include "isa/tuning.h"
 #include "masked_matmul/masked_matmul.h"
-#include "ort/host.h"
 
 namespace ortolan {
 
@@ -36,7 +36,7 @@ enum class Way {
   kCompact,   // a dense product of the active inputs
   kBlocks,    // blocks of B skipped
   kTwoSided,  // inputs of a tile of A skipped too
-  kNumbers,   // numbers of A skipped one by one, B taken as dense
+  kValues,    // numbers of A skipped one by one, B taken as dense
 };
 
 struct Pattern {
@@ -48,7 +48,7 @@ struct Pattern {
   double active_inputs = 1;         // share of k
   double blocks = 1;                // share of all blocks of B that are neither zero nor of an inactive input
   double used = 1;                  // share of the inputs that a sparse tile uses, on average
-  double numbers = 1;               // share of A's numbers that are not zero, from a sample of its rows
+  double values = 1;                // share of A's numbers that are not zero, from a sample of its rows
 };
 
 int64_t CountBits(const uint64_t* words, int64_t count);

@@ -4,8 +4,8 @@
 #include <bit>
 #include <cmath>
 
+#include "host/broadcast.h"
 #include "masked_matmul/products.h"
-#include "ort/broadcast.h"
 
 namespace ortolan {
 namespace {
@@ -33,7 +33,7 @@ void ForEachRow(Host& host, int64_t rows, int64_t columns, const Body& body) {
 }  // namespace
 
 Way MaskedMatMulPlan::Run(const MaskedMatMulCall& call) const {
-  const bool is_float = b_.numbers == Numbers::kFloat;
+  const bool is_float = b_.element_type == ElementType::kFloat;
   if (call.size.m > kMostDecodeRows) return is_float ? RunMany(call) : RunPacked(call);
   if (!is_float || b_.finite) return RunRows(call);
   call.dense(call.size, call.a, static_cast<const float*>(call.b), call.y);
@@ -53,8 +53,8 @@ Way MaskedMatMulPlan::RunMany(const MaskedMatMulCall& call) const {
   switch (way) {
     case Way::kCompact:
       return RunCompact(call, pattern.active);
-    case Way::kNumbers:
-      MultiplyByNumbers(*kernel_, a, b, call.y, call.memory);
+    case Way::kValues:
+      MultiplyByValues(*kernel_, a, b, call.y, call.memory);
       return way;
     case Way::kBlocks:
     case Way::kTwoSided:
@@ -70,7 +70,7 @@ Way MaskedMatMulPlan::RunFull(const MaskedMatMulCall& call) const {
     call.dense(call.size, call.a, static_cast<const float*>(call.b), call.y);
     return Way::kDense;
   }
-  MultiplyByPanels(*kernel_, b_.numbers, AllInputs(call), call.memory);
+  MultiplyByPanels(*kernel_, b_.element_type, AllInputs(call), call.memory);
   return Way::kPanels;
 }
 
@@ -82,7 +82,7 @@ Way MaskedMatMulPlan::RunPacked(const MaskedMatMulCall& call) const {
   uint64_t* used = call.memory.New<uint64_t>(words);
   kernel_->scan_rows(Matrix(call.a, m, k), used);
   const bool few = static_cast<double>(CountBits(used, words)) < kWorthListing * static_cast<double>(k);
-  MultiplyByPanels(*kernel_, b_.numbers, few ? UsedInputs(call) : AllInputs(call), call.memory);
+  MultiplyByPanels(*kernel_, b_.element_type, few ? UsedInputs(call) : AllInputs(call), call.memory);
   return Way::kPanels;
 }
 
@@ -90,17 +90,17 @@ Way MaskedMatMulPlan::RunPacked(const MaskedMatMulCall& call) const {
 Way MaskedMatMulPlan::RunUnpacked(const MaskedMatMulCall& call) const {
   const auto [m, k, n] = call.size;
   const RowsArgs args = AllInputs(call);
-  float* panel = call.memory.New<float>(k * kNumberColumns);
-  float* sums = call.memory.New<float>(m * kNumberColumns);
-  std::fill_n(panel, k * kNumberColumns, 0.0f);
-  for (int64_t column = 0; column < n; column += kNumberColumns) {
-    const int64_t columns = std::min(kNumberColumns, n - column);
+  float* panel = call.memory.New<float>(k * kDensePanelColumns);
+  float* sums = call.memory.New<float>(m * kDensePanelColumns);
+  std::fill_n(panel, k * kDensePanelColumns, 0.0f);
+  for (int64_t column = 0; column < n; column += kDensePanelColumns) {
+    const int64_t columns = std::min(kDensePanelColumns, n - column);
     call.memory.host().ParallelFor(MaskWords(k), [&](int64_t pass) {
-      kernel_->pack_inputs[static_cast<int>(b_.numbers)](args, pass * kMaskBits, column, columns,
-                                                         panel + pass * kMaskBits * kNumberColumns);
+      kernel_->pack_inputs[static_cast<int>(b_.element_type)](args, pass * kMaskBits, column, columns,
+                                                              panel + pass * kMaskBits * kDensePanelColumns);
     });
-    call.dense({m, k, kNumberColumns}, call.a, panel, sums);
-    for (int64_t i = 0; i < m; ++i) std::copy_n(sums + i * kNumberColumns, columns, call.y + i * n + column);
+    call.dense({m, k, kDensePanelColumns}, call.a, panel, sums);
+    for (int64_t i = 0; i < m; ++i) std::copy_n(sums + i * kDensePanelColumns, columns, call.y + i * n + column);
   }
   return Way::kDense;
 }
@@ -117,7 +117,8 @@ Way MaskedMatMulPlan::RunRows(const MaskedMatMulCall& call) const {
   call.memory.host().ParallelFor((n + columns - 1) / columns, [&](int64_t piece) {
     RowsArgs of_piece = args;
     of_piece.sums = sums == nullptr ? nullptr : sums + piece * columns * m;
-    kernel_->multiply_rows[static_cast<int>(b_.numbers)](of_piece, piece * columns, std::min(n, (piece + 1) * columns));
+    kernel_->multiply_rows[static_cast<int>(b_.element_type)](of_piece, piece * columns,
+                                                              std::min(n, (piece + 1) * columns));
   });
   return Way::kRows;
 }
@@ -182,7 +183,7 @@ const float* MaskedCopy(CallMemory& memory, const float* x, const std::vector<in
     float* row = to + i * columns;
     for (int64_t j = 0; j < columns; ++j) row[j] = std::fabs(x_row[j]) <= threshold ? 0.0f : x_row[j];
     if (keep == nullptr) return;
-    const uint8_t* of_row = keep + PlaceOf(i * columns, shape, strides);
+    const uint8_t* of_row = keep + OffsetOf(i * columns, shape, strides);
     const int64_t stride = strides.back();
     for (int64_t j = 0; j < columns; ++j) row[j] = of_row[j * stride] != 0 ? row[j] : 0.0f;
   });

@@ -17,7 +17,7 @@ using DenseProduct = std::function<void(const ProductSize& size, const float* a,
 
 // What is known of B before a call. Numbers that are not float: it is known whether they are finite.
 struct KnownB {
-  Numbers numbers = Numbers::kFloat;
+  ElementType element_type = ElementType::kFloat;
   bool finite = false;            // but for the rows that `always` names
   std::vector<uint8_t> always;    // a byte for each row that is not finite, or nothing
   const float* scales = nullptr;  // [groups][n] or none

@@ -15,10 +15,11 @@ bool MultiplyBlocks(const MaskedMatMulKernel& kernel, Way way, const Pattern& pa
                     const FloatRows& b, float* y, CallMemory& memory);
 
 // y = A B, [m][n], by Way::kNumbers; B is finite.
-void MultiplyByNumbers(const MaskedMatMulKernel& kernel, const FloatRows& a, const FloatRows& b, float* y,
-                       CallMemory& memory);
+void MultiplyByValues(const MaskedMatMulKernel& kernel, const FloatRows& a, const FloatRows& b, float* y,
+                      CallMemory& memory);
 
 // What args says for all columns, by Way::kPanels: B of these numbers is neither packed ahead nor unpacked as a whole.
-void MultiplyByPanels(const MaskedMatMulKernel& kernel, Numbers numbers, const RowsArgs& args, CallMemory& memory);
+void MultiplyByPanels(const MaskedMatMulKernel& kernel, ElementType element_type, const RowsArgs& args,
+                      CallMemory& memory);
 
 }  // namespace ortolan

@@ -21,17 +21,17 @@ constexpr int64_t kStripColumns = 512;    // of B: what four rows of A use at a 
 constexpr int64_t kCachedFloats = 16384;  // of y, for its rows together
 
 // Numbers of B: float, uint16_t (bf16) or int8_t.
-inline Floats LoadNumbers(const float* from) { return Block::Load(from); }
-inline Floats LoadNumbers(const uint16_t* from) { return Block::LoadBf16(reinterpret_cast<const uint8_t*>(from)); }
-inline Floats LoadNumbers(const int8_t* from) { return Block::LoadInt8(reinterpret_cast<const uint8_t*>(from)); }
-inline float ToFloat(float number) { return number; }
+inline Floats LoadElements(const float* from) { return Block::Load(from); }
+inline Floats LoadElements(const uint16_t* from) { return Block::LoadBf16(reinterpret_cast<const uint8_t*>(from)); }
+inline Floats LoadElements(const int8_t* from) { return Block::LoadInt8(reinterpret_cast<const uint8_t*>(from)); }
+inline float ToFloat(float value) { return value; }
 inline float ToFloat(uint16_t bf16) { return __builtin_bit_cast(float, static_cast<uint32_t>(bf16) << 16); }
-inline float ToFloat(int8_t number) { return number; }
+inline float ToFloat(int8_t value) { return value; }
 
 // sums[i][j] += a[i][r] x rows[r][j] for kRows rows of A and kCount rows of B, whose weights in A stay in registers.
 // ahead[r], if there is one, is asked for where rows[r] is read.
-template <int kRows, int kCount, typename Number>
-void AddProducts(const float* a, int64_t a_row, const Number* const* rows, const Number* const* ahead, float* sums,
+template <int kRows, int kCount, typename Element>
+void AddProducts(const float* a, int64_t a_row, const Element* const* rows, const Element* const* ahead, float* sums,
                  int64_t sums_row, int64_t begin, int64_t end) {
   Simd::Float weights[kRows][kCount];
 #pragma GCC unroll 4
@@ -42,7 +42,7 @@ void AddProducts(const float* a, int64_t a_row, const Number* const* rows, const
   const auto add_block = [&](int64_t j) {
     Floats w[kCount];
 #pragma GCC unroll 4
-    for (int r = 0; r < kCount; ++r) w[r] = LoadNumbers(rows[r] + j);
+    for (int r = 0; r < kCount; ++r) w[r] = LoadElements(rows[r] + j);
 #pragma GCC unroll 4
     for (int i = 0; i < kRows; ++i) {
       Floats sum = Block::Load(sums + i * sums_row + j);
@@ -51,7 +51,7 @@ void AddProducts(const float* a, int64_t a_row, const Number* const* rows, const
       Block::Store(sums + i * sums_row + j, sum);
     }
   };
-  constexpr int64_t kLineColumns = kLineBytes / static_cast<int64_t>(sizeof(Number));
+  constexpr int64_t kLineColumns = kLineBytes / static_cast<int64_t>(sizeof(Element));
   int64_t j = begin;
   if (ahead != nullptr) {
     for (; j + kLineColumns <= end; j += kLineColumns) {
@@ -73,14 +73,14 @@ void AddProducts(const float* a, int64_t a_row, const Number* const* rows, const
 }
 
 // The same for all rows of A and inputs first … first+kCount-1. Further rows of A find the weights in the L1 cache.
-template <typename Number, int kCount>
+template <typename Element, int kCount>
 void AddRows(const RowsArgs& args, int64_t first, float* sums, int64_t sums_row, int64_t column, int64_t columns) {
   constexpr int kRegisterRows = kOneRegister ? 4 : 1;
-  const auto row = [&](int64_t q) { return static_cast<const Number*>(args.b) + args.Input(q) * args.n + column; };
-  const Number* rows[kCount];
-  const Number* rows_ahead[kCount] = {};
+  const auto row = [&](int64_t q) { return static_cast<const Element*>(args.b) + args.Input(q) * args.n + column; };
+  const Element* rows[kCount];
+  const Element* rows_ahead[kCount] = {};
   for (int r = 0; r < kCount; ++r) rows[r] = row(first + r);
-  const bool is_short = columns * static_cast<int64_t>(sizeof(Number)) < kShortRow;
+  const bool is_short = columns * static_cast<int64_t>(sizeof(Element)) < kShortRow;
   const int64_t distance = is_short ? kShortRowsAhead : kRowsAhead;
   const bool more = first + distance + kCount <= args.count;
   for (int r = 0; more && r < kCount; ++r) rows_ahead[r] = row(first + distance + r);
@@ -88,31 +88,31 @@ void AddRows(const RowsArgs& args, int64_t first, float* sums, int64_t sums_row,
   for (int64_t begin = 0; begin < columns; begin += strip) {
     const int64_t end = columns - begin < strip ? columns : begin + strip;
     TakeAll<kRegisterRows>(0, args.m, [&]<int kRows>(int64_t i) {
-      const Number* const* ahead = more && i == 0 ? rows_ahead : nullptr;
+      const Element* const* ahead = more && i == 0 ? rows_ahead : nullptr;
       AddProducts<kRows, kCount>(args.a + i * args.a_row + first, args.a_row, rows, ahead, sums + i * sums_row,
                                  sums_row, begin, end);
     });
   }
 }
 
-template <typename Number>
+template <typename Element>
 void AddListed(const RowsArgs& args, int64_t begin, int64_t end, float* sums, int64_t sums_row, int64_t column,
                int64_t columns) {
   int64_t q = begin;
   for (; q + kRowsAtATime <= end; q += kRowsAtATime) {
-    AddRows<Number, kRowsAtATime>(args, q, sums, sums_row, column, columns);
+    AddRows<Element, kRowsAtATime>(args, q, sums, sums_row, column, columns);
   }
-  for (; q < end; ++q) AddRows<Number, 1>(args, q, sums, sums_row, column, columns);
+  for (; q < end; ++q) AddRows<Element, 1>(args, q, sums, sums_row, column, columns);
 }
 
-template <typename Number>
+template <typename Element>
 void MultiplyRows(const RowsArgs& args, int64_t column_begin, int64_t column_end) {
   const int64_t most = kCachedFloats / args.m < 512 ? 512 : kCachedFloats / args.m;
   for (int64_t column = column_begin; column < column_end; column += most) {
     const int64_t columns = column_end - column < most ? column_end - column : most;
     for (int64_t i = 0; i < args.m; ++i) __builtin_memset(args.y + i * args.n + column, 0, columns * sizeof(float));
     if (args.scales == nullptr) {
-      AddListed<Number>(args, 0, args.count, args.y + column, args.n, column, columns);
+      AddListed<Element>(args, 0, args.count, args.y + column, args.n, column, columns);
       continue;
     }
     for (int64_t begin = 0; begin < args.count;) {
@@ -122,7 +122,7 @@ void MultiplyRows(const RowsArgs& args, int64_t column_begin, int64_t column_end
       float* sums = args.sums + (column - column_begin);
       const int64_t sums_row = column_end - column_begin;
       for (int64_t i = 0; i < args.m; ++i) __builtin_memset(sums + i * sums_row, 0, columns * sizeof(float));
-      AddListed<Number>(args, begin, end, sums, sums_row, column, columns);
+      AddListed<Element>(args, begin, end, sums, sums_row, column, columns);
       const float* scales = args.scales + group * args.n + column;
       for (int64_t i = 0; i < args.m; ++i) {
         float* y = args.y + i * args.n + column;

@@ -5,8 +5,8 @@
 
 #include "masked_matmul/masked_matmul.h"
 #include "simd/at_byte.h"
-#include "simd/column.h"
 #include "simd/columns.h"
+#include "simd/target.h"
 
 namespace ortolan {
 namespace {
@@ -26,8 +26,8 @@ inline Floats LoadBlock(const float* from, int64_t left) {
 }
 
 // A sum of products with zero, which is NaN once a number is not finite.
-inline Floats AddZeroTimes(const Floats& numbers, const Floats& sum) {
-  return Block::MultiplyAdd(Simd::Set(0.0f), numbers, sum);
+inline Floats AddZeroTimes(const Floats& values, const Floats& sum) {
+  return Block::MultiplyAdd(Simd::Set(0.0f), values, sum);
 }
 
 // take<c>(first) for the things from `first` to `end`: kMost at a time, and then what is left.
@@ -88,18 +88,18 @@ void PackBlocks(const PackBlocksArgs& args) {
   const int64_t panels = BlockPanels(args.b.columns);
   for (int64_t panel = 0; panel < panels; ++panel) {
     const int64_t column = panel * kBlockColumns;
-    int64_t place = args.places[panel];
-    for (uint64_t bits = args.masks[panel * args.stride]; bits != 0; bits &= bits - 1, ++place) {
+    int64_t slot = args.slots[panel];
+    for (uint64_t bits = args.masks[panel * args.stride]; bits != 0; bits &= bits - 1, ++slot) {
       const int64_t i = __builtin_ctzll(bits);
       const uint32_t row = args.first_row + static_cast<uint32_t>(i);
-      Block::Store(args.values + place * kBlockColumns, LoadBlock(args.b.Row(i) + column, args.b.columns - column));
+      Block::Store(args.values + slot * kBlockColumns, LoadBlock(args.b.Row(i) + column, args.b.columns - column));
       if (args.ranks == nullptr) {
-        args.inputs[place] = row;
+        args.inputs[slot] = row;
       } else {
-        args.ranks[panel * args.ranks_row + row] = static_cast<uint16_t>(place - args.starts[panel]);
+        args.ranks[panel * args.ranks_row + row] = static_cast<uint16_t>(slot - args.starts[panel]);
       }
     }
-    args.places[panel] = place;
+    args.slots[panel] = slot;
   }
 }
 
@@ -130,9 +130,9 @@ bool PackTile(const FloatRows& a, float* tile) {
   }
   for (; l < a.columns; ++l) {
     for (int64_t i = 0; i < kRows; ++i) {
-      const float number = i < a.rows ? a.Row(i)[l] : 0.0f;
-      finite_rest += 0.0f * number;
-      tile[l * kRows + i] = number;
+      const float value = i < a.rows ? a.Row(i)[l] : 0.0f;
+      finite_rest += 0.0f * value;
+      tile[l * kRows + i] = value;
     }
   }
   for (int64_t i = 0; i < kRows; ++i) tile[a.columns * kRows + i] = 0.0f;

@@ -43,7 +43,7 @@ struct WithTiles : Simd {
   static constexpr uint32_t kNibbleBias = 0;
 };
 
-// Simd: WithTiles of a column.
+// Simd: WithTiles of a target.
 template <typename Simd, typename Weights>
 class AmxLoop {
   using Columns = simd::Columns<Simd>;
@@ -194,8 +194,8 @@ class AmxLoop {
       for (int64_t r = 0; r < kRows; ++r) {
         float* total = reinterpret_cast<float*>(work.waiting[row + r][p]);
         const Floats before = group == 0 ? Columns::Set(0.0f) : Columns::Load(total);
-        const auto numbers = work.panels[p].template NumbersOf<1>(row + r);
-        Columns::Store(total, numbers.Add(before, Weights::LoadSums(sums.at[r]), scales, group, 0));
+        const auto terms = work.panels[p].template RowTermsOf<1>(row + r);
+        Columns::Store(total, terms.Add(before, Weights::LoadSums(sums.at[r]), scales, group, 0));
       }
     }
   }
@@ -257,33 +257,33 @@ class AmxLoop {
   template <int kCount>
   static void Finish(const Work<kCount>& work, int64_t begin, int64_t end) {
     const int64_t row_bytes = work.layer.row_bytes;
-    const char* numbers = reinterpret_cast<const char*>(work.panels[0].X(begin) + work.layer.padded_k);
+    const char* terms = reinterpret_cast<const char*>(work.panels[0].X(begin) + work.layer.padded_k);
     const int64_t groups = work.layer.groups;
     const auto finish = [&]<int... p>(std::integer_sequence<int, p...>) {
       // Copies: what is stored to y might be part of the panels, for all that a compiler knows.
       const PanelOutput<Simd> outputs[] = {work.panels[p].output...};
       const typename Weights::Scales scales[] = {work.panels[p].scales...};
-      for (int64_t i = begin; i < end; ++i, numbers += row_bytes) {
-        const typename Panel::template Numbers<1> of_row(reinterpret_cast<const typename Panel::Activation*>(numbers),
-                                                         groups);
+      for (int64_t i = begin; i < end; ++i, terms += row_bytes) {
+        const typename Panel::template RowTerms<1> of_row(reinterpret_cast<const typename Panel::Activation*>(terms),
+                                                          groups);
         (FinishRow(of_row, scales[p], outputs[p], work.waiting[i][p], i), ...);
       }
     };
     finish(std::make_integer_sequence<int, kCount>());
   }
 
-  static void FinishRow(const typename Panel::template Numbers<1>& numbers, const typename Weights::Scales& scales,
+  static void FinishRow(const typename Panel::template RowTerms<1>& terms, const typename Weights::Scales& scales,
                         const PanelOutput<Simd>& output, const uint8_t* waiting, int64_t i) {
     Floats total;
     if constexpr (kGroups) {
       total = Columns::Load(reinterpret_cast<const float*>(waiting));
     } else {
-      total = numbers.Add(Columns::Set(0.0f), Weights::LoadSums(waiting), scales.Of(0), 0, 0);
+      total = terms.Add(Columns::Set(0.0f), Weights::LoadSums(waiting), scales.Of(0), 0, 0);
     }
     if constexpr (kBf16) {
-      output.Store(i, numbers.End(total, 0));
+      output.Store(i, terms.End(total, 0));
     } else {
-      output.StoreWithBias(i, numbers.End(total, 0));
+      output.StoreWithBias(i, terms.End(total, 0));
     }
   }
 

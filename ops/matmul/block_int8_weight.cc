@@ -6,8 +6,8 @@
 #include <iterator>
 #include <new>
 
+#include "host/op_error.h"
 #include "matmul/pack_panels.h"
-#include "ort/op_error.h"
 
 namespace ortolan {
 namespace {
@@ -97,7 +97,7 @@ BlockColumns::BlockColumns(const PackedBlocks& packed) : packed_(packed) { SetWe
 void BlockColumns::SetWeight() {
   const BlockSparseView view{packed_.k, packed_.n, packed_.values.data(),
                              reinterpret_cast<const uint8_t*>(packed_.indices.data()), packed_.starts.data()};
-  const auto count = [](const auto& numbers) { return static_cast<int64_t>(numbers.size()); };
+  const auto count = [](const auto& values) { return static_cast<int64_t>(values.size()); };
   const std::string problem = ValidateBlockSparse(
       {view, count(packed_.values), count(packed_.indices), count(packed_.starts), count(packed_.scales)});
   if (!problem.empty()) throw OpError(problem);

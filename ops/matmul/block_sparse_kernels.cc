@@ -1,8 +1,8 @@
-// Block-sparse weights over a column's vectors.
+// Block-sparse weights over a target's vectors.
 #include "isa/tuning.h"
 #include "matmul/few_rows.h"
 #include "matmul/few_tokens.h"
-#include "simd/column.h"
+#include "simd/target.h"
 
 namespace ortolan {
 namespace {
@@ -10,7 +10,7 @@ namespace {
 // Vectors of tokens in the largest block: where rows are bytes, their sums of four outputs take half of the registers.
 // Sizes of smaller blocks divide it.
 template <typename Simd>
-constexpr int kMostVectors = Simd::kRegisters == 32 && sizeof(typename Simd::RowNumber) == 1 ? 4 : 2;
+constexpr int kMostVectors = Simd::kRegisters == 32 && sizeof(typename Simd::RowElement) == 1 ? 4 : 2;
 template <typename Simd>
 constexpr int64_t kMostBlock = kMostVectors<Simd> * Simd::kLanes;
 static_assert(kMostRowBlock % kMostBlock<Simd> == 0);
@@ -50,7 +50,7 @@ void ForEachBlock(int64_t m, const Body& body) {
   }
 }
 
-int64_t TokenBytes(const MatMulWeight& w) { return PackedTokenBytes<Simd::RowNumber>(w.k); }
+int64_t TokenBytes(const MatMulWeight& w) { return PackedTokenBytes<Simd::RowElement>(w.k); }
 
 void PackBlockSparse(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
   const FixedRange* fixed = static_cast<const BlockSparseWeight&>(w).Fixed();
@@ -74,7 +74,7 @@ void MultiplyHidden(const HiddenLayerArgs& args, int64_t panel_begin, int64_t pa
   const Simd::ByteTable table(layer.table);
   ForEachBlock<Simd>(args.m, [&](auto block, int64_t first, int64_t) {
     const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * TokenBytes(layer);
-    uint8_t* next = static_cast<uint8_t*>(args.next) + first * PackedTokenBytes<Simd::RowNumber>(layer.n);
+    uint8_t* next = static_cast<uint8_t*>(args.next) + first * PackedTokenBytes<Simd::RowElement>(layer.n);
     decltype(block)::MultiplyHidden(args, x, table, next, ahead, panel_begin, panel_end);
     if (panel_begin == 0) decltype(block)::SetRanges(next, layer.n, layer.table_y);
   });
@@ -82,11 +82,11 @@ void MultiplyHidden(const HiddenLayerArgs& args, int64_t panel_begin, int64_t pa
 
 }  // namespace
 
-namespace ORTOLAN_COLUMN {
+namespace ORTOLAN_TARGET {
 
 extern const MatMulFunctions kBlockSparse;
 constexpr MatMulFunctions kBlockSparse{kMostBlock<Simd>, kMostSparseInputs,    &TokenBytes,
                                        &PackBlockSparse, &MultiplyBlockSparse, &MultiplyHidden};
 
-}  // namespace ORTOLAN_COLUMN
+}  // namespace ORTOLAN_TARGET
 }  // namespace ortolan

@@ -68,8 +68,8 @@ void MultiplyHidden(const HiddenLayerArgs& args, int64_t panel_begin, int64_t pa
   const float factor = 1.0f / w.table_x.scale;
   ForEachSum(args, panel_begin, panel_end, [&](int64_t i, int64_t j, int32_t sum, const TokenRange& range) {
     const float bias = args.bias == nullptr ? 0.0f : args.bias[j] * factor;
-    const float number = std::fma(static_cast<float>(sum), w.scales[j] * (range.scale * factor), bias);
-    next[i * row_bytes + j] = w.table[ToByte(number, w.table_x.zero_point)];
+    const float value = std::fma(static_cast<float>(sum), w.scales[j] * (range.scale * factor), bias);
+    next[i * row_bytes + j] = w.table[ToByte(value, w.table_x.zero_point)];
   });
   if (panel_begin > 0) return;
   for (int64_t i = 0; i < args.m; ++i) StoreRowRange(next + i * row_bytes, w.n, RangeOfToken(w.table_y));

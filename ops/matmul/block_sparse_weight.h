@@ -63,9 +63,9 @@ struct BlockSparseWeight : MatMulWeight {
 // Of a packed token of k numbers: k padded to two vectors of 64, s and z; a multiple of 64. Number: what a kernel keeps
 // for each, q in a byte or q - z in a word.
 inline constexpr int64_t PaddedInputs(int64_t k) { return (k + 127) / 128 * 128; }
-template <typename Number>
+template <typename Element>
 constexpr int64_t PackedTokenBytes(int64_t k) {
-  return PaddedInputs(k) * static_cast<int64_t>(sizeof(Number)) + 64;
+  return PaddedInputs(k) * static_cast<int64_t>(sizeof(Element)) + 64;
 }
 
 // A hidden layer has an x_range.

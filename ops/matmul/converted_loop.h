@@ -1,4 +1,4 @@
-// Rows of x for columns without an exact product of bytes that is as fast as others (kConvertsInt8): weights and x are
+// Rows of x for targets without an exact product of bytes that is as fast as others (kConvertsInt8): weights and x are
 // converted, and multiplied then. Included by panel_loop.h; local to each file.
 //
 // Some rows of weights of two panels are converted once, and all rows of x pass over them; of x a block at a time is,
@@ -150,7 +150,7 @@ class ConvertedLoop {
       const auto some = Simd::LoadBytes(reinterpret_cast<const uint8_t*>(bytes));
       ForSets([&]<int kSet>() { Simd::StoreInt(x.of[kSet] + q, Products::template Convert<kSet>(some)); });
     }
-    const auto numbers = panels[0].template NumbersOf<kRows>(i);
+    const auto terms = panels[0].template RowTermsOf<kRows>(i);
     for (int c = 0; c < kPanels; ++c) {
       int32_t (*const waiting)[kPanelColumns] = buffers[c].waiting + i;
       const auto scales = panels[c].scales.Of(0);
@@ -171,7 +171,7 @@ class ConvertedLoop {
       const auto output = panels[c].output;
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
-        output.StoreWithBias(i + r, numbers.End(numbers.Add(Columns::Set(0.0f), sums[r], scales, 0, r), r));
+        output.StoreWithBias(i + r, terms.End(terms.Add(Columns::Set(0.0f), sums[r], scales, 0, r), r));
       }
     }
   }

@@ -1,4 +1,4 @@
-// Up to four tokens where a column repeats the numbers of an input in all its lanes: rows [k] of q - z as words, then
+// Up to four tokens where a target repeats the numbers of an input in all its lanes: rows [k] of q - z as words, then
 // their TokenRanges. Four rows are multiplied with a quad of weights where it lies; sums end up in lanes by token and
 // output. Included by *kernels.cc only; local to each.
 #pragma once
@@ -97,13 +97,13 @@ struct FewRows {
         const Float scales = Simd::Multiply(Simd::LoadSome(layer.scales + output, left), x_factor);
         const Float bias =
             args.bias == nullptr ? Simd::Set(0.0f) : Simd::Multiply(Simd::LoadSome(args.bias + output, left), factor);
-        Int numbers[4];
+        Int integers[4];
         for (int t = 0; t < 4; ++t) {
-          const Float number = Simd::MultiplyAdd(Simd::ToFloat(sums.of[p][t % kTokens]), scales, bias);
-          numbers[t] = Simd::RoundToInt(Simd::Min(number, Simd::Set(kMostBeforeRounding)));
+          const Float value = Simd::MultiplyAdd(Simd::ToFloat(sums.of[p][t % kTokens]), scales, bias);
+          integers[t] = Simd::RoundToInt(Simd::Min(value, Simd::Set(kMostBeforeRounding)));
         }
         alignas(32) uint8_t bytes[4][kLanes];
-        Simd::StoreBytes(bytes[0], Simd::Lookup256(table, Simd::PackBytes(numbers, layer.table_x.zero_point)));
+        Simd::StoreBytes(bytes[0], Simd::Lookup256(table, Simd::PackBytes(integers, layer.table_x.zero_point)));
         // Those of outputs behind the last one lie in the padding.
         for (int64_t o = 0; o < kLanes; ++o) {
           for (int64_t i = 0; i < kRowWords; ++i) {

@@ -107,14 +107,14 @@ struct FewTokens {
           const Float scales = Simd::Multiply(Simd::LoadSome(layer.scales + output, left), x_factor);
           const Float bias =
               args.bias == nullptr ? Simd::Set(0.0f) : Simd::Multiply(Simd::LoadSome(args.bias + output, left), factor);
-          Int numbers[4];
+          Int integers[4];
 #pragma GCC unroll 4
           for (int t = 0; t < 4; ++t) {
-            const Float number = Simd::MultiplyAdd(Simd::ToFloat(sums[t % kTokens]), scales, bias);
-            numbers[t] = Simd::RoundToInt(Simd::Min(number, Simd::Set(kMostBeforeRounding)));
+            const Float value = Simd::MultiplyAdd(Simd::ToFloat(sums[t % kTokens]), scales, bias);
+            integers[t] = Simd::RoundToInt(Simd::Min(value, Simd::Set(kMostBeforeRounding)));
           }
           alignas(64) uint8_t bytes[4][kLanes];
-          Simd::StoreBytes(bytes[0], Simd::Lookup256(table, Simd::PackBytes(numbers, zero_point)));
+          Simd::StoreBytes(bytes[0], Simd::Lookup256(table, Simd::PackBytes(integers, zero_point)));
           // Those of outputs behind the last one lie in the padding.
           for (int t = 0; t < kTokens; ++t) std::memcpy(next + t * row_bytes + output, bytes[t], kLanes);
         });

@@ -7,10 +7,10 @@
 
 #include "formats/bf16.h"
 #include "formats/float16.h"
+#include "host/op_error.h"
 #include "matmul/bitmap_layer.h"
 #include "matmul/pack_panels.h"
 #include "matmul/storage.h"
-#include "ort/op_error.h"
 
 namespace ortolan {
 namespace {
@@ -19,19 +19,18 @@ constexpr float kLargestInt8 = 127;
 constexpr float kSmallestScale = std::numeric_limits<float>::min();
 constexpr int64_t kRowInputs = kBf16Bitmap.row_inputs;
 
-template <typename Number>
-Number StoredAt(const FloatWeight& w, int64_t place) {
-  Number number = 0;
-  std::memcpy(&number, static_cast<const char*>(w.numbers) + place * static_cast<int64_t>(sizeof(number)),
-              sizeof(number));
-  return number;
+template <typename Stored>
+Stored StoredAt(const FloatWeight& w, int64_t index) {
+  Stored value = 0;
+  std::memcpy(&value, static_cast<const char*>(w.values) + index * static_cast<int64_t>(sizeof(value)), sizeof(value));
+  return value;
 }
 
-float NumberAt(const FloatWeight& w, int64_t place) {
-  return w.is_half ? HalfToFloat(StoredAt<uint16_t>(w, place)) : StoredAt<float>(w, place);
+float ValueAt(const FloatWeight& w, int64_t index) {
+  return w.is_half ? HalfToFloat(StoredAt<uint16_t>(w, index)) : StoredAt<float>(w, index);
 }
 
-int64_t PlaceOf(const FloatWeight& w, int64_t input, int64_t column) {
+int64_t IndexOf(const FloatWeight& w, int64_t input, int64_t column) {
   return w.transposed ? column * w.k + input : input * w.n + column;
 }
 
@@ -42,8 +41,8 @@ std::string WhyNotSizes(const FloatWeight& w, int64_t most_inputs) {
 }
 
 // Zero is +0, so that it is all bits.
-uint16_t ToBf16(float number) {
-  const uint16_t bits = RoundToBf16(number);
+uint16_t ToBf16(float value) {
+  const uint16_t bits = RoundToBf16(value);
   return (bits & 0x7fffu) == 0 ? uint16_t{0} : bits;
 }
 
@@ -54,7 +53,7 @@ void PackPanel(const FloatWeight& w, int64_t panel, uint16_t* packed) {
   std::fill_n(packed, kBf16Bitmap.PaddedK(w.k) * kPanelColumns, uint16_t{0});
   for (int64_t l = 0; l < w.k; ++l) {
     uint16_t* const to = packed + l / kRowInputs * kPanelColumns * kRowInputs + l % kRowInputs;
-    for (int64_t j = 0; j < columns; ++j) to[j * kRowInputs] = ToBf16(NumberAt(w, PlaceOf(w, l, first + j)));
+    for (int64_t j = 0; j < columns; ++j) to[j * kRowInputs] = ToBf16(ValueAt(w, IndexOf(w, l, first + j)));
   }
 }
 
@@ -65,8 +64,8 @@ std::string WhyNotBf16(const FloatWeight& w) { return WhyNotSizes(w, kBf16Bitmap
 std::string WhyNotInt8(const FloatWeight& w) {
   const std::string problem = WhyNotSizes(w, kInt8Bitmap.max_k);
   if (!problem.empty()) return problem;
-  for (int64_t place = 0; place < w.k * w.n; ++place) {
-    if (!std::isfinite(NumberAt(w, place))) return "its weight holds NaN or infinity, expected finite numbers";
+  for (int64_t index = 0; index < w.k * w.n; ++index) {
+    if (!std::isfinite(ValueAt(w, index))) return "its weight holds NaN or infinity, expected finite numbers";
   }
   return {};
 }
@@ -81,18 +80,18 @@ Int8Weight RoundedToInt8(const FloatWeight& w, std::vector<int8_t>& codes) {
   codes.resize(static_cast<size_t>(w.k * w.n));
   const auto for_each = [&](const auto& at) {
     const int64_t inner = w.transposed ? w.k : w.n;
-    for (int64_t place = 0; place < w.k * w.n; ++place) {
-      at(place, static_cast<size_t>(w.transposed ? place / inner : place % inner));
+    for (int64_t index = 0; index < w.k * w.n; ++index) {
+      at(index, static_cast<size_t>(w.transposed ? index / inner : index % inner));
     }
   };
   for_each(
-      [&](int64_t place, size_t column) { largest[column] = std::max(largest[column], std::abs(NumberAt(w, place))); });
+      [&](int64_t index, size_t column) { largest[column] = std::max(largest[column], std::abs(ValueAt(w, index))); });
   rounded.scales.resize(largest.size());
   std::transform(largest.begin(), largest.end(), rounded.scales.begin(),
                  [](float most) { return most > 0 ? std::max(most / kLargestInt8, kSmallestScale) : kSmallestScale; });
-  for_each([&](int64_t place, size_t column) {
-    const float q = std::nearbyint(NumberAt(w, place) / rounded.scales[column]);
-    codes[static_cast<size_t>(place)] = static_cast<int8_t>(std::clamp(q, -kLargestInt8, kLargestInt8));
+  for_each([&](int64_t index, size_t column) {
+    const float q = std::nearbyint(ValueAt(w, index) / rounded.scales[column]);
+    codes[static_cast<size_t>(index)] = static_cast<int8_t>(std::clamp(q, -kLargestInt8, kLargestInt8));
   });
   rounded.codes = reinterpret_cast<const uint8_t*>(codes.data());
   return rounded;
@@ -102,18 +101,18 @@ Bf16Columns::Bf16Columns(std::span<const FloatWeight> parts) {
   w_.view.k = w_.k = parts.front().k;
   for (const FloatWeight& part : parts) w_.n += part.n;
   w_.view.n = w_.n;
-  const int64_t panel_numbers = kBf16Bitmap.PaddedK(w_.k) * kPanelColumns;
-  dense_ = LineBytes(BitmapPanels(w_.n) * panel_numbers * kValueBytes);
+  const int64_t panel_values = kBf16Bitmap.PaddedK(w_.k) * kPanelColumns;
+  dense_ = LineBytes(BitmapPanels(w_.n) * panel_values * kValueBytes);
   w_.view.values = dense_.data();
   uint16_t* panels = reinterpret_cast<uint16_t*>(dense_.data());
   for (const FloatWeight& part : parts) {
-    ForEachPanel(BitmapPanels(part.n), panel_numbers * kValueBytes, 0,
-                 [&](int64_t panel, int8_t*) { PackPanel(part, panel, panels + panel * panel_numbers); });
-    panels += BitmapPanels(part.n) * panel_numbers;
+    ForEachPanel(BitmapPanels(part.n), panel_values * kValueBytes, 0,
+                 [&](int64_t panel, int8_t*) { PackPanel(part, panel, panels + panel * panel_values); });
+    panels += BitmapPanels(part.n) * panel_values;
   }
-  const std::span<const uint16_t> numbers(reinterpret_cast<const uint16_t*>(dense_.data()),
-                                          static_cast<size_t>(dense_.size() / kValueBytes));
-  const int64_t stored = static_cast<int64_t>(numbers.size()) - std::count(numbers.begin(), numbers.end(), 0);
+  const std::span<const uint16_t> values(reinterpret_cast<const uint16_t*>(dense_.data()),
+                                         static_cast<size_t>(dense_.size() / kValueBytes));
+  const int64_t stored = static_cast<int64_t>(values.size()) - std::count(values.begin(), values.end(), 0);
   if (IsForBitmap(kBf16Bitmap, w_.k, w_.n, stored)) StoreAsBitmap();
 }
 

@@ -20,8 +20,8 @@ namespace ortolan {
 struct FloatWeight {
   int64_t k = 0;
   int64_t n = 0;
-  const void* numbers = nullptr;  // float32 or float16 [k][n], or [n][k] if transposed; at any address
-  bool is_half = false;           // float16
+  const void* values = nullptr;  // float32 or float16 [k][n], or [n][k] if transposed; at any address
+  bool is_half = false;          // float16
   bool transposed = false;
 };
 

@@ -54,8 +54,8 @@ struct GroupWeight : MatMulWeight {
     static_assert(kInt4Bitmap.PaddedK(1) == kInt8Bitmap.PaddedK(1));
     const int64_t padded_k = kInt8Bitmap.PaddedK(k);
     const int64_t of_groups = TakesScaledSums() ? 3 : 2;
-    const int64_t numbers = of_groups * ScaleRows(k, view.group) + padded_k / ChunkInputs();
-    return padded_k + (4 * numbers + 63) / 64 * 64;
+    const int64_t count = of_groups * ScaleRows(k, view.group) + padded_k / ChunkInputs();
+    return padded_k + (4 * count + 63) / 64 * 64;
   }
 };
 

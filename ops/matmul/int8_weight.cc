@@ -4,10 +4,10 @@
 #include <cstring>
 #include <limits>
 
+#include "host/op_error.h"
 #include "matmul/bitmap_layer.h"
 #include "matmul/pack_panels.h"
 #include "matmul/storage.h"
-#include "ort/op_error.h"
 
 namespace ortolan {
 namespace {
@@ -16,8 +16,8 @@ constexpr int kMiddle = 128;
 constexpr float kSmallestScale = std::numeric_limits<float>::min();
 constexpr float kLargestScale = std::numeric_limits<float>::max() / 256;  // times a number it stays finite
 
-int CodeAt(const Int8Weight& w, int64_t place) {
-  return w.is_signed ? static_cast<int>(static_cast<int8_t>(w.codes[place])) : static_cast<int>(w.codes[place]);
+int CodeAt(const Int8Weight& w, int64_t index) {
+  return w.is_signed ? static_cast<int>(static_cast<int8_t>(w.codes[index])) : static_cast<int>(w.codes[index]);
 }
 
 // Calls at(place in the codes, input, column).
@@ -42,8 +42,8 @@ std::string WhyNotPacked(const PackedInt8& packed) {
                      " sums of columns, expected ", columns, " and ", sums);
   }
   // So that no product or sum of theirs leaves an int32.
-  const auto are_within = [](std::span<const int32_t> numbers, int64_t least, int64_t most) {
-    return std::all_of(numbers.begin(), numbers.end(), [=](int32_t one) { return one >= least && one <= most; });
+  const auto are_within = [](std::span<const int32_t> values, int64_t least, int64_t most) {
+    return std::all_of(values.begin(), values.end(), [=](int32_t one) { return one >= least && one <= most; });
   };
   if (!are_within(packed.column_sums, -kMiddle * packed.k, kMiddle * packed.k)) {
     return ErrorText("the sums of its columns are none of ", packed.k, " int8 numbers");
@@ -75,16 +75,16 @@ void PackPanel(const Int8Weight& w, int64_t panel, const std::vector<uint8_t>& m
 
 }  // namespace
 
-NumberRange RangeOf(const Int8Weight& w) {
+ValueRange RangeOf(const Int8Weight& w) {
   const int16_t middle = w.is_signed ? 0 : kMiddle;
   if (std::all_of(w.zero_points.begin(), w.zero_points.end(), [=](int16_t zero) { return zero == middle; })) {
     return {-kMiddle, kMiddle - 1};
   }
-  NumberRange range;
-  ForEachCode(w, [&](int64_t place, int64_t, int64_t column) {
-    const int number = CodeAt(w, place) - w.zero_points[static_cast<size_t>(column)];
-    range.least = std::min(range.least, number);
-    range.most = std::max(range.most, number);
+  ValueRange range;
+  ForEachCode(w, [&](int64_t index, int64_t, int64_t column) {
+    const int value = CodeAt(w, index) - w.zero_points[static_cast<size_t>(column)];
+    range.least = std::min(range.least, value);
+    range.most = std::max(range.most, value);
   });
   return range;
 }
@@ -98,7 +98,7 @@ std::string WhyNotScales(std::span<const float> scales) {
   return {};
 }
 
-std::string WhyNotNumbers(int64_t k, int64_t n, const NumberRange& range) {
+std::string WhyNotValues(int64_t k, int64_t n, const ValueRange& range) {
   if (k < 1 || n < 1 || n > kMaxDimension) {
     return ErrorText("its weight is ", k, " x ", n, ", expected 1 or more inputs and outputs");
   }
@@ -116,7 +116,7 @@ std::string WhyNot(const Int8Weight& w) {
   const std::string problem = WhyNotScales(w.scales);
   // What the numbers are matters to the longest layers alone.
   const bool is_long = w.k > kMostInputsWithWeightZeroPoints && w.k <= kInt8Bitmap.max_k;
-  return problem.empty() ? WhyNotNumbers(w.k, w.n, is_long ? RangeOf(w) : NumberRange{}) : problem;
+  return problem.empty() ? WhyNotValues(w.k, w.n, is_long ? RangeOf(w) : ValueRange{}) : problem;
 }
 
 Int8Columns::Int8Columns(std::span<const Int8Weight> parts) {
@@ -124,8 +124,8 @@ Int8Columns::Int8Columns(std::span<const Int8Weight> parts) {
   for (const Int8Weight& part : parts) w_.n += part.n;
   w_.view.n = w_.n;
   PackDense(parts);
-  const std::span<const uint8_t> numbers(dense_.data(), static_cast<size_t>(dense_.size()));
-  if (IsForBitmap(kInt8Bitmap, w_.k, w_.n, dense_.size() - std::count(numbers.begin(), numbers.end(), 0)))
+  const std::span<const uint8_t> values(dense_.data(), static_cast<size_t>(dense_.size()));
+  if (IsForBitmap(kInt8Bitmap, w_.k, w_.n, dense_.size() - std::count(values.begin(), values.end(), 0)))
     StoreAsBitmap();
   w_.scales = scales_.data();
   if (w_.k > kMostInputsWithZeroPoints) return;

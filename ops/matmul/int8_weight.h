@@ -29,7 +29,7 @@ struct Int8Weight {
   std::vector<int16_t> zero_points;  // [n], in the range of the codes' type
 };
 
-struct NumberRange {
+struct ValueRange {
   int least = 0;
   int most = 0;
 
@@ -38,12 +38,12 @@ struct NumberRange {
 
 // Of codes less zero points, which lie in the range of the codes' type; where any code would do, of what codes there
 // may be. It has a zero.
-NumberRange RangeOf(const Int8Weight& w);
+ValueRange RangeOf(const Int8Weight& w);
 
 // Empty, or why such scales are not taken over.
 std::string WhyNotScales(std::span<const float> scales);
 // Empty, or why a weight of these sizes and numbers is not taken over.
-std::string WhyNotNumbers(int64_t k, int64_t n, const NumberRange& range);
+std::string WhyNotValues(int64_t k, int64_t n, const ValueRange& range);
 // Empty, or why the weight is not taken over.
 std::string WhyNot(const Int8Weight& w);
 

@@ -69,7 +69,7 @@ using MultiplyHiddenFn = void(const HiddenLayerArgs& args, int64_t panel_begin, 
 inline constexpr int64_t kManyRows = 4;
 inline constexpr int64_t kPanelsOfFewRows = 4;
 
-// What a column computes with a kind of weight: column_functions.h.
+// What a target computes with a kind of weight: target_functions.h.
 struct MatMulFunctions {
   int64_t row_block;
   int64_t most_inputs;  // k for which it works

@@ -4,15 +4,15 @@
 
 namespace ortolan {
 
-// What column_functions.h makes in the columns that the tables name.
-#define ORTOLAN_FEATURE_SET(column, features)                                             \
-  namespace column {                                                                      \
+// What target_functions.h makes in the targets that the tables name.
+#define ORTOLAN_FEATURE_SET(target, features)                                             \
+  namespace target {                                                                      \
   extern const MatMulFunctions kBf16, kInt8, kInt4, kGroupInt4, kGroupInt8, kBlockSparse; \
   }
 #include "isa/feature_sets.inc"
 #undef ORTOLAN_FEATURE_SET
 
-#define ORTOLAN_KERNEL(column, functions, least_rows) {{column::functions}, #column, feature_set::column, least_rows},
+#define ORTOLAN_KERNEL(target, functions, least_rows) {{target::functions}, #target, feature_set::target, least_rows},
 
 std::span<const MatMulKernel> Bf16Kernels() {
   static const MatMulKernel kernels[] = {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "ort/broadcast.h"
+#include "host/broadcast.h"
 
 namespace ortolan {
 namespace {
@@ -129,7 +129,7 @@ const float* LinearOp::Bias(const Ort::KernelContext& context) const {
 
 void LinearOp::InferShape(OrtShapeInferContext* context, LinearInputs inputs) {
   const size_t residual = IndexOf(inputs, "residual");
-  if (HasMoreInputs(context, residual) && !IsOneNumber(context, residual)) return;
+  if (HasMoreInputs(context, residual) && !HasOneElement(context, residual)) return;
   if (!InferLastDimension(context, "gated_columns")) InferLastDimension(context, "n");
 }
 

@@ -5,10 +5,10 @@
 #include <chrono>
 #include <limits>
 
+#include "host/broadcast.h"
+#include "host/op_error.h"
 #include "isa/kernel_table.h"
 #include "isa/tuning.h"
-#include "ort/broadcast.h"
-#include "ort/op_error.h"
 
 namespace ortolan {
 namespace {

@@ -19,10 +19,10 @@
 
 #include "epilogue/epilogue.h"
 #include "epilogue/layer_norm.h"
+#include "host/host.h"
 #include "matmul/block_sparse_weight.h"
 #include "matmul/kernel.h"
 #include "matmul/matmul_device.h"
-#include "ort/host.h"
 
 namespace ortolan {
 

@@ -9,8 +9,8 @@
 
 #include "formats/int4_group.h"
 #include "formats/int8_group.h"
+#include "host/op_error.h"
 #include "matmul/pack_panels.h"
-#include "ort/op_error.h"
 
 namespace ortolan {
 namespace {
@@ -29,10 +29,10 @@ void ForEachBlock(const NBitsWeight& stored, const At& at) {
   }
 }
 
-bool IsWhole(float number, float most) { return number >= 0 && number <= most && number == std::rint(number); }
+bool IsInteger(float value, float most) { return value >= 0 && value <= most && value == std::rint(value); }
 
-bool AreAll(const std::vector<float>& numbers, float number) {
-  return std::all_of(numbers.begin(), numbers.end(), [=](float one) { return one == number; });
+bool AreAll(const std::vector<float>& codes, float value) {
+  return std::all_of(codes.begin(), codes.end(), [=](float one) { return one == value; });
 }
 
 // Whether each column has the same scale and zero point in all blocks of each run of inputs.
@@ -93,13 +93,13 @@ struct Range {
 };
 
 Range RangeOf(const NBitsWeight& stored, int64_t column) {
-  const uint8_t* const numbers = stored.numbers + column * stored.ColumnBytes();
+  const uint8_t* const codes = stored.codes + column * stored.ColumnBytes();
   Range range;
   ForEachBlock(stored, [&](int64_t first, int64_t end, int64_t block) {
     uint8_t least = 255, most = 0;
     for (int64_t l = first; l < end; ++l) {
-      least = std::min(least, numbers[l]);
-      most = std::max(most, numbers[l]);
+      least = std::min(least, codes[l]);
+      most = std::max(most, codes[l]);
     }
     const int zero_point = static_cast<int>(stored.zero_points[static_cast<size_t>(column * stored.Blocks() + block)]);
     range.least = std::min(range.least, least - zero_point);
@@ -115,7 +115,7 @@ std::string WhyNot8(const NBitsWeight& stored) {
     }
   }
   for (const float zero_point : stored.zero_points) {
-    if (!IsWhole(zero_point, 255)) {
+    if (!IsInteger(zero_point, 255)) {
       return ErrorText("its zero points hold ", zero_point, ", expected whole numbers 0 to 255");
     }
   }
@@ -131,8 +131,8 @@ std::string WhyNot8(const NBitsWeight& stored) {
 }
 
 // A float16 of the same value; none: there is no normal one. (Subnormal ones would do, and are not worth the code.)
-std::optional<uint16_t> ToHalf(float number) {
-  const uint32_t bits = std::bit_cast<uint32_t>(number);
+std::optional<uint16_t> ToHalf(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
   const uint32_t sign = bits >> 16 & 0x8000, exponent = bits >> 23 & 0xff, fraction = bits & 0x7fffff;
   if ((bits << 1) == 0) return static_cast<uint16_t>(sign);
   if (exponent < 113 || exponent > 142 || (fraction & 0x1fff) != 0) return std::nullopt;
@@ -140,7 +140,7 @@ std::optional<uint16_t> ToHalf(float number) {
 }
 
 bool AreHalves(const std::vector<float>& rows) {
-  return std::all_of(rows.begin(), rows.end(), [](float number) { return ToHalf(number).has_value(); });
+  return std::all_of(rows.begin(), rows.end(), [](float value) { return ToHalf(value).has_value(); });
 }
 
 // Calls write(place in [panels, groups, 16], number) for the numbers of all blocks, each for all groups of its block.
@@ -149,9 +149,9 @@ void SpreadRows(const NBitsWeight& stored, const GroupWeight& w, const std::vect
   const int64_t groups = ScaleRows(w.k, w.view.group);
   for (int64_t j = 0; j < w.n; ++j) {
     const float* const row = rows.data() + j * stored.Blocks();
-    int64_t place = j / kPanelColumns * groups * kPanelColumns + j % kPanelColumns;
-    for (int64_t g = 0; g < groups; ++g, place += kPanelColumns) {
-      write(place, row[g * w.view.group / stored.block_size]);
+    int64_t index = j / kPanelColumns * groups * kPanelColumns + j % kPanelColumns;
+    for (int64_t g = 0; g < groups; ++g, index += kPanelColumns) {
+      write(index, row[g * w.view.group / stored.block_size]);
     }
   }
 }
@@ -167,12 +167,12 @@ LineBytes PackFloats(const NBitsWeight& stored, const GroupWeight& w, const std:
   const int64_t count = BitmapPanels(w.n) * ScaleRows(w.k, w.view.group) * kPanelColumns;
   const bool is_half = w.view.scale_type == ScaleType::kFloat16;
   LineBytes packed = Zeros(count * (is_half ? 2 : 4));
-  SpreadRows(stored, w, rows, [&](int64_t place, float number) {
+  SpreadRows(stored, w, rows, [&](int64_t index, float value) {
     if (is_half) {
-      const uint16_t half = *ToHalf(number);
-      std::memcpy(packed.data() + 2 * place, &half, sizeof(half));
+      const uint16_t half = *ToHalf(value);
+      std::memcpy(packed.data() + 2 * index, &half, sizeof(half));
     } else {
-      std::memcpy(packed.data() + 4 * place, &number, sizeof(number));
+      std::memcpy(packed.data() + 4 * index, &value, sizeof(value));
     }
   });
   return packed;
@@ -235,9 +235,9 @@ NBitsGroups::NBitsGroups(const NBitsWeight& stored) : kind_(stored.bits == 4 ? I
   weights_ = LineBytes(GroupWeightBytes(kind_.layout, stored.k, stored.n));
   w_.view.weights = weights_.data();
   if (stored.bits == 4) {
-    PackNumbers4(stored);
+    PackCodes4(stored);
   } else {
-    PackNumbers8(stored);
+    PackCodes8(stored);
   }
   PackScales(stored);
 }
@@ -276,28 +276,28 @@ PackedNBits NBitsGroups::Packed() const {
   return packed;
 }
 
-void NBitsGroups::PackNumbers4(const NBitsWeight& stored) {
+void NBitsGroups::PackCodes4(const NBitsWeight& stored) {
   const int64_t panel_bytes = GroupWeightBytes(kind_.layout, w_.k, 1);
   ForEachPanel(BitmapPanels(w_.n), panel_bytes, 0, [&](int64_t panel, int8_t*) {
     const int64_t column = panel * kPanelColumns;
-    PackInt4GroupPanel(stored.numbers + column * stored.ColumnBytes(), stored.ColumnBytes(), w_.k,
+    PackInt4GroupPanel(stored.codes + column * stored.ColumnBytes(), stored.ColumnBytes(), w_.k,
                        std::min(kPanelColumns, w_.n - column), weights_.data() + panel * panel_bytes);
   });
 }
 
-void NBitsGroups::PackNumbers8(const NBitsWeight& stored) {
+void NBitsGroups::PackCodes8(const NBitsWeight& stored) {
   const int64_t padded_k = kind_.layout.PaddedK(w_.k);
   const int64_t panel_bytes = GroupWeightBytes(kind_.layout, w_.k, 1);
   ForEachPanel(BitmapPanels(w_.n), panel_bytes, padded_k * kPanelColumns, [&](int64_t panel, int8_t* columns) {
     std::fill_n(columns, padded_k * kPanelColumns, int8_t{0});
     const int64_t end_column = std::min(w_.n, (panel + 1) * kPanelColumns);
     for (int64_t j = panel * kPanelColumns; j < end_column; ++j) {
-      const uint8_t* const numbers = stored.numbers + j * stored.ColumnBytes();
+      const uint8_t* const codes = stored.codes + j * stored.ColumnBytes();
       int8_t* const q = columns + j % kPanelColumns * padded_k;
       ForEachBlock(stored, [&](int64_t first, int64_t end, int64_t block) {
-        const size_t place = static_cast<size_t>(j * stored.Blocks() + block);
-        const int zero_point = static_cast<int>(stored.zero_points.empty() ? kMiddle8 : stored.zero_points[place]);
-        for (int64_t l = first; l < end; ++l) q[l] = static_cast<int8_t>(numbers[l] - zero_point);
+        const size_t index = static_cast<size_t>(j * stored.Blocks() + block);
+        const int zero_point = static_cast<int>(stored.zero_points.empty() ? kMiddle8 : stored.zero_points[index]);
+        for (int64_t l = first; l < end; ++l) q[l] = static_cast<int8_t>(codes[l] - zero_point);
       });
     }
     PackInt8GroupPanel(columns, w_.k, weights_.data() + panel * panel_bytes);
@@ -309,7 +309,7 @@ void NBitsGroups::PackScales(const NBitsWeight& stored) {
   GroupView& view = w_.view;
   const bool has_zero_points = stored.bits == 4 && !stored.zero_points.empty();
   const bool is_whole = std::all_of(stored.zero_points.begin(), stored.zero_points.end(),
-                                    [](float zero_point) { return IsWhole(zero_point, kLargestZeroPoint); });
+                                    [](float zero_point) { return IsInteger(zero_point, kLargestZeroPoint); });
   std::vector<float> minimums;
   if (has_zero_points && !is_whole) {
     minimums.resize(stored.scales.size());
@@ -326,7 +326,7 @@ void NBitsGroups::PackScales(const NBitsWeight& stored) {
   } else if (has_zero_points && !AreAll(stored.zero_points, kMiddle4)) {
     zero_points_ = Zeros(BitmapPanels(w_.n) * ScaleRows(w_.k, view.group) * kPanelColumns);
     SpreadRows(stored, w_, stored.zero_points,
-               [&](int64_t place, float number) { zero_points_.data()[place] = static_cast<uint8_t>(number); });
+               [&](int64_t index, float value) { zero_points_.data()[index] = static_cast<uint8_t>(value); });
     view.zero_points = zero_points_.data();
   }
 }

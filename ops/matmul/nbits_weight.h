@@ -23,9 +23,9 @@ struct NBitsWeight {
   int64_t n = 0;
   int64_t bits = 0;  // 4 or 8
   int64_t block_size = 0;
-  const uint8_t* numbers = nullptr;  // [n][Blocks()][block_size * bits / 8], of 4 bits the first of two is low
-  std::vector<float> scales;         // [n][Blocks()]
-  std::vector<float> zero_points;    // the same; none: 8 or 128
+  const uint8_t* codes = nullptr;  // [n][Blocks()][block_size * bits / 8], of 4 bits the first of two is low
+  std::vector<float> scales;       // [n][Blocks()]
+  std::vector<float> zero_points;  // the same; none: 8 or 128
 
   int64_t Blocks() const { return (k + block_size - 1) / block_size; }
   int64_t ColumnBytes() const { return Blocks() * block_size * bits / 8; }
@@ -63,8 +63,8 @@ class NBitsGroups {
   PackedNBits Packed() const;
 
  private:
-  void PackNumbers4(const NBitsWeight& stored);
-  void PackNumbers8(const NBitsWeight& stored);
+  void PackCodes4(const NBitsWeight& stored);
+  void PackCodes8(const NBitsWeight& stored);
   void PackScales(const NBitsWeight& stored);
 
   GroupKind kind_;

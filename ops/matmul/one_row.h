@@ -54,21 +54,21 @@ class OneRow {
     if constexpr (kGroupSpans > 0) {
       whole_groups = layer.spans / kGroupSpans < layer.groups ? layer.spans / kGroupSpans : layer.groups;
     }
-    const auto numbers = p.template NumbersOf<1>(i);
+    const auto terms = p.template RowTermsOf<1>(i);
     const Activation* x = p.X(i);
     Stream stream = p.stream;
     auto total = simd::Columns<Simd>::Set(0.0f);
     for (int64_t group = 0; group < whole_groups; ++group) {
-      Chains chains(numbers.Start(group, 0));
+      Chains chains(terms.Start(group, 0));
       ForEach<kUnroll>(kGroupSpans, 1, [&](int) { chains.AddSpan(stream, x); });
-      total = numbers.Add(total, chains.Total(), p.scales.Of(group), group, 0);
+      total = terms.Add(total, chains.Total(), p.scales.Of(group), group, 0);
     }
     if (whole_groups < layer.groups) {
-      Chains chains(numbers.Start(whole_groups, 0));
+      Chains chains(terms.Start(whole_groups, 0));
       for (int64_t span = whole_groups * kGroupSpans; span < layer.spans; ++span) chains.AddSpan(stream, x);
-      total = numbers.Add(total, chains.Total(), p.scales.Of(whole_groups), whole_groups, 0);
+      total = terms.Add(total, chains.Total(), p.scales.Of(whole_groups), whole_groups, 0);
     }
-    p.output.StoreWithBias(i, numbers.End(total, 0));
+    p.output.StoreWithBias(i, terms.End(total, 0));
   }
 
  private:

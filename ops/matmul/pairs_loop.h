@@ -1,4 +1,4 @@
-// Rows of x on products of matrices, where a column has them (kRowPairs): an instruction takes two rows of x, two
+// Rows of x on products of matrices, where a target has them (kRowPairs): an instruction takes two rows of x, two
 // columns of W and eight bytes of each, eight inputs of bytes or four of bf16. Sums of integers are those of the other
 // loops. Included by panel_loop.h; local to each file.
 //
@@ -95,14 +95,14 @@ class PairsLoop {
   }
 
   // Where the sums of pairs begin.
-  template <int kRows, typename Numbers>
-  __attribute__((always_inline)) static void Start(const Numbers& numbers, int64_t group, Sums (&sums)[kPairs<kRows>]) {
+  template <int kRows, typename RowTerms>
+  __attribute__((always_inline)) static void Start(const RowTerms& terms, int64_t group, Sums (&sums)[kPairs<kRows>]) {
     ForConstants<kPairs<kRows>>([&]<int p>() __attribute__((always_inline)) {
-      const Lanes first = numbers.Start(group, 2 * p);
+      const Lanes first = terms.Start(group, 2 * p);
       if constexpr (kFloats) {
         sums[p] = {{first, first}};  // zeros
       } else {
-        const Lanes second = numbers.Start(group, 2 * p + 1 < kRows ? 2 * p + 1 : 2 * p);
+        const Lanes second = terms.Start(group, 2 * p + 1 < kRows ? 2 * p + 1 : 2 * p);
         const Lanes both = Columns::template Of<Lanes>(
             [&](int i) { return Simd::template InterleaveQuads<0>(first.at[i], second.at[i]); });
         sums[p] = {{both, both}};
@@ -139,13 +139,13 @@ class PairsLoop {
   }
 
   // Totals of kRows rows with the sums of a group.
-  template <int kRows, typename Numbers>
-  __attribute__((always_inline)) static void AddGroup(const Panel& p, const Numbers& numbers, int64_t group,
+  template <int kRows, typename RowTerms>
+  __attribute__((always_inline)) static void AddGroup(const Panel& p, const RowTerms& terms, int64_t group,
                                                       const Sums (&sums)[kPairs<kRows>], uint8_t (*totals)[64]) {
     const auto scales = p.scales.Of(group);
     ForConstants<kRows>([&]<int r>() __attribute__((always_inline)) {
       float* const total = reinterpret_cast<float*>(totals[r]);
-      Columns::Store(total, numbers.Add(Columns::Load(total), OfRow<r>(sums), scales, group, r));
+      Columns::Store(total, terms.Add(Columns::Load(total), OfRow<r>(sums), scales, group, r));
     });
     // Kept in registers by gcc, totals would go to the stack and come back among the products.
     __asm__ volatile("" : : : "memory");
@@ -155,17 +155,17 @@ class PairsLoop {
     for (int r = 0; r < kRows; ++r) Columns::Store(reinterpret_cast<float*>(totals[r]), Columns::Set(0.0f));
   }
   // Stores rows i … i+kRows-1 of y.
-  template <int kRows, typename Numbers>
-  __attribute__((always_inline)) static void End(const Panel& p, const Numbers& numbers, int64_t i,
+  template <int kRows, typename RowTerms>
+  __attribute__((always_inline)) static void End(const Panel& p, const RowTerms& terms, int64_t i,
                                                  const Sums (&sums)[kPairs<kRows>], const uint8_t (*totals)[64]) {
     ForConstants<kRows>([&]<int r>() __attribute__((always_inline)) {
       Floats total;
       if constexpr (Weights::kHasGroups) {
         total = Columns::Load(reinterpret_cast<const float*>(totals[r]));
       } else {
-        total = numbers.Add(Columns::Set(0.0f), OfRow<r>(sums), p.scales.Of(0), 0, r);
+        total = terms.Add(Columns::Set(0.0f), OfRow<r>(sums), p.scales.Of(0), 0, r);
       }
-      p.output.StoreWithBias(i + r, numbers.End(total, r));
+      p.output.StoreWithBias(i + r, terms.End(total, r));
     });
   }
 
@@ -173,7 +173,7 @@ class PairsLoop {
   template <int kRows>
   __attribute__((noinline)) static void OneBlock(const Panel& p) {
     const Layer& layer = p.layer;
-    const auto numbers = p.template NumbersOf<kRows>(0);
+    const auto terms = p.template RowTermsOf<kRows>(0);
     const Activation* x = p.X(0);
     Stream stream = p.stream;
     alignas(64) uint8_t totals[kRows][64];
@@ -181,7 +181,7 @@ class PairsLoop {
     if constexpr (Weights::kHasGroups) ClearTotals<kRows>(totals);
     int64_t span = 0;
     for (int64_t group = 0; group < layer.groups; ++group) {
-      Start<kRows>(numbers, group, sums);
+      Start<kRows>(terms, group, sums);
       const int64_t end = span + layer.group_spans < layer.spans ? span + layer.group_spans : layer.spans;
       for (; span < end; ++span) {
         stream.template StartSpan<Fetch::kMultiply>();
@@ -191,9 +191,9 @@ class PairsLoop {
         }
         stream.EndSpan();
       }
-      if constexpr (Weights::kHasGroups) AddGroup<kRows>(p, numbers, group, sums, totals);
+      if constexpr (Weights::kHasGroups) AddGroup<kRows>(p, terms, group, sums, totals);
     }
-    End<kRows>(p, numbers, 0, sums, totals);
+    End<kRows>(p, terms, 0, sums, totals);
   }
 
   // More rows of x: interleave some rows of weights once, let all rows of x pass over them, go on with the next.
@@ -224,7 +224,7 @@ class PairsLoop {
   __attribute__((noinline)) static void Block(const Panel& p, const uint8_t (*buffer)[64], int64_t first, int64_t end,
                                               int64_t i, Waiting& waiting) {
     const Layer& layer = p.layer;
-    const auto numbers = p.template NumbersOf<kRows>(i);
+    const auto terms = p.template RowTermsOf<kRows>(i);
     const Activation* x = p.X(i) + first * kSpanInputs * kRows;
     uint8_t (*const at)[64] = waiting.at + i;
     Sums sums[kPairs<kRows>];
@@ -239,22 +239,22 @@ class PairsLoop {
       int64_t span = first;
       // Behind the last group nothing is stored.
       for (int64_t group = first / layer.group_spans; span < end && group < layer.groups; ++group) {
-        Start<kRows>(numbers, group, sums);
+        Start<kRows>(terms, group, sums);
         const int64_t spans = end - span < layer.group_spans ? end - span : layer.group_spans;
         add_spans(spans);
         span += spans;
-        AddGroup<kRows>(p, numbers, group, sums, at);
+        AddGroup<kRows>(p, terms, group, sums, at);
       }
     } else {
       if (first == 0) {
-        Start<kRows>(numbers, 0, sums);
+        Start<kRows>(terms, 0, sums);
       } else {
         LoadSums(at, sums);
       }
       add_spans(end - first);
       if (end < layer.spans) return StoreSums(at, sums);
     }
-    if (end == layer.spans) End<kRows>(p, numbers, i, sums, at);
+    if (end == layer.spans) End<kRows>(p, terms, i, sums, at);
   }
   // Register by register: see ForConstants.
   template <int kPairCount, typename Sums, typename Each>

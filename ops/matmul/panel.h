@@ -71,7 +71,7 @@ template <typename Simd, typename Weights>
 struct Panel {
   using Activation = typename Weights::Activation;
   template <int kRows>
-  using Numbers = typename Weights::template Numbers<kRows>;
+  using RowTerms = typename Weights::template RowTerms<kRows>;
 
   Panel(const Layer<Weights>& layer_, const MatMulArgs& args_, int64_t index)
       : layer(layer_),
@@ -86,7 +86,7 @@ struct Panel {
   }
   // What stands behind the activations of a block of kRows rows.
   template <int kRows>
-  Numbers<kRows> NumbersOf(int64_t i) const {
+  RowTerms<kRows> RowTermsOf(int64_t i) const {
     return {X(i) + layer.padded_k * kRows, layer.groups};
   }
 

@@ -183,7 +183,7 @@ class PanelLoop {
       constexpr int kChains = ChainsOf<kRows>();
       constexpr bool kOddTimes16 = Weights::kNibbles && kChains == 2;
       const Layer& layer = p.layer;
-      const auto numbers = p.template NumbersOf<kRows>(i);
+      const auto terms = p.template RowTermsOf<kRows>(i);
       Stream stream = p.stream;
       const Activation* x = p.X(i);
       Floats totals[kRows];
@@ -196,12 +196,12 @@ class PanelLoop {
         if constexpr (!Weights::kNarrowChunks) {
 #pragma GCC unroll 16
           for (int r = 0; r < kRows; ++r) {
-            sums[r][0] = numbers.Start(group, r);
+            sums[r][0] = terms.Start(group, r);
             for (int c = 1; c < kChains; ++c) sums[r][c] = Weights::Zero();
           }
         }
         const int64_t end = span + layer.group_spans < layer.spans ? span + layer.group_spans : layer.spans;
-        SumSpans<kOneSpan, kRows, kChains>(numbers, sums, span, end, chunks, [&](Sums(&span_sums)[kRows][kChains]) {
+        SumSpans<kOneSpan, kRows, kChains>(terms, sums, span, end, chunks, [&](Sums(&span_sums)[kRows][kChains]) {
           stream.template StartSpan<Fetch::kMultiply>();
           MultiplySpan<kRows, kChains>(span_sums, x, [&](int row) {
             return Weights::FromBytes(stream.template Next<Fetch::kMultiply, kOddTimes16>(row));
@@ -216,11 +216,11 @@ class PanelLoop {
           if constexpr (kChains > 1) {
             for (int c = 1; c < kChains; ++c) sum = Weights::AddChains(sum, sums[r][c]);
           }
-          totals[r] = numbers.Add(totals[r], sum, scales, group, r);
+          totals[r] = terms.Add(totals[r], sum, scales, group, r);
         }
       }
 #pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) p.output.StoreWithBias(i + r, numbers.End(totals[r], r));
+      for (int r = 0; r < kRows; ++r) p.output.StoreWithBias(i + r, terms.End(totals[r], r));
     }
   }
 
@@ -235,19 +235,19 @@ class PanelLoop {
 
   // Adds the products of the spans `span` … end-1 of a group to sums: multiply(sums) does it for one span. Where there
   // are chunks, sums begin here.
-  template <bool kOneSpan, int kRows, int kChains, typename Numbers, typename Multiply>
-  __attribute__((always_inline)) static void SumSpans(const Numbers& numbers, Sums (&sums)[kRows][kChains],
+  template <bool kOneSpan, int kRows, int kChains, typename RowTerms, typename Multiply>
+  __attribute__((always_inline)) static void SumSpans(const RowTerms& terms, Sums (&sums)[kRows][kChains],
                                                       int64_t& span, int64_t end, Chunks& chunks,
                                                       const Multiply& multiply) {
     Sums part[kRows][kChains];
     if constexpr (kOneSpan) {
-      for (int r = 0; r < kRows; ++r) part[r][0] = numbers.StartChunk(span, r);
+      for (int r = 0; r < kRows; ++r) part[r][0] = terms.StartChunk(span, r);
       multiply(part);
       for (int r = 0; r < kRows; ++r) sums[r][0] = Weights::Widen(part[r][0]);
       ++span;
     } else if constexpr (Weights::kNarrowChunks) {
       for (bool first = true; span < end; first = false, ++chunks.next) {
-        for (int r = 0; r < kRows; ++r) part[r][0] = numbers.StartChunk(chunks.next, r);
+        for (int r = 0; r < kRows; ++r) part[r][0] = terms.StartChunk(chunks.next, r);
         const int64_t chunk_end = end - span < chunks.spans ? end : span + chunks.spans;
         for (; span < chunk_end; ++span) multiply(part);
         for (int r = 0; r < kRows; ++r) {
@@ -368,14 +368,14 @@ class PanelLoop {
     // A copy, in registers: beside stores to streams, clang loads all activations first and lacks registers.
     Next next = next_row;
     const Panel& front = panels.at[0];
-    const auto numbers = front.template NumbersOf<kBlock>(i);
+    const auto terms = front.template RowTermsOf<kBlock>(i);
     const Activation* x = front.X(i) + begin * kSpanInputs * kBlock + kFourRows * Weights::kRowInputs * first;
     Sums sums[kRows][kPanelsTogether];
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
       for (int c = 0; c < kPanelsTogether; ++c) {
-        sums[r][c] = begin == 0 ? numbers.Start(0, first + r) : Weights::LoadSums(waiting[c].at[i + first + r]);
+        sums[r][c] = begin == 0 ? terms.Start(0, first + r) : Weights::LoadSums(waiting[c].at[i + first + r]);
       }
     }
     for (int64_t four = 0; four < (end - begin) * kSpanRows; four += kFourRows) {
@@ -396,8 +396,8 @@ class PanelLoop {
       const auto output = panels.at[c].output.RowsFrom(i + first);
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
-        const Floats total = numbers.Add(Columns::Set(0.0f), sums[r][c], scales, 0, first + r);
-        output.StoreWithBias(r, numbers.End(total, first + r));
+        const Floats total = terms.Add(Columns::Set(0.0f), sums[r][c], scales, 0, first + r);
+        output.StoreWithBias(r, terms.End(total, first + r));
       }
     }
   }
@@ -432,7 +432,7 @@ class PanelLoop {
   __attribute__((noinline)) static void ExpandedRows(const Panel& p, const uint8_t* buffer, int64_t first, int64_t end,
                                                      int64_t i, Waiting& waiting) {
     const Layer& layer = p.layer;
-    const auto numbers = p.template NumbersOf<kRows>(i);
+    const auto terms = p.template RowTermsOf<kRows>(i);
     const Activation* x = p.X(i) + first * kSpanInputs * kRows;
     const auto next = [&](int row) { return Weights::LoadRow(buffer + row * Weights::kStoredBytes); };
     if (Weights::kHasGroups && first == 0) {
@@ -451,10 +451,10 @@ class PanelLoop {
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) {
           const bool start = Weights::kHasGroups || first == 0;
-          sums[r][0] = start ? numbers.Start(group, r) : Weights::LoadSums(waiting.at[i + r]);
+          sums[r][0] = start ? terms.Start(group, r) : Weights::LoadSums(waiting.at[i + r]);
         }
       }
-      SumSpans<kOneSpan, kRows, 1>(numbers, sums, span, group_end, chunks, [&](Sums(&span_sums)[kRows][1]) {
+      SumSpans<kOneSpan, kRows, 1>(terms, sums, span, group_end, chunks, [&](Sums(&span_sums)[kRows][1]) {
         MultiplySpan<kRows, 1>(span_sums, x, next);
         buffer += kSpanRows * Weights::kStoredBytes;
       });
@@ -463,7 +463,7 @@ class PanelLoop {
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) {
           float* total = reinterpret_cast<float*>(waiting.at[i + r]);
-          Columns::Store(total, numbers.Add(Columns::Load(total), sums[r][0], scales, group, r));
+          Columns::Store(total, terms.Add(Columns::Load(total), sums[r][0], scales, group, r));
         }
       } else {
 #pragma GCC unroll 16
@@ -476,9 +476,9 @@ class PanelLoop {
       if constexpr (Weights::kHasGroups) {
         total = Columns::Load(reinterpret_cast<const float*>(waiting.at[i + r]));
       } else {
-        total = numbers.Add(Columns::Set(0.0f), Weights::LoadSums(waiting.at[i + r]), p.scales.Of(0), 0, r);
+        total = terms.Add(Columns::Set(0.0f), Weights::LoadSums(waiting.at[i + r]), p.scales.Of(0), 0, r);
       }
-      p.output.StoreWithBias(i + r, numbers.End(total, r));
+      p.output.StoreWithBias(i + r, terms.End(total, r));
     }
   }
 };

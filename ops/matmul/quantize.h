@@ -56,13 +56,13 @@ void PackRowBlocks(const float* x, int64_t x_row_bytes, int64_t m, int64_t row_b
   }
 }
 
-// The sum of quantized inputs, and that of inputs 2 and 3 of each quad, where a column asks for it.
+// The sum of quantized inputs, and that of inputs 2 and 3 of each quad, where a target asks for it.
 struct InputSums {
   int32_t all;
   int32_t upper;
 };
 
-// Inputs of a row of x that lie side by side in a block of rows: as many as the column's loop takes at once.
+// Inputs of a row of x that lie side by side in a block of rows: as many as the target's loop takes at once.
 template <typename Simd>
 constexpr int kQuantizedTogether = Simd::kRowPairs ? 8 : 16;
 

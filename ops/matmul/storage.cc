@@ -2,8 +2,8 @@
 
 #include "formats/bitmap_int4.h"
 #include "formats/bitmap_int8.h"
+#include "host/error_text.h"
 #include "isa/features.h"
-#include "ort/error_text.h"
 
 namespace ortolan {
 namespace {

@@ -1,6 +1,6 @@
-// Blocks of tokens: how they are quantized, multiplied and stored, over a column's vectors. A block of kVectors vectors
+// Blocks of tokens: how they are quantized, multiplied and stored, over a target's vectors. A block of kVectors vectors
 // is [k][kVectors kLanes] numbers, then its Ranges. The rows of four inputs are interleaved and multiplied with the
-// four weights of an output, repeated. Numbers are q as bytes or, where a column has no exact product of bytes, q - z
+// four weights of an output, repeated. Numbers are q as bytes or, where a target has no exact product of bytes, q - z
 // as words: then nothing is left to take off the sums. Included by *kernels.cc only; local to each.
 #pragma once
 
@@ -38,11 +38,11 @@ template <typename Simd>
 template <typename Simd>
 [[gnu::always_inline]] inline typename Simd::Int QuantizeToWords(const float* x, int64_t left,
                                                                  const TokenRange& range) {
-  const auto number = [&](int64_t lane) {
+  const auto value = [&](int64_t lane) {
     const auto v = Simd::Multiply(Simd::LoadSome(x + lane, left - lane), Simd::Set(range.factor));
     return Simd::RoundToInt(Simd::Min(v, Simd::Set(kMostBeforeRounding)));
   };
-  return Simd::PackWords(number(0), number(Simd::kLanes), -range.zero_point, 255 - range.zero_point);
+  return Simd::PackWords(value(0), value(Simd::kLanes), -range.zero_point, 255 - range.zero_point);
 }
 
 // What the sums of kLanes outputs, from `output` on, are scaled with and moved by.
@@ -102,8 +102,8 @@ struct TokenBlock {
   using Int = typename Simd::Int;
   using Bytes = typename Simd::Bytes;
   using Table = typename Simd::ByteTable;
-  using Number = typename Simd::RowNumber;
-  static constexpr bool kWords = sizeof(Number) == 2;
+  using Element = typename Simd::RowElement;
+  static constexpr bool kWords = sizeof(Element) == 2;
   static constexpr int64_t kLanes = Simd::kLanes;
   static constexpr int64_t kWidth = kVectors * kLanes;
   static constexpr int64_t kRegisterBytes = 4 * kLanes;
@@ -121,9 +121,9 @@ struct TokenBlock {
   // What an output's sum of weights is multiplied with and added: quads are kQuadBias too small, numbers zero_point too
   // large.
   static int32_t SumFactor(int32_t zero_point) { return Simd::kQuadBias - zero_point; }
-  static Number* RowAt(uint8_t* block, int64_t input) { return reinterpret_cast<Number*>(block) + input * kWidth; }
-  static const Number* RowAt(const uint8_t* block, int64_t input) {
-    return reinterpret_cast<const Number*>(block) + input * kWidth;
+  static Element* RowAt(uint8_t* block, int64_t input) { return reinterpret_cast<Element*>(block) + input * kWidth; }
+  static const Element* RowAt(const uint8_t* block, int64_t input) {
+    return reinterpret_cast<const Element*>(block) + input * kWidth;
   }
   static Ranges* RangesOf(uint8_t* block, int64_t k) {
     return reinterpret_cast<Ranges*>(RowAt(block, PaddedInputs(k)));
@@ -345,18 +345,18 @@ struct TokenBlock {
       constexpr int kOutputs = 4 / kVectors;
 #pragma GCC unroll 4
       for (int o = 0; o < kGroupOutputs; o += kOutputs) {
-        Int numbers[4];
+        Int integers[4];
 #pragma GCC unroll 4
         for (int i = 0; i < kOutputs; ++i) {
           const int64_t j = output + o + i < w.n ? output + o + i : w.n - 1;
           const float bias = biases == nullptr ? 0.0f : biases[j] * factor;
-          Round(total[o + i], scales[j] * x_factor, bias, numbers + i * kVectors);
+          Round(total[o + i], scales[j] * x_factor, bias, integers + i * kVectors);
         }
         if constexpr (kWords) {
-          const Bytes bytes = Simd::Lookup256(table, Simd::PackBytes(numbers, zero_point));
+          const Bytes bytes = Simd::Lookup256(table, Simd::PackBytes(integers, zero_point));
           Simd::template StoreRows<kVectors>(RowAt(next, output + o), bytes, next_zero_point);
         } else {
-          const Bytes bytes = Simd::template PackRows<kVectors>(numbers, zero_point);
+          const Bytes bytes = Simd::template PackRows<kVectors>(integers, zero_point);
           Simd::StoreBytes(RowAt(next, output + o), Simd::Lookup256(table, bytes));
         }
       }
@@ -370,9 +370,9 @@ struct TokenBlock {
     const bool fits = __builtin_fabsf(scale) <= 0.5f && __builtin_fabsf(bias) <= 0x1p29f;
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      Float number = Simd::MultiplyAdd(Simd::ToFloat(total[v]), scales, biases);
-      if (!fits) number = Simd::Min(number, Simd::Set(kMostBeforeRounding));
-      rounded[v] = Simd::RoundToInt(number);
+      Float value = Simd::MultiplyAdd(Simd::ToFloat(total[v]), scales, biases);
+      if (!fits) value = Simd::Min(value, Simd::Set(kMostBeforeRounding));
+      rounded[v] = Simd::RoundToInt(value);
     }
   }
 };

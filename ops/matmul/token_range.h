@@ -1,4 +1,4 @@
-// A token's quantization, the same in every column. Local to each file that includes it.
+// A token's quantization, the same in every target. Local to each file that includes it.
 #pragma once
 
 #include <cstdint>
@@ -34,9 +34,9 @@ inline TokenRange RangeOfToken(const FixedRange& fixed) { return {1.0f / fixed.s
 inline constexpr float kMostBeforeRounding = 1024.0f;
 
 // round(number) + zero_point, cut off.
-inline uint8_t ToByte(float number, int32_t zero_point) {
-  if (!(number < kMostBeforeRounding)) return 255;
-  const float rounded = __builtin_nearbyintf(number > -kMostBeforeRounding ? number : -kMostBeforeRounding);
+inline uint8_t ToByte(float value, int32_t zero_point) {
+  if (!(value < kMostBeforeRounding)) return 255;
+  const float rounded = __builtin_nearbyintf(value > -kMostBeforeRounding ? value : -kMostBeforeRounding);
   const int32_t q = static_cast<int32_t>(rounded) + zero_point;
   return static_cast<uint8_t>(q < 0 ? 0 : q > 255 ? 255 : q);
 }

@@ -137,10 +137,10 @@ class WideGroups {
     }
   }
   static void StoreTotals(const Panels& panels, int64_t i, int64_t first, int64_t rows, const Totals* totals) {
-    const auto numbers = panels.at[0].template NumbersOf<kBlock>(i);
+    const auto terms = panels.at[0].template RowTermsOf<kBlock>(i);
     for (int64_t r = 0; r < rows; ++r) {
       for (int c = 0; c < kWidePanels; ++c) {
-        const Floats total = numbers.End(Columns::Load(totals[r].at[c]), first + r);
+        const Floats total = terms.End(Columns::Load(totals[r].at[c]), first + r);
         panels.at[c].output.StoreWithBias(i + first + r, total);
       }
     }
@@ -150,7 +150,7 @@ class WideGroups {
   template <int kRows, bool kOneSpan>
   struct GroupSums {
     GroupSums(const Panels& panels, const Groups& groups, int64_t i, int64_t first_)
-        : numbers(panels.at[0].template NumbersOf<kBlock>(i)),
+        : terms(panels.at[0].template RowTermsOf<kBlock>(i)),
           first(first_),
           spans(panels.at[0].layer.spans),
           group_spans(kOneSpan ? 1 : panels.at[0].layer.group_spans),
@@ -163,7 +163,7 @@ class WideGroups {
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-        for (int c = 0; c < kWidePanels; ++c) at[r][c] = numbers.Start(group, first + r);
+        for (int c = 0; c < kWidePanels; ++c) at[r][c] = terms.Start(group, first + r);
       }
       const int64_t end = kOneSpan || span + group_spans < spans ? span + group_spans : spans;
       do {
@@ -178,10 +178,10 @@ class WideGroups {
     }
     // A total with the group's.
     __attribute__((always_inline)) Floats AddTo(const Floats& total, const Ends& ends, int64_t group, int r, int c) {
-      return numbers.Add(total, at[r][c], ends, group, first + r);
+      return terms.Add(total, at[r][c], ends, group, first + r);
     }
 
-    typename Panel::template Numbers<kBlock> numbers;
+    typename Panel::template RowTerms<kBlock> terms;
     int64_t first;
     int64_t spans;
     int64_t group_spans;
@@ -240,7 +240,7 @@ class WideGroups {
   }
   __attribute__((noinline)) static void OneBlock(const Panels& panels, int64_t first) {
     const Layer& layer = panels.at[0].layer;
-    const auto numbers = panels.at[0].template NumbersOf<kBlock>(0);
+    const auto terms = panels.at[0].template RowTermsOf<kBlock>(0);
     const Activation* x = panels.at[0].X(0) + kFourRows * Weights::kRowInputs * first;
     Stream streams[] = {panels.at[0].stream, panels.at[1].stream, panels.at[2].stream};
     alignas(64) float totals[kWidePanels][kLongRows][kPanelColumns];
@@ -253,7 +253,7 @@ class WideGroups {
 #pragma GCC unroll 16
       for (int r = 0; r < kLongRows; ++r) {
 #pragma GCC unroll 4
-        for (int c = 0; c < kWidePanels; ++c) sums[r][c] = numbers.Start(group, first + r);
+        for (int c = 0; c < kWidePanels; ++c) sums[r][c] = terms.Start(group, first + r);
       }
       const int64_t end = span + layer.group_spans < layer.spans ? span + layer.group_spans : layer.spans;
       for (; span < end; ++span) {
@@ -270,7 +270,7 @@ class WideGroups {
 #pragma GCC unroll 16
         for (int r = 0; r < kLongRows; ++r) {
           float* const total = totals[c][r];
-          Columns::Store(total, numbers.Add(Columns::Load(total), sums[r][c], scales, group, first + r));
+          Columns::Store(total, terms.Add(Columns::Load(total), sums[r][c], scales, group, first + r));
         }
       }
       // As in LongGroups. Totals of this function count as memory where their address is given.
@@ -278,7 +278,7 @@ class WideGroups {
     }
     for (int c = 0; c < kWidePanels; ++c) {
       for (int r = 0; r < kLongRows; ++r) {
-        const Floats total = numbers.End(Columns::Load(totals[c][r]), first + r);
+        const Floats total = terms.End(Columns::Load(totals[c][r]), first + r);
         panels.at[c].output.StoreWithBias(first + r, total);
       }
     }

@@ -5,9 +5,9 @@
 #include <span>
 #include <vector>
 
+#include "host/error_text.h"
 #include "isa/kernel_table.h"
 #include "nomad_attention/decode_rows.h"
-#include "ort/error_text.h"
 
 namespace ortolan {
 namespace {
@@ -283,20 +283,20 @@ class CachedPlan::Running {
   // Those and the prompt's, of some heads: [head][2][most][D].
   void WriteHeads(std::span<const int64_t> some, int64_t first, bool own_cached, int64_t most, float* to) const {
     const int64_t heads = static_cast<int64_t>(some.size());
-    const auto head_at = [&](int64_t place) { return some[static_cast<size_t>(place)]; };
+    const auto head_at = [&](int64_t index) { return some[static_cast<size_t>(index)]; };
     const PromptCache& prompt = form_.prompt;
-    const auto keys_at = [&](int64_t place, int64_t token) { return to + (2 * place * most + token) * call_.head_dim; };
+    const auto keys_at = [&](int64_t index, int64_t token) { return to + (2 * index * most + token) * call_.head_dim; };
     const int64_t to_values = most * call_.head_dim;
-    host_.ParallelFor(heads, [&](int64_t place) {
-      float* k = keys_at(place, prompt.tokens);
-      WriteFloats(head_at(place), first, own_cached, k, k + to_values);
+    host_.ParallelFor(heads, [&](int64_t index) {
+      float* k = keys_at(index, prompt.tokens);
+      WriteFloats(head_at(index), first, own_cached, k, k + to_values);
     });
     if (prompt.tokens == 0) return;
     const int64_t pieces = prompt.Chunks();
     ForEachWithScratch(host_, heads * pieces, PromptUnpackBytes(prompt), [&](int64_t item, char* scratch) {
-      const int64_t place = item / pieces, chunk = item % pieces;
-      float* k = keys_at(place, chunk * prompt.ChunkTokens());
-      UnpackPrompt(prompt, KvHeadOf(head_at(place)), chunk, k, k + to_values, scratch);
+      const int64_t index = item / pieces, chunk = item % pieces;
+      float* k = keys_at(index, chunk * prompt.ChunkTokens());
+      UnpackPrompt(prompt, KvHeadOf(head_at(index)), chunk, k, k + to_values, scratch);
     });
   }
 
@@ -321,13 +321,13 @@ class CachedPlan::Running {
       const auto some = heads.subspan(static_cast<size_t>(done), static_cast<size_t>(count_of_heads));
       if (!as_given) WriteHeads(some, first, own_cached, most, all);
       AttendHeads(host_, is_short ? plan_.short_attention_ : plan_.attention_, count_of_heads, call_.Group() * count,
-                  most, call_.head_dim, [&](int64_t place) {
-                    const int64_t head = some[static_cast<size_t>(place)];
+                  most, call_.head_dim, [&](int64_t index) {
+                    const int64_t head = some[static_cast<size_t>(index)];
                     AttentionArgs args = ArgsOf(call_, BatchOf(head), KvHeadOf(head), first, count);
                     // Causality hides padding, whose keys are the last ones. Without it they are left out.
                     args.keys = form_.prompt.tokens + (call_.causal ? Past(head) + first + count : Tokens(head));
                     if (!as_given) {
-                      args.k = all + 2 * place * most * call_.head_dim;
+                      args.k = all + 2 * index * most * call_.head_dim;
                       args.v = args.k + most * call_.head_dim;
                       args.k_row_bytes = args.v_row_bytes = row_bytes_;
                     }

@@ -9,8 +9,8 @@
 #include "attention/attention.h"
 #include "attention/decode.h"
 #include "attention/kept_tokens.h"
+#include "host/thread_scratch.h"
 #include "isa/tuning.h"
-#include "ort/thread_scratch.h"
 #include "simd/at_byte.h"
 
 namespace ortolan {

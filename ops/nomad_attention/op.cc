@@ -33,9 +33,9 @@
 // [1], which stands for none.
 #include <cmath>
 
+#include "host/broadcast.h"
 #include "nomad_attention/nomad_attention.h"
 #include "nomad_attention/op_cached.h"
-#include "ort/broadcast.h"
 #include "ort/ort_op.h"
 #include "pack_tokens/kept_input.h"
 #include "rooms.h"
@@ -71,16 +71,16 @@ class Kernel {
     if (precision != 32 && precision != 16) throw node_.Error("precision is ", precision, ", expected 32 or 16");
     node_.precision = static_cast<int>(precision);
     node_.any_order = node_.Flag(info, "any_order");
-    packed_ = !node_.HasNumbers(info, kKey);
-    if (packed_ == node_.HasNumbers(info, kValue)) {
+    packed_ = !node_.HasValues(info, kKey);
+    if (packed_ == node_.HasValues(info, kValue)) {
       throw node_.Error("only one of the inputs key and value is given, expected both, or none and a query that holds ",
                         "them, [B, S, (num_heads + 2 kv_num_heads) D]");
     }
-    has_mask_ = node_.HasNumbers(info, kMask);
+    has_mask_ = node_.HasValues(info, kMask);
     for (size_t i = 0; i < std::size(floats_); ++i) floats_[i] = AlignedConstant<float>(info, i);
     if (has_kept_) {
       plan_.emplace(node_.precision, node_.any_order);
-    } else if (node_.HasNumbers(info, kPastKey)) {
+    } else if (node_.HasValues(info, kPastKey)) {
       cache_.emplace(info, node_);
     } else {
       CheckNoCache(info);
@@ -135,7 +135,7 @@ class Kernel {
       if (count != 0) throw node_.Error(name, " is ", count, ", but past_key is not given");
     }
     for (size_t i = kPastValue; i < kInputCount; ++i) {
-      if (!node_.HasNumbers(info, i) || IsEmptyConstant(info, i)) continue;
+      if (!node_.HasValues(info, i) || IsEmptyConstant(info, i)) continue;
       throw node_.Error("input ", i, " '", node_.inputs[i], "' is given without past_key (input ",
                         static_cast<size_t>(kPastKey), "), expected both or none");
     }
@@ -255,7 +255,7 @@ void InferY(OrtShapeInferContext* context) {
   if (width < 0) return;
   if (Rank(context, kKey) < 2) {
     // Packed, or a key of which nothing is known.
-    const bool packed = !HasMoreInputs(context, kKey) || IsOneNumber(context, kKey);
+    const bool packed = !HasMoreInputs(context, kKey) || HasOneElement(context, kKey);
     if (!packed) return;
     const int64_t heads = ShapeAttributeOr(context, "num_heads", 1);
     int64_t kv_heads = ShapeAttributeOr(context, "kv_num_heads", 0);

@@ -57,8 +57,8 @@ CachedAttention::CachedAttention(const OrtKernelInfo& info, const AttentionNode&
   cos_ = AlignedConstant<float>(info, kCos);
   sin_ = AlignedConstant<float>(info, kSin);
   has_lengths_ = node_.HasInput(kLengths) && !IsEmptyConstant(info, kLengths);
-  has_rotary_ = node_.HasNumbers(info, kCos);
-  if (has_rotary_ != node_.HasNumbers(info, kSin)) {
+  has_rotary_ = node_.HasValues(info, kCos);
+  if (has_rotary_ != node_.HasValues(info, kSin)) {
     throw node_.Error("only one of the inputs cos and sin is given, expected both or none");
   }
   form_.interleaved = node_.Flag(info, "rotary_interleaved");
@@ -94,7 +94,7 @@ void CachedAttention::ReadWindow(const OrtKernelInfo& info) {
   form_.window = {node_.Tokens(info, "window"), node_.Tokens(info, "sinks")};
   const std::string sizes = ErrorText("window is ", form_.window.window, " and sinks ", form_.window.sinks);
   if (!form_.window.Any()) {
-    if (!node_.HasNumbers(info, kPastExactKey) && !node_.HasOutput(kPresentExactKey)) return;
+    if (!node_.HasValues(info, kPastExactKey) && !node_.HasOutput(kPresentExactKey)) return;
     throw node_.Error(sizes, ", but past_exact_key or present_exact_key is given, expected neither, ",
                       "or a window or sinks of which they hold the keys");
   }

@@ -97,7 +97,7 @@ struct AttentionNode {
   bool HasInput(size_t input) const { return input < inputs.size() && !inputs[input].empty(); }
   bool HasOutput(size_t output) const { return output < outputs.size() && !outputs[output].empty(); }
   // Whether the input is there, and no 0 that stands for none.
-  bool HasNumbers(const OrtKernelInfo& info, size_t input) const {
+  bool HasValues(const OrtKernelInfo& info, size_t input) const {
     return HasInput(input) && !IsConstantZero(info, input);
   }
   // Attributes, 0 where they are missing. Throw OpError.

@@ -59,20 +59,19 @@ class KeptMasks {
     copies_.resize(static_cast<size_t>(kept.batch));
     for (int64_t b = 0; b < kept.batch; ++b) {
       const bool all_seen = kept.AllSeen(b);
-      if (all_seen && (!varies || kept.IsWhole(b))) continue;
+      if (all_seen && (!varies || kept.IsInteger(b))) continue;
       const auto size = [&](size_t axis, int64_t count) { return mask.strides[axis] == 0 ? 1 : count; };
       const int64_t count = kept.Count(b);
       const int64_t heads_of = size(1, heads), queries = size(2, count), keys = all_seen ? size(3, count) : count;
       auto& copy = copies_[static_cast<size_t>(b)];
-      copy.numbers =
-          std::make_unique<HostMemory>(host, heads_of * queries * keys * static_cast<int64_t>(sizeof(float)));
+      copy.values = std::make_unique<HostMemory>(host, heads_of * queries * keys * static_cast<int64_t>(sizeof(float)));
       copy.strides = {0, heads_of == 1 ? 0 : queries * keys, queries == 1 ? 0 : keys, keys == 1 ? 0 : 1};
-      float* to = reinterpret_cast<float*>(copy.numbers->data());
+      float* to = reinterpret_cast<float*>(copy.values->data());
       for (int64_t head = 0; head < heads_of; ++head) {
         for (int64_t i = 0; i < queries; ++i) {
-          const float* const row = mask.data == nullptr ? nullptr : mask.At(b, head, kept.Places(b)[i]);
+          const float* const row = mask.data == nullptr ? nullptr : mask.At(b, head, kept.Positions(b)[i]);
           for (int64_t j = 0; j < keys; ++j) {
-            const float own = row == nullptr ? 0.0f : row[kept.Places(b)[j] * mask.strides[3]];
+            const float own = row == nullptr ? 0.0f : row[kept.Positions(b)[j] * mask.strides[3]];
             *to++ = all_seen || kept.IsSeen(b, j) ? own : std::numeric_limits<float>::lowest();
           }
         }
@@ -82,18 +81,18 @@ class KeptMasks {
 
   MaskRows Of(int64_t b) const {
     const Copy& copy = copies_[static_cast<size_t>(b)];
-    if (copy.numbers != nullptr) return {reinterpret_cast<const float*>(copy.numbers->data()), copy.strides};
+    if (copy.values != nullptr) return {reinterpret_cast<const float*>(copy.values->data()), copy.strides};
     MaskRows mask = mask_;
     if (mask.data == nullptr) return mask;
     mask.strides[0] = 0;
-    const int64_t first = of_.Count(b) == 0 ? 0 : of_.Places(b)[0];
+    const int64_t first = of_.Count(b) == 0 ? 0 : of_.Positions(b)[0];
     mask.data = mask_.At(b, 0, first) + first * mask.strides[3];
     return mask;
   }
 
  private:
   struct Copy {
-    std::unique_ptr<HostMemory> numbers;  // null where the mask is read in place
+    std::unique_ptr<HostMemory> values;  // null where the mask is read in place
     std::array<int64_t, 4> strides{};
   };
 

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cstring>
 
+#include "host/aligned.h"
 #include "isa/kernel_table.h"
 #include "matmul/bitmap_weight.h"
-#include "ort/aligned.h"
 
 namespace ortolan {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <dlfcn.h>
 
-#include "ort/error_text.h"
+#include "host/error_text.h"
 
 namespace ortolan::opencl {
 namespace {

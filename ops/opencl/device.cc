@@ -25,7 +25,7 @@ std::string DeviceText(const ClApi& api, DeviceId id, uint32_t what) {
 }
 
 template <typename T>
-T DeviceNumber(const ClApi& api, DeviceId id, uint32_t what) {
+T DeviceValue(const ClApi& api, DeviceId id, uint32_t what) {
   T value{};
   Check(api.clGetDeviceInfo(id, what, sizeof(value), &value, nullptr), "clGetDeviceInfo");
   return value;
@@ -39,11 +39,11 @@ DeviceInfo Describe(const ClApi& api, DeviceId id, const std::string& platform) 
   info.version = DeviceText(api, id, kDeviceVersion);
   info.driver = DeviceText(api, id, kDriverVersion);
   info.extensions = DeviceText(api, id, kDeviceExtensions);
-  info.is_gpu = (DeviceNumber<uint64_t>(api, id, kDeviceType) & kDeviceTypeGpu) != 0;
-  info.shares_memory = DeviceNumber<uint32_t>(api, id, kDeviceSharesMemory) != 0;
-  info.compute_units = DeviceNumber<uint32_t>(api, id, kDeviceComputeUnits);
-  info.global_bytes = DeviceNumber<uint64_t>(api, id, kDeviceGlobalBytes);
-  info.most_work_group = DeviceNumber<size_t>(api, id, kDeviceWorkGroupSize);
+  info.is_gpu = (DeviceValue<uint64_t>(api, id, kDeviceType) & kDeviceTypeGpu) != 0;
+  info.shares_memory = DeviceValue<uint32_t>(api, id, kDeviceSharesMemory) != 0;
+  info.compute_units = DeviceValue<uint32_t>(api, id, kDeviceComputeUnits);
+  info.global_bytes = DeviceValue<uint64_t>(api, id, kDeviceGlobalBytes);
+  info.most_work_group = DeviceValue<size_t>(api, id, kDeviceWorkGroupSize);
   return info;
 }
 

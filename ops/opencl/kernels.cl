@@ -54,10 +54,10 @@ static Ends EndsAt(__global const uchar* scales, __global const uchar* offsets, 
 }
 
 // The numbers behind the q of a packed row.
-static float RowScale(__global const uint* numbers, int group) { return as_float(numbers[group]); }
-static int MinusSum(__global const uint* numbers, int groups, int group) { return as_int(numbers[groups + group]); }
-static float ScaledSum(__global const uint* numbers, int groups, int group) {
-  return as_float(numbers[2 * groups + group]);
+static float RowScale(__global const uint* row_terms, int group) { return as_float(row_terms[group]); }
+static int MinusSum(__global const uint* row_terms, int groups, int group) { return as_int(row_terms[groups + group]); }
+static float ScaledSum(__global const uint* row_terms, int groups, int group) {
+  return as_float(row_terms[2 * groups + group]);
 }
 
 #define ARGUMENTS                                                                                              \
@@ -83,7 +83,7 @@ __kernel __attribute__((reqd_work_group_size(PANEL, SLICES, 1))) void FewRows(AR
   const int row = get_group_id(2);
   __global const uint* weights = (__global const uint*)(all_weights + weights_at) + (size_t)panel * pairs * PANEL;
   __global const uint* x = inputs + x_at + (size_t)row * row_words;
-  __global const uint* numbers = x + 2 * pairs;
+  __global const uint* row_terms = x + 2 * pairs;
   float total = 0.0f;
   for (int first = 0; first < groups; first += SLICES) {
     const int group = first + slice;
@@ -98,8 +98,8 @@ __kernel __attribute__((reqd_work_group_size(PANEL, SLICES, 1))) void FewRows(AR
       }
       const Ends ends =
           EndsAt(all_scales + scales_at, all_offsets + offsets_at, (panel * groups + group) * PANEL + column);
-      sums[slice][column] = (float)(sum + ends.zero_point * MinusSum(numbers, groups, group));
-      scales_of[slice][column] = ends.scale * RowScale(numbers, group);
+      sums[slice][column] = (float)(sum + ends.zero_point * MinusSum(row_terms, groups, group));
+      scales_of[slice][column] = ends.scale * RowScale(row_terms, group);
 #if SCALED_SUMS
       added[slice][column] = ends.minimum;
 #endif
@@ -109,7 +109,7 @@ __kernel __attribute__((reqd_work_group_size(PANEL, SLICES, 1))) void FewRows(AR
       const int count = min(SLICES, groups - first);
       for (int s = 0; s < count; ++s) {
 #if SCALED_SUMS
-        total = fma(ScaledSum(numbers, groups, first + s), added[s][column], total);
+        total = fma(ScaledSum(row_terms, groups, first + s), added[s][column], total);
 #endif
         total = fma(sums[s][column], scales_of[s][column], total);
       }
@@ -172,12 +172,12 @@ __kernel __attribute__((reqd_work_group_size(TILE_COLUMNS, ROW_BLOCKS, 1))) void
                                (panel * groups + group) * PANEL + column % PANEL);
       const int rows = min(ITEM_ROWS, m - first_row - block);
       for (int r = 0; r < rows; ++r) {
-        __global const uint* numbers = x + (size_t)(block + r) * row_words + 2 * pairs;
+        __global const uint* row_terms = x + (size_t)(block + r) * row_words + 2 * pairs;
 #if SCALED_SUMS
-        totals[r] = fma(ScaledSum(numbers, groups, group), ends.minimum, totals[r]);
+        totals[r] = fma(ScaledSum(row_terms, groups, group), ends.minimum, totals[r]);
 #endif
-        totals[r] = fma((float)(sums[r] + ends.zero_point * MinusSum(numbers, groups, group)),
-                        ends.scale * RowScale(numbers, group), totals[r]);
+        totals[r] = fma((float)(sums[r] + ends.zero_point * MinusSum(row_terms, groups, group)),
+                        ends.scale * RowScale(row_terms, group), totals[r]);
       }
     }
     barrier(CLK_LOCAL_MEM_FENCE);

@@ -3,9 +3,9 @@
 #include <cstring>
 #include <exception>
 
+#include "host/error_text.h"
 #include "opencl/interface.h"
 #include "opencl/weight.h"
-#include "ort/error_text.h"
 
 namespace ortolan::opencl {
 namespace {

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <optional>
 
+#include "host/error_text.h"
 #include "opencl/program_cache.h"
-#include "ort/error_text.h"
 
 namespace ortolan::opencl {
 namespace {

@@ -19,9 +19,9 @@ uint64_t Hash(const std::string& text) {
   return hash;
 }
 
-std::string Hex(uint64_t number) {
+std::string Hex(uint64_t value) {
   char text[17];
-  std::snprintf(text, sizeof(text), "%016" PRIx64, number);
+  std::snprintf(text, sizeof(text), "%016" PRIx64, value);
   return text;
 }
 

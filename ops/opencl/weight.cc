@@ -8,7 +8,7 @@
 
 #include "formats/bitmap_int4.h"
 #include "formats/scales.h"
-#include "ort/error_text.h"
+#include "host/error_text.h"
 
 namespace ortolan::opencl {
 namespace {

@@ -71,11 +71,11 @@ bool IsEmptyConstant(const OrtKernelInfo& info, size_t index) {
 bool IsConstantZero(const OrtKernelInfo& info, size_t index) {
   const ConstantTensor tensor = ConstantOrNone(info, index);
   if (tensor.shape.size() > 1 || tensor.count != 1) return false;
-  if (tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT) return NumberIn<float>(tensor) == 0.0f;
-  if (tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16) return NumberIn<uint16_t>(tensor) == 0;
+  if (tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT) return ScalarIn<float>(tensor) == 0.0f;
+  if (tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16) return ScalarIn<uint16_t>(tensor) == 0;
   const bool is_byte =
       tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8 || tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
-  return is_byte && NumberIn<uint8_t>(tensor) == 0;
+  return is_byte && ScalarIn<uint8_t>(tensor) == 0;
 }
 
 bool IsConstant(const OrtKernelInfo& info, size_t index) {
@@ -179,7 +179,7 @@ void SetOutput(OrtShapeInferContext* context, KnownTensor output) {
 
 size_t Rank(const OrtShapeInferContext* context, size_t index) { return KnownInput(context, index).dimensions.size(); }
 
-bool IsOneNumber(const OrtShapeInferContext* context, size_t index) {
+bool HasOneElement(const OrtShapeInferContext* context, size_t index) {
   return KnownInput(context, index).dimensions == std::vector<int64_t>{1};
 }
 

@@ -22,8 +22,8 @@
 #include <onnxruntime_cxx_api.h>
 #undef ORT_API_MANUAL_INIT
 
-#include "ort/host.h"
-#include "ort/op_error.h"
+#include "host/host.h"
+#include "host/op_error.h"
 
 namespace ortolan {
 
@@ -148,10 +148,10 @@ void CheckWeight(std::initializer_list<const ConstantTensor*> tensors, const std
 
 // The number that a tensor of one element, at any address, holds.
 template <typename T>
-T NumberIn(const ConstantTensor& tensor) {
-  T number;
-  std::memcpy(&number, tensor.data, sizeof(number));
-  return number;
+T ScalarIn(const ConstantTensor& tensor) {
+  T value;
+  std::memcpy(&value, tensor.data, sizeof(value));
+  return value;
 }
 
 // The elements of a constant tensor where a T may lie: in the tensor or, if a model file has it at another address, in
@@ -220,6 +220,6 @@ bool HasMoreInputs(const OrtShapeInferContext* context, size_t count);
 size_t Rank(const OrtShapeInferContext* context, size_t index);
 
 // Whether the input is known to have the shape [1].
-bool IsOneNumber(const OrtShapeInferContext* context, size_t index);
+bool HasOneElement(const OrtShapeInferContext* context, size_t index);
 
 }  // namespace ortolan

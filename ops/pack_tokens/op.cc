@@ -78,8 +78,8 @@ class Kernel {
       for (int64_t row = begin; row < end;) {
         while (kept.Begin(b + 1) <= row) ++b;
         for (const int64_t last = std::min(end, kept.Begin(b + 1)); row < last; ++row) {
-          const int64_t place = b * batch_rows + kept.places[static_cast<size_t>(row)] * token_rows;
-          std::memcpy(to + row * row_bytes, from + place * row_bytes, static_cast<size_t>(row_bytes));
+          const int64_t position = b * batch_rows + kept.positions[static_cast<size_t>(row)] * token_rows;
+          std::memcpy(to + row * row_bytes, from + position * row_bytes, static_cast<size_t>(row_bytes));
         }
       }
     });

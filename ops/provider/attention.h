@@ -51,11 +51,11 @@ struct Mask {
   float fill = 0;     // in their place
   // int32 [batch, keys] or [batch, rows, keys], above 0 where keys are seen: the fill is added to the other scores.
   bool is_padding = false;
-  bool is_cut = false;             // after as many keys as there are
-  std::span<const float> numbers;  // of a constant one
-  Shape shape;                     // of these
+  bool is_truncated = false;      // after as many keys as there are
+  std::span<const float> values;  // of a constant one
+  Shape shape;                    // of these
   // They lie here, or in the file of a compiled model.
-  std::shared_ptr<const std::vector<float>> own_numbers;
+  std::shared_ptr<const std::vector<float>> own_values;
 };
 
 struct Attention {

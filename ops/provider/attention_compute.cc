@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "ort/broadcast.h"
+#include "host/broadcast.h"
 #include "provider/attention_record.h"
 #include "provider/call_values.h"
 
@@ -36,30 +36,30 @@ AttentionCompute::AttentionCompute(const HostApi& host, const Step& step, const 
     : node_(step.attention->nodes.front()->Described()),
       x_name_(NameOf(host, step.X())),
       attention_(*step.attention),
-      x_(InputPlace(host, fused, step.X())),
-      y_(OutputPlace(host, fused, step.y)),
+      x_(InputSlot(host, fused, step.X())),
+      y_(OutputSlot(host, fused, step.y)),
       plan_(kPrecision) {
   if (CanJoinAll(step.layers)) {
     parts_.emplace_back(step.layers);
   } else {
     for (const Layer& layer : step.layers) parts_.emplace_back(std::span(&layer, 1));
   }
-  for (const Value value : attention_.Reads()) inputs_.emplace(value, InputPlace(host, fused, value));
+  for (const Value value : attention_.Reads()) inputs_.emplace(value, InputSlot(host, fused, value));
 }
 
-AttentionCompute::AttentionCompute(ContextReader& reader, const Places& places)
-    : node_(reader.Text()),
-      x_name_(reader.Text()),
-      x_(places.Input(reader)),
-      y_(places.Output(reader)),
+AttentionCompute::AttentionCompute(ContextReader& reader, const IoSlots& slots)
+    : node_(reader.String()),
+      x_name_(reader.String()),
+      x_(slots.Input(reader)),
+      y_(slots.Output(reader)),
       plan_(kPrecision) {
   ReadParts(reader);
-  attention_ = ReadAttention(reader, places, Width());
-  for (const Value value : attention_.Reads()) inputs_.emplace(value, places.PlaceOf(value));
+  attention_ = ReadAttention(reader, slots, Width());
+  for (const Value value : attention_.Reads()) inputs_.emplace(value, slots.SlotOf(value));
 }
 
 void AttentionCompute::ReadParts(ContextReader& reader) {
-  const int64_t count = reader.Number();
+  const int64_t count = reader.Int();
   if (count != 1 && count != 3) {
     throw OpError(ErrorText("queries, keys and values are ", count, " parts, expected 1 or 3"));
   }
@@ -91,7 +91,7 @@ int64_t AttentionCompute::NumberOf(const Size& size, const Call& call) const {
     case Size::Kind::kNumber:
       return size.number;
     case Size::Kind::kElement: {
-      const InputNumbers<int64_t> input = ReadInput<int64_t>(call.ort, call.context, inputs_.at(size.value));
+      const InputTensor<int64_t> input = ReadInput<int64_t>(call.ort, call.context, inputs_.at(size.value));
       const int64_t count = input.shape.empty() ? 1 : input.shape.front();
       return input.shape.size() <= 1 && size.number < count ? input.data[size.number] : kNone;
     }
@@ -182,7 +182,7 @@ void AttentionCompute::CheckKeyViews(const Call& call) const {
 }
 
 // As what is added to scores of [batch, heads, rows, keys].
-FloatInput AttentionCompute::ReadPadding(const Mask& mask, const InputNumbers<int32_t>& input, const Shape& scores,
+FloatInput AttentionCompute::ReadPadding(const Mask& mask, const InputTensor<int32_t>& input, const Shape& scores,
                                          Call& call) const {
   Shape shape = input.shape;
   shape.insert(shape.begin() + std::min<std::ptrdiff_t>(1, std::ssize(shape)), input.shape.size() == 2 ? 2 : 1, 1);
@@ -198,9 +198,9 @@ FloatInput AttentionCompute::ReadMask(size_t index, const Shape& scores, Call& c
   if (mask.is_padding) {
     return ReadPadding(mask, ReadInput<int32_t>(call.ort, call.context, inputs_.at(mask.value)), scores, call);
   }
-  FloatInput floats{mask.numbers.data(), mask.shape};
+  FloatInput floats{mask.values.data(), mask.shape};
   // Truth values are read as bytes: a fed tensor may hold others than 0 and 1, which no bool may.
-  InputNumbers<uint8_t> bytes;
+  InputTensor<uint8_t> bytes;
   if (mask.is_condition) {
     bytes = ReadInput<uint8_t>(call.ort, call.context, inputs_.at(mask.value));
   } else if (mask.value != nullptr) {
@@ -208,7 +208,7 @@ FloatInput AttentionCompute::ReadMask(size_t index, const Shape& scores, Call& c
   }
   const Shape& stored = mask.is_condition ? bytes.shape : floats.shape;
   FloatInput read{floats.data, stored};
-  const bool is_longer = mask.is_cut && !stored.empty() && stored.back() > scores.back();
+  const bool is_longer = mask.is_truncated && !stored.empty() && stored.back() > scores.back();
   if (is_longer) read.shape.back() = scores.back();
   CheckMask(node_, read.shape, scores);
   if (!is_longer && !mask.is_condition) return read;
@@ -216,9 +216,9 @@ FloatInput AttentionCompute::ReadMask(size_t index, const Shape& scores, Call& c
   const int64_t input_row = read.shape.empty() ? 1 : stored.back();
   float* const made = call.Floats(count);
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t place = i / row * input_row + i % row;
-    const bool is_hidden = mask.is_condition && (bytes.data[place] != 0) == mask.hides;
-    made[i] = mask.is_condition ? (is_hidden ? mask.fill : 0.0f) : read.data[place];
+    const int64_t slot = i / row * input_row + i % row;
+    const bool is_hidden = mask.is_condition && (bytes.data[slot] != 0) == mask.hides;
+    made[i] = mask.is_condition ? (is_hidden ? mask.fill : 0.0f) : read.data[slot];
   }
   read.data = made;
   return read;
@@ -228,7 +228,7 @@ FloatInput AttentionCompute::ReadMask(size_t index, const Shape& scores, Call& c
 void Replace(const FloatInput& fills, const Shape& shape, float* total) {
   const Shape strides = BroadcastStrides(fills.shape, shape);
   for (int64_t i = 0; i < CountOf(shape); ++i) {
-    const float fill = fills.data[PlaceOf(i, shape, strides)];
+    const float fill = fills.data[SlotOf(i, shape, strides)];
     if (fill != 0) total[i] = fill;
   }
 }
@@ -253,7 +253,7 @@ MaskRows AttentionCompute::ReadMasks(const Shape& scores, Call& call) const {
 }
 
 void AttentionCompute::ZeroRows(const AttentionCall& attention, const Call& call) const {
-  const InputNumbers<uint8_t> input = ReadInput<uint8_t>(call.ort, call.context, inputs_.at(attention_.zero_rows));
+  const InputTensor<uint8_t> input = ReadInput<uint8_t>(call.ort, call.context, inputs_.at(attention_.zero_rows));
   const Shape rows = {attention.batch, attention.heads, attention.queries, 1};
   CheckMask(node_, input.shape, rows);
   const Shape strides = BroadcastStrides(input.shape, rows);
@@ -268,12 +268,12 @@ void AttentionCompute::ZeroRows(const AttentionCall& attention, const Call& call
 }
 
 void AttentionCompute::Write(ContextWriter& writer) const {
-  writer.Number(static_cast<int64_t>(StepKind::kAttention));
-  writer.Text(node_);
-  writer.Text(x_name_);
-  WritePlace(writer, x_);
-  WritePlace(writer, y_);
-  writer.Number(static_cast<int64_t>(parts_.size()));
+  writer.Int(static_cast<int64_t>(StepKind::kAttention));
+  writer.String(node_);
+  writer.String(x_name_);
+  WriteSlot(writer, x_);
+  WriteSlot(writer, y_);
+  writer.Int(static_cast<int64_t>(parts_.size()));
   for (const Part& part : parts_) part.packed.Write(writer);
   WriteAttention(attention_, inputs_, writer);
 }

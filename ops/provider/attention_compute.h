@@ -9,8 +9,8 @@
 #include "nomad_attention/nomad_attention.h"
 #include "provider/call_values.h"
 #include "provider/compute.h"
+#include "provider/io_slots.h"
 #include "provider/packed_layers.h"
-#include "provider/places.h"
 
 namespace ortolan::provider {
 
@@ -19,7 +19,7 @@ class AttentionCompute : public StepCompute {
   // As GroupCompute; step has attention.
   AttentionCompute(const HostApi& host, const Step& step, const Node& fused);
   // As Write wrote it, behind its kind. Throws OpError.
-  AttentionCompute(ContextReader& reader, const Places& places);
+  AttentionCompute(ContextReader& reader, const IoSlots& slots);
   std::optional<size_t> y() const override { return y_; }
   void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const override;
   void Write(ContextWriter& writer) const override;
@@ -50,7 +50,7 @@ class AttentionCompute : public StepCompute {
   Sequences SplitRows(Call& call) const;
   void CheckKeyViews(const Call& call) const;
   FloatInput ReadMask(size_t index, const Shape& scores, Call& call) const;
-  FloatInput ReadPadding(const Mask& mask, const InputNumbers<int32_t>& input, const Shape& scores, Call& call) const;
+  FloatInput ReadPadding(const Mask& mask, const InputTensor<int32_t>& input, const Shape& scores, Call& call) const;
   MaskRows ReadMasks(const Shape& scores, Call& call) const;
   void ZeroRows(const AttentionCall& attention, const Call& call) const;
 

@@ -18,17 +18,17 @@ class Writer {
   Writer(const std::unordered_map<Value, size_t>& inputs, ContextWriter& writer) : inputs_(inputs), writer_(writer) {}
 
   void Write(const Attention& attention) {
-    writer_.Number(attention.heads);
-    writer_.Number(attention.head_dim);
-    writer_.Real(attention.scale);
+    writer_.Int(attention.heads);
+    writer_.Int(attention.head_dim);
+    writer_.Float(attention.scale);
     writer_.Flag(attention.causal);
     writer_.Flag(attention.zero_hidden_rows);
     WriteInput(attention.zero_rows);
     for (const Target& split : attention.splits) WriteTarget(split);
-    writer_.Number(Count(attention.key_views));
+    writer_.Int(Count(attention.key_views));
     for (const Target& view : attention.key_views) WriteTarget(view);
     WriteTarget(attention.merge);
-    writer_.Number(Count(attention.masks));
+    writer_.Int(Count(attention.masks));
     for (const Mask& mask : attention.masks) WriteMask(mask);
   }
 
@@ -39,26 +39,26 @@ class Writer {
   }
 
   void WriteInput(Value value) {
-    WritePlace(writer_, value == nullptr ? std::nullopt : std::optional(inputs_.at(value)));
+    WriteSlot(writer_, value == nullptr ? std::nullopt : std::optional(inputs_.at(value)));
   }
 
   void WriteTarget(const Target& target) {
     writer_.Flag(target.copies);
-    writer_.Number(Count(target.sizes));
+    writer_.Int(Count(target.sizes));
     for (const Size& size : target.sizes) {
-      writer_.Number(static_cast<int64_t>(size.kind));
-      writer_.Number(size.number);
+      writer_.Int(static_cast<int64_t>(size.kind));
+      writer_.Int(size.number);
       WriteInput(size.value);
     }
   }
 
   void WriteMask(const Mask& mask) {
-    writer_.Number(mask.is_padding ? kPadding : mask.is_condition ? kCondition : kAdded);
+    writer_.Int(mask.is_padding ? kPadding : mask.is_condition ? kCondition : kAdded);
     WriteInput(mask.value);
     writer_.Flag(mask.hides);
-    writer_.Real(mask.fill);
-    writer_.Flag(mask.is_cut);
-    if (mask.value == nullptr) WriteTensor(writer_, {mask.shape, mask.numbers});
+    writer_.Float(mask.fill);
+    writer_.Flag(mask.is_truncated);
+    if (mask.value == nullptr) WriteTensor(writer_, {mask.shape, mask.values});
   }
 
   const std::unordered_map<Value, size_t>& inputs_;
@@ -67,22 +67,22 @@ class Writer {
 
 class Reader {
  public:
-  Reader(ContextReader& reader, const Places& places) : reader_(reader), places_(places) {}
+  Reader(ContextReader& reader, const IoSlots& slots) : reader_(reader), slots_(slots) {}
 
   Attention Read(int64_t width) {
     Attention attention;
-    attention.heads = reader_.Number();
-    attention.head_dim = reader_.Number();
+    attention.heads = reader_.Int();
+    attention.head_dim = reader_.Int();
     const int64_t heads = attention.heads, head_dim = attention.head_dim;
     const bool are_known = heads > 0 && heads <= width && width % heads == 0 && head_dim == width / heads;
     if (!are_known && (heads != 0 || head_dim != 0)) {
       throw OpError(ErrorText("attention of ", width, " columns has ", heads, " heads of ", head_dim));
     }
-    attention.scale = reader_.Real();
+    attention.scale = reader_.Float();
     if (!std::isfinite(attention.scale)) throw OpError(ErrorText("scores are scaled by ", attention.scale));
     attention.causal = reader_.Flag();
     attention.zero_hidden_rows = reader_.Flag();
-    attention.zero_rows = places_.InputValue(reader_, kBool);
+    attention.zero_rows = slots_.InputValue(reader_, kBool);
     for (Target& split : attention.splits) split = ReadTarget();
     const int64_t views = Count("views of keys");
     if (views != 0 && views != 2) throw OpError(ErrorText("there are ", views, " views of keys, expected 0 or 2"));
@@ -97,7 +97,7 @@ class Reader {
  private:
   // What is larger than the record ends it.
   int64_t Count(const char* what) {
-    const int64_t count = reader_.Number();
+    const int64_t count = reader_.Int();
     if (count < 0) throw OpError(ErrorText("there are ", count, " ", what));
     return count;
   }
@@ -111,14 +111,14 @@ class Reader {
   }
 
   Size ReadSize() {
-    const int64_t kind = reader_.Number(), number = reader_.Number();
-    const Value value = places_.InputValue(reader_, kInt64);
+    const int64_t kind = reader_.Int(), number = reader_.Int();
+    const Value value = slots_.InputValue(reader_, kInt64);
     Size size;
     const bool is_kind = kind >= 0 && kind <= static_cast<int64_t>(Size::Kind::kHeadDim);
     if (is_kind) size = {static_cast<Size::Kind>(kind), number, value};
     const bool is_read = is_kind && size.kind == Size::Kind::kElement;
-    const bool has_place = is_read || size.kind == Size::Kind::kLead;
-    if (!is_kind || is_read != (value != nullptr) || (has_place && number < 0)) {
+    const bool has_slot = is_read || size.kind == Size::Kind::kLead;
+    if (!is_kind || is_read != (value != nullptr) || (has_slot && number < 0)) {
       throw OpError(ErrorText("a size is number ", number, " of kind ", kind));
     }
     return size;
@@ -126,14 +126,14 @@ class Reader {
 
   Mask ReadMask() {
     Mask mask;
-    const int64_t kind = reader_.Number();
+    const int64_t kind = reader_.Int();
     if (kind < kAdded || kind > kPadding) throw OpError(ErrorText("a mask is of kind ", kind));
     mask.is_condition = kind == kCondition;
     mask.is_padding = kind == kPadding;
-    mask.value = places_.InputValue(reader_, mask.is_padding ? kInt32 : mask.is_condition ? kBool : kFloat);
+    mask.value = slots_.InputValue(reader_, mask.is_padding ? kInt32 : mask.is_condition ? kBool : kFloat);
     mask.hides = reader_.Flag();
-    mask.fill = reader_.Real();
-    mask.is_cut = reader_.Flag();
+    mask.fill = reader_.Float();
+    mask.is_truncated = reader_.Flag();
     const bool fits = !mask.is_condition || (mask.value != nullptr && mask.fill < kHiddenScore);
     if (!fits) throw OpError(ErrorText("scores that a condition hides become ", mask.fill));
     if (mask.is_padding && (mask.value == nullptr || !std::isfinite(mask.fill))) {
@@ -142,12 +142,12 @@ class Reader {
     if (mask.value != nullptr) return mask;
     const FloatTensor tensor = ReadTensor(reader_, "a mask");
     mask.shape = tensor.shape;
-    mask.numbers = tensor.numbers;
+    mask.values = tensor.values;
     return mask;
   }
 
   ContextReader& reader_;
-  const Places& places_;
+  const IoSlots& slots_;
 };
 
 }  // namespace
@@ -157,8 +157,8 @@ void WriteAttention(const Attention& attention, const std::unordered_map<Value, 
   Writer(inputs, writer).Write(attention);
 }
 
-Attention ReadAttention(ContextReader& reader, const Places& places, int64_t width) {
-  return Reader(reader, places).Read(width);
+Attention ReadAttention(ContextReader& reader, const IoSlots& slots, int64_t width) {
+  return Reader(reader, slots).Read(width);
 }
 
 }  // namespace ortolan::provider

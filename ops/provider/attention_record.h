@@ -4,7 +4,7 @@
 #include <unordered_map>
 
 #include "provider/attention.h"
-#include "provider/places.h"
+#include "provider/io_slots.h"
 
 namespace ortolan::provider {
 
@@ -13,6 +13,6 @@ void WriteAttention(const Attention& attention, const std::unordered_map<Value, 
 
 // width: of its queries, of its keys and of its values. What it reads are values of the EPContext node; numbers of
 // masks lie in the file. Throws OpError.
-Attention ReadAttention(ContextReader& reader, const Places& places, int64_t width);
+Attention ReadAttention(ContextReader& reader, const IoSlots& slots, int64_t width);
 
 }  // namespace ortolan::provider

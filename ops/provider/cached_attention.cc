@@ -21,33 +21,33 @@ static_assert(std::size(kInputNames) == kInputCount && std::size(kOutputNames) =
 constexpr const char* kRead[] = {"num_heads", "kv_num_heads", "do_rotary", "rotary_interleaved", "scale", "softcap"};
 // Of normalizations whose weights are inputs behind those that are taken.
 constexpr const char* kOfOtherInputs[] = {"qk_norm_epsilon", "q_norm_epsilon", "k_norm_epsilon"};
-struct Whole {
+struct IntAttribute {
   const char* name;
   int64_t missing;
   int64_t off;  // asks for nothing, as `missing` does
 };
-constexpr Whole kWholes[] = {
+constexpr IntAttribute kIntAttributes[] = {
     {"local_window_size", -1, -1}, {"smooth_softmax", -1, 0},    {"qk_output", 0, 0}, {"qk_matmul_output_mode", 0, 0},
     {"softmax_precision", 0, 1},   {"kv_cache_bit_width", 0, 0}, {"causal", 1, 1},    {"sliding_window_cache", 0, 0}};
 constexpr const char* kQuantizations[] = {"k_quant_type", "v_quant_type"};
 
 void CheckAttributes(const Node& node) {
-  for (const Whole& one : kWholes) {
-    const int64_t found = node.Whole(one.name, one.missing);
+  for (const IntAttribute& one : kIntAttributes) {
+    const int64_t found = node.Int(one.name, one.missing);
     Expect(found == one.missing || found == one.off,
            ErrorText("its ", one.name, " is ", found, ", which Ortolan's attention does not know"));
   }
-  const float softcap = node.Number("softcap", 0);
+  const float softcap = node.Float("softcap", 0);
   Expect(softcap == 0, ErrorText("its softcap is ", softcap, ", which Ortolan's attention does not know"));
   for (const char* const name : kQuantizations) {
-    Expect(node.Text(name, "NONE") == "NONE", ErrorText("its ", name, " is not NONE: its cache is quantized"));
+    Expect(node.String(name, "NONE") == "NONE", ErrorText("its ", name, " is not NONE: its cache is quantized"));
   }
   for (const std::string& name : node.AttributeNames()) {
     const auto is_it = [&](const char* one) { return name == one; };
-    const auto is_its_name = [&](const Whole& one) { return name == one.name; };
+    const auto is_its_name = [&](const IntAttribute& one) { return name == one.name; };
     const bool is_known = std::any_of(std::begin(kRead), std::end(kRead), is_it) ||
                           std::any_of(std::begin(kOfOtherInputs), std::end(kOfOtherInputs), is_it) ||
-                          std::any_of(std::begin(kWholes), std::end(kWholes), is_its_name) ||
+                          std::any_of(std::begin(kIntAttributes), std::end(kIntAttributes), is_its_name) ||
                           std::any_of(std::begin(kQuantizations), std::end(kQuantizations), is_it);
     Expect(is_known, ErrorText("it has ", name, ", which Ortolan's attention does not know"));
   }
@@ -137,21 +137,21 @@ std::string CachedAttention::Described() const {
 std::optional<CachedAttention> FindCachedAttention(const Graph& graph, const Node& node) {
   if (!node.Is("com.microsoft", "GroupQueryAttention")) return std::nullopt;
   CheckAttributes(node);
-  const bool is_packed = !node.Has(kKey) && !node.Has(kValue), is_rotary = node.Whole("do_rotary", 0) == 1;
+  const bool is_packed = !node.Has(kKey) && !node.Has(kValue), is_rotary = node.Int("do_rotary", 0) == 1;
   CheckValues(graph.host(), node, is_packed, is_rotary);
   CachedAttention found;
   found.node = &node;
-  found.heads = node.Whole("num_heads");
-  found.kv_heads = node.Whole("kv_num_heads");
+  found.heads = node.Int("num_heads");
+  found.kv_heads = node.Int("kv_num_heads");
   Expect(found.heads > 0 && found.heads <= kMostHeads && found.kv_heads > 0 && found.heads % found.kv_heads == 0,
          ErrorText("its num_heads is ", found.heads, " and kv_num_heads ", found.kv_heads,
                    ", expected a positive number and one that divides it"));
   found.head_dim = ReadHeadDim(graph.host(), node, found);
   if (is_rotary) CheckTables(graph.host(), node, found.head_dim);
-  found.scale = node.Number("scale", 0);
+  found.scale = node.Float("scale", 0);
   if (found.scale == 0) found.scale = 1.0f / std::sqrt(static_cast<float>(found.head_dim));
   Expect(std::isfinite(found.scale), "its scale is no finite number");
-  found.is_interleaved = node.Whole("rotary_interleaved", 0) == 1;
+  found.is_interleaved = node.Int("rotary_interleaved", 0) == 1;
   found.query = node.Input(kQuery);
   found.key = node.Input(kKey);
   found.value = node.Input(kValue);

@@ -18,28 +18,28 @@ CacheForm FormOf(const CachedAttention& attention) {
 
 CachedAttentionCompute::CachedAttentionCompute(const HostApi& host, const CachedAttention& attention, const Node& fused)
     : node_(attention.node->Described()),
-      y_(OutputPlace(host, fused, attention.y)),
-      present_key_(OutputPlace(host, fused, attention.present_key)),
-      present_value_(OutputPlace(host, fused, attention.present_value)),
+      y_(OutputSlot(host, fused, attention.y)),
+      present_key_(OutputSlot(host, fused, attention.present_key)),
+      present_value_(OutputSlot(host, fused, attention.present_value)),
       plan_(FormOf(attention)) {
   sizes_.heads = attention.heads;
   sizes_.kv_heads = attention.kv_heads;
   sizes_.head_dim = attention.head_dim;
   sizes_.scale = attention.scale;
   sizes_.causal = true;
-  const auto place = [&](Value value) { return Place{InputPlace(host, fused, value), NameOf(host, value)}; };
-  query_ = place(attention.query);
-  past_key_ = place(attention.past_key);
-  past_value_ = place(attention.past_value);
-  lengths_ = place(attention.lengths);
-  total_ = place(attention.total);
+  const auto slot = [&](Value value) { return NamedInput{InputSlot(host, fused, value), NameOf(host, value)}; };
+  query_ = slot(attention.query);
+  past_key_ = slot(attention.past_key);
+  past_value_ = slot(attention.past_value);
+  lengths_ = slot(attention.lengths);
+  total_ = slot(attention.total);
   if (attention.key != nullptr) {
-    key_ = place(attention.key);
-    value_ = place(attention.value);
+    key_ = slot(attention.key);
+    value_ = slot(attention.value);
   }
   if (attention.cos != nullptr) {
-    cos_ = place(attention.cos);
-    sin_ = place(attention.sin);
+    cos_ = slot(attention.cos);
+    sin_ = slot(attention.sin);
   }
 }
 
@@ -49,27 +49,29 @@ struct CachedAttentionCompute::Running {
   CallMemory memory;
 
   // Numbers of an initializer may lie at any address: those that are not aligned are copied.
-  template <typename Number>
-  InputNumbers<Number> Read(const Place& place) {
-    return memory.AlignedNumbers(ReadInput<Number>(ort, context, place.index));
+  template <typename Element>
+  InputTensor<Element> Read(const NamedInput& slot) {
+    return memory.AlignedInput(ReadInput<Element>(ort, context, slot.index));
   }
   // Of an output, or memory of the call where nobody reads it.
-  float* Make(std::optional<size_t> place, const Shape& shape) {
-    return place ? MakeOutput(ort, context, *place, shape) : memory.Floats(CountOf(shape));
+  float* Make(std::optional<size_t> slot, const Shape& shape) {
+    return slot ? MakeOutput(ort, context, *slot, shape) : memory.Floats(CountOf(shape));
   }
 };
 
-OpError CachedAttentionCompute::WrongShape(const Place& place, const Shape& found, const std::string& expected) const {
-  return Error("'", place.name, "' has shape ", ShapeText(found), ", expected ", expected, ". ", kFeed);
+OpError CachedAttentionCompute::WrongShape(const NamedInput& slot, const Shape& found,
+                                           const std::string& expected) const {
+  return Error("'", slot.name, "' has shape ", ShapeText(found), ", expected ", expected, ". ", kFeed);
 }
 
-HeadRows CachedAttentionCompute::ReadRows(Running& running, const Place& place, int64_t heads, CachedCall& call) const {
-  const FloatInput input = running.Read<float>(place);
+HeadRows CachedAttentionCompute::ReadRows(Running& running, const NamedInput& slot, int64_t heads,
+                                          CachedCall& call) const {
+  const FloatInput input = running.Read<float>(slot);
   const Shape& shape = input.shape;
   const int64_t width = heads * call.head_dim;
-  const bool is_first = place.index == query_.index;
+  const bool is_first = slot.index == query_.index;
   if (shape.size() != 3 || shape[2] != width || (!is_first && (shape[0] != call.batch || shape[1] != call.queries))) {
-    throw WrongShape(place, shape,
+    throw WrongShape(slot, shape,
                      is_first ? ErrorText("[batch, rows, ", width, "]")
                               : ShapeText({call.batch, call.queries, width}) + ", as the query has it");
   }
@@ -81,10 +83,10 @@ HeadRows CachedAttentionCompute::ReadRows(Running& running, const Place& place, 
 }
 
 int64_t CachedAttentionCompute::ReadRoom(Running& running, const CachedCall& call) const {
-  const auto tokens_of = [&](const Place& place) {
-    const Shape shape = running.Read<float>(place).shape;
+  const auto tokens_of = [&](const NamedInput& slot) {
+    const Shape shape = running.Read<float>(slot).shape;
     if (shape.size() == 4 && shape == Shape{call.batch, call.kv_heads, shape[2], call.head_dim}) return shape[2];
-    throw WrongShape(place, shape, ErrorText("[", call.batch, ", ", call.kv_heads, ", tokens, ", call.head_dim, "]"));
+    throw WrongShape(slot, shape, ErrorText("[", call.batch, ", ", call.kv_heads, ", tokens, ", call.head_dim, "]"));
   };
   const int64_t room = tokens_of(past_key_), value_room = tokens_of(past_value_);
   if (room != value_room) {
@@ -100,7 +102,7 @@ int64_t CachedAttentionCompute::ReadRoom(Running& running, const CachedCall& cal
 
 void CachedAttentionCompute::ReadLengths(Running& running, CachedCall& call) const {
   const int64_t room = ReadRoom(running, call);
-  const InputNumbers<int32_t> lengths = running.Read<int32_t>(lengths_), total = running.Read<int32_t>(total_);
+  const InputTensor<int32_t> lengths = running.Read<int32_t>(lengths_), total = running.Read<int32_t>(total_);
   if (CountOf(lengths.shape) != call.batch) {
     throw WrongShape(lengths_, lengths.shape, ErrorText("[", call.batch, "], one for each sequence"));
   }
@@ -134,7 +136,7 @@ void CachedAttentionCompute::ReadRotary(Running& running, CachedCall& call) cons
   call.sin = sin.data;
 }
 
-CacheRows CachedAttentionCompute::Present(Running& running, const Place& past, std::optional<size_t> present,
+CacheRows CachedAttentionCompute::Present(Running& running, const NamedInput& past, std::optional<size_t> present,
                                           const CachedCall& call) const {
   const FloatInput before = running.Read<float>(past);
   const int64_t room = before.shape[2], row_bytes = call.head_dim * kFloatBytes;

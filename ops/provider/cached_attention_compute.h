@@ -21,29 +21,30 @@ class CachedAttentionCompute : public StepCompute {
 
  private:
   // An input of the node: its place among those of the fused one, its name for errors.
-  struct Place {
+  struct NamedInput {
     size_t index = 0;
     std::string name;
   };
   struct Running;  // a call's context
 
   // [batch, rows, heads x head_dim].
-  HeadRows ReadRows(Running& running, const Place& place, int64_t heads, CachedCall& call) const;
+  HeadRows ReadRows(Running& running, const NamedInput& slot, int64_t heads, CachedCall& call) const;
   int64_t ReadRoom(Running& running, const CachedCall& call) const;
   void ReadLengths(Running& running, CachedCall& call) const;
   void ReadRotary(Running& running, CachedCall& call) const;
-  CacheRows Present(Running& running, const Place& past, std::optional<size_t> present, const CachedCall& call) const;
+  CacheRows Present(Running& running, const NamedInput& past, std::optional<size_t> present,
+                    const CachedCall& call) const;
 
   template <typename... Parts>
   OpError Error(const Parts&... parts) const {
     return OpError(ErrorText(node_, ": ", parts...));
   }
-  OpError WrongShape(const Place& place, const Shape& found, const std::string& expected) const;
+  OpError WrongShape(const NamedInput& slot, const Shape& found, const std::string& expected) const;
 
   std::string node_;
   AttentionCall sizes_;  // of every call
-  Place query_, past_key_, past_value_, lengths_, total_;
-  std::optional<Place> key_, value_, cos_, sin_;
+  NamedInput query_, past_key_, past_value_, lengths_, total_;
+  std::optional<NamedInput> key_, value_, cos_, sin_;
   std::optional<size_t> y_, present_key_, present_value_;  // none: nobody reads it
   CachedPlan plan_;
 };

@@ -9,7 +9,7 @@
 namespace ortolan::provider {
 namespace {
 
-std::optional<size_t> FindPlace(const HostApi& host, const std::vector<Value>& values, Value value) {
+std::optional<size_t> FindSlot(const HostApi& host, const std::vector<Value>& values, Value value) {
   const std::string name = NameOf(host, value);
   for (size_t i = 0; i < values.size(); ++i) {
     if (values[i] != nullptr && NameOf(host, values[i]) == name) return i;
@@ -69,7 +69,7 @@ FloatInput ReadFloats(const OrtApi& ort, const OrtKernelContext& context, size_t
   const OrtValue* value = nullptr;
   Check(ort, ort.KernelContext_GetInput(&context, index, &value));
   if (ElementTypeOf(ort, *value) != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16) return ReadInput(ort, context, index);
-  const InputNumbers<uint16_t> input = memory.AlignedNumbers(ReadInput<uint16_t>(ort, context, index));
+  const InputTensor<uint16_t> input = memory.AlignedInput(ReadInput<uint16_t>(ort, context, index));
   const int64_t count = CountOf(input.shape);
   float* const floats = memory.Floats(count);
   ForEachChunk(memory.host(), count, [&](int64_t first, int64_t end) {
@@ -109,15 +109,15 @@ float* MakeOutput(const OrtApi& ort, OrtKernelContext& context, size_t index, co
   return static_cast<float*>(data);
 }
 
-size_t InputPlace(const HostApi& host, const Node& fused, Value value) {
-  const std::optional<size_t> place = FindPlace(host, fused.inputs(), value);
-  if (place) return *place;
+size_t InputSlot(const HostApi& host, const Node& fused, Value value) {
+  const std::optional<size_t> slot = FindSlot(host, fused.inputs(), value);
+  if (slot) return *slot;
   throw OpError(
       ErrorText("value '", NameOf(host, value), "' is no input of the node that ONNX Runtime made of its group"));
 }
 
-std::optional<size_t> OutputPlace(const HostApi& host, const Node& fused, Value value) {
-  return FindPlace(host, fused.outputs(), value);
+std::optional<size_t> OutputSlot(const HostApi& host, const Node& fused, Value value) {
+  return FindSlot(host, fused.outputs(), value);
 }
 
 }  // namespace ortolan::provider

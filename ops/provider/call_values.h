@@ -5,29 +5,29 @@
 #include <deque>
 #include <optional>
 
-#include "ort/host.h"
+#include "host/host.h"
 #include "provider/node.h"
 
 namespace ortolan::provider {
 
-template <typename Number>
-struct InputNumbers {
-  const Number* data = nullptr;
+template <typename Element>
+struct InputTensor {
+  const Element* data = nullptr;
   Shape shape;
 };
-using FloatInput = InputNumbers<float>;
+using FloatInput = InputTensor<float>;
 
 Shape ShapeOf(const OrtApi& ort, const OrtValue& value);
 ONNXTensorElementDataType ElementTypeOf(const OrtApi& ort, const OrtValue& value);
 
 // Of an input whose type is known.
-template <typename Number = float>
-InputNumbers<Number> ReadInput(const OrtApi& ort, const OrtKernelContext& context, size_t index) {
+template <typename Element = float>
+InputTensor<Element> ReadInput(const OrtApi& ort, const OrtKernelContext& context, size_t index) {
   const OrtValue* value = nullptr;
   Check(ort, ort.KernelContext_GetInput(&context, index, &value));
   const void* data = nullptr;
   Check(ort, ort.GetTensorData(value, &data));
-  return {static_cast<const Number*>(data), ShapeOf(ort, *value)};
+  return {static_cast<const Element*>(data), ShapeOf(ort, *value)};
 }
 
 // Of sizes that are not negative. Throw std::bad_alloc if the product is no int64.
@@ -44,13 +44,13 @@ class CallMemory {
   char* Bytes(int64_t count);
   float* Floats(int64_t count) { return reinterpret_cast<float*>(Bytes(Product(count, sizeof(float)))); }
   // The same numbers, copied if they do not lie as C++ wants it: those of an initializer may have any address.
-  template <typename Number>
-  InputNumbers<Number> AlignedNumbers(const InputNumbers<Number>& input) {
-    if (reinterpret_cast<uintptr_t>(input.data) % alignof(Number) == 0) return input;
-    const int64_t bytes = Product(CountOf(input.shape), sizeof(Number));
+  template <typename Element>
+  InputTensor<Element> AlignedInput(const InputTensor<Element>& input) {
+    if (reinterpret_cast<uintptr_t>(input.data) % alignof(Element) == 0) return input;
+    const int64_t bytes = Product(CountOf(input.shape), sizeof(Element));
     char* const copy = Bytes(bytes);
     std::memcpy(copy, static_cast<const void*>(input.data), static_cast<size_t>(bytes));
-    return {reinterpret_cast<const Number*>(copy), input.shape};
+    return {reinterpret_cast<const Element*>(copy), input.shape};
   }
 
  private:
@@ -79,7 +79,7 @@ class FloatOutput {
 float* MakeOutput(const OrtApi& ort, OrtKernelContext& context, size_t index, const Shape& shape);
 
 // The places of a value of the group among those of the node that ONNX Runtime made of it. No output: nobody reads it.
-size_t InputPlace(const HostApi& host, const Node& fused, Value value);
-std::optional<size_t> OutputPlace(const HostApi& host, const Node& fused, Value value);
+size_t InputSlot(const HostApi& host, const Node& fused, Value value);
+std::optional<size_t> OutputSlot(const HostApi& host, const Node& fused, Value value);
 
 }  // namespace ortolan::provider

@@ -4,12 +4,12 @@
 #include <new>
 #include <utility>
 
-#include "ort/broadcast.h"
+#include "host/broadcast.h"
 #include "provider/attention_compute.h"
 #include "provider/cached_attention_compute.h"
 #include "provider/call_values.h"
+#include "provider/io_slots.h"
 #include "provider/packed_layers.h"
-#include "provider/places.h"
 #include "provider/sum_norm_compute.h"
 
 namespace ortolan::provider {
@@ -71,7 +71,7 @@ OrtAllocator* Arena::Of(const OrtKernelContext& context) {
 namespace {
 
 // As ONNX's Clip.
-void Cut(const Bounds& bounds, const float* from, int64_t count, float* to) {
+void Clip(const Bounds& bounds, const float* from, int64_t count, float* to) {
   std::transform(from, from + count, to,
                  [&](float number) { return std::min(std::max(number, bounds.least), bounds.most); });
 }
@@ -79,15 +79,15 @@ void Cut(const Bounds& bounds, const float* from, int64_t count, float* to) {
 void WriteBounds(ContextWriter& writer, const std::optional<Bounds>& bounds) {
   writer.Flag(bounds.has_value());
   if (!bounds) return;
-  writer.Real(bounds->least);
-  writer.Real(bounds->most);
+  writer.Float(bounds->least);
+  writer.Float(bounds->most);
 }
 
 std::optional<Bounds> ReadBounds(ContextReader& reader) {
   if (!reader.Flag()) return std::nullopt;
   Bounds bounds;
-  bounds.least = reader.Real();
-  bounds.most = reader.Real();
+  bounds.least = reader.Float();
+  bounds.most = reader.Float();
   if (!(bounds.least <= bounds.most)) {
     throw OpError(ErrorText("numbers are cut off below ", bounds.least, " and above ", bounds.most));
   }
@@ -100,10 +100,10 @@ class LinearCompute : public StepCompute {
   LinearCompute(const HostApi& host, const Step& step, const Node& fused)
       : node_(step.layers.front().Described()),
         x_name_(NameOf(host, step.X())),
-        x_(InputPlace(host, fused, step.X())),
-        y_(OutputPlace(host, fused, step.y)),
+        x_(InputSlot(host, fused, step.X())),
+        y_(OutputSlot(host, fused, step.y)),
         packed_(step.layers) {
-    if (step.residual != nullptr) residual_ = InputPlace(host, fused, step.residual);
+    if (step.residual != nullptr) residual_ = InputSlot(host, fused, step.residual);
     LinearLayer layer = packed_.Linear();
     layer.activation = step.activation;
     if (step.IsGated()) layer.gated_columns = step.layers.front().Columns();
@@ -118,15 +118,15 @@ class LinearCompute : public StepCompute {
   }
 
   // As Write wrote it, behind its kind.
-  LinearCompute(ContextReader& reader, const Places& places)
-      : node_(reader.Text()),
-        x_name_(reader.Text()),
-        x_(places.Input(reader)),
-        y_(places.Output(reader)),
-        residual_(places.InputOrNone(reader)),
+  LinearCompute(ContextReader& reader, const IoSlots& slots)
+      : node_(reader.String()),
+        x_name_(reader.String()),
+        x_(slots.Input(reader)),
+        y_(slots.Output(reader)),
+        residual_(slots.InputOrNone(reader)),
         packed_(reader) {
     LinearLayer layer = packed_.Linear();
-    const int64_t activation = reader.Number(), gated = reader.Number(), n = layer.w->n;
+    const int64_t activation = reader.Int(), gated = reader.Int(), n = layer.w->n;
     if (!IsActivation(activation)) throw OpError(ErrorText("an activation is ", activation));
     layer.activation = static_cast<Activation>(activation);
     if (gated != 0 && (gated < 1 || gated > n || n != 2 * kPanelColumns * BitmapPanels(gated))) {
@@ -134,7 +134,7 @@ class LinearCompute : public StepCompute {
     }
     layer.gated_columns = gated;
     if (reader.Flag()) {
-      const float epsilon = reader.Real();
+      const float epsilon = reader.Float();
       const std::span<const float> weight = reader.Array<float>(), bias = reader.Array<float>();
       const size_t columns = static_cast<size_t>(layer.Columns());
       if (!(epsilon >= 0) || weight.size() != columns || bias.size() != columns) {
@@ -150,18 +150,18 @@ class LinearCompute : public StepCompute {
 
   void Write(ContextWriter& writer) const override {
     const LinearLayer& layer = plan_->layer();
-    writer.Number(static_cast<int64_t>(StepKind::kLayers));
-    writer.Text(node_);
-    writer.Text(x_name_);
-    WritePlace(writer, x_);
-    WritePlace(writer, y_);
-    WritePlace(writer, residual_);
+    writer.Int(static_cast<int64_t>(StepKind::kLayers));
+    writer.String(node_);
+    writer.String(x_name_);
+    WriteSlot(writer, x_);
+    WriteSlot(writer, y_);
+    WriteSlot(writer, residual_);
     packed_.Write(writer);
-    writer.Number(static_cast<int64_t>(layer.activation));
-    writer.Number(layer.gated_columns);
+    writer.Int(static_cast<int64_t>(layer.activation));
+    writer.Int(layer.gated_columns);
     writer.Flag(layer.norm.has_value());
     if (layer.norm) {
-      writer.Real(layer.norm->epsilon);
+      writer.Float(layer.norm->epsilon);
       writer.Array(std::span(layer.norm->weight, static_cast<size_t>(layer.Columns())));
       writer.Array(std::span(layer.norm->bias, static_cast<size_t>(layer.Columns())));
     }
@@ -183,7 +183,7 @@ class LinearCompute : public StepCompute {
     if (x_bounds_) {
       const int64_t count = CountOf(x.shape);
       float* const inside = memory.Floats(count);
-      Cut(*x_bounds_, x.data, count, inside);
+      Clip(*x_bounds_, x.data, count, inside);
       call.x = inside;
     }
     shape.back() = plan_->layer().Columns();
@@ -191,7 +191,7 @@ class LinearCompute : public StepCompute {
     const FloatOutput y(ort, context, *y_, shape, memory);
     call.y = y.data();
     plan_->Run(host, call);
-    if (y_bounds_) Cut(*y_bounds_, call.y, call.m * shape.back(), call.y);
+    if (y_bounds_) Clip(*y_bounds_, call.y, call.m * shape.back(), call.y);
     y.Finish();
   }
 
@@ -216,7 +216,7 @@ class LinearCompute : public StepCompute {
     const FloatOutput y(ort, context, *y_, *sum_shape, memory);
     call.y = y.data();
     plan_->RunWithResidual(memory.host(), call, shape, {other.data, other.shape}, *sum_shape);
-    if (y_bounds_) Cut(*y_bounds_, call.y, CountOf(*sum_shape), call.y);
+    if (y_bounds_) Clip(*y_bounds_, call.y, CountOf(*sum_shape), call.y);
     y.Finish();
   }
 
@@ -234,16 +234,16 @@ class LinearCompute : public StepCompute {
 class CopyCompute : public StepCompute {
  public:
   CopyCompute(const HostApi& host, const Copy& copy, const Node& fused)
-      : x_(InputPlace(host, fused, copy.from)), y_(OutputPlace(host, fused, copy.to)), bounds_(copy.bounds) {}
+      : x_(InputSlot(host, fused, copy.from)), y_(OutputSlot(host, fused, copy.to)), bounds_(copy.bounds) {}
 
   // As Write wrote it, behind its kind.
-  CopyCompute(ContextReader& reader, const Places& places)
-      : x_(places.Input(reader)), y_(places.Output(reader)), bounds_(ReadBounds(reader)) {}
+  CopyCompute(ContextReader& reader, const IoSlots& slots)
+      : x_(slots.Input(reader)), y_(slots.Output(reader)), bounds_(ReadBounds(reader)) {}
 
   void Write(ContextWriter& writer) const override {
-    writer.Number(static_cast<int64_t>(StepKind::kCopy));
-    WritePlace(writer, x_);
-    WritePlace(writer, y_);
+    writer.Int(static_cast<int64_t>(StepKind::kCopy));
+    WriteSlot(writer, x_);
+    WriteSlot(writer, y_);
     WriteBounds(writer, bounds_);
   }
 
@@ -255,7 +255,7 @@ class CopyCompute : public StepCompute {
     const int64_t count = CountOf(x.shape);
     float* const y = MakeOutput(ort, context, *y_, x.shape);
     if (bounds_) {
-      Cut(*bounds_, x.data, count, y);
+      Clip(*bounds_, x.data, count, y);
     } else {
       std::copy_n(x.data, count, y);
     }
@@ -267,12 +267,12 @@ class CopyCompute : public StepCompute {
   std::optional<Bounds> bounds_;
 };
 
-std::unique_ptr<StepCompute> ReadStep(ContextReader& reader, const Places& places) {
-  const int64_t kind = reader.Number();
-  if (kind == static_cast<int64_t>(StepKind::kLayers)) return std::make_unique<LinearCompute>(reader, places);
-  if (kind == static_cast<int64_t>(StepKind::kAttention)) return std::make_unique<AttentionCompute>(reader, places);
-  if (kind == static_cast<int64_t>(StepKind::kCopy)) return std::make_unique<CopyCompute>(reader, places);
-  if (kind == static_cast<int64_t>(StepKind::kSumNorm)) return std::make_unique<SumNormCompute>(reader, places);
+std::unique_ptr<StepCompute> ReadStep(ContextReader& reader, const IoSlots& slots) {
+  const int64_t kind = reader.Int();
+  if (kind == static_cast<int64_t>(StepKind::kLayers)) return std::make_unique<LinearCompute>(reader, slots);
+  if (kind == static_cast<int64_t>(StepKind::kAttention)) return std::make_unique<AttentionCompute>(reader, slots);
+  if (kind == static_cast<int64_t>(StepKind::kCopy)) return std::make_unique<CopyCompute>(reader, slots);
+  if (kind == static_cast<int64_t>(StepKind::kSumNorm)) return std::make_unique<SumNormCompute>(reader, slots);
   throw OpError(ErrorText("a step is of kind ", kind, ", expected 0 to 3"));
 }
 
@@ -310,12 +310,12 @@ GroupCompute::GroupCompute(const HostApi& host, std::shared_ptr<const ContextFil
                            const Node& node, const Node& fused)
     : GroupCompute(host) {
   file_ = std::move(file);
-  const Places places(host, node, fused);
+  const IoSlots slots(host, node, fused);
   ContextReader reader = file_->Group(name);
   std::vector<bool> is_made(fused.outputs().size());
-  const int64_t count = reader.Number();
+  const int64_t count = reader.Int();
   for (int64_t i = 0; i < count; ++i) {
-    std::unique_ptr<StepCompute> step = ReadStep(reader, places);
+    std::unique_ptr<StepCompute> step = ReadStep(reader, slots);
     if (const std::optional<size_t> y = step->y()) {
       if (is_made[*y]) throw OpError(ErrorText("two steps make one output, ", *y));
       is_made[*y] = true;
@@ -331,7 +331,7 @@ GroupCompute::GroupCompute(const HostApi& host, std::shared_ptr<const ContextFil
 GroupCompute::~GroupCompute() = default;
 
 void GroupCompute::Write(ContextWriter& writer) const {
-  writer.Number(static_cast<int64_t>(steps_.size()));
+  writer.Int(static_cast<int64_t>(steps_.size()));
   for (const std::unique_ptr<StepCompute>& step : steps_) step->Write(writer);
 }
 

@@ -6,7 +6,7 @@
 #include <optional>
 #include <vector>
 
-#include "ort/host.h"
+#include "host/host.h"
 #include "provider/context_file.h"
 #include "provider/group.h"
 

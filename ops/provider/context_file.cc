@@ -43,10 +43,10 @@ void Append(std::vector<uint8_t>& bytes, const void* data, size_t size) {
   if (size != 0) std::memcpy(bytes.data() + end, data, size);
 }
 
-void AppendNumber(std::vector<uint8_t>& bytes, int64_t number) { Append(bytes, &number, sizeof(number)); }
+void AppendInt(std::vector<uint8_t>& bytes, int64_t number) { Append(bytes, &number, sizeof(number)); }
 
 void AppendText(std::vector<uint8_t>& bytes, const std::string& text) {
-  AppendNumber(bytes, static_cast<int64_t>(text.size()));
+  AppendInt(bytes, static_cast<int64_t>(text.size()));
   Append(bytes, text.data(), text.size());
   bytes.resize(static_cast<size_t>(Padded(SizeOf(bytes), 8)));
 }
@@ -117,15 +117,15 @@ class TakenFile : public ContextFile {
 
 void ContextWriter::BeginGroup(const std::string& name) { groups_.push_back({name, {}}); }
 
-void ContextWriter::Number(int64_t number) { AppendNumber(groups_.back().record, number); }
+void ContextWriter::Int(int64_t number) { AppendInt(groups_.back().record, number); }
 
-void ContextWriter::Real(float number) { Number(std::bit_cast<int32_t>(number)); }
+void ContextWriter::Float(float number) { Int(std::bit_cast<int32_t>(number)); }
 
-void ContextWriter::Text(const std::string& text) { AppendText(groups_.back().record, text); }
+void ContextWriter::String(const std::string& text) { AppendText(groups_.back().record, text); }
 
 void ContextWriter::Section(std::span<const uint8_t> bytes) {
-  Number(section_bytes_);
-  Number(SizeOf(bytes));
+  Int(section_bytes_);
+  Int(SizeOf(bytes));
   sections_.push_back(bytes);
   section_bytes_ += Padded(SizeOf(bytes), kContextLine);
   sections_hash_ = Mixed(sections_hash_, bytes);
@@ -133,10 +133,10 @@ void ContextWriter::Section(std::span<const uint8_t> bytes) {
 
 std::vector<uint8_t> ContextWriter::Records() const {
   std::vector<uint8_t> records;
-  AppendNumber(records, static_cast<int64_t>(groups_.size()));
+  AppendInt(records, static_cast<int64_t>(groups_.size()));
   for (const Group& group : groups_) {
     AppendText(records, group.name);
-    AppendNumber(records, SizeOf(group.record));
+    AppendInt(records, SizeOf(group.record));
     Append(records, group.record.data(), group.record.size());
   }
   return records;
@@ -195,29 +195,29 @@ std::span<const uint8_t> ContextReader::Take(int64_t count) {
   return taken;
 }
 
-int64_t ContextReader::Number() {
+int64_t ContextReader::Int() {
   int64_t number = 0;
   std::memcpy(&number, Take(sizeof(number)).data(), sizeof(number));
   return number;
 }
 
 bool ContextReader::Flag() {
-  const int64_t number = Number();
+  const int64_t number = Int();
   if (number != 0 && number != 1) throw OpError(ErrorText("a flag is ", number, ", expected 0 or 1"));
   return number == 1;
 }
 
-float ContextReader::Real() { return std::bit_cast<float>(static_cast<int32_t>(Number())); }
+float ContextReader::Float() { return std::bit_cast<float>(static_cast<int32_t>(Int())); }
 
-std::string ContextReader::Text() {
-  const int64_t size = Number();
+std::string ContextReader::String() {
+  const int64_t size = Int();
   const std::span<const uint8_t> bytes = Take(size);
   Take(std::min(SizeOf(record_), Padded(size, 8) - size));
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
 std::span<const uint8_t> ContextReader::Section(int64_t item_bytes) {
-  const int64_t first = Number(), size = Number(), most = SizeOf(sections_);
+  const int64_t first = Int(), size = Int(), most = SizeOf(sections_);
   const bool fits = first >= 0 && first <= most && size >= 0 && size <= most - first;
   if (!fits || first % kContextLine != 0 || size % item_bytes != 0) {
     throw OpError(
@@ -231,24 +231,24 @@ void ContextReader::End() const {
 }
 
 void WriteTensor(ContextWriter& writer, const FloatTensor& tensor) {
-  writer.Number(static_cast<int64_t>(tensor.shape.size()));
-  for (const int64_t size : tensor.shape) writer.Number(size);
-  writer.Array(tensor.numbers);
+  writer.Int(static_cast<int64_t>(tensor.shape.size()));
+  for (const int64_t size : tensor.shape) writer.Int(size);
+  writer.Array(tensor.values);
 }
 
 FloatTensor ReadTensor(ContextReader& reader, const char* what) {
   FloatTensor tensor;
-  const int64_t axes = reader.Number();
+  const int64_t axes = reader.Int();
   if (axes < 0) throw OpError(ErrorText("there are ", axes, " axes of ", what));
   int64_t count = 1;
   bool fits = true;
   for (int64_t i = 0; i < axes; ++i) {  // what is larger than the record ends it
-    tensor.shape.push_back(reader.Number());
+    tensor.shape.push_back(reader.Int());
     fits = fits && tensor.shape.back() > 0 && !__builtin_mul_overflow(count, tensor.shape.back(), &count);
   }
-  tensor.numbers = reader.Array<float>();
-  if (!fits || count != static_cast<int64_t>(tensor.numbers.size())) {
-    throw OpError(ErrorText(what, " of shape ", ShapeText(tensor.shape), " has ", tensor.numbers.size(), " numbers"));
+  tensor.values = reader.Array<float>();
+  if (!fits || count != static_cast<int64_t>(tensor.values.size())) {
+    throw OpError(ErrorText(what, " of shape ", ShapeText(tensor.shape), " has ", tensor.values.size(), " numbers"));
   }
   return tensor;
 }
@@ -291,9 +291,9 @@ void ContextFile::ReadHeader(std::span<const uint8_t> bytes, const std::string& 
 
 ContextReader ContextFile::Group(const std::string& name) const {
   ContextReader all(records_, sections_);
-  const int64_t count = all.Number();
+  const int64_t count = all.Int();
   for (int64_t i = 0; i < count; ++i) {
-    const std::string found = all.Text();
+    const std::string found = all.String();
     const ContextReader record = all.Part();
     if (found == name) return record;
   }

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "ort/op_error.h"
+#include "host/op_error.h"
 
 namespace ortolan::provider {
 
@@ -22,14 +22,14 @@ class ContextWriter {
  public:
   // What follows belongs to it.
   void BeginGroup(const std::string& name);
-  void Number(int64_t number);
-  void Flag(bool flag) { Number(flag ? 1 : 0); }
-  void Real(float number);
-  void Text(const std::string& text);
+  void Int(int64_t number);
+  void Flag(bool flag) { Int(flag ? 1 : 0); }
+  void Float(float number);
+  void String(const std::string& text);
   // They must be there until the file is written.
   template <typename T>
-  void Array(std::span<const T> numbers) {
-    Section({reinterpret_cast<const uint8_t*>(numbers.data()), numbers.size_bytes()});
+  void Array(std::span<const T> values) {
+    Section({reinterpret_cast<const uint8_t*>(values.data()), values.size_bytes()});
   }
 
   // Says which groups these are: files of other ones have another id.
@@ -63,17 +63,17 @@ class ContextReader {
   ContextReader(std::span<const uint8_t> record, std::span<const uint8_t> sections)
       : record_(record), sections_(sections) {}
 
-  int64_t Number();
+  int64_t Int();
   bool Flag();
-  float Real();
-  std::string Text();
+  float Float();
+  std::string String();
   template <typename T>
   std::span<const T> Array() {
     const std::span<const uint8_t> bytes = Section(sizeof(T));
     return {reinterpret_cast<const T*>(bytes.data()), bytes.size() / sizeof(T)};
   }
   // A record in it, which has its size in front.
-  ContextReader Part() { return {Take(Number()), sections_}; }
+  ContextReader Part() { return {Take(Int()), sections_}; }
   // The record ends here.
   void End() const;
 
@@ -87,7 +87,7 @@ class ContextReader {
 // A tensor of a record.
 struct FloatTensor {
   std::vector<int64_t> shape;
-  std::span<const float> numbers;
+  std::span<const float> values;
 };
 
 void WriteTensor(ContextWriter& writer, const FloatTensor& tensor);

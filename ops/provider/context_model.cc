@@ -99,8 +99,8 @@ class Attributes {
   Attributes(const Attributes&) = delete;
   Attributes& operator=(const Attributes&) = delete;
 
-  void Whole(const char* name, int64_t number) { Add(name, &number, ORT_OP_ATTR_INT, 1); }
-  void Text(const char* name, const std::string& text) {
+  void Int(const char* name, int64_t number) { Add(name, &number, ORT_OP_ATTR_INT, 1); }
+  void String(const char* name, const std::string& text) {
     Add(name, text.c_str(), ORT_OP_ATTR_STRING, static_cast<int>(text.size()));
   }
   std::vector<OrtOpAttr*>& all() { return all_; }
@@ -129,18 +129,20 @@ OrtCompiledModelCompatibility CompatibilityOf(const std::string& info) {
   return is_known ? OrtCompiledModelCompatibility_EP_SUPPORTED_OPTIMAL : OrtCompiledModelCompatibility_EP_UNSUPPORTED;
 }
 
-bool IsContextNode(const Node& node) { return node.Is(kDomain, kOperator) && node.Text("source", "") == kProviderName; }
+bool IsContextNode(const Node& node) {
+  return node.Is(kDomain, kOperator) && node.String("source", "") == kProviderName;
+}
 
 OrtNode* ContextModel::MakeNode(const Node& fused, const std::string& content, uint64_t id) const {
   const OrtApi& ort = *host_.ort;
   Attributes attributes(ort);
-  attributes.Whole("main_context", 1);
-  attributes.Whole("embed_mode", options_.embeds ? 1 : 0);
-  attributes.Text("ep_cache_context", content);
-  attributes.Text("ep_sdk_version", ErrorText("Ortolan ", ORTOLAN_VERSION));
-  attributes.Text("partition_name", fused.name());
-  attributes.Text("source", kProviderName);
-  attributes.Text("notes", IdText(id));
+  attributes.Int("main_context", 1);
+  attributes.Int("embed_mode", options_.embeds ? 1 : 0);
+  attributes.String("ep_cache_context", content);
+  attributes.String("ep_sdk_version", ErrorText("Ortolan ", ORTOLAN_VERSION));
+  attributes.String("partition_name", fused.name());
+  attributes.String("source", kProviderName);
+  attributes.String("notes", IdText(id));
   const std::vector<std::string> inputs = NamesOf(host_, fused.inputs()), outputs = NamesOf(host_, fused.outputs());
   const std::vector<const char*> input_names = Pointers(inputs), output_names = Pointers(outputs);
   OrtNode* node = nullptr;
@@ -182,8 +184,8 @@ std::vector<OrtNode*> ContextModel::Write(std::span<const std::unique_ptr<GroupC
 }
 
 std::shared_ptr<const ContextFile> ContextModel::FileOf(const Node& node, const std::string& model_path) {
-  const std::string content = node.Text("ep_cache_context", "");
-  const int64_t embed_mode = node.Whole("embed_mode", 1);
+  const std::string content = node.String("ep_cache_context", "");
+  const int64_t embed_mode = node.Int("embed_mode", 1);
   if (embed_mode == 1) return ContextFile::Take(FromBase64(content), "ep_cache_context");
   if (embed_mode != 0) throw OpError(ErrorText("its embed_mode is ", embed_mode, ", expected 0 or 1"));
   CheckPath(content);
@@ -203,13 +205,13 @@ std::shared_ptr<const ContextFile> ContextModel::FileOf(const Node& node, const 
 std::unique_ptr<GroupCompute> ContextModel::TryRead(const Node& node, const Node& fused,
                                                     const std::string& model_path) {
   const std::shared_ptr<const ContextFile> file = FileOf(node, model_path);
-  const std::string id = node.Text("notes", "");
+  const std::string id = node.String("notes", "");
   if (id != IdText(file->id())) {
     throw OpError(
         ErrorText(file->Described(), ", has ", IdText(file->id()), ", expected ", id, ": it is another model's file"));
   }
   try {
-    return std::make_unique<GroupCompute>(host_, file, node.Text("partition_name", ""), node, fused);
+    return std::make_unique<GroupCompute>(host_, file, node.String("partition_name", ""), node, fused);
   } catch (const OpError& error) {
     throw OpError(ErrorText(file->Described(), ": ", error.what()));
   }

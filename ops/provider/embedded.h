@@ -6,7 +6,7 @@
 #include <limits>
 #include <span>
 
-#include "ort/op_error.h"
+#include "host/op_error.h"
 
 namespace ortolan::provider {
 

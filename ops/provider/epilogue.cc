@@ -22,13 +22,13 @@ Activation ActivationOf(const Node& node) {
   }
   if (node.IsStandard("Relu")) return Activation::kRelu;
   if (node.IsStandard("Gelu")) {
-    const std::string approximate = node.Text("approximate", "none");
+    const std::string approximate = node.String("approximate", "none");
     if (approximate == "none") return Activation::kGelu;
     return approximate == "tanh" ? Activation::kGeluTanh : Activation::kNone;
   }
-  if (node.IsStandard("Swish")) return node.Number("alpha", 1.0f) == 1.0f ? Activation::kSilu : Activation::kNone;
+  if (node.IsStandard("Swish")) return node.Float("alpha", 1.0f) == 1.0f ? Activation::kSilu : Activation::kNone;
   if (node.Is("com.microsoft", "QuickGelu")) {
-    return node.Number("alpha", 1.702f) == 1.0f ? Activation::kSilu : Activation::kNone;
+    return node.Float("alpha", 1.702f) == 1.0f ? Activation::kSilu : Activation::kNone;
   }
   if (node.Is("com.microsoft", "Gelu")) return Activation::kGelu;
   return node.Is("com.microsoft", "FastGelu") ? Activation::kGeluTanh : Activation::kNone;
@@ -45,13 +45,13 @@ class Region {
   const Node& node(int64_t index) const { return *originals_[static_cast<size_t>(index)]; }
 
  private:
-  int64_t Number(Value value) {
-    const auto [place, is_new] = numbers_.try_emplace(value, static_cast<int64_t>(values_.size()));
+  int64_t IdOf(Value value) {
+    const auto [id, is_new] = ids_.try_emplace(value, static_cast<int64_t>(values_.size()));
     if (is_new) {
       FormulaValue& known = values_.emplace_back();
-      if (const std::optional<float> number = graph_.NumberOf(value)) known.number = Unrounded(value, *number);
+      if (const std::optional<float> number = graph_.NumberOf(value)) known.constant = Unrounded(value, *number);
     }
-    return place->second;
+    return id->second;
   }
 
   // Factors of activations that float16 has rounded are too far off for FindFormula.
@@ -65,7 +65,7 @@ class Region {
   }
 
   void Follow(Value value) {
-    const size_t place = static_cast<size_t>(Number(value));
+    const size_t id = static_cast<size_t>(IdOf(value));
     bool is_seen = graph_.IsOutput(value);
     for (const Graph::Use& use : graph_.Uses(value)) {
       if (std::find(originals_.begin(), originals_.end(), use.node) != originals_.end()) continue;
@@ -76,18 +76,18 @@ class Region {
       }
       FormulaNode node;
       node.type = use.node->type();
-      for (const Value input : use.node->inputs()) node.inputs.push_back(input == nullptr ? -1 : Number(input));
-      node.output = Number(use.node->Output(0));
+      for (const Value input : use.node->inputs()) node.inputs.push_back(input == nullptr ? -1 : IdOf(input));
+      node.output = IdOf(use.node->Output(0));
       waiting_.push_back(use.node->Output(0));
       nodes_.push_back(std::move(node));
       originals_.push_back(use.node);
     }
-    values_[place].is_seen = is_seen;
+    values_[id].is_seen = is_seen;
   }
 
   const Graph& graph_;
   std::vector<Value> waiting_;  // x, and what the nodes make
-  std::map<Value, int64_t> numbers_;
+  std::map<Value, int64_t> ids_;
   std::vector<FormulaNode> nodes_;
   std::vector<const Node*> originals_;
   std::vector<FormulaValue> values_;
@@ -108,7 +108,7 @@ std::optional<std::vector<float>> VectorOf(const Graph& graph, Value value, std:
 }
 
 bool IsLastAxis(const Graph& graph, const Node& node) {
-  const int64_t axis = node.Whole("axis", -1);
+  const int64_t axis = node.Int("axis", -1);
   if (axis == -1) return true;
   const std::optional<Shape> shape = ShapeOf(graph.host(), node.Input(0));
   return shape && axis == static_cast<int64_t>(shape->size()) - 1;
@@ -151,12 +151,12 @@ std::optional<Norm> ReadNorm(const Graph& graph, const Node& node) {
     const Value other = node.Output(i);
     if (other != nullptr && (graph.IsOutput(other) || !graph.Uses(other).empty())) return std::nullopt;
   }
-  if (node.Whole("stash_type", 1) != 1 || !IsLastAxis(graph, node)) return std::nullopt;
+  if (node.Int("stash_type", 1) != 1 || !IsLastAxis(graph, node)) return std::nullopt;
   std::optional<std::vector<float>> weight = VectorOf(graph, node.Input(1));
   if (!weight || weight->size() < 2) return std::nullopt;
   std::optional<std::vector<float>> bias = std::vector<float>(weight->size());
   if (node.Has(2)) bias = VectorOf(graph, node.Input(2), static_cast<int64_t>(weight->size()));
-  const float epsilon = node.Number("epsilon", 1e-5f);
+  const float epsilon = node.Float("epsilon", 1e-5f);
   if (!bias || !(epsilon >= 0) || std::isinf(epsilon)) return std::nullopt;
   return Norm{&node, std::move(*weight), std::move(*bias), epsilon};
 }

@@ -65,7 +65,7 @@ void ExecutionProvider::Claim(const OrtGraph& ort_graph, OrtEpGraphSupportInfo& 
     claims_.Takes(node, "compiled");
     ClaimNodes(std::array{&node}, false, info);
   }
-  const Claims claims = FindGroups(graph, options_.rules, cuts_, false);
+  const Claims claims = FindGroups(graph, options_.rules, clipped_ranges_, false);
   const std::string why_not = claims.groups.empty() ? "" : WhyNot(ort_graph, graph);
   Tell(claims, why_not);
   for (const Group& group : claims.groups) {
@@ -129,7 +129,7 @@ std::unique_ptr<GroupCompute> ExecutionProvider::CompileGraph(const OrtGraph& or
   if (graph.nodes().size() == 1 && IsContextNode(graph.nodes().front())) {
     return context_.Read(graph.nodes().front(), Node(host_, fused), PathOf(ort_graph));
   }
-  const Claims claims = FindGroups(graph, options_.rules, cuts_, true);
+  const Claims claims = FindGroups(graph, options_.rules, clipped_ranges_, true);
   if (claims.groups.size() != 1 || claims.groups.front().nodes.size() != graph.nodes().size()) {
     const std::string reason = claims.left.empty() ? "" : ": " + claims.left.front().second;
     throw OpError(ErrorText("a group of ", graph.nodes().size(), " nodes is not what was claimed", reason));

@@ -36,7 +36,7 @@ class ExecutionProvider : public OrtEp {
   ClaimsLog claims_;
   ProviderOptions options_;
   ContextModel context_;
-  CutRanges cuts_;  // of the graphs that were claimed
+  ClippedRanges clipped_ranges_;  // of the graphs that were claimed
   bool has_compiled_ = false;
 };
 

@@ -38,11 +38,11 @@ class SessionEntries {
   SessionEntries& operator=(const SessionEntries&) = delete;
 
   // "" if there is none.
-  std::string Text(const std::string& key) const {
+  std::string String(const std::string& key) const {
     const char* const found = ort_.GetKeyValue(entries_, key.c_str());
     return found == nullptr ? "" : found;
   }
-  std::string ProviderOption(const std::string& name) const { return Text(Prefix() + name); }
+  std::string ProviderOption(const std::string& name) const { return String(Prefix() + name); }
   // Throws OpError if there is an option of the provider's that it does not know.
   void CheckOptions() const {
     const char* const* keys = nullptr;
@@ -165,9 +165,9 @@ ProviderOptions ReadOptions(const SessionEntries& entries) {
   }
   ProviderOptions options;
   options.rules.precision = known->second;
-  options.context.enabled = entries.Text("ep.context_enable") == "1";
-  options.context.embeds = entries.Text("ep.context_embed_mode") == "1";
-  options.context.path = entries.Text("ep.context_file_path");
+  options.context.enabled = entries.String("ep.context_enable") == "1";
+  options.context.embeds = entries.String("ep.context_embed_mode") == "1";
+  options.context.path = entries.String("ep.context_file_path");
   const Features features = ActiveFeatures();
   const bool has_vnni = features.Has(feature_set::avx512vnni) || features.Has(feature_set::avxvnni);
   if (!has_vnni && claims != kAll) {

@@ -10,10 +10,10 @@ enum Input : size_t { kX, kWeight, kBias };
 
 // Y = X W + C, where C is constant [n].
 void ReadGemm(const Node& node, Layer& layer, RoundedWeight& w) {
-  Expect(node.Whole("transA", 0) == 0, "transA is 1, expected 0");
-  const float alpha = node.Number("alpha", 1.0f), beta = node.Number("beta", 1.0f);
+  Expect(node.Int("transA", 0) == 0, "transA is 1, expected 0");
+  const float alpha = node.Float("alpha", 1.0f), beta = node.Float("beta", 1.0f);
   Expect(alpha == 1.0f && beta == 1.0f, ErrorText("alpha is ", alpha, " and beta ", beta, ", expected 1"));
-  if (node.Whole("transB", 0) != 0) {
+  if (node.Int("transB", 0) != 0) {
     w.transposed = true;
     std::swap(w.k, w.n);
   }
@@ -41,7 +41,7 @@ Layer ReadFloatLayer(const Node& node, Precision precision) {
   w.precision = precision;
   w.k = tensor.shape[0];
   w.n = tensor.shape[1];
-  w.numbers = tensor.data;
+  w.values = tensor.data;
   w.is_half = tensor.type == kHalf;
   if (node.type() == "Gemm") ReadGemm(node, layer, w);
   const std::string problem = precision == Precision::kBf16 ? WhyNotBf16(w) : WhyNotInt8(w);

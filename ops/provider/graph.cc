@@ -16,30 +16,30 @@ Graph::Graph(const HostApi& host, const OrtGraph& graph) : host_(host) {
   Check(ort, ort.Graph_GetNumOutputs(&graph, &count));
   outputs_.resize(count);
   Check(ort, ort.Graph_GetOutputs(&graph, outputs_.data(), count));
-  FindPlaces();
+  FindUses();
 }
 
-void Graph::FindPlaces() {
-  places_.clear();
+void Graph::FindUses() {
+  uses_.clear();
   for (const Node& node : nodes_) {
     if (view_.hidden.count(&node) != 0) continue;
     for (size_t i = 0; i < node.inputs().size(); ++i) {
-      if (node.Has(i)) places_[node.Input(i)].uses.push_back({&node, static_cast<int64_t>(i)});
+      if (node.Has(i)) uses_[node.Input(i)].uses.push_back({&node, static_cast<int64_t>(i)});
     }
     for (const Value value : node.implicit_inputs()) {
-      if (value != nullptr) places_[value].uses.push_back({&node, -1});
+      if (value != nullptr) uses_[value].uses.push_back({&node, -1});
     }
     for (const Value value : node.outputs()) {
-      if (value != nullptr) places_[Seen(value)].maker = &node;
+      if (value != nullptr) uses_[Seen(value)].maker = &node;
     }
   }
-  for (const Value value : outputs_) places_[Seen(value)].is_output = true;
+  for (const Value value : outputs_) uses_[Seen(value)].is_output = true;
 }
 
 void Graph::See(View view) {
   view_ = std::move(view);
   for (Node& node : nodes_) node.See(view_.instead);
-  FindPlaces();
+  FindUses();
 }
 
 std::optional<Constant> Graph::ConstantOf(Value value) const {
@@ -50,7 +50,7 @@ std::optional<Constant> Graph::ConstantOf(Value value) const {
 
 std::optional<float> Graph::NumberOf(Value value) const {
   const std::optional<Constant> tensor = ConstantOf(value);
-  return tensor ? tensor->Number() : std::nullopt;
+  return tensor ? tensor->Scalar() : std::nullopt;
 }
 
 bool Graph::IsConstantValue(Value value) const {
@@ -62,10 +62,10 @@ bool Graph::IsFloatCast(const Node& node) const {
          IsFloatOrHalf(node.Output(0));
 }
 
-const Graph::Place& Graph::Of(Value value) const {
-  static const Place kUnknown;
-  const auto found = places_.find(Seen(value));
-  return found == places_.end() ? kUnknown : found->second;
+const Graph::ValueUses& Graph::Of(Value value) const {
+  static const ValueUses kUnknown;
+  const auto found = uses_.find(Seen(value));
+  return found == uses_.end() ? kUnknown : found->second;
 }
 
 const Node* Graph::Maker(Value value) const { return Of(value).maker; }
@@ -75,9 +75,9 @@ std::span<const Graph::Use> Graph::Uses(Value value) const { return Of(value).us
 bool Graph::IsOutput(Value value) const { return Of(value).is_output; }
 
 const Node* Graph::OnlyReader(Value value) const {
-  const Place& place = Of(value);
-  if (place.is_output || place.uses.size() != 1 || place.uses[0].index < 0) return nullptr;
-  return place.uses[0].node;
+  const ValueUses& uses = Of(value);
+  if (uses.is_output || uses.uses.size() != 1 || uses.uses[0].index < 0) return nullptr;
+  return uses.uses[0].node;
 }
 
 bool Graph::CanBeOne(std::span<const Node* const> nodes, std::span<const Node* const> behind) const {

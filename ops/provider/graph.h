@@ -62,20 +62,20 @@ class Graph {
   bool IsFloatCast(const Node& node) const;
 
  private:
-  struct Place {
+  struct ValueUses {
     const Node* maker = nullptr;
     std::vector<Use> uses;
     bool is_output = false;
   };
-  void FindPlaces();
-  const Place& Of(Value value) const;
+  void FindUses();
+  const ValueUses& Of(Value value) const;
   size_t IndexOf(const Node& node) const { return static_cast<size_t>(&node - nodes_.data()); }
 
   const HostApi& host_;
   std::vector<Node> nodes_;
   std::vector<Value> outputs_;
   View view_;
-  std::unordered_map<Value, Place> places_;
+  std::unordered_map<Value, ValueUses> uses_;
 };
 
 // The other operand of an operator of two.

@@ -21,8 +21,8 @@ void AddNodes(const Layer& layer, std::vector<const Node*>& nodes) {
 
 class Finder {
  public:
-  Finder(const Graph& graph, const Roundings& roundings, const LayerRules& rules)
-      : graph_(graph), roundings_(roundings), rules_(rules) {}
+  Finder(const Graph& graph, const QdqPairs& roundings, const LayerRules& rules)
+      : graph_(graph), qdq_pairs_(roundings), rules_(rules) {}
 
   Claims Find() {
     ReadLayers();
@@ -36,7 +36,7 @@ class Finder {
   void ReadLayers() {
     for (const Node& node : graph_.nodes()) {
       try {
-        std::optional<Layer> layer = ReadLayer(graph_, roundings_, node, rules_);
+        std::optional<Layer> layer = ReadLayer(graph_, qdq_pairs_, node, rules_);
         if (!layer) continue;
         TakeBias(graph_, *layer);
         layers_.push_back(std::move(*layer));
@@ -44,12 +44,12 @@ class Finder {
         Leave(node, reason.what());
       }
     }
-    LeaveWithSharedNumbers();
+    LeaveWithSharedValues();
   }
 
-  // What a layer makes on its way from X to Y, and others need as well, is made anyway. Roundings::Place sees to that
+  // What a layer makes on its way from X to Y, and others need as well, is made anyway. QdqPairs::Place sees to that
   // of static layers.
-  void LeaveWithSharedNumbers() {
+  void LeaveWithSharedValues() {
     for (bool is_changed = true; is_changed;) {
       std::set<const Node*> inside;
       for (const Layer& layer : layers_) {
@@ -88,8 +88,8 @@ class Finder {
           const auto is_taken = [&](const Node* one) { return taken_.count(one) != 0; };
           Expect(std::none_of(attention->nodes.begin(), attention->nodes.end(), is_taken),
                  "another attention has nodes of it");
-          const auto is_cut = [&](size_t layer) { return layers_[layer].x_bounds.has_value(); };
-          Expect(std::none_of(attention->layers.begin(), attention->layers.end(), is_cut),
+          const auto is_clipped = [&](size_t layer) { return layers_[layer].x_bounds.has_value(); };
+          Expect(std::none_of(attention->layers.begin(), attention->layers.end(), is_clipped),
                  "the range of its layers' input begins at 0");
           for (const size_t layer : attention->layers) is_used[layer] = true;
           // No layer whose output one of them adds may take that for a residual.
@@ -256,9 +256,9 @@ class Finder {
   std::vector<const Node*> ReadersOfRoundings(const Group& group) const {
     std::vector<const Node*> readers;
     for (const Node* const node : group.nodes) {
-      const Rounding* const rounding = roundings_.MadeBy(*node);
-      if (rounding == nullptr || rounding->state == Rounding::State::kStays) continue;
-      for (const Rounding::Reader& reader : rounding->readers) {
+      const QdqPair* const rounding = qdq_pairs_.MadeBy(*node);
+      if (rounding == nullptr || rounding->state == QdqPair::State::kStays) continue;
+      for (const QdqPair::Reader& reader : rounding->readers) {
         if (!Contains(group.nodes, reader.use.node)) readers.push_back(reader.use.node);
       }
     }
@@ -313,7 +313,7 @@ class Finder {
   void Leave(const Node& node, const std::string& reason) { claims_.left.emplace_back(&node, reason); }
 
   const Graph& graph_;
-  const Roundings& roundings_;
+  const QdqPairs& qdq_pairs_;
   const LayerRules rules_;
   std::vector<Layer> layers_;
   std::vector<Step> steps_;
@@ -321,16 +321,15 @@ class Finder {
   Claims claims_;
 };
 
-bool HasWholeNumbers(const Layer& layer) {
+bool HasIntegers(const Layer& layer) {
   const RoundedWeight* const rounded = std::get_if<RoundedWeight>(&layer.weight);
   return rounded == nullptr || rounded->precision == Precision::kInt8;
 }
 
-bool HasWholeNumbers(const Claims& claims) {
+bool HasIntegers(const Claims& claims) {
   return std::any_of(claims.groups.begin(), claims.groups.end(), [](const Group& group) {
     return std::any_of(group.steps.begin(), group.steps.end(), [](const Step& step) {
-      return std::any_of(step.layers.begin(), step.layers.end(),
-                         [](const Layer& layer) { return HasWholeNumbers(layer); });
+      return std::any_of(step.layers.begin(), step.layers.end(), [](const Layer& layer) { return HasIntegers(layer); });
     });
   });
 }
@@ -373,13 +372,13 @@ std::string Step::Fused() const {
   return text;
 }
 
-Claims FindGroups(Graph& graph, const LayerRules& rules, CutRanges& cuts, bool is_group) {
-  Roundings roundings(graph, cuts, is_group);
+Claims FindGroups(Graph& graph, const LayerRules& rules, ClippedRanges& clipped_ranges, bool is_group) {
+  QdqPairs roundings(graph, clipped_ranges, is_group);
   for (;;) {
     graph.See(roundings.Seen());
     Claims claims = Finder(graph, roundings, rules).Find();
     if (!roundings.Place(graph, claims)) continue;
-    if (is_group || HasWholeNumbers(claims)) {
+    if (is_group || HasIntegers(claims)) {
       graph.See({});
       TakeSumNorms(graph, claims);
       graph.See(roundings.Seen());

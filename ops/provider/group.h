@@ -54,9 +54,9 @@ struct Claims {
 // Whether one weight can hold both, side by side.
 bool CanJoin(const Layer& a, const Layer& b);
 
-// is_group: these are the nodes of one group alone, and it is found again, with what the first time has put into cuts.
-// Else a SumNorm is taken where layers of int8 or int4 are: in their models the optimized file has it. From then on,
-// the graph is seen as the groups see it.
-Claims FindGroups(Graph& graph, const LayerRules& rules, CutRanges& cuts, bool is_group);
+// is_group: these are the nodes of one group alone, and it is found again, with what the first time has put into
+// clipped_ranges. Else a SumNorm is taken where layers of int8 or int4 are: in their models the optimized file has it.
+// From then on, the graph is seen as the groups see it.
+Claims FindGroups(Graph& graph, const LayerRules& rules, ClippedRanges& clipped_ranges, bool is_group);
 
 }  // namespace ortolan::provider

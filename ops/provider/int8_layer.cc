@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <functional>
 
-#include "provider/int8_numbers.h"
+#include "provider/int8_constants.h"
 
 namespace ortolan::provider {
 namespace {
@@ -56,8 +56,8 @@ void MultiplyBy(const Graph& graph, Value factor, bool has_rows, std::vector<flo
   Expect(!fits || has_rows || tensor->shape.size() < 2,
          "its scales have two axes, and its input is not known to have as many");
   Expect(fits, ErrorText("its scales are no constant of ", scales.size(), " floats or one"));
-  const std::vector<float> numbers = Spread(tensor->Floats(), static_cast<int64_t>(scales.size()));
-  std::transform(scales.begin(), scales.end(), numbers.begin(), scales.begin(), std::multiplies<>());
+  const std::vector<float> values = Spread(tensor->Floats(), static_cast<int64_t>(scales.size()));
+  std::transform(scales.begin(), scales.end(), values.begin(), scales.begin(), std::multiplies<>());
 }
 
 // Adds those Mul to the layer that follow its sums until they are floats. One of the factors is the input's scale.
@@ -94,11 +94,11 @@ Layer ReadMatMulInteger(const Graph& graph, const Node& node) {
   const Node& quantize = ReadQuantize(graph, node, 2);
   Layer layer;
   SetQuantize(layer, quantize);
-  Int8Weight w = ReadInt8Numbers(node, 1, 3);
+  Int8Weight w = ReadInt8Weight(node, 1, 3);
   w.scales.assign(static_cast<size_t>(w.n), 1.0f);
   layer.weight = std::move(w);
   const Node& cast = NextOf(graph, node.Output(0));
-  Expect(cast.IsStandard("Cast") && cast.Whole("to", 0) == kFloat,
+  Expect(cast.IsStandard("Cast") && cast.Int("to", 0) == kFloat,
          ErrorText("its sums go into ", cast.Described(), ", expected a Cast to float and a Mul by the scales"));
   layer.nodes = {&node, &cast};
   ReadMultiplications(graph, layer, quantize.Output(kScale));
@@ -114,7 +114,7 @@ Layer ReadMatMulIntegerToFloat(const Graph& graph, const Node& node) {
          "its a_scale is not that of its DynamicQuantizeLinear");
   Layer layer;
   SetQuantize(layer, quantize);
-  Int8Weight w = ReadInt8Numbers(node, 1, 5);
+  Int8Weight w = ReadInt8Weight(node, 1, 5);
   w.scales = ReadScales(node, 3, w.n);
   layer.bias = ReadBias(node, 6, w.n);
   layer.weight = std::move(w);
@@ -129,7 +129,7 @@ Layer ReadDynamicQuantizeMatMul(const Graph& graph, const Node& node) {
   Expect(!node.IsConstant(0), "both inputs are constant");
   Layer layer;
   layer.x = node.Input(0);
-  Int8Weight w = ReadInt8Numbers(node, 1, 3);
+  Int8Weight w = ReadInt8Weight(node, 1, 3);
   w.scales = ReadScales(node, 2, w.n);
   layer.bias = ReadBias(node, 4, w.n);
   layer.weight = std::move(w);

@@ -39,7 +39,7 @@ std::string Layer::Numbers() const {
   return sizes + (w->precision == Precision::kBf16 ? ", floats as bf16" : ", floats as int8");
 }
 
-std::optional<Layer> ReadLayer(const Graph& graph, const Roundings& roundings, const Node& node,
+std::optional<Layer> ReadLayer(const Graph& graph, const QdqPairs& roundings, const Node& node,
                                const LayerRules& rules) {
   if (IsMatMulNBits(node)) return ReadMatMulNBits(node);
   if (rules.precision != Precision::kFloat32 && IsFloatLayer(graph, node)) {

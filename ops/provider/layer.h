@@ -11,7 +11,7 @@
 #include "matmul/int8_weight.h"
 #include "matmul/nbits_weight.h"
 #include "provider/graph.h"
-#include "provider/roundings.h"
+#include "provider/qdq_pairs.h"
 
 namespace ortolan::provider {
 
@@ -53,7 +53,7 @@ struct Layer {
 
 // None: the node is the weight's of no kind of layer that is known. Throws UnfitError, which says why, for nodes of a
 // kind that is not taken over. The stored numbers lie in the graph.
-std::optional<Layer> ReadLayer(const Graph& graph, const Roundings& roundings, const Node& node,
+std::optional<Layer> ReadLayer(const Graph& graph, const QdqPairs& roundings, const Node& node,
                                const LayerRules& rules);
 
 }  // namespace ortolan::provider

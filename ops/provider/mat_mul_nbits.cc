@@ -5,7 +5,7 @@
 namespace ortolan::provider {
 namespace {
 
-enum Input : size_t { kX, kNumbers, kScales, kZeroPoints, kOrder, kBias };
+enum Input : size_t { kX, kCodes, kScales, kZeroPoints, kOrder, kBias };
 
 constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
 constexpr auto kHalf = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
@@ -29,8 +29,8 @@ std::vector<float> ReadZeroPoints(const Node& node, const NBitsWeight& w) {
   zero_points.reserve(static_cast<size_t>(w.n * blocks));
   for (int64_t j = 0; j < w.n; ++j) {
     for (int64_t block = 0; block < blocks; ++block) {
-      const int64_t place = j * bytes + (w.bits == 8 ? block : block / 2);
-      const int number = w.bits == 8 ? packed[place] : packed[place] >> block % 2 * 4 & 0xf;
+      const int64_t index = j * bytes + (w.bits == 8 ? block : block / 2);
+      const int number = w.bits == 8 ? packed[index] : packed[index] >> block % 2 * 4 & 0xf;
       zero_points.push_back(static_cast<float>(number));
     }
   }
@@ -53,7 +53,7 @@ void CheckX(const Node& node) {
   Expect(node.Has(kX), "its input A is missing");
   Expect(IsFloatType(node.InputType(kX)), ErrorText("its input '", node.InputName(kX), "' is not float or float16"));
   Expect(!node.IsConstant(kX), "both inputs are constant");
-  const int64_t accuracy = node.Whole("accuracy_level", kAnyAccuracy);
+  const int64_t accuracy = node.Int("accuracy_level", kAnyAccuracy);
   Expect(accuracy == kAnyAccuracy || accuracy == kInt8Accuracy,
          ErrorText("its accuracy_level is ", accuracy, ", and kernels round inputs to int8 (accuracy_level 4)"));
 }
@@ -65,21 +65,21 @@ bool IsMatMulNBits(const Node& node) { return node.Is("com.microsoft", "MatMulNB
 Layer ReadMatMulNBits(const Node& node) {
   CheckX(node);
   NBitsWeight w;
-  w.k = node.Whole("K");
-  w.n = node.Whole("N");
-  w.bits = node.Whole("bits", 4);
-  w.block_size = node.Whole("block_size");
-  Expect(node.Whole("weight_prepacked", 0) == 0, "its weight is packed for another device (weight_prepacked)");
+  w.k = node.Int("K");
+  w.n = node.Int("N");
+  w.bits = node.Int("bits", 4);
+  w.block_size = node.Int("block_size");
+  Expect(node.Int("weight_prepacked", 0) == 0, "its weight is packed for another device (weight_prepacked)");
   const std::string problem = WhyNotSizes(w.k, w.n, w.bits, w.block_size);
   Expect(problem.empty(), problem);
   const int64_t blocks = w.Blocks();
-  const Constant numbers = node.ConstantInput(kNumbers, "numbers", {kByte}, {{w.n, blocks, w.block_size * w.bits / 8}});
-  w.numbers = static_cast<const uint8_t*>(numbers.data);
+  const Constant codes = node.ConstantInput(kCodes, "numbers", {kByte}, {{w.n, blocks, w.block_size * w.bits / 8}});
+  w.codes = static_cast<const uint8_t*>(codes.data);
   w.scales = node.ConstantInput(kScales, "scales", {kFloat, kHalf}, {{w.n, blocks}, {w.n * blocks}}).Floats();
   w.zero_points = ReadZeroPoints(node, w);
   if (node.Has(kOrder)) CheckOrder(node, w);
-  const std::string numbers_problem = NBitsGroups::WhyNot(w);
-  Expect(numbers_problem.empty(), numbers_problem);
+  const std::string weight_problem = NBitsGroups::WhyNot(w);
+  Expect(weight_problem.empty(), weight_problem);
   Layer layer;
   layer.nodes = {&node};
   layer.x = node.Input(kX);

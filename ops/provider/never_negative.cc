@@ -98,11 +98,11 @@ class Prover {
     const bool has_zero = !node->Has(2) || (zero && codes && zero->type == codes->type && zero->Count() == 1);
     if (!codes || !scale || !has_zero || !IsCode(codes->type)) return std::nullopt;
     const int64_t zero_point = zero ? zero->CodeAt(0) : 0;
-    std::vector<float> numbers(static_cast<size_t>(codes->Count()));
-    for (size_t i = 0; i < numbers.size(); ++i) {
-      numbers[i] = static_cast<float>(codes->CodeAt(static_cast<int64_t>(i)) - zero_point) * *scale;
+    std::vector<float> values(static_cast<size_t>(codes->Count()));
+    for (size_t i = 0; i < values.size(); ++i) {
+      values[i] = static_cast<float>(codes->CodeAt(static_cast<int64_t>(i)) - zero_point) * *scale;
     }
-    return numbers;
+    return values;
   }
 
   template <typename Holds>

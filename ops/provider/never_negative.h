@@ -1,5 +1,5 @@
 // Which values of a graph are never below 0, as their operators show. A range that begins at 0 then cuts nothing off
-// that a Relu would have (roundings.h). The rules are those of graph_passes/find/qdq_pairs.py.
+// that a Relu would have (qdq_pairs.h). The rules are those of graph_passes/find/qdq_pairs.py.
 #pragma once
 
 #include <functional>

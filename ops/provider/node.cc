@@ -102,9 +102,9 @@ std::optional<Constant> ReadConstant(const HostApi& host, Value value) {
   return tensor;
 }
 
-std::optional<float> Constant::Number() const {
-  const bool is_number = IsFloatType(type) && shape.size() <= 1 && Count() == 1;
-  return is_number ? std::optional(Floats()[0]) : std::nullopt;
+std::optional<float> Constant::Scalar() const {
+  const bool is_constant = IsFloatType(type) && shape.size() <= 1 && Count() == 1;
+  return is_constant ? std::optional(Floats()[0]) : std::nullopt;
 }
 
 int64_t Constant::Count() const {
@@ -113,12 +113,12 @@ int64_t Constant::Count() const {
   return count;
 }
 
-int64_t Constant::CodeAt(int64_t place) const {
+int64_t Constant::CodeAt(int64_t index) const {
   const char* const bytes = static_cast<const char*>(data);
-  if (type == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8) return static_cast<uint8_t>(bytes[place]);
-  if (type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8) return static_cast<int8_t>(bytes[place]);
+  if (type == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8) return static_cast<uint8_t>(bytes[index]);
+  if (type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8) return static_cast<int8_t>(bytes[index]);
   int32_t number = 0;
-  std::memcpy(&number, bytes + place * static_cast<int64_t>(sizeof(number)), sizeof(number));
+  std::memcpy(&number, bytes + index * static_cast<int64_t>(sizeof(number)), sizeof(number));
   return number;
 }
 
@@ -190,7 +190,7 @@ const OrtOpAttr* Node::Attribute(const char* name, OrtOpAttrType type, const cha
   return attribute;
 }
 
-int64_t Node::Whole(const char* name, std::optional<int64_t> missing) const {
+int64_t Node::Int(const char* name, std::optional<int64_t> missing) const {
   const OrtOpAttr* const attribute = Attribute(name, ORT_OP_ATTR_INT, "no whole number");
   if (attribute == nullptr) {
     Expect(missing.has_value(), ErrorText("its attribute '", name, "' is missing"));
@@ -202,7 +202,7 @@ int64_t Node::Whole(const char* name, std::optional<int64_t> missing) const {
   return number;
 }
 
-float Node::Number(const char* name, float missing) const {
+float Node::Float(const char* name, float missing) const {
   const OrtOpAttr* const attribute = Attribute(name, ORT_OP_ATTR_FLOAT, "no float");
   if (attribute == nullptr) return missing;
   float number = 0;
@@ -211,7 +211,7 @@ float Node::Number(const char* name, float missing) const {
   return number;
 }
 
-std::string Node::Text(const char* name, const std::string& missing) const {
+std::string Node::String(const char* name, const std::string& missing) const {
   const OrtOpAttr* const attribute = Attribute(name, ORT_OP_ATTR_STRING, "no text");
   if (attribute == nullptr) return missing;
   size_t size = 0;
@@ -225,17 +225,17 @@ std::string Node::Text(const char* name, const std::string& missing) const {
   return text;
 }
 
-std::vector<int64_t> Node::Wholes(const char* name) const {
+std::vector<int64_t> Node::Ints(const char* name) const {
   const OrtOpAttr* const attribute = Attribute(name, ORT_OP_ATTR_INTS, "no list of whole numbers");
   if (attribute == nullptr) return {};
   size_t bytes = 0;
   if (OrtStatus* const status = host_.ort->ReadOpAttr(attribute, ORT_OP_ATTR_INTS, nullptr, 0, &bytes)) {
     host_.ort->ReleaseStatus(status);
   }
-  std::vector<int64_t> numbers(bytes / sizeof(int64_t));
-  if (numbers.empty()) return numbers;
-  Check(*host_.ort, host_.ort->ReadOpAttr(attribute, ORT_OP_ATTR_INTS, numbers.data(), bytes, &bytes));
-  return numbers;
+  std::vector<int64_t> values(bytes / sizeof(int64_t));
+  if (values.empty()) return values;
+  Check(*host_.ort, host_.ort->ReadOpAttr(attribute, ORT_OP_ATTR_INTS, values.data(), bytes, &bytes));
+  return values;
 }
 
 std::vector<std::string> Node::AttributeNames() const {

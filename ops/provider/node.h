@@ -50,9 +50,9 @@ struct Constant {
   std::vector<float> Floats() const;
   int64_t Count() const;
   // Of a tensor of uint8, int8 or int32 (IsCode).
-  int64_t CodeAt(int64_t place) const;
+  int64_t CodeAt(int64_t index) const;
   // Of one float, which has one axis at most.
-  std::optional<float> Number() const;
+  std::optional<float> Scalar() const;
 };
 
 Shape DimensionsOf(const OrtApi& ort, const OrtTensorTypeAndShapeInfo& info);
@@ -80,11 +80,11 @@ class Node {
   std::string Described() const;
 
   // Throws UnfitError if the attribute is no whole number, or missing where nothing stands for that.
-  int64_t Whole(const char* name, std::optional<int64_t> missing = std::nullopt) const;
+  int64_t Int(const char* name, std::optional<int64_t> missing = std::nullopt) const;
   // `missing` where there is none. Throws UnfitError if it is of another type.
-  float Number(const char* name, float missing) const;
-  std::string Text(const char* name, const std::string& missing) const;
-  std::vector<int64_t> Wholes(const char* name) const;
+  float Float(const char* name, float missing) const;
+  std::string String(const char* name, const std::string& missing) const;
+  std::vector<int64_t> Ints(const char* name) const;
   // Of all that it has; ONNX Runtime writes those that a model leaves out into its nodes, as they are then.
   std::vector<std::string> AttributeNames() const;
 

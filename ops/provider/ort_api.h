@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "ort/op_error.h"
+#include "host/op_error.h"
 
 namespace ortolan::provider {
 

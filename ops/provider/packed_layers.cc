@@ -8,7 +8,7 @@ namespace {
 enum class Kind : int64_t { kNBits = 0, kInt8 = 1, kBf16 = 2, kBlocks = 3 };
 
 // Columns side by side, whose numbers are put into `numbers`.
-NBitsWeight Joined(std::span<const Layer> layers, std::vector<uint8_t>& numbers) {
+NBitsWeight Joined(std::span<const Layer> layers, std::vector<uint8_t>& codes) {
   NBitsWeight whole = std::get<NBitsWeight>(layers.front().weight);
   if (layers.size() == 1) return whole;
   const auto has_zero_points = [](const Layer& layer) {
@@ -20,7 +20,7 @@ NBitsWeight Joined(std::span<const Layer> layers, std::vector<uint8_t>& numbers)
   whole.zero_points.clear();
   for (const Layer& layer : layers) {
     const NBitsWeight& w = std::get<NBitsWeight>(layer.weight);
-    numbers.insert(numbers.end(), w.numbers, w.numbers + w.n * w.ColumnBytes());
+    codes.insert(codes.end(), w.codes, w.codes + w.n * w.ColumnBytes());
     whole.n += w.n;
     whole.scales.insert(whole.scales.end(), w.scales.begin(), w.scales.end());
     if (w.zero_points.empty() && any_zero_points) {
@@ -29,15 +29,15 @@ NBitsWeight Joined(std::span<const Layer> layers, std::vector<uint8_t>& numbers)
       whole.zero_points.insert(whole.zero_points.end(), w.zero_points.begin(), w.zero_points.end());
     }
   }
-  whole.numbers = numbers.data();
+  whole.codes = codes.data();
   return whole;
 }
 
 void WriteNBits(const PackedNBits& packed, ContextWriter& writer) {
-  writer.Number(packed.k);
-  writer.Number(packed.n);
-  writer.Number(packed.bits);
-  writer.Number(packed.group);
+  writer.Int(packed.k);
+  writer.Int(packed.n);
+  writer.Int(packed.bits);
+  writer.Int(packed.group);
   writer.Flag(packed.has_half_scales);
   writer.Array(packed.weights);
   writer.Array(packed.scales);
@@ -47,10 +47,10 @@ void WriteNBits(const PackedNBits& packed, ContextWriter& writer) {
 
 PackedNBits ReadNBits(ContextReader& reader) {
   PackedNBits packed;
-  packed.k = reader.Number();
-  packed.n = reader.Number();
-  packed.bits = reader.Number();
-  packed.group = reader.Number();
+  packed.k = reader.Int();
+  packed.n = reader.Int();
+  packed.bits = reader.Int();
+  packed.group = reader.Int();
   packed.has_half_scales = reader.Flag();
   packed.weights = reader.Array<uint8_t>();
   packed.scales = reader.Array<uint8_t>();
@@ -60,8 +60,8 @@ PackedNBits ReadNBits(ContextReader& reader) {
 }
 
 void WriteStored(const StoredBytes& stored, ContextWriter& writer) {
-  writer.Number(stored.k);
-  writer.Number(stored.n);
+  writer.Int(stored.k);
+  writer.Int(stored.n);
   writer.Array(stored.masks);
   writer.Array(stored.values);
   writer.Array(stored.offsets);
@@ -69,8 +69,8 @@ void WriteStored(const StoredBytes& stored, ContextWriter& writer) {
 
 StoredBytes ReadStored(ContextReader& reader) {
   StoredBytes stored;
-  stored.k = reader.Number();
-  stored.n = reader.Number();
+  stored.k = reader.Int();
+  stored.n = reader.Int();
   stored.masks = reader.Array<uint8_t>();
   stored.values = reader.Array<uint8_t>();
   stored.offsets = reader.Array<int64_t>();
@@ -93,8 +93,8 @@ PackedInt8 ReadInt8(ContextReader& reader) {
 }
 
 void WriteBlocks(const PackedBlocks& packed, ContextWriter& writer) {
-  writer.Number(packed.k);
-  writer.Number(packed.n);
+  writer.Int(packed.k);
+  writer.Int(packed.n);
   writer.Array(packed.values);
   writer.Array(packed.indices);
   writer.Array(packed.starts);
@@ -103,8 +103,8 @@ void WriteBlocks(const PackedBlocks& packed, ContextWriter& writer) {
 
 PackedBlocks ReadBlocks(ContextReader& reader) {
   PackedBlocks packed;
-  packed.k = reader.Number();
-  packed.n = reader.Number();
+  packed.k = reader.Int();
+  packed.n = reader.Int();
   packed.values = reader.Array<int8_t>();
   packed.indices = reader.Array<uint16_t>();
   packed.starts = reader.Array<int64_t>();
@@ -134,8 +134,8 @@ PackedLayers::PackedLayers(std::span<const Layer> layers) {
 
 void PackedLayers::Pack(std::span<const Layer> layers) {
   if (std::holds_alternative<NBitsWeight>(layers.front().weight)) {
-    std::vector<uint8_t> numbers;
-    groups_.emplace(Joined(layers, numbers));
+    std::vector<uint8_t> codes;
+    groups_.emplace(Joined(layers, codes));
     return;
   }
   if (std::holds_alternative<Int8Weight>(layers.front().weight)) {
@@ -159,7 +159,7 @@ void PackedLayers::Pack(std::span<const Layer> layers) {
 }
 
 PackedLayers::PackedLayers(ContextReader& reader) {
-  const int64_t kind = reader.Number();
+  const int64_t kind = reader.Int();
   if (kind == static_cast<int64_t>(Kind::kNBits)) {
     groups_.emplace(ReadNBits(reader));
   } else if (kind == static_cast<int64_t>(Kind::kInt8)) {
@@ -180,16 +180,16 @@ PackedLayers::PackedLayers(ContextReader& reader) {
 
 void PackedLayers::Write(ContextWriter& writer) const {
   if (groups_) {
-    writer.Number(static_cast<int64_t>(Kind::kNBits));
+    writer.Int(static_cast<int64_t>(Kind::kNBits));
     WriteNBits(groups_->Packed(), writer);
   } else if (columns_) {
-    writer.Number(static_cast<int64_t>(Kind::kInt8));
+    writer.Int(static_cast<int64_t>(Kind::kInt8));
     WriteInt8(columns_->Packed(), writer);
   } else if (blocks_) {
-    writer.Number(static_cast<int64_t>(Kind::kBlocks));
+    writer.Int(static_cast<int64_t>(Kind::kBlocks));
     WriteBlocks(blocks_->Packed(), writer);
   } else {
-    writer.Number(static_cast<int64_t>(Kind::kBf16));
+    writer.Int(static_cast<int64_t>(Kind::kBf16));
     WriteStored(bf16_columns_->Packed(), writer);
   }
   writer.Array(bias_);

@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-#include "provider/int8_numbers.h"
+#include "provider/int8_constants.h"
 
 namespace ortolan::provider {
 namespace {
@@ -14,24 +14,24 @@ constexpr const char* kOthersRead = "others read its weight, too";
 
 // --- the input ----------------------------------------------------------------------------------------------------
 
-void SetX(const Graph& graph, const Rounding& rounding, Layer& layer) {
-  const bool is_cut = rounding.state == Rounding::State::kCut, quantizes = rounding.floats != nullptr;
+void SetX(const Graph& graph, const QdqPair& rounding, Layer& layer) {
+  const bool is_clipped = rounding.state == QdqPair::State::kClipped, quantizes = rounding.floats != nullptr;
   if (quantizes) layer.quantize = rounding.maker;
-  if (quantizes && is_cut) layer.x_bounds = rounding.RangeBounds();
+  if (quantizes && is_clipped) layer.x_bounds = rounding.RangeBounds();
   layer.x = graph.Seen(quantizes ? rounding.floats : rounding.ends.front()->Output(0));
 }
 
-std::string WhyItStays(const Rounding* rounding) {
+std::string WhyItStays(const QdqPair* rounding) {
   if (rounding != nullptr) return rounding->reason;
   return "its input's range is none of 8 bits and constant numbers above 0, or others take its 8-bit numbers as they "
          "are";
 }
 
 // Floats.
-void ReadX(const Graph& graph, const Roundings& roundings, const Node& node, Layer& layer) {
+void ReadX(const Graph& graph, const QdqPairs& roundings, const Node& node, Layer& layer) {
   Expect(node.Has(0), "its first input is missing");
-  const Rounding* const rounding = roundings.Of(node.StoredInput(0));
-  if (rounding != nullptr && rounding->state != Rounding::State::kStays) {
+  const QdqPair* const rounding = roundings.Of(node.StoredInput(0));
+  if (rounding != nullptr && rounding->state != QdqPair::State::kStays) {
     SetX(graph, *rounding, layer);
   } else {
     const Node* const maker = graph.Maker(node.Input(0));
@@ -43,12 +43,12 @@ void ReadX(const Graph& graph, const Roundings& roundings, const Node& node, Lay
 }
 
 // Numbers of 8 bits.
-const Rounding& ReadNumbersOfX(const Graph& graph, const Roundings& roundings, const Node& node, Layer& layer) {
+const QdqPair& ReadQuantizedX(const Graph& graph, const QdqPairs& roundings, const Node& node, Layer& layer) {
   Expect(node.StoredInput(0) != nullptr, "its first input is missing");
-  const Rounding* const rounding = roundings.Of(node.StoredInput(0));
+  const QdqPair* const rounding = roundings.Of(node.StoredInput(0));
   Expect(rounding == nullptr || rounding->floats != nullptr,
          "another layer makes its numbers, and no floats lie in between");
-  Expect(rounding != nullptr && rounding->state != Rounding::State::kStays, WhyItStays(rounding));
+  Expect(rounding != nullptr && rounding->state != QdqPair::State::kStays, WhyItStays(rounding));
   SetX(graph, *rounding, layer);
   return *rounding;
 }
@@ -89,7 +89,7 @@ const Node* FindWeight(const Graph& graph, const Node& node, std::vector<const N
     nodes.push_back(maker);
     if (maker->IsStandard("DequantizeLinear")) return maker->IsConstant(0) ? maker : nullptr;
     if (maker->IsStandard("Transpose")) {
-      const std::vector<int64_t> order = maker->Wholes("perm");
+      const std::vector<int64_t> order = maker->Ints("perm");
       if (!order.empty() && order != std::vector<int64_t>{0, 1} && order != std::vector<int64_t>{1, 0}) return nullptr;
       transposed ^= order != std::vector<int64_t>{0, 1};
     } else if (!maker->IsStandard("Identity")) {
@@ -101,34 +101,34 @@ const Node* FindWeight(const Graph& graph, const Node& node, std::vector<const N
 }
 
 Int8Weight ReadDequantized(const Node& node, bool transposed) {
-  const int64_t axis = node.Whole("axis", 1), block_size = node.Whole("block_size", 0);
+  const int64_t axis = node.Int("axis", 1), block_size = node.Int("block_size", 0);
   Expect(block_size == 0,
          ErrorText("its scales are for blocks of ", block_size, " inputs, expected one scale, or one a column"));
   Expect(axis >= -2 && axis < 2, ErrorText("axis of its DequantizeLinear is ", axis, ", expected 0 or 1"));
-  const int64_t made = node.Whole("output_dtype", 0);
+  const int64_t made = node.Int("output_dtype", 0);
   Expect(made == 0 || made == kFloat, "its DequantizeLinear makes another type than that of its scales");
   const Constant scales = node.ConstantInput(1, "weight's scales", {kFloat});
   const bool is_of_inputs = (axis + 2) % 2 == (transposed ? 1 : 0);
   Expect(scales.Count() == 1 || !is_of_inputs, "its scales are one an input, expected one, or one an output");
-  Int8Weight w = ReadInt8Numbers(node, 0, 2, transposed);
+  Int8Weight w = ReadInt8Weight(node, 0, 2, transposed);
   w.scales = ReadScales(node, 1, w.n);
   return w;
 }
 
 // None: its weight is not behind DequantizeLinear.
-std::optional<Layer> ReadProduct(const Graph& graph, const Roundings& roundings, const Node& node) {
+std::optional<Layer> ReadProduct(const Graph& graph, const QdqPairs& roundings, const Node& node) {
   const bool is_gemm = node.type() == "Gemm";
   Layer layer;
   bool transposed = false;
   const Node* const dequantize = FindWeight(graph, node, layer.weight_nodes, transposed);
   if (dequantize == nullptr) return std::nullopt;
-  if (is_gemm && node.Whole("transB", 0) != 0) transposed = !transposed;
+  if (is_gemm && node.Int("transB", 0) != 0) transposed = !transposed;
   for (const Node* const one : layer.weight_nodes) Expect(graph.OnlyReader(one->Output(0)) != nullptr, kOthersRead);
   ReadX(graph, roundings, node, layer);
   Int8Weight w = ReadDequantized(*dequantize, transposed);
   if (is_gemm) {
-    Expect(node.Whole("transA", 0) == 0, "transA is 1, expected 0");
-    const float alpha = node.Number("alpha", 1.0f), beta = node.Number("beta", 1.0f);
+    Expect(node.Int("transA", 0) == 0, "transA is 1, expected 0");
+    const float alpha = node.Float("alpha", 1.0f), beta = node.Float("beta", 1.0f);
     Expect(alpha == 1.0f, ErrorText("alpha is ", alpha, ", expected 1"));
     Expect(beta == 1.0f || !node.Has(2), ErrorText("beta is ", beta, ", expected 1"));
     if (node.Has(2)) ReadBias(graph, node.Input(2), layer, w.n);
@@ -140,54 +140,54 @@ std::optional<Layer> ReadProduct(const Graph& graph, const Roundings& roundings,
 // --- operators of 8-bit numbers -----------------------------------------------------------------------------------
 
 // a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point
-Layer ReadQLinearMatMul(const Graph& graph, const Roundings& roundings, const Node& node) {
+Layer ReadQLinearMatMul(const Graph& graph, const QdqPairs& roundings, const Node& node) {
   Layer layer;
-  Int8Weight w = ReadInt8Numbers(node, 3, 5);
+  Int8Weight w = ReadInt8Weight(node, 3, 5);
   w.scales = ReadScales(node, 4, w.n);
-  ReadNumbersOfX(graph, roundings, node, layer);
+  ReadQuantizedX(graph, roundings, node, layer);
   layer.weight = std::move(w);
   return layer;
 }
 
 // A, a_scale, a_zero_point, B, b_scale, b_zero_point, C, y_scale, y_zero_point
-Layer ReadQGemm(const Graph& graph, const Roundings& roundings, const Node& node) {
+Layer ReadQGemm(const Graph& graph, const QdqPairs& roundings, const Node& node) {
   Layer layer;
-  Expect(node.Whole("transA", 0) == 0, "transA is 1, expected 0");
-  const float alpha = node.Number("alpha", 1.0f);
+  Expect(node.Int("transA", 0) == 0, "transA is 1, expected 0");
+  const float alpha = node.Float("alpha", 1.0f);
   Expect(alpha == 1.0f, ErrorText("alpha is ", alpha, ", expected 1"));
-  Int8Weight w = ReadInt8Numbers(node, 3, 5, node.Whole("transB", 0) != 0);
+  Int8Weight w = ReadInt8Weight(node, 3, 5, node.Int("transB", 0) != 0);
   w.scales = ReadScales(node, 4, w.n);
-  const Rounding& rounding = ReadNumbersOfX(graph, roundings, node, layer);
+  const QdqPair& rounding = ReadQuantizedX(graph, roundings, node, layer);
   if (node.Has(6)) ReadBiasInSteps(node, 6, rounding.range.scale, layer, w);
   layer.weight = std::move(w);
   return layer;
 }
 
 // A, B, a_scale, b_scale, a_zero_point, b_zero_point, bias
-Layer ReadMatMulIntegerToFloat(const Graph& graph, const Roundings& roundings, const Node& node) {
+Layer ReadMatMulIntegerToFloat(const Graph& graph, const QdqPairs& roundings, const Node& node) {
   Layer layer;
-  Int8Weight w = ReadInt8Numbers(node, 1, 5);
+  Int8Weight w = ReadInt8Weight(node, 1, 5);
   w.scales = ReadScales(node, 3, w.n);
-  ReadNumbersOfX(graph, roundings, node, layer);
+  ReadQuantizedX(graph, roundings, node, layer);
   if (node.Has(6)) layer.bias = node.ConstantInput(6, "bias", {kFloat}, {{w.n}}).Floats();
   layer.weight = std::move(w);
   return layer;
 }
 
 // Numbers of 8 bits must become floats behind it.
-Value OutputOf(const Graph& graph, const Roundings& roundings, const Node& node) {
+Value OutputOf(const Graph& graph, const QdqPairs& roundings, const Node& node) {
   const bool makes_floats = node.IsStandard("MatMul") || node.IsStandard("Gemm") ||
                             node.Is(kMicrosoft, "MatMulIntegerToFloat") ||
                             (node.Is(kMicrosoft, "QGemm") && !node.Has(7));
-  const Rounding* const rounding = makes_floats ? nullptr : roundings.MadeBy(node);
-  Expect(makes_floats || (rounding != nullptr && rounding->state != Rounding::State::kStays),
+  const QdqPair* const rounding = makes_floats ? nullptr : roundings.MadeBy(node);
+  Expect(makes_floats || (rounding != nullptr && rounding->state != QdqPair::State::kStays),
          "its numbers do not only become floats behind it, by the range that it has");
   return graph.Seen(node.Output(0));
 }
 
 }  // namespace
 
-std::optional<Layer> ReadStaticLayer(const Graph& graph, const Roundings& roundings, const Node& node) {
+std::optional<Layer> ReadStaticLayer(const Graph& graph, const QdqPairs& roundings, const Node& node) {
   std::optional<Layer> layer;
   if (node.IsStandard("MatMul") || node.IsStandard("Gemm")) {
     layer = ReadProduct(graph, roundings, node);

@@ -1,4 +1,4 @@
-// int8 layers of models whose activations have fixed ranges (roundings.h), in the forms of quantize_static and of
+// int8 layers of models whose activations have fixed ranges (qdq_pairs.h), in the forms of quantize_static and of
 // weights that are stored in 8 bits alone:
 //
 //     MatMul or Gemm, the weight behind DequantizeLinear, perhaps transposed
@@ -9,11 +9,11 @@
 #pragma once
 
 #include "provider/layer.h"
-#include "provider/roundings.h"
+#include "provider/qdq_pairs.h"
 
 namespace ortolan::provider {
 
 // As ReadLayer.
-std::optional<Layer> ReadStaticLayer(const Graph& graph, const Roundings& roundings, const Node& node);
+std::optional<Layer> ReadStaticLayer(const Graph& graph, const QdqPairs& roundings, const Node& node);
 
 }  // namespace ortolan::provider

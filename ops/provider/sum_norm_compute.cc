@@ -8,7 +8,7 @@ namespace ortolan::provider {
 
 SumNormCompute::SumNormCompute(const HostApi& host, const SumNorm& norm, const Node& fused)
     : node_(norm.norm.node->Described()),
-      y_(OutputPlace(host, fused, norm.y)),
+      y_(OutputSlot(host, fused, norm.y)),
       own_weight_(norm.norm.weight),
       own_bias_(norm.norm.bias) {
   for (const Value value : norm.operands) {
@@ -17,34 +17,34 @@ SumNormCompute::SumNormCompute(const HostApi& host, const SumNorm& norm, const N
     if (const std::optional<Constant> constant = ReadConstant(host, value)) {
       operand.shape = constant->shape;
       operand.own = constant->Floats();
-      operand.numbers = operand.own;
+      operand.values = operand.own;
     } else {
-      operand.place = InputPlace(host, fused, value);
+      operand.slot = InputSlot(host, fused, value);
     }
   }
   MakePlan(own_weight_, own_bias_, norm.norm.epsilon);
 }
 
-SumNormCompute::SumNormCompute(ContextReader& reader, const Places& places)
-    : node_(reader.Text()), y_(places.Output(reader)) {
-  const float epsilon = reader.Real();
+SumNormCompute::SumNormCompute(ContextReader& reader, const IoSlots& slots)
+    : node_(reader.String()), y_(slots.Output(reader)) {
+  const float epsilon = reader.Float();
   const std::span<const float> weight = reader.Array<float>(), bias = reader.Array<float>();
   if (!(epsilon >= 0) || std::isinf(epsilon) || weight.empty() || bias.size() != weight.size()) {
     throw OpError(ErrorText("a normalization has ", weight.size(), " weights, ", bias.size(),
                             " numbers of bias and epsilon ", epsilon));
   }
-  const int64_t count = reader.Number();
+  const int64_t count = reader.Int();
   if (count < 1 || count > static_cast<int64_t>(kMostSumOperands)) {
     throw OpError(ErrorText("a normalization is of a sum of ", count, ", expected 1 to ", kMostSumOperands));
   }
   for (int64_t i = 0; i < count; ++i) {
     Operand& operand = operands_.emplace_back();
-    operand.name = reader.Text();
-    operand.place = places.InputOrNone(reader);
-    if (operand.place) continue;
+    operand.name = reader.String();
+    operand.slot = slots.InputOrNone(reader);
+    if (operand.slot) continue;
     const FloatTensor tensor = ReadTensor(reader, "what a normalization adds");
     operand.shape = tensor.shape;
-    operand.numbers = tensor.numbers;
+    operand.values = tensor.values;
   }
   MakePlan(weight, bias, epsilon);
 }
@@ -60,17 +60,17 @@ void SumNormCompute::MakePlan(std::span<const float> weight, std::span<const flo
 
 void SumNormCompute::Write(ContextWriter& writer) const {
   const LayerNormArgs& norm = plan_->norm();
-  writer.Number(static_cast<int64_t>(StepKind::kSumNorm));
-  writer.Text(node_);
-  WritePlace(writer, y_);
-  writer.Real(norm.epsilon);
+  writer.Int(static_cast<int64_t>(StepKind::kSumNorm));
+  writer.String(node_);
+  WriteSlot(writer, y_);
+  writer.Float(norm.epsilon);
   writer.Array(std::span(norm.weight, static_cast<size_t>(norm.n)));
   writer.Array(std::span(norm.bias, static_cast<size_t>(norm.n)));
-  writer.Number(static_cast<int64_t>(operands_.size()));
+  writer.Int(static_cast<int64_t>(operands_.size()));
   for (const Operand& operand : operands_) {
-    writer.Text(operand.name);
-    WritePlace(writer, operand.place);
-    if (!operand.place) WriteTensor(writer, {operand.shape, operand.numbers});
+    writer.String(operand.name);
+    WriteSlot(writer, operand.slot);
+    if (!operand.slot) WriteTensor(writer, {operand.shape, operand.values});
   }
 }
 
@@ -79,11 +79,11 @@ void SumNormCompute::Run(const OrtApi& ort, OrtKernelContext& context, Host& hos
   CallMemory memory(host);
   std::vector<SumOperand> operands;
   for (const Operand& operand : operands_) {
-    if (!operand.place) {
-      operands.push_back({operand.name, operand.numbers.data(), operand.shape});
+    if (!operand.slot) {
+      operands.push_back({operand.name, operand.values.data(), operand.shape});
       continue;
     }
-    const FloatInput input = memory.AlignedNumbers(ReadFloats(ort, context, *operand.place, memory));
+    const FloatInput input = memory.AlignedInput(ReadFloats(ort, context, *operand.slot, memory));
     operands.push_back({operand.name, input.data, input.shape});
   }
   const Shape shape = plan_->Shape(operands, node_);

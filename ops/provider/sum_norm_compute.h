@@ -7,7 +7,7 @@
 
 #include "add_layer_norm/plan.h"
 #include "provider/compute.h"
-#include "provider/places.h"
+#include "provider/io_slots.h"
 
 namespace ortolan::provider {
 
@@ -15,17 +15,17 @@ class SumNormCompute : public StepCompute {
  public:
   SumNormCompute(const HostApi& host, const SumNorm& norm, const Node& fused);
   // As Write wrote it, behind its kind. Throws OpError.
-  SumNormCompute(ContextReader& reader, const Places& places);
+  SumNormCompute(ContextReader& reader, const IoSlots& slots);
   std::optional<size_t> y() const override { return y_; }
   void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const override;
   void Write(ContextWriter& writer) const override;
 
  private:
   struct Operand {
-    std::string name;             // for errors
-    std::optional<size_t> place;  // of an input; none: a constant
-    Shape shape;                  // of that
-    std::span<const float> numbers;
+    std::string name;            // for errors
+    std::optional<size_t> slot;  // of an input; none: a constant
+    Shape shape;                 // of that
+    std::span<const float> values;
     std::vector<float> own;  // these, or a file's
   };
   void MakePlan(std::span<const float> weight, std::span<const float> bias, float epsilon);

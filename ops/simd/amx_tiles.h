@@ -1,4 +1,4 @@
-// AMX tile instructions as inline assembly. Included by files of the column amx only: local to each.
+// AMX tile instructions as inline assembly. Included by files of the target amx only: local to each.
 //
 // Not the compiler's intrinsics, because gcc's do not say that they read and write memory, and it deletes stores that
 // only a tile load or a tile configuration reads (12.2; fewer in 14 and 15). Here all of memory is up to date before an

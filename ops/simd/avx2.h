@@ -1,4 +1,4 @@
-// AVX2: vectors of floats, integers and bytes (column.h says what each function does). Local to each file
+// AVX2: vectors of floats, integers and bytes (target.h says what each function does). Local to each file
 // that includes it.
 #pragma once
 
@@ -178,18 +178,18 @@ struct avx2 : Vectors<avx2, avx2_types> {
   static __m256i SetBytes(int value) { return _mm256_set1_epi8(static_cast<char>(value)); }
   static __m256i SubtractBytes(__m256i a, __m256i b) { return _mm256_sub_epi8(a, b); }
   static __m256i ExpandBytes(uint64_t mask, const uint8_t* stored, int first) {
-    return ExpandEach(mask, first, [&](int64_t place) { return Load64(stored + place); });
+    return ExpandEach(mask, first, [&](int64_t position) { return Load64(stored + position); });
   }
   // The fill is taken off what is stored, and put on again where nothing is.
   static __m256i ExpandBytesElse(int fill, uint64_t mask, const uint8_t* stored, int first) {
     const __m128i each = _mm_set1_epi8(static_cast<char>(fill));
-    const auto load = [&](int64_t place) { return _mm_xor_si128(Load128(stored + place), each); };
+    const auto load = [&](int64_t position) { return _mm_xor_si128(Load128(stored + position), each); };
     return _mm256_xor_si256(ExpandEach(mask, first, load), SetBytes(fill));
   }
   static __m256i ExpandWords(uint64_t mask, const uint8_t* stored, int first) {
-    const auto eight = [&](int place) {
-      const uint64_t before = (uint64_t{1} << place) - 1;
-      const uint8_t* control = kExpandWordControls.control[(mask >> place) & 0xff];
+    const auto eight = [&](int position) {
+      const uint64_t before = (uint64_t{1} << position) - 1;
+      const uint8_t* control = kExpandWordControls.control[(mask >> position) & 0xff];
       return _mm_shuffle_epi8(Load128(stored + 2 * __builtin_popcountll(mask & before)), Load128(control));
     };
     return _mm256_set_m128i(eight(first + 8), eight(first));
@@ -197,22 +197,22 @@ struct avx2 : Vectors<avx2, avx2_types> {
   static __m256i RepeatEight(const void* from) {
     return _mm256_broadcastq_epi64(Load64(static_cast<const uint8_t*>(from)));
   }
-  static __m256i PickBytes(__m256i eight, __m256i places) { return _mm256_shuffle_epi8(eight, places); }
+  static __m256i PickBytes(__m256i eight, __m256i positions) { return _mm256_shuffle_epi8(eight, positions); }
   template <int kHalf>
-  static __m256i SpreadBytes(__m256i a, __m256i places) {
-    const __m256i numbers = _mm256_maddubs_epi16(places, _mm256_set1_epi16(0x0102));
-    const __m256i number = kHalf == 0 ? numbers : _mm256_srli_epi32(numbers, 16);  // in the lowest bits
+  static __m256i SpreadBytes(__m256i a, __m256i positions) {
+    const __m256i indices = _mm256_maddubs_epi16(positions, _mm256_set1_epi16(0x0102));
+    const __m256i index = kHalf == 0 ? indices : _mm256_srli_epi32(indices, 16);  // in the lowest bits
     const __m256i table = LoadBytes(kSpreadControl.control[0]);
     const __m256i quad = _mm256_add_epi8(LoadBytes(kSpreadControl.quad), SetBytes(2 * kHalf));
-    return _mm256_shuffle_epi8(a, _mm256_add_epi8(_mm256_permutevar8x32_epi32(table, number), quad));
+    return _mm256_shuffle_epi8(a, _mm256_add_epi8(_mm256_permutevar8x32_epi32(table, index), quad));
   }
   // Places ascend, so that each word can only go to one place of each half: its own or, swapped, the other's.
   template <int kHalf>
-  static __m256i SpreadWords(__m256i a, __m256i places) {
+  static __m256i SpreadWords(__m256i a, __m256i positions) {
     const __m256i here = _mm256_set1_epi32((2 * kHalf + 1) << 16 | 2 * kHalf);
     const auto swap = [](__m256i b) { return _mm256_or_si256(_mm256_slli_epi32(b, 16), _mm256_srli_epi32(b, 16)); };
-    return _mm256_or_si256(_mm256_and_si256(a, _mm256_cmpeq_epi16(places, here)),
-                           _mm256_and_si256(swap(a), _mm256_cmpeq_epi16(swap(places), here)));
+    return _mm256_or_si256(_mm256_and_si256(a, _mm256_cmpeq_epi16(positions, here)),
+                           _mm256_and_si256(swap(a), _mm256_cmpeq_epi16(swap(positions), here)));
   }
 
   // Dot products of bytes. There is no exact product of unsigned and signed bytes: the sums of two may saturate. |a| as
@@ -238,14 +238,14 @@ struct avx2 : Vectors<avx2, avx2_types> {
   static __m256i EndNibbleSums(__m256i sums, __m256i narrow) { return AddPairs(sums, narrow); }
 
   // Rows of words: vpmaddubsw saturates on sums of u8 x int8, vpmaddwd is exact.
-  using RowNumber = int16_t;
+  using RowElement = int16_t;
   static constexpr bool kDotsFewRows = true;
   template <int kTokens>
   static constexpr int kRowWords = kTokens == 1 ? 2 : kTokens;
   // Of 16 tokens, the halves of an interleaved row are tokens 0 … 3 and 8 … 11: rows have the middle quarters swapped.
   template <int kTokens>
-  static constexpr int TokenAt(int place) {
-    return kTokens == 16 ? (place & 3) | (place & 4) << 1 | (place & 8) >> 1 : place;
+  static constexpr int TokenAt(int position) {
+    return kTokens == 16 ? (position & 3) | (position & 4) << 1 | (position & 8) >> 1 : position;
   }
   static __m256i PackWords(__m256i a, __m256i b, int32_t least, int32_t most) {
     const __m256i words = _mm256_max_epi16(_mm256_packs_epi32(a, b), _mm256_set1_epi16(static_cast<int16_t>(least)));
@@ -264,7 +264,7 @@ struct avx2 : Vectors<avx2, avx2_types> {
       StoreFourTokens(to + 32, _mm256_unpackhi_epi16(tokens[0], tokens[1]),
                       _mm256_unpackhi_epi16(tokens[2], tokens[3]));
     } else {
-      for (int place = 0; place < kTokens; place += 8) StoreEightTokens<kTokens>(tokens, place, to);
+      for (int position = 0; position < kTokens; position += 8) StoreEightTokens<kTokens>(tokens, position, to);
     }
   }
 
@@ -354,10 +354,10 @@ struct avx2 : Vectors<avx2, avx2_types> {
     }
   }
 
-  static __m256i PackBytes(const __m256i (&numbers)[4], int32_t offset) {
+  static __m256i PackBytes(const __m256i (&integers)[4], int32_t offset) {
     const __m256i words = _mm256_set1_epi16(static_cast<int16_t>(offset));
-    const __m256i low = _mm256_adds_epi16(_mm256_packs_epi32(numbers[0], numbers[1]), words);
-    const __m256i high = _mm256_adds_epi16(_mm256_packs_epi32(numbers[2], numbers[3]), words);
+    const __m256i low = _mm256_adds_epi16(_mm256_packs_epi32(integers[0], integers[1]), words);
+    const __m256i high = _mm256_adds_epi16(_mm256_packs_epi32(integers[2], integers[3]), words);
     const __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), in_order);
   }
@@ -428,11 +428,11 @@ struct avx2 : Vectors<avx2, avx2_types> {
   }
   // Those at eight places of the rows, of 16 inputs.
   template <int kTokens>
-  static void StoreEightTokens(const __m256i (&tokens)[kTokens], int place, int16_t* to) {
+  static void StoreEightTokens(const __m256i (&tokens)[kTokens], int position, int16_t* to) {
     __m256i a[8], b[8];
 #pragma GCC unroll 4
     for (int i = 0; i < 8; i += 2) {
-      const __m256i one = tokens[TokenAt<kTokens>(place + i)], next = tokens[TokenAt<kTokens>(place + i + 1)];
+      const __m256i one = tokens[TokenAt<kTokens>(position + i)], next = tokens[TokenAt<kTokens>(position + i + 1)];
       a[i] = _mm256_unpacklo_epi16(one, next);
       a[i + 1] = _mm256_unpackhi_epi16(one, next);
     }
@@ -449,8 +449,8 @@ struct avx2 : Vectors<avx2, avx2_types> {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
       const int input = i < 2 ? 2 * i : 8 + 2 * (i - 2);
-      StoreHalves(to + input * kTokens + place, 4 * kTokens, _mm256_unpacklo_epi64(b[i], b[i + 4]));
-      StoreHalves(to + (input + 1) * kTokens + place, 4 * kTokens, _mm256_unpackhi_epi64(b[i], b[i + 4]));
+      StoreHalves(to + input * kTokens + position, 4 * kTokens, _mm256_unpacklo_epi64(b[i], b[i + 4]));
+      StoreHalves(to + (input + 1) * kTokens + position, 4 * kTokens, _mm256_unpackhi_epi64(b[i], b[i + 4]));
     }
   }
   static void StoreHalves(int16_t* to, int64_t apart, __m256i a) {
@@ -465,9 +465,9 @@ struct avx2 : Vectors<avx2, avx2_types> {
   // No expand here: each byte of the mask picks a shuffle that spreads up to eight bytes, load(place), to their places.
   template <typename LoadStored>
   static __m256i ExpandEach(uint64_t mask, int first, const LoadStored& load) {
-    const auto eight = [&](int place) {
-      const uint64_t before = (uint64_t{1} << place) - 1;
-      const uint8_t* control = kExpandByteControls.control[(mask >> place) & 0xff];
+    const auto eight = [&](int position) {
+      const uint64_t before = (uint64_t{1} << position) - 1;
+      const uint8_t* control = kExpandByteControls.control[(mask >> position) & 0xff];
       return _mm_shuffle_epi8(load(__builtin_popcountll(mask & before)), Load64(control));
     };
     return _mm256_set_m128i(_mm_unpacklo_epi64(eight(first + 16), eight(first + 24)),

@@ -8,39 +8,40 @@ namespace ortolan::simd {
 namespace {
 
 // A byte for each of 64 places.
-struct PlaceTable {
+struct PositionTable {
   template <typename At>
-  constexpr explicit PlaceTable(const At& byte_at) {
+  constexpr explicit PositionTable(const At& byte_at) {
     for (int i = 0; i < 64; ++i) at[i] = static_cast<uint8_t>(byte_at(i));
   }
   alignas(64) uint8_t at[64] = {};
 };
-constexpr PlaceTable kPlaces([](int i) { return i; });
+constexpr PositionTable kPositions([](int i) { return i; });
 // Of 64 words in two registers, the low bytes.
-constexpr PlaceTable kLowBytes([](int i) { return 2 * i; });
+constexpr PositionTable kLowBytes([](int i) { return 2 * i; });
 // Of 16 quads, byte 16 r + i: byte r of quad i.
-constexpr PlaceTable kRowsOfQuads([](int i) { return i % 16 * 4 + i / 16; });
+constexpr PositionTable kRowsOfQuads([](int i) { return i % 16 * 4 + i / 16; });
 // Of four rows of 16 bytes, one behind the other, byte 4 i + r: byte i of row r. Likewise of 32 bytes, in two halves.
-constexpr PlaceTable kQuadsOfRows16([](int i) { return i % 4 * 16 + i / 4; });
-constexpr PlaceTable kLowQuadsOfRows32([](int i) { return i % 4 * 32 + i / 4; });
-constexpr PlaceTable kHighQuadsOfRows32([](int i) { return i % 4 * 32 + 16 + i / 4; });
+constexpr PositionTable kQuadsOfRows16([](int i) { return i % 4 * 16 + i / 4; });
+constexpr PositionTable kLowQuadsOfRows32([](int i) { return i % 4 * 32 + i / 4; });
+constexpr PositionTable kHighQuadsOfRows32([](int i) { return i % 4 * 32 + 16 + i / 4; });
 
 struct avx512 : avx512vnni {
   // Lists of bits.
   static int64_t ListBits(uint64_t bits, uint8_t first, uint8_t* list) {
-    const __m512i numbers = _mm512_add_epi8(_mm512_load_si512(kPlaces.at), _mm512_set1_epi8(static_cast<char>(first)));
-    _mm512_storeu_si512(list, _mm512_maskz_compress_epi8(bits, numbers));
+    const __m512i positions =
+        _mm512_add_epi8(_mm512_load_si512(kPositions.at), _mm512_set1_epi8(static_cast<char>(first)));
+    _mm512_storeu_si512(list, _mm512_maskz_compress_epi8(bits, positions));
     return __builtin_popcountll(bits);
   }
   static int64_t ListBits(uint64_t bits, uint16_t first, uint16_t* list) {
     const int64_t found = __builtin_popcountll(bits);
     const __m512i base = _mm512_set1_epi16(static_cast<int16_t>(first));
-    const __m512i numbers = _mm512_maskz_compress_epi8(bits, _mm512_load_si512(kPlaces.at));
+    const __m512i positions = _mm512_maskz_compress_epi8(bits, _mm512_load_si512(kPositions.at));
     const auto store = [base](uint16_t* to, __m256i half) {
       _mm512_storeu_si512(to, _mm512_add_epi16(base, _mm512_cvtepu8_epi16(half)));
     };
-    store(list, _mm512_castsi512_si256(numbers));
-    if (found > 32) store(list + 32, _mm512_extracti64x4_epi64(numbers, 1));
+    store(list, _mm512_castsi512_si256(positions));
+    if (found > 32) store(list + 32, _mm512_extracti64x4_epi64(positions, 1));
     return found;
   }
 

@@ -22,9 +22,9 @@ struct avx512bf16 : avx512 {
     return _mm512_dpbf16_ps(c, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
   }
   static constexpr bool kDotBf16 = true;
-  static __m512i PickWords(__m512i eight, __m512i places) { return _mm512_permutexvar_epi16(places, eight); }
-  static __m512i LowPlaces(__m512i words, __m512i places) {
-    return _mm512_maskz_mov_epi16(_mm512_testn_epi16_mask(places, _mm512_set1_epi16(2)), words);
+  static __m512i PickWords(__m512i eight, __m512i positions) { return _mm512_permutexvar_epi16(positions, eight); }
+  static __m512i LowPositions(__m512i words, __m512i positions) {
+    return _mm512_maskz_mov_epi16(_mm512_testn_epi16_mask(positions, _mm512_set1_epi16(2)), words);
   }
   static __m512i PackBf16(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
   static __m512 DotBf16(__m512 sums, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sums, (__m512bh)a, (__m512bh)b); }

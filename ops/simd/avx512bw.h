@@ -1,4 +1,4 @@
-// AVX-512 as every CPU has it (F, BW, DQ, VL; Skylake-SP on): vectors of floats, integers and bytes (column.h says what
+// AVX-512 as every CPU has it (F, BW, DQ, VL; Skylake-SP on): vectors of floats, integers and bytes (target.h says what
 // each function does). Local to each file that includes it.
 #pragma once
 
@@ -218,21 +218,21 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
   static __m512i RepeatEight(const void* from) {
     return _mm512_broadcastq_epi64(_mm_loadl_epi64(static_cast<const __m128i*>(from)));
   }
-  static __m512i PickBytes(__m512i eight, __m512i places) { return _mm512_shuffle_epi8(eight, places); }
+  static __m512i PickBytes(__m512i eight, __m512i positions) { return _mm512_shuffle_epi8(eight, positions); }
   template <int kHalf>
-  static __m512i SpreadBytes(__m512i a, __m512i places) {
-    const __m512i numbers = _mm512_maddubs_epi16(places, _mm512_set1_epi16(0x0102));
-    const __m512i number = kHalf == 0 ? numbers : _mm512_srli_epi32(numbers, 16);  // in the lowest bits
+  static __m512i SpreadBytes(__m512i a, __m512i positions) {
+    const __m512i indices = _mm512_maddubs_epi16(positions, _mm512_set1_epi16(0x0102));
+    const __m512i index = kHalf == 0 ? indices : _mm512_srli_epi32(indices, 16);  // in the lowest bits
     const __m512i table = LoadBytes(kSpreadControl.control[0]);
     const __m512i quad = _mm512_add_epi8(LoadBytes(kSpreadControl.quad), SetBytes(2 * kHalf));
-    return _mm512_shuffle_epi8(a, _mm512_add_epi8(_mm512_permutexvar_epi32(number, table), quad));
+    return _mm512_shuffle_epi8(a, _mm512_add_epi8(_mm512_permutexvar_epi32(index, table), quad));
   }
   // Places ascend, so that each word can only go to one place of each half: its own or, swapped, the other's.
   template <int kHalf>
-  static __m512i SpreadWords(__m512i a, __m512i places) {
+  static __m512i SpreadWords(__m512i a, __m512i positions) {
     const __m512i here = _mm512_set1_epi32((2 * kHalf + 1) << 16 | 2 * kHalf);
-    const __mmask32 own = _mm512_cmpeq_epi16_mask(places, here);
-    const __mmask32 other = _mm512_cmpeq_epi16_mask(_mm512_rol_epi32(places, 16), here);
+    const __mmask32 own = _mm512_cmpeq_epi16_mask(positions, here);
+    const __mmask32 other = _mm512_cmpeq_epi16_mask(_mm512_rol_epi32(positions, 16), here);
     return _mm512_mask_mov_epi16(_mm512_maskz_mov_epi16(own, a), other, _mm512_rol_epi32(a, 16));
   }
 
@@ -257,7 +257,7 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
   static __m512i EndNibbleSums(__m512i sums, __m512i narrow) { return AddPairs(sums, narrow); }
 
   // Rows of bytes
-  using RowNumber = uint8_t;
+  using RowElement = uint8_t;
   using Quads = __m512i;
   // Unpacks deal with 128 bits at a time: alone they interleave rows of 64 bytes, in an order of their own.
   template <int kVectors>
@@ -306,16 +306,16 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
       }
     }
   }
-  static __m512i PackBytes(const __m512i (&numbers)[4], int32_t offset) {
+  static __m512i PackBytes(const __m512i (&integers)[4], int32_t offset) {
     const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    return _mm512_permutexvar_epi32(in_order, PackRows<4>(numbers, offset));
+    return _mm512_permutexvar_epi32(in_order, PackRows<4>(integers, offset));
   }
   template <int kVectors>
-  static __m512i PackRows(const __m512i (&numbers)[4], int32_t offset) {
-    if constexpr (kVectors != 4) return PackBytes(numbers, offset);
+  static __m512i PackRows(const __m512i (&integers)[4], int32_t offset) {
+    if constexpr (kVectors != 4) return PackBytes(integers, offset);
     const __m512i words = _mm512_set1_epi16(static_cast<int16_t>(offset));
-    const __m512i low = _mm512_adds_epi16(_mm512_packs_epi32(numbers[0], numbers[1]), words);
-    const __m512i high = _mm512_adds_epi16(_mm512_packs_epi32(numbers[2], numbers[3]), words);
+    const __m512i low = _mm512_adds_epi16(_mm512_packs_epi32(integers[0], integers[1]), words);
+    const __m512i high = _mm512_adds_epi16(_mm512_packs_epi32(integers[2], integers[3]), words);
     return _mm512_packus_epi16(low, high);
   }
 

@@ -29,7 +29,7 @@ struct avxvnni : avx2 {
   static __m256i EndNibbleSums(__m256i, __m256i sums) { return sums; }
 
   // Rows of bytes
-  using RowNumber = uint8_t;
+  using RowElement = uint8_t;
   static constexpr bool kDotsFewRows = false;
   using Quads = __m256i;
   template <int kVectors>
@@ -62,8 +62,8 @@ struct avxvnni : avx2 {
     }
   }
   template <int kVectors>
-  static __m256i PackRows(const __m256i (&numbers)[4], int32_t offset) {
-    return PackBytes(numbers, offset);
+  static __m256i PackRows(const __m256i (&integers)[4], int32_t offset) {
+    return PackBytes(integers, offset);
   }
   struct QuadWeights {
     const int8_t* of;

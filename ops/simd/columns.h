@@ -1,5 +1,5 @@
-// The 16 columns of a panel in a column's vectors: 1 or more registers of each kind. Local to each file that includes
-// it.
+// The 16 columns of a panel in the vectors of a target: 1 or more registers of each kind. Local to each file that
+// includes it.
 #pragma once
 
 #include <cstdint>

@@ -34,7 +34,7 @@ struct dotprod : neon {
   static int32x4_t EndNibbleSums(int32x4_t, int32x4_t sums) { return sums; }
 
   // Rows of bytes. Both factors of SDOT are signed: quads are bytes less 128, which turns the highest bit around.
-  using RowNumber = uint8_t;
+  using RowElement = uint8_t;
   using Quads = int32x4_t;
   static constexpr int32_t kQuadBias = 128;
   template <int kVectors>
@@ -58,8 +58,8 @@ struct dotprod : neon {
     }
   }
   template <int kVectors>
-  static int32x4_t PackRows(const int32x4_t (&numbers)[4], int32_t offset) {
-    return PackBytes(numbers, offset);
+  static int32x4_t PackRows(const int32x4_t (&integers)[4], int32_t offset) {
+    return PackBytes(integers, offset);
   }
   struct QuadWeights {
     int32x4_t of;

@@ -1,4 +1,4 @@
-// Tables for expansion by shuffles, where a column has no instruction for it. Local to each file that includes it.
+// Tables for expansion by shuffles, where a target has no instruction for it. Local to each file that includes it.
 #pragma once
 
 #include <cstdint>
@@ -13,10 +13,10 @@ struct ExpandControls {
   constexpr ExpandControls() {
     for (int mask = 0; mask < 256; ++mask) {
       int next = 0;
-      for (int place = 0; place < 8; ++place) {
-        const bool stored = ((mask >> place) & 1) != 0;
+      for (int position = 0; position < 8; ++position) {
+        const bool stored = ((mask >> position) & 1) != 0;
         for (int i = 0; i < kBytes; ++i) {
-          control[mask][place * kBytes + i] = static_cast<uint8_t>(stored ? next++ : 0x80);
+          control[mask][position * kBytes + i] = static_cast<uint8_t>(stored ? next++ : 0x80);
         }
       }
     }

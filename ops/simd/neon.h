@@ -1,4 +1,4 @@
-// NEON as every 64-bit Arm CPU has it: vectors of floats, integers and bytes (column.h says what each function does).
+// NEON as every 64-bit Arm CPU has it: vectors of floats, integers and bytes (target.h says what each function does).
 // Local to each file that includes it.
 #pragma once
 
@@ -186,21 +186,21 @@ struct neon : Vectors<neon, neon_types> {
     const uint8x8_t eight = vld1_u8(static_cast<const uint8_t*>(from));
     return IntOf(vcombine_u8(eight, eight));
   }
-  static int32x4_t PickBytes(int32x4_t eight, int32x4_t places) {
-    return IntOf(vqtbl1q_u8(BytesOf(eight), BytesOf(places)));
+  static int32x4_t PickBytes(int32x4_t eight, int32x4_t positions) {
+    return IntOf(vqtbl1q_u8(BytesOf(eight), BytesOf(positions)));
   }
   template <int kHalf>
-  static int32x4_t SpreadBytes(int32x4_t a, int32x4_t places) {
-    const int32x4_t both = ShiftRightInt<16 * kHalf>(places);
-    const int32x4_t number = AddInt(ShiftLeftInt<1>(both), ShiftRightInt<8>(both));  // in the lowest bits
+  static int32x4_t SpreadBytes(int32x4_t a, int32x4_t positions) {
+    const int32x4_t both = ShiftRightInt<16 * kHalf>(positions);
+    const int32x4_t index = AddInt(ShiftLeftInt<1>(both), ShiftRightInt<8>(both));  // in the lowest bits
     const uint8x16_t quad = vaddq_u8(vld1q_u8(kSpreadControl.quad), vdupq_n_u8(2 * kHalf));
-    return IntOf(vqtbl1q_u8(BytesOf(a), vaddq_u8(LookupQuads(kSpreadControl.control[0], number), quad)));
+    return IntOf(vqtbl1q_u8(BytesOf(a), vaddq_u8(LookupQuads(kSpreadControl.control[0], index), quad)));
   }
   // Places ascend, so that each word can only go to one place of each half: its own or, swapped, the other's.
   template <int kHalf>
-  static int32x4_t SpreadWords(int32x4_t a, int32x4_t places) {
+  static int32x4_t SpreadWords(int32x4_t a, int32x4_t positions) {
     const uint16x8_t here = vreinterpretq_u16_u32(vdupq_n_u32((2 * kHalf + 1) << 16 | 2 * kHalf));
-    const uint16x8_t words = vreinterpretq_u16_s32(a), of = vreinterpretq_u16_s32(places);
+    const uint16x8_t words = vreinterpretq_u16_s32(a), of = vreinterpretq_u16_s32(positions);
     const uint16x8_t own = vandq_u16(words, vceqq_u16(of, here));
     const uint16x8_t other = vandq_u16(vrev32q_u16(words), vceqq_u16(vrev32q_u16(of), here));
     return vreinterpretq_s32_u16(vorrq_u16(own, other));
@@ -220,7 +220,7 @@ struct neon : Vectors<neon, neon_types> {
   }
 
   // Rows of words: lanes are tokens, weights come by lane.
-  using RowNumber = int16_t;
+  using RowElement = int16_t;
   template <int kTokens>
   static constexpr int kRowWords = kTokens;
   // By output, then four tokens at a time.
@@ -269,9 +269,9 @@ struct neon : Vectors<neon, neon_types> {
     vst1q_s16(to + 8, vreinterpretq_s16_u16(vsubq_u16(high, zeros)));
   }
 
-  static int32x4_t PackBytes(const int32x4_t (&numbers)[4], int32_t offset) {
+  static int32x4_t PackBytes(const int32x4_t (&integers)[4], int32_t offset) {
     const int16x8_t words = vdupq_n_s16(static_cast<int16_t>(offset));
-    const auto two = [&](int i) { return vcombine_s16(vqmovn_s32(numbers[i]), vqmovn_s32(numbers[i + 1])); };
+    const auto two = [&](int i) { return vcombine_s16(vqmovn_s32(integers[i]), vqmovn_s32(integers[i + 1])); };
     const uint8x8_t low = vqmovun_s16(vqaddq_s16(two(0), words)), high = vqmovun_s16(vqaddq_s16(two(2), words));
     return IntOf(vcombine_u8(low, high));
   }
@@ -330,13 +330,13 @@ struct neon : Vectors<neon, neon_types> {
     const uint32_t quad = vget_lane_u32(vreinterpret_u32_u8(bytes), 0);
     __builtin_memcpy(to, &quad, sizeof(quad));
   }
-  // The places of the bytes of quads with these numbers, 0 … 63.
-  static uint8x16_t QuadsAt(int32x4_t numbers) {
-    return BytesOf(vmlaq_n_s32(vdupq_n_s32(0x03020100), numbers, 0x04040404));
+  // The places of the bytes of quads with these indices, 0 … 63.
+  static uint8x16_t QuadsAt(int32x4_t indices) {
+    return BytesOf(vmlaq_n_s32(vdupq_n_s32(0x03020100), indices, 0x04040404));
   }
   // Of 16 quads, by the low 4 bits of each number.
-  static uint8x16_t LookupQuads(const uint8_t* table, int32x4_t numbers) {
-    return vqtbl4q_u8(vld1q_u8_x4(table), QuadsAt(vandq_s32(numbers, vdupq_n_s32(15))));
+  static uint8x16_t LookupQuads(const uint8_t* table, int32x4_t indices) {
+    return vqtbl4q_u8(vld1q_u8_x4(table), QuadsAt(vandq_s32(indices, vdupq_n_s32(15))));
   }
   // Of the low 16 bits of a mask: see expand_controls.h.
   static uint8x16_t ExpandControl(uint64_t mask) {

@@ -1,4 +1,4 @@
-// One lane: the functions of column.h, on any CPU. Included by kernels only; local to each.
+// One lane: the functions of target.h, on any CPU. Included by kernels only; local to each.
 #pragma once
 
 #include <cstddef>
@@ -134,18 +134,19 @@ struct scalar : Vectors<scalar, scalar_types> {
   }
   using Eight = uint64_t;
   static uint64_t RepeatEight(const void* from) { return Get<uint64_t>(from); }
-  static uint32_t PickBytes(uint64_t eight, uint32_t places) {
+  static uint32_t PickBytes(uint64_t eight, uint32_t positions) {
     uint32_t picked = 0;
-    for (int i = 0; i < 32; i += 8) picked |= static_cast<uint32_t>((eight >> (8 * ((places >> i) & 7))) & 0xff) << i;
+    for (int i = 0; i < 32; i += 8)
+      picked |= static_cast<uint32_t>((eight >> (8 * ((positions >> i) & 7))) & 0xff) << i;
     return picked;
   }
   template <int kHalf>
-  static uint32_t SpreadBytes(uint32_t a, uint32_t places) {
-    return static_cast<uint32_t>(Spread<8>(a >> (16 * kHalf), places >> (16 * kHalf)));
+  static uint32_t SpreadBytes(uint32_t a, uint32_t positions) {
+    return static_cast<uint32_t>(Spread<8>(a >> (16 * kHalf), positions >> (16 * kHalf)));
   }
   template <int kHalf>
-  static uint32_t SpreadWords(uint32_t a, uint32_t places) {
-    return static_cast<uint32_t>(Spread<16>(a, places) >> (32 * kHalf));
+  static uint32_t SpreadWords(uint32_t a, uint32_t positions) {
+    return static_cast<uint32_t>(Spread<16>(a, positions) >> (32 * kHalf));
   }
   static constexpr uint32_t kInt8Bias = 0;
   // A function of its own: a panel has sixteen in each row, and gcc 12 takes a minute for all of them in one.
@@ -169,9 +170,9 @@ struct scalar : Vectors<scalar, scalar_types> {
   }
   // Two numbers to their places of four.
   template <int kBits>
-  [[gnu::noinline]] static uint64_t Spread(uint32_t a, uint32_t places) {
+  [[gnu::noinline]] static uint64_t Spread(uint32_t a, uint32_t positions) {
     constexpr uint64_t kAll = (uint64_t{1} << kBits) - 1;
-    return (a & kAll) << (kBits * (places & 3)) | ((a >> kBits) & kAll) << (kBits * ((places >> kBits) & 3));
+    return (a & kAll) << (kBits * (positions & 3)) | ((a >> kBits) & kAll) << (kBits * ((positions >> kBits) & 3));
   }
   template <typename T>
   static T Get(const void* from) {

@@ -11,7 +11,8 @@ struct SpreadControl {
   constexpr SpreadControl() {
     for (int b = 1; b < 4; ++b) {
       for (int a = 0; a < b; ++a) {
-        for (int place = 0; place < 4; ++place) control[2 * a + b][place] = place == a ? 0 : place == b ? 1 : 0x80;
+        for (int position = 0; position < 4; ++position)
+          control[2 * a + b][position] = position == a ? 0 : position == b ? 1 : 0x80;
       }
     }
     for (int i = 0; i < 64; ++i) quad[i] = static_cast<uint8_t>(i % 16 / 4 * 4);

@@ -1,5 +1,5 @@
-// What the vectors of all columns do alike, by operators of C++ or by other functions of the column; a column may have
-// something better of the same name. column.h says what each function does. Local to each file that includes
+// What the vectors of all targets do alike, by operators of C++ or by other functions of the target; a target may have
+// something better of the same name. target.h says what each function does. Local to each file that includes
 // it.
 #pragma once
 
@@ -8,9 +8,9 @@
 namespace ortolan::simd {
 namespace {
 
-// Column: the struct derived from this. Types: its Float and Int, and the lanes of Int as numbers, Unsigned and Signed,
+// Target: the struct derived from this. Types: its Float and Int, and the lanes of Int as numbers, Unsigned and Signed,
 // whose sums wrap around.
-template <typename Column, typename Types>
+template <typename Target, typename Types>
 struct Vectors : Types {
   using typename Types::Float;
   using typename Types::Int;
@@ -20,11 +20,11 @@ struct Vectors : Types {
   static constexpr int64_t kLanes = sizeof(Float) / sizeof(float);
 
   static Float LoadSome(const float* from, int64_t left) {
-    return left >= kLanes ? Column::Load(from) : Column::LoadFirst(from, left);
+    return left >= kLanes ? Target::Load(from) : Target::LoadFirst(from, left);
   }
   static void StoreSome(float* to, int64_t left, Float a) {
-    if (left >= kLanes) return Column::Store(to, a);
-    Column::StoreFirst(to, left, a);
+    if (left >= kLanes) return Target::Store(to, a);
+    Target::StoreFirst(to, left, a);
   }
   static Float Add(Float a, Float b) { return a + b; }
   static Float Subtract(Float a, Float b) { return a - b; }
@@ -33,10 +33,10 @@ struct Vectors : Types {
   static Float Exp2(Float a) {
     // Adding 1.5 x 2^23 leaves the sum rounded to an integer in the low bits; 128 makes of it an exponent's bits plus
     // 1, and is even: halves are rounded as the integers are.
-    const Float magic = Column::Set(12582912.0f + 128.0f);
-    const Float most = Column::Max(Column::Set(-128.0f), a);
-    const Float shifted = Column::Add(most, magic);
-    const Float fraction = Column::Subtract(most, Column::Subtract(shifted, magic));
+    const Float magic = Target::Set(12582912.0f + 128.0f);
+    const Float most = Target::Max(Target::Set(-128.0f), a);
+    const Float shifted = Target::Add(most, magic);
+    const Float fraction = Target::Subtract(most, Target::Subtract(shifted, magic));
     return Multiply(Polynomial(fraction, kHalfExp2), ExponentFromLowBits(shifted));
   }
   // 2^f / 2 for |f| <= 1/2, minimax with the constant fixed: relative error 1.9 x 2^-24.
@@ -44,9 +44,9 @@ struct Vectors : Types {
                                         0x1.c6b752p-6f, 0x1.3cea88p-8f, 0x1.5bba14p-11f};
   template <int kTerms>
   static Float Polynomial(Float x, const float (&coefficients)[kTerms]) {  // lowest power first
-    Float sum = Column::Set(coefficients[kTerms - 1]);
+    Float sum = Target::Set(coefficients[kTerms - 1]);
 #pragma GCC unroll 8
-    for (int i = kTerms - 2; i >= 0; --i) sum = Column::MultiplyAdd(sum, x, Column::Set(coefficients[i]));
+    for (int i = kTerms - 2; i >= 0; --i) sum = Target::MultiplyAdd(sum, x, Target::Set(coefficients[i]));
     return sum;
   }
 
@@ -54,9 +54,9 @@ struct Vectors : Types {
   static Float Exp2OfProduct(Float a, Float b) {
     // Adding 1.5 x 2^23 leaves the sum rounded to an integer in the low bits; 127 is the bias of float32's exponent.
     // -127 meets exponent bits of zero: the flush to zero costs nothing.
-    const Float magic = Column::Set(12582912.0f + 127.0f);
-    const Float shifted = Column::MultiplyAdd(a, b, magic);
-    const Float fraction = Column::MultiplyAdd(a, b, Subtract(magic, shifted));
+    const Float magic = Target::Set(12582912.0f + 127.0f);
+    const Float shifted = Target::MultiplyAdd(a, b, magic);
+    const Float fraction = Target::MultiplyAdd(a, b, Subtract(magic, shifted));
     // 2^f for |f| <= 1/2, minimax with the constant fixed at 1: relative error 0.05 x 2^-24.
     constexpr float kExp2[] = {1.0f,           0x1.62e430p-1f,  0x1.ebfbdcp-3f, 0x1.c6af7cp-5f,
                                0x1.3b2de0p-7f, 0x1.5f082ep-10f, 0x1.416b52p-13f};
@@ -65,7 +65,7 @@ struct Vectors : Types {
   static Float ExponentFromLowBits(Float a) { return FloatOf(ShiftLeftInt<23>(BitsOf(a))); }
   template <int kByte>
   static Float SignedByte(Int a) {
-    return Column::ToFloat(ShiftRightSigned<24>(ShiftLeftInt<24 - 8 * kByte>(a)));
+    return Target::ToFloat(ShiftRightSigned<24>(ShiftLeftInt<24 - 8 * kByte>(a)));
   }
 
   // Integers of 32 bits.
@@ -92,7 +92,7 @@ struct Vectors : Types {
     Float bits[kLanes];
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) bits[i] = FloatOf(a[i]);
-    Column::Transpose(bits);
+    Target::Transpose(bits);
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) a[i] = BitsOf(bits[i]);
   }
@@ -101,37 +101,37 @@ struct Vectors : Types {
   static constexpr bool kDotBf16 = false;
   static Float EvenBf16(Bytes pairs) { return FloatOf(ShiftLeftInt<16>(pairs)); }
   static Float OddBf16(Bytes pairs) {
-    return FloatOf(AndInt(pairs, Column::SetInt(static_cast<int32_t>(0xffff0000u))));
+    return FloatOf(AndInt(pairs, Target::SetInt(static_cast<int32_t>(0xffff0000u))));
   }
   static Float RoundToBf16(Float a) {
     const Int bits = BitsOf(a);
-    const Int lowest = AndInt(ShiftRightInt<16>(bits), Column::SetInt(1));
-    const Int rounded = AddInt(bits, AddInt(lowest, Column::SetInt(0x7fff)));
-    const Int quiet = OrInt(bits, Column::SetInt(0x00400000));
+    const Int lowest = AndInt(ShiftRightInt<16>(bits), Target::SetInt(1));
+    const Int rounded = AddInt(bits, AddInt(lowest, Target::SetInt(0x7fff)));
+    const Int quiet = OrInt(bits, Target::SetInt(0x00400000));
     // What is no NaN is more than -1 without its sign.
-    const Float chosen = Column::SelectLess(Column::Set(-1.0f), Column::Abs(a), FloatOf(rounded), FloatOf(quiet));
+    const Float chosen = Target::SelectLess(Target::Set(-1.0f), Target::Abs(a), FloatOf(rounded), FloatOf(quiet));
     return OddBf16(BitsOf(chosen));
   }
 
   // Bytes.
   using Eight = Bytes;  // eight bytes, and
   using Four = Float;   // four floats, as often as they fit
-  static Bytes LoadBytes(const uint8_t* from) { return Column::LoadInt(from); }
+  static Bytes LoadBytes(const uint8_t* from) { return Target::LoadInt(from); }
   static Bytes RepeatQuad(const void* from) {
     int32_t quad;
     __builtin_memcpy(&quad, from, sizeof(quad));
-    return Column::SetInt(quad);
+    return Target::SetInt(quad);
   }
   static Bytes AndBytes(Bytes a, Bytes b) { return a & b; }
   static Bytes XorBytes(Bytes a, Bytes b) { return a ^ b; }
-  static Bytes LowNibbles(Bytes a) { return AndBytes(a, Column::SetBytes(0x0f)); }
+  static Bytes LowNibbles(Bytes a) { return AndBytes(a, Target::SetBytes(0x0f)); }
   static Bytes HighNibbles(Bytes a) { return LowNibbles(ShiftRightInt<4>(a)); }
   static constexpr int32_t kQuadBias = 0;
   static constexpr uint32_t kNibbleBias = 8;
   static constexpr bool kNarrowNibbleSums = false;
   static constexpr bool kNibblesTimes16 = false;
   static Int StartNibbleSums(Int sums) { return sums; }
-  static Int DotNibbles(Int sums, Bytes a, Bytes b) { return Column::DotInt8(sums, a, b); }
+  static Int DotNibbles(Int sums, Bytes a, Bytes b) { return Target::DotInt8(sums, a, b); }
   static Int EndNibbleSums(Int, Int sums) { return sums; }
 
   static constexpr bool kDotsFewRows = false;
@@ -140,10 +140,10 @@ struct Vectors : Types {
   static constexpr bool kConvertsInt8 = false;
 
   // Lists of the bits that are set in a mask.
-  template <typename Number>
-  static int64_t ListBits(uint64_t bits, Number first, Number* list) {
+  template <typename Element>
+  static int64_t ListBits(uint64_t bits, Element first, Element* list) {
     int64_t count = 0;
-    for (; bits != 0; bits &= bits - 1) list[count++] = static_cast<Number>(first + __builtin_ctzll(bits));
+    for (; bits != 0; bits &= bits - 1) list[count++] = static_cast<Element>(first + __builtin_ctzll(bits));
     return count;
   }
   static void CompressFloats(uint64_t bits, const float* from, float* to) {

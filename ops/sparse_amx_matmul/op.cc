@@ -136,8 +136,8 @@ class Kernel : public LinearOp {
                               " inputs, expected int8 weights of at most ", kMostInputsWithWeightZeroPoints,
                               " inputs, and x_zero_points 1. ", kOptimizeAgain));
     }
-    const int8_t* const numbers = static_cast<const int8_t*>(zero_points.data);
-    zero_points_.assign(numbers, numbers + zero_points.count);
+    const int8_t* const values = static_cast<const int8_t*>(zero_points.data);
+    zero_points_.assign(values, values + zero_points.count);
     w_.zero_points = zero_points_.data();
   }
 

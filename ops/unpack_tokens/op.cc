@@ -38,18 +38,18 @@ class Kernel {
     const int64_t row_bytes = width * static_cast<int64_t>(sizeof(float));
     if (width == 0 || kept.tokens == 0) return;
     host.ParallelFor(kept.batch, [&](int64_t b) {
-      const int64_t* const places = kept.Places(b);
+      const int64_t* const positions = kept.Positions(b);
       const int64_t count = kept.Count(b);
       char* const sequence = to + b * kept.tokens * row_bytes;
       int64_t next = 0;  // of the sequence, not yet written
-      const auto zero_until = [&](int64_t place) {
-        std::memset(sequence + next * row_bytes, 0, static_cast<size_t>((place - next) * row_bytes));
+      const auto zero_until = [&](int64_t position) {
+        std::memset(sequence + next * row_bytes, 0, static_cast<size_t>((position - next) * row_bytes));
       };
       for (int64_t i = 0; i < count; ++i) {
-        zero_until(places[i]);
-        std::memcpy(sequence + places[i] * row_bytes, from + (kept.Begin(b) + i) * row_bytes,
+        zero_until(positions[i]);
+        std::memcpy(sequence + positions[i] * row_bytes, from + (kept.Begin(b) + i) * row_bytes,
                     static_cast<size_t>(row_bytes));
-        next = places[i] + 1;
+        next = positions[i] + 1;
       }
       zero_until(kept.tokens);
     });

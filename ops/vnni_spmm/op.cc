@@ -76,7 +76,7 @@ class Kernel : public LinearOp {
       layer.hidden_bias = hidden_bias_.data();
       layer.hidden_panel_inputs = InputsOfPanel(hidden_.view);
     } else if (Has(info, "x_scale")) {
-      if (NumberIn<float>(Elements(info, "x_scale", 1)) != 0.0f) w_.x_range = ReadRange(info, "x_");
+      if (ScalarIn<float>(Elements(info, "x_scale", 1)) != 0.0f) w_.x_range = ReadRange(info, "x_");
     } else if (Has(info, "x_zero_point")) {
       throw OpError(ErrorText(node(), ": x_zero_point is given without x_scale. ", kOptimizeAgain));
     }
@@ -95,8 +95,8 @@ class Kernel : public LinearOp {
   // <prefix>scale and <prefix>zero_point.
   FixedRange ReadRange(const OrtKernelInfo& info, const std::string& prefix) const {
     const ConstantTensor tensor = Elements(info, prefix + "scale", 1);
-    const float scale = NumberIn<float>(tensor);
-    const FixedRange range{scale, NumberIn<uint8_t>(Elements(info, prefix + "zero_point", 1))};
+    const float scale = ScalarIn<float>(tensor);
+    const FixedRange range{scale, ScalarIn<uint8_t>(Elements(info, prefix + "zero_point", 1))};
     if (scale >= std::numeric_limits<float>::min() && scale <= std::numeric_limits<float>::max()) return range;
     throw OpError(ErrorText(node(), ": ", prefix, "scale '", tensor.name, "' is ", scale,
                             ", expected a number above 0. ", kOptimizeAgain));

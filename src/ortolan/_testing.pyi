@@ -12,18 +12,18 @@ def check_embedded(files: list[int]) -> None:
     """Raises where files of so many bytes are too much for a compiled model that holds them."""
 
 def simd_lanes() -> dict[str, int]:
-    """The columns of the build that this CPU can run, and how many floats a register of each holds."""
+    """The targets of the build that this CPU can run, and how many floats a register of each holds."""
 
-def simd(column: str, function: str, *arrays: NDArray[Any], number: int = 0) -> NDArray[np.uint8] | None:
+def simd(target: str, function: str, *arrays: NDArray[Any], number: int = 0) -> NDArray[np.uint8] | None:
     """A function of ops/simd on the bytes of the arrays: 4096 bytes, 0xEE where it writes nothing.
 
-    None: the column has no such function (src/testing/simd_kernels.cc lists all that it can call).
+    None: the target has no such function (src/testing/simd_kernels.cc lists all that it can call).
     """
 
-def peak(column: str, product: str, rounds: int) -> int:
-    """Products of a column, "MultiplyAdd", "DotInt8" or "DotNibbles", with all operands in registers.
+def peak(target: str, product: str, rounds: int) -> int:
+    """Products of a target, "MultiplyAdd", "DotInt8" or "DotNibbles", with all operands in registers.
 
-    Returns how many multiply-adds these were. Raises ValueError for other names and columns that this CPU cannot run.
+    Returns how many multiply-adds these were. Raises ValueError for other names and targets that this CPU cannot run.
     """
 
 class KernelInfo(TypedDict):
@@ -384,7 +384,7 @@ def masked_matmul(
 ) -> NDArray[np.float32] | None:
     """a [m, k] @ b [k, n] on one thread, zeros skipped; None unless all numbers are finite.
 
-    way: "blocks" of zeros of b; "two_sided": also what tiles of a do not use; "numbers" of a, one by one.
+    way: "blocks" of zeros of b; "two_sided": also what tiles of a do not use; "values" of a, one by one.
     """
 
 def masked_matmul_plan(
@@ -392,7 +392,7 @@ def masked_matmul_plan(
 ) -> tuple[NDArray[np.float32], str]:
     """a [m, k] @ b [k, n] on one thread as the operator's plan makes it, and the way it took.
 
-    finite: it is known that b is. The ways: "dense", "panels", "rows", "compact", "blocks", "two_sided", "numbers".
+    finite: it is known that b is. The ways: "dense", "panels", "rows", "compact", "blocks", "two_sided", "values".
     """
 
 def masked_rows(

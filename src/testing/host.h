@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "ort/host.h"
+#include "host/host.h"
 
 namespace ortolan {
 

@@ -2,10 +2,10 @@
 #include "matmul/linear_plan.h"
 
 #include "host.h"
+#include "host/broadcast.h"
 #include "isa/features.h"
 #include "matmul/bitmap_weight.h"
 #include "matmul/device_choice.h"
-#include "ort/broadcast.h"
 #include "testing.h"
 
 namespace ortolan {

@@ -16,8 +16,8 @@ FloatRows Matrix(const CastArray<float>& x, const char* name) {
 Way WayByName(const std::string& name) {
   if (name == "blocks") return Way::kBlocks;
   if (name == "two_sided") return Way::kTwoSided;
-  if (name == "numbers") return Way::kNumbers;
-  throw std::invalid_argument("way is '" + name + "', expected blocks, two_sided or numbers");
+  if (name == "values") return Way::kValues;
+  throw std::invalid_argument("way is '" + name + "', expected blocks, two_sided or values");
 }
 
 // None where a or b is not finite.
@@ -38,8 +38,8 @@ std::optional<Array<float>> MaskedMatMul(const CastArray<float>& a, const CastAr
     CallMemory memory(host);
     const Pattern pattern = FindPattern(kernel, a_rows, b_rows, way == Way::kTwoSided, memory);
     finite = pattern.finite;
-    if (finite && way == Way::kNumbers) {
-      MultiplyByNumbers(kernel, a_rows, b_rows, out, memory);
+    if (finite && way == Way::kValues) {
+      MultiplyByValues(kernel, a_rows, b_rows, out, memory);
     } else if (finite) {
       finite = MultiplyBlocks(kernel, way, pattern, a_rows, b_rows, out, memory);
     }
@@ -69,7 +69,7 @@ py::tuple PlannedMatMul(const CastArray<float>& a, const CastArray<float>& b, bo
   CallMemory memory(host);
   const ProductSize size{a_rows.rows, a_rows.columns, b_rows.columns};
   const Way way = plan.Run({memory, dense, size, a_rows.data, b_rows.data, y.mutable_data()});
-  constexpr const char* kWays[] = {"dense", "panels", "rows", "compact", "blocks", "two_sided", "numbers"};
+  constexpr const char* kWays[] = {"dense", "panels", "rows", "compact", "blocks", "two_sided", "values"};
   return py::make_tuple(y, kWays[static_cast<int>(way)]);
 }
 
@@ -104,18 +104,18 @@ Array<float> MaskedRows(const CastArray<float>& a, const Array<Weight>& b,
   args.y = y.mutable_data();
   py::gil_scoped_release release;
   args.count = kernel.list_inputs(a_rows, always ? always->data() : nullptr, inputs.data(), used.data(), args.a_row);
-  constexpr Numbers kNumbers = sizeof(Weight) == 4   ? Numbers::kFloat
-                               : sizeof(Weight) == 2 ? Numbers::kBf16
-                                                     : Numbers::kInt8;
+  constexpr ElementType kValues = sizeof(Weight) == 4   ? ElementType::kFloat
+                                  : sizeof(Weight) == 2 ? ElementType::kBf16
+                                                        : ElementType::kInt8;
   if (panels) {
     OneThread host;
     CallMemory memory(host);
-    MultiplyByPanels(kernel, kNumbers, args, memory);
+    MultiplyByPanels(kernel, kValues, args, memory);
     return y;
   }
   // In pieces, as the operator does it.
   const int64_t half = n / 2;
-  MultiplyRowsFn* const multiply = kernel.multiply_rows[static_cast<int>(kNumbers)];
+  MultiplyRowsFn* const multiply = kernel.multiply_rows[static_cast<int>(kValues)];
   multiply(args, 0, half);
   multiply(args, half, n);
   return y;

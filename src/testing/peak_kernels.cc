@@ -1,6 +1,6 @@
-// As many products a second as a column's vectors can make with all operands in registers: the yardstick of kernels
+// As many products a second as a target's vectors can make with all operands in registers: the yardstick of kernels
 // that multiply many rows.
-#include "simd/column.h"
+#include "simd/target.h"
 #include "simd_call.h"
 
 namespace ortolan {
@@ -41,7 +41,7 @@ template <typename Sum, typename Operand, typename Product>
 
 }  // namespace
 
-namespace ORTOLAN_COLUMN {
+namespace ORTOLAN_TARGET {
 
 int64_t RunPeak(const char* product, int64_t rounds) {
   const int64_t floats = rounds * kSums * Simd::kLanes;
@@ -62,5 +62,5 @@ int64_t RunPeak(const char* product, int64_t rounds) {
   return 0;
 }
 
-}  // namespace ORTOLAN_COLUMN
+}  // namespace ORTOLAN_TARGET
 }  // namespace ortolan

@@ -1,4 +1,4 @@
-// ortolan._testing: functions of the vector vocabulary by column and name.
+// ortolan._testing: functions of the vector vocabulary by target and name.
 #include <cstring>
 
 #include "simd_call.h"
@@ -6,8 +6,8 @@
 
 namespace ortolan {
 
-#define ORTOLAN_KERNEL(column)                          \
-  namespace column {                                    \
+#define ORTOLAN_KERNEL(target)                          \
+  namespace target {                                    \
   extern const int64_t kSimdLanes;                      \
   bool RunSimd(const SimdCall& call);                   \
   int64_t RunPeak(const char* product, int64_t rounds); \
@@ -17,43 +17,43 @@ namespace ortolan {
 
 namespace {
 
-const std::vector<SimdColumn>& SimdColumns() {
-  static const std::vector<SimdColumn> columns = {
-#define ORTOLAN_KERNEL(column) {#column, feature_set::column, column::kSimdLanes, column::RunSimd, column::RunPeak},
+const std::vector<SimdTarget>& SimdTargets() {
+  static const std::vector<SimdTarget> targets = {
+#define ORTOLAN_KERNEL(target) {#target, feature_set::target, target::kSimdLanes, target::RunSimd, target::RunPeak},
 #include "simd_kernels.inc"
 #undef ORTOLAN_KERNEL
   };
-  return columns;
+  return targets;
 }
 
 // By name, those that this CPU can run: their lanes.
-py::dict LanesOfColumns() {
+py::dict LanesOfTargets() {
   py::dict lanes;
-  for (const SimdColumn& column : SimdColumns()) {
-    if (DetectedFeatures().Has(column.needs)) lanes[column.name] = column.lanes;
+  for (const SimdTarget& target : SimdTargets()) {
+    if (DetectedFeatures().Has(target.needs)) lanes[target.name] = target.lanes;
   }
   return lanes;
 }
 
-const SimdColumn& ColumnHere(const std::string& name) {
-  const auto has_name = [&](const SimdColumn& column) { return column.name == name; };
-  const auto column = std::ranges::find_if(SimdColumns(), has_name);
-  Require(column != SimdColumns().end() && DetectedFeatures().Has(column->needs), "no column ", name, " here");
-  return *column;
+const SimdTarget& TargetHere(const std::string& name) {
+  const auto has_name = [&](const SimdTarget& target) { return target.name == name; };
+  const auto target = std::ranges::find_if(SimdTargets(), has_name);
+  Require(target != SimdTargets().end() && DetectedFeatures().Has(target->needs), "no target ", name, " here");
+  return *target;
 }
 
 // Runs products with all operands in registers; how many multiply-adds these were.
-int64_t Peak(const std::string& column, const std::string& product, int64_t rounds) {
-  const int64_t done = ColumnHere(column).peak(product.c_str(), rounds);
+int64_t Peak(const std::string& target, const std::string& product, int64_t rounds) {
+  const int64_t done = TargetHere(target).peak(product.c_str(), rounds);
   Require(done > 0 || rounds <= 0, "no product ", product);
   return done;
 }
 
 // The bytes of the arguments lie at the beginning of as much memory as the result has; that is 0xEE where nothing is
-// written. None: the column has no such function.
+// written. None: the target has no such function.
 std::optional<Array<uint8_t>> Simd(const std::string& name, const std::string& function, const py::args& arrays,
                                    int64_t number) {
-  const SimdColumn& column = ColumnHere(name);
+  const SimdTarget& target = TargetHere(name);
   SimdCall call;
   call.function = function.c_str();
   call.number = number;
@@ -71,16 +71,16 @@ std::optional<Array<uint8_t>> Simd(const std::string& name, const std::string& f
   Array<uint8_t> result(SimdCall::kBytes);
   call.out = result.mutable_data();
   std::memset(call.out, 0xEE, SimdCall::kBytes);
-  if (!column.run(call)) return std::nullopt;
+  if (!target.run(call)) return std::nullopt;
   return result;
 }
 
 }  // namespace
 
 void BindSimd(py::module_& module) {
-  module.def("simd_lanes", &LanesOfColumns);
-  module.def("peak", &Peak, py::arg("column"), py::arg("product"), py::arg("rounds"));
-  module.def("simd", &Simd, py::arg("column"), py::arg("function"), py::arg("number") = 0);
+  module.def("simd_lanes", &LanesOfTargets);
+  module.def("peak", &Peak, py::arg("target"), py::arg("product"), py::arg("rounds"));
+  module.def("simd", &Simd, py::arg("target"), py::arg("function"), py::arg("number") = 0);
 }
 
 }  // namespace ortolan

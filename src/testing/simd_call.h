@@ -16,11 +16,11 @@ struct SimdCall {
   uint8_t* out = nullptr;
 };
 
-struct SimdColumn {
+struct SimdTarget {
   const char* name;
   Features needs;
   int64_t lanes;
-  bool (*run)(const SimdCall&);  // false: the column has no such function
+  bool (*run)(const SimdCall&);  // false: the target has no such function
   int64_t (*peak)(const char* product, int64_t rounds);
 };
 

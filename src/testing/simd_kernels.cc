@@ -1,5 +1,5 @@
-// The vocabulary of a column, function by function (simd_call.h).
-#include "simd/column.h"
+// The vocabulary of a target, function by function (simd_call.h).
+#include "simd/target.h"
 #include "simd_call.h"
 
 namespace ortolan {
@@ -31,7 +31,7 @@ struct Arguments {
   uint8_t* out_bytes;
 };
 
-// Calls the function that is named so, if the column has it.
+// Calls the function that is named so, if the target has it.
 #define ORTOLAN_TRY(name, ...)                      \
   if (__builtin_strcmp(call.function, name) == 0) { \
     if constexpr (requires { __VA_ARGS__; }) {      \
@@ -170,18 +170,18 @@ void DotPackedRows(const int32_t* numbers, int32_t offset, const uint8_t* weight
   DotStoredRows<S, kVectors>(stored, weights, zeros, out);
 }
 
-// What the column's rows of tokens hold; bytes, where it has none.
+// What the target's rows of tokens hold; bytes, where it has none.
 template <typename S>
-struct RowNumberOrByte {
+struct RowElementOrByte {
   using Type = uint8_t;
 };
 template <typename S>
-  requires requires { typename S::RowNumber; }
-struct RowNumberOrByte<S> {
-  using Type = typename S::RowNumber;
+  requires requires { typename S::RowElement; }
+struct RowElementOrByte<S> {
+  using Type = typename S::RowElement;
 };
 template <typename S>
-using RowNumberOf = typename RowNumberOrByte<S>::Type;
+using RowElementOf = typename RowElementOrByte<S>::Type;
 
 // 2 kLanes inputs of kTokens tokens, cut off at +-250, as rows: the sums of products of inputs 0 … 3 with 16 weights,
 // by output and token or, of few tokens, by token and output, where a second group has the weights' last 16.
@@ -340,7 +340,7 @@ bool RunBytes(const SimdCall& call, const Arguments& x) {
   ORTOLAN_TRY("Repeat16", S::StoreBytes(out, S::Repeat16(a)));
   ORTOLAN_TRY("PickBytes", S::StoreBytes(out, S::PickBytes(S::RepeatEight(a), S::LoadBytes(b))));
   ORTOLAN_TRY("PickWords", S::StoreBytes(out, S::PickWords(S::RepeatEight(a), S::LoadBytes(b))));
-  ORTOLAN_TRY("LowPlaces", S::StoreBytes(out, S::LowPlaces(S::LoadBytes(a), S::LoadBytes(b))));
+  ORTOLAN_TRY("LowPositions", S::StoreBytes(out, S::LowPositions(S::LoadBytes(a), S::LoadBytes(b))));
   ORTOLAN_TRY("SpreadBytes0", S::StoreBytes(out, S::template SpreadBytes<0>(S::LoadBytes(a), S::LoadBytes(b))));
   ORTOLAN_TRY("SpreadBytes1", S::StoreBytes(out, S::template SpreadBytes<1>(S::LoadBytes(a), S::LoadBytes(b))));
   ORTOLAN_TRY("SpreadWords0", S::StoreBytes(out, S::template SpreadWords<0>(S::LoadBytes(a), S::LoadBytes(b))));
@@ -373,7 +373,7 @@ bool RunBytes(const SimdCall& call, const Arguments& x) {
   ORTOLAN_TRY("RoundToBf16", S::Store(x.out, S::RoundToBf16(S::Load(x.a))));
   ORTOLAN_TRY("PackBf16", S::StoreBytes(out, S::PackBf16(S::Load(x.a), S::Load(x.b))));
   ORTOLAN_TRY("DotBf16", S::Store(x.out, S::DotBf16(S::Load(x.c), S::LoadBytes(a), S::LoadBytes(b))));
-  if constexpr (sizeof(RowNumberOf<S>) == 2) {
+  if constexpr (sizeof(RowElementOf<S>) == 2) {
     const auto* const weights = reinterpret_cast<const int8_t*>(b);
     if constexpr (S::kDotsFewRows) {
       ORTOLAN_TRY("DotRows1", DotWordRows<S, 1>(x.ints, weights, As<int32_t>(out)));
@@ -405,7 +405,7 @@ bool RunBytes(const SimdCall& call, const Arguments& x) {
 
 }  // namespace
 
-namespace ORTOLAN_COLUMN {
+namespace ORTOLAN_TARGET {
 
 extern const int64_t kSimdLanes;
 constinit const int64_t kSimdLanes = Simd::kLanes;
@@ -416,5 +416,5 @@ bool RunSimd(const SimdCall& call) {
          RunMoreIntegers<Simd>(call, x) || RunSomeProducts<Simd>(call, x) || RunBytes<Simd>(call, x);
 }
 
-}  // namespace ORTOLAN_COLUMN
+}  // namespace ORTOLAN_TARGET
 }  // namespace ortolan

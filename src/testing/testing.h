@@ -5,8 +5,8 @@
 #include <span>
 
 #include "arrays.h"
+#include "host/host.h"
 #include "isa/kernel_table.h"
-#include "ort/host.h"
 
 namespace ortolan {
 

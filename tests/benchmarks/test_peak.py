@@ -5,14 +5,14 @@ import pytest
 from ortolan import _testing
 from ortolan.benchmarks.peak import PRODUCTS, kernels, measure
 
-COLUMNS = [column for column in _testing.simd_lanes() if column != "scalar"]
+TARGETS = [target for target in _testing.simd_lanes() if target != "scalar"]
 
 
-@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("product", sorted(set(PRODUCTS.values())))
-def test_products_in_registers_are_counted(column, product):
-    lanes = _testing.simd_lanes()[column]
-    one, ten = (_testing.peak(column, product, rounds) for rounds in (1, 10))
+def test_products_in_registers_are_counted(target, product):
+    lanes = _testing.simd_lanes()[target]
+    one, ten = (_testing.peak(target, product, rounds) for rounds in (1, 10))
     assert ten == 10 * one
     assert one % (lanes * (1 if product == "MultiplyAdd" else 4)) == 0 and one > 0
 
@@ -20,12 +20,12 @@ def test_products_in_registers_are_counted(column, product):
 def test_unknown_products_and_columns_are_refused():
     with pytest.raises(ValueError, match="no product Add"):
         _testing.peak("scalar", "Add", 1)
-    with pytest.raises(ValueError, match="no column sse"):
+    with pytest.raises(ValueError, match="no target sse"):
         _testing.peak("sse", "MultiplyAdd", 1)
 
 
-@pytest.mark.skipif(not COLUMNS, reason="this CPU has scalar kernels alone")
+@pytest.mark.skipif(not TARGETS, reason="this CPU has scalar kernels alone")
 def test_a_row_for_each_kind_of_weight():
-    rows = measure(3, 64, 32, 1, COLUMNS[-1])
-    assert [kind for kind, _, _ in rows] == list(kernels(3, 64, 32, COLUMNS[-1]))
+    rows = measure(3, 64, 32, 1, TARGETS[-1])
+    assert [kind for kind, _, _ in rows] == list(kernels(3, 64, 32, TARGETS[-1]))
     assert all(peak > 0 and rate > 0 for _, peak, rate in rows)

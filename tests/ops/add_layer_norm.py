@@ -66,7 +66,7 @@ def added(operands: Sequence[Floats]) -> Floats:
 
 
 def kernel_answer(operands: Sequence[Floats], weight: Floats, bias: Floats, epsilon: float) -> Floats:
-    """The shared kernel's, which has the same bits in every column, of sums that numpy has made."""
+    """The shared kernel's, which has the same bits in every target, of sums that numpy has made."""
     total = added(operands)
     rows = np.ascontiguousarray(total.reshape(-1, total.shape[-1]))
     return _testing.layer_norm(rows, weight, bias, epsilon).reshape(total.shape)

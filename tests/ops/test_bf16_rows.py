@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ortolan import _native, _testing
 
 from ..sampling import examples
-from ..simd.columns import assert_same_bits
+from ..simd.targets import assert_same_bits
 from .single_node import Packed, sparse_weight
 from .two_four import BF16, two_of_four
 

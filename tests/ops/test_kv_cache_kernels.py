@@ -1,4 +1,4 @@
-"""Kernels of the caches and of softmax: every column gives the bytes and bits of the portable one."""
+"""Kernels of the caches and of softmax: every target gives the bytes and bits of the portable one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the built library shows to the outside, and that no column of the build leaks into code for any CPU."""
+"""What the built library shows to the outside, and that no target of the build leaks into code for any CPU."""
 
 from __future__ import annotations
 
@@ -61,26 +61,26 @@ def compiled() -> dict[Path, list[str]]:
     return objects
 
 
-def column_of(path: Path) -> str | None:
+def target_of(path: Path) -> str | None:
     """The feature set that an object is compiled for; None: any CPU."""
-    target = next(part for part in path.parts if part.endswith(".dir")).removesuffix(".dir")
-    column = target.rpartition("_")[2]
-    return column if column in _testing.feature_sets() and column != "scalar" else None
+    folder = next(part for part in path.parts if part.endswith(".dir")).removesuffix(".dir")
+    target = folder.rpartition("_")[2]
+    return target if target in _testing.feature_sets() and target != "scalar" else None
 
 
-def test_only_columns_have_flags_of_instruction_sets() -> None:
+def test_only_targets_have_flags_of_instruction_sets() -> None:
     for path, command in compiled().items():
         has_flags = any(flag.startswith(("-mavx", "-mfma", "-march", "-mcpu")) for flag in command)
-        assert has_flags == (column_of(path) is not None), path
+        assert has_flags == (target_of(path) is not None), path
 
 
 @needs_nm
-def test_columns_define_no_weak_symbols() -> None:
+def test_targets_define_no_weak_symbols() -> None:
     """A weak (inline) function compiled for AVX-512 may be the copy that the linker keeps for every CPU."""
-    columns = {path: column for path in compiled() if (column := column_of(path)) is not None}
+    targets = {path: target for path in compiled() if (target := target_of(path)) is not None}
     if platform.machine() == "x86_64":
-        assert {"avx2", "avxvnni", "avx512bw", "avx512vnni", "avx512", "avx512bf16", "amx"} <= set(columns.values())
-    for path in columns:
+        assert {"avx2", "avxvnni", "avx512bw", "avx512vnni", "avx512", "avx512bf16", "amx"} <= set(targets.values())
+    for path in targets:
         weak = [line for line in nm(path, "--defined-only") if line[-2] in "WVu"]
         assert not weak, f"{path}: {weak}"
 
@@ -91,8 +91,8 @@ def test_what_runs_on_any_cpu_has_no_avx_instructions() -> None:
         listing = subprocess.run(["objdump", "-d", "--no-show-raw-insn", path], capture_output=True, text=True)
         return re.findall(r"\t(v[a-z0-9]+ .*%[xyz]mm.*)", listing.stdout)
 
-    baseline = [path for path in compiled() if column_of(path) is None and "_testing.dir" not in path.parts]
+    baseline = [path for path in compiled() if target_of(path) is None and "_testing.dir" not in path.parts]
     assert len(baseline) > 10
     for path in baseline:
         assert not avx_in(path), f"{path}: {avx_in(path)[:3]}"
-    assert any(avx_in(path) for path in compiled() if column_of(path) == "avx2")
+    assert any(avx_in(path) for path in compiled() if target_of(path) == "avx2")

@@ -14,7 +14,7 @@ from ..sampling import examples
 from .masked import PATTERNS, assert_product_close, random_matrix
 
 KERNELS = [row["name"] for row in _testing.masked_matmul_kernels() if row["runs_here"]]
-WAYS = ["blocks", "two_sided", "numbers"]
+WAYS = ["blocks", "two_sided", "values"]
 SPARSITIES = [0.0, 0.3, 0.8, 0.97, 1.0]
 
 
@@ -62,7 +62,7 @@ def test_numbers_of_many_rows_and_columns(kernel: str) -> None:
         a, b = random_matrix(rng, m, k, "random", 0.8), rng.standard_normal((k, n), dtype=np.float32)
         a[rng.random(m) < 0.1] = 0
         a[7] = 1
-        y = _testing.masked_matmul(a, b, "numbers", kernel)
+        y = _testing.masked_matmul(a, b, "values", kernel)
         assert y is not None
         assert_product_close(y, a, b)
 

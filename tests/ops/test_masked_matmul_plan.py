@@ -17,7 +17,7 @@ from .masked import BLOCK, assert_product_close, random_matrix
         (100, 2300, 700, ("random", 0.2), ("blocks", 0.8), {"blocks"}),
         (600, 400, 500, ("columns", 0.9), ("random", 0.0), {"compact"}),
         (600, 400, 500, ("columns", 1.0), ("random", 0.0), {"compact"}),
-        (600, 400, 500, ("random", 0.8), ("random", 0.8), {"numbers"}),
+        (600, 400, 500, ("random", 0.8), ("random", 0.8), {"values"}),
         (600, 400, 500, ("random", 0.1), ("random", 0.1), {"dense"}),
         (200, 400, 300, ("random", 0.1), ("random", 0.1), {"dense", "panels"}),
         (16, 400, 300, ("random", 0.9), ("random", 0.0), {"dense"}),

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ortolan import _testing
 
 from ..sampling import examples
-from ..simd.columns import assert_same_bits
+from ..simd.targets import assert_same_bits
 from .attention import LOWEST, PRECISION, runnable_kernels
 
 Floats = NDArray[np.float32]

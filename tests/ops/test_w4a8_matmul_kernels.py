@@ -111,7 +111,7 @@ def test_minimums_of_integers_are_exact(kernel: str, group: int) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("half", [False, True])
 def test_minimums_of_no_finite_number(kernel: str, half: bool) -> None:
-    """They are for their columns alone."""
+    """They are for their targets alone."""
     rng = np.random.default_rng(7)
     layer = GroupLayer.random(rng, 100, 20, 32, half=half, minimums=True)
     assert layer.minimums is not None

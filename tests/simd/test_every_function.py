@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ortolan import _testing
 
-from .columns import each_column
+from .targets import each_target
 
 ROOT = Path(__file__).parents[2]
 # What is tested as a part of others.
@@ -31,10 +31,10 @@ PARTS = {
 }
 
 
-def own_functions(column: str) -> set[str]:
-    """The public functions in the column's own header and in what all columns have alike."""
+def own_functions(target: str) -> set[str]:
+    """The public functions in the target's own header and in what all targets have alike."""
     functions = set()
-    for struct, header in ((column, column), ("Vectors", "vectors")):
+    for struct, header in ((target, target), ("Vectors", "vectors")):
         text = (ROOT / "ops" / "simd" / f"{header}.h").read_text()
         start = re.search(rf"^struct {struct}\b", text, re.MULTILINE).start()
         vectors = re.split(r"\n (?:private|protected):", text[start:])[0]
@@ -43,12 +43,12 @@ def own_functions(column: str) -> set[str]:
     return functions
 
 
-@each_column
-def test_every_function_can_be_called(column: str) -> None:
+@each_target
+def test_every_function_can_be_called(target: str) -> None:
     calls = re.findall(r'ORTOLAN_TRY\(\s*"(\w+)"', (ROOT / "src" / "testing" / "simd_kernels.cc").read_text())
     assert len(calls) > 50
-    there = {name for name in calls if _testing.simd(column, name, number=1) is not None}
-    functions = {PARTS.get(name, name) for name in own_functions(column)}
+    there = {name for name in calls if _testing.simd(target, name, number=1) is not None}
+    functions = {PARTS.get(name, name) for name in own_functions(target)}
     assert not sorted(name for name in functions if not any(call.startswith(name) for call in there))
 
 

@@ -1,4 +1,4 @@
-"""Vectors of floats, each function of each column against numpy."""
+"""Vectors of floats, each function of each target against numpy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from .columns import EDGES, LANES, UNTOUCHED, assert_same_bits, columns_with, each, each_of, one, pairs, quietly, raw
+from .targets import EDGES, LANES, UNTOUCHED, assert_same_bits, each, each_of, one, pairs, quietly, raw, targets_with
 
 ARITHMETIC = {
     "Add": lambda a, b: a + b,
@@ -26,22 +26,22 @@ def numbers(seed: int, count: int) -> np.ndarray:
 
 
 @each_of(ARITHMETIC)
-def test_arithmetic(column: str, function: str) -> None:
+def test_arithmetic(target: str, function: str) -> None:
     a, b = pairs()
-    assert_same_bits(each(column, function, a, b), quietly(ARITHMETIC[function], a, b))
+    assert_same_bits(each(target, function, a, b), quietly(ARITHMETIC[function], a, b))
 
 
-@columns_with("MultiplyAdd")
-def test_multiply_add(column: str) -> None:
+@targets_with("MultiplyAdd")
+def test_multiply_add(target: str) -> None:
     a, b = pairs()
     c = np.resize(EDGES, a.shape)
     # Products are exact in longdouble, and so are these sums, or they are far from half of a float's last place.
     fused = quietly(lambda: (a.astype(np.longdouble) * b + c).astype(np.float32))
-    assert_same_bits(each(column, "MultiplyAdd", a, b, c), fused)
+    assert_same_bits(each(target, "MultiplyAdd", a, b, c), fused)
 
 
-@columns_with("MultiplyAdd")
-def test_multiply_add_is_rounded_once(column: str) -> None:
+@targets_with("MultiplyAdd")
+def test_multiply_add_is_rounded_once(target: str) -> None:
     """Sums that lie half way between two floats but for what a double of them would lose; denormal ones too."""
     rng = np.random.default_rng(0)
     a, b = (rng.integers(2**23, 2**24, 4000).astype(np.float32) * rng.choice([-1, 1], 4000) for _ in range(2))
@@ -53,7 +53,7 @@ def test_multiply_add_is_rounded_once(column: str) -> None:
             scaled_b = (b * scale**0.5).astype(np.float32)
             exact = [Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z)) for x, y, z in
                      zip(scaled_a, scaled_b, scaled_c, strict=True)]  # fmt: skip
-            assert_same_bits(each(column, "MultiplyAdd", scaled_a, scaled_b, scaled_c), rounded_once(exact))
+            assert_same_bits(each(target, "MultiplyAdd", scaled_a, scaled_b, scaled_c), rounded_once(exact))
 
 
 def rounded_once(exact: list[Fraction]) -> np.ndarray:
@@ -69,209 +69,209 @@ def _nearest(number: Fraction) -> float:
 
 
 @each_of(["Load", "Store", "Rounded"])
-def test_bits_stay(column: str, function: str) -> None:
-    assert_same_bits(each(column, function, EDGES), EDGES)
+def test_bits_stay(target: str, function: str) -> None:
+    assert_same_bits(each(target, function, EDGES), EDGES)
 
 
-@columns_with("Set")
-def test_set(column: str) -> None:
+@targets_with("Set")
+def test_set(target: str) -> None:
     for number in EDGES:
-        assert_same_bits(one(column, "Set", number.reshape(1)), np.full(LANES[column], number))
+        assert_same_bits(one(target, "Set", number.reshape(1)), np.full(LANES[target], number))
 
 
-@columns_with("LoadFirst", "StoreFirst")
-def test_first_lanes(column: str) -> None:
-    lanes = LANES[column]
+@targets_with("LoadFirst", "StoreFirst")
+def test_first_lanes(target: str) -> None:
+    lanes = LANES[target]
     a = np.arange(1, lanes + 1, dtype=np.float32)
     for count in range(lanes + 1):
         expected = np.where(np.arange(lanes) < count, a, 0)
-        assert_same_bits(one(column, "LoadFirst", a, number=count), expected.astype(np.float32))
-        stored = raw(column, "StoreFirst", a, number=count)
+        assert_same_bits(one(target, "LoadFirst", a, number=count), expected.astype(np.float32))
+        stored = raw(target, "StoreFirst", a, number=count)
         np.testing.assert_array_equal(stored[: 4 * count], a[:count].view(np.uint8))
         assert (stored[4 * count :] == UNTOUCHED).all()
 
 
-@columns_with("Store")
-def test_a_store_writes_one_register(column: str) -> None:
-    assert (raw(column, "Store", numbers(0, 16))[4 * LANES[column] :] == UNTOUCHED).all()
+@targets_with("Store")
+def test_a_store_writes_one_register(target: str) -> None:
+    assert (raw(target, "Store", numbers(0, 16))[4 * LANES[target] :] == UNTOUCHED).all()
 
 
-@columns_with("Abs")
-def test_abs(column: str) -> None:
-    assert_same_bits(each(column, "Abs", EDGES), np.abs(EDGES))
+@targets_with("Abs")
+def test_abs(target: str) -> None:
+    assert_same_bits(each(target, "Abs", EDGES), np.abs(EDGES))
 
 
-@columns_with("HasNan", "NonZero")
-def test_questions_about_lanes(column: str) -> None:
-    lanes = LANES[column]
+@targets_with("HasNan", "NonZero")
+def test_questions_about_lanes(target: str) -> None:
+    lanes = LANES[target]
     for i in range(len(EDGES)):
         a = np.resize(np.roll(EDGES, i), lanes)
         bits = sum(1 << lane for lane in range(lanes) if a[lane] != 0)
-        assert one(column, "NonZero", a, dtype=np.uint32)[0] == bits
-        assert one(column, "HasNan", a, dtype=np.uint32)[0] == np.isnan(a).any()
-    assert one(column, "HasNan", np.ones(lanes, np.float32), dtype=np.uint32)[0] == 0
+        assert one(target, "NonZero", a, dtype=np.uint32)[0] == bits
+        assert one(target, "HasNan", a, dtype=np.uint32)[0] == np.isnan(a).any()
+    assert one(target, "HasNan", np.ones(lanes, np.float32), dtype=np.uint32)[0] == 0
 
 
-@columns_with("MaxOfLanes", "SumOfLanes")
-def test_over_lanes(column: str) -> None:
-    lanes = LANES[column]
+@targets_with("MaxOfLanes", "SumOfLanes")
+def test_over_lanes(target: str) -> None:
+    lanes = LANES[target]
     for seed in range(20):
         a = numbers(seed, lanes)
         halves = a
         while len(halves) > 1:
             halves = halves[: len(halves) // 2] + halves[len(halves) // 2 :]
-        assert one(column, "SumOfLanes", a)[0] == halves[0]
-        assert one(column, "MaxOfLanes", a)[0] == a.max()
+        assert one(target, "SumOfLanes", a)[0] == halves[0]
+        assert one(target, "MaxOfLanes", a)[0] == a.max()
         whole = np.round(a * 100)
-        assert one(column, "SumOfLanes", whole)[0] == whole.sum()
-    assert one(column, "MaxOfLanes", np.full(lanes, -np.inf, np.float32))[0] == -np.inf
+        assert one(target, "SumOfLanes", whole)[0] == whole.sum()
+    assert one(target, "MaxOfLanes", np.full(lanes, -np.inf, np.float32))[0] == -np.inf
 
 
-@columns_with("ExponentFromLowBits")
-def test_exponent_from_low_bits(column: str) -> None:
+@targets_with("ExponentFromLowBits")
+def test_exponent_from_low_bits(target: str) -> None:
     bits = np.array([0, 1, 127, 254, 255, 256, 0xFFFFFFFF, 0x12345678], np.uint32)
-    found = each(column, "ExponentFromLowBits", bits.view(np.float32)).view(np.uint32)
+    found = each(target, "ExponentFromLowBits", bits.view(np.float32)).view(np.uint32)
     np.testing.assert_array_equal(found, bits << 23)
 
 
-@columns_with("SelectLess")
-def test_select_less(column: str) -> None:
+@targets_with("SelectLess")
+def test_select_less(target: str) -> None:
     a, b = pairs()
     x, y = numbers(1, len(a)), numbers(2, len(a))
-    assert_same_bits(each(column, "SelectLess", a, b, x, y), np.where(a < b, x, y))
+    assert_same_bits(each(target, "SelectLess", a, b, x, y), np.where(a < b, x, y))
 
 
-@columns_with("Exp2")
-def test_exp2(column: str) -> None:
+@targets_with("Exp2")
+def test_exp2(target: str) -> None:
     a = np.concatenate([-np.arange(126.4, step=0.0137), -np.arange(126.0), [0.0, -0.0, -1e-45, -1e-8]])
     a = a.astype(np.float32)
     expected = np.exp2(a.astype(np.float64))
-    found = each(column, "Exp2", a)
+    found = each(target, "Exp2", a)
     normal = expected >= 2.0**-126
     assert (np.abs(found - expected)[normal] <= 4 * 2.0**-24 * expected[normal]).all()
     far = np.array([-127, -128, -1000, -3e38, -np.inf], np.float32)
-    flushed = each(column, "Exp2", far)
+    flushed = each(target, "Exp2", far)
     assert ((flushed == 0) | np.isclose(flushed, np.exp2(far.astype(np.float64)), rtol=1e-6, atol=0)).all()
     assert (flushed[2:] == 0).all()
     assert_same_bits(found[normal], each("scalar", "Exp2", a)[normal])
-    assert np.isnan(each(column, "Exp2", np.array([np.nan], np.float32))).all()
+    assert np.isnan(each(target, "Exp2", np.array([np.nan], np.float32))).all()
 
 
 # ---- Between lanes
 
 
-@columns_with("Transpose")
-def test_transpose(column: str) -> None:
-    lanes = LANES[column]
+@targets_with("Transpose")
+def test_transpose(target: str) -> None:
+    lanes = LANES[target]
     a = np.arange(lanes * lanes, dtype=np.float32).reshape(lanes, lanes)
-    found = raw(column, "Transpose", a).view(np.float32)[: lanes * lanes]
+    found = raw(target, "Transpose", a).view(np.float32)[: lanes * lanes]
     np.testing.assert_array_equal(found.reshape(lanes, lanes), a.T)
 
 
-@columns_with("Transpose4")
-def test_transpose_of_four_rows(column: str) -> None:
-    lanes = LANES[column]
+@targets_with("Transpose4")
+def test_transpose_of_four_rows(target: str) -> None:
+    lanes = LANES[target]
     a = np.arange(4 * lanes, dtype=np.float32).reshape(4, lanes)
-    found = raw(column, "Transpose4", a)
+    found = raw(target, "Transpose4", a)
     np.testing.assert_array_equal(found.view(np.float32)[: 4 * lanes].reshape(lanes, 4), a.T)
     assert (found[16 * lanes :] == UNTOUCHED).all()
 
 
-@columns_with("ReduceFour")
-def test_reduce_four(column: str) -> None:
-    lanes = LANES[column]
+@targets_with("ReduceFour")
+def test_reduce_four(target: str) -> None:
+    lanes = LANES[target]
     a = np.round(numbers(0, 4 * lanes) * 100).reshape(4, lanes)
-    np.testing.assert_array_equal(one(column, "ReduceFour", a), np.resize(a.sum(axis=1), lanes))
+    np.testing.assert_array_equal(one(target, "ReduceFour", a), np.resize(a.sum(axis=1), lanes))
 
 
-@columns_with("LoadStrided")
-def test_strided_loads(column: str) -> None:
-    lanes = LANES[column]
+@targets_with("LoadStrided")
+def test_strided_loads(target: str) -> None:
+    lanes = LANES[target]
     a = numbers(0, 20 * lanes)
     for stride in (1, 2, 3, 17):
-        np.testing.assert_array_equal(one(column, "LoadStrided", a, number=stride), a[: lanes * stride : stride])
+        np.testing.assert_array_equal(one(target, "LoadStrided", a, number=stride), a[: lanes * stride : stride])
 
 
-@columns_with("LoadTwice", "SubtractAdd", "SwapPairs")
-def test_pairs_of_lanes(column: str) -> None:
-    lanes = LANES[column]
+@targets_with("LoadTwice", "SubtractAdd", "SwapPairs")
+def test_pairs_of_lanes(target: str) -> None:
+    lanes = LANES[target]
     a, b = numbers(0, lanes), numbers(1, lanes)
-    np.testing.assert_array_equal(one(column, "LoadTwice", a), np.repeat(a, 2)[:lanes])
-    np.testing.assert_array_equal(one(column, "SwapPairs", a), a.reshape(-1, 2)[:, ::-1].reshape(-1))
-    np.testing.assert_array_equal(one(column, "SubtractAdd", a, b), np.where(np.arange(lanes) % 2, a + b, a - b))
+    np.testing.assert_array_equal(one(target, "LoadTwice", a), np.repeat(a, 2)[:lanes])
+    np.testing.assert_array_equal(one(target, "SwapPairs", a), a.reshape(-1, 2)[:, ::-1].reshape(-1))
+    np.testing.assert_array_equal(one(target, "SubtractAdd", a, b), np.where(np.arange(lanes) % 2, a + b, a - b))
 
 
-@columns_with("Lookup16")
-def test_lookup_16(column: str) -> None:
+@targets_with("Lookup16")
+def test_lookup_16(target: str) -> None:
     table = numbers(0, 16)
     index = np.concatenate([np.arange(16), np.arange(16) + 16, [0xFFFFFFF3, 0x80000000]]).astype(np.uint32)
-    lanes = LANES[column]
+    lanes = LANES[target]
     for i in range(0, len(index), lanes):
         some = np.resize(index[i:], lanes)
-        np.testing.assert_array_equal(one(column, "Lookup16", table, some), table[some & 15])
+        np.testing.assert_array_equal(one(target, "Lookup16", table, some), table[some & 15])
 
 
-@columns_with("PickFloats")
-def test_picked_floats(column: str) -> None:
-    four, index = numbers(0, 4), np.random.default_rng(1).integers(0, 2**32, LANES[column], np.uint32)
-    np.testing.assert_array_equal(one(column, "PickFloats", four, index), four[index & 3])
+@targets_with("PickFloats")
+def test_picked_floats(target: str) -> None:
+    four, index = numbers(0, 4), np.random.default_rng(1).integers(0, 2**32, LANES[target], np.uint32)
+    np.testing.assert_array_equal(one(target, "PickFloats", four, index), four[index & 3])
 
 
 # ---- From and to bytes
 
 
-@columns_with("LoadBf16", "LoadInt8")
-def test_loads_of_narrow_numbers(column: str) -> None:
-    lanes = LANES[column]
+@targets_with("LoadBf16", "LoadInt8")
+def test_loads_of_narrow_numbers(target: str) -> None:
+    lanes = LANES[target]
     bf16 = np.resize(EDGES, 32).astype(ml_dtypes.bfloat16)
     for i in range(0, 32, lanes):
         some = bf16[i : i + lanes]
-        assert_same_bits(one(column, "LoadBf16", some.view(np.uint16)), some.astype(np.float32))
+        assert_same_bits(one(target, "LoadBf16", some.view(np.uint16)), some.astype(np.float32))
     int8 = np.arange(-128, 128).astype(np.int8)
     for i in range(0, 256, lanes):
-        np.testing.assert_array_equal(one(column, "LoadInt8", int8[i : i + lanes]), int8[i : i + lanes])
+        np.testing.assert_array_equal(one(target, "LoadInt8", int8[i : i + lanes]), int8[i : i + lanes])
 
 
-@columns_with("StoreBytes")
-def test_stores_of_bytes(column: str) -> None:
-    lanes = LANES[column]
+@targets_with("StoreBytes")
+def test_stores_of_bytes(target: str) -> None:
+    lanes = LANES[target]
     a = np.concatenate([np.arange(256), np.arange(255) + 0.5]).astype(np.float32)
     a = np.resize(a, -(-len(a) // lanes) * lanes)
     for i in range(0, len(a), lanes):
-        stored = raw(column, "StoreBytes", a[i : i + lanes])
+        stored = raw(target, "StoreBytes", a[i : i + lanes])
         np.testing.assert_array_equal(stored[:lanes], np.rint(a[i : i + lanes]))
         assert (stored[lanes:] == UNTOUCHED).all()
 
 
 @each_of(["SignedByte0", "SignedByte3"])
-def test_signed_bytes(column: str, function: str) -> None:
+def test_signed_bytes(target: str, function: str) -> None:
     byte = int(function[-1])
-    a = np.random.default_rng(0).integers(0, 256, 4 * LANES[column], np.uint8)
-    np.testing.assert_array_equal(one(column, function, a), a.view(np.int8)[byte::4])
+    a = np.random.default_rng(0).integers(0, 256, 4 * LANES[target], np.uint8)
+    np.testing.assert_array_equal(one(target, function, a), a.view(np.int8)[byte::4])
 
 
 # ---- Units
 
 
-@columns_with("MultiplyAddUnits", "PackUnits", "StoreUnits")
-def test_units(column: str) -> None:
+@targets_with("MultiplyAddUnits", "PackUnits", "StoreUnits")
+def test_units(target: str) -> None:
     """Products of small integers and their sums are exact in any order."""
-    lanes = LANES[column]
+    lanes = LANES[target]
     a, b, c, d = np.round(np.random.default_rng(0).standard_normal((4, lanes), np.float32) * 10)
-    left, right = one(column, "PackUnits", a, b), one(column, "PackUnits", c, d)
-    np.testing.assert_array_equal(one(column, "MultiplyAddUnits", left, right, d), a * c + b * d + d)
-    stored = raw(column, "StoreUnits", numbers(0, lanes))
+    left, right = one(target, "PackUnits", a, b), one(target, "PackUnits", c, d)
+    np.testing.assert_array_equal(one(target, "MultiplyAddUnits", left, right, d), a * c + b * d + d)
+    stored = raw(target, "StoreUnits", numbers(0, lanes))
     assert (stored[2 * lanes :] == UNTOUCHED).all()
     rounded = numbers(0, lanes).astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(stored[: 2 * lanes].view(np.uint16), rounded.view(np.uint16))
 
 
-@columns_with("MultiplyAddUnits")
+@targets_with("MultiplyAddUnits")
 @pytest.mark.parametrize("exponents", [(-4, 4), (-70, -60), (50, 62)])
-def test_units_are_added_one_by_one(column: str, exponents: tuple[int, int]) -> None:
+def test_units_are_added_one_by_one(target: str, exponents: tuple[int, int]) -> None:
     """The upper number of a pair first, each product and sum rounded together; what is denormal is zero."""
     least, most = exponents
-    lanes = LANES[column]
+    lanes = LANES[target]
     rng = np.random.default_rng(0)
     for _ in range(500):
         mantissas = rng.integers(128, 256, (2, lanes, 2)) * rng.choice([-1, 1], (2, lanes, 2))
@@ -283,7 +283,7 @@ def test_units_are_added_one_by_one(column: str, exponents: tuple[int, int]) -> 
             # longdouble holds these products and sums, or they are rounded as float32 rounds them.
             total = a[:, i].astype(np.longdouble) * b[:, i].astype(np.longdouble) + expected.astype(np.longdouble)
             expected = without_denormals(total.astype(np.float32))
-        found = one(column, "MultiplyAddUnits", a.view(np.float32).reshape(-1), b.view(np.float32).reshape(-1), c)
+        found = one(target, "MultiplyAddUnits", a.view(np.float32).reshape(-1), b.view(np.float32).reshape(-1), c)
         assert_same_bits(found, expected)
 
 

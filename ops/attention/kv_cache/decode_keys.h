@@ -1,5 +1,5 @@
-// Keys from their codes (kv_cache.h's decode_keys), once for all columns. Included by kernels.cc only; local to each
-// column.
+// Keys from their codes (kv_cache.h's decode_keys), once for all targets. Included by kernels.cc only; local to each
+// target.
 //
 // Lanes are keys, as the codes of a block lie: a table of 16 centroids is looked up for kLanes keys at once, and the
 // columns of as many numbers are transposed to rows.
@@ -7,7 +7,7 @@
 
 #include "attention/kv_cache/key_block.h"
 #include "simd/at_byte.h"
-#include "simd/column.h"
+#include "simd/target.h"
 
 namespace ortolan {
 namespace {

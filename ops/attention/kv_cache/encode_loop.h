@@ -1,4 +1,4 @@
-// The codes of keys (kv_cache.h), once for all columns. Included by kernels.cc only; local to each column.
+// The codes of keys (kv_cache.h), once for all targets. Included by kernels.cc only; local to each target.
 //
 // Lanes are sub-quantizers: a group of kLanes of them has its centroids transposed, in registers where they fit, and
 // then goes through the keys. The codebook is read as it is: after encoding a token its tables are built from the same
@@ -33,11 +33,11 @@ void EncodeGroups(int64_t parts, const float* codebook, const float* keys, int64
     }
     for (int64_t key = 0; key < count; ++key) {
       const float* from = AtByte(keys, key * key_row_bytes);
-      Float numbers[kDSub];
+      Float values[kDSub];
 #pragma GCC unroll 4
       for (int d = 0; d < kDSub; ++d) {
         const float* at = from + part * kDSub + d;
-        numbers[d] = kDSub == 1 ? Simd::Load(at) : Simd::LoadStrided(at, kDSub);
+        values[d] = kDSub == 1 ? Simd::Load(at) : Simd::LoadStrided(at, kDSub);
       }
       Float least = Simd::Set(__builtin_inff());
       Float best = Simd::Set(0.0f);
@@ -46,7 +46,7 @@ void EncodeGroups(int64_t parts, const float* codebook, const float* keys, int64
         Float distance;
 #pragma GCC unroll 4
         for (int d = 0; d < kDSub; ++d) {
-          const Float difference = Simd::Subtract(numbers[d], centroids[c * kDSub + d]);
+          const Float difference = Simd::Subtract(values[d], centroids[c * kDSub + d]);
           Float square = Simd::Multiply(difference, difference);
           if (kDSub > 1) square = Simd::Rounded(square);
           distance = d == 0 ? square : Simd::Add(distance, square);

@@ -1,7 +1,7 @@
 #include "attention/kv_cache/decode_keys.h"
 #include "attention/kv_cache/encode_loop.h"
 #include "attention/kv_cache/kv_cache.h"
-#include "simd/column.h"
+#include "simd/target.h"
 
 namespace ortolan {
 namespace {
@@ -40,9 +40,9 @@ template <typename Simd>
 int64_t RotatePairs(const float* from, const float* cos, const float* sin, int64_t head_dim, float* to) {
   int64_t i = 0;
   for (; i + kLanes <= head_dim; i += kLanes) {
-    const Float numbers = Simd::Load(from + i);
-    const Float a = Simd::Rounded(Simd::Multiply(numbers, Simd::LoadTwice(cos + i / 2)));
-    const Float b = Simd::Rounded(Simd::Multiply(Simd::SwapPairs(numbers), Simd::LoadTwice(sin + i / 2)));
+    const Float values = Simd::Load(from + i);
+    const Float a = Simd::Rounded(Simd::Multiply(values, Simd::LoadTwice(cos + i / 2)));
+    const Float b = Simd::Rounded(Simd::Multiply(Simd::SwapPairs(values), Simd::LoadTwice(sin + i / 2)));
     Simd::Store(to + i, Simd::SubtractAdd(a, b));
   }
   return i;
@@ -141,7 +141,7 @@ void Rotate(const float* from, const float* cos, const float* sin, int64_t head_
 }  // namespace
 }  // namespace ortolan
 
-namespace ortolan::ORTOLAN_COLUMN {
+namespace ortolan::ORTOLAN_TARGET {
 
 extern const KvCacheFunctions kKvCache;
 constexpr KvCacheFunctions kKvCache{
@@ -154,4 +154,4 @@ constexpr KvCacheFunctions kKvCache{
     .rotate = &Rotate,
 };
 
-}  // namespace ortolan::ORTOLAN_COLUMN
+}  // namespace ortolan::ORTOLAN_TARGET

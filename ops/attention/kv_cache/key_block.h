@@ -1,9 +1,9 @@
-// Key codes, once for all columns: a full block from its rows (kv_cache.h's key_rows_to_block). Included by kernels
-// only; local to each column.
+// Key codes, once for all targets: a full block from its rows (kv_cache.h's key_rows_to_block). Included by kernels
+// only; local to each target.
 #pragma once
 
 #include "formats/key_code_cache.h"
-#include "simd/column.h"
+#include "simd/target.h"
 
 namespace ortolan {
 namespace {

@@ -8,8 +8,8 @@
 
 namespace ortolan {
 
-#define ORTOLAN_KERNEL(column)            \
-  namespace column {                      \
+#define ORTOLAN_KERNEL(target)            \
+  namespace target {                      \
   extern const KvCacheFunctions kKvCache; \
   }
 #include "attention/kv_cache/kernels.inc"
@@ -17,7 +17,7 @@ namespace ortolan {
 
 std::span<const KvCacheKernel> KvCacheKernels() {
   static const KvCacheKernel kernels[] = {
-#define ORTOLAN_KERNEL(column) {{column::kKvCache}, #column, feature_set::column},
+#define ORTOLAN_KERNEL(target) {{target::kKvCache}, #target, feature_set::target},
 #include "attention/kv_cache/kernels.inc"
 #undef ORTOLAN_KERNEL
   };

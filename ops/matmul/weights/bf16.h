@@ -156,8 +156,8 @@ struct Bf16Weights : Bf16Products<Simd> {
     int Of(int64_t) const { return 0; }
   };
   template <int kRows>
-  struct Numbers {
-    Numbers(const void*, int64_t) {}
+  struct RowTerms {
+    RowTerms(const void*, int64_t) {}
     Sums Start(int64_t, int) const { return Zero(); }
     Sums Add(const Sums&, const Sums& sums, int, int64_t, int) const { return sums; }
     Sums End(const Sums& total, int) const { return Bf16Weights::End(total); }
@@ -236,7 +236,7 @@ struct TwoFourBf16Row : TwoFourRow<Simd, Kind> {
 
     template <Fetch kFetch, bool kOddTimes16>
     Row Next(int row) {
-      return {this->template Weights<kFetch, kOddTimes16>(row), this->Places()};
+      return {this->template Weights<kFetch, kOddTimes16>(row), this->Positions()};
     }
     void EndSpan() {}
   };
@@ -244,8 +244,8 @@ struct TwoFourBf16Row : TwoFourRow<Simd, Kind> {
   static Sums MultiplyAdd(const Sums& sums, const Row& row, const float* x) {
     const auto four = Simd::RepeatFour(x);
     return Columns::template Of<Sums>([&](int i) {
-      const auto even = Simd::PickFloats(four, row.places.at[i]);
-      const auto odd = Simd::PickFloats(four, Simd::template ShiftRightInt<16>(row.places.at[i]));
+      const auto even = Simd::PickFloats(four, row.positions.at[i]);
+      const auto odd = Simd::PickFloats(four, Simd::template ShiftRightInt<16>(row.positions.at[i]));
       return Simd::MultiplyAdd(odd, Simd::OddBf16(row.weights.at[i]),
                                Simd::MultiplyAdd(even, Simd::EvenBf16(row.weights.at[i]), sums.at[i]));
     });
@@ -253,8 +253,8 @@ struct TwoFourBf16Row : TwoFourRow<Simd, Kind> {
   static Sums MultiplyAdd(const Sums& sums, const Row& row, const uint16_t* x) {
     const auto eight = Simd::RepeatEight(x);
     return Columns::template Of<Sums>([&](int i) {
-      const auto picked = Simd::PickWords(eight, row.places.at[i]);
-      const auto first = Simd::LowPlaces(row.weights.at[i], row.places.at[i]);
+      const auto picked = Simd::PickWords(eight, row.positions.at[i]);
+      const auto first = Simd::LowPositions(row.weights.at[i], row.positions.at[i]);
       const auto second = Simd::XorBytes(row.weights.at[i], first);  // the others
       return Simd::DotBf16(Simd::DotBf16(sums.at[i], first, picked), second, picked);
     });

@@ -13,15 +13,15 @@ namespace {
 //     minus_sums   i32 [groups][r]   - (sum of q), for zero points other than 8: at most 128 x 127, an int16
 //     scaled_sums  f32 [groups][r]   where weights take them: scale x (sum of q)
 //     starts       i32 [groups][r]   - (bias of the weights) x (sum of q): where sums begin, to end as those of q w
-//                  or, where a column adds nibbles up in 16 bits, i16 [chunks][r][2]: the same of inputs 0 and 1 of the
+//                  or, where a target adds nibbles up in 16 bits, i16 [chunks][r][2]: the same of inputs 0 and 1 of the
 //                  quads of a chunk (group_weight.h), and of 2 and 3. What words lose on the way they have again at the
 //                  end, for that fits.
-struct GroupNumbers {
-  GroupNumbers(const void* end_of_q, int64_t numbers, bool scaled)
+struct GroupRowTerms {
+  GroupRowTerms(const void* end_of_q, int64_t count, bool scaled)
       : scales(static_cast<const float*>(end_of_q)),
-        minus_sums(reinterpret_cast<const int32_t*>(scales + numbers)),
-        scaled_sums(scales + 2 * numbers),
-        starts(minus_sums + (scaled ? 2 : 1) * numbers) {}
+        minus_sums(reinterpret_cast<const int32_t*>(scales + count)),
+        scaled_sums(scales + 2 * count),
+        starts(minus_sums + (scaled ? 2 : 1) * count) {}
 
   const float* scales;
   const int32_t* minus_sums;
@@ -87,8 +87,8 @@ struct GroupWeights : Rows {
   using Scales = GroupScales<Simd>;
 
   template <int kRows, bool kScaledSums = false>
-  struct Numbers : GroupNumbers {
-    Numbers(const void* end_of_q, int64_t groups) : GroupNumbers(end_of_q, groups * kRows, kScaledSums) {}
+  struct RowTerms : GroupRowTerms {
+    RowTerms(const void* end_of_q, int64_t groups) : GroupRowTerms(end_of_q, groups * kRows, kScaledSums) {}
 
     Ints Start(int64_t group, int64_t row) const {
       const int64_t at = group * kRows + row;

@@ -58,8 +58,8 @@ struct GroupInt4ZeroPoints : GroupInt4Weights<Simd> {
   };
 
   template <int kRows>
-  struct Numbers : Base::template Numbers<kRows> {
-    using Of = typename Base::template Numbers<kRows>;
+  struct RowTerms : Base::template RowTerms<kRows> {
+    using Of = typename Base::template RowTerms<kRows>;
     using Of::Of;
     Floats Add(const Floats& total, const Ints& sums, const typename Scales::OfGroup& of, int64_t group,
                int64_t row) const {
@@ -111,8 +111,8 @@ struct GroupInt4Minimums : GroupInt4Weights<Simd> {
   };
 
   template <int kRows>
-  struct Numbers : Base::template Numbers<kRows, true> {
-    using Of = typename Base::template Numbers<kRows, true>;
+  struct RowTerms : Base::template RowTerms<kRows, true> {
+    using Of = typename Base::template RowTerms<kRows, true>;
     using Of::Of;
     Floats Add(const Floats& total, const Ints& sums, const typename Scales::OfGroup& of, int64_t group,
                int64_t row) const {

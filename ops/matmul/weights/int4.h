@@ -167,8 +167,8 @@ struct Int4Weights : Int4Products<Simd, RowQuantized<Simd, true>> {
     const uint8_t* from;
   };
   template <int kRows>
-  struct Numbers : RowNumbers<Simd, kRows> {
-    using RowNumbers<Simd, kRows>::RowNumbers;
+  struct RowTerms : QuantizedRowTerms<Simd, kRows> {
+    using QuantizedRowTerms<Simd, kRows>::QuantizedRowTerms;
     Floats Add(const Floats& total, const typename Columns::Ints& sums, const Floats& weight_scales, int64_t,
                int64_t) const {
       return Columns::MultiplyAdd(Columns::ToFloat(sums), weight_scales, total);

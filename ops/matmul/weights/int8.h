@@ -56,8 +56,8 @@ struct Int8Weights : RowQuantized<Simd, false> {
     OfPanel of;
   };
   template <int kRows>
-  struct Numbers : RowNumbers<Simd, kRows> {
-    using RowNumbers<Simd, kRows>::RowNumbers;
+  struct RowTerms : QuantizedRowTerms<Simd, kRows> {
+    using QuantizedRowTerms<Simd, kRows>::QuantizedRowTerms;
     Floats Add(const Floats&, const Ints& sums, const OfPanel& of, int64_t, int row) const {
       const Floats scale = Columns::Multiply(of.scales, Columns::Set(this->scales[row]));
       if (of.column_sums == nullptr) return Columns::Multiply(Columns::ToFloat(sums), scale);

@@ -94,10 +94,10 @@ struct ByteProducts {
 //     minus_zero_points  i32 [r]  of int8 weights, as is what follows
 //     minus_sums         i32 [r]  - (sum of q - zero point)
 template <typename Simd, int kRows>
-struct RowNumbers {
+struct QuantizedRowTerms {
   using Columns = simd::Columns<Simd>;
 
-  RowNumbers(const void* from, int64_t)
+  QuantizedRowTerms(const void* from, int64_t)
       : scales(static_cast<const float*>(from)), starts(reinterpret_cast<const int32_t*>(scales + kRows)) {}
   typename Columns::Ints Start(int64_t group, int64_t row) const {
     return Columns::SetInt(starts[group * kRows + row]);

@@ -36,8 +36,8 @@ class TwoFourRows {
   template <Fetch kFetch>
   void StartSpan() {
     if constexpr (kFetch != Fetch::kNone) __builtin_prefetch(masks_ + Ahead<kFetch>());
-    places_ = Columns::LoadBytes(masks_);
-    masks_ += kTwoFourPlaceBytes;
+    positions_ = Columns::LoadBytes(masks_);
+    masks_ += kTwoFourPositionBytes;
   }
   // Row `row` of the span; odd rows of nibbles are all of their bytes times 16, if kOddTimes16.
   template <Fetch kFetch, bool kOddTimes16>
@@ -54,10 +54,10 @@ class TwoFourRows {
     return Columns::template Of<Bytes>([&](int i) { return Simd::LowNibbles(line_.at[i]); });
   }
   // Of the next row of the span.
-  Bytes Places() {
-    const Bytes places = places_;
-    places_ = Columns::template Of<Bytes>([&](int i) { return Simd::template ShiftRightInt<2>(places.at[i]); });
-    return places;
+  Bytes Positions() {
+    const Bytes positions = positions_;
+    positions_ = Columns::template Of<Bytes>([&](int i) { return Simd::template ShiftRightInt<2>(positions.at[i]); });
+    return positions;
   }
   // As of BitmapStream.
   void PrefetchFirst() const {
@@ -81,7 +81,7 @@ class TwoFourRows {
   const uint8_t* masks_;
   int64_t ahead_;
   int64_t block_ahead_;
-  Bytes places_;
+  Bytes positions_;
   Bytes line_;
 };
 
@@ -104,8 +104,8 @@ class TwoFourStream : public TwoFourRows<Simd, kLayout> {
     // A nibble of zero is kInt4Bias: taken off, and put on again, also where nothing is stored.
     if constexpr (kNibbles) stored_ = WithoutBias(stored_);
     const auto mask = Simd::SetInt(kWords ? 0x00030003 : 0x03030303);
-    const Bytes places = this->Places();
-    row_places_ = Columns::template Of<Bytes>([&](int i) { return Simd::AndInt(places.at[i], mask); });
+    const Bytes positions = this->Positions();
+    row_positions_ = Columns::template Of<Bytes>([&](int i) { return Simd::AndInt(positions.at[i], mask); });
     return Spread<0>();
   }
   void EndSpan() {}
@@ -114,8 +114,8 @@ class TwoFourStream : public TwoFourRows<Simd, kLayout> {
   template <int kHalf>
   Bytes Spread() const {
     const Bytes spread = Columns::template Of<Bytes>([&](int i) {
-      return kWords ? Simd::template SpreadWords<kHalf>(stored_.at[i], row_places_.at[i])
-                    : Simd::template SpreadBytes<kHalf>(stored_.at[i], row_places_.at[i]);
+      return kWords ? Simd::template SpreadWords<kHalf>(stored_.at[i], row_positions_.at[i])
+                    : Simd::template SpreadBytes<kHalf>(stored_.at[i], row_positions_.at[i]);
     });
     return kNibbles ? WithoutBias(spread) : spread;
   }
@@ -125,7 +125,7 @@ class TwoFourStream : public TwoFourRows<Simd, kLayout> {
   }
 
   Bytes stored_;
-  Bytes row_places_;
+  Bytes row_positions_;
 };
 
 // The stream of a storage.
@@ -151,13 +151,13 @@ struct TwoFourRow : Kind {
   struct Held {};
 
   struct Row {
-    Bytes weights, places;
+    Bytes weights, positions;
   };
   static constexpr int64_t kStoredBytes = 2 * kLineBytes;
   static Row FromBytes(const Row& row) { return row; }
   static void StoreRow(const Row& row, uint8_t* to) {
     Columns::StoreBytes(to, row.weights);
-    Columns::StoreBytes(to + kLineBytes, row.places);
+    Columns::StoreBytes(to + kLineBytes, row.positions);
   }
   static constexpr int kParts = 1;
   template <int kPart, typename AnyRow>
@@ -185,7 +185,7 @@ struct TwoFourByteRow : TwoFourRow<Simd, Kind> {
 
     template <Fetch kFetch, bool kOddTimes16>
     Row Next(int row) {
-      Row next{this->template Weights<kFetch, kOddTimes16>(row), this->Places()};
+      Row next{this->template Weights<kFetch, kOddTimes16>(row), this->Positions()};
       if constexpr (!kNibbles && kBias != 0) {
         const auto bias = Simd::SetBytes(kBias);
         next.weights = Columns::template Of<Bytes>([&](int i) { return Simd::XorBytes(next.weights.at[i], bias); });
@@ -193,7 +193,8 @@ struct TwoFourByteRow : TwoFourRow<Simd, Kind> {
       // Slots 2 and 3 are of the second quad.
       const auto mask = Simd::SetInt(0x03030303);
       const auto quad = Simd::SetInt(0x04040000);
-      next.places = Columns::template Of<Bytes>([&](int i) { return Simd::SelectBits(mask, next.places.at[i], quad); });
+      next.positions =
+          Columns::template Of<Bytes>([&](int i) { return Simd::SelectBits(mask, next.positions.at[i], quad); });
       return next;
     }
     void EndSpan() {}
@@ -201,7 +202,7 @@ struct TwoFourByteRow : TwoFourRow<Simd, Kind> {
 
   static Bytes Picked(const Row& row, const int8_t* eight) {
     const auto x = Simd::RepeatEight(eight);
-    return Columns::template Of<Bytes>([&](int i) { return Simd::PickBytes(x, row.places.at[i]); });
+    return Columns::template Of<Bytes>([&](int i) { return Simd::PickBytes(x, row.positions.at[i]); });
   }
   static Ints Dot(const Ints& sums, const Bytes& weights, const Bytes& x) {
     return Columns::template Of<Ints>([&](int i) {
@@ -265,8 +266,8 @@ struct TwoFourBiasedRow : TwoFourByteRow<Simd, Kind, kLayout> {
   }
 
   template <int kRows>
-  struct Numbers : Kind::template Numbers<kRows> {
-    using OfKind = typename Kind::template Numbers<kRows>;
+  struct RowTerms : Kind::template RowTerms<kRows> {
+    using OfKind = typename Kind::template RowTerms<kRows>;
     using OfKind::OfKind;
 
     Sums Start(int64_t, int) const { return Zero(); }

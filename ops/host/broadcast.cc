@@ -1,4 +1,4 @@
-#include "ort/broadcast.h"
+#include "host/broadcast.h"
 
 #include <algorithm>
 #include <cstddef>
@@ -33,13 +33,13 @@ std::vector<int64_t> BroadcastStrides(const std::vector<int64_t>& shape, const s
   return strides;
 }
 
-int64_t PlaceOf(int64_t index, const std::vector<int64_t>& shape, const std::vector<int64_t>& strides) {
-  int64_t place = 0;
+int64_t OffsetOf(int64_t index, const std::vector<int64_t>& shape, const std::vector<int64_t>& strides) {
+  int64_t offset = 0;
   for (size_t i = shape.size(); i-- > 0;) {
-    place += index % shape[i] * strides[i];
+    offset += index % shape[i] * strides[i];
     index /= shape[i];
   }
-  return place;
+  return offset;
 }
 
 void BroadcastAdd(const float* a, const std::vector<int64_t>& a_shape, const float* b,
@@ -52,8 +52,8 @@ void BroadcastAdd(const float* a, const std::vector<int64_t>& a_shape, const flo
   const std::vector<int64_t> a_strides = BroadcastStrides(a_shape, shape);
   const std::vector<int64_t> b_strides = BroadcastStrides(b_shape, shape);
   for (int64_t first = 0; first < count; first += shape.back()) {
-    const float* a_row = a + PlaceOf(first, shape, a_strides);
-    const float* b_row = b + PlaceOf(first, shape, b_strides);
+    const float* a_row = a + OffsetOf(first, shape, a_strides);
+    const float* b_row = b + OffsetOf(first, shape, b_strides);
     for (int64_t j = 0; j < shape.back(); ++j) {
       out[first + j] = a_row[j * a_strides.back()] + b_row[j * b_strides.back()];
     }

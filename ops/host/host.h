@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "ort/aligned.h"
+#include "host/aligned.h"
 
 namespace ortolan {
 

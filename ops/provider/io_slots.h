@@ -9,11 +9,11 @@
 
 namespace ortolan::provider {
 
-void WritePlace(ContextWriter& writer, std::optional<size_t> place);
+void WriteSlot(ContextWriter& writer, std::optional<size_t> slot);
 
-class Places {
+class IoSlots {
  public:
-  Places(const HostApi& host, const Node& node, const Node& fused) : host_(host), node_(node), fused_(fused) {}
+  IoSlots(const HostApi& host, const Node& node, const Node& fused) : host_(host), node_(node), fused_(fused) {}
 
   // All of these read a number. They throw OpError if there is no such value, or it is of another type than the step
   // has: steps read and make numbers as they are.
@@ -24,7 +24,7 @@ class Places {
   // Null: none.
   Value InputValue(ContextReader& reader, ONNXTensorElementDataType type) const;
 
-  size_t PlaceOf(Value input) const { return InputPlace(host_, fused_, input); }
+  size_t SlotOf(Value input) const { return InputSlot(host_, fused_, input); }
 
  private:
   Value Find(const std::vector<Value>& values, int64_t index, ONNXTensorElementDataType type) const;

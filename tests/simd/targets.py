@@ -1,4 +1,4 @@
-"""The functions of a column's vectors as functions of arrays."""
+"""The functions of a target's vectors as functions of arrays."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import pytest
 from ortolan import _testing
 
 LANES = _testing.simd_lanes()
-each_column = pytest.mark.parametrize("column", LANES)
+each_target = pytest.mark.parametrize("target", LANES)
 
 
-def has(column: str, function: str) -> bool:
-    return _testing.simd(column, function, number=1) is not None
+def has(target: str, function: str) -> bool:
+    return _testing.simd(target, function, number=1) is not None
 
 
-def columns_with(*functions: str) -> pytest.MarkDecorator:
-    """The columns that have all of these functions: not all have all."""
-    return pytest.mark.parametrize("column", [column for column in LANES if all(has(column, one) for one in functions)])
+def targets_with(*functions: str) -> pytest.MarkDecorator:
+    """The targets that have all of these functions: not all have all."""
+    return pytest.mark.parametrize("target", [target for target in LANES if all(has(target, one) for one in functions)])
 
 
 def each_of(functions: Iterable[str]) -> pytest.MarkDecorator:
-    """Each function of each column that has it."""
-    pairs = [(column, function) for column in LANES for function in functions if has(column, function)]
-    return pytest.mark.parametrize(("column", "function"), pairs)
+    """Each function of each target that has it."""
+    pairs = [(target, function) for target in LANES for function in functions if has(target, function)]
+    return pytest.mark.parametrize(("target", "function"), pairs)
 
 
 # Numbers that arithmetic treats in a way of its own: NaN, zeros, infinities, denormals, the largest, halves.
@@ -36,24 +36,24 @@ EDGES = np.array(
 UNTOUCHED = 0xEE
 
 
-def raw(column: str, function: str, *arrays: np.ndarray, number: int = 0) -> np.ndarray:
+def raw(target: str, function: str, *arrays: np.ndarray, number: int = 0) -> np.ndarray:
     """The memory that the function may write, UNTOUCHED where it has not."""
-    found = _testing.simd(column, function, *arrays, number=number)
-    assert found is not None, f"{column} has no {function}"
+    found = _testing.simd(target, function, *arrays, number=number)
+    assert found is not None, f"{target} has no {function}"
     return found
 
 
-def one(column: str, function: str, *arrays: np.ndarray, number: int = 0, dtype: type = np.float32) -> np.ndarray:
+def one(target: str, function: str, *arrays: np.ndarray, number: int = 0, dtype: type = np.float32) -> np.ndarray:
     """A register of what the function gives."""
-    return raw(column, function, *arrays, number=number).view(dtype)[: LANES[column]]
+    return raw(target, function, *arrays, number=number).view(dtype)[: LANES[target]]
 
 
-def each(column: str, function: str, *arrays: np.ndarray, dtype: type = np.float32) -> np.ndarray:
+def each(target: str, function: str, *arrays: np.ndarray, dtype: type = np.float32) -> np.ndarray:
     """Call a function on arrays of any length, one register at a time."""
-    lanes, size = LANES[column], len(arrays[0])
+    lanes, size = LANES[target], len(arrays[0])
     padded = [np.resize(array, -(-size // lanes) * lanes) for array in arrays]
     parts = [
-        one(column, function, *(array[i : i + lanes] for array in padded), dtype=dtype)
+        one(target, function, *(array[i : i + lanes] for array in padded), dtype=dtype)
         for i in range(0, len(padded[0]), lanes)
     ]
     return np.concatenate(parts)[:size]

@@ -1,4 +1,4 @@
-#include "provider/int8_numbers.h"
+#include "provider/int8_constants.h"
 
 #include <algorithm>
 
@@ -13,7 +13,7 @@ constexpr auto kInt8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
 
 std::vector<Shape> ShapesOfColumns(int64_t n) { return {{}, {1}, {n}, {1, n}}; }
 
-Int8Weight ReadInt8Numbers(const Node& node, size_t codes, size_t zero_points, bool transposed) {
+Int8Weight ReadInt8Weight(const Node& node, size_t codes, size_t zero_points, bool transposed) {
   Expect(node.Has(codes) && node.IsConstant(codes), "its weight is computed at run time, not constant");
   const Constant tensor = node.ConstantInput(codes, "weight", {kInt8, kUint8});
   Expect(tensor.shape.size() == 2,
@@ -28,9 +28,9 @@ Int8Weight ReadInt8Numbers(const Node& node, size_t codes, size_t zero_points, b
   std::vector<int16_t> zeros(1);
   if (node.Has(zero_points)) {
     const Constant zero = node.ConstantInput(zero_points, "weight's zero points", {tensor.type}, ShapesOfColumns(w.n));
-    const uint8_t* const numbers = static_cast<const uint8_t*>(zero.data);
+    const uint8_t* const values = static_cast<const uint8_t*>(zero.data);
     zeros.assign(static_cast<size_t>(zero.Count()), 0);
-    std::transform(numbers, numbers + zeros.size(), zeros.begin(), [&](uint8_t number) {
+    std::transform(values, values + zeros.size(), zeros.begin(), [&](uint8_t number) {
       return static_cast<int16_t>(w.is_signed ? static_cast<int8_t>(number) : static_cast<int>(number));
     });
   }

@@ -15,7 +15,7 @@ std::optional<std::vector<int64_t>> BroadcastShape(const std::vector<int64_t>& a
 std::vector<int64_t> BroadcastStrides(const std::vector<int64_t>& shape, const std::vector<int64_t>& broadcast);
 
 // The place of element `index` of a tensor of this shape in an operand with these strides.
-int64_t PlaceOf(int64_t index, const std::vector<int64_t>& shape, const std::vector<int64_t>& strides);
+int64_t OffsetOf(int64_t index, const std::vector<int64_t>& shape, const std::vector<int64_t>& strides);
 
 // out = a + b. out has the broadcast shape; it may be a itself where a has that shape, else it overlaps nothing.
 void BroadcastAdd(const float* a, const std::vector<int64_t>& a_shape, const float* b,

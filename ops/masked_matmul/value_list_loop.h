@@ -12,10 +12,10 @@ namespace ortolan {
 namespace {
 
 // By counting, so that rows with as many numbers are together: the end of a row's loop is then foreseen.
-int64_t ListNumbers(const FloatRows& a, const NumberList& list) {
+int64_t ListValues(const FloatRows& a, const ValueList& list) {
   // Pieces of rows are too short for the processor's prefetcher.
   constexpr int64_t kRowsAhead = 8;
-  uint64_t masks[kNumberRows];
+  uint64_t masks[kDensePanelRows];
   int64_t first[kMaskBits + 2] = {};
   for (int64_t i = 0; i < a.rows; ++i) {
     const float* row = a.Row(i);
@@ -43,28 +43,28 @@ int64_t ListNumbers(const FloatRows& a, const NumberList& list) {
     list.counts[first[count]] = static_cast<uint8_t>(count);
     list.rows[first[count]++] = static_cast<uint16_t>(i);
   }
-  int64_t place = 0;
+  int64_t slot = 0;
   for (int64_t q = 0; q < listed; ++q) {
     const int64_t i = list.rows[q];
-    Simd::CompressFloats(masks[i], a.Row(i), list.values + place);
-    place += Simd::ListBits(masks[i], uint8_t{0}, list.inputs + place);
+    Simd::CompressFloats(masks[i], a.Row(i), list.values + slot);
+    slot += Simd::ListBits(masks[i], uint8_t{0}, list.inputs + slot);
   }
   return listed;
 }
 
 template <int kBlocks>
-void AddNumbers(const NumbersArgs& args, int64_t first_block) {
+void AddValues(const ValuesArgs& args, int64_t first_block) {
   const float* panel = args.panel + first_block * kBlockColumns;
   const float* values = args.list.values;
   const uint8_t* inputs = args.list.inputs;
   for (int64_t q = 0; q < args.listed; ++q) {
-    float* to = args.sums + args.list.rows[q] * kNumberColumns + first_block * kBlockColumns;
+    float* to = args.sums + args.list.rows[q] * kDensePanelColumns + first_block * kBlockColumns;
     const int64_t count = args.list.counts[q];
     Floats sums[kBlocks];
 #pragma GCC unroll 8
     for (int j = 0; j < kBlocks; ++j) sums[j] = Block::Load(to + j * kBlockColumns);
     const auto add = [&](int64_t input, const float* value) {
-      const float* from = panel + input * kNumberColumns;
+      const float* from = panel + input * kDensePanelColumns;
       const Simd::Float factor = Simd::Set(*value);
 #pragma GCC unroll 8
       for (int j = 0; j < kBlocks; ++j) {
@@ -88,8 +88,8 @@ void AddNumbers(const NumbersArgs& args, int64_t first_block) {
 }
 
 // As many blocks at a time as have their sums in registers.
-void MultiplyNumbers(const NumbersArgs& args) {
-  TakeAll<kOneRegister ? 8 : 4>(0, args.blocks, [&]<int kBlocks>(int64_t first) { AddNumbers<kBlocks>(args, first); });
+void MultiplyValues(const ValuesArgs& args) {
+  TakeAll<kOneRegister ? 8 : 4>(0, args.blocks, [&]<int kBlocks>(int64_t first) { AddValues<kBlocks>(args, first); });
 }
 
 }  // namespace

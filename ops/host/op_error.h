@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "ort/error_text.h"
+#include "host/error_text.h"
 
 namespace ortolan {
 

@@ -7,7 +7,7 @@
 #include <new>
 #include <vector>
 
-#include "ort/host.h"
+#include "host/host.h"
 
 namespace ortolan {
 

@@ -35,15 +35,15 @@ struct Bounds {
   float most = 0;
 };
 
-struct Rounding {
+struct QdqPair {
   // Who reads what an end makes, or the numbers themselves.
   struct Reader {
     Graph::Use use;
     const Node* end;  // null: a layer that takes the numbers
   };
   enum class State {
-    kGone,  // its floats are seen in the place of what its ends make
-    kCut,   // the floats within bounds
+    kGone,     // its floats are seen in the place of what its ends make
+    kClipped,  // the floats within bounds
     kStays,
   };
 
@@ -72,20 +72,20 @@ struct Claims;
 // Whether a range that begins at 0 cuts negative values off, by the name of the value that is quantized to it. What
 // shows that no value is negative may be in front of a group, where Compile does not see it: so a session keeps this
 // from Claim to Compile.
-using CutRanges = std::unordered_map<std::string, bool>;
+using ClippedRanges = std::unordered_map<std::string, bool>;
 
-class Roundings {
+class QdqPairs {
  public:
   // is_group: the graph is one group's, which Compile sees.
-  Roundings(const Graph& graph, CutRanges& cuts, bool is_group);
-  Roundings(const Roundings&) = delete;
-  Roundings& operator=(const Roundings&) = delete;
+  QdqPairs(const Graph& graph, ClippedRanges& clipped_ranges, bool is_group);
+  QdqPairs(const QdqPairs&) = delete;
+  QdqPairs& operator=(const QdqPairs&) = delete;
 
   // The graph without those that are gone.
   View Seen() const;
   // Of what a node reads, as the model has it; null: none.
-  const Rounding* Of(Value stored) const;
-  const Rounding* MadeBy(const Node& layer) const;
+  const QdqPair* Of(Value stored) const;
+  const QdqPair* MadeBy(const Node& layer) const;
   // Gives each rounding between nodes of a group to that group. False: some cannot be anyone's, stay from now on, and
   // the groups are to be found anew.
   bool Place(const Graph& graph, Claims& claims);
@@ -95,24 +95,24 @@ class Roundings {
     const Node* node;
     const Node* reader;
     Constant constant;
-    std::vector<float> numbers;
+    std::vector<float> values;
     bool is_seen = true;
   };
 
   void Find(const Graph& graph, const Node& maker);
   void Fold(const Graph& graph, const Node& node);
-  void LookAbove(const Graph& graph, Rounding& rounding, CutRanges& cuts, bool is_group) const;
+  void LookAbove(const Graph& graph, QdqPair& rounding, ClippedRanges& clipped_ranges, bool is_group) const;
   struct Groups;
-  bool PlaceOne(const Graph& graph, const Rounding& rounding, Groups& groups) const;
-  bool PlaceInFront(const Graph& graph, const Rounding& rounding, Groups& groups) const;
-  bool PlaceBehind(const Graph& graph, const Rounding& rounding, Groups& groups) const;
-  bool IsRoundedAgain(const Graph& graph, const Rounding& rounding, const Groups& groups) const;
-  void LetStay(Rounding& rounding) const;
+  bool PlaceOne(const Graph& graph, const QdqPair& rounding, Groups& groups) const;
+  bool PlaceInFront(const Graph& graph, const QdqPair& rounding, Groups& groups) const;
+  bool PlaceBehind(const Graph& graph, const QdqPair& rounding, Groups& groups) const;
+  bool IsRoundedAgain(const Graph& graph, const QdqPair& rounding, const Groups& groups) const;
+  void LetStay(QdqPair& rounding) const;
 
-  std::deque<Rounding> roundings_;  // in the order of the graph
+  std::deque<QdqPair> qdq_pairs_;  // in the order of the graph
   std::deque<Folded> folded_;
-  std::unordered_map<Value, const Rounding*> by_value_;  // numbers, and what their ends make
-  std::unordered_map<const Node*, const Rounding*> by_maker_;
+  std::unordered_map<Value, const QdqPair*> by_value_;  // numbers, and what their ends make
+  std::unordered_map<const Node*, const QdqPair*> by_maker_;
 };
 
 }  // namespace ortolan::provider

@@ -1,11 +1,11 @@
-// The column that this file is compiled for (CMakeLists.txt): Simd is its vectors. Included by *kernels.cc, which
-// define their functions in namespace ortolan::ORTOLAN_COLUMN, where isa/kernel_table.h finds them; everything else in
+// The target that this file is compiled for (CMakeLists.txt): Simd is its vectors. Included by *kernels.cc, which
+// define their functions in namespace ortolan::ORTOLAN_TARGET, where isa/kernel_table.h finds them; everything else in
 // them is local to the file. An inline function compiled with AVX-512 may be the copy that the linker keeps for
 // everyone, so nothing of the standard library that is a function is used there.
 //
-// What all columns do alike: vectors.h.
+// What all targets do alike: vectors.h.
 //
-// Every function gives the same bits in all columns, but for which NaN it gives and where it says otherwise. So a
+// Every function gives the same bits in all targets, but for which NaN it gives and where it says otherwise. So a
 // kernel whose sums have one order gives the same answer on every CPU: over 16 lanes or `Columns` (columns.h), not
 // kLanes.
 //
@@ -118,12 +118,12 @@
 //
 //     PackBytes(Int (&numbers)[4], offset)            numbers saturated to 16 bits, plus offset, cut off to 0 … 255
 //     Lookup256(ByteTable, Bytes)                     entries of a table of 256 bytes
-//     DealBytes<n>(a), InterleaveBytes(Bytes (&parts)[n], Bytes (&to)[n])    where a column has them, n 2 or 4: byte i
+//     DealBytes<n>(a), InterleaveBytes(Bytes (&parts)[n], Bytes (&to)[n])    where a target has them, n 2 or 4: byte i
 //                                                     of each of the parts, one behind the other, where these were
 //                                                     looked up by the dealt bytes of a
 //
 // Rows of numbers, one of each token, four at a time: RowNumber is uint8_t or int16_t. Of bytes: quad i is byte i of
-// each of the rows, which are v kLanes bytes long. A column may like the bytes of a row in another order: its own,
+// each of the rows, which are v kLanes bytes long. A target may like the bytes of a row in another order: its own,
 // which these functions agree on.
 //
 //     InterleaveRows(rows, Quads (&quads)[v])         Quads: kLanes quads of unsigned bytes less kQuadBias, ready for
@@ -135,7 +135,7 @@
 //                                                     caller adds kQuadBias times the sum of the weights
 //
 // Of words, whose products with signed bytes are exact: rows of n = kLanes or 2 kLanes words; where kDotsFewRows also
-// of 1, 2 and 4 tokens, kRowWords<n> words each, for one token stands twice. Orders are again the column's own, of
+// of 1, 2 and 4 tokens, kRowWords<n> words each, for one token stands twice. Orders are again the target's own, of
 // words in a row and of the kRowSums<n> registers of sums of four outputs:
 //
 //     PackWords(Int a, b, least, most)      2 kLanes inputs of a token, cut off: for StoreInputs
@@ -157,12 +157,12 @@
 //     DotQuad(Int sums, Bytes a, Bytes b)             sums plus the dot products of unsigned quads with signed ones
 #pragma once
 
-#include ORTOLAN_COLUMN_HEADER
+#include ORTOLAN_TARGET_HEADER
 
 namespace ortolan {
 namespace {
 
-using Simd = simd::ORTOLAN_COLUMN;
+using Simd = simd::ORTOLAN_TARGET;
 
 }  // namespace
 }  // namespace ortolan

@@ -1,4 +1,4 @@
-#include "provider/places.h"
+#include "provider/io_slots.h"
 
 namespace ortolan::provider {
 namespace {
@@ -8,11 +8,11 @@ constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
 
 }  // namespace
 
-void WritePlace(ContextWriter& writer, std::optional<size_t> place) {
-  writer.Number(place ? static_cast<int64_t>(*place) : kNone);
+void WriteSlot(ContextWriter& writer, std::optional<size_t> slot) {
+  writer.Int(slot ? static_cast<int64_t>(*slot) : kNone);
 }
 
-Value Places::Find(const std::vector<Value>& values, int64_t index, ONNXTensorElementDataType type) const {
+Value IoSlots::Find(const std::vector<Value>& values, int64_t index, ONNXTensorElementDataType type) const {
   const bool is_there = index >= 0 && index < static_cast<int64_t>(values.size());
   const Value value = is_there ? values[static_cast<size_t>(index)] : nullptr;
   if (value == nullptr) {
@@ -25,22 +25,22 @@ Value Places::Find(const std::vector<Value>& values, int64_t index, ONNXTensorEl
   return value;
 }
 
-size_t Places::Input(ContextReader& reader) const { return PlaceOf(Find(node_.inputs(), reader.Number(), kFloat)); }
+size_t IoSlots::Input(ContextReader& reader) const { return SlotOf(Find(node_.inputs(), reader.Int(), kFloat)); }
 
-std::optional<size_t> Places::InputOrNone(ContextReader& reader) const {
+std::optional<size_t> IoSlots::InputOrNone(ContextReader& reader) const {
   const Value value = InputValue(reader, kFloat);
   if (value == nullptr) return std::nullopt;
-  return PlaceOf(value);
+  return SlotOf(value);
 }
 
-std::optional<size_t> Places::Output(ContextReader& reader) const {
-  const int64_t index = reader.Number();
+std::optional<size_t> IoSlots::Output(ContextReader& reader) const {
+  const int64_t index = reader.Int();
   if (index == kNone) return std::nullopt;
-  return OutputPlace(host_, fused_, Find(node_.outputs(), index, kFloat));
+  return OutputSlot(host_, fused_, Find(node_.outputs(), index, kFloat));
 }
 
-Value Places::InputValue(ContextReader& reader, ONNXTensorElementDataType type) const {
-  const int64_t index = reader.Number();
+Value IoSlots::InputValue(ContextReader& reader, ONNXTensorElementDataType type) const {
+  const int64_t index = reader.Int();
   return index == kNone ? nullptr : Find(node_.inputs(), index, type);
 }
 

@@ -1,10 +1,10 @@
-// The functions of a kernel for packed panels: those of the column's loop, on AMX tiles where it has them, else on
+// The functions of a kernel for packed panels: those of the target's loop, on AMX tiles where it has them, else on
 // vectors. Included by *kernels.cc only; local to each.
 #pragma once
 
 #include "matmul/amx_loop.h"
 #include "matmul/panel_loop.h"
-#include "simd/column.h"
+#include "simd/target.h"
 
 namespace ortolan {
 namespace {
@@ -43,7 +43,7 @@ using LoopSimd = LoopOf<Simd>::Simd;
 // is left. All take the same packed x. Beside what the loops ask for, a kind gives Takes(w), kMostInputs, and PackRows,
 // which packs rows of x in blocks of some (the last one may have fewer).
 template <typename Kind, typename... Others>
-struct ColumnFunctions {
+struct TargetFunctions {
   using Weight = typename Kind::Weight;
 
   static int64_t PackedRowBytes(const MatMulWeight& w) { return Kind::PackedRowBytes(static_cast<const Weight&>(w)); }
@@ -54,7 +54,7 @@ struct ColumnFunctions {
   static void Multiply(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
     if constexpr (sizeof...(Others) > 0) {
       if (!Kind::Takes(WeightOf<Weight>(args))) {
-        return ColumnFunctions<Others...>::Multiply(args, panel_begin, panel_end);
+        return TargetFunctions<Others...>::Multiply(args, panel_begin, panel_end);
       }
     }
     LoopOf<Simd>::template Loop<Kind>::Run(args, panel_begin, panel_end);
@@ -74,7 +74,7 @@ struct ColumnFunctions {
 // Those for a weight in any storage of the bitmap formats.
 template <template <typename, Storage> typename Weights>
 constexpr MatMulFunctions kBitmapFunctions =
-    ColumnFunctions<Weights<LoopSimd, Storage::kDense>, Weights<LoopSimd, Storage::kBitmap>,
+    TargetFunctions<Weights<LoopSimd, Storage::kDense>, Weights<LoopSimd, Storage::kBitmap>,
                     Weights<LoopSimd, Storage::kTwoFour>>::kAll;
 
 }  // namespace

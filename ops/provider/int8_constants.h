@@ -9,15 +9,15 @@
 namespace ortolan::provider {
 
 // One number for all columns, or one for each.
-template <typename Number>
-std::vector<Number> Spread(const std::vector<Number>& numbers, int64_t n) {
-  return numbers.size() == 1 ? std::vector<Number>(static_cast<size_t>(n), numbers[0]) : numbers;
+template <typename Element>
+std::vector<Element> Spread(const std::vector<Element>& values, int64_t n) {
+  return values.size() == 1 ? std::vector<Element>(static_cast<size_t>(n), values[0]) : values;
 }
 
 std::vector<Shape> ShapesOfColumns(int64_t n);
 
 // 8-bit numbers [k, n], or [n, k] if transposed, with zero points; without scales. Throws UnfitError.
-Int8Weight ReadInt8Numbers(const Node& node, size_t codes, size_t zero_points, bool transposed = false);
+Int8Weight ReadInt8Weight(const Node& node, size_t codes, size_t zero_points, bool transposed = false);
 
 std::vector<float> ReadScales(const Node& node, size_t scales, int64_t n);
 

@@ -1,4 +1,4 @@
-#include "provider/roundings.h"
+#include "provider/qdq_pairs.h"
 
 #include <algorithm>
 #include <cmath>
@@ -27,26 +27,26 @@ bool IsOneOf(const Node& node, const Types& types) {
 }
 
 // Where a layer of 8-bit numbers has scale and zero point of its first input.
-struct RangePlace {
+struct RangeInputs {
   size_t scale, zero_point;
 };
-std::optional<RangePlace> InputRangeOf(const Node& node) {
-  if (node.IsStandard("QLinearMatMul") || node.Is(kMicrosoft, "QGemm")) return RangePlace{1, 2};
-  if (node.Is(kMicrosoft, "MatMulIntegerToFloat")) return RangePlace{2, 4};
+std::optional<RangeInputs> InputRangeOf(const Node& node) {
+  if (node.IsStandard("QLinearMatMul") || node.Is(kMicrosoft, "QGemm")) return RangeInputs{1, 2};
+  if (node.Is(kMicrosoft, "MatMulIntegerToFloat")) return RangeInputs{2, 4};
   return std::nullopt;
 }
 
 // And of its output, if that is of 8 bits.
-std::optional<RangePlace> OutputRangeOf(const Node& node) {
-  if (node.IsStandard("QLinearMatMul")) return RangePlace{6, 7};
-  if (node.Is(kMicrosoft, "QGemm") && node.Has(7)) return RangePlace{7, 8};
+std::optional<RangeInputs> OutputRangeOf(const Node& node) {
+  if (node.IsStandard("QLinearMatMul")) return RangeInputs{6, 7};
+  if (node.Is(kMicrosoft, "QGemm") && node.Has(7)) return RangeInputs{7, 8};
   return std::nullopt;
 }
 
 // Whether the attributes say nothing but what an operator of one range for all numbers has.
 bool IsPlain(const Node& node) {
   try {
-    return node.Whole("output_dtype", 0) == 0 && node.Whole("precision", 0) == 0 && node.Whole("block_size", 0) == 0;
+    return node.Int("output_dtype", 0) == 0 && node.Int("precision", 0) == 0 && node.Int("block_size", 0) == 0;
   } catch (const UnfitError&) {
     return false;
   }
@@ -56,7 +56,7 @@ bool IsPlain(const Node& node) {
 
 bool FixedRange::BeginsAtZero() const { return zero_point == (type == kInt8 ? -128 : 0); }
 
-Bounds Rounding::RangeBounds() const {
+Bounds QdqPair::RangeBounds() const {
   constexpr double kLargest = std::numeric_limits<float>::max();
   return {0, static_cast<float>(std::min(255 * static_cast<double>(range.scale), kLargest))};
 }
@@ -77,25 +77,25 @@ std::optional<FixedRange> RangeAt(const Graph& graph, const Node& node, size_t s
   return range;
 }
 
-Roundings::Roundings(const Graph& graph, CutRanges& cuts, bool is_group) {
+QdqPairs::QdqPairs(const Graph& graph, ClippedRanges& clipped_ranges, bool is_group) {
   for (const Node& node : graph.nodes()) {
     if (node.IsStandard("DequantizeLinear")) Fold(graph, node);
     if (node.IsStandard("QuantizeLinear") || OutputRangeOf(node)) Find(graph, node);
   }
-  for (Rounding& rounding : roundings_) {
+  for (QdqPair& rounding : qdq_pairs_) {
     by_maker_[rounding.maker] = &rounding;
     by_value_[rounding.maker->Output(0)] = &rounding;
     for (const Node* const end : rounding.ends) by_value_[end->Output(0)] = &rounding;
   }
-  for (Rounding& rounding : roundings_) LookAbove(graph, rounding, cuts, is_group);
+  for (QdqPair& rounding : qdq_pairs_) LookAbove(graph, rounding, clipped_ranges, is_group);
 }
 
-void Roundings::Find(const Graph& graph, const Node& maker) {
-  Rounding rounding;
+void QdqPairs::Find(const Graph& graph, const Node& maker) {
+  QdqPair rounding;
   rounding.maker = &maker;
   const bool quantizes = maker.IsStandard("QuantizeLinear");
-  const RangePlace place = quantizes ? RangePlace{1, 2} : *OutputRangeOf(maker);
-  const std::optional<FixedRange> range = RangeAt(graph, maker, place.scale, place.zero_point, kUint8);
+  const RangeInputs inputs = quantizes ? RangeInputs{1, 2} : *OutputRangeOf(maker);
+  const std::optional<FixedRange> range = RangeAt(graph, maker, inputs.scale, inputs.zero_point, kUint8);
   const Value codes = maker.Output(0);
   if (!range || codes == nullptr || !IsPlain(maker)) return;
   rounding.range = *range;
@@ -109,7 +109,7 @@ void Roundings::Find(const Graph& graph, const Node& maker) {
   for (const Graph::Use& use : graph.Uses(codes)) {
     if (use.index != 0) return;
     const bool is_end = use.node->IsStandard("DequantizeLinear") && IsPlain(*use.node);
-    const std::optional<RangePlace> own = is_end ? RangePlace{1, 2} : InputRangeOf(*use.node);
+    const std::optional<RangeInputs> own = is_end ? RangeInputs{1, 2} : InputRangeOf(*use.node);
     if (!own || RangeAt(graph, *use.node, own->scale, own->zero_point, range->type) != range) return;
     const Value floats = use.node->Output(0);
     if (!is_end) {
@@ -125,11 +125,11 @@ void Roundings::Find(const Graph& graph, const Node& maker) {
   if (!quantizes && rounding.ends.empty()) return;  // there are no floats
   if (rounding.readers.empty() && rounding.last.empty()) return;
   rounding.is_alone = rounding.is_alone && rounding.ends.size() == 1;
-  roundings_.push_back(std::move(rounding));
+  qdq_pairs_.push_back(std::move(rounding));
 }
 
 // Constants of one axis at most: biases, weights of norms, numbers of formulas.
-void Roundings::Fold(const Graph& graph, const Node& node) {
+void QdqPairs::Fold(const Graph& graph, const Node& node) {
   const std::optional<Constant> codes = graph.ConstantOf(node.Input(0)), scale = graph.ConstantOf(node.Input(1));
   const Node* const reader = node.Output(0) == nullptr ? nullptr : graph.OnlyReader(node.Output(0));
   if (!codes || !scale || !IsPlain(node) || reader == nullptr) return;
@@ -147,37 +147,37 @@ void Roundings::Fold(const Graph& graph, const Node& node) {
   for (int64_t i = 0; i < codes->Count(); ++i) {
     const int64_t own = has_one ? 0 : i;
     const int64_t number = codes->CodeAt(i) - (zeros ? zeros->CodeAt(own) : 0);
-    folded.numbers.push_back(static_cast<float>(number) * scales[static_cast<size_t>(own)]);
+    folded.values.push_back(static_cast<float>(number) * scales[static_cast<size_t>(own)]);
   }
   folded_.push_back(std::move(folded));
-  folded_.back().constant.data = folded_.back().numbers.data();
+  folded_.back().constant.data = folded_.back().values.data();
 }
 
-// cuts: of a whole graph it is written, of a group's alone it is read.
-void Roundings::LookAbove(const Graph& graph, Rounding& rounding, CutRanges& cuts, bool is_group) const {
+// clipped_ranges: of a whole graph it is written, of a group's alone it is read.
+void QdqPairs::LookAbove(const Graph& graph, QdqPair& rounding, ClippedRanges& clipped_ranges, bool is_group) const {
   if (!rounding.range.BeginsAtZero()) return;
   const std::string name = NameOf(graph.host(), rounding.maker->Output(0));
   if (is_group) {
-    const auto found = cuts.find(name);
-    if (found == cuts.end() || found->second) rounding.state = Rounding::State::kCut;
+    const auto found = clipped_ranges.find(name);
+    if (found == clipped_ranges.end() || found->second) rounding.state = QdqPair::State::kClipped;
     return;
   }
   const auto find_unrounded = [&](Value value) -> std::optional<Unrounded> {
-    const Rounding* const other = Of(value);
+    const QdqPair* const other = Of(value);
     if (other == nullptr) return std::nullopt;
     return Unrounded{other->floats, other->range.BeginsAtZero()};
   };
   // Two branches may use one name: then both are cut off if one must be.
-  bool& is_cut = cuts[name];
-  is_cut = is_cut || rounding.floats == nullptr || !IsNeverNegative(graph, rounding.floats, find_unrounded);
-  if (is_cut) rounding.state = Rounding::State::kCut;
+  bool& is_clipped = clipped_ranges[name];
+  is_clipped = is_clipped || rounding.floats == nullptr || !IsNeverNegative(graph, rounding.floats, find_unrounded);
+  if (is_clipped) rounding.state = QdqPair::State::kClipped;
 }
 
-View Roundings::Seen() const {
+View QdqPairs::Seen() const {
   View view;
-  for (const Rounding& rounding : roundings_) {
-    if (rounding.state == Rounding::State::kStays) continue;
-    const bool is_gone = rounding.state == Rounding::State::kGone, quantizes = rounding.floats != nullptr;
+  for (const QdqPair& rounding : qdq_pairs_) {
+    if (rounding.state == QdqPair::State::kStays) continue;
+    const bool is_gone = rounding.state == QdqPair::State::kGone, quantizes = rounding.floats != nullptr;
     const Value codes = rounding.maker->Output(0);
     const Value first = rounding.ends.empty() ? codes : rounding.ends.front()->Output(0);
     const Value seen = is_gone && quantizes ? rounding.floats : first;
@@ -199,18 +199,18 @@ View Roundings::Seen() const {
   return view;
 }
 
-const Rounding* Roundings::Of(Value stored) const {
+const QdqPair* QdqPairs::Of(Value stored) const {
   const auto found = by_value_.find(stored);
   return found == by_value_.end() ? nullptr : found->second;
 }
 
-const Rounding* Roundings::MadeBy(const Node& layer) const {
+const QdqPair* QdqPairs::MadeBy(const Node& layer) const {
   const auto found = by_maker_.find(&layer);
   return found == by_maker_.end() ? nullptr : found->second;
 }
 
 // The groups that were found, and which nodes they have by now.
-struct Roundings::Groups {
+struct QdqPairs::Groups {
   explicit Groups(Claims& claims) : claims(claims) {
     for (size_t i = 0; i < claims.groups.size(); ++i) {
       for (const Node* const node : claims.groups[i].nodes) of[node] = i;
@@ -225,7 +225,7 @@ struct Roundings::Groups {
     if (!of.try_emplace(node, static_cast<size_t>(&group - claims.groups.data())).second) return;
     group.nodes.push_back(node);
   }
-  void Add(Group& group, const Rounding& rounding) {
+  void Add(Group& group, const QdqPair& rounding) {
     Add(group, rounding.maker);
     for (const Node* const end : rounding.ends) Add(group, end);
   }
@@ -237,7 +237,7 @@ struct Roundings::Groups {
   std::unordered_map<const Node*, size_t> of;
 };
 
-bool Roundings::Groups::HangOnEachOther(const Graph& graph) const {
+bool QdqPairs::Groups::HangOnEachOther(const Graph& graph) const {
   const auto has_copies = [](const Group& group) { return !group.copies.empty(); };
   if (std::none_of(claims.groups.begin(), claims.groups.end(), has_copies)) return false;
   const std::span<const Node> nodes = graph.nodes();
@@ -288,12 +288,12 @@ bool IsStatic(const Group& group) {
 }
 
 // Whether a layer of the group has it for the range of its input.
-bool IsInputOf(const Group& group, const Rounding& rounding) {
+bool IsInputOf(const Group& group, const QdqPair& rounding) {
   return AnyLayer(group, [&](const Layer& layer) { return layer.quantize == rounding.maker; });
 }
 
 // Whether it is the reader's input of a layer.
-bool IsInput(const Group& group, const Rounding& rounding, const Graph::Use& use) {
+bool IsInput(const Group& group, const QdqPair& rounding, const Graph::Use& use) {
   return use.index == 0 && AnyLayer(group, [&](const Layer& layer) {
            return layer.nodes.front() == use.node && layer.quantize == rounding.maker;
          });
@@ -310,12 +310,12 @@ bool ReadsAtRunTime(const Group& group, Value value) {
 
 }  // namespace
 
-bool Roundings::Place(const Graph& graph, Claims& claims) {
+bool QdqPairs::Place(const Graph& graph, Claims& claims) {
   Groups groups(claims);
   bool are_placed = true;
   // Those behind first: where one rounding follows another, the one in front is read by it.
-  for (auto rounding = roundings_.rbegin(); rounding != roundings_.rend(); ++rounding) {
-    if (rounding->state == Rounding::State::kStays || PlaceOne(graph, *rounding, groups)) continue;
+  for (auto rounding = qdq_pairs_.rbegin(); rounding != qdq_pairs_.rend(); ++rounding) {
+    if (rounding->state == QdqPair::State::kStays || PlaceOne(graph, *rounding, groups)) continue;
     LetStay(*rounding);
     are_placed = false;
   }
@@ -329,9 +329,9 @@ bool Roundings::Place(const Graph& graph, Claims& claims) {
     }
   }
   if (are_placed && groups.HangOnEachOther(graph)) {
-    for (Rounding& rounding : roundings_) {
+    for (QdqPair& rounding : qdq_pairs_) {
       const Group* const group = groups.Of(rounding.maker);
-      if (rounding.state != Rounding::State::kStays && group != nullptr && !group->copies.empty()) LetStay(rounding);
+      if (rounding.state != QdqPair::State::kStays && group != nullptr && !group->copies.empty()) LetStay(rounding);
     }
     return false;
   }
@@ -339,10 +339,10 @@ bool Roundings::Place(const Graph& graph, Claims& claims) {
 }
 
 // To the group whose layers have it for their input, or else that of all who read it.
-bool Roundings::PlaceInFront(const Graph& graph, const Rounding& rounding, Groups& groups) const {
-  const bool is_cut = rounding.state == Rounding::State::kCut, quantizes = rounding.floats != nullptr;
+bool QdqPairs::PlaceInFront(const Graph& graph, const QdqPair& rounding, Groups& groups) const {
+  const bool is_clipped = rounding.state == QdqPair::State::kClipped, quantizes = rounding.floats != nullptr;
   Group* group = nullptr;
-  for (const Rounding::Reader& reader : rounding.readers) {
+  for (const QdqPair::Reader& reader : rounding.readers) {
     Group* const own = groups.Of(reader.use.node);
     if (own != nullptr && (group == nullptr || IsInputOf(*own, rounding))) group = own;
   }
@@ -350,7 +350,7 @@ bool Roundings::PlaceInFront(const Graph& graph, const Rounding& rounding, Group
   std::vector<const Node*> outside = rounding.last;
   for (const auto& [use, end] : rounding.readers) {
     if (use.index >= 0 && groups.Of(use.node) == group) {
-      if (is_cut && !IsInput(*group, rounding, use)) return false;
+      if (is_clipped && !IsInput(*group, rounding, use)) return false;
     } else {
       outside.push_back(end);
     }
@@ -367,7 +367,7 @@ bool Roundings::PlaceInFront(const Graph& graph, const Rounding& rounding, Group
     Copy& copy = group->copies.emplace_back();
     copy.from = graph.Seen(rounding.floats);
     copy.to = end->Output(0);
-    if (is_cut) copy.bounds = rounding.RangeBounds();
+    if (is_clipped) copy.bounds = rounding.RangeBounds();
   }
   return true;
 }
@@ -375,19 +375,19 @@ bool Roundings::PlaceInFront(const Graph& graph, const Rounding& rounding, Group
 // Whether what the ends make is moved about and then rounded, by nodes of no group. A session on a compiled model would
 // move that QuantizeLinear to right behind the group's node, whose output has no type then: ONNX Runtime knows those of
 // EPContext nodes from the file alone. Numbers are the same if the rounding in front stays, and as fast.
-bool Roundings::IsRoundedAgain(const Graph& graph, const Rounding& rounding, const Groups& groups) const {
+bool QdqPairs::IsRoundedAgain(const Graph& graph, const QdqPair& rounding, const Groups& groups) const {
   std::vector<Value> waiting;
   const auto move = [&](const Node& node) {
     if (groups.Of(&node) == nullptr && IsOneOf(node, kMovedAcross)) waiting.push_back(node.Output(0));
   };
-  for (const Rounding::Reader& reader : rounding.readers) {
+  for (const QdqPair::Reader& reader : rounding.readers) {
     if (reader.use.index == 0) move(*reader.use.node);
   }
   for (size_t i = 0; i < waiting.size() && i < kMostVisits; ++i) {
-    const auto is_rounded = [&](const Rounding& other) {
+    const auto is_rounded = [&](const QdqPair& other) {
       return other.floats == waiting[i] && groups.Of(other.maker) == nullptr;
     };
-    if (std::any_of(roundings_.begin(), roundings_.end(), is_rounded)) return true;
+    if (std::any_of(qdq_pairs_.begin(), qdq_pairs_.end(), is_rounded)) return true;
     for (const Graph::Use& use : graph.Uses(waiting[i])) {
       if (use.index != 0) continue;
       if (use.node->IsStandard("QuantizeLinear")) return true;
@@ -398,27 +398,28 @@ bool Roundings::IsRoundedAgain(const Graph& graph, const Rounding& rounding, con
 }
 
 // To the group that makes what is rounded, and nothing else reads: its output is what the end makes.
-bool Roundings::PlaceBehind(const Graph& graph, const Rounding& rounding, Groups& groups) const {
-  const bool is_cut = rounding.state == Rounding::State::kCut;
+bool QdqPairs::PlaceBehind(const Graph& graph, const QdqPair& rounding, Groups& groups) const {
+  const bool is_clipped = rounding.state == QdqPair::State::kClipped;
   const Node* const source = graph.Maker(rounding.Source());
   Group* const group = source == nullptr ? nullptr : groups.Of(source);
   if (group == nullptr || !rounding.is_alone || !IsStatic(*group)) return false;
   if (rounding.floats != nullptr && IsRoundedAgain(graph, rounding, groups)) return false;
-  for (const Rounding::Reader& reader : rounding.readers) {
+  for (const QdqPair::Reader& reader : rounding.readers) {
     const Group* const own = groups.Of(reader.use.node);
     if (own != nullptr && IsInputOf(*own, rounding)) return false;
   }
   for (Step& step : group->steps) {
-    if (graph.Seen(step.y) != graph.Seen(rounding.Source()) || step.y_bounds || (is_cut && step.attention)) continue;
+    if (graph.Seen(step.y) != graph.Seen(rounding.Source()) || step.y_bounds || (is_clipped && step.attention))
+      continue;
     step.y = rounding.ends.front()->Output(0);
-    if (is_cut) step.y_bounds = rounding.RangeBounds();
+    if (is_clipped) step.y_bounds = rounding.RangeBounds();
     groups.Add(*group, rounding);
     return true;
   }
   return false;
 }
 
-bool Roundings::PlaceOne(const Graph& graph, const Rounding& rounding, Groups& groups) const {
+bool QdqPairs::PlaceOne(const Graph& graph, const QdqPair& rounding, Groups& groups) const {
   const bool is_read = std::any_of(rounding.readers.begin(), rounding.readers.end(),
                                    [&](const auto& reader) { return groups.Of(reader.use.node) != nullptr; });
   if (is_read && PlaceInFront(graph, rounding, groups)) return true;
@@ -427,8 +428,8 @@ bool Roundings::PlaceOne(const Graph& graph, const Rounding& rounding, Groups& g
   return !is_read && (rounding.floats != nullptr || groups.Of(rounding.maker) == nullptr);
 }
 
-void Roundings::LetStay(Rounding& rounding) const {
-  rounding.state = Rounding::State::kStays;
+void QdqPairs::LetStay(QdqPair& rounding) const {
+  rounding.state = QdqPair::State::kStays;
   rounding.reason = "its input is rounded to a fixed range, and not only layers that are taken read that";
 }
 
