@@ -228,7 +228,7 @@ FloatInput AttentionCompute::ReadMask(size_t index, const Shape& scores, Call& c
 void Replace(const FloatInput& fills, const Shape& shape, float* total) {
   const Shape strides = BroadcastStrides(fills.shape, shape);
   for (int64_t i = 0; i < CountOf(shape); ++i) {
-    const float fill = fills.data[SlotOf(i, shape, strides)];
+    const float fill = fills.data[OffsetOf(i, shape, strides)];
     if (fill != 0) total[i] = fill;
   }
 }
