@@ -1,5 +1,5 @@
-// The operators' domain, for whoever offers it to a host: RegisterCustomOps and the execution provider. Includes no
-// header of ONNX Runtime, as the two are built with different ones.
+// The domain of the operators, for RegisterCustomOps and the execution provider. Includes no header of ONNX Runtime,
+// because the two are built with different versions.
 #pragma once
 
 struct OrtApiBase;
@@ -8,8 +8,8 @@ struct OrtStatus;
 
 namespace ortolan {
 
-// Sets the domain, which lives as long as the library. The host is too old, or ORTOLAN_ISA cannot be used: a status
-// says so.
+// Set `domain` to the operators' domain, which lives as long as the library. Returns an error status if the host is too
+// old or ORTOLAN_ISA cannot be used.
 OrtStatus* FindCustomOps(const OrtApiBase* base, const OrtCustomOpDomain** domain);
 
 }  // namespace ortolan

@@ -1,5 +1,5 @@
-// The door for custom operators: RegisterCustomOps, which every ORT host knows how to call. (The other one is that of
-// the execution provider: provider/factory.cc.)
+// The entry point for custom operators: RegisterCustomOps, which every host of ONNX Runtime can call. The entry point
+// of the execution provider is in provider/factory.cc.
 #include "custom_ops.h"
 #include "isa/features.h"
 #include "ort/ort_op.h"
@@ -8,7 +8,7 @@
 namespace ortolan {
 namespace {
 
-// ORT keeps pointers to the domain and its ops for as long as any session lives.
+// ONNX Runtime keeps pointers to the domain and its operators as long as any session lives.
 const OrtCustomOpDomain* Domain() {
   static const Ort::CustomOpDomain domain = [] {
     Ort::CustomOpDomain made(kDomain);

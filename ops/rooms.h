@@ -1,4 +1,4 @@
-// One function a room and variant, <op type>Op(): its adapter, alive as long as the library.
+// One function per operator and variant, <op type>Op(): returns its adapter, which lives as long as the library.
 #pragma once
 
 struct OrtCustomOp;

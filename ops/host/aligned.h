@@ -1,4 +1,4 @@
-// Sizes and addresses of scratch memory in whole cache lines.
+// Sizes and addresses of scratch memory, rounded to cache lines.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ constexpr int64_t Aligned(int64_t bytes) {
   return (bytes + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment;
 }
 
-// The first aligned address from data on: of memory that has kScratchAlignment bytes more than are used.
+// The first aligned address at or after data. The memory must have kScratchAlignment bytes more than are used.
 inline char* AlignedAddress(void* data) {
   return reinterpret_cast<char*>(Aligned(static_cast<int64_t>(reinterpret_cast<uintptr_t>(data))));
 }

@@ -24,7 +24,7 @@ std::optional<std::vector<int64_t>> BroadcastShape(const std::vector<int64_t>& a
 std::vector<int64_t> BroadcastStrides(const std::vector<int64_t>& shape, const std::vector<int64_t>& broadcast) {
   std::vector<int64_t> strides(broadcast.size(), 0);
   const size_t ahead = broadcast.size() - shape.size();
-  // Beside a dimension of 0 the others may be any numbers.
+  // With a dimension of 0 the tensor is empty, so its strides do not matter.
   if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return strides;
   int64_t stride = 1;
   for (size_t i = shape.size(); i-- > 0; stride *= shape[i]) {

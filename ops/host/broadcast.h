@@ -1,4 +1,4 @@
-// Shapes and sums by the broadcasting rules of ONNX (those of NumPy).
+// Shapes and sums by ONNX's (NumPy's) broadcasting rules.
 #pragma once
 
 #include <cstdint>
@@ -7,17 +7,18 @@
 
 namespace ortolan {
 
-// The shape that two shapes are broadcast to, or nothing if they do not fit.
+// Return the shape that two shapes broadcast to, or nothing if they do not fit.
 std::optional<std::vector<int64_t>> BroadcastShape(const std::vector<int64_t>& a, const std::vector<int64_t>& b);
 
-// The elements of an operand of this shape that one of the broadcast shape is apart in each of its dimensions; 0 where
-// it is repeated.
+// Return the strides, in elements, of an operand of `shape` read as a tensor of the broadcast shape; 0 in repeated
+// dimensions.
 std::vector<int64_t> BroadcastStrides(const std::vector<int64_t>& shape, const std::vector<int64_t>& broadcast);
 
-// The place of element `index` of a tensor of this shape in an operand with these strides.
+// Return the offset, in an operand with these strides, of element `index` of a tensor of `shape`.
 int64_t OffsetOf(int64_t index, const std::vector<int64_t>& shape, const std::vector<int64_t>& strides);
 
-// out = a + b. out has the broadcast shape; it may be a itself where a has that shape, else it overlaps nothing.
+// out = a + b, where out has the broadcast shape. out may be a if a has that shape; otherwise it overlaps neither
+// operand.
 void BroadcastAdd(const float* a, const std::vector<int64_t>& a_shape, const float* b,
                   const std::vector<int64_t>& b_shape, float* out, const std::vector<int64_t>& shape);
 

@@ -1,4 +1,4 @@
-// Builds the text of an error from its parts: ErrorText("k is ", k, ", expected ", expected).
+// Builds an error message from parts: ErrorText("k is ", k, ", expected ", expected).
 #pragma once
 
 #include <sstream>

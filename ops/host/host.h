@@ -1,5 +1,5 @@
-// What a plan asks of whoever runs it: threads, and memory for the length of a call. Free of ONNX Runtime, so that the
-// adapters, tests and benchmarks run the same plans.
+// The interface between a plan and its caller: threads, and memory for the length of a call. Free of ONNX Runtime, so
+// that adapters, tests and benchmarks run the same plans.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +13,8 @@ class Host {
  public:
   virtual ~Host() = default;
 
-  // Calls body(i) for 0 <= i < count, on several threads at once if the host has them; alone and at once when count is
-  // 1. body must not throw.
+  // Call body(i) for 0 <= i < count, on several threads if the host has them; directly if count is 1. body must not
+  // throw.
   template <typename Body>
   void ParallelFor(int64_t count, const Body& body) {
     if (count == 1) return body(int64_t{0});
@@ -24,7 +24,7 @@ class Host {
  protected:
   using Task = void(const void* user, int64_t i);
   virtual void RunTasks(int64_t count, Task* task, const void* user) = 0;
-  // At any address. Throws std::bad_alloc.
+  // Allocates at any alignment. Throws std::bad_alloc.
   virtual void* Allocate(size_t bytes) = 0;
   virtual void Free(void* data) noexcept = 0;
 
@@ -32,7 +32,7 @@ class Host {
   friend class HostMemory;
 };
 
-// Memory of a host, aligned to kScratchAlignment, given back at the end of the scope.
+// Host memory aligned to kScratchAlignment, freed at the end of the scope.
 class HostMemory {
  public:
   HostMemory(Host& host, int64_t bytes)

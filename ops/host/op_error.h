@@ -1,4 +1,4 @@
-// What an operator says of a model or a feed that it cannot work with. Free of ONNX Runtime.
+// Errors in a user's model or feed. Free of ONNX Runtime.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace ortolan {
 
-// The user's model or feed is at fault; the text says which node and tensor, what was found and what was expected.
+// An error of the user's model or feed. The message names the node and tensor, what was found and what was expected.
 struct OpError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

@@ -1,4 +1,4 @@
-// Pieces of work on a host's threads, each with scratch memory.
+// Runs pieces of work on a host's threads, each with scratch memory.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,13 @@
 
 namespace ortolan {
 
-// As many pieces of memory as threads use at once. The one that was given back last is handed out first: it is still in
-// a cache.
+// A pool with one scratch buffer per concurrent thread. It hands out the last returned buffer first, while it is still
+// in a cache.
 class ScratchPool {
  public:
   ScratchPool(Host& host, int64_t bytes) : host_(host), bytes_(bytes) {}
 
-  // Null where there is no memory.
+  // Return null if memory is exhausted.
   char* Take() noexcept {
     const std::lock_guard lock(mutex_);
     try {
@@ -35,7 +35,7 @@ class ScratchPool {
   }
   void GiveBack(char* piece) noexcept {
     const std::lock_guard lock(mutex_);
-    free_.push_back(piece);  // there has been room for it
+    free_.push_back(piece);  // capacity was reserved in Take
   }
   bool failed() const { return failed_; }
 
@@ -48,7 +48,8 @@ class ScratchPool {
   bool failed_ = false;
 };
 
-// Calls body(item, scratch of `bytes`) for 0 <= item < items on the host's threads. Throws std::bad_alloc.
+// Call body(item, scratch), with `bytes` of scratch, for 0 <= item < items on the host's threads. Throws
+// std::bad_alloc.
 template <typename Body>
 void ForEachWithScratch(Host& host, int64_t items, int64_t bytes, const Body& body) {
   ScratchPool pool(host, bytes);

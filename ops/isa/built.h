@@ -1,11 +1,12 @@
-// What a build has: one for tests may lack targets (CMakeLists.txt, ORTOLAN_ONLY_TARGETS).
+// The instruction sets in this build. A test build may leave out targets (ORTOLAN_ONLY_TARGETS in CMakeLists.txt).
 #pragma once
 
 #include "isa/features.h"
 
 namespace ortolan {
 
-// The features of all sets whose targets are in this build. Others are not detected: it runs as on a CPU without them.
+// The features of every target in this build. Other features are not detected, so the library behaves as on a CPU
+// without them.
 Features BuiltFeatures();
 
 }  // namespace ortolan

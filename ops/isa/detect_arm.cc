@@ -16,7 +16,7 @@ namespace ortolan {
 #if defined(__APPLE__)
 namespace {
 
-// Whether macOS says that the CPU has it. Systems that do not know the name say no.
+// Return whether macOS reports this CPU feature; false if the system does not know the name.
 bool HasFeature(const char* name) {
   int value = 0;
   size_t size = sizeof(value);
@@ -26,7 +26,7 @@ bool HasFeature(const char* name) {
 }  // namespace
 #endif
 
-// NEON belongs to armv8-a. The others are read from the kernel's HWCAP words, or asked of macOS by name.
+// NEON is part of armv8-a. The other features come from the kernel's HWCAP words or, on macOS, from sysctl.
 Features DetectedFeatures() {
   uint32_t bits = kNeon;
 #if defined(__linux__)

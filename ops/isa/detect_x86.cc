@@ -26,7 +26,7 @@ CpuidResult Cpuid(uint32_t leaf, uint32_t subleaf) {
   return r;
 }
 
-// XCR0: the register state that the operating system saves. Call only where OSXSAVE is set.
+// Read XCR0, the register state that the operating system saves. Requires OSXSAVE.
 uint64_t ReadXcr0() {
   uint32_t low = 0, high = 0;
   __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
@@ -36,7 +36,7 @@ uint64_t ReadXcr0() {
 constexpr bool HasBits(uint64_t value, uint64_t bits) { return (value & bits) == bits; }
 constexpr uint32_t Bit(int n) { return uint32_t{1} << n; }
 
-// Linux gives a process AMX tile data only on request, before its threads start.
+// Linux grants AMX tile data to a process on request only, and before it starts threads.
 bool RequestAmxPermission() {
 #if defined(__linux__)
   constexpr long kGetPermission = 0x1022;      // ARCH_GET_XCOMP_PERM
@@ -51,7 +51,7 @@ bool RequestAmxPermission() {
 #endif
 }
 
-// For tests, which run what the CPU lacks under an emulator: whether this variable of the environment is 1.
+// Return whether a test run sets this environment variable to 1: it then emulates what the CPU lacks.
 bool Assumed([[maybe_unused]] const char* variable) {
 #if defined(ORTOLAN_TESTING)
   const char* assume = std::getenv(variable);

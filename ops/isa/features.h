@@ -1,7 +1,7 @@
-// What this CPU can do, as a set of features. One mechanism for every room: a kernel names the features that it needs,
-// and runs where the CPU has them (isa/kernel_table.h).
+// The CPU's features as a bit set. Every kernel names the features it needs and runs where the CPU has all of them
+// (isa/kernel_table.h).
 //
-// Features are bits, not an order: Alder Lake has AVX-VNNI without AVX-512, Zen 4 the reverse.
+// Features are a set, not a scale: Alder Lake has AVX-VNNI without AVX-512, Zen 4 the reverse.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +14,12 @@ namespace ortolan {
 
 enum Feature : uint32_t {
   kAvx2 = 1u << 0,        // AVX2, FMA, F16C, BMI1/2, POPCNT, LZCNT
-  kAvxVnni = 1u << 1,     // vpdpbusd of 32 bytes in VEX form
+  kAvxVnni = 1u << 1,     // vpdpbusd on 32 bytes, VEX encoding
   kAvx512 = 1u << 2,      // AVX-512 F, BW, DQ, VL
-  kAvx512Vnni = 1u << 3,  // vpdpbusd of 64 bytes
-  kAvx512Vbmi = 1u << 4,  // VBMI, VBMI2, BITALG, VPOPCNTDQ: Ice Lake and Zen 4 on
+  kAvx512Vnni = 1u << 3,  // vpdpbusd on 64 bytes
+  kAvx512Vbmi = 1u << 4,  // VBMI, VBMI2, BITALG, VPOPCNTDQ: Ice Lake, Zen 4 and later
   kAvx512Bf16 = 1u << 5,
-  kAmx = 1u << 6,  // AMX TILE, BF16, INT8, and the operating system's permission
+  kAmx = 1u << 6,  // AMX TILE, BF16 and INT8, with the operating system's permission
   kNeon = 1u << 7,
   kDotprod = 1u << 8,
   kI8mm = 1u << 9,
@@ -34,7 +34,7 @@ struct Features {
   friend constexpr bool operator==(Features, Features) = default;
 };
 
-// The sets of isa/feature_sets.inc by name: feature_set::avx512.
+// The sets of isa/feature_sets.inc by name, for example feature_set::avx512.
 namespace feature_set {
 #define ORTOLAN_FEATURE_SET(name, bits) inline constexpr Features name{bits};
 #include "isa/feature_sets.inc"
@@ -46,29 +46,32 @@ struct NamedFeatureSet {
   Features features;
 };
 
-// All rows of feature_sets.inc, in that order.
+// All rows of feature_sets.inc, in file order.
 std::span<const NamedFeatureSet> FeatureSets();
 
-// What this CPU and operating system allow (CPUID, XGETBV, getauxval; for AMX also arch_prctl). Asked once.
-// In test builds alone (ORTOLAN_TESTING), ORTOLAN_ASSUME_AMX=1 adds kAmx on a CPU with AVX512-BF16, and
-// ORTOLAN_ASSUME_AVXVNNI=1 kAvxVnni on one with AVX2. Their code then needs the emulator of tests/amx in the process:
-// without it the first instruction that the CPU lacks ends the process.
+// The features of this CPU that the operating system allows (CPUID, XGETBV, getauxval; arch_prctl for AMX). Detected
+// once.
+//
+// In test builds only (ORTOLAN_TESTING), ORTOLAN_ASSUME_AMX=1 adds kAmx on a CPU with AVX512-BF16, and
+// ORTOLAN_ASSUME_AVXVNNI=1 adds kAvxVnni on a CPU with AVX2. The process must then run under the emulator of tests/amx:
+// without it, the first unsupported instruction ends the process.
 Features DetectedFeatures();
 
-// What kernels may use: DetectedFeatures(), but none outside of the set that the environment variable ORTOLAN_ISA
-// names, which is read once.
+// The features that kernels may use: DetectedFeatures() restricted to the set named by the environment variable
+// ORTOLAN_ISA, which is read once.
 Features ActiveFeatures();
 
-// Empty, or why the value of ORTOLAN_ISA cannot be used: the name is unknown, or this CPU lacks the set.
+// Why the value of ORTOLAN_ISA cannot be used (an unknown name, or a set this CPU lacks); empty if it can.
 const std::string& IsaProblem();
 
-// The names of the sets that `features` contains, in the order of feature_sets.inc.
+// The names of all sets contained in `features`, in the order of feature_sets.inc.
 std::vector<std::string> NamesOf(Features features);
 
-// The CPU's own name for itself ("AMD EPYC …"), or "unknown".
+// The CPU's model name ("AMD EPYC …"), or "unknown".
 std::string CpuName();
 
-// Who made the CPU and which it is, for isa/tuning.inc: as CPUID says, or for "ARM" implementer and part of MIDR_EL1.
+// Vendor and model for isa/tuning.inc, as CPUID reports them. For "ARM", family is the implementer and model the part
+// number of MIDR_EL1.
 struct CpuModel {
   char vendor[13] = {};
   uint32_t family = 0;

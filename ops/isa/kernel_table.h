@@ -1,4 +1,4 @@
-// The tables of kernels, kernels.inc, as C++: what each room's table does with its rows.
+// Turns the kernel tables (kernels.inc) into C++.
 #pragma once
 
 #include <cstdint>
@@ -6,9 +6,12 @@
 
 #include "isa/features.h"
 
-// Rows of a set of x86 or Arm features: only this kind of CPU has them. A room defines ORTOLAN_KERNEL before it
-// includes its table. A build for tests may lack a target (CMakeLists.txt, ORTOLAN_ONLY_TARGETS): the compiler is told
-// -DORTOLAN_WITHOUT_<target>=,ORTOLAN_NO_KERNEL, whose comma makes ORTOLAN_NO_KERNEL the second of three.
+// ORTOLAN_X86_KERNEL and ORTOLAN_ARM_KERNEL expand to ORTOLAN_KERNEL on their architecture and are empty elsewhere.
+// Define ORTOLAN_KERNEL before including a table.
+//
+// A test build may leave out a target (ORTOLAN_ONLY_TARGETS in CMakeLists.txt). The compiler then gets
+// -DORTOLAN_WITHOUT_<target>=,ORTOLAN_NO_KERNEL: the comma makes ORTOLAN_NO_KERNEL the second argument of
+// ORTOLAN_SECOND.
 #define ORTOLAN_SECOND(...) ORTOLAN_SECOND_OF(__VA_ARGS__, )
 #define ORTOLAN_SECOND_OF(first, second, ...) second
 #define ORTOLAN_NO_KERNEL(...)
@@ -27,15 +30,16 @@
 
 namespace ortolan {
 
-// The work that a kernel is looked for: a table's kernels may have limits that it must keep.
+// The work a kernel is selected for. Each field is checked against a limit of the kernel, if its table has that limit.
 struct Work {
-  int64_t rows = 0;        // of x; a kernel's least_rows
-  int64_t inputs = 0;      // of a row of x; a kernel's most_inputs
-  int precision = 0;       // of the products, in bits; a kernel's precision is at least this
-  bool any_order = false;  // of sums; else a kernel has no order of its own
+  int64_t rows = 0;        // rows of x; at least the kernel's least_rows
+  int64_t inputs = 0;      // inputs of a row of x; at most the kernel's most_inputs
+  int precision = 0;       // bits of the products; at most the kernel's precision
+  bool any_order = false;  // accept a kernel whose sums have an order of their own
 };
 
-// The first of the kernels, best first, for this work with these features; the last one runs anywhere.
+// Return the first kernel that runs with these features and fits the work. Kernels are sorted best first; the last one
+// runs anywhere.
 template <typename Kernel>
 const Kernel& SelectKernel(std::span<const Kernel> kernels, Features features, [[maybe_unused]] Work work = {}) {
   for (const Kernel& kernel : kernels) {

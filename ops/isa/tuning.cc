@@ -14,7 +14,7 @@ constexpr uint32_t kAny = ~uint32_t{0};
 constexpr int64_t kKiB = 1024;
 constexpr int64_t kPieceMacs = int64_t{1} << 19;
 
-// Timed on Zen 5, one thread, weights from memory: the rooms' READMEs.
+// Measured on Zen 5 with one thread and weights in memory; see the operators' READMEs.
 constexpr PrefetchDistances kZen5Distances{
     .weights = 12288,
     .weight_blocks = 12288,
@@ -26,7 +26,7 @@ constexpr PrefetchDistances kZen5Distances{
     .key_codes_avx2 = 4096,
 };
 
-// Timed on a CPU with AMX, one thread, weights from memory or L3: far prefetches wait for the buffers of L1 misses.
+// Measured on a CPU with AMX, one thread, weights in memory or L3. Far prefetches wait for the buffers of L1 misses.
 constexpr PrefetchDistances kSapphireRapidsDistances = [] {
   PrefetchDistances distances = kZen5Distances;
   distances.weights = 2048;
@@ -34,7 +34,7 @@ constexpr PrefetchDistances kSapphireRapidsDistances = [] {
   return distances;
 }();
 
-// For a CPU that was not timed, with so much L1 for data: no farther than a quarter of it.
+// Distances for a CPU that was not measured: at most a quarter of its L1 data cache.
 constexpr PrefetchDistances Borrowed(PrefetchDistances of, int64_t l1_kib) {
   for (int64_t* distance : {&of.weights, &of.weight_blocks, &of.int4, &of.int4_bitmap, &of.int4_masks, &of.sparse4x1,
                             &of.key_codes, &of.key_codes_avx2}) {
@@ -43,7 +43,7 @@ constexpr PrefetchDistances Borrowed(PrefetchDistances of, int64_t l1_kib) {
   return of;
 }
 
-// On Zen 5, m, k and n of 1024 and more: masked_matmul/README.md.
+// Measured on Zen 5 for m, k and n from 1024; see masked_matmul/README.md.
 constexpr MaskedMatMulCosts kZen5Costs{
     .blocks = 1.05,
     .blocks_pattern = 0.015,
@@ -80,7 +80,7 @@ constexpr Row kRows[] = {
 #undef ORTOLAN_TUNING
 };
 
-// As the system tells, or `least` where it does not.
+// Return the cache size the system reports, or `least` if it reports none.
 int64_t CacheBytes([[maybe_unused]] int level, int64_t least) {
 #if defined(__linux__) && defined(_SC_LEVEL1_DCACHE_SIZE)
   const long bytes = sysconf(level == 1 ? _SC_LEVEL1_DCACHE_SIZE : _SC_LEVEL2_CACHE_SIZE);
@@ -100,13 +100,13 @@ Tuning FindRow() {
           kZen5Costs, kPieceMacs};
 }
 
-// What the CPU is does not hang on the features that kernels may use, but for what only some of them can do. What all
-// CPUs of a vendor share stands in no row.
+// Tuning follows the detected CPU, not ORTOLAN_ISA, except for most_panel_rows, which depends on the features kernels
+// may use. fast_dot_bf16 depends on the vendor alone, so tuning.inc does not list it.
 Tuning FindTuning() {
   Tuning tuning = FindRow();
-  // A dense product by panels needs vectors of 512 bits to beat ONNX Runtime's.
+  // A dense product by panels beats ONNX Runtime's only with 512-bit vectors.
   if (!ActiveFeatures().Has(feature_set::avx512bw)) tuning.masked.most_panel_rows = 0;
-  // Timed on Granite Rapids, and taken to hold for Intel's other CPUs: nomad_attention/README.md.
+  // Measured on Granite Rapids and assumed for other Intel CPUs; see nomad_attention/README.md.
   tuning.fast_dot_bf16 = DetectedModel().vendor != std::string_view("GenuineIntel");
   return tuning;
 }

@@ -1,15 +1,15 @@
 // The order of packed activations, and how the loops read them. Included by *kernels.cc only; local to each.
 //
 // Rows of x are packed in blocks of r rows. A row of weights holds kRowInputs inputs of each column (2 in bf16, 4 in
-// int8) and is multiplied with as many activations of each row of x, repeated in all columns. What four rows of weights
-// meet lies side by side:
+// int8). It is multiplied with the same number of activations of each row of x, repeated in all columns. The
+// activations for four rows of weights are contiguous:
 //
 //     [inputs / (4 kRowInputs)][r][4][kRowInputs]
 //
-// or, of fewer rows of weights, [inputs / kInputsTogether][r][kInputsTogether].
+// or, for fewer rows of weights, [inputs / kInputsTogether][r][kInputsTogether].
 //
-// With many rows of x, the loads that repeat an activation limit the speed. So where there are registers for it some
-// rows of x come by one load for four rows of weights, and are repeated from that register.
+// With many rows of x, the loads that repeat activations limit the speed. So, registers permitting, some rows of x are
+// loaded once for four rows of weights and repeated from that register.
 #pragma once
 
 #include <cstdint>
@@ -19,11 +19,11 @@ namespace {
 
 constexpr int kFourRows = 4;
 
-// Rows of weights whose activations lie side by side: four, or fewer that hold as many inputs.
+// Rows of weights whose activations are contiguous: four, or fewer that hold the same number of inputs.
 template <typename Weights>
 constexpr int kRowsTogether = Weights::kInputsTogether / Weights::kRowInputs;
 
-// Rows of x whose sums fit so many of the registers: a block.
+// Rows of x in a block, if their sums fill this number of registers.
 template <typename Simd>
 constexpr int RowsWithSumsIn(int registers) {
   return registers * Simd::kLanes >= 16 ? static_cast<int>(registers * Simd::kLanes / 16) : 1;
@@ -31,18 +31,18 @@ constexpr int RowsWithSumsIn(int registers) {
 template <typename Simd>
 constexpr int kHalfOfRegisters = RowsWithSumsIn<Simd>(Simd::kRegisters / 2);
 
-// Of sums of 16 columns that one row of x is spread over.
+// Maximum number of sums of 16 columns that one row of x is spread over.
 template <typename Simd>
 constexpr int kMostOneRowChains = Simd::kRegisters * Simd::kLanes >= 64 ? 4 : 1;
 
-// Whether a row of x that is repeated from a register costs nothing: then all rows are.
+// True if repeating activations from a register is free: then all rows of x are held in registers.
 template <typename Weights>
 constexpr bool kHoldsAllRows = false;
 template <typename Weights>
   requires requires { Weights::kHoldsAll; }
 constexpr bool kHoldsAllRows<Weights> = Weights::kHoldsAll;
 
-// Of kRows rows of x. Weights: a kind of weights/*.h.
+// Activations of kRows rows of x. Weights: a kind of weights/*.h.
 template <typename Weights, int kRows>
 class Activations {
   using Activation = typename Weights::Activation;
@@ -56,7 +56,7 @@ class Activations {
     }
   }
 
-  // part: of a row of weights, Weights::Part<kPart>.
+  // part: a part of a row of weights, Weights::Part<kPart>.
   template <int kPart, typename Sums, typename Part>
   Sums MultiplyAdd(const Sums& sums, const Part& part, int row, int i) const {
     if constexpr (kHeld > 0) {
@@ -67,7 +67,8 @@ class Activations {
   }
 
  private:
-  // Half of few rows: with all of them the shuffles would be the limit. Measured: sparse_amx_matmul/README.md.
+  // At most half of the rows, and none of few rows: beyond that, shuffles limit the speed
+  // (sparse_amx_matmul/README.md).
   static constexpr int kHalfOrMost = kRows < 4 ? 0 : kRows / 2 < Weights::kMostHeld ? kRows / 2 : Weights::kMostHeld;
   static constexpr int kHeld = kHoldsAllRows<Weights> ? kRows : kHalfOrMost;
 
@@ -75,7 +76,7 @@ class Activations {
   [[no_unique_address]] typename Weights::Held held_[kHeld > 0 ? kHeld : 1];
 };
 
-// Calls call.operator()<rows>(), the number as a constant, for 1 <= rows <= kMost; for no rows nothing.
+// Call call.operator()<rows>() with rows as a constant, 1 <= rows <= kMost; do nothing for 0 rows.
 template <int kMost, typename Call>
 void WithRowCount(int64_t rows, const Call& call) {
   if constexpr (kMost > 0) {

@@ -1,18 +1,18 @@
-// The loop on AMX tiles: weights are expanded to AMX's B tiles in a buffer, then multiplied tile by tile (SparAMX,
-// sections 4.1 and 4.3). In dense storage of bf16 and int8 they are B tiles already, and are loaded from where they are
-// stored. Included by *kernels.cc only; local to each.
+// The loop on AMX tiles. Weights are expanded to B tiles in a buffer, then multiplied tile by tile. Dense bf16 and int8
+// weights are stored as B tiles and loaded directly. Included by *kernels.cc only; local to each. Reference: SparAMX,
+// sections 4.1 and 4.3.
 //
-// Two tiles of 16 rows of x times two panels make four tiles of sums, so that each loaded tile is used twice. A block
-// of weights is expanded as a whole before the first of its tiles is loaded: there is no store forwarding into a tile
-// load, so a tile loaded right after its rows were stored would wait for them to reach the cache.
+// Two tiles of 16 rows of x and two panels make four tiles of sums, so each loaded tile is used twice. A whole block of
+// weights is expanded before its first tile is loaded: stores do not forward into tile loads, so loading a tile right
+// after its rows were stored would wait until they reach the cache.
 //
-// Fewer rows of bf16 than kManyRows are multiplied by vectors (few_float_rows.h), with the sums of tiles.
+// With fewer than kManyRows rows, bf16 is multiplied by vectors (few_float_rows.h), in the order of sums of the tiles.
 //
-// Groups end a sum, so a tile product takes the inputs of one group at most: groups of 32 use tiles of half the depth,
-// and the sums of a group leave the tiles to be scaled.
+// A sum ends with its group, so a tile product covers inputs of one group only. Groups of 32 use tiles of half the
+// depth, and the sums of each group leave the tiles to be scaled.
 //
-// A kind of weight gives what panel_loop.h asks of it but for products of vectors, and kStoredTiles: its stored rows
-// are those of B tiles.
+// A kind of weight provides what panel_loop.h requires, except for vector products, and kStoredTiles: whether its
+// stored rows are rows of B tiles.
 #pragma once
 
 #include <cstdint>
@@ -27,16 +27,16 @@ namespace ortolan {
 namespace {
 
 constexpr int64_t kAmxRowTile = 16;
-// Panels that are multiplied together.
+// Panels multiplied together.
 constexpr int kAmxPanels = 2;
 
-// Zeroes the rows that are missing in the last block of 16 packed rows.
+// Zero the missing rows of the last block of 16 packed rows.
 inline void PadAmxRows(void* packed, int64_t m, int64_t row_bytes) {
   const int64_t missing = (kAmxRowTile - m % kAmxRowTile) % kAmxRowTile;
   __builtin_memset(static_cast<char*>(packed) + m * row_bytes, 0, static_cast<size_t>(missing * row_bytes));
 }
 
-// What a kind of weight wants beside tiles, whose products take signed bytes.
+// The vectors of a kind of weight on tiles, whose products take signed bytes.
 template <typename Simd>
 struct WithTiles : Simd {
   static constexpr uint32_t kInt8Bias = 0;
@@ -51,7 +51,7 @@ class AmxLoop {
   using Layer = ortolan::Layer<Weights>;
   using Panel = ortolan::Panel<Simd, Weights>;
   static constexpr bool kGroups = Weights::kHasGroups;
-  // Its sums are floats, and begin with the bias.
+  // bf16: sums are floats and start with the bias.
   static constexpr bool kBf16 = Weights::kRowInputs == 2;
 
  public:
@@ -63,7 +63,7 @@ class AmxLoop {
     }
     const Layer layer(args);
     const int step_rows = StepRows(layer);
-    // Tiles 0 to 3 sums [row tile][panel], 4 and 5 rows of x, 6 and 7 weights.
+    // Tiles 0 to 3 hold sums [row tile][panel], 4 and 5 rows of x, 6 and 7 weights.
     TileConfig config;
     for (int tile = 0; tile < 4; ++tile) config.Set(tile, kMaxTileRows, kMaxTileColsb);
     for (int tile = 4; tile < 6; ++tile) config.Set(tile, kMaxTileRows, 4 * step_rows);
@@ -79,7 +79,7 @@ class AmxLoop {
   }
 
  private:
-  // Vectors are faster than tiles there. With the sums of tiles, so that a row has the same bits among any others.
+  // For few rows vectors are faster. They add in the order of tiles, so a row has the same bits in any batch.
   static void RunFewRows(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
     const ortolan::Layer<typename Weights::TileOrder> layer(args);
     const simd::DenormalRule rule = simd::FlushDenormals();
@@ -88,21 +88,21 @@ class AmxLoop {
   }
 
   static constexpr int64_t kRows = kAmxRowTile;
-  // Four tiles of two panels: 8 KB. Short enough that a block is expanded while the last one is multiplied. Whole
+  // Four tiles of two panels, 8 KB: short enough to expand a block while the previous one is multiplied. Holds whole
   // groups.
   static constexpr int64_t kExpandedRows = 4 * kMaxTileRows;
-  // 16 tiles of two panels: 32 KB, which are in the cache when the next rows of x come to them.
+  // 16 tiles of two panels, 32 KB: they stay in the cache for the next rows of x.
   static constexpr int64_t kStoredRows = 16 * kMaxTileRows;
-  // Their sums wait on the stack: 32 KB.
+  // Rows whose sums wait on the stack: 32 KB.
   static constexpr int64_t kMostRows = 256;
 
-  // Rows of weights that a product takes.
+  // Rows of weights in one product.
   static int StepRows(const Layer& layer) {
     const int64_t group_rows = layer.group_spans * Layer::kSpanRows;
     return kGroups && group_rows < kMaxTileRows ? static_cast<int>(group_rows) : kMaxTileRows;
   }
 
-  // Of weights that are multiplied before the next ones. Sums wait between blocks.
+  // Rows of weights multiplied before the next block. Sums are kept between blocks.
   static int64_t BlockRows(int64_t m, int64_t all_rows) {
     if constexpr (!Weights::kStoredTiles) return kExpandedRows;
     return m <= 2 * kRows ? all_rows : kStoredRows;
@@ -117,7 +117,7 @@ class AmxLoop {
     int64_t step_rows;
     int64_t group_rows;
     Panel panels[kCount];
-    const uint8_t* block[kCount] = {};  // the rows to multiply: in expanded, or where they are stored
+    const uint8_t* block[kCount] = {};  // the rows to multiply: in `expanded`, or where they are stored
     alignas(64) uint8_t expanded[kCount][kExpandedRows][kMaxTileColsb];
     alignas(64) uint8_t waiting[kMostRows][kCount][kMaxTileColsb];  // totals of groups, or sums
     alignas(64) float bias[kCount][kPanelColumns];
@@ -133,7 +133,8 @@ class AmxLoop {
     }
   };
 
-  // The stream is kept in a local: a store of 64 bytes might change what `work` points to, for all a compiler knows.
+  // The stream is copied to a local variable: otherwise the compiler must assume that a 64-byte store changes what
+  // `work` points to.
   template <typename Work>
   static void ExpandBlock(Work& work, int p, int64_t rows) {
     auto stream = work.panels[p].stream;
@@ -180,7 +181,7 @@ class AmxLoop {
     }
   }
 
-  // Leaves the sums, or adds the scaled sums of a group to the totals.
+  // Keep the sums, or add the scaled sums of a group to the totals.
   template <int kTile, typename Work>
   static void EndSums(Work& work, int64_t row, int p, int64_t group) {
     if constexpr (!kGroups) {
@@ -200,7 +201,7 @@ class AmxLoop {
     }
   }
 
-  // Asks for the tiles that are multiplied so many bytes later: behind the end of a panel those of the next panels.
+  // Prefetch the tiles that will be multiplied next; past the end of a panel, those of the next panels.
   template <int kCount>
   static void PrefetchTiles(const Work<kCount>& work, int64_t row, int64_t row_of_block) {
     const int64_t panel_bytes = work.layer.spans * Layer::kSpanRows * kMaxTileColsb;
@@ -209,7 +210,7 @@ class AmxLoop {
     for (int p = 0; p < kCount; ++p) PrefetchTile(work.block[p] + row_of_block * kMaxTileColsb + ahead);
   }
 
-  // Rows first … first+rows-1 of the block, which are of one group, times kRowTiles x 16 rows of x.
+  // Multiply rows first … first+rows-1 of the block, which belong to one group, with kRowTiles x 16 rows of x.
   template <int kRowTiles, int kCount>
   static void MultiplySteps(Work<kCount>& work, int64_t row, int64_t block_first, int64_t first, int64_t rows) {
     const bool start = block_first == 0;
@@ -219,7 +220,7 @@ class AmxLoop {
     if constexpr (kRowTiles > 1 && kCount > 1) StartSums<3>(work, row + kRows, 1, start);
     const int64_t stride = work.layer.row_bytes;
     const char* x = reinterpret_cast<const char*>(work.panels[0].X(row)) + 4 * (block_first + first);
-    // Expanded tiles are in the cache; stored ones are fetched while the first rows pass.
+    // Expanded tiles are in the cache; stored tiles are fetched during the first rows.
     const bool fetch = Weights::kStoredTiles && row == 0;
     for (int64_t at = first; at < first + rows; at += work.step_rows, x += 4 * work.step_rows) {
       if (fetch) PrefetchTiles(work, block_first + at, at);
@@ -247,20 +248,20 @@ class AmxLoop {
   static void MultiplyBlock(Work<kCount>& work, int64_t row, int64_t block_first, int64_t rows) {
     const int64_t step = kGroups ? work.group_rows : rows;
     for (int64_t first = 0; first < rows; first += step) {
-      // Behind the last group nothing is stored.
+      // Padding follows the last group.
       if (kGroups && (block_first + first) / work.group_rows == work.layer.groups) break;
       MultiplySteps<kRowTiles, kCount>(work, row, block_first, first, rows - first < step ? rows - first : step);
     }
   }
 
-  // Rows begin … end-1, one after another, for rows of y may lie pages apart.
+  // Finish rows begin … end-1 one by one, because rows of y may be pages apart.
   template <int kCount>
   static void Finish(const Work<kCount>& work, int64_t begin, int64_t end) {
     const int64_t row_bytes = work.layer.row_bytes;
     const char* terms = reinterpret_cast<const char*>(work.panels[0].X(begin) + work.layer.padded_k);
     const int64_t groups = work.layer.groups;
     const auto finish = [&]<int... p>(std::integer_sequence<int, p...>) {
-      // Copies: what is stored to y might be part of the panels, for all that a compiler knows.
+      // Copies, because the compiler must assume that stores to y change the panels.
       const PanelOutput<Simd> outputs[] = {work.panels[p].output...};
       const typename Weights::Scales scales[] = {work.panels[p].scales...};
       for (int64_t i = begin; i < end; ++i, terms += row_bytes) {
@@ -296,7 +297,7 @@ class AmxLoop {
       const int64_t rows = all_rows - block < block_rows ? all_rows - block : block_rows;
       const bool last = block + rows == all_rows;
       for (int p = 0; p < kCount; ++p) FindBlock(work, p, rows);
-      // The rows before are finished while the tiles of these are multiplied.
+      // Finish the previous rows while the tiles of these rows are multiplied.
       int64_t row = 0, finished = 0;
       for (; row + kRows < args.m; row += 2 * kRows) {
         MultiplyBlock<2, kCount>(work, row, block, rows);

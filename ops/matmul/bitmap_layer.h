@@ -1,4 +1,4 @@
-// The layer of a weight in one of the bitmap formats (bitmap_weight.h), as a plan takes it.
+// Makes the layer of a plan from a weight in a bitmap format (bitmap_weight.h).
 #pragma once
 
 #include <span>
@@ -8,7 +8,7 @@
 
 namespace ortolan {
 
-// w and what it points to outlive the layer.
+// w and the data it points to must outlive the layer.
 inline LinearLayer BitmapLayer(const BitmapWeight& w, const BitmapLayout& layout,
                                std::span<const MatMulKernel> kernels) {
   LinearLayer layer;

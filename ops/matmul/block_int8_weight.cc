@@ -12,14 +12,14 @@
 namespace ortolan {
 namespace {
 
-// As bytes, which codes lose modulo 256.
+// As bytes: codes less zero points are computed modulo 256.
 std::vector<uint8_t> BytesOfZeroPoints(const Int8Weight& w) {
   std::vector<uint8_t> zeros;
   for (const int16_t zero : w.zero_points) zeros.push_back(static_cast<uint8_t>(zero));
   return zeros;
 }
 
-// Of one input's numbers, those in blocks that are not all zero.
+// Count the values of one input that are in blocks with nonzero values.
 int64_t StoredOf(const uint8_t* codes, const std::vector<uint8_t>& zeros) {
   const int64_t n = static_cast<int64_t>(zeros.size()), whole = n / kGroupOutputs * kGroupOutputs;
   int64_t blocks = 0;
@@ -54,7 +54,7 @@ std::vector<BlockSparseMatrix> PackedPanels(const Int8Weight& w) {
   return panels;
 }
 
-// Behind those that are there.
+// Append a panel to the panels so far.
 void Append(const BlockSparseMatrix& panel, BlockSparseMatrix& whole) {
   const int64_t quads = whole.starts.back();
   whole.values.insert(whole.values.end(), panel.values.begin(), panel.values.end());

@@ -1,5 +1,5 @@
-// The int8 weight of a layer as models store it (int8_weight.h) where blocks of 4 outputs x 1 input are zero, and the
-// same numbers as VNNISpMM's kernels read them (block_sparse_weight.h).
+// The int8 weight of a layer as models store it (int8_weight.h), with zero blocks of 4 outputs x 1 input, and the same
+// weights as VNNISpMM's kernels read them (block_sparse_weight.h).
 #pragma once
 
 #include <cstdint>
@@ -11,15 +11,16 @@
 
 namespace ortolan {
 
-// VNNISpMM gains from nothing denser. Recipe "weights as stored" has it too (graph_passes/forms.py).
+// VNNISpMM is not faster for denser weights. The recipe "weights as stored" uses the same limit
+// (graph_passes/forms.py).
 inline constexpr double kLeastZeroBlocks = 0.5;
 
-// Whether VNNISpMM takes the weight, and at least this share of its numbers lies in blocks that are all zero, as pass
-// replace counts them (count_blocks in graph_passes/operators/vnni_spmm.py). WhyNot says nothing of it. Transposed ones
-// are not looked at: no stored layer has them.
+// Return whether VNNISpMM supports the weight and at least this fraction of its values is in zero blocks, as the pass
+// replace counts them (count_blocks in graph_passes/operators/vnni_spmm.py). Does not check WhyNot. Transposed weights
+// return false: no stored layer has them.
 bool IsBlockSparse(const Int8Weight& w, double least_zeros = kLeastZeroBlocks);
 
-// Packed numbers as they lie in memory, or in a file (formats/block_sparse_4x1.h).
+// Packed weights in memory or in a file (formats/block_sparse_4x1.h).
 struct PackedBlocks {
   int64_t k = 0;
   int64_t n = 0;
@@ -29,18 +30,19 @@ struct PackedBlocks {
   std::span<const float> scales;  // [n]
 };
 
-// Packed numbers that kernels may run on.
+// Packed weights that kernels can run on.
 class BlockColumns {
  public:
-  // Weights of the same inputs that are IsBlockSparse, their columns side by side; all but the last of whole panels.
+  // Pack weights that share their inputs and are IsBlockSparse, columns concatenated; all but the last have whole
+  // panels.
   explicit BlockColumns(std::span<const Int8Weight> parts);
-  // Numbers that others own, as long as this is there. Throws OpError if they are not as they must be.
+  // Use packed weights owned by the caller, who must keep them. Throws OpError if they are malformed.
   explicit BlockColumns(const PackedBlocks& packed);
   BlockColumns(const BlockColumns&) = delete;
   BlockColumns& operator=(const BlockColumns&) = delete;
 
   LinearLayer Layer() const { return LayerOf(w_); }
-  // As long as this is there.
+  // Valid as long as this object.
   PackedBlocks Packed() const { return packed_; }
 
  private:
@@ -48,9 +50,9 @@ class BlockColumns {
 
   BlockSparseMatrix own_;
   std::vector<float> own_scales_;
-  PackedBlocks packed_;  // that, or a file's
+  PackedBlocks packed_;  // `matrix_`, or the caller's
   std::vector<int32_t> sums_;
-  BlockSparseWeight w_;  // of the above
+  BlockSparseWeight w_;  // view of `packed_`
 };
 
 }  // namespace ortolan

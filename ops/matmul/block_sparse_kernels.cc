@@ -1,4 +1,4 @@
-// Block-sparse weights over a target's vectors.
+// Block-sparse weights with the vectors of a target.
 #include "isa/tuning.h"
 #include "matmul/few_rows.h"
 #include "matmul/few_tokens.h"
@@ -7,15 +7,15 @@
 namespace ortolan {
 namespace {
 
-// Vectors of tokens in the largest block: where rows are bytes, their sums of four outputs take half of the registers.
-// Sizes of smaller blocks divide it.
+// Vectors of tokens in the largest block. With rows of bytes, the sums of four outputs take half of the registers. The
+// sizes of smaller blocks divide it.
 template <typename Simd>
 constexpr int kMostVectors = Simd::kRegisters == 32 && sizeof(typename Simd::RowElement) == 1 ? 4 : 2;
 template <typename Simd>
 constexpr int64_t kMostBlock = kMostVectors<Simd> * Simd::kLanes;
 static_assert(kMostRowBlock % kMostBlock<Simd> == 0);
 
-// Calls body(block, first token, tokens) for the blocks of m tokens.
+// Call body(block, first token, tokens) for the blocks of m tokens.
 template <typename Simd, typename Body>
 void ForEachBlock(int64_t m, const Body& body) {
   constexpr int64_t kLanes = Simd::kLanes;

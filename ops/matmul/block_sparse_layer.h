@@ -1,5 +1,4 @@
-// Linear layers of weights in blocks of 4 outputs x 1 input, whoever makes them: the adapter of VNNISpMM and the
-// execution provider.
+// Makes linear layers from weights in blocks of 4 outputs x 1 input, for VNNISpMM and the execution provider.
 #pragma once
 
 #include "matmul/block_sparse_weight.h"
@@ -7,15 +6,15 @@
 
 namespace ortolan {
 
-// What a panel costs, for cutting up the work: a quarter of the inputs that it holds. A piece should have some panels,
-// since the kernels write y by several.
+// The cost of a panel, for dividing the work: a quarter of the inputs it holds. Kernels write y in several panels at
+// once, so a piece of work should have several.
 inline int64_t InputsOfPanel(const BlockSparseView& w) {
   return w.starts[w.Groups()] * kQuadInputs / w.Groups() / 4 + 1;
 }
 
-// The layer of this weight alone.
+// The layer of one weight.
 inline LinearLayer LayerOf(const BlockSparseWeight& w) {
-  constexpr int64_t kTokenChunk = 64;  // tokens whose activations the cores keep in the cache, while weights pass by
+  constexpr int64_t kTokenChunk = 64;  // tokens whose activations stay in the cores' caches while weights stream by
   static_assert(kTokenChunk % kMostRowBlock == 0);
   LinearLayer layer;
   layer.w = &w;

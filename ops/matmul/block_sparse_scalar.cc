@@ -1,5 +1,5 @@
-// The portable kernel for block-sparse weights. A token is a row: q [k], then s and z behind the padding. Sums are
-// scaled and moved without rounding in between, as by the kernels with vectors: the answers have the same bits.
+// The portable kernel for block-sparse weights. A packed token is q [k], then s and z after the padding. Sums are
+// scaled and offset without rounding in between, so the result has the same bits as that of the vector kernels.
 #include <algorithm>
 #include <cmath>
 
@@ -30,7 +30,7 @@ void PackBlockSparse(const MatMulWeight& w, const float* x, int64_t x_row_bytes,
   }
 }
 
-// Calls store(token, output, sum, range of x) for the panels.
+// Call store(token, output, sum, range of x) for the panels.
 template <typename Store>
 void ForEachSum(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end, const Store& store) {
   const BlockSparseView& w = WeightOf<BlockSparseWeight>(args).view;

@@ -1,13 +1,13 @@
-// Rows of x for targets without an exact product of bytes that is as fast as others (kConvertsInt8): weights and x are
-// converted, and multiplied then. Included by panel_loop.h; local to each file.
+// The loop for targets where exact products of bytes are slow (kConvertsInt8): weights and x are converted before they
+// are multiplied. Included by panel_loop.h; local to each file.
 //
-// Some rows of weights of two panels are converted once, and all rows of x pass over them; of x a block at a time is,
-// which both panels use. Sums are those of the other loops. Products say what is made of bytes:
+// Some rows of weights of two panels are converted once for all rows of x. x is converted one block at a time, for both
+// panels. Sums equal those of the other loops. Products define the conversion:
 //
-//     WordProducts    words, even and odd bytes apart, so that a product of pairs of words gives one sum a column:
+//     WordProducts    words, even and odd bytes separately, so that a product of word pairs gives one sum per column:
 //                     inputs 0 and 2 of a quad, then 1 and 3
-//     PairProducts    x + 128, whose products with bytes are exact where the sums of two neighbours fit
-//                     (BitmapWeight::pairs_fit); sums begin with -128 times the sums of columns
+//     PairProducts    x + 128, whose products with bytes are exact if sums of two neighbours fit
+//                     (BitmapWeight::pairs_fit); sums start with -128 times the column sums
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ namespace {
 
 template <typename Simd>
 struct WordProducts {
-  static constexpr int kSets = 2;  // that bytes are converted to
+  static constexpr int kSets = 2;  // converted sets of bytes
   using Bytes = typename Simd::Bytes;
   using Int = typename Simd::Int;
   template <int kSet>
@@ -56,7 +56,7 @@ struct PairProducts {
   }
 };
 
-// Weights: a kind (panel_loop.h) of int8 without groups and without a bias.
+// Weights: a kind (panel_loop.h) of int8 without groups and bias.
 template <typename Simd, typename Weights, typename Products>
 class ConvertedLoop {
   using Columns = simd::Columns<Simd>;
@@ -83,12 +83,12 @@ class ConvertedLoop {
  private:
   // More rows of x convert the weights again.
   static constexpr int64_t kMostRows = kMostWaiting / kBlock * kBlock;
-  // Spans of weights that are kept: 8 KB a panel, so that two leave room for x in a small L1 cache.
+  // Spans of weights in the buffer: 8 KB per panel, so two panels leave room for x in a small L1 cache.
   static constexpr int64_t kBufferSpans = 16 / kSets;
   static constexpr int64_t kBufferQuads = kBufferSpans * Layer::kSpanRows;
   static_assert(kSpanInputs % (4 * Simd::kLanes) == 0);
 
-  // A row of weights: of each set a quad, or its part, of 16 columns.
+  // A row of weights: for each set, a quad or part of a quad of 16 columns.
   struct alignas(64) Quad {
     int32_t of[kSets][kPanelColumns];
   };
@@ -101,7 +101,7 @@ class ConvertedLoop {
     alignas(64) int32_t of[kSets][kRows * kBufferQuads];
   };
 
-  // each.operator()<set>() of all sets.
+  // Call each.operator()<set>() for all sets.
   template <typename Each>
   __attribute__((always_inline)) static void ForSets(const Each& each) {
     each.template operator()<0>();
@@ -139,7 +139,7 @@ class ConvertedLoop {
     }
   }
 
-  // Spans begin … end-1, which are in the buffers, times rows i … i+kRows-1.
+  // Multiply spans begin … end-1, which are in the buffers, with rows i … i+kRows-1.
   template <int kRows, int kPanels>
   __attribute__((noinline)) static void Block(const Panel (&panels)[kPanels], Buffer (&buffers)[kPanels], int64_t begin,
                                               int64_t end, int64_t i) {

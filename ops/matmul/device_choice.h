@@ -1,9 +1,9 @@
-// Which side computes calls of a weight, the CPU or a device: the faster one of the first calls, as they come, so that
-// threads, caches and the other work of the machine are those of use. Answers have the same bits on both.
+// Chooses whether the CPU or a device computes the calls of a weight: whichever was faster in the first calls. These
+// are real calls, so threads, caches and system load are those of use. Both give the same bits.
 //
-// Calls whose numbers of rows have as many bits (1, 2 to 3, 4 to 7, …) are judged together, by the seconds of a row.
-// The first call of each side is not counted: it warms up. Then both get kTimedCalls in turn; the least time wins, for
-// good.
+// Row counts are grouped by number of bits (1, 2 to 3, 4 to 7, …) and judged by seconds per row. The first call on each
+// side is a warm-up. Then the sides alternate for kTimedCalls each, and the side with the shortest time is used from
+// then on.
 #pragma once
 
 #include <array>
@@ -16,14 +16,14 @@ class DeviceChoice {
  public:
   static constexpr int kTimedCalls = 3;
 
-  // Whether the next call of m rows, 1 or more, is for the device.
+  // Return whether the device should compute the next call of m >= 1 rows.
   bool Takes(int64_t m);
   void Took(int64_t m, bool on_device, double seconds);
 
  private:
   struct Side {
     int calls = 0;
-    double row_seconds = 0;  // the least of the timed calls
+    double row_seconds = 0;  // minimum of the timed calls
   };
   struct Sides {
     Side cpu, device;

@@ -1,4 +1,4 @@
-// The least and the most of a row of x. Included by *kernels.cc only; local to each.
+// The minimum and maximum of a row of x. Included by *kernels.cc only; local to each.
 #pragma once
 
 #include <cstdint>
@@ -7,21 +7,21 @@ namespace ortolan {
 namespace {
 
 struct Extremes {
-  float least, most;  // least <= 0 <= most; without meaning where the row is not finite
+  float least, most;  // least <= 0 <= most; undefined if the row is not finite
   bool finite;
 };
 
 template <typename Simd>
 Extremes ExtremesOf(const float* x, int64_t k) {
   using Float = typename Simd::Float;
-  constexpr int kChains = 4;  // that do not wait for each other
+  constexpr int kChains = 4;  // independent chains
   const Float zero = Simd::Set(0.0f);
   Float least[kChains] = {zero, zero, zero, zero}, most[kChains] = {zero, zero, zero, zero};
   Float nan[kChains] = {zero, zero, zero, zero};
   const auto add = [&](int i, Float v) {
     least[i] = Simd::Min(v, least[i]);
     most[i] = Simd::Max(v, most[i]);
-    nan[i] = Simd::MultiplyAdd(v, zero, nan[i]);  // NaN from Inf or NaN on
+    nan[i] = Simd::MultiplyAdd(v, zero, nan[i]);  // Inf or NaN makes it NaN and it stays NaN
   };
   int64_t l = 0;
   for (; l + kChains * Simd::kLanes <= k; l += kChains * Simd::kLanes) {

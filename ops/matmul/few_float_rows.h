@@ -1,12 +1,13 @@
-// One to three rows of x where sums are floats: their order is that of many rows, so no sum may be spread over chains.
-// Several panels at once keep sums from waiting for themselves, and memory busier than one stream of weights does.
-// Included by the loops; local to each file.
+// The loop for one to three rows of x with float sums. These must be in the order of many rows, so a sum cannot be
+// split into chains. Instead several panels are multiplied at once: their sums do not wait for each other, and several
+// streams of weights use memory better than one. Included by the loops; local to each file.
 //
-// A kind of weight gives what one_row.h asks for, but for chains, and
-//     kRowsApart                 packed rows of x lie one behind the other; else side by side, see activations.h
-//     kHeldOfPanel               registers that a panel takes besides its sums, as a multiple of those of 16 columns
+// A kind of weight provides what one_row.h requires, except for chains, and
+//
+//     kRowsApart                 packed rows of x are contiguous; else interleaved, see activations.h
+//     kHeldOfPanel               registers of a panel besides its sums, in units of 16 columns of floats
 //     StartSums(output), EndSums(output, row, sums)
-//                                around all spans: where sums begin, and y
+//                                around all spans: initial sums, and writing y
 #pragma once
 
 #include <cstdint>
@@ -29,7 +30,7 @@ class FewFloatRows {
   using Panel = ortolan::Panel<Simd, Weights>;
   static constexpr int kTogether = kRowsTogether<Weights>;
 
-  // All, where a quarter of the registers is left for weights and activations; or half of them.
+  // All panels if a quarter of the registers is left for weights and activations; otherwise half.
   static constexpr int PanelsAtOnce() {
     constexpr int kSums = sizeof(Sums) / sizeof(typename Columns::Floats);
     constexpr int kRegisters = Columns::kRegisters * (kRows * kSums + Weights::kHeldOfPanel);
@@ -44,8 +45,8 @@ class FewFloatRows {
   }
 
  private:
-  // Each of kCount streams of weights goes on from panel to panel, through a part of the panels: what is fetched behind
-  // the end of a panel is what the stream comes to next.
+  // Each of kCount streams of weights walks through its part of the panels, so prefetches past the end of a panel fetch
+  // what the stream reads next.
   template <int kCount>
   static void RunParts(const Layer& layer, const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
     const int64_t part = (panel_end - panel_begin) / kCount;
@@ -69,7 +70,7 @@ class FewFloatRows {
         : at{Panel(layer, args, first + p * step)...} {}
   };
 
-  // The panels first, first + step, … Not inline: around it the rule for denormals may be another.
+  // The panels first, first + step, … Not inlined: the caller may run with different treatment of denormals.
   template <int kCount>
   __attribute__((noinline)) static void Multiply(const Layer& layer, const MatMulArgs& args, int64_t first,
                                                  int64_t step) {
@@ -89,7 +90,7 @@ class FewFloatRows {
     }
   }
 
-  // Moves x on to the next span.
+  // Advances x to the next span.
   template <int kCount>
   __attribute__((always_inline)) static void MultiplySpan(Panels<kCount>& panels, Sums (&sums)[kCount][kRows],
                                                           const Activation*& x) {
@@ -130,7 +131,7 @@ class FewFloatRows {
   }
 };
 
-// args.m: 1 … kManyRows-1.
+// Requires 1 <= args.m < kManyRows.
 template <typename Simd, typename Weights>
 void MultiplyFewFloatRows(const Layer<Weights>& layer, const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
   WithRowCount<kManyRows - 1>(

@@ -1,6 +1,6 @@
-// Up to four tokens where a target repeats the numbers of an input in all its lanes: rows [k] of q - z as words, then
-// their TokenRanges. Four rows are multiplied with a quad of weights where it lies; sums end up in lanes by token and
-// output. Included by *kernels.cc only; local to each.
+// The loop for up to four tokens on targets that repeat one input in all lanes. Packed tokens are rows [k] of q - z as
+// words, then their TokenRanges. Four rows are multiplied with a quad of weights in place; sums end up in lanes by
+// token and output. Included by *kernels.cc only; local to each.
 #pragma once
 
 #include "matmul/token_blocks.h"
@@ -8,7 +8,7 @@
 namespace ortolan {
 namespace {
 
-// Of kTokens tokens all may exist or fewer.
+// kTokens tokens, some of them possibly missing.
 template <typename Simd, int kTokens>
 struct FewRows {
   using Float = typename Simd::Float;
@@ -104,7 +104,7 @@ struct FewRows {
         }
         alignas(32) uint8_t bytes[4][kLanes];
         Simd::StoreBytes(bytes[0], Simd::Lookup256(table, Simd::PackBytes(integers, layer.table_x.zero_point)));
-        // Those of outputs behind the last one lie in the padding.
+        // Outputs past the last one are written to the padding.
         for (int64_t o = 0; o < kLanes; ++o) {
           for (int64_t i = 0; i < kRowWords; ++i) {
             RowAt(next, output + o)[i] = static_cast<int16_t>(bytes[i][o] - layer.table_y.zero_point);

@@ -1,6 +1,6 @@
-// Up to four tokens, packed one after the other: u8 [k], padded, then a TokenRange. Weights are multiplied where they
-// lie: a vector holds kLanes / 4 quads, and their inputs are gathered for as many quads as a vector of bytes holds.
-// Included by *kernels.cc only; local to each.
+// The loop for up to four contiguous packed tokens: u8 [k], padded, then a TokenRange. Weights are multiplied in place:
+// a vector holds kLanes / 4 quads, whose inputs are gathered for a vector of bytes at a time. Included by *kernels.cc
+// only; local to each.
 #pragma once
 
 #include "matmul/token_blocks.h"
@@ -34,7 +34,7 @@ struct FewTokens {
     }
   }
 
-  // The products of a group's outputs, those of output o in the lanes 4 i + o.
+  // The products of a group's outputs; output o is in lanes 4 i + o.
   [[gnu::always_inline]] static inline void SumGroup(const BlockSparseView& w, int64_t group, const uint8_t* x,
                                                      int64_t row_bytes, Int (&total)[kTokens]) {
     for (int t = 0; t < kTokens; ++t) total[t] = Simd::SetInt(0);
@@ -54,7 +54,7 @@ struct FewTokens {
     }
   }
 
-  // Calls store(panel, its sums by token, ranges of the tokens) for the panels.
+  // Call store(panel, sums by token, token ranges) for the panels.
   template <typename Store>
   [[gnu::always_inline]] static inline void ForEachPanel(const MatMulArgs& args, const uint8_t* x, int64_t panel_begin,
                                                          int64_t panel_end, const Store& store) {
@@ -115,7 +115,7 @@ struct FewTokens {
           }
           alignas(64) uint8_t bytes[4][kLanes];
           Simd::StoreBytes(bytes[0], Simd::Lookup256(table, Simd::PackBytes(integers, zero_point)));
-          // Those of outputs behind the last one lie in the padding.
+          // Outputs past the last one are written to the padding.
           for (int t = 0; t < kTokens; ++t) std::memcpy(next + t * row_bytes + output, bytes[t], kLanes);
         });
   }

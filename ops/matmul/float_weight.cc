@@ -40,13 +40,13 @@ std::string WhyNotSizes(const FloatWeight& w, int64_t most_inputs) {
                    " inputs at most");
 }
 
-// Zero is +0, so that it is all bits.
+// -0 becomes +0, so that a zero weight has no bits set.
 uint16_t ToBf16(float value) {
   const uint16_t bits = RoundToBf16(value);
   return (bits & 0x7fffu) == 0 ? uint16_t{0} : bits;
 }
 
-// Columns of a panel in dense storage (formats/bitmap.h).
+// Pack the columns of a panel in dense storage (formats/bitmap.h).
 void PackPanel(const FloatWeight& w, int64_t panel, uint16_t* packed) {
   const int64_t first = panel * kPanelColumns;
   const int64_t columns = std::min(kPanelColumns, w.n - first);

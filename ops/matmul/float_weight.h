@@ -1,11 +1,11 @@
-// The float weight of a layer as models store it, and what kernels of fewer bits read in its place (bitmap_weight.h).
+// The float weight of a layer as models store it, and its bf16 or int8 form for the kernels (bitmap_weight.h).
 //
-// The rules are those of `ortolan optimize` with weights="bf16" and weights="int8" (round to nearest), so that a model
-// which is run as it is and one that was optimized give the same answers:
+// The rounding is that of `ortolan optimize` with weights="bf16" or weights="int8" (round to nearest), so a model gives
+// the same answers whether it was optimized or runs as it is:
 //
 //     bf16   W[l, j] to nearest even
 //     int8   q[l, j] = round(W[l, j] / scales[j]), ties to even, scales[j] = max over l of |W[l, j]| / 127, but at
-//          least the smallest normal float
+//            least the smallest normal float
 #pragma once
 
 #include <cstdint>
@@ -25,34 +25,34 @@ struct FloatWeight {
   bool transposed = false;
 };
 
-// Empty, or why these numbers are not taken over as bf16, or as int8.
+// Return why the weight cannot be used as bf16, or as int8; empty if it can.
 std::string WhyNotBf16(const FloatWeight& w);
 std::string WhyNotInt8(const FloatWeight& w);
 
-// The weight as int8. Its numbers are put into `codes`.
+// Return the weight as int8; its codes are stored in `codes`.
 Int8Weight RoundedToInt8(const FloatWeight& w, std::vector<int8_t>& codes);
 
-// Packed bf16 numbers that kernels may run on.
+// Packed bf16 weights that kernels can run on.
 class Bf16Columns {
  public:
-  // Weights of the same inputs, their columns side by side; all but the last of whole panels.
+  // Pack weights that share their inputs, columns concatenated; all but the last have whole panels.
   explicit Bf16Columns(std::span<const FloatWeight> parts);
-  // Numbers that others own, as long as this is there (formats/bitmap.h). Throws OpError if they are not as they must
-  // be.
+  // Use packed weights owned by the caller, who must keep them (formats/bitmap.h). Throws OpError if they are
+  // malformed.
   explicit Bf16Columns(const StoredBytes& packed);
   Bf16Columns(const Bf16Columns&) = delete;
   Bf16Columns& operator=(const Bf16Columns&) = delete;
 
   LinearLayer Layer() const;
-  // As long as this is there.
+  // Valid as long as this object.
   StoredBytes Packed() const { return BytesOf(kBf16Bitmap, w_.view); }
 
  private:
   void StoreAsBitmap();
 
   LineBytes dense_;
-  BitmapMatrix bitmap_;  // in its place
-  BitmapWeight w_;       // of the above
+  BitmapMatrix bitmap_;  // used instead of `dense_` where faster
+  BitmapWeight w_;       // view of the packed weights
 };
 
 }  // namespace ortolan

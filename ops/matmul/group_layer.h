@@ -1,5 +1,4 @@
-// Linear layers of weights in groups, whoever makes them: the adapters of W4A8MatMul and W8A8MatMul, and the execution
-// provider.
+// Makes linear layers from weights in groups, for W4A8MatMul, W8A8MatMul and the execution provider.
 #pragma once
 
 #include <span>
@@ -9,7 +8,7 @@
 
 namespace ortolan {
 
-// The bits of a weight in groups: how its rows are laid out, and the kernels for it.
+// The number of bits of weights in groups: the layout of their rows, and their kernels.
 struct GroupKind {
   const BitmapLayout& layout;
   std::span<const MatMulKernel> kernels;
@@ -18,7 +17,7 @@ struct GroupKind {
 inline GroupKind Int4Groups() { return {kInt4Bitmap, GroupInt4Kernels()}; }
 inline GroupKind Int8Groups() { return {kInt8Bitmap, GroupInt8Kernels()}; }
 
-// The layer of this weight alone.
+// The layer of one weight.
 inline LinearLayer LayerOf(const GroupKind& kind, const GroupWeight& w) {
   LinearLayer layer;
   layer.w = &w;

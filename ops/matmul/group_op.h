@@ -1,4 +1,4 @@
-// What the adapters of W4A8MatMul and W8A8MatMul share: the weight in groups, read and checked once.
+// The common base of the adapters of W4A8MatMul and W8A8MatMul: reads and checks the weight in groups once.
 #pragma once
 
 #include <memory>
@@ -10,12 +10,12 @@ namespace ortolan {
 
 class GroupOp : public LinearOp {
  protected:
-  // A device that multiplies with the weight, which outlives it; null where none is asked for or there is none. node:
-  // for its words.
+  // Open a device that multiplies with the weight, which must outlive it; null if none was requested or found. node:
+  // for messages.
   using OpenDevice = std::unique_ptr<MatMulDevice>(const OrtKernelInfo& info, const GroupWeight& w,
                                                    const std::string& node);
 
-  // inputs: weights and scales; perhaps zero_points and minimums.
+  // inputs: weights and scales, optionally zero_points and minimums.
   GroupOp(const OrtKernelInfo& info, const char* op_type, int64_t format_version, LinearInputs inputs,
           const GroupKind& kind, OpenDevice* open_device = nullptr);
 

@@ -14,13 +14,13 @@ namespace {
 
 constexpr int kMiddle = 128;
 constexpr float kSmallestScale = std::numeric_limits<float>::min();
-constexpr float kLargestScale = std::numeric_limits<float>::max() / 256;  // times a number it stays finite
+constexpr float kLargestScale = std::numeric_limits<float>::max() / 256;  // finite after multiplication with a code
 
 int CodeAt(const Int8Weight& w, int64_t index) {
   return w.is_signed ? static_cast<int>(static_cast<int8_t>(w.codes[index])) : static_cast<int>(w.codes[index]);
 }
 
-// Calls at(place in the codes, input, column).
+// Call at(index of the code, input, column).
 template <typename At>
 void ForEachCode(const Int8Weight& w, const At& at) {
   for (int64_t outer = 0; outer < (w.transposed ? w.n : w.k); ++outer) {
@@ -31,7 +31,7 @@ void ForEachCode(const Int8Weight& w, const At& at) {
   }
 }
 
-// Empty, or why kernels may not run on them.
+// Return why kernels cannot run on the packed weights; empty if they can.
 std::string WhyNotPacked(const PackedInt8& packed) {
   const std::string problem = WhyNotStored(kInt8Bitmap, packed);
   if (!problem.empty()) return problem;
@@ -41,22 +41,23 @@ std::string WhyNotPacked(const PackedInt8& packed) {
     return ErrorText("there are ", packed.scales.size(), " scales and ", packed.column_sums.size(),
                      " sums of columns, expected ", columns, " and ", sums);
   }
-  // So that no product or sum of theirs leaves an int32.
+  // Bounds that keep all products and sums within int32.
   const auto are_within = [](std::span<const int32_t> values, int64_t least, int64_t most) {
     return std::all_of(values.begin(), values.end(), [=](int32_t one) { return one >= least && one <= most; });
   };
   if (!are_within(packed.column_sums, -kMiddle * packed.k, kMiddle * packed.k)) {
-    return ErrorText("the sums of its columns are none of ", packed.k, " int8 numbers");
+    return ErrorText("its column sums are out of range for ", packed.k, " int8 inputs");
   }
   if (packed.zero_points.empty()) return {};
   if (packed.zero_points.size() != columns || packed.k > kMostInputsWithWeightZeroPoints) {
     return ErrorText("there are ", packed.zero_points.size(), " zero points for ", packed.k, " inputs, expected ",
                      columns, " and at most ", kMostInputsWithWeightZeroPoints);
   }
-  return are_within(packed.zero_points, -kMiddle, kMiddle - 1) ? "" : "its zero points are no int8 numbers";
+  return are_within(packed.zero_points, -kMiddle, kMiddle - 1) ? "" : "its zero points do not fit int8";
 }
 
-// Columns of a panel in dense storage (formats/bitmap_int8.h). minus: of each column of the weight.
+// Pack the columns of a panel in dense storage (formats/bitmap_int8.h). minus: what to subtract from the codes of each
+// column.
 void PackPanel(const Int8Weight& w, int64_t panel, const std::vector<uint8_t>& minus, uint8_t* packed) {
   const int64_t first = panel * kPanelColumns;
   const int64_t columns = std::min(kPanelColumns, w.n - first);
@@ -92,7 +93,7 @@ ValueRange RangeOf(const Int8Weight& w) {
 std::string WhyNotScales(std::span<const float> scales) {
   for (const float scale : scales) {
     if (!(scale >= kSmallestScale && scale <= kLargestScale)) {
-      return ErrorText("its weight has a scale of ", scale, ", expected numbers above 0; quantize the model again");
+      return ErrorText("its weight has a scale of ", scale, ", expected positive scales; quantize the model again");
     }
   }
   return {};
@@ -107,14 +108,14 @@ std::string WhyNotValues(int64_t k, int64_t n, const ValueRange& range) {
                      " quantized products may overflow");
   }
   if (k <= kMostInputsWithWeightZeroPoints || range.FitsInt8()) return {};
-  return ErrorText("its numbers less their zero points go from ", range.least, " to ", range.most,
+  return ErrorText("its values less their zero points range from ", range.least, " to ", range.most,
                    ", expected -128 to 127 for its ", k,
-                   " inputs; quantize with symmetric int8 weights to have them taken over as they are");
+                   " inputs; quantize with symmetric int8 weights to keep them exactly");
 }
 
 std::string WhyNot(const Int8Weight& w) {
   const std::string problem = WhyNotScales(w.scales);
-  // What the numbers are matters to the longest layers alone.
+  // The range of values matters for the longest layers only.
   const bool is_long = w.k > kMostInputsWithWeightZeroPoints && w.k <= kInt8Bitmap.max_k;
   return problem.empty() ? WhyNotValues(w.k, w.n, is_long ? RangeOf(w) : ValueRange{}) : problem;
 }
@@ -169,7 +170,8 @@ void Int8Columns::PackDense(std::span<const Int8Weight> parts) {
   for (const Int8Weight& part : parts) {
     const bool is_symmetric = RangeOf(part).FitsInt8();
     const int middle = part.is_signed ? 0 : kMiddle;
-    std::vector<uint8_t> minus(static_cast<size_t>(part.n));  // what codes lose; modulo 256, as the result fits
+    std::vector<uint8_t> minus(
+        static_cast<size_t>(part.n));  // subtracted from the codes modulo 256, because the result fits int8
     for (int64_t j = 0; j < part.n; ++j) {
       const size_t own = static_cast<size_t>(j), column = static_cast<size_t>(first + j);
       const int zero = part.zero_points[own];

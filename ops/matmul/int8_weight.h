@@ -1,10 +1,11 @@
-// The int8 weight of a layer as models store it, and the same numbers as SparseAMXMatMul's kernels read them
+// The int8 weight of a layer as models store it, and the same weight as SparseAMXMatMul's kernels read it
 // (bitmap_weight.h).
 //
 //     W[l, j] = scales[j] (codes[l, j] - zero_points[j])        codes int8 or uint8
 //
-// Where all codes less zero points fit an int8 there are no zero points, else int8 codes (uint8 less 128) with theirs.
-// The execution provider and, by way of ortolan._native, graph_passes/find/stored_int8.py follow these rules.
+// If all codes less zero points fit int8, the packed weight has no zero points; otherwise it has int8 codes (uint8 less
+// 128) and zero points. The execution provider and, through ortolan._native, graph_passes/find/stored_int8.py use these
+// rules.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +27,7 @@ struct Int8Weight {
   bool is_signed = true;
   bool transposed = false;
   std::vector<float> scales;         // [n]
-  std::vector<int16_t> zero_points;  // [n], in the range of the codes' type
+  std::vector<int16_t> zero_points;  // [n], within the range of the codes' type
 };
 
 struct ValueRange {
@@ -36,37 +37,36 @@ struct ValueRange {
   bool FitsInt8() const { return least >= -128 && most <= 127; }
 };
 
-// Of codes less zero points, which lie in the range of the codes' type; where any code would do, of what codes there
-// may be. It has a zero.
+// Return the range of codes less zero points; it includes 0. If all zero points are the middle of the codes' type, this
+// is the range of any code, without a look at the codes.
 ValueRange RangeOf(const Int8Weight& w);
 
-// Empty, or why such scales are not taken over.
+// Return why these scales cannot be used; empty if they can.
 std::string WhyNotScales(std::span<const float> scales);
-// Empty, or why a weight of these sizes and numbers is not taken over.
+// Return why a weight of this size and range of values cannot be used; empty if it can.
 std::string WhyNotValues(int64_t k, int64_t n, const ValueRange& range);
-// Empty, or why the weight is not taken over.
+// Return why the weight cannot be used; empty if it can.
 std::string WhyNot(const Int8Weight& w);
 
-// Packed numbers as they lie in memory, or in a file (formats/bitmap_int8.h).
+// Packed weights in memory or in a file (formats/bitmap_int8.h).
 struct PackedInt8 : StoredBytes {
   std::span<const float> scales;  // [panels][16]
-  // [panels][16]: sums where there are kMostInputsWithZeroPoints at most; zero points where there are any, beside sums.
+  // [panels][16]: sums for at most kMostInputsWithZeroPoints inputs; zero points, if any, require sums.
   std::span<const int32_t> column_sums, zero_points;
 };
 
-// Packed numbers that kernels may run on.
+// Packed int8 weights that kernels can run on.
 class Int8Columns {
  public:
-  // Weights of the same inputs, their columns side by side; all but the last of whole panels. WhyNot says nothing of
-  // any.
+  // Pack weights that share their inputs and pass WhyNot, columns concatenated; all but the last have whole panels.
   explicit Int8Columns(std::span<const Int8Weight> parts);
-  // Numbers that others own, as long as this is there. Throws OpError if they are not as they must be.
+  // Use packed weights owned by the caller, who must keep them. Throws OpError if they are malformed.
   explicit Int8Columns(const PackedInt8& packed);
   Int8Columns(const Int8Columns&) = delete;
   Int8Columns& operator=(const Int8Columns&) = delete;
 
   LinearLayer Layer() const;
-  // As long as this is there.
+  // Valid as long as this object.
   PackedInt8 Packed() const;
 
  private:
@@ -74,10 +74,10 @@ class Int8Columns {
   void StoreAsBitmap();
 
   LineBytes dense_;
-  QuantizedBitmapMatrix bitmap_;  // in its place
+  QuantizedBitmapMatrix bitmap_;  // used instead of `dense_` where faster
   std::vector<float> scales_;
   std::vector<int32_t> column_sums_, zero_points_;
-  BitmapWeight w_;  // of the above
+  BitmapWeight w_;  // view of the packed weights
 };
 
 }  // namespace ortolan

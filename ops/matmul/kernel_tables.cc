@@ -1,10 +1,10 @@
-// The tables of the matmul family as C++.
+// The kernel tables of the matmul family.
 #include "isa/kernel_table.h"
 #include "matmul/kernel.h"
 
 namespace ortolan {
 
-// What target_functions.h makes in the targets that the tables name.
+// Declares what target_functions.h defines for the targets in the tables.
 #define ORTOLAN_FEATURE_SET(target, features)                                             \
   namespace target {                                                                      \
   extern const MatMulFunctions kBf16, kInt8, kInt4, kGroupInt4, kGroupInt8, kBlockSparse; \

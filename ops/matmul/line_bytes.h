@@ -7,7 +7,7 @@
 
 namespace ortolan {
 
-// Memory that begins with a cache line.
+// Memory aligned to a cache line.
 class LineBytes {
  public:
   LineBytes() = default;

@@ -8,7 +8,7 @@
 namespace ortolan {
 namespace {
 
-constexpr float kNoNorm = -1.0f;  // as norm_epsilon
+constexpr float kNoNorm = -1.0f;  // the value of norm_epsilon without a norm
 
 }  // namespace
 
@@ -58,7 +58,7 @@ void LinearOp::ReadAttributes(const OrtKernelInfo& info, LinearLayer& layer) {
   const int64_t n = layer.w->n;
   if (gated != 0 && (gated < 1 || gated > n || n != 2 * kPanelColumns * BitmapPanels(gated))) {
     throw OpError(ErrorText(node_, ": gated_columns is ", gated, " with ", n,
-                            " columns of weights, expected 0, or half as many but for the padding of each half to a "
+                            " columns of weights, expected 0, or half of them less the padding of each half to a "
                             "multiple of ",
                             kPanelColumns, ". ", kOptimizeAgain));
   }
@@ -100,7 +100,7 @@ void LinearOp::Compute(Ort::KernelContext& context, Host& host) const {
   plan_->Run(host, call);
 }
 
-// Y is what X W and the residual are broadcast to.
+// Y has the shape that X W and the residual broadcast to.
 void LinearOp::AddResidual(Ort::KernelContext& context, Host& host, LinearCall call,
                            const std::vector<int64_t>& shape) const {
   const Ort::ConstValue value = context.GetInput(residual_index_);

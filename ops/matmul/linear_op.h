@@ -1,6 +1,6 @@
-// What the adapters of linear layers share: inputs, outputs and attributes of linear_plan.h. A room's kernel derives
-// from LinearOp, reads its weight and names the kernels; what does not change between calls is read and checked here,
-// once.
+// The common base of adapters of linear layers: inputs, outputs and attributes of linear_plan.h. An operator's kernel
+// derives from LinearOp, reads its weight and lists the kernels. What does not change between calls is read and checked
+// here once.
 #pragma once
 
 #include <optional>
@@ -15,40 +15,40 @@ namespace ortolan {
 
 struct LinearInput {
   const char* name;
-  // UNDEFINED: one of several, of which the kernel asks for one.
+  // UNDEFINED: one of several types, which the kernel checks.
   ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
 };
 
-// The inputs of a node, in order: X, the weight's, which must be there, then those that may be left out: bias,
-// residual, norm_weight, norm_bias and what else the room has, in any order. norm_weight and norm_bias, of a
-// LayerNormalization, are constants [columns of Y]; they count where the attribute norm_epsilon is not -1, nor missing.
+// The inputs of a node, in order: X, the required inputs of the weight, then optional ones in any order: bias,
+// residual, norm_weight, norm_bias and others of the operator. norm_weight and norm_bias are constants [columns of Y]
+// of a LayerNormalization, used if the attribute norm_epsilon is present and not -1.
 using LinearInputs = std::span<const LinearInput>;
 
-// Where the input of this name is; their number if there is none.
+// Return the index of the named input, or the number of inputs if it is not listed.
 size_t IndexOf(LinearInputs inputs, const std::string& name);
 
 class LinearOp {
  public:
   void Compute(Ort::KernelContext& context, Host& host) const;
 
-  // Y's shape: that of X with another last dimension. Left open where a residual may add dimensions by broadcasting:
-  // one number, which stands for none, does not.
+  // Give Y the shape of X with another last dimension. The shape stays unknown if a residual may add dimensions by
+  // broadcasting; a residual of one element stands for none and does not.
   static void InferShape(OrtShapeInferContext* context, LinearInputs inputs);
 
  protected:
   LinearOp(const OrtKernelInfo& info, const char* op_type, int64_t format_version, LinearInputs inputs);
 
-  // The last thing that a kernel's constructor does. layer: all but what the attributes activation, gated_columns and
-  // norm_epsilon say.
+  // Called last in a kernel's constructor. layer: everything except what the attributes activation, gated_columns and
+  // norm_epsilon set.
   void MakePlan(const OrtKernelInfo& info, LinearLayer layer);
 
   const std::string& node() const { return node_; }
   bool Has(const OrtKernelInfo& info, const std::string& name) const { return HasInput(info, IndexOf(inputs_, name)); }
-  // Whether it has, and not the zero that stands for none.
+  // Return whether the node has this input and it is not the zero that stands for none.
   bool IsThere(const OrtKernelInfo& info, const std::string& name) const {
     return Has(info, name) && !IsConstantZero(info, IndexOf(inputs_, name));
   }
-  // A constant input, of its one type or one of these.
+  // Return a constant input of its type, or of one of these types.
   ConstantTensor Constant(const OrtKernelInfo& info, const std::string& name) const;
   ConstantTensor Constant(const OrtKernelInfo& info, const std::string& name,
                           std::initializer_list<ONNXTensorElementDataType> types) const;
@@ -65,7 +65,7 @@ class LinearOp {
   LinearInputs inputs_;
   std::string x_name_;
   size_t bias_index_, residual_index_;
-  AlignedConstant<float> x_, bias_, residual_;  // where they are constants
+  AlignedConstant<float> x_, bias_, residual_;  // set if constant
   bool computes_bias_ = false;
   bool has_residual_ = false;
   AlignedConstant<float> norm_weight_, norm_bias_;

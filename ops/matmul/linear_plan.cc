@@ -13,16 +13,16 @@
 namespace ortolan {
 namespace {
 
-// Expanding a weight costs about this many multiply-adds, once per chunk of rows.
+// Approximate cost of expanding a weight, in multiply-adds, once per chunk of rows.
 constexpr int64_t kExpandMacs = 4;
-// Floats of X, or of Y, that a thread packs or normalizes at once.
+// Floats of X or Y that a thread packs or normalizes at once.
 constexpr int64_t kChunkFloats = int64_t{1} << 16;
-// Of P, kept until it is gated: two panels of gate and two of factor for a chunk of rows. On the stack.
+// Stack buffer for the gate and up projections of one row chunk: two panels of each.
 constexpr int64_t kGatedFloats = kMostRowChunk * 4 * kPanelColumns;
 
 int64_t Chunks(int64_t count, int64_t chunk) { return (count + chunk - 1) / chunk; }
 
-// Calls body(first row, panel begin, panel end) for pieces of a product on the host's threads.
+// Call body(first row, panel begin, panel end) for the pieces of a product on the host's threads.
 template <typename Body>
 void ForEachPiece(Host& host, const MatMulKernel& kernel, int64_t m, int64_t row_chunk, int64_t panels,
                   int64_t panel_inputs, const Body& body) {
@@ -53,7 +53,7 @@ LinearPlan::LinearPlan(const LinearLayer& layer, Features features)
     row_bytes = std::max(row_bytes, kernel.packed_row_bytes(FirstWeight()) + kernel.packed_row_bytes(*layer_.w));
     if (kernel.least_rows <= 1) break;
   }
-  // Half of the numbers, for what is added to the products.
+  // Half of int64, to leave room for what is added to the products.
   most_rows_ = std::numeric_limits<int64_t>::max() / 2 / row_bytes - layer_.row_chunk;
 }
 
@@ -99,7 +99,7 @@ void LinearPlan::RunProduct(Host& host, const LinearCall& call, bool normalizes)
 }
 
 void LinearPlan::RunOnCpu(Host& host, const LinearCall& call, bool normalizes) const {
-  // One kernel for both layers: it packs what it reads.
+  // Both layers use one kernel, which packs what it reads.
   const MatMulKernel& kernel = KernelFor(call.m);
   const int64_t x_bytes = Aligned(kernel.PackedBytes(FirstWeight(), call.m));
   const int64_t next_bytes = layer_.hidden != nullptr ? kernel.PackedBytes(*layer_.w, call.m) : 0;
@@ -218,8 +218,8 @@ void LinearPlan::Multiply(Host& host, const MatMulKernel& kernel, const LinearCa
   const int64_t row_bytes = kernel.packed_row_bytes(*layer_.w);
   const int64_t panels = BitmapPanels(layer_.Columns());
   const int64_t row_chunk = RowChunk(kernel);
-  // Of each chunk of rows, the panels that are done: whoever does the last one normalizes the rows. With one thread
-  // they are still in the cache, and other threads need not be called once more.
+  // The number of finished panels of each chunk of rows. The thread that finishes the last panel normalizes the rows:
+  // with one thread they are still in the cache, and other threads need not be called again.
   std::vector<std::atomic<int64_t>> done(static_cast<size_t>(normalizes ? Chunks(call.m, row_chunk) : 0));
   const auto piece = [&](int64_t row, int64_t panel, int64_t panel_end) {
     const MatMulArgs rows = RowsOf(args, row, row_chunk, row_bytes);

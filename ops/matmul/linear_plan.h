@@ -4,11 +4,12 @@
 //     Y = activation(P) + residual                                    gated_columns 0
 //     Y = activation(P[.., : c]) P[.., n / 2 : n / 2 + c] + residual   gated_columns c (GLU: two layers of one input)
 //
-// and, where there is a norm, LayerNormalization of Y's rows. W has n columns; with c they are those of both layers,
-// each padded to whole panels: n is 2 x 16 ceil(c / 16). The epilogue runs on each piece of Y right after its product,
-// the normalization on each chunk of rows right after its last piece: they are in the cache then.
+// If there is a norm, LayerNormalization of Y's rows follows. W has n columns. With gated_columns c these are the
+// columns of both layers, each padded to whole panels: n is 2 x 16 ceil(c / 16). The epilogue runs on each piece of Y
+// right after its product, and the normalization on each chunk of rows right after its last piece, while they are in
+// the cache.
 //
-// With a hidden layer (block_sparse_weight.h), X is its input, and its outputs take the place of X above.
+// With a hidden layer (block_sparse_weight.h), X is the hidden layer's input and its outputs replace X above.
 #pragma once
 
 #include <cstdint>
@@ -27,37 +28,37 @@
 namespace ortolan {
 
 inline constexpr int64_t kMostRowChunk = 256;
-// Of a tile kernel, where the second-level cache holds w: so few that X and Y of a chunk stay in the caches as well.
+// Rows of a chunk for a tile kernel if w fits the level-2 cache: few enough that X and Y of the chunk fit as well.
 inline constexpr int64_t kTileRowChunk = 64;
 
-// What a plan is made for. All that it points to has been checked, and outlives the plan.
+// The input of a plan. All pointers are validated and outlive the plan.
 struct LinearLayer {
   const MatMulWeight* w = nullptr;
-  std::span<const MatMulKernel> kernels;  // those of w's kind
-  int64_t panel_inputs = 0;               // inputs that a panel holds: what a row of it costs
-  // Rows of a piece of work, kMostRowBlock … kMostRowChunk; whole row blocks of the kernel. A chunk of rows expands a
-  // panel anew, so it must be long; it is short enough for many threads to share a wide X.
+  std::span<const MatMulKernel> kernels;  // the kernels of w's kind
+  int64_t panel_inputs = 0;               // inputs that a panel holds: the cost of a row of it
+  // Rows of a piece of work, kMostRowBlock … kMostRowChunk; whole row blocks of the kernel. Each chunk of rows expands
+  // the panels again, so it must be long, but short enough that many threads can share a wide X.
   int64_t row_chunk = kMostRowChunk;
-  int64_t tile_bytes = 0;  // of w, where it lies in memory as AMX's tiles, which are not expanded; else 0
+  int64_t tile_bytes = 0;  // size of w if it is stored as AMX tiles, which are not expanded; else 0
   int64_t gated_columns = 0;
   Activation activation = Activation::kNone;
   std::optional<LayerNormArgs> norm;          // weight, bias and epsilon
-  const HiddenLayerWeight* hidden = nullptr;  // with w->k outputs
+  const HiddenLayerWeight* hidden = nullptr;  // has w->k outputs
   const float* hidden_bias = nullptr;         // [w->k]
   int64_t hidden_panel_inputs = 0;
-  MatMulDevice* device = nullptr;  // that multiplies with w, too; or null. Not where there is a hidden layer
+  MatMulDevice* device = nullptr;  // another device that can multiply with w, or null; requires hidden == nullptr
 
-  // Of Y.
+  // Columns of Y.
   int64_t Columns() const { return gated_columns != 0 ? gated_columns : w->n; }
-  // Of X.
+  // Columns of X.
   int64_t Inputs() const { return hidden != nullptr ? hidden->k : w->k; }
 };
 
-// Rows of X, and where Y's go: one after another.
+// Contiguous rows of X and of Y.
 struct LinearCall {
   const float* x = nullptr;
   int64_t m = 0;
-  float* y = nullptr;               // overlaps nothing else
+  float* y = nullptr;               // must not overlap other operands
   const float* bias = nullptr;      // [w->n], or null
   const float* residual = nullptr;  // [m][Columns()] or, with residual_row_bytes 0, [Columns()]; or null
   int64_t residual_row_bytes = 0;
@@ -74,23 +75,24 @@ class LinearPlan {
 
   const LinearLayer& layer() const { return layer_; }
 
-  // Rows of an X of this shape; 0 if it has no elements. Throws OpError, whose text begins with `node` and names X.
+  // Return the number of rows of an X of this shape; 0 if it has no elements. Throws OpError, whose message starts with
+  // `node` and names X.
   int64_t CountRows(const std::vector<int64_t>& x_shape, const std::string& node, const std::string& x_name) const;
 
   void Run(Host& host, const LinearCall& call) const { RunProduct(host, call, layer_.norm.has_value()); }
 
-  // The same with any residual that Y without it, of call.m rows and of this shape, is broadcast with: call.y gets the
-  // sum, of y_shape. The call has no residual of its own.
+  // Run with a residual that the result, of call.m rows and of `shape`, is broadcast with: call.y receives the sum, of
+  // y_shape. call.residual must be null.
   void RunWithResidual(Host& host, LinearCall call, const std::vector<int64_t>& shape, const Residual& residual,
                        const std::vector<int64_t>& y_shape) const;
 
  private:
   void RunProduct(Host& host, const LinearCall& call, bool normalizes) const;
   void RunOnCpu(Host& host, const LinearCall& call, bool normalizes) const;
-  // False where the device failed.
+  // Return false if the device failed.
   bool RunOnDevice(Host& host, const LinearCall& call, bool normalizes) const;
   void PackForDevice(Host& host, const LinearCall& call, char* packed) const;
-  // What follows a product [m][w->n]: that is y itself, or what is gated.
+  // Finish a product [m][w->n]: y, or the buffer that is gated into y.
   void FinishProduct(Host& host, const LinearCall& call, const float* product, bool normalizes) const;
   const MatMulKernel& KernelFor(int64_t m) const;
   void Pack(Host& host, const MatMulKernel& kernel, const LinearCall& call, char* packed) const;
@@ -100,11 +102,11 @@ class LinearPlan {
                      int64_t panel_begin, int64_t panel_end) const;
   void MultiplyGated(const MatMulKernel& kernel, const MatMulArgs& rows, const LinearCall& call, int64_t row,
                      int64_t panel_begin, int64_t panel_end) const;
-  // The epilogue, in place, of some panels of rows of Y; `row` is the first of them.
+  // Arguments of the in-place epilogue of some panels of rows of Y; `row` is the first of these rows.
   EpilogueArgs EpilogueOf(const MatMulArgs& rows, const LinearCall& call, int64_t row, int64_t panel_begin,
                           int64_t panel_end) const;
   void NormalizeRows(float* y, int64_t m) const;
-  // All rows of Y, after a sum that is no part of the epilogue.
+  // Normalize all rows of Y, after a sum that is not part of the epilogue.
   void Normalize(Host& host, float* y, int64_t m) const;
 
   bool IsGated() const { return layer_.gated_columns != 0; }
@@ -113,10 +115,10 @@ class LinearPlan {
   const MatMulWeight& FirstWeight() const { return layer_.hidden != nullptr ? *layer_.hidden : *layer_.w; }
 
   LinearLayer layer_;
-  std::vector<const MatMulKernel*> kernels_;  // that this CPU has and this weight allows, best first
+  std::vector<const MatMulKernel*> kernels_;  // supported by this CPU and weight, best first
   EpilogueFn* epilogue_;
   LayerNormFn* layer_norm_;
-  int64_t most_rows_;  // for which no size that Run computes leaves an int64
+  int64_t most_rows_;  // largest number of rows for which all sizes in Run fit int64
 };
 
 }  // namespace ortolan

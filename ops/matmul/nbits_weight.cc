@@ -18,9 +18,9 @@ namespace {
 constexpr int64_t kGroupSizes[] = {128, 64, 32};  // best first
 constexpr float kMiddle4 = 8;
 constexpr float kMiddle8 = 128;
-constexpr float kLargestScale8 = std::numeric_limits<float>::max() / 256;  // times a number it stays finite
+constexpr float kLargestScale8 = std::numeric_limits<float>::max() / 256;  // finite after multiplication with a code
 
-// Calls at(first input, end, block) for the blocks of a column.
+// Call at(first input, end, block) for the blocks of a column.
 template <typename At>
 void ForEachBlock(const NBitsWeight& stored, const At& at) {
   for (int64_t block = 0; block < stored.Blocks(); ++block) {
@@ -35,7 +35,7 @@ bool AreAll(const std::vector<float>& codes, float value) {
   return std::all_of(codes.begin(), codes.end(), [=](float one) { return one == value; });
 }
 
-// Whether each column has the same scale and zero point in all blocks of each run of inputs.
+// Return whether each column has one scale and zero point in all blocks of each run of inputs.
 bool IsConstantIn(const NBitsWeight& stored, int64_t run) {
   const int64_t blocks = stored.Blocks();
   for (int64_t first = 0; first < stored.k; first += run) {
@@ -53,17 +53,18 @@ bool IsConstantIn(const NBitsWeight& stored, int64_t run) {
   return true;
 }
 
-// The group that is the block, or the largest of which none lies in two blocks; 0 if there is none.
+// Return the block size if it is a group size, else the largest group size that divides it, or simply the largest if
+// there is only one block. Return 0 if no group size fits.
 int64_t GroupOfBlock(int64_t k, int64_t block_size) {
   if (std::find(std::begin(kGroupSizes), std::end(kGroupSizes), block_size) != std::end(kGroupSizes)) return block_size;
-  if (block_size >= k) return kGroupSizes[0];  // there is but one block
+  if (block_size >= k) return kGroupSizes[0];  // there is only one block
   for (const int64_t size : kGroupSizes) {
     if (block_size % size == 0) return size;
   }
   return 0;
 }
 
-// Of 8 bits, blocks of equal scales are one group.
+// With 8 bits, neighbouring blocks of equal scales form one group.
 int64_t GroupOf(const NBitsWeight& stored) {
   if (stored.bits == 4) return GroupOfBlock(stored.k, stored.block_size);
   for (const int64_t size : kGroupSizes) {
@@ -80,13 +81,13 @@ std::string WhyNot4(const NBitsWeight& stored) {
     const float scale = stored.scales[i];
     const float minimum = stored.zero_points.empty() ? 0.0f : scale * stored.zero_points[i];
     if (!std::isfinite(std::abs(scale) * kLargestInt4 + std::abs(minimum))) {
-      return "its scales hold NaN, infinity or numbers that make weights overflow";
+      return "its scales hold NaN, infinity or values that make weights overflow";
     }
   }
   return {};
 }
 
-// Of a column's numbers, less their zero points.
+// The range of a column's codes less their zero points.
 struct Range {
   int least = 255;
   int most = -255;
@@ -111,26 +112,26 @@ Range RangeOf(const NBitsWeight& stored, int64_t column) {
 std::string WhyNot8(const NBitsWeight& stored) {
   for (const float scale : stored.scales) {
     if (!(std::abs(scale) <= kLargestScale8)) {
-      return ErrorText("its scales hold ", scale, ", expected finite numbers below 1e36");
+      return ErrorText("its scales hold ", scale, ", expected finite values below 1e36");
     }
   }
   for (const float zero_point : stored.zero_points) {
     if (!IsInteger(zero_point, 255)) {
-      return ErrorText("its zero points hold ", zero_point, ", expected whole numbers 0 to 255");
+      return ErrorText("its zero points hold ", zero_point, ", expected integers 0 to 255");
     }
   }
   if (AreAll(stored.zero_points, kMiddle8)) return {};
   for (int64_t j = 0; j < stored.n; ++j) {
     const Range range = RangeOf(stored, j);
     if (range.least < -128 || range.most > 127) {
-      return ErrorText("its numbers less their zero points go from ", range.least, " to ", range.most,
+      return ErrorText("its values less their zero points range from ", range.least, " to ", range.most,
                        ", expected -128 to 127; quantize with symmetric int8 weights");
     }
   }
   return {};
 }
 
-// A float16 of the same value; none: there is no normal one. (Subnormal ones would do, and are not worth the code.)
+// Return the float16 of the same value, if a normal one exists. (Subnormals would do, but are not worth the code.)
 std::optional<uint16_t> ToHalf(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const uint32_t sign = bits >> 16 & 0x8000, exponent = bits >> 23 & 0xff, fraction = bits & 0x7fffff;
@@ -143,7 +144,7 @@ bool AreHalves(const std::vector<float>& rows) {
   return std::all_of(rows.begin(), rows.end(), [](float value) { return ToHalf(value).has_value(); });
 }
 
-// Calls write(place in [panels, groups, 16], number) for the numbers of all blocks, each for all groups of its block.
+// Call write(index in [panels, groups, 16], value) for the value of each block and group.
 template <typename Write>
 void SpreadRows(const NBitsWeight& stored, const GroupWeight& w, const std::vector<float>& rows, const Write& write) {
   const int64_t groups = ScaleRows(w.k, w.view.group);
@@ -162,7 +163,7 @@ LineBytes Zeros(int64_t bytes) {
   return memory;
 }
 
-// Scales or minimums of this type.
+// Pack scales or minimums in the scale type.
 LineBytes PackFloats(const NBitsWeight& stored, const GroupWeight& w, const std::vector<float>& rows) {
   const int64_t count = BitmapPanels(w.n) * ScaleRows(w.k, w.view.group) * kPanelColumns;
   const bool is_half = w.view.scale_type == ScaleType::kFloat16;
@@ -180,7 +181,7 @@ LineBytes PackFloats(const NBitsWeight& stored, const GroupWeight& w, const std:
 
 int64_t SizeOf(std::span<const uint8_t> bytes) { return static_cast<int64_t>(bytes.size()); }
 
-// Empty, or why kernels may not run on them.
+// Return why kernels cannot run on the packed weights; empty if they can.
 std::string WhyNotPacked(const PackedNBits& packed) {
   if (packed.bits != 4 && packed.bits != 8) return ErrorText("its weight has ", packed.bits, " bits, expected 4 or 8");
   const int64_t scale_bytes = packed.has_half_scales ? 2 : 4;
@@ -188,7 +189,7 @@ std::string WhyNotPacked(const PackedNBits& packed) {
     if (SizeOf(rows) % scale_bytes != 0) return ErrorText("its scales or minimums hold ", rows.size(), " bytes");
   }
   if (packed.bits == 8 && !(packed.zero_points.empty() && packed.minimums.empty())) {
-    return "its weight of 8 bits has zero points or minimums, expected none";
+    return "its 8-bit weight has zero points or minimums, expected neither";
   }
   GroupClaim claim;
   claim.k = packed.k;
@@ -304,7 +305,7 @@ void NBitsGroups::PackCodes8(const NBitsWeight& stored) {
   });
 }
 
-// Scales, and of 4 bits zero points or minimums: float16 where that holds all of them.
+// Pack scales and, for 4 bits, zero points or minimums; as float16 if it represents all of them.
 void NBitsGroups::PackScales(const NBitsWeight& stored) {
   GroupView& view = w_.view;
   const bool has_zero_points = stored.bits == 4 && !stored.zero_points.empty();

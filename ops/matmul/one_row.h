@@ -1,8 +1,8 @@
-// One row of x, the case of decoding, as fast as memory delivers the weights, where sums are whole numbers (floats:
-// few_float_rows.h). Included by panel_loop.h; local to each file.
+// The loop for one row of x (decoding) with integer sums, as fast as memory delivers the weights. Float sums:
+// few_float_rows.h. Included by panel_loop.h; local to each file.
 //
-// Instructions and misses count here: groups have a fixed length, and scales, a stream of their own, are prefetched
-// like the weights.
+// Instructions and cache misses matter here, so the length of groups is a constant, and scales, a separate stream, are
+// prefetched like the weights.
 #pragma once
 
 #include <cstdint>
@@ -14,18 +14,18 @@
 namespace ortolan {
 namespace {
 
-// kGroupSpans: spans of a group; 0 where a group is a whole column.
+// kGroupSpans: spans of a group; 0 if a group is a whole column.
 template <typename Simd, typename Weights, int kGroupSpans>
 class OneRow {
   using Sums = typename Weights::Sums;
   using Stream = typename Weights::Stream;
   using Activation = typename Weights::Activation;
-  // One sum would wait for itself: several chains, added at the end. In int4 those of odd rows hold 16 times their
-  // sums, which saves a shift of each row of weights.
+  // A single sum would wait for itself, so several chains are added at the end. For int4, chains of odd rows hold 16
+  // times their sums, which saves a shift per row of weights.
   static constexpr int kChains = Weights::kOneRowChains;
   static constexpr bool kOddTimes16 = Weights::kNibbles && kChains > 1;
   static constexpr bool kUnroll = simd::Columns<Simd>::kRegisters <= 4;
-  // Where nothing but one stream without gaps is read, the hardware's own prefetch is better; not so for int4.
+  // The hardware prefetcher is better if the weights are a single stream without gaps; for int4 it is not.
   static constexpr Fetch kFetch = Weights::kFetchOneRow;
 
  public:
@@ -46,10 +46,10 @@ class OneRow {
     }
   }
 
-  // Row i of x, a block of its own.
+  // Row i of x, which is packed as its own block.
   static void Row(const Panel<Simd, Weights>& p, int64_t i) {
     const Layer<Weights>& layer = p.layer;
-    // The last group may be shorter; behind it there may be a span of padding.
+    // The last group may be shorter, and a span of padding may follow it.
     int64_t whole_groups = 0;
     if constexpr (kGroupSpans > 0) {
       whole_groups = layer.spans / kGroupSpans < layer.groups ? layer.spans / kGroupSpans : layer.groups;
@@ -80,7 +80,7 @@ class OneRow {
       sums_[0] = start;
       for (int c = 1; c < kChains; ++c) sums_[c] = Weights::Zero();
     }
-    // Moves on to the next span. Always inline: clang makes a function of it, whose sums are in memory.
+    // Advances to the next span. Always inline: clang would make it a function with its sums in memory.
     __attribute__((always_inline)) void AddSpan(Stream& stream, const Activation*& x) {
       stream.template StartSpan<kFetch>();
       Sums sums[kChains];
@@ -125,7 +125,7 @@ class OneRow {
   };
 };
 
-// Calls run.operator()<OneRow<…>>() with that for the weight's groups.
+// Call run.operator()<OneRow<…>>() with the OneRow for the weight's groups.
 template <typename Simd, typename Weights, typename Run>
 void WithOneRow(const Layer<Weights>& layer, const Run& run) {
   if constexpr (!Weights::kHasGroups) {

@@ -1,5 +1,5 @@
-// Packing of weights, panel by panel, on all of the process's threads: when a session is made, its own are not to be
-// had.
+// Packs weights panel by panel on all cores, on threads of its own: ONNX Runtime's are not available while it creates a
+// session.
 #pragma once
 
 #include <algorithm>
@@ -11,10 +11,10 @@
 
 namespace ortolan {
 
-// What is worth a thread of its own.
+// Bytes of packed weights worth a thread.
 inline constexpr int64_t kPackThreadBytes = int64_t{1} << 20;
 
-// Calls pack(panel, scratch) for all panels. pack must not throw. scratch: as many bytes for each thread.
+// Call pack(panel, scratch) for all panels, with scratch_bytes of scratch per thread. pack must not throw.
 template <typename Pack>
 void ForEachPanel(int64_t panels, int64_t panel_bytes, int64_t scratch_bytes, const Pack& pack) {
   const int64_t most = std::max<int64_t>(1, std::thread::hardware_concurrency());
@@ -28,7 +28,7 @@ void ForEachPanel(int64_t panels, int64_t panel_bytes, int64_t scratch_bytes, co
   others.reserve(static_cast<size_t>(threads));
   try {
     for (int64_t thread = 1; thread < threads; ++thread) others.emplace_back(work, thread);
-  } catch (const std::system_error&) {  // there are no more: those that are there do it
+  } catch (const std::system_error&) {  // no more threads available: the existing ones do the work
   }
   work(0);
 }

@@ -1,10 +1,10 @@
-// Rows of x on products of matrices, where a target has them (kRowPairs): an instruction takes two rows of x, two
-// columns of W and eight bytes of each, eight inputs of bytes or four of bf16. Sums of integers are those of the other
-// loops. Included by panel_loop.h; local to each file.
+// The loop for targets with byte-matrix products (kRowPairs): an instruction multiplies two rows of x and two columns
+// of W, eight bytes of each (eight bytes inputs or four bf16 inputs). Integer sums equal those of the other loops.
+// Included by panel_loop.h; local to each file.
 //
-// Rows of weights are interleaved two by two: a register then holds the inputs of one column, then those of the next
-// one. A block of rows of x uses each such register twice. Weights for one block alone are interleaved on the way
-// from where they are stored; for more blocks they are kept, interleaved, while all rows of x pass over them.
+// Rows of weights are interleaved in pairs, so a register holds the inputs of one column, then those of the next. A
+// block of rows of x uses each register twice. For a single block, weights are interleaved as they are read. For more
+// blocks, interleaved weights are kept while all rows of x pass over them.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 namespace ortolan {
 namespace {
 
-// each.operator()<0>(), <1>(), … below kCount. Where loops are unrolled later than this, gcc leaves arrays of sums in
+// Call each.operator()<0>(), <1>(), … below kCount. If loops are unrolled later than this, gcc leaves arrays of sums in
 // memory.
 template <typename Each, int... i>
 __attribute__((always_inline)) inline void ForConstants(const Each& each, std::integer_sequence<int, i...>) {
@@ -27,7 +27,7 @@ __attribute__((always_inline)) inline void ForConstants(const Each& each) {
   ForConstants(each, std::make_integer_sequence<int, kCount>());
 }
 
-// Weights: a kind (panel_loop.h) that has DotEights, x packed in the order of activations.h.
+// Weights: a kind (panel_loop.h) with DotEights and x packed in the order of activations.h.
 template <typename Simd, typename Weights>
 class PairsLoop {
   using Columns = simd::Columns<Simd>;
@@ -42,7 +42,7 @@ class PairsLoop {
   static constexpr bool kFloats = Weights::kRowInputs == 2;
   static constexpr int kBlock = Weights::kRowBlock;
   static constexpr int kSpanRows = Layer::kSpanRows;
-  // Inputs of a row of x that lie side by side, as many as two rows of weights take.
+  // Contiguous inputs of a row of x: those of two rows of weights.
   static constexpr int kInputs = Weights::kInputsTogether;
   static_assert(kInputs == 2 * Weights::kRowInputs);
   template <int kRows>
@@ -67,20 +67,20 @@ class PairsLoop {
  private:
   // More rows of x interleave the weights of a panel again.
   static constexpr int64_t kMostRows = 256;
-  // Interleaved rows that are kept: 16 KB, half of a small L1 cache, and whole groups.
+  // Interleaved rows in the buffer: 16 KB, half of a small L1 cache, and whole groups.
   static constexpr int64_t kBufferSpans = 256 / kSpanRows;
   static_assert(kMostRows % kBlock == 0);
 
-  // Two rows of weights. Register i of part h: the inputs of column 4 i + 2 h, then those of the next column.
+  // Two rows of weights. Register i of part h holds the inputs of column 4 i + 2 h, then those of the next column.
   struct RowPair {
     Bytes of[2];
   };
-  // Of a pair of rows of x. Register i of part h: columns 4 i + 2 h and the next one, each times both rows.
+  // Sums of two rows of x. Register i of part h holds columns 4 i + 2 h and the next one, each times both rows.
   struct Sums {
     Lanes of[2];
   };
   struct alignas(64) Waiting {
-    uint8_t at[kMostRows][kPanelColumns * sizeof(float)];  // totals of groups by row, or the sums of the one by pair
+    uint8_t at[kMostRows][kPanelColumns * sizeof(float)];  // totals of groups by row or, without groups, sums by pair
   };
 
   template <Fetch kFetch>
@@ -94,7 +94,7 @@ class PairsLoop {
     return {{interleaved.template operator()<0>(), interleaved.template operator()<1>()}};
   }
 
-  // Where the sums of pairs begin.
+  // Initialize the sums of pairs.
   template <int kRows, typename RowTerms>
   __attribute__((always_inline)) static void Start(const RowTerms& terms, int64_t group, Sums (&sums)[kPairs<kRows>]) {
     ForConstants<kPairs<kRows>>([&]<int p>() __attribute__((always_inline)) {
@@ -109,7 +109,7 @@ class PairsLoop {
       }
     });
   }
-  // Of row r of a block, by column.
+  // The sums of row r of a block, by column.
   template <int r, int kPairCount>
   __attribute__((always_inline)) static Lanes OfRow(const Sums (&sums)[kPairCount]) {
     const Sums& pair = sums[r / 2];
@@ -119,8 +119,8 @@ class PairsLoop {
     });
   }
 
-  // Adds the products of two rows of weights with kRows rows of x. Behind the last row of an odd number stands
-  // something else, whose sums nobody takes.
+  // Add the products of two rows of weights with kRows rows of x. With an odd number of rows, the second half of the
+  // last pair is unused.
   template <int kRows>
   __attribute__((always_inline)) static void AddPair(Sums (&sums)[kPairs<kRows>], const Activation* x,
                                                      const RowPair& weights) {
@@ -134,11 +134,11 @@ class PairsLoop {
         sum = Weights::DotEights(sum, weights.of[h].at[i], eights[p]);
       });
     });
-    // Loads that gcc brought forward would find no registers.
+    // gcc must not move loads up here: it would run out of registers.
     __asm__ volatile("" : : : "memory");
   }
 
-  // Totals of kRows rows with the sums of a group.
+  // Add the sums of a group to the totals of kRows rows.
   template <int kRows, typename RowTerms>
   __attribute__((always_inline)) static void AddGroup(const Panel& p, const RowTerms& terms, int64_t group,
                                                       const Sums (&sums)[kPairs<kRows>], uint8_t (*totals)[64]) {
@@ -147,14 +147,14 @@ class PairsLoop {
       float* const total = reinterpret_cast<float*>(totals[r]);
       Columns::Store(total, terms.Add(Columns::Load(total), OfRow<r>(sums), scales, group, r));
     });
-    // Kept in registers by gcc, totals would go to the stack and come back among the products.
+    // Without this, gcc keeps totals in registers and spills them among the products.
     __asm__ volatile("" : : : "memory");
   }
   template <int kRows>
   static void ClearTotals(uint8_t (*totals)[64]) {
     for (int r = 0; r < kRows; ++r) Columns::Store(reinterpret_cast<float*>(totals[r]), Columns::Set(0.0f));
   }
-  // Stores rows i … i+kRows-1 of y.
+  // Store rows i … i+kRows-1 of y.
   template <int kRows, typename RowTerms>
   __attribute__((always_inline)) static void End(const Panel& p, const RowTerms& terms, int64_t i,
                                                  const Sums (&sums)[kPairs<kRows>], const uint8_t (*totals)[64]) {
@@ -169,7 +169,7 @@ class PairsLoop {
     });
   }
 
-  // All rows of x, a block or fewer.
+  // All rows of x, at most one block.
   template <int kRows>
   __attribute__((noinline)) static void OneBlock(const Panel& p) {
     const Layer& layer = p.layer;
@@ -196,7 +196,8 @@ class PairsLoop {
     End<kRows>(p, terms, 0, sums, totals);
   }
 
-  // More rows of x: interleave some rows of weights once, let all rows of x pass over them, go on with the next.
+  // For more rows of x: interleave some rows of weights once, multiply them with all rows of x, then continue with the
+  // next.
   static void Buffered(const Panel& p) {
     alignas(64) uint8_t buffer[kBufferSpans * kSpanRows][64];
     Waiting waiting;
@@ -219,7 +220,7 @@ class PairsLoop {
     }
   }
 
-  // Spans first … end-1, which are in the buffer, times rows i … i+kRows-1.
+  // Multiply spans first … end-1, which are in the buffer, with rows i … i+kRows-1.
   template <int kRows>
   __attribute__((noinline)) static void Block(const Panel& p, const uint8_t (*buffer)[64], int64_t first, int64_t end,
                                               int64_t i, Waiting& waiting) {
@@ -237,7 +238,7 @@ class PairsLoop {
     if constexpr (Weights::kHasGroups) {
       if (first == 0) ClearTotals<kRows>(at);
       int64_t span = first;
-      // Behind the last group nothing is stored.
+      // Padding follows the last group.
       for (int64_t group = first / layer.group_spans; span < end && group < layer.groups; ++group) {
         Start<kRows>(terms, group, sums);
         const int64_t spans = end - span < layer.group_spans ? end - span : layer.group_spans;
@@ -256,7 +257,7 @@ class PairsLoop {
     }
     if (end == layer.spans) End<kRows>(p, terms, i, sums, at);
   }
-  // Register by register: see ForConstants.
+  // Register by register, for the reason given at ForConstants.
   template <int kPairCount, typename Sums, typename Each>
   __attribute__((always_inline)) static void ForRegisters(Sums (&sums)[kPairCount], const Each& each) {
     ForConstants<kPairCount>([&]<int p>() __attribute__((always_inline)) {

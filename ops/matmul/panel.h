@@ -1,4 +1,4 @@
-// A panel of packed weights as the loops meet it, for any kind of weight. Included by the loops; local to each file.
+// A panel of packed weights as the loops see it, for any kind of weight. Included by the loops; local to each file.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +12,12 @@
 namespace ortolan {
 namespace {
 
-// How a loop asks for the weights ahead: not, where the hardware's own prefetch is better; as suits the rows that it
-// multiplies at once; or as suits rows that it only expands.
+// How a loop prefetches weights: not at all, if the hardware prefetcher is better; for rows it multiplies immediately;
+// or for rows it only expands.
 enum class Fetch { kNone, kMultiply, kExpand };
 
-// Calls each(0), each(step), … below count. Unrolled only where a panel takes few registers: code of many takes minutes
-// to compile.
+// Call each(0), each(step), … below count. Unrolled only if a panel takes few registers: otherwise compiling takes
+// minutes.
 template <bool kUnroll, typename Each>
 __attribute__((always_inline)) inline void ForEach(int count, int step, const Each& each) {
   if constexpr (kUnroll) {
@@ -29,14 +29,13 @@ __attribute__((always_inline)) inline void ForEach(int count, int step, const Ea
   }
 }
 
-// A span: so many inputs of a panel, in any layout. The shortest group.
+// A span is this number of inputs of a panel, in any layout, and the shortest group.
 constexpr int64_t kSpanInputs = 32;
 
-// Most spans of a group whose sums of nibbles times bytes fit 16 bits: group_weight.h.
+// Spans of a group, at most, whose sums of nibbles times bytes fit 16 bits (group_weight.h).
 constexpr int64_t kChunkSpans = kGroupChunkInputs / kSpanInputs;
 
-// The kind of weight that kMostRows rows of x or fewer are multiplied with, if it is another: it takes the same packed
-// x.
+// The kind of weight that multiplies up to kMostRows rows of x, if it differs: it uses the same packed x.
 template <typename Weights>
 struct FewRowsKindOf {
   using Type = Weights;
@@ -44,7 +43,7 @@ struct FewRowsKindOf {
 };
 constexpr int64_t kAnyRows = INT64_MAX;
 
-// What all panels of a call have in common.
+// Properties shared by all panels of a call.
 template <typename Weights>
 struct Layer {
   static constexpr int kSpanRows = kSpanInputs / Weights::kRowInputs;
@@ -63,7 +62,7 @@ struct Layer {
   int64_t spans;
   int64_t groups;
   int64_t group_spans;
-  int64_t row_bytes;  // of packed x
+  int64_t row_bytes;  // size of a packed row of x
   const PrefetchDistances& ahead;
 };
 
@@ -80,11 +79,11 @@ struct Panel {
         scales(layer.weight, index, layer.groups),
         output(args, index) {}
 
-  // The block of packed rows that begins at row i.
+  // The block of packed rows that starts at row i.
   const Activation* X(int64_t i) const {
     return reinterpret_cast<const Activation*>(static_cast<const char*>(args.x) + i * layer.row_bytes);
   }
-  // What stands behind the activations of a block of kRows rows.
+  // The terms stored after the activations of a block of kRows rows.
   template <int kRows>
   RowTerms<kRows> RowTermsOf(int64_t i) const {
     return {X(i) + layer.padded_k * kRows, layer.groups};

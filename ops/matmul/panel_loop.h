@@ -1,36 +1,37 @@
-// The loop of the kernels for packed panels: walk the rows of a panel, expand (dense storage: load) each to registers,
-// multiply it with four or two activations of every row of x. Included by *kernels.cc only; local to each.
+// The loop of the kernels for packed panels: walk the rows of a panel, expand each (or load it, in dense storage) to
+// registers, and multiply it with four or two activations of every row of x. Included by *kernels.cc only; local to
+// each.
 //
-// A kind of weight (weights/*.h) gives
+// A kind of weight (weights/*.h) provides
+//
 //     Weight, PaddedK, Group, PackedRowBytes
-//                                of args.w; group kWholeColumn: there is one
+//                                the type and sizes of args.w; Group is kWholeColumn if there is one group
 //     kDense, kHasGroups, kNibbles
 //     kBuffered                  many rows of x pass over rows that were expanded once;
-//                                otherwise each block of rows takes the stored ones apart anew
-//     Stream                     the stored rows of a panel, and values, where it is:
+//                                otherwise each block of rows expands the stored rows again
+//     Stream                     the stored rows of a panel, and `values`, its position:
 //                                StartSpan<fetch>(), Next<fetch, odd times 16>(row of the span), EndSpan()
 //     Row, FromBytes, StoreRow, LoadRow, kStoredBytes
-//                                a row, ready to multiply
+//                                a row that is ready to multiply
 //     Sums, Zero, LoadSums, StoreSums
-//                                of 16 columns and one group
-//     StartSpan, EndSpan         around the products of a span, nothing where kFreeSpans; or, where kNarrowChunks,
-//     around
-//                                those of a chunk, which is kChunkSpans spans of a group or fewer: sums begin as
-//                                StartChunk(chunk, row) of Numbers, and Widen(sums) or AddWide(wide, sums) ends them
+//                                sums of 16 columns and one group
+//     StartSpan, EndSpan         around the products of a span; empty if kFreeSpans. If kNarrowChunks, around those of
+//                                a chunk, which is at most kChunkSpans spans of a group: sums start as
+//                                RowTerms::StartChunk(chunk, row), and Widen(sums) or AddWide(wide, sums) ends them
 //     kRowBlock                  rows of x that are multiplied at once
 //     kParts, Part<p>(row), MultiplyAddPart<p>
-//                                a row of weights, part by part: where registers are few they hold one part
+//                                a row of weights, part by part: with few registers only one part is held
 //     MultiplyAdd, kMostHeld, kInputsTogether, …
 //                                all parts; see activations.h
-//     kFloatSums                 sums are floats, with one order for any number of rows: few rows are multiplied by
-//                                few_float_rows.h, which says what that takes
+//     kFloatSums                 sums are floats, in one order for any number of rows: few rows are multiplied by
+//                                few_float_rows.h, which lists its requirements
 //     kOneRowChains, kMostChains, AddChains
-//                                chains of sums, for one row and for two or three; not of floats
-//     kFetchOneRow, OneRowAhead  see one_row.h; not of floats
-//     TakesRow(x, padded k)      optional, of a kind for one row (FewRowsKindOf): whether it takes this packed one
+//                                chains of sums, for one row and for two or three; not for floats
+//     kFetchOneRow, OneRowAhead  see one_row.h; not for floats
+//     TakesRow(x, padded k)      optional, in a kind for one row (FewRowsKindOf): whether it supports this packed row
 //     Scales                     of a panel: Of(group), Prefetch(begin, end) of groups
-//     Numbers<rows>              of a block of rows of x: Start(group, row), where sums begin;
-//                                Add(total, sums, scales, group, row), a total with a group's sums; End(total, row)
+//     RowTerms<rows>             of a block of rows of x: Start(group, row), the initial sums;
+//                                Add(total, sums, scales, group, row), a total plus a group's sums; End(total, row)
 #pragma once
 
 #include <cstdint>
@@ -65,8 +66,8 @@ class PanelLoop {
       Simd::kConvertsInt8 && Weights::kRowInputs == 4 && !Weights::kNibbles && !Weights::kHasGroups;
 
  public:
-  // Panels that half a block of rows is multiplied with at once, where rows of weights are quads and take one register:
-  // a repeated activation then meets several weights. With one panel, the loads that repeat activations are the limit.
+  // Panels multiplied at once with half a block of rows, if rows of weights are quads in one register: a repeated
+  // activation is then used for several weights. With one panel, the loads that repeat activations limit the speed.
   static constexpr bool kIsWide = Weights::kRowInputs == 4 && Columns::kRegisters == 1 && Simd::kRegisters == 32 &&
                                   Weights::kFreeSpans && !(Weights::kHasGroups && Weights::kBuffered);
   static constexpr int kPanelsTogether = kIsWide ? kWidePanels : 1;
@@ -94,7 +95,7 @@ class PanelLoop {
         PairsLoop<Simd, Weights>::Run(args, panel_begin, panel_end);
       } else {
         const Layer layer(args);
-        // Sums of groups of one span need no loop around them.
+        // Groups of one span need no loop.
         if constexpr (Weights::kNarrowChunks) {
           if (layer.group_spans == 1) return RunRows<true>(layer, args, panel_begin, panel_end);
         }
@@ -104,7 +105,7 @@ class PanelLoop {
   }
 
  private:
-  // Whether it has: a kind may refuse a row.
+  // Return whether the row was multiplied: a kind may refuse a row.
   template <typename Kind>
   static bool RunOneRow(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
     const ortolan::Layer<Kind> layer(args);
@@ -119,13 +120,13 @@ class PanelLoop {
     return true;
   }
 
-  // Expanded rows kept while all rows of x pass over them: half of a 32 KB L1 cache or less, and whole groups.
+  // Expanded rows in the buffer while all rows of x pass over them: at most half of a 32 KB L1 cache, and whole groups.
   static constexpr int64_t kBufferRows = Weights::kRowInputs <= 4 ? 256 : 128;
   static constexpr int64_t kBufferSpans = kBufferRows / kSpanRows;
   // More rows of x expand the panel again.
   static constexpr int64_t kMostRows = kMostWaiting / kBlock * kBlock;
 
-  // Few rows of floats are not: FewFloatRows.
+  // Few rows of floats use FewFloatRows instead.
   template <int kRows>
   static constexpr bool kIsFused = kRows >= kManyRows || !Weights::kFloatSums;
 
@@ -141,7 +142,7 @@ class PanelLoop {
       }
       for (int64_t panel = panel_begin; panel < panel_end;) {
         if constexpr (kPanelsTogether > 1) {
-          // Expanded for one block alone, weights are best used from the registers.
+          // Weights expanded for a single block are best used from registers.
           const bool wide = Weights::kBuffered ? part.m > kBlock : part.m >= kBlock;
           if (wide && panel_end - panel >= kPanelsTogether) {
             Wide({Panel(layer, part, panel), Panel(layer, part, panel + 1), Panel(layer, part, panel + 2)});
@@ -172,14 +173,14 @@ class PanelLoop {
     }
   }
 
-  // Few rows of x, i … i+kRows-1: each row of weights is expanded into registers and used at once. A function of its
-  // own for each number of rows: in the company of the others it would lack registers, and compile for minutes.
+  // Few rows of x, i … i+kRows-1: each row of weights is expanded to registers and used at once. One function per
+  // number of rows: together they would run out of registers and compile for minutes.
   template <bool kOneSpan, int kRows>
   __attribute__((noinline)) static void Fused(const Panel& p, int64_t i) {
     if constexpr (kRows == 1) {
       return WithOneRow<Simd>(p.layer, [&]<typename OneRow>() { OneRow::Row(p, i); });
     } else {
-      // With few rows, one sum a row would wait for itself: see OneRow.
+      // With few rows, a single sum per row would wait for itself, as in OneRow.
       constexpr int kChains = ChainsOf<kRows>();
       constexpr bool kOddTimes16 = Weights::kNibbles && kChains == 2;
       const Layer& layer = p.layer;
@@ -224,17 +225,17 @@ class PanelLoop {
     }
   }
 
-  // Chunks of a panel, from that of a span on. Counted: a division costs as much as half a span.
+  // The chunks of a panel, starting at that of a span. Counted, because a division costs half as much as a span.
   struct Chunks {
     Chunks(const Layer& layer, int64_t span)
         : spans(layer.group_spans < kChunkSpans ? layer.group_spans : kChunkSpans),
           next(Weights::kNarrowChunks ? span / spans : 0) {}
-    int64_t spans;  // of a chunk, at most
+    int64_t spans;  // at most, of a chunk
     int64_t next;
   };
 
-  // Adds the products of the spans `span` … end-1 of a group to sums: multiply(sums) does it for one span. Where there
-  // are chunks, sums begin here.
+  // Add the products of spans `span` … end-1 of a group to sums; multiply(sums) adds those of one span. With chunks,
+  // sums start here.
   template <bool kOneSpan, int kRows, int kChains, typename RowTerms, typename Multiply>
   __attribute__((always_inline)) static void SumSpans(const RowTerms& terms, Sums (&sums)[kRows][kChains],
                                                       int64_t& span, int64_t end, Chunks& chunks,
@@ -271,7 +272,8 @@ class PanelLoop {
     }
   }
 
-  // A span of weights, next(row), times kRows rows of x, which it moves on. Few rows: all of the span is unrolled.
+  // Multiply a span of weights, next(row), with kRows rows of x, and advance x. For few rows, the whole span is
+  // unrolled.
   template <int kRows, int kChains, typename Next>
   __attribute__((always_inline)) static void MultiplySpan(Sums (&sums)[kRows][kChains], const Activation*& x,
                                                           const Next& next) {
@@ -312,10 +314,10 @@ class PanelLoop {
   }
 
   struct alignas(64) Waiting {
-    uint8_t at[kMostRows][kPanelColumns * sizeof(float)];  // totals of groups, or the sums of the one group
+    uint8_t at[kMostRows][kPanelColumns * sizeof(float)];  // totals of groups, or the sums of a single group
   };
 
-  // Of a block of rows or more.
+  // At least one block of rows.
   static void Wide(const Panels& panels) {
     if constexpr (Weights::kBuffered) return WideBuffered(panels);
     const int64_t m = panels.at[0].args.m;
@@ -336,7 +338,7 @@ class PanelLoop {
     }
     for (const Panel& p : panels.at) LastRows<false>(p, i);
   }
-  // Buffered, of several panels.
+  // Buffered, for several panels.
   static void WideBuffered(const Panels& panels) {
     alignas(64) uint8_t buffer[kPanelsTogether][kBufferRows * Weights::kStoredBytes];
     Waiting waiting[kPanelsTogether];
@@ -359,13 +361,13 @@ class PanelLoop {
       }
     }
   }
-  // Spans begin … end-1 times half of the block that begins at row i: its rows from `first` on. next(panel, rows of
-  // weights since begin, row): the next row of a panel. Sums that have not come to the end wait.
+  // Multiply spans begin … end-1 with half of the block that starts at row i: its rows from `first` on. next(panel, row
+  // of weights since begin, row) reads the next row of a panel. Sums of unfinished columns are saved.
   template <typename Next>
   __attribute__((noinline)) static void WideRows(const Panels& panels, int64_t begin, int64_t end, int64_t i, int first,
                                                  Waiting* waiting, const Next& next_row) {
     constexpr int kRows = kBlock / 2;
-    // A copy, in registers: beside stores to streams, clang loads all activations first and lacks registers.
+    // A copy in registers: next to stores to streams, clang would load all activations first and run out of registers.
     Next next = next_row;
     const Panel& front = panels.at[0];
     const auto terms = front.template RowTermsOf<kBlock>(i);
@@ -391,7 +393,7 @@ class PanelLoop {
     }
 #pragma GCC unroll 4
     for (int c = 0; c < kPanelsTogether; ++c) {
-      // Copies: stores to y might change what they were copied from, for all that the compiler knows.
+      // Copies, because the compiler must assume that stores to y change the originals.
       const auto scales = panels.at[c].scales.Of(0);
       const auto output = panels.at[c].output.RowsFrom(i + first);
 #pragma GCC unroll 16
@@ -402,9 +404,9 @@ class PanelLoop {
     }
   }
 
-  // Many rows of x: expand some rows of weights once, let all rows of x pass over them, go on with the next. The sums
-  // of 16 columns wait on the stack: in y they might lie so far apart that all fall into the same few lines of the
-  // cache.
+  // Many rows of x: expand some rows of weights once, multiply them with all rows of x, then continue with the next.
+  // The sums of 16 columns are kept on the stack: in y, rows could be so far apart that all map to the same few cache
+  // lines.
   template <bool kOneSpan>
   static void Buffered(const Panel& p) {
     alignas(64) uint8_t buffer[kBufferRows * Weights::kStoredBytes];
@@ -427,7 +429,7 @@ class PanelLoop {
                              [&]<int kRows>() { ExpandedRows<kOneSpan, kRows>(p, buffer, first, end, i, waiting); });
   }
 
-  // Spans first … end-1, which are in the buffer, times rows i … i+kRows-1.
+  // Multiply spans first … end-1, which are in the buffer, with rows i … i+kRows-1.
   template <bool kOneSpan, int kRows>
   __attribute__((noinline)) static void ExpandedRows(const Panel& p, const uint8_t* buffer, int64_t first, int64_t end,
                                                      int64_t i, Waiting& waiting) {
@@ -443,7 +445,7 @@ class PanelLoop {
     Chunks chunks(layer, first);
     int64_t group = Weights::kHasGroups ? first / layer.group_spans : 0;
     for (int64_t span = first; span < end; ++group) {
-      // Behind the last group nothing is stored.
+      // Padding follows the last group.
       if (Weights::kHasGroups && group == layer.groups) break;
       const int64_t group_end = Weights::kHasGroups && end - span > layer.group_spans ? span + layer.group_spans : end;
       Sums sums[kRows][1];

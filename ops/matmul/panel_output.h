@@ -1,4 +1,4 @@
-// Where the loops put what they have summed up for a panel. Included by *kernels.cc only; local to each.
+// Writes the sums of a panel to y. Included by *kernels.cc only; local to each.
 #pragma once
 
 #include "matmul/kernel.h"
@@ -7,8 +7,8 @@
 namespace ortolan {
 namespace {
 
-// The outputs of a panel: 16 columns or, at the end of n, fewer. Loops that store many rows take a copy: of what lies
-// in memory, stores to y might change anything, for all that a compiler knows.
+// The outputs of a panel: 16 columns, or fewer at the end of n. Loops that store many rows use a local copy, because
+// the compiler must assume that stores to y change objects in memory.
 template <typename Simd>
 struct PanelOutput {
   using Columns = simd::Columns<Simd>;
@@ -20,7 +20,7 @@ struct PanelOutput {
         columns(args.w->n - panel * kPanelColumns < kPanelColumns ? args.w->n - panel * kPanelColumns : kPanelColumns) {
   }
 
-  // The same of the rows from i on.
+  // The outputs from row i on.
   PanelOutput RowsFrom(int64_t i) const {
     PanelOutput rows = *this;
     rows.y = Row(i);
@@ -30,7 +30,7 @@ struct PanelOutput {
   typename Columns::Floats Bias() const {
     return bias == nullptr ? Columns::Set(0.0f) : Columns::LoadFirst(bias, columns);
   }
-  // Row i of y is the sums, of all 16 columns.
+  // Store sums of all 16 columns as row i of y.
   void Store(int64_t i, const typename Columns::Floats& sums) const { Columns::StoreFirst(Row(i), columns, sums); }
   void StoreWithBias(int64_t i, const typename Columns::Floats& sums) const {
     Store(i, bias == nullptr ? sums : Columns::Add(sums, Bias()));

@@ -10,14 +10,14 @@ namespace ortolan {
 namespace {
 
 struct RowScale {
-  float factor;  // of x, before rounding; 0 if one of them is not finite
+  float factor;  // of x before rounding; 0 if a value is not finite
   float scale;   // of q - zero_point
   int32_t zero_point;
 };
 
 template <typename Simd>
 RowScale ScaleOf(const float* x, int64_t k) {
-  // As integers the bits of |x| are in order: finite, Inf, NaN.
+  // As integers, the bits of |x| are ordered: finite values, Inf, NaN.
   typename Simd::Int most = Simd::SetInt(0);
   for (int64_t l = 0; l < k; l += Simd::kLanes) {
     most = Simd::MaxInt(most, Simd::BitsOf(Simd::Abs(Simd::LoadSome(x + l, k - l))));
@@ -31,7 +31,7 @@ RowScale ScaleOf(const float* x, int64_t k) {
   return {127.0f / largest, largest / 127.0f, 0};
 }
 
-// With a zero point: -127 stands for the least of a row, or 0, and 127 for the most.
+// Scale and zero point that map the minimum of a row (or 0) to -127 and the maximum to 127.
 template <typename Simd>
 RowScale ScaleWithZeroPoint(const float* x, int64_t k) {
   const Extremes extremes = ExtremesOf<Simd>(x, k);
@@ -42,8 +42,8 @@ RowScale ScaleWithZeroPoint(const float* x, int64_t k) {
   return {factor, half / 127.0f, static_cast<int32_t>(__builtin_nearbyintf(-extremes.least * factor)) - 127};
 }
 
-// Packed rows are blocks of row_block rows, the last of which may have fewer. Calls pack(row, block, rows, i) for each
-// row of x: it is row i of a block of `rows` rows.
+// Call pack(row, block, rows, i) for each row of x: it is row i of a block of `rows` rows. Blocks have row_block rows;
+// the last one may have fewer.
 template <typename Pack>
 void PackRowBlocks(const float* x, int64_t x_row_bytes, int64_t m, int64_t row_block, void* packed,
                    int64_t packed_row_bytes, const Pack& pack) {
@@ -56,18 +56,18 @@ void PackRowBlocks(const float* x, int64_t x_row_bytes, int64_t m, int64_t row_b
   }
 }
 
-// The sum of quantized inputs, and that of inputs 2 and 3 of each quad, where a target asks for it.
+// The sum of all quantized inputs and, if a target needs it, the sum of inputs 2 and 3 of each quad.
 struct InputSums {
   int32_t all;
   int32_t upper;
 };
 
-// Inputs of a row of x that lie side by side in a block of rows: as many as the target's loop takes at once.
+// Contiguous inputs of a row of x in a block of rows: the number that the target's loop reads at once.
 template <typename Simd>
 constexpr int kQuantizedTogether = Simd::kRowPairs ? 8 : 16;
 
-// Quantizes inputs begin … end-1, multiples of 16, of row i of k inputs: the zero point from k on, and all if the
-// factor is 0. They go to their places in a block of `rows` rows in the order of activations.h. Returns their sums.
+// Quantize inputs begin … end-1 (multiples of 16) of row i of k inputs, and write them to a block of `rows` rows in the
+// order of activations.h. Inputs from k on get the zero point, as all inputs do if the factor is 0. Return their sums.
 template <typename Simd>
 InputSums QuantizeInputs(const float* x, int64_t k, int64_t begin, int64_t end, const RowScale& scale, char* block,
                          int64_t rows, int64_t i) {

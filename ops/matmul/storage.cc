@@ -8,9 +8,9 @@
 namespace ortolan {
 namespace {
 
-constexpr double kMostGrowth = 1.1;  // of dense storage
+constexpr double kMostGrowth = 1.1;  // relative to dense storage
 
-// Below this share of zeros dense storage is faster.
+// Fraction of zeros below which dense storage is faster.
 double DenseBelow(const BitmapLayout& layout) {
   switch (layout.value_bits) {
     case 16:
@@ -25,7 +25,7 @@ double DenseBelow(const BitmapLayout& layout) {
 }  // namespace
 
 bool BitmapsAreFast(const BitmapLayout& layout) {
-  // Weights of bytes and less take an instruction that expands bytes (AVX-512 VBMI).
+  // Weights of one byte or less need the instruction that expands bytes (AVX-512 VBMI).
   return layout.value_bits == 16 || ActiveFeatures().Has(feature_set::avx512);
 }
 

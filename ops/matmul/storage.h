@@ -1,4 +1,4 @@
-// In which of the storages of a bitmap format (formats/bitmap.h) this CPU is faster with a weight.
+// Chooses the storage of a bitmap format (formats/bitmap.h) that is faster on this CPU.
 #pragma once
 
 #include <cstdint>
@@ -9,24 +9,24 @@
 
 namespace ortolan {
 
-// Whether this CPU multiplies by a bitmap of such weights faster than by dense ones.
+// Return whether this CPU multiplies bitmaps of such weights faster than dense ones.
 bool BitmapsAreFast(const BitmapLayout& layout);
 
-// Whether the kernels of this CPU are faster with int8 weights whose pairs fit (PairsFitInt8).
+// Return whether the kernels of this CPU are faster for int8 weights whose pairs fit (PairsFitInt8).
 bool GainsFromPairs();
 
-// BitmapWeight::pairs_fit of such a weight, asked for only where kernels gain from it.
+// Return BitmapWeight::pairs_fit of the weight; only checked if kernels gain from it.
 bool PairsAreKnownToFit(const BitmapView& view);
 
-// Whether, where they are fast, a bitmap is faster or much smaller for a weight of which so many numbers are not zero.
-// The numbers behind it: sparse_amx_matmul/README.md.
+// Return whether, on a CPU where bitmaps are fast, a bitmap is faster or much smaller for a weight with `stored`
+// nonzero values. The limits are explained in sparse_amx_matmul/README.md.
 bool IsWorthBitmap(const BitmapLayout& layout, int64_t k, int64_t n, int64_t stored);
 
 inline bool IsForBitmap(const BitmapLayout& layout, int64_t k, int64_t n, int64_t stored) {
   return BitmapsAreFast(layout) && IsWorthBitmap(layout, k, n, stored);
 }
 
-// The bitmap of the same weight in dense storage: entries [panels][padded k][16] in its order.
+// Return the bitmap of a weight in dense storage: entries [panels][padded k][16] in its order.
 template <typename Mask, typename Value>
 PackedBitmap<Mask, Value> BitmapOfDense(const BitmapLayout& layout, int64_t k, int64_t n, const Value* dense) {
   PackedBitmap<Mask, Value> bitmap;
@@ -48,20 +48,20 @@ PackedBitmap<Mask, Value> BitmapOfDense(const BitmapLayout& layout, int64_t k, i
   return bitmap;
 }
 
-// A packed matrix as it lies in memory, or in a file: dense, or as a bitmap.
+// A packed matrix in memory or in a file: dense or a bitmap.
 struct StoredBytes {
   int64_t k = 0;
   int64_t n = 0;
   std::span<const uint8_t> masks, values;
   std::span<const int64_t> offsets;
 
-  // Of what has been found fit.
+  // Requires validated data.
   BitmapView View() const;
 };
 
-// As long as what the view is of. Of no 2:4 storage.
+// Valid as long as the view's data. Does not support 2:4 storage.
 StoredBytes BytesOf(const BitmapLayout& layout, const BitmapView& view);
-// Empty, or why kernels may not run on it.
+// Return why kernels cannot run on it; empty if they can.
 std::string WhyNotStored(const BitmapLayout& layout, const StoredBytes& stored);
 
 }  // namespace ortolan

@@ -1,5 +1,5 @@
-// The functions of a kernel for packed panels: those of the target's loop, on AMX tiles where it has them, else on
-// vectors. Included by *kernels.cc only; local to each.
+// The functions of a kernel for packed panels: the target's loop, on AMX tiles if it has them, otherwise on vectors.
+// Included by *kernels.cc only; local to each.
 #pragma once
 
 #include "matmul/amx_loop.h"
@@ -14,7 +14,7 @@ struct LoopOf {
   using Simd = Column;
   template <typename Weights>
   using Loop = PanelLoop<Simd, Weights>;
-  // Rows of x in a block, and those whose activations lie together.
+  // Rows of x in a block, and inputs whose activations are contiguous.
   template <typename Weights>
   static constexpr int64_t kBlockRows = Weights::kRowBlock;
   template <typename Weights>
@@ -39,9 +39,9 @@ struct LoopOf<Column> {
 
 using LoopSimd = LoopOf<Simd>::Simd;
 
-// Kind, Others: the kinds of weight (panel_loop.h); the first that takes a weight multiplies it, the last one any that
-// is left. All take the same packed x. Beside what the loops ask for, a kind gives Takes(w), kMostInputs, and PackRows,
-// which packs rows of x in blocks of some (the last one may have fewer).
+// Kind, Others: kinds of weight (panel_loop.h). The first that takes a weight multiplies it; the last one takes any.
+// All use the same packed x. Besides the requirements of the loops, a kind provides Takes(w), kMostInputs, and
+// PackRows, which packs rows of x in blocks (the last one may have fewer rows).
 template <typename Kind, typename... Others>
 struct TargetFunctions {
   using Weight = typename Kind::Weight;
@@ -71,7 +71,7 @@ struct TargetFunctions {
                                         .speed = LoopOf<Simd>::kSpeed};
 };
 
-// Those for a weight in any storage of the bitmap formats.
+// The functions for a weight in any storage of a bitmap format.
 template <template <typename, Storage> typename Weights>
 constexpr MatMulFunctions kBitmapFunctions =
     TargetFunctions<Weights<LoopSimd, Storage::kDense>, Weights<LoopSimd, Storage::kBitmap>,

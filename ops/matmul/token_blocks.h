@@ -1,7 +1,7 @@
-// Blocks of tokens: how they are quantized, multiplied and stored, over a target's vectors. A block of kVectors vectors
-// is [k][kVectors kLanes] numbers, then its Ranges. The rows of four inputs are interleaved and multiplied with the
-// four weights of an output, repeated. Numbers are q as bytes or, where a target has no exact product of bytes, q - z
-// as words: then nothing is left to take off the sums. Included by *kernels.cc only; local to each.
+// Blocks of tokens: quantizing, multiplying and storing them with a target's vectors. A block of kVectors vectors is
+// [k][kVectors kLanes] values, then its Ranges. The rows of four inputs are interleaved and multiplied with the four
+// repeated weights of an output. Values are q as bytes or, on targets without an exact product of bytes, q - z as
+// words: then sums need no correction for z. Included by *kernels.cc only; local to each.
 #pragma once
 
 #include "matmul/extremes.h"
@@ -17,8 +17,8 @@ TokenRange RangeOfToken(const float* x, int64_t k) {
   return RangeOfToken(extremes.least, extremes.most, extremes.finite);
 }
 
-// clamp(round(x factor) + zero_point, 0, 255) of 4 kLanes inputs, of which `left` exist; behind them the zero point.
-// NaN gives 255.
+// clamp(round(x factor) + zero_point, 0, 255) of 4 kLanes inputs. Only `left` of them exist; the others get the zero
+// point. NaN gives 255.
 template <typename Simd>
 [[gnu::always_inline]] inline typename Simd::Bytes QuantizeInputs(const float* x, int64_t left,
                                                                   const TokenRange& range) {
@@ -33,8 +33,8 @@ template <typename Simd>
   return Simd::PackBytes(q, range.zero_point);
 }
 
-// Likewise clamp(round(x factor), -zero_point, 255 - zero_point) of 2 kLanes inputs, as words in the order of
-// Simd::StoreInputs.
+// clamp(round(x factor), -zero_point, 255 - zero_point) of 2 kLanes inputs, as words in the order of Simd::StoreInputs.
+// Inputs past `left` and NaN as in QuantizeInputs.
 template <typename Simd>
 [[gnu::always_inline]] inline typename Simd::Int QuantizeToWords(const float* x, int64_t left,
                                                                  const TokenRange& range) {
@@ -45,7 +45,7 @@ template <typename Simd>
   return Simd::PackWords(value(0), value(Simd::kLanes), -range.zero_point, 255 - range.zero_point);
 }
 
-// What the sums of kLanes outputs, from `output` on, are scaled with and moved by.
+// Scales and biases of kLanes outputs, from `output` on.
 template <typename Simd>
 struct OutputScales {
   int64_t left;  // outputs that exist
@@ -61,7 +61,7 @@ struct OutputScales {
   }
 };
 
-// The sums of four outputs from rows of words, of kTokens tokens each. ahead: see TokenBlock::SumGroup.
+// The sums of four outputs from rows of words, with kTokens tokens each. ahead: see TokenBlock::SumGroup.
 template <typename Simd, int kTokens>
 [[gnu::always_inline]] inline void SumRowsOfWords(const BlockSparseView& w, int64_t group, const int16_t* x,
                                                   int64_t ahead,
@@ -71,14 +71,14 @@ template <typename Simd, int kTokens>
   const int64_t end = w.starts[group + 1];
   const int8_t* const values = w.Values(end);
   const uint8_t* const indices = w.Indices(end);
-  // Bytes of indices, up to zero: one number is counted.
+  // Counts bytes of indices up to zero, so the loop has a single counter.
   constexpr int64_t kIndexBytes = 2 * kQuadInputs;
   for (int64_t at = (w.starts[group] - end) * kIndexBytes; at != 0; at += kIndexBytes) {
-    // Of few tokens weights are read faster than the hardware alone asks for them.
+    // For few tokens, weights are read faster than the hardware prefetches them.
     if constexpr (kTokens <= 4) __builtin_prefetch(values + kQuadBytes / kIndexBytes * at + ahead);
     const auto row = [&](int64_t i) {
       int64_t index;
-      if constexpr (kTokens == 1) {  // loads count: two indices come by one
+      if constexpr (kTokens == 1) {  // loads are the limit: load two indices at once
         uint32_t two;
         __builtin_memcpy(&two, indices + at + i / 2 * 4, sizeof(two));
         index = i % 2 == 0 ? two & 0xffff : two >> 16;
@@ -95,7 +95,7 @@ template <typename Simd, int kTokens>
   for (int i = 0; i < Simd::template kRowSums<kTokens>; ++i) total[i] = sums[i];
 }
 
-// Functions are not inlined: gcc 12 then keeps sums in memory.
+// Functions are not inlined: gcc 12 would keep sums in memory.
 template <typename Simd, int kVectors>
 struct TokenBlock {
   using Float = typename Simd::Float;
@@ -108,7 +108,7 @@ struct TokenBlock {
   static constexpr int64_t kWidth = kVectors * kLanes;
   static constexpr int64_t kRegisterBytes = 4 * kLanes;
 
-  // What stands behind the numbers of a block, whose memory may not be aligned to more than 4 bytes.
+  // Stored after the values of a block, whose memory may be aligned to 4 bytes only.
   struct Ranges {
     float scales[kWidth];
     int32_t sum_factors[kWidth];
@@ -118,7 +118,7 @@ struct TokenBlock {
       sum_factors[i] = SumFactor(range.zero_point);
     }
   };
-  // What an output's sum of weights is multiplied with and added: quads are kQuadBias too small, numbers zero_point too
+  // The factor of an output's sum of weights in the correction: quads are kQuadBias too small, values zero_point too
   // large.
   static int32_t SumFactor(int32_t zero_point) { return Simd::kQuadBias - zero_point; }
   static Element* RowAt(uint8_t* block, int64_t input) { return reinterpret_cast<Element*>(block) + input * kWidth; }
@@ -135,7 +135,7 @@ struct TokenBlock {
     for (int64_t i = 0; i < kWidth; ++i) RangesOf(block, k)->Set(i, RangeOfToken(fixed));
   }
 
-  // Of the kWidth tokens `count` exist. fixed: null if each has a range of its own.
+  // Packs `count` of kWidth tokens. fixed: null if each token has its own range.
   [[gnu::noinline]] static void Pack(const float* x, int64_t x_row_bytes, int64_t count, int64_t k,
                                      const FixedRange* fixed, uint8_t* block) {
     TokenRange ranges[kWidth];
@@ -188,8 +188,8 @@ struct TokenBlock {
     }
   }
 
-  // Adds the products of four outputs. ahead: bytes from weights in use to those that are asked for: they come from
-  // memory, which the hardware alone asks too late.
+  // Add the products of four outputs. ahead: prefetch distance in bytes; weights come from memory, and the hardware
+  // prefetches them too late.
   [[gnu::always_inline]] static inline void SumGroup(const BlockSparseView& w, int64_t group, const uint8_t* x,
                                                      int64_t ahead, Int (&total)[kGroupOutputs][kVectors]) {
     if constexpr (kWords) {
@@ -225,14 +225,14 @@ struct TokenBlock {
     Int of[kPanelOutputs][kVectors];
   };
 
-  // Rows of y from sums of a panel, kLanes tokens at a time.
+  // Writes sums of a panel to rows of y, kLanes tokens at a time.
   struct RowsOfY {
     const MatMulArgs& args;
     const Ranges& ranges;
     int64_t first, count;  // tokens
 
-    // Where rows of y lie a multiple of 4096 bytes apart and y is not aligned, panels share lines that leave the cache
-    // before the second half is written. So rows of some panels are gathered there.
+    // If rows of y are a multiple of 4096 bytes apart and y is not aligned, panels share cache lines that are evicted
+    // before their second half is written. So the rows of some panels are gathered here first.
     static constexpr int64_t kPanelsAtOnce = 4;
     alignas(64) float gathered[kWidth][kPanelsAtOnce * kPanelOutputs];
     bool gathers;
@@ -244,7 +244,7 @@ struct TokenBlock {
           count(tokens),
           gathers(of.y_row_bytes % 4096 == 0 && reinterpret_cast<uintptr_t>(of.y) % 64 != 0) {}
 
-    // of: the sums of outputs output … output+kLanes-1, in turn.
+    // of: the sums of outputs output … output+kLanes-1, transposed in place.
     [[gnu::always_inline]] void Store(Int (&of)[kLanes], int64_t output, int v, float* y, int64_t row_bytes) const {
       const OutputScales<Simd> scales(args, output);
       const Int weight_sums = Simd::LoadInt(WeightOf<BlockSparseWeight>(args).sums + output);
@@ -262,7 +262,7 @@ struct TokenBlock {
       }
     }
 
-    // begin, end: of the range of panels.
+    // begin, end: the range of panels.
     void Finish(const PanelSums& sums, int64_t panel, int v, int64_t begin, int64_t end) {
       const int64_t part = gathers ? (panel - begin) % kPanelsAtOnce : 0;
       const int64_t token = v * kLanes;
@@ -288,8 +288,8 @@ struct TokenBlock {
     }
   };
 
-  // `count` tokens from `first` on to floats. Sums of a panel become rows of y between the groups of the next panel: so
-  // the shuffles and the stores overlap with its products.
+  // Multiply `count` tokens from `first` on, to floats. The sums of a panel are stored between the groups of the next
+  // panel, so shuffles and stores overlap with products.
   [[gnu::noinline]] static void Multiply(const MatMulArgs& args, const uint8_t* x, int64_t first, int64_t count,
                                          int64_t ahead, int64_t panel_begin, int64_t panel_end) {
     const BlockSparseView w = WeightOf<BlockSparseWeight>(args).view;
@@ -318,10 +318,10 @@ struct TokenBlock {
     }
   }
 
-  // To a block of the next layer.
+  // Multiply to a block of the next layer.
   [[gnu::noinline]] static void MultiplyHidden(const HiddenLayerArgs& args, const uint8_t* x, const Table& table,
                                                uint8_t* next, int64_t ahead, int64_t panel_begin, int64_t panel_end) {
-    // Copies: what is written might be part of them.
+    // Copies, because the compiler must assume that stores change the originals.
     const HiddenLayerWeight layer = WeightOf<HiddenLayerWeight>(args);
     const BlockSparseView w = layer.view;
     const int32_t* const weight_sums = layer.sums;
@@ -341,7 +341,7 @@ struct TokenBlock {
         for (int v = 0; v < kVectors; ++v) total[o][v] = zero;
       }
       SumGroup(w, group, x, ahead, total);
-      // A register holds rows of one output or of several; those behind the last output lie in the padding.
+      // A register holds rows of one or several outputs; those past the last output are written to the padding.
       constexpr int kOutputs = 4 / kVectors;
 #pragma GCC unroll 4
       for (int o = 0; o < kGroupOutputs; o += kOutputs) {
@@ -363,10 +363,10 @@ struct TokenBlock {
     }
   }
 
-  // round(total scale + bias), or more than any zero point leaves below 255.
+  // round(total scale + bias), or a value that exceeds 255 after adding any zero point.
   [[gnu::always_inline]] static inline void Round(const Int (&total)[kVectors], float scale, float bias, Int* rounded) {
     const Float scales = Simd::Set(scale), biases = Simd::Set(bias);
-    // Beyond what an int32 holds, numbers must be cut off before they are converted. (NaN, too, takes this way.)
+    // Values beyond int32 must be clamped before they are converted. (NaN takes this path too.)
     const bool fits = __builtin_fabsf(scale) <= 0.5f && __builtin_fabsf(bias) <= 0x1p29f;
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {

@@ -1,4 +1,4 @@
-// A token's quantization, the same in every target. Local to each file that includes it.
+// The quantization range of a token, the same on every target. Local to each file that includes it.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +13,12 @@ inline constexpr int64_t kPanelOutputs = 16;
 inline constexpr int64_t kPanelGroups = kPanelOutputs / kGroupOutputs;
 
 struct TokenRange {
-  float factor;  // of x, before rounding
+  float factor;  // of x before rounding
   float scale;   // of q - zero_point
   int32_t zero_point;
 };
 
-// least <= 0 <= most; without meaning where the row is not finite.
+// Requires least <= 0 <= most; their values are ignored if the row is not finite.
 inline TokenRange RangeOfToken(float least, float most, bool finite) {
   if (!finite) return {0.0f, __builtin_nanf(""), 0};
   float half = most * 0.5f - least * 0.5f;
@@ -29,11 +29,11 @@ inline TokenRange RangeOfToken(float least, float most, bool finite) {
 
 inline TokenRange RangeOfToken(const FixedRange& fixed) { return {1.0f / fixed.scale, fixed.scale, fixed.zero_point}; }
 
-// What all numbers beyond a fixed range's are cut off at before they are rounded, and NaNs become: it is an integer
-// that any zero point leaves beyond 255.
+// The clamp for values beyond a fixed range, and the replacement for NaN, before rounding: an integer that exceeds 255
+// after adding any zero point.
 inline constexpr float kMostBeforeRounding = 1024.0f;
 
-// round(number) + zero_point, cut off.
+// round(value) + zero_point, clamped to 0 … 255.
 inline uint8_t ToByte(float value, int32_t zero_point) {
   if (!(value < kMostBeforeRounding)) return 255;
   const float rounded = __builtin_nearbyintf(value > -kMostBeforeRounding ? value : -kMostBeforeRounding);
@@ -41,7 +41,7 @@ inline uint8_t ToByte(float value, int32_t zero_point) {
   return static_cast<uint8_t>(q < 0 ? 0 : q > 255 ? 255 : q);
 }
 
-// Of kernels that keep a row together: behind its numbers.
+// For kernels with contiguous rows: the range follows the values.
 inline void StoreRowRange(uint8_t* row, int64_t k, const TokenRange& range) {
   std::memcpy(row + PaddedInputs(k), &range, sizeof(range));
 }

@@ -1,6 +1,6 @@
-// Three panels at once, for many rows of x, where a panel takes one register and a row of weights is quads: a repeated
-// activation meets three weights. Groups, and what the loop over whole columns (panel_loop.h) shares with them.
-// Included by panel_loop.h; local to each file.
+// Multiplies three panels at once with many rows of x, if a panel takes one register and rows of weights are quads: a
+// repeated activation is used for three weights. Contains the loop over groups, and what it shares with the loop over
+// whole columns (panel_loop.h). Included by panel_loop.h; local to each file.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kWidePanels = 3;
 
-// Rows of x that pass over panels while their sums wait on the stack: 64 bytes each a panel, 48 KB of three.
+// Rows of x whose sums are kept on the stack: 64 bytes per row and panel, 48 KB for three panels.
 constexpr int64_t kMostWaiting = 256;
 
 template <typename Simd, typename Weights>
@@ -22,7 +22,7 @@ struct Panels {
   Panel<Simd, Weights> at[kWidePanels];
 };
 
-// Four rows of weights of each panel, next(panel, row), times kRows rows of a block of x, which it moves on.
+// Multiply four rows of weights of each panel, next(panel, row), with kRows rows of a block of x, and advance x.
 template <typename Simd, typename Weights, int kRows, typename Next>
 __attribute__((always_inline)) inline void WideFour(typename Weights::Sums (&sums)[kRows][kWidePanels],
                                                     const typename Weights::Activation*& x, const Next& next) {
@@ -41,7 +41,7 @@ __attribute__((always_inline)) inline void WideFour(typename Weights::Sums (&sum
   x += kFourRows * Weights::kRowInputs * Weights::kRowBlock;
 }
 
-// The next rows of a stream, ready to multiply.
+// Expand the next rows of a stream.
 template <typename Weights>
 void ExpandSpans(typename Weights::Stream& stream, int64_t spans, uint8_t* out) {
   constexpr int kSpanRows = Layer<Weights>::kSpanRows;
@@ -55,7 +55,7 @@ void ExpandSpans(typename Weights::Stream& stream, int64_t spans, uint8_t* out) 
   }
 }
 
-// Panels with groups times whole blocks of rows.
+// Multiplies panels in groups with whole blocks of rows.
 template <typename Simd, typename Weights>
 class WideGroups {
   using Columns = simd::Columns<Simd>;
@@ -68,35 +68,36 @@ class WideGroups {
   using Panels = ortolan::Panels<Simd, Weights>;
   static constexpr int kBlock = Weights::kRowBlock;
   static constexpr int kSpanRows = Layer::kSpanRows;
-  // Rows of x that pass over groups at once: with their totals in registers, and without.
+  // Rows of x multiplied with groups at once: with totals in registers, and without.
   static constexpr int kShortRows = kBlock / 4;
   static constexpr int kLongRows = kBlock / 2;
 
  public:
-  // Rows 0 … m-1, whole blocks, kMostWaiting or fewer.
+  // Multiply rows 0 … m-1: whole blocks, at most kMostWaiting rows.
   static void Run(const Panels& panels, int64_t m) { m > kBlock ? Buffered(panels, m) : OneBlock(panels); }
 
  private:
-  // What ends a group of a panel.
+  // The values that end a group of a panel.
   static typename Weights::Scales AnyScales();
   using Ends = decltype(AnyScales().Of(0));
 
-  // Of a row of x. Panels side by side: as far apart as pages, stores to one would stop loads from the next.
+  // The totals of a row of x. Panels are adjacent: if they were pages apart, stores to one would block loads from the
+  // next.
   struct alignas(64) Totals {
     float at[kWidePanels][kPanelColumns];
   };
 
-  // Some groups, ready to be multiplied: 24 KB of weights, half of the L1 cache that CPUs since Ice Lake have. A group
-  // has 1, 2 or 4 spans (IsGroupSize).
+  // A few groups, ready to multiply: 24 KB of weights, half of the L1 cache of CPUs since Ice Lake. A group has 1, 2 or
+  // 4 spans (IsGroupSize).
   static constexpr int64_t kMostSpans = 16;
   struct Groups {
     int64_t begin, end;  // of a panel
-    // As LoadRow takes them.
+    // In the order of LoadRow.
     alignas(64) uint8_t weights[kWidePanels][kMostSpans * kSpanRows * Weights::kStoredBytes];
     Ends ends[kWidePanels][kMostSpans];
   };
 
-  // Rows of weights and what ends groups are made ready once for all rows of x, some groups after others.
+  // Prepare some groups (weights and group ends) once for all rows of x, then continue with the next groups.
   static void Buffered(const Panels& panels, int64_t m) {
     Groups groups;
     Totals totals[kMostWaiting];
@@ -111,7 +112,7 @@ class WideGroups {
     for (groups.begin = 0; groups.begin < layer.groups; groups.begin = groups.end) {
       groups.end = layer.groups - groups.begin < most ? layer.groups : groups.begin + most;
       Fill(panels, streams, groups);
-      // What is filled in next, here or of the next panels, a share with each turn.
+      // Prefetch the next weights, of these or the next panels, a share with each iteration.
       const int64_t panel_bytes = panels.at[1].stream.values - panels.at[0].stream.values;
       const int64_t left = layer.spans - (groups.end < layer.groups ? groups.end * layer.group_spans : 0);
       const int64_t share = panel_bytes / layer.spans * (left < kMostSpans ? left : kMostSpans) * rows / m;
@@ -120,7 +121,7 @@ class WideGroups {
         for (const Stream& stream : streams) PrefetchForLater(stream.values + ahead, share);
         const int64_t first = row % kBlock;
         (is_short ? ShortGroups : LongGroups)(panels, groups, row - first, first, totals + row);
-        // At once: many rows of y together would wait for each other's lines.
+        // Stored immediately: many rows of y together would wait for each other's lines.
         if (groups.end == layer.groups) StoreTotals(panels, row - first, first, rows, totals + row);
       }
     }
@@ -128,7 +129,7 @@ class WideGroups {
   static void Fill(const Panels& panels, Stream (&streams)[kWidePanels], Groups& groups) {
     const Layer& layer = panels.at[0].layer;
     const int64_t begin = groups.begin * layer.group_spans;
-    // Behind the last group nothing is stored, or zeros.
+    // Zeros or nothing follows the last group.
     const int64_t end = groups.end * layer.group_spans < layer.spans ? groups.end * layer.group_spans : layer.spans;
     for (const Panel& p : panels.at) p.scales.Prefetch(groups.begin, groups.end);
     for (int c = 0; c < kWidePanels; ++c) ExpandSpans<Weights>(streams[c], end - begin, groups.weights[c]);
@@ -146,7 +147,7 @@ class WideGroups {
     }
   }
 
-  // What kRows rows of x meet in groups: those from `first` on of the block that begins at row i.
+  // The sums of kRows rows of x in a group: the rows from `first` on of the block that starts at row i.
   template <int kRows, bool kOneSpan>
   struct GroupSums {
     GroupSums(const Panels& panels, const Groups& groups, int64_t i, int64_t first_)
@@ -158,7 +159,7 @@ class WideGroups {
           x(panels.at[0].X(i) + (span * kSpanInputs * kBlock + kFourRows * Weights::kRowInputs * first)),
           weights(groups.weights[0]) {}
 
-    // Those of the next group.
+    // Add the products of the next group.
     __attribute__((always_inline)) void Add(int64_t group) {
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
@@ -176,7 +177,7 @@ class WideGroups {
         weights += kSpanRows * Weights::kStoredBytes;
       } while (++span < end && !kOneSpan);
     }
-    // A total with the group's.
+    // Return a total plus the group's sum.
     __attribute__((always_inline)) Floats AddTo(const Floats& total, const Ends& ends, int64_t group, int r, int c) {
       return terms.Add(total, at[r][c], ends, group, first + r);
     }
@@ -191,7 +192,7 @@ class WideGroups {
     Sums at[kRows][kWidePanels];
   };
 
-  // Groups of one span end so often that totals must stay in registers, as those of fewer rows do.
+  // Groups of one span end so often that totals must stay in registers, which limits the number of rows.
   __attribute__((noinline)) static void ShortGroups(const Panels& panels, const Groups& groups, int64_t i,
                                                     int64_t first, Totals* totals) {
     GroupSums<kShortRows, true> sums(panels, groups, i, first);
@@ -213,7 +214,7 @@ class WideGroups {
       for (int c = 0; c < kWidePanels; ++c) Columns::Store(totals[r].at[c], kept[r][c]);
     }
   }
-  // Longer ones gain more from twice the rows, whose totals wait in the cache.
+  // Longer groups gain more from twice the rows, with totals in the cache.
   __attribute__((noinline)) static void LongGroups(const Panels& panels, const Groups& groups, int64_t i, int64_t first,
                                                    Totals* totals) {
     GroupSums<kLongRows, false> sums(panels, groups, i, first);
@@ -230,11 +231,11 @@ class WideGroups {
           Columns::Store(total, sums.AddTo(Columns::Load(total), of_panel, group, r, c));
         }
       }
-      // Kept in registers by gcc, totals would go to the stack and come back among the products.
+      // Without this, gcc keeps totals in registers and spills them among the products.
       __asm__ volatile("" : : : "memory");
     }
   }
-  // Expanded for one block alone, rows of weights are best used from the registers.
+  // Weights expanded for a single block are best used from registers.
   static void OneBlock(const Panels& panels) {
     for (int64_t first = 0; first < kBlock; first += kLongRows) OneBlock(panels, first);
   }
@@ -273,7 +274,7 @@ class WideGroups {
           Columns::Store(total, terms.Add(Columns::Load(total), sums[r][c], scales, group, first + r));
         }
       }
-      // As in LongGroups. Totals of this function count as memory where their address is given.
+      // As in LongGroups. Local totals only count as memory if their address escapes.
       __asm__ volatile("" : : "r"(totals) : "memory");
     }
     for (int c = 0; c < kWidePanels; ++c) {

@@ -35,8 +35,8 @@ const char* Meaning(Status status) {
 ClApi LoadClApi() {
   void* const loader = dlopen(kLoader, RTLD_NOW | RTLD_LOCAL);
   if (loader == nullptr) {
-    throw ClError(ErrorText("there is no OpenCL here: ", dlerror(),
-                            ". Install the loader (Debian: ocl-icd-libopencl1) and a driver of the device."));
+    throw ClError(ErrorText("OpenCL is not available: ", dlerror(),
+                            ". Install the loader (Debian: ocl-icd-libopencl1) and a driver for the device."));
   }
   ClApi api;
 #define ORTOLAN_CL(name, ...)                                            \

@@ -1,6 +1,6 @@
-// As much of OpenCL's C interface as is used, declared here, so that neither a build nor a machine needs its headers:
-// the loader of the drivers, libOpenCL.so.1, is opened at run time. tests/ops/opencl/declarations.cc holds these lines
-// to the headers of OpenCL.
+// The part of OpenCL's C interface that is used, declared here so that neither the build nor the machine needs OpenCL's
+// headers. The driver loader, libOpenCL.so.1, is opened at run time. tests/ops/opencl/declarations.cc checks these
+// declarations against OpenCL's headers.
 #pragma once
 
 #include <cstddef>
@@ -41,7 +41,7 @@ inline constexpr uint32_t kBinarySizes = 0x1165;
 inline constexpr uint32_t kBinaries = 0x1166;
 inline constexpr uint32_t kBuildLog = 0x1183;
 
-// OpenCL cannot do what was asked.
+// An OpenCL call failed, or OpenCL is missing.
 struct ClError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -54,10 +54,10 @@ struct ClApi {
 #undef ORTOLAN_CL
 };
 
-// Opens the loader. Throws ClError. It stays open: drivers do not like to be unloaded.
+// Open the loader. Throws ClError. It is never closed, because drivers do not support unloading.
 ClApi LoadClApi();
 
-// Throws ClError unless the status is that of success. function: whose status it is.
+// Throw ClError unless the status is success. function: the name of the function that returned it.
 void Check(Status status, const char* function);
 
 }  // namespace ortolan::opencl

@@ -7,7 +7,7 @@
 namespace ortolan::opencl {
 namespace {
 
-// What get(bytes, value, needed) tells: a text without its zero at the end.
+// Return the text that get(bytes, value, needed) reports, without the null terminator.
 template <typename Get>
 std::string Text(const Get& get, const char* function) {
   size_t bytes = 0;
@@ -50,7 +50,7 @@ DeviceInfo Describe(const ClApi& api, DeviceId id, const std::string& platform) 
 }  // namespace
 
 std::vector<DeviceInfo> ListDevices(const ClApi& api) {
-  // Both calls fail where there is none: no error here.
+  // Both calls fail if there are no platforms, which is not an error here.
   uint32_t count = 0;
   if (api.clGetPlatformIDs(0, nullptr, &count) != 0) count = 0;
   std::vector<Platform> platforms(count);
@@ -67,7 +67,7 @@ std::vector<DeviceInfo> ListDevices(const ClApi& api) {
     for (const DeviceId device : devices) found.push_back(Describe(api, device, name));
   }
   std::stable_partition(found.begin(), found.end(), [](const DeviceInfo& info) { return info.is_gpu; });
-  if (found.empty()) throw ClError("OpenCL has no device here. Install the driver of the device.");
+  if (found.empty()) throw ClError("OpenCL found no device. Install a driver for the device.");
   return found;
 }
 

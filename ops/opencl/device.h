@@ -1,4 +1,5 @@
-// The device of this process: the first GPU of any platform, else the first device. Chosen once, never given back.
+// The OpenCL device of this process: the first GPU of any platform, else the first device. Chosen once and never
+// released.
 #pragma once
 
 #include <map>
@@ -28,13 +29,13 @@ struct DeviceInfo {
   }
 };
 
-// All devices, the one that is used first. Throws ClError.
+// List all devices; the first is the one that is used. Throws ClError.
 std::vector<DeviceInfo> ListDevices(const ClApi& api);
 
-// A buffer that grows and keeps what it has.
+// A buffer that is kept and grows on demand.
 class Scratch {
  public:
-  // At least so many bytes, whose contents are lost where it grows. Throws ClError.
+  // Return a buffer of at least `bytes`; growing discards its contents. Throws ClError.
   Memory OfBytes(const ClApi& api, Context context, size_t bytes);
 
  private:
@@ -44,16 +45,16 @@ class Scratch {
 
 class Device {
  public:
-  // Throws ClError. A device that could not be opened is tried again by the next call.
+  // Throws ClError. After a failure, the next call tries again.
   static Device& Get();
 
   const ClApi& api() const { return api_; }
   const DeviceInfo& info() const { return info_; }
   Context context() const { return context_; }
   Queue queue() const { return queue_; }
-  // Held while anything below is used: calls take turns, for the device is one.
+  // Held while any function below is used: there is one device, so calls take turns.
   std::mutex& mutex() { return mutex_; }
-  // The kernels with these options, built once. Throws ClError with the compiler's words.
+  // Return the kernels built with these options, built once. Throws ClError with the compiler's log.
   Program ProgramWith(const std::string& options);
 
   Scratch inputs, outputs;

@@ -1,19 +1,20 @@
-// y = x W + bias, W of 4 bits in groups (formats/int4_group.h), x quantized on the CPU. OpenCL C 1.2.
+// y = x W + bias, with 4-bit W in groups (formats/int4_group.h) and x quantized on the CPU. OpenCL C 1.2.
 //
 // The host defines
+//
 //     GROUP       inputs of a group: 32, 64 or 128
 //     SCALE_F16   1: scales and minimums are float16; 0: float32
-//     OFFSETS     what W has beside scales: 0 nothing, 1 zero points, 2 zero points in sixteenths, 3 minimums
+//     OFFSETS     what W has besides scales: 0 nothing, 1 zero points, 2 zero points in sixteenths, 3 minimums
 //
-// A product has the bits of the CPU's kernels: a group's sum is an integer; floats are added group by group, with fma
-// where these have MultiplyAdd, and nowhere else.
+// Products have the bits of the CPU's kernels: a group's sum is an integer, and floats are added group by group, with
+// fma only where the CPU's kernels use MultiplyAdd.
 #pragma OPENCL FP_CONTRACT OFF
 
 #define PANEL 16              // columns of a panel
-#define GROUP_PAIRS (GROUP / 8)  // of rows of weights: 4 inputs each, in low and high nibbles
+#define GROUP_PAIRS (GROUP / 8)  // pairs of rows of weights: 4 inputs each, in low and high nibbles
 #define SCALED_SUMS (OFFSETS >= 2)
 
-// sum + the products of four nibbles, a byte each, with four int8.
+// Return sum + the products of four nibbles, one per byte, with four int8.
 static int DotQuad(uint w, uint x, int sum) {
 #ifdef __opencl_c_integer_dot_product_input_4x8bit_packed
   return sum + dot_4x8packed_ss_int(w, x);
@@ -31,7 +32,7 @@ static float LoadScale(__global const uchar* from, int at) {
 #endif
 }
 
-// What the end of a group takes of a column.
+// The values that end a group of a column.
 typedef struct {
   float scale;
   float minimum;   // for nibbles less 8
@@ -53,7 +54,7 @@ static Ends EndsAt(__global const uchar* scales, __global const uchar* offsets, 
   return ends;
 }
 
-// The numbers behind the q of a packed row.
+// The terms stored after the q of a packed row.
 static float RowScale(__global const uint* row_terms, int group) { return as_float(row_terms[group]); }
 static int MinusSum(__global const uint* row_terms, int groups, int group) { return as_int(row_terms[groups + group]); }
 static float ScaledSum(__global const uint* row_terms, int groups, int group) {
@@ -65,10 +66,10 @@ static float ScaledSum(__global const uint* row_terms, int groups, int group) {
       __global const uchar *all_offsets, ulong offsets_at, __global const uint *inputs, int x_at, int has_bias, \
       __global float *y, int m, int n, int pairs, int groups, int row_words
 
-// pairs: pairs of rows of weights of a panel. inputs: the bias [n], and from x_at on m packed rows of row_words.
+// pairs: pairs of rows of weights of a panel. inputs: the bias [n] and, from x_at on, m packed rows of row_words.
 
-// Few rows of x, one a work group, and one panel of W. Slices of it multiply a group each; its float sums are added in
-// order by the first slice.
+// Few rows of x: a work group computes one row and one panel of W. Slices of it multiply a group each, and the first
+// slice adds their float sums in order.
 #define SLICES 16
 
 __kernel __attribute__((reqd_work_group_size(PANEL, SLICES, 1))) void FewRows(ARGUMENTS) {
@@ -121,8 +122,9 @@ __kernel __attribute__((reqd_work_group_size(PANEL, SLICES, 1))) void FewRows(AR
   y[(size_t)row * n + j] = has_bias ? total + ((__global const float*)inputs)[j] : total;
 }
 
-// Many rows: a work group makes TILE_ROWS rows of TILE_COLUMNS columns, group by group, whose weights and activations
-// lie in local memory. Each work item has a column and ITEM_ROWS rows: a nibble is taken apart once for them.
+// Many rows of x: a work group computes TILE_ROWS rows of TILE_COLUMNS columns, group by group, with weights and
+// activations in local memory. A work item has one column and ITEM_ROWS rows, so it splits each nibble once for all of
+// them.
 #define TILE_COLUMNS 64
 #define ROW_BLOCKS 4
 #define ITEM_ROWS 8

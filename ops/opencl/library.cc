@@ -1,4 +1,4 @@
-// The C interface: errors become texts.
+// The C interface: errors become messages.
 #include <algorithm>
 #include <cstring>
 #include <exception>
@@ -17,7 +17,7 @@ void Copy(const std::string& from, char* to, size_t bytes) {
   to[length] = '\0';
 }
 
-// What function() returns, or what stands for a failure, and the error.
+// Return the result of function(), or `failed` and the error.
 template <typename Result, typename Function>
 Result Guarded(Result failed, OrtolanOpenClError* error, const Function& function) noexcept {
   try {

@@ -9,10 +9,10 @@
 namespace ortolan::opencl {
 namespace {
 
-// Of a compiler's words, as many as an error may hold.
+// Characters of the compiler's log in an error.
 constexpr size_t kMostLog = 1200;
 
-// Dot products of packed bytes belong to OpenCL C 3.0.
+// Dot products of packed bytes require OpenCL C 3.0.
 constexpr const char* kDotExtension = "cl_khr_integer_dot_product";
 
 std::string AllOptions(const DeviceInfo& device, const std::string& options) {
@@ -24,7 +24,7 @@ class Builder {
   Builder(const ClApi& api, Context context, const DeviceInfo& device, const std::string& options)
       : api_(api), context_(context), device_(device), options_(options) {}
 
-  // Null where the driver refuses it: drivers change.
+  // Return null if the driver refuses the binary, as after a driver update.
   Program FromBinary(const std::string& binary) const {
     const size_t bytes = binary.size();
     const auto* data = reinterpret_cast<const unsigned char*>(binary.data());
@@ -50,7 +50,7 @@ class Builder {
     return program;
   }
 
-  // Empty where the driver gives none.
+  // Return an empty string if the driver provides no binary.
   std::string Binary(Program program) const {
     size_t bytes = 0;
     if (api_.clGetProgramInfo(program, kBinarySizes, sizeof(bytes), &bytes, nullptr) != 0) return "";

@@ -12,7 +12,7 @@
 namespace ortolan::opencl {
 namespace {
 
-// FNV-1a, 64 bits: against damage, not against anyone who may write the user's files.
+// 64-bit FNV-1a: detects damage, but is no protection against someone who can write the user's files.
 uint64_t Hash(const std::string& text) {
   uint64_t hash = 0xcbf29ce484222325;
   for (const char letter : text) hash = (hash ^ static_cast<unsigned char>(letter)) * 0x100000001b3;
@@ -25,7 +25,7 @@ std::string Hex(uint64_t value) {
   return text;
 }
 
-// Empty if the user has no such folder.
+// Return an empty path if the user has no such folder.
 std::filesystem::path Folder() {
   const auto set = [](const char* name) {
     const char* const value = std::getenv(name);
@@ -37,7 +37,7 @@ std::filesystem::path Folder() {
   return {};
 }
 
-// A file is the hash of all that follows, the key's length, the key and the contents.
+// A file consists of the hash of all that follows, the length of the key, the key and the contents.
 std::string Head(const std::string& key) { return std::to_string(key.size()) + "\n" + key; }
 
 }  // namespace
@@ -63,7 +63,7 @@ void WriteCached(const std::string& key, const std::string& contents) {
   if (folder.empty() || (std::filesystem::create_directories(folder, error), error)) return;
   const std::filesystem::path path = folder / (Hex(Hash(key)) + ".bin");
   std::string part = path.string() + ".XXXXXX";
-  const int made = mkstemp(part.data());  // a name that no other process or thread writes to
+  const int made = mkstemp(part.data());  // a unique name across processes and threads
   if (made < 0) return;
   close(made);
   const std::string body = Head(key) + contents;

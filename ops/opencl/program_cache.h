@@ -1,4 +1,4 @@
-// Files of compiled programs: see program.h.
+// Files of compiled programs (program.h).
 #pragma once
 
 #include <optional>
@@ -6,10 +6,10 @@
 
 namespace ortolan::opencl {
 
-// The contents that were stored under the key, or nothing where there are none or they are damaged.
+// Return the contents stored under the key, or nothing if they are missing or damaged.
 std::optional<std::string> ReadCached(const std::string& key);
 
-// Keeps them, if the folder can be written.
+// Store the contents, if the folder is writable.
 void WriteCached(const std::string& key, const std::string& contents);
 
 }  // namespace ortolan::opencl

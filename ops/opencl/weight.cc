@@ -13,7 +13,7 @@
 namespace ortolan::opencl {
 namespace {
 
-// Of kernels.cl.
+// These constants match kernels.cl.
 constexpr size_t kSlices = 16;
 constexpr size_t kTileColumns = 64;
 constexpr size_t kRowBlocks = 4;
@@ -37,11 +37,11 @@ enum Argument : uint32_t {
   kRowWords,
 };
 
-// From so many rows of x on a tile of them is worth its place in local memory.
+// Number of rows of x from which tiles are faster, despite their use of local memory.
 constexpr int64_t kManyRows = 8;
-// Of x, and of y, that the device holds at once.
+// Limit on the size of x, and of y, on the device at once.
 constexpr int64_t kMostScratchBytes = int64_t{64} << 20;
-// What kernels ask of the address of a tensor that is shared.
+// Alignment that kernels need for a shared tensor.
 constexpr uintptr_t kAlignment = 64;
 constexpr int64_t kPairInputs = 8;
 
@@ -59,7 +59,7 @@ Weight::Weight(Device& device, const OrtolanOpenClWeight& weight) : device_(devi
     throw ClError(ErrorText("work groups of ", device_.info().name, " have at most ", device.info().most_work_group,
                             " items, expected ", kWorkGroup));
   }
-  // Kernels count words of weights of a panel, and scales, in 32 bits.
+  // Kernels index a panel's words of weights, and scales, with 32 bits.
   if (Pairs() * kPanelColumns > std::numeric_limits<int32_t>::max() ||
       Panels() * Groups() * kPanelColumns > std::numeric_limits<int32_t>::max()) {
     throw ClError(ErrorText("a weight of ", of_.k, " x ", of_.n, " is too large for the kernels"));
@@ -82,7 +82,7 @@ void Weight::Open() {
   const int64_t rows = Panels() * Groups() * kPanelColumns;
   weights_ = Share(of_.weights, Panels() * Pairs() * kPanelColumns * 4);
   scales_ = Share(of_.scales, rows * of_.scale_bytes);
-  // What kernels do not read must be a buffer all the same.
+  // Kernels need a buffer even for an argument they do not read.
   offsets_ = of_.zero_points != nullptr ? Share(of_.zero_points, rows)
              : of_.minimums != nullptr  ? Share(of_.minimums, rows * of_.scale_bytes)
                                         : Share(of_.scales, rows * of_.scale_bytes);
@@ -105,8 +105,8 @@ void Weight::Close() {
   }
 }
 
-// Where host and device have one memory, the pages that the tensor lies in, as drivers share whole pages only; what
-// else is in them is not read. A copy, where the tensor does not begin where kernels can read.
+// If host and device share memory, share the pages that contain the tensor, because drivers share whole pages; other
+// data in them is not read. Copy the tensor if it is not aligned for the kernels.
 DeviceTensor Weight::Share(const uint8_t* data, int64_t bytes) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(data);
   DeviceTensor tensor;
@@ -151,7 +151,7 @@ void Weight::Multiply(const OrtolanOpenClCall& call) {
     try {
       MultiplyRows(part);
     } catch (...) {
-      device_.api().clFinish(device_.queue());  // what is under way reads x
+      device_.api().clFinish(device_.queue());  // pending work reads x
       throw;
     }
   }

@@ -9,7 +9,7 @@
 
 namespace ortolan::opencl {
 
-// A tensor of the host as kernels see it: from byte `at` of the memory on.
+// A host tensor as kernels see it: it starts at byte `at` of the memory object.
 struct DeviceTensor {
   Memory memory = nullptr;
   uint64_t at = 0;
@@ -23,7 +23,7 @@ class Weight {
   Weight(const Weight&) = delete;
   Weight& operator=(const Weight&) = delete;
 
-  // Throws ClError; y holds anything then.
+  // Throws ClError, which leaves y undefined.
   void Multiply(const OrtolanOpenClCall& call);
 
  private:

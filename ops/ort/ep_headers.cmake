@@ -1,8 +1,9 @@
-# Sets ORTOLAN_EP_INCLUDE_DIR, the folder of ONNX Runtime's C headers of API 29, for the execution provider; empty if there
-# are none, and then the library is built without it. They come, in this order, from: ORT_EP_INCLUDE_DIR; ORT_INCLUDE_DIR if
-# those are new enough; ../shared/ort-1.29 beside the repository; ONNX Runtime's own 1.29 release (downloaded, checked);
-# an npm package with the same files in its iOS framework, for machines that reach package indexes only. npm is tried
-# last, as it downloads 150 MB. Newer headers do as well: the provider asks its host for no more than it has.
+# Sets ORTOLAN_EP_INCLUDE_DIR, the folder of ONNX Runtime's C headers of API 29, for the execution provider. It is empty
+# if they are not found; the library is then built without the provider. The headers come from the first of:
+# ORT_EP_INCLUDE_DIR; ORT_INCLUDE_DIR if new enough; ../shared/ort-1.29 beside the repository; ONNX Runtime's 1.29
+# release (downloaded and checked); an npm package whose iOS framework contains the same files, for machines that only
+# reach package registries. npm is last because it downloads 150 MB. Newer headers work too: the provider only uses functions
+# that its host has.
 
 set(ORTOLAN_EP_API 29)
 set(ORTOLAN_EP_RELEASE https://github.com/microsoft/onnxruntime/raw/v1.29.0/include/onnxruntime/core/session)
@@ -17,7 +18,7 @@ set(ORTOLAN_EP_NPM_SHA256 e59788788818fdde1b2e522e766a21ba0f7d8391de55737abf81e3
 set(ORTOLAN_EP_NPM_FOLDER
     package/Plugins/iOS~/onnxruntime.xcframework/ios-arm64_x86_64-simulator/onnxruntime.framework/Headers)
 
-# Sets `found` to the folder of headers that are new enough below `root`, or to nothing.
+# Sets `found` to the folder below `root` whose headers are new enough; empty if there is no such folder.
 function(ortolan_new_headers_in root found)
   set(${found} "" PARENT_SCOPE)
   find_path(folder onnxruntime_ep_c_api.h PATHS ${root} NO_DEFAULT_PATH NO_CACHE
@@ -32,7 +33,7 @@ function(ortolan_new_headers_in root found)
   endif()
 endfunction()
 
-# Sets `problem` to what is wrong with the files in the folder: one that is not there, or has another sum.
+# Sets `problem` to an error if a file in the folder is missing or has another checksum; empty otherwise.
 function(ortolan_check_ep_headers folder problem)
   set(${problem} "" PARENT_SCOPE)
   foreach(name IN LISTS ORTOLAN_EP_HEADERS)
@@ -59,11 +60,11 @@ function(ortolan_download_ep_headers folder)
   endforeach()
 endfunction()
 
-# Puts the headers of the npm package into the folder. Whatever fails is a STATUS message, and the folder stays empty.
+# Extracts the headers of the npm package to the folder. A failure prints a STATUS message and leaves the folder empty.
 function(ortolan_unpack_npm_ep_headers folder)
   find_program(npm npm NO_CACHE)
   if(NOT npm)
-    message(STATUS "npm is not installed: the headers cannot come from its package ${ORTOLAN_EP_NPM}")
+    message(STATUS "npm is not installed, so the package ${ORTOLAN_EP_NPM} cannot be downloaded")
     return()
   endif()
   set(work ${CMAKE_BINARY_DIR}/ort_ep_npm)
@@ -95,7 +96,7 @@ function(ortolan_find_ep_headers)
     endif()
   endforeach()
   if(ORT_EP_INCLUDE_DIR AND NOT found)
-    message(FATAL_ERROR "ORT_EP_INCLUDE_DIR is ${ORT_EP_INCLUDE_DIR}, but no headers of API ${ORTOLAN_EP_API} stand there")
+    message(FATAL_ERROR "ORT_EP_INCLUDE_DIR is ${ORT_EP_INCLUDE_DIR}, but has no headers of API ${ORTOLAN_EP_API} or later")
   endif()
   set(downloaded ${CMAKE_BINARY_DIR}/ort_ep_headers)
   foreach(folder IN ITEMS ${CMAKE_CURRENT_SOURCE_DIR}/../shared/ort-1.29 ${downloaded})
@@ -117,9 +118,9 @@ function(ortolan_find_ep_headers)
   if(found)
     message(STATUS "ONNX Runtime headers of the execution provider: ${found}")
   else()
-    message(WARNING "built WITHOUT the execution provider, as there are no headers of ONNX Runtime's API ${ORTOLAN_EP_API}: "
-                    "unpack its 1.29 release, or a later one, and set -DORT_EP_INCLUDE_DIR=<its include>, "
-                    "or install npm, which has a package with them")
+    message(WARNING "built WITHOUT the execution provider: no headers of ONNX Runtime's API ${ORTOLAN_EP_API} were found. "
+                    "Unpack its 1.29 release or a later one and set -DORT_EP_INCLUDE_DIR=<its include>, "
+                    "or install npm, which can download a package with them")
   endif()
   set(ORTOLAN_EP_INCLUDE_DIR ${found} PARENT_SCOPE)
 endfunction()

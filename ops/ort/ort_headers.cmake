@@ -1,7 +1,7 @@
-# Sets ORTOLAN_ORT_INCLUDE_DIR, the folder of onnxruntime_cxx_api.h. The onnxruntime wheel carries no headers, so they
-# come, in this order, from: ORT_INCLUDE_DIR; the system; the wheel of amd-quark, which carries those of 1.17.0 (fetched
-# with pip, checked, unpacked, never installed).
-# Old headers are wanted: an op built with them runs on every newer ONNX Runtime, but not the other way round.
+# Sets ORTOLAN_ORT_INCLUDE_DIR, the folder of onnxruntime_cxx_api.h. The onnxruntime wheel has no headers, so they come
+# from the first of: ORT_INCLUDE_DIR; the system; the amd-quark wheel, which contains those of 1.17.0 (downloaded with
+# pip, checked and unpacked, but not installed).
+# Old headers are preferred: an operator built with them runs on every newer ONNX Runtime, but not on an older one.
 
 set(ORTOLAN_QUARK_VERSION 0.6.0)
 set(ORTOLAN_QUARK_SHA256 10686c8bd1ad8ece56cb6fd408e5f97ff00809321aede1a29a86699a41c1e500)
@@ -12,7 +12,7 @@ function(ortolan_find_ort_headers)
   if(ORT_INCLUDE_DIR)
     find_path(found ${names} PATHS ${ORT_INCLUDE_DIR} PATH_SUFFIXES ${suffixes} NO_DEFAULT_PATH NO_CACHE)
     if(NOT found)
-      message(FATAL_ERROR "ORT_INCLUDE_DIR is ${ORT_INCLUDE_DIR}, but no ${names} stands there")
+      message(FATAL_ERROR "ORT_INCLUDE_DIR is ${ORT_INCLUDE_DIR}, but has no ${names}")
     endif()
   endif()
   if(NOT found)

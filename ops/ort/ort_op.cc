@@ -132,7 +132,7 @@ bool HasMoreInputs(const OrtShapeInferContext* context, size_t count) {
 
 namespace {
 
-// What is known of a tensor while shapes are inferred. No dimensions: its rank is not known, or it is not there.
+// A tensor during shape inference. Without dimensions, its rank is unknown or the tensor is missing.
 struct KnownTensor {
   ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
   std::vector<int64_t> dimensions;
@@ -149,7 +149,7 @@ KnownTensor KnownInput(const OrtShapeInferContext* context, size_t index) {
   Ort::ThrowOnError(api.GetTensorElementType(input, &known.type));
   size_t rank = 0;
   Ort::ThrowOnError(api.GetDimensionsCount(input, &rank));
-  if (rank == 0) return known;  // ORT's way of saying that the rank is unknown
+  if (rank == 0) return known;  // how ONNX Runtime reports an unknown rank
   known.dimensions.resize(rank);
   known.names.resize(rank);
   Ort::ThrowOnError(api.GetDimensions(input, known.dimensions.data(), rank));
@@ -157,7 +157,7 @@ KnownTensor KnownInput(const OrtShapeInferContext* context, size_t index) {
   return known;
 }
 
-// Leaves the output open where a dimension has neither value nor name.
+// Leave the output's shape unknown if a dimension has neither value nor name.
 void SetOutput(OrtShapeInferContext* context, KnownTensor output) {
   const size_t rank = output.dimensions.size();
   if (rank == 0) return;

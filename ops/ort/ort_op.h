@@ -1,10 +1,12 @@
-// What every room's ORT adapter shares: the one place that knows how ORT's custom-op interface is used.
+// The common base of all ONNX Runtime adapters; only this file uses ONNX Runtime's custom-op interface. An operator
+// defines
 //
-// A room writes
 //     class FooKernel { explicit FooKernel(const OrtKernelInfo&); void Compute(Ort::KernelContext&, Host&); };
-//     struct FooOp : OrtOp<FooOp, FooKernel> { GetName, GetInputTypeCount, GetInputType, …, static void
-//     InferShape(OrtShapeInferContext*) };
-// and reports errors by throwing OpError (or anything derived from std::exception): no exception crosses the C
+//     struct FooOp : OrtOp<FooOp, FooKernel> {
+//       GetName, GetInputTypeCount, GetInputType, …, static void InferShape(OrtShapeInferContext*)
+//     };
+//
+// and reports errors by throwing OpError (or anything derived from std::exception). No exception crosses the C
 // boundary.
 #pragma once
 
@@ -29,7 +31,7 @@ namespace ortolan {
 
 inline constexpr const char* kDomain = "ai.ortolan";
 
-// The end of what is said of a node that no pass of this version writes.
+// The last sentence of errors about nodes that no pass of this version writes.
 inline constexpr const char* kOptimizeAgain = "Optimize the original model again.";
 
 inline OrtStatus* ToStatus(const std::exception& error) {
@@ -52,22 +54,22 @@ OrtStatus* Guarded(Function&& function) noexcept {
   }
 }
 
-// ORT's arena, asked for by the first call that needs it. What GetAllocator hands out holds the arena alive, and is
-// released at the end of the scope.
+// ONNX Runtime's arena allocator, requested by the first call that needs it and released by the destructor. While it is
+// held, the arena stays alive.
 class KernelMemory {
  public:
   KernelMemory() = default;
   ~KernelMemory();
   KernelMemory(const KernelMemory&) = delete;
   KernelMemory& operator=(const KernelMemory&) = delete;
-  // Calls may come at the same time.
+  // Safe to call from several threads.
   OrtAllocator* Allocator(const Ort::KernelContext& context);
 
  private:
   std::atomic<OrtAllocator*> allocator_{nullptr};
 };
 
-// The host of plans while a kernel computes: ORT's intra-op threads, and its own arena.
+// The host of plans during a call: ONNX Runtime's intra-op threads and its arena.
 class OrtHost : public Host {
  public:
   OrtHost(const Ort::KernelContext& context, KernelMemory& memory) : context_(context), memory_(memory) {}
@@ -81,7 +83,7 @@ class OrtHost : public Host {
   KernelMemory& memory_;
 };
 
-// The kernel as ORT calls it: its exceptions become statuses.
+// The kernel as ONNX Runtime calls it: exceptions become statuses.
 template <typename Kernel>
 struct StatusKernel : Kernel {
   using Kernel::Kernel;
@@ -100,7 +102,7 @@ struct StatusKernel : Kernel {
 template <typename Op, typename Kernel>
 struct OrtOp : Ort::CustomOpBase<Op, StatusKernel<Kernel>, /*WithStatus=*/true> {
   OrtOp() {
-    // ORT's C++ wrapper for shape inference mistakes dimensions (1.17 writes 1 for every one), so it is not used.
+    // ONNX Runtime's C++ wrapper for shape inference is not used: it gets dimensions wrong (1.17 writes 1 for each).
     OrtCustomOp::InferOutputShapeFn = [](const OrtCustomOp*, OrtShapeInferContext* context) -> OrtStatus* {
       return Guarded([&] { Op::InferShape(context); });
     };
@@ -113,10 +115,10 @@ struct OrtOp : Ort::CustomOpBase<Op, StatusKernel<Kernel>, /*WithStatus=*/true> 
 
 // ---- kernel creation ------------------------------------------------------------------------------------------------
 
-// "SparseAMXMatMul node 'encoder/…/MatMul'": the beginning of every error text.
+// "SparseAMXMatMul node 'encoder/…/MatMul'": the start of every error message.
 std::string DescribeNode(const OrtKernelInfo& info, const char* op_type);
 
-// A constant input as it lies in memory: for external data that is the mapped file itself.
+// A constant input at its place in memory; with external data that is the mapped file.
 struct ConstantTensor {
   std::string name;
   ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
@@ -125,28 +127,29 @@ struct ConstantTensor {
   int64_t count = 0;  // elements
 };
 
-// Whether the node has this input. Optional ones may be left out, at the end or with an empty name.
+// Return whether the node has this input. Optional inputs may be left out, at the end or by an empty name.
 bool HasInput(const OrtKernelInfo& info, size_t index);
 
-// An input if it is a constant, else a tensor of undefined type.
+// Return the input if it is constant, else a tensor of undefined type.
 ConstantTensor ConstantOrNone(const OrtKernelInfo& info, size_t index);
 
-// Whether the input is a constant.
+// Return whether the input is constant.
 bool IsConstant(const OrtKernelInfo& info, size_t index);
 
-// Throws OpError if the input is absent, no constant, or of none of these element types.
+// Return a constant input. Throws OpError if it is missing, not constant, or of another element type.
 ConstantTensor ConstantInput(const OrtKernelInfo& info, size_t index, const char* meaning,
                              std::initializer_list<ONNXTensorElementDataType> types, const std::string& node);
 
-// Throws OpError that names the tensor if its shape is another. axes: " (rows, columns)", for the text.
+// Throw OpError, naming the tensor, if it has another shape. axes: for example " (rows, columns)", added to the
+// message.
 void CheckShape(const ConstantTensor& tensor, const char* meaning, const std::vector<int64_t>& expected,
                 const std::string& node, const char* axes = "");
 
-// Throws OpError, which names the tensors, if there is a problem: what a format's Validate function says of them.
+// Throw OpError, naming the tensors, if `problem` (the result of a format's Validate function) is not empty.
 void CheckWeight(std::initializer_list<const ConstantTensor*> tensors, const std::string& problem,
                  const std::string& node);
 
-// The number that a tensor of one element, at any address, holds.
+// The value of a tensor of one element, at any address.
 template <typename T>
 T ScalarIn(const ConstantTensor& tensor) {
   T value;
@@ -154,8 +157,8 @@ T ScalarIn(const ConstantTensor& tensor) {
   return value;
 }
 
-// The elements of a constant tensor where a T may lie: in the tensor or, if a model file has it at another address, in
-// a copy.
+// The elements of a constant tensor, aligned for T: the tensor's own memory, or a copy if a model file stores it
+// unaligned.
 template <typename T>
 class AlignedConstant {
  public:
@@ -166,10 +169,10 @@ class AlignedConstant {
     std::memcpy(copy_.get(), tensor.data, static_cast<size_t>(tensor.count) * sizeof(T));
     data_ = copy_.get();
   }
-  // None if the input, of elements T, is left out or computed at run time.
+  // Empty if the input, of elements T, is left out or computed at run time.
   AlignedConstant(const OrtKernelInfo& info, size_t index) : AlignedConstant(ConstantOrNone(info, index)) {}
-  const T* data() const { return data_; }  // null if there is none
-  // Those of the input in a call, constant or computed.
+  const T* data() const { return data_; }  // null if empty
+  // The elements of the input in a call, constant or computed.
   const T* In(const Ort::ConstValue& input) const { return data_ == nullptr ? input.GetTensorData<T>() : data_; }
 
  private:
@@ -177,49 +180,49 @@ class AlignedConstant {
   const T* data_ = nullptr;
 };
 
-// Whether the input is a constant number or vector of one element, a 0 of float, float16, u8 or i8: what stands for
-// "nothing" in a sum. (Of more dimensions it would still give the sum its own.)
+// Return whether the input is a constant scalar, or vector of one element, that is 0 (float, float16, u8 or i8): it
+// stands for a missing summand. (A 0 with more dimensions would still change the shape of the sum.)
 bool IsConstantZero(const OrtKernelInfo& info, size_t index);
 
-// Whether the input is a constant without elements: what stands for one that is left out.
+// Return whether the input is a constant without elements, which stands for a missing input.
 bool IsEmptyConstant(const OrtKernelInfo& info, size_t index);
 
 // Throws OpError if the attribute is missing.
 int64_t IntAttribute(const OrtKernelInfo& info, const char* name, const std::string& node);
 
-// The same with a value for an attribute that is missing.
+// Return the attribute, or `missing` if the node lacks it.
 int64_t IntAttributeOr(const OrtKernelInfo& info, const char* name, int64_t missing);
 float FloatAttributeOr(const OrtKernelInfo& info, const char* name, float missing);
 
-// Throws OpError unless the attribute format_version is the one that the room's kernels read. (ORT does not tell a
-// kernel the version of the domain that a model imports.)
+// Throw OpError unless the attribute format_version is the one this operator reads. (ONNX Runtime does not tell a
+// kernel which version of the domain the model imports.)
 void CheckFormatVersion(const OrtKernelInfo& info, int64_t expected, const std::string& node);
 
 // ---- shape inference ------------------------------------------------------------------------------------------------
 
-// Output 0 gets the shape of input 0 with its last dimension replaced by an attribute; false if that is missing or 0.
-// Leaves the output open where a dimension of the input has neither value nor name: a -1 passed on would be taken as a
-// literal.
+// Give output 0 the shape of input 0 with its last dimension replaced by an attribute; return false if that is missing
+// or 0. The output's shape stays unknown if a dimension of the input has neither value nor name: passed on, its -1
+// would be taken literally.
 bool InferLastDimension(OrtShapeInferContext* context, const char* attribute);
 
-// Output 0 gets the shape of input 0, or is left open as above, and the element type of another input.
+// Give output 0 the shape of input 0, unknown under the same condition, and the element type of another input.
 void InferSameShape(OrtShapeInferContext* context, size_t type_from);
-// Output 0 gets the shape of input 0, its last dimension replaced; left open as by InferLastDimension.
+// Give output 0 the shape of input 0 with another last dimension; unknown under the same condition.
 void CopyShape(OrtShapeInferContext* context, int64_t last);
 
-// The last dimension of an input, or -1 if it is not known.
+// Return the last dimension of an input, or -1 if it is unknown.
 int64_t LastDimension(const OrtShapeInferContext* context, size_t index);
 
-// The integer attribute of the node, or what stands for a missing one.
+// Return the node's integer attribute, or `missing` if it has none.
 int64_t ShapeAttributeOr(const OrtShapeInferContext* context, const char* name, int64_t missing);
 
-// Whether the node has more than `count` inputs, perhaps with an empty name.
+// Return whether the node has more than `count` inputs, counting those with an empty name.
 bool HasMoreInputs(const OrtShapeInferContext* context, size_t count);
 
-// The rank of an input; 0 if it is not known, or the input is missing.
+// Return the rank of an input; 0 if it is unknown or the input is missing.
 size_t Rank(const OrtShapeInferContext* context, size_t index);
 
-// Whether the input is known to have the shape [1].
+// Return whether the input is known to have the shape [1].
 bool HasOneElement(const OrtShapeInferContext* context, size_t index);
 
 }  // namespace ortolan

@@ -21,7 +21,7 @@ std::optional<Attention> AttentionFinder::Find() {
   const Node* const scores = ScoresBehind(softmax_.Input(0), kMostSteps);
   if (product == nullptr || scores == nullptr) return std::nullopt;
   if (!product->IsStandard("MatMul") || product->Input(0) != weights) return std::nullopt;
-  const int64_t axis = softmax_.Int("axis", 1);  // ONNX Runtime sets what is missing
+  const int64_t axis = softmax_.Int("axis", 1);  // ONNX Runtime fills in missing attributes
   Expect(axis == -1 || axis == 3, "its Softmax is not over the last axis");
   ReadOperand(scores->Input(0), 0);
   ReadOperand(scores->Input(1), 1);
@@ -100,7 +100,7 @@ void AttentionFinder::ReadMerge(const Node& product) {
   Value value = product.Output(0);
   SetSizes(value, Permuted(HeadSizes(), {0, 2, 1, 3}));
   const Node* node = value == nullptr ? nullptr : only(value);
-  // Zeros in the place of the rows that see no key, as transformers 5 exports them.
+  // Rows that see no key may be replaced by zeros, as transformers 5 exports them.
   if (node != nullptr && node->IsStandard("Where") && node->Input(2) == value && node->Output(0) != nullptr &&
       graph_.NumberOf(node->Input(1)) == 0.0f && node->Has(0) && !node->IsConstant(0) && IsOneARow(node->Input(0))) {
     found_.zero_rows = node->Input(0);

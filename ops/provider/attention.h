@@ -1,12 +1,12 @@
-// Scaled dot-product attention between three layers and whoever reads its answer, as exporters take it apart:
+// Scaled dot-product attention between three layers and the consumers of its output, as exporters decompose it:
 //
 //     Reshape to [batch, rows, heads, head width] and Transpose of queries, keys and values; MatMul; a scale; a mask,
-//     added or put in the place of scores; Softmax; MatMul; Transpose and Reshape back
+//     added or replacing scores; Softmax; MatMul; Transpose and Reshape back
 //
-// or com.microsoft.MultiHeadAttention without a cache, which does all of that. Its biases become those of the layers.
+// or a com.microsoft.MultiHeadAttention without a cache, whose biases become those of the layers.
 //
-// The rules are those of graph_passes/find/attention.py and attention_operands.py, of queries, keys and values of one
-// X. What only computes the sizes of these Reshapes belongs to it.
+// The rules are those of graph_passes/find/attention.py and attention_operands.py, for queries, keys and values
+// computed from one X. Nodes that only compute the sizes of these Reshapes belong to the attention.
 #pragma once
 
 #include <array>
@@ -19,10 +19,10 @@
 
 namespace ortolan::provider {
 
-inline constexpr float kHiddenScore = -1e30f;  // a number below that leaves nothing of a score
+inline constexpr float kHiddenScore = -1e30f;  // scores with a mask value below this have no weight
 inline constexpr int kMostScoreSteps = 16;     // nodes between the scores and the Softmax
 
-// A number of what a Reshape makes, as ONNX has it: 0 stands for the input's own, -1 for what is left.
+// A size in the shape operand of a Reshape, as in ONNX: 0 copies the input's size, -1 is inferred.
 struct Size {
   enum class Kind {
     kNumber,
@@ -51,7 +51,7 @@ struct Mask {
   float fill = 0;     // in their place
   // int32 [batch, keys] or [batch, rows, keys], above 0 where keys are seen: the fill is added to the other scores.
   bool is_padding = false;
-  bool is_truncated = false;      // after as many keys as there are
+  bool is_truncated = false;      // to the number of keys
   std::span<const float> values;  // of a constant one
   Shape shape;                    // of these
   // They lie here, or in the file of a compiled model.
@@ -59,7 +59,7 @@ struct Mask {
 };
 
 struct Attention {
-  std::array<size_t, 3> layers{};  // of queries, keys and values, among those that were given
+  std::array<size_t, 3> layers{};  // of queries, keys and values: indices into the given layers
   int64_t heads = 0;               // 0: known when it runs
   int64_t head_dim = 0;
   float scale = 1;

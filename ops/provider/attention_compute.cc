@@ -9,7 +9,7 @@
 namespace ortolan::provider {
 namespace {
 
-// That of pass fuse_attention for layers of few bits (graph_passes/forms.py): their inputs are rounded to fewer.
+// The precision of pass fuse_attention for low-bit layers (graph_passes/forms.py), whose inputs are rounded further.
 constexpr int kPrecision = 16;
 constexpr int64_t kMostTokens = int64_t{1} << 24;
 constexpr int64_t kFloatBytes = sizeof(float);

@@ -1,6 +1,5 @@
-// What runs in the place of attention and the layers of its queries, keys and values. These lie side by side in memory
-// of the call, as in a model that was optimized, so that the answers are those of NoMADAttention
-// (nomad_attention/op.cc).
+// Runs an attention with the layers of its queries, keys and values. Queries, keys and values are contiguous, as in an
+// optimized model, so the answers are those of NoMADAttention (nomad_attention/op.cc).
 #pragma once
 
 #include <deque>
@@ -39,7 +38,7 @@ class AttentionCompute : public StepCompute {
     int64_t heads = 0;
     int64_t head_dim = 0;
   };
-  // A call's context, and what is known of its sizes.
+  // A call's context and its sizes.
   struct Call;
 
   void ReadParts(ContextReader& reader);

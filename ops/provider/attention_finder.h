@@ -38,7 +38,7 @@ class AttentionFinder {
  private:
   void Take(const Node& node);
 
-  // What goes into the second product: the Softmax, perhaps with zeros in the place of NaN.
+  // The operand of the second product: the Softmax, possibly with NaN replaced by zeros.
   Value Weights();
 
   // The product of queries and keys that a value is made of by scales and masks.
@@ -102,7 +102,7 @@ class AttentionFinder {
 
   std::optional<Sizes> ConstantSizes(Value value) const;
 
-  // Whether sizes are made of those of the attention's own values.
+  // Return whether the value is computed from sizes of the attention's own values.
   bool IsMadeInside(Value value, int steps) const;
 
   // The numbers of a value of at most one axis; none: not understood.
@@ -139,7 +139,7 @@ class AttentionFinder {
 
   void ReadMerge(const Node& product);
 
-  // Nothing else may need a value in between. What only asks for sizes, to make those that are needed here, is taken.
+  // Take the nodes that only compute sizes for the attention. Throws if a value inside has another consumer.
   void TakeWhatReadsSizes();
 
   // What it reads must be made in front of it.
@@ -147,7 +147,7 @@ class AttentionFinder {
 
   void ReadConstantMask(Mask& mask) const;
 
-  // A Slice that leaves as many keys as there are.
+  // Return whether the node is a Slice that keeps the first keys, up to the number of keys.
   bool TruncatesKeys(const Node& slice) const;
 
   void Visit() const { Expect(++visits_ <= kMostVisits, "too many nodes are around it"); }

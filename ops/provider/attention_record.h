@@ -11,8 +11,8 @@ namespace ortolan::provider {
 // inputs: of what the attention reads, the numbers.
 void WriteAttention(const Attention& attention, const std::unordered_map<Value, size_t>& inputs, ContextWriter& writer);
 
-// width: of its queries, of its keys and of its values. What it reads are values of the EPContext node; numbers of
-// masks lie in the file. Throws OpError.
+// width: of the queries, of the keys and of the values. Operands are values of the EPContext node; constant masks are
+// stored in the file. Throws OpError.
 Attention ReadAttention(ContextReader& reader, const IoSlots& slots, int64_t width);
 
 }  // namespace ortolan::provider

@@ -19,7 +19,7 @@ static_assert(std::size(kInputNames) == kInputCount && std::size(kOutputNames) =
 
 // ONNX Runtime writes the defaults of attributes into nodes, so one that is not known here may ask for anything.
 constexpr const char* kRead[] = {"num_heads", "kv_num_heads", "do_rotary", "rotary_interleaved", "scale", "softcap"};
-// Of normalizations whose weights are inputs behind those that are taken.
+// Attributes of normalizations whose weights are further inputs.
 constexpr const char* kOfOtherInputs[] = {"qk_norm_epsilon", "q_norm_epsilon", "k_norm_epsilon"};
 struct IntAttribute {
   const char* name;
@@ -104,7 +104,7 @@ int64_t ReadHeadDim(const HostApi& host, const Node& node, const CachedAttention
     if (head_dim == -1 && width % heads == 0) head_dim = width / heads;
     Expect(width == heads * head_dim,
            ErrorText("its ", kInputNames[input], " '", node.InputName(input), "' is ", width,
-                     " wide, expected heads of one width, as many as num_heads and ", "kv_num_heads say"));
+                     " wide, expected heads of one width, counted by num_heads and kv_num_heads"));
   }
   Expect(head_dim != -1, "the width of its heads is not known before it runs");
   Expect(head_dim > 0 && head_dim <= kMostHeadDim,

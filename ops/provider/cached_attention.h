@@ -1,7 +1,7 @@
-// Attention with a cache of keys and values, as decoders have it: com.microsoft.GroupQueryAttention over floats. It is
-// one node, and taken by itself, whatever its queries come from.
+// Attention with a cache of keys and values, as in decoders: com.microsoft.GroupQueryAttention over floats. It is a
+// single node, claimed alone, wherever its queries come from.
 //
-// The rules are those of graph_passes/find/cached_attention.py, but that the caches need not be the graph's own.
+// The rules are those of graph_passes/find/cached_attention.py, except that the caches need not belong to the graph.
 #pragma once
 
 #include <optional>

@@ -48,7 +48,7 @@ struct CachedAttentionCompute::Running {
   OrtKernelContext& context;
   CallMemory memory;
 
-  // Numbers of an initializer may lie at any address: those that are not aligned are copied.
+  // Initializers may be stored at any address, so unaligned ones are copied.
   template <typename Element>
   InputTensor<Element> Read(const NamedInput& slot) {
     return memory.AlignedInput(ReadInput<Element>(ort, context, slot.index));

@@ -1,7 +1,7 @@
-// What runs in the place of attention with a cache: a CachedPlan, as in NoMADAttention over floats
-// (nomad_attention/op_cached.h), which says what lengths and caches mean.
+// Runs an attention with a cache: a CachedPlan, as in NoMADAttention over floats (nomad_attention/op_cached.h), which
+// defines lengths and caches.
 //
-// Where the host gives one buffer for past and present, as with IOBinding, new tokens are appended in place.
+// If the host passes one buffer for past and present, as with IOBinding, new tokens are appended in place.
 #pragma once
 
 #include "nomad_attention/cached_plan.h"

@@ -1,4 +1,4 @@
-// What runs in the place of a group: plans over packed numbers, on the session's threads and in its arena.
+// Runs a group: plans over packed weights, on the session's threads and in its arena.
 #pragma once
 
 #include <atomic>
@@ -40,7 +40,7 @@ class StepCompute {
   virtual void Write(ContextWriter& writer) const = 0;
 };
 
-// As ORT calls it; it is its own state, as nothing of it changes between calls.
+// The interface that ONNX Runtime calls. The object is its own state, because calls do not change it.
 class GroupCompute : public OrtNodeComputeInfo {
  public:
   // fused: the node in the group's place, which says the order of inputs and outputs. The stored numbers may go when
@@ -52,7 +52,7 @@ class GroupCompute : public OrtNodeComputeInfo {
                const Node& fused);
   ~GroupCompute();
 
-  // What the numbers lie in must be there until they are written.
+  // The memory of the weights must stay valid until they are written.
   void Write(ContextWriter& writer) const;
 
  private:

@@ -188,7 +188,7 @@ std::vector<uint8_t> ContextWriter::Bytes() const {
 
 std::span<const uint8_t> ContextReader::Take(int64_t count) {
   if (count < 0 || count > SizeOf(record_)) {
-    throw OpError(ErrorText("a record ends ", SizeOf(record_), " bytes in front of one of ", count));
+    throw OpError(ErrorText("truncated record: ", count, " bytes needed, ", SizeOf(record_), " left"));
   }
   const std::span<const uint8_t> taken = record_.first(static_cast<size_t>(count));
   record_ = record_.subspan(static_cast<size_t>(count));
@@ -220,14 +220,14 @@ std::span<const uint8_t> ContextReader::Section(int64_t item_bytes) {
   const int64_t first = Int(), size = Int(), most = SizeOf(sections_);
   const bool fits = first >= 0 && first <= most && size >= 0 && size <= most - first;
   if (!fits || first % kContextLine != 0 || size % item_bytes != 0) {
-    throw OpError(
-        ErrorText("numbers of ", item_bytes, " bytes lie in ", size, " bytes from ", first, " on, of ", most));
+    throw OpError(ErrorText("a section of ", item_bytes, "-byte elements has ", size, " bytes at offset ", first,
+                            ", but the file has ", most));
   }
   return sections_.subspan(static_cast<size_t>(first), static_cast<size_t>(size));
 }
 
 void ContextReader::End() const {
-  if (!record_.empty()) throw OpError(ErrorText("a record goes on for ", record_.size(), " bytes behind its end"));
+  if (!record_.empty()) throw OpError(ErrorText("a record has ", record_.size(), " bytes after its end"));
 }
 
 void WriteTensor(ContextWriter& writer, const FloatTensor& tensor) {
@@ -304,7 +304,7 @@ std::shared_ptr<const ContextFile> ContextFile::Map(const std::string& path) {
   const auto fail = [&](const std::string& reason) {
     throw OpError(ErrorText("'", path, "' cannot be read: ", reason));
   };
-  // Not to wait for one who writes into what is no file.
+  // O_NONBLOCK: opening a FIFO would otherwise block.
   const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (file.get() < 0) fail(Why(errno));
   struct stat status{};

@@ -1,8 +1,7 @@
-// The file of a compiled model: what its groups need when they run, packed as kernels read it. README.md draws it. Free
-// of ONNX Runtime.
+// The file of a compiled model: the data of its groups, packed as kernels read it. README.md shows the layout. Free of
+// ONNX Runtime.
 //
-// A file is untrusted: a reader checks each size and place before it reads there. What it hands out lies in the file's
-// memory.
+// A file is untrusted: a reader checks each size and offset before it reads. Results point into the file's memory.
 #pragma once
 
 #include <cstdint>
@@ -103,7 +102,7 @@ class ContextFile {
   virtual ~ContextFile() = default;
 
   uint64_t id() const { return id_; }
-  // Throws OpError if there is none of this name.
+  // Throws OpError if there is no group of this name.
   ContextReader Group(const std::string& name) const;
   // "'model_ctx_ortolan.bin', written by Ortolan 1.0.0"
   const std::string& Described() const { return described_; }

@@ -60,7 +60,8 @@ std::string ContextPath(const ContextOptions& options, const std::string& model_
   if (!options.path.empty()) return options.path;
   if (model_path.empty()) {
     throw OpError(
-        "the compiled model has no name, as the model is none of a file. Set the session's ep.context_file_path to the "
+        "the compiled model has no path, because the model was not loaded from a file. Set the session's "
+        "ep.context_file_path to the "
         "path of the compiled model, or ep.context_embed_mode to 1");
   }
   return model_path.substr(0, model_path.find_last_of('.')) + "_ctx.onnx";
@@ -193,7 +194,7 @@ std::shared_ptr<const ContextFile> ContextModel::FileOf(const Node& node, const 
   const std::filesystem::path model(model_path.empty() ? options_.path : model_path);
   if (model.empty()) {
     throw OpError(ErrorText("its file '", content,
-                            "' is in the model's folder, and the model is none of a file. Set the session's "
+                            "' is in the model's folder, but the model was not loaded from a file. Set the session's "
                             "ep.context_file_path to the path of the compiled model"));
   }
   const std::string path = (model.parent_path() / content).string();

@@ -1,13 +1,13 @@
-// Compiled models, as ONNX Runtime calls models of com.microsoft.EPContext nodes: each stands in the place of a group,
-// and says where its packed numbers are. In a file beside the model, one for all nodes, or in the node itself.
+// Compiled models, as ONNX Runtime calls models of com.microsoft.EPContext nodes. Each node replaces a group and refers
+// to its packed weights: in one file beside the model for all nodes, or in the node.
 //
-//     source            our name: others' nodes are left alone
-//     embed_mode        0: a file; 1: the node itself
-//     ep_cache_context  0: the file, relative to the model's folder; 1: the bytes of a file, in Base64, as ONNX Runtime
-//                       ends what it is given at the first zero
+//     source            our name; nodes of other providers are ignored
+//     embed_mode        0: a file; 1: the node
+//     ep_cache_context  0: the file, relative to the model's folder; 1: the bytes of a file in Base64, because ONNX
+//                       Runtime ends the text at the first zero byte
 //     partition_name    the group in the file
-//     notes             the file's id: a model and another one's file are told apart
-//     ep_sdk_version    who wrote it
+//     notes             the file's id, which detects the file of another model
+//     ep_sdk_version    the version that wrote it
 #pragma once
 
 #include <map>
@@ -44,7 +44,7 @@ class ContextModel {
   std::vector<OrtNode*> Write(std::span<const std::unique_ptr<GroupCompute>> groups,
                               std::span<const OrtNode* const> fused, const std::string& model_path) const;
 
-  // What runs in the place of a node of a compiled model. Throws OpError.
+  // Create the object that runs a node of a compiled model. Throws OpError.
   std::unique_ptr<GroupCompute> Read(const Node& node, const Node& fused, const std::string& model_path);
 
  private:

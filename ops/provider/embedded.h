@@ -15,7 +15,7 @@ inline constexpr int64_t kMostEmbeddedText = std::numeric_limits<int32_t>::max()
 
 inline int64_t Base64Size(int64_t bytes) { return (bytes + 2) / 3 * 4; }
 
-// Of files of so many bytes, all in one model. Throws OpError if they are too much for it.
+// Check the sizes of the files embedded in one model. Throws OpError if they exceed its limit.
 inline void CheckEmbedded(std::span<const int64_t> files) {
   int64_t left = kMostEmbeddedText;
   for (const int64_t bytes : files) {

@@ -15,7 +15,7 @@ namespace {
 
 // --- activations --------------------------------------------------------------------------------------------------
 
-// An operator that is an activation by itself.
+// The activation that a single operator computes.
 Activation ActivationOf(const Node& node) {
   if (std::count_if(node.inputs().begin(), node.inputs().end(), [](Value value) { return value != nullptr; }) != 1) {
     return Activation::kNone;  // FastGelu with a bias
@@ -34,7 +34,7 @@ Activation ActivationOf(const Node& node) {
   return node.Is("com.microsoft", "FastGelu") ? Activation::kGeluTanh : Activation::kNone;
 }
 
-// The nodes behind x as formula.h takes them: as many as a formula may have.
+// The nodes behind x in the form of formula.h, up to the size limit of a formula.
 class Region {
  public:
   Region(const Graph& graph, Value x) : graph_(graph), waiting_{x} {
@@ -95,7 +95,7 @@ class Region {
 
 // --- LayerNormalization -------------------------------------------------------------------------------------------
 
-// n floats, or as many as there are, of a constant with `axes` axes at most, all of 1 but the last one.
+// The floats of a constant with at most `axes` axes, all 1 except the last one; n: their required count.
 std::optional<std::vector<float>> VectorOf(const Graph& graph, Value value, std::optional<int64_t> n = std::nullopt,
                                            size_t axes = 1) {
   const std::optional<Constant> tensor = graph.ConstantOf(value);

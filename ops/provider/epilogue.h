@@ -21,8 +21,8 @@ struct Norm {
 // Adds to the layer, if it has no bias yet, the sum with a constant [n] behind it.
 void TakeBias(const Graph& graph, Layer& layer);
 
-// The activation of x, which nothing else sees, and its nodes, added to `nodes`; the result is put into x. kNone: there
-// is none, and nothing changes.
+// Return the activation of x if x has no other consumer; add its nodes to `nodes` and set x to the result. kNone: there
+// is no activation, and nothing changes.
 Activation TakeActivation(const Graph& graph, Value& x, std::vector<const Node*>& nodes);
 
 // The node, if it is a LayerNormalization of rows by constants and puts out nothing else. Rows of one number are left:

@@ -21,7 +21,7 @@ class ExecutionProvider : public OrtEp {
 
  private:
   void Claim(const OrtGraph& graph, OrtEpGraphSupportInfo& info);
-  // Why nothing of the graph is claimed; or empty.
+  // Return why no node of the graph can be claimed; empty if they can.
   std::string WhyNot(const OrtGraph& ort_graph, const Graph& graph) const;
   void Tell(const Claims& claims, const std::string& why_not) const;
   // packs: Compile packs its constants, so that the node in their place does not read them.
@@ -29,7 +29,7 @@ class ExecutionProvider : public OrtEp {
   void CompileAll(std::span<const OrtGraph* const> graphs, std::span<const OrtNode* const> fused,
                   OrtNodeComputeInfo** computes, OrtNode** context_nodes);
   std::unique_ptr<GroupCompute> CompileGraph(const OrtGraph& graph, const OrtNode& fused);
-  // Empty: the model is none of a file.
+  // Return an empty path if the model was not loaded from a file.
   std::string PathOf(const OrtGraph& graph) const;
 
   const HostApi& host_;

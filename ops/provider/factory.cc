@@ -37,7 +37,7 @@ class SessionEntries {
   SessionEntries(const SessionEntries&) = delete;
   SessionEntries& operator=(const SessionEntries&) = delete;
 
-  // "" if there is none.
+  // Return "" if the entry is missing.
   std::string String(const std::string& key) const {
     const char* const found = ort_.GetKeyValue(entries_, key.c_str());
     return found == nullptr ? "" : found;
@@ -208,8 +208,8 @@ OrtEpFactory* LastingFactory(const HostApi& host) {
   return all.emplace_back(std::make_unique<Factory>(host)).get();
 }
 
-// The version of ONNX Runtime's API, the 32 of "1.32.0"; 0 if the text is none. (Asking for a version that the host
-// lacks makes it write an error to the console.)
+// Return the API version of ONNX Runtime, the 32 of "1.32.0"; 0 if the text has no version. (Requesting a version that
+// the host lacks makes it print an error to the console.)
 uint32_t VersionOf(const OrtApiBase& base) {
   unsigned major = 0, minor = 0;
   const bool is_version = std::sscanf(base.GetVersionString(), "%u.%u", &major, &minor) == 2;

@@ -9,7 +9,7 @@ namespace ortolan::provider {
 // A product by a constant matrix.
 bool IsFloatLayer(const Graph& graph, const Node& node);
 
-// Throws UnfitError, which says why, for those that are not taken.
+// Throws UnfitError, with the reason, for unsupported nodes.
 Layer ReadFloatLayer(const Node& node, Precision precision);
 
 }  // namespace ortolan::provider

@@ -1,5 +1,5 @@
-// A graph as the finders of this room see it: its nodes, who makes a value and who reads it. Valid as long as what
-// ONNX Runtime handed out.
+// A graph as the finders see it: its nodes, and the producer and consumers of each value. Valid as long as ONNX
+// Runtime's objects.
 #pragma once
 
 #include <memory>
@@ -12,7 +12,7 @@
 
 namespace ortolan::provider {
 
-// What finders see in the place of some of a graph's values and nodes.
+// Replacements for some of a graph's values and nodes, as finders see them.
 struct View {
   std::unordered_map<Value, Value> instead;       // of a value
   std::unordered_set<const Node*> hidden;         // nodes
@@ -48,8 +48,8 @@ class Graph {
   // whoever runs the graph.
   const Node* OnlyReader(Value value) const;
 
-  // Whether these nodes can run as one: nothing that they read hangs on what they make, but by way of themselves.
-  // behind: others that wait for them, too.
+  // Return whether these nodes can run as one: true if no path leaves the set and re-enters it. behind: further nodes
+  // that wait for them.
   bool CanBeOne(std::span<const Node* const> nodes, std::span<const Node* const> behind = {}) const;
 
   // Helpers of finders.

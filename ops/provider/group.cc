@@ -212,7 +212,7 @@ class Finder {
     });
   }
 
-  // Their layers alone, in the place of those with attention.
+  // The same steps without attention: only their layers.
   std::vector<Step> WithoutAttention(const std::vector<Step>& steps) {
     std::vector<Step> without;
     for (const Step& step : steps) {
@@ -221,7 +221,7 @@ class Finder {
         continue;
       }
       for (const size_t index : step.attention->layers) without.push_back(LayerStep(layers_[index]));
-      Leave(*step.nodes.front(), "what it reads hangs on a layer of the same input");
+      Leave(*step.nodes.front(), "its operand depends on a layer of the same input");
     }
     return without;
   }
@@ -237,7 +237,7 @@ class Finder {
     }
     if (!graph_.CanBeOne(group.nodes)) {
       for (const Step& step : group.steps) {
-        for (const Layer& layer : step.layers) Leave(*layer.nodes.front(), "a layer of the same input hangs on it");
+        for (const Layer& layer : step.layers) Leave(*layer.nodes.front(), "a layer of the same input depends on it");
       }
       return;
     }

@@ -1,12 +1,12 @@
-// Layers of int8 numbers whose inputs are rounded when the model runs, in the forms that ONNX Runtime's
-// quantize_dynamic writes and its optimizer makes of them:
+// int8 layers whose inputs are quantized when the model runs, in the forms that ONNX Runtime's quantize_dynamic writes
+// and its optimizer produces:
 //
 //     DynamicQuantizeLinear -> MatMulInteger -> Cast -> Mul by scales
 //     DynamicQuantizeLinear -> com.microsoft.MatMulIntegerToFloat
 //     com.microsoft.DynamicQuantizeMatMul
 //
-// The rules are those of graph_passes/find/quantized_forms.py and stored_int8.py. Our layer rounds each row of X by
-// itself, which is nearer to the floats: ops/matmul/bitmap_weight.h.
+// The rules are those of graph_passes/find/quantized_forms.py and stored_int8.py. Our layer quantizes each row of X
+// separately, which is closer to the float model (ops/matmul/bitmap_weight.h).
 #pragma once
 
 #include "provider/layer.h"

@@ -12,10 +12,10 @@ namespace {
 std::string WhyNotFaster(const Layer& layer, double least_zero_blocks) {
   if (least_zero_blocks <= 0) return {};
   const std::string reason = "without VNNI instructions ONNX Runtime's int8 layers are faster";
-  if (least_zero_blocks > 1 || layer.is_static) return reason;  // those of fixed ranges are none of blocks
+  if (least_zero_blocks > 1 || layer.is_static) return reason;  // layers of fixed ranges do not use blocks
   const BlockInt8Weight* const blocks = std::get_if<BlockInt8Weight>(&layer.weight);
   if (blocks != nullptr && IsBlockSparse(*blocks, least_zero_blocks)) return {};
-  return ErrorText(reason, ", but for those of which ", 100 * least_zero_blocks, " % lie in blocks of zeros, of 4 x 1");
+  return ErrorText(reason, ", unless ", 100 * least_zero_blocks, " % of the weights are in zero blocks of 4 x 1");
 }
 
 }  // namespace

@@ -51,8 +51,8 @@ struct Layer {
   std::string Numbers() const;
 };
 
-// None: the node is the weight's of no kind of layer that is known. Throws UnfitError, which says why, for nodes of a
-// kind that is not taken over. The stored numbers lie in the graph.
+// Return nothing if the node is not a known kind of layer. Throws UnfitError, with the reason, for unsupported nodes of
+// a known kind. The stored weights belong to the graph.
 std::optional<Layer> ReadLayer(const Graph& graph, const QdqPairs& roundings, const Node& node,
                                const LayerRules& rules);
 

@@ -7,7 +7,7 @@ namespace ortolan::provider {
 
 bool IsMatMulNBits(const Node& node);
 
-// Throws UnfitError, which says why, for nodes of a kind that is not taken over.
+// Throws UnfitError, with the reason, for unsupported nodes.
 Layer ReadMatMulNBits(const Node& node);
 
 }  // namespace ortolan::provider

@@ -178,7 +178,7 @@ std::string Node::Described() const { return ErrorText(type_, " node '", name_, 
 const OrtOpAttr* Node::Attribute(const char* name, OrtOpAttrType type, const char* what) const {
   const OrtApi& ort = *host_.ort;
   const OrtOpAttr* attribute = nullptr;
-  // An error too says that there is none: the node's version of the operator does not know it.
+  // An error also means that the attribute is missing: this version of the operator does not define it.
   if (OrtStatus* const status = ort.Node_GetAttributeByName(&node_, name, &attribute)) {
     ort.ReleaseStatus(status);
     return nullptr;
@@ -191,7 +191,7 @@ const OrtOpAttr* Node::Attribute(const char* name, OrtOpAttrType type, const cha
 }
 
 int64_t Node::Int(const char* name, std::optional<int64_t> missing) const {
-  const OrtOpAttr* const attribute = Attribute(name, ORT_OP_ATTR_INT, "no whole number");
+  const OrtOpAttr* const attribute = Attribute(name, ORT_OP_ATTR_INT, "not an integer");
   if (attribute == nullptr) {
     Expect(missing.has_value(), ErrorText("its attribute '", name, "' is missing"));
     return *missing;
@@ -203,7 +203,7 @@ int64_t Node::Int(const char* name, std::optional<int64_t> missing) const {
 }
 
 float Node::Float(const char* name, float missing) const {
-  const OrtOpAttr* const attribute = Attribute(name, ORT_OP_ATTR_FLOAT, "no float");
+  const OrtOpAttr* const attribute = Attribute(name, ORT_OP_ATTR_FLOAT, "not a float");
   if (attribute == nullptr) return missing;
   float number = 0;
   size_t size = 0;
@@ -212,7 +212,7 @@ float Node::Float(const char* name, float missing) const {
 }
 
 std::string Node::String(const char* name, const std::string& missing) const {
-  const OrtOpAttr* const attribute = Attribute(name, ORT_OP_ATTR_STRING, "no text");
+  const OrtOpAttr* const attribute = Attribute(name, ORT_OP_ATTR_STRING, "not a string");
   if (attribute == nullptr) return missing;
   size_t size = 0;
   // The first call says how much room it takes, by an error.
@@ -226,7 +226,7 @@ std::string Node::String(const char* name, const std::string& missing) const {
 }
 
 std::vector<int64_t> Node::Ints(const char* name) const {
-  const OrtOpAttr* const attribute = Attribute(name, ORT_OP_ATTR_INTS, "no list of whole numbers");
+  const OrtOpAttr* const attribute = Attribute(name, ORT_OP_ATTR_INTS, "not a list of integers");
   if (attribute == nullptr) return {};
   size_t bytes = 0;
   if (OrtStatus* const status = host_.ort->ReadOpAttr(attribute, ORT_OP_ATTR_INTS, nullptr, 0, &bytes)) {

@@ -1,4 +1,4 @@
-// A node of a graph, read: its attributes, and its constant inputs as they lie in memory. Valid as long as the graph.
+// A node of a graph, with its attributes and its constant inputs in memory. Valid as long as the graph.
 #pragma once
 
 #include <cstdint>
@@ -36,10 +36,10 @@ using Shape = std::vector<int64_t>;
 // A value of a graph. The same one has the same address everywhere in its graph.
 using Value = const OrtValueInfo*;
 
-// What is seen in the place of a value, itself if there is nothing.
+// Return the replacement of a value, or the value if it has none.
 Value Seen(const std::unordered_map<Value, Value>& instead, Value value);
 
-// Its numbers may lie at any address.
+// A constant tensor at any address.
 struct Constant {
   std::string name;
   ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
@@ -79,13 +79,13 @@ class Node {
   // "MatMulNBits node 'model/…/MatMul'": the beginning of what is said of it.
   std::string Described() const;
 
-  // Throws UnfitError if the attribute is no whole number, or missing where nothing stands for that.
+  // Throws UnfitError if the attribute is not an integer, or is missing and has no default.
   int64_t Int(const char* name, std::optional<int64_t> missing = std::nullopt) const;
-  // `missing` where there is none. Throws UnfitError if it is of another type.
+  // Return `missing` if the attribute is missing. Throws UnfitError if it has another type.
   float Float(const char* name, float missing) const;
   std::string String(const char* name, const std::string& missing) const;
   std::vector<int64_t> Ints(const char* name) const;
-  // Of all that it has; ONNX Runtime writes those that a model leaves out into its nodes, as they are then.
+  // The names of all attributes; ONNX Runtime adds attributes that a model leaves out, with their defaults.
   std::vector<std::string> AttributeNames() const;
 
   // Inputs may be left out, at the end or in between: they are null.
@@ -95,7 +95,7 @@ class Node {
   const std::vector<Value>& implicit_inputs() const { return implicit_inputs_; }
   // As the model has it, whatever is seen in its place (Graph::See).
   Value StoredInput(size_t index) const { return index < stored_inputs_.size() ? stored_inputs_[index] : nullptr; }
-  // All inputs likewise, and what graphs inside of it read.
+  // All stored inputs, and the values that subgraphs read.
   std::vector<Value> StoredReads() const;
   void See(const std::unordered_map<Value, Value>& instead);
   Value Input(size_t index) const { return index < inputs_.size() ? inputs_[index] : nullptr; }
@@ -112,7 +112,7 @@ class Node {
                          const std::vector<Shape>& shapes = {}) const;
 
  private:
-  // Null if there is none, of another type than this one: UnfitError.
+  // Return null if the attribute is missing. Throws UnfitError if it has another type.
   const OrtOpAttr* Attribute(const char* name, OrtOpAttrType type, const char* what) const;
 
   const HostApi& host_;

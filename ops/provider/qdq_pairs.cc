@@ -230,7 +230,7 @@ struct QdqPairs::Groups {
     for (const Node* const end : rounding.ends) Add(group, end);
   }
 
-  // Whether groups, each of which can be one, cannot be so together: what one hands on as copies leads back to it.
+  // Return whether groups that are valid alone depend on each other: a copy that one group outputs leads back to it.
   bool HangOnEachOther(const Graph& graph) const;
 
   Claims& claims;

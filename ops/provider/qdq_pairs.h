@@ -1,14 +1,14 @@
-// What a model of fixed ranges rounds to 8 bits between its operators, as quantize_static writes it:
+// QDQ pairs of models with fixed ranges, as quantize_static writes them between operators:
 //
-//     floats -> QuantizeLinear -> numbers -> DequantizeLinear, one or more, or layers that take the numbers themselves
+//     floats -> QuantizeLinear -> codes -> one or more DequantizeLinear, or layers that read the codes
 //
-// or the numbers come from such a layer. Layers of ours round their inputs row by row, so that these roundings go: who
-// reads what a DequantizeLinear makes sees the floats in front. A range that begins at 0 stays as bounds, as it may
-// stand for a Relu that ONNX Runtime's quantizer has left out.
+// The codes may also be the output of such a layer. Our layers quantize their inputs row by row, so these pairs are
+// removed: the consumers of a DequantizeLinear see the floats before the pair. A range that begins at 0 remains as
+// bounds, because it may replace a Relu that ONNX Runtime's quantizer has removed.
 //
-// The rules are those of graph_passes/find/qdq_pairs.py and stored_int8.py. There all roundings of a model
-// go; here those that lie in one group, as Compile sees nothing else: the others are seen as they are. What others read
-// of one, the group hands them as the floats that it has.
+// The rules are those of graph_passes/find/qdq_pairs.py and stored_int8.py. The pass removes all pairs of a
+// model. Here only pairs inside one group are removed, because Compile sees nothing else; other pairs stay. Consumers
+// outside the group get the floats from the group.
 #pragma once
 
 #include <deque>
@@ -36,13 +36,13 @@ struct Bounds {
 };
 
 struct QdqPair {
-  // Who reads what an end makes, or the numbers themselves.
+  // A consumer of the output of a DequantizeLinear, or of the codes.
   struct Reader {
     Graph::Use use;
     const Node* end;  // null: a layer that takes the numbers
   };
   enum class State {
-    kGone,     // its floats are seen in the place of what its ends make
+    kGone,     // its floats replace the outputs of its ends
     kClipped,  // the floats within bounds
     kStays,
   };
@@ -50,7 +50,7 @@ struct QdqPair {
   const Node* maker = nullptr;    // of the numbers: QuantizeLinear, or a layer
   Value floats = nullptr;         // in front of the QuantizeLinear; null: a layer makes numbers
   std::vector<const Node*> ends;  // DequantizeLinear
-  std::vector<const Node*> last;  // of the ends, those whose floats are outputs of the graph
+  std::vector<const Node*> last;  // ends whose floats are outputs of the graph
   std::vector<Reader> readers;
   bool is_alone = false;  // it has one end, and nothing else reads its source
   FixedRange range;
@@ -81,7 +81,7 @@ class QdqPairs {
   QdqPairs(const QdqPairs&) = delete;
   QdqPairs& operator=(const QdqPairs&) = delete;
 
-  // The graph without those that are gone.
+  // The graph without removed pairs.
   View Seen() const;
   // Of what a node reads, as the model has it; null: none.
   const QdqPair* Of(Value stored) const;

@@ -23,8 +23,8 @@ void SetX(const Graph& graph, const QdqPair& rounding, Layer& layer) {
 
 std::string WhyItStays(const QdqPair* rounding) {
   if (rounding != nullptr) return rounding->reason;
-  return "its input's range is none of 8 bits and constant numbers above 0, or others take its 8-bit numbers as they "
-         "are";
+  return "its input must be 8-bit quantized with a constant positive scale, and its quantized value must have no other "
+         "consumer";
 }
 
 // Floats.
@@ -42,12 +42,12 @@ void ReadX(const Graph& graph, const QdqPairs& roundings, const Node& node, Laye
   Expect(graph.IsFloat(layer.x), ErrorText("its input '", node.InputName(0), "' is not float"));
 }
 
-// Numbers of 8 bits.
+// Read an X that is stored as 8-bit codes.
 const QdqPair& ReadQuantizedX(const Graph& graph, const QdqPairs& roundings, const Node& node, Layer& layer) {
   Expect(node.StoredInput(0) != nullptr, "its first input is missing");
   const QdqPair* const rounding = roundings.Of(node.StoredInput(0));
   Expect(rounding == nullptr || rounding->floats != nullptr,
-         "another layer makes its numbers, and no floats lie in between");
+         "its input is the 8-bit output of another layer, without floats in between");
   Expect(rounding != nullptr && rounding->state != QdqPair::State::kStays, WhyItStays(rounding));
   SetX(graph, *rounding, layer);
   return *rounding;
@@ -66,7 +66,7 @@ void ReadBias(const Graph& graph, Value value, Layer& layer, int64_t n) {
   layer.bias = Spread(bias->Floats(), n);
 }
 
-// Whole numbers of steps: those of the input times those of the weight.
+// The bias is stored in integer steps of the input's scale times the weight's scale.
 void ReadBiasInSteps(const Node& node, size_t index, float x_scale, Layer& layer, const Int8Weight& w) {
   const Constant bias = node.ConstantInput(index, "bias", {kInt32}, {{w.n}, {1, w.n}, {}, {1}, {1, 1}});
   std::vector<int32_t> steps(static_cast<size_t>(bias.Count()));
@@ -79,7 +79,8 @@ void ReadBiasInSteps(const Node& node, size_t index, float x_scale, Layer& layer
 
 // --- MatMul and Gemm ----------------------------------------------------------------------------------------------
 
-// The DequantizeLinear of a constant behind a product's second input, with the nodes in between; null: there is none.
+// The DequantizeLinear of a constant behind a product's second input, with the nodes in between; null if there is no
+// such node.
 const Node* FindWeight(const Graph& graph, const Node& node, std::vector<const Node*>& nodes, bool& transposed) {
   constexpr size_t kMost = 4;
   Value value = node.Input(1);
@@ -174,7 +175,7 @@ Layer ReadMatMulIntegerToFloat(const Graph& graph, const QdqPairs& roundings, co
   return layer;
 }
 
-// Numbers of 8 bits must become floats behind it.
+// An 8-bit output must become floats after the layer.
 Value OutputOf(const Graph& graph, const QdqPairs& roundings, const Node& node) {
   const bool makes_floats = node.IsStandard("MatMul") || node.IsStandard("Gemm") ||
                             node.Is(kMicrosoft, "MatMulIntegerToFloat") ||

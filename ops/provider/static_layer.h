@@ -1,11 +1,11 @@
 // int8 layers of models whose activations have fixed ranges (qdq_pairs.h), in the forms of quantize_static and of
-// weights that are stored in 8 bits alone:
+// models with 8-bit weights only:
 //
-//     MatMul or Gemm, the weight behind DequantizeLinear, perhaps transposed
+//     MatMul or Gemm, the weight behind DequantizeLinear, possibly transposed
 //     QLinearMatMul; com.microsoft.QGemm; com.microsoft.MatMulIntegerToFloat behind QuantizeLinear
 //
-// The rules are those of graph_passes/find/quantized_forms.py and stored_int8.py: our layer rounds each row of the
-// floats in front by itself. Without a range in front, it is a layer all the same.
+// The rules are those of graph_passes/find/quantized_forms.py and stored_int8.py: our layer quantizes each row of the
+// floats in front separately. Without a range in front it is a layer too.
 #pragma once
 
 #include "provider/layer.h"

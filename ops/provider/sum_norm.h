@@ -1,8 +1,8 @@
-// LayerNormalization that is no layer's end, as that of the embeddings in front of the first layer, and the additions
-// in front of it whose sums nothing else reads: AddLayerNorm, which has the same bits on every CPU.
+// A LayerNormalization that does not end a layer, such as that of the embeddings before the first layer, with the
+// additions before it whose sums have no other consumer: AddLayerNorm, which has the same bits on every CPU.
 //
-// As pass fuse_norm does (graph_passes/passes/fuse_norm.py). A sum has the same bits whichever of the additions are
-// part of it, so answers hang on which norms are taken alone.
+// As in pass fuse_norm (graph_passes/passes/fuse_norm.py), the bits of a sum do not depend on which additions belong to
+// it. So answers depend only on which norms are claimed.
 #pragma once
 
 #include <optional>
@@ -24,8 +24,8 @@ struct SumNorm {
   std::string Described() const;
 };
 
-// None: the node is none that is taken. The graph is seen as it is (Graph::See): roundings in front or behind stay.
-// taken: nodes of other groups.
+// Return nothing if the node is not supported. The graph is seen without replacements (Graph::See), so QDQ pairs before
+// and after stay. taken: nodes of other groups.
 std::optional<SumNorm> FindSumNorm(const Graph& graph, const Node& node, const std::set<const Node*>& taken);
 
 }  // namespace ortolan::provider

@@ -1,4 +1,4 @@
-// What runs in the place of a LayerNormalization that is no layer's end: an AddLayerNormPlan.
+// Runs a LayerNormalization that does not end a layer: an AddLayerNormPlan.
 #pragma once
 
 #include <span>

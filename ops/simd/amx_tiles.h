@@ -1,25 +1,25 @@
-// AMX tile instructions as inline assembly. Included by files of the target amx only: local to each.
+// AMX tile instructions as inline assembly. Included by files of the target amx only; everything is local to each.
 //
-// Not the compiler's intrinsics, because gcc's do not say that they read and write memory, and it deletes stores that
-// only a tile load or a tile configuration reads (12.2; fewer in 14 and 15). Here all of memory is up to date before an
-// instruction that reads it, and is read again after one that writes it. No compiler flag is needed, the assembler must
-// know AMX (binutils 2.36).
+// The compiler's intrinsics are not used: gcc's do not declare that they read and write memory, so it deletes stores
+// that only a tile load or a tile configuration reads (12.2; fewer in 14 and 15). These wrappers write all memory
+// before an instruction that reads it and reload it after one that writes it. They need no compiler flag, only an
+// assembler that knows AMX (binutils 2.36).
 //
-// Tiles. A thread has eight, of up to 16 rows of 64 bytes. TileConfig gives each its rows and its colsb (bytes in a
-// row: at most 64, a multiple of 4). A loaded or stored tile is `rows` rows of `colsb` bytes, `stride` bytes from one
-// to the next; the wrappers touch no byte outside them.
+// A thread has eight tiles of up to 16 rows of 64 bytes. TileConfig sets `rows` and `colsb` of each (bytes per row: at
+// most 64, a multiple of 4). A load or store moves `rows` rows of `colsb` bytes, `stride` bytes apart, and touches no
+// other byte.
 //
-// Products: C += A B, with a K of as many pairs (bf16) or quads (int8) as B has rows:
+// Products: C += A B, where B has K rows of pairs (bf16) or quads (int8) of inputs:
 //
 //     C  m x n   float or int32     rows m,  colsb 4 n
 //     A  m x K   pairs or quads     rows m,  colsb 4 K
 //     B  K x n   pairs or quads     rows K,  colsb 4 n     element n of row k: B[2k][n], B[2k+1][n] (bf16)
 //
-// C, A and B must be three different tiles, and m, n, K at most 16. Other shapes, unconfigured tiles and invalid
-// configurations are faults of the CPU: they end the process.
+// C, A and B must be three different tiles, with m, n and K at most 16. Other shapes, unconfigured tiles and invalid
+// configurations raise a CPU fault, which ends the process.
 //
-// Usage: once per call of a kernel, LoadTileConfig (it zeroes all tiles and takes long), then the work, and TileRelease
-// on every way out: nothing here is RAII. A thread that keeps tiles configured makes every switch to it slower.
+// Usage: call LoadTileConfig once per kernel call (it zeroes all tiles and is slow), do the work, and call TileRelease
+// on every path out. Nothing here is RAII. A thread that leaves tiles configured makes every switch to it slower.
 #pragma once
 
 #include <cstdint>
@@ -31,15 +31,15 @@ constexpr int kTiles = 8;
 constexpr int kMaxTileRows = 16;
 constexpr int kMaxTileColsb = 64;
 
-// What LDTILECFG reads. A tile that is not Set stays unusable.
+// The operand of LDTILECFG. A tile that was not Set cannot be used.
 struct alignas(64) TileConfig {
   uint8_t palette = 1;
   uint8_t start_row = 0;
   uint8_t reserved[14] = {};
-  uint16_t colsb[16] = {};  // of tiles 0 … 7, then zeros
-  uint8_t rows[16] = {};    // likewise
+  uint16_t colsb[16] = {};  // tiles 0 … 7, then zeros
+  uint8_t rows[16] = {};    // tiles 0 … 7, then zeros
 
-  // 1 to 16 rows of 4 to 64 bytes.
+  // Requires 1 to 16 rows of 4 to 64 bytes.
   constexpr TileConfig& Set(int tile, int tile_rows, int tile_colsb) {
     rows[tile] = static_cast<uint8_t>(tile_rows);
     colsb[tile] = static_cast<uint16_t>(tile_colsb);
@@ -50,7 +50,7 @@ static_assert(sizeof(TileConfig) == 64);
 
 inline void LoadTileConfig(const TileConfig& config) { __asm__ volatile("ldtilecfg %0" : : "m"(config) : "memory"); }
 
-// Back to the state before LoadTileConfig. Harmless when nothing is configured.
+// Return to the state before LoadTileConfig. Harmless if no tile is configured.
 inline void TileRelease() { __asm__ volatile("tilerelease" : : : "memory"); }
 
 template <int kTile>
@@ -76,16 +76,16 @@ constexpr bool AreProductTiles() {
   return 0 <= kC && kC < kTiles && 0 <= kA && kA < kTiles && 0 <= kB && kB < kTiles && kC != kA && kC != kB && kA != kB;
 }
 
-// Asks for the lines of a full tile whose rows lie one behind the other.
+// Prefetch the lines of a full tile with contiguous rows.
 inline void PrefetchTile(const void* base) {
   for (int row = 0; row < kMaxTileRows; ++row) {
     __builtin_prefetch(static_cast<const char*>(base) + row * kMaxTileColsb);
   }
 }
 
-// float C += bf16 A x bf16 B. For each element, one chain of fused multiply-adds over the even k and one over the odd
-// k, both from +0; C + (even + odd). Rounded to nearest even; denormals are zero, read and written, whatever MXCSR
-// says.
+// float C += bf16 A x bf16 B. Each element is C + (even + odd), where `even` is a chain of fused multiply-adds over
+// even k from +0, and `odd` one over odd k. Rounds to nearest even; denormal inputs and results are zero regardless of
+// MXCSR.
 template <int kC, int kA, int kB>
 inline void TileDpBf16() {
   static_assert(AreProductTiles<kC, kA, kB>());

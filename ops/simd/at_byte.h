@@ -1,4 +1,4 @@
-// Addresses in matrices whose rows are any number of bytes apart. Local to each file that includes it.
+// Addresses in matrices with any row stride in bytes. Local to each file that includes it.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,4 @@
-// AVX2: vectors of floats, integers and bytes (target.h says what each function does). Local to each file
-// that includes it.
+// AVX2: vectors of floats, integers and bytes; target.h specifies each function. Local to each file that includes it.
 #pragma once
 
 #include <immintrin.h>
@@ -60,7 +59,7 @@ struct avx2 : Vectors<avx2, avx2_types> {
     return a;
   }
 
-  // Floats: between lanes.
+  // Floats between lanes.
   static void Transpose4(const float* from, int64_t row_bytes, float* to, int64_t to_row_bytes) {
     for (int l = 0; l < kLanes; l += 4) {
       __m128 a = _mm_loadu_ps(from + l), b = _mm_loadu_ps(AtByte(from, row_bytes) + l);
@@ -180,7 +179,7 @@ struct avx2 : Vectors<avx2, avx2_types> {
   static __m256i ExpandBytes(uint64_t mask, const uint8_t* stored, int first) {
     return ExpandEach(mask, first, [&](int64_t position) { return Load64(stored + position); });
   }
-  // The fill is taken off what is stored, and put on again where nothing is.
+  // Subtract the fill from the stored bytes, expand with zeros, and add the fill to all.
   static __m256i ExpandBytesElse(int fill, uint64_t mask, const uint8_t* stored, int first) {
     const __m128i each = _mm_set1_epi8(static_cast<char>(fill));
     const auto load = [&](int64_t position) { return _mm_xor_si128(Load128(stored + position), each); };
@@ -201,12 +200,12 @@ struct avx2 : Vectors<avx2, avx2_types> {
   template <int kHalf>
   static __m256i SpreadBytes(__m256i a, __m256i positions) {
     const __m256i indices = _mm256_maddubs_epi16(positions, _mm256_set1_epi16(0x0102));
-    const __m256i index = kHalf == 0 ? indices : _mm256_srli_epi32(indices, 16);  // in the lowest bits
+    const __m256i index = kHalf == 0 ? indices : _mm256_srli_epi32(indices, 16);  // the index is in the lowest bits
     const __m256i table = LoadBytes(kSpreadControl.control[0]);
     const __m256i quad = _mm256_add_epi8(LoadBytes(kSpreadControl.quad), SetBytes(2 * kHalf));
     return _mm256_shuffle_epi8(a, _mm256_add_epi8(_mm256_permutevar8x32_epi32(table, index), quad));
   }
-  // Places ascend, so that each word can only go to one place of each half: its own or, swapped, the other's.
+  // Positions ascend, so each word goes to one position of each half: its own or, after the swap, the other one.
   template <int kHalf>
   static __m256i SpreadWords(__m256i a, __m256i positions) {
     const __m256i here = _mm256_set1_epi32((2 * kHalf + 1) << 16 | 2 * kHalf);
@@ -215,34 +214,35 @@ struct avx2 : Vectors<avx2, avx2_types> {
                            _mm256_and_si256(swap(a), _mm256_cmpeq_epi16(swap(positions), here)));
   }
 
-  // Dot products of bytes. There is no exact product of unsigned and signed bytes: the sums of two may saturate. |a| as
-  // unsigned operand and b with the sign of a do not: 2 x 128 x 127 fits, and -128 is its own |a|.
+  // Dot products of bytes. vpmaddubsw saturates sums of two unsigned x signed products. With |a| as the unsigned
+  // operand and b with the sign of a they fit: 2 x 128 x 127, and -128 equals its own |a| as an unsigned byte.
   static constexpr uint32_t kInt8Bias = 0;
   static __m256i DotInt8(__m256i sums, __m256i a, __m256i b) {
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(a), _mm256_sign_epi8(b, a));
     return AddPairs(sums, pairs);
   }
-  // Of many rows others are faster: without vpsignb there are fewer instructions.
+  // For many rows, loops that convert bytes first are faster: they need no vpsignb.
   static constexpr bool kConvertsInt8 = true;
   static __m256i DotPairs(__m256i sums, __m256i a, __m256i b) { return AddPairs(sums, _mm256_maddubs_epi16(a, b)); }
   static __m256i EvenBytes(__m256i a) { return _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8); }
   static __m256i OddBytes(__m256i a) { return _mm256_srai_epi16(a, 8); }
-  // Eight products of nibbles fit 16 bits (8 x 2 x 15 x 127 = 30480), and are widened together.
+  // Eight products of nibbles fit 16 bits (8 x 2 x 15 x 127 = 30480) and are widened together.
   static constexpr bool kNarrowNibbleSums = true;
   static __m256i StartNibbleSums(__m256i) { return _mm256_setzero_si256(); }
-  // By hand: see AddPairs.
+  // Inline assembly for the reason given at AddPairs.
   static __m256i DotNibbles(__m256i sums, __m256i nibbles, __m256i b) {
     __asm__("vpaddw %1, %0, %0" : "+x"(sums) : "x"(_mm256_maddubs_epi16(nibbles, b)));
     return sums;
   }
   static __m256i EndNibbleSums(__m256i sums, __m256i narrow) { return AddPairs(sums, narrow); }
 
-  // Rows of words: vpmaddubsw saturates on sums of u8 x int8, vpmaddwd is exact.
+  // Rows of words: vpmaddubsw saturates sums of u8 x int8 products, while vpmaddwd is exact.
   using RowElement = int16_t;
   static constexpr bool kDotsFewRows = true;
   template <int kTokens>
   static constexpr int kRowWords = kTokens == 1 ? 2 : kTokens;
-  // Of 16 tokens, the halves of an interleaved row are tokens 0 … 3 and 8 … 11: rows have the middle quarters swapped.
+  // With 16 tokens, each half of an interleaved row holds tokens 0 … 3 and 8 … 11, so the middle quarters of rows are
+  // swapped.
   template <int kTokens>
   static constexpr int TokenAt(int position) {
     return kTokens == 16 ? (position & 3) | (position & 4) << 1 | (position & 8) >> 1 : position;
@@ -268,9 +268,9 @@ struct avx2 : Vectors<avx2, avx2_types> {
     }
   }
 
-  // Of 16 tokens two registers an output. Of 8 the products of inputs 0 and 1 in the lower halves, of 2 and 3 in the
-  // upper ones, of tokens 0 … 3 and then 4 … 7. Of 4, outputs 0 and 2, then 1 and 3. Of 2, all of them; of 1 likewise,
-  // of inputs 0 and 1, then 2 and 3.
+  // Registers of sums, by number of tokens. 16: two registers per output. 8: products of inputs 0 and 1 in the lower
+  // halves and of inputs 2 and 3 in the upper halves, of tokens 0 … 3, then 4 … 7. 4: outputs 0 and 2, then 1 and 3. 2:
+  // all outputs. 1: all outputs, products of inputs 0 and 1, then of 2 and 3.
   template <int kTokens>
   static constexpr int kRowSums = kTokens >= 8   ? 8
                                   : kTokens == 4 ? 2
@@ -370,8 +370,8 @@ struct avx2 : Vectors<avx2, avx2_types> {
     StoreInt(to + 16, words(_mm256_extracti128_si256(bytes, 1)));
   }
 
-  // Tables
-  // Rows of 16 entries, looked up by the low four bits, of which the high four choose.
+  // Tables: 16 rows of 16 entries. The low four bits of a byte look up an entry of each row, the high four select the
+  // row.
   struct ByteTable {
     __m256i rows[16];
     explicit ByteTable(const uint8_t* entries) {
@@ -380,7 +380,7 @@ struct avx2 : Vectors<avx2, avx2_types> {
   };
   static __m256i Lookup256(const ByteTable& table, __m256i bytes) {
     const __m256i low = _mm256_and_si256(bytes, SetBytes(0x0f));
-    // vpblendvb looks at bit 7 of each byte: bits 4, 5 and 6 are shifted there.
+    // vpblendvb tests bit 7 of each byte, so bits 4, 5 and 6 are shifted there.
     __m256i found[8];
     const __m256i bit4 = _mm256_slli_epi16(bytes, 3);
     for (int r = 0; r < 8; ++r) {
@@ -398,19 +398,19 @@ struct avx2 : Vectors<avx2, avx2_types> {
  protected:
   static __m128i Load128(const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
   static __m128i Load64(const uint8_t* from) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)); }
-  // The eight words at each of two places.
+  // Eight words from each of two addresses.
   static __m256i Halves(const int16_t* low, const int16_t* high) {
     const __m128i both[] = {_mm_loadu_si128(reinterpret_cast<const __m128i*>(low)),
                             _mm_loadu_si128(reinterpret_cast<const __m128i*>(high))};
     return _mm256_inserti128_si256(_mm256_castsi128_si256(both[0]), both[1], 1);
   }
-  // From memory, by hand: gcc 12 takes what was just stored from the register, by shuffles.
+  // Loaded from memory by inline assembly: gcc 12 would forward the stored value through registers with shuffles.
   static __m256i RepeatStored(const int32_t& pair) {
     __m256i repeated;
     __asm__("vpbroadcastd %1, %0" : "=x"(repeated) : "m"(pair));
     return repeated;
   }
-  // By hand: see AddPairs.
+  // Inline assembly for the reason given at AddPairs.
   static void AddProducts(__m256i& sums, __m256i words, __m256i weights) {
     __asm__("vpaddd %1, %0, %0" : "+x"(sums) : "x"(_mm256_madd_epi16(words, weights)));
   }
@@ -420,13 +420,13 @@ struct avx2 : Vectors<avx2, avx2_types> {
     AddProducts(sums[2 * kOutput], low, weight);
     AddProducts(sums[2 * kOutput + 1], high, weight);
   }
-  // Pairs of words of tokens 0 and 1, 2 and 3, of inputs 0 … 3 and, in the upper half, 4 … 7.
+  // Store pairs of words of tokens 0 and 1, then 2 and 3: inputs 0 … 3 and, in the upper half, 4 … 7.
   static void StoreFourTokens(int16_t* to, __m256i first, __m256i second) {
     const __m256i low = _mm256_unpacklo_epi32(first, second), high = _mm256_unpackhi_epi32(first, second);
     StoreInt(to, _mm256_permute2x128_si256(low, high, 0x20));
     StoreInt(to + 16, _mm256_permute2x128_si256(low, high, 0x31));
   }
-  // Those at eight places of the rows, of 16 inputs.
+  // Store eight consecutive tokens of the interleaved rows, for 16 inputs.
   template <int kTokens>
   static void StoreEightTokens(const __m256i (&tokens)[kTokens], int position, int16_t* to) {
     __m256i a[8], b[8];
@@ -436,7 +436,7 @@ struct avx2 : Vectors<avx2, avx2_types> {
       a[i] = _mm256_unpacklo_epi16(one, next);
       a[i + 1] = _mm256_unpackhi_epi16(one, next);
     }
-    // a[i], a[i + 2]: of inputs 0 … 3 (and 4 … 7), a[i + 1], a[i + 3]: 8 … 11, of four tokens.
+    // a[i] and a[i + 2] hold inputs 0 … 3 (and 4 … 7) of four tokens, a[i + 1] and a[i + 3] inputs 8 … 11.
 #pragma GCC unroll 4
     for (int i = 0; i < 8; i += 4) {
 #pragma GCC unroll 2
@@ -457,12 +457,13 @@ struct avx2 : Vectors<avx2, avx2_types> {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(a));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + apart), _mm256_extracti128_si256(a, 1));
   }
-  // sums + the sums of pairs of words. By hand: gcc 12 makes a tree of the sums, whose products then spill.
+  // Add the sums of pairs of words to sums. Inline assembly: gcc 12 would sum as a tree and spill the products.
   static __m256i AddPairs(__m256i sums, __m256i words) {
     __asm__("vpaddd %1, %0, %0" : "+x"(sums) : "x"(_mm256_madd_epi16(words, _mm256_set1_epi16(1))));
     return sums;
   }
-  // No expand here: each byte of the mask picks a shuffle that spreads up to eight bytes, load(place), to their places.
+  // AVX2 has no expand instruction. Each byte of the mask selects a shuffle that moves up to eight bytes, from
+  // load(position), to their positions.
   template <typename LoadStored>
   static __m256i ExpandEach(uint64_t mask, int first, const LoadStored& load) {
     const auto eight = [&](int position) {

@@ -1,5 +1,5 @@
-// AVX-512 with VNNI and VBMI (Ice Lake, Zen 4 on): the vectors of avx512vnni.h, and what single bytes can be moved by.
-// Local to each file that includes it.
+// AVX-512 with VNNI and VBMI (Ice Lake, Zen 4 and later): the vectors of avx512vnni.h with byte permutes. Local to each
+// file that includes it.
 #pragma once
 
 #include "simd/avx512vnni.h"
@@ -7,7 +7,7 @@
 namespace ortolan::simd {
 namespace {
 
-// A byte for each of 64 places.
+// One byte for each of 64 positions.
 struct PositionTable {
   template <typename At>
   constexpr explicit PositionTable(const At& byte_at) {
@@ -16,11 +16,11 @@ struct PositionTable {
   alignas(64) uint8_t at[64] = {};
 };
 constexpr PositionTable kPositions([](int i) { return i; });
-// Of 64 words in two registers, the low bytes.
+// The low bytes of 64 words in two registers.
 constexpr PositionTable kLowBytes([](int i) { return 2 * i; });
-// Of 16 quads, byte 16 r + i: byte r of quad i.
+// Bytes r of 16 quads: byte 16 r + i is byte r of quad i.
 constexpr PositionTable kRowsOfQuads([](int i) { return i % 16 * 4 + i / 16; });
-// Of four rows of 16 bytes, one behind the other, byte 4 i + r: byte i of row r. Likewise of 32 bytes, in two halves.
+// Quads from four contiguous rows of 16 bytes: byte 4 i + r is byte i of row r. For rows of 32 bytes, two halves.
 constexpr PositionTable kQuadsOfRows16([](int i) { return i % 4 * 16 + i / 4; });
 constexpr PositionTable kLowQuadsOfRows32([](int i) { return i % 4 * 32 + i / 4; });
 constexpr PositionTable kHighQuadsOfRows32([](int i) { return i % 4 * 32 + 16 + i / 4; });
@@ -46,9 +46,9 @@ struct avx512 : avx512vnni {
   }
 
   // Bytes.
-  // In place, by hand: on Zen 5 vpexpand waits for the old value of its destination even with {z} (1.11 against 0.22 ns
-  // when every expansion names one register, as gcc's do), and on Zen 4 its memory form is slow. Expanding the register
-  // just loaded has neither fault.
+  //
+  // Expands in place by inline assembly. On Zen 5, vpexpand waits for the old value of its destination even with {z},
+  // and on Zen 4 its memory form is slow. Expanding the register that was just loaded avoids both.
   static __m512i ExpandBytes(uint64_t mask, const uint8_t* stored, int) {
     __m512i row = _mm512_loadu_si512(stored);
     __asm__("vpexpandb %0, %0%{%1%}%{z%}" : "+v"(row) : "Yk"(_cvtu64_mask64(mask)));
@@ -59,14 +59,14 @@ struct avx512 : avx512vnni {
     __asm__("vpexpandw %0, %0%{%1%}%{z%}" : "+v"(row) : "Yk"(_cvtu32_mask32(static_cast<uint32_t>(mask))));
     return row;
   }
-  // Not in place: the register expanded into is where the fill comes from, so the dependency is real, and harmless.
+  // Not in place: the destination provides the fill, so the dependency on it is real.
   static __m512i ExpandBytesElse(int fill, uint64_t mask, const uint8_t* stored, int) {
     __m512i row = SetBytes(fill);
     __asm__("vpexpandb %2, %0%{%1%}" : "+v"(row) : "Yk"(_cvtu64_mask64(mask)), "v"(_mm512_loadu_si512(stored)));
     return row;
   }
 
-  // Rows of bytes
+  // Rows of bytes.
   template <int kVectors>
   static void InterleaveRows(const uint8_t* const (&rows)[4], __m512i (&quads)[kVectors]) {
     if constexpr (kVectors == 4) {
@@ -101,7 +101,7 @@ struct avx512 : avx512vnni {
     }
   }
 
-  // Quads of registers
+  // Registers of quads.
   static __m512i LoadSomeQuads(const int8_t* from, int64_t left) {
     return left >= 16 ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi32(SomeLanes(left), from);
   }
@@ -114,7 +114,7 @@ struct avx512 : avx512vnni {
     return _mm512_add_epi32(_mm512_shuffle_i32x4(ab, cd, 0x88), _mm512_shuffle_i32x4(ab, cd, 0xdd));
   }
 
-  // Tables
+  // Tables.
   struct ByteTable {
     __m512i parts[4];
     explicit ByteTable(const uint8_t* entries) {
@@ -127,7 +127,7 @@ struct avx512 : avx512vnni {
                                   _mm512_permutex2var_epi8(table.parts[2], bytes, table.parts[3]));
   }
 
-  // In registers of 128 bytes, one after the other from the first index to the last.
+  // Bytes are gathered from registers of 128 bytes, from the first index to the last.
   static constexpr bool kGathersBytes = true;
   template <int kRows>
   [[gnu::always_inline]] static void GatherBytes(const uint8_t* x, int64_t row_bytes, const uint8_t* indices,
@@ -142,8 +142,8 @@ struct avx512 : avx512vnni {
       words[1] = _mm512_maskz_loadu_epi16(static_cast<__mmask32>(some >> 32), indices + 64);
     }
     const __m512i low_bytes = _mm512_load_si512(kLowBytes.at);
-    const __m512i index = _mm512_permutex2var_epi8(words[0], low_bytes, words[1]);  // its lowest 7 bits count
-    const __m512i register_of =                                                     // its lowest 8 bits
+    const __m512i index = _mm512_permutex2var_epi8(words[0], low_bytes, words[1]);  // the lowest 7 bits select the byte
+    const __m512i register_of =  // the lowest 8 bits hold the number of its register
         _mm512_permutex2var_epi8(_mm512_srli_epi16(words[0], 7), low_bytes, _mm512_srli_epi16(words[1], 7));
     for (int i = 0; i < kRows; ++i) found[i] = index;
     const auto register_at = [&](int64_t i) {

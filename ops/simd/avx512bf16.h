@@ -1,4 +1,4 @@
-// AVX-512 with BF16: the vectors of avx512.h, and products of pairs of bf16.
+// AVX-512 with BF16: the vectors of avx512.h with products of pairs of bf16.
 #pragma once
 
 #include "simd/avx512.h"
@@ -9,7 +9,7 @@ namespace {
 struct avx512bf16 : avx512 {
   // Units: pairs of bf16.
   static __m512 PackUnits(__m512 a, __m512 b) {
-    // a in the lower half, b in the upper one; then side by side.
+    // Convert a to the lower half and b to the upper half, then interleave them.
     const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(b, a);
     alignas(64) static constexpr uint16_t kOrder[] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};

@@ -1,5 +1,5 @@
-// AVX-512 as every CPU has it (F, BW, DQ, VL; Skylake-SP on): vectors of floats, integers and bytes (target.h says what
-// each function does). Local to each file that includes it.
+// Baseline AVX-512 (F, BW, DQ, VL; Skylake-SP and later): vectors of floats, integers and bytes; target.h specifies
+// each function. Local to each file that includes it.
 #pragma once
 
 #include <immintrin.h>
@@ -32,7 +32,7 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
   static void Store(float* to, __m512 a) { _mm512_storeu_ps(to, a); }
   static void StoreFirst(float* to, int64_t count, __m512 a) { _mm512_mask_storeu_ps(to, FirstLanes(count), a); }
   static __m512 LoadSome(const float* from, int64_t left) { return _mm512_maskz_loadu_ps(SomeLanes(left), from); }
-  // By mask also where all lanes are stored: plain stores are 8 to 30 % slower on Zen 5 where a product writes y.
+  // Uses a mask even if all lanes are stored: plain stores made products up to 30 % slower on Zen 5.
   static void StoreSome(float* to, int64_t left, __m512 a) { _mm512_mask_storeu_ps(to, SomeLanes(left), a); }
 
   static __m512 MultiplyAdd(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
@@ -46,10 +46,10 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
   }
   static __m512 Exp2(__m512 a) {
-    // As in vectors.h, by instructions for its steps. Twice the coefficients: each step doubles, exactly.
+    // The algorithm of vectors.h with AVX-512 instructions. The coefficients are doubled, which is exact at each step.
     constexpr float kExp2[] = {2 * kHalfExp2[0], 2 * kHalfExp2[1], 2 * kHalfExp2[2],
                                2 * kHalfExp2[3], 2 * kHalfExp2[4], 2 * kHalfExp2[5]};
-    const __m512 fraction = _mm512_reduce_ps(a, 0);  // a - round(a), and 0 of -Inf
+    const __m512 fraction = _mm512_reduce_ps(a, 0);  // a - round(a); 0 for -Inf
     return _mm512_scalef_ps(Polynomial(fraction, kExp2), _mm512_sub_ps(a, fraction));
   }
   static float MaxOfLanes(__m512 a) { return _mm512_reduce_max_ps(a); }
@@ -58,7 +58,7 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
     return a;
   }
 
-  // Floats: between lanes.
+  // Floats between lanes.
   static void Transpose4(const float* from, int64_t row_bytes, float* to, int64_t to_row_bytes) {
     const auto row = [&](int64_t i) { return Load(AtByte(from, i * row_bytes)); };
     const auto pairs = [](__m512 a) { return _mm512_castps_pd(a); };
@@ -178,7 +178,7 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
   static void StoreBytes(uint8_t* to, __m512i a) { _mm512_storeu_si512(to, a); }
   static __m512i SetBytes(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
   static __m512i SubtractBytes(__m512i a, __m512i b) { return _mm512_sub_epi8(a, b); }
-  // By the shuffles of AVX2, a half at a time.
+  // Each half uses the shuffles of AVX2.
   static __m512i ExpandBytes(uint64_t mask, const uint8_t* stored, int) {
     return Halves(avx2::ExpandBytes(mask, stored, 0), avx2::ExpandBytes(mask, stored, 32));
   }
@@ -188,9 +188,8 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
   static __m512i ExpandBytesElse(int fill, uint64_t mask, const uint8_t* stored, int) {
     return Halves(avx2::ExpandBytesElse(fill, mask, stored, 0), avx2::ExpandBytesElse(fill, mask, stored, 32));
   }
-  // Four bytes repeated; 16 bytes repeated; of each 16, quad `which` (a constant where this is unrolled) repeated. In
-  // clang by name: it would take instructions of floats, whose results products of bytes wait for on Zen 4, and load
-  // each quad of 16 bytes anew.
+  // RepeatQuad(p), Repeat16(p) and RepeatQuad(a, which). clang gets the instructions by name: it would choose float
+  // instructions, whose results integer products wait for on Zen 4, and would reload each quad of 16 bytes.
 #ifdef __clang__
   static __m512i RepeatQuad(const void* from) {
     __m512i quads;
@@ -222,12 +221,12 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
   template <int kHalf>
   static __m512i SpreadBytes(__m512i a, __m512i positions) {
     const __m512i indices = _mm512_maddubs_epi16(positions, _mm512_set1_epi16(0x0102));
-    const __m512i index = kHalf == 0 ? indices : _mm512_srli_epi32(indices, 16);  // in the lowest bits
+    const __m512i index = kHalf == 0 ? indices : _mm512_srli_epi32(indices, 16);  // the index is in the lowest bits
     const __m512i table = LoadBytes(kSpreadControl.control[0]);
     const __m512i quad = _mm512_add_epi8(LoadBytes(kSpreadControl.quad), SetBytes(2 * kHalf));
     return _mm512_shuffle_epi8(a, _mm512_add_epi8(_mm512_permutexvar_epi32(index, table), quad));
   }
-  // Places ascend, so that each word can only go to one place of each half: its own or, swapped, the other's.
+  // Positions ascend, so each word goes to one position of each half: its own or, after the swap, the other one.
   template <int kHalf>
   static __m512i SpreadWords(__m512i a, __m512i positions) {
     const __m512i here = _mm512_set1_epi32((2 * kHalf + 1) << 16 | 2 * kHalf);
@@ -236,18 +235,18 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
     return _mm512_mask_mov_epi16(_mm512_maskz_mov_epi16(own, a), other, _mm512_rol_epi32(a, 16));
   }
 
-  // Dot products of bytes, as in avx2.h: |a| and b with the sign of a.
+  // Dot products of bytes, as in avx2.h: |a| times b with the sign of a.
   static constexpr uint32_t kInt8Bias = 0;
   static __m512i DotInt8(__m512i sums, __m512i a, __m512i b) {
     const __m512i with_sign = _mm512_mask_sub_epi8(b, _mm512_movepi8_mask(a), _mm512_setzero_si512(), b);
     return AddPairs(sums, _mm512_maddubs_epi16(_mm512_abs_epi8(a), with_sign));
   }
-  // Bytes up to 127, then the top bit: neither of the sums of two products can saturate.
+  // Multiply the low 7 bits, then the top bit, so that no sum of two products saturates.
   static __m512i DotQuad(__m512i sums, __m512i a, __m512i b) {
     sums = AddPairs(sums, _mm512_maddubs_epi16(AndBytes(a, SetBytes(0x7f)), b));
     return AddPairs(sums, _mm512_maddubs_epi16(AndBytes(a, SetBytes(0x80)), b));
   }
-  // Eight products of nibbles fit 16 bits: see avx2.h.
+  // Eight products of nibbles fit 16 bits, as in avx2.h.
   static constexpr bool kNarrowNibbleSums = true;
   static __m512i StartNibbleSums(__m512i) { return _mm512_setzero_si512(); }
   static __m512i DotNibbles(__m512i sums, __m512i nibbles, __m512i b) {
@@ -256,10 +255,10 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
   }
   static __m512i EndNibbleSums(__m512i sums, __m512i narrow) { return AddPairs(sums, narrow); }
 
-  // Rows of bytes
+  // Rows of bytes.
   using RowElement = uint8_t;
   using Quads = __m512i;
-  // Unpacks deal with 128 bits at a time: alone they interleave rows of 64 bytes, in an order of their own.
+  // Unpack instructions work within 128 bits, so rows of 64 bytes are interleaved in this target's own order.
   template <int kVectors>
   static void InterleaveRows(const uint8_t* const (&rows)[4], __m512i (&quads)[kVectors]) {
     if constexpr (kVectors == 4) {
@@ -268,7 +267,7 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
       const __m256i a = Load256(rows[0]), b = Load256(rows[1]), c = Load256(rows[2]), d = Load256(rows[3]);
       const __m256i low_ab = _mm256_unpacklo_epi8(a, b), high_ab = _mm256_unpackhi_epi8(a, b);
       const __m256i low_cd = _mm256_unpacklo_epi8(c, d), high_cd = _mm256_unpackhi_epi8(c, d);
-      // Each holds four quads of the first half of the rows, and four of the second.
+      // Each register holds four quads of the first half of the rows and four of the second half.
       const __m512i low = Halves(_mm256_unpacklo_epi16(low_ab, low_cd), _mm256_unpackhi_epi16(low_ab, low_cd));
       const __m512i high = Halves(_mm256_unpacklo_epi16(high_ab, high_cd), _mm256_unpackhi_epi16(high_ab, high_cd));
       quads[0] = _mm512_shuffle_i32x4(low, high, 0x88);
@@ -331,7 +330,8 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
     for (int v = 0; v < kVectors; ++v) sums[v] = DotQuad(sums[v], quads[v], four);
   }
 
-  // Tables: rows of 16 entries, looked up by the low four bits, of which the high four choose.
+  // Tables: 16 rows of 16 entries. The low four bits of a byte look up an entry of each row, the high four select the
+  // row.
   struct ByteTable {
     __m512i rows[16];
     explicit ByteTable(const uint8_t* entries) {
@@ -351,7 +351,7 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
     }
     return found[0];
   }
-  // Unpacks interleave within 128 bits: bytes are dealt to these eight or four at a time before.
+  // Unpack instructions interleave within 128 bits, so bytes are dealt in runs of eight or four first.
   template <int kParts>
   static __m512i DealBytes(__m512i a) {
     if constexpr (kParts == 2) return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), a);
@@ -388,7 +388,7 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
     return _mm512_shuffle_epi32(a, static_cast<_MM_PERM_ENUM>(kOrder));
 #endif
   }
-  // By hand: see AddPairs in avx2.h.
+  // Inline assembly for the reason given at AddPairs in avx2.h.
   static __m512i AddPairs(__m512i sums, __m512i words) {
     __asm__("vpaddd %1, %0, %0" : "+v"(sums) : "v"(_mm512_madd_epi16(words, _mm512_set1_epi16(1))));
     return sums;

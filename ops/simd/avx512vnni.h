@@ -1,4 +1,4 @@
-// AVX-512 with VNNI and without VBMI (Cascade Lake): the vectors of avx512bw.h, and exact dot products of bytes. Local
+// AVX-512 with VNNI but without VBMI (Cascade Lake): the vectors of avx512bw.h with exact dot products of bytes. Local
 // to each file that includes it.
 #pragma once
 
@@ -8,7 +8,7 @@ namespace ortolan::simd {
 namespace {
 
 struct avx512vnni : avx512bw {
-  // By hand: gcc 12 copies the sums around each of its own.
+  // Inline assembly: gcc 12 copies the sums around each intrinsic.
   static __m512i DotPair(__m512i sums, __m512i a, __m512i b) {
     __asm__("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
     return sums;
@@ -25,7 +25,7 @@ struct avx512vnni : avx512bw {
   static __m512i DotNibbles(__m512i sums, __m512i a, __m512i b) { return DotQuad(sums, a, b); }
   static __m512i EndNibbleSums(__m512i, __m512i sums) { return sums; }
 
-  // By hand, four in one piece: between pieces gcc 12 copies sums.
+  // Four products in one assembly statement: gcc 12 copies sums between statements.
   template <int kVectors>
   static void DotQuadWeights(__m512i (&sums)[kVectors], const __m512i (&quads)[kVectors], const QuadWeights& weights,
                              int output) {

@@ -1,9 +1,9 @@
-// AVX-VNNI: the vectors of avx2.h, and exact dot products of bytes. Local to each file that includes it.
+// AVX-VNNI: the vectors of avx2.h with exact dot products of bytes. Local to each file that includes it.
 #pragma once
 
 #include "simd/avx2.h"
 
-// Built with ORTOLAN_EVEX_VNNI, the same products run where AVX-512 VL and VNNI are, to be timed there.
+// ORTOLAN_EVEX_VNNI builds the same products in EVEX encoding, to time them on a CPU with AVX-512 VL and VNNI.
 #if defined(ORTOLAN_EVEX_VNNI)
 #define ORTOLAN_VPDPBUSD "vpdpbusd"
 #else
@@ -14,7 +14,7 @@ namespace ortolan::simd {
 namespace {
 
 struct avxvnni : avx2 {
-  // By hand: gcc 12 copies the sums around each of its own.
+  // Inline assembly: gcc 12 copies the sums around each intrinsic.
   static __m256i DotQuad(__m256i sums, __m256i a, __m256i b) {
     __asm__(ORTOLAN_VPDPBUSD " %2, %1, %0" : "+x"(sums) : "x"(a), "x"(b));
     return sums;
@@ -28,7 +28,7 @@ struct avxvnni : avx2 {
   static __m256i DotNibbles(__m256i sums, __m256i a, __m256i b) { return DotQuad(sums, a, b); }
   static __m256i EndNibbleSums(__m256i, __m256i sums) { return sums; }
 
-  // Rows of bytes
+  // Rows of bytes.
   using RowElement = uint8_t;
   static constexpr bool kDotsFewRows = false;
   using Quads = __m256i;

@@ -1,5 +1,4 @@
-// The 16 columns of a panel in the vectors of a target: 1 or more registers of each kind. Local to each file that
-// includes it.
+// The 16 columns of a panel, in one or more vector registers of each kind. Local to each file that includes it.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +25,7 @@ struct Columns {
     typename Simd::Bytes at[kRegisters];  // four of each column
   };
 
-  // {each(0), each(1), …}
+  // Return {each(0), each(1), …}.
   template <typename Out, typename Each>
   __attribute__((always_inline)) static Out Of(const Each& each) {
     return Of<Out>(each, std::make_integer_sequence<int, kRegisters>());
@@ -42,7 +41,7 @@ struct Columns {
   static void Store(float* to, const Floats& a) {
     for (int i = 0; i < kRegisters; ++i) Simd::Store(to + i * Simd::kLanes, a.at[i]);
   }
-  // The first `count` columns, zero behind them; no other memory is touched.
+  // Load the first `count` columns, zeros after them; no other memory is touched.
   static Floats LoadFirst(const float* from, int64_t count) {
     return Of<Floats>([&](int i) { return Simd::LoadSome(from + i * Simd::kLanes, count - i * Simd::kLanes); });
   }
@@ -61,11 +60,11 @@ struct Columns {
   static Floats MultiplyAdd(const Floats& a, const Floats& b, const Floats& c) {
     return Of<Floats>([&](int i) { return Simd::MultiplyAdd(a.at[i], b.at[i], c.at[i]); });
   }
-  // a: one number, in all lanes.
+  // a holds one value in all lanes.
   static Floats MultiplyAdd(typename Simd::Float a, const Floats& b, const Floats& c) {
     return Of<Floats>([&](int i) { return Simd::MultiplyAdd(a, b.at[i], c.at[i]); });
   }
-  // Column i plus column i + 8, of these i plus i + 4, then 2 and 1: one order, however many lanes there are.
+  // Add column i + 8 to column i, then i + 4, 2 and 1: the same order for any number of lanes.
   static float SumOfColumns(Floats a) {
 #pragma GCC unroll 4
     for (int half = kRegisters / 2; half > 0; half /= 2) {
@@ -74,7 +73,7 @@ struct Columns {
     }
     return Simd::SumOfLanes(a.at[0]);
   }
-  // A bit for each column that is not zero.
+  // A bit for each nonzero column.
   static uint32_t NonZero(const Floats& a) {
     uint32_t bits = 0;
     for (int i = 0; i < kRegisters; ++i) bits |= Simd::NonZero(a.at[i]) << (i * Simd::kLanes);
@@ -91,7 +90,7 @@ struct Columns {
   static Floats LoadInt8(const uint8_t* from) {
     return Of<Floats>([&](int i) { return Simd::LoadInt8(from + i * Simd::kLanes); });
   }
-  // a, in registers from here on: the compiler would load it again for each use.
+  // Keep a in registers from here on; the compiler would reload it for each use.
   static Floats Kept(const Floats& a) {
     return Of<Floats>([&](int i) { return Kept(a.at[i]); });
   }
@@ -99,7 +98,7 @@ struct Columns {
     if constexpr (Simd::kLanes == 1) return a;
     return Simd::Rounded(a);
   }
-  // Four rows of 16 numbers to 16 rows of four.
+  // Transpose four rows of 16 floats to 16 rows of four.
   static void Transpose4(const float* from, int64_t row_bytes, float* to, int64_t to_row_bytes) {
     for (int64_t column = 0; column < kColumns; column += Simd::kLanes) {
       Simd::Transpose4(from + column, row_bytes, to, to_row_bytes);
@@ -130,12 +129,12 @@ struct Columns {
   static void StoreBytes(uint8_t* to, const Bytes& a) {
     for (int i = 0; i < kRegisters; ++i) Simd::StoreBytes(to + i * kRegisterBytes, a.at[i]);
   }
-  // 64 places, the next stored bytes to those whose bit is set; expand: Simd's.
+  // Move the next stored bytes to the 64 positions whose bit is set; expand is the Simd function to use.
   template <typename Expand>
   static Bytes ExpandBytes(uint64_t mask, const uint8_t* stored, const Expand& expand) {
     return Of<Bytes>([&](int i) { return expand(mask, stored, static_cast<int>(i * kRegisterBytes)); });
   }
-  // Likewise 32 values of 2 bytes.
+  // Move the next 2-byte values to the 32 positions whose bit is set.
   static Bytes ExpandWords(uint64_t mask, const uint8_t* stored) {
     return Of<Bytes>([&](int i) { return Simd::ExpandWords(mask, stored, static_cast<int>(i * kRegisterBytes / 2)); });
   }

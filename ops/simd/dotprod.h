@@ -1,4 +1,4 @@
-// NEON with dot products of bytes (SDOT): the vectors of neon.h, products of quads in one instruction, and rows of
+// NEON with dot products of bytes (SDOT): the vectors of neon.h with one-instruction products of quads, and rows of
 // bytes. Local to each file that includes it.
 #pragma once
 
@@ -33,7 +33,7 @@ struct dotprod : neon {
   static int32x4_t DotNibbles(int32x4_t sums, int32x4_t nibbles, int32x4_t b) { return DotInt8(sums, nibbles, b); }
   static int32x4_t EndNibbleSums(int32x4_t, int32x4_t sums) { return sums; }
 
-  // Rows of bytes. Both factors of SDOT are signed: quads are bytes less 128, which turns the highest bit around.
+  // Rows of bytes. Both operands of SDOT are signed, so quads hold bytes less 128, which flips the top bit.
   using RowElement = uint8_t;
   using Quads = int32x4_t;
   static constexpr int32_t kQuadBias = 128;
@@ -94,7 +94,7 @@ struct dotprod : neon {
   }
 
  private:
-  // Byte i of quad j to place j of quad i.
+  // Move byte i of quad j to position j of quad i.
   static int32x4_t TransposeQuads(int32x4_t quads) {
     constexpr uint8_t kOrder[] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
     return IntOf(vqtbl1q_u8(BytesOf(quads), vld1q_u8(kOrder)));

@@ -1,4 +1,4 @@
-// Tables for expansion by shuffles, where a target has no instruction for it. Local to each file that includes it.
+// Tables for expansion by shuffles, for targets without an expand instruction. Local to each file that includes it.
 #pragma once
 
 #include <cstdint>
@@ -6,8 +6,8 @@
 namespace ortolan::simd {
 namespace {
 
-// For each byte of mask bits the control that moves the next stored value, of kBytes bytes, to every place whose bit is
-// set, and zero elsewhere (a control byte with its top bit set gives zero).
+// For each byte of mask bits, the shuffle control that moves the next stored value of kBytes bytes to every position
+// whose bit is set. Other positions get zero: their control byte has its top bit set.
 template <int kBytes>
 struct ExpandControls {
   constexpr ExpandControls() {

@@ -1,4 +1,4 @@
-// Denormal floats as zero, for a while. Local to each file that includes it.
+// Temporary flushing of denormal floats to zero. Local to each file that includes it.
 #pragma once
 
 #include <cstdint>
@@ -6,9 +6,9 @@
 namespace ortolan::simd {
 namespace {
 
-// From FlushDenormals to RestoreDenormals of what it gave, the thread takes and gives zeros, with their sign, for
-// denormal floats: as instructions for bf16 do whatever the thread's rule is. Loads and stores do not move across
-// either. Nothing here is RAII: kernels throw nothing, and a destructor would bring a weak symbol for it.
+// Between FlushDenormals and RestoreDenormals (which takes its result), the thread treats denormal inputs and results
+// as zeros with their sign, as bf16 instructions always do. Loads and stores do not move across either call. Not RAII:
+// kernels throw nothing, and a destructor would add a weak symbol.
 #if defined(__x86_64__)
 using DenormalRule = uint32_t;  // MXCSR
 inline void RestoreDenormals(DenormalRule rule) { __asm__ volatile("ldmxcsr %0" : : "m"(rule) : "memory"); }

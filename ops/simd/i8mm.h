@@ -1,5 +1,5 @@
-// NEON with dot products of unsigned and signed bytes (USDOT) and products of matrices of bytes (SMMLA, USMMLA): the
-// vectors of dotprod.h, and pairs of rows. Local to each file that includes it.
+// NEON with unsigned x signed dot products (USDOT) and products of byte matrices (SMMLA, USMMLA): the vectors of
+// dotprod.h with pairs of rows. Local to each file that includes it.
 #pragma once
 
 #include "simd/dotprod.h"
@@ -28,7 +28,7 @@ struct i8mm : dotprod {
     }
   }
 
-  // Pairs of rows
+  // Pairs of rows.
   static constexpr bool kRowPairs = true;
   template <int kHalf>
   static int32x4_t InterleaveQuads(int32x4_t a, int32x4_t b) {
@@ -52,7 +52,7 @@ struct i8mm : dotprod {
     return vreinterpretq_s32_u16(vuzp2q_u16(halves(low), halves(high)));
   }
 
-  // Rows of bytes
+  // Rows of bytes.
   static constexpr int32_t kQuadBias = 0;
   template <int kVectors>
   static void InterleaveRows(const uint8_t* const (&rows)[4], int32x4_t (&quads)[kVectors]) {

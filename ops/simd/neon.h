@@ -1,5 +1,5 @@
-// NEON as every 64-bit Arm CPU has it: vectors of floats, integers and bytes (target.h says what each function does).
-// Local to each file that includes it.
+// NEON, which every 64-bit Arm CPU has: vectors of floats, integers and bytes; target.h specifies each function. Local
+// to each file that includes it.
 #pragma once
 
 #include <arm_neon.h>
@@ -43,7 +43,7 @@ struct neon : Vectors<neon, neon_types> {
   }
 
   static float32x4_t MultiplyAdd(float32x4_t a, float32x4_t b, float32x4_t c) { return vfmaq_f32(c, a, b); }
-  // FMAX gives NaN where either is NaN, and +0 of zeros.
+  // FMAX returns NaN if either operand is NaN, and +0 for two zeros, so it cannot be used.
   static float32x4_t Max(float32x4_t a, float32x4_t b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
   static float32x4_t Min(float32x4_t a, float32x4_t b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
   static float32x4_t Abs(float32x4_t a) { return vabsq_f32(a); }
@@ -65,7 +65,7 @@ struct neon : Vectors<neon, neon_types> {
     return a;
   }
 
-  // Floats: between lanes.
+  // Floats between lanes.
   static void Transpose(float32x4_t (&a)[4]) {
     const float32x4_t even = vtrn1q_f32(a[0], a[1]), odd = vtrn2q_f32(a[0], a[1]);
     const float32x4_t even2 = vtrn1q_f32(a[2], a[3]), odd2 = vtrn2q_f32(a[2], a[3]);
@@ -168,7 +168,7 @@ struct neon : Vectors<neon, neon_types> {
     const uint8x16_t values = vld1q_u8(stored + 2 * __builtin_popcountll(mask & before));
     return IntOf(vqtbl1q_u8(values, vld1q_u8(kExpandWordControls.control[(mask >> first) & 0xff])));
   }
-  // The 16 bytes; quad `which` of them (a constant where this is unrolled) repeated.
+  // Repeat16(p) and RepeatQuad(a, which): `which` is a constant once the loop is unrolled.
   static int32x4_t Repeat16(const void* from) { return LoadInt(from); }
   static int32x4_t RepeatQuad(int32x4_t a, int which) {
     switch (which) {
@@ -192,11 +192,11 @@ struct neon : Vectors<neon, neon_types> {
   template <int kHalf>
   static int32x4_t SpreadBytes(int32x4_t a, int32x4_t positions) {
     const int32x4_t both = ShiftRightInt<16 * kHalf>(positions);
-    const int32x4_t index = AddInt(ShiftLeftInt<1>(both), ShiftRightInt<8>(both));  // in the lowest bits
+    const int32x4_t index = AddInt(ShiftLeftInt<1>(both), ShiftRightInt<8>(both));  // the index is in the lowest bits
     const uint8x16_t quad = vaddq_u8(vld1q_u8(kSpreadControl.quad), vdupq_n_u8(2 * kHalf));
     return IntOf(vqtbl1q_u8(BytesOf(a), vaddq_u8(LookupQuads(kSpreadControl.control[0], index), quad)));
   }
-  // Places ascend, so that each word can only go to one place of each half: its own or, swapped, the other's.
+  // Positions ascend, so each word goes to one position of each half: its own or, after the swap, the other one.
   template <int kHalf>
   static int32x4_t SpreadWords(int32x4_t a, int32x4_t positions) {
     const uint16x8_t here = vreinterpretq_u16_u32(vdupq_n_u32((2 * kHalf + 1) << 16 | 2 * kHalf));
@@ -206,10 +206,10 @@ struct neon : Vectors<neon, neon_types> {
     return vreinterpretq_s32_u16(vorrq_u16(own, other));
   }
 
-  // Dot products of bytes: the sums of two products fit 16 bits, 2 x 128 x 127.
+  // Dot products of bytes: sums of two products fit 16 bits (2 x 128 x 127).
   static constexpr uint32_t kInt8Bias = 0;
   static int32x4_t DotInt8(int32x4_t sums, int32x4_t a, int32x4_t b) { return vpadalq_s16(sums, PairSums(a, b)); }
-  // Eight products of nibbles fit 16 bits: see avx2.h.
+  // Eight products of nibbles fit 16 bits, as in avx2.h.
   static constexpr bool kNarrowNibbleSums = true;
   static int32x4_t StartNibbleSums(int32x4_t) { return vdupq_n_s32(0); }
   static int32x4_t DotNibbles(int32x4_t sums, int32x4_t nibbles, int32x4_t b) {
@@ -219,7 +219,7 @@ struct neon : Vectors<neon, neon_types> {
     return vpadalq_s16(sums, vreinterpretq_s16_s32(narrow));
   }
 
-  // Rows of words: lanes are tokens, weights come by lane.
+  // Rows of words: lanes are tokens, weights are selected by lane.
   using RowElement = int16_t;
   template <int kTokens>
   static constexpr int kRowWords = kTokens;
@@ -235,7 +235,7 @@ struct neon : Vectors<neon, neon_types> {
   static void StoreInputs(const int32x4_t (&tokens)[kTokens], int16_t* to) {
     static_assert(kTokens == 4 || kTokens == 8);
     const auto words = [&](int i) { return vreinterpretq_s16_s32(tokens[i]); };
-    // Named: to clang, stores of more than one vector are macros, and braces no argument of these.
+    // A named array: clang defines stores of several vectors as macros, which cannot take braces.
     if constexpr (kTokens == 4) {
       const int16x8x4_t all{{words(0), words(1), words(2), words(3)}};
       vst4q_s16(to, all);
@@ -250,7 +250,7 @@ struct neon : Vectors<neon, neon_types> {
   template <int kTokens>
   static void DotRows(int32x4_t (&sums)[kRowSums<kTokens>], const int16_t* const (&rows)[4], const int8_t* weights) {
     const int8x16_t bytes = vld1q_s8(weights);
-    const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_high_s8(bytes);  // of two outputs each
+    const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_high_s8(bytes);  // two outputs each
     AddRow<kTokens, 0>(sums, rows, low, high);
     AddRow<kTokens, 1>(sums, rows, low, high);
     AddRow<kTokens, 2>(sums, rows, low, high);
@@ -276,7 +276,7 @@ struct neon : Vectors<neon, neon_types> {
     return IntOf(vcombine_u8(low, high));
   }
 
-  // Tables: 64 entries an instruction, which gives zero, or what was there, outside of them.
+  // Tables: an instruction looks up 64 entries and returns zero, or keeps the destination, for other indices.
   struct ByteTable {
     uint8x16x4_t quarters[4];
     explicit ByteTable(const uint8_t* entries) {
@@ -330,26 +330,26 @@ struct neon : Vectors<neon, neon_types> {
     const uint32_t quad = vget_lane_u32(vreinterpret_u32_u8(bytes), 0);
     __builtin_memcpy(to, &quad, sizeof(quad));
   }
-  // The places of the bytes of quads with these indices, 0 … 63.
+  // The byte positions of the quads with these indices, 0 … 63.
   static uint8x16_t QuadsAt(int32x4_t indices) {
     return BytesOf(vmlaq_n_s32(vdupq_n_s32(0x03020100), indices, 0x04040404));
   }
-  // Of 16 quads, by the low 4 bits of each number.
+  // Look up 16 quads by the low 4 bits of each index.
   static uint8x16_t LookupQuads(const uint8_t* table, int32x4_t indices) {
     return vqtbl4q_u8(vld1q_u8_x4(table), QuadsAt(vandq_s32(indices, vdupq_n_s32(15))));
   }
-  // Of the low 16 bits of a mask: see expand_controls.h.
+  // The shuffle control for the low 16 bits of a mask (expand_controls.h).
   static uint8x16_t ExpandControl(uint64_t mask) {
     const uint8x8_t low = vld1_u8(kExpandByteControls.control[mask & 0xff]);
     const uint8x8_t high = vld1_u8(kExpandByteControls.control[(mask >> 8) & 0xff]);
     return vcombine_u8(low, vadd_u8(high, vdup_n_u8(static_cast<uint8_t>(__builtin_popcountll(mask & 0xff)))));
   }
-  // Of the products of bytes.
+  // Sums of pairs of byte products.
   static int16x8_t PairSums(int32x4_t a, int32x4_t b) {
     const int8x16_t x = vreinterpretq_s8_s32(a), y = vreinterpretq_s8_s32(b);
     return vpaddq_s16(vmull_s8(vget_low_s8(x), vget_low_s8(y)), vmull_high_s8(x, y));
   }
-  // The products of one input's row with its weights.
+  // Add the products of one input's row with its weights.
   template <int kTokens, int kInput>
   static void AddRow(int32x4_t (&sums)[kTokens], const int16_t* const (&rows)[4], int16x8_t low, int16x8_t high) {
     const int16_t* const row = rows[kInput];

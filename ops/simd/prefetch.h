@@ -8,12 +8,12 @@ namespace {
 
 constexpr int64_t kLineBytes = 64;
 
-// Asks for the cache lines of these bytes, which need not exist. Always inline: gcc 12 takes a function that does
-// nothing but this for one that does nothing, and drops its calls.
+// Prefetch the cache lines of a range that need not exist. Always inline: gcc 12 treats a function that only prefetches
+// as empty and drops its calls.
 __attribute__((always_inline)) inline void PrefetchLines(const uint8_t* from, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += kLineBytes) __builtin_prefetch(from + line);
 }
-// The same, to the second level of the cache.
+// Prefetch the range to the level-2 cache.
 __attribute__((always_inline)) inline void PrefetchForLater(const uint8_t* from, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += kLineBytes) __builtin_prefetch(from + line, 0, 2);
 }

@@ -1,4 +1,4 @@
-// One lane: the functions of target.h, on any CPU. Included by kernels only; local to each.
+// Vectors of one lane in portable C++; target.h specifies each function. Included by kernels only; local to each.
 #pragma once
 
 #include <cstddef>
@@ -33,9 +33,8 @@ struct scalar : Vectors<scalar, scalar_types> {
 #if defined(__aarch64__)
     return __builtin_fmaf(a, b, c);
 #else
-    // Without the instruction, by doubles: the product is exact. The sum, rounded to a double and then to a float, is
-    // wrong only where the double lies half way between two floats. (The C library's function changes the rounding mode
-    // there and back.)
+    // Computed in double: the product is exact. Rounding the sum to double and then to float is wrong only if the
+    // double is halfway between two floats. (The C library's fma would change the rounding mode.)
     const double product = static_cast<double>(a) * static_cast<double>(b);
     const double sum = product + static_cast<double>(c);
     const uint64_t bits = __builtin_bit_cast(uint64_t, sum);
@@ -61,7 +60,7 @@ struct scalar : Vectors<scalar, scalar_types> {
     return a;
   }
 
-  // Floats: between lanes.
+  // Floats between lanes.
   static void Transpose4(const float* from, int64_t row_bytes, float* to, int64_t) {
     for (int i = 0; i < 4; ++i) to[i] = Load(AtByte(from, i * row_bytes));
   }
@@ -93,14 +92,14 @@ struct scalar : Vectors<scalar, scalar_types> {
   static uint32_t SelectBits(uint32_t where, uint32_t a, uint32_t b) { return (where & a) | (~where & b); }
   static float LoadF16(const uint8_t* from) {
     const uint32_t bits = Get<uint16_t>(from);
-    // Inf and NaN keep their largest exponent, the others get 2^112 times their value: denormals too.
+    // Inf and NaN keep the largest exponent; all other values, denormals included, are scaled by 2^112.
     const uint32_t magnitude = (bits & 0x7fffu) << 13;
     const float value = (bits & 0x7c00u) == 0x7c00u ? __builtin_bit_cast(float, magnitude | 0x7f800000u)
                                                     : __builtin_bit_cast(float, magnitude) * 0x1p112f;
     return (bits & 0x8000u) != 0 ? -value : value;
   }
 
-  // Integers: arithmetic, modulo 2^32.
+  // Integers: arithmetic modulo 2^32.
   static void StoreInt8(void* to, uint32_t a) {
     const int32_t value = static_cast<int32_t>(a);
     *static_cast<int8_t*>(to) = static_cast<int8_t>(value < -128 ? -128 : value > 127 ? 127 : value);
@@ -120,7 +119,7 @@ struct scalar : Vectors<scalar, scalar_types> {
   static void StoreBytes(uint8_t* to, uint32_t a) { __builtin_memcpy(to, &a, sizeof(a)); }
   static uint32_t SetBytes(int value) { return 0x01010101u * static_cast<uint8_t>(value); }
   static uint32_t SubtractBytes(uint32_t a, uint32_t b) {
-    // Without the top bits nothing is borrowed from the next byte.
+    // With the top bits masked, no byte borrows from the next one.
     return ((a | 0x80808080u) - (b & 0x7f7f7f7fu)) ^ ((a ^ ~b) & 0x80808080u);
   }
   static uint32_t ExpandBytes(uint64_t mask, const uint8_t* stored, int first) {
@@ -149,7 +148,7 @@ struct scalar : Vectors<scalar, scalar_types> {
     return static_cast<uint32_t>(Spread<16>(a, positions) >> (32 * kHalf));
   }
   static constexpr uint32_t kInt8Bias = 0;
-  // A function of its own: a panel has sixteen in each row, and gcc 12 takes a minute for all of them in one.
+  // Not inlined: a panel has sixteen of them per row, and gcc 12 needs a minute to compile them in one function.
   [[gnu::noinline]] static uint32_t DotInt8(uint32_t sums, uint32_t a, uint32_t b) {
     for (int i = 0; i < 32; i += 8) {
       sums += static_cast<uint32_t>(static_cast<int8_t>(a >> i) * static_cast<int8_t>(b >> i));
@@ -158,17 +157,18 @@ struct scalar : Vectors<scalar, scalar_types> {
   }
 
  private:
-  // a + b as a float, from a double that is rounded to odd: it has all that the next rounding must know. Zero is exact.
+  // a + b as a double rounded to odd, then as a float: rounding to odd keeps what the second rounding needs. Zero is
+  // exact.
   [[gnu::noinline]] static float RoundToOdd(double a, double b) {
     const double sum = a + b;
     const double added = sum - a;
     const double lost = (a - (sum - added)) + (b - added);
     uint64_t bits = __builtin_bit_cast(uint64_t, sum);
-    const bool inexact = lost > 0 || lost < 0;  // no NaN
+    const bool inexact = lost > 0 || lost < 0;  // false for NaN
     if (inexact && bits % 2 == 0) bits += (lost > 0) == (sum > 0) ? 1 : ~uint64_t{0};
     return static_cast<float>(__builtin_bit_cast(double, bits));
   }
-  // Two numbers to their places of four.
+  // Move two values to their positions of four.
   template <int kBits>
   [[gnu::noinline]] static uint64_t Spread(uint32_t a, uint32_t positions) {
     constexpr uint64_t kAll = (uint64_t{1} << kBits) - 1;
@@ -180,7 +180,7 @@ struct scalar : Vectors<scalar, scalar_types> {
     __builtin_memcpy(&value, from, sizeof(value));
     return value;
   }
-  // A function of its own: see DotInt8.
+  // Not inlined, as DotInt8.
   template <typename Value>
   [[gnu::noinline]] static uint32_t Expand(Value fill, uint64_t mask, const uint8_t* stored, int first) {
     stored += sizeof(Value) * static_cast<size_t>(__builtin_popcountll(mask & ((uint64_t{1} << first) - 1)));

@@ -1,4 +1,4 @@
-// Tables for SpreadBytes by shuffles. Local to each file that includes it.
+// Shuffle tables for SpreadBytes. Local to each file that includes it.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 namespace ortolan::simd {
 namespace {
 
-// Of pairs of bytes that go to places a < b of a quad. A pair has the number 2 a + b: none has another's.
+// Pairs of bytes move to positions a < b of a quad. 2 a + b identifies a pair uniquely.
 struct SpreadControl {
   constexpr SpreadControl() {
     for (int b = 1; b < 4; ++b) {
@@ -17,9 +17,10 @@ struct SpreadControl {
     }
     for (int i = 0; i < 64; ++i) quad[i] = static_cast<uint8_t>(i % 16 / 4 * 4);
   }
-  // For each pair's number the bytes of the pair at places 0 … 3; none: the control of a shuffle with its top bit set.
+  // For each pair, the source byte of positions 0 … 3; positions that get no byte have the top bit of their control
+  // set.
   alignas(64) uint8_t control[16][4] = {};
-  alignas(64) uint8_t quad[64] = {};  // where the quad begins, within 16 bytes
+  alignas(64) uint8_t quad[64] = {};  // offset of the quad within 16 bytes
 };
 constexpr SpreadControl kSpreadControl;
 

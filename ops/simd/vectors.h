@@ -1,5 +1,5 @@
-// What the vectors of all targets do alike, by operators of C++ or by other functions of the target; a target may have
-// something better of the same name. target.h says what each function does. Local to each file that includes
+// Vector functions shared by all targets, written with C++ operators or other functions of the target. A target may
+// replace one by a better version of the same name. target.h specifies each function. Local to each file that includes
 // it.
 #pragma once
 
@@ -8,8 +8,8 @@
 namespace ortolan::simd {
 namespace {
 
-// Target: the struct derived from this. Types: its Float and Int, and the lanes of Int as numbers, Unsigned and Signed,
-// whose sums wrap around.
+// Target is the struct derived from this one. Types gives its Float and Int, and Unsigned and Signed, the integer types
+// of Int's lanes, whose sums wrap around.
 template <typename Target, typename Types>
 struct Vectors : Types {
   using typename Types::Float;
@@ -31,15 +31,15 @@ struct Vectors : Types {
   static Float Multiply(Float a, Float b) { return a * b; }
   static Float Divide(Float a, Float b) { return a / b; }
   static Float Exp2(Float a) {
-    // Adding 1.5 x 2^23 leaves the sum rounded to an integer in the low bits; 128 makes of it an exponent's bits plus
-    // 1, and is even: halves are rounded as the integers are.
+    // Adding 1.5 x 2^23 leaves the sum rounded to an integer in the low bits. Adding 128 as well makes it an exponent
+    // field plus 1; 128 is even, so ties round the same way.
     const Float magic = Target::Set(12582912.0f + 128.0f);
     const Float most = Target::Max(Target::Set(-128.0f), a);
     const Float shifted = Target::Add(most, magic);
     const Float fraction = Target::Subtract(most, Target::Subtract(shifted, magic));
     return Multiply(Polynomial(fraction, kHalfExp2), ExponentFromLowBits(shifted));
   }
-  // 2^f / 2 for |f| <= 1/2, minimax with the constant fixed: relative error 1.9 x 2^-24.
+  // 2^f / 2 for |f| <= 1/2: a minimax polynomial with a fixed constant term, relative error 1.9 x 2^-24.
   static constexpr float kHalfExp2[] = {0x1p-1f,        0x1.62e42ap-2f, 0x1.ebf9bcp-4f,
                                         0x1.c6b752p-6f, 0x1.3cea88p-8f, 0x1.5bba14p-11f};
   template <int kTerms>
@@ -52,12 +52,12 @@ struct Vectors : Types {
 
   // a b is not rounded.
   static Float Exp2OfProduct(Float a, Float b) {
-    // Adding 1.5 x 2^23 leaves the sum rounded to an integer in the low bits; 127 is the bias of float32's exponent.
-    // -127 meets exponent bits of zero: the flush to zero costs nothing.
+    // Adding 1.5 x 2^23 leaves the sum rounded to an integer in the low bits; 127 is the exponent bias of float32. -127
+    // gives an exponent field of zero, so flushing to zero needs no extra step.
     const Float magic = Target::Set(12582912.0f + 127.0f);
     const Float shifted = Target::MultiplyAdd(a, b, magic);
     const Float fraction = Target::MultiplyAdd(a, b, Subtract(magic, shifted));
-    // 2^f for |f| <= 1/2, minimax with the constant fixed at 1: relative error 0.05 x 2^-24.
+    // 2^f for |f| <= 1/2: a minimax polynomial with constant term 1, relative error 0.05 x 2^-24.
     constexpr float kExp2[] = {1.0f,           0x1.62e430p-1f,  0x1.ebfbdcp-3f, 0x1.c6af7cp-5f,
                                0x1.3b2de0p-7f, 0x1.5f082ep-10f, 0x1.416b52p-13f};
     return Multiply(Polynomial(fraction, kExp2), ExponentFromLowBits(shifted));
@@ -108,14 +108,13 @@ struct Vectors : Types {
     const Int lowest = AndInt(ShiftRightInt<16>(bits), Target::SetInt(1));
     const Int rounded = AddInt(bits, AddInt(lowest, Target::SetInt(0x7fff)));
     const Int quiet = OrInt(bits, Target::SetInt(0x00400000));
-    // What is no NaN is more than -1 without its sign.
+    // Without its sign, every value but NaN is greater than -1.
     const Float chosen = Target::SelectLess(Target::Set(-1.0f), Target::Abs(a), FloatOf(rounded), FloatOf(quiet));
     return OddBf16(BitsOf(chosen));
   }
 
-  // Bytes.
-  using Eight = Bytes;  // eight bytes, and
-  using Four = Float;   // four floats, as often as they fit
+  using Eight = Bytes;  // eight bytes, repeated to fill a register
+  using Four = Float;   // four floats, repeated to fill a register
   static Bytes LoadBytes(const uint8_t* from) { return Target::LoadInt(from); }
   static Bytes RepeatQuad(const void* from) {
     int32_t quad;
@@ -139,7 +138,7 @@ struct Vectors : Types {
   static constexpr bool kRowPairs = false;
   static constexpr bool kConvertsInt8 = false;
 
-  // Lists of the bits that are set in a mask.
+  // Lists of the set bits of a mask.
   template <typename Element>
   static int64_t ListBits(uint64_t bits, Element first, Element* list) {
     int64_t count = 0;

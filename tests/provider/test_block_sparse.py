@@ -200,7 +200,7 @@ def test_without_vnni_they_are_taken_where_they_are_faster(isa: str, taken: list
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [zeros for zeros, reason in found.items() if not reason] == taken
-    more = ", but for those of which 80 % lie in blocks of zeros, of 4 x 1" if isa == "avx2" else ""
+    more = ", unless 80 % of the weights are in zero blocks of 4 x 1" if isa == "avx2" else ""
     reasons = {reason for zeros, reason in found.items() if zeros not in taken}
     assert reasons == {f"without VNNI instructions ONNX Runtime's int8 layers are faster{more}"}
 
@@ -388,9 +388,9 @@ def compiled(tmp_path: Path) -> Path:
         ({"part0__n": 9}, "scales have 10 elements, expected 9"),
         ({"part0__values__bytes": 80}, "values have 80 elements, expected 96 for 24 indices"),
         ({"part0__values__bytes": -1}, "."),
-        ({"part0__values__first": 1 << 40}, "numbers of 1 bytes lie in"),
+        ({"part0__values__first": 1 << 40}, "a section of 1-byte elements"),
         ({"part0__indices__bytes": 46}, "indices have 23 elements, expected a multiple of 4"),
-        ({"part0__indices__bytes": 47}, "numbers of 2 bytes lie in 47 bytes"),
+        ({"part0__indices__bytes": 47}, "a section of 2-byte elements has 47 bytes"),
         ({"part0__starts__bytes": 24}, "starts have 3 elements, expected 4"),
         ({"part0__scales__bytes": 36}, "scales have 9 elements, expected 10"),
         ({"part0__bias__bytes": 4}, "a bias has 1 numbers, expected 10"),

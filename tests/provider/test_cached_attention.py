@@ -263,7 +263,7 @@ LEFT: dict[str, tuple[onnx.NodeProto, dict[str, Any], str]] = {
     "another width": (
         ROTARY.node(),
         {"value": (FLOAT, ["batch", "rows", 30])},
-        "its value 'value' is 30 wide, expected heads of one width, as many as num_heads and kv_num_heads say",
+        "its value 'value' is 30 wide, expected heads of one width, counted by num_heads and kv_num_heads",
     ),
     "another rank": (
         ROTARY.node(),

@@ -281,9 +281,9 @@ LARGE = 1 << 40
         ({"mask0__axis2": 10}, "a mask of shape .* has 81 numbers"),
         ({"mask0__axis0": 1 << 62, "mask0__axis1": 4}, "a mask of shape .* has 81 numbers"),
         ({"mask0__numbers__bytes": 80 * 4}, "a mask of shape .* has 80 numbers"),
-        ({"mask0__numbers__bytes": 81 * 4 - 1}, "numbers of 4 bytes lie in 323 bytes"),
-        ({"mask0__numbers__first": 1}, "numbers of 4 bytes lie in"),
-        ({"mask0__numbers__first": LARGE}, "numbers of 4 bytes lie in"),
+        ({"mask0__numbers__bytes": 81 * 4 - 1}, "a section of 4-byte elements has 323 bytes"),
+        ({"mask0__numbers__first": 1}, "a section of 4-byte elements"),
+        ({"mask0__numbers__first": LARGE}, "a section of 4-byte elements"),
         ({"mask0__is_cut": 2}, "a flag is 2"),
     ],
 )

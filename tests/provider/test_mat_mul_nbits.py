@@ -187,7 +187,7 @@ def log_of(model: onnx.ModelProto, capfd: pytest.CaptureFixture[str]) -> str:
         ({"accuracy_level": 3}, "its accuracy_level is 3"),
         ({"g_idx": np.arange(64, dtype=np.int32)[::-1] // 32}, "not in order"),
         ({"scales": np.full((20, 2), np.inf, np.float32)}, "its scales hold NaN, infinity"),
-        ({"scales": np.full((20, 2), 1e38, np.float32)}, "numbers that make weights overflow"),
+        ({"scales": np.full((20, 2), 1e38, np.float32)}, "values that make weights overflow"),
     ],
     ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
 )

@@ -152,7 +152,10 @@ def scales_of_inputs() -> onnx.ModelProto:
     return model
 
 
-RANGE = "its input's range is none of 8 bits and constant numbers above 0, or others take its 8-bit numbers as they are"
+RANGE = (
+    "its input must be 8-bit quantized with a constant positive scale, and its quantized value must have no other "
+    "consumer"
+)
 NUMBERS = "its numbers do not only become floats behind it, by the range that it has"
 ROWS = np.ones((9, N), np.float32)
 REFUSED: dict[str, tuple[Models, str, str]] = {
@@ -168,7 +171,7 @@ REFUSED: dict[str, tuple[Models, str, str]] = {
         "its input is rounded to a fixed range, and not only layers that are taken read that",
     ),
     "numbers of another layer": (
-        numbers_of_another_layer, "second", "another layer makes its numbers, and no floats lie in between"
+        numbers_of_another_layer, "second", "its input is the 8-bit output of another layer, without floats in between"
     ),
     "a computed bias": (computed_bias, "linear", "its bias is computed at run time"),
     "a bias a row": (
@@ -190,7 +193,7 @@ REFUSED: dict[str, tuple[Models, str, str]] = {
     "a computed weight": (computed_weight, "linear", "its weight is computed at run time, not constant"),
     "scales of 0": (
         with_tensors("qlinear", scales=np.zeros(N, np.float32)), "linear",
-        "its weight has a scale of 0, expected numbers above 0; quantize the model again",
+        "its weight has a scale of 0, expected positive scales; quantize the model again",
     ),
 }  # fmt: skip
 

@@ -290,7 +290,7 @@ LARGE = 1 << 40
         ({"weight__bytes": 0}, "a normalization has 0 weights, 24 numbers"),
         ({"weight__bytes": 23 * 4}, "a normalization has 23 weights, 24 numbers"),
         ({"shift__bytes": 25 * 4}, "a normalization has 24 weights, 25 numbers"),
-        ({"shift__first": LARGE}, "numbers of 4 bytes lie in"),
+        ({"shift__first": LARGE}, "a section of 4-byte elements"),
         ({"operands": 0}, "a normalization is of a sum of 0, expected 1 to 3"),
         ({"operands": 4}, "a sum of 4, expected 1 to 3"),
         ({"operands": -1}, "a sum of -1"),

@@ -1,5 +1,4 @@
-// bf16 weights as the loops read them (panel_loop.h, amx_loop.h say what that takes). Included by bf16_kernels.cc only;
-// local to each.
+// bf16 weights for the loops (requirements: panel_loop.h, amx_loop.h). Included by bf16_kernels.cc only; local to each.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +11,7 @@
 namespace ortolan {
 namespace {
 
-// Products of pairs of bf16, as floats: the even inputs of each pair, then the odd ones.
+// Products of pairs of bf16 as floats: first the even inputs of each pair, then the odd ones.
 template <typename Simd>
 struct Bf16Products {
   using Columns = simd::Columns<Simd>;
@@ -21,7 +20,7 @@ struct Bf16Products {
   static constexpr int kInputsTogether = 8;
   using Row = typename Columns::Bytes;
   static constexpr int64_t kStoredBytes = 64;
-  // Six rows of 16 columns on AVX2: a product waits four cycles for the last sum, and two begin in each.
+  // Six rows of 16 columns on AVX2: a product waits four cycles for the previous sum, and two products start per cycle.
   static constexpr int kRowBlock = Simd::kRegisters == 16 ? RowsWithSumsIn<Simd>(12) : kHalfOfRegisters<Simd>;
 
   static void Round(const float* x, int64_t left, float* to) {
@@ -52,7 +51,7 @@ struct Bf16Products {
   struct Held {};
 };
 
-// Activations where an instruction multiplies bf16.
+// Activations for targets with bf16 products.
 template <typename Simd>
 struct RoundedToBf16 {
   using Activation = uint16_t;
@@ -68,7 +67,7 @@ struct RoundedToBf16 {
   }
 };
 
-// Pairs as they are, where there is an instruction for their products.
+// Pairs of bf16, multiplied by one instruction.
 template <typename Simd>
   requires Simd::kDotBf16
 struct Bf16Products<Simd> : RoundedToBf16<Simd> {
@@ -116,7 +115,7 @@ struct Bf16Weights : Bf16Products<Simd> {
   static constexpr bool kStoredTiles = kDense;
   static constexpr bool kHasGroups = false;
   static constexpr bool kNibbles = false;
-  static constexpr bool kBuffered = true;  // dense too: both storages add in one order
+  static constexpr bool kBuffered = true;  // dense storage too, so both storages add in one order
   static constexpr int kRowInputs = 2;
   static constexpr bool kFloatSums = true;
   static constexpr bool kRowsApart = Products::kRowBlock == 1;
@@ -146,7 +145,7 @@ struct Bf16Weights : Bf16Products<Simd> {
   static void EndSums(const Output& output, int row, const Sums& sums) {
     output.StoreWithBias(row, End(sums));
   }
-  // Zero is +0, whether products of it were added, with whatever sign, or left out as in 2:4 storage.
+  // A zero is +0, whether products of either sign were added to it or, in 2:4 storage, left out.
   static Sums End(const Sums& sums) { return Columns::Add(sums, Zero()); }
   static Sums LoadSums(const void* from) { return Columns::Load(static_cast<const float*>(from)); }
   static void StoreSums(void* to, const Sums& sums) { Columns::Store(static_cast<float*>(to), sums); }
@@ -163,7 +162,7 @@ struct Bf16Weights : Bf16Products<Simd> {
     Sums End(const Sums& total, int) const { return Bf16Weights::End(total); }
   };
 
-  // In the order of activations.h.
+  // Pack in the order of activations.h.
   static void PackRows(const Weight& w, const float* x, int64_t x_row_bytes, int64_t m, int64_t row_block,
                        void* packed) {
     using Activation = typename Products::Activation;
@@ -187,9 +186,8 @@ struct Bf16Weights : Bf16Products<Simd> {
   }
 };
 
-// With the sums of tile products (simd/amx_tiles.h), for rows of x that are packed for them, one behind the other: of
-// each span a sum over the even inputs and one over the odd ones, and both together are added to the total. The caller
-// has denormals flushed.
+// Adds in the order of tile products (simd/amx_tiles.h), for contiguous packed rows of x: for each span one sum over
+// even inputs and one over odd inputs, then both together are added to the total. The caller must flush denormals.
 template <typename Simd, Storage kStorage>
 struct Bf16TileOrder : Bf16Weights<Simd, kStorage> {
   using Columns = simd::Columns<Simd>;
@@ -198,7 +196,7 @@ struct Bf16TileOrder : Bf16Weights<Simd, kStorage> {
   static constexpr bool kRowsApart = true;
 
   struct Sums {
-    Floats even, odd;  // between spans: the total, and nothing
+    Floats even, odd;  // between spans: the total, and zero
   };
   template <typename Output>
   static Sums StartSums(const Output& output) {
@@ -222,14 +220,14 @@ struct Bf16TileOrder : Bf16Weights<Simd, kStorage> {
   }
 };
 
-// Four activations meet two weights of each column, in the order of the expanded pairs.
+// Each four activations meet two weights of each column, in the order of the expanded pairs.
 template <typename Simd, typename Kind>
 struct TwoFourBf16Row : TwoFourRow<Simd, Kind> {
   using Columns = simd::Columns<Simd>;
   using Activation = typename Kind::Activation;
   using Sums = typename Kind::Sums;
   using Row = typename TwoFourRow<Simd, Kind>::Row;
-  static constexpr int kHeldOfPanel = 0;  // places are in memory where registers are few
+  static constexpr int kHeldOfPanel = 0;  // with few registers, positions are read from memory
 
   struct Stream : TwoFourRows<Simd, kBf16Bitmap> {
     using TwoFourRows<Simd, kBf16Bitmap>::TwoFourRows;
@@ -255,12 +253,12 @@ struct TwoFourBf16Row : TwoFourRow<Simd, Kind> {
     return Columns::template Of<Sums>([&](int i) {
       const auto picked = Simd::PickWords(eight, row.positions.at[i]);
       const auto first = Simd::LowPositions(row.weights.at[i], row.positions.at[i]);
-      const auto second = Simd::XorBytes(row.weights.at[i], first);  // the others
+      const auto second = Simd::XorBytes(row.weights.at[i], first);  // the other words
       return Simd::DotBf16(Simd::DotBf16(sums.at[i], first, picked), second, picked);
     });
   }
 
-  // Not one that holds an Inf or a NaN: where no weight is stored it would meet none, and leave no NaN behind.
+  // Refuses rows that hold an Inf or a NaN: where no weight is stored they would meet no weight and leave no NaN.
   static bool TakesRow(const void* x, int64_t padded_k) {
     const Activation* const row = static_cast<const Activation*>(x);
     if constexpr (Simd::kDotBf16) {

@@ -1,6 +1,6 @@
-// bf16 weights where products of matrices take them (pairs_loop.h): an instruction adds the products of inputs 0 and 1
-// to each other, then to the sum, then likewise those of inputs 2 and 3. Any number of rows of x goes this way, one row
-// too: sums have one order. Included by bf16_kernels.cc only; local to each.
+// bf16 weights for targets with matrix products (pairs_loop.h). An instruction adds the products of inputs 0 and 1 to
+// each other, then to the sum, and does the same with inputs 2 and 3. Sums have this order for any number of rows of x,
+// one row included. Included by bf16_kernels.cc only; local to each.
 #pragma once
 
 #include "matmul/weights/bf16.h"
@@ -20,7 +20,7 @@ struct Bf16Products<Simd> : RoundedToBf16<Simd> {
   }
 };
 
-// One row, too.
+// Also for one row.
 template <typename Simd>
   requires Simd::kRowPairs
 struct FewRowsKindOf<Bf16Weights<Simd, Storage::kTwoFour>> {

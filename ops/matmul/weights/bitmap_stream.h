@@ -1,5 +1,5 @@
-// The stored rows of bf16 and int8 weights of a panel, one after another, each of 64 bytes with its zeros. Included by
-// the headers beside it.
+// Reads the stored rows of bf16 and int8 weights of a panel, each expanded to 64 bytes with its zeros. Included by the
+// headers beside it.
 #pragma once
 
 #include <cstdint>
@@ -22,10 +22,10 @@ Mask LoadMask(const uint8_t* masks, int row) {
 }
 
 constexpr int64_t kSpanMaskBytes = kSpanInputs * kPanelColumns / 8;
-// Of a panel's masks, those for as long as memory takes.
+// Bytes of a panel's masks to prefetch first: enough to cover the memory latency.
 constexpr int64_t kFirstMaskBytes = 8 * kSpanMaskBytes;
 
-// Bytes of a panel's int8 or int4 values that a span takes on average.
+// Average bytes of a panel's int8 or int4 values per span.
 inline int64_t SpanBytes(const BitmapWeight& w, int64_t panel) {
   return w.view.IsDense()
              ? 0
@@ -46,8 +46,8 @@ class BitmapStream {
         block_ahead_(ahead.weight_blocks),
         burst_bytes_(kWords ? 0 : SpanBytes(w, panel) * 5 / 4 + kLineBytes) {}
 
-  // Bytes: all lines of a span at once, which keeps memory busier than one at a time, and enough of them that a span
-  // with more values than others leaves no line out.
+  // For bytes, prefetch all lines of a span at once, which keeps memory busier than one at a time. The count covers
+  // spans with more values than average.
   template <Fetch kFetch>
   void StartSpan() const {
     if constexpr (!kDense) {
@@ -77,12 +77,12 @@ class BitmapStream {
   void EndSpan() {
     if constexpr (!kDense) masks_ += kSpanMaskBytes;
   }
-  // Asks for what StartSpan and Next have not asked for when the first spans come.
+  // Prefetch what StartSpan and Next do not, before the first spans are read.
   void PrefetchFirst() const {
     PrefetchLines(values, ahead_);
     if constexpr (!kDense) PrefetchLines(masks_, kFirstMaskBytes);
   }
-  // To where the other stream of the panel is.
+  // Move to the position of another stream of the panel.
   void MoveTo(const BitmapStream& other) {
     values = other.values;
     masks_ = other.masks_;

@@ -1,5 +1,5 @@
-// Weights in groups, of 4 and of 8 bits, and their activations, as the loops read them: what the headers beside it,
-// group_int4.h and group_int8.h, share. Local to each file that includes them.
+// Weights in groups of 4 and 8 bits, and their activations, for the loops: the common part of group_int4.h and
+// group_int8.h. Local to each file that includes them.
 #pragma once
 
 #include "matmul/group_weight.h"
@@ -8,14 +8,15 @@
 namespace ortolan {
 namespace {
 
-// What stands behind the q of r packed rows: for each of them
+// Stored after the q of r packed rows, for each of them:
+//
 //     scales       f32 [groups][r]   NaN for a group that is not finite, whose q are zero
 //     minus_sums   i32 [groups][r]   - (sum of q), for zero points other than 8: at most 128 x 127, an int16
-//     scaled_sums  f32 [groups][r]   where weights take them: scale x (sum of q)
-//     starts       i32 [groups][r]   - (bias of the weights) x (sum of q): where sums begin, to end as those of q w
-//                  or, where a target adds nibbles up in 16 bits, i16 [chunks][r][2]: the same of inputs 0 and 1 of the
-//                  quads of a chunk (group_weight.h), and of 2 and 3. What words lose on the way they have again at the
-//                  end, for that fits.
+//     scaled_sums  f32 [groups][r]   if weights need them: scale x (sum of q)
+//     starts       i32 [groups][r]   - (bias of the weights) x (sum of q): initial sums, which cancel the bias
+//                  or, if a target sums nibbles in 16 bits, i16 [chunks][r][2]: the same for inputs 0 and 1 of the
+//                  quads of a chunk (group_weight.h), and for inputs 2 and 3. Words may wrap around on the way; the
+//                  final value fits.
 struct GroupRowTerms {
   GroupRowTerms(const void* end_of_q, int64_t count, bool scaled)
       : scales(static_cast<const float*>(end_of_q)),
@@ -29,8 +30,9 @@ struct GroupRowTerms {
   const int32_t* starts;
 };
 
-// What the ends of a panel's groups take. Of(group) loads it: flat structs, made register by register, for gcc puts
-// others together in memory. Always inline: gcc makes a function of what many copies of a loop call for each group.
+// The values that end the groups of a panel. Of(group) loads them as flat structs, register by register, because gcc
+// assembles other structs in memory. Always inline: gcc would make a function of it, as many copies of a loop call it
+// for each group.
 template <typename Simd>
 struct GroupScales {
   using Columns = simd::Columns<Simd>;
@@ -47,13 +49,13 @@ struct GroupScales {
   __attribute__((always_inline)) OfGroup Of(int64_t group) const {
     return {Columns::template Of<Floats>([&](int i) { return Load(scales, group, i); })};
   }
-  // Always inline: see PrefetchLines.
+  // Always inline, for the reason given at PrefetchLines.
   __attribute__((always_inline)) void Prefetch(int64_t begin, int64_t end) const {
     PrefetchLines(scales + begin * kPanelColumns * Bytes(), (end - begin) * kPanelColumns * Bytes());
   }
 
   int64_t Bytes() const { return is_f16 ? 2 : 4; }
-  // Register i of a row of scales, or of what has their type.
+  // Register i of a row of scales, or of values of their type.
   __attribute__((always_inline)) typename Simd::Float Load(const uint8_t* from, int64_t group, int i) const {
     const int64_t first = group * kPanelColumns + i * Simd::kLanes;
     return is_f16 ? Simd::LoadF16(from + 2 * first) : Simd::Load(reinterpret_cast<const float*>(from + 4 * first));
@@ -79,7 +81,7 @@ struct GroupWeights : Rows {
     return Columns::template Of<Ints>([&](int i) { return Simd::DotPair(sums.at[i], words.at[i], ones); });
   }
 
-  // Neither zero points nor minimums.
+  // Takes weights without zero points and minimums.
   static bool Takes(const Weight& w) { return w.view.zero_points == nullptr && w.view.minimums == nullptr; }
   static int64_t Group(const Weight& w) { return w.view.group; }
   static int64_t PackedRowBytes(const Weight& w) { return w.PackedRowBytes(); }
@@ -105,7 +107,7 @@ struct GroupWeights : Rows {
     Floats End(const Floats& total, int64_t) const { return total; }
   };
 
-  // Where the words of a chunk begin.
+  // The initial words of a chunk.
   static int32_t Words(const InputSums& sums) {
     constexpr uint32_t kBias = Rows::kBias;
     const uint32_t low = 0 - kBias * static_cast<uint32_t>(sums.all - sums.upper);
@@ -113,10 +115,12 @@ struct GroupWeights : Rows {
     return static_cast<int32_t>((low & 0xffff) | high << 16);
   }
 
-  // In a block of r rows
+  // A block of r rows is
+  //
   //     q  i8   in the order of activations.h
-  //     GroupNumbers
-  // One order for all kinds of a weight, but for scaled_sums.
+  //     GroupRowTerms
+  //
+  // All kinds of a weight share this order, except for scaled_sums.
   static void PackRows(const Weight& w, const float* x, int64_t x_row_bytes, int64_t m, int64_t row_block,
                        void* packed) {
     const int64_t padded_k = Rows::PaddedK(w);
@@ -132,7 +136,7 @@ struct GroupWeights : Rows {
         const int64_t begin = g * group;
         const int64_t length = w.k - begin < group ? w.k - begin : group;
         const RowScale scale = ScaleOf<Simd>(row + begin, length);
-        // The last group ends with the padding.
+        // The last group includes the padding.
         const int64_t end = g + 1 == groups ? padded_k : begin + group;
         const int64_t part = Rows::kNarrowChunks ? w.ChunkInputs() : end - begin;
         int32_t sum = 0;

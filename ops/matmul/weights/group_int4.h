@@ -1,5 +1,5 @@
-// int4 weights in groups, as the loops read them: symmetric ones, with whole zero points, and with minimums or
-// fractions, a kind each, for the ends of short groups have no time to ask. Included by group_int4_kernels.cc only;
+// int4 weights in groups for the loops: symmetric, with integer zero points, and with minimums or fractions. Each is a
+// separate kind, because the ends of short groups leave no time for a branch. Included by group_int4_kernels.cc only;
 // local to each.
 #pragma once
 
@@ -11,7 +11,7 @@ namespace {
 
 template <typename Simd>
 struct Int4GroupRows : Int4Products<Simd, ByteProducts<Simd, true>> {
-  // Where few rows of x are multiplied at once, taking nibbles apart costs as much as some of them.
+  // With few rows of x at once, splitting nibbles costs as much as multiplying some of them.
   static constexpr bool kBuffered = Simd::kRegisters == 16 && Simd::kLanes > 1;
   static constexpr bool kNarrowChunks = Simd::kNarrowNibbleSums;
 
@@ -107,7 +107,7 @@ struct GroupInt4Minimums : GroupInt4Weights<Simd> {
 
     bool fractions;
     int64_t bytes;
-    const uint8_t* offsets;  // minimums, or zero points in sixteenths
+    const uint8_t* offsets;  // minimums, or zero points in units of 1/16
   };
 
   template <int kRows>

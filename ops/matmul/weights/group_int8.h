@@ -1,4 +1,4 @@
-// int8 weights in groups, as the loops read them. Included by group_int8_kernels.cc only; local to each.
+// int8 weights in groups for the loops. Included by group_int8_kernels.cc only; local to each.
 #pragma once
 
 #include "matmul/weights/group.h"
@@ -18,7 +18,7 @@ struct Int8GroupRows : ByteProducts<Simd, false> {
 
   static int64_t OneRowAhead(const PrefetchDistances& ahead) { return ahead.int4; }
 
-  // Rows as they are stored, or plus the bias that products ask for.
+  // Rows as stored, plus the bias that the target's products need.
   class Stream {
    public:
     Stream(const GroupWeight& w, int64_t panel, const PrefetchDistances& ahead)

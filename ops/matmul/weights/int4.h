@@ -1,5 +1,5 @@
-// int4 weights as the loops read them: the stream that they share with weights in groups (group_int4.h),
-// and those of the bitmap format. Included by *int4_kernels.cc only; local to each.
+// int4 weights for the loops: the stream shared with weights in groups (group_int4.h), and the weights of the bitmap
+// format. Included by *int4_kernels.cc only; local to each.
 #pragma once
 
 #include "formats/bitmap_int4.h"
@@ -9,7 +9,7 @@
 namespace ortolan {
 namespace {
 
-// Nibbles are weights increased by kInt4Bias; they are taken as they are, or less that.
+// Nibbles are weights plus kInt4Bias; they are used as they are, or with the bias removed.
 template <typename Simd, Storage kStorage>
 class Int4Stream {
   using Columns = simd::Columns<Simd>;
@@ -18,7 +18,7 @@ class Int4Stream {
   static_assert(Simd::kNibbleBias == 0 || Simd::kNibbleBias == kInt4Bias);
 
  public:
-  // span_bytes: of a bitmap's values, on average.
+  // span_bytes: average size of a bitmap's values per span.
   Int4Stream(const uint8_t* masks, const uint8_t* panel_values, int64_t span_bytes, const PrefetchDistances& ahead)
       : values(panel_values),
         odd_(panel_values),
@@ -31,7 +31,7 @@ class Int4Stream {
   void StartSpan() const {
     if constexpr (!kDense) __builtin_prefetch(masks_ + masks_ahead_);
   }
-  // A row, or all of an odd row times 16, which saves a shift.
+  // Return the next row; an odd row may be multiplied by 16, which saves a shift.
   template <Fetch kFetch, bool kOddTimes16>
   Bytes Next(int row) {
     if constexpr (kDense) {
@@ -44,13 +44,13 @@ class Int4Stream {
       }
       return kOddTimes16 ? HighTimes16(bytes_) : High(bytes_);
     } else {
-      // A line every two or four rows, as many as it takes.
+      // Prefetch a line every two or four rows, depending on the size of a span.
       if (row % 4 == 0 || (row % 2 == 0 && many_bytes_)) __builtin_prefetch(values + values_ahead_);
       const uint64_t mask = LoadMask<uint64_t>(masks_, row);
       const uint8_t*& next = row % 2 == 1 ? odd_ : values;
       const uint8_t* from = next;
       next += __builtin_popcountll(mask);
-      // What is not stored is a weight of zero, in either nibble.
+      // A weight that is not stored is zero, in either nibble.
       const Bytes bytes = Columns::ExpandBytes(mask, from, [](uint64_t bits, const uint8_t* stored, int first) {
         return Simd::ExpandBytesElse(kInt4Bias | kInt4Bias << 4, bits, stored, first);
       });
@@ -61,14 +61,14 @@ class Int4Stream {
   void EndSpan() {
     if constexpr (!kDense) masks_ += kSpanMaskBytes;
   }
-  // To where the other stream of the panel is.
+  // Move to the position of another stream of the panel.
   void MoveTo(const Int4Stream& other) {
     values = other.values;
     odd_ = other.odd_;
     masks_ = other.masks_;
   }
 
-  const uint8_t* values;  // of even rows, and dense of all
+  const uint8_t* values;  // of even rows; in dense storage of all rows
 
  private:
   static Bytes Low(const Bytes& bytes) {
@@ -93,7 +93,7 @@ class Int4Stream {
   Bytes bytes_;
 };
 
-// Products: ByteProducts, with what their activations are.
+// Products: ByteProducts with a type of activations.
 template <typename Simd, typename Products>
 struct Int4Products : Products {
   using Columns = simd::Columns<Simd>;
@@ -104,7 +104,7 @@ struct Int4Products : Products {
   static constexpr int kOneRowChains = Simd::kNibblesTimes16 ? kMostOneRowChains<Simd> : 1;
   static constexpr int kMostChains = Simd::kNibblesTimes16 ? 2 : 1;
 
-  // How far ahead one row of x asks for weights that are all stored.
+  // Prefetch distance of one row of x for dense weights.
   static int64_t OneRowAhead(const PrefetchDistances& ahead) { return ahead.int4; }
 
   // Chains of odd rows hold 16 times their sums.
@@ -142,7 +142,7 @@ struct Int4Weights : Int4Products<Simd, RowQuantized<Simd, true>> {
   using Floats = typename Columns::Floats;
   static constexpr bool kDense = kStorage == Storage::kDense;
   static constexpr bool kBuffered = !kDense;
-  // Chains would hold odd rows times 16, which 2:4 storage has only for one row of x.
+  // Chains would hold odd rows times 16, which 2:4 storage provides for one row of x only.
   static constexpr bool kOneChain = !Simd::kNibblesTimes16 || kStorage == Storage::kTwoFour;
   static constexpr int kOneRowChains = kOneChain ? 1 : kMostOneRowChains<Simd>;
   static constexpr int kMostChains = kOneChain ? 1 : 2;
@@ -154,11 +154,11 @@ struct Int4Weights : Int4Products<Simd, RowQuantized<Simd, true>> {
   struct Scales {
     Scales(const Weight& w, int64_t panel, int64_t groups)
         : from(static_cast<const uint8_t*>(w.scales) + panel * groups * kGroupBytes) {}
-    // Always inline: gcc makes a function of what many copies of a loop call for each group.
+    // Always inline: gcc would make a function of it, as many copies of a loop call it for each group.
     __attribute__((always_inline)) Floats Of(int64_t group) const {
       return Columns::LoadBf16(from + group * kGroupBytes);
     }
-    // Always inline: see PrefetchLines.
+    // Always inline, for the reason given at PrefetchLines.
     __attribute__((always_inline)) void Prefetch(int64_t begin, int64_t end) const {
       PrefetchLines(from + begin * kGroupBytes, (end - begin) * kGroupBytes);
     }

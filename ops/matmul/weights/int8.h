@@ -1,4 +1,4 @@
-// int8 weights as the loops read them. Included by int8_kernels.cc only; local to each.
+// int8 weights for the loops. Included by int8_kernels.cc only; local to each.
 #pragma once
 
 #include "matmul/weights/quantized.h"
@@ -7,7 +7,7 @@
 namespace ortolan {
 namespace {
 
-// Weights as they are stored, or plus the bias that products ask for.
+// Weights as stored, plus the bias that the target's products need.
 template <typename Simd, Storage kStorage>
 struct Int8Stream : StreamOf<Simd, kStorage, kInt8Bitmap>::Type {
   using Stored = typename StreamOf<Simd, kStorage, kInt8Bitmap>::Type;
@@ -44,8 +44,8 @@ struct Int8Weights : RowQuantized<Simd, false> {
 
   struct OfPanel {
     Floats scales;
-    const int32_t* column_sums;  // 16 of them, or null
-    const int32_t* zero_points;  // likewise
+    const int32_t* column_sums;  // [16], or null
+    const int32_t* zero_points;  // [16], or null
   };
   struct Scales {
     Scales(const Weight& w, int64_t panel, int64_t)
@@ -80,7 +80,7 @@ struct FewRowsKindOf<Int8Weights<Simd, Storage::kTwoFour>> {
   using Type = TwoFourBiasedRow<Simd, Int8Weights<Simd, Storage::kTwoFour>, kInt8Bitmap>;
   static constexpr int64_t kMostRows = 1;
 };
-// A product of signed bytes, without a bias, is several instructions: half of them are worth a shuffle.
+// Without a bias, a product of signed bytes takes several instructions, and half of them cost as much as a shuffle.
 template <typename Simd>
   requires(Simd::kInt8Bias == 0)
 struct FewRowsKindOf<Int8Weights<Simd, Storage::kTwoFour>> {

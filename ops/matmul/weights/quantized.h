@@ -1,4 +1,4 @@
-// What int8 and int4 weights have in common: products of bytes, and activations quantized row by row. Included by the
+// The common part of int8 and int4 weights: products of bytes, and activations quantized per row. Included by the
 // headers beside it.
 #pragma once
 
@@ -53,7 +53,7 @@ struct ByteProducts {
       return kInt4 ? Simd::DotNibbles(sums.at[i], weights.at[i], x) : Simd::DotInt8(sums.at[i], weights.at[i], x);
     });
   }
-  // Of a register of pairs_loop.h.
+  // The product for a register of pairs_loop.h.
   static typename Simd::Int DotEights(typename Simd::Int sums, const typename Simd::Bytes& weights,
                                       const typename Simd::Bytes& x) {
     return kInt4 ? Simd::DotEightsNibbles(sums, weights, x) : Simd::DotEightsInt8(sums, weights, x);
@@ -70,9 +70,9 @@ struct ByteProducts {
   static Sums MultiplyAddPart(const Sums& sums, const Row& weights, const int8_t* quad) {
     return MultiplyAdd(sums, weights, quad);
   }
-  // Whether a row of x is best repeated from a register: it costs nothing, or a shuffle.
+  // True if all rows of x are repeated from registers: that is free, or one shuffle.
   static constexpr bool kHoldsAll = Simd::kDotsOfQuad;
-  // Beside 16 registers of sums.
+  // Registers left beside 16 registers of sums.
   static constexpr int kMostHeld = (Simd::kRegisters - 16) / 4;
   using Held = typename Simd::Bytes;
   static Held Hold(const int8_t* quads) { return Simd::Repeat16(quads); }
@@ -88,11 +88,12 @@ struct ByteProducts {
   }
 };
 
-// What stands behind the q of kRows packed rows, of activations quantized row by row.
-//     scales  f32 [r]            NaN for a row that is not finite, whose q are zero
-//     starts  i32 [groups][r]    - (bias of the weights) x (sum of q over the group): where sums begin
-//     minus_zero_points  i32 [r]  of int8 weights, as is what follows
-//     minus_sums         i32 [r]  - (sum of q - zero point)
+// Stored after the q of kRows packed rows, for activations quantized per row:
+//
+//     scales  f32 [r]             NaN for a row that is not finite, whose q are zero
+//     starts  i32 [groups][r]     - (bias of the weights) x (sum of q over the group): initial sums
+//     minus_zero_points  i32 [r]  int8 weights only
+//     minus_sums         i32 [r]  int8 weights only: - (sum of q - zero point)
 template <typename Simd, int kRows>
 struct QuantizedRowTerms {
   using Columns = simd::Columns<Simd>;
@@ -107,9 +108,10 @@ struct QuantizedRowTerms {
   const int32_t* starts;
 };
 
-// Weights in a bitmap format, whose activations are quantized row by row: in a block of r rows
+// Weights in a bitmap format whose activations are quantized per row. A block of r rows is
+//
 //     q  i8   in the order of activations.h
-//     RowNumbers
+//     QuantizedRowTerms
 template <typename Simd, bool kInt4>
 struct RowQuantized : ByteProducts<Simd, kInt4> {
   using Weight = BitmapWeight;
@@ -127,13 +129,13 @@ struct RowQuantized : ByteProducts<Simd, kInt4> {
       const RowScale scale = w.column_sums == nullptr ? ScaleOf<Simd>(row, w.k) : ScaleWithZeroPoint<Simd>(row, w.k);
       scales[i] = scale.scale;
       for (int64_t g = 0; g < groups; ++g) {
-        // The last group ends with the padding.
+        // The last group includes the padding.
         const int64_t end = g + 1 == groups ? padded_k : (g + 1) * w.group;
         const int32_t sum = QuantizeInputs<Simd>(row, w.k, g * w.group, end, scale, block, rows, i).all;
         starts[g * rows + i] = 0 - Products::kBias * static_cast<uint32_t>(sum);
         if constexpr (!kInt4) {
           starts[rows + i] = static_cast<uint32_t>(-scale.zero_point);
-          // The padding is zero points, too.
+          // The padding consists of zero points.
           starts[2 * rows + i] = static_cast<uint32_t>(static_cast<int32_t>(padded_k) * scale.zero_point - sum);
         }
       }

@@ -1,10 +1,9 @@
-// Weights in 2:4 storage as the loops read them (formats/two_four.h). Included by the headers beside it; local to each
-// file.
+// Weights in 2:4 storage for the loops (formats/two_four.h). Included by the headers beside it; local to each file.
 //
-// Few rows of x are shuffled instead of weights: the activations of a row of weights are repeated, and one shuffle
-// picks those that the stored weights of each column meet. For one row that takes so few instructions that memory is
-// the limit. For many rows it pays only where a product takes more than one instruction; elsewhere the stored rows are
-// expanded to those of dense storage, once for all rows of x.
+// With few rows of x, activations are shuffled instead of weights: the activations of a row of weights are repeated,
+// and one shuffle picks those of the weights stored in each column. For one row this takes few enough instructions that
+// memory is the limit. For many rows it pays only if a product takes more than one instruction; otherwise stored rows
+// are expanded to dense rows, once for all rows of x.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +17,8 @@ namespace {
 
 static_assert(kTwoFourSpanInputs == kSpanInputs);
 
-// The weights and places of a panel, row after row as they are stored: 64 bytes of weights, or of nibbles 0 … 15, and
-// of places, whose lowest two bits are those of the row.
+// The stored weights and positions of a panel, row by row: 64 bytes of weights (or nibbles 0 … 15), and 64 bytes of
+// positions, whose lowest two bits belong to the row.
 template <typename Simd, const BitmapLayout& kLayout>
 class TwoFourRows {
   using Columns = simd::Columns<Simd>;
@@ -39,7 +38,7 @@ class TwoFourRows {
     positions_ = Columns::LoadBytes(masks_);
     masks_ += kTwoFourPositionBytes;
   }
-  // Row `row` of the span; odd rows of nibbles are all of their bytes times 16, if kOddTimes16.
+  // Return row `row` of the span. If kOddTimes16, odd rows of nibbles are multiplied by 16.
   template <Fetch kFetch, bool kOddTimes16>
   Bytes Weights(int row) {
     if (kNibbles && row % 2 == 1) {
@@ -53,18 +52,18 @@ class TwoFourRows {
     if constexpr (!kNibbles) return line_;
     return Columns::template Of<Bytes>([&](int i) { return Simd::LowNibbles(line_.at[i]); });
   }
-  // Of the next row of the span.
+  // Return the positions of the next row of the span.
   Bytes Positions() {
     const Bytes positions = positions_;
     positions_ = Columns::template Of<Bytes>([&](int i) { return Simd::template ShiftRightInt<2>(positions.at[i]); });
     return positions;
   }
-  // As of BitmapStream.
+  // See BitmapStream.
   void PrefetchFirst() const {
     PrefetchLines(values, ahead_);
     PrefetchLines(masks_, kFirstMaskBytes);
   }
-  // To where the other stream of the panel is.
+  // Move to the position of another stream of the panel.
   void MoveTo(const TwoFourRows& other) {
     values = other.values;
     masks_ = other.masks_;
@@ -85,7 +84,7 @@ class TwoFourRows {
   Bytes line_;
 };
 
-// The rows of dense storage: those of int4 as nibbles.
+// Expands to the rows of dense storage; int4 as nibbles.
 template <typename Simd, const BitmapLayout& kLayout>
 class TwoFourStream : public TwoFourRows<Simd, kLayout> {
   using Columns = simd::Columns<Simd>;
@@ -101,7 +100,7 @@ class TwoFourStream : public TwoFourRows<Simd, kLayout> {
     static_assert(!kOddTimes16);
     if (row % 2 == 1) return Spread<1>();
     stored_ = this->template Weights<kFetch, false>(row / 2);
-    // A nibble of zero is kInt4Bias: taken off, and put on again, also where nothing is stored.
+    // A zero nibble is kInt4Bias, so the bias is removed before and added back after, also where no weight is stored.
     if constexpr (kNibbles) stored_ = WithoutBias(stored_);
     const auto mask = Simd::SetInt(kWords ? 0x00030003 : 0x03030303);
     const Bytes positions = this->Positions();
@@ -138,8 +137,8 @@ struct StreamOf<Simd, Storage::kTwoFour, kLayout> {
   using Type = TwoFourStream<Simd, kLayout>;
 };
 
-// The rows of 2:4 storage as they are, for activations that are shuffled. Kind: that of expanded rows, which have half
-// as many inputs.
+// Rows of 2:4 storage without expansion, for shuffled activations. Kind: the kind for expanded rows, which have half
+// the inputs.
 template <typename Simd, typename Kind>
 struct TwoFourRow : Kind {
   using Columns = simd::Columns<Simd>;
@@ -175,7 +174,7 @@ struct TwoFourByteRow : TwoFourRow<Simd, Kind> {
   using Ints = typename Columns::Ints;
   using Row = typename TwoFourRow<Simd, Kind>::Row;
   static constexpr bool kNibbles = kLayout.value_bits == 4;
-  static constexpr int kBias = kNibbles ? kInt4Bias : static_cast<int>(Simd::kInt8Bias);  // of weights
+  static constexpr int kBias = kNibbles ? kInt4Bias : static_cast<int>(Simd::kInt8Bias);  // of the weights
   static constexpr bool kOneChain = kNibbles && !Simd::kNibblesTimes16;
   static constexpr int kOneRowChains = kOneChain ? 1 : kMostOneRowChains<Simd>;
   static constexpr int kMostChains = kOneChain ? 1 : 2;
@@ -190,7 +189,7 @@ struct TwoFourByteRow : TwoFourRow<Simd, Kind> {
         const auto bias = Simd::SetBytes(kBias);
         next.weights = Columns::template Of<Bytes>([&](int i) { return Simd::XorBytes(next.weights.at[i], bias); });
       }
-      // Slots 2 and 3 are of the second quad.
+      // Slots 2 and 3 belong to the second quad.
       const auto mask = Simd::SetInt(0x03030303);
       const auto quad = Simd::SetInt(0x04040000);
       next.positions =
@@ -219,7 +218,7 @@ struct TwoFourByteRow : TwoFourRow<Simd, Kind> {
   }
 };
 
-// The same where weights have a bias. What it adds is another sum, for each column has activations of its own.
+// The same for weights with a bias, which needs a second sum: each column has its own activations.
 template <typename Simd, typename Kind, const BitmapLayout& kLayout>
 struct TwoFourBiasedRow : TwoFourByteRow<Simd, Kind, kLayout> {
   using Rows = TwoFourByteRow<Simd, Kind, kLayout>;
