@@ -30,7 +30,7 @@ class FewFloatRows {
   using Panel = ortolan::Panel<Simd, Weights>;
   static constexpr int kTogether = kRowsTogether<Weights>;
 
-  // All panels if a quarter of the registers is left for weights and activations; otherwise half.
+  // The number of panels, halved until a quarter of the registers is left for weights and activations.
   static constexpr int PanelsAtOnce() {
     constexpr int kSums = sizeof(Sums) / sizeof(typename Columns::Floats);
     constexpr int kRegisters = Columns::kRegisters * (kRows * kSums + Weights::kHeldOfPanel);

@@ -1,5 +1,5 @@
 // The loop for targets with byte-matrix products (kRowPairs): an instruction multiplies two rows of x and two columns
-// of W, eight bytes of each (eight bytes inputs or four bf16 inputs). Integer sums equal those of the other loops.
+// of W, eight bytes of each (eight inputs of one byte or four of bf16). Integer sums equal those of the other loops.
 // Included by panel_loop.h; local to each file.
 //
 // Rows of weights are interleaved in pairs, so a register holds the inputs of one column, then those of the next. A

@@ -34,7 +34,7 @@ template <typename Simd>
 }
 
 // clamp(round(x factor), -zero_point, 255 - zero_point) of 2 kLanes inputs, as words in the order of Simd::StoreInputs.
-// Inputs past `left` and NaN as in QuantizeInputs.
+// Inputs past `left` give 0; NaN gives 255 - zero_point.
 template <typename Simd>
 [[gnu::always_inline]] inline typename Simd::Int QuantizeToWords(const float* x, int64_t left,
                                                                  const TokenRange& range) {

@@ -179,7 +179,7 @@ struct avx2 : Vectors<avx2, avx2_types> {
   static __m256i ExpandBytes(uint64_t mask, const uint8_t* stored, int first) {
     return ExpandEach(mask, first, [&](int64_t position) { return Load64(stored + position); });
   }
-  // Subtract the fill from the stored bytes, expand with zeros, and add the fill to all.
+  // XOR the stored bytes with the fill, expand with zeros, and XOR the result with the fill.
   static __m256i ExpandBytesElse(int fill, uint64_t mask, const uint8_t* stored, int first) {
     const __m128i each = _mm_set1_epi8(static_cast<char>(fill));
     const auto load = [&](int64_t position) { return _mm_xor_si128(Load128(stored + position), each); };
