@@ -47,7 +47,7 @@ const AttentionKernel& FindAttentionKernel(int precision, bool any_order) {
   }
   Features fast = features;
   if (!ActiveTuning().fast_dot_bf16) fast.bits &= ~uint32_t{kAvx512Bf16};
-  // Without products of pairs, rounding only costs time.
+  // Without bf16 dot products, rounding to bf16 only costs time.
   if (any_order && !fast.Has({kAvx512Bf16})) precision = 32;
   return SelectKernel(AttentionKernels(), fast, {.precision = precision});
 }

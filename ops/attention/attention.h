@@ -1,51 +1,53 @@
-// Scaled dot-product attention, exact (no approximation but rounding).
+// Exact scaled dot-product attention: no approximation other than rounding.
 //
 //     s[i, j] = scale (q[i] . k[j]) + mask[i, j]         i < queries, j < keys
 //     y[i]    = sum over j of p[i, j] v[j],   p[i, j] = exp(s[i, j]) / sum over l of exp(s[i, l])
 //
-// for each of `heads` query heads, which share one head of keys and values. causal: the queries are the last of the
-// keys, query i does not see the keys j > i + keys - queries (their s is -Inf).
+// for each of `heads` query heads, which share one head of keys and values. With `causal`, the queries are the last
+// `queries` positions of the keys, and query i does not see keys j > i + keys - queries (their s is -Inf).
 //
-// Error, with u = 2^-24, of the kernels that multiply float32 (precision 32), against the exact formula; dots is the
-// sum of |q[i, d] k[j, d]|:
+// Error bound of the float32 kernels (precision 32) against the exact formula, with u = 2^-24 and dots[j] the sum of
+// |q[i, d] k[j, d]| over d:
 //
 //     e[j] = (head_dim + 4) u |scale| dots[j]  +  4 u (|s[j]| + |max over l of s[l]|)
 //     |error of y| <= 2 sum over j of p[j] |v[j]| (e[j] + e' + (keys + 16) u)  + keys 2^-125 max |v|,
 //         e' = sum over j of p[j] e[j]
 //
-// while all e[j] that p[j] does not make negligible are below 1/2. Kernels of precision 16 round scale q, k, p and v to
-// bfloat16 and add up in float32: e[j] grows by 2^-7 |scale| dots[j], the term (keys + 16) u by 2^-7; where they have
-// an order of their own (own_order), e[j] grows by (head_dim / 32) u |mask[j]| besides. Weights below 2^-126 of a row's
-// largest may count as zero.
+// provided that e[j] < 1/2 wherever p[j] is not negligible. Kernels of precision 16 round scale q, k, p and v to
+// bfloat16 and accumulate in float32: e[j] grows by 2^-7 |scale| dots[j], and the term (keys + 16) u by 2^-7. Kernels
+// with their own summation order (own_order) also add (head_dim / 32) u |mask[j]| to e[j]. Weights below 2^-126 of a
+// row's largest weight may be treated as zero.
 //
-// A mask of -Inf takes a key out: its p is 0. In a row where all s are -Inf, y is NaN; where they all are the lowest
-// float (-3.4e38) or the largest, which absorb the products, y is the mean of v: as ONNX Softmax has it. A NaN in a row
-// of s, or a +Inf, makes the row of y NaN. With zero_hidden_rows, rows whose p are NaN give zeros instead, as PyTorch
-// has it for masks of truth values. Inf and NaN in v reach y by IEEE 754's rules, also where p is 0; those of keys that
-// causal hides may or may not. |s| above 2^126 of which the mask is no such float may count as Inf.
+// A mask of -Inf removes a key: its p is 0. If all s of a row are -Inf, y is NaN. If they are all the lowest float
+// (-3.4e38) or all the largest, which absorb the products, y is the mean of v, as in ONNX Softmax. A NaN or +Inf among
+// the s of a row makes its y NaN. With zero_hidden_rows, rows whose p are NaN give zeros instead, as PyTorch does for
+// boolean masks. Inf and NaN in v propagate to y as in IEEE 754, even where p is 0; those in keys hidden by `causal`
+// may or may not. |s| above 2^126 may be treated as Inf, unless the mask is the lowest or the largest float.
 //
-// A row's result depends on nothing but its own q and mask, k, v and the rest of the arguments, and all kernels of
-// precision 16 but those of an order of their own (own_order) give the same bits (any NaN counts as the same, and only
-// finite v are promised it). Numbers are rounded to nearest even, and denormal floats count as zero wherever they are
-// read or made.
+// A row's result depends only on its own q and mask, on k and v, and on the other arguments. All kernels of precision
+// 16 except those with own_order give the same bits if v is finite (any NaN equals any other). Rounding is to nearest
+// even, and denormal floats count as zero wherever they are read or produced:
 //
-//   - Inputs that are bf16: scale log2(e) q (the factor and the product rounded to float32 before), k, v and weights.
-//   - s in powers of two: for each pair of d, ascending, first the odd one's product is added, then the even one's,
-//     each fused, from +0 on; a zero follows an odd head_dim. Then the mask times log2(e).
-//   - Keys come in blocks of 128. A block's first weights are 2^(s - m), m the largest s so far; the sum of weights, as
-//     floats, and y so far are multiplied by 2^(m before - m); weights are added to the sum key by key; and to y are
-//     added, for each pair of keys, first the odd one's product, then the even one's, as above.
-//   - 2^s: n = s to the nearest integer, f = s - n; the polynomial of simd/vectors.h at f by fused steps from its
-//     highest power down, times 2^n.
-//   - y times the rounded 1 / sum.
+//   - Rounded to bf16: scale log2(e) q (the factor and the product are first rounded to float32), k, v and the weights.
+//   - s is in powers of two. Starting at +0, for each pair of d in ascending order the product of the odd d is added
+//     first, then that of the even d, each with a fused multiply-add; an odd head_dim is padded with a zero. Then the
+//     mask times log2(e) is added.
+//   - Keys are processed in blocks of 128. The weights of a block are 2^(s - m), with m the largest s so far. The sum
+//   of
+//     weights and y, as accumulated so far, are multiplied by 2^(previous m - m). Weights are added to the sum key by
+//     key, as floats. Products with v are added to y for each pair of keys, the odd key first, as above.
+//   - 2^s: with n = s rounded to the nearest integer and f = s - n, the polynomial of simd/vectors.h at f, by fused
+//   steps
+//     from its highest power down, times 2^n.
+//   - y is multiplied by 1 / sum, rounded.
 //
-// In AMX tiles, the one order of its own that there is, products add up by instructions for 32 of them: the even ones
-// and the odd ones, ascending and fused, from +0 on, then both sums, and that is added to what was there. s begins with
-// the mask times log2(e) and takes 32 d at a time, zeros behind head_dim; y takes 32 keys of a block at a time, weights
-// and values of zero behind the last. All else is as above.
+// The AMX tile kernel is the only one with own_order. Its instructions add 32 products at once: the even ones and the
+// odd ones separately, each ascending and fused from +0 on; then the two sums are added, and the result is added to the
+// accumulator. s starts with the mask times log2(e) and consumes 32 d at a time, zero-padded beyond head_dim. y
+// consumes 32 keys of a block at a time, with zero weights and values beyond the last key. The rest is as above.
 //
-// A kernel works on a range of rows, row r being query r % queries of head r / queries. It allocates nothing and knows
-// no threads.
+// A kernel works on a range of rows; row r is query r % queries of head r / queries. Kernels neither allocate nor
+// create threads.
 #pragma once
 
 #include <cstdint>
@@ -55,7 +57,7 @@
 
 namespace ortolan {
 
-// Of one head of keys and values, of one batch. Bytes are those from one to the next.
+// Arguments for one head of keys and values of one sequence. `*_bytes` are strides in bytes.
 struct AttentionArgs {
   int64_t heads = 1;
   int64_t queries = 0;
@@ -80,29 +82,30 @@ struct AttentionArgs {
   int64_t y_row_bytes = 0;
 };
 
-// The rows of one call: enough to make up for copying each key and value.
+// Rows of one call: enough to amortize copying each key and value.
 inline constexpr int64_t kAttentionRows = 128;
 
 struct AttentionFunctions {
   int64_t (*scratch_bytes)(int64_t head_dim);
-  // Computes y for rows row_begin … row_end-1, at most kAttentionRows. scratch: scratch_bytes, aligned to 64 bytes.
+  // Computes y for rows row_begin … row_end-1, at most kAttentionRows. scratch: scratch_bytes(head_dim) bytes, aligned
+  // to 64.
   void (*run)(const AttentionArgs& args, int64_t row_begin, int64_t row_end, void* scratch);
 };
 
 struct AttentionKernel : AttentionFunctions {
   const char* name;
   Features needs;
-  int precision;           // of the products: 32 or 16, see above
-  bool own_order = false;  // of sums: not the bits of the others
+  int precision;           // 32 or 16, see above
+  bool own_order = false;  // sums in its own order, so bits differ from the other kernels
 };
 
-// The rows of attention_tiles_kernels.inc, attention_bf16_kernels.inc and attention_kernels.inc that this build has,
-// best first for each precision; the last one of each runs on any CPU.
+// The kernels of attention_tiles_kernels.inc, attention_bf16_kernels.inc and attention_kernels.inc in this build, best
+// first for each precision. The last one of each precision runs on any CPU.
 std::span<const AttentionKernel> AttentionKernels();
 
-// The fastest of at least this precision for this CPU and the features that kernels may use. any_order: with
-// precision 16 the fastest of all, which need not have the bits that another CPU's kernel has: in tiles, by products of
-// pairs where the CPU is fast at them, else of precision 32.
+// Returns the fastest kernel of at least this precision for this CPU and the enabled features. With any_order and
+// precision 16 the bits may differ between CPUs: AMX tiles if available, otherwise bf16 dot products where the CPU runs
+// them fast, otherwise precision 32.
 const AttentionKernel& FindAttentionKernel(int precision, bool any_order);
 
 }  // namespace ortolan

@@ -1,20 +1,20 @@
-// The loop over blocks of keys and of query rows, once for all targets (as in FlashAttention: scores never leave the
-// cache, each block of keys corrects what the ones before made). Included by
-// *attention_kernels.cc only; local to each target.
+// The loop over blocks of keys and query rows, for all targets. As in FlashAttention, scores never leave the cache, and
+// each block of keys rescales the results of the blocks before it. Included only by *attention_kernels.cc; everything
+// is local to each target.
 //
-// Lanes are query rows, so that no maximum or sum crosses lanes. Numbers are multiplied in units of 32 bits
-// (attention_units.h): one float, or a pair of bf16, two inputs or two keys of the same lane.
+// Lanes are query rows, so no maximum or sum crosses lanes. Products are computed in units of 32 bits
+// (attention_units.h): one float, or a pair of bf16 (two dimensions or two keys of the same lane).
 //
 //     queries        [units of head_dim][kRows]      times scale log2(e), transposed
-//     keys           [key][units of head_dim]        as they are
+//     keys           [key][units of head_dim]        in their original order
 //     scores         [key][kRows]                    in powers of two
-//     probabilities  [unit of keys][kRows]           in place of the scores
-//     values         [unit of keys][padded_dim]      zeros behind head_dim
+//     probabilities  [unit of keys][kRows]           overwrite the scores
+//     values         [unit of keys][padded_dim]      zero beyond head_dim
 //     out            [row][padded_dim]               not yet divided by the sum of probabilities
 //
-// In AMX tiles (kInTiles), values and out are transposed: [padded_dim][units of keys] and [padded_dim][kRows]. What a
-// tile reads behind head_dim is zero in both factors, and so is what it reads of values and probabilities behind the
-// last key. Keys behind the last are whatever the block before left: nothing reads the scores that come of them.
+// With AMX tiles (kInTiles), values and out are transposed: [padded_dim][units of keys] and [padded_dim][kRows]. What a
+// tile reads beyond head_dim is zero in both factors; so are values and probabilities beyond the last key. Key rows
+// beyond the last hold stale data of the previous block: the scores computed from them are never read.
 #pragma once
 
 #include <cstdint>
@@ -27,12 +27,12 @@
 namespace ortolan {
 namespace {
 
-// What is in registers at once.
+// Register blocking, by the number of vector registers.
 template <int kRegisters, int64_t kLanes>
 struct RegisterBlocks {
-  static constexpr int kVectors = 2;           // of a block of rows
-  static constexpr int kValueRows[] = {8, 6};  // rows of y, by the vectors of values beside them
-  static constexpr int kScoreKeys[] = {8, 6};  // keys of scores, by the vectors of rows beside them
+  static constexpr int kVectors = 2;           // of query rows in a block
+  static constexpr int kValueRows[] = {8, 6};  // rows of y, indexed by vectors of values - 1
+  static constexpr int kScoreKeys[] = {8, 6};  // keys of scores, indexed by vectors of rows - 1
 };
 template <int64_t kLanes>
 struct RegisterBlocks<32, kLanes> {
@@ -47,7 +47,7 @@ struct RegisterBlocks<16, 1> {
   static constexpr int kScoreKeys[] = {2, 2, 2, 2};
 };
 
-// Simd: the vectors of a target with units.
+// Simd: a target's vectors, extended by the units of attention_units.h.
 template <typename Simd>
 class AttentionLoop {
   using Registers = RegisterBlocks<Simd::kRegisters, Simd::kLanes>;
@@ -59,10 +59,10 @@ class AttentionLoop {
   static constexpr int64_t kRows = kVectors * kLanes;
   static constexpr int64_t kBlocks = (kAttentionRows + kRows - 1) / kRows;
   static constexpr bool kInTiles = Simd::kInTiles;
-  static constexpr int64_t kKeys = 64 * kPair;  // of a block
+  static constexpr int64_t kKeys = 64 * kPair;  // keys in a block
   static constexpr int64_t kKeyUnits = kKeys / kUnit;
   static_assert(!kInTiles || (kLanes == kTileUnits && kKeyUnits % kTileUnits == 0), "tiles are whole");
-  static constexpr int64_t kAligned = 64 / sizeof(float);  // numbers, to which arrays begin
+  static constexpr int64_t kAligned = 64 / sizeof(float);  // floats in the alignment of arrays
   static constexpr float kLowest = -0x1.fffffep127f;
   static constexpr float kMinusInfinity = -__builtin_inff();
   static constexpr float kLog2E = 1.44269504f;
@@ -70,14 +70,14 @@ class AttentionLoop {
   struct Block {
     int64_t first;       // row
     int64_t rows;        // 1 … kRows
-    int64_t least_seen;  // of the keys, by its rows
+    int64_t least_seen;  // fewest keys that one of its rows sees
     int64_t most_seen;
     float* queries;
     float* out;
-    float most[kRows];  // score so far
+    float most[kRows];  // largest score so far
     float sum[kRows];
     float correction[kRows];
-    float seen[kRows];  // keys
+    float seen[kRows];  // keys that the row sees
   };
 
   const AttentionArgs& args_;
@@ -136,7 +136,8 @@ class AttentionLoop {
     return args_.mask + HeadOf(row) * args_.mask_head_stride + QueryOf(row) * args_.mask_query_stride;
   }
 
-  // A column of kLanes rows' numbers at from(row), each of `count` <= kLanes.
+  // Loads up to kLanes values of each row at from(row) and transposes them: lanes[d] holds value d of all rows. count
+  // <= kLanes.
   template <typename From>
   static void LoadTransposed(int64_t rows, int64_t count, const From& from, Float (&lanes)[kLanes]) {
     if (rows >= kLanes && count >= kLanes) {
@@ -224,13 +225,13 @@ class AttentionLoop {
     }
   }
 
-  // A mask in powers of two. The lowest and the largest floats stay what they are: times log2(e) they would be Inf.
+  // Converts a mask to powers of two. The lowest and the largest float are kept: times log2(e) they would become Inf.
   static Float InPowersOfTwo(Float mask) {
     const Float powers = Simd::SelectLess(Simd::Set(0x1p126f), mask, mask, Simd::Multiply(mask, Simd::Set(kLog2E)));
     return Simd::SelectLess(mask, Simd::Set(-0x1p126f), mask, powers);
   }
 
-  // One number a key for all rows.
+  // Fills bias_ for a mask that is the same for all rows: one value per key.
   void FillBias(int64_t first, int64_t keys) const {
     for (int64_t j = 0; j < keys; ++j) bias_[j] = 0;
     if (args_.mask == nullptr || !MaskIsByKey()) return;
@@ -242,7 +243,7 @@ class AttentionLoop {
 
   bool MaskIsByKey() const { return args_.mask_head_stride == 0 && args_.mask_query_stride == 0; }
 
-  // Puts into the scores what is added to each of them: the mask.
+  // Initializes the scores with the mask, to which the products are then added.
   void FillScores(const Block& block, int64_t first, int64_t keys) const {
     const bool by_row = args_.mask != nullptr && !MaskIsByKey();
     for (int64_t lane = 0; lane < block.rows; lane += kLanes) {
@@ -265,14 +266,15 @@ class AttentionLoop {
     }
   }
 
-  // A vector of scores of a key, -Inf for rows that causal hides it from. Behind the sum: +Inf and -Inf make NaN.
+  // Returns the scores of a key with -Inf in rows that causality hides it from. Applied after the mask is added: +Inf
+  // plus -Inf would be NaN.
   static Float OfSeen(const Block& block, int64_t key, int64_t row, Float score) {
     return Simd::SelectLess(Simd::Set(static_cast<float>(key)), Simd::Load(block.seen + row), score,
                             Simd::Set(kMinusInfinity));
   }
 
-  // Scores of kTileKeys keys from `key` on, for kTileVectors vectors of rows; what is added to them stands in bias_, or
-  // in the scores.
+  // Computes the scores of kTileKeys keys from `key` on for kTileVectors vectors of rows. The mask is in the scores if
+  // kFilled, otherwise in bias_.
   template <int kTileVectors, int kTileKeys, bool kFilled>
   void ScoreTile(const Block& block, int64_t first, int64_t key, Float (&most)[kTileVectors]) const {
     const int64_t stride = PaddedKeyUnits(args_.head_dim);
@@ -309,7 +311,7 @@ class AttentionLoop {
     }
   }
 
-  // The same of all keys in tiles; what is added stands in the scores.
+  // ScoreTile for all keys with AMX tiles; the mask, if kFilled, is in the scores.
   template <int kTileVectors, bool kFilled>
   void ScoreInTiles(const Block& block, int64_t first, int64_t keys, Float (&most)[kTileVectors]) const {
     const int64_t stride = PaddedKeyUnits(args_.head_dim);
@@ -338,7 +340,7 @@ class AttentionLoop {
     for (; key < keys; ++key) ScoreTile<kTileVectors, 1, kFilled>(block, first, key, most);
   }
 
-  // Scores, then probabilities (not yet divided by their sum) of a block of keys from `first` on.
+  // Computes the scores of a block of keys from `first` on, then the probabilities, not yet divided by their sum.
   template <int kTileVectors, bool kFilled>
   void Score(Block& block, int64_t first, int64_t keys) const {
     Float most[kTileVectors];
@@ -369,7 +371,7 @@ class AttentionLoop {
           if (j + 1 < keys) b = Simd::Exp2(Simd::Subtract(Simd::Load(from + kRows), most[i]));
           sum[i] = Simd::Add(sum[i], b);
         }
-        // The sum of a row with a NaN is NaN, and so is its y.
+        // A NaN makes the sum of its row NaN, and with it y, so the stored weight does not matter.
         Simd::StoreWeights(scores_ + j / kUnit * kRows + i * kLanes, kRows, a, b);
       }
     }
@@ -377,7 +379,7 @@ class AttentionLoop {
     for (int i = 0; i < kTileVectors; ++i) Simd::Store(block.sum + i * kLanes, sum[i]);
   }
 
-  // out = out correction + probabilities values, of all rows, in tiles.
+  // out = out correction + probabilities values, for all rows, with AMX tiles.
   template <int kTileVectors, bool kFirst>
   void AddValuesInTiles(const Block& block, int64_t keys) const {
     const int64_t units = RoundUp(keys, kPair) / kUnit, whole = RoundUp(units, kTileUnits);
@@ -398,8 +400,8 @@ class AttentionLoop {
                                          kTileVectors * kLanes, whole);
   }
 
-  // out = out correction + probabilities values, of kTileRows rows from `row` on, kTileVectors vectors of values from
-  // `d` on. kFirst: out is not made yet.
+  // out = out correction + probabilities values, for kTileRows rows from `row` on and kTileVectors vectors of values
+  // from `d` on. kFirst: out is uninitialized.
   template <int kTileRows, int kTileVectors, bool kFirst>
   void AddValuesTile(const Block& block, int64_t row, int64_t units, int64_t d) const {
     float* out = block.out + row * padded_dim_ + d;
@@ -433,7 +435,7 @@ class AttentionLoop {
     }
   }
 
-  // The same of all rows.
+  // AddValuesTile for all rows.
   template <int kTileVectors, bool kFirst>
   void AddValues(const Block& block, int64_t keys, int64_t d) const {
     constexpr int kTileRows = Registers::kValueRows[kTileVectors - 1], kRest = kRows % kTileRows;
@@ -505,7 +507,7 @@ class AttentionLoop {
       const Float factor = Simd::Set(factors[i]);
       const bool hidden = args_.zero_hidden_rows && !(block.sum[i] > 0);
       for (int64_t d = 0; d < args_.head_dim; d += kLanes) {
-        // Plus zero: whether a zero is -0 may depend on the other rows of the block.
+        // Adding +0 turns -0 into +0: the sign of a zero could depend on the other rows of the block.
         const Float zero = Simd::Set(0.0f);
         const Float value = hidden ? zero : Simd::MultiplyAdd(Simd::Load(out + d), factor, zero);
         Simd::StoreSome(y + d, args_.head_dim - d, value);
@@ -555,7 +557,7 @@ class AttentionLoop {
     const AttentionLoop loop(args, scratch);
     if constexpr (kInTiles) Simd::StartTiles();
     const int64_t blocks = (row_end - row_begin + kRows - 1) / kRows;
-    int64_t keys = 0;  // that some row sees
+    int64_t keys = 0;  // seen by at least one row
     for (int64_t b = 0; b < blocks; ++b) {
       Block& block = loop.blocks_[b];
       const int64_t first = row_begin + b * kRows;

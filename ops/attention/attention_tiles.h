@@ -1,10 +1,10 @@
-// The products of attention in AMX tiles. Included by attention_tiles_kernels.cc only.
+// The matrix products of attention with AMX tiles. Included only by attention_tiles_kernels.cc.
 //
 //     scores   [keys][rows]  = bias + K [keys][units of head_dim]  Q [units of head_dim][rows]
 //     out      [d][rows]     = out + V^T [d][units of keys]        P [units of keys][rows]
 //
-// Queries and weights lie as B tiles already, as units are pairs of bf16 whose lanes are rows. So do keys, as A tiles;
-// values are transposed for that, and so is what is made of them.
+// Queries and weights are already in B tile order, because a unit is a pair of bf16 and the lanes are rows. Keys are
+// already in A tile order. Values are transposed to become A tiles, so out is transposed too.
 #pragma once
 
 #include <cstdint>
@@ -15,17 +15,17 @@
 namespace ortolan {
 namespace {
 
-// Rows and columns of a tile of sums, and the pairs of bf16 that a product takes.
+// A tile of sums is kTileUnits x kTileUnits floats; one tile instruction consumes kTileUnits pairs of bf16.
 static_assert(kTileUnits == kMaxTileRows && kTileUnits * static_cast<int64_t>(sizeof(float)) == kMaxTileColsb);
 
-// Tiles 0 to 3 are sums [tile of A][tile of B], 4 and 5 of A, 6 and 7 of B.
+// Tiles 0 to 3 hold sums [tile of A][tile of B], 4 and 5 tiles of A, 6 and 7 tiles of B.
 inline void ConfigureAttentionTiles() {
   TileConfig config;
   for (int tile = 0; tile < kTiles; ++tile) config.Set(tile, kMaxTileRows, kMaxTileColsb);
   LoadTileConfig(config);
 }
 
-// Matrices of units or of floats; strides are in numbers of 32 bits.
+// A matrix of 32-bit elements (floats or bf16 pairs); the stride counts elements.
 struct TileMatrix {
   float* data;
   int64_t stride;
@@ -40,7 +40,7 @@ struct TileMatrix {
   }
 };
 
-// kA x kB tiles of C = A B, or C += A B.
+// Computes kA x kB tiles of C = A B (kFirst) or C += A B.
 template <bool kFirst, int kA, int kB>
 void MultiplyTile(const TileMatrix& a, const TileMatrix& b, const TileMatrix& c, int64_t row, int64_t column,
                   int64_t units) {
@@ -75,16 +75,17 @@ void MultiplyTile(const TileMatrix& a, const TileMatrix& b, const TileMatrix& c,
   if constexpr (kA > 1 && kB > 1) c.Store<3>(row + kTileUnits, column + kTileUnits);
 }
 
-// Pairs whose products are tiles: all sums of a pair's even numbers, all of its odd ones, then both, over 32 numbers.
+// Units multiplied with AMX tiles. Per 32 products, the instruction sums the even ones, then the odd ones, then adds
+// both.
 template <typename Simd>
 struct TileUnits : Bf16Units<Simd> {
   static constexpr bool kInTiles = true;
 
-  // Around all products.
+  // Called before the first and after the last product.
   static void StartTiles() { ConfigureAttentionTiles(); }
   static void EndTiles() { TileRelease(); }
 
-  // C [rows][columns] = A B, or C += A B. rows, columns and units are rounded up to whole tiles.
+  // C [rows][columns] = A B (kFirst) or C += A B. rows, columns and units are rounded up to whole tiles.
   template <bool kFirst>
   static void MultiplyTiles(const TileMatrix& a, const TileMatrix& b, const TileMatrix& c, int64_t rows,
                             int64_t columns, int64_t units) {

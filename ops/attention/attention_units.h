@@ -1,16 +1,18 @@
-// What attention multiplies, in units of 32 bits: floats, or bf16 in pairs. Included by *attention_kernels.cc only;
-// local to each.
+// The 32-bit units in which attention multiplies: single floats, or pairs of bf16. Included only by
+// *attention_kernels.cc; local to each target.
 //
-//     kPair                              numbers that a sum takes one after another: 1, or 2, of which the second comes
-//                                        first. Behind an odd number of them stands a zero
-//     kUnit                              numbers of a unit
-//     StorePair(to, stride, a, b)        numbers a and b as units: one at `to`, or two, the other `stride` behind it.
-//                                        Where kPair is 1, a alone
-//     StoreWeights(to, stride, a, b)     the same of weights, 0 … 1, where NaN may become any number
-//     StoreRow(row, d, a)                kLanes numbers of a row, from number d on, as units
-//     MultiplyAddUnits(a, b, c)          a b + c of units a and b, floats c
+//     kPair                              1, or 2: values are summed in pairs, the second one first. An odd count is
+//     padded
+//                                        with a zero
+//     kUnit                              values in a unit
+//     StorePair(to, stride, a, b)        store values a and b as one unit at `to`, or as two units `stride` apart. If
+//     kPair
+//                                        is 1, only a
+//     StoreWeights(to, stride, a, b)     StorePair for weights in 0 … 1; a NaN may become any value
+//     StoreRow(row, d, a)                store kLanes values of a row, from value d on, as units
+//     MultiplyAddUnits(a, b, c)          a b + c, with a and b units, c floats
 //     kFlushes                           denormal floats count as zero
-//     kInTiles                           products are those of tiles (attention_tiles.h)
+//     kInTiles                           products use AMX tiles (attention_tiles.h)
 #pragma once
 
 #include <cstdint>
@@ -18,7 +20,7 @@
 namespace ortolan {
 namespace {
 
-// Rows of an AMX tile, and units in each of them. Keys have whole tiles of units in all kernels.
+// Rows of an AMX tile, and units in each row. All kernels pad key rows to whole tiles.
 constexpr int64_t kTileUnits = 16;
 
 template <typename Simd>
@@ -34,7 +36,7 @@ struct FloatUnits : Simd {
   static Float MultiplyAddUnits(Float a, Float b, Float c) { return Simd::MultiplyAdd(a, b, c); }
 };
 
-// Without products of pairs: floats that hold a bf16, and the same steps one by one.
+// Emulates bf16 dot products: a float holds each bf16 value, and the steps are the same.
 template <typename Simd>
 struct Bf16Units : Simd {
   using Float = typename Simd::Float;
@@ -60,13 +62,13 @@ struct Bf16Units : Simd {
   static Float MultiplyAddUnits(Float a, Float b, Float c) { return Simd::MultiplyAdd(a, b, c); }
 
  private:
-  // Neither NaN nor denormal: to nearest even, as RoundToBf16.
+  // RoundToBf16 for values that are neither NaN nor denormal.
   static Float RoundWeight(Float a) {
     const auto bits = Simd::BitsOf(a);
     const auto lowest = Simd::AndInt(Simd::template ShiftRightInt<16>(bits), Simd::SetInt(1));
     return Simd::OddBf16(Simd::AddInt(Simd::AddInt(bits, Simd::SetInt(0x7fff)), lowest));
   }
-  // The product is a, or zero for a denormal, which the compiler must not know.
+  // Multiplying by 1 flushes denormals to zero. Simd::Rounded keeps the compiler from removing the product.
   static Float Round(Float a) { return Simd::RoundToBf16(Simd::Multiply(a, Simd::Rounded(Simd::Set(1.0f)))); }
 };
 

@@ -1,4 +1,4 @@
-// AVX2 of one token's attention.
+// AVX2 kernel of decode.h.
 #include "attention/decode_loop.h"
 
 namespace ortolan {
@@ -9,11 +9,11 @@ struct Blocks {
   static constexpr int kVectors = 2;
   static constexpr int kDotHeads = 2;
 
-  // So many quads that sums of 16 bits hold their entries; a block's indices to that many tables are 8 KB.
+  // At most this many quads, so that 16-bit sums hold their entries. The block's indices into their tables take 8 KB.
   static constexpr int64_t kQuads = 64;
 
-  // The indices of a quad's 64 bytes: keys 0 … 15, two sub-quantizers a vector, then keys 16 … 31. The order of 16 keys
-  // is 0 … 3, 8 … 11, 4 … 7, 12 … 15.
+  // Unpacks the table indices of a quad's 64 bytes: keys 0 … 15 with two sub-quantizers a vector, then keys 16 … 31.
+  // The order of 16 keys is 0 … 3, 8 … 11, 4 … 7, 12 … 15.
   static void Unpack(const uint8_t* codes, __m256i* indices) {
     const __m256i by_sub_quantizer =
         _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
@@ -27,7 +27,8 @@ struct Blocks {
     indices[3] = Simd::HighNibbles(second);
   }
 
-  // Sums of 16 bits of 16 keys, in the order of the indices: of all bytes as they lie, and of every other one.
+  // 16-bit sums for 16 keys, in the order of the indices. `both` adds even bytes plus 256 times odd bytes, `odd` the
+  // odd bytes alone.
   struct Sums {
     __m256i both = _mm256_setzero_si256();
     __m256i odd = _mm256_setzero_si256();
@@ -35,7 +36,7 @@ struct Blocks {
       both = _mm256_add_epi16(both, entries);
       odd = _mm256_add_epi16(odd, _mm256_srli_epi16(entries, 8));
     }
-    // Scores += step sums, of keys in their own order.
+    // Adds step times the sums to the scores, with keys in their original order.
     void AddTo(float* scores, __m256 step) const {
       const __m256i even = _mm256_sub_epi16(both, _mm256_slli_epi16(odd, 8));
       const __m128i evens = _mm_add_epi16(_mm256_castsi256_si128(even), _mm256_extracti128_si256(even, 1));
@@ -83,12 +84,13 @@ struct Blocks {
     }
   }
 
-  // The scales of a tile's tokens, in units of the largest / 32767; 0 outside of the range. Returns the unit.
+  // Loads the scales of a tile's tokens, in units of the largest / 32767; 0 for tokens outside the range. Returns the
+  // unit.
   static float UnitScales(const Int8Blocks& at, __m256* scales) {
     const int64_t block_bytes = kValueBlock * ValueRowBytes(at.head_dim);
     const __m256i from = Simd::SetInt(static_cast<int>(at.from) - 1), to = Simd::SetInt(static_cast<int>(at.to));
     __m256i token = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    __m256i most = _mm256_setzero_si256();  // as integers: a NaN is more than any number
+    __m256i most = _mm256_setzero_si256();  // compared as integers, so that NaN is the largest
     for (int64_t i = 0; i < kBlockVectors * at.blocks; ++i, token = Simd::AddInt(token, Simd::SetInt(8))) {
       const uint8_t* stored = at.values + i / kBlockVectors * block_bytes + i % kBlockVectors * 8 * kValueScaleBytes;
       const __m256i counts = _mm256_and_si256(_mm256_cmpgt_epi32(token, from), _mm256_cmpgt_epi32(to, token));
@@ -102,7 +104,8 @@ struct Blocks {
     return largest * (1.0f / 32767);
   }
 
-  // The weights of a head times the scales, as numbers of 15 bits: of each four tokens 0, 2, 1, 3. Returns the unit.
+  // Computes the weights of a head times the scales as 15-bit integers; each four tokens are in the order 0, 2, 1, 3.
+  // Returns the unit.
   static float PairWeights(const TileHead& head, int64_t blocks, const __m256* scales, float unit, uint8_t* parts) {
     const __m256i pairs = _mm256_broadcastsi128_si256(
         _mm_setr_epi8(0, 1, 8, 9, 4, 5, 12, 13, -128, -128, -128, -128, -128, -128, -128, -128));
@@ -120,25 +123,25 @@ struct Blocks {
     return _mm256_cvtss_f32(factor) * unit;
   }
 
-  // sums += weights a b, pairs of words. By hand: gcc 12 makes a tree of the sums, whose products then spill.
+  // sums += a b for pairs of 16-bit values. Inline assembly, because gcc 12 turns the additions into a tree and spills.
   static void AddPairs(__m256i& sums, __m256i a, __m256i b) {
     __asm__("vpaddd %1, %0, %0" : "+x"(sums) : "x"(_mm256_madd_epi16(a, b)));
   }
 
-  // y += weights values, of numbers d …
+  // y += weights values, for kVectors vectors from dimension d on.
   template <int kHeads, int kVectors>
   static void AddInt8Tile(const Int8Blocks& at, int64_t head, int64_t d, const float* steps) {
     const int64_t block_bytes = kValueBlock * ValueRowBytes(at.head_dim);
-    const int64_t ahead = kDecodeTile / kValueBlock * block_bytes;  // of the next tile
+    const int64_t ahead = kDecodeTile / kValueBlock * block_bytes;  // bytes to the next tile
     const uint8_t* weights = at.parts + head * kPartBytes;
     __m256i sum[kHeads][kVectors] = {};
     const uint8_t* from = at.values + kValueBlock * kValueScaleBytes + 4 * d;
     for (int64_t quad = 0; quad < kValueBlock / 4; ++quad, from += 4 * at.head_dim, weights += 8) {
-      // Blocks side by side: the memory system follows several rows better than one.
+      // All blocks at once: the hardware prefetcher follows several streams better than one.
       for (int64_t block = 0; block < at.blocks; ++block) {
         const uint8_t* values = from + block * block_bytes;
         if (head == 0) _mm_prefetch(reinterpret_cast<const char*>(values + ahead), _MM_HINT_T0);
-        // Tokens 0 and 2, and 1 and 3, as words.
+        // Tokens 0 and 2, and tokens 1 and 3, as 16-bit pairs.
         __m256i even[kVectors], odd[kVectors];
 #pragma GCC unroll 4
         for (int i = 0; i < kVectors; ++i) {

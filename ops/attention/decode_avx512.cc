@@ -1,4 +1,4 @@
-// AVX-512 of one token's attention.
+// AVX-512 kernel of decode.h.
 #include "attention/decode_loop.h"
 
 namespace ortolan {
@@ -9,8 +9,8 @@ struct Blocks {
   static constexpr int kVectors = 4;
   static constexpr int kDotHeads = 4;
 
-  // Scores of kBlocks blocks of 32 keys for kHeads heads. A lane holds four codes of a key: one vpermb looks them up in
-  // the tables of a quad, 64 bytes, and vpdpbusd adds the four up.
+  // Computes the scores of kBlocks blocks of 32 keys for kHeads heads. A lane holds four codes of a key: one vpermb
+  // looks them up in a quad's tables (64 bytes), and vpdpbusd adds the four entries.
   template <int kHeads, int kBlocks>
   static void ScoreTile(const CodeBlocks& at, int64_t block, int64_t head) {
     const int64_t block_bytes = at.quads * 64;
@@ -71,11 +71,12 @@ struct Blocks {
     if (heads - head == 1) return ScoreHeads<1, 4>(at, head);
   }
 
-  // The scales of a tile's tokens, in units of the largest / 65535; 0 outside of the range. Returns the unit.
+  // Loads the scales of a tile's tokens, in units of the largest / 65535; 0 for tokens outside the range. Returns the
+  // unit.
   static float UnitScales(const Int8Blocks& at, __m512* scales) {
     const int64_t block_bytes = kValueBlock * ValueRowBytes(at.head_dim);
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    __m512i most = _mm512_setzero_si512();  // as integers: a NaN is more than any number
+    __m512i most = _mm512_setzero_si512();  // compared as integers, so that NaN is the largest
     for (int64_t i = 0; i < 2 * at.blocks; ++i) {
       const uint8_t* from = at.values + i / 2 * block_bytes + i % 2 * 32;
       const __m512i token = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(16 * i)));
@@ -92,8 +93,8 @@ struct Blocks {
     return largest * (1.0f / 65535);
   }
 
-  // The weights of a head times the scales, as numbers of 16 bits: of each block 32 upper, then 32 lower bytes. Returns
-  // the unit.
+  // Computes the weights of a head times the scales as 16-bit integers, stored per block as 32 upper bytes, then 32
+  // lower bytes. Returns the unit.
   static float SplitWeights(const TileHead& head, int64_t blocks, const __m512* scales, float unit, uint8_t* parts) {
     const __m512i bytes =
         _mm512_set_epi64(0x7c7874706c686460, 0x5c5854504c484440, 0x3c3834302c282420, 0x1c1814100c080400,
@@ -113,11 +114,12 @@ struct Blocks {
     return _mm512_cvtss_f32(factor) * unit;
   }
 
-  // sums = 256 sums + (the upper or the lower bytes of the weights) values, of numbers d …; the first time sums = 0.
+  // sums = 256 sums + (upper or lower weight bytes) values, for kVectors vectors from dimension d on. `first` (the
+  // upper bytes) starts from sums = 0.
   template <int kHeads, int kVectors>
   static void AddPart(const Int8Blocks& at, int64_t head, int64_t d, bool first, __m512i* sums) {
     const int64_t block_bytes = kValueBlock * ValueRowBytes(at.head_dim);
-    const int64_t ahead = kDecodeTile / kValueBlock * block_bytes;  // of the next tile
+    const int64_t ahead = kDecodeTile / kValueBlock * block_bytes;  // bytes to the next tile
     const uint8_t* weights = at.parts + head * kPartBytes + (first ? 0 : 32);
     __m512i sum[kHeads][kVectors];
 #pragma GCC unroll 4
@@ -129,7 +131,7 @@ struct Blocks {
     }
     const uint8_t* from = at.values + kValueBlock * kValueScaleBytes + 4 * d;
     for (int64_t quad = 0; quad < kValueBlock / 4; ++quad, from += 4 * at.head_dim, weights += 4) {
-      // Blocks side by side: the memory system follows several rows better than one.
+      // All blocks at once: the hardware prefetcher follows several streams better than one.
       for (int64_t block = 0; block < at.blocks; ++block) {
         const uint8_t* values = from + block * block_bytes;
         __m512i value[kVectors];

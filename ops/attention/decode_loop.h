@@ -1,16 +1,18 @@
-// One token's attention (decode.h), once for all targets: scores of a chunk of tokens, then a tile after
-// another of weights and values. Included by decode_<target>.cc only; local to each.
+// The decode kernel (decode.h), for all targets: the scores of a chunk of tokens, then weights and values tile by tile.
+// Included only by decode_<target>.cc; everything is local to each target.
 //
-//     tables   [heads][quads][64]   16 table entries of sub-quantizer 4 quad, 16 of the next, …
-//     scores   [heads][kChunk]      in powers of two, from a multiple of 32 tokens on; -Inf outside of the range
-//     weights  [heads][kTile]       of the heads whose tile is not negligible
+//     tables   [heads][quads][64]   16 table entries of sub-quantizer 4 quad, then 16 of the next, …
+//     scores   [heads][kChunk]      in powers of two, starting at a multiple of 32 tokens; -Inf outside the range
+//     weights  [heads][kTile]       only for the heads whose tile is not negligible
 //
-// A target gives a struct Blocks with
-//     int64_t Ahead(const PrefetchDistances&)         of key codes
-//     kVectors, kDotHeads     of a tile of y that is multiplied with rows of floats; of a tile of dot products
-//     void ScoreBlocks(const CodeBlocks&, int64_t heads)
-//     void AddInt8Blocks(const Int8Blocks&, int64_t heads)   makes weights, and adds them to sums and weighted values
-//     to y; where a target has no better way, values become floats
+// A target defines a struct Blocks with
+//
+//     int64_t Ahead(const PrefetchDistances&)                prefetch distance of key codes, in bytes
+//     kVectors                                               vectors of a tile of y, for values that are rows of floats
+//     kDotHeads                                              heads of a tile of dot products
+//     void ScoreBlocks(const CodeBlocks&, int64_t heads)     scores of full blocks of codes
+//     void AddInt8Blocks(const Int8Blocks&, int64_t heads)   optional: computes weights, adds them to the sums and the
+//                                                            weighted values to y. Without it, values become floats
 #pragma once
 
 #include <cstdint>
@@ -25,7 +27,7 @@
 namespace ortolan {
 namespace {
 
-// Blocks of key codes, and the heads' scores that they give.
+// Blocks of key codes and the scores computed from them.
 struct CodeBlocks {
   int64_t quads;
   int64_t blocks;
@@ -35,33 +37,33 @@ struct CodeBlocks {
   const float* biases;
   float* scores;  // [heads][stride], 32 a block
   int64_t stride;
-  int64_t ahead;  // bytes of codes that are asked for before they are read
+  int64_t ahead;  // prefetch distance in bytes
 };
 
 // A query head and a tile of tokens.
 struct TileHead {
   const float* scores;  // [kDecodeTile]
-  float most;           // of them; the lowest float if all are -Inf or NaN
-  float maximum;        // of the head so far, at least `most`: what y and sums are relative to
-  float* sums;          // [kLanes], of 2^(score - maximum)
+  float most;           // largest of the scores; the lowest float if all are -Inf or NaN
+  float maximum;        // largest of the head so far, at least `most`; y and sums are relative to it
+  float* sums;          // [kLanes], partial sums of 2^(score - maximum)
   float* y;             // [head_dim]
 };
 
-// Full blocks of int8 values of a tile.
+// The full blocks of int8 values in a tile.
 struct Int8Blocks {
   int64_t head_dim;
   int64_t blocks;  // 1 … 4
-  int64_t from;    // of the tile's tokens those in [from, to) count; the scores of others are -Inf
+  int64_t from;    // only tokens in [from, to) of the tile count; the scores of the others are -Inf
   int64_t to;
   const uint8_t* values;  // the first block
   const TileHead* heads;
-  uint8_t* parts;  // scratch, 4 kDecodeTile a head, of cache lines
+  uint8_t* parts;  // scratch, 4 kDecodeTile bytes a head, aligned to cache lines
 };
 
 constexpr int64_t kDecodeTile = 128;
 
-// Values of a tile's tokens as AddRows reads them, kTokens after one another at a time: what is at number d of token j,
-// for query heads from `head` on; of this, vector i of a token as floats.
+// Value layouts for AddRows, which reads kTokens consecutive tokens at a time. At returns the address of dimension d of
+// token j, for query heads from `head` on. Load returns vector i of a token at that address as floats.
 struct FloatRows {
   static constexpr int kTokens = 1;
   const float* first;
@@ -84,7 +86,7 @@ struct Int8Rows {
     return Simd::LoadInt8(from + i * kLanes);
   }
 };
-struct Int8Quads {  // of full blocks
+struct Int8Quads {  // the layout of full blocks
   static constexpr int kTokens = 4;
   const uint8_t* first;
   int64_t row_bytes;
@@ -93,7 +95,7 @@ struct Int8Quads {  // of full blocks
   __attribute__((always_inline)) const uint8_t* At(int64_t head, int64_t j, int64_t d) const {
     const int64_t scales = (j / kValueBlock + 1) * kValueBlock * kValueScaleBytes;
     const uint8_t* from = first + scales + j * (row_bytes - kValueScaleBytes) + 4 * d;
-    if (head == 0) __builtin_prefetch(from + kDecodeTile * row_bytes);  // of the next tile
+    if (head == 0) __builtin_prefetch(from + kDecodeTile * row_bytes);  // prefetch the next tile
     return from;
   }
   template <int kToken>
@@ -109,28 +111,28 @@ class DecodeLoop {
   static constexpr int64_t kChunk = kChunkTiles * kTile;
   static constexpr float kLog2E = 1.44269504f;
   static constexpr float kLeastRange = 0x1p-100f;
-  static constexpr int kHeads = 4;                   // of a tile of y
-  static constexpr int kDotKeys = 4;                 // of a tile of dot products
-  static constexpr int kParts = kLanes > 1 ? 4 : 1;  // sub-quantizers whose extremes are found together
+  static constexpr int kHeads = 4;                   // heads in a tile of y
+  static constexpr int kDotKeys = 4;                 // keys in a tile of dot products
+  static constexpr int kParts = kLanes > 1 ? 4 : 1;  // sub-quantizers whose minimum and maximum are found together
 
   static int64_t RoundUp(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-  // The scratch memory, in pieces of whole cache lines.
+  // The scratch memory, divided into cache-line-aligned arrays.
   struct Scratch {
     int64_t bytes = 0;
-    float* query;      // [heads][head_dim], times log2(e) scale
-    float* centroids;  // [S][d_sub][16], where d_sub is more than 1
+    float* query;      // [heads][head_dim], multiplied by log2(e) scale
+    float* centroids;  // [S][d_sub][16], only if d_sub > 1
     float* products;   // [S][16]
-    float* least;      // [S]: of the products; then [heads]: tiles whose scores all lie below are negligible
+    float* least;      // [S]: minimum of the products; later [heads]: tiles whose scores are all below are negligible
     float* tile_most;  // [heads][kChunkTiles]
-    float* sums;       // [heads][kLanes], of the weights
+    float* sums;       // [heads][kLanes], partial sums of the weights
     float* steps;      // [heads]
     float* biases;     // [heads]
     float* scores;
     float* weights;
-    TileHead* heads;  // whose tile is not negligible
+    TileHead* heads;  // the heads whose tile is not negligible
     uint8_t* tables;
-    uint8_t* block;  // the last tokens' codes as a full block
+    uint8_t* block;  // the codes of the incomplete last block, as a full block
     uint8_t* parts;
 
     Scratch(int64_t heads, int64_t head_dim, void* memory) {
@@ -240,7 +242,7 @@ class DecodeLoop {
       }
       const Float lows = Reduce(low, [](Float a, Float b) { return Simd::Min(a, b); });
       const Float highs = Reduce(high, [](Float a, Float b) { return Simd::Max(a, b); });
-      Simd::Store(least + s, lows);  // more than kParts: the next ones write over the rest
+      Simd::Store(least + s, lows);  // stores more than kParts; the next iteration overwrites the excess
       width = Simd::Max(width, Simd::Subtract(highs, lows));
       sum = Simd::Add(sum, lows);
     }
@@ -260,8 +262,7 @@ class DecodeLoop {
     }
   }
 
-  // Fills s_.scores for tokens first … first + count-1, of which those in [begin, end) count. first is a multiple
-  // of 32.
+  // Fills s_.scores for tokens first … first + count-1, with -Inf outside [begin, end). first is a multiple of 32.
   void Score(int64_t first, int64_t count, int64_t begin, int64_t end) const {
     if (args_.keys != nullptr) {
       ScoreFloats(first, begin > first ? begin : first, end < first + count ? end : first + count);
@@ -325,7 +326,8 @@ class DecodeLoop {
     }
   }
 
-  // y += weights values for tokens begin … end-1 of rows, of kHeads heads from `head` on, kVectors vectors from `d` on.
+  // y += weights values for tokens begin … end-1, for kHeads heads from `head` on and kVectors vectors from dimension
+  // `d` on.
   template <int kHeads, int kVectors, typename Rows>
   void AddRowsTile(int64_t head, int64_t begin, int64_t end, int64_t d, const Rows& rows) const {
     const TileHead* heads = s_.heads + head;
@@ -380,7 +382,7 @@ class DecodeLoop {
     for (; h < heads; ++h) AddRowsHeads<1>(h, begin, end, rows);
   }
 
-  // Makes weights of the scores of a tile's tokens from … to-1, multiples of kLanes. They are stored as
+  // Computes the weights of tokens from … to-1 of a tile (multiples of kLanes), adds them to the sums and stores
   // scaled(i, weight).
   template <typename Scaled>
   void Weigh(int64_t heads, int64_t from, int64_t to, const Scaled& scaled) const {
@@ -397,7 +399,8 @@ class DecodeLoop {
     }
   }
 
-  // Adds what the tile of tokens from `first` on, of which those in [begin, end) count, gives to the first of s_.heads.
+  // Adds a tile's weighted values to y for the first `heads` entries of s_.heads. The tile starts at token `first`;
+  // only tokens in [begin, end) count.
   void AddTile(int64_t heads, int64_t first, int64_t begin, int64_t end) const {
     const int64_t from = begin > first ? begin - first : 0;
     const int64_t to = end - first < kTile ? end - first : kTile;
@@ -422,7 +425,7 @@ class DecodeLoop {
     AddRows(heads, rest, to, Int8Rows{values, row_bytes});
   }
 
-  // The same of the first `full` tokens of the tile, in full blocks.
+  // AddTile for the tile's first `full` tokens, which are in full blocks.
   void AddBlocks(int64_t heads, int64_t full, int64_t from, int64_t to, const uint8_t* values) const {
     if constexpr (requires { &Blocks::AddInt8Blocks; }) {
       Blocks::AddInt8Blocks({args_.head_dim, full / kValueBlock, from, to, values, s_.heads, s_.parts}, heads);
@@ -431,15 +434,15 @@ class DecodeLoop {
       Weigh(heads, 0, full, [&](int64_t i, Float weight) {
         const uint8_t* scales = values + i / kValueBlock * kValueBlock * row_bytes + i % kValueBlock * kValueScaleBytes;
         const Float product = Simd::Multiply(weight, Simd::LoadBf16(scales));
-        // Tokens outside of the range weigh 0, and may hold anything.
+        // Tokens outside the range have weight 0 and may have arbitrary scales.
         return Simd::SelectLess(Simd::Set(0.0f), weight, product, weight);
       });
       AddRows(heads, 0, full, Int8Quads{values, row_bytes});
     }
   }
 
-  // Finds the largest scores of a chunk's tiles, and brings the maximum up to them, with what was added so far. Returns
-  // whether a score is NaN.
+  // Finds the largest score of each of a chunk's tiles. Raises the head's maximum to it and rescales the sums and y so
+  // far. Returns whether a score is NaN.
   bool RaiseMaximum(int64_t h, int64_t tiles, const DecodePartial& partial) const {
     const float* scores = s_.scores + h * kChunk;
     float* tile_most = s_.tile_most + h * kChunkTiles;

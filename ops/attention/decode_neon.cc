@@ -1,4 +1,4 @@
-// NEON of one token's attention.
+// NEON kernel of decode.h.
 #include "attention/decode_loop.h"
 
 namespace ortolan {
@@ -9,10 +9,10 @@ struct Blocks {
   static constexpr int kVectors = 2;
   static constexpr int kDotHeads = 4;
 
-  // So many quads that sums of 16 bits hold their entries; a block's indices to that many tables are 8 KB.
+  // At most this many quads, so that 16-bit sums hold their entries. The block's indices into their tables take 8 KB.
   static constexpr int64_t kQuads = 64;
 
-  // Sums of 16 bits of 16 keys.
+  // 16-bit sums for 16 keys.
   struct Sums {
     uint16x8_t low = vdupq_n_u16(0);
     uint16x8_t high = vdupq_n_u16(0);
@@ -20,7 +20,7 @@ struct Blocks {
       low = vaddw_u8(low, vget_low_u8(entries));
       high = vaddw_high_u8(high, entries);
     }
-    // Scores += step sums.
+    // Adds step times the sums to the scores.
     void AddTo(float* scores, Float step) const {
       const uint32x4_t sums[] = {vmovl_u16(vget_low_u16(low)), vmovl_high_u16(low), vmovl_u16(vget_low_u16(high)),
                                  vmovl_high_u16(high)};
@@ -32,7 +32,7 @@ struct Blocks {
   };
 
   static void ScoreBlocks(const CodeBlocks& at, int64_t heads) {
-    uint8x16_t indices[kQuads][8];  // of a sub-quantizer keys 0 … 15, then 16 … 31
+    uint8x16_t indices[kQuads][8];  // per sub-quantizer: keys 0 … 15, then 16 … 31
     for (int64_t block = 0; block < at.blocks; ++block) {
       for (int64_t first = 0; first < at.quads; first += kQuads) {
         const int64_t quads = at.quads - first < kQuads ? at.quads - first : kQuads;

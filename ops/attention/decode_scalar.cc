@@ -1,4 +1,4 @@
-// One token's attention on any CPU.
+// Portable kernel of decode.h.
 #include "attention/decode_loop.h"
 
 namespace ortolan {

@@ -6,7 +6,7 @@
 namespace ortolan {
 namespace {
 
-// Hosts may have their tensors at any address.
+// Tensors of the host may be unaligned.
 int64_t Load(const char* mask_value) {
   int64_t value;
   std::memcpy(&value, mask_value, sizeof(value));
@@ -25,7 +25,7 @@ KeptTokens::KeptTokens(const void* kept, int64_t batch_, int64_t tokens_) : batc
     const char* const row = static_cast<const char*>(kept) + b * tokens * static_cast<int64_t>(sizeof(int64_t));
     for (int64_t position = 0; position < tokens; ++position) {
       const int64_t mask_value = Load(row + position * static_cast<int64_t>(sizeof(int64_t)));
-      positions[count] = position;  // taken back by the next one, if this one is not there
+      positions[count] = position;  // overwritten by the next token if this one is not kept
       seen[count] = mask_value > 0;
       count += mask_value != 0;
     }
@@ -35,7 +35,7 @@ KeptTokens::KeptTokens(const void* kept, int64_t batch_, int64_t tokens_) : batc
   seen.resize(count);
 }
 
-bool KeptTokens::IsInteger(int64_t b) const {
+bool KeptTokens::IsContiguous(int64_t b) const {
   const int64_t count = Count(b);
   return count == 0 || Positions(b)[count - 1] - Positions(b)[0] == count - 1;
 }

@@ -1,4 +1,4 @@
-// The tokens of padded sequences that are there, in the order of the sequences: rows of a packed tensor.
+// The tokens of padded sequences that are not padding, in sequence order: the rows of a packed tensor.
 #pragma once
 
 #include <cstddef>
@@ -8,25 +8,25 @@
 namespace ortolan {
 
 struct KeptTokens {
-  // kept: int64 [batch][tokens] at any address, not 0 where a token is there. No query sees a token whose number is
-  // negative; the token's own query sees the others. Throws std::bad_alloc.
+  // kept: int64 [batch][tokens], unaligned; nonzero for tokens to keep, 0 for padding. A token with a negative value
+  // attends to its sequence but no query sees it. Throws std::bad_alloc.
   KeptTokens(const void* kept, int64_t batch_, int64_t tokens_);
 
   int64_t Count() const { return begins.back(); }
-  // Of a sequence.
+  // The tokens of sequence b, and its first row in the packed tensor.
   int64_t Count(int64_t b) const { return begins[static_cast<size_t>(b) + 1] - begins[static_cast<size_t>(b)]; }
   int64_t Begin(int64_t b) const { return begins[static_cast<size_t>(b)]; }
-  // Its places in it, rising; of Count(b).
+  // The positions of its tokens in the padded sequence, ascending; Count(b) of them.
   const int64_t* Positions(int64_t b) const { return positions.data() + Begin(b); }
-  // Whether they follow each other without a gap.
-  bool IsInteger(int64_t b) const;
-  // Whether queries see the i-th token of sequence b.
+  // Whether the positions have no gap.
+  bool IsContiguous(int64_t b) const;
+  // Whether queries see token i of sequence b.
   bool IsSeen(int64_t b, int64_t i) const { return seen[static_cast<size_t>(Begin(b) + i)] != 0; }
   bool AllSeen(int64_t b) const;
 
   int64_t batch;
-  int64_t tokens;                  // of a padded sequence
-  std::vector<int64_t> begins;     // [batch + 1]: the row of the first token of each; the last one is their number
+  int64_t tokens;               // length of the padded sequences
+  std::vector<int64_t> begins;  // [batch + 1]: the first row of each sequence; the last element is the number of rows
   std::vector<int64_t> positions;  // [rows]
   std::vector<char> seen;          // [rows]
 };

@@ -1,4 +1,4 @@
-// The softmax functions of decode.h, once for all targets. Included by decode_loop.h only; local to each target.
+// The softmax functions of decode.h, for all targets. Included only by decode_loop.h; local to each target.
 #pragma once
 
 #include "attention/decode.h"
@@ -12,11 +12,11 @@ using Float = Simd::Float;
 constexpr int64_t kLanes = Simd::kLanes;
 constexpr float kLowest = -0x1.fffffep127f;
 constexpr float kMinusInfinity = -__builtin_inff();
-constexpr int64_t kStep = 8 * kLanes;             // of a mask at once
-constexpr float kLeastVisible = kHidden + 64.0f;  // the float behind it
+constexpr int64_t kStep = 8 * kLanes;             // mask elements at a time
+constexpr float kLeastVisible = kHidden + 64.0f;  // the next float above kHidden
 constexpr float kLeastNormal = 0x1p-126f;
 
-// How many of a step are not less than the bound; NaN is none.
+// Counts the elements of a step that are not less than the bound; NaN is not counted.
 float CountFrom(const float* mask, Float bound, bool magnitude) {
   Float count = Simd::Set(0.0f);
 #pragma GCC unroll 8
@@ -74,7 +74,8 @@ void MergePartial(int64_t heads, int64_t head_dim, const DecodePartial& from, co
     into.max[h] = most;
     const Float as = Simd::Set(a);
     const Float bs = Simd::Set(b);
-    const auto merge = [as, bs](Float x, Float y) {  // products and sum rounded one by one, in every target
+    // Rounds each product and sum separately, for the same bits on every target.
+    const auto merge = [as, bs](Float x, Float y) {
       return Simd::Add(Simd::Rounded(Simd::Multiply(as, x)), Simd::Rounded(Simd::Multiply(bs, y)));
     };
     float sums[kLanes];

@@ -24,7 +24,7 @@ uint64_t LoadMask(const uint8_t* bytes, const BitmapLayout& layout) {
   return layout.RowBits() == 64 ? Load<uint64_t>(bytes) : Load<uint32_t>(bytes);
 }
 
-// int4: the nibbles of even rows are low ones, those of odd rows high ones.
+// int4: even rows are in low nibbles, odd rows in high nibbles.
 constexpr int ShiftOf(int64_t row) { return row % 2 == 0 ? 0 : 4; }
 
 // Calls at(bit, input, column) for the weights of a row of a panel, in order.
@@ -35,8 +35,8 @@ void ForEachWeight(int64_t panel, int64_t row, const At& at) {
   }
 }
 
-// Packs w, row-major [k, n]. convert(weight) is what is stored of a weight, unless it is 0; store(values, row, weight)
-// is called for each that is stored, in order, and panel_end(values) behind those of a panel.
+// Packs w, row-major [k, n]. convert(weight) gives the value to store; a 0 is stored only in dense storage.
+// store(values, row, weight) is called for each stored weight in order, panel_end(values) after each panel.
 template <const BitmapLayout& kLayout, typename Matrix, typename Weight, typename Convert, typename Store,
           typename PanelEnd>
 Matrix Pack(const Weight* w, int64_t row_stride, int64_t k, int64_t n, Storage storage, const Convert& convert,
@@ -70,7 +70,7 @@ Matrix Pack(const Weight* w, int64_t row_stride, int64_t k, int64_t n, Storage s
   return packed;
 }
 
-// next(panel, row) is called for each stored weight in order.
+// Calls next(panel, row), which returns the next stored weight, for each stored weight in order.
 template <const BitmapLayout& kLayout, typename Next>
 void Unpack(const BitmapView& view, int8_t* q, int64_t row_stride, const Next& next) {
   for (int64_t panel = 0; panel < BitmapPanels(view.n); ++panel) {
@@ -85,11 +85,11 @@ void Unpack(const BitmapView& view, int8_t* q, int64_t row_stride, const Next& n
   }
 }
 
-// Adds up int8 rows of a panel, place by place. All weights pass here when a model is loaded: compilers make vectors of
-// sums of 16 bits, which 256 numbers of int8 cannot overflow.
+// Adds int8 rows of a panel position by position. This runs over all weights when a model is loaded: compilers
+// vectorize 16-bit sums, which 256 int8 values cannot overflow.
 void AddWholeRows(const uint8_t* values, int64_t rows, uint32_t (&position_sums)[kInt8Bitmap.RowBits()]) {
   constexpr int64_t kPositions = kInt8Bitmap.RowBits();
-  constexpr int64_t kRowsOf16Bits = 256;  // times -128, the least int16
+  constexpr int64_t kRowsOf16Bits = 256;  // 256 x -128 is the smallest int16
   for (int64_t first = 0; first < rows; first += kRowsOf16Bits) {
     int16_t part[kPositions] = {};
     const int64_t end = std::min(rows, first + kRowsOf16Bits);
@@ -101,7 +101,7 @@ void AddWholeRows(const uint8_t* values, int64_t rows, uint32_t (&position_sums)
   }
 }
 
-// The same for rows of which those weights are stored that have a bit in masks.
+// AddWholeRows for rows of which only the weights with a mask bit are stored.
 void AddStoredRows(const uint8_t* masks, const uint8_t* values, int64_t rows,
                    uint32_t (&position_sums)[kInt8Bitmap.RowBits()]) {
   for (int64_t row = 0; row < rows; ++row) {
@@ -135,7 +135,7 @@ void UnpackBitmap(const BitmapView& view, float* w, int64_t row_stride, int64_t 
       const uint32_t mask = view.IsDense() ? ~uint32_t{0} : Load<uint32_t>(masks + row * kBf16Bitmap.RowMaskBytes());
       float* to = w + 2 * row * row_stride + panel * kPanelColumns * column_stride;
       if (all_columns && 2 * row + 1 < view.k) {
-        // No branches: behind the last value there is padding, and dense storage has no bits that are not set.
+        // Branch-free: padding after the last value makes the loads safe, and dense storage has all bits set.
         for (int64_t column = 0; column < kPanelColumns; ++column, to += column_stride) {
           for (int64_t input = 0; input < 2; ++input) {
             const uint32_t stored = (mask >> (2 * column + input)) & 1u;
@@ -172,7 +172,7 @@ void UnpackBitmapInt8(const BitmapView& view, int8_t* q, int64_t row_stride) {
 std::vector<int32_t> SumsOfColumnsInt8(const BitmapView& view) {
   std::vector<int32_t> sums(static_cast<size_t>(BitmapPanels(view.n) * kPanelColumns));
   const Storage storage = view.StoredAs();
-  // In 2:4 storage half of the weights stand in rows whose columns are those of dense ones.
+  // 2:4 storage holds half of the weights; the columns of its rows are those of dense rows.
   const int64_t rows = kInt8Bitmap.Tiles(view.k) * kTileRows / (storage == Storage::kTwoFour ? 2 : 1);
   for (int64_t panel = 0; panel < BitmapPanels(view.n); ++panel) {
     const uint8_t* const values = view.PanelValues(kInt8Bitmap, panel);
@@ -207,7 +207,7 @@ bool PairsFitInt8(const BitmapView& view) {
 }
 
 QuantizedBitmapMatrix PackBitmapInt4(const int8_t* q, int64_t row_stride, int64_t k, int64_t n, Storage storage) {
-  size_t next[2] = {};  // byte of the even rows' and of the odd rows' stream
+  size_t next[2] = {};  // next byte of the streams of even and odd rows
   return Pack<kInt4Bitmap, QuantizedBitmapMatrix>(
       q, row_stride, k, n, storage, [](int8_t weight) { return weight; },
       [&](std::vector<uint8_t>& values, int64_t row, int8_t weight) {
@@ -240,8 +240,8 @@ std::string ValidateBitmap(const BitmapClaim& claim, const BitmapLayout& layout)
   if (claim.IsDense()) {
     const int64_t entries = panels * tiles * layout.TileEntries();
     if (claim.value_count == entries) return {};
-    return ErrorText("without masks and offsets values hold ", claim.value_count, " entries, expected ", entries, " (",
-                     panels, " panels x ", tiles, " tiles x ", layout.TileEntries(), ") for k=", claim.k,
+    return ErrorText("values without masks and offsets (dense storage) hold ", claim.value_count, " entries, expected ",
+                     entries, " (", panels, " panels x ", tiles, " tiles x ", layout.TileEntries(), ") for k=", claim.k,
                      ", n=", claim.n);
   }
   if (claim.mask_bytes != mask_bytes) {
@@ -256,8 +256,8 @@ std::string ValidateBitmap(const BitmapClaim& claim, const BitmapLayout& layout)
   for (int64_t panel = 0; panel < panels; ++panel) {
     const int64_t begin = claim.offsets[panel];
     const int64_t end = claim.offsets[panel + 1];
-    if (end < begin) return ErrorText("offsets[", panel + 1, "] is ", end, ", less than the one before it, ", begin);
-    // The padding may not be counted as values: a kernel loads as much from any position.
+    if (end < begin) return ErrorText("offsets[", panel + 1, "] is ", end, ", less than the previous offset, ", begin);
+    // The padding must not count as values: a kernel loads that many entries from any position.
     if (end > claim.value_count - padding) {
       return ErrorText("offsets[", panel + 1, "] is ", end, ", but values hold ", claim.value_count,
                        " entries of which the last ", padding, " are padding");
@@ -271,7 +271,7 @@ std::string ValidateBitmap(const BitmapClaim& claim, const BitmapLayout& layout)
   for (int64_t panel = 0; panel < panels; ++panel) {
     const int64_t columns = std::min(kPanelColumns, claim.n - panel * kPanelColumns);
     const uint64_t in_columns = LowBits(columns * layout.row_inputs);
-    int64_t stored[2] = {};  // in even and in odd rows
+    int64_t stored[2] = {};  // stored weights in even and in odd rows
     for (int64_t row = 0; row < tiles * kTileRows; ++row, row_bytes += layout.RowMaskBytes()) {
       const uint64_t bits = LoadMask(row_bytes, layout);
       const uint64_t in_inputs = LowBits(std::clamp<int64_t>(claim.k - row * layout.row_inputs, 0, layout.row_inputs)) *
@@ -282,12 +282,12 @@ std::string ValidateBitmap(const BitmapClaim& claim, const BitmapLayout& layout)
       }
       stored[row & 1] += std::popcount(bits);
     }
-    // int4: a byte holds a weight of an even row and one of an odd row.
+    // int4: a byte holds one weight of an even row and one of an odd row.
     const int64_t needed = layout.value_bits == 4 ? std::max(stored[0], stored[1]) : stored[0] + stored[1];
     const int64_t expected = claim.offsets[panel + 1] - claim.offsets[panel];
     if (needed != expected) {
-      return ErrorText("masks of panel ", panel, " have ", stored[0] + stored[1], " bits set, which take ", needed,
-                       " entries of values, but offsets give it ", expected);
+      return ErrorText("masks of panel ", panel, " have ", stored[0] + stored[1], " bits set, which need ", needed,
+                       " entries of values, but offsets leave ", expected);
     }
   }
   return {};

@@ -1,38 +1,39 @@
-// The bitmap format: a sparse weight matrix as one bit a weight plus the non-zero weights (SparAMX, section 4.2).
+// The bitmap format: a sparse weight matrix as one bit a weight plus the nonzero weights. Reference: SparAMX, section
+// 4.2.
 //
-// W is [k, n]: k inputs, n outputs, y = x W. Columns are cut into panels of 16, the k inputs into tiles of 32:
+// W is [k, n]: k inputs, n outputs, y = x W. Columns are divided into panels of 16, the k inputs into tiles of 32:
 //
 //     panel p                      = columns 16p … 16p+15
-//     tile t of panel p            = inputs 32t … 32t+31 of those columns: 16 rows of k-pairs x 16 columns
+//     tile t of panel p            = inputs 32t … 32t+31 of these columns: 16 rows of k-pairs x 16 columns
 //     row r of a tile, 32 weights  = W[32t+2r][c0] W[32t+2r+1][c0] W[32t+2r][c1] W[32t+2r+1][c1] …  (c0 = 16p)
 //
-// This is the order of AMX's B tile ("VNNI" order), and one row is one operand of vdpbf16ps. Rows and columns outside
-// of the k x n matrix are zero. Three tensors hold it:
+// This is the order of an AMX B tile ("VNNI" order); one row is one operand of vdpbf16ps. Rows and columns outside the
+// k x n matrix are zero. Three tensors hold it:
 //
-//     masks    u8  [panels, tiles, 64]  16 little-endian u32 a tile, one a row; bit i is set where weight i is stored
+//     masks    u8  [panels, tiles, 64]  16 little-endian u32 a tile, one a row; bit i is set if weight i is stored
 //     values   bf16 [offsets[panels] + 32]
-//                  the stored weights of panel 0, then panel 1, …, in the order of their mask bits; the padding, all
-//                  zero, lets a kernel load 32 values at any position
-//     offsets  i64 [panels + 1]  where in values each panel starts; offsets[0] = 0, the last is the number of values
+//                  the stored weights of panel 0, then panel 1, …, in the order of their mask bits; 32 zeros of
+//                  padding, so that a kernel can load 32 values at any position
+//     offsets  i64 [panels + 1]  index in values of each panel's first value; offsets[0] = 0, the last is the number of
+//                  values
 //
 //     panels = ceil(n / 16), tiles = ceil(k / 32)
 //     bytes  = 64 panels tiles + 2 (values + 32) + 8 (panels + 1);   2 (1 - sparsity) + 1/8 a weight
 //
-// The offsets let any thread start at any panel: the number of threads is not part of the format.
+// With the offsets any thread can start at any panel: the number of threads is not part of the format.
 //
-// Dense storage is the case in which every weight is stored, zeros too and those outside of the matrix, and no mask is
-// needed: masks and offsets are empty, values are what they would be if every mask bit were set, without padding
-// behind.
+// Dense storage holds every weight, including zeros and positions outside the matrix, and needs no masks: masks and
+// offsets are empty, and values are as if every mask bit were set, without padding.
 //
 //     masks    u8  [0]
 //     values   bf16 [panels * tiles * 512]   tile after tile, panel after panel; a row of a tile is 64 bytes
 //     offsets  i64 [0]
-//     bytes    2 a weight; less than the bitmap's where fewer than one weight in 16 is zero
+//     bytes    2 a weight; smaller than the bitmap if fewer than one weight in 16 is zero
 //
-// two_four.h is a third storage, of matrices that are 2:4 sparse: masks without offsets.
+// two_four.h adds a third storage for 2:4 sparse matrices: masks without offsets.
 //
-// bitmap_int8.h and bitmap_int4.h are the same idea with smaller values: rows of k-quads, so tiles of 64 inputs.
-// BitmapLayout says what differs.
+// bitmap_int8.h and bitmap_int4.h apply the same idea to smaller values: rows of k-quads, so tiles of 64 inputs.
+// BitmapLayout holds the differences.
 #pragma once
 
 #include <cstdint>
@@ -48,11 +49,11 @@ inline constexpr int64_t kTileRows = 16;
 // Keeps every size computation below inside int64.
 inline constexpr int64_t kMaxDimension = int64_t{1} << 28;
 
-// Where the bitmap formats differ. Values are counted in entries: the elements of the values tensor.
+// The parameters in which the bitmap formats differ. Values are counted in entries: the elements of the values tensor.
 struct BitmapLayout {
-  int64_t row_inputs;  // inputs that a row of a tile holds of each column: as many as fit in 4 bytes of an AMX product
-  int64_t value_bits;  // of a stored weight
-  int64_t max_k;       // the most inputs
+  int64_t row_inputs;  // inputs of each column in a row of a tile: as many as fit in 4 bytes of an AMX product
+  int64_t value_bits;  // of one stored weight
+  int64_t max_k;       // largest k
 
   constexpr int64_t RowBits() const { return kPanelColumns * row_inputs; }
   constexpr int64_t RowMaskBytes() const { return RowBits() / 8; }
@@ -63,9 +64,9 @@ struct BitmapLayout {
   constexpr int64_t EntryBytes() const { return value_bits == 16 ? 2 : 1; }
   // Entries of a tile in dense storage.
   constexpr int64_t TileEntries() const { return kTileRows * RowBits() * value_bits / 8 / EntryBytes(); }
-  // In 2:4 storage, which holds two of four.
+  // Entries of a tile in 2:4 storage, which holds two of four weights.
   constexpr int64_t TwoFourTileEntries() const { return TileEntries() / 2; }
-  // Entries behind the last one of a bitmap. They let a kernel load 64 bytes at any position.
+  // Padding entries after the last value of a bitmap. They let a kernel load 64 bytes at any position.
   constexpr int64_t Padding() const { return 64 / EntryBytes(); }
 };
 
@@ -78,13 +79,12 @@ inline constexpr int64_t BitmapPanels(int64_t n) { return (n + kPanelColumns - 1
 inline constexpr int64_t BitmapTiles(int64_t k) { return kBf16Bitmap.Tiles(k); }
 inline constexpr int64_t BitmapPaddedK(int64_t k) { return kBf16Bitmap.PaddedK(k); }
 
-// A packed matrix that someone else owns. masks and values may lie at any address: a model saved by another tool is
-// mapped into memory where that tool put them.
+// A non-owning view of a packed matrix. masks and values may be unaligned: a model saved by another tool is
+// memory-mapped with that tool's offsets.
 struct BitmapView {
   int64_t k = 0;
   int64_t n = 0;
   const uint8_t* masks = nullptr;    // [panels][tiles][16] masks: u32 for bf16, u64 for int8 and int4; null: dense;
-                                     // 2:4: [panels][tiles][TileMaskBytes()], places
   const uint8_t* values = nullptr;   // [offsets[panels] + padding] entries; dense and 2:4: [panels][tiles][entries]
   const int64_t* offsets = nullptr;  // [panels + 1], in entries; null: dense or 2:4
 
@@ -92,7 +92,7 @@ struct BitmapView {
   constexpr Storage StoredAs() const {
     return IsDense() ? Storage::kDense : offsets == nullptr ? Storage::kTwoFour : Storage::kBitmap;
   }
-  // Where the masks of a panel begin; null if the storage is dense.
+  // The masks of a panel; null if the storage is dense.
   constexpr const uint8_t* PanelMasks(const BitmapLayout& layout, int64_t panel) const {
     return IsDense() ? nullptr : masks + panel * layout.Tiles(k) * layout.TileMaskBytes();
   }
@@ -109,7 +109,7 @@ struct BitmapView {
   }
 };
 
-// masks and offsets are empty if the storage is dense, offsets if it is 2:4.
+// Owned tensors. masks and offsets are empty in dense storage, offsets in 2:4 storage.
 template <typename MaskType, typename Value>
 struct PackedBitmap {
   using Mask = MaskType;
@@ -120,15 +120,17 @@ struct PackedBitmap {
 };
 using BitmapMatrix = PackedBitmap<uint32_t, uint16_t>;
 
-// Rounds w, row-major [k, n] floats with rows `row_stride` floats apart, to bf16 and packs what is not zero after
-// rounding (dense: all; zeros are +0). Needs 1 <= k, n <= kMaxDimension, and another storage than 2:4.
+// Rounds w, row-major [k, n] floats with rows `row_stride` floats apart, to bf16 and packs the weights that are nonzero
+// after rounding (dense: all weights; zeros become +0). Requires 1 <= k, n <= kMaxDimension and a storage other than
+// 2:4.
 BitmapMatrix PackBitmap(const float* w, int64_t row_stride, int64_t k, int64_t n, Storage storage = Storage::kBitmap);
 
 // Writes the dense matrix [k, n], rows `row_stride` and columns `column_stride` floats apart. The view must have passed
-// ValidateBitmap, or be some of the panels of one that has; it is not 2:4.
+// ValidateBitmap, or consist of panels of a view that has. It must not be 2:4.
 void UnpackBitmap(const BitmapView& view, float* w, int64_t row_stride, int64_t column_stride = 1);
 
-// What an untrusted file says, before anything is read through a pointer: the counts are those of the tensors found.
+// The tensors of an untrusted file, before anything is read through a pointer. The counts are those of the tensors
+// found.
 struct BitmapClaim {
   int64_t k = 0;
   int64_t n = 0;
@@ -138,22 +140,24 @@ struct BitmapClaim {
   const int64_t* offsets = nullptr;
   int64_t offset_count = 0;
 
-  // Neither masks nor offsets.
+  // Has neither masks nor offsets.
   bool IsDense() const { return mask_bytes == 0 && offset_count == 0; }
-  // Masks, no offsets.
+  // Has masks but no offsets.
   bool IsTwoFour() const { return mask_bytes != 0 && offset_count == 0; }
-  // Of a claim that has been validated. (Where a tensor is empty, its address says nothing.)
+  // The view of a claim that has been validated. (The address of an empty tensor is meaningless.)
   BitmapView View(const uint8_t* values) const {
     return {k, n, mask_bytes == 0 ? nullptr : masks, values, offset_count == 0 ? nullptr : offsets};
   }
 };
 
-// Empty if kernels may run on it; otherwise one sentence that names the tensor, what was found and what was expected.
-// Checks sizes, offsets (start at 0, never fall, stay inside), the entries that each panel's masks need against its
-// offsets, and that no bit stands outside of the k x n matrix; of dense storage the number of values. Never reads past
-// the given counts. What dense storage holds outside of the matrix is not looked at: in a file that breaks the format
-// it may spoil results (an Inf there makes NaN), and nothing else. 2:4 storage is refused: ValidateStored of two_four.h
-// takes all three.
+// Returns an empty string if kernels may run on the tensors; otherwise one sentence that names the tensor, the value
+// found and the value expected.
+//
+// Checks the sizes; that offsets start at 0, never decrease and stay in range; that each panel's masks need the number
+// of entries that its offsets give; and that no bit is set outside the k x n matrix. In dense storage only the number
+// of values is checked. Never reads beyond the given counts. Dense values outside the matrix are not checked: an Inf
+// there can turn results into NaN, but nothing worse. 2:4 storage is rejected: ValidateStored of two_four.h accepts all
+// three.
 std::string ValidateBitmap(const BitmapClaim& claim, const BitmapLayout& layout = kBf16Bitmap);
 
 }  // namespace ortolan

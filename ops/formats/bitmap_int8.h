@@ -1,22 +1,23 @@
-// The bitmap format with int8 weights: one bit a weight plus a byte for each that is not zero.
+// The bitmap format with int8 weights: one bit a weight plus a byte for each nonzero weight.
 //
-// As formats/bitmap.h, but rows of k-quads, the order of AMX's int8 B tile; one row is one operand of vpdpbusd:
+// Like formats/bitmap.h, but with rows of k-quads, the order of AMX's int8 B tile; one row is one operand of vpdpbusd:
 //
 //     panel p                      = columns 16p … 16p+15
-//     tile t of panel p            = inputs 64t … 64t+63 of those columns: 16 rows of k-quads x 16 columns
+//     tile t of panel p            = inputs 64t … 64t+63 of these columns: 16 rows of k-quads x 16 columns
 //     row r of a tile, 64 weights  = W[64t+4r … 64t+4r+3][c0]  W[64t+4r … 64t+4r+3][c1]  …   (c0 = 16p)
 //
-//     masks    u8 [panels, tiles, 128]  16 little-endian u64 a tile, one a row; bit i is set where weight i is stored
+//     masks    u8 [panels, tiles, 128]  16 little-endian u64 a tile, one a row; bit i is set if weight i is stored
 //     values   i8 [offsets[panels] + 64]
-//                  the stored weights of panel 0, then panel 1, …, in the order of their mask bits; 64 zeros
-//     offsets  i64 [panels + 1]  where in values each panel starts; offsets[0] = 0, the last is the number of values
+//                  the stored weights of panel 0, then panel 1, …, in the order of their mask bits; 64 zeros of padding
+//     offsets  i64 [panels + 1]  index in values of each panel's first value; offsets[0] = 0, the last is the number of
+//                  values
 //
 //     panels = ceil(n / 16), tiles = ceil(k / 64)
 //     bytes  = 128 panels tiles + values + 64 + 8 (panels + 1);   (1 - sparsity) + 1/8 a weight
 //
-// Dense storage as in formats/bitmap.h: values i8 [panels * tiles * 1024].
+// Dense storage is as in formats/bitmap.h: values i8 [panels * tiles * 1024].
 //
-// k is at most 2^17: an int32 then holds the sum of k products of an int8 and one of -127 … 127.
+// k is at most 2^17, so that an int32 holds a sum of k products of an int8 and a value of -127 … 127.
 #pragma once
 
 #include <cstdint>
@@ -27,10 +28,10 @@ namespace ortolan {
 
 inline constexpr BitmapLayout kInt8Bitmap{4, 8, int64_t{1} << 17};
 
-// int8 and int4 weights, packed.
+// Packed int8 or int4 weights.
 using QuantizedBitmapMatrix = PackedBitmap<uint64_t, uint8_t>;
 
-// Packs what is not zero (dense: all) of q, row-major [k, n] with rows `row_stride` weights apart. Needs
+// Packs the nonzero weights (dense: all weights) of q, row-major [k, n] with rows `row_stride` weights apart. Requires
 // 1 <= k <= 2^17 and 1 <= n <= kMaxDimension.
 QuantizedBitmapMatrix PackBitmapInt8(const int8_t* q, int64_t row_stride, int64_t k, int64_t n,
                                      Storage storage = Storage::kBitmap);
@@ -38,11 +39,11 @@ QuantizedBitmapMatrix PackBitmapInt8(const int8_t* q, int64_t row_stride, int64_
 // Writes the dense matrix, row-major [k, n]. The view must have passed ValidateBitmap with kInt8Bitmap.
 void UnpackBitmapInt8(const BitmapView& view, int8_t* q, int64_t row_stride);
 
-// The sum of each column of the same, [panels][16]; modulo 2^32.
+// Returns the sum of the weights of each column, [panels][16], modulo 2^32.
 std::vector<int32_t> SumsOfColumnsInt8(const BitmapView& view);
 
-// Whether storage is dense and, of each quad of inputs, neither the weights 0 and 1 nor 2 and 3 sum up to more than 128
-// or less than -128: with bytes of 0 … 255 their products then fit 16 bits.
+// Returns true if storage is dense and in each quad of inputs weights 0 and 1, and weights 2 and 3, sum to -128 … 128:
+// their products with bytes 0 … 255 then fit 16 bits.
 bool PairsFitInt8(const BitmapView& view);
 
 }  // namespace ortolan

@@ -91,7 +91,7 @@ std::string ValidateBlockSparse(const BlockSparseClaim& claim) {
   }
   for (int64_t group = 0; group < groups; ++group) {
     if (view.starts[group + 1] < view.starts[group] || view.starts[group + 1] > quads) {
-      return ErrorText("starts fall or leave the ", quads, " quads after element ", group);
+      return ErrorText("starts decrease or exceed the ", quads, " quads after element ", group);
     }
   }
   for (int64_t group = 0; group < groups; ++group) {
@@ -106,7 +106,7 @@ std::string ValidateBlockSparse(const BlockSparseClaim& claim) {
           const bool fills =
               index == before && i > 0 && quad + 1 == end && (weights[0] | weights[4] | weights[8] | weights[12]) == 0;
           if (!fills) {
-            return ErrorText("indices of the outputs from ", group * kGroupOutputs, " on do not ascend: ", index,
+            return ErrorText("indices of the group at output ", group * kGroupOutputs, " do not ascend: ", index,
                              " after ", before);
           }
         }
@@ -114,12 +114,12 @@ std::string ValidateBlockSparse(const BlockSparseClaim& claim) {
       }
     }
   }
-  // Nothing is computed for them, but who sums up weights would count them.
+  // Kernels ignore these weights, but SumsOfOutputs would include them.
   if (const int64_t outputs = view.n % kGroupOutputs; outputs != 0) {
     for (int64_t quad = view.starts[groups - 1]; quad < quads; ++quad) {
       const int8_t* end = view.Values(quad) + kQuadBytes;
       if (std::any_of(view.Values(quad) + outputs * kQuadInputs, end, [](int8_t weight) { return weight != 0; })) {
-        return ErrorText("values hold weights of outputs from ", view.n, " on");
+        return ErrorText("values hold nonzero weights for outputs from ", view.n, " on, expected zeros");
       }
     }
   }

@@ -1,5 +1,5 @@
-// int8 weights in blocks of 4 outputs x 1 input, each stored whole or not at all (the constant block size of
-// sparse int8 transformers), four blocks of one group of outputs to a quad: the operand of vpdpbusd.
+// int8 weights in blocks of 4 outputs x 1 input; a block is stored whole or not at all. Four blocks of the same group
+// of outputs form a quad, the operand of vpdpbusd. Reference: sparse-int8-transformers (constant block size).
 //
 // W is [k, n]: k inputs, n outputs, y = x W. Group g is outputs 4g … 4g+3; outputs from n on are zero.
 //
@@ -10,10 +10,10 @@
 //     starts   i64 [ceil(n / 4) + 1]       the first quad of each group; starts[0] = 0, the last is the number of quads
 //     scales   f32 [n]
 //
-//     bytes  = 24 quads + 8 (groups + 1) + 4 n;   1.5 a stored weight and the filling of each group's last quad
+//     bytes  = 24 quads + 8 (groups + 1) + 4 n;   1.5 a stored weight, plus the padding of each group's last quad
 //
-// Indices of a group ascend. Its last quad is filled up with its last index and zero weights: an index that equals the
-// one before in the same quad stands for nothing.
+// The indices of a group ascend. Its last quad is padded with the last index and zero weights: an index that repeats
+// the previous one of the same quad is padding.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ inline constexpr int64_t kMostSparseOutputs = int64_t{1} << 28;
 
 inline constexpr int64_t OutputGroups(int64_t n) { return (n + kGroupOutputs - 1) / kGroupOutputs; }
 
-// A packed matrix that someone else owns. values, indices and scales may lie at any address.
+// A non-owning view of a packed matrix. values, indices and scales may be unaligned.
 struct BlockSparseView {
   int64_t k = 0;
   int64_t n = 0;
@@ -55,18 +55,18 @@ struct BlockSparseMatrix {
   std::vector<int64_t> starts;
 };
 
-// Packs q, row-major [k, n] with rows `row_stride` bytes apart: blocks with a weight that is not zero. Needs 1 <= k <=
+// Packs the blocks with a nonzero weight of q, row-major [k, n] with rows `row_stride` bytes apart. Requires 1 <= k <=
 // kMostSparseInputs and 1 <= n <= kMostSparseOutputs.
 BlockSparseMatrix PackBlockSparse(const int8_t* q, int64_t row_stride, int64_t k, int64_t n);
 
 // Writes q, row-major [k, n]. The view must have passed ValidateBlockSparse.
 void UnpackBlockSparse(const BlockSparseView& view, int8_t* q, int64_t row_stride);
 
-// The sum of each output's weights, n rounded up to a multiple of 16: what unsigned activations need
-// (matmul/block_sparse_weight.h).
+// Returns the sum of each output's weights, padded to a multiple of 16 outputs. Needed to compensate for unsigned
+// activations (matmul/block_sparse_weight.h).
 std::vector<int32_t> SumsOfOutputs(const BlockSparseView& view);
 
-// What an untrusted file says: the counts are those of the tensors found.
+// The tensors of an untrusted file; the counts are those of the tensors found.
 struct BlockSparseClaim {
   BlockSparseView view;
   int64_t value_count = 0;
@@ -75,7 +75,8 @@ struct BlockSparseClaim {
   int64_t scale_count = 0;
 };
 
-// Empty if kernels may run on it; otherwise one sentence that names the tensor, what was found and what was expected.
+// Returns an empty string if kernels may run on the tensors; otherwise one sentence that names the tensor, the value
+// found and the value expected.
 std::string ValidateBlockSparse(const BlockSparseClaim& claim);
 
 }  // namespace ortolan

@@ -1,16 +1,16 @@
-// What weights in groups have in common, of 4 bits (formats/int4_group.h) and of 8 (formats/int8_group.h): a scale for
-// each column and each group of inputs, and what validates them.
+// The common part of the 4-bit (formats/int4_group.h) and 8-bit (formats/int8_group.h) formats with grouped scales: a
+// scale for each column and each group of inputs, and the validation.
 //
-// W is [k, n]: k inputs, n outputs, y = x W. Group g is inputs g G … g G + G - 1 of a column, the last one may be
-// shorter; G is 32, 64 or 128.
+// W is [k, n]: k inputs, n outputs, y = x W. Group g is inputs g G … g G + G - 1 of a column; the last one may be
+// shorter. G is 32, 64 or 128.
 //
 //     scales       float32 or float16 [panels, groups, 16]
-//     zero_points  u8 [panels, groups, 16], 0 … 15, or none; with 16 steps a whole number 0 … 255, sixteenths
-//     minimums     [panels, groups, 16] of the type of scales, or none; any float, NaN and Inf too
+//     zero_points  u8 [panels, groups, 16], optional: integers 0 … 15, or with zero_point_steps 16 sixteenths, 0 … 255
+//     minimums     [panels, groups, 16] of the type of scales, optional: any float, including NaN and Inf
 //
 //     panels = ceil(n / 16), groups = ceil(k / G);   columns beyond n: 0
 //
-// The rows of a panel lie one after another, so that a kernel reads them from front to back:
+// The rows of a panel are contiguous, so that a kernel reads them sequentially:
 //
 //                  16 columns   16 columns          16 columns
 //     panel 0      group 0      group 1      …      group groups-1
@@ -28,10 +28,10 @@ namespace ortolan {
 enum class ScaleType { kFloat32, kFloat16 };
 
 inline constexpr int kLargestZeroPoint = 15;
-// Of zero points that are fractions: a zero point of 8 is stored as 128.
+// Steps per unit of fractional zero points: a zero point of 8 is stored as 128.
 inline constexpr int64_t kFractionSteps = 16;
 
-// A packed matrix that someone else owns, at any address.
+// A non-owning view of a packed matrix, possibly unaligned.
 struct GroupView {
   int64_t k = 0;
   int64_t n = 0;
@@ -39,15 +39,15 @@ struct GroupView {
   const uint8_t* weights = nullptr;
   const uint8_t* scales = nullptr;
   ScaleType scale_type = ScaleType::kFloat32;
-  // At most one of them.
+  // At most one of the two is set.
   const uint8_t* zero_points = nullptr;
   const uint8_t* minimums = nullptr;
-  int64_t zero_point_steps = 1;  // or kFractionSteps
+  int64_t zero_point_steps = 1;  // 1 or kFractionSteps
 
   bool HasFractions() const { return zero_points != nullptr && zero_point_steps != 1; }
 };
 
-// What an untrusted file says: the counts are those of the tensors found, 0 where there is none.
+// The tensors of an untrusted file; the counts are those of the tensors found, 0 for a missing one.
 struct GroupClaim {
   int64_t k = 0;
   int64_t n = 0;
@@ -60,12 +60,13 @@ struct GroupClaim {
   int64_t zero_point_steps = 1;
 };
 
-// Bytes of the weights tensor, all of it stored: int4 kInt4Bitmap, int8 kInt8Bitmap.
+// Bytes of the weights tensor, which is dense. layout: kInt4Bitmap or kInt8Bitmap.
 inline constexpr int64_t GroupWeightBytes(const BitmapLayout& layout, int64_t k, int64_t n) {
   return BitmapPanels(n) * layout.Tiles(k) * layout.TileEntries();
 }
 
-// Empty if kernels may run on it; otherwise one sentence that names the tensor, what was found and what was expected.
+// Returns an empty string if kernels may run on the tensors; otherwise one sentence that names the tensor, the value
+// found and the value expected.
 std::string ValidateGroups(const BitmapLayout& layout, const GroupClaim& claim);
 
 }  // namespace ortolan

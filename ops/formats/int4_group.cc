@@ -9,8 +9,8 @@ constexpr int64_t kRowInputs = kInt4Bitmap.row_inputs;
 constexpr int64_t kPairInputs = 2 * kRowInputs;
 constexpr int64_t kPairBytes = kPanelColumns * kRowInputs;
 
-// Calls at(byte, input, column) for each byte: it holds the weight of this input in its low nibble, and in its high one
-// that of the input kRowInputs further on.
+// Calls at(byte, input, column) for each byte. Its low nibble is the weight of `input`, its high nibble the weight of
+// input + kRowInputs.
 template <typename At>
 void ForEachByte(int64_t k, int64_t n, At at) {
   int64_t byte = 0;
@@ -23,11 +23,11 @@ void ForEachByte(int64_t k, int64_t n, At at) {
   }
 }
 
-// Inputs first … first+7 of a column, 4 bits each, the first one lowest; those beyond k are 0. first is a multiple
-// of 8.
+// Loads inputs first … first+7 of a column, 4 bits each, the first one lowest; inputs beyond k are 0. first is a
+// multiple of 8.
 uint32_t EightNibbles(const uint8_t* column, int64_t first, int64_t k) {
   uint32_t eight = 0;
-  if (first + kPairInputs <= k) {  // the sizes of copies are constants where it matters
+  if (first + kPairInputs <= k) {  // full pairs: a copy of constant size
     std::memcpy(&eight, column + first / 2, sizeof(eight));
     return eight;
   }
@@ -38,7 +38,7 @@ uint32_t EightNibbles(const uint8_t* column, int64_t first, int64_t k) {
   return eight;
 }
 
-// The four numbers of 4 bits in the low half as four bytes.
+// Expands the four nibbles in the low half to four bytes.
 uint32_t AsBytes(uint32_t eight) {
   const uint32_t pairs = (eight | eight << 8) & 0x00ff00ff;
   return (pairs | pairs << 4) & 0x0f0f0f0f;
@@ -46,7 +46,7 @@ uint32_t AsBytes(uint32_t eight) {
 
 }  // namespace
 
-// Tile by tile and column by column: a tile stays in the cache, and columns far apart are read by whole lines.
+// Tile by tile, then column by column: a tile stays in the cache, and distant columns are read in whole cache lines.
 void PackInt4GroupPanel(const uint8_t* nibbles, int64_t column_bytes, int64_t k, int64_t columns, uint8_t* packed) {
   constexpr int64_t kPairs = kInt4Bitmap.TileInputs() / kPairInputs;
   for (int64_t tile = 0; tile < kInt4Bitmap.PaddedK(k); tile += kInt4Bitmap.TileInputs()) {

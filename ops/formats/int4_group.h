@@ -1,21 +1,20 @@
-// 4-bit weights in groups with scales, and zero points or minimums, every weight stored (EGEMV, "Memory Layout": each
-// cache line is read once, in order).
+// 4-bit weights with scales, and optionally zero points or minimums, per group of inputs. Every weight is stored, and
+// each cache line is read once, in order. Reference: EGEMV, "Memory Layout".
 //
-// Of a group g of G inputs (formats/group.h, where scales, zero_points and minimums are):
+// For a group g of G inputs (scales, zero_points and minimums: formats/group.h), g = l / G:
 //
-//     W[l, j] = scales[g, j] (q[l, j] - zero_points[g, j])        q, zero_points 0 … 15;   g = l / G
-//             = scales[g, j] q[l, j] + minimums[g, j]             where there are minimums
-//             = scales[g, j] (q[l, j] - 8)                        where there are neither
+//     W[l, j] = scales[g, j] (q[l, j] - zero_points[g, j])        q, zero_points 0 … 15
+//             = scales[g, j] q[l, j] + minimums[g, j]             with minimums
+//             = scales[g, j] (q[l, j] - 8)                        with neither
 //
-//     weights      u8 [panels, tiles * 8, 64]   the dense storage of formats/bitmap_int4.h, whose nibble is q:
+//     weights      u8 [panels, tiles * 8, 64]   the dense storage of formats/bitmap_int4.h with nibble q:
 //                  panels of 16 columns; a row of a tile is 4 inputs of 16 columns;
-//                  two rows share 64 bytes, low and high nibbles
+//                  two rows share 64 bytes, in low and high nibbles
 //
-//     tiles = ceil(k / 64);   outside of the k x n matrix: 0
+//     tiles = ceil(k / 64);   outside the k x n matrix: 0
 //     bytes = 1/2 a weight + (2 or 4) / G + (0 or 1) / G, or with minimums (4 or 8) / G
 //
-// Activations are broadcast against rows of 16 outputs, so the weights need no order of their own for AVX2, AVX-512 or
-// AMX: the sequence of the activations follows from the rows of weights.
+// Kernels broadcast activations against rows of 16 outputs, so AVX2, AVX-512 and AMX share one order of weights.
 #pragma once
 
 #include <cstdint>
@@ -28,13 +27,12 @@ namespace ortolan {
 
 inline constexpr int kLargestInt4 = 15;
 
-// Packs q, row-major [k, n] with rows `row_stride` bytes apart, each 0 … 15 (higher bits are cut off). Needs
-// 1 <= k <= 2^17 and 1 <= n <= kMaxDimension.
+// Packs q, row-major [k, n] with rows `row_stride` bytes apart, each 0 … 15 (higher bits are ignored). Requires 1 <= k
+// <= 2^17 and 1 <= n <= kMaxDimension.
 std::vector<uint8_t> PackInt4Group(const uint8_t* q, int64_t row_stride, int64_t k, int64_t n);
 
-// Packs one panel from numbers that lie column by column, two inputs to a byte, the first one low: column j begins at
-// byte j * column_bytes and has ceil(k / 2) bytes or more. columns: 1 to 16. Writes GroupWeightBytes(kInt4Bitmap, k, 1)
-// bytes.
+// Packs one panel from column-major nibbles, two inputs a byte, the first one low. Column j starts at byte j *
+// column_bytes and has at least ceil(k / 2) bytes. columns: 1 to 16. Writes GroupWeightBytes(kInt4Bitmap, k, 1) bytes.
 void PackInt4GroupPanel(const uint8_t* nibbles, int64_t column_bytes, int64_t k, int64_t columns, uint8_t* packed);
 
 // Writes q, row-major [k, n].

@@ -1,20 +1,19 @@
-// 8-bit weights in groups with scales, every weight stored.
+// 8-bit weights with scales per group of inputs. Every weight is stored.
 //
-// Of a group g of G inputs (formats/group.h, where scales are):
+// For a group g of G inputs (scales: formats/group.h):
 //
 //     W[l, j] = scales[g, j] q[l, j]        q -128 … 127;   g = l / G
 //
-//     weights   i8 [panels, tiles * 16, 16, 4]   the dense storage of formats/bitmap_int8.h: panels of 16 columns; a
-//     row
-//               of a tile is 4 inputs of 16 columns, each column's side by side
+//     weights   i8 [panels, tiles * 16, 16, 4]   the dense storage of formats/bitmap_int8.h: panels of 16 columns;
+//               a row of a tile is 4 inputs of 16 columns, the inputs of a column contiguous
 //
 //                                column 16p      column 16p + 1   …   column 16p + 15
 //     panel p, row r  64 bytes   q[4r … 4r+3]    q[4r … 4r+3]         q[4r … 4r+3]
 //
-//     tiles = ceil(k / 64);   outside of the k x n matrix: 0
+//     tiles = ceil(k / 64);   outside the k x n matrix: 0
 //     bytes = 1 a weight + (2 or 4) / G
 //
-// Output j is weights[j / 16, :, j % 16, :], so that one copy serves a layer and a table of rows that are gathered.
+// Output j is weights[j / 16, :, j % 16, :], so a linear layer and an embedding table can share one copy.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +24,7 @@
 
 namespace ortolan {
 
-// Packs one panel, 16 columns that lie one after another, each of kInt8Bitmap.PaddedK(k) numbers. Writes as many bytes.
+// Packs one panel from 16 contiguous columns of kInt8Bitmap.PaddedK(k) weights each. Writes the same number of bytes.
 inline void PackInt8GroupPanel(const int8_t* columns, int64_t k, uint8_t* packed) {
   const int64_t padded_k = kInt8Bitmap.PaddedK(k);
   for (int64_t input = 0; input < padded_k; input += kInt8Bitmap.row_inputs) {
@@ -35,7 +34,8 @@ inline void PackInt8GroupPanel(const int8_t* columns, int64_t k, uint8_t* packed
   }
 }
 
-// The values of PackBitmapInt8(q, …, Storage::kDense) are the weights. Writes q, row-major [k, n].
+// Writes q, row-major [k, n]. The inverse, packing, is PackBitmapInt8(q, …, Storage::kDense): its values are the
+// weights.
 inline void UnpackInt8Group(const uint8_t* weights, int64_t k, int64_t n, int8_t* q, int64_t row_stride) {
   BitmapView view;
   view.k = k;

@@ -8,7 +8,7 @@
 namespace ortolan {
 namespace {
 
-// Where the code of a sub-quantizer stands in a token's row.
+// The position of a sub-quantizer's code in a token's row or in a block.
 struct Nibble {
   int64_t byte;
   int shift;

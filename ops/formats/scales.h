@@ -1,14 +1,14 @@
-// Scales of quantized weights: what an integer weight of a bitmap format is multiplied by.
+// Scales of quantized weights in the bitmap formats: W = scale times integer weight.
 //
-// One scale for each column and each group of inputs. Group g is inputs g G … g G + G - 1 (the last one may be
-// shorter); int8 has one group of all inputs, int4 groups of G = 32, 64 or 128.
+// There is one scale for each column and each group of inputs. Group g is inputs g G … g G + G - 1 (the last one may be
+// shorter). int8 has one group of all inputs, int4 groups of G = 32, 64 or 128.
 //
 //     int8   float32 [panels, 1, 16]
 //     int4   bf16    [panels, groups, 16]
 //
 //     panels = ceil(n / 16), groups = ceil(k / G);   columns beyond n are zero
 //
-// The scales of a panel lie together, so that a kernel reads them from front to back; rows of 16 are loaded whole.
+// The scales of a panel are contiguous, so that a kernel reads them sequentially, 16 at a time.
 #pragma once
 
 #include <cstdint>
@@ -17,21 +17,21 @@
 
 namespace ortolan {
 
-// G where a group is a whole column: int8.
+// The group size that means one group a column: int8.
 inline constexpr int64_t kWholeColumn = 0;
 
 inline constexpr bool IsGroupSize(int64_t group) { return group == 32 || group == 64 || group == 128; }
 
-// Groups of k inputs.
+// The number of groups of k inputs.
 inline constexpr int64_t ScaleRows(int64_t k, int64_t group) {
   return group == kWholeColumn ? 1 : (k + group - 1) / group;
 }
 
-// Of one scale.
+// Bytes of one scale.
 inline constexpr int64_t ScaleBytes(int64_t group) { return group == kWholeColumn ? 4 : 2; }
 
-// Writes rows, row-major [groups, n], as [panels, groups, 16]; columns beyond n are zero. For scales that are to keep
-// their bits, and for zero points.
+// Writes rows, row-major [groups, n], as [panels, groups, 16]; columns beyond n are zero. Copies bits exactly: for zero
+// points, and scales that must not be rounded.
 template <typename T>
 void PackGroupRows(const T* rows, int64_t groups, int64_t n, T* packed) {
   for (int64_t panel = 0; panel < BitmapPanels(n); ++panel) {
@@ -43,7 +43,7 @@ void PackGroupRows(const T* rows, int64_t groups, int64_t n, T* packed) {
   }
 }
 
-// Writes scales, row-major [groups, n] floats, as [panels, groups, 16] floats or, rounded to nearest even, bf16.
+// Writes scales, row-major [groups, n] floats, as [panels, groups, 16] floats or bf16 (rounded to nearest even).
 void PackScales(const float* scales, int64_t groups, int64_t n, float* packed);
 void PackScales(const float* scales, int64_t groups, int64_t n, uint16_t* packed);
 

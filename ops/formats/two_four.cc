@@ -15,20 +15,20 @@ constexpr int64_t kSpanQuads = kTwoFourSpanInputs / kQuad;
 constexpr int kPositionBits = 2;
 constexpr int64_t kBytePositions = 8 / kPositionBits;
 
-// Where a quad of a column is stored.
+// Where the two stored weights (slots) of a quad of a column are.
 struct Slots {
-  int64_t entry;        // of values: that of slot 0, and slot 1 is the next
-  int entry_shift;      // int4: of the nibble
-  int64_t position[2];  // bytes of masks
+  int64_t entry;        // index in values of slot 0; slot 1 follows
+  int entry_shift;      // int4: shift of the nibble
+  int64_t position[2];  // bytes of masks that hold the positions
   int position_shift;
 };
 
-// Quad `quad` of column `column` of a panel: entries and bytes count from the beginning of the panel.
+// Locates quad `quad` of column `column` of a panel; entries and bytes are counted from the start of the panel.
 template <const BitmapLayout& kLayout>
 constexpr Slots SlotsOf(int64_t quad, int64_t column) {
   constexpr int64_t kRowQuads = kLayout.value_bits == 16 ? 1 : 2;
   constexpr int64_t kRowSlots = kTwoFourStored * kRowQuads * kPanelColumns;
-  constexpr int64_t kEntryRows = kLayout.value_bits == 4 ? 2 : 1;  // that an entry has weights of
+  constexpr int64_t kEntryRows = kLayout.value_bits == 4 ? 2 : 1;  // rows that share an entry
   constexpr int64_t kSpanEntries = kRowSlots * kSpanQuads / kRowQuads / kEntryRows;
   const int64_t span = quad / kSpanQuads;
   const int64_t row = quad % kSpanQuads / kRowQuads;
@@ -40,7 +40,7 @@ constexpr Slots SlotsOf(int64_t quad, int64_t column) {
           static_cast<int>(kPositionBits * (row % kBytePositions))};
 }
 
-// Calls each(panel, quad, column of the panel) for all quads of the packed matrix, those outside of w too.
+// Calls each(panel, quad, column of the panel) for all quads of the packed matrix, including padding.
 template <const BitmapLayout& kLayout, typename Each>
 void ForEachQuad(int64_t k, int64_t n, const Each& each) {
   for (int64_t panel = 0; panel < BitmapPanels(n); ++panel) {
@@ -64,15 +64,15 @@ std::string Check(const Weight* w, int64_t row_stride, int64_t k, int64_t n) {
       int64_t stored = 0;
       for (int64_t input = first; input < end; ++input) stored += Stored(w[input * row_stride + column]) != 0 ? 1 : 0;
       if (stored > kTwoFourStored) {
-        return ErrorText(stored, " of the weights of inputs ", first, " to ", end - 1, " of column ", column,
-                         " are not zero, expected at most 2 of each four: the matrix is not 2:4 sparse");
+        return ErrorText(stored, " weights of inputs ", first, " to ", end - 1, " of column ", column,
+                         " are nonzero, expected at most 2 of 4: the matrix is not 2:4 sparse");
       }
     }
   }
   return {};
 }
 
-// store(entry, slots, weight) puts a weight into its entry.
+// store(entry, slots, weight) writes a weight into its entry.
 template <const BitmapLayout& kLayout, typename Value, typename Weight, typename Store>
 TwoFourMatrix<Value> Pack(const Weight* w, int64_t row_stride, int64_t k, int64_t n, const Store& store) {
   const int64_t tiles = kLayout.Tiles(k);
@@ -106,7 +106,7 @@ TwoFourMatrix<Value> Pack(const Weight* w, int64_t row_stride, int64_t k, int64_
   return packed;
 }
 
-// load(address of the entry, slots) is the weight there.
+// load(address of the entry, slots) returns the weight.
 template <const BitmapLayout& kLayout, typename Weight, typename LoadWeight>
 void Unpack(const BitmapView& view, Weight* w, int64_t row_stride, const LoadWeight& load) {
   ForEachQuad<kLayout>(view.k, view.n, [&](int64_t panel, int64_t quad, int64_t column) {
@@ -127,8 +127,8 @@ void Unpack(const BitmapView& view, Weight* w, int64_t row_stride, const LoadWei
   });
 }
 
-// Of the quads whose slots 0 lie in the even units (bytes or u16) of `bits`, and slots 1 in the odd ones: a bit for
-// each whose places do not ascend.
+// Returns a bit for each quad whose positions do not ascend. The positions of slots 0 are in the even units (bytes or
+// u16) of `bits`, those of slots 1 in the odd ones.
 template <int kUnitBits>
 uint64_t NotAscending(uint64_t bits) {
   constexpr uint64_t kFirst = kUnitBits == 8 ? 0x00ff00ff00ff00ff : 0x0000ffff0000ffff;
@@ -214,7 +214,7 @@ std::string ValidateStored(const BitmapClaim& claim, const BitmapLayout& layout)
                      layout.TileMaskBytes(), ") for k=", claim.k, ", n=", claim.n);
   }
   if (claim.value_count != entries) {
-    return ErrorText("with masks and no offsets (2:4 storage) values hold ", claim.value_count, " entries, expected ",
+    return ErrorText("values with masks but no offsets (2:4 storage) hold ", claim.value_count, " entries, expected ",
                      entries, " (", tiles, " tiles x ", layout.TwoFourTileEntries(), ") for k=", claim.k,
                      ", n=", claim.n);
   }

@@ -1,31 +1,32 @@
-// 2:4 storage of a weight matrix: of four consecutive inputs of a column, a quad, two weights are stored, and the place
-// of each in its quad. It is the pattern that GPUs fixed (2 of 4), so that pruned checkpoints have it.
+// 2:4 storage of a weight matrix: of four consecutive inputs of a column (a quad) two weights are stored, each with its
+// position in the quad. It is the sparsity pattern of GPUs, so pruned checkpoints use it.
 //
-// It belongs to the formats of bitmap.h, bitmap_int8.h and bitmap_int4.h as dense storage does: panels of 16 columns,
-// and the same three tensors. Masks without offsets say that it is 2:4.
+// Like dense storage, it is a storage of the formats in bitmap.h, bitmap_int8.h and bitmap_int4.h: panels of 16 columns
+// and the same three tensors. Masks without offsets mean 2:4.
 //
-//     masks    u8  as of the bitmap: [panels, tiles, 64] bf16, [panels, tiles, 128] int8 and int4: 64 bytes of places
-//                  for each span of 32 inputs x 16 columns
-//     values   half of what dense storage has: [panels * tiles * 256] bf16, [… * 512] int8, [… * 256] int4
+//     masks    u8  with the bitmap's shape: [panels, tiles, 64] bf16, [panels, tiles, 128] int8 and int4; 64 bytes of
+//                  positions for each span of 32 inputs x 16 columns
+//     values   half of dense storage: [panels * tiles * 256] bf16, [… * 512] int8, [… * 256] int4
 //     offsets  i64 [0]
 //     bytes    1 1/8 a weight bf16, 5/8 int8, 3/8 int4
 //
-// Slot 0 of a quad is the weight at its lower place, slot 1 that at its higher one. Fewer than two that are not zero
-// leave slots for zeros: at the lowest places that are free. Rows and columns outside of the k x n matrix are zero.
+// Slot 0 of a quad is the weight at the lower position, slot 1 the weight at the higher one. If a quad has fewer than
+// two nonzero weights, zeros at the lowest free positions fill the slots. Rows and columns outside the k x n matrix are
+// zero.
 //
-// A span's rows meet what one load of activations holds, so that a kernel shuffles activations instead of weights:
+// The rows of a span match one load of activations, so that a kernel shuffles activations instead of weights:
 //
-//     int8   4 rows of 8 inputs: 64 bytes, of each column 4 slots: those of quad 2r, then those of quad 2r + 1
-//            values   row 0, row 1, row 2, row 3: 256 bytes
-//            places   byte s, bits 2r and 2r+1: the place, 0 … 3, of slot s of row r          (s = 4 column + 0 … 3)
-//     int4   rows and places as in int8
-//            values   rows 0 and 1, rows 2 and 3: 128 bytes; byte s has slot s of the even row in its low nibble, and
-//                     of the odd one in its high nibble; nibble = weight + 8
-//     bf16   8 rows of 4 inputs: 32 weights, of each column 2 slots: those of quad r
-//            values   row 0, …, row 7: 512 bytes
-//            places   little-endian u16 s, bits 2r and 2r+1: the place of slot s of row r     (s = 2 column + 0 or 1)
+//     int8   4 rows of 8 inputs: 64 bytes, for each column 4 slots: those of quad 2r, then those of quad 2r + 1
+//            values      row 0, row 1, row 2, row 3: 256 bytes
+//            positions   byte s, bits 2r and 2r+1: the position, 0 … 3, of slot s of row r      (s = 4 column + 0 … 3)
+//     int4   rows and positions as in int8
+//            values      rows 0 and 1, rows 2 and 3: 128 bytes; byte s has slot s of the even row in its low nibble and
+//                        slot s of the odd row in its high nibble; nibble = weight + 8
+//     bf16   8 rows of 4 inputs: 32 weights, for each column 2 slots: those of quad r
+//            values      row 0, …, row 7: 512 bytes
+//            positions   little-endian u16 s, bits 2r and 2r+1: the position of slot s of row r (s = 2 column + 0 or 1)
 //
-// So (places >> 2r) & 3, with 4 added in slots 2 and 3 of int8 and int4, is the control of the shuffle of row r.
+// (positions >> 2r) & 3, with 4 added in slots 2 and 3 of int8 and int4, is the shuffle control of row r.
 #pragma once
 
 #include <cstdint>
@@ -44,24 +45,24 @@ inline constexpr int64_t kTwoFourStored = 2;          // of each quad
 template <typename Value>
 using TwoFourMatrix = PackedBitmap<uint8_t, Value>;
 
-// Empty if at most two weights of each quad of w, row-major [k, n], are not zero (w: after rounding to bf16); otherwise
-// one sentence that names the first quad with more.
+// Returns an empty string if each quad of w, row-major [k, n], has at most two nonzero weights (floats: after rounding
+// to bf16); otherwise one sentence that names the first quad with more.
 std::string CheckTwoFour(const float* w, int64_t row_stride, int64_t k, int64_t n);
 std::string CheckTwoFour(const int8_t* q, int64_t row_stride, int64_t k, int64_t n);
 
-// Pack w as PackBitmap, PackBitmapInt8 and PackBitmapInt4 do. What CheckTwoFour would refuse loses weights.
+// Pack w as PackBitmap, PackBitmapInt8 and PackBitmapInt4 do. A matrix that fails CheckTwoFour loses weights.
 TwoFourMatrix<uint16_t> PackTwoFour(const float* w, int64_t row_stride, int64_t k, int64_t n);
 TwoFourMatrix<uint8_t> PackTwoFourInt8(const int8_t* q, int64_t row_stride, int64_t k, int64_t n);
 TwoFourMatrix<uint8_t> PackTwoFourInt4(const int8_t* q, int64_t row_stride, int64_t k, int64_t n);
 
-// Write the dense matrix, row-major [k, n]. The view must have passed ValidateStored, and be 2:4.
+// Write the dense matrix, row-major [k, n]. The view must be 2:4 and have passed ValidateStored.
 void UnpackTwoFour(const BitmapView& view, float* w, int64_t row_stride);
 void UnpackTwoFourInt8(const BitmapView& view, int8_t* q, int64_t row_stride);
 void UnpackTwoFourInt4(const BitmapView& view, int8_t* q, int64_t row_stride);
 
-// ValidateBitmap for all three storages. Of 2:4 it checks the sizes of masks and values, and that the places of each
-// quad ascend: two slots with the same place would be two weights of one input. Values outside of the matrix are not
-// looked at, as in dense storage.
+// ValidateBitmap for all three storages. For 2:4 it checks the sizes of masks and values, and that the positions of
+// each quad ascend: two slots with the same position would be two weights of one input. Values outside the matrix are
+// not checked, as in dense storage.
 std::string ValidateStored(const BitmapClaim& claim, const BitmapLayout& layout = kBf16Bitmap);
 
 }  // namespace ortolan

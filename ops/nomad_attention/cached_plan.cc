@@ -13,7 +13,7 @@ namespace ortolan {
 namespace {
 
 constexpr int64_t kFloat = sizeof(float);
-// Of keys and values as floats, of as many heads as fit at a time, and at least of one.
+// Memory for keys and values as floats: heads are processed in groups of this size, at least one head at a time.
 constexpr int64_t kMostFloatBytes = int64_t{64} << 20;
 
 void Copy(void* to, const void* from, int64_t bytes) { std::memcpy(to, from, static_cast<size_t>(bytes)); }
@@ -26,15 +26,15 @@ std::string CachedCall::SetLengths(std::span<const int32_t> lengths, int64_t pas
   for (size_t b = 0; b < lengths.size(); ++b) {
     const int64_t last = lengths[b] - prompt_tokens;
     if (last < 0) {
-      return ErrorText(name, " holds ", lengths[b], " for sequence ", b,
-                       ", expected its tokens after this call less 1, ", prompt_tokens, " or more",
-                       prompt_tokens > 0 ? ": those of the prompt in the model count" : "");
+      return ErrorText(name, " is ", lengths[b], " for sequence ", b,
+                       ", expected the number of its tokens after this call minus 1, at least ", prompt_tokens,
+                       prompt_tokens > 0 ? " (the tokens of the model's prompt count)" : "");
     }
-    // Of a first prompt, a sequence may be shorter than the longest: what follows it is padding.
+    // In the first call of a batch, a sequence may be shorter than the longest one; padding follows it.
     const int64_t before = std::max<int64_t>(last + 1 - queries, 0);
     if (before > past_room) {
       return ErrorText("sequence ", b, " has ", last + 1, " tokens after this call of ", queries, ", but ", past_name,
-                       " holds ", past_room, ". Feed a cache that holds all tokens before.");
+                       " has room for ", past_room, ". Pass a cache that holds all earlier tokens.");
     }
     past.push_back(before);
     added.push_back(last + 1 - before);
@@ -44,7 +44,7 @@ std::string CachedCall::SetLengths(std::span<const int32_t> lengths, int64_t pas
   return {};
 }
 
-// `head` counts the heads of keys and values of all sequences.
+// The execution of one call. `head` counts the key-value heads of all sequences.
 class CachedPlan::Running {
  public:
   Running(const CachedPlan& plan, Host& host, const CachedCall& call)
@@ -57,7 +57,7 @@ class CachedPlan::Running {
         const int64_t bytes = Past(head) * rows->row_bytes;
         char* to = rows->At(head, 0);
         if (bytes > 0) Copy(to, rows->past + head * rows->past_head_bytes, bytes);
-        // What is not filled is no one's memory.
+        // Zero the unused tail so that stale heap contents cannot leak.
         std::memset(to + bytes, 0, static_cast<size_t>(rows->head_bytes - bytes));
       });
     }
@@ -105,7 +105,7 @@ class CachedPlan::Running {
     for (const int64_t batch : split.others) {
       for (int64_t head = 0; head < call_.kv_heads; ++head) heads.push_back(batch * call_.kv_heads + head);
     }
-    // Of a short call each query has a window of its own.
+    // In a short call each query has its own window, so queries run one by one.
     const int64_t count = form_.window.Any() && is_short ? 1 : call_.queries;
     for (int64_t i = 0; i < call_.queries; i += count) Prompt(heads, i, count, is_short);
   }
@@ -116,13 +116,13 @@ class CachedPlan::Running {
   int64_t KvHeadOf(int64_t head) const { return head % call_.kv_heads; }
   int64_t Past(int64_t head) const { return call_.Past(BatchOf(head)); }
   int64_t Tokens(int64_t head) const { return call_.Tokens(BatchOf(head)); }
-  // A row of the call's own keys or values.
+  // Row i of the call's own keys or values.
   const float* Own(const HeadRows& rows, int64_t head, int64_t i) const {
     return rows.At(BatchOf(head), KvHeadOf(head), i);
   }
   const float* Codebook(int64_t head) const { return form_.codebooks + KvHeadOf(head) * form_.layout.CodebookFloats(); }
-  // The tokens that exact keys hold while queries read them: those before the call, and of a single query its own,
-  // which takes the place of one that has left its window.
+  // The number of tokens in the ring of exact keys while queries read it: the past, and for a single query its own
+  // token, which replaces the token that just left the window.
   int64_t Held(int64_t head) const { return call_.queries == 1 ? Past(head) + 1 : Past(head); }
 
   void AppendHead(int64_t head) const {
@@ -153,8 +153,8 @@ class CachedPlan::Running {
     }
   }
 
-  // The tokens behind the prompt that a query sees, with all of the prompt; none if the mask does more than to hide
-  // others, or leaves a gap.
+  // The tokens after the prompt that a query sees, in addition to the whole prompt. No value if the mask does more than
+  // hide tokens, or leaves a gap.
   std::optional<KeyRange> VisibleTokens(int64_t batch, int64_t head, int64_t query) const {
     const int64_t prompt = form_.prompt.tokens;
     int64_t end = prompt + call_.Tokens(batch);
@@ -163,7 +163,7 @@ class CachedPlan::Running {
     const float* row = call_.mask.At(batch, head, query);
     VisibleRange seen{0, end, *row == 0.0f};
     if (call_.mask.strides[3] != 0) seen = plan_.decode_.visible(row, end);
-    // What a row of hidden keys gives is the exact kernel's to say. Of the prompt, nothing may be hidden.
+    // Rows in which everything is hidden are left to the exact kernel. The prompt must be fully visible.
     if (seen.begin == seen.end || !seen.plain || seen.end < prompt) return std::nullopt;
     if (prompt > 0 && seen.begin > 0) return std::nullopt;
     return KeyRange{std::max<int64_t>(seen.begin - prompt, 0), seen.end - prompt};
@@ -194,7 +194,7 @@ class CachedPlan::Running {
     return args;
   }
 
-  // A piece of tokens after another, whose keys lie side by side; more: room for the partial result of one.
+  // Decodes a range piece by piece; the keys of a piece are contiguous. more: buffer for the partial result of a piece.
   void DecodeRange(int64_t head, int64_t query, KeyRange range, const DecodePartial& whole, const DecodePartial& more,
                    void* scratch) const {
     const int64_t past = Past(head);
@@ -202,7 +202,7 @@ class CachedPlan::Running {
     int64_t done = range.begin;
     do {
       const KeyPiece piece = form_.window.First(Held(head), past + query, done, range.end);
-      if (form_.window.Any()) {  // else the keys of the cache are all there is
+      if (form_.window.Any()) {  // otherwise all keys are in the cache
         args.keys = nullptr;
         args.first_key = piece.begin;
         if (piece.source == KeyPiece::Source::kExact) {
@@ -224,7 +224,7 @@ class CachedPlan::Running {
     if (rows.empty()) return;
     const int64_t group = call_.Group();
     const int64_t kernel_bytes = Aligned(plan_.decode_.scratch_bytes(group, call_.head_dim));
-    // Behind it, the partial result of a piece.
+    // Followed by the partial result of a piece.
     const int64_t piece_bytes = form_.window.Any() ? Aligned(group * (2 + call_.head_dim) * kFloat) : 0;
     std::optional<PromptPartials> prompt;
     if (form_.prompt.tokens > 0) prompt.emplace(host_, form_.prompt, plan_.decode_, call_);
@@ -241,7 +241,7 @@ class CachedPlan::Running {
         });
   }
 
-  // The keys of tokens 0 … end-1 as floats, as the query at `position` sees them.
+  // Writes the keys of tokens 0 … end-1 as floats, as seen by the query at `position`.
   void WriteKeys(int64_t head, int64_t position, int64_t end, float* to) const {
     if (form_.codebooks == nullptr) return Copy(to, call_.key_cache.At(head, 0), end * row_bytes_);
     for (KeyPiece piece; piece.end < end;) {
@@ -263,11 +263,11 @@ class CachedPlan::Running {
     for (int64_t i = 0; i < count; ++i) Copy(to + i * call_.head_dim, Own(rows, head, first + i), row_bytes_);
   }
 
-  // Keys and values of the past and of the call, [past + S][D] each, for queries from `first` on. own_cached: the
-  // call's own as the cache holds them.
+  // Writes the keys and values of the past and of the call, [past + S][D] each, for queries from `first` on.
+  // own_cached: read the call's own tokens from the cache.
   void WriteFloats(int64_t head, int64_t first, bool own_cached, float* k, float* v) const {
     const int64_t past = Past(head), from_cache = own_cached ? Tokens(head) : past;
-    // In the past of a long call, what the exact keys hold.
+    // In long calls, past keys are exact as far as the ring holds them.
     WriteKeys(head, own_cached ? past + first : past - 1, from_cache, k);
     if (form_.int8_values) {
       plan_.cache_.decode_values(call_.head_dim, call_.value_cache.Bytes(head), Tokens(head), 0, from_cache, v,
@@ -280,7 +280,7 @@ class CachedPlan::Running {
     CopyOwn(call_.v, head, own, call_.queries - own, v + behind);
   }
 
-  // Those and the prompt's, of some heads: [head][2][most][D].
+  // WriteFloats plus the prompt's keys and values, for some heads: [head][2][most][D].
   void WriteHeads(std::span<const int64_t> some, int64_t first, bool own_cached, int64_t most, float* to) const {
     const int64_t heads = static_cast<int64_t>(some.size());
     const auto head_at = [&](int64_t index) { return some[static_cast<size_t>(index)]; };
@@ -300,13 +300,13 @@ class CachedPlan::Running {
     });
   }
 
-  // Queries first … first + count - 1 of some heads; a short call reads its own keys and values from the cache.
+  // Computes queries first … first + count - 1 of some heads with the exact kernels.
   void Prompt(std::span<const int64_t> heads, int64_t first, int64_t count, bool is_short) const {
     const int64_t most = form_.prompt.tokens + call_.MostTokens();
-    // A short call reads all from the cache, whatever its masks are.
+    // A short call reads its own tokens from the cache too, for every mask, so that results do not depend on the mask.
     const bool own_cached = is_short && (form_.codebooks != nullptr || form_.int8_values);
-    const bool as_given = most == call_.queries && !own_cached;  // there is no past
-    // Keys and values of the prompt and the past, then this call's, as floats.
+    const bool as_given = most == call_.queries && !own_cached;  // no past: use the inputs in place
+    // Keys and values as floats: the prompt's, the past's, then the call's.
     std::optional<HostMemory> floats;
     float* all = nullptr;
     const int64_t all_heads = static_cast<int64_t>(heads.size());
@@ -324,7 +324,7 @@ class CachedPlan::Running {
                   most, call_.head_dim, [&](int64_t index) {
                     const int64_t head = some[static_cast<size_t>(index)];
                     AttentionArgs args = ArgsOf(call_, BatchOf(head), KvHeadOf(head), first, count);
-                    // Causality hides padding, whose keys are the last ones. Without it they are left out.
+                    // The causal mask hides padding, whose keys are last. Without it padding is excluded here.
                     args.keys = form_.prompt.tokens + (call_.causal ? Past(head) + first + count : Tokens(head));
                     if (!as_given) {
                       args.k = all + 2 * index * most * call_.head_dim;
@@ -340,7 +340,7 @@ class CachedPlan::Running {
   const CacheForm& form_;
   Host& host_;
   const CachedCall& call_;
-  const int64_t row_bytes_;  // of floats
+  const int64_t row_bytes_;  // bytes of a row of floats
 };
 
 CachedPlan::CachedPlan(const CacheForm& form)
@@ -366,7 +366,7 @@ void CachedPlan::Run(Host& host, CachedCall call) const {
   }
   running.Append();
   running.Attend();
-  // Not before: queries read what these take the place of.
+  // After attending: queries still read the tokens that these replace.
   if (form_.window.Any() && call.queries > 1) running.AppendExactKeys();
 }
 

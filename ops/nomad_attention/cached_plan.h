@@ -1,5 +1,5 @@
-// Attention with a cache of keys and values as a plan: copying the past, rotary embedding, appending, attention over
-// the cache. Free of ONNX Runtime. op_cached.h says what the inputs and outputs mean.
+// The execution plan of attention with a cache of keys and values: copy the past, apply rotary embedding, append,
+// attend. Independent of ONNX Runtime. op_cached.h describes the inputs and outputs.
 #pragma once
 
 #include <span>
@@ -14,23 +14,23 @@
 
 namespace ortolan {
 
-// What the cache of a node holds.
+// The cache format of a node.
 struct CacheForm {
-  KeyCodeLayout layout;              // of codebooks
+  KeyCodeLayout layout;              // layout of the key codes
   const float* codebooks = nullptr;  // [kv_heads][S][16][d_sub]; null: keys are floats
-  bool int8_values = false;          // else floats
+  bool int8_values = false;          // otherwise floats
   ExactWindow window;
-  PromptCache prompt;  // in front of all sequences; no tokens: none
+  PromptCache prompt;  // prefix of all sequences; empty if it has no tokens
   bool interleaved = false;
-  int precision = 32;  // of products, in calls of more than a few tokens
+  int precision = 32;  // precision of products in calls with more than kMostDecodeQueries tokens
   bool any_order = false;
 
-  // Of a token, in elements of the cache.
+  // Elements of one token in the key cache and in the value cache.
   int64_t KeyRow(int64_t head_dim) const { return codebooks == nullptr ? head_dim : layout.RowBytes(); }
   int64_t ValueRow(int64_t head_dim) const { return int8_values ? ValueRowBytes(head_dim) : head_dim; }
 };
 
-// The present keys, values or exact keys, of batch x kv_heads heads, and the past ones, which may be the same memory.
+// Present keys, values or exact keys of batch x kv_heads heads, and the past ones, which may share the memory.
 struct CacheRows {
   char* data = nullptr;
   int64_t row_bytes = 0;
@@ -43,28 +43,28 @@ struct CacheRows {
   uint8_t* Bytes(int64_t head) const { return reinterpret_cast<uint8_t*>(At(head, 0)); }
 };
 
-// `keys` counts the prompt's tokens and all that the present cache has room for.
+// `keys` counts the prompt's tokens and the capacity of the present cache.
 struct CachedCall : AttentionCall {
   explicit CachedCall(const AttentionCall& call) : AttentionCall(call) {}
 
-  // Of each sequence: tokens before this call, and those that it adds, fewer than `queries` where padding follows. None
-  // of the numbers here counts the prompt's tokens.
+  // For each sequence, the tokens before this call and the tokens it adds: fewer than `queries` if padding follows.
+  // Counts in this struct exclude the prompt's tokens.
   std::vector<int64_t> past;
   std::vector<int64_t> added;
-  int64_t room = 0;  // tokens of the present cache
+  int64_t room = 0;  // capacity of the present cache in tokens
   CacheRows key_cache, value_cache, exact_keys;
   const float* cos = nullptr;  // [positions][head_dim / 2]; null: no rotary embedding
   const float* sin = nullptr;
 
-  // Sets past, added, room and keys. lengths: of each sequence, its tokens after this call less 1, with the
-  // `prompt_tokens` of a prompt in the model; past_room: that of the past cache. Returns what is wrong, or nothing;
-  // `name` and `past_name` are what the text calls the lengths and the past.
+  // Sets past, added, room and keys. lengths: for each sequence, its tokens after this call minus 1, including the
+  // `prompt_tokens` of the model's prompt. past_room: capacity of the past cache. Returns an empty string or an error
+  // text, which calls the lengths `name` and the past cache `past_name`.
   std::string SetLengths(std::span<const int32_t> lengths, int64_t past_room, int64_t prompt_tokens,
                          const std::string& name, const std::string& past_name);
 
   int64_t Past(int64_t b) const { return past[static_cast<size_t>(b)]; }
   int64_t Tokens(int64_t b) const { return Past(b) + added[static_cast<size_t>(b)]; }
-  // Of all sequences, padding included.
+  // The longest sequence after this call, including padding.
   int64_t MostTokens() const { return *std::max_element(past.begin(), past.end()) + queries; }
 };
 
@@ -76,11 +76,11 @@ class CachedPlan {
   void Run(Host& host, CachedCall call) const;
 
  private:
-  class Running;  // a call
+  class Running;  // the execution of one call
 
   CacheForm form_;
   const AttentionKernel& attention_;
-  const AttentionKernel& short_attention_;  // of a few tokens, where the decode kernel does not serve
+  const AttentionKernel& short_attention_;  // for short calls that the decode kernel cannot serve
   const DecodeAttentionKernel& decode_;
   const KvCacheKernel& cache_;
 };

@@ -1,5 +1,6 @@
-// Calls of few queries, computed one by one by the decode kernel. Which sequences are, and how their keys are divided,
-// depends on each sequence alone, so an answer does not depend on the batch or on the number of threads.
+// Calls with few queries: the decode kernel computes them one by one. Which sequences qualify, and how their keys are
+// split among threads, depends on each sequence alone. So results do not depend on the batch or on the number of
+// threads.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +21,7 @@ struct KeyRange {
   int64_t begin, end;
 };
 
-// A query, for all heads that share a head of keys, and the keys that it sees.
+// One query for all heads that share a key head, and the range of keys that it sees.
 struct DecodeRow {
   int64_t batch, kv_head, query;
   KeyRange seen;
@@ -33,7 +34,7 @@ inline DecodePartial PartialAt(char* memory, int64_t heads) {
 
 struct DecodeSplit {
   std::vector<DecodeRow> rows;
-  std::vector<int64_t> others;  // sequences that the decode kernel cannot serve
+  std::vector<int64_t> others;  // sequences that need the exact kernel
 };
 
 inline std::vector<int64_t> AllSequences(int64_t batch) {
@@ -42,8 +43,8 @@ inline std::vector<int64_t> AllSequences(int64_t batch) {
   return all;
 }
 
-// visible(batch, head, query): the keys that a query of a head sees, an std::optional<KeyRange>; none if its mask does
-// more than to hide others, or leaves a gap. The heads of a sequence must agree.
+// visible(batch, head, query) returns the keys that a query sees, as std::optional<KeyRange>; no value if the mask does
+// more than hide keys, or leaves a gap. All heads of a sequence must see the same keys.
 template <typename Visible>
 DecodeSplit SplitSequences(const AttentionCall& call, const Visible& visible) {
   const int64_t mask_heads = call.mask.data != nullptr && call.mask.strides[1] != 0 ? call.heads : 1;
@@ -73,18 +74,18 @@ DecodeSplit SplitSequences(const AttentionCall& call, const Visible& visible) {
   return split;
 }
 
-// Parts of the keys that a row sees, for threads to share: each of 4096 keys or more, which cost more than building a
-// query's tables, and enough of them for the threads of a server.
+// The number of parts into which a row's keys are split for threads. Each has at least 4096 keys, which cost more than
+// building a query's tables; at most 64 parts are enough for the threads of a server.
 inline int64_t PartsOf(const KeyRange& seen) { return std::clamp<int64_t>((seen.end - seen.begin) / 4096, 1, 64); }
 
-// run(row, keys, partial, scratch) computes a part, of whole multiples of `unit` keys but for the last;
-// complete(row, partial) is called in order with the sum of all parts. Throws std::bad_alloc.
+// run(row, keys, partial, scratch) computes a part, whose size is a multiple of `unit` keys except for the last one.
+// complete(row, partial) is called in order with the merged result of all parts. Throws std::bad_alloc.
 template <typename Run, typename Complete>
 void DecodeRows(Host& host, const DecodeFunctions& kernel, const AttentionCall& call,
                 const std::vector<DecodeRow>& rows, int64_t unit, int64_t scratch_bytes, const Run& run,
                 const Complete& complete) {
   const int64_t group = call.Group();
-  std::vector<std::pair<const DecodeRow*, int64_t>> items;  // a row and its part
+  std::vector<std::pair<const DecodeRow*, int64_t>> items;  // pairs of a row and a part of it
   for (const DecodeRow& row : rows) {
     for (int64_t part = 0; part < PartsOf(row.seen); ++part) items.emplace_back(&row, part);
   }

@@ -1,5 +1,5 @@
-// NoMADAttention as a plan: all heads of a call on a host's threads. Free of ONNX Runtime. attention/attention.h says
-// what is computed; query head h reads key and value head h / (heads / kv_heads).
+// The execution plan of NoMADAttention: all heads of a call, on a host's threads. Independent of ONNX Runtime.
+// attention/attention.h defines the computation. Query head h reads key and value head h / (heads / kv_heads).
 #pragma once
 
 #include <algorithm>
@@ -15,9 +15,9 @@
 
 namespace ortolan {
 
-inline constexpr int64_t kMaxTokens = int64_t{1} << 24;  // of a sequence
+inline constexpr int64_t kMaxTokens = int64_t{1} << 24;  // longest sequence
 
-// Rows of heads in memory; bytes from one to the next.
+// The rows of all heads in memory; strides in bytes.
 struct HeadRows {
   const float* data = nullptr;
   int64_t batch_bytes = 0;
@@ -29,7 +29,7 @@ struct HeadRows {
   }
 };
 
-// Of a mask that broadcasts to [batch, heads, queries, keys]; strides in elements, 0 where it is broadcast.
+// A mask that broadcasts to [batch, heads, queries, keys]; strides in elements, 0 for broadcast axes.
 struct MaskRows {
   const float* data = nullptr;
   std::array<int64_t, 4> strides{};
@@ -59,11 +59,11 @@ struct AttentionCall {
   }
 };
 
-// Of one head of keys and values, for queries first … first + count - 1.
+// Returns kernel arguments for one head of keys and values and queries first … first + count - 1.
 AttentionArgs ArgsOf(const AttentionCall& call, int64_t batch, int64_t kv_head, int64_t first, int64_t count);
 
-// Attention of some heads of keys and values with `rows` query rows each; args_of(i) are those of head i, of `keys`
-// keys at most.
+// Computes attention for `heads` heads of keys and values with `rows` query rows each. args_of(i) returns the arguments
+// of head i, with at most `keys` keys.
 template <typename MakeArgs>
 void AttendHeads(Host& host, const AttentionKernel& kernel, int64_t heads, int64_t rows, int64_t keys, int64_t head_dim,
                  const MakeArgs& args_of) {
@@ -83,15 +83,15 @@ void AttendHeads(Host& host, const AttentionKernel& kernel, int64_t heads, int64
 
 class AttentionPlan {
  public:
-  // precision: of the products, 32 or 16. any_order: as FindAttentionKernel has it.
+  // precision: 32 or 16; precision and any_order as in FindAttentionKernel.
   explicit AttentionPlan(int precision, bool any_order = false);
 
-  // Queries, keys and values of the call alone. Throws std::bad_alloc.
+  // Attention without a cache. Throws std::bad_alloc.
   void Run(Host& host, const AttentionCall& call) const;
 
-  // The same of packed sequences, each of which sees itself alone. The call's rows are the tokens, one behind the
-  // other: it has a batch of 1 and as many queries and keys as there are tokens. Its mask is that of the padded
-  // sequences, of a shape that broadcasts to [batch, heads, tokens, tokens]. Throws std::bad_alloc.
+  // Attention of packed sequences, each of which attends only to itself. The call's rows are the concatenated tokens:
+  // batch 1, and as many queries and keys as tokens. Its mask is the mask of the padded sequences and broadcasts to
+  // [batch, heads, tokens, tokens]. Throws std::bad_alloc.
   void Run(Host& host, const AttentionCall& call, const KeptTokens& kept) const;
 
  private:

@@ -2,35 +2,38 @@
 //
 //     Y = softmax(scale Q K^T + mask) V, for each head
 //
-//     query float [B, S, H D] or [B, H, S, D], or query, key and value side by side [B, S, (H + 2 KV) D]
-//     mask float, optional, added to the scaled scores: of a shape that broadcasts to [B, H, S, T]
-//     key, value float [B, T, KV D] or [B, KV, T, D], both left out where they are packed into query
-//     -> Y float [B, S, H D];   attributes num_heads (H), kv_num_heads (KV; 0: H), scale (0: 1 / sqrt(D)), causal,
-//     zero_hidden_rows (1: rows whose softmax is NaN, because nothing is left of their scores, give zeros), precision
-//     (32, or 16: products are computed from bfloat16, with the same bits on every CPU), any_order (1: with precision
-//     16, as is fastest on the CPU: in another order, or in float32)
+//     query float [B, S, H D] or [B, H, S, D], or query, key and value packed together [B, S, (H + 2 KV) D]
+//     mask float, optional, added to the scaled scores: broadcasts to [B, H, S, T]
+//     key, value float [B, T, KV D] or [B, KV, T, D]; both omitted if packed into query
+//     -> Y float [B, S, H D]
 //
-// Query head h reads key and value head h / (H / KV). causal: query i does not see keys behind i + T - S, so T >= S.
+//     attributes num_heads (H), kv_num_heads (KV; 0: H), scale (0: 1 / sqrt(D)), causal
+//     zero_hidden_rows   1: rows whose softmax is NaN, because all their scores are hidden, give zeros
+//     precision          32, or 16: products of bfloat16, with the same bits on every CPU
+//     any_order          1: with precision 16, the fastest kernel of the CPU, with its own summation order or in
+//     float32
+//
+// Query head h reads key and value head h / (H / KV). causal: query i does not see keys after i + T - S, so T >= S.
 //
 // With a cache (op_cached.h): past_key, past_value, codebooks, lengths, cos, sin, past_exact_key, six tensors of a
-// prompt -> Y, present_key, present_value, present_exact_key; attributes rotary_interleaved, window,
-// sinks, prompt_tokens, prompt_head_dim; all of the first three outputs are there, and the fourth where window or sinks
-// are not 0. What is left out in front of a given input may be constants: mask, key, value, cos, sin, past_exact_key a
-// 0 as below, lengths int32 of shape [0]. The operator is there once for each kind of cache: float, codes with int8
+// prompt -> Y, present_key, present_value, present_exact_key; attributes rotary_interleaved, window, sinks,
+// prompt_tokens, prompt_head_dim. The first three outputs are required, the fourth if window or sinks are not 0.
+// Omitted inputs before a given one may be constants: a 0 as below for mask, key, value, cos, sin and past_exact_key;
+// int32 of shape [0] for lengths. The operator is registered once for each kind of cache: float, codes with int8
 // values, codes with float values.
 //
-// PackedNoMADAttention is the same of packed sequences (PackTokens):
+// PackedNoMADAttention is the operator for packed sequences (PackTokens):
 //
-//     query, mask, key, value as above, kept int64 [batch, tokens], not 0 where a token is there -> Y
+//     query, mask, key, value as above, kept int64 [batch, tokens], nonzero for tokens that are not padding -> Y
 //
-// B is 1, S and T are the number of tokens that are there; query, key and value may be by heads. Each sequence sees
-// itself alone, and the mask is that of the padded sequences: of a shape that broadcasts to [batch, H, tokens, tokens].
-// mask, key and value that are left out are constants, a float 0 of shape [1]. A token whose number in kept is negative
-// attends to its sequence, but no query sees it: its score is the lowest float.
+// B is 1, S and T are the number of kept tokens; query, key and value may be [B, heads, tokens, D]. Each sequence
+// attends only to itself. The mask is the mask of the padded sequences and broadcasts to [batch, H, tokens, tokens].
+// Omitted mask, key and value are constants, a float 0 of shape [1]. A token whose value in kept is negative attends to
+// its sequence, but no query sees it: its score is the lowest float.
 //
-// The order of the inputs makes one that is left out in front of a given one rare, which ORT 1.21 and older crash on:
-// only key and value without a mask have it. Where the model must run there, the mask is a constant float 0 of shape
-// [1], which stands for none.
+// ORT 1.21 and older crash on an omitted input before a given one. The order of inputs makes that rare: it happens only
+// for key and value without a mask. A model that must run there passes a constant float 0 of shape [1] as the mask,
+// which means no mask.
 #include <cmath>
 
 #include "host/broadcast.h"
@@ -51,20 +54,20 @@ constexpr int64_t kFloat = sizeof(float);
 
 class Kernel {
  public:
-  // of_packed: of the operator on packed sequences.
+  // of_packed: for PackedNoMADAttention.
   Kernel(const OrtKernelInfo& info, bool of_packed)
       : node_(info, of_packed ? kPackedOpType : kOpType), has_kept_(of_packed) {
     node_.heads = IntAttribute(info, "num_heads", node_.text);
     node_.kv_heads = IntAttributeOr(info, "kv_num_heads", 0);
     if (node_.kv_heads == 0) node_.kv_heads = node_.heads;
     if (node_.heads < 1 || node_.heads > kMaxHeads || node_.kv_heads < 1 || node_.heads % node_.kv_heads != 0) {
-      throw node_.Error("num_heads is ", node_.heads, " and kv_num_heads ", node_.kv_heads,
-                        ", expected a positive number of heads (", kMaxHeads, " at most) and one that divides it");
+      throw node_.Error("num_heads is ", node_.heads, " and kv_num_heads ", node_.kv_heads, ", expected 1 to ",
+                        kMaxHeads, " heads, and kv_num_heads a divisor of num_heads");
     }
     call_.heads = node_.heads;
     call_.kv_heads = node_.kv_heads;
     call_.scale = FloatAttributeOr(info, "scale", 0);
-    if (!std::isfinite(call_.scale)) throw node_.Error("scale is ", call_.scale, ", expected a finite number");
+    if (!std::isfinite(call_.scale)) throw node_.Error("scale is ", call_.scale, ", expected a finite value");
     call_.causal = node_.Flag(info, "causal");
     call_.zero_hidden_rows = node_.Flag(info, "zero_hidden_rows");
     const int64_t precision = IntAttributeOr(info, "precision", 32);
@@ -73,8 +76,8 @@ class Kernel {
     node_.any_order = node_.Flag(info, "any_order");
     packed_ = !node_.HasValues(info, kKey);
     if (packed_ == node_.HasValues(info, kValue)) {
-      throw node_.Error("only one of the inputs key and value is given, expected both, or none and a query that holds ",
-                        "them, [B, S, (num_heads + 2 kv_num_heads) D]");
+      throw node_.Error("only one of the inputs key and value is given, expected both, or neither and a packed query ",
+                        "[B, S, (num_heads + 2 kv_num_heads) D]");
     }
     has_mask_ = node_.HasValues(info, kMask);
     for (size_t i = 0; i < std::size(floats_); ++i) floats_[i] = AlignedConstant<float>(info, i);
@@ -99,10 +102,10 @@ class Kernel {
     AttentionCall call = call_;
     ReadInputs(context, call);
     if (has_kept_) return RunKept(context, host, call);
-    if (call.keys > kMaxTokens) throw node_.Error("there are ", call.keys, " keys, expected at most ", kMaxTokens);
+    if (call.keys > kMaxTokens) throw node_.Error("key has ", call.keys, " tokens, expected at most ", kMaxTokens);
     if (call.causal && call.keys < call.queries) {
-      throw node_.Error("causal with ", call.queries, " queries and ", call.keys,
-                        " keys, expected at least as many keys");
+      throw node_.Error("causal attention has ", call.queries, " queries and ", call.keys, " keys, expected at least ",
+                        call.queries, " keys");
     }
     Complete(context, call);
     plan_->Run(host, call);
@@ -111,19 +114,19 @@ class Kernel {
   void RunKept(Ort::KernelContext& context, Host& host, AttentionCall& call) const {
     const KeptTokens kept = ReadKept(context, kKept, node_.text, node_.inputs[kKept]);
     if (kept.tokens > kMaxTokens) {
-      throw node_.Error("there are ", kept.tokens, " tokens, expected at most ", kMaxTokens);
+      throw node_.Error("kept has ", kept.tokens, " tokens a sequence, expected at most ", kMaxTokens);
     }
     if (call.batch != 1 || call.queries != kept.Count() || call.keys != kept.Count()) {
-      throw node_.Error("there are ", call.batch, " x ", call.queries, " queries and ", call.keys, " keys, but kept '",
-                        node_.inputs[kKept], "' has ", kept.Count(), " tokens that are there, expected 1 x ",
-                        kept.Count(), " of both");
+      throw node_.Error("query has ", call.batch, " x ", call.queries, " tokens and key ", call.keys, ", but kept '",
+                        node_.inputs[kKept], "' marks ", kept.Count(), " tokens as kept, expected 1 x ", kept.Count(),
+                        " for both");
     }
     Complete(context, call, {kept.batch, call.heads, kept.tokens, kept.tokens});
     plan_->Run(host, call, kept);
   }
 
  private:
-  // The rows of an input.
+  // An input with its sizes.
   struct Rows {
     HeadRows heads;
     int64_t batch, count, head_dim;
@@ -132,21 +135,22 @@ class Kernel {
   void CheckNoCache(const OrtKernelInfo& info) const {
     for (const char* name : {"window", "sinks", "prompt_tokens"}) {
       const int64_t count = IntAttributeOr(info, name, 0);
-      if (count != 0) throw node_.Error(name, " is ", count, ", but past_key is not given");
+      if (count != 0) throw node_.Error(name, " is ", count, ", but past_key is missing; expected 0 without a cache");
     }
     for (size_t i = kPastValue; i < kInputCount; ++i) {
       if (!node_.HasValues(info, i) || IsEmptyConstant(info, i)) continue;
       throw node_.Error("input ", i, " '", node_.inputs[i], "' is given without past_key (input ",
-                        static_cast<size_t>(kPastKey), "), expected both or none");
+                        static_cast<size_t>(kPastKey), "), expected both or neither");
     }
-    // A function that other nodes have a cache by gives all of them these outputs: then nobody reads them.
+    // Nodes with and without a cache may share a function, which gives all of them these outputs; without a cache they
+    // have no consumer.
     for (size_t i = node_.HasInput(kPastKey) ? kPresentExactKey : kPresentKey; i < kOutputCount; ++i) {
       if (!node_.HasOutput(i)) continue;
-      throw node_.Error("output ", i, " '", node_.outputs[i], "' is of a cache, but past_key is not given");
+      throw node_.Error("output ", i, " '", node_.outputs[i], "' belongs to a cache, but past_key is missing");
     }
   }
 
-  // Of an input [B, S, heads D] or [B, heads, S, D]; nothing if it has another shape.
+  // Reads an input [B, S, heads D] or [B, heads, S, D]; no value if its shape is different.
   std::optional<Rows> RowsOf(const Ort::KernelContext& context, size_t input, int64_t heads) const {
     const Shape shape = ShapeOf(context, input);
     const bool by_heads = shape.size() == 4 && !packed_;
@@ -155,17 +159,17 @@ class Kernel {
     }
     Rows rows{{}, shape[0], by_heads ? shape[2] : shape[1], by_heads ? shape[3] : shape[2] / heads};
     if (rows.head_dim > kMostHeadDim) {
-      throw node_.Error("heads are of ", rows.head_dim, " numbers, expected at most ", kMostHeadDim);
+      throw node_.Error("head size is ", rows.head_dim, ", expected at most ", kMostHeadDim);
     }
     const Ort::ConstValue value = context.GetInput(input);
-    if (value.GetTensorTypeAndShapeInfo().GetElementCount() == 0) return rows;  // of any huge sizes
+    if (value.GetTensorTypeAndShapeInfo().GetElementCount() == 0) return rows;  // other sizes may be arbitrarily large
     const int64_t bytes = rows.head_dim * kFloat;
     rows.heads = {floats_[input].In(value), heads * rows.count * bytes, by_heads ? rows.count * bytes : bytes,
                   by_heads ? bytes : heads * bytes};
     return rows;
   }
 
-  // Query, key and value, and the sizes that follow from them.
+  // Reads query, key and value, and the sizes that follow from them.
   void ReadInputs(const Ort::KernelContext& context, AttentionCall& call) const {
     const int64_t query_heads = packed_ ? call.heads + 2 * call.kv_heads : call.heads;
     const std::optional<Rows> query = RowsOf(context, kQuery, query_heads);
@@ -190,7 +194,7 @@ class Kernel {
     call.v = ReadKeys(context, kValue, "value", call).heads;
   }
 
-  // Key, or value, whose shape is the key's then. With a cache there are as many as queries.
+  // Reads key or value; value must match the key. With a cache, both have the count of the query.
   Rows ReadKeys(const Ort::KernelContext& context, size_t input, const char* meaning, const AttentionCall& call) const {
     const std::optional<Rows> rows = RowsOf(context, input, call.kv_heads);
     const bool any_count = input == kKey && !cache_;
@@ -201,22 +205,22 @@ class Kernel {
     const std::string heads = ErrorText(call.kv_heads, " heads of ", call.head_dim);
     throw node_.WrongShape(
         context, input, meaning,
-        cache_ ? ErrorText(call.batch, " sequences of ", call.queries, " rows and ", heads, ", as the query has it")
+        cache_      ? ErrorText(call.batch, " sequences of ", call.queries, " tokens with ", heads, ", like the query")
         : any_count ? ErrorText("[", call.batch, ", T, ", call.kv_heads * call.head_dim, "] (", heads, "), or [",
                                 call.batch, ", ", call.kv_heads, ", T, ", call.head_dim, "]")
-                    : ErrorText(call.batch, " sequences of ", call.keys, " rows and ", heads, ", as the key has it"));
+                    : ErrorText(call.batch, " sequences of ", call.keys, " tokens with ", heads, ", like the key"));
   }
 
   void Complete(Ort::KernelContext& context, AttentionCall& call) const {
     Complete(context, call, {call.batch, call.heads, call.queries, call.keys});
   }
-  // Sets what follows from the sizes, the mask, which broadcasts to `full`, and the output.
+  // Sets the default scale, the mask, which broadcasts to `full`, and the output.
   void Complete(Ort::KernelContext& context, AttentionCall& call, const Shape& full) const {
     if (call.scale == 0) call.scale = 1.0f / std::sqrt(static_cast<float>(call.head_dim));
     if (has_mask_) {
       const Shape shape = ShapeOf(context, kMask);
       if (shape.size() > full.size() || BroadcastShape(full, shape) != full) {
-        throw node_.WrongShape(context, kMask, "mask", "one that broadcasts to " + ShapeText(full));
+        throw node_.WrongShape(context, kMask, "mask", "a shape that broadcasts to " + ShapeText(full));
       }
       call.mask.data = floats_[kMask].In(context.GetInput(kMask));
       const Shape strides = BroadcastStrides(shape, full);
@@ -227,12 +231,12 @@ class Kernel {
   }
 
   AttentionNode node_;
-  AttentionCall call_;                         // what attributes say; scale 0: that of the heads' size
+  AttentionCall call_;                         // values of attributes; scale 0: default for the head size
   AlignedConstant<float> floats_[kValue + 1];  // query, mask, key and value
   bool has_kept_;
   bool packed_ = false;
   bool has_mask_ = false;
-  std::optional<AttentionPlan> plan_;  // without a cache
+  std::optional<AttentionPlan> plan_;  // unless there is a cache
   std::optional<CachedAttention> cache_;
 };
 
@@ -249,19 +253,19 @@ struct KernelOf : Kernel {
 };
 
 void InferY(OrtShapeInferContext* context) {
-  // Of present_key and present_value, the number of tokens has no name.
+  // present_key and present_value are not inferred: their number of tokens has no symbolic name.
   if (Rank(context, kQuery) != 3) return;
   int64_t width = LastDimension(context, kQuery);
   if (width < 0) return;
   if (Rank(context, kKey) < 2) {
-    // Packed, or a key of which nothing is known.
+    // Either query is packed, or the shape of key is unknown.
     const bool packed = !HasMoreInputs(context, kKey) || HasOneElement(context, kKey);
     if (!packed) return;
     const int64_t heads = ShapeAttributeOr(context, "num_heads", 1);
     int64_t kv_heads = ShapeAttributeOr(context, "kv_num_heads", 0);
     if (kv_heads == 0) kv_heads = heads;
     for (const int64_t count : {heads, kv_heads}) {
-      if (count < 1 || count > kMaxHeads) return;  // the kernel complains
+      if (count < 1 || count > kMaxHeads) return;  // the kernel reports the error
     }
     if (width % (heads + 2 * kv_heads) != 0) return;
     width = width / (heads + 2 * kv_heads) * heads;

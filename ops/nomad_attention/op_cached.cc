@@ -9,7 +9,7 @@ namespace ortolan {
 namespace {
 
 constexpr int64_t kFloat = sizeof(float);
-constexpr int64_t kMaxWidth = int64_t{1} << 16;  // bytes of a token, where rows are shorter
+constexpr int64_t kMaxWidth = int64_t{1} << 16;  // widest u8 cache, in bytes a token
 
 }  // namespace
 
@@ -28,18 +28,18 @@ bool AttentionNode::Flag(const OrtKernelInfo& info, const char* name) const {
 int64_t AttentionNode::Tokens(const OrtKernelInfo& info, const char* name) const {
   const int64_t count = IntAttributeOr(info, name, 0);
   if (count >= 0 && count <= kMaxTokens) return count;
-  throw Error(name, " is ", count, ", expected a number of tokens, 0 to ", kMaxTokens);
+  throw Error(name, " is ", count, ", expected 0 to ", kMaxTokens, " tokens");
 }
 
 OpError AttentionNode::WrongShape(const Ort::KernelContext& context, size_t input, const char* meaning,
                                   const std::string& expected) const {
   return Error(meaning, " '", inputs[input], "' has shape ", ShapeText(ShapeOf(context, input)), ", expected ",
-               expected, ". Feed the model inputs of the shapes it was exported for.");
+               expected, ". Pass inputs with the shapes that the model was exported for.");
 }
 
 CachedAttention::CachedAttention(const OrtKernelInfo& info, const AttentionNode& node) : node_(node) {
   if (!node_.HasInput(kPastValue)) {
-    throw node_.Error("past_key is given without past_value, expected both or none");
+    throw node_.Error("past_key is given without past_value, expected both or neither");
   }
   const Ort::ConstKernelInfo types(&info);
   const auto is_bytes = [&](size_t input) {
@@ -51,7 +51,7 @@ CachedAttention::CachedAttention(const OrtKernelInfo& info, const AttentionNode&
   for (const size_t output : {kPresentKey, kPresentValue}) {
     if (node_.HasOutput(output)) continue;
     throw node_.Error("output ", output, " (", output == kPresentKey ? "present_key" : "present_value",
-                      ") is missing, expected one where past_key is given");
+                      ") is missing; it is required with past_key");
   }
   lengths_ = AlignedConstant<int32_t>(info, kLengths);
   cos_ = AlignedConstant<float>(info, kCos);
@@ -59,7 +59,7 @@ CachedAttention::CachedAttention(const OrtKernelInfo& info, const AttentionNode&
   has_lengths_ = node_.HasInput(kLengths) && !IsEmptyConstant(info, kLengths);
   has_rotary_ = node_.HasValues(info, kCos);
   if (has_rotary_ != node_.HasValues(info, kSin)) {
-    throw node_.Error("only one of the inputs cos and sin is given, expected both or none");
+    throw node_.Error("only one of the inputs cos and sin is given, expected both or neither");
   }
   form_.interleaved = node_.Flag(info, "rotary_interleaved");
   form_.precision = node_.precision;
@@ -86,7 +86,7 @@ void CachedAttention::ReadCodebooks(const OrtKernelInfo& info) {
   form_.codebooks = codebooks_.data();
   for (int64_t i = 0; i < books.count; ++i) {
     if (std::isfinite(form_.codebooks[i])) continue;
-    throw wrong("holds ", form_.codebooks[i], " at ", i, ", expected finite numbers");
+    throw wrong("contains ", form_.codebooks[i], " at index ", i, ", expected finite values");
   }
 }
 
@@ -95,16 +95,16 @@ void CachedAttention::ReadWindow(const OrtKernelInfo& info) {
   const std::string sizes = ErrorText("window is ", form_.window.window, " and sinks ", form_.window.sinks);
   if (!form_.window.Any()) {
     if (!node_.HasValues(info, kPastExactKey) && !node_.HasOutput(kPresentExactKey)) return;
-    throw node_.Error(sizes, ", but past_exact_key or present_exact_key is given, expected neither, ",
-                      "or a window or sinks of which they hold the keys");
+    throw node_.Error(sizes,
+                      ", but past_exact_key or present_exact_key is given: they require a window or sinks above 0");
   }
   if (form_.codebooks == nullptr) {
     throw node_.Error(sizes, ", but past_key '", node_.inputs[kPastKey],
-                      "' holds floats, which are exact, expected 0 for both or a cache of codes");
+                      "' is float, which is exact: use a cache of codes, or 0 for both");
   }
   const auto missing = [&](const char* what, size_t index, const char* name) {
-    return node_.Error(sizes, ", but ", what, index, " (", name, ") is missing, expected the exact keys, float [B, ",
-                       node_.kv_heads, ", ", form_.window.Slots(), ", ", form_.layout.head_dim, "]");
+    return node_.Error(sizes, ", but ", what, index, " (", name, ") is missing, expected float [B, ", node_.kv_heads,
+                       ", ", form_.window.Slots(), ", ", form_.layout.head_dim, "]");
   };
   if (!node_.HasInput(kPastExactKey)) throw missing("input ", kPastExactKey, "past_exact_key");
   if (!node_.HasOutput(kPresentExactKey)) throw missing("output ", kPresentExactKey, "present_exact_key");
@@ -130,8 +130,8 @@ BitmapView CachedAttention::ReadMatrix(const OrtKernelInfo& info, size_t first, 
     uint16_t bits;
     std::memcpy(&bits, static_cast<const char*>(values.data) + i * kValueBytes, sizeof bits);
     if ((bits & 0x7f80) != 0x7f80) continue;
-    throw node_.Error(meaning, " '", values.name, "' holds NaN or infinity at ", i, ", expected finite numbers. ",
-                      kOptimizeAgain);
+    throw node_.Error(meaning, " '", values.name, "' contains NaN or infinity at index ", i,
+                      ", expected finite values. ", kOptimizeAgain);
   }
   return claim.View(static_cast<const uint8_t*>(values.data));
 }
@@ -143,7 +143,7 @@ void CachedAttention::ReadPrompt(const OrtKernelInfo& info) {
     for (size_t i = kPromptKeyMasks; i < kInputCount; ++i) {
       if (!node_.HasInput(i)) continue;
       throw node_.Error("input ", i, " '", node_.inputs[i],
-                        "' is of a prompt, but prompt_tokens is 0, expected the number of its tokens");
+                        "' belongs to a prompt, but prompt_tokens is 0, expected the number of its tokens");
     }
     return;
   }
@@ -165,23 +165,23 @@ void CachedAttention::CheckExactKeys(const Ort::KernelContext& context, const At
   if (shape == expected) return;
   throw node_.Error("past_exact_key '", node_.inputs[kPastExactKey], "' has shape ", ShapeText(shape), ", expected ",
                     ShapeText(expected), " (sinks ", form_.window.sinks, " and window ", form_.window.window,
-                    "). Feed what the model put out as present, and zeros of that shape at first.");
+                    "). Pass present_exact_key of the previous call, or zeros in the first call.");
 }
 
 void CachedAttention::CheckHeadDim(int64_t head_dim) const {
   const auto check = [&](bool fits, const auto&... expected) {
-    if (!fits) throw node_.Error("heads are of ", head_dim, " numbers, ", expected...);
+    if (!fits) throw node_.Error("head size is ", head_dim, ", ", expected...);
   };
-  check(form_.codebooks == nullptr || form_.layout.head_dim == head_dim, "but codebooks are for ",
-        form_.layout.head_dim, ". ", kOptimizeAgain);
+  check(form_.codebooks == nullptr || form_.layout.head_dim == head_dim, "but codebooks have ", form_.layout.head_dim,
+        ". ", kOptimizeAgain);
   check(form_.prompt.tokens == 0 || form_.prompt.head_dim == head_dim, "but prompt_head_dim is ", form_.prompt.head_dim,
         ". ", kOptimizeAgain);
-  check(!has_rotary_ || head_dim % 2 == 0, "expected an even number for cos and sin");
+  check(!has_rotary_ || head_dim % 2 == 0, "expected an even size for rotary embedding (cos and sin)");
 }
 
 int64_t CachedAttention::Room(const Ort::KernelContext& context, const AttentionCall& call) const {
   const Shape key_shape = ShapeOf(context, kPastKey), value_shape = ShapeOf(context, kPastValue);
-  // Of keys alone, rows as wide as those of values are a mistake.
+  // If only keys were u8, rows as wide as those of values would be a mistake.
   const bool one_width =
       form_.int8_values && !key_shape.empty() && !value_shape.empty() && key_shape.back() == value_shape.back();
   const auto tokens_of = [&](size_t input, const Shape& shape, int64_t row) {
@@ -189,7 +189,7 @@ int64_t CachedAttention::Room(const Ort::KernelContext& context, const Attention
         (shape[3] == row || (one_width && shape[3] > row && shape[3] <= kMaxWidth))) {
       return shape[2];
     }
-    const std::string wide = form_.int8_values ? ErrorText(", or both caches of one width of ",
+    const std::string wide = form_.int8_values ? ErrorText(", or both caches with the same width, ",
                                                            ValueRowBytes(call.head_dim), " to ", kMaxWidth, " bytes")
                                                : "";
     throw node_.WrongShape(context, input, "past cache",
@@ -201,12 +201,12 @@ int64_t CachedAttention::Room(const Ort::KernelContext& context, const Attention
   if (value_room != room) {
     throw node_.Error("past_key '", node_.inputs[kPastKey], "' holds ", room, " tokens and past_value '",
                       node_.inputs[kPastValue], "' ", value_room,
-                      ", expected as many. Feed what the model put out as present.");
+                      ", expected the same number. Pass present_key and present_value of the previous call.");
   }
   const int64_t most = kMaxTokens - form_.prompt.tokens;
   if (room > most || call.queries > most - room) {
-    throw node_.Error("there are ", room, " tokens in the cache and ", call.queries, " in the call, expected at most ",
-                      most);
+    throw node_.Error("cache has ", room, " tokens and the call ", call.queries, ", expected at most ", most,
+                      " together");
   }
   return room;
 }
@@ -218,7 +218,7 @@ void CachedAttention::ReadLengths(const Ort::KernelContext& context, CachedCall&
   if (!has_lengths_) {
     call.room = room + call.queries;
     call.keys = form_.prompt.tokens + call.room;
-    if (call.room == 0) return;  // of a batch that need not be in anyone's memory
+    if (call.room == 0) return;  // nothing to compute, and the batch size may exceed memory
     call.past.assign(static_cast<size_t>(call.batch), room);
     call.added.assign(static_cast<size_t>(call.batch), call.queries);
     return;
@@ -227,7 +227,7 @@ void CachedAttention::ReadLengths(const Ort::KernelContext& context, CachedCall&
   const Ort::TensorTypeAndShapeInfo info = value.GetTensorTypeAndShapeInfo();
   if (static_cast<int64_t>(info.GetElementCount()) != call.batch) {
     throw node_.Error("lengths has shape ", ShapeText(info.GetShape()), ", expected [", call.batch,
-                      "], one for each sequence. Feed the model inputs of the shapes it was exported for.");
+                      "], one element a sequence. Pass inputs with the shapes that the model was exported for.");
   }
   const std::span<const int32_t> lengths(lengths_.In(value), static_cast<size_t>(call.batch));
   const std::string problem = call.SetLengths(lengths, room, form_.prompt.tokens, "lengths",
@@ -247,8 +247,8 @@ CacheRows CachedAttention::Present(Ort::KernelContext& context, size_t input, si
                         call.room * width * element_bytes, static_cast<const char*>(past.GetTensorRawData()),
                         room * width * element_bytes};
   if (cache.past == cache.data && room != call.room && call.room != 0) {
-    throw node_.Error("past and present of '", node_.inputs[input], "' are one buffer of ", room, " tokens, expected ",
-                      call.room, ". Share a buffer for all tokens, or none.");
+    throw node_.Error("past and present of '", node_.inputs[input], "' share a buffer of ", room, " tokens, expected ",
+                      call.room, ". Share a buffer that has room for all tokens, or use separate buffers.");
   }
   return cache;
 }
@@ -273,8 +273,8 @@ void CachedAttention::ReadRotary(const Ort::KernelContext& context, CachedCall& 
   call.sin = sin_.In(context.GetInput(kSin));
   const int64_t most = form_.prompt.tokens + call.MostTokens();
   if (most > shape[0]) {
-    throw node_.Error("a sequence has ", most, " tokens, but cos and sin are for ", shape[0],
-                      " positions. Feed shorter sequences.");
+    throw node_.Error("longest sequence has ", most, " tokens, but cos and sin have ", shape[0],
+                      " positions. Pass shorter sequences.");
   }
 }
 

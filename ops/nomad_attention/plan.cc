@@ -12,7 +12,7 @@
 namespace ortolan {
 namespace {
 
-// The keys that a query of a head sees; none if the mask does more than to hide others, or leaves a gap.
+// The keys that a query of a head sees. No value if the mask does more than hide keys, or leaves a gap.
 std::optional<KeyRange> VisibleKeys(const DecodeFunctions& kernel, const AttentionCall& call, int64_t batch,
                                     int64_t head, int64_t query) {
   const int64_t end = call.causal ? call.keys - call.queries + query + 1 : call.keys;
@@ -20,12 +20,12 @@ std::optional<KeyRange> VisibleKeys(const DecodeFunctions& kernel, const Attenti
   const float* row = call.mask.At(batch, head, query);
   VisibleRange seen{0, end, *row == 0.0f};
   if (call.mask.strides[3] != 0) seen = kernel.visible(row, end);
-  // What a row of hidden keys gives is the exact kernel's to say.
+  // Rows in which everything is hidden are left to the exact kernel.
   if (seen.begin == seen.end || !seen.plain) return std::nullopt;
   return KeyRange{seen.begin, seen.end};
 }
 
-// On the keys as they are, as a decoder's few queries of an encoder.
+// Runs the decode kernel on uncached keys, such as cross-attention of a decoder's few queries.
 void Decode(Host& host, const DecodeFunctions& kernel, const AttentionCall& call, const std::vector<DecodeRow>& rows) {
   const int64_t group = call.Group();
   DecodeRows(
@@ -50,8 +50,8 @@ void Decode(Host& host, const DecodeFunctions& kernel, const AttentionCall& call
       });
 }
 
-// Masks of packed sequences: read in place where a sequence has no gap and all of its tokens are seen, else a copy of
-// what belongs to its tokens, with the lowest float for those that no query sees.
+// Masks of packed sequences. A mask is read in place if the sequence has no gap and all its tokens are visible.
+// Otherwise the part for its tokens is copied, with the lowest float for tokens that no query sees.
 class KeptMasks {
  public:
   KeptMasks(Host& host, const MaskRows& mask, int64_t heads, const KeptTokens& kept) : mask_(mask), of_(kept) {
@@ -59,7 +59,7 @@ class KeptMasks {
     copies_.resize(static_cast<size_t>(kept.batch));
     for (int64_t b = 0; b < kept.batch; ++b) {
       const bool all_seen = kept.AllSeen(b);
-      if (all_seen && (!varies || kept.IsInteger(b))) continue;
+      if (all_seen && (!varies || kept.IsContiguous(b))) continue;
       const auto size = [&](size_t axis, int64_t count) { return mask.strides[axis] == 0 ? 1 : count; };
       const int64_t count = kept.Count(b);
       const int64_t heads_of = size(1, heads), queries = size(2, count), keys = all_seen ? size(3, count) : count;
@@ -92,7 +92,7 @@ class KeptMasks {
 
  private:
   struct Copy {
-    std::unique_ptr<HostMemory> values;  // null where the mask is read in place
+    std::unique_ptr<HostMemory> values;  // null if the mask is read in place
     std::array<int64_t, 4> strides{};
   };
 
@@ -138,7 +138,7 @@ AttentionPlan::AttentionPlan(int precision, bool any_order)
 
 void AttentionPlan::Run(Host& host, const AttentionCall& call) const {
   if (call.batch == 0 || call.queries == 0) return;
-  if (call.keys == 0) {  // sums of nothing
+  if (call.keys == 0) {  // empty sums
     std::memset(call.y, 0, static_cast<size_t>(call.batch * call.queries * call.heads * call.head_dim) * sizeof(float));
     return;
   }
@@ -161,14 +161,15 @@ void AttentionPlan::Run(Host& host, const AttentionCall& call) const {
 }
 
 void AttentionPlan::Run(Host& host, const AttentionCall& call, const KeptTokens& kept) const {
-  // Of one head of keys and values of a sequence, at most kAttentionRows rows from `row` on.
+  // Up to kAttentionRows rows, from `row` on, of one key-value head of a sequence.
   struct Unit {
     int64_t sequence, kv_head, row;
   };
   const KeptMasks masks(host, call.mask, call.heads, kept);
-  std::vector<AttentionCall> calls;  // of each sequence
+  std::vector<AttentionCall> calls;  // one per sequence
   std::vector<Unit> units;
-  std::vector<size_t> items{0};  // where the units of each begin: as many as are worth handing to another thread
+  // The first unit of each item. An item has enough units to be worth handing to another thread.
+  std::vector<size_t> items{0};
   int64_t item_macs = 0;
   for (int64_t b = 0; b < kept.batch; ++b) {
     AttentionCall& own = calls.emplace_back(call);

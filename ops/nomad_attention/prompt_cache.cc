@@ -12,12 +12,12 @@ namespace {
 
 constexpr int64_t kFloat = sizeof(float);
 constexpr float kLog2E = 1.44269504f;
-constexpr int64_t kPromptRows = 64;  // queries that pass over a chunk together
-constexpr int64_t kPieces = 64;      // of work: enough for the threads of a server
+constexpr int64_t kPromptRows = 64;  // query rows that process a chunk together
+constexpr int64_t kPieces = 64;      // work items: enough for the threads of a server
 
 int64_t BlocksOf(int64_t rows) { return (rows + kPromptRows - 1) / kPromptRows; }
 
-// Some panels as a matrix of their own.
+// A view of some panels as a matrix.
 BitmapView PanelsOf(const BitmapView& all, int64_t first, int64_t count) {
   BitmapView part = all;
   part.n = count * kPanelColumns;
@@ -49,12 +49,12 @@ int64_t PackedBytes(const MatMulKernel& kernel, const PromptCache& cache, int64_
   return Aligned(std::max(kernel.PackedBytes(keys, rows), kernel.PackedBytes(values, rows)));
 }
 
-// Bytes of scratch, aligned to 64, for that many rows.
+// Scratch bytes for this number of rows; the memory is aligned to 64.
 int64_t ScratchBytes(const PromptCache& cache, int64_t rows) {
   return PackedBytes(KernelFor(rows), cache, rows) + rows * cache.ChunkTokens() * kFloat;
 }
 
-// The partial result of a chunk for rows queries, q [rows][head_dim], 1 … kPromptRows of them.
+// Computes the partial result of a chunk for `rows` queries, 1 … kPromptRows, q [rows][head_dim].
 void AttendChunk(const PromptCache& cache, const SoftmaxFunctions& softmax, int64_t kv_head, int64_t chunk,
                  const float* q, int64_t rows, float scale, const DecodePartial& partial, void* scratch) {
   const MatMulKernel& kernel = KernelFor(rows);
@@ -90,7 +90,7 @@ int64_t PromptUnpackBytes(const PromptCache& cache) { return cache.ChunkTokens()
 void UnpackPrompt(const PromptCache& cache, int64_t kv_head, int64_t chunk, float* keys, float* values, void* scratch) {
   const int64_t tokens = cache.TokensIn(chunk);
   BitmapView some = KeysOf(cache, kv_head, chunk);
-  some.n = tokens;  // behind them there may be other rows
+  some.n = tokens;  // columns after these may belong to other heads
   UnpackBitmap(some, keys, 1, cache.head_dim);
   const BitmapView rows = ValuesOf(cache, kv_head, chunk);
   if (tokens == cache.ChunkTokens()) return UnpackBitmap(rows, values, cache.head_dim);
@@ -103,17 +103,17 @@ PromptPartials::PromptPartials(Host& host, const PromptCache& cache, const Softm
     : softmax_(softmax),
       call_(call),
       rows_(call.batch * call.queries * call.Group()),
-      // Not by the rows: how sums are divided may not depend on the batch.
+      // Independent of the number of rows: the order of sums must not depend on the batch.
       parts_(std::clamp<int64_t>(kPieces / call.kv_heads, 1, cache.Chunks())),
       item_floats_(Aligned(std::min(rows_, kPromptRows) * (2 + call.head_dim) * kFloat) / kFloat),
       memory_(host, BlocksOf(rows_) * call.kv_heads * parts_ * item_floats_ * kFloat) {
   const int64_t head_dim = call.head_dim, group = call.Group();
   const int64_t most = std::min(rows_, kPromptRows), blocks = BlocksOf(rows_);
-  // Of the last block, another kernel may be the best.
+  // The last block may use another kernel, because it has fewer rows.
   const int64_t kernel_bytes =
       Aligned(std::max(ScratchBytes(cache, most), ScratchBytes(cache, rows_ - (blocks - 1) * kPromptRows)));
   const int64_t query_floats = Aligned(most * head_dim * kFloat) / kFloat;
-  // The kernel's, the queries, a chunk's partial result.
+  // Kernel scratch, queries, a chunk's partial result.
   const int64_t bytes = kernel_bytes + (query_floats + item_floats_) * kFloat;
   ForEachWithScratch(host, blocks * call.kv_heads * parts_, bytes, [&](int64_t item, char* scratch) {
     const int64_t part = item % parts_, kv_head = item / parts_ % call.kv_heads;

@@ -1,8 +1,8 @@
-// Keys from their codes (kv_cache.h's decode_keys), once for all targets. Included by kernels.cc only; local to each
-// target.
+// Decodes keys from their codes (decode_keys of kv_cache.h), for all targets. Included only by kernels.cc; local to
+// each target.
 //
-// Lanes are keys, as the codes of a block lie: a table of 16 centroids is looked up for kLanes keys at once, and the
-// columns of as many numbers are transposed to rows.
+// Lanes are keys, as in a block of codes: a table of 16 centroids is looked up for kLanes keys at once, and the
+// resulting kLanes x kLanes squares are transposed to rows.
 #pragma once
 
 #include "attention/kv_cache/key_block.h"
@@ -24,7 +24,8 @@ class KeyDecoder {
   using Float = Simd::Float;
   using Int = Simd::Int;
   static constexpr int64_t kLanes = Simd::kLanes;
-  static constexpr int64_t kChunk = 4 * kKeyBlock;  // tokens whose rows stay in the cache while columns are written
+  // Tokens whose rows stay in the CPU cache while their columns are written.
+  static constexpr int64_t kChunk = 4 * kKeyBlock;
 
   template <int kByte, int kDSub>
   static void Lookup(const float* tables, Int word, Float* columns) {
@@ -35,7 +36,8 @@ class KeyDecoder {
     }
   }
 
-  // Columns of kQuads quads of a block, of keys first … first + kLanes-1, whose codes are the low nibbles.
+  // Writes the columns of kQuads quads for keys first … first + kLanes-1, whose codes are in the low nibbles of
+  // `words`.
   template <int kDSub, int kQuads>
   void WriteKeys(const Int (&words)[kQuads], const float* tables, int64_t token, int64_t column) const {
     constexpr int kColumns = 4 * kQuads * kDSub;
@@ -63,7 +65,7 @@ class KeyDecoder {
     }
   }
 
-  // Blocks of tokens first … first + count - 1, a multiple of 32 of them.
+  // Decodes the blocks of tokens first … first + count - 1; count is a multiple of 32.
   template <int kDSub>
   void WriteBlocks(const uint8_t* blocks, int64_t first, int64_t count) const {
     constexpr int kQuads = kLanes > 4 * kDSub ? static_cast<int>(kLanes) / (4 * kDSub) : 1;

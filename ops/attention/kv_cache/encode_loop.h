@@ -1,8 +1,8 @@
-// The codes of keys (kv_cache.h), once for all targets. Included by kernels.cc only; local to each target.
+// Encodes keys (encode_keys of kv_cache.h), for all targets. Included only by kernels.cc; local to each target.
 //
-// Lanes are sub-quantizers: a group of kLanes of them has its centroids transposed, in registers where they fit, and
-// then goes through the keys. The codebook is read as it is: after encoding a token its tables are built from the same
-// memory, and a transposed copy would have to be fetched as well.
+// Lanes are sub-quantizers: the centroids of kLanes sub-quantizers are transposed, in registers where they fit, and
+// then applied to all keys. The codebook is transposed on the fly: the next step of decoding builds its tables from the
+// same memory, and a transposed copy would have to be fetched as well.
 #pragma once
 
 #include "attention/kv_cache/key_block.h"
@@ -20,7 +20,7 @@ void EncodeGroups(int64_t parts, const float* codebook, const float* keys, int64
   constexpr int64_t kLanes = Simd::kLanes;
   constexpr int64_t kColumns = kCentroids * kDSub;
   for (int64_t first = 0; first < parts; first += kLanes) {
-    const int64_t part = first + kLanes < parts ? first : parts - kLanes;  // the last two may overlap
+    const int64_t part = first + kLanes < parts ? first : parts - kLanes;  // the last two groups may overlap
     Float centroids[kColumns];
 #pragma GCC unroll 8
     for (int64_t column = 0; column < kColumns; column += kLanes) {
@@ -52,7 +52,7 @@ void EncodeGroups(int64_t parts, const float* codebook, const float* keys, int64
           distance = d == 0 ? square : Simd::Add(distance, square);
         }
         best = Simd::SelectLess(distance, least, Simd::Set(static_cast<float>(c)), best);
-        least = Simd::Min(distance, least);  // of NaN, what was before
+        least = Simd::Min(distance, least);  // a NaN distance keeps `least`
       }
       Simd::StoreBytes(codes + key * parts + part, best);
     }

@@ -14,10 +14,10 @@ float ScaleAt(const uint8_t* from) {
   return __builtin_bit_cast(float, static_cast<uint32_t>(from[0] | from[1] << 8) << 16);
 }
 
-// The bfloat16 number above most / 127, as bits; NaN if not all numbers are finite.
+// The bits of max |value| / 127 rounded up to bfloat16; NaN if a value is not finite.
 uint32_t ScaleBits(int64_t head_dim, const float* values) {
   Float most = Simd::Set(0.0f);
-  Float check = Simd::Set(0.0f);  // NaN once a number is not finite
+  Float check = Simd::Set(0.0f);  // NaN once a value is not finite
   for (int64_t d = 0; d < head_dim; d += kLanes) {
     const Float value = Simd::Load(values + d);
     most = Simd::Max(Simd::Abs(value), most);
@@ -27,7 +27,7 @@ uint32_t ScaleBits(int64_t head_dim, const float* values) {
   return (__builtin_bit_cast(uint32_t, Simd::MaxOfLanes(most) / 127.0f) + 0xffff) >> 16;
 }
 
-// (x, y) at the positions of `at` and `at + 1`, alone.
+// Rotates the pair at `at` and `at + 1`.
 void RotatePair(const float* from, const float* cos, const float* sin, int64_t at, float* to) {
   const auto product = [](float a, float b) { return simd::scalar::Rounded(a * b); };
   const float x = from[at], y = from[at + 1], c = cos[at / 2], s = sin[at / 2];
@@ -35,7 +35,7 @@ void RotatePair(const float* from, const float* cos, const float* sin, int64_t a
   to[at + 1] = product(y, c) + product(x, s);
 }
 
-// As many whole vectors of pairs as there are; returns where the rest begins.
+// Rotates whole vectors of interleaved pairs; returns the index of the first pair left over.
 template <typename Simd>
 int64_t RotatePairs(const float* from, const float* cos, const float* sin, int64_t head_dim, float* to) {
   int64_t i = 0;

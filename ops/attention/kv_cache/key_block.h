@@ -1,5 +1,5 @@
-// Key codes, once for all targets: a full block from its rows (kv_cache.h's key_rows_to_block). Included by kernels
-// only; local to each target.
+// Transposes rows of key codes into a full block (key_rows_to_block of kv_cache.h), for all targets. Included only by
+// kernels; local to each target.
 #pragma once
 
 #include "formats/key_code_cache.h"
@@ -8,7 +8,7 @@
 namespace ortolan {
 namespace {
 
-// function.operator()<d_sub>(), of the sizes that there are.
+// Calls function.operator()<d_sub>() with d_sub, 1, 2 or 4, as a constant.
 template <typename Function>
 void WithDSub(int64_t d_sub, const Function& function) {
   if (d_sub == 1) return function.template operator()<1>();
@@ -16,8 +16,8 @@ void WithDSub(int64_t d_sub, const Function& function) {
   function.template operator()<4>();
 }
 
-// Eight sub-quantizers of a key are 32 bits of its row: the low nibbles make one lane of a quad, the high ones of the
-// next.
+// Eight sub-quantizers of a key are 32 bits of its row: the low nibbles become a lane of one quad, the high nibbles a
+// lane of the next quad.
 inline void WriteKeyBlock(const KeyCodeLayout& layout, const uint8_t* rows, int64_t count, uint8_t* block) {
   using Float = Simd::Float;
   constexpr int64_t kLanes = Simd::kLanes;

@@ -28,7 +28,7 @@ namespace {
 
 constexpr int64_t kBlock = kKeyBlock;  // tokens
 
-// The row of a token's codes.
+// Packs a token's codes (one a byte) into its cache row.
 void WriteRow(const uint8_t* codes, int64_t sub_quantizers, uint8_t* row) {
   for (; sub_quantizers >= 8; sub_quantizers -= 8, codes += 8, row += 4) {
     uint32_t low;
@@ -42,8 +42,8 @@ void WriteRow(const uint8_t* codes, int64_t sub_quantizers, uint8_t* row) {
   for (int j = 0; j < 2; ++j) row[j] = static_cast<uint8_t>(codes[j] | codes[2 + j] << 4);
 }
 
-// Appends rows up to the end of a block, and again: write(first, count, to) makes rows of count of the new tokens from
-// first on; of the rows of a block that is full, to_block(rows, block) makes the block.
+// Appends `count` rows to a cache, block by block. write(first, count, to) encodes `count` of the new tokens, from
+// `first` on, as rows. When a block becomes full, to_block(rows, block) converts its rows to the block layout.
 template <int64_t kMostRowBytes, typename Write, typename ToBlock>
 void AppendRows(int64_t count, int64_t tokens, int64_t row_bytes, uint8_t* cache, const Write& write,
                 const ToBlock& to_block) {

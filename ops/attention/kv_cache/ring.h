@@ -1,16 +1,17 @@
-// Which keys of a compressed cache are there as floats too: those of the first tokens (attention sinks) and of a
-// window of recent ones.
+// The keys of a compressed cache that are also kept exactly, as floats: the first tokens (attention sinks) and a window
+// of recent tokens.
 //
-//     exact keys  float [sinks + window][D], of one head: a tensor [B, KV, sinks + window, D] of a fixed size
-//     slot of token p: p if p < sinks, else sinks + (p - sinks) % window            a ring
+//     exact keys  float [sinks + window][D] per head: a tensor [B, KV, sinks + window, D] of fixed size
+//     slot of token p: p if p < sinks, else sinks + (p - sinks) % window            a ring buffer
 //
-// After T tokens it holds p < min(sinks, T) and max(sinks, T - window) <= p < T; other slots hold anything. For the
-// query at position i of a sequence, key p is exact if
+// After T tokens the slots hold tokens p < min(sinks, T) and max(sinks, T - window) <= p < T; other slots are
+// arbitrary. For the query at position i of a sequence, key p is read exactly if
 //
 //     p < sinks  or  p > i - window and window > 0
 //
-// so that its window ends with its own token. Keys of the call itself are at hand as floats; those before are in the
-// ring as it was before the call, which is written when all queries are answered (of a single query, before).
+// so the window of a query ends with its own token. Keys of the current call are available as floats. Earlier keys are
+// read from the ring as it was before the call. The ring is updated after all queries are answered, or before if the
+// call has a single query.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +19,7 @@
 
 namespace ortolan {
 
-// Tokens begin … end-1, whose keys lie side by side: in the cache, in a row of slots, or in the call.
+// Tokens begin … end-1, whose keys are contiguous in one source: the cache, the ring, or the current call.
 struct KeyPiece {
   enum class Source { kCache, kExact, kCall };
 
@@ -34,11 +35,11 @@ struct ExactWindow {
   bool Any() const { return Slots() > 0; }
   int64_t Slots() const { return sinks + window; }
   int64_t Slot(int64_t token) const { return token < sinks ? token : sinks + (token - sinks) % window; }
-  // Whether it holds a token after `tokens` of them.
+  // Whether the ring holds `token` after `tokens` tokens.
   bool Holds(int64_t token, int64_t tokens) const { return token < sinks || (window > 0 && token >= tokens - window); }
 
-  // The first piece of tokens begin … end-1, as the query at `position` >= held - 1 sees them; empty if they are none.
-  // held: the tokens that the ring has been written for; the call holds those behind.
+  // The first contiguous piece of tokens begin … end-1 for the query at `position` >= held - 1; empty if begin >= end.
+  // held: the number of tokens written to the ring; later tokens are in the call.
   KeyPiece First(int64_t held, int64_t position, int64_t begin, int64_t end) const {
     if (begin >= end || !Any()) return {begin, end, KeyPiece::Source::kCache};
     if (begin < sinks) {
@@ -48,7 +49,7 @@ struct ExactWindow {
     const int64_t recent = window > 0 ? position + 1 - window : end;
     if (begin < recent) return {begin, std::min(recent, end), KeyPiece::Source::kCache};
     if (begin >= held) return {begin, end, KeyPiece::Source::kCall};
-    const int64_t turn = begin + window - (begin - sinks) % window;  // where the ring begins again
+    const int64_t turn = begin + window - (begin - sinks) % window;  // where the ring wraps around
     return {begin, std::min({turn, held, end}), KeyPiece::Source::kExact};
   }
 };
