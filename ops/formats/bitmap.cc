@@ -101,7 +101,7 @@ void AddWholeRows(const uint8_t* values, int64_t rows, uint32_t (&position_sums)
   }
 }
 
-// AddWholeRows for rows of which only the weights with a mask bit are stored.
+// AddWholeRows for rows that store only the weights with a mask bit.
 void AddStoredRows(const uint8_t* masks, const uint8_t* values, int64_t rows,
                    uint32_t (&position_sums)[kInt8Bitmap.RowBits()]) {
   for (int64_t row = 0; row < rows; ++row) {
@@ -260,7 +260,7 @@ std::string ValidateBitmap(const BitmapClaim& claim, const BitmapLayout& layout)
     // The padding must not count as values: a kernel loads that many entries from any position.
     if (end > claim.value_count - padding) {
       return ErrorText("offsets[", panel + 1, "] is ", end, ", but values hold ", claim.value_count,
-                       " entries of which the last ", padding, " are padding");
+                       " entries, including ", padding, " of padding");
     }
   }
   if (claim.value_count != claim.offsets[panels] + padding) {

@@ -51,7 +51,7 @@ inline constexpr int64_t kMaxDimension = int64_t{1} << 28;
 
 // The parameters in which the bitmap formats differ. Values are counted in entries: the elements of the values tensor.
 struct BitmapLayout {
-  int64_t row_inputs;  // inputs of each column in a row of a tile: as many as fit in 4 bytes of an AMX product
+  int64_t row_inputs;  // inputs of each column in a row of a tile: they take 4 bytes in an AMX product
   int64_t value_bits;  // of one stored weight
   int64_t max_k;       // largest k
 

@@ -7,9 +7,10 @@
 namespace ortolan {
 namespace {
 
-// Inputs of a pass, or half as many more: a tile of so many fits the L2 cache, and the blocks stream past it.
+// Inputs of a pass (up to 1.5 times as many): a tile of this size fits the L2 cache while the blocks stream past it.
 constexpr int64_t kPassInputs = 2048;
-// Of the tiles of A that a panel is multiplied with: larger groups are fewer, and then more parts pack the same tiles.
+// Bytes of the tiles of A that a panel is multiplied with. Larger groups would be fewer, and more work items would pack
+// the same tiles.
 constexpr int64_t kTileGroupBytes = int64_t{200} << 10;
 
 class BlockProduct {
@@ -31,7 +32,7 @@ class BlockProduct {
     pass_words_ = (words_ + passes - 1) / passes;
     pass_inputs_ = pass_words_ * kMaskBits;
     tile_floats_ = (pass_inputs_ + 1) * tile_rows_;
-    // Rows by groups of tiles, and where these are few also columns, in units of work.
+    // A work unit is a group of tiles; if there are few groups, each is also split by columns.
     group_ = two_sided_ ? 1 : std::clamp<int64_t>(kTileGroupBytes / (tile_floats_ * kFloatBytes), 1, tiles_);
     const int64_t groups = (tiles_ + group_ - 1) / group_;
     parts_ = std::clamp<int64_t>(kMostPieces / groups, 1, std::max<int64_t>(1, panels_ / 8));
@@ -62,13 +63,13 @@ class BlockProduct {
     int64_t first_word, last_word, first_input, inputs;
   };
 
-  // The end of a panel's blocks.
+  // The slot after a panel's last block.
   int64_t End(const Pass& pass, int64_t panel) const {
     return slots_[(pass.last_word - 1 - pass.first_word) * panels_ + panel];
   }
 
   void PackB(const Pass& pass) {
-    // Where the blocks of each panel and word go; behind them, one or two of zeros, for an even number.
+    // The first slot of each panel and word. One or two blocks of zeros at the end of a panel make the count even.
     starts_[0] = 0;
     for (int64_t panel = 0; panel < panels_; ++panel) {
       int64_t slot = starts_[panel];
@@ -147,8 +148,8 @@ class BlockProduct {
   const int64_t words_, panels_;
   const int64_t tile_rows_, tiles_;
   int64_t pass_words_, pass_inputs_, tile_floats_;
-  int64_t group_, parts_, units_;        // tiles of a unit, units of the same tiles, all units
-  int64_t tiles_bytes_, scratch_bytes_;  // of a unit's tiles, and of its list of inputs beside them
+  int64_t group_, parts_, units_;        // tiles of a unit, units that share tiles, number of units
+  int64_t tiles_bytes_, scratch_bytes_;  // bytes of a unit's tiles, and including its list of inputs
   uint8_t* unit_finite_;
   int64_t* starts_;  // [panels + 1]
   int64_t* slots_;   // [words of a pass][panels]

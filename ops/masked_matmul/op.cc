@@ -1,18 +1,18 @@
 // ORT adapter of MaskedMatMul.
 //
-//     Y = A' B'        (masked_matmul.h: what A' and B' are)
+//     Y = A' B'        (A' and B': masked_matmul.h)
 //
 //     A float [..., m, k], B float, bf16 or int8 [..., k, n], b_scale float [groups, n], a_mask bool, b_mask bool
 //     -> Y float [..., m, n], leading dimensions broadcast as in MatMul
 //     attributes format_version, a_threshold, b_threshold, group_size, b_finite
 //
-// A mask broadcasts to its matrix, and true means: keep. B of bf16 or int8 is an initializer [k, n] without mask and
-// threshold; b_scale, an initializer, belongs to int8: row i / group_size of it scales row i of B, group_size 0 means
-// that there is one row for all. All inputs from b_scale on are optional; what stands for a missing one is b_scale
-// [[1]] and a mask of one true. (An ONNX function cannot ask whether an input is there.)
+// A mask broadcasts to its matrix; true keeps an element. B of bf16 or int8 is an initializer [k, n] without mask and
+// threshold. b_scale, an initializer, is for int8: its row i / group_size scales row i of B; group_size 0 means one row
+// for all. Inputs from b_scale on are optional. A b_scale of [[1]] and a mask of a single true have the same meaning as
+// an omitted input, because an ONNX function cannot test whether an input is present.
 //
-// b_finite 1 promises that a B which is computed holds neither Inf nor NaN, so that few rows of A need not read all of
-// it. Of an initializer it is found out when the kernel is made.
+// b_finite 1 promises that a computed B contains neither Inf nor NaN, so that few rows of A need not read all of it.
+// For an initializer this is checked when the kernel is created.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -34,7 +34,7 @@ enum Input : size_t { kA, kB, kBScale, kAMask, kBMask, kInputCount };
 
 using Shape = std::vector<int64_t>;
 
-// Whether no number is Inf or NaN, whose bits hold `exponent`. The numbers lie at any address.
+// Whether no value is Inf or NaN: all their `exponent` bits are set. The values may be unaligned.
 template <typename Bits>
 bool AllFinite(const char* from, int64_t count, Bits exponent) {
   bool finite = true;
@@ -54,7 +54,7 @@ class Kernel {
     b_threshold_ = Threshold(info, "b_threshold");
     KnownB known;
     known.group = IntAttributeOr(info, "group_size", 0);
-    if (known.group < 0) throw OpError(ErrorText(node_, ": group_size is ", known.group, ", expected 0 or more"));
+    if (known.group < 0) throw OpError(ErrorText(node_, ": group_size is ", known.group, ", expected at least 0"));
     known.finite = IntAttributeOr(info, "b_finite", 0) != 0;
     a_ = AlignedConstant<float>(info, kA);
     ReadWeight(info, known);
@@ -74,14 +74,15 @@ class Kernel {
     const ONNXTensorElementDataType b_type = b.GetTensorTypeAndShapeInfo().GetElementType();
     if (b_type != weight_type_ &&
         !(weight_type_ == ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED && b_type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT)) {
-      throw OpError(ErrorText(node_, ": B is computed at run time and not float, expected float or an initializer"));
+      throw OpError(ErrorText(node_, ": B is neither float nor an initializer, expected one of the two"));
     }
     const Shape y_shape = OutputShape(a_shape, b_shape);
     const int64_t y_count = Count(y_shape, "Y");
     const int64_t a_count = Count(a_shape, "A");
     ProductSize size{a_shape[a_shape.size() - 2], a_shape.back(), b_shape.back()};
     if (size.k > std::numeric_limits<int32_t>::max()) {
-      throw OpError(ErrorText(node_, ": A has shape ", ShapeText(a_shape), ", its last dimension is too long"));
+      throw OpError(ErrorText(node_, ": A has shape ", ShapeText(a_shape),
+                              ", its last dimension is too large, expected less than 2^31"));
     }
     float* y = context.GetOutput(0, y_shape).GetTensorMutableData<float>();
     if (y_count == 0) return;
@@ -116,7 +117,7 @@ class Kernel {
   }
 
  private:
-  // Of one that has a dimension of 0, which others may be any number beside, 0.
+  // The element count. 0 if a dimension is 0, whatever the other dimensions are.
   int64_t Count(const Shape& shape, const char* name) const {
     if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return 0;
     int64_t count = sizeof(float);
@@ -133,16 +134,17 @@ class Kernel {
   float Threshold(const OrtKernelInfo& info, const char* name) const {
     const float threshold = FloatAttributeOr(info, name, 0.0f);
     if (!(threshold >= 0.0f && threshold <= std::numeric_limits<float>::max())) {
-      throw OpError(ErrorText(node_, ": ", name, " is ", threshold, ", expected a finite number from 0 on"));
+      throw OpError(ErrorText(node_, ": ", name, " is ", threshold, ", expected a finite value of at least 0"));
     }
     return threshold;
   }
 
-  // What is known of B before the first call.
+  // Reads what is known about B before the first call.
   void ReadWeight(const OrtKernelInfo& info, KnownB& known) {
     if (!IsConstant(info, kB)) {
       if (known.group != 0)
-        throw OpError(ErrorText(node_, ": group_size is ", known.group, ", expected 0: B is no initializer"));
+        throw OpError(
+            ErrorText(node_, ": group_size is ", known.group, ", expected 0 because B is not an initializer"));
       return;
     }
     const ConstantTensor b = ConstantInput(info, kB, "B",
@@ -152,7 +154,8 @@ class Kernel {
     weight_type_ = b.type;
     const bool is_float = b.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
     if (!is_float && b_threshold_ != 0.0f) {
-      throw OpError(ErrorText(node_, ": b_threshold is ", b_threshold_, ", expected 0: B '", b.name, "' is no float"));
+      throw OpError(
+          ErrorText(node_, ": b_threshold is ", b_threshold_, ", expected 0 because B '", b.name, "' is not float"));
     }
     if (is_float) b_ = AlignedConstant<float>(b);
     if (b.shape.size() != 2) {
@@ -169,7 +172,7 @@ class Kernel {
     }
     if (!is_float) packed_b_ = (bf16_b_ = AlignedConstant<uint16_t>(b)).data();
     if (known.group != 0)
-      throw OpError(ErrorText(node_, ": group_size is ", known.group, ", expected 0: B is not int8"));
+      throw OpError(ErrorText(node_, ": group_size is ", known.group, ", expected 0 because B is not int8"));
     const int64_t row_bytes = n * (is_float ? 4 : 2);
     for (int64_t i = 0; i < k; ++i) {
       const char* row = static_cast<const char*>(b.data) + i * row_bytes;
@@ -177,7 +180,7 @@ class Kernel {
       known.always.resize(static_cast<size_t>(k));
       known.always[static_cast<size_t>(i)] = 1;
     }
-    known.finite = true;  // but for the rows that are never skipped
+    known.finite = true;  // except for the rows that are never skipped
   }
 
   void ReadScales(const OrtKernelInfo& info, int64_t k, int64_t n, KnownB& known) {
@@ -187,7 +190,7 @@ class Kernel {
     scales_ = AlignedConstant<float>(scales);
     known.scales = scales_.data();
     if (!std::all_of(known.scales, known.scales + scales.count, [](float scale) { return std::isfinite(scale); })) {
-      throw OpError(ErrorText(node_, ": b_scale '", scales.name, "' holds Inf or NaN, expected finite numbers"));
+      throw OpError(ErrorText(node_, ": b_scale '", scales.name, "' contains Inf or NaN, expected finite values"));
     }
   }
 
@@ -195,7 +198,7 @@ class Kernel {
     const auto refuse = [&](const char* expected) {
       throw OpError(ErrorText(node_, ": A has shape ", ShapeText(a), " and B ", ShapeText(b), ", expected ", expected));
     };
-    if (a.size() < 2 || b.size() < 2) refuse("two dimensions or more of each");
+    if (a.size() < 2 || b.size() < 2) refuse("at least two dimensions of each");
     if (a.back() != b[b.size() - 2]) refuse("[..., m, k] and [..., k, n]");
     std::optional<Shape> y = BroadcastShape(Leading(a), Leading(b));
     if (!y) refuse("leading dimensions that broadcast");
@@ -205,12 +208,12 @@ class Kernel {
 
   // ---- masks --------------------------------------------------------------------------------------------------------
 
-  // Null where there is none.
+  // Null if the input is missing.
   static Ort::ConstValue OptionalInput(const Ort::KernelContext& context, size_t index) {
     return index < context.GetInputCount() ? context.GetInput(index) : Ort::ConstValue{};
   }
 
-  // As bytes: in a file they may be any, while a bool is 0 or 1.
+  // Read as bytes: a file may hold any byte, but a bool must be 0 or 1.
   static const uint8_t* BytesOf(const Ort::ConstValue& mask) {
     return static_cast<const uint8_t*>(mask.GetTensorRawData());
   }
@@ -221,10 +224,10 @@ class Kernel {
 
   void CheckNoMask(const Ort::KernelContext& context, size_t index) const {
     const Ort::ConstValue mask = OptionalInput(context, index);
-    if (mask && !IsOneTrue(mask)) throw OpError(ErrorText(node_, ": b_mask is there, but B is no float"));
+    if (mask && !IsOneTrue(mask)) throw OpError(ErrorText(node_, ": b_mask requires a floating-point B; remove it"));
   }
 
-  // The matrix with zeros for what is masked or small: x itself, or a copy.
+  // Returns the matrix with masked and small elements set to zero: x itself, or a copy.
   const float* Masked(const Ort::KernelContext& context, CallMemory& memory, const float* x, const Shape& shape,
                       size_t index, const char* mask_name, const char* x_name, float threshold) const {
     Ort::ConstValue mask = OptionalInput(context, index);
@@ -233,7 +236,7 @@ class Kernel {
       const Shape mask_shape = mask.GetTensorTypeAndShapeInfo().GetShape();
       if (BroadcastShape(shape, mask_shape) != shape) {
         throw OpError(ErrorText(node_, ": ", mask_name, " has shape ", ShapeText(mask_shape),
-                                ", expected one that broadcasts to that of ", x_name, ", ", ShapeText(shape)));
+                                ", expected a shape that broadcasts to ", x_name, "'s, ", ShapeText(shape)));
       }
       if (IsOneTrue(mask)) mask = {};
       strides = BroadcastStrides(mask_shape, shape);
@@ -260,10 +263,11 @@ class Kernel {
   std::string node_;
   float a_threshold_ = 0.0f;
   float b_threshold_ = 0.0f;
-  ONNXTensorElementDataType weight_type_ = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;  // of B, if it is an initializer
-  AlignedConstant<float> a_, b_, scales_;                                            // where they are constants
+  ONNXTensorElementDataType weight_type_ =
+      ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;  // type of B if it is an initializer
+  AlignedConstant<float> a_, b_, scales_;       // if they are constants
   AlignedConstant<uint16_t> bf16_b_;
-  const void* packed_b_ = nullptr;  // B of int8 or bf16
+  const void* packed_b_ = nullptr;  // B if it is int8 or bf16
   MaskedMatMulPlan plan_;
   Ort::Op dense_{nullptr};
 };
@@ -273,7 +277,7 @@ struct Op : OrtOp<Op, Kernel> {
   size_t GetInputTypeCount() const { return kInputCount; }
   size_t GetOutputTypeCount() const { return 1; }
   ONNXTensorElementDataType GetInputType(size_t index) const {
-    if (index == kB) return ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;  // one of several: the kernel looks
+    if (index == kB) return ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;  // one of several types; the kernel checks
     if (index >= kAMask) return ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
     return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
   }

@@ -1,7 +1,7 @@
-// The kernels that take a pass of B as dense. Included by kernels.cc alone.
+// The kernels that treat a pass of B as dense. Included only by kernels.cc.
 //
-// A pass is 64 inputs of a panel of 128 columns, 32 KB, unpacked into the L1 cache, and the sums of a few rows of A in
-// registers. So a B of any type is read once for 512 rows of A, and nothing of it is kept.
+// A pass is 64 inputs of a panel of 128 columns, 32 KB, unpacked into the L1 cache, with the sums of a few rows of A in
+// registers. So B of any type is read once for 512 rows of A, and is never unpacked as a whole.
 #pragma once
 
 #include <cstdint>
@@ -56,7 +56,7 @@ void AddTile(const FloatRows& a, int64_t row, const float* panel, float* sums) {
 #pragma GCC unroll 8
         for (int i = 0; i < kRows; ++i) tile[i][j] = Block::MultiplyAdd(values[i], block, tile[i][j]);
       }
-    } else {  // fewer registers: rows one after another
+    } else {  // too few registers: one row at a time
       static_assert(kBlocks == 1);
       const Floats block = Block::Kept(Block::Load(panel));
 #pragma GCC unroll 8
@@ -72,7 +72,7 @@ void AddTile(const FloatRows& a, int64_t row, const float* panel, float* sums) {
   }
 }
 
-// As many blocks at a time as have their sums in registers, for a few rows.
+// Processes as many blocks at a time as registers can hold sums for, for a few rows.
 void MultiplyPanel(const FloatRows& a, const float* panel, int64_t blocks, float* sums) {
   TakeAll<kOneRegister ? 8 : 1>(0, blocks, [&]<int kBlocks>(int64_t first) {
     constexpr int kRows = kOneRegister ? (kBlocks > 4 ? 3 : 6) : (Block::kRegisters == 2 ? 6 : 2);

@@ -6,7 +6,8 @@
 namespace ortolan {
 namespace {
 
-// A product cut into groups of rows and panels of columns, of the same width, so that the last one is no narrow rest.
+// A product split into groups of rows and panels of columns. Panels have the same width, so that the last one is not
+// narrow.
 struct Panels {
   Panels(int64_t rows, int64_t n) : group(std::min(rows, kDensePanelRows)), groups((rows + group - 1) / group) {
     const int64_t least = (n + kDensePanelColumns - 1) / kDensePanelColumns;
@@ -14,12 +15,13 @@ struct Panels {
     count = (n + columns - 1) / columns;
   }
 
-  int64_t group, groups;   // rows of a group
-  int64_t columns, count;  // of a panel
+  int64_t group, groups;   // rows of a group, number of groups
+  int64_t columns, count;  // columns of a panel, number of panels
 };
 
-// Calls add(group, column, columns, panel, sums) for each group of rows and panel of columns, which adds up its
-// products, and adds the sums to y [rows][n], or puts them there. panel and sums are scratch, the sums of a group zero.
+// Calls add(group, column, columns, panel, sums) for each group of rows and panel of columns, which accumulates
+// products in sums. Then adds the sums to y [rows][n], or stores them there. panel and sums are scratch; sums start at
+// zero.
 template <typename Add>
 void ForEachPanel(Host& host, const Panels& panels, int64_t rows, int64_t n, bool add_to_y, float* y, const Add& add) {
   const int64_t groups = (rows + panels.group - 1) / panels.group;
@@ -50,7 +52,7 @@ void ForEachPanel(Host& host, const Panels& panels, int64_t rows, int64_t n, boo
 
 void MultiplyByValues(const MaskedMatMulKernel& kernel, const FloatRows& a, const FloatRows& b, float* y,
                       CallMemory& memory) {
-  // Lists are made for so many rows and inputs at a time, 42 MB at most.
+  // Lists are built for this many rows and inputs at a time, 42 MB at most.
   constexpr int64_t kListedRows = 8 * kDensePanelRows;
   constexpr int64_t kListedInputs = 2048;
   const Panels panels(std::min(a.rows, kListedRows), b.columns);

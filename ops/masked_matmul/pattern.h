@@ -1,4 +1,4 @@
-// What there is to skip in a product, and which way of multiplying is cheapest for it.
+// Finds what can be skipped in a product, and the cheapest way to multiply.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace ortolan {
 
-// Memory of a host that lives as long as a call.
+// Host memory that is freed at the end of a call.
 class CallMemory {
  public:
   explicit CallMemory(Host& host) : host_(host) {}
@@ -32,35 +32,36 @@ struct ProductSize {
 enum class Way {
   kDense,     // ONNX Runtime's MatMul
   kPanels,    // a dense product that unpacks B panel by panel
-  kRows,      // the rows of B that a few rows of A use
+  kRows,      // only the rows of B that the few rows of A use
   kCompact,   // a dense product of the active inputs
-  kBlocks,    // blocks of B skipped
-  kTwoSided,  // inputs of a tile of A skipped too
-  kValues,    // numbers of A skipped one by one, B taken as dense
+  kBlocks,    // skips zero blocks of B
+  kTwoSided,  // also skips unused inputs of tiles of A
+  kValues,    // skips single zeros of A, treats B as dense
 };
 
 struct Pattern {
-  bool of_a = true;                 // false: A was not looked at, and is taken to use all inputs
-  uint64_t* tile_masks = nullptr;   // [sparse tiles][words], if A was looked at
-  uint64_t* panel_masks = nullptr;  // [panels][words], without the inputs that no row of A uses
-  uint64_t* active = nullptr;       // [words]: the inputs that a row of A uses and whose row of B is not zero
-  bool finite = true;               // all of A and B that was looked at
-  double active_inputs = 1;         // share of k
-  double blocks = 1;                // share of all blocks of B that are neither zero nor of an inactive input
-  double used = 1;                  // share of the inputs that a sparse tile uses, on average
-  double values = 1;                // share of A's numbers that are not zero, from a sample of its rows
+  bool of_a = true;                 // false: A was not scanned, and is assumed to use all inputs
+  uint64_t* tile_masks = nullptr;   // [sparse tiles][words], if A was scanned
+  uint64_t* panel_masks = nullptr;  // [panels][words], without inputs that no row of A uses
+  uint64_t* active = nullptr;       // [words]: inputs that a row of A uses and whose row of B is nonzero
+  bool finite = true;               // all scanned values of A and B are finite
+  double active_inputs = 1;         // fraction of k
+  double blocks = 1;                // fraction of the blocks of B that are nonzero and at an active input
+  double used = 1;                  // average fraction of the inputs that a sparse tile uses
+  double values = 1;                // fraction of A's values that are nonzero, from a sample of its rows
 };
 
 int64_t CountBits(const uint64_t* words, int64_t count);
 
-// kDense, kCompact, kBlocks, kTwoSided or kNumbers.
+// Returns kDense, kCompact, kBlocks, kTwoSided or kValues.
 Way CheapestWay(const MaskedMatMulCosts& costs, const Pattern& pattern, const ProductSize& size);
 
-// m, k and n are 1 or more. look_at_a false: for Way::kBlocks, which finds out whether A is finite.
+// Scans A and B; m, k and n are at least 1. look_at_a false is for Way::kBlocks, which itself checks whether A is
+// finite.
 Pattern FindPattern(const MaskedMatMulKernel& kernel, const FloatRows& a, const FloatRows& b, bool look_at_a,
                     CallMemory& memory);
 
-// What a few rows of A and B show: the shares, no masks. They may hold more zeros than the rest, or fewer.
+// Estimates the pattern from a sample of rows of A and B: fractions only, no masks.
 Pattern SamplePattern(const MaskedMatMulKernel& kernel, const FloatRows& a, const FloatRows& b, CallMemory& memory);
 
 }  // namespace ortolan

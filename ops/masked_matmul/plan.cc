@@ -10,18 +10,18 @@
 namespace ortolan {
 namespace {
 
-// Many rows are copied without the inputs that none of them uses if these are so few.
+// If fewer inputs than this fraction are used, the others are removed before a product of many rows.
 constexpr double kWorthListing = 0.9;
-// Numbers to copy or mask in one piece of work.
+// Elements to copy or mask per work item.
 constexpr int64_t kChunkFloats = int64_t{1} << 16;
-// Columns of y that a piece of work has at least: it reads so many numbers of a row of B in one go.
+// Fewest columns of y per work item: elements of a row of B read sequentially.
 constexpr int64_t kLeastColumns = 4096;
 
 FloatRows Matrix(const float* data, int64_t rows, int64_t columns) {
   return {data, columns * static_cast<int64_t>(sizeof(float)), rows, columns};
 }
 
-// Calls body(i) for all rows of so many numbers, many in a piece of work.
+// Calls body(i) for all rows, with several rows a work item.
 template <typename Body>
 void ForEachRow(Host& host, int64_t rows, int64_t columns, const Body& body) {
   const int64_t chunk = std::max<int64_t>(1, kChunkFloats / columns);
@@ -64,7 +64,7 @@ Way MaskedMatMulPlan::RunMany(const MaskedMatMulCall& call) const {
   }
 }
 
-// Nothing to skip: ONNX Runtime's MatMul, which packs B in each call, unless A has too few rows for that.
+// Nothing to skip: uses ONNX Runtime's MatMul, unless A has too few rows to amortize that it packs B in each call.
 Way MaskedMatMulPlan::RunFull(const MaskedMatMulCall& call) const {
   if (call.size.m > costs_.most_panel_rows) {
     call.dense(call.size, call.a, static_cast<const float*>(call.b), call.y);
@@ -74,7 +74,7 @@ Way MaskedMatMulPlan::RunFull(const MaskedMatMulCall& call) const {
   return Way::kPanels;
 }
 
-// B of bf16 or int8, many rows: reads B once and unpacks what they use.
+// B of bf16 or int8, many rows of A: reads B once and unpacks the rows that A uses.
 Way MaskedMatMulPlan::RunPacked(const MaskedMatMulCall& call) const {
   if (!kernel_->dense_panels) return RunUnpacked(call);
   const auto [m, k, n] = call.size;
@@ -86,7 +86,8 @@ Way MaskedMatMulPlan::RunPacked(const MaskedMatMulCall& call) const {
   return Way::kPanels;
 }
 
-// Where panel kernels have no vectors: the dense product by a panel's columns of B after another, as floats.
+// For targets whose panel kernels are not vectorized: unpacks B in panels of columns and calls the dense product on
+// each.
 Way MaskedMatMulPlan::RunUnpacked(const MaskedMatMulCall& call) const {
   const auto [m, k, n] = call.size;
   const RowsArgs args = AllInputs(call);
@@ -105,8 +106,8 @@ Way MaskedMatMulPlan::RunUnpacked(const MaskedMatMulCall& call) const {
   return Way::kDense;
 }
 
-// Reads only the rows of B that A uses. The pieces of work are a power of two, so that two or four threads share them
-// evenly.
+// Reads only the rows of B that A uses. The number of work items is a power of two, so that two or four threads share
+// them evenly.
 Way MaskedMatMulPlan::RunRows(const MaskedMatMulCall& call) const {
   const auto [m, k, n] = call.size;
   const RowsArgs args = UsedInputs(call);
@@ -123,7 +124,7 @@ Way MaskedMatMulPlan::RunRows(const MaskedMatMulCall& call) const {
   return Way::kRows;
 }
 
-// The dense product of the inputs that A and B both use.
+// The dense product of the inputs that both A and B use.
 Way MaskedMatMulPlan::RunCompact(const MaskedMatMulCall& call, const uint64_t* active) const {
   const auto [m, k, n] = call.size;
   const float* a = call.a;

@@ -1,5 +1,5 @@
-// What MaskedMatMul runs: which way of multiplying, and its steps. Free of ONNX Runtime: its dense product is handed
-// in.
+// The execution plan of MaskedMatMul: chooses the way to multiply and runs its steps. Independent of ONNX Runtime: the
+// caller passes in the dense product.
 #pragma once
 
 #include <functional>
@@ -9,25 +9,25 @@
 
 namespace ortolan {
 
-// Up to so many rows of A the time goes into reading B: the rows kernels are asked first.
+// Up to this many rows of A, reading B dominates: the rows kernels are preferred.
 inline constexpr int64_t kMostDecodeRows = 16;
 
 // y [m][n] = a [m][k] b [k][n].
 using DenseProduct = std::function<void(const ProductSize& size, const float* a, const float* b, float* y)>;
 
-// What is known of B before a call. Numbers that are not float: it is known whether they are finite.
+// Properties of B that are known before a call. For B other than float, `finite` is always known.
 struct KnownB {
   ElementType element_type = ElementType::kFloat;
-  bool finite = false;            // but for the rows that `always` names
-  std::vector<uint8_t> always;    // a byte for each row that is not finite, or nothing
-  const float* scales = nullptr;  // [groups][n] or none
-  int64_t group = 0;              // rows of a group; 0: all
+  bool finite = false;            // except for the rows marked in `always`
+  std::vector<uint8_t> always;    // one byte a row, nonzero if the row is not finite; or empty
+  const float* scales = nullptr;  // [groups][n] or null
+  int64_t group = 0;              // rows of B in a group; 0: all rows
 };
 
 struct MaskedMatMulCall {
   CallMemory& memory;
   const DenseProduct& dense;
-  ProductSize size;  // m, k and n are 1 or more
+  ProductSize size;  // m, k and n are at least 1
   const float* a;
   const void* b;
   float* y;
@@ -39,7 +39,7 @@ class MaskedMatMulPlan {
   MaskedMatMulPlan(const MaskedMatMulKernel& kernel, const MaskedMatMulCosts& costs, KnownB b)
       : kernel_(&kernel), costs_(costs), b_(std::move(b)) {}
 
-  // y = A B. Returns the way that was taken.
+  // y = A B. Returns the way that was used.
   Way Run(const MaskedMatMulCall& call) const;
 
  private:
@@ -57,8 +57,8 @@ class MaskedMatMulPlan {
   KnownB b_;
 };
 
-// x [rows][columns] with zeros where |x| <= threshold or keep is 0, as a copy. keep: a byte for each element of a
-// matrix or vector that is repeated to `shape`, that of x, by these strides; or null.
+// Returns a copy of x [rows][columns] with zeros where |x| <= threshold or keep is 0. keep: one byte an element,
+// broadcast to `shape`, the shape of x, with these strides; or null.
 const float* MaskedCopy(CallMemory& memory, const float* x, const std::vector<int64_t>& shape, float threshold,
                         const uint8_t* keep, const std::vector<int64_t>& strides);
 

@@ -1,8 +1,8 @@
-// The rows kernels: y = the listed rows of B, weighted. Included by kernels.cc alone.
+// The rows kernels: y = the weighted sum of the listed rows of B. Included only by kernels.cc.
 //
-// Four rows of B at a time: their products are added to y in one pass over it, and y stays in a cache, so that the loop
-// waits for B alone. A row often ends before the processor's prefetcher is up to speed, and it cannot know which row is
-// listed next. So each line of a row is asked for while the line at the same place of a row before it is used.
+// Four rows of B are added to y in one pass, and y stays in the cache, so that only reads of B go to memory. A row
+// often ends before the hardware prefetcher reaches full speed, and it cannot predict which row is next in the list. So
+// each cache line of a row is prefetched while the same line of an earlier row is used.
 #pragma once
 
 #include <cstdint>
@@ -17,10 +17,10 @@ constexpr int64_t kRowsAtATime = 4;
 constexpr int64_t kRowsAhead = 4;
 constexpr int64_t kShortRowsAhead = 12;
 constexpr int64_t kShortRow = 1000;       // bytes
-constexpr int64_t kStripColumns = 512;    // of B: what four rows of A use at a time
-constexpr int64_t kCachedFloats = 16384;  // of y, for its rows together
+constexpr int64_t kStripColumns = 512;    // columns of B that four rows of A process at a time
+constexpr int64_t kCachedFloats = 16384;  // floats of y for all rows
 
-// Numbers of B: float, uint16_t (bf16) or int8_t.
+// Elements of B: float, uint16_t (bf16) or int8_t.
 inline Floats LoadElements(const float* from) { return Block::Load(from); }
 inline Floats LoadElements(const uint16_t* from) { return Block::LoadBf16(reinterpret_cast<const uint8_t*>(from)); }
 inline Floats LoadElements(const int8_t* from) { return Block::LoadInt8(reinterpret_cast<const uint8_t*>(from)); }
@@ -28,8 +28,8 @@ inline float ToFloat(float value) { return value; }
 inline float ToFloat(uint16_t bf16) { return __builtin_bit_cast(float, static_cast<uint32_t>(bf16) << 16); }
 inline float ToFloat(int8_t value) { return value; }
 
-// sums[i][j] += a[i][r] x rows[r][j] for kRows rows of A and kCount rows of B, whose weights in A stay in registers.
-// ahead[r], if there is one, is asked for where rows[r] is read.
+// sums[i][j] += a[i][r] x rows[r][j] for kRows rows of A and kCount rows of B; the weights in A stay in registers.
+// Prefetches ahead[r], unless null, while rows[r] is read.
 template <int kRows, int kCount, typename Element>
 void AddProducts(const float* a, int64_t a_row, const Element* const* rows, const Element* const* ahead, float* sums,
                  int64_t sums_row, int64_t begin, int64_t end) {
@@ -72,7 +72,7 @@ void AddProducts(const float* a, int64_t a_row, const Element* const* rows, cons
   }
 }
 
-// The same for all rows of A and inputs first … first+kCount-1. Further rows of A find the weights in the L1 cache.
+// AddProducts for all rows of A and inputs first … first+kCount-1. Further rows of A find the weights in the L1 cache.
 template <typename Element, int kCount>
 void AddRows(const RowsArgs& args, int64_t first, float* sums, int64_t sums_row, int64_t column, int64_t columns) {
   constexpr int kRegisterRows = kOneRegister ? 4 : 1;

@@ -1,4 +1,4 @@
-// The kernels that find patterns, pack and multiply by tiles, over blocks of 16 floats. Included by kernels.cc alone.
+// The kernels that find patterns, pack, and multiply by tiles, over blocks of 16 floats. Included only by kernels.cc.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 namespace ortolan {
 namespace {
 
-// 16 numbers of a row, in registers.
+// 16 floats of a row, in registers.
 using Block = simd::Columns<Simd>;
 using Floats = Block::Floats;
 static_assert(Block::kColumns == kBlockColumns);
@@ -20,17 +20,17 @@ constexpr bool kOneRegister = Block::kRegisters == 1;
 constexpr int kTileRows = kOneRegister ? 48 : 16;
 constexpr int kSparseTileRows = kOneRegister ? 8 : 4;
 
-// A block of which `left` columns are there, or more.
+// Loads a block whose first `left` columns exist, or all if left is larger.
 inline Floats LoadBlock(const float* from, int64_t left) {
   return left >= kBlockColumns ? Block::Load(from) : Block::LoadFirst(from, left);
 }
 
-// A sum of products with zero, which is NaN once a number is not finite.
+// Adds 0 x values to the sum, which becomes NaN if a value is not finite.
 inline Floats AddZeroTimes(const Floats& values, const Floats& sum) {
   return Block::MultiplyAdd(Simd::Set(0.0f), values, sum);
 }
 
-// take<c>(first) for the things from `first` to `end`: kMost at a time, and then what is left.
+// Calls take<count>(first) to cover first … end-1: kMost at a time, then fewer for the rest.
 template <int kMost, typename Take>
 void TakeAll(int64_t first, int64_t end, const Take& take) {
   for (; first + kMost <= end; first += kMost) take.template operator()<kMost>(first);
@@ -83,7 +83,7 @@ bool ScanBlocks(const FloatRows& b, uint64_t* masks, int64_t stride) {
 
 // ---- packing --------------------------------------------------------------------------------------------------------
 
-// Panel by panel: the rows' loads jump, but the number of blocks, and not each bit, is what a branch must guess.
+// Panel by panel: loads jump between rows, but branch prediction depends on the number of blocks, not on each bit.
 void PackBlocks(const PackBlocksArgs& args) {
   const int64_t panels = BlockPanels(args.b.columns);
   for (int64_t panel = 0; panel < panels; ++panel) {
@@ -103,7 +103,7 @@ void PackBlocks(const PackBlocksArgs& args) {
   }
 }
 
-// A piece of a few rows after another: many streams at a time would be too many for the processor to foresee.
+// Four rows at a time: more concurrent streams would be too many for the hardware prefetcher.
 template <int kRows>
 bool PackTile(const FloatRows& a, float* tile) {
   static_assert(kRows % 4 == 0);
@@ -150,9 +150,9 @@ inline void StoreSum(const TileArgs& args, int64_t row, const Floats& sum) {
   }
 }
 
-// Sums of kBlocks x 16 rows of a tile and kColumns columns of a panel, from `first` on, to `columns`. A register holds
-// rows of an input, and a number of B is multiplied with all of them: for each load there are more products than a
-// register of a block of B would leave.
+// Computes the sums of kBlocks x 16 rows of a tile and kColumns columns of a panel, from `first` on, into `columns`. A
+// register holds rows of an input, and an element of B is multiplied with all of them: more products per load than if
+// registers held blocks of B.
 template <int kColumns, int kBlocks>
 void SumColumns(const TileArgs& args, int first, float (&columns)[kBlocks][kBlockColumns][kBlockColumns]) {
   Floats sums[kColumns][kBlocks];
@@ -175,7 +175,7 @@ void SumColumns(const TileArgs& args, int first, float (&columns)[kBlocks][kBloc
     }
     block += kBlockColumns;
   };
-  // Two inputs a load: a load of an index costs as much as one of a vector.
+  // Loads two inputs at once: loading an index costs as much as loading a vector.
   for (int64_t q = 0; q < args.count; q += 2) {
     uint64_t pair;
     __builtin_memcpy(&pair, args.inputs + q, sizeof(pair));
@@ -189,8 +189,8 @@ void SumColumns(const TileArgs& args, int first, float (&columns)[kBlocks][kBloc
   }
 }
 
-// kBlocks x 16 rows of a tile by a panel, a few columns at a time, whose sums fit the registers; y is brought into rows
-// at the end.
+// Multiplies kBlocks x 16 rows of a tile with a panel, a few columns at a time so that the sums fit the registers, and
+// transposes the sums into rows of y.
 template <int kBlocks>
 void MultiplyTileBlocks(const TileArgs& args) {
   constexpr int kRows = kBlocks * kBlockColumns;
@@ -229,8 +229,7 @@ void MultiplyTile(const TileArgs& args) {
 }
 
 void MultiplySparseTile(const SparseTileArgs& args) {
-  // Products of a row that are under way at a time: as many as there are registers for, where the rows alone do not
-  // hide the latency.
+  // Independent accumulators a row: two if the rows alone do not hide the latency of a multiply-add.
   constexpr int kChains = kSparseTileRows * Block::kRegisters < 8 ? 2 : 1;
   int64_t count = 0;
   for (int64_t word = 0; word < MaskWords(args.k); ++word) {

@@ -1,7 +1,7 @@
-// The kernels that skip numbers of A one by one. Included by kernels.cc alone.
+// The kernels that skip single zeros of A. Included only by kernels.cc.
 //
-// A pass is 64 inputs: what they have of a panel of B, 32 KB, stays in the L1 cache while all rows of A go past it,
-// each with the list of its numbers that are not zero. Sums of a row of the panel stay in registers during a pass.
+// A pass is 64 inputs: their part of a panel of B, 32 KB, stays in the L1 cache while all rows of A are multiplied with
+// it, each with the list of its nonzero values. The sums of a row stay in registers during a pass.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +11,9 @@
 namespace ortolan {
 namespace {
 
-// By counting, so that rows with as many numbers are together: the end of a row's loop is then foreseen.
+// A counting sort groups rows with the same number of values, which makes the length of the inner loop predictable.
 int64_t ListValues(const FloatRows& a, const ValueList& list) {
-  // Pieces of rows are too short for the processor's prefetcher.
+  // 64 elements of a row are too short for the hardware prefetcher.
   constexpr int64_t kRowsAhead = 8;
   uint64_t masks[kDensePanelRows];
   int64_t first[kMaskBits + 2] = {};
@@ -29,7 +29,7 @@ int64_t ListValues(const FloatRows& a, const ValueList& list) {
     masks[i] = mask;
     ++first[__builtin_popcountll(mask)];
   }
-  // Rows without numbers are left out.
+  // Rows without nonzero values are omitted.
   int64_t listed = 0;
   first[0] = 0;
   for (int64_t count = 1; count <= kMaskBits; ++count) {
@@ -71,7 +71,7 @@ void AddValues(const ValuesArgs& args, int64_t first_block) {
         sums[j] = Block::MultiplyAdd(factor, Block::Load(from + j * kBlockColumns), sums[j]);
       }
     };
-    // Four inputs a load, and few turns of the loop: their number is easier to foresee.
+    // Loads four inputs at once: fewer loop iterations, and their number is easier to predict.
     int64_t p = 0;
     for (; p + 4 <= count; p += 4) {
       uint32_t four;
@@ -87,7 +87,7 @@ void AddValues(const ValuesArgs& args, int64_t first_block) {
   }
 }
 
-// As many blocks at a time as have their sums in registers.
+// Processes as many blocks at a time as registers can hold sums for.
 void MultiplyValues(const ValuesArgs& args) {
   TakeAll<kOneRegister ? 8 : 4>(0, args.blocks, [&]<int kBlocks>(int64_t first) { AddValues<kBlocks>(args, first); });
 }

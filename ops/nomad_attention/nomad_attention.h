@@ -89,8 +89,8 @@ class AttentionPlan {
   // Attention without a cache. Throws std::bad_alloc.
   void Run(Host& host, const AttentionCall& call) const;
 
-  // Attention of packed sequences, each of which attends only to itself. The call's rows are the concatenated tokens:
-  // batch 1, and as many queries and keys as tokens. Its mask is the mask of the padded sequences and broadcasts to
+  // Attention of packed sequences: each sequence attends only to itself. The call's rows are the concatenated tokens,
+  // so its batch is 1 and queries = keys = tokens. Its mask is the mask of the padded sequences and broadcasts to
   // [batch, heads, tokens, tokens]. Throws std::bad_alloc.
   void Run(Host& host, const AttentionCall& call, const KeptTokens& kept) const;
 

@@ -101,7 +101,7 @@ struct AttentionNode {
   bool HasValues(const OrtKernelInfo& info, size_t input) const {
     return HasInput(input) && !IsConstantZero(info, input);
   }
-  // Reads attributes; 0 if missing. Throw OpError.
+  // Read attributes; 0 if missing. Throw OpError.
   bool Flag(const OrtKernelInfo& info, const char* name) const;
   int64_t Tokens(const OrtKernelInfo& info, const char* name) const;
 
@@ -118,7 +118,7 @@ class CachedAttention {
   // Throws OpError.
   CachedAttention(const OrtKernelInfo& info, const AttentionNode& node);
 
-  // Sets past, added, room and keys of a call, of which all other AttentionCall fields except the mask are set. Throws
+  // Sets past, added, room and keys. All other AttentionCall fields of the call, except the mask, are set. Throws
   // OpError, also if the shapes of the past cache do not match the call.
   void ReadLengths(const Ort::KernelContext& context, CachedCall& call) const;
 
@@ -126,7 +126,7 @@ class CachedAttention {
   void Run(Ort::KernelContext& context, Host& host, CachedCall& call) const;
 
  private:
-  // Reads and check the node's constants and attributes. Throw OpError.
+  // Read and check the node's constants and attributes. Throw OpError.
   void ReadCodebooks(const OrtKernelInfo& info);
   void ReadWindow(const OrtKernelInfo& info);
   void ReadPrompt(const OrtKernelInfo& info);
