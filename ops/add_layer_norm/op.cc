@@ -2,11 +2,11 @@
 //
 //     Y = LayerNormalization(X + addend + second_addend)    over the last axis: epilogue/layer_norm.h
 //
-//     X, addend, second_addend float [..., n], repeated over the axes in front of the last by the rules of ONNX Add; a
-//     constant 0 of shape [] or [1] stands for no addend. norm_weight, norm_bias float [n], initializers. Attributes
-//     epsilon, format_version. Y [..., n]
+//     X, addend, second_addend float [..., n], broadcast over all axes except the last, as in ONNX Add; a constant 0 of
+//     shape [] or [1] means no addend. norm_weight, norm_bias float [n], initializers. Attributes epsilon,
+//     format_version. Y [..., n]
 //
-// plan.h says how the sum is made.
+// plan.h describes the order of the sum.
 #include <limits>
 #include <optional>
 
@@ -32,7 +32,7 @@ class Kernel {
     norm.epsilon = FloatAttributeOr(info, "epsilon", -1.0f);
     if (!(norm.epsilon >= 0.0f && norm.epsilon <= std::numeric_limits<float>::max())) {
       throw OpError(
-          ErrorText(node_, ": epsilon is ", norm.epsilon, ", expected a finite number from 0 on. ", kOptimizeAgain));
+          ErrorText(node_, ": epsilon is ", norm.epsilon, ", expected a finite value of at least 0. ", kOptimizeAgain));
     }
     const auto vector = [&](size_t index, const char* name) {
       return ConstantInput(info, index, name, {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT}, node_);
@@ -40,9 +40,9 @@ class Kernel {
     const ConstantTensor weight = vector(kWeight, "norm_weight"), bias = vector(kBias, "norm_bias");
     if (weight.shape.size() != 1 || weight.count == 0) {
       throw OpError(ErrorText(node_, ": norm_weight '", weight.name, "' has shape ", ShapeText(weight.shape),
-                              ", expected [n], n from 1 on. ", kOptimizeAgain));
+                              ", expected [n] with n at least 1. ", kOptimizeAgain));
     }
-    CheckShape(bias, "norm_bias", weight.shape, node_, " as norm_weight has");
+    CheckShape(bias, "norm_bias", weight.shape, node_, " like norm_weight");
     weight_ = AlignedConstant<float>(weight);
     bias_ = AlignedConstant<float>(bias);
     norm.n = weight.count;
@@ -71,7 +71,7 @@ class Kernel {
   std::string node_;
   AlignedConstant<float> weight_;
   AlignedConstant<float> bias_;
-  std::optional<AddLayerNormPlan> plan_;  // of the above
+  std::optional<AddLayerNormPlan> plan_;  // refers to the members above
   AlignedConstant<float> constants_[kOperands];
   bool is_given_[kOperands] = {};
 };
@@ -82,7 +82,7 @@ struct Op : OrtOp<Op, Kernel> {
   size_t GetOutputTypeCount() const { return 1; }
   ONNXTensorElementDataType GetInputType(size_t) const { return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
   ONNXTensorElementDataType GetOutputType(size_t) const { return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
-  // Beside an addend X may be what is repeated.
+  // With an addend, X may be broadcast, so its shape is not Y's.
   static void InferShape(OrtShapeInferContext* context) {
     if (HasOneElement(context, kAddend) && HasOneElement(context, kSecondAddend)) InferSameShape(context, kX);
   }

@@ -12,24 +12,25 @@ namespace ortolan {
 namespace {
 
 constexpr int64_t kFloat = sizeof(float);
-// Of a piece of work: some microseconds, more than handing it to another thread takes.
+// Floats per work item: a few microseconds, more than the cost of handing it to another thread.
 constexpr int64_t kChunkFloats = int64_t{1} << 15;
-// Of rows that are added up and normalized while they are in the nearest cache. The kernel takes some rows at a time.
+// Floats of rows that are summed and normalized while they are in the L1 cache. The kernel processes several rows at a
+// time.
 constexpr int64_t kNearFloats = int64_t{1} << 12, kLeastNearRows = 4;
 
 }  // namespace
 
-// The sum's rows: where each operand has them.
+// Locates the rows of each operand.
 struct AddLayerNormPlan::Rows {
   struct Operand {
     const float* data;
-    std::vector<int64_t> strides;  // elements from one row of Y to the next, by the axes
+    std::vector<int64_t> strides;  // stride in elements along each of `axes`
   };
 
   Rows(std::span<const SumOperand> given, const std::vector<int64_t>& shape);
 
   std::vector<Operand> operands;
-  // Those in front of the last one; joined where all operands go through them as through one.
+  // All axes except the last; adjacent ones are merged if every operand can step through them as through one.
   std::vector<int64_t> axes;
 };
 
@@ -39,7 +40,7 @@ AddLayerNormPlan::Rows::Rows(std::span<const SumOperand> given, const std::vecto
     operands.push_back({operand.data, {}});
     all.push_back(BroadcastStrides(operand.shape, shape));
   }
-  std::vector<size_t> from;  // the innermost axis of shape that each of the axes, innermost first, is made of
+  std::vector<size_t> from;  // for each of `axes`, innermost first, the innermost axis of shape that it contains
   for (size_t axis = shape.size() - 1; axis-- > 0;) {
     if (shape[axis] == 1) continue;
     const auto goes_on = [&](const std::vector<int64_t>& strides) {
@@ -72,7 +73,7 @@ std::vector<int64_t> AddLayerNormPlan::Shape(std::span<const SumOperand> operand
   for (const SumOperand& operand : operands) {
     if (operand.shape.empty() || operand.shape.back() != norm_.n) {
       throw OpError(ErrorText(node, ": ", operand.name, " has shape ", ShapeText(operand.shape), ", expected [..., ",
-                              norm_.n, "], as the norm's weight has ", norm_.n, " numbers"));
+                              norm_.n, "], because norm_weight has ", norm_.n, " elements"));
     }
     if (&operand == operands.data()) {
       sum = operand.shape;
@@ -81,7 +82,7 @@ std::vector<int64_t> AddLayerNormPlan::Shape(std::span<const SumOperand> operand
     std::optional<std::vector<int64_t>> joined = BroadcastShape(sum, operand.shape);
     if (!joined) {
       throw OpError(ErrorText(node, ": ", operand.name, " has shape ", ShapeText(operand.shape),
-                              ", expected one that ONNX Add takes beside ", ShapeText(sum)));
+                              ", expected a shape that broadcasts with ", ShapeText(sum), " as in ONNX Add"));
     }
     sum = std::move(*joined);
   }
@@ -97,7 +98,7 @@ void AddLayerNormPlan::Run(Host& host, std::span<const SumOperand> operands, con
   host.ParallelFor((all + chunk - 1) / chunk, [&](int64_t i) {
     const int64_t end = std::min((i + 1) * chunk, all), near = std::max(kLeastNearRows, kNearFloats / norm_.n);
     for (int64_t row = i * chunk; row < end;) {
-      // Up to where an operand may begin anew.
+      // Up to the end of the innermost axis, where an operand may restart.
       const int64_t count = std::min({near, end - row, rows.axes.back() - row % rows.axes.back()});
       AddRows(rows, row, count, y + row * norm_.n);
       LayerNormArgs args = norm_;
@@ -109,7 +110,7 @@ void AddLayerNormPlan::Run(Host& host, std::span<const SumOperand> operands, con
   });
 }
 
-// The sums of `count` rows from `row` on, within the last of the axes.
+// Computes the sums of `count` rows from `row` on, within the innermost axis.
 void AddLayerNormPlan::AddRows(const Rows& rows, int64_t row, int64_t count, float* y) const {
   const auto first = [&](const Rows::Operand& operand) {
     return operand.data + OffsetOf(row, rows.axes, operand.strides);

@@ -1,9 +1,10 @@
-// The plan of AddLayerNorm: rows of a sum of up to three, each of them normalized. Free of ONNX Runtime.
+// The execution plan of AddLayerNorm: sums up to three operands row by row and normalizes each row. Independent of ONNX
+// Runtime.
 //
 //     Y = LayerNormalization((X + addend) + second_addend)
 //
-// Operands are repeated over the axes in front of the last by the rules of ONNX Add. Each addition is rounded. A row of
-// Y depends on its own row of the sum alone.
+// Operands broadcast over all axes except the last, as in ONNX Add. Each addition is rounded. A row of Y depends only
+// on its own row of the sum.
 #pragma once
 
 #include <cstdint>
@@ -28,15 +29,16 @@ struct SumOperand {
 
 class AddLayerNormPlan {
  public:
-  // norm: n, weight, bias and epsilon. They have been checked, and outlive the plan.
+  // norm: n, weight, bias and epsilon, already validated; weight and bias must outlive the plan.
   AddLayerNormPlan(const LayerNormArgs& norm, Features features);
 
   const LayerNormArgs& norm() const { return norm_; }
 
-  // Of the sum, of at least one operand. Throws OpError, whose text begins with `node` and names the operand.
+  // Returns the shape of the sum of at least one operand. Throws OpError; its text starts with `node` and names the
+  // operand.
   std::vector<int64_t> Shape(std::span<const SumOperand> operands, const std::string& node) const;
 
-  // shape: what Shape gave. y: of that shape; it overlaps nothing else.
+  // shape: the result of Shape. y has that shape and overlaps no operand.
   void Run(Host& host, std::span<const SumOperand> operands, const std::vector<int64_t>& shape, float* y) const;
 
  private:

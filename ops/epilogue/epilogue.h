@@ -1,7 +1,8 @@
-// Epilogue: the element-wise end of a linear layer. A part that the matmul rooms share, no op of its own: they run it
-// on each piece of the product right after its matmul, while it is in the cache.
+// The epilogue: the element-wise end of a linear layer. It is shared by the matmul rooms and is not an operator: they
+// run it on each piece of the product right after its matmul, while it is in the cache.
 //
-//     y[i, j] = activation(x[i, j]) factor[i, j] + residual[i, j]        i < m, j < n;   factor and residual: or none
+//     y[i, j] = activation(x[i, j]) factor[i, j] + residual[i, j]        i < m, j < n;   factor and residual are
+//     optional
 //
 //     kNone      x
 //     kRelu      max(x, 0)
@@ -9,18 +10,18 @@
 //     kGeluTanh  x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2          ONNX Gelu, approximate="tanh"
 //     kSilu      x / (1 + exp(-x))
 //
-// Error, every kernel, every finite float32 x (huge, tiny, denormal), against the exact formula:
+// Error bound of every kernel, for every finite float32 x (including denormals), against the exact formula:
 //     kNone, kRelu                exact
 //     kGelu, kGeluTanh, kSilu     |error| <= 3 2^-24 |x| + 2^-149        (measured: README.md)
-// For x < -13.3 (kGelu), -10.1 (kGeluTanh), -88 (kSilu) the activation is zero, for x > 13.3, 10.1, 88 it is x. The
-// product with the factor and the sum with the residual are each one float32 rounding more, both together one (fused).
-// Where the caller's thread flushes denormals to zero, 2^-126 stands for 2^-149.
+// The activation is zero for x < -13.3 (kGelu), -10.1 (kGeluTanh), -88 (kSilu), and x for x > 13.3, 10.1, 88. The
+// product with the factor and the sum with the residual each add one float32 rounding; both together add one (fused).
+// If the caller's thread flushes denormals to zero, 2^-149 becomes 2^-126.
 //
-// NaN gives NaN; the activations of Inf are their limits: +Inf gives +Inf, -Inf gives 0 (kNone: -Inf). Factor and
-// residual are applied by the rules of IEEE 754. Zero keeps its sign.
+// NaN gives NaN. Activations of Inf are their limits: +Inf gives +Inf, -Inf gives 0 (kNone: -Inf). Factor and residual
+// follow IEEE 754. Zero keeps its sign.
 //
-// An element's result depends on its own x, factor and residual only, not on where it stands, m, n or the strides.
-// Every kernel gives the same bits (any NaN counts as the same).
+// An element's result depends only on its own x, factor and residual, not on its position, m, n or the strides. Every
+// kernel gives the same bits (any NaN equals any other).
 #pragma once
 
 #include <cstdint>
@@ -31,10 +32,10 @@
 
 namespace ortolan {
 
-// The values are those of the operators' attribute `activation`.
+// The values of the operators' attribute `activation`.
 enum class Activation : int64_t { kNone = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3, kSilu = 4 };
 
-// Whether the attribute of a model file may be cast to Activation. The caller asks: kernels do not.
+// Whether an attribute of a model file may be cast to Activation. Callers must check: kernels do not.
 constexpr bool IsActivation(int64_t value) { return value >= 0 && value <= static_cast<int64_t>(Activation::kSilu); }
 
 struct EpilogueArgs {
@@ -42,10 +43,10 @@ struct EpilogueArgs {
   int64_t n = 0;
   float* y = nullptr;               // [m][n]; only these elements are written
   int64_t y_row_bytes = 0;          // from one row of y to the next
-  const float* x = nullptr;         // [m][n]; the same memory as y, or none of it
-  const float* factor = nullptr;    // [m][n], or null: none. None of y's memory
-  int64_t x_row_bytes = 0;          // of x and factor
-  const float* residual = nullptr;  // [m][n], or null: none. The same memory as y, or none of it
+  const float* x = nullptr;         // [m][n]; either the memory of y, or no overlap with it
+  const float* factor = nullptr;    // [m][n], or null; no overlap with y
+  int64_t x_row_bytes = 0;          // stride of x and factor
+  const float* residual = nullptr;  // [m][n], or null; either the memory of y, or no overlap with it
   int64_t residual_row_bytes = 0;   // 0 adds one row to every row of y
   Activation activation = Activation::kNone;
 };
@@ -59,7 +60,7 @@ struct EpilogueKernel {
   LayerNormFn* layer_norm;
 };
 
-// The rows of kernels.inc that this build has, best first; the last one runs on any CPU.
+// The kernels of kernels.inc in this build, best first; the last one runs on any CPU.
 std::span<const EpilogueKernel> EpilogueKernels();
 
 }  // namespace ortolan

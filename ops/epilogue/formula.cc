@@ -8,12 +8,12 @@
 namespace ortolan {
 namespace {
 
-// A sum of products: factors, sorted, and their coefficient. x is the layer's value, E, T and S stand for erf, tanh and
-// sigmoid of the one argument that activations have; "" is the constant term.
+// A sum of products: the sorted factors of each product, and its coefficient. x is the layer's output; E, T and S are
+// erf, tanh and sigmoid of the one argument that activations use; "" is the constant term.
 using Polynomial = std::map<std::string, double>;
 
 constexpr size_t kMostDegree = 3;
-// Room for the product of a few numbers that were rounded to float, or written with seven digits.
+// Tolerance for products of constants that were rounded to float or written with seven digits.
 constexpr double kTolerance = 1e-6;
 
 struct Function {
@@ -96,7 +96,7 @@ class Formulation {
 
   FoundFormula Find() {
     FoundFormula found;
-    std::vector<int64_t> waiting;  // outside of the region, reading a value of it
+    std::vector<int64_t> waiting;  // nodes outside the region that read a value of it
     int64_t newest = x_;
     while (newest >= 0 && !values_[static_cast<size_t>(newest)].is_seen) {
       for (size_t i = 0; i < nodes_.size(); ++i) {
@@ -128,7 +128,7 @@ class Formulation {
   }
 
  private:
-  // What the node computes of what is known; none: it is no polynomial, or hangs on what is not known.
+  // Evaluates a node. No value if it is not a polynomial, or if an input is unknown.
   std::optional<Polynomial> Evaluate(const FormulaNode& node) const {
     if (node.inputs.empty()) return std::nullopt;
     const std::optional<Polynomial> first = Operand(node.inputs[0]);
@@ -148,8 +148,8 @@ class Formulation {
     if (found != known_.end()) return found->second;
     if (value < 0) return std::nullopt;
     const std::optional<double> constant = values_[static_cast<size_t>(value)].constant;
-    // All numbers of activations are positive. Without others nothing can cancel out, and so the order of operations,
-    // which polynomials forget, changes results by no more than roundings.
+    // All constants of activations are positive. Without other constants nothing can cancel, so reordering operations,
+    // which polynomials ignore, changes results only by rounding.
     if (!constant || !(*constant > 0) || std::isinf(*constant)) return std::nullopt;
     return Polynomial{{"", *constant}};
   }

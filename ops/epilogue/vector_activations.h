@@ -1,5 +1,5 @@
-// The formulas, once for all targets, and the loop over rows. Included by kernels.cc only; everything is
-// local to the including file, as in matmul/. Derivation and fits: README.md.
+// The activation formulas and the loop over rows, for all targets. Included only by kernels.cc; everything is local to
+// the including file, as in matmul/. Derivation and fits: README.md.
 //
 // Simd: the vectors of a target (simd/target.h).
 #pragma once
@@ -18,8 +18,9 @@ class VectorActivations {
 
   static Float Set(float value) { return Simd::Set(value); }
 
-  // Gates g with g(-x) = 1 - g(x): x g(x) = max(x, 0) - |x| (1 - g(|x|)). Excess(a) = a (1 - g(a)) for 0 <= a <= kMost.
-  // It vanishes for large a: at kMost its power of two is 2^-127, which counts as zero, and larger |x| are cut there.
+  // For gates g with g(-x) = 1 - g(x): x g(x) = max(x, 0) - |x| (1 - g(|x|)). Excess(a) = a (1 - g(a)) for 0 <= a <=
+  // kMost. It vanishes for large a: at kMost its power of two is 2^-127, which counts as zero, so larger |x| are
+  // clamped to kMost.
   struct Gelu {
     static constexpr float kMost = 13.2687f;
     static Float Excess(Float a) {
@@ -32,7 +33,7 @@ class VectorActivations {
     }
   };
 
-  // For g(x) = 1 / (1 + exp(-x)) and the like: 1 - g(a) = e / (1 + e).
+  // For logistic gates such as g(x) = 1 / (1 + exp(-x)): 1 - g(a) = e / (1 + e).
   static Float LogisticExcess(Float a, Float e) { return Simd::Divide(Simd::Multiply(a, e), Simd::Add(e, Set(1.0f))); }
 
   struct GeluTanh {  // (1 + tanh(t)) / 2 = 1 / (1 + exp(-2 t))

@@ -1,5 +1,5 @@
-// LayerNormalization, once for all targets. Included by kernels.cc only; everything is local to the
-// including file, as in vector_activations.h.
+// LayerNormalization, for all targets. Included only by kernels.cc; everything is local to the including file, as in
+// vector_activations.h.
 //
 // Simd: the vectors of a target (simd/target.h).
 #pragma once
@@ -18,13 +18,13 @@ class VectorLayerNorm {
   using Float = typename Simd::Float;
   using Columns = simd::Columns<Simd>;
   using Floats = typename Columns::Floats;
-  // Sums at once: an addition waits for the one before it, and fewer numbers in a sum are fewer roundings.
+  // Independent partial sums: they hide the latency of additions, and fewer values in a sum mean fewer roundings.
   static constexpr int kSums = 4;
   static constexpr int64_t kColumns = Columns::kColumns;
   static constexpr int64_t kLanes = Simd::kLanes;
   static constexpr int64_t kRows = 4;
 
-  // The sum of add(sum, x) over the row, in the order of layer_norm.h. Columns behind the row hold `behind`.
+  // Accumulates add(sum, x) over the row in the order of layer_norm.h. Columns beyond the row are padded with `behind`.
   template <typename Add>
   static float Sum(const float* row, int64_t n, float behind, const Add& add) {
     Floats sums[kSums];
@@ -44,7 +44,7 @@ class VectorLayerNorm {
     return Columns::SumOfColumns(Columns::Add(Columns::Add(sums[0], sums[1]), Columns::Add(sums[2], sums[3])));
   }
 
-  // What is known of a row: mean is rough before it is the mean.
+  // Statistics of a row; mean is a first estimate until it is corrected.
   struct Statistics {
     float mean;
     float factor;
@@ -90,7 +90,8 @@ class VectorLayerNorm {
   }
 
  public:
-  // Some rows at a time, step by step: each step waits for the sum of lanes of the one before, which others fill.
+  // Processes kRows rows together, step by step: each step waits for the horizontal sum of the previous one, and other
+  // rows fill that time.
   static void Run(const LayerNormArgs& args) {
     if (args.n == 0) return;
     const auto row = [&](int64_t i) { return AtByte(args.y, i * args.y_row_bytes); };

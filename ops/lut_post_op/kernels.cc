@@ -1,5 +1,5 @@
-// By bytes where the target has tables of 256 bytes: entries of more than one are looked up byte by byte, in a table
-// for each of their bytes, and put together again. Other targets and sizes: one number after another.
+// Byte-wise lookups for targets with tables of 256 bytes: entries of several bytes are looked up byte by byte, in one
+// table per byte position, and interleaved. Other targets and index sizes look up one element after another.
 #include <cstdint>
 #include <utility>
 
@@ -9,7 +9,7 @@
 namespace ortolan {
 namespace {
 
-// By memcpy throughout: nothing need be aligned.
+// Uses memcpy because nothing needs to be aligned.
 template <typename Index, typename Entry, int kCount>
 void LookupSome(const char* x, const char* table, char* y) {
   Entry found[kCount];

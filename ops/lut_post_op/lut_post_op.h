@@ -1,15 +1,15 @@
-// LutPostOp: y[i] = table[x[i]]: a chain of element-wise operators on quantized numbers as one lookup
-// (sparse-int8-transformers, section 3.3; graph_passes/find/lut.py makes the tables).
+// LutPostOp: y[i] = table[x[i]], a chain of element-wise operators on quantized values as one lookup.
+// graph_passes/find/lut.py makes the tables. Reference: sparse-int8-transformers, section 3.3.
 //
-//     x of 8 bits (u8, i8)       table of 256 entries
-//     x of 16 bits (u16, i16)    table of 65,536 entries
+//     8-bit x (u8, i8)         table of 256 entries
+//     16-bit x (u16, i16)      table of 65,536 entries
 //
-// The index is the bits of x[i] as an unsigned number: entry 255 of an i8 table belongs to -1. So kernels know no
-// signs, and negative numbers index from the table's end, as in ONNX Gather. An entry is 1, 2 or 4 bytes, which are
-// copied as they are: the answer is exact, NaNs included, and the same on every CPU.
+// The index is the bits of x[i] as an unsigned integer: entry 255 of an i8 table belongs to -1. So kernels ignore
+// signs, and negative values index from the end of the table, as in ONNX Gather. An entry of 1, 2 or 4 bytes is copied
+// unchanged: the result is exact, including NaNs, and the same on every CPU.
 //
-// A kernel works on a range of elements. It allocates nothing and knows no threads. Nothing need be aligned; y overlaps
-// neither x nor the table.
+// A kernel works on a range of elements. Kernels neither allocate nor create threads. Nothing needs to be aligned. y
+// does not overlap x or the table.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@
 
 namespace ortolan {
 
-// Entries of a table for x of this many bytes.
+// Table entries for an x of this many bytes.
 constexpr int64_t LutEntries(int64_t index_bytes) { return int64_t{1} << (8 * index_bytes); }
 
 struct LutArgs {
@@ -31,7 +31,7 @@ struct LutArgs {
 
 using LutFn = void(const LutArgs& args);
 
-// By the bytes of an element of x, 1 or 2, and of an element of y, 1, 2 or 4.
+// Indexed by the bytes of an element of x (1 or 2) and of y (1, 2 or 4).
 struct LutFunctions {
   LutFn* run[2][3];
 
@@ -43,7 +43,7 @@ struct LutKernel : LutFunctions {
   Features needs;
 };
 
-// The rows of kernels.inc that this build has, best first; the last one runs on any CPU.
+// The kernels of kernels.inc in this build, best first; the last one runs on any CPU.
 std::span<const LutKernel> LutKernels();
 
 }  // namespace ortolan

@@ -1,11 +1,11 @@
 // ORT adapter of LutPostOp.
 //
-//     Y[i] = table[X[i]]    X u8, i8 (256 entries), u16 or i16 (65,536 entries); Y of X's shape and the table's type
+//     Y[i] = table[X[i]]    X u8, i8 (256 entries), u16 or i16 (65,536 entries); Y has X's shape and the table's type
 //
 //     X, table u8, i8, u16, i16 or float -> Y;   attribute format_version
 //
-// table is an initializer of one dimension; the index is the bits of X[i] (lut_post_op.h). ORT lets one input of an
-// operator be of any type where the output's type follows from it; that is the table. So the operator is there once for
+// table is a one-dimensional initializer; the index is the bits of X[i] (lut_post_op.h). ORT allows one input of
+// variable type if the output's type follows from it; here that is the table. So the operator is registered once for
 // each type of X.
 #include <algorithm>
 
@@ -20,7 +20,7 @@ namespace {
 constexpr const char* kOpType = "LutPostOp";
 constexpr int64_t kFormatVersion = 1;
 
-// Bytes read and written by a chunk: some microseconds, more than handing it to another thread takes.
+// Bytes read and written per work item: a few microseconds, more than the cost of handing it to another thread.
 constexpr int64_t kChunkBytes = int64_t{1} << 19;
 
 enum Input : size_t { kX, kTable, kInputCount };
@@ -49,7 +49,7 @@ class Kernel {
         {ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT16,
          ONNX_TENSOR_ELEMENT_DATA_TYPE_INT16, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT},
         node);
-    CheckShape(table, "table", {LutEntries(kXBytes)}, node, kXBytes == 1 ? " for X of 8 bits" : " for X of 16 bits");
+    CheckShape(table, "table", {LutEntries(kXBytes)}, node, kXBytes == 1 ? " for 8-bit X" : " for 16-bit X");
     table_ = table.data;
     entry_bytes_ = BytesOf(table.type);
     run_ = SelectKernel(LutKernels(), ActiveFeatures()).For(kXBytes, entry_bytes_);

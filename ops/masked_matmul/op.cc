@@ -139,7 +139,7 @@ class Kernel {
     return threshold;
   }
 
-  // Reads what is known about B before the first call.
+  // Reads the properties of an initializer B.
   void ReadWeight(const OrtKernelInfo& info, KnownB& known) {
     if (!IsConstant(info, kB)) {
       if (known.group != 0)
@@ -263,9 +263,8 @@ class Kernel {
   std::string node_;
   float a_threshold_ = 0.0f;
   float b_threshold_ = 0.0f;
-  ONNXTensorElementDataType weight_type_ =
-      ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;  // type of B if it is an initializer
-  AlignedConstant<float> a_, b_, scales_;       // if they are constants
+  ONNXTensorElementDataType weight_type_ = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;  // of an initializer B
+  AlignedConstant<float> a_, b_, scales_;                                            // if they are constants
   AlignedConstant<uint16_t> bf16_b_;
   const void* packed_b_ = nullptr;  // B if it is int8 or bf16
   MaskedMatMulPlan plan_;

@@ -1,4 +1,4 @@
-// The input `kept` of operators on packed tokens. For their adapters.
+// Reads the input `kept` of operators on packed tokens, for their ORT adapters.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace ortolan {
 
-// int64 [batch, tokens]. Throws OpError.
+// Reads int64 [batch, tokens]. Throws OpError.
 inline KeptTokens ReadKept(const Ort::KernelContext& context, size_t input, const std::string& node,
                            const std::string& name) {
   const Ort::ConstValue value = context.GetInput(input);
@@ -19,7 +19,7 @@ inline KeptTokens ReadKept(const Ort::KernelContext& context, size_t input, cons
   constexpr int64_t kMostSequences = int64_t{1} << 24;
   if (shape[0] > kMostSequences) {
     throw OpError(
-        ErrorText(node, ": kept '", name, "' is of ", shape[0], " sequences, expected at most ", kMostSequences));
+        ErrorText(node, ": kept '", name, "' has ", shape[0], " sequences, expected at most ", kMostSequences));
   }
   return {value.GetTensorRawData(), shape[0], shape[1]};
 }

@@ -1,9 +1,9 @@
 // ORT adapter of PackTokens.
 //
-//     Y[0, i] = X[b, s]    i: the number of tokens that are kept in front of token s of sequence b, itself kept
+//     Y[0, i] = X[b, s]    token s of sequence b is kept; i is the number of kept tokens before it
 //
-//     kept int64 [B, S]: not 0 where a token is there; X of any numbers or truth values, [B, S, ...], or with 1 in the
-//     place of B or of S: the same for all -> Y [1, N, ...], of X's type
+//     kept int64 [B, S]: nonzero for tokens to keep; X numeric or bool, [B, S, ...], or with 1 instead of B or S, which
+//     broadcasts -> Y [1, N, ...], of X's type
 #include <algorithm>
 #include <cstring>
 
@@ -18,10 +18,10 @@ constexpr const char* kOpType = "PackTokens";
 
 enum Input : size_t { kKept, kX, kInputCount };
 
-// Bytes copied by a chunk: some microseconds, more than handing it to another thread takes.
+// Bytes copied per work item: a few microseconds, more than the cost of handing it to another thread.
 constexpr int64_t kChunkBytes = int64_t{1} << 18;
 
-// 0: no numbers that lie side by side.
+// 0 for unsupported element types.
 int64_t BytesOf(ONNXTensorElementDataType type) {
   switch (type) {
     case ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL:
@@ -58,12 +58,12 @@ class Kernel {
     const auto fits = [&](size_t axis, int64_t size) { return shape[axis] == size || shape[axis] == 1; };
     if (shape.size() < 2 || !fits(0, kept.batch) || !fits(1, kept.tokens)) {
       throw OpError(ErrorText(node_, ": X has shape ", ShapeText(shape), ", expected [", kept.batch, " or 1, ",
-                              kept.tokens, " or 1, ...], as kept has it"));
+                              kept.tokens, " or 1, ...], like kept"));
     }
     int64_t row_bytes = BytesOf(info.GetElementType());
     if (row_bytes == 0)
       throw OpError(
-          ErrorText(node_, ": X is of element type ", info.GetElementType(), ", expected numbers or truth values"));
+          ErrorText(node_, ": X has element type ", info.GetElementType(), ", expected a numeric type or bool"));
     const int64_t batch_rows = shape[0] == 1 ? 0 : shape[1], token_rows = shape[1] == 1 ? 0 : 1;
     for (size_t axis = 2; axis < shape.size(); ++axis) row_bytes *= shape[axis];
     shape[0] = 1;
@@ -97,7 +97,7 @@ struct Op : OrtOp<Op, Kernel> {
     return index == kKept ? ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64 : ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
   }
   ONNXTensorElementDataType GetOutputType(size_t) const { return ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED; }
-  static void InferShape(OrtShapeInferContext*) {}  // the number of tokens has no name
+  static void InferShape(OrtShapeInferContext*) {}  // the number of tokens has no symbolic name
 };
 
 }  // namespace

@@ -1,21 +1,24 @@
 // ORT adapter of SparseAMXMatMul.
 //
-//     Y = LayerNormalization(activation(X W + bias) + residual), or without the last of these, perhaps gated
+//     Y = LayerNormalization(activation(X W + bias) + residual); normalization is optional, and the activation may be
+//     gated
 //         (matmul/linear_plan.h)
 //
 //     X float [..., k], masks u8, values bf16, int8 or u8 (int4), offsets i64, bias float [n], residual float, scales,
 //     norm_weight and norm_bias float [columns of Y], zero_points i8
-//     -> Y float [..., n], broadcast with residual;   attributes k, n, format_version, weight_bits,
-//     group_size, activation, gated_columns, norm_epsilon, x_zero_points
+//     -> Y float [..., n], broadcast with residual
+//     attributes k, n, format_version, weight_bits, group_size, activation, gated_columns, norm_epsilon, x_zero_points
 //
-// masks, values, offsets and scales are initializers: formats/bitmap.h and its like. The element type of values says
-// which; masks and offsets without elements mean dense storage, offsets without
-// elements alone 2:4. bias and residual are optional, and scales for bf16,
-// where they are 1; so are a bias of zeros and a residual of one zero. (An ONNX function cannot ask whether an input is
-// there, and ONNX Runtime up to 1.21 crashes where one is left out in front of another: graph_passes fills them.) Of
-// the norm: see matmul/linear_op.h. x_zero_points 1, for int8 weights: rows of X are quantized with a zero point each
-// (matmul/bitmap_weight.h); 0, or none: without. zero_points [panels, 1, 16], an initializer, are those of int8 weights
-// for such rows; left out, or one zero: they have none.
+// masks, values, offsets and scales are initializers in the formats of formats/bitmap.h, bitmap_int8.h, bitmap_int4.h
+// and two_four.h. The element type of values selects the format. Empty masks and offsets mean dense storage, empty
+// offsets alone 2:4 storage. bias and residual are optional, and so are scales for bf16, where they are 1. A bias of
+// zeros and a residual of one zero mean the same as omitted inputs: an ONNX function cannot test whether an input is
+// present, and ONNX Runtime up to 1.21 crashes on an omitted input before a given one, so graph_passes fills them in.
+// matmul/linear_op.h describes the norm.
+//
+// x_zero_points 1, for int8 weights: each row of X is quantized with a zero point (matmul/bitmap_weight.h); 0 or
+// omitted: without. zero_points [panels, 1, 16], an initializer, are the zero points of int8 weights, for such rows;
+// omitted, or a single zero: the weights have none.
 #include <algorithm>
 #include <iterator>
 #include <span>
@@ -30,7 +33,7 @@
 namespace ortolan {
 namespace {
 
-// What the element type of values says.
+// The format that the element type of values selects.
 struct Kind {
   ONNXTensorElementDataType values;
   const BitmapLayout* layout;
@@ -117,7 +120,8 @@ class Kernel : public LinearOp {
     if (zero_points == 0) return;
     if (zero_points != 1 || kind_->layout != &kInt8Bitmap || w_.k > kMostInputsWithZeroPoints) {
       throw OpError(ErrorText(node(), ": x_zero_points is ", zero_points, " with ", w_.k, " inputs and ",
-                              kind_->layout->value_bits, "-bit weights, expected 0, or 1 with int8 weights of at most ",
+                              kind_->layout->value_bits,
+                              "-bit weights, expected 0, or 1 with int8 weights and at most ",
                               kMostInputsWithZeroPoints, " inputs. ", kOptimizeAgain));
     }
     column_sums_ = SumsOfColumnsInt8(w_.view);
@@ -131,9 +135,9 @@ class Kernel : public LinearOp {
     CheckShape(zero_points, "zero_points", {BitmapPanels(w_.n), 1, kPanelColumns}, node(),
                " (panels, groups, columns)");
     if (w_.column_sums == nullptr || w_.k > kMostInputsWithWeightZeroPoints) {
-      throw OpError(ErrorText(node(), ": zero_points '", zero_points.name, "' are of weights of ",
-                              kind_->layout->value_bits, " bits and ", w_.k,
-                              " inputs, expected int8 weights of at most ", kMostInputsWithWeightZeroPoints,
+      throw OpError(ErrorText(node(), ": zero_points '", zero_points.name, "' are given for ",
+                              kind_->layout->value_bits, "-bit weights with ", w_.k,
+                              " inputs, expected int8 weights with at most ", kMostInputsWithWeightZeroPoints,
                               " inputs, and x_zero_points 1. ", kOptimizeAgain));
     }
     const int8_t* const values = static_cast<const int8_t*>(zero_points.data);

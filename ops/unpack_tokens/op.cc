@@ -1,8 +1,8 @@
-// ORT adapter of UnpackTokens: what PackTokens has packed, in its places.
+// ORT adapter of UnpackTokens, the inverse of PackTokens.
 //
-//     Y[b, s] = X[0, i]    where kept[b, s] is not 0, i as in PackTokens; else 0
+//     Y[b, s] = X[0, i]    if kept[b, s] is nonzero, with i as in PackTokens; otherwise 0
 //
-//     kept int64 [B, S], X float [1, N, ...], N tokens being kept -> Y [B, S, ...]
+//     kept int64 [B, S], X float [1, N, ...], with N the number of kept tokens -> Y [B, S, ...]
 #include <algorithm>
 #include <cstring>
 
@@ -27,7 +27,7 @@ class Kernel {
     std::vector<int64_t> shape = x.GetTensorTypeAndShapeInfo().GetShape();
     if (shape.size() < 2 || shape[0] != 1 || shape[1] != kept.Count()) {
       throw OpError(ErrorText(node_, ": X has shape ", ShapeText(shape), ", expected [1, ", kept.Count(),
-                              ", ...], a row for each token that is kept"));
+                              ", ...], one row for each kept token"));
     }
     int64_t width = 1;
     for (size_t axis = 2; axis < shape.size(); ++axis) width *= shape[axis];
@@ -41,7 +41,7 @@ class Kernel {
       const int64_t* const positions = kept.Positions(b);
       const int64_t count = kept.Count(b);
       char* const sequence = to + b * kept.tokens * row_bytes;
-      int64_t next = 0;  // of the sequence, not yet written
+      int64_t next = 0;  // first position not yet written
       const auto zero_until = [&](int64_t position) {
         std::memset(sequence + next * row_bytes, 0, static_cast<size_t>((position - next) * row_bytes));
       };
@@ -67,7 +67,7 @@ struct Op : OrtOp<Op, Kernel> {
     return index == kKept ? ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64 : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
   }
   ONNXTensorElementDataType GetOutputType(size_t) const { return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
-  static void InferShape(OrtShapeInferContext*) {}  // kept may have dimensions without a name
+  static void InferShape(OrtShapeInferContext*) {}  // kept may have dimensions without a symbolic name
 };
 
 }  // namespace

@@ -1,6 +1,7 @@
 // ORT adapter of VNNISpMM.
 //
-//     Y = LayerNormalization(activation(X W + bias) + residual), or without the last of these, perhaps gated
+//     Y = LayerNormalization(activation(X W + bias) + residual); normalization is optional, and the activation may be
+//     gated
 //         (matmul/linear_plan.h)
 //
 //     X float [..., k], values i8, indices u16, starts i64, scales float [n], bias float [n], residual float
@@ -8,22 +9,22 @@
 //     attributes k, n, format_version, activation, gated_columns, norm_epsilon
 //
 // values, indices, starts and scales are initializers: formats/block_sparse_4x1.h. bias and residual are optional;
-// where they must not be missing, they are zeros and one zero (see SparseAMXMatMul's adapter).
+// zeros and one zero mean the same as omitted inputs (see SparseAMXMatMul's adapter).
 //
-// norm_weight float [columns of Y], norm_bias float [columns of Y]: constants, needed where the attribute norm_epsilon
-// is 0 or more; -1, or none, stands for no LayerNormalization, and they are ignored.
+// norm_weight float [columns of Y], norm_bias float [columns of Y]: constants, required if the attribute norm_epsilon
+// is at least 0. A norm_epsilon of -1, the default, means no LayerNormalization, and they are ignored.
 //
-// x_scale float [], x_zero_point u8 []: constants, the range that X is quantized with. Optional; x_scale 0 stands for
-// none: token by token.
+// x_scale float [], x_zero_point u8 []: constants, the fixed range with which X is quantized. Optional; without them,
+// or with x_scale 0, each token is quantized with its own range.
 //
-// hidden_k: with this attribute above 0 another layer comes first (HiddenLayerArgs in matmul/block_sparse_weight.h), of
-// hidden_k inputs and k outputs:
+// hidden_k: if above 0, another layer comes first (HiddenLayerArgs in matmul/block_sparse_weight.h), with hidden_k
+// inputs and k outputs:
 //
 //     X float [..., hidden_k]
 //     hidden_values, hidden_indices, hidden_starts, hidden_scales float [k], hidden_bias float [k]
 //     table u8 [256], table_x_scale float [], table_x_zero_point u8 [], table_y_scale, table_y_zero_point
 //
-// All of these are constants, and x_scale is needed. hidden_k 0: whatever stands in their places is ignored.
+// All of these are constants, and x_scale is required. With hidden_k 0 these inputs are ignored.
 #include <limits>
 
 #include "matmul/block_sparse_layer.h"
@@ -33,7 +34,7 @@
 namespace ortolan {
 namespace {
 
-// What a weight holds beside its tensors.
+// Data that a weight needs in addition to its tensors.
 struct WeightMemory {
   AlignedConstant<int64_t> starts;
   AlignedConstant<float> scales;
@@ -78,13 +79,14 @@ class Kernel : public LinearOp {
     } else if (Has(info, "x_scale")) {
       if (ScalarIn<float>(Elements(info, "x_scale", 1)) != 0.0f) w_.x_range = ReadRange(info, "x_");
     } else if (Has(info, "x_zero_point")) {
-      throw OpError(ErrorText(node(), ": x_zero_point is given without x_scale. ", kOptimizeAgain));
+      throw OpError(
+          ErrorText(node(), ": x_zero_point is given without x_scale, expected both or neither. ", kOptimizeAgain));
     }
     MakePlan(info, layer);
   }
 
  private:
-  // A constant of `count` elements.
+  // Reads a constant with `count` elements.
   ConstantTensor Elements(const OrtKernelInfo& info, const std::string& name, int64_t count) const {
     ConstantTensor tensor = Constant(info, name);
     if (tensor.count == count) return tensor;
@@ -92,17 +94,17 @@ class Kernel : public LinearOp {
                             ", expected ", count, " element", count == 1 ? "" : "s", ". ", kOptimizeAgain));
   }
 
-  // <prefix>scale and <prefix>zero_point.
+  // Reads <prefix>scale and <prefix>zero_point.
   FixedRange ReadRange(const OrtKernelInfo& info, const std::string& prefix) const {
     const ConstantTensor tensor = Elements(info, prefix + "scale", 1);
     const float scale = ScalarIn<float>(tensor);
     const FixedRange range{scale, ScalarIn<uint8_t>(Elements(info, prefix + "zero_point", 1))};
     if (scale >= std::numeric_limits<float>::min() && scale <= std::numeric_limits<float>::max()) return range;
     throw OpError(ErrorText(node(), ": ", prefix, "scale '", tensor.name, "' is ", scale,
-                            ", expected a number above 0. ", kOptimizeAgain));
+                            ", expected a normal float above 0. ", kOptimizeAgain));
   }
 
-  // The weight <prefix>values, <prefix>indices, <prefix>starts and <prefix>scales.
+  // Reads the weight <prefix>values, <prefix>indices, <prefix>starts and <prefix>scales.
   BlockSparseWeight ReadWeight(const OrtKernelInfo& info, const std::string& prefix, int64_t k, int64_t n,
                                WeightMemory& memory) const {
     const ConstantTensor values = Constant(info, prefix + "values");

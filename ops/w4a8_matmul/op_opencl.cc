@@ -21,7 +21,7 @@ Asked ReadAsked(const std::string& node) {
   if (value == "1") return Asked::kMeasured;
   if (value == "force") return Asked::kAlways;
   throw OpError(ErrorText(node, ": ORTOLAN_OPENCL is '", value,
-                          "', expected 0 (no OpenCL), 1 (where it is faster) or force (always)"));
+                          "', expected 0 (never), 1 (for weights that are faster on the device) or force (always)"));
 }
 
 struct Library {
@@ -29,16 +29,17 @@ struct Library {
   std::string problem;
 };
 
-// libortolan_opencl.so, which lies beside the library that this is part of.
+// Loads libortolan_opencl.so from the directory of the library that contains this code.
 Library FindLibrary() {
   Dl_info self;
-  if (dladdr(reinterpret_cast<const void*>(&ReadAsked), &self) == 0) return {nullptr, "dladdr does not know itself"};
+  if (dladdr(reinterpret_cast<const void*>(&ReadAsked), &self) == 0)
+    return {nullptr, "dladdr cannot locate the Ortolan library"};
   const std::filesystem::path path = std::filesystem::path(self.dli_fname).parent_path() / "libortolan_opencl.so";
   void* const opened = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (opened == nullptr) return {nullptr, dlerror()};
   const auto get = reinterpret_cast<decltype(&OrtolanGetOpenCl)>(dlsym(opened, "OrtolanGetOpenCl"));
   const OrtolanOpenCl* const functions = get == nullptr ? nullptr : get(kOrtolanOpenClVersion);
-  if (functions == nullptr) return {nullptr, path.string() + " is of another version of Ortolan. Install both anew."};
+  if (functions == nullptr) return {nullptr, path.string() + " belongs to another version of Ortolan. Reinstall both."};
   return {functions, ""};
 }
 
@@ -47,11 +48,11 @@ const Library& OpenLibrary() {
   return library;
 }
 
-// Once a process: what fails for one weight mostly fails for all.
+// Warns once a process: a failure for one weight usually repeats for all.
 void WarnOnce(const Ort::Logger& logger, const std::string& text) {
   static std::atomic<bool> is_said{false};
   if (is_said.exchange(true)) return;
-  const std::string all = text + " (said once)";
+  const std::string all = text + " (reported once)";
   ORT_CXX_LOG_NOEXCEPT(logger, ORT_LOGGING_LEVEL_WARNING, all.c_str());
 }
 
@@ -82,7 +83,7 @@ class OpenClDevice : public MatMulDevice {
     OrtolanOpenClError error;
     if (functions_.multiply(weight_, &of, &error) == 0) return true;
     has_failed_ = true;
-    WarnOnce(logger_, ErrorText(node_, ": OpenCL failed, the CPU computes it from now on: ", error.text));
+    WarnOnce(logger_, ErrorText(node_, ": OpenCL failed, using the CPU from now on: ", error.text));
     return false;
   }
   void Took(int64_t m, bool on_device, double seconds) override {
@@ -93,7 +94,7 @@ class OpenClDevice : public MatMulDevice {
   const OrtolanOpenCl& functions_;
   void* const weight_;
   const bool always_;
-  const Ort::Logger logger_;  // the session's
+  const Ort::Logger logger_;  // the session's logger
   const std::string node_;
   std::atomic<bool> has_failed_{false};
   DeviceChoice choice_;
@@ -116,7 +117,7 @@ std::unique_ptr<MatMulDevice> OpenOnOpenCl(const OrtKernelInfo& info, const Grou
     return std::make_unique<OpenClDevice>(*library.functions, weight, asked == Asked::kAlways, logger, node);
   }
   const std::string reason = library.functions == nullptr ? library.problem : error.text;
-  WarnOnce(logger, ErrorText(node, ": not on OpenCL, the CPU computes it: ", reason));
+  WarnOnce(logger, ErrorText(node, ": OpenCL is not available, using the CPU: ", reason));
   return nullptr;
 }
 

@@ -1,8 +1,8 @@
-// W4A8MatMul on OpenCL, where the environment variable ORTOLAN_OPENCL asks for it: 1, each weight on the faster side
-// (matmul/device_choice.h); force, all on the device; 0 or unset, nothing of it is loaded. Read when a kernel is made:
-// a custom operator sees nothing of its session's configuration.
+// W4A8MatMul on OpenCL, controlled by the environment variable ORTOLAN_OPENCL: 1 runs each weight on the faster side
+// (matmul/device_choice.h), force runs all on the device; with 0 or unset, OpenCL is never loaded. The variable is read
+// when a kernel is created, because a custom operator cannot see its session's configuration.
 //
-// What cannot be opened, or fails while it computes, leaves the weight to the CPU; ORT's log says so once.
+// If OpenCL cannot be opened, or fails during a computation, the CPU computes the weight. ORT's log reports that once.
 #pragma once
 
 #include <memory>
@@ -14,7 +14,7 @@
 
 namespace ortolan {
 
-// Throws OpError for another value of ORTOLAN_OPENCL.
+// Returns null if the CPU computes the weight. Throws OpError if ORTOLAN_OPENCL has an invalid value.
 std::unique_ptr<MatMulDevice> OpenOnOpenCl(const OrtKernelInfo& info, const GroupWeight& w, const std::string& node);
 
 }  // namespace ortolan

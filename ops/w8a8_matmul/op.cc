@@ -1,15 +1,16 @@
 // ORT adapter of W8A8MatMul.
 //
-//     Y = LayerNormalization(activation(X W + bias) + residual), or without the last of these, perhaps gated
+//     Y = LayerNormalization(activation(X W + bias) + residual); normalization is optional, and the activation may be
+//     gated
 //         (matmul/linear_plan.h)
 //
-//     X float [..., k], weights i8, scales float or float16, bias float [n], residual float, norm_weight and norm_bias
-//     float [columns of Y]
-//     -> Y float [..., n], broadcast with residual;   attributes k, n, format_version, group_size,
-//     activation, gated_columns, norm_epsilon
+//     X float [..., k], weights i8, scales float or float16, bias float [n], residual float,
+//     norm_weight and norm_bias float [columns of Y]
+//     -> Y float [..., n], broadcast with residual
+//     attributes k, n, format_version, group_size, activation, gated_columns, norm_epsilon
 //
-// weights and scales are initializers: formats/int8_group.h. bias and residual are optional; where they must not be
-// missing, they are zeros and one zero (see SparseAMXMatMul's adapter). Of the norm: see matmul/linear_op.h.
+// weights and scales are initializers: formats/int8_group.h. bias and residual are optional; zeros and one zero mean
+// the same as omitted inputs (see SparseAMXMatMul's adapter). matmul/linear_op.h describes the norm.
 #include "matmul/group_op.h"
 #include "rooms.h"
 
