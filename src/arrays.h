@@ -1,4 +1,4 @@
-// What ortolan._native and ortolan._testing share: arrays, and the checks that lie between them and packed formats.
+// Shared by ortolan._native and ortolan._testing: NumPy array types, and checks between arrays and packed formats.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -27,7 +27,7 @@ using CastArray = py::array_t<T, py::array::c_style | py::array::forcecast>;
 
 constexpr int64_t kFloat = sizeof(float);
 
-// Throws ValueError with these parts as its text unless `holds`.
+// Throws ValueError with the concatenated parts as its text unless `holds`.
 template <typename... Parts>
 void Require(bool holds, const Parts&... parts) {
   if (!holds) throw std::invalid_argument(ErrorText(parts...));
@@ -35,7 +35,7 @@ void Require(bool holds, const Parts&... parts) {
 
 inline void RequireNoProblem(const std::string& problem) { Require(problem.empty(), problem); }
 
-// bf16, int8 and int4 in a bitmap differ in the types that NumPy shows, a layout and some functions.
+// Traits of the bf16, int8 and int4 bitmap formats: the NumPy types, the layout and the functions.
 template <typename WeightArray, typename ValueType, const BitmapLayout& layout, auto pack, auto unpack,
           auto pack_two_four, auto unpack_two_four>
 struct BitmapFormat {
@@ -56,7 +56,7 @@ using Int8Format = BitmapFormat<Array<int8_t>, int8_t, kInt8Bitmap, &PackBitmapI
 using Int4Format = BitmapFormat<Array<int8_t>, uint8_t, kInt4Bitmap, &PackBitmapInt4, &UnpackBitmapInt4,
                                 &PackTwoFourInt4, &UnpackTwoFourInt4>;
 
-// The one way from Python arrays to a view that kernels may use.
+// Validates Python arrays and returns the view of them that kernels may use.
 template <typename Format>
 BitmapView CheckedBitmap(const Array<uint8_t>& masks, const Array<typename Format::Value>& values,
                          const Array<int64_t>& offsets, int64_t k, int64_t n) {

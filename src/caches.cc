@@ -31,11 +31,11 @@ void BindCaches(py::module_& module) {
   module.def("append_keys", &AppendKeysArray, py::arg("cache").noconvert(), py::arg("tokens"), py::arg("keys"),
              py::arg("codebook"), "Append keys to a cache of codes, in place.");
   module.def("decode_keys", &DecodeKeysArray, py::arg("cache").noconvert(), py::arg("tokens"), py::arg("codebook"),
-             "The centroids of a cache's codes.");
+             "Return the keys decoded from a cache of codes.");
   module.def("append_values", &AppendValuesArray, py::arg("cache").noconvert(), py::arg("tokens"), py::arg("values"),
-             "Append values to a cache of int8 numbers, in place.");
+             "Append values to a cache of int8 values, in place.");
   module.def("decode_values", &DecodeValuesArray, py::arg("cache").noconvert(), py::arg("tokens"),
-             "The values of a cache.");
+             "Return the values decoded from a cache of int8 values.");
 }
 
 }  // namespace ortolan

@@ -1,4 +1,4 @@
-// Caches of keys as codes and of values as int8, as arrays: what ortolan._native and ortolan._testing bind.
+// Caches of keys as codes and of values as int8, as arrays; shared by ortolan._native and ortolan._testing.
 #pragma once
 
 #include "arrays.h"
@@ -6,7 +6,7 @@
 
 namespace ortolan {
 
-// The layout of codebooks [S, 16, d_sub].
+// Checks the shape [S, 16, d_sub] of a codebook and returns its layout.
 inline KeyCodeLayout CodebookLayout(int64_t sub_quantizers, int64_t centroids, int64_t d_sub) {
   const KeyCodeLayout layout{sub_quantizers * d_sub, d_sub};
   const std::string problem = ValidateKeyCodeLayout(layout);
@@ -22,13 +22,13 @@ inline KeyCodeLayout CodebookLayout(const CastArray<float>& codebook) {
 
 inline void CheckCache(const py::array_t<uint8_t>& cache, int64_t row_bytes, int64_t tokens) {
   Require(cache.ndim() == 2 && cache.shape(1) == row_bytes && tokens >= 0 && tokens <= cache.shape(0),
-          "cache must be uint8 [", tokens, " tokens or more, ", row_bytes, "] and tokens 0 or more");
+          "cache must be uint8 [at least ", tokens, " tokens, ", row_bytes, "], and tokens at least 0");
 }
 
-// Of rows that are to be appended: how many there are.
+// Checks rows to be appended and returns their number.
 inline int64_t CheckRows(const CastArray<float>& rows, int64_t head_dim, int64_t room) {
-  Require(rows.ndim() == 2 && rows.shape(1) == head_dim && rows.shape(0) <= room, "expected rows of ", head_dim,
-          " numbers, ", room, " at most: what the cache has room for");
+  Require(rows.ndim() == 2 && rows.shape(1) == head_dim && rows.shape(0) <= room, "rows must be [count, ", head_dim,
+          "] with a count of at most ", room, ", the room in the cache");
   return rows.shape(0);
 }
 
@@ -41,7 +41,7 @@ inline void AppendKeysTo(const KvCacheKernel& kernel, Array<uint8_t>& cache, int
              cache.mutable_data());
 }
 
-// The keys of tokens begin … end-1.
+// Decodes the keys of tokens begin … end-1.
 inline Array<float> DecodedKeys(const KvCacheKernel& kernel, const Array<uint8_t>& cache, int64_t tokens,
                                 const CastArray<float>& codebook, int64_t begin, int64_t end) {
   const KeyCodeLayout layout = CodebookLayout(codebook);
@@ -53,7 +53,7 @@ inline Array<float> DecodedKeys(const KvCacheKernel& kernel, const Array<uint8_t
   return keys;
 }
 
-// Of a cache [tokens, 2 + head_dim].
+// Returns the head size of a cache [tokens, 2 + head_dim].
 inline int64_t ValueHeadDim(const py::array_t<uint8_t>& cache) {
   const int64_t head_dim = cache.ndim() == 2 ? cache.shape(1) - kValueScaleBytes : 0;
   const std::string problem = ValidateKeyCodeLayout({head_dim, 1});

@@ -1,4 +1,5 @@
-// ortolan._native: packers, unpackers, CPU information. Arrays only; Python puts bf16 on top.
+// ortolan._native: packers, unpackers, shared rules, CPU information. It handles plain arrays; Python adds the bf16
+// type.
 #include "arrays.h"
 #include "isa/features.h"
 #include "isa/tuning.h"
@@ -33,8 +34,8 @@ PYBIND11_MODULE(_native, module) {
   module.doc() = "Native core of Ortolan: packers, unpackers, rules, CPU information.";
   module.def(
       "cpu_info", &ortolan::CpuInfo,
-      "The CPU's name, the feature sets in use and those that it has (the last of each by itself), what is wrong "
-      "with ORTOLAN_ISA, and the row of isa/tuning.inc in use.");
+      "Return the CPU's name, the feature sets in use (and the last of them as `isa`), the detected feature sets, "
+      "what is wrong with ORTOLAN_ISA, and the tuning values in use.");
   ortolan::BindPackedWeights(module);
   ortolan::BindCaches(module);
   ortolan::BindRules(module);

@@ -1,4 +1,4 @@
-// ortolan._native: packed weights, made and undone.
+// ortolan._native: packs and unpacks weights.
 #include <cstring>
 
 #include "arrays.h"
@@ -27,7 +27,7 @@ auto WithoutGil(const Function& function) {
   return function();
 }
 
-// Throws unless it is a matrix of 1 to most_k rows and 1 to most_n columns.
+// Throws unless the array is a matrix of 1 to most_k rows and 1 to most_n columns.
 void CheckMatrix(const char* name, const py::array& matrix, int64_t most_k, int64_t most_n = kMaxDimension) {
   Require(matrix.ndim() == 2, name, " has ", matrix.ndim(), " dimensions, expected 2: [k, n]");
   const int64_t k = matrix.shape(0);
@@ -43,7 +43,7 @@ void CheckValues(const Array<T>& q, int least, int most) {
   if (outside != end) Require(false, "q holds ", static_cast<int>(*outside), ", expected ", least, " to ", most);
 }
 
-// In Python: of floats, or of integers.
+// The name of the argument in Python: w for floats, q for integers.
 template <typename Format>
 constexpr const char* kNameOf = Format::kLayout.value_bits == 16 ? "w" : "q";
 
@@ -53,7 +53,7 @@ void CheckWeights(const typename Format::Weights& w) {
   if constexpr (Format::kLayout.value_bits == 4) CheckValues(w, -kInt4Bias, 15 - kInt4Bias);
 }
 
-// masks [panels, tiles, bytes of a tile], or [0]; values; offsets.
+// Returns (masks, values, offsets); masks are [panels, tiles, bytes of a tile], or [0].
 template <typename Format, typename Packed>
 py::tuple ToTuple(const Packed& packed, int64_t k, int64_t n) {
   std::vector<py::ssize_t> shape{BitmapPanels(n), Format::kLayout.Tiles(k), Format::kLayout.TileMaskBytes()};
@@ -103,12 +103,12 @@ auto UnpackBitmapArray(const Array<uint8_t>& masks, const Array<typename Format:
 template <typename Format>
 void DefineBitmap(py::module_& module, const std::string& suffix) {
   module.def(("pack_bitmap" + suffix).c_str(), &PackBitmapArray<Format>, py::arg(kNameOf<Format>),
-             py::arg("dense") = false, "[k, n] as masks u8 [panels, tiles, bytes], values, offsets i64.");
+             py::arg("dense") = false, "Pack [k, n] into masks u8 [panels, tiles, bytes], values, offsets i64.");
   module.def(("pack_two_four" + suffix).c_str(), &PackTwoFourArray<Format>, py::arg(kNameOf<Format>),
-             "[k, n], 2:4 sparse, as masks u8 [panels, tiles, bytes], values, offsets i64 [0].");
+             "Pack a 2:4 sparse [k, n] into masks u8 [panels, tiles, bytes], values, offsets i64 [0].");
   module.def(("unpack_bitmap" + suffix).c_str(), &UnpackBitmapArray<Format>, py::arg("masks").noconvert(),
              py::arg("values").noconvert(), py::arg("offsets").noconvert(), py::arg("k"), py::arg("n"),
-             "The dense [k, n] matrix. Raises ValueError if the tensors are malformed.");
+             "Return the dense [k, n] matrix. Raises ValueError if the tensors are malformed.");
 }
 
 template <typename To>
@@ -119,7 +119,7 @@ py::array PackScalesTo(const CastArray<float>& scales) {
 }
 
 py::array PackScalesArray(const CastArray<float>& scales, bool bf16) {
-  Require(scales.ndim() == 2 && scales.size() > 0, "scales must be [groups, n], both 1 or more");
+  Require(scales.ndim() == 2 && scales.size() > 0, "scales must be [groups, n], both at least 1");
   return bf16 ? PackScalesTo<uint16_t>(scales) : PackScalesTo<float>(scales);
 }
 
@@ -142,10 +142,10 @@ Array<int8_t> PackInt8GroupArray(const Array<int8_t>& q) {
   return weights;
 }
 
-// Throws unless k x n weights take so many bytes.
+// Throws unless k x n weights take this number of bytes.
 void CheckGroupWeights(const BitmapLayout& layout, int64_t bytes, int64_t k, int64_t n) {
   Require(k >= 1 && n >= 1 && k <= layout.max_k && n <= kMaxDimension && bytes == GroupWeightBytes(layout, k, n),
-          "weights of ", bytes, " bytes are not those of ", k, " x ", n);
+          "weights have ", bytes, " bytes, which does not match ", k, " x ", n, " weights");
 }
 
 Array<uint8_t> UnpackInt4GroupArray(const Array<uint8_t>& weights, int64_t k, int64_t n) {
@@ -168,7 +168,7 @@ Array<int8_t> UnpackInt8GroupArray(const Array<int8_t>& weights, int64_t k, int6
 
 template <typename T>
 Array<T> PackGroupRowsArray(const Array<T>& rows) {
-  Require(rows.ndim() == 2 && rows.size() > 0, "rows must be [groups, n], both 1 or more");
+  Require(rows.ndim() == 2 && rows.size() > 0, "rows must be [groups, n], both at least 1");
   Array<T> packed({BitmapPanels(rows.shape(1)), static_cast<int64_t>(rows.shape(0)), kPanelColumns});
   PackGroupRows(rows.data(), rows.shape(0), rows.shape(1), packed.mutable_data());
   return packed;
@@ -200,25 +200,26 @@ void BindPackedWeights(py::module_& module) {
   DefineBitmap<Int8Format>(module, "_int8");
   DefineBitmap<Int4Format>(module, "_int4");
   module.def("pack_scales", &PackScalesArray, py::arg("scales"), py::arg("bf16"),
-             "Scales [groups, n] as [panels, groups, 16]: float32, or bf16 bits (u16) rounded to nearest even.");
+             "Pack scales [groups, n] into [panels, groups, 16]: float32, or bf16 bits (u16) rounded to nearest even.");
   module.def("pack_int4_group", &PackInt4GroupArray, py::arg("q").noconvert(),
-             "Pack uint8 q [k, n] that holds 0 to 15: weights u8 [panels, pairs of rows, 64].");
+             "Pack uint8 q [k, n], each 0 to 15, into weights u8 [panels, pairs of rows, 64].");
   module.def("unpack_int4_group", &UnpackInt4GroupArray, py::arg("weights").noconvert(), py::arg("k"), py::arg("n"),
-             "The uint8 [k, n] matrix of pack_int4_group.");
+             "Return the uint8 [k, n] matrix of pack_int4_group.");
   module.def("pack_int8_group", &PackInt8GroupArray, py::arg("q").noconvert(),
-             "Pack int8 q [k, n]: weights i8 [panels, rows, 16, 4].");
+             "Pack int8 q [k, n] into weights i8 [panels, rows, 16, 4].");
   module.def("unpack_int8_group", &UnpackInt8GroupArray, py::arg("weights").noconvert(), py::arg("k"), py::arg("n"),
-             "The int8 [k, n] matrix of pack_int8_group.");
+             "Return the int8 [k, n] matrix of pack_int8_group.");
   module.def("pack_group_rows", &PackGroupRowsArray<float>, py::arg("rows").noconvert(),
-             "Rows [groups, n] as [panels, groups, 16]: float32, u16 (bits of a 16-bit float) or u8.");
+             "Pack rows [groups, n] into [panels, groups, 16]: float32, u16 (bits of a 16-bit float) or u8.");
   module.def("pack_group_rows", &PackGroupRowsArray<uint16_t>, py::arg("rows").noconvert());
   module.def("pack_group_rows", &PackGroupRowsArray<uint8_t>, py::arg("rows").noconvert());
-  module.def("pack_block_sparse", &PackBlockSparseArray, py::arg("q").noconvert(),
-             "Pack int8 q [k, n] in blocks of 4 outputs x 1 input: values i8 [quads, 4, 4], indices u16 [quads, 4], "
-             "starts i64.");
+  module.def(
+      "pack_block_sparse", &PackBlockSparseArray, py::arg("q").noconvert(),
+      "Pack int8 q [k, n] in blocks of 4 outputs x 1 input into values i8 [quads, 4, 4], indices u16 [quads, 4], "
+      "starts i64.");
   module.def("unpack_block_sparse", &UnpackBlockSparseArray, py::arg("values").noconvert(),
              py::arg("indices").noconvert(), py::arg("starts").noconvert(), py::arg("k"), py::arg("n"),
-             "The dense int8 [k, n] matrix. Raises ValueError if the tensors are malformed.");
+             "Return the dense int8 [k, n] matrix. Raises ValueError if the tensors are malformed.");
 }
 
 }  // namespace ortolan

@@ -1,5 +1,5 @@
-// ortolan._native: rules that the passes and the execution provider share, so that a model which was optimized and one
-// that is run as it is give the same answers.
+// ortolan._native: rules that the passes and the execution provider share, so that an optimized model and the original
+// model on the provider give the same answers.
 #include <pybind11/stl.h>
 
 #include "arrays.h"
@@ -18,11 +18,12 @@ using PyValue = std::pair<std::optional<double>, bool>;
 
 py::tuple FindActivation(const std::vector<PyNode>& py_nodes, const std::vector<PyValue>& py_values) {
   const int64_t count = static_cast<int64_t>(py_values.size());
-  Require(count > 0, "there are no values, expected x as the first of them");
+  Require(count > 0, "values is empty, expected x as its first element");
   std::vector<FormulaNode> nodes;
   for (const auto& [type, inputs, output] : py_nodes) {
-    for (const int64_t input : inputs) Require(input >= -1 && input < count, "a node reads value ", input);
-    Require(output >= 0 && output < count, "a node makes value ", output);
+    for (const int64_t input : inputs)
+      Require(input >= -1 && input < count, "node input is ", input, ", expected -1 to ", count - 1);
+    Require(output >= 0 && output < count, "node output is ", output, ", expected 0 to ", count - 1);
     nodes.push_back({type, inputs, output});
   }
   std::vector<FormulaValue> values;
@@ -37,7 +38,7 @@ std::pair<int, int> Int8Range(const Array<Code>& codes, const Array<int16_t>& ze
   Int8Weight w;
   w.k = codes.shape(transposed ? 1 : 0);
   w.n = codes.shape(transposed ? 0 : 1);
-  Require(zero_points.size() == w.n, "there are ", zero_points.size(), " zero points, expected ", w.n);
+  Require(zero_points.size() == w.n, "zero_points has ", zero_points.size(), " elements, expected ", w.n);
   w.codes = reinterpret_cast<const uint8_t*>(codes.data());
   w.is_signed = std::is_signed_v<Code>;
   w.transposed = transposed;
@@ -57,33 +58,36 @@ const BitmapLayout& LayoutOf(int64_t bits) {
 void BindRules(py::module_& module) {
   module.attr("MOST_FORMULA_NODES") = kMostFormulaNodes;
   module.attr("LEAST_ZERO_BLOCKS") = kLeastZeroBlocks;
-  module.def("find_activation", &FindActivation, py::arg("nodes"), py::arg("values"),
-             "nodes: (type, inputs, output); values: (number or None, whether others see it), the first one is x. The "
-             "activation and its nodes: ops/epilogue/formula.h.");
-  module.def("int8_range", &Int8Range<int8_t>, py::arg("codes").noconvert(), py::arg("zero_points"),
-             py::arg("transposed"),
-             "The lowest and the highest of codes - zero_points: codes int8 or uint8 [k, n], or [n, k] if transposed.");
+  module.def(
+      "find_activation", &FindActivation, py::arg("nodes"), py::arg("values"),
+      "Return the activation that the nodes compute, and its nodes: ops/epilogue/formula.h. nodes: (type, inputs, "
+      "output); values: (constant or None, whether it has other consumers), the first one is x.");
+  module.def(
+      "int8_range", &Int8Range<int8_t>, py::arg("codes").noconvert(), py::arg("zero_points"), py::arg("transposed"),
+      "Return the minimum and maximum of codes - zero_points. codes: int8 or uint8 [k, n], or [n, k] if transposed.");
   module.def("int8_range", &Int8Range<uint8_t>, py::arg("codes").noconvert(), py::arg("zero_points"),
              py::arg("transposed"));
   module.def(
       "why_not_int8",
       [](int64_t k, int64_t n, std::pair<int, int> range) { return WhyNotValues(k, n, {range.first, range.second}); },
       py::arg("k"), py::arg("n"), py::arg("range"),
-      "Why int8 numbers less zero points of this range are not taken over, or nothing: ops/matmul/int8_weight.h.");
+      "Return why int8 weights minus zero points with this range cannot be kept exactly, or an empty string: "
+      "ops/matmul/int8_weight.h.");
   module.def(
       "why_not_scales",
       [](const CastArray<float>& scales) { return WhyNotScales({scales.data(), static_cast<size_t>(scales.size())}); },
-      py::arg("scales"), "Why such scales of int8 numbers are not taken over, or nothing.");
+      py::arg("scales"), "Return why these scales of int8 weights cannot be kept exactly, or an empty string.");
   module.def(
       "bitmaps_are_fast", [](int64_t bits) { return BitmapsAreFast(LayoutOf(bits)); }, py::arg("bits"),
-      "Whether this CPU multiplies by a bitmap of weights of 16, 8 or 4 bits faster than by dense ones.");
+      "Return whether this CPU multiplies faster by a bitmap of 16-, 8- or 4-bit weights than by dense ones.");
   module.def("gains_from_pairs", &GainsFromPairs,
-             "Whether the kernels of this CPU are faster with int8 weights of a reduced range.");
+             "Return whether the kernels of this CPU are faster with int8 weights of a reduced range.");
   module.def(
       "is_worth_bitmap",
       [](int64_t bits, int64_t k, int64_t n, int64_t stored) { return IsWorthBitmap(LayoutOf(bits), k, n, stored); },
       py::arg("bits"), py::arg("k"), py::arg("n"), py::arg("stored"),
-      "Whether, where bitmaps are fast, one is the better storage of so many weights: ops/matmul/storage.h.");
+      "Return whether a bitmap is the better storage for this number of stored weights, if bitmaps are fast on this "
+      "CPU: ops/matmul/storage.h.");
 }
 
 }  // namespace ortolan

@@ -1,13 +1,13 @@
-// host LIBRARY MODEL [CLAIMS]: runs a model of one float input on Ortolan's execution provider, with plain ONNX Runtime
-// 1.23 or later, and prints the shape and the numbers of its first output. CLAIMS: a file to which the provider adds
-// what it takes and what it leaves.
+// host LIBRARY MODEL [CLAIMS]: runs a model with one float input on Ortolan's execution provider, using plain ONNX
+// Runtime 1.23 or later, and prints the shape and values of the first output. CLAIMS is a file to which the provider
+// appends the nodes that it claims and those that it leaves to ONNX Runtime.
 #include <onnxruntime_c_api.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { kApi = 23, kMaxRank = 8 };  // the API that first takes providers from libraries; it is in all later ones
+enum { kApi = 23, kMaxRank = 8 };  // 1.23: the first API that loads providers from libraries
 
 static const OrtApi* ort;
 
@@ -20,7 +20,7 @@ static void check(OrtStatus* status) {
   if (status != NULL) fail(ort->GetErrorMessage(status));
 }
 
-// Session options whose first choice is Ortolan's provider.
+// Creates session options with Ortolan's provider as the first choice.
 static OrtSessionOptions* make_options(OrtEnv* env, const char* library, const char* claims) {
   check(ort->RegisterExecutionProviderLibrary(env, "ortolan", library));
   const OrtEpDevice* const* devices = NULL;
@@ -37,7 +37,7 @@ static OrtSessionOptions* make_options(OrtEnv* env, const char* library, const c
   return options;
 }
 
-// A tensor of the shape of the session's input, where each dimension without a size is 2; its numbers are in *data.
+// Creates a tensor with the shape of the session's first input; dynamic dimensions become 2. *data holds its values.
 static OrtValue* make_input(const OrtSession* session, float** data) {
   OrtTypeInfo* type = NULL;
   const OrtTensorTypeAndShapeInfo* tensor = NULL;
@@ -47,7 +47,7 @@ static OrtValue* make_input(const OrtSession* session, float** data) {
   check(ort->SessionGetInputTypeInfo(session, 0, &type));
   check(ort->CastTypeInfoToTensorInfo(type, &tensor));
   if (tensor != NULL) check(ort->GetTensorElementType(tensor, &element));
-  if (element != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT) fail("the model's first input is no tensor of floats");
+  if (element != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT) fail("the model's first input is not a float tensor");
   check(ort->GetDimensionsCount(tensor, &rank));
   if (rank > kMaxRank) fail("the model's first input has too many dimensions");
   check(ort->GetDimensions(tensor, shape, rank));
@@ -60,7 +60,7 @@ static OrtValue* make_input(const OrtSession* session, float** data) {
   }
 
   *data = malloc(size * sizeof(float) + 1);  // never 0 bytes
-  if (*data == NULL) fail("there is no memory for the input");
+  if (*data == NULL) fail("not enough memory for the input");
   for (size_t i = 0; i < size; ++i) (*data)[i] = (float)(i % 7) / 4 - 0.75f;
   OrtMemoryInfo* memory = NULL;
   OrtValue* input = NULL;
@@ -76,19 +76,19 @@ static void print(const OrtValue* output) {
   enum ONNXTensorElementDataType element = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
   int64_t shape[kMaxRank];
   size_t rank = 0, size = 0;
-  const void* numbers = NULL;
+  const void* values = NULL;
   check(ort->GetTensorTypeAndShape(output, &info));
   check(ort->GetTensorElementType(info, &element));
-  if (element != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT) fail("the model's first output is no tensor of floats");
+  if (element != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT) fail("the model's first output is not a float tensor");
   check(ort->GetDimensionsCount(info, &rank));
   if (rank > kMaxRank) fail("the model's first output has too many dimensions");
   check(ort->GetDimensions(info, shape, rank));
   check(ort->GetTensorShapeElementCount(info, &size));
   ort->ReleaseTensorTypeAndShapeInfo(info);
-  check(ort->GetTensorData(output, &numbers));
+  check(ort->GetTensorData(output, &values));
   for (size_t i = 0; i < rank; ++i) printf("%lld ", (long long)shape[i]);
   printf("\n");
-  for (size_t i = 0; i < size; ++i) printf("%.9g ", ((const float*)numbers)[i]);
+  for (size_t i = 0; i < size; ++i) printf("%.9g ", ((const float*)values)[i]);
   printf("\n");
 }
 
@@ -124,7 +124,7 @@ int main(int argc, char** argv) {
   check(ort->AllocatorFree(allocator, input_name));
   ort->ReleaseSession(session);
   ort->ReleaseSessionOptions(options);
-  check(ort->UnregisterExecutionProviderLibrary(env, "ortolan"));  // when all sessions are gone
+  check(ort->UnregisterExecutionProviderLibrary(env, "ortolan"));  // only after all sessions are released
   ort->ReleaseEnv(env);
   return 0;
 }

@@ -13,13 +13,13 @@ Array<float> NomadAttention(const CastArray<float>& q, const CastArray<float>& k
                             bool zero_hidden_rows, int precision, const KernelName& name) {
   Require(q.ndim() == 3 && k.ndim() == 2 && q.shape(2) > 0 && k.shape(1) == q.shape(2) && k.shape(0) > 0 &&
               v.ndim() == 2 && v.shape(0) == k.shape(0) && v.shape(1) == k.shape(1),
-          "expected q [heads, queries, head_dim], k and v [keys, head_dim], keys and head_dim 1 or more");
+          "q must be [heads, queries, head_dim], k and v [keys, head_dim], with keys and head_dim at least 1");
   AttentionArgs args;
   args.heads = q.shape(0);
   args.queries = q.shape(1);
   args.keys = k.shape(0);
   args.head_dim = q.shape(2);
-  Require(!causal || args.keys >= args.queries, "causal needs as many keys as queries, or more");
+  Require(!causal || args.keys >= args.queries, "causal needs at least one key for each query");
   args.q = q.data();
   args.k = k.data();
   args.v = v.data();
@@ -30,7 +30,7 @@ Array<float> NomadAttention(const CastArray<float>& q, const CastArray<float>& k
     int64_t* const strides[] = {&args.mask_head_stride, &args.mask_query_stride, &args.mask_key_stride};
     for (int i = 0; i < 3; ++i) {
       Require(mask->ndim() == 3 && (mask->shape(i) == full[i] || mask->shape(i) == 1),
-              "mask must be [heads, queries, keys], each of them or 1");
+              "mask must broadcast to [heads, queries, keys]");
       *strides[i] = mask->shape(i) == 1 ? 0 : mask->strides(i) / kFloat;
     }
     args.mask = mask->data();
@@ -50,7 +50,7 @@ Array<float> NomadAttention(const CastArray<float>& q, const CastArray<float>& k
   return y;
 }
 
-// Rows [batch, rows, heads, head_dim] as the layers make them.
+// Describes rows [batch, rows, heads, head_dim], the layout of linear layers' outputs.
 HeadRows RowsOf(const Array<float>& rows) {
   const int64_t row_bytes = rows.shape(2) * rows.shape(3) * kFloat;
   return {rows.data(), rows.shape(1) * row_bytes, rows.shape(3) * kFloat, row_bytes};
@@ -61,7 +61,7 @@ Array<float> RunPlan(const Array<float>& q, const Array<float>& k, const Array<f
   Require(q.ndim() == 4 && k.ndim() == 4 && v.ndim() == 4 && std::equal(k.shape(), k.shape() + 4, v.shape()) &&
               q.shape(0) == k.shape(0) && q.shape(3) == k.shape(3) && q.shape(3) > 0 && k.shape(2) > 0 &&
               q.shape(2) % k.shape(2) == 0 && (!causal || q.shape(1) <= k.shape(1)),
-          "expected q [batch, queries, heads, head_dim], k and v [batch, keys, kv_heads, head_dim]");
+          "q must be [batch, queries, heads, head_dim], k and v [batch, keys, kv_heads, head_dim]");
   AttentionCall call;
   call.batch = q.shape(0);
   call.queries = q.shape(1);

@@ -1,4 +1,4 @@
-// ortolan._testing: kernels of NoMADAttention for one token.
+// ortolan._testing: the decode kernels of NoMADAttention and the kernels of its caches.
 #include <limits>
 #include <tuple>
 
@@ -31,7 +31,7 @@ Array<float> DecodeValuesArray(const Array<uint8_t>& cache, int64_t tokens, int6
 Array<float> Rotate(const Array<float>& x, const Array<float>& cos, const Array<float>& sin, bool interleaved,
                     const KernelName& name) {
   Require(x.ndim() == 1 && x.size() == 2 * cos.size() && cos.size() == sin.size(),
-          "expected x [head_dim], cos and sin [head_dim / 2]");
+          "x must be [head_dim], cos and sin [head_dim / 2]");
   Array<float> y(x.size());
   KernelByName(KvCacheKernels(), name)
       .rotate(x.data(), cos.data(), sin.data(), x.size(), interleaved, y.mutable_data());
@@ -56,15 +56,16 @@ Array<uint8_t> KeyCodes(const Array<uint8_t>& cache, int64_t tokens, const CastA
   return codes;
 }
 
-// The arguments of a call, one a head of keys and values; what they point to lives as long as the arrays.
+// The arguments of a call, for one key-value head after another. They point into the arrays, which must outlive them.
 class DecodeCall {
  public:
-  // values null: not asked for.
+  // values: null if only scores are computed.
   DecodeCall(const Array<float>& q, float scale, const py::array& keys, const std::optional<Array<float>>& codebooks,
              int64_t first_key, const py::array* values, std::optional<int64_t> tokens, int64_t begin,
              std::optional<int64_t> end, const KernelName& name)
       : kernel_(KernelByName(DecodeAttentionKernels(), name)) {
-    Require(q.ndim() == 3 && q.shape(0) > 0 && q.shape(1) > 0, "q must be [kv_heads, heads, head_dim], each 1 or more");
+    Require(q.ndim() == 3 && q.shape(0) > 0 && q.shape(1) > 0,
+            "q must be [kv_heads, heads, head_dim], each at least 1");
     kv_heads_ = q.shape(0);
     args_.heads = q.shape(1);
     args_.head_dim = q.shape(2);
@@ -72,13 +73,13 @@ class DecodeCall {
     args_.q_head_bytes = args_.head_dim * kFloat;
     args_.scale = scale;
     RequireNoProblem(ValidateKeyCodeLayout({args_.head_dim, 1}));
-    int64_t room = std::numeric_limits<int64_t>::max();  // for all tokens
-    int64_t seen = room;                                 // for those of the range
+    int64_t room = std::numeric_limits<int64_t>::max();  // capacity of the caches
+    int64_t seen = room;                                 // end of the available keys
     if (codebooks) {
       Require(codebooks->ndim() == 4 && codebooks->shape(0) == kv_heads_,
               "codebooks must be [kv_heads, head_dim / d_sub, 16, d_sub]");
       const KeyCodeLayout layout = CodebookLayout(codebooks->shape(1), codebooks->shape(2), codebooks->shape(3));
-      Require(layout.head_dim == args_.head_dim, "codebooks are of another head_dim than q");
+      Require(layout.head_dim == args_.head_dim, "codebooks must have the head_dim of q");
       room = Take<uint8_t>(keys, layout.RowBytes(), "keys with codebooks");
       args_.d_sub = layout.d_sub;
       args_.codebook = codebooks->data();
@@ -110,8 +111,8 @@ class DecodeCall {
     end_ = end.value_or(args_.tokens);
     Require(first_key >= 0 && begin_ >= first_key && begin_ <= end_ && end_ <= std::min(args_.tokens, seen) &&
                 args_.tokens <= room,
-            "expected first_key <= begin <= end <= tokens, and keys and values of all of them; found ", first_key, ", ",
-            begin_, ", ", end_, ", ", args_.tokens);
+            "first_key <= begin <= end <= tokens must hold, with keys and values for all of them; found ", first_key,
+            ", ", begin_, ", ", end_, ", ", args_.tokens);
   }
 
   int64_t kv_heads() const { return kv_heads_; }
@@ -134,7 +135,7 @@ class DecodeCall {
   }
 
  private:
-  // Checks that it is an array of T, [kv_heads, rows, row], without gaps, and gives the rows.
+  // Checks that the array is a contiguous [kv_heads, rows, row] of T, and returns rows.
   template <typename T>
   int64_t Take(const py::array& array, int64_t row, const char* what) const {
     Require(
@@ -197,7 +198,7 @@ void CheckPartial(const PartialArrays& partial) {
   const auto& [most, sum, y] = partial;
   Require(y.ndim() == 3 && most.ndim() == 2 && sum.ndim() == 2 && most.size() == sum.size() &&
               most.size() * y.shape(2) == y.size(),
-          "expected max and sum [kv_heads, heads] and y [kv_heads, heads, head_dim]");
+          "max and sum must be [kv_heads, heads] and y [kv_heads, heads, head_dim]");
 }
 
 PartialArrays MergePartials(PartialArrays a, PartialArrays b, const KernelName& name) {
@@ -205,7 +206,7 @@ PartialArrays MergePartials(PartialArrays a, PartialArrays b, const KernelName& 
   CheckPartial(b);
   const auto copy = [](const Array<float>& from) { return Array<float>(from.request()); };
   PartialArrays result{copy(std::get<0>(b)), copy(std::get<1>(b)), copy(std::get<2>(b))};
-  Require(std::get<2>(a).size() == std::get<2>(b).size(), "the two are of different shapes");
+  Require(std::get<2>(a).size() == std::get<2>(b).size(), "a and b must have the same shape");
   KernelByName(DecodeAttentionKernels(), name)
       .merge(std::get<0>(a).size(), std::get<2>(a).shape(2), Writable(a), Writable(result));
   return result;

@@ -8,8 +8,8 @@ namespace {
 
 using StridedArray = py::array_t<float, py::array::forcecast>;
 
-// A copy of a matrix whose rows lie as far apart as its own do, with zeros in the gaps: kernels see row strides, and
-// must leave what lies between the rows as it is.
+// A copy of a matrix with the same row stride and zeros in the gaps: kernels handle row strides, and must not write
+// between the rows.
 class Result {
  public:
   Result(const StridedArray& x, const char* name) {
@@ -35,10 +35,10 @@ class Result {
   Array<float> memory_;
 };
 
-// Checks that another operand of the epilogue is [m, n] with rows of contiguous floats, as the kernels read them.
+// Checks that another operand of the epilogue is [m, n] with rows of contiguous floats, as kernels require.
 void CheckOperand(const StridedArray& operand, const char* name, const Result& y) {
   Require(operand.ndim() == 2 && operand.shape(0) == y.m && operand.shape(1) == y.n, name, " must be [", y.m, ", ", y.n,
-          "], as y");
+          "], like y");
   Require(operand.size() <= 1 || ((y.n <= 1 || operand.strides(1) == kFloat) && operand.strides(0) % kFloat == 0), name,
           " must have rows of contiguous float32");
 }
@@ -60,7 +60,7 @@ StridedArray Epilogue(const StridedArray& y, int64_t activation, const std::opti
   args.y_row_bytes = result.row_bytes;
   args.x = args.y;
   args.x_row_bytes = args.y_row_bytes;
-  // x and the factor share the distance between rows, and x is then apart from y.
+  // x and the factor share a row stride, so x needs its own memory.
   std::vector<float> x;
   if (factor) {
     CheckOperand(*factor, "factor", result);

@@ -1,4 +1,4 @@
-// A host of plans for tests and benchmarks: threads of its own, and memory up to a limit.
+// A Host for tests and benchmarks, with its own threads and a limit on allocations.
 #pragma once
 
 #include <atomic>
@@ -26,7 +26,7 @@ class TestHost : public Host {
     for (int i = 1; i < threads_; ++i) others.emplace_back(work);
     work();
   }
-  // Each piece of memory by itself is held to the limit.
+  // The limit applies to each allocation, not to their sum.
   void* Allocate(size_t bytes) override {
     void* const data = static_cast<int64_t>(bytes) <= most_bytes_ ? std::malloc(bytes) : nullptr;
     if (data == nullptr) throw std::bad_alloc();

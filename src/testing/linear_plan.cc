@@ -1,4 +1,4 @@
-// ortolan._testing: the plan of linear layers, on a host of the tests.
+// ortolan._testing: the plan of linear layers, on a TestHost.
 #include "matmul/linear_plan.h"
 
 #include "host.h"
@@ -18,12 +18,12 @@ Features FeaturesOf(const std::optional<std::string>& isa) {
   for (const NamedFeatureSet& set : FeatureSets()) {
     if (*isa == set.name && DetectedFeatures().Has(set.features)) return set.features;
   }
-  throw std::invalid_argument("isa is '" + *isa + "', which this CPU has not");
+  throw std::invalid_argument("isa is '" + *isa + "', which this CPU does not support");
 }
 
 std::vector<int64_t> ShapeOf(const py::array& array) { return {array.shape(), array.shape() + array.ndim()}; }
 
-// A layer with a bf16 weight; the residual has the shape of y or its last axes.
+// Runs a layer with a bf16 weight. The residual broadcasts with y.
 Array<float> LinearLayerOf(const CastArray<float>& x, const Array<uint8_t>& masks, const Array<uint16_t>& values,
                            const Array<int64_t>& offsets, int64_t k, int64_t n,
                            const std::optional<CastArray<float>>& bias, const std::optional<CastArray<float>>& residual,
@@ -32,8 +32,8 @@ Array<float> LinearLayerOf(const CastArray<float>& x, const Array<uint8_t>& mask
   const BitmapWeight w{{k, n}, CheckedBitmap<Bf16Format>(masks, values, offsets, k, n)};
   Require(x.ndim() == 2 && x.shape(1) == k, "x must be [m, ", k, "]");
   Require(!bias || (bias->ndim() == 1 && bias->shape(0) == n), "bias must be [", n, "]");
-  Require(IsActivation(activation), "activation is ", activation);
-  Require(gated_columns == 0 || n == 2 * kPanelColumns * BitmapPanels(gated_columns), "gated_columns do not fit");
+  Require(IsActivation(activation), "activation is ", activation, ", expected 0 to 4");
+  Require(gated_columns == 0 || n == 2 * kPanelColumns * BitmapPanels(gated_columns), "gated_columns does not match n");
   LinearLayer layer;
   layer.w = &w;
   layer.kernels = Bf16Kernels();
@@ -43,7 +43,7 @@ Array<float> LinearLayerOf(const CastArray<float>& x, const Array<uint8_t>& mask
   const std::vector<int64_t> shape{x.shape(0), layer.Columns()};
   if (norm) {
     const auto& [weight, norm_bias, epsilon] = *norm;
-    Require(weight.size() == shape[1] && norm_bias.size() == shape[1], "norm must be [", shape[1], "]");
+    Require(weight.size() == shape[1] && norm_bias.size() == shape[1], "norm weight and bias must be [", shape[1], "]");
     LayerNormArgs& args = layer.norm.emplace();
     args.weight = weight.data();
     args.bias = norm_bias.data();
@@ -56,7 +56,7 @@ Array<float> LinearLayerOf(const CastArray<float>& x, const Array<uint8_t>& mask
   std::vector<int64_t> y_shape = shape;
   if (residual) {
     const std::optional<std::vector<int64_t>> sum = BroadcastShape(shape, ShapeOf(*residual));
-    Require(sum && sum->back() == shape[1], "residual does not fit");
+    Require(sum && sum->back() == shape[1], "residual must broadcast with y and have its number of columns");
     y_shape = *sum;
   }
   Array<float> y(y_shape);

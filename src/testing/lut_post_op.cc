@@ -6,14 +6,14 @@
 namespace ortolan {
 namespace {
 
-// x u8, i8, u16 or i16 of any shape, table [256] or [65536] of u8, i8, u16, i16 or float32.
+// x: u8, i8, u16 or i16 of any shape. table: u8, i8, u16, i16 or float32, [256] or [65536].
 py::array LutPostOp(const py::array& x, const py::array& table, const KernelName& name) {
   const auto is_one_of = [](const py::array& array, const std::string& kinds, py::ssize_t most) {
     return kinds.find(array.dtype().kind()) != std::string::npos && array.itemsize() <= most;
   };
   const bool is_float = table.dtype().kind() == 'f' && table.itemsize() == 4;
   Require(is_one_of(x, "iu", 2) && (is_one_of(table, "iu", 2) || is_float),
-          "x must be of 8 or 16 bits, table also float32");
+          "x must be an 8- or 16-bit integer array, table an 8- or 16-bit integer or float32 array");
   Require(table.ndim() == 1 && table.size() == LutEntries(x.itemsize()), "table has ", table.size(),
           " entries, expected [", LutEntries(x.itemsize()), "]");
   LutFn* const run = KernelByName(LutKernels(), name).For(x.itemsize(), table.itemsize());

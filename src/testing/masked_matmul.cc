@@ -9,7 +9,7 @@ namespace ortolan {
 namespace {
 
 FloatRows Matrix(const CastArray<float>& x, const char* name) {
-  Require(x.ndim() == 2 && x.size() > 0, name, " must be a matrix of one row and column or more");
+  Require(x.ndim() == 2 && x.size() > 0, name, " must be a matrix with at least one row and one column");
   return {x.data(), x.shape(1) * kFloat, x.shape(0), x.shape(1)};
 }
 
@@ -20,7 +20,7 @@ Way WayByName(const std::string& name) {
   throw std::invalid_argument("way is '" + name + "', expected blocks, two_sided or values");
 }
 
-// None where a or b is not finite.
+// Returns None if a or b is not finite.
 std::optional<Array<float>> MaskedMatMul(const CastArray<float>& a, const CastArray<float>& b,
                                          const std::string& way_name, const KernelName& name) {
   const FloatRows a_rows = Matrix(a, "a");
@@ -48,7 +48,7 @@ std::optional<Array<float>> MaskedMatMul(const CastArray<float>& a, const CastAr
   return y;
 }
 
-// The product as the plan makes it, and which way it took. finite: that b is finite is known.
+// Returns the product computed by the plan, and the way it used. finite: b is known to be finite.
 py::tuple PlannedMatMul(const CastArray<float>& a, const CastArray<float>& b, bool finite, const KernelName& name) {
   const FloatRows a_rows = Matrix(a, "a");
   const FloatRows b_rows = Matrix(b, "b");
@@ -73,7 +73,7 @@ py::tuple PlannedMatMul(const CastArray<float>& a, const CastArray<float>& b, bo
   return py::make_tuple(y, kWays[static_cast<int>(way)]);
 }
 
-// b float32, int8, or u16: the bits of bf16.
+// b: float32, int8, or u16 with the bits of bf16.
 template <typename Weight>
 Array<float> MaskedRows(const CastArray<float>& a, const Array<Weight>& b,
                         const std::optional<CastArray<float>>& scales, int64_t group,
@@ -82,7 +82,7 @@ Array<float> MaskedRows(const CastArray<float>& a, const Array<Weight>& b,
   Require(b.ndim() == 2 && b.shape(0) == a_rows.columns && b.shape(1) > 0, "a and b do not fit");
   const int64_t n = b.shape(1);
   const int64_t k = a_rows.columns;
-  Require(group >= 1, "group must be 1 or more");
+  Require(group >= 1, "group must be at least 1");
   Require(!scales || (scales->ndim() == 2 && scales->shape(0) == (k + group - 1) / group && scales->shape(1) == n),
           "scales must be [groups, n]");
   Require(!always || always->size() == k, "always must be [k]");
@@ -113,7 +113,7 @@ Array<float> MaskedRows(const CastArray<float>& a, const Array<Weight>& b,
     MultiplyByPanels(kernel, kValues, args, memory);
     return y;
   }
-  // In pieces, as the operator does it.
+  // In two work items, as in the operator.
   const int64_t half = n / 2;
   MultiplyRowsFn* const multiply = kernel.multiply_rows[static_cast<int>(kValues)];
   multiply(args, 0, half);

@@ -10,7 +10,7 @@ namespace {
 
 using Bias = std::optional<CastArray<float>>;
 
-// The number of rows of x.
+// Checks x and bias, and returns the number of rows of x.
 int64_t CheckActivations(const MatMulWeight& w, const CastArray<float>& x, const Bias& bias) {
   Require(x.ndim() == 2 && x.shape(1) == w.k, "x must be [m, ", w.k, "]");
   Require(!bias || (bias->ndim() == 1 && bias->shape(0) == w.n), "bias must be [", w.n, "]");
@@ -19,11 +19,12 @@ int64_t CheckActivations(const MatMulWeight& w, const CastArray<float>& x, const
 
 const MatMulKernel& FindKernel(std::span<const MatMulKernel> kernels, const KernelName& name, int64_t m, int64_t k) {
   const MatMulKernel& kernel = KernelByName(kernels, name, {m, k});
-  Require(k <= kernel.most_inputs, "kernel ", kernel.name, " is for ", kernel.most_inputs, " inputs at most, k is ", k);
+  Require(k <= kernel.most_inputs, "kernel ", kernel.name, " supports at most ", kernel.most_inputs, " inputs, k is ",
+          k);
   return kernel;
 }
 
-// y [m, n] = x @ W + bias.
+// Computes y [m, n] = x @ W + bias.
 Array<float> MatMul(const MatMulWeight& w, std::span<const MatMulKernel> kernels, const CastArray<float>& x,
                     const Bias& bias, const KernelName& name) {
   MatMulArgs args;
@@ -49,7 +50,7 @@ Array<float> SparseAmxMatMul(const CastArray<float>& x, const Array<uint8_t>& ma
   return MatMul(w, Bf16Kernels(), x, bias, name);
 }
 
-// Int8Format: scales float, one row of them. Int4Format: scales bf16, one row a group.
+// Int8Format: one row of float scales. Int4Format: bf16 scales, one row a group.
 template <typename Format, typename Scale>
 Array<float> QuantizedMatMul(std::span<const MatMulKernel> kernels, const CastArray<float>& x,
                              const Array<uint8_t>& masks, const Array<typename Format::Value>& values,
@@ -75,7 +76,7 @@ Array<float> QuantizedMatMul(std::span<const MatMulKernel> kernels, const CastAr
   const int64_t groups = ScaleRows(k, group);
   Require(
       scales.ndim() == 3 && scales.shape(0) == panels && scales.shape(1) == groups && scales.shape(2) == kPanelColumns,
-      "scales must be [", panels, ", ", groups, ", ", kPanelColumns, "]: pack_scales makes them");
+      "scales must be [", panels, ", ", groups, ", ", kPanelColumns, "], as made by pack_scales");
   return MatMul(w, kernels, x, bias, name);
 }
 
@@ -130,7 +131,7 @@ Array<float> W8A8MatMul(const CastArray<float>& x, const Array<int8_t>& weights,
   return MatMul(GroupWeight{{k, n}, view}, GroupInt8Kernels(), x, bias, name);
 }
 
-// scale and zero_point of a range that is given; throws unless both are what kernels take.
+// Returns a given fixed range, or throws if kernels cannot use it.
 FixedRange CheckedRange(const char* name, float scale, int64_t zero_point) {
   Require(scale > 0.0f, name, "scale is ", scale, ", expected more than 0");
   Require(zero_point >= 0 && zero_point <= 255, name, "zero_point is ", zero_point, ", expected 0 to 255");
@@ -147,7 +148,7 @@ Array<float> VnniSpmm(const CastArray<float>& x, const Array<int8_t>& values, co
   return MatMul(w, BlockSparseKernels(), x, bias, name);
 }
 
-// The hidden layer's numbers as floats: what an identity matrix makes of them.
+// Returns the hidden layer's outputs as floats, by multiplying them with an identity matrix.
 Array<float> VnniSpmmHidden(const CastArray<float>& x, float x_scale, int64_t x_zero_point, const Array<int8_t>& values,
                             const Array<uint16_t>& indices, const Array<int64_t>& starts, const Array<float>& scales,
                             int64_t k, int64_t n, const Bias& bias, float table_x_scale, int64_t table_x_zero_point,
@@ -179,7 +180,7 @@ Array<float> VnniSpmmHidden(const CastArray<float>& x, float x_scale, int64_t x_
   args.x = packed.data();
   AlignedBytes packed_next(kernel.PackedBytes(next_w, args.m));
   args.next = packed_next.data();
-  // In two pieces, as threads would.
+  // In two work items, in any order, as threads would.
   const int64_t panels = BitmapPanels(n);
   kernel.multiply_hidden(args, panels / 2, panels);
   kernel.multiply_hidden(args, 0, panels / 2);

@@ -1,4 +1,4 @@
-// As many products a second as a target's vectors can make with all operands in registers: the yardstick of kernels
+// Measures the peak rate of products of a target's vectors with all operands in registers: the reference for kernels
 // that multiply many rows.
 #include "simd/target.h"
 #include "simd_call.h"
@@ -6,10 +6,10 @@
 namespace ortolan {
 namespace {
 
-// Sums that do not wait for each other; two registers hold the operands, and one is left for what a product needs.
+// Independent accumulators. Two registers hold the operands, and at least one is left for temporaries.
 constexpr int kSums = Simd::kRegisters == 32 ? 16 : 12;
 
-// The register may hold anything from here on: the compiler must not move products out of the loop.
+// Makes the register's contents unknown to the compiler, so that it cannot move products out of the loop.
 template <typename Register>
 [[gnu::always_inline]] inline void Forget(Register& a) {
   if constexpr (Simd::kLanes == 1) {

@@ -1,4 +1,4 @@
-// ortolan._testing: functions of the vector vocabulary by target and name.
+// ortolan._testing: functions of the vector API (ops/simd), by target and name.
 #include <cstring>
 
 #include "simd_call.h"
@@ -26,7 +26,7 @@ const std::vector<SimdTarget>& SimdTargets() {
   return targets;
 }
 
-// By name, those that this CPU can run: their lanes.
+// Returns {name: lanes} of the targets that this CPU can run.
 py::dict LanesOfTargets() {
   py::dict lanes;
   for (const SimdTarget& target : SimdTargets()) {
@@ -38,19 +38,20 @@ py::dict LanesOfTargets() {
 const SimdTarget& TargetHere(const std::string& name) {
   const auto has_name = [&](const SimdTarget& target) { return target.name == name; };
   const auto target = std::ranges::find_if(SimdTargets(), has_name);
-  Require(target != SimdTargets().end() && DetectedFeatures().Has(target->needs), "no target ", name, " here");
+  Require(target != SimdTargets().end() && DetectedFeatures().Has(target->needs), "target is ", name,
+          ", which this build or CPU does not support");
   return *target;
 }
 
-// Runs products with all operands in registers; how many multiply-adds these were.
+// Runs products with all operands in registers; returns the number of multiply-adds.
 int64_t Peak(const std::string& target, const std::string& product, int64_t rounds) {
   const int64_t done = TargetHere(target).peak(product.c_str(), rounds);
-  Require(done > 0 || rounds <= 0, "no product ", product);
+  Require(done > 0 || rounds <= 0, "product is ", product, ", which the target does not have");
   return done;
 }
 
-// The bytes of the arguments lie at the beginning of as much memory as the result has; that is 0xEE where nothing is
-// written. None: the target has no such function.
+// Calls a function. Each argument is zero-padded to SimdCall::kBytes; the result has the same size and is 0xEE where
+// the function writes nothing. Returns None if the target has no such function.
 std::optional<Array<uint8_t>> Simd(const std::string& name, const std::string& function, const py::args& arrays,
                                    int64_t number) {
   const SimdTarget& target = TargetHere(name);
@@ -58,14 +59,14 @@ std::optional<Array<uint8_t>> Simd(const std::string& name, const std::string& f
   call.function = function.c_str();
   call.number = number;
   AlignedBytes memory(static_cast<int64_t>(std::size(call.in)) * SimdCall::kBytes);
-  Require(arrays.size() <= std::size(call.in), "too many arguments");
+  Require(arrays.size() <= std::size(call.in), "too many arguments, expected at most ", std::size(call.in));
   for (size_t i = 0; i < std::size(call.in); ++i) {
     char* const argument = memory.data() + i * SimdCall::kBytes;
     std::memset(argument, 0, SimdCall::kBytes);
     call.in[i] = reinterpret_cast<const uint8_t*>(argument);
     if (i >= arrays.size()) continue;
     const py::array array = py::array::ensure(arrays[i], py::array::c_style);
-    Require(array && array.nbytes() <= SimdCall::kBytes, "an argument is larger than ", SimdCall::kBytes, " bytes");
+    Require(array && array.nbytes() <= SimdCall::kBytes, "arguments must have at most ", SimdCall::kBytes, " bytes");
     std::memcpy(argument, array.data(), static_cast<size_t>(array.nbytes()));
   }
   Array<uint8_t> result(SimdCall::kBytes);

@@ -1,4 +1,4 @@
-// A function of the vector vocabulary (ops/simd), called on memory: what tests/simd compares with numpy.
+// A call of a function of the vector API (ops/simd) on memory, which tests/simd compares with NumPy.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 namespace ortolan {
 
 struct SimdCall {
-  static constexpr int64_t kBytes = 4096;  // of each argument and of the result
+  static constexpr int64_t kBytes = 4096;  // size of each argument and of the result
 
   const char* function = nullptr;
   const uint8_t* in[4] = {};

@@ -1,4 +1,4 @@
-// The vocabulary of a target, function by function (simd_call.h).
+// The vector API of a target, function by function (simd_call.h).
 #include "simd/target.h"
 #include "simd_call.h"
 
@@ -10,7 +10,7 @@ To* As(uint8_t* memory) {
   return reinterpret_cast<To*>(memory);
 }
 
-// The arguments, as what a function may want.
+// The arguments as the types that functions need.
 struct Arguments {
   explicit Arguments(const SimdCall& call)
       : a(reinterpret_cast<const float*>(call.in[0])),
@@ -31,7 +31,7 @@ struct Arguments {
   uint8_t* out_bytes;
 };
 
-// Calls the function that is named so, if the target has it.
+// Calls the function with this name, if the target has it.
 #define ORTOLAN_TRY(name, ...)                      \
   if (__builtin_strcmp(call.function, name) == 0) { \
     if constexpr (requires { __VA_ARGS__; }) {      \
@@ -66,7 +66,7 @@ bool RunFloats(const SimdCall& call, const Arguments& x) {
   return false;
 }
 
-// ReduceFour with a sum.
+// Calls ReduceFour with addition.
 template <typename S>
 auto Reduced(const float* from) {
   const typename S::Float four[] = {S::Load(from), S::Load(from + S::kLanes), S::Load(from + 2 * S::kLanes),
@@ -143,8 +143,8 @@ void DotStoredRows(const uint8_t* stored, const uint8_t* weights, const int32_t*
   }
 }
 
-// Of kVectors registers of tokens, each lane a token's quad: rows of bytes and quads again, whose products with the
-// four quads of weights are added to `sums` of each.
+// Takes kVectors registers of tokens, with a token's quad in each lane. Converts them to rows of bytes and back to
+// quads, multiplies with four quads of weights and adds `sums`.
 template <typename S, int kVectors>
 void DotRows(const uint8_t* tokens, const uint8_t* weights, const int32_t* sums, int32_t* out) {
   constexpr int64_t kRegisterBytes = 4 * S::kLanes;
@@ -156,7 +156,7 @@ void DotRows(const uint8_t* tokens, const uint8_t* weights, const int32_t* sums,
   DotStoredRows<S, kVectors>(stored, weights, sums, out);
 }
 
-// The rows of four times kVectors registers of numbers, made bytes with this offset; then likewise.
+// Packs 4 kVectors registers of integers to rows of bytes with this offset, and multiplies them as in DotRows.
 template <typename S, int kVectors>
 void DotPackedRows(const int32_t* numbers, int32_t offset, const uint8_t* weights, int32_t* out) {
   constexpr int64_t kRegisterBytes = 4 * S::kLanes;
@@ -170,7 +170,7 @@ void DotPackedRows(const int32_t* numbers, int32_t offset, const uint8_t* weight
   DotStoredRows<S, kVectors>(stored, weights, zeros, out);
 }
 
-// What the target's rows of tokens hold; bytes, where it has none.
+// The element type of the target's rows of tokens; bytes if it has none.
 template <typename S>
 struct RowElementOrByte {
   using Type = uint8_t;
@@ -183,8 +183,9 @@ struct RowElementOrByte<S> {
 template <typename S>
 using RowElementOf = typename RowElementOrByte<S>::Type;
 
-// 2 kLanes inputs of kTokens tokens, cut off at +-250, as rows: the sums of products of inputs 0 … 3 with 16 weights,
-// by output and token or, of few tokens, by token and output, where a second group has the weights' last 16.
+// Packs 2 kLanes inputs of kTokens tokens, clamped to +-250, to rows, and multiplies four of the inputs with 16
+// weights. The result is ordered by output and token; with few tokens by token and output, and the second half of the
+// outputs uses the last 16 weights.
 template <typename S, int kTokens>
 void DotWordRows(const int32_t* inputs, const int8_t* weights, int32_t* out) {
   constexpr int64_t kRow = S::template kRowWords<kTokens>;
@@ -195,7 +196,7 @@ void DotWordRows(const int32_t* inputs, const int8_t* weights, int32_t* out) {
   }
   int16_t rows[2 * S::kLanes * kRow];
   S::template StoreInputs<kTokens>(tokens, rows);
-  // Any four inputs may meet: the first, the last or nearly, and two between do.
+  // Four inputs spread over the rows: the first, about the last, and two between them.
   constexpr int64_t kApart = (2 * S::kLanes - 1) / 3 * kRow;
   const int16_t* const four[4] = {rows, rows + kApart, rows + 2 * kApart, rows + 3 * kApart};
   typename S::Int sums[2][S::template kRowSums<kTokens>] = {};
@@ -214,7 +215,8 @@ void DotWordRows(const int32_t* inputs, const int8_t* weights, int32_t* out) {
   }
 }
 
-// A register of bytes as rows of words, less `zero`: what weights that pick one row after the other find in them.
+// Converts a register of bytes to rows of 16-bit values minus `zero`, and multiplies with weights that pick one row
+// each.
 template <typename S, int kVectors>
 void DotStoredWords(const uint8_t* bytes, int32_t zero, int32_t* out) {
   constexpr int kTokens = kVectors * S::kLanes, kRows = 4 / kVectors;
@@ -246,7 +248,7 @@ auto PackedBytes(const int32_t* from, int32_t offset) {
   return S::PackBytes(four, offset);
 }
 
-// Two rows, 1024 bytes apart.
+// Gathers from two rows that are 1024 bytes apart.
 template <typename S>
 void Gather(const uint8_t* x, const uint8_t* indices, int64_t quads, uint8_t* out) {
   typename S::Bytes found[2];
@@ -276,7 +278,7 @@ bool RunMoreIntegers(const SimdCall& call, const Arguments& x) {
   return false;
 }
 
-// The most that sums may hold: eight registers of nibbles, one behind the other, times as many of bytes.
+// Multiplies eight registers of nibbles with eight of bytes: the most products that the partial sums can hold.
 template <typename S>
 auto DotNibbles(const uint8_t* nibbles, const uint8_t* bytes, typename S::Int sums) {
   auto part = S::StartNibbleSums(sums);
@@ -286,8 +288,8 @@ auto DotNibbles(const uint8_t* nibbles, const uint8_t* bytes, typename S::Int su
   return S::EndNibbleSums(sums, part);
 }
 
-// Bytes of a are dealt, each part is the dealt bytes and its own number, and the parts are interleaved: every byte of a
-// n times, with the numbers 0 … n-1.
+// Deals the bytes of a into kParts, XORs part i with i, and interleaves the parts: every byte of a appears kParts
+// times, XORed with 0 … kParts-1.
 template <typename S, int kParts>
 void DealAndInterleave(const uint8_t* a, uint8_t* out) {
   typename S::Bytes parts[kParts], to[kParts];

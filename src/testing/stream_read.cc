@@ -1,4 +1,4 @@
-// The rate at which threads can read memory: what a memory-bound kernel is measured against.
+// Measures the rate at which threads can read memory: the reference for memory-bound kernels.
 #include <thread>
 
 #include "testing.h"
@@ -8,8 +8,8 @@ namespace {
 
 using Vector = uint64_t __attribute__((vector_size(64), aligned(8)));
 
-// Reads `bytes` (a multiple of 128) once, in order, as fast as plain vector loads can, and returns a checksum so that
-// no compiler can leave the reads out. Prefetches `prefetch_bytes` ahead, also past the end (a prefetch cannot fault).
+// Reads `bytes` (a multiple of 128) once, in order, with plain vector loads, and returns a checksum so that compilers
+// cannot remove the reads. Prefetches `prefetch_bytes` ahead, even past the end (a prefetch cannot fault).
 #if defined(__x86_64__) && defined(__linux__)
 __attribute__((target_clones("avx512f", "avx2", "default")))
 #endif
@@ -27,7 +27,7 @@ uint64_t StreamRead(const uint8_t* data, size_t bytes, size_t prefetch_bytes) {
   return total;
 }
 
-// Each thread reads an equal part.
+// Reads an equal part of the buffer in each thread.
 uint64_t StreamReadArray(const Array<uint8_t>& buffer, int threads, size_t prefetch_bytes) {
   constexpr int kMostThreads = 256;
   Require(threads >= 1 && threads <= kMostThreads, "threads is ", threads, ", expected 1 to ", kMostThreads);

@@ -1,4 +1,4 @@
-// ortolan._testing: kernels for tests and benchmarks, by name. Each file adds its own to the module.
+// ortolan._testing: kernels for tests and benchmarks, by name. Each file adds its functions to the module.
 #pragma once
 
 #include <optional>
@@ -21,7 +21,7 @@ void BindLutPostOp(py::module_& module);
 void BindSimd(py::module_& module);
 void BindStreamRead(py::module_& module);
 
-// The name of a row of feature_sets.inc, or "unknown".
+// Returns the name of a row of feature_sets.inc, or "unknown".
 inline const char* FeatureSetName(Features features) {
   for (const NamedFeatureSet& set : FeatureSets()) {
     if (set.features == features) return set.name;
@@ -31,7 +31,7 @@ inline const char* FeatureSetName(Features features) {
 
 using KernelName = std::optional<std::string>;
 
-// The named kernel of a table, whether or not ORTOLAN_ISA allows it; without a name the best one for this work.
+// Returns the named kernel of a table, even if ORTOLAN_ISA excludes it; without a name, the best one for this work.
 template <typename Kernel>
 const Kernel& KernelByName(std::span<const Kernel> kernels, const KernelName& name, Work work = {}) {
   if (!name) return SelectKernel(kernels, ActiveFeatures(), work);
@@ -40,13 +40,13 @@ const Kernel& KernelByName(std::span<const Kernel> kernels, const KernelName& na
     known += (known.empty() ? "" : ", ") + std::string(kernel.name);
     if (*name != kernel.name) continue;
     Require(DetectedFeatures().Has(kernel.needs), "kernel ", *name, " needs ", FeatureSetName(kernel.needs),
-            ", which this CPU has not");
+            ", which this CPU does not support");
     return kernel;
   }
   throw std::invalid_argument(ErrorText("no kernel is called '", *name, "', expected one of: ", known));
 }
 
-// <name>_kernels(): the rows of a table, best first.
+// Defines <name>_kernels(), which lists the rows of a table, best first.
 template <typename Kernel>
 void DefineKernelList(py::module_& module, const char* name, std::span<const Kernel> (*kernels)()) {
   module.def((std::string(name) + "_kernels").c_str(), [kernels] {
@@ -65,7 +65,7 @@ void DefineKernelList(py::module_& module, const char* name, std::span<const Ker
   });
 }
 
-// Bytes at an address that is a multiple of 64, as ONNX Runtime aligns tensors.
+// A buffer aligned to 64 bytes, as ONNX Runtime aligns tensors.
 class AlignedBytes {
  public:
   explicit AlignedBytes(int64_t bytes) : bytes_(static_cast<size_t>(bytes) + kAlignment) {}
@@ -76,7 +76,7 @@ class AlignedBytes {
   std::vector<char> bytes_;
 };
 
-// A plan's host without threads.
+// A Host with one thread.
 class OneThread : public Host {
   void RunTasks(int64_t count, Task* task, const void* user) override {
     for (int64_t i = 0; i < count; ++i) task(user, i);
