@@ -240,9 +240,8 @@ std::string ValidateBitmap(const BitmapClaim& claim, const BitmapLayout& layout)
   if (claim.IsDense()) {
     const int64_t entries = panels * tiles * layout.TileEntries();
     if (claim.value_count == entries) return {};
-    return ErrorText("values without masks and offsets (dense storage) hold ", claim.value_count, " entries, expected ",
-                     entries, " (", panels, " panels x ", tiles, " tiles x ", layout.TileEntries(), ") for k=", claim.k,
-                     ", n=", claim.n);
+    return ErrorText("values hold ", claim.value_count, " entries, expected ", entries, " (dense storage, ", panels,
+                     " panels x ", tiles, " tiles x ", layout.TileEntries(), ") for k=", claim.k, ", n=", claim.n);
   }
   if (claim.mask_bytes != mask_bytes) {
     return ErrorText("masks hold ", claim.mask_bytes, " bytes, expected ", mask_bytes, " (", panels, " panels x ",

@@ -214,9 +214,8 @@ std::string ValidateStored(const BitmapClaim& claim, const BitmapLayout& layout)
                      layout.TileMaskBytes(), ") for k=", claim.k, ", n=", claim.n);
   }
   if (claim.value_count != entries) {
-    return ErrorText("values with masks but no offsets (2:4 storage) hold ", claim.value_count, " entries, expected ",
-                     entries, " (", tiles, " tiles x ", layout.TwoFourTileEntries(), ") for k=", claim.k,
-                     ", n=", claim.n);
+    return ErrorText("values hold ", claim.value_count, " entries, expected ", entries, " (2:4 storage, ", tiles,
+                     " tiles x ", layout.TwoFourTileEntries(), ") for k=", claim.k, ", n=", claim.n);
   }
   return layout.EntryBytes() == 2 ? CheckPositions<16>(claim, layout) : CheckPositions<8>(claim, layout);
 }

@@ -117,7 +117,7 @@ std::unique_ptr<MatMulDevice> OpenOnOpenCl(const OrtKernelInfo& info, const Grou
     return std::make_unique<OpenClDevice>(*library.functions, weight, asked == Asked::kAlways, logger, node);
   }
   const std::string reason = library.functions == nullptr ? library.problem : error.text;
-  WarnOnce(logger, ErrorText(node, ": OpenCL is not available, using the CPU: ", reason));
+  WarnOnce(logger, ErrorText(node, ": using the CPU instead of OpenCL: ", reason));
   return nullptr;
 }
 

@@ -18,9 +18,9 @@ def test_products_in_registers_are_counted(target, product):
 
 
 def test_unknown_products_and_columns_are_refused():
-    with pytest.raises(ValueError, match="no product Add"):
+    with pytest.raises(ValueError, match="product is Add, which"):
         _testing.peak("scalar", "Add", 1)
-    with pytest.raises(ValueError, match="no target sse"):
+    with pytest.raises(ValueError, match="target is sse, which"):
         _testing.peak("sse", "MultiplyAdd", 1)
 
 

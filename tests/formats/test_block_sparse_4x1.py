@@ -59,7 +59,7 @@ def index_outside(tensors: Tensors) -> None:
     tensors["indices"][last, 3] = 40
 
 
-@bad("indices of the outputs from 4 on do not ascend")
+@bad("indices of the group at output 4 do not ascend")
 def indices_swapped(tensors: Tensors) -> None:
     quad = tensors["starts"][1]
     tensors["indices"][quad, :2] = tensors["indices"][quad, 1::-1]
@@ -80,12 +80,12 @@ def ends_early(tensors: Tensors) -> None:
     tensors["starts"][-1] = 3
 
 
-@bad("starts fall or leave the .* quads after element 1")
+@bad("starts decrease or exceed the .* quads after element 1")
 def starts_fall(tensors: Tensors) -> None:
     tensors["starts"][2] = tensors["starts"][1] - 1
 
 
-@bad("starts fall or leave the .* quads after element 0")
+@bad("starts decrease or exceed the .* quads after element 0")
 def starts_far_away(tensors: Tensors) -> None:
     tensors["starts"][1] = 2**62
 
@@ -105,7 +105,7 @@ def too_few_values(tensors: Tensors) -> None:
     tensors["values"] = tensors["values"][:1].copy()
 
 
-@bad("values hold weights of outputs from 18 on")
+@bad("values hold nonzero weights for outputs from 18 on")
 def weights_of_no_output(tensors: Tensors) -> None:
     tensors["values"][-1, 3, 0] = 1
 

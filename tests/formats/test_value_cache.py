@@ -100,9 +100,9 @@ def test_special_values(tokens: int) -> None:
     ("change", "message"),
     [
         ({"cache": np.zeros((8, 19), np.uint8)}, "cache must be uint8 .tokens, 2 . head_dim.; head_dim is 17"),
-        ({"tokens": 9}, "cache must be uint8 .9 tokens or more"),
-        ({"tokens": 4}, "expected rows of 16 numbers, 4 at most"),
-        ({"values": np.zeros((1, 15), np.float32)}, "expected rows of 16 numbers"),
+        ({"tokens": 9}, "cache must be uint8 .at least 9 tokens"),
+        ({"tokens": 4}, "count, 16. with a count of at most 4"),
+        ({"values": np.zeros((1, 15), np.float32)}, "count, 16. with a count"),
     ],
 )
 def test_wrong_arguments(change: dict, message: str) -> None:

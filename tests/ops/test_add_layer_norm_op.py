@@ -191,8 +191,12 @@ VECTOR = np.ones(4, np.float32)
     ("weight", "bias", "message"),
     [
         (np.ones((1, 4), np.float32), VECTOR, r"norm_weight 'norm_weight' has shape \[1, 4\], expected \[n\]"),
-        (np.ones(0, np.float32), VECTOR, r"norm_weight 'norm_weight' has shape \[0\], expected \[n\], n from 1 on"),
-        (VECTOR, np.ones(5, np.float32), r"norm_bias 'norm_bias' has shape \[5\], expected \[4\] as norm_weight has"),
+        (
+            np.ones(0, np.float32),
+            VECTOR,
+            r"norm_weight 'norm_weight' has shape \[0\], expected \[n\], with n at least 1",
+        ),
+        (VECTOR, np.ones(5, np.float32), r"norm_bias 'norm_bias' has shape \[5\], expected \[4\] like norm_weight"),
         (VECTOR, np.ones((4, 1), np.float32), r"norm_bias 'norm_bias' has shape \[4, 1\], expected \[4\]"),
     ],
 )
@@ -213,7 +217,9 @@ def test_vectors_that_are_computed_are_refused(name: str) -> None:
 @pytest.mark.parametrize("epsilon", [-1e-5, np.nan, np.inf, None])
 def test_an_epsilon_that_is_no_size_is_refused(epsilon: float | None) -> None:
     model = node_model([2], VECTOR, VECTOR, epsilon)
-    with pytest.raises(Exception, match=r"AddLayerNorm node 'norm': epsilon is .*, expected a finite number from 0 on"):
+    with pytest.raises(
+        Exception, match=r"AddLayerNorm node 'norm': epsilon is .*, expected a finite value of at least 0"
+    ):
         session(model)
 
 
@@ -228,11 +234,11 @@ def test_other_versions_are_refused(version: int | None, message: str) -> None:
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        ([(3, 5)], r"X has shape \[3, 5\], expected \[..., 4\], as the norm's weight has 4 numbers"),
+        ([(3, 5)], r"X has shape \[3, 5\], expected \[..., 4\], because norm_weight has 4 elements"),
         ([(3, 1), (3, 4)], r"X has shape \[3, 1\], expected \[..., 4\]"),
         ([(3, 4), (3, 1)], r"addend has shape \[3, 1\], expected \[..., 4\]"),
         ([(3, 4), ()], r"addend has shape \[\], expected \[..., 4\]"),
-        ([(3, 4), (2, 4)], r"addend has shape \[2, 4\], expected one that ONNX Add takes beside \[3, 4\]"),
+        ([(3, 4), (2, 4)], r"addend has shape \[2, 4\], expected a shape that broadcasts with \[3, 4\]"),
         ([(3, 4), (3, 4), (2, 4)], r"second_addend has shape \[2, 4\], expected one that .* beside \[3, 4\]"),
         ([(1, 4), (3, 1, 4), (2, 4, 4)], r"second_addend has shape \[2, 4, 4\], expected .* beside \[3, 1, 4\]"),
     ],

@@ -57,10 +57,10 @@ def test_shapes_and_strides(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("x", "table", "kernel", "message"),
     [
-        (np.zeros(3, np.float32), np.zeros(256, np.uint8), None, "8 or 16 bits"),
-        (np.zeros(3, np.int32), np.zeros(256, np.uint8), None, "8 or 16 bits"),
-        (np.zeros(3, np.uint8), np.zeros(256, np.float64), None, "8 or 16 bits"),
-        (np.zeros(3, np.uint8), np.zeros(256, np.float16), None, "8 or 16 bits"),
+        (np.zeros(3, np.float32), np.zeros(256, np.uint8), None, "8- or 16-bit"),
+        (np.zeros(3, np.int32), np.zeros(256, np.uint8), None, "8- or 16-bit"),
+        (np.zeros(3, np.uint8), np.zeros(256, np.float64), None, "8- or 16-bit"),
+        (np.zeros(3, np.uint8), np.zeros(256, np.float16), None, "8- or 16-bit"),
         (np.zeros(3, np.uint8), np.zeros(255, np.uint8), None, "255 entries, expected .256."),
         (np.zeros(3, np.uint16), np.zeros(256, np.uint8), None, "256 entries, expected .65536."),
         (np.zeros(3, np.uint8), np.zeros((1, 256), np.uint8), None, "256 entries"),

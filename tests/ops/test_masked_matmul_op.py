@@ -317,7 +317,7 @@ def test_output_shape_is_inferred() -> None:
     ("a_shape", "b_shape", "message"),
     [
         ((4, 5), (6, 7), r"A has shape \[4, 5\] and B \[6, 7\], expected \[..., m, k\] and \[..., k, n\]"),
-        ((5,), (5, 7), "expected two dimensions or more of each"),
+        ((5,), (5, 7), "expected at least two dimensions of each"),
         ((2, 4, 5), (3, 5, 7), "expected leading dimensions that broadcast"),
     ],
 )
@@ -343,14 +343,14 @@ def test_refuses_an_answer_of_more_numbers_than_can_be_counted() -> None:
 @pytest.mark.parametrize("mask_shape", [(3, 5), (4, 4), (1, 4, 5), (2,)])
 def test_refuses_masks_that_do_not_fit(mask_shape: tuple[int, ...]) -> None:
     feeds = {"A": np.ones((4, 5), np.float32), "B": np.ones((5, 7), np.float32)}
-    with pytest.raises(Exception, match=r"a_mask has shape .*, expected one that broadcasts to that of A, \[4, 5\]"):
+    with pytest.raises(Exception, match=r"a_mask has shape .*, expected a shape that broadcasts to A's, \[4, 5\]"):
         run(masked_model(functions=False), {**feeds, "a_mask": np.ones(mask_shape, np.bool_)})
 
 
 @pytest.mark.parametrize("name", ["a_threshold", "b_threshold"])
 @pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf")])
 def test_refuses_thresholds(name: str, value: float) -> None:
-    with pytest.raises(Exception, match=f"node 'product': {name} is .*, expected a finite number from 0 on"):
+    with pytest.raises(Exception, match=f"node 'product': {name} is .*, expected a finite value of at least 0"):
         session(masked_model(functions=False, **{name: value}))
 
 
@@ -358,9 +358,9 @@ def test_refuses_thresholds(name: str, value: float) -> None:
     ("constants", "attributes", "message"),
     [
         ({}, {"format_version": 2}, "format_version is 2, this library reads 1"),
-        ({}, {"group_size": -1}, "group_size is -1, expected 0 or more"),
-        ({}, {"group_size": 32}, "group_size is 32, expected 0: B is no initializer"),
-        ({"B": np.ones((4, 3), np.float32)}, {"group_size": 32}, "group_size is 32, expected 0: B is not int8"),
+        ({}, {"group_size": -1}, "group_size is -1, expected at least 0"),
+        ({}, {"group_size": 32}, "group_size is 32, expected 0 because B is not an initializer"),
+        ({"B": np.ones((4, 3), np.float32)}, {"group_size": 32}, "group_size is 32, expected 0 because B is not int8"),
         (
             {"B": np.ones((40, 3), np.int8), "b_scale": np.ones((0, 3), np.float32)},
             {"group_size": 2**63 - 1},
@@ -376,12 +376,12 @@ def test_refuses_thresholds(name: str, value: float) -> None:
         (
             {"B": np.ones((4, 3), np.int8), "b_scale": np.full((1, 3), np.nan, np.float32)},
             {},
-            "holds Inf or NaN, expected finite numbers",
+            "contains Inf or NaN, expected finite values",
         ),
         (
             {"B": np.ones((4, 3), np.int8), "b_scale": np.ones((1, 3), np.float32)},
             {"b_threshold": 0.5},
-            "b_threshold is 0.5, expected 0: B 'B' is no float",
+            "b_threshold is 0.5, expected 0 because B 'B' is not float",
         ),
         ({"B": np.ones((2, 4, 3), np.int8)}, {}, r"B 'B' has shape \[2, 4, 3\], expected \[k, n\]"),
     ],
@@ -394,7 +394,7 @@ def test_refuses_weights(constants: dict[str, np.ndarray], attributes: dict[str,
 def test_refuses_a_mask_of_a_packed_weight() -> None:
     constants = {"B": np.ones((4, 3), np.int8), "b_scale": np.ones((1, 3), np.float32)}
     feeds = {"A": np.ones((2, 4), np.float32), "b_mask": np.ones((4, 3), np.bool_)}
-    with pytest.raises(Exception, match="b_mask is there, but B is no float"):
+    with pytest.raises(Exception, match="b_mask requires a floating-point B"):
         run(masked_model(constants, functions=False), feeds)
 
 

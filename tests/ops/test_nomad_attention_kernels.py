@@ -185,8 +185,8 @@ def test_large_scores(kernel: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k": np.ones((4, 3), np.float32)}, "expected q"),
-        ({"v": np.ones((3, 2), np.float32)}, "expected q"),
+        ({"k": np.ones((4, 3), np.float32)}, "q must be"),
+        ({"v": np.ones((3, 2), np.float32)}, "q must be"),
         ({"mask": np.ones((1, 1, 3), np.float32)}, "mask must be"),
         ({"mask": np.ones((4,), np.float32)}, "mask must be"),
         ({"q": np.ones((1, 9, 2), np.float32), "causal": True}, "causal needs"),

@@ -332,7 +332,7 @@ def test_shapes_are_inferred(tmp_path) -> None:
         ({"zero_hidden_rows": -1}, "zero_hidden_rows is -1, expected 0 or 1"),
         ({"any_order": 2}, "any_order is 2, expected 0 or 1"),
         ({"precision": 8}, "precision is 8, expected 32 or 16"),
-        ({"scale": float("nan")}, "scale is nan, expected a finite number"),
+        ({"scale": float("nan")}, "scale is nan, expected a finite value"),
     ],
 )
 def test_bad_attributes(attributes: dict[str, Any], message: str) -> None:
@@ -354,18 +354,18 @@ def test_bad_attributes(attributes: dict[str, Any], message: str) -> None:
         ({"key": (1, 7, 32)}, r"key 'key' has shape \[1, 7, 32\], expected \[2, T, 32\]"),
         (
             {"value": (2, 6, 32)},
-            r"value 'value' has shape \[2, 6, 32\], expected 2 sequences of 7 rows and 4 heads of 8, as",
+            r"value 'value' has shape \[2, 6, 32\], expected 2 sequences of 7 tokens with 4 heads of 8, like",
         ),
         ({"query": (2, 3, 5, 8)}, r"query 'query' has shape \[2, 3, 5, 8\], expected .* or \[B, 4, S, D\]"),
         ({"key": (2, 4, 7, 9)}, r"key 'key' has shape \[2, 4, 7, 9\], expected .* or \[2, 4, T, 8\]"),
-        ({"value": (2, 7, 4, 8)}, r"value 'value' has shape \[2, 7, 4, 8\], expected 2 sequences of 7 rows"),
+        ({"value": (2, 7, 4, 8)}, r"value 'value' has shape \[2, 7, 4, 8\], expected 2 sequences of 7 tokens"),
         (
             {"mask": (2, 1, 1, 6)},
-            r"mask 'mask' has shape \[2, 1, 1, 6\], expected one that broadcasts to \[2, 4, 5, 7\]",
+            r"mask 'mask' has shape \[2, 1, 1, 6\], expected a shape that broadcasts to \[2, 4, 5, 7\]",
         ),
         ({"mask": (1, 2, 1, 1, 7)}, "mask 'mask' has shape"),
         ({"mask": (3, 1, 1, 7)}, "mask 'mask' has shape"),
-        ({"query": (2, 8, 32), "causal": 1}, "causal with 8 queries and 7 keys, expected at least as many keys"),
+        ({"query": (2, 8, 32), "causal": 1}, "causal attention has 8 queries and 7 keys, expected at least 8 keys"),
     ],
 )
 def test_bad_shapes(shapes: dict[str, Any], message: str) -> None:

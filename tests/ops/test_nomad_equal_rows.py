@@ -146,7 +146,7 @@ KEYS, VALUES = setup_of().rows
             (VALUES - 1, VALUES - 1),
             rf"'past_value' has shape .*, expected \[2, 2, tokens, {VALUES}\] \(2 heads of 32, or",
         ),
-        ((KEYS, KEYS), f"'past_value' has shape .* or both caches of one width of {VALUES} to 65536 bytes"),
+        ((KEYS, KEYS), f"'past_value' has shape .* or both caches with the same width, {VALUES} to 65536 bytes"),
         ((KEYS - 1, KEYS - 1), rf"'past_key' has shape .*, expected \[2, 2, tokens, {KEYS}\] \(2 heads of 32, or"),
         ((VALUES, VALUES + 1), rf"'past_key' has shape .*, expected \[2, 2, tokens, {KEYS}\]"),
         ((KEYS, VALUES + 1), rf"'past_value' has shape .*, expected \[2, 2, tokens, {VALUES}\]"),

@@ -399,7 +399,7 @@ def test_with_each_isa(isa: str) -> None:
         ({"causal": 2}, "causal is 2, expected 0 or 1"),
         ({"zero_hidden_rows": -1}, "zero_hidden_rows is -1, expected 0 or 1"),
         ({"precision": 8}, "precision is 8, expected 32 or 16"),
-        ({"scale": float("inf")}, "scale is inf, expected a finite number"),
+        ({"scale": float("inf")}, "scale is inf, expected a finite value"),
     ],
 )
 def test_bad_attributes(attributes: dict[str, Any], message: str) -> None:
@@ -419,15 +419,15 @@ ROWS = {name: (1, 6, 32) for name in ("query", "key", "value")}
         ({"kept": (2, 3, 1)}, r"kept 'kept' has shape \[2, 3, 1\]"),
         (
             {"kept": (2, 4)},
-            "there are 1 x 6 queries and 6 keys, but kept 'kept' has 8 tokens that are there, expected 1 x 8",
+            "query has 1 x 6 tokens and key 6, but kept 'kept' marks 8 tokens as kept, expected 1 x 8",
         ),
-        ({"kept": (0, 4)}, "there are 1 x 6 queries and 6 keys, but kept 'kept' has 0 tokens"),
-        ({name: (2, 3, 32) for name in ROWS}, "there are 2 x 3 queries and 3 keys, but kept 'kept' has 6 tokens"),
+        ({"kept": (0, 4)}, "query has 1 x 6 tokens and key 6, but kept 'kept' marks 0 tokens"),
+        ({name: (2, 3, 32) for name in ROWS}, "query has 2 x 3 tokens and key 3, but kept 'kept' marks 6 tokens"),
         ({name: (0, 6, 32) for name in ROWS}, "there are 0 x 6 queries"),
         ({"query": (1, 5, 32)}, "there are 1 x 5 queries and 6 keys"),
         ({"key": (1, 7, 32), "value": (1, 7, 32)}, "there are 1 x 6 queries and 7 keys"),
         ({"key": (2, 6, 32)}, r"key 'key' has shape \[2, 6, 32\], expected \[1, T, 32\] \(4 heads of 8\), or"),
-        ({"value": (1, 5, 32)}, r"value 'value' has shape \[1, 5, 32\], expected 1 sequences of 6 rows"),
+        ({"value": (1, 5, 32)}, r"value 'value' has shape \[1, 5, 32\], expected 1 sequences of 6 tokens"),
         (
             {"query": (1, 6, 30)},
             r"query 'query' has shape \[1, 6, 30\], expected \[B, S, a multiple of 4 heads\] or \[B, 4, S, D\]\. Feed",
@@ -439,10 +439,10 @@ ROWS = {name: (1, 6, 32) for name in ("query", "key", "value")}
             {"key": (1, 4, 6, 9)},
             r"key 'key' has shape \[1, 4, 6, 9\], expected \[1, T, 32\] \(4 heads of 8\), or \[1, 4, T, 8\]\. Feed",
         ),
-        ({"value": (1, 4, 5, 8)}, r"value 'value' has shape \[1, 4, 5, 8\], expected 1 sequences of 6 rows"),
+        ({"value": (1, 4, 5, 8)}, r"value 'value' has shape \[1, 4, 5, 8\], expected 1 sequences of 6 tokens"),
         (
             {"mask": (1, 1, 6, 6)},
-            r"mask 'mask' has shape \[1, 1, 6, 6\], expected one that broadcasts to \[2, 4, 3, 3\]",
+            r"mask 'mask' has shape \[1, 1, 6, 6\], expected a shape that broadcasts to \[2, 4, 3, 3\]",
         ),
         ({"mask": (3, 1, 1, 3)}, "mask 'mask' has shape"),
         ({"mask": (1, 2, 1, 1, 3)}, "mask 'mask' has shape"),

@@ -184,7 +184,7 @@ def test_kept_of_another_rank(op_type: str, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shape", [(3, 5, 2), (2, 4, 2), (2, 0, 2), (0, 5, 2), (5, 2, 3), (10, 1)])
 def test_x_that_does_not_fit(shape: tuple[int, ...]) -> None:
     text = str(list(shape)).replace("[", r"\[").replace("]", r"\]")
-    message = rf"PackTokens node 'tokens': X has shape {text}, expected \[2 or 1, 5 or 1, ...\], as kept has it"
+    message = rf"PackTokens node 'tokens': X has shape {text}, expected \[2 or 1, 5 or 1, ...\], like kept"
     with pytest.raises(Exception, match=message):
         session(node_model(PACK, len(shape))).run(
             None, {"kept": np.ones((2, 5), np.int64), "X": np.zeros(shape, np.float32)}
@@ -203,7 +203,7 @@ def test_x_without_tokens(op_type: str, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shape", [(1, 2, 4), (1, 4, 4), (2, 3, 4), (0, 3, 4), (3, 1, 4), (1, 0, 4)])
 def test_another_number_of_rows(shape: tuple[int, ...]) -> None:
     text = str(list(shape)).replace("[", r"\[").replace("]", r"\]")
-    message = rf"UnpackTokens node 'tokens': X has shape {text}, expected \[1, 3, ...\], a row for each token that"
+    message = rf"UnpackTokens node 'tokens': X has shape {text}, expected \[1, 3, ...\], one row for each kept token"
     with pytest.raises(Exception, match=message):
         session(node_model(UNPACK)).run(
             None, {"kept": np.array([[1, 1, 0], [0, 0, 1]]), "X": np.zeros(shape, np.float32)}
@@ -223,7 +223,7 @@ def test_texts_are_refused() -> None:
     model = node_model(PACK, 2)
     for value in (model.graph.input[1], model.graph.output[0]):
         value.type.tensor_type.elem_type = TensorProto.STRING
-    with pytest.raises(Exception, match="PackTokens node 'tokens': X is of element type 8, expected numbers or truth"):
+    with pytest.raises(Exception, match="PackTokens node 'tokens': X has element type 8, expected a numeric type"):
         session(model).run(None, {"kept": np.ones((1, 2), np.int64), "X": x})
 
 

@@ -103,10 +103,15 @@ def test_one_zero_stands_for_no_zero_points(library: bool) -> None:
 @pytest.mark.parametrize(
     ("kind", "k", "x_zero_points", "message"),
     [
-        ("bf16", 70, 0, "are of weights of 16 bits and 70 inputs, expected int8"),
-        ("int4 g32", 70, 0, "are of weights of 4 bits and 70 inputs, expected int8"),
-        ("int8", 70, 0, "are of weights of 8 bits and 70 inputs, expected int8 .*, and x_zero_points 1"),
-        ("int8", 2**15 + 1, 1, "are of weights of 8 bits and 32769 inputs, expected int8 weights of at most 32768"),
+        ("bf16", 70, 0, "are given for 16-bit weights with 70 inputs, expected int8"),
+        ("int4 g32", 70, 0, "are given for 4-bit weights with 70 inputs, expected int8"),
+        ("int8", 70, 0, "are given for 8-bit weights with 70 inputs, expected int8 .*, and x_zero_points 1"),
+        (
+            "int8",
+            2**15 + 1,
+            1,
+            "are given for 8-bit weights with 32769 inputs, expected int8 weights with at most 32768",
+        ),
         ("int8", 70, 1, r"has shape \[2, 1, 16\], expected \[3, 1, 16\]"),
     ],
 )

@@ -145,22 +145,22 @@ def put(tensor: onnx.TensorProto, array: np.ndarray) -> None:
     tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
 
 
-@bad(r"x_scale 'x_scale' is 0, expected a number above 0")
+@bad(r"x_scale 'x_scale' is 0, expected a normal float above 0")
 def a_hidden_layer_without_range(node, tensors):
     put(tensors["x_scale"], np.zeros((), np.float32))
 
 
-@bad(r"x_scale 'x_scale' is nan, expected a number above 0")
+@bad(r"x_scale 'x_scale' is nan, expected a normal float above 0")
 def a_scale_that_is_no_number(node, tensors):
     put(tensors["x_scale"], np.array(np.nan, np.float32))
 
 
-@bad(r"table_x_scale 'table_x_scale' is inf, expected a number above 0")
+@bad(r"table_x_scale 'table_x_scale' is inf, expected a normal float above 0")
 def an_infinite_scale(node, tensors):
     put(tensors["table_x_scale"], np.array(np.inf, np.float32))
 
 
-@bad(r"table_y_scale 'table_y_scale' is -1, expected a number above 0")
+@bad(r"table_y_scale 'table_y_scale' is -1, expected a normal float above 0")
 def a_negative_scale(node, tensors):
     put(tensors["table_y_scale"], np.array(-1, np.float32))
 
@@ -214,7 +214,7 @@ def test_a_range_that_is_none_is_refused(scale: float) -> None:
     model = Mlp.random(np.random.default_rng(7), 0, 50, 30).model()
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     put(tensors["x_scale"], np.array(scale, np.float32))
-    with pytest.raises(Exception, match=r"'linear': x_scale 'x_scale' is .*, expected a number above 0"):
+    with pytest.raises(Exception, match=r"'linear': x_scale 'x_scale' is .*, expected a normal float above 0"):
         session(model)
 
 

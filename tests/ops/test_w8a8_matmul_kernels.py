@@ -119,7 +119,7 @@ def test_pack_and_unpack() -> None:
         rows = packed[np.arange(n) // 16, :, np.arange(n) % 16].reshape(n, -1)
         np.testing.assert_array_equal(rows[:, :k], q.T)
         assert not rows[:, k:].any()
-    with pytest.raises(ValueError, match="weights of 7 bytes are not those of 3 x 4"):
+    with pytest.raises(ValueError, match="weights have 7 bytes, which does not match 3 x 4"):
         _native.unpack_int8_group(np.zeros(7, np.int8), 3, 4)
 
 

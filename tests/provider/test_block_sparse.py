@@ -407,12 +407,12 @@ def test_wrong_records(numbers: dict[str, int], pattern: str, compiled: Path) ->
     [
         ("starts", "<q", (0, 1), "starts begin with 1"),
         ("starts", "<q", (3, 5), "starts end with 5, expected the number of quads, 6"),
-        ("starts", "<q", (1, 1 << 40), "starts fall or leave the 6 quads after element 0"),
-        ("starts", "<q", (1, -1), "starts fall or leave the 6 quads after element 0"),
+        ("starts", "<q", (1, 1 << 40), "starts decrease or exceed the 6 quads after element 0"),
+        ("starts", "<q", (1, -1), "starts decrease or exceed the 6 quads after element 0"),
         ("indices", "<H", (0, 32), "indices hold 32, expected less than k, 32"),
         ("indices", "<H", (23, 65535), "indices hold 65535"),
-        ("indices", "<H", (1, 0), "indices of the outputs from 0 on do not ascend: 0 after 0"),
-        ("values", "<b", (95, 1), "values hold weights of outputs from 10 on"),
+        ("indices", "<H", (1, 0), "indices of the group at output 0 do not ascend: 0 after 0"),
+        ("values", "<b", (95, 1), "values hold nonzero weights for outputs from 10 on"),
     ],
 )
 def test_wrong_weights(array: str, item: str, number: tuple[int, int], pattern: str, compiled: Path) -> None:

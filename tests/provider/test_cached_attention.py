@@ -314,7 +314,10 @@ BAD: dict[str, tuple[Arrays, str]] = {
         {"past_value": np.zeros((1, 2, 8, 16), np.float32)},
         "'past_key' holds 9 tokens and 'past_value' 8",
     ),
-    "negative": ({"lengths": np.array([-1], np.int32)}, "'lengths' holds -1 for sequence 0, expected its tokens"),
+    "negative": (
+        {"lengths": np.array([-1], np.int32)},
+        "'lengths' is -1 for sequence 0, expected the number of its tokens",
+    ),
     "too many": (
         {"lengths": np.array([10], np.int32)},
         "sequence 0 has 11 tokens after this call of 1, but 'past_key' holds 9",

@@ -200,7 +200,7 @@ def test_a_sum_of_other_rows_is_an_error() -> None:
 def test_sums_that_do_not_fit_are_an_error() -> None:
     session = provider_session(model_of([op("Add", "x t", "s"), norm()]))
     with pytest.raises(
-        Exception, match=r"'t' has shape \[2, 5, 24\], expected one that ONNX Add takes beside \[3, 5, 24\]"
+        Exception, match=r"'t' has shape \[2, 5, 24\], expected a shape that broadcasts with \[3, 5, 24\]"
     ):
         session.run(None, {"x": FEEDS["x"], "t": FEEDS["t"][:2]})
 

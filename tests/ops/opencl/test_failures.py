@@ -68,7 +68,7 @@ def test_without_opencl_the_cpu_answers(run: Run, tmp_path: Path, value: str) ->
     (tmp_path / "libOpenCL.so.1").write_bytes(b"no library")
     done = run(value, LD_LIBRARY_PATH=str(tmp_path))
     assert len(done.warnings) == 1
-    assert "node 'linear': not on OpenCL, the CPU computes it: OpenCL is not available" in done.warnings[0]
+    assert "node 'linear': using the CPU instead of OpenCL: OpenCL is not available" in done.warnings[0]
     done.check(run("0"))
 
 
