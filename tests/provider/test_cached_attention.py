@@ -320,9 +320,9 @@ BAD: dict[str, tuple[Arrays, str]] = {
     ),
     "too many": (
         {"lengths": np.array([10], np.int32)},
-        "sequence 0 has 11 tokens after this call of 1, but 'past_key' holds 9",
+        "sequence 0 has 11 tokens after this call of 1, but 'past_key' has room for 9",
     ),
-    "lowest": ({"lengths": np.array([-(2**31)], np.int32)}, "'lengths' holds -2147483648"),
+    "lowest": ({"lengths": np.array([-(2**31)], np.int32)}, "'lengths' is -2147483648"),
     "two lengths": ({"lengths": np.array([9, 9], np.int32)}, r"'lengths' has shape \[2\], expected \[1\]"),
     "two totals": ({"total": np.array([9, 9], np.int32)}, r"'total' has shape \[2\], expected one number"),
     "room for all": (
