@@ -1,4 +1,9 @@
-"""Kernels for tests and benchmarks, by name: only in builds with -DORTOLAN_TESTING=ON, never in wheels."""
+"""Kernels for tests and benchmarks, by name. Only in builds with -DORTOLAN_TESTING=ON, never in wheels.
+
+`kernel` is a name from the list of a table (`..._kernels`), or None for the best kernel on this CPU. All functions run
+on one thread unless they take `threads`, and raise ValueError for malformed tensors, wrong shapes and kernels that this
+CPU cannot run.
+"""
 
 from typing import Any, NotRequired, TypedDict
 
@@ -6,34 +11,42 @@ import numpy as np
 from numpy.typing import NDArray
 
 def feature_sets() -> list[str]:
-    """The names of all rows of ops/isa/feature_sets.inc, a set behind those that it contains."""
+    """Return the names of the rows of ops/isa/feature_sets.inc; a set comes after the sets that it contains."""
 
 def check_embedded(files: list[int]) -> None:
-    """Raises where files of so many bytes are too much for a compiled model that holds them."""
+    """Raise if embedded files of these sizes in bytes are too large for a compiled model."""
 
 def simd_lanes() -> dict[str, int]:
-    """The targets of the build that this CPU can run, and how many floats a register of each holds."""
+    """Return the lanes (floats in a register) of each target in this build that the CPU can run."""
 
 def simd(target: str, function: str, *arrays: NDArray[Any], number: int = 0) -> NDArray[np.uint8] | None:
-    """A function of ops/simd on the bytes of the arrays: 4096 bytes, 0xEE where it writes nothing.
+    """Call a function of ops/simd on the bytes of the arrays.
 
-    None: the target has no such function (src/testing/simd_kernels.cc lists all that it can call).
+    Returns:
+        4096 bytes, 0xEE where the function writes nothing; None if the target has no such function
+        (src/testing/simd_kernels.cc lists the functions).
     """
 
 def peak(target: str, product: str, rounds: int) -> int:
-    """Products of a target, "MultiplyAdd", "DotInt8" or "DotNibbles", with all operands in registers.
+    """Run products of a target, "MultiplyAdd", "DotInt8" or "DotNibbles", with all operands in registers.
 
-    Returns how many multiply-adds these were. Raises ValueError for other names and targets that this CPU cannot run.
+    Returns:
+        The number of multiply-adds.
+
+    Raises:
+        ValueError: another product, or a target that this CPU cannot run.
     """
 
 class KernelInfo(TypedDict):
+    """A row of a kernel table."""
+
     name: str
     isa: str
     runs_here: bool
     least_rows: NotRequired[int]  # matrix products: from how many rows of x on the kernel is taken
 
 def sparse_amx_matmul_kernels() -> list[KernelInfo]:
-    """The rows of the room's kernel table, best first."""
+    """List the kernels for bf16 weights, best first."""
 
 def sparse_amx_matmul(
     x: NDArray[Any],
@@ -45,10 +58,7 @@ def sparse_amx_matmul(
     bias: NDArray[Any] | None = None,
     kernel: str | None = None,
 ) -> NDArray[np.float32]:
-    """y [m, n] = bf16(x) [m, k] @ W + bias on one thread, by the named kernel or the best one.
-
-    Raises ValueError for malformed tensors, wrong shapes and kernels that this CPU cannot run.
-    """
+    """Return y [m, n] = bf16(x) [m, k] @ W + bias."""
 
 def linear_layer(
     x: NDArray[Any],
@@ -66,20 +76,36 @@ def linear_layer(
     isa: str | None = None,
     threads: int = 1,
 ) -> NDArray[np.float32]:
-    """What the plan of a linear layer makes of x [m, k]: ops/matmul/linear_plan.h. norm: weight, bias, epsilon.
+    """Run the plan of a linear layer on x [m, k] (ops/matmul/linear_plan.h).
 
-    Raises ValueError for malformed tensors, wrong shapes and a set of features that this CPU has not.
+    Args:
+        x: float [m, k].
+        masks: with values and offsets, the bf16 weight.
+        values: see masks.
+        offsets: see masks.
+        k: inputs.
+        n: outputs.
+        bias: float [n].
+        residual: broadcasts with y.
+        activation: as in `epilogue`.
+        gated_columns: columns of y of a gated layer; 0 for other layers.
+        norm: weight, bias and epsilon of a LayerNormalization.
+        isa: a feature set that this CPU has; None for the active one.
+        threads: number of threads.
     """
 
 class DeviceChoice:
-    """Which side computes calls of m rows: ops/matmul/device_choice.h."""
+    """Chooses the side that computes calls with m rows (ops/matmul/device_choice.h)."""
 
-    def __init__(self) -> None: ...
-    def takes(self, m: int) -> bool: ...
-    def took(self, m: int, on_device: bool, seconds: float) -> None: ...
+    def __init__(self) -> None:
+        """Create a choice without measurements."""
+    def takes(self, m: int) -> bool:
+        """Return whether the device takes the next call with m rows."""
+    def took(self, m: int, on_device: bool, seconds: float) -> None:
+        """Record the duration of a call."""
 
 def sparse_amx_matmul_int8_kernels() -> list[KernelInfo]:
-    """The rows of the kernel table for int8 weights, best first."""
+    """List the kernels for int8 weights, best first."""
 
 def sparse_amx_matmul_int8(
     x: NDArray[Any],
@@ -94,11 +120,20 @@ def sparse_amx_matmul_int8(
     x_zero_points: bool = False,
     zero_points: NDArray[np.int8] | None = None,
 ) -> NDArray[np.float32]:
-    """y [m, n] = x [m, k] quantized row by row @ (W * scales) + bias on one thread, by the named or best kernel.
+    """Return y [m, n] = x [m, k], quantized row by row, @ ((W - zero_points) * scales) + bias.
 
-    scales are [panels, 1, 16], as pack_scales makes them. x_zero_points: each row of x is quantized with a zero point.
-    zero_points, in the same order: what is taken off W, only with x_zero_points.
-    Raises ValueError for malformed tensors, wrong shapes and kernels that this CPU cannot run.
+    Args:
+        x: float [m, k].
+        masks: with values and offsets, the int8 weight.
+        values: see masks.
+        offsets: see masks.
+        scales: [panels, 1, 16], as made by `pack_scales`.
+        k: inputs.
+        n: outputs.
+        bias: float [n].
+        kernel: see the module.
+        x_zero_points: quantize each row of x with a zero point.
+        zero_points: [panels, 1, 16], zero points of the weights; requires x_zero_points.
     """
 
 def sparse_amx_matmul_int4(
@@ -113,10 +148,13 @@ def sparse_amx_matmul_int4(
     bias: NDArray[Any] | None = None,
     kernel: str | None = None,
 ) -> NDArray[np.float32]:
-    """The same with int4 weights and bf16 scales [panels, ceil(k / group_size), 16]; group_size is 32, 64 or 128."""
+    """Return the product with int4 weights and bf16 scales [panels, ceil(k / group_size), 16].
+
+    group_size is 32, 64 or 128.
+    """
 
 def epilogue_kernels() -> list[KernelInfo]:
-    """The rows of the epilogue's kernel table, best first."""
+    """List the kernels of the epilogue, best first."""
 
 def epilogue(
     y: NDArray[Any],
@@ -125,15 +163,20 @@ def epilogue(
     factor: NDArray[Any] | None = None,
     kernel: str | None = None,
 ) -> NDArray[np.float32]:
-    """activation(y) factor + residual [m, n] as a new array, by the named kernel or the best one.
+    """Return activation(y) factor + residual [m, n] as a new array.
 
-    activation: 0 none, 1 ReLU, 2 GELU by erf, 3 GELU by tanh, 4 SiLU. The result keeps the gaps between the rows of y;
-    they hold zeros. Raises ValueError for other activations, wrong shapes, a residual whose rows are not contiguous,
-    and kernels that this CPU cannot run.
+    The result has the row stride of y, with zeros in the gaps.
+
+    Args:
+        y: float [m, n].
+        activation: 0 none, 1 ReLU, 2 GELU with erf, 3 GELU with tanh, 4 SiLU.
+        residual: [m, n] with contiguous rows.
+        factor: [m, n].
+        kernel: see the module.
     """
 
 def layer_norm_kernels() -> list[KernelInfo]:
-    """The rows of LayerNormalization's kernel table, best first."""
+    """List the kernels of LayerNormalization, best first."""
 
 def layer_norm(
     x: NDArray[Any],
@@ -142,25 +185,25 @@ def layer_norm(
     epsilon: float,
     kernel: str | None = None,
 ) -> NDArray[np.float32]:
-    """LayerNormalization of the rows of x [m, n] as a new array, by the named kernel or the best one.
+    """Return the LayerNormalization of the rows of x [m, n] as a new array; weight and bias are [n].
 
-    weight and bias: [n]. The result keeps the gaps between the rows of x; they hold zeros. Raises ValueError for wrong
-    shapes and kernels that this CPU cannot run.
+    The result has the row stride of x, with zeros in the gaps.
     """
 
 def lut_post_op_kernels() -> list[KernelInfo]:
-    """The rows of the room's kernel table, best first."""
+    """List the kernels of LutPostOp, best first."""
 
 def lut_post_op(x: NDArray[Any], table: NDArray[Any], kernel: str | None = None) -> NDArray[Any]:
-    """table[the bits of x as an unsigned number], of x's shape and the table's type, on one thread.
+    """Return table[the bits of x as an unsigned integer], with x's shape and the table's type.
 
-    x: uint8, int8, uint16 or int16. table: these or float32, [256] or [65536]. kernel: a name out of
-    lut_post_op_kernels; None: the best one.
-    Raises ValueError for others.
+    Args:
+        x: uint8, int8, uint16 or int16.
+        table: one of these types or float32, [256] or [65536].
+        kernel: see the module.
     """
 
 def nomad_attention_kernels() -> list[KernelInfo]:
-    """The rows of the room's kernel table, best first."""
+    """List the exact attention kernels, best first."""
 
 def nomad_attention(
     q: NDArray[Any],
@@ -173,27 +216,41 @@ def nomad_attention(
     precision: int = 32,
     kernel: str | None = None,
 ) -> NDArray[np.float32]:
-    """softmax(scale q k^T + mask) v [heads, queries, head_dim] on one thread, by the named kernel or the best one.
+    """Return softmax(scale q k^T + mask) v [heads, queries, head_dim].
 
-    q [heads, queries, head_dim]; k, v [keys, head_dim], which all heads share; mask [heads, queries, keys], each of
-    them or 1. Raises ValueError for wrong shapes and kernels that this CPU cannot run.
+    Args:
+        q: [heads, queries, head_dim].
+        k: [keys, head_dim], shared by all heads.
+        v: [keys, head_dim].
+        scale: factor of the scores.
+        mask: broadcasts to [heads, queries, keys].
+        causal: the queries are the last ones of the keys and do not see later keys.
+        zero_hidden_rows: rows whose softmax is NaN give zeros.
+        precision: 32 or 16; ignored if a kernel is named.
+        kernel: see the module.
     """
 
 def append_keys(
     cache: NDArray[np.uint8], tokens: int, keys: NDArray[Any], codebook: NDArray[Any], kernel: str | None = None
 ) -> None:
-    """Append keys [count, head_dim] to a cache of key codes, in place (ops/formats/key_code_cache.h).
+    """Append keys to a cache of key codes, in place (ops/formats/key_code_cache.h).
 
-    cache [capacity, head_dim / d_sub / 2] holds `tokens` tokens and has room for `count` more; codebook
-    [head_dim / d_sub, 16, d_sub]; kernel: a row of kv_cache_kernels, without it the best one that runs here.
-    Raises ValueError for wrong shapes.
+    Args:
+        cache: [capacity, head_dim / d_sub / 2], with room for the keys.
+        tokens: number of tokens in the cache.
+        keys: float [count, head_dim].
+        codebook: float [head_dim / d_sub, 16, d_sub].
+        kernel: a name from `kv_cache_kernels`; None for the best one on this CPU.
+
+    Raises:
+        ValueError: wrong shapes.
     """
 
 def key_codes(cache: NDArray[np.uint8], tokens: int, codebook: NDArray[Any]) -> NDArray[np.uint8]:
-    """The codes [tokens, head_dim / d_sub] of a cache."""
+    """Return the codes [tokens, head_dim / d_sub] of a cache."""
 
 def decode_attention_kernels() -> list[KernelInfo]:
-    """The rows of the table of kernels for one token, best first."""
+    """List the kernels for decoding, best first."""
 
 DecodePartial = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]
 
@@ -209,13 +266,22 @@ def decode_attention(
     first_key: int = 0,
     kernel: str | None = None,
 ) -> DecodePartial:
-    """One token's attention over tokens begin … end-1 of the caches, on one thread: max, sum [kv_heads, heads] and y
-    [kv_heads, heads, head_dim] (ops/attention/decode.h).
+    """Compute attention of one token over tokens begin … end-1 of the caches (ops/attention/decode.h).
 
-    q [kv_heads, heads, head_dim]; keys: codes [kv_heads, capacity, row_bytes] with their codebooks [kv_heads,
-    head_dim / d_sub, 16, d_sub], or float32 [kv_heads, rows, head_dim], of the tokens from first_key on; values: int8
-    caches [kv_heads, capacity, 2 + head_dim] (uint8) or float32 [kv_heads, capacity, head_dim]; tokens: in the caches,
-    None: as many as fit. Raises ValueError for other shapes, ranges and kernels that this CPU cannot run.
+    Args:
+        q: [kv_heads, heads, head_dim].
+        scale: factor of the scores.
+        keys: codes [kv_heads, capacity, row_bytes], or float32 [kv_heads, rows, head_dim] from token first_key on.
+        values: int8 caches [kv_heads, capacity, 2 + head_dim] (uint8), or float32 [kv_heads, capacity, head_dim].
+        codebooks: [kv_heads, head_dim / d_sub, 16, d_sub] if keys are codes.
+        tokens: tokens in the caches; None for their capacity.
+        begin: first token.
+        end: end of the tokens; None for all.
+        first_key: token of the first row of float keys.
+        kernel: see the module.
+
+    Returns:
+        max and sum [kv_heads, heads], y [kv_heads, heads, head_dim].
     """
 
 def decode_scores(
@@ -229,7 +295,7 @@ def decode_scores(
     first_key: int = 0,
     kernel: str | None = None,
 ) -> NDArray[np.float32]:
-    """The scores [kv_heads, heads, end - begin] of decode_attention, in powers of two."""
+    """Return the scores [kv_heads, heads, end - begin] of `decode_attention`, in powers of two."""
 
 def run_attention_plan(
     q: NDArray[np.float32],
@@ -241,14 +307,24 @@ def run_attention_plan(
     threads: int = 1,
     most_bytes: int | None = None,
 ) -> NDArray[np.float32]:
-    """NoMADAttention's plan (ops/nomad_attention/nomad_attention.h) without a cache, without ONNX Runtime.
+    """Run NoMADAttention's plan without a cache (ops/nomad_attention/nomad_attention.h), without ONNX Runtime.
 
-    q [batch, queries, heads, head_dim], k and v [batch, keys, kv_heads, head_dim]. Raises MemoryError where a piece of
-    its memory is more than most_bytes.
+    Args:
+        q: [batch, queries, heads, head_dim].
+        k: [batch, keys, kv_heads, head_dim].
+        v: [batch, keys, kv_heads, head_dim].
+        scale: factor of the scores.
+        causal: as in `nomad_attention`.
+        precision: 32 or 16.
+        threads: number of threads.
+        most_bytes: limit on each allocation.
+
+    Raises:
+        MemoryError: an allocation exceeds most_bytes.
     """
 
 def kv_cache_kernels() -> list[KernelInfo]:
-    """The rows of the table of kernels of caches (ops/attention/kv_cache/kv_cache.h), best first."""
+    """List the kernels of caches (ops/attention/kv_cache/kv_cache.h), best first."""
 
 def decode_keys(
     cache: NDArray[np.uint8],
@@ -258,15 +334,15 @@ def decode_keys(
     end: int | None = None,
     kernel: str | None = None,
 ) -> NDArray[np.float32]:
-    """The centroids [end - begin, head_dim] of a cache's codes."""
+    """Return the keys [end - begin, head_dim] decoded from a cache of codes."""
 
 def append_values(cache: NDArray[np.uint8], tokens: int, values: NDArray[Any], kernel: str | None = None) -> None:
-    """Append values as _native.append_values, by a row of kv_cache_kernels."""
+    """Append values like `_native.append_values`, with a kernel of `kv_cache_kernels`."""
 
 def decode_values(
     cache: NDArray[np.uint8], tokens: int, begin: int = 0, end: int | None = None, kernel: str | None = None
 ) -> NDArray[np.float32]:
-    """The values [end - begin, head_dim] of a cache."""
+    """Return the values [end - begin, head_dim] decoded from a cache."""
 
 def rotate(
     x: NDArray[np.float32],
@@ -275,25 +351,25 @@ def rotate(
     interleaved: bool = False,
     kernel: str | None = None,
 ) -> NDArray[np.float32]:
-    """Rotary embedding of a row x [head_dim]."""
+    """Return the rotary embedding of a row x [head_dim]."""
 
 def softmax_kernels() -> list[KernelInfo]:
-    """The rows of the table of kernels of softmax (ops/attention/decode.h), best first."""
+    """List the softmax kernels (ops/attention/decode.h), best first."""
 
 def visible_range(mask: NDArray[np.float32], kernel: str | None = None) -> tuple[int, int, bool]:
-    """From the first to behind the last number of a row of a mask that hides nothing, and whether all of it is 0."""
+    """Return the range from the first to the last visible element of a mask row, and whether the mask is 0 in it."""
 
 def merge_decode(a: DecodePartial, b: DecodePartial, kernel: str | None = None) -> DecodePartial:
-    """The partial result of the tokens of both."""
+    """Merge two partial results into that of the tokens of both."""
 
 def finish_decode(partial: DecodePartial, kernel: str | None = None) -> NDArray[np.float32]:
-    """y / sum [kv_heads, heads, head_dim] of a partial result."""
+    """Return y / sum [kv_heads, heads, head_dim] of a partial result."""
 
 def stream_read(buffer: NDArray[np.uint8], threads: int = 1, prefetch_bytes: int = 4096) -> int:
-    """Read the buffer once, an equal part a thread, and return a checksum: the memory's rate."""
+    """Read the buffer once, an equal part per thread, to measure memory bandwidth. Returns a checksum."""
 
 def w4a8_matmul_kernels() -> list[KernelInfo]:
-    """The rows of the room's kernel table, best first."""
+    """List the kernels for int4 weights in groups, best first."""
 
 def w4a8_matmul(
     x: NDArray[Any],
@@ -308,15 +384,24 @@ def w4a8_matmul(
     minimums: NDArray[Any] | None = None,
     zero_point_steps: int = 1,
 ) -> NDArray[np.float32]:
-    """y [m, n] = x [m, k] quantized group by group @ W + bias on one thread, by the named kernel or the best one.
+    """Return y [m, n] = x [m, k], quantized group by group, @ W + bias.
 
-    scales and minimums [panels, groups, 16] are float32, or the bits of float16 as uint16. zero_point_steps: 16 where
-    zero_points are sixteenths.
-    Raises ValueError for malformed tensors, wrong shapes and kernels that this CPU cannot run.
+    Args:
+        x: float [m, k].
+        weights: as made by `pack_int4_group`.
+        scales: [panels, groups, 16], float32 or the bits of float16 (uint16).
+        group_size: 32, 64 or 128.
+        k: inputs.
+        n: outputs.
+        zero_points: [panels, groups, 16].
+        bias: float [n].
+        kernel: see the module.
+        minimums: [panels, groups, 16] with the type of scales, instead of zero_points.
+        zero_point_steps: 16 if zero_points are sixteenths.
     """
 
 def w8a8_matmul_kernels() -> list[KernelInfo]:
-    """The rows of the room's kernel table, best first."""
+    """List the kernels for int8 weights in groups, best first."""
 
 def w8a8_matmul(
     x: NDArray[Any],
@@ -328,10 +413,10 @@ def w8a8_matmul(
     bias: NDArray[Any] | None = None,
     kernel: str | None = None,
 ) -> NDArray[np.float32]:
-    """The same with the weights of pack_int8_group."""
+    """Return the product with weights made by `pack_int8_group`; other arguments as in `w4a8_matmul`."""
 
 def vnni_spmm_kernels() -> list[KernelInfo]:
-    """The rows of the room's kernel table, best first."""
+    """List the kernels for block-sparse weights, best first."""
 
 def vnni_spmm(
     x: NDArray[Any],
@@ -346,11 +431,9 @@ def vnni_spmm(
     x_scale: float | None = None,
     x_zero_point: int = 0,
 ) -> NDArray[np.float32]:
-    """y [m, n] = x [m, k] quantized @ W + bias on one thread, by the named kernel or the best one.
+    """Return y [m, n] = quantized x [m, k] @ W + bias.
 
-    x is quantized row by row, or with x_scale and x_zero_point.
-    Raises ValueError for malformed tensors, wrong shapes and kernels that this CPU cannot run or that k is too large
-    for, a scale that is not positive and a zero point outside of 0 to 255.
+    x is quantized row by row, or with x_scale (above 0) and x_zero_point (0 to 255). Kernels have a largest k.
     """
 
 def vnni_spmm_hidden(
@@ -371,28 +454,36 @@ def vnni_spmm_hidden(
     table: NDArray[np.uint8],
     kernel: str | None = None,
 ) -> NDArray[np.float32]:
-    """What a hidden layer passes on, as floats: table_y_scale (q - table_y_zero_point).
-
-    Raises ValueError as vnni_spmm does.
-    """
+    """Return the output of a hidden layer as floats, table_y_scale (q - table_y_zero_point)."""
 
 def masked_matmul_kernels() -> list[KernelInfo]:
-    """The rows of ops/masked_matmul/kernels.inc, best first."""
+    """List the kernels of MaskedMatMul, best first."""
 
 def masked_matmul(
     a: NDArray[Any], b: NDArray[Any], way: str = "blocks", kernel: str | None = None
 ) -> NDArray[np.float32] | None:
-    """a [m, k] @ b [k, n] on one thread, zeros skipped; None unless all numbers are finite.
+    """Return a [m, k] @ b [k, n], skipping zeros; None unless all values are finite.
 
-    way: "blocks" of zeros of b; "two_sided": also what tiles of a do not use; "values" of a, one by one.
+    Args:
+        a: float [m, k].
+        b: float [k, n].
+        way: "blocks" skips zero blocks of b, "two_sided" also unused inputs of tiles of a, "values" single zeros of a.
+        kernel: see the module.
     """
 
 def masked_matmul_plan(
     a: NDArray[np.float32], b: NDArray[np.float32], finite: bool = False, kernel: str | None = None
 ) -> tuple[NDArray[np.float32], str]:
-    """a [m, k] @ b [k, n] on one thread as the operator's plan makes it, and the way it took.
+    """Run the operator's plan on a [m, k] @ b [k, n].
 
-    finite: it is known that b is. The ways: "dense", "panels", "rows", "compact", "blocks", "two_sided", "values".
+    Args:
+        a: float32 [m, k].
+        b: float32 [k, n].
+        finite: b is known to be finite.
+        kernel: see the module.
+
+    Returns:
+        The product and the way used: "dense", "panels", "rows", "compact", "blocks", "two_sided" or "values".
     """
 
 def masked_rows(
@@ -404,7 +495,14 @@ def masked_rows(
     kernel: str | None = None,
     panels: bool = False,
 ) -> NDArray[np.float32]:
-    """a [m, k] @ (b [k, n] * scales) on one thread, reading only the rows of b that a uses, or always names.
+    """Return a [m, k] @ (b [k, n] * scales), reading only the rows of b that a uses or `always` marks.
 
-    b: float32, int8 or uint16 (bits of bf16). scales: [groups, n], of `group` rows of b each.
+    Args:
+        a: float [m, k].
+        b: float32, int8 or uint16 (bits of bf16) [k, n].
+        scales: [groups, n].
+        group: rows of b in a group of scales.
+        always: uint8 [k], nonzero for rows that are never skipped.
+        kernel: see the module.
+        panels: use the panel kernels.
     """
