@@ -26,7 +26,7 @@ LEAST_ZERO_BLOCKS: float  # fraction of all-zero blocks in int8 weights from whi
 def find_activation(
     nodes: list[tuple[str, list[int], int]], values: list[tuple[float | None, bool]]
 ) -> tuple[int, list[int]]:
-    """Return the activation of value 0 that the nodes compute, and the nodes that belong to it (ops/epilogue/formula.h).
+    """Return the activation of value 0 that the nodes compute, and its nodes (ops/epilogue/formula.h).
 
     Args:
         nodes: (type, inputs, output) of nodes in the ONNX domain; -1 is an input that is not one of the values.
