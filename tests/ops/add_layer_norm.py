@@ -31,7 +31,7 @@ def node_model(
     opset: int = 17,
     **attributes: Any,
 ) -> onnx.ModelProto:
-    """One node "norm" with its function: as many operands as there are ranks, by their names in INPUTS, output Y."""
+    """A model of one node "norm" with its function: one operand per rank, named as in INPUTS, and output Y."""
     tensors = {"norm_weight": weight, "norm_bias": bias, **dict.fromkeys(INPUTS[len(ranks) : 3], NONE)}
     given = {"epsilon": epsilon, "format_version": 1, **attributes}
     node = helper.make_node(
@@ -58,7 +58,7 @@ def node_model(
 
 
 def added(operands: Sequence[Floats]) -> Floats:
-    """From the left, each sum rounded."""
+    """Add the operands from left to right, rounding each sum."""
     total = operands[0]
     for operand in operands[1:]:
         total = total + operand
@@ -82,7 +82,7 @@ def answer(operands: Sequence[Floats], weight: Floats, bias: Floats, epsilon: fl
 
 
 def digest() -> str:
-    """Of answers on this process's instruction set."""
+    """Return a digest of the answers on this process's instruction set."""
     rng, found = np.random.default_rng(9), hashlib.sha256()
     for n in (1, 17, 200, 384):
         operands = random_operands(rng, [(3, 7, n), (1, 7, n), (n,)])

@@ -29,7 +29,7 @@ def quantize_tokens(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def random_blocks(rng: np.random.Generator, k: int, n: int, sparsity: float) -> np.ndarray:
-    """int8 [k, n] of which about `sparsity` of the blocks are zero; weights are any, zeros among them."""
+    """Return int8 [k, n] with a fraction of about `sparsity` zero blocks; other weights may be zero too."""
     q = rng.integers(-128, 128, (k, n), dtype=np.int8)
     kept = rng.random((k, -(-n // 4))) >= sparsity
     q[~np.repeat(kept, 4, axis=1)[:, :n]] = 0
@@ -88,7 +88,7 @@ class Range:
 
     @property
     def scale64(self) -> float:
-        """As the kernels see it."""
+        """Scale as the float32 that kernels use."""
         return float(np.float32(self.scale))
 
     def quantize(self, x: np.ndarray) -> np.ndarray:
@@ -136,7 +136,7 @@ class HiddenLayer:
         return low, high
 
     def run(self, x: np.ndarray, kernel: str | None = None) -> np.ndarray:
-        """What the kernel passes on, as float32."""
+        """Return the hidden activations of the kernel as float32."""
         return _testing.vnni_spmm_hidden(
             x,
             self.x.scale,

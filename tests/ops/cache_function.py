@@ -33,7 +33,7 @@ def uses_of(setup: Setup) -> CacheUses:
 
 
 def all_uses_of(setup: Setup) -> CacheUses:
-    """What a model of all kinds of nodes needs, of one kind of cache."""
+    """Return the requirements of a model with all kinds of nodes and one kind of cache."""
     return dataclasses.replace(
         uses_of(setup),
         d_sub=4 if setup.codes else 0,

@@ -71,7 +71,7 @@ class Setup:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Of the cache, in numbers."""
+        """Width of a row of the key or value cache, in elements."""
         key = self.head_dim // self.d_sub // 2 if self.codes else self.head_dim
         return key, self.head_dim + 2 if self.int8_values else self.head_dim
 
@@ -81,7 +81,7 @@ class Setup:
         return (self.width, self.width) if self.width else self.rows
 
     def row_views(self, kind: int, head: np.ndarray) -> np.ndarray:
-        """Of a head of the cache of keys (0) or values (1), [tokens, width], its rows: [tokens, row], one behind the
+        """Split a head of the key cache (0) or value cache (1), [tokens, width], into its rows [tokens, row], in order.
         other."""
         row = self.rows[kind]
         return head.reshape(-1)[: len(head) * row].reshape(-1, row)
@@ -92,7 +92,7 @@ class Setup:
 
     @property
     def slots(self) -> int:
-        """Of exact keys."""
+        """Number of exact keys."""
         return self.sinks + self.window
 
     def slot(self, token: int) -> int | None:
@@ -106,7 +106,7 @@ class Setup:
         return CACHES if self.slots else CACHES[:2]
 
     def empty_cache(self, batch: int, tokens: int = 0) -> list[np.ndarray]:
-        """Of keys, values and, if there are any, exact keys, which are NaN where they must not be read."""
+        """Return the caches of keys, values and exact keys (if any), NaN where they must not be read."""
         cache = [
             np.zeros((batch, self.kv_heads, tokens, width), dtype)
             for width, dtype in zip(self.widths, self.dtypes, strict=True)
@@ -253,7 +253,7 @@ def rotated(x: Floats, positions: NDArray[np.int64], setup: Setup) -> Floats:
 
 @dataclass
 class Call:
-    """What a call is fed, and what it must give. Heads are in front of rows."""
+    """Inputs of a call and its expected outputs, in the layout [heads, rows]."""
 
     setup: Setup
     feeds: dict[str, np.ndarray]
@@ -429,7 +429,7 @@ class Decoder:
                 value_rows[:tokens] = values
 
     def _cached(self, kind: int, b: int, tokens: int, present: list[np.ndarray]) -> Floats:
-        """What the cache of keys (0) or values (1) holds, [KV, tokens, D]."""
+        """Return the decoded key cache (0) or value cache (1), [KV, tokens, D]."""
         rows = np.stack([self.setup.row_views(kind, head) for head in present[kind][b]])
         if kind == 0 and self.setup.codes:
             books = self.setup.codebooks()
@@ -440,7 +440,7 @@ class Decoder:
 
 
 def run_shared(session: ort.InferenceSession, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """With the present cache bound to the memory of the past one."""
+    """Run with the present cache bound to the memory of the past cache."""
     binding = session.io_binding()
     shared = {
         name: ort.OrtValue.ortvalue_from_numpy(feeds[f"past_{name}"].copy())

@@ -24,8 +24,8 @@ def runnable_kernels() -> list[str]:
 class Case:
     """A group of query heads that share a head of keys and values, and what the caches hold of these.
 
-    keys: the decoded ones, float32 [tokens, head_dim]; codes and codebook: where they are codes. prompt: the first so
-    many are of a prompt that is part of the model (ops/nomad_attention/prompt_cache.h).
+    keys: decoded keys, float32 [tokens, head_dim]; codes and codebook: where keys are coded. prompt: the number of
+    leading tokens that belong to a prompt stored in the model (ops/nomad_attention/prompt_cache.h).
     """
 
     q: NDArray[np.float32]
@@ -75,7 +75,7 @@ class Case:
         return np.maximum(codes, floats[:, : self.prompt].max(-1, initial=0, keepdims=True))
 
     def table_scores(self) -> tuple[Doubles, Doubles]:
-        """What the quantized tables add up to, [heads, tokens], and how far a kernel may be from it: entries that lie
+        """Return the scores [heads, tokens] from the quantized tables, and a kernel's tolerance: table entries
         at half a step may be rounded either way.
         """
         assert self.codebook is not None and self.codes is not None

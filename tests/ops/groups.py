@@ -31,8 +31,11 @@ def quantize_groups(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class GroupLayer:
-    """q [k, n], uint8 0 … 15 or int8, scales [groups, n] of float32 or float16, zero_points [groups, n] or None,
-    minimums [groups, n] of the type of scales or None; not both. steps: of zero points a whole number, 1 or 16."""
+    """A random layer: q [k, n], uint8 0 … 15 or int8; scales [groups, n], float32 or float16.
+
+    Either zero_points [groups, n] or minimums [groups, n] (of the type of scales) may be given. steps: zero points are
+    multiples of 1 / steps, with steps 1 or 16.
+    """
 
     q: np.ndarray
     scales: np.ndarray
@@ -56,7 +59,7 @@ class GroupLayer:
         bits: int = 4,
         scale: float = 1.0,
     ) -> GroupLayer:
-        """minimums: in the place of zero points; fractions: zero points in sixteenths. Of 8 bits there are neither."""
+        """Return a random layer; 4-bit layers may have minimums, or fractions (zero points in 1/16)."""
         shape = (-(-k // group), n)
         scales = (rng.random(shape) + 0.1) * rng.choice([-1, 1], shape) * scale
         dtype = np.float16 if half else np.float32
@@ -79,7 +82,7 @@ class GroupLayer:
 
     @property
     def packed_scales(self) -> np.ndarray:
-        """As the kernel takes them: float32, or the bits of float16."""
+        """Scales as the kernel reads them: float32, or the bits of float16."""
         return _packed(self.scales)
 
     @property
@@ -124,7 +127,7 @@ class GroupLayer:
         return np.repeat(rows, self.group, axis=0)[: len(self.q)].astype(np.float64)
 
     def _products(self, q: np.ndarray, g: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """What is added up as floats for a group's columns of q: factors [m, inputs] and [inputs, n]."""
+        """Return the float factors [m, inputs] and [inputs, n] of one group of q."""
         part = slice(g * self.group, min(len(self.q), (g + 1) * self.group))
         scales = self.scales[g].astype(np.float64)
         if not self._adds_sums:
@@ -138,7 +141,7 @@ class GroupLayer:
 
     @property
     def _adds_sums(self) -> bool:
-        """Whether products with sums of x are added as floats."""
+        """True if products with the sums of x are added as floats."""
         return self.minimums is not None or self.steps != 1
 
     def check(self, y: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None, *, float_sums: bool = False) -> None:

@@ -11,7 +11,7 @@ PATTERNS = ("random", "blocks", "columns", "rows", "tiles")
 
 
 def random_matrix(rng: np.random.Generator, rows: int, columns: int, pattern: str, sparsity: float) -> np.ndarray:
-    """float32 [rows, columns] of which about `sparsity` is zero.
+    """Return float32 [rows, columns] with a fraction of about `sparsity` zeros.
 
     pattern: which numbers are zero together: random, each its own; blocks: 16 of a row, as MaskedMatMul skips them;
     columns and rows; tiles: 8 rows of a column.

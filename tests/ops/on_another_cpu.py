@@ -1,6 +1,8 @@
-"""Run by an emulator of another CPU: `python -m tests.ops.on_another_cpu FOLDER` runs the models that
-tests/aarch64/answers.py wrote there, and kernels, and prints what the CPU has and how far answers are
-from those that are expected."""
+"""Check answers in an emulator of another CPU: `python -m tests.ops.on_another_cpu FOLDER`.
+
+Runs the models that tests/aarch64/answers.py wrote to the folder, and kernels. Prints the CPU's features and each
+answer's error.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from ortolan import _native, _testing, doctor
 
 
 def distance(there: np.ndarray, here: np.ndarray) -> float:
-    """By norm; of numbers that are no floats the share that differs."""
+    """Return the relative error by norm; for integers the fraction that differs."""
     if there.dtype != np.float32:
         return float(np.mean(there != here))
     return float(np.linalg.norm(here - there) / np.linalg.norm(there))
@@ -35,7 +37,7 @@ def of_models(folder: Path) -> dict[str, float]:
 
 
 def of_kernels() -> dict[str, float]:
-    """Of what stands in none of the models: small whole numbers, whose sums are exact."""
+    """Check a product that no model has, with small integers, whose sums are exact."""
     rng = np.random.default_rng(0)
     a, b = (rng.integers(-4, 5, shape).astype(np.float32) * rng.integers(0, 2, shape) for shape in ((33, 70), (70, 50)))
     found = {"masked_matmul": distance(np.float32(a @ b), _testing.masked_matmul_plan(a, b)[0])}

@@ -53,13 +53,13 @@ def expected(op_type: str, kept: Kept, x: np.ndarray) -> np.ndarray:
 
 
 def random_kept(rng: np.random.Generator, batch: int, tokens: int, density: float = 0.6) -> Kept:
-    """With gaps, and of any numbers where a token is."""
+    """Return a mask with gaps and arbitrary nonzero values."""
     numbers = rng.choice(np.array([1, 1, 2, -1, 2**40, -(2**63)], np.int64), (batch, tokens))
     return np.where(rng.random((batch, tokens)) < density, numbers, 0)
 
 
 def random_x(rng: np.random.Generator, shape: Sequence[int], x_type: type) -> np.ndarray:
-    """Of any bits but for truth values."""
+    """Return values of random bits, except for bool."""
     if x_type is np.bool_:
         return rng.random(shape) < 0.5
     count = int(np.prod(shape)) * np.dtype(x_type).itemsize

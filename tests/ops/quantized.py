@@ -127,7 +127,7 @@ class Layer:
         exact = s64 * (q @ dense) + added
         bits = None
         if self.group is None:
-            sums = q.astype(np.float64) @ whole  # whole numbers below 2^53: exact
+            sums = q.astype(np.float64) @ whole  # integers below 2^53 are exact
             if bias is None:
                 with np.errstate(over="ignore", invalid="ignore", under="ignore"):
                     bits = sums.astype(np.float32) * (s * self.scales)

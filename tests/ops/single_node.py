@@ -26,7 +26,7 @@ def to_bf16(a: np.ndarray) -> np.ndarray:
 
 
 def sparse_weight(rng: np.random.Generator, k: int, n: int, sparsity: float) -> np.ndarray:
-    """A float32 [k, n] matrix of which about `sparsity` is zero (exactly none or all at 0 and 1)."""
+    """Return float32 [k, n] with a fraction of about `sparsity` zeros (exact at 0 and 1)."""
     w = rng.standard_normal((k, n), dtype=np.float32)
     w[rng.random((k, n)) < sparsity] = 0
     return w
@@ -136,7 +136,7 @@ def with_constants(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> o
 
 
 def save_at_odd_places(model: onnx.ModelProto, folder: Path) -> None:
-    """Saves folder/model.onnx, whose constants lie at odd places of folder/data."""
+    """Save folder/model.onnx with its constants at unaligned offsets of folder/data."""
     content = b"!"
     for tensor in model.graph.initializer:
         if tensor.raw_data:

@@ -145,7 +145,7 @@ def test_rows_of_one_number_give_the_bias() -> None:
 
 
 def test_operands_may_be_constants(tmp_path: Path) -> None:
-    """At any place of a file; a constant 0 is no addend, and one of more axes is."""
+    """Operands at any offset of a file; a scalar constant 0 is not an addend, one with more axes is."""
     rng, n = np.random.default_rng(6), 24
     operands = random_operands(rng, [(2, 5, n), (1, 5, n), (n,)])
     weight, bias = random_vectors(rng, n)

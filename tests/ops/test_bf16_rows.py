@@ -30,7 +30,7 @@ def stored(w: np.ndarray) -> dict[str, Packed]:
 
 
 def check(isa: str, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None, sizes: tuple[int, ...]) -> None:
-    """The first and the last rows of x, so many at a time, have the bits that they have among all."""
+    """The first and last rows of x, in chunks of each size, have the same bits as in the full product."""
     k, n = w.shape
     expected = None
     for storage, packed in stored(w).items():
@@ -48,7 +48,7 @@ def check(isa: str, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None, sizes
 
 
 def wild(rng: np.random.Generator, shape: tuple[int, int], magnitude: float) -> np.ndarray:
-    """Of very different sizes, so that sums in another order show; zeros of both signs, and denormal numbers."""
+    """Return values of very different sizes, which reveal the order of sums; signed zeros and denormals."""
     a = rng.standard_normal(shape) * np.exp2(rng.uniform(-12, 12, shape)) * magnitude
     a = np.where(rng.random(shape) < 0.02, 2.0**-130, a)
     return np.where(rng.random(shape) < 0.02, -0.0, a).astype(np.float32)

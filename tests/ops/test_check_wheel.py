@@ -1,4 +1,4 @@
-"""What .ci/check_wheel.py finds in wheels and libraries."""
+""".ci/check_wheel.py: defects of wheels and libraries."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""On a CPU that has none of the instructions that kernels are written for, a Nehalem by an emulator, everything runs:
-scalar, with right answers, and the doctor says so. (`make aarch64` does the same on a Cortex-A53.)"""
+"""Everything runs with scalar kernels and right answers on an emulated Nehalem, which no vector kernel supports.
+
+`ortolan doctor` reports scalar there. `make aarch64` does the same on a Cortex-A53.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What on_another_cpu says."""
+    """Return the output of on_another_cpu."""
     folder = tmp_path_factory.mktemp("answers")
     answers.main(folder, with_real=False)
     script = f"import sys; sys.path.append({str(ROOT)!r})\nfrom pathlib import Path\n"

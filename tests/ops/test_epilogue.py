@@ -74,7 +74,7 @@ def test_every_exponent(kernel: str, activation: int) -> None:
 @all_kernels
 @all_activations
 def test_dense_around_zero(kernel: str, activation: int) -> None:
-    """Where the activations bend, and on until their last bit has gone."""
+    """Inputs around the bends of the activations, and on until they underflow."""
     x = np.linspace(-110, 110, 1_000_001, dtype=np.float32)[None]
     assert_activation_close(_testing.epilogue(x, activation, kernel=kernel), x, activation)
     x /= 10

@@ -95,7 +95,7 @@ BAD: dict[str, tuple[Change, str, tuple[int, ...]]] = {}
 
 
 def bad(message: str, bits: tuple[int, ...] = (4, 8)) -> Callable[[Change], None]:
-    """bits: of the operators that say so."""
+    """Error texts; `bits` are those of the operators whose texts name them."""
 
     def add(change: Change) -> None:
         BAD[change.__name__] = (change, message, bits)

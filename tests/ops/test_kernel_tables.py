@@ -1,4 +1,4 @@
-"""What holds for every table of kernels."""
+"""Properties of every kernel table."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_every_length(kernel: str, n: int) -> None:
 
 @all_kernels
 def test_far_mean_and_outliers(kernel: str) -> None:
-    """What transformers' residuals look like: a few columns a thousand times the others, or one of 1e6."""
+    """Residuals as in transformers: a few columns a thousand times larger than the rest, or one of 1e6."""
     rng = np.random.default_rng(1)
     n = 768
     weight, bias = random_vectors(rng, n)

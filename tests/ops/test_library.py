@@ -1,4 +1,4 @@
-"""What the built library shows to the outside, and that no target of the build leaks into code for any CPU."""
+"""Exports of the built library, and that no target of the build leaks into code for any CPU."""
 
 from __future__ import annotations
 

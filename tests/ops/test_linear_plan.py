@@ -24,7 +24,7 @@ def best_of(kernels: list[_testing.KernelInfo], isa: str, m: int) -> str:
 
 
 def product(x: np.ndarray, packed: tuple[np.ndarray, ...], n: int, bias: np.ndarray, isa: str) -> np.ndarray:
-    """By one kernel in one piece."""
+    """Return the product by one kernel in one piece."""
     kernel = best_of(_testing.sparse_amx_matmul_kernels(), isa, len(x))
     return _testing.sparse_amx_matmul(x, *packed, x.shape[1], n, bias=bias, kernel=kernel)
 

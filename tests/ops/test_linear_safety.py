@@ -56,7 +56,7 @@ def hidden_model(rng: np.random.Generator) -> onnx.ModelProto:
 
 
 def int8_model(rng: np.random.Generator) -> onnx.ModelProto:
-    """With a residual that the product is broadcast to."""
+    """A residual to whose shape the product is broadcast."""
     layer = Layer.random(rng, K, N, 0.5, None)
     residual = rng.standard_normal((1, N), dtype=np.float32)
     return sparse_amx_matmul_model(layer.packed, K, N, scales=layer.packed_scales(), residual=residual)

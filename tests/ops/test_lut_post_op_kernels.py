@@ -1,4 +1,4 @@
-"""LutPostOp's kernels, each by itself, against numpy."""
+"""LutPostOp's kernels, each tested alone against numpy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MaskedMatMul's kernels, each by itself, against numpy."""
+"""MaskedMatMul's kernels, each tested alone against numpy."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_rows_that_are_never_skipped(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_rows_do_not_read_what_they_skip(kernel: str) -> None:
-    """A NaN of a skipped row does not show: nothing of it was used."""
+    """A NaN in a skipped row does not reach the output, because the row is not read."""
     a, b = np.zeros((2, 30), np.float32), np.full((30, 20), np.nan, np.float32)
     a[0, 7], b[7] = 2, 3
     y = _testing.masked_rows(a, b, kernel=kernel)

@@ -1,4 +1,4 @@
-"""Which way MaskedMatMul's plan takes, and that each is the product."""
+"""The choices of MaskedMatMul's plan, all of them exact."""
 
 from __future__ import annotations
 

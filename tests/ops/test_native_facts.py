@@ -1,4 +1,4 @@
-"""What .ci/native_facts.py takes for a function, and for its length."""
+""".ci/native_facts.py: finding functions and their lengths."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_fewer_keys_than_queries(kernel: str) -> None:
 @pytest.mark.parametrize("keys", [5, 150])
 @pytest.mark.parametrize("by_row", [False, True])
 def test_rows_that_see_nothing(kernel: str, keys: int, by_row: bool) -> None:
-    """Of the lowest or the largest float everywhere, the mean; of -Inf everywhere, NaN: as ONNX Softmax."""
+    """Scores all lowest or all largest float give the mean, all -Inf gives NaN, as ONNX Softmax."""
     q, k, v = random(np.random.default_rng(2), 1, 20, keys, 24)
     mask = np.zeros((1, 20 if by_row else 1, keys), np.float32)
     tolerance = 2.0**-7 if PRECISION[kernel] == 16 else 1e-5
@@ -154,7 +154,7 @@ def test_hidden_keys_weigh_nothing(kernel: str) -> None:
 
 @all_kernels
 def test_hidden_scores_that_overflow(kernel: str) -> None:
-    """Of keys that causal hides: those of the first query are 0 and +Inf, of which it sees the first."""
+    """Keys hidden by the causal mask do not matter: the first query sees key 0 and not the +Inf behind it."""
     q, k = np.full((1, 70, 8), 1e20, np.float32), np.full((70, 8), 1e20, np.float32)
     k[0] = 0
     v = np.round(np.random.default_rng(7).standard_normal((70, 8)) * 8).astype(np.float32)

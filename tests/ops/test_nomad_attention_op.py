@@ -112,7 +112,7 @@ MASKS = {
 @pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize("layout", [(), ("key", "value")])
 def test_few_queries_of_more_keys(shape: str, kind: str, kv_heads: int, layout: tuple[str, ...]) -> None:
-    """As a decoder attends to an encoder."""
+    """Cross-attention of a decoder to an encoder."""
     case = Case(7, queries=3, keys=41, kv_heads=kv_heads, head_dim=32)
     sizes, rng = MASKS[shape], np.random.default_rng(3)
     if sizes is not None:
@@ -155,7 +155,7 @@ def test_few_queries_are_answered_alike_in_any_batch(queries: int) -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_few_queries_of_very_many_keys_are_answered_alike_in_any_batch(threads: int) -> None:
-    """Whose work is divided among threads; padding counts for nothing."""
+    """Long sequences are divided among threads; padding does not count as work."""
     case = Case(6, 16, 1, 9000, head_dim=16, mask=(16, 1, 1, 9000))
     case.mask[...] = 0
     case.mask[1, ..., 5000:] = -np.inf
@@ -169,7 +169,7 @@ def test_few_queries_of_very_many_keys_are_answered_alike_in_any_batch(threads: 
 
 @pytest.mark.parametrize("hidden", [-1e4, -65504.0])
 def test_large_scores_are_seen_through_a_mask(hidden: float) -> None:
-    """Which is a number that is added, no truth value."""
+    """The mask is added to the scores; it is not a boolean."""
     case = Case(8, 2, 1, 300, head_dim=64, mask=(2, 1, 1, 300))
     case.mask[...] = 0
     case.mask[..., 1:] = hidden
@@ -181,7 +181,7 @@ def test_large_scores_are_seen_through_a_mask(hidden: float) -> None:
 
 
 def beside_caches(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The same node as it stands in a model where others have caches, and one function serves all."""
+    """The same node in a model whose other nodes have caches, with one function for all."""
     every = frozenset(("query", "key", "value"))
     uses = CacheUses(mixed=every, uncached=True, grouped=True, causal=True, zero_hidden_rows=True, lengths=False)
     node = model.graph.node[0]
@@ -245,7 +245,7 @@ def test_any_shape(batch, queries, more_keys, kv_heads, group, head_dim, axes, c
 @pytest.mark.parametrize("opset", [13, 17, 18, 21, 23])
 @pytest.mark.parametrize("packed", [False, True])
 def test_function_body_serves_every_opset_and_evaluator(opset: int, packed: bool) -> None:
-    """With what a node needs, and with what a model of all kinds of nodes needs."""
+    """A function for the node alone, and one for a model with all kinds of nodes."""
     case = Case(opset, queries=7, kv_heads=2, mask=(2, 1, 1, 7))
     feeds = case.packed() if packed else case.feeds
     for uses in (None, Uses(packed, True, True, True, True)):
@@ -271,7 +271,7 @@ def test_empty_inputs(queries: int, keys: int, batch: int) -> None:
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_rows_that_see_no_key(zero: int) -> None:
-    """NaN, or zeros by attribute; those that see one stay what they are."""
+    """Fully masked queries give NaN, or zeros by attribute; queries that see a key are unchanged."""
     case = Case(0, mask=(2, 1, 5, 7))
     model = node_model(4, zero_hidden_rows=zero)
     before = runs(model, case.feeds)
@@ -309,7 +309,7 @@ def test_any_order_keeps_to_the_precision() -> None:
 
 
 def test_shapes_are_inferred(tmp_path) -> None:
-    """Of fixed and named dimensions: the last one from the heads."""
+    """Shape inference with fixed and symbolic dimensions: the last one follows from the heads."""
     for packed, width in ((True, 96), (False, 32)):
         shape: list[int | str] = ["batch", "rows", width]
         names = ("query",) if packed else ("query", "key", "value")

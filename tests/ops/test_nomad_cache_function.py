@@ -146,7 +146,7 @@ def test_empty_inputs(kind: str, lengths: bool, uses) -> None:
 @kinds
 @pytest.mark.parametrize("opset", [13, 17, 18, 21, 23])
 def test_every_opset_and_evaluator(kind: str, opset: int) -> None:
-    """With what a node needs, and with what a model of all kinds of nodes needs."""
+    """A function for the node alone, and one for a model with all kinds of nodes."""
     for rotary, packed in ((None, True), ("interleaved", False)):
         setup = Setup(kind=kind, rotary=rotary, packed=packed, head_dim=48, d_sub=2 if kind != "float" else 1)
         for uses in (uses_of(setup), all_uses_of(setup)):
@@ -208,7 +208,7 @@ def cached_values(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_scales_of_every_magnitude() -> None:
-    """From the smallest denormal number to the largest, at and around numbers that bfloat16 holds."""
+    """Values from the smallest denormal to the largest float, at and around bfloat16 values."""
     rng = np.random.default_rng(0)
     exponents = np.arange(-149, 128)
     scales = np.ldexp(1.0, exponents)[:, None] * np.array([1, 1 + 2**-7, 1 + 2**-8, 2 - 2**-7, 2 - 2**-20])

@@ -301,7 +301,7 @@ def test_lengths_may_be_of_any_rank() -> None:
 
 
 def test_output_types_are_known_without_declaring_them() -> None:
-    """To the nodes behind, whatever the kind of cache."""
+    """Outputs reach the following nodes, for each kind of cache."""
     for kind in ("float", "codes", "codes_float"):
         setup = Setup(kind=kind)
         model = node_model(setup)

@@ -354,7 +354,7 @@ def test_any_feed_is_answered_or_refused(
 
 
 def test_one_buffer_for_caches_of_two_sizes() -> None:
-    """Heads would lie at other places before and after."""
+    """Heads would have different offsets in the past and present cache."""
     setup = Setup(kind="float", lengths=False)
     made = session(node_model(setup))
     feeds = Decoder(setup, batch=1, room=20).call(1).feeds
@@ -379,7 +379,7 @@ PROMPTED = Setup(prompt=40)
 
 
 def prompt_tensors(setup: Setup = PROMPTED) -> dict[str, np.ndarray]:
-    """As node_model puts them in, to be damaged."""
+    """Return the prompt's initializers of node_model, to be damaged."""
     names = {tensor.name: tensor for tensor in node_model(setup).graph.initializer if tensor.name.startswith("prompt_")}
     return {name: numpy_helper.to_array(tensor).copy() for name, tensor in names.items()}
 
@@ -389,7 +389,7 @@ def damaged(name: str, change: Callable[[np.ndarray], np.ndarray]) -> dict[str, 
 
 
 def with_bit(masks: np.ndarray) -> np.ndarray:
-    """A key of token 40, of which there is none."""
+    """Mark a key of token 40, which the prompt lacks."""
     masks.reshape(-1, 64)[2, 32] |= 1
     return masks
 

@@ -183,7 +183,7 @@ def test_queries_that_are_not_finite(kernel: str, bad: float) -> None:
 
 @all_kernels
 def test_flat_queries(kernel: str) -> None:
-    """Of zeros, or so small that the tables are flat: all tokens weigh the same."""
+    """Queries of zeros, or small enough for flat tables: all tokens weigh the same."""
     case = make_case(np.random.default_rng(11), 3, 100, 32, 2, True)
     for magnitude in (0, 1e-38, 1e-33):
         case.q[:] = magnitude

@@ -125,7 +125,7 @@ def test_every_opset_and_evaluator(opset: int) -> None:
 
 @pytest.mark.parametrize("lengths", [True, False])
 def test_any_bytes_behind(lengths: bool) -> None:
-    """What the caller left there plays no part, and is not carried on."""
+    """Stale contents of the buffer do not matter and are not copied."""
     setup = setup_of(9, lengths=lengths)
     both, decoder = Both(setup), Decoder(setup)
     both.check(decoder.call(37))

@@ -86,7 +86,7 @@ def test_past_and_present_may_share_memory(kind: str, window: int, sinks: int) -
 @pytest.mark.parametrize(("window", "sinks"), [(6, 2), (2, 0), (0, 5)])
 @pytest.mark.parametrize("queries", [1, 3, 4, 6])
 def test_arbitrary_masks(kind: str, window: int, sinks: int, queries: int) -> None:
-    """Of a short call, too, each query has its own window."""
+    """Each query of a short call has its own window."""
     setup = Setup(kind=kind, window=window, sinks=sinks, mask=True, rotary="half", causal=queries != 3)
     ours, decoder = session(node_model(setup), threads=2), Decoder(setup, 3)
     call = decoder.call(12, (12, 3, 7), mask=np.zeros((1,), np.float32))
@@ -118,7 +118,7 @@ def test_left_padding(kind: str, window: int) -> None:
 @kinds
 @pytest.mark.parametrize("threads", [1, 3])
 def test_long_contexts_are_divided_among_threads(kind: str, threads: int) -> None:
-    """The exact keys lie in any of the parts."""
+    """The exact keys are in any of the parts."""
     for window, sinks in ((64, 4), (6000, 0), (4100, 4200)):
         setup = Setup(2, 1, 16, kind, window=window, sinks=sinks)
         decoder = Decoder(setup, 1)
@@ -131,7 +131,7 @@ def test_long_contexts_are_divided_among_threads(kind: str, threads: int) -> Non
 
 @kinds
 def test_a_sequence_may_begin_anew(kind: str) -> None:
-    """What is left of another one is not read."""
+    """Stale contents of another sequence are not read."""
     setup = Setup(kind=kind, window=6, sinks=3)
     ours, decoder = session(node_model(setup)), Decoder(setup)
     for queries in (30, 1):
@@ -157,7 +157,7 @@ def test_empty_inputs() -> None:
 
 @pytest.mark.parametrize(("kind", "window", "sinks", "lengths"), pairwise(KINDS, WINDOWS, [True, False]))
 def test_the_function(kind: str, window: int, sinks: int, lengths: bool) -> None:
-    """What runs without our library."""
+    """The portable function gives the same answers."""
     setup = Setup(kind=kind, window=window, sinks=sinks, lengths=lengths, rotary="half" if lengths else None)
     both, decoder = Both(setup), Decoder(setup)
     for queries in CALLS[:9]:

@@ -46,7 +46,10 @@ class Case:
             self.mask = np.array(rng.standard_normal(mask), np.float32)
 
     def feeds(self, joined: bool = False, by_heads: Collection[str] = ()) -> dict[str, np.ndarray]:
-        """Of packed sequences. joined: keys and values in query; by_heads: those that are [1, heads, tokens, width]."""
+        """Return the inputs of packed sequences.
+
+        joined: keys and values are part of query; by_heads: the inputs with shape [1, heads, tokens, width].
+        """
         rows = {name: packed(self.kept, x) for name, x in self.padded.items()}
         for name in by_heads:
             _, count, width = rows[name].shape
@@ -241,13 +244,13 @@ def test_no_tokens(kept: Any, mask: tuple[int, ...] | None) -> None:
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_rows_that_see_no_key(zero: int) -> None:
-    """NaN, or zeros by attribute; those that see one stay what they are; with a gap in the sequence, and without."""
+    """Fully masked queries give NaN, or zeros by attribute; other queries are unchanged; with and without gaps."""
     kept = [[1, 1, 1, 1, 1, 0, 0], [0, 1, 0, 1, 1, 1, 0]]
     case = Case(0, kept=kept, mask=(2, 1, 7, 7))
     model = kept_model(case, zero_hidden_rows=zero)
     before = runs(model, case.feeds())
     case.mask[:, :, 3] = -np.inf
-    case.mask[:, :, :, [5, 6]] = 0  # of what is not there: nothing to see
+    case.mask[:, :, :, [5, 6]] = 0  # keys of padding
     case.mask[1, :, 3, [0, 2]] = 0
     case.mask[1, :, 3, 5] = -np.inf
     after = runs(model, case.feeds())
@@ -287,7 +290,7 @@ def test_precision_of_16_bits(mask: tuple[int, ...] | None) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_threads_and_long_sequences(threads: int) -> None:
-    """Work enough to be divided: in few long sequences, and in many short ones, some of which have no token."""
+    """Enough work to be divided: few long sequences, or many short ones, some without tokens."""
     for sizes in (
         {"batch": 1, "tokens": 700, "heads": 2, "kv_heads": 1, "head_dim": 64},
         {"batch": 3, "tokens": 300, "heads": 6, "kv_heads": 2, "head_dim": 32, "mask": (3, 1, 300, 300)},
@@ -309,8 +312,9 @@ def check_same_bits(
     bias: bool = False,
     seed: int = 0,
 ) -> None:
-    """Sequences of these lengths and so many places more give the same bits: alone and in a batch, by NoMADAttention
-    padded behind, packed wherever padding is in front, and with one and more threads."""
+    """Sequences give the same bits alone and in a batch, with NoMADAttention on padded sequences, and when packed
+    with padding anywhere, with one and more threads.
+    """
     batch, tokens = len(lengths), max(lengths) + room
     kept = (np.arange(tokens) < np.array(lengths)[:, None]).astype(np.int64)
     case = Case(seed, heads=heads, kv_heads=kv_heads, head_dim=head_dim, kept=kept)
@@ -345,7 +349,7 @@ def check_same_bits(
         in_front.mask[b, :, tokens - length :, tokens - length :] = alone.mask[0]
     np.testing.assert_array_equal(ours[1].run(None, in_front.feeds())[0], y)
 
-    # And with gaps: places between tokens, of which the mask says anything.
+    # Also with gaps: positions between tokens with arbitrary mask values.
     spread = np.random.default_rng(seed).permuted(kept, axis=1)
     with_gaps = Case(seed, heads=heads, kv_heads=kv_heads, head_dim=head_dim, kept=spread)
     with_gaps.mask = np.full_like(case.mask, 7)
@@ -470,7 +474,7 @@ def test_bad_joined_rows() -> None:
 
 
 def test_too_many_tokens() -> None:
-    """Of padded sequences, though few of them are there."""
+    """Sizes of padded sequences with few tokens."""
     case = Case(0, kept=np.zeros((1, 2**24 + 1)), heads=1, kv_heads=1, head_dim=1)
     with pytest.raises(Exception, match=f"{NODE}: there are 16777217 tokens, expected at most"):
         session(kept_model(case)).run(None, case.feeds())

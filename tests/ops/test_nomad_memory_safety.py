@@ -98,7 +98,7 @@ def test_a_huge_mask_of_no_sequences() -> None:
 
 
 def test_heads_of_huge_sizes_are_refused() -> None:
-    """Of no rows at all: nothing of them is in memory, but their sizes are multiplied."""
+    """Tensors without rows use no memory, but their sizes are multiplied."""
     with pytest.raises(Exception, match="expected at most 16777216"):
         session(attention_model(4, packed=True, mask=False)).run(
             None, {"query": np.zeros((0, 1, 12 * HUGE), np.float32)}

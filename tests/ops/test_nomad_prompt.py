@@ -119,7 +119,7 @@ def test_queries_that_are_not_finite_spoil_their_own_head_only(number: float) ->
 
 
 def test_nothing_pruned_is_a_cache_of_the_same_tokens() -> None:
-    """What a prompt gives is what its tokens give in a cache of floats, but for bf16."""
+    """A cached prompt gives the answers of a float cache with the same tokens, up to bf16 rounding."""
     setup = Setup(rotary="half", prompt=64, prompt_sparsity=(0.0, 0.0))
     plain = dataclasses.replace(setup, prompt=0)
     ours, cached = session(node_model(setup)), session(node_model(plain))

@@ -38,7 +38,7 @@ MASKS = {
 
 
 def same_bytes(found: np.ndarray, wanted: np.ndarray) -> None:
-    """Of the same type and shape; NaN are numbers as others are."""
+    """Assert equal types, shapes and bits, NaN included."""
     assert found.dtype == wanted.dtype and found.shape == wanted.shape
     assert found.tobytes() == wanted.tobytes()
 
@@ -145,7 +145,7 @@ def test_threads(op_type: str, threads: int) -> None:
 
 @both
 def test_memory_at_odd_addresses(op_type: str, tmp_path: Path) -> None:
-    """Of feeds, and of constants in a file."""
+    """Inputs may be feeds or constants in a file."""
     rng = np.random.default_rng(6)
     kept = random_kept(rng, 3, 11)
     feeds = {"kept": kept, "X": x_of(op_type, kept, (70,), rng)}

@@ -32,7 +32,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 def random_rows(seed: int, rows: int, n: int, magnitude: float) -> Floats:
-    """Of very different sizes, so that sums in another order would show."""
+    """Return values of very different sizes, which reveal the order of sums."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((rows, n)) * np.exp2(rng.uniform(-8, 8, (rows, n))) * magnitude
     return x.astype(np.float32)
@@ -126,7 +126,7 @@ def test_attention_of_bf16(
 
 @each_attention
 def test_denormal_floats_are_zero_and_stay_so_afterwards(kernel: str) -> None:
-    """Also those that would be rounded up to the least normal float; and the thread's own rule comes back."""
+    """Denormals are flushed, also values that round up to the smallest normal float; the thread's mode is restored."""
     largest = np.nextafter(np.float32(2.0**-126), np.float32(0))
     q, k, v = np.ones((1, 3, 7), np.float32), np.full((5, 7), largest), np.full((5, 7), -largest)
     y = _testing.nomad_attention(q, k, v, 1.0, kernel=kernel)

@@ -83,7 +83,7 @@ def test_masks_and_values_at_odd_addresses(kernel: str, dense: bool, m: int) -> 
 
 @pytest.mark.parametrize("kernel", runnable_kernels())
 def test_rounds_activations_to_nearest_even(kernel: str) -> None:
-    # 1 + 2^-8 lies halfway between two bf16 values and goes to the even one; 1 + 3 * 2^-8 likewise, upwards.
+    # 1 + 2^-8 is halfway between two bf16 values and rounds to even; so does 1 + 3 * 2^-8, upwards.
     x = np.array([[1 + 2**-8, 1 + 3 * 2**-8, 3.14159, -2.71828, 1e-3, 65504.0]], np.float32)
     k = x.shape[1]
     y = _testing.sparse_amx_matmul(x, *_native.pack_bitmap(np.eye(k, dtype=np.float32)), k, k, kernel=kernel)

@@ -31,7 +31,7 @@ each_group = pytest.mark.parametrize("group", GROUPS)
 @each_group
 @pytest.mark.parametrize("n", DIMENSIONS)
 def test_shapes(kernel: str, group: int | None, n: int) -> None:
-    """Of the sparsities one for each k and n, so that each meets every k and every n."""
+    """Yield one sparsity for each k and n, so that each sparsity occurs with every k and every n."""
     rng = np.random.default_rng(n)
     for turn, k in enumerate(DIMENSIONS, DIMENSIONS.index(n)):
         sparsity = SPARSITIES[turn % len(SPARSITIES)]
@@ -124,7 +124,7 @@ def test_rounds_activations_to_nearest_even(kernel: str) -> None:
 
 @each_kernel
 def test_zero_points_of_rows(kernel: str) -> None:
-    """Of a row above zero, one below it, one of both signs, and a single number; -127 and 127 stand for the ends."""
+    """Rows above zero, below zero, of both signs, and of a single value; -127 and 127 are the ends of the range."""
     x = np.array([[254, 0, 1, 100.5], [-254, -1.5, -3, -100.5], [-54, 200, 1.5, 2.5], [0, 0, 127, 0]], np.float32)
     packed = _native.pack_bitmap_int8(np.eye(4, dtype=np.int8))
     ones = np.ones((1, 1, 16), np.float32)
@@ -257,7 +257,7 @@ def test_rows_do_not_depend_on_their_neighbours(kernel: str, group: int | None) 
 
 @each_group
 def test_integer_sums_do_not_depend_on_the_kernel(group: int | None) -> None:
-    """With scales of one the float sums are of small integers: every kernel gives the same bits."""
+    """Unit scales make the float sums exact, so every kernel gives the same bits."""
     k, n, m = 700, 50, 9
     rng = np.random.default_rng(4)
     random = Layer.random(rng, k, n, 0.5, group)

@@ -168,7 +168,7 @@ def test_rows_that_are_zero_tiny_huge_or_not_finite(kernel: str, group: int | No
 @pytest.mark.parametrize("m", [1, 3, 20, 257])
 @pytest.mark.parametrize("special", [np.inf, -np.inf, np.nan])
 def test_inf_and_nan_spread_as_in_the_dense_product(kernel: str, m: int, special: float) -> None:
-    """Also where the activation meets no stored weight: zero times Inf is NaN."""
+    """Non-finite activations reach the output even without a stored weight: zero times Inf is NaN."""
     k, n = 70, 40
     rng = np.random.default_rng(m)
     w = BF16.random(rng, k, n)

@@ -234,7 +234,7 @@ print(after_runs - before, kib() - after_runs)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="freed memory stays in quarantine")
 def test_neither_runs_nor_sessions_leak() -> None:
-    """What a leaked allocator costs: 96 bytes a run, and with each session its arena, 1 MB and more."""
+    """A leaked allocator would cost 96 bytes a run, and an arena of 1 MB or more with each session."""
     done = run_with_isa("", RUNS_SCRIPT)
     assert done.returncode == 0, done.stderr
     of_runs, of_sessions = map(int, done.stdout.split())

@@ -118,7 +118,7 @@ def test_residuals_broadcast_as_in_numpy(shapes: tuple[list[int], list[int]], co
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 1, 1), (1, 1, 1, 1)])
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_a_constant_zero_of_any_rank(rank: int, shape: tuple[int, ...]) -> None:
-    """It adds nothing but axes."""
+    """The residual only adds axes."""
     k, n = 5, 19
     weight = _native.pack_bitmap(sparse_weight(np.random.default_rng(1), k, n, 0.5))
     x = np.ones((2,) * (rank - 1) + (k,), np.float32)

@@ -60,7 +60,7 @@ def test_quantized_weights(group: int | None, dense: bool) -> None:
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("others", [False, True])
 def test_rows_with_zero_points(others: bool, dense: bool) -> None:
-    """others: the function also serves nodes without, and of other weights."""
+    """The function also serves nodes without it (`others`), and with other weights."""
     rng = np.random.default_rng(2)
     needed = Uses(frozenset({8}), dense, x_zero_points=frozenset({1}))
     if others:
@@ -83,7 +83,7 @@ def test_rows_with_zero_points(others: bool, dense: bool) -> None:
 
 @pytest.mark.parametrize("library", [True, False])
 def test_one_zero_stands_for_no_zero_points(library: bool) -> None:
-    """For weights of any kind."""
+    """Errors for each kind of weight."""
     rng = np.random.default_rng(9)
     x = rng.standard_normal((3, 70), dtype=np.float32)
     for kind in ("bf16", "int8", "int4 g32"):
@@ -227,7 +227,7 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
 
 
 def test_a_constant_zero_is_no_residual() -> None:
-    """It stands for "none" where other layers of a model have one."""
+    """A neutral constant replaces a missing input that other layers have."""
     rng = np.random.default_rng(5)
     weight, _ = random_packed(rng, "bf16", 40, 20)
     x = rng.standard_normal((3, 40), dtype=np.float32)

@@ -31,7 +31,7 @@ def test_shapes(kernel: str, sparsity: float) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS[:-1])
 def test_the_same_bits_as_the_portable_kernel(kernel: str) -> None:
-    """With a bias, too: the product is not rounded before it is added."""
+    """The product is not rounded before the bias is added."""
     rng = np.random.default_rng(9)
     layer = BlockSparseLayer.random(rng, 200, 66, 0.8)
     bias = rng.standard_normal(66, dtype=np.float32) * 100

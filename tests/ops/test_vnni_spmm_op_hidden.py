@@ -56,7 +56,7 @@ def test_function_body_serves_every_opset(hidden_k: int, unpack_once: bool, opse
 @pytest.mark.parametrize("hidden_k", [0, 40])
 @pytest.mark.parametrize("m", [1, 20, 70])
 def test_one_function_for_nodes_of_every_form(m: int, hidden_k: int, library: bool) -> None:
-    """What a node lacks that others have is there as neutral constants."""
+    """Inputs that a node lacks and others have are neutral constants."""
     rng = np.random.default_rng(m)
     mlp = Mlp.random(rng, hidden_k, 50, 30)
     x = rng.standard_normal((m, mlp.width), dtype=np.float32)

@@ -134,7 +134,7 @@ def test_a_node_with_norm_where_others_have_everything(library: bool) -> None:
 
 
 def test_as_near_to_the_exact_result_as_onnx_runtime() -> None:
-    """On sums whose mean is far from zero, where the order of the formula matters."""
+    """Sums with a mean far from zero, where the order of operations matters."""
     rng = np.random.default_rng(0)
     layer, norm = random_layer(rng, 64, 384), LayerNorm.random(rng, 384, 1e-12)
     x = rng.standard_normal((128, 64), dtype=np.float32)

@@ -89,7 +89,7 @@ def test_rows_of_zeros_with_infinity_or_nan(kernel: str, offsets: dict[str, bool
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("group", [32, 128])
 def test_minimums_of_integers_are_exact(kernel: str, group: int) -> None:
-    """Scales and minimums of powers of two, and x of whole numbers whose scale is one: no float sum rounds."""
+    """Power-of-two scales and minimums, and integer x with scale one: no float sum rounds."""
     rng = np.random.default_rng(6)
     k, n = 5 * group - 7, 33
     q = rng.integers(0, 16, (k, n), dtype=np.uint8)
@@ -111,7 +111,7 @@ def test_minimums_of_integers_are_exact(kernel: str, group: int) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("half", [False, True])
 def test_minimums_of_no_finite_number(kernel: str, half: bool) -> None:
-    """They are for their targets alone."""
+    """A non-finite minimum affects only its own column."""
     rng = np.random.default_rng(7)
     layer = GroupLayer.random(rng, 100, 20, 32, half=half, minimums=True)
     assert layer.minimums is not None

@@ -70,7 +70,7 @@ def test_largest_sums_are_exact(kernel: str, group: int, weight: int, sign: int)
 @each_kernel
 @each_group
 def test_sums_of_integers_are_exact(kernel: str, group: int) -> None:
-    """Scales of powers of two, and x of whole numbers whose scale is one: no float sum rounds."""
+    """Power-of-two scales and integer x with scale one: no float sum rounds."""
     rng = np.random.default_rng(6)
     k, n = 5 * group - 7, 67
     q = rng.integers(-128, 128, (k, n)).astype(np.int8)
@@ -115,7 +115,7 @@ def test_pack_and_unpack() -> None:
         packed = _native.pack_int8_group(q)
         assert packed.shape == (-(-n // 16), -(-k // 64) * 16, 16, 4)
         np.testing.assert_array_equal(_native.unpack_int8_group(packed, k, n), q)
-        # Output j lies in one place: what a table of rows is gathered by.
+        # The weights of output j are contiguous, so a table of rows can be gathered.
         rows = packed[np.arange(n) // 16, :, np.arange(n) % 16].reshape(n, -1)
         np.testing.assert_array_equal(rows[:, :k], q.T)
         assert not rows[:, k:].any()

@@ -1,4 +1,4 @@
-"""W8A8MatMul: packing, and who takes which numbers. As ORT runs it: test_group_matmul_op.py."""
+"""W8A8MatMul: packing, and which operator takes which weights. Runs in ORT: test_group_matmul_op.py."""
 
 from __future__ import annotations
 

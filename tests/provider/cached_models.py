@@ -49,7 +49,7 @@ class Form:
         )
 
     def model(self, node: onnx.NodeProto | None = None, **others: Any) -> onnx.ModelProto:
-        """others: types and shapes of inputs that are not as usual."""
+        """Build the model; `others` maps inputs to unusual types and shapes."""
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
         cache = ["batch", self.kv_heads, "past", self.head_dim]
         inputs: dict[str, Any] = {
@@ -75,7 +75,10 @@ class Form:
         return helper.make_model(graph, opset_imports=opsets, ir_version=9)
 
     def feeds(self, batch: int, rows: int, past: int, lengths: Any = None, room: int = 0, seed: int = 0) -> Arrays:
-        """lengths: tokens of each sequence after the call. room: of the cache; 0: as many as are in the past."""
+        """Return feeds for a call.
+
+        lengths: tokens of each sequence after the call. room: capacity of the cache; 0 for the past's length.
+        """
         rng = np.random.default_rng(seed)
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
         widths = {"query": wide + 2 * narrow} if self.packed else {"query": wide, "key": narrow, "value": narrow}

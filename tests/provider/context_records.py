@@ -1,4 +1,4 @@
-"""Where the numbers of a compiled model's file are (ops/provider/README.md), of layers in int8 and 4 bits."""
+"""Offsets of fields in a compiled model's file (ops/provider/README.md), for int8 and 4-bit layers."""
 
 from __future__ import annotations
 

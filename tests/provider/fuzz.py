@@ -2,7 +2,7 @@
 
     python -m tests.provider.fuzz --models 20000 --seed 1
 
-Each model has a seed of its own, from --seed on: a run that was stopped goes on from the last one that it printed.
+Each model has its own seed, counted from --seed: resume a stopped run with the last seed that it printed.
 Models run in processes of their own; what ends one is named with its seed, and the model is saved. `ortolan` must be
 importable.
 """
@@ -49,7 +49,7 @@ WRONG = ("other answers", "refused by the provider alone", "other answers after 
 
 @dataclass
 class Report:
-    """What became of how many models, and lines that say what must not be."""
+    """Counts of outcomes, and a line for each wrong one."""
 
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -65,7 +65,7 @@ def model_of_seed(seed: int) -> tuple[ModelProto, Feeds, list[str], Rng]:
 
 
 def feeds_for(session: onnxruntime.InferenceSession, known: Feeds) -> Feeds:
-    """Of the model's inputs as they are now."""
+    """Return feeds for the model's present inputs."""
     feeds = {}
     for value in session.get_inputs():
         if value.name in known:
@@ -88,12 +88,12 @@ def is_sane(model: ModelProto, feeds: Feeds) -> bool:
 
     try:
         return all(bool((np.abs(array) < SANE).all()) for array in floats())
-    except Exception:  # what cannot be read, in as many ways as there are
+    except Exception:  # a damaged model raises many kinds of errors
         return False
 
 
 def differences(expected: list[Any], found: list[Any]) -> list[float]:
-    """Of each output of floats that are finite in `expected`, of its norm; infinite where types or shapes differ."""
+    """Return the relative error of each float output that is finite in `expected`; inf if types or shapes differ."""
     errors = []
     for plain, ours in zip(expected, found, strict=True):
         if not isinstance(plain, np.ndarray) or plain.dtype.kind not in "fiu":
@@ -111,7 +111,7 @@ def differences(expected: list[Any], found: list[Any]) -> list[float]:
 
 
 def has_padding(model: ModelProto, feeds: Feeds) -> bool:
-    """Whether attention with a cache has rows of no token, in its queries or its cache, which may hold anything."""
+    """Return True if cached attention has padding rows in its queries or cache, whose contents are arbitrary."""
     model = ModelProto.FromString(model.SerializeToString())
     nodes = [node for node in model.graph.node if node.op_type == "GroupQueryAttention"]
     read = [name for node in nodes for name in (node.input[0], node.input[3], node.input[5])]
@@ -137,7 +137,7 @@ def with_noise(feeds: Feeds) -> Feeds:
 
 
 def wrong_when_compiled(model: ModelProto, feeds: Feeds, answers: list[Any], threads: int) -> str:
-    """Why a compiled model is not as the session that gave these answers; or nothing, also where it is not written."""
+    """Return why a compiled model differs from the session that gave these answers, or "" (also if not written)."""
     if {one.name for one in model.graph.input} & {one.name for one in model.graph.initializer}:
         return ""  # ONNX Runtime makes constants of them
     with tempfile.TemporaryDirectory() as folder:
@@ -158,7 +158,7 @@ def wrong_when_compiled(model: ModelProto, feeds: Feeds, answers: list[Any], thr
 
 
 def outcome(model: ModelProto, known: Feeds, odd: Feeds, threads: int = 1) -> str:
-    """What became of a model; what is in WRONG comes with a reason behind a colon."""
+    """Return the outcome of a model; outcomes in WRONG are followed by a colon and a reason."""
     plain_error = our_error = ""
     try:
         plain = plain_session(model)
@@ -220,7 +220,7 @@ def has_fixed_ranges(model: ModelProto) -> bool:
 
 
 def answers_of_file(model: ModelProto, feeds: Feeds) -> list[Any] | None:
-    """Of the optimized file; None: there is none."""
+    """Return the answers of the optimized file, or None without one."""
     try:
         return run_model(adopt(model).model, feeds, library=True)
     except Exception:
@@ -250,8 +250,8 @@ def same_bits(one: list[Any], other: list[Any]) -> bool:
 
 
 def work(first: int, end: int, plain_only: bool) -> None:
-    """In a process of its own: a line when a model begins, and one with its outcome."""
-    if "asan" not in os.environ.get("LD_PRELOAD", ""):  # whose shadow takes all addresses
+    """Run in a separate process: print a line when a model begins, and one with its outcome."""
+    if "asan" not in os.environ.get("LD_PRELOAD", ""):  # the sanitizer reserves all addresses
         resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for seed in range(first, end):
@@ -287,7 +287,7 @@ def start(first: int, end: int, errors: Any, *more: str) -> subprocess.Popen[byt
 
 
 def lines_in_time(process: subprocess.Popen[bytes], seconds: float) -> Iterator[str]:
-    """What a process prints, until it ends or prints nothing for so long."""
+    """Yield a process's output until it ends or is silent for the given seconds."""
     assert process.stdout is not None
     rest = b""
     with selectors.DefaultSelector() as selector:
@@ -308,7 +308,7 @@ def crashes_without_the_provider(seed: int, seconds: float) -> bool:
 
 
 def run(seed: int, models: int, folder: Path, seconds: float = 120.0, show: bool = False) -> Report:
-    """Of the models of these seeds. seconds: the most that one may take. Models of what is wrong go to the folder."""
+    """Run the models of these seeds, at most `seconds` each; save models with wrong outcomes to the folder."""
     report = Report()
 
     def tell(kind: str, at: int, text: str) -> None:

@@ -346,7 +346,7 @@ def graphs(graph: GraphProto) -> Iterator[GraphProto]:
 
 
 class Nothing(Exception):
-    """There is nothing of the kind to damage."""
+    """The model has no part of the kind to damage."""
 
 
 def some_of(rng: Rng, found: Any) -> Any:
@@ -497,7 +497,7 @@ def tensor_becomes_node(rng: Rng, model: ModelProto) -> None:
 
 
 def tensor_becomes_input(rng: Rng, model: ModelProto) -> None:
-    """It may be fed in its place, or must be."""
+    """Make an initializer an input, optional or required."""
     tensor = TensorProto.FromString(some_tensor(rng, model).SerializeToString())
     model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
     if rng.random() < 0.5:
@@ -516,7 +516,7 @@ def input_becomes_tensor(rng: Rng, model: ModelProto) -> None:
 
 
 def tensor_in_the_branch(rng: Rng, model: ModelProto) -> None:
-    """Of the same name as one around it, or instead of it."""
+    """Give a subgraph's value the name of an outer value, or move the value into the subgraph."""
     graph = some_of(rng, list(graphs(model.graph))[1:])
     tensor = TensorProto.FromString(some_tensor(rng, model).SerializeToString())
     graph.initializer.append(tensor)
@@ -587,7 +587,7 @@ def nodes_reordered(rng: Rng, model: ModelProto) -> None:
 
 
 def node_between(rng: Rng, model: ModelProto) -> None:
-    """A node more between one and those that read it, of a constant of any shape, or of the value itself."""
+    """Insert a node between a value and its consumers, with a constant of any shape or the value itself."""
     graph = some_graph(rng, model)
     place = int(rng.integers(len(graph.node)))
     name = some_of(rng, graph.node[place].output)
@@ -710,7 +710,7 @@ def damaged(rng: Rng, model: ModelProto) -> list[str]:
 
 
 def odd_feeds(rng: Rng, feeds: Feeds) -> Feeds:
-    """One of them of another shape, or with numbers that are none."""
+    """Change a feed's shape, or insert NaN and infinities."""
     if not feeds:
         return {}
     name = pick(rng, sorted(feeds))

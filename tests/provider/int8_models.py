@@ -19,7 +19,7 @@ node = helper.make_node
 
 
 def all_claims(model: onnx.ModelProto, threads: int = 1) -> onnxruntime.InferenceSession:
-    """Also where this CPU's own int8 layers are not the faster ones."""
+    """Open a session that claims all layers, even if ONNX Runtime is faster on this CPU."""
     return provider_session(model, threads, ep__ortolanexecutionprovider__claims="all")
 
 
@@ -28,7 +28,7 @@ def dense_numbers(k: int, n: int, seed: int = 0) -> np.ndarray:
 
 
 def in_blocks(model: onnx.ModelProto) -> dict[str, bool]:
-    """Of the int8 layers that the provider takes: whether it does so as blocks of zeros and others."""
+    """Return, for each claimed int8 layer, whether it runs as block-sparse."""
     taken = [one for one in ortolan.inspect_provider(model, claims="all").nodes if "int8" in one.what]
     return {one.node: "int8 in blocks of 4 x 1" in one.what for one in taken}
 

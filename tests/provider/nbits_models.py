@@ -19,8 +19,8 @@ NAMES = ("B", "scales", "zero_points", "g_idx", "bias")
 class NBits:
     """y = x W + bias. Numbers behind the k-th input are arbitrary, and must not matter.
 
-    zero_points: "": none; "packed", as bytes; "whole" or "fractions", as floats. changed: attributes and tensors in the
-    place of those that fit each other; None takes one away.
+    zero_points: "" for no zero points; "packed" bytes; "whole" or "fractions" as floats. changed: attributes and
+    tensors to replace; None removes one.
     """
 
     k: int
@@ -97,7 +97,7 @@ class NBits:
         return whole(graph)
 
     def oracle(self, group: int) -> GroupLayer:
-        """In groups of so many inputs."""
+        """Quantize in groups of `group` inputs."""
         groups = -(-self.k // group)
         rows = np.minimum(np.arange(groups) * group // self.block, self.blocks - 1)
         scales, zeros = (np.ascontiguousarray(array.T[rows]) for array in (self.scales, self.zeros))

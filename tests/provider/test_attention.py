@@ -76,12 +76,12 @@ def attentions(session: ort.InferenceSession) -> int:
 
 
 def layers(session: ort.InferenceSession) -> int:
-    """Those of int8."""
+    """Return the number of claimed int8 layers."""
     return sum(name.endswith("_quant") for name in claimed(session))
 
 
 def optimized(model: onnx.ModelProto, **options: Any) -> onnx.ModelProto:
-    """With its padding, which the provider keeps."""
+    """Optimize with padding kept, as the provider does."""
     options = {"verify.seconds": 0.0, "may_grow": True, **options}
     found = ortolan.optimize_onnx(model, recipe=NAMED["adopt"].without_pass("unpad"), options=options).model
     assert found is not None
@@ -153,7 +153,7 @@ def test_multi_head_attention(attributes: dict[str, Any], int8: Any) -> None:
 
 
 def key_padding(graph: Graph, rank: int = 2) -> str:
-    """Of MultiHeadAttention: int32, [batch, keys] or, what each row sees, [batch, rows, keys]; rank 1: counts."""
+    """Masks of MultiHeadAttention: int32 [batch, keys], or [batch, rows, keys] per row; rank 1 holds counts."""
     graph.inputs["mask"] = (INT64, ["batch", "rows"])
     whole = graph.op("Cast", "mask", to=TensorProto.INT32)
     if rank == 1:
@@ -215,7 +215,7 @@ def test_key_padding_of_another_size(int8: Any) -> None:
 
 
 def test_biases_of_layers_without_their_attention(int8: Any) -> None:
-    """Its padding hangs on a layer of the same numbers: layers are taken alone, and are what they were."""
+    """The padding depends on a layer of the same weights: layers are claimed separately with the same answers."""
 
     def build(graph: Graph) -> str:
         largest = graph.op("ReduceMax", graph.op("MatMul", "x", random_weight(W, W, seed=4)), axes=[-1], keepdims=0)
@@ -361,7 +361,7 @@ def test_masks_of_any_shape(int8: Any) -> None:
 
 
 def cut_mask(graph: Graph) -> str:
-    """As BART has it: of as many keys as there are."""
+    """A bias with the number of keys, as BART has it."""
     graph.inputs["bias"] = (FLOAT, ["batch", 1, 1, "most"])
     q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
     rows = graph.op("Gather", graph.op("Shape", k), np.array([2]), axis=0)
@@ -419,7 +419,7 @@ def test_nothing_to_do(shape: tuple[int, ...], int8: Any) -> None:
     assert y.shape == shape
 
 
-# --- what is left -----------------------------------------------------------------------------------------------------
+# --- unclaimed nodes --------------------------------------------------------------------------------------------------
 
 
 def shown_query(graph: Graph) -> str:
@@ -484,7 +484,7 @@ def scaled_values(graph: Graph) -> str:
 
 
 def mask_of_a_layer_of_the_same_input(graph: Graph) -> str:
-    """As one call with the layers of queries, keys and values, it would need its own result."""
+    """Fused with the query, key and value layers, the call would need its own result."""
     mask = graph.op("Unsqueeze", graph.op("ReduceMean", graph.linear("mmmm"), axes=[2], keepdims=0), np.array([1, 2]))
     return masked_by(lambda _: mask)(graph)
 
@@ -542,7 +542,7 @@ def test_other_layers_of_the_same_input_are_in_its_group(int8: Any) -> None:
 
 
 def test_sizes_may_be_used_elsewhere_too(int8: Any) -> None:
-    """Those that are computed in front of it; those of its own values make it stay."""
+    """Masks computed before it are allowed; masks computed from its own values prevent the fusion."""
 
     def with_sizes(of: str) -> Build:
         def build(graph: Graph) -> str:

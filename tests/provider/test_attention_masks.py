@@ -80,7 +80,7 @@ CAUSAL = ~np.tril(np.ones((ROWS, ROWS), bool))[None, None]
 
 @pytest.mark.parametrize("hidden", ["left padding", "everything"])
 def test_conditions_one_behind_the_other(hidden: str) -> None:
-    """The lowest float in the place of the lowest float stays it: rows that see nothing are means of all values."""
+    """The lowest float is kept as the mask value: fully masked rows are means of all values."""
     padding = np.zeros((BATCH, 1, 1, ROWS), bool)
     padding[0, ..., : ROWS if hidden == "everything" else 2] = True
     inputs = [value("padding", BOOL, ["batch", 1, 1, "keys"]), value("causal", BOOL, [1, 1, "rows", "keys"])]
@@ -97,7 +97,7 @@ def test_a_condition_behind_a_mask_of_the_lowest_float() -> None:
 
 @pytest.mark.parametrize("first", [False, True])
 def test_a_layer_makes_the_mask(first: bool) -> None:
-    """What attention adds to its scores is no residual of that layer, wherever it stands."""
+    """An attention bias is not a residual of the layer, whatever the order of operands."""
     layer = node("MatMul", ["f", "w_bias"], ["bias"], name="bias_layer")
     model = attention([("Add", "bias")], [value("f", FLOAT, ["batch", HEADS, "rows", 8])], [layer])
     if first:
@@ -109,7 +109,7 @@ def test_a_layer_makes_the_mask(first: bool) -> None:
 
 @pytest.mark.parametrize("width", [1, WIDTH])
 def test_zeros_in_the_place_of_rows(width: int) -> None:
-    """Of single numbers, they stay ONNX Runtime's."""
+    """Scalar masks stay with ONNX Runtime."""
     zero = np.zeros((BATCH, 1, ROWS, width), bool)
     zero[0, 0, 1, -1] = True
     model = attention([], [value("rows_of_zeros", BOOL, ["batch", 1, "rows", width])], zero_rows="rows_of_zeros")

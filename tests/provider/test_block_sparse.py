@@ -49,7 +49,7 @@ def check_as_optimized(model: onnx.ModelProto, *given: dict[str, np.ndarray], ta
 
 
 def rounding_bound(layer: Int8Layer, x: np.ndarray) -> np.ndarray:
-    """How far an answer may be from x W (ops/matmul/block_sparse_weight.h)."""
+    """Return the error bound of x W (ops/matmul/block_sparse_weight.h)."""
     half_steps = (np.maximum(x.max(axis=1), 0) - np.minimum(x.min(axis=1), 0))[:, None] / 2 / 255
     magnitude = np.abs(layer.matrix)
     bound: np.ndarray = half_steps * magnitude.sum(axis=0) * (1 + 2**-12) + 2**-20 * (np.abs(x) @ magnitude) + 1e-6
@@ -264,7 +264,7 @@ def gated(up: np.ndarray, columns: int = 32) -> tuple[onnx.ModelProto, Int8Layer
 @pytest.mark.parametrize("columns", [32, 24])
 @pytest.mark.parametrize("up", ["blocks", "dense"])
 def test_gated_layers(up: str, columns: int, tmp_path: Path) -> None:
-    """Two of one kind, of whole panels, are one; else each is taken by itself."""
+    """Two layers of one kind with whole panels are joined; otherwise each is claimed separately."""
     second = sparse_numbers(64, columns, seed=5) if up == "blocks" else dense_numbers(64, columns, 5)
     model, layer = gated(second, columns)
     given = [{"x": layer.inputs(rows)} for rows in (1, 9, 40)]
@@ -416,7 +416,7 @@ def test_wrong_records(numbers: dict[str, int], pattern: str, compiled: Path) ->
     ],
 )
 def test_wrong_weights(array: str, item: str, number: tuple[int, int], pattern: str, compiled: Path) -> None:
-    """What kernels would follow out of bounds."""
+    """Records with indices that would make kernels read out of bounds."""
     places = change(compiled)
     content = bytearray(binary(compiled).read_bytes())
     (records,) = struct.unpack_from("<q", content, 24)

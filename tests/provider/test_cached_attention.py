@@ -41,7 +41,7 @@ CALLS = [(1, 1, 0), (2, 1, 37), (1, 4, 20), (2, 5, 0), (1, 70, 0), (1, 33, 40), 
 
 
 def operator_answers(form: Form, feeds: Arrays) -> list[np.ndarray]:
-    """Of NoMADAttention."""
+    """Run with NoMADAttention."""
     options = ort.SessionOptions()
     ortolan.register(options)
     session = ort.InferenceSession(node_model(form.setup).SerializeToString(), options)
@@ -69,7 +69,7 @@ def test_every_form(name: str, threads: int) -> None:
 
 @pytest.mark.parametrize("name", ["separate", "packed, interleaved"])
 def test_sequences_of_different_lengths(name: str) -> None:
-    """What follows the shorter ones is padding in a prompt, and room in the cache of a step."""
+    """Shorter sequences are followed by padding in a prompt, and by unused cache in a step."""
     form = FORMS[name]
     session, plain = provider_session(form.model(), **ALL), plain_session(form.model())
     prompt, step = form.feeds(3, 20, 0, [20, 1, 13]), form.feeds(3, 1, 20, [21, 2, 14])
@@ -85,7 +85,7 @@ def test_sequences_of_different_lengths(name: str) -> None:
 
 
 def test_the_cache_is_as_long_as_the_host_says() -> None:
-    """One token behind a past of 20, of which no sequence has more than 14."""
+    """One token after a past of 20, where no sequence is longer than 14."""
     form = FORMS["rotary"]
     feeds = form.feeds(2, 1, 20, [15, 3]) | {"total": np.array(21, np.int32)}
     session, plain = provider_session(form.model(), **ALL), plain_session(form.model())
@@ -157,7 +157,7 @@ def test_one_buffer_that_is_too_short() -> None:
 
 
 def decoder_answers(session: ort.InferenceSession, model: onnx.ModelProto) -> list[np.ndarray]:
-    """Of a prompt and three steps."""
+    """Return the answers of a prompt and three steps."""
     ids = np.random.default_rng(0).integers(0, 90, (2, 23))
     decoding, begin, answers = Decoding(model, ids), 0, []
     names = [output.name for output in session.get_outputs()]
@@ -367,7 +367,7 @@ def test_nothing_to_do(call: tuple[int, int, int]) -> None:
 
 
 def test_compiled_models_have_it_as_it_is(tmp_path: Path) -> None:
-    """It has no numbers to pack: sessions on the compiled model take it."""
+    """Attention has no weights to pack: sessions on the compiled model claim it."""
     model = four_bits(llama("gqa"))
     onnx.save(model, tmp_path / "model.onnx")
     entries = ALL | {"ep__context_enable": "1"}

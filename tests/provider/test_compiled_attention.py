@@ -181,7 +181,7 @@ def test_a_mask_that_is_cut(longer: int, int8: Quantize, tmp_path: Path) -> None
 
 
 def conditions() -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
-    """What is added, a condition, and zeros in the place of a row."""
+    """Masks that are added, boolean masks, and zeros for fully masked rows."""
     inputs = [
         value("mask", FLOAT, ["batch", 1, 1, "keys"]),
         value("causal", helper.TensorProto.BOOL, [1, 1, "rows", "keys"]),
@@ -207,7 +207,7 @@ def test_conditions(embed_mode: str, tmp_path: Path) -> None:
 
 
 def test_a_layer_that_makes_the_mask(tmp_path: Path) -> None:
-    """From one EPContext node to another."""
+    """A mask from one EPContext node to another."""
     layer = node("MatMul", ["f", "w_bias"], ["bias"], name="bias_layer")
     model = attention([("Add", "bias")], [value("f", FLOAT, ["batch", HEADS, "rows", 8])], [layer])
     rng = np.random.default_rng(2)
@@ -313,7 +313,7 @@ def test_wrong_conditions(numbers: dict[str, int], pattern: str, tmp_path: Path)
 
 
 def test_sizes_of_no_whole_numbers(int8: Quantize, tmp_path: Path) -> None:
-    """What says how many heads there are is an input: it must have the type that is read."""
+    """The number of heads is an input, which must have the expected type."""
     compile_model(int8(built(unknown_heads)), tmp_path)
     model = onnx.load(tmp_path / "model_ctx.onnx")
     (shape,) = (one for one in model.graph.input if one.name == "shape")
@@ -323,7 +323,7 @@ def test_sizes_of_no_whole_numbers(int8: Quantize, tmp_path: Path) -> None:
 
 
 def test_parts_of_different_sizes(int8: Quantize, tmp_path: Path) -> None:
-    """The record of another layer of the model in the place of the values' one."""
+    """The record of another layer replaces that of the values."""
     compile_model(int8(ir.to_proto(tiny.tiny_bert(hidden_size=40, num_attention_heads=4))), tmp_path)
     content = bytearray(binary(tmp_path).read_bytes())
     found = list(steps(bytes(content)))

@@ -97,7 +97,7 @@ def test_zero_points_of_an_int8_weight(tmp_path: Path) -> None:
 
 
 def test_one_layer_behind_another(tmp_path: Path) -> None:
-    """What goes from one EPContext node to another has a type as well."""
+    """Values between EPContext nodes have a type too."""
     first, second = NBits(64, 32, 32), NBits(32, 48, 32)
     value = helper.make_tensor_value_info
     nodes = [first.node(y="h", name="first", prefix="1 "), second.node(x="h", name="second", prefix="2 ")]
@@ -189,7 +189,7 @@ def test_a_whole_encoder(embed_mode: str, tmp_path: Path) -> None:
 
 
 def test_what_one_model_can_hold() -> None:
-    """In Base64, all groups together: 2 GiB - 1."""
+    """All groups in Base64 together may have 2 GiB - 1."""
     most = 2**31 // 4 * 3 - 3
     for files in ([], [0, 1, 2], [most], [most - 3 * 2**20, 3 * 2**19, 3 * 2**19]):
         _testing.check_embedded(files)
@@ -257,7 +257,7 @@ def test_a_model_in_memory_takes_a_path(tmp_path: Path) -> None:
     layer = NBits(64, 20, 32)
     x = layer.x(3)
     with pytest.raises(Exception, match="ep_context_path and model_path are empty"):
-        provider_session(layer.model(), ep__context_enable="1")  # ONNX Runtime itself says so
+        provider_session(layer.model(), ep__context_enable="1")  # ONNX Runtime reports the error
     path = tmp_path / "some.name_ctx.onnx"
     written = provider_session(layer.model(), ep__context_enable="1", ep__context_file_path=str(path))
     assert sorted(one.name for one in tmp_path.iterdir()) == ["some.name_ctx.onnx", "some.name_ctx_ortolan.bin"]

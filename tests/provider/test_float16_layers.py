@@ -38,7 +38,7 @@ def as_halves(tensor: onnx.TensorProto) -> None:
 
 
 def in_float16(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with float16 in the place of every float32."""
+    """Return the model with every float32 replaced by float16."""
     model = onnx.ModelProto.FromString(model.SerializeToString())
     for tensor in model.graph.initializer:
         as_halves(tensor)
@@ -97,7 +97,7 @@ def test_one_layer(kind: str, precision: str) -> None:
 
 
 def test_many_rows_on_many_threads() -> None:
-    """Conversions are divided into chunks, the last of which is not full."""
+    """Conversions run in chunks; the last chunk is partial."""
     model, x = layer_model("MatMul"), x_of(1700)
     (y,) = precise_session(in_float16(model), "int8", threads=2).run(None, {"x": x})
     (expected,) = precise_session(with_rounded_weights(model), "int8").run(None, {"x": x.astype(np.float32)})
@@ -144,7 +144,7 @@ def test_what_follows_a_layer() -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_a_whole_encoder(precision: str, tmp_path: Path) -> None:
-    """As near to the float32 model as its own layers on the provider are; attention too. A compiled model likewise."""
+    """Answers are as close to the float32 model's as the provider's own, attention included; also when compiled."""
     floats: onnx.ModelProto = ir.to_proto(tiny.tiny_bert())
     model = in_float16(floats)
     session = precise_session(model, precision, threads=2)

@@ -29,7 +29,7 @@ def test_damaged_models_give_an_error_or_right_answers(part: int, tmp_path: Path
 
 
 def test_a_crash_and_a_hang_are_told_with_their_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the models behind them run. Seeds 3 and 4 crash, 4 without the provider as well; 6 hangs."""
+    """The models after them run. Seeds 3 and 4 crash (4 even without the provider); 6 hangs."""
     code = """
         import os, signal, sys, time
         first, end, plain = int(sys.argv[1]), int(sys.argv[2]), len(sys.argv) > 3

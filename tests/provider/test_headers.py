@@ -1,4 +1,4 @@
-"""Where the build gets ONNX Runtime's headers from if its release cannot be downloaded (ops/ort/ep_headers.cmake)."""
+"""Sources of ONNX Runtime's headers when its release cannot be downloaded (ops/ort/ep_headers.cmake)."""
 
 from __future__ import annotations
 

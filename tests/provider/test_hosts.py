@@ -1,4 +1,4 @@
-"""Other hosts: examples/c/host.c, built with a C compiler and run; and the package onnxruntime-ep-ortolan."""
+"""Hosts in other languages: examples/c/host.c, built with a C compiler; the package onnxruntime-ep-ortolan."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXAMPLE = ROOT / "examples" / "c"
 
 
 def headers() -> Path | None:
-    """Where ONNX Runtime's C headers of 1.23 or later are, in the order of ops/ort/ep_headers.cmake."""
+    """Return the folder of ONNX Runtime's C headers (1.23 or later), in the order of ops/ort/ep_headers.cmake."""
     named = os.environ.get("ORT_EP_INCLUDE_DIR")
     built = [path.parent for path in ROOT.glob("build/**/ort_ep_headers/onnxruntime_ep_c_api.h")]
     told = [Path(line) for cache in ROOT.glob("build/**/CMakeCache.txt") for line in cached(cache)]
@@ -131,7 +131,7 @@ def test_the_page_shows_the_example() -> None:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the wheel of packages/onnxruntime_ep_ortolan holds."""
+    """Return the contents of the wheel of packages/onnxruntime_ep_ortolan."""
     pytest.importorskip("scikit_build_core", reason="the package is built with scikit-build-core")
     folder = tmp_path_factory.mktemp("package")
     shutil.copytree(ROOT / "packages" / "onnxruntime_ep_ortolan", folder / "source")

@@ -145,7 +145,7 @@ def test_a_file_that_cannot_be_written_is_told_of(tmp_path: Path) -> None:
 @needs_provider
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_a_full_disk_leaves_all_to_onnx_runtime(capfd: pytest.CaptureFixture[str]) -> None:
-    """As any error while a provider claims: ONNX Runtime logs it."""
+    """ONNX Runtime logs this error, as any error while a provider claims nodes."""
     session = provider_session(two_layers(), log=3, **{f"ep__{PROVIDER.lower()}__claims_file": "/dev/full"})
     assert claimed(session) == []
     assert "cannot be written: No space left on device" in capfd.readouterr().err
@@ -163,7 +163,7 @@ def test_claims_that_onnx_runtime_does_not_know_of_are_told(monkeypatch: pytest.
 
 
 def test_a_model_that_only_imports_our_operators_is_not_optimized() -> None:
-    """As ONNX Runtime writes compiled models."""
+    """Inspect a model compiled by ONNX Runtime."""
     model = float_model()
     model.opset_import.add(domain="ai.ortolan", version=1)
     assert ortolan.inspect_onnx(model).optimized is None

@@ -183,7 +183,7 @@ def test_a_residual_that_hangs_on_the_layer_stays_outside() -> None:
 
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_a_layer_whose_output_nobody_reads(with_residual: bool) -> None:
-    """It has no place among the outputs of what ONNX Runtime makes of its group."""
+    """The value is not an output of the group that ONNX Runtime makes."""
     layer = Int8Layer("chain", q=dense_numbers(64, 24))
     second = [
         node("MatMulInteger", ["xq", "W2", "xz", "zeros"], ["sums2"], name="linear2"),
@@ -226,7 +226,7 @@ def test_numbers_that_others_read_too_stay() -> None:
 
 
 def test_without_vnni_int8_layers_stay(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ONNX Runtime is faster at on this CPU is its own, unless all is asked for."""
+    """Layers that ONNX Runtime runs faster on this CPU stay with it, unless claims="all"."""
     features = ortolan._native.cpu_info()["features"]
     layer = Int8Layer("chain", q=dense_numbers(64, 24))
     has_vnni = bool({"avx512vnni", "avxvnni"} & set(features))
@@ -266,7 +266,7 @@ def test_malformed_layers_are_errors_or_left(form: str, name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["int8", "uint8", "int8 a column"])
 def test_a_whole_encoder(kind: str, tmp_path: Any) -> None:
-    """As quantize_dynamic writes it, with its attention: it answers as the optimized file."""
+    """A model written by quantize_dynamic, with attention, answers as the optimized file."""
     onnx.save(ir.to_proto(tiny.tiny_bert()), tmp_path / "float.onnx")
     weight_type = quantization.QuantType.QUInt8 if kind == "uint8" else quantization.QuantType.QInt8
     quantization.quantize_dynamic(

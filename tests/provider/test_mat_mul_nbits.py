@@ -166,11 +166,11 @@ def test_layers_in_branches_and_layers_of_one_weight() -> None:
         np.testing.assert_allclose(y, p @ layer.oracle(32).matrix(), atol=1e-4)
 
 
-# --- what is left to ONNX Runtime -------------------------------------------------------------------------------------
+# --- unclaimed nodes --------------------------------------------------------------------------------------------------
 
 
 def log_of(model: onnx.ModelProto, capfd: pytest.CaptureFixture[str]) -> str:
-    """What the provider says of its choices, at level INFO."""
+    """Return the provider's log of its choices at level INFO."""
     import onnxruntime
 
     options = ortolan.session_options()
@@ -333,7 +333,7 @@ def test_random_damage() -> None:
 
 
 def test_initializers_are_read_by_others_too() -> None:
-    """What a claimed node reads stays where another node, or an output, needs it."""
+    """A value read by a claimed node is kept if another node or an output needs it."""
     layer, value = NBits(64, 20, 32), helper.make_tensor_value_info
     nodes = [layer.node(), helper.make_node("Identity", ["scales"], ["s"])]
     outputs = [value("y", TensorProto.FLOAT, None), value("s", TensorProto.FLOAT, [20, 2])]

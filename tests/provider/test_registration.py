@@ -31,7 +31,7 @@ from .sessions import claimed, needs_provider, plain_session, provider_session
 
 
 def run_python(text: str) -> str:
-    """What a process of its own prints, which finds what this one does, and `tests`; it must end well."""
+    """Return the output of a separate process with this one's import paths and `tests`; it must exit with 0."""
     paths = [str(Path(__file__).parents[2]), *(os.path.abspath(path) for path in sys.path if path)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
@@ -62,7 +62,7 @@ def test_what_is_said_of_the_device() -> None:
 
 @needs_provider
 def test_plain_onnxruntime_registers_it_too() -> None:
-    """As docs/provider.md says, and our own functions go on with that."""
+    """Registration as in docs/provider.md, after which our own functions work too."""
     text = f"""
         import onnxruntime, ortolan
         onnxruntime.register_execution_provider_library("any name", ortolan.get_library_path())
@@ -85,7 +85,7 @@ def test_an_old_onnxruntime_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_provider
 @pytest.mark.parametrize("version", ["1.17.0", "1.22.1", "no version"])
 def test_an_old_host_gets_a_status(version: str) -> None:
-    """What a C or C# host sees, where no Python looks at the version first."""
+    """The error in a C or C# host, where no Python code checks the version first."""
     told: list[bytes] = []
     create_status = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p)(
         lambda code, text: told.append(text) or 1

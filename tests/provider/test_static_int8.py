@@ -124,7 +124,7 @@ def beyond_bounds(layer: Int8Layer) -> np.ndarray:
 
 @pytest.mark.parametrize("x_unsigned", [False, True])
 def test_a_range_that_begins_at_zero_stands_for_a_relu(x_unsigned: bool) -> None:
-    """In front of a layer, and behind one where nothing else reads what is rounded."""
+    """Before a layer, and after one whose rounded value has no other consumer."""
     layer = layer_behind_a_relu(x_unsigned)
     model = with_nodes(layer, rounding("r", "y", "y_scale", "y_zero"), **constants_of(layer))
     x = beyond_bounds(layer)
@@ -173,7 +173,7 @@ def residuals(layer: Int8Layer) -> onnx.ModelProto:
 
 
 def test_layers_and_a_residual_of_one_rounding() -> None:
-    """What others read of it, they get as floats: ONNX Runtime gives each reader a DequantizeLinear of its own."""
+    """Remaining consumers get floats: ONNX Runtime gives each its own DequantizeLinear."""
     layer = Int8Layer("qdq", q=dense_numbers(32, 32))
     model = residuals(layer)
     taken = check_as_optimized(model, layer.inputs(1)[None], layer.inputs(10).reshape(2, 5, 32))
@@ -261,7 +261,7 @@ WRONG: dict[str, dict[str, np.ndarray]] = {
     "weight zero points of another type": {"zeros": np.zeros(24, np.uint8)},
     "a scale of zero": {"x_scale": np.float32(0)},
     "a negative scale": {"x_scale": np.float32(-1)},
-    "a scale that is none": {"x_scale": np.float32(np.nan)},
+    "a NaN scale": {"x_scale": np.float32(np.nan)},
     "an infinite scale": {"x_scale": np.float32(np.inf)},
     "scales an input": {"x_scale": np.ones(64, np.float32)},
     "16 bits": {"x_zero": np.uint16(5)},
@@ -308,7 +308,7 @@ def counted(model: onnx.ModelProto, session: ort.InferenceSession, op_type: str)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", ["QDQ layers", "QOperator layers"])
 def test_a_whole_encoder(name: str, level: ort.GraphOptimizationLevel, encoders: dict[str, onnx.ModelProto]) -> None:
-    """With its attention, residuals and norms: it answers as the optimized file."""
+    """The model with attention, residuals and norms answers as the optimized file."""
     model = encoders[name]
     session = session_at(model, level)
     optimized = ortolan.optimize_onnx(model, options={"verify.seconds": 0.0}).model
@@ -321,7 +321,7 @@ def test_a_whole_encoder(name: str, level: ort.GraphOptimizationLevel, encoders:
 
 
 def test_an_encoder_of_which_all_is_rounded(encoders: dict[str, onnx.ModelProto]) -> None:
-    """Roundings that lie in no group stay. What goes brings answers nearer to the floats."""
+    """QDQ pairs outside of groups are kept; removing the others brings answers closer to the float model."""
     model = encoders["QDQ all"]
     session = all_claims(model)
     assert counted(model, session, "Softmax") == 2 and counted(model, session, "MatMul") == 16

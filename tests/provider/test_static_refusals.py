@@ -1,4 +1,4 @@
-"""Why layers of fixed ranges are left: the node and the reason, as they are told."""
+"""Reasons why layers with fixed ranges are not claimed, with the node's name."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def an_output(form: str, name: str) -> Models:
 
 
 def weight_of_two() -> onnx.ModelProto:
-    """As floats, transposed: of a DequantizeLinear ONNX Runtime gives each reader one of its own."""
+    """A transposed weight as floats: ONNX Runtime gives each consumer its own DequantizeLinear."""
     model = model_of("qdq_transpose")
     add(model, node("Neg", ["Wt"], ["z"], name="other"), outputs=("z",))
     return model
@@ -206,7 +206,7 @@ def told(model: onnx.ModelProto, folder: Path) -> dict[str, str]:
     options.log_severity_level = 4
     try:
         ort.InferenceSession(model.SerializeToString(), options)
-    except Exception as error:  # ONNX Runtime may have no kernel for what is left
+    except Exception as error:  # ONNX Runtime may lack a kernel for an unclaimed node
         assert "NOT_IMPLEMENTED" in str(error), error
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     return {line["node"]: line["reason"] for line in lines if not line["taken"]}
@@ -220,5 +220,5 @@ def test_reasons(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["qdq", "qdq_gemm", "qlinear", "qgemm", "to_float"])
 def test_nothing_is_left_without_a_reason(form: str, tmp_path: Path) -> None:
-    """What the cases above differ from."""
+    """The unchanged models of the cases above are claimed without a reason."""
     assert told(model_of(form), tmp_path) == {}

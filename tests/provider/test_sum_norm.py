@@ -1,5 +1,7 @@
-"""LayerNormalization that is no layer's end, with the additions in front of it: taken beside layers of whole numbers,
-with the bits of AddLayerNorm, which the optimized file has."""
+"""LayerNormalization with the additions before it, outside of a layer's epilogue: claimed next to integer layers.
+
+Its answers have the bits of AddLayerNorm in the optimized file.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def model_of(
     shapes: dict[str, list[int | str | None]] | None = None,
     opset: int = 21,
 ) -> onnx.ModelProto:
-    """The nodes, and a layer of 4 bits behind `y`, whose output is the last."""
+    """Return a model of the nodes and a 4-bit layer after `y`, whose output is the model's."""
     nodes = [*nodes, layer or LAYER.node("y", "answer", prefix="layer.")]
     read = {name for one in nodes for name in one.input}
     known = SHAPES | (shapes or {})
@@ -166,7 +168,7 @@ def float_layer() -> NodeProto:
     ("precision", "taken"), [("float32", []), ("bf16", ["linear"]), ("int8", ["linear", "s", "y"])]
 )
 def test_it_takes_layers_of_whole_numbers(precision: str, taken: list[str]) -> None:
-    """As the optimized file does: beside others it would change answers for nothing."""
+    """Only claimed next to integer layers, as in the optimized file; next to float layers there is no gain."""
     model = model_of([op("Add", "x t", "s"), norm()], layer=float_layer())
     session = provider_session(model, ep__ortolanexecutionprovider__precision=precision)
     assert claimed(session) == taken
@@ -187,7 +189,7 @@ def test_a_layer_that_is_left_brings_no_norm() -> None:
 
 
 def test_a_sum_of_other_rows_is_an_error() -> None:
-    """Nothing in the model says how long they are."""
+    """The model does not declare their length."""
     model = model_of([norm("x w b")], shapes={"x": ["batch", "tokens", None]})
     session = provider_session(model)
     assert claimed(session) == ["linear", "y"]
@@ -213,7 +215,7 @@ def test_any_number_of_rows(shape: tuple[int, ...]) -> None:
 
 
 def in_both_branches(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Of an If; initializers stay around it."""
+    """Move the nodes into an If; initializers stay outside."""
     graph, branches = model.graph, {}
     for side in ("then_branch", "else_branch"):
         nodes, prefix = [NodeProto() for _ in graph.node], side[:4]

@@ -1,8 +1,7 @@
-// A loader of OpenCL drivers that fails where it is told to: it stands in for libOpenCL.so.1, and hands all other calls
-// on to the real one.
+// A replacement of libOpenCL.so.1 that fails in a chosen function and forwards all other calls to the real loader.
 //
 //     REAL_OPENCL     the path of the real loader
-//     BROKEN_OPENCL   function:status:calls, the function that fails, with which status, after so many good calls
+//     BROKEN_OPENCL   function:status:calls, the failing function, its status, and the number of calls that succeed first
 //
 // live_objects() counts what was made and is not released.
 #include <dlfcn.h>

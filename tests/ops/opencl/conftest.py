@@ -20,6 +20,6 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str
     maps = Path("/proc/self/maps").read_text()
     real = re.search(r"\S+/libOpenCL\.so\S*", maps)  # devices.py has listed the devices
     assert real is not None
-    # Drivers may lie in folders that are there already (.ci/pocl).
+    # LD_LIBRARY_PATH may already name folders with drivers (.ci/pocl).
     folders = os.pathsep.join([str(folder), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
     return lambda what: {"LD_LIBRARY_PATH": folders, "REAL_OPENCL": real[0], "BROKEN_OPENCL": what}

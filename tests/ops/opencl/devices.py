@@ -22,7 +22,7 @@ from ortolan.opencl import VARIABLE, opencl_devices
 
 from ..single_node import session
 
-# A session on a model in a file, its answers for x of so many rows, saved, and what is mapped into the process.
+# Opens a model file, saves its answers for x with each number of rows, and the process's mapped files.
 _RUN = """
 import json, sys
 import numpy as np, onnxruntime as ort

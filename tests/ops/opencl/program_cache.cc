@@ -1,5 +1,5 @@
-// Files of compiled programs, damaged in any way and written by many at once: what is read is what was stored, or
-// nothing. Built with sanitizers, together with ops/opencl/program_cache.cc; ORTOLAN_CACHE names an empty folder.
+// Cached program files, damaged at random or written by many processes at once: a read returns exactly the stored bytes
+// or no data. Built with sanitizers, together with ops/opencl/program_cache.cc; ORTOLAN_CACHE names an empty folder.
 #include "opencl/program_cache.h"
 
 #include <cstdio>

@@ -76,7 +76,7 @@ def test_numbers_that_are_not_finite_and_zeros() -> None:
 
 @pytest.mark.parametrize("activation", [Activation.NONE, Activation.SILU])
 def test_gates_and_activations(activation: Activation) -> None:
-    """What follows the product, the CPU computes."""
+    """The CPU computes the epilogue."""
     k, n = 96, 100
     rng = np.random.default_rng(3)
     layer = GroupLayer.random(rng, k, 2 * 112, 32, zero_points=False)
@@ -116,7 +116,7 @@ def test_residuals(shape: tuple[int, ...]) -> None:
 
 
 def test_weights_at_any_address(tmp_path: Path) -> None:
-    """At odd ones they cannot be shared with the device."""
+    """Weights at unaligned addresses cannot be shared with the device."""
     layer = GroupLayer.random(np.random.default_rng(6), 200, 40, 32)
     model = node_model(layer)
     with asked("0"):

@@ -1,4 +1,4 @@
-"""Which side computes calls, where the faster one is asked for: ops/matmul/device_choice.h."""
+"""The choice of CPU or device when the faster one is requested: ops/matmul/device_choice.h."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""W4A8MatMul on OpenCL that is not there, fails, or has damaged files: the CPU answers, and the log says so once."""
+"""W4A8MatMul with OpenCL missing, failing or with damaged files: the CPU answers and the log reports it once."""
 
 from __future__ import annotations
 

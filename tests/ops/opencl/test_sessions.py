@@ -65,7 +65,7 @@ def test_calls_at_the_same_time(value: str) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_any_number_of_threads(threads: int) -> None:
-    """They pack x, and compute what follows the product."""
+    """The CPU threads pack x and compute the epilogue."""
     cpu, device = sessions(model_of(2), threads)
     for m in (1, 8, 500):
         assert_equal_bits(device.run(None, feeds(m, K))[0], cpu.run(None, feeds(m, K))[0])

@@ -165,7 +165,7 @@ def _rotary_tables(rng: np.random.Generator, positions: int, head_dim: int) -> A
 
 
 def _packed_prompt(rng: np.random.Generator, kv_heads: int, tokens: int, head_dim: int) -> Arrays:
-    """As in ops/nomad_attention/prompt_cache.h, in one chunk."""
+    """Pack a prompt in the format of ops/nomad_attention/prompt_cache.h, in one chunk."""
     matrices: Arrays = {}
     padded, room = -(-tokens // 16) * 16, -(-tokens // 32) * 32
     keys, values = np.zeros((head_dim, kv_heads, padded)), np.zeros((room, kv_heads, head_dim))

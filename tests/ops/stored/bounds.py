@@ -1,4 +1,4 @@
-"""How far a float32 answer may be from the exact one, by the operators' headers, worked out in float64.
+"""Error bounds of float32 answers from the operators' headers, computed in float64.
 
 A Product is what a linear layer computes before its end, and how far off it may be, element by element.
 """
@@ -27,7 +27,7 @@ class Product:
         return Product(total, self.error + U * (np.abs(total) + self.error))
 
     def activated(self, slope: float = 1.13, relative: float = 3 * U) -> Product:
-        """Of GELU and SiLU; the value is an upper bound of its magnitude. ReLU: 1 and 0."""
+        """Error bound of GELU and SiLU; `value` bounds the magnitude from above. ReLU: 1 and 0."""
         size = np.abs(self.value)
         return Product(size, slope * self.error + relative * (size + self.error) + SMALLEST)
 
@@ -110,5 +110,5 @@ def decode_error(
 
 
 def weights_error(v: np.ndarray) -> float:
-    """The same where the scores are the same bits: what is left is the C library's exp2, and sums."""
+    """Return the bound if the scores have the same bits: only the C library's exp2 and the sums differ."""
     return float(np.abs(v).max()) * (v.shape[-2] + 32) * 2.0**-22

@@ -1,4 +1,4 @@
-"""A case: a model of one node, what it is fed, and how far its answers may lie from the stored ones."""
+"""A case: a model of one node, its inputs, and the tolerance against the stored answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS = (1, 2, 3, 5, 16, 17, 70, 300)
 class Case:
     """calls: what the session is fed, one call after another.
 
-    rows: instead, one call is fed the first so many rows of its inputs `sliced`, for each of these numbers, ascending.
+    rows: instead, one call runs with only the first n rows of its inputs `sliced`, for each n given, ascending.
     The answer to fewer rows is that to the first of more, exactly or within the bound.
     exact: outputs that must be the same bits, on each instruction set those stored for it: in all calls, or, as
     "call 1: y", in one.
@@ -50,11 +50,11 @@ class Case:
         return digest(*(call[name] for call in self.calls for name in sorted(call)))
 
     def tensor_hashes(self) -> dict[str, str]:
-        """Of the model's constants, as packed."""
+        """Return digests of the model's packed constants."""
         return {tensor.name: digest(numpy_helper.to_array(tensor)) for tensor in self.model.graph.initializer}
 
     def outputs(self, threads: int) -> Iterator[tuple[str, str, np.ndarray]]:
-        """Of each call or number of rows: a label, the output's name and the array."""
+        """Yield a label, the output's name and the array of each call or number of rows."""
         session = new_session(self.model, threads)
         names = [output.name for output in session.get_outputs()]
         carried: Arrays = {}
@@ -77,12 +77,12 @@ class Case:
         return name in self.exact or f"{label}: {name}" in self.exact
 
     def sampled_label(self, label: str) -> str:
-        """Of the call whose answer holds that of this one, as far as it goes."""
+        """Return the label of the call whose answer contains this one's."""
         return f"{self.rows[-1]} rows" if self.rows else label
 
 
 def digest(*arrays: np.ndarray) -> str:
-    """Of types, shapes and bytes. All NaNs count as the same one."""
+    """Digest types, shapes and bytes; all NaNs count as equal."""
     total = hashlib.sha256()
     for a in arrays:
         if a.dtype.kind == "f":

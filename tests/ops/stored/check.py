@@ -1,4 +1,4 @@
-"""What a process of one instruction set has to say about the stored answers."""
+"""Compare the answers of a process with one instruction set with the stored answers."""
 
 from __future__ import annotations
 

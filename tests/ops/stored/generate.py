@@ -14,8 +14,8 @@ from . import attention_cases, linear_cases, other_cases
 from .case import THREADS, Case, digest
 from .store import EVERY, ISAS, REFERENCE, Record, Store, by_isa, output_name, places
 
-# How many numbers are sampled: of what is the same bits everywhere, of what is not but must be on each instruction
-# set, of the rest.
+# Number of sampled values: of answers that are bit-identical everywhere, of answers that are bit-identical only on each
+# instruction set, of other answers.
 FEW, SOME, MANY = 12, 150, 400
 FEWER = ", few"  # the key of a sample of FEW
 
@@ -27,7 +27,7 @@ def all_cases() -> Iterator[Case]:
 
 
 def make_answers(isa: str, folder: Path) -> None:
-    """In a process of this instruction set: its own answers to all cases, as a store in the folder."""
+    """Compute all answers in a process with this instruction set, and save them as a store in the folder."""
     made = Store()
     if ortolan.cpu_info()["isa"] == isa:
         for case in all_cases():

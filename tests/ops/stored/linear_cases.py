@@ -42,7 +42,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class End:
-    """What follows the product. residual: none, or its first dimension, 1 or that of x. norm: its epsilon."""
+    """An epilogue. residual: None, or its first dimension (1 or that of x). norm: its epsilon."""
 
     name: str = ""
     bias: bool = False
@@ -215,7 +215,7 @@ def minimum_weight(group: int, half: bool, k: int, n: int) -> Weight:
     constants |= {"norm_weight": np.ones(n, np.float32), "norm_bias": np.zeros(n, np.float32)}
 
     def product(x: np.ndarray) -> Product:
-        """Of nibbles less 8, and of a row of what is added to them a group, which meets the sums of its x."""
+        """Return the product of nibbles less 8, plus each group's zero-point row times the sums of its x."""
         rounded, s = quantize_groups(x, group)
         padded = np.zeros((len(x), shape[0] * group), np.int64)
         padded[:, :k] = rounded

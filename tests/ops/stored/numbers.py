@@ -23,7 +23,7 @@ def uniform(rng: np.random.Generator, shape: tuple[int, ...], bits: int = 24) ->
 
 
 def scales(rng: np.random.Generator, shape: tuple[int, ...], bits: int = 24) -> Floats:
-    """Of either sign, most near 2^-6, some zero and some far smaller."""
+    """Return values of both signs, most near 2^-6, some zero, some far smaller."""
     numbers = np.ldexp(uniform(rng, shape, bits), -6)
     numbers[rng.integers(0, 37, shape) == 0] = 0
     small = rng.integers(0, 29, shape) == 0
@@ -64,7 +64,7 @@ def _with(row: Floats, place: int, number: float) -> Floats:
 def sparse_integers(
     rng: np.random.Generator, k: int, n: int, zeros: int, least: int, most: int, outputs: int = 1
 ) -> NDArray[np.int8]:
-    """int8 [k, n] of least … most, about `zeros` per cent of it zero, in blocks of so many outputs.
+    """Return int8 [k, n] in least … most, about `zeros` per cent of it zero, in blocks of `outputs` columns.
 
     The first input and the last output are all `least`, where nothing is zero.
     """

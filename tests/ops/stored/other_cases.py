@@ -86,7 +86,7 @@ def _masked_matmul(name: str, a: np.ndarray, given: Arrays, b: np.ndarray, const
 
 
 def _with_zeros(rng: np.random.Generator, x: np.ndarray, zeros: int, rows: int, columns: int) -> np.ndarray:
-    """About `zeros` per cent of x, in tiles of so many rows and columns, become zero where x is finite."""
+    """Set about `zeros` per cent of the finite values of x to zero, in tiles of rows x columns."""
     tiles = rng.integers(0, 100, (-(-x.shape[0] // rows), -(-x.shape[1] // columns))) < zeros
     zero = np.repeat(np.repeat(tiles, rows, axis=0), columns, axis=1)[: x.shape[0], : x.shape[1]]
     x[zero & np.isfinite(x)] = 0

@@ -22,7 +22,7 @@ from .case import THREADS, Case, digest
 FOLDER = Path(__file__).parent
 # The names of ORTOLAN_ISA that are tried. One that is new here has no answers until they are added.
 ISAS = ("scalar", "avx2", "avxvnni", "avx512bw", "avx512vnni", "avx512", "avx512bf16", "amx", "neon", "dotprod", "i8mm")
-# Those that owe the answers of another.
+# Instruction sets that must give the answers of another one.
 STORED_AS = {"avxvnni": "avx2"}
 EVERY = "every"
 REFERENCE = "scalar"
@@ -139,7 +139,7 @@ def _difference(array: np.ndarray, at: np.ndarray, samples: np.ndarray) -> str:
 
 
 def _beyond(array: np.ndarray, at: np.ndarray, samples: np.ndarray, error: np.ndarray | float) -> Iterable[str]:
-    """What of the array is further from the samples than twice the error."""
+    """Describe the values of the array that differ from the samples by more than twice the error bound."""
     given, wanted = array.reshape(-1)[at].astype(np.float64), samples.astype(np.float64)
     allowed = 2 * (error.reshape(-1)[at] if isinstance(error, np.ndarray) else np.full(len(at), error))
     with np.errstate(invalid="ignore"):
@@ -163,5 +163,5 @@ def by_isa(answer: str | dict[str, str]) -> dict[str, str]:
 
 
 def output_name(case: Case, label: str, name: str, threads: int) -> str:
-    """In a record. Answers that must be the same bits are so for any number of threads."""
+    """Return the key of an answer in a record; bit-identical answers do not depend on the number of threads."""
     return f"{label}: {name}" if case.is_exact(label, name) else f"{label}, {threads} threads: {name}"
