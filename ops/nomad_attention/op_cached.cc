@@ -34,7 +34,7 @@ int64_t AttentionNode::Tokens(const OrtKernelInfo& info, const char* name) const
 OpError AttentionNode::WrongShape(const Ort::KernelContext& context, size_t input, const char* meaning,
                                   const std::string& expected) const {
   return Error(meaning, " '", inputs[input], "' has shape ", ShapeText(ShapeOf(context, input)), ", expected ",
-               expected, ". Pass inputs with the shapes that the model was exported for.");
+               expected, ". Feed the model inputs of the shapes it was exported for.");
 }
 
 CachedAttention::CachedAttention(const OrtKernelInfo& info, const AttentionNode& node) : node_(node) {
@@ -227,7 +227,7 @@ void CachedAttention::ReadLengths(const Ort::KernelContext& context, CachedCall&
   const Ort::TensorTypeAndShapeInfo info = value.GetTensorTypeAndShapeInfo();
   if (static_cast<int64_t>(info.GetElementCount()) != call.batch) {
     throw node_.Error("lengths has shape ", ShapeText(info.GetShape()), ", expected [", call.batch,
-                      "], one element a sequence. Pass inputs with the shapes that the model was exported for.");
+                      "], one element a sequence. Feed the model inputs of the shapes it was exported for.");
   }
   const std::span<const int32_t> lengths(lengths_.In(value), static_cast<size_t>(call.batch));
   const std::string problem = call.SetLengths(lengths, room, form_.prompt.tokens, "lengths",

@@ -441,7 +441,7 @@ ROWS = {name: (1, 6, 32) for name in ("query", "key", "value")}
         ({"query": (1, 4, 5, 8)}, "there are 1 x 5 queries and 6 keys"),
         (
             {"key": (1, 4, 6, 9)},
-            r"key 'key' has shape \[1, 4, 6, 9\], expected \[1, T, 32\] \(4 heads of 8\), or \[1, 4, T, 8\]\. Pass",
+            r"key 'key' has shape \[1, 4, 6, 9\], expected \[1, T, 32\] \(4 heads of 8\), or \[1, 4, T, 8\]\. Feed",
         ),
         ({"value": (1, 4, 5, 8)}, r"value 'value' has shape \[1, 4, 5, 8\], expected 1 sequences of 6 tokens"),
         (
