@@ -70,14 +70,14 @@ struct AttentionArgs {
   int64_t k_row_bytes = 0;
   const float* v = nullptr;  // [keys][head_dim]
   int64_t v_row_bytes = 0;
-  const float* mask = nullptr;   // [heads][queries][keys], or null: none
-  int64_t mask_head_stride = 0;  // these three in elements; 0 where it is broadcast
+  const float* mask = nullptr;   // [heads][queries][keys], or null
+  int64_t mask_head_stride = 0;  // strides in elements; 0 for broadcast axes
   int64_t mask_query_stride = 0;
   int64_t mask_key_stride = 0;  // 0 or 1
   float scale = 1.0f;
   bool causal = false;
   bool zero_hidden_rows = false;
-  float* y = nullptr;  // [heads][queries][head_dim]; overlaps nothing
+  float* y = nullptr;  // [heads][queries][head_dim]; no overlap with other arguments
   int64_t y_head_bytes = 0;
   int64_t y_row_bytes = 0;
 };

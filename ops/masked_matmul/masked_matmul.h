@@ -134,9 +134,9 @@ using ListValuesFn = int64_t(const FloatRows& a, const ValueList& list);
 struct ValuesArgs {
   ValueList list;
   int64_t listed = 0;
-  const float* panel = nullptr;  // [kMaskBits][kNumberColumns]
+  const float* panel = nullptr;  // [kMaskBits][kDensePanelColumns]
   int64_t blocks = 0;            // blocks of kBlockColumns columns, at most 8
-  float* sums = nullptr;         // [rows][kNumberColumns]
+  float* sums = nullptr;         // [rows][kDensePanelColumns]
 };
 using MultiplyValuesFn = void(const ValuesArgs& args);
 
@@ -145,7 +145,7 @@ using MultiplyValuesFn = void(const ValuesArgs& args);
 struct RowsArgs {
   int64_t m = 0;
   const float* a = nullptr;
-  int64_t a_row = 0;                // floats from one row of a to the next
+  int64_t a_row = 0;                // row stride of a in floats
   const int32_t* inputs = nullptr;  // [count], or null: 0, 1, …
   int64_t count = 0;
   const void* b = nullptr;  // [k][n]
