@@ -28,7 +28,7 @@ std::string CachedCall::SetLengths(std::span<const int32_t> lengths, int64_t pas
     if (last < 0) {
       return ErrorText(name, " is ", lengths[b], " for sequence ", b,
                        ", expected the number of its tokens after this call minus 1, at least ", prompt_tokens,
-                       prompt_tokens > 0 ? " (the tokens of the model's prompt count)" : "");
+                       prompt_tokens > 0 ? " (including the tokens of the model's prompt)" : "");
     }
     // In the first call of a batch, a sequence may be shorter than the longest one; padding follows it.
     const int64_t before = std::max<int64_t>(last + 1 - queries, 0);

@@ -439,7 +439,7 @@ def test_prompts_that_do_not_fit_the_call() -> None:
     call = Decoder(PROMPTED).call(2)
     ours = session(node_model(PROMPTED))
     with pytest.raises(
-        Exception, match=r"lengths is 39 for sequence 0, expected .* at least 40 .the tokens of the model"
+        Exception, match=r"lengths is 39 for sequence 0, expected .* at least 40 .including the tokens of the model"
     ):
         ours.run(None, call.feeds | {"lengths": np.array([39, 50], np.int32)})
     other = Setup(prompt=40, head_dim=16)
