@@ -325,7 +325,7 @@ def test_shapes_are_inferred(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("attributes", "message"),
     [
-        ({"num_heads": 0}, "num_heads is 0 and kv_num_heads 0, expected a positive number"),
+        ({"num_heads": 0}, "num_heads is 0 and kv_num_heads 0, expected 1 to"),
         ({"num_heads": -2}, "num_heads is -2"),
         ({"kv_num_heads": 3}, "num_heads is 4 and kv_num_heads 3"),
         ({"causal": 2}, "causal is 2, expected 0 or 1"),

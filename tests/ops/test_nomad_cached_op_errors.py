@@ -168,7 +168,7 @@ CODES = Setup(kind="codes", rotary="half", positions=16, mask=True)
         (FLOAT, {"query": zeros(3, 128)}, r"query 'query' has shape \[3, 128\]"),
         (FLOAT, {"query": zeros(2, 3, 3, 32)}, r"expected \[B, S, 4 heads\] or \[B, 4, S, D\]"),
         (FLOAT, {"query": zeros(2, 4, 3, 0)}, r"query 'query' has shape \[2, 4, 3, 0\]"),
-        (FLOAT, {"query": zeros(2, 3, 256)}, "key 'key' has shape .* 2 heads of 64, as the query has it"),
+        (FLOAT, {"query": zeros(2, 3, 256)}, "key 'key' has shape .* 2 heads of 64, like the query"),
         (FLOAT, {"key": zeros(2, 4, 64)}, "key 'key' has shape .* 2 sequences of 3 tokens"),
         (FLOAT, {"value": zeros(1, 3, 64)}, "value 'value' has shape .* 2 sequences of 3 tokens"),
         (FLOAT, {"value": zeros(2, 4, 3, 32)}, r"value 'value' has shape \[2, 4, 3, 32\]"),
@@ -288,7 +288,7 @@ def test_huge_sizes_of_nothing(lengths: bool, kind: str) -> None:
         "past_key": np.zeros((0, 2, big, keys), setup.dtypes[0]),
         "past_value": np.zeros((0, 2, big, values), setup.dtypes[1]),
     } | ({"lengths": zeros(0, dtype=np.int32)} if lengths else {})
-    with pytest.raises(Exception, match=f"{NODE}: there are {big} tokens in the cache and {big} in the call"):
+    with pytest.raises(Exception, match=f"{NODE}: cache has {big} tokens and the call {big}"):
         ours.run(None, feeds)
     many = {
         "query": zeros(big, 0, 128),
@@ -370,7 +370,7 @@ def test_one_buffer_for_caches_of_two_sizes() -> None:
     binding.bind_output("present_value", "cpu")
     binding.bind_output("y", "cpu")
     with pytest.raises(
-        Exception, match=f"{NODE}: past and present of 'past_key' are one buffer of 20 tokens, expected 21"
+        Exception, match=f"{NODE}: past and present of 'past_key' share a buffer of 20 tokens, expected 21"
     ):
         made.run_with_iobinding(binding)
 

@@ -398,7 +398,7 @@ def test_with_each_isa(isa: str) -> None:
 @pytest.mark.parametrize(
     ("attributes", "message"),
     [
-        ({"num_heads": 0}, "num_heads is 0 and kv_num_heads 0, expected a positive number"),
+        ({"num_heads": 0}, "num_heads is 0 and kv_num_heads 0, expected 1 to"),
         ({"kv_num_heads": 3}, "num_heads is 4 and kv_num_heads 3"),
         ({"causal": 2}, "causal is 2, expected 0 or 1"),
         ({"zero_hidden_rows": -1}, "zero_hidden_rows is -1, expected 0 or 1"),

@@ -214,7 +214,7 @@ def test_another_number_of_rows(shape: tuple[int, ...]) -> None:
 def test_too_many_empty_sequences_are_refused(op_type: str) -> None:
     """A tensor without numbers may be of any size, and takes no memory."""
     feeds = {"kept": np.zeros((2**40, 0), np.int64), "X": np.zeros((1, 0, 4), np.float32)}
-    with pytest.raises(Exception, match=r"kept 'kept' is of 1099511627776 sequences, expected at most 16777216"):
+    with pytest.raises(Exception, match=r"kept 'kept' has 1099511627776 sequences, expected at most 16777216"):
         session(node_model(op_type)).run(None, feeds)
 
 
