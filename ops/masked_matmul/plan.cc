@@ -64,7 +64,7 @@ Way MaskedMatMulPlan::RunMany(const MaskedMatMulCall& call) const {
   }
 }
 
-// Nothing to skip: uses ONNX Runtime's MatMul, unless A has too few rows to amortize that it packs B in each call.
+// Nothing to skip: uses ONNX Runtime's MatMul, unless A has too few rows to amortize packing B in each call.
 Way MaskedMatMulPlan::RunFull(const MaskedMatMulCall& call) const {
   if (call.size.m > costs_.most_panel_rows) {
     call.dense(call.size, call.a, static_cast<const float*>(call.b), call.y);
