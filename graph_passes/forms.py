@@ -1,14 +1,14 @@
-"""A form: what layers become, apart from how its numbers are found. And the passes that make it.
+"""The target format of layers (Form), the passes that produce it, and the presets.
 
-    weights     bf16, int8 or int4; of int4, group_size inputs share a scale
-    sparsity    the share of weights that is pruned, by pattern: unstructured, 4x1 (blocks of four outputs) or N:M.
-                The patterns 4x1 and 2:4 alone are for weights that have such zeros already
-    method      how weights are rounded (rtn, mse, gptq, awq, hqq) and pruned (magnitude, wanda, sparsegpt)
-    cache       of attention with a KV cache: 4-bit key codes, or floats
-    ignore      layers that are not part of it
+    weights     bf16, int8 or int4; int4 has a scale for each group_size inputs
+    sparsity    fraction of weights to prune, in a pattern: unstructured, 4x1 (blocks of four outputs) or N:M.
+                Without a sparsity, patterns 4x1 and 2:4 are for weights that already have such zeros
+    method      how weights are rounded (names.ROUNDING) and pruned (names.PRUNING)
+    cache       KV cache of attention: codes (4-bit keys, int8 values) or float32
+    ignore      layers that keep a higher precision
 
-The operator follows: 4-bit weights that are not pruned run in W4A8MatMul, 4x1 in VNNISpMM, layers that skip inputs in
-MaskedMatMul, all others in SparseAMXMatMul.
+The operator follows from the format: W4A8MatMul for 4-bit weights that are not pruned, VNNISpMM for 4x1, MaskedMatMul
+for layers that skip inputs, SparseAMXMatMul for all others.
 """
 
 from __future__ import annotations
@@ -21,49 +21,64 @@ from typing import Any
 from ortolan import _native
 from ortolan.errors import RecipeError
 
+from .names import (
+    BLOCKS,
+    CACHES,
+    FORMAT_OPTIONS,
+    GROUP_SIZES,
+    METHODS,
+    PRUNING,
+    ROUNDING,
+    TWO_FOUR,
+    UNSTRUCTURED,
+    WEIGHTS,
+)
 from .options import HEADS, Globs, PassOptions, takes
 from .weights.pruners.masks import MOST_OF_GROUP, Pattern
-from .weights.quantizers.grid import EIGHT_BIT_GROUP, GROUP_SIZES
+from .weights.quantizers.grid import EIGHT_BIT_GROUP
 
-WEIGHTS = ("bf16", "int8", "int4")
-ROUNDING = ("rtn", "mse", "gptq", "awq", "hqq")
-PRUNING = ("magnitude", "wanda", "sparsegpt")
-METHODS = (*ROUNDING, *PRUNING)
-CACHES = ("codes", "float32")
-BLOCKS = "4x1"
-TWO_FOUR = "2:4"
-UNSTRUCTURED = "unstructured"
 _BITS = {"int8": 8, "int4": 4}
-_SAME = 1e-3  # shares of N:M need not be written with more digits
+_SAME = 1e-3  # tolerance of a sparsity that is given beside N:M, such as 0.667 for 1:3
 
 Pass = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Form(PassOptions):
-    """A point of the grid. Raises RecipeError for values that do not go together."""
+    """The target format of layers.
+
+    Attributes:
+        method: At most one method of rounding and one of pruning.
+        skipped_inputs: Fraction of each input that is skipped; only presets set it.
+        prompt: A prompt becomes part of the model; only presets set it.
+
+    Raises:
+        ArgumentTypeError: A value has the wrong type.
+        RecipeError: A value is not allowed, or values contradict each other.
+    """
 
     weights: str | None = field(default=None, metadata=takes("str", choices=WEIGHTS, none=True))
     group_size: int | None = field(default=None, metadata=takes("int", choices=GROUP_SIZES, none=True))
     sparsity: float | None = field(default=None, metadata=takes("float", low=0.0, below=1.0, none=True))
     pattern: str | None = field(default=None, metadata=takes("str", none=True))
-    method: tuple[str, ...] = field(default=(), metadata=takes("texts", choices=METHODS))  # one of each kind
+    method: tuple[str, ...] = field(default=(), metadata=takes("texts", choices=METHODS))
     cache: str | None = field(default=None, metadata=takes("str", choices=CACHES, none=True))
     ignore: Globs = field(default=(HEADS,), metadata=takes("globs"))
-    # What only presets have: the share of each input that is skipped, and whether a prompt becomes part of the model.
     skipped_inputs: float | None = field(default=None, metadata=takes("float", low=0.0, below=1.0, none=True))
     prompt: bool = field(default=False, metadata=takes("bool"))
 
     def __post_init__(self) -> None:
-        if self.group_size is not None and self.weights in (None, "bf16", "int8"):  # whatever the size
-            raise RecipeError(f"group_size is {self.group_size!r}, which only weights='int4' has; leave it out")
+        """Check single values and their combinations."""
+        # First: a size that is not allowed would otherwise hide that int4 is missing.
+        if self.group_size is not None and self.weights in (None, "bf16", "int8"):
+            raise RecipeError(f"group_size is {self.group_size!r}, which needs weights='int4'; leave it out")
         super().__post_init__()
         self._check_method()
         self._check_pattern()
         self._check_rounding()
         if self.skipped_inputs is not None:
             for name in ("sparsity", "pattern", "group_size", "method"):
-                self._refuse(name, "with the preset 'activation-sparse', which rounds weights to nearest at most")
+                self._refuse(name, "with the preset 'activation-sparse', which neither prunes nor fits weights")
             if self.weights == "int4":
                 self._refuse("weights", "'bf16' or 'int8' with the preset 'activation-sparse'")
 
@@ -71,27 +86,27 @@ class Form(PassOptions):
         value = getattr(self, name)
         if value not in (None, ()):
             shown = value[0] if isinstance(value, tuple) and len(value) == 1 else value
-            raise RecipeError(f"{name} is {shown!r}, expected {'' if name == 'weights' else 'none '}{expected}")
+            raise RecipeError(f"{name} is {shown!r}, expected {'' if name == 'weights' else 'no value '}{expected}")
 
     def _check_method(self) -> None:
         for kind, names in (("rounding", ROUNDING), ("pruning", PRUNING)):
             if sum(one in names for one in self.method) > 1:
                 raise RecipeError(
-                    f"method is {self.method!r}, expected one method of {kind} at most: {', '.join(names)}"
+                    f"method is {self.method!r}, expected at most one method of {kind}: {', '.join(names)}"
                 )
         given = next((one for one in self.method if one in PRUNING), None)
         if given is not None and self.sparsity is None:
-            raise RecipeError(f"method is {given!r}, which prunes, but sparsity is not given; give sparsity=0.5, say")
+            raise RecipeError(f"method is {given!r}, which prunes, but sparsity is missing; give one, such as 0.5")
         given = next((one for one in self.method if one in ROUNDING), None)
         if given is not None and self.stored not in _BITS:
             raise RecipeError(
-                f"method is {given!r}, which rounds to whole numbers, but weights is {self.weights!r}; give "
+                f"method is {given!r}, which rounds to integers, but weights is {self.weights!r}; give "
                 "weights='int8' or 'int4'"
             )
 
     def _check_pattern(self) -> None:
         if self.sparsity == 0:
-            raise RecipeError("sparsity is 0, expected a number above 0 and below 1; leave it out to prune nothing")
+            raise RecipeError("sparsity is 0, expected a number above 0 and below 1; leave it out to prune no weights")
         pattern = None if self.pattern is None else Pattern.read(self.pattern)
         if self.pattern is not None and pattern is None:
             raise RecipeError(
@@ -102,25 +117,22 @@ class Form(PassOptions):
             share = 1 - pattern.kept / pattern.of
             already = self.sparsity is None and self.pattern == TWO_FOUR
             if not already and (self.sparsity is None or abs(share - self.sparsity) > _SAME):
-                found = "not given" if self.sparsity is None else f"{self.sparsity:g}"
-                raise RecipeError(f"sparsity is {found}, but pattern {self.pattern!r} makes it {share:g}; give that")
+                found = "missing" if self.sparsity is None else f"{self.sparsity:g}"
+                raise RecipeError(f"sparsity is {found}, expected {share:g} with pattern {self.pattern!r}")
         if self.pattern == UNSTRUCTURED and self.sparsity is None and self.weights != "int4":
-            raise RecipeError(
-                "pattern is 'unstructured', but sparsity is not given; give that, or leave the pattern out"
-            )
+            raise RecipeError("pattern is 'unstructured', but sparsity is missing; give one, or leave the pattern out")
         if self.pattern == BLOCKS and self.weights not in (None, "int8"):
             raise RecipeError(f"weights is {self.weights!r}, expected 'int8' with pattern {BLOCKS!r}; leave it out")
 
     def _check_rounding(self) -> None:
         if "hqq" in self.method and (self.weights != "int4" or self.sparsity is not None):
             raise RecipeError(
-                "method is 'hqq', expected another one with int8 or pruned weights, which have no zero points; give "
-                "'gptq'"
+                "method is 'hqq', but int8 and pruned weights have no zero points, which it needs; give 'gptq'"
             )
 
     @property
     def stored(self) -> str | None:
-        """How weights are stored; None: layers stay as they are."""
+        """The type of stored weights; None: layers are unchanged."""
         if self.weights is not None:
             return self.weights
         if self.pattern == BLOCKS:
@@ -129,85 +141,91 @@ class Form(PassOptions):
 
     @property
     def is_dense_int4(self) -> bool:
-        """Whether layers become W4A8MatMul."""
+        """True if layers become W4A8MatMul."""
         return self.weights == "int4" and self.sparsity is None and self.pattern is None
 
     @property
     def keeps_stored(self) -> bool:
-        """Whether weights that the model stores in 4 or 8 bits are kept exactly: in dense int8, rounding them again
-        would gain nothing."""
+        """True if weights that the model stores in 4 or 8 bits are kept exactly, for dense int8."""
         dense = self.sparsity is None and self.pattern is None and self.skipped_inputs is None
         return dense and self.weights == "int8"
 
     @property
     def ignores_in_eight_bits(self) -> bool:
-        """Whether layers that it ignores take 8 bits in groups (W8A8MatMul), else bf16."""
+        """True if ignored layers become 8-bit with groups (W8A8MatMul), False if they become bf16."""
         dense = self.sparsity is None and self.pattern is None and self.skipped_inputs is None
         return dense and self.stored in _BITS and bool(self.ignore)
 
     @property
     def stores_embeddings(self) -> bool:
-        """Whether tables of words are stored in few bits as well."""
+        """True if embedding tables are quantized too."""
         return self.stored in _BITS
 
     @property
     def _group_size(self) -> int:
-        """Of int4. What is dense has short groups, with zero points that are fractions: the least error."""
+        """The group size of int4. Dense weights have small groups with fractional zero points: the least error."""
         return self.group_size or (32 if self.is_dense_int4 else 128)
 
     @property
     def fuses_attention(self) -> bool:
-        """Whether attention becomes one operator, and its query, key and value layers another."""
+        """True if attention becomes one operator, and its query, key and value layers another one."""
         return (self.stored is not None or self.cache is not None) and self.skipped_inputs is None
 
     @property
     def fuses_norms(self) -> bool:
-        """Whether LayerNormalizations that are no layer's end become an operator, too. Layers of int8 and int4 have the
-        same bits on every CPU, and so do encoders, then; with layers of bf16 it would gain nothing."""
+        """True if LayerNormalizations that do not follow a layer become an operator too.
+
+        With int8 and int4 layers, encoders then return the same bits on every CPU. bf16 results depend on the CPU.
+        """
         return self.stored in _BITS and self.fuses_attention
 
     @property
     def rounding(self) -> str:
+        """The method of rounding."""
         default = "mse" if self.stored == "int4" else "rtn"
         return next((one for one in self.method if one in ROUNDING), default)
 
     @property
     def pruning(self) -> str:
+        """The method of pruning."""
         return next((one for one in self.method if one in PRUNING), "magnitude")
 
     @property
     def prunes_and_rounds(self) -> bool:
-        """Whether both are one step, which makes up for the errors of both."""
+        """True if one step prunes and rounds, and compensates the errors of both."""
         return self.method == ("sparsegpt",) and self.stored in _BITS
 
     def changes(self) -> dict[str, Any]:
-        """The values that are not the default."""
-        found = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name in CHOICES}
+        """Return the options that differ from their defaults."""
+        found = {name: getattr(self, name) for name in FORMAT_OPTIONS}
         return {name: value for name, value in found.items() if value != getattr(_PLAIN, name)}
 
     def describe(self) -> str:
-        """In words, for a recipe's description."""
+        """Return the description of a recipe for this format."""
         words = []
         if self.sparsity is not None:
             unit = "" if self.pattern in (None, UNSTRUCTURED) else f" {self.pattern}"
             words.append(f"prune {self.sparsity:.0%}{unit} by {self.pruning}")
         elif self.pattern == TWO_FOUR:
-            words.append("layers that are 2:4 sparse already")
+            words.append("layers that already have 2:4 zeros")
         if self.stored is not None:
             groups = f" in groups of {self._group_size}" if self.stored == "int4" else ""
             how = f" by {self.rounding}" if self.stored in _BITS and not self.prunes_and_rounds else ""
             words.append(f"{self.stored} weights{groups}{how}")
         if self.skipped_inputs is not None:
-            words.append(f"skip the {self.skipped_inputs:.0%} of inputs that are smallest")
+            words.append(f"skip the smallest {self.skipped_inputs:.0%} of inputs")
         if self.cache is not None:
-            words.append("a cache of 4-bit key codes and int8 values" if self.cache == "codes" else "a cache of floats")
+            words.append("KV cache with 4-bit keys and int8 values" if self.cache == "codes" else "float32 KV cache")
         if self.prompt:
             words.append("a prompt in the model")
-        return "; ".join(words) or "nothing"
+        return "; ".join(words) or "no change"
 
     def passes(self, eight_bits: Sequence[str] = ()) -> list[Pass]:
-        """The passes of a recipe that makes this form. eight_bits: patterns of layers that take 8 bits as those it
-        ignores do, where the form is dense int4."""
+        """Return the passes of a recipe that produces this format.
+
+        Args:
+            eight_bits: Name patterns of more layers that become 8-bit, like ignored ones; for dense int4.
+        """
         if eight_bits:
             return dataclasses.replace(self, ignore=(*self.ignore, *eight_bits)).passes()
         steps: list[Pass] = [{"name": "normalize"}]
@@ -244,7 +262,7 @@ class Form(PassOptions):
         if self.pattern is not None:
             step["pattern"] = self.pattern
         if self.pattern == BLOCKS:
-            step["keep_sparse"] = 0.5  # weights that training has made sparse stay as they are
+            step["keep_sparse"] = 0.5  # layers that training has already pruned are not pruned again
         if self.prunes_and_rounds:
             step["weight_bits"] = _BITS[self.stored or ""]
             if self.stored == "int4":
@@ -256,7 +274,7 @@ class Form(PassOptions):
     def _quantize(self) -> list[Pass]:
         if self.stored not in _BITS:
             return []
-        if self.pattern == BLOCKS:  # all layers: the operator takes no others
+        if self.pattern == BLOCKS:  # all layers: VNNISpMM supports only 8 bits
             return [{"name": "quantize", "method": self.rounding, "bits": 8}]
         if self.prunes_and_rounds:
             return []
@@ -266,7 +284,7 @@ class Form(PassOptions):
             step["group_size"] = self._group_size
         if self.is_dense_int4:
             step["symmetric"] = False
-        # What the first has left out, the second takes: it quantizes no layer again.
+        # The second pass quantizes the layers that the first one excluded.
         eight = {"name": "quantize", "bits": 8, "group_size": EIGHT_BIT_GROUP}
         return [step, *([eight] if self.ignores_in_eight_bits else [])]
 
@@ -277,18 +295,18 @@ class Form(PassOptions):
             stored = {"weights": "bf16"} if self.stored == "bf16" else {}
             return [{"name": "replace", "op": "MaskedMatMul", **stored}]
         if self.keeps_stored:
-            # Each operator takes the stored weights of its format as well.
+            # Each operator also takes the stored weights of its format.
             return [
                 {"name": "replace", "op": "W4A8MatMul"},
                 {"name": "replace", "op": "W8A8MatMul", "keep_stored": True},
                 {"name": "replace", "op": "SparseAMXMatMul", "keep_stored": True},
             ]
-        # In front of SparseAMXMatMul, which would take what is ignored as well, in bf16.
+        # Before SparseAMXMatMul, which would store ignored layers in bf16.
         eight: list[Pass] = [{"name": "replace", "op": "W8A8MatMul"}] if self.ignores_in_eight_bits else []
         if self.is_dense_int4:
             return [{"name": "replace", "op": "W4A8MatMul"}, *eight]
         if self.pattern != TWO_FOUR:
-            # Who asks for zeros gets the smaller file.
+            # Callers who prune want the smaller file.
             stored = {} if self.sparsity is None else {"storage": "small"}
             return [*eight, {"name": "replace", "op": "SparseAMXMatMul", **stored}]
         step: Pass = {"name": "replace", "op": "SparseAMXMatMul", "storage": TWO_FOUR, "exclude": list(self.ignore)}
@@ -298,55 +316,52 @@ class Form(PassOptions):
         return [step, *ignored]
 
 
-# What callers choose a form by.
-CHOICES = ("weights", "group_size", "sparsity", "pattern", "method", "cache", "ignore")
 _PLAIN = Form()
 
 
 @dataclass(frozen=True)
 class Preset:
+    """A target format with a name."""
+
     form: Form
     description: str
 
 
 PRESETS: Mapping[str, Preset] = {
     "int8": Preset(Form(weights="int8"), "int8 weights and word embeddings (SparseAMXMatMul)"),
-    "int4": Preset(
-        Form(weights="int4"), "4-bit weights in groups of 32, heads and word embeddings in int8 (W4A8MatMul)"
-    ),
+    "int4": Preset(Form(weights="int4"), "4-bit weights in groups of 32, int8 heads and word embeddings (W4A8MatMul)"),
     "sparse-encoder": Preset(
         Form(sparsity=0.5, pattern=BLOCKS, method=("sparsegpt",)),
-        "Prune 4x1 blocks and round to int8 jointly by SparseGPT (VNNISpMM); for encoders; needs calibration",
+        "Prune 4x1 blocks and round to int8 in one step by SparseGPT (VNNISpMM); for encoders; needs calibration",
     ),
     "long-context": Preset(
         Form(cache="codes"),
-        "A cache of 4-bit key codes and int8 values, a fifth of float32 (NoMADAttention); needs calibration",
+        "KV cache with 4-bit keys and int8 values, a fifth of float32 (NoMADAttention); needs calibration",
     ),
     "cached-prompt": Preset(
         Form(cache="float32", prompt=True),
-        "A prompt in the model, its keys 30 % and values 50 % sparse; what follows in a float cache; needs a prompt",
+        "A prompt in the model, keys 30 % and values 50 % sparse; float32 cache for later tokens; needs a prompt",
     ),
     "activation-sparse": Preset(
         Form(weights="bf16", skipped_inputs=0.4),
-        "Skip the 40 % of each layer's inputs that are smallest; bf16 weights (MaskedMatMul); needs calibration",
+        "Skip the smallest 40 % of each layer's inputs; bf16 weights (MaskedMatMul); needs calibration",
     ),
 }
-AUTO = "auto"  # the recipe that is found by measurement
 
-# For a model that stores few-bit weights: they are taken over as they are.
+# The recipe for a model that stores quantized weights: they are kept exactly.
 ADOPT: Mapping[str, Any] = {
-    "name": "weights as stored",  # none that can be given
-    "description": "Weights that the model stores already: 4-bit ones (W4A8MatMul), int8 ones with blocks of zeros "
-    "(VNNISpMM), in groups (W8A8MatMul), others and 2:4 sparse ones (SparseAMXMatMul), taken over as they are",
+    "name": "weights as stored",  # users cannot choose it
+    "description": "Keep stored weights exactly: 4-bit (W4A8MatMul), int8 with zero blocks (VNNISpMM), int8 with "
+    "groups (W8A8MatMul), other int8 and 2:4 sparse weights (SparseAMXMatMul)",
     "pass": [
         {"name": "normalize"},
         {"name": "float_activations"},
         {"name": "calibrate"},
         {"name": "fuse_attention", "precision": "bf16"},
         {"name": "fuse_cached_attention", "precision": "bf16"},
-        # Of blocks of four outputs and one input.
+        # min_sparsity counts blocks of four outputs and one input.
         {"name": "replace", "op": "VNNISpMM", "min_sparsity": _native.LEAST_ZERO_BLOCKS},
-        # A weight of one or two inputs has the pattern without a zero.
+        # With one or two inputs, a weight fits the pattern without any zero.
         {"name": "replace", "op": "SparseAMXMatMul", "storage": TWO_FOUR, "keep_quantized": True, "min_sparsity": 0.4},
         {"name": "replace", "op": "W4A8MatMul"},
         {"name": "replace", "op": "W8A8MatMul", "keep_quantized": True},
@@ -357,10 +372,10 @@ ADOPT: Mapping[str, Any] = {
     ],
 }
 
-# For a model whose numbers are given beside it (PassContext.given), as a GGUF file has them.
+# The recipe for a model whose quantized weights are given separately (PassContext.given), as by a GGUF file.
 IMPORT: Mapping[str, Any] = {
     "name": "import",
-    "description": "Weights of 4 bits (W4A8MatMul) and of 8 (W8A8MatMul), number by number",
+    "description": "Keep 4-bit (W4A8MatMul) and 8-bit (W8A8MatMul) weights exactly",
     "pass": [
         {"name": "normalize"},
         {"name": "embeddings"},
@@ -369,36 +384,3 @@ IMPORT: Mapping[str, Any] = {
         {"name": "replace", "op": "W8A8MatMul"},
     ],
 }
-
-# Names that recipes had before the first release, and what they are called by now.
-_OLD: Mapping[str, Mapping[str, Any]] = {
-    "sparse-bf16": {"weights": "bf16", "sparsity": 0.5},
-    "sparse-int8": {"weights": "int8", "sparsity": 0.5},
-    "sparse-int4": {"weights": "int4", "sparsity": 0.5},
-    "sparse-int8-4x1": {"weights": "int8", "sparsity": 0.8, "pattern": BLOCKS},
-    "sparsegpt-bf16": {"weights": "bf16", "sparsity": 0.5, "method": "sparsegpt"},
-    "sparsegpt-int8": {"weights": "int8", "sparsity": 0.5, "method": "sparsegpt"},
-    "sparsegpt-int4": {"weights": "int4", "sparsity": 0.5, "method": "sparsegpt"},
-    "sparsegpt-int8-4x1": {"recipe": "sparse-encoder"},
-    "int4-gptq": {"weights": "int4", "method": "gptq"},
-    "int4-awq": {"weights": "int4", "method": "awq"},
-    "int4-hqq": {"weights": "int4", "method": "hqq"},
-    "activation-sparse-int8": {"recipe": "activation-sparse", "weights": "int8"},
-}
-_OLD_OTHERS: Mapping[str, str] = {
-    "adopt": "leave recipe out: weights of few bits that a model stores are then taken over as they are",
-    "sparse-int8-4x1-static": "give recipe=Recipe.of(weights='int8', sparsity=0.8, pattern='4x1').with_pass('ranges'), "
-    "or what its to_toml() gives in a file",
-}
-
-
-def new_call(old_name: str) -> str | None:
-    """What to give in place of a recipe of an old name; None for what never was one."""
-    if old_name in _OLD_OTHERS:
-        return _OLD_OTHERS[old_name]
-    if old_name not in _OLD:
-        return None
-    call = _OLD[old_name]
-    python = ", ".join(f"{name}={value!r}" for name, value in call.items())
-    line = " ".join(f"--{name} {value}" for name, value in call.items())
-    return f"give {python} (on the command line: {line})"

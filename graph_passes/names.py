@@ -1,12 +1,29 @@
-"""Names that a model file carries, and the versions that it needs."""
+"""Names that users and model files use, without any imports, so that `ortolan --help` is quick."""
 
 from __future__ import annotations
 
+# The options that choose the target format of layers (forms.py), and their values.
+FORMAT_OPTIONS = ("weights", "group_size", "sparsity", "pattern", "method", "cache", "ignore")
+WEIGHTS = ("bf16", "int8", "int4")
+GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
+ROUNDING = ("rtn", "mse", "gptq", "awq", "hqq")
+PRUNING = ("magnitude", "wanda", "sparsegpt")
+METHODS = (*ROUNDING, *PRUNING)
+CACHES = ("codes", "float32")
+UNSTRUCTURED = "unstructured"
+BLOCKS = "4x1"
+TWO_FOUR = "2:4"
+AUTO = "auto"  # the recipe that is found by measurement
+
 ORTOLAN_DOMAIN = "ai.ortolan"
-RECIPE_KEY = "ortolan.recipe"  # these three stand in the metadata of an optimized model
+# Keys of the metadata of an optimized model.
+RECIPE_KEY = "ortolan.recipe"
 VERSION_KEY = "ortolan.version"
 OPTIONS_KEY = "ortolan.options"
-PADDING_KEY = "ortolan.padding"  # of a model that leaves padding out
-PROMPT_KEY = "ortolan.prompt_tokens"  # of a model that a prompt is part of: their number
-MINIMUM_OPSET = 13  # the first with a Cast to bfloat16, which the portable body of our operators needs
-MINIMUM_IR_VERSION = 8  # the first with functions inside of a model
+PADDING_KEY = "ortolan.padding"  # the model leaves padding out
+PROMPT_KEY = "ortolan.prompt_tokens"  # the number of tokens of the prompt that is part of the model
+MINIMUM_OPSET = 13  # the first with a Cast to bfloat16, which the portable bodies of Ortolan's operators need
+MINIMUM_IR_VERSION = 8  # the first that allows functions in a model
+# How the vector of a text is made from the vectors of its tokens, and how a reranker's logit becomes a score.
+POOLINGS = ("mean", "cls", "lasttoken", "max", "mean_sqrt_len_tokens", "weightedmean")
+SCORE_ACTIVATIONS = ("sigmoid", "none")

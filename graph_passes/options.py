@@ -1,8 +1,8 @@
-"""The options of a pass: a frozen dataclass is the one source of their names, types, defaults and ranges.
+"""Options of passes: frozen dataclasses that hold the names, types, defaults and ranges.
 
-Each field says in its metadata what it takes: `field(default=0.5, metadata=takes("float", low=0.0))`. Values come
-from TOML, from Python or from the command line, so all of them are checked here: an unknown name, a wrong type or a
-value out of range is a RecipeError that lists what is allowed.
+The metadata of a field is the rule for its values: `field(default=0.5, metadata=takes("float", low=0.0))`. Values come
+from TOML, Python or the command line, so all of them are checked here: an unknown name, a wrong type or a value out of
+range is an error that lists what is allowed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
-from ortolan.errors import RecipeError, listing, suggestion
+from ortolan.errors import ArgumentTypeError, RecipeError, listing, suggestion
 
 Globs = tuple[str, ...]
 
-# What a pattern may be instead of a name with *, ? and [letters]: one word for several patterns.
-# Heads turn small errors into wrong labels or tokens, and are often tied to the embedding.
+# Words that stand for several patterns. Heads turn small errors into wrong labels or tokens, and are often tied to the
+# embedding.
 HEADS = "heads"
 WORDS: dict[str, Globs] = {
     HEADS: (
@@ -31,18 +31,26 @@ WORDS: dict[str, Globs] = {
 
 
 def any_matches(names: Iterable[str], globs: Globs) -> bool:
-    """Whether one of the names matches one of the patterns. A word stands for its patterns."""
+    """Return True if a name matches a pattern (fnmatch). A word of WORDS stands for its patterns."""
     patterns = [pattern for glob in globs for pattern in WORDS.get(glob, (glob,))]
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-_NUMBERS: dict[str, Any] = {"int": numbers.Integral, "float": numbers.Real}  # numpy's count as well
+_NUMBERS: dict[str, Any] = {"int": numbers.Integral, "float": numbers.Real}  # also NumPy's
 OptionsT = TypeVar("OptionsT", bound="PassOptions")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What values an option takes. `kind` is one of float, int, str, bool, texts, globs, numbers_by_glob."""
+    """The values that an option takes.
+
+    Attributes:
+        kind: "float", "int", "str", "bool", "texts", "globs" or "numbers_by_glob".
+        choices: The allowed values; empty: all.
+        low: The smallest allowed number.
+        below: All numbers are smaller than this.
+        none: None is allowed.
+    """
 
     kind: str
     choices: tuple[str, ...] | tuple[int, ...] = ()
@@ -51,14 +59,15 @@ class Rule:
     none: bool = False
 
     def describe(self) -> str:
+        """Return the allowed values, for error messages."""
         if self.choices and self.kind == "texts":
             return "one or more of " + ", ".join(repr(choice) for choice in self.choices)
         if self.choices:
             return "one of " + ", ".join(repr(choice) for choice in self.choices)
         if self.kind == "globs":
             return 'a list of name patterns such as ["heads", "*layer.0*"]'
-        number = {"float": "a number", "int": "a whole number", "numbers_by_glob": "a table of pattern = number"}
-        text = number.get(self.kind) or {"str": "a text", "bool": "true or false"}[self.kind]
+        number = {"float": "a number", "int": "an integer", "numbers_by_glob": "a table of pattern = number"}
+        text = number.get(self.kind) or {"str": "a string", "bool": "true or false"}[self.kind]
         if self.low > -math.inf:
             text += f" from {self.low:g}"
         if self.below < math.inf:
@@ -66,7 +75,12 @@ class Rule:
         return text
 
     def check(self, value: Any, where: str) -> Any:
-        """The value in its canonical type, or RecipeError."""
+        """Return the value in its canonical type.
+
+        Raises:
+            ArgumentTypeError: The value has the wrong type.
+            RecipeError: The value is not allowed.
+        """
         if value is None and self.none:
             return None
         if self.kind == "numbers_by_glob":
@@ -90,17 +104,25 @@ class Rule:
             in_range = self.low <= number < self.below and abs(number) <= sys.float_info.max
             if in_range and (not self.choices or number in self.choices):
                 return number if self.kind == "int" else float(number)
-        raise RecipeError(f"{where} is {value!r}, expected {self.describe()}")
+        kind = RecipeError if self._has_type(value) else ArgumentTypeError
+        raise kind(f"{where} is {value!r}, expected {self.describe()}")
+
+    def _has_type(self, value: Any) -> bool:
+        if self.kind in ("globs", "texts"):
+            items = [value] if isinstance(value, str) else value
+            return isinstance(items, list | tuple) and all(isinstance(item, str) for item in items)
+        types = {"numbers_by_glob": Mapping, "bool": bool, "str": str} | _NUMBERS
+        return isinstance(value, types[self.kind]) and (self.kind == "bool" or not isinstance(value, bool))
 
 
 def takes(kind: str, **limits: Any) -> dict[str, Rule]:
-    """The metadata of a dataclass field: which values the option takes."""
+    """Return the metadata of a dataclass field with the rule for its values."""
     return {"rule": Rule(kind, **limits)}
 
 
 @dataclasses.dataclass(frozen=True)
 class PassOptions:
-    """Base of all options. A pass without any uses this one."""
+    """Base class of the options of a pass, and the options of a pass that has none."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -109,16 +131,23 @@ class PassOptions:
 
     @classmethod
     def names(cls) -> list[str]:
+        """Return the names of the options."""
         return [field.name for field in dataclasses.fields(cls)]
 
     def has(self, name: str) -> bool:
-        """Whether the option can be anything but its default beside the others as they are. Of several passes of one
-        name, it is for those that have it."""
+        """Return True if the option has an effect beside the other options as they are.
+
+        If a recipe has several passes of one name, an option is set for those passes that have it.
+        """
         return True
 
 
 def read_options(options_type: type[OptionsT], values: Mapping[str, Any], where: str) -> OptionsT:
-    """The options of a pass from untrusted values. `where` opens the error message."""
+    """Return the options of a pass from untrusted values; `where` opens error messages.
+
+    Raises:
+        RecipeError: A name is unknown, or a value has the wrong type or is not allowed.
+    """
     known = options_type.names()
     for name in values:
         if name not in known:
@@ -127,5 +156,5 @@ def read_options(options_type: type[OptionsT], values: Mapping[str, Any], where:
             )
     try:
         return options_type(**values)
-    except RecipeError as error:
+    except (RecipeError, ArgumentTypeError) as error:
         raise RecipeError(f"{where}: {error}") from None

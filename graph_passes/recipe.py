@@ -1,5 +1,4 @@
-"""A recipe: the ordered list of passes with their options. What a form becomes (forms.py), or what a TOML file says, of
-which unknown keys are refused.
+"""Recipes: ordered lists of passes with their options, from a target format (forms.py) or a TOML file.
 
 name = "mine"
 description = "one line"
@@ -20,18 +19,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ortolan.errors import RecipeError, listing, suggestion
+from ortolan.errors import ArgumentTypeError, RecipeError, listing, suggestion, wrong_type
 
-from .forms import AUTO, CHOICES, PRESETS, Form, new_call
+from .forms import PRESETS, Form
+from .names import AUTO, FORMAT_OPTIONS
 from .options import PassOptions, read_options
 from .registry import PASSES
 
 if TYPE_CHECKING:
     from .report.search import AutoReport
 
-# Options of which layers a pass takes, and how: where a recipe has the pass twice, they are for both.
+# Options that are set for all passes of one name at once.
 _OF_ALL = ("select", "exclude", "may_grow", "fuse", "keep_quantized", "keep_stored", "precision")
-# These take attentions: without a cache, and with one. What is selected is selected for all.
+# Passes that replace attention, with and without a KV cache; they share `select`, `exclude` and `precision`.
 _OF_ATTENTIONS = {"fuse_attention", "compress_cache", "fuse_cached_attention"}
 
 
@@ -45,35 +45,53 @@ class RecipeStep:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to do to a model: Recipe.of(weights="int4", group_size=32), Recipe.load("int8") or Recipe.load("my.toml").
-    One without passes leaves it as it is."""
+    """The passes that optimize a model: `Recipe.of(weights="int4")`, `Recipe.load("int8")`, `Recipe.load("my.toml")`.
+
+    A recipe without passes leaves the model unchanged.
+
+    Attributes:
+        name: The name that reports show.
+        description: One line for reports.
+        passes: The passes in order, each with its options.
+        search: Measurements of `ortolan.search`, if it found this recipe.
+
+    Raises:
+        RecipeError: The passes are in the wrong order.
+    """
 
     name: str
     description: str
     passes: tuple[RecipeStep, ...]
-    # What was measured to find it, of a recipe that ortolan.search has found.
     search: AutoReport | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        """Check the order of the passes."""
         order = list(PASSES)
         for before, after in pairwise(step.name for step in self.passes):
             if order.index(after) < order.index(before) or before == "verify":
                 raise RecipeError(
-                    f"recipe {self.name!r}: pass {after!r} comes after pass {before!r}, expected the order: "
-                    f"{', '.join(order)}, which comes once; move it"
+                    f"recipe {self.name!r}: pass {after!r} follows pass {before!r}, expected the order: "
+                    f"{', '.join(order)}, with verify at most once; move it"
                 )
 
     @staticmethod
     def names() -> list[str]:
-        """The presets. "auto" is none: its recipe is found by measurement."""
+        """Return the names of the presets; "auto" is not one of them."""
         return sorted(PRESETS)
 
     @classmethod
     def of(cls, **choices: Any) -> Recipe:
-        """The recipe of a form: weights, group_size, sparsity, pattern, method, cache and ignore, as optimize_onnx has
-        them. Raises RecipeError for values that are none, or do not go together."""
+        """Return the recipe of a target format.
+
+        Args:
+            choices: weights, group_size, sparsity, pattern, method, cache and ignore, as for `optimize_onnx`.
+
+        Raises:
+            ArgumentTypeError: An option is unknown or has the wrong type.
+            RecipeError: A value is not allowed, or values contradict each other.
+        """
         form = _changed(Form(), choices)
-        return cls._of_form(form, _call(form.changes()) or "nothing", form.describe())
+        return cls._of_form(form, _call(form.changes()) or "no change", form.describe())
 
     @classmethod
     def _of_form(cls, form: Form, name: str, description: str) -> Recipe:
@@ -81,27 +99,33 @@ class Recipe:
 
     @classmethod
     def load(cls, name_or_path: str | os.PathLike[str], **choices: Any) -> Recipe:
-        """A preset by name, or what a TOML file says: anything that ends in .toml or has a folder in it is a path.
+        """Return a preset, or the recipe of a TOML file.
 
-        choices: what is changed of a preset's form, as Recipe.of takes it; a file takes none.
+        Args:
+            name_or_path: A preset, or a path: it ends in .toml, contains a folder, or is a Path.
+            choices: Options of the target format that change a preset, as for `Recipe.of`.
+
+        Raises:
+            ArgumentTypeError: An argument has the wrong type, or an option is unknown.
+            RecipeError: The preset is unknown, or the file is missing or not a recipe.
         """
         try:
             text = os.fsdecode(name_or_path)
         except TypeError:
-            raise RecipeError(
-                f"recipe is a {type(name_or_path).__name__}, expected a name ({listing(cls.names())}), the path of a "
-                ".toml file or a Recipe (of a dict: Recipe.from_dict)"
-            ) from None
+            expected = (
+                f"a name ({listing(cls.names())}), the path of a .toml file or a Recipe (for a dict: Recipe.from_dict)"
+            )
+            raise wrong_type("recipe", name_or_path, expected) from None
         if isinstance(name_or_path, str) and not text.endswith(".toml") and os.path.basename(text) == text:
             return cls._preset(text, choices)
         if choices:
             raise RecipeError(
-                f"{next(iter(choices))} was given with recipe file {text!r}, which says itself what layers become; "
+                f"{next(iter(choices))} cannot be combined with recipe file {text!r}, which defines the target format; "
                 "leave it out, or change the file"
             )
         path = Path(text)
         if path.is_dir():
-            raise RecipeError(f"recipe file {text!r} cannot be read: it is a folder, expected a TOML file")
+            raise RecipeError(f"recipe file {text!r} is a folder, expected a TOML file")
         try:
             content = path.read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -115,11 +139,8 @@ class Recipe:
     @classmethod
     def _preset(cls, name: str, choices: Mapping[str, Any]) -> Recipe:
         if name == AUTO:
-            raise RecipeError(f"recipe {AUTO!r} is found by measurement, for one model: ortolan.search(model)")
+            raise RecipeError(f"recipe {AUTO!r} is measured for each model; call ortolan.search(model)")
         if name not in PRESETS:
-            instead = new_call(name)
-            if instead is not None:
-                raise RecipeError(f"there is no recipe {name!r}: {instead}")
             raise RecipeError(
                 f"unknown recipe {name!r}; the recipes are: {listing([*cls.names(), AUTO])}; "
                 f"or give the path of a .toml file{suggestion(name, [*cls.names(), AUTO])}"
@@ -133,7 +154,11 @@ class Recipe:
 
     @classmethod
     def from_toml(cls, text: str, where: str = "recipe") -> Recipe:
-        """Reads a recipe from TOML text. `where` opens the error messages."""
+        """Return the recipe of a TOML text; `where` opens error messages.
+
+        Raises:
+            RecipeError: The text is not TOML, or not a recipe.
+        """
         try:
             table = tomllib.loads(text)
         except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -142,30 +167,34 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any], where: str = "recipe") -> Recipe:
-        """The inverse of to_dict."""
+        """Return the recipe that `to_dict` returned; `where` opens error messages.
+
+        Raises:
+            RecipeError: The table is not a recipe.
+        """
         known = ("name", "description", "pass")
         for key in table:
             if key not in known:
                 raise RecipeError(
                     f"{where}: unknown key {key!r}, known ones are: {listing(known)}"
-                    f"{suggestion(key, known)}; options of a pass stand under its [[pass]]"
+                    f"{suggestion(key, known)}; options of a pass belong under its [[pass]]"
                 )
         for key in ("name", "description"):
             if not isinstance(table.get(key, ""), str):
-                raise RecipeError(f"{where}: {key} is {table[key]!r}, expected a text")
+                raise RecipeError(f"{where}: {key} is {table[key]!r}, expected a string")
         if not table.get("name"):
             raise RecipeError(f'{where} has no name; add a line like: name = "my-recipe"')
         steps = table.get("pass")
         if not isinstance(steps, list) or not all(isinstance(step, Mapping) for step in steps):
             raise RecipeError(
-                f"{where} has no [[pass]]; the passes are: {listing(PASSES)}; or say: pass = [], to leave a model as "
-                "it is"
+                f"{where} has no [[pass]]; the passes are: {listing(PASSES)}; to leave a model unchanged, write: "
+                "pass = []"
             )
         passes = tuple(_read_step(step, f"{where}, pass {number}") for number, step in enumerate(steps, 1))
         return cls(table["name"], table.get("description", ""), passes)
 
     def to_dict(self) -> dict[str, Any]:
-        """All names and all options, defaults included: what really ran."""
+        """Return all passes with all options, defaults included."""
         steps = []
         for step in self.passes:
             values = {name: getattr(step.options, name) for name in step.options.names()}
@@ -174,6 +203,7 @@ class Recipe:
         return {"name": self.name, "description": self.description, "pass": steps}
 
     def to_toml(self) -> str:
+        """Return the recipe as TOML text, which `load` and `from_toml` read."""
         table = self.to_dict()
         lines = [f"{key} = {_toml(table[key])}" for key in ("name", "description")]
         lines += [] if self.passes else ["pass = []"]
@@ -182,43 +212,56 @@ class Recipe:
         return "\n".join(lines) + "\n"
 
     def with_pass(self, name: str, **options: Any) -> Recipe:
-        """The recipe with one more pass, where the order of passes puts it, behind others of its name."""
+        """Return the recipe with one more pass at its place in the order, after other passes of that name.
+
+        Raises:
+            RecipeError: The pass or an option is unknown, or a value is not allowed.
+        """
         step = _read_step({"name": name, **options}, f"recipe {self.name!r}, pass {name!r}")
         order = list(PASSES)
         at = sum(order.index(one.name) <= order.index(name) for one in self.passes)
         return replace(self, passes=(*self.passes[:at], step, *self.passes[at:]))
 
     def without_pass(self, name: str) -> Recipe:
-        """The recipe without its passes of this name."""
+        """Return the recipe without its passes of this name."""
         return replace(self, passes=tuple(step for step in self.passes if step.name != name))
 
     def with_prompt(self) -> Recipe:
-        """The recipe with a pass cache_prompt in front of compress_cache, if it has none. Raises RecipeError for a
-        recipe without compress_cache."""
+        """Return the recipe with a pass cache_prompt before compress_cache.
+
+        Raises:
+            RecipeError: The recipe has no pass compress_cache.
+        """
         names = [step.name for step in self.passes]
         if "compress_cache" not in names:
             raise RecipeError(
-                f"a prompt was given, but recipe {self.name!r} has no pass 'compress_cache', which puts it into the "
-                "graph; give cache='float32' or 'codes', or add the pass"
+                f"prompt needs pass 'compress_cache', which recipe {self.name!r} does not have; give cache='float32' "
+                "or 'codes', or add the pass"
             )
         return self if "cache_prompt" in names else self.with_pass("cache_prompt")
 
     def for_equal_caches(self, host: str) -> Recipe:
-        """The recipe for a host that makes all caches alike and carries no other state: compressed ones get
-        `equal_rows`. `host` is its name, for errors. Raises RecipeError for options that it cannot serve."""
+        """Return the recipe for a host that gives all caches one shape: compressed caches get `equal_rows`.
+
+        Args:
+            host: The host's name, for errors.
+
+        Raises:
+            RecipeError: The recipe has a prompt or cache inputs that the host does not support.
+        """
         steps = []
         for step in self.passes:
             values = {key: getattr(step.options, key) for key in step.options.names()}
             if step.name == "cache_prompt":
                 raise RecipeError(
-                    f"recipe {self.name!r} makes a prompt part of the model, whose tokens {host} does not count; "
+                    f"recipe {self.name!r} makes a prompt part of the model, but {host} does not count its tokens; "
                     "leave the prompt out, or give the path of the ONNX file and serve it with ortolan.generate"
                 )
             if step.name == "compress_cache":
                 if values["window"] or values["sinks"]:
                     raise RecipeError(
                         f"window = {values['window']} and sinks = {values['sinks']} of pass 'compress_cache' need "
-                        f"inputs that {host} does not carry, expected 0; or give the path of the ONNX file and serve "
+                        f"inputs that {host} does not pass on, expected 0; or give the path of the ONNX file and serve "
                         "it with ortolan.generate"
                     )
                 if (values["keys"], values["values"]) != ("float32", "float32"):
@@ -229,18 +272,22 @@ class Recipe:
         return replace(self, passes=tuple(steps))
 
     def with_options(self, options: Mapping[str, Any]) -> Recipe:
-        """The recipe with some options changed: {"sparsity": 0.7}, or {"prune.sparsity": 0.7} where two passes have it.
+        """Return the recipe with some options changed.
 
-        Of several passes of one name, "prune.1.sparsity" is the first one's, "prune.2.sparsity" the second's;
-        "prune.select", "prune.exclude", "replace.may_grow", "replace.fuse" and "replace.keep_quantized" are for all of
-        them; one that only some of them have, as "replace.storage" is of SparseAMXMatMul, is for these. "select",
-        "exclude" and "precision" of attentions are for all passes of attention alike.
+        Args:
+            options: Values by name: `{"sparsity": 0.7}`, or `{"prune.sparsity": 0.7}` if two passes have the option.
+                If a recipe has several passes of one name, "prune.1.sparsity" is the first one's. "select",
+                "exclude", "may_grow", "fuse" and "keep_quantized" are set for all passes of one name, and options that
+                only some of them have for these. "select", "exclude" and "precision" of attention are set for all
+                passes that replace attention.
 
-        Raises RecipeError for a name that no pass of this recipe has.
+        Raises:
+            ArgumentTypeError: `options` is not a mapping.
+            RecipeError: No pass has the option, a name is ambiguous, or a value is not allowed.
         """
         if not isinstance(options, Mapping):
-            raise RecipeError(f'options is a {type(options).__name__}, expected a dict such as {{"sparsity": 0.7}}')
-        # All of a pass are changed at once: one may be allowed only with the other.
+            raise wrong_type("options", options, 'a dict such as {"sparsity": 0.7}')
+        # All options of a pass are changed at once: one value may be allowed only with another one.
         changes: list[dict[str, Any]] = [{} for _ in self.passes]
         for name, value in options.items():
             found = self._meant(str(name))
@@ -249,7 +296,7 @@ class Recipe:
             for_all = option in _OF_ALL and (len(passes) == 1 or passes <= _OF_ATTENTIONS)
             if len(found) > 1 and not for_all:
                 choices = listing(self._full_name(index, option) for index in found)
-                raise RecipeError(f"option {name!r} is ambiguous in recipe {self.name!r}: say which one: {choices}")
+                raise RecipeError(f"option {name!r} is ambiguous in recipe {self.name!r}; give one of: {choices}")
             for index in found:
                 changes[index][option] = value
         steps = []
@@ -259,21 +306,21 @@ class Recipe:
         return replace(self, passes=tuple(steps))
 
     def _full_name(self, index: int, option: str) -> str:
-        """What only this option of this pass is called: prune.sparsity, or prune.2.sparsity of the second one."""
+        """Return the unambiguous name of an option: prune.sparsity, or prune.2.sparsity for the second prune pass."""
         name = self.passes[index].name
         same = [other for other, step in enumerate(self.passes) if step.name == name]
         number = f".{same.index(index) + 1}" if len(same) > 1 else ""
         return f"{name}{number}.{option}"
 
     def _meant(self, name: str) -> list[int]:
-        """The indices of the passes that an option is for, if that is not ambiguous; never empty."""
+        """Return the indices of the passes for which an option is set; never empty."""
         found = self._owners(name)
         having = [index for index in found if self.passes[index].options.has(name.rpartition(".")[2])]
         of_one_name = len({self.passes[index].name for index in found}) == 1
         return having if having and of_one_name else found
 
     def _owners(self, name: str) -> list[int]:
-        """The indices of the passes that have this option; never empty."""
+        """Return the indices of the passes with an option of this name; never empty."""
         _, _, option_name = name.rpartition(".")
         found = [
             index
@@ -293,7 +340,11 @@ class Recipe:
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """ "sparsity=0.7" as ("sparsity", 0.7). The value is TOML; what is not TOML is taken as a text."""
+    """Return "sparsity=0.7" as ("sparsity", 0.7). The value is TOML; if it is not valid TOML, it is a string.
+
+    Raises:
+        RecipeError: The text has no "=" or no name.
+    """
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
         raise RecipeError(f"setting {text!r} is not of the form name=value, such as sparsity=0.7")
@@ -304,11 +355,12 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def _changed(form: Form, choices: Mapping[str, Any]) -> Form:
-    """The form with other values. Raises RecipeError."""
+    """Return the format with other values."""
     for name in choices:
-        if name not in CHOICES:
-            raise RecipeError(
-                f"unknown choice {name!r}, known ones are: {listing(CHOICES)}{suggestion(str(name), CHOICES)}"
+        if name not in FORMAT_OPTIONS:
+            raise ArgumentTypeError(
+                f"unknown option {name!r}, expected one of: {listing(FORMAT_OPTIONS)}"
+                f"{suggestion(str(name), FORMAT_OPTIONS)}"
             )
     values = {name: getattr(form, name) for name in form.names()} | dict(choices)
     if values["method"] is None:
@@ -317,7 +369,7 @@ def _changed(form: Form, choices: Mapping[str, Any]) -> Form:
 
 
 def _call(choices: Mapping[str, Any]) -> str:
-    """As a name: "weights=int8, sparsity=0.5"."""
+    """Return the options as the name of a recipe: "weights=int8, sparsity=0.5"."""
     words = {name: "+".join(value) if isinstance(value, tuple) else value for name, value in choices.items()}
     return ", ".join(f"{name}={value or 'none'}" for name, value in words.items())
 

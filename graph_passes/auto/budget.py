@@ -1,74 +1,59 @@
-"""How much worse than the original a model that the search finds may be."""
+"""The budget of a search: how much worse than the original the optimized model may be, or how large."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from ortolan.errors import CalibrationError, RecipeError
+from ortolan.errors import CalibrationError, RecipeError, wrong_type
 
 from ..measure.feeds import Feeds, has_past
 from ..report.optimization import OutputDeviation
 
 DEFAULT_COSINE = 0.99
-# Of made-up inputs: of real ones it may be less. docs/auto.md.
+# For random inputs: on real inputs the cosine may be lower. docs/auto.md.
 MADE_UP_COSINE = 0.9925
 DEFAULT_PERPLEXITY = 0.01
-_LARGEST = 700.0  # of which exp is a number
-Run = Callable[[Feeds], dict[str, np.ndarray]]  # run(feeds) gives a model's outputs by name
-Budget = float | str | Mapping[str, float] | Callable[[Run, Run], bool]
+_LARGEST = 700.0  # exp of a larger number overflows
+Run = Callable[[Feeds], dict[str, np.ndarray]]  # run(feeds) returns a model's outputs by name
+Budget = float | Callable[[Run, Run], bool]
 
 _COSINE, _PERPLEXITY, _DIVERGENCE, _BYTES = "cosine", "perplexity", "divergence", "bytes"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _SIZE = re.compile(r"([0-9.]+(?:e[0-9]+)?) ?([KMG]?B|)", re.IGNORECASE)
 _LOGITS = "logits"
-_EXPECTED = (
-    "a cosine of outputs such as 0.99; perplexity:0.02, by what share a decoder's perplexity may rise; or a function "
-    "(run of the original, run of the optimized model) -> bool"
-)
+_BUDGET = "a cosine of outputs, above 0 and at most 1, or a function (run_original, run_optimized) -> bool"
+_INCREASE = "a number of at least 0, such as 0.01 for 1 %"
+_BYTE_COUNT = "a number of bytes above 0, or a string such as '100MB'"
+# The argument that sets each kind of limit.
+_ARGUMENTS = {_PERPLEXITY: "max_perplexity_increase", _DIVERGENCE: "max_perplexity_increase", _BYTES: "max_bytes"}
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The smallest cosine of an output, the largest rise of perplexity, the size of the files, or what the user's
-    function accepts."""
+    """A checked budget.
+
+    Attributes:
+        kind: "cosine", "perplexity", "divergence" (of the original's own next tokens), "bytes" or "function".
+        number: The smallest cosine, the largest relative increase of perplexity, or the largest number of bytes.
+        accepts: The user's function, for kind "function".
+    """
 
     kind: str
     number: float = 0.0
     accepts: Callable[[Run, Run], bool] | None = None
 
-    @classmethod
-    def read(cls, budget: Budget, sizes: bool = False) -> Limit:
-        """sizes: whether it may be one of bytes. Raises RecipeError."""
-        if callable(budget):
-            return cls("function", accepts=budget)
-        kind, number = _COSINE, budget
-        if isinstance(budget, str):
-            name, colon, text = budget.rpartition(":")
-            kind = name if colon else _COSINE
-            if kind == _BYTES and sizes:
-                kind, number = _BYTES, _read_bytes(text)
-            else:
-                try:
-                    number = float(text)
-                except ValueError:
-                    number = math.nan
-        elif isinstance(budget, Mapping) and len(budget) == 1:
-            kind, number = next(iter(budget.items()))
-        if isinstance(number, int | float) and not isinstance(number, bool):
-            if kind == _COSINE and 0 < number <= 1:
-                return cls(kind, float(number))
-            if kind == _PERPLEXITY and 0 <= number < math.inf:
-                return cls(kind, float(number))
-            if kind == _BYTES and sizes and 0 < number < math.inf:
-                return cls(kind, float(number))
-        also = "; or bytes:100MB, the size of the files" if sizes else ""
-        raise RecipeError(f"budget is {budget!r}, expected {_EXPECTED}{also}")
+    @property
+    def argument(self) -> str:
+        """The argument of optimize_onnx and search that sets this limit."""
+        return _ARGUMENTS.get(self.kind, "budget")
 
     def __str__(self) -> str:
         if self.kind == _COSINE:
@@ -83,42 +68,50 @@ class Limit:
 
     @property
     def error(self) -> float:
-        """About the relative error of outputs that is still within; infinity where that is not known."""
+        """Roughly the largest relative error of outputs within the limit; infinity if unknown."""
         return math.sqrt(2 * (1 - self.number)) if self.kind == _COSINE else math.inf
 
     @property
     def needs_runs(self) -> bool:
+        """True if judging runs the models, beside the comparison of outputs."""
         return self.kind not in (_COSINE, _BYTES)
 
     @property
     def is_size(self) -> bool:
+        """True for a limit on bytes."""
         return self.kind == _BYTES
 
     def of_own_tokens(self) -> Limit:
-        """For inputs of which no next token is right: a limit of perplexity becomes one of the tokens that the original
-        would choose."""
+        """Return the limit for random inputs, which have no correct next token.
+
+        A limit on perplexity then applies to the next tokens that the original would choose.
+        """
         return replace(self, kind=_DIVERGENCE) if self.kind == _PERPLEXITY else self
 
     def judge_size(self, size: int) -> tuple[bool, str]:
-        """Whether files of so many bytes are within a limit of bytes, and what was found."""
+        """Return whether `size` bytes are within the limit, and the size as text."""
         return size <= self.number, f"{size / 1e6:.1f} MB"
 
     def outputs(self, names: Sequence[str]) -> list[str]:
-        """Those that count."""
+        """Return the names of the outputs that are judged."""
         logits_count = self.kind in (_PERPLEXITY, _DIVERGENCE) and _LOGITS in names
         return [name for name in names if name == _LOGITS or not logits_count]
 
     def judge(
         self, errors: Sequence[OutputDeviation], feeds: Sequence[Feeds], before: Run | None, after: Run | None
     ) -> tuple[bool, str]:
-        """Whether a model is within the budget, and what was found.
+        """Return whether a model is within the limit, and the result as text.
 
-        errors: of its outputs against the original's. before, after: run the models; needed if needs_runs.
+        Args:
+            errors: Deviations of its outputs from the original's.
+            feeds: Inputs to run the models on.
+            before: Runs the original; required if `needs_runs`.
+            after: Runs the optimized model; required if `needs_runs`.
         """
         if self.kind == _COSINE:
             worst = min(errors, key=lambda error: -math.inf if math.isnan(error.cosine) else error.cosine, default=None)
             if worst is None:
-                return False, "no output that can be compared"
+                return False, "no comparable output"
             return worst.cosine >= self.number, f"cosine {worst.cosine:.5f} ({worst.name})"
         assert before is not None and after is not None
         if self.accepts is not None:
@@ -131,29 +124,79 @@ class Limit:
         return rise + error <= self.number, f"perplexity {100 * rise:+.2f} ± {100 * error:.2f} %"
 
 
-def _read_bytes(text: str) -> float:
-    """ "100MB" or "1e8"; NaN for what is neither."""
-    found = _SIZE.fullmatch(text.strip())
-    return float(found[1]) * _UNITS[found[2].upper()] if found else math.nan
+def read_limit(budget: Any, max_perplexity_increase: Any = None, max_bytes: Any = None) -> Limit | None:
+    """Return the limit that one of the three arguments sets; None if all of them are None.
+
+    Raises:
+        ArgumentTypeError: An argument has the wrong type.
+        RecipeError: An argument is out of range.
+    """
+    if max_bytes is not None:
+        return Limit(_BYTES, _read_bytes(max_bytes))
+    if max_perplexity_increase is not None:
+        increase = _read_number("max_perplexity_increase", max_perplexity_increase, _INCREASE)
+        if not 0 <= increase < math.inf:
+            raise RecipeError(f"max_perplexity_increase is {max_perplexity_increase!r}, expected {_INCREASE}")
+        return Limit(_PERPLEXITY, increase)
+    if budget is None:
+        return None
+    if callable(budget):
+        return Limit("function", accepts=budget)
+    cosine = _read_number("budget", budget, _BUDGET)
+    if not 0 < cosine <= 1:
+        raise RecipeError(f"budget is {budget!r}, expected {_BUDGET}")
+    return Limit(_COSINE, cosine)
+
+
+def _read_number(name: str, value: Any, expected: str) -> float:
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise wrong_type(name, value, expected)
+    return float(value)
+
+
+def _read_bytes(value: Any) -> float:
+    """Return the bytes of 100_000_000, "100MB" or "1e8"."""
+    number = math.nan
+    if isinstance(value, str):
+        if found := _SIZE.fullmatch(value.strip()):
+            number = float(found[1]) * _UNITS[found[2].upper()]
+    elif isinstance(value, Integral) and not isinstance(value, bool):
+        number = float(value)
+    else:
+        raise wrong_type("max_bytes", value, _BYTE_COUNT)
+    if not 0 < number < math.inf:
+        raise RecipeError(f"max_bytes is {value!r}, expected {_BYTE_COUNT}")
+    return number
 
 
 def default_limit(model: ir.Model, calibrated: bool) -> Limit:
-    """For a decoder its perplexity, for any other model the cosine of its outputs. calibrated: whether feeds are given:
-    of made-up ones no next token is right, so what counts are the probabilities of all of them (kind "divergence"), and
-    a cosine keeps a distance."""
+    """Return the limit if no budget was given: perplexity for decoders, else the cosine of the outputs.
+
+    Args:
+        model: The original model.
+        calibrated: The user gave calibration data. Random inputs have no correct next token, so that all
+            probabilities are compared (kind "divergence"), and the cosine has a margin.
+    """
     if has_past(model) and _LOGITS in {value.name for value in model.graph.outputs}:
         return Limit(_PERPLEXITY if calibrated else _DIVERGENCE, DEFAULT_PERPLEXITY)
     return Limit(_COSINE, DEFAULT_COSINE if calibrated else MADE_UP_COSINE)
 
 
 def perplexity(run: Run, feeds: Sequence[Feeds]) -> float:
-    """exp of the mean cross-entropy of each token but the first, over all feeds. Raises CalibrationError."""
+    """Return exp of the mean cross-entropy of all tokens but the first of each sequence.
+
+    Raises:
+        CalibrationError: No feed has two tokens or more with logits.
+    """
     return math.exp(_cross_entropies(run, feeds).mean())
 
 
 def perplexity_rise(before: Run, after: Run, feeds: Sequence[Feeds]) -> tuple[float, float]:
-    """By what share perplexity is higher, and the standard error of that, from the differences token by token: of few
-    tokens it says little. Raises CalibrationError."""
+    """Return the relative increase of perplexity, and its standard error from the differences of tokens.
+
+    Raises:
+        CalibrationError: No feed has two tokens or more with logits.
+    """
     differences = _cross_entropies(after, feeds) - _cross_entropies(before, feeds)
     rise = _exp(float(differences.mean()))
     error = float(differences.std(ddof=1)) / math.sqrt(len(differences)) if len(differences) > 1 else math.inf
@@ -161,21 +204,23 @@ def perplexity_rise(before: Run, after: Run, feeds: Sequence[Feeds]) -> tuple[fl
 
 
 def divergence_rise(before: Run, after: Run, feeds: Sequence[Feeds]) -> float:
-    """By what share perplexity is higher of next tokens as the model before would choose them, over all tokens of the
-    feeds: exp of the mean Kullback-Leibler divergence, less 1."""
+    """Return the relative increase of perplexity if next tokens are drawn from the original's distribution.
+
+    This is exp of the mean Kullback-Leibler divergence over all tokens of the feeds, minus 1.
+    """
     total, count = 0.0, 0
     for one in feeds:
         answers = [run(one)[_LOGITS] for run in (before, after)]
         for rows in zip(*answers, strict=True):  # one sequence at a time: vocabularies are large
             exact, found = map(_log_probabilities, rows)
-            with np.errstate(invalid="ignore"):  # of tokens that are out of the question for both
+            with np.errstate(invalid="ignore"):  # tokens with probability 0 in both models
                 terms = np.where(exact > -np.inf, np.exp(exact) * (exact - found), 0.0)
             total, count = total + float(terms.sum()), count + terms[..., 0].size
     return _exp(total / count) - 1
 
 
 def _exp(number: float) -> float:
-    """Infinity where it is too large."""
+    """Return exp of the number, infinity if it overflows."""
     return math.exp(number) if number < _LARGEST else math.inf
 
 
@@ -186,7 +231,7 @@ def _log_probabilities(logits: np.ndarray) -> np.ndarray:
 
 
 def _cross_entropies(run: Run, feeds: Sequence[Feeds]) -> np.ndarray:
-    """Of each token but the first, float64."""
+    """Return the cross-entropy of each token but the first of a sequence, float64 [tokens]."""
     found: list[np.ndarray] = []
     of_one_token = None
     for one in feeds:
@@ -209,15 +254,15 @@ def _cross_entropies(run: Run, feeds: Sequence[Feeds]) -> np.ndarray:
 
 
 def _no_entropies(of_one_token: tuple[tuple[int, ...], tuple[int, ...]] | None) -> CalibrationError:
-    """of_one_token: the shapes of logits and of input_ids, where logits are those of one token."""
+    """Return the error. of_one_token: shapes of logits and input_ids if the model returns the last token's logits."""
     if of_one_token is not None:
         logits, ids = map(list, of_one_token)
         return CalibrationError(
-            f"the budget limits perplexity, but to input_ids {ids} the model answers with logits {logits}, those of "
-            f"one token; expected those of all, {[*ids, logits[-1]]}; optimize the model as it was before "
-            "keep_last_logits, then keep the last logits of the result; or give a budget of cosine"
+            f"logits have shape {logits} for input_ids {ids}, those of one token, but a limit on perplexity needs "
+            f"all, {[*ids, logits[-1]]}; optimize the model before keep_last_logits, then call keep_last_logits on the "
+            "result; or give a cosine as budget"
         )
     return CalibrationError(
-        "the budget limits perplexity, but no calibration feed has input_ids of two tokens or more to which the "
-        "model answers with logits [batch, tokens, vocabulary]; give texts and a decoder, or a budget of cosine"
+        "a limit on perplexity needs calibration data with input_ids of two tokens or more, and a model with logits "
+        "[batch, tokens, vocabulary]; give texts and a decoder, or a cosine as budget"
     )

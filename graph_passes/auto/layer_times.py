@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,10 +23,11 @@ import onnx_ir as ir
 from onnx import helper, numpy_helper
 
 from ortolan.cache_folder import default_cache_dir
-from ortolan.errors import NothingToReplaceError
+from ortolan.errors import NothingToReplaceError, OutputError
 from ortolan.session import cpu_info, package_versions
 
 from ..files.model_file import load_model, to_bytes, to_proto
+from ..files.output import write_text
 from ..files.spill import TensorSpill
 from ..measure.evidence import Evidence
 from ..measure.machine import cold_budget, is_busy, last_level_cache_bytes
@@ -128,20 +128,12 @@ class LayerTimes:
         return {}
 
     def _write(self, key: str, times: Mapping[str, float]) -> None:
-        """A folder that cannot be written to costs the next run the time, but does not end this one."""
-        table = self._read()  # with what other processes have written meanwhile
+        """Store one entry. If the file cannot be written, the next run measures again."""
+        table = self._read()  # other processes may have written
         table.setdefault(self._machine, {})[key] = {"date": _today().isoformat(), "ms": dict(times)}
-        with suppress(OSError):
+        with suppress(OSError, OutputError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    json.dump(table, file, indent=1)
-                os.replace(name, self.path)
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(name)
-                raise
+            write_text(self.path, json.dumps(table, indent=1))
 
 
 def measure(case: LayerCase, matrix: np.ndarray, candidates: Sequence[Candidate]) -> dict[str, float]:

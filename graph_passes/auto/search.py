@@ -26,7 +26,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ortolan.errors import CalibrationError, NothingToReplaceError, RecipeError, VerificationError, one_line
+from ortolan.errors import CalibrationError, NothingToReplaceError, RecipeError, VerificationError, one_line, wrong_type
 from ortolan.progress import Progress, Stage
 
 from ..files.model_file import ModelFile
@@ -36,7 +36,7 @@ from ..measure.evidence import Evidence
 from ..measure.feeds import Feeds, Sizes, has_past, synthetic_feeds
 from ..report.search import AutoReport
 from .bits import BitSearch, BitSettings
-from .budget import Limit, default_limit
+from .budget import Limit, default_limit, read_limit
 from .candidates import HELD_OUT, candidates_for
 from .layer_study import LayerStudy
 from .layer_times import LayerTimes
@@ -63,18 +63,29 @@ class AutoSettings:
     sparsity: float | None = None
 
     @classmethod
-    def read(cls, budget: Any, shapes: Any, sparsity: Any) -> AutoSettings:
-        """Raises RecipeError."""
-        if sparsity is not None and not (isinstance(sparsity, int | float) and 0 < sparsity < 1):
-            raise RecipeError(f"sparsity is {sparsity!r}, expected a number above 0 and below 1")
-        return cls(
-            None if budget is None else Limit.read(budget), None if shapes is None else _read_shapes(shapes), sparsity
-        )
+    def read(
+        cls, budget: Any = None, shapes: Any = None, sparsity: Any = None, max_perplexity_increase: Any = None
+    ) -> AutoSettings:
+        """Return checked settings.
+
+        Raises:
+            ArgumentTypeError: An argument has the wrong type.
+            RecipeError: An argument is out of range.
+        """
+        if sparsity is not None:
+            if not isinstance(sparsity, int | float) or isinstance(sparsity, bool):
+                raise wrong_type("sparsity", sparsity, "a number above 0 and below 1")
+            if not 0 < sparsity < 1:
+                raise RecipeError(f"sparsity is {sparsity!r}, expected a number above 0 and below 1")
+        limit = read_limit(budget, max_perplexity_increase)
+        return cls(limit, None if shapes is None else _read_shapes(shapes), sparsity)
 
 
 def _read_shapes(shapes: Any) -> tuple[tuple[int, int], ...]:
+    if not isinstance(shapes, list | tuple):
+        raise wrong_type("shapes", shapes, "a list of (batch, tokens) pairs such as [(1, 128), (1, 16)]")
     found: list[tuple[int, int]] = []
-    for shape in shapes if isinstance(shapes, list | tuple) else [None]:
+    for shape in shapes:
         numbers = shape if isinstance(shape, list | tuple) and len(shape) == 2 else (0, 0)
         if not all(isinstance(number, int) and number > 0 for number in numbers):
             found.clear()

@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError, EncodeError  # type: ignore[imp
 from ortolan.errors import ModelError, OutputError, listing, missing_model
 
 from .genai_folder import CONFIG_NAME, decoder_file
+from .output import check_file, sync
 
 MODEL_SUFFIX = ".onnx"
 LARGE_MODEL = 10**9  # bytes
@@ -379,18 +380,9 @@ def _embedded(slots: list[tuple[ir.TensorProtocol, Callable[[ir.TensorProtocol],
 
 def check_output(output: Path, source: ModelFile) -> None:
     """Refuses an output that cannot be written, or that would overwrite the input or its data."""
-    folder = output.absolute().parent
-    if output.is_dir():
-        raise OutputError(
-            f"output {str(output)!r} is a folder, expected a file name such as {str(output / 'model.onnx')!r}"
-        )
-    if not folder.is_dir():
-        raise OutputError(f"the folder of output {str(output)!r} does not exist; create it first")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise OutputError(f"the folder of output {str(output)!r} cannot be written to")
-    for target in (output, data_path(output)):
-        if target.exists() and not target.is_file():
-            raise OutputError(f"{str(target)!r} is there and is no regular file; choose another output")
+    check_file(output, "model.onnx")
+    if data_path(output).exists() and not data_path(output).is_file():
+        raise OutputError(f"output {str(data_path(output))!r} is not a regular file; choose another output")
     inputs = [file for file in (source.path, *source.data_files) if file is not None]
     for target in (output, data_path(output)):
         for file in inputs:
@@ -419,7 +411,7 @@ def move_into_place(written: Path, output: Path) -> None:
         backup.mkdir()
         for file in (written, new_data):
             if file.exists():
-                _sync(file)
+                sync(file)
         old = _locations(output)
         owns_data, has_data = data.name in old and data.is_file(), new_data.exists()
         if has_data and owns_data:
@@ -456,7 +448,7 @@ def _point_to_kept_data(output: Path, backup: Path, undo: list[Callable[[], None
         if entry.value == data.name:
             entry.value = kept.name
     pointing.write_bytes(proto.SerializeToString())
-    _sync(pointing)
+    sync(pointing)
     _link(output, original)
     kept.unlink(missing_ok=True)
     undo.append(lambda: kept.unlink(missing_ok=True))
@@ -476,12 +468,6 @@ def _is_kept_twice(data: Path, status: os.stat_result) -> bool:
         name != data and name.is_file() and not name.is_symlink() and os.path.samestat(os.stat(name), status)
         for name in names
     )
-
-
-def _sync(file: Path) -> None:
-    """Write a file to disk: otherwise a later rename may get there before its contents."""
-    with open(file, "r+b") as stream:
-        os.fsync(stream.fileno())
 
 
 def _link(file: Path, name: Path) -> None:

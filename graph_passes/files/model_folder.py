@@ -18,6 +18,7 @@ from ortolan.errors import ModelError, OutputError
 
 from .genai_folder import CONFIG_NAME, GenaiConfig, read_genai_config
 from .model_file import MODEL_SUFFIX, ModelFile, data_path, load_model
+from .output import check_new_folder
 
 ENCODER = f"encoder_model{MODEL_SUFFIX}"
 # What begins a text, and what goes on with it by the caches that the first gave; one file of both.
@@ -36,28 +37,13 @@ class OtherFiles:
 
 def check_output_folder(output: Path, folder: Path) -> None:
     """Refuses an output that cannot become a folder beside the input, which is not touched."""
-    check_new_folder(output, "the input is a folder", ", or the ONNX file inside of the input as the model")
+    check_new_folder(
+        output, "the input is a folder", MODEL_SUFFIX, ", or the ONNX file inside of the input as the model"
+    )
     if Path(os.path.realpath(output)).is_relative_to(os.path.realpath(folder)):
         raise OutputError(
             f"output {str(output)!r} lies in the input folder, which is not changed; choose another place"
         )
-
-
-def check_new_folder(output: Path, because: str, otherwise: str = "") -> None:
-    """Refuses an output that cannot become a folder. because, otherwise: why it must be one, and what else to give."""
-    if output.exists() and not output.is_dir():
-        raise OutputError(f"output {str(output)!r} is a file, but {because}; give a folder that is not there")
-    if output.suffix == MODEL_SUFFIX and not output.exists():
-        raise OutputError(
-            f"output {str(output)!r} is named like a file, but {because}; give a folder's name{otherwise}"
-        )
-    if output.exists() and any(output.iterdir()):
-        raise OutputError(f"output folder {str(output)!r} is not empty; remove it, or choose another one")
-    parent = output.absolute().parent
-    if not parent.is_dir():
-        raise OutputError(f"the folder of output {str(output)!r} does not exist; create it first")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise OutputError(f"the folder of output {str(output)!r} cannot be written to")
 
 
 def parts_in(folder: Path) -> list[Path]:
@@ -111,18 +97,6 @@ def copy_others(others: OtherFiles, into: Path, on_file: Callable[[int, int], No
         except OSError as error:
             raise OutputError(f"cannot copy {str(file)!r} beside the new model: {error.strerror or error}") from error
     on_file(total, total)
-
-
-def move_folder_into_place(written: Path, output: Path) -> None:
-    """Gives a complete folder its name; nothing, or an empty folder, stands there."""
-    try:
-        for file in written.rglob("*"):
-            if file.is_file():
-                with open(file, "r+b") as stream:  # a rename may reach the disk before what was written
-                    os.fsync(stream.fileno())
-        os.rename(written, output)
-    except OSError as error:
-        raise OutputError(f"cannot write {str(output)!r}: {error.strerror}") from error
 
 
 def _walk(folder: Path) -> Iterator[Path]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ortolan.errors import RecipeError, one_line
+from ortolan.errors import one_line
 from ortolan.session import open_session, register
 
 from ..files.model_file import ModelFile, to_bytes
@@ -30,12 +30,6 @@ _THREADS: ContextVar[int | None] = ContextVar("threads", default=None)
 _EXACT_SUMS = "session.x64quantprecision"
 _BLOCKS_LEVEL = "session.qdq_matmulnbits_accuracy_level"  # 1: MatMulNBits made of DequantizeLinear computes in float32
 _DISABLED = "optimization.disable_specified_optimizers"
-
-
-def check_threads(threads: int | None) -> None:
-    """Raise RecipeError unless threads is None or a positive integer."""
-    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
-        raise RecipeError(f"threads is {threads!r}, expected a whole number from 1, or None")
 
 
 @contextmanager

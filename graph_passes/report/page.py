@@ -10,16 +10,15 @@ import base64
 import io
 import json
 import os
-import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ortolan.errors import OrtolanError, OutputError
+from ortolan.errors import OrtolanError
 
+from ..files.output import write_text
 from .figures import human_bytes
 
 _TEMPLATE = "page.html.jinja"
@@ -35,35 +34,18 @@ def require_packages() -> None:
         )
 
 
-def check_place(path: str | os.PathLike[str]) -> None:
-    """Raises OutputError where no page can be written, before there is one."""
-    target = Path(path)
-    folder = target.absolute().parent
-    if target.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-        raise OutputError(
-            f"the report {str(target)!r} cannot be written: expected the name of a file in a folder that is there and "
-            "can be written to"
-        )
-
-
 def save_page(facts: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """facts: OptimizationReport.to_dict(). Writes to a temporary file that is renamed. Raises OrtolanError."""
-    text = make_page(facts)
-    target = Path(path)
-    try:
-        # tempfile would make a private file; this one gets the permissions of the process's umask.
-        name = target.absolute().with_name(f".{target.name}.{secrets.token_hex(8)}")
-        handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(name, target)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
-    except OSError as error:
-        raise OutputError(f"cannot write the report {str(target)!r}: {error.strerror}") from error
+    """Write the page to a file, or replace it.
+
+    Args:
+        facts: The result of `OptimizationReport.to_dict`.
+        path: The file.
+
+    Raises:
+        OrtolanError: A package is missing.
+        OutputError: The file cannot be written.
+    """
+    write_text(path, make_page(facts))
 
 
 def make_page(facts: Mapping[str, Any]) -> str:

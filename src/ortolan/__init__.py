@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .errors import (
+    ArgumentError,
+    ArgumentTypeError,
     CalibrationError,
     LibraryError,
     ModelError,
@@ -34,17 +36,21 @@ if TYPE_CHECKING:
     from .inspection import inspect_onnx
     from .last_logits import keep_last_logits
     from .optimize import optimize_onnx, search
+    from .optimize_options import OptimizeOptions
     from .provider_inspection import inspect_provider
     from .text_encoder import TextEncoder
 
     __version__: str
 
 __all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
     "CalibrationError",
     "LibraryError",
     "ModelError",
     "NothingToReplaceError",
     "OptimizationReport",
+    "OptimizeOptions",
     "OrtolanError",
     "OutputError",
     "Recipe",
@@ -71,9 +77,10 @@ __all__ = [
     "session_options",
 ]
 
-# Imported when first used: onnx and its relatives take a second to load.
+# Imported on first use, because onnx takes a second to load.
 _LAZY = {
     "OptimizationReport": "ortolan.graph_passes.report.optimization",
+    "OptimizeOptions": "ortolan.optimize_options",
     "Recipe": "ortolan.graph_passes.recipe",
     "TextEncoder": "ortolan.text_encoder",
     "TextInput": "ortolan.graph_passes.text.text_plan",
@@ -108,7 +115,7 @@ def _version() -> str:
 
     try:
         return metadata.version("ortolan")
-    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+    except metadata.PackageNotFoundError:  # a source tree that is not installed
         return "0+unknown"
 
 

@@ -1,13 +1,49 @@
-"""The options that commands of the command line share, and those that choose what a model becomes."""
+"""Options that several commands share, and the command-line options of optimize_onnx."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import Field, fields
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-AS_JSON = "ortolan.json"  # in the context's meta: whether JSON was asked for
+from ortolan.graph_passes.names import BLOCKS, GROUP_SIZES, POOLINGS, SCORE_ACTIVATIONS, UNSTRUCTURED
+
+from .errors import ArgumentError
+from .optimize_options import OptimizeOptions, flag_of, info, options_of
+from .provider import CLAIMS, PRECISIONS
+
+if TYPE_CHECKING:
+    from ortolan.graph_passes.text.text_plan import TextInput
+
+
+class _Choice(StrEnum):
+    """One of several strings, which the help lists and a shell completes."""
+
+    __repr__ = str.__repr__  # for error messages
+
+
+def _choice(values: Iterable[Any]) -> Any:
+    return _Choice("Choice", {str(value): str(value) for value in values})
+
+
+def _help(name: str) -> str:
+    """Return the help text of an option of optimize_onnx."""
+    return next(info(option).help for option in fields(OptimizeOptions) if option.name == name)
+
+
+if TYPE_CHECKING:
+    _Pooling = _Activation = _Precision = _Claims = _Device = _GroupSize = _DistillPattern = str
+else:
+    _Pooling, _Activation, _GroupSize = map(_choice, (POOLINGS, SCORE_ACTIVATIONS, GROUP_SIZES))
+    _Precision, _Claims = map(_choice, (PRECISIONS, CLAIMS))
+    _Device, _DistillPattern = _choice(["opencl"]), _choice([BLOCKS, UNSTRUCTURED])
+
+AS_JSON = "ortolan.json"  # key of the context's meta: True with --json
 
 
 def _remember_json(ctx: typer.Context, wanted: bool) -> bool:
@@ -16,7 +52,7 @@ def _remember_json(ctx: typer.Context, wanted: bool) -> bool:
 
 
 def _tell_steps(times: int) -> int:
-    """Shows what the logger "ortolan" is told."""
+    """Print the messages of the logger "ortolan" on stderr."""
     if times:
         import logging
 
@@ -28,7 +64,7 @@ def _tell_steps(times: int) -> int:
     return times
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.", callback=_remember_json)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.", callback=_remember_json)]
 Verbose = Annotated[
     int,
     typer.Option(
@@ -36,180 +72,105 @@ Verbose = Annotated[
         "-v",
         count=True,
         callback=_tell_steps,
-        help="Print details: a table of all layers in the report, and steps and decisions on stderr instead of a "
-        "progress bar. Twice: also those of each layer.",
+        help="Print a table of all layers in the report, and steps on stderr instead of a progress bar. Twice: also "
+        "steps of each layer.",
         show_default=False,
     ),
 ]
 Quiet = Annotated[
     bool,
-    typer.Option("--quiet", help="Print errors and, with --json, the result; no report and no progress bar."),
+    typer.Option("--quiet", help="Print only errors, and with --json the result."),
 ]
-Model = Annotated[
-    Path, typer.Argument(metavar="MODEL", help="The ONNX file, or the folder that it lies in.", show_default=False)
-]
+Model = Annotated[Path, typer.Argument(metavar="MODEL", help="The ONNX file or its folder.", show_default=False)]
 Output = Annotated[
     Path | None,
     typer.Option(
         "--output",
         "-o",
-        help="Where to write: a file, or of a folder a new folder. Without it: next to MODEL, as its name with "
-        ".ortolan.onnx, or .ortolan for a folder.",
+        help="The file to write, or a new folder if MODEL is a folder. Default: beside MODEL, with .ortolan.onnx "
+        "or .ortolan after its name.",
     ),
 ]
-RecipeName = Annotated[
-    str | None,
-    typer.Option(
-        "--recipe",
-        help="A preset, whose form the options below change, or a TOML file; an unknown name lists the presets. "
-        "Without a recipe or form, weights stored in few bits are kept exactly; in other models each layer "
-        "takes the dense form that is fastest here, within a cosine of 0.99 (0.9925 without calibration).",
-    ),
+_POOLING = f"How token vectors become one: {', '.join(POOLINGS)}. Default: from 1_Pooling, else mean."
+_NORMALIZE = "Scale vectors to length 1. Default: from modules.json, else yes."
+_ACTIVATION = "How a reranker's logit becomes a score. Default: from config.json, else sigmoid."
+_TEXT_PANEL = "Text models"
+Pooling = Annotated[
+    _Pooling | None, typer.Option(metavar="NAME", help=_POOLING, show_default=False, rich_help_panel=_TEXT_PANEL)
 ]
-Weights = Annotated[str | None, typer.Option(help="What weights become: bf16, int8 or int4.")]
-GroupSize = Annotated[int | None, typer.Option(help="int4 weights to a scale: 32, 64 or 128 (if not given).")]
-Sparsity = Annotated[
-    float | None, typer.Option(help="The share of weights to prune. Without it, nothing is pruned.", show_default=False)
-]
-Pattern = Annotated[
-    str | None,
-    typer.Option(
-        help="What is pruned: unstructured (if not given), 4x1 (blocks; int8; for encoders), or N:M as 2:4. "
-        "Alone, 4x1 and 2:4 take weights that have such zeros already."
-    ),
-]
-Method = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="How weights are rounded: mse (int4, if not given), rtn (int8), gptq, awq, hqq; or pruned: magnitude "
-        "(if not given), wanda, sparsegpt. Twice: one of each."
-    ),
-]
-Cache = Annotated[
-    str | None, typer.Option(help="Of attention with a KV cache: codes (4 bits a key number), or float32.")
-]
-Ignore = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="PATTERN",
-        help="Layers, by name, that are not part of the form. Repeatable. Without it: heads, a word for the usual "
-        'names of heads; "": none.',
-    ),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="For experts: an option of a pass, PASS.OPTION=VALUE, or max_error=0.1 to refuse a larger relative error "
-        "of the outputs. Repeatable.",
-    ),
-]
-Calibration = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="A .txt file of one text a line, or an .npz file of arrays named like the model's inputs: to verify on, "
-        "and for methods that fit weights to inputs.",
-    ),
-]
-Tokenizer = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="For calibration texts and --texts-in: the model's tokenizer.json; for the former, also an ONNX graph "
-        "that tokenizes (.onnx). Without it: the one beside MODEL.",
-    ),
-]
-TextsIn = Annotated[
-    bool,
-    typer.Option(
-        "--texts-in",
-        help="The model takes texts: its tokenizer goes in front of it, and behind it what makes a vector of each "
-        "text, or of pairs a score (rerankers), as sentence-transformers' files beside MODEL say, or these options:",
-    ),
-]
-_POOLING = (
-    "mean of the tokens' vectors, cls (the first), lasttoken, max, mean_sqrt_len_tokens or weightedmean. Without it: "
-    "as 1_Pooling says, else mean."
-)
-_NORMALIZE = "vectors of length 1. Without it: as modules.json says, else yes."
-_ACTIVATION = "sigmoid or none. Without it: as config.json says, else sigmoid."
-Pooling = Annotated[str | None, typer.Option(help=f"With --texts-in: {_POOLING}")]
 Normalize = Annotated[
-    bool | None, typer.Option("--normalize/--no-normalize", help=f"With --texts-in: {_NORMALIZE}", show_default=False)
-]
-VectorPooling = Annotated[str | None, typer.Option("--pooling", help=f"A text's vector: {_POOLING}")]
-VectorNormalize = Annotated[
     bool | None,
-    typer.Option("--normalize/--no-normalize", help=f"Make {_NORMALIZE}", show_default=False),
+    typer.Option("--normalize/--no-normalize", help=_NORMALIZE, show_default=False, rich_help_panel=_TEXT_PANEL),
+]
+VectorPooling = Annotated[_Pooling | None, typer.Option("--pooling", metavar="NAME", help=_POOLING, show_default=False)]
+VectorNormalize = Annotated[
+    bool | None, typer.Option("--normalize/--no-normalize", help=_NORMALIZE, show_default=False)
 ]
 MaxTokens = Annotated[
     int | None,
-    typer.Option(help="With --texts-in: cut texts to so many tokens. Without it: as the files beside MODEL say."),
+    typer.Option(
+        help="Cut texts to this many tokens. Default: from the files beside MODEL.", rich_help_panel=_TEXT_PANEL
+    ),
 ]
 PromptName = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="With --texts-in: the name of the sentence-transformers prompt to put before texts where a request "
-        'names none; "": none. Without it: default_prompt_name.',
+        help="The sentence-transformers prompt before texts, if a request names no prompt; empty: no prompt. "
+        "Default: default_prompt_name.",
+        rich_help_panel=_TEXT_PANEL,
     ),
 ]
-Activation = Annotated[str | None, typer.Option(help=f"With --texts-in, of rerankers: {_ACTIVATION}")]
-ScoreActivation = Annotated[str | None, typer.Option("--activation", help=f"Of the scores: {_ACTIVATION}")]
-Prompt = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE.npy",
-        help="Token ids that all sequences begin with: their keys and values become part of the model, pruned.",
-    ),
+Activation = Annotated[
+    _Activation | None, typer.Option(help=_ACTIVATION, show_default=False, rich_help_panel=_TEXT_PANEL)
 ]
+ScoreActivation = Annotated[_Activation | None, typer.Option("--activation", help=_ACTIVATION, show_default=False)]
 Budget = Annotated[
-    str | None,
+    float | None,
     typer.Option(
-        metavar="NUMBER",
-        help="The smallest cosine of each output against the original's, 0.99 if not given; or perplexity:0.02, by "
-        "what share a decoder's perplexity may rise.",
+        metavar="COSINE",
+        help="The smallest cosine of each output to the original's. Default: 0.99 (0.9925 without calibration data); "
+        "for decoders a perplexity increase of 1 %.",
     ),
 ]
-BitBudget = Annotated[
-    str | None,
+MaxPerplexityIncrease = Annotated[
+    float | None,
     typer.Option(
-        "--budget",
-        metavar="LIMIT",
-        help="With int4: which layers take 8 bits is measured, within a cosine, perplexity:0.01, or bytes:100MB.",
+        metavar="FRACTION",
+        help="How much a decoder's perplexity may rise: 0.01 is 1 %. Instead of --budget.",
     ),
+]
+SearchSparsity = Annotated[
+    float | None,
+    typer.Option("--sparsity", metavar="FRACTION", help="Also try formats that are pruned to this fraction of zeros."),
+]
+Calibration = Annotated[Path | None, typer.Option(metavar="FILE", help=_help("calibration"))]
+Tokenizer = Annotated[Path | None, typer.Option(metavar="FILE", help=_help("tokenizer"))]
+Portable = Annotated[bool, typer.Option("--portable/--no-portable", help=_help("portable"), show_default=False)]
+TimingThreads = Annotated[int | None, typer.Option("--threads", metavar="N", min=1, help=_help("threads"))]
+Precision = Annotated[
+    _Precision,
+    typer.Option("--precision", help="With --provider: the type that float32 layers become."),
+]
+Claims = Annotated[
+    _Claims,
+    typer.Option(
+        "--claims",
+        help="With --provider: faster claims nodes that are faster than in ONNX Runtime on this CPU, all claims every "
+        "supported node.",
+    ),
+]
+DistillPattern = Annotated[
+    _DistillPattern, typer.Option("--pattern", help="Prune blocks of four outputs, or single weights.")
 ]
 Shapes = Annotated[
     list[str] | None,
     typer.Option(
         "--shape",
         metavar="BATCHxTOKENS",
-        help="What to be fast at. Repeatable. Without it: 1x128 and 1x16, or 1x1 for a decoder with a cache.",
+        help="A shape to optimize for. Repeatable. Default: 1x128 and 1x16, or 1x1 for a decoder with a KV cache.",
     ),
 ]
-Portable = Annotated[
-    bool,
-    typer.Option("--portable/--no-portable", help="Let the model run, slower, where Ortolan's library is not loaded."),
-]
-AllowDifferent = Annotated[
-    bool,
-    typer.Option(
-        "--allow-different",
-        help="For models whose stored few-bit weights are kept, without a recipe or form: save the result even if an "
-        "output has another shape than the original's, or agrees with it less than the default budget allows.",
-    ),
-]
-TimingThreads = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        min=1,
-        help="Threads of both models while they are timed; default: one for each core that this process may use.",
-    ),
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be replaced; write nothing.")]
 Html = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Also write the report as one HTML page with plots; needs the extra html."),
@@ -218,16 +179,16 @@ Texts = Annotated[
     Path,
     typer.Argument(
         metavar="TEXTS",
-        help="A file of UTF-8, one text a line, or with --field JSON lines; standard input where it is - or not given.",
+        help="A UTF-8 file with one text a line, or with --field JSON lines. Default: standard input.",
         show_default=False,
     ),
 ]
-Field = Annotated[
-    str | None, typer.Option(metavar="KEY", help="Each line is a JSON object, and its text stands under this key.")
+TextField = Annotated[
+    str | None, typer.Option("--field", metavar="KEY", help="Each line is a JSON object with its text under this key.")
 ]
 TextTokenizer = Annotated[
     Path | None,
-    typer.Option("--tokenizer", metavar="FILE", help="A tokenizer.json. Without it: the one beside MODEL."),
+    typer.Option("--tokenizer", metavar="FILE", help="A tokenizer.json. Default: the one beside MODEL."),
 ]
 CutTokens = Annotated[
     int | None,
@@ -235,73 +196,120 @@ CutTokens = Annotated[
         "--max-tokens",
         metavar="N",
         min=1,
-        help="Cut longer texts to so many tokens. Without it: as the files beside MODEL say.",
+        help="Cut longer texts to this many tokens. Default: from the files beside MODEL.",
     ),
 ]
 BatchTokens = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Of a call of the session, padding counted; 1024 if not given.")
+    int | None, typer.Option(metavar="N", min=1, help="Tokens of one call of the session, with padding. Default: 1024.")
 ]
 Threads = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=1, help="Threads of the session. Without it: as many as ONNX Runtime takes."),
+    int | None, typer.Option(metavar="N", min=1, help="Threads of the session. Default: ONNX Runtime's choice.")
 ]
+BenchThreads = Annotated[list[int], typer.Option(metavar="N", min=1, help="A number of threads. Repeatable.")]
 BenchShapes = Annotated[
     list[str] | None,
     typer.Option(
         "--shape",
         metavar="NAME|MxKxN",
         help="What to measure instead of all layers: q, k, v, o, gate, up or down of Llama 3 8B; smollm2:… or "
-        "minilm:…, as in smollm2:down; llama, smollm2 or minilm, all its layers; or a shape. Repeatable.",
+        "minilm:…, such as smollm2:down; llama, smollm2 or minilm for all layers of a model; or a shape. Repeatable.",
     ),
+]
+BenchBatch = Annotated[
+    list[int] | None,
+    typer.Option(metavar="M", min=1, help="A number of input rows for the named layers. Repeatable."),
+]
+BenchSparsity = Annotated[
+    list[float] | None,
+    typer.Option(metavar="FRACTION", min=0, max=1, help="A fraction of zeros in the weights. Repeatable."),
 ]
 BenchKinds = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         "--kind",
-        metavar="KIND,...",
-        help="Kinds of weights: bf16, int8, int4 of sparse_amx_matmul; symmetric, zero_points, fractions, minimums of "
-        "w4a8_matmul. Of masked_matmul: square, numbers, deja_vu, decode, heat_map. Of auto: names of models, such as "
-        "all-minilm-l6-v2.",
+        metavar="KIND",
+        help="sparse_amx_matmul: bf16, int8 or int4 weights. w4a8_matmul: symmetric, zero_points, fractions or "
+        "minimums. masked_matmul: square, numbers, deja_vu, decode or heat_map. auto and zoo: a model, such as "
+        "all-minilm-l6-v2 or bert. Repeatable.",
     ),
 ]
-
-BenchDevice = Annotated[
-    str | None,
-    typer.Option(metavar="opencl", help="Of w4a8_matmul: its kernels on an OpenCL device, against those on the CPU."),
+BenchGroupSize = Annotated[
+    _GroupSize | None, typer.Option("--group-size", help="Inputs that share a scale, for int4.", show_default=False)
 ]
+BenchDevice = Annotated[
+    _Device | None,
+    typer.Option(
+        "--device",
+        help="For w4a8_matmul: compare its kernels on an OpenCL device with those on the CPU.",
+    ),
+]
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-def form(
-    weights: str | None,
-    group_size: int | None,
-    sparsity: float | None,
-    pattern: str | None,
-    method: list[str] | None,
-    cache: str | None,
-    ignore: list[str] | None,
-) -> dict[str, Any]:
-    """The arguments of optimize_onnx that were given."""
-    given = {
-        "weights": weights,
-        "group_size": group_size,
-        "sparsity": sparsity,
-        "pattern": pattern,
-        "method": method or None,
-        "cache": cache,
-        "ignore": None if not ignore else [one for one in ignore if one],
-    }
-    return {name: value for name, value in given.items() if value is not None}
+def _annotation(option: Field[Any]) -> Any:
+    """Return the typer annotation of an option of optimize_onnx."""
+    about = info(option)
+    kind: Any = about.kind
+    more: dict[str, Any] = {}
+    if about.choices:
+        kind = _choice(about.choices)
+    elif about.examples:
+        more["autocompletion"] = lambda: list(about.examples)
+    elif option.name == "recipe":
+        more["autocompletion"] = _complete_recipe
+    if option.name == "threads":
+        more["min"] = 1
+    if about.repeatable:
+        kind = list[kind]
+    flag = flag_of(option)
+    if about.kind is bool and option.default:
+        flag = f"{flag}/--no-{flag.removeprefix('--')}"
+    help_text = about.help + (" Repeatable." if about.repeatable else "")
+    given = typer.Option(
+        flag, metavar=about.metavar, help=help_text, show_default=False, rich_help_panel=about.group, **more
+    )
+    return Annotated[kind if about.kind is bool else kind | None, given]
 
 
-def texts_in(wanted: bool, **given: Any) -> Any:
-    """The argument texts_in of optimize_onnx. given: options that need --texts-in."""
-    from ortolan.errors import OrtolanError
+def _complete_recipe() -> list[str]:
+    from ortolan.graph_passes.names import AUTO
+    from ortolan.graph_passes.recipe import Recipe
 
+    return [*Recipe.names(), AUTO]
+
+
+def _parameter(option: Field[Any]) -> inspect.Parameter:
+    default = option.default if info(option).kind is bool else None
+    return inspect.Parameter(
+        option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=_annotation(option)
+    )
+
+
+def with_optimize_options(command: _Command) -> _Command:
+    """Give a command that takes **options the options of optimize_onnx, in front of its own keyword-only ones."""
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    first = [one for one in own if one.kind is one.POSITIONAL_OR_KEYWORD]
+    last = [one for one in own if one.kind is one.KEYWORD_ONLY]
+    options = [_parameter(option) for option in options_of("cli")]
+    command.__signature__ = inspect.Signature([*first, *options, *last])  # type: ignore[attr-defined]
+    return command
+
+
+def text_input(wanted: bool, **given: Any) -> bool | TextInput:
+    """Return the option texts_in of optimize_onnx.
+
+    Args:
+        wanted: --texts-in was given.
+        given: Options that change it; None: not given.
+
+    Raises:
+        ArgumentError: One of them was given without --texts-in.
+    """
     from . import TextInput
 
     if not wanted:
-        lonely = [name for name, value in given.items() if value is not None]
-        if lonely:
-            raise OrtolanError(f"--{lonely[0].replace('_', '-')} is for models that take texts: give --texts-in, too")
+        alone = [name for name, value in given.items() if value is not None]
+        if alone:
+            raise ArgumentError(f"--{alone[0].replace('_', '-')} needs --texts-in")
         return False
     return TextInput(**given)

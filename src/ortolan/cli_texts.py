@@ -1,4 +1,4 @@
-"""The commands that take texts: `ortolan embed`, `ortolan rerank`."""
+"""The commands for texts: `ortolan embed` and `ortolan rerank`."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def embed(
             "--output",
             "-o",
             metavar="FILE.npy",
-            help="Where to write the vectors: float32, a row a text, in order.",
+            help="Where to write the vectors: float32 [texts, width], in order.",
         ),
     ],
     texts: options.Texts = Path("-"),
-    field: options.Field = None,
+    field: options.TextField = None,
     tokenizer: options.TextTokenizer = None,
     pooling: options.VectorPooling = None,
     normalize: options.VectorNormalize = None,
@@ -41,8 +41,7 @@ def embed(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="The name of the sentence-transformers prompt to put before each text. Without it: "
-            'default_prompt_name; "": none.',
+            help="The sentence-transformers prompt before each text; empty: no prompt. Default: default_prompt_name.",
         ),
     ] = None,
     batch_tokens: options.BatchTokens = None,
@@ -50,34 +49,34 @@ def embed(
     as_json: options.AsJson = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Write the vectors of any number of texts, one a line, to a file of NumPy."""
+    """Write the vectors of texts, one a line, to a NumPy file."""
     from ortolan.graph_passes.text.text_plan import TextInput
 
     from .embedding import embed_stream
     from .text_encoder import BATCH_TOKENS
     from .text_lines import read_lines
-    from .vectors_file import check_place, write_vectors
+    from .vectors_file import check_vectors_file, write_vectors
 
-    check_place(output)
+    check_vectors_file(output)
     lines = read_lines(texts, field)
     settings = TextInput(pooling=pooling, normalize=normalize, max_tokens=max_tokens, prompt_name=prompt_name)
     encoder = _open(model, tokenizer, settings, threads)
-    none = encoder.encode([])  # refuses a reranker before texts are waited for, and knows the width where no text comes
+    none = encoder.encode([])  # refuses rerankers before texts are read; its width counts if there are no texts
     with progress_bar(quiet=quiet) as progress:
         pieces = embed_stream(lines, encoder, batch_tokens=batch_tokens or BATCH_TOKENS, progress=progress)
         rows, width = write_vectors(output, (piece for found in ([none], pieces) for piece in found))
     if as_json:
         typer.echo(json.dumps({"output": str(output), "texts": rows, "width": width}))
     elif not quiet:
-        typer.echo(f"{output}: {rows} vectors of {width} numbers")
+        typer.echo(f"{output}: {rows} vectors of width {width}")
 
 
 def rerank(
     model: options.Model,
-    query: Annotated[str, typer.Option("--query", "-q", metavar="TEXT", help="What the texts are ranked for.")],
+    query: Annotated[str, typer.Option("--query", "-q", metavar="TEXT", help="The query for which texts are ranked.")],
     texts: options.Texts = Path("-"),
-    field: options.Field = None,
-    top_k: Annotated[int | None, typer.Option("--top-k", "-k", min=1, help="Only so many, the best.")] = None,
+    field: options.TextField = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", "-k", min=1, help="Print only the best K texts.")] = None,
     tokenizer: options.TextTokenizer = None,
     max_tokens: options.CutTokens = None,
     activation: options.ScoreActivation = None,
@@ -85,7 +84,7 @@ def rerank(
     threads: options.Threads = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Rank texts, one a line, for a query, by a cross-encoder. All texts are in memory."""
+    """Rank texts, one a line, for a query with a cross-encoder. All texts are held in memory."""
     from ortolan.graph_passes.text.text_plan import TextInput
 
     from .embedding import rerank as run
@@ -94,7 +93,7 @@ def rerank(
 
     lines = read_lines(texts, field)
     encoder = _open(model, tokenizer, TextInput(max_tokens=max_tokens, activation=activation), threads)
-    encoder.score(query, [])  # refuses a model that embeds before texts are waited for
+    encoder.score(query, [])  # refuses models that embed before texts are read
     found = list(lines)
     with progress_bar() as progress:
         ranked = run(query, found, encoder, top_k=top_k, batch_tokens=batch_tokens or BATCH_TOKENS, progress=progress)
@@ -116,7 +115,7 @@ def _open(model: Path, tokenizer: Path | None, settings: TextInput, threads: int
 
 
 def _print_ranked(ranked: Sequence[RankedText], texts: Sequence[str]) -> None:
-    """A row a text, in a terminal cut to its width."""
+    """Print one row a text, cut to the width of a terminal."""
     from rich.table import Table
     from rich.text import Text
 

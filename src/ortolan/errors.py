@@ -1,4 +1,8 @@
-"""Every error that Ortolan raises on purpose. Each says what was found, what was expected and what to do."""
+"""The errors that Ortolan raises: what is wrong, what was expected and what to do.
+
+Errors about arguments are also Python's own: `ArgumentError`, `RecipeError` and `CalibrationError` are `ValueError`,
+`ArgumentTypeError` is `TypeError`.
+"""
 
 from __future__ import annotations
 
@@ -9,31 +13,39 @@ from difflib import get_close_matches
 
 
 class OrtolanError(Exception):
-    """Base of all errors of this package."""
+    """Base class of all errors of this package."""
+
+
+class ArgumentError(OrtolanError, ValueError):
+    """An argument has a value that is out of range or does not fit the other arguments."""
+
+
+class ArgumentTypeError(OrtolanError, TypeError):
+    """An argument has the wrong type, or its name is unknown."""
 
 
 class ModelError(OrtolanError):
-    """A model that cannot be read, or that Ortolan cannot work on."""
+    """A model cannot be read, or has a structure that Ortolan does not support."""
 
 
 class OutputError(OrtolanError):
-    """An output path to which the result cannot be written."""
+    """A result cannot be written to its output path."""
 
 
-class RecipeError(OrtolanError):
-    """An unknown recipe, pass or option, or a value out of its range."""
+class RecipeError(ArgumentError):
+    """A recipe, a pass or an option is unknown, has a bad value, or contradicts another one."""
 
 
-class CalibrationError(OrtolanError):
-    """Feeds that do not fit the model's inputs, or inputs for which none can be made up."""
+class CalibrationError(ArgumentError):
+    """Calibration data does not fit the model's inputs, or is needed and missing."""
 
 
 class NothingToReplaceError(OrtolanError):
-    """A model in which the recipe found no layer to work on."""
+    """The recipe found no layer of the model to work on."""
 
 
 class VerificationError(OrtolanError):
-    """An optimized model whose answers are not good enough. Nothing was saved."""
+    """The outputs of the optimized model differ too much from the original's. Nothing was saved."""
 
 
 class LibraryError(OrtolanError):
@@ -44,19 +56,26 @@ class SessionError(OrtolanError):
     """ONNX Runtime could not open or run a model."""
 
 
+def wrong_type(name: str, value: object, expected: str) -> ArgumentTypeError:
+    """Return the error for an argument of the wrong type: `threads is a str, expected an integer`."""
+    kind = type(value).__name__
+    article = "an" if kind[:1].lower() in "aeiou" else "a"
+    return ArgumentTypeError(f"{name} is {article} {kind}, expected {expected}")
+
+
 def listing(names: Iterable[str]) -> str:
-    """The names, for the end of an error message."""
+    """Return the names, sorted and joined for an error message."""
     return ", ".join(sorted(names)) or "none"
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """'; did you mean …?' if one of the known names is close, else nothing."""
+    """Return "; did you mean …?" if one of the known names is close, else an empty string."""
     close = get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message without its line breaks; where there is none, the error's type."""
+    """Return an error's message without line breaks; if it is empty, the error's type."""
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ortolan.graph_passes.files.genai_folder import CONFIG_NAME, GenaiConfig
 from ortolan.graph_passes.files.model_file import ModelFile
-from ortolan.graph_passes.files.model_folder import check_new_folder, move_folder_into_place
+from ortolan.graph_passes.files.output import check_new_folder, move_folder_into_place
 from ortolan.graph_passes.files.spill import TensorSpill
 from ortolan.graph_passes.files.work_folder import work_folder
 from ortolan.graph_passes.find.linear import layer_key
@@ -65,7 +65,7 @@ def import_gguf(
     Raises an OrtolanError, before any long work for what cannot be imported.
     """
     target = Path(folder)
-    check_new_folder(target, "a model with its tokenizer is a folder")
+    check_new_folder(target, "a model with its tokenizer is a folder", ".onnx")
     with told(progress or no_progress) as tell:
         run = _Import(read_model(path).with_halves(), target)
         run.execute(tell)

@@ -1,4 +1,4 @@
-"""optimize_onnx for the folder of an encoder and its decoders: all models by one recipe, into a folder like it."""
+"""optimize_onnx for a folder with an encoder and its decoders: all models get one recipe."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ortolan.graph_passes.files.model_file import ModelFile
-from ortolan.graph_passes.files.model_folder import DECODER, ENCODER, copy_others, find_others, move_folder_into_place
+from ortolan.graph_passes.files.model_folder import DECODER, ENCODER, copy_others, find_others
+from ortolan.graph_passes.files.output import move_folder_into_place
 from ortolan.graph_passes.files.work_folder import work_folder
 from ortolan.graph_passes.measure.encoder_decoder import feeds_of_decoders
 from ortolan.graph_passes.measure.evidence import make_up_feeds
@@ -19,6 +20,7 @@ from ortolan.graph_passes.report.optimization import OptimizationReport
 
 from .choice import Choice
 from .errors import NothingToReplaceError, OutputError, RecipeError
+from .optimize_options import OptimizeOptions
 from .progress import Progress, Stage
 
 _CACHES = "compress_cache"
@@ -26,37 +28,53 @@ _CACHES = "compress_cache"
 
 @dataclass(frozen=True)
 class PartFeeds:
-    """Of one file. None: it makes up its own."""
+    """The feeds of one file.
+
+    Attributes:
+        feeds: The feeds; None: random inputs are generated later.
+        description: Their description for the report.
+        made_up: They do not come from the user's calibration data.
+    """
 
     feeds: list[Feeds] | None
     description: str | None
-    made_up: bool  # not the user's
+    made_up: bool
 
 
-# Optimizes one file: source, where to write it, what to make of it, and its feeds.
+# Optimizes one file: the source, where to write it, its recipe, and its feeds.
 RunPart = Callable[[ModelFile, Path | None, Choice, PartFeeds], OptimizationReport]
 
 
-def refuse_for_parts(folder: Path, output: Any, dry_run: bool, **given: Any) -> None:
-    """Raises what a folder of several models does not take. given: arguments that are for one model."""
-    for name, value in given.items():
-        if value is not None:
+def refuse_for_parts(folder: Path, output: Any, options: OptimizeOptions) -> None:
+    """Refuse options that a folder with several models does not support.
+
+    Raises:
+        RecipeError: An option is for one model only.
+        OutputError: The output folder is missing.
+    """
+    for name in ("prompt", "texts_in", "budget", "max_perplexity_increase", "max_bytes"):
+        value = getattr(options, name)
+        if value is not None and value is not False:
             raise RecipeError(
-                f"{name} was given, but {str(folder)!r} holds an encoder and decoders; give it with the path of one of "
-                "its files"
+                f"{name} is for a single model, but {str(folder)!r} holds an encoder and decoders; give the path of "
+                "one of its files"
             )
-    if output is None and not dry_run:
+    if output is None and not options.dry_run:
         raise OutputError(f"{str(folder)!r} holds several models; give an output folder")
 
 
 def check_caches(recipe: Recipe | None) -> None:
-    """Raises RecipeError for caches that not all decoders of a folder have: one file gives what another one takes."""
+    """Refuse recipes that compress caches, because the decoders of a folder pass caches to each other.
+
+    Raises:
+        RecipeError: The recipe compresses caches.
+    """
     for step in () if recipe is None else recipe.passes:
         options: Any = step.options
         if step.name == _CACHES and (options.keys, options.values) != ("float32", "float32"):
             raise RecipeError(
-                f"recipe {recipe.name if recipe else ''!r} compresses caches, but decoders of an encoder-decoder "
-                'model hand them from file to file, and keep those of the encoder; give cache="float32"'
+                f"recipe {recipe.name if recipe else ''!r} compresses caches, but the files of an encoder-decoder "
+                'model pass caches to each other; give cache="float32"'
             )
 
 
@@ -69,7 +87,20 @@ def optimize_parts(
     run_part: RunPart,
     progress: Progress,
 ) -> OptimizationReport:
-    """sources: by file name. target: None in a dry run. encoder_feeds: the user's, or None."""
+    """Optimize all files and return one report.
+
+    Args:
+        folder: The original's folder.
+        sources: The models by file name.
+        target: The output folder; None in a dry run.
+        choice: What to do to each model.
+        encoder_feeds: The user's calibration data, or None.
+        run_part: Optimizes one file.
+        progress: The progress callback.
+
+    Raises:
+        NothingToReplaceError: The recipe found no layer in any file.
+    """
     made_up, description = (
         encoder_feeds is None,
         None if encoder_feeds is None else f"{len(encoder_feeds)} given feed(s)",
@@ -92,7 +123,7 @@ def optimize_parts(
             parts[name].output = None if target is None else str(target / name)
         if choice.recipe is not None and not any(part.recipe.get("pass") for part in parts.values()):
             reasons = "; ".join(note for part in parts.values() for note in part.notes)
-            raise NothingToReplaceError(f"nothing of the models in {str(folder)!r} can be replaced: {reasons}")
+            raise NothingToReplaceError(f"the models in {str(folder)!r} have no layer to replace: {reasons}")
         report = _joined(folder, target, parts)
         if target is not None:
             _finish(folder, sources, result, target, report, progress)
@@ -100,8 +131,11 @@ def optimize_parts(
 
 
 def _as_found(choice: Choice, decoder: OptimizationReport) -> Choice:
-    """What was found for the decoder that begins a text, which has all layers, is for the others too: of merged ones
-    layers could not be measured one by one, as each stands in both branches. One behind a cache lacks some of them."""
+    """Return the choice for other decoders, with the recipe that was found for the first one.
+
+    The first decoder has all layers. The layers of a merged decoder cannot be measured alone, because each is in both
+    branches, and a decoder with a cache lacks some layers.
+    """
     if choice.recipe is not None:
         return choice
     searched = decoder.auto is not None
@@ -116,7 +150,7 @@ def _as_found(choice: Choice, decoder: OptimizationReport) -> Choice:
 
 
 def _for_part(choice: Choice, source: ModelFile) -> Choice:
-    """Without caches where the model has none; what finds nothing in one file may find something in another."""
+    """Return the choice for one file: without compressed caches if it has no cache, and it may stay unchanged."""
     recipe = choice.recipe
     if recipe is not None and not has_past(source.model):
         recipe = recipe.without_pass(_CACHES)
@@ -130,7 +164,7 @@ def _describe(feeds: list[Feeds] | None, name: str, made_up: bool, description: 
 
 
 def _joined(folder: Path, target: Path | None, parts: dict[str, OptimizationReport]) -> OptimizationReport:
-    """One report of all: the layers of all files, and each file's own."""
+    """Return one report with the layers of all files and the report of each file."""
     first = next(iter(parts.values()))
     before, after = ([getattr(part, f"file_size_{when}") for part in parts.values()] for when in ("before", "after"))
     return OptimizationReport(
@@ -159,7 +193,9 @@ def _finish(
 ) -> None:
     others = find_others(folder, list(sources.values()))
     if others.left_out:
-        report.notes.append(f"not copied, as they lead out of the folder or are no files: {', '.join(others.left_out)}")
+        report.notes.append(
+            f"not copied, because they are no files or point out of the folder: {', '.join(others.left_out)}"
+        )
     copy_others(others, result, lambda done, total: progress(Stage.COPY, done, total))
     progress(Stage.SAVE, 0, 1)
     move_folder_into_place(result, target)

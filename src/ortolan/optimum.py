@@ -1,96 +1,83 @@
-"""Optimum: optimized models in ORTModelFor…, and an optimizer in the shape of Optimum's ORTOptimizer.
+"""An optimizer like Optimum's ORTOptimizer, for models that run in ORTModelFor….
 
 OrtolanOptimizer.from_pretrained("model/").optimize("fast/", weights="int4")
-ORTModelForCausalLM.from_pretrained("fast/", session_options=session_options())
+ORTModelForCausalLM.from_pretrained("fast/", session_options=ortolan.register())
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
+
+from ortolan.graph_passes.names import FORMAT_OPTIONS
 
 from .choice import read_choice
-from .errors import ModelError
+from .errors import ModelError, RecipeError, wrong_type
 from .optimize import optimize_onnx
-from .session import new_options, register
+from .optimize_options import OptimizeArguments, OptimizeOptions, read_options
 
 if TYPE_CHECKING:
-    import onnxruntime
-
-    from ortolan.graph_passes.measure.feeds import Calibration
-    from ortolan.graph_passes.recipe import Recipe
     from ortolan.graph_passes.report.optimization import OptimizationReport
-    from ortolan.graph_passes.text.texts import Tokenizer
-
-    from .progress import Progress
-
-
-def session_options() -> onnxruntime.SessionOptions:
-    """New session options that know Ortolan's operators, for `ORTModelForX.from_pretrained(…, session_options=…)`."""
-    options = new_options()
-    register(options)
-    return options
 
 
 class OrtolanOptimizer:
-    """Optimizes the ONNX model in a folder that Optimum has written, or its encoder and decoders."""
+    """Optimizes the ONNX model in a folder that Optimum has written, or its encoder and decoders.
+
+    Attributes:
+        folder: The folder.
+    """
 
     def __init__(self, folder: Path) -> None:
+        """Create an optimizer; `from_pretrained` checks the folder."""
         self.folder = folder
 
     @classmethod
     def from_pretrained(cls, model_or_path: str | os.PathLike[str] | Any) -> OrtolanOptimizer:
-        """model_or_path: a local folder, or an ORTModel, whose folder is taken. Raises ModelError."""
+        """Return an optimizer for a local folder, or for the folder of an ORTModel.
+
+        Raises:
+            ArgumentTypeError: The argument is neither a path nor an ORTModel.
+            ModelError: The folder does not exist.
+        """
         encoder = getattr(model_or_path, "encoder", None)  # of an ORTModel with decoders
         path = getattr(encoder or model_or_path, "path", model_or_path)  # of an ORTModel: its ONNX file
         if not isinstance(path, str | os.PathLike):
-            raise ModelError(f"model is a {type(model_or_path).__name__}, expected a folder or an ORTModel")
+            raise wrong_type("model", model_or_path, "a folder or an ORTModel")
         folder = Path(path).parent if path is not model_or_path else Path(path)
         if not folder.is_dir():
             raise ModelError(
-                f"{str(folder)!r} is no folder, expected one as Optimum writes it; export the model first: "
-                "optimum-cli export onnx --model MODEL FOLDER"
+                f"{str(folder)!r} is not a folder; export the model first: optimum-cli export onnx --model MODEL FOLDER"
             )
         return cls(folder)
 
     def optimize(
         self,
         save_dir: str | os.PathLike[str],
-        recipe: str | os.PathLike[str] | Recipe | None = None,
-        *,
-        calibration: Calibration | None = None,
-        tokenizer: Tokenizer | None = None,
-        options: Mapping[str, Any] | None = None,
-        portable: bool = True,
-        allow_different: bool = False,
-        threads: int | None = None,
-        progress: Progress | None = None,
-        **form: Any,
+        settings: OptimizeOptions | None = None,
+        **options: Unpack[OptimizeArguments],
     ) -> OptimizationReport:
-        """Writes the optimized model, with configuration and tokenizer, to a new folder.
+        """Write the optimized model, with configuration and tokenizer, to a new folder.
 
-        Arguments, report and errors are those of `ortolan.optimize_onnx`, with `form` for weights, group_size,
-        sparsity, pattern, method, cache and ignore; compressed caches take the shape that
-        Optimum makes, with which options `window` and `sinks` do not go.
+        Options, report and errors are those of `ortolan.optimize_onnx`, without `prompt` and `texts_in`. Compressed
+        caches get the shape that Optimum creates, so that the pass options `window` and `sinks` must be 0.
+
+        Args:
+            save_dir: The folder to write.
+            settings: Options to start from; keyword arguments replace single ones.
+            options: The fields of `OptimizeOptions` as keyword arguments.
         """
-        choice = read_choice(recipe, form, options)
-        if choice.recipe is not None:  # a recipe that is found later compresses no caches
+        chosen = read_options("optimize", settings, options)
+        if chosen.texts_in:
+            raise RecipeError("texts_in is not supported by Optimum, which tokenizes texts itself; use optimize_onnx")
+        choice = read_choice(chosen)
+        if choice.recipe is not None:  # a recipe that a search finds compresses no caches
             served = choice.recipe.for_equal_caches("Optimum")
-            # A Recipe must have all its passes; of a preset or form, optimize_onnx may leave some out.
+            # All passes of a Recipe must run; of a preset or target format, optimize_onnx may leave some out.
             if served != choice.recipe:
-                recipe, form, options = served, {}, None
-        return optimize_onnx(
-            self.folder,
-            save_dir,
-            recipe=recipe,
-            calibration=calibration,
-            tokenizer=tokenizer,
-            options=options,
-            portable=portable,
-            allow_different=allow_different,
-            threads=threads,
-            progress=progress,
-            **form,
-        )
+                plain = OptimizeOptions()
+                chosen = replace(
+                    chosen, recipe=served, options=None, **{name: getattr(plain, name) for name in FORMAT_OPTIONS}
+                )
+        return optimize_onnx(self.folder, save_dir, chosen)

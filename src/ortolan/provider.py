@@ -1,4 +1,4 @@
-"""The execution provider: models as they are, on Ortolan's kernels, in any session of this process."""
+"""The execution provider, which runs unchanged models on Ortolan's kernels in any session of this process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from .errors import LibraryError, one_line
+from .errors import ArgumentError, LibraryError, one_line
 from .library import get_library_path
 from .session import REGISTERED, new_options, register
 
@@ -18,16 +18,16 @@ PROVIDER = "OrtolanExecutionProvider"
 REGISTRATION_NAME = "ortolan"
 PRECISIONS = ("float32", "bf16", "int8")
 CLAIMS = ("faster", "all")
-CLAIMS_FILE = "claims_file"  # the provider's option, as in ops/provider/claims_log.h
+CLAIMS_FILE = "claims_file"  # an option of the provider, as in ops/provider/claims_log.h
 
 _OLDEST = (1, 23)  # as kOldestApi in ops/provider/ort_api.h
-_OFFERS_OPERATORS = (1, 24)  # from here on ONNX Runtime asks providers for their operators
+_OFFERS_OPERATORS = (1, 24)  # the first that asks providers for their operators
 _FACTORIES = b"CreateEpFactories\0"
 _lock = threading.Lock()
 
 
 def has_provider() -> bool:
-    """Whether the installed library was built with the execution provider."""
+    """Return True if the installed library was built with the execution provider."""
     return _has_factories(get_library_path())
 
 
@@ -42,14 +42,18 @@ def why_no_provider() -> str | None:
     if has_provider():
         return None
     return (
-        f"{get_library_path()} was built without the execution provider, which runs models as they are: CMake found no "
+        f"{get_library_path()} was built without the execution provider, which runs unchanged models: CMake found no "
         "headers of ONNX Runtime's API 29; build again with npm installed, or with ORT_EP_INCLUDE_DIR set to the "
         "include folder of ONNX Runtime 1.29 or later"
     )
 
 
 def library_with_provider() -> str:
-    """The path of the installed library. Raises LibraryError where it was built without the provider."""
+    """Return the path of the installed library.
+
+    Raises:
+        LibraryError: It was built without the provider.
+    """
     missing = why_no_provider()
     if missing is not None:
         raise LibraryError(missing)
@@ -57,16 +61,17 @@ def library_with_provider() -> str:
 
 
 def register_provider() -> None:
-    """Makes `OrtolanExecutionProvider` known to ONNX Runtime in this process. Calling it again changes nothing.
+    """Register `OrtolanExecutionProvider` in ONNX Runtime, for this process. Calling it again has no effect.
 
-    Raises LibraryError where ONNX Runtime is older than 1.23, or the library was built without the provider.
+    Raises:
+        LibraryError: ONNX Runtime is older than 1.23, or the library was built without the provider.
     """
     import onnxruntime
 
     if _version(onnxruntime) < _OLDEST:
         raise LibraryError(
-            f"onnxruntime {onnxruntime.__version__} takes no execution provider from a library, 1.23 or later does: "
-            "pip install -U onnxruntime; optimized models run on any from 1.21 on"
+            f"onnxruntime {onnxruntime.__version__} cannot load execution providers, which needs 1.23 or later: "
+            "pip install -U onnxruntime; optimized models need no provider and run on 1.21 or later"
         )
     with _lock:
         if _devices(onnxruntime):
@@ -77,36 +82,45 @@ def register_provider() -> None:
         except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
             raise LibraryError(
                 f"ONNX Runtime cannot register the execution provider of {path}: {one_line(error)}; "
-                "`ortolan doctor` tells more"
+                "run `ortolan doctor` for details"
             ) from error
 
 
 def session_options(
     *, precision: Literal["float32", "bf16", "int8"] = "float32", claims: Literal["faster", "all"] = "faster"
 ) -> onnxruntime.SessionOptions:
-    """New options for sessions that run models, optimized or not, on Ortolan's kernels.
+    """Return new options for sessions with Ortolan's execution provider.
 
-    They know the provider and the operators. What the provider does not take runs on ONNX Runtime's own CPU provider.
+    Such sessions run unchanged models on Ortolan's kernels, and also optimized models. Nodes that the provider does not
+    claim run on ONNX Runtime's CPU provider. For optimized models alone, `register` suffices.
 
-    precision: what layers of floats become when the session is made. With float32 they stay ONNX Runtime's; bf16 and
-    int8 are faster and change answers (see docs/provider.md). claims: "all" takes also what ONNX Runtime is faster with
-    on this CPU.
+    Args:
+        precision: The type that float32 layers become when a session is created. With float32 they are left to ONNX
+            Runtime; bf16 and int8 are faster and change results (docs/provider.md).
+        claims: "faster" claims nodes that are faster than in ONNX Runtime on this CPU, "all" claims every supported
+            node.
 
-    Raises ValueError for other values, LibraryError as register_provider does.
+    Raises:
+        ArgumentError: An argument has another value.
+        LibraryError: As for `register_provider`.
     """
     return options_with(checked_options(precision, claims))
 
 
 def checked_options(precision: str, claims: str) -> dict[str, str]:
-    """Options of the provider. Raises ValueError."""
+    """Return the options of the provider.
+
+    Raises:
+        ArgumentError: An argument has an unknown value.
+    """
     for name, found, known in (("precision", precision, PRECISIONS), ("claims", claims, CLAIMS)):
         if found not in known:
-            raise ValueError(f"{name} is {found!r}, expected one of {', '.join(known)}")
+            raise ArgumentError(f"{name} is {found!r}, expected one of {', '.join(known)}")
     return {"precision": precision, "claims": claims}
 
 
 def options_with(provider_options: Mapping[str, str]) -> onnxruntime.SessionOptions:
-    """`session_options()`, with options of the provider's."""
+    """Return new session options with the provider and its options."""
     import onnxruntime
 
     register_provider()

@@ -1,4 +1,4 @@
-"""Serving: the operator library and ONNX Runtime sessions that know it."""
+"""ONNX Runtime sessions with Ortolan's operators."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import LibraryError, ModelError, SessionError, missing_model, one_line
+from .errors import LibraryError, ModelError, SessionError, missing_model, one_line, wrong_type
 from .library import get_library_path
 
 if TYPE_CHECKING:
     import onnx
     import onnxruntime
 
-# Options remember by this entry that they know the operators: registering them twice is an error in ONNX Runtime.
+# A config entry of session options that have the operators: registering them twice is an error in ONNX Runtime.
 REGISTERED = "ortolan.registered"
 _EXTENSIONS_DOMAIN = "ai.onnx.contrib"  # operators of onnxruntime-extensions: tokenizers
 _FOLDER_OF_DATA = "session.model_external_initializers_file_folder_path"
@@ -25,14 +25,21 @@ _PACKAGES = ("ortolan", "onnxruntime", "onnx", "onnx-ir", "numpy")
 
 
 def cpu_info() -> dict[str, Any]:
-    """What kernels know of this CPU.
+    """Return what kernels know about this CPU.
 
-    name, microarchitecture: its own name for itself, and the row of ops/isa/tuning.inc that fits it.
-    l1_bytes, l2_bytes: the caches of a core, data alone: as that row says, or the system where the row is "unknown".
-    features, detected_features: the feature sets (ops/isa/feature_sets.inc) that kernels may use, and all that the CPU
-    has; they differ where the environment variable ORTOLAN_ISA names a set.
-    isa: the last of features.
-    isa_problem: "", or why ORTOLAN_ISA cannot be used: then the operator library refuses to load.
+    Returns:
+        A dict with these keys:
+
+        - `name`: the name that the CPU reports.
+        - `microarchitecture`: the matching row of ops/isa/tuning.inc, or "unknown".
+        - `l1_bytes`, `l2_bytes`: data caches of a core, from that row, or from the system if the row is "unknown".
+        - `detected_features`: the feature sets (ops/isa/feature_sets.inc) that the CPU has.
+        - `features`: the feature sets that kernels may use; fewer if the environment variable ORTOLAN_ISA names a set.
+        - `isa`: the last of `features`.
+        - `isa_problem`: why ORTOLAN_ISA cannot be used, so that the operator library does not load; else "".
+
+    Raises:
+        LibraryError: The native module does not load.
     """
     try:
         from ortolan import _native
@@ -45,7 +52,7 @@ def cpu_info() -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str]:
-    """The installed versions that decide what a model does, and how fast."""
+    """Return the installed versions of packages that affect results and speed."""
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -54,24 +61,37 @@ def package_versions() -> dict[str, str]:
 
 
 def known_cpu() -> dict[str, Any]:
-    """`cpu_info`, or nothing where the native module does not load."""
+    """Return `cpu_info`, or an empty dict if the native module does not load."""
     try:
         return cpu_info()
     except LibraryError:
         return {}
 
 
-def register(session_options: onnxruntime.SessionOptions) -> None:
-    """Makes Ortolan's operators known to sessions created with these options. Calling it again changes nothing."""
+def register(session_options: onnxruntime.SessionOptions | None = None) -> onnxruntime.SessionOptions:
+    """Register Ortolan's operators, so that sessions with these options can run optimized models.
+
+    Registering the same options again has no effect.
+
+    Args:
+        session_options: The options to change; None: new ones, like those of `create_session`.
+
+    Returns:
+        The options, for `ORTModelForX.from_pretrained(…, session_options=ortolan.register())`.
+
+    Raises:
+        ArgumentTypeError: The argument is not an onnxruntime.SessionOptions.
+        LibraryError: The operator library cannot be loaded.
+    """
     import onnxruntime
 
+    if session_options is None:
+        session_options = new_options()
     if not isinstance(session_options, onnxruntime.SessionOptions):
-        raise SessionError(
-            f"session_options is a {type(session_options).__name__}, expected an onnxruntime.SessionOptions"
-        )
+        raise wrong_type("session_options", session_options, "an onnxruntime.SessionOptions")
     try:
         session_options.get_session_config_entry(REGISTERED)
-        return
+        return session_options
     except RuntimeError:  # no such entry: not registered yet
         pass
     path = get_library_path()
@@ -79,16 +99,17 @@ def register(session_options: onnxruntime.SessionOptions) -> None:
         session_options.register_custom_ops_library(path)
     except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
         raise LibraryError(
-            f"ONNX Runtime cannot load {path}: {one_line(error)}; `ortolan doctor` tells more"
+            f"ONNX Runtime cannot load {path}: {one_line(error)}; run `ortolan doctor` for details"
         ) from error
     session_options.add_session_config_entry(REGISTERED, "1")
+    return session_options
 
 
 def new_options() -> onnxruntime.SessionOptions:
-    """The session options of all sessions that Ortolan makes by itself.
+    """Return the session options that Ortolan uses by default: without memory patterns.
 
-    They plan no memory patterns: these hold a call's tensors apart from what operators use for themselves, so that more
-    memory is in use, which caches and page tables feel (docs/deploy.md), and each shape of inputs gets a plan.
+    Memory patterns reserve a call's tensors apart from the memory of operators, and need a plan for each input shape.
+    The process then uses more memory, with more cache and TLB misses (docs/deploy.md).
     """
     import onnxruntime
 
@@ -102,20 +123,25 @@ def create_session(
     session_options: onnxruntime.SessionOptions | None = None,
     providers: str | Sequence[Any] | None = None,
 ) -> onnxruntime.InferenceSession:
-    """An ONNX Runtime session for a model, optimized or not: the path of a file or of its folder, or a ModelProto.
+    """Open an ONNX Runtime session for a model, optimized or not.
 
-    The given options are used, and know the library after; and that of onnxruntime-extensions if the model needs it, as
-    one with a tokenizer does. Runs on the CPU unless other providers are named, here or by the options.
+    Args:
+        path: The path of an ONNX file or of its folder, or a ModelProto.
+        session_options: Options to use; Ortolan's operators are registered on them, and those of onnxruntime-extensions
+            if the model needs them, as models with a tokenizer do.
+        providers: Execution providers; default: those of the options, else the CPU.
 
-    Raises SessionError if the model cannot be opened, LibraryError if an operator library cannot be loaded.
+    Raises:
+        ArgumentTypeError: An argument has the wrong type.
+        LibraryError: An operator library cannot be loaded.
+        SessionError: The model cannot be opened.
     """
-
     options = session_options if session_options is not None else new_options()
     register(options)
     try:
         return _open(path, options, providers)
     except SessionError as error:
-        # Found only now: a model's file is not read twice for the sake of those few that need it.
+        # Few models need the extensions, so the file is not read beforehand to find out.
         if f"{_EXTENSIONS_DOMAIN}:" not in str(error):
             raise
     _register_extensions(options)
@@ -134,8 +160,8 @@ def _register_extensions(session_options: onnxruntime.SessionOptions) -> None:
         session_options.register_custom_ops_library(onnxruntime_extensions.get_library_path())
     except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
         raise LibraryError(
-            f"ONNX Runtime cannot load onnxruntime-extensions: {one_line(error)}; install versions that fit each "
-            "other: pip install -U onnxruntime onnxruntime-extensions"
+            f"ONNX Runtime cannot load onnxruntime-extensions: {one_line(error)}; install matching versions: "
+            "pip install -U onnxruntime onnxruntime-extensions"
         ) from error
 
 
@@ -144,7 +170,7 @@ def _open(
     options: onnxruntime.SessionOptions,
     providers: str | Sequence[Any] | None,
 ) -> onnxruntime.InferenceSession:
-    if not isinstance(path, str | os.PathLike) and hasattr(path, "SerializeToString"):  # a file is served without onnx
+    if not isinstance(path, str | os.PathLike) and hasattr(path, "SerializeToString"):  # files need no import of onnx
         from ortolan.graph_passes.files.model_file import to_bytes
 
         return open_session(to_bytes(path), options, providers)
@@ -157,7 +183,18 @@ def open_session(
     providers: str | Sequence[Any] | None = None,
     data_folder: Path | None = None,
 ) -> onnxruntime.InferenceSession:
-    """A session without our library. `model` may be a file's content, whose external data lies in data_folder."""
+    """Open a session without registering operators.
+
+    Args:
+        model: The path of an ONNX file or of its folder, or the content of a file.
+        options: Session options.
+        providers: Execution providers; default: those of the options, else the CPU.
+        data_folder: The folder of external data, if `model` is a file's content.
+
+    Raises:
+        ArgumentTypeError: `model` is not a path.
+        SessionError: The model cannot be opened.
+    """
     import onnxruntime
 
     name = "the model"
@@ -165,7 +202,7 @@ def open_session(
         try:
             model = os.fspath(model)
         except TypeError:
-            raise SessionError(f"model is a {type(model).__name__}, expected the path of an ONNX file") from None
+            raise wrong_type("model", model, "the path of an ONNX file") from None
         if os.path.isdir(model):
             from ortolan.graph_passes.files.model_file import model_in
 
@@ -190,26 +227,26 @@ def open_session(
 
 
 def _names_providers(options: onnxruntime.SessionOptions) -> bool:
-    has_providers = getattr(options, "has_providers", None)  # from onnxruntime 1.22 on
+    has_providers = getattr(options, "has_providers", None)  # onnxruntime 1.22 and later
     return has_providers is not None and bool(has_providers())
 
 
 def _advice(message: str) -> str:
-    """What to do about an error of ONNX Runtime."""
+    """Return what to do about an error of ONNX Runtime."""
     known = {
-        "is not a registered function/op": "; the model uses operators that this ONNX Runtime does not know: for those "
-        "of ai.ortolan, open it with ortolan.create_session or call ortolan.register(session_options); for others, "
+        "is not a registered function/op": "; this ONNX Runtime lacks an operator of the model: for operators of "
+        "ai.ortolan, open it with ortolan.create_session or call ortolan.register(session_options); for other ones, "
         "register their library too",
-        "Domain already set in registry": "; these session options know the library twice: leave out your own "
-        "register_custom_ops_library, or call ortolan.register(session_options) in its place; options to which the "
-        "execution provider was added by hand know it too: take ortolan.session_options()",
+        "Domain already set in registry": "; the session options have the library twice: remove your "
+        "register_custom_ops_library, or replace it by ortolan.register(session_options); if you added the execution "
+        "provider, use ortolan.session_options() instead",
         "Could not find an implementation": "; this ONNX Runtime has no kernel for the operator's element type, as for "
         "most operators in bfloat16: `ortolan optimize` makes a float32 model of one in bfloat16, or export it in "
         "float32",
-        "Protobuf parsing failed": "; the file is no ONNX model, or it is cut short: export or download it again",
-        "INVALID_PROTOBUF": "; the file is no ONNX model, or it is cut short: export or download it again",
-        "External initializer": "; the external data file is missing or cut short: copy it beside the model",
-        "External data path": "; the external data file is missing or cut short: copy it beside the model",
+        "Protobuf parsing failed": "; the file is not an ONNX model or is truncated: export or download it again",
+        "INVALID_PROTOBUF": "; the file is not an ONNX model or is truncated: export or download it again",
+        "External initializer": "; the external data file is missing or truncated: copy it beside the model",
+        "External data path": "; the external data file is missing or truncated: copy it beside the model",
         "GetFileLength": "; the external data file is missing: copy it beside the model",
         "Unsupported model IR version": "; this ONNX Runtime is too old for the model: pip install -U onnxruntime",
         "is till opset": "; this ONNX Runtime is too old for the model's opset: pip install -U onnxruntime",

@@ -1,4 +1,4 @@
-"""transformers' own ONNX exporter (5.23), followed by Ortolan: importing this module registers export format "ortolan".
+"""The export format "ortolan" of transformers (5.23): its ONNX exporter, then Ortolan. Importing registers the format.
 
 exported = OrtolanExporter().export(model, inputs, OrtolanConfig(dynamic=True, weights="int8"))
 exported(**inputs); exported.save_pretrained("fast/"); ExportedModel.from_pretrained("fast/")
@@ -10,17 +10,16 @@ import re
 import tempfile
 import weakref
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ortolan.graph_passes.forms import CHOICES
-from ortolan.graph_passes.options import HEADS
 from ortolan.graph_passes.passes.cache.compress_cache import CompressCacheOptions
 
 from .choice import read_choice
 from .errors import ModelError, NothingToReplaceError, RecipeError
 from .optimize import optimize_onnx
+from .optimize_options import OptimizeOptions, options_of
 from .session import new_options, register
 
 try:
@@ -49,50 +48,48 @@ _CACHE_TYPES = {
 }
 
 
+def _config_fields() -> list[tuple[str, Any, Any]]:
+    return [
+        (option.name, Any, field(default=option.default, metadata=option.metadata))
+        for option in options_of("transformers")
+    ]
+
+
+# The fields of a frozen dataclass cannot be inherited by OnnxConfig's subclass, which transformers changes.
+_Options: Any = make_dataclass("_Options", _config_fields(), bases=(OnnxConfig,))
+
+
 @dataclass
-class OrtolanConfig(OnnxConfig):  # type: ignore[misc]
-    """OnnxConfig, and the arguments of `ortolan.optimize_onnx` of these names."""
+class OrtolanConfig(_Options):  # type: ignore[misc]
+    """OnnxConfig with the options of `ortolan.OptimizeOptions`, except prompt, texts_in, dry_run and progress."""
 
     export_format: str = FORMAT
-    recipe: Any = None
-    weights: str | None = None
-    group_size: int | None = None
-    sparsity: float | None = None
-    pattern: str | None = None
-    method: Any = None
-    cache: str | None = None
-    ignore: Any = HEADS
-    calibration: Any = None
-    tokenizer: Any = None
-    options: dict[str, Any] = field(default_factory=dict)
-    portable: bool = True
-    allow_different: bool = False
-    threads: int | None = None
 
-    def form(self) -> dict[str, Any]:
-        """What layers become."""
-        return {name: getattr(self, name) for name in CHOICES}
+    def optimize_options(self) -> OptimizeOptions:
+        """Return the options for `optimize_onnx`."""
+        return OptimizeOptions(**{option.name: getattr(self, option.name) for option in options_of("transformers")})
 
     def to_json_string(self) -> str:
-        """What `save_pretrained` keeps: all but the calibration data, and the objects of others."""
+        """Return what `save_pretrained` stores: all options without calibration data and tokenizer."""
         return str(super(OrtolanConfig, replace(self, calibration=None, tokenizer=None)).to_json_string())
 
 
 class OrtolanExporter(OnnxExporter):  # type: ignore[misc]
-    """Exports each graph as OnnxExporter does and optimizes it. Errors of Ortolan are raised as they are by `export`,
-    and as the cause of a RuntimeError by `export_for_generation`.
+    """Exports each graph like OnnxExporter, and optimizes it.
 
-    A program is an onnx_ir.Model; of a fresh one, `meta["ortolan_report"]` is the OptimizationReport.
+    A program is an onnx_ir.Model; after an export, its `meta["ortolan_report"]` is the OptimizationReport. `export`
+    raises errors of Ortolan, and `export_for_generation` raises a RuntimeError with the error as its cause.
     """
 
     export_format = FORMAT
     config_class = OrtolanConfig
-    # While components of a model that generates are exported: why the recipe left some of them as they were.
+    # During export_for_generation: why components were left unchanged.
     _unchanged: list[NothingToReplaceError] | None = None
 
     def export_program(
         self, model: Any, sample_inputs: MutableMapping[str, Any], config: OrtolanConfig
     ) -> tuple[ir.Model, Any]:
+        """Export and optimize one graph; return the program and the metadata of OnnxExporter."""
         exported, metadata = super().export_program(model, sample_inputs, config)
         work = tempfile.TemporaryDirectory(prefix="ortolan-")
         try:
@@ -100,18 +97,7 @@ class OrtolanExporter(OnnxExporter):  # type: ignore[misc]
             OnnxExporter.save_program(exported, source)
             del exported
             try:
-                report = optimize_onnx(
-                    source,
-                    target,
-                    recipe=config.recipe,
-                    calibration=config.calibration,
-                    tokenizer=config.tokenizer,
-                    options=config.options,
-                    portable=config.portable,
-                    allow_different=config.allow_different,
-                    threads=config.threads,
-                    **config.form(),
-                )
+                report = optimize_onnx(source, target, config.optimize_options())
             except NothingToReplaceError as error:
                 if self._unchanged is None:
                     raise
@@ -124,7 +110,7 @@ class OrtolanExporter(OnnxExporter):  # type: ignore[misc]
         except BaseException:
             work.cleanup()
             raise
-        # Large weights stay in the file, which the session maps; it goes with the program.
+        # Large weights stay in the file, which sessions map, so it is deleted together with the program.
         weakref.finalize(program, work.cleanup)
         if report is not None:
             program.meta[REPORT_KEY] = report
@@ -133,13 +119,18 @@ class OrtolanExporter(OnnxExporter):  # type: ignore[misc]
     def export_for_generation(
         self, model: Any, sample_inputs: MutableMapping[str, Any], config: Any, **options: Any
     ) -> ExportedModel:
-        """As OnnxExporter does. Raises RecipeError where a component is to read compressed caches that no other gives:
-        'prefill' reads none, and gives floats, so that generation must begin with 'decode', on several tokens. A
-        component in which the recipe finds nothing to replace stays as it was exported, without a report; where that
-        is all of them, NothingToReplaceError is raised."""
+        """Export and optimize all components of a model that generates.
+
+        Components in which the recipe finds no layer stay unchanged, without a report.
+
+        Raises:
+            RecipeError: A component would read compressed caches that no other component writes. 'prefill' reads no
+                caches and writes floats, so that with compressed caches generation must begin with 'decode'.
+            NothingToReplaceError: The recipe finds no layer in any component.
+        """
         if not isinstance(config, Mapping) and _compresses_caches(config):
             raise RecipeError(
-                "the recipe compresses caches, but component 'prefill' reads none, and gives floats to 'decode'; give "
+                "recipe compresses caches, but component 'prefill' gives float caches to 'decode'; give "
                 "config={'prefill': OrtolanConfig(…), 'decode': …} with such a recipe for 'decode' only and "
                 "multi_token_decode=True, and begin with 'decode' and ortolan.transformers.empty_cache; or set options "
                 'keys and values to "float32"'
@@ -148,7 +139,7 @@ class OrtolanExporter(OnnxExporter):  # type: ignore[misc]
             for name, one in config.items():
                 if name != "prefill" and isinstance(one, OrtolanConfig) and _compresses_caches(one):
                     raise RecipeError(
-                        f"the recipe of component {name!r} compresses caches, but 'prefill' gives floats; give "
+                        f"recipe of component {name!r} compresses caches, but 'prefill' gives float caches; give "
                         "multi_token_decode=True, and begin with 'decode' and ortolan.transformers.empty_cache; or set "
                         'options keys and values to "float32"'
                     )
@@ -163,7 +154,7 @@ class OrtolanExporter(OnnxExporter):  # type: ignore[misc]
 
     @classmethod
     def save_program(cls, program: ir.Model, path: str | Path) -> None:
-        """As OnnxExporter does, with the weights where kernels can read them in the mapped file."""
+        """Save a program like OnnxExporter, with weights aligned so that kernels can read the mapped file."""
         import onnx_ir as ir
 
         data = f"{Path(path).name}.data"
@@ -171,7 +162,7 @@ class OrtolanExporter(OnnxExporter):  # type: ignore[misc]
 
 
 class OrtolanModelRunner(OnnxModelRunner):  # type: ignore[misc]
-    """Runs a program in ONNX Runtime with Ortolan's operators, on the CPU unless told otherwise."""
+    """Runs a program in ONNX Runtime with Ortolan's operators, by default on the CPU."""
 
     @classmethod
     def from_program(
@@ -182,6 +173,7 @@ class OrtolanModelRunner(OnnxModelRunner):  # type: ignore[misc]
         providers: list[Any] | None = None,
         session_options: onnxruntime.SessionOptions | None = None,
     ) -> Any:
+        """Return a runner for a program; arguments as for OnnxModelRunner."""
         options = session_options if session_options is not None else new_options()
         register(options)
         if device is None and providers is None:
@@ -190,9 +182,17 @@ class OrtolanModelRunner(OnnxModelRunner):  # type: ignore[misc]
 
 
 def empty_cache(runner: OrtolanModelRunner) -> DynamicCache:
-    """What generation begins with in a component that takes several tokens after a cache (`multi_token_decode`): caches
-    of no token for a batch of 1, [1, heads, 0, size] each, in the type that this component reads. Raises ModelError for
-    one without caches, or with caches of another type."""
+    """Return empty caches, with which generation begins in a component exported with `multi_token_decode`.
+
+    Args:
+        runner: The component.
+
+    Returns:
+        Caches [1, heads, 0, size] of the types that the component reads.
+
+    Raises:
+        ModelError: The component has no caches of known shape, or caches of an unsupported type.
+    """
     found: dict[tuple[int, str], torch.Tensor] = {}
     for spec in runner.session.get_inputs():
         named = _CACHE_INPUT.search(spec.name)
@@ -207,7 +207,7 @@ def empty_cache(runner: OrtolanModelRunner) -> DynamicCache:
     layers = sorted({layer for layer, _ in found})
     if not layers or any(0 in (one.shape[1], one.shape[3]) for one in found.values()):
         names = ", ".join(spec.name for spec in runner.session.get_inputs())
-        raise ModelError(f"this component reads no caches of known shapes: its inputs are {names}; take 'decode'")
+        raise ModelError(f"component has no cache inputs of known shape, only {names}; use 'decode'")
     cache = DynamicCache()
     for layer in layers:
         cache.update(found[layer, "keys"], found[layer, "values"], layer)
@@ -215,7 +215,7 @@ def empty_cache(runner: OrtolanModelRunner) -> DynamicCache:
 
 
 def _compresses_caches(config: OrtolanConfig) -> bool:
-    chosen = read_choice(config.recipe, config.form(), config.options).recipe
+    chosen = read_choice(config.optimize_options()).recipe
     if chosen is None:
         return False
     caches = [step.options for step in chosen.passes if isinstance(step.options, CompressCacheOptions)]

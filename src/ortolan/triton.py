@@ -1,11 +1,10 @@
-"""A model repository for NVIDIA's Triton Inference Server, whose backend is a stock ONNX Runtime."""
+"""Model repositories for NVIDIA Triton Inference Server, which runs models in stock ONNX Runtime."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,16 @@ from typing import Any
 import onnx_ir as ir
 
 from ortolan.graph_passes.files.model_file import load_model
-from ortolan.graph_passes.files.model_folder import move_folder_into_place
+from ortolan.graph_passes.files.output import move_folder_into_place
+from ortolan.graph_passes.files.work_folder import work_folder
 from ortolan.graph_passes.measure.feeds import model_inputs
 from ortolan.graph_passes.text.nodes import EXTENSIONS_DOMAIN
 
-from .errors import ModelError, OutputError, listing
+from .errors import ArgumentError, ModelError, OutputError, listing
 from .library import LIBRARY_NAME, get_library_path
 
 _VERSION = "1"
-_MODEL = "model.onnx"  # the name under which Triton looks for it
+_MODEL = "model.onnx"  # the name that Triton expects
 _TYPES = {
     ir.DataType.BOOL: "TYPE_BOOL",
     ir.DataType.UINT8: "TYPE_UINT8",
@@ -51,60 +51,71 @@ def write_repository(
     path_on_server: str | None = None,
     extensions: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Writes `output/name/`: config.pbtxt, and in 1/ the model, its external data and libortolan_ops.so.
+    """Write `output/name/`: config.pbtxt, and in 1/ the model, its external data and Ortolan's library.
 
-    name: the model's; None: the file's name. Another model of that name in the repository is an error.
-    max_batch_size: requests of equal shapes are joined to batches of up to so many, if all inputs and outputs begin
-        with one batch dimension; others get 0, as Triton calls that.
-    instances: copies of the model that run at the same time; they share the mapped weights of an external data file.
-    threads: of ONNX Runtime for each instance; None: ONNX Runtime's choice.
-    path_on_server: where the server finds the repository, as /models in a container; None: where it is written. The
-        library is named by its full path: ONNX Runtime does not look for it beside the model.
-    extensions: for a model with a tokenizer, a libortextensions.so that needs no Python; the one in the Python package
-        does.
+    The folder appears when it is complete.
 
-    Returns the model's folder, which appears complete or not at all. Raises ModelError and OutputError.
+    Args:
+        model: The ONNX file or its folder.
+        output: The model repository; created if it does not exist.
+        name: The model's name. Default: the file's or the folder's name.
+        max_batch_size: The largest number of requests of equal shapes in one batch. Models whose inputs and outputs do
+            not all begin with one batch dimension get 0, which disables batching in Triton.
+        instances: Copies of the model that run in parallel; they share the mapped weights of an external data file.
+        threads: ONNX Runtime's intra-op threads of each instance. Default: ONNX Runtime's choice.
+        path_on_server: The repository's path on the server, such as /models in a container. Default: `output`. The
+            configuration names the library by its full path, because ONNX Runtime does not search beside the model.
+        extensions: For a model with a tokenizer: a libortextensions.so built without Python, unlike the one in the
+            Python package.
+
+    Returns:
+        The model's folder.
+
+    Raises:
+        ArgumentError: The name, a count or the path on the server is not allowed.
+        ModelError: The model cannot be read, or has a type or shape that Triton does not support.
+        OutputError: The folder exists, or cannot be written.
     """
     source = load_model(model)
     assert source.path is not None
     chosen = name or (source.folder.resolve().name if source.folder is not None else source.path.stem)
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", chosen):
-        raise OutputError(f"{chosen!r} cannot be the name of a model; give one of letters, digits, '_', '-' and '.'")
+        raise ArgumentError(f"name is {chosen!r}, expected letters, digits, '_', '-' and '.'")
     if max_batch_size < 0 or instances < 1 or (threads is not None and threads < 1):
-        raise OutputError(
-            f"max_batch_size {max_batch_size}, instances {instances}, threads {threads}; expected at least 0, 1 and 1"
+        raise ArgumentError(
+            f"max_batch_size is {max_batch_size}, instances {instances}, threads {threads}; expected at least 0, 1 "
+            "and 1"
         )
     libraries = {LIBRARY_NAME: Path(get_library_path())}
     if EXTENSIONS_DOMAIN in source.model.graph.opset_imports:
         if extensions is None or not Path(extensions).is_file():
             raise ModelError(
-                f"{source.name} has a tokenizer: give extensions (--extensions), the path of a libortextensions.so "
-                "built for C++ hosts from onnxruntime-extensions' sources; the one in its Python package needs Python"
+                f"{source.name} has a tokenizer; give extensions (--extensions), the path of a libortextensions.so "
+                "that was built for C++ hosts from onnxruntime-extensions' sources; the one in the package needs "
+                "Python"
             )
         if Path(extensions).name == LIBRARY_NAME:
-            raise OutputError(f"extensions is {str(extensions)!r}, which has the name of Ortolan's library; rename it")
+            raise ArgumentError(f"extensions is {str(extensions)!r}, the name of Ortolan's library; rename the file")
         libraries[Path(extensions).name] = Path(extensions)
     repository = Path(output)
     folder = repository / chosen
     if folder.exists() or folder.is_symlink():
-        raise OutputError(f"{str(folder)!r} is there; remove it, or give another name")
+        raise OutputError(f"output folder {str(folder)!r} exists; remove it, or give another name")
     if path_on_server is not None and not Path(path_on_server).is_absolute():
-        raise OutputError(f"path_on_server is {str(path_on_server)!r}, expected a full path, from '/' on")
+        raise ArgumentError(f"path_on_server is {str(path_on_server)!r}, expected an absolute path")
     place = Path(path_on_server or repository.absolute()) / chosen / _VERSION
     config = _config(source.model, chosen, max_batch_size, instances, threads, [str(place / one) for one in libraries])
-    # Triton wants one name for all models; data files keep theirs, which the model holds.
+    # Triton expects one name for all models; data files keep their names, which the model stores.
     files = {_MODEL: source.path} | {
         str(file.relative_to(source.external_root)): file for file in source.data_files if source.external_root
     }
     clash = files.keys() & libraries.keys() | ({_MODEL} & {str(file.name) for file in source.data_files})
     if clash:
-        raise ModelError(f"external data of {source.name} is called {listing(clash)}, which has another meaning here")
+        raise ModelError(f"external data of {source.name} is named {listing(clash)}, like another file of the folder")
     try:
         repository.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            prefix=f".{chosen}.ortolan-", dir=repository, ignore_cleanup_errors=True
-        ) as work:
-            written = Path(work) / chosen
+        with work_folder(folder) as work:
+            written = work / chosen
             for target, file in (files | libraries).items():
                 (written / _VERSION / target).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, written / _VERSION / target)
@@ -118,7 +129,7 @@ def write_repository(
 def _config(
     model: ir.Model, name: str, max_batch_size: int, instances: int, threads: int | None, libraries: Sequence[str]
 ) -> str:
-    """config.pbtxt: a ModelConfig in protobuf's text format."""
+    """Return config.pbtxt, a ModelConfig in protobuf's text format."""
     inputs, outputs = list(model_inputs(model)), list(model.graph.outputs)
     batch = max_batch_size if _has_batch(inputs, outputs) else 0
     lines = [f"name: {_quoted(name)}", 'backend: "onnxruntime"', f"max_batch_size: {batch}"]
@@ -135,7 +146,7 @@ def _config(
 
 
 def _has_batch(inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> bool:
-    """Whether all of them begin with one and the same dimension that is left open."""
+    """Return True if all of them begin with the same symbolic dimension."""
     first = {_first_dimension(value) for value in (*inputs, *outputs)}
     return len(first) == 1 and first != {None}
 
@@ -150,15 +161,15 @@ def _first_dimension(value: ir.Value) -> str | None:
 def _tensor(value: ir.Value, batched: bool) -> str:
     if value.dtype not in _TYPES:
         raise ModelError(
-            f"{value.name!r} is of type {value.dtype}, expected one that Triton knows: {listing(_TYPES.values())}"
+            f"{value.name!r} has type {value.dtype}, expected a type of Triton: {listing(_TYPES.values())}"
         )
     if value.shape is None:
         raise ModelError(
-            f"{value.name!r} has no shape, and Triton must know how many dimensions it has; export it again"
+            f"{value.name!r} has no shape, but Triton needs the number of dimensions; export the model again"
         )
     dims = [size if isinstance(size, int) else -1 for size in value.shape][int(batched) :]
     reshape = ""
-    if not dims:  # Triton has no scalars: a request gives one number, the model gets none of its dimension
+    if not dims:  # Triton has no scalars: requests give [1], the model gets []
         dims, reshape = [1], "\n  reshape {\n  }"
     return (
         f"  name: {_quoted(value.name or '')}\n  data_type: {_TYPES[value.dtype]}\n"
@@ -171,7 +182,7 @@ def _parameter(key: str, value: str) -> str:
 
 
 def _quoted(text: Any) -> str:
-    """As in protobuf's text format."""
+    """Return the text as a string of protobuf's text format."""
     escaped = "".join(
         chr(byte) if 32 <= byte < 127 and byte not in b'"\\' else f"\\{byte:03o}" for byte in str(text).encode()
     )

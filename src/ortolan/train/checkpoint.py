@@ -1,8 +1,7 @@
-"""The state of a training on disk: written beside, then renamed, so that a crash leaves the one before."""
+"""The state of a training on disk. A crash leaves the previous checkpoint."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from ortolan.errors import OutputError
+from ortolan.graph_passes.files.output import new_file
 
 from .report import CurvePoint
 
@@ -19,7 +19,18 @@ _FILE = "checkpoint.pt"
 
 @dataclass
 class State:
-    """After `step` steps. settings: what must be the same to go on; masks: which weights are kept."""
+    """The state after some steps.
+
+    Attributes:
+        settings: Settings that must be equal to continue.
+        step: The number of steps.
+        seconds: The time of training.
+        tokens: The number of tokens that were trained on.
+        parameters: Parameters by name.
+        masks: Masks of the weights that are kept, by name.
+        optimizer: The state of the optimizer.
+        curve: Points of the learning curve.
+    """
 
     settings: dict[str, Any]
     step: int = 0
@@ -32,36 +43,39 @@ class State:
 
 
 def save(folder: Path, state: State) -> None:
-    """Raises OutputError."""
-    temporary = folder / f"{_FILE}.new"
+    """Write a checkpoint, or replace it.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
     content = {**vars(state), "curve": [vars(point) for point in state.curve]}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, folder / _FILE)
     except OSError as error:
         raise OutputError(f"cannot write a checkpoint to {str(folder)!r}: {error.strerror}") from error
+    with new_file(folder / _FILE) as file:
+        torch.save(content, file)
 
 
 def load(folder: Path, settings: Mapping[str, Any]) -> State | None:
-    """None: there is none. Raises OutputError for one that is damaged, or of another training."""
+    """Return the state of a checkpoint; None if there is no checkpoint.
+
+    Raises:
+        OutputError: The checkpoint is damaged, or belongs to a training with other settings.
+    """
     path = folder / _FILE
     if not path.is_file():
         return None
-    advice = "give another checkpoint folder, or begin anew with resume=False (--no-resume)"
+    advice = "give another checkpoint folder, or start again with resume=False (--no-resume)"
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         curve = [CurvePoint(**point) for point in content.pop("curve")]
         state = State(**content, curve=curve)
-    except Exception as error:  # torch raises whatever it trips over in a damaged file
+    except Exception as error:  # a damaged file makes torch raise many types
         raise OutputError(f"checkpoint {str(path)!r} cannot be read: {error}; {advice}") from error
     for name, value in settings.items():
         if state.settings.get(name) != value:
             raise OutputError(
-                f"checkpoint {str(path)!r} is of a training with {name} = {state.settings.get(name)!r}, this one has "
-                f"{value!r}; {advice}"
+                f"checkpoint {str(path)!r} has {name} = {state.settings.get(name)!r}, expected {value!r}; {advice}"
             )
     return state

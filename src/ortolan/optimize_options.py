@@ -1,0 +1,478 @@
+"""The options of optimize_onnx: the one list from which the command line, the hooks and the documentation are made."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, replace
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar
+
+from ortolan.graph_passes.names import CACHES, FORMAT_OPTIONS, GROUP_SIZES, METHODS, WEIGHTS
+from ortolan.graph_passes.options import HEADS
+
+from .errors import ArgumentError, ArgumentTypeError, suggestion, wrong_type
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from ortolan.graph_passes.auto.budget import Budget
+    from ortolan.graph_passes.measure.feeds import Calibration
+    from ortolan.graph_passes.recipe import Recipe
+    from ortolan.graph_passes.text.text_plan import TextInput
+    from ortolan.graph_passes.text.texts import Tokenizer
+
+    from .progress import Progress
+
+Group = Literal["Target format", "Accuracy", "Input data", "Text models", "Result"]
+Host = Literal["cli", "optimum", "transformers"]
+_EVERYWHERE: tuple[Host, ...] = ("cli", "optimum", "transformers")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class OptionInfo:
+    """The metadata of a field of OptimizeOptions.
+
+    Attributes:
+        group: The heading under which help texts list the option.
+        help: What the option does, for all hosts.
+        kind: The type of one value on a command line.
+        choices: All values that are allowed; empty: any value of the type.
+        examples: Values that a shell completes, if there are more than choices can list.
+        repeatable: The option takes several values; on a command line it is repeated.
+        flag: The name on a command line.
+        metavar: What help texts show as its value on a command line.
+        python: What only Python callers can give, as a sentence for the reference.
+        hosts: Where the option exists beside Python.
+    """
+
+    group: Group
+    help: str
+    kind: type
+    choices: tuple[Any, ...] = ()
+    examples: tuple[str, ...] = ()
+    repeatable: bool = False
+    flag: str = ""
+    metavar: str | None = None
+    python: str = ""
+    hosts: tuple[Host, ...] = _EVERYWHERE
+
+
+def _about(group: Group, kind: type, help: str, **more: Any) -> dict[str, OptionInfo]:
+    return {"option": OptionInfo(group, help, kind, **more)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizeOptions:
+    """The options of `optimize_onnx`, for callers that keep them or pass them on.
+
+    Every option is also a keyword argument of `optimize_onnx`. The table of options in the documentation lists their
+    types, defaults and meaning; `ortolan.optimize_options.rows` returns it.
+
+    Raises:
+        ArgumentTypeError: An option has the wrong type.
+        ArgumentError: An option is out of range, or two options exclude each other.
+    """
+
+    recipe: str | os.PathLike[str] | Recipe | None = field(
+        default=None,
+        metadata=_about(
+            "Target format",
+            str,
+            "A preset, which the options below change; auto, which measures; or a TOML file. An unknown name lists "
+            "the presets. Without a recipe or format, weights that the model stores in 4 or 8 bits are kept exactly; "
+            "in other models each layer gets the dense format that is fastest on this machine, within a cosine of "
+            "0.99 (0.9925 without calibration data).",
+            metavar="NAME|FILE",
+            python="Also a Recipe.",
+        ),
+    )
+    weights: str | None = field(
+        default=None,
+        metadata=_about(
+            "Target format",
+            str,
+            "The type of the weights of linear layers. Default: int8 with pattern 4x1, bf16 with any other sparsity, "
+            "else unchanged.",
+            choices=WEIGHTS,
+        ),
+    )
+    group_size: int | None = field(
+        default=None,
+        metadata=_about(
+            "Target format",
+            int,
+            "Inputs that share a scale, for int4. Default: 32; 128 with a sparsity or a pattern.",
+            choices=GROUP_SIZES,
+        ),
+    )
+    sparsity: float | None = field(
+        default=None,
+        metadata=_about(
+            "Target format",
+            float,
+            "The fraction of weights to prune, above 0 and below 1. Default: nothing is pruned.",
+            metavar="FRACTION",
+        ),
+    )
+    pattern: str | None = field(
+        default=None,
+        metadata=_about(
+            "Target format",
+            str,
+            "The pattern of pruned weights: unstructured (default), 4x1 (blocks of four outputs, int8, for encoders) "
+            "or N:M such as 2:4, which keeps N of M inputs. Without a sparsity, 4x1 and 2:4 are for weights that "
+            "already have such zeros.",
+            examples=("unstructured", "4x1", "2:4"),
+        ),
+    )
+    method: str | Sequence[str] | None = field(
+        default=None,
+        metadata=_about(
+            "Target format",
+            str,
+            "How weights are rounded: rtn (default for int8), mse (default for int4), gptq, awq or hqq; and pruned: "
+            "magnitude (default), wanda or sparsegpt. At most one of each kind. gptq, awq, wanda and sparsegpt need "
+            "calibration data. sparsegpt alone also rounds int8 and int4.",
+            choices=METHODS,
+            metavar="METHOD",
+            repeatable=True,
+        ),
+    )
+    cache: str | None = field(
+        default=None,
+        metadata=_about(
+            "Target format",
+            str,
+            "How attention stores its KV cache: codes (4-bit keys, int8 values; needs calibration data) or float32. "
+            "Default: unchanged.",
+            choices=CACHES,
+        ),
+    )
+    ignore: str | Sequence[str] = field(
+        default=HEADS,
+        metadata=_about(
+            "Target format",
+            str,
+            "Name patterns of layers or weights that keep a higher precision: int8 in dense int8 and int4 models, else "
+            'bf16. "heads" stands for the usual names of heads. An empty pattern ignores no layer.',
+            repeatable=True,
+            metavar="PATTERN",
+            python="An empty sequence ignores no layer.",
+        ),
+    )
+    budget: Budget | None = field(
+        default=None,
+        metadata=_about(
+            "Accuracy",
+            float,
+            "With weights int4: measure which layers need 8 bits so that each output keeps this cosine to the "
+            "original's, and make the model as small as that allows.",
+            metavar="COSINE",
+            python="Also a function `accepts(run_original, run_optimized) -> bool`; both map feeds to outputs.",
+        ),
+    )
+    max_perplexity_increase: float | None = field(
+        default=None,
+        metadata=_about(
+            "Accuracy",
+            float,
+            "The same with a limit on how much a decoder's perplexity may rise: 0.01 is 1 %.",
+            metavar="FRACTION",
+        ),
+    )
+    max_bytes: int | str | None = field(
+        default=None,
+        metadata=_about(
+            "Accuracy",
+            str,
+            "The same with a limit on the size of the files, such as 100MB; the error is as small as that allows.",
+            metavar="SIZE",
+        ),
+    )
+    allow_different: bool = field(
+        default=False,
+        metadata=_about(
+            "Accuracy",
+            bool,
+            "If no recipe or format was given and stored weights are kept: save the result even if an output has "
+            "another shape or a lower cosine than the default budget allows. Otherwise that is an error.",
+        ),
+    )
+    options: Mapping[str, Any] | None = field(
+        default=None,
+        metadata=_about(
+            "Target format",
+            str,
+            "For experts: options of the recipe's passes, such as prune.scope=sensitivity; max_error=0.1 refuses a "
+            "larger relative error of the outputs.",
+            repeatable=True,
+            flag="--set",
+            metavar="PASS.OPTION=VALUE",
+            python='A mapping such as `{"prune.scope": "sensitivity"}`.',
+        ),
+    )
+    calibration: Calibration | None = field(
+        default=None,
+        repr=False,
+        metadata=_about(
+            "Input data",
+            Path,
+            "A .txt file with one text a line, or an .npz file with arrays named like the model's inputs: to verify "
+            "the result, and for methods that fit weights to inputs. Default: random inputs, where these suffice.",
+            metavar="FILE",
+            python="Also a list of texts, a dict of arrays, or an iterable of such dicts. Beside input_ids, an empty "
+            "cache, a full attention_mask, position_ids and token_type_ids of 0 may be left out. For an encoder with "
+            "decoders, these are the encoder's inputs.",
+        ),
+    )
+    tokenizer: Tokenizer | None = field(
+        default=None,
+        metadata=_about(
+            "Input data",
+            Path,
+            "The tokenizer for calibration texts: a tokenizer.json, or an ONNX graph of onnxruntime-extensions. "
+            "Default: the tokenizer.json beside the model.",
+            metavar="FILE",
+            python="Also an object whose encode(text) returns token ids.",
+        ),
+    )
+    prompt: str | os.PathLike[str] | npt.ArrayLike | None = field(
+        default=None,
+        repr=False,
+        metadata=_about(
+            "Input data",
+            Path,
+            "Token ids that all sequences begin with. Their keys and values become part of the model, pruned; the "
+            "model then takes what follows the prompt, and attention_mask and position_ids count the prompt's tokens "
+            "too.",
+            metavar="FILE.npy",
+            python="Also an array of integers [tokens].",
+            hosts=("cli",),
+        ),
+    )
+    texts_in: bool | TextInput = field(
+        default=False,
+        metadata=_about(
+            "Text models",
+            bool,
+            "Put the tokenizer into the model: it takes strings and returns sentence embeddings, or for rerankers "
+            "scores. The files of Sentence Transformers beside the model set pooling, normalization and length.",
+            python='The inputs are strings [batch] "text" (and "text_pair"), the output is "sentence_embedding" '
+            '[batch, hidden] or "score" [batch]. A TextInput changes the settings.',
+            hosts=("cli",),
+        ),
+    )
+    portable: bool = field(
+        default=True,
+        metadata=_about(
+            "Result",
+            bool,
+            "Store a standard ONNX version of each operator, so that the model also runs, slower, without Ortolan's "
+            "library.",
+            hosts=("cli", "transformers"),
+        ),
+    )
+    threads: int | None = field(
+        default=None,
+        metadata=_about(
+            "Result",
+            int,
+            "Intra-op threads of both models while they are timed. Default: one for each core that this process may "
+            "use.",
+            metavar="N",
+        ),
+    )
+    dry_run: bool = field(
+        default=False,
+        metadata=_about("Result", bool, "Report what would be replaced, and write nothing.", hosts=("cli",)),
+    )
+    progress: Progress | None = field(
+        default=None,
+        repr=False,
+        metadata=_about(
+            "Result",
+            object,
+            "Called as progress(stage, done, total); stage is a Stage. An exception that it raises ends the run.",
+            hosts=(),
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        """Check types and single values; choice.py checks how they fit together."""
+        for name in ("portable", "allow_different", "dry_run"):
+            if not isinstance(getattr(self, name), bool):
+                raise wrong_type(name, getattr(self, name), "True or False")
+        check_threads(self.threads)
+        if self.options is not None and not isinstance(self.options, Mapping):
+            raise wrong_type("options", self.options, 'a dict such as {"sparsity": 0.7}')
+        if self.progress is not None and not callable(self.progress):
+            raise wrong_type("progress", self.progress, "a function of stage, done and total")
+        limits = [
+            name for name in ("budget", "max_perplexity_increase", "max_bytes") if getattr(self, name) is not None
+        ]
+        if len(limits) > 1:
+            raise ArgumentError(f"{limits[0]} and {limits[1]} exclude each other; give one of them")
+
+    def target_format(self) -> dict[str, Any]:
+        """Return the options of the target format that differ from their defaults."""
+        values = {name: getattr(self, name) for name in FORMAT_OPTIONS}
+        return {
+            name: value
+            for name, value in values.items()
+            if value is not None and not (name == "ignore" and value in (HEADS, (HEADS,), [HEADS]))
+        }
+
+
+class OptimizeArguments(TypedDict, total=False):
+    """The keyword arguments of optimize_onnx, for type checkers and editors: the fields of OptimizeOptions."""
+
+    recipe: str | os.PathLike[str] | Recipe | None
+    weights: str | None
+    group_size: int | None
+    sparsity: float | None
+    pattern: str | None
+    method: str | Sequence[str] | None
+    cache: str | None
+    ignore: str | Sequence[str]
+    budget: Budget | None
+    max_perplexity_increase: float | None
+    max_bytes: int | str | None
+    allow_different: bool
+    options: Mapping[str, Any] | None
+    calibration: Calibration | None
+    tokenizer: Tokenizer | None
+    prompt: str | os.PathLike[str] | npt.ArrayLike | None
+    texts_in: bool | TextInput
+    portable: bool
+    threads: int | None
+    dry_run: bool
+    progress: Progress | None
+
+
+class OptionRow(NamedTuple):
+    """One row of the table of options."""
+
+    name: str
+    type: str
+    default: str
+    help: str
+
+
+def info(option: Field[Any]) -> OptionInfo:
+    """Return the metadata of a field of OptimizeOptions."""
+    found: OptionInfo = option.metadata["option"]
+    return found
+
+
+def options_of(host: Host) -> list[Field[Any]]:
+    """Return the options that a host offers, in order."""
+    return [option for option in fields(OptimizeOptions) if host in info(option).hosts]
+
+
+def flag_of(option: Field[Any]) -> str:
+    """Return the name of an option on a command line."""
+    return info(option).flag or f"--{option.name.replace('_', '-')}"
+
+
+def from_command_line(given: Mapping[str, Any]) -> OptimizeOptions:
+    """Return the options of a command line.
+
+    Args:
+        given: Values by the name of the option; None and empty lists: not given.
+
+    Raises:
+        RecipeError: A value of --set is not of the form name=value.
+        ArgumentError: An option is out of range, or two options exclude each other.
+    """
+    from ortolan.graph_passes.recipe import parse_setting
+
+    values = {name: value for name, value in given.items() if value is not None and value != []}
+    for option in fields(OptimizeOptions):
+        if option.name in values and info(option).choices:
+            values[option.name] = _plain(values[option.name], info(option).kind)
+    if "options" in values:
+        values["options"] = dict(map(parse_setting, values["options"]))
+    if "ignore" in values:
+        values["ignore"] = [one for one in values["ignore"] if one]  # one empty pattern: ignore no layer
+    return read_options("optimize", None, values)
+
+
+def _plain(value: Any, kind: type) -> Any:
+    """Return a choice of a command line, or a list of them, as plain values."""
+    if isinstance(value, list):
+        return [_plain(one, kind) for one in value]
+    return kind(value.value if isinstance(value, Enum) else value)
+
+
+def rows() -> list[OptionRow]:
+    """Return the table of options for the documentation, one row for each field of OptimizeOptions."""
+    found = []
+    for option in fields(OptimizeOptions):
+        about = info(option)
+        kind = " or ".join(map(repr, about.choices)) if about.choices else str(option.type)
+        if about.choices:
+            kind += ", or a sequence of them" if about.repeatable else ""
+            kind += ", or None" if option.default is None else ""
+        help_text = f"{about.help} {about.python}".strip()
+        found.append(OptionRow(option.name, kind, repr(option.default), help_text))
+    return found
+
+
+def read_options(
+    function: str, settings: OptimizeOptions | None, arguments: Mapping[str, Any], reserved: Iterable[str] = ()
+) -> OptimizeOptions:
+    """Return the settings, with single options replaced by keyword arguments.
+
+    Args:
+        function: The name of the called function, for errors.
+        settings: Options to start from; None: the defaults.
+        arguments: Keyword arguments of the call.
+        reserved: Options that this function does not take.
+
+    Raises:
+        ArgumentTypeError: A keyword is unknown, or an option has the wrong type.
+        ArgumentError: An option is out of range.
+    """
+    if settings is not None and not isinstance(settings, OptimizeOptions):
+        raise wrong_type("settings", settings, "OptimizeOptions; give a recipe as recipe=…")
+    known = [option.name for option in fields(OptimizeOptions) if option.name not in set(reserved)]
+    for name in arguments:
+        if name not in known:
+            raise ArgumentTypeError(
+                f"{function}() got an unexpected keyword argument {name!r}{suggestion(name, known)}"
+            )
+    return replace(settings or OptimizeOptions(), **arguments)
+
+
+def check_threads(threads: int | None) -> None:
+    """Check that threads is None or a positive integer.
+
+    Raises:
+        ArgumentTypeError: It is not an integer.
+        ArgumentError: It is 0 or negative.
+    """
+    if threads is None:
+        return
+    if not isinstance(threads, int) or isinstance(threads, bool):
+        raise wrong_type("threads", threads, "a positive integer, or None")
+    if threads < 1:
+        raise ArgumentError(f"threads is {threads}, expected a positive integer, or None")
+
+
+def with_options(function: _Function) -> _Function:
+    """Give a function that takes **arguments the signature and the docstring of all its options, for help()."""
+    own = [one for one in inspect.signature(function).parameters.values() if one.kind is not one.VAR_KEYWORD]
+    options = [
+        inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=option.type)
+        for option in fields(OptimizeOptions)
+    ]
+    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [*own, *options], return_annotation=inspect.signature(function).return_annotation
+    )
+    text = "\n".join(f"        {row.name}: {row.help}" for row in rows())
+    function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\nOptions:\n{text}\n".replace("        ", "    ")
+    return function
