@@ -216,8 +216,8 @@ def _writers(model: Model, threads: int, notes: list[str]) -> Iterator[tuple[str
             quantize_dynamic(model.onnx, path)
 
     def write_auto(path: Path) -> None:
-        budget = {"perplexity": PERPLEXITY} if model.decoder else DEFAULT_COSINE
-        found = search(model.onnx, budget=budget, shapes=model.shapes, calibration=model.calibration)
+        budget: Any = {"max_perplexity_increase": PERPLEXITY} if model.decoder else {"budget": DEFAULT_COSINE}
+        found = search(model.onnx, **budget, shapes=model.shapes, calibration=model.calibration)
         optimize_onnx(model.onnx, path, recipe=found, calibration=model.calibration)
         assert found.search is not None
         notes.append(f"{model.name}, threads {threads}: {found.search.outcome}")

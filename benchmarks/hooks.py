@@ -180,9 +180,9 @@ def _optimum_generator(folder: Path, threads: int) -> Generator:
     from optimum.onnxruntime import ORTModelForCausalLM
     from transformers import AutoTokenizer
 
-    from ..optimum import session_options
+    from ..session import register
 
-    options = session_options()
+    options = register()
     options.intra_op_num_threads = threads
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = ORTModelForCausalLM.from_pretrained(folder, session_options=options)
@@ -228,9 +228,9 @@ def _optimum_vectors(folder: Path, threads: int) -> tuple[np.ndarray, float]:
     from optimum.onnxruntime import ORTModelForFeatureExtraction
     from transformers import AutoTokenizer, pipeline
 
-    from ..optimum import session_options
+    from ..session import register
 
-    options = session_options()
+    options = register()
     options.intra_op_num_threads = threads
     model: Any = ORTModelForFeatureExtraction.from_pretrained(folder, session_options=options)
     extract = pipeline("feature-extraction", model=model, tokenizer=AutoTokenizer.from_pretrained(folder))

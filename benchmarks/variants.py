@@ -8,7 +8,7 @@ from typing import Any
 
 import onnxruntime as ort
 
-from ortolan.graph_passes.forms import CHOICES
+from ortolan.graph_passes.names import FORMAT_OPTIONS
 from ortolan.graph_passes.recipe import Recipe, parse_setting
 from ortolan.graph_passes.registry import PASSES
 
@@ -41,7 +41,7 @@ def read_recipe(text: str) -> Recipe:
     """Of read_recipes, the recipe of one text. Raises RecipeError."""
     name, _, settings = text.partition(":")
     given = _settings_of(settings)
-    form = {key: value for key, value in given.items() if key in CHOICES}
+    form = {key: value for key, value in given.items() if key in FORMAT_OPTIONS}
     if "method" in form:
         form["method"] = form["method"].split("+")
     if form.get("ignore") == "none":

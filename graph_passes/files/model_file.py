@@ -15,7 +15,7 @@ import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError, EncodeError  # type: ignore[import-untyped]
 
-from ortolan.errors import ModelError, OutputError, listing, missing_model
+from ortolan.errors import ModelError, OutputError, listing, missing_model, wrong_type
 
 from .genai_folder import CONFIG_NAME, decoder_file
 from .output import check_file, sync
@@ -78,7 +78,7 @@ def load_model(source: str | os.PathLike[str] | onnx.ModelProto) -> ModelFile:
     try:
         path = Path(source)
     except TypeError:
-        raise ModelError(f"model is a {type(source).__name__}, expected a path or an onnx.ModelProto") from None
+        raise wrong_type("model", source, "a path or an onnx.ModelProto") from None
     folder = path if path.is_dir() else None
     if folder is not None:
         path = model_in(folder)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ortolan.errors import CalibrationError, listing
+from ortolan.errors import CalibrationError, listing, wrong_type
 
 from ..find.constants import constant_tensor
 from ..find.dimensions import head_size
@@ -79,10 +79,8 @@ def read_calibration(calibration: Calibration, model: ir.Model) -> list[Feeds]:
         try:
             given = list(calibration)
         except TypeError:
-            raise CalibrationError(
-                f"calibration is a {type(calibration).__name__}, expected texts, the path of a .txt or "
-                ".npz file, a dict of arrays, or an iterable of such dicts"
-            ) from None
+            expected = "texts, the path of a .txt or .npz file, a dict of arrays, or an iterable of such dicts"
+            raise wrong_type("calibration", calibration, expected) from None
     if not given:
         raise CalibrationError("calibration holds no feeds, expected at least one")
     return [_check_feeds(feeds, model, f"calibration feeds {number}") for number, feeds in enumerate(given, 1)]

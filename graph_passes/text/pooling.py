@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from ..names import POOLINGS as POOLINGS
 from .nodes import Nodes
 
-POOLINGS = ("mean", "cls", "lasttoken", "max", "mean_sqrt_len_tokens", "weightedmean")
 ACTIVATIONS = {"Identity": None, "Tanh": "Tanh", "ReLU": "Relu", "Sigmoid": "Sigmoid"}  # torch's names, ONNX's
 _TINY_COUNT, _TINY_NORM = 1e-9, 1e-12  # what is divided by is at least this
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ortolan.errors import CalibrationError, ModelError, listing
+from ortolan.errors import CalibrationError, ModelError, listing, wrong_type
 
 from ..measure.feeds import Feeds, fixed_sizes, model_inputs
 from .tokenizer_file import load_tokenizer, read_tokenizer_file
@@ -78,7 +78,7 @@ def feeds_of_texts(texts: Sequence[str], tokenizer: Tokenizer | None, model: ir.
     most = TOKENS_OF_PIECE
     for number, text in enumerate(texts, 1):
         if not isinstance(text, str):
-            raise CalibrationError(f"calibration item {number} is a {type(text).__name__}, expected a text as before")
+            raise wrong_type(f"calibration item {number}", text, "a text like the items before it")
         encoded.append(encode(text))
     if any(name.startswith("past_key") for name in inputs):
         encoded, most = [np.concatenate(encoded)] if encoded else [], min(TOKENS_OF_DECODER, _context(model))
@@ -147,10 +147,8 @@ def _open(tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
     """Text to token ids, int64 [tokens]."""
     encode = _open_file(tokenizer) if isinstance(tokenizer, str | os.PathLike) else getattr(tokenizer, "encode", None)
     if encode is None:
-        raise CalibrationError(
-            f"tokenizer is a {type(tokenizer).__name__}, expected the path of a tokenizer.json, or an object with a "
-            "method encode(text)"
-        )
+        expected = "the path of a tokenizer.json, or an object with a method encode(text)"
+        raise wrong_type("tokenizer", tokenizer, expected)
 
     def ids(text: str) -> np.ndarray:
         encoded = encode(text)

@@ -1,4 +1,4 @@
-"""Texts to vectors, and texts ranked for a query, of any number of texts; and the score on the STS benchmark."""
+"""Vectors of texts, texts ranked for a query, and the score on the STS benchmark."""
 
 from __future__ import annotations
 
@@ -15,19 +15,24 @@ import numpy as np
 from ortolan.graph_passes.text.text_plan import TextInput
 from ortolan.graph_passes.text.tokenizer_file import load_tokenizer
 
-from .errors import OrtolanError
+from .errors import ArgumentError, OrtolanError
 from .progress import Progress, Stage, no_progress
 from .text_encoder import BATCH_TOKENS, TextEncoder, check_texts
 
 if TYPE_CHECKING:
     import onnxruntime
 
-_WINDOW_TEXTS, _WINDOW_CHARACTERS = 8192, 2**24  # of texts that are sorted by length together
+_WINDOW_TEXTS, _WINDOW_CHARACTERS = 8192, 2**24  # sorted by length together
 
 
 @dataclass(frozen=True)
 class RankedText:
-    """index: of the text in the list given. score: of the query and the text, the larger the better."""
+    """A result of `rerank`.
+
+    Attributes:
+        index: The index of the text in the given list.
+        score: The score of the query and the text; larger is better.
+    """
 
     index: int
     score: float
@@ -43,12 +48,22 @@ def embed(
     session_options: onnxruntime.SessionOptions | None = None,
     progress: Progress = no_progress,
 ) -> np.ndarray:
-    """Vectors of texts: float32 [texts, width], in the order given.
+    """Return the vectors of texts, float32 [texts, width], in order.
 
-    model, tokenizer, settings, session_options: see TextEncoder. batch_tokens: of a call of the session, padding
-    counted. progress is told texts that are done, and how many there are, as far as that is known.
+    Args:
+        texts: The texts.
+        model: A model that embeds, as for `TextEncoder`, or a TextEncoder.
+        tokenizer: As for `TextEncoder`.
+        settings: As for `TextEncoder`.
+        batch_tokens: Tokens of one call of the session, padding included.
+        session_options: As for `TextEncoder`.
+        progress: Called with the number of finished texts, and the total as far as it is known.
 
-    Raises OrtolanError for what is no text, ModelError or SessionError for a model that does not embed.
+    Raises:
+        ArgumentTypeError: A text is not a string.
+        ArgumentError: `batch_tokens` is not positive, or the model is a reranker.
+        ModelError: The model is not supported.
+        SessionError: The model cannot be opened.
     """
     encoder = _encoder(model, tokenizer, settings, session_options)
     found = list(embed_stream(texts, encoder, batch_tokens=batch_tokens, progress=progress))
@@ -65,13 +80,25 @@ def embed_stream(
     session_options: onnxruntime.SessionOptions | None = None,
     progress: Progress = no_progress,
 ) -> Iterator[np.ndarray]:
-    """What embed returns, in pieces and in order: of millions of texts too, of which some thousands are in memory at a
-    time. See embed."""
-    encoder = _encoder(model, tokenizer, settings, session_options)
+    """Like `embed`, but yield the vectors in batches, in order. Only a few thousand texts are held in memory.
+
+    Args:
+        texts: The texts; any iterable.
+        model: As for `embed`.
+        tokenizer: As for `embed`.
+        settings: As for `embed`.
+        batch_tokens: As for `embed`.
+        session_options: As for `embed`.
+        progress: As for `embed`.
+
+    Returns:
+        An iterator of float32 [texts, width].
+    """
     if isinstance(texts, str):
         check_texts(texts)
     if batch_tokens < 1:
-        raise OrtolanError(f"batch_tokens is {batch_tokens}, expected at least 1")
+        raise ArgumentError(f"batch_tokens is {batch_tokens}, expected at least 1")
+    encoder = _encoder(model, tokenizer, settings, session_options)
     return _stream(texts, encoder, batch_tokens, progress)
 
 
@@ -116,13 +143,31 @@ def rerank(
     session_options: onnxruntime.SessionOptions | None = None,
     progress: Progress = no_progress,
 ) -> list[RankedText]:
-    """The texts' numbers and scores, the best first; of equal scores the first text.
+    """Rank texts for a query with a cross-encoder.
 
-    model: a cross-encoder with one score a pair (output "logits" [batch, 1]); scores are between 0 and 1, unless its
-    folder or settings.activation says otherwise. top_k: only so many. Others: see embed. Raises as embed does.
+    Args:
+        query: The query.
+        texts: The texts.
+        model: A model with one score for each pair (output "logits" [batch, 1]), as for `TextEncoder`, or a
+            TextEncoder. Scores are between 0 and 1, unless the model's folder or `settings.activation` disables that.
+        tokenizer: As for `TextEncoder`.
+        settings: As for `TextEncoder`.
+        top_k: Return only the best texts; None: all.
+        batch_tokens: As for `embed`.
+        session_options: As for `TextEncoder`.
+        progress: As for `embed`.
+
+    Returns:
+        Indices and scores of the texts, the best first. Texts with equal scores stay in order.
+
+    Raises:
+        ArgumentTypeError: A text is not a string.
+        ArgumentError: `top_k` or `batch_tokens` is not positive, or the model embeds.
+        ModelError: The model is not supported.
+        SessionError: The model cannot be opened.
     """
     if top_k is not None and top_k < 1:
-        raise OrtolanError(f"top_k is {top_k}, expected at least 1")
+        raise ArgumentError(f"top_k is {top_k}, expected at least 1")
     encoder = _encoder(model, tokenizer, settings, session_options)
     scores = encoder.score(query, texts, batch_tokens, lambda done: progress(Stage.SCORE, done, len(texts)))
     order = np.argsort(-scores, kind="stable")
@@ -141,10 +186,13 @@ def _encoder(
 def token_feeds(
     tokenizer_path: str | os.PathLike[str], sentences: Sequence[str], max_length: int = 256
 ) -> list[dict[str, np.ndarray]]:
-    """One sentence a feed, without padding, as to calibrate on: input_ids, attention_mask and token_type_ids, int64
-    [1, tokens]; leave out those that the model does not have.
+    """Return one calibration feed for each sentence, without padding.
 
-    Raises ModelError when the package `tokenizers` is missing.
+    Returns:
+        Dicts of input_ids, attention_mask and token_type_ids, int64 [1, tokens]. Remove what the model does not have.
+
+    Raises:
+        ModelError: The package `tokenizers` is missing.
     """
     tokenizer = load_tokenizer(tokenizer_path)
     tokenizer.enable_truncation(max_length)
@@ -159,22 +207,27 @@ def token_feeds(
 
 
 class EncodesTexts(Protocol):
-    def encode(self, texts: Sequence[str]) -> np.ndarray: ...
+    """A model that embeds texts."""
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        """Return float32 [texts, width]."""
 
 
 def spearman_on_sts(encoder: EncodesTexts, csv_path: str | os.PathLike[str]) -> float:
-    """Spearman correlation between cosine similarities and human scores, the usual figure for the STS benchmark.
+    """Return Spearman's correlation of cosine similarities and human scores, the usual metric of the STS benchmark.
 
-    encoder: a TextEncoder, or what has such a method; its vectors are of length 1.
-    csv_path: sts-dev.csv or sts-test.csv as published: tab-separated, unquoted, UTF-8; columns 5 to 7 hold the score
-        (0 to 5) and the two sentences; more columns may follow.
+    Args:
+        encoder: A TextEncoder or similar, whose vectors have length 1.
+        csv_path: sts-dev.csv or sts-test.csv as published: tab-separated, unquoted, UTF-8. Columns 5 to 7 hold the
+            score (0 to 5) and the two sentences; more columns may follow.
 
-    Raises OrtolanError naming the line when one does not have that form.
+    Raises:
+        OrtolanError: A line does not have that format, or there are fewer than two lines.
     """
     scores: list[float] = []
     first: list[str] = []
     second: list[str] = []
-    # Neither csv nor splitlines(): sentences hold unbalanced quotes and, possibly, Unicode line separators.
+    # Neither csv nor splitlines(): sentences have unbalanced quotes and may have Unicode line separators.
     for number, line in enumerate(Path(csv_path).read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
@@ -190,14 +243,14 @@ def spearman_on_sts(encoder: EncodesTexts, csv_path: str | os.PathLike[str]) -> 
         first.append(one)
         second.append(two)
     if len(scores) < 2:
-        raise OrtolanError(f"{csv_path} holds {len(scores)} pairs of sentences; a correlation needs at least 2")
+        raise OrtolanError(f"{csv_path} has {len(scores)} pairs of sentences; a correlation needs at least 2")
     vectors = encoder.encode(first + second)
     similarities = (vectors[: len(first)] * vectors[len(first) :]).sum(axis=1)
     return spearman(similarities, np.array(scores))
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Spearman's rank correlation of two vectors of one length; ties get their average rank."""
+    """Return Spearman's rank correlation of two vectors; ties get their average rank."""
     return float(np.corrcoef(_average_ranks(a), _average_ranks(b))[0, 1])
 
 

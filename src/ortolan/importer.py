@@ -1,4 +1,4 @@
-"""import_gguf: from a GGUF file to a folder for onnxruntime-genai and Optimum, its numbers taken as they are."""
+"""import_gguf: a GGUF file becomes a folder for onnxruntime-genai and Optimum, with its exact weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ortolan.graph_passes.report.figures import human_bytes
 from ortolan.graph_passes.report.optimization import LayerReport, OptimizationReport
 from ortolan.graph_passes.run import plan, transform, write
 
-from .errors import VerificationError
+from .errors import VerificationError, wrong_type
 from .library import LIBRARY_NAME, get_library_path
 from .models.gguf.file import StoredWeight
 from .models.gguf.model import GgufModel, read_model
@@ -43,27 +43,35 @@ if TYPE_CHECKING:
 
 _MODEL = "model.onnx"
 _TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_ROWS_TO_CHECK = 4  # random inputs that each layer is run on
+_ROWS_TO_CHECK = 4  # random input rows on which each layer is checked
 
 
 def import_gguf(
     path: str | os.PathLike[str], folder: str | os.PathLike[str], *, progress: Progress | None = None
 ) -> OptimizationReport:
-    """Makes a folder for onnxruntime-genai and Optimum of a decoder of the Llama family in a GGUF file.
+    """Convert a decoder of the Llama family from a GGUF file into a folder for onnxruntime-genai and Optimum.
 
-    The folder holds model.onnx with our operators, its weights in model.onnx.data, the operator
-    library, tokenizer and chat template, and the configurations of both hosts. Numbers of Q4_0, Q4_1, Q5_0 and Q8_0 are
-    taken as they are; those of Q4_K with their scales rounded to float16; all others become 8 bits in groups of 32. The
-    report's notes say what became of which weights, and at what error. Each layer is run on random inputs, and compared
-    with the product of what its numbers stand for.
+    The folder has model.onnx with Ortolan's operators, model.onnx.data with the weights, the operator library, the
+    tokenizer with its chat template, and the configurations of both hosts. Weights of Q4_0, Q4_1, Q5_0 and Q8_0 are
+    kept exactly, weights of Q4_K with scales rounded to float16, and all other weights become 8-bit in groups of 32.
+    The notes of the report list the weights with their errors. Each layer is checked on random inputs.
 
-    path: the file: architecture llama (Mistral too), qwen2, qwen3, phi3 or gemma, without scaled rotary frequencies
-        other than Llama 3.1's. Needs the extra ortolan[decoder].
-    folder: a new or empty folder, which appears when it is complete.
-    progress: as optimize_onnx takes it.
+    Args:
+        path: The GGUF file, of architecture llama (also Mistral), qwen2, qwen3, phi3 or gemma, without scaled rotary
+            frequencies other than Llama 3.1's. Needs the extra ortolan[decoder].
+        folder: A new or empty folder, which appears when it is complete.
+        progress: As for `optimize_onnx`.
 
-    Raises an OrtolanError, before any long work for what cannot be imported.
+    Returns:
+        The report.
+
+    Raises:
+        ArgumentTypeError: A path is not a path.
+        OrtolanError: The model cannot be imported. This is found before any long work.
     """
+    for name, value in (("path", path), ("folder", folder)):
+        if not isinstance(value, str | os.PathLike):
+            raise wrong_type(name, value, "a path")
     target = Path(folder)
     check_new_folder(target, "a model with its tokenizer is a folder", ".onnx")
     with told(progress or no_progress) as tell:
@@ -74,7 +82,14 @@ def import_gguf(
 
 @dataclass
 class _Weights:
-    """What the graph is built of: lazy floats by Hugging Face's names; and numbers by the names in the graph."""
+    """The weights from which the graph is built.
+
+    Attributes:
+        lazy: Float weights, read on demand, by Hugging Face's names.
+        given: Quantized weights by their names in the graph.
+        separate_qkv: Layers whose query, key and value weights cannot be joined.
+        taken: Quantized weights by Hugging Face's names.
+    """
 
     lazy: dict[str, Weight] = field(default_factory=dict)
     given: dict[str, QuantizedWeight] = field(default_factory=dict)
@@ -82,13 +97,13 @@ class _Weights:
     taken: dict[str, TakenWeight] = field(default_factory=dict)
 
     def stored_bytes(self, name: str) -> int:
-        """In the file, of a weight by its name in the graph."""
+        """Return the bytes that a weight, by its name in the graph, has in the file."""
         names = [name.replace("qkv_proj", f"{part}_proj") for part in "qkv"] if "qkv_proj" in name else [name]
         return sum(self.taken[one.removesuffix("_t")].stored.nbytes for one in names)
 
 
 class _Import:
-    """One call, of which all that can be refused without long work is checked."""
+    """One call. Everything that can be checked quickly is checked first."""
 
     def __init__(self, model: GgufModel, target: Path) -> None:
         get_library_path()
@@ -113,14 +128,15 @@ class _Import:
         )
         if (size := model.config.head_size) % 16:
             raise ModelBuildError(
-                f"{model.file.path} has heads of {size} values, and GroupQueryAttention takes multiples of 16 only; "
-                "such a model cannot be imported"
+                f"{model.file.path} has a head size of {size}, expected a multiple of 16 for GroupQueryAttention; the "
+                "model cannot be imported"
             )
-        # Refuses a graph that cannot be built before any weight is read.
+        # Fails for a graph that cannot be built, before any weight is read.
         floats = {name: _lazy_floats(weight) for name, weight in model.weights.items()}
         build_llama(floats, model.config, attention="gqa", one_table=True)
 
     def execute(self, tell: Progress) -> None:
+        """Convert the model."""
         with work_folder(self.target) as work, TensorSpill(work) as spill:
             weights = self._take(spill, tell)
             source = ModelFile(self._graph(weights), self.model.file.path, None)
@@ -142,7 +158,7 @@ class _Import:
             tell(Stage.SAVE, 1, 1)
 
     def _take(self, spill: TensorSpill, tell: Progress) -> _Weights:
-        """The numbers of all matrices; vectors stay floats."""
+        """Read all weights: matrices are quantized, vectors stay floats."""
         weights, total = _Weights(), len(self.model.weights)
         for done, (name, stored) in enumerate(self.model.weights.items()):
             tell(Stage.READ_WEIGHTS, done, total)
@@ -150,7 +166,7 @@ class _Import:
                 weights.lazy[name] = np.asarray(stored.floats())
                 continue
             weights.taken[name] = taken = keep_gguf_weight(stored, spill, eight_bits=name in (_TABLE, _HEAD))
-            weights.lazy[name] = _stands_for(taken.numbers)
+            weights.lazy[name] = _float_weight(taken.numbers)
             weights.given[name if name == _TABLE else f"{name}_t"] = taken.numbers
         tell(Stage.READ_WEIGHTS, total, total)
         self._join_qkv(weights)
@@ -184,20 +200,25 @@ class _Import:
         return graph
 
     def _tell_weights(self, weights: _Weights, layers: Sequence[tuple[LayerReport, str]]) -> None:
-        """What became of the weights, by their types in the file; and how large layers are there."""
+        """Add the sizes of layers in the file, and a note on each type of weights, to the report."""
         for layer, name in layers:
             layer.bytes_before = weights.stored_bytes(name)
         self.report.notes[:0] = [*self.model.notes, *_describe(weights.taken)]
 
     def _check_runs(self, path: Path) -> None:
-        """Raises SessionError, VerificationError."""
+        """Run the model on one token.
+
+        Raises:
+            SessionError: It cannot be opened.
+            VerificationError: It returns NaN or infinity.
+        """
         from .generate import Decoder
 
         logits = Decoder(create_session(path)).step([self.start])
         if not np.isfinite(logits).all():
             raise VerificationError(
-                f"the model answers token {self.start} with NaN or infinity; nothing was saved; is "
-                f"{str(self.model.file.path)!r} a complete file?"
+                f"model returns NaN or infinity for token {self.start}; nothing was saved; check that "
+                f"{str(self.model.file.path)!r} is complete"
             )
 
     def _write_others(self, result: Path) -> None:
@@ -226,15 +247,18 @@ def _lazy_floats(weight: StoredWeight) -> Weight:
     return lazy_weight(weight.floats, weight.shape)
 
 
-def _stands_for(numbers: QuantizedWeight) -> ir.LazyTensor:
+def _float_weight(numbers: QuantizedWeight) -> ir.LazyTensor:
     import onnx_ir as ir
 
     return dequantized_tensor(numbers, True, ir.DataType.FLOAT)
 
 
 def _fill_inputs(context: PassContext) -> list[tuple[LayerReport, str]]:
-    """Random inputs of each layer, on which pass replace compares what it has packed; returns the layers' reports, and
-    the names of their weights."""
+    """Set random inputs of each layer, on which pass replace checks the packed weights.
+
+    Returns:
+        The report of each layer and the name of its weight.
+    """
     rng = np.random.default_rng(0)
     layers = []
     for linear in context.survey(context.source.model):
@@ -245,7 +269,7 @@ def _fill_inputs(context: PassContext) -> list[tuple[LayerReport, str]]:
 
 
 def _describe(taken: Mapping[str, TakenWeight]) -> list[str]:
-    """A line for each type of the file."""
+    """Return one line for each type of weights in the file."""
     kinds: dict[tuple[str, str], list[TakenWeight]] = {}
     for one in taken.values():
         kinds.setdefault((one.stored.kind, one.form), []).append(one)
@@ -253,7 +277,7 @@ def _describe(taken: Mapping[str, TakenWeight]) -> list[str]:
     for (kind, form), group in kinds.items():
         errors = [one.error for one in group]
         size = human_bytes(sum(one.stored.nbytes for one in group))
-        how = "number by number" if not any(errors) else f"relative error of the weights up to {max(errors):.2g}"
+        how = "exact" if not any(errors) else f"relative error of the weights up to {max(errors):.2g}"
         names = f"{len(group)} matrices" if len(group) > 1 else repr(group[0].stored.name)
         lines.append(f"{names} of {kind} ({size}) -> {form} in groups of {GROUP}, {how}")
     return lines

@@ -1,4 +1,4 @@
-"""inspect_onnx: what a model consists of, and what Ortolan could do or has done to it."""
+"""inspect_onnx: the layers of a model, and which of them Ortolan can replace or has replaced."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 _REPLACED = "already replaced"
-_LEAST_TWO_FOUR = 0.4  # zeros, as a share
+_LEAST_TWO_FOUR = 0.4  # the least fraction of zeros of a 2:4 sparse weight
 _STORAGES = {DENSE: "dense ", BITMAP: "bitmap + ", TWO_FOUR: "2:4 "}
 _KINDS = {ir.DataType.BFLOAT16: "bf16", ir.DataType.INT8: "int8", ir.DataType.UINT8: "int4"}  # by the type of values
 _INPUTS = {"SparseAMXMatMul": sparse.INPUTS, "W4A8MatMul": w4a8.INPUTS, "W8A8MatMul": w8a8.INPUTS}
@@ -53,7 +53,7 @@ _INPUTS = {"SparseAMXMatMul": sparse.INPUTS, "W4A8MatMul": w4a8.INPUTS, "W8A8Mat
 
 @dataclass
 class TensorInfo:
-    """An input or output of the model. Dimensions are numbers, names, or None."""
+    """An input or output of the model. Dimensions are integers, names, or None."""
 
     name: str
     dtype: str
@@ -62,43 +62,72 @@ class TensorInfo:
 
 @dataclass
 class LinearInfo:
-    """A linear layer, or a node that looks like one."""
+    """A linear layer, or another matrix product.
+
+    Attributes:
+        name: The name of the node.
+        op: Its operator.
+        k: The number of inputs.
+        n: The number of outputs.
+        weight_bytes: The size of the stored weight.
+        weight_format: FLOAT, FLOAT16, …, followed by ", 2:4" if the weight is 2:4 sparse; for weights that Ortolan
+            packed "bitmap + int8", "2:4 int8", "dense int4, groups of 128", …
+        sparsity: The fraction of zeros.
+        replaceable: Ortolan can replace it.
+        reason: Why it cannot be replaced.
+        fused: What Ortolan's operator also computes: "gelu", "residual", …
+    """
 
     name: str
     op: str
     k: int | None = None
     n: int | None = None
     weight_bytes: int | None = None
-    # FLOAT, FLOAT16, …, with ", 2:4" behind it where the weights are 2:4 sparse; where Ortolan packed it
-    # "bitmap + int8", "2:4 int8", "dense int4, groups of 128", …
     weight_format: str | None = None
     sparsity: float | None = None
     replaceable: bool = False
-    reason: str | None = None  # why it is not replaceable
-    fused: list[str] = field(default_factory=list)  # what our operator computes as well: "gelu", "residual", …
+    reason: str | None = None
+    fused: list[str] = field(default_factory=list)
 
 
 @dataclass
 class Inspection:
-    """The result of inspect_onnx. `print` it; `details()` adds a table of all layers, `to_json()` has everything."""
+    """The result of `inspect_onnx`. `print` shows a summary, `details()` all layers, `to_json()` everything.
+
+    Attributes:
+        model: The name of the model.
+        file_size: The size of the model and its data files in bytes.
+        opset: The version of the default opset.
+        ir_version: The IR version.
+        producer: The program that made the model.
+        optimized: The name of the recipe, if Ortolan made the model.
+        ortolan_version: The version of Ortolan that made it.
+        inputs: The inputs.
+        outputs: The outputs.
+        linears: The linear layers and other matrix products.
+        operators: The count of each operator.
+        fusions: The count of each operator that belongs neither to the ONNX standard nor to Ortolan.
+    """
 
     model: str
     file_size: int
     opset: int
     ir_version: int
     producer: str
-    optimized: str | None  # the recipe, if Ortolan made this model
+    optimized: str | None
     ortolan_version: str | None
     inputs: list[TensorInfo] = field(default_factory=list)
     outputs: list[TensorInfo] = field(default_factory=list)
     linears: list[LinearInfo] = field(default_factory=list)
     operators: dict[str, int] = field(default_factory=dict)
-    fusions: dict[str, int] = field(default_factory=dict)  # operators neither of the ONNX standard nor ours
+    fusions: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the result as plain values."""
         return dataclasses.asdict(self)
 
     def to_json(self, indent: int | None = 2) -> str:
+        """Return the result as JSON."""
         return json.dumps(self.to_dict(), indent=indent)
 
     def __str__(self) -> str:
@@ -126,12 +155,12 @@ class Inspection:
         return "\n".join([*(wrap(head, width) for head in heads), "", lay_out(facts, width)])
 
     def details(self, width: int = WIDTH, table_width: int | None = None) -> str:
-        """Return the summary and the table of layers, as option -v shows. Widths as in OptimizationReport."""
+        """Return the summary and the table of layers, like the option -v. Widths as for OptimizationReport."""
         layers = self.table(table_width)
         return f"{self.summary(width)}\n\n{layers}" if layers else self.summary(width)
 
     def table(self, width: int | None = None) -> str:
-        """Return a table of the layers. Names fold to fit `width`; None leaves them whole."""
+        """Return a table of the layers. Long names are folded to fit `width`; None: they are not."""
         layers = [layer for layer in self.linears if layer.k is not None]
         columns = {
             "layer": [layer.name for layer in layers],
@@ -172,13 +201,21 @@ class Inspection:
 
 
 def inspect_onnx(model: str | os.PathLike[str] | onnx.ModelProto) -> Inspection:
-    """Looks into a model without changing it or running it. Raises ModelError if it cannot be read."""
+    """List the layers of a model, without changing or running it.
+
+    Args:
+        model: The path of an ONNX file or of its folder, or a ModelProto.
+
+    Raises:
+        ArgumentTypeError: The model is not a path or a ModelProto.
+        ModelError: The model cannot be read.
+    """
     file = load_model(model)
     try:
         return _inspect(file)
     except OrtolanError:
         raise
-    except Exception as error:  # a malformed model trips over anything
+    except Exception as error:  # a malformed model can cause any error
         raise ModelError(f"{file.name} is not a well-formed ONNX model: {type(error).__name__}: {error}") from error
 
 
@@ -197,7 +234,7 @@ def _inspect(file: ModelFile) -> Inspection:
         outputs=[_tensor_info(value) for value in graph_model.graph.outputs],
     )
     drop_listed_initializers(graph_model)
-    inline_functions(graph_model)  # the layers of a model with functions lie inside of them
+    inline_functions(graph_model)  # functions may contain the layers
     standard = (*DEFAULT_DOMAINS, ORTOLAN_DOMAIN)
     outside = {op_name(node) for node in graph_model.graph.all_nodes() if node.domain not in standard}
     for node in graph_model.graph.all_nodes():
@@ -210,7 +247,7 @@ def _inspect(file: ModelFile) -> Inspection:
             matrix = found.matrix()
             stored = stored_in(matrix)
             sparsity = 1 - stored.count / matrix.size
-            # One or two inputs have the pattern without a zero.
+            # With one or two inputs, a weight fits the pattern without any zero.
             pattern = ", 2:4" if stored.is_two_four and sparsity >= _LEAST_TWO_FOUR else ""
             result.linears.append(
                 LinearInfo(
@@ -246,7 +283,7 @@ def _mark_attention(model: ir.Model, result: Inspection) -> None:
 
 
 def _write_known_forms(model: ir.Model) -> None:
-    """Layers as pass normalize writes them."""
+    """Rewrite layers like pass normalize."""
     new_name = NewNames(model)
     if model.opset_imports.get("", 0) >= MINIMUM_OPSET:
         unfuse(model, new_name, tables=False)
@@ -255,11 +292,11 @@ def _write_known_forms(model: ir.Model) -> None:
 
 
 def _packed_info(node: ir.Node) -> LinearInfo:
-    """A layer that one of our operators computes, or two."""
-    numbers = {name: attr.as_int() for name, attr in node.attributes.items() if attr.type == ir.AttributeType.INT}
-    info = LinearInfo(node_name(node), op_name(node), numbers.get("k"), numbers.get("n"), reason=_REPLACED)
+    """Return the information on one of Ortolan's operators, which computes one layer or two."""
+    integers = {name: attr.as_int() for name, attr in node.attributes.items() if attr.type == ir.AttributeType.INT}
+    info = LinearInfo(node_name(node), op_name(node), integers.get("k"), integers.get("n"), reason=_REPLACED)
     info.weight_format = "packed"
-    gated_columns = numbers.get("gated_columns", 0)
+    gated_columns = integers.get("gated_columns", 0)
     if gated_columns:
         info.n = 2 * gated_columns
     inputs = _INPUTS.get(node.op_type)
@@ -270,17 +307,17 @@ def _packed_info(node: ir.Node) -> LinearInfo:
     by_name = dict(zip(inputs, node.inputs, strict=False))
     constants = {name: tensor for name, value in by_name.items() if (tensor := constant_tensor(value)) is not None}
     describe = _describe_sparse if node.op_type == "SparseAMXMatMul" else _describe_groups
-    weight = describe(info, constants, numbers.get("group_size", 0))
+    weight = describe(info, constants, integers.get("group_size", 0))
     info.weight_bytes = sum(constants[name].nbytes for name in weight if name in constants)
     residual = by_name.get("residual")
     info.fused = describe_epilogue(
-        Activation(numbers.get("activation", 0)), None if _is_nothing(residual) else residual, gated=gated_columns > 0
+        Activation(integers.get("activation", 0)), None if _is_nothing(residual) else residual, gated=gated_columns > 0
     )
     return info
 
 
 def _describe_sparse(info: LinearInfo, constants: Mapping[str, ir.TensorProtocol], group_size: int) -> list[str]:
-    """Fills format and sparsity in; returns the inputs that hold the weight."""
+    """Set format and sparsity; return the names of the inputs that hold the weight."""
     masks, values = constants.get("masks"), constants.get("values")
     kind = _KINDS.get(values.dtype) if values is not None else None
     if masks is not None and values is not None and kind is not None:
@@ -288,14 +325,14 @@ def _describe_sparse(info: LinearInfo, constants: Mapping[str, ir.TensorProtocol
         storage = storage_of(masks.size, 0 if offsets is None else offsets.size)
         info.weight_format = _STORAGES[storage] + kind + (f", groups of {group_size}" if group_size else "")
         if info.k and info.n:
-            stored = _count_bits(masks) if storage == BITMAP else _count_numbers(values.numpy(), kind)
+            stored = _count_bits(masks) if storage == BITMAP else _count_nonzero(values.numpy(), kind)
             info.sparsity = 1 - stored / (info.k * info.n)
-    # Where other layers have scales, those of bf16 are ones and no part of the weight.
+    # bf16 layers have scales of 1 if other layers have scales; they are not part of the weight.
     return ["masks", "values", "offsets", *(["scales"] if kind != "bf16" else [])]
 
 
 def _describe_groups(info: LinearInfo, constants: Mapping[str, ir.TensorProtocol], group_size: int) -> list[str]:
-    # One number stands for none, where other layers have some.
+    # A single value means that the layer has no zero points, but other layers have.
     offsets = [name for name in ("zero_points", "minimums") if name in constants and constants[name].size > 1]
     weights = constants.get("weights")
     kind = "int8" if weights is not None and weights.dtype == ir.DataType.INT8 else "int4"
@@ -307,8 +344,8 @@ def _count_bits(masks: ir.TensorProtocol) -> int:
     return int.from_bytes(masks.numpy().tobytes(), "little").bit_count()
 
 
-def _count_numbers(values: np.ndarray, kind: str) -> int:
-    """Those that are not zero."""
+def _count_nonzero(values: np.ndarray, kind: str) -> int:
+    """Count the weights that are not zero."""
     if kind == "int4":
         return int(
             np.count_nonzero(values % 16 != sparse.INT4_BIAS) + np.count_nonzero(values // 16 != sparse.INT4_BIAS)
@@ -317,7 +354,7 @@ def _count_numbers(values: np.ndarray, kind: str) -> int:
 
 
 def _is_nothing(residual: ir.Value | None) -> bool:
-    """Whether it is left out, or the zero of layers without one where others have one."""
+    """Return True if the layer has no residual: it is missing, or a single 0 because other layers have one."""
     tensor = constant_tensor(residual)
     if tensor is None or len(tensor.shape) > 1:
         return residual is None

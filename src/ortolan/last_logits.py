@@ -1,4 +1,4 @@
-"""keep_last_logits: a decoder that computes the logits of the last token alone, as hosts of prompts need them."""
+"""keep_last_logits: a decoder that computes only the logits of the last token, which is enough to generate."""
 
 from __future__ import annotations
 
@@ -21,25 +21,28 @@ _HEADS = {
     "com.microsoft": ("MatMulNBits", "MatMulBnb4"),
     ORTOLAN_DOMAIN: ("W8A8MatMul", "W4A8MatMul", "SparseAMXMatMul", "VNNISpMM", "MaskedMatMul"),
 }
-# Behind the head, of which each row is computed by itself where all inputs but one are constants of one number or row.
+# Operators behind the head that compute each row alone, if all inputs but one are constants of one value or row.
 _BY_ROW = ("Identity", "Cast", "Add", "Sub", "Mul", "Div", "Tanh")
 
 
 def keep_last_logits(
     model: str | os.PathLike[str], output: str | os.PathLike[str], *, progress: Progress | None = None
 ) -> None:
-    """Writes the decoder with logits [batch, 1, vocabulary]: those of the last token of each row of the call.
+    """Write a decoder that returns logits [batch, 1, vocabulary], those of the last token of each row.
 
-    A prompt's other logits are what only training and scoring read, and the head is a large part of a small model. Give
-    it the result of optimize_onnx. The other order works too, but checks then see the last token alone, and a budget of
-    perplexity with calibration data, which needs all logits, is refused. Where rows of unequal lengths are run
-    together, padding must stand in front.
+    Only training and scoring need the other logits of a prompt, and the head is a large part of a small model. Give the
+    result of `optimize_onnx`. The other order also works, but then only the last token is verified, and a limit on
+    perplexity with calibration data is refused. If rows of unequal lengths are run together, padding must come first.
 
-    model: an ONNX file whose output "logits" is float [batch, tokens, vocabulary].
-    output: the file to write; weights of 8 MiB and more go to `<output>.data`.
-    progress: as optimize_onnx takes it.
+    Args:
+        model: An ONNX file whose output "logits" is float [batch, tokens, vocabulary].
+        output: The file to write. Weights of 8 MiB and more are written to `<output>.data`.
+        progress: As for `optimize_onnx`.
 
-    Raises ModelError where the head is not found, and OutputError.
+    Raises:
+        ArgumentTypeError: The model or the output is not a path.
+        ModelError: The head is not found.
+        OutputError: The output cannot be written.
     """
     source = load_model(model)
     target = Path(output)
@@ -61,49 +64,53 @@ def _slice_head(model: ir.Model, name: str) -> None:
             "export a decoder"
         )
     if logits.shape[1] == 1:
-        raise ModelError(f"{name} gives the logits of one token already: 'logits' has shape {logits.shape}")
+        raise ModelError(f"{name} already returns the logits of one token: 'logits' has shape {logits.shape}")
     head, values = _head_of(logits, name)
     hidden = head.inputs[0]
     if hidden is None or _constant_of(hidden) is not None or (hidden.shape is not None and len(hidden.shape) != 3):
-        found = "nothing" if hidden is None else f"{hidden.name!r} of shape {hidden.shape}"
+        found = "missing" if hidden is None else f"{hidden.name!r} of shape {hidden.shape}"
         raise ModelError(
-            f"the first input of {name}'s head {head.name!r} is {found}, expected its inputs [batch, tokens, width]; "
-            "export the model with its head behind the last layer"
+            f"the first input of {name}'s head {head.name!r} is {found}, expected [batch, tokens, width]; export the "
+            "model with its head behind the last layer"
         )
     _require_unread(graph, head, values, name)
-    # The last token: from -1 on to the largest number, of axis 1.
+    # The last token: [-1:] of axis 1.
     bounds = {"start": [-1], "end": [np.iinfo(np.int64).max], "axis": [1]}
-    given = [_constant(graph, f"{_LOGITS}/last/{key}", numbers) for key, numbers in bounds.items()]
+    given = [_constant(graph, f"{_LOGITS}/last/{key}", bound) for key, bound in bounds.items()]
     last = ir.node("Slice", [hidden, *given], name=f"{_LOGITS}/last", num_outputs=1)
     last.outputs[0].name, last.outputs[0].type = f"{_LOGITS}/last", hidden.type
     graph.insert_before(head, last)
     head.replace_input_with(0, last.outputs[0])
-    for value in values:  # what shape inference has found of them is no longer so
+    for value in values:  # shapes from shape inference are outdated
         value.shape = None if value.shape is None else ir.Shape([value.shape[0], 1, *value.shape[2:]])
 
 
 def _require_unread(graph: ir.Graph, head: ir.Node, values: list[ir.Value], name: str) -> None:
-    """Raises ModelError where anything else reads what would become that of one token. values: as _head_of has them."""
+    """Check that no other node reads what becomes the result of one token.
+
+    Raises:
+        ModelError: A node reads it, or it is an output.
+    """
     follower: ir.Node | None = None
     for value in values:
         others = [use.node for use in value.uses() if use.node is not follower]
         if others or (follower is not None and value in graph.outputs):
             reader = f"node {others[0].name!r}, a {others[0].op_type}, reads it" if others else "it is an output"
             raise ModelError(
-                f"{value.name!r} of {name} cannot be that of the last token alone: {reader}; expected 'logits' alone "
-                "to come from the head"
+                f"{value.name!r} of {name} cannot be cut to the last token: {reader}; expected only 'logits' to depend "
+                "on the head"
             )
         follower = value.producer()
     for given in head.inputs[1:]:
         if given is not None and _constant_of(given) is None and len(given.shape or ()) == 3:
             raise ModelError(
-                f"input {given.name!r} of {name}'s head {head.name!r} has a row for each token, expected none; "
-                "give the model as it was before its layers were joined"
+                f"input {given.name!r} of {name}'s head {head.name!r} has a row for each token, which cannot be cut; "
+                "give the model from before its layers were fused"
             )
 
 
 def _head_of(logits: ir.Value, name: str) -> tuple[ir.Node, list[ir.Value]]:
-    """The head, and what is made of its output row by row: from the logits back to that output."""
+    """Return the head, and the values from the logits back to its output, which are computed row by row."""
     values = [logits]
     while (node := values[-1].producer()) is not None and node.op_type not in _HEADS.get(node.domain, ()):
         row = _only_row(node)
@@ -114,13 +121,13 @@ def _head_of(logits: ir.Value, name: str) -> tuple[ir.Node, list[ir.Value]]:
         found = "an input of the graph" if node is None else f"node {node.name!r}, a {node.op_type}"
         raise ModelError(
             f"'logits' of {name} come from {found}, expected a matrix product with the head's weights; export the "
-            "model in floats, or with weights of few bits as MatMulNBits"
+            "model in floats, or with quantized weights as MatMulNBits"
         )
     return node, values
 
 
 def _only_row(node: ir.Node) -> ir.Value | None:
-    """The one input that is not the same for each token, where each row of the output is computed from its row."""
+    """Return the only input that differs between tokens, if the node computes each row alone; else None."""
     if node.domain != "" or node.op_type not in _BY_ROW:
         return None
     rows = [value for value in node.inputs if value is not None and _constant_of(value) is None]
@@ -130,15 +137,15 @@ def _only_row(node: ir.Node) -> ir.Value | None:
 
 
 def _constant_of(value: ir.Value) -> ir.TensorProtocol | None:
-    """Of an initializer, or of a Constant node that is not sparse."""
+    """Return the tensor of an initializer or of a dense Constant node, else None."""
     try:
         return ir.convenience.get_const_tensor(value)
     except ValueError:
         return None
 
 
-def _constant(graph: ir.Graph, name: str, numbers: list[int]) -> ir.Value:
-    tensor = ir.Tensor(np.array(numbers, np.int64), name=name)
+def _constant(graph: ir.Graph, name: str, values: list[int]) -> ir.Value:
+    tensor = ir.Tensor(np.array(values, np.int64), name=name)
     value = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([1]), const_value=tensor)
     graph.register_initializer(value)
     return value

@@ -1,4 +1,4 @@
-"""inspect_provider: what the execution provider takes of a model and what it leaves, as the provider itself says."""
+"""inspect_provider: which nodes of a model the execution provider claims, as it reports itself."""
 
 from __future__ import annotations
 
@@ -26,49 +26,64 @@ _RECORD = "session.record_ep_graph_assignment_info"
 
 @dataclass
 class ProviderNode:
-    """A node of an operator that the provider knows, as ONNX Runtime shows it: with the names and types that its own
-    optimizations have made."""
+    """A node whose operator the provider supports.
+
+    Attributes:
+        node: Its name after ONNX Runtime's own optimizations.
+        op: Its operator.
+        taken: The provider claims it.
+        what: Shape and bits of a claimed node.
+        reason: Why a node is not claimed.
+    """
 
     node: str
     op: str
     taken: bool
-    what: str  # of a node that is taken: shape, bits
-    reason: str  # why a node is left
+    what: str
+    reason: str
 
 
 @dataclass
 class ProviderInspection:
-    """What inspect_provider found. `print` it, or take `to_json()`."""
+    """The result of `inspect_provider`, to print or to convert.
+
+    Attributes:
+        model: The name of the model.
+        nodes: The nodes whose operators the provider supports.
+    """
 
     model: str
     nodes: list[ProviderNode] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the result as plain values."""
         return dataclasses.asdict(self)
 
     def to_json(self, indent: int | None = 2) -> str:
+        """Return the result as JSON."""
         return json.dumps(self.to_dict(), indent=indent)
 
     def __str__(self) -> str:
         return as_text(self)
 
     def __rich__(self) -> Group:
+        """Return the table that `print` shows."""
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
 
         if not self.nodes:
-            text = "no node is of an operator that the provider takes; layers of floats are taken with a precision"
+            text = "no node has an operator that the provider supports; a precision also claims float layers"
             return Group(Text(f"{self.model}: {text}"))
         taken = sum(node.taken for node in self.nodes)
         table = Table()
         table.add_column("node", overflow="fold")
-        for column in ("operator", "", "what, or why not"):
+        for column in ("operator", "", "shape, or why not"):
             table.add_column(column)
         for node in self.nodes:
-            row = (node.node, node.op, "taken" if node.taken else "left", node.what if node.taken else node.reason)
+            row = (node.node, node.op, "claimed" if node.taken else "left", node.what if node.taken else node.reason)
             table.add_row(*(Text(cell) for cell in row))
-        return Group(Text(f"{self.model}: the provider takes {taken} of {len(self.nodes)} nodes that it knows"), table)
+        return Group(Text(f"{self.model}: the provider claims {taken} of {len(self.nodes)} supported nodes"), table)
 
 
 def inspect_provider(
@@ -77,13 +92,20 @@ def inspect_provider(
     precision: Literal["float32", "bf16", "int8"] = "float32",
     claims: Literal["faster", "all"] = "faster",
 ) -> ProviderInspection:
-    """What `OrtolanExecutionProvider` takes of a model, and what it leaves to ONNX Runtime and why.
+    """Show which nodes `OrtolanExecutionProvider` claims, and why it leaves others to ONNX Runtime.
 
-    Makes a session with the provider and lets it go: it needs the time and memory that sessions do. Nodes of operators
-    that the provider does not know are not listed. precision and claims: as for `session_options`.
+    This opens a session, which takes as much time and memory as any session of the model. Nodes whose operators the
+    provider does not support are not listed.
 
-    Raises ValueError for other values, LibraryError where there is no provider (see `register_provider`), SessionError
-    if the model cannot be opened.
+    Args:
+        model: The path of an ONNX file or of its folder, or a ModelProto.
+        precision: As for `session_options`.
+        claims: As for `session_options`.
+
+    Raises:
+        ArgumentError: An argument has another value.
+        LibraryError: There is no provider, see `register_provider`.
+        SessionError: The model cannot be opened.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "claims.jsonl"
@@ -91,7 +113,7 @@ def inspect_provider(
         options.log_severity_level = 3
         options.add_session_config_entry(_RECORD, "1")
         session = create_session(model, options)
-        # Names are what the model's file says, UTF-8 or not.
+        # Names come from the model's file and may not be UTF-8.
         lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
     name = str(model) if isinstance(model, str | os.PathLike) else "the given ModelProto"
     found = ProviderInspection(name, [ProviderNode(**json.loads(line)) for line in lines if line])
@@ -100,13 +122,13 @@ def inspect_provider(
 
 
 def _check(found: ProviderInspection, session: onnxruntime.InferenceSession) -> None:
-    """Where a provider fails while it claims, ONNX Runtime logs that and goes on without the provider's nodes."""
+    """Check that all claims were accepted: if a provider fails, ONNX Runtime logs that and continues without it."""
     if not hasattr(session, "get_provider_graph_assignment_info"):  # before onnxruntime 1.24
         return
     parts = [part for part in session.get_provider_graph_assignment_info() if part.ep_name == PROVIDER]
     assigned, taken = sum(len(part.get_nodes()) for part in parts), sum(node.taken for node in found.nodes)
     if assigned < taken:
         raise SessionError(
-            f"of {found.model} the provider takes {taken}, and ONNX Runtime gives it {assigned} nodes; the errors that "
-            "ONNX Runtime has logged say why"
+            f"provider claims {taken} nodes of {found.model}, but ONNX Runtime assigns {assigned}; see the errors that "
+            "ONNX Runtime logged"
         )

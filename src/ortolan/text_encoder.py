@@ -1,4 +1,4 @@
-"""Texts to vectors, and pairs of texts to scores, by a session: the tokenizer, batches, pooling."""
+"""TextEncoder: texts to vectors, or pairs of texts to scores, with tokenizer, batches and pooling."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from ortolan.graph_passes.text.pooling import Dense
 from ortolan.graph_passes.text.text_input import PAIR_INPUT, SCORE, TEXT_INPUT, answers_to_probes, pair_up
 from ortolan.graph_passes.text.text_plan import EMBEDDING, TextInput, TextPlan, TextSettings, read_settings
 
-from .errors import ModelError, OrtolanError, listing
+from .errors import ArgumentError, ArgumentTypeError, ModelError, listing, wrong_type
 from .session import create_session
 
 if TYPE_CHECKING:
     import onnxruntime
 
-BATCH_TOKENS = 1024  # larger ones leave the caches
-_TOKENS = 256  # to which texts are cut where no file says it
+BATCH_TOKENS = 1024  # activations of larger batches do not fit the caches
+_TOKENS = 256  # the length to which texts are cut if no file has one
 _KNOWN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _DTYPES = {
     "tensor(int64)": np.int64,
     "tensor(int32)": np.int32,
-    # masks only
+    # Only masks have these types.
     "tensor(float)": np.float32,
     "tensor(float16)": np.float16,
     "tensor(bool)": np.bool_,
 }
-_CHARACTERS_OF_A_TOKEN = 4  # about, of a text that the model splits itself
+_CHARACTERS_OF_A_TOKEN = 4  # an estimate for models that tokenize texts themselves
 _LEAST_NORM = 1e-12
 _LARGEST_ID = 2**31
 
@@ -46,22 +46,22 @@ def _tell_nobody(done: int) -> None:
 
 
 class Budget:
-    """The tokens that one batch may hold, padding included if the model computes it. The first text always fits.
-
-    length: tokens that each text is padded to; 0: those of the longest text in the batch.
-    """
+    """The tokens that one batch may hold, padding included if the model computes it. The first text always fits."""
 
     def __init__(self, batch_tokens: int, pads: bool, length: int = 0) -> None:
+        """Create an empty batch; `length` is the length to which texts are padded, 0 for that of the longest text."""
         self._most, self._pads = batch_tokens, pads
         self._texts = self.tokens = 0
         self._longest = length
 
     def takes(self, text: Tokens) -> bool:
+        """Return True if the batch has room for a text."""
         longest = max(self._longest, len(text))
         size = longest * (self._texts + 1) if self._pads else self.tokens + len(text)
         return self._texts == 0 or size <= self._most
 
     def add(self, text: Tokens) -> None:
+        """Add a text."""
         self._texts += 1
         self._longest = max(self._longest, len(text))
         self.tokens += len(text)
@@ -69,8 +69,15 @@ class Budget:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A text, or a pair of texts, as a model takes it. len(): its number of tokens; an estimate where the model takes
-    texts and splits them itself."""
+    """The tokens of a text or of a pair of texts.
+
+    len() is the number of tokens, or an estimate if the model tokenizes texts itself.
+
+    Attributes:
+        texts: The text, or the pair; empty if only tokens are known.
+        ids: Token ids; None if the model tokenizes texts itself.
+        type_ids: Token type ids.
+    """
 
     texts: tuple[str, ...]
     ids: Sequence[int] | None = None
@@ -81,13 +88,17 @@ class Tokens:
 
 
 class TextEncoder:
-    """An embedding model or a reranker, ready to be called. The answer for a text is computed from that text's own
-    tokens, so with models of Ortolan it does not depend on who shares its batch.
+    """An embedding model or a reranker.
 
-    kind: "embedding", or "reranker" for a model that scores pairs of texts. max_tokens: longer texts are cut; None: the
-    model cuts them itself. width: of the vectors, where the model tells it. pads: padding is computed as well, so that
-    a batch costs its longest text times its texts. length: tokens that each text is padded to, if the model takes
-    only that many; else 0.
+    Results are computed from the tokens of each text, so that with models of Ortolan they do not depend on the other
+    texts of a batch.
+
+    Attributes:
+        kind: "embedding", or "reranker" for a model that scores pairs of texts.
+        max_tokens: The length to which texts are cut; None: the model cuts them itself.
+        width: The width of the vectors; None: unknown before the first call.
+        pads: The model computes padding too, so that a batch costs its longest text times its number of texts.
+        length: The length to which each text is padded, if the model has a fixed one; else 0.
     """
 
     kind: Literal["embedding", "reranker"]
@@ -103,16 +114,22 @@ class TextEncoder:
         settings: TextInput | TextSettings | None = None,
         session_options: onnxruntime.SessionOptions | None = None,
     ) -> None:
-        """model: a file or folder as sentence-transformers, Optimum or optimize_onnx writes it, or a session. It takes
-            tokens, or texts itself (optimize_onnx(texts_in=True)), and answers with vectors of tokens, of texts, or
-            with one score a pair.
-        tokenizer: a tokenizer.json, where none lies beside the model. Beside a session's lies what its folder says.
-            The package `tokenizers` opens it with the first text; tokens need none.
-        settings: where they differ from what the folder says: see TextInput. A model that takes texts has its own:
-            no tokenizer or max_tokens is read for it, and others are refused. TextSettings are used as they are.
-        session_options: of the session that is made of a path.
+        """Open a model.
 
-        Raises ModelError for a model or folder of another form, SessionError where there can be no session.
+        Args:
+            model: A file or folder as Sentence Transformers, Optimum or optimize_onnx write it, or a session. It takes
+                tokens, or texts (`optimize_onnx(texts_in=True)`), and returns vectors of tokens or of texts, or one
+                score for each pair.
+            tokenizer: A tokenizer.json. Default: the one beside the model. The folder of this file is also where
+                settings are read if the model is a session. The package `tokenizers` opens the file for the first text.
+            settings: Settings that differ from the model's folder. A model that takes texts has its own settings, and
+                only `tokenizer` and `max_tokens`, which have no effect, may be given. TextSettings are used unchanged.
+            session_options: Options of the session, if `model` is a path.
+
+        Raises:
+            ArgumentTypeError: `model` is not a path or a session.
+            ModelError: The model or its folder is not supported.
+            SessionError: The model cannot be opened.
         """
         settings = settings or TextInput()
         self._opening = threading.Lock()
@@ -133,7 +150,7 @@ class TextEncoder:
             )
         if "input_ids" not in inputs or not inputs.keys() <= set(_KNOWN_INPUTS):
             raise ModelError(
-                f"the model takes {listing(inputs)}, expected input_ids and of {listing(_KNOWN_INPUTS)} any others, or "
+                f"the model has inputs {listing(inputs)}, expected input_ids and any of {listing(_KNOWN_INPUTS)}, or "
                 f"{TEXT_INPUT!r}"
             )
         self._inputs = {name: _dtype(value) for name, value in inputs.items()}
@@ -160,7 +177,7 @@ class TextEncoder:
     def _take_texts(self, inputs: Any, settings: TextInput | TextSettings) -> None:
         if not isinstance(settings, TextInput) or replace(settings, tokenizer=None, max_tokens=None) != TextInput():
             raise ModelError(
-                f"{settings} was given for a model that takes texts itself, and keeps its own settings; leave them "
+                f"the model takes texts and has its own settings, so that {settings} cannot be used; leave settings "
                 "out, or give the model that takes tokens"
             )
         self._settings = None
@@ -170,9 +187,9 @@ class TextEncoder:
 
     @property
     def _tokenizer(self) -> Any:
-        """A tokenizers.Tokenizer of a model that takes tokens. Raises ModelError."""
+        """The tokenizers.Tokenizer of a model that takes tokens."""
         assert self._settings is not None
-        with self._opening:  # a tokenizer that others use may not be changed
+        with self._opening:  # a tokenizer must not be changed while other threads use it
             if self._opened is None:
                 tokenizer = self._settings.file.tokenizer
                 tokenizer.enable_truncation(self.max_tokens)
@@ -184,32 +201,40 @@ class TextEncoder:
         return shape[-1] if shape and isinstance(shape[-1], int) else None
 
     def tokenize(self, texts: Sequence[str]) -> list[Tokens]:
-        """Of an embedding model's texts. Raises OrtolanError for what is no text, ModelError where the package
-        `tokenizers` is missing or does not read the model's file."""
+        """Return the tokens of texts for an embedding model.
+
+        Raises:
+            ArgumentTypeError: A text is not a string.
+            ArgumentError: The model is a reranker.
+            ModelError: The package `tokenizers` is missing or cannot read the model's file.
+        """
         check_texts(texts)
         if self.kind != "embedding":
-            raise OrtolanError("the model scores pairs of texts, and was given texts; give a model that embeds")
+            raise ArgumentError("model is a reranker, which scores pairs of texts; give a model that embeds")
         if self._settings is None:
             return [Tokens((text,)) for text in texts]
         return self._split([(text,) for text in texts], [self._prompt + text for text in texts])
 
     def tokenize_pairs(self, query: str, texts: Sequence[str]) -> list[Tokens]:
-        """Of a reranker's pairs: the query with each of the texts. Raises as tokenize does."""
+        """Return the tokens of the query with each text, for a reranker. Raises errors like `tokenize`."""
         check_texts([query, *texts])
         if self.kind != "reranker":
-            raise OrtolanError("the model embeds texts, and was given pairs to score; give a reranker")
+            raise ArgumentError("model embeds texts and cannot score pairs; give a reranker")
         pairs = [(query, text) for text in texts]
         return [Tokens(pair) for pair in pairs] if self._settings is None else self._split(pairs, pairs)
 
     def tokenize_ids(self, texts: Sequence[Sequence[int]]) -> list[Tokens]:
-        """Of texts that are tokens already, those of the model's tokenizer, and stay as they are but for being cut.
-        Raises OrtolanError for what is no token, and where the model takes texts itself."""
+        """Return texts that are already tokenized by the model's tokenizer, cut to the longest length.
+
+        Raises:
+            ArgumentError: A token is unknown, or the model takes texts or is a reranker.
+        """
         if self._settings is None or self.kind != "embedding":
-            raise OrtolanError("the model takes texts, and was given tokens; give texts")
+            raise ArgumentError("model takes texts, not tokens; give texts")
         names = self._tokenizer.id_to_token
         for number, ids in enumerate(texts):
             if wrong := [one for one in ids if not 0 <= one < _LARGEST_ID or names(one) is None]:
-                raise OrtolanError(f"text {number} has token {wrong[0]}, which the model's tokenizer does not know")
+                raise ArgumentError(f"text {number} has token {wrong[0]}, which the model's tokenizer does not have")
         cut = [list(ids)[: self.max_tokens] for ids in texts]
         return [Tokens((), ids, [0] * len(ids)) for ids in cut]
 
@@ -218,7 +243,7 @@ class TextEncoder:
         return [Tokens(text, one.ids, one.type_ids) for text, one in zip(texts, encodings, strict=True)]
 
     def run(self, batch: Sequence[Tokens]) -> np.ndarray:
-        """float32 [len(batch), width] of an embedding model, [len(batch)] of a reranker: one call of the session."""
+        """Run one batch; return float32 [len(batch), width], or [len(batch)] for a reranker."""
         if self._settings is None:
             return self._run_texts(batch)
         found = self._outputs(batch)
@@ -240,7 +265,10 @@ class TextEncoder:
         return found[0] if len(found) == 1 else np.concatenate(found)
 
     def _finished(self, found: list[np.ndarray]) -> np.ndarray:
-        """Text by text, so that no sum knows of another text. found: each text's vector, or those of its tokens."""
+        """Return the vectors of texts, from each text's vector or from those of its tokens.
+
+        Each text is computed alone, so that results do not depend on the batch.
+        """
         assert self._settings is not None
         pooling = self._settings.pooling
         vectors = []
@@ -256,7 +284,7 @@ class TextEncoder:
         return np.stack(vectors)
 
     def _run_texts(self, batch: Sequence[Tokens]) -> np.ndarray:
-        # The tokenizer in the graph takes NUL for the end of a text; it drops both characters.
+        # The tokenizer in the graph reads NUL as the end of a text. It drops both characters.
         columns = zip(*([text.replace("\0", "\1") for text in one.texts] for one in batch), strict=True)
         feeds = {name: np.array(texts, object) for name, texts in zip((TEXT_INPUT, PAIR_INPUT), columns, strict=False)}
         (found,) = self._session.run([self._output], feeds)
@@ -276,14 +304,19 @@ class TextEncoder:
     def encode(
         self, texts: Sequence[str], batch_tokens: int = BATCH_TOKENS, tell: Callable[[int], None] = _tell_nobody
     ) -> np.ndarray:
-        """float32 [len(texts), width], in the order given. batch_tokens: of a call of the session, padding counted
-        where the model computes it. tell: is told after each call how many texts are done."""
+        """Return the vectors of texts, float32 [texts, width], in order.
+
+        Args:
+            texts: The texts.
+            batch_tokens: Tokens of one call of the session, padding included if the model computes it.
+            tell: Called after each batch with the number of finished texts.
+        """
         return self.encode_tokens(self.tokenize(texts), batch_tokens, tell)
 
     def encode_tokens(
         self, tokens: Sequence[Tokens], batch_tokens: int = BATCH_TOKENS, tell: Callable[[int], None] = _tell_nobody
     ) -> np.ndarray:
-        """Of texts that are divided into tokens already: see tokenize, encode."""
+        """Like `encode`, for the results of `tokenize`."""
         vectors = np.empty((0, self.width or 0), np.float32)
         done = 0
         for batch in batches(tokens, batch_tokens, self.pads, self.length):
@@ -301,7 +334,7 @@ class TextEncoder:
         batch_tokens: int = BATCH_TOKENS,
         tell: Callable[[int], None] = _tell_nobody,
     ) -> np.ndarray:
-        """float32 [len(texts)]: of the query with each text, in the order given. batch_tokens, tell: see encode."""
+        """Return the scores of the query with each text, float32 [texts], in order. Arguments as for `encode`."""
         tokens = self.tokenize_pairs(query, texts)
         scores = np.empty(len(tokens), np.float32)
         done = 0
@@ -311,10 +344,13 @@ class TextEncoder:
         return scores
 
     def token_vectors(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Of each text, all in one batch, float32 [tokens, hidden] without padding. Raises OrtolanError where the model
-        has no such output."""
+        """Return the token vectors of each text, float32 [tokens, hidden] without padding, computed in one batch.
+
+        Raises:
+            ArgumentError: The model has no output with token vectors.
+        """
         if self._settings is None or self._settings.pooling is None:
-            raise OrtolanError("the model has no output [batch, tokens, hidden], from which tokens' vectors are taken")
+            raise ArgumentError("model has no output [batch, tokens, hidden] with token vectors")
         batch = self.tokenize(texts)
         return [rows[: len(one)] for rows, one in zip(self._outputs(batch), batch, strict=True)] if batch else []
 
@@ -323,7 +359,7 @@ def ask_probes(session: onnxruntime.InferenceSession, plan: TextPlan) -> list[np
     """Run a model that takes tokens on the texts on which `check_text_model` runs the model with its tokenizer.
 
     Raises:
-        VerificationError: The model does not run, or answers with NaN or infinity.
+        VerificationError: The model does not run, or returns NaN or infinity.
     """
     encoder = TextEncoder(session, settings=plan)
 
@@ -337,7 +373,7 @@ def ask_probes(session: onnxruntime.InferenceSession, plan: TextPlan) -> list[np
 
 
 def model_path(model: Any) -> Path | None:
-    """Of the file, where the model is no session."""
+    """Return the path of the model's file; None if the model is a session."""
     if not isinstance(model, str | os.PathLike):
         return None
     path = Path(model)
@@ -345,22 +381,32 @@ def model_path(model: Any) -> Path | None:
 
 
 def check_texts(texts: Sequence[Any]) -> None:
-    """Raises OrtolanError."""
+    """Check that texts is a list of strings.
+
+    Raises:
+        ArgumentTypeError: It is not.
+    """
     if isinstance(texts, str):
-        raise OrtolanError("texts is one text, expected a list of them; give [text]")
+        raise ArgumentTypeError("texts is a single text, expected a list of texts; give [text]")
     for number, text in enumerate(texts):
         if not isinstance(text, str):
-            raise OrtolanError(f"text {number} is a {type(text).__name__}, expected a str")
+            raise wrong_type(f"text {number}", text, "a str")
 
 
 def batches(tokens: Sequence[Tokens], batch_tokens: int, pads: bool = True, length: int = 0) -> Iterator[list[int]]:
     """Yield the indices of each batch, longest texts first, so that memory peaks at the beginning.
 
-    A batch of several texts has at most `batch_tokens`, padding included if `pads`. length: see Budget. Raises
-    OrtolanError.
+    Args:
+        tokens: The texts.
+        batch_tokens: Tokens of a batch with several texts, padding included if `pads`.
+        pads: The model computes padding too.
+        length: As for `Budget`.
+
+    Raises:
+        ArgumentError: `batch_tokens` is not positive.
     """
     if batch_tokens < 1:
-        raise OrtolanError(f"batch_tokens is {batch_tokens}, expected at least 1")
+        raise ArgumentError(f"batch_tokens is {batch_tokens}, expected at least 1")
     order = sorted(range(len(tokens)), key=lambda index: -len(tokens[index]))
     budget = Budget(batch_tokens, pads, length)
     batch: list[int] = []
@@ -375,9 +421,9 @@ def batches(tokens: Sequence[Tokens], batch_tokens: int, pads: bool = True, leng
 
 
 def _pooled(rows: np.ndarray, pooling: str) -> np.ndarray:
-    """rows float32 [tokens, hidden] -> [hidden]: what sentence-transformers calls so."""
+    """Pool float32 [tokens, hidden] to [hidden], as Sentence Transformers does."""
     count = np.float32(len(rows))
-    if not len(rows):  # an empty text, and a tokenizer that adds nothing
+    if not len(rows):  # an empty text, and a tokenizer without special tokens
         return np.zeros(rows.shape[1], np.float32)
     if pooling == "cls":
         return np.asarray(rows[0])

@@ -13,9 +13,9 @@ from onnx import numpy_helper
 
 import ortolan
 from ortolan import Recipe
-from ortolan.errors import RecipeError, VerificationError
+from ortolan.errors import ArgumentError, VerificationError
 from ortolan.graph_passes.auto.bits import FOUR, _order
-from ortolan.graph_passes.auto.budget import Limit
+from ortolan.graph_passes.auto.budget import Limit, read_limit
 from ortolan.graph_passes.auto.path import Step
 from ortolan.graph_passes.weights.quantizers.grid import Quantization, dequantize, round_to_nearest
 from ortolan.models import tiny
@@ -26,7 +26,7 @@ def model() -> onnx.ModelProto:
     return ir.to_proto(tiny.tiny_llama(attention="gqa", hidden_size=64, intermediate_size=128, head_dim=16))
 
 
-def mixed(model: onnx.ModelProto, budget: Any, **options: Any) -> ortolan.OptimizationReport:
+def mixed(model: onnx.ModelProto, budget: Any = None, **options: Any) -> ortolan.OptimizationReport:
     texts = {"input_ids": np.random.default_rng(0).integers(0, 90, (8, 24))}
     given = {"calibration": [{"input_ids": row[None]} for row in texts["input_ids"]], **options}
     return ortolan.optimize_onnx(model, weights="int4", group_size=32, budget=budget, **given)
@@ -42,7 +42,7 @@ def size(report: ortolan.OptimizationReport) -> int:
 
 
 def test_a_wide_budget_takes_4_bits_everywhere(model: onnx.ModelProto) -> None:
-    report = mixed(model, "0.5")
+    report = mixed(model, 0.5)
     plain = ortolan.optimize_onnx(model, weights="int4", group_size=32)
     assert bits(report) == bits(plain) and bits(report)[4] > 0
     assert report.auto is not None and len(report.auto.trials) == 1
@@ -50,11 +50,11 @@ def test_a_wide_budget_takes_4_bits_everywhere(model: onnx.ModelProto) -> None:
 
 
 def test_a_narrow_budget_takes_8_bits_where_errors_matter(model: onnx.ModelProto) -> None:
-    wide, narrow = mixed(model, "0.5"), None
+    wide, narrow = mixed(model, 0.5), None
     assert wide.auto is not None
     cosine = wide.auto.trials[0].cosine
     assert cosine is not None
-    narrow = mixed(model, f"{1 - (1 - cosine) / 2:.8f}")
+    narrow = mixed(model, 1 - (1 - cosine) / 2)
     assert bits(narrow)[8] > bits(wide)[8] and bits(narrow)[4] > 0
     assert narrow.output_error and min(error.cosine for error in narrow.output_error) > cosine
     assert size(wide) < size(narrow)
@@ -64,15 +64,15 @@ def test_a_narrow_budget_takes_8_bits_where_errors_matter(model: onnx.ModelProto
 
 
 def test_a_budget_of_bytes_is_kept_with_as_little_error_as_it_allows(model: onnx.ModelProto) -> None:
-    least = size(mixed(model, "0.5"))
-    most = size(mixed(model, "bytes:1GB"))
+    least = size(mixed(model, 0.5))
+    most = size(mixed(model, max_bytes="1GB"))
     assert least < most
-    report = mixed(model, f"bytes:{(least + most) // 2}")
+    report = mixed(model, max_bytes=(least + most) // 2)
     # The report's own text may differ by some bytes.
     assert least < size(report) <= (least + most) // 2 + 200
     assert bits(report)[8] and bits(report)[4]
     with pytest.raises(VerificationError, match=r"no choice of 4 and 8 bits is within the budget .* 4 bits in all"):
-        mixed(model, "bytes:10KB")
+        mixed(model, max_bytes="10KB")
 
 
 def test_layers_whose_weights_lie_on_a_grid_of_4_bits_keep_it(model: onnx.ModelProto) -> None:
@@ -83,13 +83,13 @@ def test_layers_whose_weights_lie_on_a_grid_of_4_bits_keep_it(model: onnx.ModelP
             quantization = Quantization(4, 32, symmetric=False, fractions=True)
             rounded = round_to_nearest(numpy_helper.to_array(tensor), quantization)
             tensor.CopyFrom(numpy_helper.from_array(dequantize(rounded, 32), tensor.name))
-    report = mixed(on_grid, "bytes:1GB")
+    report = mixed(on_grid, max_bytes="1GB")
     four = {layer.name for layer in report.layers if layer.weight_bits == 4}
     assert four and all("layers.0" in name for name in four) and bits(report)[8]
     assert report.auto is not None and len(report.auto.trials) == 2
     # Of errors, the first try leaves all in 4 bits, the next those that lose nothing, the last none.
     with pytest.raises(VerificationError, match="8 bits in all layers give cosine"):
-        mixed(on_grid, "1.0")
+        mixed(on_grid, 1.0)
 
 
 def test_what_costs_nothing_goes_first() -> None:
@@ -99,37 +99,38 @@ def test_what_costs_nothing_goes_first() -> None:
 
 def test_no_choice_is_good_enough(model: onnx.ModelProto) -> None:
     with pytest.raises(VerificationError, match="8 bits in all layers give cosine"):
-        mixed(model, "1.0")
+        mixed(model, 1.0)
 
 
 def test_the_recipe_makes_the_model_again(model: onnx.ModelProto) -> None:
-    report = mixed(model, "perplexity:0.05")
+    report = mixed(model, max_perplexity_increase=0.05)
     again = ortolan.optimize_onnx(model, recipe=Recipe.from_dict(report.recipe))
     assert bits(again) == bits(report)
 
 
 def test_without_calibration_the_own_next_tokens_count(model: onnx.ModelProto) -> None:
-    report = mixed(model, "perplexity:0.5", calibration=None)
+    report = mixed(model, max_perplexity_increase=0.5, calibration=None)
     assert report.auto is not None and "perplexity of its own next tokens" in report.auto.budget
 
 
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ({"weights": "int8"}, "give weights='int4' with it"),
-        ({"weights": "int4", "sparsity": 0.5}, "give weights='int4' with it, without"),
+        ({"weights": "int8"}, "max_perplexity_increase chooses 4 or 8 bits for each layer and needs weights='int4'"),
+        ({"weights": "int4", "sparsity": 0.5}, "needs weights='int4', without sparsity"),
         ({"recipe": "auto"}, "or call ortolan.search"),
-        ({"weights": "int4", "budget": "bytes:many"}, "budget is 'bytes:many', expected a cosine .* or bytes:100MB"),
-        ({"weights": "int4", "budget": "accuracy:1"}, "budget is 'accuracy:1', expected"),
+        ({"weights": "int4", "budget": 0.9}, "budget and max_perplexity_increase exclude each other"),
+        (
+            {"weights": "int4", "max_perplexity_increase": None, "max_bytes": "many"},
+            "max_bytes is 'many', expected a number of bytes above 0, or a string such as '100MB'",
+        ),
     ],
 )
 def test_what_a_budget_does_not_go_with(model: onnx.ModelProto, arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(RecipeError, match=words):
-        ortolan.optimize_onnx(model, **({"budget": "perplexity:0.01"} | arguments))
+    with pytest.raises(ArgumentError, match=words):
+        ortolan.optimize_onnx(model, **({"max_perplexity_increase": 0.01} | arguments))
 
 
 @pytest.mark.parametrize("text, number", [("100MB", 1e8), ("1.5 gb", 1.5e9), ("2e6", 2e6), ("7", 7), ("3KB", 3000)])
 def test_sizes_are_read(text: str, number: float) -> None:
-    assert Limit.read(f"bytes:{text}", sizes=True) == Limit("bytes", number)
-    with pytest.raises(RecipeError, match="budget is 'bytes:"):
-        Limit.read(f"bytes:{text}")
+    assert read_limit(None, max_bytes=text) == Limit("bytes", number)

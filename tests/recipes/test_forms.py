@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 import pytest
+from onnx import numpy_helper
 
 import ortolan
-from ortolan import Recipe, RecipeError
-from ortolan.graph_passes import forms
+from ortolan import ArgumentTypeError, Recipe, RecipeError
 from ortolan.models import tiny
 
 QUICK = {"verify.seconds": 0.0, "may_grow": True}
@@ -123,46 +124,49 @@ def test_names() -> None:
     [
         ({"weights": "int3"}, "weights is 'int3', expected one of 'bf16', 'int8', 'int4'"),
         ({"weights": "int4", "group_size": 48}, "group_size is 48, expected one of 32, 64, 128"),
-        ({"group_size": 32}, "group_size is 32, which only weights='int4' has"),
-        ({"weights": "int8", "group_size": 32}, "group_size is 32, which only weights='int4' has"),
-        ({"weights": "int8", "group_size": 48}, "group_size is 48, which only weights='int4' has"),
-        ({"sparsity": 0}, "sparsity is 0, expected a number above 0 and below 1; leave it out to prune nothing"),
+        ({"group_size": 32}, "group_size is 32, which needs weights='int4'"),
+        ({"weights": "int8", "group_size": 32}, "group_size is 32, which needs weights='int4'"),
+        ({"weights": "int8", "group_size": 48}, "group_size is 48, which needs weights='int4'"),
+        ({"sparsity": 0}, "sparsity is 0, expected a number above 0 and below 1; leave it out to prune no weights"),
         ({"sparsity": 1.0}, "sparsity is 1.0, expected"),
         ({"sparsity": "half"}, "sparsity is 'half', expected"),
         ({"sparsity": 0.5, "pattern": "4:2"}, "pattern is '4:2', expected 'unstructured', '4x1', or 'N:M'"),
-        ({"pattern": "unstructured"}, "pattern is 'unstructured', but sparsity is not given"),
-        ({"pattern": "unstructured", "weights": "int8"}, "pattern is 'unstructured', but sparsity is not given"),
-        ({"pattern": "1:4"}, "sparsity is not given, but pattern '1:4' makes it 0.75; give that"),
-        ({"sparsity": 0.3, "pattern": "2:4"}, "sparsity is 0.3, but pattern '2:4' makes it 0.5; give that"),
+        ({"pattern": "unstructured"}, "pattern is 'unstructured', but sparsity is missing"),
+        ({"pattern": "unstructured", "weights": "int8"}, "pattern is 'unstructured', but sparsity is missing"),
+        ({"pattern": "1:4"}, "sparsity is missing, expected 0.75 with pattern '1:4'"),
+        ({"sparsity": 0.3, "pattern": "2:4"}, "sparsity is 0.3, expected 0.5 with pattern '2:4'"),
         ({"pattern": "4x1", "weights": "int4"}, "weights is 'int4', expected 'int8' with pattern '4x1'"),
-        ({"method": "gptq"}, "method is 'gptq', which rounds to whole numbers, but weights is None"),
+        ({"method": "gptq"}, "method is 'gptq', which rounds to integers, but weights is None"),
         ({"method": "gptq", "weights": "bf16"}, "but weights is 'bf16'; give weights='int8' or 'int4'"),
-        ({"method": "wanda", "weights": "int8"}, "method is 'wanda', which prunes, but sparsity is not given"),
+        ({"method": "wanda", "weights": "int8"}, "method is 'wanda', which prunes, but sparsity is missing"),
         (
             {"method": ("gptq", "awq"), "weights": "int4"},
-            "expected one method of rounding at most: rtn",
+            "expected at most one method of rounding: rtn",
         ),
         (
             {"method": "obq", "weights": "int4"},
             "method is 'obq', expected one or more of 'rtn', 'mse', 'gptq', 'awq', 'hqq'",
         ),
         ({"method": 3, "weights": "int4"}, "method is 3, expected one or more of"),
-        ({"method": "hqq", "weights": "int8"}, "method is 'hqq', expected another one with int8 or pruned weights"),
-        ({"method": "hqq", "weights": "int4", "sparsity": 0.5}, "method is 'hqq', expected another one"),
+        ({"method": "hqq", "weights": "int8"}, "method is 'hqq', but int8 and pruned weights have no zero points"),
+        (
+            {"method": "hqq", "weights": "int4", "sparsity": 0.5},
+            "method is 'hqq', but int8 and pruned weights have no zero points",
+        ),
         ({"cache": "int8"}, "cache is 'int8', expected one of 'codes', 'float32'"),
         ({"weights": "int8", "ignore": 3}, "ignore is 3, expected a list of name patterns"),
-        ({"weight": "int8"}, "unknown choice 'weight', known ones are: .*; did you mean 'weights'"),
+        ({"weight": "int8"}, "unknown option 'weight', expected one of: .*; did you mean 'weights'"),
     ],
 )
 def test_refused(choices: dict, message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises((RecipeError, ArgumentTypeError), match=message):
         Recipe.of(**choices)
 
 
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"sparsity": 0.5}, "sparsity is 0.5, expected none with the preset 'activation-sparse'"),
+        ({"sparsity": 0.5}, "sparsity is 0.5, expected no value with the preset 'activation-sparse'"),
         ({"weights": "int4"}, "weights is 'int4', expected 'bf16' or 'int8' with the preset 'activation-sparse'"),
     ],
 )
@@ -171,18 +175,8 @@ def test_what_a_preset_does_not_take(choices: dict, message: str) -> None:
         Recipe.load("activation-sparse", **choices)
 
 
-@pytest.mark.parametrize("name", [*forms._OLD, *forms._OLD_OTHERS])
-def test_old_names_tell_the_new_call(name: str) -> None:
-    with pytest.raises(RecipeError, match=f"there is no recipe '{name}': (give|leave)"):
-        Recipe.load(name)
-    call = dict(forms._OLD.get(name, {}))
-    if call:
-        recipe = Recipe.load(call.pop("recipe"), **call) if "recipe" in call else Recipe.of(**call)
-        assert recipe.passes
-
-
 def test_auto_is_no_recipe_to_load() -> None:
-    with pytest.raises(RecipeError, match=r"found by measurement, for one model: ortolan\.search"):
+    with pytest.raises(RecipeError, match=r"measured for each model; call ortolan\.search"):
         Recipe.load("auto")
 
 
@@ -211,3 +205,60 @@ def test_what_heads_become(choices: dict, bits: int | None, op: str) -> None:
     assert (head.sparsity or 0.0) < 0.2 and all((layer.sparsity or 0.0) >= sparsity for layer in others)
     unmatched = [note for note in report.notes if "matches no layer" in note]
     assert bool(unmatched) == ("*nothing*" in str(choices))
+
+
+SPARSE = {"sparsity": 0.5}
+STATIC = Recipe.of(sparsity=0.8, pattern="4x1").with_pass("ranges")
+DECODER_FEEDS = {
+    "input_ids": np.random.default_rng(0).integers(0, 97, (1, 40)),
+    "attention_mask": np.ones((1, 40), np.int64),
+    "position_ids": np.arange(40)[None],
+    **{
+        f"past_key_values.{n}.{part}": np.zeros((1, 2, 0, 12), np.float32)
+        for n in range(2)
+        for part in ("key", "value")
+    },
+}
+ENCODER_FEEDS = {
+    "input_ids": np.random.default_rng(0).integers(0, 101, (4, 30)),
+    "attention_mask": np.ones((4, 30), np.int64),
+    "token_type_ids": np.zeros((4, 30), np.int64),
+}
+
+
+@pytest.mark.parametrize(
+    ("choices", "op", "stored"),
+    [
+        ({"weights": "bf16", **SPARSE}, "SparseAMXMatMul", {"uint8", "bfloat16"}),
+        ({"weights": "int8", **SPARSE}, "SparseAMXMatMul", {"uint8", "int8"}),
+        ({"weights": "int4", **SPARSE}, "SparseAMXMatMul", {"uint8"}),
+        ({"weights": "bf16", "method": "sparsegpt", **SPARSE}, "SparseAMXMatMul", {"uint8", "bfloat16"}),
+        ({"weights": "int8", "method": "sparsegpt", **SPARSE}, "SparseAMXMatMul", {"uint8", "int8"}),
+        ({"weights": "int4", "method": "sparsegpt", **SPARSE}, "SparseAMXMatMul", {"uint8"}),
+        ({"recipe": "sparse-encoder"}, "VNNISpMM", {"int8", "uint16"}),
+        ({"recipe": STATIC}, "VNNISpMM", {"int8", "uint16"}),
+        ({"weights": "int8", "sparsity": 0.8, "pattern": "4x1"}, "VNNISpMM", {"int8", "uint16"}),
+        ({"weights": "int4"}, "W4A8MatMul", {"uint8", "float16"}),
+        ({"weights": "int4", "method": "gptq"}, "W4A8MatMul", {"uint8", "float16"}),
+        ({"weights": "int4", "method": "awq"}, "W4A8MatMul", {"uint8", "float16"}),
+        ({"weights": "int4", "method": "hqq"}, "W4A8MatMul", {"uint8", "float16"}),
+        ({"recipe": "activation-sparse"}, "MaskedMatMul", {"bfloat16"}),
+        ({"recipe": "activation-sparse", "weights": "int8"}, "MaskedMatMul", {"int8"}),
+    ],
+)
+def test_operator_and_storage_of_a_form(choices: dict, op: str, stored: set[str]) -> None:
+    """All layers but the ignored ones become one operator, whose constants have the format's types."""
+    encoder = op == "VNNISpMM"
+    model, feeds = (tiny.tiny_bert(), ENCODER_FEEDS) if encoder else (tiny.tiny_llama(), DECODER_FEEDS)
+    report = ortolan.optimize_onnx(ir.to_proto(model), calibration=[feeds] * 4, options=QUICK, **choices)
+    assert report.model is not None
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in report.model.graph.initializer}
+    nodes = [node for node in report.model.graph.node if node.op_type == op]
+    assert nodes and {layer.new_op for layer in report.replaced if "lm_head" not in layer.name} >= {op}
+    for node in nodes:
+        if "lm_head" not in node.name:
+            types = {str(constants[name].dtype) for name in node.input if name in constants}
+            assert types - {"float32", "int64", "bool"} >= stored
+    if "sparsity" in choices:
+        pruned = [layer for layer in report.replaced if layer.new_op == op and "lm_head" not in layer.name]
+        assert all((layer.sparsity or 0) >= choices["sparsity"] for layer in pruned)

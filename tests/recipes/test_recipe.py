@@ -31,7 +31,7 @@ def test_load_from_a_file(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(NAMED["sparse-bf16"].to_toml())
     assert Recipe.load(path) == Recipe.load(str(path)) == NAMED["sparse-bf16"]
-    with pytest.raises(RecipeError, match=r"weights was given with recipe file .*mine\.toml', .*leave it out"):
+    with pytest.raises(RecipeError, match=r"weights cannot be combined with recipe file .*mine\.toml', .*leave it out"):
         Recipe.load(path, weights="int8")
 
 
@@ -60,7 +60,7 @@ QUANTIZE = PRUNE.replace("prune", "quantize")
     [
         ("", "has no name"),
         ('name = ""', "has no name"),
-        ("name = 3", "name is 3, expected a text"),
+        ("name = 3", "name is 3, expected a string"),
         (
             'name = "r"',
             r"has no \[\[pass\]\]; the passes are: activations, cache_prompt, calibrate, compress_cache, "
@@ -68,7 +68,7 @@ QUANTIZE = PRUNE.replace("prune", "quantize")
             "prune, quantize, ranges, replace, unpad, verify",
         ),
         ('name = "r"\npass = 3', r"has no \[\[pass\]\]"),
-        ('name = "r"\npass = [1]', r"has no \[\[pass\]\]; .* or say: pass = \[\]"),
+        ('name = "r"\npass = [1]', r"has no \[\[pass\]\]; .* write: pass = \[\]"),
         ('name = "r"\nsparsity = 0.5', "unknown key 'sparsity', known ones are: description, name, pass"),
         ('name = "r"\n[[pass]]\nname = "prun"', r"name is 'prun', expected one of: .*prune.*did you mean 'prune'"),
         ('name = "r"\n[[pass]]\nsparsity = 0.5', "name is None, expected one of"),
@@ -115,7 +115,7 @@ QUANTIZE = PRUNE.replace("prune", "quantize")
         (PRUNE + "exclude = [3]", "exclude is .*, expected a list of name patterns"),
         (PRUNE + "layers = { a = 2.0 }", r"layers\['a'\] is 2.0, expected a number from 0 to below 1"),
         (PRUNE + "layers = 0.5", "layers is 0.5, expected a table"),
-        ('name = "r"\n[[pass]]\nname = "calibrate"\nmax_rows = 1.5', "max_rows is 1.5, expected a whole number from 1"),
+        ('name = "r"\n[[pass]]\nname = "calibrate"\nmax_rows = 1.5', "max_rows is 1.5, expected an integer from 1"),
         ('name = "r"\n[[pass]]\nname = "normalize"\nx = 1', "unknown option 'x', known ones are: none"),
         ('name = "r"\n[[pass]]\nname = "verify"\nmax_error = 1' + "0" * 400, "max_error is 1000"),
     ],
@@ -144,7 +144,7 @@ def test_passes_in_the_wrong_order(names):
         "normalize, float_activations, calibrate, prune, quantize, embeddings, fuse_attention, ranges, activations, "
         "cache_prompt, compress_cache, fuse_cached_attention, replace, fuse_lut, fuse_norm, unpad, verify"
     )
-    message = f"'{after}' comes after pass '{before}', expected the order: {order}"
+    message = f"'{after}' follows pass '{before}', expected the order: {order}"
     with pytest.raises(RecipeError, match=message):
         Recipe.from_dict({"name": "r", "pass": steps})
 
@@ -156,7 +156,7 @@ def test_unknown_names_and_missing_files(tmp_path):
         Recipe.load("sparse-encode")
     with pytest.raises(RecipeError, match=r"none\.toml' does not exist"):
         Recipe.load(tmp_path / "none.toml")
-    with pytest.raises(RecipeError, match="cannot be read: it is a folder, expected a TOML file"):
+    with pytest.raises(RecipeError, match="is a folder, expected a TOML file"):
         Recipe.load(tmp_path)
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(RecipeError, match="cannot be read as UTF-8"):

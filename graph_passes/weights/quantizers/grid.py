@@ -43,7 +43,8 @@ from dataclasses import dataclass, field
 import ml_dtypes
 import numpy as np
 
-GROUP_SIZES = (32, 64, 128)  # that operators have
+from ...names import GROUP_SIZES as GROUP_SIZES
+
 EIGHT_BIT_GROUP = 64  # of heads beside layers of 4 bits, and of word embeddings, which may be tied to them
 SMALLEST_SCALE = np.float32(2.0**-126)
 FRACTION_STEPS = 16  # as in ops/formats/group.h
