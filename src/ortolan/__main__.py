@@ -1,4 +1,4 @@
-"""`python -m ortolan` is the command `ortolan`."""
+"""The command `python -m ortolan`, the same as `ortolan`."""
 
 from .cli import main
 

@@ -1,4 +1,4 @@
-"""Where what is fetched or measured once is kept: models, and times of layers on this machine."""
+"""The cache folder, for downloaded models and measured times of layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def default_cache_dir() -> Path:
-    """`$ORTOLAN_CACHE` where set, else `ortolan` in the platform's cache folder."""
+    """Return `$ORTOLAN_CACHE` if it is set, else `ortolan` in the platform's cache folder."""
     if chosen := os.environ.get("ORTOLAN_CACHE"):
         return Path(chosen).expanduser()
     if sys.platform == "win32":

@@ -1,4 +1,4 @@
-"""What commands of the command line print: results to stdout, errors, steps and progress to stderr."""
+"""Output of the command line: results on stdout; errors, steps and progress on stderr."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .progress import Progress, no_progress
 if TYPE_CHECKING:
     from rich.console import Console
 
-_PIPED_WIDTH = 10_000  # of tables in a file or a pipe: names stay whole, so that they can be searched for
-_WIDEST = 120  # lines of text that are longer are hard to read
+_PIPED_WIDTH = 10_000  # width of tables in a file or a pipe, where names must not be folded, so that grep finds them
+_WIDEST = 120  # longer lines of text are hard to read
 
 
 def print_result(result: Any, as_json: bool, verbose: int = 0) -> None:
@@ -34,27 +34,29 @@ def print_result(result: Any, as_json: bool, verbose: int = 0) -> None:
 
 
 def text_width() -> int:
-    """Columns of text on stdout: the terminal's or COLUMNS, else 80."""
+    """Return the columns of text on stdout: those of the terminal or COLUMNS, else 80."""
     return min(shutil.get_terminal_size((80, 24)).columns, _WIDEST)
 
 
 def table_width() -> int | None:
-    """Columns of tables on stdout, where it is a terminal or COLUMNS is set."""
+    """Return the columns of tables on stdout; None if it is not a terminal and COLUMNS is not set."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else None
 
 
 def print_error(message: str) -> None:
+    """Print an error on stderr."""
     from rich.text import Text
 
     make_console(stderr=True).print(Text(f"ortolan: {message}", style="bold red"), soft_wrap=True)
 
 
 def print_step(line: str) -> None:
-    """Above the progress bar, where there is one: while it is shown, it is sys.stderr that knows of it."""
+    """Print a line on stderr; while a progress bar is shown, sys.stderr puts the line above it."""
     print(line, file=sys.stderr)
 
 
 def make_console(stderr: bool = False) -> Console:
+    """Return a console for tables, wide enough for whole names if it is not a terminal."""
     from rich.console import Console
 
     console = Console(stderr=stderr, highlight=False, emoji=False)

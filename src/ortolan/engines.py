@@ -1,4 +1,4 @@
-"""What a server does with requests, without the server: texts to vectors, prompts to texts, and what is refused."""
+"""The work of a server without HTTP: texts to vectors, prompts to texts, and refused requests."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ _SPINNING = "session.intra_op.allow_spinning"
 
 
 def serving_options(threads: int, spin: bool = False) -> onnxruntime.SessionOptions:
-    """Session options of one replica of several on a machine.
+    """Return session options for one of several replicas on a machine.
 
-    threads: of ONNX Runtime's pool. spin: idle threads wait in a loop, which answers sooner and keeps cores busy.
+    Args:
+        threads: Threads of ONNX Runtime's pool.
+        spin: Idle threads wait in a loop, which lowers latency and keeps cores busy.
     """
     options = new_options()
     options.intra_op_num_threads = threads
@@ -37,10 +39,15 @@ def serving_options(threads: int, spin: bool = False) -> onnxruntime.SessionOpti
 
 
 class RequestError(OrtolanError):
-    """A request that is not served. status: of HTTP; 4xx, or 5xx where the request is not to blame. retry_after:
-    seconds until the same request may be served."""
+    """A request that is refused.
+
+    Attributes:
+        status: The HTTP status: 4xx, or 5xx if the server is at fault.
+        retry_after: Seconds after which the same request may succeed; None: unknown.
+    """
 
     def __init__(self, status: int, message: str, retry_after: int | None = None) -> None:
+        """Create the error."""
         super().__init__(message)
         self.status, self.retry_after = status, retry_after
 
@@ -57,39 +64,55 @@ class EncoderEngine:
         threads: int = 1,
         spin: bool = False,
     ) -> None:
-        """model: one that takes texts (optimize_onnx(texts_in=True)); or an encoder that takes tokens: its folder says
-            how vectors are made of them (see TextEncoder), tokenizer is its tokenizer.json where none lies beside it,
-            and longer texts are cut to max_tokens (None: as the folder says).
+        """Open a model.
 
-        Raises SessionError, or ModelError for a model that gives neither vectors nor scores.
+        Args:
+            model: A model that takes texts (`optimize_onnx(texts_in=True)`), or an encoder that takes tokens, whose
+                folder has the settings, as for `TextEncoder`.
+            tokenizer: The tokenizer.json of a model that takes tokens. Default: the one beside the model.
+            max_tokens: The length to which texts are cut. Default: from the model's folder.
+            threads: As for `serving_options`.
+            spin: As for `serving_options`.
+
+        Raises:
+            SessionError: The model cannot be opened.
+            ModelError: The model returns neither vectors nor scores.
         """
         options = serving_options(threads, spin)
         self.encoder = TextEncoder(model, tokenizer, TextInput(max_tokens=max_tokens), options)
 
     def check(self) -> None:
-        """Raises what a text or pair raises."""
+        """Run one text or pair, which raises its error."""
         if self.encoder.kind == "reranker":
             self.encoder.score("health", ["health"])
         else:
             self.encoder.encode(["health"])
 
     def run_each(self, batch: Sequence[Tokens]) -> list[np.ndarray | Exception]:
-        """The vector, float32 [width], or score, float32 [], of each, or why there is none: where a batch fails, its
-        texts run one by one, so that one bad text fails alone."""
+        """Return the vector, float32 [width], the score, float32 [], or the error of each text.
+
+        If a batch fails, its texts run one by one, so that only the bad text fails.
+        """
         try:
             found = self.encoder.run(batch)
         except Exception as error:
             failure = error
         else:
-            unfit = OrtolanError("the model's answer has numbers that are not finite")
+            unfit = OrtolanError("the model returned NaN or infinity")
             return [one if np.isfinite(one).all() else unfit for one in found]
         return [failure] if len(batch) == 1 else [self.run_each([text])[0] for text in batch]
 
 
 @dataclass(frozen=True)
 class Generated:
-    """The new text; its number of tokens; what ended it: the model ("stop"), the number of tokens ("length"), the time
-    ("deadline"), or the caller ("cancelled")."""
+    """A generated text.
+
+    Attributes:
+        text: The new text.
+        tokens: Its number of tokens.
+        finish_reason: What ended it: the model ("stop"), the number of tokens ("length"), the time ("deadline") or the
+            caller ("cancelled").
+    """
 
     text: str
     tokens: int
@@ -97,9 +120,10 @@ class Generated:
 
 
 class GenerationEngine:
-    """Prompts to texts. Calls may come from several threads; each has a cache of its own.
+    """Prompts to texts. Several threads may call it; each call has its own cache.
 
-    context: how many tokens a prompt and its continuation may have together; None: no limit is known.
+    Attributes:
+        context: The largest number of tokens of a prompt and its continuation; None: unknown.
     """
 
     def __init__(
@@ -112,11 +136,19 @@ class GenerationEngine:
         threads: int = 1,
         spin: bool = False,
     ) -> None:
-        """model: a decoder with a cache, as ortolan.generate.Decoder takes it. tokenizer: its tokenizer.json, or
-            tokenizer.bin of llama2.c. max_context: makes context smaller than the model's tables of positions do, or
-            sets it where the model has none.
+        """Open a decoder.
 
-        Raises SessionError, or OrtolanError for a model that is no decoder.
+        Args:
+            model: A decoder with a KV cache, as for `ortolan.generate.Decoder`.
+            tokenizer: Its tokenizer.json, or tokenizer.bin of llama2.c.
+            max_prompt_tokens: The largest number of tokens of a prompt.
+            max_context: Limits `context` below the model's position tables, or sets it if the model has no tables.
+            threads: As for `serving_options`.
+            spin: As for `serving_options`.
+
+        Raises:
+            SessionError: The model cannot be opened.
+            OrtolanError: The model is not a decoder with a cache.
         """
         import onnx_ir as ir
 
@@ -127,7 +159,7 @@ class GenerationEngine:
         graph = ir.load(model_in(Path(model)) if os.path.isdir(model) else model)
         self._head_size = read_head_size(graph)
         self._tokenizer = load_tokenizer(tokenizer)
-        # Refuses other models now, not at the first request.
+        # Fails for other models now, not at the first request.
         decoder = Decoder(self._session, head_size=self._head_size)
         positions = read_context(graph)
         known = [limit for limit in (positions and positions - decoder.prompt_tokens, max_context) if limit is not None]
@@ -147,13 +179,22 @@ class GenerationEngine:
         cancelled: threading.Event | None = None,
         on_text: Callable[[str], None] | None = None,
     ) -> Generated:
-        """Continues a prompt.
+        """Continue a prompt.
 
-        deadline: of time.monotonic(); no token is begun after it. cancelled: once it is set, likewise. on_text: is
-        called with each new piece of the text.
+        Args:
+            prompt: The prompt.
+            max_new_tokens: The largest number of new tokens.
+            temperature: As for `ortolan.generate.sample`.
+            top_k: As for `ortolan.generate.sample`.
+            top_p: As for `ortolan.generate.sample`.
+            seed: Seed of the random generator.
+            deadline: A time of time.monotonic() after which no token is started.
+            cancelled: When it is set, no further token is started.
+            on_text: Called with each new piece of the text.
 
-        Raises RequestError: 413 for a prompt of too many tokens, 422 for more new ones than fit behind it, 504 where
-        the deadline passed before the first.
+        Raises:
+            RequestError: 413 for a prompt with too many tokens, 422 if the new tokens do not fit behind it, 504 if the
+                deadline passed before the first token.
         """
         from ortolan.generate import Decoder, generate_tokens
 
@@ -182,19 +223,19 @@ class GenerationEngine:
                 reason = "stop"
                 break
             made.append(token)
-            # Of a character of several tokens, all but the last decode to the replacement character. All tokens are
-            # decoded, 20 ms for 512 of them one after the other: what decoders make of the last ones alone, as at a
-            # space or in bytes, differs, and the pieces must join to the text.
+            # A character of several tokens decodes to the replacement character until its last token. All tokens are
+            # decoded each time (20 ms in total for 512 tokens), because decoding only the last ones can differ, for
+            # example at spaces, and the pieces must join to the text.
             if on_text is not None and not (text := self._tokenizer.decode(made)).endswith("\ufffd"):
                 on_text(text[told:])
                 told = len(text)
         if deadline is not None and reason == "deadline" and not made:
             left = deadline - begun
-            spent = f"splitting the prompt into {len(ids)} tokens took the {left:.3g} s that were left"
+            spent = f"tokenizing the prompt ({len(ids)} tokens) took the remaining {left:.3g} s"
             raise RequestError(
                 504,
-                f"no time for a first token: {spent if left > 0 else 'it was over when this request had its turn'}; "
-                "ask for more (max_seconds), or try again later",
+                f"no time for a first token: {spent if left > 0 else 'the deadline passed in the queue'}; "
+                "request more (max_seconds), or try again later",
             )
         text = self._tokenizer.decode(made)
         if on_text is not None and text[told:]:
@@ -209,12 +250,12 @@ class GenerationEngine:
         ids = ids or [self._tokenizer.start]  # an empty prompt, and a model without a start token
         if len(ids) > self._max_prompt_tokens:
             raise RequestError(
-                413, f"the prompt has {len(ids)} tokens, expected at most {self._max_prompt_tokens}; shorten it"
+                413, f"prompt has {len(ids)} tokens, expected at most {self._max_prompt_tokens}; shorten it"
             )
         if self.context is not None and len(ids) + max_new_tokens > self.context:
             raise RequestError(
                 422,
-                f"the prompt's {len(ids)} tokens and max_new_tokens {max_new_tokens} are more than the model's context "
-                f"of {self.context}; ask for at most {self.context - len(ids)}, or shorten the prompt",
+                f"max_new_tokens is {max_new_tokens}, expected at most {self.context - len(ids)} after a prompt of "
+                f"{len(ids)} tokens in a context of {self.context}; request fewer, or shorten the prompt",
             )
         return ids

@@ -1,4 +1,4 @@
-"""Runs decoders that keep a key/value cache: token by token, greedily or by sampling, without copying the cache."""
+"""Generation with decoders that have a KV cache, greedily or by sampling, without copying the cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from ortolan.graph_passes.names import ORTOLAN_DOMAIN, PROMPT_KEY
 
-from .errors import OrtolanError
+from .errors import ArgumentError, ArgumentTypeError, OrtolanError, wrong_type
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -26,38 +26,45 @@ _CACHE_TYPES = _TYPES | {"tensor(uint8)": np.uint8, "tensor(int8)": np.int8}
 
 
 class Decoder:
-    """One sequence being decoded by an ONNX Runtime session, and its cache.
+    """One sequence that a session decodes, with its KV cache.
 
-    The cache never passes through numpy. It is kept in one of two ways:
-    - growing (any decoder): each step's present.N.* outputs are the next step's past_key_values.N.* inputs, as they
-      are; but inside the graph, the node that appends (Concat, or GroupQueryAttention) copies all of it at each step,
-      and each step binds every input and output anew.
-    - shared (graphs of GroupQueryAttention, and of NoMADAttention in its place): one buffer, which is both past and
-      present, is written in place.
-    What has a fixed number of tokens, as past_key_values.N.exact_key of NoMADAttention, keeps that in both.
+    The cache never passes through NumPy. There are two kinds:
+    - growing (any decoder): the outputs present.N.* of a step become the inputs past_key_values.N.* of the next step.
+      Inside the graph, the node that appends (Concat or GroupQueryAttention) copies the whole cache in each step.
+    - shared (GroupQueryAttention, and NoMADAttention that replaces it): one buffer is both past and present, and is
+      written in place.
+    Tensors with a fixed number of tokens, such as past_key_values.N.exact_key of NoMADAttention, keep it in both.
 
-    length: the number of tokens in the cache. session: the one given. prompt_tokens: of a prompt that is part of the
-    model, in front of those of the cache. only_last_logits: whether a call gives those of its last token alone.
+    Attributes:
+        session: The session.
+        length: The number of tokens in the cache.
+        vocabulary: The number of token ids.
+        cache_length: The capacity of a shared cache; None: the cache grows.
+        prompt_tokens: The number of tokens of a prompt that is part of the model, before those of the cache.
+        only_last_logits: The model returns only the logits of the last token of a call.
     """
 
     def __init__(
         self, session: ort.InferenceSession, cache_length: int | None = None, head_size: int | None = None
     ) -> None:
-        """session: a decoder with inputs and outputs as Optimum and ONNX Runtime GenAI name them: input_ids int64
-            [batch, sequence], past_key_values.N.key and .value [batch, heads, past_sequence, head_dim] (others of such
-            names and shapes are carried on alike), optionally attention_mask int64 [batch, past_sequence + sequence]
-            and position_ids int64 [batch, sequence]; logits [batch, sequence, vocabulary], present.N.key and .value.
-        cache_length: None: a growing cache. A number: a shared one for that many tokens; only for graphs that can do
-            that (see shares_cache).
-        head_size: of the cache, where the session's inputs leave it open (see read_head_size).
+        """Create a decoder with an empty cache.
 
-        Raises OrtolanError when the session has other inputs, or no cache of known size.
+        Args:
+            session: A decoder with the names of Optimum and ONNX Runtime GenAI: inputs input_ids int64 [batch,
+                sequence], past_key_values.N.key and .value [batch, heads, past_sequence, head_dim] (and other
+                past_key_values.N.*), optionally attention_mask int64 [batch, past_sequence + sequence] and position_ids
+                int64 [batch, sequence]; outputs logits [batch, sequence, vocabulary], present.N.key and .value.
+            cache_length: The capacity of a shared cache, for graphs that support it (`shares_cache`). None: the cache
+                grows.
+            head_size: The head size of the cache, if the inputs leave it open (`read_head_size`).
+
+        Raises:
+            ArgumentTypeError: `session` is not a session.
+            OrtolanError: The session has other inputs, or no cache of known size.
         """
         if not hasattr(session, "run_with_iobinding"):
-            raise OrtolanError(
-                f"session is a {type(session).__name__}, expected an onnxruntime.InferenceSession; make one with "
-                "ortolan.create_session(path)"
-            )
+            expected = "an onnxruntime.InferenceSession; open one with ortolan.create_session(path)"
+            raise wrong_type("session", session, expected)
         self.session = session
         inputs = {value.name: value for value in session.get_inputs()}
         self._outputs = {value.name: value for value in session.get_outputs()}
@@ -67,12 +74,12 @@ class Decoder:
         missing = {"logits", *self._present} - self._outputs.keys()
         if unknown or missing or not self._past or "input_ids" not in inputs:
             raise OrtolanError(
-                f"the model is no decoder with a cache: inputs {', '.join(inputs)}, outputs "
+                f"the model is not a decoder with a cache: inputs {', '.join(inputs)}, outputs "
                 f"{', '.join(self._outputs)}; expected input_ids, attention_mask, position_ids, "
                 f"{_PAST}N.key and .value, and the outputs logits, {_PRESENT}N.key and .value"
             )
         self._has_mask, self._has_positions = "attention_mask" in inputs, "position_ids" in inputs
-        # Heads, tokens, head size and type of each one: those of keys and values may differ.
+        # Heads, tokens, head size and type of each cache input: keys and values may differ.
         self._caches = [
             (
                 _dimension(inputs[name], 1),
@@ -87,43 +94,45 @@ class Decoder:
         self.only_last_logits = self._outputs["logits"].shape[1] == 1
         self.cache_length = cache_length
         self.length = 0
-        # Of a prompt that is part of the model: masks and positions count its tokens, the cache does not hold them.
+        # Masks and positions count the tokens of a prompt that is part of the model; the cache does not hold them.
         self.prompt_tokens = int(session.get_modelmeta().custom_metadata_map.get(PROMPT_KEY, 0))
         self.reset()
 
     def reset(self) -> None:
-        """Empties the cache."""
+        """Empty the cache."""
         self._hold([np.zeros((1, heads, tokens, size), dtype) for heads, tokens, size, dtype in self._caches], 0)
 
     def fill(self, cache: Mapping[str, np.ndarray], length: int) -> None:
-        """Takes a cache of `length` tokens, such as cache() has given, in place of what is there. The arrays become the
-        cache itself: a shared one is written in them.
+        """Replace the cache by arrays such as those of `cache`. A shared cache then writes to these arrays.
 
-        Raises OrtolanError when names, shapes or types are others than those of cache().
+        Args:
+            cache: Arrays by input name.
+            length: The number of tokens in them.
+
+        Raises:
+            ArgumentError: Names, shapes or types differ from those of `cache`, or there is no room for `length` tokens.
         """
         arrays = []
         for name, (heads, tokens, size, dtype) in zip(self._past, self._caches, strict=True):
             shape, array = (1, heads, tokens or length, size), cache.get(name)
             if array is None or array.shape != shape or array.dtype != dtype:
-                found = "nothing" if array is None else f"{array.dtype} {list(array.shape)}"
-                raise OrtolanError(f"{name!r} is {found}, expected {np.dtype(dtype)} {list(shape)}")
+                found = "missing" if array is None else f"{array.dtype} {list(array.shape)}"
+                raise ArgumentError(f"{name!r} is {found}, expected {np.dtype(dtype)} {list(shape)}")
             arrays.append(np.ascontiguousarray(array))
         if self.cache_length is not None and length > self.cache_length:
-            raise OrtolanError(f"the cache is for {self.cache_length} tokens, {length} do not fit")
+            raise ArgumentError(f"length is {length}, expected at most the cache's {self.cache_length} tokens")
         self._hold(arrays, length)
 
     def rewind(self, length: int) -> None:
-        """Forgets the tokens behind the first `length`, of a shared cache.
+        """Keep only the first `length` tokens of a shared cache.
 
-        Raises OrtolanError for another cache, one that keeps its latest tokens apart (exact keys), and for a length
-        that is more than there are tokens.
+        Raises:
+            ArgumentError: The cache grows, stores its latest tokens separately (exact keys), or has fewer tokens.
         """
         if self.cache_length is None or any(tokens != self.cache_length for _, tokens, _, _ in self._caches):
-            raise OrtolanError(
-                "only a shared cache, without exact keys of its latest tokens, can be rewound; use reset"
-            )
+            raise ArgumentError("only a shared cache without exact keys of its latest tokens can be rewound; use reset")
         if not 0 <= length <= self.length:
-            raise OrtolanError(f"the cache holds {self.length} tokens, it cannot be rewound to {length}")
+            raise ArgumentError(f"length is {length}, expected 0 to the cache's {self.length} tokens")
         self.length = length
 
     def _hold(self, arrays: Sequence[np.ndarray], length: int) -> None:
@@ -138,32 +147,38 @@ class Decoder:
                 self._binding.bind_ortvalue_output(present, value)
 
     def cache(self) -> dict[str, np.ndarray]:
-        """Copies of what the cache holds, by the names of the inputs; of a shared one with the room behind."""
+        """Return copies of the cache's arrays by input name; those of a shared cache have their full capacity."""
         return {name: value.numpy().copy() for name, value in zip(self._past, self._values, strict=True)}
 
     def step(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Appends tokens to the sequence. Returns their logits [tokens, vocabulary], which belong to the caller; of a
-        model that keeps those of the last token alone (keep_last_logits), [1, vocabulary].
+        """Append tokens to the sequence.
 
-        Raises OrtolanError when there are no tokens, tokens outside the vocabulary, or more than fit into a shared
-        cache.
+        Args:
+            ids: Token ids, at least one.
+
+        Returns:
+            Their logits [tokens, vocabulary]; [1, vocabulary] if the model returns only those of the last token.
+
+        Raises:
+            ArgumentTypeError: `ids` are not integers.
+            ArgumentError: There are no tokens, tokens outside the vocabulary, or too many for a shared cache.
         """
         tokens = _token_ids(ids)
         count = tokens.shape[1]
         total = self.length + count
         if count == 0:
-            raise OrtolanError("no tokens to decode; give at least one")
+            raise ArgumentError("ids has no tokens; give at least one")
         if outside := [int(token) for token in tokens[0] if not 0 <= token < self.vocabulary]:
-            raise OrtolanError(
-                f"token {outside[0]}, the model knows 0 to {self.vocabulary - 1}; use the tokenizer of this model"
+            raise ArgumentError(
+                f"token {outside[0]} is out of range, expected 0 to {self.vocabulary - 1}; use the model's tokenizer"
             )
         if self.cache_length is not None and total > self.cache_length:
-            raise OrtolanError(
-                f"the cache is for {self.cache_length} tokens; {self.length} are in it, and {count} more do not fit: "
-                "give a larger cache_length"
+            raise ArgumentError(
+                f"the cache has {self.length} of {self.cache_length} tokens, so that {count} more do not fit; give a "
+                "larger cache_length"
             )
         binding = self._binding
-        # The binding refers to these arrays' memory; they live until the run is over.
+        # The binding refers to the memory of these arrays, which must live until the run ends.
         rows = 1 if self.only_last_logits else count
         logits: np.ndarray = np.empty((1, rows, self.vocabulary), self._logits_dtype)
         feeds = {"input_ids": tokens}
@@ -180,29 +195,37 @@ class Decoder:
                 binding.bind_output(present, "cpu")
         self.session.run_with_iobinding(binding)
         if self.cache_length is None:
-            # In the order in which they were bound first.
+            # In the order in which they were first bound.
             self._values = binding.get_outputs()[1:]
         self.length = total
         return logits.reshape(rows, self.vocabulary)
 
 
 def _token_ids(ids: Any) -> np.ndarray:
-    """Return token ids as int64 [1, tokens]. Raises OrtolanError for anything else, such as a text."""
+    """Return token ids as int64 [1, tokens].
+
+    Raises:
+        ArgumentTypeError: They are something else, such as a text.
+    """
     found = np.asarray(ids)
     if found.size and found.dtype.kind not in "iu":
         what = "a text" if isinstance(ids, str) or found.dtype.kind == "U" else f"of type {found.dtype}"
-        raise OrtolanError(
-            f"the prompt is {what}, expected token ids; encode texts first: "
+        raise ArgumentTypeError(
+            f"prompt is {what}, expected token ids; encode texts first: "
             "ortolan.models.tokenizer.load_tokenizer('tokenizer.json').encode(text)"
         )
     return np.ascontiguousarray(found, np.int64).reshape(1, -1)
 
 
 def _stop_ids(stop: Any) -> Collection[int]:
-    """Return the token ids that end a text. Raises OrtolanError for anything but ids, such as a text."""
+    """Return the token ids that end a text.
+
+    Raises:
+        ArgumentTypeError: They are something else, such as a text.
+    """
     ids = [stop] if isinstance(stop, Integral) else stop
     if not isinstance(ids, Iterable) or not all(isinstance(token, Integral) for token in ids):
-        raise OrtolanError(
+        raise ArgumentTypeError(
             f"stop is {stop!r}, expected token ids; use the tokenizer's: "
             "ortolan.models.tokenizer.load_tokenizer('tokenizer.json').stop"
         )
@@ -220,20 +243,22 @@ def _dimension(value: Any, axis: int, default: int | None = None) -> int:
         return default
     if not isinstance(size, int):
         raise OrtolanError(
-            f"{value.name!r} has shape {value.shape}, expected a number at axis {axis}; export the model with it fixed"
+            f"{value.name!r} has shape {value.shape}, expected a fixed size at axis {axis}; export the model with it"
         )
     return size
 
 
 def _dtype(value: Any, types: Mapping[str, type[np.generic]] = _TYPES) -> type[np.generic]:
     if value.type not in types:
-        raise OrtolanError(f"{value.name!r} is a {value.type}, expected one of {', '.join(types)}")
+        raise OrtolanError(f"{value.name!r} has type {value.type}, expected one of {', '.join(types)}")
     return types[value.type]
 
 
 def shares_cache(path: str | os.PathLike[str]) -> bool:
-    """Whether a model file's cache may be shared between past and present: GroupQueryAttention writes in place, and so
-    does NoMADAttention that is told the lengths of the sequences."""
+    """Return True if past and present of a model file's cache may be one buffer.
+
+    GroupQueryAttention writes in place, and NoMADAttention does if it has the lengths of the sequences as an input.
+    """
     import onnx
 
     graph = onnx.load(os.fspath(path), load_external_data=False).graph
@@ -251,9 +276,9 @@ def _is_cache(names: Sequence[str], graph: Any) -> bool:
 
 
 def read_head_size(model: ir.Model | str | os.PathLike[str]) -> int | None:
-    """The size of a head in a model's (or its file's) cache, if GroupQueryAttention keeps it; else None.
+    """Return the head size of a model's cache, if GroupQueryAttention has it; else None.
 
-    The inputs of models from ONNX Runtime GenAI's newer builders leave it open.
+    The inputs of models from newer builders of ONNX Runtime GenAI leave it open.
     """
     from ortolan.graph_passes.find.dimensions import head_size
 
@@ -267,7 +292,7 @@ def _graph(model: ir.Model | str | os.PathLike[str]) -> ir.Graph:
     return model.graph if isinstance(model, ir.Model) else ir.load(model).graph
 
 
-# The operators that read a table of positions, and which input that is: cos of a rotary embedding.
+# Operators that read a table of positions, and the index of that input: the cosines of a rotary embedding.
 _POSITION_TABLES = {
     ("com.microsoft", "GroupQueryAttention"): 7,
     ("com.microsoft", "RotaryEmbedding"): 2,
@@ -277,8 +302,10 @@ _POSITION_TABLES = {
 
 
 def read_context(model: ir.Model | str | os.PathLike[str]) -> int | None:
-    """For how many tokens a model (or its file) has positions: the rows of its tables of rotary or learned embeddings;
-    None if it has no such tables (a graph that computes cos and sin itself goes on for ever)."""
+    """Return the number of positions of a model: the rows of its rotary or learned position tables.
+
+    None if there is no such table. A graph that computes cosines and sines itself has no limit.
+    """
     import onnx_ir as ir
 
     rows: list[int] = []
@@ -288,7 +315,7 @@ def read_context(model: ir.Model | str | os.PathLike[str]) -> int | None:
             index = 0
         table = node.inputs[index] if index is not None and index < len(node.inputs) else None
         tensor = None if table is None else ir.convenience.get_const_tensor(table)
-        # Of three axes: cos of the tokens at hand, which is no table.
+        # A tensor with three axes holds the cosines of the current tokens.
         if tensor is not None and len(tensor.shape) == 2:
             rows.append(int(tensor.shape.numpy()[0]))
     return min(rows, default=None)
@@ -303,15 +330,22 @@ def _is_position_ids(value: ir.Value | None) -> bool:
 def sample(
     logits: np.ndarray, rng: np.random.Generator, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> int:
-    """Draws a token from softmax(logits / temperature), of the likeliest ones only.
+    """Draw a token from softmax(logits / temperature), among the most likely ones.
 
-    logits: [vocabulary]. temperature: 0 (below 1e-6) takes the likeliest token. top_k: among so many (0: all). top_p:
-    among the fewest whose probabilities sum to at least this, after top_k.
+    Args:
+        logits: [vocabulary].
+        rng: The random generator.
+        temperature: 0 (below 1e-6): the most likely token.
+        top_k: Draw among this number of tokens; 0: all.
+        top_p: Draw among the smallest set of tokens whose probabilities sum to at least this, after top_k.
+
+    Returns:
+        The token id.
     """
-    if temperature < 1e-6:  # less makes numbers too large
+    if temperature < 1e-6:  # smaller values overflow
         return int(logits.argmax())
     scaled = logits.astype(np.float64) / temperature
-    # Stable: equal logits keep the order of their ids, on every machine.
+    # Stable, so that equal logits have one order on every machine.
     order = np.argsort(-scaled, kind="stable")[: top_k or None]
     probabilities = np.exp(scaled[order] - scaled[order[0]])
     probabilities /= probabilities.sum()
@@ -331,19 +365,31 @@ def generate(
     seed: int = 0,
     stop: int | Collection[int] = (),
 ) -> list[int]:
-    """Continues `ids`, greedily unless a temperature is given, until a token of `stop` comes or enough are made.
+    """Generate tokens after `ids`, greedily by default, until a token of `stop` or `max_new_tokens`.
 
-    session: as Decoder takes it; or a Decoder, which is continued: its cache holds `ids` and the new tokens but the
-        last afterwards.
-    ids: at least one token. temperature, top_k, top_p: see `sample`. seed: the same one gives the same tokens.
-    stop: the token, or tokens, that end the text, such as a tokenizer's `stop`.
+    Args:
+        session: A session, as for `Decoder`, or a Decoder, which is continued. Its cache then holds `ids` and the new
+            tokens except the last one.
+        ids: Token ids, at least one.
+        max_new_tokens: The largest number of new tokens.
+        temperature: As for `sample`; 0: greedy.
+        top_k: As for `sample`.
+        top_p: As for `sample`.
+        seed: Seed of the random generator.
+        stop: The token or tokens that end the text, such as a tokenizer's `stop`.
 
-    Returns the new tokens, without the one that ended the text. Raises OrtolanError as Decoder does, and for a
-    temperature below 0, top_k below 0, top_p outside of (0, 1], max_new_tokens below 0, or a stop that is not token
-    ids.
+    Returns:
+        The new tokens, without the one that ended the text.
+
+    Raises:
+        ArgumentTypeError: `ids` or `stop` are not token ids, or `max_new_tokens` is not an integer.
+        ArgumentError: A number is out of range.
+        OrtolanError: The session is not a decoder with a cache.
     """
-    if not isinstance(max_new_tokens, Integral) or max_new_tokens < 0:
-        raise OrtolanError(f"max_new_tokens is {max_new_tokens!r}, expected an integer, 0 or more")
+    if not isinstance(max_new_tokens, Integral):
+        raise wrong_type("max_new_tokens", max_new_tokens, "an integer, 0 or more")
+    if max_new_tokens < 0:
+        raise ArgumentError(f"max_new_tokens is {max_new_tokens}, expected an integer, 0 or more")
     tokens = generate_tokens(session, ids, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop)
     return list(islice(tokens, max_new_tokens))
 
@@ -358,9 +404,19 @@ def generate_tokens(
     seed: int = 0,
     stop: int | Collection[int] = (),
 ) -> Iterator[int]:
-    """The new tokens of `generate`, one by one and without a limit: each is computed when it is asked for."""
+    """Like `generate`, but yield tokens one by one and without a limit.
+
+    Args:
+        session: As for `generate`.
+        ids: As for `generate`.
+        temperature: As for `generate`.
+        top_k: As for `generate`.
+        top_p: As for `generate`.
+        seed: As for `generate`.
+        stop: As for `generate`.
+    """
     if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
-        raise OrtolanError(
+        raise ArgumentError(
             f"temperature {temperature}, top_k {top_k}, top_p {top_p}; expected temperature >= 0, top_k >= 0, "
             "0 < top_p <= 1"
         )

@@ -1,4 +1,4 @@
-"""Where the operator library lies."""
+"""The path of the operator library."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ LIBRARY_NAME = "libortolan_ops.so"
 
 
 def get_library_path() -> str:
-    """The path of libortolan_ops.so, for any ONNX Runtime host: Python, C, C++, Triton."""
-    # An editable install keeps the Python files in the source tree, and what was compiled beside the native module.
+    """Return the path of libortolan_ops.so, for any ONNX Runtime host: Python, C, C++, Triton.
+
+    Raises:
+        LibraryError: The library is missing.
+    """
+    # In an editable install, the library is beside the native module, not beside the Python files.
     native = find_spec("ortolan._native")
     package = find_spec("ortolan")
     paths = [] if package is None else package.submodule_search_locations or []

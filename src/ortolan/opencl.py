@@ -1,4 +1,4 @@
-"""OpenCL devices, as libortolan_opencl.so sees them: where W4A8MatMul may run (docs/opencl.md)."""
+"""OpenCL devices on which W4A8MatMul can run, as libortolan_opencl.so finds them (docs/opencl.md)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .library import get_library_path
 
 VARIABLE = "ORTOLAN_OPENCL"
 LIBRARY_NAME = "libortolan_opencl.so"
-# In the line of a device that is none.
+# Part of the line of a device that is not a GPU.
 NO_GPU = "no GPU"
 # ops/opencl/interface.h
 _VERSION = 1
@@ -27,9 +27,10 @@ class _Functions(ctypes.Structure):
 
 
 def opencl_devices() -> list[str]:
-    """A line for each device, the one that Ortolan uses first.
+    """Return one line for each device; Ortolan uses the first. This loads the drivers into the process.
 
-    It loads the drivers into this process. Raises LibraryError where there is no device, with the reason.
+    Raises:
+        LibraryError: There is no device; the message has the reason.
     """
     path = Path(get_library_path()).with_name(LIBRARY_NAME)
     try:
@@ -40,7 +41,7 @@ def opencl_devices() -> list[str]:
     library.OrtolanGetOpenCl.argtypes = [ctypes.c_int64]
     functions = library.OrtolanGetOpenCl(_VERSION)
     if not functions:
-        raise LibraryError(f"{path} is of another version of Ortolan; reinstall Ortolan")
+        raise LibraryError(f"{path} belongs to another version of Ortolan; reinstall Ortolan")
     text = ctypes.create_string_buffer(_TEXT_BYTES)
     count = functions.contents.list(text, _TEXT_BYTES)
     lines = text.value.decode(errors="replace")

@@ -1,4 +1,4 @@
-"""How long work tells how far it is: to a callback, and, when a stage begins, to the logger "ortolan"."""
+"""Progress callbacks and stage logging."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 
-# info: what is done and decided. debug: details of it, such as what becomes of each layer.
+# info: steps and decisions; debug: details, such as the result for each layer.
 logger = logging.getLogger("ortolan")
 
 
 class Stage(StrEnum):
-    """What optimize_onnx, search, embed and others are at. A benchmark tells the case that it measures instead."""
+    """The stages of optimize_onnx, search, embed and others. Benchmarks report the measured case instead."""
 
-    READ_WEIGHTS = "read weights"  # of a GGUF file
+    READ_WEIGHTS = "read weights"  # from a GGUF file
     NORMALIZE = "normalize"
     FLOAT_ACTIVATIONS = "float activations"
     CALIBRATE = "calibrate"
-    SENSITIVITY = "sensitivity"  # of layers to pruning
+    SENSITIVITY = "sensitivity"  # to pruning
     PRUNE = "prune"
     SCALE = "scale"
     QUANTIZE = "quantize"
@@ -39,30 +39,32 @@ class Stage(StrEnum):
     TOKENIZER = "tokenizer"
     COPY = "copy"
     SAVE = "save"
-    # Of the search.
-    TIME_LAYERS = "search: times of layers"
-    SENSITIVITIES = "search: what errors matter"
+    # search
+    TIME_LAYERS = "search: time layers"
+    SENSITIVITIES = "search: sensitivity of outputs"
     LAYER_ERRORS = "search: errors of layers"
-    TRY_MODELS = "search: whole models"
-    TIME_MODELS = "search: times of models"
-    # Of embed, rerank, distill and the demo.
+    TRY_MODELS = "search: try models"
+    TIME_MODELS = "search: time models"
+    # embed, rerank, distill and the demo
     EMBED = "embed texts"
     SCORE = "score texts"
     DISTILL = "distill"
-    TIME = "time the models"
+    TIME = "time models"
 
 
 Progress = Callable[[str, int, int], None]  # progress(stage, done, total)
 
 
 def no_progress(stage: str, done: int, total: int) -> None:
-    """Tells nobody."""
+    """Ignore the progress."""
 
 
 @contextmanager
 def told(progress: Progress) -> Iterator[Progress]:
-    """The same callback, and the logger is told of each new stage; what the callback raises leaves the block as it is,
-    whatever wraps it inside: callers cancel so."""
+    """Yield the callback, which now also logs each new stage.
+
+    An exception of the callback leaves the block unchanged, even if code inside wraps it: callers cancel this way.
+    """
     raised: list[Exception] = []
     last = ""
 

@@ -1,4 +1,4 @@
-"""Texts of a file or of standard input, one a line, of which one is in memory at a time."""
+"""Texts of a file or of standard input, one a line, read one at a time."""
 
 from __future__ import annotations
 
@@ -11,28 +11,35 @@ from typing import BinaryIO
 from .errors import OrtolanError, listing
 
 STANDARD_INPUT = Path("-")
-_SHOWN = 60  # characters of a line that is no JSON
+_SHOWN = 60  # characters of a bad line that an error shows
 _BOM = b"\xef\xbb\xbf"
 
 
 class TextLines:
-    """The texts in order, read anew by each loop: each line of UTF-8, an empty one too, or of JSON lines the string
-    that each object has under a key."""
+    """The texts of a UTF-8 file in order; each loop reads the file again.
+
+    A text is a line, which may be empty, or the string under a key of each line's JSON object.
+    """
 
     def __init__(self, path: Path, field: str | None = None) -> None:
-        """path: STANDARD_INPUT reads that. field: the key; without one, a line is a text.
+        """Check the file.
 
-        Raises OrtolanError for a file that cannot be read, also while it is read; then the message names the line.
+        Args:
+            path: The file, or STANDARD_INPUT.
+            field: The key of JSON lines; None: a line is a text.
+
+        Raises:
+            OrtolanError: The file cannot be read. Iteration raises it too, and then names the line.
         """
         self._path, self._field = path, field
         if path == STANDARD_INPUT:
             return
         if not path.exists():
-            raise OrtolanError(f"the file of texts {str(path)!r} does not exist")
+            raise OrtolanError(f"text file {str(path)!r} does not exist")
         if path.is_dir():
-            raise OrtolanError(f"{str(path)!r} is a folder, expected a file of texts, one a line")
+            raise OrtolanError(f"{str(path)!r} is a folder, expected a file with one text a line")
         if field is None and path.suffix == ".jsonl":
-            raise OrtolanError(f"{str(path)!r} holds JSON lines: name the key of the text, as in --field text")
+            raise OrtolanError(f"{str(path)!r} has JSON lines; give the key of the text, such as --field text")
 
     def __iter__(self) -> Iterator[str]:
         try:
@@ -45,7 +52,7 @@ class TextLines:
             raise OrtolanError(f"cannot read {self._name()}: {error.strerror or error}") from error
 
     def _read(self, lines: BinaryIO) -> Iterator[str]:
-        # As bytes: text files also take a lone \r for the end of a line.
+        # As bytes: in text mode, a lone \r would also end a line.
         for number, line in enumerate(lines, start=1):
             found = line.removesuffix(b"\n").removesuffix(b"\r")
             try:
@@ -63,7 +70,7 @@ class TextLines:
         if not isinstance(record, dict):
             raise OrtolanError(f"{place}: expected a JSON object, found {line[:_SHOWN]!r}")
         if self._field not in record:
-            raise OrtolanError(f"{place}: no key {self._field!r}; there are {listing(record)}")
+            raise OrtolanError(f"{place}: key {self._field!r} is missing; the keys are: {listing(record)}")
         text = record[self._field]
         if not isinstance(text, str):
             raise OrtolanError(f"{place}: {self._field!r} is a {type(text).__name__}, expected a string")
@@ -74,10 +81,14 @@ class TextLines:
 
 
 class CheckedLines:
-    """Lines that were all read once before work begins, so that a bad one far behind costs no hours."""
+    """Lines that were all read once, so that a bad line near the end is found before hours of work."""
 
     def __init__(self, lines: TextLines) -> None:
-        """Raises OrtolanError for a line that is no text."""
+        """Read all lines.
+
+        Raises:
+            OrtolanError: A line is not a text.
+        """
         self._lines = lines
         self._count = sum(1 for _ in lines)
 
@@ -89,6 +100,11 @@ class CheckedLines:
 
 
 def read_lines(path: Path, field: str | None = None) -> TextLines | CheckedLines:
-    """Of a regular file all lines are checked at once; standard input and pipes can be read but once. See TextLines."""
+    """Return the lines of a file. Those of a regular file are checked first; pipes can only be read once.
+
+    Args:
+        path: As for `TextLines`.
+        field: As for `TextLines`.
+    """
     lines = TextLines(path, field)
     return CheckedLines(lines) if path.is_file() else lines

@@ -1,4 +1,4 @@
-"""Texts of all requests at hand in batches by tokens: while one batch runs, the next one collects."""
+"""Batches of texts from several requests: while one batch runs, the next one is collected."""
 
 from __future__ import annotations
 
@@ -14,13 +14,20 @@ from .engines import RequestError
 from .errors import OrtolanError
 from .text_encoder import Budget, Tokens
 
-_SLOWEST, _LONGEST_WAIT = 1.0, 60.0  # tokens a second; seconds that a client is told to wait at most
-_RECENT = 0.2  # share of the last batch in what is known of the speed
+_SLOWEST, _LONGEST_WAIT = 1.0, 60.0  # tokens per second; the longest Retry-After in seconds
+_RECENT = 0.2  # weight of the last batch in the estimate of the speed
 
 
 @dataclass(eq=False)
 class _Request:
-    """waiting: texts that are in no batch yet, with their places among the answers. open: how many have no answer."""
+    """A request.
+
+    Attributes:
+        waiting: Texts that are not yet in a batch, with the positions of their answers.
+        answers: The answers so far.
+        open: The number of missing answers.
+        done: Set when all answers are known.
+    """
 
     waiting: deque[tuple[int, Tokens]]
     answers: list[Any]
@@ -29,10 +36,15 @@ class _Request:
 
 
 class TokenBatches:
-    """A queue before a function that answers batches, of one event loop. Requests come one after the other; one of more
-    than a batch lets others go first after each, so that a small one does not wait for all of a large one. A batch
-    begins as soon as the one before it has ended, with what is there by then: nobody waits for others while there is
-    nothing to do."""
+    """A queue of one event loop in front of a function that answers batches.
+
+    A batch starts as soon as the previous one has ended, with the texts that wait at that time. Requests are served in
+    order, but a request that is larger than a batch goes to the end of the queue after each batch, so that small
+    requests do not wait for all of it.
+
+    Attributes:
+        waiting_tokens: Tokens of all texts that are not yet in a batch.
+    """
 
     def __init__(
         self,
@@ -43,9 +55,16 @@ class TokenBatches:
         length: int = 0,
         on_batch: Callable[[int, int], None] | None = None,
     ) -> None:
-        """run: answers each text of a batch; an answer may be an exception. batch_tokens, pads, length: see Budget.
-        max_waiting_tokens: of all requests that are in no batch; more are refused, but for a request that finds nobody
-        waiting. on_batch: is called with the texts and tokens of each batch that begins."""
+        """Create an empty queue.
+
+        Args:
+            run: Answers each text of a batch; an answer may be an exception.
+            batch_tokens: As for `Budget`.
+            max_waiting_tokens: The limit on waiting tokens. Requests above it are refused, unless no request waits.
+            pads: As for `Budget`.
+            length: As for `Budget`.
+            on_batch: Called with the number of texts and tokens of each batch when it starts.
+        """
         self._run, self._batch_tokens, self._pads, self._length = run, batch_tokens, pads, length
         self._most, self._on_batch = max_waiting_tokens, on_batch
         self._requests: deque[_Request] = deque()
@@ -54,22 +73,30 @@ class TokenBatches:
         self.waiting_tokens = 0
 
     def check(self, tokens: int = 1) -> None:
-        """Raises RequestError 429, with the seconds after which there should be room, where there is none for so many
-        tokens."""
+        """Check that there is room for more tokens.
+
+        Raises:
+            RequestError: 429 if there is no room, with the seconds after which there should be.
+        """
         over = self.waiting_tokens + tokens - self._most
         if self.waiting_tokens == 0 or over <= 0:
             return
         wait = min(math.ceil(over / max(self._speed, _SLOWEST)), int(_LONGEST_WAIT))
         raise RequestError(
             429,
-            f"{self.waiting_tokens} tokens wait already, expected at most {self._most} with this request; try again in "
-            f"{wait} s",
+            f"queue is full: {self.waiting_tokens} tokens wait, expected at most {self._most} with this request; try "
+            f"again in {wait} s",
             retry_after=wait,
         )
 
     async def answer(self, texts: Sequence[Tokens]) -> list[Any]:
-        """An answer or an exception for each text, in order. Where its caller is cancelled, its texts that are in no
-        batch yet leave. Raises RequestError: see check."""
+        """Return an answer or an exception for each text, in order.
+
+        If the caller is cancelled, its texts that are not yet in a batch are removed.
+
+        Raises:
+            RequestError: 429 if there is no room, as for `check`.
+        """
         tokens = sum(map(len, texts))
         self.check(tokens)
         if not texts:
@@ -85,14 +112,14 @@ class TokenBatches:
             return await request.done
         finally:
             self.waiting_tokens -= sum(len(text) for _, text in request.waiting)
-            request.waiting.clear()  # _take passes over it
+            request.waiting.clear()  # _take skips the request
 
     async def _work(self) -> None:
         while batch := self._take():
             texts = [text for _, _, text in batch]
             tokens = sum(map(len, texts))
             begun = time.monotonic()
-            # Any failure goes to each request of the batch. This task must not end, since it serves all requests.
+            # A failure is the answer of each text of the batch. This task must not end, because it serves all requests.
             try:
                 if self._on_batch is not None:
                     self._on_batch(len(texts), tokens)
@@ -103,23 +130,23 @@ class TokenBatches:
                 answers = [error] * len(texts)
             speed = tokens / max(time.monotonic() - begun, 1e-6)
             self._speed += (speed - self._speed) * (_RECENT if self._speed else 1.0)
-            for (request, place, _), answer in zip(batch, answers, strict=True):
-                request.answers[place] = answer
+            for (request, position, _), answer in zip(batch, answers, strict=True):
+                request.answers[position] = answer
                 request.open -= 1
                 if request.open == 0 and not request.done.done():
                     request.done.set_result(request.answers)
 
     def _take(self) -> list[tuple[_Request, int, Tokens]]:
-        """The next batch; empty where nobody waits."""
+        """Return the next batch; empty if no request waits."""
         batch: list[tuple[_Request, int, Tokens]] = []
         budget = Budget(self._batch_tokens, self._pads, self._length)
         while self._requests:
             request = self._requests[0]
             taken = len(batch)
             while request.waiting and budget.takes(request.waiting[0][1]):
-                place, text = request.waiting.popleft()
+                position, text = request.waiting.popleft()
                 budget.add(text)
-                batch.append((request, place, text))
+                batch.append((request, position, text))
             if request.waiting:  # the batch is full
                 self._requests.rotate(-1 if len(batch) > taken else 0)
                 break
