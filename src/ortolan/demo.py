@@ -1,4 +1,4 @@
-"""`ortolan demo`: a real sentence encoder, ONNX Runtime's dynamic int8 of it, and ours: answers, sizes, times."""
+"""`ortolan demo`: a sentence encoder, its dynamic int8 version of ONNX Runtime, and Ortolan's: quality, size, speed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ortolan.graph_passes.measure.timing import interleave
 from ortolan.graph_passes.report.figures import Timing
 
-from .errors import OrtolanError
+from .errors import ArgumentError, OrtolanError
 from .progress import Progress, Stage, no_progress
 from .provider import why_no_provider
 from .text_encoder import TextEncoder
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 MODEL = "all-minilm-l6-v2"
 
-# What the two sentences of a pair have to do with each other, and the sentences.
+# The relation of two sentences, and the sentences.
 PAIRS = (
     ("same meaning", "A cat is sleeping on the sofa.", "A kitten naps on the couch."),
     ("same meaning", "How do I reset my password?", "I forgot my login, how can I get a new one?"),
@@ -45,16 +45,20 @@ ORIGINAL, DYNAMIC_INT8, OURS = "original", "ORT dynamic int8", "Ortolan"
 
 _SECONDS_A_LENGTH = 4.0
 _EXPLANATION = (
-    "Each layer took the form that is fastest on this CPU while the model's outputs stay within the budget above. "
-    "Nothing was pruned.\nDynamic int8 has one scale for all inputs of a layer, so a sentence's vector depends on what "
-    "else is in the batch."
+    "Each layer has the format that is fastest on this CPU within the budget above. No weight was pruned.\nDynamic "
+    "int8 has one scale for all inputs of a layer, so a sentence's vector depends on the other sentences of its batch."
 )
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How near the optimized model stays: cosine of each sentence's two embeddings, and the rank correlation (Spearman)
-    of the similarities of all pairs of sentences."""
+    """The agreement of two models.
+
+    Attributes:
+        cosine_mean: The mean cosine of a sentence's two vectors.
+        cosine_min: The smallest cosine.
+        spearman: Spearman's rank correlation of the similarities of all pairs of sentences.
+    """
 
     cosine_mean: float
     cosine_min: float
@@ -63,10 +67,14 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Variant:
-    """One of the models that are compared. times: of one run of 1 x tokens, for each of TOKEN_COUNTS.
+    """One of the compared models.
 
-    agreement: with the original's sentence vectors. batch_difference: the largest difference of a number in a token's
-    vector between a sentence alone and the same one in a batch.
+    Attributes:
+        name: Its name in the tables.
+        bytes: The size of its files.
+        times: The time of one run with [1, tokens], for each of TOKEN_COUNTS.
+        agreement: The agreement with the original's vectors.
+        batch_difference: The largest difference of token vectors between a sentence alone and in a batch.
     """
 
     name: str
@@ -78,7 +86,21 @@ class Variant:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the demo measured. Prints as tables with rich. variants: the original comes first, ours last."""
+    """The measurements of the demo, which rich prints as tables.
+
+    Attributes:
+        model: The model's name.
+        model_path: The original's path.
+        outcome: The outcome of the search.
+        threads: Threads of all models; None: ONNX Runtime's choice.
+        cpu: The CPU's name.
+        isa: The best feature set that kernels use.
+        onnxruntime: The version of ONNX Runtime.
+        layers_replaced: The number of replaced layers.
+        optimize_seconds: The time of optimizing.
+        similarities: The similarity of each of PAIRS by each variant.
+        variants: The models: the original first, Ortolan's last.
+    """
 
     model: str
     model_path: str
@@ -89,14 +111,15 @@ class DemoResult:
     onnxruntime: str
     layers_replaced: int
     optimize_seconds: float
-    similarities: tuple[tuple[float, ...], ...]  # of each of PAIRS, by each variant
+    similarities: tuple[tuple[float, ...], ...]
     variants: tuple[Variant, ...]
 
     def to_json(self) -> str:
-        """All fields under their names."""
+        """Return all fields as JSON."""
         return json.dumps(asdict(self), indent=2)
 
     def __rich__(self) -> RenderableType:
+        """Return the tables."""
         from rich.console import Group
         from rich.text import Text
 
@@ -124,8 +147,8 @@ class DemoResult:
     def _figures(self) -> Table:
         from rich.table import Table
 
-        threads = "as many threads as ONNX Runtime takes" if self.threads is None else f"{self.threads} thread(s)"
-        table = Table(title=f"Against the original, on {threads}", title_justify="left")
+        threads = "ONNX Runtime's default threads" if self.threads is None else f"{self.threads} thread(s)"
+        table = Table(title=f"Compared with the original, on {threads}", title_justify="left")
         table.add_column("")
         for variant in self.variants:
             table.add_column(variant.name, justify="right")
@@ -138,13 +161,13 @@ class DemoResult:
                 label = f"1 x {tokens} tokens, {'minimum' if kind == 'min_ms' else 'median'}"
                 table.add_row(label, *(f"{time:.2f} ms ({base / time:.2f}x)" for time in times))
         table.add_row(
-            "agreement: cosine, worst sentence", *(f"{variant.agreement.cosine_min:.4f}" for variant in self.variants)
+            "accuracy: smallest cosine", *(f"{variant.agreement.cosine_min:.4f}" for variant in self.variants)
         )
         table.add_row(
-            "agreement: order of similarities", *(f"{variant.agreement.spearman:.4f}" for variant in self.variants)
+            "accuracy: order of similarities", *(f"{variant.agreement.spearman:.4f}" for variant in self.variants)
         )
         table.add_row(
-            "alone or in a batch: difference", *(f"{variant.batch_difference:.2g}" for variant in self.variants)
+            "difference alone / in a batch", *(f"{variant.batch_difference:.2g}" for variant in self.variants)
         )
         return table
 
@@ -156,20 +179,22 @@ def run_demo(
     progress: Progress = no_progress,
     say: Callable[[str], None] | None = None,
 ) -> DemoResult:
-    """Optimizes all-MiniLM-L6-v2 as optimize_onnx does by default, and compares it with the original and with ONNX
-    Runtime's dynamic int8.
+    """Optimize all-MiniLM-L6-v2 with the defaults, and compare it with the original and with dynamic int8.
 
-    threads: of ONNX Runtime, for all models; None: as many as it takes by itself.
-    model: another sentence encoder with a tokenizer, to use instead of the published one.
-    progress: called as progress(stage, done, total).
-    say: called with a line of text as the download, optimizing and comparing begin.
+    The downloaded model stays in the cache folder; the other models are deleted.
 
-    The download stays in the model cache; the models that are made are deleted at the end.
+    Args:
+        threads: Threads of all models; None: ONNX Runtime's choice.
+        model: Another sentence encoder with a tokenizer.
+        progress: Called as progress(stage, done, total).
+        say: Called with a line of text when the download, optimizing and comparing begin.
 
-    Raises OrtolanError when the packages of the extra `demo` are missing or the model cannot be fetched.
+    Raises:
+        ArgumentError: `threads` is not positive.
+        OrtolanError: Packages of the extra `demo` are missing, or the model cannot be downloaded.
     """
     if threads is not None and threads < 1:
-        raise OrtolanError(f"threads is {threads}, expected 1 or more")
+        raise ArgumentError(f"threads is {threads}, expected 1 or more")
     _require_extras()
     from .models import get_model
 
@@ -189,9 +214,9 @@ def _compare(
     from . import cpu_info, create_session, optimize_onnx
 
     assert model.tokenizer is not None
-    say(f"{model.name}: optimizing; forms of its layers are timed on this CPU, for up to a minute")
+    say(f"{model.name}: optimizing; formats of its layers are timed on this CPU, for up to a minute")
     started = time.perf_counter()
-    # No time for verify's own latencies: all models are timed below.
+    # verify does not time the model, because all models are timed below.
     report = optimize_onnx(model.onnx, folder / "optimized.onnx", options={"verify.seconds": 0}, progress=progress)
     optimize_seconds = time.perf_counter() - started
     say(f"{model.name}: comparing with the original and with ONNX Runtime's dynamic int8")
@@ -207,7 +232,7 @@ def _compare(
     differences = {
         name: difference_in_a_batch(session, model.tokenizer, sentences) for name, session in sessions.items()
     }
-    del sessions, session  # they map the files that are deleted now
+    del sessions, session  # they map files that are deleted now
     variants = [
         Variant(
             name,
@@ -235,10 +260,10 @@ def _compare(
 
 
 def quantize_dynamic(model: Path, output: Path) -> None:
-    """ONNX Runtime's own int8, with its default settings."""
+    """Write ONNX Runtime's dynamic int8 model with default settings."""
     from onnxruntime.quantization import quantize_dynamic
 
-    # It advises on the root logger to run its preprocessing, which changes nothing here.
+    # It logs the advice to run its preprocessing, which has no effect here.
     root = logging.getLogger()
     level = root.level
     root.setLevel(logging.ERROR)
@@ -249,14 +274,14 @@ def quantize_dynamic(model: Path, output: Path) -> None:
 
 
 def pair_similarities(vectors: np.ndarray) -> list[float]:
-    """The similarity within each of PAIRS, from the unit vectors of their sentences in order."""
+    """Return the similarity of each of PAIRS from the unit vectors of their sentences."""
     return [float(vectors[2 * pair] @ vectors[2 * pair + 1]) for pair in range(len(PAIRS))]
 
 
 def difference_in_a_batch(
     session: ort.InferenceSession, tokenizer: str | os.PathLike[str], sentences: Sequence[str]
 ) -> float:
-    """The largest difference of a number in a token's vector, for a sentence alone and for the same one in a batch."""
+    """Return the largest difference of token vectors between a sentence alone and in a batch."""
     import numpy as np
 
     encoder = TextEncoder(session, tokenizer)
@@ -266,7 +291,7 @@ def difference_in_a_batch(
 
 
 def compare_embeddings(original: np.ndarray, optimized: np.ndarray) -> Agreement:
-    """Agreement of two sets of unit vectors [sentences, hidden] for the same sentences."""
+    """Return the agreement of two sets of unit vectors [sentences, hidden]."""
     import numpy as np
 
     from .embedding import spearman
@@ -282,7 +307,7 @@ def measure_times(
     tokenizer_path: str | os.PathLike[str],
     progress: Progress = no_progress,
 ) -> dict[str, tuple[Timing, ...]]:
-    """By name, for each of TOKEN_COUNTS. The sessions run in turns, so that a noisy neighbour slows all."""
+    """Return times by name, for each of TOKEN_COUNTS. Sessions run in turn, so that a busy machine slows all of them."""
     rows = []
     for done, tokens in enumerate(TOKEN_COUNTS):
         progress(Stage.TIME, done, len(TOKEN_COUNTS))
@@ -293,7 +318,7 @@ def measure_times(
 
 
 def _feeds(session: ort.InferenceSession, tokenizer_path: str | os.PathLike[str], tokens: int) -> dict[str, np.ndarray]:
-    """One input of so many tokens of real text."""
+    """Return one input with `tokens` tokens of real text."""
     import numpy as np
 
     from ortolan.graph_passes.text.tokenizer_file import load_tokenizer
@@ -312,7 +337,7 @@ def _session_options(threads: int | None) -> ort.SessionOptions:
     if threads is not None:
         options.intra_op_num_threads = threads
     options.log_severity_level = 3
-    # Or the threads of the session that has just run would still spin while the other one is timed.
+    # Otherwise the threads of the previous session would spin while the next one is timed.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return options
 
@@ -327,5 +352,5 @@ def _require_extras() -> None:
     if missing:
         raise OrtolanError(
             f"the demo needs the package{'s' if len(missing) > 1 else ''} {' and '.join(missing)}; "
-            f"install what is missing with: pip install {' '.join(missing)}"
+            f"install with: pip install {' '.join(missing)}"
         )

@@ -1,6 +1,6 @@
-"""`ortolan doctor`: does everything that Ortolan needs work here, and what to do where it does not.
+"""`ortolan doctor`: checks that Ortolan works on this machine, and what to do if a check fails.
 
-Each check is a function that returns a Check. None of them raises, whatever is broken: that is what they are for.
+Each check is a function that returns a Check and never raises.
 """
 
 from __future__ import annotations
@@ -31,15 +31,22 @@ Status = Literal["ok", "note", "failed"]
 
 _REINSTALL = "reinstall Ortolan for this Python (in a source tree: pip install .)"
 _PROVIDER = "execution provider"
-_UNSET = "unset ORTOLAN_ISA, or set it to one of those"
+_UNSET = "unset ORTOLAN_ISA, or set it to one of the listed names"
 _SELF_TEST_SECONDS = 120
 _MARKS = {"ok": "ok", "note": "note", "failed": "FAILED"}
-_LABEL_WIDTH = 28  # of mark and name of a check
+_LABEL_WIDTH = 28  # columns for the mark and the name of a check
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at. status: 'ok', 'note' (works, worth knowing) or 'failed' (Ortolan needs it)."""
+    """The result of a check.
+
+    Attributes:
+        name: What was checked.
+        status: "ok", "note" (works, but worth knowing) or "failed" (Ortolan needs it).
+        detail: What was found.
+        advice: What to do.
+    """
 
     name: str
     status: Status
@@ -49,7 +56,14 @@ class Check:
 
 @dataclass(frozen=True)
 class FeatureSet:
-    """CPU features that kernels are written for: which CPUs have them, what they bring, whether kernels use them."""
+    """A set of CPU features for which kernels exist.
+
+    Attributes:
+        name: Its name.
+        cpus: CPUs that have it.
+        brings: What kernels gain.
+        state: Kernels use it, the CPU has it, or neither ("").
+    """
 
     name: str
     cpus: str
@@ -66,12 +80,11 @@ class DoctorReport:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing that Ortolan needs has failed."""
+        """True if no check failed."""
         return all(check.status != "failed" for check in self.checks)
 
     def to_json(self) -> str:
-        """{"passed", "checks": [{"name", "status", "detail", "advice"}], "feature_sets": [{"name", "cpus",
-        "brings", "state"}]}"""
+        """Return JSON: passed, checks [name, status, detail, advice], feature_sets [name, cpus, brings, state]."""
         return json.dumps({"passed": self.passed, **asdict(self)}, indent=2)
 
     def __str__(self) -> str:
@@ -93,7 +106,7 @@ class DoctorReport:
         return "\n\n".join(("\n".join(checks), lay_out(sets, width, _LABEL_WIDTH), self._verdict()))
 
     def _verdict(self) -> str:
-        """The last line."""
+        """Return the last line."""
         failed = sum(check.status == "failed" for check in self.checks)
         if failed:
             return f"{failed} {'check' if failed == 1 else 'checks'} failed; see the advice above."
@@ -103,7 +116,7 @@ class DoctorReport:
 
 
 def run_doctor() -> DoctorReport:
-    """Runs every check. Never raises; takes a second or two."""
+    """Run all checks, which takes a few seconds. Never raises."""
     checks: list[Check] = [_guarded("Ortolan", check_ortolan), _guarded("Python", check_python)]
     checks += [_guarded(name, partial(check_package, name)) for name in _PACKAGES]
     checks += [
@@ -127,7 +140,7 @@ def _guarded(name: str, check: Callable[[], Check]) -> Check:
 
 # --- versions ---------------------------------------------------------------------------------------------------------
 
-# Distribution -> module. onnxruntime also comes as onnxruntime-gpu and others, hence the module's own __version__.
+# Package -> module. Other packages than onnxruntime have its module too, so the module's __version__ counts.
 _PACKAGES = {
     "onnxruntime": "onnxruntime",
     "onnx": "onnx",
@@ -138,44 +151,44 @@ _EXTRAS = {"tokenizers": "sentence embeddings, the demo", "safetensors": "buildi
 
 
 def check_ortolan() -> Check:
-    """Ortolan's own version and place."""
+    """Check Ortolan's version and folder."""
     return Check("Ortolan", "ok", f"{importlib.metadata.version('ortolan')} in {Path(__file__).parent}")
 
 
 def check_python() -> Check:
-    """The interpreter."""
+    """Check the interpreter."""
     return Check("Python", "ok", f"{platform.python_version()} ({platform.system()} {platform.machine()})")
 
 
 def check_package(name: str) -> Check:
-    """A package that Ortolan needs: imports, and is new enough."""
+    """Check that a required package can be imported and is new enough."""
     wanted = _required_versions().get(name, "")
     install = f'pip install --upgrade "{name}{">=" + wanted if wanted else ""}"'
     try:
         module = importlib.import_module(_PACKAGES[name])
-    except Exception as error:  # a broken binary raises about anything
+    except Exception as error:  # a broken binary can raise any error
         return Check(name, "failed", f"cannot be imported: {one_line(error)}", install)
     version = str(getattr(module, "__version__", "") or importlib.metadata.version(name))
-    if _numbers(version) < _numbers(wanted):
+    if _parts(version) < _parts(wanted):
         return Check(name, "failed", f"{version} is too old, Ortolan needs {wanted} or later", install)
     return Check(name, "ok", version)
 
 
 def check_extra(name: str) -> Check:
-    """An optional package."""
+    """Check an optional package."""
     if importlib.util.find_spec(name) is None:
         detail = f"not installed (optional: {_EXTRAS[name]})"
-        return Check(name, "note", detail, f"if you want it: pip install {name}")
+        return Check(name, "note", detail, f"to use it: pip install {name}")
     return Check(name, "ok", f"{importlib.metadata.version(name)} (optional: {_EXTRAS[name]})")
 
 
 def _required_versions() -> dict[str, str]:
-    """The lowest version of each dependency, as the installed package declares it."""
+    """Return the lowest version of each dependency of the installed package."""
     found = (re.match(r"([\w.-]+?)\s*>=\s*([\d.]+)", line) for line in importlib.metadata.requires("ortolan") or [])
     return {match[1]: match[2] for match in found if match}
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _parts(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
@@ -183,7 +196,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def check_native_module() -> Check:
-    """The compiled module that packs weights."""
+    """Check the compiled module that packs weights."""
     try:
         from . import _native
     except Exception as error:
@@ -192,30 +205,30 @@ def check_native_module() -> Check:
 
 
 def check_cpu() -> Check:
-    """The CPU's name, and which of its features are used."""
+    """Check the CPU's features."""
     info = cpu_info()
     detail = f"{info['name']}, tuned as {info['microarchitecture']}: uses {', '.join(info['features'])}"
     if unused := [name for name in info["detected_features"] if name not in info["features"]]:
-        detail += f"; has {', '.join(unused)}, too"
+        detail += f"; also has {', '.join(unused)}"
     if info["isa"] == "scalar":
-        return Check("CPU", "note", detail, "right answers, but slower than plain ONNX Runtime here")
+        return Check("CPU", "note", detail, "results are correct, but slower than plain ONNX Runtime")
     return Check("CPU", "ok", detail)
 
 
 def check_isa_override() -> Check:
-    """The environment variable ORTOLAN_ISA."""
+    """Check the environment variable ORTOLAN_ISA."""
     value = os.environ.get("ORTOLAN_ISA")
     if not value:
         return Check("ORTOLAN_ISA", "ok", "not set: all features of the CPU are used")
     info = cpu_info()
     if info["isa_problem"]:
         return Check("ORTOLAN_ISA", "failed", str(info["isa_problem"]), _UNSET)
-    return Check("ORTOLAN_ISA", "note", f"'{value}': no kernel uses other features", "unset it for full speed")
+    return Check("ORTOLAN_ISA", "note", f"'{value}': kernels use no other features", "unset it for full speed")
 
 
-# Name, CPUs, what it brings; the names and the order of ops/isa/feature_sets.inc.
+# Name, CPUs and gain of each set, in the order of ops/isa/feature_sets.inc.
 _FEATURE_SETS = (
-    ("scalar", "any", "portable code: right answers, no speed"),
+    ("scalar", "any", "portable code: correct, slow"),
     ("avx2", "Haswell 2013, Zen 1 and later", "8 multiply-adds at a time in fp32"),
     ("avxvnni", "Alder Lake, Sapphire Rapids, Zen 5 and later", "the same, with int8 products in fours (vpdpbusd)"),
     ("avx512bw", "Skylake-SP and later Xeons", "16 multiply-adds at a time in fp32"),
@@ -231,7 +244,7 @@ _ARM_SETS = ("neon", "dotprod", "i8mm")
 
 
 def describe_feature_sets() -> tuple[FeatureSet, ...]:
-    """Every set, the best of a kind of CPU last; without the native module nothing is known of this CPU."""
+    """Return all feature sets; without the native module, without their states."""
     try:
         info = cpu_info()
         used, detected = info["features"], info["detected_features"]
@@ -247,11 +260,12 @@ def describe_feature_sets() -> tuple[FeatureSet, ...]:
 
 
 def check_library(library: str | os.PathLike[str] | None = None) -> Check:
-    """Whether libortolan_ops.so is there, loads in the installed ONNX Runtime and computes what numpy computes.
+    """Check that libortolan_ops.so loads in the installed ONNX Runtime and computes the same as NumPy.
 
-    library: the file to try; the one that Ortolan registers when None.
+    The check runs in its own process, because a library for another system may crash it.
 
-    It runs in a process of its own: a library built for another system may end the process that loads it.
+    Args:
+        library: The file; None: the one that Ortolan registers.
     """
     name = "operator library"
     if library is None:
@@ -268,17 +282,17 @@ def check_library(library: str | os.PathLike[str] | None = None) -> Check:
         result = _run_python(code, os.fspath(library))
     except subprocess.TimeoutExpired:
         detail = f"{library}: a tiny model did not finish within {_SELF_TEST_SECONDS} s"
-        return Check(name, "failed", detail, "is the machine overloaded? Try again; if it stays so, report it")
+        return Check(name, "failed", detail, "try again when the machine is less busy; if it fails again, report it")
     if result.returncode == 0:
-        return Check(name, "ok", f"{library} loads and computes what numpy does")
+        return Check(name, "ok", f"{library} loads and computes correctly")
     problem = _problem(result.returncode, result.stderr)
     return Check(name, "failed", f"{library}: {problem}", _library_advice(problem))
 
 
 def check_provider() -> Check:
-    """Whether models run as they are: the execution provider is there, and ONNX Runtime takes it.
+    """Check that the execution provider, which runs unchanged models, registers.
 
-    In a process of its own too, so that this one registers nothing. Without it, optimized models run as ever.
+    The check runs in its own process, so that this one does not register it. Optimized models do not need it.
     """
     name = _PROVIDER
     try:
@@ -286,13 +300,13 @@ def check_provider() -> Check:
     except subprocess.TimeoutExpired:
         return Check(name, "note", f"did not register within {_SELF_TEST_SECONDS} s")
     if result.returncode == 0:
-        return Check(name, "ok", "registers: models with MatMulNBits run as they are (ortolan.session_options)")
+        return Check(name, "ok", "registers: unchanged models with MatMulNBits run on it (ortolan.session_options)")
     problem = _problem(result.returncode, result.stderr)
     return Check(name, "note", f"{problem.removeprefix('ortolan.errors.LibraryError: ')}")
 
 
 def check_opencl() -> Check:
-    """The OpenCL devices, and whether ORTOLAN_OPENCL asks for one. Drivers are loaded into another process."""
+    """Check OpenCL devices, and whether ORTOLAN_OPENCL enables them. Another process loads the drivers."""
     name = "OpenCL"
     value = os.environ.get(VARIABLE) or "0"
     if value not in ("0", "1", "force"):
@@ -300,19 +314,23 @@ def check_opencl() -> Check:
     try:
         result = _run_python(r"from ortolan.opencl import opencl_devices; print(*opencl_devices(), sep='\n')")
     except subprocess.TimeoutExpired:
-        return Check(name, "note", f"the drivers gave no list of devices within {_SELF_TEST_SECONDS} s")
-    unasked = "" if value != "0" else f"not asked for ({VARIABLE}); "
+        return Check(name, "note", f"the drivers did not list devices within {_SELF_TEST_SECONDS} s")
+    unasked = "" if value != "0" else f"disabled ({VARIABLE}); "
     if result.returncode == 0:
         return Check(name, "ok", unasked + "; then ".join(result.stdout.strip().splitlines()))
     if value == "0":
-        return Check(name, "ok", f"not asked for ({VARIABLE})")
+        return Check(name, "ok", f"disabled ({VARIABLE})")
     problem = _problem(result.returncode, result.stderr).removeprefix("ortolan.errors.LibraryError: ")
-    return Check(name, "note", f"the CPU computes everything: {problem}")
+    return Check(name, "note", f"all operators run on the CPU: {problem}")
 
 
 def _run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Raises subprocess.TimeoutExpired."""
-    # -P: whatever lies in the current folder must not be imported instead of the installed packages.
+    """Run code in another process.
+
+    Raises:
+        subprocess.TimeoutExpired: It did not end in time.
+    """
+    # -P: files of the current folder must not be imported instead of the installed packages.
     command = [sys.executable, "-P", "-c", code, *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, errors="replace", timeout=_SELF_TEST_SECONDS, check=False
@@ -320,16 +338,20 @@ def _run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def run_tiny_model(library: str) -> None:
-    """Runs one SparseAMXMatMul through `library` in ONNX Runtime. Raises when it fails or differs from numpy."""
+    """Run one SparseAMXMatMul of a library in ONNX Runtime.
+
+    Raises:
+        OrtolanError: The result differs from NumPy's.
+    """
     import numpy as np
     import onnxruntime as ort
     from onnx import TensorProto, helper
 
     from . import _native
 
-    m, k, n = 3, 70, 21  # no multiples of a tile
+    m, k, n = 3, 70, 21  # not multiples of a tile
     rng = np.random.default_rng(0)
-    # Small whole numbers: bf16 holds them, and float32 sums of them are exact in any order.
+    # Small integers: exact in bf16, and float32 sums of them are exact in any order.
     x = rng.integers(-4, 5, (m, k)).astype(np.float32)
     w = rng.integers(-4, 5, (k, n)) * rng.integers(0, 2, (k, n))
     masks, values, offsets = _native.pack_bitmap(w.astype(np.float32))
@@ -359,7 +381,7 @@ def run_tiny_model(library: str) -> None:
     (y,) = session.run(None, {"x": x})
     error = float(np.abs(y - x @ w).max())
     if error != 0:
-        raise OrtolanError(f"SparseAMXMatMul differs from numpy by up to {error:g}, expected no difference")
+        raise OrtolanError(f"SparseAMXMatMul differs from numpy by up to {error:g}, expected 0")
 
 
 def _problem(returncode: int, stderr: str) -> str:
@@ -372,7 +394,7 @@ def _problem(returncode: int, stderr: str) -> str:
     lines = stderr.strip().splitlines()
     if not lines:
         return f"the process that loaded it ended with exit code {returncode}"
-    # The last line of a traceback; of ONNX Runtime's errors without the class and the status.
+    # The last line of a traceback, without class and status of ONNX Runtime's errors.
     return re.sub(r"^onnxruntime\.[\w.]+: (\[ONNXRuntimeError\] : \d+ : \w+ : )?", "", lines[-1].strip())
 
 
@@ -380,12 +402,12 @@ def _library_advice(problem: str) -> str:
     if "ORTOLAN_ISA" in problem:
         return _UNSET
     if "No module named" in problem or "ImportError" in problem:
-        return "put the packages above in order first"
+        return "fix the packages above first"
     if "Upgrade onnxruntime" in problem or "register_custom_ops_library" in problem:
         return "pip install --upgrade onnxruntime"
     if "signal SIGILL" in problem or "differs from numpy" in problem:
-        return "try ORTOLAN_ISA=scalar, and report this with the CPU's name: a kernel is wrong here"
+        return "try ORTOLAN_ISA=scalar, and report the CPU's name: a kernel is wrong on it"
     damage = ("GLIBC", "ELF", "cannot open shared object", "undefined symbol", "too short", "SIGBUS", "SIGSEGV")
     if any(text in problem for text in damage):
-        return f"the file is damaged or made for another system; {_REINSTALL}"
+        return f"the file is damaged or built for another system; {_REINSTALL}"
     return _REINSTALL

@@ -3,7 +3,7 @@
     serve run ortolan.serving:embeddings model=fast.onnx replicas=2
     serve run ortolan.serving:generation model=decoder.onnx tokenizer=tokenizer.json
 
-Ray Serve starts, restarts and scales the replicas and spreads the requests; here stands what a replica does with one.
+Ray Serve starts, restarts and scales the replicas and distributes the requests. This module is what a replica does.
 """
 
 import asyncio
@@ -56,17 +56,25 @@ except ImportError as error:
     raise OrtolanError(f"serving needs Ray Serve ({error}); install it with: pip install {packages}") from error
 
 _log = logging.getLogger("ray.serve")
-_FAILED = "the server failed; its log says why, under this answer's x-request-id"
+_FAILED = "the server failed; its log has the reason, under this answer's x-request-id"
 _SHUTDOWN_SECONDS = 20.0
 
 
 class ServingConfig(BaseModel):
-    """What both kinds of servers are told. Values may be given as text, as `serve run` does.
+    """Settings of all servers. Values may be strings, as `serve run` passes them.
 
-    model, tokenizer: paths, on every machine that runs a replica. replicas: how many; or min_replicas and max_replicas,
-    between which Ray Serve scales to target_ongoing_requests of each. threads: of ONNX Runtime for each replica, and
-    the CPUs that Ray counts for it. spin: idle threads wait in a loop. max_queued_requests: more get 503 (-1: no
-    limit). max_body_bytes: of a request; larger ones get 413.
+    Attributes:
+        model: Path of the model, on every machine that runs a replica.
+        tokenizer: Path of the tokenizer, on every machine that runs a replica.
+        replicas: The number of replicas.
+        min_replicas: The smallest number, if Ray Serve scales the replicas.
+        max_replicas: The largest number, if Ray Serve scales the replicas.
+        target_ongoing_requests: Requests of each replica to which Ray Serve scales.
+        threads: ONNX Runtime's threads of each replica, and the CPUs that Ray counts for it.
+        spin: Idle threads wait in a loop.
+        max_ongoing_requests: Requests that a replica accepts at a time.
+        max_queued_requests: More waiting requests get 503; -1: no limit.
+        max_body_bytes: The largest body of a request; larger ones get 413.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -85,11 +93,15 @@ class ServingConfig(BaseModel):
 
 
 class EmbeddingConfig(ServingConfig):
-    """max_texts: of a request, more get 413. max_characters: of a text, likewise. max_tokens: what texts are cut to, if
-    the model takes tokens (one that takes texts knows by itself); without it, as the model's folder says.
+    """Settings of a server for embeddings or reranking.
 
-    batch_tokens: of texts of all requests at hand, which run as one batch. max_waiting_tokens: of texts that are in no
-    batch yet; requests that would make them more get 429. max_ongoing_requests: should be more than so many tokens are.
+    Attributes:
+        max_ongoing_requests: Should exceed the number of requests that `max_waiting_tokens` allows.
+        max_texts: The largest number of texts in a request; more get 413.
+        max_characters: The longest text; longer ones get 413.
+        max_tokens: The length to which texts are cut, if the model takes tokens. Default: from the model's folder.
+        batch_tokens: Tokens of a batch, which has texts of all waiting requests.
+        max_waiting_tokens: Tokens of waiting texts; requests above it get 429.
     """
 
     max_ongoing_requests: PositiveInt = 2048
@@ -101,10 +113,17 @@ class EmbeddingConfig(ServingConfig):
 
 
 class GenerationConfig(ServingConfig):
-    """max_characters, max_prompt_tokens: of a prompt, more get 413. max_new_tokens, max_seconds: that a request may ask
-    for, more get 422; max_seconds, waiting included, is also what a request has that asks for none. max_context: tokens
-    of a prompt and its continuation, of a model whose file does not say. concurrent: requests that one replica runs at
-    a time; others wait."""
+    """Settings of a server for generation.
+
+    Attributes:
+        tokenizer: Path of tokenizer.json, or of tokenizer.bin of llama2.c.
+        max_characters: The longest prompt in characters; longer ones get 413.
+        max_prompt_tokens: The longest prompt in tokens; longer ones get 413.
+        max_new_tokens: The most new tokens that a request may ask for; more get 422.
+        max_context: Tokens of a prompt and its continuation, for models without this limit in their file.
+        max_seconds: The longest time that a request may ask for, queueing included, and the default; more gets 422.
+        concurrent: Requests that a replica runs at a time; other requests wait.
+    """
 
     tokenizer: str
     max_characters: PositiveInt = 100_000
@@ -116,20 +135,25 @@ class GenerationConfig(ServingConfig):
 
 
 def embeddings(config: EmbeddingConfig) -> Application:
-    """An application of Ray Serve. Of an embedding model: POST /v1/embeddings, as OpenAI has it, and POST /embed
-    {"texts": […]} -> {"embeddings": [[…], …]}. Of a reranker: POST /rerank, as Cohere, Jina and
-    text-embeddings-inference have it. Of both: GET /v1/models, GET /health."""
+    """Return an application of Ray Serve for an embedding model or a reranker.
+
+    Routes of an embedding model: POST /v1/embeddings like OpenAI, and POST /embed {"texts": […]} -> {"embeddings":
+    [[…], …]}. Routes of a reranker: POST /rerank like Cohere, Jina and text-embeddings-inference. Both have GET
+    /v1/models and GET /health.
+    """
     return _deploy(Embeddings, config, _SHUTDOWN_SECONDS)
 
 
 def generation(config: GenerationConfig) -> Application:
-    """An application of Ray Serve: POST /generate {"prompt": "…"} -> {"text": "…", "tokens": n, "finish_reason": "…"};
-    GET /health."""
+    """Return an application of Ray Serve for a decoder.
+
+    Routes: POST /generate {"prompt": "…"} -> {"text": "…", "tokens": n, "finish_reason": "…"}, and GET /health.
+    """
     return _deploy(Generation, config, config.max_seconds + _SHUTDOWN_SECONDS)
 
 
 def _deploy(deployment: Any, config: ServingConfig, shutdown_seconds: float) -> Application:
-    """shutdown_seconds: that a replica has to end its requests when it is taken away."""
+    """Return the application. shutdown_seconds: time for a replica's requests when it is removed."""
     scale: dict[str, Any] = {"num_replicas": config.replicas}
     if config.min_replicas is not None or config.max_replicas is not None:
         least = config.min_replicas or 1
@@ -151,7 +175,7 @@ def _deploy(deployment: Any, config: ServingConfig, shutdown_seconds: float) -> 
 
 
 def _application() -> FastAPI:
-    """Routes are added by each class; errors become JSON here: {"error": "…"}, or OpenAI's form."""
+    """Return an application without routes, in which errors become JSON: {"error": "…"}, or OpenAI's format."""
     application = FastAPI(title="Ortolan", docs_url=None, redoc_url=None, openapi_url=None)
 
     def error(request: Request, status: int, message: str, headers: Any = None) -> JSONResponse:
@@ -178,13 +202,13 @@ def _application() -> FastAPI:
 
 
 def model_name(model: str) -> str:
-    """Of a file, or of the folder that holds model.onnx."""
+    """Return the name of a model file, or of the folder with model.onnx."""
     path = Path(model)
     return path.parent.name if path.name == "model.onnx" and path.parent.name else path.stem
 
 
 def _json(said: Any) -> Response:
-    """Arrays of numpy become lists, of float32 with as many digits as tell them apart."""
+    """Return a JSON response; NumPy arrays become lists, float32 with the shortest digits that identify them."""
     return Response(orjson.dumps(said, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
 
 
@@ -194,20 +218,24 @@ def _health(config: ServingConfig) -> dict[str, Any]:
 
 
 class _Runner:
-    """Runs what computes on threads of its own, so that the replica can go on to read requests."""
+    """Runs computations on its own threads, so that the replica can read requests meanwhile."""
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads)
         self._free = asyncio.Semaphore(threads)
 
     async def __call__(self, call: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> Any:
-        """call(*arguments). seconds: to wait for a free thread. Raises RequestError 504 where there was none."""
+        """Run call(*arguments) on a free thread.
+
+        Raises:
+            RequestError: 504 if no thread is free within `seconds`.
+        """
         try:
             async with asyncio.timeout(seconds):
                 await self._free.acquire()
         except TimeoutError:
             raise RequestError(
-                504, f"other requests took all of {seconds} s; ask for more (max_seconds), or try again later"
+                504, f"no free thread within {seconds} s; request more (max_seconds), or try again later"
             ) from None
         loop = asyncio.get_running_loop()
         try:
@@ -215,7 +243,7 @@ class _Runner:
         except BaseException:
             self._free.release()
             raise
-        # When the thread has ended: one whose caller was cancelled works on, and is not free for the next.
+        # When the call has ended: the thread of a cancelled caller still works and is not free.
         job.add_done_callback(lambda _: loop.call_soon_threadsafe(self._free.release))
         return await asyncio.wrap_future(job)
 
@@ -225,7 +253,7 @@ def _event(said: dict[str, Any]) -> str:
 
 
 async def _events(pieces: "asyncio.Queue[str | None]", work: "asyncio.Task[Generated]") -> AsyncGenerator[str]:
-    """The pieces up to None, then the result. Ends the work where it is ended itself, as its client went away."""
+    """Yield the pieces up to None, then the result. If the client disconnects, the work is cancelled."""
     try:
         while (piece := await pieces.get()) is not None:
             yield _event({"piece": piece})
@@ -239,41 +267,41 @@ async def _stream(first: str, events: AsyncGenerator[str]) -> AsyncGenerator[str
     try:
         async for event in events:
             yield event
-    except Exception:  # too late for a status
+    except Exception:  # too late for an HTTP status
         _log.exception("A generation failed.")
         yield _event({"error": _FAILED})
 
 
 class _EventResponse(StreamingResponse):
-    """The first event, sent after it is at hand, and the others."""
+    """A stream of events that starts when the first event exists."""
 
     def __init__(self, first: str, events: AsyncGenerator[str]) -> None:
         self._events, self._said = events, _stream(first, events)
         super().__init__(self._said, media_type="text/event-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # A client that goes away ends this at any event, or before the first: then too, its generation ends now, and
-        # not when the generators are collected.
+        # If the client disconnects, the generators are closed at once, not when they are garbage-collected.
         async with aclosing(self._events), aclosing(self._said):
             await super().__call__(scope, receive, send)
 
 
 def _ended(work: "asyncio.Task[Generated]") -> None:
-    """Reads the exception, if any: asyncio logs those that are not read, as when the client is gone."""
+    """Read the exception, if any: asyncio logs exceptions that nobody reads, for example of disconnected clients."""
     if not work.cancelled():
         work.exception()
 
 
-# Ray Serve sends the classes below to its processes with what is defined by then.
+# Ray Serve pickles the classes below with everything that is defined before them.
 _embedding_routes, _generation_routes = _application(), _application()
 
 
 @serve.deployment
 @serve.ingress(_embedding_routes)
 class Embeddings:
-    """A replica: one session, and batches of texts out of all requests at hand."""
+    """A replica with one session and batches of texts from all waiting requests."""
 
     def __init__(self, config: dict[str, Any]) -> None:
+        """Open the model."""
         self._config = EmbeddingConfig(**config)
         self._engine = EncoderEngine(
             self._config.model,
@@ -292,19 +320,21 @@ class Embeddings:
             self._engine.encoder.length,
             self._count,
         )
-        self._texts = Counter("ortolan_texts", description="Texts that went into batches.")
-        self._tokens = Counter("ortolan_tokens", description="Tokens that went into batches.")
-        self._refused = Counter("ortolan_refused", description="Requests that got 429, as too many tokens waited.")
-        self._waiting = Gauge("ortolan_waiting_tokens", description="Tokens that wait when a batch begins.")
+        self._texts = Counter("ortolan_texts", description="Texts in batches.")
+        self._tokens = Counter("ortolan_tokens", description="Tokens in batches.")
+        self._refused = Counter(
+            "ortolan_refused", description="Requests refused with 429 because too many tokens waited."
+        )
+        self._waiting = Gauge("ortolan_waiting_tokens", description="Tokens that wait when a batch starts.")
         self._fill = Histogram(
             "ortolan_batch_fill",
-            description="Tokens of a batch as a share of batch_tokens.",
+            description="Tokens of a batch as a fraction of batch_tokens.",
             boundaries=[0.1, 0.25, 0.5, 0.75, 0.9, 1],
         )
 
     @_embedding_routes.post("/embed")
     async def embed(self, request: Request) -> Response:
-        """One vector a text."""
+        """Return one vector for each text."""
         given = await read_request(request, EmbeddingRequest, self._config.max_body_bytes)
         self._check(given.texts)
         vectors, _ = await self._answers(self._engine.encoder.tokenize, given.texts)
@@ -312,7 +342,7 @@ class Embeddings:
 
     @_embedding_routes.post("/v1/embeddings")
     async def openai_embeddings(self, request: Request) -> Response:
-        """See https://platform.openai.com/docs/api-reference/embeddings."""
+        """Return embeddings like https://platform.openai.com/docs/api-reference/embeddings."""
         given = await read_request(request, OpenAIEmbeddingRequest, self._config.max_body_bytes)
         inputs: Any = given.inputs()
         if isinstance(inputs[0], str):
@@ -327,7 +357,7 @@ class Embeddings:
     @_embedding_routes.post("/rerank")
     @_embedding_routes.post("/v1/rerank")
     async def rerank(self, request: Request) -> Response:
-        """One score a text, the best first."""
+        """Return the scores of texts, the best first."""
         given = await read_request(request, RerankRequest, self._config.max_body_bytes)
         texts = given.given()
         self._check([given.query, *texts])
@@ -336,19 +366,19 @@ class Embeddings:
 
     def _check_count(self, texts: Sequence[Any]) -> None:
         if len(texts) > self._config.max_texts:
-            raise RequestError(413, f"there are {len(texts)} texts, expected at most {self._config.max_texts}")
+            raise RequestError(413, f"request has {len(texts)} texts, expected at most {self._config.max_texts}")
 
     def _check(self, texts: Sequence[str]) -> None:
         self._check_count(texts)
         check_characters(texts, self._config.max_characters)
 
     async def _answers(self, tokenize: Callable[..., list[Tokens]], *given: Any) -> tuple[np.ndarray, int]:
-        """The texts' vectors or scores, and how many tokens they have."""
+        """Return the texts' vectors or scores, and their number of tokens."""
         try:
             self._batches.check()  # before any work
             try:
                 texts: list[Tokens] = await self._tokenize(tokenize, *given)
-            except OrtolanError as error:  # of another kind of model, tokens that it does not know
+            except OrtolanError as error:  # the model is of another kind, or a token is unknown
                 raise RequestError(422, str(error)) from None
             answers = await self._batches.answer(texts)
         except RequestError as error:
@@ -374,25 +404,26 @@ class Embeddings:
 
     @_embedding_routes.get("/v1/models")
     async def openai_models(self) -> dict[str, Any]:
-        """The one that there is."""
+        """List the model."""
         return {"object": "list", "data": [openai_model(self._name)]}
 
     @_embedding_routes.get("/health")
     async def health(self) -> dict[str, Any]:
-        """Whether a replica answers."""
+        """Return that the replica answers."""
         return _health(self._config)
 
     async def check_health(self) -> None:
-        """Asked by Ray Serve now and then; a replica that fails is replaced."""
+        """Run one text. Ray Serve calls this regularly and replaces a replica that fails."""
         await self._run(self._engine.check)
 
 
 @serve.deployment
 @serve.ingress(_generation_routes)
 class Generation:
-    """A replica: one session, one cache a request."""
+    """A replica with one session, and a cache for each request."""
 
     def __init__(self, config: dict[str, Any]) -> None:
+        """Open the model."""
         self._config = GenerationConfig(**config)
         self._engine = GenerationEngine(
             self._config.model,
@@ -403,13 +434,13 @@ class Generation:
             spin=self._config.spin,
         )
         self._run = _Runner(self._config.concurrent)
-        self._run_check = _Runner(1)  # behind requests that take minutes, a check would fail
+        self._run_check = _Runner(1)  # a check must not wait for requests that take minutes
         self._tokens = Counter("ortolan_generated_tokens", description="Tokens that were generated.")
         self._ended = Counter("ortolan_generations", description="Generations that ended.", tag_keys=("finish_reason",))
 
     @_generation_routes.post("/generate")
     async def generate(self, request: Request) -> Response:
-        """The prompt, continued."""
+        """Continue a prompt."""
         given = await read_request(request, GenerationRequest, self._config.max_body_bytes)
         check_characters([given.prompt], self._config.max_characters)
         if given.max_new_tokens > self._config.max_new_tokens:
@@ -430,12 +461,12 @@ class Generation:
         work.add_done_callback(lambda _: pieces.put_nowait(None))
         work.add_done_callback(_ended)
         events = _events(pieces, work)
-        # Only now, when there is a first event, is it known whether the request is refused.
+        # The first event shows whether the request is refused.
         first = await anext(events)
         return _EventResponse(first, events)
 
     async def _continue(self, given: GenerationRequest, on_text: Callable[[str], None] | None = None) -> Generated:
-        """Waits for a turn, and generates."""
+        """Wait for a free thread, and generate."""
         seconds = given.max_seconds or self._config.max_seconds
         deadline = time.monotonic() + seconds
         cancelled = threading.Event()
@@ -443,7 +474,7 @@ class Generation:
             made: Generated = await self._run(self._generate, given, deadline, cancelled, on_text, seconds=seconds)
             return made
         finally:
-            cancelled.set()  # the client may be gone, and the thread still at work
+            cancelled.set()  # the client may be disconnected while the thread still works
 
     def _generate(
         self,
@@ -469,9 +500,9 @@ class Generation:
 
     @_generation_routes.get("/health")
     async def health(self) -> dict[str, Any]:
-        """Whether a replica answers."""
+        """Return that the replica answers."""
         return _health(self._config)
 
     async def check_health(self) -> None:
-        """See Embeddings.check_health."""
+        """Generate one token, as in `Embeddings.check_health`."""
         await self._run_check(self._engine.generate, "", 1)

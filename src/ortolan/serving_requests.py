@@ -1,5 +1,4 @@
-"""Requests and answers of the servers: the project's own, those of OpenAI's API, and rerankers' of Cohere, Jina and
-text-embeddings-inference."""
+"""Requests and answers of the servers: Ortolan's own, OpenAI's, and those of Cohere, Jina, text-embeddings-inference."""
 
 import base64
 import json
@@ -25,8 +24,14 @@ class EmbeddingRequest(BaseModel):
 
 
 class OpenAIEmbeddingRequest(BaseModel):
-    """The body of POST /v1/embeddings: a text, texts, tokens of a text, or tokens of texts. dimensions: the vector's
-    first ones, of length 1 again. A server has one model, whatever `model` says."""
+    """The body of POST /v1/embeddings.
+
+    Attributes:
+        input: A text, texts, tokens of a text, or tokens of texts.
+        model: Ignored: a server has one model.
+        encoding_format: The format of vectors.
+        dimensions: Return only the first dimensions, scaled to length 1.
+    """
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -36,16 +41,22 @@ class OpenAIEmbeddingRequest(BaseModel):
     dimensions: int | None = Field(default=None, ge=1)
 
     def inputs(self) -> list[str] | list[list[int]]:
-        """Texts, or tokens of texts. Raises RequestError 422 where there are none."""
+        """Return the texts, or their tokens.
+
+        Raises:
+            RequestError: 422 if there is no text, or one without tokens.
+        """
         given: Any = self.input
         found: Any = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
         if not found or [] in found:
-            raise RequestError(422, "input: there is no text, or one without tokens; send at least one of each")
+            raise RequestError(
+                422, "input is empty or has a text without tokens; send at least one text with one token"
+            )
         return list(found)
 
 
 class Document(BaseModel):
-    """As Cohere and Jina have it; other fields are not read."""
+    """A document of Cohere and Jina; other fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -66,18 +77,32 @@ class RerankRequest(BaseModel):
     raw_scores: Literal[False] = False
 
     def given(self) -> list[str]:
-        """Raises RequestError 422 for none, or both."""
+        """Return the texts.
+
+        Raises:
+            RequestError: 422 if there are no texts, or both fields are set.
+        """
         if (self.documents is None) == (self.texts is None):
-            raise RequestError(422, "the body has both or none of documents and texts; send one of them")
+            raise RequestError(422, "body needs either documents or texts; send one of them")
         found = self.texts if self.documents is None else self.documents
         if not found:
-            raise RequestError(422, "there is no text to rank; send at least one")
+            raise RequestError(422, "body has no text to rank; send at least one")
         return [one if isinstance(one, str) else one.text for one in found]
 
 
 class GenerationRequest(BaseModel):
-    """The body of POST /generate. temperature 0 takes the likeliest token; see ortolan.generate.sample. stream:
-    the answer is a stream of server-sent events, {"piece": "…"} each, and at last what it is without stream."""
+    """The body of POST /generate.
+
+    Attributes:
+        prompt: The prompt.
+        max_new_tokens: The largest number of new tokens.
+        max_seconds: The longest time, queueing included.
+        temperature: As for ortolan.generate.sample; 0: the most likely token.
+        top_k: As for ortolan.generate.sample.
+        top_p: As for ortolan.generate.sample.
+        seed: Seed of the random generator.
+        stream: Return server-sent events: {"piece": "…"} each, and last the answer without stream.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -92,55 +117,66 @@ class GenerationRequest(BaseModel):
 
 
 async def read_request(request: Request, payload: type[Payload], max_bytes: int) -> Payload:
-    """Reads a request's body. Raises RequestError: 413 for more bytes, 400 for what is no JSON in UTF-8, 422 for JSON
-    of another form."""
+    """Read a request's body.
+
+    Raises:
+        RequestError: 413 for too many bytes, 400 if the body is not JSON in UTF-8, 422 for other fields or types.
+    """
     content = bytearray()
     async for chunk in request.stream():
         content += chunk
         if len(content) > max_bytes:
-            raise RequestError(413, f"the body has more than {max_bytes} bytes; send less at a time")
+            raise RequestError(413, f"body has more than {max_bytes} bytes; send less at a time")
     return parse_request(bytes(content), payload)
 
 
 def parse_request(content: bytes, payload: type[Payload]) -> Payload:
-    """See read_request."""
+    """Parse a body, as for `read_request`."""
     try:
         said = json.loads(content.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise RequestError(400, f"the body is not UTF-8: {error}") from None
+        raise RequestError(400, f"body is not UTF-8: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"the body is not JSON: {error}") from None
+        raise RequestError(400, f"body is not JSON: {error}") from None
     try:
-        # Escapes of JSON can write half a character, which is no text.
+        # JSON escapes can encode half of a surrogate pair, which is not a character.
         json.dumps(said, ensure_ascii=False).encode("utf-8")
         return payload.model_validate(said)
     except UnicodeEncodeError:
-        raise RequestError(422, "a text holds half of a surrogate pair; send whole characters") from None
+        raise RequestError(422, "a text has half of a surrogate pair; send whole characters") from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the body"
+        where = ".".join(map(str, first["loc"])) or "body"
         raise RequestError(422, f"{where}: {first['msg']}") from None
 
 
 def check_characters(texts: Sequence[str], most: int) -> None:
-    """Raises RequestError 413."""
+    """Check the lengths of texts.
+
+    Raises:
+        RequestError: 413 for a text with too many characters.
+    """
     for number, text in enumerate(texts):
         if len(text) > most:
             raise RequestError(413, f"text {number} has {len(text)} characters, expected at most {most}")
 
 
 def first_dimensions(vectors: np.ndarray, dimensions: int | None) -> np.ndarray:
-    """float32 [texts, width] -> [texts, dimensions], of length 1. Raises RequestError 422 for more than there are."""
+    """Return the first dimensions of float32 [texts, width], scaled to length 1.
+
+    Raises:
+        RequestError: 422 if the vectors have fewer dimensions.
+    """
     if dimensions is None:
         return vectors
     if dimensions > vectors.shape[1]:
-        raise RequestError(422, f"dimensions: {dimensions}, expected at most the model's {vectors.shape[1]}")
+        raise RequestError(422, f"dimensions is {dimensions}, expected at most the model's {vectors.shape[1]}")
     cut = vectors[:, :dimensions]
     return np.asarray(cut / np.maximum(np.linalg.norm(cut, axis=1, keepdims=True), np.float32(1e-12)))
 
 
 def openai_embeddings(vectors: np.ndarray, encoding_format: str, model: str, tokens: int) -> dict[str, Any]:
-    """The answer of POST /v1/embeddings. base64: of float32, little-endian."""
+    """Return the answer of POST /v1/embeddings; base64 encodes little-endian float32."""
     encoded: list[Any] = list(vectors.astype("<f4", copy=False))
     if encoding_format == "base64":
         encoded = [base64.b64encode(vector.tobytes()).decode() for vector in encoded]
@@ -153,16 +189,18 @@ def openai_embeddings(vectors: np.ndarray, encoding_format: str, model: str, tok
 
 
 def openai_model(model: str) -> dict[str, Any]:
+    """Return a model of GET /v1/models."""
     return {"id": model, "object": "model", "created": int(time.time()), "owned_by": "ortolan"}
 
 
 def openai_error(status: int, message: str) -> dict[str, Any]:
+    """Return an error in OpenAI's format."""
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
 
 def ranked(asked: RerankRequest, texts: list[str], scores: np.ndarray, model: str, tokens: int) -> Any:
-    """The answer of POST /rerank in the form of its request, the best first; of equal scores the first text."""
+    """Return the answer of POST /rerank in the request's format, the best first; equal scores stay in order."""
     order = [int(index) for index in np.argsort(-scores, kind="stable")][: asked.top_n]
     if asked.documents is None:
         shown: list[dict[str, Any]] = [{"text": texts[index]} if asked.return_text else {} for index in order]
