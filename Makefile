@@ -67,6 +67,7 @@ lint: $(VENV)/.installed
 	git ls-files -co --exclude-standard '*.c' '*.cc' '*.h' | xargs $(BIN)/clang-format --dry-run --Werror
 	mkdir -p build/typing/ortolan && ln -sfn $(CURDIR)/src/ortolan/* build/typing/ortolan/
 	ln -sfn $(CURDIR)/graph_passes $(CURDIR)/models $(CURDIR)/benchmarks build/typing/ortolan/
+	ln -sfn $(CURDIR)/tools build/typing/
 	$(BIN)/mypy
 	cd build/typing && ../../$(BIN)/lint-imports --config ../../pyproject.toml --no-cache
 	$(BIN)/python .ci/native_facts.py

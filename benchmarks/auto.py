@@ -31,7 +31,7 @@ from ortolan.session import create_session
 from ..embedding import token_feeds
 from ..errors import OrtolanError
 from ..models import get_model
-from ..models.evaluate import sample_texts
+from ..models.perplexity import sample_texts
 from ..models.tokenizer import load_tokenizer
 from ..optimize import optimize_onnx, search
 from ..progress import Progress, no_progress

@@ -32,7 +32,7 @@ from ortolan.graph_passes.recipe import Recipe
 from ..errors import OrtolanError, RecipeError, VerificationError
 from ..generate import Decoder, read_head_size, shares_cache
 from ..models import get_model
-from ..models.evaluate import sample_texts, score_tokens
+from ..models.perplexity import sample_texts, score_tokens
 from ..models.tokenizer import load_tokenizer
 from ..optimize import optimize_onnx
 from ..session import create_session

@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 
 import ortolan
-from ortolan.benchmarks.against import __main__ as against
-from ortolan.benchmarks.against import revision
-from ortolan.benchmarks.against.compare import (
+from ortolan.errors import OrtolanError
+from ortolan.graph_passes.report.figures import Timing
+from tests.benchmarks.checkout import ENVIRONMENT
+from tools.against import __main__ as against
+from tools.against import revision
+from tools.against.compare import (
     QUICK_PACE,
     Pace,
     Turn,
@@ -26,13 +29,11 @@ from ortolan.benchmarks.against.compare import (
     rounds_of,
     turn_of,
 )
-from ortolan.benchmarks.against.layers import COLD_BYTES, Row, TimedModel, Work, copies_for
-from ortolan.benchmarks.against.process import WorkerProcess
-from ortolan.benchmarks.against.result import Comparison, RowResult, noise_of, timing_of
-from ortolan.benchmarks.against.rows import TINY, Sizes, works_of
-from ortolan.benchmarks.workers.process import WorkerError, cpus_to_use
-from ortolan.errors import OrtolanError
-from ortolan.graph_passes.report.figures import Timing
+from tools.against.layers import COLD_BYTES, Row, TimedModel, Work, copies_for
+from tools.against.process import WorkerProcess
+from tools.against.result import Comparison, RowResult, noise_of, timing_of
+from tools.against.rows import TINY, Sizes, works_of
+from tools.workers.process import WorkerError, cpus_to_use
 
 LIBRARY = Path(ortolan.get_library_path())
 
@@ -246,7 +247,7 @@ def test_revisions_and_folders_that_are_none(repository: Path, tmp_path: Path) -
 @pytest.mark.slow
 def test_every_room_against_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rows of each kind; the same library gives the same bits."""
-    monkeypatch.setattr("ortolan.benchmarks.against.layers._MOST_COPIES", 2)
+    monkeypatch.setattr("tools.against.layers._MOST_COPIES", 2)
     found = []
     for works in works_of(TINY, tiny_models=True).values():
         some = [Work(work.room, work.rows[:1], work.write) for work in works]
@@ -259,9 +260,9 @@ def test_every_room_against_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
-    command = [sys.executable, "-P", "-m", "ortolan.benchmarks.against", "before", "--quick", "--library", str(LIBRARY)]
+    command = [sys.executable, "-P", "-m", "tools.against", "before", "--quick", "--library", str(LIBRARY)]
     command += ["--rooms", "lut_post_op", "--threads", "1,2", "--rounds", "1", "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT, check=False)
     assert done.returncode == 0, done.stderr
     document = json.loads(file.read_text())
     assert document["old"] == "before" and document["new"] == str(LIBRARY)
@@ -280,8 +281,9 @@ def test_the_command(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_what_there_is(tmp_path: Path, number: int) -> None:
-    command = [sys.executable, "-P", "-m", "ortolan.benchmarks.against", "before", "--quick", "--library", str(LIBRARY)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+    command = [sys.executable, "-P", "-m", "tools.against", "before", "--quick", "--library", str(LIBRARY)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, cwd=tmp_path, env=ENVIRONMENT) as process:
         assert process.stderr is not None
         assert process.stderr.readline().startswith("[1/")
         process.send_signal(number)

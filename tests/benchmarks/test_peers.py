@@ -9,11 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from ortolan.benchmarks.peers import environments, page, pictures
-from ortolan.benchmarks.peers.candidate import speed_of
-from ortolan.benchmarks.peers.comparison import outrun_by
-from ortolan.benchmarks.peers.result import PeersResult, Row, Speed
-from ortolan.benchmarks.peers.verdict import (
+from ortolan.errors import OrtolanError
+from tests.benchmarks.checkout import ENVIRONMENT
+from tools.peers import environments, page, pictures
+from tools.peers.candidate import speed_of
+from tools.peers.comparison import outrun_by
+from tools.peers.result import PeersResult, Row, Speed
+from tools.peers.verdict import (
     DECODERS,
     ENCODERS,
     LAYERS,
@@ -23,7 +25,6 @@ from ortolan.benchmarks.peers.verdict import (
     goal_of,
     verdicts,
 )
-from ortolan.errors import OrtolanError
 
 from ..docs.pages import ROOT
 
@@ -269,6 +270,6 @@ def test_an_environment_that_cannot_be_made_says_why_and_is_tried_again(monkeypa
     ],
 )
 def test_what_there_is_none_of_is_refused(arguments, words, tmp_path):
-    command = [sys.executable, "-P", "-m", "ortolan.benchmarks.peers", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    command = [sys.executable, "-P", "-m", "tools.peers", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 2 and words in done.stderr

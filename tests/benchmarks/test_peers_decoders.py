@@ -9,18 +9,18 @@ import onnx_ir as ir
 import pytest
 
 from ortolan.benchmarks.int8_cache import write_int8_cache
-from ortolan.benchmarks.peers import decoder_source, decoders
-from ortolan.benchmarks.peers.candidate import Candidate, Subject, interleave
-from ortolan.benchmarks.peers.comparison import Job
-from ortolan.benchmarks.workers.process import WorkerError
 from ortolan.errors import OrtolanError
 from ortolan.generate import Decoder
 from ortolan.last_logits import keep_last_logits
 from ortolan.models import tiny
-from ortolan.models.evaluate import score_tokens
 from ortolan.models.gguf import read_gguf, read_gguf_tokenizer
 from ortolan.models.llama_config import LlamaConfig, llama_weight_shapes
+from ortolan.models.perplexity import score_tokens
 from ortolan.session import create_session
+from tools.peers import decoder_source, decoders
+from tools.peers.candidate import Candidate, Subject, interleave
+from tools.peers.comparison import Job
+from tools.workers.process import WorkerError
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 IDS = np.random.default_rng(0).integers(3, tiny.TINY_LLAMA.vocab_size, 100).tolist()

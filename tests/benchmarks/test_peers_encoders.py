@@ -8,10 +8,11 @@ import onnx_ir as ir
 import pytest
 
 from ortolan.benchmarks.encoder import FP32, INT8, Encoder, word_feeds
-from ortolan.benchmarks.peers import encoders
-from ortolan.benchmarks.peers.candidate import Candidate, Subject
-from ortolan.benchmarks.peers.comparison import Job, compare
-from ortolan.benchmarks.peers.encoder_texts import (
+from ortolan.models import tiny
+from tools.peers import encoders
+from tools.peers.candidate import Candidate, Subject
+from tools.peers.comparison import Job, compare
+from tools.peers.encoder_texts import (
     MIXED,
     SORTED,
     STS,
@@ -20,10 +21,9 @@ from ortolan.benchmarks.peers.encoder_texts import (
     make_works,
     write_batches,
 )
-from ortolan.benchmarks.peers.environments import REQUIREMENTS
-from ortolan.benchmarks.peers.result import PeersResult
-from ortolan.benchmarks.workers.process import WorkerError
-from ortolan.models import tiny
+from tools.peers.environments import REQUIREMENTS
+from tools.peers.result import PeersResult
+from tools.workers.process import WorkerError
 
 from ..api.word_tokenizer import write_tokenizer
 
@@ -162,7 +162,7 @@ def test_the_whole_of_it(encoder, tmp_path, monkeypatch):
     monkeypatch.setattr(encoders, "open_model", lambda name, folder: encoder)
     monkeypatch.setattr(encoders, "write_checkpoint", lambda model, folder: tmp_path)
     monkeypatch.setattr(encoders, "OURS", encoders.OURS[:1])
-    monkeypatch.setattr("ortolan.benchmarks.peers.candidate._WARM_UP_SECONDS", 0.0)
+    monkeypatch.setattr("tools.peers.candidate._WARM_UP_SECONDS", 0.0)
     monkeypatch.setattr(encoders, "compare", partial(compare, openings=1))
     # A peer whose environment lacks its package is left out; the others are not.
     pythons = {"openvino": sys.executable, "ctranslate2": sys.executable}

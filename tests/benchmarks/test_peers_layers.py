@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from ortolan.benchmarks.cold_layers import cold_copies
-from ortolan.benchmarks.peers import layers
-from ortolan.benchmarks.peers.candidate import Candidate, Subject, interleave
-from ortolan.benchmarks.peers.comparison import Job
-from ortolan.benchmarks.peers.result import PeersResult
-from ortolan.benchmarks.workers.process import WorkerError
+from tools.peers import layers
+from tools.peers.candidate import Candidate, Subject, interleave
+from tools.peers.comparison import Job
+from tools.peers.result import PeersResult
+from tools.workers.process import WorkerError
 
 K, N, COPIES = 256, 96, 5
 
@@ -38,7 +38,7 @@ def test_every_form_has_an_error_a_size_and_speeds(tmp_path, monkeypatch, zeros,
     monkeypatch.setattr(layers, "ONNX_RUNTIME", theirs)
     monkeypatch.setattr(layers, "MODELS", (layers.Layer("small", K, N, zeros), layers.Layer("other", K, N)))
     monkeypatch.setattr(layers, "copies_to_stay_cold", lambda size: COPIES)
-    monkeypatch.setattr("ortolan.benchmarks.peers.candidate._WARM_UP_SECONDS", 0.0)
+    monkeypatch.setattr("tools.peers.candidate._WARM_UP_SECONDS", 0.0)
     works = ("1 row", "8 rows")
     job = Job((1,), 0.0, {}, tmp_path, lambda line: None, models=("small",), works=works)
     result = PeersResult("command", "2026-11-25")
@@ -64,7 +64,7 @@ def test_speeds_with_more_threads_come_to_the_rows_that_are_there(tmp_path, monk
     monkeypatch.setattr(layers, "DENSE", layers.DENSE[1:2])
     monkeypatch.setattr(layers, "MODELS", (layers.Layer("small", K, N),))
     monkeypatch.setattr(layers, "copies_to_stay_cold", lambda size: COPIES)
-    monkeypatch.setattr("ortolan.benchmarks.peers.candidate._WARM_UP_SECONDS", 0.0)
+    monkeypatch.setattr("tools.peers.candidate._WARM_UP_SECONDS", 0.0)
     result = PeersResult("command", "2026-11-25")
     for threads in ((1,), (1, 2), (1, 2)):
         job = Job(threads, 0.0, {}, tmp_path, lambda line: None, works=("1 row",), done=result.timed())

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from ortolan.benchmarks.peers.candidate import WORKERS, Candidate, Subject, interleave, speed_of
-from ortolan.benchmarks.workers.process import Worker, WorkerError, cpus_to_use
+from tools.peers.candidate import WORKERS, Candidate, Subject, interleave, speed_of
+from tools.workers.process import Worker, WorkerError, cpus_to_use
 
 # It prints where answers go, fails and ends when it is asked to.
 FAKE = """

@@ -9,9 +9,9 @@ import pytest
 
 from ortolan.errors import OrtolanError
 from ortolan.models import tiny
-from ortolan.models.evaluate import Score, score_tokens
-from ortolan.models.evaluate_prompt import PromptedDecoder, cut_windows, mean, score_operator
+from ortolan.models.perplexity import Score, score_tokens
 from ortolan.session import create_session
+from tools.evaluate_prompt import PromptedDecoder, cut_windows, mean, score_operator
 
 IDS = np.random.default_rng(0).integers(0, tiny.TINY_LLAMA.vocab_size, 60)
 CUT = 40

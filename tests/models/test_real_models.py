@@ -8,8 +8,8 @@ import pytest
 from ortolan.cache_folder import default_cache_dir
 from ortolan.generate import Decoder, generate
 from ortolan.models import get_model
-from ortolan.models.evaluate import sample_texts, score_texts, score_tokens
 from ortolan.models.manifest import find_entry
+from ortolan.models.perplexity import sample_texts, score_texts, score_tokens
 from ortolan.models.tokenizer import load_tokenizer
 from ortolan.text_encoder import TextEncoder
 

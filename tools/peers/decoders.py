@@ -10,13 +10,14 @@ from typing import Any
 
 import onnxruntime as ort
 
-from ...errors import OrtolanError
-from ...generate import read_context
-from ...last_logits import keep_last_logits
-from ...models import get_model
-from ...models.evaluate import sample_texts
-from ...models.tokenizer import load_tokenizer
-from ..matmul_nbits import make_matmul_nbits
+from ortolan.benchmarks.matmul_nbits import make_matmul_nbits
+from ortolan.errors import OrtolanError
+from ortolan.generate import read_context
+from ortolan.last_logits import keep_last_logits
+from ortolan.models import get_model
+from ortolan.models.perplexity import sample_texts
+from ortolan.models.tokenizer import load_tokenizer
+
 from ..workers.process import Worker, WorkerError
 from .candidate import WORKERS, Candidate, Subject
 from .comparison import Job, Judge, Work, compare

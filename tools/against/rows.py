@@ -13,13 +13,13 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from ortolan.benchmarks import masked_matmul, nomad_attention, sparse_amx_matmul, vnni_spmm, w4a8_matmul
 from ortolan.graph_passes.find.epilogue import Activation
 from ortolan.graph_passes.operators.vnni_spmm_function import INPUTS as VNNI_INPUTS
 from ortolan.graph_passes.operators.vnni_spmm_function import neutral_inputs
 from ortolan.graph_passes.passes.fuse_lut import OP_TYPE as LUT_OP
 from ortolan.graph_passes.passes.prompt import prune_prompt
 
-from .. import masked_matmul, nomad_attention, sparse_amx_matmul, vnni_spmm, w4a8_matmul
 from .layers import Feeds, Layer, Row, TimedModel, Work, copies_for, layer_of, layers_work, normal, write_layers
 from .models import model_works
 

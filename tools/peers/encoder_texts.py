@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ortolan.benchmarks.encoder import SENTENCES, Encoder, calibration_feeds, word_feeds
+from ortolan.embedding import spearman_on_sts, token_feeds
 from ortolan.graph_passes.measure.feeds import Feeds
 
-from ...embedding import spearman_on_sts, token_feeds
-from ..encoder import SENTENCES, Encoder, calibration_feeds, word_feeds
 from ..workers.process import WorkerError
 from .candidate import Candidate
 from .comparison import Job, Work

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+from ortolan.cache_folder import default_cache_dir
+from ortolan.errors import OrtolanError
 from ortolan.library import LIBRARY_NAME
-
-from ...cache_folder import default_cache_dir
-from ...errors import OrtolanError
-from ...models.fetch import working_folder
+from ortolan.models.fetch import working_folder
 
 # What a build takes that pip would otherwise fetch for it.
 _BUILD_MODULES = ("scikit_build_core", "pybind11", "pip")

@@ -7,9 +7,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
-from ...errors import OrtolanError
-from ...session import package_versions
-from ..result import cpu_name
+from ortolan.benchmarks.result import cpu_name
+from ortolan.errors import OrtolanError
+from ortolan.session import package_versions
+
 from ..workers.process import WorkerError
 
 

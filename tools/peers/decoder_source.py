@@ -10,16 +10,15 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from ortolan.errors import OrtolanError
 from ortolan.graph_passes.text.llama2c import BOS, EOS, Llama2cTokenizer
-
-from ...errors import OrtolanError
-from ...models.checkpoint import SMOLLM2_TOKENS, write_llama
-from ...models.fetch import fetch
-from ...models.gguf import read_gguf, read_model
-from ...models.gguf.side_files import genai_config
-from ...models.gguf.tokenizer import read_tokenizer_facts
-from ...models.llama import build_llama
-from ...models.llama2c import read_llama2c
+from ortolan.models.checkpoint import SMOLLM2_TOKENS, write_llama
+from ortolan.models.fetch import fetch
+from ortolan.models.gguf import read_gguf, read_model
+from ortolan.models.gguf.side_files import genai_config
+from ortolan.models.gguf.tokenizer import read_tokenizer_facts
+from ortolan.models.llama import build_llama
+from ortolan.models.llama2c import read_llama2c
 
 _CONTEXT = "llama.context_length"
 _LLAMA2C_LAYER = {

@@ -1,9 +1,9 @@
 """Ortolan beside other runtimes, in one run on one machine: encoders, sparse encoders, decoders, layers.
 
-python -m ortolan.benchmarks.peers [SECTION …] [--peer NAME … | all | none] [--model NAME …] [--work NAME …]
+python -m tools.peers [SECTION …] [--peer NAME … | all | none] [--model NAME …] [--work NAME …]
     [--threads 1 2] [--seconds 20] [--sts sts-dev.csv] [--text wikitext2_valid.txt] [--json FILE.json]
     [--page PAGE.md] [--pictures FOLDER] [--compare OLD.json]
-python -m ortolan.benchmarks.peers --from FILE.json [--page PAGE.md] [--pictures FOLDER] [--compare OLD.json]
+python -m tools.peers --from FILE.json [--page PAGE.md] [--pictures FOLDER] [--compare OLD.json]
 
 Each peer runs in an environment of its own, which is made in the cache when it is first asked for: all of them take
 about 6 GB, and llama.cpp is compiled. Peers whose licences allow evaluation alone (deepsparse) run only where they are
@@ -200,9 +200,7 @@ def main() -> None:
         if arguments.data:
             result = PeersResult.from_json(arguments.data.read_text(encoding="utf-8"))
         else:
-            result = begin(
-                arguments, shlex.join(["python", "-m", "ortolan.benchmarks.peers", *command_words(arguments)])
-            )
+            result = begin(arguments, shlex.join(["python", "-m", "tools.peers", *command_words(arguments)]))
             measure(arguments, result)
             save(result, arguments.json)
         if arguments.page:

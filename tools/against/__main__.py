@@ -1,6 +1,6 @@
 """Judges a change of kernels: what another revision's library takes for the same models, timed in turns with this one.
 
-python -m ortolan.benchmarks.against REVISION [--rooms sparse_amx_matmul,w4a8_matmul,…] [--rows TEXT] [--threads 1,2]
+python -m tools.against REVISION [--rooms sparse_amx_matmul,w4a8_matmul,…] [--rows TEXT] [--threads 1,2]
     [--rounds N] [--isa NAME] [--quick] [--json FILE] [--library FILE]
 
 REVISION is built, once, into the cache folder (ORTOLAN_CACHE). It is compared with the package that runs this, so build
@@ -21,11 +21,11 @@ from pathlib import Path
 import onnxruntime
 from rich.console import Console
 
+from ortolan.errors import OrtolanError
 from ortolan.graph_passes.measure.machine import last_level_cache_bytes
 from ortolan.library import get_library_path
 from ortolan.session import cpu_info
 
-from ...errors import OrtolanError
 from ..workers.process import cpus_to_use
 from .compare import QUICK_PACE, Pace, Side, compare
 from .layers import COLD_BYTES, Work
@@ -103,7 +103,7 @@ def _say(line: str) -> None:
 
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m ortolan.benchmarks.against",
+        prog="python -m tools.against",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace) -> Comparison:
         "cpu": f"{cpu['name']} ({isa})",
         "onnxruntime": onnxruntime.__version__,
         "threads": ", ".join(f"{count} on CPUs {cpus_to_use(count)}" for count in arguments.threads),
-        "command": shlex.join(["python", "-m", "ortolan.benchmarks.against", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "tools.against", *sys.argv[1:]]),
     }
     result = Comparison(header, notes + _notes(arguments.quick))
     pace = QUICK_PACE if arguments.quick else Pace()

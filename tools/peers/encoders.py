@@ -9,9 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...models.checkpoint import write_checkpoint
-from ...text_encoder import BATCH_TOKENS
-from ..encoder import FP32, INT8, PUBLISHED, SENTENCES, Encoder, calibration_feeds, open_model
+from ortolan.benchmarks.encoder import FP32, INT8, PUBLISHED, SENTENCES, Encoder, calibration_feeds, open_model
+from ortolan.models.checkpoint import write_checkpoint
+from ortolan.text_encoder import BATCH_TOKENS
+
 from .candidate import Candidate
 from .comparison import Job, compare
 from .encoder_texts import EncoderJudge, make_works, write_batches

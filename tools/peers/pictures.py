@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import OrtolanError
+from ortolan.errors import OrtolanError
+
 from ..scatter import DARK, LIGHT, Mark, Theme, draw_marks, dress, dress_legend, name_marks, round_ticks, save_svg
 from .result import PeersResult, Row
 from .verdict import COSINE, DECODERS, ENCODERS

@@ -1,6 +1,6 @@
 """How well a decoder predicts text behind a prompt whose keys and values are pruned (graph_passes/cache_prompt.py).
 
-python -m ortolan.models.evaluate_prompt --model smollm2-135m-instruct [--text FILE] [--windows N] [--run N]
+python -m tools.evaluate_prompt --model smollm2-135m-instruct [--text FILE] [--windows N] [--run N]
 
 Each window of the text, or without one of texts drawn from the model, begins with the prompt; what follows is scored.
 The table is made with float caches that are pruned as the pass prunes them, tokens after the prompt being exact: the
@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ortolan.errors import OrtolanError
+from ortolan.generate import Decoder
 from ortolan.graph_passes.passes.prompt import prune_prompt
-
-from ..errors import OrtolanError
-from ..generate import Decoder
-from .evaluate import Score, sample_texts, surprise
+from ortolan.models.perplexity import Score, sample_texts, surprise
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -81,7 +80,7 @@ def score_operator(
     model: Path, prompt: Sequence[int], ids: Sequence[int], sparsities: Sparsities, scope: str = "token"
 ) -> Score:
     """The same by the operator: the model is optimized with this prompt, and given one token after another."""
-    from .. import Recipe, create_session, optimize_onnx
+    from ortolan import Recipe, create_session, optimize_onnx
 
     keys, values = sparsities
     steps = [
@@ -112,9 +111,9 @@ def main() -> None:
     from rich.progress import track
     from rich.table import Table
 
-    from ..session import create_session
-    from .catalog import get_model
-    from .tokenizer import load_tokenizer
+    from ortolan.models.catalog import get_model
+    from ortolan.models.tokenizer import load_tokenizer
+    from ortolan.session import create_session
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="stories15m", help="a decoder that get_model knows")

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from onnx import StringStringEntryProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
+from ortolan.benchmarks.cold_layers import Node
 from ortolan.graph_passes.measure.machine import last_level_cache_bytes
-
-from ..cold_layers import Node
 
 Feeds = Mapping[str, np.ndarray]
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from ortolan.benchmarks.result import geometric_mean
 from ortolan.graph_passes.report.figures import Timing
-
-from ..result import geometric_mean
 
 if TYPE_CHECKING:
     from rich.console import Group

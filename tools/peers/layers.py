@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from ortolan.benchmarks.shapes import LLAMA_3_8B
 from ortolan.graph_passes.measure.machine import cold_budget
 from ortolan.graph_passes.measure.timing import copies_to_stay_cold
 
-from ..shapes import LLAMA_3_8B
 from ..workers.process import WorkerError
 from .candidate import Candidate, Subject
 from .comparison import Job, Work, compare

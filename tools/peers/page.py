@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...errors import OrtolanError
-from ...text_encoder import BATCH_TOKENS
+from ortolan.errors import OrtolanError
+from ortolan.text_encoder import BATCH_TOKENS
+
 from .pictures import PICTURES
 from .result import PeersResult, Row, works_of
 from .verdict import RULES, SECTIONS, Verdict, verdicts

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...errors import OrtolanError
+from ortolan.errors import OrtolanError
+
 from ..workers.process import WorkerError
 from .layers import COLD_BYTES, Row, TimedModel, Work
 from .process import WorkerProcess

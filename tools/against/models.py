@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
+from ortolan.benchmarks.encoder import word_feeds
 from ortolan.graph_passes.recipe import Recipe
+from ortolan.models.bert import BertConfig, bert_weight_shapes, build_bert
+from ortolan.models.llama import build_llama
+from ortolan.models.llama_config import LlamaConfig, llama_weight_shapes
+from ortolan.models.tiny import TINY_BERT, TINY_LLAMA, random_weights
+from ortolan.optimize import optimize_onnx
 
-from ...models.bert import BertConfig, bert_weight_shapes, build_bert
-from ...models.llama import build_llama
-from ...models.llama_config import LlamaConfig, llama_weight_shapes
-from ...models.tiny import TINY_BERT, TINY_LLAMA, random_weights
-from ...optimize import optimize_onnx
-from ..encoder import word_feeds
 from .layers import Feeds, Row, TimedModel, Work
 
 _ROOM = "models"

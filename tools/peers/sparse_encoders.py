@@ -10,12 +10,12 @@ from pathlib import Path
 
 import onnx
 
+from ortolan.benchmarks.encoder import SENTENCES, Encoder, calibration_feeds, open_model
 from ortolan.graph_passes.recipe import Recipe
+from ortolan.models.sparseml_form import float_form, quantized_form
+from ortolan.optimize import optimize_onnx
+from ortolan.text_encoder import BATCH_TOKENS
 
-from ...models.sparseml_form import float_form, quantized_form
-from ...optimize import optimize_onnx
-from ...text_encoder import BATCH_TOKENS
-from ..encoder import SENTENCES, Encoder, calibration_feeds, open_model
 from .comparison import Job, compare
 from .encoder_texts import MIXED, SORTED, STS, EncoderJudge, make_works
 from .encoders import ANY_ORDER, ONNX_RUNTIME, OPENVINO, SCRIPT, Form, Source, candidates_of

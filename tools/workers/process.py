@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, Self
 
-from ...errors import OrtolanError
+from ortolan.errors import OrtolanError
 
 _SERVE = Path(__file__).with_name("serve.py")
 

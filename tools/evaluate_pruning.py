@@ -1,8 +1,8 @@
 """What pruning costs a model, by method.
 
-python -m ortolan.models.evaluate_pruning --model all-minilm-l6-v2 --calibration FILE --score sts-dev.csv
-python -m ortolan.models.evaluate_pruning --model smollm2-135m-instruct --calibration FILE --score FILE
-python -m ortolan.models.evaluate_pruning --model stories15m
+python -m tools.evaluate_pruning --model all-minilm-l6-v2 --calibration FILE --score sts-dev.csv
+python -m tools.evaluate_pruning --model smollm2-135m-instruct --calibration FILE --score FILE
+python -m tools.evaluate_pruning --model stories15m
 
 An encoder is scored by Spearman's correlation on a file of sentence pairs as STS-B is published, a decoder by the
 cross-entropy of a text. Without files a decoder is calibrated and scored on texts drawn from itself, of two seeds.
@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import OrtolanError
-from ..graph_passes.options import HEADS
-from .evaluate import sample_texts, score_texts
+from ortolan.errors import OrtolanError
+from ortolan.graph_passes.options import HEADS
+from ortolan.models.perplexity import sample_texts, score_texts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import onnxruntime as ort
 
-    from .catalog import ModelFiles
-    from .tokenizer import TextTokenizer
+    from ortolan.models.catalog import ModelFiles
+    from ortolan.models.tokenizer import TextTokenizer
 
 _INT4 = {"name": "quantize", "method": "gptq", "bits": 4}
 # The passes of each variant between normalize and the end, without what they share (`_steps`).
@@ -68,7 +68,7 @@ def optimize_variant(
     files: ModelFiles, output: Path, variant: str, sparsity: float, pattern: str, calibration: Any
 ) -> float | None:
     """Write the model of a variant, all of its nodes standard ones. Returns the mean error of its layers, if known."""
-    from .. import Recipe, optimize_onnx
+    from ortolan import Recipe, optimize_onnx
 
     recipe = Recipe.from_dict({"name": "variant", "pass": steps(variant, sparsity, pattern)})
     tokenizer = files.tokenizer if isinstance(calibration[0], str) else None
@@ -88,9 +88,9 @@ def scorer(
 ) -> tuple[str, Callable[[Path], float]]:
     """What is measured, and how of a model. An encoder is known by a file of sentence pairs."""
 
-    from ..embedding import spearman_on_sts
-    from ..session import create_session
-    from ..text_encoder import TextEncoder
+    from ortolan.embedding import spearman_on_sts
+    from ortolan.session import create_session
+    from ortolan.text_encoder import TextEncoder
 
     tokenizer_path = files.tokenizer
     assert tokenizer_path is not None
@@ -113,10 +113,9 @@ def main() -> None:
     from rich.console import Console
 
     from ortolan.graph_passes.text.texts import read_texts
-
-    from ..session import create_session
-    from .catalog import get_model
-    from .tokenizer import load_tokenizer
+    from ortolan.models.catalog import get_model
+    from ortolan.models.tokenizer import load_tokenizer
+    from ortolan.session import create_session
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="stories15m", help="a model that get_model knows")
