@@ -1,0 +1,49 @@
+"""Names that pages and pictures show, as their projects write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from .result import Row
+
+# Engine -> runtime. sentence-transformers runs PyTorch; fastembed and onnxruntime-genai run ONNX Runtime.
+RUNTIMES: Mapping[str, str] = {
+    "ortolan": "Ortolan",
+    "onnxruntime": "ONNX Runtime",
+    "onnxruntime-genai": "ONNX Runtime",
+    "fastembed": "ONNX Runtime",
+    "openvino": "OpenVINO",
+    "ctranslate2": "CTranslate2",
+    "torch": "PyTorch",
+    "sentence-transformers": "PyTorch",
+    "llama.cpp": "llama.cpp",
+    "mistralrs": "mistral.rs",
+    "deepsparse": "DeepSparse",
+}
+MODELS: Mapping[str, str] = {
+    "all-minilm-l6-v2": "all-MiniLM-L6-v2",
+    "all-mpnet-base-v2": "all-mpnet-base-v2",
+    "smollm2-135m-instruct": "SmolLM2-135M-Instruct",
+    "stories15m": "stories15M",
+}
+# Features in a CPU's name, as `cpu_name` writes them, from the best on.
+_FEATURES = {"amx": "AMX", "avx512": "AVX-512", "avx2": "AVX2"}
+
+
+def runtime_of(row: Row) -> str:
+    """Return the runtime that the row's engine belongs to."""
+    return RUNTIMES.get(row.engine, row.engine)
+
+
+def cpu_kind(name: str) -> str:
+    """Return "AMX", "AVX-512" or "AVX2" for a CPU's name, or the name of the feature set if it is none of them."""
+    found = re.search(r"\((\w+)\)$", name)
+    feature = found[1] if found else ""
+    return next((kind for start, kind in _FEATURES.items() if feature.startswith(start)), feature)
+
+
+def cpu_label(name: str) -> str:
+    """Return a CPU's name without trademarks: "Intel Xeon (AMX)"."""
+    brand = re.sub(r"\((R|TM)\)| Processor| CPU|\(\w+\)$", "", name)
+    return f"{' '.join(brand.split())} ({cpu_kind(name)})"
