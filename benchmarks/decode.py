@@ -4,7 +4,7 @@ and recipes.
 python -m ortolan.benchmarks.decode [--model smollm2-135m-instruct] [--threads 1] [--recipe [NAME]:KEY=VALUE,… …]
     [--variant NAME=PATH …] [--text FILE] [--profile]
 
-A variant is an ONNX file or a model's folder. Other runtimes: python -m ortolan.benchmarks.peers decoders
+A variant is an ONNX file or a model's folder. Other runtimes: python -m tools.peers decoders
 """
 
 from __future__ import annotations

@@ -47,3 +47,20 @@ def cpu_label(name: str) -> str:
     """Return a CPU's name without trademarks: "Intel Xeon (AMX)"."""
     brand = re.sub(r"\((R|TM)\)| Processor| CPU|\(\w+\)$", "", name)
     return f"{' '.join(brand.split())} ({cpu_kind(name)})"
+
+
+_WORKS: Mapping[str, str] = {
+    "mixed 8-256": "texts of 8 to 256 tokens",
+    "mixed 8-256, sorted": "the same, sorted by length",
+    "STS-B": "STS-B sentences",
+    "decode": "decode",
+}
+
+
+def work_label(work: str) -> str:
+    """Return the work in words: "8x64" is "8 texts of 64 tokens"."""
+    if match := re.fullmatch(r"(\d+)x(\d+)", work):
+        return f"{match[1]} text{'' if match[1] == '1' else 's'} of {match[2]} tokens"
+    if match := re.fullmatch(r"(prompt|step at) (\d+)", work):
+        return f"{'prompt of' if match[1] == 'prompt' else 'decode after'} {int(match[2]):,} tokens"
+    return _WORKS.get(work, work)

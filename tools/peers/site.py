@@ -1,0 +1,124 @@
+"""Write docs/results.md, the pages of all results, and their pictures.
+
+python -m tools.peers.site docs
+
+Every DOCS/measurements/data/peers-KIND-DATE.json becomes DOCS/measurements/peers-KIND-DATE.md with pictures in
+DOCS/pictures/KIND/. DOCS/results.md shows the newest result of each kind of CPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from ortolan.errors import OrtolanError
+
+from . import page, pictures
+from .names import cpu_kind, cpu_label, work_label
+from .result import PeersResult
+from .verdict import DECODERS, ENCODERS, SPARSE_ENCODERS, Verdict, verdicts
+
+# Kinds of CPU in the order of the tabs.
+KINDS = ("AMX", "AVX-512", "AVX2")
+# The rows of a tab: section, model, works.
+_ROWS = (
+    (ENCODERS, "all-minilm-l6-v2", ("1x16", "1x128", "8x64", "mixed 8-256", "mixed 8-256, sorted", "STS-B")),
+    (SPARSE_ENCODERS, "all-minilm-l6-v2, 80 %", ("1x128", "mixed 8-256")),
+    (DECODERS, "smollm2-135m-instruct", ("prompt 128", "prompt 1024", "decode", "step at 4096", "step at 16384")),
+)
+
+
+def data_files(docs: Path) -> list[Path]:
+    """Return the files of all results, the oldest first within a kind of CPU."""
+    return sorted((docs / "measurements" / "data").glob("peers-*.json"))
+
+
+def read(path: Path) -> PeersResult:
+    """Return the result in a file."""
+    return PeersResult.from_json(path.read_text(encoding="utf-8"))
+
+
+def pages(docs: Path) -> dict[Path, str]:
+    """Return path -> text of every page.
+
+    Raises:
+        OrtolanError: A file is not a result.
+    """
+    found = {}
+    for path in data_files(docs):
+        written = docs / "measurements" / f"{path.stem}.md"
+        found[written] = page.write(read(path), f"data/{path.name}", f"../pictures/{_folder(path)}")
+    found[docs / "results.md"] = results_page(docs)
+    return found
+
+
+def results_page(docs: Path) -> str:
+    """Return the page "Results" with a tab for each kind of CPU."""
+    newest = {cpu_kind(read(path).cpu): path for path in data_files(docs)}
+    tabs = [_tab(kind, newest[kind]) for kind in KINDS if kind in newest]
+    return page.render("results.md.jinja", {"tabs": tabs, "picture_texts": page.PICTURE_TEXTS})
+
+
+def _tab(kind: str, path: Path) -> dict[str, object]:
+    result = read(path)
+    found = {(one.section, one.model, one.work): one for one in verdicts(result) if one.threads == pictures.THREADS}
+    rows = [
+        (_label(section, model, work), one)
+        for section, model, works in _ROWS
+        for work in works
+        if (one := found.get((section, model, work))) and one.ratio is not None
+    ]
+    return {
+        "kind": kind,
+        "cpu": cpu_label(result.cpu),
+        "date": result.date,
+        "page": f"measurements/{path.stem}.md",
+        "pictures": f"pictures/{_folder(path)}",
+        "rows": [_cells(label, one) for label, one in rows],
+    }
+
+
+def _label(section: str, model: str, work: str) -> str:
+    zeros = model.partition(", ")[2]
+    return f"{zeros} zeros: {work_label(work)}" if section == SPARSE_ENCODERS else work_label(work)
+
+
+def _cells(label: str, one: Verdict) -> dict[str, str]:
+    assert one.peer is not None and one.peer_value is not None
+    return {
+        "label": label,
+        "ours": page.figure(one.our_value),
+        "peer": page.figure(one.peer_value),
+        "name": one.peer.name,
+        "ratio": f"{one.ratio:.2f}",
+    }
+
+
+def _folder(path: Path) -> str:
+    """Return the folder of a result's pictures: "amx" for peers-amx-2026-11-25.json."""
+    return path.stem.split("-")[1]
+
+
+def write_all(docs: Path) -> None:
+    """Write the pages and pictures of every result below `docs`."""
+    for path, text in pages(docs).items():
+        path.write_text(text, encoding="utf-8")
+    newest: Mapping[str, Path] = {_folder(path): path for path in data_files(docs)}
+    for folder, path in newest.items():
+        (docs / "pictures" / folder).mkdir(parents=True, exist_ok=True)
+        pictures.draw_all(read(path), docs / "pictures" / folder)
+
+
+def main() -> None:
+    """Run the command."""
+    if len(sys.argv) != 2 or not Path(sys.argv[1], "measurements", "data").is_dir():
+        sys.exit("usage: python -m tools.peers.site DOCS, a folder with measurements/data/peers-KIND-DATE.json")
+    try:
+        write_all(Path(sys.argv[1]))
+    except OrtolanError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
