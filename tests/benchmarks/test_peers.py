@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from ortolan.errors import OrtolanError
 from tests.benchmarks.checkout import ENVIRONMENT
-from tools.peers import environments, page, pictures
+from tools.peers import environments, names, page, pictures, site
 from tools.peers.candidate import speed_of
 from tools.peers.comparison import outrun_by
 from tools.peers.result import PeersResult, Row, Speed
@@ -168,72 +169,95 @@ def made_up() -> PeersResult:
     )
 
 
-def test_the_page_lists_what_is_missed_first():
-    text = page.write(made_up(), "there/peers.json", "pictures")
-    missed = text.index("## Where Ortolan misses its goal")
-    reached = text.index("## Where it reaches it")
-    line = re.search(
-        r"^\| a model \| 1x16 \| 1 \| our int8 \| 21 texts/s \| ORT fp32 \| 20 texts/s \| \*\*1.05\*\* \| 1.5 \|$",
-        text,
-        re.M,
-    )
-    assert line is not None and missed < line.start() < reached
+def test_the_page_lists_ratios_below_one_first():
+    result = made_up()
+    result.rows[1].speeds[1] = Speed("1x16", 1, "texts/s", 19.0, 18.0, 0.1)
+    text = page.write(result, "data/peers.json", "pictures")
+    lines = [line for line in text.splitlines() if line.startswith("| a model |")]
+    assert lines[0] == "| a model | 1x16 | our int8 | 19 | ONNX Runtime fp32 | 20 | **0.95** |"
+    assert len(lines) == 6
     assert "### Decoders: a model" in text and "| **our int4** | 10 |" in text
-    assert "\n\n\n\n" not in text
-    assert "[Its data](there/peers.json)." in text and "](pictures/peers-context-dark.svg#" in text
+    assert "[Data](data/peers.json)" in text and "](pictures/peers-context-dark.svg#" in text
     alone = page.write(made_up())
-    assert "Its data" not in alone and ".svg" not in alone
-
-
-@pytest.mark.parametrize(
-    ("cpu", "reason"), [("one (amx)", "in tiles"), ("one (avx512)", "86 %"), ("one (avx2)", "by words"), ("one", None)]
-)
-def test_reasons_are_those_of_the_kind_of_cpu(cpu, reason):
-    result = result_of(row("ours", 0.998, 20, works=("8x64",)), row("peer", 1.0, 20, works=("8x64",)))
-    text = page.write(replace(result, cpu=cpu))
-    reasons = re.findall(r"^- (Encoders, (?:texts|int8).*)$", text, re.M)
-    assert len(reasons) == (0 if reason is None else 1)
-    assert reason is None or reason in reasons[0]
+    assert "Data" not in alone and ".svg" not in alone
 
 
 def test_pictures_are_drawn_for_light_and_for_dark_pages(tmp_path):
     drawn = pictures.draw_all(made_up(), tmp_path)
     assert [path.name for path in drawn] == [
-        f"peers-{name}-{theme}.svg" for name in ("quality", "context", "shapes") for theme in ("light", "dark")
+        f"peers-{name}-{theme}.svg" for name in ("summary", "context", "shapes") for theme in ("light", "dark")
     ]
     texts = [path.read_text() for path in drawn]
-    assert "our int8 -->" in texts[0] and "our int4 -->" in texts[2] and "8x64 -->" in texts[4]
+    assert "OpenVINO -->" in texts[0] and "ONNX Runtime -->" in texts[2] and "8 × 64 -->" in texts[4]
     assert texts[0] != texts[1]
     pictures.draw_all(made_up(), tmp_path)
     assert [path.read_text() for path in drawn] == texts
 
 
+def test_the_summary_shows_each_runtime_in_its_fastest_accurate_form():
+    result = made_up()
+    result.rows.insert(3, row("OpenVINO fast", 0.9, 200, works=("1x128",)))
+    for one, speed in zip(result.rows[:3], (10, 100, 30), strict=True):
+        one.speeds.append(Speed("1x128", 1, "texts/s", speed, speed, 0.1))
+    result.rows[3] = replace(result.rows[3], engine="openvino")
+    result.rows[2] = replace(result.rows[2], engine="openvino")
+    result.rows[0] = replace(result.rows[0], engine="onnxruntime")
+    embeddings, decoding = pictures.find_panels(result)
+    assert embeddings.speeds == {"Ortolan": 100, "OpenVINO": 30, "ONNX Runtime": 10}
+    assert list(decoding.speeds) == ["Ortolan", "ORT"] and decoding.unit == "tokens/s"
+
+
+def test_names_of_lines_do_not_overlap_one_another(tmp_path):
+    steps = {"section": DECODERS, "works": ("step at 1024", "step at 4096", "step at 16384")}
+    peers = [
+        replace(row(f"peer {number}", 19.0, 50 + number, 20 + number, 10 + number / 9, **steps), engine=engine)
+        for number, engine in enumerate(("openvino", "llama.cpp", "torch", "onnxruntime"))
+    ]
+    figure = pictures.draw_context(result_of(row("ours", 19.0, 90, 80, 70, **steps), *peers), pictures.LIGHT)
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for plot in figure.axes for text in plot.texts]
+    assert len(boxes) == 5
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+
+
 def test_a_result_with_nothing_to_draw_is_refused(tmp_path):
-    with pytest.raises(OrtolanError, match="nothing to draw"):
+    with pytest.raises(OrtolanError, match="no data for any picture"):
         pictures.draw_all(result_of(), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("written", "folder"),
-    [("peers.md", "pictures"), ("peers-avx512.md", "pictures/avx512"), ("peers-avx2.md", "pictures/avx2")],
-)
-def test_the_committed_page_and_pictures_show_the_committed_data(written, folder):
-    data = ROOT / "docs" / folder / "peers.json"
-    result = PeersResult.from_json(data.read_text(encoding="utf-8"))
-    assert (ROOT / "docs" / written).read_text(encoding="utf-8") == page.write(result, f"{folder}/peers.json", folder)
-    for name in page.PICTURES:
-        text = data.with_name(f"peers-{name}-dark.svg").read_text(encoding="utf-8")
-        assert f"{result.date} -->" in text
+def test_the_committed_pages_and_pictures_show_the_committed_data():
+    pages = site.pages(ROOT / "docs")
+    assert len(pages) >= 4
+    assert {path: path.read_text(encoding="utf-8") for path in pages} == pages
+    for path in site.data_files(ROOT / "docs"):
+        result = site.read(path)
+        for name in pictures.PICTURES:
+            picture = ROOT / "docs" / "pictures" / path.stem.split("-")[1] / f"peers-{name}-dark.svg"
+            assert result.date in picture.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("written", "folder"), [("peers.md", "pictures"), ("peers-avx2.md", "pictures/avx2")])
-def test_the_page_explains_the_names_of_our_forms(written, folder):
-    result = PeersResult.from_json((ROOT / "docs" / folder / "peers.json").read_text(encoding="utf-8"))
-    text = (ROOT / "docs" / written).read_text(encoding="utf-8")
-    explained = text[text.index("## How it is compared") : text.index("## Where Ortolan misses its goal")]
-    names = {name for row in result.rows if row.ours for name in row.name.replace("Ortolan", "").split(", ")}
+def test_the_index_explains_the_names_of_our_forms():
+    text = (ROOT / "docs" / "measurements" / "index.md").read_text(encoding="utf-8")
+    results = [site.read(path) for path in site.data_files(ROOT / "docs")]
+    ours = {row.name for result in results for row in result.rows if row.ours}
+    names = {part.strip() for name in ours for part in re.split(", | in ", name.removeprefix("Ortolan"))} - {""}
+    explained = " ".join(text.split())
     assert len(names) > 8
-    assert [name for name in names if name and f'"{name.strip()}"' not in explained] == []
+    assert [
+        name for name in names if any(word not in explained for word in (f"`{name.removeprefix('sparse ')}`",))
+    ] == []
+
+
+@pytest.mark.parametrize(
+    ("cpu", "label"),
+    [
+        ("Intel(R) Xeon(R) Processor (amx)", "Intel Xeon (AMX)"),
+        ("AMD EPYC (avx512bf16)", "AMD EPYC (AVX-512)"),
+        ("AMD EPYC (avx2)", "AMD EPYC (AVX2)"),
+    ],
+)
+def test_a_cpu_is_named_without_trademarks(cpu, label):
+    assert names.cpu_label(cpu) == label
 
 
 def test_requirements_are_pinned_and_an_environment_changes_with_them(monkeypatch, tmp_path):

@@ -36,6 +36,14 @@ def runtime_of(row: Row) -> str:
     return RUNTIMES.get(row.engine, row.engine)
 
 
+def form_label(row: Row) -> str:
+    """Return a form's name with its runtime's name in full: "PyTorch bf16" for "torch bf16"."""
+    for short, full in (("ORT ", "ONNX Runtime "), ("torch ", "PyTorch ")):
+        if row.name.startswith(short):
+            return full + row.name.removeprefix(short)
+    return row.name
+
+
 def cpu_kind(name: str) -> str:
     """Return "AMX", "AVX-512" or "AVX2" for a CPU's name, or the name of the feature set if it is none of them."""
     found = re.search(r"\((\w+)\)$", name)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ortolan.errors import OrtolanError
 
-from .names import MODELS, cpu_label
+from .names import MODELS, cpu_label, form_label
 from .result import PeersResult, Row, works_of
 from .verdict import SECTIONS, Verdict, verdicts
 
@@ -85,7 +85,7 @@ def _compared_cells(one: Verdict, several: bool) -> list[str]:
         f"{one.work} ({one.threads})" if several else one.work,
         _form(one.ours),
         figure(one.our_value),
-        one.peer.name,
+        form_label(one.peer),
         figure(one.peer_value),
         f"**{one.ratio:.2f}**",
     ]
@@ -110,7 +110,7 @@ def _table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     columns += [f"{work}{f' ({threads})' if several else ''}" for work, threads in works]
     lines = []
     for row in rows:
-        cells = [f"**{row.name}**" if row.ours else row.name, figure(row.megabytes)]
+        cells = [f"**{row.name}**" if row.ours else form_label(row), figure(row.megabytes)]
         if has_load_time:
             cells.append("-" if row.load_seconds is None else figure(row.load_seconds))
         cells += [f"{row.quality[name]:.{_DIGITS[name]}f}" if name in row.quality else "-" for name in qualities]

@@ -15,7 +15,7 @@ from pathlib import Path
 from ortolan.errors import OrtolanError
 
 from . import page, pictures
-from .names import cpu_kind, cpu_label, work_label
+from .names import cpu_kind, cpu_label, form_label, work_label
 from .result import PeersResult
 from .verdict import DECODERS, ENCODERS, SPARSE_ENCODERS, Verdict, verdicts
 
@@ -90,7 +90,7 @@ def _cells(label: str, one: Verdict) -> dict[str, str]:
         "label": label,
         "ours": page.figure(one.our_value),
         "peer": page.figure(one.peer_value),
-        "name": one.peer.name,
+        "name": form_label(one.peer),
         "ratio": f"{one.ratio:.2f}",
     }
 
