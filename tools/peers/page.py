@@ -18,9 +18,9 @@ except ImportError:
 
 # Picture -> its text for readers who do not see it.
 PICTURE_TEXTS: Mapping[str, str] = {
-    "summary": "Bars: embedding and decoding speed of Ortolan and of other runtimes",
-    "context": "Lines: decoding speed after contexts of several lengths",
-    "shapes": "Bars: encoder speed by batch and text length",
+    "summary": "Embedding and decoding speed by runtime",
+    "context": "Decoding speed by context length",
+    "shapes": "Encoder speed by batch shape",
 }
 _DIGITS = {"cosine": 4, "Spearman": 4, "perplexity": 2, "error": 4}
 

@@ -287,9 +287,11 @@ def draw_shapes(result: PeersResult, theme: Theme) -> Any:
         plot.set_title(MODELS.get(model, model), fontsize=11)
         plot.set_xlabel("texts × tokens", fontsize=10)
         _dress(plot, theme)
-    handles = {label: handle for plot in axes for handle, label in zip(*plot.get_legend_handles_labels(), strict=True)}
+    labeled = [zip(*plot.get_legend_handles_labels(), strict=True) for plot in axes]
+    handles = {label: handle for pairs in labeled for handle, label in pairs}
     legend = figure.legend(
-        list(handles.values()), list(handles), loc="outside lower center", ncols=len(handles), frameon=False, fontsize=10
+        list(handles.values()), list(handles), loc="outside lower center", ncols=len(handles), frameon=False,
+        fontsize=10,
     )  # fmt: skip
     for text in legend.get_texts():
         text.set_color(theme.text)
