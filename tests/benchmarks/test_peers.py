@@ -196,12 +196,9 @@ def test_pictures_are_drawn_for_light_and_for_dark_pages(tmp_path):
 
 def test_the_summary_shows_each_runtime_in_its_fastest_accurate_form():
     result = made_up()
-    result.rows.insert(3, row("OpenVINO fast", 0.9, 200, works=("1x128",)))
-    for one, speed in zip(result.rows[:3], (10, 100, 30), strict=True):
-        one.speeds.append(Speed("1x128", 1, "texts/s", speed, speed, 0.1))
-    result.rows[3] = replace(result.rows[3], engine="openvino")
-    result.rows[2] = replace(result.rows[2], engine="openvino")
+    result.rows.append(row("openvino inaccurate", 0.9, 200, works=("mixed 8-256",)))
     result.rows[0] = replace(result.rows[0], engine="onnxruntime")
+    result.rows[2] = replace(result.rows[2], engine="openvino")
     embeddings, decoding = pictures.find_panels(result)
     assert embeddings.speeds == {"Ortolan": 100, "OpenVINO": 30, "ONNX Runtime": 10}
     assert list(decoding.speeds) == ["Ortolan", "ORT"] and decoding.unit == "tokens/s"

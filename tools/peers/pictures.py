@@ -29,11 +29,15 @@ except ImportError:
 THREADS = 1  # in every picture
 MOST_RUNTIMES = 5
 OURS = RUNTIMES["ortolan"]
-# Panel: section, works of which the first that was timed is shown, what a text is, unit.
+# Panel: section; works and their captions, the first that was timed is shown; unit.
 _PANELS = {
     "Embeddings": (
         ENCODERS,
-        {"mixed 8-256, sorted": "texts of 8 to 256 tokens, sorted by length", "1x128": "texts of 128 tokens"},
+        {
+            "mixed 8-256, sorted": "texts of 8 to 256 tokens, sorted by length",
+            "mixed 8-256": "texts of 8 to 256 tokens",
+            "1x128": "texts of 128 tokens",
+        },
         "texts/s",
     ),
     "Decoding": (DECODERS, {"decode": "one token at a time"}, "tokens/s"),
