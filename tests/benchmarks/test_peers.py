@@ -13,8 +13,8 @@ import pytest
 from ortolan.errors import OrtolanError
 from tests.benchmarks.checkout import ENVIRONMENT
 from tools.peers import environments, names, page, pictures, site
-from tools.peers.candidate import speed_of
 from tools.peers.comparison import outrun_by
+from tools.peers.configuration import speed_of
 from tools.peers.result import PeersResult, Row, Speed
 from tools.peers.verdict import (
     DECODERS,

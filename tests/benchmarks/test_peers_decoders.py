@@ -18,8 +18,8 @@ from ortolan.models.llama_config import LlamaConfig, llama_weight_shapes
 from ortolan.models.perplexity import score_tokens
 from ortolan.session import create_session
 from tools.peers import decoder_source, decoders
-from tools.peers.candidate import Candidate, Subject, interleave
 from tools.peers.comparison import Job
+from tools.peers.configuration import Configuration, Runner, interleave
 from tools.workers.process import WorkerError
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
@@ -52,52 +52,52 @@ FORMS = {
 
 
 @pytest.fixture(params=FORMS)
-def subject(request, model, tmp_path):
+def runner(request, model, tmp_path):
     engine, options = FORMS[request.param]
     exact = request.param == "fp32"
     given = model if exact else model.with_name("last.onnx")
-    candidate = Candidate(request.param, engine, given, options, exact=exact)
-    with Subject(candidate, "decoders.py", tmp_path / "made") as found:
+    configuration = Configuration(request.param, engine, given, options, exact=exact)
+    with Runner(configuration, "decoders.py", tmp_path / "made") as found:
         yield found
 
 
-def test_what_is_timed_is_judged(subject, source, model):
-    row = subject.make("decoders", "tiny", 1)
+def test_what_is_timed_is_judged(runner, source, model):
+    row = runner.make("decoders", "tiny", 1)
     assert row.megabytes > 0.01 and row.versions["onnxruntime"] and row.call
-    seconds, _ = subject.open(1, {"kind": "prompt", "ids": IDS[:8]})
+    seconds, _ = runner.open(1, {"kind": "prompt", "ids": IDS[:8]})
     assert seconds > 0
-    found = decoders.judge_for(source)(subject)["perplexity"]
+    found = decoders.judge_for(source)(runner)["perplexity"]
     exact = score_tokens(create_session(model), IDS, WINDOW, WINDOW - 1).perplexity
-    assert found == pytest.approx(exact, rel=1e-4 if subject.candidate.exact else 0.05)
-    assert subject.candidate.exact or found != pytest.approx(exact, rel=1e-7)
-    step = None if subject.candidate.exact else 1
-    again = score_tokens(create_session(subject._opened["model"]), IDS, WINDOW, WINDOW - 1, step)
+    assert found == pytest.approx(exact, rel=1e-4 if runner.configuration.exact else 0.05)
+    assert runner.configuration.exact or found != pytest.approx(exact, rel=1e-7)
+    step = None if runner.configuration.exact else 1
+    again = score_tokens(create_session(runner._opened["model"]), IDS, WINDOW, WINDOW - 1, step)
     assert found == pytest.approx(again.perplexity, rel=1e-5)
 
 
-def test_decoding_is_greedy_and_begins_anew(subject):
-    subject.make("decoders", "tiny", 1)
-    subject.open(1, {"kind": "prompt", "ids": IDS[:8]})
-    decoder = Decoder(create_session(subject._opened["model"]))
+def test_decoding_is_greedy_and_begins_anew(runner):
+    runner.make("decoders", "tiny", 1)
+    runner.open(1, {"kind": "prompt", "ids": IDS[:8]})
+    decoder = Decoder(create_session(runner._opened["model"]))
     logits = decoder.step(IDS[:8])[-1]
-    np.testing.assert_allclose(subject.answer({"kind": "prompt", "ids": IDS[:8]})[0], logits, atol=1e-4)
+    np.testing.assert_allclose(runner.answer({"kind": "prompt", "ids": IDS[:8]})[0], logits, atol=1e-4)
     for _ in range(6):
         token = int(logits.argmax())
         logits = decoder.step([token])[-1]
     work = {"kind": "decode", "ids": IDS[:8], "steps": 6}
     for _ in range(2):
-        assert subject.answer(work).tolist() == [[logits.argmax()]]
-    (speed,) = interleave({"one": subject}, "decode", 1, 6, "tokens/s", 0.0).values()
+        assert runner.answer(work).tolist() == [[logits.argmax()]]
+    (speed,) = interleave({"one": runner}, "decode", 1, 6, "tokens/s", 0.0).values()
     assert speed.best >= speed.median > 0
 
 
-def test_a_step_behind_a_cache_of_any_content(subject):
-    subject.make("decoders", "tiny", 1)
-    subject.open(1, {"kind": "prompt", "ids": IDS[:8]})
+def test_a_step_behind_a_cache_of_any_content(runner):
+    runner.make("decoders", "tiny", 1)
+    runner.open(1, {"kind": "prompt", "ids": IDS[:8]})
     work = {"kind": "step", "context": 1100, "steps": 3}  # more than two of the blocks that are repeated
-    assert subject.answer(work).tolist() == subject.answer(work).tolist()
+    assert runner.answer(work).tolist() == runner.answer(work).tolist()
     with pytest.raises(WorkerError, match="the model has positions for 2048 tokens, not for 2051"):
-        subject.give({**work, "context": 2048})
+        runner.give({**work, "context": 2048})
 
 
 @pytest.mark.parametrize(
@@ -114,28 +114,28 @@ def test_a_missing_package_is_told(model, tmp_path, engine, module, options):
     if importlib.util.find_spec(module):
         pytest.skip(f"{module} is installed")
     path = model if engine == "mistralrs" else model.parent
-    candidate = Candidate("missing", engine, path, options)
+    configuration = Configuration("missing", engine, path, options)
     told = pytest.raises(WorkerError, match=f"No module named '{module}'")
-    with Subject(candidate, "decoders.py", tmp_path / "made") as subject, told:
-        subject.make("decoders", "tiny", 1)
-        subject.open(1, {"kind": "prompt", "ids": IDS})
+    with Runner(configuration, "decoders.py", tmp_path / "made") as runner, told:
+        runner.make("decoders", "tiny", 1)
+        runner.open(1, {"kind": "prompt", "ids": IDS})
 
 
 def test_what_cannot_be_done_is_told(model, tmp_path):
-    unknown = Candidate("unknown", "onnxruntime", model, {"cache_ids": IDS})
+    unknown = Configuration("unknown", "onnxruntime", model, {"cache_ids": IDS})
     told = pytest.raises(WorkerError, match="expected nbits as well")
-    with Subject(unknown, "decoders.py", tmp_path / "a") as subject, told:
-        subject.make("decoders", "tiny", 1)
-    with Subject(Candidate("fp32", "onnxruntime", model), "decoders.py", tmp_path / "b") as subject:
-        subject.make("decoders", "tiny", 1)
+    with Runner(unknown, "decoders.py", tmp_path / "a") as runner, told:
+        runner.make("decoders", "tiny", 1)
+    with Runner(Configuration("fp32", "onnxruntime", model), "decoders.py", tmp_path / "b") as runner:
+        runner.make("decoders", "tiny", 1)
         with pytest.raises(WorkerError, match="unknown work 'fly'; expected prompt, decode, step or score"):
-            subject.open(1, {"kind": "fly"})
+            runner.open(1, {"kind": "fly"})
 
 
 def test_an_exact_form_with_other_answers_is_refused(source):
     class Fake:
         def __init__(self, total, exact):
-            self.candidate, self.total = Candidate("fake", "onnxruntime", source.onnx, exact=exact), total
+            self.configuration, self.total = Configuration("fake", "onnxruntime", source.onnx, exact=exact), total
 
         def answer(self, work):
             assert work == {"kind": "score", "windows": source.windows}
@@ -151,7 +151,7 @@ def test_an_exact_form_with_other_answers_is_refused(source):
 def test_the_perplexity_of_a_file_is_told_by_llama_cpp(source):
     class Fake:
         def __init__(self, name, engine):
-            self.candidate = Candidate(name, engine, source.gguf)
+            self.configuration = Configuration(name, engine, source.gguf)
 
         def answer(self, work):
             return np.array([[2, 2]], np.float32)
@@ -180,7 +180,7 @@ def test_work_is_what_fits(source, tmp_path):
     job = Job((1,), 1.0, {"mistralrs": "python"}, tmp_path, print)
     with pytest.raises(WorkerError, match=r"made by llama\.cpp, which does not take part"):
         list(decoders._mistralrs(job, source))
-    engines = {one.name: one.engine for one in decoders.candidates_for(job, source)}
+    engines = {one.name: one.engine for one in decoders.configurations_for(job, source)}
     assert set(engines.values()) == {"onnxruntime", "ortolan"} and next(iter(engines)) == "ORT fp32"
 
 

@@ -10,8 +10,8 @@ import pytest
 from ortolan.benchmarks.encoder import FP32, INT8, Encoder, word_feeds
 from ortolan.models import tiny
 from tools.peers import encoders
-from tools.peers.candidate import Candidate, Subject
 from tools.peers.comparison import Job, compare
+from tools.peers.configuration import Configuration, Runner
 from tools.peers.encoder_texts import (
     MIXED,
     SORTED,
@@ -94,7 +94,7 @@ class Answers:
     """Each text's vector turns with the sum of its ids, and by `turn` more."""
 
     def __init__(self, exact: bool, turn: float = 0.0) -> None:
-        self.candidate = Candidate("made up", "none", None, exact=exact)
+        self.configuration = Configuration("made up", "none", None, exact=exact)
         self._turn = turn
 
     def answer(self, work):
@@ -133,19 +133,19 @@ FORMS = {form.name: form for form in (*encoders.ONNX_RUNTIME, *encoders.OURS)}
 @pytest.mark.parametrize("name", FORMS)
 def test_a_form_in_onnx_runtime(encoder, tmp_path, name):
     source = encoders.Source("tiny", encoder, tmp_path)
-    (candidate,) = encoders.candidates_of(job_of(tmp_path), source, [FORMS[name]])
+    (configuration,) = encoders.configurations_of(job_of(tmp_path), source, [FORMS[name]])
     texts = texts_of(7, 3, 5)
     alone, batch = (
         {"batches": str(write_batches(batches, tmp_path / f"{len(batches)}.npz"))}
         for batches in (texts, batches_of(texts, 3, in_order=False))
     )
-    with Subject(candidate, encoders.SCRIPT, tmp_path / "subject") as subject:
-        row = subject.make("encoders", "tiny", 1)
-        subject.open(1, alone)
-        found = subject.answer(alone)
+    with Runner(configuration, encoders.SCRIPT, tmp_path / "runner") as runner:
+        row = runner.make("encoders", "tiny", 1)
+        runner.open(1, alone)
+        found = runner.answer(alone)
         np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
         # ONNX Runtime's int8 has one scale for all texts of a batch.
-        np.testing.assert_allclose(subject.answer(batch), found, atol=1e-6 if name != INT8 else 0.1)
+        np.testing.assert_allclose(runner.answer(batch), found, atol=1e-6 if name != INT8 else 0.1)
     assert row.versions["onnxruntime"] and row.megabytes > 0 and "intra_op_num_threads=1" in row.call
 
 
@@ -153,7 +153,7 @@ def test_peers_take_part_where_they_have_an_interpreter(encoder, tmp_path):
     engines = {form.engine for form in encoders.OTHERS}
     assert engines <= REQUIREMENTS.keys()
     source = encoders.Source("tiny", encoder, tmp_path)
-    forms = encoders.candidates_of(job_of(tmp_path, pythons={"fastembed": "python"}), source, encoders.OTHERS)
+    forms = encoders.configurations_of(job_of(tmp_path, pythons={"fastembed": "python"}), source, encoders.OTHERS)
     assert [(form.name, form.python, form.ours) for form in forms] == [("fastembed", "python", False)]
 
 
@@ -162,7 +162,7 @@ def test_the_whole_of_it(encoder, tmp_path, monkeypatch):
     monkeypatch.setattr(encoders, "open_model", lambda name, folder: encoder)
     monkeypatch.setattr(encoders, "write_checkpoint", lambda model, folder: tmp_path)
     monkeypatch.setattr(encoders, "OURS", encoders.OURS[:1])
-    monkeypatch.setattr("tools.peers.candidate._WARM_UP_SECONDS", 0.0)
+    monkeypatch.setattr("tools.peers.configuration._WARM_UP_SECONDS", 0.0)
     monkeypatch.setattr(encoders, "compare", partial(compare, openings=1))
     # A peer whose environment lacks its package is left out; the others are not.
     pythons = {"openvino": sys.executable, "ctranslate2": sys.executable}

@@ -8,16 +8,16 @@ import pytest
 
 from ortolan.benchmarks.cold_layers import cold_copies
 from tools.peers import layers
-from tools.peers.candidate import Candidate, Subject, interleave
 from tools.peers.comparison import Job
+from tools.peers.configuration import Configuration, Runner, interleave
 from tools.peers.result import PeersResult
 from tools.workers.process import WorkerError
 
 K, N, COPIES = 256, 96, 5
 
 
-def candidate(engine, model, **options):
-    return Candidate(engine, engine, model, {"copies": COPIES, **options}, copies=COPIES)
+def configuration(engine, model, **options):
+    return Configuration(engine, engine, model, {"copies": COPIES, **options}, copies=COPIES)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_every_form_has_an_error_a_size_and_speeds(tmp_path, monkeypatch, zeros,
     monkeypatch.setattr(layers, "ONNX_RUNTIME", theirs)
     monkeypatch.setattr(layers, "MODELS", (layers.Layer("small", K, N, zeros), layers.Layer("other", K, N)))
     monkeypatch.setattr(layers, "copies_to_stay_cold", lambda size: COPIES)
-    monkeypatch.setattr("tools.peers.candidate._WARM_UP_SECONDS", 0.0)
+    monkeypatch.setattr("tools.peers.configuration._WARM_UP_SECONDS", 0.0)
     works = ("1 row", "8 rows")
     job = Job((1,), 0.0, {}, tmp_path, lambda line: None, models=("small",), works=works)
     result = PeersResult("command", "2026-11-25")
@@ -64,7 +64,7 @@ def test_speeds_with_more_threads_come_to_the_rows_that_are_there(tmp_path, monk
     monkeypatch.setattr(layers, "DENSE", layers.DENSE[1:2])
     monkeypatch.setattr(layers, "MODELS", (layers.Layer("small", K, N),))
     monkeypatch.setattr(layers, "copies_to_stay_cold", lambda size: COPIES)
-    monkeypatch.setattr("tools.peers.candidate._WARM_UP_SECONDS", 0.0)
+    monkeypatch.setattr("tools.peers.configuration._WARM_UP_SECONDS", 0.0)
     result = PeersResult("command", "2026-11-25")
     for threads in ((1,), (1, 2), (1, 2)):
         job = Job(threads, 0.0, {}, tmp_path, lambda line: None, works=("1 row",), done=result.timed())
@@ -81,9 +81,9 @@ def test_speeds_with_more_threads_come_to_the_rows_that_are_there(tmp_path, monk
 
 
 def test_a_speed_counts_every_copy(tmp_path, monkeypatch):
-    monkeypatch.setattr(Subject, "time", lambda self, passes, warm_up: [0.5] * passes)
-    with Subject(candidate("onnxruntime", tmp_path), layers.SCRIPT, tmp_path / "subject") as subject:
-        speed = interleave({"one": subject}, "work", 1, 1, "layers/s", 0.0)["one"]
+    monkeypatch.setattr(Runner, "time", lambda self, passes, warm_up: [0.5] * passes)
+    with Runner(configuration("onnxruntime", tmp_path), layers.SCRIPT, tmp_path / "runner") as runner:
+        speed = interleave({"one": runner}, "work", 1, 1, "layers/s", 0.0)["one"]
     assert (speed.best, speed.median) == (COPIES / 0.5, COPIES / 0.5)
 
 
@@ -118,7 +118,7 @@ def test_copies_outgrow_the_caches_within_the_memory(monkeypatch):
 def test_peers_take_part_where_they_are_asked_for(tmp_path):
     layer = layers.Layer("small", K, N)
     job = Job((1,), 0.0, {form.engine: "python" for form in layers.OTHERS}, tmp_path, print)
-    found = list(layers.candidates_of(job, layer, tmp_path / "w.npy"))
+    found = list(layers.configurations_of(job, layer, tmp_path / "w.npy"))
     assert [one.name for one in found] == [form.name for form in (*layers.ONNX_RUNTIME, *layers.DENSE, *layers.OTHERS)]
     for one in found:
         own = one.engine in ("onnxruntime", "ortolan")
@@ -128,14 +128,14 @@ def test_peers_take_part_where_they_are_asked_for(tmp_path):
 
 def test_wrong_answers_are_refused(tmp_path, files):
     weights, inputs, w = files
-    with Subject(candidate("onnxruntime", weights, form="fp32"), layers.SCRIPT, tmp_path / "subject") as subject:
-        subject.make("layers", "small", 1)
-        subject.open(1, {"inputs": str(inputs)})
-        assert layers.Judge(w, inputs)(subject)["error"] < 1e-6
+    with Runner(configuration("onnxruntime", weights, form="fp32"), layers.SCRIPT, tmp_path / "runner") as runner:
+        runner.make("layers", "small", 1)
+        runner.open(1, {"inputs": str(inputs)})
+        assert layers.Judge(w, inputs)(runner)["error"] < 1e-6
         with pytest.raises(WorkerError, match=r"the error of its answers is 2, expected at most 0\.5"):
-            layers.Judge(-w, inputs)(subject)
+            layers.Judge(-w, inputs)(runner)
         with pytest.raises(WorkerError, match=r"answers \[3, 96\], expected \[3, 95\]"):
-            layers.Judge(w[:, :-1], inputs)(subject)
+            layers.Judge(w[:, :-1], inputs)(runner)
 
 
 @pytest.mark.parametrize("engine", sorted({form.engine for form in layers.OTHERS}))
@@ -144,15 +144,15 @@ def test_a_missing_package_is_told(tmp_path, files, engine):
         pytest.skip(f"{engine} is installed")
     form = next(form for form in layers.OTHERS if form.engine == engine)
     with (
-        Subject(candidate(engine, files[0], **form.options), layers.SCRIPT, tmp_path / "subject") as subject,
+        Runner(configuration(engine, files[0], **form.options), layers.SCRIPT, tmp_path / "runner") as runner,
         pytest.raises(WorkerError, match="No module named"),
     ):
-        subject.make("layers", "small", 1)
+        runner.make("layers", "small", 1)
 
 
 def test_an_unknown_form_is_refused(tmp_path, files):
     with (
-        Subject(candidate("onnxruntime", files[0], form="fp8"), layers.SCRIPT, tmp_path / "subject") as subject,
+        Runner(configuration("onnxruntime", files[0], form="fp8"), layers.SCRIPT, tmp_path / "runner") as runner,
         pytest.raises(WorkerError, match="unknown form 'fp8'; expected fp32, nbits or int8"),
     ):
-        subject.make("layers", "small", 1)
+        runner.make("layers", "small", 1)

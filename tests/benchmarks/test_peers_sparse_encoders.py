@@ -48,7 +48,7 @@ def test_blocks_of_four_outputs_are_zero_in_a_plain_model(encoder, tmp_path):
 @pytest.mark.slow
 def test_the_whole_of_it(encoder, tmp_path, monkeypatch):
     monkeypatch.setattr(sparse_encoders, "open_model", lambda name, folder: encoder)
-    monkeypatch.setattr("tools.peers.candidate._WARM_UP_SECONDS", 0.0)
+    monkeypatch.setattr("tools.peers.configuration._WARM_UP_SECONDS", 0.0)
     monkeypatch.setattr(sparse_encoders, "compare", partial(compare, openings=1))
     model = "all-minilm-l6-v2, 80 %"
     # The peer is not there, but its models are made.

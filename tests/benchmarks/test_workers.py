@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tools.peers.candidate import WORKERS, Candidate, Subject, interleave, speed_of
+from tools.peers.configuration import WORKERS, Configuration, Runner, interleave, speed_of
 from tools.workers.process import Worker, WorkerError, cpus_to_use
 
 # It prints where answers go, fails and ends when it is asked to.
@@ -67,13 +67,13 @@ class Worker(EngineWorker):
 
 @pytest.fixture
 def fake(tmp_path):
-    """A function that makes a subject: engine, precision."""
+    """A function that makes a runner: engine, precision."""
     script, made = tmp_path / "fake.py", []
     script.write_text(FAKE.replace("WORKERS", repr(str(WORKERS))))
 
     def make(engine="made-up", precision="f32"):
-        candidate = Candidate("a form", engine, tmp_path / "model", {"precision": precision})
-        made.append(Subject(candidate, str(script), tmp_path / f"folder{len(made)}"))
+        configuration = Configuration("a form", engine, tmp_path / "model", {"precision": precision})
+        made.append(Runner(configuration, str(script), tmp_path / f"folder{len(made)}"))
         return made[-1]
 
     yield make
@@ -81,15 +81,15 @@ def fake(tmp_path):
         one.close()
 
 
-def opened(subject, numbers=(1, 2, 3)):
-    subject.make("section", "model", 1)
-    subject.open(1, {"numbers": numbers})
-    return subject
+def opened(runner, numbers=(1, 2, 3)):
+    runner.make("section", "model", 1)
+    runner.open(1, {"numbers": numbers})
+    return runner
 
 
 def test_a_form_is_made_opened_given_work_and_timed(fake):
-    subject = fake()
-    row = subject.make("section", "model", 1)
+    runner = fake()
+    row = runner.make("section", "model", 1)
     assert row.versions == {"made-up": "of a source tree"} and row.megabytes == 2.5 and not row.ours
     assert (row.section, row.model, row.name, row.call) == (
         "section",
@@ -97,17 +97,17 @@ def test_a_form_is_made_opened_given_work_and_timed(fake):
         "a form",
         "threads 1, {'precision': 'f32'}",
     )
-    seconds, peak = subject.open(1, {"numbers": [1, 2, 3]})
+    seconds, peak = runner.open(1, {"numbers": [1, 2, 3]})
     assert 0 < seconds < 5 and (peak is None or peak > 1)
-    assert all(one > 0 for one in subject.time(3, 0.0))
-    np.testing.assert_array_equal(subject.answer({"numbers": [5, 6]}), [[10, 1], [12, 1]])
+    assert all(one > 0 for one in runner.time(3, 0.0))
+    np.testing.assert_array_equal(runner.answer({"numbers": [5, 6]}), [[10, 1], [12, 1]])
 
 
 def test_they_are_timed_in_turns(fake):
-    subjects = {"one": opened(fake()), "two": opened(fake())}
-    for subject in subjects.values():
-        subject.give({"numbers": [1]})
-    speeds = interleave(subjects, "work", 1, 8, "texts/s", 0.0)
+    runners = {"one": opened(fake()), "two": opened(fake())}
+    for runner in runners.values():
+        runner.give({"numbers": [1]})
+    speeds = interleave(runners, "work", 1, 8, "texts/s", 0.0)
     assert list(speeds) == ["one", "two"]
     for speed in speeds.values():
         assert (speed.work, speed.threads, speed.unit) == ("work", 1, "texts/s") and speed.best >= speed.median > 0
@@ -120,17 +120,17 @@ def test_a_speed_is_of_the_shortest_time_and_of_the_median():
 
 
 def test_a_peer_is_pinned(fake):
-    subject = opened(fake())
-    assert subject._running().ask("pinned") == {"cpus": cpus_to_use(1), "omp": "1"}
+    runner = opened(fake())
+    assert runner._running().ask("pinned") == {"cpus": cpus_to_use(1), "omp": "1"}
 
 
 def test_what_is_not_known_or_fails_is_told_and_the_process_goes_on(fake):
-    subject = opened(fake())
+    runner = opened(fake())
     with pytest.raises(WorkerError, match="cannot do 'fly'; these are known: make, open, give"):
-        subject._running().ask("fly")
+        runner._running().ask("fly")
     with pytest.raises(WorkerError, match="unexpected keyword argument"):
-        subject._running().ask("give", nothing=1)
-    assert len(subject.time(1, 0.0)) == 1
+        runner._running().ask("give", nothing=1)
+    assert len(runner.time(1, 0.0)) == 1
     with pytest.raises(WorkerError, match=r"^No module named none$"):
         fake(precision="none").make("section", "model", 1)
     with pytest.raises(WorkerError, match=r"^no engine 'none'; these are known: made-up$"):

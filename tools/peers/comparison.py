@@ -1,4 +1,4 @@
-"""The way of every section: candidates are made, opened, judged, and timed in turns at each kind of work."""
+"""The way of every section: configurations are made, opened, judged, and timed in turns at each kind of work."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from time import perf_counter
 from typing import Any
 
 from ..workers.process import WorkerError
-from .candidate import Candidate, Subject, interleave
+from .configuration import Configuration, Runner, interleave
 from .result import PeersResult, Row
 from .verdict import counts_beside, is_no_worse
 
 OUTRUN = 1.25  # times
-Judge = Callable[[Subject], Mapping[str, float]]
+Judge = Callable[[Runner], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -65,17 +65,17 @@ def compare(
     section: str,
     model: str,
     script: str,
-    candidates: Sequence[Candidate],
+    configurations: Sequence[Configuration],
     works: Sequence[Work],
     judge: Judge,
     result: PeersResult,
     openings: int = 3,
 ) -> None:
-    """Adds a row for each candidate, or the reason why there is none. Speeds with other numbers of threads are added to
+    """Adds a row for each configuration, or the reason why there is none. Speeds with other numbers of threads are added to
     the row that is there.
 
-    judge: the qualities of an opened candidate; raises WorkerError for one that does not give the right answers. The
-    first candidate's are asked for first. The first work is the one that opening is timed with, so many times; 0: the
+    judge: the qualities of an opened configuration; raises WorkerError for one that does not give the right answers. The
+    first configuration's are asked for first. The first work is the one that opening is timed with, so many times; 0: the
     rows have neither its time nor the memory that it takes.
     """
 
@@ -87,24 +87,24 @@ def compare(
 
     threads_left = job.threads_left(section, model)
     with ExitStack() as stack:
-        found: dict[str, tuple[Subject, Row]] = {}
-        for number, one in enumerate(candidates):
+        found: dict[str, tuple[Runner, Row]] = {}
+        for number, one in enumerate(configurations):
             folder = job.folder / section.replace(" ", "-") / model / str(number)
-            subject = stack.enter_context(Subject(one, script, folder))
+            runner = stack.enter_context(Runner(one, script, folder))
             began = perf_counter()
             try:
-                row = subject.make(section, model, threads_left[0])
-                opened = [subject.open(threads_left[0], works[0].given) for _ in range(max(1, openings))]
+                row = runner.make(section, model, threads_left[0])
+                opened = [runner.open(threads_left[0], works[0].given) for _ in range(max(1, openings))]
                 if openings:
                     row.load_seconds, row.peak_megabytes = min(seconds for seconds, _ in opened), opened[-1][1]
-                row.quality = dict(judge(subject))
+                row.quality = dict(judge(runner))
                 row = result.add(row)
             except WorkerError as error:
                 leave_out(one.name, error)
                 continue
             finally:
-                subject.close()
-            found[one.name] = subject, row
+                runner.close()
+            found[one.name] = runner, row
             qualities = ", ".join(f"{name} {value:.4f}" for name, value in row.quality.items())
             job.say(f"{section}, {model}: {one.name} made in {perf_counter() - began:.0f} s; {qualities}")
         for threads in threads_left:
@@ -134,27 +134,27 @@ def outrun_by(row: Row, rows: Sequence[Row], work: str, threads: int) -> str | N
 
 def _time_all(
     job: Job,
-    found: Mapping[str, tuple[Subject, Row]],
+    found: Mapping[str, tuple[Runner, Row]],
     works: Sequence[Work],
     threads: int,
     leave_out: Callable[[str, WorkerError], None],
 ) -> None:
     opened = {}
-    for name, (subject, _) in found.items():
+    for name, (runner, _) in found.items():
         try:
-            subject.open(threads, works[0].given)
-            opened[name] = subject
+            runner.open(threads, works[0].given)
+            opened[name] = runner
         except WorkerError as error:
             leave_out(f"{name}, {threads} threads", error)
     for work in works:
         given = {}
         rows = [found[name][1] for name in opened]
-        for name, subject in opened.items():
+        for name, runner in opened.items():
             try:
                 if work.after is not None and (other := outrun_by(found[name][1], rows, work.after, threads)):
                     raise WorkerError(f"at {work.after}, {other} is at least {OUTRUN:g} times as fast, and good enough")
-                subject.give(work.given)
-                given[name] = subject
+                runner.give(work.given)
+                given[name] = runner
             except WorkerError as error:
                 leave_out(f"{name}, {work.name}, {threads} threads", error)
         for name, speed in interleave(given, work.name, threads, work.count, work.unit, job.seconds).items():
@@ -162,5 +162,5 @@ def _time_all(
                 leave_out(f"{name}, {work.name}, {threads} threads", speed)
             else:
                 found[name][1].speeds.append(speed)
-    for subject in opened.values():
-        subject.close()
+    for runner in opened.values():
+        runner.close()

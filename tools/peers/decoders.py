@@ -19,8 +19,8 @@ from ortolan.models.perplexity import sample_texts
 from ortolan.models.tokenizer import load_tokenizer
 
 from ..workers.process import Worker, WorkerError
-from .candidate import WORKERS, Candidate, Subject
 from .comparison import Job, Judge, Work, compare
+from .configuration import WORKERS, Configuration, Runner
 from .decoder_source import write_checkpoint, write_genai_folder, write_gguf, write_onnx
 from .result import PeersResult
 
@@ -98,12 +98,12 @@ def measure(job: Job, result: PeersResult) -> None:
             folder.mkdir(parents=True)
             source = make_source(job, model, folder)
             works = [work for work in works_for(source) if job.takes_work(work.name)]
-            candidates = list(candidates_for(job, source))
+            configurations = list(configurations_for(job, source))
             try:
-                candidates += _mistralrs(job, source)
+                configurations += _mistralrs(job, source)
             except WorkerError as error:
                 result.left_out.append(f"{SECTION}, {model}: mistral.rs: {error}")
-            compare(job, SECTION, model, SCRIPT, candidates, works, judge_for(source), result)
+            compare(job, SECTION, model, SCRIPT, configurations, works, judge_for(source), result)
 
 
 def make_source(job: Job, model: str, folder: Path) -> Source:
@@ -172,40 +172,40 @@ def works_for(source: Source) -> list[Work]:
     return works
 
 
-def candidates_for(job: Job, source: Source) -> Iterator[Candidate]:
+def configurations_for(job: Job, source: Source) -> Iterator[Configuration]:
     """ONNX Runtime's fp32 first: the original."""
-    yield Candidate("ORT fp32", "onnxruntime", source.onnx, exact=True)
+    yield Configuration("ORT fp32", "onnxruntime", source.onnx, exact=True)
     for name, nbits in NBITS.items():
-        yield Candidate(f"ORT {name}", "onnxruntime", source.last, {"nbits": nbits})
+        yield Configuration(f"ORT {name}", "onnxruntime", source.last, {"nbits": nbits})
     for name in INT8_CACHE if source.is_long else ():
         options = {"nbits": NBITS[name], "cache_ids": source.ids[:CACHE_TOKENS]}
-        yield Candidate(f"ORT {name}, int8 cache", "onnxruntime", source.last, options)
+        yield Configuration(f"ORT {name}, int8 cache", "onnxruntime", source.last, options)
     for name, form in FORMS.items():
         if "cache" not in form:
-            yield Candidate(f"Ortolan {name}", "ortolan", source.last, form, ours=True)
+            yield Configuration(f"Ortolan {name}", "ortolan", source.last, form, ours=True)
         elif source.texts is not None:  # to calibrate on
             data = {"calibration": str(source.texts), "tokenizer": str(source.tokenizer)}
-            yield Candidate(f"Ortolan {name}", "ortolan", source.last, {**form, **data}, ours=True)
+            yield Configuration(f"Ortolan {name}", "ortolan", source.last, {**form, **data}, ours=True)
     if source.model == SMOLLM2:
-        yield Candidate("Ortolan, the Q4_1 file imported", "ortolan", source.gguf, ours=True)
+        yield Configuration("Ortolan, the Q4_1 file imported", "ortolan", source.gguf, ours=True)
     yield from _llama_cpp(job, source)
     yield from _genai(job, source)
     yield from _torch(job, source)
     yield from _ctranslate2(job, source)
 
 
-def _llama_cpp(job: Job, source: Source) -> Iterator[Candidate]:
+def _llama_cpp(job: Job, source: Source) -> Iterator[Configuration]:
     if (python := job.pythons.get("llama.cpp")) is None:
         return
     for form in GGUF_FORMS:
         options: dict[str, Any] = {} if (source.model, form) == (SMOLLM2, "Q4_1") else {"form": form}
-        yield Candidate(f"llama.cpp {form}", "llama.cpp", source.gguf, options, python)
+        yield Configuration(f"llama.cpp {form}", "llama.cpp", source.gguf, options, python)
     for form in GGUF_LONG_FORMS if source.is_long else ():
         options = {"form": form, "cache": "Q8_0"}
-        yield Candidate(f"llama.cpp {form}, Q8_0 cache", "llama.cpp", source.gguf, options, python)
+        yield Configuration(f"llama.cpp {form}, Q8_0 cache", "llama.cpp", source.gguf, options, python)
 
 
-def _genai(job: Job, source: Source) -> Iterator[Candidate]:
+def _genai(job: Job, source: Source) -> Iterator[Configuration]:
     if (python := job.pythons.get("onnxruntime-genai")) is None:
         return
     for name in GENAI:
@@ -215,22 +215,24 @@ def _genai(job: Job, source: Source) -> Iterator[Candidate]:
         write_genai_folder(source.gguf, folder / "model.onnx", folder)
         told = ", ".join(f"{key}={value}" for key, value in NBITS[name].items())
         options = {"how": f"MatMulNBitsQuantizer({told})"}
-        yield Candidate(f"ORT GenAI {name}", "onnxruntime-genai", folder, options, python)
+        yield Configuration(f"ORT GenAI {name}", "onnxruntime-genai", folder, options, python)
 
 
-def _torch(job: Job, source: Source) -> Iterator[Candidate]:
+def _torch(job: Job, source: Source) -> Iterator[Configuration]:
     if (python := job.pythons.get("torch")) is not None:
         for form in TORCH_FORMS:
-            yield Candidate(f"torch {form}", "torch", source.checkpoint(), {"form": form}, python, exact=form == "fp32")
+            yield Configuration(
+                f"torch {form}", "torch", source.checkpoint(), {"form": form}, python, exact=form == "fp32"
+            )
 
 
-def _ctranslate2(job: Job, source: Source) -> Iterator[Candidate]:
+def _ctranslate2(job: Job, source: Source) -> Iterator[Configuration]:
     if (python := job.pythons.get("ctranslate2")) is not None:
         for form in CTRANSLATE2_FORMS:
-            yield Candidate(f"CTranslate2 {form}", "ctranslate2", source.checkpoint(), {"form": form}, python)
+            yield Configuration(f"CTranslate2 {form}", "ctranslate2", source.checkpoint(), {"form": form}, python)
 
 
-def _mistralrs(job: Job, source: Source) -> Iterator[Candidate]:
+def _mistralrs(job: Job, source: Source) -> Iterator[Configuration]:
     """Of files that llama.cpp makes, which also tells their perplexity. Raises WorkerError where it cannot."""
     python, maker = job.pythons.get("mistralrs"), job.pythons.get("llama.cpp")
     if python is None:
@@ -245,29 +247,29 @@ def _mistralrs(job: Job, source: Source) -> Iterator[Candidate]:
                 "make", engine="llama.cpp", model=str(source.gguf), folder=str(folder), options={"form": form}
             )
             options = {"how": made["call"].partition(";")[0]}
-            yield Candidate(f"mistral.rs {form}", "mistralrs", Path(made["opened"]["model"]), options, python)
+            yield Configuration(f"mistral.rs {form}", "mistralrs", Path(made["opened"]["model"]), options, python)
 
 
 def judge_for(source: Source) -> Judge:
     original: list[float] = []
     of_files: dict[str, float] = {}  # the perplexity of llama.cpp's forms
 
-    def judge(subject: Subject) -> Mapping[str, float]:
-        form = subject.candidate.name.split()[-1]
-        if subject.candidate.engine == "mistralrs":
+    def judge(runner: Runner) -> Mapping[str, float]:
+        form = runner.configuration.name.split()[-1]
+        if runner.configuration.engine == "mistralrs":
             if form not in of_files:
                 raise WorkerError(f"it tells no perplexity, and llama.cpp has told none of {form}")
             return {"perplexity": of_files[form]}
-        rounded = not {"cache", "cache_ids"}.isdisjoint(subject.candidate.options)
+        rounded = not {"cache", "cache_ids"}.isdisjoint(runner.configuration.options)
         # What a rounded cache holds is only read at the next step: it is judged by steps of one token.
-        by_steps = rounded or subject.candidate.model == source.last
+        by_steps = rounded or runner.configuration.model == source.last
         work = {"kind": "score", "windows": source.windows, **({"step": 1} if by_steps else {})}
-        total, tokens = subject.answer(work).sum(axis=0, dtype=float).tolist()
+        total, tokens = runner.answer(work).sum(axis=0, dtype=float).tolist()
         perplexity = math.exp(total / tokens)
         original.append(perplexity)
-        if subject.candidate.engine == "llama.cpp":
+        if runner.configuration.engine == "llama.cpp":
             of_files[form] = perplexity
-        if subject.candidate.exact and abs(perplexity / original[0] - 1) > _EXACT:
+        if runner.configuration.exact and abs(perplexity / original[0] - 1) > _EXACT:
             raise WorkerError(
                 f"its perplexity is {perplexity:.4f}, the original's {original[0]:.4f}; expected the same"
             )

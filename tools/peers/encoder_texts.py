@@ -17,8 +17,8 @@ from ortolan.embedding import spearman_on_sts, token_feeds
 from ortolan.graph_passes.measure.feeds import Feeds
 
 from ..workers.process import WorkerError
-from .candidate import Candidate
 from .comparison import Job, Work
+from .configuration import Configuration
 
 BATCH = 32
 TEXTS = 64  # of a work of several lengths
@@ -100,44 +100,44 @@ def _count(batches: Sequence[Feeds]) -> int:
 
 
 class Answers(Protocol):
-    """A Subject."""
+    """A Runner."""
 
-    candidate: Candidate
+    configuration: Configuration
 
     def answer(self, work: Mapping[str, Any]) -> np.ndarray: ...
 
 
 class EncoderJudge:
-    """The mean cosine to the vectors of the first candidate, which computes in fp32: over all of STS-B's sentences, and
+    """The mean cosine to the vectors of the first configuration, which computes in fp32: over all of STS-B's sentences, and
     then Spearman's correlation as well, or over our own sentences where its file was not given."""
 
     def __init__(self, job: Job, encoder: Encoder, folder: Path) -> None:
         self._sts, self._encoder, self._folder = job.sts, encoder, folder
         self._expected: np.ndarray | None = None
 
-    def __call__(self, subject: Answers) -> dict[str, float]:
-        """Raises WorkerError for a candidate that computes in fp32 and whose vectors are others."""
+    def __call__(self, runner: Answers) -> dict[str, float]:
+        """Raises WorkerError for a configuration that computes in fp32 and whose vectors are others."""
         qualities = {}
         if self._sts is None:
-            vectors = self._answer(subject, calibration_feeds(self._encoder, SENTENCES))
+            vectors = self._answer(runner, calibration_feeds(self._encoder, SENTENCES))
         else:
-            sentences = _Sentences(lambda feeds: self._answer(subject, feeds), self._encoder)
+            sentences = _Sentences(lambda feeds: self._answer(runner, feeds), self._encoder)
             qualities["Spearman"] = spearman_on_sts(sentences, self._sts)
             vectors = sentences.vectors
         if self._expected is None:
-            if not subject.candidate.exact:
+            if not runner.configuration.exact:
                 raise WorkerError("there are no vectors in fp32 to compare with")
             self._expected = vectors
         cosine = mean_cosine(vectors, self._expected)
-        if subject.candidate.exact and cosine < _SAME:
+        if runner.configuration.exact and cosine < _SAME:
             raise WorkerError(f"its vectors are not those of fp32: cosine {cosine:.4f}, expected {_SAME}")
         return {"cosine": cosine, **qualities}
 
-    def _answer(self, subject: Answers, texts: Sequence[Feeds]) -> np.ndarray:
+    def _answer(self, runner: Answers, texts: Sequence[Feeds]) -> np.ndarray:
         """Of texts in batches sorted by length, in the order given."""
         order = sorted(range(len(texts)), key=lambda index: texts[index]["input_ids"].shape[1])
         batches = batches_of([texts[index] for index in order], BATCH, in_order=False)
-        found = subject.answer({"batches": str(write_batches(batches, self._folder / "judged.npz"))})
+        found = runner.answer({"batches": str(write_batches(batches, self._folder / "judged.npz"))})
         if len(found) != len(texts):
             raise WorkerError(f"it gave {len(found)} vectors for {len(texts)} texts")
         vectors = np.empty_like(found)

@@ -13,8 +13,8 @@ from ortolan.benchmarks.encoder import FP32, INT8, PUBLISHED, SENTENCES, Encoder
 from ortolan.models.checkpoint import write_checkpoint
 from ortolan.text_encoder import BATCH_TOKENS
 
-from .candidate import Candidate
 from .comparison import Job, compare
+from .configuration import Configuration
 from .encoder_texts import EncoderJudge, make_works, write_batches
 from .result import PeersResult
 from .verdict import ENCODERS
@@ -24,7 +24,7 @@ ONNX, CHECKPOINT = "ONNX file", "folder of transformers'"
 
 
 @dataclass(frozen=True)
-class Form:
+class Variant:
     """A form of a model in an engine. source: what it is made from, as Source knows it. calibrated: it takes batches to
     calibrate on."""
 
@@ -39,39 +39,39 @@ class Form:
 # Attention in the order of sums that is fastest on the CPU: other CPUs have other bits.
 ANY_ORDER = {"fuse_attention.any_order": True}
 # The first one is what all are compared with.
-ONNX_RUNTIME = (Form(FP32, "onnxruntime", exact=True), Form(INT8, "onnxruntime", {"quantized": True}))
+ONNX_RUNTIME = (Variant(FP32, "onnxruntime", exact=True), Variant(INT8, "onnxruntime", {"quantized": True}))
 OURS = (
-    Form("Ortolan, by default", "ortolan", {"choices": {}, "batch_tokens": BATCH_TOKENS}),
-    Form("Ortolan int8, a batch a call", "ortolan", {"choices": {"weights": "int8"}}),
-    Form(
+    Variant("Ortolan, by default", "ortolan", {"choices": {}, "batch_tokens": BATCH_TOKENS}),
+    Variant("Ortolan int8, a batch a call", "ortolan", {"choices": {"weights": "int8"}}),
+    Variant(
         f"Ortolan int8, {BATCH_TOKENS} tokens a call",
         "ortolan",
         {"choices": {"weights": "int8"}, "batch_tokens": BATCH_TOKENS},
     ),
-    Form(
+    Variant(
         "Ortolan int8, any order",
         "ortolan",
         {"choices": {"weights": "int8"}, "changed": ANY_ORDER, "batch_tokens": BATCH_TOKENS},
     ),
-    Form("Ortolan bf16", "ortolan", {"choices": {"weights": "bf16"}, "batch_tokens": BATCH_TOKENS}),
-    Form("Ortolan int4", "ortolan", {"choices": {"weights": "int4"}, "batch_tokens": BATCH_TOKENS}),
+    Variant("Ortolan bf16", "ortolan", {"choices": {"weights": "bf16"}, "batch_tokens": BATCH_TOKENS}),
+    Variant("Ortolan int4", "ortolan", {"choices": {"weights": "int4"}, "batch_tokens": BATCH_TOKENS}),
 )
 OPENVINO = (
-    Form("OpenVINO", "openvino", {"precision": "default"}),
-    Form("OpenVINO int8 (nncf)", "openvino", {"precision": "int8"}, calibrated=True),
+    Variant("OpenVINO", "openvino", {"precision": "default"}),
+    Variant("OpenVINO int8 (nncf)", "openvino", {"precision": "int8"}, calibrated=True),
 )
 OTHERS = (
-    Form("OpenVINO f32", "openvino", {"precision": "f32"}, exact=True),
+    Variant("OpenVINO f32", "openvino", {"precision": "f32"}, exact=True),
     *OPENVINO,
-    Form("CTranslate2 fp32", "ctranslate2", {"compute_type": "float32"}, True, CHECKPOINT),
-    Form("CTranslate2 int8", "ctranslate2", {"compute_type": "int8"}, False, CHECKPOINT),
-    Form("torch fp32", "torch", {"dtype": "float32"}, True, CHECKPOINT),
-    Form("torch bf16", "torch", {"dtype": "bfloat16"}, False, CHECKPOINT),
-    Form("torch int8", "torch", {"dtype": "float32", "quantized": True}, False, CHECKPOINT),
-    Form("torch compile fp32", "torch", {"dtype": "float32", "compiled": True}, True, CHECKPOINT),
-    Form("torch compile bf16", "torch", {"dtype": "bfloat16", "compiled": True}, False, CHECKPOINT),
-    Form("sentence-transformers", "sentence-transformers", {}, True, CHECKPOINT),
-    Form("fastembed", "fastembed", {}, True),
+    Variant("CTranslate2 fp32", "ctranslate2", {"compute_type": "float32"}, True, CHECKPOINT),
+    Variant("CTranslate2 int8", "ctranslate2", {"compute_type": "int8"}, False, CHECKPOINT),
+    Variant("torch fp32", "torch", {"dtype": "float32"}, True, CHECKPOINT),
+    Variant("torch bf16", "torch", {"dtype": "bfloat16"}, False, CHECKPOINT),
+    Variant("torch int8", "torch", {"dtype": "float32", "quantized": True}, False, CHECKPOINT),
+    Variant("torch compile fp32", "torch", {"dtype": "float32", "compiled": True}, True, CHECKPOINT),
+    Variant("torch compile bf16", "torch", {"dtype": "bfloat16", "compiled": True}, False, CHECKPOINT),
+    Variant("sentence-transformers", "sentence-transformers", {}, True, CHECKPOINT),
+    Variant("fastembed", "fastembed", {}, True),
 )
 
 
@@ -85,8 +85,8 @@ def measure(job: Job, result: PeersResult) -> None:
         works = make_works(job, encoder, folder)
         if works:
             source = Source(name, encoder, folder)
-            candidates = candidates_of(job, source, (*ONNX_RUNTIME, *OURS, *OTHERS))
-            compare(job, ENCODERS, name, SCRIPT, candidates, works, EncoderJudge(job, encoder, folder), result)
+            configurations = configurations_of(job, source, (*ONNX_RUNTIME, *OURS, *OTHERS))
+            compare(job, ENCODERS, name, SCRIPT, configurations, works, EncoderJudge(job, encoder, folder), result)
 
 
 class Source:
@@ -114,7 +114,7 @@ class Source:
         return write_batches(calibration_feeds(self.encoder, SENTENCES), self._folder / "calibration.npz")
 
 
-def candidates_of(job: Job, source: Source, forms: Iterable[Form]) -> list[Candidate]:
+def configurations_of(job: Job, source: Source, forms: Iterable[Variant]) -> list[Configuration]:
     """The forms of those engines that take part."""
     found = []
     for form in forms:
@@ -128,5 +128,5 @@ def candidates_of(job: Job, source: Source, forms: Iterable[Form]) -> list[Candi
         if ours or form.calibrated:
             options["calibration"] = str(source.calibration)
         path = source.path(form.source)
-        found.append(Candidate(form.name, form.engine, path, options, python, ours, form.exact))
+        found.append(Configuration(form.name, form.engine, path, options, python, ours, form.exact))
     return found

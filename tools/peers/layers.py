@@ -20,15 +20,15 @@ from ortolan.graph_passes.measure.machine import cold_budget
 from ortolan.graph_passes.measure.timing import copies_to_stay_cold
 
 from ..workers.process import WorkerError
-from .candidate import Candidate, Subject
 from .comparison import Job, Work, compare
+from .configuration import Configuration, Runner
 from .result import PeersResult
 from .verdict import LAYERS as SECTION
 
 SCRIPT = "layers.py"
 ROWS = (1, 8, 128)
 JUDGED_ROWS = 8
-_MEMORY = 6e9  # bytes, for the weights of all candidates; runtimes hold up to twice as much
+_MEMORY = 6e9  # bytes, for the weights of all configurations; runtimes hold up to twice as much
 _LEAST_COPIES = 4
 _MOST_ERROR = 0.5  # of an answer that is one
 
@@ -44,7 +44,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Form:
+class Variant:
     """A form of a layer in an engine. bits: of a weight, about; they say how many copies are cold."""
 
     name: str
@@ -62,24 +62,28 @@ MODELS = tuple(
 )
 
 ONNX_RUNTIME = (
-    Form("ONNX Runtime fp32", "onnxruntime", 32, {"form": "fp32"}, True),
-    Form("ONNX Runtime int8", "onnxruntime", 8, {"form": "int8"}),
-    Form("ONNX Runtime MatMulNBits 8 bits, g128", "onnxruntime", 8.25, {"form": "nbits", "bits": 8, "block_size": 128}),
-    Form("ONNX Runtime MatMulNBits 4 bits, g32", "onnxruntime", 5, {"form": "nbits", "bits": 4, "block_size": 32}),
-    Form("ONNX Runtime MatMulNBits 4 bits, g128", "onnxruntime", 4.25, {"form": "nbits", "bits": 4, "block_size": 128}),
+    Variant("ONNX Runtime fp32", "onnxruntime", 32, {"form": "fp32"}, True),
+    Variant("ONNX Runtime int8", "onnxruntime", 8, {"form": "int8"}),
+    Variant(
+        "ONNX Runtime MatMulNBits 8 bits, g128", "onnxruntime", 8.25, {"form": "nbits", "bits": 8, "block_size": 128}
+    ),
+    Variant("ONNX Runtime MatMulNBits 4 bits, g32", "onnxruntime", 5, {"form": "nbits", "bits": 4, "block_size": 32}),
+    Variant(
+        "ONNX Runtime MatMulNBits 4 bits, g128", "onnxruntime", 4.25, {"form": "nbits", "bits": 4, "block_size": 128}
+    ),
 )
 DENSE = (
-    Form("Ortolan bf16", "ortolan", 16, {"choices": {"weights": "bf16"}}),
-    Form("Ortolan int8", "ortolan", 8, {"choices": {"weights": "int8"}}),
+    Variant("Ortolan bf16", "ortolan", 16, {"choices": {"weights": "bf16"}}),
+    Variant("Ortolan int8", "ortolan", 8, {"choices": {"weights": "int8"}}),
     # What heads take beside dense int8.
-    Form("Ortolan int8 in groups of 64", "ortolan", 8.25, {"choices": {"weights": "int8", "ignore": "*"}}),
-    Form("Ortolan int4, g32", "ortolan", 4.75, {"choices": {"weights": "int4", "group_size": 32}}),
-    Form("Ortolan int4, g128", "ortolan", 4.2, {"choices": {"weights": "int4", "group_size": 128}}),
+    Variant("Ortolan int8 in groups of 64", "ortolan", 8.25, {"choices": {"weights": "int8", "ignore": "*"}}),
+    Variant("Ortolan int4, g32", "ortolan", 4.75, {"choices": {"weights": "int4", "group_size": 32}}),
+    Variant("Ortolan int4, g128", "ortolan", 4.2, {"choices": {"weights": "int4", "group_size": 128}}),
 )
 SPARSE = (
-    Form("Ortolan sparse bf16", "ortolan", 9, {"choices": {"weights": "bf16", "sparsity": 0.5}}),
-    Form("Ortolan sparse int8", "ortolan", 5, {"choices": {"weights": "int8", "sparsity": 0.5}}),
-    Form("Ortolan sparse int4", "ortolan", 3.1, {"choices": {"weights": "int4", "sparsity": 0.5}}),
+    Variant("Ortolan sparse bf16", "ortolan", 9, {"choices": {"weights": "bf16", "sparsity": 0.5}}),
+    Variant("Ortolan sparse int8", "ortolan", 5, {"choices": {"weights": "int8", "sparsity": 0.5}}),
+    Variant("Ortolan sparse int4", "ortolan", 3.1, {"choices": {"weights": "int4", "sparsity": 0.5}}),
 )
 # What it takes by itself, bf16 where CPUs multiply that; and inputs rounded to int8, which is faster with few rows.
 OPENVINO_PRECISIONS: Mapping[str, Mapping[str, str]] = {
@@ -87,24 +91,24 @@ OPENVINO_PRECISIONS: Mapping[str, Mapping[str, str]] = {
     "int8 inputs": {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"},
 }
 OTHERS = (
-    Form("torch bf16", "torch", 16, {"form": "bf16"}),
-    Form("torch bf16, packed", "torch", 16, {"form": "packed bf16"}),
-    Form("torch int8", "torch", 8, {"form": "int8"}),
-    Form("torch int8 weights", "torch", 8, {"form": "int8 weights"}),
-    Form("torch int4, g32", "torch", 5, {"form": "int4", "group_size": 32}),
-    Form("torch int4, g128", "torch", 4.25, {"form": "int4", "group_size": 128}),
+    Variant("torch bf16", "torch", 16, {"form": "bf16"}),
+    Variant("torch bf16, packed", "torch", 16, {"form": "packed bf16"}),
+    Variant("torch int8", "torch", 8, {"form": "int8"}),
+    Variant("torch int8 weights", "torch", 8, {"form": "int8 weights"}),
+    Variant("torch int4, g32", "torch", 5, {"form": "int4", "group_size": 32}),
+    Variant("torch int4, g128", "torch", 4.25, {"form": "int4", "group_size": 128}),
     *(
-        Form(f"{name}, {precision}", "openvino", bits, {**options, "settings": settings})
+        Variant(f"{name}, {precision}", "openvino", bits, {**options, "settings": settings})
         for name, bits, options in (
             ("OpenVINO int8 weights", 8, {"weights": "INT8_ASYM"}),
             ("OpenVINO int4 weights, g128", 4.2, {"weights": "INT4_SYM", "group_size": 128}),
         )
         for precision, settings in OPENVINO_PRECISIONS.items()
     ),
-    Form("OpenVINO", "openvino", 16, {"settings": {}}),
-    Form("llama.cpp Q8_0", "llama.cpp", 8.5, {"form": "Q8_0"}),
-    Form("llama.cpp Q4_0", "llama.cpp", 4.5, {"form": "Q4_0"}),
-    Form("llama.cpp Q4_K", "llama.cpp", 4.5, {"form": "Q4_K"}),
+    Variant("OpenVINO", "openvino", 16, {"settings": {}}),
+    Variant("llama.cpp Q8_0", "llama.cpp", 8.5, {"form": "Q8_0"}),
+    Variant("llama.cpp Q4_0", "llama.cpp", 4.5, {"form": "Q4_0"}),
+    Variant("llama.cpp Q4_K", "llama.cpp", 4.5, {"form": "Q4_K"}),
 )
 
 
@@ -127,8 +131,8 @@ def _measure(job: Job, layer: Layer, rows: Sequence[int], result: PeersResult) -
     ]
     judge = Judge(w, write_inputs(job.folder, layer.k, JUDGED_ROWS))
     del w
-    candidates = list(candidates_of(job, layer, weights))
-    compare(job, SECTION, layer.name, SCRIPT, candidates, works, judge, result, openings=0)
+    configurations = list(configurations_of(job, layer, weights))
+    compare(job, SECTION, layer.name, SCRIPT, configurations, works, judge, result, openings=0)
 
 
 def work_name(rows: int) -> str:
@@ -163,18 +167,18 @@ class Judge:
         self._inputs = inputs
         self._expected = np.load(inputs) @ weights
 
-    def __call__(self, subject: Subject) -> dict[str, float]:
-        y = subject.answer({"inputs": str(self._inputs)})
+    def __call__(self, runner: Runner) -> dict[str, float]:
+        y = runner.answer({"inputs": str(self._inputs)})
         if y.shape != self._expected.shape:
             raise WorkerError(f"answers {list(y.shape)}, expected {list(self._expected.shape)}")
         error = float(np.linalg.norm(y - self._expected) / np.linalg.norm(self._expected))
-        most = 1e-4 if subject.candidate.exact else _MOST_ERROR
+        most = 1e-4 if runner.configuration.exact else _MOST_ERROR
         if not error <= most:
             raise WorkerError(f"the error of its answers is {error:.2g}, expected at most {most:g}")
         return {"error": error}
 
 
-def candidates_of(job: Job, layer: Layer, weights: Path) -> Iterator[Candidate]:
+def configurations_of(job: Job, layer: Layer, weights: Path) -> Iterator[Configuration]:
     """The forms of those engines that take part."""
     own = {"onnxruntime": sys.executable, "ortolan": sys.executable}
     pythons = {**job.pythons, **own}
@@ -182,16 +186,16 @@ def candidates_of(job: Job, layer: Layer, weights: Path) -> Iterator[Candidate]:
     for form in forms:
         stored = round(layer.k * layer.n * form.bits / 8)
         copies = cold_copies(stored, len(forms))
-        yield Candidate(
+        yield Configuration(
             form.name, form.engine, weights, {**form.options, "copies": copies}, pythons[form.engine],
             form.engine == "ortolan", form.exact, copies,
         )  # fmt: skip
 
 
-def cold_copies(bytes_each: int, candidates: int) -> int:
-    """Return how many copies of a layer to use so that none stays in a cache, within the memory for all candidates.
+def cold_copies(bytes_each: int, configurations: int) -> int:
+    """Return how many copies of a layer to use so that none stays in a cache, within the memory for all configurations.
 
     A virtual machine may report the L3 of the whole server, so copies four times that size may not fit.
     """
-    affordable = int(min(_MEMORY, cold_budget()) / candidates / bytes_each)
+    affordable = int(min(_MEMORY, cold_budget()) / configurations / bytes_each)
     return max(_LEAST_COPIES, min(copies_to_stay_cold(bytes_each), affordable))

@@ -338,7 +338,7 @@ def _dress(plot: Any, theme: Theme) -> None:
         text.set_color(theme.text)
 
 
-def _figure(result: PeersResult, count: int, theme: Theme, subject: str = "") -> tuple[Any, Sequence[Any]]:
+def _figure(result: PeersResult, count: int, theme: Theme, topic: str = "") -> tuple[Any, Sequence[Any]]:
     """Return a figure with `count` plots, two in a row, and the plots."""
     across = min(count, 2)
     down = -(-count // across)
@@ -346,7 +346,7 @@ def _figure(result: PeersResult, count: int, theme: Theme, subject: str = "") ->
     axes = list(figure.subplots(down, across, squeeze=False).flat)
     for plot in axes[count:]:
         plot.set_visible(False)
-    figure.suptitle(subject + _caption(result), fontsize=9, color=theme.faint)
+    figure.suptitle(topic + _caption(result), fontsize=9, color=theme.faint)
     return figure, axes[:count]
 
 

@@ -18,7 +18,7 @@ from ortolan.text_encoder import BATCH_TOKENS
 
 from .comparison import Job, compare
 from .encoder_texts import MIXED, SORTED, STS, EncoderJudge, make_works
-from .encoders import ANY_ORDER, ONNX_RUNTIME, OPENVINO, SCRIPT, Form, Source, candidates_of
+from .encoders import ANY_ORDER, ONNX_RUNTIME, OPENVINO, SCRIPT, Source, Variant, configurations_of
 from .result import PeersResult
 from .verdict import SPARSE_ENCODERS
 
@@ -29,19 +29,19 @@ _FLOATS, _QUANTIZED, _LAYERS = "export of floats", "quantized export", "export o
 
 _TOKENS = {"batch_tokens": BATCH_TOKENS}
 OURS = (
-    Form("Ortolan 4x1", "ortolan", {"choices": {"pattern": "4x1"}, **_TOKENS}),
-    Form(
+    Variant("Ortolan 4x1", "ortolan", {"choices": {"pattern": "4x1"}, **_TOKENS}),
+    Variant(
         "Ortolan 4x1, fixed ranges, any order",
         "ortolan",
         {"choices": {"pattern": "4x1"}, "more": "ranges", "changed": ANY_ORDER, **_TOKENS},
     ),
-    Form("Ortolan int8", "ortolan", {"choices": {"weights": "int8"}, **_TOKENS}),  # on tiles, zeros may cost nothing
-    Form("Ortolan, of the quantized export", "ortolan", {"choices": {}, **_TOKENS}, source=_QUANTIZED),
+    Variant("Ortolan int8", "ortolan", {"choices": {"weights": "int8"}, **_TOKENS}),  # on tiles, zeros may cost nothing
+    Variant("Ortolan, of the quantized export", "ortolan", {"choices": {}, **_TOKENS}, source=_QUANTIZED),
 )
 DEEPSPARSE = (
-    Form("DeepSparse fp32", "deepsparse", exact=True, source=_FLOATS),
-    Form("DeepSparse int8, quantized export", "deepsparse", source=_QUANTIZED),
-    Form("DeepSparse int8, export of quantized layers", "deepsparse", source=_LAYERS),
+    Variant("DeepSparse fp32", "deepsparse", exact=True, source=_FLOATS),
+    Variant("DeepSparse int8, quantized export", "deepsparse", source=_QUANTIZED),
+    Variant("DeepSparse int8, export of quantized layers", "deepsparse", source=_LAYERS),
 )
 
 
@@ -56,9 +56,9 @@ def measure(job: Job, result: PeersResult) -> None:
         works = make_works(job, encoder, folder, _LEFT_OUT)
         if works:
             source = SparseSource(MODEL, encoder, folder)
-            candidates = candidates_of(job, source, (*ONNX_RUNTIME, *OURS, *OPENVINO, *DEEPSPARSE))
+            configurations = configurations_of(job, source, (*ONNX_RUNTIME, *OURS, *OPENVINO, *DEEPSPARSE))
             judge = EncoderJudge(job, encoder, folder)
-            compare(job, SPARSE_ENCODERS, name, SCRIPT, candidates, works, judge, result)
+            compare(job, SPARSE_ENCODERS, name, SCRIPT, configurations, works, judge, result)
 
 
 def prune(encoder: Encoder, sparsity: float, folder: Path) -> Encoder:

@@ -23,7 +23,7 @@ _TURN_SECONDS, _MOST_PASSES = 0.2, 200  # timed in each turn but the first
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Configuration:
     """name: what tables call it. engine: of the section's worker, run by the interpreter `python`. model: what it is
     made from, with options. exact: it computes in fp32, so it must give the original's answers. copies: how often a
     pass does the work."""
@@ -38,20 +38,20 @@ class Candidate:
     copies: int = 1
 
 
-class Subject:
-    """A candidate: made once, then opened with so many threads as often as one likes. Ends its process when closed."""
+class Runner:
+    """A configuration: made once, then opened with so many threads as often as one likes. Ends its process when closed."""
 
-    def __init__(self, candidate: Candidate, script: str, folder: Path) -> None:
+    def __init__(self, configuration: Configuration, script: str, folder: Path) -> None:
         """script: of the folder workers. folder: new, for what is made and for the files that pass between the
         processes."""
-        self.candidate = candidate
+        self.configuration = configuration
         self._script = WORKERS / script
         self._folder = folder
         folder.mkdir(parents=True)
         self._worker: Worker | None = None
         self._opened: Mapping[str, Any] = {}
 
-    def __enter__(self) -> Subject:
+    def __enter__(self) -> Runner:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -64,7 +64,7 @@ class Subject:
 
     def make(self, section: str, model: str, threads: int) -> Row:
         """Converts the model, and describes it in a row without speeds. Raises WorkerError."""
-        one = self.candidate
+        one = self.configuration
         made = self._start(threads).ask(
             "make", engine=one.engine, model=str(one.model), folder=tempfile.mkdtemp(dir=self._folder),
             options=dict(one.options),
@@ -76,7 +76,9 @@ class Subject:
     def open(self, threads: int, work: Mapping[str, Any]) -> tuple[float, float | None]:
         """In a new process: seconds until the first answer to the work, and the process's peak in MB. Raises
         WorkerError."""
-        answer = self._start(threads).ask("open", engine=self.candidate.engine, opened=self._opened, work=dict(work))
+        answer = self._start(threads).ask(
+            "open", engine=self.configuration.engine, opened=self._opened, work=dict(work)
+        )
         peak = answer["peak_megabytes"]
         return float(answer["seconds"]), None if peak is None else float(peak)
 
@@ -100,7 +102,7 @@ class Subject:
         # Libraries read the first one when they are loaded; a tokenizer's threads are nobody's business here.
         environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
         settings = {"threads": threads, "cpus": cpus_to_use(threads)}
-        self._worker = Worker(self._script, settings, python=self.candidate.python, environment=environment)
+        self._worker = Worker(self._script, settings, python=self.configuration.python, environment=environment)
         return self._worker
 
     def _running(self) -> Worker:
@@ -110,27 +112,27 @@ class Subject:
 
 
 def interleave(
-    subjects: Mapping[str, Subject], work: str, threads: int, count: int, unit: str, seconds: float
+    runners: Mapping[str, Runner], work: str, threads: int, count: int, unit: str, seconds: float
 ) -> dict[str, Speed | WorkerError]:
     """The speed of each at what it was given, timed in turns, A B C A B C …, or why it has none.
 
     count: how many of the unit the work is. seconds: spent on all of them; each has three turns at least.
     """
-    times: dict[str, list[float]] = {name: [] for name in subjects}
+    times: dict[str, list[float]] = {name: [] for name in runners}
     failed: dict[str, WorkerError] = {}
     end, rounds = perf_counter() + seconds, 0
     while perf_counter() < end or rounds < _LEAST_ROUNDS:
-        for name in [one for one in subjects if one not in failed]:
+        for name in [one for one in runners if one not in failed]:
             shortest = min(times[name], default=_TURN_SECONDS)
             passes = round(max(1, _TURN_SECONDS / max(shortest, _TURN_SECONDS / _MOST_PASSES)))
             try:
-                times[name] += subjects[name].time(passes, _WARM_UP_SECONDS)
+                times[name] += runners[name].time(passes, _WARM_UP_SECONDS)
             except WorkerError as error:
                 failed[name] = error
         rounds += 1
     speeds = {
-        name: speed_of(work, threads, count * subject.candidate.copies, unit, times[name])
-        for name, subject in subjects.items()
+        name: speed_of(work, threads, count * runner.configuration.copies, unit, times[name])
+        for name, runner in runners.items()
         if name not in failed
     }
     return {**speeds, **failed}
