@@ -106,7 +106,7 @@ class Answers:
 
 def test_all_are_judged_by_the_first_one_which_is_exact(encoder, tmp_path):
     judge = EncoderJudge(job_of(tmp_path), encoder, tmp_path)
-    with pytest.raises(WorkerError, match="no vectors in fp32 to compare with"):
+    with pytest.raises(WorkerError, match="reference vectors are missing"):
         judge(Answers(exact=False))
     assert judge(Answers(exact=True)) == {"cosine": pytest.approx(1)}
     assert judge(Answers(exact=False, turn=0.5)) == {"cosine": pytest.approx(np.cos(0.5))}

@@ -132,7 +132,7 @@ def test_wrong_answers_are_refused(tmp_path, files):
         runner.make("layers", "small", 1)
         runner.open(1, {"inputs": str(inputs)})
         assert layers.Judge(w, inputs)(runner)["error"] < 1e-6
-        with pytest.raises(WorkerError, match=r"the error of its answers is 2, expected at most 0\.5"):
+        with pytest.raises(WorkerError, match=r"a relative error of 2, expected at most 0\.5"):
             layers.Judge(-w, inputs)(runner)
         with pytest.raises(WorkerError, match=r"answers \[3, 96\], expected \[3, 95\]"):
             layers.Judge(w[:, :-1], inputs)(runner)

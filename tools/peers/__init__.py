@@ -1,6 +1,10 @@
-"""Ortolan beside other runtimes, in one run: python -m tools.peers
+"""Compare Ortolan with other runtimes in one run, with python -m tools.peers.
 
-Modules: encoders, sparse_encoders, decoders, layers (what is compared: each a section) · comparison (the way of every
-section) · configuration (a form of a model in a process) · environments (a peer's packages) · result (what was measured) ·
-verdict (ratios at equal quality) · page, pictures.
+encoders, sparse_encoders, decoders, layers    the sections: models, configurations and works
+comparison       how every section is measured
+configuration    a model in one runtime and format, run by a process
+environments     the virtual environment of each runtime
+result           what was measured, and its file
+verdict          ratios at equal quality
+page, pictures, site, names    Markdown pages and pictures
 """

@@ -1,17 +1,17 @@
-"""Ortolan beside other runtimes, in one run on one machine: encoders, sparse encoders, decoders, layers.
+"""Compare Ortolan with other runtimes on one machine: encoders, sparse encoders, decoders, layers.
 
 python -m tools.peers [SECTION …] [--peer NAME … | all | none] [--model NAME …] [--work NAME …]
     [--threads 1 2] [--seconds 20] [--sts sts-dev.csv] [--text wikitext2_valid.txt] [--json FILE.json]
     [--page PAGE.md] [--pictures FOLDER] [--compare OLD.json]
 python -m tools.peers --from FILE.json [--page PAGE.md] [--pictures FOLDER] [--compare OLD.json]
 
-Each peer runs in an environment of its own, which is made in the cache when it is first asked for: all of them take
-about 6 GB, and llama.cpp is compiled. Peers whose licences allow evaluation alone (deepsparse) run only where they are
-named. A peer that cannot be installed or does not take a model is left out, and the result says why.
+Each runtime is installed, on first use, into an environment of its own in the cache folder: about 6 GB for all, and
+llama.cpp is compiled. Runtimes whose licenses allow evaluation only (deepsparse) run only if --peer names them. A
+runtime that cannot be installed or refuses a model is left out, and the result says why.
 
-Forms of a model are processes, pinned to the same CPUs, that are told to run in turns. With --json each model's rows
-are written as soon as they are there; models that the file has with those threads are not measured again. So an
-interrupted run goes on, and a result may come from several commands.
+Each configuration is a process pinned to the same CPUs; the processes are timed in turns. With --json, the rows of a
+model are written as soon as they are complete, and models that the file already has with these threads are not measured
+again. So an interrupted run can be continued, and one result can come from several commands.
 """
 
 from __future__ import annotations
@@ -48,30 +48,34 @@ MEASURE: Mapping[str, Callable[[Job, PeersResult], None]] = {
 
 
 def read_arguments() -> argparse.Namespace:
+    """Return the command line's arguments; exit with a message for invalid ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sections = parser.add_argument(
-        "sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; default: all"
+        "sections", nargs="*", metavar="SECTION", help=f"{', '.join(SECTIONS)}; default: all"
     )
     parser.add_argument(
         "--peer", nargs="+", default=[_ALL], choices=[*REQUIREMENTS, _ALL, _NONE], metavar="NAME",
-        help=f"{', '.join(REQUIREMENTS)}; {_ALL}: but for {', '.join(ASKED_FOR)}, the default; {_NONE}: ORT alone",
+        help=f"{', '.join(REQUIREMENTS)}; {_ALL}, the default: without {', '.join(ASKED_FOR)}; {_NONE}: ONNX Runtime only",
     )  # fmt: skip
-    parser.add_argument("--model", nargs="+", metavar="NAME", help="those alone, by their names in the tables")
-    parser.add_argument("--work", nargs="+", metavar="NAME", help="that alone, by its names in the tables")
+    parser.add_argument("--model", nargs="+", metavar="NAME", help="only these models, by their names in the tables")
+    parser.add_argument("--work", nargs="+", metavar="NAME", help="only these works, by their names in the tables")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--seconds", type=float, default=20.0, help="for each kind of work; three turns at least")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=20.0,
+        help="per work, for all configurations together; at least three turns each",
+    )
     parser.add_argument("--sts", type=Path, help="sts-dev.csv: tab-separated, columns 5 to 7 score and two sentences")
+    parser.add_argument("--text", type=Path, help="UTF-8 text for perplexity; default: text sampled from the model")
+    parser.add_argument("--note", action="append", default=[], help="a remark on the run, for the page")
     parser.add_argument(
-        "--text", type=Path, help="whose perplexity is measured, UTF-8; else it is drawn from the model"
+        "--json", type=Path, metavar="FILE.json", help="write the result there, and skip models that it already has"
     )
-    parser.add_argument("--note", action="append", default=[], help="on how it was measured, for the page")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE.json", help="the result; what it has already is not repeated"
-    )
-    parser.add_argument("--page", type=Path, metavar="PAGE.md", help="write the page there")
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw the pictures there, light and dark")
-    parser.add_argument("--compare", type=Path, metavar="OLD.json", help="say what changed since that result")
-    parser.add_argument("--from", dest="data", type=Path, metavar="FILE.json", help="shows this, and measures nothing")
+    parser.add_argument("--page", type=Path, metavar="PAGE.md", help="write the Markdown page there")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="write the pictures there, light and dark")
+    parser.add_argument("--compare", type=Path, metavar="OLD.json", help="print what changed since that result")
+    parser.add_argument("--from", dest="data", type=Path, metavar="FILE.json", help="show this result; measure nothing")
     arguments = parser.parse_args()
     for name in arguments.sections:
         if name not in SECTIONS:
@@ -80,7 +84,7 @@ def read_arguments() -> argparse.Namespace:
         path = getattr(arguments, option)
         if path and not path.is_file():
             parser.error(f"--{'from' if option == 'data' else option}: file {str(path)!r} does not exist")
-    for option in ("json", "page"):  # asked before measuring, which takes long
+    for option in ("json", "page"):  # fail before the long measurement
         path = getattr(arguments, option)
         if path and not os.access(path.parent, os.W_OK):
             parser.error(f"--{option}: expected a folder to write to, found {str(path.parent)!r}")
@@ -92,11 +96,16 @@ def read_arguments() -> argparse.Namespace:
 
 
 def say(line: str) -> None:
+    """Print a line of progress."""
     print(line, file=sys.stderr, flush=True)
 
 
 def begin(arguments: argparse.Namespace, command: str) -> PeersResult:
-    """A new result, or what the file has already. Raises OrtolanError for one of another CPU or other versions."""
+    """Return a new result, or the result that --json already has.
+
+    Raises:
+        OrtolanError: The file is of another CPU or of other versions.
+    """
     new = PeersResult([command], date.today().isoformat(), arguments.note)
     if arguments.json is None or not arguments.json.is_file():
         return new
@@ -113,7 +122,7 @@ def begin(arguments: argparse.Namespace, command: str) -> PeersResult:
 
 
 def environments(asked: Sequence[str], result: PeersResult) -> dict[str, str]:
-    """Engine -> interpreter. What cannot be installed is left out."""
+    """Return the interpreter of each engine. Record the ones that cannot be installed in `result.left_out`."""
     names = [] if _NONE in asked else list(asked)
     if _ALL in names:
         names = [name for name in REQUIREMENTS if name in names or name not in ASKED_FOR]
@@ -130,6 +139,7 @@ def environments(asked: Sequence[str], result: PeersResult) -> dict[str, str]:
 
 
 def measure(arguments: argparse.Namespace, result: PeersResult) -> None:
+    """Measure the chosen sections and add their rows to the result."""
     with tempfile.TemporaryDirectory(prefix="ortolan-", ignore_cleanup_errors=True) as folder:
         job = Job(
             tuple(arguments.threads),
@@ -149,7 +159,7 @@ def measure(arguments: argparse.Namespace, result: PeersResult) -> None:
 
 
 def save(result: PeersResult, path: Path | None) -> None:
-    """Whole, or not at all."""
+    """Write the result atomically; do nothing without a path."""
     if path is not None:
         part = path.with_name(f"{path.name}.part")
         part.write_text(result.to_json(), encoding="utf-8")
@@ -157,16 +167,17 @@ def save(result: PeersResult, path: Path | None) -> None:
 
 
 def seen_from(page: Path, path: Path | None) -> str | None:
-    """The path as the page links to it."""
+    """Return the path relative to the page, for a link."""
     return None if path is None else Path(os.path.relpath(path, page.parent)).as_posix()
 
 
 def show(result: PeersResult, arguments: argparse.Namespace) -> None:
+    """Print the table of ratios and, with --compare, what changed."""
     console = Console(width=180, highlight=False)
     table = Table(
-        title=f"{result.cpu} · {result.date}", title_justify="left", caption="Rows that miss their goal come first."
+        title=f"{result.cpu} · {result.date}", title_justify="left", caption="Rows below their goal come first."
     )
-    for column in ("", "work", "threads", "ours", "best peer of equal quality", "ratio", "goal"):
+    for column in ("", "work", "threads", "Ortolan", "best peer of equal quality", "ratio", "goal"):
         table.add_column(column, justify="right" if column in ("threads", "ratio", "goal") else "left")
     for one in verdicts(result):
         table.add_row(
@@ -192,11 +203,12 @@ def show(result: PeersResult, arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    """Run the command."""
     arguments = read_arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # workers must not stay
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that workers are ended
     try:
         if arguments.page or arguments.pictures:
-            from . import page, pictures  # before measuring: they need what the extra `peers` installs
+            from . import page, pictures  # before measuring: fails if the extra `peers` is not installed
         if arguments.data:
             result = PeersResult.from_json(arguments.data.read_text(encoding="utf-8"))
         else:
@@ -216,7 +228,7 @@ def main() -> None:
 
 
 def command_words(arguments: argparse.Namespace) -> list[str]:
-    """What decides on the numbers, with the names of files, not where they lie on one machine."""
+    """Return the arguments that determine the result, with file names instead of paths."""
     words = [*arguments.sections, "--peer", *arguments.peer]
     for option in ("model", "work", "threads", "seconds"):
         value = getattr(arguments, option)

@@ -1,4 +1,4 @@
-"""The way of every section: configurations are made, opened, judged, and timed in turns at each kind of work."""
+"""Measure one section: make, open and judge each configuration, then time all in turns at each work."""
 
 from __future__ import annotations
 
@@ -20,10 +20,20 @@ Judge = Callable[[Runner], Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Job:
-    """What was asked for. threads: numbers of them. seconds: spent on each kind of work. pythons: engine ->
-    interpreter, of the peers that take part. folder: for files that are made. sts: STS-B's file. text: whose perplexity
-    is measured. models, works: those alone, of the sections that have them. done: by section and model the numbers of
-    threads that its rows have been timed with. keep: called when a model's rows are complete."""
+    """The settings of a run, from the command line.
+
+    Attributes:
+        threads: Numbers of threads.
+        seconds: Time for each work.
+        pythons: Engine -> interpreter, for the runtimes that take part.
+        folder: Folder for temporary files.
+        say: Prints a line of progress.
+        sts: The STS-B file.
+        text: Text for perplexity.
+        models, works: Only these; None for all.
+        done: (section, model) -> numbers of threads that its rows already have.
+        keep: Called when a model's rows are complete.
+    """
 
     threads: tuple[int, ...]
     seconds: float
@@ -38,20 +48,25 @@ class Job:
     keep: Callable[[], None] = lambda: None
 
     def takes_model(self, section: str, name: str) -> bool:
+        """Return whether to measure the model."""
         return (self.models is None or name in self.models) and bool(self.threads_left(section, name))
 
     def threads_left(self, section: str, model: str) -> list[int]:
+        """Return the numbers of threads that the model was not yet timed with."""
         done = self.done.get((section, model), frozenset())
         return [threads for threads in self.threads if threads not in done]
 
     def takes_work(self, name: str) -> bool:
+        """Return whether to measure the work."""
         return self.works is None or name in self.works
 
 
 @dataclass(frozen=True)
 class Work:
-    """given: what the worker's engines prepare. count: how many of the unit a pass is, of one copy. after: a work like
-    it that costs less: what is far behind another there does not do this one."""
+    """One kind of work. `given` is passed to the worker's engines; one copy's pass has `count` units.
+
+    `after` names a cheaper work of the same kind: configurations that are far behind there skip this work.
+    """
 
     name: str
     given: Mapping[str, Any]
@@ -71,12 +86,20 @@ def compare(
     result: PeersResult,
     openings: int = 3,
 ) -> None:
-    """Adds a row for each configuration, or the reason why there is none. Speeds with other numbers of threads are added to
-    the row that is there.
+    """Add a row for each configuration, or the reason why it has none.
 
-    judge: the qualities of an opened configuration; raises WorkerError for one that does not give the right answers. The
-    first configuration's are asked for first. The first work is the one that opening is timed with, so many times; 0: the
-    rows have neither its time nor the memory that it takes.
+    New numbers of threads are added to existing rows.
+
+    Args:
+        job: The settings of the run.
+        section: The section's name.
+        model: The model's name.
+        script: The section's file in tools/workers.
+        configurations: The configurations to compare. The first one is judged first.
+        works: Kinds of work. The load time is measured with the first.
+        judge: Returns the qualities of an opened configuration; raises WorkerError for wrong answers.
+        result: Receives the rows.
+        openings: How often the load time is measured; 0 leaves load time and memory out.
     """
 
     def leave_out(name: str, error: WorkerError) -> None:
@@ -114,9 +137,11 @@ def compare(
 
 
 def outrun_by(row: Row, rows: Sequence[Row], work: str, threads: int) -> str | None:
-    """The name of a row of the same side, ours or peers', that does the work at least OUTRUN times as fast, where the
-    row can decide nothing any more: one of ours is no worse, or each form of ours that a peer counts beside has a
-    faster peer."""
+    """Return a row of the same side that makes this row irrelevant for longer works, or None.
+
+    The other row does the work at least OUTRUN times as fast. For a row of Ortolan's it must be no less accurate; for a
+    peer's row, every row of Ortolan's that the peer counts beside must have such a faster peer.
+    """
     speed = row.speed(work, threads)
     if speed is None:
         return None
@@ -152,7 +177,9 @@ def _time_all(
         for name, runner in opened.items():
             try:
                 if work.after is not None and (other := outrun_by(found[name][1], rows, work.after, threads)):
-                    raise WorkerError(f"at {work.after}, {other} is at least {OUTRUN:g} times as fast, and good enough")
+                    raise WorkerError(
+                        f"skipped: at {work.after}, {other} is at least {OUTRUN:g} times as fast at equal quality"
+                    )
                 runner.give(work.given)
                 given[name] = runner
             except WorkerError as error:

@@ -1,4 +1,4 @@
-"""A form of a model in a runtime, in a process of its own, as the sections of the comparison see it."""
+"""A model in one runtime and format, run by a process of its own."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from .result import Row, Speed
 
 WORKERS = Path(__file__).parent.with_name("workers")
 _LEAST_ROUNDS = 3
-_WARM_UP_SECONDS = 0.3  # of each turn; longer than the threads of OpenMP spin that had the last one
-_TURN_SECONDS, _MOST_PASSES = 0.2, 200  # timed in each turn but the first
+_WARM_UP_SECONDS = 0.3  # per turn; longer than OpenMP threads of the previous turn keep spinning
+_TURN_SECONDS, _MOST_PASSES = 0.2, 200  # timed per turn, except in the first
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """name: what tables call it. engine: of the section's worker, run by the interpreter `python`. model: what it is
-    made from, with options. exact: it computes in fp32, so it must give the original's answers. copies: how often a
-    pass does the work."""
+    """A model in one runtime and format.
+
+    `name` is shown in tables. The worker script's `engine` makes `model` into its own format with `options`, in the
+    interpreter `python`. `exact` configurations compute in fp32 and must give the original's answers. A pass does the
+    work `copies` times.
+    """
 
     name: str
     engine: str
@@ -39,11 +42,16 @@ class Configuration:
 
 
 class Runner:
-    """A configuration: made once, then opened with so many threads as often as one likes. Ends its process when closed."""
+    """The process of a configuration. It is made once and can be opened many times, each time in a new process."""
 
     def __init__(self, configuration: Configuration, script: str, folder: Path) -> None:
-        """script: of the folder workers. folder: new, for what is made and for the files that pass between the
-        processes."""
+        """Prepare the folder; start nothing.
+
+        Args:
+            configuration: What to run.
+            script: A file of the folder tools/workers.
+            folder: New folder for the converted model and for files that the processes exchange.
+        """
         self.configuration = configuration
         self._script = WORKERS / script
         self._folder = folder
@@ -58,24 +66,35 @@ class Runner:
         self.close()
 
     def close(self) -> None:
+        """End the process, if there is one."""
         if self._worker is not None:
             self._worker.restart()
             self._worker = None
 
     def make(self, section: str, model: str, threads: int) -> Row:
-        """Converts the model, and describes it in a row without speeds. Raises WorkerError."""
+        """Convert the model and return a row that describes it, without speeds.
+
+        Raises:
+            WorkerError: The engine cannot convert the model.
+        """
         one = self.configuration
         made = self._start(threads).ask(
             "make", engine=one.engine, model=str(one.model), folder=tempfile.mkdtemp(dir=self._folder),
             options=dict(one.options),
         )  # fmt: skip
         self._opened = made["opened"]
-        self.close()  # its memory is not that of the model
+        self.close()  # memory of the conversion does not count as the model's
         return Row(section, model, one.name, one.engine, one.ours, made["call"], made["versions"], made["megabytes"])
 
     def open(self, threads: int, work: Mapping[str, Any]) -> tuple[float, float | None]:
-        """In a new process: seconds until the first answer to the work, and the process's peak in MB. Raises
-        WorkerError."""
+        """Open the model in a new process.
+
+        Returns:
+            Seconds until the first answer to the work, and the process's peak memory in MB (None if unknown).
+
+        Raises:
+            WorkerError: The engine cannot open the model.
+        """
         answer = self._start(threads).ask(
             "open", engine=self.configuration.engine, opened=self._opened, work=dict(work)
         )
@@ -83,15 +102,27 @@ class Runner:
         return float(answer["seconds"]), None if peak is None else float(peak)
 
     def give(self, work: Mapping[str, Any]) -> None:
-        """What is timed or answered next. Raises WorkerError."""
+        """Set the work that `time` and `answer` run.
+
+        Raises:
+            WorkerError: The engine cannot do this work.
+        """
         self._running().ask("give", work=dict(work))
 
     def time(self, passes: int, warm_up: float) -> list[float]:
-        """Seconds of each pass over what was given, behind so many seconds that are not counted. Raises WorkerError."""
+        """Return the seconds of each pass over the work, after `warm_up` untimed seconds.
+
+        Raises:
+            WorkerError: A pass failed.
+        """
         return list(map(float, self._running().ask("time", passes=passes, warm_up=warm_up)["seconds"]))
 
     def answer(self, work: Mapping[str, Any]) -> np.ndarray:
-        """float32 [rows, …]: the answers to the work. What was given before is forgotten. Raises WorkerError."""
+        """Return the answers to the work, float32 [rows, …]. The work replaces the one set before.
+
+        Raises:
+            WorkerError: The engine cannot do this work.
+        """
         self.give(work)
         path = self._folder / "answer.npy"
         self._running().ask("answer", path=str(path))
@@ -99,7 +130,7 @@ class Runner:
 
     def _start(self, threads: int) -> Worker:
         self.close()
-        # Libraries read the first one when they are loaded; a tokenizer's threads are nobody's business here.
+        # Libraries read OMP_NUM_THREADS when they are loaded. Tokenizers must not start threads of their own.
         environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
         settings = {"threads": threads, "cpus": cpus_to_use(threads)}
         self._worker = Worker(self._script, settings, python=self.configuration.python, environment=environment)
@@ -107,16 +138,25 @@ class Runner:
 
     def _running(self) -> Worker:
         if self._worker is None:
-            raise WorkerError("its process has ended; open it again")
+            raise WorkerError("the process has ended; open it again")
         return self._worker
 
 
 def interleave(
     runners: Mapping[str, Runner], work: str, threads: int, count: int, unit: str, seconds: float
 ) -> dict[str, Speed | WorkerError]:
-    """The speed of each at what it was given, timed in turns, A B C A B C …, or why it has none.
+    """Time the runners in turns (A B C A B C …) at the work that each was given.
 
-    count: how many of the unit the work is. seconds: spent on all of them; each has three turns at least.
+    Args:
+        runners: Runners by name.
+        work: Name of the work.
+        threads: Threads of each runner.
+        count: Units of the work, for example texts, in one pass of one copy.
+        unit: Unit of the speeds.
+        seconds: Time for all runners together; each has at least three turns.
+
+    Returns:
+        The speed of each runner, or the error that stopped it.
     """
     times: dict[str, list[float]] = {name: [] for name in runners}
     failed: dict[str, WorkerError] = {}
@@ -139,7 +179,7 @@ def interleave(
 
 
 def speed_of(work: str, threads: int, count: int, unit: str, seconds: Sequence[float]) -> Speed:
-    """Of the times of passes over `count` of the unit."""
+    """Return the speed from the seconds of passes over `count` units."""
     median = statistics.median(seconds)
     lower, _, upper = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else (median,) * 3
     return Speed(work, threads, unit, count / min(seconds), count / median, (upper - lower) / median)

@@ -1,4 +1,4 @@
-"""What all forms of a decoder are made from: one GGUF file, and the ONNX file and checkpoint of its numbers."""
+"""Write the sources of all decoder configurations: a GGUF file, and an ONNX file and checkpoint of its weights."""
 
 from __future__ import annotations
 
@@ -37,10 +37,12 @@ _LLAMA2C_OTHER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm
 
 
 def write_gguf(model: str, folder: Path, positions: int) -> Path:
-    """The model in the catalogue as a GGUF file of a folder, which says that it has positions for so many tokens, if it
-    has fewer. One that is published as such a file keeps its numbers; another one is written in float32.
+    """Write a model of the catalog as a GGUF file with at least `positions` positions.
 
-    Raises OrtolanError for a model that is neither a GGUF file nor one of llama2.c's.
+    A published GGUF file keeps its weights; a llama2.c model is written in float32.
+
+    Raises:
+        OrtolanError: The model is published in neither format.
     """
     import gguf
 
@@ -52,7 +54,7 @@ def write_gguf(model: str, folder: Path, positions: int) -> Path:
         checkpoint = next(path for path in source.glob("*.bin") if path.name != "tokenizer.bin")
         write_llama2c(checkpoint, source / "tokenizer.bin", target)
     else:
-        raise OrtolanError(f"{model} is published neither as a GGUF file nor as llama2.c's; expected a decoder")
+        raise OrtolanError(f"{model} is published neither as a GGUF file nor as a llama2.c model; expected a decoder")
     field = gguf.GGUFReader(target, "r+").fields[_CONTEXT]
     value = field.parts[field.data[0]]
     value[0] = max(int(value[0]), positions)
@@ -60,7 +62,7 @@ def write_gguf(model: str, folder: Path, positions: int) -> Path:
 
 
 def write_llama2c(checkpoint: Path, tokenizer: Path, target: Path) -> None:
-    """Writes a model of llama2.c's as a GGUF file in float32, with its tokenizer as SentencePiece's."""
+    """Write a llama2.c model as a GGUF file in float32, with its tokenizer in SentencePiece form."""
     import gguf
 
     config, weights = read_llama2c(checkpoint)
@@ -109,7 +111,7 @@ def _add_tokenizer(writer: Any, tokenizer: Llama2cTokenizer) -> None:
 
 
 def _gguf_name(name: str) -> str:
-    """ "model.layers.3.mlp.up_proj.weight" -> "blk.3.ffn_up.weight"."""
+    """Return "blk.3.ffn_up.weight" for "model.layers.3.mlp.up_proj.weight"."""
     stem = name.removesuffix(".weight")
     if stem in _LLAMA2C_OTHER:
         return f"{_LLAMA2C_OTHER[stem]}.weight"
@@ -118,21 +120,21 @@ def _gguf_name(name: str) -> str:
 
 
 def write_onnx(gguf: Path, target: Path) -> None:
-    """The GGUF file's numbers in float32, as a graph of GroupQueryAttention with its weights beside it."""
+    """Write the GGUF file's weights in float32, as a GroupQueryAttention graph with external data."""
     config, weights = read_gguf(gguf)
     model = build_llama(weights, config, gguf.stem, "gqa")
     ir.save(model, target, external_data=f"{target.name}.data")
 
 
 def write_genai_folder(gguf: Path, onnx: Path, folder: Path) -> None:
-    """Puts genai_config.json beside the ONNX file, of the model in the GGUF file."""
+    """Write genai_config.json for the model of the GGUF file beside the ONNX file."""
     model = read_model(gguf)
     config = genai_config(model, read_tokenizer_facts(model.file), onnx.name)
     (folder / "genai_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
 
 def write_checkpoint(gguf: Path, folder: Path) -> None:
-    """The GGUF file's numbers in float32, as transformers reads them."""
+    """Write the GGUF file's weights in float32 as a transformers folder."""
     folder.mkdir()
     special = SMOLLM2_TOKENS if gguf.stem.startswith("smollm2") else _LLAMA2C_TOKENS
     write_llama(gguf, folder, special)

@@ -1,4 +1,4 @@
-"""Decoders: prompts, greedy decoding, and a step behind a long context, with the perplexity of what is timed."""
+"""Compare decoders: prompts, greedy decoding, and decoding after a long context; with their perplexity."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ SMOLLM2, STORIES = "smollm2-135m-instruct", "stories15m"
 MODELS = (SMOLLM2, STORIES)
 UNIT = "tokens/s"
 PROMPTS = (128, 1024)
-DECODED = 64  # tokens, behind the shortest prompt
-CONTEXTS, STEPS = (1024, 4096, 16384), 8  # tokens of cache, and steps of a pass behind them
-SCORED, WINDOW = 4081, 256  # tokens of the text; each window begins with the last token of the one before
-SAMPLED = 2048  # tokens drawn from the model, where the text is none of its kind
-CACHE_TOKENS = 512  # whose keys and values the scales of an int8 cache are found with
-_POSITIONS = CONTEXTS[-1] + 64  # a model is given for steps
-_CALIBRATED, _LEAST_SENTENCE = 256, 60  # sentences, and characters of one
-_EXACT = 1e-3  # of the perplexity, that a form which computes in fp32 may differ by
+DECODED = 64  # tokens after the shortest prompt
+CONTEXTS, STEPS = (1024, 4096, 16384), 8  # tokens in the cache, and steps of a pass after them
+SCORED, WINDOW = 4081, 256  # tokens of the text; each window starts with the last token of the previous one
+SAMPLED = 2048  # tokens sampled from the model, if --text does not suit it
+CACHE_TOKENS = 512  # tokens that calibrate the scales of an int8 cache
+_POSITIONS = CONTEXTS[-1] + 64  # the context length written into the model's file
+_CALIBRATED, _LEAST_SENTENCE = 256, 60  # sentences, and characters of the shortest
+_EXACT = 1e-3  # allowed relative difference in perplexity between fp32 configurations
 
-# What ONNX Runtime's own quantizer is told. With zero points SmolLM2 loses more than without: they are whole numbers,
-# and the minima that its file stores are none.
+# Settings of ONNX Runtime's quantizer. Without zero points: SmolLM2's file stores fractional minima, which integer zero
+# points cannot represent, and quality drops.
 NBITS: Mapping[str, Mapping[str, Any]] = {
     "MatMulNBits g32": {"block_size": 32, "accuracy_level": 4},
     "MatMulNBits g128": {"block_size": 128, "accuracy_level": 4},
@@ -61,8 +61,11 @@ GGUF_LONG_FORMS = ("Q4_0", "Q8_0")
 
 @dataclass(frozen=True)
 class Source:
-    """A model and what it is asked. gguf, onnx: its files, of the same numbers; last: the ONNX file with the logits of
-    the last token alone, as others compute them. windows: of tokens, to be scored. texts: a file to calibrate on."""
+    """A model and the texts for it.
+
+    `gguf` and `onnx` have the same weights; `last` is the ONNX file that returns only the last token's logits, as other
+    runtimes do. `windows` are token ids to score, `texts` is a file to calibrate on.
+    """
 
     model: str
     gguf: Path
@@ -75,11 +78,11 @@ class Source:
 
     @property
     def ids(self) -> list[int]:
-        """A text for prompts."""
+        """Token ids for prompts."""
         return [token for window in self.windows for token in window]
 
     def checkpoint(self) -> Path:
-        """A folder of transformers', of the same numbers; made when it is first asked for."""
+        """Return a transformers folder with the same weights, made on first use."""
         folder = self.gguf.with_name("checkpoint")
         if not folder.exists():
             write_checkpoint(self.gguf, folder)
@@ -87,11 +90,12 @@ class Source:
 
     @property
     def is_long(self) -> bool:
-        """Whether it has positions for the long context."""
+        """True if the model has positions for the long contexts."""
         return self.context >= _POSITIONS
 
 
 def measure(job: Job, result: PeersResult) -> None:
+    """Add the rows of every model."""
     for model in MODELS:
         if job.takes_model(SECTION, model):
             folder = job.folder / SECTION / f"{model}-source"
@@ -107,7 +111,11 @@ def measure(job: Job, result: PeersResult) -> None:
 
 
 def make_source(job: Job, model: str, folder: Path) -> Source:
-    """Raises OrtolanError for a text that is too short."""
+    """Write the model in every source format and choose the texts.
+
+    Raises:
+        OrtolanError: The text of --text is too short.
+    """
     files = get_model(model, progress=job.say)
     long = model == SMOLLM2 and any(job.takes_work(step_name(context)) for context in CONTEXTS)
     gguf, onnx = write_gguf(model, folder, _POSITIONS if long else 0), folder / "model.onnx"
@@ -118,7 +126,7 @@ def make_source(job: Job, model: str, folder: Path) -> Source:
     context = read_context(onnx)
     assert files.tokenizer is not None and context is not None
     tokenizer = load_tokenizer(files.tokenizer)
-    if job.text is None or model != SMOLLM2:  # the stories' model knows no other texts
+    if job.text is None or model != SMOLLM2:  # stories15M predicts only stories
         session = ort.InferenceSession(str(onnx), providers=["CPUExecutionProvider"])
         windows: Sequence[Sequence[int]] = sample_texts(session, tokenizer.start, SAMPLED, WINDOW)
         return Source(model, gguf, onnx, last, context, windows, None, files.tokenizer)
@@ -131,12 +139,16 @@ def make_source(job: Job, model: str, folder: Path) -> Source:
 
 
 def windows_of(ids: Sequence[int], window: int) -> list[list[int]]:
-    """Each token but the first is behind another one in one of them, once."""
+    """Return windows in which each token but the first follows another one exactly once."""
     return [list(ids[begin : begin + window]) for begin in range(0, len(ids) - 1, window - 1)]
 
 
 def sentences_of(text: Path) -> list[str]:
-    """To calibrate on: of the text's second half, from lines that are no headings. Raises OrtolanError for too few."""
+    """Return sentences for calibration, from lines of the text's second half that are not headings.
+
+    Raises:
+        OrtolanError: No sentence is long enough.
+    """
     lines = [line.strip() for line in text.read_text(encoding="utf-8").splitlines()]
     found = [
         sentence.strip()
@@ -151,11 +163,12 @@ def sentences_of(text: Path) -> list[str]:
 
 
 def step_name(context: int) -> str:
+    """Return the name of the work that decodes after `context` tokens."""
     return f"step at {context}"
 
 
 def works_for(source: Source) -> list[Work]:
-    """Those that fit into the model's context."""
+    """Return the works that fit the model's context."""
     ids = source.ids
     works = [
         Work(f"prompt {tokens}", {"kind": "prompt", "ids": ids[:tokens]}, tokens, UNIT)
@@ -166,14 +179,14 @@ def works_for(source: Source) -> list[Work]:
     works.append(Work("decode", decode, DECODED, UNIT))
     for context in CONTEXTS if source.is_long else ():
         step = {"kind": "step", "context": context, "steps": STEPS}
-        # Filling the longest takes minutes a form.
+        # Filling the longest cache takes minutes.
         after = step_name(CONTEXTS[-2]) if context == CONTEXTS[-1] else None
         works.append(Work(step_name(context), step, STEPS, UNIT, after))
     return works
 
 
 def configurations_for(job: Job, source: Source) -> Iterator[Configuration]:
-    """ONNX Runtime's fp32 first: the original."""
+    """Yield the configurations. The first one, ONNX Runtime in fp32, is the reference."""
     yield Configuration("ORT fp32", "onnxruntime", source.onnx, exact=True)
     for name, nbits in NBITS.items():
         yield Configuration(f"ORT {name}", "onnxruntime", source.last, {"nbits": nbits})
@@ -233,12 +246,16 @@ def _ctranslate2(job: Job, source: Source) -> Iterator[Configuration]:
 
 
 def _mistralrs(job: Job, source: Source) -> Iterator[Configuration]:
-    """Of files that llama.cpp makes, which also tells their perplexity. Raises WorkerError where it cannot."""
+    """Yield configurations on files that llama.cpp makes; llama.cpp also measures their perplexity.
+
+    Raises:
+        WorkerError: llama.cpp does not take part or cannot make a file.
+    """
     python, maker = job.pythons.get("mistralrs"), job.pythons.get("llama.cpp")
     if python is None:
         return
     if maker is None:
-        raise WorkerError("its files are made by llama.cpp, which does not take part")
+        raise WorkerError("llama.cpp, which makes its files, does not take part")
     with Worker(WORKERS / SCRIPT, {"threads": 1, "cpus": []}, python=maker) as worker:
         for form in MISTRALRS_FORMS:
             folder = source.gguf.with_name(f"mistralrs {form}")
@@ -251,28 +268,29 @@ def _mistralrs(job: Job, source: Source) -> Iterator[Configuration]:
 
 
 def judge_for(source: Source) -> Judge:
+    """Return the judge of perplexity."""
     original: list[float] = []
-    of_files: dict[str, float] = {}  # the perplexity of llama.cpp's forms
+    by_format: dict[str, float] = {}  # perplexities of llama.cpp's formats
 
     def judge(runner: Runner) -> Mapping[str, float]:
         form = runner.configuration.name.split()[-1]
         if runner.configuration.engine == "mistralrs":
-            if form not in of_files:
-                raise WorkerError(f"it tells no perplexity, and llama.cpp has told none of {form}")
-            return {"perplexity": of_files[form]}
+            if form not in by_format:
+                raise WorkerError(
+                    f"perplexity is unknown: the engine gives no logits, and llama.cpp did not measure {form}"
+                )
+            return {"perplexity": by_format[form]}
         rounded = not {"cache", "cache_ids"}.isdisjoint(runner.configuration.options)
-        # What a rounded cache holds is only read at the next step: it is judged by steps of one token.
+        # A rounded cache is read only at the next step, so it is scored one token at a time.
         by_steps = rounded or runner.configuration.model == source.last
         work = {"kind": "score", "windows": source.windows, **({"step": 1} if by_steps else {})}
         total, tokens = runner.answer(work).sum(axis=0, dtype=float).tolist()
         perplexity = math.exp(total / tokens)
         original.append(perplexity)
         if runner.configuration.engine == "llama.cpp":
-            of_files[form] = perplexity
+            by_format[form] = perplexity
         if runner.configuration.exact and abs(perplexity / original[0] - 1) > _EXACT:
-            raise WorkerError(
-                f"its perplexity is {perplexity:.4f}, the original's {original[0]:.4f}; expected the same"
-            )
+            raise WorkerError(f"perplexity is {perplexity:.4f}, expected the original's {original[0]:.4f}")
         return {"perplexity": perplexity}
 
     return judge

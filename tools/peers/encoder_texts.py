@@ -1,7 +1,8 @@
-"""What encoders are timed and judged on: batches of texts as token ids, and their quality.
+"""Batches of token ids that encoders are timed on, and the quality of their vectors.
 
 Works: shapes of random words, such as "8x64" (texts x tokens); "mixed 8-256", random words of 8 to 256 tokens
-(uniform), and "STS-B", sentences of its file, in batches as they come; and these "…, sorted" by length.
+(uniform), and "STS-B", sentences of its file, in batches in the order given; "…, sorted" sorts the texts by length
+first.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ from .comparison import Job, Work
 from .configuration import Configuration
 
 BATCH = 32
-TEXTS = 64  # of a work of several lengths
+TEXTS = 64  # in a work of several lengths
 UNIT = "texts/s"
 SORTED = ", sorted"
 MIXED, STS = "mixed 8-256", "STS-B"
 _LENGTHS = (8, 256)
-# Batch, tokens: how many of them a pass is, so that timers and the jitter of a machine do not matter.
+# (texts, tokens) -> batches in a pass, enough that timer resolution and jitter do not matter.
 SHAPES = {(1, 16): 32, (1, 128): 8, (8, 64): 2, (1, 256): 4, (8, 512): 1}
-_SAME = 0.9999  # the least cosine of vectors that are computed in fp32
+_SAME = 0.9999  # least cosine between vectors that are computed in fp32
 
 
 def random_texts(inputs: Sequence[str], count: int, lengths: tuple[int, int]) -> list[Feeds]:
-    """One text a feed, without padding."""
+    """Return one feed per text, without padding."""
     tokens = np.random.default_rng(0).integers(lengths[0], lengths[1] + 1, count)
     return [word_feeds(inputs, 1, int(one), seed) for seed, one in enumerate(tokens)]
 
 
 def sts_texts(encoder: Encoder, path: Path, count: int) -> list[Feeds]:
-    """Sentences from all over the file, whose parts differ."""
+    """Return sentences that are evenly spread over the file, because its parts differ."""
     lines = [line.split("\t") for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-    sentences = [columns[place] for columns in lines for place in (5, 6)]
+    sentences = [columns[column] for columns in lines for column in (5, 6)]
     chosen = np.linspace(0, len(sentences), min(count, len(sentences)), endpoint=False).astype(int)
     assert encoder.tokenizer is not None
     feeds = token_feeds(encoder.tokenizer, [sentences[number] for number in chosen])
@@ -48,13 +49,14 @@ def sts_texts(encoder: Encoder, path: Path, count: int) -> list[Feeds]:
 
 
 def batches_of(texts: Sequence[Feeds], batch: int, in_order: bool) -> list[Feeds]:
-    """Padded behind the texts, with zeros."""
+    """Return the texts in batches, padded with zeros at the end; `in_order` sorts them by length first."""
     if in_order:
         texts = sorted(texts, key=lambda one: one["input_ids"].shape[1])
     return [padded(texts[start : start + batch]) for start in range(0, len(texts), batch)]
 
 
 def padded(texts: Sequence[Feeds]) -> Feeds:
+    """Return one batch of the texts, padded with zeros to the longest."""
     longest = max(one["input_ids"].shape[1] for one in texts)
     return {
         name: np.concatenate([np.pad(one[name], ((0, 0), (0, longest - one[name].shape[1]))) for one in texts])
@@ -63,7 +65,7 @@ def padded(texts: Sequence[Feeds]) -> Feeds:
 
 
 def write_batches(batches: Sequence[Feeds], path: Path) -> Path:
-    """As workers/encoders.py reads them; token types are zero where the feeds have none."""
+    """Write batches as workers/encoders.py reads them; missing token types become zeros."""
     arrays: dict[str, Any] = {}
     for number, feeds in enumerate(batches):
         ids = feeds["input_ids"]
@@ -76,7 +78,7 @@ def write_batches(batches: Sequence[Feeds], path: Path) -> Path:
 
 
 def make_works(job: Job, encoder: Encoder, folder: Path, without: Sequence[str] = ()) -> list[Work]:
-    """Those that were asked for, of all but `without`; files are made in `folder`."""
+    """Return the works that the job asks for, except `without`; write their batches to `folder`."""
     given = {
         f"{batch}x{tokens}": [word_feeds(encoder.inputs, batch, tokens, seed) for seed in range(count)]
         for (batch, tokens), count in SHAPES.items()
@@ -95,28 +97,36 @@ def make_works(job: Job, encoder: Encoder, folder: Path, without: Sequence[str] 
 
 
 def _count(batches: Sequence[Feeds]) -> int:
-    """Of texts."""
+    """Return the number of texts."""
     return sum(len(one["input_ids"]) for one in batches)
 
 
 class Answers(Protocol):
-    """A Runner."""
+    """The part of `Runner` that `EncoderJudge` uses."""
 
     configuration: Configuration
 
-    def answer(self, work: Mapping[str, Any]) -> np.ndarray: ...
+    def answer(self, work: Mapping[str, Any]) -> np.ndarray:
+        """Return the answers to the work."""
 
 
 class EncoderJudge:
-    """The mean cosine to the vectors of the first configuration, which computes in fp32: over all of STS-B's sentences, and
-    then Spearman's correlation as well, or over our own sentences where its file was not given."""
+    """The quality of an encoder: the mean cosine to the first configuration's vectors, which are computed in fp32.
+
+    With the STS-B file, the sentences are STS-B's, and Spearman's correlation is measured too; else they are the
+    built-in ones.
+    """
 
     def __init__(self, job: Job, encoder: Encoder, folder: Path) -> None:
         self._sts, self._encoder, self._folder = job.sts, encoder, folder
         self._expected: np.ndarray | None = None
 
     def __call__(self, runner: Answers) -> dict[str, float]:
-        """Raises WorkerError for a configuration that computes in fp32 and whose vectors are others."""
+        """Return the qualities of a runner.
+
+        Raises:
+            WorkerError: The configuration computes in fp32, but its vectors differ from the reference.
+        """
         qualities = {}
         if self._sts is None:
             vectors = self._answer(runner, calibration_feeds(self._encoder, SENTENCES))
@@ -126,33 +136,34 @@ class EncoderJudge:
             vectors = sentences.vectors
         if self._expected is None:
             if not runner.configuration.exact:
-                raise WorkerError("there are no vectors in fp32 to compare with")
+                raise WorkerError("reference vectors are missing: the fp32 configuration failed")
             self._expected = vectors
         cosine = mean_cosine(vectors, self._expected)
         if runner.configuration.exact and cosine < _SAME:
-            raise WorkerError(f"its vectors are not those of fp32: cosine {cosine:.4f}, expected {_SAME}")
+            raise WorkerError(f"vectors differ from fp32: cosine {cosine:.4f}, expected {_SAME}")
         return {"cosine": cosine, **qualities}
 
     def _answer(self, runner: Answers, texts: Sequence[Feeds]) -> np.ndarray:
-        """Of texts in batches sorted by length, in the order given."""
+        """Return the vectors of texts in the order given; the texts are run in batches sorted by length."""
         order = sorted(range(len(texts)), key=lambda index: texts[index]["input_ids"].shape[1])
         batches = batches_of([texts[index] for index in order], BATCH, in_order=False)
         found = runner.answer({"batches": str(write_batches(batches, self._folder / "judged.npz"))})
         if len(found) != len(texts):
-            raise WorkerError(f"it gave {len(found)} vectors for {len(texts)} texts")
+            raise WorkerError(f"the engine returned {len(found)} vectors for {len(texts)} texts")
         vectors = np.empty_like(found)
         vectors[order] = found
         return vectors
 
 
 class _Sentences:
-    """What spearman_on_sts asks for. Remembers the vectors."""
+    """The encoder that `spearman_on_sts` calls. It keeps the vectors."""
 
     def __init__(self, answer: Callable[[Sequence[Feeds]], np.ndarray], encoder: Encoder) -> None:
         self._answer, self._encoder = answer, encoder
         self.vectors = np.empty((0, 0), np.float32)
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
+        """Return the vectors of sentences."""
         assert self._encoder.tokenizer is not None
         feeds = token_feeds(self._encoder.tokenizer, texts)
         self.vectors = self._answer([{name: one[name] for name in self._encoder.inputs} for one in feeds])
@@ -160,7 +171,7 @@ class _Sentences:
 
 
 def mean_cosine(found: np.ndarray, expected: np.ndarray) -> float:
-    """Of unit vectors."""
+    """Return the mean cosine between the unit vectors of two arrays."""
     if found.shape != expected.shape:
-        raise WorkerError(f"it gave vectors of shape {found.shape}, expected {expected.shape}")
+        raise WorkerError(f"vectors have shape {found.shape}, expected {expected.shape}")
     return float((found * expected).sum(axis=1).mean())

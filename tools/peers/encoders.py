@@ -1,4 +1,4 @@
-"""Text encoders: token ids in, a unit vector of each text out, in texts a second."""
+"""Compare text encoders, in texts per second: token ids in, one unit vector per text out."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from .encoder_texts import EncoderJudge, make_works, write_batches
 from .result import PeersResult
 from .verdict import ENCODERS
 
-SCRIPT = "encoders.py"  # of the workers
-ONNX, CHECKPOINT = "ONNX file", "folder of transformers'"
+SCRIPT = "encoders.py"  # in tools/workers
+ONNX, CHECKPOINT = "ONNX file", "transformers folder"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A form of a model in an engine. source: what it is made from, as Source knows it. calibrated: it takes batches to
-    calibrate on."""
+    """A configuration before its paths are known.
+
+    `source` is what it is made from, as `Source` knows it. A `calibrated` variant gets batches for calibration.
+    """
 
     name: str
     engine: str
@@ -36,9 +38,9 @@ class Variant:
     calibrated: bool = False
 
 
-# Attention in the order of sums that is fastest on the CPU: other CPUs have other bits.
+# Attention sums in the order that is fastest on this CPU, so the bits differ between CPUs.
 ANY_ORDER = {"fuse_attention.any_order": True}
-# The first one is what all are compared with.
+# The first variant is the reference of all others.
 ONNX_RUNTIME = (Variant(FP32, "onnxruntime", exact=True), Variant(INT8, "onnxruntime", {"quantized": True}))
 OURS = (
     Variant("Ortolan, by default", "ortolan", {"choices": {}, "batch_tokens": BATCH_TOKENS}),
@@ -76,7 +78,7 @@ OTHERS = (
 
 
 def measure(job: Job, result: PeersResult) -> None:
-    """Adds the rows of both models."""
+    """Add the rows of every model."""
     for name in PUBLISHED:
         if not job.takes_model(ENCODERS, name):
             continue
@@ -90,14 +92,15 @@ def measure(job: Job, result: PeersResult) -> None:
 
 
 class Source:
-    """What forms of a model are made from. folder: for what is written besides the ONNX file."""
+    """The files that the variants of a model are made from."""
 
     def __init__(self, model: str, encoder: Encoder, folder: Path) -> None:
+        """Remember the encoder; files besides its ONNX file are written to `folder`."""
         self._model, self._folder, self.encoder = model, folder, encoder
         self._made: dict[str, Path] = {}
 
     def path(self, kind: str) -> Path:
-        """Made when it is first asked for."""
+        """Return the path of a kind of source, made on first use."""
         if kind not in self._made:
             self._made[kind] = self._make(kind)
         return self._made[kind]
@@ -110,12 +113,12 @@ class Source:
 
     @cached_property
     def calibration(self) -> Path:
-        """A file of batches: our own sentences."""
+        """A file of calibration batches: the built-in sentences."""
         return write_batches(calibration_feeds(self.encoder, SENTENCES), self._folder / "calibration.npz")
 
 
 def configurations_of(job: Job, source: Source, forms: Iterable[Variant]) -> list[Configuration]:
-    """The forms of those engines that take part."""
+    """Return the configurations of the variants whose engine takes part."""
     found = []
     for form in forms:
         ours = form.engine == "ortolan"

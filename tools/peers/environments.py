@@ -1,9 +1,9 @@
-"""Each peer's packages in an environment of its own, so that versions of numpy or torch do not clash.
+"""Install each runtime in a virtual environment of its own, so that versions of numpy or torch do not clash.
 
     python = make_environment("openvino", print)
 
-An environment is a folder of the cache, made by venv and pip when it is first asked for, and again when its
-requirements change. What pip knows of indices holds here too: a CPU build of torch is taken where one of them has it.
+Environments are folders of the cache, made by venv and pip on first use and again when requirements change. pip uses
+its configured indices, so a CPU build of torch is installed if one of them has it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TORCH, _TRANSFORMERS = "torch==2.13.0", "transformers==5.23.0"
 
 _MAY_HAVE_AMX = sys.platform == "linux" and platform.machine() == "x86_64"
 
-# By engine, as the workers call it. Pinned: a result names versions, and another one is another result.
+# By engine, as the workers call it. Pinned, because results of other versions are not comparable.
 REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "openvino": ("openvino==2026.4.1", "nncf==3.4.0"),
     "ctranslate2": ("ctranslate2==4.8.5", _TRANSFORMERS, _TORCH),
@@ -36,29 +36,31 @@ REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "mistralrs": ("mistralrs==0.9.5", "numpy"),
     "deepsparse": ("deepsparse==1.8.0",),
 }
-# Variables of pip's, of those that are compiled here. GCC 12 to 15 drop ggml's stores to what AMX reads, its tiles'
-# configuration for one, unless told to drop no store; and nothing here looks at pictures.
+# Environment variables for pip, for packages that are compiled here. GCC 12 to 15 remove ggml's stores to memory that
+# only AMX instructions read, such as the tile configuration, so dead store elimination is off. Vision is not needed.
 _VARIABLES: Mapping[str, Mapping[str, str]] = {
     "llama.cpp": {
         "CMAKE_ARGS": "-DLLAVA_BUILD=OFF",
         **({"CXXFLAGS": "-fno-tree-dse -fno-dse"} if _MAY_HAVE_AMX else {}),
     }
 }
-# Their licences allow evaluation alone, so they run only where they are named.
+# Licenses that allow evaluation only: these run only if --peer names them.
 ASKED_FOR = ("deepsparse",)
 _MADE = ".made"
 
 
 def environment_folder(peer: str) -> Path:
+    """Return the folder of a runtime's environment; it depends on the requirements and on Python's version."""
     variables = (f"{name}={value}" for name, value in _VARIABLES.get(peer, {}).items())
     text = "\n".join((*REQUIREMENTS[peer], *variables, sys.version))
     return default_cache_dir() / "peers" / f"{peer}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def make_environment(peer: str, say: Callable[[str], None]) -> str:
-    """The interpreter of a peer's environment, which is made if it is not there.
+    """Return the interpreter of a runtime's environment; install it first if it is missing.
 
-    Raises OrtolanError where pip cannot install it, with the last line of what pip says.
+    Raises:
+        OrtolanError: pip cannot install it. The message has pip's first error line.
     """
     folder = environment_folder(peer)
     python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
@@ -70,7 +72,7 @@ def make_environment(peer: str, say: Callable[[str], None]) -> str:
     _run([sys.executable, "-m", "venv", str(folder)], peer)
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     variables = _VARIABLES.get(peer, {})
-    # The cache has wheels that were compiled otherwise.
+    # pip's cache may have wheels that were compiled with other variables.
     _run([*pip, *(["--no-cache-dir"] if variables else []), *REQUIREMENTS[peer]], peer, variables)
     (folder / _MADE).touch()
     return str(python)

@@ -1,7 +1,7 @@
-"""Linear layers of Llama 3 8B, one by one, their weights cold, with all weights and with half of them zero.
+"""Compare single linear layers of Llama 3 8B with cold weights, dense and with half of the weights zero.
 
-Weights are random, for what they are decides the error alone: Student's t with 8 degrees of freedom, the spread of an
-output's weights lognormal. Zeros are those of least magnitude.
+Weights are random, because their values affect only the error: Student's t with 8 degrees of freedom, with a lognormal
+spread per output. The zeros are the weights of least magnitude.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .verdict import LAYERS as SECTION
 SCRIPT = "layers.py"
 ROWS = (1, 8, 128)
 JUDGED_ROWS = 8
-_MEMORY = 6e9  # bytes, for the weights of all configurations; runtimes hold up to twice as much
+_MEMORY = 6e9  # bytes for the weights of all configurations; runtimes hold up to twice as much
 _LEAST_COPIES = 4
-_MOST_ERROR = 0.5  # of an answer that is one
+_MOST_ERROR = 0.5  # more is a wrong answer
 
 
 @dataclass(frozen=True)
 class Layer:
-    """W [k, n]. zeros: the share of its weights that are zero."""
+    """A weight W [k, n]. `zeros` is the share of zero weights."""
 
     name: str
     k: int
@@ -45,7 +45,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Variant:
-    """A form of a layer in an engine. bits: of a weight, about; they say how many copies are cold."""
+    """A layer in one runtime and format. `bits` per weight, roughly, determine how many copies are cold."""
 
     name: str
     engine: str
@@ -75,7 +75,7 @@ ONNX_RUNTIME = (
 DENSE = (
     Variant("Ortolan bf16", "ortolan", 16, {"choices": {"weights": "bf16"}}),
     Variant("Ortolan int8", "ortolan", 8, {"choices": {"weights": "int8"}}),
-    # What heads take beside dense int8.
+    # The format of heads beside dense int8 layers.
     Variant("Ortolan int8 in groups of 64", "ortolan", 8.25, {"choices": {"weights": "int8", "ignore": "*"}}),
     Variant("Ortolan int4, g32", "ortolan", 4.75, {"choices": {"weights": "int4", "group_size": 32}}),
     Variant("Ortolan int4, g128", "ortolan", 4.2, {"choices": {"weights": "int4", "group_size": 128}}),
@@ -85,7 +85,7 @@ SPARSE = (
     Variant("Ortolan sparse int8", "ortolan", 5, {"choices": {"weights": "int8", "sparsity": 0.5}}),
     Variant("Ortolan sparse int4", "ortolan", 3.1, {"choices": {"weights": "int4", "sparsity": 0.5}}),
 )
-# What it takes by itself, bf16 where CPUs multiply that; and inputs rounded to int8, which is faster with few rows.
+# Its default (bf16 on CPUs that multiply it), and inputs rounded to int8, which is faster with few rows.
 OPENVINO_PRECISIONS: Mapping[str, Mapping[str, str]] = {
     "default": {},
     "int8 inputs": {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"},
@@ -113,7 +113,7 @@ OTHERS = (
 
 
 def measure(job: Job, result: PeersResult) -> None:
-    """Adds the rows of all layers."""
+    """Add the rows of all layers."""
     for layer in MODELS:
         works = [rows for rows in ROWS if job.takes_work(work_name(rows))]
         if works and job.takes_model(SECTION, layer.name):
@@ -136,15 +136,16 @@ def _measure(job: Job, layer: Layer, rows: Sequence[int], result: PeersResult) -
 
 
 def work_name(rows: int) -> str:
+    """Return the name of the work with this number of rows."""
     return "1 row" if rows == 1 else f"{rows} rows"
 
 
 def make_weights(layer: Layer) -> np.ndarray:
-    """float32 [k, n], always the same."""
+    """Return W, float32 [k, n], the same on every call."""
     rng = np.random.default_rng(layer.k * layer.n)
     spread = np.exp(rng.normal(0, 0.2, layer.n)) / np.sqrt(layer.k)
     w = np.empty((layer.k, layer.n), np.float32)
-    for row in w:  # in float64 all would be twice the memory
+    for row in w:  # row by row: float64 for all would take twice the memory
         row[:] = rng.standard_t(8, layer.n) * spread
     if layer.zeros:
         magnitude = np.abs(w)
@@ -154,32 +155,38 @@ def make_weights(layer: Layer) -> np.ndarray:
 
 
 def write_inputs(folder: Path, k: int, rows: int) -> Path:
-    """A file of normally distributed x, float32 [rows, k]."""
+    """Write normally distributed x, float32 [rows, k], and return the file."""
     path = folder / f"inputs-{rows}.npy"
     np.save(path, np.random.default_rng(rows).standard_normal((rows, k), dtype=np.float32))
     return path
 
 
 class Judge:
-    """error: of y = x W, relative, by Frobenius' norm."""
+    """The relative error of y = x W, by the Frobenius norm."""
 
     def __init__(self, weights: np.ndarray, inputs: Path) -> None:
+        """Compute the expected answers of the file of inputs."""
         self._inputs = inputs
         self._expected = np.load(inputs) @ weights
 
     def __call__(self, runner: Runner) -> dict[str, float]:
+        """Return the error.
+
+        Raises:
+            WorkerError: The error is larger than that of a correct answer.
+        """
         y = runner.answer({"inputs": str(self._inputs)})
         if y.shape != self._expected.shape:
-            raise WorkerError(f"answers {list(y.shape)}, expected {list(self._expected.shape)}")
+            raise WorkerError(f"answer has shape {list(y.shape)}, expected {list(self._expected.shape)}")
         error = float(np.linalg.norm(y - self._expected) / np.linalg.norm(self._expected))
         most = 1e-4 if runner.configuration.exact else _MOST_ERROR
         if not error <= most:
-            raise WorkerError(f"the error of its answers is {error:.2g}, expected at most {most:g}")
+            raise WorkerError(f"answer has a relative error of {error:.2g}, expected at most {most:g}")
         return {"error": error}
 
 
 def configurations_of(job: Job, layer: Layer, weights: Path) -> Iterator[Configuration]:
-    """The forms of those engines that take part."""
+    """Yield the configurations of the engines that take part."""
     own = {"onnxruntime": sys.executable, "ortolan": sys.executable}
     pythons = {**job.pythons, **own}
     forms = [form for form in (*ONNX_RUNTIME, *(SPARSE if layer.zeros else DENSE), *OTHERS) if form.engine in pythons]

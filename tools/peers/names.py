@@ -45,7 +45,7 @@ def form_label(row: Row) -> str:
 
 
 def cpu_kind(name: str) -> str:
-    """Return "AMX", "AVX-512" or "AVX2" for a CPU's name, or the name of the feature set if it is none of them."""
+    """Return "AMX", "AVX-512" or "AVX2" for a CPU's name; for another CPU, its feature set."""
     found = re.search(r"\((\w+)\)$", name)
     feature = found[1] if found else ""
     return next((kind for start, kind in _FEATURES.items() if feature.startswith(start)), feature)

@@ -55,7 +55,7 @@ _COLORS = {
 
 @dataclass(frozen=True)
 class Theme:
-    """Colors. Pictures have no background of their own."""
+    """Colors for light or dark pages. Pictures have no background."""
 
     name: str
     text: str
@@ -151,8 +151,8 @@ def draw_summary(result: PeersResult, theme: Theme) -> Any:
     if not panels:
         return None
     bars = max(len(panel.speeds) for panel in panels)
-    figure = Figure(figsize=(_WIDTH, 1.25 + 0.34 * bars), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08, wspace=0.03)
+    figure = Figure(figsize=(_WIDTH, 1.25 + 0.34 * bars))
+    figure.set_layout_engine("constrained", w_pad=0.08, h_pad=0.08, wspace=0.03)
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for plot, panel in zip(axes, panels, strict=True):
         _draw_bars(plot, panel, bars, theme)

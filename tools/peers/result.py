@@ -1,4 +1,4 @@
-"""What a comparison found, and its file."""
+"""The result of a comparison, and its JSON file."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from ..workers.process import WorkerError
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one kind of work: units a second, by the shortest time and by the median. spread: the distance between the
-    quartiles of the times, in medians."""
+    """The speed of one work: units per second by the shortest and by the median time.
+
+    `spread` is the distance between the quartiles of the times, relative to the median.
+    """
 
     work: str
     threads: int
@@ -29,8 +31,11 @@ class Speed:
 
 @dataclass
 class Row:
-    """A form of a model in a runtime. section, model: what it is compared within. quality: measure -> value, as
-    verdict.py knows them. load_seconds: from the file to the first answer. peak_megabytes: of the process till then."""
+    """One configuration of a model, with what was measured.
+
+    Rows are compared within `section` and `model`. `quality` maps measures to values (see verdict.py). `load_seconds`
+    is the time from the file to the first answer, `peak_megabytes` the process's peak memory until then.
+    """
 
     section: str
     model: str
@@ -46,11 +51,12 @@ class Row:
     speeds: list[Speed] = field(default_factory=list)
 
     def speed(self, work: str, threads: int) -> Speed | None:
+        """Return the speed at a work, or None."""
         return next((one for one in self.speeds if (one.work, one.threads) == (work, threads)), None)
 
 
 def _differences(one: Row, other: Row) -> Iterator[tuple[str, float, float]]:
-    """Of size and quality, beyond rounding."""
+    """Yield the differences of size and quality that are larger than rounding."""
     pairs = [("size in MB", one.megabytes, other.megabytes)]
     pairs += [(name, value, other.quality.get(name, math.nan)) for name, value in one.quality.items()]
     for what, before, after in pairs:
@@ -60,8 +66,11 @@ def _differences(one: Row, other: Row) -> Iterator[tuple[str, float, float]]:
 
 @dataclass
 class PeersResult:
-    """commands: one after the other. date: ISO 8601. notes: on how it was measured. left_out: rows that are not there,
-    and why."""
+    """All rows of a comparison.
+
+    `commands` were run one after the other; `date` is ISO 8601; `notes` describe the run; `left_out` has the reasons
+    for missing rows.
+    """
 
     commands: list[str]
     date: str
@@ -72,39 +81,50 @@ class PeersResult:
     left_out: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
+        """Return the result as JSON."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> PeersResult:
-        """The inverse of to_json. Raises OrtolanError for any other text."""
+        """Return the result that `to_json` wrote.
+
+        Raises:
+            OrtolanError: The text is not such a result.
+        """
         try:
             found = json.loads(text)
             rows = [Row(**{**row, "speeds": [Speed(**one) for one in row["speeds"]]}) for row in found["rows"]]
             return cls(**{**found, "rows": rows})
         except (ValueError, TypeError, KeyError) as error:
-            raise OrtolanError(f"not the result of a comparison: {error!r}; expected what --json has written") from None
+            raise OrtolanError(
+                f"not the result of a comparison: {error!r}; expected a file written by --json"
+            ) from None
 
     def add(self, row: Row) -> Row:
-        """The row of the same form if there is one, else this one, which is one of the result's now. Raises WorkerError
-        for a form that has come out otherwise than that row's: what is found by measurement may."""
-        form = (row.section, row.model, row.name)
+        """Return the existing row of the same configuration, or add this one and return it.
+
+        Raises:
+            WorkerError: The existing row has another size or quality, as happens for formats that are chosen by
+                measurement.
+        """
+        key = (row.section, row.model, row.name)
         for one in self.rows:
-            if (one.section, one.model, one.name) != form:
+            if (one.section, one.model, one.name) != key:
                 continue
             if different := next(_differences(one, row), None):
                 what, before, after = different
-                raise WorkerError(f"its {what} is {after:.4g}, that of the row that is there {before:.4g}")
+                raise WorkerError(f"its {what} is {after:.4g}, but the existing row has {before:.4g}")
             return one
         self.rows.append(row)
         return row
 
     def timed(self) -> dict[tuple[str, str], frozenset[int]]:
-        """By section and model, the numbers of threads of its rows."""
+        """Return the numbers of threads that each (section, model) was timed with."""
         groups = self.groups().items()
         return {group: frozenset(speed.threads for row in rows for speed in row.speeds) for group, rows in groups}
 
     def groups(self) -> dict[tuple[str, str], list[Row]]:
-        """By section and model, in the order in which they were measured."""
+        """Return the rows of each (section, model), in the order of measurement."""
         found: dict[tuple[str, str], list[Row]] = {}
         for row in self.rows:
             found.setdefault((row.section, row.model), []).append(row)
@@ -112,6 +132,6 @@ class PeersResult:
 
 
 def works_of(rows: Sequence[Row]) -> list[tuple[str, int]]:
-    """The work and numbers of threads that these rows were timed at, in order of the threads."""
+    """Return the (work, threads) pairs that the rows were timed at, ordered by threads."""
     found = dict.fromkeys((speed.work, speed.threads) for row in rows for speed in row.speeds)
     return sorted(found, key=lambda one: one[1])

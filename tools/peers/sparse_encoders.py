@@ -1,7 +1,7 @@
-"""Text encoders of which 80 or 90 % of the 4x1 blocks are zero, in texts a second.
+"""Compare pruned text encoders, with 80 % or 90 % of the 4x1 blocks zero, in texts per second.
 
-All start from the same numbers: those that pruning by magnitude leaves of a float model, without training. So their
-answers are far from the original's, and what counts is how far a runtime's are from the pruned model's in fp32.
+All runtimes get the same weights: a float model pruned by magnitude, without training. Its answers are far from the
+original's, so a runtime's quality is its distance to the pruned model in fp32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .verdict import SPARSE_ENCODERS
 
 MODEL, SPARSITIES = "all-minilm-l6-v2", (0.8, 0.9)
 _LEFT_OUT = ("8x512", MIXED + SORTED, STS, STS + SORTED)
-# As SparseML exports: floats; trained with quantization; the same with attention's products in floats.
+# SparseML's exports: floats; quantization-aware training; the same with attention's products in floats.
 _FLOATS, _QUANTIZED, _LAYERS = "export of floats", "quantized export", "export of quantized layers"
 
 _TOKENS = {"batch_tokens": BATCH_TOKENS}
@@ -35,7 +35,9 @@ OURS = (
         "ortolan",
         {"choices": {"pattern": "4x1"}, "more": "ranges", "changed": ANY_ORDER, **_TOKENS},
     ),
-    Variant("Ortolan int8", "ortolan", {"choices": {"weights": "int8"}, **_TOKENS}),  # on tiles, zeros may cost nothing
+    Variant(
+        "Ortolan int8", "ortolan", {"choices": {"weights": "int8"}, **_TOKENS}
+    ),  # dense AMX tiles may be as fast as sparse weights
     Variant("Ortolan, of the quantized export", "ortolan", {"choices": {}, **_TOKENS}, source=_QUANTIZED),
 )
 DEEPSPARSE = (
@@ -46,7 +48,7 @@ DEEPSPARSE = (
 
 
 def measure(job: Job, result: PeersResult) -> None:
-    """Adds the rows of both models."""
+    """Add the rows of every sparsity."""
     for sparsity in SPARSITIES:
         name = f"{MODEL}, {sparsity:.0%}".replace("%", " %")
         if not job.takes_model(SPARSE_ENCODERS, name):
@@ -62,19 +64,21 @@ def measure(job: Job, result: PeersResult) -> None:
 
 
 def prune(encoder: Encoder, sparsity: float, folder: Path) -> Encoder:
-    """The encoder with so many of its blocks at zero, in floats."""
+    """Return the encoder with this share of its blocks zero, in floats."""
     passes = [{"name": "normalize"}, {"name": "prune", "method": "magnitude", "pattern": "4x1", "sparsity": sparsity}]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "pruned.onnx"
     recipe = Recipe.from_dict({"name": "pruned", "pass": passes})
     model = optimize_onnx(encoder.onnx, recipe=recipe, calibration=calibration_feeds(encoder, SENTENCES)).model
     assert model is not None
-    del model.metadata_props[:]  # that say so: it is a model like any other
+    del model.metadata_props[:]  # they mark the model as optimized
     onnx.save(model, path)
     return Encoder(path, encoder.tokenizer, encoder.inputs)
 
 
 class SparseSource(Source):
+    """A source that also exports the pruned model as SparseML does."""
+
     def _make(self, kind: str) -> Path:
         if kind not in (_FLOATS, _QUANTIZED, _LAYERS):
             return super()._make(kind)

@@ -1,7 +1,6 @@
-"""What the numbers say: Ortolan's best form for each kind of work beside the best peer of equal or better quality.
+"""Compare Ortolan's best configuration at each work with the best peer of equal or better quality.
 
-A form is compared with the peers that answer at least as well as it does. One without a measured quality is not
-compared.
+Rows without a measured quality are not compared.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ ENCODERS, SPARSE_ENCODERS, DECODERS, LAYERS = "encoders", "sparse encoders", "de
 SECTIONS = (ENCODERS, SPARSE_ENCODERS, DECODERS, LAYERS)
 
 LONG_STEP = "step at 16384"
-COSINE = 0.99  # to fp32: a form with less is not recommended, and with more counts as equal
+COSINE = 0.99  # to fp32: at least this counts as equal; less is not recommended
 _PERPLEXITY = 1.01  # times
 _ERROR = 1.1  # times
 _CHANGED = 0.05  # of a speed
@@ -23,9 +22,14 @@ _CHANGED = 0.05  # of a speed
 
 @dataclass(frozen=True)
 class Rule:
-    """quality: the measure that rows are compared by. good: whether a form of ours is good enough to be compared at
-    all. equal: whether the first row answers at least as well as the second, or nearly so. less_is_better: of the
-    measure."""
+    """The way a section judges quality.
+
+    Attributes:
+        quality: The measure.
+        good: Whether a row of Ortolan's is accurate enough to be compared.
+        equal: Whether the first row is as accurate as the second, or nearly so.
+        less_is_better: Whether smaller values of the measure are better.
+    """
 
     quality: str
     good: Callable[[Row], bool]
@@ -34,7 +38,7 @@ class Rule:
 
 
 def _equal_encoders(peer: Row, ours: Row) -> bool:
-    """By the cosine to fp32, or by Spearman's correlation: a peer that is better in one of them takes part."""
+    """Accept a peer by its cosine to fp32, or by a Spearman correlation that is at least as good as ours."""
     cosine = peer.quality["cosine"] >= min(ours.quality["cosine"], COSINE)
     return cosine or peer.quality.get("Spearman", -1.0) >= ours.quality.get("Spearman", 1.0)
 
@@ -59,7 +63,7 @@ RULES: Mapping[str, Rule] = {
 
 
 def goal_of(section: str, work: str) -> float:
-    """How many times as fast as the best peer Ortolan wants to be."""
+    """Return the speedup over the best peer that Ortolan aims for."""
     if section == ENCODERS:
         return 1.5
     if section == SPARSE_ENCODERS:
@@ -71,8 +75,11 @@ def goal_of(section: str, work: str) -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    """ours, peer: what was compared; there may be no peer. values: theirs, in the unit; for "s" and "MB" less is
-    better. threads: None where it does not matter. goal: for the ratio."""
+    """A comparison at one work.
+
+    Values are in `unit`; for "s" and "MB" less is better. Without a peer of equal quality, `peer` and `peer_value` are
+    None. Load time and file size have no `threads`.
+    """
 
     section: str
     model: str
@@ -87,7 +94,7 @@ class Verdict:
 
     @property
     def ratio(self) -> float | None:
-        """Above 1: Ortolan is better. None without a peer."""
+        """The ratio, above 1 if Ortolan is better; None without a peer."""
         if self.peer_value is None:
             return None
         less_is_better = self.unit in ("s", "MB")
@@ -95,11 +102,12 @@ class Verdict:
 
     @property
     def missed(self) -> bool:
+        """True if the ratio is below the goal."""
         return self.ratio is not None and self.ratio < self.goal
 
 
 def verdicts(result: PeersResult) -> list[Verdict]:
-    """Those that miss their goal first, each part in the order in which they were measured."""
+    """Return all comparisons, those below their goal first, in the order of measurement."""
     found = [one for (section, model), rows in result.groups().items() for one in _of_group(section, model, rows)]
     return sorted(found, key=lambda one: not one.missed)
 
@@ -110,11 +118,11 @@ def _of_group(section: str, model: str, rows: Sequence[Row]) -> Iterator[Verdict
     for work, threads in works_of(rows):
         compared = [one for row in ours if (one := _speed_verdict(row, rows, work, threads))]
         if compared:
-            # What there is no peer for is not a success.
+            # A work with a peer is preferred to one without.
             one = max(compared, key=lambda verdict: (verdict.ratio is not None, verdict.ratio or verdict.our_value))
             best[one.ours.name] = one.ours
             yield one
-    sizes = {row.megabytes: row for row in reversed(best.values())}  # one file may run in several ways
+    sizes = {row.megabytes: row for row in reversed(best.values())}  # several rows may run the same file
     for row in best.values():
         peers = _peers(row, rows)
         if sizes[row.megabytes] is row:
@@ -129,7 +137,7 @@ def _judged(row: Row) -> bool:
 
 
 def is_no_worse(row: Row, other: Row) -> bool:
-    """Whether the row's measure is at least as good as the other's of its model; not without one."""
+    """Return whether the row's quality is at least as good as the other's; False if either is unknown."""
     rule = RULES[row.section]
     if not (_judged(row) and _judged(other)):
         return False
@@ -138,7 +146,7 @@ def is_no_worse(row: Row, other: Row) -> bool:
 
 
 def counts_beside(peer: Row, ours: Row) -> bool:
-    """Whether the peer answers at least as well as ours, or nearly so; not without a measured quality of both."""
+    """Return whether the peer is as accurate as ours, or nearly so; False if either quality is unknown."""
     return _judged(peer) and _judged(ours) and RULES[ours.section].equal(peer, ours)
 
 
@@ -159,7 +167,7 @@ def _speed_verdict(ours: Row, rows: Sequence[Row], work: str, threads: int) -> V
 
 
 def _least(ours: Row, peers: Sequence[Row], work: str, unit: str, value: Callable[[Row], float]) -> Verdict:
-    """The peer that needs least: no worse than the best is the goal."""
+    """Compare with the peer that needs least. The goal is 1."""
     peer = min(peers, key=value) if peers else None
     its = None if peer is None else value(peer)
     return Verdict(ours.section, ours.model, work, None, ours, peer, value(ours), its, unit, 1.0)
@@ -167,7 +175,7 @@ def _least(ours: Row, peers: Sequence[Row], work: str, unit: str, value: Callabl
 
 @dataclass(frozen=True)
 class Change:
-    """Of one row between two runs. what: a kind of work with its threads, a quality, or "file"."""
+    """A difference of one row between two runs. `what` is a work with its threads, a quality, or the file size."""
 
     section: str
     model: str
@@ -178,7 +186,7 @@ class Change:
 
 
 def changes(before: PeersResult, after: PeersResult) -> list[Change]:
-    """Speeds that differ by 5 % and more, qualities and sizes that are not the same, of rows that both have."""
+    """Return speeds that differ by 5 % or more, and all other qualities and sizes, for rows that both results have."""
     old = {(row.section, row.model, row.name): row for row in before.rows}
     found = []
     for row in after.rows:
