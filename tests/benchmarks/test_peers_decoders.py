@@ -144,7 +144,7 @@ def test_an_exact_form_with_other_answers_is_refused(source):
     judge = decoders.judge_for(source)
     assert judge(Fake(3, True)) == {"perplexity": pytest.approx(math.e)}
     assert judge(Fake(5, False)) == {"perplexity": pytest.approx(math.exp(1.5))}
-    with pytest.raises(WorkerError, match=r"perplexity is 2\.7456, the original's 2\.7183"):
+    with pytest.raises(WorkerError, match=r"perplexity is 2\.7456, expected the original's 2\.7183"):
         judge(Fake(3.04, True))
 
 

@@ -55,7 +55,7 @@ def read_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--peer", nargs="+", default=[_ALL], choices=[*REQUIREMENTS, _ALL, _NONE], metavar="NAME",
-        help=f"{', '.join(REQUIREMENTS)}; {_ALL}, the default: without {', '.join(ASKED_FOR)}; {_NONE}: ONNX Runtime only",
+        help=f"{', '.join(REQUIREMENTS)}; {_ALL}: not {', '.join(ASKED_FOR)}; {_NONE}: ONNX Runtime only",
     )  # fmt: skip
     parser.add_argument("--model", nargs="+", metavar="NAME", help="only these models, by their names in the tables")
     parser.add_argument("--work", nargs="+", metavar="NAME", help="only these works, by their names in the tables")

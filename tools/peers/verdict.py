@@ -77,8 +77,8 @@ def goal_of(section: str, work: str) -> float:
 class Verdict:
     """A comparison at one work.
 
-    Values are in `unit`; for "s" and "MB" less is better. Without a peer of equal quality, `peer` and `peer_value` are
-    None. Load time and file size have no `threads`.
+    Values are in `unit`; for "s" and "MB" less is better. `peer` and `peer_value` have None for no peer of equal
+    quality, `threads` for load time and file size.
     """
 
     section: str

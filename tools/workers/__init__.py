@@ -1,5 +1,5 @@
-"""Processes that run models for benchmarks, each in an environment of its own, told what to do by lines of JSON.
+"""Processes that run models for benchmarks, each in its own environment, controlled by lines of JSON.
 
-process.py is the side that asks. serve.py is the side that answers; it runs in any Python of 3.11 or later and needs no
-package. What can be asked for lies in a script, loaded by its path: encoders.py, or against/worker.py.
+process.py is the client. serve.py is the server: it runs in any Python of 3.11 or later without packages, and loads a
+script by its path: encoders.py, decoders.py, layers.py or against/worker.py.
 """

@@ -1,7 +1,7 @@
-"""Text encoders in several runtimes: token ids in, a unit vector of each text out, the mean of its tokens' vectors.
+"""Text encoders in several runtimes: token ids in, one unit vector per text out, the mean of its tokens' vectors.
 
-Run by serve.py. Work is {"batches": PATH}, an .npz file: ids_0, mask_0 and types_0 are int64 [texts, tokens] of the
-first batch, padded behind the texts. A part of a pass is a batch.
+serve.py runs this script. Work is {"batches": PATH}, an .npz file: ids_0, mask_0 and types_0 are int64 [texts, tokens]
+of the first batch, padded at the end. A part of a pass is a batch.
 """
 
 from __future__ import annotations
@@ -23,47 +23,55 @@ if TYPE_CHECKING:
 else:
     from engine import Engine, EngineWorker, Made, megabytes, ort_options, with_data
 
-_LONGEST = 512  # tokens of a text
-_WORDS = 1 << 15  # a few more than the vocabularies here have
+_LONGEST = 512  # tokens in a text
+_WORDS = 1 << 15  # more than the vocabularies here have
 
 
 @dataclass(frozen=True)
 class Batch:
-    """int64 [texts, tokens] each."""
+    """Token ids, mask and token types of a batch, int64 [texts, tokens] each."""
 
     ids: np.ndarray
     mask: np.ndarray
     types: np.ndarray
 
     def feeds(self, names: list[str]) -> dict[str, np.ndarray]:
-        """Of these inputs of an ONNX model."""
+        """Return the feeds for these inputs of an ONNX model."""
         known = {"input_ids": self.ids, "attention_mask": self.mask, "token_type_ids": self.types}
         return {name: known[name] for name in names}
 
     def texts(self, values: np.ndarray) -> list[list[int]]:
-        """Without padding."""
+        """Return the rows without padding."""
         return [row[: kept.sum()].tolist() for row, kept in zip(values, self.mask, strict=True)]
 
 
 def read_batches(path: str) -> list[Batch]:
+    """Return the batches of a file."""
     with np.load(path) as arrays:
         count = sum(name.startswith("ids_") for name in arrays.files)
         return [Batch(*(arrays[f"{name}_{i}"] for name in ("ids", "mask", "types"))) for i in range(count)]
 
 
 def unit_means(tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """float32 [texts, width] of [texts, tokens, width]. Each text's is computed from its own tokens alone."""
+    """Return unit vectors, float32 [texts, width], of token vectors [texts, tokens, width]; padding has no effect."""
     means = np.stack([rows[: kept.sum()].mean(axis=0) for rows, kept in zip(tokens, mask, strict=True)])
     return np.asarray(means / np.linalg.norm(means, axis=1, keepdims=True), np.float32)
 
 
 class EncoderEngine(Engine):
+    """A text encoder."""
+
     def prepare(self, work: Mapping[str, Any]) -> list[Any]:
+        """Return one part per batch."""
         return [self.part(batch) for batch in read_batches(work["batches"])]
 
     @abstractmethod
     def part(self, batch: Batch) -> Any:
-        """What `run` takes. Raises ValueError for what this engine cannot be given."""
+        """Return the argument of `run` for a batch.
+
+        Raises:
+            ValueError: The engine cannot run this batch.
+        """
 
 
 class OnnxRuntime(EncoderEngine):
@@ -74,7 +82,7 @@ class OnnxRuntime(EncoderEngine):
 
     @classmethod
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
-        """quantized: by quantize_dynamic."""
+        """Use the ONNX file, or quantize it with quantize_dynamic if `quantized`."""
         path, call = model, "InferenceSession(model)"
         if options.get("quantized"):
             path = folder / "int8.onnx"
@@ -90,24 +98,29 @@ class OnnxRuntime(EncoderEngine):
         self._output = self._session.get_outputs()[0].name
 
     def part(self, batch: Batch) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Return the inputs of a batch."""
         return batch.feeds(self._inputs), batch.mask
 
     def run(self, part: tuple[dict[str, np.ndarray], np.ndarray]) -> np.ndarray:
+        """Return the vectors of a batch."""
         feeds, mask = part
         return unit_means(self._session.run([self._output], feeds)[0], mask)
 
 
 class Ortolan(EncoderEngine):
-    """A file of Ortolan's in ONNX Runtime, by TextEncoder, whose padding and pooling are timed as well."""
+    """A file made by Ortolan, run by TextEncoder. Padding and pooling are timed too."""
 
     packages = ("ortolan", "onnxruntime")
     modules = ("onnxruntime", "ortolan", "ortolan.text_encoder")
 
     @classmethod
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
-        """choices: what optimize_onnx is called with. more: a pass that their recipe is given besides; changed: options
-        of the recipe. calibration: batches. tokenizer: a tokenizer.json, which names the token to pad with.
-        batch_tokens: of a call of the session; none: a batch is a call."""
+        """Optimize the model.
+
+        Options: `choices`, arguments of optimize_onnx; `more`, a pass to add to their recipe; `changed`, options of the
+        recipe; `calibration`, batches; `tokenizer`, a tokenizer.json, which names the padding token; `batch_tokens` of
+        a session run, by default one run per batch.
+        """
         ortolan = importlib.import_module("ortolan")
         path, choices = folder / "fast.onnx", options["choices"]
         settings = ", ".join(f"{name}={value!r}" for name, value in choices.items()) or "calibration=batches"
@@ -139,31 +152,35 @@ class Ortolan(EncoderEngine):
         self._batch_tokens = opened["batch_tokens"]
 
     def part(self, batch: Batch) -> list[Any]:
+        """Return the inputs of a batch."""
         values = zip(batch.texts(batch.ids), batch.texts(batch.types), strict=True)
         return [self._tokens((), ids, types) for ids, types in values]
 
     def run(self, part: list[Any]) -> np.ndarray:
+        """Return the vectors of a batch."""
         if self._batch_tokens is None:
             return np.asarray(self._encoder.run(part))
         return np.asarray(self._encoder.encode_tokens(part, self._batch_tokens))
 
 
 def _inputs_of(model: Path, batches: list[Batch]) -> list[dict[str, np.ndarray]]:
-    """Feeds of an ONNX file's inputs."""
+    """Return feeds for the inputs of an ONNX file."""
     graph = importlib.import_module("onnx").load(model, load_external_data=False).graph
     return [batch.feeds([value.name for value in graph.input]) for batch in batches]
 
 
 class OpenVino(EncoderEngine):
-    """OpenVINO on its IR of the ONNX file; nncf makes that in int8."""
+    """OpenVINO on its IR of the ONNX file; nncf makes the int8 one."""
 
     packages = ("openvino", "nncf")
     modules = ("openvino",)
 
     @classmethod
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
-        """precision: "f32", "default" (what it takes on this CPU by itself) or "int8", which nncf.quantize makes from
-        the batches `calibration`."""
+        """Convert to IR.
+
+        precision: "f32", "default" (OpenVINO's choice for this CPU) or "int8" (nncf.quantize on `calibration`).
+        """
         openvino, precision = importlib.import_module("openvino"), options["precision"]
         network, made = openvino.Core().read_model(str(model)), "read_model(onnx)"
         if precision == "int8":
@@ -196,7 +213,7 @@ class OpenVino(EncoderEngine):
         self._request = self._of_any_shape = compiled.create_infer_request()
 
     def get_ready(self, parts: list[Any]) -> None:
-        """Work of one shape has a model of that shape, which is faster than one of any."""
+        """Compile a model of fixed shape if all batches have one shape; it is faster than one of dynamic shape."""
         self._request = self._of_any_shape
         shapes = {mask.shape for _, mask in parts}
         if len(shapes) == 1:
@@ -205,23 +222,25 @@ class OpenVino(EncoderEngine):
             self._request = self._core.compile_model(network, "CPU", self._config).create_infer_request()
 
     def part(self, batch: Batch) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Return the inputs of a batch."""
         return batch.feeds(self._inputs), batch.mask
 
     def run(self, part: tuple[dict[str, np.ndarray], np.ndarray]) -> np.ndarray:
+        """Return the vectors of a batch."""
         feeds, mask = part
         self._request.infer(feeds, share_inputs=True)
         return unit_means(self._request.get_output_tensor(0).data, mask)
 
 
 class CTranslate2(EncoderEngine):
-    """CTranslate2 from a folder of transformers', which transformers and torch convert."""
+    """CTranslate2 from a transformers folder, which transformers and torch convert."""
 
     packages = ("ctranslate2",)
     modules = ("ctranslate2",)
 
     @classmethod
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
-        """model: the folder. compute_type: CTranslate2's name, such as "int8"."""
+        """Convert the folder `model`. compute_type: CTranslate2's name, such as "int8"."""
         compute_type, target = options["compute_type"], folder / "converted"
         converters = importlib.import_module("ctranslate2.converters")
         converters.TransformersConverter(str(model)).convert(str(target), quantization=compute_type)
@@ -240,18 +259,20 @@ class CTranslate2(EncoderEngine):
         self._typed = opened["typed"]
 
     def part(self, batch: Batch) -> tuple[dict[str, Any], np.ndarray]:
+        """Return the inputs of a batch."""
         given: dict[str, Any] = {"inputs": batch.texts(batch.ids)}
         if self._typed:
             given["token_type_ids"] = batch.texts(batch.types)
         return given, batch.mask
 
     def run(self, part: tuple[dict[str, Any], np.ndarray]) -> np.ndarray:
+        """Return the vectors of a batch."""
         given, mask = part
         return unit_means(np.array(self._encoder.forward_batch(**given).last_hidden_state), mask)
 
 
 class Torch(EncoderEngine):
-    """transformers' model in torch, from a folder of transformers'."""
+    """A transformers model in torch, from a transformers folder."""
 
     packages = ("torch", "transformers")
     modules = ("torch", "transformers")
@@ -259,8 +280,10 @@ class Torch(EncoderEngine):
 
     @classmethod
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
-        """model: the folder. dtype: "float32" or "bfloat16". quantized: by quantize_dynamic. compiled: by torch.compile
-        with inductor."""
+        """Describe the folder `model`.
+
+        dtype: "float32" or "bfloat16". quantized: quantize_dynamic. compiled: torch.compile.
+        """
         dtype, quantized, compiled = options["dtype"], options.get("quantized", False), options.get("compiled", False)
         call = f"AutoModel.from_pretrained(folder, dtype={dtype})"
         if quantized:
@@ -289,30 +312,33 @@ class Torch(EncoderEngine):
         self._compiled = opened["compiled"]
 
     def get_ready(self, parts: list[Any]) -> None:
-        if self._compiled:  # for these alone: of one shape, or of any
+        """Compile for these parts only: for one shape, or for dynamic shapes."""
+        if self._compiled:
             self._torch.compiler.reset()
             for part in parts:
                 self.run(part)
 
     def part(self, batch: Batch) -> tuple[dict[str, Any], np.ndarray]:
+        """Return the inputs of a batch."""
         names = ["input_ids", "attention_mask", *(["token_type_ids"] if self._typed else [])]
         return {name: self._torch.from_numpy(array) for name, array in batch.feeds(names).items()}, batch.mask
 
     def run(self, part: tuple[dict[str, Any], np.ndarray]) -> np.ndarray:
+        """Return the vectors of a batch."""
         given, mask = part
         with self._torch.inference_mode():
             return unit_means(self._call(**given).last_hidden_state.float().numpy(), mask)
 
 
 class SentenceTransformers(EncoderEngine):
-    """sentence-transformers from a folder of transformers'."""
+    """sentence-transformers from a transformers folder."""
 
     packages = ("sentence-transformers", "transformers", "torch")
     modules = ("torch", "sentence_transformers")
 
     @classmethod
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
-        """model: the folder."""
+        """Describe the folder `model`."""
         call = f"SentenceTransformer([Transformer, Pooling('mean'), Normalize])(features), set_num_threads({threads})"
         return Made({"path": str(model)}, call, megabytes(model / "model.safetensors"))
 
@@ -328,19 +354,21 @@ class SentenceTransformers(EncoderEngine):
         self._model = package.SentenceTransformer(modules=modules, device="cpu").eval()
 
     def part(self, batch: Batch) -> dict[str, Any]:
+        """Return the inputs of a batch."""
         names = ["input_ids", "attention_mask", *(["token_type_ids"] if batch.types.any() else [])]
         return {name: self._torch.from_numpy(array) for name, array in batch.feeds(names).items()}
 
     def run(self, part: dict[str, Any]) -> np.ndarray:
+        """Return the vectors of a batch."""
         with self._torch.inference_mode():
-            # What is in the dict is replaced, so each run has its own.
+            # The model replaces entries of the dict, so each run gets a copy.
             return np.asarray(self._model(dict(part))["sentence_embedding"].numpy())
 
 
 class FastEmbed(EncoderEngine):
-    """fastembed on the ONNX file, by its door for models of one's own.
+    """fastembed on the ONNX file, as a custom model.
 
-    It takes texts, not ids: a tokenizer whose words are numbers gives it the ids. Its token types are zero.
+    It takes texts, not ids, so a tokenizer whose words are numbers turns them into ids. Token types are zero.
     """
 
     packages = ("fastembed", "onnxruntime")
@@ -348,9 +376,10 @@ class FastEmbed(EncoderEngine):
 
     @classmethod
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
+        """Link the model and write the tokenizer of numbers."""
         cls._write_tokenizer(folder)
         for path in with_data(model):
-            # A link: ONNX Runtime wants the data to lie in the model's folder, symbolic links followed.
+            # A hard link, because ONNX Runtime resolves symbolic links and wants external data beside the model.
             _link(path, folder / path.name)
         call = f"TextEmbedding.add_custom_model(pooling=MEAN, normalization=True), threads={threads}"
         return Made(
@@ -377,28 +406,30 @@ class FastEmbed(EncoderEngine):
             model=name,
             pooling=description.PoolingType.MEAN,
             normalization=True,
-            sources=description.ModelSource(url="file://local"),  # asked for, and not used with a path
-            dim=1,  # not used but to describe it
+            sources=description.ModelSource(url="file://local"),  # required, but unused with a path
+            dim=1,  # only a description
             model_file=model,
             additional_files=data,
         )
         self._embedding = fastembed.TextEmbedding(name, threads=threads, specific_model_path=opened["folder"])
 
     def part(self, batch: Batch) -> list[str]:
+        """Return the inputs of a batch."""
         if batch.types.any():
-            raise ValueError("fastembed gives models no token types but 0")
+            raise ValueError("fastembed supports only token type 0")
         return [" ".join(map(str, ids)) for ids in batch.texts(batch.ids)]
 
     def run(self, part: list[str]) -> np.ndarray:
+        """Return the vectors of a batch."""
         return np.stack(list(self._embedding.embed(part, batch_size=len(part))))
 
 
 class DeepSparse(EncoderEngine):
-    """DeepSparse on an ONNX file: compiled for each shape of a batch, as it is fastest."""
+    """DeepSparse on an ONNX file, compiled for each shape of a batch, which is fastest."""
 
     packages = ("deepsparse", "numpy")
     modules = ("deepsparse",)
-    # The process is pinned already, and nobody is told that it runs.
+    # The process is pinned already; send no telemetry.
     environment: ClassVar = {
         "NM_BIND_THREADS_TO_CORES": "0",
         "NM_BIND_THREADS_TO_SOCKETS": "0",
@@ -407,9 +438,12 @@ class DeepSparse(EncoderEngine):
 
     @classmethod
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
+        """Copy the model."""
         call = f"compile_model(model, batch_size, num_cores={threads}, input_shapes), NM_BIND_THREADS_TO_CORES=0"
-        graph = importlib.import_module("onnx").load(model, load_external_data=False).graph  # a package that it brings
-        for path in with_data(model):  # it writes the shapes that it compiles for into the file that it is given
+        graph = (
+            importlib.import_module("onnx").load(model, load_external_data=False).graph
+        )  # deepsparse depends on onnx
+        for path in with_data(model):  # it writes the shapes into the file that it compiles
             shutil.copyfile(path, folder / path.name)
         opened = {"path": str(folder / model.name), "inputs": [value.name for value in graph.input]}
         return Made(opened, call, megabytes(*with_data(model)))
@@ -420,6 +454,7 @@ class DeepSparse(EncoderEngine):
         self._compiled: dict[tuple[int, int], Any] = {}
 
     def get_ready(self, parts: list[Any]) -> None:
+        """Compile for the shapes of the batches."""
         self._compiled = {}
         for _, mask in parts:
             self._compile(mask.shape)
@@ -432,9 +467,11 @@ class DeepSparse(EncoderEngine):
         return self._compiled[shape]
 
     def part(self, batch: Batch) -> tuple[list[np.ndarray], np.ndarray]:
+        """Return the inputs of a batch."""
         return list(map(np.ascontiguousarray, batch.feeds(self._inputs).values())), batch.mask
 
     def run(self, part: tuple[list[np.ndarray], np.ndarray]) -> np.ndarray:
+        """Return the vectors of a batch."""
         given, mask = part
         return unit_means(self._compile(mask.shape).run(given, val_inp=False)[0], mask)
 
@@ -442,11 +479,13 @@ class DeepSparse(EncoderEngine):
 def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
-    except OSError:  # on another file system
+    except OSError:  # another file system
         target.write_bytes(source.read_bytes())
 
 
 class Worker(EngineWorker):
+    """The worker of text encoders."""
+
     engines: ClassVar = {
         "onnxruntime": OnnxRuntime,
         "ortolan": Ortolan,

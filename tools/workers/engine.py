@@ -1,6 +1,6 @@
-"""What workers have in common: a form of a model in a runtime, made once, opened by another process, given work, timed.
+"""Base classes of the worker scripts: an engine is made once, opened by another process, given work and timed.
 
-This file is loaded by the scripts beside it, in interpreters (3.11 or later) that have numpy and no Ortolan.
+The scripts beside this file load it, in interpreters (3.11 or later) that have numpy and no Ortolan.
 """
 
 from __future__ import annotations
@@ -22,8 +22,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Made:
-    """What Engine.make has made. opened: what the class is called with to open it, of JSON's types. call: how it was
-    made and is opened, as a reader would write it. megabytes: on disk, of all that opening reads."""
+    """A converted model.
+
+    Attributes:
+        opened: The engine's arguments for opening it, JSON types.
+        call: The calls that make and open it, for readers.
+        megabytes: Size on disk of all files that opening reads.
+    """
 
     opened: Mapping[str, Any]
     call: str
@@ -31,8 +36,13 @@ class Made:
 
 
 class Engine(ABC):
-    """A model in a runtime. packages: whose versions matter. modules: imported before the time of opening is taken.
-    environment: variables that are set before."""
+    """A model in a runtime.
+
+    Attributes:
+        packages: Packages whose versions are recorded.
+        modules: Modules to import before the load time is measured.
+        environment: Variables to set before.
+    """
 
     packages: ClassVar[tuple[str, ...]]
     modules: ClassVar[tuple[str, ...]] = ()
@@ -41,29 +51,39 @@ class Engine(ABC):
     @classmethod
     @abstractmethod
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
-        """Converts the model into a folder, which is empty. Raises ValueError for what it cannot be."""
+        """Convert the model into an empty folder.
+
+        Raises:
+            ValueError: The engine cannot convert this model.
+        """
 
     @abstractmethod
     def __init__(self, threads: int, **opened: Any) -> None: ...
 
     @abstractmethod
     def prepare(self, work: Mapping[str, Any]) -> list[Any]:
-        """The parts of a pass; not timed. Raises ValueError for what this engine cannot be given."""
+        """Return the parts of a pass over the work; not timed.
+
+        Raises:
+            ValueError: The engine cannot do this work.
+        """
 
     def get_ready(self, parts: list[Any]) -> None:  # noqa: B027
-        """Compiles for the parts of a pass, where that hangs on their shapes; not timed. Not called at opening, so that
-        the time to the first answer has its compilation."""
+        """Compile for the shapes of the parts; not timed.
+
+        Not called at opening, so the load time includes compilation.
+        """
 
     def set_up(self, part: Any) -> None:  # noqa: B027
-        """Brings it to where the time of a part begins; not timed."""
+        """Bring the engine to the state in which the timing of a part begins; not timed."""
 
     @abstractmethod
     def run(self, part: Any) -> np.ndarray:
-        """Its answer: an array, with one row at least."""
+        """Return the answer to a part: an array of at least one row."""
 
 
 class EngineWorker:
-    """An engine and the work that it is given: the base of the class Worker in a script."""
+    """An engine and its work. Base of the class Worker in a script."""
 
     engines: ClassVar[Mapping[str, type[Engine]]]
 
@@ -80,15 +100,18 @@ class EngineWorker:
         }
 
     def make(self, engine: str, model: str, folder: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Answers what Made has, and "versions" (package -> version). folder: empty."""
+        """Convert a model into an empty folder. Answers the fields of `Made`, and "versions" (package -> version)."""
         kind = self._kind(engine)
         made = kind.make(Path(model), Path(folder), self._threads, **options)
         versions = dict(_versions(kind.packages))
         return {"opened": made.opened, "call": made.call, "megabytes": made.megabytes, "versions": versions}
 
     def open(self, engine: str, opened: Mapping[str, Any], work: Mapping[str, Any]) -> dict[str, Any]:
-        """Opens what was made. Answers "seconds", from there to the answer to the work's first part, with libraries
-        imported before, and "peak_megabytes" of this process till then; null where the system does not tell."""
+        """Open a converted model.
+
+        Answers "seconds", from opening to the answer to the work's first part, with modules imported before, and
+        "peak_megabytes" of this process until then (null if unknown).
+        """
         kind = self._kind(engine)
         self._engine, self._parts = None, []
         os.environ.update(kind.environment)
@@ -104,14 +127,14 @@ class EngineWorker:
         return {"seconds": seconds + time.perf_counter() - start, "peak_megabytes": _peak_megabytes()}
 
     def give(self, work: Mapping[str, Any]) -> dict[str, Any]:
-        """Takes work in place of the last one."""
+        """Replace the work."""
         self._parts = []
         self._parts = self._opened().prepare(work)
         self._opened().get_ready(self._parts)
         return {"parts": len(self._parts)}
 
     def time(self, passes: int, warm_up: float) -> dict[str, Any]:
-        """Runs parts untimed for warm_up seconds, one at least, then all of them so many times.
+        """Time `passes` passes over all parts, after running parts for `warm_up` seconds, at least one.
 
         Answers "seconds" of each pass.
         """
@@ -134,7 +157,7 @@ class EngineWorker:
         return {"seconds": seconds}
 
     def answer(self, path: str) -> dict[str, Any]:
-        """Writes the answers to all parts, one below the other, to a file: .npy, float32."""
+        """Write the answers to all parts, stacked, to an .npy file in float32."""
         engine = self._opened()
         answers = []
         for part in self._parts:
@@ -145,7 +168,7 @@ class EngineWorker:
 
     def _kind(self, engine: str) -> type[Engine]:
         if engine not in self.engines:
-            raise ValueError(f"no engine {engine!r}; these are known: {', '.join(self.engines)}")
+            raise ValueError(f"unknown engine {engine!r}; expected {', '.join(self.engines)}")
         return self.engines[engine]
 
     def _opened(self) -> Engine:
@@ -155,19 +178,20 @@ class EngineWorker:
 
 
 def ort_options(options: Any, threads: int) -> Any:
-    """Session options of ONNX Runtime, the same for all that run in it."""
+    """Set the ONNX Runtime session options that all engines share, and return them."""
     options.intra_op_num_threads = threads
-    # The threads of one side must not spin while another one is timed.
+    # Idle threads must not spin while another process is timed.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return options
 
 
 def megabytes(*paths: Path) -> float:
+    """Return the size of the files in MB."""
     return sum(path.stat().st_size for path in paths if path.is_file()) / 1e6
 
 
 def with_data(model: Path) -> list[Path]:
-    """An ONNX file, and that of its weights where they lie beside it."""
+    """Return an ONNX file, and its external data if there is any."""
     return [path for path in (model, model.with_name(f"{model.name}.data")) if path.is_file()]
 
 
@@ -175,12 +199,12 @@ def _versions(packages: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     for name in packages:
         try:
             yield name, metadata.version(name)
-        except metadata.PackageNotFoundError:  # of a source tree
-            yield name, "of a source tree"
+        except metadata.PackageNotFoundError:  # run from a source tree
+            yield name, "source tree"
 
 
 def _peak_megabytes() -> float | None:
-    """What this program has held at most. Not by getrusage: that counts its parent as well, as it was before exec."""
+    """Return the peak memory of this program. getrusage would include the parent process before exec."""
     try:
         found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     except OSError:

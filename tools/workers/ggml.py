@@ -1,6 +1,6 @@
-"""Matrix products in ggml, through the C interface of the libraries that llama-cpp-python brings.
+"""Matrix products in ggml, through the C interface of the libraries in llama-cpp-python.
 
-This file is loaded by layers.py beside it, in an interpreter that has llama-cpp-python and no Ortolan.
+layers.py loads this file, in an interpreter that has llama-cpp-python and no Ortolan.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _InitParams(ctypes.Structure):  # struct ggml_init_params
 
 
 _POINTER, _INT, _LONG, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_size_t
-# What is returned, and the arguments.
+# Result type, then argument types.
 _FUNCTIONS: Mapping[str, tuple[Any, ...]] = {
     "ggml_init": (_POINTER, _InitParams),
     "ggml_free": (None, _POINTER),
@@ -58,8 +58,8 @@ _FUNCTIONS: Mapping[str, tuple[Any, ...]] = {
 
 
 def load() -> SimpleNamespace:
-    """The functions, by their names."""
-    # Loaded by its import as well, so that it is the same library; it finds those of ggml-base too.
+    """Return ggml's functions by name."""
+    # Importing llama_cpp loads the same library and those that it depends on.
     folder = Path(importlib.import_module("llama_cpp").__file__ or "").parent / "lib"
     library = ctypes.CDLL(str(folder / f"libggml-cpu.{'dylib' if sys.platform == 'darwin' else 'so'}"))
     functions = {}
@@ -70,7 +70,7 @@ def load() -> SimpleNamespace:
 
 
 def quantize(form: str, w: np.ndarray) -> np.ndarray:
-    """w float32 [n, k]; the answer is uint8 [n, bytes of a row]."""
+    """Return w, float32 [n, k], in a ggml format: uint8 [n, bytes per row]."""
     c, (n, k) = load(), w.shape
     rows = np.empty((n, c.ggml_row_size(TYPES[form], k)), np.uint8)
     c.ggml_quantize_chunk(TYPES[form], w.ctypes.data, rows.ctypes.data, 0, n, k, None)
@@ -78,16 +78,16 @@ def quantize(form: str, w: np.ndarray) -> np.ndarray:
 
 
 def memory_for(form: str, k: int, n: int) -> str:
-    """The name of the kind of memory that Products puts such weights in."""
+    """Return the name of the buffer type that `Products` uses for such weights."""
     c = load()
     return str(c.ggml_backend_buft_name(_kind_of_memory(c, TYPES[form], k, n)).decode())
 
 
 class Products:
-    """y = x W of copies of W, which lie where llama.cpp would put them."""
+    """y = x W for copies of W, in the buffer type that llama.cpp would choose."""
 
     def __init__(self, form: str, k: int, rows: np.ndarray, copies: int, threads: int) -> None:
-        """rows: as from quantize."""
+        """Allocate the copies. `rows` is the result of `quantize`."""
         self._c, self._k, self._n = load(), k, len(rows)
         self._backend = self._c.ggml_backend_cpu_init()
         self._c.ggml_backend_cpu_set_n_threads(self._backend, threads)
@@ -103,8 +103,10 @@ class Products:
         self._given: tuple[int, int] | None = None
 
     def bind(self, x: np.ndarray) -> tuple[int, np.ndarray]:
-        """A graph of all products of x [rows, k], and y [rows, n], which they all write. It takes the place of the last
-        one."""
+        """Return a graph of all products of x [rows, k], and y [rows, n], which they all write.
+
+        It replaces the previous graph.
+        """
         c, rows = self._c, len(x)
         if self._given is not None:
             buffer, context = self._given
@@ -112,9 +114,9 @@ class Products:
             c.ggml_free(context)
         count = len(self._weights)
         context = _context(c, count + 1, c.ggml_graph_overhead_custom(2 * count, False))
-        place_of_y = -(-4 * rows * self._k // _ALIGNMENT) * _ALIGNMENT
+        offset_of_y = -(-4 * rows * self._k // _ALIGNMENT) * _ALIGNMENT
         buffer = c.ggml_backend_buft_alloc_buffer(
-            c.ggml_backend_cpu_buffer_type(), place_of_y + 4 * rows * self._n + _ALIGNMENT
+            c.ggml_backend_cpu_buffer_type(), offset_of_y + 4 * rows * self._n + _ALIGNMENT
         )
         base = c.ggml_backend_buffer_get_base(buffer)
         given = c.ggml_new_tensor_2d(context, _F32, self._k, rows)
@@ -124,30 +126,34 @@ class Products:
         graph = c.ggml_new_graph_custom(context, 2 * count, False)
         for weight in self._weights:
             product = c.ggml_mul_mat(context, weight, given)
-            c.ggml_backend_tensor_alloc(buffer, product, base + place_of_y)
+            c.ggml_backend_tensor_alloc(buffer, product, base + offset_of_y)
             c.ggml_build_forward_expand(graph, product)
         self._given = buffer, context
-        y = np.ctypeslib.as_array((ctypes.c_float * (rows * self._n)).from_address(base + place_of_y))
+        y = np.ctypeslib.as_array((ctypes.c_float * (rows * self._n)).from_address(base + offset_of_y))
         return graph, y.reshape(rows, self._n)
 
     def compute(self, graph: int) -> None:
+        """Run a graph."""
         status = self._c.ggml_backend_graph_compute(self._backend, graph)
         if status != 0:
-            raise RuntimeError(f"ggml_backend_graph_compute ended with status {status}")
+            raise RuntimeError(f"ggml_backend_graph_compute failed with status {status}")
 
 
 def _context(c: SimpleNamespace, tensors: int, more: int = 0) -> int:
-    """For descriptions alone; what they describe is allocated elsewhere."""
+    """Return a context for descriptions of tensors, whose data is allocated elsewhere."""
     return int(c.ggml_init(_InitParams(tensors * c.ggml_tensor_overhead() + more, None, True)))
 
 
 def _kind_of_memory(c: SimpleNamespace, kind: int, k: int, n: int) -> int:
-    """As llama.cpp chooses it: the first one of the CPU's extra kinds, which repack weights, that takes the product;
-    else the plain one."""
+    """Return the buffer type that llama.cpp would choose.
+
+    This is the first of the CPU's extra buffer types, which repack weights, that supports the product, else the plain
+    one.
+    """
     registry = c.ggml_backend_cpu_reg()
     device = c.ggml_backend_reg_dev_get(registry, 0)
     found = c.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
-    # An array that ends with a null pointer.
+    # A null-terminated array.
     extra = ctypes.CFUNCTYPE(ctypes.POINTER(_POINTER), _POINTER)(found)(device) if found else []
     for memory in extra:
         if not memory:

@@ -1,13 +1,13 @@
-"""Linear layers in several runtimes, y = x W: copies of one, so that no cache holds their weights.
+"""Linear layers y = x W in several runtimes, as many copies of one layer, so that no cache holds their weights.
 
     python -P serve.py layers.py '{"threads": 1, "cpus": [0]}'
 
-A model is an .npy file, W float32 [k, n]. Work is {"inputs": PATH}, an .npy file, x float32 [rows, k]; a pass runs each
-copy once on it, one after the other, and the answer is y [rows, n] of the last one, whose weights are exactly those
-that were made; of the others some bytes may differ. Options of all engines: copies, how many there are.
+A model is an .npy file with W, float32 [k, n]. Work is {"inputs": PATH}, an .npy file with x, float32 [rows, k]. A pass
+runs each copy once on x; the answer is y [rows, n] of the last copy, which has exactly the weights that were made. Some
+bytes of the other copies may differ. All engines have the option "copies", their number.
 
-Which packages an engine needs stands at its class. This file is run by itself, never imported from a package, by
-interpreters that have no Ortolan but for the first two engines; runtimes are imported where a layer is opened.
+The engines' docstrings name the packages that they need. This file is run as a script, by interpreters that have no
+Ortolan except for the first two engines; runtimes are imported when a layer is opened.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ else:
     import ggml
     from engine import Engine, EngineWorker, Made, megabytes, with_data
 
-_PACKED_FOR = 128  # rows: oneDNN's order may depend on them
-_WEIGHT_BYTES = 128  # less is a shape
+_PACKED_FOR = 128  # rows; oneDNN's layout may depend on them
+_WEIGHT_BYTES = 128  # smaller constants are shapes
 
 
 class LayersEngine(Engine):
@@ -37,28 +37,36 @@ class LayersEngine(Engine):
 
     @classmethod
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
+        """Convert one layer; all copies are made from it."""
         made = cls.convert(model, folder, options)
         return replace(made, opened={**made.opened, "copies": options["copies"]})
 
     @classmethod
     @abstractmethod
     def convert(cls, model: Path, folder: Path, options: Mapping[str, Any]) -> Made:
-        """As make, of one layer. Raises ValueError for a form that is unknown."""
+        """Convert one layer into a folder.
+
+        Raises:
+            ValueError: The format is unknown.
+        """
 
     @abstractmethod
     def bind(self, x: np.ndarray) -> Any:
-        """What `run` takes: all copies on x [rows, k], which is rounded to what the layer takes here, untimed."""
+        """Return the argument of `run`: all copies on x [rows, k], converted to the layer's input type, untimed."""
 
     def prepare(self, work: Mapping[str, Any]) -> list[Any]:
+        """Return the only part: all copies on the inputs."""
         return [self.bind(np.load(work["inputs"]))]
 
 
 class OnnxLayers(LayersEngine):
-    """A file with one layer, a node, run as one session of so many. These engines need Ortolan: its benchmarks know
-    how copies are made."""
+    """An ONNX file of one node, run as a session of many copies.
+
+    These engines need Ortolan, whose benchmarks make the copies.
+    """
 
     modules = ("onnx", "onnxruntime", "ortolan.benchmarks.cold_layers")
-    shares = False  # what it has packed of equal weights
+    shares = False  # True if equal weights share one packed copy
 
     def __init__(self, threads: int, path: str, copies: int) -> None:
         cold = importlib.import_module("ortolan.benchmarks.cold_layers")
@@ -68,9 +76,11 @@ class OnnxLayers(LayersEngine):
         self._bind_layers = cold.bind_layers
 
     def bind(self, x: np.ndarray) -> Any:
+        """Return the binding of the session to x, and y."""
         return self._bind_layers(self._session, x, self._n)
 
     def run(self, part: Any) -> np.ndarray:
+        """Return the last copy's answer."""
         binding, y = part
         self._session.run_with_iobinding(binding)
         return np.asarray(y)
@@ -84,6 +94,7 @@ class OnnxRuntime(OnnxLayers):
 
     @classmethod
     def convert(cls, model: Path, folder: Path, options: Mapping[str, Any]) -> Made:
+        """Convert one layer."""
         form, onnx = options["form"], importlib.import_module("onnx")
         source, path = one_layer(model, folder / "fp32.onnx"), folder / "layer.onnx"
         if form == "fp32":
@@ -112,6 +123,7 @@ class Ortolan(OnnxLayers):
 
     @classmethod
     def convert(cls, model: Path, folder: Path, options: Mapping[str, Any]) -> Made:
+        """Convert one layer."""
         ortolan, choices = importlib.import_module("ortolan"), options["choices"]
         source, path = one_layer(model, folder / "fp32.onnx"), folder / "layer.onnx"
         ortolan.optimize_onnx(source, path, **choices)
@@ -119,7 +131,7 @@ class Ortolan(OnnxLayers):
 
 
 def one_layer(weights: Path, path: Path) -> Path:
-    """Writes MatMul(x, W) as an ONNX file."""
+    """Write MatMul(x, W) as an ONNX file and return its path."""
     onnx = importlib.import_module("onnx")
     w = np.load(weights)
     k, n = w.shape
@@ -135,15 +147,13 @@ def one_layer(weights: Path, path: Path) -> Path:
 
 
 def read_layer(path: str) -> tuple[Any, int, int]:
-    """The node of a file that has no other, with its constants; k, n."""
+    """Return the only node of a file with its constants, and k and n."""
     onnx = importlib.import_module("onnx")
     cold = importlib.import_module("ortolan.benchmarks.cold_layers")
     graph = onnx.load(path).graph
     types = [node.op_type for node in graph.node]
     if len(types) != 1 or graph.node[0].input[0] != graph.input[0].name:
-        raise ValueError(
-            f"{path} has the nodes {', '.join(types)}, expected one, whose first input is that of the file"
-        )
+        raise ValueError(f"{path} has the nodes {', '.join(types)}; expected one node, which reads the graph's input")
     (node,) = graph.node
     constants = {one.name: onnx.numpy_helper.to_array(one) for one in graph.initializer}
     attributes = {one.name: onnx.helper.get_attribute_value(one) for one in node.attribute}
@@ -153,7 +163,7 @@ def read_layer(path: str) -> tuple[Any, int, int]:
 
 
 def _fuse(path: Path, target: Path) -> None:
-    """Writes what ONNX Runtime makes of a model when it opens it."""
+    """Write the graph that ONNX Runtime makes of a model when it opens it."""
     ort = importlib.import_module("onnxruntime")
     options = ort.SessionOptions()
     options.optimized_model_filepath = str(target)
@@ -165,14 +175,18 @@ def _arguments(settings: Mapping[str, Any]) -> str:
 
 
 class Torch(LayersEngine):
-    """torch. form: "bf16"; "packed bf16", weights in oneDNN's order; "int8", activations too; or "int8 weights" or
-    "int4", in groups of group_size, on activations in bf16."""
+    """torch, with weights and inputs in the format `form`.
+
+    "bf16"; "packed bf16", weights in oneDNN's layout; "int8", activations too; "int8 weights", or "int4" in groups of
+    group_size, with activations in bf16.
+    """
 
     packages = ("torch",)
     modules = ("torch",)
 
     @classmethod
     def convert(cls, model: Path, folder: Path, options: Mapping[str, Any]) -> Made:
+        """Convert one layer."""
         form, torch = options["form"], importlib.import_module("torch")
         w, path = torch.from_numpy(np.load(model).T.copy()), folder / "layer.pt"
         if form in ("bf16", "packed bf16"):
@@ -218,10 +232,12 @@ class Torch(LayersEngine):
         return lambda x: mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
     def bind(self, x: np.ndarray) -> Any:
+        """Return the layer's inputs."""
         given = self._torch.from_numpy(x)
         return given if self._form == "int8" else given.bfloat16()
 
     def run(self, part: Any) -> np.ndarray:
+        """Return the last copy's answer."""
         with self._torch.inference_mode():
             for layer in self._layers:
                 y = layer(part)
@@ -229,7 +245,7 @@ class Torch(LayersEngine):
 
 
 def _torch_int8(w: Any) -> list[Any]:
-    """A module that quantizes its inputs, with int8 weights and a scale for each output."""
+    """Return a module that quantizes its inputs, with int8 weights and a scale per output."""
     torch, quantization = importlib.import_module("torch"), importlib.import_module("torch.ao.quantization")
     torch.backends.quantized.engine = "onednn"
     linear = torch.nn.Linear(w.shape[1], w.shape[0], bias=False)
@@ -239,7 +255,7 @@ def _torch_int8(w: Any) -> list[Any]:
 
 
 def _torch_int4(w: Any, group_size: int) -> list[Any]:
-    """Numbers, and scales with what numbers of 8 stand for, of groups that reach from 0 to 15."""
+    """Return packed integers, and the scale and the midpoint (the value of integer 8) of each group."""
     torch = importlib.import_module("torch")
     groups = w.view(len(w), -1, group_size)
     least, most = groups.amin(-1), groups.amax(-1)
@@ -251,13 +267,14 @@ def _torch_int4(w: Any, group_size: int) -> list[Any]:
 
 
 class LlamaCpp(LayersEngine):
-    """llama-cpp-python. form: a type of ggml's. Weights lie where llama.cpp would put them."""
+    """llama-cpp-python. form: a ggml type. Weights are in the buffer type that llama.cpp would choose."""
 
     packages = ("llama-cpp-python",)
     modules = ("llama_cpp",)
 
     @classmethod
     def convert(cls, model: Path, folder: Path, options: Mapping[str, Any]) -> Made:
+        """Convert one layer."""
         form = options["form"]
         if form not in ggml.TYPES:
             raise ValueError(f"unknown form {form!r}; expected {', '.join(ggml.TYPES)}")
@@ -273,32 +290,38 @@ class LlamaCpp(LayersEngine):
         self._products = ggml.Products(form, k, np.load(path), copies, threads)
 
     def bind(self, x: np.ndarray) -> Any:
+        """Return the layer's inputs."""
         return self._products.bind(x)
 
     def run(self, part: Any) -> np.ndarray:
+        """Return the last copy's answer."""
         graph, y = part
         self._products.compute(graph)
         return np.asarray(y)
 
 
 class OpenVino(LayersEngine):
-    """openvino, nncf. weights: a mode of nncf.compress_weights, with group_size where it has groups; without, they are
-    in fp16. settings: of compile_model, besides those that all have."""
+    """openvino, nncf, with weights in fp16 by default.
+
+    `weights` is a mode of nncf.compress_weights, with `group_size` if it has groups. `settings` are added to those of
+    compile_model.
+    """
 
     packages = ("openvino", "nncf")
     modules = ("openvino",)
 
     @classmethod
     def convert(cls, model: Path, folder: Path, options: Mapping[str, Any]) -> Made:
+        """Convert one layer."""
         ov, path, call = importlib.import_module("openvino"), folder / "layer.xml", "save_model"
-        w = np.ascontiguousarray(np.load(model).T)  # the order of models from torch
+        w = np.ascontiguousarray(np.load(model).T)  # the layout of torch models
         x = ov.opset13.parameter([-1, w.shape[1]], np.float32, name="x")
         y = ov.opset13.matmul(x, ov.opset13.constant(w), False, True)
         network = ov.Model([ov.opset13.result(y)], [x], "layer")
         if "weights" in options:
             nncf, settings = importlib.import_module("nncf"), {}
             if "group_size" in options:
-                # A layer alone is the last one of its model, which else stays in int8.
+                # nncf keeps the last layer in int8 unless told otherwise, and here it is the only one.
                 settings = {"group_size": options["group_size"], "ratio": 1.0, "all_layers": True}
             mode = nncf.CompressWeightsMode[options["weights"]]
             network = nncf.compress_weights(network, mode=mode, **settings)
@@ -321,6 +344,7 @@ class OpenVino(LayersEngine):
         self._copies, self._n = copies, network.outputs[0].get_partial_shape()[1].get_length()
 
     def bind(self, x: np.ndarray) -> Any:
+        """Return the layer's inputs."""
         y = np.ones((len(x), self._n), np.float32)
         self._request.set_input_tensor(self._ov.Tensor(x, shared_memory=True))
         for index in range(self._copies):
@@ -328,12 +352,13 @@ class OpenVino(LayersEngine):
         return x, y
 
     def run(self, part: Any) -> np.ndarray:
+        """Return the last copy's answer."""
         self._request.infer()
         return np.asarray(part[1])
 
 
 def _openvino_copies(layer: Any, copies: int) -> Any:
-    """One model x -> y, y, …: the last layer has the constants that are given, and each one memory of its own."""
+    """Return a model x -> y, y, … whose last layer has the given constants, while each other one has its own memory."""
     ov = importlib.import_module("openvino")
     x = ov.opset13.parameter(layer.inputs[0].get_partial_shape(), np.float32, name="x")
     results = []
@@ -358,6 +383,8 @@ def _replace(node: Any, other: Any) -> None:
 
 
 class Worker(EngineWorker):
+    """The worker of linear layers."""
+
     engines: ClassVar[Mapping[str, type[Engine]]] = {
         "onnxruntime": OnnxRuntime,
         "ortolan": Ortolan,

@@ -1,4 +1,4 @@
-"""A worker as a benchmark sees it: a process that answers questions (serve.py)."""
+"""The client of a worker process (serve.py)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ _SERVE = Path(__file__).with_name("serve.py")
 
 
 class WorkerError(OrtolanError):
-    """A worker cannot do what it is asked: it refuses a model, or its process is gone."""
+    """A worker refuses a request, for example a model, or its process has ended."""
 
 
 class Worker:
-    """Started when it is first asked, and again after restart() or when it is gone."""
+    """A worker process.
+
+    The first request starts it, and so does the first one after `restart` or after the process has ended.
+    """
 
     def __init__(
         self,
@@ -31,11 +34,15 @@ class Worker:
         python: str = sys.executable,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """script: a file with a class Worker; settings: what that is made with, and "cpus", which it runs on alone.
+        """Prepare the command; start nothing.
 
-        python: the interpreter. environment: variables that are added to those of this process.
+        Args:
+            script: File with a class Worker.
+            settings: Arguments of that class, and "cpus", the CPUs that the process is pinned to.
+            python: The interpreter.
+            environment: Variables to add to those of this process.
         """
-        # -P: the modules beside the script are not for it.
+        # -P keeps the modules beside serve.py from being imported by name.
         self._command = [python, "-P", str(_SERVE), str(script), json.dumps(dict(settings))]
         self._environment = os.environ | dict(environment or {})
         self._process: subprocess.Popen[str] | None = None
@@ -48,7 +55,11 @@ class Worker:
         self.restart()
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Raises WorkerError with what went wrong."""
+        """Send a request and return its answer.
+
+        Raises:
+            WorkerError: The worker refuses the request, or its process has ended.
+        """
         process = self._process or self._start()
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -64,7 +75,7 @@ class Worker:
         return answer
 
     def restart(self) -> None:
-        """Ends the process; the next question starts another one, whose memory lies elsewhere."""
+        """End the process. The next request starts a new one, whose memory is at other addresses."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -84,10 +95,12 @@ class Worker:
                 stderr=self._messages,
                 text=True,
                 env=self._environment,
-                process_group=0,  # an interrupt from the keyboard is for the benchmark alone, which ends its workers
+                process_group=0,  # Ctrl-C reaches only the benchmark, which ends its workers
             )
         except OSError as error:
-            raise WorkerError(f"cannot start {self._command[0]}: {error.strerror}; expected a Python") from None
+            raise WorkerError(
+                f"cannot start {self._command[0]}: {error.strerror}; expected a Python interpreter"
+            ) from None
         return self._process
 
     def _why_gone(self, process: subprocess.Popen[str]) -> str:
@@ -100,7 +113,7 @@ class Worker:
 
 
 def cpus_to_use(threads: int) -> list[int]:
-    """So many of the CPUs that this process may use, on as many cores as there are; [] where the system cannot pin."""
+    """Return `threads` CPUs, on distinct cores as far as possible; [] if the system cannot pin."""
     if not hasattr(os, "sched_getaffinity"):
         return []
     cpus = sorted(os.sched_getaffinity(0))
@@ -112,7 +125,7 @@ def cpus_to_use(threads: int) -> list[int]:
 
 
 def _core(cpu: int) -> str:
-    """What the CPUs of one core have in common."""
+    """Return a name that the CPUs of one core share."""
     try:
         return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
     except OSError:
