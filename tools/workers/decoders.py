@@ -1,18 +1,18 @@
-"""Decoders in several runtimes: token ids in; a prompt, steps of greedy decoding, or how well tokens are predicted.
+"""Decoders in several runtimes: token ids in; prompts, steps of greedy decoding, or the probability of text.
 
     python -P serve.py decoders.py '{"threads": 1, "cpus": [0]}'
 
 Work is a dict:
 
-    {"kind": "prompt", "ids": […]}                      a pass takes all of them, into an empty cache
-    {"kind": "decode", "ids": […], "steps": 64}         a pass decodes so many tokens behind them
-    {"kind": "step", "context": 16384, "steps": 8}      the same behind a cache of so many tokens of any content
-    {"kind": "score", "windows": [[…], …], "step": 1}   the answer has a row a window: the sum of -log p(token) over its
-                                                        tokens but the first, and their number. step: tokens given at a
-                                                        time; a whole window where it is left out
+    {"kind": "prompt", "ids": […]}                      a pass runs all ids on an empty cache
+    {"kind": "decode", "ids": […], "steps": 64}         a pass decodes this number of tokens after the ids
+    {"kind": "step", "context": 16384, "steps": 8}      the same after a cache of `context` arbitrary tokens
+    {"kind": "score", "windows": [[…], …], "step": 1}   the answer has one row per window: the sum of -log p(token) over
+                                                        all tokens but the first, and their number. "step" tokens are
+                                                        run at a time, by default a whole window
 
-Which packages an engine needs stands at its class. This file is run by itself, never imported from a package, by
-interpreters that have no Ortolan but for the first two engines; runtimes are imported where a model is opened.
+The engines' docstrings name the packages that they need. This file is run as a script, by interpreters that have no
+Ortolan except for the first two engines; runtimes are imported when a model is opened.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ _FILES = ("calibration", "tokenizer")  # arguments of optimize_onnx that are pat
 
 @dataclass(frozen=True)
 class Part:
-    """Behind `ids`, or where there are none behind `context` tokens that are in the cache, so many greedy steps; of no
-    steps the ids themselves are what is run. score: their tokens given at a time; 0: they are not scored."""
+    """One part of a pass.
+
+    With `steps`: greedy steps after `ids`, or, without ids, after `context` tokens in the cache. Without: the ids
+    themselves are run. `score`: tokens to run at a time when the ids are scored; 0 if they are not.
+    """
 
     ids: Sequence[int]
     context: int = 0
@@ -48,31 +51,36 @@ class Part:
 
 
 class DecoderEngine(Engine):
-    """A sequence of tokens and its cache, in a runtime."""
+    """A token sequence and its cache in a runtime."""
 
-    _next: int  # the token that is decoded next
+    _next: int  # the token to run next
 
     @abstractmethod
     def make_room(self, tokens: int) -> None:
-        """An empty cache for so many tokens."""
+        """Make an empty cache for this number of tokens."""
 
     @abstractmethod
     def rewind(self, tokens: int) -> None:
-        """Forgets the tokens behind so many."""
+        """Keep the first `tokens` tokens; forget the rest."""
 
     @abstractmethod
     def feed(self, ids: Sequence[int]) -> np.ndarray:
-        """Appends tokens: the logits of the last one, [vocabulary]."""
+        """Append tokens and return the logits of the last one, [vocabulary]."""
 
     @abstractmethod
     def feed_all(self, ids: Sequence[int]) -> np.ndarray:
-        """Appends tokens: their logits, [tokens, vocabulary]."""
+        """Append tokens and return their logits, [tokens, vocabulary]."""
 
     @abstractmethod
     def fill(self, tokens: int) -> None:
-        """Puts so many tokens of any content into the empty cache. Raises ValueError where that would take too long."""
+        """Put this number of arbitrary tokens into the empty cache.
+
+        Raises:
+            ValueError: This would take too long.
+        """
 
     def prepare(self, work: Mapping[str, Any]) -> list[Part]:
+        """Return the parts of the work, with a cache that is large enough."""
         kind, steps = work["kind"], work.get("steps", 0)
         if kind == "score":
             windows = work["windows"]
@@ -89,11 +97,13 @@ class DecoderEngine(Engine):
         return [Part(work["ids"], steps=steps)]
 
     def set_up(self, part: Part) -> None:
+        """Rewind the cache; before decoding, run the prompt."""
         self.rewind(part.context)
         if part.steps:
             self._next = int(self.feed(part.ids).argmax()) if part.ids else any_ids(1)[0]
 
     def run(self, part: Part) -> np.ndarray:
+        """Run the part: score it, run its prompt, or decode its steps."""
         if part.score:
             return np.array([self._surprise(part)])
         if not part.steps:
@@ -111,7 +121,7 @@ class DecoderEngine(Engine):
 
 
 def surprise(logits: np.ndarray, tokens: Sequence[int]) -> float:
-    """The sum of -log softmax(logits)[token] over the rows."""
+    """Return the sum of -log softmax(logits)[token] over the rows."""
     rows = logits.astype(np.float64)
     peak = rows.max(axis=1)
     log_sum = peak + np.log(np.exp(rows - peak[:, None]).sum(axis=1))
@@ -119,14 +129,14 @@ def surprise(logits: np.ndarray, tokens: Sequence[int]) -> float:
 
 
 def any_ids(tokens: int) -> list[int]:
-    """That every vocabulary here has."""
+    """Return arbitrary token ids that every vocabulary here has."""
     return list(map(int, np.random.default_rng(0).integers(3, 96, tokens)))
 
 
 class _Onnx(DecoderEngine):
-    """By ortolan.generate.Decoder, with past and present in one buffer."""
+    """A decoder run by ortolan.generate.Decoder, with past and present in one buffer."""
 
-    _FILLED = 512  # tokens that are really run; what they leave in the cache is repeated
+    _FILLED = 512  # tokens that are run; their cache is repeated
 
     def __init__(self, threads: int, model: str) -> None:
         self._path = model
@@ -137,25 +147,30 @@ class _Onnx(DecoderEngine):
     def _open(self, model: str, threads: int) -> Any: ...
 
     def make_room(self, tokens: int) -> None:
+        """Make an empty cache."""
         self._decoder = self._decoder_class(self._session, tokens)
 
     def rewind(self, tokens: int) -> None:
+        """Keep the first tokens of the cache."""
         self._decoder.rewind(tokens)
 
     def feed(self, ids: Sequence[int]) -> np.ndarray:
+        """Append tokens and return the last logits."""
         return np.asarray(self._decoder.step(ids)[-1])
 
     def feed_all(self, ids: Sequence[int]) -> np.ndarray:
+        """Append tokens and return their logits."""
         return np.asarray(self._decoder.step(ids))
 
     def fill(self, tokens: int) -> None:
+        """Fill the cache with arbitrary tokens."""
         context = self._context()
         room = self._decoder.cache_length
         if context is not None and room > context:
-            raise ValueError(f"the model has positions for {context} tokens, not for {room}")
+            raise ValueError(f"the model has {context} positions, expected at least {room}")
         first = self._decoder_class(self._session, self._FILLED)
         first.step(any_ids(self._FILLED))
-        # Blocks of compressed caches are of fewer tokens, which divide this number.
+        # Compressed caches have blocks whose size divides _FILLED.
         times = -(-room // self._FILLED)
         cache = {name: np.tile(array, (1, 1, times, 1))[:, :, :room].copy() for name, array in first.cache().items()}
         self._decoder.fill(cache, tokens)
@@ -166,15 +181,18 @@ class _Onnx(DecoderEngine):
 
 
 class OnnxRuntime(_Onnx):
-    """Stock ONNX Runtime: onnxruntime; the original is a graph of GroupQueryAttention."""
+    """Stock ONNX Runtime: onnxruntime. The original is a GroupQueryAttention graph."""
 
     packages = ("onnxruntime",)
     modules = ("onnxruntime", "ortolan.generate")
 
     @classmethod
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
-        """nbits: of make_matmul_nbits. cache_ids: tokens that the scales of an int8 cache are found with, of a model of
-        few bits."""
+        """Quantize the model.
+
+        Options: `nbits`, arguments of make_matmul_nbits; `cache_ids`, tokens that calibrate the scales of an int8
+        cache, only together with nbits.
+        """
         steps, nbits, cache_ids = [], options.get("nbits"), options.get("cache_ids")
         if nbits is not None:
             source, model = model, folder / "model.onnx"
@@ -182,7 +200,7 @@ class OnnxRuntime(_Onnx):
             steps.append(f"MatMulNBitsQuantizer({_arguments(nbits)})")
         if cache_ids is not None:
             if nbits is None:
-                raise ValueError("an int8 cache is given to files made here; expected nbits as well")
+                raise ValueError("`cache_ids` needs `nbits`: only files made here get an int8 cache")
             importlib.import_module("ortolan.benchmarks.int8_cache").write_int8_cache(model, cache_ids)
             steps.append("GroupQueryAttention with kv_cache_bit_width=8, PER_CHANNEL")
         steps.append("InferenceSession, io_binding, past and present in one buffer")
@@ -195,14 +213,14 @@ class OnnxRuntime(_Onnx):
 
 
 class Ortolan(_Onnx):
-    """A file of Ortolan's in ONNX Runtime: ortolan. The model is an ONNX file, or a GGUF file, which is imported."""
+    """A file made by Ortolan in ONNX Runtime: ortolan. The model is an ONNX file, or a GGUF file to import."""
 
     packages = ("ortolan", "onnxruntime")
     modules = ("onnxruntime", "ortolan.session", "ortolan.generate")
 
     @classmethod
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
-        """options: of optimize_onnx."""
+        """Optimize or import the model. options: arguments of optimize_onnx."""
         ortolan = importlib.import_module("ortolan")
         made = folder / "made" / "model.onnx"
         if model.suffix == ".gguf":
@@ -221,16 +239,19 @@ class Ortolan(_Onnx):
 
 
 class LlamaCpp(DecoderEngine):
-    """llama.cpp, by its C interface: llama-cpp-python. The model is a GGUF file."""
+    """llama.cpp through its C interface: llama-cpp-python. The model is a GGUF file."""
 
     packages = ("llama-cpp-python",)
     modules = ("llama_cpp",)
-    _BATCH = 2048  # tokens of a call; llama.cpp cuts them into 512, unless told
+    _BATCH = 2048  # tokens per call, which llama.cpp splits into micro-batches of 512
 
     @classmethod
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
-        """form: a format of llama.cpp's, such as "Q4_K_M", that its own quantizer writes, or as it is.
-        cache: the type of keys and values, F16 without. Whether attention is flash attention is left to llama.cpp."""
+        """Quantize the file.
+
+        Options: `form`, a llama.cpp format such as "Q4_K_M" for its quantizer, by default the file as it is; `cache`,
+        the type of keys and values, by default F16. llama.cpp chooses whether to use flash attention.
+        """
         steps, form, cache = [], options.get("form"), options.get("cache", "F16")
         if form is not None:
             source, model = model, folder / f"{form}.gguf"
@@ -253,6 +274,7 @@ class LlamaCpp(DecoderEngine):
         self._context: Any = None
 
     def make_room(self, tokens: int) -> None:
+        """Make an empty cache."""
         api = self._api
         if self._context:
             api.llama_free(self._context)
@@ -262,19 +284,22 @@ class LlamaCpp(DecoderEngine):
         settings.type_k = settings.type_v = self._cache
         self._context = api.llama_init_from_model(self._model, settings)
         if not self._context:
-            raise ValueError(f"llama.cpp makes no context for {tokens} tokens")
+            raise ValueError(f"llama.cpp cannot make a context of {tokens} tokens")
 
     def rewind(self, tokens: int) -> None:
+        """Keep the first tokens of the cache."""
         self._api.llama_memory_seq_rm(self._api.llama_get_memory(self._context), 0, tokens, -1)
 
     def feed(self, ids: Sequence[int]) -> np.ndarray:
+        """Append tokens and return the last logits."""
         for begin in range(0, len(ids), self._BATCH):
             given = ids[begin : begin + self._BATCH]
-            tokens = (self._api.llama_token * len(given))(*given)  # the batch refers to it
+            tokens = (self._api.llama_token * len(given))(*given)  # the batch points to it
             self._decode(self._api.llama_batch_get_one(tokens, len(given)))
         return np.ctypeslib.as_array(self._api.llama_get_logits_ith(self._context, -1), (self._vocabulary,))
 
     def feed_all(self, ids: Sequence[int]) -> np.ndarray:
+        """Append tokens and return their logits."""
         first = self._api.llama_memory_seq_pos_max(self._api.llama_get_memory(self._context), 0) + 1
         batch = self._api.llama_batch_init(len(ids), 0, 1)
         try:
@@ -289,18 +314,19 @@ class LlamaCpp(DecoderEngine):
         return np.ctypeslib.as_array(pointer, (len(ids), self._vocabulary)).copy()
 
     def fill(self, tokens: int) -> None:
+        """Fill the cache with arbitrary tokens."""
         self.feed(any_ids(tokens))
 
     def _decode(self, batch: Any) -> None:
         if (status := self._api.llama_decode(self._context, batch)) != 0:
-            raise ValueError(f"llama_decode ended with {status}")
+            raise ValueError(f"llama_decode failed with status {status}")
 
 
 def _requantize(source: Path, target: Path, form: str) -> None:
     api = importlib.import_module("llama_cpp")
     number = getattr(api, f"LLAMA_FTYPE_MOSTLY_{form}", None)
     if number is None:
-        raise ValueError(f"unknown format {form!r} of llama.cpp, expected one such as 'Q4_0' or 'Q4_K_M'")
+        raise ValueError(f"unknown llama.cpp format {form!r}, expected one such as 'Q4_0' or 'Q4_K_M'")
     settings = api.llama_model_quantize_default_params()
     settings.ftype, settings.allow_requantize = number, True
     if api.llama_model_quantize(str(source).encode(), str(target).encode(), settings) != 0:
@@ -315,7 +341,7 @@ class GenAi(DecoderEngine):
 
     @classmethod
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
-        """how: the model's file was made, for the call."""
+        """Describe the folder. Option `how`: the call that made its model."""
         files = [path for path in model.iterdir() if path.is_file()]
         call = f"{options['how']}; Generator.append_tokens, generate_next_token, rewind_to; past_present_share_buffer"
         return Made({"folder": str(model)}, call, megabytes(*files))
@@ -330,33 +356,40 @@ class GenAi(DecoderEngine):
         self._model = self._api.Model(config)
 
     def make_room(self, tokens: int) -> None:
+        """Make an empty cache."""
         settings = self._api.GeneratorParams(self._model)
-        length = min(tokens + 2, self._longest)  # it ends before a token that has no room behind it
+        length = min(tokens + 2, self._longest)  # GenAI stops when no room is left after a token
         settings.set_search_options(max_length=length, min_length=length, do_sample=False)
         self._generator = self._api.Generator(self._model, settings)
 
     def rewind(self, tokens: int) -> None:
+        """Keep the first tokens of the cache."""
         self._generator.rewind_to(tokens)
 
     def feed(self, ids: Sequence[int]) -> np.ndarray:
+        """Append tokens and return the last logits."""
         self._generator.append_tokens(np.asarray(ids, np.int32))
         return np.asarray(self._generator.get_logits()).reshape(-1)
 
     def feed_all(self, ids: Sequence[int]) -> np.ndarray:
+        """Append tokens and return their logits."""
         self._generator.append_tokens(np.asarray(ids, np.int32))
         return np.asarray(self._generator.get_output("logits")[0])
 
     def fill(self, tokens: int) -> None:
-        for begin in range(0, tokens, 512):  # it computes all logits of what it is given
+        """Fill the cache with arbitrary tokens."""
+        for begin in range(0, tokens, 512):  # GenAI computes the logits of all tokens of a call
             self.feed(any_ids(min(512, tokens - begin)))
 
     def set_up(self, part: Part) -> None:
+        """Run the prompt before decoding."""
         self.rewind(part.context)
         if part.steps:
             self.feed(part.ids or any_ids(1))
-            self._generator.generate_next_token()  # chooses from the logits that are there
+            self._generator.generate_next_token()  # from the logits of the prompt
 
     def run(self, part: Part) -> np.ndarray:
+        """Run the prompt, or decode the steps."""
         if not part.steps:
             return super().run(part)
         for _ in range(part.steps):
@@ -365,15 +398,18 @@ class GenAi(DecoderEngine):
 
 
 class Torch(DecoderEngine):
-    """transformers on torch, without a compiler: torch, transformers. The model is a folder of transformers'."""
+    """A transformers model in torch, not compiled: torch, transformers. The model is a transformers folder."""
 
     packages = ("torch", "transformers")
     modules = ("torch", "transformers.models.llama.modeling_llama")
-    _FILLED = 512  # as with _Onnx
+    _FILLED = 512  # as in _Onnx
 
     @classmethod
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
-        """form: "fp32", "bf16", which is stored so, or "int8", which quantize_dynamic makes of fp32 at each opening."""
+        """Write the model.
+
+        form: "fp32"; "bf16", stored as such; "int8", quantized by quantize_dynamic when it is opened.
+        """
         form = options["form"]
         calls = ["AutoModelForCausalLM.from_pretrained(folder, attn_implementation='sdpa')", "StaticCache"]
         if form == "bf16":
@@ -400,17 +436,21 @@ class Torch(DecoderEngine):
             self._model = quantize(self._model, {linear}, dtype=self._torch.qint8)
 
     def make_room(self, tokens: int) -> None:
+        """Make an empty cache."""
         self._cache = self._transformers.StaticCache(config=self._model.config, max_cache_len=tokens)
         self._room = tokens
 
     def rewind(self, tokens: int) -> None:
+        """Keep the first tokens of the cache."""
         for layer in self._cache.layers:
             layer.cumulative_length.fill_(tokens)
 
     def feed(self, ids: Sequence[int]) -> np.ndarray:
+        """Append tokens and return the last logits."""
         return np.asarray(self._logits(ids, 1)[0])
 
     def feed_all(self, ids: Sequence[int]) -> np.ndarray:
+        """Append tokens and return their logits."""
         return self._logits(ids, 0)
 
     def _logits(self, ids: Sequence[int], kept: int) -> np.ndarray:
@@ -420,6 +460,7 @@ class Torch(DecoderEngine):
         return np.asarray(found[0].float().numpy())
 
     def fill(self, tokens: int) -> None:
+        """Fill the cache with arbitrary tokens."""
         self.feed(any_ids(self._FILLED))
         with self._torch.inference_mode():
             for layer in self._cache.layers:
@@ -430,14 +471,14 @@ class Torch(DecoderEngine):
 
 
 class CTranslate2(DecoderEngine):
-    """CTranslate2 from a folder of transformers': ctranslate2; transformers and torch convert it."""
+    """CTranslate2 from a transformers folder: ctranslate2; transformers and torch convert it."""
 
     packages = ("ctranslate2",)
     modules = ("ctranslate2",)
 
     @classmethod
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
-        """form: CTranslate2's name, such as "int8"."""
+        """Convert the folder. form: CTranslate2's name, such as "int8"."""
         form, target = options["form"], folder / "converted"
         converter = importlib.import_module("ctranslate2.converters").TransformersConverter(str(model))
         converter.convert(str(target), quantization=form)
@@ -452,32 +493,37 @@ class CTranslate2(DecoderEngine):
         self._words = json.loads(Path(folder, "vocabulary.json").read_text(encoding="utf-8"))
 
     def prepare(self, work: Mapping[str, Any]) -> list[Part]:
+        """Return the parts; windows are scored whole, because the cache takes no tokens from outside."""
         if "step" in work:
-            raise ValueError("it keeps no cache that is given tokens from outside, so windows are scored whole")
+            raise ValueError("step-wise scoring needs a cache that takes tokens, which CTranslate2 lacks")
         return super().prepare(work)
 
     def fill(self, tokens: int) -> None:
-        raise ValueError(f"its prompt of {tokens} tokens would take a matrix of scores of {tokens}^2 numbers a head")
+        """Refuse: filling would take a quadratic matrix of scores."""
+        raise ValueError(f"a prompt of {tokens} tokens would take a score matrix of {tokens}^2 values per head")
 
     def make_room(self, tokens: int) -> None:
-        """Each call has a cache of its own."""
+        """Do nothing: each call has its own cache."""
 
     def rewind(self, tokens: int) -> None:
-        """As above."""
+        """Do nothing: each call has its own cache."""
 
     def feed(self, ids: Sequence[int]) -> np.ndarray:
-        """The token that it chooses: it gives no logits of the last token alone."""
+        """Return the chosen token: the logits of the last token alone are not available."""
         return np.array([next(self._generate(ids, 1)).token_id])
 
     def feed_all(self, ids: Sequence[int]) -> np.ndarray:
+        """Append tokens and return their logits."""
         return np.asarray(np.array(self._model.forward_batch([list(ids)]))[0])
 
     def set_up(self, part: Part) -> None:
+        """Run the prompt before decoding."""
         if part.steps:
             self._tokens = self._generate(part.ids, part.steps + 1)
-            next(self._tokens)  # when the prompt has been taken
+            next(self._tokens)  # returns when the prompt is done
 
     def run(self, part: Part) -> np.ndarray:
+        """Run the prompt, or decode the steps."""
         if not part.steps:
             return super().run(part)
         return np.array([[one.token_id for one in self._tokens][-1:]])
@@ -489,16 +535,16 @@ class CTranslate2(DecoderEngine):
 
 
 class MistralRs(DecoderEngine):
-    """mistral.rs, by requests, as it has no calls below them: mistralrs. The model is a GGUF file."""
+    """mistral.rs through requests, its lowest interface: mistralrs. The model is a GGUF file."""
 
     packages = ("mistralrs",)
     modules = ("mistralrs",)
-    _LONGEST = 512  # tokens of a prompt
-    _NEVER = (0, 1, 2)  # tokens that end a text, in all vocabularies here
+    _LONGEST = 512  # tokens in a prompt
+    _NEVER = (0, 1, 2)  # end-of-text tokens of the vocabularies here
 
     @classmethod
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
-        """how: the file was made, for the call."""
+        """Describe the file. Option `how`: the call that made it."""
         call = (
             f"{options['how']}; Runner(Which.GGUF, prefix_cache_n=0), requests of temperature 0; decoding by a stream"
         )
@@ -513,27 +559,31 @@ class MistralRs(DecoderEngine):
         self._runner = self._api.Runner(which, prefix_cache_n=0, max_seqs=1, token_source="none")
 
     def make_room(self, tokens: int) -> None:
-        """It grows."""
+        """Do nothing: the cache grows."""
 
     def rewind(self, tokens: int) -> None:
-        """Each request begins anew."""
+        """Do nothing: each request starts anew."""
 
     def feed_all(self, ids: Sequence[int]) -> np.ndarray:
-        raise ValueError("it gives no logits of a prompt")
+        """Refuse: the runtime gives no logits of a prompt."""
+        raise ValueError("mistral.rs gives no logits of a prompt")
 
     def fill(self, tokens: int) -> None:
-        raise ValueError(f"its prompt of {tokens} tokens takes minutes")
+        """Refuse: it takes minutes."""
+        raise ValueError(f"a prompt of {tokens} tokens takes minutes")
 
     def feed(self, ids: Sequence[int]) -> np.ndarray:
+        """Run a prompt. The logits are unknown."""
         if len(ids) > self._LONGEST:
-            raise ValueError(f"its prompt of {len(ids)} tokens takes too long; expected {self._LONGEST} at the most")
+            raise ValueError(f"a prompt of {len(ids)} tokens takes too long; expected at most {self._LONGEST}")
         request = self._api.CompletionRequest(self._text(ids), "default", max_tokens=1, temperature=0.0)
         usage = self._runner.send_completion_request(request).usage
         if usage.prompt_tokens != len(ids):
-            raise ValueError(f"it makes {usage.prompt_tokens} tokens of the text of {len(ids)}")
+            raise ValueError(f"tokenization differs: {usage.prompt_tokens} tokens, expected {len(ids)}")
         return np.zeros(1)
 
     def set_up(self, part: Part) -> None:
+        """Run the prompt before decoding."""
         if part.steps:
             self._chunks = self._runner.send_chat_completion_request(
                 self._api.ChatCompletionRequest(
@@ -541,14 +591,15 @@ class MistralRs(DecoderEngine):
                     logit_bias=dict.fromkeys(self._NEVER, -100.0),
                 )
             )  # fmt: skip
-            next(self._chunks)  # when the prompt has been taken
+            next(self._chunks)  # returns when the prompt is done
 
     def run(self, part: Part) -> np.ndarray:
+        """Run the prompt, or decode the steps."""
         if not part.steps:
             return super().run(part)
         found = sum(1 for _ in self._chunks)
         if found != part.steps:
-            raise ValueError(f"it decoded {found} tokens, expected {part.steps}")
+            raise ValueError(f"decoded {found} tokens, expected {part.steps}")
         return np.zeros((1, 1))
 
     def _text(self, ids: Sequence[int]) -> str:
@@ -560,6 +611,8 @@ def _arguments(given: Mapping[str, Any]) -> str:
 
 
 class Worker(EngineWorker):
+    """The worker of decoders."""
+
     engines: ClassVar[Mapping[str, type[Engine]]] = {
         "onnxruntime": OnnxRuntime,
         "ortolan": Ortolan,

@@ -59,7 +59,7 @@ _FUNCTIONS: Mapping[str, tuple[Any, ...]] = {
 
 def load() -> SimpleNamespace:
     """Return ggml's functions by name."""
-    # Importing llama_cpp loads the same library and those that it depends on.
+    # Importing llama_cpp loads the same library and its dependencies.
     folder = Path(importlib.import_module("llama_cpp").__file__ or "").parent / "lib"
     library = ctypes.CDLL(str(folder / f"libggml-cpu.{'dylib' if sys.platform == 'darwin' else 'so'}"))
     functions = {}
