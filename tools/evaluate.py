@@ -18,16 +18,21 @@ from ortolan.session import create_session
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="stories15m", help="a decoder that get_model knows")
+    parser.add_argument("--model", default="stories15m", help="a decoder of the catalog")
     parser.add_argument("--text", type=Path, help="a text file, UTF-8")
-    parser.add_argument("--tokens", type=int, default=20000, help="of the text, from its beginning")
-    parser.add_argument("--sampled", type=int, default=20000, help="tokens drawn from the fp32 model; 0: none")
+    parser.add_argument("--tokens", type=int, default=20000, help="tokens of the text to score, from its beginning")
+    parser.add_argument(
+        "--sampled", type=int, default=20000, help="tokens to sample from the fp32 model and score; 0: none"
+    )
     parser.add_argument("--window", type=int, default=256)
-    parser.add_argument("--stride", type=int, help="half a window unless told")
-    parser.add_argument("--step", type=int, help="tokens given at a time; a whole window unless told")
+    parser.add_argument("--stride", type=int, help="tokens between windows; default: half a window")
+    parser.add_argument("--step", type=int, help="tokens per run; default: a whole window")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--variant", action="append", default=[], metavar="NAME=PATH", help="an ONNX file to score too")
+    parser.add_argument(
+        "--variant", action="append", default=[], metavar="NAME=PATH", help="another ONNX file to score"
+    )
     arguments = parser.parse_args()
     for variant in arguments.variant:
         if not Path(variant.partition("=")[2]).is_file():

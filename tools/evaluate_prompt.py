@@ -1,11 +1,10 @@
-"""How well a decoder predicts text behind a prompt whose keys and values are pruned (graph_passes/cache_prompt.py).
+"""Score a decoder on text after a prompt whose keys and values are pruned (pass cache_prompt).
 
 python -m tools.evaluate_prompt --model smollm2-135m-instruct [--text FILE] [--windows N] [--run N]
 
-Each window of the text, or without one of texts drawn from the model, begins with the prompt; what follows is scored.
-The table is made with float caches that are pruned as the pass prunes them, tokens after the prompt being exact: the
-operator adds the rounding of queries and weights to bfloat16. --run scores some of the windows with the operator too,
-token by token.
+Each window of the text (by default, text sampled from the model) begins with the prompt; the rest is scored. The table
+uses float caches that are pruned as the pass prunes them; tokens after the prompt are exact. The operator also rounds
+queries and weights to bfloat16: --run scores some windows with the operator, token by token.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ if TYPE_CHECKING:
     import onnxruntime as ort
 
 SPARSITIES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
-Sparsities = tuple[float, float]  # of keys and of values
+Sparsities = tuple[float, float]  # keys, values
 Caches = dict[str, np.ndarray]
 
 
 class PromptedDecoder:
-    """A decoder that is given texts behind a prompt in its cache, as it is or pruned."""
+    """A decoder that continues a prompt in its cache, exact or pruned."""
 
     def __init__(self, session: ort.InferenceSession) -> None:
-        """session: as Decoder takes it, with float caches."""
+        """Use a session with float caches, as `Decoder` takes it."""
         self._session = session
         self._decoder = Decoder(session)
         names = [value.name for value in session.get_inputs()]
@@ -45,13 +44,13 @@ class PromptedDecoder:
         self._names = names
 
     def exact(self, prompt: Sequence[int]) -> Caches:
-        """What the cache holds after the prompt, by the names of inputs, [1, kv_heads, tokens, head_dim]."""
+        """Return the cache after the prompt, input name -> [1, kv_heads, tokens, head_dim]."""
         self._decoder.reset()
         self._decoder.step(prompt)
         return self._decoder.cache()
 
     def pruned(self, caches: Caches, sparsities: Sparsities, scope: str = "token") -> Caches:
-        """As the pass packs them."""
+        """Return the caches pruned as the pass does it."""
         result = {}
         for key in self._keys:
             value = key.removesuffix("key") + "value"
@@ -60,7 +59,7 @@ class PromptedDecoder:
         return result
 
     def score(self, caches: Caches, ids: Sequence[int]) -> Score:
-        """Of the tokens of `ids` but the first, behind a prompt in the caches."""
+        """Score the tokens of `ids` except the first, after a prompt in the caches."""
         tokens = np.asarray(ids, np.int64)[None]
         past = next(iter(caches.values())).shape[2]
         feeds = {"input_ids": tokens, "attention_mask": np.ones((1, past + tokens.shape[1]), np.int64)}
@@ -71,7 +70,7 @@ class PromptedDecoder:
 
 
 def mean(scores: Sequence[Score]) -> Score:
-    """Of all their tokens."""
+    """Return the score of all tokens together."""
     tokens = sum(score.tokens for score in scores)
     return Score(sum(score.cross_entropy * score.tokens for score in scores) / tokens, tokens)
 
@@ -79,7 +78,7 @@ def mean(scores: Sequence[Score]) -> Score:
 def score_operator(
     model: Path, prompt: Sequence[int], ids: Sequence[int], sparsities: Sparsities, scope: str = "token"
 ) -> Score:
-    """The same by the operator: the model is optimized with this prompt, and given one token after another."""
+    """Score with the operator: optimize the model with this prompt and run one token after another."""
     from ortolan import Recipe, create_session, optimize_onnx
 
     keys, values = sparsities
@@ -99,7 +98,11 @@ def score_operator(
 
 
 def cut_windows(ids: Sequence[int], window: int, count: int) -> list[Sequence[int]]:
-    """Windows that are evenly spread over the text. Raises OrtolanError where it holds none."""
+    """Return windows that are evenly spread over the text.
+
+    Raises:
+        OrtolanError: The text is shorter than a window.
+    """
     if len(ids) < window:
         raise OrtolanError(f"the text has {len(ids)} tokens, fewer than a window of {window}; give more text")
     starts = np.linspace(0, len(ids) - window, count).astype(int)
@@ -107,6 +110,7 @@ def cut_windows(ids: Sequence[int], window: int, count: int) -> list[Sequence[in
 
 
 def main() -> None:
+    """Run the command."""
     from rich.console import Console
     from rich.progress import track
     from rich.table import Table
@@ -116,20 +120,27 @@ def main() -> None:
     from ortolan.session import create_session
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="stories15m", help="a decoder that get_model knows")
-    parser.add_argument("--text", type=Path, help="a text file, UTF-8; without it: drawn from the model")
+    parser.add_argument("--model", default="stories15m", help="a decoder of the catalog")
+    parser.add_argument("--text", type=Path, help="a UTF-8 text file; default: text sampled from the model")
     parser.add_argument("--windows", type=int, default=12)
-    parser.add_argument("--window", type=int, default=512, help="tokens of a window")
-    parser.add_argument("--prompt", type=int, default=256, help="of these, the prompt's")
-    parser.add_argument("--sparsity", type=float, nargs="+", default=SPARSITIES, help="of keys, and of values")
-    parser.add_argument("--scope", choices=("token", "layer"), default="token", help="of what the smallest are pruned")
-    parser.add_argument("--run", type=int, default=0, metavar="N", help="windows that the operator scores too")
+    parser.add_argument("--window", type=int, default=512, help="tokens in a window")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of the window that are the prompt")
+    parser.add_argument(
+        "--sparsity", type=float, nargs="+", default=SPARSITIES, help="shares of keys and of values to prune"
+    )
+    parser.add_argument(
+        "--scope",
+        choices=("token", "layer"),
+        default="token",
+        help="prune the smallest values of each token or of each layer",
+    )
+    parser.add_argument("--run", type=int, default=0, metavar="N", help="windows to score with the operator, too")
     parser.add_argument("--run-sparsity", type=float, nargs=2, default=(0.3, 0.5), metavar=("KEYS", "VALUES"))
     arguments = parser.parse_args()
     if arguments.text is not None and not arguments.text.is_file():
         parser.error(f"--text: file {str(arguments.text)!r} does not exist")
     if not 0 < arguments.prompt < arguments.window - 1:
-        parser.error(f"--prompt: {arguments.prompt} of a window of {arguments.window}; expected two tokens behind it")
+        parser.error(f"--prompt: {arguments.prompt} tokens leave fewer than 2 of a window of {arguments.window}")
     files = get_model(arguments.model)
     if files.tokenizer is None:
         parser.error(f"--model: {arguments.model} has no tokenizer")
@@ -153,8 +164,8 @@ def main() -> None:
     console = Console(width=120)
     exact = mean(scores[None])
     table = Table(
-        title=f"{arguments.model}: perplexity of {exact.tokens} tokens behind prompts of {cut}, {exact.perplexity:.3f} "
-        "with an exact cache; increase with one whose keys (rows) and values (columns) are pruned, the smallest of "
+        title=f"{arguments.model}: perplexity of {exact.tokens} tokens after prompts of {cut}, {exact.perplexity:.3f} "
+        "with an exact cache; increase with pruned keys (rows) and values (columns), the smallest of "
         f"each {arguments.scope}",
         title_justify="left",
     )
@@ -176,8 +187,9 @@ def main() -> None:
         before = mean([decoder.score(decoder.exact(w[:cut]), w[cut:]) for w in some])
         operator = mean([score_operator(files.onnx, w[:cut], w[cut:], pair, scope) for w in track(some, "operator")])
         console.print(
-            f"of {len(some)}, keys {pair[0]:.0%} and values {pair[1]:.0%}: perplexity {before.perplexity:.4f} "
-            f"with an exact cache, {simulated.perplexity:.4f} pruned, {operator.perplexity:.4f} by the operator"
+            f"{len(some)} windows, keys {pair[0]:.0%} and values {pair[1]:.0%} pruned: perplexity "
+            f"{before.perplexity:.4f} with an exact cache, {simulated.perplexity:.4f} pruned, "
+            f"{operator.perplexity:.4f} by the operator"
         )
 
 

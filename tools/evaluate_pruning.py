@@ -1,12 +1,12 @@
-"""What pruning costs a model, by method.
+"""Score pruning methods: what each costs a model.
 
 python -m tools.evaluate_pruning --model all-minilm-l6-v2 --calibration FILE --score sts-dev.csv
 python -m tools.evaluate_pruning --model smollm2-135m-instruct --calibration FILE --score FILE
 python -m tools.evaluate_pruning --model stories15m
 
-An encoder is scored by Spearman's correlation on a file of sentence pairs as STS-B is published, a decoder by the
-cross-entropy of a text. Without files a decoder is calibrated and scored on texts drawn from itself, of two seeds.
-All linear layers but the heads are pruned; a row is printed as soon as its variant is done.
+Encoders are scored by Spearman's correlation on a file of sentence pairs in the format of STS-B, decoders by the
+cross-entropy of a text. Without files, a decoder is calibrated and scored on texts sampled from itself with two seeds.
+All linear layers except the heads are pruned. Each row is printed when its variant is done.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ortolan.models.tokenizer import TextTokenizer
 
 _INT4 = {"name": "quantize", "method": "gptq", "bits": 4}
-# The passes of each variant between normalize and the end, without what they share (`_steps`).
+# The passes of each variant after normalize, without their shared settings (`steps`).
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "dense": [],
     "magnitude": [{"name": "prune"}],
@@ -52,9 +52,13 @@ _DECODER = "llama"  # the architecture
 
 
 def steps(variant: str, sparsity: float, pattern: str) -> list[dict[str, Any]]:
-    """A recipe's passes. Raises OrtolanError for a variant that is not there."""
+    """Return the passes of a recipe.
+
+    Raises:
+        OrtolanError: The variant is unknown.
+    """
     if variant not in VARIANTS:
-        raise OrtolanError(f"no variant {variant!r}; known: {', '.join(VARIANTS)}")
+        raise OrtolanError(f"unknown variant {variant!r}; expected {', '.join(VARIANTS)}")
     made = [{"name": "normalize"}]
     for step in VARIANTS[variant]:
         shared: dict[str, Any] = {"exclude": [HEADS]}
@@ -78,7 +82,7 @@ def optimize_variant(
 
 
 def drawn_feeds(session: ort.InferenceSession, start: int, tokens: int, window: int) -> list[dict[str, np.ndarray]]:
-    """Calibration feeds of texts drawn from the model, of another seed than those scored."""
+    """Return calibration feeds sampled from the model, with another seed than the scored texts."""
     texts = sample_texts(session, start, tokens, window, seed=1)
     return [{"input_ids": np.asarray(ids, np.int64)[None]} for ids in texts]
 
@@ -86,8 +90,7 @@ def drawn_feeds(session: ort.InferenceSession, start: int, tokens: int, window: 
 def scorer(
     files: ModelFiles, tokenizer: TextTokenizer, path: Path | None, tokens: int, window: int
 ) -> tuple[str, Callable[[Path], float]]:
-    """What is measured, and how of a model. An encoder is known by a file of sentence pairs."""
-
+    """Return the name of the score and a function that scores a model file. Encoders need a file of sentence pairs."""
     from ortolan.embedding import spearman_on_sts
     from ortolan.session import create_session
     from ortolan.text_encoder import TextEncoder
@@ -96,7 +99,7 @@ def scorer(
     assert tokenizer_path is not None
     if files.architecture != _DECODER:
         if path is None:
-            raise OrtolanError(f"{files.name} is no decoder: give --score a file of sentence pairs, as sts-dev.csv is")
+            raise OrtolanError(f"{files.name} is an encoder: pass --score a file of sentence pairs such as sts-dev.csv")
         pairs = path
         return "Spearman", lambda model: spearman_on_sts(TextEncoder(create_session(model), tokenizer_path), pairs)
     if path is None:
@@ -110,6 +113,7 @@ def scorer(
 
 
 def main() -> None:
+    """Run the command."""
     from rich.console import Console
 
     from ortolan.graph_passes.text.texts import read_texts
@@ -118,13 +122,17 @@ def main() -> None:
     from ortolan.session import create_session
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="stories15m", help="a model that get_model knows")
-    parser.add_argument("--calibration", type=Path, help="a text file, UTF-8, a text a line")
-    parser.add_argument("--texts", type=int, help="of the calibration file, from its beginning; all unless told")
-    parser.add_argument("--drawn", type=int, default=8192, help="tokens to draw for calibration where there is no file")
-    parser.add_argument("--score", type=Path, help="sentence pairs as in sts-dev.csv, or a text for a decoder")
-    parser.add_argument("--tokens", type=int, default=8160, help="to score, of a decoder")
-    parser.add_argument("--window", type=int, default=256, help="tokens of a window")
+    parser.add_argument("--model", default="stories15m", help="a model of the catalog")
+    parser.add_argument("--calibration", type=Path, help="a UTF-8 file, one text a line")
+    parser.add_argument(
+        "--texts", type=int, help="texts of the calibration file to use, from its beginning; default: all"
+    )
+    parser.add_argument("--drawn", type=int, default=8192, help="tokens to sample for calibration without a file")
+    parser.add_argument(
+        "--score", type=Path, help="sentence pairs in the format of sts-dev.csv, or a text for a decoder"
+    )
+    parser.add_argument("--tokens", type=int, default=8160, help="tokens to score with a decoder")
+    parser.add_argument("--window", type=int, default=256, help="tokens in a window")
     parser.add_argument("--sparsity", type=float, default=0.5)
     parser.add_argument("--pattern", default="unstructured", help="unstructured, 4x1, or N:M")
     parser.add_argument("--variant", nargs="+", default=DEFAULT_VARIANTS, choices=list(VARIANTS), metavar="NAME")

@@ -123,7 +123,7 @@ def test_rooms_and_rows_are_chosen() -> None:
         "W4A8MatMul g32 64x64, 1 a run m=1",
         "W4A8MatMul g32 64x64, 64 a run m=1",
     ]
-    with pytest.raises(OrtolanError, match="--rooms: there is no room 'kitchen'; the rooms are: sparse_amx_matmul, "):
+    with pytest.raises(OrtolanError, match="--rooms: unknown operator 'kitchen'; expected sparse_amx_matmul, "):
         against.chosen_works("kitchen", "", quick=True)
     with pytest.raises(OrtolanError, match="--rows: no row of call has 'M=1' in its name"):
         against.chosen_works("call", "M=1", quick=True)
@@ -161,7 +161,7 @@ def test_a_process_that_ends_is_started_again() -> None:
         process._process.kill()
         with pytest.raises(WorkerError, match="the process ended with status -9"):
             process.ask("time", count=1, together=1, cpu_time=False, warm_up=0)
-        with pytest.raises(WorkerError, match="nothing to time: open a model and feed it first"):
+        with pytest.raises(WorkerError, match="no model to time: call `open` and `feed` first"):
             process.ask("time", count=1, together=1, cpu_time=False, warm_up=0)
 
 
@@ -237,7 +237,7 @@ def test_revisions_and_folders_that_are_none(repository: Path, tmp_path: Path) -
     with pytest.raises(OrtolanError, match="not a git repository"):
         revision.find_repository(tmp_path)
     (repository / "ops" / "rooms.inc").unlink()
-    with pytest.raises(OrtolanError, match="is no source tree of Ortolan; run this in one"):
+    with pytest.raises(OrtolanError, match="is not a source tree of Ortolan; run this in one"):
         revision.find_repository(repository)
 
 
@@ -309,10 +309,10 @@ def test_a_failure_shows_in_the_status(
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (("before", "--library", "none.so"), 2, "--library: there is no file 'none.so'"),
+        (("before", "--library", "none.so"), 2, "--library: file 'none.so' does not exist"),
         (("before", "--threads", "none"), 2, "expected numbers of threads such as 1,2, found 'none'"),
         (("before", "--rounds", "0"), 2, "expected a positive number of rounds, found '0'"),
-        (("before", "--rooms", "kitchen"), 1, "error: --rooms: there is no room 'kitchen'"),
+        (("before", "--rooms", "kitchen"), 1, "error: --rooms: unknown operator 'kitchen'"),
         (("before",), 1, "error: git rev-parse --show-toplevel: fatal: not a git repository"),
     ],
 )

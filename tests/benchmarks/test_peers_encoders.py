@@ -110,7 +110,7 @@ def test_all_are_judged_by_the_first_one_which_is_exact(encoder, tmp_path):
         judge(Answers(exact=False))
     assert judge(Answers(exact=True)) == {"cosine": pytest.approx(1)}
     assert judge(Answers(exact=False, turn=0.5)) == {"cosine": pytest.approx(np.cos(0.5))}
-    with pytest.raises(WorkerError, match=r"not those of fp32: cosine 0\.8776, expected 0\.9999"):
+    with pytest.raises(WorkerError, match=r"vectors differ from fp32: cosine 0\.8776, expected 0\.9999"):
         judge(Answers(exact=True, turn=0.5))
 
 

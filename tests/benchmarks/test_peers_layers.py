@@ -134,7 +134,7 @@ def test_wrong_answers_are_refused(tmp_path, files):
         assert layers.Judge(w, inputs)(runner)["error"] < 1e-6
         with pytest.raises(WorkerError, match=r"a relative error of 2, expected at most 0\.5"):
             layers.Judge(-w, inputs)(runner)
-        with pytest.raises(WorkerError, match=r"answers \[3, 96\], expected \[3, 95\]"):
+        with pytest.raises(WorkerError, match=r"answer has shape \[3, 96\], expected \[3, 95\]"):
             layers.Judge(w[:, :-1], inputs)(runner)
 
 

@@ -90,7 +90,7 @@ def opened(runner, numbers=(1, 2, 3)):
 def test_a_form_is_made_opened_given_work_and_timed(fake):
     runner = fake()
     row = runner.make("section", "model", 1)
-    assert row.versions == {"made-up": "of a source tree"} and row.megabytes == 2.5 and not row.ours
+    assert row.versions == {"made-up": "source tree"} and row.megabytes == 2.5 and not row.ours
     assert (row.section, row.model, row.name, row.call) == (
         "section",
         "model",
@@ -126,14 +126,14 @@ def test_a_peer_is_pinned(fake):
 
 def test_what_is_not_known_or_fails_is_told_and_the_process_goes_on(fake):
     runner = opened(fake())
-    with pytest.raises(WorkerError, match="cannot do 'fly'; these are known: make, open, give"):
+    with pytest.raises(WorkerError, match="unknown request 'fly'; expected make, open, give"):
         runner._running().ask("fly")
     with pytest.raises(WorkerError, match="unexpected keyword argument"):
         runner._running().ask("give", nothing=1)
     assert len(runner.time(1, 0.0)) == 1
     with pytest.raises(WorkerError, match=r"^No module named none$"):
         fake(precision="none").make("section", "model", 1)
-    with pytest.raises(WorkerError, match=r"^no engine 'none'; these are known: made-up$"):
+    with pytest.raises(WorkerError, match=r"^unknown engine 'none'; expected made-up$"):
         fake("none").make("section", "model", 1)
 
 
@@ -147,7 +147,7 @@ def test_a_process_that_ends_says_why_and_others_go_on(fake):
 
 
 def test_work_before_a_model_is_refused(fake):
-    with pytest.raises(WorkerError, match="its process has ended; open it again"):
+    with pytest.raises(WorkerError, match="the process has ended; open it again"):
         fake().give({"numbers": [1]})
 
 

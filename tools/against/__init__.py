@@ -1,1 +1,1 @@
-"""Judges a change of kernels: the same models, timed with the libraries of two revisions in turns (__main__.py)."""
+"""Time the same models with the libraries of two revisions, in turns (see __main__.py)."""

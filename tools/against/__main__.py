@@ -1,12 +1,12 @@
-"""Judges a change of kernels: what another revision's library takes for the same models, timed in turns with this one.
+"""Compare the kernels of another revision with this one, on the same models in turns.
 
 python -m tools.against REVISION [--rooms sparse_amx_matmul,w4a8_matmul,…] [--rows TEXT] [--threads 1,2]
     [--rounds N] [--isa NAME] [--quick] [--json FILE] [--library FILE]
 
-REVISION is built, once, into the cache folder (ORTOLAN_CACHE). It is compared with the package that runs this, so build
-that first; run it in the source tree. Models are made once and opened by two processes of each library, pinned to the
-same CPUs, which are told to run in turns. Calls of more than a millisecond on one thread are timed by its CPU time,
-others by the time that passes.
+REVISION is built, once, into the cache folder (ORTOLAN_CACHE). It is compared with the installed package, so build that
+first. Run this in the source tree. Models are made once and opened by two processes of each library, pinned to the same
+CPUs, which run in turns. Calls of more than a millisecond on one thread are timed by the thread's CPU time, others by
+wall time.
 """
 
 from __future__ import annotations
@@ -38,29 +38,34 @@ _ERROR, _INTERRUPTED = 1, 130
 
 
 def read_threads(text: str) -> tuple[int, ...]:
-    """Numbers with commas between them."""
+    """Return numbers of threads from a comma-separated list."""
     try:
-        numbers = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+        counts = tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"expected numbers of threads such as 1,2, found {text!r}")
-    return numbers
+        counts = ()
+    if not counts or min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"expected numbers of threads such as 1,2; found {text!r}")
+    return counts
 
 
 def read_rounds(text: str) -> int:
+    """Return a positive number of rounds."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive number of rounds, found {text!r}")
     return int(text)
 
 
 def chosen_works(rooms: str | None, part: str, quick: bool) -> list[Work]:
-    """Of these rooms, with commas between them, the rows whose names hold `part`. Raises OrtolanError for none."""
+    """Return the works of comma-separated operators whose row names contain `part`.
+
+    Raises:
+        OrtolanError: An operator is unknown, or no row matches.
+    """
     by_room = works_of(TINY if quick else Sizes(), tiny_models=quick)
     names = rooms.split(",") if rooms else list(by_room)
     for name in names:
         if name not in by_room:
-            raise OrtolanError(f"--rooms: there is no room {name!r}; the rooms are: {', '.join(by_room)}")
+            raise OrtolanError(f"--rooms: unknown operator {name!r}; expected {', '.join(by_room)}")
     works = [
         Work(work.room, rows, work.write)
         for name in dict.fromkeys(names)
@@ -73,7 +78,11 @@ def chosen_works(rooms: str | None, part: str, quick: bool) -> list[Work]:
 
 
 def find_sides(arguments: argparse.Namespace) -> tuple[dict[Side, Path], dict[str, str], list[str]]:
-    """The libraries, what the result says of them, and its notes. Raises OrtolanError."""
+    """Return the libraries, their descriptions and notes for the result.
+
+    Raises:
+        OrtolanError: The revision is unknown or does not build.
+    """
     new = Path(get_library_path())
     if arguments.library is not None:
         return {"old": arguments.library, "new": new}, {"old": arguments.revision, "new": str(new)}, []
@@ -82,7 +91,7 @@ def find_sides(arguments: argparse.Namespace) -> tuple[dict[Side, Path], dict[st
     old = built_library(repository, commit, _say)
     notes = []
     if newer := newer_sources(repository, new):
-        notes.append(f"BUILD FIRST: {len(newer)} sources changed after {new} was built, {newer[0]} for one.")
+        notes.append(f"BUILD FIRST: {len(newer)} sources changed after {new} was built, for example {newer[0]}.")
         _say(notes[0])
     described = {"old": f"{arguments.revision} ({commit[:12]})", "new": f"{describe_tree(repository)}: {new}"}
     return {"old": old, "new": new}, described, notes
@@ -90,11 +99,13 @@ def find_sides(arguments: argparse.Namespace) -> tuple[dict[Side, Path], dict[st
 
 def _notes(quick: bool) -> list[str]:
     if quick:
-        return ["Quick: shows that it runs; the times say nothing."]
+        return ["Quick: the times are meaningless."]
     cache, copies = last_level_cache_bytes() >> 20, COLD_BYTES >> 20
     if cache >= copies:
-        return [f"The copies of a layer take up to {copies} MiB, the L3 cache {cache} MiB: weights may be warm."]
-    return [f"The copies of a layer take up to {copies} MiB, the L3 cache {cache} MiB; the smallest layers are warm."]
+        return [f"Copies of a layer take up to {copies} MiB, the L3 cache has {cache} MiB: weights may be warm."]
+    return [
+        f"Copies of a layer take up to {copies} MiB, the L3 cache has {cache} MiB: only the smallest layers are warm."
+    ]
 
 
 def _say(line: str) -> None:
@@ -102,29 +113,31 @@ def _say(line: str) -> None:
 
 
 def read_arguments() -> argparse.Namespace:
+    """Return the command line's arguments; exit with a message for invalid ones."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.against",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("revision", metavar="REVISION", help="what git calls it: a commit, a branch, HEAD~3")
-    parser.add_argument("--rooms", help="names with commas between them; default: all")
-    parser.add_argument("--rows", default="", metavar="TEXT", help="only those with TEXT in their names")
-    parser.add_argument("--threads", type=read_threads, default=(1,), help="1,2: once with one, once with two")
-    parser.add_argument("--rounds", type=read_rounds, help=f"turns of each side in a row; default: {Pace().rounds}")
-    parser.add_argument("--isa", help="what ORTOLAN_ISA is for both sides")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, few turns: shows that it runs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
+    parser.add_argument("revision", metavar="REVISION", help="a commit, a branch, HEAD~3")
+    parser.add_argument("--rooms", help="operators, comma-separated; default: all")
+    parser.add_argument("--rows", default="", metavar="TEXT", help="only rows with TEXT in their names")
+    parser.add_argument("--threads", type=read_threads, default=(1,), help="1,2: once with one thread, once with two")
+    parser.add_argument("--rounds", type=read_rounds, help=f"turns of each side per row; default: {Pace().rounds}")
+    parser.add_argument("--isa", help="ORTOLAN_ISA of both sides")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, few turns: a smoke test")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there, too")
     parser.add_argument(
-        "--library", type=Path, metavar="FILE", help="REVISION's libortolan_ops.so, where it is built already"
+        "--library", type=Path, metavar="FILE", help="REVISION's libortolan_ops.so, if it is already built"
     )
     arguments = parser.parse_args()
     if arguments.library is not None and not arguments.library.is_file():
-        parser.error(f"--library: there is no file {str(arguments.library)!r}")
+        parser.error(f"--library: file {str(arguments.library)!r} does not exist")
     return arguments
 
 
 def run(arguments: argparse.Namespace) -> Comparison:
+    """Compare all rows and return the result."""
     works = chosen_works(arguments.rooms, arguments.rows, arguments.quick)
     libraries, described, notes = find_sides(arguments)
     cpu = cpu_info()
@@ -155,8 +168,9 @@ def run(arguments: argparse.Namespace) -> Comparison:
 
 
 def main() -> None:
+    """Run the command."""
     arguments = read_arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # models in memory must not stay there
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that models in shared memory are deleted
     try:
         result = run(arguments)
     except OrtolanError as error:

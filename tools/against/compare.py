@@ -1,4 +1,4 @@
-"""The rows of both sides in turns: A B A B …, and again for those that stand out."""
+"""Time the rows of both sides in turns (A B A B …), and rows that stand out again."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Side = Literal["old", "new"]
 SIDES: tuple[Side, Side] = ("old", "new")
 
 STANDS_OUT = 0.95
-# Slow rows are measured again more often than fast ones; but fast ones too, for noise is to be kept out of both ends.
+# Slow rows are repeated more often than fast ones. Fast ones are repeated too, so that noise does not bias the mean.
 _AGAIN_IF_SLOW, _AGAIN_IF_FAST = 2, 1
 _WARM_UP_SECONDS = 0.03
 _TURN_SECONDS = 0.06
-_ROW_SECONDS = 4.0  # rows of slow calls have fewer rounds
+_ROW_SECONDS = 4.0  # slow calls get fewer rounds
 _FEWEST_ROUNDS = 4
-_SHORTEST_TIME = 5e-5  # calls that are shorter are timed together, for reading the clock takes time as well
+_SHORTEST_TIME = 5e-5  # shorter calls are timed together, because reading the clock takes time
 _LONG_CALL = 1e-3
 _PAIRS = 2
 _SHARED_MEMORY = Path("/dev/shm")
@@ -38,7 +38,10 @@ _FEEDS = "feeds.npz"
 
 @dataclass(frozen=True)
 class Pace:
-    """rounds: of a row, each a turn of either side. The seconds are those of a turn. repeats: rows that stand out."""
+    """Turns of each side per row, and the seconds of a turn.
+
+    `repeats`: whether rows that stand out are measured again.
+    """
 
     rounds: int = 10
     warm_up: float = _WARM_UP_SECONDS
@@ -50,7 +53,12 @@ QUICK_PACE = Pace(2, 0.0, 0.0, repeats=False)
 
 
 def measure_again(ratio: float, repeated: int) -> bool:
-    """Whether a row that was measured again so often should be once more. ratio: the old time over the new one."""
+    """Return whether to measure a row again.
+
+    Args:
+        ratio: The old time over the new one.
+        repeated: How often the row was measured again already.
+    """
     if ratio < STANDS_OUT:
         return repeated < _AGAIN_IF_SLOW
     return ratio > 1 / STANDS_OUT and repeated < _AGAIN_IF_FAST
@@ -58,7 +66,7 @@ def measure_again(ratio: float, repeated: int) -> bool:
 
 @dataclass(frozen=True)
 class Turn:
-    """`count` times, each of `together` calls; see worker.py, `time`."""
+    """`count` times, each of `together` calls; see `time` in worker.py."""
 
     count: int
     together: int
@@ -66,16 +74,16 @@ class Turn:
 
 
 def turn_of(seconds: float, threads: int, pace: Pace) -> Turn:
-    """For calls that take so long on the slower side."""
+    """Return the turn for calls that take `seconds` on the slower side."""
     together = max(1, round(_SHORTEST_TIME / max(seconds, 1e-7)))
     count = max(1, round(pace.turn / (together * max(seconds, 1e-7))))
-    # A thread's own clock stands still while something else has the CPU, but is off by microseconds when that happens.
-    # Short calls have turns enough in which nothing does.
+    # CPU time excludes preemption, but is off by microseconds when it happens. Short calls use wall time, because they
+    # have enough undisturbed turns.
     return Turn(count, together, threads == 1 and seconds > _LONG_CALL)
 
 
 def rounds_of(seconds: float, pace: Pace) -> int:
-    """Fewer where calls take long; even, so that each pair of processes has as many."""
+    """Return the number of rounds: fewer for long calls, and even, so that both pairs of processes get as many."""
     turn = max(pace.turn, seconds) + max(pace.warm_up, seconds)
     wanted = max(min(pace.rounds, round(_ROW_SECONDS / (2 * turn))), min(pace.rounds, _FEWEST_ROUNDS))
     return -(-wanted // _PAIRS) * _PAIRS
@@ -83,13 +91,16 @@ def rounds_of(seconds: float, pace: Pace) -> int:
 
 @dataclass(frozen=True)
 class _Group:
-    """The processes of a number of threads: pairs that take turns, for where a process has its memory makes a
-    difference of some percent to times that are otherwise the same."""
+    """The processes of one number of threads: pairs that take turns.
+
+    There are several pairs because the addresses of a process's memory change its times by some percent.
+    """
 
     threads: int
     pairs: Sequence[Mapping[Side, WorkerProcess]]
 
     def restart(self) -> None:
+        """Start all processes anew."""
         for pair in self.pairs:
             for process in pair.values():
                 process.restart()
@@ -101,10 +112,13 @@ def compare(
     process: Callable[[Side, int], WorkerProcess],
     pace: Pace,
 ) -> Iterator[RowResult]:
-    """One result a row and number of threads, as soon as it is there. A row that fails does not keep the others from
-    being measured.
+    """Yield one result per row and number of threads. A row that fails does not stop the others.
 
-    process: a new one, of a side and a number of threads.
+    Args:
+        works: Models and their rows.
+        threads: Numbers of threads.
+        process: Makes a process of a side and a number of threads.
+        pace: Rounds and seconds.
     """
     with ExitStack() as stack:
         folder = stack.enter_context(scratch_folder())
@@ -126,7 +140,7 @@ def _measure_work(work: Work, groups: Sequence[_Group], folder: Path, pace: Pace
         except OrtolanError as error:
             for row in work.rows:
                 for group in groups:
-                    yield RowResult(work.room, row.name, group.threads, failure=f"the model is not made: {error}")
+                    yield RowResult(work.room, row.name, group.threads, failure=f"cannot make the model: {error}")
             return
         for row in work.rows:
             arrays: dict[str, Any] = dict(row.feeds())
@@ -165,7 +179,11 @@ def _measure_row(room: str, row: Row, group: _Group, model: TimedModel, pace: Pa
 
 
 def _feed(process: WorkerProcess, model: TimedModel, answer: Path) -> float:
-    """Seconds of a run. Raises WorkerError."""
+    """Feed the model and return the seconds of a run.
+
+    Raises:
+        WorkerError: The model cannot be opened or run.
+    """
     process.open(model.path)
     fed = process.ask(
         "feed",
@@ -179,7 +197,7 @@ def _feed(process: WorkerProcess, model: TimedModel, answer: Path) -> float:
 
 
 def compare_answers(old: np.ndarray, new: np.ndarray) -> float | None:
-    """None for equal bits, else the norm of the difference over the old answer's; infinite where shapes differ."""
+    """Return None for equal bits, else the norm of the difference relative to the old answer; inf if shapes differ."""
     if old.shape != new.shape or old.dtype != new.dtype:
         return float("inf")
     if old.tobytes() == new.tobytes():
@@ -194,7 +212,7 @@ def compare_answers(old: np.ndarray, new: np.ndarray) -> float | None:
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Where models are written for some seconds: in memory where there is room, for a disk that writes disturbs."""
+    """Yield a folder for models: in shared memory if there is room, because disk writes disturb the timing."""
     roomy = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 8 * COLD_BYTES
     with tempfile.TemporaryDirectory(dir=_SHARED_MEMORY if roomy else None) as folder:
         yield Path(folder)

@@ -1,4 +1,4 @@
-"""Models of one node so many times, in files that both sides open: each copy has constants of its own."""
+"""Models of one node repeated many times, in files that both sides open. Each copy has its own constants."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from ortolan.graph_passes.measure.machine import last_level_cache_bytes
 
 Feeds = Mapping[str, np.ndarray]
 
-# Weights of so many bytes are written, mapped by both sides, and read in turns: what a comparison takes of memory.
+# Bytes of weights that are written, mapped by both sides and read in turns: the memory of a comparison.
 COLD_BYTES = 256 * 2**20
 _MOST_COPIES = 128
-# Up to so many rows share a model -> what part of those bytes it has, so that a run does not take long. More rows are
-# bound by the core.
+# Most rows of x -> the divisor of these bytes for a model, so that a run does not take long. With more rows, layers are
+# compute-bound.
 _PARTS = {4: 1, 16: 4}
 _FEWEST_COPIES = 2
 _ALIGNMENT = 64
-_INLINE_BYTES = 128  # ORT wants constants this small in the model itself
+_INLINE_BYTES = 128  # ONNX Runtime wants smaller constants inside the model file
 _OPSETS = {"": 17, "com.microsoft": 1, "ai.ortolan": 1}
 
 
 @dataclass(frozen=True)
 class TimedModel:
-    """A file, and how it is run: a run is that of `copies` layers. See worker.py, `feed`, for the rest."""
+    """A model file, and how to run it: one run is that of `copies` layers.
+
+    See `feed` in worker.py for the other fields.
+    """
 
     path: Path
     copies: int = 1
@@ -39,7 +42,7 @@ class TimedModel:
 
 @dataclass(frozen=True)
 class Row:
-    """What is compared: a model fed so. name: unlike those of the room's other rows."""
+    """A model with feeds. Names are unique within an operator."""
 
     name: str
     feeds: Callable[[], Feeds]
@@ -47,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Work:
-    """A model, made in a folder when its turn comes, and the rows of a room that are measured with it."""
+    """A model, written when its turn comes, and the rows of an operator that are measured with it."""
 
     room: str
     rows: tuple[Row, ...]
@@ -56,10 +59,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Layer:
-    """One node. inputs: in order; one that is no constant is fed, and "" is left out.
+    """One node.
 
-    of_each_copy: inputs that are fed and that each copy has one of; the output of `present` is written to the memory of
-    the input of its name.
+    Attributes:
+        inputs: Names in order. Inputs that are not constants are fed; "" is omitted.
+        of_each_copy: Fed inputs that each copy has its own of.
+        present: Output -> the input in `of_each_copy` whose memory it is written to.
     """
 
     op_type: str
@@ -72,18 +77,19 @@ class Layer:
 
     @property
     def cold_bytes(self) -> int:
+        """Bytes of the constants."""
         return sum(array.nbytes for array in self.constants.values())
 
 
 def layer_of(node: Node) -> Layer:
-    """The benchmarks' node on x and constants."""
+    """Return a benchmark's node as a layer on x and constants."""
     names = ["" if constant is None else f"w{j}" for j, constant in enumerate(node.constants)]
     constants = {name: array for name, array in zip(names, node.constants, strict=True) if array is not None}
     return Layer(node.op_type, ("x", *names), constants, node.attributes)
 
 
 def copies_for(cold_bytes: int, rows: int) -> int:
-    """How many copies make a run whose weights are not those of the run before, as far as memory allows."""
+    """Return how many copies a run needs so that weights are cold, as far as memory allows."""
     part = _part(rows)
     if part is None:
         return _FEWEST_COPIES
@@ -98,9 +104,17 @@ def _part(rows: int) -> int | None:
 def layers_work(
     room: str, name: str, make: Callable[[], Layer], k: int, batch: Sequence[int], copies: int | None = None
 ) -> list[Work]:
-    """The layer on x of these numbers of rows: a model for those that are to be as cold.
+    """Return works that run the layer on x with these numbers of rows.
 
-    copies: unless as many as copies_for says.
+    Rows that need equally cold weights share a model.
+
+    Args:
+        room: The operator.
+        name: First part of the rows' names.
+        make: Makes the layer.
+        k: Columns of x.
+        batch: Numbers of rows.
+        copies: Number of copies; default: `copies_for`.
     """
     by_part: dict[int | None, list[int]] = {}
     for m in batch:
@@ -118,6 +132,7 @@ def layers_work(
 
 
 def normal(seed: int, shape: Sequence[int]) -> np.ndarray:
+    """Return normally distributed float32 values."""
     return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
@@ -128,9 +143,16 @@ def write_layers(
     fed: Mapping[str, Sequence[int | None]],
     types: Mapping[str, type] | None = None,
 ) -> TimedModel:
-    """folder/model.onnx of so many nodes: outputs y0, y1, …
+    """Write folder/model.onnx with `copies` nodes.
 
-    fed: the shapes of inputs that are no constants; None is a number that may change. types: theirs, unless float32.
+    The outputs are y0, y1, …
+
+    Args:
+        layer: The node.
+        copies: Number of nodes.
+        folder: Folder of the model.
+        fed: Shapes of the inputs that are not constants; None for a dynamic dimension.
+        types: Types of these inputs; default: float32.
     """
     types = types or {}
     graph_inputs = [
@@ -171,7 +193,7 @@ def _declared(name: str, dtype: type, shape: Sequence[int | None] | None) -> Val
 
 
 def _stored(name: str, array: np.ndarray, data: Any) -> TensorProto:
-    """The constant, its bytes at the end of the data file, aligned as in a saved model."""
+    """Return the constant; append its bytes to the data file, aligned as in a saved model."""
     if array.nbytes < _INLINE_BYTES:
         return numpy_helper.from_array(array, name)
     data.write(bytes(-data.tell() % _ALIGNMENT))
@@ -181,8 +203,8 @@ def _stored(name: str, array: np.ndarray, data: Any) -> TensorProto:
         dims=array.shape,
         data_location=TensorProto.EXTERNAL,
     )
-    place = {"location": "data", "offset": data.tell(), "length": array.nbytes}
-    for key, value in place.items():
+    entries = {"location": "data", "offset": data.tell(), "length": array.nbytes}
+    for key, value in entries.items():
         tensor.external_data.append(StringStringEntryProto(key=key, value=str(value)))
     data.write(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
     return tensor

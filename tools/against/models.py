@@ -1,5 +1,7 @@
-"""Whole models to compare: an encoder and a decoder of published shapes with random weights, which take as long as
-trained ones and need no download."""
+"""Whole models: an encoder and a decoder of published shapes with random weights.
+
+They take as long as trained models and need no download.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ _MINILM = BertConfig(hidden_size=384, num_hidden_layers=6, intermediate_size=153
 # SmolLM2-135M with 8 of its 30 layers.
 _SMOLLM2 = LlamaConfig(49152, 576, 1536, 8, 9, 3, rope_theta=100000.0)
 
-# By what a row is called.
+# First part of a row's name -> recipe.
 _ENCODERS: Mapping[str, Recipe] = {
     "int4": Recipe.of(weights="int4", ignore=()),
     "int8": Recipe.of(weights="int8"),
@@ -41,7 +43,7 @@ _CALIBRATION_TOKENS = 96
 
 
 def model_works(tiny: bool) -> list[Work]:
-    """Encoders on short and longer texts; decoders on a prompt, and one token behind it."""
+    """Return encoders on short and longer texts, and decoders on a prompt and on one token after it."""
     return [*_encoder_works(tiny), *_decoder_works(tiny)]
 
 
@@ -70,20 +72,20 @@ def _encoder_works(tiny: bool) -> list[Work]:
 
 def _decoder_works(tiny: bool) -> list[Work]:
     config = TINY_LLAMA if tiny else _SMOLLM2
-    steps = ((3, 4),) if tiny else ((128, 0), (1, 256))  # new tokens, those behind which they come
+    steps = ((3, 4),) if tiny else ((128, 0), (1, 256))  # new tokens, tokens in the cache
     works = []
     for name, recipe in list(_DECODERS.items())[:1] if tiny else _DECODERS.items():
         write, feeds_of = _decoder(config, recipe)
         rows = [
-            Row(f"SmolLM2's shape {name}, {new} new behind {past}", partial(feeds_of, new, past)) for new, past in steps
+            Row(f"SmolLM2's shape {name}, {new} new after {past}", partial(feeds_of, new, past)) for new, past in steps
         ]
         works.append(Work(_ROOM, tuple(rows), write))
     return works
 
 
 def _decoder(config: LlamaConfig, recipe: Recipe) -> tuple[Callable[[Path], TimedModel], Callable[[int, int], Feeds]]:
-    """How the model is made, and what then feeds it."""
-    caches: dict[str, tuple[tuple[int, int], type]] = {}  # heads and row, and type of each
+    """Return a function that writes the model, and one that then returns feeds for it."""
+    caches: dict[str, tuple[tuple[int, int], type]] = {}  # heads and head size, and type
 
     def write(folder: Path) -> TimedModel:
         model = build_llama(random_weights(llama_weight_shapes(config)), config, "decoder")
@@ -111,7 +113,7 @@ def _caches_of(inputs: Sequence[ir.Value]) -> dict[str, tuple[tuple[int, int], t
 def _decoder_feeds(
     config: LlamaConfig, new: int, past: int, caches: Mapping[str, tuple[tuple[int, int], type]], seed: int = 0
 ) -> Feeds:
-    """What is cached of the tokens behind which the new ones come is zeros."""
+    """Return feeds of new tokens after `past` tokens, whose cache is zeros."""
     feeds: dict[str, np.ndarray] = {
         "input_ids": np.random.default_rng(seed).integers(0, config.vocab_size, (1, new)),
         "attention_mask": np.ones((1, past + new), np.int64),
@@ -126,7 +128,7 @@ def _optimized(model: ir.Model, folder: Path, recipe: Recipe, calibration: Seque
     source = folder / "source.onnx"
     ir.save(model, source, external_data=f"{source.name}.data")
     path = folder / "model.onnx"
-    # Of random weights, how near the answers are says nothing.
+    # Without verification: answers of random weights mean nothing.
     chosen = replace(recipe, passes=tuple(step for step in recipe.passes if step.name != "verify"))
     optimize_onnx(source, path, recipe=chosen, calibration=[dict(feeds) for feeds in calibration])
     return TimedModel(path)

@@ -1,4 +1,4 @@
-"""A worker (worker.py) as the comparison sees it."""
+"""The client of worker.py."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ _SCRIPT = Path(__file__).with_name("worker.py")
 
 
 class WorkerProcess(Worker):
-    """Of one library."""
+    """A worker that uses one library."""
 
     def __init__(self, library: Path, cpus: Sequence[int], threads: int, isa: str | None = None) -> None:
-        """cpus: it runs on these alone. isa: ORTOLAN_ISA of the process; None: as it is here."""
+        """Prepare a process pinned to these CPUs. isa: its ORTOLAN_ISA; None keeps that of this process."""
         settings = {"library": str(library), "cpus": list(cpus), "threads": threads}
         super().__init__(_SCRIPT, settings, environment={} if isa is None else {"ORTOLAN_ISA": isa})
         self._model: Path | None = None
 
     def open(self, model: Path) -> None:
-        """Unless it is open already. Raises WorkerError."""
+        """Open the model unless it is open.
+
+        Raises:
+            WorkerError: The model cannot be opened.
+        """
         if self._process is None or self._model != model:
             self.ask("open", model=str(model))
             self._model = model

@@ -1,4 +1,4 @@
-"""What a comparison found: rows, their geometric means, and how they are printed."""
+"""The result of a comparison: rows, their geometric means, and the printed table."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from ortolan.graph_passes.report.figures import Timing
 if TYPE_CHECKING:
     from rich.console import Group
 
-Turns = list[list[float]]  # milliseconds of each timed run, by turn
+Turns = list[list[float]]  # milliseconds of each timed run, one list per turn
 
 SLOWER = 0.95
 
 
 @dataclass(frozen=True)
 class RowResult:
-    """Milliseconds of a layer or a model, by the old and the new library, or why there are none.
+    """Times of a layer or a model with the old and the new library, or the failure.
 
-    noise: how far, as a share, the minima of either side's odd and even turns are apart, which are those of two
-    processes: what the ratio of equal sides may differ from 1 by. repeated: how often the row was measured again, with
-    other processes. difference: of the new side's answer from the old side's, relative; None: the same bits.
+    Attributes:
+        noise: Relative difference between the minima of a side's odd and even turns, which run in two processes. The
+            ratio of equal sides may differ from 1 by as much.
+        repeated: How often the row was measured again with new processes.
+        difference: Of the new answer from the old one, relative; None for equal bits.
     """
 
     room: str
@@ -51,21 +53,23 @@ class RowResult:
         repeated: int = 0,
         difference: float | None = None,
     ) -> RowResult:
-        """layers: of a run."""
+        """Return the result of these turns, whose runs have `layers` layers."""
         noise = max(noise_of(old), noise_of(new))
         before, after = (timing_of(turns).scaled(1 / layers) for turns in (old, new))
         return cls(room, name, threads, before, after, noise, repeated, difference)
 
     @property
     def ratio(self) -> float:
-        """Of the minima, old / new: above 1 the new library is faster. NaN for a row that failed."""
+        """Old minimum / new minimum: above 1 the new library is faster. NaN for a row that failed."""
         return float("nan") if self.old is None or self.new is None else self.old.min_ms / self.new.min_ms
 
     @property
     def answers(self) -> str:
+        """The relative difference of the answers, or "same"."""
         return "same" if self.difference is None else f"{self.difference:.1e}"
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the row for JSON."""
         case = {"room": self.room, "row": self.name, "threads": self.threads}
         if self.old is None or self.new is None:
             return {**case, "failure": self.failure}
@@ -87,12 +91,13 @@ class RowResult:
 
 
 def timing_of(turns: Turns) -> Timing:
+    """Return the minimum and the median of all runs."""
     times = list(chain.from_iterable(turns))
     return Timing(min(times), statistics.median(times))
 
 
 def noise_of(turns: Turns) -> float:
-    """How far the minima of the odd and of the even turns are apart, as a share; 0 for a single turn."""
+    """Return the relative difference between the minima of odd and even turns; 0 for a single turn."""
     if len(turns) < 2:
         return 0.0
     halves = [min(chain.from_iterable(turns[start::2])) for start in (0, 1)]
@@ -101,7 +106,7 @@ def noise_of(turns: Turns) -> float:
 
 @dataclass
 class Comparison:
-    """All rows. header: what was compared on what, a line each."""
+    """All rows. `header` has a line for each fact about the run."""
 
     header: dict[str, str]
     notes: list[str] = field(default_factory=list)
@@ -110,10 +115,11 @@ class Comparison:
 
     @property
     def failed(self) -> bool:
+        """True if a row failed."""
         return any(row.failure for row in self.rows)
 
     def means(self) -> dict[tuple[str, int], float]:
-        """Geometric means of the ratios, by room and threads; of all rooms under "all"."""
+        """Return geometric means of the ratios by operator and threads; "all" has those of all operators."""
         found: dict[tuple[str, int], list[float]] = {}
         measured = [row for row in self.rows if not row.failure]
         for row in measured:
@@ -123,9 +129,11 @@ class Comparison:
         return {key: geometric_mean(ratios) for key, ratios in found.items()}
 
     def slower(self) -> list[RowResult]:
+        """Return the rows whose ratio is below SLOWER."""
         return [row for row in self.rows if row.ratio < SLOWER]
 
     def to_json(self) -> str:
+        """Return the result as JSON."""
         means = [
             {"room": room, "threads": threads, "ratio": round(mean, 4)}
             for (room, threads), mean in self.means().items()
@@ -145,7 +153,7 @@ class Comparison:
 
         table = Table(
             title_justify="left",
-            caption="ms of a layer, or of a model; ratio: old / new, of the minima",
+            caption="ms per layer or model; ratio: old minimum / new minimum",
         )
         for name in ("room", "row", "threads", "old, min / median", "new, min / median", "ratio", "noise", "answers"):
             table.add_column(name, justify="left" if name in ("room", "row") else "right", no_wrap=True)

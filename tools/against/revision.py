@@ -1,4 +1,4 @@
-"""Another revision's library: checked out, built and kept in the cache folder."""
+"""Check out another revision and build its library in the cache folder."""
 
 from __future__ import annotations
 
@@ -16,33 +16,41 @@ from ortolan.errors import OrtolanError
 from ortolan.library import LIBRARY_NAME
 from ortolan.models.fetch import working_folder
 
-# What a build takes that pip would otherwise fetch for it.
+# Build requirements. If they are installed, pip need not fetch them.
 _BUILD_MODULES = ("scikit_build_core", "pybind11", "pip")
 _NATIVE = ("CMakeLists.txt", "ops", "src")
 _LINES_OF_ERROR = 30
 
 
 def resolve_commit(repository: Path, revision: str) -> str:
-    """The full hash. Raises OrtolanError for what is no commit there."""
+    """Return the full hash of a revision.
+
+    Raises:
+        OrtolanError: The repository has no such commit.
+    """
     return _git(repository, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}").strip()
 
 
 def find_repository(folder: Path) -> Path:
-    """The source tree that the folder lies in. Raises OrtolanError where there is none."""
+    """Return the top of the source tree that contains the folder.
+
+    Raises:
+        OrtolanError: The folder is not in a source tree of Ortolan.
+    """
     top = Path(_git(folder, "rev-parse", "--show-toplevel").strip())
     if not (top / "ops" / "rooms.inc").is_file():
-        raise OrtolanError(f"{top} is no source tree of Ortolan; run this in one")
+        raise OrtolanError(f"{top} is not a source tree of Ortolan; run this in one")
     return top
 
 
 def describe_tree(repository: Path) -> str:
-    """The commit checked out, and whether files differ from it."""
+    """Return the checked-out commit, and whether files differ from it."""
     commit = _git(repository, "rev-parse", "--short=12", "HEAD").strip()
     return f"{commit} with changes" if _git(repository, "status", "--porcelain").strip() else commit
 
 
 def newer_sources(repository: Path, library: Path) -> list[str]:
-    """Native sources of the tree that changed after the library was built."""
+    """Return the native sources that changed after the library was built."""
     built = library.stat().st_mtime
     listed = _git(repository, "ls-files", "-co", "--exclude-standard", "--", *_NATIVE).splitlines()
     return [
@@ -55,9 +63,12 @@ def newer_sources(repository: Path, library: Path) -> list[str]:
 
 
 def built_library(repository: Path, commit: str, say: Callable[[str], None], cache: Path | None = None) -> Path:
-    """The library of a commit, built unless it is in the cache. Raises OrtolanError where it does not build.
+    """Return the library of a commit; build it if it is not in the cache.
 
-    Beside it lies the whole package of that commit, for PYTHONPATH.
+    The commit's whole package is in the same folder, for PYTHONPATH.
+
+    Raises:
+        OrtolanError: The commit does not build.
     """
     cache = (cache or default_cache_dir()) / "against"
     site = cache / f"{commit[:12]}-{sysconfig.get_config_var('SOABI') or sys.implementation.cache_tag}"
@@ -70,7 +81,7 @@ def built_library(repository: Path, commit: str, say: Callable[[str], None], cac
         _build(work)
         if not (work / "site" / "ortolan" / LIBRARY_NAME).is_file():
             raise OrtolanError(f"revision {commit[:12]} was built, but has no {LIBRARY_NAME}")
-        if not library.is_file():  # nobody else was quicker
+        if not library.is_file():  # another process may have been faster
             (work / "site").rename(site)
     return library
 
@@ -84,7 +95,7 @@ def _check_out(repository: Path, commit: str, folder: Path) -> None:
 
 
 def _build(work: Path) -> None:
-    """work/source into work/site, with the options of an ordinary installation."""
+    """Install work/source into work/site, with the options of an ordinary installation."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     if all(find_spec(name) is not None for name in _BUILD_MODULES):
         command.append("--no-build-isolation")
@@ -101,7 +112,7 @@ def _git(folder: Path, *arguments: str) -> str:
             ["git", *arguments], cwd=folder, capture_output=True, text=True, errors="replace", check=False
         )
     except FileNotFoundError:
-        raise OrtolanError("there is no git on PATH; install it, or give the other revision's --library") from None
+        raise OrtolanError("git is not on PATH; install it, or pass the other revision's --library") from None
     if result.returncode != 0:
         reason = result.stderr.strip() or f"nothing found in {folder}"
         raise OrtolanError(f"git {' '.join(arguments)}: {reason}")

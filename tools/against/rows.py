@@ -1,6 +1,6 @@
-"""What is compared: every room's kinds of work, each as calls of the operator in ONNX Runtime sessions.
+"""The rows: every kind of work of every operator, as calls in ONNX Runtime sessions.
 
-Models are made here, by the package that this file is part of, and timed by both sides.
+Models are made here by the installed package and timed by both sides.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _GROUP_SIZE = 128
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the work; the tiny ones only show that it runs."""
+    """Sizes of the work. The tiny ones are for smoke tests."""
 
     square: tuple[int, int] = (4096, 4096)
     wide: tuple[int, int] = (4096, 14336)
@@ -50,7 +50,7 @@ TINY = Sizes(
 
 
 def works_of(sizes: Sizes, tiny_models: bool) -> dict[str, list[Work]]:
-    """By room."""
+    """Return the works of each operator."""
     return {
         "sparse_amx_matmul": _sparse_amx_matmul(sizes),
         "w4a8_matmul": _w4a8_matmul(sizes),
@@ -68,7 +68,7 @@ def works_of(sizes: Sizes, tiny_models: bool) -> dict[str, list[Work]]:
 
 
 def sparse_layer(kind: str, k: int, n: int, sparsity: float | None) -> Layer:
-    """sparsity: None for dense storage."""
+    """Return a SparseAMXMatMul layer; sparsity None is dense storage."""
     rng = np.random.default_rng(k * n)
     weight: np.ndarray = rng.random((k, n), dtype=np.float32)
     if kind == "bf16":
@@ -85,6 +85,7 @@ def sparse_layer(kind: str, k: int, n: int, sparsity: float | None) -> Layer:
 
 
 def group_layer(k: int, n: int, group_size: int, zero_points: bool) -> Layer:
+    """Return a W4A8MatMul layer."""
     rng = np.random.default_rng(k * n)
     q = rng.integers(0, 16, (k, n), dtype=np.uint8)
     groups = (-(-k // group_size), n)
@@ -94,6 +95,7 @@ def group_layer(k: int, n: int, group_size: int, zero_points: bool) -> Layer:
 
 
 def block_layer(k: int, n: int, sparsity: float) -> Layer:
+    """Return a VNNISpMM layer."""
     rng = np.random.default_rng(k * n)
     return layer_of(vnni_spmm.our_node(vnni_spmm.random_weight(rng, k, n, sparsity), rng.random(n, dtype=np.float32)))
 
@@ -133,7 +135,7 @@ def _vnni_spmm(sizes: Sizes) -> list[Work]:
 
 
 def hidden_layer(k: int, hidden: int, sparsity: float) -> Layer:
-    """k inputs, a layer of `hidden` outputs, a table of bytes, and a layer of k outputs."""
+    """Return a fused pair of layers: k inputs, `hidden` outputs, a byte table, and k outputs."""
     rng = np.random.default_rng(k)
     second, first = block_layer(hidden, k, sparsity), block_layer(k, hidden, sparsity)
     names = ("values", "indices", "starts", "scales")
@@ -147,7 +149,7 @@ def hidden_layer(k: int, hidden: int, sparsity: float) -> Layer:
     scales = {"x_scale": 0.03, "table_x_scale": float(np.sqrt(k)), "table_y_scale": 0.03}
     constants |= {name: np.array(scale, np.float32) for name, scale in scales.items()}
     points = {name.replace("scale", "zero_point"): np.array(128, np.uint8) for name in scales}
-    # Neutral norms are left out: without an epsilon none is computed.
+    # Without an epsilon, no norm is computed.
     constants = {name: array for name, array in (constants | points).items()}
     attributes = {"k": hidden, "n": k, "format_version": 1, "hidden_k": k}
     return Layer(vnni_spmm.OP, ("x", *VNNI_INPUTS[1:]), constants, attributes)
@@ -168,7 +170,7 @@ def _epilogue(sizes: Sizes) -> list[Work]:
 
 def _epilogues(k: int, n: int) -> Mapping[str, Callable[[], Layer]]:
     def with_activation(make: Callable[[], Layer], bias: int, activation: Activation, **more: int) -> Layer:
-        """bias: where the operator takes it."""
+        # bias: index of the operator's bias input.
         layer = make()
         inputs = [*layer.inputs, *[""] * (bias + 2 - len(layer.inputs))]
         inputs[bias] = "bias"
@@ -179,7 +181,7 @@ def _epilogues(k: int, n: int) -> Mapping[str, Callable[[], Layer]]:
         return replace(layer, inputs=tuple(inputs), constants=constants, attributes=attributes)
 
     def normalized() -> Layer:
-        """The sum with a residual, and its LayerNormalization: back to k columns."""
+        # Back to k columns: the sum with a residual, and its LayerNormalization.
         layer = block_layer(n, k, 0.8)
         norm = {"bias": normal(0, (k,)), "norm_weight": 1 + normal(1, (k,)) / 8, "norm_bias": normal(2, (k,))}
         names = dict(zip(("values", "indices", "starts", "scales"), layer.inputs[1:], strict=True))
@@ -216,13 +218,13 @@ def _epilogue_work(name: str, make: Callable[[], Layer], k: int, rows: int) -> W
     return Work("epilogue", (Row(name, feeds),), write)
 
 
-# ---- calls of next to no work ----------------------------------------------------------------------------------------
+# ---- calls with very little work--------------------------------------------------------------------------------------
 
 _CALL = (64, 64)
 
 
 def _call() -> list[Work]:
-    """One row by 64 x 64 weights: what calling an operator costs, in a run of its own and among other nodes."""
+    """One row by 64 x 64 weights: the cost of calling an operator, alone in a run and among other nodes."""
     k, n = _CALL
     makers: dict[str, Callable[[], Layer]] = {
         "SparseAMXMatMul bf16": partial(sparse_layer, "bf16", k, n, None),
@@ -240,7 +242,7 @@ def _call() -> list[Work]:
 # ---- tables, products at run time ------------------------------------------------------------------------------------
 
 
-# Of a run: waking the other threads, once a run, takes as long as looking up.
+# Tables per run, because waking the other threads, once per run, takes as long as a lookup.
 _TABLES = 8
 
 
@@ -252,18 +254,18 @@ def _lut_post_op(sizes: Sizes) -> list[Work]:
 def _table_work(x_type: type, y_type: type, elements: Sequence[int]) -> Work:
     most = int(np.iinfo(x_type).max)
 
-    def numbers(seed: int, dtype: type, count: int) -> np.ndarray:
+    def values(seed: int, dtype: type, count: int) -> np.ndarray:
         rng = np.random.default_rng(seed)
         if dtype is np.float32:
             return rng.standard_normal(count, dtype=np.float32)
         return rng.integers(0, np.iinfo(dtype).max, count, dtype, endpoint=True)
 
     def write(folder: Path) -> TimedModel:
-        layer = Layer(LUT_OP, ("x", "table"), {"table": numbers(0, y_type, most + 1)}, {"format_version": 1}, y_type)
+        layer = Layer(LUT_OP, ("x", "table"), {"table": values(0, y_type, most + 1)}, {"format_version": 1}, y_type)
         return write_layers(layer, _TABLES, folder, {"x": (None,)}, {"x": x_type})
 
     kind = f"{np.dtype(x_type)} to {np.dtype(y_type)}"
-    rows = [Row(f"{kind}, {count} numbers", lambda c=count: {"x": numbers(c, x_type, c)}) for count in elements]  # type: ignore[misc]
+    rows = [Row(f"{kind}, {count} elements", lambda c=count: {"x": values(c, x_type, c)}) for count in elements]  # type: ignore[misc]
     return Work("lut_post_op", tuple(rows), write)
 
 
@@ -410,7 +412,7 @@ def _cached_work(name: str, sizes: Sizes, context: int, d_sub: int | None, new_t
 
 
 def _behind_prompt_work(sizes: Sizes) -> Work:
-    """One token behind a prompt that is part of the model, 30 % of the keys and half of the values pruned."""
+    """One token after a prompt that is part of the model, with 30 % of the keys and half of the values pruned."""
     heads, kv_heads, width = sizes.heads
     tokens = sizes.float_context
     given = _new_tokens(sizes, 1, tokens + 1)

@@ -1,7 +1,7 @@
-"""One side of a comparison: runs models with one revision's library in ONNX Runtime, and times them when it is told to.
+"""One side of a comparison: runs and times models with one revision's library in ONNX Runtime.
 
-This file is run by itself, never imported from a package: it knows onnxruntime, numpy and the path of a library, so it
-serves any revision, whatever its Python code looks like.
+This file is run as a script, not imported from a package. It uses only onnxruntime, numpy and the path of a library, so
+it serves any revision.
 
     python -P ../workers/serve.py worker.py '{"library": PATH, "cpus": [0], "threads": 1}'
 """
@@ -17,7 +17,7 @@ import onnxruntime as ort
 
 
 class Worker:
-    """A session, and what its next run is given."""
+    """A session and the inputs of its next run."""
 
     def __init__(self, library: str, threads: int) -> None:
         self._library = library
@@ -31,11 +31,11 @@ class Worker:
         }
 
     def open(self, model: str) -> dict[str, Any]:
-        """Opens a model's file in place of the last one."""
+        """Open a model in place of the previous one."""
         self._call = self._session = None
         options = ort.SessionOptions()
         options.intra_op_num_threads = self._threads
-        # The threads of one side must not spin while the other one is timed.
+        # Idle threads must not spin while the other side is timed.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         options.register_custom_ops_library(self._library)
         self._session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
@@ -44,10 +44,14 @@ class Worker:
     def feed(
         self, feeds: str, answer: str, copies: int, of_each_copy: Sequence[str], in_place: Mapping[str, str]
     ) -> dict[str, Any]:
-        """Gives the session its inputs, runs it once and writes its first output to the file `answer`.
+        """Bind the inputs, run once and write the first output to `answer`. Answers the seconds of a run.
 
-        feeds: an .npz file. of_each_copy: inputs that the session has `copies` of, "name" as name0, name1, …: each gets
-        memory of its own. in_place: an output -> the input whose memory it is written to. Answers the seconds of a run.
+        Args:
+            feeds: An .npz file.
+            answer: Path of the output.
+            copies: Layers in the model.
+            of_each_copy: Inputs that each copy has one of: "name" is name0, name1, …, each with its own memory.
+            in_place: Output -> the input whose memory it is written to.
         """
         self._call = None
         binding = self._session.io_binding()
@@ -80,13 +84,17 @@ class Worker:
         return {"seconds": time.perf_counter() - start}
 
     def time(self, count: int, together: int, cpu_time: bool, warm_up: float) -> dict[str, Any]:
-        """Runs untimed for warm_up seconds, once at least, and then takes so many times; answers milliseconds of a run.
+        """Run for `warm_up` seconds, at least once, then take `count` times. Answers the milliseconds of a run.
 
-        together: runs that a time is of. cpu_time: of this thread, in place of the time that passes.
+        Args:
+            count: Number of times.
+            together: Runs per time.
+            cpu_time: Whether to use this thread's CPU time instead of wall time.
+            warm_up: Untimed seconds.
         """
         call = self._call
         if call is None:
-            raise RuntimeError("nothing to time: open a model and feed it first")
+            raise RuntimeError("no model to time: call `open` and `feed` first")
         until = time.perf_counter() + warm_up
         call()
         while time.perf_counter() < until:
@@ -102,7 +110,7 @@ class Worker:
 
 
 def _copied(array: np.ndarray) -> Any:
-    """In memory of ONNX Runtime, aligned as in a model."""
+    """Return the array in memory of ONNX Runtime, aligned as in a model."""
     if array.size == 0:
         return ort.OrtValue.ortvalue_from_numpy(array)
     value = ort.OrtValue.ortvalue_from_shape_and_type(array.shape, array.dtype.type)
@@ -111,9 +119,9 @@ def _copied(array: np.ndarray) -> Any:
 
 
 def _bind_outputs(binding: Any, given: Mapping[str, Any], in_place: Mapping[str, str], shared: bool) -> None:
-    """To memory that exists, for new memory costs page faults.
+    """Bind outputs to existing memory, because new memory costs page faults.
 
-    shared: equal outputs have one memory, as a model uses that of its activations again and again.
+    With `shared`, equal outputs share memory, as a model reuses that of its activations.
     """
     memory: dict[tuple[str, tuple[int, ...]], Any] = {}
     for name, value in given.items():
