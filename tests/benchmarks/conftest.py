@@ -1,4 +1,4 @@
-"""What the tests of the single operators' benchmarks share: runs that take no time."""
+"""Fixtures for tests of benchmarks: short runs and small caches."""
 
 import pytest
 
@@ -7,8 +7,10 @@ from ortolan.benchmarks import side_by_side
 
 @pytest.fixture(autouse=True)
 def small_caches(monkeypatch):
-    """Copies of layers and buffers as if caches were small: no test asserts that weights are cold, and of a server's L3
-    they take gigabytes and most of the time."""
+    """Use few copies of layers, as if caches were small.
+
+    No test asserts that weights are cold, and copies for a server's L3 cache would take gigabytes and most of the time.
+    """
     for module in ("cold_layers", "dense_peers"):
         monkeypatch.setattr(f"ortolan.benchmarks.{module}.copies_to_stay_cold", lambda size: 3)
     monkeypatch.setattr("ortolan.benchmarks.stream_reader.last_level_cache_bytes", lambda: 2**16)
@@ -16,7 +18,7 @@ def small_caches(monkeypatch):
 
 @pytest.fixture
 def short(monkeypatch):
-    """short({"q": (70, 40)}): few rounds over layers of these sizes."""
+    """Return a function that shortens a benchmark: short({"q": (70, 40)}) runs few rounds over these layers."""
     monkeypatch.setattr(side_by_side, "QUICK_SECONDS", 0.0)
     monkeypatch.setattr("ortolan.graph_passes.measure.timing._WARM_UP_SECONDS", 0.0)
     return lambda layers: monkeypatch.setattr(side_by_side, "LAYERS", layers)

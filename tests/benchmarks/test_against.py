@@ -1,4 +1,4 @@
-"""Comparing with another revision: the parts, and the installed library with itself on tiny shapes."""
+"""Comparison with another revision: the parts, and the installed library against itself on tiny shapes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def worker() -> WorkerProcess:
     return WorkerProcess(LIBRARY, cpus_to_use(1), 1)
 
 
-# ---- what is made of the times ---------------------------------------------------------------------------------------
+# ---- ratios, noise and the table -------------------------------------------------------------------------------------
 
 
 def test_the_ratio_is_that_of_the_minima() -> None:
@@ -106,7 +106,7 @@ def test_copies_are_bounded() -> None:
     assert copies_for(1, 128) == 2
 
 
-# ---- what is measured ------------------------------------------------------------------------------------------------
+# ---- rows and works --------------------------------------------------------------------------------------------------
 
 
 def test_rows_have_names_of_their_own() -> None:
@@ -140,7 +140,7 @@ def test_numbers_of_threads() -> None:
 
 
 def test_a_model_that_one_side_refuses(tmp_path: Path) -> None:
-    """The others are measured."""
+    """A failed row does not stop the others."""
     good = works_of(TINY, tiny_models=True)["lut_post_op"][0]
 
     def write(folder: Path) -> TimedModel:
@@ -177,7 +177,7 @@ def test_cpus() -> None:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """Of one commit, whose package builds at once."""
+    """A repository of one commit whose package builds at once."""
     top = tmp_path / "top"
     (top / "ops").mkdir(parents=True)
     (top / "ops" / "rooms.inc").write_text("")
@@ -206,7 +206,7 @@ def test_a_revision_is_built_once(repository: Path, tmp_path: Path, monkeypatch:
 
 
 def test_what_does_not_build(repository: Path, tmp_path: Path) -> None:
-    """There is no pyproject.toml."""
+    """The commit has no pyproject.toml."""
     commit = revision.resolve_commit(repository, "HEAD")
     with pytest.raises(OrtolanError, match="the revision does not build"):
         revision.built_library(repository, commit, lambda line: None, tmp_path / "cache")
@@ -241,7 +241,7 @@ def test_revisions_and_folders_that_are_none(repository: Path, tmp_path: Path) -
         revision.find_repository(repository)
 
 
-# ---- the whole of it -------------------------------------------------------------------------------------------------
+# ---- whole runs ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The comparison with other runtimes: what its numbers are taken to say, its file, page, pictures, on made-up data."""
+"""Comparison with other runtimes, on made-up data: verdicts, result file, pages and pictures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ..docs.pages import ROOT
 def row(
     name: str, quality: float | None, *speeds: float, section: str = ENCODERS, works=("1x16", "8x64"), **others
 ) -> Row:
-    """One whose name begins with "our" is Ortolan's. Speeds: of the works, one thread."""
+    """Return a row with speeds at `works` on one thread. Names that begin with "our" are Ortolan's."""
     ours = name.startswith("our")
     measured = {} if quality is None else {RULES[section].quality: quality}
     timed = [Speed(work, 1, "texts/s", speed, speed / 1.1, 0.1) for work, speed in zip(works, speeds, strict=False)]
@@ -48,7 +48,7 @@ def result_of(*rows: Row) -> PeersResult:
 
 
 def speed_verdicts(*rows: Row) -> dict[str, tuple[str, str | None, float | None]]:
-    """Work -> our row, the peer, the ratio."""
+    """Return work -> (our row, the peer, the ratio)."""
     found = [one for one in verdicts(result_of(*rows)) if one.threads]
     return {one.work: (one.ours.name, one.peer and one.peer.name, one.ratio) for one in found}
 
@@ -84,7 +84,7 @@ def test_what_can_decide_nothing_is_outrun():
 
     slow, fast, bad = step("slow", 30.0, 10), step("fast", 30.2, 12.5), step("bad", 40.0, 99)
     assert outrun(step("ours", 30.0, 99), slow, fast, bad) == [None, "fast", None, None]
-    # The fast one does not count beside a form of ours that the slow one counts beside.
+    # "slow" counts beside our row, "fast" does not, so "slow" may still decide the verdict.
     assert outrun(step("ours", 29.8, 99), slow, fast, bad) == [None, None, "bad", None]
     assert outrun(step("ours", 30.0, 99), step("our better", 29.0, 99), slow, fast) == [None, None, "fast", None]
     assert outrun(step("ours", 30.0, 10), step("our better", 29.9, 13)) == ["our better", None]

@@ -1,4 +1,4 @@
-"""Text encoders beside other runtimes: the texts, the judge, and the whole of it on a tiny model."""
+"""Comparison of text encoders: texts, judge, and a whole run on a tiny model."""
 
 import sys
 from functools import partial
@@ -91,7 +91,7 @@ def test_works_that_were_not_asked_for_are_not_made(encoder, tmp_path):
 
 
 class Answers:
-    """Each text's vector turns with the sum of its ids, and by `turn` more."""
+    """Answers whose vectors are rotated by the sum of the text's ids plus `turn`."""
 
     def __init__(self, exact: bool, turn: float = 0.0) -> None:
         self.configuration = Configuration("made up", "none", None, exact=exact)
@@ -164,7 +164,7 @@ def test_the_whole_of_it(encoder, tmp_path, monkeypatch):
     monkeypatch.setattr(encoders, "OURS", encoders.OURS[:1])
     monkeypatch.setattr("tools.peers.configuration._WARM_UP_SECONDS", 0.0)
     monkeypatch.setattr(encoders, "compare", partial(compare, openings=1))
-    # A peer whose environment lacks its package is left out; the others are not.
+    # Only the peer whose environment lacks its package is left out.
     pythons = {"openvino": sys.executable, "ctranslate2": sys.executable}
     job = job_of(tmp_path / "job", pythons=pythons, models=(encoders.PUBLISHED[0],), works=("1x16",))
     result = PeersResult("command", "2026-11-25")

@@ -1,4 +1,4 @@
-"""The section "layers" of the comparison, on small layers in ONNX Runtime and Ortolan."""
+"""Comparison of linear layers: small layers in ONNX Runtime and Ortolan."""
 
 import sys
 from importlib.util import find_spec
@@ -34,7 +34,7 @@ def files(tmp_path):
     [(0.0, layers.ONNX_RUNTIME, layers.DENSE), (0.5, layers.ONNX_RUNTIME[:1], layers.SPARSE)],
 )
 def test_every_form_has_an_error_a_size_and_speeds(tmp_path, monkeypatch, zeros, theirs, ours):
-    """Those of ONNX Runtime, to which zeros are numbers like others, once."""
+    """ONNX Runtime's variants are measured once, because zeros make no difference to it."""
     monkeypatch.setattr(layers, "ONNX_RUNTIME", theirs)
     monkeypatch.setattr(layers, "MODELS", (layers.Layer("small", K, N, zeros), layers.Layer("other", K, N)))
     monkeypatch.setattr(layers, "copies_to_stay_cold", lambda size: COPIES)
@@ -71,7 +71,7 @@ def test_speeds_with_more_threads_come_to_the_rows_that_are_there(tmp_path, monk
         layers.measure(job, result)
     for row in result.rows:
         assert [one.threads for one in row.speeds] == [1, 2]
-    result.rows[1].megabytes *= 1.1  # as if the form had come out otherwise
+    result.rows[1].megabytes *= 1.1  # as if this run had made another file
     job = Job((3,), 0.0, {}, tmp_path, lambda line: None, works=("1 row",), done=result.timed())
     layers.measure(job, result)
     assert len(result.left_out) == 1 and "its size in MB is" in result.left_out[0]
@@ -109,7 +109,7 @@ def test_copies_outgrow_the_caches_within_the_memory(monkeypatch):
     monkeypatch.setattr(layers, "copies_to_stay_cold", lambda size: 40)
     monkeypatch.setattr(layers, "cold_budget", lambda: 10**11)
     assert layers.cold_copies(10**7, 10) == 40
-    assert layers.cold_copies(2 * 10**7, 20) == 15  # of 6 GB
+    assert layers.cold_copies(2 * 10**7, 20) == 15  # in 6 GB
     assert layers.cold_copies(10**9, 20) == 4
     monkeypatch.setattr(layers, "cold_budget", lambda: 3 * 10**9)
     assert layers.cold_copies(2 * 10**7, 20) == 7

@@ -1,4 +1,4 @@
-"""Sparse encoders beside other runtimes: what they are made from, and the whole of it on a tiny model."""
+"""Comparison of pruned encoders: source files, and a whole run on a tiny model."""
 
 import sys
 from functools import partial
@@ -40,7 +40,7 @@ def test_blocks_of_four_outputs_are_zero_in_a_plain_model(encoder, tmp_path):
         blocks = (weight.reshape(weight.shape[0], -1, 4) == 0).all(axis=2)
         assert blocks.mean() == pytest.approx(0.8, abs=0.01) == pytest.approx((weight == 0).mean(), abs=0.01)
     assert not onnx.load(pruned.onnx).metadata_props
-    # What is left is what it was.
+    # The remaining weights are unchanged.
     for weight, original in zip(weights, linear_weights(encoder.onnx), strict=True):
         np.testing.assert_array_equal(weight[weight != 0], original[weight != 0])
 
@@ -51,7 +51,7 @@ def test_the_whole_of_it(encoder, tmp_path, monkeypatch):
     monkeypatch.setattr("tools.peers.configuration._WARM_UP_SECONDS", 0.0)
     monkeypatch.setattr(sparse_encoders, "compare", partial(compare, openings=1))
     model = "all-minilm-l6-v2, 80 %"
-    # The peer is not there, but its models are made.
+    # The peer is not installed, but its models are made.
     pythons = dict.fromkeys(ASKED_FOR, sys.executable)
     job = Job((1,), 0.0, pythons, tmp_path / "job", lambda line: None, models=(model,), works=("1x16",))
     result = PeersResult("command", "2026-11-25")

@@ -1,4 +1,4 @@
-"""Workers: the protocol, with a peer that is made up, and the turns in which they are timed."""
+"""Workers: the protocol, with a fake engine, and timing in turns."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from tools.peers.configuration import WORKERS, Configuration, Runner, interleave, speed_of
 from tools.workers.process import Worker, WorkerError, cpus_to_use
 
-# It prints where answers go, fails and ends when it is asked to.
+# A worker script that can print to stdout, fail and end on request.
 FAKE = """
 import os
 import sys
@@ -67,7 +67,7 @@ class Worker(EngineWorker):
 
 @pytest.fixture
 def fake(tmp_path):
-    """A function that makes a runner: engine, precision."""
+    """Return a function (engine, precision) that makes a runner."""
     script, made = tmp_path / "fake.py", []
     script.write_text(FAKE.replace("WORKERS", repr(str(WORKERS))))
 
