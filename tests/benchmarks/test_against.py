@@ -310,7 +310,7 @@ def test_a_failure_shows_in_the_status(
     ("arguments", "status", "words"),
     [
         (("before", "--library", "none.so"), 2, "--library: file 'none.so' does not exist"),
-        (("before", "--threads", "none"), 2, "expected numbers of threads such as 1,2, found 'none'"),
+        (("before", "--threads", "none"), 2, "expected numbers of threads such as 1,2; found 'none'"),
         (("before", "--rounds", "0"), 2, "expected a positive number of rounds, found '0'"),
         (("before", "--rooms", "kitchen"), 1, "error: --rooms: unknown operator 'kitchen'"),
         (("before",), 1, "error: git rev-parse --show-toplevel: fatal: not a git repository"),
