@@ -1,8 +1,8 @@
 """Check the contents of wheels and the dependencies of their libraries, and print their sizes: check_wheel.py WHEEL ...
 
-A wheel holds the operator library and no test code. Its libraries need only libc, libm, libstdc++ and their companions;
-in a manylinux wheel, no symbol of a later glibc than the wheel's name allows. The operator library exports only the
-functions that hosts call. `readelf` (binutils) reads libraries for any CPU.
+A wheel holds the operator library, but no test code and no developer tools (tools/). Its libraries need only libc,
+libm, libstdc++ and their companions; in a manylinux wheel, no symbol of a later glibc than the wheel's name allows. The
+operator library exports only the functions that hosts call. `readelf` (binutils) reads libraries for any CPU.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 _NEEDED = ("ortolan/libortolan_ops.so", "ortolan/libortolan_opencl.so", "ortolan/_native.")
 _FOREIGN_NAME = "ortolan/_testing"
+_INSTALLED = re.compile(r"ortolan/|optimum/commands/register/|ortolan-[^/]+\.dist-info/")
 _FOREIGN_TEXT = b"ORTOLAN_ASSUME_"
 _LIBRARIES = re.compile(r"lib(c|m|pthread|dl|stdc\+\+|gcc_s)\.so\.\d+|ld-linux-.+\.so\.\d+")
 _SHOWN = {
@@ -33,6 +34,7 @@ def problems(wheel: str) -> list[str]:
         names = archive.namelist()
         found = [f"{need} is missing" for need in _NEEDED if not any(name.startswith(need) for name in names)]
         found += [f"{name} belongs to test builds" for name in names if name.startswith(_FOREIGN_NAME)]
+        found += [f"{name} is outside the package" for name in names if not _INSTALLED.match(name)]
         for name in names:
             if ".so" not in name:
                 continue
