@@ -267,7 +267,7 @@ def test_the_command(tmp_path: Path) -> None:
     document = json.loads(file.read_text())
     assert document["old"] == "before" and document["new"] == str(LIBRARY)
     assert [(row["threads"], row["row"]) for row in document["rows"]] == [
-        (threads, f"{kind}, 1000 numbers")
+        (threads, f"{kind}, 1000 elements")
         for threads in (1, 2)
         for kind in ("uint8 to uint8", "uint8 to float32", "uint16 to uint16")
     ]
