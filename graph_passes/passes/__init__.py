@@ -1,1 +1,1 @@
-"""The passes that a recipe may name, and what they share (context.py). One file a pass."""
+"""The passes that a recipe can name, and the state they share (context.py)."""

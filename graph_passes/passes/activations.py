@@ -1,11 +1,13 @@
-"""Chooses thresholds: an input of a linear layer whose magnitude is not above its layer's threshold counts as zero.
+"""Choose thresholds for layer inputs: an element whose magnitude is at most the threshold counts as zero.
 
-Operator MaskedMatMul (pass `replace`) applies them, and reads only the rows of the weight whose inputs are not zero. An
-input is sparse by itself behind a ReLU, or one that is multiplied with it, squared or reshaped afterwards: threshold 0.
-Any other is made sparse by its magnitude (TEAL, CATS), to a given share of zeros or a given error of the layer.
+Operator MaskedMatMul (pass `replace`) applies the thresholds and skips weight rows whose input is zero. Some inputs are
+sparse without a threshold: outputs of a ReLU, and such outputs after a multiplication, a square or a reshape. They get
+threshold 0. Other inputs are made sparse by magnitude (TEAL, CATS), up to a given fraction of zeros or a given error of
+the layer.
 
-The model is run as the passes before have left it, on all feeds. Layers of one input share one threshold. Nothing is
-changed here: context.layers.thresholds says what was chosen, and masked_inputs shows the model with it.
+The pass runs the model as earlier passes left it, on all feeds. Layers that share an input share a threshold. The model
+is not changed: the thresholds are stored in `context.layers.thresholds`, and `masked_inputs` applies them for a
+comparison.
 """
 
 from __future__ import annotations
@@ -25,25 +27,26 @@ from .context import RecipePass
 from .plan.activations import ActivationsOptions
 from .weight_groups import check_patterns
 
-# An input of which less is zero on the feeds is as good as dense.
-_LEAST_ZEROS = 0.1
-_ROWS_BYTES = 64 * 1024**2  # of inputs that are kept at a time, to measure errors
-_STEPS = 256  # shares of zeros that are tried for a given error: multiples of 1 / _STEPS
+# An input with a smaller fraction of zeros on the feeds counts as dense.
+_MIN_ZEROS = 0.1
+_ROWS_BYTES = 64 * 1024**2  # size of the input rows kept in memory at a time to measure errors
+_STEPS = 256  # sparsities tried for a given error: multiples of 1 / _STEPS
 
 
 class ActivationsPass(RecipePass):
-    """Fills context.layers.thresholds; changes nothing."""
+    """Fill `context.layers.thresholds`. The model is not changed."""
 
     options_type = ActivationsOptions
     options: ActivationsOptions
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Choose a threshold for the input of each selected layer."""
         context = self.context
         linears = context.survey(model)
         if not context.plan.applies_thresholds:
             raise RecipeError(
-                "pass 'activations' chooses thresholds, but no pass 'replace' applies them; add one with "
-                'op = "MaskedMatMul" behind it'
+                "pass 'activations' chooses thresholds, but no pass 'replace' applies them; add a later one with "
+                'op = "MaskedMatMul"'
             )
         check_patterns(linears, "select", self.options.select, "activations")
         chosen = [
@@ -53,9 +56,7 @@ class ActivationsPass(RecipePass):
         ]
         if context.dry_run:
             if self.options.needs_feeds and context.evidence.made_up:
-                context.note(
-                    "pass 'activations' needs calibration inputs (calibration=…): without them, a run is refused"
-                )
+                context.note("pass 'activations' needs calibration inputs (calibration=…): without them, a run fails")
             context.layers.thresholds |= {layer_key(linear): 0.0 for linear in chosen}
         elif chosen:
             self._choose(model, chosen)
@@ -65,10 +66,10 @@ class ActivationsPass(RecipePass):
         context = self.context
         if context.evidence.made_up and self.options.needs_feeds:
             raise CalibrationError(
-                "pass 'activations' needs calibration inputs: thresholds for made-up ones would cut off too much or "
-                "too little of real ones; give calibration=… with typical inputs (an .npz file, a dict of arrays, or a "
-                "list of such dicts), or leave out its options sparsity and error, so that it takes only inputs that "
-                "are sparse by themselves"
+                "pass 'activations' needs calibration inputs: thresholds chosen on generated inputs do not fit real "
+                "ones; give calibration=… with typical inputs (an .npz file, a dict of arrays, or a list of such "
+                "dicts), or leave out its options sparsity and error, so that it takes only inputs that are sparse "
+                "without thresholds, such as outputs of a ReLU"
             )
         by_input: dict[str, list[Linear]] = {}
         with context.evidence.recording(model, linears) as recorder:
@@ -77,13 +78,13 @@ class ActivationsPass(RecipePass):
                     by_input.setdefault(linear.x.name, []).append(linear)
                 else:
                     context.layers.thresholds[layer_key(linear)] = (
-                        "its input lies in a subgraph, or the feeds lack it, so no threshold can be chosen"
+                        "its input is inside a subgraph or missing from the feeds, so no threshold can be chosen"
                     )
             magnitudes = self._magnitudes(recorder, list(by_input))
             thresholds = self._thresholds(recorder, by_input, magnitudes)
         for name, layers in by_input.items():
             density = float(np.mean(magnitudes[name] > thresholds[name]))
-            useless = not self.options.needs_feeds and not context.evidence.made_up and density > 1 - _LEAST_ZEROS
+            useless = not self.options.needs_feeds and not context.evidence.made_up and density > 1 - _MIN_ZEROS
             for linear in layers:
                 if useless:
                     context.layers.thresholds[layer_key(linear)] = (
@@ -96,26 +97,26 @@ class ActivationsPass(RecipePass):
                 layer.density = None if context.evidence.made_up else density
 
     def _magnitudes(self, recorder: InputRecorder, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """A sample of |x| for each input, float32, ascending."""
+        """Return a sample of |x| for each input: float32, ascending."""
         context = self.context
         numbers = recorder.numbers(names, self.options.max_numbers, context.telling(Stage.ACTIVATIONS))
         for name in names:
             if name not in numbers:
                 raise CalibrationError(
                     f"value {name!r} is empty on the calibration feeds, so no threshold can be chosen for it; give "
-                    "feeds with tokens in them"
+                    "feeds that contain tokens"
                 )
             if not np.isfinite(numbers[name]).all():
                 raise CalibrationError(
                     f"value {name!r} holds NaN or infinity on the calibration feeds, so no threshold can be chosen for "
-                    "it; give other feeds, or exclude the layers that take it (activations.exclude)"
+                    "it; give other feeds, or exclude the layers that read it (activations.exclude)"
                 )
         return {name: np.sort(np.abs(numbers[name])) for name in names}
 
     def _thresholds(
         self, recorder: InputRecorder, by_input: Mapping[str, Sequence[Linear]], magnitudes: Mapping[str, np.ndarray]
     ) -> dict[str, float]:
-        """For each input."""
+        """Return the threshold of each input."""
         sparsity, error, context = self.options.sparsity, self.options.error, self.context
         if error is None:
             return {name: quantile(magnitudes[name], sparsity or 0.0) for name in by_input}
@@ -129,15 +130,23 @@ class ActivationsPass(RecipePass):
         return thresholds
 
 
-def quantile(magnitudes: np.ndarray, share: float) -> float:
-    """The least of the ascending numbers [count] that is not below this share of them; 0 for none of them."""
-    count = int(np.ceil(share * len(magnitudes)))
+def quantile(magnitudes: np.ndarray, fraction: float) -> float:
+    """Return the smallest magnitude that at least this fraction of the ascending magnitudes [count] does not exceed.
+
+    The result is 0 if the fraction is 0.
+    """
+    count = int(np.ceil(fraction * len(magnitudes)))
     return float(magnitudes[count - 1]) if count else 0.0
 
 
 def threshold_within(error: float, x: np.ndarray, linears: Sequence[Linear], magnitudes: np.ndarray) -> float:
-    """The largest threshold for inputs x float32 [rows, k] at which no layer's output is off by more than the error,
-    in the root mean square over rows; found by bisection of the share of `magnitudes`, ascending, that it makes zero.
+    """Return the largest threshold at which no layer's output error exceeds `error`, found by bisection.
+
+    Args:
+        error: limit of the root mean square over rows of the relative output error.
+        x: inputs, float32 [rows, k].
+        linears: the layers that read x.
+        magnitudes: sample of |x|, ascending; the bisection is over the fraction of it that becomes zero.
     """
 
     def is_within(threshold: float) -> bool:
@@ -157,14 +166,14 @@ def threshold_within(error: float, x: np.ndarray, linears: Sequence[Linear], mag
 
 
 def _relative(lost: np.ndarray, norms: np.ndarray) -> float:
-    """The root mean square of what rows have lost, as shares of their norms [rows]; without rows that are zero."""
+    """Return the root mean square over rows of ||lost|| / norm, without rows whose norm is 0."""
     counted = norms > 0
-    shares = np.linalg.norm(lost[counted], axis=1) / norms[counted]
-    return float(np.sqrt(np.mean(shares * shares))) if len(shares) else 0.0
+    relative = np.linalg.norm(lost[counted], axis=1) / norms[counted]
+    return float(np.sqrt(np.mean(relative * relative))) if len(relative) else 0.0
 
 
 def _batches(widths: Mapping[str, int], rows: int) -> Iterator[list[str]]:
-    """Splits the inputs so that the rows kept of a batch stay below _ROWS_BYTES, or are of one input."""
+    """Split the inputs into batches whose rows take at most _ROWS_BYTES; a larger input is a batch of its own."""
     batch: list[str] = []
     size = 0
     for name, width in widths.items():
@@ -183,9 +192,12 @@ def _batches(widths: Mapping[str, int], rows: int) -> Iterator[list[str]]:
 def masked_inputs(
     model: ir.Model, thresholds: Mapping[ir.Value, float | str], new_name: Callable[[str], str]
 ) -> Iterator[None]:
-    """Inside, layers get zeros for what is not above their threshold, by standard operators. thresholds: by layer_key.
+    """Within this context, set layer inputs with magnitudes up to their threshold to zero, by standard operators.
 
-    new_name makes a name that no value of the model has.
+    Args:
+        model: the model, restored when the context ends.
+        thresholds: by layer_key; a string is the reason why the layer has no threshold.
+        new_name: makes a name that no value of the model has.
     """
     masked: list[tuple[ir.Node, ir.Value, list[ir.Node]]] = []
     for linear in list(linears_in(model)):

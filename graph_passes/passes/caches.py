@@ -1,4 +1,4 @@
-"""What the passes of a run know of caches of keys and values, and of the prompt that becomes part of the model."""
+"""State of a run that concerns KV caches, and the prompt that becomes part of the model."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from .prompt import Prompt
 
 @dataclass
 class Caches:
-    # Of all attention with a cache, whether or not it is replaced, by the input.
+    """KV caches of the model and how passes changed them."""
+
+    # Cache uses of every attention with a cache, replaced or not, by the name of the cache's input.
     uses: dict[str, CacheUse] = field(default_factory=dict)
-    taken: set[str] = field(default_factory=set)  # inputs of attention that pass compress_cache replaces
-    formats: dict[str, CacheFormat] = field(default_factory=dict)  # of inputs that no longer hold floats
-    exact_keys: dict[str, ExactKeys] = field(default_factory=dict)  # inputs that the original has not
-    outputs: set[str] = field(default_factory=set)  # that hold the same as the inputs of `formats` a token later
-    # ||Y - Z|| / ||Z|| of attention that reads its keys and values from a cache, by the output.
+    taken: set[str] = field(default_factory=set)  # cache inputs of attention that pass compress_cache replaces
+    formats: dict[str, CacheFormat] = field(default_factory=dict)  # formats of cache inputs that passes have changed
+    exact_keys: dict[str, ExactKeys] = field(default_factory=dict)  # added inputs, missing in the original model
+    outputs: set[str] = field(default_factory=set)  # cache outputs in the format of the inputs in `formats`
+    # ||Y - Z|| / ||Z|| of attention that reads its keys and values from a cache, by its output.
     rounding: dict[ir.Value, float] = field(default_factory=dict)
     prompt_ids: np.ndarray | None = None  # int64 [1, tokens], given by the user
-    prompt: Prompt | None = None  # made by a pass cache_prompt
+    prompt: Prompt | None = None  # set by pass cache_prompt
 
     def encode(self, feeds: Feeds) -> Feeds:
-        """The original model's feeds as the optimized one takes them."""
+        """Convert feeds of the original model to feeds of the optimized model."""
         feeds = feeds if self.prompt is None else self.prompt.counted_in(feeds)
         encoded = {name: self.formats[name].encode(one) if name in self.formats else one for name, one in feeds.items()}
         return encoded | {name: keys.of(feeds[keys.cache]) for name, keys in self.exact_keys.items()}

@@ -1,4 +1,4 @@
-"""Records what goes into the linear layers of the original, to measure the errors of their new forms."""
+"""Record inputs of the original model's linear layers, to measure the errors of their new formats."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from .context import RecipePass
 
 @dataclass(frozen=True)
 class CalibrateOptions(PassOptions):
+    """Options of pass `calibrate`."""
+
     max_rows: int = field(default=64, metadata=takes("int", low=1))  # inputs (tokens) kept for each layer
-    # Every so-manieth of the feeds is kept from what fits weights to inputs, and errors of layers and of the whole
-    # model are measured on these. 0, or more than there are feeds: none.
+    # Hold out every n-th feed from calibration, and measure errors of layers and of the model on these feeds. 0, or a
+    # value above the number of feeds, holds out no feed.
     held_out: int = field(default=0, metadata=takes("int", low=0))
 
 
 class CalibratePass(RecipePass):
-    """Records inputs of the linear layers; changes nothing."""
+    """Record inputs of the linear layers. The model is not changed."""
 
     options_type = CalibrateOptions
     options: CalibrateOptions
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Run the model on the feeds and keep up to `max_rows` input rows for each layer."""
         context = self.context
         linears = context.survey(model)
         if not context.dry_run and linears:

@@ -1,4 +1,4 @@
-"""What the passes of one run share."""
+"""State that the passes of one run share."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ from ..options import PassOptions
 from ..report.optimization import LayerReport, OptimizationReport
 from .caches import Caches
 from .layers import Layers
-from .plan.plan import LEAST, Plan
+from .plan.plan import SMALLEST, Plan
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Answers of the pruned and quantized model before any layer was replaced, on the feeds of pass verify."""
+    """Answers of the pruned and quantized model on the feeds of pass verify, before any layer is replaced."""
 
     answers: list[Outputs]
-    decoded: Decoded | None  # to calls that read its cache
-    in_float: bool = False  # of the original's dequantized weights in float, where the original rounds activations
+    decoded: Decoded | None  # answers to calls that read the cache
+    in_float: bool = False  # computed in float with dequantized weights, for an original that rounds activations
 
 
 @dataclass
 class PassContext:
-    """Everything the passes of one run share, apart from the model itself."""
+    """Everything that the passes of one run share, except the model."""
 
-    evidence: Evidence  # of the model as it was given, and the feeds
-    source: ModelFile  # what the passes change
+    evidence: Evidence  # feeds, and sessions of the model as given
+    source: ModelFile  # the model that the passes change
     report: OptimizationReport
-    candidate: Path  # where the optimized model is written: in a folder on the output's disk, removed at the end
+    candidate: Path  # temporary path of the optimized model, on the output's disk
     spill: TensorSpill
     portable: bool = True
     dry_run: bool = False
-    may_differ: bool = False  # whether a model that differs much is saved with a warning: verify_difference.py
-    least_cosine: float | None = None  # of each output; None: a search judges by its budget
-    optional_may_fail: bool = True  # whether a pass that the user did not name is left out where it fails
+    may_differ: bool = False  # save a model that differs a lot, with a warning (verify/difference.py)
+    min_cosine: float | None = None  # smallest cosine of an output; None: the caller's search applies its own limit
+    optional_may_fail: bool = True  # skip a failing pass that the user did not name
     progress: Progress = no_progress
-    plan: Plan = field(default_factory=Plan)  # what the recipe is going to do
+    plan: Plan = field(default_factory=Plan)  # decisions that follow from the recipe's options
     layers: Layers = field(default_factory=Layers)
     caches: Caches = field(default_factory=Caches)
-    # Numbers of weights that are known before any pass runs, by the weight's name: the graph holds what they stand for,
-    # and pass replace packs them.
+    # Quantized weights known before any pass runs, by the weight's name. The graph holds their dequantized values; pass
+    # replace packs the integers.
     given: Mapping[str, QuantizedWeight] = field(default_factory=dict)
     reference: Reference | None = None  # kept for pass verify
     _mapped: list[ir.ExternalTensor] = field(default_factory=list)
@@ -66,7 +66,7 @@ class PassContext:
         self._mapped = list(external_tensors(self.source.model))
 
     def survey(self, model: ir.Model) -> list[Linear]:
-        """The model's linear layers. The first call starts the report and remembers the original weights."""
+        """Return the model's linear layers. The first call starts the report and remembers the original weights."""
         found = find_linears(model)
         if not self.layers.reports:
             for layer in found:
@@ -77,42 +77,48 @@ class PassContext:
         return [item for item in found if isinstance(item, Linear)]
 
     def layer(self, linear: Linear) -> LayerReport:
+        """Return the report of a layer."""
         return self.layers.reports[layer_key(linear)]
 
     def gains(self, linear: Linear, stored: Stored) -> bool:
-        """Whether a layer is worth changing so that this is stored: some pass replaces it then, or the recipe has
-        none."""
+        """Check that a pass replaces the layer once its weight is `stored`, or that the recipe replaces no layer."""
         return self.plan.gains(linear, stored, self.layers.state(linear))
 
     def why_not_quantized(self, linear: Linear, stored: Stored | None = None) -> str | None:
-        """Why no pass replaces a layer that a pass quantizes, so that this is stored; None: one does."""
+        """Explain why no pass would replace the layer after it is quantized; None if one would.
+
+        Args:
+            linear: the layer, which a pass quantizes.
+            stored: its weight after that; None if not known yet.
+        """
         state = self.layers.state(linear)
-        return self.plan.why_not_quantized(linear, LEAST if stored is None else stored, state)
+        return self.plan.why_not_quantized(linear, SMALLEST if stored is None else stored, state)
 
     def leave(self, linear: Linear, reason: str) -> None:
-        """Puts into the report why a layer is not quantized, for good."""
+        """Report why a layer is not quantized. Later passes do not replace this reason."""
         self.layer(linear).reason = self.layers.left[layer_key(linear)] = reason
 
     def telling(self, stage: Stage) -> Callable[[int, int], None]:
-        """What long work calls with (done, total)."""
+        """Return a callback (done, total) that reports the progress of a stage."""
         return lambda done, total: self.progress(stage, done, total)
 
     def note(self, text: str) -> None:
+        """Add a note to the report, once."""
         if text not in self.report.notes:
             self.report.notes.append(text)
 
     def new_name(self, model: ir.Model, wanted: str) -> str:
-        """A name that no value of the model has, subgraphs included."""
+        """Return a name that no value of the model or its subgraphs has."""
         self._names = self._names or NewNames(model)
         return self._names(wanted)
 
     def release(self) -> None:
-        """Unmaps the input's data; the next access maps it again."""
+        """Unmap the input model's data. The next access maps it again."""
         release_maps(self._mapped)
 
 
 class RecipePass(ir.passes.InPlacePass, abc.ABC):
-    """A pass that a recipe may name. Its options are a PassOptions dataclass."""
+    """A pass that a recipe can name. Its options are a PassOptions dataclass."""
 
     options_type: ClassVar[type[PassOptions]] = PassOptions
 

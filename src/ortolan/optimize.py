@@ -364,7 +364,7 @@ class _Run:
                 check_weights(evidence)
                 context.release()
             if self.choice.keeps or self.choice.is_named:
-                context.least_cosine = MADE_UP_COSINE if evidence.made_up else DEFAULT_COSINE
+                context.min_cosine = MADE_UP_COSINE if evidence.made_up else DEFAULT_COSINE
             recipe, context = self._searched(context) if searches else self._transformed(context)
             self.report.feeds = evidence.description
             if not self.options.dry_run:

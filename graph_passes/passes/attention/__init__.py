@@ -1,1 +1,1 @@
-"""Passes that replace attention by NoMADAttention."""
+"""Passes that replace attention with NoMADAttention."""

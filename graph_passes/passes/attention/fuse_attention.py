@@ -1,4 +1,4 @@
-"""Puts NoMADAttention in the place of scaled dot-product attention: attention.py finds it."""
+"""Replace scaled dot-product attention with NoMADAttention. find/attention.py finds it."""
 
 from __future__ import annotations
 
@@ -25,20 +25,22 @@ from .rewrite import ROUNDING, AttentionOptions, AttentionRewrite, Refused
 
 @dataclass(frozen=True)
 class FuseAttentionOptions(AttentionOptions):
-    # With bf16: answers may have other bits on another CPU, where that is faster.
+    """Options of pass `fuse_attention`."""
+
+    # Allow any order of sums with bf16: faster on some CPUs, but the bits of the answers depend on the CPU.
     any_order: bool = field(default=False, metadata=takes("bool"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.any_order and self.precision != "bf16":
             raise RecipeError(
-                f'any_order = true goes with precision = "bf16" only; precision is "{self.precision}", whose sums have '
-                "one order on a CPU anyway"
+                f'any_order = true needs precision = "bf16"; precision is "{self.precision}", for which the order of '
+                "sums is fixed; leave any_order out"
             )
 
 
 class FuseAttentionPass(AttentionRewrite[Attention]):
-    """Replaces attention without a cache."""
+    """Replace attention without a cache."""
 
     pass_name = "fuse_attention"
     stage = Stage.FUSE_ATTENTION
@@ -47,14 +49,14 @@ class FuseAttentionPass(AttentionRewrite[Attention]):
     options: FuseAttentionOptions
 
     def find(self, model: ir.Model) -> Sequence[Attention | NotAttention]:
+        """Return the attention without a cache. Attention with a cache is for the two cache passes."""
         found = [match for graph in model.graphs() for match in find_attentions(graph)]
         if not has_past(model):
             return found
-        # Attention with a cache is what passes compress_cache and fuse_cached_attention are for.
         matches = [match for graph in model.graphs() for match in find_cached_attentions(graph)]
         cached = {match.node: None for match in matches if isinstance(match, CachedAttention)}  # in order
         found = [match for match in found if match.node not in cached]
-        if self.context.plan.fuses_cached:  # and tells why it leaves others alone
+        if self.context.plan.fuses_cached:  # that pass reports the attention with a cache that it does not replace
             refused = {match.node for match in matches if isinstance(match, NotAttention) and match.cached}
             return [match for match in found if isinstance(match, Attention) or match.node not in refused]
         if self.context.plan.replaces:
@@ -62,28 +64,30 @@ class FuseAttentionPass(AttentionRewrite[Attention]):
         return [
             *found,
             *(
-                NotAttention(node, "it has a cache, which passes fuse_cached_attention and compress_cache are for")
+                NotAttention(node, "it has a cache; pass fuse_cached_attention or compress_cache can replace it")
                 for node in cached
             ),
         ]
 
     def announce(self, chosen: Sequence[Attention], refused: Refused) -> None:
+        """Note the number of replaced attentions, and the refused ones."""
         if chosen:
             self.context.note(
                 f"{count(len(chosen), 'attention')} {self.verb} one operator each, in {self.options.precision}"
             )
         elif not refused and not self.context.plan.replaces and not self.context.plan.fuses_cached:
-            self.context.note("no attention was found: nothing to fuse")
+            self.context.note("no attention was found")
         self.note_refused(refused)
 
     def make_node(self, model: ir.Model, match: Attention, mask: ir.Value | None, made: list[ir.Node]) -> ir.Node:
+        """Return the NoMADAttention node."""
         operands = {"query": match.query, "key": match.key, "value": match.value}
         for name, value in operands.items():
             layout = match.layouts.get(name, "by_rows")
             if layout == "apart":
                 width = match.head_dim * (match.heads if name == "query" else match.kv_heads)
                 operands[name] = self._reshaped(model, value, (0, 0, width), f"{match.node.name}/{name}", made)
-            elif layout == "by_heads":  # the operator's function depends on it
+            elif layout == "by_heads":  # the operator's ONNX function reads the rank
                 value.shape, value.dtype = value.shape or ir.Shape([None] * 4), ir.DataType.FLOAT
             elif layout != "by_rows":
                 operands[name] = self._transposed(model, value, LAYOUTS[layout], f"{match.node.name}/{name}", made)
@@ -96,6 +100,7 @@ class FuseAttentionPass(AttentionRewrite[Attention]):
         )
 
     def answers(self, model: ir.Model, match: Attention, node: ir.Node, made: list[ir.Node]) -> Sequence[ir.Value]:
+        """Return the node's output in the layout that the model expects."""
         if "output" not in match.layouts:
             return node.outputs
         (y,) = node.outputs
@@ -125,9 +130,11 @@ class FuseAttentionPass(AttentionRewrite[Attention]):
         return value
 
     def placed(self, model: ir.Model, match: Attention, node: ir.Node) -> None:
+        """Record the rounding error to expect, for pass verify."""
         self.context.layers.rounding[node.outputs[0]] = ROUNDING[self.options.precision]
 
     def finish(self, model: ir.Model, nodes: Sequence[ir.Node]) -> None:
+        """Fill in missing inputs, and add the operator's ONNX function to a portable model."""
         context = self.context
         nodes = nodes_of(model, OP_TYPE)
         neutral = {"mask": np.zeros(1, np.float32)}

@@ -1,4 +1,4 @@
-"""The masks of attention as one value of floats that is added to its scores."""
+"""Combine the masks of an attention into one float value that is added to its scores."""
 
 from __future__ import annotations
 
@@ -13,16 +13,22 @@ from ...operators.nodes import new_initializer
 
 
 class MaskSums:
-    """Of one model. The first attention that needs a node for its masks makes it; those that follow share it."""
+    """Mask nodes of one graph. The first attention that needs a node creates it, later ones share it."""
 
     def __init__(self, new_name: Callable[[str], str]) -> None:
-        """new_name makes a name that no value of the model has."""
+        """Use `new_name` to make names that no value of the model has."""
         self._new_name = new_name
         self._made: dict[Hashable, ir.Value] = {}
 
     def sum_of(self, node: ir.Node, masks: Sequence[Mask], query: ir.Value, made: list[ir.Node]) -> ir.Value | None:
-        """None for no masks. New nodes, named after `node`, are appended to `made`: put them in front of the user.
-        query: of the attention, whose first axis are its sequences."""
+        """Return the sum of the masks as a float value, or None without masks.
+
+        Args:
+            node: the attention; new nodes are named after it.
+            masks: masks of the attention.
+            query: query of the attention; its first axis is the batch.
+            made: new nodes are appended here; the caller inserts them before the attention.
+        """
         if not masks:
             return None
         masks = [self._by_heads(node, mask, made) if mask.heads else mask for mask in masks]
@@ -37,34 +43,34 @@ class MaskSums:
         return total
 
     def _by_heads(self, node: ir.Node, mask: Mask, made: list[ir.Node]) -> Mask:
-        """[batch x heads, queries, keys] as [batch, heads, queries, keys]."""
-        place = mask.value, mask.heads
-        if place not in self._made:
+        """Reshape [batch x heads, queries, keys] to [batch, heads, queries, keys]."""
+        key = mask.value, mask.heads
+        if key not in self._made:
             dtype = ir.DataType.FLOAT if mask.fill is None else ir.DataType.BOOL
-            axis, target = (self._constant(node, np.array(numbers)) for numbers in ([0], [-1, mask.heads, 0, 0]))
+            axis, target = (self._constant(node, np.array(dims)) for dims in ([0], [-1, mask.heads, 0, 0]))
             single = self._named(node, ir.node("Unsqueeze", [mask.value, axis]), made, dtype)
-            self._made[place] = self._named(node, ir.node("Reshape", [single, target]), made, dtype)
-        return replace(mask, value=self._made[place], heads=0)
+            self._made[key] = self._named(node, ir.node("Reshape", [single, target]), made, dtype)
+        return replace(mask, value=self._made[key], heads=0)
 
     def _by_windows(self, node: ir.Node, mask: Mask, query: ir.Value, made: list[ir.Node]) -> Mask:
-        """[1, windows, heads, queries, keys] as [batch x windows, heads, queries, keys]."""
-        place = "windows", mask.value, query
-        if place not in self._made:
+        """Reshape [1, windows, heads, queries, keys] to [batch x windows, heads, queries, keys]."""
+        key = "windows", mask.value, query
+        if key not in self._made:
             dtype = ir.DataType.FLOAT if mask.fill is None else ir.DataType.BOOL
             zero, one, two, five, any_size, ones = (
-                self._constant(node, np.array(numbers)) for numbers in ([0], [1], [2], [5], [-1], [1] * 4)
+                self._constant(node, np.array(dims)) for dims in ([0], [1], [2], [5], [-1], [1] * 4)
             )
 
-            def numbers(op_type: str, *inputs: ir.Value, **attributes: int) -> ir.Value:
+            def int64(op_type: str, *inputs: ir.Value, **attributes: int) -> ir.Value:
                 return self._named(node, ir.node(op_type, inputs, attributes), made, ir.DataType.INT64)
 
-            shape = numbers("Shape", mask.value)
-            batch = numbers("Div", numbers("Gather", numbers("Shape", query), zero), numbers("Gather", shape, one))
-            whole = numbers("Concat", batch, ones, axis=0)
-            merged = numbers("Concat", any_size, numbers("Slice", shape, two, five), axis=0)
+            shape = int64("Shape", mask.value)
+            batch = int64("Div", int64("Gather", int64("Shape", query), zero), int64("Gather", shape, one))
+            whole = int64("Concat", batch, ones, axis=0)
+            merged = int64("Concat", any_size, int64("Slice", shape, two, five), axis=0)
             repeated = self._named(node, ir.node("Expand", [mask.value, whole]), made, dtype)
-            self._made[place] = self._named(node, ir.node("Reshape", [repeated, merged]), made, dtype)
-        return replace(mask, value=self._made[place], windows=False)
+            self._made[key] = self._named(node, ir.node("Reshape", [repeated, merged]), made, dtype)
+        return replace(mask, value=self._made[key], windows=False)
 
     def _floats(self, node: ir.Node, mask: Mask, made: list[ir.Node]) -> ir.Value:
         if mask.fill is None and mask.scale == 1:

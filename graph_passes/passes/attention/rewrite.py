@@ -1,4 +1,4 @@
-"""How attention becomes NoMADAttention, with or without a cache."""
+"""Shared base of the passes that replace attention with NoMADAttention, with or without a cache."""
 
 from __future__ import annotations
 
@@ -24,36 +24,42 @@ from ..verify.reference import keep_reference
 from .mask import MaskSums
 
 Match = TypeVar("Match", Attention, CachedAttention)
-Refused = Mapping[str, Sequence[str]]  # names of what is left alone, by the reason
+Refused = Mapping[str, Sequence[str]]  # names of attentions that are not replaced, by the reason
 
 
 PRECISION = {"f32": 32, "bf16": 16}
-# ||Y - exact|| / ||Y|| that an ordinary attention may have, for `verify`: what was measured is in docs/verification.md.
+# ||Y - exact|| / ||Y|| expected of a typical attention, for pass verify; measurements are in docs/verification.md.
 ROUNDING = {"f32": 5e-6, "bf16": 5e-3}
 
 
 @dataclass(frozen=True)
 class AttentionOptions(PassOptions):
-    # By the name of the operator, or of the Softmax or of one of the two MatMuls.
+    """Options of all passes that replace attention."""
+
+    # Names of the operator, of the Softmax, or of one of the two MatMuls.
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
-    # bf16: products are computed from bfloat16.
+    # bf16: factors of products are rounded to bfloat16.
     precision: str = field(default="f32", metadata=takes("str", choices=tuple(PRECISION)))
 
 
 class AttentionRewrite(RecipePass, Generic[Match]):
-    """Replaces attentions, those in branches of an If included, by one node each. Its passes say which ones, and what
-    the node has besides query, key, value and mask."""
+    """Replace each attention with one node, in branches of an If too.
+
+    Subclasses choose the attentions, and the inputs of the node besides query, key, value and mask.
+    """
 
     pass_name: ClassVar[str]
     stage: ClassVar[Stage]
-    refusal: ClassVar[str]  # what a note says of attentions that are left alone
+    refusal: ClassVar[str]  # start of the note about attentions that are not replaced
     options: AttentionOptions
 
     def requires(self, model: ir.Model) -> None:
+        """Check that the model is normalized."""
         require_normalized(model, self.pass_name)
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Replace the selected attentions."""
         context = self.context
         context.survey(model)
         chosen, refused = self._choose(model)
@@ -79,46 +85,51 @@ class AttentionRewrite(RecipePass, Generic[Match]):
 
     @abc.abstractmethod
     def find(self, model: ir.Model) -> Sequence[Match | NotAttention]:
-        """The attentions that the pass is for."""
+        """Return the attentions that this pass handles."""
 
     def why_not(self, match: Match) -> str | None:
-        """Why the operator cannot take the place of this one, if it cannot."""
+        """Explain why the operator cannot replace this attention; None if it can."""
         return None
 
     def why_none(self, model: ir.Model, chosen: Sequence[Match]) -> str | None:
-        """Why the operator cannot take the place of any of these, each of which it could, if it cannot."""
+        """Explain why none of the chosen attentions can be replaced; None if they can. Each passed `why_not`."""
         return None
 
     @abc.abstractmethod
     def announce(self, chosen: Sequence[Match], refused: Refused) -> None:
-        """Notes what becomes of the attentions; raises an error where that may not be."""
+        """Note what happens to the attentions. Raises an error if the pass cannot go ahead."""
 
     def prepare(self, model: ir.Model, chosen: Sequence[Match]) -> None:
-        """Finds out what the nodes need, before the model is changed."""
+        """Collect what the nodes need, before the model is changed."""
 
     @abc.abstractmethod
     def make_node(self, model: ir.Model, match: Match, mask: ir.Value | None, made: list[ir.Node]) -> ir.Node:
-        """The node that takes the place of the attention; its first outputs are those of outputs_of. Nodes that it
-        needs in front of it are appended to `made`."""
+        """Return the node that replaces the attention. Its first outputs replace `outputs_of`.
+
+        Nodes that must run before it are appended to `made`.
+        """
 
     def outputs_of(self, match: Match) -> list[ir.Value]:
-        """The values that the node makes instead of the attention."""
+        """Return the values of the attention that the new node computes."""
         assert match.output is not None
         return [match.output]
 
     def answers(self, model: ir.Model, match: Match, node: ir.Node, made: list[ir.Node]) -> Sequence[ir.Value]:
-        """What takes the place of outputs_of. Nodes that it needs behind the new one are appended to `made`."""
+        """Return the values that replace `outputs_of`. Nodes that must run after the new one are appended to `made`."""
         return node.outputs[: len(self.outputs_of(match))]
 
     def placed(self, model: ir.Model, match: Match, node: ir.Node) -> None:
-        """Called when the node is in its place, and what it replaces is gone."""
+        """Run after the node has been inserted and the replaced nodes are removed."""
 
     @abc.abstractmethod
     def finish(self, model: ir.Model, nodes: Sequence[ir.Node]) -> None:
-        """Completes the inputs of all nodes, and gives the model the operator's function."""
+        """Fill in missing inputs of all nodes, and add the operator's ONNX function."""
 
     def attributes(self, match: Match, any_order: bool) -> dict[str, ir.Attr | int | float]:
-        """Those that every node of the operator has. any_order: of sums, and so bits, where another one is faster."""
+        """Return the attributes that every node of the operator has.
+
+        any_order allows a faster order of sums, whose bits depend on the CPU.
+        """
         return {
             "num_heads": match.heads,
             "kv_num_heads": match.kv_heads,
@@ -131,10 +142,11 @@ class AttentionRewrite(RecipePass, Generic[Match]):
 
     @property
     def verb(self) -> str:
-        """For notes of what attentions become."""
+        """Return the verb of notes: "became", or "would become" in a dry run."""
         return "would become" if self.context.dry_run else "became"
 
     def note_refused(self, refused: Refused) -> None:
+        """Note the attentions that are not replaced, by reason."""
         for reason, names in refused.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             self.context.note(f"{self.refusal}: {reason}: {names[0]!r}{more}")
@@ -151,7 +163,7 @@ class AttentionRewrite(RecipePass, Generic[Match]):
                 reason = "excluded"
             else:
                 reason = match.reason if isinstance(match, NotAttention) else self.why_not(match)
-            if reason is None and not isinstance(match, NotAttention) and not _lies_in_one_graph(match):
+            if reason is None and not isinstance(match, NotAttention) and not _is_in_one_graph(match):
                 reason = "some of its nodes are in a branch or loop, others outside"
             if reason is not None:
                 refused.setdefault(reason, []).append(match.names[0])
@@ -161,9 +173,9 @@ class AttentionRewrite(RecipePass, Generic[Match]):
         if reason is not None:
             refused.setdefault(reason, []).extend(match.names[0] for match in chosen)
             chosen = []
-        # The first to be replaced makes the masks that others share: its place must be before theirs.
-        places = {node: place for place, node in enumerate(node for graph in model.graphs() for node in graph)}
-        chosen.sort(key=lambda match: places[_last(match)])
+        # The first replaced attention creates the mask nodes that later ones share, so replace them in graph order.
+        positions = {node: position for position, node in enumerate(node for graph in model.graphs() for node in graph)}
+        chosen.sort(key=lambda match: positions[_last(match)])
         return chosen, refused
 
     def _report(self, match: Match) -> None:
@@ -191,12 +203,12 @@ class AttentionRewrite(RecipePass, Generic[Match]):
         return node
 
 
-def _lies_in_one_graph(match: Attention | CachedAttention) -> bool:
+def _is_in_one_graph(match: Attention | CachedAttention) -> bool:
     return len({node.graph for node in (match.node, *match.nodes, _last(match))}) == 1
 
 
 def _last(match: Attention | CachedAttention) -> ir.Node:
-    """Of its nodes; the new one takes its place, behind all that it reads."""
+    """Return the last node of an attention. The new node goes there, after everything that it reads."""
     assert match.output is not None
     node = match.output.producer()
     assert node is not None

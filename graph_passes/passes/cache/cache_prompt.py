@@ -1,8 +1,8 @@
-"""Makes a prompt part of a decoder: its keys and values are computed once, pruned, and read by every call.
+"""Make a prompt part of a decoder: its keys and values are computed once, pruned, and read by every call.
 
-Keys and values are pruned by magnitude: of each token and head by itself, or of a layer (SparAMX, section 6). The pass
-compress_cache, which a recipe has behind this one, puts them into the graph: what comes after the prompt is in the
-cache, of floats or compressed. Masks, positions and lengths count the prompt's tokens, as if they were in the cache.
+Keys and values are pruned by magnitude, for each token and head, or for a whole layer (SparAMX, section 6). A later
+pass compress_cache puts them into the graph. Tokens after the prompt are in the cache, as floats or compressed. Masks,
+positions and lengths count the prompt's tokens as if they were in the cache.
 """
 
 from __future__ import annotations
@@ -23,40 +23,44 @@ from ..context import RecipePass
 from ..normalize import require_normalized
 from ..prompt import Prompt, prune_prompt
 
-_COUNTED = ("input_ids", "attention_mask", "position_ids")  # inputs that are known to count tokens, and how
+_COUNTED = ("input_ids", "attention_mask", "position_ids")  # inputs whose meaning for the prompt's tokens is known
 
 
 @dataclass(frozen=True)
 class CachePromptOptions(PassOptions):
-    # The share of keys and of values that become zero; 0: none, and no masks are stored.
+    """Options of pass `cache_prompt`."""
+
+    # Fraction of keys and of values that become zero. At 0 the storage is dense, without bitmaps.
     keys_sparsity: float = field(default=0.3, metadata=takes("float", low=0.0, below=1.0))
     values_sparsity: float = field(default=0.5, metadata=takes("float", low=0.0, below=1.0))
-    # Of what the smallest go: each head of each token, or the layer.
+    # Set in which the smallest are pruned: each head of each token, or the layer.
     scope: str = field(default="token", metadata=takes("str", choices=("token", "layer")))
 
 
 class CachePromptPass(RecipePass):
-    """Computes the prompt's keys and values with the model as the passes before have left it."""
+    """Compute the prompt's keys and values with the model as earlier passes left it."""
 
     options_type = CachePromptOptions
     options: CachePromptOptions
 
     def requires(self, model: ir.Model) -> None:
+        """Check that the model is normalized."""
         require_normalized(model, "cache_prompt")
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Run the model on the prompt, and keep the pruned keys and values for pass compress_cache."""
         context = self.context
         if not context.plan.takes_prompt:
             raise RecipeError(
-                "pass 'cache_prompt' goes with a pass 'compress_cache', which puts the prompt into the graph; add it "
-                'to the recipe (keys and values "float32" leave the cache as it is)'
+                "pass 'cache_prompt' needs a later pass 'compress_cache', which puts the prompt into the graph; add "
+                'it to the recipe (keys and values "float32" leave the cache uncompressed)'
             )
         if context.caches.prompt_ids is None and not context.dry_run:
             raise RecipeError(
                 "pass 'cache_prompt' needs a prompt; give prompt=… (--prompt), token ids as an array or an .npy file"
             )
         if context.caches.prompt_ids is None:
-            context.note("pass 'cache_prompt' needs a prompt (prompt=…): without it, a run is refused")
+            context.note("pass 'cache_prompt' needs a prompt (prompt=…): without it, a run fails")
         elif not context.dry_run:
             self._compute(model, context.caches.prompt_ids)
         return ir.passes.PassResult(model, modified=False)
@@ -65,7 +69,7 @@ class CachePromptPass(RecipePass):
         context = self.context
         matches = [match for match in find_cached_attentions(model.graph) if isinstance(match, CachedAttention)]
         if not matches:
-            raise ModelError("a prompt was given, but no attention with a cache was found that could hold it")
+            raise ModelError("a prompt was given, but the model has no attention with a cache that can hold it")
         presents: dict[str, str] = {}
         for match in matches:
             presents[match.past_key.name or ""] = match.present_key.name or ""
@@ -74,8 +78,8 @@ class CachePromptPass(RecipePass):
         unknown = feeds.keys() - {*_COUNTED, *presents}
         if unknown:
             raise ModelError(
-                f"a prompt was given, but the model has inputs {listing(unknown)} besides tokens, attention_mask, "
-                "position_ids and cache: how they count the prompt's tokens is not known"
+                f"a prompt was given, but the model has inputs {listing(unknown)}; expected only input_ids, "
+                "attention_mask, position_ids and cache, for which the effect of the prompt's tokens is known"
             )
         context.progress(Stage.CACHE_PROMPT, 0, len(matches) + 1)
         with context.evidence.open(model, library=True) as session:
@@ -95,9 +99,9 @@ class CachePromptPass(RecipePass):
         context.progress(Stage.CACHE_PROMPT, len(matches) + 1, len(matches) + 1)
         values_of = {match.past_key.name or "": match.past_value.name or "" for match in matches}
         context.caches.prompt = Prompt(feeds, caches, values_of, presents)
-        numbers = sum(2 * cache.keys.size for cache in caches.values())
+        elements = sum(2 * cache.keys.size for cache in caches.values())
         context.note(
             f"a prompt of {ids.shape[1]} tokens is part of the model: keys {self.options.keys_sparsity:.0%} and values "
-            f"{self.options.values_sparsity:.0%} sparse, {human_bytes(4 * numbers)} as floats; masks and positions "
+            f"{self.options.values_sparsity:.0%} sparse, {human_bytes(4 * elements)} as floats; masks and positions "
             "count its tokens, the cache does not hold them"
         )

@@ -1,4 +1,4 @@
-"""Learns the codebooks of caches from the keys that the model makes on the calibration feeds."""
+"""Learn the codebooks of compressed caches from the keys that the model computes on the calibration feeds."""
 
 from __future__ import annotations
 
@@ -22,16 +22,29 @@ _FEW_TOKENS = 1024
 def learn_codebooks(
     model: ir.Model, context: PassContext, matches: Sequence[CachedAttention], d_sub: int, max_tokens: int
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """By the output of the keys' cache: float32 [kv_heads, head_dim / d_sub, 16, d_sub], and the spread of the keys.
+    """Return the codebooks and the spreads of keys, each by the output of the keys' cache.
 
-    Learned from the model as the passes before have left it. Raises CalibrationError without feeds, or with few tokens.
+    The model is run as earlier passes left it.
+
+    Args:
+        model: the model.
+        context: state of the run.
+        matches: attentions whose keys are compressed.
+        d_sub: elements of a key that share a code.
+        max_tokens: tokens to learn from.
+
+    Returns:
+        Codebooks, float32 [kv_heads, head_dim / d_sub, 16, d_sub], and spreads (`spread_of`).
+
+    Raises:
+        CalibrationError: the feeds are generated, or hold too few tokens.
     """
     feeds = context.evidence.feeds()
     if context.evidence.made_up:
         raise CalibrationError(
-            "pass 'compress_cache' needs calibration inputs: keys of made-up ones say nothing of real ones; give "
-            "calibration=… with typical inputs (an .npz file, a dict of arrays, or a list of such dicts), or set "
-            'keys = "float32" and values = "float32", which need none'
+            "pass 'compress_cache' needs calibration inputs: codebooks learned from generated inputs do not fit real "
+            "ones; give calibration=… with typical inputs (an .npz file, a dict of arrays, or a list of such dicts), "
+            'or set keys = "float32" and values = "float32"'
         )
     books: dict[str, np.ndarray] = {}
     spreads: dict[str, np.ndarray] = {}
@@ -57,11 +70,11 @@ def learn_codebooks(
 def _check_count(context: PassContext, tokens: int) -> None:
     if tokens < CENTROIDS:
         raise CalibrationError(
-            f"the calibration feeds hold {tokens} tokens, expected at least {CENTROIDS}, and for good codebooks "
-            "some thousand; give more text"
+            f"the calibration feeds hold {tokens} tokens, expected at least {CENTROIDS}; give more text (good "
+            "codebooks need a few thousand tokens)"
         )
     if tokens < _FEW_TOKENS:
         context.note(
-            f"codebooks were learned from {tokens} tokens only, which fits them to these; give some thousand "
-            "tokens of text like that to come"
+            f"codebooks were learned from only {tokens} tokens, so they may not fit other text; give a few thousand "
+            "tokens of typical text"
         )

@@ -1,11 +1,12 @@
-"""Puts NoMADAttention in the place of attention with a cache, and a compressed cache in the place of floats.
+"""Replace attention with a cache by NoMADAttention, and compress the cache.
 
-Keys become 4-bit codes of product quantization, by codebooks for each layer and head; values int8 with a scale a token.
-The cache stays where it is, inputs and outputs of the graph of the same names; its element type becomes uint8, and its
-last dimension the bytes of a token (cache_format.py), of keys and values each or, with equal_rows, of all caches alike.
+Keys become 4-bit codes of product quantization, with codebooks for each layer and head. Values become int8 with a scale
+for each token. The cache remains a set of graph inputs and outputs with the same names. Its element type becomes uint8,
+and its last dimension the bytes of a token and head (weights/cache_format.py). Keys and values have different widths,
+or with equal_rows the same width in all caches.
 
-With a window or sinks, keys of the most recent and of the first tokens are kept as floats too: in an input and an
-output of a fixed size that each attention has besides, past_key_values.N.exact_key and present.N.exact_key.
+With a window or sinks, keys of the most recent and of the first tokens are also kept as floats. Each attention has an
+additional input and output of fixed size for them: past_key_values.N.exact_key and present.N.exact_key.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ from ..attention.rewrite import ROUNDING, AttentionOptions, AttentionRewrite, Re
 from .codebooks import learn_codebooks
 
 _CODES, _FLOAT, _INT8 = "codes", "float32", "int8"
-_MOST_HEAD_DIM = 1024
-# ||Y - exact|| / ||Y|| of an attention that reads its past from the cache, for `verify`; beside ROUNDING.
+_MAX_HEAD_DIM = 1024
+# ||Y - exact|| / ||Y|| of an attention that reads its past from the cache, for pass verify; adds to ROUNDING.
 _VALUE_ROUNDING = 0.01
-_PROMPT_ROUNDING = 0.004  # queries and weights of short calls become bf16
-# Where layers round their inputs to int8, the least difference may turn into a step of that.
+_PROMPT_ROUNDING = 0.004  # with a prompt, short calls round queries and attention weights to bf16
+# Layers that round their inputs to int8 can turn the smallest difference into a step of that grid.
 _ROUNDED_INPUTS = 0.01
 _ROUNDING_LAYERS = ("MatMulNBits", "MatMulInteger", "DynamicQuantizeLinear", "DynamicQuantizeMatMul", "QLinearMatMul")
 _KEY_ROUNDING = {1: 0.1, 2: 0.2, 4: 0.3}
@@ -58,36 +59,38 @@ _KEY_ROUNDING = {1: 0.1, 2: 0.2, 4: 0.3}
 
 @dataclass(frozen=True)
 class CompressCacheOptions(AttentionOptions):
+    """Options of pass `compress_cache`."""
+
     keys: str = field(default=_CODES, metadata=takes("str", choices=(_CODES, _FLOAT)))
     values: str = field(default=_INT8, metadata=takes("str", choices=(_INT8, _FLOAT)))
-    # Numbers of a key that share a 4-bit code: a key takes head_dim / d_sub / 2 bytes.
+    # Elements of a key that share a 4-bit code: a key takes head_dim / d_sub / 2 bytes.
     d_sub: int = field(default=1, metadata=takes("int", choices=(1, 2, 4)))
-    # Recent and first tokens whose keys are exact as well.
+    # Number of recent and of first tokens whose keys are also kept as floats.
     window: int = field(default=0, metadata=takes("int", low=0))
     sinks: int = field(default=0, metadata=takes("int", low=0))
-    # Caches of keys as wide as those of values, for hosts that make all alike, such as onnxruntime-genai.
+    # Make caches of keys as wide as those of values, for hosts that give all caches one shape (onnxruntime-genai).
     equal_rows: bool = field(default=False, metadata=takes("bool"))
-    max_tokens: int = field(default=8192, metadata=takes("int", low=1))  # whose keys codebooks are learned from
+    max_tokens: int = field(default=8192, metadata=takes("int", low=1))  # tokens from which codebooks are learned
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.keys == _FLOAT and self.values == _INT8:
             raise RecipeError(
-                'keys = "float32" goes with values = "float32" only; the operator has no other such cache'
+                'keys = "float32" needs values = "float32"; the operator has no cache with float keys and int8 values'
             )
         if self.equal_rows and _FLOAT in (self.keys, self.values):
             raise RecipeError(
-                f'equal_rows = true goes with keys = "codes" and values = "int8" only; keys are "{self.keys}" and '
-                f'values "{self.values}" here'
+                f'equal_rows = true needs keys = "codes" and values = "int8"; keys are "{self.keys}" and values '
+                f'"{self.values}"'
             )
         if self.keys == _FLOAT and (self.window or self.sinks):
             raise RecipeError(
-                f'window = {self.window} and sinks = {self.sinks} go with keys = "codes" only; others are exact anyway'
+                f'window = {self.window} and sinks = {self.sinks} need keys = "codes"; float32 keys are exact'
             )
 
 
 class CompressCachePass(AttentionRewrite[CachedAttention]):
-    """Replaces attention with a cache."""
+    """Replace attention with a cache."""
 
     pass_name = "compress_cache"
     stage = Stage.COMPRESS_CACHE
@@ -97,26 +100,34 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
     _equal_width: int | None = None
 
     def find(self, model: ir.Model) -> Sequence[CachedAttention | NotAttention]:
+        """Return the attentions with a cache, and record how they use their caches."""
         found = [match for graph in model.graphs() for match in find_cached_attentions(graph)]
         matches = [match for match in found if isinstance(match, CachedAttention)]
         for match in matches:
             for past, present in () if _is_in_branch(match) else _caches(match):
                 self._set_use(past, present, match.node.name or "")
-        if matches:  # what reads no cache of its own, such as attention to an encoder, is for pass fuse_attention
+        if matches:  # attention without its own cache, such as cross-attention, is for pass fuse_attention
             found = [match for match in found if isinstance(match, CachedAttention) or match.cached]
         return found
 
     def why_not(self, match: CachedAttention) -> str | None:
+        """Explain why this attention cannot be replaced; None if it can."""
         compressed = (
             self.options.keys == _CODES or self.options.values == _INT8 or self.context.caches.prompt_ids is not None
         )
-        if compressed and (match.head_dim % CENTROIDS or match.head_dim > _MOST_HEAD_DIM):
-            return f"its heads are {match.head_dim} wide, expected a multiple of 16 up to {_MOST_HEAD_DIM}"
+        if compressed and (match.head_dim % CENTROIDS or match.head_dim > _MAX_HEAD_DIM):
+            return f"its head size is {match.head_dim}, expected a multiple of 16 up to {_MAX_HEAD_DIM}"
         if compressed and _is_in_branch(match):
-            return "it stands in a branch of an If, of which the other one has caches of floats"
+            return "it is in a branch of an If, and the other branch has float caches"
         return None
 
     def announce(self, chosen: Sequence[CachedAttention], refused: Refused) -> None:
+        """Note what happens to the caches.
+
+        Raises:
+            ModelError: a prompt is given, and an attention is not replaced.
+            NothingToReplaceError: there is no attention to replace, and the recipe changes nothing else.
+        """
         context = self.context
         context.caches.taken |= {match.past_key.name or "" for match in chosen}
         rows = [max(self._key_bytes(match), self._value_bytes(match)) for match in chosen]
@@ -124,26 +135,24 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         if chosen:
             self._announce_caches(chosen, refused)
         elif not refused:
-            context.note("no attention with a cache was found: nothing to compress")
+            context.note("no attention with a cache was found")
         self.note_refused(refused)
         if context.caches.prompt is not None and refused:
             reason, names = next(iter(refused.items()))
             raise ModelError(
-                f"a prompt must be in the cache of all attentions, but {names[0]!r} keeps its own: {reason}; give no "
-                "prompt, or select all of them"
+                f"a prompt needs all attentions to be replaced, but {names[0]!r} is not: {reason}; give no prompt, or "
+                "select all attentions"
             )
         if not chosen and not context.plan.replaces:
             raise NothingToReplaceError(_why_nothing(context.source.name, refused))
         if chosen and context.dry_run and context.evidence.made_up and self.options.keys == _CODES:
-            context.note(
-                "pass 'compress_cache' needs calibration inputs (calibration=…): without them, a run is refused"
-            )
+            context.note("pass 'compress_cache' needs calibration inputs (calibration=…): without them, a run fails")
 
     def _announce_caches(self, chosen: Sequence[CachedAttention], refused: Refused) -> None:
         options, verb, note = self.options, self.verb, self.context.note
         bytes_before = sum(8 * match.head_dim * match.kv_heads for match in chosen)
         bytes_after = sum(sum(self._widths(match)) * match.kv_heads for match in chosen)
-        keys = f"codes of {options.d_sub} number(s)" if options.keys == _CODES else options.keys
+        keys = f"4-bit codes of {count(options.d_sub, 'element')}" if options.keys == _CODES else options.keys
         self.context.report.cache = CacheReport(
             len(chosen),
             keys,
@@ -151,22 +160,22 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
             bytes_before=bytes_before,
             bytes_after=bytes_after,
         )
-        share = bytes_after / bytes_before
+        fraction = bytes_after / bytes_before
         note(
             f"{count(len(chosen), 'attention')} with a cache {verb} one operator each: keys {keys}, values "
-            f"{options.values}" + ("" if share == 1 else f"; the cache takes {share:.3g} of the bytes")
+            f"{options.values}" + ("" if fraction == 1 else f"; the cache takes {fraction:.3g} of the bytes")
         )
         if self._equal_width is not None:
             note(
-                f"caches of keys and values {verb} equally wide, {self._equal_width} bytes a token and head: keys do "
-                "not use all of theirs"
+                f"caches of keys and values {verb} equally wide, {self._equal_width} bytes per token and head; keys do "
+                "not use all bytes"
             )
             if refused:
-                note("caches that are not compressed hold floats: a host that makes all alike cannot run it")
+                note("some caches stay float32: hosts that give all caches one shape cannot run the model")
         if options.window or options.sinks:
             note(
-                f"keys of the first {options.sinks} and the last {options.window} tokens {verb} exact: each "
-                "attention has an input and an output for them, which a generate loop carries on like the cache's"
+                f"keys of the first {options.sinks} and the last {options.window} tokens are also kept as floats: each "
+                "attention has an input and an output for them, which a generate loop passes on like the cache"
             )
 
     def _key_bytes(self, match: CachedAttention) -> int:
@@ -176,17 +185,18 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         return CacheFormat(match.head_dim).row_bytes if self.options.values == _INT8 else 4 * match.head_dim
 
     def _widths(self, match: CachedAttention) -> tuple[int, int]:
-        """Bytes of a token and a head in the caches of keys and values."""
+        """Return the bytes of a token and head in the caches of keys and of values."""
         own = self._key_bytes(match), self._value_bytes(match)
         return own if self._equal_width is None else (self._equal_width, self._equal_width)
 
     def has_function(self, model: ir.Model, chosen: Sequence[CachedAttention]) -> bool:
-        """Whether one ONNX function serves these and the operator's nodes that the model has already."""
+        """Check that one ONNX function serves these nodes and the operator's existing nodes."""
         return _with_others(_find_uses(model, chosen, self.options, 0), nodes_of(model, OP_TYPE)) is not None
 
     # ---- the graph ---------------------------------------------------------------------------------------------------
 
     def prepare(self, model: ir.Model, chosen: Sequence[CachedAttention]) -> None:
+        """Learn codebooks, and find out which inputs the ONNX function needs."""
         options = self.options
         # By the output of the keys' cache.
         self._books: dict[str, np.ndarray] = {}
@@ -198,9 +208,11 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         self._uses = _find_uses(model, chosen, options, prompt_tokens)
 
     def outputs_of(self, match: CachedAttention) -> list[ir.Value]:
+        """Return the attention's output and its two cache outputs."""
         return [match.output, match.present_key, match.present_value]
 
     def make_node(self, model: ir.Model, match: CachedAttention, mask: ir.Value | None, made: list[ir.Node]) -> ir.Node:
+        """Return the NoMADAttention node, and set the formats of its caches."""
         graph, prompt = match.node.graph, self.context.caches.prompt
         assert isinstance(graph, ir.Graph)
         book = self._books.get(match.present_key.name or "")
@@ -219,7 +231,7 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
             **self._prompt_inputs(model, graph, match),
         }
         exact = given["past_exact_key"] is not None
-        # Steps add up in the order of the CPU's registers anyway.
+        # Calls of one token sum in the order of the CPU's registers regardless of this attribute.
         attributes = self.attributes(match, any_order=True) | {"rotary_interleaved": int(match.interleaved)}
         if exact:
             attributes |= {"window": self.options.window, "sinks": self.options.sinks}
@@ -242,6 +254,7 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         return node
 
     def placed(self, model: ir.Model, match: CachedAttention, node: ir.Node) -> None:
+        """Add the output of exact keys, record rounding errors, and lengthen the past by the prompt."""
         if len(node.outputs) == 4:
             self._add_present_exact_key(model, match, node)
         node.outputs[0].dtype = ir.DataType.FLOAT
@@ -263,7 +276,7 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         return inputs
 
     def _past_exact_key(self, model: ir.Model, match: CachedAttention) -> ir.Value | None:
-        """The new input of the graph, if there is a window or sinks."""
+        """Add the graph input of exact keys if there is a window or sinks."""
         keys = ExactKeys(match.past_key.name or "", self.options.window, self.options.sinks)
         if not keys.slots:
             return None
@@ -280,7 +293,7 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         model.graph.outputs.append(value)
 
     def _exact_key(self, model: ir.Model, match: CachedAttention, cache: ir.Value, keys: ExactKeys) -> ir.Value:
-        """float32 [batch, kv_heads, slots, head_dim], named as the cache of keys is."""
+        """Return a value float32 [batch, kv_heads, slots, head_dim], named after the cache of keys."""
         name = cache.name or ""
         wanted = name.removesuffix("key") + "exact_key" if name.endswith("key") else f"{name}_exact_key"
         batch = None if cache.shape is None else cache.shape[0]
@@ -291,7 +304,10 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         )
 
     def _set_format(self, past: ir.Value, present: ir.Value, cache_format: CacheFormat | None, head_dim: int) -> None:
-        """None: floats. Some models leave the last dimension open, which the node that told it no longer does."""
+        """Set the type and shape of a cache's input and output; None means float32.
+
+        The last dimension is always set: some models leave it open, and the node from which it was inferred is gone.
+        """
         for value in (past, present):
             if value.shape is not None:
                 last = head_dim if cache_format is None else cache_format.width
@@ -321,14 +337,15 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         return new_initializer(graph, ir.Tensor(array, name=self.context.new_name(model, name)))
 
     def finish(self, model: ir.Model, nodes: Sequence[ir.Node]) -> None:
+        """Fill in missing inputs, and add the operator's ONNX function to a portable model."""
         context = self.context
-        every = nodes_of(model, OP_TYPE)
-        others = [node for node in every if node not in set(nodes)]
+        all_nodes = nodes_of(model, OP_TYPE)
+        others = [node for node in all_nodes if node not in set(nodes)]
         uses = _with_others(self._uses, others)
         nothing = np.zeros(1, np.float32)
         neutral = dict.fromkeys(("mask", "key", "value", "cos", "sin", "past_exact_key"), nothing)
         neutral |= {"codebooks": np.zeros(0, np.float32), "lengths": np.zeros(0, np.int32)}
-        # A function cannot ask which inputs its node has.
+        # A function cannot check which inputs its node has, so all of them are given.
         needed = INPUTS[: INPUTS.index("lengths") + 1] if uses is not None and context.portable else ()
         fill_missing(nodes, INPUTS, needed, lambda _: neutral, lambda name: context.new_name(model, name))
         if context.caches.prompt is not None:
@@ -339,24 +356,24 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         if uses is None:
             context.portable = context.report.portable = False
             context.note(
-                f"the model needs Ortolan's library: its {OP_TYPE} nodes have inputs of several forms, which one ONNX "
-                "function cannot serve"
+                f"the model needs Ortolan's library: its {OP_TYPE} nodes have different kinds of inputs, which one "
+                "ONNX function cannot serve"
             )
-            model.functions.pop((ORTOLAN_DOMAIN, OP_TYPE, ""), None)  # that of attention without a cache
+            model.functions.pop((ORTOLAN_DOMAIN, OP_TYPE, ""), None)  # the function of attention without a cache
             return
         if others:
             none = neutral | {"past_key": nothing, "past_value": nothing}
             fill_missing(others, INPUTS, needed, lambda _: none, lambda name: context.new_name(model, name))
             for node in others:
                 node.attributes.setdefault("rotary_interleaved", ir.AttrInt64("rotary_interleaved", 0))
-                node.resize_outputs(len(nodes[0].outputs))  # onnx wants all that the function has
+                node.resize_outputs(len(nodes[0].outputs))  # a call must have all outputs of its function
                 for value in node.outputs[1:]:
                     value.name = context.new_name(model, f"{node.name}/no_cache")
         put_function(model, nomad_cache_function(model.opset_imports[""], uses))
 
 
 def _with_others(uses: CacheUses | None, others: Sequence[ir.Node]) -> CacheUses | None:
-    """The same for nodes that are there already as well; None if no function serves all."""
+    """Extend the uses to nodes that exist already; None if one function cannot serve all."""
     if uses is None or not others:
         return uses
     if any(is_given(input_of(node, INPUTS, "past_key")) for node in others):
@@ -381,19 +398,19 @@ def _with_others(uses: CacheUses | None, others: Sequence[ir.Node]) -> CacheUses
 
 
 def _why_nothing(name: str, refused: Refused) -> str:
-    """For the error, where the recipe changes nothing else."""
+    """Return the error text for a recipe that changes nothing else."""
     if not refused:
         return (
-            f"{name} holds no attention with a cache, so there is nothing to compress: leave the cache option out; for "
-            "a decoder, export it with its cache: optimum-cli export onnx --task text-generation-with-past --model "
+            f"{name} holds no attention with a cache, so no cache can be compressed: leave the cache option out; to "
+            "export a decoder with its cache: optimum-cli export onnx --task text-generation-with-past --model "
             "MODEL FOLDER"
         )
     reasons = "; ".join(f"{names[0]}: {reason}" for reason, names in list(refused.items())[:5])
-    return f"no attention of {name} has a cache that can be compressed: {reasons}"
+    return f"{name} has no cache that can be compressed: {reasons}"
 
 
 def _rounding(model: ir.Model, options: CompressCacheOptions, prompt_tokens: int) -> tuple[float, float]:
-    """Of a prompt, whose keys and values are exact; and of a token that reads them from the cache."""
+    """Return the expected error of a prompt, whose keys and values are exact, and of a token that reads the cache."""
     rounds = any(node.op_type in _ROUNDING_LAYERS for node in model.graph.all_nodes())
     exact = _ROUNDED_INPUTS if rounds else ROUNDING[options.precision]
     if prompt_tokens:
@@ -406,7 +423,10 @@ def _rounding(model: ir.Model, options: CompressCacheOptions, prompt_tokens: int
 def _find_uses(
     model: ir.Model, chosen: Sequence[CachedAttention], options: CompressCacheOptions, prompt_tokens: int
 ) -> CacheUses | None:
-    """For the ONNX function of all of them, before they are replaced; None if no function serves all."""
+    """Return the uses of one ONNX function for these attentions; None if it cannot serve all.
+
+    Call it before the attentions are replaced.
+    """
     dims = {graph: Dimensions(graph) for graph in model.graphs()}
 
     def by_heads(match: CachedAttention) -> frozenset[str]:
@@ -420,13 +440,13 @@ def _find_uses(
         return None
     packed, rotary = forms.pop()
     layouts = [by_heads(match) for match in chosen]
-    of_all = frozenset.intersection(*layouts)
+    common = frozenset.intersection(*layouts)
     return CacheUses(
         d_sub=options.d_sub if options.keys == _CODES else 0,
         int8_values=options.values == _INT8,
         packed=packed,
-        by_heads=of_all,
-        mixed=frozenset.union(*layouts) - of_all,
+        by_heads=common,
+        mixed=frozenset.union(*layouts) - common,
         mask=any(match.masks for match in chosen),
         grouped=any(match.kv_heads != match.heads for match in chosen),
         causal=any(match.causal for match in chosen),
@@ -441,22 +461,22 @@ def _find_uses(
 
 
 def _prompt_weights(matches: Sequence[CachedAttention], prompt_tokens: int) -> int:
-    """How many numbers of keys and values of a prompt they hold."""
+    """Return the number of elements in the keys and values of a prompt."""
     return sum(2 * match.kv_heads * prompt_tokens * match.head_dim for match in matches)
 
 
 def _caches(match: CachedAttention) -> tuple[tuple[ir.Value, ir.Value], ...]:
-    """Input and output of its keys, and of its values."""
+    """Return input and output of the cache of keys, and of the cache of values."""
     return (match.past_key, match.present_key), (match.past_value, match.present_value)
 
 
 def _is_in_branch(match: CachedAttention) -> bool:
-    """Whether it stands in a graph inside of the one that its caches are inputs of."""
+    """Check that the attention is in a subgraph of the graph that has its caches as inputs."""
     return match.node.graph is not match.past_key.graph
 
 
 def _lengthen(past: ir.Value, tokens: int) -> None:
-    """What the graph asks a cache for its length, it asks for the tokens of all that are in the past."""
+    """Add the prompt's tokens to each length that the graph reads from a cache."""
     for shape in [use.node for use in past.uses() if is_op(use.node, "Shape")]:
         graph = shape.graph
         assert isinstance(graph, ir.Graph)
@@ -472,8 +492,10 @@ def _lengthen(past: ir.Value, tokens: int) -> None:
 
 
 def _rename_lengths(model: ir.Model) -> None:
-    """A mask is now longer than a cache by the prompt: what names a length of the cache may not name that of the
-    mask."""
+    """Rename the mask's length.
+
+    With a prompt the mask is longer than the cache, so they may not share a symbolic dimension.
+    """
     for value in model.graph.inputs:
         if value.name == "attention_mask" and value.shape is not None and len(value.shape) == 2:
             value.shape = ir.Shape([value.shape[0], "prompt_and_total_sequence_length"])

@@ -1,5 +1,7 @@
-"""Puts NoMADAttention in the place of attention with a cache, which stays what it is: floats, inputs and outputs of the
-graph. As compress_cache does with keys and values of float32; of what that pass takes, nothing is left for this one."""
+"""Replace attention with a float cache by NoMADAttention; the cache stays float inputs and outputs of the graph.
+
+This is pass compress_cache with keys and values of float32. It skips attention that pass compress_cache replaces.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ from .compress_cache import CompressCacheOptions, CompressCachePass
 
 
 class FuseCachedAttentionPass(CompressCachePass):
-    """Replaces attention with a cache where there is some, and where the model stays portable if it is to be."""
+    """Replace attention with a cache, unless that would make a portable model depend on our library."""
 
     pass_name = "fuse_cached_attention"
     stage = Stage.FUSE_CACHED_ATTENTION
-    refusal = "attention with a cache left as it is"
+    refusal = "attention with a cache not replaced"
     options_type = AttentionOptions
 
     def __init__(self, options: AttentionOptions, context: PassContext) -> None:
@@ -33,11 +35,13 @@ class FuseCachedAttentionPass(CompressCachePass):
         super().__init__(floats, context)
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Replace attention with a cache, in a model that has one."""
         if not has_past(model):
             return ir.passes.PassResult(model, modified=False)
         return super().call(model)
 
     def find(self, model: ir.Model) -> Sequence[CachedAttention | NotAttention]:
+        """Return the attentions with a cache that pass compress_cache does not replace."""
         found, taken = super().find(model), self.context.caches.taken
         return [
             match
@@ -46,11 +50,13 @@ class FuseCachedAttentionPass(CompressCachePass):
         ]
 
     def why_none(self, model: ir.Model, chosen: Sequence[CachedAttention]) -> str | None:
+        """Explain why no attention can be replaced; None if they can."""
         if not self.context.portable or (not self.context.caches.taken and self.has_function(model, chosen)):
             return None
-        return "no ONNX function serves it beside the model's other attention; portable=False does without one"
+        return "one ONNX function cannot serve it and the model's other attention; portable=False needs no function"
 
     def announce(self, chosen: Sequence[CachedAttention], refused: Refused) -> None:
+        """Note the number of replaced attentions, and the refused ones."""
         if chosen:
             self.context.note(f"{count(len(chosen), 'attention')} with a cache {self.verb} one operator each")
         self.note_refused(refused)

@@ -16,7 +16,7 @@ from .prune import PruneOptions
 from .quantize import QuantizeOptions
 from .replace import LayerState, ReplaceOptions, ReplaceRule
 
-LEAST = Stored(0, "")  # what a weight may become at best
+SMALLEST = Stored(0, "")  # what a weight may become at best
 _OF_LAYERS = frozenset(("prune", "quantize", "replace", "fuse_attention", "fuse_cached_attention"))
 
 
@@ -75,7 +75,7 @@ class Plan:
         chosen = self._chosen_quantization(linear)
         return chosen if chosen is not None and self.why_not_quantized(linear) is None else None
 
-    def why_not_quantized(self, linear: Linear, stored: Stored = LEAST, state: LayerState | None = None) -> str | None:
+    def why_not_quantized(self, linear: Linear, stored: Stored = SMALLEST, state: LayerState | None = None) -> str | None:
         """Why no step replace takes a layer that a step quantizes, in the words of the operator that holds such
         weights; None: one does, no step quantizes it, or the recipe replaces nothing."""
         chosen = self._chosen_quantization(linear)

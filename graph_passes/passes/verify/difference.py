@@ -48,7 +48,7 @@ def accept_shapes(
 
 
 def judge_agreement(context: PassContext, floats: Sequence[OutputDeviation], nearer: Set[str]) -> None:
-    """Looks for outputs that agree less than context.least_cosine asks.
+    """Looks for outputs that agree less than context.min_cosine asks.
 
     Args:
         floats: Errors against the original, of outputs of floats.
@@ -57,13 +57,13 @@ def judge_agreement(context: PassContext, floats: Sequence[OutputDeviation], nea
     Raises:
         VerificationError: If one does, unless the user has named a form or allows it; then a note says it.
     """
-    if context.least_cosine is None:
+    if context.min_cosine is None:
         return
     in_float = context.reference is not None and context.reference.in_float
     exact = {error.name: error.cosine for error in context.report.rounding_error} if in_float else {}
     agreement = {error.name: max(error.cosine, exact.get(error.name, -1.0)) for error in floats}
     # NaN agrees with nothing.
-    poor = [error for error in floats if not agreement[error.name] >= context.least_cosine and not _is_nearer(error)]
+    poor = [error for error in floats if not agreement[error.name] >= context.min_cosine and not _is_nearer(error)]
     if not poor:
         return
     worst = min(poor, key=lambda error: agreement[error.name])
@@ -75,7 +75,7 @@ def judge_agreement(context: PassContext, floats: Sequence[OutputDeviation], nea
             f", and with the original's weights in float to {exact[worst.name]:.4f}: the relative error against these "
             f"is {ours:.2g}, that of the original itself {original:.2g}, so rounding changes this output a lot"
         )
-    text += f"; expected a cosine of at least {context.least_cosine:g}{more}"
+    text += f"; expected a cosine of at least {context.min_cosine:g}{more}"
     made_up = context.evidence.made_up
     advice = "made-up inputs may be harder than real ones: give calibration=… with typical inputs" if made_up else ""
     if not context.may_differ:
