@@ -34,7 +34,7 @@ from .names import (
     WEIGHTS,
 )
 from .options import HEADS, Globs, PassOptions, takes
-from .weights.pruners.masks import MOST_OF_GROUP, Pattern
+from .weights.pruners.masks import MAX_OF_GROUP, Pattern
 from .weights.quantizers.grid import EIGHT_BIT_GROUP
 
 _BITS = {"int8": 8, "int4": 4}
@@ -110,7 +110,7 @@ class Form(PassOptions):
         pattern = None if self.pattern is None else Pattern.read(self.pattern)
         if self.pattern is not None and pattern is None:
             raise RecipeError(
-                f"pattern is {self.pattern!r}, expected 'unstructured', '4x1', or 'N:M' with N < M <= {MOST_OF_GROUP}, "
+                f"pattern is {self.pattern!r}, expected 'unstructured', '4x1', or 'N:M' with N < M <= {MAX_OF_GROUP}, "
                 "such as '2:4'"
             )
         if pattern is not None and pattern.of:
@@ -311,7 +311,7 @@ class Form(PassOptions):
             return [*eight, {"name": "replace", "op": "SparseAMXMatMul", **stored}]
         step: Pass = {"name": "replace", "op": "SparseAMXMatMul", "storage": TWO_FOUR, "exclude": list(self.ignore)}
         if self.sparsity is None and self.stored in _BITS:
-            step["keep_quantized"] = True
+            step["quantized_only"] = True
         ignored = [{"name": "replace", "op": "SparseAMXMatMul", "select": list(self.ignore)}] if self.ignore else []
         return [step, *ignored]
 
@@ -362,10 +362,10 @@ ADOPT: Mapping[str, Any] = {
         # min_sparsity counts blocks of four outputs and one input.
         {"name": "replace", "op": "VNNISpMM", "min_sparsity": _native.LEAST_ZERO_BLOCKS},
         # With one or two inputs, a weight fits the pattern without any zero.
-        {"name": "replace", "op": "SparseAMXMatMul", "storage": TWO_FOUR, "keep_quantized": True, "min_sparsity": 0.4},
+        {"name": "replace", "op": "SparseAMXMatMul", "storage": TWO_FOUR, "quantized_only": True, "min_sparsity": 0.4},
         {"name": "replace", "op": "W4A8MatMul"},
-        {"name": "replace", "op": "W8A8MatMul", "keep_quantized": True},
-        {"name": "replace", "op": "SparseAMXMatMul", "keep_quantized": True},
+        {"name": "replace", "op": "W8A8MatMul", "quantized_only": True},
+        {"name": "replace", "op": "SparseAMXMatMul", "quantized_only": True},
         {"name": "fuse_norm"},
         {"name": "unpad"},
         {"name": "verify"},

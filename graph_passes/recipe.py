@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .report.search import AutoReport
 
 # Options that are set for all passes of one name at once.
-_OF_ALL = ("select", "exclude", "may_grow", "fuse", "keep_quantized", "keep_stored", "precision")
+_OF_ALL = ("select", "exclude", "may_grow", "fuse", "quantized_only", "keep_stored", "precision")
 # Passes that replace attention, with and without a KV cache; they share `select`, `exclude` and `precision`.
 _OF_ATTENTIONS = {"fuse_attention", "compress_cache", "fuse_cached_attention"}
 
@@ -277,7 +277,7 @@ class Recipe:
         Args:
             options: Values by name: `{"sparsity": 0.7}`, or `{"prune.sparsity": 0.7}` if two passes have the option.
                 If a recipe has several passes of one name, "prune.1.sparsity" is the first one's. "select",
-                "exclude", "may_grow", "fuse" and "keep_quantized" are set for all passes of one name, and options that
+                "exclude", "may_grow", "fuse" and "quantized_only" are set for all passes of one name, and options that
                 only some of them have for these. "select", "exclude" and "precision" of attention are set for all
                 passes that replace attention.
 

@@ -9,7 +9,7 @@ from typing import Any
 from ortolan import _native
 
 from ..operators.sparse_amx_matmul_storage import BF16, bitmaps_are_fast
-from ..passes.plan.prune import SAME_SHARE
+from ..passes.plan.prune import SPARSITY_TOLERANCE
 from ..recipe import Recipe
 
 NAME = "auto"
@@ -109,7 +109,7 @@ def _is_possible(pruned: Candidate, sparsity: float) -> bool:
     pattern = pruned.prune["pattern"]
     if pattern == "unstructured":
         return bitmaps_are_fast(pruned.quantize.get("bits", BF16))
-    return pattern != "2:4" or abs(sparsity - 0.5) <= SAME_SHARE
+    return pattern != "2:4" or abs(sparsity - 0.5) <= SPARSITY_TOLERANCE
 
 
 def for_timing(candidate: Candidate) -> Candidate:

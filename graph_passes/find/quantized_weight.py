@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..files.model_file import release_maps
-from ..weights.quantizers.grid import Quantization, Rounded, dequantize
+from ..weights.quantizers.grid import Quantization, QuantizedMatrix, dequantize
 from .constants import lazy
 
 # As kInt8Bitmap and kInt4Bitmap in ops/formats: the kernels keep sums over all inputs in int32.
@@ -40,7 +40,7 @@ class QuantizedWeight(Quantization):
         zero_points, minimums = (None if one is None else one.numpy() for one in (self.zero_points, self.minimums))
         if zero_points is not None and self.fractions:
             zero_points = zero_points.astype(np.float32) / self.zero_point_steps
-        weights = dequantize(Rounded(self.q.numpy(), self.scales.numpy(), zero_points, minimums), self.group_size)
+        weights = dequantize(QuantizedMatrix(self.q.numpy(), self.scales.numpy(), zero_points, minimums), self.group_size)
         del zero_points, minimums
         self.release()
         return weights

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from ..files.model_file import release_maps
 from ..files.spill import TensorSpill
-from ..weights.quantizers.grid import Rounded
+from ..weights.quantizers.grid import QuantizedMatrix
 
 _WEIGHTS = "weights"
 _TYPES = {"float32": ir.DataType.FLOAT, "int8": ir.DataType.INT8, "uint8": ir.DataType.UINT8}
@@ -26,7 +26,7 @@ _TYPES = {"float32": ir.DataType.FLOAT, "int8": ir.DataType.INT8, "uint8": ir.Da
 class Fit:
     """weights: float32 [k, n], or whole numbers. rows: of inputs that they were fitted to. error: of the outputs."""
 
-    weights: np.ndarray | Rounded
+    weights: np.ndarray | QuantizedMatrix
     rows: int
     error: float | None = None
 
@@ -54,12 +54,12 @@ class Fits:
         if _WEIGHTS in arrays:
             return Fit(arrays[_WEIGHTS], stored.rows, stored.error)
         offsets = (arrays.get(part) for part in ("zero_points", "minimums"))
-        return Fit(Rounded(arrays["q"], arrays["scales"], *offsets), stored.rows, stored.error)
+        return Fit(QuantizedMatrix(arrays["q"], arrays["scales"], *offsets), stored.rows, stored.error)
 
     def keep(self, key: Hashable, fit: Fit) -> None:
         """Raises OutputError where the file cannot be written."""
         weights = fit.weights
-        parts = vars(weights) if isinstance(weights, Rounded) else {_WEIGHTS: weights}
+        parts = vars(weights) if isinstance(weights, QuantizedMatrix) else {_WEIGHTS: weights}
         tensors = {
             name: self._spill.add(f"{len(self._known)}.{name}", part, _TYPES[part.dtype.name])
             for name, part in parts.items()
@@ -73,6 +73,6 @@ class Fits:
 
 @dataclass(frozen=True)
 class _Stored:
-    tensors: dict[str, ir.ExternalTensor]  # the parts of Fit.weights: those of Rounded, or _WEIGHTS
+    tensors: dict[str, ir.ExternalTensor]  # the parts of Fit.weights: those of QuantizedMatrix, or _WEIGHTS
     rows: int
     error: float | None

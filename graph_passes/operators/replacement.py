@@ -92,7 +92,7 @@ class Replacement(abc.ABC):
     # How the operator lays out weights, where it has a choice; None: as suits them.
     storage: str | None = None
     # Whether the operator takes only numbers of 4 or 8 bits, also those that the model stores, where it has a choice.
-    keeps_quantized = False
+    keeps_stored = False
 
     @abc.abstractmethod
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:

@@ -61,7 +61,7 @@ class SparseAMXMatMul(Replacement):
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         # It would round activations also where a recipe promises bf16 ones.
-        if isinstance(quantization, StoredInt4 | StoredInt8) and not self.keeps_quantized:
+        if isinstance(quantization, StoredInt4 | StoredInt8) and not self.keeps_stored:
             if quantization.bits == 4:
                 return "has scales, and perhaps zero points, that SparseAMXMatMul does not take"
             return (

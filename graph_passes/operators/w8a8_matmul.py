@@ -27,8 +27,8 @@ class W8A8MatMul(GroupMatMul):
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         if quantization is None or quantization.bits != 8:
             return "is not quantized to 8 bits; give weights='int8' (in a recipe file: quantize with bits = 8 before)"
-        if isinstance(quantization, StoredInt8) and not self.keeps_quantized:
-            return "is stored in int8, which W8A8MatMul takes over where keep_quantized is true"
+        if isinstance(quantization, StoredInt8) and not self.keeps_stored:
+            return "is stored in int8, which W8A8MatMul takes over where quantized_only is true"
         if quantization.group_size not in GROUP_SIZES:
             found = f"groups of {quantization.group_size}" if quantization.group_size else "one group a column"
             return f"is quantized in {found}, and W8A8MatMul has groups of 32, 64 and 128; set quantize.group_size"

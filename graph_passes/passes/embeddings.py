@@ -1,10 +1,10 @@
-"""Stores tables of words in few bits: a quarter of their size or less, for an error like that of layers of these bits.
+"""Store word embedding tables in int8 or int4, with about the error of layers in the same format.
 
-With 8 bits each row has a scale, or its numbers have scales in groups, as those of a head which may be tied to it have.
-With 4 they have scales and zero points in groups of 32, searched as those of layers are. Rows are read by standard
-operators (operators/embedding.py). Where a layer holds the same numbers, that of a tied head, pass replace lets
-the table go, and rows are read from the weight. A table that something else reads as well, which stays, stays too: it
-would be stored twice. A table of positions beside them becomes float16.
+With 8 bits each row has one scale, or scales in groups if the head that may be tied to the table has groups. With 4
+bits there are scales and zero points in groups of 32, chosen by method mse as for layers. Standard operators read the
+rows (operators/embedding.py). If a layer (a tied head) holds the same integers, pass replace removes the table and the
+rows are read from the layer's weight. A table with another consumer that stays is not changed: it would be stored
+twice. A table of positions next to a stored word table becomes float16.
 """
 
 from __future__ import annotations
@@ -28,34 +28,45 @@ from ..operators.function_body import PANEL_COLUMNS
 from ..operators.nodes import input_of, new_initializer, nodes_of
 from ..operators.sparse_amx_matmul_storage import BF16, stored_in
 from ..options import Globs, PassOptions, any_matches, takes
-from ..weights.quantizers.grid import FRACTION_STEPS, GROUP_SIZES, Quantization, Rounded, narrowed, round_to_nearest
+from ..weights.quantizers.grid import (
+    FRACTION_STEPS,
+    GROUP_SIZES,
+    Quantization,
+    QuantizedMatrix,
+    narrowed,
+    round_to_nearest,
+)
 from ..weights.quantizers.mse import round_mse
 from .context import PassContext, RecipePass
 from .normalize import require_normalized
 
-_ROWS = 8192  # that are rounded at once
+_ROWS = 8192  # rows that are rounded at a time
 _BITS = (4, 8)
-_POSITION_ERROR = 2.0**-11  # of the largest number: what float16 rounds off
+_POSITION_ERROR = 2.0**-11  # rounding error of float16, relative to the largest value
 
 
 @dataclass(frozen=True)
 class EmbeddingsOptions(PassOptions):
+    """Options of pass `embeddings`."""
+
     table_bits: int = field(default=8, metadata=takes("int", choices=_BITS))
-    # By the name of the operator, or of its table.
+    # Names of the operator, or of its table.
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
 
 
 class EmbeddingsPass(RecipePass):
-    """See the top of this file."""
+    """Store the selected tables in fewer bits."""
 
     options_type = EmbeddingsOptions
     options: EmbeddingsOptions
 
     def requires(self, model: ir.Model) -> None:
+        """Check that the model is normalized."""
         require_normalized(model, "embeddings")
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Store word tables as integers, then position tables as float16."""
         context, options = self.context, self.options
         linears = {linear.node: linear for linear in context.survey(model)}
         found = list[Embedding]()
@@ -63,10 +74,10 @@ class EmbeddingsPass(RecipePass):
             context.layers.names += embedding.names
             if any_matches(embedding.names, options.select) and not any_matches(embedding.names, options.exclude):
                 found.append(embedding)
-        stored = False  # or would be
+        stored = False  # true in a dry run too
         for embedding in found:
             if problem := self._why_not(embedding, linears):
-                context.note(f"word embedding {embedding.table_name!r} stays as it is: {problem}")
+                context.note(f"word embedding {embedding.table_name!r} is not changed: {problem}")
             elif context.dry_run:
                 context.note(f"word embedding {embedding.table_name!r} would be stored in int{options.table_bits}")
             else:
@@ -79,7 +90,7 @@ class EmbeddingsPass(RecipePass):
         return ir.passes.PassResult(model, stored and not context.dry_run)
 
     def _narrow_positions(self, model: ir.Model, wanted: bool) -> None:
-        """wanted: whether a table of words is stored in few bits."""
+        """Store position tables as float16 if `wanted`, that is if a word table is stored as integers."""
         context, options = self.context, self.options
         for node in find_position_lookups(model.graph):
             value = node.inputs[0]
@@ -92,15 +103,15 @@ class EmbeddingsPass(RecipePass):
             with np.errstate(over="ignore", under="ignore"):
                 narrow = table.astype(np.float16)
             if not np.abs(narrow - table).max(initial=0) <= _POSITION_ERROR * np.abs(table).max(initial=0):
-                context.note(f"table of positions {value.name!r} stays as it is: float16 does not hold its numbers")
+                context.note(f"position table {value.name!r} is not changed: float16 cannot hold its values")
             elif context.dry_run:
-                context.note(f"table of positions {value.name!r} would be stored in float16")
+                context.note(f"position table {value.name!r} would be stored in float16")
             else:
                 read_as_float16(model.graph, node, narrow, lambda name: context.new_name(model, name))
-                context.note(f"table of positions {value.name!r} is stored in float16")
+                context.note(f"position table {value.name!r} is stored in float16")
 
     def _why_not(self, embedding: Embedding, linears: dict[ir.Node, Linear]) -> str | None:
-        """Why the table is left alone, if it is."""
+        """Explain why the table is not changed; None if it can be."""
         context = self.context
         table = embedding.table()
         if not (np.isfinite(table.max()) and np.isfinite(table.min())):
@@ -110,7 +121,7 @@ class EmbeddingsPass(RecipePass):
             if linear is not None and context.plan.replaces and context.gains(linear, stored_in(linear.matrix())):
                 continue
             reader = "an output of the model" if node is None else f"{node.name!r} ({node.op_type})"
-            return f"{reader} reads the table as well, so it would be stored twice"
+            return f"{reader} also reads the table, so it would be stored twice"
         return None
 
     def _store(self, model: ir.Model, embedding: Embedding, may_be_tied: bool) -> StoredEmbedding:
@@ -149,13 +160,16 @@ class EmbeddingsPass(RecipePass):
         return stored
 
     def _given(self, embedding: Embedding) -> QuantizedWeight | None:
-        """Numbers that are given beside the model."""
+        """Return the integers that were given with the model, if this pass can use them."""
         given = self.context.given.get(embedding.table_name)
         fits = given is not None and given.symmetric and given.bits == 8 and given.group_size is not None
         return given if fits else None
 
     def _quantization(self, table: np.ndarray) -> Quantization:
-        """With the groups of a head in 8 bits that may be tied to the table: there is one copy then."""
+        """Return the target format.
+
+        It has the groups of an 8-bit head that may be tied to the table, so that both share one copy.
+        """
         rows, width = table.shape
         for head in self.context.layers.quantized.values():
             if head.bits == 8 and head.group_size is not None and head.q.shape.numpy() == (width, rows):
@@ -166,7 +180,7 @@ class EmbeddingsPass(RecipePass):
 
 
 class _Rows:
-    """The numbers of a table, row by row, as operators/embedding.py has them; filled by parts."""
+    """The integers of a table, filled in parts of rows, in the layout of operators/embedding.py."""
 
     def __init__(self, shape: tuple[int, ...], quantization: Quantization) -> None:
         rows, width = shape
@@ -178,18 +192,19 @@ class _Rows:
 
     @property
     def scaled(self) -> str:
-        """For people."""
+        """Return the granularity of the scales, for notes."""
         size = self._quantization.group_size
-        return "a scale a row" if size is None else f"in groups of {size}"
+        return "one scale per row" if size is None else f"in groups of {size}"
 
     def take(self, part: slice, q: np.ndarray, scales: np.ndarray, zero_points: np.ndarray | None) -> None:
-        """q [width, rows of the part], scales and zero points [groups, rows of the part]."""
+        """Store a part: q [width, rows of the part], scales and zero points [groups, rows of the part]."""
         self._q[part, : self._width], self._scales[part] = q.T, scales.T
         if self._zero_points is not None:
             assert zero_points is not None
             self._zero_points[part] = np.rint(zero_points.T * FRACTION_STEPS)
 
     def arrays(self) -> dict[str, np.ndarray]:
+        """Return the arrays of the table by name: q, scales and zero_points, 4-bit q packed."""
         scales = narrowed(self._scales)
         if self._quantization.group_size is None:
             return {"q": self._q, "scales": scales}
@@ -204,12 +219,12 @@ class _Rows:
         }
 
 
-def _rounded(matrix: np.ndarray, quantization: Quantization) -> Rounded:
+def _rounded(matrix: np.ndarray, quantization: Quantization) -> QuantizedMatrix:
     return round_to_nearest(matrix, quantization) if quantization.bits == 8 else round_mse(matrix, quantization)
 
 
 def read_from_heads(model: ir.Model, context: PassContext) -> None:
-    """Tables that a node of the main graph holds as well are read there, and not stored once more."""
+    """Read tables from the tied head that holds the same weights, so that they are stored once."""
     for table in context.layers.embeddings:
         for node in (*nodes_of(model, w8a8.OP_TYPE), *nodes_of(model, sparse_amx.OP_TYPE)):
             sizes = [node.attributes[name].as_int() for name in ("k", "n")]
@@ -222,14 +237,18 @@ def read_from_heads(model: ir.Model, context: PassContext) -> None:
 
 
 def _read_groups(model: ir.Model, context: PassContext, table: StoredEmbedding, node: ir.Node) -> bool:
-    """From a W8A8MatMul, if it holds the numbers of the table."""
+    """Read the table from a W8A8MatMul, if it holds the same integers and scales.
+
+    Returns:
+        True if it holds them.
+    """
     weights, scales = (input_of(node, w8a8.INPUTS, name) for name in ("weights", "scales"))
     if weights is None or scales is None or table.q is weights:
         return False
     if table.bits != 8 or table.group_size != node.attributes["group_size"].as_int():
         return False
-    q, own_scales = (_numbers(value).reshape(table.rows, -1) for value in (table.q, table.scales))
-    packed_scales = _numbers(scales)
+    q, own_scales = (_array(value).reshape(table.rows, -1) for value in (table.q, table.scales))
+    packed_scales = _array(scales)
     if own_scales.dtype != packed_scales.dtype:
         return False
     columns = np.ascontiguousarray(own_scales.T)
@@ -237,26 +256,30 @@ def _read_groups(model: ir.Model, context: PassContext, table: StoredEmbedding, 
     if _native.pack_group_rows(columns).tobytes() != packed_scales.tobytes():
         return False
     packed = _native.pack_int8_group(np.ascontiguousarray(q[:, : table.width].T))
-    if not np.array_equal(packed.reshape(-1), _numbers(weights).reshape(-1)):
+    if not np.array_equal(packed.reshape(-1), _array(weights).reshape(-1)):
         return False
     table.read_groups(weights, scales, model.graph, lambda wanted: context.new_name(model, wanted))
     return True
 
 
 def _read_dense(model: ir.Model, context: PassContext, table: StoredEmbedding, node: ir.Node) -> bool:
-    """From a SparseAMXMatMul in dense storage, if it holds the table in bf16, or its numbers in int8."""
+    """Read the table from a dense SparseAMXMatMul, if it holds the table in bf16 or the same int8.
+
+    Returns:
+        True if it holds the table.
+    """
     masks, values, offsets, scales = (
         input_of(node, sparse_amx.INPUTS, name) for name in ("masks", "values", "offsets", "scales")
     )
-    if masks is None or values is None or offsets is None or _numbers(masks).size or _numbers(offsets).size:
+    if masks is None or values is None or offsets is None or _array(masks).size or _array(offsets).size:
         return False
     bits = node.attributes["weight_bits"].as_int()
     zero_points = input_of(node, sparse_amx.INPUTS, "zero_points")
-    shifted = zero_points is not None and bool(_numbers(zero_points).any())
+    shifted = zero_points is not None and bool(_array(zero_points).any())
     inputs = sparse_amx.row_inputs(bits)
     panels = -(-table.rows // PANEL_COLUMNS)
     packed = (
-        _numbers(values).reshape(panels, -1, PANEL_COLUMNS, inputs).swapaxes(1, 2).reshape(panels * PANEL_COLUMNS, -1)
+        _array(values).reshape(panels, -1, PANEL_COLUMNS, inputs).swapaxes(1, 2).reshape(panels * PANEL_COLUMNS, -1)
     )
     held = packed[: table.rows, : table.width]
     if bits == BF16:
@@ -266,21 +289,21 @@ def _read_dense(model: ir.Model, context: PassContext, table: StoredEmbedding, n
     elif bits != 8 or table.bits != 8 or table.group_size is not None or scales is None or shifted:
         return False
     else:
-        same = np.array_equal(_numbers(scales).reshape(-1)[: table.rows], _numbers(table.scales).reshape(-1))
-        if not same or not np.array_equal(held, _numbers(table.q)):
+        same = np.array_equal(_array(scales).reshape(-1)[: table.rows], _array(table.scales).reshape(-1))
+        if not same or not np.array_equal(held, _array(table.q)):
             return False
     table.read_dense(values, scales, inputs, model.graph, lambda wanted: context.new_name(model, wanted))
     return True
 
 
 def _digest(table: np.ndarray) -> bytes:
-    """Of the numbers in bf16, [rows, width]."""
+    """Return a digest of the table in bf16, [rows, width]."""
     found = blake2b(digest_size=16)
     for start in range(0, len(table), _ROWS):
         found.update(table[start : start + _ROWS].astype(ml_dtypes.bfloat16).tobytes())
     return found.digest()
 
 
-def _numbers(value: ir.Value) -> np.ndarray:
+def _array(value: ir.Value) -> np.ndarray:
     assert value.const_value is not None
     return value.const_value.numpy()

@@ -1,10 +1,10 @@
-"""Makes floats of activations that a model rounds to fixed ranges of 8 bits, as quantize_static does between operators.
+"""Convert activations that a model quantizes to fixed 8-bit ranges back to floats, as quantize_static inserts them.
 
-Layers then round their inputs row by row (SparseAMXMatMul), and what lies between them is fused as in a float model.
-The model computes what it would have computed in float with these weights. What a range cuts off because a Relu or Clip
-was left out for it stays cut off (find/qdq_pairs.py).
+Layers then quantize their inputs row by row (SparseAMXMatMul), and operators between layers are fused as in a float
+model. The model computes what it would have computed in float with these weights. A range that replaced a Relu or Clip
+becomes a Clip, so what it cut off stays cut off (find/qdq_pairs.py).
 
-A model with a layer that VNNISpMM takes, which has fixed ranges, keeps all of them.
+If any layer becomes VNNISpMM, which uses fixed ranges, all ranges stay.
 """
 
 from __future__ import annotations
@@ -27,45 +27,54 @@ from .normalize import require_normalized
 
 
 @dataclass(frozen=True)
-class _Rounded:
-    """An operator of 8-bit numbers: the one of floats, the first of each three inputs (numbers, scale, zero point) that
-    make one of it, where scale and zero point of the output are, and the attributes that both have."""
+class _IntegerOperator:
+    """An operator on 8-bit integers and its float counterpart.
+
+    Attributes:
+        op_type: the float operator.
+        inputs: indices of the first of three inputs (integers, scale, zero point) that form one float input.
+        output: index of the output's scale, which is followed by the zero point.
+        attributes: attributes that both operators have.
+        floats: indices of inputs that are passed on unchanged, before the others.
+    """
 
     op_type: str
     inputs: tuple[int, ...]
     output: int
     attributes: tuple[str, ...] = ()
-    floats: tuple[int, ...] = ()  # inputs in front that are taken as they are
+    floats: tuple[int, ...] = ()
 
 
-_ROUNDED: Mapping[tuple[str, str], _Rounded] = {
-    ("", "QLinearMatMul"): _Rounded("MatMul", (0, 3), 6),
-    (MICROSOFT_DOMAIN, "QLinearAdd"): _Rounded("Add", (0, 3), 6),
-    (MICROSOFT_DOMAIN, "QLinearMul"): _Rounded("Mul", (0, 3), 6),
-    (MICROSOFT_DOMAIN, "QLinearSigmoid"): _Rounded("Sigmoid", (0,), 3),
-    (MICROSOFT_DOMAIN, "QLinearLeakyRelu"): _Rounded("LeakyRelu", (0,), 3, ("alpha",)),
-    (MICROSOFT_DOMAIN, "QLinearSoftmax"): _Rounded("Softmax", (0,), 3, ("axis",)),
-    (MICROSOFT_DOMAIN, "QLinearWhere"): _Rounded("Where", (1, 4), 7, floats=(0,)),
+_INTEGER_OPERATORS: Mapping[tuple[str, str], _IntegerOperator] = {
+    ("", "QLinearMatMul"): _IntegerOperator("MatMul", (0, 3), 6),
+    (MICROSOFT_DOMAIN, "QLinearAdd"): _IntegerOperator("Add", (0, 3), 6),
+    (MICROSOFT_DOMAIN, "QLinearMul"): _IntegerOperator("Mul", (0, 3), 6),
+    (MICROSOFT_DOMAIN, "QLinearSigmoid"): _IntegerOperator("Sigmoid", (0,), 3),
+    (MICROSOFT_DOMAIN, "QLinearLeakyRelu"): _IntegerOperator("LeakyRelu", (0,), 3, ("alpha",)),
+    (MICROSOFT_DOMAIN, "QLinearSoftmax"): _IntegerOperator("Softmax", (0,), 3, ("axis",)),
+    (MICROSOFT_DOMAIN, "QLinearWhere"): _IntegerOperator("Where", (1, 4), 7, floats=(0,)),
 }
-_FEW = 1024  # numbers of a constant that may be a mask's
-_CONCAT = (MICROSOFT_DOMAIN, "QLinearConcat")  # scale and zero point of the output, then three inputs each
+_MAX_MASK_ELEMENTS = 1024  # elements of a constant that may be a mask
+_CONCAT = (MICROSOFT_DOMAIN, "QLinearConcat")  # inputs: scale and zero point of the output, then three for each input
 
 
 class FloatActivationsPass(RecipePass):
-    """Removes QuantizeLinear and DequantizeLinear around activations, where layers have inputs of fixed ranges."""
+    """Remove QuantizeLinear and DequantizeLinear around activations, where layers have inputs of fixed ranges."""
 
     def requires(self, model: ir.Model) -> None:
+        """Check that the model is normalized."""
         require_normalized(model, "float_activations")
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Convert activations to floats, unless a layer becomes an operator with fixed ranges."""
         context = self.context
         context.progress(Stage.FLOAT_ACTIVATIONS, 0, 1)
         ranged = [linear for linear in linears_in(model) if linear.x_range is not None]
         keeping = [linear for linear in ranged if context.plan.keeps_range(linear)]
         if keeping:
             context.note(
-                f"fixed ranges of activations stay, as {len(keeping)} of {len(ranged)} layers with such are sparse and "
-                "become an operator that has them"
+                f"fixed ranges of activations are kept: {len(keeping)} of {len(ranged)} layers with fixed ranges are "
+                "sparse and become an operator that uses them"
             )
         elif ranged:
             context.layers.freed = _free(model, context)
@@ -74,7 +83,7 @@ class FloatActivationsPass(RecipePass):
 
 
 def _free(model: ir.Model, context: PassContext) -> int:
-    """Returns how many roundings are gone."""
+    """Remove the quantization of activations; return the number of removed pairs."""
     writer = _Writer(model, context)
     for node in list(model.graph.all_nodes()):
         writer.in_floats(node)
@@ -91,28 +100,32 @@ def _free(model: ir.Model, context: PassContext) -> int:
             reasons.append(f"{node.name!r}: {found}")
     if freed:
         context.note(
-            f"{freed} roundings of activations to fixed ranges are gone: layers round their inputs row by row, and "
-            "answers are compared with those of the model's weights in float"
-            + (f"; {clipped} ranges that begin at 0 are a Clip, as they may stand for a Relu" if clipped else "")
+            f"{freed} quantizations of activations to fixed ranges removed: layers quantize their inputs row by row, "
+            "and answers are compared with those of the model's weights in float"
+            + (f"; {clipped} ranges that start at 0 became a Clip, as they may replace a Relu" if clipped else "")
         )
     if reasons:
         more = f" and {len(reasons) - 1} more" if len(reasons) > 1 else ""
-        context.note(f"rounding of activations stays: {reasons[0]}{more}")
+        context.note(f"quantization of activations kept: {reasons[0]}{more}")
     return freed
 
 
 class _Writer:
+    """Rewrites nodes of one model."""
+
     def __init__(self, model: ir.Model, context: PassContext) -> None:
         self._model, self._context = model, context
-        self._made: dict[Hashable, ir.Value] = {}  # floats by numbers, scale and zero point
+        self._made: dict[Hashable, ir.Value] = {}  # floats by integers, scale and zero point
 
     def in_floats(self, node: ir.Node) -> None:
-        """Puts an operator of floats between DequantizeLinear and QuantizeLinear in the place of one of 8-bit numbers.
-        One with a constant weight is a layer, and stays."""
+        """Replace an operator on 8-bit integers with its float counterpart between DequantizeLinear and QuantizeLinear.
+
+        An operator with a constant weight is a layer, and is kept.
+        """
         kind = (node.domain if node.domain not in DEFAULT_DOMAINS else "", node.op_type)
-        form = _ROUNDED.get(kind)
+        form = _INTEGER_OPERATORS.get(kind)
         if kind == _CONCAT:
-            form = _Rounded("Concat", tuple(range(2, len(node.inputs), 3)), 0, ("axis",))
+            form = _IntegerOperator("Concat", tuple(range(2, len(node.inputs), 3)), 0, ("axis",))
         if form is None or not isinstance(node.graph, ir.Graph) or not _is_complete(node, form):
             return
         nodes: list[ir.Node] = []
@@ -121,16 +134,16 @@ class _Writer:
         attributes = {name: node.attributes[name] for name in form.attributes if name in node.attributes}
         floats = self._add(nodes, form.op_type, inputs, node.name, attributes)
         inputs = [floats, *node.inputs[form.output : form.output + 2]]
-        numbers = self._add(nodes, "QuantizeLinear", inputs, f"{node.name}/quantize")
-        numbers.type, numbers.shape = node.outputs[0].type, node.outputs[0].shape
-        ir.convenience.replace_nodes_and_values(node.graph, node, [node], nodes, [node.outputs[0]], [numbers])
+        integers = self._add(nodes, "QuantizeLinear", inputs, f"{node.name}/quantize")
+        integers.type, integers.shape = node.outputs[0].type, node.outputs[0].shape
+        ir.convenience.replace_nodes_and_values(node.graph, node, [node], nodes, [node.outputs[0]], [integers])
 
     def keep_finite(self, node: ir.Node) -> None:
-        """Where a scale and a number make infinity of the lowest float, which hides keys in masks: it is that again."""
+        """Clamp a dequantized constant that overflows to infinity to the lowest float, which masks use to hide keys."""
         if node.op_type != "DequantizeLinear" or node.domain not in DEFAULT_DOMAINS or node.graph is None:
             return
-        numbers = constant_tensor(node_input(node, 0))
-        made = None if numbers is None or numbers.size > _FEW else constant_tensor(node.outputs[0])
+        integers = constant_tensor(node_input(node, 0))
+        made = None if integers is None or integers.size > _MAX_MASK_ELEMENTS else constant_tensor(node.outputs[0])
         if made is None or node.outputs[0].is_graph_output():
             return
         with np.errstate(over="ignore"):
@@ -142,25 +155,25 @@ class _Writer:
             remove_unused(node.outputs[0])
 
     def gather_integers(self, node: ir.Node) -> None:
-        """Makes floats of the rows of a table that are gathered, not of all of it."""
+        """Gather rows of a table before dequantizing, so that only the gathered rows become floats."""
         table = node.inputs[0] if node.op_type == "Gather" and node.domain in DEFAULT_DOMAINS else None
         dequantize = table.producer() if table is not None else None
         if table is None or dequantize is None or dequantize.op_type != "DequantizeLinear":
             return
-        numbers, scale = constant_tensor(node_input(dequantize, 0)), constant_tensor(node_input(dequantize, 1))
-        if numbers is None or scale is None or scale.size != 1 or len(scale.shape) > 1 or node.graph is None:
+        integers, scale = constant_tensor(node_input(dequantize, 0)), constant_tensor(node_input(dequantize, 1))
+        if integers is None or scale is None or scale.size != 1 or len(scale.shape) > 1 or node.graph is None:
             return
         nodes: list[ir.Node] = []
         inputs = [dequantize.inputs[0], *node.inputs[1:]]
         rows = self._add(nodes, "Gather", inputs, node.name, dict(node.attributes))
-        rows.type = ir.TensorType(numbers.dtype)
+        rows.type = ir.TensorType(integers.dtype)
         floats = self._add(nodes, "DequantizeLinear", [rows, *dequantize.inputs[1:]], f"{node.name}/floats")
         floats.type, floats.shape = node.outputs[0].type, node.outputs[0].shape
         ir.convenience.replace_nodes_and_values(node.graph, node, [node], nodes, [node.outputs[0]], [floats])
         remove_unused(table)
 
     def remove(self, rounding: QdqPair) -> bool:
-        """Whether a Clip is left in its place."""
+        """Remove a QDQ pair. Return true if a Clip replaces it."""
         node, bounds = rounding.node, rounding.bounds
         source, scale = node_input(node, 0), constant_tensor(node_input(node, 1))
         graph = node.graph
@@ -192,7 +205,7 @@ class _Writer:
         return bounds is not None
 
     def _constant(self, node: ir.Node) -> Callable[[np.ndarray], ir.Value]:
-        """What makes constants of the node's graph."""
+        """Return a function that makes initializers of the node's graph."""
         graph = node.graph
         assert isinstance(graph, ir.Graph)
 
@@ -205,9 +218,9 @@ class _Writer:
     def _dequantized(self, graph: ir.Graph, three: Sequence[ir.Value | None], nodes: list[ir.Node]) -> ir.Value:
         key = (id(graph), *three)
         if key not in self._made:
-            numbers = three[0]
-            assert numbers is not None
-            self._made[key] = self._add(nodes, "DequantizeLinear", list(three), f"{numbers.name}/floats")
+            integers = three[0]
+            assert integers is not None
+            self._made[key] = self._add(nodes, "DequantizeLinear", list(three), f"{integers.name}/floats")
         return self._made[key]
 
     def _add(
@@ -224,17 +237,17 @@ class _Writer:
         return node.outputs[0]
 
 
-def _is_complete(node: ir.Node, form: _Rounded) -> bool:
-    """Whether all scales and zero points are there, constant, and not all numbers are."""
-    places = [index + more for index in form.inputs for more in (1, 2)] + [form.output, form.output + 1]
-    known = all(constant_tensor(node_input(node, index)) is not None for index in places)
-    numbers = [node_input(node, index) for index in form.inputs]
-    given = [value for value in numbers if value is not None]
+def _is_complete(node: ir.Node, form: _IntegerOperator) -> bool:
+    """Check that all scales and zero points exist and are constant, and that the operator is not a layer."""
+    positions = [index + more for index in form.inputs for more in (1, 2)] + [form.output, form.output + 1]
+    known = all(constant_tensor(node_input(node, index)) is not None for index in positions)
+    integers = [node_input(node, index) for index in form.inputs]
+    given = [value for value in integers if value is not None]
     is_layer = node.op_type == "QLinearMatMul" and any(constant_tensor(value) is not None for value in given)
     later_opset = node.op_type != "QLinearSoftmax" or _softmax_is_of_axis(node)
-    return known and len(given) == len(numbers) and not is_layer and later_opset
+    return known and len(given) == len(integers) and not is_layer and later_opset
 
 
 def _softmax_is_of_axis(node: ir.Node) -> bool:
-    """Whether it is that of opset 13 and later: along one axis."""
+    """Check that this is the Softmax of opset 13 and later, over one axis."""
     return "opset" in node.attributes and node.attributes["opset"].as_int() >= 13

@@ -1,12 +1,12 @@
-"""Replaces element-wise operators between quantized values by LutPostOp: one lookup in a table (lut.py).
+"""Replace element-wise operators between quantized values with LutPostOp: one table lookup (find/lut.py).
 
-From every quantized value the search goes through all that is computed from it alone: DequantizeLinear, activations in
-any formula, arithmetic with single numbers, QuantizeLinear; paths may part and join again. What the rest of the model
-uses of that gets a table of its own, and what is then computed for nothing goes:
+From every quantized value, the search follows everything that is computed from it alone: DequantizeLinear, activations
+in any formula, arithmetic with scalars, QuantizeLinear. Paths may part and join again. Each value of that subgraph that
+the rest of the model uses gets a table, and unused nodes are removed:
 
-    quantized values    where a table saves one operator (of 16 bits: two)
-    float32 values      where it saves two, but none that DequantizeLinear puts out: ONNX Runtime takes that one and the
-                        product behind it as one operator
+    quantized values    if a table saves one operator (two for 16-bit indices)
+    float32 values      if a table saves two, but not an output of DequantizeLinear: ONNX Runtime fuses that with the
+    product after it
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ _REASONS_SHOWN = 3
 
 @dataclass(frozen=True)
 class FuseLutOptions(PassOptions):
-    # Of the indices: 16-bit tables take 64 to 256 KiB each.
+    """Options of pass `fuse_lut`."""
+
+    # Most bits of an index: 16-bit tables take 64 to 256 KiB each.
     bits: int = field(default=16, metadata=takes("int", choices=(8, 16)))
     # Names of the nodes whose outputs are looked up.
     select: Globs = field(default=("*",), metadata=takes("globs"))
@@ -58,7 +60,7 @@ class FuseLutOptions(PassOptions):
 
 @dataclass(frozen=True)
 class _Lookup:
-    """A chain, its table, and the nodes that nothing needs any more when the table is there."""
+    """A chain, its table, and the nodes that the table makes unnecessary."""
 
     chain: Chain
     table: np.ndarray
@@ -66,7 +68,7 @@ class _Lookup:
 
 
 class FuseLutPass(RecipePass):
-    """Puts table lookups in the place of element-wise operators on quantized values."""
+    """Replace element-wise operators on quantized values with table lookups."""
 
     options_type = FuseLutOptions
     options: FuseLutOptions
@@ -76,9 +78,11 @@ class FuseLutPass(RecipePass):
         self._tables: dict[tuple[int, str, bytes], ir.Value] = {}
 
     def requires(self, model: ir.Model) -> None:
+        """Check that the model is normalized."""
         require_normalized(model, "fuse_lut")
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Replace chains in every graph of the model."""
         self._tables.clear()
         found = 0
         graphs = list(model.graphs())
@@ -87,7 +91,7 @@ class FuseLutPass(RecipePass):
             found += self._fuse(model, graph)
         self.context.progress(Stage.FUSE_LUT, len(graphs), len(graphs))
         if not found:
-            self.context.note("pass 'fuse_lut' found no chain of element-wise operators on quantized values to replace")
+            self.context.note("pass 'fuse_lut' found no chain of element-wise operators on quantized values")
         elif not self.context.dry_run:
             declare_operators(model)
             if self.context.portable:
@@ -95,7 +99,7 @@ class FuseLutPass(RecipePass):
         return ir.passes.PassResult(model, modified=found > 0 and not self.context.dry_run)
 
     def _fuse(self, model: ir.Model, graph: ir.Graph) -> int:
-        """Replaces what it can in one graph; how many lookups that makes."""
+        """Replace the chains of one graph; return the number of lookups."""
         order = graph_order(graph)
         found = 0
         seen: set[ir.Value] = set()
@@ -103,7 +107,7 @@ class FuseLutPass(RecipePass):
         for start in list(graph):
             if start.op_type not in _STARTS or start in replaced:
                 continue
-            # Asked at once: constants of a chain that is replaced go.
+            # Determined now: replacing a chain removes its constants.
             sources = [x for x in dict.fromkeys(data_inputs(start)) if x not in seen and not is_constant(x)]
             seen.update(sources)
             for x in sources:
@@ -115,7 +119,7 @@ class FuseLutPass(RecipePass):
         return found
 
     def _lookups(self, model: ir.Model, start: ir.Node, cone: Cone) -> list[_Lookup]:
-        """What becomes of a cone, also in the report."""
+        """Return the lookups that replace a cone, and report them."""
         report = self.context.report.lookups
         reasons = list(dict.fromkeys(cone.refused.values()))
         dtype = code_type(cone.input)
@@ -123,12 +127,12 @@ class FuseLutPass(RecipePass):
         inside = set(cone.nodes)
         gone: set[ir.Node] = set()
         if dtype not in CODE_TYPES:
-            what = "unknown" if dtype is None else dtype.name
-            reasons = [f"the type of {cone.input.name!r} is {what}, expected one of 8 or 16 bits"]
+            found = "unknown" if dtype is None else dtype.name
+            reasons = [f"the type of {cone.input.name!r} is {found}, expected 8 or 16 bits"]
         elif 8 * dtype.itemsize > self.options.bits:
             reasons = [f"{cone.input.name!r} has more than {self.options.bits} bits (option bits)"]
         else:
-            # The last ones first: what a table of theirs leaves over is not needed for others.
+            # Last outputs first: nodes that their tables make unnecessary need no table of their own.
             for output in reversed(list(_exits(cone, inside))):
                 chain = cone.chain_to(output)
                 saved = _saved(chain, gone)
@@ -155,23 +159,23 @@ class FuseLutPass(RecipePass):
         return lookups
 
     def _table(self, model: ir.Model, chain: Chain, dtype: ir.DataType, saved: int) -> np.ndarray:
-        """The chain's table, or NoTableError: why it is better left alone."""
+        """Return the chain's table. Raises NoTableError with the reason if it is not worth replacing."""
         name = chain.nodes[-1].name or ""
         self.context.layers.names.append(name)
         if not any_matches([name], self.options.select) or any_matches([name], self.options.exclude):
             raise NoTableError(f"{name} is not selected")
         if saved == 0:
-            raise NoTableError(f"{name} is needed elsewhere")
+            raise NoTableError(f"{name} has other consumers")
         table = make_table(chain, dtype, model.opset_imports)
         types = [kind.numpy() for kind in (*CODE_TYPES, ir.DataType.FLOAT)]
         if table.dtype not in types:
-            raise NoTableError(f"{name} answers in {table.dtype}, expected 8 or 16 bits or float32")
+            raise NoTableError(f"{name} has type {table.dtype}, expected 8 or 16 bits or float32")
         if saved < 2 and (table.dtype == np.float32 or dtype.itemsize > 1):
-            raise NoTableError(f"a table for {name} would save one operator only, which is as fast")
+            raise NoTableError(f"a table for {name} would save only one operator, which is as fast as the lookup")
         return table
 
     def _put(self, model: ir.Model, lookup: _Lookup) -> ir.Node:
-        """The operator where the chain ended, under its node's name; what it puts out keeps its name."""
+        """Insert the operator at the end of the chain, under its node's name; the output keeps its name."""
         chain = lookup.chain
         last = chain.nodes[-1]
         graph = last.graph
@@ -191,7 +195,7 @@ class FuseLutPass(RecipePass):
         return node
 
     def _initializer(self, model: ir.Model, graph: ir.Graph, name: str, table: np.ndarray) -> ir.Value:
-        """Equal tables of one graph are one. (Of one graph: see replace.)"""
+        """Return the initializer of a table. Equal tables of one graph are shared."""
         key = (id(graph), str(table.dtype), table.tobytes())
         if key not in self._tables:
             new_name = self.context.new_name(model, f"{name}.table")
@@ -200,10 +204,10 @@ class FuseLutPass(RecipePass):
 
 
 def lut_post_op_function(opset: int) -> ir.Function:
-    """LutPostOp as an ONNX function: its specification, and what runs where our library is not registered."""
+    """Return LutPostOp as an ONNX function: its specification, and the fallback without our library."""
     body = FunctionBody(opset)
     x, table = ir.val("X"), ir.val("table")
-    # Negative numbers index from the end: entry 255 of 256 is that of -1.
+    # Negative values index from the end: entry 255 of 256 is the one of -1.
     y = body.op("Gather", table, body.op("Cast", x, to=ir.DataType.INT32))
     y.name = "Y"
     graph = ir.Graph([x, table], [y], nodes=body.nodes, opset_imports={"": opset}, name=OP_TYPE)
@@ -212,7 +216,10 @@ def lut_post_op_function(opset: int) -> ir.Function:
 
 
 def _exits(cone: Cone, inside: Collection[ir.Node]) -> list[ir.Value]:
-    """What the rest of the model uses of a cone; in place of what DequantizeLinear puts out, what that takes."""
+    """Return the values of a cone that the rest of the model uses.
+
+    An output of DequantizeLinear is replaced by its input.
+    """
     exits: dict[ir.Value, None] = {}
     for value in cone.values():
         if not seen_outside(value, inside):
@@ -226,7 +233,7 @@ def _exits(cone: Cone, inside: Collection[ir.Node]) -> list[ir.Value]:
 
 
 def _saved(chain: Chain, gone: Collection[ir.Node]) -> tuple[ir.Node, ...]:
-    """The chain's nodes that nothing needs when its output comes from elsewhere. gone: nodes that are not there."""
+    """Return the chain's nodes that are unnecessary once its output is looked up. gone: nodes already removed."""
     last = chain.nodes[-1]
     saved = {last}
     for node in reversed(chain.nodes[:-1]):

@@ -1,6 +1,7 @@
-"""Puts AddLayerNorm in the place of each LayerNormalization that is left when layers have been replaced, as that of the
-embeddings is, and of the additions in front of it whose sums nothing else reads. It adds up in the same order on every
-CPU, ONNX Runtime's own does not.
+"""Replace LayerNormalizations that remain after layers are replaced, such as that of the embeddings, with AddLayerNorm.
+
+The additions before a norm are included if nothing else reads their sums. AddLayerNorm sums in the same order on every
+CPU; ONNX Runtime's own operator does not.
 """
 
 from __future__ import annotations
@@ -20,29 +21,31 @@ from ..report.lines import count
 from .context import RecipePass
 from .normalize import require_normalized
 
-# ||Y - Z|| / ||Y|| of a sum in another order, for `verify`.
+# ||Y - Z|| / ||Y|| from another order of sums, for pass verify.
 _ROUNDING = 1e-6
 
 
 class FuseNormPass(RecipePass):
-    """See the top of this file."""
+    """Replace LayerNormalizations and the additions before them."""
 
     def requires(self, model: ir.Model) -> None:
+        """Check that the model is normalized."""
         require_normalized(model, "fuse_norm")
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Replace the LayerNormalizations of every graph."""
         context = self.context
         graphs = list(model.graphs())
         if context.dry_run:
             if any(True for graph in graphs for _ in find_norms(graph, Dimensions(graph))):
-                context.note("which LayerNormalizations are left is found when layers have been replaced")
+                context.note("LayerNormalizations that remain are found after layers have been replaced")
             return ir.passes.PassResult(model, modified=False)
         nodes = list[ir.Node]()
         added = 0
         for number, graph in enumerate(graphs):
             context.progress(Stage.FUSE_NORM, number, len(graphs))
             dimensions = Dimensions(graph)
-            # The last one first: what others are made of stays what it was when its dimensions were asked.
+            # Last norm first: then the values that earlier norms read are unchanged, and `dimensions` still knows them.
             for x, norm in reversed(list(find_norms(graph, dimensions))):
                 operands, sums = _operands(x, norm, dimensions)
                 nodes.append(self._replace(model, graph, norm, operands, sums))
@@ -54,13 +57,13 @@ class FuseNormPass(RecipePass):
             declare_operators(model)
             if context.portable:
                 put_function(model, add_layer_norm_function(model.opset_imports[""]))
-            context.note(f"{count(len(nodes), 'LayerNormalization')} fused with {count(added, 'addition')} in front")
+            context.note(f"{count(len(nodes), 'LayerNormalization')} fused with {count(added, 'addition')}")
         return ir.passes.PassResult(model, modified=bool(nodes))
 
     def _replace(
         self, model: ir.Model, graph: ir.Graph, norm: LayerNorm, operands: list[ir.Value], sums: list[ir.Node]
     ) -> ir.Node:
-        """Puts the operator where the norm's last node was, under its name; what it puts out keeps its name."""
+        """Insert the operator at the norm's last node, under its name; the output keeps its name."""
         last = norm.nodes[-1]
         given: dict[str, ir.Value] = dict(zip(INPUTS, operands, strict=False))
         for name, array in norm.arrays().items():
@@ -77,13 +80,15 @@ class FuseNormPass(RecipePass):
 
 
 def _operands(x: ir.Value, norm: LayerNorm, dimensions: Dimensions) -> tuple[list[ir.Value], list[ir.Node]]:
-    """What is added up for x, so that x is the sum from the left, and the additions, the last one first: x alone where
-    something else reads it."""
+    """Return the operands whose sum from the left is x, and the additions, last one first.
+
+    If x has other consumers, the only operand is x.
+    """
     operands, sums = [x], list[ir.Node]()
     if x.is_graph_output() or any(use.node not in norm.nodes for use in x.uses()):
         return operands, sums
     while len(operands) <= len(ADDENDS):
-        # Of two operands either may come first: their sum is the same.
+        # Either of the first two operands may be a sum: addition commutes.
         found = [value for value in operands[:2] if value is x or only_consumer(value) is not None]
         add = next((add for value in found if (add := _sum_of_rows(value, dimensions)) is not None), None)
         if add is None or add.graph is not norm.nodes[0].graph:
@@ -95,7 +100,7 @@ def _operands(x: ir.Value, norm: LayerNorm, dimensions: Dimensions) -> tuple[lis
 
 
 def _sum_of_rows(value: ir.Value, dimensions: Dimensions) -> ir.Node | None:
-    """What makes the value, if it adds up two of its width."""
+    """Return the Add that computes the value from two operands of its width, if there is one."""
     add, shape = value.producer(), dimensions.shape(value)
     if add is None or add.op_type != "Add" or add.domain not in DEFAULT_DOMAINS or shape is None:
         return None

@@ -1,4 +1,4 @@
-"""What the passes of a run know of the linear layers."""
+"""State of a run that concerns linear layers."""
 
 from __future__ import annotations
 
@@ -17,34 +17,41 @@ from .plan.replace import LayerState
 
 @dataclass
 class Layers:
-    """By the output of their node (layer_key), not by a name: those of nodes need not be unique, and those of values
-    may be the same in both branches of an If."""
+    """State of the linear layers, by layer_key.
+
+    The key is the output of the layer's node, not a name: names of nodes need not be unique, and both branches of an If
+    may have values of the same name.
+    """
 
     reports: dict[ir.Value, LayerReport] = field(default_factory=dict)
-    names: list[str] = field(default_factory=list)  # and of their weights, before any pass changed them
-    # Each layer's weight [k, n] before any pass changed it. The numbers stay in the model's file until it is called.
+    names: list[str] = field(default_factory=list)  # names of layers and their weights, before any pass changed them
+    # Each layer's weight [k, n] before any pass changed it. It stays in the model's file until the function is called.
     originals: dict[ir.Value, Callable[[], np.ndarray]] = field(default_factory=dict)
-    captured: dict[ir.Value, np.ndarray] = field(default_factory=dict)  # rows of inputs to each layer: [rows, k]
-    # Numbers of values that a pass ranges has recorded, by name.
+    # recorded inputs of each layer, float32 [rows, k]
+    captured: dict[ir.Value, np.ndarray] = field(default_factory=dict)
+    # Samples of values that pass ranges has recorded, by the value's name.
     activations: dict[str, np.ndarray] = field(default_factory=dict)
-    # Below which magnitude a layer's inputs count as zero, or why there is none; see activations.py.
+    # Magnitude up to which a layer's inputs count as zero, or why it has no threshold (activations.py).
     thresholds: dict[ir.Value, float | str] = field(default_factory=dict)
     quantized: dict[Hashable, QuantizedWeight] = field(default_factory=dict)  # by Linear.weight_key
-    # Of each replaced layer: ||Y - XW|| / ||XW|| with the weight W that was packed.
+    # |Y|||Y - XW|| / ||XW|| of each replaced layer, with the weight W that was packed.
     rounding: dict[ir.Value, float] = field(default_factory=dict)
-    stored_bits: dict[ir.Value, int | None] = field(default_factory=dict)  # of each weight before any pass changed it
-    # Why a pass quantize has left a layer as it is. No pass replace knows better.
+    # bits of each weight before any pass changed it
+    stored_bits: dict[ir.Value, int | None] = field(default_factory=dict)
+    # Why pass quantize has skipped a layer. A later pass replace does not change the reason.
     left: dict[ir.Value, str] = field(default_factory=dict)
-    packed_weights: int = 0  # in all matrices that were packed so far
-    embeddings: list[StoredEmbedding] = field(default_factory=list)  # tables of words that pass embeddings has stored
-    freed: int = 0  # activations that were rounded to fixed ranges, and are floats now
-    unpadded: bool = False  # padding is left out
-    zero_at_padding: list[str] = field(default_factory=list)  # outputs that are 0 there, if it is left out
-    pad_token_id: int | None = None  # what padding holds; None: every hidden position is padding
-    unified: list[ir.Node] = field(default_factory=list)  # products of int8 layers in another form (quantized_forms.py)
+    packed_weights: int = 0  # elements of all matrices that were packed
+    embeddings: list[StoredEmbedding] = field(default_factory=list)  # word tables that pass embeddings has stored
+    freed: int = 0  # activations that were quantized to fixed ranges and are floats now
+    unpadded: bool = False  # whether padding tokens are skipped
+    # outputs that are 0 at padding tokens, if these are skipped
+    zero_at_padding: list[str] = field(default_factory=list)
+    pad_token_id: int | None = None  # token id of padding; None: every hidden position is padding
+    # products of int8 layers that were rewritten to another form (find/quantized_forms.py)
+    unified: list[ir.Node] = field(default_factory=list)
 
     def add(self, layer: Linear | NotLinear) -> None:
-        """Begins its report, and remembers its weight."""
+        """Start the layer's report, and remember its weight."""
         key = layer_key(layer)
         self.names.append(layer.name)
         if isinstance(layer, Linear):
@@ -55,29 +62,29 @@ class Layers:
         else:
             self.reports[key] = LayerReport(layer.name, op_name(layer.node), reason=layer.reason)
 
-    def take(self, layer: Linear, numbers: QuantizedWeight) -> None:
-        """The layer's weight stands for these numbers already."""
-        self.quantized[layer.weight_key] = numbers
-        self.reports[layer_key(layer)].weight_bits = numbers.bits
+    def take(self, layer: Linear, weight: QuantizedWeight) -> None:
+        """Record the given integers as the layer's weight: the graph already holds their dequantized values."""
+        self.quantized[layer.weight_key] = weight
+        self.reports[layer_key(layer)].weight_bits = weight.bits
 
     @property
     def changed(self) -> bool:
-        """Whether weights are changed, or activations are floats that were rounded before."""
+        """Return true if weights are changed, or if quantized activations became floats."""
         return self.weights_changed or bool(self.freed)
 
     @property
     def weights_changed(self) -> bool:
-        """Whether there are tables of words in few bits, or layers that are pruned or quantized, and not replaced."""
+        """Return true if tables are stored, or layers are pruned or quantized but not replaced."""
         pruned_or_quantized = any(report.status in ("pruned", "quantized") for report in self.reports.values())
         return pruned_or_quantized or bool(self.embeddings)
 
     @property
     def masked(self) -> bool:
-        """Whether inputs of some layer count as zero that are not."""
+        """Return true if a layer has a threshold above 0."""
         return any(threshold for threshold in self.thresholds.values() if isinstance(threshold, float))
 
     def state(self, linear: Linear) -> LayerState:
-        """What the passes so far have made of the layer."""
+        """Return the state of a layer after the passes so far."""
         key = layer_key(linear)
         before = self.reports[key].bytes_before or 0
         quantized, threshold = self.quantized.get(linear.weight_key), self.thresholds.get(key)

@@ -1,8 +1,8 @@
-"""Lengths that a graph asks of its inputs.
+"""Compute lengths from the graph's inputs.
 
-Exports ask values inside of an attention how long they are, to cut a mask to that or to split heads. Such a number is
-one of the inputs' own dimensions, or made of them, and here it is computed from these: then the attention can be
-replaced as a whole, with nothing hanging on to what was in it.
+Exported models read the length of values inside an attention, to cut a mask or to split heads. Such a length is a
+dimension of the inputs, or a sum or product of them. This module computes it from the inputs, so that the attention can
+be replaced as a whole: nothing else then depends on its inner values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ from ..operators.nodes import new_initializer
 
 
 def ask_inputs(model: ir.Model, new_name: Callable[[str], str]) -> None:
-    """In the model's graph and in branches of an If. new_name makes a name that no value of the model has."""
+    """Compute lengths from the model's inputs, in its graph and in branches of an If.
+
+    Args:
+        model: the model.
+        new_name: makes a name that no value of the model has.
+    """
     behind: dict[ir.Value, frozenset[ir.Value]] = {value: frozenset([value]) for value in model.graph.inputs}
     _trace(model.graph, behind)
     for graph in [model.graph, *_branches(model.graph)]:
@@ -29,7 +34,7 @@ def ask_inputs(model: ir.Model, new_name: Callable[[str], str]) -> None:
 
 
 def _branches(graph: ir.Graph) -> Iterator[ir.Graph]:
-    """Not bodies of loops, where a length may be another one in each turn."""
+    """Yield all branches of If nodes. Loop bodies are left out: there a length may differ in each iteration."""
     for node in graph:
         if is_op(node, "If"):
             for name in ("then_branch", "else_branch"):
@@ -46,11 +51,11 @@ def _ask_inputs(
 ) -> None:
     dims = Dimensions(graph)
     lengths = _Lengths(graph, inputs, dims, behind, new_name)
-    found = {value: dims.elements(value) or () for value in _numbers_of_inner_shapes(graph, dims)}
+    found = {value: dims.elements(value) or () for value in _lengths_of_inner_values(graph, dims)}
     found = {value: elements for value, elements in found.items() if elements and lengths.known(elements, value)}
     for value, elements in found.items():
         if value.is_graph_output() or all(node.outputs[0] in found for node in value.consumers()):
-            continue  # what it is used for is a number that is computed from the inputs too
+            continue  # all its consumers are computed from the inputs as well
         lengths.ask_for(value)
         made = lengths.scalar(elements[0]) if dims.shape(value) == () else lengths.vector(elements)
         value.replace_all_uses_with(made)
@@ -58,8 +63,8 @@ def _ask_inputs(
     lengths.place()
 
 
-def _numbers_of_inner_shapes(graph: ir.Graph, dims: Dimensions) -> list[ir.Value]:
-    """int64 numbers and vectors that follow from the shape of something else than an input of the graph."""
+def _lengths_of_inner_values(graph: ir.Graph, dims: Dimensions) -> list[ir.Value]:
+    """Return int64 scalars and vectors that depend on the shape of a value that is not an input of the graph."""
     found: dict[ir.Value, None] = {}
     for node in graph:
         if is_op(node, "Shape"):
@@ -76,10 +81,11 @@ def _numbers_of_inner_shapes(graph: ir.Graph, dims: Dimensions) -> list[ir.Value
 
 
 class _Lengths:
-    """Nodes at the beginning of a graph, each made once.
+    """Nodes at the start of a graph that compute lengths, each created once.
 
-    Inputs may have dimensions of one name and yet be of different lengths: ONNX Runtime does not compare them. So a
-    number is asked of an input that it comes from, and of none where it comes from several that need not go together.
+    Inputs may have dimensions of the same name and different lengths: ONNX Runtime does not compare them. So a length
+    is read from an input that the value depends on. If several inputs qualify and need not have equal lengths, it is
+    not read at all.
     """
 
     def __init__(
@@ -102,33 +108,34 @@ class _Lengths:
         self._nodes: list[ir.Node] = []
 
     def known(self, elements: Sequence[Element], value: ir.Value) -> bool:
-        """Whether inputs tell these elements of a value."""
+        """Return true if the inputs determine these elements of a value."""
         self.ask_for(value)
         return all(self._is_known(one) for one in elements)
 
     def ask_for(self, value: ir.Value) -> None:
-        """What is asked next are elements of this value."""
+        """Set the value whose elements are asked for next."""
         self._asking = value
 
     def _source(self, dim: Dim) -> tuple[ir.Value, int] | None:
         behind = self._behind.get(self._asking, frozenset()) if self._asking is not None else frozenset()
         found = [(value, axis) for value, axis in self._sources.get(dim, ()) if value in behind]
         together = {_kind(value) for value, _ in found}
-        # The first axis is the batch, and one for all.
+        # The first axis is the batch, which is equal for all inputs.
         if not found or (len(together) > 1 and any(axis for _, axis in found)):
             return None
         return found[0]
 
     def vector(self, elements: Sequence[Element]) -> ir.Value:
-        """int64 [elements]."""
+        """Return an int64 vector [elements]."""
         parts = [self._one(element) for element in elements]
         return parts[0] if len(parts) == 1 else self._node("Concat", parts, axis=0)
 
     def scalar(self, element: Element) -> ir.Value:
-        """int64 []."""
+        """Return an int64 scalar."""
         return self._node("Squeeze", [self._one(element), self._ints(0)])
 
     def place(self) -> None:
+        """Insert the created nodes at the start of the graph."""
         first = next(iter(self._graph), None)
         if first is not None:
             self._graph.insert_before(first, self._nodes)
@@ -146,7 +153,7 @@ class _Lengths:
         return self._source(element) is not None
 
     def _one(self, element: Element) -> ir.Value:
-        """int64 [1]."""
+        """Return an int64 vector of one element."""
         match element:
             case int():
                 return self._ints(element)
@@ -186,18 +193,21 @@ class _Lengths:
         return self._made[key]
 
 
-# What one text is made into: all of these inputs are as long as it has tokens.
+# Inputs made from one text: all of them are as long as its tokens.
 _OF_ONE_TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
 
 def _kind(value: ir.Value) -> str:
-    """Equal for inputs whose dimensions of one name go together: those of one text, and the caches of all layers."""
+    """Return a key that is equal for inputs whose dimensions of one name have the same length.
+
+    Such inputs are those made from one text, and the caches of all layers.
+    """
     name = value.name or ""
     return "text" if name in _OF_ONE_TEXT else re.sub(r"\d+", "", name).removesuffix("key").removesuffix("value")
 
 
 def _trace(graph: ir.Graph, behind: dict[ir.Value, frozenset[ir.Value]]) -> None:
-    """Adds for each value of a graph, and of graphs inside of it, the inputs of the model that it is computed from."""
+    """Add for each value of a graph and its subgraphs the model inputs that it depends on."""
     for node in graph:
         read = [behind[value] for value in node.inputs if value in behind]
         for attribute in node.attributes.values():

@@ -1,4 +1,4 @@
-"""The smallest weights of one tensor or of several together, found without sorting, and tensors without them."""
+"""Find the smallest weights of one or several tensors without sorting, and set them to zero."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ortolan.errors import ModelError
 
 from ..find.constants import lazy
 
-# The magnitude of a weight is compared by the bits of its float32 form without the sign: the order is the same.
+# Weights are compared by the bits of their float32 magnitude, which have the same order.
 _MAGNITUDE_BITS = np.uint32(0x7FFFFFFF)
 
 
@@ -24,7 +24,7 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class Threshold:
-    """Weights whose key is below `key` become zero, and the first `ties` of those whose key is equal."""
+    """Weights with a key below `key` become zero, and the first `ties` of the weights with that key."""
 
     key: int
     ties: int
@@ -32,7 +32,7 @@ class Threshold:
 
 @dataclass
 class Tally:
-    """How many weights of a tensor are below a key, equal to it, and zero."""
+    """Counts of a tensor's weights: below a key, equal to it, and zero."""
 
     below: int = 0
     equal: int = 0
@@ -40,10 +40,12 @@ class Tally:
 
 
 def find_threshold(weights: Sequence[ir.TensorProtocol], names: Sequence[str], count: int) -> Threshold:
-    """The threshold that prunes the `count` smallest of all weights together.
+    """Return the threshold that prunes the `count` smallest of all weights together.
 
-    Reads the weights twice and keeps two histograms: one over the upper, one over the lower half of the keys.
-    Raises ModelError if a weight is not finite.
+    It reads the weights twice and builds two histograms, one over the upper and one over the lower half of the keys.
+
+    Raises:
+        ModelError: a weight is NaN or infinity.
     """
 
     def histogram(key_bin: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
@@ -60,13 +62,14 @@ def find_threshold(weights: Sequence[ir.TensorProtocol], names: Sequence[str], c
 
     upper_counts = np.cumsum(histogram(lambda keys: keys >> 16))
     upper = int(np.searchsorted(upper_counts, count))
-    left = count - (int(upper_counts[upper - 1]) if upper else 0)
+    remaining = count - (int(upper_counts[upper - 1]) if upper else 0)
     lower_counts = np.cumsum(histogram(lambda keys: keys[keys >> 16 == upper] & 0xFFFF))
-    lower = int(np.searchsorted(lower_counts, left))
-    return Threshold(upper << 16 | lower, left - (int(lower_counts[lower - 1]) if lower else 0))
+    lower = int(np.searchsorted(lower_counts, remaining))
+    return Threshold(upper << 16 | lower, remaining - (int(lower_counts[lower - 1]) if lower else 0))
 
 
 def tally_weight(weight: ir.TensorProtocol, key: int) -> Tally:
+    """Count the weights below a key, equal to it, and zero."""
     tally = Tally()
     for keys in _key_chunks(weight):
         tally.below += int(np.count_nonzero(keys < key))
@@ -76,7 +79,7 @@ def tally_weight(weight: ir.TensorProtocol, key: int) -> Tally:
 
 
 def pruned_tensor(weight: ir.TensorProtocol, threshold: Threshold) -> ir.LazyTensor:
-    """The weight with its smallest values set to zero, computed when it is asked for."""
+    """Return the weight with its smallest values set to zero, computed on access."""
 
     def compute() -> np.ndarray:
         result = np.array(weight.numpy())

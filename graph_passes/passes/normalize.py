@@ -1,4 +1,7 @@
-"""Brings a model into the shape that the other passes expect, changing no result and no input, output or node name."""
+"""Rewrite a model into the form that the other passes expect.
+
+Results and the names of inputs, outputs and nodes stay.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,15 @@ _LARGE_TENSOR = 1024
 
 
 class NormalizePass(RecipePass):
-    """Inlines the model's functions, raises an old opset, names nodes, turns Constant nodes into initializers, writes
-    fused operators as several (fused_forms.py), asks inputs for their lengths (lengths.py), and writes int8 layers in
-    the forms that the passes know (quantized_forms.py)."""
+    """Rewrite the model so that the other passes can match it.
+
+    It inlines functions, raises an old opset, names nodes, turns Constant nodes into initializers, splits fused
+    operators (find/fused_forms.py), computes lengths from inputs (lengths.py), and rewrites int8 layers to the forms
+    that the passes know (find/quantized_forms.py).
+    """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Normalize the model."""
         self.context.progress(Stage.NORMALIZE, 0, 1)
         normalize(model, self.context.source.name)
         plan = self.context.plan
@@ -38,22 +45,23 @@ class NormalizePass(RecipePass):
             unfuse(model, lambda wanted: self.context.new_name(model, wanted), plan.stores_tables)
         squeeze_weights(model, lambda wanted: self.context.new_name(model, wanted))
         ask_inputs(model, lambda wanted: self.context.new_name(model, wanted))
-        if plan.replaces:  # only for passes replace, of which the last one folds back what is left
+        if plan.replaces:  # pass replace needs it; its last step folds back the layers that it does not replace
             self.context.layers.unified += unify_quantized(model, lambda wanted: self.context.new_name(model, wanted))
         self.context.progress(Stage.NORMALIZE, 1, 1)
         return ir.passes.PassResult(model, modified=True)
 
     def ensures(self, model: ir.Model) -> None:
+        """Check the opset, and that no functions remain."""
         version = model.opset_imports.get("", 0)
         if version < MINIMUM_OPSET or has_functions(model):
             raise ModelError(
-                f"{self.context.source.name} is at opset {version} with {len(model.functions)} functions "
-                f"after normalization, expected at least {MINIMUM_OPSET} and none; please report this"
+                f"{self.context.source.name} has opset {version} and {len(model.functions)} functions after "
+                f"normalization, expected at least opset {MINIMUM_OPSET} and 0 functions; please report this"
             )
 
 
 def normalize(model: ir.Model, name: str) -> None:
-    """Does it in place. `name` opens error messages."""
+    """Normalize the model in place. Error messages start with `name`."""
     if "ai.onnx" in model.opset_imports:  # another spelling of the default domain
         model.opset_imports.setdefault("", model.opset_imports.pop("ai.onnx"))
     model.opset_imports.setdefault("", MINIMUM_OPSET)
@@ -67,7 +75,7 @@ def normalize(model: ir.Model, name: str) -> None:
 
 
 def squeeze_weights(model: ir.Model, new_name: Callable[[str], str]) -> None:
-    """Takes the first axes off weights [1, K, N] of matrix products whose other factor has as many axes, or more."""
+    """Squeeze weights [1, K, N] of matrix products to [K, N] if the other factor has at least their rank."""
     dims = Dimensions(model.graph)
     for node in list(model.graph):
         if node.op_type not in ("MatMul", "MatMulInteger") or node.domain not in DEFAULT_DOMAINS:
@@ -90,7 +98,7 @@ def squeeze_weights(model: ir.Model, new_name: Callable[[str], str]) -> None:
 
 
 def drop_listed_initializers(model: ir.Model) -> None:
-    """Takes initializers from the inputs of a model below IR version 4, which had to list them: nobody passes them."""
+    """Remove initializers from the inputs of a model below IR version 4, which had to list them there."""
     if model.ir_version < 4:
         kept = [value for value in model.graph.inputs if not value.is_initializer()]
         model.graph.inputs.clear()
@@ -99,37 +107,37 @@ def drop_listed_initializers(model: ir.Model) -> None:
 
 
 def inline_functions(model: ir.Model) -> None:
-    """Replaces calls of the model's own functions by their bodies. Those of our operators stay."""
+    """Inline calls of the model's own functions. Functions of our operators stay."""
     if has_functions(model):
         onnx_passes.InlinePass(criteria=lambda function: function.domain != ORTOLAN_DOMAIN)(model)
 
 
 def has_functions(model: ir.Model) -> bool:
-    """Whether the model has functions of its own. Those of our operators do not count."""
+    """Return true if the model has functions besides those of our operators."""
     return any(domain != ORTOLAN_DOMAIN for domain, *_ in model.functions)
 
 
 def require_normalized(model: ir.Model, name: str) -> None:
-    """Raises RecipeError if pass `name` meets a model that pass `normalize` would change so that it could be read."""
+    """Raise RecipeError if the model needs pass `normalize` before pass `name`."""
     if model.opset_imports.get("", 0) < MINIMUM_OPSET or has_functions(model):
         raise RecipeError(
-            f"pass {name!r} needs pass 'normalize' before it, for models of an old opset or with functions; add "
+            f"pass {name!r} needs pass 'normalize' before it, as the model has an old opset or functions; add "
             '[[pass]] name = "normalize" to the recipe'
         )
 
 
 def optimized_with(model: ir.Model) -> str | None:
-    """The recipe that made this model, or None if Ortolan did not."""
+    """Return a description of the recipe that made this model, or None if Ortolan did not make it."""
     if RECIPE_KEY in model.metadata_props:
         return f"recipe {model.metadata_props[RECIPE_KEY]!r}"
-    # ONNX Runtime writes imports of all operators that it knows into the models that it makes.
+    # ONNX Runtime writes imports of all operators that it knows into models that it saves, so imports prove nothing.
     if any(node.domain == ORTOLAN_DOMAIN for node in model.graph.all_nodes()):
         return f"it holds {ORTOLAN_DOMAIN} operators"
     return None
 
 
 def _name_nodes(model: ir.Model) -> None:
-    """Names the nodes that have none: reports and selectors need one."""
+    """Name unnamed nodes: reports and selectors need names."""
     taken = {node.name for node in model.graph.all_nodes()}
     for index, node in enumerate(model.graph.all_nodes()):
         if not node.name:
@@ -141,10 +149,11 @@ def _name_nodes(model: ir.Model) -> None:
 
 
 def _raise_opset(model: ir.Model, name: str) -> None:
-    """onnx's converter works on a serialized model, so large weights travel around it: as inputs without a value.
+    """Raise the opset with onnx's converter.
 
-    Small ones and those of subgraphs travel inside of it, wherever they lie: a reference to a file would come back
-    without the folder of the file.
+    The converter works on a serialized model. Large weights are removed before, as inputs without a value, and put back
+    after. Small weights and weights of subgraphs are serialized with their data: a reference to a file would lose the
+    file's folder.
     """
     old = model.opset_imports[""]
     inputs = list(model.graph.inputs)
@@ -162,9 +171,9 @@ def _raise_opset(model: ir.Model, name: str) -> None:
             model.graph.inputs.append(value)
     try:
         proto = version_converter.convert_version(to_proto(model), MINIMUM_OPSET)
-    except Exception as error:  # the converter raises RuntimeError and others for what it does not know
+    except Exception as error:  # the converter raises RuntimeError and other exceptions
         raise ModelError(
-            f"{name} is at opset {old} and cannot be converted to opset {MINIMUM_OPSET}: {error}; "
+            f"{name} has opset {old} and cannot be converted to opset {MINIMUM_OPSET}: {error}; "
             f"export it again with opset {MINIMUM_OPSET} or newer"
         ) from error
     converted = ir.from_proto(proto)

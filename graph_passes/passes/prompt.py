@@ -1,4 +1,4 @@
-"""A prompt that becomes part of a model: its pruned keys and values, and how feeds and answers change by it."""
+"""A prompt that becomes part of a model: its pruned keys and values, and the effect on feeds and answers."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ from .magnitude import find_threshold, pruned_tensor
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """A prompt that becomes part of a model. Inputs of the cache are those of the original model."""
+    """A prompt that becomes part of a model. Names of cache inputs are those of the original model."""
 
-    feeds: Feeds  # of the original model: its tokens, with an empty cache
-    caches: dict[str, PromptCache]  # by the input of the keys' cache
-    values_of: dict[str, str]  # of these, the input of the values' cache
-    presents: dict[str, str]  # of each input of a cache, keys and values, its output
+    feeds: Feeds  # feeds of the original model: the prompt's tokens, with an empty cache
+    caches: dict[str, PromptCache]  # by the cache input of the keys
+    values_of: dict[str, str]  # cache input of the values, by that of the keys
+    presents: dict[str, str]  # cache output of each cache input, for keys and values
 
     @property
     def tokens(self) -> int:
+        """Return the number of tokens."""
         return int(self.feeds["input_ids"].shape[1])
 
     def pruned_past(self) -> Feeds:
-        """What is packed, as inputs of the cache [1, kv_heads, tokens, head_dim]."""
+        """Return the packed keys and values as cache inputs [1, kv_heads, tokens, head_dim]."""
         keys = {name: cache.keys[None] for name, cache in self.caches.items()}
         return keys | {self.values_of[name]: cache.values[None] for name, cache in self.caches.items()}
 
     def exact_past(self, session: Any) -> Feeds:
-        """The same of the original model in this session."""
+        """Return the prompt's keys and values as the original model computes them in this session."""
         outputs = session.run(list(self.presents.values()), self.feeds)
         return dict(zip(self.presents, outputs, strict=True))
 
     def in_front_of(self, feeds: Feeds, past: Feeds) -> Feeds:
-        """The original model's feeds, the prompt being in the past of all sequences."""
+        """Return feeds of the original model with the prompt in the past of every sequence."""
         batch = len(feeds["input_ids"])
         joined = {
             name: np.concatenate([np.repeat(rows, batch, axis=0), feeds[name]], axis=2) for name, rows in past.items()
@@ -49,7 +50,10 @@ class Prompt:
         return self.counted_in(feeds) | joined
 
     def counted_in(self, feeds: Feeds) -> Feeds:
-        """The same for a model that the prompt is part of: masks and positions, but no cache."""
+        """Return feeds for a model that contains the prompt.
+
+        Masks and positions count its tokens; the cache does not hold them.
+        """
         counted = dict(feeds)
         if (mask := feeds.get("attention_mask")) is not None:
             counted["attention_mask"] = np.concatenate([np.ones((len(mask), self.tokens), mask.dtype), mask], axis=1)
@@ -58,7 +62,7 @@ class Prompt:
         return counted
 
     def cut_from(self, names: Sequence[str], answers: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
-        """The outputs `names` of the original model without the prompt's tokens in the caches."""
+        """Return the outputs `names` of the original model without the prompt's tokens in the caches."""
         presents = set(self.presents.values())
         return [
             one[:, :, self.tokens :] if one is not None and name in presents else one
@@ -69,10 +73,17 @@ class Prompt:
 def prune_prompt(
     keys: np.ndarray, values: np.ndarray, keys_sparsity: float, values_sparsity: float, scope: str = "token"
 ) -> PromptCache:
-    """Of a layer's keys and values [kv_heads, tokens, head_dim], the smallest become zero.
+    """Set the smallest keys and values of a layer to zero.
 
-    keys_sparsity, values_sparsity: the share of them; at 0 the storage is dense. scope: of what they are the smallest,
-    each head of each token ("token") or the layer ("layer"). Raises ModelError where one is NaN or infinity.
+    Args:
+        keys: float32 [kv_heads, tokens, head_dim].
+        values: float32 [kv_heads, tokens, head_dim].
+        keys_sparsity: fraction of keys that becomes zero; at 0 the storage is dense.
+        values_sparsity: fraction of values that becomes zero; at 0 the storage is dense.
+        scope: prune each head of each token ("token"), or the layer ("layer").
+
+    Raises:
+        ModelError: a key or value is NaN or infinity.
     """
     prune = {"token": _pruned_rows, "layer": _pruned_layer}[scope]
     return PromptCache(
@@ -95,7 +106,7 @@ def _pruned_layer(array: np.ndarray, sparsity: float, name: str) -> np.ndarray:
 
 def _pruned_rows(array: np.ndarray, sparsity: float, name: str) -> np.ndarray:
     if not np.isfinite(array).all():
-        raise ModelError(f"the {name} hold NaN or infinity, which has no place among the others; give another prompt")
+        raise ModelError(f"the {name} hold NaN or infinity, so they cannot be pruned; give another prompt")
     pruned = array.astype(np.float32)
     smallest = np.argsort(np.abs(pruned), axis=-1, kind="stable")[..., : round(sparsity * array.shape[-1])]
     np.put_along_axis(pruned, smallest, 0, axis=-1)

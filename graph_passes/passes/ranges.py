@@ -20,7 +20,7 @@ from .context import RecipePass
 
 @dataclass(frozen=True)
 class RangesOptions(PassOptions):
-    max_numbers: int = field(default=1 << 18, metadata=takes("int", low=16))  # kept of each value
+    max_values: int = field(default=1 << 18, metadata=takes("int", low=16))  # kept of each value
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class RangesPass(RecipePass):
         with context.evidence.recording(model, list(watched.values())) as recorder:
             numbers = recorder.numbers(
                 recorder.names,
-                self.options.max_numbers,
+                self.options.max_values,
                 context.telling(Stage.RANGES),
             )
         idle = []

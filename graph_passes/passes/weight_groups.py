@@ -68,7 +68,7 @@ class PruneGroup(WeightGroup):
 
     sparsity: float | None  # None: the layers take part in the global threshold
     pattern: Pattern
-    keeps_quantized: bool = False  # those that the model stores in int8 stay, but for what is pruned
+    keeps_stored: bool = False  # those that the model stores in int8 stay, but for what is pruned
 
 
 def _is_fused(node: ir.Node) -> bool:

@@ -204,7 +204,7 @@ def test_the_share_of_zeros_is_as_asked(form, sparsity):
 
 def test_only_a_sample_is_kept():
     x = np.random.default_rng(0).standard_normal((4000, K)).astype(np.float32)
-    report = sparsify(mlp_model(DENSE["gelu"]), [{"x": x[:2000]}, {"x": 3 * x[2000:]}], sparsity=0.4, max_numbers=4096)
+    report = sparsify(mlp_model(DENSE["gelu"]), [{"x": x[:2000]}, {"x": 3 * x[2000:]}], sparsity=0.4, max_values=4096)
     threshold = next(layer.threshold for layer in report.layers if layer.name == "u")
     assert np.mean(np.abs(np.concatenate([x[:2000], 3 * x[2000:]])) <= threshold) == pytest.approx(0.4, abs=0.02)
 

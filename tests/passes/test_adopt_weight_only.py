@@ -101,8 +101,8 @@ ADOPT = ortolan.Recipe.from_dict(
         "pass": [
             {"name": "normalize"},
             {"name": "replace", "op": "W4A8MatMul"},
-            {"name": "replace", "op": "W8A8MatMul", "keep_quantized": True},
-            {"name": "replace", "op": "SparseAMXMatMul", "keep_quantized": True},
+            {"name": "replace", "op": "W8A8MatMul", "quantized_only": True},
+            {"name": "replace", "op": "SparseAMXMatMul", "quantized_only": True},
             {"name": "verify", "seconds": 0.0},
         ],
     }

@@ -15,7 +15,7 @@ from ortolan.graph_passes.weights.quantizers.awq import search_scales
 from ortolan.graph_passes.weights.quantizers.gptq import choose_damping, prepare
 from ortolan.graph_passes.weights.quantizers.grid import (
     Quantization,
-    Rounded,
+    QuantizedMatrix,
     bf16,
     dequantize,
     half,
@@ -37,11 +37,11 @@ BF16 = Quantization(4, 64, bf16_scales=True)
 INT8_GROUPS = Quantization(8, 32)
 
 
-def output_error(x: np.ndarray, weight: np.ndarray, rounded: Rounded, quantization: Quantization) -> float:
+def output_error(x: np.ndarray, weight: np.ndarray, rounded: QuantizedMatrix, quantization: Quantization) -> float:
     return relative_error(x @ weight, x @ dequantize(rounded, quantization.group_size))
 
 
-def check_in_range(rounded: Rounded, weight: np.ndarray, quantization: Quantization) -> None:
+def check_in_range(rounded: QuantizedMatrix, weight: np.ndarray, quantization: Quantization) -> None:
     k, n = weight.shape
     groups = -(-k // (quantization.group_size or k))
     assert rounded.q.shape == (k, n) and rounded.scales.shape == (groups, n) and rounded.scales.dtype == np.float32
@@ -135,11 +135,11 @@ def test_gptq_gains_by_correlation(correlation, most, seed):
 
 def gptq(
     weight: np.ndarray, hessian: np.ndarray, quantization: Quantization, act_order: bool = True, damping: float = 0.03
-) -> Rounded:
+) -> QuantizedMatrix:
     return gptq_module.gptq(weight, prepare(damped(hessian, damping), act_order), quantization)
 
 
-def greedy(weight: np.ndarray, hessian: np.ndarray, sweeps: int = 0, quantization: Quantization = INT4[0]) -> Rounded:
+def greedy(weight: np.ndarray, hessian: np.ndarray, sweeps: int = 0, quantization: Quantization = INT4[0]) -> QuantizedMatrix:
     """Without an order of its own, and unless told, without refinement."""
     return gptq_module.gptq(weight, prepare(damped(hessian, 0.01), act_order=False), quantization, sweeps)
 
@@ -324,7 +324,7 @@ def test_hqq_finds_a_better_grid(outliers, quantization):
 SEARCHED = [INT8, INT8_GROUPS, *INT4, BF16, *ASYMMETRIC, *MINIMUM]
 
 
-def loss(weight: np.ndarray, rounded: Rounded, quantization: Quantization, importance: np.ndarray) -> np.ndarray:
+def loss(weight: np.ndarray, rounded: QuantizedMatrix, quantization: Quantization, importance: np.ndarray) -> np.ndarray:
     """The sum of importance (w - v)^2 of each group, float64 [groups, n]."""
     error = weight.astype(np.float64) - dequantize(rounded, quantization.group_size)
     starts = range(0, len(weight), quantization.rows(len(weight)))
@@ -387,12 +387,12 @@ def test_weights_on_a_grid_stay_exactly(quantization, seed, first, levels, magni
     short = bf16 if quantization.bf16_scales else half
     scales = short((10**magnitude * rng.uniform(0.1, 1, (2, 5))).astype(np.float32))
     if quantization.symmetric:
-        stored = Rounded(q.astype(np.int8), scales * rng.choice([-1, 1], (2, 5)).astype(np.float32), None)
+        stored = QuantizedMatrix(q.astype(np.int8), scales * rng.choice([-1, 1], (2, 5)).astype(np.float32), None)
     elif quantization.minimum:
         minimums = half((10**magnitude * rng.uniform(-10, 10, (2, 5))).astype(np.float32))
-        stored = Rounded(q.astype(np.uint8), scales, None, minimums)
+        stored = QuantizedMatrix(q.astype(np.uint8), scales, None, minimums)
     else:
-        stored = Rounded(q.astype(np.uint8), scales, rng.integers(0, 16, (2, 5)).astype(np.uint8))
+        stored = QuantizedMatrix(q.astype(np.uint8), scales, rng.integers(0, 16, (2, 5)).astype(np.uint8))
     weight = dequantize(stored, quantization.group_size)
     found = round_mse(weight, quantization)
     np.testing.assert_array_equal(dequantize(found, quantization.group_size), weight)
@@ -406,7 +406,7 @@ def test_symmetric_numbers_with_a_negative_scale_are_exact_in_other_forms(quanti
     q = rng.integers(-8, 8, (64, 7)).astype(np.int8)
     q[::32] = -8
     scales = sign * half(rng.uniform(0.01, 1, (2, 7)).astype(np.float32))
-    weight = dequantize(Rounded(q, scales, None), 32)
+    weight = dequantize(QuantizedMatrix(q, scales, None), 32)
     np.testing.assert_array_equal(dequantize(round_mse(weight, quantization), 32), weight)
 
 

@@ -236,7 +236,7 @@ def test_gate_and_up_in_one_node() -> None:
     assert all("lm_head" in layer.name for layer in layers if layer.storage != "2:4")
 
 
-@pytest.mark.parametrize("name", ["storage", "keep_quantized"])
+@pytest.mark.parametrize("name", ["storage", "quantized_only"])
 def test_options_of_another_operator(name: str) -> None:
     value: Any = "2:4" if name == "storage" else True
     with pytest.raises(RecipeError, match=f"{name} is .*, which only op = 'SparseAMXMatMul' "):

@@ -42,7 +42,7 @@ def test_a_recipe_without_passes_says_so():
 
 def test_one_more_pass():
     recipe = NAMED["sparse-int8-4x1"]
-    assert [step.name for step in recipe.with_pass("ranges", max_numbers=20).passes][-7:] == [
+    assert [step.name for step in recipe.with_pass("ranges", max_values=20).passes][-7:] == [
         *("fuse_attention", "ranges", "fuse_cached_attention", "replace", "fuse_norm", "unpad", "verify")
     ]
     with pytest.raises(RecipeError, match="unknown option 'numbers'"):
@@ -291,13 +291,13 @@ def test_passes_of_one_name_are_told_apart_by_number():
     [
         ({"weights": "int8"}, "storage", "small", [3]),
         ({"weights": "int8"}, "replace.storage", "2:4", [3]),
-        ({"weights": "int8"}, "keep_quantized", True, [2, 3]),
+        ({"weights": "int8"}, "quantized_only", True, [2, 3]),
         ({"weights": "int8"}, "keep_stored", False, [1, 2, 3]),
         ({"weights": "int8", "method": "gptq"}, "damping", 0.5, [1]),
         ({"weights": "int8", "method": "gptq"}, "quantize.act_order", False, [1]),
         ({"weights": "int4"}, "symmetric", True, [1]),
         ({"weights": "int4"}, "quantize.zero_points", "minimum", [1]),
-        ({"weights": "int4"}, "keep_quantized", True, [2]),
+        ({"weights": "int4"}, "quantized_only", True, [2]),
         ({"weights": "int8", "sparsity": 0.8, "pattern": "4x1"}, "fixed_ranges", "all", [1]),
     ],
 )

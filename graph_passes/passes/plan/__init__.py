@@ -1,1 +1,1 @@
-"""The options of the passes that change layers, and the plan of a run made from them before any pass runs."""
+"""Options of the passes that change layers, and the plan of a run, which follows from the options."""

@@ -1,4 +1,4 @@
-"""The options of pass activations, and what they say of a layer before any pass runs."""
+"""Options of pass activations, and the layers that they select."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from ...options import Globs, PassOptions, takes
 
 @dataclass(frozen=True)
 class ActivationsOptions(PassOptions):
-    # The share of each input that is to be zero. Neither this nor an error: only inputs that are sparse by themselves.
+    """Options of pass `activations`."""
+
+    # Fraction of each input that becomes zero. With neither this nor `error`, only inputs that are sparse without
+    # thresholds are taken.
     sparsity: float | None = field(default=None, metadata=takes("float", low=0.0, below=1.0, none=True))
-    # The largest ||(x - x')W|| / ||xW|| of a layer, x' being what is left of its input x: the root mean square over
-    # tokens, so that the few whose inputs are huge (a text's first one) do not decide. Of layers that share an input,
-    # of each.
+    # |(x - x')W||Largest ||(x - x')W|| / ||xW|| of a layer with input x and masked input x'. It is the root mean square
+    # over tokens, so that the few tokens with huge inputs (such as the first of a text) do not dominate. It holds for
+    # each of the layers that share an input.
     error: float | None = field(default=None, metadata=takes("float", low=0.0, below=1.0, none=True))
-    max_numbers: int = field(default=1 << 18, metadata=takes("int", low=16))  # kept of each input, drawn at random
-    max_rows: int = field(default=256, metadata=takes("int", low=1))  # error: inputs (tokens) on which it is measured
+    max_values: int = field(default=1 << 18, metadata=takes("int", low=16))  # values sampled from each input
+    max_rows: int = field(default=256, metadata=takes("int", low=1))  # inputs (tokens) on which `error` is measured
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
 
@@ -28,16 +31,17 @@ class ActivationsOptions(PassOptions):
         super().__post_init__()
         if self.sparsity is not None and self.error is not None:
             raise RecipeError(
-                f"sparsity is {self.sparsity:g} and error is {self.error:g}, expected one of them: each sets the "
-                "thresholds; leave the other out"
+                f"sparsity is {self.sparsity:g} and error is {self.error:g}, expected only one: each sets the "
+                "thresholds; leave one out"
             )
 
     @property
     def needs_feeds(self) -> bool:
+        """Return true if thresholds are chosen from calibration inputs."""
         return self.sparsity is not None or self.error is not None
 
     def takes(self, linear: Linear) -> bool:
-        """Whether this step chooses a threshold for the layer."""
+        """Return true if this step chooses a threshold for the layer."""
         if not linear.is_chosen(self.select, self.exclude):
             return False
         if linear.int4 is not None or linear.int8 is not None:  # MaskedMatMul does not take such a weight

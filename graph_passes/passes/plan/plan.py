@@ -1,4 +1,4 @@
-"""What the steps of a recipe are going to do: known from their options before any of them runs."""
+"""The plan of a run: what the recipe's steps will do to each layer, derived from their options before any step runs."""
 
 from __future__ import annotations
 
@@ -16,21 +16,26 @@ from .prune import PruneOptions
 from .quantize import QuantizeOptions
 from .replace import LayerState, ReplaceOptions, ReplaceRule
 
-SMALLEST = Stored(0, "")  # what a weight may become at best
-_OF_LAYERS = frozenset(("prune", "quantize", "replace", "fuse_attention", "fuse_cached_attention"))
+SMALLEST = Stored(0, "")  # the best case: a weight without nonzero elements
+_LAYER_PASSES = frozenset(("prune", "quantize", "replace", "fuse_attention", "fuse_cached_attention"))
 
 
 class Step(Protocol):
-    """As recipe.RecipeStep."""
+    """A step of a recipe: recipe.RecipeStep."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name of the pass."""
+        ...
+
     @property
-    def options(self) -> PassOptions: ...
+    def options(self) -> PassOptions:
+        """Options of the pass."""
+        ...
 
 
 class Plan:
-    """Made of a recipe's steps. All that it tells of a layer follows from their options, the layer and its state."""
+    """Decisions that follow from the options of a recipe's steps, a layer and its state."""
 
     def __init__(self, steps: Sequence[Step] = ()) -> None:
         names = [step.name for step in steps]
@@ -41,27 +46,27 @@ class Plan:
         self.replaces = "replace" in names
         self.prunes = "prune" in names
         self.quantizes = "quantize" in names or any(_values(steps, "prune", "weight_bits"))
-        # Whether pass normalize writes fused operators as several: for what is done to layers and attention; and where
-        # it runs alone, for whoever looks at them.
-        self.unfuses = not _OF_LAYERS.isdisjoint(names) or names == ["normalize"]
+        # Pass normalize splits fused operators for passes that match layers and attention, and if it runs alone, for
+        # inspection.
+        self.unfuses = not _LAYER_PASSES.isdisjoint(names) or names == ["normalize"]
         self.stores_tables = "embeddings" in names
         self.records_ranges = "ranges" in names
-        self.takes_prompt = "compress_cache" in names  # and puts it into the graph
+        self.takes_prompt = "compress_cache" in names  # pass compress_cache puts the prompt into the graph
         self.fuses_cached = self.takes_prompt or "fuse_cached_attention" in names
         self.applies_thresholds = any(rule.replacement.masks_inputs for rule in self._rules)
-        # On how many feeds the model is run at the end.
+        # Number of feeds on which pass verify runs the model.
         self.feeds_to_verify: int = max(_values(steps, "verify", "feeds"), default=0)
 
     def is_last(self, options: ReplaceOptions) -> bool:
-        """Whether these are the options of the last step replace."""
+        """Return true if these are the options of the last step replace."""
         return bool(self._rules) and self._rules[-1].options is options
 
-    def keeps_quantized(self, linear: Linear) -> bool:
-        """Whether a step replace takes over the numbers of 4 or 8 bits that the model stores for the layer."""
+    def keeps_stored(self, linear: Linear) -> bool:
+        """Return true if a step replace keeps the 4-bit or 8-bit weights that the model stores for the layer."""
         return any(rule.stored_weight(linear) is not None and not rule.refuses_range(linear) for rule in self._rules)
 
     def keeps_range(self, linear: Linear) -> bool:
-        """Whether a step replace gives the layer, as it is, to an operator with the fixed range of its input."""
+        """Return true if a step replace gives the unchanged layer to an operator with a fixed input range."""
         state = LayerState(linear.stored_bytes)
         return linear.x_range is not None and any(
             rule.replacement.takes_ranges
@@ -71,13 +76,18 @@ class Plan:
         )
 
     def quantization(self, linear: Linear) -> Quantization | None:
-        """How a step is going to quantize the layer, or None: also where no step replace would take it then."""
+        """Return how a step will quantize the layer; None if no step does, or no step replace would take it then."""
         chosen = self._chosen_quantization(linear)
         return chosen if chosen is not None and self.why_not_quantized(linear) is None else None
 
-    def why_not_quantized(self, linear: Linear, stored: Stored = SMALLEST, state: LayerState | None = None) -> str | None:
-        """Why no step replace takes a layer that a step quantizes, in the words of the operator that holds such
-        weights; None: one does, no step quantizes it, or the recipe replaces nothing."""
+    def why_not_quantized(
+        self, linear: Linear, stored: Stored = SMALLEST, state: LayerState | None = None
+    ) -> str | None:
+        """Explain why no step replace takes the layer after a step quantizes it.
+
+        The reason is that of the operator that holds such weights. None if a step takes it, no step quantizes it, or
+        the recipe replaces no layer.
+        """
         chosen = self._chosen_quantization(linear)
         if chosen is None:
             return None
@@ -87,35 +97,40 @@ class Plan:
         return None if None in reasons else next(iter(reasons), None)
 
     def _chosen_quantization(self, linear: Linear) -> Quantization | None:
-        if self.keeps_quantized(linear):
+        if self.keeps_stored(linear):
             return None
         found = (one.quantization_of(linear) for one in self._quantizing)
         return next((one for one in found if one is not None), None)
 
     def needs_bf16_scales(self, linear: Linear) -> bool:
-        """Whether a step replace may choose an operator for the layer that has no other scales for 4 bits, or none says
-        which it will be."""
+        """Return true if the layer's 4-bit scales must be bf16.
+
+        That is the case if a step replace may choose SparseAMXMatMul, which has no other scales, or if no step replaces
+        layers.
+        """
         return not self._rules or any(
             rule.options.op == SPARSE_AMX_MATMUL and rule.is_chosen(linear) for rule in self._rules
         )
 
     def chooses_threshold(self, linear: Linear) -> bool:
-        """Whether a step activations chooses a threshold for the layer's input."""
+        """Return true if a step activations chooses a threshold for the layer's input."""
         return any(one.takes(linear) for one in self._activations)
 
     def prunes_to_two_four(self, linear: Linear) -> bool:
-        """Whether a step prunes the layer so that it is 2:4 sparse."""
+        """Return true if a step prunes the layer to 2:4."""
         pruning = (one for one in self._quantizing if isinstance(one, PruneOptions))
         return any(one.units.is_two_four and linear.is_chosen(one.select, one.exclude) for one in pruning)
 
     def gains(self, linear: Linear, stored: Stored, state: LayerState) -> bool:
-        """Whether a layer is worth changing, so that this is stored of its weight: a step replaces it then, or the
-        recipe replaces none."""
+        """Return true if a step replaces the layer once its weight is `stored`, or if no step replaces layers."""
         return not self._rules or None in self._reasons(linear, stored, state)
 
     def _reasons(self, linear: Linear, stored: Stored, state: LayerState) -> list[str | None]:
-        """Why steps replace do not take the layer, None where one does: those whose operator holds such a weight. Where
-        none does, what the user asked for is in error, and pass replace says so."""
+        """Return why each step replace does not take the layer; None for a step that does.
+
+        Only steps whose operator can hold such a weight count. If there is no such step, the recipe is wrong; pass
+        replace reports that.
+        """
         pairs = [(rule, self.foreseen(linear, state, rule)) for rule in self._rules]
         able = [
             (rule, foreseen)
@@ -126,7 +141,7 @@ class Plan:
         return [rule.why_not(linear, stored, foreseen) for rule, foreseen in able or pairs]
 
     def foreseen(self, linear: Linear, state: LayerState, rule: ReplaceRule) -> LayerState:
-        """The layer's state when the step replace of this rule comes to it."""
+        """Return the layer's expected state when the step replace of this rule runs."""
         quantized, threshold = state.quantized, state.threshold
         if quantized is None:
             quantized = self.quantization(linear)

@@ -1,4 +1,4 @@
-"""The options of pass quantize, and what they say of a layer before any pass runs."""
+"""Options of pass quantize, and the layers that they select."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ ZERO_POINTS = ("fraction", "integer", "minimum")
 
 @dataclass(frozen=True)
 class QuantizeOptions(PassOptions):
-    # None: "mse" with 4 bits, and "rtn" with 8 bits, where searching gains little.
+    """Options of pass `quantize`."""
+
+    # None: "mse" with 4 bits, and "rtn" with 8 bits, where better scales gain little.
     method: str | None = field(default=None, metadata=takes("str", choices=ROUNDING, none=True))
     bits: int = field(default=8, metadata=takes("int", choices=(4, 8)))
-    # Inputs that share a scale; None: 128 with 4 bits, and all of a column with 8 bits.
+    # Inputs that share a scale; None: 128 with 4 bits, and a whole column with 8 bits.
     group_size: int | None = field(default=None, metadata=takes("int", choices=GROUP_SIZES, none=True))
-    # 8 bits: whether the range of the weights is reduced, so that sums of two products fit 16 bits:
-    # faster on CPUs with AVX2 alone, and nowhere else.
+    # 8 bits: reduce the range of the weights so that sums of two products fit 16 bits. This is faster only on CPUs with
+    # AVX2 and without VNNI.
     reduce_range: bool = field(default=False, metadata=takes("bool"))
-    # Whether groups have no zero points. None: they have none, so that every operator takes the weight; hqq has them.
-    # Without, errors at 4 bits are about a sixth larger, but SparseAMXMatMul takes no others.
+    # Whether groups have no zero points. None: true except for hqq, so that every operator can hold the weight. Errors
+    # at 4 bits are about a sixth larger than with zero points, which SparseAMXMatMul does not support.
     symmetric: bool | None = field(default=None, metadata=takes("bool", none=True))
-    # What a group that is not symmetric has: a zero point that is a fraction, of sixteenths (None); a whole one, of the
-    # same size, with a fifth more squared error; or a minimum, as good as a fraction and a byte larger.
+    # Offset of asymmetric groups. fraction (default): zero point in sixteenths. integer: the same size, with a fifth
+    # more squared error. minimum: as accurate as fraction and one byte larger.
     zero_points: str | None = field(default=None, metadata=takes("str", choices=ZERO_POINTS, none=True))
-    # gptq: what is added to the diagonal of X^T X, as a share of its mean. None: chosen for each layer, by how weights
-    # fitted to half of the feeds do on the other half.
+    # gptq: added to the diagonal of X^T X, as a fraction of its mean. None: chosen for each layer, by fitting weights
+    # on half of the feeds and testing them on the other half.
     damping: float | None = field(default=None, metadata=takes("float", low=1e-4, below=100.0, none=True))
-    # gptq: whether the order in which inputs are rounded is chosen, or is that in which they stand. None: chosen.
+    # gptq: whether to choose the order in which inputs are rounded, instead of the stored order. None: true.
     act_order: bool | None = field(default=None, metadata=takes("bool", none=True))
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
@@ -43,23 +45,24 @@ class QuantizeOptions(PassOptions):
         super().__post_init__()
         if self.bits == 8 and not self.quantization.symmetric:
             found = "method is 'hqq'" if self.method == "hqq" else "symmetric is false"
-            raise RecipeError(f"{found}, expected bits = 4 with it: weights of 8 bits have no zero points")
+            raise RecipeError(f"{found}, which needs bits = 4: 8-bit weights have no zero points")
         if self.reduce_range and not self.has("reduce_range"):
             raise RecipeError(
-                "reduce_range is true, expected bits = 8, no group_size, and method = 'rtn' or none with it"
+                "reduce_range is true, which needs bits = 8, no group_size, and method = 'rtn' or no method"
             )
         if self.method == "hqq" and self.symmetric:
-            raise RecipeError("symmetric is true, expected false with method = 'hqq', which searches zero points")
+            raise RecipeError("symmetric is true, expected false with method = 'hqq', which optimizes zero points")
         if self.zero_points is not None and self.quantization.symmetric:
             raise RecipeError(
-                f"zero_points is {self.zero_points!r}, which only weights with symmetric = false have; set that, "
-                "or leave zero_points out"
+                f"zero_points is {self.zero_points!r}, which needs symmetric = false; set that, or leave zero_points "
+                "out"
             )
         for name in ("damping", "act_order"):
             if self.method != "gptq" and getattr(self, name) is not None:
-                raise RecipeError(f"{name} is {getattr(self, name)!r}, which only method = 'gptq' has; leave it out")
+                raise RecipeError(f"{name} is {getattr(self, name)!r}, which needs method = 'gptq'; leave it out")
 
     def has(self, name: str) -> bool:
+        """Return true if the option has an effect together with the others."""
         if name in ("symmetric", "zero_points"):
             return self.bits == 4
         if name == "reduce_range":
@@ -68,11 +71,12 @@ class QuantizeOptions(PassOptions):
 
     @property
     def rounding(self) -> str:
-        """The method, also where none is given."""
+        """Return the method, or its default."""
         return self.method or ("mse" if self.bits == 4 else "rtn")
 
     @property
     def quantization(self) -> Quantization:
+        """Return the format that the options describe."""
         symmetric = self.method != "hqq" if self.symmetric is None else self.symmetric
         group_size = self.group_size or (128 if self.bits == 4 else None)
         minimum = not symmetric and self.zero_points == "minimum"
@@ -82,6 +86,9 @@ class QuantizeOptions(PassOptions):
         )
 
     def quantization_of(self, linear: Linear) -> Quantization | None:
-        """How this step quantizes the layer, unless it keeps numbers that the model stores; None: it does not."""
+        """Return how this step quantizes the layer, or None.
+
+        The caller checks first whether the layer keeps a weight that the model stores as integers.
+        """
         takes_it = linear.is_chosen(self.select, self.exclude) and linear.k <= MAX_INPUTS
         return self.quantization if takes_it else None

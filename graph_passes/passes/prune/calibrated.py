@@ -27,7 +27,7 @@ from ...weights.pruners.allocation import allocate, error_curve, levels
 from ...weights.pruners.least_squares import repair
 from ...weights.pruners.masks import Pattern, keep_by_output
 from ...weights.pruners.sparsegpt import sparsegpt, sparsegpt_rounded
-from ...weights.quantizers.grid import Rounded, dequantize
+from ...weights.quantizers.grid import QuantizedMatrix, dequantize
 from ...weights.quantizers.hessian import best_damping, damped, sampled
 from ..context import PassContext
 from ..plan.prune import PruneOptions
@@ -140,7 +140,7 @@ class _Dampings:
         self._first = {
             id(group): first.setdefault(frozenset(linear.x.name or "" for linear in group.linears), group)
             for group in groups
-            if not group.keeps_quantized
+            if not group.keeps_stored
         }
         self._chosen: dict[int, float] = {}
 
@@ -176,16 +176,16 @@ def _pruned(
     inputs: LayerInputs,
     masked: ir.TensorProtocol | None,
     dampings: _Dampings,
-) -> np.ndarray | Rounded:
+) -> np.ndarray | QuantizedMatrix:
     pattern, sparsity = group.pattern, group.sparsity or 0.0
-    if group.keeps_quantized or (options.method != "sparsegpt" and masked is None):
+    if group.keeps_stored or (options.method != "sparsegpt" and masked is None):
         # What is left of numbers that the model stores stays the same, so they cannot make up for anything.
         kept = _wanda_mask(matrix, inputs.hessian, pattern, sparsity)
     elif masked is not None:
         kept = np.asarray(masked.numpy()) != 0
         kept = kept.T if group.linears[0].transposed else kept
     values = matrix
-    if not group.keeps_quantized and (options.method == "sparsegpt" or options.repair):
+    if not group.keeps_stored and (options.method == "sparsegpt" or options.repair):
         damping = dampings.choose(group, matrix, inputs)
         with needs_factor(group, damping, "prune"):
             hessian = damped(inputs.hessian, damping)
@@ -199,7 +199,7 @@ def _pruned(
     return np.where(kept, values, np.float32(0))
 
 
-def values_of(weights: np.ndarray | Rounded, options: PruneOptions) -> np.ndarray:
+def values_of(weights: np.ndarray | QuantizedMatrix, options: PruneOptions) -> np.ndarray:
     """What the weights of a fit stand for, [k, n]."""
     if isinstance(weights, np.ndarray):
         return weights

@@ -26,7 +26,7 @@ from ...find.stored_int8 import StoredInt8
 from ...measure.fits import Fit
 from ...operators.replacement import Stored
 from ...weights.pruners.masks import BLOCK_OUTPUTS, Pattern, keep_in_groups
-from ...weights.quantizers.grid import Rounded
+from ...weights.quantizers.grid import QuantizedMatrix
 from ..context import RecipePass
 from ..magnitude import Threshold, find_threshold, pruned_tensor, tally_weight
 from ..plan.prune import PruneOptions
@@ -78,7 +78,7 @@ class PrunePass(RecipePass):
     def _only_rounds(self, group: PruneGroup) -> bool:
         """Turns a group that is sparse already into one that is only rounded, if this pass rounds."""
         group.sparsity, group.pattern = 0.0, Pattern()
-        return self.options.weight_bits is not None and not group.keeps_quantized
+        return self.options.weight_bits is not None and not group.keeps_stored
 
     def _gains(self, group: PruneGroup) -> bool:
         """Whether there are layers left that a pass replace would gain from, once the group is pruned."""
@@ -155,7 +155,7 @@ class PrunePass(RecipePass):
         """Gives the layers their pruned weight; of int8 numbers that the model stores, what is left stays the same."""
         first, context = group.linears[0], self.context
         value = group.put(model, context, pruned, "pruned")
-        if group.keeps_quantized:
+        if group.keeps_stored:
             assert isinstance(first.int8, StoredInt8)
             changed = dataclasses.replace(first, weight_value=value)
             context.layers.quantized[changed.weight_key] = pruned_quantized(first.int8, pruned, first.transposed)
@@ -166,7 +166,7 @@ class PrunePass(RecipePass):
     def _put_fit(self, model: ir.Model, group: PruneGroup, fit: Fit) -> None:
         """Gives the layers a weight that was fitted to their inputs, pruned and perhaps rounded."""
         context, options = self.context, self.options
-        if isinstance(fit.weights, Rounded):
+        if isinstance(fit.weights, QuantizedMatrix):
             assert options.quantization is not None
             put_quantized(model, context, group, fit.weights, options.quantization)
         else:
@@ -213,7 +213,7 @@ class PrunePass(RecipePass):
                         f"pass 'prune': layers {first.name!r} and {linear.name!r} share the weight "
                         f"{group.weight_name!r}, but their sparsities differ; select both by its name"
                     )
-            keeps = self.context.plan.keeps_quantized(first) and isinstance(first.int8, StoredInt8)
+            keeps = self.context.plan.keeps_stored(first) and isinstance(first.int8, StoredInt8)
             groups.append(PruneGroup(group.linears, sparsity, options.units, keeps))
         return groups
 

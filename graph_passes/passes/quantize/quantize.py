@@ -40,7 +40,7 @@ from ...measure.layer_inputs import LayerInputs, energies_as_it_is, inputs_as_it
 from ...operators.replacement import Stored
 from ...operators.sparse_amx_matmul_storage import stored_in
 from ...weights.quantizers.gptq import Prepared, choose_damping, gptq, prepare
-from ...weights.quantizers.grid import Quantization, Rounded, round_to_nearest
+from ...weights.quantizers.grid import Quantization, QuantizedMatrix, round_to_nearest
 from ...weights.quantizers.hessian import damped
 from ...weights.quantizers.hqq import half_quadratic
 from ...weights.quantizers.mse import round_mse
@@ -53,7 +53,7 @@ _LEAST_IMPORTANCE = np.float32(1e-3)  # of an input that is never seen, where th
 _SMALLEST_ENERGY = 1e-30
 
 # What rounds each weight by itself; gptq, where no inputs can be recorded, and awq do the same with theirs.
-_ROUND: Mapping[str, Callable[[np.ndarray, Quantization], Rounded]] = {
+_ROUND: Mapping[str, Callable[[np.ndarray, Quantization], QuantizedMatrix]] = {
     "rtn": round_to_nearest,
     "mse": round_mse,
     "gptq": round_mse,
@@ -94,7 +94,7 @@ class QuantizePass(RecipePass):
         context = self.context
         group.linears = [linear for linear in group.linears if context.layer(linear).weight_bits is None]
         # Done by an earlier pass of this kind, or in the model already.
-        if not group.linears or any(context.plan.keeps_quantized(linear) for linear in group.linears):
+        if not group.linears or any(context.plan.keeps_stored(linear) for linear in group.linears):
             return False
         _leave(context, group)
         if not group.linears:
@@ -126,7 +126,7 @@ class QuantizePass(RecipePass):
             for group in several:
                 context.progress(Stage.QUANTIZE, done, len(groups))
                 done += 1
-                if isinstance(inputs, Rounded):
+                if isinstance(inputs, QuantizedMatrix):
                     rounded = inputs
                 else:
                     rounded = self._round(group, inputs if prepared is None else prepared)
@@ -136,7 +136,7 @@ class QuantizePass(RecipePass):
                 put_quantized(model, context, group, rounded, self._quantization(group))
                 context.release()
 
-    def _round(self, group: WeightGroup, inputs: Prepared | np.ndarray | LayerInputs | None) -> Rounded:
+    def _round(self, group: WeightGroup, inputs: Prepared | np.ndarray | LayerInputs | None) -> QuantizedMatrix:
         """inputs: for gptq, what is made of them; for mse, float32 [k], their energies."""
         matrix, chosen = group.linears[0].matrix(), self._quantization(group)
         check_finite(matrix, group, "quantized")
@@ -161,7 +161,7 @@ class QuantizePass(RecipePass):
 
     def _with_inputs(
         self, model: ir.Model, groups: Sequence[WeightGroup], fitted: Fits | None, options: QuantizeOptions
-    ) -> Iterator[tuple[LayerInputs | np.ndarray | Rounded | None, list[WeightGroup]]]:
+    ) -> Iterator[tuple[LayerInputs | np.ndarray | QuantizedMatrix | None, list[WeightGroup]]]:
         """The groups: for gptq with their layers' inputs, neighbours with the same inputs together; for mse with the
         inputs' energies, if the user gave feeds. After these what was fitted with the same options."""
         known = [] if fitted is None else [one for one in groups if fitted.knows(self._fit_key(one, options))]
@@ -183,7 +183,7 @@ class QuantizePass(RecipePass):
         for group in known:
             assert fitted is not None
             fit = fitted.read(self._fit_key(group, options))
-            assert isinstance(fit.weights, Rounded)
+            assert isinstance(fit.weights, QuantizedMatrix)
             yield fit.weights, [group]
 
     def _with_hessians(
@@ -244,7 +244,7 @@ def _leave(context: PassContext, group: WeightGroup, stored: Stored | None = Non
 
 
 def put_quantized(
-    model: ir.Model, context: PassContext, group: WeightGroup, rounded: Rounded, quantization: Quantization
+    model: ir.Model, context: PassContext, group: WeightGroup, rounded: QuantizedMatrix, quantization: Quantization
 ) -> None:
     """Gives the layers of the group their quantized weight, except those that no pass replace would gain from."""
     first = group.linears[0]
@@ -264,7 +264,7 @@ def put_quantized(
         layer.output_error = _output_error(context, linear, weight, quantization)
 
 
-def _spill(context: PassContext, name: str, rounded: Rounded, quantization: Quantization) -> QuantizedWeight:
+def _spill(context: PassContext, name: str, rounded: QuantizedMatrix, quantization: Quantization) -> QuantizedWeight:
     add = context.spill.add
     q_type = ir.DataType.INT8 if quantization.symmetric else ir.DataType.UINT8
     zeros, minimums = rounded.zero_points, rounded.minimums

@@ -71,7 +71,7 @@ class AcceptedWeights:
         if layer_key(linear) in self._context.layers.left:
             return False
         takes_them = self._rule.stored_weight(linear) is not None
-        return layer.reason is None or takes_them or not self._context.plan.keeps_quantized(linear)
+        return layer.reason is None or takes_them or not self._context.plan.keeps_stored(linear)
 
     def _state(self, linear: Linear) -> LayerState:
         """In a dry run, the one that is foreseen."""

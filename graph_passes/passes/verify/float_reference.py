@@ -27,7 +27,7 @@ NewName = Callable[[str], str]
 
 def rounding_layers(model: ir.Model, plan: Plan) -> list[Linear]:
     """Layers that keep the weights they store, and whose inputs ONNX Runtime rounds."""
-    return [linear for linear in linears_in(model) if plan.keeps_quantized(linear) and _rounds_inputs(linear)]
+    return [linear for linear in linears_in(model) if plan.keeps_stored(linear) and _rounds_inputs(linear)]
 
 
 def _rounds_inputs(linear: Linear) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 from ..quantizers.error_feedback import BLOCK
 
 BLOCK_OUTPUTS = 4
-MOST_OF_GROUP = BLOCK
+MAX_OF_GROUP = BLOCK
 _GONE = np.float32(-1)  # a score below all others
 _COLUMNS = 1024  # that are sorted at once
 
@@ -38,7 +38,7 @@ class Pattern:
         if text in ("unstructured", "4x1"):
             return cls(BLOCK_OUTPUTS if text == "4x1" else 1)
         match = re.fullmatch(r"([1-9]\d?):([1-9]\d{0,2})", text)
-        if match is None or not int(match[1]) < int(match[2]) <= MOST_OF_GROUP:
+        if match is None or not int(match[1]) < int(match[2]) <= MAX_OF_GROUP:
             return None
         return cls(1, int(match[1]), int(match[2]))
 

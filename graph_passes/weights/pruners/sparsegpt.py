@@ -17,7 +17,7 @@ import numpy as np
 
 from ..quantizers.error_feedback import settle_inputs
 from ..quantizers.gptq import gptq, prepare
-from ..quantizers.grid import Quantization, Rounded
+from ..quantizers.grid import Quantization, QuantizedMatrix
 from ..quantizers.hessian import inverse_factor
 from .least_squares import repair
 from .masks import Pattern, keep_in_groups, keep_largest, share_out, unit_scores
@@ -53,7 +53,7 @@ def sparsegpt(matrix: np.ndarray, hessian: np.ndarray, pattern: Pattern, sparsit
 
 def sparsegpt_rounded(
     matrix: np.ndarray, hessian: np.ndarray, pattern: Pattern, sparsity: float, quantization: Quantization
-) -> Rounded:
+) -> QuantizedMatrix:
     """The same, jointly with rounding."""
     pruned = sparsegpt(matrix, hessian, pattern, sparsity)
     kept = pruned != 0

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .error_feedback import BLOCK, settle_inputs
-from .grid import SMALLEST_SCALE, Grid, Quantization, Rounded, fit_grid
+from .grid import SMALLEST_SCALE, Grid, Quantization, QuantizedMatrix, fit_grid
 from .hessian import best_damping, choose_order, inverse_factor, sampled
 from .mse import mse_grid
 
@@ -93,14 +93,14 @@ def gptq(
     quantization: Quantization,
     sweeps: int = _SWEEPS,
     kept: np.ndarray | None = None,
-) -> Rounded:
+) -> QuantizedMatrix:
     """W, float32 [k, n], finite, for inputs with the Hessian that was prepared.
 
     kept: bool [k, n], which weights may be other than zero; None: those that are now.
     """
     k, n = matrix.shape
     rows = quantization.rows(k)
-    result = Rounded.empty(k, n, quantization)
+    result = QuantizedMatrix.empty(k, n, quantization)
     importance = prepared.importance
     for first in range(0, n, _COLUMNS):
         columns = slice(first, first + _COLUMNS)

@@ -100,7 +100,7 @@ class Quantization:
 
 
 @dataclass(frozen=True)
-class Rounded:
+class QuantizedMatrix:
     """W = scales (q - zero_points), or scales q + minimums, each group of rows with its row of scales."""
 
     q: np.ndarray  # [k, n]; int8, asymmetric: uint8
@@ -109,7 +109,7 @@ class Rounded:
     minimums: np.ndarray | None = None  # float32 [groups, n]
 
     @classmethod
-    def empty(cls, k: int, n: int, quantization: Quantization) -> Rounded:
+    def empty(cls, k: int, n: int, quantization: Quantization) -> QuantizedMatrix:
         shape = (quantization.groups(k), n)
         if quantization.symmetric:
             return cls(np.empty((k, n), np.int8), np.empty(shape, np.float32), None)
@@ -148,7 +148,7 @@ class Grid:
         result: np.ndarray = self.scale * (q if self.zero is None else q - self.zero)
         return result if self.minimum is None else result + self.minimum
 
-    def store(self, into: Rounded, group: int, columns: slice = _ALL) -> None:
+    def store(self, into: QuantizedMatrix, group: int, columns: slice = _ALL) -> None:
         into.scales[group, columns] = self.scale
         if into.zero_points is not None:
             into.zero_points[group, columns] = self.zero
@@ -187,10 +187,10 @@ def _largest_pairs(part: np.ndarray, most: np.float32) -> np.ndarray:
     return largest
 
 
-def round_to_nearest(matrix: np.ndarray, quantization: Quantization) -> Rounded:
+def round_to_nearest(matrix: np.ndarray, quantization: Quantization) -> QuantizedMatrix:
     """Each weight of W, float32 [k, n], becomes the nearest number of its group's grid."""
     k, n = matrix.shape
-    result = Rounded.empty(k, n, quantization)
+    result = QuantizedMatrix.empty(k, n, quantization)
     rows = quantization.rows(k)
     for group, start in enumerate(range(0, k, rows)):
         part = matrix[start : start + rows]
@@ -203,7 +203,7 @@ def round_to_nearest(matrix: np.ndarray, quantization: Quantization) -> Rounded:
     return result
 
 
-def dequantize(rounded: Rounded, group_size: int | None) -> np.ndarray:
+def dequantize(rounded: QuantizedMatrix, group_size: int | None) -> np.ndarray:
     """scales (q - zero_points) or scales q + minimums as float32 [k, n]; what would overflow is infinite."""
     weights = np.empty(rounded.q.shape, np.float32)
     rows = group_size or len(rounded.q)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .grid import SMALLEST_SCALE, Grid, Quantization, Rounded, fit_grid
+from .grid import SMALLEST_SCALE, Grid, Quantization, QuantizedMatrix, fit_grid
 
 _POWER = 0.7
 _BETA, _BETA_GROWTH = 10.0, 1.1
@@ -30,10 +30,10 @@ _ITERATIONS = 8
 _RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)
 
 
-def half_quadratic(matrix: np.ndarray, quantization: Quantization) -> Rounded:
+def half_quadratic(matrix: np.ndarray, quantization: Quantization) -> QuantizedMatrix:
     """W, float32 [k, n], finite, to 4 bits with zero points or minimums."""
     k, n = matrix.shape
-    result = Rounded.empty(k, n, quantization)
+    result = QuantizedMatrix.empty(k, n, quantization)
     rows = quantization.rows(k)
     for group, start in enumerate(range(0, k, rows)):
         part = matrix[start : start + rows]

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .grid import FRACTION_STEPS, LEVELS, SMALLEST_SCALE, Grid, Quantization, Rounded, fit_grid
+from .grid import FRACTION_STEPS, LEVELS, SMALLEST_SCALE, Grid, Quantization, QuantizedMatrix, fit_grid
 
 _BLOCK = 1 << 16  # weights that are searched at once: what is at work stays in the cache
 _TURNS = 2  # least squares fits from each start
@@ -68,10 +68,10 @@ class _Lines:
             self.minimum = np.where(where, other.minimum, self.minimum)
 
 
-def round_mse(matrix: np.ndarray, quantization: Quantization, importance: np.ndarray | None = None) -> Rounded:
+def round_mse(matrix: np.ndarray, quantization: Quantization, importance: np.ndarray | None = None) -> QuantizedMatrix:
     """W, float32 [k, n], finite, on the best grids found. importance: float32 [k], 0 or more; None: all alike."""
     k, n = matrix.shape
-    result = Rounded.empty(k, n, quantization)
+    result = QuantizedMatrix.empty(k, n, quantization)
     rows = quantization.rows(k)
     step = max(16, _BLOCK // rows)
 
