@@ -1,7 +1,7 @@
-"""A hook of mkdocs: pages of the site whose text stands elsewhere in the repository, read where it is.
+"""A mkdocs hook: pages of the site that are stored elsewhere in the repository, and tables made from code.
 
-Links between all of these files, as they work in the repository, lead to the pages of the site. A link to a file that
-is no page becomes its path.
+Links are written for the repository. Here they become links to pages of the site, and links to files that are not on
+the site become their paths.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-ROOMS = (
+OPERATORS = (
     "sparse_amx_matmul",
     "w4a8_matmul",
     "w8a8_matmul",
@@ -28,39 +28,72 @@ ROOMS = (
     "unpack_tokens",
     "add_layer_norm",
     "matmul",
+    "epilogue",
+    "opencl",
+    "provider",
 )
-# The page's place in the site -> the file in the repository.
+# Pages of the site, and the files of the repository that hold their text.
 ELSEWHERE = {
     "index.md": "README.md",
-    **{f"operators/{room}.md": f"ops/{room}/README.md" for room in (*ROOMS, "epilogue", "opencl", "provider")},
+    **{f"operators/{name}.md": f"ops/{name}/README.md" for name in OPERATORS},
     "operators/auto.md": "graph_passes/auto/README.md",
     "operators/pruners.md": "graph_passes/weights/pruners/README.md",
     "operators/train.md": "src/ortolan/train/README.md",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
 }
+OPTIONS_MARKER = re.compile(
+    r"<!-- table: ortolan\.OptimizeOptions -->.*?<!-- end of table -->", re.DOTALL
+)
 _PAGES = {path: page for page, path in ELSEWHERE.items()}
-_LINK = re.compile(r"^```.*?^```$|(!?)\[([^\]]*)\]\(([^)\s]+)\)", re.MULTILINE | re.DOTALL)  # or a block of code
+_LINK = re.compile(
+    r"^```.*?^```$|(!?)\[([^\]]*)\]\(([^)\s]+)\)", re.MULTILINE | re.DOTALL
+)  # or a code block
 _CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Add the pages that are stored elsewhere."""
     for page, path in ELSEWHERE.items():
-        files.append(File.generated(config, page, content=(ROOT / path).read_text(encoding="utf-8")))
+        files.append(
+            File.generated(config, page, content=(ROOT / path).read_text(encoding="utf-8"))
+        )
     return files
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Fill in tables and rewrite links."""
     place = page.file.src_uri
     path = ELSEWHERE.get(place, f"docs/{place}")
-    text = rewrite_links(markdown, path)
-    # In prose "[K][64]" is two dimensions, and no link by reference. Every second part is code.
+    text = rewrite_links(OPTIONS_MARKER.sub(lambda _: options_table(), markdown), path)
+    # In prose, "[K][64]" is a shape and not a reference link. Every second part is code.
     parts = _CODE.split(text)
-    return "".join(part if number % 2 else part.replace("][", "]\\[") for number, part in enumerate(parts))
+    return "".join(
+        part if number % 2 else part.replace("][", "]\\[") for number, part in enumerate(parts)
+    )
+
+
+def options_table() -> str:
+    """Return the options of optimize_onnx as a Markdown table."""
+    from ortolan.optimize_options import rows
+
+    lines = ["| option | values | default | meaning |", "| --- | --- | --- | --- |"]
+    for row in rows():
+        cells = [f"`{row.name}`", f"`{row.type}`", f"`{row.default}`", row.help]
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines)
 
 
 def rewrite_links(text: str, path: str) -> str:
-    """path: the file that the text stands in. Raises PluginError for a link to what is not there."""
+    """Rewrite the links of a file of the repository as links of the site.
+
+    Args:
+        text: The Markdown of the file.
+        path: The file, relative to the root of the repository.
+
+    Raises:
+        PluginError: A link leads to a file that does not exist.
+    """
 
     def replace(match: re.Match[str]) -> str:
         picture, label, target = match.groups()
@@ -71,7 +104,7 @@ def rewrite_links(text: str, path: str) -> str:
             return match[0]
         file = os.path.normpath(PurePosixPath(path).parent / address)
         if not (ROOT / file).exists():
-            raise PluginError(f"{path} links to {target}, which is not there")
+            raise PluginError(f"{path}: link to {target}, which does not exist")
         page = _page_of(file)
         if page is None:
             return label if picture or label.strip("`") == file else f"{label} (`{file}`)"
@@ -82,7 +115,7 @@ def rewrite_links(text: str, path: str) -> str:
 
 
 def _page_of(file: str) -> str | None:
-    """The place in the site of a file of the repository, or None for a file that is not in it."""
+    """Return the page of the site for a file of the repository, or None if the site does not contain it."""
     if file in _PAGES:
         return _PAGES[file]
     if (ROOT / file).is_dir() and f"{file}/README.md" in _PAGES:

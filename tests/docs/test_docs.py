@@ -32,17 +32,14 @@ from .pages import ROOT, blocks, pages, run_bash, run_python
 PAGES: dict[str, tuple[str, ...]] = {
     "README.md": (),
     "auto.md": ("tokenizers",),
-    "cached-prompt.md": ("tokenizers",),
     "calibration.md": ("tokenizers",),
     "cpus.md": (),
     "decoders.md": ("tokenizers",),
     "deepsparse.md": (),
-    "deploy.md": (),
     "formats.md": ("tokenizers",),
     "gguf.md": ("gguf", "tokenizers"),
     "install.md": (),
     "long-context.md": ("tokenizers",),
-    "methods.md": ("tokenizers",),
     "opencl.md": (),
     "padding.md": (),
     "quickstart.md": ("tokenizers",),
@@ -50,7 +47,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "serving.md": ("onnxruntime_extensions",),
     "sparse-training.md": ("tokenizers", "torch"),
 }
-WITH_TESTS_OF_THEIR_OWN = ("cpp.md", "embedding.md", "provider.md", "quantized-models.md", "text.md", "triton.md")
+WITH_TESTS_OF_THEIR_OWN = ("cpp.md", "deploy.md", "embedding.md", "provider.md", "quantized-models.md", "text.md")
 KINDS = {"bash", "python", "sh", "console", "text", "c", "cpp", "csharp", "yaml"}
 WORDS = ("the", "cat", "sleeping", "unaffable", "a", "b", "c", "0", "1", "2", ",", ".", "!")
 
@@ -62,7 +59,7 @@ def run_page(page: str, folder: Path) -> dict[str, object]:
         if any(host in code for host in OTHER_HOSTS.get(page, ())):
             continue
         if language == "bash":
-            for line in code.splitlines():
+            for line in code.replace("\\\n", "").splitlines():
                 run_line(line, folder)
         elif language == "python":
             exec(compile(code, page, "exec"), names)
@@ -218,7 +215,7 @@ def test_vectors_and_ranked_texts(folder):
 
 
 def test_triton_finds_its_repository(folder):
-    run_page("triton.md", folder)
+    run_page("deploy.md", folder)
     assert (folder / "models" / "fast" / "config.pbtxt").is_file()
 
 
