@@ -42,22 +42,16 @@ ELSEWHERE = {
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
 }
-OPTIONS_MARKER = re.compile(
-    r"<!-- table: ortolan\.OptimizeOptions -->.*?<!-- end of table -->", re.DOTALL
-)
+OPTIONS_MARKER = re.compile(r"<!-- table: ortolan\.OptimizeOptions -->.*?<!-- end of table -->", re.DOTALL)
 _PAGES = {path: page for page, path in ELSEWHERE.items()}
-_LINK = re.compile(
-    r"^```.*?^```$|(!?)\[([^\]]*)\]\(([^)\s]+)\)", re.MULTILINE | re.DOTALL
-)  # or a code block
+_LINK = re.compile(r"^```.*?^```$|(!?)\[([^\]]*)\]\(([^)\s]+)\)", re.MULTILINE | re.DOTALL)  # or a code block
 _CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the pages that are stored elsewhere."""
     for page, path in ELSEWHERE.items():
-        files.append(
-            File.generated(config, page, content=(ROOT / path).read_text(encoding="utf-8"))
-        )
+        files.append(File.generated(config, page, content=(ROOT / path).read_text(encoding="utf-8")))
     return files
 
 
@@ -68,9 +62,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     text = rewrite_links(OPTIONS_MARKER.sub(lambda _: options_table(), markdown), path)
     # In prose, "[K][64]" is a shape and not a reference link. Every second part is code.
     parts = _CODE.split(text)
-    return "".join(
-        part if number % 2 else part.replace("][", "]\\[") for number, part in enumerate(parts)
-    )
+    return "".join(part if number % 2 else part.replace("][", "]\\[") for number, part in enumerate(parts))
 
 
 def options_table() -> str:
