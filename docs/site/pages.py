@@ -71,8 +71,9 @@ def options_table() -> str:
 
     lines = ["| option | values | default | meaning |", "| --- | --- | --- | --- |"]
     for row in rows():
-        cells = [f"`{row.name}`", f"`{row.type}`", f"`{row.default}`", row.help]
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        name = f'<code class="nobreak">{row.name}</code>'
+        # Only text needs escaped pipes: in code they do not end a cell.
+        lines.append(f"| {name} | `{row.type}` | `{row.default}` | {row.help.replace('|', chr(92) + '|')} |")
     return "\n".join(lines)
 
 
