@@ -8,11 +8,3 @@ NEEDS: dict[str, dict[str, str | None]] = {  # modules, and the oldest version
     "sentence-transformers.md": {"sentence_transformers": "5.7", "optimum.onnxruntime": None, "fastembed": "0.9"},
     "transformers.md": {"transformers": "5.23", "torch": None},
 }
-
-# Pages that other tests run, but for blocks with these words: those run here, with the modules that they need.
-OTHER_HOSTS: dict[str, dict[str, tuple[str, ...]]] = {
-    "decoders.md": {
-        "onnxruntime_genai": ("onnxruntime_genai", "torch", "transformers"),
-        "optimum": ("optimum.onnxruntime",),
-    }
-}

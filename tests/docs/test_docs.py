@@ -25,7 +25,6 @@ from ..provider.sessions import needs_provider
 from ..text.reranker import write_reranker
 from ..text.wordpiece_file import write_wordpiece
 from .other_packages import NEEDS as OTHER_PACKAGES
-from .other_packages import OTHER_HOSTS
 from .pages import ROOT, blocks, pages, run_bash, run_python
 
 # Pages whose blocks run as they stand, and the modules that they need.
@@ -53,11 +52,9 @@ WORDS = ("the", "cat", "sleeping", "unaffable", "a", "b", "c", "0", "1", "2", ",
 
 
 def run_page(page: str, folder: Path) -> dict[str, object]:
-    """Run the page from top to bottom, but for blocks of OTHER_HOSTS; return the names that its Python made."""
+    """Run the page from top to bottom; return the names that its Python defined."""
     names: dict[str, object] = {"__name__": page}
     for language, code in blocks(page):
-        if any(host in code for host in OTHER_HOSTS.get(page, ())):
-            continue
         if language == "bash":
             for line in code.replace("\\\n", "").splitlines():
                 run_line(line, folder)

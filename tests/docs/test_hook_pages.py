@@ -13,7 +13,7 @@ import pytest
 from ortolan.provider import has_provider
 
 from ..hooks.folders import WORDS, write_bert, write_llama, write_sentence_encoder, write_t5
-from .other_packages import NEEDS, OTHER_HOSTS
+from .other_packages import NEEDS
 from .pages import blocks, run_bash, run_python
 
 
@@ -46,14 +46,3 @@ def test_the_page_runs(name: str, tmp_path: Path) -> None:
             run[language](code, tmp_path, HF_HUB_OFFLINE="1")
     if left_out:
         pytest.skip(f"{len(left_out)} block of docs/{name}: the library was built without the execution provider")
-
-
-@pytest.mark.parametrize(("page", "host"), [(page, host) for page, hosts in OTHER_HOSTS.items() for host in hosts])
-def test_blocks_of_another_host_run(page: str, host: str, tmp_path: Path) -> None:
-    for module in OTHER_HOSTS[page][host]:
-        pytest.importorskip(module)
-    write_llama(tmp_path / "llama")
-    found = [(language, code) for language, code in blocks(page) if host in code]
-    assert [language for language, _ in found] == ["bash", "python"]
-    for language, code in found:
-        {"bash": run_bash, "python": run_python}[language](code, tmp_path, HF_HUB_OFFLINE="1")

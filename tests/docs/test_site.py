@@ -6,9 +6,11 @@ import subprocess
 import sys
 from typing import Any
 
-import yaml
+import pytest
 
 from .pages import ROOT
+
+yaml = pytest.importorskip("yaml")
 
 MOST_ENTRIES = 15
 
