@@ -1,25 +1,25 @@
 # make demo      fetch all-MiniLM-L6-v2, optimize it, compare it with the original
 # make test      lint, docs, and a sample of the suite: SAMPLE parameter sets of each test (10 minutes on two cores)
 # make test-all  every test: the whole suite, sanitizers, Optimum, GenAI, Ray, emulated Arm, the wheel
-# make ci        what CI runs: make test, then the parts of make test-all beside the suite, with few parameter sets
-# make extras    the tests of Optimum, GenAI with transformers, and Ray, each in an environment of its own
-# make wheel     build the package, and check that it holds nothing of test builds
+# make ci        what CI runs: make test, then the other parts of make test-all with few parameter sets
+# make extras    the tests of Optimum, GenAI with transformers, and Ray, each in its own environment
+# make wheel     build the package, and check that it holds no test code
 # make asan      the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # make aarch64   models on emulated Arm CPUs; make test-aarch64: kernels too, 40 minutes (SAMPLE=4: 4 sets a test)
-# make wheels    wheels for Linux on x86-64 and aarch64 with glibc 2.28 and later, each tried
+# make wheels    build and try wheels for Linux on x86-64 and aarch64 with glibc 2.28 or later
 # make macos     check that the library compiles for macOS
 # make docs      the site, in build/docs
-# Each target does all of its own set-up in .venv and build/. PYTHON=python3.12 picks another interpreter (3.11 or later).
+# Each target sets itself up in .venv and build/. PYTHON=python3.12 picks another interpreter (3.11 or later).
 
 PYTHON ?= python3
-# Processes of pytest. Where parts run side by side, .ci/parts.py divides the cores among them.
+# Number of pytest processes. .ci/parts.py divides the cores among parts that run at the same time.
 WORKERS ?= auto
-# Parameter sets of each test, and a tenth of the examples of a hypothesis test (tests/sampling.py). Empty: all.
+# Parameter sets of each test; hypothesis tests run ten times as many examples (tests/sampling.py). Empty runs all.
 SAMPLE ?=
-# A CPU build: others bring gigabytes of CUDA. Where no index that pip knows has it, what needs it is not run, and named.
+# A CPU build, as other builds install gigabytes of CUDA. If pip cannot find it, the parts that need it print NOT RUN.
 TORCH ?= torch==2.13.0+cpu
 export PYTHON WORKERS SAMPLE
-# Where ccache is installed, a fresh clone takes from it what another has compiled.
+# With ccache, a fresh clone reuses what another clone has compiled.
 ifneq ($(shell command -v ccache),)
 export CMAKE_CXX_COMPILER_LAUNCHER = ccache
 export CCACHE_BASEDIR = $(CURDIR)
@@ -27,12 +27,12 @@ export CCACHE_NOHASHDIR = 1
 endif
 VENV := .venv
 BIN := $(VENV)/bin
-# The set-up stamps depend on these.
+# Files that the installed package depends on.
 SOURCES := $(shell find CMakeLists.txt pyproject.toml ops src graph_passes models benchmarks -type f \
              -not -name '*.pyc' -not -name '*.md' 2>/dev/null)
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-# Wheels for users and for tests come from one build folder, and each says what it wants, as CMake remembers what it was
-# told. Without build isolation: else the folder is emptied each time.
+# Wheels for users and for tests share a build folder. Each sets ORTOLAN_TESTING, because CMake caches options. Build
+# isolation would empty the folder each time.
 BUILD := --no-build-isolation --no-deps --config-settings=cmake.define.ORTOLAN_WERROR=ON
 NATIVE := $(BUILD) --config-settings=build-dir=build/native --config-settings=cmake.define.ORTOLAN_TESTING
 SETS := $(if $(SAMPLE),--sample $(SAMPLE))
@@ -43,7 +43,7 @@ PYTEST := $(CURDIR)/$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 demo: $(VENV)/.installed
 	$(BIN)/ortolan demo
 
-# Each part is a target below. All parts run, even after one has failed. The last lines name failures and skipped tests.
+# Each part is a target below. All parts run, even after a failure. The last lines list failures and skipped tests.
 test: SAMPLE := $(or $(SAMPLE),2)
 test: $(VENV)/.installed
 	@$(BIN)/python .ci/parts.py lint docs then suite
@@ -72,10 +72,10 @@ lint: $(VENV)/.installed
 	cd build/typing && ../../$(BIN)/lint-imports --config ../../pyproject.toml --no-cache
 	$(BIN)/python .ci/native_facts.py
 
-# The tests of formats, kernels, operators and provider in a build where each invalid access or undefined operation ends
-# the run. Instruction sets that neither this CPU nor an emulator on it can run are not built. A sample (CI) is built for
-# AVX2 alone, in half the time, and runs kernels, formats and hostile inputs. One pytest run a part, and a small
-# quarantine: in such a build the memory of thousands of sessions is not given back.
+# The tests of formats, kernels, operators and provider in a build that aborts on an invalid access or undefined
+# operation. Only instruction sets that this CPU or its emulator can run are built. A sample (CI) is built for AVX2
+# alone, in half the time, and runs kernels, formats and hostile inputs. Each part is one pytest run with a small
+# quarantine, since the sanitizer does not return the memory of thousands of sessions.
 ASAN_OPTIONS = detect_leaks=0:quarantine_size_mb=16:thread_local_quarantine_size_kb=64
 HOSTILE = "formats" "ops/test_*kernels*.py" "ops/test_*safety.py ops/test_*fuzz.py ops/test_*errors.py" "provider"
 EVERY_PART = "formats" "ops/test_[a-l]*.py" "ops/test_[m-r]*.py" "ops/test_s*.py" "ops/test_[t-z]*.py" "provider" "amx"
@@ -86,8 +86,8 @@ asan: $(ASAN_BUILT)
 	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  PYTHONPATH=$(CURDIR)/build/asan-site $(PYTEST) $$part -p no:cacheprovider --sample $(or $(SAMPLE),8); done
 
-# Emulated Arm CPUs. What CI runs: models that were optimized here, on CPUs with neon and with dotprod, in the package as
-# users have it. All: also vectors, formats, kernels and some operators, and a CPU with i8mm.
+# Emulated Arm CPUs. CI runs models optimized here, on CPUs with neon and dotprod, with the package that users get.
+# test-aarch64 adds vectors, formats, kernels and some operators, and a CPU with i8mm.
 ANSWERS = $(BIN)/python -m tests.aarch64.answers build/aarch64/answers
 KERNELS = simd $(patsubst tests/%,%,$(wildcard tests/ops/test_*_kernels*.py)) ops/test_vnni_spmm_fixed_range.py \
   ops/test_vnni_spmm_op_hidden.py ops/test_bf16_rows.py ops/test_epilogue.py ops/test_layer_norm.py
@@ -111,11 +111,11 @@ optimum: build/testing-wheel/.built
 genai: build/testing-wheel/.built
 	TORCH=$(TORCH) .ci/extra genai genai,transformers,train hooks/test_genai.py hooks/test_transformers.py docs/test_hook_pages.py train
 
-# One process: two Ray clusters at once slow down each other's start. A sample leaves out the page, which needs another one.
+# One process, because two Ray clusters slow down each other's start. A sample skips the docs page, which starts another.
 ray: build/testing-wheel/.built
 	WORKERS=1 .ci/extra ray test-serve serving $(if $(SAMPLE),,docs/test_serving_page.py)
 
-# Strict: broken links and anchors fail. The API is read from the sources; only the table of options imports the package.
+# A broken link or anchor fails the build. The API is read from the sources; only the table of options imports the package.
 docs: $(VENV)/.installed
 	mkdir -p build/typing/ortolan && ln -sfn $(CURDIR)/src/ortolan/* build/typing/ortolan/
 	ln -sfn $(CURDIR)/graph_passes $(CURDIR)/models $(CURDIR)/benchmarks build/typing/ortolan/
@@ -134,7 +134,7 @@ wheel: $(VENV)/.created
 wheels: $(VENV)/.installed .venv-wheels/.installed
 	.ci/wheels
 
-# That the library compiles and links for macOS on arm64; nothing can run it here.
+# Check that the library compiles and links for macOS on arm64. It cannot run here.
 macos: $(VENV)/.created .venv-wheels/.installed
 	CMAKE_CXX_COMPILER_LAUNCHER= $(BIN)/cmake -G Ninja -S . -B build/wheels/macos -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DORTOLAN_PYTHON=OFF \
 	  -DORTOLAN_WERROR=ON -DCMAKE_TOOLCHAIN_FILE=.ci/zig.cmake -DORTOLAN_ZIG_CPU=aarch64 -DORTOLAN_ZIG_SYSTEM=macos.12.0 \
@@ -172,5 +172,5 @@ $(ASAN_BUILT): $(VENV)/.installed
 	$(PIP) install $(BUILD) --target build/asan-site --config-settings=build-dir=build/asan \
 	  --config-settings=cmake.define.ORTOLAN_TESTING=ON --config-settings=cmake.build-type=RelWithDebInfo \
 	  --config-settings=cmake.define.ORTOLAN_SANITIZE=ON --config-settings=install.strip=false \
-	  --config-settings=cmake.define.ORTOLAN_ONLY_COLUMNS="$$($(BIN)/python -m tests.instructions $(if $(SAMPLE),avx2))" .
+	  --config-settings=cmake.define.ORTOLAN_ONLY_TARGETS="$$($(BIN)/python -m tests.instructions $(if $(SAMPLE),avx2))" .
 	touch $@
