@@ -6,8 +6,7 @@
 // for each of `heads` query heads, which share one head of keys and values. With `causal`, the queries are the last
 // `queries` positions of the keys, and query i does not see keys j > i + keys - queries (their s is -Inf).
 //
-// Error bound of the float32 kernels (precision 32) against the exact formula, with u = 2^-24 and dots[j] the sum of
-// |q[i, d] k[j, d]| over d:
+// Error bound of the float32 kernels (precision 32), with u = 2^-24 and dots[j] the sum of |q[i, d] k[j, d]| over d:
 //
 //     e[j] = (head_dim + 4) u |scale| dots[j]  +  4 u (|s[j]| + |max over l of s[l]|)
 //     |error of y| <= 2 sum over j of p[j] |v[j]| (e[j] + e' + (keys + 16) u)  + keys 2^-125 max |v|,
@@ -15,36 +14,33 @@
 //
 // provided that e[j] < 1/2 wherever p[j] is not negligible. Kernels of precision 16 round scale q, k, p and v to
 // bfloat16 and accumulate in float32: e[j] grows by 2^-7 |scale| dots[j], and the term (keys + 16) u by 2^-7. Kernels
-// with their own summation order (own_order) also add (head_dim / 32) u |mask[j]| to e[j]. Weights below 2^-126 of a
-// row's largest weight may be treated as zero.
+// with own_order also add (head_dim / 32) u |mask[j]| to e[j]. Weights below 2^-126 of a row's largest weight may be
+// treated as zero.
 //
 // A mask of -Inf removes a key: its p is 0. If all s of a row are -Inf, y is NaN. If they are all the lowest float
 // (-3.4e38) or all the largest, which absorb the products, y is the mean of v, as in ONNX Softmax. A NaN or +Inf among
 // the s of a row makes its y NaN. With zero_hidden_rows, rows whose p are NaN give zeros instead, as PyTorch does for
-// boolean masks. Inf and NaN in v propagate to y as in IEEE 754, even where p is 0; those in keys hidden by `causal`
-// may or may not. |s| above 2^126 may be treated as Inf, unless the mask is the lowest or the largest float.
+// boolean masks. Inf and NaN in v propagate to y even where p is 0; in keys hidden by `causal` they may or may not. |s|
+// above 2^126 may be treated as Inf, unless the mask is the lowest or the largest float.
 //
 // A row's result depends only on its own q and mask, on k and v, and on the other arguments. All kernels of precision
-// 16 except those with own_order give the same bits if v is finite (any NaN equals any other). Rounding is to nearest
-// even, and denormal floats count as zero wherever they are read or produced:
+// 16 except those with own_order give the same bits if v is finite (any NaN equals any other). They round to nearest
+// even, read and write denormal floats as zero, and compute:
 //
-//   - Rounded to bf16: scale log2(e) q (the factor and the product are first rounded to float32), k, v and the weights.
-//   - s is in powers of two. Starting at +0, for each pair of d in ascending order the product of the odd d is added
-//     first, then that of the even d, each with a fused multiply-add; an odd head_dim is padded with a zero. Then the
-//     mask times log2(e) is added.
-//   - Keys are processed in blocks of 128. The weights of a block are 2^(s - m), with m the largest s so far. The sum
-//   of
-//     weights and y, as accumulated so far, are multiplied by 2^(previous m - m). Weights are added to the sum key by
-//     key, as floats. Products with v are added to y for each pair of keys, the odd key first, as above.
-//   - 2^s: with n = s rounded to the nearest integer and f = s - n, the polynomial of simd/vectors.h at f, by fused
-//   steps
-//     from its highest power down, times 2^n.
+//   - bf16 values: scale log2(e) q (the factor and the product are first rounded to float32), k, v and the weights.
+//   - s, in powers of two: a chain of fused multiply-adds from +0, by pairs of d in ascending order, the odd d of a
+//     pair before the even one; an odd head_dim is padded with a zero. Then the mask times log2(e) is added.
+//   - Keys in blocks of 128. The weights of a block are 2^(s - m), with m the largest s so far. Before they are added,
+//     the sum of weights and y are multiplied by 2^(previous m - m). Weights are added to the sum one by one, before
+//     they are rounded to bf16. Products with v are added to y by pairs of keys, the odd key first, fused.
+//   - 2^s: with n = s rounded to the nearest integer and f = s - n, the polynomial of simd/vectors.h at f (fused, from
+//     its highest power down), times 2^n.
 //   - y is multiplied by 1 / sum, rounded.
 //
-// The AMX tile kernel is the only one with own_order. Its instructions add 32 products at once: the even ones and the
-// odd ones separately, each ascending and fused from +0 on; then the two sums are added, and the result is added to the
-// accumulator. s starts with the mask times log2(e) and consumes 32 d at a time, zero-padded beyond head_dim. y
-// consumes 32 keys of a block at a time, with zero weights and values beyond the last key. The rest is as above.
+// The AMX tile kernel is the only one with own_order. Its instructions add 32 products at once: a fused, ascending sum
+// of the even ones and one of the odd ones, each from +0, are added to each other and then to the accumulator. s starts
+// with the mask times log2(e) and consumes 32 d at a time, zero-padded beyond head_dim. y consumes 32 keys of a block
+// at a time, with zero weights and values beyond the last key. The rest is as above.
 //
 // A kernel works on a range of rows; row r is query r % queries of head r / queries. Kernels neither allocate nor
 // create threads.
@@ -87,8 +83,7 @@ inline constexpr int64_t kAttentionRows = 128;
 
 struct AttentionFunctions {
   int64_t (*scratch_bytes)(int64_t head_dim);
-  // Computes y for rows row_begin … row_end-1, at most kAttentionRows. scratch: scratch_bytes(head_dim) bytes, aligned
-  // to 64.
+  // Computes y for rows row_begin … row_end-1, at most kAttentionRows. scratch: scratch_bytes(head_dim), aligned to 64.
   void (*run)(const AttentionArgs& args, int64_t row_begin, int64_t row_end, void* scratch);
 };
 
@@ -99,13 +94,13 @@ struct AttentionKernel : AttentionFunctions {
   bool own_order = false;  // sums in its own order, so bits differ from the other kernels
 };
 
-// The kernels of attention_tiles_kernels.inc, attention_bf16_kernels.inc and attention_kernels.inc in this build, best
-// first for each precision. The last one of each precision runs on any CPU.
+// The kernels of this build: first all of precision 16, then of precision 32, best first. The last one of each
+// precision runs on any CPU.
 std::span<const AttentionKernel> AttentionKernels();
 
 // Returns the fastest kernel of at least this precision for this CPU and the enabled features. With any_order and
-// precision 16 the bits may differ between CPUs: AMX tiles if available, otherwise bf16 dot products where the CPU runs
-// them fast, otherwise precision 32.
+// precision 16 the bits may differ between CPUs: AMX tiles if available, else bf16 dot products where the CPU runs them
+// fast, else precision 32.
 const AttentionKernel& FindAttentionKernel(int precision, bool any_order);
 
 }  // namespace ortolan

@@ -12,9 +12,9 @@
 //     values         [unit of keys][padded_dim]      zero beyond head_dim
 //     out            [row][padded_dim]               not yet divided by the sum of probabilities
 //
-// With AMX tiles (kInTiles), values and out are transposed: [padded_dim][units of keys] and [padded_dim][kRows]. What a
-// tile reads beyond head_dim is zero in both factors; so are values and probabilities beyond the last key. Key rows
-// beyond the last hold stale data of the previous block: the scores computed from them are never read.
+// With AMX tiles (kInTiles), values and out are transposed: [padded_dim][units of keys] and [padded_dim][kRows]. Tiles
+// also cover padding. Dimensions beyond head_dim are zero in both factors, as are values and probabilities beyond the
+// last key. Keys beyond the last are left from the previous block; their scores are never read.
 #pragma once
 
 #include <cstdint>
@@ -27,10 +27,10 @@
 namespace ortolan {
 namespace {
 
-// Register blocking, by the number of vector registers.
+// Register blocking by the number of vector registers.
 template <int kRegisters, int64_t kLanes>
 struct RegisterBlocks {
-  static constexpr int kVectors = 2;           // of query rows in a block
+  static constexpr int kVectors = 2;           // vectors of query rows in a block
   static constexpr int kValueRows[] = {8, 6};  // rows of y, indexed by vectors of values - 1
   static constexpr int kScoreKeys[] = {8, 6};  // keys of scores, indexed by vectors of rows - 1
 };
@@ -68,7 +68,7 @@ class AttentionLoop {
   static constexpr float kLog2E = 1.44269504f;
 
   struct Block {
-    int64_t first;       // row
+    int64_t first;       // first row
     int64_t rows;        // 1 … kRows
     int64_t least_seen;  // fewest keys that one of its rows sees
     int64_t most_seen;
@@ -77,7 +77,7 @@ class AttentionLoop {
     float most[kRows];  // largest score so far
     float sum[kRows];
     float correction[kRows];
-    float seen[kRows];  // keys that the row sees
+    float seen[kRows];  // number of keys that the row sees
   };
 
   const AttentionArgs& args_;
@@ -136,8 +136,7 @@ class AttentionLoop {
     return args_.mask + HeadOf(row) * args_.mask_head_stride + QueryOf(row) * args_.mask_query_stride;
   }
 
-  // Loads up to kLanes values of each row at from(row) and transposes them: lanes[d] holds value d of all rows. count
-  // <= kLanes.
+  // Loads up to kLanes values of each row at from(row) and transposes them: lanes[d] holds value d of all rows.
   template <typename From>
   static void LoadTransposed(int64_t rows, int64_t count, const From& from, Float (&lanes)[kLanes]) {
     if (rows >= kLanes && count >= kLanes) {
@@ -243,7 +242,7 @@ class AttentionLoop {
 
   bool MaskIsByKey() const { return args_.mask_head_stride == 0 && args_.mask_query_stride == 0; }
 
-  // Initializes the scores with the mask, to which the products are then added.
+  // Initializes the scores with the mask; the products are then added to it.
   void FillScores(const Block& block, int64_t first, int64_t keys) const {
     const bool by_row = args_.mask != nullptr && !MaskIsByKey();
     for (int64_t lane = 0; lane < block.rows; lane += kLanes) {
@@ -273,8 +272,8 @@ class AttentionLoop {
                             Simd::Set(kMinusInfinity));
   }
 
-  // Computes the scores of kTileKeys keys from `key` on for kTileVectors vectors of rows. The mask is in the scores if
-  // kFilled, otherwise in bias_.
+  // Computes the scores of kTileKeys keys from `key` on for kTileVectors vectors of rows. kFilled: the scores already
+  // hold the mask; otherwise bias_ does.
   template <int kTileVectors, int kTileKeys, bool kFilled>
   void ScoreTile(const Block& block, int64_t first, int64_t key, Float (&most)[kTileVectors]) const {
     const int64_t stride = PaddedKeyUnits(args_.head_dim);
@@ -311,7 +310,7 @@ class AttentionLoop {
     }
   }
 
-  // ScoreTile for all keys with AMX tiles; the mask, if kFilled, is in the scores.
+  // ScoreTile for all keys, with AMX tiles.
   template <int kTileVectors, bool kFilled>
   void ScoreInTiles(const Block& block, int64_t first, int64_t keys, Float (&most)[kTileVectors]) const {
     const int64_t stride = PaddedKeyUnits(args_.head_dim);
@@ -371,7 +370,7 @@ class AttentionLoop {
           if (j + 1 < keys) b = Simd::Exp2(Simd::Subtract(Simd::Load(from + kRows), most[i]));
           sum[i] = Simd::Add(sum[i], b);
         }
-        // A NaN makes the sum of its row NaN, and with it y, so the stored weight does not matter.
+        // If a weight is NaN, so are the sum and y of its row, whatever StoreWeights stores.
         Simd::StoreWeights(scores_ + j / kUnit * kRows + i * kLanes, kRows, a, b);
       }
     }

@@ -3,8 +3,8 @@
 //     scores   [keys][rows]  = bias + K [keys][units of head_dim]  Q [units of head_dim][rows]
 //     out      [d][rows]     = out + V^T [d][units of keys]        P [units of keys][rows]
 //
-// Queries and weights are already in B tile order, because a unit is a pair of bf16 and the lanes are rows. Keys are
-// already in A tile order. Values are transposed to become A tiles, so out is transposed too.
+// Queries, weights and keys are already in tile order, because a unit is a pair of bf16 and the lanes are rows. Only
+// values must be transposed to become A tiles, so out is transposed too.
 #pragma once
 
 #include <cstdint>
@@ -75,17 +75,16 @@ void MultiplyTile(const TileMatrix& a, const TileMatrix& b, const TileMatrix& c,
   if constexpr (kA > 1 && kB > 1) c.Store<3>(row + kTileUnits, column + kTileUnits);
 }
 
-// Units multiplied with AMX tiles. Per 32 products, the instruction sums the even ones, then the odd ones, then adds
-// both.
+// Units multiplied with AMX tiles. Order of sums: attention.h.
 template <typename Simd>
 struct TileUnits : Bf16Units<Simd> {
   static constexpr bool kInTiles = true;
 
-  // Called before the first and after the last product.
+  // Called around all products.
   static void StartTiles() { ConfigureAttentionTiles(); }
   static void EndTiles() { TileRelease(); }
 
-  // C [rows][columns] = A B (kFirst) or C += A B. rows, columns and units are rounded up to whole tiles.
+  // C [rows][columns] = A B (kFirst) or C += A B. rows, columns and units are rounded up to full tiles.
   template <bool kFirst>
   static void MultiplyTiles(const TileMatrix& a, const TileMatrix& b, const TileMatrix& c, int64_t rows,
                             int64_t columns, int64_t units) {

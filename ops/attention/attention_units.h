@@ -1,13 +1,10 @@
 // The 32-bit units in which attention multiplies: single floats, or pairs of bf16. Included only by
 // *attention_kernels.cc; local to each target.
 //
-//     kPair                              1, or 2: values are summed in pairs, the second one first. An odd count is
-//     padded
-//                                        with a zero
+//     kPair                              values that are summed together, the second one first: 1 or 2; an odd count is
+//                                        padded with a zero
 //     kUnit                              values in a unit
-//     StorePair(to, stride, a, b)        store values a and b as one unit at `to`, or as two units `stride` apart. If
-//     kPair
-//                                        is 1, only a
+//     StorePair(to, stride, a, b)        store a and b as one unit, or two units `stride` apart; only a if kPair is 1
 //     StoreWeights(to, stride, a, b)     StorePair for weights in 0 … 1; a NaN may become any value
 //     StoreRow(row, d, a)                store kLanes values of a row, from value d on, as units
 //     MultiplyAddUnits(a, b, c)          a b + c, with a and b units, c floats
@@ -20,7 +17,7 @@
 namespace ortolan {
 namespace {
 
-// Rows of an AMX tile, and units in each row. All kernels pad key rows to whole tiles.
+// Rows of an AMX tile, and units in each row. All kernels pad key rows to full tiles.
 constexpr int64_t kTileUnits = 16;
 
 template <typename Simd>
@@ -36,7 +33,7 @@ struct FloatUnits : Simd {
   static Float MultiplyAddUnits(Float a, Float b, Float c) { return Simd::MultiplyAdd(a, b, c); }
 };
 
-// Emulates bf16 dot products: a float holds each bf16 value, and the steps are the same.
+// Emulates bf16 dot products: each bf16 value is a float, and sums have the same order.
 template <typename Simd>
 struct Bf16Units : Simd {
   using Float = typename Simd::Float;

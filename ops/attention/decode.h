@@ -4,9 +4,9 @@
 //     s[h, j] = log2(e) scale (q[h] . k[j])                     h < heads; in powers of two
 //     partial: max[h] >= s[h, j], sum[h] = sum of 2^(s[h, j] - max[h]), y[h] = sum of 2^(s[h, j] - max[h]) v[j]
 //
-// for the tokens j of a range [begin, end). Partial results of any ranges, from different threads, compressed or exact,
-// are combined by `merge`, as in FlashDecoding; the result of attention is y / sum. The query's own token is already in
-// the cache, so no causal mask is needed. Padding is excluded by the choice of the range.
+// for the tokens j of a range [begin, end). `merge` combines partial results of any ranges, compressed or exact, as in
+// FlashDecoding; the result of attention is y / sum. The cache already holds the query's own token, so no causal mask
+// is needed. The range excludes padding.
 //
 // Keys are float32 rows or codes (formats/key_code_cache.h), values float32 rows or int8 (formats/value_cache.h).
 //
@@ -18,7 +18,7 @@
 //     table    = round((t[s, c] - min over c of t[s, c]) / step)          0 … 255
 //     s[h, j]  = sum over s of min over c of t[s, c]  +  step * (sum over s of table[s, code of j])
 //
-// All sub-quantizers of a query head share one step, so the sum is a sum of integers, and exact.
+// All sub-quantizers of a query head share one step, so the last sum is a sum of integers, which is exact.
 //
 // Error of s against the exact product with the centroids, with u = 2^-24 and A = sum over s of the largest |t[s, c]|,
 // computed with the magnitudes of the products in q_s . b:
@@ -34,14 +34,13 @@
 //                     + 2^-16 (1 + 2^-14) T max p max |v|                              int8 values only
 //
 // A call may skip tokens whose weight is below 2^-12 / (end - begin) of the heaviest token so far (2^-24 if keys and
-// values are floats): less than the rounding error of the sum. int8 values may be multiplied by weights quantized to 15
-// bits or more, in units of at most 1 / 32767 of the heaviest token's weight times the largest scale among up to 128
-// neighboring tokens.
+// values are floats). Weights of int8 values may be quantized to 15 bits or more. Their unit is at most 1 / 32767 of
+// the heaviest token's weight times the largest scale among up to 128 neighboring tokens.
 //
-// NaN and Inf: for codes, a query head with a t or a range of t that is not finite gets a sum of NaN, and so y / sum is
-// NaN. Float32 keys follow IEEE 754: a score of -Inf has weight 0, a score of +Inf or NaN makes the sum NaN. NaN and
-// Inf in values reach y if their token has a weight above 0 and is not skipped. int8 values with a scale below 2^-100
-// may be treated as 0. Other heads are unaffected.
+// NaN and Inf: for codes, a query head with a t or a range of t that is not finite gets a NaN sum. For float32 keys, a
+// score of -Inf has weight 0, a score of +Inf or NaN makes the sum NaN. NaN and Inf in values reach y if their token
+// has a weight above 0 and is not skipped. int8 values with a scale below 2^-100 may be treated as 0. Other heads are
+// unaffected.
 //
 // Kernels neither allocate nor create threads.
 #pragma once
@@ -55,32 +54,31 @@
 
 namespace ortolan {
 
-// Partial result of a range of tokens: max[h] of the scores s[h, j], in powers of two; sum[h] of the weights 2^(s[h, j]
-// - max[h]); y[h], the sum of weights times values. Contiguous, and fully overwritten. The partial result of no tokens
-// is the lowest float, 0 and 0.
+// Partial result of a range of tokens, as above. The arrays are contiguous and fully overwritten. Without tokens max is
+// the lowest float, sum and y are 0.
 struct DecodePartial {
   float* max = nullptr;  // [heads]
   float* sum = nullptr;  // [heads]
   float* y = nullptr;    // [heads][head_dim]
 };
 
-// A mask value of this or less hides its token: if |score| < 4e8, its weight is 0 by the formula too.
+// Mask values up to this hide their token: if |score| < 4e8, its weight is 0 by the formula too.
 inline constexpr float kHidden = -1e9f;
 
 struct VisibleRange {
   int64_t begin = 0;
   int64_t end = 0;    // equals begin if all tokens are hidden
-  bool plain = true;  // the mask is 0 in the whole range (below 2^-126 counts as 0)
+  bool plain = true;  // the mask is 0 in the range (below 2^-126 counts as 0)
 };
 
-// The operations of attention besides products: visible ranges of masks, softmax weights, and merging partial results.
+// Visible ranges of masks, softmax weights, and merging of partial results.
 struct SoftmaxFunctions {
   // Returns the range from the first to the last visible token of a mask row.
   VisibleRange (*visible)(const float* mask, int64_t count);
 
   // Replaces the scores s[i], i < count, by weights 2^(factor s[i] - maximum); writes the maximum and the sum of the
-  // weights. count >= 1. The buffer has room for count rounded up to 16, and its contents beyond count are arbitrary. A
-  // NaN score makes the sum NaN.
+  // weights. count >= 1. The buffer is as long as count rounded up to 16; what follows `count` is overwritten. A NaN
+  // score makes the sum NaN.
   void (*weigh)(float* scores, int64_t count, float factor, float* maximum, float* sum);
 
   // Merges `from` into `into`.
@@ -97,14 +95,14 @@ struct DecodeAttentionArgs {
   int64_t q_head_bytes = 0;
   float scale = 1.0f;
   int64_t tokens = 0;  // in the caches
-  // Keys: codes and a codebook, or floats whose first row is token first_key.
+  // Keys are codes with a codebook, or floats whose first row is token first_key.
   const uint8_t* key_codes = nullptr;
   int64_t d_sub = 1;
   const float* codebook = nullptr;
   const float* keys = nullptr;
   int64_t key_row_bytes = 0;
   int64_t first_key = 0;
-  // Values: int8 rows or floats.
+  // Values are int8 rows or floats.
   const uint8_t* int8_values = nullptr;
   const float* values = nullptr;
   int64_t value_row_bytes = 0;
@@ -125,10 +123,10 @@ struct DecodeAttentionKernel : DecodeFunctions {
   Features needs;
 };
 
-// The kernels of decode_kernels.inc in this build, best first; the last one runs on any CPU.
+// The kernels of this build, best first; the last one runs on any CPU.
 std::span<const DecodeAttentionKernel> DecodeAttentionKernels();
 
-// A call may skip tokens whose score is below the largest so far by more than this plus log2 of the call's tokens.
+// Tokens may be skipped if their score is below the largest so far by more than this plus log2 of the call's tokens.
 inline constexpr float kNegligiblePowersOfTwo = 12;
 inline constexpr float kNegligiblePowersOfTwoExact = 24;  // float keys and values
 

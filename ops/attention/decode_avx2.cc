@@ -9,11 +9,11 @@ struct Blocks {
   static constexpr int kVectors = 2;
   static constexpr int kDotHeads = 2;
 
-  // At most this many quads, so that 16-bit sums hold their entries. The block's indices into their tables take 8 KB.
+  // Limit of the 16-bit sums. The indices of a block for this many quads take 8 KB.
   static constexpr int64_t kQuads = 64;
 
-  // Unpacks the table indices of a quad's 64 bytes: keys 0 … 15 with two sub-quantizers a vector, then keys 16 … 31.
-  // The order of 16 keys is 0 … 3, 8 … 11, 4 … 7, 12 … 15.
+  // Unpacks the table indices of a quad's 64 bytes, two sub-quantizers a vector: for keys 0 … 15, then 16 … 31, each in
+  // the order 0 … 3, 8 … 11, 4 … 7, 12 … 15.
   static void Unpack(const uint8_t* codes, __m256i* indices) {
     const __m256i by_sub_quantizer =
         _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
@@ -27,8 +27,8 @@ struct Blocks {
     indices[3] = Simd::HighNibbles(second);
   }
 
-  // 16-bit sums for 16 keys, in the order of the indices. `both` adds even bytes plus 256 times odd bytes, `odd` the
-  // odd bytes alone.
+  // 16-bit sums for 16 keys, in the order of the indices. `both` sums even bytes plus 256 times odd bytes, `odd` only
+  // the odd bytes.
   struct Sums {
     __m256i both = _mm256_setzero_si256();
     __m256i odd = _mm256_setzero_si256();
@@ -36,7 +36,7 @@ struct Blocks {
       both = _mm256_add_epi16(both, entries);
       odd = _mm256_add_epi16(odd, _mm256_srli_epi16(entries, 8));
     }
-    // Adds step times the sums to the scores, with keys in their original order.
+    // Adds step times the sums to the scores, in the original order of keys.
     void AddTo(float* scores, __m256 step) const {
       const __m256i even = _mm256_sub_epi16(both, _mm256_slli_epi16(odd, 8));
       const __m128i evens = _mm_add_epi16(_mm256_castsi256_si128(even), _mm256_extracti128_si256(even, 1));
@@ -84,8 +84,8 @@ struct Blocks {
     }
   }
 
-  // Loads the scales of a tile's tokens, in units of the largest / 32767; 0 for tokens outside the range. Returns the
-  // unit.
+  // Loads the scales of a tile's tokens as multiples of a unit, the largest / 32767; 0 for tokens outside the range.
+  // Returns the unit.
   static float UnitScales(const Int8Blocks& at, __m256* scales) {
     const int64_t block_bytes = kValueBlock * ValueRowBytes(at.head_dim);
     const __m256i from = Simd::SetInt(static_cast<int>(at.from) - 1), to = Simd::SetInt(static_cast<int>(at.to));
@@ -104,8 +104,8 @@ struct Blocks {
     return largest * (1.0f / 32767);
   }
 
-  // Computes the weights of a head times the scales as 15-bit integers; each four tokens are in the order 0, 2, 1, 3.
-  // Returns the unit.
+  // Computes a head's weights times the scales as 15-bit integers, each four tokens in the order 0, 2, 1, 3. Returns
+  // their unit.
   static float PairWeights(const TileHead& head, int64_t blocks, const __m256* scales, float unit, uint8_t* parts) {
     const __m256i pairs = _mm256_broadcastsi128_si256(
         _mm_setr_epi8(0, 1, 8, 9, 4, 5, 12, 13, -128, -128, -128, -128, -128, -128, -128, -128));

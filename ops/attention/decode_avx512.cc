@@ -9,8 +9,8 @@ struct Blocks {
   static constexpr int kVectors = 4;
   static constexpr int kDotHeads = 4;
 
-  // Computes the scores of kBlocks blocks of 32 keys for kHeads heads. A lane holds four codes of a key: one vpermb
-  // looks them up in a quad's tables (64 bytes), and vpdpbusd adds the four entries.
+  // Computes the scores of kBlocks blocks of 32 keys for kHeads heads. A lane holds four codes of a key: vpermb looks
+  // them up in a quad's tables (64 bytes), and vpdpbusd adds the four entries.
   template <int kHeads, int kBlocks>
   static void ScoreTile(const CodeBlocks& at, int64_t block, int64_t head) {
     const int64_t block_bytes = at.quads * 64;
@@ -71,8 +71,8 @@ struct Blocks {
     if (heads - head == 1) return ScoreHeads<1, 4>(at, head);
   }
 
-  // Loads the scales of a tile's tokens, in units of the largest / 65535; 0 for tokens outside the range. Returns the
-  // unit.
+  // Loads the scales of a tile's tokens as multiples of a unit, the largest / 65535; 0 for tokens outside the range.
+  // Returns the unit.
   static float UnitScales(const Int8Blocks& at, __m512* scales) {
     const int64_t block_bytes = kValueBlock * ValueRowBytes(at.head_dim);
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -93,8 +93,8 @@ struct Blocks {
     return largest * (1.0f / 65535);
   }
 
-  // Computes the weights of a head times the scales as 16-bit integers, stored per block as 32 upper bytes, then 32
-  // lower bytes. Returns the unit.
+  // Computes a head's weights times the scales as 16-bit integers, stored per block as 32 upper bytes, then 32 lower
+  // bytes. Returns their unit.
   static float SplitWeights(const TileHead& head, int64_t blocks, const __m512* scales, float unit, uint8_t* parts) {
     const __m512i bytes =
         _mm512_set_epi64(0x7c7874706c686460, 0x5c5854504c484440, 0x3c3834302c282420, 0x1c1814100c080400,
@@ -114,8 +114,8 @@ struct Blocks {
     return _mm512_cvtss_f32(factor) * unit;
   }
 
-  // sums = 256 sums + (upper or lower weight bytes) values, for kVectors vectors from dimension d on. `first` (the
-  // upper bytes) starts from sums = 0.
+  // sums = 256 sums + weight bytes values, for kVectors vectors from dimension d on: first the upper bytes, which start
+  // from sums = 0, then the lower ones.
   template <int kHeads, int kVectors>
   static void AddPart(const Int8Blocks& at, int64_t head, int64_t d, bool first, __m512i* sums) {
     const int64_t block_bytes = kValueBlock * ValueRowBytes(at.head_dim);

@@ -1,14 +1,15 @@
-// The decode kernel (decode.h), for all targets: the scores of a chunk of tokens, then weights and values tile by tile.
-// Included only by decode_<target>.cc; everything is local to each target.
+// The decode kernel (decode.h), for all targets. Included only by decode_<target>.cc; everything is local to each
+// target. It computes the scores of a chunk of tokens, then weights and values tile by tile. A quad is four
+// sub-quantizers (formats/key_code_cache.h).
 //
-//     tables   [heads][quads][64]   16 table entries of sub-quantizer 4 quad, then 16 of the next, …
-//     scores   [heads][kChunk]      in powers of two, starting at a multiple of 32 tokens; -Inf outside the range
+//     tables   [heads][quads][64]   16 entries for each sub-quantizer of a quad
+//     scores   [heads][kChunk]      in powers of two, from a multiple of 32 tokens on; -Inf outside the range
 //     weights  [heads][kTile]       only for the heads whose tile is not negligible
 //
 // A target defines a struct Blocks with
 //
 //     int64_t Ahead(const PrefetchDistances&)                prefetch distance of key codes, in bytes
-//     kVectors                                               vectors of a tile of y, for values that are rows of floats
+//     kVectors                                               vectors of a tile of y, for float values
 //     kDotHeads                                              heads of a tile of dot products
 //     void ScoreBlocks(const CodeBlocks&, int64_t heads)     scores of full blocks of codes
 //     void AddInt8Blocks(const Int8Blocks&, int64_t heads)   optional: computes weights, adds them to the sums and the
@@ -44,7 +45,7 @@ struct CodeBlocks {
 struct TileHead {
   const float* scores;  // [kDecodeTile]
   float most;           // largest of the scores; the lowest float if all are -Inf or NaN
-  float maximum;        // largest of the head so far, at least `most`; y and sums are relative to it
+  float maximum;        // largest of the head so far; y and sums are relative to it
   float* sums;          // [kLanes], partial sums of 2^(score - maximum)
   float* y;             // [head_dim]
 };
@@ -53,7 +54,7 @@ struct TileHead {
 struct Int8Blocks {
   int64_t head_dim;
   int64_t blocks;  // 1 … 4
-  int64_t from;    // only tokens in [from, to) of the tile count; the scores of the others are -Inf
+  int64_t from;    // tokens outside [from, to) of the tile have scores of -Inf
   int64_t to;
   const uint8_t* values;  // the first block
   const TileHead* heads;
@@ -63,7 +64,7 @@ struct Int8Blocks {
 constexpr int64_t kDecodeTile = 128;
 
 // Value layouts for AddRows, which reads kTokens consecutive tokens at a time. At returns the address of dimension d of
-// token j, for query heads from `head` on. Load returns vector i of a token at that address as floats.
+// token j; only head 0 prefetches. Load returns vector i of a token at that address as floats.
 struct FloatRows {
   static constexpr int kTokens = 1;
   const float* first;
@@ -95,7 +96,7 @@ struct Int8Quads {  // the layout of full blocks
   __attribute__((always_inline)) const uint8_t* At(int64_t head, int64_t j, int64_t d) const {
     const int64_t scales = (j / kValueBlock + 1) * kValueBlock * kValueScaleBytes;
     const uint8_t* from = first + scales + j * (row_bytes - kValueScaleBytes) + 4 * d;
-    if (head == 0) __builtin_prefetch(from + kDecodeTile * row_bytes);  // prefetch the next tile
+    if (head == 0) __builtin_prefetch(from + kDecodeTile * row_bytes);
     return from;
   }
   template <int kToken>
@@ -123,16 +124,16 @@ class DecodeLoop {
     float* query;      // [heads][head_dim], multiplied by log2(e) scale
     float* centroids;  // [S][d_sub][16], only if d_sub > 1
     float* products;   // [S][16]
-    float* least;      // [S]: minimum of the products; later [heads]: tiles whose scores are all below are negligible
+    float* least;      // [S]: minimums of the products; later [heads]: tiles with only lower scores are negligible
     float* tile_most;  // [heads][kChunkTiles]
     float* sums;       // [heads][kLanes], partial sums of the weights
     float* steps;      // [heads]
     float* biases;     // [heads]
     float* scores;
     float* weights;
-    TileHead* heads;  // the heads whose tile is not negligible
+    TileHead* heads;  // heads whose tile is not negligible
     uint8_t* tables;
-    uint8_t* block;  // the codes of the incomplete last block, as a full block
+    uint8_t* block;  // the codes of the incomplete last block, converted to a full block
     uint8_t* parts;
 
     Scratch(int64_t heads, int64_t head_dim, void* memory) {
@@ -222,7 +223,7 @@ class DecodeLoop {
       }
     }
     float* least = s_.least;
-    Float check = Simd::Set(0.0f);  // NaN once a product is not finite
+    Float check = Simd::Set(0.0f);  // NaN if a product is not finite
     Float width = Simd::Set(0.0f);
     Float sum = Simd::Set(0.0f);
     for (int64_t s = 0; s < count; s += kParts) {
@@ -242,7 +243,7 @@ class DecodeLoop {
       }
       const Float lows = Reduce(low, [](Float a, Float b) { return Simd::Min(a, b); });
       const Float highs = Reduce(high, [](Float a, Float b) { return Simd::Max(a, b); });
-      Simd::Store(least + s, lows);  // stores more than kParts; the next iteration overwrites the excess
+      Simd::Store(least + s, lows);  // the next iteration overwrites what exceeds kParts
       width = Simd::Max(width, Simd::Subtract(highs, lows));
       sum = Simd::Add(sum, lows);
     }
@@ -326,8 +327,7 @@ class DecodeLoop {
     }
   }
 
-  // y += weights values for tokens begin … end-1, for kHeads heads from `head` on and kVectors vectors from dimension
-  // `d` on.
+  // y += weights values for tokens begin … end-1, kHeads heads from `head` on, kVectors vectors from dimension `d` on.
   template <int kHeads, int kVectors, typename Rows>
   void AddRowsTile(int64_t head, int64_t begin, int64_t end, int64_t d, const Rows& rows) const {
     const TileHead* heads = s_.heads + head;
@@ -382,7 +382,7 @@ class DecodeLoop {
     for (; h < heads; ++h) AddRowsHeads<1>(h, begin, end, rows);
   }
 
-  // Computes the weights of tokens from … to-1 of a tile (multiples of kLanes), adds them to the sums and stores
+  // Computes the weights of tokens from … to-1 (multiples of kLanes) of a tile, adds them to the sums, and stores
   // scaled(i, weight).
   template <typename Scaled>
   void Weigh(int64_t heads, int64_t from, int64_t to, const Scaled& scaled) const {
@@ -399,8 +399,8 @@ class DecodeLoop {
     }
   }
 
-  // Adds a tile's weighted values to y for the first `heads` entries of s_.heads. The tile starts at token `first`;
-  // only tokens in [begin, end) count.
+  // Adds the weighted values of the tile that starts at token `first` to y, for the first `heads` entries of s_.heads.
+  // Only tokens in [begin, end) count.
   void AddTile(int64_t heads, int64_t first, int64_t begin, int64_t end) const {
     const int64_t from = begin > first ? begin - first : 0;
     const int64_t to = end - first < kTile ? end - first : kTile;
@@ -425,7 +425,7 @@ class DecodeLoop {
     AddRows(heads, rest, to, Int8Rows{values, row_bytes});
   }
 
-  // AddTile for the tile's first `full` tokens, which are in full blocks.
+  // AddTile for the first `full` tokens of a tile, which are in full blocks.
   void AddBlocks(int64_t heads, int64_t full, int64_t from, int64_t to, const uint8_t* values) const {
     if constexpr (requires { &Blocks::AddInt8Blocks; }) {
       Blocks::AddInt8Blocks({args_.head_dim, full / kValueBlock, from, to, values, s_.heads, s_.parts}, heads);
@@ -441,8 +441,8 @@ class DecodeLoop {
     }
   }
 
-  // Finds the largest score of each of a chunk's tiles. Raises the head's maximum to it and rescales the sums and y so
-  // far. Returns whether a score is NaN.
+  // Finds the largest score of each tile of a chunk, raises the head's maximum to it, and rescales the sums and y.
+  // Returns whether a score is NaN.
   bool RaiseMaximum(int64_t h, int64_t tiles, const DecodePartial& partial) const {
     const float* scores = s_.scores + h * kChunk;
     float* tile_most = s_.tile_most + h * kChunkTiles;

@@ -9,7 +9,7 @@ struct Blocks {
   static constexpr int kVectors = 2;
   static constexpr int kDotHeads = 4;
 
-  // At most this many quads, so that 16-bit sums hold their entries. The block's indices into their tables take 8 KB.
+  // Limit of the 16-bit sums. The indices of a block for this many quads take 8 KB.
   static constexpr int64_t kQuads = 64;
 
   // 16-bit sums for 16 keys.

@@ -6,7 +6,7 @@
 namespace ortolan {
 namespace {
 
-// Tensors of the host may be unaligned.
+// Tensors may be unaligned.
 int64_t Load(const char* mask_value) {
   int64_t value;
   std::memcpy(&value, mask_value, sizeof(value));

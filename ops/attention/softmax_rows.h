@@ -16,7 +16,7 @@ constexpr int64_t kStep = 8 * kLanes;             // mask elements at a time
 constexpr float kLeastVisible = kHidden + 64.0f;  // the next float above kHidden
 constexpr float kLeastNormal = 0x1p-126f;
 
-// Counts the elements of a step that are not less than the bound; NaN is not counted.
+// Counts the elements of a step that are not less than the bound, NaN included.
 float CountFrom(const float* mask, Float bound, bool magnitude) {
   Float count = Simd::Set(0.0f);
 #pragma GCC unroll 8

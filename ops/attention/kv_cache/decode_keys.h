@@ -1,8 +1,8 @@
 // Decodes keys from their codes (decode_keys of kv_cache.h), for all targets. Included only by kernels.cc; local to
 // each target.
 //
-// Lanes are keys, as in a block of codes: a table of 16 centroids is looked up for kLanes keys at once, and the
-// resulting kLanes x kLanes squares are transposed to rows.
+// Lanes are keys, as in a block of codes: kLanes keys are looked up in a table of 16 centroids at once, and squares of
+// kLanes x kLanes results are transposed to rows.
 #pragma once
 
 #include "attention/kv_cache/key_block.h"
@@ -36,8 +36,7 @@ class KeyDecoder {
     }
   }
 
-  // Writes the columns of kQuads quads for keys first … first + kLanes-1, whose codes are in the low nibbles of
-  // `words`.
+  // Writes the columns of kQuads quads for keys first … first + kLanes-1; `words` holds their codes in the low nibbles.
   template <int kDSub, int kQuads>
   void WriteKeys(const Int (&words)[kQuads], const float* tables, int64_t token, int64_t column) const {
     constexpr int kColumns = 4 * kQuads * kDSub;

@@ -1,8 +1,8 @@
 // Encodes keys (encode_keys of kv_cache.h), for all targets. Included only by kernels.cc; local to each target.
 //
-// Lanes are sub-quantizers: the centroids of kLanes sub-quantizers are transposed, in registers where they fit, and
-// then applied to all keys. The codebook is transposed on the fly: the next step of decoding builds its tables from the
-// same memory, and a transposed copy would have to be fetched as well.
+// Lanes are sub-quantizers: the centroids of kLanes sub-quantizers are transposed, in registers if they fit, and then
+// applied to all keys. The codebook is not stored transposed, because the decode step that follows reads it as it is: a
+// second copy would only take cache space.
 #pragma once
 
 #include "attention/kv_cache/key_block.h"

@@ -35,7 +35,7 @@ void RotatePair(const float* from, const float* cos, const float* sin, int64_t a
   to[at + 1] = product(y, c) + product(x, s);
 }
 
-// Rotates whole vectors of interleaved pairs; returns the index of the first pair left over.
+// Rotates full vectors of interleaved pairs; returns the index of the first remaining pair.
 template <typename Simd>
 int64_t RotatePairs(const float* from, const float* cos, const float* sin, int64_t head_dim, float* to) {
   int64_t i = 0;

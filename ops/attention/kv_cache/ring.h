@@ -1,5 +1,5 @@
-// The keys of a compressed cache that are also kept exactly, as floats: the first tokens (attention sinks) and a window
-// of recent tokens.
+// Exact float copies of some keys of a compressed cache: of the first tokens (attention sinks) and of a window of
+// recent tokens.
 //
 //     exact keys  float [sinks + window][D] per head: a tensor [B, KV, sinks + window, D] of fixed size
 //     slot of token p: p if p < sinks, else sinks + (p - sinks) % window            a ring buffer
@@ -10,8 +10,8 @@
 //     p < sinks  or  p > i - window and window > 0
 //
 // so the window of a query ends with its own token. Keys of the current call are available as floats. Earlier keys are
-// read from the ring as it was before the call. The ring is updated after all queries are answered, or before if the
-// call has a single query.
+// read from the ring as it was before the call. So the ring is updated after all queries are answered, except in a call
+// with a single query, which updates it first.
 #pragma once
 
 #include <algorithm>
@@ -38,8 +38,8 @@ struct ExactWindow {
   // Whether the ring holds `token` after `tokens` tokens.
   bool Holds(int64_t token, int64_t tokens) const { return token < sinks || (window > 0 && token >= tokens - window); }
 
-  // The first contiguous piece of tokens begin … end-1 for the query at `position` >= held - 1; empty if begin >= end.
-  // held: the number of tokens written to the ring; later tokens are in the call.
+  // Returns the first contiguous piece of tokens begin … end-1 for the query at `position` >= held - 1; empty if begin
+  // >= end. held: number of tokens written to the ring; later tokens are in the call.
   KeyPiece First(int64_t held, int64_t position, int64_t begin, int64_t end) const {
     if (begin >= end || !Any()) return {begin, end, KeyPiece::Source::kCache};
     if (begin < sinks) {
