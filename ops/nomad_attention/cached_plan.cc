@@ -13,7 +13,7 @@ namespace ortolan {
 namespace {
 
 constexpr int64_t kFloat = sizeof(float);
-// Memory for keys and values as floats: heads are processed in groups of this size, at least one head at a time.
+// Limit on keys and values as floats: heads are processed in groups of this size, at least one head at a time.
 constexpr int64_t kMostFloatBytes = int64_t{64} << 20;
 
 void Copy(void* to, const void* from, int64_t bytes) { std::memcpy(to, from, static_cast<size_t>(bytes)); }
@@ -30,7 +30,7 @@ std::string CachedCall::SetLengths(std::span<const int32_t> lengths, int64_t pas
                        ", expected the number of its tokens after this call minus 1, at least ", prompt_tokens,
                        prompt_tokens > 0 ? " (including the tokens of the model's prompt)" : "");
     }
-    // In the first call of a batch, a sequence may be shorter than the longest one; padding follows it.
+    // A sequence may start with fewer tokens than the longest one; padding follows it.
     const int64_t before = std::max<int64_t>(last + 1 - queries, 0);
     if (before > past_room) {
       return ErrorText("sequence ", b, " has ", last + 1, " tokens after this call of ", queries, ", but ", past_name,
@@ -116,13 +116,13 @@ class CachedPlan::Running {
   int64_t KvHeadOf(int64_t head) const { return head % call_.kv_heads; }
   int64_t Past(int64_t head) const { return call_.Past(BatchOf(head)); }
   int64_t Tokens(int64_t head) const { return call_.Tokens(BatchOf(head)); }
-  // Row i of the call's own keys or values.
+  // Returns row i of the call's own keys or values.
   const float* Own(const HeadRows& rows, int64_t head, int64_t i) const {
     return rows.At(BatchOf(head), KvHeadOf(head), i);
   }
   const float* Codebook(int64_t head) const { return form_.codebooks + KvHeadOf(head) * form_.layout.CodebookFloats(); }
-  // The number of tokens in the ring of exact keys while queries read it: the past, and for a single query its own
-  // token, which replaces the token that just left the window.
+  // Returns the number of tokens in the ring of exact keys while queries read it: the past, and for a single query its
+  // own token, which has replaced the one that left the window.
   int64_t Held(int64_t head) const { return call_.queries == 1 ? Past(head) + 1 : Past(head); }
 
   void AppendHead(int64_t head) const {
@@ -153,8 +153,8 @@ class CachedPlan::Running {
     }
   }
 
-  // The tokens after the prompt that a query sees, in addition to the whole prompt. No value if the mask does more than
-  // hide tokens, or leaves a gap.
+  // Returns the tokens after the prompt that a query sees. No value if the mask hides a part of the prompt, leaves a
+  // gap, or does more than hide tokens.
   std::optional<KeyRange> VisibleTokens(int64_t batch, int64_t head, int64_t query) const {
     const int64_t prompt = form_.prompt.tokens;
     int64_t end = prompt + call_.Tokens(batch);
@@ -163,7 +163,7 @@ class CachedPlan::Running {
     const float* row = call_.mask.At(batch, head, query);
     VisibleRange seen{0, end, *row == 0.0f};
     if (call_.mask.strides[3] != 0) seen = plan_.decode_.visible(row, end);
-    // Rows in which everything is hidden are left to the exact kernel. The prompt must be fully visible.
+    // A row in which everything is hidden is left to the exact kernel.
     if (seen.begin == seen.end || !seen.plain || seen.end < prompt) return std::nullopt;
     if (prompt > 0 && seen.begin > 0) return std::nullopt;
     return KeyRange{std::max<int64_t>(seen.begin - prompt, 0), seen.end - prompt};
@@ -194,7 +194,7 @@ class CachedPlan::Running {
     return args;
   }
 
-  // Decodes a range piece by piece; the keys of a piece are contiguous. more: buffer for the partial result of a piece.
+  // Decodes a range by pieces with contiguous keys. more: buffer for the partial result of a piece.
   void DecodeRange(int64_t head, int64_t query, KeyRange range, const DecodePartial& whole, const DecodePartial& more,
                    void* scratch) const {
     const int64_t past = Past(head);
@@ -303,10 +303,10 @@ class CachedPlan::Running {
   // Computes queries first … first + count - 1 of some heads with the exact kernels.
   void Prompt(std::span<const int64_t> heads, int64_t first, int64_t count, bool is_short) const {
     const int64_t most = form_.prompt.tokens + call_.MostTokens();
-    // A short call reads its own tokens from the cache too, for every mask, so that results do not depend on the mask.
+    // A short call reads its own tokens from the cache too, so that results do not depend on the mask.
     const bool own_cached = is_short && (form_.codebooks != nullptr || form_.int8_values);
     const bool as_given = most == call_.queries && !own_cached;  // no past: use the inputs in place
-    // Keys and values as floats: the prompt's, the past's, then the call's.
+    // Keys and values as floats: of the prompt, the past, then the call.
     std::optional<HostMemory> floats;
     float* all = nullptr;
     const int64_t all_heads = static_cast<int64_t>(heads.size());
@@ -366,7 +366,7 @@ void CachedPlan::Run(Host& host, CachedCall call) const {
   }
   running.Append();
   running.Attend();
-  // After attending: queries still read the tokens that these replace.
+  // After attending, because queries still read the tokens that are replaced.
   if (form_.window.Any() && call.queries > 1) running.AppendExactKeys();
 }
 

@@ -1,5 +1,5 @@
 // The execution plan of attention with a cache of keys and values: copy the past, apply rotary embedding, append,
-// attend. Independent of ONNX Runtime. op_cached.h describes the inputs and outputs.
+// attend. Independent of ONNX Runtime. op_cached.h describes inputs and outputs.
 #pragma once
 
 #include <span>
@@ -22,10 +22,10 @@ struct CacheForm {
   ExactWindow window;
   PromptCache prompt;  // prefix of all sequences; empty if it has no tokens
   bool interleaved = false;
-  int precision = 32;  // precision of products in calls with more than kMostDecodeQueries tokens
+  int precision = 32;  // of products in calls with more than kMostDecodeQueries tokens
   bool any_order = false;
 
-  // Elements of one token in the key cache and in the value cache.
+  // Elements of a token in the key cache and in the value cache.
   int64_t KeyRow(int64_t head_dim) const { return codebooks == nullptr ? head_dim : layout.RowBytes(); }
   int64_t ValueRow(int64_t head_dim) const { return int8_values ? ValueRowBytes(head_dim) : head_dim; }
 };
@@ -43,12 +43,12 @@ struct CacheRows {
   uint8_t* Bytes(int64_t head) const { return reinterpret_cast<uint8_t*>(At(head, 0)); }
 };
 
-// `keys` counts the prompt's tokens and the capacity of the present cache.
+// `keys` includes the prompt's tokens and the capacity of the present cache.
 struct CachedCall : AttentionCall {
   explicit CachedCall(const AttentionCall& call) : AttentionCall(call) {}
 
-  // For each sequence, the tokens before this call and the tokens it adds: fewer than `queries` if padding follows.
-  // Counts in this struct exclude the prompt's tokens.
+  // For each sequence, the tokens before this call and the tokens it adds (fewer than `queries` if padding follows),
+  // without the prompt's tokens.
   std::vector<int64_t> past;
   std::vector<int64_t> added;
   int64_t room = 0;  // capacity of the present cache in tokens
@@ -57,8 +57,8 @@ struct CachedCall : AttentionCall {
   const float* sin = nullptr;
 
   // Sets past, added, room and keys. lengths: for each sequence, its tokens after this call minus 1, including the
-  // `prompt_tokens` of the model's prompt. past_room: capacity of the past cache. Returns an empty string or an error
-  // text, which calls the lengths `name` and the past cache `past_name`.
+  // model's prompt. past_room: capacity of the past cache. Returns an empty string or an error text, which calls the
+  // lengths `name` and the past cache `past_name`.
   std::string SetLengths(std::span<const int32_t> lengths, int64_t past_room, int64_t prompt_tokens,
                          const std::string& name, const std::string& past_name);
 

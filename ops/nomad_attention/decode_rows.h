@@ -1,6 +1,5 @@
-// Calls with few queries: the decode kernel computes them one by one. Which sequences qualify, and how their keys are
-// split among threads, depends on each sequence alone. So results do not depend on the batch or on the number of
-// threads.
+// Calls with few queries: the decode kernel computes them one by one. Whether a sequence qualifies, and how its keys
+// are split among threads, depends on that sequence alone. So results depend neither on the batch nor on the threads.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +20,7 @@ struct KeyRange {
   int64_t begin, end;
 };
 
-// One query for all heads that share a key head, and the range of keys that it sees.
+// A query for all heads that share a key head, and the range of keys that it sees.
 struct DecodeRow {
   int64_t batch, kv_head, query;
   KeyRange seen;
@@ -74,12 +73,12 @@ DecodeSplit SplitSequences(const AttentionCall& call, const Visible& visible) {
   return split;
 }
 
-// The number of parts into which a row's keys are split for threads. Each has at least 4096 keys, which cost more than
-// building a query's tables; at most 64 parts are enough for the threads of a server.
+// Returns the number of parts into which a row's keys are split. Each has at least 4096 keys, which cost more than a
+// query's tables; 64 parts are enough for a server.
 inline int64_t PartsOf(const KeyRange& seen) { return std::clamp<int64_t>((seen.end - seen.begin) / 4096, 1, 64); }
 
-// run(row, keys, partial, scratch) computes a part, whose size is a multiple of `unit` keys except for the last one.
-// complete(row, partial) is called in order with the merged result of all parts. Throws std::bad_alloc.
+// run(row, keys, partial, scratch) computes a part, a multiple of `unit` keys except for the last one. Then
+// complete(row, partial) is called in order with the merged results. Throws std::bad_alloc.
 template <typename Run, typename Complete>
 void DecodeRows(Host& host, const DecodeFunctions& kernel, const AttentionCall& call,
                 const std::vector<DecodeRow>& rows, int64_t unit, int64_t scratch_bytes, const Run& run,

@@ -83,15 +83,15 @@ void AttendHeads(Host& host, const AttentionKernel& kernel, int64_t heads, int64
 
 class AttentionPlan {
  public:
-  // precision: 32 or 16; precision and any_order as in FindAttentionKernel.
+  // As in FindAttentionKernel.
   explicit AttentionPlan(int precision, bool any_order = false);
 
   // Attention without a cache. Throws std::bad_alloc.
   void Run(Host& host, const AttentionCall& call) const;
 
-  // Attention of packed sequences: each sequence attends only to itself. The call's rows are the concatenated tokens,
-  // so its batch is 1 and queries = keys = tokens. Its mask is the mask of the padded sequences and broadcasts to
-  // [batch, heads, tokens, tokens]. Throws std::bad_alloc.
+  // Attention of packed sequences: each sequence attends only to itself. The call's rows are the concatenated tokens:
+  // batch 1, queries = keys = tokens. Its mask is that of the padded sequences and broadcasts to [batch, heads, tokens,
+  // tokens]. Throws std::bad_alloc.
   void Run(Host& host, const AttentionCall& call, const KeptTokens& kept) const;
 
  private:

@@ -10,30 +10,25 @@
 //     attributes num_heads (H), kv_num_heads (KV; 0: H), scale (0: 1 / sqrt(D)), causal
 //     zero_hidden_rows   1: rows whose softmax is NaN, because all their scores are hidden, give zeros
 //     precision          32, or 16: products of bfloat16, with the same bits on every CPU
-//     any_order          1: with precision 16, the fastest kernel of the CPU, with its own summation order or in
-//     float32
+//     any_order          1: with precision 16, the CPU's fastest kernel, even with another summation order or float32
 //
 // Query head h reads key and value head h / (H / KV). causal: query i does not see keys after i + T - S, so T >= S.
 //
 // With a cache (op_cached.h): past_key, past_value, codebooks, lengths, cos, sin, past_exact_key, six tensors of a
 // prompt -> Y, present_key, present_value, present_exact_key; attributes rotary_interleaved, window, sinks,
-// prompt_tokens, prompt_head_dim. The first three outputs are required, the fourth if window or sinks are not 0.
-// Omitted inputs before a given one may be constants: a 0 as below for mask, key, value, cos, sin and past_exact_key;
-// int32 of shape [0] for lengths. The operator is registered once for each kind of cache: float, codes with int8
-// values, codes with float values.
+// prompt_tokens, prompt_head_dim. The first three outputs are required, the fourth if window or sinks are not 0. The
+// operator is registered once for each kind of cache: float, codes with int8 values, codes with float values.
 //
 // PackedNoMADAttention is the operator for packed sequences (PackTokens):
 //
 //     query, mask, key, value as above, kept int64 [batch, tokens], nonzero for tokens that are not padding -> Y
 //
 // B is 1, S and T are the number of kept tokens; query, key and value may be [B, heads, tokens, D]. Each sequence
-// attends only to itself. The mask is the mask of the padded sequences and broadcasts to [batch, H, tokens, tokens].
-// Omitted mask, key and value are constants, a float 0 of shape [1]. A token whose value in kept is negative attends to
-// its sequence, but no query sees it: its score is the lowest float.
+// attends only to itself. The mask is the mask of the padded sequences and broadcasts to [batch, H, tokens, tokens]. A
+// token whose value in kept is negative attends to its sequence, but no query sees it: its score is the lowest float.
 //
-// ORT 1.21 and older crash on an omitted input before a given one. The order of inputs makes that rare: it happens only
-// for key and value without a mask. A model that must run there passes a constant float 0 of shape [1] as the mask,
-// which means no mask.
+// ONNX Runtime up to 1.21 crashes on an omitted input before a given one. So constants may replace omitted inputs: a
+// float 0 of shape [1] for mask, key, value, cos, sin and past_exact_key, int32 of shape [0] for lengths.
 #include <cmath>
 
 #include "host/broadcast.h"
@@ -150,7 +145,7 @@ class Kernel {
     }
   }
 
-  // Reads an input [B, S, heads D] or [B, heads, S, D]; no value if its shape is different.
+  // Reads an input [B, S, heads D] or [B, heads, S, D]; no value if it has another shape.
   std::optional<Rows> RowsOf(const Ort::KernelContext& context, size_t input, int64_t heads) const {
     const Shape shape = ShapeOf(context, input);
     const bool by_heads = shape.size() == 4 && !packed_;
@@ -194,7 +189,7 @@ class Kernel {
     call.v = ReadKeys(context, kValue, "value", call).heads;
   }
 
-  // Reads key or value; value must match the key. With a cache, both have the count of the query.
+  // Reads key or value; value must match the key. With a cache, both have as many tokens as the query.
   Rows ReadKeys(const Ort::KernelContext& context, size_t input, const char* meaning, const AttentionCall& call) const {
     const std::optional<Rows> rows = RowsOf(context, input, call.kv_heads);
     const bool any_count = input == kKey && !cache_;
@@ -231,7 +226,7 @@ class Kernel {
   }
 
   AttentionNode node_;
-  AttentionCall call_;                         // values of attributes; scale 0: default for the head size
+  AttentionCall call_;                         // from attributes; scale 0: default for the head size
   AlignedConstant<float> floats_[kValue + 1];  // query, mask, key and value
   bool has_kept_;
   bool packed_ = false;

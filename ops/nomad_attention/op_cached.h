@@ -7,20 +7,18 @@
 //         values are int8 with scales, u8, row 2 + D (formats/value_cache.h), or float, row D. Without codebooks keys
 //         and values are float, row D, and attention is exact.
 //     lengths int32 with B elements: the tokens of each sequence after this call, minus 1, like seqlens_k of
-//         GroupQueryAttention. A sequence with fewer than S tokens starts with this call, and the rest of its row is
-//         padding; a longer one has its last S tokens in the call. With lengths, P may include unused room, and L is
-//         the larger of P and the longest past + S. Without lengths, every sequence has P + S tokens.
+//         GroupQueryAttention. A sequence with fewer than S tokens starts with this call, followed by padding; a
+//         longer one has its last S tokens in the call. With lengths, P is a capacity, and L is the larger of P and
+//         the longest past + S. Without lengths, every sequence has P + S tokens.
 //     cos, sin float [positions, D / 2]: rotary embedding of query and key at the token's position in the sequence
 //
 // Y of padding is unspecified, but not NaN if the inputs are finite. Padding is not appended, and only padding sees it.
-// Beyond a sequence's tokens, the present cache keeps the contents of a shared buffer, and is 0 otherwise.
+// Unused bytes of a present cache keep the contents of a shared buffer, and are 0 otherwise.
 //
 // A cache of codes cannot be truncated, because full blocks have another layout: lengths may decrease only to restart.
 //
-// If both caches are u8, they may be wider than their rows, with the same width W, for hosts that make all caches
-// alike: [B, KV, P, W]. The rows of a head are stored as in a narrow cache, contiguous from its first byte on, and use
-// P row bytes of its P W. The remaining bytes are unused: they keep the contents of a shared buffer, and are 0
-// otherwise.
+// If both caches are u8, they may share a width W above their rows', for hosts that allocate all caches alike: [B, KV,
+// P, W]. The rows of a head are contiguous from its first byte on and use P row bytes of its P W.
 //
 // If past and present share a buffer, nothing is copied, and a token costs only what attention reads. Otherwise the
 // valid part of the past is copied.
@@ -31,8 +29,7 @@
 // Attributes window and sinks: the keys of the `window` most recent and the `sinks` first tokens are also kept as
 // floats, for caches of codes, and read instead of the codes: past_exact_key, present_exact_key float [B, KV, sinks +
 // window, D] (attention/kv_cache/ring.h). Which tokens they hold follows from the lengths; without past tokens their
-// contents are arbitrary. In long calls past keys are exact as far as past_exact_key holds them. Slots that the call
-// does not write are copied from the past.
+// contents are arbitrary. Slots that the call does not write are copied from the past.
 //
 // A prompt may be part of the model, as a prefix of all sequences (prompt_cache.h):
 //
@@ -97,7 +94,7 @@ struct AttentionNode {
 
   bool HasInput(size_t input) const { return input < inputs.size() && !inputs[input].empty(); }
   bool HasOutput(size_t output) const { return output < outputs.size() && !outputs[output].empty(); }
-  // Whether the input is given and is not the constant 0 that stands for an omitted input.
+  // Whether the input is given and is not the constant 0 that replaces an omitted input.
   bool HasValues(const OrtKernelInfo& info, size_t input) const {
     return HasInput(input) && !IsConstantZero(info, input);
   }
@@ -118,8 +115,8 @@ class CachedAttention {
   // Throws OpError.
   CachedAttention(const OrtKernelInfo& info, const AttentionNode& node);
 
-  // Sets past, added, room and keys. All other AttentionCall fields of the call, except the mask, are set. Throws
-  // OpError, also if the shapes of the past cache do not match the call.
+  // Sets past, added, room and keys. Needs all other fields of the call except the mask. Throws OpError, also if the
+  // shapes of the past cache do not match the call.
   void ReadLengths(const Ort::KernelContext& context, CachedCall& call) const;
 
   // Applies rotary embedding, appends and attends. Outputs 1, 2 and 3 are the present cache.
@@ -130,14 +127,14 @@ class CachedAttention {
   void ReadCodebooks(const OrtKernelInfo& info);
   void ReadWindow(const OrtKernelInfo& info);
   void ReadPrompt(const OrtKernelInfo& info);
-  // Reads the [k, n] matrix whose masks, values and offsets are the inputs from `first` on. offsets: keeps an aligned
-  // copy if needed.
+  // Reads the [k, n] matrix whose masks, values and offsets are the inputs from `first` on. offsets: memory for an
+  // aligned copy, if needed.
   BitmapView ReadMatrix(const OrtKernelInfo& info, size_t first, const std::string& meaning, int64_t k, int64_t n,
                         AlignedConstant<int64_t>& offsets) const;
 
   // Throws OpError if the cache format does not support this head size.
   void CheckHeadDim(int64_t head_dim) const;
-  // Returns P, the tokens that the past cache holds or has room for. Throws OpError if a shape does not match the call.
+  // Returns P, the capacity of the past cache in tokens. Throws OpError if a shape does not match the call.
   int64_t Room(const Ort::KernelContext& context, const AttentionCall& call) const;
   // Throws OpError if the shape of past_exact_key does not match the call.
   void CheckExactKeys(const Ort::KernelContext& context, const AttentionCall& call) const;

@@ -12,7 +12,7 @@
 namespace ortolan {
 namespace {
 
-// The keys that a query of a head sees. No value if the mask does more than hide keys, or leaves a gap.
+// Returns the keys that a query of a head sees. No value if the mask does more than hide keys, or leaves a gap.
 std::optional<KeyRange> VisibleKeys(const DecodeFunctions& kernel, const AttentionCall& call, int64_t batch,
                                     int64_t head, int64_t query) {
   const int64_t end = call.causal ? call.keys - call.queries + query + 1 : call.keys;
@@ -20,7 +20,7 @@ std::optional<KeyRange> VisibleKeys(const DecodeFunctions& kernel, const Attenti
   const float* row = call.mask.At(batch, head, query);
   VisibleRange seen{0, end, *row == 0.0f};
   if (call.mask.strides[3] != 0) seen = kernel.visible(row, end);
-  // Rows in which everything is hidden are left to the exact kernel.
+  // A row in which everything is hidden is left to the exact kernel.
   if (seen.begin == seen.end || !seen.plain) return std::nullopt;
   return KeyRange{seen.begin, seen.end};
 }
@@ -50,8 +50,8 @@ void Decode(Host& host, const DecodeFunctions& kernel, const AttentionCall& call
       });
 }
 
-// Masks of packed sequences. A mask is read in place if the sequence has no gap and all its tokens are visible.
-// Otherwise the part for its tokens is copied, with the lowest float for tokens that no query sees.
+// Masks of packed sequences, read in place if the sequence has no gap and all its tokens are visible. Otherwise the
+// part for its tokens is copied, with the lowest float for tokens that no query sees.
 class KeptMasks {
  public:
   KeptMasks(Host& host, const MaskRows& mask, int64_t heads, const KeptTokens& kept) : mask_(mask), of_(kept) {
@@ -168,7 +168,7 @@ void AttentionPlan::Run(Host& host, const AttentionCall& call, const KeptTokens&
   const KeptMasks masks(host, call.mask, call.heads, kept);
   std::vector<AttentionCall> calls;  // one per sequence
   std::vector<Unit> units;
-  // The first unit of each item. An item has enough units to be worth handing to another thread.
+  // The first unit of each work item. An item has enough units to be worth handing to another thread.
   std::vector<size_t> items{0};
   int64_t item_macs = 0;
   for (int64_t b = 0; b < kept.batch; ++b) {

@@ -17,7 +17,7 @@ constexpr int64_t kPieces = 64;      // work items: enough for the threads of a 
 
 int64_t BlocksOf(int64_t rows) { return (rows + kPromptRows - 1) / kPromptRows; }
 
-// A view of some panels as a matrix.
+// A view of some panels.
 BitmapView PanelsOf(const BitmapView& all, int64_t first, int64_t count) {
   BitmapView part = all;
   part.n = count * kPanelColumns;
@@ -49,7 +49,7 @@ int64_t PackedBytes(const MatMulKernel& kernel, const PromptCache& cache, int64_
   return Aligned(std::max(kernel.PackedBytes(keys, rows), kernel.PackedBytes(values, rows)));
 }
 
-// Scratch bytes for this number of rows; the memory is aligned to 64.
+// Scratch bytes for this number of rows.
 int64_t ScratchBytes(const PromptCache& cache, int64_t rows) {
   return PackedBytes(KernelFor(rows), cache, rows) + rows * cache.ChunkTokens() * kFloat;
 }
@@ -90,7 +90,7 @@ int64_t PromptUnpackBytes(const PromptCache& cache) { return cache.ChunkTokens()
 void UnpackPrompt(const PromptCache& cache, int64_t kv_head, int64_t chunk, float* keys, float* values, void* scratch) {
   const int64_t tokens = cache.TokensIn(chunk);
   BitmapView some = KeysOf(cache, kv_head, chunk);
-  some.n = tokens;  // columns after these may belong to other heads
+  some.n = tokens;  // the next columns may belong to other heads
   UnpackBitmap(some, keys, 1, cache.head_dim);
   const BitmapView rows = ValuesOf(cache, kv_head, chunk);
   if (tokens == cache.ChunkTokens()) return UnpackBitmap(rows, values, cache.head_dim);
@@ -103,7 +103,7 @@ PromptPartials::PromptPartials(Host& host, const PromptCache& cache, const Softm
     : softmax_(softmax),
       call_(call),
       rows_(call.batch * call.queries * call.Group()),
-      // Independent of the number of rows: the order of sums must not depend on the batch.
+      // Independent of the number of rows, because the order of sums must not depend on the batch.
       parts_(std::clamp<int64_t>(kPieces / call.kv_heads, 1, cache.Chunks())),
       item_floats_(Aligned(std::min(rows_, kPromptRows) * (2 + call.head_dim) * kFloat) / kFloat),
       memory_(host, BlocksOf(rows_) * call.kv_heads * parts_ * item_floats_ * kFloat) {

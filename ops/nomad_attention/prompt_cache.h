@@ -1,14 +1,14 @@
-// A prompt that is part of the model: the pruned keys and values of its tokens are constants that each call reads.
-// Tokens after it are in the growing cache. Reference: SparAMX, section 6.2 (static cache of a system prompt or of
+// A prompt that is part of the model: the pruned keys and values of its tokens are constants that each call reads. The
+// cache holds only the tokens after it. Reference: SparAMX, section 6.2 (static cache of a system prompt or of
 // knowledge).
 //
 // Two matrices hold it, in bitmap or dense storage (formats/bitmap.h), so that the kernels of SparseAMXMatMul can
 // multiply with them. With P tokens and KV heads of size D (a multiple of 16), keys after rotary embedding:
 //
-//     keys     [D, KV P16]         token j of head h is column h P16 + j; other columns are zero.   P16 = 16 ceil(P /
-//     16) values   [C, KV chunks D]    token c C + j of head h: row j, columns (h chunks + c) D …; other rows are zero
+//     keys     [D, KV P16]         token j of head h: column h P16 + j;   P16 = 16 ceil(P / 16)
+//     values   [C, KV chunks D]    token c C + j of head h: row j, columns (h chunks + c) D …
 //
-//     chunks = ceil(P / 512),  C = 32 ceil(ceil(P / chunks) / 32)
+//     chunks = ceil(P / 512),  C = 32 ceil(ceil(P / chunks) / 32);   other rows and columns are zero
 //
 // A chunk of C tokens gives a partial result (decode.h) for all m query rows that read a head:
 //
@@ -51,13 +51,13 @@ struct PromptCache {
   }
 };
 
-// Unpacks the keys and values of a chunk's tokens to rows of floats, [TokensIn(chunk)][head_dim]. scratch:
+// Unpacks the keys and values of a chunk to rows of floats, [TokensIn(chunk)][head_dim]. scratch:
 // PromptUnpackBytes(cache) bytes.
 void UnpackPrompt(const PromptCache& cache, int64_t kv_head, int64_t chunk, float* keys, float* values, void* scratch);
 int64_t PromptUnpackBytes(const PromptCache& cache);
 
-// The prompt's partial results for all rows of a call, [KV][batch x queries x group], split into parts to be merged.
-// Keeps a reference to the call.
+// The prompt's partial results for all rows of a call, [KV][batch x queries x group]. The tokens are split into parts,
+// whose results are merged. Keeps a reference to the call.
 class PromptPartials {
  public:
   // Throws std::bad_alloc.
