@@ -7,10 +7,9 @@
 namespace ortolan {
 namespace {
 
-// Inputs of a pass (up to 1.5 times as many): a tile of this size fits the L2 cache while the blocks stream past it.
+// Inputs of a pass (up to 1.5 times as many): a tile of them fits the L2 cache while the blocks stream past it.
 constexpr int64_t kPassInputs = 2048;
-// Bytes of the tiles of A that a panel is multiplied with. Larger groups would be fewer, and more work items would pack
-// the same tiles.
+// Bytes of the tiles of A that share a panel. With larger groups, more work items would pack the same tiles.
 constexpr int64_t kTileGroupBytes = int64_t{200} << 10;
 
 class BlockProduct {
@@ -63,13 +62,13 @@ class BlockProduct {
     int64_t first_word, last_word, first_input, inputs;
   };
 
-  // The slot after a panel's last block.
+  // Returns the slot after a panel's last block.
   int64_t End(const Pass& pass, int64_t panel) const {
     return slots_[(pass.last_word - 1 - pass.first_word) * panels_ + panel];
   }
 
   void PackB(const Pass& pass) {
-    // The first slot of each panel and word. One or two blocks of zeros at the end of a panel make the count even.
+    // The first slot of each panel and word. One or two blocks of zeros make a panel's count even.
     starts_[0] = 0;
     for (int64_t panel = 0; panel < panels_; ++panel) {
       int64_t slot = starts_[panel];

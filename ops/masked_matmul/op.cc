@@ -8,11 +8,11 @@
 //
 // A mask broadcasts to its matrix; true keeps an element. B of bf16 or int8 is an initializer [k, n] without mask and
 // threshold. b_scale, an initializer, is for int8: its row i / group_size scales row i of B; group_size 0 means one row
-// for all. Inputs from b_scale on are optional. A b_scale of [[1]] and a mask of a single true have the same meaning as
-// an omitted input, because an ONNX function cannot test whether an input is present.
+// for all. b_scale and the masks are optional; because an ONNX function cannot test whether an input is present, a
+// b_scale of [[1]] and a mask of a single true mean the same as an omitted input.
 //
-// b_finite 1 promises that a computed B contains neither Inf nor NaN, so that few rows of A need not read all of it.
-// For an initializer this is checked when the kernel is created.
+// b_finite 1 promises that a computed B contains neither Inf nor NaN, so that few rows of A need not read all of it. An
+// initializer is checked when the kernel is created.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -34,7 +34,7 @@ enum Input : size_t { kA, kB, kBScale, kAMask, kBMask, kInputCount };
 
 using Shape = std::vector<int64_t>;
 
-// Whether no value is Inf or NaN: all their `exponent` bits are set. The values may be unaligned.
+// Returns whether no value is Inf or NaN, which have all `exponent` bits set. The values may be unaligned.
 template <typename Bits>
 bool AllFinite(const char* from, int64_t count, Bits exponent) {
   bool finite = true;
@@ -117,7 +117,7 @@ class Kernel {
   }
 
  private:
-  // The element count. 0 if a dimension is 0, whatever the other dimensions are.
+  // Returns the element count: 0 if a dimension is 0, whatever the others are.
   int64_t Count(const Shape& shape, const char* name) const {
     if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return 0;
     int64_t count = sizeof(float);
@@ -245,7 +245,7 @@ class Kernel {
     return MaskedCopy(memory, x, shape, threshold, mask ? BytesOf(mask) : nullptr, strides);
   }
 
-  // ONNX Runtime's own MatMul.
+  // Multiplies with ONNX Runtime's MatMul.
   void MultiplyDense(const Ort::KernelContext& context, const ProductSize& size, const float* a, const float* b,
                      float* y) {
     const auto [m, k, n] = size;

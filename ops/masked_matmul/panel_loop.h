@@ -1,7 +1,7 @@
-// The kernels that treat a pass of B as dense. Included only by kernels.cc.
+// The kernels that treat B as dense. Included only by kernels.cc.
 //
 // A pass is 64 inputs of a panel of 128 columns, 32 KB, unpacked into the L1 cache, with the sums of a few rows of A in
-// registers. So B of any type is read once for 512 rows of A, and is never unpacked as a whole.
+// registers. So B is read once for 512 rows of A.
 #pragma once
 
 #include <cstdint>
@@ -72,7 +72,7 @@ void AddTile(const FloatRows& a, int64_t row, const float* panel, float* sums) {
   }
 }
 
-// Processes as many blocks at a time as registers can hold sums for, for a few rows.
+// Processes the blocks that registers can hold sums for, for a few rows, at a time.
 void MultiplyPanel(const FloatRows& a, const float* panel, int64_t blocks, float* sums) {
   TakeAll<kOneRegister ? 8 : 1>(0, blocks, [&]<int kBlocks>(int64_t first) {
     constexpr int kRows = kOneRegister ? (kBlocks > 4 ? 3 : 6) : (Block::kRegisters == 2 ? 6 : 2);

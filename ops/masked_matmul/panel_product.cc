@@ -6,8 +6,7 @@
 namespace ortolan {
 namespace {
 
-// A product split into groups of rows and panels of columns. Panels have the same width, so that the last one is not
-// narrow.
+// A product split into groups of rows and panels of columns of the same width, so that the last one is not narrow.
 struct Panels {
   Panels(int64_t rows, int64_t n) : group(std::min(rows, kDensePanelRows)), groups((rows + group - 1) / group) {
     const int64_t least = (n + kDensePanelColumns - 1) / kDensePanelColumns;
@@ -20,8 +19,7 @@ struct Panels {
 };
 
 // Calls add(group, column, columns, panel, sums) for each group of rows and panel of columns, which accumulates
-// products in sums. Then adds the sums to y [rows][n], or stores them there. panel and sums are scratch; sums start at
-// zero.
+// products in sums, then adds the sums to y [rows][n], or stores them. panel and sums are scratch; sums start at zero.
 template <typename Add>
 void ForEachPanel(Host& host, const Panels& panels, int64_t rows, int64_t n, bool add_to_y, float* y, const Add& add) {
   const int64_t groups = (rows + panels.group - 1) / panels.group;

@@ -10,7 +10,7 @@ constexpr int64_t kTilesAUnit = 8;
 
 double Share(int64_t set, int64_t all) { return all == 0 ? 0.0 : static_cast<double>(set) / static_cast<double>(all); }
 
-// The cost of a way, relative to the dense product.
+// Returns the cost of a way, relative to the dense product.
 double CostOf(const MaskedMatMulCosts& costs, Way way, const Pattern& pattern, const ProductSize& size) {
   const double a_row = 1.0 / static_cast<double>(size.m);
   const double column = 1.0 / static_cast<double>(size.n);
@@ -30,7 +30,7 @@ double CostOf(const MaskedMatMulCosts& costs, Way way, const Pattern& pattern, c
   }
 }
 
-// The fraction of nonzero values of a, from up to 64 of its rows. words: scratch, MaskWords(a.columns).
+// Returns the fraction of nonzero values of a, from up to 64 of its rows. words: scratch, MaskWords(a.columns).
 double ShareOfValues(const MaskedMatMulKernel& kernel, const FloatRows& a, uint64_t* words) {
   const int64_t rows = std::clamp<int64_t>(a.rows / 8, 1, 64);
   int64_t values = 0;

@@ -40,15 +40,15 @@ enum class Way {
 };
 
 struct Pattern {
-  bool of_a = true;                 // false: A was not scanned, and is assumed to use all inputs
+  bool of_a = true;                 // false: A was not scanned and is assumed to use all inputs
   uint64_t* tile_masks = nullptr;   // [sparse tiles][words], if A was scanned
-  uint64_t* panel_masks = nullptr;  // [panels][words], without inputs that no row of A uses
+  uint64_t* panel_masks = nullptr;  // [panels][words], only of inputs that a row of A uses
   uint64_t* active = nullptr;       // [words]: inputs that a row of A uses and whose row of B is nonzero
   bool finite = true;               // all scanned values of A and B are finite
   double active_inputs = 1;         // fraction of k
   double blocks = 1;                // fraction of the blocks of B that are nonzero and at an active input
   double used = 1;                  // average fraction of the inputs that a sparse tile uses
-  double values = 1;                // fraction of A's values that are nonzero, from a sample of its rows
+  double values = 1;                // fraction of nonzero values of A, from a sample of its rows
 };
 
 int64_t CountBits(const uint64_t* words, int64_t count);
@@ -56,12 +56,12 @@ int64_t CountBits(const uint64_t* words, int64_t count);
 // Returns kDense, kCompact, kBlocks, kTwoSided or kValues.
 Way CheapestWay(const MaskedMatMulCosts& costs, const Pattern& pattern, const ProductSize& size);
 
-// Scans A and B; m, k and n are at least 1. look_at_a false is for Way::kBlocks, which itself checks whether A is
+// Scans A and B; m, k and n are at least 1. look_at_a false is for Way::kBlocks, whose product checks whether A is
 // finite.
 Pattern FindPattern(const MaskedMatMulKernel& kernel, const FloatRows& a, const FloatRows& b, bool look_at_a,
                     CallMemory& memory);
 
-// Estimates the pattern from a sample of rows of A and B: fractions only, no masks.
+// Estimates only the fractions, from a sample of rows of A and B.
 Pattern SamplePattern(const MaskedMatMulKernel& kernel, const FloatRows& a, const FloatRows& b, CallMemory& memory);
 
 }  // namespace ortolan

@@ -10,11 +10,11 @@
 namespace ortolan {
 namespace {
 
-// If fewer inputs than this fraction are used, the others are removed before a product of many rows.
+// If a product of many rows uses fewer inputs than this fraction, the others are removed first.
 constexpr double kWorthListing = 0.9;
 // Elements to copy or mask per work item.
 constexpr int64_t kChunkFloats = int64_t{1} << 16;
-// Fewest columns of y per work item: elements of a row of B read sequentially.
+// Fewest columns of y per work item, read sequentially from a row of B.
 constexpr int64_t kLeastColumns = 4096;
 
 FloatRows Matrix(const float* data, int64_t rows, int64_t columns) {
@@ -64,7 +64,8 @@ Way MaskedMatMulPlan::RunMany(const MaskedMatMulCall& call) const {
   }
 }
 
-// Nothing to skip: uses ONNX Runtime's MatMul, unless A has too few rows to amortize packing B in each call.
+// With nothing to skip: uses ONNX Runtime's MatMul, unless A has too few rows to amortize its packing of B in each
+// call.
 Way MaskedMatMulPlan::RunFull(const MaskedMatMulCall& call) const {
   if (call.size.m > costs_.most_panel_rows) {
     call.dense(call.size, call.a, static_cast<const float*>(call.b), call.y);
@@ -74,7 +75,7 @@ Way MaskedMatMulPlan::RunFull(const MaskedMatMulCall& call) const {
   return Way::kPanels;
 }
 
-// B of bf16 or int8, many rows of A: reads B once and unpacks the rows that A uses.
+// For B of bf16 or int8 and many rows of A: reads B once and unpacks the rows that A uses.
 Way MaskedMatMulPlan::RunPacked(const MaskedMatMulCall& call) const {
   if (!kernel_->dense_panels) return RunUnpacked(call);
   const auto [m, k, n] = call.size;
@@ -86,8 +87,7 @@ Way MaskedMatMulPlan::RunPacked(const MaskedMatMulCall& call) const {
   return Way::kPanels;
 }
 
-// For targets whose panel kernels are not vectorized: unpacks B in panels of columns and calls the dense product on
-// each.
+// For targets whose panel kernels are not vectorized: unpacks panels of B for the dense product.
 Way MaskedMatMulPlan::RunUnpacked(const MaskedMatMulCall& call) const {
   const auto [m, k, n] = call.size;
   const RowsArgs args = AllInputs(call);
@@ -124,7 +124,7 @@ Way MaskedMatMulPlan::RunRows(const MaskedMatMulCall& call) const {
   return Way::kRows;
 }
 
-// The dense product of the inputs that both A and B use.
+// Computes a dense product of the inputs that both A and B use.
 Way MaskedMatMulPlan::RunCompact(const MaskedMatMulCall& call, const uint64_t* active) const {
   const auto [m, k, n] = call.size;
   const float* a = call.a;

@@ -9,13 +9,13 @@
 
 namespace ortolan {
 
-// Up to this many rows of A, reading B dominates: the rows kernels are preferred.
+// Up to this many rows of A, reading B dominates, so the rows kernels are used.
 inline constexpr int64_t kMostDecodeRows = 16;
 
 // y [m][n] = a [m][k] b [k][n].
 using DenseProduct = std::function<void(const ProductSize& size, const float* a, const float* b, float* y)>;
 
-// Properties of B that are known before a call. For B other than float, `finite` is always known.
+// Properties of B that are known before a call. `finite` is known unless B is float.
 struct KnownB {
   ElementType element_type = ElementType::kFloat;
   bool finite = false;            // except for the rows marked in `always`
@@ -58,7 +58,7 @@ class MaskedMatMulPlan {
 };
 
 // Returns a copy of x [rows][columns] with zeros where |x| <= threshold or keep is 0. keep: one byte an element,
-// broadcast to `shape`, the shape of x, with these strides; or null.
+// broadcast with these strides to `shape`, the shape of x; or null.
 const float* MaskedCopy(CallMemory& memory, const float* x, const std::vector<int64_t>& shape, float threshold,
                         const uint8_t* keep, const std::vector<int64_t>& strides);
 

@@ -1,16 +1,15 @@
-// The products for many rows of A, built from the kernels: packing, passes, work items. No sum depends on how the work
-// is split.
+// Products for many rows of A: packing, passes, work items. No sum depends on how the work is split.
 #pragma once
 
 #include "masked_matmul/pattern.h"
 
 namespace ortolan {
 
-// The number of work items to aim for where their size is free.
+// The number of work items to aim for.
 inline constexpr int64_t kMostPieces = 16;
 
-// y = A B, [m][n], with Way::kBlocks or Way::kTwoSided; pattern is that of a and b. Returns whether a is finite, as b
-// must be; otherwise y is invalid.
+// y = A B, [m][n], with Way::kBlocks or Way::kTwoSided and the pattern of a and b. b must be finite. Returns whether a
+// is finite; otherwise y is invalid.
 bool MultiplyBlocks(const MaskedMatMulKernel& kernel, Way way, const Pattern& pattern, const FloatRows& a,
                     const FloatRows& b, float* y, CallMemory& memory);
 
@@ -18,8 +17,7 @@ bool MultiplyBlocks(const MaskedMatMulKernel& kernel, Way way, const Pattern& pa
 void MultiplyByValues(const MaskedMatMulKernel& kernel, const FloatRows& a, const FloatRows& b, float* y,
                       CallMemory& memory);
 
-// Computes args for all columns with Way::kPanels: panels of B are unpacked on the fly, B is neither packed ahead nor
-// unpacked as a whole.
+// Computes args for all columns with Way::kPanels: unpacks panels of B on the fly.
 void MultiplyByPanels(const MaskedMatMulKernel& kernel, ElementType element_type, const RowsArgs& args,
                       CallMemory& memory);
 

@@ -1,7 +1,7 @@
 // The rows kernels: y = the weighted sum of the listed rows of B. Included only by kernels.cc.
 //
-// Four rows of B are added to y in one pass, and y stays in the cache, so that only reads of B go to memory. A row
-// often ends before the hardware prefetcher reaches full speed, and it cannot predict which row is next in the list. So
+// Four rows of B are added to y in one pass, and y stays in the cache, so that only reads of B use memory bandwidth. A
+// row often ends before the hardware prefetcher reaches full speed, and the next row in the list is unpredictable. So
 // each cache line of a row is prefetched while the same line of an earlier row is used.
 #pragma once
 
@@ -17,7 +17,7 @@ constexpr int64_t kRowsAtATime = 4;
 constexpr int64_t kRowsAhead = 4;
 constexpr int64_t kShortRowsAhead = 12;
 constexpr int64_t kShortRow = 1000;       // bytes
-constexpr int64_t kStripColumns = 512;    // columns of B that four rows of A process at a time
+constexpr int64_t kStripColumns = 512;    // columns of B for four rows of A at a time
 constexpr int64_t kCachedFloats = 16384;  // floats of y for all rows
 
 // Elements of B: float, uint16_t (bf16) or int8_t.
@@ -72,7 +72,7 @@ void AddProducts(const float* a, int64_t a_row, const Element* const* rows, cons
   }
 }
 
-// AddProducts for all rows of A and inputs first … first+kCount-1. Further rows of A find the weights in the L1 cache.
+// AddProducts for all rows of A and inputs first … first+kCount-1. All but the first rows of A find the weights in L1.
 template <typename Element, int kCount>
 void AddRows(const RowsArgs& args, int64_t first, float* sums, int64_t sums_row, int64_t column, int64_t columns) {
   constexpr int kRegisterRows = kOneRegister ? 4 : 1;

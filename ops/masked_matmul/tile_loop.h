@@ -20,7 +20,7 @@ constexpr bool kOneRegister = Block::kRegisters == 1;
 constexpr int kTileRows = kOneRegister ? 48 : 16;
 constexpr int kSparseTileRows = kOneRegister ? 8 : 4;
 
-// Loads a block whose first `left` columns exist, or all if left is larger.
+// Loads a block whose first `left` columns exist.
 inline Floats LoadBlock(const float* from, int64_t left) {
   return left >= kBlockColumns ? Block::Load(from) : Block::LoadFirst(from, left);
 }
@@ -83,7 +83,7 @@ bool ScanBlocks(const FloatRows& b, uint64_t* masks, int64_t stride) {
 
 // ---- packing --------------------------------------------------------------------------------------------------------
 
-// Panel by panel: loads jump between rows, but branch prediction depends on the number of blocks, not on each bit.
+// Panel by panel: loads jump between rows, but branches depend on the number of blocks, not on each bit.
 void PackBlocks(const PackBlocksArgs& args) {
   const int64_t panels = BlockPanels(args.b.columns);
   for (int64_t panel = 0; panel < panels; ++panel) {
@@ -103,7 +103,7 @@ void PackBlocks(const PackBlocksArgs& args) {
   }
 }
 
-// Four rows at a time: more concurrent streams would be too many for the hardware prefetcher.
+// Four rows at a time: the hardware prefetcher could not follow more streams.
 template <int kRows>
 bool PackTile(const FloatRows& a, float* tile) {
   static_assert(kRows % 4 == 0);
@@ -151,8 +151,8 @@ inline void StoreSum(const TileArgs& args, int64_t row, const Floats& sum) {
 }
 
 // Computes the sums of kBlocks x 16 rows of a tile and kColumns columns of a panel, from `first` on, into `columns`. A
-// register holds rows of an input, and an element of B is multiplied with all of them: more products per load than if
-// registers held blocks of B.
+// register holds rows of an input, and each element of B is multiplied with all of them. Registers with blocks of B
+// would need more loads per product.
 template <int kColumns, int kBlocks>
 void SumColumns(const TileArgs& args, int first, float (&columns)[kBlocks][kBlockColumns][kBlockColumns]) {
   Floats sums[kColumns][kBlocks];
@@ -189,7 +189,7 @@ void SumColumns(const TileArgs& args, int first, float (&columns)[kBlocks][kBloc
   }
 }
 
-// Multiplies kBlocks x 16 rows of a tile with a panel, a few columns at a time so that the sums fit the registers, and
+// Multiplies kBlocks x 16 rows of a tile with a panel, a few columns at a time so that sums fit the registers, and
 // transposes the sums into rows of y.
 template <int kBlocks>
 void MultiplyTileBlocks(const TileArgs& args) {

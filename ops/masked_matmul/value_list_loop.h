@@ -1,7 +1,7 @@
 // The kernels that skip single zeros of A. Included only by kernels.cc.
 //
 // A pass is 64 inputs: their part of a panel of B, 32 KB, stays in the L1 cache while all rows of A are multiplied with
-// it, each with the list of its nonzero values. The sums of a row stay in registers during a pass.
+// it, each with the list of its nonzero values. A row's sums stay in registers.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +11,9 @@
 namespace ortolan {
 namespace {
 
-// A counting sort groups rows with the same number of values, which makes the length of the inner loop predictable.
+// A counting sort groups rows with the same number of values, so that the length of the inner loop is predictable.
 int64_t ListValues(const FloatRows& a, const ValueList& list) {
-  // 64 elements of a row are too short for the hardware prefetcher.
+  // Prefetches, because 64 elements of a row are too short for the hardware prefetcher.
   constexpr int64_t kRowsAhead = 8;
   uint64_t masks[kDensePanelRows];
   int64_t first[kMaskBits + 2] = {};
@@ -29,7 +29,7 @@ int64_t ListValues(const FloatRows& a, const ValueList& list) {
     masks[i] = mask;
     ++first[__builtin_popcountll(mask)];
   }
-  // Rows without nonzero values are omitted.
+  // Omits rows without nonzero values.
   int64_t listed = 0;
   first[0] = 0;
   for (int64_t count = 1; count <= kMaskBits; ++count) {
@@ -87,7 +87,7 @@ void AddValues(const ValuesArgs& args, int64_t first_block) {
   }
 }
 
-// Processes as many blocks at a time as registers can hold sums for.
+// Processes the blocks that registers can hold sums for at a time.
 void MultiplyValues(const ValuesArgs& args) {
   TakeAll<kOneRegister ? 8 : 4>(0, args.blocks, [&]<int kBlocks>(int64_t first) { AddValues<kBlocks>(args, first); });
 }
