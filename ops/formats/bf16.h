@@ -6,7 +6,7 @@
 
 namespace ortolan {
 
-// Rounds to nearest, ties to even. NaN stays NaN (quiet); overflow becomes infinity.
+// Rounds to nearest even. NaN stays NaN (quiet); overflow becomes infinity.
 inline uint16_t RoundToBf16(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x0040u);

@@ -35,8 +35,8 @@ void ForEachWeight(int64_t panel, int64_t row, const At& at) {
   }
 }
 
-// Packs w, row-major [k, n]. convert(weight) gives the value to store; a 0 is stored only in dense storage.
-// store(values, row, weight) is called for each stored weight in order, panel_end(values) after each panel.
+// Packs w, row-major [k, n]. convert(weight) gives the value to store; a 0 is stored only in dense storage. Calls
+// store(values, row, weight) for each stored weight, panel_end(values) after each panel.
 template <const BitmapLayout& kLayout, typename Matrix, typename Weight, typename Convert, typename Store,
           typename PanelEnd>
 Matrix Pack(const Weight* w, int64_t row_stride, int64_t k, int64_t n, Storage storage, const Convert& convert,
@@ -85,11 +85,11 @@ void Unpack(const BitmapView& view, int8_t* q, int64_t row_stride, const Next& n
   }
 }
 
-// Adds int8 rows of a panel position by position. This runs over all weights when a model is loaded: compilers
-// vectorize 16-bit sums, which 256 int8 values cannot overflow.
+// Adds int8 rows of a panel position by position, as 16-bit sums, which compilers vectorize: this runs over all weights
+// when a model is loaded.
 void AddWholeRows(const uint8_t* values, int64_t rows, uint32_t (&position_sums)[kInt8Bitmap.RowBits()]) {
   constexpr int64_t kPositions = kInt8Bitmap.RowBits();
-  constexpr int64_t kRowsOf16Bits = 256;  // 256 x -128 is the smallest int16
+  constexpr int64_t kRowsOf16Bits = 256;  // of int8 values: their sums fit int16
   for (int64_t first = 0; first < rows; first += kRowsOf16Bits) {
     int16_t part[kPositions] = {};
     const int64_t end = std::min(rows, first + kRowsOf16Bits);
@@ -135,7 +135,7 @@ void UnpackBitmap(const BitmapView& view, float* w, int64_t row_stride, int64_t 
       const uint32_t mask = view.IsDense() ? ~uint32_t{0} : Load<uint32_t>(masks + row * kBf16Bitmap.RowMaskBytes());
       float* to = w + 2 * row * row_stride + panel * kPanelColumns * column_stride;
       if (all_columns && 2 * row + 1 < view.k) {
-        // Branch-free: padding after the last value makes the loads safe, and dense storage has all bits set.
+        // Branch-free: padding after the last value makes the loads safe.
         for (int64_t column = 0; column < kPanelColumns; ++column, to += column_stride) {
           for (int64_t input = 0; input < 2; ++input) {
             const uint32_t stored = (mask >> (2 * column + input)) & 1u;
@@ -256,7 +256,7 @@ std::string ValidateBitmap(const BitmapClaim& claim, const BitmapLayout& layout)
     const int64_t begin = claim.offsets[panel];
     const int64_t end = claim.offsets[panel + 1];
     if (end < begin) return ErrorText("offsets[", panel + 1, "] is ", end, ", less than the previous offset, ", begin);
-    // The padding must not count as values: a kernel loads that many entries from any position.
+    // The padding must not count as values: a kernel loads a full row of entries from any position.
     if (end > claim.value_count - padding) {
       return ErrorText("offsets[", panel + 1, "] is ", end, ", but values hold ", claim.value_count,
                        " entries, including ", padding, " of padding");

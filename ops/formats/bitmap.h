@@ -8,32 +8,27 @@
 //     row r of a tile, 32 weights  = W[32t+2r][c0] W[32t+2r+1][c0] W[32t+2r][c1] W[32t+2r+1][c1] …  (c0 = 16p)
 //
 // This is the order of an AMX B tile ("VNNI" order); one row is one operand of vdpbf16ps. Rows and columns outside the
-// k x n matrix are zero. Three tensors hold it:
+// matrix are zero.
 //
 //     masks    u8  [panels, tiles, 64]  16 little-endian u32 a tile, one a row; bit i is set if weight i is stored
 //     values   bf16 [offsets[panels] + 32]
-//                  the stored weights of panel 0, then panel 1, …, in the order of their mask bits; 32 zeros of
-//                  padding, so that a kernel can load 32 values at any position
-//     offsets  i64 [panels + 1]  index in values of each panel's first value; offsets[0] = 0, the last is the number of
-//                  values
+//                  the stored weights panel by panel, in the order of their mask bits; then 32 zeros, so that a kernel
+//                  can load 32 values at any position
+//     offsets  i64 [panels + 1]  index in values of each panel's first value; the last is the number of values. Threads
+//                  may start at any panel
 //
 //     panels = ceil(n / 16), tiles = ceil(k / 32)
 //     bytes  = 64 panels tiles + 2 (values + 32) + 8 (panels + 1);   2 (1 - sparsity) + 1/8 a weight
 //
-// With the offsets any thread can start at any panel: the number of threads is not part of the format.
-//
-// Dense storage holds every weight, including zeros and positions outside the matrix, and needs no masks: masks and
-// offsets are empty, and values are as if every mask bit were set, without padding.
+// Dense storage holds every weight, including zeros and positions outside the matrix, without padding:
 //
 //     masks    u8  [0]
 //     values   bf16 [panels * tiles * 512]   tile after tile, panel after panel; a row of a tile is 64 bytes
 //     offsets  i64 [0]
 //     bytes    2 a weight; smaller than the bitmap if fewer than one weight in 16 is zero
 //
-// two_four.h adds a third storage for 2:4 sparse matrices: masks without offsets.
-//
-// bitmap_int8.h and bitmap_int4.h apply the same idea to smaller values: rows of k-quads, so tiles of 64 inputs.
-// BitmapLayout holds the differences.
+// two_four.h adds a third storage for 2:4 sparse matrices: masks without offsets. bitmap_int8.h and bitmap_int4.h
+// define the format for smaller values: rows of k-quads (4 inputs), so tiles of 64 inputs.
 #pragma once
 
 #include <cstdint>
@@ -46,12 +41,12 @@ enum class Storage { kBitmap, kDense, kTwoFour };
 
 inline constexpr int64_t kPanelColumns = 16;
 inline constexpr int64_t kTileRows = 16;
-// Keeps every size computation below inside int64.
+// Keeps size computations inside int64.
 inline constexpr int64_t kMaxDimension = int64_t{1} << 28;
 
-// The parameters in which the bitmap formats differ. Values are counted in entries: the elements of the values tensor.
+// Parameters of a bitmap format. Values are counted in entries: the elements of the values tensor.
 struct BitmapLayout {
-  int64_t row_inputs;  // inputs of each column in a row of a tile: they take 4 bytes in an AMX product
+  int64_t row_inputs;  // inputs of each column in a row of a tile: 4 bytes in an AMX product
   int64_t value_bits;  // of one stored weight
   int64_t max_k;       // largest k
 
@@ -66,7 +61,7 @@ struct BitmapLayout {
   constexpr int64_t TileEntries() const { return kTileRows * RowBits() * value_bits / 8 / EntryBytes(); }
   // Entries of a tile in 2:4 storage, which holds two of four weights.
   constexpr int64_t TwoFourTileEntries() const { return TileEntries() / 2; }
-  // Padding entries after the last value of a bitmap. They let a kernel load 64 bytes at any position.
+  // Padding entries after the last value of a bitmap: a kernel can load 64 bytes at any position.
   constexpr int64_t Padding() const { return 64 / EntryBytes(); }
 };
 
@@ -79,8 +74,8 @@ inline constexpr int64_t BitmapPanels(int64_t n) { return (n + kPanelColumns - 1
 inline constexpr int64_t BitmapTiles(int64_t k) { return kBf16Bitmap.Tiles(k); }
 inline constexpr int64_t BitmapPaddedK(int64_t k) { return kBf16Bitmap.PaddedK(k); }
 
-// A non-owning view of a packed matrix. masks and values may be unaligned: a model saved by another tool is
-// memory-mapped with that tool's offsets.
+// A non-owning view of a packed matrix. masks and values may be unaligned, since a model saved by another tool may be
+// memory-mapped.
 struct BitmapView {
   int64_t k = 0;
   int64_t n = 0;
@@ -121,16 +116,14 @@ struct PackedBitmap {
 using BitmapMatrix = PackedBitmap<uint32_t, uint16_t>;
 
 // Rounds w, row-major [k, n] floats with rows `row_stride` floats apart, to bf16 and packs the weights that are nonzero
-// after rounding (dense: all weights; zeros become +0). Requires 1 <= k, n <= kMaxDimension and a storage other than
-// 2:4.
+// after rounding (dense: all; zeros become +0). Requires 1 <= k, n <= kMaxDimension. Not for 2:4 storage.
 BitmapMatrix PackBitmap(const float* w, int64_t row_stride, int64_t k, int64_t n, Storage storage = Storage::kBitmap);
 
-// Writes the dense matrix [k, n], rows `row_stride` and columns `column_stride` floats apart. The view must have passed
-// ValidateBitmap, or consist of panels of a view that has. It must not be 2:4.
+// Writes the dense matrix [k, n], rows `row_stride` and columns `column_stride` floats apart. The view must be, or be
+// panels of, a view that passed ValidateBitmap, and not be 2:4.
 void UnpackBitmap(const BitmapView& view, float* w, int64_t row_stride, int64_t column_stride = 1);
 
-// The tensors of an untrusted file, before anything is read through a pointer. The counts are those of the tensors
-// found.
+// The tensors of an untrusted file, with the counts of the tensors found, before anything is read through a pointer.
 struct BitmapClaim {
   int64_t k = 0;
   int64_t n = 0;
@@ -144,7 +137,7 @@ struct BitmapClaim {
   bool IsDense() const { return mask_bytes == 0 && offset_count == 0; }
   // Has masks but no offsets.
   bool IsTwoFour() const { return mask_bytes != 0 && offset_count == 0; }
-  // The view of a claim that has been validated. (The address of an empty tensor is meaningless.)
+  // The view of a validated claim. (The address of an empty tensor is meaningless.)
   BitmapView View(const uint8_t* values) const {
     return {k, n, mask_bytes == 0 ? nullptr : masks, values, offset_count == 0 ? nullptr : offsets};
   }
@@ -154,10 +147,9 @@ struct BitmapClaim {
 // found and the value expected.
 //
 // Checks the sizes; that offsets start at 0, never decrease and stay in range; that each panel's masks need the number
-// of entries that its offsets give; and that no bit is set outside the k x n matrix. In dense storage only the number
-// of values is checked. Never reads beyond the given counts. Dense values outside the matrix are not checked: an Inf
-// there can turn results into NaN, but nothing worse. 2:4 storage is rejected: ValidateStored of two_four.h accepts all
-// three.
+// of entries that its offsets give; and that no bit is set outside the matrix. Never reads beyond the given counts.
+// Dense values outside the matrix are not checked: an Inf there can only turn results into NaN. Rejects 2:4 storage,
+// for which there is ValidateStored of two_four.h.
 std::string ValidateBitmap(const BitmapClaim& claim, const BitmapLayout& layout = kBf16Bitmap);
 
 }  // namespace ortolan

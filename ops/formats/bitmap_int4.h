@@ -9,13 +9,12 @@
 //
 //     masks    u8 [panels, tiles, 128]  16 little-endian u64 a tile, one a row; bit i is set if weight i is stored
 //     values   u8 [offsets[panels] + 64]
-//                  a panel has as many bytes as its longer stream has nibbles; the rest of the shorter stream is zero,
-//                  as are the 64 bytes of padding
+//                  a panel has one byte for each nibble of its longer stream; the rest of the shorter stream and the 64
+//                  bytes of padding are zero
 //     offsets  i64 [panels + 1]  index in values of each panel's first byte; offsets[0] = 0
 //
-//     bytes  = 128 panels tiles + values + 64 + 8 (panels + 1);   (1 - sparsity) / 2 + 1/8 a weight, plus the
-//     difference
-//              between the longer and the shorter streams: for random sparsity about 0.4 % of values at k = 4096
+//     bytes  = 128 panels tiles + values + 64 + 8 (panels + 1);   (1 - sparsity) / 2 + 1/8 a weight, plus what the
+//              shorter streams lack: for random sparsity about 0.4 % of values at k = 4096
 //
 // Dense storage is as in formats/bitmap.h: values u8 [panels * tiles * 512], with row 2i of a tile in the low nibbles
 // of 64 bytes and row 2i+1 in the high ones. A nibble outside the matrix is 8.
@@ -31,8 +30,8 @@ inline constexpr BitmapLayout kInt4Bitmap{4, 4, int64_t{1} << 17};
 
 inline constexpr int kInt4Bias = 8;
 
-// Packs the nonzero weights (dense: all weights) of q, row-major [k, n] with rows `row_stride` weights apart, each -8 …
-// 7 (higher bits are ignored). Requires 1 <= k <= 2^17 and 1 <= n <= kMaxDimension.
+// Packs the nonzero weights (dense: all) of q, row-major [k, n] with rows `row_stride` weights apart, each -8 … 7
+// (higher bits are ignored). Requires 1 <= k <= 2^17 and 1 <= n <= kMaxDimension.
 QuantizedBitmapMatrix PackBitmapInt4(const int8_t* q, int64_t row_stride, int64_t k, int64_t n,
                                      Storage storage = Storage::kBitmap);
 

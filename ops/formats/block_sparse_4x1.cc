@@ -114,7 +114,7 @@ std::string ValidateBlockSparse(const BlockSparseClaim& claim) {
       }
     }
   }
-  // Kernels ignore these weights, but SumsOfOutputs would include them.
+  // Kernels ignore these weights, but SumsOfOutputs does not.
   if (const int64_t outputs = view.n % kGroupOutputs; outputs != 0) {
     for (int64_t quad = view.starts[groups - 1]; quad < quads; ++quad) {
       const int8_t* end = view.Values(quad) + kQuadBytes;

@@ -1,19 +1,19 @@
-// int8 weights in blocks of 4 outputs x 1 input; a block is stored whole or not at all. Four blocks of the same group
-// of outputs form a quad, the operand of vpdpbusd. Reference: sparse-int8-transformers (constant block size).
+// int8 weights in blocks of 4 outputs x 1 input; a block is stored completely or not at all. Four blocks of the same
+// group of outputs form a quad, the operand of vpdpbusd. Reference: sparse-int8-transformers (constant block size).
 //
 // W is [k, n]: k inputs, n outputs, y = x W. Group g is outputs 4g … 4g+3; outputs from n on are zero.
 //
 //     W[l, j] = scales[j] q[l, j]                        q: -128 … 127
 //
-//     values   i8  [quads, 4, 4]           quad, output of its group, input: q[indices[quad, i], 4g + o]
+//     values   i8  [quads, 4, 4]           quad, output o of its group, input i: q[indices[quad, i], 4g + o]
 //     indices  u16 [quads, 4]              the inputs of a quad
-//     starts   i64 [ceil(n / 4) + 1]       the first quad of each group; starts[0] = 0, the last is the number of quads
+//     starts   i64 [ceil(n / 4) + 1]       the first quad of each group; the last is the number of quads
 //     scales   f32 [n]
 //
 //     bytes  = 24 quads + 8 (groups + 1) + 4 n;   1.5 a stored weight, plus the padding of each group's last quad
 //
-// The indices of a group ascend. Its last quad is padded with the last index and zero weights: an index that repeats
-// the previous one of the same quad is padding.
+// The indices of a group ascend. In its last quad, an index that repeats the previous one is padding, with zero
+// weights.
 #pragma once
 
 #include <cstdint>
@@ -55,18 +55,18 @@ struct BlockSparseMatrix {
   std::vector<int64_t> starts;
 };
 
-// Packs the blocks with a nonzero weight of q, row-major [k, n] with rows `row_stride` bytes apart. Requires 1 <= k <=
-// kMostSparseInputs and 1 <= n <= kMostSparseOutputs.
+// Packs the blocks of q that have a nonzero weight. q: row-major [k, n], rows `row_stride` bytes apart. Requires 1 <= k
+// <= kMostSparseInputs and 1 <= n <= kMostSparseOutputs.
 BlockSparseMatrix PackBlockSparse(const int8_t* q, int64_t row_stride, int64_t k, int64_t n);
 
 // Writes q, row-major [k, n]. The view must have passed ValidateBlockSparse.
 void UnpackBlockSparse(const BlockSparseView& view, int8_t* q, int64_t row_stride);
 
-// Returns the sum of each output's weights, padded to a multiple of 16 outputs. Needed to compensate for unsigned
-// activations (matmul/block_sparse_weight.h).
+// Returns the sum of each output's weights, padded to a multiple of 16 outputs: it compensates for unsigned activations
+// (matmul/block_sparse_weight.h).
 std::vector<int32_t> SumsOfOutputs(const BlockSparseView& view);
 
-// The tensors of an untrusted file; the counts are those of the tensors found.
+// The tensors of an untrusted file, with the counts of the tensors found.
 struct BlockSparseClaim {
   BlockSparseView view;
   int64_t value_count = 0;

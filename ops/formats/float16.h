@@ -1,4 +1,4 @@
-// IEEE float16 as its 16 bits. Both conversions are branch-free, so that compilers vectorize loops over them.
+// IEEE float16 as its 16 bits. Both conversions are branch-free, so that compilers vectorize loops.
 #pragma once
 
 #include <bit>
@@ -12,13 +12,13 @@ inline float HalfToFloat(uint16_t half) {
   const uint32_t normal = (magnitude << 13) + (uint32_t{127 - 15} << 23);
   // Infinity and NaN keep their mantissa below the largest exponent.
   const uint32_t special = (magnitude << 13) | 0x7f800000u;
-  // Computed as an integer times 2^-24, so that a CPU that flushes subnormal floats to 0 preserves it.
+  // An integer times 2^-24, because a CPU may flush subnormal floats to 0.
   const uint32_t subnormal = std::bit_cast<uint32_t>(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
   const uint32_t finite = magnitude < 0x0400u ? subnormal : normal;
   return std::bit_cast<float>(sign | (magnitude >= 0x7c00u ? special : finite));
 }
 
-// Rounds to nearest, ties to even. NaN stays NaN (quiet); overflow becomes infinity.
+// Rounds to nearest even. NaN stays NaN (quiet); overflow becomes infinity.
 inline uint16_t FloatToHalf(float value) {
   constexpr uint32_t kInfinity = 0x7f800000u;
   constexpr uint32_t kTooLarge = uint32_t{127 + 16} << 23;        // 65536

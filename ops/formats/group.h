@@ -1,5 +1,5 @@
-// The common part of the 4-bit (formats/int4_group.h) and 8-bit (formats/int8_group.h) formats with grouped scales: a
-// scale for each column and each group of inputs, and the validation.
+// The common part of the 4-bit (formats/int4_group.h) and 8-bit (formats/int8_group.h) formats: scales for each column
+// and group of inputs, and the validation.
 //
 // W is [k, n]: k inputs, n outputs, y = x W. Group g is inputs g G … g G + G - 1 of a column; the last one may be
 // shorter. G is 32, 64 or 128.
@@ -9,12 +9,6 @@
 //     minimums     [panels, groups, 16] of the type of scales, optional: any float, including NaN and Inf
 //
 //     panels = ceil(n / 16), groups = ceil(k / G);   columns beyond n: 0
-//
-// The rows of a panel are contiguous, so that a kernel reads them sequentially:
-//
-//                  16 columns   16 columns          16 columns
-//     panel 0      group 0      group 1      …      group groups-1
-//     panel 1      group 0      group 1      …
 #pragma once
 
 #include <cstdint>
@@ -39,7 +33,7 @@ struct GroupView {
   const uint8_t* weights = nullptr;
   const uint8_t* scales = nullptr;
   ScaleType scale_type = ScaleType::kFloat32;
-  // At most one of the two is set.
+  // At most one is set.
   const uint8_t* zero_points = nullptr;
   const uint8_t* minimums = nullptr;
   int64_t zero_point_steps = 1;  // 1 or kFractionSteps
@@ -47,7 +41,7 @@ struct GroupView {
   bool HasFractions() const { return zero_points != nullptr && zero_point_steps != 1; }
 };
 
-// The tensors of an untrusted file; the counts are those of the tensors found, 0 for a missing one.
+// The tensors of an untrusted file, with the counts of the tensors found, 0 for a missing one.
 struct GroupClaim {
   int64_t k = 0;
   int64_t n = 0;

@@ -9,8 +9,8 @@ constexpr int64_t kRowInputs = kInt4Bitmap.row_inputs;
 constexpr int64_t kPairInputs = 2 * kRowInputs;
 constexpr int64_t kPairBytes = kPanelColumns * kRowInputs;
 
-// Calls at(byte, input, column) for each byte. Its low nibble is the weight of `input`, its high nibble the weight of
-// input + kRowInputs.
+// Calls at(byte, input, column) for each byte. Its low nibble is the weight of `input`, its high nibble that of input +
+// kRowInputs.
 template <typename At>
 void ForEachByte(int64_t k, int64_t n, At at) {
   int64_t byte = 0;
@@ -23,8 +23,7 @@ void ForEachByte(int64_t k, int64_t n, At at) {
   }
 }
 
-// Loads inputs first … first+7 of a column, 4 bits each, the first one lowest; inputs beyond k are 0. first is a
-// multiple of 8.
+// Loads inputs first … first+7 of a column, 4 bits each, lowest first; inputs beyond k are 0. first is a multiple of 8.
 uint32_t EightNibbles(const uint8_t* column, int64_t first, int64_t k) {
   uint32_t eight = 0;
   if (first + kPairInputs <= k) {  // full pairs: a copy of constant size
@@ -46,7 +45,7 @@ uint32_t AsBytes(uint32_t eight) {
 
 }  // namespace
 
-// Tile by tile, then column by column: a tile stays in the cache, and distant columns are read in whole cache lines.
+// By tile, then by column: a tile stays in the cache, and distant columns are read in full cache lines.
 void PackInt4GroupPanel(const uint8_t* nibbles, int64_t column_bytes, int64_t k, int64_t columns, uint8_t* packed) {
   constexpr int64_t kPairs = kInt4Bitmap.TileInputs() / kPairInputs;
   for (int64_t tile = 0; tile < kInt4Bitmap.PaddedK(k); tile += kInt4Bitmap.TileInputs()) {

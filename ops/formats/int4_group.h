@@ -7,9 +7,7 @@
 //             = scales[g, j] q[l, j] + minimums[g, j]             with minimums
 //             = scales[g, j] (q[l, j] - 8)                        with neither
 //
-//     weights      u8 [panels, tiles * 8, 64]   the dense storage of formats/bitmap_int4.h with nibble q:
-//                  panels of 16 columns; a row of a tile is 4 inputs of 16 columns;
-//                  two rows share 64 bytes, in low and high nibbles
+//     weights      u8 [panels, tiles * 8, 64]   the dense storage of formats/bitmap_int4.h with nibble q
 //
 //     tiles = ceil(k / 64);   outside the k x n matrix: 0
 //     bytes = 1/2 a weight + (2 or 4) / G + (0 or 1) / G, or with minimums (4 or 8) / G
@@ -31,8 +29,8 @@ inline constexpr int kLargestInt4 = 15;
 // <= 2^17 and 1 <= n <= kMaxDimension.
 std::vector<uint8_t> PackInt4Group(const uint8_t* q, int64_t row_stride, int64_t k, int64_t n);
 
-// Packs one panel from column-major nibbles, two inputs a byte, the first one low. Column j starts at byte j *
-// column_bytes and has at least ceil(k / 2) bytes. columns: 1 to 16. Writes GroupWeightBytes(kInt4Bitmap, k, 1) bytes.
+// Packs one panel of `columns` (1 to 16) columns from column-major nibbles, two inputs a byte, the first one low.
+// Column j starts at byte j * column_bytes. Writes GroupWeightBytes(kInt4Bitmap, k, 1) bytes.
 void PackInt4GroupPanel(const uint8_t* nibbles, int64_t column_bytes, int64_t k, int64_t columns, uint8_t* packed);
 
 // Writes q, row-major [k, n].

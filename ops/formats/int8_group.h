@@ -4,10 +4,9 @@
 //
 //     W[l, j] = scales[g, j] q[l, j]        q -128 … 127;   g = l / G
 //
-//     weights   i8 [panels, tiles * 16, 16, 4]   the dense storage of formats/bitmap_int8.h: panels of 16 columns;
-//               a row of a tile is 4 inputs of 16 columns, the inputs of a column contiguous
+//     weights   i8 [panels, tiles * 16, 16, 4]   the dense storage of formats/bitmap_int8.h
 //
-//                                column 16p      column 16p + 1   …   column 16p + 15
+//                                  column 16p      column 16p + 1   …   column 16p + 15
 //     panel p, row r  64 bytes   q[4r … 4r+3]    q[4r … 4r+3]         q[4r … 4r+3]
 //
 //     tiles = ceil(k / 64);   outside the k x n matrix: 0
@@ -34,8 +33,7 @@ inline void PackInt8GroupPanel(const int8_t* columns, int64_t k, uint8_t* packed
   }
 }
 
-// Writes q, row-major [k, n]. The inverse, packing, is PackBitmapInt8(q, …, Storage::kDense): its values are the
-// weights.
+// Writes q, row-major [k, n]. The inverse of PackBitmapInt8(q, …, Storage::kDense), whose values are the weights.
 inline void UnpackInt8Group(const uint8_t* weights, int64_t k, int64_t n, int8_t* q, int64_t row_stride) {
   BitmapView view;
   view.k = k;

@@ -1,6 +1,6 @@
 // Scales of quantized weights in the bitmap formats: W = scale times integer weight.
 //
-// There is one scale for each column and each group of inputs. Group g is inputs g G … g G + G - 1 (the last one may be
+// There is one scale for each column and group of inputs. Group g is inputs g G … g G + G - 1 (the last one may be
 // shorter). int8 has one group of all inputs, int4 groups of G = 32, 64 or 128.
 //
 //     int8   float32 [panels, 1, 16]
@@ -8,7 +8,7 @@
 //
 //     panels = ceil(n / 16), groups = ceil(k / G);   columns beyond n are zero
 //
-// The scales of a panel are contiguous, so that a kernel reads them sequentially, 16 at a time.
+// A panel's scales are contiguous, so that a kernel reads them sequentially.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 
 namespace ortolan {
 
-// The group size that means one group a column: int8.
+// The group size of int8: one group a column.
 inline constexpr int64_t kWholeColumn = 0;
 
 inline constexpr bool IsGroupSize(int64_t group) { return group == 32 || group == 64 || group == 128; }

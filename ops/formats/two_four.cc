@@ -15,15 +15,15 @@ constexpr int64_t kSpanQuads = kTwoFourSpanInputs / kQuad;
 constexpr int kPositionBits = 2;
 constexpr int64_t kBytePositions = 8 / kPositionBits;
 
-// Where the two stored weights (slots) of a quad of a column are.
+// Positions of the two stored weights (slots) of a quad of a column.
 struct Slots {
-  int64_t entry;        // index in values of slot 0; slot 1 follows
+  int64_t entry;        // index in values of slot 0; slot 1 is next
   int entry_shift;      // int4: shift of the nibble
-  int64_t position[2];  // bytes of masks that hold the positions
+  int64_t position[2];  // bytes of masks with the positions
   int position_shift;
 };
 
-// Locates quad `quad` of column `column` of a panel; entries and bytes are counted from the start of the panel.
+// Locates quad `quad` of column `column` of a panel, counted from the start of the panel.
 template <const BitmapLayout& kLayout>
 constexpr Slots SlotsOf(int64_t quad, int64_t column) {
   constexpr int64_t kRowQuads = kLayout.value_bits == 16 ? 1 : 2;

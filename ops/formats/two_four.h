@@ -1,5 +1,5 @@
 // 2:4 storage of a weight matrix: of four consecutive inputs of a column (a quad) two weights are stored, each with its
-// position in the quad. It is the sparsity pattern of GPUs, so pruned checkpoints use it.
+// position in the quad. Pruned checkpoints use it because GPUs support it.
 //
 // Like dense storage, it is a storage of the formats in bitmap.h, bitmap_int8.h and bitmap_int4.h: panels of 16 columns
 // and the same three tensors. Masks without offsets mean 2:4.
@@ -11,8 +11,7 @@
 //     bytes    1 1/8 a weight bf16, 5/8 int8, 3/8 int4
 //
 // Slot 0 of a quad is the weight at the lower position, slot 1 the weight at the higher one. If a quad has fewer than
-// two nonzero weights, zeros at the lowest free positions fill the slots. Rows and columns outside the k x n matrix are
-// zero.
+// two nonzero weights, zeros at the lowest free positions fill the slots. Rows and columns outside the matrix are zero.
 //
 // The rows of a span match one load of activations, so that a kernel shuffles activations instead of weights:
 //
@@ -61,8 +60,7 @@ void UnpackTwoFourInt8(const BitmapView& view, int8_t* q, int64_t row_stride);
 void UnpackTwoFourInt4(const BitmapView& view, int8_t* q, int64_t row_stride);
 
 // ValidateBitmap for all three storages. For 2:4 it checks the sizes of masks and values, and that the positions of
-// each quad ascend: two slots with the same position would be two weights of one input. Values outside the matrix are
-// not checked, as in dense storage.
+// each quad ascend: two equal positions would be two weights of one input. Values outside the matrix are not checked.
 std::string ValidateStored(const BitmapClaim& claim, const BitmapLayout& layout = kBf16Bitmap);
 
 }  // namespace ortolan

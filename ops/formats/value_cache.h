@@ -15,11 +15,10 @@
 // formats/key_code_cache.h, a cache of T tokens always has T row_bytes bytes, and appending is O(1) a token.
 //
 // The scale is the token's largest |v| / 127, rounded up to bfloat16: |error of v| <= scale / 2, and scale <= (1 +
-// 2^-7) max |v| / 127 if that is a normal float (at least 2^-126). A token with a NaN or an infinity has the scale NaN,
-// and all its values are NaN.
+// 2^-7) max |v| / 127 if that is a normal float (at least 2^-126). A token with a NaN or Inf has the scale NaN, and all
+// its values are NaN.
 //
-// Any bytes are memory-safe. Negative and infinite scales are never written; the results of kernels for them are
-// undefined.
+// Any bytes are memory-safe. Negative and infinite scales are never written; for them, results are undefined.
 #pragma once
 
 #include <cstdint>
