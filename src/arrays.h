@@ -1,4 +1,4 @@
-// Shared by ortolan._native and ortolan._testing: NumPy array types, and checks between arrays and packed formats.
+// Shared by ortolan._native and ortolan._testing: NumPy array types, and checks of packed formats.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -56,7 +56,7 @@ using Int8Format = BitmapFormat<Array<int8_t>, int8_t, kInt8Bitmap, &PackBitmapI
 using Int4Format = BitmapFormat<Array<int8_t>, uint8_t, kInt4Bitmap, &PackBitmapInt4, &UnpackBitmapInt4,
                                 &PackTwoFourInt4, &UnpackTwoFourInt4>;
 
-// Validates Python arrays and returns the view of them that kernels may use.
+// Validates Python arrays and returns a view for kernels.
 template <typename Format>
 BitmapView CheckedBitmap(const Array<uint8_t>& masks, const Array<typename Format::Value>& values,
                          const Array<int64_t>& offsets, int64_t k, int64_t n) {

@@ -1,4 +1,4 @@
-// Caches of keys as codes and of values as int8, as arrays; shared by ortolan._native and ortolan._testing.
+// Caches of key codes and int8 values, as arrays; shared by ortolan._native and ortolan._testing.
 #pragma once
 
 #include "arrays.h"
@@ -41,7 +41,7 @@ inline void AppendKeysTo(const KvCacheKernel& kernel, Array<uint8_t>& cache, int
              cache.mutable_data());
 }
 
-// Decodes the keys of tokens begin … end-1.
+// Returns the decoded keys of tokens begin … end-1.
 inline Array<float> DecodedKeys(const KvCacheKernel& kernel, const Array<uint8_t>& cache, int64_t tokens,
                                 const CastArray<float>& codebook, int64_t begin, int64_t end) {
   const KeyCodeLayout layout = CodebookLayout(codebook);

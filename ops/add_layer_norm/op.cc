@@ -5,8 +5,6 @@
 //     X, addend, second_addend float [..., n], broadcast over all axes except the last, as in ONNX Add; a constant 0 of
 //     shape [] or [1] means no addend. norm_weight, norm_bias float [n], initializers. Attributes epsilon,
 //     format_version. Y [..., n]
-//
-// plan.h describes the order of the sum.
 #include <limits>
 #include <optional>
 

@@ -14,8 +14,7 @@ namespace {
 constexpr int64_t kFloat = sizeof(float);
 // Floats per work item: a few microseconds, more than the cost of handing it to another thread.
 constexpr int64_t kChunkFloats = int64_t{1} << 15;
-// Floats of rows that are summed and normalized while they are in the L1 cache. The kernel processes several rows at a
-// time.
+// Floats of rows that are summed and normalized while they are in the L1 cache, several rows at a time.
 constexpr int64_t kNearFloats = int64_t{1} << 12, kLeastNearRows = 4;
 
 }  // namespace
@@ -40,7 +39,7 @@ AddLayerNormPlan::Rows::Rows(std::span<const SumOperand> given, const std::vecto
     operands.push_back({operand.data, {}});
     all.push_back(BroadcastStrides(operand.shape, shape));
   }
-  std::vector<size_t> from;  // for each of `axes`, innermost first, the innermost axis of shape that it contains
+  std::vector<size_t> from;  // for each of `axes`, innermost first, its innermost axis of the shape
   for (size_t axis = shape.size() - 1; axis-- > 0;) {
     if (shape[axis] == 1) continue;
     const auto goes_on = [&](const std::vector<int64_t>& strides) {

@@ -34,7 +34,7 @@ class AddLayerNormPlan {
 
   const LayerNormArgs& norm() const { return norm_; }
 
-  // Returns the shape of the sum of at least one operand. Throws OpError; its text starts with `node` and names the
+  // Returns the shape of the sum of at least one operand. Throws OpError, which starts with `node` and names the
   // operand.
   std::vector<int64_t> Shape(std::span<const SumOperand> operands, const std::string& node) const;
 

@@ -9,7 +9,7 @@ namespace ortolan {
 namespace {
 
 // A sum of products: the sorted factors of each product, and its coefficient. x is the layer's output; E, T and S are
-// erf, tanh and sigmoid of the one argument that activations use; "" is the constant term.
+// erf, tanh and sigmoid of the argument that activations use; "" is the constant term.
 using Polynomial = std::map<std::string, double>;
 
 constexpr size_t kMostDegree = 3;
@@ -96,7 +96,7 @@ class Formulation {
 
   FoundFormula Find() {
     FoundFormula found;
-    std::vector<int64_t> waiting;  // nodes outside the region that read a value of it
+    std::vector<int64_t> waiting;  // nodes outside the region that read its values
     int64_t newest = x_;
     while (newest >= 0 && !values_[static_cast<size_t>(newest)].is_seen) {
       for (size_t i = 0; i < nodes_.size(); ++i) {
@@ -148,8 +148,8 @@ class Formulation {
     if (found != known_.end()) return found->second;
     if (value < 0) return std::nullopt;
     const std::optional<double> constant = values_[static_cast<size_t>(value)].constant;
-    // All constants of activations are positive. Without other constants nothing can cancel, so reordering operations,
-    // which polynomials ignore, changes results only by rounding.
+    // All constants of activations are positive. Then nothing can cancel, so reordering operations, which polynomials
+    // ignore, changes results only by rounding.
     if (!constant || !(*constant > 0) || std::isinf(*constant)) return std::nullopt;
     return Polynomial{{"", *constant}};
   }

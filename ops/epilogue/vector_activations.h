@@ -1,7 +1,5 @@
-// The activation formulas and the loop over rows, for all targets. Included only by kernels.cc; everything is local to
-// the including file, as in matmul/. Derivation and fits: README.md.
-//
-// Simd: the vectors of a target (simd/target.h).
+// The activation formulas and the loop over rows, for all targets (Simd: simd/target.h). Included only by kernels.cc;
+// local to it. Derivation and fits: README.md.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +17,7 @@ class VectorActivations {
   static Float Set(float value) { return Simd::Set(value); }
 
   // For gates g with g(-x) = 1 - g(x): x g(x) = max(x, 0) - |x| (1 - g(|x|)). Excess(a) = a (1 - g(a)) for 0 <= a <=
-  // kMost. It vanishes for large a: at kMost its power of two is 2^-127, which counts as zero, so larger |x| are
-  // clamped to kMost.
+  // kMost. Larger |x| are clamped to kMost, whose power of two is 2^-127 and counts as zero.
   struct Gelu {
     static constexpr float kMost = 13.2687f;
     static Float Excess(Float a) {

@@ -1,7 +1,4 @@
-// LayerNormalization, for all targets. Included only by kernels.cc; everything is local to the including file, as in
-// vector_activations.h.
-//
-// Simd: the vectors of a target (simd/target.h).
+// LayerNormalization, for all targets (Simd: simd/target.h). Included only by kernels.cc; local to it.
 #pragma once
 
 #include <cstdint>
@@ -18,13 +15,13 @@ class VectorLayerNorm {
   using Float = typename Simd::Float;
   using Columns = simd::Columns<Simd>;
   using Floats = typename Columns::Floats;
-  // Independent partial sums: they hide the latency of additions, and fewer values in a sum mean fewer roundings.
+  // Independent partial sums hide the latency of additions; with fewer values in a sum, it has fewer roundings.
   static constexpr int kSums = 4;
   static constexpr int64_t kColumns = Columns::kColumns;
   static constexpr int64_t kLanes = Simd::kLanes;
   static constexpr int64_t kRows = 4;
 
-  // Accumulates add(sum, x) over the row in the order of layer_norm.h. Columns beyond the row are padded with `behind`.
+  // Accumulates add(sum, x) over the row in the order of layer_norm.h. `behind` pads the columns beyond the row.
   template <typename Add>
   static float Sum(const float* row, int64_t n, float behind, const Add& add) {
     Floats sums[kSums];
@@ -44,7 +41,7 @@ class VectorLayerNorm {
     return Columns::SumOfColumns(Columns::Add(Columns::Add(sums[0], sums[1]), Columns::Add(sums[2], sums[3])));
   }
 
-  // Statistics of a row; mean is a first estimate until it is corrected.
+  // Statistics of a row; `mean` is first an estimate, then corrected.
   struct Statistics {
     float mean;
     float factor;
@@ -90,8 +87,8 @@ class VectorLayerNorm {
   }
 
  public:
-  // Processes kRows rows together, step by step: each step waits for the horizontal sum of the previous one, and other
-  // rows fill that time.
+  // Processes kRows rows together: each step waits for the horizontal sum of the previous one, and other rows fill that
+  // time.
   static void Run(const LayerNormArgs& args) {
     if (args.n == 0) return;
     const auto row = [&](int64_t i) { return AtByte(args.y, i * args.y_row_bytes); };

@@ -1,5 +1,5 @@
-// Byte-wise lookups for targets with tables of 256 bytes: entries of several bytes are looked up byte by byte, in one
-// table per byte position, and interleaved. Other targets and index sizes look up one element after another.
+// Lookups for targets with tables of 256 bytes: entries of several bytes are looked up in one table per byte, and
+// interleaved. Other targets and index sizes look up one element after another.
 #include <cstdint>
 #include <utility>
 

@@ -1,12 +1,12 @@
-// LutPostOp: y[i] = table[x[i]], a chain of element-wise operators on quantized values as one lookup.
-// graph_passes/find/lut.py makes the tables. Reference: sparse-int8-transformers, section 3.3.
+// LutPostOp: y[i] = table[x[i]], a chain of element-wise operators on quantized values as one lookup. Reference:
+// sparse-int8-transformers, section 3.3.
 //
 //     8-bit x (u8, i8)         table of 256 entries
 //     16-bit x (u16, i16)      table of 65,536 entries
 //
-// The index is the bits of x[i] as an unsigned integer: entry 255 of an i8 table belongs to -1. So kernels ignore
-// signs, and negative values index from the end of the table, as in ONNX Gather. An entry of 1, 2 or 4 bytes is copied
-// unchanged: the result is exact, including NaNs, and the same on every CPU.
+// The index is the bits of x[i] as an unsigned integer, so negative values index from the end of the table, as in ONNX
+// Gather: entry 255 of an i8 table belongs to -1. An entry of 1, 2 or 4 bytes is copied unchanged, so the result is
+// exact on every CPU.
 //
 // A kernel works on a range of elements. Kernels neither allocate nor create threads. Nothing needs to be aligned. y
 // does not overlap x or the table.
@@ -19,7 +19,7 @@
 
 namespace ortolan {
 
-// Table entries for an x of this many bytes.
+// Table entries for an x of this size.
 constexpr int64_t LutEntries(int64_t index_bytes) { return int64_t{1} << (8 * index_bytes); }
 
 struct LutArgs {
@@ -43,7 +43,7 @@ struct LutKernel : LutFunctions {
   Features needs;
 };
 
-// The kernels of kernels.inc in this build, best first; the last one runs on any CPU.
+// The kernels of this build, best first; the last one runs on any CPU.
 std::span<const LutKernel> LutKernels();
 
 }  // namespace ortolan

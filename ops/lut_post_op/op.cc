@@ -4,9 +4,8 @@
 //
 //     X, table u8, i8, u16, i16 or float -> Y;   attribute format_version
 //
-// table is a one-dimensional initializer; the index is the bits of X[i] (lut_post_op.h). ORT allows one input of
-// variable type if the output's type follows from it; here that is the table. So the operator is registered once for
-// each type of X.
+// table is a one-dimensional initializer (lut_post_op.h). ORT allows one input of variable type, from which the
+// output's type follows: here the table. So the operator is registered once for each type of X.
 #include <algorithm>
 
 #include "isa/kernel_table.h"

@@ -2,8 +2,8 @@
 //
 //     Y[0, i] = X[b, s]    token s of sequence b is kept; i is the number of kept tokens before it
 //
-//     kept int64 [B, S]: nonzero for tokens to keep; X numeric or bool, [B, S, ...], or with 1 instead of B or S, which
-//     broadcasts -> Y [1, N, ...], of X's type
+//     kept int64 [B, S]: nonzero for tokens to keep; X numeric or bool, [B or 1, S or 1, ...], broadcast
+//     -> Y [1, N, ...], of X's type
 #include <algorithm>
 #include <cstring>
 
@@ -21,7 +21,7 @@ enum Input : size_t { kKept, kX, kInputCount };
 // Bytes copied per work item: a few microseconds, more than the cost of handing it to another thread.
 constexpr int64_t kChunkBytes = int64_t{1} << 18;
 
-// 0 for unsupported element types.
+// Returns the size of an element; 0 for unsupported types.
 int64_t BytesOf(ONNXTensorElementDataType type) {
   switch (type) {
     case ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL:

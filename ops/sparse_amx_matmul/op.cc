@@ -1,8 +1,7 @@
 // ORT adapter of SparseAMXMatMul.
 //
-//     Y = LayerNormalization(activation(X W + bias) + residual); normalization is optional, and the activation may be
-//     gated
-//         (matmul/linear_plan.h)
+//     Y = LayerNormalization(activation(X W + bias) + residual)    optionally gated or without normalization:
+//                                                                  matmul/linear_plan.h
 //
 //     X float [..., k], masks u8, values bf16, int8 or u8 (int4), offsets i64, bias float [n], residual float, scales,
 //     norm_weight and norm_bias float [columns of Y], zero_points i8
@@ -16,9 +15,8 @@
 // present, and ONNX Runtime up to 1.21 crashes on an omitted input before a given one, so graph_passes fills them in.
 // matmul/linear_op.h describes the norm.
 //
-// x_zero_points 1, for int8 weights: each row of X is quantized with a zero point (matmul/bitmap_weight.h); 0 or
-// omitted: without. zero_points [panels, 1, 16], an initializer, are the zero points of int8 weights, for such rows;
-// omitted, or a single zero: the weights have none.
+// x_zero_points 1, for int8 weights: each row of X is quantized with a zero point (matmul/bitmap_weight.h). Then int8
+// weights may have zero points too, the initializer zero_points [panels, 1, 16]; omitted, or a single zero: none.
 #include <algorithm>
 #include <iterator>
 #include <span>

@@ -1,24 +1,22 @@
 // ORT adapter of VNNISpMM.
 //
-//     Y = LayerNormalization(activation(X W + bias) + residual); normalization is optional, and the activation may be
-//     gated
-//         (matmul/linear_plan.h)
+//     Y = LayerNormalization(activation(X W + bias) + residual)    optionally gated or without normalization:
+//                                                                  matmul/linear_plan.h
 //
-//     X float [..., k], values i8, indices u16, starts i64, scales float [n], bias float [n], residual float
+//     X float [..., k], values i8, indices u16, starts i64, scales float [n], bias float [n], residual float,
+//     norm_weight and norm_bias float [columns of Y]
 //     -> Y float [..., n], broadcast with residual
 //     attributes k, n, format_version, activation, gated_columns, norm_epsilon
 //
 // values, indices, starts and scales are initializers: formats/block_sparse_4x1.h. bias and residual are optional;
-// zeros and one zero mean the same as omitted inputs (see SparseAMXMatMul's adapter).
-//
-// norm_weight float [columns of Y], norm_bias float [columns of Y]: constants, required if the attribute norm_epsilon
-// is at least 0. A norm_epsilon of -1, the default, means no LayerNormalization, and they are ignored.
+// zeros and one zero mean the same as omitted inputs (see SparseAMXMatMul's adapter). matmul/linear_op.h describes the
+// norm.
 //
 // x_scale float [], x_zero_point u8 []: constants, the fixed range with which X is quantized. Optional; without them,
 // or with x_scale 0, each token is quantized with its own range.
 //
-// hidden_k: if above 0, another layer comes first (HiddenLayerArgs in matmul/block_sparse_weight.h), with hidden_k
-// inputs and k outputs:
+// hidden_k above 0: another layer comes first (HiddenLayerArgs in matmul/block_sparse_weight.h), with hidden_k inputs
+// and k outputs:
 //
 //     X float [..., hidden_k]
 //     hidden_values, hidden_indices, hidden_starts, hidden_scales float [k], hidden_bias float [k]
@@ -34,7 +32,7 @@
 namespace ortolan {
 namespace {
 
-// Data that a weight needs in addition to its tensors.
+// What a weight needs in addition to its tensors.
 struct WeightMemory {
   AlignedConstant<int64_t> starts;
   AlignedConstant<float> scales;

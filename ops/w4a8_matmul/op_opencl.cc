@@ -29,7 +29,7 @@ struct Library {
   std::string problem;
 };
 
-// Loads libortolan_opencl.so from the directory of the library that contains this code.
+// Loads libortolan_opencl.so from the directory of this library.
 Library FindLibrary() {
   Dl_info self;
   if (dladdr(reinterpret_cast<const void*>(&ReadAsked), &self) == 0)
@@ -94,7 +94,7 @@ class OpenClDevice : public MatMulDevice {
   const OrtolanOpenCl& functions_;
   void* const weight_;
   const bool always_;
-  const Ort::Logger logger_;  // the session's logger
+  const Ort::Logger logger_;
   const std::string node_;
   std::atomic<bool> has_failed_{false};
   DeviceChoice choice_;

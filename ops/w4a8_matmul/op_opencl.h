@@ -2,7 +2,7 @@
 // (matmul/device_choice.h), force runs all on the device; with 0 or unset, OpenCL is never loaded. The variable is read
 // when a kernel is created, because a custom operator cannot see its session's configuration.
 //
-// If OpenCL cannot be opened, or fails during a computation, the CPU computes the weight. ORT's log reports that once.
+// If OpenCL fails, the CPU computes the weight. ORT's log reports that once.
 #pragma once
 
 #include <memory>

@@ -1,8 +1,7 @@
 // ORT adapter of W8A8MatMul.
 //
-//     Y = LayerNormalization(activation(X W + bias) + residual); normalization is optional, and the activation may be
-//     gated
-//         (matmul/linear_plan.h)
+//     Y = LayerNormalization(activation(X W + bias) + residual)    optionally gated or without normalization:
+//                                                                  matmul/linear_plan.h
 //
 //     X float [..., k], weights i8, scales float or float16, bias float [n], residual float,
 //     norm_weight and norm_bias float [columns of Y]

@@ -50,7 +50,7 @@ Array<float> NomadAttention(const CastArray<float>& q, const CastArray<float>& k
   return y;
 }
 
-// Describes rows [batch, rows, heads, head_dim], the layout of linear layers' outputs.
+// Describes rows [batch, rows, heads, head_dim], as linear layers output them.
 HeadRows RowsOf(const Array<float>& rows) {
   const int64_t row_bytes = rows.shape(2) * rows.shape(3) * kFloat;
   return {rows.data(), rows.shape(1) * row_bytes, rows.shape(3) * kFloat, row_bytes};

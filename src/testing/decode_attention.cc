@@ -56,7 +56,7 @@ Array<uint8_t> KeyCodes(const Array<uint8_t>& cache, int64_t tokens, const CastA
   return codes;
 }
 
-// The arguments of a call, for one key-value head after another. They point into the arrays, which must outlive them.
+// The arguments of a call, for each key-value head. They point into the arrays, which must outlive them.
 class DecodeCall {
  public:
   // values: null if only scores are computed.

@@ -8,8 +8,7 @@ namespace {
 
 using StridedArray = py::array_t<float, py::array::forcecast>;
 
-// A copy of a matrix with the same row stride and zeros in the gaps: kernels handle row strides, and must not write
-// between the rows.
+// A copy of a matrix with the same row stride and zeros in the gaps, where kernels must not write.
 class Result {
  public:
   Result(const StridedArray& x, const char* name) {
@@ -35,7 +34,7 @@ class Result {
   Array<float> memory_;
 };
 
-// Checks that another operand of the epilogue is [m, n] with rows of contiguous floats, as kernels require.
+// Checks that an operand is [m, n] with rows of contiguous floats, as kernels require.
 void CheckOperand(const StridedArray& operand, const char* name, const Result& y) {
   Require(operand.ndim() == 2 && operand.shape(0) == y.m && operand.shape(1) == y.n, name, " must be [", y.m, ", ", y.n,
           "], like y");

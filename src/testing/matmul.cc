@@ -131,7 +131,7 @@ Array<float> W8A8MatMul(const CastArray<float>& x, const Array<int8_t>& weights,
   return MatMul(GroupWeight{{k, n}, view}, GroupInt8Kernels(), x, bias, name);
 }
 
-// Returns a given fixed range, or throws if kernels cannot use it.
+// Returns a fixed range, or throws if kernels cannot use it.
 FixedRange CheckedRange(const char* name, float scale, int64_t zero_point) {
   Require(scale > 0.0f, name, "scale is ", scale, ", expected more than 0");
   Require(zero_point >= 0 && zero_point <= 255, name, "zero_point is ", zero_point, ", expected 0 to 255");

@@ -1,5 +1,4 @@
-// Measures the peak rate of products of a target's vectors with all operands in registers: the reference for kernels
-// that multiply many rows.
+// Measures the peak rate of products with all operands in registers: the reference for kernels that multiply many rows.
 #include "simd/target.h"
 #include "simd_call.h"
 

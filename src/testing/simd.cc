@@ -51,7 +51,7 @@ int64_t Peak(const std::string& target, const std::string& product, int64_t roun
 }
 
 // Calls a function. Each argument is zero-padded to SimdCall::kBytes; the result has the same size and is 0xEE where
-// the function writes nothing. Returns None if the target has no such function.
+// nothing is written. Returns None if the target has no such function.
 std::optional<Array<uint8_t>> Simd(const std::string& name, const std::string& function, const py::args& arrays,
                                    int64_t number) {
   const SimdTarget& target = TargetHere(name);

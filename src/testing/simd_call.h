@@ -1,4 +1,4 @@
-// A call of a function of the vector API (ops/simd) on memory, which tests/simd compares with NumPy.
+// A call of a function of the vector API (ops/simd) on memory.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct SimdTarget {
   const char* name;
   Features needs;
   int64_t lanes;
-  bool (*run)(const SimdCall&);  // false: the target has no such function
+  bool (*run)(const SimdCall&);  // false: the target lacks the function
   int64_t (*peak)(const char* product, int64_t rounds);
 };
 

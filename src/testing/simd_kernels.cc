@@ -156,7 +156,7 @@ void DotRows(const uint8_t* tokens, const uint8_t* weights, const int32_t* sums,
   DotStoredRows<S, kVectors>(stored, weights, sums, out);
 }
 
-// Packs 4 kVectors registers of integers to rows of bytes with this offset, and multiplies them as in DotRows.
+// Packs 4 kVectors registers of integers, plus an offset, to rows of bytes, and multiplies them as in DotRows.
 template <typename S, int kVectors>
 void DotPackedRows(const int32_t* numbers, int32_t offset, const uint8_t* weights, int32_t* out) {
   constexpr int64_t kRegisterBytes = 4 * S::kLanes;
@@ -196,7 +196,7 @@ void DotWordRows(const int32_t* inputs, const int8_t* weights, int32_t* out) {
   }
   int16_t rows[2 * S::kLanes * kRow];
   S::template StoreInputs<kTokens>(tokens, rows);
-  // Four inputs spread over the rows: the first, about the last, and two between them.
+  // Four inputs spread over the rows.
   constexpr int64_t kApart = (2 * S::kLanes - 1) / 3 * kRow;
   const int16_t* const four[4] = {rows, rows + kApart, rows + 2 * kApart, rows + 3 * kApart};
   typename S::Int sums[2][S::template kRowSums<kTokens>] = {};
@@ -278,7 +278,7 @@ bool RunMoreIntegers(const SimdCall& call, const Arguments& x) {
   return false;
 }
 
-// Multiplies eight registers of nibbles with eight of bytes: the most products that the partial sums can hold.
+// Multiplies eight registers of nibbles with eight of bytes, the limit of the partial sums.
 template <typename S>
 auto DotNibbles(const uint8_t* nibbles, const uint8_t* bytes, typename S::Int sums) {
   auto part = S::StartNibbleSums(sums);

@@ -8,8 +8,8 @@ namespace {
 
 using Vector = uint64_t __attribute__((vector_size(64), aligned(8)));
 
-// Reads `bytes` (a multiple of 128) once, in order, with plain vector loads, and returns a checksum so that compilers
-// cannot remove the reads. Prefetches `prefetch_bytes` ahead, even past the end (a prefetch cannot fault).
+// Reads `bytes` (a multiple of 128) once, in order, and returns a checksum so that compilers cannot remove the reads.
+// Prefetches `prefetch_bytes` ahead, even past the end.
 #if defined(__x86_64__) && defined(__linux__)
 __attribute__((target_clones("avx512f", "avx2", "default")))
 #endif
