@@ -18,7 +18,7 @@ from ..measure.evidence import Evidence
 from ..measure.feeds import Feeds
 from ..passes.context import PassContext
 from ..recipe import Recipe
-from ..report.search import AutoReport, Form, LayerChoice
+from ..report.search import AutoReport, LayerChoice, MeasuredForm
 from ..run import plan, transform
 from .budget import Limit
 from .candidates import NAME, ORIGINAL, ROWS, Candidate, make_recipe
@@ -66,14 +66,14 @@ class LayerStudy:
             outputs = limit.outputs([value.name or "" for value in model.graph.outputs if value.dtype in _FLOATS])
             self._measure_sensitivities(context, able, judged, outputs)
         layers = {layer.name: layer for layer in self._report.layers if layer.name in inputs}
-        found: dict[str, dict[str, tuple[int | None, Form]]] = {}
+        found: dict[str, dict[str, tuple[int | None, MeasuredForm]]] = {}
         for number, (name, recipe) in enumerate(recipes.items()):
             self._progress(Stage.LAYER_ERRORS, number, len(recipes))
             with new_context(self._evidence, "model.onnx", portable=False) as context:
                 transform(plan(recipe, context), context)
             for layer in context.report.layers:
                 if layer.status == "replaced" and layer.name in layers:
-                    form = Form([], layer.output_error, layer.bytes_after)
+                    form = MeasuredForm([], layer.output_error, layer.bytes_after)
                     found.setdefault(layer.name, {})[name] = (layer.weight_bits, form)
         self._progress(Stage.LAYER_ERRORS, len(recipes), len(recipes))
         for layer_name, forms in found.items():
@@ -135,7 +135,7 @@ class LayerStudy:
             choice.before_ms = [of_shape[ORIGINAL] for of_shape in times]
             for form in forms:
                 if all(form.timing in of_shape for of_shape in times):
-                    choice.forms[form.name] = Form([of_shape[form.timing] for of_shape in times])
+                    choice.forms[form.name] = MeasuredForm([of_shape[form.timing] for of_shape in times])
             del matrix
             context.release()
         self._progress(Stage.TIME_LAYERS, len(linears), len(linears))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..report.search import AutoReport, Form, LayerChoice, PathPoint
+from ..report.search import AutoReport, LayerChoice, MeasuredForm, PathPoint
 from .candidates import Candidate
 
 _NOISE = 0.02  # of a layer's time: forms that differ by less are as fast as each other
@@ -71,7 +71,7 @@ def worth_measuring(layer: LayerChoice) -> list[str]:
     return found
 
 
-def _saved(layer: LayerChoice, form: Form) -> list[float]:
+def _saved(layer: LayerChoice, form: MeasuredForm) -> list[float]:
     """By shape, the share of the original's time."""
     return [1 - new / old for old, new in zip(layer.before_ms, form.milliseconds, strict=True)]
 

@@ -1,1 +1,1 @@
-"""What a run did to a model, for people and for programs."""
+"""The report: objects, text and an HTML page."""

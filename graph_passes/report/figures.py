@@ -1,4 +1,4 @@
-"""Numbers as a report holds them, and as people read them."""
+"""Timings and sizes, as values and in words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Timing:
-    """Minimum and median of the rounds, in milliseconds."""
+    """Minimum and median of several runs, in milliseconds."""
 
     min_ms: float
     median_ms: float
@@ -16,11 +16,12 @@ class Timing:
         return f"{self.min_ms:.4g} / {self.median_ms:.4g}"
 
     def scaled(self, factor: float) -> Timing:
+        """Return both times multiplied by a factor."""
         return Timing(self.min_ms * factor, self.median_ms * factor)
 
 
 def human_bytes(count: int | None) -> str:
-    """1536 as '1.5 KiB'."""
+    """Return a size in words: 1536 is '1.5 KiB'; None is ''."""
     if count is None:
         return ""
     size = float(count)

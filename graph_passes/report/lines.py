@@ -10,7 +10,7 @@ from typing import Any
 
 WIDTH = 80
 _LABEL_WIDTH = 14
-_NATURAL = 10_000  # the width of a table whose names must stay whole
+_NATURAL = 10_000  # width of a table whose names must not be broken
 
 Fact = tuple[str, str]  # label and text; an empty label continues the fact above
 
@@ -29,13 +29,13 @@ def wrap(text: str, width: int = WIDTH, first: str = "", indent: str = "") -> st
 
 
 def table(columns: Mapping[str, Sequence[str]], left: Sequence[str] = (), width: int | None = None) -> str:
-    """Return columns as a plain table, without the empty ones.
+    """Return a plain table without its empty columns.
 
     Args:
-        columns: Cells by heading, all of one length.
+        columns: Cells by heading; all columns have the same length.
         left: Headings of left-aligned columns; the other columns are right-aligned. If the table is too wide, each cell
-            of the first of these gets a line of its own above the rest of its row.
-        width: Columns of the terminal; None: the table is as wide as the longest names.
+            of the first of these columns gets a line of its own above the rest of its row.
+        width: Columns of the terminal; None: the table may be as wide as its cells.
     """
     shown = {name: cells for name, cells in columns.items() if any(cells)}
     lines = _rows(shown, left)
@@ -61,7 +61,7 @@ def _rows(columns: Mapping[str, Sequence[str]], left: Sequence[str]) -> list[str
 
 
 def as_text(result: Any, width: int = 120) -> str:
-    """Return what rich prints of an object, without colours."""
+    """Return the text that rich prints for an object, without colours."""
     from rich.console import Console
 
     text = io.StringIO()
@@ -75,7 +75,7 @@ def count(number: int, noun: str) -> str:
 
 
 def first_of(names: Sequence[str]) -> str:
-    """Return the first name, and how many more there are."""
+    """Return the first name and the number of further ones."""
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
@@ -86,11 +86,13 @@ def factor(ratio: float, better: str, worse: str, same: str = "about the same") 
     return f"{ratio:.2f}x {better}" if ratio >= 1 else f"{1 / ratio:.2f}x {worse}"
 
 
-def percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.1f} %"
+def percent(fraction: float | None) -> str:
+    """Return a fraction in per cent, "" for None."""
+    return "" if fraction is None else f"{100 * fraction:.1f} %"
 
 
 def number(value: float | None) -> str:
+    """Return a value with two significant digits, "" for None."""
     return "" if value is None else f"{value:.2g}"
 
 

@@ -1,7 +1,8 @@
-"""The report of an optimization: as objects, as JSON, and as text.
+"""The report of an optimization, as objects, JSON and text.
 
-The text is a summary: one line (speed, size, agreement, file), then facts, with equal layers grouped. Details add what
-the search tried, the fused operations, the operators, and the table of all layers.
+The text is a summary: one headline (speed, size, similarity, file), then one fact a line, with equal layers grouped.
+
+`details()` adds the search's trials, the fused operations, the operators and a table of all layers.
 """
 
 from __future__ import annotations
@@ -24,81 +25,87 @@ if TYPE_CHECKING:
 
     from .search import AutoReport
 
-_REASONS_SHOWN = 5  # in the summary, of each kind
-_OUTPUTS_SHOWN = 3  # a decoder has two for each layer
-_SIZES_SHOWN = 4  # of layers of one format
-SPARSE = 0.3  # share of zeros in a weight above which it is called sparse; rounding alone makes fewer
+_REASONS_SHOWN = 5  # in the summary, for each kind of fact
+_OUTPUTS_SHOWN = 3  # a decoder has two outputs per layer
+_SIZES_SHOWN = 4  # for layers of one format
+SPARSE = 0.3  # a weight with at least this fraction of zeros is called sparse; quantization alone makes fewer
 _STORED_SPARSE = 0.05  # the same for a weight that is stored without its zeros
 _SPARSE_OPERATOR = "VNNISpMM"
-_BUSY = 2  # times the fastest run: a median above that comes from a busy machine
-_LEFT = ("layer", "op", "operator", "format", "status")  # columns
-_TOLD_ONCE = (
+_BUSY = 2  # a median above this multiple of the fastest run means a busy machine
+_LEFT = ("layer", "op", "new op", "format", "status")  # left-aligned columns
+_SHARED_COLUMNS = (
     "op",
-    "operator",
+    "new op",
     "format",
     "sparsity",
     "status",
-)  # shown above the table if all are equal
+)  # shown once above the table if all layers have the same
 
 LayerStatus = Literal["replaced", "would replace", "pruned", "quantized", "kept"]
 
 
 @dataclass
 class LayerReport:
-    """One linear layer, or a node that looks like one. Bytes are those of the weight (and of the packed tensors)."""
+    """One linear layer, or a node that looks like one.
+
+    Sizes are those of the weight before, and of the packed tensors after.
+    """
 
     name: str
     op: str
     new_op: str | None = None
     k: int | None = None
     n: int | None = None
-    sparsity: float | None = None  # zeros / all, of the weight in the optimized model
+    sparsity: float | None = None  # fraction of zeros of the weight in the optimized model
     bytes_before: int | None = None
     bytes_after: int | None = None
-    output_error: float | None = None  # ||XW - Y|| / ||XW|| for calibration inputs X and the new operator's Y
+    output_error: float | None = None  # ||XW - Y|| / ||XW|| for calibration inputs X and the new operator's output Y
     status: LayerStatus = "kept"
     reason: str | None = None
-    threshold: float | None = None  # inputs whose magnitude is not above it count as zero
-    density: float | None = None  # the share of the inputs that is above it, on the calibration feeds
+    threshold: float | None = None  # inputs with a magnitude of at most this count as zero
+    density: float | None = None  # fraction of the calibration inputs above the threshold
     weight_bits: int | None = None  # of a quantized weight: 8 or 4
     storage: str | None = None  # of a weight in SparseAMXMatMul: "dense", "bitmap" or "2:4"
-    fused: list[str] = field(default_factory=list)  # what the new operator computes as well: "gelu", "residual", …
+    # operations that the new operator also computes: "gelu", "residual", …
+    fused: list[str] = field(default_factory=list)
 
     @property
     def weights(self) -> str:
-        """For people: "int8", "2:4 int8", "bf16", …; "" where nothing has changed."""
+        """The weight format for display ("int8", "2:4 int8", "bf16", …); "" if the layer is unchanged."""
         kind = f"int{self.weight_bits}" if self.weight_bits else "bf16" if self.new_op else ""
         return f"2:4 {kind}" if kind and self.storage == "2:4" else kind
 
     @property
     def growth(self) -> int:
+        """Bytes that the weight grew by; negative if it shrank."""
         return (self.bytes_after or 0) - (self.bytes_before or 0)
 
 
 @dataclass
 class LookupReport:
-    """A chain of element-wise operators on a quantized value that one lookup replaces; or where none could begin."""
+    """A chain of element-wise operators on a quantized value: replaced by one lookup table, or kept with a reason."""
 
-    name: str  # of the chain's last node, which the lookup keeps; of the first where there is none
+    name: str  # the chain's last node, which becomes the lookup; the first node if nothing was replaced
     operators: list[str]
     entries: int | None = None  # of the table
     entry_type: str | None = None
     status: LayerStatus = "kept"
-    reason: str | None = None  # why there is none
+    reason: str | None = None  # why it was not replaced
 
 
 @dataclass
 class OutputDeviation:
-    """How far an output of the optimized model is from the reference, over all feeds."""
+    """The difference between one output of the optimized model and the reference, over all feeds."""
 
     name: str
     relative_l2: float
     cosine: float
     max_abs: float
-    # Relative errors of the original and of the optimized model against the original's weights in float, if measured.
+    # Relative errors of the original and of the optimized model against the same model with float weights, if measured.
     from_float: tuple[float, float] | None = None
 
     def describe(self) -> str:
+        """Return the errors in words."""
         text = (
             f"relative error {number(self.relative_l2)}, cosine {self.cosine:.5f}, largest difference "
             f"{number(self.max_abs)}"
@@ -106,27 +113,30 @@ class OutputDeviation:
         if self.from_float is None:
             return text
         before, after = map(number, self.from_float)
-        return f"{text}; relative error against the weights in float: original {before}, this model {after}"
+        return f"{text}; relative error against float weights: original {before}, optimized {after}"
 
 
 @dataclass
 class CacheReport:
-    """Attention with a cache that pass compress_cache replaced. Bytes are those of a token, of all these together."""
+    """The attention layers whose KV cache pass compress_cache replaced. Bytes are per token, summed over the layers."""
 
     attentions: int
     keys: str
     values: str
     bytes_before: int
     bytes_after: int
-    # Against the original, of tokens decoded from the cache, one a call, behind a prompt.
+    # Deviation from the original, for tokens decoded one per call after a prompt.
     decode_error: list[OutputDeviation] = field(default_factory=list)
-    decoded_tokens: int | None = None  # so many
+    decoded_tokens: int | None = None
     prompt_tokens: int | None = None
 
 
 @dataclass
 class OptimizationReport:
-    """The result of optimize_onnx. `print` it; `details()` and `table()` say more, `to_json()` has everything."""
+    """The result of `optimize_onnx`.
+
+    `print` shows the summary; `details()` and `table()` show more, `to_json()` everything.
+    """
 
     recipe: dict[str, Any]
     input: str | None = None
@@ -134,46 +144,50 @@ class OptimizationReport:
     dry_run: bool = False
     portable: bool = True
     layers: list[LayerReport] = field(default_factory=list)
-    lookups: list[LookupReport] = field(default_factory=list)  # by pass fuse_lut
-    cache: CacheReport | None = None  # by pass compress_cache
-    auto: AutoReport | None = None  # of a recipe that the search has found
+    lookups: list[LookupReport] = field(default_factory=list)  # from pass fuse_lut
+    cache: CacheReport | None = None  # from pass compress_cache
+    auto: AutoReport | None = None  # if the recipe was found by the search
     file_size_before: int | None = None
     file_size_after: int | None = None
     output_error: list[OutputDeviation] = field(default_factory=list)  # optimized against the original
-    # Optimized against the pruned and quantized model before its layers were replaced: what operators round.
+    # Optimized against the pruned and quantized model before its layers were replaced: rounding inside the kernels.
     rounding_error: list[OutputDeviation] = field(default_factory=list)
-    portable_error: list[OutputDeviation] = field(default_factory=list)  # portable body against the native kernels
+    portable_error: list[OutputDeviation] = field(default_factory=list)  # ONNX functions against the native kernels
     latency_before: Timing | None = None  # one run of the first verification feed
     latency_after: Timing | None = None
-    latency_cpus: int | None = None  # that this process may use
-    latency_threads: int | None = None  # of each of the two sessions
-    latency_padding: tuple[int, int] | None = None  # tokens of padding in the timed feed, and all of its tokens
+    latency_cpus: int | None = None  # CPUs that this process may use
+    latency_threads: int | None = None  # in each of the two sessions
+    latency_padding: tuple[int, int] | None = None  # padding tokens and all tokens of the timed feed
     feeds: str | None = None
-    judged_on: str | None = None  # which of these the errors of the outputs are of, if not of all
-    tokens: int | None = None  # in the given feeds; None: none were given, or they are no tokens
+    judged_on: str | None = None  # which feeds the output errors are measured on, if not all
+    tokens: int | None = None  # in the given feeds; None: no feeds were given, or they hold no tokens
     notes: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     cpu: dict[str, Any] = field(default_factory=dict)
-    parts: dict[str, OptimizationReport] = field(default_factory=dict)  # of a folder of several models, by file
+    # for a folder of several models: the report of each file
+    parts: dict[str, OptimizationReport] = field(default_factory=dict)
     model: onnx.ModelProto | None = field(default=None, repr=False, compare=False)
 
     @property
     def replaced(self) -> list[LayerReport]:
+        """The layers that were replaced, or that a dry run would replace."""
         return [layer for layer in self.layers if layer.status in ("replaced", "would replace")]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, numbers and texts. The model itself is left out; numbers that are not finite are None."""
+        """Return plain dicts, lists, numbers and strings, without the model. Non-finite numbers become None."""
         fields = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self) if entry.name != "model"}
         plain: dict[str, Any] = _plain(fields)
         return plain
 
     def to_json(self, indent: int | None = 2) -> str:
+        """Return `to_dict()` as JSON."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Write one page with tables and plots of all of this, without other files (needs jinja2 and matplotlib).
+        """Write one self-contained HTML page with tables and plots (needs jinja2 and matplotlib).
 
-        Raises OrtolanError.
+        Raises:
+            OrtolanError: A package is missing, or the file cannot be written.
         """
         save_page(self.to_dict(), path)
 
@@ -181,15 +195,15 @@ class OptimizationReport:
         return self.summary()
 
     def summary(self, width: int = WIDTH) -> str:
-        """Return what `print` shows: one line (speed, size, agreement, file), then facts, with equal layers grouped."""
+        """Return the text that `print` shows: a headline, then one fact a line, with equal layers grouped."""
         return _summary(self, width)
 
     def details(self, width: int = WIDTH, table_width: int | None = None) -> str:
-        """Return what option -v shows: the summary, further measurements, and the table of all layers.
+        """Return the text that option -v shows: the summary, further measurements, and the table of all layers.
 
         Args:
-            width: Columns of text.
-            table_width: Columns of the table; names of layers fold to fit. None: names stay whole.
+            width: Columns of the text.
+            table_width: Columns of the table; long layer names get a line of their own. None: the table may be wider.
         """
         return _details(self, width, table_width)
 
@@ -214,12 +228,11 @@ def _plain(value: Any) -> Any:
 
 
 def _summary(report: OptimizationReport, width: int = WIDTH) -> str:
-    hint = ("details", "every layer: option -v, or report.details() in Python")
+    hint = ("details", "option -v or report.details() lists every layer")
     return _text(report, width, lambda part: [*_facts(part, _REASONS_SHOWN), hint] if part.layers else _facts(part))
 
 
 def _details(report: OptimizationReport, width: int = WIDTH, table_width: int | None = None) -> str:
-    """table_width: as for _layer_table."""
 
     def everything(part: OptimizationReport) -> list[Fact]:
         return _facts(part) + _rounding_facts(part) + _operator_facts(part) + _search_details(part)
@@ -230,11 +243,11 @@ def _details(report: OptimizationReport, width: int = WIDTH, table_width: int | 
 
 
 def _layer_table(report: OptimizationReport, width: int | None = None) -> str:
-    """Return a table with one row for each linear layer. Values that all layers share are in a line above it.
+    """Return a table with one row per linear layer. Values that all layers share are on a line above it.
 
     Args:
         report: The report of one model, or of a folder of several.
-        width: Columns of the terminal; names fold to fit. None: names stay whole.
+        width: Columns of the terminal; long layer names get a line of their own. None: the table may be wider.
     """
     if report.parts:
         tables = {name: _layer_table(part, width) for name, part in report.parts.items()}
@@ -243,14 +256,14 @@ def _layer_table(report: OptimizationReport, width: int | None = None) -> str:
     rows = len(columns["layer"])
     if not rows:
         return ""
-    alike = {name: columns[name][0] for name in _TOLD_ONCE if rows > 1 and len(set(columns[name])) == 1}
+    alike = {name: columns[name][0] for name in _SHARED_COLUMNS if rows > 1 and len(set(columns[name])) == 1}
     shared = ", ".join(f"{name} {cell}" for name, cell in alike.items() if cell)
     shown = table({name: cells for name, cells in columns.items() if name not in alike}, _LEFT, width)
     return f"{lay_out([('all layers', shared)], width or WIDTH)}\n{shown}" if shared else shown
 
 
 def _zeros(report: OptimizationReport, layer: LayerReport) -> float | None:
-    """Return the share of zeros of a pruned or sparse weight, else None: rounding makes a few zeros in any weight."""
+    """Return the fraction of zeros of a pruned or sparse weight, else None: quantization makes some in any weight."""
     if any(step.get("name") == "prune" for step in report.recipe.get("pass", ())):
         return layer.sparsity
     stored = layer.storage in ("bitmap", "2:4") or layer.new_op == _SPARSE_OPERATOR
@@ -273,7 +286,7 @@ def _headline(report: OptimizationReport) -> str:
         return (report.auto.outcome if report.auto is not None else "the model stays as it is") + file
     if report.dry_run:
         return f"dry run, nothing was written: {_products(report)}"
-    gains = [_speed_gain(report), _size_gain(report), *_cache_gain(report), _agreement(report)]
+    gains = [_speed_gain(report), _size_gain(report), *_cache_gain(report), _similarity(report)]
     return (", ".join(gain for gain in gains if gain) or _products(report)) + file
 
 
@@ -290,7 +303,7 @@ def _products(report: OptimizationReport) -> str:
 
 
 def _speedup(before: Timing, after: Timing) -> float:
-    """Return the ratio of the fastest runs or of the medians, whichever is less: on a busy machine they differ."""
+    """Return the ratio of the fastest runs or of the medians, whichever is smaller: on a busy machine they differ."""
     return min(before.min_ms / after.min_ms, before.median_ms / after.median_ms)
 
 
@@ -302,21 +315,21 @@ def _speed_gain(report: OptimizationReport) -> str:
 
 
 def _speed_facts(report: OptimizationReport) -> list[Fact]:
-    """Return the only speed in a report: as pass verify measured it, else as the search did."""
+    """Return the only speed in a report: from pass verify if it measured one, else from the search."""
     before, after = report.latency_before, report.latency_after
     if before and after:
         decodes = report.cache is not None and report.cache.decoded_tokens is not None
         run = "one token: " if decodes else ""
         gain = factor(_speedup(before, after), "faster", "slower")
         facts = [
-            ("speed", f"{run}{gain} (the smaller ratio of these two)"),
-            ("", f"{before.min_ms:.3g} -> {after.min_ms:.3g} ms, fastest run"),
-            ("", f"{before.median_ms:.3g} -> {after.median_ms:.3g} ms, median"),
+            ("speed", f"{run}{gain} (the smaller of these two ratios)"),
+            ("", f"fastest run: {before.min_ms:.3g} -> {after.min_ms:.3g} ms"),
+            ("", f"median: {before.median_ms:.3g} -> {after.median_ms:.3g} ms"),
         ]
         if any(one.median_ms > _BUSY * one.min_ms for one in (before, after)):
-            facts.append(("", "times vary a lot: the machine is busy, so measure again when it is not"))
+            facts.append(("", "times vary widely: the machine is busy; measure again when it is idle"))
         if report.latency_threads is not None:
-            facts.append(("", f"{count(report.latency_threads, 'thread')} each"))
+            facts.append(("", f"{count(report.latency_threads, 'thread')} per model"))
         padding, tokens = report.latency_padding or (0, 0)
         if padding:
             facts.append(("", f"{padding} of {tokens} tokens of the timed inputs are padding"))
@@ -345,26 +358,26 @@ def _cache_facts(report: OptimizationReport) -> list[Fact]:
     cache = report.cache
     if cache is None:
         return []
-    sizes = f"{human_bytes(cache.bytes_before)} -> {human_bytes(cache.bytes_after)} a token"
+    sizes = f"{human_bytes(cache.bytes_before)} -> {human_bytes(cache.bytes_after)} per token"
     return [
         ("cache", f"{sizes} ({factor(cache.bytes_before / cache.bytes_after, 'smaller', 'larger')})"),
-        ("", f"{count(cache.attentions, 'attention')}: keys {cache.keys}, values {cache.values}"),
+        ("", f"{count(cache.attentions, 'attention layer')}: keys {cache.keys}, values {cache.values}"),
         *(
             (
                 "decoded",
                 f"{error.name}: relative error {number(error.relative_l2)}, cosine {error.cosine:.5f} "
-                f"({cache.decoded_tokens} tokens, one a call, after a call of {cache.prompt_tokens})",
+                f"({cache.decoded_tokens} tokens, one per call, after a prompt of {cache.prompt_tokens})",
             )
             for error in cache.decode_error
         ),
     ]
 
 
-def _agreement(report: OptimizationReport) -> str:
+def _similarity(report: OptimizationReport) -> str:
     errors = [error for one in (report, *report.parts.values()) for error in one.output_error]
     errors += [] if report.cache is None else report.cache.decode_error
     worst = min((error.cosine for error in errors if not math.isnan(error.cosine)), default=None)
-    return "" if worst is None else f"agreement {worst:.4f} (cosine)"
+    return "" if worst is None else f"cosine similarity {worst:.4f}"
 
 
 def _accuracy_facts(report: OptimizationReport) -> list[Fact]:
@@ -373,7 +386,10 @@ def _accuracy_facts(report: OptimizationReport) -> list[Fact]:
     if others:
         worst = max(others, key=lambda error: error.relative_l2)
         facts.append(
-            ("accuracy", f"{len(others)} more: relative error at most {number(worst.relative_l2)} ({worst.name})")
+            (
+                "accuracy",
+                f"{len(others)} more outputs: relative error at most {number(worst.relative_l2)} ({worst.name})",
+            )
         )
     if report.feeds:
         facts.append(("measured on", report.feeds + (f": {report.judged_on}" if report.judged_on else "")))
@@ -383,8 +399,8 @@ def _accuracy_facts(report: OptimizationReport) -> list[Fact]:
 def _rounding_facts(report: OptimizationReport) -> list[Fact]:
     facts = []
     for label, errors, meaning in (
-        ("rounding", report.rounding_error, "rounding in the operators alone causes a relative error of"),
-        ("portable", report.portable_error, "without Ortolan's library the answers have a relative error of"),
+        ("rounding", report.rounding_error, "kernel rounding contributes a relative error of"),
+        ("portable", report.portable_error, "without Ortolan's library, outputs differ by a relative error of"),
     ):
         if errors:
             worst = max(errors, key=lambda error: error.relative_l2)
@@ -421,7 +437,7 @@ def _layer_facts(report: OptimizationReport, reasons: int | None) -> list[Fact]:
             groups.setdefault((layer.weights or "float", status), []).append(layer)
     facts = [("layers", _products(report))]
     facts += [(label, _group(report, layers) + status) for (label, status), layers in groups.items()]
-    return facts + _reason_facts("not replaced", ((one.reason, one.name) for one in report.layers), reasons)
+    return facts + _reason_facts("skipped", ((one.reason, one.name) for one in report.layers), reasons)
 
 
 def _group(report: OptimizationReport, layers: list[LayerReport]) -> str:
@@ -430,26 +446,26 @@ def _group(report: OptimizationReport, layers: list[LayerReport]) -> str:
     more = sum(number for _, number in sizes[_SIZES_SHOWN:])
     text = count(len(layers), "layer") + (f" of {sizes[0][0]}" if len(sizes) == 1 else f": {listed}")
     text += f", {more} of other sizes" if more else ""
-    zeros = [share for layer in layers if (share := _zeros(report, layer)) is not None]
+    zeros = [fraction for layer in layers if (fraction := _zeros(report, layer)) is not None]
     if zeros:
         text += f"; {percent(sum(zeros) / len(zeros))} zeros"
     densities = [layer.density for layer in layers if layer.density is not None]
     if densities:
-        text += f"; {percent(sum(densities) / len(densities))} of the inputs used (density)"
+        text += f"; uses {percent(sum(densities) / len(densities))} of the inputs (density)"
     error = largest(layer.output_error for layer in layers)
     return text if error is None else f"{text}; error at most {number(error)}"
 
 
-def _reason_facts(label: str, given: Iterable[tuple[str | None, str]], most: int | None) -> list[Fact]:
-    """Return one fact for each reason. given: pairs of a reason (None: skipped) and a name."""
+def _reason_facts(label: str, given: Iterable[tuple[str | None, str]], limit: int | None) -> list[Fact]:
+    """Return one fact for each reason, at most `limit`. given: pairs of a reason (None: left out) and a name."""
     found: dict[str, list[str]] = {}
     for reason, name in given:
         if reason:
             found.setdefault(reason, []).append(name)
     facts = [(label, f"{reason}: {first_of(names)}") for reason, names in found.items()]
-    if most is None or len(facts) <= most:
+    if limit is None or len(facts) <= limit:
         return facts
-    return [*facts[:most], (label, f"{count(len(facts) - most, 'more reason')}; to_json() has all of them")]
+    return [*facts[:limit], (label, f"{count(len(facts) - limit, 'more reason')}, listed by to_json()")]
 
 
 def _lookup_facts(report: OptimizationReport, reasons: int) -> list[Fact]:
@@ -470,12 +486,12 @@ def _operator_facts(report: OptimizationReport) -> list[Fact]:
 
 
 def _columns(report: OptimizationReport) -> dict[str, list[str]]:
-    """Return the cells of the table by column; cells of steps that were not taken are empty."""
+    """Return the cells of the table by column; cells of steps that did not run are empty."""
     layers = [layer for layer in report.layers if layer.k is not None]
     return {
         "layer": [layer.name for layer in layers],
         "op": [layer.op for layer in layers],
-        "operator": [layer.new_op or "" for layer in layers],
+        "new op": [layer.new_op or "" for layer in layers],
         "format": [layer.weights for layer in layers],
         "k x n": [f"{layer.k} x {layer.n}" for layer in layers],
         "sparsity": [percent(_zeros(report, layer)) for layer in layers],
@@ -493,24 +509,28 @@ def _columns(report: OptimizationReport) -> dict[str, list[str]]:
 
 def _search_facts(report: OptimizationReport) -> list[Fact]:
     auto = report.auto
-    if auto is None or (not report.layers and not report.recipe.get("pass")):  # then the first line says it all
+    if auto is None or (not report.layers and not report.recipe.get("pass")):  # the headline has the outcome
         return []
     chosen = "".join(f"; chosen: {trial.found}" for trial in auto.trials if trial.chosen)
-    return [("search", f"{count(len(auto.trials), 'model')} tried{chosen}; limit: {auto.budget}")]
+    return [("search", f"{count(len(auto.trials), 'model')} tried{chosen}; budget: {auto.budget}")]
 
 
 def _search_details(report: OptimizationReport) -> list[Fact]:
-    """Return what the search measured. Layers are timed alone; those of one size and form have the same times."""
+    """Return the search's measurements. Layers are timed alone; layers of one size and format share a timing."""
     auto = report.auto
     if auto is None:
         return []
     sizes = {layer.name: f"{layer.k} x {layer.n}" for layer in report.layers if layer.k is not None}
     shapes = " / ".join(f"{batch} x {tokens}" for batch, tokens in auto.shapes)
     kinds = Counter(
-        f"of {sizes[one.name]}, {one.chosen or 'as it is'}: {one.times()} ms ({shapes} tokens)"
+        f"of {sizes[one.name]}, {one.chosen or 'unchanged'}: {one.times()} ms ({shapes} tokens)"
         for one in auto.layers
         if one.name in sizes and one.before_ms
     )
     # The outcome names a speed, and a report shows only one.
     outcome = [("search", auto.outcome)] if report.latency_after is None else []
-    return [*outcome, *auto.trial_facts(), *(("layer times", f"{times} {kind}") for kind, times in kinds.items())]
+    return [
+        *outcome,
+        *auto.trial_facts(),
+        *(("layer times", f"{count(same, 'layer')} {kind}") for kind, same in kinds.items()),
+    ]

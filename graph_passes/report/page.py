@@ -1,7 +1,7 @@
-"""The report as one HTML page that needs no other file: tables (page.html.jinja) and plots (SVG by matplotlib).
+"""The report as one self-contained HTML page: tables (page.html.jinja) and plots (SVG by matplotlib).
 
-The page is made of OptimizationReport.to_dict(): it holds what the JSON does. Names come from a model file, which is
-untrusted: the template escapes all of them, and plots show numbers only.
+The page is made from `OptimizationReport.to_dict()`, so it has the same content as the JSON. Names come from a model
+file, which is untrusted: the template escapes all of them, and plots show numbers only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ _NEEDS = ("jinja2", "matplotlib")
 
 
 def require_packages() -> None:
-    """Raises OrtolanError where the page cannot be made, so that nobody learns it after a long run."""
+    """Check that jinja2 and matplotlib are installed, before a long run starts.
+
+    Raises:
+        OrtolanError: A package is missing.
+    """
     missing = [name for name in _NEEDS if find_spec(name) is None]
     if missing:
         raise OrtolanError(
@@ -49,7 +53,11 @@ def save_page(facts: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def make_page(facts: Mapping[str, Any]) -> str:
-    """The page's HTML. Raises OrtolanError where a package is missing."""
+    """Return the page's HTML.
+
+    Raises:
+        OrtolanError: A package is missing.
+    """
     require_packages()
     jinja2 = import_module("jinja2")
     environment = jinja2.Environment(
@@ -72,7 +80,7 @@ def make_page(facts: Mapping[str, Any]) -> str:
 
 
 def _rows(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The matrix products, each with what the search knows of it."""
+    """Return the layers with the search's measurements of each."""
     chosen = {layer["name"]: layer for layer in (facts["auto"] or {}).get("layers", ())}
     rows = []
     for layer in facts["layers"]:
@@ -95,23 +103,23 @@ def _rows(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _plots(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(what it shows, a data URL) each; those without data are left out."""
+    """Return (title, data URL) of each plot that has data."""
     figures: list[tuple[str, Callable[[Any], bool]]] = [
-        ("Error against time and size: the path of the search, whole models that were tried, and the chosen one",
+        ("Error against time and size: the search's path, the models it tried, and the chosen one",
          lambda figure: _draw_trade_off(figure, facts["auto"])),
-        ("Whole model: original and optimized", lambda figure: _draw_whole(figure, facts)),
-        ("Layers, in the order of the graph: error of the outputs, and bytes of the weights",
+        ("Model: original and optimized", lambda figure: _draw_whole(figure, facts)),
+        ("Layers in graph order: output error and size of the weights",
          lambda figure: _draw_layers(figure, facts["layers"])),
     ]  # fmt: skip
     found = []
     for title, draw in figures:
-        # By itself, without pyplot: that would look for a display.
+        # Without pyplot, which would look for a display.
         figure = import_module("matplotlib.figure").Figure(figsize=(11, 3.6), layout="constrained")
         if draw(figure):
             svg = io.BytesIO()
             with import_module("matplotlib").rc_context({"svg.hashsalt": "ortolan"}):
                 figure.savefig(svg, format="svg", metadata={"Date": None})
-            # As an image, nothing in it can run, and the ids of one plot do not meet those of another.
+            # Inside an image, scripts cannot run and the ids of two plots cannot collide.
             found.append((title, f"data:image/svg+xml;base64,{base64.b64encode(svg.getvalue()).decode()}"))
     return found
 
@@ -122,9 +130,9 @@ def _draw_trade_off(figure: Any, auto: Mapping[str, Any] | None) -> bool:
     left, right = figure.subplots(1, 2)
     points = [{"time": 1.0, "error": 0.0}, *auto["path"]]
     left.plot([p["time"] for p in points], [p["error"] for p in points], color="0.6", marker=".", label="path")
-    label = {"time": "time of the layers alone, original = 1", "bytes": "bytes of the layers, 8 bits in all = 1"}
-    left.set(xlabel=label[auto["saves"]], ylabel="error, layers added up in squares")
-    right.set(xlabel="size of the file, MB", ylabel="1 - cosine, of the worst output")
+    label = {"time": "time of the layers, original = 1", "bytes": "bytes of the layers, all in 8 bits = 1"}
+    left.set(xlabel=label[auto["saves"]], ylabel="estimated output error")
+    right.set(xlabel="file size, MB", ylabel="1 - cosine similarity of the worst output")
     for kind, color, marker, size in (
         ("over the budget", "tab:red", "x", 40),
         ("within the budget", "tab:green", "o", 40),
@@ -172,16 +180,16 @@ def _draw_layers(figure: Any, layers: Sequence[Mapping[str, Any]]) -> bool:
     if not shown:
         return False
     left, right = figure.subplots(1, 2)
-    errors = [(place, layer["output_error"]) for place, layer in enumerate(shown) if layer["output_error"]]
+    errors = [(index, layer["output_error"]) for index, layer in enumerate(shown) if layer["output_error"]]
     if errors:
         left.scatter(*zip(*errors, strict=True), s=14, color="tab:blue")
         left.set_yscale("log")
-    left.set(xlabel="layer", ylabel="||XW - Y|| / ||XW||")
-    places = range(len(shown))
+    left.set(xlabel="layer", ylabel="output error, ||XW - Y|| / ||XW||")
+    positions = range(len(shown))
     before = [(layer["bytes_before"] or 0) / 1e6 for layer in shown]
     after = [(layer["bytes_before"] if layer["bytes_after"] is None else layer["bytes_after"]) or 0 for layer in shown]
-    right.bar(places, before, color="0.8", width=1.0, label="original")
-    right.bar(places, [one / 1e6 for one in after], color="tab:blue", width=0.6, label="optimized")
+    right.bar(positions, before, color="0.8", width=1.0, label="original")
+    right.bar(positions, [one / 1e6 for one in after], color="tab:blue", width=0.6, label="optimized")
     right.set(xlabel="layer", ylabel="MB")
     right.legend()
     for axes in (left, right):
@@ -192,8 +200,8 @@ def _draw_layers(figure: Any, layers: Sequence[Mapping[str, Any]]) -> bool:
 # ---- filters ---------------------------------------------------------------------------------------------------------
 
 
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.1f} %"
+def _percent(fraction: float | None) -> str:
+    return "" if fraction is None else f"{100 * fraction:.1f} %"
 
 
 def _number(number: float | None, digits: int = 3) -> str:
@@ -201,5 +209,5 @@ def _number(number: float | None, digits: int = 3) -> str:
 
 
 def _times(milliseconds: Sequence[float]) -> str:
-    """By shape."""
+    """Return the times of all shapes in one cell."""
     return " / ".join(f"{one:.3g}" for one in milliseconds)

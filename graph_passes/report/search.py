@@ -1,4 +1,4 @@
-"""What the search measured and chose, for the report."""
+"""The search's measurements and choices, for the report."""
 
 from __future__ import annotations
 
@@ -9,51 +9,52 @@ from typing import Literal
 from .figures import Timing
 from .lines import Fact, count, first_of
 
-Saves = Literal["time", "bytes"]  # what a search saves
+Saves = Literal["time", "bytes"]  # the resource that a search saves
 
 
 @dataclass
-class Form:
-    """A layer in one of its forms."""
+class MeasuredForm:
+    """Measurements of one layer in one target format."""
 
-    milliseconds: list[float]  # by shape
-    # ||XW - Y|| / ||XW|| for calibration inputs X and the operator's Y; None: not measured, as it is not fast enough
+    milliseconds: list[float]  # by input shape
+    # ||XW - Y|| / ||XW|| for calibration inputs X and the operator's output Y; None: not measured, as too slow
     error: float | None = None
-    bytes: int | None = None  # of the packed weight, where bytes are what is saved
+    bytes: int | None = None  # size of the packed weight, if the search saves bytes
 
 
 @dataclass
 class LayerChoice:
-    """What a layer became, and what else it could have become."""
+    """The format chosen for a layer, and the alternatives."""
 
     name: str
     reason: str
-    chosen: str | None = None  # name of a candidate; None: it stays as it is
+    chosen: str | None = None  # name of a candidate; None: the layer is unchanged
     error: float | None = None
-    before_ms: list[float] = field(default_factory=list)  # by shape, timed alone
+    before_ms: list[float] = field(default_factory=list)  # by input shape, the layer timed alone
     after_ms: list[float] = field(default_factory=list)
-    forms: dict[str, Form] = field(default_factory=dict)
-    sensitivity: float | None = None  # the error that it makes in the outputs, divided by that of the layer
+    forms: dict[str, MeasuredForm] = field(default_factory=dict)
+    sensitivity: float | None = None  # relative error of the model's outputs divided by that of the layer's output
 
     def times(self) -> str:
-        """Milliseconds by shape, before and after, for people."""
+        """Return the milliseconds by input shape, before and after, in words."""
         return " -> ".join(" / ".join(f"{ms:.3g}" for ms in one) for one in (self.before_ms, self.after_ms) if one)
 
 
 @dataclass
 class Trial:
-    """A whole model that was made, and judged by the budget."""
+    """A whole model that the search made and checked against the budget."""
 
-    layers: int  # that were replaced
+    layers: int  # number of replaced layers
     attention: bool  # whether attention was fused
     within: bool
-    found: str  # what the budget limits
-    # Of the layers alone, by the times of their forms, the original's being 1; or the bytes, those of 8 bits being 1.
-    # None: layers were not measured.
+    found: str  # the measured value that the budget limits, in words
+    # Sum of the layers' times in their formats, relative to the original; or of their bytes, relative to 8 bits in all
+    # layers. None: layers were not measured.
     time: float | None = 1.0
-    error: float | None = 0.0  # of the outputs, as layers' errors and sensitivities have it, added up in squares
-    cosine: float | None = None  # of the worst output against the original's
-    bytes: int | None = None  # of the file
+    # estimated output error: root sum of squares of the layers' errors times their sensitivities
+    error: float | None = 0.0
+    cosine: float | None = None  # cosine similarity of the worst output to the original's
+    bytes: int | None = None  # size of the file
     chosen: bool = False
     saves: Saves = "time"
 
@@ -63,13 +64,14 @@ class Trial:
         verdict = "chosen" if self.chosen else "within the budget" if self.within else "over the budget"
         estimated = ""
         if self.time is not None and self.error is not None:
-            estimated = f"; {self.saves} of the layers {self.time:.2f}, estimated error {self.error:.2g}"
-        return f"{count(self.layers, 'layer')}{attention}: {self.found}{estimated}{size}: {verdict}"
+            base = "original" if self.saves == "time" else "8-bit"
+            estimated = f"; {self.saves} of the layers {self.time:.2f}x {base}, estimated error {self.error:.2g}"
+        return f"{count(self.layers, 'layer')}{attention}: {self.found}{estimated}{size}; {verdict}"
 
 
 @dataclass
 class PathPoint:
-    """A step of the search's path: what this layer becomes, with all steps before it."""
+    """One step of the search's path: this layer changes to this format, on top of all earlier steps."""
 
     layer: str
     form: str
@@ -79,26 +81,28 @@ class PathPoint:
 
 @dataclass
 class AutoReport:
+    """The search's budget, measurements, trials and outcome."""
+
     budget: str
     shapes: list[tuple[int, int]]  # (batch, tokens)
     outcome: str = ""
     layers: list[LayerChoice] = field(default_factory=list)
-    path: list[PathPoint] = field(default_factory=list)  # of models: estimated, from the times and errors of layers
+    path: list[PathPoint] = field(default_factory=list)  # estimated from the times and errors of single layers
     trials: list[Trial] = field(default_factory=list)  # in the order in which they were made
-    changed: bool = False  # whether something is faster; else the model is the original
-    attention: bool = False  # whether it is fused in the chosen model
-    before: list[Timing] = field(default_factory=list)  # of the whole model, by shape
+    changed: bool = False  # False: nothing was faster, so the model is the original
+    attention: bool = False  # whether attention is fused in the chosen model
+    before: list[Timing] = field(default_factory=list)  # times of the whole model, by shape
     after: list[Timing] = field(default_factory=list)
-    measured: int = 0  # kinds of layers that were timed; the others' times were known
+    measured: int = 0  # kinds of layers that were timed; the times of the other kinds were cached
     saves: Saves = "time"
-    gain: float | None = None  # how many times as fast the chosen model is, in the mean over the shapes
+    gain: float | None = None  # speedup of the chosen model, mean over the shapes
 
     def facts(self) -> list[Fact]:
-        """Return the outcome, the speed, and the number of layers in each form."""
-        forms = Counter(layer.chosen or "as they are" for layer in self.layers)
+        """Return the outcome, the speed, and the number of layers in each format."""
+        forms = Counter(layer.chosen or "unchanged" for layer in self.layers)
         counts = ", ".join(f"{times} {name}" for name, times in forms.items())
         attention = "; attention fused" if self.attention else ""
-        layers = f"{counts or 'none'}{attention}; {count(len(self.trials), 'whole model')} tried"
+        layers = f"{counts or 'none'}{attention}; {count(len(self.trials), 'model')} tried"
         return [("search", self.outcome), *self.speed_facts(), ("layers", layers)]
 
     def speed_facts(self) -> list[Fact]:
@@ -106,14 +110,14 @@ class AutoReport:
         return [
             (
                 "speed",
-                f"{batch} x {tokens} tokens: min {before.min_ms:.3g} -> {after.min_ms:.3g} ms, median "
+                f"{batch} x {tokens} tokens: fastest run {before.min_ms:.3g} -> {after.min_ms:.3g} ms, median "
                 f"{before.median_ms:.3g} -> {after.median_ms:.3g} ms ({before.min_ms / after.min_ms:.2f}x)",
             )
             for (batch, tokens), before, after in zip(self.shapes, self.before, self.after, strict=False)
         ]
 
     def trial_facts(self) -> list[Fact]:
-        """Return the whole models that were tried, and the reasons for the layers' forms."""
+        """Return the models that were tried, and the reasons for the layers' formats."""
         reasons: dict[str, list[str]] = {}
         for layer in self.layers:
             reasons.setdefault(layer.reason, []).append(layer.name)

@@ -18,7 +18,7 @@ from ortolan.errors import OrtolanError, OutputError
 from ortolan.graph_passes.report import page as report_page
 from ortolan.graph_passes.report.figures import Timing
 from ortolan.graph_passes.report.optimization import LayerReport
-from ortolan.graph_passes.report.search import AutoReport, Form, LayerChoice, PathPoint, Trial
+from ortolan.graph_passes.report.search import AutoReport, LayerChoice, MeasuredForm, PathPoint, Trial
 
 from ..recipes.forms import NAMED
 from .small_models import make_model, random_weight
@@ -81,7 +81,9 @@ def auto_report() -> OptimizationReport:
         LayerReport("kept", "MatMul", k=64, n=32, bytes_before=8192, reason="not selected"),
     ]
     choices = [
-        LayerChoice(EVIL, "saves <much>", "int4", 0.0625, [1.5, 2.5], [0.5, 0.75], {"int4": Form([0.5, 0.75], 0.0625)}),
+        LayerChoice(
+            EVIL, "saves <much>", "int4", 0.0625, [1.5, 2.5], [0.5, 0.75], {"int4": MeasuredForm([0.5, 0.75], 0.0625)}
+        ),
         LayerChoice("kept", "the original is faster here", before_ms=[1.25, 2.25]),
     ]
     trials = [
