@@ -1,1 +1,1 @@
-"""How the nodes of each operator, and its ONNX function, are made. One file an operator, and one for its function."""
+"""Makers of our operators' nodes and ONNX functions: one file per operator and one for its function."""

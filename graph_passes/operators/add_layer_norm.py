@@ -1,8 +1,9 @@
-"""AddLayerNorm: the LayerNormalization of a sum of up to three, over the last axis.
+"""AddLayerNorm: LayerNormalization of a sum of up to three tensors, over the last axis.
 
-X, addend, second_addend  float [..., n], repeated by the rules of Add; a 0 of shape [1] stands for an addend that is
-                          left out
-norm_weight, norm_bias    float [n], initializers
+Inputs:
+    X, addend, second_addend: float32 [..., n], broadcast by the rules of Add; a 0 of shape [1] replaces an addend that
+        is not used.
+    norm_weight, norm_bias: float32 [n], initializers.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ _FORMAT_VERSION = 1
 
 
 def add_layer_norm_node(inputs: Sequence[ir.Value | None], epsilon: float, name: str | None) -> ir.Node:
-    """A node with these inputs, by INPUTS. All of them are needed: see fill_missing."""
+    """Return a node with these inputs, in the order of INPUTS. All of them are required: see `fill_missing`."""
     attributes = [ir.AttrFloat32("epsilon", epsilon), ir.AttrInt64("format_version", _FORMAT_VERSION)]
     return ir.Node(ORTOLAN_DOMAIN, OP_TYPE, inputs, attributes, name=name)
 
 
 def add_layer_norm_function(opset: int) -> ir.Function:
-    """What it computes, for a model of this opset."""
+    """Return the operator as an ONNX function for a model of this opset."""
     inputs = [ir.val(name) for name in INPUTS]
     x, addend, second_addend, weight, bias = inputs
     body = FunctionBody(opset)

@@ -1,6 +1,6 @@
-"""What caches hold, in ONNX: codes of keys and int8 values, as nomad_cache_function.py makes and reads them.
+"""The formats of KV caches in ONNX: key codes and int8 values, for nomad_cache_function.py.
 
-The formats are specified in ops/formats/key_code_cache.h and value_cache.h.
+Specification: ops/formats/key_code_cache.h and value_cache.h.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from .function_body import FunctionBody
 # As in ops/formats.
 _BLOCK = 32  # tokens
 _CENTROIDS = 16
-SCALE_BYTES = 2  # of a row of int8 values
+SCALE_BYTES = 2  # per row of int8 values
 _NAN_BITS = 0x7FC0  # bfloat16
 _INT32 = ir.DataType.INT32
 
 
 def size_of(body: FunctionBody, x: ir.Value, axis: int) -> ir.Value:
+    """Return one dimension of x as an int64 scalar."""
     return body.op("Gather", body.op("Shape", x), body.integer(axis), axis=0)
 
 
 def reshape(body: FunctionBody, x: ir.Value, keep: int, *sizes: ir.Value | int) -> ir.Value:
-    """x with its first dimensions kept, and these behind."""
+    """Reshape x, keeping its first `keep` dimensions and replacing the others by `sizes`."""
     op = body.op
-    # As zeros, the first dimensions would make ONNX Runtime put -1 for one behind, which fails where they are 0.
+    # Zeros for the first dimensions would make ONNX Runtime write -1 for a later one, which fails if a dimension is 0.
     kept = op("Slice", op("Shape", x), body.ints(0), body.ints(keep))
     return op("Reshape", x, op("Concat", kept, body.shape(*sizes), axis=0))
 
 
 def _whole_blocks(body: FunctionBody, rows: ir.Value, dtype: DTypeLike) -> ir.Value:
-    """Tokens [B, heads, T, row], with zeros behind them up to the end of the last block."""
+    """Return tokens [B, heads, T, row] padded with zero tokens to whole blocks."""
     op = body.op
     shape = op("Shape", rows)
     more = op("Mod", op("Neg", size_of(body, rows, 2)), body.integer(_BLOCK))
@@ -46,10 +47,10 @@ def _whole_blocks(body: FunctionBody, rows: ir.Value, dtype: DTypeLike) -> ir.Va
     return op("Concat", rows, op("Expand", body.constant(np.zeros((), dtype)), sizes), axis=2)
 
 
-def _by_place(body: FunctionBody, blocks: ir.Value, rows: ir.Value, tokens: ir.Value) -> ir.Value:
-    """Of [B, heads, T, …] tokens in full blocks and tokens behind them, those that a cache of tokens [B] has there.
+def _by_position(body: FunctionBody, blocks: ir.Value, rows: ir.Value, tokens: ir.Value) -> ir.Value:
+    """Select for each position what a cache of `tokens` [B] tokens stores there: full blocks, then single rows.
 
-    blocks may have more tokens than rows.
+    blocks and rows are both [B, heads, T, …]; blocks may have more tokens than rows.
     """
     op = body.op
     size = size_of(body, rows, 2)
@@ -61,7 +62,7 @@ def _by_place(body: FunctionBody, blocks: ir.Value, rows: ir.Value, tokens: ir.V
 
 
 class KeyCodes:
-    """ops/formats/key_code_cache.h. Codes are int32 [B, KV, tokens, parts], one for each part of a key."""
+    """Key codes in the format of ops/formats/key_code_cache.h. Codes are int32 [B, KV, tokens, parts]."""
 
     def __init__(self, body: FunctionBody, codebooks: ir.Value, d_sub: int) -> None:
         self._body, self._codebooks, self._largest = body, codebooks, d_sub
@@ -69,30 +70,32 @@ class KeyCodes:
         self._parts, self._d_sub = size_of(body, codebooks, 1), size_of(body, codebooks, 3)
         self.row_bytes = op("Div", self._parts, body.integer(2))
         self._quads = op("Div", self._parts, body.integer(4))
-        # The nibble of a row, the low ones of a byte before the high ones, in which a part's code stands.
+        # For each part, the index of its nibble in a row; in a byte, the low nibble comes first.
         eight = body.integer(8)
         part = op("Range", body.integer(0), self._parts, body.integer(1))
         in_eight = op("Mod", part, eight)
         is_last = op("Less", op("Mul", op("Div", self._parts, eight), eight), op("Add", part, body.integer(1)))
-        lane = op("Where", is_last, body.integer(2), body.integer(4))  # bytes that eight, or the last four, parts fill
+        # bytes filled by eight parts, or by the last four
+        lane = op("Where", is_last, body.integer(2), body.integer(4))
         byte = op("Add", op("Mul", op("Div", part, eight), body.integer(4)), op("Mod", in_eight, lane))
         self._nibble = op("Add", op("Mul", byte, body.integer(2)), op("Div", in_eight, lane))
-        self._part = op("ScatterElements", part, self._nibble, part, axis=0)  # of a nibble
+        self._part = op("ScatterElements", part, self._nibble, part, axis=0)  # the inverse: the part of each nibble
 
     def from_cache(self, cache: ir.Value, tokens: ir.Value) -> ir.Value:
-        """Of a cache of tokens [B]; behind these, anything."""
+        """Return the codes of a cache with `tokens` [B] tokens. Codes of later tokens are undefined."""
         body, op = self._body, self._body.op
-        numbers = op("Cast", cache, to=_INT32)
-        rows = reshape(body, self._nibbles(numbers, 4), 3, self._parts)
+        integers = op("Cast", cache, to=_INT32)
+        rows = reshape(body, self._nibbles(integers, 4), 3, self._parts)
         rows = op("Gather", rows, self._nibble, axis=3)
-        whole = _whole_blocks(body, numbers, np.int32)
+        whole = _whole_blocks(body, integers, np.int32)
         count = op("Div", size_of(body, whole, 2), body.integer(_BLOCK))
         quads = reshape(body, whole, 2, count, self._quads, _BLOCK // 2, 4)
         keys = op("Transpose", self._nibbles(quads, 3), perm=[0, 1, 2, 3, 5, 4, 6])
         blocks = reshape(body, keys, 2, size_of(body, whole, 2), self._parts)
-        return _by_place(body, blocks, rows, tokens)
+        return _by_position(body, blocks, rows, tokens)
 
     def to_cache(self, codes: ir.Value, tokens: ir.Value) -> ir.Value:
+        """Return the cache of these codes, with `tokens` [B] tokens; the inverse of `from_cache`."""
         body, op = self._body, self._body.op
         nibbles = reshape(body, op("Gather", codes, self._part, axis=3), 3, self.row_bytes, 2)
         rows = self._bytes(nibbles, 4)
@@ -101,10 +104,10 @@ class KeyCodes:
         keys = reshape(body, whole, 2, count, 2, _BLOCK // 2, self._quads, 4)
         quads = self._bytes(op("Transpose", keys, perm=[0, 1, 2, 3, 5, 4, 6]), 3)
         blocks = reshape(body, quads, 2, size_of(body, whole, 2), self.row_bytes)
-        return op("Cast", _by_place(body, blocks, rows, tokens), to=ir.DataType.UINT8)
+        return op("Cast", _by_position(body, blocks, rows, tokens), to=ir.DataType.UINT8)
 
     def nearest(self, keys: ir.Value) -> ir.Value:
-        """The codes of keys [B, KV, tokens, D]."""
+        """Return the codes of the nearest centroids for keys [B, KV, tokens, D]."""
         body, op = self._body, self._body.op
         parts = reshape(body, keys, 3, self._parts, self._d_sub)
         distances = None
@@ -122,11 +125,11 @@ class KeyCodes:
                 distances = op("Add", distances, square)
         assert distances is not None
         infinity = body.number(np.inf)
-        known = op("Where", op("Less", distances, infinity), distances, infinity)  # no NaN
+        known = op("Where", op("Less", distances, infinity), distances, infinity)  # NaN counts as infinity
         return op("Cast", op("ArgMin", known, axis=4, keepdims=0), to=_INT32)
 
     def keys(self, codes: ir.Value) -> ir.Value:
-        """The keys [B, KV, tokens, D] that codes stand for."""
+        """Return the keys [B, KV, tokens, D] that codes represent."""
         body, op = self._body, self._body.op
         kv_heads = size_of(body, self._codebooks, 0)
         part = op("Range", body.integer(0), op("Mul", kv_heads, self._parts), body.integer(1))
@@ -136,11 +139,11 @@ class KeyCodes:
         head_dim = op("Mul", self._parts, self._d_sub)
         return reshape(body, op("Gather", centroids, number, axis=0), 3, head_dim)
 
-    def _nibbles(self, numbers: ir.Value, axis: int) -> ir.Value:
-        """Low and high ones, along a new axis."""
+    def _nibbles(self, integers: ir.Value, axis: int) -> ir.Value:
+        """Split bytes into low and high nibbles, along a new axis."""
         body, op = self._body, self._body.op
         sixteen, at = body.constant(np.array(16, np.int32)), body.ints(axis)
-        low, high = op("Mod", numbers, sixteen), op("Div", numbers, sixteen)
+        low, high = op("Mod", integers, sixteen), op("Div", integers, sixteen)
         return op("Concat", op("Unsqueeze", low, at), op("Unsqueeze", high, at), axis=axis)
 
     def _bytes(self, nibbles: ir.Value, axis: int) -> ir.Value:
@@ -150,15 +153,19 @@ class KeyCodes:
 
 
 class Int8Values:
-    """ops/formats/value_cache.h. Rows are uint8 [B, KV, tokens, 2 + D], as behind full blocks."""
+    """Int8 values in the format of ops/formats/value_cache.h.
 
-    _QUAD = 4  # tokens whose numbers lie side by side in a block
+    Rows are uint8 [B, KV, tokens, 2 + D]: a scale, then integers.
+
+    """
+
+    _QUAD = 4  # tokens whose values are interleaved in a block
 
     def __init__(self, body: FunctionBody) -> None:
         self._body = body
 
     def from_cache(self, cache: ir.Value, tokens: ir.Value) -> ir.Value:
-        """Of a cache of tokens [B]; behind these, anything."""
+        """Return the rows of a cache with `tokens` [B] tokens. Rows of later tokens are undefined."""
         body, op = self._body, self._body.op
         whole = _whole_blocks(body, cache, np.uint8)
         scales_bytes, quads = _BLOCK * SCALE_BYTES, _BLOCK // self._QUAD
@@ -167,13 +174,14 @@ class Int8Values:
         count = op("Div", size_of(body, whole, 2), body.integer(_BLOCK))
         flat = reshape(body, whole, 2, count, op("Mul", row, body.integer(_BLOCK)))
         scales = reshape(body, self._until(flat, scales_bytes), 3, _BLOCK, SCALE_BYTES)
-        numbers = reshape(body, self._behind(flat, scales_bytes), 3, quads, head_dim, self._QUAD)
-        numbers = op("Transpose", numbers, perm=[0, 1, 2, 3, 5, 4])
-        numbers = reshape(body, numbers, 3, _BLOCK, head_dim)
-        blocks = reshape(body, op("Concat", scales, numbers, axis=4), 2, size_of(body, whole, 2), row)
-        return _by_place(body, blocks, cache, tokens)
+        integers = reshape(body, self._after(flat, scales_bytes), 3, quads, head_dim, self._QUAD)
+        integers = op("Transpose", integers, perm=[0, 1, 2, 3, 5, 4])
+        integers = reshape(body, integers, 3, _BLOCK, head_dim)
+        blocks = reshape(body, op("Concat", scales, integers, axis=4), 2, size_of(body, whole, 2), row)
+        return _by_position(body, blocks, cache, tokens)
 
     def to_cache(self, rows: ir.Value, tokens: ir.Value) -> ir.Value:
+        """Return the cache of these rows, with `tokens` [B] tokens; the inverse of `from_cache`."""
         body, op = self._body, self._body.op
         whole = _whole_blocks(body, rows, np.uint8)
         quads = _BLOCK // self._QUAD
@@ -182,14 +190,14 @@ class Int8Values:
         count = op("Div", size_of(body, whole, 2), body.integer(_BLOCK))
         block = reshape(body, whole, 2, count, _BLOCK, row)
         scales = reshape(body, self._until(block, SCALE_BYTES), 3, _BLOCK * SCALE_BYTES)
-        numbers = reshape(body, self._behind(block, SCALE_BYTES), 3, quads, self._QUAD, head_dim)
-        numbers = op("Transpose", numbers, perm=[0, 1, 2, 3, 5, 4])
-        numbers = reshape(body, numbers, 3, op("Mul", head_dim, body.integer(_BLOCK)))
-        blocks = reshape(body, op("Concat", scales, numbers, axis=3), 2, size_of(body, whole, 2), row)
-        return _by_place(body, blocks, rows, tokens)
+        integers = reshape(body, self._after(block, SCALE_BYTES), 3, quads, self._QUAD, head_dim)
+        integers = op("Transpose", integers, perm=[0, 1, 2, 3, 5, 4])
+        integers = reshape(body, integers, 3, op("Mul", head_dim, body.integer(_BLOCK)))
+        blocks = reshape(body, op("Concat", scales, integers, axis=3), 2, size_of(body, whole, 2), row)
+        return _by_position(body, blocks, rows, tokens)
 
     def rows(self, values: ir.Value) -> ir.Value:
-        """Values [B, KV, tokens, D], rounded."""
+        """Quantize values [B, KV, tokens, D] to rows."""
         body, op = self._body, self._body.op
         is_finite = op("Less", op("Abs", values), body.number(np.inf))
         magnitude = op("Where", is_finite, op("Abs", values), body.number(0))
@@ -200,25 +208,26 @@ class Int8Values:
         scale = self._number(bits)
         units = op("Max", op("Min", op("Div", values, scale), body.number(127)), body.number(-127))
         units = op("Where", op("Greater", scale, body.number(0)), units, body.number(0))
-        numbers = op("Mod", op("Add", op("Cast", op("Round", units), to=_INT32), byte), byte)
-        row = op("Concat", op("Mod", bits, byte), op("Div", bits, byte), numbers, axis=3)
+        integers = op("Mod", op("Add", op("Cast", op("Round", units), to=_INT32), byte), byte)
+        row = op("Concat", op("Mod", bits, byte), op("Div", bits, byte), integers, axis=3)
         return op("Cast", row, to=ir.DataType.UINT8)
 
     def values(self, rows: ir.Value) -> ir.Value:
-        """The values [B, KV, tokens, D] that rows stand for."""
+        """Dequantize rows to values [B, KV, tokens, D]."""
         body, op = self._body, self._body.op
-        numbers = op("Cast", rows, to=_INT32)
-        low, high = (op("Slice", numbers, body.ints(i), body.ints(i + 1), body.ints(3)) for i in range(2))
+        integers = op("Cast", rows, to=_INT32)
+        low, high = (op("Slice", integers, body.ints(i), body.ints(i + 1), body.ints(3)) for i in range(2))
         scale = self._number(op("Add", low, op("Mul", high, self._int32(256))))
-        numbers = self._behind(numbers, SCALE_BYTES)
-        negative = op("Less", self._int32(127), numbers)
-        numbers = op("Where", negative, op("Sub", numbers, self._int32(256)), numbers)
-        return op("Mul", op("Cast", numbers, to=ir.DataType.FLOAT), scale)
+        integers = self._after(integers, SCALE_BYTES)
+        negative = op("Less", self._int32(127), integers)
+        integers = op("Where", negative, op("Sub", integers, self._int32(256)), integers)
+        return op("Mul", op("Cast", integers, to=ir.DataType.FLOAT), scale)
 
     def _rounded_up(self, x: ir.Value) -> ir.Value:
-        """The bits of the least bfloat16 that is not below x, as int32: [B, KV, tokens, 1], finite, 0 or more.
+        """Return the bits of x rounded up to bfloat16, as int32 [B, KV, tokens, 1]; x is finite and not negative.
 
-        A binade's number e, then in 128ths how far x is into it: the last 128th is the next binade's first.
+        The bits are the binade's exponent, then the position in the binade in 128ths; a full 128/128 carries into the
+        next binade.
         """
         body, op = self._body, self._body.op
         powers = np.ldexp(np.float32(1), np.arange(-126, 128))
@@ -229,7 +238,7 @@ class Int8Values:
         return op("Add", op("Mul", binade, self._int32(128)), op("Cast", steps, to=_INT32))
 
     def _number(self, bits: ir.Value) -> ir.Value:
-        """Of bfloat16 that is not negative; infinity is NaN too."""
+        """Return the value of non-negative bfloat16 bits; infinity becomes NaN."""
         body, op = self._body, self._body.op
         binades, steps = op("Div", bits, self._int32(128)), op("Mod", bits, self._int32(128))
         lead, power = self._lead_and_power(op("Mod", binades, self._int32(256)))
@@ -237,10 +246,10 @@ class Int8Values:
         return op("Mul", op("Add", lead, fraction), power)
 
     def _lead_and_power(self, binade: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Numbers of a binade are power (lead + a fraction)."""
+        """Return (lead, power): a value in this binade is power (lead + fraction)."""
         body = self._body
         lead = np.ones(256, np.float32)
-        lead[0] = 0  # denormal numbers
+        lead[0] = 0  # subnormals
         powers = np.ldexp(np.float32(1), np.clip(np.arange(256), 1, 254) - 127)
         powers[255] = np.nan
         first, second = (body.op("Gather", body.constant(table), binade, axis=0) for table in (lead, powers))
@@ -250,12 +259,12 @@ class Int8Values:
         return self._body.constant(np.array(number, np.int32))
 
     def _reduced(self, x: ir.Value) -> ir.Value:
-        """A reduction over the last axis. ONNX Runtime leaves the axis as it is where another one is 0."""
+        """Finish a reduction over the last axis: ONNX Runtime keeps that axis if another dimension is 0."""
         return self._until(x, 1)
 
     def _until(self, x: ir.Value, count: int) -> ir.Value:
-        """The first of the last axis."""
+        """Return the first `count` elements of the last axis."""
         return self._body.op("Slice", x, self._body.ints(0), self._body.ints(count), self._body.ints(-1))
 
-    def _behind(self, x: ir.Value, count: int) -> ir.Value:
+    def _after(self, x: ir.Value, count: int) -> ir.Value:
         return self._body.op("Slice", x, self._body.ints(count), self._body.ints(2**31), self._body.ints(-1))

@@ -1,4 +1,4 @@
-"""Shapes that the written model states, so that ONNX Runtime need not infer them through our operators' functions."""
+"""Shapes declared in the written model, so that ONNX Runtime need not infer them through our operators' functions."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..find.dimensions import Dimensions
 from ..names import ORTOLAN_DOMAIN
 from .nodes import new_initializer
 
-_VALUE = 2  # input of Attention
+_VALUE = 2  # input index of Attention
 
 
 def declare_shapes(model: ir.Model, new_name: Callable[[str], str]) -> None:
-    """Declare the shapes of our operators' outputs, and state the width of each value that standard Attention reads.
+    """Declare the output shapes of our operators, and state the width of each value input of a standard Attention.
 
-    The declarations become value_info of the file. They are not enough for Attention of opset 23: it takes a value of
-    unknown width for one of width 0, and where ONNX Runtime inlines a function it may drop the node whose output was
+    Declarations become value_info of the file. They are not enough for Attention of opset 23: it treats a value of
+    unknown width as one of width 0, and when ONNX Runtime inlines a function it may drop the node whose output was
     declared, such as an addition of zeros. A Reshape to a constant shape costs nothing and survives.
     """
     for graph in model.graphs():
@@ -29,7 +29,7 @@ def declare_shapes(model: ir.Model, new_name: Callable[[str], str]) -> None:
         for node in list(graph):
             if (
                 node.domain == ORTOLAN_DOMAIN and not node.outputs[0].is_graph_output()
-            ):  # those keep what the user stated
+            ):  # graph outputs keep the shapes that the user stated
                 _declare(node.outputs[0], dims)
             elif node.op_type == "Attention" and node.domain in DEFAULT_DOMAINS and model.functions:
                 _state_width(graph, node, dims, new_name)

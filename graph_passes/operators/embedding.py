@@ -1,29 +1,30 @@
-"""Rows of a table of words, stored in few bits, by standard operators: no op of our own is needed for so little work.
+"""Embedding lookups in a quantized table, by standard operators: the work is too small for an operator of our own.
 
-A table [rows, width] lies as it is, its rows in 8 bits with a scale each,
+A table [rows, width] is stored as a matrix, in 8 bits with a scale per row
 
     q  int8 [rows, width],   scales  float32 [rows, 1]                     row(i) = q[i] scales[i]
 
-or in groups of a row's numbers, in 8 bits,
+or with a scale per group of a row, in 8 bits
 
     q  int8 [rows, groups, group_size],   scales  [rows, groups, 1]        row(i) = q[i] scales[i]
 
-or in 4, a byte's low bits in the first half of a group, its high bits in the second; zero points count sixteenths,
+or in 4 bits, where the low nibbles are the first half of a group and the high nibbles the second, and zero points count
+sixteenths
 
     q  uint8 [rows, groups, group_size / 2],   scales, zero_points  [rows, groups, 1]
     row(i) = (low(q[i]), high(q[i]) - zero_points[i] / 16) scales[i]
 
-Or it is the weight [width, rows] of the head that is tied to it, and is read there: nothing is stored twice, and
-nothing unpacked but the rows that are asked for. In W8A8MatMul (the layout: ops/formats/int8_group.h),
+Or the table is the weight [width, rows] of the tied output head. Lookups then read the head's packed weight: nothing is
+stored twice, and only the requested rows are unpacked. In W8A8MatMul (layout: ops/formats/int8_group.h)
 
     weights  int8 [panels, quads, 16, 4],   scales  [panels, groups, 16]
     row(i) = weights[i / 16, :, i % 16, :] scales[i / 16, 4 quad / group_size, i % 16]
 
-in W4A8MatMul (ops/formats/int4_group.h), the low bits of a byte being of a quad and the high bits of the next one,
+in W4A8MatMul (ops/formats/int4_group.h), where low nibbles belong to one quad and high nibbles to the next
 
     weights  uint8 [panels, pairs of quads, 64],   scales, zero_points  [panels, groups, 16]
 
-in the dense storage of SparseAMXMatMul (ops/formats/bitmap.h), with d = 2 for bf16 and 4 for int8,
+in the dense storage of SparseAMXMatMul (ops/formats/bitmap.h), with d = 2 for bf16 and 4 for int8
 
     values  bf16 or int8 [panels, padded width / d, 16, d], flat,   scales of int8  [panels, 1, 16]
     row(i) = values[i / 16, :, i % 16, :] scales[i / 16, 0, i % 16]
@@ -43,25 +44,25 @@ from ..weights.quantizers.grid import FRACTION_STEPS
 from .function_body import PANEL_COLUMNS
 from .nodes import new_initializer
 
-_QUAD = 4  # inputs of a column that lie together
-_MIDDLE = 8  # the zero point of 4 bits where a weight has none
-_NEVER = np.iinfo(np.int64).max  # as a divisor: of every id the quotient is 0, and the rest the id
+_QUAD = 4  # inputs of a column that are stored together
+_MIDDLE = 8  # the zero point of 4-bit weights without zero points
+_NEVER = np.iinfo(np.int64).max  # a divisor above every id: id / _NEVER is 0 and id % _NEVER is id
 NewName = Callable[[str], str]
 
 
 @dataclass
 class _Reader:
-    """Nodes that give rows of the table for ids. rank: of the ids, where it is known."""
+    """The nodes that look up rows for ids. rank: the rank of ids, if known."""
 
     name: str
     ids: ir.Value
     rank: int | None
-    nodes: list[ir.Node]  # in order; the last one gives the rows
+    nodes: list[ir.Node]  # in order; the last one returns the rows
 
 
 @dataclass
 class StoredEmbedding:
-    """A table in few bits, and the nodes that read it; dtype: of the rows. group_size: None: a scale a row."""
+    """A quantized table and the nodes that read it. dtype: type of the rows. group_size: None means a scale per row."""
 
     name: str
     rows: int
@@ -71,12 +72,12 @@ class StoredEmbedding:
     dtype: ir.DataType
     q: ir.Value
     scales: ir.Value
-    zero_points: ir.Value | None  # of 4 bits
-    as_bf16: bytes  # a digest of the table, rounded to bf16
+    zero_points: ir.Value | None  # for 4 bits
+    as_bf16: bytes  # a digest of the table rounded to bf16
     readers: list[_Reader] = field(default_factory=list)
 
     def read_rows(self, graph: ir.Graph, embedding: Embedding, new_name: NewName) -> None:
-        """Puts nodes that read the table as it lies in the place of the model's own. graph: the main one."""
+        """Replace the model's lookups by nodes that read the table as a matrix. graph: the main graph."""
         for lookup in embedding.lookups:
             reader = _Reader(lookup.name, lookup.ids, lookup.rank, [lookup.node])
             self.readers.append(reader)
@@ -91,30 +92,29 @@ class StoredEmbedding:
             self._put(write, reader, rows, padded)
 
     def _four_bits(self, write: _Writer, q: ir.Value, reader: _Reader) -> ir.Value:
-        """Numbers less their zero points, float32, of bytes."""
+        """Unpack bytes to 4-bit integers less their zero points, float32."""
         assert self.zero_points is not None
         q = _nibbles(write, q)
         zero = write.op("Cast", write.op("Gather", self.zero_points, reader.ids), to=ir.DataType.FLOAT)
         return write.op("Sub", q, write.op("Mul", zero, write.constant(np.array(1 / FRACTION_STEPS, np.float32))))
 
     def read_groups(self, weights: ir.Value, scales: ir.Value, graph: ir.Graph, new_name: NewName) -> None:
-        """Puts nodes that read the weight of a W8A8MatMul, which holds the same numbers, in the place of those that
-        were; the table's own are no longer needed."""
+        """Replace the lookups by nodes that read the weight of a W8A8MatMul, which holds the same integers."""
         assert self.group_size is not None
         quads = -(-self.width // _QUAD)
         quad = np.arange(quads)
         for reader in self.readers:
             write = _Writer(graph, reader.name, new_name)
-            place = self._places(write, reader)
-            q = write.as_float(write.op("GatherND", weights, _beside(write, place, quad)), weights)
+            place = self._positions(write, reader)
+            q = write.as_float(write.op("GatherND", weights, _repeated(write, place, quad)), weights)
             middle = quad * _QUAD // self.group_size
-            scale = write.as_float(write.op("GatherND", scales, _beside(write, place, middle)), scales)
+            scale = write.as_float(write.op("GatherND", scales, _repeated(write, place, middle)), scales)
             rows = write.op("Mul", q, write.op("Unsqueeze", scale, write.constant([-1])))
             self._put(write, reader, self._joined(write, rows, reader, quads * _QUAD), quads * _QUAD)
         self.q, self.scales = weights, scales
 
     def add_lookups(self, nodes: Sequence[ir.Node]) -> None:
-        """Nodes of the model, with ids as their second input, that are to read the weight of a head."""
+        """Add nodes of the model, with ids as second input, that are to read a head's weight."""
         for node in nodes:
             ids = node.inputs[1]
             assert ids is not None
@@ -125,20 +125,25 @@ class StoredEmbedding:
     ) -> None:
         """Replace the lookups by nodes that read the weight of a W4A8MatMul.
 
-        steps: of a zero point's unit; without zero points, that of all numbers is 8.
+        Args:
+            weights: Packed weights of the head.
+            scales: Scales of the head.
+            steps: Units of a zero point per integer step. Without zero points, the zero point is 8.
+            graph: The main graph.
+            new_name: Makes unique names.
         """
         assert self.group_size is not None
-        pairs = -(-self.width // (2 * _QUAD))  # of quads, in the low and high bits of four bytes
+        pairs = -(-self.width // (2 * _QUAD))  # pairs of quads share four bytes: low and high nibbles
         offsets = np.zeros((pairs, _QUAD, 3), np.int64)
         offsets[..., 1], offsets[..., 2] = np.arange(pairs)[:, None], np.arange(_QUAD)
         groups = np.arange(pairs) * 2 * _QUAD // self.group_size
         for reader in self.readers:
             write = _Writer(graph, reader.name, new_name)
-            place = self._places(write, reader)
+            place = self._positions(write, reader)
             column = write.op("Mul", place, write.constant([1, 1, _QUAD]))
             byte = write.op("Add", write.op("Unsqueeze", column, write.constant([-2])), write.constant(offsets))
             q = _nibbles(write, write.op("GatherND", weights, byte))
-            of_group = _beside(write, place, groups)
+            of_group = _repeated(write, place, groups)
             if self.zero_points is None:
                 zero = write.constant(np.array(_MIDDLE, np.float32))
             else:
@@ -153,14 +158,22 @@ class StoredEmbedding:
     def read_dense(
         self, values: ir.Value, scales: ir.Value | None, inputs: int, graph: ir.Graph, new_name: NewName
     ) -> None:
-        """The same of the dense storage of SparseAMXMatMul. inputs: of a column that lie together."""
+        """Replace the lookups by nodes that read the dense storage of a SparseAMXMatMul.
+
+        Args:
+            values: Packed weights of the head.
+            scales: Scales of int8 weights, None for bf16.
+            inputs: Inputs of a column that are stored together.
+            graph: The main graph.
+            new_name: Makes unique names.
+        """
         assert values.shape is not None
         panel = values.shape.numpy()[0] // -(-self.rows // PANEL_COLUMNS)
         number = np.arange(self.width)
         offsets = number // inputs * PANEL_COLUMNS * inputs + number % inputs
         for reader in self.readers:
             write = _Writer(graph, reader.name, new_name)
-            place = self._places(write, reader)
+            place = self._positions(write, reader)
             steps = write.constant(np.array([[panel], [0], [inputs]]))
             start = write.op("Squeeze", write.op("MatMul", place, steps), write.constant([-1]))
             rows = write.op("Gather", values, write.op("Add", start, write.constant(offsets)))
@@ -171,8 +184,8 @@ class StoredEmbedding:
             self._put(write, reader, rows, self.width)
         self.q = values
 
-    def _places(self, write: _Writer, reader: _Reader) -> ir.Value:
-        """Of each id panel, 0 and column, [..., 1, 3]. As Gather has it, ids below 0 count from the end."""
+    def _positions(self, write: _Writer, reader: _Reader) -> ir.Value:
+        """Return (panel, 0, column) of each id, [..., 1, 3]. As in Gather, negative ids count from the end."""
         ids = reader.ids
         if ids.dtype != ir.DataType.INT64:
             ids = write.op("Cast", ids, to=ir.DataType.INT64)
@@ -183,14 +196,14 @@ class StoredEmbedding:
         return write.op("Mod", place, write.constant([_NEVER, _NEVER, PANEL_COLUMNS]))
 
     def _joined(self, write: _Writer, rows: ir.Value, reader: _Reader, width: int) -> ir.Value:
-        """[..., width] of [..., a, b]. Of no ids at all a Reshape cannot find out what a -1 stands for."""
+        """Merge the last two axes of [..., a, b] to [..., width]. Reshape cannot infer a -1 if there are no ids."""
         if reader.rank is not None:
             return write.op("Reshape", rows, write.constant([0] * reader.rank + [width]))
         shape = write.op("Concat", write.op("Shape", reader.ids), write.constant([width]), axis=0)
         return write.op("Reshape", rows, shape)
 
     def _put(self, write: _Writer, reader: _Reader, rows: ir.Value, padded: int) -> None:
-        """rows: [..., padded]."""
+        """Replace the reader's nodes by the new ones, which return rows [..., padded]."""
         if padded != self.width:
             rows = write.op("Slice", rows, *(write.constant([end]) for end in (0, self.width, -1)))
         if self.dtype != ir.DataType.FLOAT:
@@ -208,8 +221,7 @@ class StoredEmbedding:
 
 
 def read_as_float16(graph: ir.Graph, node: ir.Node, table: np.ndarray, new_name: NewName) -> None:
-    """Puts nodes that read the float16 table [rows, width] in the place of a Gather of float32 rows. graph: the main
-    one."""
+    """Replace a Gather of float32 rows by nodes that read a float16 table [rows, width]. graph: the main graph."""
     before, ids = node.inputs[0], node.inputs[1]
     assert before is not None and ids is not None and node.graph is not None
     write = _Writer(graph, node.name or "positions", new_name)
@@ -220,22 +232,22 @@ def read_as_float16(graph: ir.Graph, node: ir.Node, table: np.ndarray, new_name:
 
 
 def _nibbles(write: _Writer, q: ir.Value) -> ir.Value:
-    """The low and behind them the high bits of bytes [..., n], float32 [..., 2 n]."""
+    """Unpack bytes [..., n] to low nibbles followed by high nibbles, float32 [..., 2 n]."""
     four = write.constant(np.array(4, np.uint8))
     low = write.op("BitShift", write.op("BitShift", q, four, direction="LEFT"), four, direction="RIGHT")
     high = write.op("BitShift", q, four, direction="RIGHT")
     return write.op("Cast", write.op("Concat", low, high, axis=-1), to=ir.DataType.FLOAT)
 
 
-def _beside(write: _Writer, place: ir.Value, middle: np.ndarray) -> ir.Value:
-    """[..., m, 3] of [..., 1, 3]: the number in the middle, of each of m, is added."""
+def _repeated(write: _Writer, place: ir.Value, middle: np.ndarray) -> ir.Value:
+    """Repeat positions [..., 1, 3] to [..., m, 3], adding `middle` [m] to the second coordinate."""
     offsets = np.zeros((len(middle), 3), np.int64)
     offsets[:, 1] = middle
     return write.op("Add", place, write.constant(offsets))
 
 
 class _Writer:
-    """Makes nodes; whoever asks for them puts them into the graph. Constants go to the main graph."""
+    """Makes nodes; the caller inserts them into the graph. Constants become initializers of the main graph."""
 
     def __init__(self, graph: ir.Graph, name: str, new_name: NewName) -> None:
         self.graph, self._name, self._new_name = graph, name, new_name
@@ -251,6 +263,6 @@ class _Writer:
     def as_float(self, value: ir.Value, stored: ir.Value) -> ir.Value:
         return value if stored.dtype == ir.DataType.FLOAT else self.op("Cast", value, to=ir.DataType.FLOAT)
 
-    def constant(self, numbers: Sequence[int] | int | np.ndarray) -> ir.Value:
-        array = numbers if isinstance(numbers, np.ndarray) else np.array(numbers, np.int64)
+    def constant(self, value: Sequence[int] | int | np.ndarray) -> ir.Value:
+        array = value if isinstance(value, np.ndarray) else np.array(value, np.int64)
         return new_initializer(self.graph, ir.Tensor(array, name=self._new_name(f"{self._name}/constant")))

@@ -1,4 +1,4 @@
-"""Writes the nodes of an operator's ONNX function."""
+"""A builder for the nodes of an operator's ONNX function."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PANEL_COLUMNS = 16  # as in ops/formats
 
 
 class FunctionBody:
-    """The nodes in the order written. Uses of it read like the formulas."""
+    """The nodes of a function, in the order in which they are added. Its methods read like the formulas."""
 
     def __init__(self, opset: int) -> None:
         self._opset = opset
@@ -19,49 +19,57 @@ class FunctionBody:
 
     @property
     def nodes(self) -> tuple[ir.Node, ...]:
+        """The nodes added so far."""
         return tuple(self._tape.nodes)
 
     def op(self, op_type: str, *inputs: ir.Value, **attributes: object) -> ir.Value:
+        """Add a node and return its output."""
         return self._tape.op(op_type, inputs, attributes)  # type: ignore[arg-type]
 
     def constant(self, array: np.ndarray) -> ir.Value:
+        """Add a constant tensor."""
         return self.op("Constant", value=ir.tensor(array))
 
-    def ints(self, *numbers: int) -> ir.Value:
-        return self.constant(np.array(numbers, np.int64))
+    def ints(self, *values: int) -> ir.Value:
+        """Add a constant int64 vector."""
+        return self.constant(np.array(values, np.int64))
 
     def integer(self, number: int) -> ir.Value:
+        """Add a constant int64 scalar."""
         return self.constant(np.array(number, np.int64))
 
     def number(self, number: float) -> ir.Value:
+        """Add a constant float32 scalar."""
         return self.constant(np.array(number, np.float32))
 
     def vector(self, scalar: ir.Value) -> ir.Value:
+        """Return a scalar as a vector of one element."""
         return self.op("Unsqueeze", scalar, self.ints(0))
 
     def shape(self, *parts: ir.Value | int) -> ir.Value:
-        """A shape of numbers and int64 scalars."""
+        """Return a shape tensor from integers and int64 scalars."""
         return self.op(
             "Concat", *(self.ints(part) if isinstance(part, int) else self.vector(part) for part in parts), axis=0
         )
 
     def divided_up(self, number: ir.Value, by: ir.Value) -> ir.Value:
+        """Return number / by, rounded up."""
         return self.op("Div", self.op("Add", number, self.op("Sub", by, self.integer(1))), by)
 
     def attribute(self, name: str) -> ir.Value:
-        """The function's integer attribute as an int64 scalar."""
+        """Return the function's integer attribute as an int64 scalar."""
         return self.op("Constant", value_int=ir.RefAttr("value_int", name, ir.AttributeType.INT))
 
     def float_attribute(self, name: str) -> ir.Value:
-        """The function's float attribute as a float32 scalar."""
+        """Return the function's float attribute as a float32 scalar."""
         return self.op("Constant", value_float=ir.RefAttr("value_float", name, ir.AttributeType.FLOAT))
 
     def reduce_max(self, x: ir.Value, axis: int) -> ir.Value:
-        """The maximum over an axis, which stays with length 1."""
+        """Return the maximum over an axis, keeping it with length 1."""
         return self._reduce("ReduceMax", x, axis)
 
     def reduce_mean(self, x: ir.Value, axis: int) -> ir.Value:
-        """The mean over an axis, which stays with length 1."""
+        """Return the mean over an axis, keeping it with length 1."""
         return self._reduce("ReduceMean", x, axis)
 
     def _reduce(self, op_type: str, x: ir.Value, axis: int) -> ir.Value:
@@ -70,7 +78,7 @@ class FunctionBody:
         return self.op(op_type, x, axes=[axis], keepdims=1)
 
     def layer_norm(self, x: ir.Value, weight: ir.Value, bias: ir.Value, epsilon: ir.Value) -> ir.Value:
-        """LayerNormalization over the last axis."""
+        """Return the LayerNormalization over the last axis."""
         op = self.op
         d = op("Sub", x, self.reduce_mean(x, -1))
         variance = self.reduce_mean(op("Mul", d, d), -1)
@@ -78,9 +86,10 @@ class FunctionBody:
         return op("Add", op("Mul", z, weight), bias)
 
     def by_attribute(self, name: str, values: Mapping[int, ir.Value]) -> ir.Value:
-        """The value that belongs to the attribute's number. All of them are computed.
+        """Return the value whose key equals the integer attribute. All values are computed.
 
-        (No If: ONNX Runtime 1.24 fails on constants in its branches, and computes those of both anyway.)
+        An If would not help: ONNX Runtime 1.24 fails on constants in its branches, and computes the constants of both
+        branches anyway.
         """
         *others, (_, chosen) = values.items()
         for number, value in others:

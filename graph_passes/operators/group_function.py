@@ -1,8 +1,7 @@
-"""What W4A8MatMul and W8A8MatMul share as ONNX functions: activations rounded group by group, rows a group to rows an
-input.
+"""Common parts of W4A8MatMul and W8A8MatMul as ONNX functions: rounding activations and expanding scales by group.
 
-They use only operators that mean the same from opset 13 on (but for ReduceMax), and serve any k, n and rank of X. The
-formats of the weights are specified in ops/formats/int4_group.h and int8_group.h.
+They use only operators with the same meaning from opset 13 on (except ReduceMax), and work for any k, n and rank of X.
+The weight formats are specified in ops/formats/int4_group.h and int8_group.h.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _SMALLEST_MAXIMUM = 2.0**-100  # as in ops/matmul/group_weight.h
 
 
 class GroupRows:
-    """Tensors [panels, groups, 16] as [k padded to whole tiles, n padded to whole panels], a row for each input."""
+    """Expands tensors [panels, groups, 16] to [k padded to tiles, n padded to panels]: one row per input."""
 
     def __init__(self, body: FunctionBody) -> None:
         self._body = body
@@ -33,30 +32,30 @@ class GroupRows:
         tile_inputs = body.integer(TILE_INPUTS)
         padded_k = op("Mul", body.divided_up(self.k, tile_inputs), tile_inputs)
         group_size = body.attribute("group_size")
-        # Behind the last group, where no input is, any.
+        # Padding inputs use the last group; their weights are cut off.
         group = op("Div", op("Range", body.integer(0), padded_k, body.integer(1)), group_size)
         self._group = op("Min", group, op("Div", op("Sub", self.k, body.integer(1)), group_size))
 
     def of_inputs(self, tensor: ir.Value) -> ir.Value:
-        """As floats."""
+        """Return the expanded tensor as float32."""
         op = self._body.op
         by_groups = op("Transpose", op("Cast", tensor, to=ir.DataType.FLOAT), perm=[1, 0, 2])
         rows = op("Reshape", by_groups, self._body.shape(-1, self.padded_n))
         return op("Gather", rows, self._group)
 
     def matrix(self, padded: ir.Value) -> ir.Value:
-        """The first k rows and n columns."""
+        """Return the first k rows and n columns."""
         return self._body.op("Slice", padded, self._body.ints(0, 0), self._body.shape(self.k, self.n))
 
 
 def zero_of(body: FunctionBody, x: ir.Value, unpack_once: bool) -> ir.Value:
-    """0, which ONNX Runtime knows when it loads the model, or, not to unpack_once, only when it runs."""
-    nothing = body.integer(0)
-    return nothing if unpack_once else body.op("Min", body.op("Size", x), nothing)
+    """Return 0, known when the model is loaded, or (without unpack_once) only when it runs."""
+    zero = body.integer(0)
+    return zero if unpack_once else body.op("Min", body.op("Size", x), zero)
 
 
 def rounded_by_groups(body: FunctionBody, x: ir.Value) -> ir.Value:
-    """X rounded to int8 numbers and a scale, group by group."""
+    """Return X rounded to int8 with one scale per group, as float32."""
     op = body.op
     k, group_size = body.attribute("k"), body.attribute("group_size")
     groups = body.divided_up(k, group_size)

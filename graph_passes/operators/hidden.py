@@ -1,8 +1,7 @@
-"""Two layers with an activation between them in one operator: the hidden layer of an MLP, in whole numbers.
+"""Two layers with an activation between them in one operator: the hidden layer of an MLP, in integers.
 
-What the first layer puts out is rounded to u8, a table of 256 bytes makes the activation of it, and the second layer
-multiplies that (ops/matmul/block_sparse_weight.h). This takes fixed ranges, so pass `ranges` must have recorded both
-values.
+The first layer's output is rounded to u8, a 256-byte table applies the activation, and the second layer multiplies the
+result (ops/matmul/block_sparse_weight.h). This needs fixed ranges, so pass `ranges` must have recorded both values.
 """
 
 from __future__ import annotations
@@ -19,25 +18,25 @@ from ..find.lut import Chain, NoTableError, evaluate, find_chain, find_cone, gra
 from ..weights.quantizers.fixed_range import FixedRange, choose_range
 from .replacement import LayerWeight
 
-# Alone, these make no hidden layer of what is in front of them.
+# A chain of only these operators is not an activation.
 _NO_ACTIVATION = ("Cast", "DequantizeLinear", "Div", "Identity", "Mul", "QuantizeLinear")
 _SHAPE_OPERATORS = ("Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze")
-_GRID = 1 << 16  # numbers that the chain is computed for, to choose a range by what becomes of them
+_GRID = 1 << 16  # samples of the chain, used to choose a range by the activation's output
 
 
 @dataclass(frozen=True, eq=False)
 class Mlp:
-    """layer(activation(hidden(x)))"""
+    """Two layers with an activation between them: layer(activation(hidden(x)))."""
 
     hidden: Linear
-    between: Chain  # all nodes between the layers: the activation's, and those that only reshape
+    between: Chain  # all nodes between the layers: the activation and the reshapes around it
     activation: Chain
     layer: Linear
 
 
 @dataclass(frozen=True, eq=False)
 class ByteTable:
-    """What becomes of the hidden layer's output: numbers of range x are looked up, and are then of range y."""
+    """The activation as a lookup table: u8 inputs of range x, u8 outputs of range y."""
 
     table: np.ndarray  # u8 [256]
     x: FixedRange
@@ -46,17 +45,19 @@ class ByteTable:
 
 @dataclass(frozen=True, eq=False)
 class HiddenLayer:
-    """What an operator needs to compute the hidden layer as well."""
+    """The data an operator needs to compute the hidden layer as well."""
 
     mlp: Mlp
-    weight: LayerWeight  # with a range
+    weight: LayerWeight  # with an input range
     table: ByteTable
 
 
 def find_mlps(linears: Sequence[Linear], graph: ir.Graph) -> tuple[dict[Linear, Mlp], dict[Linear, str]]:
-    """The MLPs of the model's main graph, float32, by their hidden layer: nothing else sees what is computed inside.
+    """Find the MLPs of the main graph whose intermediate values have no other consumer.
 
-    And why other layers, with element-wise operators behind them, are no hidden layers.
+    Returns:
+        The float32 MLPs by their hidden layer, and the reasons why other layers followed by element-wise operators are
+        not hidden layers.
     """
     order = graph_order(graph)
     by_input = {linear.x: linear for linear in linears}
@@ -72,25 +73,27 @@ def find_mlps(linears: Sequence[Linear], graph: ir.Graph) -> tuple[dict[Linear, 
             continue
         chain = find_chain(cone)
         if chain is None:
-            refused[hidden] = "more than one operator takes what the layer puts out"
+            refused[hidden] = "the layer's output has more than one consumer"
             continue
         after = reshapes_behind(chain.output, hidden.n)
         end = after[-1].outputs[0] if after else chain.output
         layer = by_input.get(end)
         if layer is None or layer.node.graph is not graph:
             takers = sorted({use.node.op_type for use in end.uses()})
-            refused[hidden] = f"the activation goes to {', '.join(takers) or 'an output of the model'}, not to a layer"
+            refused[hidden] = (
+                f"the activation's output goes to {', '.join(takers) or 'an output of the model'}, not to a layer"
+            )
         elif len(end.uses()) > 1 or end.is_graph_output():
-            refused[hidden] = "not only the next layer takes the activation"
+            refused[hidden] = "the activation's output has consumers besides the next layer"
         elif (before or after) and (hidden.node.op_type, layer.node.op_type) != ("Gemm", "Gemm"):
-            refused[hidden] = "it is reshaped between the layers, which is understood for Gemm only"
+            refused[hidden] = "there is a reshape between the layers, which is supported for Gemm only"
         else:
             found[hidden] = Mlp(hidden, Chain(hidden.output, (*before, *chain.nodes, *after), end), chain, layer)
     return found, refused
 
 
 def reshapes_behind(x: ir.Value, width: int) -> list[ir.Node]:
-    """Shape operators one behind the other that keep rows of this width; nothing else sees x or what is between."""
+    """Return the chain of shape operators after x that keep rows of this width and have no other consumers."""
     found: list[ir.Node] = []
     while len(x.uses()) == 1 and not x.is_graph_output():
         node = next(iter(x.uses())).node
@@ -103,7 +106,7 @@ def reshapes_behind(x: ir.Value, width: int) -> list[ir.Node]:
 
 
 def _width(node: ir.Node) -> int | None:
-    """The last dimension of what a shape operator puts out, if it is known."""
+    """Return the last dimension of a shape operator's output, if it is known."""
     shape = node.outputs[0].shape
     if shape is not None and len(shape) and isinstance(shape[-1], int):
         return shape[-1]
@@ -112,17 +115,23 @@ def _width(node: ir.Node) -> int | None:
 
 
 def make_byte_table(mlp: Mlp, activations: Mapping[str, np.ndarray], opsets: Mapping[str, int]) -> ByteTable | str:
-    """The table of the activation for values like these, or why there is none.
+    """Make the activation's table for values in the recorded range.
 
-    activations: numbers of values, by name. opsets: the model's.
+    Args:
+        mlp: The two layers.
+        activations: Recorded samples, by value name.
+        opsets: The model's opset imports.
+
+    Returns:
+        The table, or the reason why there is no table.
     """
     outputs = activations[mlp.hidden.output.name or ""]
     grid = np.linspace(min(outputs.min(), 0), max(outputs.max(), 0), _GRID, dtype=np.float32)
     try:
         results = evaluate(mlp.activation, grid, opsets)
         if not np.isfinite(results).all():
-            return f"the activation puts out NaN or infinity for inputs between {grid[0]:g} and {grid[-1]:g}"
-        x = choose_range(outputs, lambda numbers: np.interp(numbers, grid, results))
+            return f"the activation returns NaN or infinity for inputs between {grid[0]:g} and {grid[-1]:g}"
+        x = choose_range(outputs, lambda values: np.interp(values, grid, results))
         y = choose_range(activations[mlp.layer.x.name or ""])
         table = make_quantized_table(mlp.activation, float(x.scale), x.zero_point, float(y.scale), y.zero_point, opsets)
     except NoTableError as error:

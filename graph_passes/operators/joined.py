@@ -1,9 +1,9 @@
-"""Layers of one input in one operator.
+"""Several layers with the same input joined in one operator.
 
-Two of them are a gated linear unit, activation(x Wg + bg) (x Wu + bu): the operator's weight is [Wg Wu], each with
-columns of zeros up to whole panels (ops/matmul/linear_plan.h). They may be the halves of one layer in the model, as in
-ModernBERT and Phi-3. Three are query, key and value of one attention, which
-takes them side by side in one tensor (ops/nomad_attention/op.cc).
+Two layers form a gated linear unit, activation(x Wg + bg) (x Wu + bu): the operator's weight is [Wg Wu], each padded
+with zero columns to whole panels (ops/matmul/linear_plan.h). They may be the halves of one layer in the model, as in
+ModernBERT and Phi-3. Three layers are query, key and value of one attention, which reads them from one tensor
+(ops/nomad_attention/op.cc).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .replacement import LayerWeight
 
 @dataclass(frozen=True, eq=False)
 class PackedQkv:
-    """The layers that make what an attention takes: query, key and value."""
+    """The query, key and value layers of one attention."""
 
     attention: ir.Node
     layers: tuple[Linear, ...]
@@ -39,27 +39,27 @@ class PackedQkv:
 
 @dataclass(frozen=True, eq=False)
 class Halves:
-    """The halves of a layer's columns, which are multiplied with each other, the gate perhaps after an activation."""
+    """A layer as a gated linear unit: one half of its columns, perhaps after an activation, multiplies the other."""
 
-    columns: tuple[slice, slice]  # of the layer: the gate's, and the others
-    epilogue: Epilogue  # what takes them apart is among its nodes
+    columns: tuple[slice, slice]  # columns of the gate, then of the other half
+    epilogue: Epilogue  # its nodes include the split of the layer's output
 
     @property
     def in_place(self) -> bool:
-        """Whether the operator's weight has the layer's columns in their order, and no others."""
+        """True if the operator's weight has the layer's columns in their order, without padding."""
         return bool(self.columns[0].start == 0 and self.columns[0].stop % PANEL_COLUMNS == 0)
 
-    def places(self) -> np.ndarray:
-        """Of each of the layer's columns, its place in the operator's weight."""
+    def packed_columns(self) -> np.ndarray:
+        """Return the column of the operator's weight for each of the layer's columns."""
         width = self.columns[0].stop - self.columns[0].start
-        places = np.empty(2 * width, np.int64)
-        for where, place in zip(self.columns, columns_of([width, width]), strict=True):
-            places[where] = np.arange(place.start, place.stop)
-        return places
+        positions = np.empty(2 * width, np.int64)
+        for where, packed in zip(self.columns, columns_of([width, width]), strict=True):
+            positions[where] = np.arange(packed.start, packed.stop)
+        return positions
 
 
 def find_gated(linears: Sequence[Linear]) -> dict[Linear, Linear]:
-    """Pairs of layers whose outputs are multiplied, one of them perhaps after an activation: that one -> the other."""
+    """Find pairs of layers whose outputs are multiplied, as gate -> other; an activation may follow the gate."""
     by_input: dict[tuple[ir.Value, int], list[Linear]] = defaultdict(list)
     for linear in linears:
         if linear.dtype == ir.DataType.FLOAT:
@@ -76,7 +76,7 @@ def find_gated(linears: Sequence[Linear]) -> dict[Linear, Linear]:
 
 
 def find_halves(linear: Linear) -> Halves | None:
-    """The layer as a gated linear unit of its own halves, if it is one. Changes nothing."""
+    """Return the layer as a gated linear unit of its own halves, if it is one. Changes nothing."""
     if linear.dtype != ir.DataType.FLOAT:
         return None
     found = split_in_halves(linear.output, linear.n)
@@ -93,8 +93,11 @@ def find_halves(linear: Linear) -> Halves | None:
 
 
 def find_packed_qkv(linears: Sequence[Linear], model: ir.Model) -> list[PackedQkv]:
-    """Query, key and value layers of all the model's NoMADAttention nodes, or nothing: what one of them takes, all must
-    take (nomad_attention_function.py).
+    """Find the query, key and value layers of all NoMADAttention nodes.
+
+    Returns:
+        One entry per attention node, or an empty list: either all nodes read packed inputs or no node does
+            (nomad_attention_function.py).
     """
     by_output = {linear.output: linear for linear in linears if linear.dtype == ir.DataType.FLOAT}
     found = []
@@ -113,17 +116,18 @@ def find_packed_qkv(linears: Sequence[Linear], model: ir.Model) -> list[PackedQk
 
 
 def take_packed(attention: ir.Node, packed: ir.Value) -> None:
-    """Makes NoMADAttention read query, key and value from one tensor."""
+    """Make a NoMADAttention read query, key and value from one tensor."""
     attention.replace_input_with(INPUTS.index("query"), packed)
     attention.resize_inputs(INPUTS.index("mask") + 1)
 
 
 def padded_columns(n: int) -> int:
+    """Return n rounded up to whole panels."""
     return -(-n // PANEL_COLUMNS) * PANEL_COLUMNS
 
 
 def can_join(quantizations: Sequence[Quantization | None]) -> bool:
-    """Whether one operator can hold weights that are quantized like these."""
+    """Return whether one operator can hold weights with these quantizations."""
     return len(set(map(_kind, quantizations))) == 1
 
 
@@ -140,14 +144,21 @@ def _kind(quantization: Quantization | None) -> tuple[int, int | None, bool, boo
 
 
 def _may_lack_zero_points(quantization: Quantization) -> bool:
-    """Whether zero points of 0 are the same as none."""
+    """Return whether missing zero points mean zero points of 0."""
     return quantization.bits == 8 and not quantization.minimum
 
 
 def join_weights(
     weights: Sequence[LayerWeight], spill: TensorSpill, name: str, columns: Sequence[slice] | None = None
 ) -> LayerWeight:
-    """The weight of all layers; see can_join. name: of what is spilled. columns: of each; all, unless given."""
+    """Return one weight with the columns of all layers; see `can_join`.
+
+    Args:
+        weights: The weights of the layers.
+        spill: File for large quantized tensors.
+        name: Prefix of the tensor names in `spill`.
+        columns: The columns of each layer that are used; None: all.
+    """
     columns = [slice(None)] * len(weights) if columns is None else columns
     matrix = join_columns([weight.matrix[:, where] for weight, where in zip(weights, columns, strict=True)])
     quantized = [weight.quantized for weight in weights if weight.quantized is not None]
@@ -166,7 +177,7 @@ def _join_quantized(
             np.zeros(part.scales.shape.numpy(), np.int8) if tensor is None else tensor.numpy()
             for part, tensor in zip(parts, tensors, strict=True)
         ]
-        array = join_columns([numbers[..., where] for numbers, where in zip(whole, columns, strict=True)])
+        array = join_columns([part[..., where] for part, where in zip(whole, columns, strict=True)])
         del whole
         return spill.add(f"{name}.{attribute}", array, ir.DataType.from_numpy(array.dtype))
 
@@ -180,14 +191,14 @@ def _join_quantized(
 
 
 def columns_of(widths: Sequence[int]) -> list[slice]:
-    """The columns of each of the layers, of these widths, in the operator's weight."""
+    """Return each layer's columns in the operator's weight, for layers of these widths."""
     room = [padded_columns(width) for width in widths] if len(widths) == 2 else widths
     starts = itertools.accumulate(room, initial=0)
     return [slice(start, start + width) for start, width in zip(starts, widths, strict=False)]
 
 
 def join_columns(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Arrays [..., n] of one array for each layer, side by side as in the operator's weight; zeros between them."""
+    """Join arrays [..., n], one per layer, as in the operator's weight, with zeros between them."""
     columns = columns_of([part.shape[-1] for part in parts])
     end = columns[-1].stop if len(parts) != 2 else 2 * columns[1].start
     joined = np.zeros((*parts[0].shape[:-1], end), np.result_type(*parts))

@@ -1,4 +1,4 @@
-"""What the operators of linear layers share as ONNX functions: all that follows X W (ops/matmul/linear_plan.h)."""
+"""Parts that all linear operators share as ONNX functions: everything after X W (ops/matmul/linear_plan.h)."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ _EPSILON = "norm_epsilon"
 
 @dataclass(frozen=True, kw_only=True)
 class LayerUses:
-    """What the nodes of a model make use of behind X W. Nodes that lack what others have need inputs in its place:
-    neutral_inputs_of_layer."""
+    """The features after X W that the nodes of a model use.
+
+    A node without a feature that other nodes have needs neutral inputs instead: `neutral_inputs_of_layer`.
+    """
 
     activations: frozenset[Activation] = frozenset({Activation.NONE})
     residual: bool = False
     gated: bool = False
-    norm: bool = False  # some have a LayerNormalization
+    norm: bool = False  # some nodes have a LayerNormalization
 
     def needed_inputs(self) -> set[str]:
-        """What all nodes must have."""
+        """Return the inputs that all nodes must have."""
         return ({"residual"} if self.residual else set()) | (set(NORM_INPUTS) if self.norm else set())
 
 
 def uses_of_layers(nodes: Sequence[ir.Node], input_names: Sequence[str]) -> dict[str, Any]:
-    """The fields of LayerUses, for nodes of an operator with these inputs."""
+    """Return the fields of LayerUses for nodes of an operator with these inputs."""
     return {
         "activations": frozenset(Activation(node.attributes["activation"].as_int()) for node in nodes),
         "residual": any(input_of(node, input_names, "residual") is not None for node in nodes),
@@ -44,12 +46,12 @@ def uses_of_layers(nodes: Sequence[ir.Node], input_names: Sequence[str]) -> dict
 
 
 def neutral_inputs_of_layer(n: int, gated_columns: int = 0) -> dict[str, np.ndarray]:
-    """What stands for an input that a node with n columns of weights does not have, where it must not be missing."""
+    """Return constants without effect for inputs that a node with n weight columns lacks but must have."""
     columns = gated_columns or n
     return {
         "bias": np.zeros(n, np.float32),
         "residual": np.zeros(1, np.float32),
-        # Whole: ONNX Runtime makes one node of the formula and wants as many as there are columns.
+        # Full length: ONNX Runtime fuses the formula into one node that requires one element per column.
         "norm_weight": np.ones(columns, np.float32),
         "norm_bias": np.zeros(columns, np.float32),
     }
@@ -58,7 +60,7 @@ def neutral_inputs_of_layer(n: int, gated_columns: int = 0) -> dict[str, np.ndar
 def linear_function(
     op_type: str, opset: int, body: FunctionBody, inputs: Mapping[str, ir.Value], y: ir.Value, attributes: Sequence[str]
 ) -> ir.Function:
-    """attributes: those that are whole numbers."""
+    """Return the ONNX function of a linear operator. attributes: the names of its integer attributes."""
     graph = ir.Graph(list(inputs.values()), [y], nodes=body.nodes, opset_imports={"": opset}, name=op_type)
     kinds = dict.fromkeys(attributes, ir.AttributeType.INT) | {_EPSILON: ir.AttributeType.FLOAT}
     listed = [ir.Attr(name, kind, None) for name, kind in kinds.items()]
@@ -66,11 +68,11 @@ def linear_function(
 
 
 def end_of_layer(body: FunctionBody, product: ir.Value, inputs: Mapping[str, ir.Value], uses: LayerUses) -> ir.Value:
-    """What ops/matmul/linear_plan.h makes of X W, for all nodes of a model."""
+    """Return what follows X W, as in ops/matmul/linear_plan.h, for all nodes of a model."""
     op = body.op
     p = op("Add", product, _bias_or_zeros(body, inputs["bias"]))
     if uses.gated:
-        # Where nothing is gated, the factors are ones behind all columns.
+        # For a node that is not gated, the factors are the ones appended after all columns.
         n, gated_columns = body.attribute("n"), body.attribute("gated_columns")
         is_gated = op("Cast", gated_columns, to=ir.DataType.BOOL)
         columns = op("Where", is_gated, gated_columns, n)
@@ -92,15 +94,15 @@ def end_of_layer(body: FunctionBody, product: ir.Value, inputs: Mapping[str, ir.
 
 
 def _normalized(body: FunctionBody, inputs: Mapping[str, ir.Value], y: ir.Value) -> ir.Value:
-    """The LayerNormalization of y; y itself where norm_epsilon is -1."""
+    """Return the LayerNormalization of y, or y if norm_epsilon is -1."""
     epsilon = body.float_attribute(_EPSILON)
     z = body.layer_norm(y, inputs["norm_weight"], inputs["norm_bias"], epsilon)
     return body.op("Where", body.op("Less", epsilon, body.number(0)), y, z)
 
 
 def _bias_or_zeros(body: FunctionBody, bias: ir.Value) -> ir.Value:
-    """The function's input bias [n], or zeros where there is none; n is an attribute."""
-    # Gemm's C may be missing and Add's input may not: this is the bias as a row, or zeros where there is none.
+    """Return the function's input bias [n], or zeros if it is missing; n is an attribute."""
+    # Gemm's C may be missing, an input of Add may not. So the bias is read by a Gemm without rows in its sum.
     zeros = ir.tensor(np.zeros(1, np.float32))
     no_rows = body.op("ConstantOfShape", body.shape(1, body.attribute("n")), value=zeros)
     return body.op(
@@ -109,6 +111,7 @@ def _bias_or_zeros(body: FunctionBody, bias: ir.Value) -> ir.Value:
 
 
 def activate(body: FunctionBody, y: ir.Value, activation: Activation) -> ir.Value:
+    """Apply an activation to y."""
     op = body.op
     if activation == Activation.RELU:
         return op("Relu", y)

@@ -1,5 +1,7 @@
-"""MaskedMatMul: weights row by row as float32, bf16 or int8, of which only the rows of inputs that are not zero are
-read (ops/masked_matmul/op.cc)."""
+"""MaskedMatMul: weights stored by rows, as float32, bf16 or int8.
+
+Only the rows of non-zero inputs are read (ops/masked_matmul/op.cc).
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,19 @@ from .masked_matmul_function import INPUTS, NO_MASK, NO_SCALE, OP_TYPE, masked_m
 from .nodes import fill_missing, in_order, nodes_of
 from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement, Stored, why_not_groups
 
-# Of the operator; its kernel refuses any other.
+# Version of the operator; its kernel refuses any other.
 _FORMAT_VERSION = 1
 _LARGEST_BF16 = float(np.uint32(0x7F7F0000).view(np.float32))
 
-# Of each weight in bf16, to nearest, and of float32 products and sums in any order, as a share of |x| |W|.
+# Errors as fractions of |x| |W|: a bf16 weight rounded to nearest; float32 products and sums in any order.
 _BF16_ROUNDING = 2**-8
 _FLOAT_ROUNDING = 2**-12
-# Of numbers below it, which a processor may take for zero.
+# A processor may flush smaller values to zero.
 _SMALLEST_NORMAL = 2.0**-126
 
 
 class MaskedMatMul(Replacement):
-    """Y = X' W, X' being X without what is not above the layer's threshold. A bias is added behind."""
+    """Y = X' W, where X' is X with elements up to the layer's threshold set to zero. A bias is a separate node."""
 
     op_type = OP_TYPE
     input_names = INPUTS
@@ -37,24 +39,29 @@ class MaskedMatMul(Replacement):
     masks_inputs = True
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
+        """Return why the operator cannot hold a weight of k inputs with this quantization; None if it can."""
         if isinstance(quantization, StoredInt4 | StoredInt8):
-            return f"is stored in {quantization.bits} bits, which MaskedMatMul does not take over"
+            return f"is stored in {quantization.bits} bits, which MaskedMatMul does not support"
         if quantization is not None and quantization.bits != 8:
-            return f"is quantized to {quantization.bits} bits, which MaskedMatMul does not take; set quantize.bits to 8"
+            return (
+                f"is quantized to {quantization.bits} bits, which MaskedMatMul does not support; set quantize.bits to 8"
+            )
         return why_not_groups(self.op_type, quantization)
 
     def why_not_matrix(self, matrix: np.ndarray) -> str | None:
+        """Return why the operator cannot hold these unquantized weights; None if it can."""
         # NaN fails every comparison.
         largest = float(np.finfo(np.float32).max) if self._is_float else _LARGEST_BF16
         if matrix.max() <= largest and matrix.min() >= -largest:
             return None
-        return "holds NaN or infinity" if self._is_float else "holds NaN, infinity or numbers beyond bfloat16"
+        return "holds NaN or infinity" if self._is_float else "holds NaN, infinity or values beyond bfloat16"
 
     @property
     def _is_float(self) -> bool:
         return self.weights == "float32"
 
     def pack(self, weight: LayerWeight) -> PackedWeight:
+        """Return the constant inputs that hold W."""
         quantized = weight.quantized
         if quantized is not None:
             q, scales = np.array(quantized.q.numpy()), np.array(quantized.scales.numpy(), np.float32)
@@ -66,6 +73,7 @@ class MaskedMatMul(Replacement):
         return {"B": PackedTensor(bf16.view(np.uint16), ir.DataType.BFLOAT16)}
 
     def packed_bytes(self, k: int, n: int, stored: Stored, quantization: Quantization | None) -> int:
+        """Return the size of `pack`'s result in bytes."""
         if quantization is not None:
             return k * n + 4 * n
         return (4 if self._is_float else 2) * k * n
@@ -73,17 +81,20 @@ class MaskedMatMul(Replacement):
     def inputs(
         self, x: ir.Value, packed: Mapping[str, ir.Value], bias: ir.Value | None, residual: ir.Value | None
     ) -> list[ir.Value | None]:
+        """Return the node's inputs, in order."""
         assert bias is None and residual is None
         return in_order(self.input_names, {"A": x, **packed})
 
     def attributes(
         self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
     ) -> list[ir.Attr]:
-        # group_size 0: one scale a column. b_finite is for a B that is computed.
-        numbers = {"format_version": _FORMAT_VERSION, "group_size": 0, "b_finite": 0}
-        return [ir.AttrFloat32("b_threshold", 0.0), *(ir.AttrInt64(name, number) for name, number in numbers.items())]
+        """Return the node's attributes for a weight [k, n]."""
+        # group_size 0: one scale per column. b_finite matters only if B is computed.
+        integers = {"format_version": _FORMAT_VERSION, "group_size": 0, "b_finite": 0}
+        return [ir.AttrFloat32("b_threshold", 0.0), *(ir.AttrInt64(name, value) for name, value in integers.items())]
 
     def rounding_bound(self, x: np.ndarray, weight: LayerWeight) -> np.ndarray:
+        """Return a bound on the difference between `run` and x W, for each output."""
         rounding = _FLOAT_ROUNDING
         if weight.quantized is None and not self._is_float:
             rounding += _BF16_ROUNDING
@@ -92,12 +103,15 @@ class MaskedMatMul(Replacement):
         return bound
 
     def typical_rounding(self, quantization: Quantization | None) -> float:
-        # bf16: 2^-8 / sqrt 6 for each w. Otherwise only of float32 sums.
+        """Return ||run - x W|| / ||x W|| of an ordinary layer."""
+        # bf16: 2^-8 / sqrt 6 per weight. Otherwise only float32 sums round.
         return 0.0016 if quantization is None and not self._is_float else 1e-6
 
     def fill_inputs(self, model: ir.Model, new_name: Callable[[str], str]) -> None:
+        """Give the operator's nodes neutral constants for inputs that they lack but must have."""
         neutral = {"b_scale": NO_SCALE, "a_mask": NO_MASK, "b_mask": NO_MASK}
         fill_missing(nodes_of(model, OP_TYPE), INPUTS, neutral, lambda node: neutral, new_name)
 
     def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
+        """Return the operator as an ONNX function for all of its nodes in this model."""
         return masked_matmul_function(opset, unpack_once)

@@ -1,7 +1,7 @@
-"""MaskedMatMul as an ONNX function: its specification, and what runs where our library is not registered.
+"""MaskedMatMul as an ONNX function: its specification, and the fallback without Ortolan's library.
 
-It uses only operators that mean the same from opset 13 on, and serves any rank of A and B. A function cannot ask
-whether an input is there, so its nodes have all inputs: NO_SCALE and NO_MASK stand for what is not needed.
+It uses only operators with the same meaning from opset 13 on, and works for any rank of A and B. A function cannot test
+whether an input is present, so its nodes have all inputs; NO_SCALE and NO_MASK replace unused ones.
 """
 
 from __future__ import annotations
@@ -22,21 +22,26 @@ ATTRIBUTES = {
     "b_finite": ir.AttributeType.INT,
 }
 
-# What stands for an input that is not needed.
+# Replacements for unused inputs.
 NO_SCALE = np.ones((1, 1), np.float32)
 NO_MASK = np.ones(1, np.bool_)
 
 
 def masked_matmul_function(opset: int, unpack_once: bool = True) -> ir.Function:
-    """The function for a model of this opset. unpack_once: see Replacement.function; if not, B is no scalar."""
+    """Return the function for a model of this opset.
+
+    Args:
+        opset: The model's opset.
+        unpack_once: See `Replacement.function`; if False, B must not be a scalar.
+    """
     inputs = {name: ir.val(name) for name in INPUTS}
     body = FunctionBody(opset)
     a = _masked(body, inputs["A"], inputs["a_mask"], "a_threshold")
     weight = inputs["B"]
-    if not unpack_once:  # rows are gathered by what is only known when A is
-        nothing = body.op("Min", body.op("Size", inputs["A"]), body.integer(0))
+    if not unpack_once:  # the row indices seem to depend on A
+        zero = body.op("Min", body.op("Size", inputs["A"]), body.integer(0))
         rows = body.op("Range", body.integer(0), _rows(body, weight), body.integer(1))
-        weight = body.op("Gather", weight, body.op("Add", rows, nothing), axis=-2)
+        weight = body.op("Gather", weight, body.op("Add", rows, zero), axis=-2)
     b = _masked(body, _weight(body, weight, inputs["b_scale"]), inputs["b_mask"], "b_threshold")
     y = body.op("MatMul", a, b)
     graph = ir.Graph(list(inputs.values()), [y], nodes=body.nodes, opset_imports={"": opset}, name=OP_TYPE)
@@ -45,7 +50,7 @@ def masked_matmul_function(opset: int, unpack_once: bool = True) -> ir.Function:
 
 
 def _masked(body: FunctionBody, x: ir.Value, mask: ir.Value, threshold: str) -> ir.Value:
-    """x where the mask says so and |x| is above the threshold, or NaN; else 0."""
+    """Return x where the mask is true and |x| is above the threshold or NaN; else 0."""
     op = body.op
     small = op("LessOrEqual", op("Abs", x), body.float_attribute(threshold))
     return op("Where", op("And", mask, op("Not", small)), x, body.number(0))
@@ -57,12 +62,12 @@ def _rows(body: FunctionBody, b: ir.Value) -> ir.Value:
 
 
 def _weight(body: FunctionBody, b: ir.Value, scale: ir.Value) -> ir.Value:
-    """B as float32, its rows scaled group by group."""
+    """Return B as float32, its rows scaled group by group."""
     op = body.op
     k = _rows(body, b)
     group_size = body.attribute("group_size")
     one_group = op("Equal", group_size, body.integer(0))
-    # Where k is 0 as well, what divides must not be.
+    # k may be 0, and the divisor must not be.
     rows = op("Where", one_group, op("Max", k, body.integer(1)), group_size)
     groups = op("Div", op("Range", body.integer(0), k, body.integer(1)), rows)
     return op("Mul", op("Cast", b, to=ir.DataType.FLOAT), op("Gather", scale, groups))

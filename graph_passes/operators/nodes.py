@@ -1,4 +1,4 @@
-"""Nodes of our operators in a model: their inputs by name, and what the model needs to hold them."""
+"""Helpers for nodes of our operators: inputs by name, and declarations that the model needs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import onnx_ir as ir
 
 from ..names import MINIMUM_IR_VERSION, ORTOLAN_DOMAIN
 
-# Models with more weights are unpacked layer by layer where our library is missing: see Replacement.function.
+# Models with more weight bytes are unpacked layer by layer if our library is missing: see Replacement.function.
 UNPACK_ONCE_LIMIT = 32 * 1024**2
 
 
 class NewNames:
-    """Names that no value of a model has, subgraphs included, and none that was given before."""
+    """Makes names that are unique in a model, including its subgraphs."""
 
     def __init__(self, model: ir.Model) -> None:
         self._taken: set[str] = set()
@@ -33,32 +33,32 @@ class NewNames:
 
 
 def declare_operators(model: ir.Model) -> None:
-    """Makes the model one that may hold our operators."""
+    """Declare the domain and IR version that our operators need."""
     model.opset_imports[ORTOLAN_DOMAIN] = 1
     model.ir_version = max(model.ir_version, MINIMUM_IR_VERSION)
 
 
 def put_function(model: ir.Model, function: ir.Function) -> None:
-    """What one of our operators computes, in the place of what the model had for it."""
+    """Add or replace the function of one of our operators."""
     model.functions[function.identifier()] = function
 
 
 def constant_value(tensor: ir.TensorProtocol) -> ir.Value:
-    """A value of a graph that is this constant."""
+    """Return a value that holds this constant."""
     return ir.Value(
         name=tensor.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()), const_value=tensor
     )
 
 
 def new_initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
-    """A constant of the graph under the tensor's name."""
+    """Add an initializer with the tensor's name to the graph."""
     value = constant_value(tensor)
     graph.register_initializer(value)
     return value
 
 
 def in_order(names: Sequence[str], given: Mapping[str, ir.Value | None]) -> list[ir.Value | None]:
-    """A node's inputs by the operator's order; those left out at the end are not listed."""
+    """Return a node's inputs in the operator's order, without missing ones at the end."""
     values = [given.get(name) for name in names]
     while values[-1] is None:
         values.pop()
@@ -66,12 +66,12 @@ def in_order(names: Sequence[str], given: Mapping[str, ir.Value | None]) -> list
 
 
 def nodes_of(model: ir.Model, op_type: str) -> list[ir.Node]:
-    """The nodes of an operator of ours, those in subgraphs included."""
+    """Return all nodes of one of our operators, including those in subgraphs."""
     return [node for node in model.graph.all_nodes() if node.domain == ORTOLAN_DOMAIN and node.op_type == op_type]
 
 
 def input_of(node: ir.Node, names: Sequence[str], name: str) -> ir.Value | None:
-    """A node's input by its name in the operator's order."""
+    """Return a node's input by its name in the operator's order."""
     index = names.index(name)
     return node.inputs[index] if index < len(node.inputs) else None
 
@@ -83,9 +83,16 @@ def fill_missing(
     neutral: Callable[[ir.Node], Mapping[str, np.ndarray]],
     new_name: Callable[[str], str],
 ) -> None:
-    """Gives nodes the neutral constants of the inputs that are needed, or stand in front of one that they have.
+    """Fill missing inputs of nodes with neutral constants, up to the last input that is needed or present.
 
     Nodes of one graph share constants of the same name, shape and type.
+
+    Args:
+        nodes: The nodes of one operator.
+        names: The operator's inputs, in order.
+        needed: The inputs that every node must have.
+        neutral: Returns the neutral constants of a node, by input name.
+        new_name: Makes unique names.
     """
     made: dict[Hashable, ir.Value] = {}
     for node in nodes:

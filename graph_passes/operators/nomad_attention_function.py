@@ -1,7 +1,7 @@
-"""NoMADAttention as an ONNX function: its specification, and what runs where our library is not registered.
+"""NoMADAttention as an ONNX function: its specification, and the fallback without Ortolan's library.
 
-It uses only operators that mean the same from opset 13 on. `precision` allows the kernel to round, `any_order` to
-add up as it likes; the body does neither.
+It uses only operators with the same meaning from opset 13 on. `precision` allows the kernel to round, and `any_order`
+to reorder sums; the function does neither.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .nodes import input_of
 from .packed_tokens import packed, unpacked
 
 OP_TYPE = "NoMADAttention"
-PACKED_OP_TYPE = "PackedNoMADAttention"  # of packed sequences
+PACKED_OP_TYPE = "PackedNoMADAttention"  # for packed sequences
 ATTENTIONS = OP_TYPE, PACKED_OP_TYPE
 INPUTS = ("query", "mask", "key", "value")
 PACKED_INPUTS = (*INPUTS, "kept")
@@ -37,22 +37,24 @@ ATTRIBUTES = {
 
 @dataclass(frozen=True)
 class Uses:
-    """What the NoMADAttention nodes of a model make use of.
+    """The features that the NoMADAttention nodes of a model use.
 
     A function does not see which inputs its node has, so all nodes of a model must have the same ones.
     """
 
-    packed: bool = False  # all hold key and value in query, or none
-    mask: bool = True  # all have one, a float 0 of shape [1] where there is nothing to add; or none
-    grouped: bool = False  # some have fewer heads of keys and values than of queries
-    causal: bool = False  # some are
-    zero_hidden_rows: bool = False  # some have that
-    kept: bool = False  # all are PackedNoMADAttention, and have all inputs; or none
-    by_heads: frozenset[str] = frozenset()  # query, key, value: those that some have as [B, heads, S, D]
-    by_rows: frozenset[str] = frozenset(_OPERANDS)  # and those that some have as [B, S, heads D]
+    packed: bool = False  # all nodes hold key and value in query, or no node does
+    mask: bool = True  # all nodes have a mask (a float 0 of shape [1] if there is nothing to add), or no node does
+    grouped: bool = False  # some nodes have fewer KV heads than query heads
+    causal: bool = False  # some nodes are causal
+    zero_hidden_rows: bool = False  # some nodes have this attribute set
+    kept: bool = False  # all nodes are PackedNoMADAttention with all inputs, or no node is
+    by_heads: frozenset[str] = frozenset()  # operands (query, key, value) that some nodes have as [B, heads, S, D]
+    by_rows: frozenset[str] = frozenset(_OPERANDS)  # operands that some nodes have as [B, S, heads D]
 
 
 def uses_of(nodes: Sequence[ir.Node]) -> Uses:
+    """Return the features that these nodes use."""
+
     def some(name: str) -> bool:
         return any(node.attributes[name].as_int() == 1 for node in nodes)
 
@@ -76,14 +78,14 @@ def uses_of(nodes: Sequence[ir.Node]) -> Uses:
 
 
 def is_given(value: ir.Value | None) -> bool:
-    """Whether an input is there, and no constant of one number that stands for none."""
+    """Return whether an input is present and not a one-element constant that replaces it."""
     return value is not None and (value.const_value is None or value.const_value.size != 1)
 
 
 def nomad_attention_function(opset: int, uses: Uses) -> ir.Function:
-    """The function for a model of this opset."""
+    """Return the function for a model of this opset."""
     names: tuple[str, ...] = PACKED_INPUTS if uses.kept else INPUTS
-    if uses.packed and not uses.kept:  # an evaluator may want as many as the function has
+    if uses.packed and not uses.kept:  # an evaluator may require every input of the function
         names = INPUTS[: 2 if uses.mask else 1]
     inputs = {name: ir.val(name) for name in names}
     body = FunctionBody(opset)
@@ -95,7 +97,7 @@ def nomad_attention_function(opset: int, uses: Uses) -> ir.Function:
 
 
 def scale_of(body: FunctionBody, head_dim: ir.Value) -> ir.Value:
-    """The attribute scale, or what it stands for."""
+    """Return the attribute scale, or its default."""
     op = body.op
     given = op("Constant", value_float=ir.RefAttr("value_float", "scale", ir.AttributeType.FLOAT))
     root = op("Sqrt", op("Cast", head_dim, to=ir.DataType.FLOAT))
@@ -103,7 +105,7 @@ def scale_of(body: FunctionBody, head_dim: ir.Value) -> ir.Value:
 
 
 def weights_of(body: FunctionBody, scores: ir.Value, zero_hidden_rows: bool) -> ir.Value:
-    """The softmax of scores; zero_hidden_rows: some nodes have that."""
+    """Return the softmax of scores. zero_hidden_rows: some nodes have this attribute set."""
     op = body.op
     weights = op("Softmax", scores, axis=-1)
     if not zero_hidden_rows:
@@ -133,7 +135,7 @@ class _Attention:
     def output(self) -> ir.Value:
         body, op = self._body, self._body.op
         query, key, value = self._operands()
-        # Grouped: batch, key head, query head of its group, row, input; else batch, head, row, input.
+        # Grouped: [batch, key head, query head in group, row, input]; else [batch, head, row, input].
         transposed = op("Transpose", key, perm=[0, 1, 2, 4, 3] if self._uses.grouped else [0, 1, 3, 2])
         scores = op("MatMul", op("Mul", query, scale_of(body, self._head_dim)), transposed)
         grouped_shape = op("Shape", scores)
@@ -144,7 +146,7 @@ class _Attention:
             scores = op("Add", scores, self._inputs["mask"])
         if self._kept is not None:
             kept = op("Unsqueeze", self._kept, body.ints(1, 2))
-            # A token with a negative number is there for its own query alone.
+            # A token with a negative `kept` has a query, but no query sees its key.
             unseen = op("Where", op("Cast", kept, to=ir.DataType.BOOL), body.number(_LOWEST), body.number(-np.inf))
             scores = op("Where", op("Greater", kept, body.integer(0)), scores, unseen)
         if self._uses.causal:
@@ -156,7 +158,8 @@ class _Attention:
         if self._uses.grouped:
             y = op("Reshape", y, body.shape(0, self._heads, queries, self._head_dim))
         width = op("Mul", self._heads, self._head_dim)
-        # As zeros, the first dimensions would make ONNX Runtime put -1 for the width, which fails where they are 0.
+        # Zeros for the first dimensions would make ONNX Runtime write -1 for the width, which fails if a dimension is
+        # 0.
         of_sequences = self._inputs["query"] if self._kept is None else self._kept
         batch, rows = self._size(of_sequences, 0), self._size(of_sequences, -2 if self._kept is None else 1)
         y = op("Reshape", op("Transpose", y, perm=[0, 2, 1, 3]), body.shape(batch, rows, width))
@@ -166,7 +169,7 @@ class _Attention:
         return y
 
     def _operands(self) -> list[ir.Value]:
-        """Query, key and value by heads."""
+        """Return query, key and value as [B, heads, S, D]."""
         body, op, query = self._body, self._body.op, self._inputs["query"]
         heads = [self._heads, self._kv_heads, self._kv_heads]
         if not self._uses.packed:
@@ -187,7 +190,7 @@ class _Attention:
         ]
 
     def _by_layout(self, name: str, by_rows: ir.Value, by_heads: ir.Value) -> ir.Value:
-        """A number that depends on whether this input is [B, S, heads D] or [B, heads, S, D]."""
+        """Select by whether this input is [B, S, heads D] or [B, heads, S, D]."""
         if name not in self._uses.by_heads:
             return by_rows
         if name not in self._uses.by_rows:
@@ -197,21 +200,21 @@ class _Attention:
         return op("Where", op("Equal", rank, body.integer(4)), by_heads, by_rows)
 
     def _by_rows(self, name: str, x: ir.Value, heads: ir.Value) -> ir.Value:
-        """[B, S, heads D] as it is, [B, heads, S, D] as [B, S, heads, D]."""
+        """Return [B, S, heads D] unchanged, and [B, heads, S, D] as [B, S, heads, D]."""
         body, op, uses = self._body, self._body.op, self._uses
         if name not in uses.by_heads:
             return x
         if name not in uses.by_rows:
             return op("Transpose", x, perm=[0, 2, 1, 3])
-        # The heads of all rows one by one, in the order where rows come first. (No If: see FunctionBody.)
+        # Gather the heads of all rows in row-major order. (If is not used: see FunctionBody.by_attribute.)
         batch, rows = self._size(x, 0), self._size(x, -2)
         count = op("Mul", rows, heads)
-        # Of packed sequences there may be none, and a 0 would stand for the number of heads.
+        # Packed sequences may be empty, and a 0 would mean the number of heads.
         flat = op("Reshape", x, body.shape(batch, count if self._kept is None else -1, self._head_dim))
-        place = op("Range", body.integer(0), count, body.integer(1))
-        row, head = op("Div", place, heads), op("Mod", place, heads)
+        position = op("Range", body.integer(0), count, body.integer(1))
+        row, head = op("Div", position, heads), op("Mod", position, heads)
         swapped = op("Add", op("Mul", head, rows), row)
-        flat = op("Gather", flat, self._by_layout(name, place, swapped), axis=1)
+        flat = op("Gather", flat, self._by_layout(name, position, swapped), axis=1)
         return op("Reshape", flat, body.shape(batch, rows, heads, self._head_dim))
 
     def _split(self, x: ir.Value, heads: ir.Value, is_query: bool) -> ir.Value:
@@ -223,7 +226,7 @@ class _Attention:
         return op("Transpose", split, perm=[0, 2, 3, 1, 4])
 
     def _seen(self, queries: ir.Value, keys: ir.Value) -> ir.Value:
-        """Whether query i sees key j, [queries, keys]; all of them where the node is not causal."""
+        """Return whether query i sees key j, [queries, keys]; always true for a node that is not causal."""
         body, op = self._body, self._body.op
         one = body.integer(1)
         last = op("Unsqueeze", op("Range", op("Sub", keys, queries), keys, one), body.ints(1))

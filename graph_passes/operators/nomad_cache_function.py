@@ -1,12 +1,11 @@
-"""NoMADAttention with a cache as an ONNX function: its specification, and what runs where our library is missing.
+"""NoMADAttention with a cache as an ONNX function: its specification, and the fallback without Ortolan's library.
 
-It uses only operators that mean the same from opset 13 on (but for ReduceMax). The caches' formats are specified in
+It uses only operators with the same meaning from opset 13 on (except ReduceMax). The cache formats are specified in
 ops/formats/key_code_cache.h and value_cache.h, the inputs in ops/nomad_attention/op.cc and op_cached.h, exact keys in
-ops/attention/kv_cache/ring.h, prompts in prompt_cache.h there. The bytes of the present caches are the kernel's,
-unless the sums of EncodeKey are contracted to fused multiply-adds (as on aarch64) or ONNX Runtime flushes denormal
-numbers.
+ops/attention/kv_cache/ring.h, prompts in prompt_cache.h there. The bytes of the present caches equal the kernel's,
+unless the sums of EncodeKey are contracted to fused multiply-adds (as on aarch64) or ONNX Runtime flushes subnormals.
 
-Heads stand in front of tokens: [B, heads, tokens, …], as in the caches.
+Tensors are [B, heads, tokens, …], as in the caches.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .function_body import PANEL_COLUMNS, FunctionBody
 from .nomad_attention_function import ATTRIBUTES as EXACT_ATTRIBUTES
 from .nomad_attention_function import INPUTS as EXACT_INPUTS
 from .nomad_attention_function import OP_TYPE, scale_of, weights_of
-from .prompt_cache import MOST_CHUNK, PROMPT_INPUTS, TILE_INPUTS
+from .prompt_cache import MAX_CHUNK, PROMPT_INPUTS, TILE_INPUTS
 from .sparse_amx_matmul_function import unpacked_bitmap
 
 _ROTARY = ("cos", "sin")
@@ -34,36 +33,38 @@ ATTRIBUTES = EXACT_ATTRIBUTES | {"rotary_interleaved": ir.AttributeType.INT}
 _WINDOW_ATTRIBUTES = dict.fromkeys(("window", "sinks"), ir.AttributeType.INT)
 _PROMPT_ATTRIBUTES = dict.fromkeys(("prompt_tokens", "prompt_head_dim"), ir.AttributeType.INT)
 
-_SHORT_CALL = 4  # tokens of a call that reads its own from the cache: ops/nomad_attention/op_cached.h
+_SHORT_CALL = 4  # calls of at most this many tokens read their own keys from the cache: ops/nomad_attention/op_cached.h
 
 
 @dataclass(frozen=True)
 class CacheUses:
-    """What the NoMADAttention nodes of a model make use of. At least one of them has a cache.
+    """The features that the NoMADAttention nodes of a model use. At least one node has a cache.
 
-    All nodes have all inputs up to lengths, and cos and sin if there is rotary or exact keys: a float 0 of shape [1] in
-    place of mask, key, value, cos and sin, a float32 [0] in place of codebooks, an int32 [0] in place of lengths.
+    All nodes have all inputs up to lengths, and cos and sin if there are rotary positions or exact keys. Unused inputs
+    are a float 0 of shape [1] for mask, key, value, cos and sin, a float32 [0] for codebooks, an int32 [0] for lengths.
     """
 
     d_sub: int = 0  # the largest of all codebooks; 0: keys are float
     int8_values: bool = False
-    packed: bool = False  # all hold key and value in query, or none
-    by_heads: frozenset[str] = frozenset()  # query, key, value: those that are [B, heads, S, D], of all nodes
-    mixed: frozenset[str] = frozenset()  # and those that are so of some
-    # Some have no cache: a float 0 of shape [1] in place of past_key and past_value. All else is float then.
+    packed: bool = False  # all nodes hold key and value in query, or no node does
+    by_heads: frozenset[str] = frozenset()  # operands (query, key, value) that are [B, heads, S, D] in all nodes
+    mixed: frozenset[str] = frozenset()  # operands that are [B, heads, S, D] in some nodes
+    # Some nodes have no cache: a float 0 of shape [1] replaces past_key and past_value. Then all caches are float.
     uncached: bool = False
-    mask: bool = True  # some have one
-    grouped: bool = False  # some have fewer heads of keys and values than of queries
-    causal: bool = False  # some are
-    zero_hidden_rows: bool = False  # some have that
-    lengths: bool = True  # some have this input
-    rotary: bool = False  # all have cos and sin, or none
-    equal_rows: bool = False  # keys are codes, values int8, and past and present of both of one width that holds a row
-    exact_keys: bool = False  # all have past_exact_key and attributes window and sinks, or none; d_sub is not 0 then
-    prompt: bool = False  # all have a prompt, and all inputs: a float 0 of shape [1] may be past_exact_key
+    mask: bool = True  # some nodes have a mask
+    grouped: bool = False  # some nodes have fewer KV heads than query heads
+    causal: bool = False  # some nodes are causal
+    zero_hidden_rows: bool = False  # some nodes have this attribute set
+    lengths: bool = True  # some nodes have this input
+    rotary: bool = False  # all nodes have cos and sin, or no node does
+    # keys are codes, values int8, and all past and present caches have one width that fits both rows
+    equal_rows: bool = False
+    exact_keys: bool = False  # all nodes have past_exact_key, window and sinks, or no node does; needs d_sub > 0
+    prompt: bool = False  # all nodes have a prompt and all inputs; past_exact_key may be a float 0 of shape [1]
     unpack_prompt_once: bool = True  # see sparse_amx_matmul_function
 
     def inputs(self) -> tuple[str, ...]:
+        """Return the inputs of the function."""
         if self.prompt:
             return INPUTS
         if self.exact_keys:
@@ -72,7 +73,7 @@ class CacheUses:
 
 
 def nomad_cache_function(opset: int, uses: CacheUses) -> ir.Function:
-    """The function for a model of this opset."""
+    """Return the function for a model of this opset."""
     inputs = {name: ir.val(name) for name in uses.inputs()}
     body = FunctionBody(opset)
     outputs = _CachedAttention(body, inputs, uses).outputs()
@@ -99,15 +100,15 @@ class _CachedAttention:
         width = size_of(body, query, -1)
         self._head_dim = self._by_layout("query", op("Div", width, heads), width)
         if uses.uncached:
-            pasts = {name: self._cache_or_nothing(inputs[name]) for name in ("past_key", "past_value")}
+            pasts = {name: self._cache_or_empty(inputs[name]) for name in ("past_key", "past_value")}
             self._inputs = inputs | pasts
         self._room = size_of(body, self._inputs["past_key"], 2)
-        # Tokens in front of those of lengths and caches.
+        # Tokens before those counted by lengths and caches.
         self._prompt = body.attribute("prompt_tokens") if uses.prompt else body.integer(0)
         self._read_lengths()
 
     def _read_lengths(self) -> None:
-        """Tokens of each sequence before and after this call, [B], and those that the present cache has room for."""
+        """Compute the tokens of each sequence before and after this call, [B], and the tokens of the present cache."""
         body, op = self._body, self._body.op
         all_tokens = op("Add", self._room, self._queries)
         every = op("Expand", all_tokens, body.vector(self._batch))
@@ -117,7 +118,7 @@ class _CachedAttention:
             return
         given = op("Reshape", op("Cast", self._inputs["lengths"], to=ir.DataType.INT64), body.ints(-1))
         given = op("Add", given, op("Sub", body.integer(1), self._prompt))
-        # Of an empty one, all.
+        # Empty lengths mean full sequences.
         self._after = op(
             "Slice", op("Concat", given, every, axis=0), body.ints(0), body.vector(self._batch), body.ints(0)
         )
@@ -132,7 +133,7 @@ class _CachedAttention:
             query, key = self._rotated(query), self._rotated(key)
         past_key, past_value = self._inputs["past_key"], self._inputs["past_value"]
         is_short = op("Less", self._queries, body.integer(_SHORT_CALL + 1))
-        exact_keys: list[ir.Value] = []  # of all tokens, and which each query sees
+        exact_keys: list[ir.Value] = []  # the exact keys of all tokens, and which of them each query sees
         present_exact_key: list[ir.Value] = []
         if uses.exact_keys:
             exact_keys = [self._joined(self._past_exact_keys(), key), self._is_exact(is_short)]
@@ -158,7 +159,7 @@ class _CachedAttention:
             values = self._joined(past_value, value)
         else:
             values = present_value = self._joined(past_value, value)
-        # Outputs are values of their own.
+        # Outputs must be separate values.
         present = [op("Identity", cache) for cache in (present_key, present_value)]
         if uses.prompt:
             prompt_keys, prompt_values = self._prompt_keys(), self._prompt_values()
@@ -168,7 +169,7 @@ class _CachedAttention:
         return [self._attention(query, keys, values, *exact_keys), *present, *present_exact_key]
 
     def _operands(self) -> list[ir.Value]:
-        """Query, key and value by heads."""
+        """Return query, key and value as [B, heads, S, D]."""
         body, op, query = self._body, self._body.op, self._inputs["query"]
         heads = {"query": self._heads, "key": self._kv_heads, "value": self._kv_heads}
         if not self._uses.packed:
@@ -182,7 +183,7 @@ class _CachedAttention:
         return operands
 
     def _by_layout(self, name: str, by_rows: ir.Value, by_heads: ir.Value) -> ir.Value:
-        """A number that depends on whether this input is [B, S, heads D] or [B, heads, S, D]."""
+        """Select by whether this input is [B, S, heads D] or [B, heads, S, D]."""
         if name not in self._uses.mixed:
             return by_heads if name in self._uses.by_heads else by_rows
         return self._body.op("Where", self._has_four_axes(self._inputs[name]), by_heads, by_rows)
@@ -193,20 +194,20 @@ class _CachedAttention:
     def _by_heads(self, name: str, x: ir.Value, heads: ir.Value) -> ir.Value:
         body, op, head_dim = self._body, self._body.op, self._head_dim
         if name in self._uses.mixed:
-            # The heads of all rows one by one, in the order that they have where heads come first.
+            # Gather the heads of all rows in head-major order.
             rows = size_of(body, x, -2)
             count = op("Mul", rows, heads)
-            place = op("Range", body.integer(0), count, body.integer(1))
-            swapped = op("Add", op("Mul", op("Mod", place, rows), heads), op("Div", place, rows))
+            position = op("Range", body.integer(0), count, body.integer(1))
+            swapped = op("Add", op("Mul", op("Mod", position, rows), heads), op("Div", position, rows))
             flat = op("Reshape", x, body.shape(self._batch, count, head_dim))
-            flat = op("Gather", flat, self._by_layout(name, swapped, place), axis=1)
+            flat = op("Gather", flat, self._by_layout(name, swapped, position), axis=1)
             return op("Reshape", flat, body.shape(self._batch, heads, rows, head_dim))
         if name in self._uses.by_heads:
             return x
         return op("Transpose", reshape(body, x, 2, heads, head_dim), perm=[0, 2, 1, 3])
 
-    def _cache_or_nothing(self, past: ir.Value) -> ir.Value:
-        """A past cache as it is; a number that stands for none as one without tokens, [B, KV, 0, D]."""
+    def _cache_or_empty(self, past: ir.Value) -> ir.Value:
+        """Return a past cache, or for its one-element replacement a cache without tokens, [B, KV, 0, D]."""
         body, op = self._body, self._body.op
         padded = op("Concat", op("Shape", past), body.ints(1, 1, 1), axis=0)
         shape = op("Slice", padded, body.ints(0), body.ints(4), body.ints(0))
@@ -216,7 +217,7 @@ class _CachedAttention:
         return op("Expand", kept, body.shape(self._batch, self._kv_heads, tokens, self._head_dim))
 
     def _rotated(self, x: ir.Value) -> ir.Value:
-        """Pairs (i, i + D / 2), or (2 i, 2 i + 1) if interleaved, turned by the angles of each token's position."""
+        """Rotate pairs (i, i + D / 2), or (2 i, 2 i + 1) if interleaved, by the angles of each token's position."""
         body, op = self._body, self._body.op
         one, interleaved = body.integer(1), body.attribute("rotary_interleaved")
         row = op("Range", body.integer(0), self._queries, one)
@@ -235,29 +236,29 @@ class _CachedAttention:
             op("Add", op("Mul", b, cos), op("Mul", a, sin)),
             axis=3,
         )
-        place = op("Range", body.integer(0), self._head_dim, one)
+        index = op("Range", body.integer(0), self._head_dim, one)
         two = body.integer(2)
-        woven = op("Add", op("Mul", op("Mod", place, two), half), op("Div", place, two))
-        return op("Gather", turned, op("Where", is_interleaved, woven, place), axis=3)
+        woven = op("Add", op("Mul", op("Mod", index, two), half), op("Div", index, two))
+        return op("Gather", turned, op("Where", is_interleaved, woven, index), axis=3)
 
     def _joined(self, past: ir.Value, new: ir.Value, dtype: DTypeLike = np.float32) -> ir.Value:
-        """Each sequence's tokens of the past, the new ones behind them, then zeros; [B, KV, total, row]."""
+        """Return each sequence's past tokens, then the new ones, then zeros; [B, KV, total, row]."""
         body, op = self._body, self._body.op
         if not self._uses.lengths:
             return op("Concat", past, new, axis=2)
-        # Of each token its place in: the past, the call, a row of zeros.
-        place = op("Range", body.integer(0), self._total, body.integer(1))
+        # For each token, its index in the concatenation of the past, the call, and one row of zeros.
+        token = op("Range", body.integer(0), self._total, body.integer(1))
         before, after = (op("Unsqueeze", count, body.ints(1)) for count in (self._past, self._after))
-        of_call = op("Add", op("Sub", place, before), self._room)
-        none = op("Add", self._room, self._queries)
-        source = op("Where", op("Less", place, after), of_call, none)
-        source = op("Where", op("Less", place, before), place, source)
+        of_call = op("Add", op("Sub", token, before), self._room)
+        zero_row = op("Add", self._room, self._queries)
+        source = op("Where", op("Less", token, after), of_call, zero_row)
+        source = op("Where", op("Less", token, before), token, source)
         sizes = body.shape(self._batch, self._kv_heads, 1, size_of(body, new, 3))
         zeros = op("Expand", body.constant(np.zeros((), dtype)), sizes)
         return self._tokens(op("Concat", past, new, zeros, axis=2), source)
 
     def _narrow(self, cache: ir.Value, row_bytes: ir.Value) -> ir.Value:
-        """Of a past cache [B, KV, P, W] its rows, which are one behind the other: [B, KV, P, row_bytes]."""
+        """Return the rows of a past cache [B, KV, P, W], which are stored contiguously: [B, KV, P, row_bytes]."""
         body, op = self._body, self._body.op
         if not self._uses.equal_rows:
             return cache
@@ -266,7 +267,7 @@ class _CachedAttention:
         return reshape(body, rows, 2, self._room, row_bytes)
 
     def _wide(self, rows: ir.Value, row_bytes: ir.Value) -> ir.Value:
-        """A present cache [B, KV, total, W] of [B, KV, total, row_bytes], with zeros behind all rows of a head."""
+        """Return a present cache [B, KV, total, W] from [B, KV, total, row_bytes]; zeros follow the rows of each head."""
         body, op = self._body, self._body.op
         if not self._uses.equal_rows:
             return rows
@@ -276,17 +277,17 @@ class _CachedAttention:
         flat = op("Concat", flat, op("Expand", body.constant(np.zeros((), np.uint8)), more), axis=2)
         return reshape(body, flat, 2, self._total, width)
 
-    def _tokens(self, x: ir.Value, places: ir.Value) -> ir.Value:
-        """Of x [B, KV, tokens, row], those at places [B, n] of each sequence."""
+    def _tokens(self, x: ir.Value, positions: ir.Value) -> ir.Value:
+        """Return the tokens of x [B, KV, tokens, row] at positions [B, n] of each sequence."""
         body, op = self._body, self._body.op
         rows = op("Transpose", x, perm=[0, 2, 1, 3])
-        found = op("GatherND", rows, op("Unsqueeze", places, body.ints(2)), batch_dims=1)
+        found = op("GatherND", rows, op("Unsqueeze", positions, body.ints(2)), batch_dims=1)
         return op("Transpose", found, perm=[0, 2, 1, 3])
 
     # ---- prompt ------------------------------------------------------------------------------------------------------
 
     def _prompt_keys(self) -> ir.Value:
-        """[B, KV, P, D]."""
+        """Return the prompt's keys [B, KV, P, D]."""
         body, op = self._body, self._body.op
         head_dim = body.attribute("prompt_head_dim")
         columns = op("Mul", body.divided_up(self._prompt, body.integer(PANEL_COLUMNS)), body.integer(PANEL_COLUMNS))
@@ -295,10 +296,10 @@ class _CachedAttention:
         return self._of_prompt(op("Transpose", by_heads, perm=[1, 2, 0]))
 
     def _prompt_values(self) -> ir.Value:
-        """[B, KV, P, D]."""
+        """Return the prompt's values [B, KV, P, D]."""
         body, op = self._body, self._body.op
         head_dim = body.attribute("prompt_head_dim")
-        chunks = body.divided_up(self._prompt, body.integer(MOST_CHUNK))
+        chunks = body.divided_up(self._prompt, body.integer(MAX_CHUNK))
         tiles = body.divided_up(body.divided_up(self._prompt, chunks), body.integer(TILE_INPUTS))
         tokens = op("Mul", tiles, body.integer(TILE_INPUTS))
         matrix = self._prompt_matrix("prompt_value", tokens, op("Mul", op("Mul", self._kv_heads, chunks), head_dim))
@@ -313,7 +314,7 @@ class _CachedAttention:
         return unpacked_bitmap(self._body, masks, values, k, n, dense=True, seems_to_depend_on=later)
 
     def _of_prompt(self, rows: ir.Value) -> ir.Value:
-        """Its tokens, the same for all sequences."""
+        """Return the prompt's tokens, the same for all sequences."""
         body, op = self._body, self._body.op
         tokens = op("Slice", rows, body.ints(0), body.vector(self._prompt), body.ints(1))
         return op("Expand", op("Unsqueeze", tokens, body.ints(0)), body.shape(self._batch, 1, 1, 1))
@@ -321,32 +322,32 @@ class _CachedAttention:
     # ---- exact keys --------------------------------------------------------------------------------------------------
 
     def _past_exact_keys(self) -> ir.Value:
-        """[B, KV, P, D], anything for tokens that are not held."""
+        """Return the exact keys [B, KV, P, D]; undefined for tokens without a slot."""
         body, op = self._body, self._body.op
         window, sinks, one = body.attribute("window"), body.attribute("sinks"), body.integer(1)
         token = op("Range", body.integer(0), self._room, one)
         turn = op("Mod", op("Sub", token, sinks), op("Max", window, one))
         slot = op("Where", op("Less", token, sinks), token, op("Add", sinks, turn))
-        last = op("Sub", op("Add", sinks, window), one)  # without a window, of all behind the sinks
+        last = op("Sub", op("Add", sinks, window), one)  # with window 0, all tokens after the sinks read the last slot
         return op("Gather", self._inputs["past_exact_key"], op("Min", slot, last), axis=2)
 
     def _is_exact(self, is_short: ir.Value) -> ir.Value:
-        """Whether query i of a sequence sees the exact key of its token j, [B, 1, S, P + total].
+        """Return whether query i of a sequence sees the exact key of its token j, [B, 1, S, P + total].
 
-        Of the prompt, both keys are the same.
+        For the prompt, both keys are the same.
         """
         body, op = self._body, self._body.op
         zero, one, window = body.integer(0), body.integer(1), body.attribute("window")
         token = op("Range", op("Neg", self._prompt), self._total, one)
         row = op("Unsqueeze", op("Range", zero, self._queries, one), body.ints(1))
-        # What a long call reads of the past is what is held.
+        # A long call reads of the past only what is held.
         row = op("Where", is_short, row, body.integer(-1))
         position = op("Add", op("Unsqueeze", self._past, body.ints(1, 2, 3)), row)
         recent = op("And", op("Less", op("Sub", position, window), token), op("Less", zero, window))
         return op("Or", op("Less", token, body.attribute("sinks")), recent)
 
     def _present_exact_keys(self, keys: ir.Value) -> ir.Value:
-        """The past's slots, but for those that tokens of this call take."""
+        """Return the past's slots, with those of this call's tokens replaced."""
         body, op = self._body, self._body.op
         zero, one = body.integer(0), body.integer(1)
         window, sinks = body.attribute("window"), body.attribute("sinks")
@@ -354,11 +355,11 @@ class _CachedAttention:
         is_sink = op("Less", slot, sinks)
         past, after = (op("Unsqueeze", count, body.ints(1)) for count in (self._past, self._after))
         last = op("Sub", after, one)
-        # Of the tokens that have a slot in turn, the last one.
+        # The last token that maps to each slot.
         token = op("Sub", last, op("Mod", op("Sub", last, slot), op("Max", window, one)))
         token = op("Where", is_sink, slot, token)
-        least = op("Max", past, op("Where", is_sink, zero, sinks))
-        is_new = op("And", op("Not", op("Less", token, least)), op("Less", token, after))
+        first = op("Max", past, op("Where", is_sink, zero, sinks))
+        is_new = op("And", op("Not", op("Less", token, first)), op("Less", token, after))
         source = op("Where", is_new, op("Sub", token, past), op("Add", self._queries, slot))
         return self._tokens(op("Concat", keys, self._inputs["past_exact_key"], axis=2), source)
 
@@ -394,7 +395,7 @@ class _CachedAttention:
         return reshape(body, op("Transpose", y, perm=[0, 2, 1, 3]), 2, width)
 
     def _seen_of(self, keys: ir.Value) -> ir.Value:
-        """Whether query i sees key j of any, [S, T]: the last query all of them."""
+        """Return whether query i sees key j, [S, T], for nodes without a cache too: the last query sees all keys."""
         body, op, one = self._body, self._body.op, self._body.integer(1)
         count = size_of(body, keys, 2)
         token = op("Range", body.integer(0), count, one)
@@ -404,7 +405,7 @@ class _CachedAttention:
         return op("Or", op("Not", is_causal), op("Not", op("Less", row, token)))
 
     def _seen(self) -> ir.Value:
-        """Whether query i of a sequence sees its token j, [B, 1, S, P + total]."""
+        """Return whether query i of a sequence sees its token j, [B, 1, S, P + total]."""
         body, op = self._body, self._body.op
         one = body.integer(1)
         token = op("Range", op("Neg", self._prompt), self._total, one)

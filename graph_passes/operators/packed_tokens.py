@@ -1,8 +1,8 @@
-"""PackTokens and UnpackTokens: the tokens of padded sequences that are there, one behind the other, and back again.
+"""PackTokens and UnpackTokens: removing the padding of sequences, and restoring it.
 
-kept  int64 [batch, tokens]: not 0 where a token is there (PackedNoMADAttention: negative if no query sees it)
-PackTokens(kept, X [batch, tokens, ...])  ->  [1, kept tokens, ...];  X may have 1 in the place of batch or of tokens
-UnpackTokens(kept, X float [1, kept tokens, ...])  ->  [batch, tokens, ...], zeros where no token is
+kept  int64 [batch, tokens]: 0 for padding (PackedNoMADAttention: negative if no query sees its key)
+PackTokens(kept, X [batch, tokens, ...])  ->  [1, kept tokens, ...];  batch and tokens of X may be 1
+UnpackTokens(kept, X float [1, kept tokens, ...])  ->  [batch, tokens, ...], zeros for padding
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PACK, UNPACK = "PackTokens", "UnpackTokens"
 
 
 def packed_tokens_function(op_type: str, opset: int) -> ir.Function:
-    """What one of the two computes, for a model of this opset."""
+    """Return PackTokens or UnpackTokens as an ONNX function for a model of this opset."""
     write: Callable[[FunctionBody, ir.Value, ir.Value], ir.Value] = packed if op_type == PACK else unpacked
     kept, x = ir.val("kept"), ir.val("X")
     body = FunctionBody(opset)
@@ -29,23 +29,25 @@ def packed_tokens_function(op_type: str, opset: int) -> ir.Function:
 
 
 def packed(body: FunctionBody, kept: ir.Value, x: ir.Value) -> ir.Value:
+    """Add PackTokens to a function."""
     op = body.op
-    # No Reshape, whose zeros stand for sizes of its input.
+    # Expand, not Reshape: zeros in a Reshape's shape mean sizes of its input.
     whole = op("Expand", x, op("Concat", op("Shape", kept), _behind_tokens(body, x), axis=0))
-    return op("Unsqueeze", op("GatherND", whole, _places(body, kept)), body.ints(0))
+    return op("Unsqueeze", op("GatherND", whole, _positions(body, kept)), body.ints(0))
 
 
 def unpacked(body: FunctionBody, kept: ir.Value, x: ir.Value) -> ir.Value:
+    """Add UnpackTokens to a function."""
     op = body.op
     zeros = op("Expand", body.number(0), op("Concat", op("Shape", kept), _behind_tokens(body, x), axis=0))
-    return op("ScatterND", zeros, _places(body, kept), op("Squeeze", x, body.ints(0)))
+    return op("ScatterND", zeros, _positions(body, kept), op("Squeeze", x, body.ints(0)))
 
 
 def _behind_tokens(body: FunctionBody, x: ir.Value) -> ir.Value:
-    """The sizes of x behind its first two axes."""
+    """Return the dimensions of x after the first two."""
     return body.op("Slice", body.op("Shape", x), body.ints(2), body.ints(2**31 - 1))
 
 
-def _places(body: FunctionBody, kept: ir.Value) -> ir.Value:
-    """Of the tokens that are kept, in all sequences one behind the other: [kept tokens, 2]."""
+def _positions(body: FunctionBody, kept: ir.Value) -> ir.Value:
+    """Return the (sequence, token) positions of all kept tokens, in order: [kept tokens, 2]."""
     return body.op("Transpose", body.op("NonZero", kept), perm=[1, 0])

@@ -1,4 +1,4 @@
-"""A prompt's keys and values as NoMADAttention's constants: pruned, packed as nomad_attention/prompt_cache.h says."""
+"""A prompt's keys and values as constants of NoMADAttention: pruned and packed (nomad_attention/prompt_cache.h)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PROMPT_INPUTS = (
     "prompt_value_offsets",
 )
 # As in ops/nomad_attention/prompt_cache.h.
-MOST_CHUNK = 512  # tokens
+MAX_CHUNK = 512  # tokens
 TILE_INPUTS = 32
 _PANEL_COLUMNS = 16
 
 
 @dataclass(frozen=True, eq=False)
 class PromptCache:
-    """Of one layer, float32 [kv_heads, tokens, head_dim] of numbers that bfloat16 holds. dense: stored so."""
+    """Keys and values of one layer, float32 [kv_heads, tokens, head_dim], exact in bfloat16."""
 
     keys: np.ndarray
     values: np.ndarray
@@ -36,14 +36,16 @@ class PromptCache:
 
     @property
     def tokens(self) -> int:
+        """Number of tokens of the prompt."""
         return int(self.keys.shape[1])
 
     @property
     def head_dim(self) -> int:
+        """Size of a head."""
         return int(self.keys.shape[2])
 
     def pack(self) -> dict[str, PackedTensor]:
-        """By the names of PROMPT_INPUTS."""
+        """Return the packed tensors, by the names of PROMPT_INPUTS."""
         packed: tuple[np.ndarray, ...] = (
             *_native.pack_bitmap(_key_matrix(self.keys), dense=self.dense_keys),
             *_native.pack_bitmap(_value_matrix(self.values), dense=self.dense_values),
@@ -55,8 +57,8 @@ class PromptCache:
 
 
 def chunk_tokens(tokens: int) -> tuple[int, int]:
-    """The number of chunks that values are cut into, and the tokens that each of them has room for."""
-    chunks = -(-tokens // MOST_CHUNK)
+    """Return the number of chunks that values are split into, and the padded tokens of each chunk."""
+    chunks = -(-tokens // MAX_CHUNK)
     longest = -(-tokens // chunks)
     return chunks, -(-longest // TILE_INPUTS) * TILE_INPUTS
 

@@ -1,4 +1,4 @@
-"""What an operator must offer to take the place of a linear layer."""
+"""The interface of an operator that can replace a linear layer."""
 
 from __future__ import annotations
 
@@ -27,29 +27,32 @@ _OPSET = 17
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """A constant input of an operator. bf16 values travel as uint16."""
+    """A constant input of an operator. bf16 values are held as uint16."""
 
     array: np.ndarray
     dtype: ir.DataType
 
 
 def stored_tensor(spill: TensorSpill, name: str, packed: PackedTensor) -> ir.TensorProtocol:
-    """For an initializer of this name; the numbers wait on disk."""
-    if packed.array.size == 0:  # ONNX keeps no empty tensor outside of a model
+    """Return a tensor for an initializer of this name; its data waits on disk."""
+    if packed.array.size == 0:  # ONNX has no empty external tensors
         return ir.Tensor(packed.array, name=name, dtype=packed.dtype)
     return spill.add(name, packed.array, packed.dtype)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What a packed weight holds of a matrix: how many numbers, and whether they are 2:4 sparse, that is, at most two
-    of each four inputs of an output have a weight."""
+    """The stored weights of a packed matrix: their count, and whether they are 2:4 sparse.
+
+    2:4 sparse means that at most two of each four inputs of an output have a weight.
+    """
 
     count: int
-    beyond_two_four: str = "its weights are not 2:4 sparse"  # or where they are not; "": they are
+    beyond_two_four: str = "its weights are not 2:4 sparse"  # why the weights are not 2:4 sparse; "" if they are
 
     @property
     def is_two_four(self) -> bool:
+        """True if the weights are 2:4 sparse."""
         return not self.beyond_two_four
 
 
@@ -59,85 +62,85 @@ PackedWeight = Mapping[str, PackedTensor]
 
 @dataclass(frozen=True)
 class LayerWeight:
-    """The weight that an operator is to take over."""
+    """The weight that an operator is to hold."""
 
-    matrix: np.ndarray  # W, float32 [k, n]; of a quantized weight what it stands for
+    matrix: np.ndarray  # W, float32 [k, n]; dequantized if the weight is quantized
     quantized: QuantizedWeight | None = None
-    x_range: FixedRange | None = None  # of the layer's input; None: the operator's own
-    x_threshold: float = 0.0  # inputs whose magnitude is not above it count as zero, if the operator masks them
+    x_range: FixedRange | None = None  # range of the layer's input; None: the operator computes it at run time
+    x_threshold: float = 0.0  # inputs with a magnitude of at most this count as zero, if the operator masks inputs
 
 
 def why_not_groups(op_type: str, quantization: Quantization | None) -> str | None:
-    """Why an operator with a scale a column does not take these 8-bit weights, if they are in groups."""
+    """Return why an operator with one scale per column cannot hold these 8-bit weights: they are in groups."""
     if quantization is None or quantization.bits != 8 or quantization.group_size is None:
         return None
     return (
-        f"is quantized to 8 bits in groups of {quantization.group_size}, which {op_type} does not take; W8A8MatMul does"
+        f"is quantized to 8 bits in groups of {quantization.group_size}, which {op_type} does not support; "
+        "W8A8MatMul does"
     )
 
 
 class Replacement(abc.ABC):
-    """A layer and its epilogue (ops/matmul/linear_plan.h) by an operator of ours, its weight packed ahead of time."""
+    """One of our operators as a replacement of a layer and its epilogue (ops/matmul/linear_plan.h)."""
 
     op_type: ClassVar[str]
     input_names: ClassVar[Sequence[str]]  # of the operator, in order
-    # Whether the operator takes fixed ranges of its activations, and a hidden layer (hidden.py).
+    # Whether the operator supports fixed activation ranges and a hidden layer (hidden.py).
     takes_ranges = False
-    # Whether the operator computes what follows a layer (linear_function.py); if not, its bias is added behind it.
+    # Whether the operator computes the epilogue (linear_function.py); if not, the bias is a separate node.
     has_epilogue = True
     # Whether the operator applies thresholds to its inputs (activations.py): it has the attribute a_threshold.
     masks_inputs = False
-    # How weights that are not quantized are stored, where the operator has a choice.
+    # Storage type of weights that are not quantized, if the operator has a choice.
     weights = "bf16"
-    # How the operator lays out weights, where it has a choice; None: as suits them.
+    # Layout of the weights, if the operator has a choice; None: chosen for each weight.
     storage: str | None = None
-    # Whether the operator takes only numbers of 4 or 8 bits, also those that the model stores, where it has a choice.
+    # Whether the operator holds only 4-bit or 8-bit weights, including integers that the model stores.
     keeps_stored = False
 
     @abc.abstractmethod
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
-        """Why the operator cannot hold a weight of k inputs that is quantized so, or is not, if it cannot."""
+        """Return why the operator cannot hold a weight of k inputs with this quantization; None if it can."""
 
     def why_not_matrix(self, matrix: np.ndarray) -> str | None:
-        """Why the operator cannot hold these weights, which are not quantized, if it cannot."""
+        """Return why the operator cannot hold these unquantized weights; None if it can."""
         return None
 
     def why_not_quantized(self, quantized: QuantizedWeight) -> str | None:
-        """Why the operator cannot hold these numbers, which the model stores, if it cannot."""
+        """Return why the operator cannot hold these integers, which the model stores; None if it can."""
         return None
 
     def stored_weights(self, matrix: np.ndarray) -> Stored:
-        """What the packed weight of this matrix holds, by which it is sparse or not."""
+        """Return the count and sparsity of the weights that `pack` stores for this matrix."""
         return Stored(int(np.count_nonzero(matrix)))
 
     @abc.abstractmethod
     def pack(self, weight: LayerWeight) -> PackedWeight:
-        """The constant inputs that hold W."""
+        """Return the constant inputs that hold W."""
 
     @abc.abstractmethod
     def packed_bytes(self, k: int, n: int, stored: Stored, quantization: Quantization | None) -> int:
-        """The size of what `pack` returns. What hangs on where weights are that are not zero may be estimated, to some
-        per cent."""
+        """Return the size of `pack`'s result in bytes; an estimate if it depends on the positions of zeros."""
 
     def foreseen_storage(self, k: int, n: int, stored: Stored, quantization: Quantization | None) -> str | None:
-        """The name of the storage that `pack` chooses, where the operator has several."""
+        """Return the name of the storage that `pack` will choose, if the operator has several."""
         return None
 
     def storage_of(self, packed: Mapping[str, ir.TensorProtocol]) -> str | None:
-        """The name of the storage of a packed weight, where the operator has several."""
+        """Return the name of the storage of a packed weight, if the operator has several."""
         return None
 
     def inputs(
         self, x: ir.Value, packed: Mapping[str, ir.Value], bias: ir.Value | None, residual: ir.Value | None
     ) -> list[ir.Value | None]:
-        """The inputs of the node, in order."""
+        """Return the node's inputs, in order."""
         return in_order(self.input_names, {"X": x, **packed, "bias": bias, "residual": residual})
 
     @abc.abstractmethod
     def attributes(
         self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
     ) -> list[ir.Attr]:
-        """The attributes of the node, for a weight [k, n]. gated_columns: see joined.py; 0 otherwise."""
+        """Return the node's attributes for a weight [k, n]. gated_columns: see joined.py; otherwise 0."""
 
     def node_attributes(
         self,
@@ -146,7 +149,7 @@ class Replacement(abc.ABC):
         gated_columns: int = 0,
         norm_epsilon: float = -1.0,
     ) -> list[ir.Attr]:
-        """All attributes of a node with this weight; norm_epsilon: negative without a LayerNormalization."""
+        """Return all attributes of a node with this weight. norm_epsilon: negative without a LayerNormalization."""
         k, n = weight.matrix.shape
         attributes = self.attributes(k, n, weight.quantized, activation, gated_columns)
         if self.has_epilogue:
@@ -156,8 +159,13 @@ class Replacement(abc.ABC):
         return attributes
 
     def run(self, x: np.ndarray, packed: Mapping[str, ir.TensorProtocol], weight: LayerWeight) -> np.ndarray:
-        """x W as ONNX Runtime computes it by the operator alone, for x float32 [m, k], rounded as the weight's x_range
-        says; x_threshold is not applied."""
+        """Compute x W by the operator alone in ONNX Runtime.
+
+        Args:
+            x: float32 [m, k], rounded by the weight's x_range; x_threshold is not applied.
+            packed: The packed weight.
+            weight: The same weight, for its shape and ranges.
+        """
         tensors = dict(packed)
         if weight.x_range is not None:
             ranges = range_arrays("x", weight.x_range)
@@ -183,30 +191,33 @@ class Replacement(abc.ABC):
 
     @abc.abstractmethod
     def rounding_bound(self, x: np.ndarray, weight: LayerWeight) -> np.ndarray:
-        """How far each answer of `run` may be from x W."""
+        """Return a bound on the difference between `run` and x W, for each output."""
 
     @abc.abstractmethod
     def typical_rounding(self, quantization: Quantization | None) -> float:
-        """||run - x W|| / ||x W|| of an ordinary layer: what is expected where no inputs are recorded."""
+        """Return ||run - x W|| / ||x W|| of an ordinary layer, expected if no inputs are recorded."""
 
     @abc.abstractmethod
     def fill_inputs(self, model: ir.Model, new_name: Callable[[str], str]) -> None:
-        """Gives the operator's nodes constants that change nothing, for inputs that they lack and must have.
+        """Give the operator's nodes neutral constants for inputs that they lack but must have.
 
-        An ONNX function cannot ask whether an input is there, so what one layer of a model has, all must have; and ONNX
-        Runtime up to 1.21 crashes where one is left out in front of another. new_name makes a name that no value of the
-        model has.
+        An ONNX function cannot test whether an input is present, so if one layer of a model has it, all must. ONNX
+        Runtime up to 1.21 also crashes if an input before the last is missing. new_name makes names that are unique in
+        the model.
         """
 
     @abc.abstractmethod
     def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
-        """The operator in standard ONNX, for all of its nodes in this model: what runs without our library.
+        """Return the operator in standard ONNX, for all of its nodes in this model: the fallback without our library.
 
-        unpack_once: ONNX Runtime may unpack all weights when it loads the model, which is fast to run but takes much
-        memory; otherwise it unpacks one layer after another in each run.
+        Args:
+            model: The model with the nodes.
+            opset: The model's opset.
+            unpack_once: ONNX Runtime may unpack all weights when it loads the model, which runs fast but takes much
+                memory; otherwise it unpacks one layer after another in each run.
         """
 
 
 def range_arrays(prefix: str, fixed: FixedRange) -> dict[str, np.ndarray]:
-    """The range as the inputs <prefix>_scale and <prefix>_zero_point."""
+    """Return the range as the inputs <prefix>_scale and <prefix>_zero_point."""
     return {f"{prefix}_scale": np.asarray(fixed.scale), f"{prefix}_zero_point": np.asarray(fixed.zero_point)}

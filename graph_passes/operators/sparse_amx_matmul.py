@@ -1,4 +1,4 @@
-"""SparseAMXMatMul: bf16, int8 or int4 weights, dense, as a bitmap and their non-zeros, or 2:4."""
+"""SparseAMXMatMul: bf16, int8 or int4 weights; dense, as a bitmap with the non-zeros, or 2:4."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from .sparse_amx_matmul_storage import (
     stored_in,
 )
 
-# Of the packed tensors; the kernel refuses any other.
+# Version of the packed tensors; the kernel refuses any other.
 _FORMAT_VERSION = 1
-_MOST_INPUTS_WITH_ZERO_POINTS = 1 << 16  # as kMostInputsWithZeroPoints in ops/matmul/bitmap_weight.h
+_MAX_INPUTS_WITH_ZERO_POINTS = 1 << 16  # as kMostInputsWithZeroPoints in ops/matmul/bitmap_weight.h
 _Pack = Callable[..., tuple[np.ndarray, np.ndarray, np.ndarray]]  # masks, values, offsets
 _PACK: Mapping[int, _Pack] = {BF16: _native.pack_bitmap, 8: _native.pack_bitmap_int8, 4: _native.pack_bitmap_int4}
 _PACK_TWO_FOUR: Mapping[int, _Pack] = {
@@ -45,54 +45,61 @@ _PACK_TWO_FOUR: Mapping[int, _Pack] = {
 _VALUES = {BF16: ir.DataType.BFLOAT16, 8: ir.DataType.INT8, 4: ir.DataType.UINT8}
 _LARGEST_BF16 = float(np.uint32(0x7F7F0000).view(np.float32))
 
-# Of float32 arithmetic, as a share of |x| |W|: 2^-8 for each x and each w in bf16; any order of sums.
+# Errors as fractions of |x| |W|: 2^-8 for each x and each w in bf16; float32 arithmetic in any order of sums.
 _BF16_ROUNDING = 1.2 * 2**-7
 _FLOAT_ROUNDING = 2**-12
-# Of numbers below it, which processors may take for zero, as the bf16 instructions do. Dead neurons have such weights.
+# Processors may flush smaller values to zero, as the bf16 instructions do. Dead neurons have such weights.
 _SMALLEST_NORMAL = 2.0**-126
 
 
 class SparseAMXMatMul(Replacement):
-    """Y = activation(X W + bias) + residual, or the LayerNormalization of that; X is rounded to bf16, or row by row to
-    int8 for quantized weights: with zero points for int8 ones."""
+    """Y = activation(X W + bias) + residual, optionally layer-normalized.
+
+    X is rounded to bf16, or for quantized weights row by row to int8, with zero points if the weights are int8.
+    """
 
     op_type = OP_TYPE
     input_names = INPUTS
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
-        # It would round activations also where a recipe promises bf16 ones.
+        """Return why the operator cannot hold a weight of k inputs with this quantization; None if it can."""
+        # Activations would be rounded even if a recipe promises bf16.
         if isinstance(quantization, StoredInt4 | StoredInt8) and not self.keeps_stored:
             if quantization.bits == 4:
-                return "has scales, and perhaps zero points, that SparseAMXMatMul does not take"
-            return (
-                "is stored in int8, which SparseAMXMatMul does not take over here; give weights='int8' or pattern='4x1'"
-            )
+                return "has scales, and perhaps zero points, that SparseAMXMatMul does not support"
+            return "is stored in int8, which SparseAMXMatMul does not keep here; give weights='int8' or pattern='4x1'"
         zero_points = quantization is not None and not quantization.symmetric
         if zero_points and _stores_zero_points(quantization):
-            # In a sparse storage, what is not stored is a zero of the numbers, but no weight of zero.
-            return "has zero points, which 2:4 storage does not take" if self.storage == TWO_FOUR else None
+            # A sparse storage omits integers that are zero, but with zero points these are not zero weights.
+            return "has zero points, which 2:4 storage does not support" if self.storage == TWO_FOUR else None
         if zero_points:
-            return "is quantized with zero points, which SparseAMXMatMul does not take; set quantize.symmetric to true"
+            return (
+                "is quantized with zero points, which SparseAMXMatMul does not support; set quantize.symmetric to true"
+            )
         return why_not_groups(self.op_type, quantization)
 
     def why_not_matrix(self, matrix: np.ndarray) -> str | None:
+        """Return why the operator cannot hold these unquantized weights; None if it can."""
         # NaN fails every comparison.
         if matrix.max() <= _LARGEST_BF16 and matrix.min() >= -_LARGEST_BF16:
             return None
-        return "holds NaN, infinity or numbers beyond bfloat16"
+        return "holds NaN, infinity or values beyond bfloat16"
 
     def why_not_quantized(self, quantized: QuantizedWeight) -> str | None:
+        """Return why the operator cannot hold these integers, which the model stores; None if it can."""
         if quantized.bits == 8:
             return None
         scales = quantized.scales.numpy().astype(np.float32)
         if np.array_equal(scales, scales.astype(ml_dtypes.bfloat16).astype(np.float32)):
             return None
-        return "has scales that are no bfloat16 numbers, and SparseAMXMatMul has no others for 4 bits"
+        return "has scales that are not exact in bfloat16, as SparseAMXMatMul requires for 4 bits"
 
     def stored_weights(self, matrix: np.ndarray) -> Stored:
+        """Return the count and sparsity of the weights that `pack` stores for this matrix."""
         return stored_in(matrix)
 
     def pack(self, weight: LayerWeight) -> PackedWeight:
+        """Return the constant inputs that hold W."""
         quantized = weight.quantized
         matrix = np.ascontiguousarray(weight.matrix if quantized is None else quantized.q.numpy())
         k, n = matrix.shape
@@ -122,6 +129,7 @@ class SparseAMXMatMul(Replacement):
         return packed
 
     def packed_bytes(self, k: int, n: int, stored: Stored, quantization: Quantization | None) -> int:
+        """Return the size of `pack`'s result in bytes."""
         bits = weight_bits(quantization)
         groups = 1 if quantization is None or quantization.group_size is None else -(-k // quantization.group_size)
         of_group = {BF16: 0, 8: 4, 4: 2}[bits] + int(_stores_zero_points(quantization))
@@ -130,17 +138,20 @@ class SparseAMXMatMul(Replacement):
         return storage_bytes(k, n, stored.count, bits, storage) + scales
 
     def foreseen_storage(self, k: int, n: int, stored: Stored, quantization: Quantization | None) -> str:
+        """Return the name of the storage that `pack` will choose."""
         if _stores_zero_points(quantization):
             return DENSE
         return choose_storage(k, n, stored, weight_bits(quantization), self.storage)
 
     def storage_of(self, packed: Mapping[str, ir.TensorProtocol]) -> str:
+        """Return the name of the storage of a packed weight."""
         return storage_of(packed["masks"].size, packed["offsets"].size)
 
     def attributes(
         self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
     ) -> list[ir.Attr]:
-        numbers = {
+        """Return the node's attributes for a weight [k, n]."""
+        integers = {
             "k": k,
             "n": n,
             "format_version": _FORMAT_VERSION,
@@ -150,9 +161,10 @@ class SparseAMXMatMul(Replacement):
             "gated_columns": gated_columns,
             "x_zero_points": int(_has_zero_points(k, quantization)),
         }
-        return [ir.AttrInt64(name, number) for name, number in numbers.items()]
+        return [ir.AttrInt64(name, value) for name, value in integers.items()]
 
     def rounding_bound(self, x: np.ndarray, weight: LayerWeight) -> np.ndarray:
+        """Return a bound on the difference between `run` and x W, for each output."""
         magnitude = np.abs(weight.matrix)
         product: np.ndarray = np.abs(x) @ magnitude
         k = len(magnitude)
@@ -162,21 +174,23 @@ class SparseAMXMatMul(Replacement):
             bound: np.ndarray = _BF16_ROUNDING * product + lost
             return bound
         # Half a step of each x (ops/matmul/bitmap_weight.h).
-        if weight.quantized.bits == 8 and k <= _MOST_INPUTS_WITH_ZERO_POINTS:
+        if weight.quantized.bits == 8 and k <= _MAX_INPUTS_WITH_ZERO_POINTS:
             half_steps = (np.maximum(x.max(axis=1), 0) - np.minimum(x.min(axis=1), 0))[:, None] / 508
         else:
             half_steps = np.abs(x).max(axis=1, keepdims=True) / 254
         steps: np.ndarray = half_steps * magnitude.sum(axis=0) * (1 + _FLOAT_ROUNDING)
-        # The scale of x times that of w.
+        # The product of the scales of x and w may be subnormal.
         lost = _SMALLEST_NORMAL * 254 * 255 * k
         return steps + _FLOAT_ROUNDING * product + lost
 
     def typical_rounding(self, quantization: Quantization | None) -> float:
+        """Return ||run - x W|| / ||x W|| of an ordinary layer."""
         # bf16: 2^-8 / sqrt 6 for each x and each w. int8: a step of max|x| / 127 over sqrt 12, for rows whose largest
-        # number is six times their root mean square.
+        # value is six times their RMS.
         return 0.0023 if quantization is None else 0.014
 
     def fill_inputs(self, model: ir.Model, new_name: Callable[[str], str]) -> None:
+        """Give the operator's nodes neutral constants for inputs that they lack but must have."""
         nodes = nodes_of(model, OP_TYPE)
         uses = _uses(nodes)
 
@@ -193,24 +207,25 @@ class SparseAMXMatMul(Replacement):
         fill_missing(nodes, INPUTS, needed, neutral, new_name)
 
     def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
+        """Return the operator as an ONNX function for all of its nodes in this model."""
         return sparse_amx_matmul_function(opset, _uses(nodes_of(model, OP_TYPE)), unpack_once)
 
 
 def weight_bits(quantization: Quantization | None) -> int:
-    """Of a stored weight: 16 is bf16."""
+    """Return the bits of a stored weight; 16 is bf16."""
     return BF16 if quantization is None else quantization.bits
 
 
 def _stores_zero_points(quantization: Quantization | None) -> bool:
-    """Whether the weight has zero points that the operator takes: those of int8 numbers and whole columns."""
+    """Return whether the weight has zero points that the operator supports: int8, one scale per column."""
     if quantization is None or quantization.symmetric:
         return False
     return quantization.bits == 8 and quantization.group_size is None and not quantization.minimum
 
 
 def _has_zero_points(k: int, quantization: Quantization | None) -> bool:
-    """Whether each row of x is quantized with a zero point: where kernels can, as that is more exact."""
-    return weight_bits(quantization) == 8 and k <= _MOST_INPUTS_WITH_ZERO_POINTS
+    """Return whether rows of x are quantized with zero points: more exact, so wherever kernels can."""
+    return weight_bits(quantization) == 8 and k <= _MAX_INPUTS_WITH_ZERO_POINTS
 
 
 def _uses(nodes: list[ir.Node]) -> Uses:

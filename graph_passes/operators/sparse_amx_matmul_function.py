@@ -1,12 +1,12 @@
-"""SparseAMXMatMul as an ONNX function: its specification, and what runs where our library is not registered.
+"""SparseAMXMatMul as an ONNX function: its specification, and the fallback without Ortolan's library.
 
-It uses only operators that mean the same from opset 13 on (but for ReduceMax), and serves any k, n and rank of X. The
-formats of the weight are specified in ops/formats/bitmap.h and its like.
+It uses only operators with the same meaning from opset 13 on (except ReduceMax), and works for any k, n and rank of X.
+The weight formats are specified in ops/formats/bitmap.h and two_four.h.
 
-A function sees its node's attributes, not which of its inputs are there or what types they have. So it holds what the
-layers of one model need (Uses), and where they differ it computes both and takes one by an attribute, or, of storages,
-by the sizes of masks and offsets. Whatever it then computes for a layer in vain must be valid all the same: indices are
-kept in bounds, and numbers of another type cast.
+A function sees its node's attributes, but not which inputs are present or their types. So it contains what the layers
+of one model need (Uses). Where layers differ it computes both variants and selects by an attribute, or for storages by
+the sizes of masks and offsets. The unused variant must be valid too: indices are clipped to bounds, and other types are
+cast.
 """
 
 from __future__ import annotations
@@ -28,27 +28,32 @@ ATTRIBUTES = ("k", "n", "format_version", "weight_bits", "group_size", "activati
 TILE_ROWS = 16
 INT4_BIAS = 8
 
-# As in ops/formats/two_four.h: of each quad of inputs two weights are stored; a span is 8 quads of 16 columns.
+# As in ops/formats/two_four.h: two weights of each quad of inputs are stored; a span is 8 quads of 16 columns.
 QUAD = 4
 QUAD_STORED = 2
 _SPAN_QUADS = 8
-_SPAN_BYTES = 64  # of masks
+_SPAN_BYTES = 64  # bytes of masks
 _SPAN_SLOTS = _SPAN_QUADS * PANEL_COLUMNS * QUAD_STORED
 
-_SMALLEST_MAXIMUM = 2.0**-100  # as in ops/matmul/bitmap_weight.h, also of half a range
+_SMALLEST_MAXIMUM = 2.0**-100  # as in ops/matmul/bitmap_weight.h, also for half a range
 
 
 def row_inputs(weight_bits: int) -> int:
-    """The inputs that a row of a tile holds of each column."""
+    """Return the inputs per column in one row of a tile."""
     return 2 if weight_bits == 16 else 4
 
 
 @dataclass(frozen=True)
 class Uses(LayerUses):
-    """What the SparseAMXMatMul nodes of a model make use of.
+    """The features that the SparseAMXMatMul nodes of a model use.
 
-    x_zero_points: of the nodes with int8 weights, the attribute.
-    zero_points: some have the input.
+    Attributes:
+        weight_bits: Values of the attribute.
+        dense: Some layers use dense storage.
+        bitmap: Some layers use bitmap storage.
+        two_four: Some layers use 2:4 storage.
+        x_zero_points: Values of the attribute of nodes with int8 weights.
+        zero_points: Some nodes have this input.
     """
 
     weight_bits: frozenset[int] = frozenset({16})
@@ -60,16 +65,19 @@ class Uses(LayerUses):
 
     @property
     def differ(self) -> bool:
-        """Whether some layers of the model lie in 2:4 storage, and some in another."""
+        """True if some layers use 2:4 storage and others do not."""
         return self.two_four and (self.bitmap or self.dense)
 
 
 def sparse_amx_matmul_function(opset: int, uses: Uses, unpack_once: bool = True) -> ir.Function:
-    """The function for a model of this opset.
+    """Return the function for a model of this opset.
 
-    unpack_once: all of the unpacking has constant inputs, so ONNX Runtime does it when the session is created; while it
-    does, it keeps every intermediate result of every layer, 37 bytes a weight or more. False: the unpacking seems to
-    depend on X, so it is done layer by layer in each run.
+    Args:
+        opset: The model's opset.
+        uses: The features that the model's nodes use.
+        unpack_once: All unpacking has constant inputs, so ONNX Runtime does it when the session is created; meanwhile
+            it keeps every intermediate result of every layer, at least 37 bytes per weight. False: the unpacking seems
+            to depend on X, so it is done layer by layer in each run.
     """
     last = INPUTS[-1] if uses.zero_points else NORM_INPUTS[-1] if uses.norm else "scales"
     inputs = {name: ir.val(name) for name in INPUTS[: INPUTS.index(last) + 1]}
@@ -90,14 +98,14 @@ def unpacked_bitmap(
     dense: bool,
     seems_to_depend_on: ir.Value | None,
 ) -> ir.Value:
-    """A bf16 bitmap as float32 [k, n]. dense: its storage may be. seems_to_depend_on: see _Weight."""
+    """Return a bf16 bitmap as float32 [k, n]. dense: its storage may be dense. seems_to_depend_on: see _Weight."""
     return _Weight(body, {"masks": masks, "values": values}, Uses(dense=dense), k, n, seems_to_depend_on).matrix()
 
 
 class _Weight:
     """Unpacks W to float32.
 
-    seems_to_depend_on: keeps ONNX Runtime from unpacking it once for all.
+    seems_to_depend_on keeps ONNX Runtime from unpacking the weight when it loads the model.
     """
 
     def __init__(
@@ -122,17 +130,17 @@ class _Weight:
         # In 2:4 storage, rows are quads.
         self._row_inputs = self._by_storage(body.integer(QUAD), inputs_of_rows)
         self._panels = body.divided_up(self._n, body.integer(PANEL_COLUMNS))
-        # Four rows together: int4 formats store two rows, or two quads of rows, in the same bytes.
+        # Rows in fours: int4 formats store two rows, or two quads of rows, in the same bytes.
         self._by_fours = body.shape(self._panels, -1, 2, 2, PANEL_COLUMNS, self._row_inputs)
 
     def matrix(self) -> ir.Value:
-        """W [k, n], scales included."""
+        """Return W [k, n], with scales applied."""
         body, op = self._body, self._body.op
-        # Panel, rows of its tiles, column, input of the row -> input, column.
+        # [panel, row of its tiles, column, input in row] -> [input, column].
         matrix_order = op("Transpose", self._in_tile_order(), perm=[1, 2, 3, 5, 0, 4])
         padded_n = op("Mul", self._panels, body.integer(PANEL_COLUMNS))
         padded = op("Reshape", matrix_order, body.shape(-1, padded_n))
-        if self._uses.zero_points:  # in the order of the columns, or one zero
+        if self._uses.zero_points:  # one per column, in order, or a single zero
             zero_points = op("Reshape", self._inputs["zero_points"], body.ints(1, -1))
             padded = op("Sub", padded, op("Cast", zero_points, to=ir.DataType.FLOAT))
         if self._uses.weight_bits != {16}:
@@ -140,18 +148,18 @@ class _Weight:
         return op("Slice", padded, body.ints(0, 0), body.shape(self._k, self._n))
 
     def _in_tile_order(self) -> ir.Value:
-        """The weights as float32, zero where none is stored: [panels, fours of rows, 2, 2, 16, inputs of a row]."""
+        """Return the weights with zeros, float32 [panels, fours of rows, 2, 2, 16, inputs of a row]."""
         body, op, uses = self._body, self._body.op, self._uses
         mask_bytes = self._mask_bytes()
         found = [self._two_four(mask_bytes)] if uses.two_four else []
         found += [self._bitmap(mask_bytes)] if uses.bitmap or uses.dense else []
-        stored, places = map(self._by_storage, *found) if uses.differ else found[0]
-        values = self._values_at(places)
+        stored, positions = map(self._by_storage, *found) if uses.differ else found[0]
+        values = self._values_at(positions)
         weights = {}
         if uses.weight_bits != {4}:
             weights[16] = weights[8] = op("Cast", values, to=ir.DataType.FLOAT)
         if 4 in uses.weight_bits:
-            # Low nibbles in even rows, high ones in odd rows; a row of 2:4 storage is two quads.
+            # Low nibbles belong to even rows, high nibbles to odd rows; a row of 2:4 storage is two quads.
             of_quads = body.constant(np.array([0, 4], np.uint8).reshape(2, 1, 1, 1))
             shifts = self._by_storage(of_quads, body.constant(np.array([0, 4], np.uint8).reshape(2, 1, 1)))
             shifted = op("BitShift", op("Cast", values, to=ir.DataType.UINT8), shifts, direction="RIGHT")
@@ -160,7 +168,7 @@ class _Weight:
         return op("Where", op("Cast", stored, to=ir.DataType.BOOL), self._by_bits(weights), body.number(0))
 
     def _of_bits(self, make: Callable[[int], ir.Value]) -> ir.Value:
-        """What is made for the layer's weight_bits."""
+        """Return what `make` returns for the layer's weight_bits."""
         return self._by_bits({bits: make(bits) for bits in sorted(self._uses.weight_bits)})
 
     def _by_bits(self, values: Mapping[int, ir.Value]) -> ir.Value:
@@ -168,7 +176,7 @@ class _Weight:
         return used.popitem()[1] if len(set(used.values())) == 1 else self._body.by_attribute("weight_bits", used)
 
     def _find_storage(self) -> ir.Value:
-        """Whether the layer is stored 2:4: it has masks, and no offsets."""
+        """Return whether the layer is stored 2:4: it has masks but no offsets."""
         body, op = self._body, self._body.op
         has_masks = op("Greater", op("Size", self._inputs["masks"]), body.integer(0))
         return op("And", has_masks, op("Equal", op("Size", self._inputs["offsets"]), body.integer(0)))
@@ -179,7 +187,7 @@ class _Weight:
         return self._body.op("Where", self._is_two_four, two_four, others)
 
     def _mask_bytes(self) -> ir.Value:
-        """One axis; of dense storage, masks in which all bits are set."""
+        """Return the masks as one axis; for dense storage, masks with all bits set."""
         body, op = self._body, self._body.op
         masks = op("Reshape", self._inputs["masks"], body.ints(-1))
         if not self._uses.dense:
@@ -191,42 +199,42 @@ class _Weight:
         return op("Concat", masks, ones, axis=0)
 
     def _bits(self, mask_bytes: ir.Value, bits: int) -> ir.Value:
-        """So many bits of each byte after the other, the lowest first, on an axis behind those of mask_bytes."""
+        """Split each byte into groups of `bits` bits, lowest first, on a new last axis."""
         body, op = self._body, self._body.op
         shifts = op("Cast", op("Add", body.ints(*range(0, 8, bits)), self._zero), to=ir.DataType.UINT8)
         shifted = op("BitShift", op("Unsqueeze", mask_bytes, body.ints(-1)), shifts, direction="RIGHT")
         return op("Mod", shifted, body.constant(np.array(2**bits, np.uint8)))
 
     def _bitmap(self, mask_bytes: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Whether each weight is stored, uint8, and the place of its value, int32, both in tile order.
+        """Return whether each weight is stored, uint8, and the index of its value, int32, both in tile order.
 
-        Mask bit i of a row is bit i % 8 of byte i // 8. The number of bits before a bit says which value stands there.
-        (NonZero and ScatterElements would do as well, but ONNX Runtime does not precompute operators of unknown output
+        Mask bit i of a row is bit i % 8 of byte i // 8; the count of set bits before it is the index of its value.
+        (NonZero and ScatterElements would also work, but ONNX Runtime does not precompute operators of unknown output
         size.)
         """
         body, op = self._body, self._body.op
         bits = op("Reshape", self._bits(mask_bytes, 1), body.ints(-1))
         flat = op("Cast", bits, to=ir.DataType.INT32)
-        places = {}
+        positions = {}
         if self._uses.weight_bits != {4}:
             before = op("CumSum", flat, body.integer(0), exclusive=1)
-            places[16] = places[8] = op("Reshape", before, self._by_fours)
+            positions[16] = positions[8] = op("Reshape", before, self._by_fours)
         if 4 in self._uses.weight_bits:
-            places[4] = self._int4_places(op("Reshape", flat, self._by_fours))
-        return op("Reshape", bits, self._by_fours), self._by_bits(places)
+            positions[4] = self._int4_positions(op("Reshape", flat, self._by_fours))
+        return op("Reshape", bits, self._by_fours), self._by_bits(positions)
 
-    def _int4_places(self, stored: ir.Value) -> ir.Value:
-        """The byte of each weight: even and odd rows of a panel are two streams side by side, from the same start."""
+    def _int4_positions(self, stored: ir.Value) -> ir.Value:
+        """Return the byte of each weight. Even and odd rows of a panel are two streams with the same start."""
         body, op = self._body, self._body.op
         streams = op("Transpose", stored, perm=[0, 3, 1, 2, 4, 5])
         one_axis = op("Reshape", streams, body.shape(self._panels, 2, -1))
         before = op("CumSum", one_axis, body.integer(2), exclusive=1)
         panel_bytes = body.reduce_max(body.reduce_max(op("Add", before, one_axis), 2), 1)
-        places = op("Add", before, op("CumSum", panel_bytes, body.integer(0), exclusive=1))
-        return op("Transpose", op("Reshape", places, op("Shape", streams)), perm=[0, 2, 3, 1, 4, 5])
+        positions = op("Add", before, op("CumSum", panel_bytes, body.integer(0), exclusive=1))
+        return op("Transpose", op("Reshape", positions, op("Shape", streams)), perm=[0, 2, 3, 1, 4, 5])
 
     def _two_four(self, mask_bytes: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """As _bitmap, of 2:4 storage (ops/formats/two_four.h), whose tile order is that of quads."""
+        """Return the same as `_bitmap` for 2:4 storage (ops/formats/two_four.h), whose tile order is that of quads."""
         body, op = self._body, self._body.op
         inputs = self._slot_inputs(mask_bytes)
         quad = body.constant(np.arange(QUAD, dtype=np.int32))
@@ -239,21 +247,21 @@ class _Weight:
         values_of_span = self._of_bits(lambda bits: body.integer(_SPAN_SLOTS if bits != 4 else _SPAN_SLOTS // 2))
         first_slots = self._of_bits(lambda bits: body.constant(_first_slots(bits)))
         of_span = op("Add", op("Mul", span, values_of_span), first_slots)
-        place = op("Reshape", op("Cast", of_span, to=ir.DataType.INT32), self._quads_by_fours(1))
-        next_place = op("Add", place, body.constant(np.array(1, np.int32)))
-        stored, places = (
+        position = op("Reshape", op("Cast", of_span, to=ir.DataType.INT32), self._quads_by_fours(1))
+        next_position = op("Add", position, body.constant(np.array(1, np.int32)))
+        stored, positions = (
             op("Cast", op("Or", first, second), to=ir.DataType.UINT8),
-            op("Where", second, next_place, place),
+            op("Where", second, next_position, position),
         )
         if not self._uses.differ or 16 not in self._uses.weight_bits:
-            return stored, places
-        # For a bf16 layer of another storage, rows of which hold two inputs.
-        return op("Reshape", stored, self._by_fours), op("Reshape", places, self._by_fours)
+            return stored, positions
+        # For a bf16 layer of another storage, where a row holds two inputs.
+        return op("Reshape", stored, self._by_fours), op("Reshape", positions, self._by_fours)
 
     def _slot_inputs(self, mask_bytes: ir.Value) -> ir.Value:
-        """Which input of its quad each slot holds, int32 [panels, fours of quads, 2, 2, 16, slots]."""
+        """Return which input of its quad each slot holds, int32 [panels, fours of quads, 2, 2, 16, slots]."""
         body, op = self._body, self._body.op
-        # Of each column: in bf16 slots, halves of the rows, rows; otherwise quads of a row, slots, rows.
+        # Order within a column. bf16: slots, halves of the rows, rows; otherwise: quads of a row, slots, rows.
         by_columns = op("Reshape", mask_bytes, body.ints(-1, PANEL_COLUMNS, 2, 2))
         inputs = op("Cast", self._bits(by_columns, 2), to=ir.DataType.INT32)
         by_quads: dict[int, ir.Value] = {}
@@ -263,25 +271,26 @@ class _Weight:
                 by_quads |= dict.fromkeys(used, op("Reshape", ordered, self._quads_by_fours(QUAD_STORED)))
         return self._by_bits(by_quads)
 
-    def _quads_by_fours(self, numbers: int) -> ir.Value:
-        """The shape of so many numbers for each quad."""
-        return self._body.shape(self._panels, -1, 2, 2, PANEL_COLUMNS, numbers)
+    def _quads_by_fours(self, count: int) -> ir.Value:
+        """Return the shape of a tensor with `count` elements per quad."""
+        return self._body.shape(self._panels, -1, 2, 2, PANEL_COLUMNS, count)
 
-    def _values_at(self, places: ir.Value) -> ir.Value:
+    def _values_at(self, positions: ir.Value) -> ir.Value:
         body, values = self._body, self._inputs["values"]
         if len(self._uses.weight_bits) > 1 or self._uses.differ:
-            last = body.op("Sub", body.op("Shape", values), body.integer(1))  # ONNX Runtime's Size takes no bf16
-            places = body.op("Min", places, body.op("Cast", last, to=ir.DataType.INT32))
-        return body.op("Gather", values, places)
+            # ONNX Runtime's Size does not support bf16
+            last = body.op("Sub", body.op("Shape", values), body.integer(1))
+            positions = body.op("Min", positions, body.op("Cast", last, to=ir.DataType.INT32))
+        return body.op("Gather", values, positions)
 
     def _scales(self, padded_shape: ir.Value, padded_n: ir.Value) -> ir.Value:
-        """[panels, groups, 16] -> [padded k, padded n], or one row for all inputs. Behind the last group: any."""
+        """Expand scales [panels, groups, 16] to [padded k, padded n] (undefined in padding), or to one row."""
         body, op = self._body, self._body.op
         by_groups = op("Transpose", op("Cast", self._inputs["scales"], to=ir.DataType.FLOAT), perm=[1, 0, 2])
         rows = op("Reshape", by_groups, body.shape(-1, padded_n))
         if 4 not in self._uses.weight_bits:
             return rows
-        # Where the weight is not int4, a group_size of 0 and a single group.
+        # A weight that is not int4 has group_size 0 and a single group.
         group_size = op("Max", body.attribute("group_size"), body.integer(1))
         padded_k = op("Squeeze", op("Slice", padded_shape, body.ints(0), body.ints(1)), body.ints(0))
         groups = op("Div", op("Range", body.integer(0), padded_k, body.integer(1)), group_size)
@@ -290,12 +299,12 @@ class _Weight:
 
 
 def _row_maximum(body: FunctionBody, x: ir.Value) -> ir.Value:
-    # ONNX Runtime's reductions leave an x of no rows as wide as it was: the Slice is for that alone.
+    # ONNX Runtime's reductions keep the width of an x without rows; the Slice corrects that.
     return body.op("Slice", body.reduce_max(x, -1), body.ints(0), body.ints(1), body.ints(-1))
 
 
 def _without_zero_points(body: FunctionBody, x: ir.Value) -> tuple[ir.Value, ...]:
-    """The numbers of int8 that rows are rounded to, as floats, and the scale of each row."""
+    """Return rows rounded to int8, as floats, and the scale of each row."""
     op = body.op
     largest = op("Max", _row_maximum(body, op("Abs", x)), body.number(_SMALLEST_MAXIMUM))
     q = op("Round", op("Mul", x, op("Div", body.number(127), largest)))
@@ -303,21 +312,21 @@ def _without_zero_points(body: FunctionBody, x: ir.Value) -> tuple[ir.Value, ...
 
 
 def _with_zero_points(body: FunctionBody, x: ir.Value) -> tuple[ir.Value, ...]:
-    """Likewise, less the zero point of each row."""
+    """Return rows rounded to int8 less each row's zero point, as floats, and the scale of each row."""
     op = body.op
     zero, half = body.number(0), body.number(0.5)
-    most = op("Max", _row_maximum(body, x), zero)
-    minus_least = op("Max", _row_maximum(body, op("Neg", x)), zero)
-    half_range = op("Add", op("Mul", most, half), op("Mul", minus_least, half))
+    maximum = op("Max", _row_maximum(body, x), zero)
+    minus_minimum = op("Max", _row_maximum(body, op("Neg", x)), zero)
+    half_range = op("Add", op("Mul", maximum, half), op("Mul", minus_minimum, half))
     half_range = op("Max", half_range, body.number(_SMALLEST_MAXIMUM))
     factor = op("Div", body.number(127), half_range)
-    steps_to_most = op("Sub", body.number(254), op("Round", op("Mul", minus_least, factor)))
-    q = op("Min", op("Round", op("Mul", x, factor)), steps_to_most)
+    largest_q = op("Sub", body.number(254), op("Round", op("Mul", minus_minimum, factor)))
+    q = op("Min", op("Round", op("Mul", x, factor)), largest_q)
     return q, op("Div", half_range, body.number(127))
 
 
 def _product(body: FunctionBody, x: ir.Value, w: ir.Value, uses: Uses) -> ir.Value:
-    """X W with X rounded to bf16, or row by row to int8 with a scale."""
+    """Return X W with X rounded to bf16, or row by row to int8 with a scale."""
     op = body.op
     rounded, scales = {}, {}
     if 16 in uses.weight_bits:
@@ -344,10 +353,10 @@ def _product(body: FunctionBody, x: ir.Value, w: ir.Value, uses: Uses) -> ir.Val
 
 
 def _first_slots(weight_bits: int) -> np.ndarray:
-    """Where the values of each quad of a span begin, of those that the span has: int64 [quads, 16]."""
+    """Return the index of each quad's first value among the values of its span: int64 [quads, 16]."""
     quad, column = np.mgrid[:_SPAN_QUADS, :PANEL_COLUMNS].astype(np.int64)
-    places: np.ndarray = (quad * PANEL_COLUMNS + column) * QUAD_STORED
-    if weight_bits != 16:  # a row is two quads; of int4, two rows share their bytes
+    slots: np.ndarray = (quad * PANEL_COLUMNS + column) * QUAD_STORED
+    if weight_bits != 16:  # a row is two quads; in int4, two rows share their bytes
         row = quad // 2 if weight_bits == 8 else quad // 4
-        places = ((row * PANEL_COLUMNS + column) * 2 + quad % 2) * QUAD_STORED
-    return places
+        slots = ((row * PANEL_COLUMNS + column) * 2 + quad % 2) * QUAD_STORED
+    return slots

@@ -1,10 +1,10 @@
-"""How SparseAMXMatMul stores a weight: which storage, and how large it is.
+"""The choice and the size of SparseAMXMatMul's weight storage.
 
     dense     every weight (ops/formats/bitmap.h)
-    bitmap    a bit a weight, and the weights that are not zero
-    2:4       of each four inputs of an output two weights, and their places (ops/formats/two_four.h)
+    bitmap    one bit per weight, and the non-zero weights
+    2:4       two weights of each four inputs of an output, and their positions (ops/formats/two_four.h)
 
-The weights are the same in all of them. They differ in size and speed, and in which CPUs are fast with them.
+All of them hold the same weights. They differ in size and speed, and in which CPUs are fast with them.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from .replacement import Stored
 from .sparse_amx_matmul_function import QUAD, QUAD_STORED, TILE_ROWS, row_inputs
 
 DENSE, BITMAP, TWO_FOUR = "dense", "bitmap", "2:4"
-# What option `storage` of pass replace says instead: the smallest one, also where this CPU is slow with it.
+# A value of option `storage` of pass replace: the smallest storage, even if this CPU is slow with it.
 SMALL = "small"
 
 BF16 = 16  # weight_bits
-# As in ops/formats/: bytes behind the last value of a bitmap format.
+# As in ops/formats/: bytes after the last value of a bitmap format.
 _PADDING_BYTES = 64
-# 2:4 storage is fast on every CPU, where a bitmap may meet one that is not: it may be larger by so much.
+# 2:4 storage is fast on every CPU, a bitmap only on some, so 2:4 may be larger by this factor.
 _TWO_FOUR_GROWTH = 1.25
 _CHUNK = 256  # quads of inputs
 
 
 def beyond_two_four(matrix: np.ndarray) -> str:
-    """The first four inputs of an output of which more than two weights are not zero, [k, n], in words; "": none."""
+    """Return the first four inputs of an output with more than two non-zero weights in [k, n], in words; "" if 2:4."""
     rows = QUAD * _CHUNK
     for start in range(0, len(matrix), rows):
         part = matrix[start : start + rows] != 0
@@ -45,17 +45,17 @@ def beyond_two_four(matrix: np.ndarray) -> str:
 
 
 def stored_in(matrix: np.ndarray) -> Stored:
-    """What is stored of a matrix of weights or of whole numbers, [k, n]."""
+    """Return the stored weights of a matrix [k, n] of floats or integers."""
     return Stored(int(np.count_nonzero(matrix)), beyond_two_four(matrix))
 
 
 def bitmaps_are_fast(bits: int) -> bool:
-    """Whether this CPU multiplies by a bitmap of weights of so many bits faster than by dense ones."""
+    """Return whether this CPU multiplies faster by a bitmap than by dense weights of this bit width."""
     return _native.bitmaps_are_fast(bits)
 
 
 def choose_storage(k: int, n: int, stored: Stored, bits: int, wanted: str | None) -> str:
-    """wanted: option `storage` of pass replace. What is not 2:4 is not stored so, whatever is wanted."""
+    """Return the storage for a weight. wanted: option `storage` of pass replace; 2:4 needs 2:4 sparse weights."""
     if wanted == TWO_FOUR and stored.is_two_four:
         return TWO_FOUR
     other = BITMAP if _native.is_worth_bitmap(bits, k, n, stored.count) else DENSE
@@ -66,20 +66,20 @@ def choose_storage(k: int, n: int, stored: Stored, bits: int, wanted: str | None
 
 
 def storage_of(masks: int, offsets: int) -> str:
-    """By the number of elements of these tensors."""
+    """Return the storage of a packed weight from the sizes of its masks and offsets."""
     if masks == 0:
         return DENSE
     return BITMAP if offsets else TWO_FOUR
 
 
 def storage_bytes(k: int, n: int, stored: int, bits: int, storage: str) -> int:
-    """Of masks, values and offsets for so many weights that are not zero."""
+    """Return the bytes of masks, values and offsets for `stored` non-zero weights."""
     padded = _padded_weights(k, n, bits)
     if storage == DENSE:
         return padded * bits // 8
     if storage == TWO_FOUR:
         return padded // 8 + padded * QUAD_STORED // QUAD * bits // 8
-    # int4: two streams side by side, as long as the longer one; at random positions they differ little.
+    # int4 has two interleaved streams, as long as the longer one; with random positions they differ little.
     masks, offsets = padded // 8, 8 * (-(-n // PANEL_COLUMNS) + 1)
     return masks + -(-stored * bits // 8) + _PADDING_BYTES + offsets
 

@@ -1,4 +1,4 @@
-"""VNNISpMM: int8 weights in blocks of 4 outputs x 1 input (the format: ops/formats/block_sparse_4x1.h)."""
+"""VNNISpMM: int8 weights in blocks of 4 outputs x 1 input (format: ops/formats/block_sparse_4x1.h)."""
 
 from __future__ import annotations
 
@@ -17,34 +17,39 @@ from .nodes import fill_missing, input_of, nodes_of
 from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement, Stored, why_not_groups
 from .vnni_spmm_function import GROUP_OUTPUTS, INPUTS, OP_TYPE, QUAD_INPUTS, Uses, neutral_inputs, vnni_spmm_function
 
-# Of the packed tensors; the kernel refuses any other.
+# Version of the packed tensors; the kernel refuses any other.
 _FORMAT_VERSION = 1
-_MOST_INPUTS = 1 << 16  # as kMostSparseInputs in ops/formats/block_sparse_4x1.h
-_FLOAT_ROUNDING = 2**-12  # of float32 arithmetic, as a share of |x| |W|
+_MAX_INPUTS = 1 << 16  # as kMostSparseInputs in ops/formats/block_sparse_4x1.h
+_FLOAT_ROUNDING = 2**-12  # error of float32 arithmetic, as a fraction of |x| |W|
 _SMALLEST_NORMAL = 2.0**-126
 
 
 class VNNISpMM(Replacement):
-    """Y = activation(X W + bias) + residual, or the LayerNormalization of that; X is rounded to 256 steps, of each
-    row's own range or of a fixed one."""
+    """Y = activation(X W + bias) + residual, optionally layer-normalized.
+
+    X is rounded to 256 steps, of each row's own range or of a fixed range.
+    """
 
     op_type = OP_TYPE
     input_names = INPUTS
     takes_ranges = True
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
+        """Return why the operator cannot hold a weight of k inputs with this quantization; None if it can."""
         if quantization is None or quantization.bits != 8:
             return "is not quantized to 8 bits; give weights='int8' (in a recipe file: quantize with bits = 8 before)"
         if not quantization.symmetric:
-            return "is stored with zero points, which VNNISpMM does not take"
-        if k > _MOST_INPUTS:
-            return f"has {k} inputs, expected at most {_MOST_INPUTS} for VNNISpMM"
+            return "is stored with zero points, which VNNISpMM does not support"
+        if k > _MAX_INPUTS:
+            return f"has {k} inputs, expected at most {_MAX_INPUTS} for VNNISpMM"
         return why_not_groups(self.op_type, quantization)
 
     def stored_weights(self, matrix: np.ndarray) -> Stored:
+        """Return the count and sparsity of the weights that `pack` stores for this matrix."""
         return Stored(count_blocks(matrix, GROUP_OUTPUTS))
 
     def pack(self, weight: LayerWeight) -> PackedWeight:
+        """Return the constant inputs that hold W."""
         quantized = weight.quantized
         assert quantized is not None
         values, indices, starts = _native.pack_block_sparse(np.ascontiguousarray(quantized.q.numpy()))
@@ -58,15 +63,17 @@ class VNNISpMM(Replacement):
         }
 
     def packed_bytes(self, k: int, n: int, stored: Stored, quantization: Quantization | None) -> int:
+        """Return the size of `pack`'s result in bytes."""
         groups = -(-n // GROUP_OUTPUTS)
-        # Whole blocks; the last quad of a group is filled up, by half on the average.
+        # Whole blocks; the last quad of a group is padded, by half of it on average.
         quads = stored.count / (GROUP_OUTPUTS * QUAD_INPUTS) + groups / 2 if stored.count else 0
         return round(quads * (GROUP_OUTPUTS + 2) * QUAD_INPUTS) + 8 * (groups + 1) + 4 * n
 
     def attributes(
         self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
     ) -> list[ir.Attr]:
-        numbers = {
+        """Return the node's attributes for a weight [k, n]."""
+        integers = {
             "k": k,
             "n": n,
             "format_version": _FORMAT_VERSION,
@@ -74,9 +81,10 @@ class VNNISpMM(Replacement):
             "gated_columns": gated_columns,
             "hidden_k": 0,
         }
-        return [ir.AttrInt64(name, number) for name, number in numbers.items()]
+        return [ir.AttrInt64(name, value) for name, value in integers.items()]
 
     def rounding_bound(self, x: np.ndarray, weight: LayerWeight) -> np.ndarray:
+        """Return a bound on the difference between `run` and x W, for each output."""
         magnitude = np.abs(weight.matrix)
         steps: np.ndarray
         if weight.x_range is None:
@@ -84,7 +92,7 @@ class VNNISpMM(Replacement):
             half_steps = (np.maximum(x.max(axis=1), 0) - np.minimum(x.min(axis=1), 0))[:, None] / 2 / 255
             steps = half_steps * magnitude.sum(axis=0) * (1 + _FLOAT_ROUNDING)
         else:
-            # What is cut off besides; and where a number lies near the middle of two steps, either may be chosen.
+            # Clipping adds to the error; and near the middle between two steps, either may be chosen.
             lost_of_x = np.abs(weight.x_range.rounded(x) - x)
             steps = np.maximum(lost_of_x, weight.x_range.scale / 2) * (1 + _FLOAT_ROUNDING) @ magnitude
         lost = _SMALLEST_NORMAL * 255 * 127 * len(magnitude)
@@ -92,10 +100,12 @@ class VNNISpMM(Replacement):
         return bound
 
     def typical_rounding(self, quantization: Quantization | None) -> float:
-        # A step of (max - min) / 255 over sqrt 12, for rows whose range is twelve times their root mean square.
+        """Return ||run - x W|| / ||x W|| of an ordinary layer."""
+        # A step of (max - min) / 255 over sqrt 12, for rows whose range is twelve times their RMS.
         return 0.014
 
     def fill_inputs(self, model: ir.Model, new_name: Callable[[str], str]) -> None:
+        """Give the operator's nodes neutral constants for inputs that they lack but must have."""
         nodes = nodes_of(model, OP_TYPE)
 
         def neutral(node: ir.Node) -> dict[str, np.ndarray]:
@@ -104,11 +114,12 @@ class VNNISpMM(Replacement):
         fill_missing(nodes, INPUTS, _uses(nodes).needed_inputs(), neutral, new_name)
 
     def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
+        """Return the operator as an ONNX function for all of its nodes in this model."""
         return vnni_spmm_function(opset, _uses(nodes_of(model, OP_TYPE)), unpack_once)
 
 
 def count_blocks(matrix: np.ndarray, outputs: int) -> int:
-    """The weights of those blocks, of one input and so many outputs, that are not all zero."""
+    """Return the number of weights in non-zero blocks of one input and `outputs` outputs."""
     k, n = matrix.shape
     whole = n - n % outputs
     full = np.count_nonzero(matrix[:, :whole].reshape(k, -1, outputs).any(axis=2)) * outputs
@@ -126,7 +137,7 @@ def _uses(nodes: list[ir.Node]) -> Uses:
 
 
 def _has_range(node: ir.Node) -> bool:
-    """Whether the node's input has a fixed range: neutral ones are 0."""
+    """Return whether the node's input has a fixed range: neutral scales are 0."""
     scale = constant_tensor(input_of(node, INPUTS, "x_scale"))
     return scale is not None and float(scale.numpy()) != 0
 

@@ -1,4 +1,4 @@
-"""W4A8MatMul: 4-bit weights in groups, with zero points or minimums (the format: ops/formats/int4_group.h)."""
+"""W4A8MatMul: 4-bit weights in groups, with zero points or minimums (format: ops/formats/int4_group.h)."""
 
 from __future__ import annotations
 
@@ -20,17 +20,21 @@ from .w4a8_matmul_function import INPUTS, MIDDLE_ZERO_POINT, OP_TYPE, Uses, w4a8
 
 
 class W4A8MatMul(GroupMatMul):
+    """The operator W4A8MatMul as a replacement of linear layers."""
+
     op_type = OP_TYPE
     input_names = INPUTS
     bits = 4
     largest = 15
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
+        """Return why the operator cannot hold a weight of k inputs with this quantization; None if it can."""
         if quantization is None or quantization.bits != 4:
             return "is not quantized to 4 bits; give weights='int4' (in a recipe file: quantize with bits = 4 before)"
         return None
 
     def pack(self, weight: LayerWeight) -> PackedWeight:
+        """Return the constant inputs that hold W."""
         quantized = weight.quantized
         assert quantized is not None
         q, scales = quantized.q.numpy(), quantized.scales.numpy()
@@ -52,16 +56,18 @@ class W4A8MatMul(GroupMatMul):
     def attributes(
         self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
     ) -> list[ir.Attr]:
+        """Return the node's attributes for a weight [k, n]."""
         assert quantization is not None
         steps = ir.AttrInt64("zero_point_steps", quantization.zero_point_steps)
         return [*super().attributes(k, n, quantization, activation, gated_columns), steps]
 
     def magnitude(self, weight: LayerWeight) -> np.ndarray:
+        """Return the magnitude of the terms that are added up for each weight, [k, n]."""
         whole = super().magnitude(weight)
         quantized = weight.quantized
         if quantized is None or quantized.group_size is None or not (quantized.minimum or quantized.fractions):
             return whole
-        # q - 8 and, for all inputs of a group, 8 scales and a minimum.
+        # The kernel adds up q - 8 and, per group, 8 scales and the minimum.
         rows = np.abs(quantized.scales.numpy()).astype(np.float32) * 16
         if quantized.minimums is not None:
             rows += np.abs(quantized.minimums.numpy())
@@ -70,6 +76,7 @@ class W4A8MatMul(GroupMatMul):
         return found
 
     def fill_inputs(self, model: ir.Model, new_name: Callable[[str], str]) -> None:
+        """Give the operator's nodes neutral constants for inputs that they lack but must have."""
         nodes = nodes_of(model, OP_TYPE)
         uses = _uses(nodes)
 
@@ -90,6 +97,7 @@ class W4A8MatMul(GroupMatMul):
         fill_missing(nodes, INPUTS, uses.needed_inputs(), neutral, new_name)
 
     def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
+        """Return the operator as an ONNX function for all of its nodes in this model."""
         return w4a8_matmul_function(opset, _uses(nodes_of(model, OP_TYPE)), unpack_once)
 
 

@@ -1,4 +1,4 @@
-"""W4A8MatMul as an ONNX function: its specification, and what runs where our library is not registered."""
+"""W4A8MatMul as an ONNX function: its specification, and the fallback without Ortolan's library."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ MIDDLE_ZERO_POINT = 8  # as in ops/formats/int4_group.h
 
 @dataclass(frozen=True)
 class Uses(LayerUses):
-    """What the W4A8MatMul nodes of a model make use of."""
+    """The features that the W4A8MatMul nodes of a model use."""
 
-    zero_points: bool = False  # or minimums, beside which nodes have a zero point of 0
+    zero_points: bool = False  # also true with minimums: such nodes have a zero point of 0
     minimums: bool = False
 
     def needed_inputs(self) -> set[str]:
+        """Return the inputs that all nodes must have."""
         offsets = {"zero_points"} if self.zero_points else set()
         return super().needed_inputs() | offsets | ({"minimums"} if self.minimums else set())
 
     def takes(self, name: str) -> bool:
-        """Whether the function has this input: all in front of one that is used."""
+        """Return whether the function has this input: all inputs up to the last used one."""
         return self.minimums or ((name not in NORM_INPUTS or self.norm) and name != "minimums")
 
 
 def w4a8_matmul_function(opset: int, uses: Uses, unpack_once: bool = True) -> ir.Function:
-    """The function for a model of this opset. unpack_once: see Replacement.function."""
+    """Return the function for a model of this opset. unpack_once: see `Replacement.function`."""
     inputs = {name: ir.val(name) for name in INPUTS if uses.takes(name)}
     body = FunctionBody(opset)
     product = body.op("MatMul", rounded_by_groups(body, inputs["X"]), _matrix(body, inputs, uses, unpack_once))
@@ -43,10 +44,13 @@ def w4a8_matmul_function(opset: int, uses: Uses, unpack_once: bool = True) -> ir
 
 
 def _matrix(body: FunctionBody, inputs: dict[str, ir.Value], uses: Uses, unpack_once: bool) -> ir.Value:
-    """W [k, n]: scales (q - zero_points / zero_point_steps) + minimums; a zero of one element is that for all."""
+    """Return W [k, n]: scales (q - zero_points / zero_point_steps) + minimums.
+
+    Zero points or minimums of one element hold for all weights.
+    """
     op = body.op
     rows = GroupRows(body)
-    # Panel, pair of rows, nibble, column, input of the row -> input, column.
+    # [panel, pair of rows, nibble, column, input in row] -> [input, column].
     shifts = op("Add", body.constant(np.array([[0], [4]], np.int64)), zero_of(body, inputs["X"], unpack_once))
     pairs = op("Unsqueeze", inputs["weights"], body.ints(2))
     shifted = op("BitShift", pairs, op("Cast", shifts, to=ir.DataType.UINT8), direction="RIGHT")

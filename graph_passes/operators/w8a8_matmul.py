@@ -1,4 +1,4 @@
-"""W8A8MatMul: 8-bit weights in groups, symmetric (the format: ops/formats/int8_group.h)."""
+"""W8A8MatMul: symmetric 8-bit weights in groups (format: ops/formats/int8_group.h)."""
 
 from __future__ import annotations
 
@@ -19,22 +19,26 @@ from .w8a8_matmul_function import INPUTS, OP_TYPE, w8a8_matmul_function
 
 
 class W8A8MatMul(GroupMatMul):
+    """The operator W8A8MatMul as a replacement of linear layers."""
+
     op_type = OP_TYPE
     input_names = INPUTS
     bits = 8
     largest = 128
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
+        """Return why the operator cannot hold a weight of k inputs with this quantization; None if it can."""
         if quantization is None or quantization.bits != 8:
             return "is not quantized to 8 bits; give weights='int8' (in a recipe file: quantize with bits = 8 before)"
         if isinstance(quantization, StoredInt8) and not self.keeps_stored:
-            return "is stored in int8, which W8A8MatMul takes over where quantized_only is true"
+            return "is stored in int8, which W8A8MatMul keeps only if quantized_only is true"
         if quantization.group_size not in GROUP_SIZES:
-            found = f"groups of {quantization.group_size}" if quantization.group_size else "one group a column"
+            found = f"groups of {quantization.group_size}" if quantization.group_size else "one group per column"
             return f"is quantized in {found}, and W8A8MatMul has groups of 32, 64 and 128; set quantize.group_size"
-        return None if quantization.symmetric else "has zero points or minimums, which W8A8MatMul does not take"
+        return None if quantization.symmetric else "has zero points or minimums, which W8A8MatMul does not support"
 
     def pack(self, weight: LayerWeight) -> PackedWeight:
+        """Return the constant inputs that hold W."""
         quantized = weight.quantized
         assert quantized is not None
         (scales,) = packed_floats(quantized.scales.numpy())
@@ -43,6 +47,7 @@ class W8A8MatMul(GroupMatMul):
         return {"weights": PackedTensor(weights, ir.DataType.INT8), "scales": scales}
 
     def fill_inputs(self, model: ir.Model, new_name: Callable[[str], str]) -> None:
+        """Give the operator's nodes neutral constants for inputs that they lack but must have."""
         nodes = nodes_of(model, OP_TYPE)
 
         def neutral(node: ir.Node) -> dict[str, np.ndarray]:
@@ -51,6 +56,7 @@ class W8A8MatMul(GroupMatMul):
         fill_missing(nodes, INPUTS, _uses(nodes).needed_inputs(), neutral, new_name)
 
     def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
+        """Return the operator as an ONNX function for all of its nodes in this model."""
         return w8a8_matmul_function(opset, _uses(nodes_of(model, OP_TYPE)), unpack_once)
 
 

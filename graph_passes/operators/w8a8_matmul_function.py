@@ -1,4 +1,4 @@
-"""W8A8MatMul as an ONNX function: its specification, and what runs where our library is not registered."""
+"""W8A8MatMul as an ONNX function: its specification, and the fallback without Ortolan's library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INPUTS = ("X", "weights", "scales", "bias", "residual", *NORM_INPUTS)
 
 
 def w8a8_matmul_function(opset: int, uses: LayerUses, unpack_once: bool = True) -> ir.Function:
-    """The function for a model of this opset. unpack_once: see Replacement.function."""
+    """Return the function for a model of this opset. unpack_once: see `Replacement.function`."""
     inputs = {name: ir.val(name) for name in INPUTS if uses.norm or name not in NORM_INPUTS}
     body = FunctionBody(opset)
     product = body.op("MatMul", rounded_by_groups(body, inputs["X"]), _matrix(body, inputs, unpack_once))
@@ -22,11 +22,11 @@ def w8a8_matmul_function(opset: int, uses: LayerUses, unpack_once: bool = True) 
 
 
 def _matrix(body: FunctionBody, inputs: dict[str, ir.Value], unpack_once: bool) -> ir.Value:
-    """W [k, n]: scales q."""
+    """Return W [k, n]: scales q."""
     op = body.op
     rows = GroupRows(body)
     panels = op("Add", rows.panels, zero_of(body, inputs["X"], unpack_once))
-    # Panel, row, column, input of the row -> input, column.
+    # [panel, row, column, input in row] -> [input, column].
     in_order = op("Reshape", inputs["weights"], body.shape(panels, -1, PANEL_COLUMNS, ROW_INPUTS))
     matrix_order = op("Transpose", in_order, perm=[1, 3, 0, 2])
     q = op("Cast", op("Reshape", matrix_order, body.shape(-1, rows.padded_n)), to=ir.DataType.FLOAT)

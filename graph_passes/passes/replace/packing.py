@@ -111,7 +111,7 @@ class Packer:
             self._packed[key] = values
             context.layers.packed_weights += weight.matrix.size
         packed = self._packed[key]
-        bounds = columns_of([linear.n for linear in linears]) if halves is None else [halves.places()]
+        bounds = columns_of([linear.n for linear in linears]) if halves is None else [halves.packed_columns()]
         measure_packed(context, self._replacement, linears, weight, packed, bounds)
         tensors = {part: value.const_value for part, value in packed.items() if value.const_value is not None}
         storage = self._replacement.storage_of(tensors)
