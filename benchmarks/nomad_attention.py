@@ -35,7 +35,7 @@ import onnxruntime as ort
 from onnx import GraphProto, NodeProto, ValueInfoProto, helper, numpy_helper
 
 from ortolan.graph_passes.measure.machine import last_level_cache_bytes
-from ortolan.graph_passes.measure.timing import cold_share, describe_cold_copies, interleave, pinned
+from ortolan.graph_passes.measure.timing import cold_bytes_each, describe_cold_copies, interleave, pinned
 from ortolan.graph_passes.operators.prompt_cache import PromptCache
 from ortolan.graph_passes.passes.prompt import prune_prompt
 from ortolan.graph_passes.report.figures import Timing
@@ -256,7 +256,7 @@ def _copies(arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
 
 def _count(bytes_each: int) -> int:
     """Return how many copies of a cache to use so that none stays in the L3, within a candidate's share of memory."""
-    return max(2, min(-(-4 * last_level_cache_bytes() // bytes_each), cold_share() // bytes_each))
+    return max(2, min(-(-4 * last_level_cache_bytes() // bytes_each), cold_bytes_each() // bytes_each))
 
 
 def _ours(caches: Sequence[np.ndarray], attend: Callable[..., object]) -> Measured:

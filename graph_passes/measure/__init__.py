@@ -1,1 +1,1 @@
-"""What a model does: its feeds, its answers, what goes into its layers, and the time it takes."""
+"""Running models: feeds, answers, layer inputs and times."""

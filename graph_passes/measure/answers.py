@@ -1,4 +1,4 @@
-"""Bounds the memory of answers, whatever a model's vocabulary: feeds are cut short, and large answers go to files."""
+"""Memory bounds for answers, whatever a model's vocabulary: feeds are cut short, and large answers go to files."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ import numpy as np
 
 from .feeds import Feeds, Outputs
 
-_LEAST_BYTES, _MOST_BYTES = 48 * 2**20, 128 * 2**20  # of the answers to one feed
-_IN_MEMORY = 8 * 2**20  # of the answers to one feed; larger ones go to files
-_SMALL = 4096  # bytes; such arrays stay in memory
-_PROBED = 8  # tokens of the run that tells the size of answers
-_FEW_TOKENS = 64  # answers to such feeds are small enough
+_MIN_BYTES, _MAX_BYTES = 48 * 2**20, 128 * 2**20  # of the answers to one feed
+_IN_MEMORY = 8 * 2**20  # bytes of the answers to one feed; larger answers go to files
+_SMALL = 4096  # bytes; smaller arrays stay in memory
+_PROBED = 8  # tokens of the run that measures the size of answers
+_FEW_TOKENS = 64  # answers to shorter feeds are small enough
 _BY_TOKENS = frozenset(("input_ids", "position_ids", "token_type_ids"))
 
 
 def keep(answers: Outputs, folder: Path) -> Outputs:
-    """Copy answers out of the session's memory, which they would keep from being freed. Large ones are mapped from a
-    file in `folder`, which is gone when they are."""
+    """Copy answers out of the session's memory, which they would otherwise keep alive.
+
+    Large answers are mapped from a file in `folder`; the file is deleted with them.
+    """
     large = sum(answer.nbytes for answer in answers if answer is not None) > _IN_MEMORY
     return [
         None if answer is None else _to_file(answer, folder) if large and answer.nbytes > _SMALL else answer.copy()
@@ -35,20 +37,20 @@ def _to_file(array: np.ndarray, folder: Path) -> np.ndarray:
         return np.memmap(file, array.dtype, mode="r", shape=array.shape)
 
 
-def most_bytes(model_bytes: int) -> int:
-    """The largest answers to one feed that a model of this size should give: a quarter of it, within bounds."""
-    return min(max(model_bytes // 4, _LEAST_BYTES), _MOST_BYTES)
+def max_answer_bytes(model_bytes: int) -> int:
+    """Return the byte limit for answers to one feed: a quarter of the model's size, within bounds."""
+    return min(max(model_bytes // 4, _MIN_BYTES), _MAX_BYTES)
 
 
-def shorten(feeds: Sequence[Feeds], open_session: Callable[[], Any], most: int) -> list[Feeds]:
+def shorten(feeds: Sequence[Feeds], open_session: Callable[[], Any], max_bytes: int) -> list[Feeds]:
     """Cut feeds whose answers would take too much memory to fewer tokens.
 
-    Feeds with inputs of other kinds, and feeds of models that take one length only, stay as they are.
+    Feeds with other inputs, and feeds of models with a fixed length, are unchanged.
 
     Args:
-        feeds: in the form that the model takes.
-        open_session: called if any feed is long; a few tokens of it are run.
-        most: bytes of the answers to one feed.
+        feeds: In the form that the model takes.
+        open_session: Called if any feed is long; runs a few tokens of it.
+        max_bytes: Limit for the answers to one feed.
     """
     candidates = [one for one in feeds if "input_ids" in one and one["input_ids"].size > _FEW_TOKENS]
     probe = cut(candidates[0], _PROBED) if candidates else None
@@ -59,7 +61,7 @@ def shorten(feeds: Sequence[Feeds], open_session: Callable[[], Any], most: int) 
     except Exception:  # ONNX Runtime's exceptions have no common base but Exception
         return list(feeds)
     size = sum(answer.nbytes for answer in answers if isinstance(answer, np.ndarray))
-    tokens = max(most * probe["input_ids"].size // max(size, 1), 1)  # of all sequences
+    tokens = max(max_bytes * probe["input_ids"].size // max(size, 1), 1)  # of all sequences
     shortened = []
     for one in feeds:
         ids = one.get("input_ids")
@@ -70,7 +72,7 @@ def shorten(feeds: Sequence[Feeds], open_session: Callable[[], Any], most: int) 
 
 
 def cut(feeds: Feeds, tokens: int) -> Feeds | None:
-    """The first tokens of each sequence, columns of padding in front left out; None if the inputs do not allow it."""
+    """Return the first tokens of each sequence, without columns of padding before them; None if not possible."""
     ids = feeds.get("input_ids")
     if ids is None or ids.ndim != 2 or not ids.size:
         return None

@@ -1,4 +1,4 @@
-"""Runs a decoder on feeds and hands out the keys that its cache then holds, to learn codebooks from."""
+"""Runs a decoder on feeds and yields the keys in its cache, to learn codebooks from."""
 
 from __future__ import annotations
 
@@ -12,18 +12,29 @@ from ortolan.errors import CalibrationError, one_line
 from .feeds import Feeds
 from .recorder import OnRun
 
-_GROUP_BYTES = 256 * 1024**2  # of keys that are kept at once
+_GROUP_BYTES = 256 * 1024**2  # of keys that are held at once
 
 
 def collect_keys(
     session: Any, names: Sequence[str], sizes: Sequence[int], feeds: Sequence[Feeds], max_tokens: int, on_run: OnRun
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """For each of the outputs `names` [batch, kv_heads, tokens, head_dim]: its number, and up to max_tokens keys of
-    each head, float32 [kv_heads, n, head_dim], about as many of each of the feeds, evenly spread.
+    """Yield the keys of each cache output, sampled evenly over all feeds and positions.
 
-    sizes: kv_heads head_dim of each. The model runs once for as many outputs as fit into _GROUP_BYTES.
-    Padding, by an input attention_mask, is left out. Raises CalibrationError where the model does not run, and where
-    keys are none or not finite.
+    The model runs once per group of outputs that fits into _GROUP_BYTES. Padding (input attention_mask) is left out.
+
+    Args:
+        session: A session of the decoder.
+        names: Outputs [batch, kv_heads, tokens, head_dim].
+        sizes: kv_heads * head_dim of each output.
+        feeds: The calibration feeds.
+        max_tokens: Limit of keys per head.
+        on_run: Progress callback.
+
+    Yields:
+        The index of the output and its keys, float32 [kv_heads, n, head_dim].
+
+    Raises:
+        CalibrationError: The model does not run, or there are no keys or keys that are not finite.
     """
     quota = -(-max_tokens // len(feeds))
     groups: list[list[int]] = []
@@ -53,21 +64,21 @@ def collect_keys(
             keys = np.concatenate(kept.pop(number), axis=1)[:, :max_tokens]
             if not keys.size or not np.isfinite(keys).all():
                 raise CalibrationError(
-                    f"the keys {names[number]!r} {'hold NaN or infinity' if keys.size else 'are none'} on the "
-                    "calibration feeds; give others"
+                    f"the keys {names[number]!r} {'hold NaN or infinity' if keys.size else 'are empty'} on the "
+                    "calibration feeds; give other feeds"
                 )
             yield number, keys
     on_run(total, total)
 
 
 def _some_tokens(feeds: Feeds, shape: tuple[int, ...], count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The sequence and place of up to `count` tokens of a cache of this shape."""
+    """Return sequence and position of up to `count` tokens of a cache of this shape."""
     mask = feeds.get("attention_mask")
     here = np.ones((shape[0], shape[2]), bool)
     if mask is not None and mask.shape == here.shape:
         here = mask != 0
-    sequence, place = np.nonzero(here)
-    if len(place) > count:
-        some = np.linspace(0, len(place) - 1, count).astype(int)
-        sequence, place = sequence[some], place[some]
-    return sequence, place
+    sequence, position = np.nonzero(here)
+    if len(position) > count:
+        some = np.linspace(0, len(position) - 1, count).astype(int)
+        sequence, position = sequence[some], position[some]
+    return sequence, position

@@ -1,7 +1,7 @@
-"""Decodes tokens from a cache, for `verify`: a prompt alone does not read what it has written there.
+"""Decoding from a cache, for pass `verify`: running a prompt alone does not read what it has written to the cache.
 
-Both models get the same tokens and carry on caches of their own: a prompt, then one token a call. What the cache holds
-after the prompt is compared number by number, as an error of the answers alone would not tell where it comes from.
+Both models get the same tokens and use their own caches: a prompt, then one token per call. The caches' contents after
+the prompt are compared directly, because an error of the answers would not show its cause.
 """
 
 from __future__ import annotations
@@ -20,36 +20,41 @@ from .feeds import Feeds, Outputs
 
 Run = Callable[[Feeds], Outputs]
 
-_MOST_TOKENS = 1024
-_MOST_STEPS = 8
+_MAX_TOKENS = 1024
+_MAX_STEPS = 8
 _INPUTS = ("input_ids", "attention_mask", "position_ids")
-# ||decoded - key|| / spread of the keys of a head, by d_sub: the most that is believed of codes. It lies between what
-# right codebooks lose and what wrong ones do, of another head, order or size (docs/verification.md).
+# Largest ||decoded - key|| / spread of the keys of a head, by d_sub: between the errors of right codebooks and those of
+# wrong ones (another head, order or size; docs/verification.md).
 _KEY_ERROR = {1: 0.2, 2: 0.5, 4: 0.8}
-# The error of an int8 value is at most (1 + 2^-7) / 254 of the token's largest: of a head of D numbers, sqrt(D) of it.
+# An int8 value is off by at most (1 + 2^-7) / 254 of the token's largest; a head of D values by sqrt(D) times that.
 _VALUE_ERROR = 1 / 250
-_MOST_ERROR = 0.9  # whatever else is rounded: 1 is to know nothing of keys but their mean
-# The kernel and the ONNX function write the same bytes for the same keys. Keys that differ in the order of sums may lie
-# on either side of the middle of two centroids.
+_MAX_ERROR = 0.9  # an upper limit whatever else is rounded: at 1, only the mean of the keys is known
+# The kernel and the ONNX function write the same bytes for the same keys. Keys that differ by the order of sums may
+# round to different centroids.
 _TIES = 0.02
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """Answers of a model to the calls: caches alone for the first one, which is long; all for the last one; no
-    caches between them."""
+    """Answers of a model to a sequence of calls."""
 
-    prompt: Outputs  # caches
-    steps: list[Outputs]  # without caches
+    prompt: Outputs  # answers to the first call, caches only
+    steps: list[Outputs]  # answers to the later calls, without caches
     last: Outputs
     last_feeds: Feeds
 
 
 def calls_to_decode(feeds: Sequence[Feeds], caches: Collection[str]) -> list[Feeds] | None:
-    """A prompt and the tokens behind it, one a call, of the longest sequence in feeds; the prompt with empty caches,
-    the others without any. None where no sequence has two tokens, or where feeds are of another kind.
+    """Return the calls that decode the longest sequence in feeds: a prompt, then one token per call.
 
-    caches: inputs [batch, kv_heads, tokens, width].
+    The prompt has empty caches, the other calls have no caches yet.
+
+    Args:
+        feeds: The model's feeds.
+        caches: The cache inputs [batch, kv_heads, tokens, width].
+
+    Returns:
+        The calls, or None if no sequence has two tokens or feeds have other inputs.
     """
     longest: tuple[np.ndarray, Feeds] | None = None
     for one in feeds:
@@ -65,8 +70,8 @@ def calls_to_decode(feeds: Sequence[Feeds], caches: Collection[str]) -> list[Fee
                 longest = row[kept], one
     if longest is None or len(longest[0]) < 2:
         return None
-    ids, one = longest[0][:_MOST_TOKENS], longest[1]
-    prompt = len(ids) - min(_MOST_STEPS, len(ids) // 2)
+    ids, one = longest[0][:_MAX_TOKENS], longest[1]
+    prompt = len(ids) - min(_MAX_STEPS, len(ids) // 2)
     cuts = [0, *range(prompt, len(ids) + 1)]
     calls = [_call(ids, begin, end, one) for begin, end in pairwise(cuts)]
     calls[0] |= {name: np.zeros((1, one[name].shape[1], 0, one[name].shape[3]), one[name].dtype) for name in caches}
@@ -79,45 +84,51 @@ def _call(ids: np.ndarray, begin: int, end: int, like: Feeds) -> Feeds:
 
 
 def shorter(calls: Sequence[Feeds], tokens: int) -> Feeds:
-    """The beginning of the prompt."""
+    """Return the first tokens of the prompt."""
     first = calls[0]
     cut = {name: array[:, :tokens] for name, array in first.items() if name in _INPUTS}
     return first | cut
 
 
 def decode(run: Run, calls: Sequence[Feeds], caches: Mapping[str, int]) -> Decoded:
-    """caches: of each input of calls[0] that is carried on, which of the answers it is at the next call."""
+    """Run the calls, carrying the caches from one to the next.
+
+    Args:
+        run: Runs the model.
+        calls: The result of `calls_to_decode`.
+        caches: For each cache input, the index of the answer that becomes it in the next call.
+    """
     prompt: Outputs | None = None
     steps: list[Outputs] = []
     answers: Outputs = []
     feeds = calls[0]
     for call in calls:
-        carried = {name: answers[place] for name, place in caches.items()} if answers else {}
+        carried = {name: answers[index] for name, index in caches.items()} if answers else {}
         feeds = call | {name: cache for name, cache in carried.items() if cache is not None}
         answers = run(feeds)
         if prompt is None:
-            prompt = without(answers, [place for place in range(len(answers)) if place not in caches.values()])
+            prompt = without(answers, [index for index in range(len(answers)) if index not in caches.values()])
         else:
             steps.append(without(answers, caches.values()))
     assert prompt is not None
     return Decoded(prompt, steps, answers, feeds)
 
 
-def without(answers: Outputs, places: Collection[int]) -> Outputs:
-    """The answers, but None in these places."""
-    return [None if place in places else answer for place, answer in enumerate(answers)]
+def without(answers: Outputs, indices: Collection[int]) -> Outputs:
+    """Return the answers with None at these indices."""
+    return [None if index in indices else answer for index, answer in enumerate(answers)]
 
 
 def without_padding(
-    feeds: Feeds, answers: Outputs, pad_token_id: int | None = None, places: Collection[int] | None = None
+    feeds: Feeds, answers: Outputs, pad_token_id: int | None = None, indices: Collection[int] | None = None
 ) -> Outputs:
-    """Return the answers with 0 for padding, as models may answer anything to it and need not cache it.
+    """Return the answers with 0 for padding: models may answer anything there, and need not cache it.
 
     Args:
         feeds: Where attention_mask [batch, tokens] hides a token, the token is padding.
         answers: The model's outputs.
-        pad_token_id: If given, hidden positions that hold other tokens are not padding.
-        places: The outputs to change; None: all.
+        pad_token_id: If given, hidden positions with other tokens are not padding.
+        indices: The outputs to change; None: all.
     """
     mask, ids = feeds.get("attention_mask"), feeds.get("input_ids")
     if mask is None or mask.ndim != 2 or (ids is not None and ids.ndim != 2) or mask.all():
@@ -134,15 +145,20 @@ def without_padding(
             return np.where((mask != 0)[:, None, :, None], answer, answer.dtype.type(0))
         return answer
 
-    return [hide(answer) if places is None or place in places else answer for place, answer in enumerate(answers)]
+    return [hide(answer) if indices is None or index in indices else answer for index, answer in enumerate(answers)]
 
 
 def check_contents(uses: Iterable[CacheUse], expected: Mapping[str, np.ndarray], found: Feeds, rounding: float) -> None:
-    """Whether compressed caches stand for the keys and values of the model before, both after the same prompt.
+    """Check that compressed caches represent the keys and values of the uncompressed model after the same prompt.
 
-    expected: float [1, kv_heads, tokens, head_dim], by the name of the output; found: the same in the cache's format.
-    rounding: what other layers may change in keys and values, as a share.
-    Raises VerificationError, naming node, output and codebooks.
+    Args:
+        uses: The caches.
+        expected: float [1, kv_heads, tokens, head_dim], by output name.
+        found: The same in the caches' format.
+        rounding: Relative error of keys and values that other layers may cause.
+
+    Raises:
+        VerificationError: Names node, output and codebooks.
     """
     for use in uses:
         if use.format is None:
@@ -156,31 +172,38 @@ def check_contents(uses: Iterable[CacheUse], expected: Mapping[str, np.ndarray],
         if books is None:
             size, limit = norm, _VALUE_ERROR * math.sqrt(exact.shape[2])
         else:
-            # A few tokens may be nearer to each other than those that codebooks were learned from, or further.
+            # A few tokens may be closer to each other, or further apart, than those that codebooks were learned from.
             spread = spread_of(exact)
             size = math.sqrt(exact.shape[1]) * (spread if use.spread is None else np.maximum(spread, use.spread))
             size, limit = np.maximum(size, 1e-3 * norm), _KEY_ERROR[books.shape[3]]
-        limit = min(limit + rounding, _MOST_ERROR)
-        share = np.divide(error, size, out=np.where(error > 0, np.inf, 0.0), where=size > 0)
-        head = int(share.argmax())
-        if not share[head] <= limit:
-            what = "values" if books is None else "keys"
-            why = f"codebooks {use.codebooks!r} do not stand for them; " if books is not None else ""
+        limit = min(limit + rounding, _MAX_ERROR)
+        relative = np.divide(error, size, out=np.where(error > 0, np.inf, 0.0), where=size > 0)
+        head = int(relative.argmax())
+        if not relative[head] <= limit:
+            kind = "values" if books is None else "keys"
+            why = f"codebooks {use.codebooks!r} do not represent them; " if books is not None else ""
             raise VerificationError(
-                f"node {use.node!r}: the {what} of head {head} in its cache {use.present!r} are wrong by "
-                f"{share[head]:.3g} of their {'size' if books is None else 'spread'}, expected at most {limit:.3g}: "
+                f"node {use.node!r}: the {kind} of head {head} in its cache {use.present!r} are wrong by "
+                f"{relative[head]:.3g} of their {'size' if books is None else 'spread'}, expected at most {limit:.3g}: "
                 f"{why}nothing was saved; calibrate on other text, exclude the node (compress_cache.exclude), or, if "
                 "nothing in the model explains it, please report this"
             )
 
 
 def check_same_contents(uses: Iterable[CacheUse], kernel: Feeds, function: Feeds, rounding: float) -> None:
-    """Whether the ONNX function has written the bytes of the kernel, or such that stand for nearly the same.
+    """Check that the ONNX function wrote the kernel's bytes, or bytes that represent nearly the same keys and values.
 
-    rounding: how far their keys and values may be from each other by other layers, as a share.
-    Raises VerificationError, naming node and output.
+    Args:
+        uses: The caches.
+        kernel: Caches that the kernels wrote.
+        function: Caches that the ONNX function wrote.
+        rounding: Relative difference of keys and values that other layers may cause.
+
+    Raises:
+        VerificationError: Names node and output.
     """
-    # Of n numbers in cells of a width w, of keys that differ by e, e / w are in another cell, which changes them by w.
+    # If keys differ by e and cells are w wide, a fraction e / w of them falls into another cell, which changes them by
+    # w.
     limit = max(_TIES, math.sqrt(rounding))
     for use in uses:
         if use.format is None or np.array_equal(kernel[use.present], function[use.present]):
@@ -191,5 +214,5 @@ def check_same_contents(uses: Iterable[CacheUse], kernel: Feeds, function: Feeds
             raise VerificationError(
                 f"node {use.node!r}: its cache {use.present!r} differs between the native kernels and the portable "
                 f"operators: by {distance / norm if norm else math.inf:.3g} of its size, expected at most {limit:.3g} "
-                "where keys and values lie on the edge of two numbers; nothing was saved; please report this"
+                "from values between two codes; nothing was saved; please report this"
             )

@@ -1,7 +1,6 @@
-"""Feeds of the files of an encoder-decoder model: the decoders' follow from the encoder's.
+"""Feeds for the files of an encoder-decoder model: the decoders' feeds are computed from the encoder's.
 
-The encoder is run, and a few tokens are decoded by the original. So decoders see hidden states and caches as they are
-in use, and not numbers that were made up.
+The original encoder runs, then the original decodes a few tokens. So decoders see realistic hidden states and caches.
 """
 
 from __future__ import annotations
@@ -21,21 +20,26 @@ from ..files.model_folder import DECODER, DECODER_WITH_PAST, ENCODER, MERGED_DEC
 from .feeds import Feeds
 from .sessions import open_quietly, run_session
 
-_TOKENS = 12  # decoded of each feed
+_TOKENS = 12  # decoded for each feed
 _CONFIGS = ("generation_config.json", "config.json")
 _HIDDEN, _IDS, _FLAG = "encoder_hidden_states", "input_ids", "use_cache_branch"
 _LOGITS = "logits"
-_ONE_BY_ONE = "optimize each file by itself, with calibration=… for it"
-_MASKS = {"encoder_attention_mask": "attention_mask"}  # of a decoder's inputs, those that are the encoder's own
+_ONE_BY_ONE = "optimize each file separately, with calibration=… for it"
+_MASKS = {"encoder_attention_mask": "attention_mask"}  # decoder inputs that are the encoder's own
 
 
 def feeds_of_decoders(
     folder: Path, sources: Mapping[str, ModelFile], encoder_feeds: Sequence[Feeds]
 ) -> dict[str, list[Feeds]]:
-    """By file name, of those decoders whose inputs are as Optimum has them. Raises CalibrationError where the original
-    does not run.
+    """Return the feeds of decoders that have Optimum's inputs, by file name.
 
-    sources: the encoder and its decoders, by file name.
+    Args:
+        folder: The folder of the model.
+        sources: The encoder and its decoders, by file name.
+        encoder_feeds: The encoder's feeds.
+
+    Raises:
+        CalibrationError: The original does not run.
     """
     sessions = {name: _open(source) for name, source in sources.items()}
     beginning = next((name for name in (DECODER, MERGED_DECODER) if name in sources), None)
@@ -63,7 +67,7 @@ def feeds_of_decoders(
 
 
 class _Decoder:
-    """The file that begins a text."""
+    """The decoder file that starts a text."""
 
     def __init__(self, session: Any, merged: bool) -> None:
         self._session = session
@@ -71,16 +75,18 @@ class _Decoder:
         self._names = [output.name for output in session.get_outputs()]
 
     def logits(self, call: Feeds) -> np.ndarray:
+        """Return the logits of a call."""
         answers = self.answers(call)
         if _LOGITS not in answers:
             raise CalibrationError(f"the decoder has no output {_LOGITS!r} but {', '.join(self._names)}; {_ONE_BY_ONE}")
         return answers[_LOGITS]
 
     def answers(self, call: Feeds) -> dict[str, np.ndarray]:
+        """Return the outputs of a call by name."""
         feeds = _complete(self._session, call)
         if feeds is None:
             raise CalibrationError(
-                "the decoder has inputs that are not known: "
+                "the decoder has inputs that are not supported: "
                 f"{', '.join(value.name for value in self._session.get_inputs())}; {_ONE_BY_ONE}"
             )
         answers = run_session(self._session, feeds, "the original decoder", CalibrationError)
@@ -97,7 +103,7 @@ def _as_past(answers: Mapping[str, np.ndarray]) -> Feeds:
 
 
 def _complete(session: Any, call: Feeds) -> Feeds | None:
-    """The inputs that a session takes: of the call's, or such as a call without caches has; None if it has others."""
+    """Return a session's inputs: the call's, or defaults for a call without caches; None if it has other inputs."""
     feeds: Feeds = {}
     ids = call[_IDS]
     with_past = any("past" in name for name in call)
@@ -110,7 +116,7 @@ def _complete(session: Any, call: Feeds) -> Feeds | None:
         elif value.name == "decoder_attention_mask":
             feeds[value.name] = np.ones((len(ids), past + ids.shape[1]), np.int64)
         elif "past" in value.name and not with_past and len(value.shape) == 4:
-            sizes = (len(ids), value.shape[1], 1, value.shape[3])  # read by the other branch only
+            sizes = (len(ids), value.shape[1], 1, value.shape[3])  # only the other branch reads them
             if not all(isinstance(size, int) for size in sizes):
                 return None
             feeds[value.name] = np.zeros(sizes, np.float16 if "float16" in value.type else np.float32)
@@ -120,7 +126,7 @@ def _complete(session: Any, call: Feeds) -> Feeds | None:
 
 
 def _start_token(folder: Path) -> int:
-    """By the folder's configuration; 0 where it says nothing."""
+    """Return the start token of the folder's configuration, or 0."""
     for name in _CONFIGS:
         with suppress(OSError, ValueError):
             found = json.loads((folder / name).read_text(encoding="utf-8"))

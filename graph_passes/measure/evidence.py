@@ -1,4 +1,4 @@
-"""What running a model tells, for all passes of a run, and for all runs of a search over the same model and feeds."""
+"""Results of running a model, shared by all passes of a run and all runs of a search over the same model and feeds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..files.model_file import (
 )
 from ..find.bfloat16 import widen_bfloat16
 from ..find.linear import Linear, layer_key
-from .answers import keep, most_bytes, shorten
+from .answers import keep, max_answer_bytes, shorten
 from .feeds import (
     SIZES_TO_TRY,
     Feeds,
@@ -43,16 +43,16 @@ from .recorder import InputRecorder, OnRun, Recorded
 from .sampling import sampled_feeds, start_token
 from .sessions import open_quietly, open_to_time, run_session
 
-_SECONDS_TO_TRY = 20.0  # shapes of made-up inputs
-_SMALL = 1024  # bytes; such tensors stay in the model file
+_SECONDS_TO_TRY = 20.0  # limit for trying shapes of synthetic inputs
+_SMALL = 1024  # bytes; smaller tensors stay in the model file
 T = TypeVar("T")
 
 
 class Evidence:
-    """The model as it was given, the feeds, and what was learned from running it on them.
+    """The given model, its feeds, and the results of running it on them.
 
-    What was recorded of the original model is kept by the names of its values: every run of a search loads the model
-    anew, and finds it here. Use it in a with statement: it keeps files in `folder`.
+    Recordings of the original model are kept by value name: every run of a search loads the model anew and finds them
+    here. Use it in a with statement: it keeps files in `folder`.
     """
 
     def __init__(
@@ -64,23 +64,29 @@ class Evidence:
         portable: bool = True,
         keeps_fits: bool = False,
     ) -> None:
-        """feeds: the user's; None: some are made up when they are needed. description: of them, for the report.
-        portable: whether a model in the midst of its passes holds our operators as functions.
-        keeps_fits: for the runs of a search.
+        """Create an empty store.
+
+        Args:
+            source: The given model.
+            folder: For temporary files.
+            feeds: The user's feeds; None: synthetic feeds, made when they are needed.
+            description: Of the feeds, for the report.
+            portable: Whether a model between two passes holds our operators as functions.
+            keeps_fits: Keep fitted weights for later runs of a search.
         """
         self.source = source
         self.folder = folder
         self.description = description
         self.portable = portable
         self.made_up = feeds is None
-        self.sampled = False  # whether the feeds were sampled from the model itself
+        self.sampled = False  # whether the feeds were sampled from the model
         self.fitted_to = False  # whether weights were fitted to the feeds
-        self.held_out: list[Feeds] = []  # those of the user's to which nothing is fitted
+        self.held_out: list[Feeds] = []  # the user's feeds to which no weights are fitted
         self.fits = Fits(folder) if keeps_fits else None  # weights that were fitted to inputs of the original
         self._feeds = None if feeds is None else list(feeds)
-        self._every: int | None = None  # of the feeds that are held out
-        self._judged: list[Feeds] | None = None  # all feeds, cut short where answers are very large
-        self.judged_tokens: int | None = None  # that are left of a sequence of cut feeds
+        self._every: int | None = None  # interval of held-out feeds
+        self._judged: list[Feeds] | None = None  # all feeds, cut short if answers are very large
+        self.judged_tokens: int | None = None  # tokens per sequence of feeds that were cut
         self._rows: dict[tuple[str, int], np.ndarray] = {}
         self._answers: dict[int, tuple[Feeds, Outputs]] = {}  # of the original, by id of the feeds
         self._remembered: dict[Hashable, Any] = {}
@@ -94,7 +100,7 @@ class Evidence:
             self.fits.close()
 
     def new_folder(self) -> Path:
-        """Inside of `folder`, for the files of one run."""
+        """Make a new folder inside `folder`, for the files of one run."""
         self._runs += 1
         folder = self.folder / f"run-{self._runs}"
         folder.mkdir()
@@ -103,8 +109,11 @@ class Evidence:
     # ---- feeds -------------------------------------------------------------------------------------------------------
 
     def feeds(self, session: Any = None) -> list[Feeds]:
-        """Return the feeds to fit to: the user's without those that are held out, text that a decoder samples from
-        itself, or random inputs on which the original runs."""
+        """Return the feeds to fit to.
+
+        These are the user's without the held-out ones; or text that a decoder samples from itself; or random inputs on
+        which the original runs.
+        """
         if self._feeds is None:
             source, session = self.source, session or self.open_original()
             self._feeds = sampled_feeds(source.model, session, start_token(source.path), source.is_large)
@@ -117,18 +126,18 @@ class Evidence:
         return self._feeds
 
     def hold_out(self, every: int) -> None:
-        """Hold out every n-th feed for evaluation; 0, or more than there are, disables."""
+        """Hold out every n-th feed for evaluation; 0, or more than the number of feeds, disables."""
         if self._every is None:
             self._every, self._judged = every, None
             self._feeds, self.held_out = hold_out(self.feeds(), every)
 
     def feeds_to_judge(self, count: int | None = None, session: Any = None) -> list[Feeds]:
-        """The first `count` feeds, held-out ones in front, cut short where their answers would be very large."""
+        """Return the first `count` feeds, held-out ones first, cut short if their answers would be very large."""
         if self._judged is None:
             fitted = self.feeds(session)
             feeds = [*self.held_out, *fitted]
-            most = most_bytes(self.source.size)
-            self._judged = feeds if self.made_up else shorten(feeds, lambda: session or self.open_original(), most)
+            limit = max_answer_bytes(self.source.size)
+            self._judged = feeds if self.made_up else shorten(feeds, lambda: session or self.open_original(), limit)
             shorter = [one for one, whole in zip(self._judged, feeds, strict=True) if one is not whole]
             self.judged_tokens = max((one["input_ids"].shape[1] for one in shorter), default=None)
         return self._judged[:count]
@@ -136,7 +145,7 @@ class Evidence:
     # ---- sessions ----------------------------------------------------------------------------------------------------
 
     def open_original(self, timed: bool = False) -> Any:
-        """A session for the model as it was given: one to judge by, or to time."""
+        """Open a session of the given model, for comparison or (timed) for timing."""
         model: Path | bytes | None = self._float32_copy() if self.source.widened else self.source.path
         if model is None:
             assert self.source.proto is not None
@@ -144,7 +153,7 @@ class Evidence:
         return open_to_time(model) if timed else open_quietly(model, self.source)
 
     def _float32_copy(self) -> Path:
-        """Write the original in float32, once: ONNX Runtime cannot run the bfloat16 file that was given."""
+        """Write the original in float32, once: ONNX Runtime cannot run the given bfloat16 file."""
         path = self.folder / "float32.onnx"
         if not path.exists():
             source = load_again(self.source)
@@ -154,14 +163,19 @@ class Evidence:
 
     @contextmanager
     def open(self, model: ir.Model, *, library: bool | None = None, in_float: bool = False) -> Iterator[Any]:
-        """A session for a model as it is now, in the midst of its passes, to judge by. library: with our operators;
-        None: only if the model holds no functions for them. in_float: see open_quietly."""
+        """Open a session of a model between two passes, for comparison.
+
+        Args:
+            model: The model in its present state.
+            library: Register our operators; None: only if the model has no functions for them.
+            in_float: See `open_quietly`.
+        """
         library = not self.portable if library is None else library
         self._copies += 1
         path = self.folder / f"copy-{self._copies}.onnx"
         try:
             root = self.source.external_root
-            if _lies_in_files(model, root):
+            if _is_in_files(model, root):
                 content = to_bytes(model)
                 yield open_quietly(content, self.source, library=library, data_folder=root, in_float=in_float)
             else:
@@ -173,7 +187,7 @@ class Evidence:
                 file.unlink(missing_ok=True)
 
     def remembered(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """What compute() gives, computed once a search. key: all that it depends on, beside the original."""
+        """Return compute(), computed once per search. key: everything that it depends on besides the original."""
         if self.fits is None:
             return compute()
         if key not in self._remembered:
@@ -184,7 +198,11 @@ class Evidence:
     # ---- what the original does --------------------------------------------------------------------------------------
 
     def answers(self, feeds: Sequence[Feeds], session: Any = None) -> list[Outputs]:
-        """The original's, which is run once on each of the feeds. Raises CalibrationError where it does not run."""
+        """Return the original's answers; it runs once on each of the feeds.
+
+        Raises:
+            CalibrationError: The original does not run.
+        """
         for one in feeds:
             if id(one) not in self._answers:
                 session = session or self.open_original()
@@ -195,10 +213,15 @@ class Evidence:
     def rows(
         self, model: ir.Model, linears: Sequence[Linear], max_rows: int, on_run: OnRun
     ) -> dict[ir.Value, np.ndarray]:
-        """Up to max_rows inputs of each layer of the original as float32 [rows, k], by layer_key; layers in subgraphs
-        are left out. On the feeds that are held out, if there are any.
+        """Return up to max_rows inputs of each layer of the original, float32 [rows, k], by layer_key.
 
-        model: the original, or what is left of it when no layer has another weight yet.
+        They are recorded on the held-out feeds, if any. Layers in subgraphs are left out.
+
+        Args:
+            model: The original, or a later state in which no layer has another weight yet.
+            linears: The layers.
+            max_rows: Limit per layer.
+            on_run: Progress callback.
         """
         feeds = self.held_out or self.feeds()
         missing = [linear for linear in linears if (linear.x.name or "", max_rows) not in self._rows]
@@ -213,14 +236,14 @@ class Evidence:
     def recording(
         self, model: ir.Model, values: Sequence[Recorded], feeds: Sequence[Feeds] | None = None
     ) -> Iterator[InputRecorder]:
-        """Runs a copy of the model as it is now. feeds: None: those to fit to."""
+        """Record values of the model in its present state. feeds: None means the feeds to fit to."""
         feeds = self.feeds() if feeds is None else feeds
         with ExitStack() as copies:
             yield InputRecorder(model, values, feeds, lambda: copies.enter_context(self.open(model)))
 
 
 def load_again(source: ModelFile) -> ModelFile:
-    """Load the model as it was given; passes change what they get."""
+    """Load the given model anew, because passes change the model that they get."""
     given = source.path if source.path is not None else source.proto
     assert given is not None
     loaded = load_model(given)
@@ -229,7 +252,7 @@ def load_again(source: ModelFile) -> ModelFile:
 
 
 def make_up_feeds(model: ir.Model, session: Any) -> tuple[list[Feeds], str]:
-    """Synthetic feeds that this session accepts, and a description of them."""
+    """Return synthetic feeds that this session accepts, and a description of them."""
     problem = ""
     began = time.monotonic()
     for sizes in (*SIZES_TO_TRY, *sizes_in_graph(model)):
@@ -242,7 +265,7 @@ def make_up_feeds(model: ir.Model, session: Any) -> tuple[list[Feeds], str]:
             problem = problem or one_line(error)
             continue
         found = [feeds]
-        # A second length finds shapes that a pass froze by mistake. Some exports allow one length only.
+        # A second length exposes shapes that a pass froze by mistake. Some exports accept one length only.
         short = synthetic_feeds(model, Sizes(1, max(1, sizes.sequence // 2 - 1), sizes.past), seed=1)
         others = [_with_hidden_tokens(model, session, short)]
         # A flag chooses between branches of the model: both must run.
@@ -263,9 +286,9 @@ def make_up_feeds(model: ir.Model, session: Any) -> tuple[list[Feeds], str]:
 
 
 def _with_hidden_tokens(model: ir.Model, session: Any, feeds: Feeds) -> Feeds:
-    """Return an encoder's feeds with attention hiding the last third of the tokens, whose vectors may still be read.
+    """Return an encoder's feeds with the last third of the tokens masked; their vectors may still be read.
 
-    Feeds that this does not fit, or that the model answers with NaN, stay as they are.
+    The feeds are unchanged if they do not fit, or if the model then answers with NaN.
     """
     ids, mask = feeds.get("input_ids"), feeds.get("attention_mask")
     if ids is None or mask is None or ids.ndim != 2 or ids.shape != mask.shape or has_past(model):
@@ -279,8 +302,8 @@ def _with_hidden_tokens(model: ir.Model, session: Any, feeds: Feeds) -> Feeds:
     return feeds
 
 
-def _lies_in_files(model: ir.Model, root: Path | None) -> bool:
-    """Whether all weights still lie in the files that the model came with."""
+def _is_in_files(model: ir.Model, root: Path | None) -> bool:
+    """Return whether all weights are still in the files that the model came with."""
     large = [tensor for tensor, _ in tensor_slots(model) if tensor.nbytes > _SMALL]
     return root is not None and all(
         isinstance(tensor, ir.ExternalTensor) and Path(tensor.base_dir) == root for tensor in large

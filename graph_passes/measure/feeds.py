@@ -1,4 +1,4 @@
-"""Inputs to run a model on: those that the user gives, or made-up ones that fit the model's signature."""
+"""Inputs to run a model on: the user's, or synthetic ones that fit the model's signature."""
 
 from __future__ import annotations
 
@@ -19,56 +19,63 @@ from .input_dimensions import InputDimensions, Meaning, is_token_input, parts_of
 from .media_inputs import picture_shape, samples_per_step
 
 Feeds = dict[str, np.ndarray]
-Outputs = list[np.ndarray | None]  # of one run; None: not a tensor of numbers, which is not compared
+Outputs = list[np.ndarray | None]  # of one run; None: not a numeric tensor, which is not compared
 Calibration = str | os.PathLike[str] | Mapping[str, Any] | Iterable[Mapping[str, Any]] | Iterable[str]
 
 _UNKNOWN_VOCABULARY = 8  # ids below this are valid for nearly any table
 
-_MOST_AXES = 8  # of a shape
-_MOST_TOKENS, _MOST_BATCH = 4096, 16  # of an export that runs at one shape
-_SIZES_OF_GRAPH = 12  # that are tried
+_MAX_AXES = 8  # of a shape
+_MAX_TOKENS, _MAX_BATCH = 4096, 16  # for an export that runs at one shape only
+_SIZES_OF_GRAPH = 12  # number of sizes that are tried
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the symbolic dimensions of a transformer's inputs stand for. `past` is the length of the cache."""
+    """Values for the symbolic dimensions of a transformer's inputs. `past` is the length of the cache."""
 
     batch: int
     sequence: int
     past: int
 
 
-# Tried in this order: exports differ in what they have frozen.
+# Tried in this order: exports differ in the dimensions that they fix.
 SIZES_TO_TRY = (Sizes(2, 16, 8), Sizes(1, 16, 8), Sizes(1, 16, 0), Sizes(1, 1, 8))
 
 
 def sizes_in_graph(model: ir.Model) -> list[Sizes]:
-    """Sizes for an export that runs only at the shape that it was traced with: numbers that its graph reshapes to, or
-    that are declared for its values, are tried as tokens and as the batch. The most frequent ones come first."""
+    """Return sizes to try for an export that runs only at the shape that it was traced with.
+
+    Integers in constant shapes and in declared shapes of the graph are tried as tokens and as the batch, most frequent
+    first.
+    """
     counts: Counter[int] = Counter()
     for node in model.graph:
-        # Shapes are written whole, or put together of computed and constant parts.
+        # Shapes are constants, or concatenated from computed and constant parts.
         sources = node.inputs[1:2] if node.op_type in ("Reshape", "Expand") else node.inputs
         for source in sources if node.op_type in ("Reshape", "Expand", "Concat") else ():
             tensor = constant_tensor(source)
-            if tensor is not None and tensor.dtype == ir.DataType.INT64 and tensor.size <= _MOST_AXES:
+            if tensor is not None and tensor.dtype == ir.DataType.INT64 and tensor.size <= _MAX_AXES:
                 counts.update(set(tensor.numpy().reshape(-1).tolist()))
         for value in node.outputs:
             counts.update({size for size in value.shape or () if isinstance(size, int)})
-    found = [size for size, _ in counts.most_common() if 1 < size <= _MOST_TOKENS][:_SIZES_OF_GRAPH]
-    batches = [1, 2, 4, 8, *(size for size in found if size <= _MOST_BATCH)]
+    found = [size for size, _ in counts.most_common() if 1 < size <= _MAX_TOKENS][:_SIZES_OF_GRAPH]
+    batches = [1, 2, 4, 8, *(size for size in found if size <= _MAX_BATCH)]
     return [Sizes(batch, tokens, 0) for tokens in found for batch in dict.fromkeys(batches)]
 
 
 def read_calibration(calibration: Calibration, model: ir.Model) -> list[Feeds]:
-    """The user's feeds, checked against the model's inputs. Raises CalibrationError."""
+    """Return the user's feeds, checked against the model's inputs.
+
+    Raises:
+        CalibrationError: They cannot be read, or do not fit the model.
+    """
     if isinstance(calibration, str | os.PathLike):
         try:
             with np.load(calibration, allow_pickle=False) as arrays:
                 given: list[Any] = [{name: arrays[name] for name in arrays.files}]
         except FileNotFoundError:
             raise CalibrationError(f"calibration file {os.fspath(calibration)!r} does not exist") from None
-        except Exception as error:  # numpy, zipfile and zlib raise whatever they trip over in a damaged file
+        except Exception as error:  # numpy, zipfile and zlib raise various exceptions for a damaged file
             raise CalibrationError(
                 f"calibration file {os.fspath(calibration)!r} is not an .npz file of arrays named "
                 "like the model's inputs; texts, one a line, must be in a .txt file"
@@ -87,7 +94,7 @@ def read_calibration(calibration: Calibration, model: ir.Model) -> list[Feeds]:
 
 
 def hold_out(feeds: Sequence[Feeds], every: int) -> tuple[list[Feeds], list[Feeds]]:
-    """The feeds to fit weights to, and every so-manieth, to judge the result by. None of fewer feeds are held out."""
+    """Split feeds into those to fit weights to and every n-th, held out for evaluation if there are at least n."""
     if not 1 < every <= len(feeds):
         return list(feeds), []
     held = list(range(every - 1, len(feeds), every))
@@ -95,8 +102,11 @@ def hold_out(feeds: Sequence[Feeds], every: int) -> tuple[list[Feeds], list[Feed
 
 
 def read_prompt(prompt: Any) -> np.ndarray:
-    """The tokens of a prompt, int64 [1, tokens]: an array or sequence of them, or an .npy file. Raises
-    CalibrationError."""
+    """Return the tokens of a prompt, int64 [1, tokens], from an array, a sequence or an .npy file.
+
+    Raises:
+        CalibrationError: The prompt cannot be read, or is not token ids.
+    """
     where = "prompt"
     if isinstance(prompt, str | os.PathLike):
         where = f"prompt file {os.fspath(prompt)!r}"
@@ -104,29 +114,32 @@ def read_prompt(prompt: Any) -> np.ndarray:
             prompt = np.load(prompt, allow_pickle=False)
         except FileNotFoundError:
             raise CalibrationError(f"{where} does not exist") from None
-        except Exception as error:  # numpy raises whatever it trips over in a damaged file
+        except Exception as error:  # numpy raises various exceptions for a damaged file
             raise CalibrationError(f"{where} is not an .npy file of token ids, as numpy.save writes it") from error
     try:
         ids = np.asarray(prompt)
     except ValueError as error:
-        raise CalibrationError(f"{where} is no array of token ids: {error}") from error
+        raise CalibrationError(f"{where} is not an array of token ids: {error}") from error
     if ids.ndim == 2 and len(ids) == 1:
         ids = ids[0]
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size or int(ids.min()) < 0:
         raise CalibrationError(
-            f"{where} is {ids.dtype} {list(ids.shape)}, expected token ids: whole numbers from 0, [tokens], one or more"
+            f"{where} is {ids.dtype} {list(ids.shape)}, expected non-negative integer token ids, [tokens], one or more"
         )
     return ids.astype(np.int64)[None]
 
 
 def prompt_feeds(ids: np.ndarray, model: ir.Model) -> Feeds:
-    """Of a decoder, for tokens [1, tokens]: an empty cache, and masks and positions if it has such inputs. Raises
-    CalibrationError."""
+    """Return a decoder's feeds for tokens [1, tokens]: an empty cache, and masks and positions if it has such inputs.
+
+    Raises:
+        CalibrationError: The model has other inputs.
+    """
     return _check_feeds({"input_ids": ids}, model, "the prompt")
 
 
 def count_padding(feeds: Feeds) -> tuple[int, int] | None:
-    """How many tokens attention_mask hides, and how many there are; None where that is not known."""
+    """Return (tokens hidden by attention_mask, all tokens), or None if they are not known."""
     ids, mask = feeds.get("input_ids"), feeds.get("attention_mask")
     if ids is None or mask is None or ids.shape != mask.shape:
         return None
@@ -134,12 +147,12 @@ def count_padding(feeds: Feeds) -> tuple[int, int] | None:
 
 
 def model_inputs(model: ir.Model) -> list[ir.Value]:
-    """The inputs that a caller must give: those without a default."""
+    """Return the inputs that a caller must give: those without a default."""
     return [value for value in model.graph.inputs if not value.is_initializer()]
 
 
 def fixed_sizes(shape: Iterable[Any] | None) -> tuple[int | None, int | None]:
-    """The batch and the number of tokens of a model's input_ids [batch, tokens], each None where it is open."""
+    """Return the batch and number of tokens of input_ids [batch, tokens]; None for a symbolic dimension."""
     sizes = [size if isinstance(size, int) and size > 0 else None for size in shape or ()]
     return (sizes[0], sizes[1]) if len(sizes) == 2 else (None, None)
 
@@ -150,8 +163,9 @@ def _check_feeds(feeds: Any, model: ir.Model, where: str) -> Feeds:
     required = {value.name or "": value for value in model_inputs(model)}
     known = {value.name or "": value for value in model.graph.inputs}
     ids = np.asarray(feeds.get("input_ids", 0))
-    if "input_ids" in known and ids.dtype.kind not in "iub":  # not to be lost among inputs that follow from them
-        raise CalibrationError(f"{where}: input 'input_ids' has type {ids.dtype}, expected whole numbers: token ids")
+    # before the error would be lost among inputs derived from the ids
+    if "input_ids" in known and ids.dtype.kind not in "iub":
+        raise CalibrationError(f"{where}: input 'input_ids' has type {ids.dtype}, expected integer token ids")
     feeds = {**_beginning_of_text(feeds, required), **feeds}
     missing, unknown = set(required) - set(feeds), set(feeds) - set(known)
     if missing or unknown:
@@ -165,7 +179,7 @@ def _check_feeds(feeds: Any, model: ir.Model, where: str) -> Feeds:
         try:
             array = np.asarray(given)
         except ValueError as error:
-            raise CalibrationError(f"{where}: input {name!r} is no array: {error}") from error
+            raise CalibrationError(f"{where}: input {name!r} is not an array: {error}") from error
         if value.dtype is not None and array.dtype != value.dtype.numpy():
             wanted = value.dtype.numpy()
             if array.dtype.kind != wanted.kind and not (array.dtype.kind in "iub" and wanted.kind in "iub"):
@@ -182,7 +196,7 @@ def _check_feeds(feeds: Any, model: ir.Model, where: str) -> Feeds:
 
 
 def _beginning_of_text(feeds: Mapping[str, Any], required: Mapping[str, ir.Value]) -> Feeds:
-    """What input_ids [batch, tokens] say of other inputs: an empty cache, and no padding."""
+    """Return the inputs that follow from input_ids [batch, tokens]: an empty cache, and no padding."""
     ids: np.ndarray = np.asarray(feeds.get("input_ids", ())) if "input_ids" in required else np.empty(0)
     if ids.ndim != 2 or ids.dtype.kind not in "iu":
         return {}
@@ -200,14 +214,18 @@ def _beginning_of_text(feeds: Mapping[str, Any], required: Mapping[str, ir.Value
 
 
 def synthetic_feeds(model: ir.Model, sizes: Sizes, seed: int = 0) -> Feeds:
-    """Random inputs that fit the model's signature; the same each time. Raises CalibrationError where it cannot."""
+    """Return random inputs that fit the model's signature; the same for the same seed.
+
+    Raises:
+        CalibrationError: An input's type or rank is not known.
+    """
     rng = np.random.default_rng(seed)
     inputs = model_inputs(model)
     has_past = any("past" in (value.name or "") and len(value.shape or ()) > 2 for value in inputs)
     batch, sequence = sizes.batch, sizes.sequence
     dimensions = InputDimensions.of(inputs)
     for value in inputs:
-        # Decoders that take one token a call have a fixed length here, which the mask must fit.
+        # Decoders that take one token per call have a fixed length here, which the mask must match.
         if "input_ids" in (value.name or "") and value.shape is not None and len(value.shape) == 2:
             rows, tokens = value.shape
             batch = rows if isinstance(rows, int) else batch
@@ -223,7 +241,7 @@ def _make_up(
     name = (value.name or "").lower()
     if not isinstance(value.type, ir.TensorType) or value.shape is None or value.dtype is None:
         raise CalibrationError(
-            f"no value can be made up for input {value.name!r}: it is not a tensor of known rank and "
+            f"no synthetic value for input {value.name!r}: it is not a tensor of known rank and "
             "type; give calibration=… with inputs for this model"
         )
     shape = [_dimension(value, axis, sizes, dimensions) for axis in range(len(value.shape))]
@@ -252,7 +270,7 @@ def _make_up(
         return rng.integers(0, _vocabulary(value), shape).astype(dtype)
     if not value.dtype.is_floating_point():
         raise CalibrationError(
-            f"no value can be made up for input {value.name!r} of type {value.dtype.name}; "
+            f"no synthetic value for input {value.name!r} of type {value.dtype.name}; "
             "give calibration=… with inputs for this model"
         )
     if "past" in name or "cache" in name:
@@ -288,7 +306,7 @@ def _part_size(part: str, sizes: Sizes, dimensions: InputDimensions) -> int:
 
 
 def _vocabulary(value: ir.Value) -> int:
-    """How many rows the table has that this input selects from: found through the Gather that reads it."""
+    """Return the number of rows of the table that this input selects from, found through the Gather that reads it."""
     sizes = []
     seen: set[ir.Value] = set()
     front = [value]
@@ -310,5 +328,5 @@ def _vocabulary(value: ir.Value) -> int:
 
 
 def has_past(model: ir.Model) -> bool:
-    """Whether the model takes keys and values of tokens before: it is a decoder with a cache."""
+    """Return whether the model is a decoder with a cache: it takes keys and values of earlier tokens."""
     return any("past" in (value.name or "") for value in model_inputs(model))

@@ -1,4 +1,4 @@
-"""Weights that hold NaN or infinity, found before any long work."""
+"""A check for weights with NaN or infinity, before any long work."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ortolan.errors import ModelError
 from ..files.model_file import tensor_slots
 from .evidence import Evidence
 
-_CHUNK = 1 << 20  # values; bounds the memory of the test
-_WEIGHT_AXES = 2  # axes: scales and zero points are checked with the weights that they belong to
+_CHUNK = 1 << 20  # values; bounds the memory of the check
+_WEIGHT_AXES = 2  # scales and zero points are checked with their weights
 # The bits of the exponent. All of them are set in NaN and infinity, and in no other value.
 _EXPONENTS = {
     ir.DataType.FLOAT: (np.uint32, 0x7F800000),
@@ -22,12 +22,12 @@ _EXPONENTS = {
 
 
 def check_weights(evidence: Evidence) -> None:
-    """Refuse a model that answers with nothing but NaN and infinity because its weights hold such values.
+    """Refuse a model whose answers are all NaN or infinity because its weights hold such values.
 
-    The model is only run if there are such weights: some do no harm, such as those of tokens that no text has.
+    The model runs only if there are such weights: some are harmless, such as those of tokens that no text has.
 
     Raises:
-        ModelError: Names the first of these weights, and how many values are wrong; or a weight that cannot be read.
+        ModelError: Names the first of these weights and the count of such values, or a weight that cannot be read.
     """
     found = [
         (tensor.name or "", count, tensor.size)
@@ -44,7 +44,7 @@ def check_weights(evidence: Evidence) -> None:
     others = f"; so do {len(found) - 1} other weights" if found[1:] else ""
     raise ModelError(
         f"weight {name!r} holds NaN or infinity ({count} of {size} values){others}; all answers of "
-        f"{evidence.source.name} are NaN or infinity; export the model again, from weights that are finite"
+        f"{evidence.source.name} are NaN or infinity; export the model again from finite weights"
     )
 
 

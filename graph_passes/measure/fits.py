@@ -1,8 +1,8 @@
-"""Weights that were fitted to calibration inputs, kept in a file: a search fits a layer once, not in every trial.
+"""Weights fitted to calibration inputs, kept in a file so that a search fits each layer once, not in every trial.
 
-A fit depends on the layer's weight, on the options of the pass, and on what goes into the layer. So weights are kept
-and used again only where the model still gives each layer the inputs that the original does: no layer was pruned or
-quantized by an earlier pass, nor by the same one. What is used again is what a fit would give.
+A fit depends on the layer's weight, the options of the pass, and the layer's inputs. So fits are kept and reused only
+while the model still gives each layer the original's inputs: no layer has been pruned or quantized yet. A reused fit
+equals a new one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ _TYPES = {"float32": ir.DataType.FLOAT, "int8": ir.DataType.INT8, "uint8": ir.Da
 
 @dataclass(frozen=True)
 class Fit:
-    """weights: float32 [k, n], or whole numbers. rows: of inputs that they were fitted to. error: of the outputs."""
+    """The result of fitting one layer.
+
+    Attributes:
+        weights: float32 [k, n], or integers with scales.
+        rows: Number of inputs that the weights were fitted to.
+        error: Relative error of the layer's outputs.
+    """
 
     weights: np.ndarray | QuantizedMatrix
     rows: int
@@ -32,22 +38,23 @@ class Fit:
 
 
 class Fits:
-    """Of one model on the same feeds, by layer and options. Memory holds none of the weights."""
+    """Fits of one model on the same feeds, by layer and options. The weights are not held in memory."""
 
     def __init__(self, folder: Path) -> None:
-        """folder: for the file of weights; it must exist as long as this does."""
+        """Create the file of weights in `folder`, which must exist as long as this object."""
         self._spill = TensorSpill(folder, "fitted.bin")
         self._known: dict[Hashable, _Stored] = {}
 
     def knows(self, key: Hashable) -> bool:
+        """Return whether there is a fit for this key."""
         return key in self._known
 
     def rows(self, key: Hashable) -> int:
-        """Of the inputs that keep() was given."""
+        """Return the number of inputs of a fit."""
         return self._known[key].rows
 
     def read(self, key: Hashable) -> Fit:
-        """What keep() was given."""
+        """Return a fit."""
         stored = self._known[key]
         arrays = {part: np.array(tensor.numpy()) for part, tensor in stored.tensors.items()}
         release_maps(list(stored.tensors.values()))
@@ -57,7 +64,11 @@ class Fits:
         return Fit(QuantizedMatrix(arrays["q"], arrays["scales"], *offsets), stored.rows, stored.error)
 
     def keep(self, key: Hashable, fit: Fit) -> None:
-        """Raises OutputError where the file cannot be written."""
+        """Store a fit.
+
+        Raises:
+            OutputError: The file cannot be written.
+        """
         weights = fit.weights
         parts = vars(weights) if isinstance(weights, QuantizedMatrix) else {_WEIGHTS: weights}
         tensors = {
@@ -68,6 +79,7 @@ class Fits:
         self._known[key] = _Stored(tensors, fit.rows, fit.error)
 
     def close(self) -> None:
+        """Close the file."""
         self._spill.close()
 
 

@@ -1,7 +1,7 @@
-"""Meanings of the symbolic dimensions of a model's inputs: the batch, new tokens, past tokens, or all tokens.
+"""Meanings of the symbolic dimensions of a model's inputs: batch, new tokens, past tokens, or all tokens.
 
-Names that say it are believed ("batch_size", "past_sequence_length"). Other names follow from their place: the first
-axis of an input is the batch. A symbol has one meaning in all inputs.
+Descriptive names are used ("batch_size", "past_sequence_length"). For other names the axis decides: the first axis of
+an input is the batch. A symbol has one meaning in all inputs.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ _TOKENS = re.compile(r"seq|len|tok|time|frame|step")
 
 @dataclass(frozen=True)
 class InputDimensions:
-    """Meanings of the symbols in a model's inputs. `assumed` holds those whose name is not a plain word for it."""
+    """Meanings of the symbols in a model's inputs. `assumed` holds symbols without a descriptive name."""
 
     meanings: Mapping[str, Meaning]
     assumed: tuple[str, ...]
 
     @classmethod
     def of(cls, inputs: Sequence[ir.Value]) -> InputDimensions:
+        """Return the meanings of the symbols in these inputs."""
         meanings: dict[str, Meaning] = {}
         assumed: list[str] = []
-        # Token inputs come first: the place of a symbol in them decides what it means elsewhere.
+        # Token inputs come first: a symbol's axis there decides its meaning in other inputs.
         for value in sorted(inputs, key=lambda value: not is_token_input(value)):
             first_axis = Meaning.BATCH if _begins_with_batch(value) else Meaning.TOKENS
             for axis, symbol in _symbols(value):
@@ -52,17 +53,17 @@ class InputDimensions:
         return cls(meanings, tuple(assumed))
 
     def describe(self) -> str:
-        """Return the assumptions for the report, as in "b = batch, s = tokens"; empty if there are none."""
+        """Return the assumptions for the report, as in "b = batch, s = tokens"; empty without assumptions."""
         return ", ".join(f"{symbol} = {self.meanings[symbol].value}" for symbol in self.assumed)
 
 
 def is_token_input(value: ir.Value) -> bool:
-    """True for token ids, masks and positions: inputs of integers."""
+    """Return True for integer inputs: token ids, masks and positions."""
     return value.dtype is not None and value.dtype.is_integer()
 
 
 def parts_of(dimension: ir.SymbolicDim) -> list[str]:
-    """The summands of a dimension: exporters write "past_sequence_length + 1"."""
+    """Return the summands of a dimension: exporters write "past_sequence_length + 1"."""
     return [part.strip() for part in (dimension.value or "").split("+")]
 
 
@@ -73,7 +74,7 @@ def _symbols(value: ir.Value) -> Iterator[tuple[int, str]]:
 
 
 def _begins_with_batch(value: ir.Value) -> bool:
-    """Whether axis 0 is the batch, if its name does not tell."""
+    """Return whether axis 0 is the batch, if its name does not tell."""
     shape = value.shape
     if shape is None or len(shape) < 2:
         return False
@@ -81,12 +82,12 @@ def _begins_with_batch(value: ir.Value) -> bool:
     others = {symbol for axis, symbol in _symbols(value) if axis > 0}
     if first & others or any(_named(symbol) is Meaning.BATCH for symbol in others):
         return False
-    # Floats [rows, width] of a known width are rows of tokens as often as they are a batch.
+    # Floats [rows, width] with a known width are rows of tokens as often as they are a batch.
     return is_token_input(value) or len(shape) > 2 or not isinstance(shape[1], int)
 
 
 def _named(symbol: str) -> Meaning | None:
-    """The meaning that a name tells, or None."""
+    """Return the meaning that a name tells, or None."""
     text = symbol.lower()
     if "batch" in text or text in _BATCH_NAMES:
         return Meaning.BATCH

@@ -1,7 +1,7 @@
 """X^T X over the inputs X of layers, for the passes that fit weights to them: prune and quantize.
 
-Recorded of the model as it is now, in one run for as many layers as memory allows; or in turn, so that each layer's
-inputs come from layers in front of it that the caller has changed by then (segments.py).
+Inputs are recorded either from the model in its present state, in one run for as many layers as memory allows; or in
+graph order, so that each layer sees the changes to earlier layers (segments.py).
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from .recorder import HessianSums, OnRun
 from .segments import Segments
 from .sessions import open_quietly
 
-_HESSIAN_BYTES = 512 * 1024**2  # of Hessians that are gathered at once: the model runs once for each so many
+_HESSIAN_BYTES = 512 * 1024**2  # limit for Hessians that one run collects
 
 G = TypeVar("G", bound="Group")
 
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """halves: X^T X, float32 [2, k, k], over two halves of the inputs. rows: of X."""
+    """X^T X of a layer. halves: float32 [2, k, k], over two halves of the inputs. rows: number of inputs."""
 
     halves: np.ndarray
     rows: int
 
     @property
     def hessian(self) -> np.ndarray:
-        """float32 [k, k]."""
+        """X^T X over all inputs, float32 [k, k]."""
         total: np.ndarray = self.halves.sum(axis=0)
         return total
 
@@ -50,11 +50,11 @@ class Group(Protocol):
     linears: list[Linear]
 
 
-GroupInputs = Iterator[tuple[G, LayerInputs | None]]  # None: they cannot be recorded
+GroupInputs = Iterator[tuple[G, LayerInputs | None]]  # None: the inputs cannot be recorded
 
 
 def inputs_as_it_is(model: ir.Model, evidence: Evidence, groups: Sequence[G], on_run: OnRun) -> GroupInputs[G]:
-    """The groups in order, with the inputs of the model as it is at the beginning."""
+    """Yield the groups in order, with their inputs in the model as it is at the beginning."""
     with evidence.recording(model, [linear for group in groups for linear in group.linears]) as recorder:
         for batch in _batches(groups):
             names = list(dict.fromkeys(linear.x.name or "" for group in batch for linear in group.linears))
@@ -69,8 +69,7 @@ def inputs_as_it_is(model: ir.Model, evidence: Evidence, groups: Sequence[G], on
 def energies_as_it_is(
     model: ir.Model, evidence: Evidence, groups: Sequence[G], on_run: OnRun
 ) -> Iterator[tuple[G, np.ndarray | None]]:
-    """The groups in order, with the sum of x^2 of each input, float32 [k], of the model as it is; None: they cannot be
-    recorded."""
+    """Yield the groups in order, with the sum of x^2 of each input, float32 [k]; None if it cannot be recorded."""
     with evidence.recording(model, [linear for group in groups for linear in group.linears]) as recorder:
         found = recorder.energies(recorder.names, on_run)
     for group in groups:
@@ -82,9 +81,9 @@ def energies_as_it_is(
 
 
 def inputs_in_turn(model: ir.Model, evidence: Evidence, groups: Sequence[G]) -> GroupInputs[G]:
-    """The groups in the order of the graph; what the caller has changed before the next one counts for that.
+    """Yield the groups in graph order; changes that the caller makes to one group affect the inputs of later ones.
 
-    Layers that share a weight come with the last of them.
+    Layers that share a weight are yielded with the last of them.
     """
     feeds = evidence.feeds()
     linears = [linear for group in groups for linear in group.linears]
@@ -130,13 +129,13 @@ def _checked(group: G, inputs: Sequence[LayerInputs]) -> tuple[G, LayerInputs | 
 def _check_finite(group: Group, energies: np.ndarray) -> None:
     if not np.isfinite(energies).all():
         raise CalibrationError(
-            f"the inputs of layer {group.linears[0].name!r} hold NaN, infinity or numbers whose squares overflow, on "
+            f"the inputs of layer {group.linears[0].name!r} hold NaN, infinity or values whose squares overflow, on "
             "the calibration feeds; give other feeds, or exclude this layer"
         )
 
 
 def _batches(groups: Sequence[G]) -> Iterator[list[G]]:
-    """Splits the groups, in order, so that the Hessians of a batch stay below _HESSIAN_BYTES, or are of one group."""
+    """Split the groups, in order, into batches whose Hessians fit into _HESSIAN_BYTES, or single groups."""
     batch: list[G] = []
     names: set[str] = set()
     size = 0

@@ -10,7 +10,7 @@ from pathlib import Path
 _CGROUPS = Path("/sys/fs/cgroup")
 _UNKNOWN_MEMORY = 4 * 2**30
 _KIB = 1024
-_BUSY_LOAD = 3  # runnable processes for each CPU, in the mean over the last minute
+_BUSY_LOAD = 3  # runnable processes per CPU, mean over the last minute
 
 
 def usable_cpus() -> int:
@@ -24,14 +24,14 @@ def usable_cpus() -> int:
 
 
 def is_busy() -> bool:
-    """Return whether far more is running than this machine has CPUs, so that times say little."""
+    """Return whether far more processes are running than this machine has CPUs, so that times are unreliable."""
     if not hasattr(os, "getloadavg"):
         return False
     return os.getloadavg()[0] > _BUSY_LOAD * (os.cpu_count() or 1)
 
 
 def default_threads() -> int:
-    """Return the threads of a session: one for each core that this process may use. SMT siblings count once."""
+    """Return the default threads of a session: one per core that this process may use. SMT siblings count once."""
     if not hasattr(os, "sched_getaffinity"):
         return usable_cpus()
     cores = set()
@@ -72,16 +72,16 @@ def _own_cgroups() -> list[Path]:
 
 
 def free_memory() -> int:
-    """Return the bytes that this process can still allocate without swapping, or 4 GiB if they are not known."""
+    """Return the bytes that this process can still allocate without swapping, or 4 GiB if unknown."""
     found = []
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         found.append(_KIB * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
     for folder in _own_cgroups():
-        for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             with suppress(OSError, ValueError):  # "max": no limit
                 taken = int((folder / used).read_text()) - _file_cache(folder)
-                found.append(max(int((folder / most).read_text()) - max(taken, 0), 0))
+                found.append(max(int((folder / limit).read_text()) - max(taken, 0), 0))
     return min(found, default=_UNKNOWN_MEMORY)
 
 
@@ -95,7 +95,7 @@ def _file_cache(cgroup: Path) -> int:
 
 @functools.cache
 def cold_budget() -> int:
-    """Return the bytes for all copies of weights that are timed together: an eighth of what was free at first."""
+    """Return the bytes for all weight copies that are timed together: an eighth of the memory first free."""
     return free_memory() // 8
 
 

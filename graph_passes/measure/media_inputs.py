@@ -1,5 +1,6 @@
-"""What pictures and sound a model takes, where its inputs' shapes leave that open: told by the convolutions behind them
-and by tables of positions, which fit one size of pictures only.
+"""Sizes of image and sound inputs whose shapes are symbolic.
+
+They follow from the convolution that reads the input, and from a table of positions, which fits one image size only.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ import onnx_ir as ir
 from ..find.constants import constant_tensor
 from ..find.dimensions import int_attribute
 
-_PIXELS = 224  # what most models of pictures are made for
-_SPECIAL_TOKENS = (1, 0, 2, 101, 11)  # that stand in front of a picture's patches, or behind: classes, what is detected
-_AS_THEY_ARE = ("Cast", "Identity", "Unsqueeze", "Squeeze", "Sub", "Div", "Mul", "Add")
-_MOST_NODES = 8
-_SAMPLES = 400  # of sound that a step of an encoder takes, about: 25 ms at 16 kHz
+_PIXELS = 224  # the usual size of image models
+_SPECIAL_TOKENS = (1, 0, 2, 101, 11)  # tokens besides the patches: class or detection tokens
+_PASS_THROUGH = ("Cast", "Identity", "Unsqueeze", "Squeeze", "Sub", "Div", "Mul", "Add")
+_MAX_NODES = 8
+_SAMPLES = 400  # samples per encoder step, about: 25 ms at 16 kHz
 
 
 def picture_shape(value: ir.Value) -> tuple[int, int, int] | None:
-    """Channels, height and width of an input [batch, channels, height, width]; None if it is no picture."""
+    """Return channels, height and width of an input [batch, channels, height, width]; None if it is not an image."""
     if value.shape is None or len(value.shape) != 4:
         return None
     convolution = _convolution(value)
@@ -35,28 +36,28 @@ def picture_shape(value: ir.Value) -> tuple[int, int, int] | None:
 
 
 def samples_per_step(value: ir.Value) -> int:
-    """How much longer an input is than what attention sees of it: above 1 for sound [batch, samples]."""
+    """Return the ratio of an input's length to the length that attention sees: above 1 for sound [batch, samples]."""
     floats = value.dtype is not None and value.dtype.is_floating_point()
     is_sound = floats and value.shape is not None and len(value.shape) == 2 and _convolution(value) is not None
     return _SAMPLES if is_sound else 1
 
 
 def _convolution(value: ir.Value) -> ir.Node | None:
-    """The first one that reads an input, perhaps normalized."""
+    """Return the first convolution that reads an input, perhaps after normalization."""
     front, seen = [value], 0
-    while front and seen < _MOST_NODES:
+    while front and seen < _MAX_NODES:
         current = front.pop(0)
         for node, index in current.uses():
             seen += 1
             if node.op_type == "Conv" and index == 0:
                 return node
-            if node.op_type in _AS_THEY_ARE or node.op_type in ("ReduceMean", "Sqrt"):
+            if node.op_type in _PASS_THROUGH or node.op_type in ("ReduceMean", "Sqrt"):
                 front += node.outputs
     return None
 
 
 def _side_in_patches(graph: ir.Graph | ir.Function, width: int) -> int:
-    """Of a square of patches, one row of a table of positions each; 0 if there is no such table."""
+    """Return the side of the square of patches for which the graph has a table of positions; 0 if it has no table."""
     if not isinstance(graph, ir.Graph):
         return 0
     for value in graph.initializers.values():

@@ -1,4 +1,4 @@
-"""Which tokens the masks of attention hide: what computes them of the model's attention_mask is run on some of them."""
+"""Classification of attention masks: the nodes that compute a mask from attention_mask are run on a few tokens."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from ..names import ORTOLAN_DOMAIN
 from .feeds import Sizes, synthetic_feeds
 from .sessions import open_quietly, run_session
 
-_HIDES = -1e4  # an added number that leaves a key no weight; what exporters write is this, or far less
+_HIDES = -1e4  # an addend that leaves a key no weight; exporters write this value or a far lower one
 _SIZES = (Sizes(4, 6, 0), Sizes(5, 9, 0))
-# What makes of attention_mask the same at any place. Whether something else does so at all places, a run on a few
-# tokens does not tell: what is far away may be hidden.
-_ALIKE = """
+# Operators that treat all positions alike. For other operators a run on a few tokens proves nothing: distant tokens may
+# be hidden.
+_POSITION_FREE = """
     Add And Cast Clip Concat Constant ConstantOfShape Div Equal Expand Gather Greater GreaterOrEqual Identity Less
     LessOrEqual Max Min Mul Neg Not Or Reshape Shape Slice Squeeze Sub Transpose Unsqueeze Where
 """
-_ALIKE_OPS = frozenset(_ALIKE.split())
+_POSITION_FREE_OPS = frozenset(_POSITION_FREE.split())
 _COUNTING = frozenset(("Cast", "Constant", "Equal", "ReduceSum", "Unsqueeze"))
-_MOST_SIZES = 8  # numbers of a constant that says how large something is
+_MAX_SIZES = 8  # elements of a constant that is a shape
 _FROM_TOKENS = frozenset(("MatMul", "Gemm", "FusedMatMul", "MatMulNBits", "MatMulInteger", "Einsum", "Softmax"))
 
 
 class MaskError(Exception):
-    """What keeps a mask from being one of padding."""
+    """The reason why a mask is not a padding mask."""
 
 
 class PaddingMasks:
-    """Of one model."""
+    """The padding masks of one model."""
 
     def __init__(
         self,
@@ -42,9 +42,14 @@ class PaddingMasks:
         read_if_hidden: slice = slice(0),
         first_tokens: ir.Value | None = None,
     ) -> None:
-        """attention_mask: the input [batch, tokens], not 0 where a token is there. read_if_hidden: the positions whose
-        vectors are read even where it hides them. first_tokens: what find_first_tokens has found, if attention sees the
-        tokens that this shows."""
+        """Remember the model and its attention_mask.
+
+        Args:
+            model: The model.
+            attention_mask: The input [batch, tokens], 0 for padding.
+            read_if_hidden: Positions whose vectors are read even if attention_mask hides them.
+            first_tokens: The result of `find_first_tokens`, if attention sees the tokens that this value shows.
+        """
         self._model = model
         self._attention_mask = attention_mask
         self._read_if_hidden = read_if_hidden
@@ -53,8 +58,11 @@ class PaddingMasks:
         self._dropped: dict[ir.Value, None] = {}
 
     def beside_padding(self, mask: ir.Value | None) -> ir.Value | None:
-        """What is still to be added to scores of tokens that are there; None: nothing. Raises MaskError for a mask that
-        does not hide the others, or of which that is not known."""
+        """Return the rest of a mask's addend without the padding part, or None if nothing remains.
+
+        Raises:
+            MaskError: The mask does not hide padding, or that is not known.
+        """
         if mask is None or constant_tensor(mask) is not None:
             raise MaskError("attention sees tokens that attention_mask hides")
         kind = self._kind(mask)
@@ -70,8 +78,13 @@ class PaddingMasks:
         return None
 
     def is_at_hidden(self, number: bool, factor: ir.Value | None, hidden: ir.Value) -> bool:
-        """Whether a factor or condition beside a value [batch, tokens, width] is this number, 0 or 1, where
-        attention_mask hides tokens. Its shape may be read of that value."""
+        """Return whether a factor or condition of a value is a given constant wherever attention_mask hides tokens.
+
+        Args:
+            number: The constant: 0 or 1.
+            factor: The factor or condition; it may read the shape of `hidden`.
+            hidden: The value [batch, tokens, width].
+        """
         if factor is None or constant_tensor(factor) is not None or self._from_tokens(factor, hidden) is not None:
             return False
         width = 4 if hidden.shape is None or not isinstance(hidden.shape[-1], int) else hidden.shape[-1]
@@ -83,14 +96,17 @@ class PaddingMasks:
         return True
 
     def find_first_tokens(self, mask: ir.Value | None) -> ir.Value | None:
-        """Return what a mask is computed from if it shows as many first tokens as attention_mask has ones: truth values
-        [batch, 1, 1, tokens]. So do the masks of ONNX Runtime's transformers optimizer (mask_index)."""
+        """Return the source of a mask that shows the first n tokens, where n is the count of ones in attention_mask.
+
+        The source has truth values [batch, 1, 1, tokens]. ONNX Runtime's transformers optimizer makes such masks
+        (mask_index).
+        """
         for source in {} if mask is None else _sources(mask):
             node = source.producer()
             if node is None or node.op_type != "Less" or node.inputs[1] is None:
                 continue
-            place = None if node.inputs[0] is None else node.inputs[0].producer()
-            if place is None or place.op_type != "Range" or not _counts(node.inputs[1]):
+            positions = None if node.inputs[0] is None else node.inputs[0].producer()
+            if positions is None or positions.op_type != "Range" or not _counts(node.inputs[1]):
                 continue
             runs = list(self._runs(source))
             if all(found is not None and np.array_equal(found, _first(kept)[:, None, None]) for kept, found in runs):
@@ -98,12 +114,12 @@ class PaddingMasks:
         return None
 
     def remove_unused(self) -> None:
-        """Removes what computed masks that are no longer needed."""
+        """Remove the nodes of masks that are not needed any more."""
         for mask in self._dropped:
             remove_dead(mask)
 
     def _other_summand(self, mask: ir.Value) -> ir.Value | None:
-        """What a mask of padding was added to, if that does not depend on attention_mask."""
+        """Return the value that a padding mask was added to, if it does not depend on attention_mask."""
         node = mask.producer()
         if node is None or node.op_type != "Add" or len(mask.uses()) == 0:
             return None
@@ -116,8 +132,11 @@ class PaddingMasks:
         return None
 
     def _kind(self, mask: ir.Value) -> str:
-        """padding: it hides the tokens that are not there, and does nothing else; hides more: it hides them, and adds
-        something to scores of others, or may where they are far apart; other: it does not hide them."""
+        """Classify a mask.
+
+        padding: it hides padding and does nothing else. hides more: it hides padding, and changes or may change scores
+        of other tokens. other: it does not hide padding.
+        """
         if mask not in self._kinds:
             self._kinds[mask] = self._find_kind(mask)
         return self._kinds[mask]
@@ -139,10 +158,10 @@ class PaddingMasks:
             except ValueError:
                 return "other"
             queries = np.broadcast_to(kept[:, None, :], added.shape[:3]).copy()
-            # A query that sees no key at all, as far from the text in a local window, has no answer of its own.
+            # A query that sees no key, because its local window holds no text, has no answer of its own.
             shown: np.ndarray = np.asarray(added > _HIDES)
             sees: np.ndarray = np.asarray(shown.any(axis=-1))
-            # In the first sequence attention sees all tokens: its mask shows what each query sees without padding.
+            # The first sequence has no padding: its mask shows what each query sees without padding.
             if reads_all and (~sees & (shown[:1] & kept[:, None, None, :]).any(axis=-1)).any():
                 raise MaskError(
                     f"mask {mask.name!r} hides all tokens from the queries of hidden positions, which are read"
@@ -153,10 +172,10 @@ class PaddingMasks:
             if not (added[hidden] <= _HIDES).all():
                 return "other"
             does_more = does_more or bool(added[seen].any())
-        return "padding" if not does_more and _is_alike_everywhere(mask, self._first_tokens) else "hides more"
+        return "padding" if not does_more and _is_position_free(mask, self._first_tokens) else "hides more"
 
     def _from_tokens(self, value: ir.Value, but: ir.Value | None = None) -> ir.Node | None:
-        """A node that works on tokens among what computes the value."""
+        """Return a node that computes the value from tokens, if any."""
         for source in _sources(value, but):
             node = source.producer()
             if source is but or node is None:
@@ -168,8 +187,13 @@ class PaddingMasks:
     def _runs(
         self, value: ir.Value, given: ir.Value | None = None, width: int = 0
     ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-        """Some attention_mask, as truth values, and what the model makes of it. given: a value [batch, tokens, width]
-        that is zeros."""
+        """Yield some attention masks, as truth values, and the value that the model computes from each.
+
+        Args:
+            value: The value to compute.
+            given: A value [batch, tokens, width] that is set to zeros.
+            width: Its width.
+        """
         inputs = [*self._model.graph.inputs, *([] if given is None else [given])]
         part = ir.Model(ir.convenience.extract(self._model.graph, inputs, [value]), ir_version=self._model.ir_version)
         if given is not None:
@@ -186,15 +210,17 @@ class PaddingMasks:
                 feeds[given.name or ""] = np.zeros((*kept.shape, width), np.float32)
             feeds = {key: array for key, array in feeds.items() if key in known}
             try:
-                (found,) = run_session(session, feeds, "what computes it", MaskError)
+                (found,) = run_session(session, feeds, "the part that computes it", MaskError)
             except MaskError:
                 shapes = ", ".join(f"{key} {list(array.shape)}" for key, array in feeds.items())
-                raise MaskError(f"what computes {value.name!r} does not run on made-up inputs: {shapes}") from None
+                raise MaskError(
+                    f"the nodes that compute {value.name!r} do not run on made-up inputs: {shapes}"
+                ) from None
             yield kept, found
 
 
 def _kept(batch: int, tokens: int) -> np.ndarray:
-    """Tokens of sequences that are whole, padded behind and in front, and with gaps."""
+    """Return masks of sequences: full, padded at the end, padded at the start, with gaps."""
     kept = np.random.default_rng(0).random((batch, tokens)) < 0.5
     kept[:, tokens // 2] = True
     kept[:1] = True
@@ -204,7 +230,7 @@ def _kept(batch: int, tokens: int) -> np.ndarray:
 
 
 def _counts(value: ir.Value) -> bool:
-    """Whether a value is the number of ones in each sequence of a mask."""
+    """Return whether a value is the number of ones in each sequence of a mask."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
@@ -223,22 +249,22 @@ def _first(kept: np.ndarray) -> np.ndarray:
     return first
 
 
-def _is_alike_everywhere(mask: ir.Value, but: ir.Value | None) -> bool:
-    """Whether nothing of what computes it tells places in a sequence apart, but for one value."""
+def _is_position_free(mask: ir.Value, but: ir.Value | None) -> bool:
+    """Return whether the computation of a mask treats all positions alike, ignoring that of the value `but`."""
     for source in _sources(mask, but):
         tensor, node = constant_tensor(source), source.producer()
         if source is but:
             continue
         if tensor is not None:
-            if tensor.size > _MOST_SIZES:
+            if tensor.size > _MAX_SIZES:
                 return False
-        elif node is not None and node.op_type not in _ALIKE_OPS:
+        elif node is not None and node.op_type not in _POSITION_FREE_OPS:
             return False
     return True
 
 
 def _sources(value: ir.Value, but: ir.Value | None = None) -> dict[ir.Value, None]:
-    """The value and all that it is computed from, but what one of these is computed from."""
+    """Return the value and everything that it is computed from, without the sources of `but`."""
     found: dict[ir.Value, None] = {}
     waiting = [value]
     while waiting:

@@ -1,4 +1,4 @@
-"""Records what goes into linear layers while a model runs on feeds."""
+"""Records inputs of linear layers while a model runs on feeds."""
 
 from __future__ import annotations
 
@@ -16,34 +16,39 @@ from .feeds import Feeds
 OnRun = Callable[[int, int], None]  # on_run(done, total)
 
 
-_CAPTURE_BYTES = 256 * 1024**2  # of recorded inputs that one run may return
+_CAPTURE_BYTES = 256 * 1024**2  # limit for the recorded inputs that one run returns
 
 
-_HESSIAN_ROWS = 8192  # that are multiplied at once
+_HESSIAN_ROWS = 8192  # rows that are multiplied at once
 
 
 class Recorded(Protocol):
-    """What is to be recorded: a value of the model, such as a layer's input."""
+    """A value of the model to record, such as a layer's input."""
 
     @property
-    def x(self) -> ir.Value: ...
+    def x(self) -> ir.Value:
+        """The value."""
+
     @property
-    def k(self) -> int: ...  # its last dimension
+    def k(self) -> int:
+        """Its last dimension."""
+
     @property
-    def dtype(self) -> ir.DataType: ...
+    def dtype(self) -> ir.DataType:
+        """Its type."""
 
 
 class InputRecorder:
-    """Runs a model, as it was when this was made, and hands out what goes into its layers.
+    """Runs a model, as it was when this object was made, and passes on the inputs of its layers.
 
-    Layers in subgraphs are left out: their values cannot be made outputs. Memory is bounded by recording a few layers a
-    run.
+    Layers in subgraphs are left out: their values cannot be made outputs. Memory is bounded by recording a few layers
+    per run.
     """
 
     def __init__(
         self, model: ir.Model, linears: Sequence[Recorded], feeds: Sequence[Feeds], open_model: Callable[[], Any]
     ) -> None:
-        """open_model makes the session; it is called while the wanted values are outputs of the model."""
+        """Make a session by open_model(), which is called while the wanted values are outputs of the model."""
         self._wanted = {linear.x.name or "": linear for linear in linears if _belongs_to(linear.x, model.graph)}
         self._computed = {name: linear for name, linear in self._wanted.items() if not linear.x.is_graph_input()}
         self._feeds = feeds
@@ -52,11 +57,11 @@ class InputRecorder:
 
     @property
     def names(self) -> list[str]:
-        """Of the values that can be recorded."""
+        """The names of the values that can be recorded."""
         return list(self._wanted)
 
     def record(self, names: Sequence[str], take: Callable[[str, np.ndarray], None], on_run: OnRun) -> None:
-        """Calls take(name, inputs [rows, k]) for each of the values and each of the feeds. Keep no inputs."""
+        """Call take(name, inputs [rows, k]) for each value and each feed. `take` must not keep the inputs."""
         groups = _group({name: self._computed[name] for name in names if name in self._computed}, self._feeds)
         total = len(self._feeds) * len(groups)
         for number, one in enumerate(self._feeds):
@@ -77,17 +82,19 @@ class InputRecorder:
         on_run(total, total)
 
     def some_rows(self, names: Sequence[str], max_rows: int, on_run: OnRun) -> dict[str, np.ndarray]:
-        """Up to max_rows inputs for each value as float32 [rows, k], about as many of each of the feeds."""
+        """Return up to max_rows inputs of each value, float32 [rows, k], sampled evenly over the feeds."""
         rows: dict[str, list[np.ndarray]] = {name: [] for name in names}
         quota = -(-max_rows // len(self._feeds))
         self.record(names, lambda name, inputs: rows[name].append(_some_rows(inputs, quota)), on_run)
         return {name: np.concatenate(parts)[:max_rows] for name, parts in rows.items() if parts}
 
-    def numbers(self, names: Sequence[str], most: int, on_run: OnRun) -> dict[str, np.ndarray]:
-        """Up to `most` numbers of each value as float32 [count], drawn at random, about as many of each of the feeds;
-        the value's smallest and largest number are among them."""
+    def samples(self, names: Sequence[str], limit: int, on_run: OnRun) -> dict[str, np.ndarray]:
+        """Return up to `limit` random elements of each value, float32 [count], evenly over the feeds.
+
+        The value's minimum and maximum are among them.
+        """
         drawn: dict[str, list[np.ndarray]] = {name: [] for name in names}
-        quota = -(-most // len(self._feeds))
+        quota = -(-limit // len(self._feeds))
         rng = np.random.default_rng(0)
 
         def draw(name: str, inputs: np.ndarray) -> None:
@@ -101,13 +108,13 @@ class InputRecorder:
         found = {}
         for name, parts in drawn.items():
             if parts:
-                numbers = np.concatenate(parts)
-                extremes = [numbers.min(), numbers.max()]
-                found[name] = np.append(numbers[: most - 2], np.asarray(extremes, np.float32))
+                values = np.concatenate(parts)
+                extremes = [values.min(), values.max()]
+                found[name] = np.append(values[: limit - 2], np.asarray(extremes, np.float32))
         return found
 
     def hessians(self, names: Sequence[str], on_run: OnRun) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-        """X^T X over all inputs X of each value, float32 [2, k, k] (see HessianSums), and how many those are."""
+        """Return X^T X over all inputs X of each value, float32 [2, k, k] (see HessianSums), and their counts."""
         found: dict[str, HessianSums] = {}
 
         def add(name: str, inputs: np.ndarray) -> None:
@@ -117,7 +124,7 @@ class InputRecorder:
         return {name: sums.halves() for name, sums in found.items()}, {name: sums.rows for name, sums in found.items()}
 
     def energies(self, names: Sequence[str], on_run: OnRun) -> dict[str, np.ndarray]:
-        """The sum of x^2 over all inputs of each value, float32 [k]: the diagonal of X^T X."""
+        """Return the sum of x^2 over all inputs of each value, float32 [k]: the diagonal of X^T X."""
         found: dict[str, np.ndarray] = {}
 
         def add(name: str, inputs: np.ndarray) -> None:
@@ -129,8 +136,11 @@ class InputRecorder:
 
 
 class HessianSums:
-    """X^T X over inputs X of one value, float32 [2, k, k]: of every other one of the feeds, and of the rest; of a
-    single one, of its first half and its second. Of the inputs it keeps half as many bytes as of the sums."""
+    """X^T X over the inputs X of one value, float32 [2, k, k], for two halves of the inputs.
+
+    The halves are alternate feeds, or the first and second half of a single feed. Waiting inputs take half as many
+    bytes as the sums.
+    """
 
     def __init__(self, k: int, feeds: int) -> None:
         self.rows = 0
@@ -142,22 +152,24 @@ class HessianSums:
 
     @staticmethod
     def bytes_for(k: int) -> int:
-        """About."""
+        """Return the approximate memory of one instance."""
         return 12 * k * k
 
     def add(self, inputs: np.ndarray) -> None:
-        """inputs: [rows, k] of one of the feeds."""
+        """Add inputs [rows, k] of one feed."""
         for part in np.array_split(inputs, self._split):
             waiting = self._waiting[self._taken % 2]
             for start in range(0, len(part), _HESSIAN_ROWS):
                 waiting.append(part[start : start + _HESSIAN_ROWS].astype(np.float32))
-                # Many rows at once: of a few, reading and writing the sum would take longer than the products.
+                # Multiplies many rows at once: for a few rows, reading and writing the sum would take longer than the
+                # products.
                 if sum(map(len, waiting)) >= self._at_once:
                     self._multiply(self._taken % 2)
             self._taken += 1
         self.rows += len(inputs)
 
     def halves(self) -> np.ndarray:
+        """Return the sums, float32 [2, k, k]."""
         self._multiply(0)
         self._multiply(1)
         return self._sums
@@ -176,7 +188,7 @@ def _belongs_to(value: ir.Value, graph: ir.Graph) -> bool:
 
 @contextmanager
 def _as_outputs(model: ir.Model, wanted: dict[str, Recorded]) -> Iterator[None]:
-    """Inside, the named values are outputs of the model."""
+    """Make the named values outputs of the model inside the with statement."""
     outputs = model.graph.outputs
     count = len(outputs)
     present = {value.name for value in outputs}
@@ -188,12 +200,12 @@ def _as_outputs(model: ir.Model, wanted: dict[str, Recorded]) -> Iterator[None]:
     try:
         yield
     finally:
-        while len(outputs) > count:  # a slice deleted at once would leave the values marked as outputs
+        while len(outputs) > count:  # deleting a slice would leave the values marked as outputs
             outputs.pop()
 
 
 def _group(computed: dict[str, Recorded], feeds: Sequence[Feeds]) -> list[list[str]]:
-    """Splits the values so that what one run returns stays below _CAPTURE_BYTES."""
+    """Split the values so that one run returns at most _CAPTURE_BYTES."""
     tokens = max((int(np.prod(array.shape[:2])) for one in feeds for array in one.values()), default=1)
     groups: list[list[str]] = []
     size = 0
@@ -208,7 +220,7 @@ def _group(computed: dict[str, Recorded], feeds: Sequence[Feeds]) -> list[list[s
 
 
 def _some_rows(inputs: np.ndarray, count: int) -> np.ndarray:
-    """Up to `count` of the rows, evenly spread, so that all sequences and positions take part."""
+    """Return up to `count` rows, evenly spread, so that all sequences and positions are represented."""
     if len(inputs) > count:
         inputs = inputs[np.linspace(0, len(inputs) - 1, count).astype(int)]
     return inputs.astype(np.float32)

@@ -1,6 +1,6 @@
-"""Text that a decoder samples from itself, to judge it by where the user gives no texts.
+"""Text that a decoder samples from itself, to evaluate it if the user gives no texts.
 
-Random tokens are nothing that a decoder was trained on: rounding costs several times as much there as on real text.
+Random tokens are unlike a decoder's training data: quantization costs several times as much there as on real text.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import onnx_ir as ir
 from .feeds import Feeds, has_past, model_inputs, prompt_feeds
 
 _SEQUENCES, _TOKENS = 2, 64
-_TOKENS_OF_LARGE = 32  # where a step reads gigabytes of weights
+_TOKENS_OF_LARGE = 32  # for models whose weights take gigabytes per step
 _PLAIN = {"input_ids", "attention_mask", "position_ids"}
 _PAST, _PRESENT = "past_key_values", "present"
-# The start token of sentencepiece vocabularies, and an ordinary piece of text in those of BPE.
+# The start token of sentencepiece vocabularies; in BPE vocabularies, an ordinary token.
 _DEFAULT_START = 1
 _CONFIGS = ("generation_config.json", "config.json", "genai_config.json")
 
@@ -28,16 +28,17 @@ _CONFIGS = ("generation_config.json", "config.json", "genai_config.json")
 def sampled_feeds(model: ir.Model, session: Any, start: int, large: bool = False) -> list[Feeds]:
     """Sample sequences token by token, at temperature 1 and from a fixed seed, and return them as feeds.
 
-    The first feed holds all sequences, the second the beginning of the first one, and the third the last token behind
-    the cache of all others. The second is short, as it counts again what the first one holds.
+    The first feed holds all sequences, the second the beginning of the first sequence, the third the last token with
+    the cache of all earlier ones. The second is short because it repeats tokens of the first.
 
     Args:
-        session: of the original model.
-        start: the token that each sequence begins with.
-        large: whether a step takes long, so that fewer tokens are sampled.
+        model: The original model.
+        session: A session of the original model.
+        start: The first token of each sequence.
+        large: Whether a step takes long, so that fewer tokens are sampled.
 
     Returns:
-        No feeds for a model that is not a decoder with `logits` and a growing KV cache, or that does not run so.
+        No feeds if the model is not a decoder with `logits` and a growing KV cache, or does not run.
     """
     inputs = {value.name or "": value for value in model_inputs(model)}
     caches = {name: name.replace(_PAST, _PRESENT, 1) for name in inputs if name.startswith(_PAST)}
@@ -52,7 +53,7 @@ def sampled_feeds(model: ir.Model, session: Any, start: int, large: bool = False
     rng = np.random.default_rng(0)
     ids = np.full((rows, 1), start)
     found: list[Feeds] = []
-    with suppress(Exception):  # of ONNX Runtime, or the model takes inputs of other sizes
+    with suppress(Exception):  # from ONNX Runtime, or for inputs of other sizes
         feeds = prompt_feeds(ids, model)
         while True:
             answers = dict(zip(outputs, session.run(outputs, feeds), strict=True))
@@ -73,7 +74,7 @@ def sampled_feeds(model: ir.Model, session: Any, start: int, large: bool = False
 
 
 def _next_feeds(ids: np.ndarray, before: Feeds) -> Feeds:
-    """The last token, without the cache."""
+    """Return the feeds of the last token, without the cache."""
     made = {
         "input_ids": ids[:, -1:],
         "attention_mask": np.ones_like(ids),
@@ -83,7 +84,7 @@ def _next_feeds(ids: np.ndarray, before: Feeds) -> Feeds:
 
 
 def start_token(model: Path | None) -> int:
-    """The `bos_token_id` of the configuration beside a model, or in the folder above a folder `onnx`."""
+    """Return the `bos_token_id` of the configuration beside a model, or in the folder above a folder `onnx`."""
     if model is None:
         return _DEFAULT_START
     folders = [model.parent, model.parent.parent] if model.parent.name == "onnx" else [model.parent]

@@ -1,12 +1,10 @@
-"""Runs a model piece by piece, so that later layers see what the changed layers in front of them make.
+"""Runs a model in pieces, so that later layers see the effect of changes to earlier ones.
 
-The pieces lie between the places where a wanted value is first used. Each piece is a model of its own: it takes the
-values that cross the cut in front of it, and makes those that cross the one behind. They are kept in files, one a value
-and feed, as long as a later piece needs them. So while every layer's inputs come from the layers before as they are by
-then, every node runs once on each of the feeds: all layers together cost one run of the model. To run it from its
-beginning for each layer would keep no files, and cost half as many runs as there are layers (60 for a model of 30
-blocks); to keep all inputs in memory, rows times width times values that cross: for a decoder its hidden state, masks
-and tables of positions, 576 + 128 numbers a token in SmolLM2-135M.
+The model is cut where each wanted value is first used. Each piece is a model: its inputs are the values that cross the
+cut before it, its outputs the values that cross the cut after it. These values are kept in files, one per value and
+feed, while later pieces need them. So every node runs once per feed, and all layers together cost one run of the model.
+Running from the beginning for each layer would need no files, but for n layers about n / 2 runs. Keeping all inputs in
+memory would need rows * width * crossing values.
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ from ..find.linear import Linear, layer_key
 from .feeds import Feeds
 from .sessions import open_quietly
 
-_EMBEDDED = 1024  # bytes; smaller tensors stay in the model file, where shape inference can see them
+_EMBEDDED = 1024  # bytes; smaller tensors stay in the model file, where shape inference sees them
 
 
 class Segments:
-    """The inputs of layers, in the order of the graph. Use it in a with statement: it keeps files in `folder`."""
+    """The inputs of layers, in graph order. Use it in a with statement: it keeps files in `folder`."""
 
     def __init__(
         self,
@@ -42,25 +40,25 @@ class Segments:
         folder: Path,
         open_model: Callable[[Path], Any] = open_quietly,
     ) -> None:
-        """Layers in subgraphs are left out: their inputs cannot be made outputs."""
+        """Plan the pieces. Layers in subgraphs are left out: their inputs cannot be made outputs."""
         self._model, self._feeds, self._folder, self._open = model, feeds, folder, open_model
-        place = {node: index for index, node in enumerate(model.graph)}
-        first: dict[ir.Value, ir.Node] = {}  # what uses a wanted value first
+        order = {node: index for index, node in enumerate(model.graph)}
+        first: dict[ir.Value, ir.Node] = {}  # the first consumer of each wanted value
         for linear in linears:
             node = layer_key(linear).producer()
             assert node is not None
             produced_here = _produced_in(linear.x, model.graph)
-            if node in place and produced_here and place[node] < place.get(first.get(linear.x, node), len(place)):
+            if node in order and produced_here and order[node] < order.get(first.get(linear.x, node), len(order)):
                 first[linear.x] = node
-            elif node in place and produced_here:
+            elif node in order and produced_here:
                 first.setdefault(linear.x, node)
-        self._stages = sorted(first.items(), key=lambda stage: place[stage[1]])
+        self._stages = sorted(first.items(), key=lambda stage: order[stage[1]])
         self._constant = _constant_values(model.graph)
-        self._stored: dict[ir.Value, int] = {}  # and the numbers of their files
+        self._stored: dict[ir.Value, int] = {}  # stored values, and the numbers of their files
 
     @property
     def values(self) -> list[ir.Value]:
-        """What can be recorded, in the order in which it comes."""
+        """The values that can be recorded, in order."""
         return [x for x, _ in self._stages]
 
     def __enter__(self) -> Segments:
@@ -74,37 +72,37 @@ class Segments:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def run(self, take: Callable[[ir.Value, np.ndarray], None]) -> Iterator[ir.Value]:
-        """Yields each value when take(value, array) was called with it for each of the feeds.
+        """Yield each value after take(value, array) was called for each feed.
 
-        What the caller has changed by then in layers that use it counts for all values to come.
+        Changes that the caller makes to its consumers affect all later values.
         """
         previous: ir.Node | None = None
         for number, (x, node) in enumerate(self._stages):
             nodes = list(self._model.graph)
-            # Anew each time: the caller may have added and removed nodes, but not those that use the values.
-            place = {one: index for index, one in enumerate(nodes)}
-            begin = 0 if previous is None else place[previous]
+            # Computed anew: the caller may have added and removed nodes, but not the consumers of the values.
+            order = {one: index for index, one in enumerate(nodes)}
+            begin = 0 if previous is None else order[previous]
             later = [value for value, _ in self._stages[number + 1 :]]
-            self._run_piece(nodes, place, begin, place[node], x, later, take)
+            self._run_piece(nodes, order, begin, order[node], x, later, take)
             previous = node
             yield x
 
     def _run_piece(
         self,
         nodes: Sequence[ir.Node],
-        place: dict[ir.Node, int],
+        order: dict[ir.Node, int],
         begin: int,
         end: int,
         x: ir.Value,
         later: Sequence[ir.Value],
         take: Callable[[ir.Value, np.ndarray], None],
     ) -> None:
-        """Runs the nodes from `begin` to before `end`; stores what later values are computed from."""
-        _, crossing = self._needed(later, place, end)
-        if later:  # a layer that took x rounded may take x itself, once it is changed
+        """Run the nodes from `begin` to before `end`; store the values that later ones are computed from."""
+        _, crossing = self._needed(later, order, end)
+        if later:  # a layer that took x rounded may take x directly after it is changed
             crossing = list(dict.fromkeys([x, *crossing]))
         made = [value for value in {x: None, **dict.fromkeys(crossing)} if self._is_made(value)]
-        needed, inputs = self._needed(made, place, begin)
+        needed, inputs = self._needed(made, order, begin)
         piece = [nodes[index] for index in sorted(needed)]
         session = None
         for number, feeds in enumerate(self._feeds):
@@ -134,13 +132,13 @@ class Segments:
             del self._stored[value]
 
     def _is_made(self, value: ir.Value) -> bool:
-        """Whether a piece must still compute the value."""
+        """Return whether a piece must still compute the value."""
         return value.producer() is not None and value not in self._stored
 
     def _needed(
-        self, wanted: Sequence[ir.Value], place: dict[ir.Node, int], begin: int
+        self, wanted: Sequence[ir.Value], order: dict[ir.Node, int], begin: int
     ) -> tuple[set[int], list[ir.Value]]:
-        """The nodes that compute the values, from `begin` on, and what these take from before or from the feeds.
+        """Return the nodes from `begin` on that compute the values, and their inputs from earlier pieces or the feeds.
 
         Nodes that only compute constants belong to every piece.
         """
@@ -156,10 +154,10 @@ class Segments:
             if node is None:
                 if value.is_graph_input():
                     inputs[value] = None
-            elif place[node] < begin and value not in self._constant:
+            elif order[node] < begin and value not in self._constant:
                 inputs[value] = None
             else:
-                nodes.add(place[node])
+                nodes.add(order[node])
                 waiting += _inputs_of(node, self._model.graph)
         return nodes, list(inputs)
 
@@ -192,7 +190,7 @@ class Segments:
         return self._open(path)
 
     def _load(self, value: ir.Value, number: int, feeds: Feeds) -> np.ndarray | None:
-        """None: a graph input that the feeds leave to its default."""
+        """Return a stored value or an input; None for a graph input that keeps its default."""
         if value in self._stored:
             array: np.ndarray = np.load(self._file(self._stored[value], number), allow_pickle=False)
             return array
@@ -219,11 +217,11 @@ def _embedded(tensor: ir.TensorProtocol) -> onnx.TensorProto:
 
 def _external(spill: TensorSpill, tensor: ir.TensorProtocol) -> onnx.TensorProto:
     content = np.frombuffer(tensor.tobytes(), np.uint8)
-    place = spill.add("", content, ir.DataType.UINT8)
+    stored = spill.add("", content, ir.DataType.UINT8)
     proto = onnx.TensorProto(
         data_type=int(tensor.dtype), dims=tensor.shape.numpy(), data_location=onnx.TensorProto.EXTERNAL
     )
-    for key, text in (("location", place.location), ("offset", place.offset), ("length", content.nbytes)):
+    for key, text in (("location", stored.location), ("offset", stored.offset), ("length", content.nbytes)):
         proto.external_data.add(key=key, value=str(text))
     return proto
 
@@ -234,7 +232,7 @@ def _produced_in(value: ir.Value, graph: ir.Graph) -> bool:
 
 
 def _inputs_of(node: ir.Node, graph: ir.Graph) -> list[ir.Value]:
-    """The values of this graph that the node takes, those that its subgraphs use included."""
+    """Return the values of this graph that the node uses, including in its subgraphs."""
     found = [value for value in node.inputs if value is not None]
     for attribute in node.attributes.values():
         if attribute.is_ref() or attribute.type not in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):
@@ -247,7 +245,7 @@ def _inputs_of(node: ir.Node, graph: ir.Graph) -> list[ir.Value]:
 
 
 def _constant_values(graph: ir.Graph) -> set[ir.Value]:
-    """What nodes make of constants alone."""
+    """Return the values that nodes compute from constants alone."""
     constant: set[ir.Value] = set()
     for node in graph:
         sources = _inputs_of(node, graph)

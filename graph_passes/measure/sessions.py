@@ -1,9 +1,9 @@
-"""Sessions of ONNX Runtime that Ortolan judges or times models with: they log nothing, and leave other sessions alone.
+"""Sessions of ONNX Runtime for comparing and timing models: they log nothing and do not disturb other sessions.
 
 On x86 CPUs with AVX2 but without VNNI, ONNX Runtime multiplies uint8 by int8 with vpmaddubsw, which saturates at 16
-bits: 2 * 255 * 127 becomes 32767. Products of full range lose up to 15 % of their norm so, in every int8 layer. What a
-model means are the exact sums. ONNX Runtime makes them as well if it is asked to (session.x64quantprecision), only
-slower, so sessions that judge ask, and those that are timed do not.
+bits: 2 * 255 * 127 becomes 32767. Full-range products lose up to 15 % of their norm in every int8 layer. A model means
+the exact sums. ONNX Runtime computes them if asked (session.x64quantprecision), but more slowly, so sessions for
+comparison ask and timed sessions do not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from .machine import default_threads
 
 _THREADS: ContextVar[int | None] = ContextVar("threads", default=None)
 _EXACT_SUMS = "session.x64quantprecision"
-_BLOCKS_LEVEL = "session.qdq_matmulnbits_accuracy_level"  # 1: MatMulNBits made of DequantizeLinear computes in float32
+# 1: MatMulNBits fused from DequantizeLinear computes in float32
+_BLOCKS_LEVEL = "session.qdq_matmulnbits_accuracy_level"
 _DISABLED = "optimization.disable_specified_optimizers"
 
 
@@ -48,12 +49,16 @@ def session_threads() -> int:
 
 
 def quiet_options(source: ModelFile | None = None) -> Any:
-    """source: the model as it was given, of a session that is not timed. If that is large, weights are read from the
-    mapped file in each run, where ONNX Runtime would keep a packed copy of all."""
+    """Return session options.
+
+    Args:
+        source: The given model, for a session that is not timed. If it is large, weights are read from the mapped file
+            in each run, because ONNX Runtime would otherwise keep a packed copy of all.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # what goes wrong reaches the user as an error of ours
+    options.log_severity_level = 4  # users see errors as exceptions of ours
     options.intra_op_num_threads = session_threads()
     # Threads of one session must not spin while another is measured.
     options.add_session_config_entry("session.force_spinning_stop", "1")
@@ -71,13 +76,17 @@ def open_quietly(
     in_float: bool = False,
     fold: bool = True,
 ) -> Any:
-    """A session to judge by: its integer sums are exact, if ONNX Runtime can make them so (sums_are_exact).
+    """Open a session for comparison: its integer sums are exact if ONNX Runtime supports that (`sums_are_exact`).
 
-    library: with our operators. source, data_folder: see quiet_options, open_session. in_float: ONNX Runtime does not
-        round the inputs of a MatMul behind a DequantizeLinear of int4 blocks.
-    fold: whether ONNX Runtime folds constants when the session is made. It keeps the result of each step, which takes
-        many times the model's memory for weights that functions unpack. On CPUs where its int8 products saturate, it
-        always folds, since exact products need constant weights.
+    Args:
+        model: The model, as a file or serialized.
+        source: See `quiet_options`.
+        library: Register our operators.
+        data_folder: See `open_session`.
+        in_float: Do not round the inputs of a MatMul after a DequantizeLinear of int4 blocks.
+        fold: Let ONNX Runtime fold constants when the session is made. It keeps the result of each step, which takes
+            many times the model's memory for weights that functions unpack. CPUs whose int8 products saturate always
+            fold, because exact products need constant weights.
     """
 
     def opened(content: Path | bytes, exact: bool) -> Any:
@@ -93,8 +102,8 @@ def open_quietly(
         return open_session(content, options, data_folder=folder)
 
     if int8_products_saturate() and not _has_branches(model):
-        # Exact sums make ONNX Runtime fail on tensors of two layers, on blocks without zero points, and on int8 inputs.
-        # If a model is wrong in itself, opening it without them says so.
+        # Asking for exact sums makes ONNX Runtime fail on tensors shared by two layers, on blocks without zero points,
+        # and on int8 inputs. If the model itself is wrong, opening it normally reports that.
         with suppress(Exception):
             exact = _with_zero_points_of_blocks(model)
             with suppress(Exception):
@@ -110,7 +119,7 @@ def _read(model: Path | bytes) -> Any:
 
 
 def _mentions(model: Path | bytes, text: bytes) -> bool:
-    """Whether the text is in the file: to read all of a model as a graph takes longer."""
+    """Return whether the file contains the text, which is faster than parsing the model."""
     if isinstance(model, bytes):
         return text in model
     with open(model, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -118,7 +127,7 @@ def _mentions(model: Path | bytes, text: bytes) -> bool:
 
 
 def _has_branches(model: Path | bytes) -> bool:
-    """Whether a node holds graphs: ONNX Runtime makes exact sums in the outermost graph alone."""
+    """Return whether a node holds subgraphs: ONNX Runtime computes exact sums in the main graph only."""
     import onnx
 
     if not any(_mentions(model, name) for name in (b"then_branch", b"body")):
@@ -130,8 +139,10 @@ def _has_branches(model: Path | bytes) -> bool:
 
 
 def _with_zero_points_of_blocks(model: Path | bytes) -> Path | bytes:
-    """The model, with zero points of 0 for int8 tensors whose blocks have none: ONNX Runtime makes uint8 ones, with one
-    zero point for all blocks, which it refuses when it runs."""
+    """Add zero points of 0 to int8 tensors in blocks without any.
+
+    ONNX Runtime turns such tensors into uint8 with one zero point for all blocks, which it refuses at run time.
+    """
     import onnx
 
     if not _mentions(model, b"block_size"):
@@ -154,7 +165,7 @@ def _with_zero_points_of_blocks(model: Path | bytes) -> Path | bytes:
 
 
 def _with_own_int8_tensors(model: Path | bytes) -> bytes:
-    """The model with a copy of each int8 tensor for each use: ONNX Runtime makes uint8 ones, each under a name."""
+    """Copy each int8 tensor for each use: ONNX Runtime makes a uint8 copy under one name for each."""
     import onnx
 
     proto = _read(model)
@@ -162,19 +173,19 @@ def _with_own_int8_tensors(model: Path | bytes) -> bytes:
     taken = {name for node in proto.graph.node for name in (*node.input, *node.output)}
     used: set[str] = set()
     for node in proto.graph.node:
-        for place, name in enumerate(node.input):
+        for index, name in enumerate(node.input):
             if name in used:
                 own = next(wanted for number in count(2) if (wanted := f"{name}_{number}") not in taken)
                 taken.add(own)
                 proto.graph.initializer.add().CopyFrom(tensors[name])
-                proto.graph.initializer[-1].name = node.input[place] = own
+                proto.graph.initializer[-1].name = node.input[index] = own
             elif name in tensors:
                 used.add(name)
     return to_bytes(proto)
 
 
 def open_to_time(model: Path | bytes, *, library: bool = False) -> Any:
-    """A session as a user opens it, whatever memory that takes."""
+    """Open a session as a user would, whatever memory that takes."""
     options = quiet_options()
     if library:
         register(options)
@@ -182,7 +193,7 @@ def open_to_time(model: Path | bytes, *, library: bool = False) -> Any:
 
 
 def sums_are_exact(session: Any) -> bool:
-    """Whether the uint8 x int8 products of a session of open_quietly are exact."""
+    """Return whether the uint8 x int8 products of a session of `open_quietly` are exact."""
     if not int8_products_saturate():
         return True
     asked: str = session.get_session_options().get_session_config_entry(_EXACT_SUMS)
@@ -191,7 +202,7 @@ def sums_are_exact(session: Any) -> bool:
 
 @functools.cache
 def int8_products_saturate() -> bool:
-    """Whether this ONNX Runtime's uint8 x int8 products do so on this CPU, in a session as a user opens it: tried."""
+    """Return whether uint8 x int8 products saturate in an ordinary ONNX Runtime session on this CPU, by trying."""
     from onnx import TensorProto, helper, numpy_helper
 
     codes, weight = np.full((2, 64), 255, np.uint8), np.full((64, 16), 127, np.int8)
@@ -208,7 +219,17 @@ def int8_products_saturate() -> bool:
 
 
 def run_session(session: Any, feeds: Feeds, who: str, error_type: type[Exception]) -> Outputs:
-    """Raises error_type where it does not. who: "the original model"."""
+    """Run a session on feeds.
+
+    Args:
+        session: The session.
+        feeds: Its inputs.
+        who: The subject of the error message: "the original model".
+        error_type: The exception to raise.
+
+    Raises:
+        error_type: The session does not run.
+    """
     try:
         answers = session.run(None, feeds)
     except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception

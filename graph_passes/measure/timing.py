@@ -1,4 +1,4 @@
-"""How times are taken: candidates interleaved in one run, cold weights, minimum and median, pinned when alone."""
+"""Timing: candidates interleaved in one run, cold weights, minimum and median, pinned to a CPU if single-threaded."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from ..report.figures import Timing
 from .machine import cold_budget, last_level_cache_bytes
 
-MOST_CANDIDATES = 16  # timed together in the largest benchmark
+MAX_CANDIDATES = 16  # timed together in the largest benchmark
 
-# After other work, a layer bound by memory needs this long until it runs as fast as it goes on to, as it would in a
-# decode loop (ops/sparse_amx_matmul/README.md).
+# After a change of workload, a memory-bound layer needs this long to reach the speed of a decode loop
+# (ops/sparse_amx_matmul/README.md).
 _WARM_UP_SECONDS = 0.08
 _TIMED_CALLS = 3
-# A candidate's turn ends early once it has taken so long, after one timed call at least.
+# A candidate's turn ends after this time, but only after one timed call.
 _TURN_SECONDS = 0.4
 
 
@@ -26,9 +26,8 @@ def interleave(
 ) -> dict[str, Timing]:
     """Time the candidates A B C A B C … for about `seconds`.
 
-    In its turn each one runs untimed for a while and is then timed a few times (a slow one once), as it would run again
-    and again in a decode loop: its code and page tables are warm, its weights are not, where the copies outgrow the
-    caches.
+    In its turn a candidate first runs untimed for a while and is then timed a few times (a slow one once). So, as in a
+    decode loop, its code and page tables are warm; its weights are cold if the copies outgrow the caches.
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     end = time.perf_counter() + seconds
@@ -52,7 +51,7 @@ def interleave(
 
 @contextmanager
 def pinned(threads: int) -> Iterator[None]:
-    """One thread runs on one fixed CPU; several run where the system likes."""
+    """Pin one thread to a CPU; several threads are not pinned."""
     if threads != 1 or not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -65,22 +64,22 @@ def pinned(threads: int) -> Iterator[None]:
 
 
 def copies_to_stay_cold(bytes_each: int) -> int:
-    """Return how many copies of a weight to use in turn so that none stays in a cache: four times the L3.
+    """Return the number of copies of a weight to use in turn so that no copy stays in a cache: four times the L3.
 
-    Between 4 and 2048 copies, but never more than a candidate's share of machine.cold_budget.
+    Between 4 and 2048 copies, but within `cold_bytes_each`.
     """
     wanted = min(max(4, -(-4 * last_level_cache_bytes() // bytes_each)), 2048)
-    return max(1, min(wanted, cold_share() // bytes_each))
+    return max(1, min(wanted, cold_bytes_each() // bytes_each))
 
 
-def cold_share() -> int:
-    """Return the bytes for the copies of one candidate if MOST_CANDIDATES are timed together."""
-    return cold_budget() // MOST_CANDIDATES
+def cold_bytes_each() -> int:
+    """Return the bytes for the copies of one candidate if MAX_CANDIDATES are timed together."""
+    return cold_budget() // MAX_CANDIDATES
 
 
 def describe_cold_copies() -> str:
     """Return a note for results on the memory that copies may take."""
-    share, cache = cold_share() >> 20, last_level_cache_bytes() >> 20
-    warm = " Weights may be warm." if share <= 2 * cache else ""
-    most = f"Copies of weights take up to {share} MiB a candidate (all: 1/8 of free memory)"
-    return f"{most}; L3 cache {cache} MiB.{warm}"
+    mebibytes, cache = cold_bytes_each() >> 20, last_level_cache_bytes() >> 20
+    warm = " Weights may be warm." if mebibytes <= 2 * cache else ""
+    copies = f"Copies of weights take up to {mebibytes} MiB per candidate (all: 1/8 of free memory)"
+    return f"{copies}; L3 cache {cache} MiB.{warm}"

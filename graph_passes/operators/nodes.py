@@ -25,6 +25,7 @@ class NewNames:
             self._taken.update(value.name or "" for value in node.outputs)
 
     def __call__(self, wanted: str) -> str:
+        """Return `wanted`, or `wanted` with a number if that name is in use."""
         name, number = wanted, 1
         while name in self._taken:
             name, number = f"{wanted}_{number}", number + 1

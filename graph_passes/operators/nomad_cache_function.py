@@ -267,7 +267,7 @@ class _CachedAttention:
         return reshape(body, rows, 2, self._room, row_bytes)
 
     def _wide(self, rows: ir.Value, row_bytes: ir.Value) -> ir.Value:
-        """Return a present cache [B, KV, total, W] from [B, KV, total, row_bytes]; zeros follow the rows of each head."""
+        """Widen rows [B, KV, total, row_bytes] to a present cache [B, KV, total, W]; zeros follow each head's rows."""
         body, op = self._body, self._body.op
         if not self._uses.equal_rows:
             return rows

@@ -99,7 +99,7 @@ class ActivationsPass(RecipePass):
     def _magnitudes(self, recorder: InputRecorder, names: Sequence[str]) -> dict[str, np.ndarray]:
         """Return a sample of |x| for each input: float32, ascending."""
         context = self.context
-        numbers = recorder.numbers(names, self.options.max_values, context.telling(Stage.ACTIVATIONS))
+        numbers = recorder.samples(names, self.options.max_values, context.telling(Stage.ACTIVATIONS))
         for name in names:
             if name not in numbers:
                 raise CalibrationError(

@@ -52,7 +52,7 @@ class RangesPass(RecipePass):
         watched = {linear.x: _Value(linear.x, linear.k, linear.dtype) for linear in linears}
         watched |= {linear.output: _Value(linear.output, linear.n, linear.dtype) for linear in linears}
         with context.evidence.recording(model, list(watched.values())) as recorder:
-            numbers = recorder.numbers(
+            numbers = recorder.samples(
                 recorder.names,
                 self.options.max_values,
                 context.telling(Stage.RANGES),

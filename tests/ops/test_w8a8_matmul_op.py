@@ -48,7 +48,7 @@ def test_who_takes_which_numbers() -> None:
     for other, words in (
         (None, "not quantized to 8 bits"),
         (Quantization(4, 32), "not quantized to 8 bits"),
-        (Quantization(8, None), "one group a column"),
+        (Quantization(8, None), "one group per column"),
         (Quantization(8, 48), "groups of 48"),
         (Quantization(8, 32, symmetric=False), "zero points or minimums"),
     ):

@@ -305,7 +305,7 @@ def test_damaged_calibration_files(tmp_path, damage):
 
 
 def test_lists_that_are_no_array():
-    with pytest.raises(CalibrationError, match="calibration feeds 1: input 'x' is no array: "):
+    with pytest.raises(CalibrationError, match="calibration feeds 1: input 'x' is not an array: "):
         read_calibration({"x": [[1.0], [1.0, 2.0]]}, ir.from_proto(matmul_model()))
 
 

@@ -64,7 +64,7 @@ def test_ruined_codebooks_are_refused(
     with pytest.raises(
         VerificationError,
         match=r"node '.*layers.0.*': the keys of head \d in its cache 'present.0.key' are wrong by .* of their spread, "
-        r"expected at most .*: codebooks '.*layers.0.*/codebooks' do not stand for them",
+        r"expected at most .*: codebooks '.*layers.0.*/codebooks' do not represent them",
     ):
         compress(llama(form), d_sub=d_sub)
 

@@ -246,7 +246,7 @@ def test_reshapes_that_mix_rows_keep_layers_apart() -> None:
     ("between", "outputs", "reason"),
     [
         (GELU, ("y", "u"), "not to a layer|more than one operator"),
-        (GELU, ("y", "v"), "not only the next layer takes the activation"),
+        (GELU, ("y", "v"), "the activation.s output has consumers besides the next layer"),
         (
             [*unary("Relu")[:0], *GELU[:-1], helper.make_node("Softmax", ["g"], ["v"], name="s")],
             ("y",),

@@ -56,10 +56,10 @@ def test_copies_of_weights_share_an_eighth_of_free_memory(monkeypatch):
     monkeypatch.setattr(timing, "cold_budget", lambda: 2**30)
     for size in (2**10, 2**20, 2**24, 2**26):
         copies = timing.copies_to_stay_cold(size)
-        assert copies == 1 or copies * size * timing.MOST_CANDIDATES <= 2**30
+        assert copies == 1 or copies * size * timing.MAX_CANDIDATES <= 2**30
     assert timing.copies_to_stay_cold(2**29) == 1  # a layer that is larger than its share
     assert timing.describe_cold_copies() == (
-        "Copies of weights take up to 64 MiB a candidate (all: 1/8 of free memory); L3 cache 300 MiB. "
+        "Copies of weights take up to 64 MiB per candidate (all: 1/8 of free memory); L3 cache 300 MiB. "
         "Weights may be warm."
     )
     monkeypatch.setattr(timing, "last_level_cache_bytes", lambda: 2**20)

@@ -308,7 +308,7 @@ def test_stored_int4_that_would_be_rounded() -> None:
     for layer in (bf16_scaled("packed"), other):
         report = default(layer.model())
         assert op_types(report.model) == ["W4A8MatMul"] and report.layers[0].reason is None
-    with pytest.raises(NothingToReplaceError, match="has scales that are no bfloat16 numbers"):
+    with pytest.raises(NothingToReplaceError, match="has scales that are not exact in bfloat16"):
         optimize(other.model(), recipe=Recipe.of(weights="int4", pattern="2:4"))
 
 
