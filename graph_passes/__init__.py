@@ -1,1 +1,1 @@
-"""The rewriting of models: passes, the recipes that order them, and the report of what they did."""
+"""Model rewriting: passes, the recipes that order them, and the report of the result."""

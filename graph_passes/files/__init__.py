@@ -1,1 +1,1 @@
-"""Models on disk: reading, writing, folders, files of packed weights, pages of mapped files."""
+"""Models on disk: reading, writing, folders, temporary files, mapped files."""

@@ -1,7 +1,7 @@
-"""Model folders of ONNX Runtime GenAI: genai_config.json names the ONNX file of each part, and how its session is made.
+"""Model folders of ONNX Runtime GenAI: genai_config.json names the ONNX file and session options of each part.
 
-An optimized folder holds the operator library, and the sessions that run the new model are told to load it. GenAI loads
-libraries from inside of the folder only.
+An optimized folder contains the operator library, and the sessions of the new model are configured to load it: GenAI
+only loads libraries from inside the folder.
 """
 
 from __future__ import annotations
@@ -18,18 +18,22 @@ from ortolan.library import LIBRARY_NAME, get_library_path
 
 CONFIG_NAME = "genai_config.json"
 _OPTIONS, _LIBRARY = "session_options", "custom_ops_library"
-_LARGEST = 16 << 20  # bytes; real ones have some thousand
+_MAX_BYTES = 16 << 20  # real files have a few thousand bytes
 
 
 @dataclass(frozen=True)
 class GenaiConfig:
-    """path: where it was read. content: its JSON, in which the sessions of one ONNX file name the library already."""
+    """A configuration whose sessions of one ONNX file load the library. path: the source. content: its JSON."""
 
     path: Path
     content: dict[str, Any]
 
     def to_json(self) -> str:
-        """Raises ModelError."""
+        """Return the configuration as JSON.
+
+        Raises:
+            ModelError: It cannot be written as JSON.
+        """
         try:
             text = json.dumps(self.content, indent=4, ensure_ascii=False)
             text.encode()
@@ -38,25 +42,33 @@ class GenaiConfig:
             raise ModelError(
                 f"{str(self.path)!r} holds half of a surrogate pair: {error}; export the model again"
             ) from None
-        except RecursionError:  # which may happen at less than what was read
+        except RecursionError:  # writing may fail at a smaller depth than reading
             raise ModelError(f"{str(self.path)!r} is nested too deeply; export the model again") from None
 
     def write(self, into: Path) -> None:
-        """Writes the configuration and the operator library into a folder. Raises LibraryError, OutputError."""
+        """Write the configuration and the operator library into a folder.
+
+        Raises:
+            LibraryError: The library is missing.
+            OutputError: A file cannot be written.
+        """
         library = get_library_path()
         try:
             (into / CONFIG_NAME).write_text(self.to_json(), encoding="utf-8")
-            # No hard link: it would change with the installed library, under models that were made for this one.
+            # A copy, not a hard link: a link would change with the installed library, under models that were made for
+            # this one.
             shutil.copyfile(library, into / LIBRARY_NAME)
         except OSError as error:
             raise OutputError(f"cannot write into {str(into)!r}: {error.strerror or error}") from error
 
 
 def read_genai_config(path: Path, model_name: str) -> GenaiConfig:
-    """Reads a genai_config.json and names the library for the ONNX file `model_name`, wherever that is a part.
+    """Read a genai_config.json and name the library for every part that uses the ONNX file `model_name`.
 
-    A part without session options of its own runs with those of the decoder, which then get the library.
-    Raises ModelError.
+    A part without session options uses the decoder's, which then get the library.
+
+    Raises:
+        ModelError: The configuration is malformed, does not name the file, or already loads another library.
     """
     content = _read(path)
     model = content["model"]
@@ -73,40 +85,44 @@ def read_genai_config(path: Path, model_name: str) -> GenaiConfig:
         other = options.get(_LIBRARY, LIBRARY_NAME)
         if not isinstance(other, str) or os.path.basename(other) != LIBRARY_NAME:
             raise ModelError(
-                f"{str(path)!r} has {_LIBRARY} = {other!r} for {model_name!r}, and onnxruntime-genai loads one library "
-                f"only, expected none or {LIBRARY_NAME!r}; remove the entry if the model does not need it"
+                f"{str(path)!r} has {_LIBRARY} = {other!r} for {model_name!r}, expected {LIBRARY_NAME!r} or no entry, "
+                "because onnxruntime-genai loads one library only; remove the entry if the model does not need it"
             )
         options[_LIBRARY] = LIBRARY_NAME
     config = GenaiConfig(path, content)
-    config.to_json()  # refuses early what cannot be written
+    config.to_json()  # refuse early if it cannot be written
     return config
 
 
 def decoder_file(path: Path) -> str | None:
-    """The ONNX file of the decoder, if a genai_config.json names one. Raises ModelError."""
+    """Return the decoder's ONNX file, if a genai_config.json names one.
+
+    Raises:
+        ModelError: The configuration is malformed.
+    """
     decoder = _read(path)["model"].get("decoder")
     name = decoder.get("filename") if isinstance(decoder, dict) else None
     return name if isinstance(name, str) else None
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The configuration, an object in which "model" is one too."""
+    """Return the configuration, an object in which "model" is an object."""
     advice = "; export the model again, or give the path of the ONNX file"
     try:
-        if path.stat().st_size > _LARGEST:
-            raise ModelError(f"{str(path)!r} has {path.stat().st_size} bytes, expected at most {_LARGEST}{advice}")
+        if path.stat().st_size > _MAX_BYTES:
+            raise ModelError(f"{str(path)!r} has {path.stat().st_size} bytes, expected at most {_MAX_BYTES}{advice}")
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
-        raise ModelError(f"{str(path)!r} is no JSON text: {error}{advice}") from None
+    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
+        raise ModelError(f"{str(path)!r} is not a JSON text: {error}{advice}") from None
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         raise ModelError(f"{str(path)!r} has no object 'model', expected what onnxruntime-genai writes{advice}")
     return content
 
 
 def _object(path: Path, owner: dict[str, Any], key: str, where: str) -> dict[str, Any]:
-    """The object of this key, made if there is none."""
+    """Return the object with this key, adding an empty one if it is missing."""
     found = owner.setdefault(key, {})
     if not isinstance(found, dict):
         raise ModelError(f"{str(path)!r} has {key} = {found!r} in {where}, expected an object; correct or remove it")
@@ -114,7 +130,7 @@ def _object(path: Path, owner: dict[str, Any], key: str, where: str) -> dict[str
 
 
 def _parts(model: dict[str, Any]) -> list[dict[str, Any]]:
-    """All objects that name a file: encoder, decoder, embedding, the models of a pipeline, ..."""
+    """Return all objects that name a file: encoder, decoder, embedding, the models of a pipeline, ..."""
     found, level = [], [model]
     while level:
         found += [item for item in level if isinstance(item.get("filename"), str)]

@@ -1,4 +1,4 @@
-"""Reads a model without trusting it, and writes one so that a crash leaves either the old files or the new ones."""
+"""Reads untrusted model files, and writes models so that a crash leaves either the old files or the new ones."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from .output import check_file, sync
 
 MODEL_SUFFIX = ".onnx"
 LARGE_MODEL = 10**9  # bytes
-# Weights of at least this many bytes go to an external data file: ONNX Runtime maps it, and copies weights inside of a
-# model when it loads that.
+# Larger weights go to an external data file: ONNX Runtime maps it, but copies weights that are inside of a model.
 EMBED_LIMIT = 8 * 1024**2
-_MOST_DIGITS = 6  # of such a dimension
-# Smaller tensors stay in the model file, where shape inference can see them: outside each begins at a page of its own.
+_MAX_DIGITS = 6  # of a dimension that is written as a name
+# Smaller tensors stay in the model file, where shape inference sees them; external ones each start at a page.
 EXTERNAL_THRESHOLD = 8192
 
 
 @dataclass
 class ModelFile:
-    """A model as it was given: the IR to work on, and what is needed to run the original."""
+    """A given model: the IR to work on, and the data needed to run the original."""
 
     model: ir.Model
     path: Path | None
-    proto: onnx.ModelProto | None  # only when it was given as one
-    external_root: Path | None = None  # the folder that all external data lies in
+    proto: onnx.ModelProto | None  # set only if the model was given as a ModelProto
+    external_root: Path | None = None  # the folder that contains all external data
     data_files: list[Path] = field(default_factory=list)
-    folder: Path | None = None  # if that was given, and the model found in it
+    folder: Path | None = None  # the given folder in which the model was found
     widened: bool = False  # `model` holds float32 where the file has bfloat16 (find/bfloat16.py)
 
     @property
     def name(self) -> str:
+        """The model's name in messages."""
         return str(self.path) if self.path else "the given ModelProto"
 
     @property
     def size(self) -> int:
-        """Bytes on disk, external data included."""
+        """Bytes on disk, including external data."""
         if self.path is None:
             assert self.proto is not None
             size: int = self.proto.ByteSize()
@@ -57,22 +57,23 @@ class ModelFile:
 
     @property
     def is_large(self) -> bool:
-        """Whether its weights shall stay in their file."""
+        """True if the weights should stay in their file."""
         return self.size > LARGE_MODEL
 
 
 def load_model(source: str | os.PathLike[str] | onnx.ModelProto) -> ModelFile:
-    """Reads a model, or the one in a folder; external data stays on disk and is mapped when it is needed.
+    """Read a model, or the model in a folder; external data stays on disk and is mapped when needed.
 
-    Raises ModelError.
+    Raises:
+        ModelError: The model cannot be read.
     """
     if isinstance(source, onnx.ModelProto):
         file = ModelFile(_to_ir(source, "the given ModelProto"), None, source)
         _name_apart(file.model)
         for tensor in external_tensors(file.model):
             raise ModelError(
-                f"tensor {tensor.name!r} of the given ModelProto lies in the file {str(tensor.location)!r}, "
-                "but a ModelProto does not say in which folder; give the path of the model instead"
+                f"tensor {tensor.name!r} of the given ModelProto is stored in the file {str(tensor.location)!r}, "
+                "but a ModelProto does not have a folder; give the path of the model instead"
             )
         return file
     try:
@@ -88,11 +89,14 @@ def load_model(source: str | os.PathLike[str] | onnx.ModelProto) -> ModelFile:
 
 
 def model_in(folder: Path) -> Path:
-    """The folder's only ONNX file, or the decoder that its genai_config.json names, or model.onnx; where it has none,
-    that of its folder onnx/, as on model hubs."""
+    """Return the folder's ONNX file.
+
+    This is its only one, the decoder that its genai_config.json names, or model.onnx; if the folder has no ONNX file,
+    that of its folder onnx/, as on model hubs.
+    """
     try:
-        places = [folder.iterdir(), (folder / "onnx").glob("*")]
-        found_files = ([file for file in place if file.suffix == MODEL_SUFFIX and file.is_file()] for place in places)
+        listings = [folder.iterdir(), (folder / "onnx").glob("*")]
+        found_files = ([file for file in one if file.suffix == MODEL_SUFFIX and file.is_file()] for one in listings)
         files = sorted(next(filter(None, found_files), []))
         deeper = {file.parent for file in folder.glob(f"*/*{MODEL_SUFFIX}")}
     except OSError as error:
@@ -117,7 +121,7 @@ def _other_weights(folder: Path) -> str:
     torch = [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("pytorch_model*.bin"))]
     if torch:
         return (
-            f"; it holds weights of PyTorch ({torch[0].name}): export the model first, with optimum-cli export onnx "
+            f"; it holds PyTorch weights ({torch[0].name}): export the model first, with optimum-cli export onnx "
             f"--model {folder} NEW_FOLDER, and give the new folder"
         )
     gguf = sorted(folder.glob("*.gguf"))
@@ -128,7 +132,7 @@ def _other_weights(folder: Path) -> str:
 
 def _read_proto(path: Path) -> onnx.ModelProto:
     if path.exists() and not path.is_file():
-        raise ModelError(f"{str(path)!r} is no regular file, expected an ONNX file; write the model to a file first")
+        raise ModelError(f"{str(path)!r} is not a regular file, expected an ONNX file; write the model to a file first")
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -149,7 +153,7 @@ def _read_proto(path: Path) -> onnx.ModelProto:
         proto: onnx.ModelProto = onnx.ModelProto.FromString(content)
     except DecodeError:
         raise ModelError(
-            f"{str(path)!r} is not an ONNX model, or it is cut short: its {len(content)} bytes are no "
+            f"{str(path)!r} is not an ONNX model, or it is cut short: its {len(content)} bytes are not a "
             f"protobuf message{advice}"
         ) from None
     if not proto.HasField("graph") or not proto.opset_import:
@@ -168,7 +172,7 @@ def _to_ir(proto: onnx.ModelProto, name: str) -> ir.Model:
         )
     try:
         model = ir.from_proto(proto)
-    except Exception as error:  # the deserializer raises whatever it trips over in a malformed model
+    except Exception as error:  # the deserializer raises various exceptions for a malformed model
         raise ModelError(f"{name} is not a well-formed ONNX model: {_innermost(error)}") from error
     _read_numbers(model)
     _drop_shared_symbols(model)
@@ -176,14 +180,14 @@ def _to_ir(proto: onnx.ModelProto, name: str) -> ir.Model:
 
 
 def _name_apart(model: ir.Model) -> None:
-    """Wrap the tensors of the caller's ModelProto: passes rename tensors, and the caller's must keep their names."""
+    """Wrap the tensors of the caller's ModelProto: passes rename tensors, but not the caller's."""
     for tensor, put in list(tensor_slots(model)):
         if isinstance(tensor, ir.TensorProtoTensor) and tensor.dtype != ir.DataType.STRING:
             put(ir.LazyTensor(lambda tensor=tensor: tensor, tensor.dtype, tensor.shape, name=tensor.name))  # type: ignore[misc]
 
 
 def _read_numbers(model: ir.Model) -> None:
-    """torch's exporter names the heads and the head size of a cache "16", as if they were open."""
+    """Turn cache dimensions named "16" into integers: torch's exporter writes heads and head size that way."""
     for value in model.graph.inputs:
         if value.shape is not None and len(value.shape) == 4:
             batch, heads, length, size = value.shape
@@ -191,7 +195,7 @@ def _read_numbers(model: ir.Model) -> None:
 
 
 def _drop_shared_symbols(model: ir.Model) -> None:
-    """Drop symbols that name both axes of token ids or of their mask, since such a symbol does not tell a size."""
+    """Drop symbols that name both axes of token ids or of their mask: such a symbol is not one size."""
     pairs = [value.shape for value in model.graph.inputs if value.shape is not None and len(value.shape) == 2]
     shared = {str(one[0]) for one in pairs if isinstance(one[0], ir.SymbolicDim) and one[0].value and one[0] == one[1]}
     if not shared:
@@ -206,7 +210,7 @@ def _drop_shared_symbols(model: ir.Model) -> None:
 
 def _numbered(dim: int | ir.SymbolicDim) -> int | ir.SymbolicDim:
     name = dim.value if isinstance(dim, ir.SymbolicDim) else None
-    is_number = name is not None and name.isascii() and name.isdecimal() and len(name) <= _MOST_DIGITS
+    is_number = name is not None and name.isascii() and name.isdecimal() and len(name) <= _MAX_DIGITS
     return int(name) if name is not None and is_number and int(name) else dim
 
 
@@ -217,7 +221,7 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def tensor_slots(model: ir.Model) -> Iterator[tuple[ir.TensorProtocol, Callable[[ir.TensorProtocol], None]]]:
-    """Every tensor of initializers and Constant-like attributes, with a function that puts another in its place."""
+    """Yield every tensor of initializers and attributes, with a function that replaces it."""
     for graph in model.graphs():
         for value in list(graph.initializers.values()):
             if value.const_value is not None:
@@ -236,28 +240,29 @@ def tensor_slots(model: ir.Model) -> Iterator[tuple[ir.TensorProtocol, Callable[
 
 
 def external_tensors(model: ir.Model) -> Iterator[ir.ExternalTensor]:
+    """Yield all tensors that are stored in external files."""
     return (tensor for tensor, _ in tensor_slots(model) if isinstance(tensor, ir.ExternalTensor))
 
 
 def release_maps(model_tensors: list[ir.ExternalTensor]) -> None:
-    """Unmaps tensors, so that the pages read so far do not count as this process's memory."""
+    """Unmap tensors, so that the pages read so far do not count as this process's memory."""
     for tensor in model_tensors:
         if tensor.raw is not None:
-            with suppress(BufferError):  # somebody still holds an array; it is unmapped when that array goes
+            with suppress(BufferError):  # a caller still holds an array; it is unmapped when the array is freed
                 tensor.release()
 
 
 def _find_external_data(file: ModelFile, path: Path) -> None:
-    """Checks that all external data is there, and points the tensors at the real files.
+    """Check that all external data exists, and point the tensors at the real files.
 
-    A model file is untrusted: its data must lie below the model's folder. Download caches link model and data from
-    one folder to another, so the folder that the model's link leads to counts as well.
+    A model file is untrusted: its data must be below the model's folder. Download caches link model and data between
+    folders, so the folder that the model's link leads to is also allowed.
     """
     slots = [(tensor, put) for tensor, put in tensor_slots(file.model) if isinstance(tensor, ir.ExternalTensor)]
     if not slots:
         return
     folder = path.absolute().parent
-    places = {}
+    files = {}
     for tensor, _ in slots:
         location = str(tensor.location)
         if os.path.isabs(location) or ".." in Path(location).parts or not location:
@@ -265,19 +270,19 @@ def _find_external_data(file: ModelFile, path: Path) -> None:
                 f"tensor {tensor.name!r} of {str(path)!r} points to external data at {location!r}, "
                 "expected a path below the model's folder"
             )
-        places[location] = Path(os.path.realpath(folder / location))
+        files[location] = Path(os.path.realpath(folder / location))
     roots = [Path(os.path.realpath(folder)), Path(os.path.realpath(path)).parent]
-    root = next((root for root in roots if all(place.is_relative_to(root) for place in places.values())), None)
+    root = next((root for root in roots if all(data.is_relative_to(root) for data in files.values())), None)
     if root is None:
         raise ModelError(
             f"external data of {str(path)!r} is linked out of the model's folder: "
-            f"{', '.join(sorted(places))}; copy the files beside the model"
+            f"{', '.join(sorted(files))}; copy the files beside the model"
         )
     for tensor, put in slots:
-        place = places[str(tensor.location)]
-        _check_external(tensor, place, path)
+        data = files[str(tensor.location)]
+        _check_external(tensor, data, path)
         located = ir.ExternalTensor(
-            place.relative_to(root),
+            data.relative_to(root),
             tensor.offset,
             tensor.nbytes,
             tensor.dtype,
@@ -288,25 +293,25 @@ def _find_external_data(file: ModelFile, path: Path) -> None:
         )
         put(located)
     file.external_root = root
-    file.data_files = sorted(set(places.values()))
+    file.data_files = sorted(set(files.values()))
 
 
-def _check_external(tensor: ir.ExternalTensor, place: Path, path: Path) -> None:
+def _check_external(tensor: ir.ExternalTensor, data: Path, path: Path) -> None:
     where = f"external data of tensor {tensor.name!r} of {str(path)!r}"
     try:
-        status = os.stat(place)
+        status = os.stat(data)
     except OSError:
         raise ModelError(
-            f"{where} is missing: there is no file {str(place)!r}; copy or download it to where the model expects it"
+            f"{where} is missing: there is no file {str(data)!r}; copy or download it to where the model expects it"
         ) from None
-    if status.st_nlink > 1 and not _is_kept_twice(place, status):
-        raise ModelError(f"{where}, {str(place)!r}, has several hard links, so it may be any file; copy it")
+    if status.st_nlink > 1 and not _is_kept_twice(data, status):
+        raise ModelError(f"{where}, {str(data)!r}, has several hard links, so it may be any file; copy it")
     if tensor.length is not None and tensor.length != tensor.nbytes:
         raise ModelError(f"{where} has {tensor.length} bytes, expected {tensor.nbytes} for its shape and type")
     end = (tensor.offset or 0) + tensor.nbytes
     if status.st_size < end:
         raise ModelError(
-            f"{where} is cut short: {str(place)!r} holds {status.st_size} bytes, expected at least {end}; "
+            f"{where} is cut short: {str(data)!r} holds {status.st_size} bytes, expected at least {end}; "
             "download or export the model again"
         )
 
@@ -314,10 +319,7 @@ def _check_external(tensor: ir.ExternalTensor, place: Path, path: Path) -> None:
 def write_model(
     model: ir.Model, path: Path, on_tensor: Callable[[int, int], None], embed_limit: int | None = None
 ) -> None:
-    """Writes the model, and `<path>.data` beside it if its weights have embed_limit bytes (None: EMBED_LIMIT).
-
-    The model itself stays as it is.
-    """
+    """Write the model, and `<path>.data` beside it if its weights have embed_limit bytes (None: EMBED_LIMIT)."""
     slots = list(tensor_slots(model))
     total = sum(tensor.nbytes for tensor, _ in slots)
     try:
@@ -328,7 +330,7 @@ def write_model(
                 format="protobuf",
                 external_data=path.name + ".data",
                 size_threshold_bytes=EXTERNAL_THRESHOLD,
-                # ONNX Runtime hands the mapped bytes to the kernels as they are; they want whole cache lines.
+                # ONNX Runtime passes the mapped bytes to the kernels, which expect data aligned to cache lines.
                 alignment=64,
                 align_threshold=0,
                 callback=lambda _, info: on_tensor(info.index + 1, info.total),
@@ -341,13 +343,13 @@ def write_model(
 
 
 def to_proto(model: ir.Model) -> onnx.ModelProto:
-    """The model with all weights inside."""
+    """Return the model with all weights inside."""
     with _embedded(list(tensor_slots(model))):
         return ir.to_proto(model)
 
 
 def to_bytes(model: ir.Model | onnx.ModelProto) -> bytes:
-    """The model as a file's content; external tensors stay references to the files that they lie in."""
+    """Serialize the model; external tensors stay references to their files."""
     try:
         proto = model if isinstance(model, onnx.ModelProto) else ir.to_proto(model)
         content: bytes = proto.SerializeToString()
@@ -361,7 +363,7 @@ def to_bytes(model: ir.Model | onnx.ModelProto) -> bytes:
 
 @contextmanager
 def _embedded(slots: list[tuple[ir.TensorProtocol, Callable[[ir.TensorProtocol], None]]]) -> Iterator[None]:
-    """Inside, tensors that lie in files are read from there when the model is serialized."""
+    """Make external tensors load their data when the model is serialized inside the with statement."""
     files = [(tensor, put) for tensor, put in slots if isinstance(tensor, ir.ExternalTensor)]
     for tensor, put in files:
 
@@ -379,7 +381,7 @@ def _embedded(slots: list[tuple[ir.TensorProtocol, Callable[[ir.TensorProtocol],
 
 
 def check_output(output: Path, source: ModelFile) -> None:
-    """Refuses an output that cannot be written, or that would overwrite the input or its data."""
+    """Refuse an output that cannot be written, or that would overwrite the input or its data."""
     check_file(output, "model.onnx")
     if data_path(output).exists() and not data_path(output).is_file():
         raise OutputError(f"output {str(data_path(output))!r} is not a regular file; choose another output")
@@ -394,19 +396,20 @@ def check_output(output: Path, source: ModelFile) -> None:
 
 
 def data_path(model_path: Path) -> Path:
+    """Return the path of a model's external data file."""
     return model_path.with_name(model_path.name + ".data")
 
 
 def move_into_place(written: Path, output: Path) -> None:
-    """Moves a model written to a temporary folder (on the same disk) to its name, with its data file.
+    """Move a model and its data file from a temporary folder (on the same disk) to their names.
 
     Two files cannot be replaced at once. So while the data file is replaced, the old model points to a second name of
     its own data, `<output>.data.replaced`. At any instant, even if the process is killed, `output` is either the old
-    model with its data or the new one. On an exception the old pair is put back.
+    model with its data or the new one. An exception restores the old pair.
     """
     backup = written.parent / "replaced"
     data, new_data, kept = data_path(output), data_path(written), _kept_path(data_path(output))
-    undo: list[Callable[[], None]] = []  # noted before each step: an interrupt may come in between
+    undo: list[Callable[[], None]] = []  # each step is noted before it runs, because an interrupt may come in between
     try:
         backup.mkdir()
         for file in (written, new_data):
@@ -426,13 +429,13 @@ def move_into_place(written: Path, output: Path) -> None:
             os.replace(new_data, data)
         os.replace(written, output)
     except BaseException as error:
-        if written.exists():  # else the last move was made, and the new pair is complete
+        if written.exists():  # otherwise the last move was made, and the new pair is complete
             for step in reversed(undo):
                 step()
         if isinstance(error, OSError):
             raise OutputError(f"cannot write {str(output)!r}: {error.strerror}") from error
         raise
-    with suppress(OSError):  # leftovers do no harm
+    with suppress(OSError):  # leftovers are harmless
         if owns_data and not has_data:
             data.unlink()
         if owns_data or kept.name in old:
@@ -440,7 +443,7 @@ def move_into_place(written: Path, output: Path) -> None:
 
 
 def _point_to_kept_data(output: Path, backup: Path, undo: list[Callable[[], None]]) -> None:
-    """Give the data of the model at `output` a second name, and let the model point to it."""
+    """Give the data of the model at `output` a second name, and make the model point to it."""
     data, original = data_path(output), backup / output.name
     kept, pointing = _kept_path(data), backup / "pointing.onnx"
     proto = onnx.ModelProto.FromString(output.read_bytes())

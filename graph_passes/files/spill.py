@@ -1,4 +1,4 @@
-"""Keeps finished tensors in a temporary file instead of in memory, so that a model of many layers streams through."""
+"""A temporary file for finished tensors, so that a model of many layers needs little memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TensorSpill:
             raise OutputError(f"cannot write {str(folder / name)!r}: {error.strerror}") from error
 
     def add(self, name: str, array: np.ndarray, dtype: ir.DataType) -> ir.ExternalTensor:
-        """Writes the bytes of `array`; `dtype` says what they are (bf16 values travel as uint16)."""
+        """Write the bytes of `array` and return a tensor of type `dtype` (bf16 values are passed as uint16)."""
         try:
             self._file.write(b"\0" * (-self._file.tell() % _ALIGNMENT))
             offset = self._file.tell()
@@ -39,7 +39,8 @@ class TensorSpill:
         )
 
     def close(self) -> None:
-        with suppress(OSError):  # what a full disk left in the buffer; add() has told
+        """Close the file."""
+        with suppress(OSError):  # buffered data on a full disk; add() has reported it
             self._file.close()
 
     def __enter__(self) -> TensorSpill:

@@ -1,4 +1,4 @@
-"""A folder for unfinished files, which always goes away."""
+"""A temporary folder for unfinished files."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ _STALE_SECONDS = 24 * 3600
 
 @contextmanager
 def work_folder(target: Path | None) -> Iterator[Path]:
-    """A folder for unfinished files, beside the output so that a finished one can be renamed; it always goes away.
+    """Make a temporary folder beside the output, so that a finished file can be renamed; it is always removed.
 
-    Raises OutputError."""
+    Raises:
+        OutputError: The folder cannot be created.
+    """
     parent = None if target is None else target.absolute().parent
     prefix = "ortolan-" if target is None else f".{target.name}.ortolan-"
     if parent is not None:
@@ -34,7 +36,7 @@ def work_folder(target: Path | None) -> Iterator[Path]:
 
 
 def _remove_stale(parent: Path, prefix: str) -> None:
-    """Removes what a killed run left behind: a folder in which nothing was written for a day."""
+    """Remove the remains of a killed run: a folder that nothing was written to for a day."""
     with suppress(OSError):
         for folder in parent.iterdir():
             if folder.name.startswith(prefix):

@@ -172,7 +172,7 @@ def check_contents(uses: Iterable[CacheUse], expected: Mapping[str, np.ndarray],
         if books is None:
             size, limit = norm, _VALUE_ERROR * math.sqrt(exact.shape[2])
         else:
-            # A few tokens may be closer to each other, or further apart, than those that codebooks were learned from.
+            # A few tokens may be closer to each other, or further apart, than the tokens of the calibration.
             spread = spread_of(exact)
             size = math.sqrt(exact.shape[1]) * (spread if use.spread is None else np.maximum(spread, use.spread))
             size, limit = np.maximum(size, 1e-3 * norm), _KEY_ERROR[books.shape[3]]

@@ -124,7 +124,7 @@ def read_prompt(prompt: Any) -> np.ndarray:
         ids = ids[0]
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size or int(ids.min()) < 0:
         raise CalibrationError(
-            f"{where} is {ids.dtype} {list(ids.shape)}, expected non-negative integer token ids, [tokens], one or more"
+            f"{where} is {ids.dtype} {list(ids.shape)}, expected token ids: non-negative integers [tokens]"
         )
     return ids.astype(np.int64)[None]
 

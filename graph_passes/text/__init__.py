@@ -1,1 +1,1 @@
-"""Texts as inputs of models: tokenizers, in Python and as graphs."""
+"""Texts as model inputs: tokenizers, in Python and as graphs."""

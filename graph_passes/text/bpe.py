@@ -1,10 +1,10 @@
 """A BPE tokenizer.json (GPT-2, RoBERTa, Llama, Qwen, …) as nodes of onnxruntime-extensions.
 
-onnxruntime-extensions' HfJsonTokenizer reads such files itself, but it loses the end of a text that ends with the
-beginning of an added token, sees other spaces and letters, and cuts words of Llama's kind every 100 bytes. So only the
-search for merges is used, of its GPT2Tokenizer: each symbol that merges begin with (a byte, or a character) is written
-as a letter of its own, and words are sent through with full stops between them. GPT2Tokenizer takes a run of letters
-for one word, whatever they stand for. It knows bytes only, so that the first merges put the letters' bytes together.
+onnxruntime-extensions' HfJsonTokenizer reads such files, but it loses the end of a text that ends with the beginning of
+an added token, classifies spaces and letters differently, and cuts Llama's words every 100 bytes. So only the merge
+search of its GPT2Tokenizer is used. Each symbol that merges start from (a byte or a character) is written as its own
+letter, and words are separated by full stops: GPT2Tokenizer treats a run of letters as one word. Since GPT2Tokenizer
+knows bytes only, the first merges combine the bytes of each letter.
 """
 
 from __future__ import annotations
@@ -24,15 +24,24 @@ from .splitting import flat
 from .tokenizer_file import Refuse, TokenizerFile
 from .words import Words, marked_tokens, read_words
 
-_BETWEEN, _BEHIND = ".", "!"  # words, texts: no letters
-# Letters of two and of three bytes in UTF-8, of old alphabets, so that every version of Unicode knows them.
+_BETWEEN, _BEHIND = ".", "!"  # separator of words, and end of a text: no letters
+# Letters of two and three bytes in UTF-8, from alphabets that every version of Unicode knows.
 _LETTERS = ((0x100, 0x1BA), (0x400, 0x482), (0x4E00, 0x9FA6), (0xAC00, 0xD7A4))
 
 
 @dataclass(frozen=True)
 class Bpe:
-    """symbols: what a piece of a text, or a mark, is written as. vocabulary, merges: of GPT2Tokenizer, in which each
-    symbol is spelled by its letter's bytes. between, behind: the ids of what stands between words and behind texts."""
+    """A BPE tokenizer.
+
+    Attributes:
+        words: Splits texts into words.
+        symbols: Finds the pieces and marks of a text.
+        becomes: The letter of each piece.
+        vocabulary: Vocabulary of GPT2Tokenizer, where each symbol is spelled by its letter's bytes.
+        merges: Merges of GPT2Tokenizer.
+        between: Id of the separator of words.
+        behind: Id of the end of a text.
+    """
 
     words: Words
     symbols: PieceModel
@@ -44,11 +53,11 @@ class Bpe:
 
     @property
     def probes(self) -> tuple[str, ...]:
-        """Texts that this tokenizer may be wrong about."""
+        """Texts that this tokenizer might get wrong."""
         return self.words.probes
 
     def tokenize(self, nodes: Nodes, texts: ir.Value) -> Tokens:
-        """texts: strings [batch]."""
+        """Add nodes that tokenize texts, strings [batch]."""
         letters = nodes.rewrite(self.words.split(nodes, texts), self.symbols, self.becomes, last=_BETWEEN)
         ids = nodes.many(
             "GPT2Tokenizer",
@@ -65,7 +74,11 @@ class Bpe:
 
 
 def read_bpe(file: TokenizerFile) -> Bpe:
-    """Raises ModelError, naming what is not supported."""
+    """Read a BPE tokenizer.
+
+    Raises:
+        ModelError: Names a feature that is not supported.
+    """
     model, refuse = file.said["model"], file.refuse
     for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(name):
@@ -74,10 +87,10 @@ def read_bpe(file: TokenizerFile) -> Bpe:
     vocabulary = model["vocab"]
     byte_level = any(part["type"] == "ByteLevel" for part in flat(file.said.get("pre_tokenizer"), "pretokenizers"))
     bytes_of, unknown = _byte_tokens(model, byte_level, refuse)
-    # Which tokens words begin with, before anything is merged.
+    # The initial tokens of words, before any merge.
     characters = [] if byte_level else [token for token in vocabulary if len(token) == 1]
     begin = [token for token in dict.fromkeys([*characters, *(bytes_of or ()), unknown]) if token is not None]
-    # What is a token wherever it stands: added tokens, and words that merges do not lead to.
+    # Strings that are tokens wherever they occur: added tokens, and words that merges do not produce.
     found = dict(zip(marked_tokens(words), words.added, strict=True)) | _whole_words(file, words, byte_level)
     letters = _letters()
     if len(begin) + len(found) > len(letters):
@@ -103,7 +116,7 @@ def read_bpe(file: TokenizerFile) -> Bpe:
 
 
 def _whole_words(file: TokenizerFile, words: Words, byte_level: bool) -> dict[str, int]:
-    """Words that are tokens though merges do not lead to them (ignore_merges), between the marks of words."""
+    """Return words, between word marks, that are tokens although merges do not produce them (ignore_merges)."""
     if not file.said["model"].get("ignore_merges"):
         return {}
     from tokenizers import Tokenizer
@@ -111,16 +124,16 @@ def _whole_words(file: TokenizerFile, words: Words, byte_level: bool) -> dict[st
     vocabulary = file.said["model"]["vocab"]
     said = {**file.said, "model": {**file.said["model"], "ignore_merges": False}}
     merging = Tokenizer.from_str(json.dumps(said)).model
-    added = {token["content"] for token in file.added_tokens}  # which are found in texts before there are words
+    added = {token["content"] for token in file.added_tokens}  # found in texts before words are split
     tokens = [token for token in vocabulary if token not in added and len(merging.tokenize(token)) != 1]
     if tokens and not words.marked_on_both_sides:
-        raise file.refuse(f"has ignore_merges and the token {tokens[0]!r}, which merges do not lead to")
+        raise file.refuse(f"has ignore_merges and the token {tokens[0]!r}, which merges do not produce")
     texts = {token: _text(token) if byte_level else token for token in tokens}
     return {f"{SPLIT}{text}{SPLIT}": vocabulary[token] for token, text in texts.items() if text}
 
 
 def _text(token: str) -> str:
-    """What a token of bytes is written as; empty where it is no text."""
+    """Return the text of a byte-level token, or "" if its bytes are not UTF-8."""
     bytes_of = {character: byte for byte, character in enumerate(_byte_characters())}
     try:
         return bytes(bytes_of[character] for character in token).decode()
@@ -131,8 +144,10 @@ def _text(token: str) -> str:
 def _byte_tokens(
     model: Mapping[str, Any], byte_level: bool, refuse: Refuse
 ) -> tuple[list[str | None] | None, str | None]:
-    """The tokens of the 256 bytes, if words are made of bytes: None for a byte that is left out. Else the token of what
-    is unknown."""
+    """Return the tokens of the 256 bytes, or the unknown token.
+
+    Returns None instead of a list without byte tokens, and None in the list for a byte that is left out.
+    """
     vocabulary, unknown = model["vocab"], model.get("unk_token")
     if unknown is not None and unknown not in vocabulary:
         raise refuse(f"has the unknown token {unknown!r}, which is not in its vocabulary")
@@ -148,7 +163,7 @@ def _byte_tokens(
 
 
 def _byte_characters() -> tuple[str, ...]:
-    """The characters that stand for bytes in GPT-2's vocabulary: printable ones for themselves, then those behind."""
+    """Return GPT-2's characters for the 256 bytes: printable ones unchanged, then characters from U+0100 on."""
     plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     behind = itertools.count(0x100)
     return tuple(chr(byte if byte in plain else next(behind)) for byte in range(256))
@@ -159,7 +174,7 @@ def _letters() -> list[str]:
 
 
 def _spell(letter: str) -> str:
-    """As GPT2Tokenizer sees a letter."""
+    """Spell a letter as GPT2Tokenizer sees it."""
     characters = _byte_characters()
     return "".join(characters[byte] for byte in letter.encode())
 
@@ -188,7 +203,7 @@ def _symbols(
 
 
 def _merges(model: Mapping[str, Any], spelled: Mapping[str, str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Ids of tokens that words may become, and the merges that lead to them, both spelled."""
+    """Return the ids of tokens that merges produce, and the merges, both spelled in letters."""
     vocabulary = model["vocab"]
     made = {token: spelling for token, spelling in spelled.items() if token in vocabulary}
     merges: list[tuple[str, str]] = []
@@ -201,7 +216,7 @@ def _merges(model: Mapping[str, Any], spelled: Mapping[str, str]) -> tuple[dict[
 
 
 def _letter_merges(letters: Sequence[str], ids: dict[str, int], free: int) -> Iterator[tuple[str, str]]:
-    """What puts the bytes of letters together; gives ids, from `free` on, to what is on the way."""
+    """Yield merges that combine the bytes of letters; adds ids, from `free` on, for intermediate results."""
     known: set[tuple[str, str]] = set()
     numbers = itertools.count(free)
     for letter in letters:

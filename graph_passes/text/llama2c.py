@@ -1,4 +1,4 @@
-"""Text in and out of the stories15m model: llama2.c's tokenizer."""
+"""The tokenizer of llama2.c, as used by the stories15m model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ class Llama2cTokenizer:
     stop = frozenset({BOS, EOS})
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Reads tokenizer.bin. Raises TokenizerError when it is missing, cut short or too small."""
+        """Read a tokenizer.bin.
+
+        Raises:
+            TokenizerError: The file is missing, cut short or too small.
+        """
         try:
             data = Path(path).read_bytes()
         except OSError as error:
@@ -49,11 +53,11 @@ class Llama2cTokenizer:
             position += length
         if len(self.pieces) < _FIRST_TEXT_TOKEN:
             raise TokenizerError(f"{path} holds {len(self.pieces)} tokens, expected at least {_FIRST_TEXT_TOKEN}")
-        # Byte tokens stay out: some files spell them like the character, and the character's own token must win.
+        # Byte tokens are left out: some files spell them like the character, and the character's own token must win.
         self._ids = {piece: index for index, piece in enumerate(self.pieces) if index >= _FIRST_TEXT_TOKEN}
 
     def encode(self, text: str) -> list[int]:
-        """Token ids with BOS in front, merged greedily by score as llama2.c does."""
+        """Return token ids starting with BOS, merged greedily by score as in llama2.c."""
         ids: list[int] = []
         # SentencePiece puts a space before the text.
         for character in " " + text if text else "":
@@ -63,10 +67,10 @@ class Llama2cTokenizer:
         return [BOS, *self._merge(ids)]
 
     def _merge(self, ids: list[int]) -> list[int]:
-        """Merges the pair with the best score, the leftmost of equals, until none is left."""
+        """Merge the pair with the best score, the leftmost of equals, until no pair can be merged."""
         following = [*range(1, len(ids)), -1]
         preceding = list(range(-1, len(ids) - 1))
-        # (-score, position, left id, right id, merged id): where the ids at the position have changed, it is stale.
+        # (-score, position, left id, right id, merged id); an entry is stale if the ids at its position have changed.
         heap: list[tuple[float, int, int, int, int]] = []
 
         def push(left: int) -> None:
@@ -92,9 +96,10 @@ class Llama2cTokenizer:
         return [index for index in ids if index != _GONE]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, control tokens left out; after BOS, the space that encode put there is left out too.
+        """Return the text of `ids` without control tokens; after BOS, also without the space that `encode` added.
 
-        Raises IndexError for an id outside the vocabulary.
+        Raises:
+            IndexError: An id is outside the vocabulary.
         """
         raw = b"".join(
             bytes([index - _FIRST_BYTE_TOKEN]) if index < _FIRST_TEXT_TOKEN else self.pieces[index]

@@ -1,7 +1,7 @@
-"""What stands for itself in a text on its way through the graph: ends of words and texts, tokens that were found.
+"""Marks in texts inside the graph: ends of words and texts, and found tokens.
 
-Four characters that Unicode reserves for such use inside of programs (U+FDD0 to U+FDD3). Where a text has them, they
-are read as U+FDD4, so that nothing in a text can be taken for a mark.
+They are four characters that Unicode reserves for use inside of programs (U+FDD0 to U+FDD3). If a text contains them,
+they are read as U+FDD4, so that no text can be mistaken for a mark.
 """
 
 from __future__ import annotations
@@ -18,21 +18,19 @@ LAST_OF_ASCII = 0x7F
 _MARKS_RANGE = (0xFDD0, 0xFDD3)
 _SURROGATES = (0xD800, 0xDFFF)
 _LAST = 0x10FFFF
-_LAST_OF_A_CLASS = (
-    0x3347F  # behind: unassigned, private, or selectors of variants, which are of no class that is asked for
-)
+_LAST_OF_A_CLASS = 0x3347F  # later characters are unassigned, private or variation selectors, which no class has
 
-Ranges = tuple[tuple[int, int], ...]  # of characters, first and last
+Ranges = tuple[tuple[int, int], ...]  # of characters: first and last
 
 
 def found_token(number: int) -> str:
-    """What a token becomes that was found in a text: its number in two digits of their own."""
+    """Return the marks for a found token: its number in 16 binary digits."""
     return f"{number:016b}".translate({ord("0"): _DIGITS[0], ord("1"): _DIGITS[1]})
 
 
 @lru_cache
 def ranges(pattern: str) -> Ranges:
-    """The characters that a class of the package `tokenizers`' regular expressions has, such as r"\\p{L}"."""
+    r"""Return the characters of a class of `tokenizers`' regular expressions, such as r"\p{L}"."""
     from tokenizers import Regex, pre_tokenizers
 
     split = pre_tokenizers.Split(Regex(f"[^{pattern}]+"), "removed")
@@ -41,12 +39,12 @@ def ranges(pattern: str) -> Ranges:
 
 @lru_cache
 def _codes() -> tuple[int, ...]:
-    """The characters that may be of a class."""
+    """Return the characters that may belong to a class."""
     return tuple(code for code in range(1, _LAST_OF_A_CLASS + 1) if not _SURROGATES[0] <= code <= _SURROGATES[1])
 
 
 def _ranges(pieces: Iterable[tuple[str, tuple[int, int]]]) -> Ranges:
-    """Of pieces of the text that holds the characters of _codes."""
+    """Return the character ranges of pieces of the text of all `_codes`."""
     codes, found = _codes(), list[tuple[int, int]]()
     for _, (start, end) in pieces:
         first, last = codes[start], codes[end - 1]
@@ -59,16 +57,16 @@ def _ranges(pieces: Iterable[tuple[str, tuple[int, int]]]) -> Ranges:
 
 @lru_cache
 def digits() -> Ranges:
-    """What the pre-tokenizer Digits takes for numbers, by Rust's tables, which are others than those of expressions."""
+    """Return the digits of pre-tokenizer Digits, which follows Rust's tables, unlike regular expressions."""
     from tokenizers import pre_tokenizers
 
     split = pre_tokenizers.Digits(individual_digits=False)
     pieces = split.pre_tokenize_str("".join(map(chr, _codes())))
-    return _ranges(pieces[1::2])  # every other piece: the first characters are none
+    return _ranges(pieces[1::2])  # every other piece: the first characters are not digits
 
 
 def others(*classes: Ranges) -> Ranges:
-    """The characters of none of the classes; marks are of no class."""
+    """Return the characters outside all classes, without marks."""
     taken = sorted([*(one for some in classes for one in some), _MARKS_RANGE, _SURROGATES])
     free, start = [], 1
     for first, last in taken:
@@ -81,7 +79,7 @@ def others(*classes: Ranges) -> Ranges:
 
 
 def written(*classes: Ranges) -> str:
-    """Inside of the brackets of a class of RE2."""
+    """Return the inside of the brackets of an RE2 class."""
     return "".join(rf"\x{{{first:X}}}-\x{{{last:X}}}" for some in classes for first, last in some)
 
 
@@ -90,7 +88,7 @@ _RANGE = re.compile(r"\\x\{([0-9A-F]+)\}-\\x\{([0-9A-F]+)\}")
 
 
 def narrowed(expression: str) -> str:
-    """What finds the same in texts of ASCII and marks alone, and is compiled in a hundredth of the time."""
+    """Return an expression that finds the same in ASCII texts with marks, and compiles a hundred times faster."""
 
     def narrow(found: re.Match[str]) -> str:
         pairs = ((int(first, 16), int(last, 16)) for first, last in _RANGE.findall(found[1]))
@@ -101,12 +99,13 @@ def narrowed(expression: str) -> str:
 
 
 def spaces() -> Ranges:
+    r"""Return the characters that \s matches."""
     return ranges(r"\s")
 
 
-ANY = f"[^{written((_MARKS_RANGE,))}]"  # what is no mark
+ANY = f"[^{written((_MARKS_RANGE,))}]"  # any character but a mark
 
 
 def literal(text: str) -> str:
-    """A regular expression of RE2 that finds the text."""
+    """Return an RE2 expression that finds the text."""
     return "".join(rf"\x{{{ord(character):X}}}" for character in text)

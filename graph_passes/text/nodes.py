@@ -1,4 +1,4 @@
-"""Nodes of standard ONNX and of onnxruntime-extensions, made one behind the other."""
+"""A builder for nodes of standard ONNX and of onnxruntime-extensions."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from .pieces import END_ID, PieceModel
 
 EXTENSIONS_DOMAIN = "ai.onnx.contrib"
 OLDEST_OPSET = 13  # Unsqueeze and ReduceSum take their axes as inputs
-NAMES = "/ortolan_text"  # of nodes and values
-_REDUCE_AXES_OPSET = 18  # and now ReduceMax and ReduceMin do
+NAMES = "/ortolan_text"  # prefix of nodes and values
+_REDUCE_AXES_OPSET = 18  # ReduceMax and ReduceMin do too
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of texts, one text's behind the other's: ids int64 [all], counts int64 [batch]."""
+    """The tokens of texts, concatenated: ids int64 [all], counts int64 [batch]."""
 
     ids: ir.Value
     counts: ir.Value
 
 
 class Nodes:
-    """Nodes in the order written, with names of their own."""
+    """Nodes in the order in which they are added, with unique names."""
 
     def __init__(self, opset: int, place: str = NAMES) -> None:
         self._tape = ir.tape.Tape()
@@ -34,10 +34,11 @@ class Nodes:
 
     @property
     def nodes(self) -> list[ir.Node]:
+        """The nodes added so far."""
         return list(self._tape.nodes)
 
     def many(self, op_type: str, count: int, *inputs: ir.Value, domain: str = "", **attributes: Any) -> list[ir.Value]:
-        """name, among the attributes: of the node, where an error shall tell it."""
+        """Add a node with several outputs. An attribute `name` becomes part of the node's name, which errors show."""
         name = f"{self._place}/{attributes.pop('name', op_type)}_{len(self.nodes)}"
         values = self._tape.op_multi_out(op_type, inputs, attributes, num_outputs=count, domain=domain, name=name)
         for index, value in enumerate(values):
@@ -45,53 +46,64 @@ class Nodes:
         return list(values)
 
     def op(self, op_type: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
+        """Add a node and return its output."""
         return self.many(op_type, 1, *inputs, **attributes)[0]
 
     def text_op(self, op_type: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
+        """Add a node of onnxruntime-extensions."""
         return self.op(op_type, *inputs, domain=EXTENSIONS_DOMAIN, **attributes)
 
     def constant(self, array: np.ndarray | np.generic) -> ir.Value:
+        """Add a constant tensor."""
         return self.op("Constant", value=ir.tensor(np.asarray(array)))
 
     def integer(self, number: int) -> ir.Value:
+        """Add a constant int64 scalar."""
         return self.constant(np.int64(number))
 
-    def ints(self, *numbers: int) -> ir.Value:
-        return self.constant(np.array(numbers, np.int64))
+    def ints(self, *values: int) -> ir.Value:
+        """Add a constant int64 vector."""
+        return self.constant(np.array(values, np.int64))
 
     def texts(self, *texts: str | bytes) -> ir.Value:
+        """Add a constant vector of strings."""
         content = [text if isinstance(text, bytes) else text.encode() for text in texts]
         return self.op("Constant", value=ir.StringTensor(content, shape=ir.Shape([len(content)])))
 
     def cast(self, x: ir.Value, dtype: ir.DataType) -> ir.Value:
+        """Add a Cast."""
         return self.op("Cast", x, to=dtype.value)
 
     def largest(self, x: ir.Value, axis: int = 0, keepdims: int = 1) -> ir.Value:
+        """Return the maximum over an axis."""
         if self._opset >= _REDUCE_AXES_OPSET:
             return self.op("ReduceMax", x, self.ints(axis), keepdims=keepdims)
         return self.op("ReduceMax", x, axes=[axis], keepdims=keepdims)
 
     def sum(self, x: ir.Value, axis: int, keepdims: int = 0) -> ir.Value:
+        """Return the sum over an axis."""
         return self.op("ReduceSum", x, self.ints(axis), keepdims=keepdims)
 
     def summed_in_order(self, x: ir.Value, axis: int) -> ir.Value:
-        """The sums from the first to the last along the axis, of which one is left; none where there are none. Zeros
-        between and behind change no bit of them: the order of ReduceSum depends on how many there are."""
+        """Return the sums along the axis, added from first to last, keeping the axis with length 1 (0 if it is empty).
+
+        Zeros between and after elements change no bit of the sums; ReduceSum's order depends on the number of elements.
+        """
         sums = self.op("CumSum", x, self.integer(axis))
         return self.op("Slice", sums, self.ints(-1), self.ints(np.iinfo(np.int64).max), self.ints(axis))
 
     def count_to(self, number: ir.Value) -> ir.Value:
-        """0, 1, … below a number, which is a vector of one."""
+        """Return 0, 1, … below a number, given as a vector of one element."""
         return self.op("Range", self.integer(0), self.op("Squeeze", number, self.ints(0)), self.integer(1))
 
     def replace(self, texts: ir.Value, replacements: Iterable[tuple[str, str | bytes]]) -> ir.Value:
-        """Regular expressions of RE2, and what takes the place of what they find, one after the other."""
+        """Apply (RE2 expression, replacement) pairs to texts, one after the other."""
         for pattern, by in replacements:
             texts = self.text_op("StringRegexReplace", texts, self.texts(pattern), self.texts(by), global_replace=1)
         return texts
 
     def pieces(self, texts: ir.Value, model: PieceModel, ends: bool) -> ir.Value:
-        """int32 [pieces]: those of all texts, by SentencePiece. ends: END_ID stands behind each text."""
+        """Return the SentencePiece pieces of all texts, int32 [pieces]; with `ends`, END_ID follows each text."""
         no, yes = self.constant(np.array([False])), self.constant(np.array([ends]))
         zero, alpha = self.ints(0), self.constant(np.zeros(1, np.float32))
         return self.many(
@@ -105,7 +117,7 @@ class Nodes:
     def choose(
         self, wanted: ir.Value, make: Callable[[Nodes], ir.Value], other: Callable[[Nodes], ir.Value]
     ) -> ir.Value:
-        """Strings that the first makes where `wanted` (bool, a scalar) holds, else those that the other makes."""
+        """Return strings that `make` computes if `wanted` (a bool scalar) is true, else those of `other`."""
         branches = []
         for name, one in (("wanted", make), ("other", other)):
             nodes = Nodes(self._opset, f"{self._place}/{name}_{len(self.nodes)}")
@@ -117,14 +129,21 @@ class Nodes:
     def rewrite(
         self, texts: ir.Value, model: PieceModel, becomes: Sequence[str | bytes], *, end: str = "", last: str = ""
     ) -> ir.Value:
-        """One text, [1]: what becomes of the pieces of all texts, in the order of the model's pieces; `end` behind
-        each text, `last` behind all."""
+        """Replace the pieces of all texts by `becomes`, and return one joined string, [1].
+
+        Args:
+            texts: Strings [batch].
+            model: Splits texts into pieces.
+            becomes: The replacement of each of the model's pieces.
+            end: Added after each text.
+            last: Added after all texts.
+        """
         return self.join(self.pieces(texts, model, bool(end)), becomes, end=end, last=last)
 
     def join(self, pieces: ir.Value, becomes: Sequence[str | bytes], *, end: str = "", last: str = "") -> ir.Value:
-        """The same of pieces, int32 [pieces]."""
+        """Replace pieces, int32 [pieces], as in `rewrite`."""
         table = [end if number == END_ID else text for number, text in enumerate(becomes)]
-        # Something at the end, if it is empty: StringJoin wants something to join.
+        # The last element, perhaps empty: StringJoin fails without elements.
         ids = self.op(
             "Concat",
             pieces,
@@ -136,15 +155,16 @@ class Nodes:
         )
 
     def split_at(self, ids: ir.Value, end: int) -> Tokens:
-        """int64 [all], of which `end` stands behind each text."""
+        """Split ids, int64 [all], at `end`, which follows each text."""
         is_end = self.op("Equal", ids, self.integer(end))
-        places = self.op("Reshape", self.op("NonZero", is_end), self.ints(-1))
-        before = self.op("Concat", self.ints(-1), self.op("Slice", places, self.ints(0), self.ints(-1)), axis=0)
-        # Of no text, there is nothing before.
-        before = self.op("Slice", before, self.ints(0), self.op("Shape", places))
-        counts = self.op("Sub", self.op("Sub", places, before), self.integer(1))
+        ends = self.op("Reshape", self.op("NonZero", is_end), self.ints(-1))
+        before = self.op("Concat", self.ints(-1), self.op("Slice", ends, self.ints(0), self.ints(-1)), axis=0)
+        # Without texts, `before` must be empty too.
+        before = self.op("Slice", before, self.ints(0), self.op("Shape", ends))
+        counts = self.op("Sub", self.op("Sub", ends, before), self.integer(1))
         return Tokens(self.op("Compress", ids, self.op("Not", is_end)), counts)
 
 
 def graph_input(name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
+    """Return a graph input."""
     return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))

@@ -1,5 +1,8 @@
-"""Normalizers as tables: what becomes of each character, and of each sequence that becomes something else than its
-characters do, as the tokenizer itself says."""
+"""Normalizers as tables of replacements, made by asking the tokenizer itself.
+
+A table has an entry for each character that changes, and for each sequence whose result differs from that of its
+characters.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,12 @@ from .marks import ANY, MARKS, SPLIT, STAND_IN, TEXT_END, spaces, written
 from .splitting import Replacements, flat, read_expression, rewritten
 from .tokenizer_file import Refuse
 
-# Characters, one by one, or sequences of one letter and its accents.
+# These change single characters, or sequences of one letter and its accents.
 _LOCAL = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Nmt", "Precompiled")
-_APART = "\ue123"  # of private use: nothing is made of it, nor with it
-_LOOKED_AT = (range(1, 0xD800), range(0xE000, 0x33500), range(0xE0000, 0xE0200))  # behind: unassigned or private
-_MOST_ACCENTS = 4
+_APART = "\ue123"  # private use: no normalizer changes or combines it
+# later code points are unassigned or private
+_LOOKED_AT = (range(1, 0xD800), range(0xE000, 0x33500), range(0xE0000, 0xE0200))
+_MAX_PARTS = 4
 _WIDTHS, _SYLLABLES = range(0xFF00, 0xFFF0), range(0xAC00, 0xD7A4)
 
 Table = dict[str, str]
@@ -25,7 +29,7 @@ Step = Table | Replacements
 
 
 def read_steps(said: Mapping[str, Any] | None, refuse: Refuse) -> list[Step]:
-    """What a tokenizer.json's normalizer does, one step after the other; the first one is a table."""
+    """Return the steps of a tokenizer.json's normalizer; the first one is a table."""
     steps: list[Step] = []
     for local, parts in itertools.groupby(flat(said, "normalizers"), lambda part: part["type"] in _LOCAL):
         if local:
@@ -82,11 +86,12 @@ def _table(parts: Sequence[Mapping[str, Any]], refuse: Refuse) -> Table:
 
 
 def _sequences(form: Literal["NFC", "NFKC"]) -> Iterator[str]:
-    """What normal forms may put together: letters with accents in any order, parts of Korean syllables, line ends."""
+    """Yield the sequences that normal forms may combine: accented letters, Korean syllables, line ends."""
     yield "\r\n"
-    alike: dict[str, list[str]] = {}  # characters that become a single other one
+    alike: dict[str, list[str]] = {}  # characters with the same normal form
     for character in map(chr, itertools.chain(*_LOOKED_AT)):
-        # Of what is only compatible, letters of full and half width: others with accents would make the table large.
+        # From compatibility forms only full and half width letters: accented variants of others would make the table
+        # large.
         made = unicodedata.normalize(form if ord(character) in _WIDTHS else "NFC", character)
         if len(made) == 1 and made != character:
             alike.setdefault(made, []).append(character)
@@ -100,10 +105,10 @@ def _sequences(form: Literal["NFC", "NFKC"]) -> Iterator[str]:
 
 
 def _accented() -> Iterator[str]:
-    """What may be put together to a letter with accents: these in any order, some of them with the letter already."""
+    """Yield decomposed and partly composed forms of accented letters, with accents in any order."""
     for character in map(chr, itertools.chain(*_LOOKED_AT)):
         apart = unicodedata.normalize("NFD", character)
-        if not 2 <= len(apart) <= _MOST_ACCENTS or ord(character) in _SYLLABLES:
+        if not 2 <= len(apart) <= _MAX_PARTS or ord(character) in _SYLLABLES:
             continue
         for accents in itertools.permutations(apart[1:]):
             for composed in range(1, len(apart)):

@@ -30,8 +30,8 @@ def read_padding_id(folder: Path | None) -> int:
     """Return the padding token's id.
 
     Raises:
-        UnknownPaddingError: The folder names none, its files disagree, or the padding token is or may be the mask
-            token.
+        UnknownPaddingError: No file names a padding token, the files disagree, or the padding token is or may be the
+            mask token.
     """
     if folder is None:
         raise UnknownPaddingError("the model was not read from a file")
@@ -67,12 +67,12 @@ def _ids(said: Mapping[str, Mapping[str, Any]], kind: str) -> dict[str, int]:
         given[name] = None if token is None else _id_of(token, tokenizer, said[_BESIDE])
     for name, one in given.items():
         if one is not None and (not isinstance(one, int) or isinstance(one, bool)):
-            raise ValueError(f"{name} has {kind} token id {one!r}, expected a whole number")
+            raise ValueError(f"{name} has {kind} token id {one!r}, expected an integer")
     return {name: one for name, one in given.items() if one is not None}
 
 
 def _names(said: Mapping[str, Mapping[str, Any]], kind: str) -> list[str]:
-    """The tokens of this kind that the tokenizer's settings name."""
+    """Return the tokens of this kind that the tokenizer's settings name."""
     return [token for name in (_BESIDE, _SPECIAL) if (token := _name(said[name], kind)) is not None]
 
 

@@ -1,7 +1,7 @@
-"""Models of SentencePiece, written from their pieces.
+"""SentencePiece models, serialized from their pieces.
 
-Two kinds are used. One that knows single characters splits a text into characters, bytes or any sequences that are to
-be found in it, the longest first: with a table of what becomes of each, that is find and replace. The other is Unigram.
+Two kinds are used. A CHARACTERS model splits a text into characters, bytes or given sequences, longest first; with a
+replacement for each piece this is find and replace. The other kind is Unigram.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-UNKNOWN_ID, END_ID = 0, 1  # of every model's first pieces
+UNKNOWN_ID, END_ID = 0, 1  # the first pieces of every model
 _UNKNOWN, _END, _BEGIN = b"\x02\x02", b"\x02end", b"\x02begin"
-_NO_MAP = struct.pack("<I", 1024) + bytes(1024 + 1)  # the size of a trie, its smallest and emptiest one, no results
+_NO_MAP = struct.pack("<I", 1024) + bytes(1024 + 1)  # the size of a trie, the smallest empty trie, no results
 
 
 class Kind(IntEnum):
-    """What a piece is."""
+    """The type of a piece."""
 
     NORMAL = 1
     UNKNOWN = 2
     CONTROL = 3
-    FOUND = 4  # wherever it stands in a text, before all others ("user defined")
+    FOUND = 4  # found anywhere in a text, before all other pieces ("user defined")
     BYTE = 6
 
 
 class Search(IntEnum):
-    """How a text is split."""
+    """The algorithm that splits a text."""
 
     UNIGRAM = 1
     CHARACTERS = 4
@@ -49,29 +49,29 @@ class PieceModel:
         ]
 
     def add(self, text: str, kind: Kind, score: float = 0.0) -> int:
-        """The piece's id."""
+        """Add a piece and return its id."""
         self.pieces.append((text.encode(), kind, score))
         return len(self.pieces) - 1
 
     def add_bytes(self) -> int:
-        """Pieces for the bytes of what is in no other piece; the first one's id."""
+        """Add pieces for bytes that no other piece covers, and return the first id."""
         first = len(self.pieces)
         self.pieces += [(b"<0x%02X>" % byte, Kind.BYTE, 0.0) for byte in range(256)]
         return first
 
     def encoded(self) -> str:
-        """The file, in base64."""
+        """Return the model file in base64."""
         has_bytes = any(kind == Kind.BYTE for _, kind, _ in self.pieces)
         trainer = _number(3, self.search) + _number(4, len(self.pieces)) + _number(35, has_bytes)
         trainer += _bytes(45, _UNKNOWN) + _bytes(46, _BEGIN) + _bytes(47, _END)
-        # A map of characters that holds none (without a map, SentencePiece says so at each start), every space kept.
+        # An empty character map (without any map, SentencePiece logs a warning at each start) that keeps every space.
         normalizer = _bytes(1, b"none") + _bytes(2, _NO_MAP) + _number(3, 0) + _number(4, 0) + _number(5, 0)
         model = b"".join(_bytes(1, _piece(*piece)) for piece in self.pieces)
         return base64.b64encode(model + _bytes(2, trainer) + _bytes(3, normalizer)).decode()
 
 
 def byte_texts() -> Sequence[bytes]:
-    """What bytes become that stay as they are."""
+    """Return the replacements of byte pieces that stay unchanged."""
     return [bytes([byte]) for byte in range(256)]
 
 
@@ -80,7 +80,7 @@ def _piece(text: bytes, kind: Kind, score: float) -> bytes:
 
 
 def _bytes(number: int, content: bytes) -> bytes:
-    """A protobuf field of bytes, text or a message."""
+    """Return a protobuf field of bytes, text or a message."""
     return _varint(number << 3 | 2) + _varint(len(content)) + content
 
 

@@ -1,6 +1,6 @@
-"""A model's folder as sentence-transformers writes it: pooling, prompts, how long texts may be, what becomes of scores.
+"""A model folder of sentence-transformers: pooling, prompts, maximum text length, activation of scores.
 
-Nothing of it is run: modules are known by their names, weights are read from safetensors.
+No code of the folder is run: modules are known by their names, weights are read from safetensors.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .tokenizer_file import read_json
 MODULES = "modules.json"
 _SENTENCE_CONFIG = "config_sentence_transformers.json"
 _WEIGHTS = "model.safetensors"
-_MOST_BYTES = 2**30  # of a module's weights
-# Names of before there was pooling_mode, and what it is called now.
+_MAX_BYTES = 2**30  # of a module's weights
+# Settings of older files, and their present value of pooling_mode.
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -31,7 +31,7 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# Models that count positions from behind the padding token's id.
+# Models whose positions start after the padding token's id.
 _POSITIONS_BEHIND_PAD = (
     "roberta",
     "xlm-roberta",
@@ -45,10 +45,20 @@ _POSITIONS_BEHIND_PAD = (
 
 @dataclass(frozen=True)
 class SentenceFolder:
-    """What a folder says; None and empty: nothing.
+    """The settings of a folder; None or empty: not set.
 
-    lowercase: of texts, before the tokenizer. prompts: by name. default_prompt: a name. labels: of a classifier.
-    activation: of a score, as the files name it. positions: of the model, those before the first one left out.
+    Attributes:
+        pooling: One of POOLINGS.
+        normalize: Whether vectors are scaled to length 1.
+        dense: Linear layers after pooling.
+        max_tokens: Limit of tokens per text.
+        lowercase: Lower-case texts before the tokenizer.
+        prompts: Prompts by name.
+        default_prompt: Name of the default prompt.
+        labels: Number of labels of a classifier.
+        activation: Activation of a score, as the files name it.
+        model_type: The model's type in config.json.
+        positions: Number of positions in the model's table.
     """
 
     pooling: str | None = None
@@ -65,11 +75,12 @@ class SentenceFolder:
 
     @property
     def positions_behind_pad(self) -> bool:
+        """True if positions start after the padding token's id."""
         return self.model_type in _POSITIONS_BEHIND_PAD
 
 
 def folder_of(model: Path | None) -> Path | None:
-    """The folder that a model's configuration lies in: its own, or of one in a folder onnx/, the one above that."""
+    """Return the folder of a model's configuration: its own, or the folder above a folder onnx/."""
     if model is None:
         return None
     above = model.parent.name == "onnx" and not (model.parent / "config.json").is_file()
@@ -77,7 +88,11 @@ def folder_of(model: Path | None) -> Path | None:
 
 
 def read_sentence_folder(folder: Path | None) -> SentenceFolder:
-    """Raises ModelError for what is not supported, or malformed."""
+    """Read the settings of a folder.
+
+    Raises:
+        ModelError: A setting is not supported or malformed.
+    """
     if folder is None:
         return SentenceFolder()
     config = read_json(folder / "config.json")
@@ -88,7 +103,7 @@ def read_sentence_folder(folder: Path | None) -> SentenceFolder:
 
 
 def _config(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """What transformers' and CrossEncoder's settings say."""
+    """Return the settings of transformers and CrossEncoder."""
     labels = config.get("num_labels", len(config["id2label"]) if isinstance(config.get("id2label"), dict) else None)
     sentence = config.get("sentence_transformers")
     activation = sentence.get("activation_fn") if isinstance(sentence, dict) else None
@@ -105,7 +120,7 @@ def _config(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _modules(folder: Path) -> dict[str, Any]:
-    """What SentenceTransformer's settings say."""
+    """Return the settings of SentenceTransformer."""
     modules = _read_modules(folder / MODULES)
     kinds = [kind for kind, _ in modules]
     expected = ["Transformer", "Pooling", *["Dense"] * kinds.count("Dense"), *["Normalize"] * ("Normalize" in kinds)]
@@ -113,28 +128,28 @@ def _modules(folder: Path) -> dict[str, Any]:
         return _transformer(_inside(folder, modules[0][1])) | _cross_encoder(folder)
     if kinds != expected:
         raise ModelError(
-            f"{str(folder / MODULES)!r} names the modules {', '.join(kinds)}, expected Transformer, Pooling, and "
-            "behind them Dense and Normalize, or none: keep tokens as the model's inputs"
+            f"{str(folder / MODULES)!r} names the modules {', '.join(kinds)}, expected Transformer and Pooling, "
+            "optionally followed by Dense and Normalize: keep tokens as the model's inputs"
         )
-    places = dict(modules)
+    paths = dict(modules)
     said: dict[str, Any] = {
-        "pooling": _pooling(_inside(folder, places["Pooling"]) / "config.json"),
+        "pooling": _pooling(_inside(folder, paths["Pooling"]) / "config.json"),
         "normalize": "Normalize" in kinds,
-        "dense": tuple(_dense(_inside(folder, place)) for kind, place in modules if kind == "Dense"),
+        "dense": tuple(_dense(_inside(folder, path)) for kind, path in modules if kind == "Dense"),
     }
-    return said | _transformer(_inside(folder, places["Transformer"])) | _prompts(folder / _SENTENCE_CONFIG)
+    return said | _transformer(_inside(folder, paths["Transformer"])) | _prompts(folder / _SENTENCE_CONFIG)
 
 
-def _transformer(place: Path) -> dict[str, Any]:
-    bert = place / "sentence_bert_config.json"
+def _transformer(module: Path) -> dict[str, Any]:
+    bert = module / "sentence_bert_config.json"
     settings = read_json(bert)
-    most = settings.get("max_seq_length")
-    _check(most is None or _is_count(most), bert, "max_seq_length", most)
-    return {"max_tokens": most, "lowercase": bool(settings.get("do_lower_case"))}
+    limit = settings.get("max_seq_length")
+    _check(limit is None or _is_count(limit), bert, "max_seq_length", limit)
+    return {"max_tokens": limit, "lowercase": bool(settings.get("do_lower_case"))}
 
 
 def _is_cross_encoder(folder: Path) -> bool:
-    """As sentence-transformers 5.7 writes one; older ones wrote no modules."""
+    """Return whether sentence-transformers (5.7 or later) wrote a CrossEncoder; earlier versions wrote no modules."""
     return bool(read_json(folder / _SENTENCE_CONFIG).get("model_type") == "CrossEncoder")
 
 
@@ -146,27 +161,27 @@ def _cross_encoder(folder: Path) -> dict[str, Any]:
 
 
 def _read_modules(path: Path) -> list[tuple[str, str]]:
-    """Kind and place of each module."""
+    """Return kind and path of each module."""
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
         modules = [(_kind(str(one["type"])), one.get("path") or "") for one in said]
-        if not all(isinstance(place, str) for _, place in modules):
-            raise TypeError("a path is no text")
+        if not all(isinstance(relative, str) for _, relative in modules):
+            raise TypeError("a path is not a string")
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-        raise ModelError(f"{str(path)!r} is no list of modules: {error!r}") from error
+        raise ModelError(f"{str(path)!r} is not a list of modules: {error!r}") from error
     return modules
 
 
 def _kind(name: str) -> str:
-    """Of sentence-transformers' own modules, which have changed their places; others are called by their whole name."""
+    """Return the class name of sentence-transformers' own modules, whose packages have changed; else the full name."""
     return name.rsplit(".", 1)[-1] if name.startswith("sentence_transformers.") else name
 
 
-def _inside(folder: Path, place: str) -> Path:
-    """A folder below another; a file is untrusted."""
-    parts = Path(place).parts
-    if Path(place).is_absolute() or ".." in parts:
-        raise ModelError(f"{str(folder / MODULES)!r} names the path {place!r}, which leads out of the folder")
+def _inside(folder: Path, relative: str) -> Path:
+    """Return a folder below another folder. The file is untrusted."""
+    parts = Path(relative).parts
+    if Path(relative).is_absolute() or ".." in parts:
+        raise ModelError(f"{str(folder / MODULES)!r} names the path {relative!r}, which leads out of the folder")
     return folder.joinpath(*parts)
 
 
@@ -205,8 +220,8 @@ def _dense(folder: Path) -> Dense:
     plain = all(said.get(key) in (None, False, "sentence_embedding") for key in unknown)
     if activation not in ACTIVATIONS or not plain:
         raise ModelError(
-            f"{str(path)!r} is of a Dense module with activation {activation!r} and {listing(unknown)}, expected one "
-            f"of {listing(ACTIVATIONS)}, and a vector in and out"
+            f"{str(path)!r} describes a Dense module with activation {activation!r} and {listing(unknown)}, expected "
+            f"one of {listing(ACTIVATIONS)}, and a vector in and out"
         )
     tensors = read_safetensors(folder / _WEIGHTS)
     weight, bias = tensors.get("linear.weight"), tensors.get("linear.bias")
@@ -219,10 +234,14 @@ def _dense(folder: Path) -> Dense:
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a small file as float32. Raises ModelError."""
+    """Return the tensors of a small file as float32.
+
+    Raises:
+        ModelError: The file cannot be read or is too large.
+    """
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise ModelError(f"{str(path)!r} has {path.stat().st_size} bytes, expected at most {_MOST_BYTES}")
+        if path.stat().st_size > _MAX_BYTES:
+            raise ModelError(f"{str(path)!r} has {path.stat().st_size} bytes, expected at most {_MAX_BYTES}")
         content = path.read_bytes()
         length = int.from_bytes(content[:8], "little")
         header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
@@ -230,14 +249,14 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
     except FileNotFoundError:
         raise ModelError(f"{str(path)!r} does not exist: save the model with safetensors") from None
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-        raise ModelError(f"{str(path)!r} is no safetensors file of floats: {error!r}") from error
+        raise ModelError(f"{str(path)!r} is not a safetensors file of floats: {error!r}") from error
 
 
 def _tensor(said: dict[str, Any], data: bytes) -> np.ndarray:
     start, end = said["data_offsets"]
     shape = [int(size) for size in said["shape"]]
     if not 0 <= start <= end <= len(data) or any(size < 0 for size in shape):
-        raise ValueError("a tensor lies outside of the file")
+        raise ValueError("a tensor is outside of the file")
     part = data[start:end]
     if said["dtype"] == "BF16":
         return (np.frombuffer(part, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
@@ -252,4 +271,4 @@ def _is_count(number: Any) -> bool:
 
 def _check(holds: bool, path: Path, name: str, found: Any) -> None:
     if not holds:
-        raise ModelError(f"{str(path)!r} has {name} {found!r}, which cannot be; restore the file")
+        raise ModelError(f"{str(path)!r} has {name} {found!r}, which is not valid; restore the file")

@@ -1,7 +1,7 @@
-"""Pre-tokenizers as regular expressions of RE2, which put a mark between words.
+"""Pre-tokenizers as RE2 expressions that put a mark between words.
 
-RE2 does not look ahead, and knows characters by another version of Unicode than `tokenizers`. So classes are spelled
-out as `tokenizers` sees them; and a mark cuts a run of spaces in two where the lookahead of GPT-2's pattern does so.
+RE2 has no lookahead, and its version of Unicode differs from that of `tokenizers`. So classes are spelled out as
+`tokenizers` sees them, and an extra mark splits a run of spaces where the lookahead of GPT-2's pattern does.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _ONE_CLASS = (r"\p{N}", r"\p{N}+", r"\p{N}{1,3}", r"[0-9]", r"[0-9]+", r"\s", r"
 
 
 def read_splits(said: Mapping[str, Any] | None, refuse: Refuse) -> Replacements:
-    """What a tokenizer.json's pre-tokenizer does to a text, apart from bytes."""
+    """Return the replacements of a tokenizer.json's pre-tokenizer, without its handling of bytes."""
     return [one for part in flat(said, "pretokenizers") for one in _split(part, refuse)]
 
 
 def flat(said: Mapping[str, Any] | None, parts: str) -> Iterator[Mapping[str, Any]]:
-    """A sequence of a tokenizer.json, without sequences in it."""
+    """Yield the parts of a possibly nested sequence in a tokenizer.json."""
     if said is None:
         return
     if said["type"] != "Sequence":
@@ -60,7 +60,7 @@ def _byte_level(part: Mapping[str, Any], refuse: Refuse) -> Replacements:
 
 
 def _begin_with(text: str) -> tuple[str, str]:
-    """Puts a character in front of each run between marks that does not begin with it."""
+    """Return a replacement that prefixes each run between marks with a text, unless it already starts with it."""
     return f"{literal(text)}({ANY}*)|({ANY}+)", rf"{text}\1\2"
 
 
@@ -90,7 +90,7 @@ def _digits(part: Mapping[str, Any], refuse: Refuse) -> Replacements:
 def _by_pattern(part: Mapping[str, Any], refuse: Refuse) -> Replacements:
     pattern, behavior = part["pattern"], part["behavior"]
     if part.get("invert"):
-        raise refuse("has a pre-tokenizer Split that is inverted")
+        raise refuse("has an inverted pre-tokenizer Split, which is not supported")
     by = {
         "Isolated": rf"{SPLIT}\1{SPLIT}",
         "Removed": SPLIT,
@@ -105,17 +105,17 @@ def _by_pattern(part: Mapping[str, Any], refuse: Refuse) -> Replacements:
         found = _spelled(expression)
     if not found or behavior not in by:
         raise refuse(
-            f"splits texts ({behavior}) by {pattern!r}, expected a text, one of {', '.join(_ONE_CLASS)}, or the "
+            f"splits texts ({behavior}) by {pattern!r}, expected a string, one of {', '.join(_ONE_CLASS)}, or the "
             "pattern of GPT-2, Llama 3 or Qwen2"
         )
     return [(f"({found})", by[behavior])]
 
 
 def _words(pattern: str) -> Replacements:
-    """Of one of the known patterns: a mark on both sides of what it finds."""
+    """Return replacements that put a mark on both sides of each match of a known pattern."""
     space = spaces()
-    # Of spaces in front of something else, the last one goes with that. Where a pattern takes line ends for
-    # themselves, it does so before.
+    # The last of several spaces belongs to the word after them. A pattern that matches line ends separately does so
+    # first.
     last = tuple(one for one in _single(space) if one not in _LINES) if r"[\r\n]" in pattern else space
     cut = (f"([{written(space)}]+)([{written(last)}])([{written(others(space))}])", rf"\1{SPLIT}\2\3")
     words = _spelled(pattern.removesuffix(_LOOKAHEAD) + r"\s+")
@@ -123,7 +123,7 @@ def _words(pattern: str) -> Replacements:
 
 
 def _spelled(expression: str) -> str:
-    """An expression with the characters of its classes."""
+    """Return an expression with its classes spelled out."""
     letters, numbers, space = ranges(r"\p{L}"), ranges(r"\p{N}"), spaces()
     for old, new in (
         (r"[^\s\p{L}\p{N}]", f"[{written(others(space, letters, numbers))}]"),
@@ -137,12 +137,12 @@ def _spelled(expression: str) -> str:
 
 
 def _single(some: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
-    """Ranges of one character each."""
+    """Split ranges into single characters."""
     return [(code, code) for first, last in some for code in range(first, last + 1)]
 
 
 def spaces_beside(tokens: list[tuple[str, bool, bool]]) -> Replacements:
-    """Takes away the spaces beside tokens that are found with them: (content, those before, those behind)."""
+    """Return replacements that remove the spaces beside tokens: (content, spaces before, spaces after)."""
     space = f"[{written(spaces())}]+"
     made: Replacements = []
     before = [literal(content) for content, left, _ in tokens if left]
@@ -155,7 +155,7 @@ def spaces_beside(tokens: list[tuple[str, bool, bool]]) -> Replacements:
 
 
 def read_expression(pattern: Mapping[str, str], refuse: Refuse) -> str:
-    """What Replace finds: a text, or runs of a character or of spaces."""
+    """Return the RE2 expression of a Replace normalizer: a string, or runs of a character or of spaces."""
     if "String" in pattern:
         if not pattern["String"] or any(mark in pattern["String"] for mark in MARKS):
             raise refuse(f"has a normalizer that replaces {pattern['String']!r}")
@@ -173,5 +173,5 @@ def read_expression(pattern: Mapping[str, str], refuse: Refuse) -> str:
 
 
 def rewritten(text: str) -> str:
-    """What RE2 puts in: a backslash begins a group's number."""
+    """Return text as an RE2 replacement, where a backslash starts a group's number."""
     return text.replace("\\", "\\\\")

@@ -1,6 +1,6 @@
-"""Texts in, vectors or scores out: puts a tokenizer in front of a model, and pooling behind it.
+"""Puts a tokenizer before a model and pooling after it: texts in, vectors or scores out.
 
-The tokenizer's nodes are those of onnxruntime-extensions, which create_session registers where a model has them.
+The tokenizer's nodes are those of onnxruntime-extensions, which create_session registers for such models.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ TEXT_INPUT, PAIR_INPUT, PROMPT_INPUT = "text", "text_pair", "prompt_name"
 SCORE = "score"
 # Relative error of a text's vector or score between the models with and without a tokenizer. Only the order of sums in
 # pooling and the positions of padding differ; padding matters if activations are quantized by the range of a tensor.
-_MOST_TEXT_ERROR = 1e-2
+_MAX_TEXT_ERROR = 1e-2
 
-# Texts on which the tokenizer in the graph must give what `tokenizers` gives; those of calibration come on top.
+# Texts on which the tokenizer in the graph must agree with `tokenizers`; calibration texts are checked too.
 PROBES = (
     "",
     " ",
@@ -53,10 +53,18 @@ PROBES = (
 def plan_text_input(
     model: ir.Model, text: TextInput, path: Path | None = None, tokenizer: str | os.PathLike[str] | None = None
 ) -> TextPlan:
-    """Reads the tokenizer and the folder, and refuses what cannot be built or run, before any work is done.
+    """Read the tokenizer and the folder, and refuse unsupported ones before any work is done.
 
-    path: of the model. tokenizer: where text has none. Raises ModelError, LibraryError without onnxruntime-extensions,
-    VerificationError where the tokenizer's nodes do not give what `tokenizers` gives.
+    Args:
+        model: The model.
+        text: The user's settings.
+        path: The model's path.
+        tokenizer: The tokenizer's path, unless `text` has one.
+
+    Raises:
+        ModelError: A setting or the tokenizer is not supported.
+        LibraryError: onnxruntime-extensions is not installed.
+        VerificationError: The tokenizer's nodes disagree with `tokenizers`.
     """
     plan = read_plan(model, text, path, tokenizer)
     check_tokenizer(plan, [*PROBES, *plan.tokenizer.probes])
@@ -64,12 +72,19 @@ def plan_text_input(
 
 
 def add_text_input(model: ir.Model, plan: TextPlan, probes: Sequence[str] = ()) -> None:
-    """Changes a model that plan_text_input has seen (inputs input_ids, and others that follow from it) into one with
-    input "text", strings [batch], and output "sentence_embedding", float32 [batch, hidden]; or, where it gives scores,
-    with inputs "text" and "text_pair" and output "score", float32 [batch]. Where the folder has prompts, a third
-    input, "prompt_name", which may be left out, names one: strings [1], or one for each text.
+    """Change a model so that it takes texts.
 
-    Raises VerificationError where the tokenizer's nodes do not give for `probes` what `tokenizers` gives.
+    The input is "text", strings [batch], and the output "sentence_embedding", float32 [batch, hidden]. A model that
+    gives scores has inputs "text" and "text_pair" and output "score", float32 [batch]. If the folder has prompts, an
+    optional input "prompt_name" selects one: strings [1], or one per text.
+
+    Args:
+        model: A model that `plan_text_input` has accepted (inputs input_ids, and others that follow from it).
+        plan: The result of `plan_text_input`.
+        probes: Further texts to check the tokenizer on.
+
+    Raises:
+        VerificationError: The tokenizer's nodes disagree with `tokenizers` on `probes`.
     """
     if probes:
         check_tokenizer(plan, probes)
@@ -114,7 +129,7 @@ def _fed(nodes: Nodes, plan: TextPlan, batch: Batch, name: str) -> ir.Value:
 
 def _tokenize(nodes: Nodes, plan: TextPlan, texts: Sequence[ir.Value]) -> Batch:
     read = texts[0]
-    if len(texts) > 1:  # one tokenizer for both: the first texts, then the second ones, as many
+    if len(texts) > 1:  # one tokenizer for both: all first texts, then all second texts
         rows = (nodes.op("Unsqueeze", one, nodes.ints(0)) for one in texts)
         both = nodes.op("Concat", *rows, axis=0, name="text_and_text_pair_have_one_length")
         read = nodes.op("Reshape", both, nodes.ints(-1))
@@ -130,14 +145,14 @@ def _prompt_input(plan: TextPlan) -> ir.Value:
 
 
 def _with_prompt(nodes: Nodes, plan: TextPlan, texts: ir.Value, name: ir.Value) -> ir.Value:
-    """The texts behind the prompt of that name, or of no name."""
+    """Prefix texts with the prompt of that name; the empty name means no prompt."""
     known = {"": "", **plan.folder.prompts}
-    # StringEqual wants the same shape on both sides.
+    # StringEqual requires equal shapes.
     shape = nodes.op("Concat", nodes.op("Shape", name), nodes.ints(len(known)), axis=0)
     names = nodes.op("Expand", nodes.op("Unsqueeze", name, nodes.ints(1)), shape)
     equal = nodes.text_op("StringEqual", names, nodes.op("Expand", nodes.texts(*known), shape))
     found = nodes.op("Mul", nodes.cast(equal, ir.DataType.INT64), nodes.ints(*range(1, len(known) + 1)))
-    # A name that is not known has number -1 - len(known), which Gather refuses.
+    # An unknown name gets index -1 - len(known), which Gather refuses.
     number = nodes.op("Sub", nodes.sum(found, 1), nodes.integer(1))
     number = nodes.op("Where", nodes.op("Less", number, nodes.integer(0)), nodes.integer(-1 - len(known)), number)
     number = nodes.op("Expand", number, nodes.op("Shape", texts))
@@ -147,7 +162,7 @@ def _with_prompt(nodes: Nodes, plan: TextPlan, texts: ir.Value, name: ir.Value) 
 
 
 def _finish(nodes: Nodes, plan: TextPlan, output: ir.Value, batch: Batch) -> ir.Value:
-    """The model's new output."""
+    """Return the model's new output."""
     if plan.scores:
         made = nodes.op("Reshape", nodes.cast(output, ir.DataType.FLOAT), nodes.ints(-1))
         made = nodes.op("Sigmoid", made) if plan.activation == "sigmoid" else made
@@ -167,8 +182,11 @@ def _finish(nodes: Nodes, plan: TextPlan, output: ir.Value, batch: Batch) -> ir.
 
 
 def tokenizer_model(plan: TextPlan, opset: int = 17, ir_version: int = 8) -> ir.Model:
-    """The tokenizer alone: text, and text_pair of pairs, strings [batch] -> input_ids, attention_mask and
-    token_type_ids, int64 [batch, tokens]."""
+    """Return the tokenizer as a model.
+
+    Inputs are text, and text_pair for pairs, strings [batch]; outputs are input_ids, attention_mask and token_type_ids,
+    int64 [batch, tokens].
+    """
     builder = Nodes(opset)
     names = [TEXT_INPUT, PAIR_INPUT] if plan.scores else [TEXT_INPUT]
     texts = [graph_input(name, ir.DataType.STRING, ["batch"]) for name in names]
@@ -184,7 +202,7 @@ def tokenizer_model(plan: TextPlan, opset: int = 17, ir_version: int = 8) -> ir.
 
 
 def _free_names(model: ir.Model) -> None:
-    """Renames values of the model that have the names of ours, such as an output sentence_embedding of its own."""
+    """Rename values of the model that have our names, such as an own output sentence_embedding."""
     values = [
         *model.graph.initializers.values(),
         *(value for node in model.graph.all_nodes() for value in node.outputs),
@@ -202,6 +220,7 @@ def answers_to_probes(plan: TextPlan, answer: Callable[[Sequence[str]], np.ndarr
     """Run a model on short texts, and on one text of max_tokens tokens.
 
     Args:
+        plan: The text settings.
         answer: Returns vectors [texts, width], or the scores [texts] of the pairs that `pair_up` makes.
 
     Raises:
@@ -213,9 +232,9 @@ def answers_to_probes(plan: TextPlan, answer: Callable[[Sequence[str]], np.ndarr
             answers = answer(texts)
         except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
             raise VerificationError(
-                f"the model does not take {'a text' if len(texts) == 1 else 'texts'} of up to {plan.max_tokens} "
-                f"tokens: {one_line(error)}; nothing was saved; give max_tokens (--max-tokens), the positions that it "
-                "has"
+                f"the model fails on {'a text' if len(texts) == 1 else 'texts'} of up to {plan.max_tokens} tokens: "
+                f"{one_line(error)}; nothing was saved; give max_tokens (--max-tokens), the number of the model's "
+                "positions"
             ) from error
         if not np.isfinite(answers).all():
             raise VerificationError("the model with its tokenizer answers with NaN or infinity; nothing was saved")
@@ -233,6 +252,7 @@ def check_text_model(path: Path, plan: TextPlan, expected: Sequence[np.ndarray])
 
     Args:
         path: The model that takes texts, as written.
+        plan: The text settings.
         expected: The result of `answers_to_probes` for the verified model, which takes tokens.
 
     Raises:
@@ -252,28 +272,32 @@ def check_text_model(path: Path, plan: TextPlan, expected: Sequence[np.ndarray])
         rows = found.reshape(len(want), -1) - want.reshape(len(want), -1)
         scale = np.maximum(np.linalg.norm(want.reshape(len(want), -1), axis=1), 1.0 if plan.scores else 1e-6)
         error = float((np.linalg.norm(rows, axis=1) / scale).max())
-        if not error <= _MOST_TEXT_ERROR:
+        if not error <= _MAX_TEXT_ERROR:
             raise VerificationError(
                 f"the model with its tokenizer answers differently than without: relative error {error:.2g}, expected "
-                f"at most {_MOST_TEXT_ERROR}; nothing was saved; keep tokens as the model's inputs"
+                f"at most {_MAX_TEXT_ERROR}; nothing was saved; keep tokens as the model's inputs"
             )
 
 
 def check_tokenizer(plan: TextPlan, texts: Sequence[str]) -> None:
-    """Compares the nodes with the package `tokenizers`, text by text. Raises VerificationError."""
+    """Compare the tokenizer's nodes with the package `tokenizers`, text by text.
+
+    Raises:
+        VerificationError: They disagree.
+    """
     from ortolan.session import create_session
 
     session = create_session(ir.to_proto(tokenizer_model(plan)), quiet_options())
     tokenizer = plan.file.tokenizer
     tokenizer.enable_truncation(plan.max_tokens)
-    # Texts of ASCII go a way of their own.
+    # ASCII texts take a separate path in the graph.
     for some in (texts, [text for text in texts if text.isascii()]):
         _compare(plan, session, some)
     tokenizer.no_truncation()
 
 
 def _compare(plan: TextPlan, session: Any, texts: Sequence[str]) -> None:
-    seconds = [*texts[3:], *texts[:3]]  # of pairs: shorter ones and longer ones
+    seconds = [*texts[3:], *texts[:3]]  # for pairs: shorter and longer texts
     given: list[str] | list[tuple[str, str]] = list(texts)
     if plan.scores:
         given = list(zip(texts, seconds, strict=True))
@@ -282,7 +306,7 @@ def _compare(plan: TextPlan, session: Any, texts: Sequence[str]) -> None:
     feeds = {name: np.array(some, object) for name, some in zip((TEXT_INPUT, PAIR_INPUT), columns, strict=False)}
     try:
         ids, mask, types = session.run(None, feeds)
-    except Exception as error:  # as above
+    except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
         raise ModelError(f"tokenizer file {plan.file.path!r} cannot be run in a graph: {one_line(error)}") from error
     for text, want, row, kept, kinds in zip(given, expected, ids, mask, types, strict=True):
         found = row[kept.astype(bool)].tolist()
@@ -291,8 +315,8 @@ def _compare(plan: TextPlan, session: Any, texts: Sequence[str]) -> None:
 
 
 def _difference(text: str, found: Sequence[int], expected: Sequence[int]) -> str:
-    place = next((at for at, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]), 0)
-    start = max(0, place - 3)
+    first = next((at for at, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]), 0)
+    start = max(0, first - 3)
     return (
         f"the tokenizer in the graph gives {list(found[start : start + 12])} from token {start} on for {text[:200]}, "
         f"and 'tokenizers' {list(expected[start : start + 12])}; nothing was saved: keep tokens as the model's inputs"

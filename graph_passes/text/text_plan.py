@@ -1,4 +1,4 @@
-"""What is to be put around a model that shall take texts, as its folder says or the caller; checked before any work."""
+"""Settings for a model that takes texts, from its folder or the caller, checked before any work."""
 
 from __future__ import annotations
 
@@ -25,21 +25,25 @@ from .wordpiece import read_wordpiece
 
 EMBEDDING = "sentence_embedding"
 _SCORES = "logits"
-SCORE_ACTIVATIONS = {"Sigmoid": "sigmoid", "Identity": "none"}  # torch's names, and ours
-_MOST_TOKENS = 65536  # of a text: the session reserves memory for them
+SCORE_ACTIVATIONS = {"Sigmoid": "sigmoid", "Identity": "none"}  # torch's names and ours
+_MAX_TOKENS = 65536  # per text: the session reserves memory for them
 _KNOWN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
 
 @dataclass(frozen=True)
 class TextInput:
-    """What optimize_onnx(texts_in=…) puts around a model. None: as the model's folder says, else what is told here.
+    """Settings of `optimize_onnx(texts_in=…)`. None: the setting of the model's folder, else the default below.
 
-    tokenizer: the path of a tokenizer.json (None: optimize_onnx's, else the one beside the model). pooling: "mean" of
-    the tokens' vectors (None), "cls", the first, "lasttoken", "max", "mean_sqrt_len_tokens" or "weightedmean".
-    normalize: makes vectors of length 1 (None: yes). max_tokens: longer texts are cut to so many, special tokens
-    counted (None: as sentence_bert_config.json, tokenizer_config.json or tokenizer.json says). prompt_name: the prompt
-    of config_sentence_transformers.json that stands before texts unless another is asked for. activation: of a
-    reranker's scores, "sigmoid" (None, as CrossEncoder has it) or "none".
+    Attributes:
+        tokenizer: Path of a tokenizer.json. Default: that of optimize_onnx, else the one beside the model.
+        pooling: "mean" of the token vectors (default), "cls", "lasttoken", "max", "mean_sqrt_len_tokens" or
+            "weightedmean".
+        normalize: Scale vectors to length 1 (default: yes).
+        max_tokens: Longer texts are cut to this length, including special tokens. Default: the limit in
+            sentence_bert_config.json, tokenizer_config.json or tokenizer.json.
+        prompt_name: The prompt of config_sentence_transformers.json that is put before texts unless another is asked
+            for.
+        activation: Activation of a reranker's scores: "sigmoid" (default, as in CrossEncoder) or "none".
     """
 
     tokenizer: str | os.PathLike[str] | None = None
@@ -51,12 +55,14 @@ class TextInput:
 
 
 class GraphTokenizer(Protocol):
-    """A tokenizer that is written as nodes."""
+    """A tokenizer that can be written as nodes."""
 
     @property
-    def probes(self) -> tuple[str, ...]: ...
+    def probes(self) -> tuple[str, ...]:
+        """Texts that this tokenizer might get wrong."""
 
-    def tokenize(self, nodes: Nodes, texts: ir.Value) -> Tokens: ...
+    def tokenize(self, nodes: Nodes, texts: ir.Value) -> Tokens:
+        """Add nodes that tokenize texts, strings [batch]."""
 
 
 _READERS: dict[str, Callable[[TokenizerFile], GraphTokenizer]] = {
@@ -68,11 +74,19 @@ _READERS: dict[str, Callable[[TokenizerFile], GraphTokenizer]] = {
 
 @dataclass(frozen=True)
 class TextSettings:
-    """What becomes of texts in front of a model and behind it, checked. output: of the model, its tokens' vectors,
-    texts' vectors or scores.
+    """Checked settings for the handling of texts before and after a model.
 
-    pooling: None where the output holds texts' vectors. scores: the output holds a score of each pair. length: the
-    only number of tokens that the model takes, if any; shorter texts are padded to it.
+    Attributes:
+        file: The tokenizer.
+        folder: The folder's settings.
+        output: The model's output: token vectors, text vectors or scores.
+        scores: The output holds one score per pair of texts.
+        pooling: None if the output holds text vectors.
+        normalize: Scale vectors to length 1.
+        max_tokens: Limit of tokens per text.
+        prompt_name: The default prompt.
+        activation: Activation of scores.
+        length: The only number of tokens that the model accepts, if it is fixed; shorter texts are padded to it.
     """
 
     file: TokenizerFile
@@ -89,17 +103,18 @@ class TextSettings:
 
 @dataclass(frozen=True)
 class TextPlan(TextSettings):
-    """What is put around a model, checked."""
+    """Checked settings and tokenizer of a model that will take texts."""
 
     tokenizer: GraphTokenizer
 
     @property
     def template(self) -> Template:
+        """The special tokens around a text, or around a pair."""
         return self.file.pair if self.scores else self.file.single
 
     @property
     def description(self) -> str:
-        """What the model does with texts, for people."""
+        """The handling of texts in words."""
         if self.scores:
             made = ["pairs of texts in, scores out", f"activation {self.activation}"]
         else:
@@ -116,9 +131,16 @@ class TextPlan(TextSettings):
 def read_plan(
     model: ir.Model, text: TextInput, path: Path | None = None, tokenizer: str | os.PathLike[str] | None = None
 ) -> TextPlan:
-    """Reads the tokenizer and the folder, and refuses what cannot be built or run, before any work is done.
+    """Read the tokenizer and the folder, and refuse unsupported ones before any work is done.
 
-    path: of the model. tokenizer: where text has none. Raises ModelError.
+    Args:
+        model: The model.
+        text: The user's settings.
+        path: The model's path.
+        tokenizer: The tokenizer's path, unless `text` has one.
+
+    Raises:
+        ModelError: A setting or the tokenizer is not supported.
     """
     _, length = fixed_sizes(next((one.shape for one in model_inputs(model) if one.name == "input_ids"), None))
     settings = read_settings(model.graph.outputs, text, path, tokenizer, count_positions(model.graph), length=length)
@@ -136,14 +158,23 @@ def read_settings(
     tokens: int | None = None,
     length: int | None = None,
 ) -> TextSettings:
-    """See read_plan. outputs: of the model. table: the rows of its table of positions, if they are known. tokens: to
-    which texts are cut where no file says it. length: the only number of tokens that the model takes, if any."""
+    """Read the settings for texts; see `read_plan`.
+
+    Args:
+        outputs: The model's outputs.
+        text: The user's settings.
+        path: The model's path.
+        tokenizer: The tokenizer's path, unless `text` has one.
+        table: Rows of the model's position table, if known.
+        tokens: Limit of tokens per text if no file gives one.
+        length: The only number of tokens that the model accepts, if it is fixed.
+    """
     folder = read_sentence_folder(folder_of(path))
     given = text.tokenizer or tokenizer or find_tokenizer(path)
     if given is None:
         raise ModelError(
-            "texts in need a tokenizer, and there is no tokenizer.json beside the model; give its path: tokenizer=… "
-            "(--tokenizer)"
+            "a model that takes texts needs a tokenizer, and there is no tokenizer.json beside the model; give its "
+            "path: tokenizer=… (--tokenizer)"
         )
     file = replace(read_tokenizer_file(given), lowercase=folder.lowercase)
     output = _output(outputs, text, folder)
@@ -164,7 +195,12 @@ def read_settings(
 
 
 def read_graph_tokenizer(file: TokenizerFile) -> GraphTokenizer:
-    if file.tokenizer.get_vocab_size() == 0:  # the package reads the file first, and refuses what is malformed
+    """Return the tokenizer of a file in a form that can be written as nodes.
+
+    Raises:
+        ModelError: The tokenizer is not supported.
+    """
+    if file.tokenizer.get_vocab_size() == 0:  # `tokenizers` reads the file first, and refuses malformed ones
         raise file.refuse("has no tokens")
     kind = file.said["model"].get("type")
     if kind not in _READERS:
@@ -173,7 +209,7 @@ def read_graph_tokenizer(file: TokenizerFile) -> GraphTokenizer:
         found: GraphTokenizer = _READERS[kind](file)
         return found
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, AssertionError) as error:
-        # What a malformed file trips over that `tokenizers` has read.
+        # Exceptions from a malformed file that `tokenizers` has accepted.
         raise file.refuse(f"is not well formed: {error!r}") from error
 
 
@@ -188,8 +224,7 @@ def _is_by_pairs(value: ir.Value) -> bool:
 
 
 def _output(given: Sequence[ir.Value], text: TextInput, folder: SentenceFolder) -> ir.Value:
-    """The output to use: [batch, tokens, hidden], or the vectors [batch, hidden] that the model makes itself, or scores
-    [batch, 1] or [batch, 1, 1]."""
+    """Return the output to use: token vectors [batch, tokens, hidden], text vectors [batch, hidden], or scores."""
     outputs = {value.name: value for value in given}
     ready = outputs.get(EMBEDDING)
     if ready is not None and _is_flat(ready) and text.pooling is None and folder.pooling is None:
@@ -200,8 +235,8 @@ def _output(given: Sequence[ir.Value], text: TextInput, folder: SentenceFolder) 
         labels = width if isinstance(width, int) else folder.labels
         if labels != 1:
             raise ModelError(
-                f"output 'logits' has {labels or 'unknown'} labels, expected 1: of models that classify, those that "
-                "score pairs of texts (rerankers) can take texts"
+                f"output 'logits' has {labels or 'unknown'} labels, expected 1: rerankers, which score pairs of texts, "
+                "are the only classifiers that can take texts"
             )
         if text.pooling is not None or text.normalize is not None:
             raise ModelError("pooling or normalize was given, but the model gives scores, not vectors; leave them out")
@@ -210,7 +245,7 @@ def _output(given: Sequence[ir.Value], text: TextInput, folder: SentenceFolder) 
 
 
 def _tokens_output(given: Sequence[ir.Value]) -> ir.Value:
-    """The output [batch, tokens, hidden]: last_hidden_state, or the only one of three dimensions."""
+    """Return the output [batch, tokens, hidden]: last_hidden_state, or the only three-dimensional output."""
     outputs = [value for value in given if value.shape is None or len(value.shape) == 3]
     named = [value for value in outputs if value.name in ("last_hidden_state", "token_embeddings")]
     if len(named or outputs) != 1:
@@ -236,47 +271,46 @@ def _max_tokens(
     otherwise: int | None = None,
     length: int | None = None,
 ) -> int:
-    """table: the rows of the model's table of positions, if it has one. length: see read_settings."""
+    """Return the limit of tokens per text. table, length: see `read_settings`."""
     if text.pooling is not None and text.pooling not in POOLINGS:
         raise ModelError(f"pooling is {text.pooling!r}, expected one of {', '.join(POOLINGS)}")
-    most = text.max_tokens
-    if most is None:
-        most = folder.max_tokens or _fitting(folder, file, table) or length or otherwise
-        most = most if most is None or length is None else min(most, length)
-    least = (file.pair if scores else file.single).added + (2 if scores else 1)
-    if most is None:
+    limit = text.max_tokens
+    if limit is None:
+        limit = folder.max_tokens or _fitting(folder, file, table) or length or otherwise
+        limit = limit if limit is None or length is None else min(limit, length)
+    special = (file.pair if scores else file.single).added
+    minimum = special + (2 if scores else 1)
+    if limit is None:
         raise ModelError(
-            f"tokenizer file {file.path!r} does not say to how many tokens texts are cut; give max_tokens "
-            "(--max-tokens)"
+            f"tokenizer file {file.path!r} has no limit of tokens per text; give max_tokens (--max-tokens)"
         )
-    if not isinstance(most, int) or not least <= most <= _MOST_TOKENS:
+    if not isinstance(limit, int) or not minimum <= limit <= _MAX_TOKENS:
         raise ModelError(
-            f"max_tokens is {most!r} (given, or as the model's files say), expected at least {least}, as "
-            f"{least - (2 if scores else 1)} are special tokens, and at most {_MOST_TOKENS}; give max_tokens "
-            "(--max-tokens)"
+            f"max_tokens is {limit!r} (given, or from the model's files), expected {minimum} to {_MAX_TOKENS}, "
+            f"including {special} special tokens; give max_tokens (--max-tokens)"
         )
-    if length is not None and most > length:
+    if length is not None and limit > length:
         raise ModelError(
-            f"max_tokens is {most}, but the model takes only texts of {length} tokens; give "
+            f"max_tokens is {limit}, but the model takes only texts of {length} tokens; give "
             f"max_tokens (--max-tokens) of at most {length}, or export the model with dynamic axes"
         )
     positions = _usable(table, folder, file)
-    if positions is not None and most > positions:
+    if positions is not None and limit > positions:
         raise ModelError(
-            f"max_tokens is {most} (given, or as the model's files say), but the model has positions for {positions} "
-            f"tokens; give max_tokens (--max-tokens), {positions} at most"
+            f"max_tokens is {limit} (given, or from the model's files), but the model has positions for {positions} "
+            f"tokens; give max_tokens (--max-tokens) of at most {positions}"
         )
-    return most
+    return limit
 
 
 def _fitting(folder: SentenceFolder, file: TokenizerFile, table: int | None) -> int | None:
-    """What the tokenizer says, or the positions that the model has if they are less."""
+    """Return the tokenizer's limit, or the number of the model's positions if it is smaller."""
     limits = (file.max_tokens, _usable(folder.positions, folder, file), _usable(table, folder, file))
-    return min((most for most in limits if most is not None), default=None)
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _usable(positions: int | None, folder: SentenceFolder, file: TokenizerFile) -> int | None:
-    """Those that a text's tokens can have."""
+    """Return the number of positions that a text's tokens can have."""
     if positions is not None and folder.positions_behind_pad:
         return positions - (file.pad_id + 1)
     return positions
@@ -315,14 +349,14 @@ def _check_inputs(model: ir.Model) -> None:
     names = [value.name or "" for value in model_inputs(model)]
     if "input_ids" not in names or not set(names) <= set(_KNOWN_INPUTS):
         raise ModelError(
-            f"a tokenizer can be put in front of models with inputs {listing(_KNOWN_INPUTS)}; this one has "
-            f"{listing(names)}"
+            f"the model's inputs are {listing(names)}, expected input_ids and others of {listing(_KNOWN_INPUTS)} for "
+            "a tokenizer before them"
         )
     batch, _ = fixed_sizes(next(value.shape for value in model_inputs(model) if value.name == "input_ids"))
     if batch is not None:
         raise ModelError(
-            f"input 'input_ids' has a batch of {batch}, and a tokenizer can only be put in front of a model that takes "
-            "any number of texts; export the model with a dynamic batch axis, or keep tokens as its inputs"
+            f"input 'input_ids' has a batch of {batch}, but a tokenizer in the model needs a dynamic batch axis; "
+            "export the model with one, or keep tokens as its inputs"
         )
     if model.graph.opset_imports.get("", 1) < OLDEST_OPSET:
         raise ModelError(

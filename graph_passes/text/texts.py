@@ -1,6 +1,6 @@
-"""Calibration texts as feeds: one text, or a piece of a long one, is one feed.
+"""Calibration texts as feeds: one text, or one piece of a long text, per feed.
 
-Feeds have no padding, unless the model takes only one number of tokens.
+Feeds have no padding, unless the model accepts only one number of tokens.
 """
 
 from __future__ import annotations
@@ -19,20 +19,25 @@ from ortolan.errors import CalibrationError, ModelError, listing, wrong_type
 from ..measure.feeds import Feeds, fixed_sizes, model_inputs
 from .tokenizer_file import load_tokenizer, read_tokenizer_file
 
-# The path of a tokenizer.json, of a tokenizer.bin of llama2.c, or of an ONNX graph of onnxruntime-extensions; or an
-# object whose encode(text) gives token ids, or something with ids.
+# The path of a tokenizer.json, of llama2.c's tokenizer.bin, or of an ONNX graph of onnxruntime-extensions; or an object
+# whose encode(text) returns token ids, or an object with `ids`.
 Tokenizer = str | os.PathLike[str] | Any
 
-TOKENS_OF_PIECE = 256  # longer texts are cut; every encoder takes as many
-_PIECES, _LEAST_OF_PIECE = 8, 64
-TOKENS_OF_DECODER = 512  # texts are joined to pieces of so many, or of the model's context if that is known and less
-_SHORTEST_PIECE = 16  # tokens, of what is left of a text that was cut
+TOKENS_OF_PIECE = 256  # longer texts are cut; every encoder takes this length
+_PIECES, _MIN_TOKENS_OF_PIECE = 8, 64
+# texts are joined to pieces of this length, or of the model's context if that is known and shorter
+TOKENS_OF_DECODER = 512
+_SHORTEST_PIECE = 16  # tokens of the last piece of a text; a shorter one is dropped
 _FILE = "tokenizer.json"
-_COS_CACHE = 7  # the input of GroupQueryAttention, [positions, width]
+_COS_CACHE = 7  # input of GroupQueryAttention, [positions, width]
 
 
 def read_texts(path: str | os.PathLike[str]) -> list[str]:
-    """The lines of a text file, UTF-8, that are not empty: one text each. Raises CalibrationError."""
+    """Return the non-empty lines of a UTF-8 text file: one text each.
+
+    Raises:
+        CalibrationError: The file cannot be read, or is empty.
+    """
     try:
         content = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -46,7 +51,7 @@ def read_texts(path: str | os.PathLike[str]) -> list[str]:
 
 
 def find_tokenizer(model: Path | None) -> Path | None:
-    """The tokenizer.json beside the model, or of a model in a folder onnx/, as on model hubs, beside that."""
+    """Return the tokenizer.json beside the model, or above a folder onnx/ as on model hubs."""
     if model is None:
         return None
     folders = [model.parent, model.parent.parent] if model.parent.name == "onnx" else [model.parent]
@@ -54,12 +59,13 @@ def find_tokenizer(model: Path | None) -> Path | None:
 
 
 def feeds_of_texts(texts: Sequence[str], tokenizer: Tokenizer | None, model: ir.Model) -> list[Feeds]:
-    """input_ids int64 [1, tokens] for each text, or for each piece of one of more than TOKENS_OF_PIECE tokens.
+    """Return input_ids int64 [1, tokens] for each text, or for each piece of a text above TOKENS_OF_PIECE tokens.
 
-    For a model with a cache, texts are joined: its keys and values depend on how many tokens are before. For an encoder
-    whose input_ids have a fixed batch or number of tokens, rows are padded, and attention_mask hides the padding.
+    For a model with a cache, texts are joined, because its keys and values depend on the number of earlier tokens. For
+    an encoder with a fixed batch or number of tokens, rows are padded, and attention_mask hides the padding.
 
-    Raises CalibrationError without a tokenizer, for one that cannot be used, or for a model without input_ids.
+    Raises:
+        CalibrationError: There is no usable tokenizer, or the model has no input_ids.
     """
     inputs = [value.name or "" for value in model_inputs(model)]
     if "input_ids" not in inputs:
@@ -69,23 +75,23 @@ def feeds_of_texts(texts: Sequence[str], tokenizer: Tokenizer | None, model: ir.
         )
     if tokenizer is None:
         raise CalibrationError(
-            "calibration holds texts, and no tokenizer was given, nor is there a tokenizer.json beside the model; give "
+            "calibration holds texts, but no tokenizer was given and there is no tokenizer.json beside the model; give "
             "tokenizer=… (--tokenizer), the path of the model's tokenizer.json"
         )
     encode = _open(tokenizer)
     rows, length = fixed_sizes(next(value.shape for value in model_inputs(model) if value.name == "input_ids"))
     encoded: list[np.ndarray] = []
-    most = TOKENS_OF_PIECE
+    limit = TOKENS_OF_PIECE
     for number, text in enumerate(texts, 1):
         if not isinstance(text, str):
             raise wrong_type(f"calibration item {number}", text, "a text like the items before it")
         encoded.append(encode(text))
     if any(name.startswith("past_key") for name in inputs):
-        encoded, most = [np.concatenate(encoded)] if encoded else [], min(TOKENS_OF_DECODER, _context(model))
-        # Of a few texts there shall still be some pieces that nothing is fitted to.
-        most = min(most, max(_LEAST_OF_PIECE, -(-sum(map(len, encoded)) // _PIECES)))
+        encoded, limit = [np.concatenate(encoded)] if encoded else [], min(TOKENS_OF_DECODER, _context(model))
+        # Even a few texts should make several pieces, so that some can be held out.
+        limit = min(limit, max(_MIN_TOKENS_OF_PIECE, -(-sum(map(len, encoded)) // _PIECES)))
         rows = length = None
-    pieces = [piece for ids in encoded for piece in _pieces(ids, most if length is None else length)]
+    pieces = [piece for ids in encoded for piece in _pieces(ids, limit if length is None else length)]
     if not pieces:
         raise CalibrationError("the calibration texts hold no tokens, expected at least one")
     if rows is None and length is None:
@@ -97,7 +103,7 @@ def feeds_of_texts(texts: Sequence[str], tokenizer: Tokenizer | None, model: ir.
 
 
 def _padded(pieces: Sequence[np.ndarray], length: int | None, pad_id: int) -> Feeds:
-    """Return one batch. length: tokens of its rows; None: those of the longest piece."""
+    """Return one batch. length: tokens of its rows; None: the length of the longest piece."""
     shape = (len(pieces), length or max(map(len, pieces)))
     ids, mask = np.full(shape, pad_id, np.int64), np.zeros(shape, np.int64)
     for row, piece in enumerate(pieces):
@@ -114,7 +120,7 @@ def _pad_id(tokenizer: Tokenizer) -> int:
 
 
 def count_tokens(feeds: Sequence[Mapping[str, np.ndarray]]) -> int | None:
-    """How many tokens the feeds hold, those masked out left out; None: they are no tokens."""
+    """Return the number of tokens in the feeds that are not masked out, or None if feeds have no tokens."""
     if not all("input_ids" in one for one in feeds):
         return None
     total = 0
@@ -125,7 +131,7 @@ def count_tokens(feeds: Sequence[Mapping[str, np.ndarray]]) -> int | None:
 
 
 def _context(model: ir.Model) -> int:
-    """The positions that a decoder has rotary embeddings for; TOKENS_OF_PIECE where that is not to be seen."""
+    """Return the number of positions of a decoder's rotary embeddings; TOKENS_OF_PIECE if it is not known."""
     lengths = [
         value.shape[0]
         for node in model.graph
@@ -136,15 +142,15 @@ def _context(model: ir.Model) -> int:
     return min(lengths, default=TOKENS_OF_PIECE)
 
 
-def _pieces(ids: np.ndarray, most: int) -> Iterator[np.ndarray]:
-    for start in range(0, len(ids), most):
-        piece = ids[start : start + most]
+def _pieces(ids: np.ndarray, limit: int) -> Iterator[np.ndarray]:
+    for start in range(0, len(ids), limit):
+        piece = ids[start : start + limit]
         if start == 0 or len(piece) >= _SHORTEST_PIECE:
             yield piece
 
 
 def _open(tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
-    """Text to token ids, int64 [tokens]."""
+    """Return a function from text to token ids, int64 [tokens]."""
     encode = _open_file(tokenizer) if isinstance(tokenizer, str | os.PathLike) else getattr(tokenizer, "encode", None)
     if encode is None:
         expected = "the path of a tokenizer.json, or an object with a method encode(text)"
@@ -156,7 +162,7 @@ def _open(tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
             return np.asarray(getattr(encoded, "ids", encoded), np.int64).reshape(-1)
         except (TypeError, ValueError) as error:
             raise CalibrationError(
-                f"the tokenizer's encode() gives a {type(encoded).__name__}, expected token ids: {error}"
+                f"the tokenizer's encode() returns a {type(encoded).__name__}, expected token ids: {error}"
             ) from error
 
     return ids
@@ -179,7 +185,7 @@ def _open_file(path: str | os.PathLike[str]) -> Callable[[str], Any]:
 
 
 def _open_graph(path: str | os.PathLike[str]) -> Callable[[str], Any]:
-    """A tokenizer made by onnxruntime-extensions' gen_processing_models, or by another who writes such graphs."""
+    """Return a function of a tokenizer graph, such as gen_processing_models of onnxruntime-extensions makes."""
     from ortolan.errors import one_line
     from ortolan.session import create_session
 

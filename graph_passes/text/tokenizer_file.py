@@ -1,4 +1,4 @@
-"""A tokenizer.json: what it says, and the package `tokenizers`' reading of it, which a graph's tokens must equal."""
+"""A tokenizer.json: its settings, and the package `tokenizers`' reading of it, which a graph's tokens must equal."""
 
 from __future__ import annotations
 
@@ -18,40 +18,55 @@ FIRST, SECOND = "A", "B"  # the texts of a template
 _PAD_NAMES = ("[PAD]", "<pad>", "<|padding|>")
 _KEY = re.compile(r'\s*,?\s*"(\w+)"\s*:\s*')
 _SETTINGS = {"truncation", "padding", "added_tokens", "post_processor"}  # of a tokenizer.json
-_LARGEST = 2**31  # of ids, and of what is no limit: transformers writes 10**30
+_LARGEST = 2**31  # of ids, and of limits: transformers writes 10**30 for no limit
 
 
 @dataclass(frozen=True)
 class Template:
-    """What stands around one text, or a pair: FIRST, SECOND, or a token's id, each with its type."""
+    """The layout of one text or a pair with its special tokens: FIRST, SECOND, or a token id, each with its type."""
 
     parts: tuple[tuple[str | int, int], ...]
 
     @property
     def added(self) -> int:
-        """The tokens that are there for any text."""
+        """The number of special tokens."""
         return sum(isinstance(part, int) for part, _ in self.parts)
 
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """content: of the file. lowercase: a tokenizer that keeps capitals gets Lowercase in front of its normalizer."""
+    """A tokenizer.json.
+
+    Attributes:
+        path: Its path.
+        content: Its text.
+        single: Layout of one text.
+        pair: Layout of a pair of texts.
+        pad_id: The padding token.
+        max_tokens: Limit of tokens per text, from tokenizer_config.json or else from this file.
+        lowercase: Put Lowercase before the normalizer of a tokenizer that keeps capitals.
+    """
 
     path: str
     content: str
     single: Template
     pair: Template
     pad_id: int
-    max_tokens: int | None  # to which texts are cut: what tokenizer_config.json beside it says, else the file itself
+    max_tokens: int | None
     lowercase: bool = False
 
     def refuse(self, what: str) -> ModelError:
+        """Return the error for an unsupported feature. what: the rest of a sentence about the file."""
         return ModelError(f"tokenizer file {self.path!r} {what}; keep tokens as the model's inputs")
 
-    # All are made when they are first asked for: who has tokens already need not wait for them.
+    # All are computed on first use, since callers with tokens do not need them.
     @cached_property
     def said(self) -> Mapping[str, Any]:
-        """The file's JSON, as `tokenizer` reads it. Raises ModelError."""
+        """The file's JSON, as `tokenizer` reads it.
+
+        Raises:
+            ModelError: The file is malformed.
+        """
         said = _parsed(self.content, self.path)
         if not self._adds_lowercase:
             return said
@@ -61,29 +76,42 @@ class TokenizerFile:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """A tokenizers.Tokenizer that neither pads nor cuts. Raises ModelError."""
-        return _open(json.dumps(self.said), self.path) if self._adds_lowercase else self._as_it_is
+        """A tokenizers.Tokenizer without padding and truncation.
+
+        Raises:
+            ModelError: The file is malformed.
+        """
+        return _open(json.dumps(self.said), self.path) if self._adds_lowercase else self._unchanged
 
     @cached_property
-    def _as_it_is(self) -> Any:
+    def _unchanged(self) -> Any:
         return _open(self.content, self.path)
 
     @cached_property
     def _adds_lowercase(self) -> bool:
-        return self.lowercase and "A" in _normalized(self._as_it_is, "A")
+        return self.lowercase and "A" in _normalized(self._unchanged, "A")
 
     @property
     def added_tokens(self) -> list[Mapping[str, Any]]:
+        """The file's added tokens."""
         return list(self.said.get("added_tokens") or [])
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Any:
-    """A tokenizers.Tokenizer, which neither pads nor cuts. Raises ModelError."""
+    """Return a tokenizers.Tokenizer without padding and truncation.
+
+    Raises:
+        ModelError: The file cannot be read.
+    """
     return _open(_content(path), os.fspath(path))
 
 
 def read_tokenizer_file(path: str | os.PathLike[str]) -> TokenizerFile:
-    """Raises ModelError."""
+    """Read a tokenizer.json and the tokenizer_config.json beside it.
+
+    Raises:
+        ModelError: The file cannot be read, or is not supported.
+    """
     content, name = _content(path), os.fspath(path)
 
     def refuse(what: str) -> ModelError:
@@ -115,26 +143,32 @@ def _read(path: str, content: str, refuse: Refuse) -> TokenizerFile:
 
 
 def _settings(content: str) -> dict[str, Any] | None:
-    """What the JSON says in front of its model, whose vocabulary takes as long to read as a small model to load; None
-    where its parts are not in the order that the package writes."""
+    """Return the JSON members before the model, or None if the members are in another order than `tokenizers` writes.
+
+    Parsing the vocabulary takes as long as loading a small model, so it is skipped.
+    """
     said: dict[str, Any] = {}
-    decoder, place = json.JSONDecoder(), content.find("{") + 1
+    decoder, position = json.JSONDecoder(), content.find("{") + 1
     try:
-        while (key := _KEY.match(content, place)) is not None and key[1] != "model":
-            said[key[1]], place = decoder.raw_decode(content, key.end())
+        while (key := _KEY.match(content, position)) is not None and key[1] != "model":
+            said[key[1]], position = decoder.raw_decode(content, key.end())
     except (ValueError, RecursionError):
         return None
     return said if key is not None and said.keys() >= _SETTINGS and content.rstrip().endswith("}") else None
 
 
 def _parsed(content: str, path: str) -> dict[str, Any]:
-    """The whole of the JSON. Raises ModelError."""
+    """Return the whole JSON.
+
+    Raises:
+        ModelError: The content is not a tokenizer.json.
+    """
     try:
         said = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"tokenizer file {path!r} is no tokenizer.json: {error}") from error
+        raise ModelError(f"tokenizer file {path!r} is not a tokenizer.json: {error}") from error
     if not isinstance(said, dict) or not isinstance(said.get("model"), dict):
-        raise ModelError(f"tokenizer file {path!r} is no tokenizer.json: it has no model")
+        raise ModelError(f"tokenizer file {path!r} is not a tokenizer.json: it has no model")
     return said
 
 
@@ -159,7 +193,7 @@ def _open(content: str, path: str) -> Any:
     except BaseException as error:  # a plain Exception, or pyo3's PanicException, which derives from BaseException
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
             raise
-        raise ModelError(f"tokenizer file {path!r} is no tokenizer.json: {error}") from error
+        raise ModelError(f"tokenizer file {path!r} is not a tokenizer.json: {error}") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
@@ -170,20 +204,24 @@ def _normalized(tokenizer: Any, text: str) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no such file. Raises ModelError."""
+    """Return a JSON object, or an empty one if the file does not exist.
+
+    Raises:
+        ModelError: The file cannot be read, or holds something else.
+    """
     if not path.is_file():
         return {}
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{str(path)!r} is no JSON file: {error}") from error
+        raise ModelError(f"{str(path)!r} is not a JSON file: {error}") from error
     if not isinstance(said, dict):
         raise ModelError(f"{str(path)!r} holds a {type(said).__name__}, expected a JSON object")
     return said
 
 
 def _beside(path: Path) -> dict[str, Any]:
-    """What transformers keeps beside a tokenizer.json."""
+    """Return the tokenizer_config.json that transformers keeps beside a tokenizer.json."""
     return read_json(path.with_name("tokenizer_config.json"))
 
 
@@ -192,7 +230,7 @@ def _limit(number: Any) -> int | None:
 
 
 class _Vocabulary:
-    """Tokens and their ids. Those that were added stand before the others, which are read when they are needed."""
+    """Tokens and their ids. Added tokens are looked up first; the others are read when needed."""
 
     def __init__(self, added: list[Mapping[str, Any]], read: Callable[[], Any]) -> None:
         self._added, self._read = {one["content"]: one["id"] for one in added}, read
@@ -215,7 +253,7 @@ class _Vocabulary:
 
 
 def _pad_id(said: Mapping[str, Any], beside: Mapping[str, Any], vocabulary: _Vocabulary, refuse: Refuse) -> int:
-    """The token that fills up shorter texts. Models may tell by it where a text ends (RoBERTa's positions)."""
+    """Return the padding token. Models may use it to find the end of a text (RoBERTa's positions)."""
     number = (said.get("padding") or {}).get("pad_id")
     if number is None:
         named = beside.get("pad_token")
@@ -223,12 +261,12 @@ def _pad_id(said: Mapping[str, Any], beside: Mapping[str, Any], vocabulary: _Voc
         names = [named] if isinstance(named, str) else list(_PAD_NAMES)
         number = next((found for name in names if (found := vocabulary.id_of(name)) is not None), 0)
     if not isinstance(number, int) or not 0 <= number < _LARGEST or not vocabulary.has(number):
-        raise refuse(f"pads with id {number!r}, which is no token")
+        raise refuse(f"pads with id {number!r}, which is not a token")
     return number
 
 
 def _templates(processor: Mapping[str, Any] | None, refuse: Refuse) -> tuple[Template, Template]:
-    """Of one text, and of a pair."""
+    """Return the layout of one text and of a pair."""
     kind = None if processor is None else processor.get("type")
     if kind == "Sequence":
         assert processor is not None

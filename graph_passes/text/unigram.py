@@ -1,8 +1,8 @@
 """A Unigram tokenizer.json (XLM-RoBERTa, T5, ALBERT, DeBERTa, …) as nodes of onnxruntime-extensions.
 
-onnxruntime-extensions' HfJsonTokenizer reads such files itself, but normalizes and splits texts otherwise than the file
-says. SentencepieceTokenizer is SentencePiece's own search: it is given the file's pieces and scores, and words that are
-normalized and split already.
+onnxruntime-extensions' HfJsonTokenizer reads such files, but does not normalize and split texts as the file specifies.
+SentencepieceTokenizer is SentencePiece's own search: it gets the file's pieces and scores, and words that are already
+normalized and split.
 """
 
 from __future__ import annotations
@@ -19,12 +19,18 @@ from .tokenizer_file import TokenizerFile
 from .words import Words, marked_tokens, read_words
 
 _TEXT_END_ID = -1
-_SPLIT = b"\xff"  # StringSplit splits at each of several bytes; no text in UTF-8 has this one
+_SPLIT = b"\xff"  # StringSplit splits at each byte of its separator; this byte does not occur in UTF-8
 
 
 @dataclass(frozen=True)
 class Unigram:
-    """ids: the tokens of the model's pieces."""
+    """A Unigram tokenizer.
+
+    Attributes:
+        words: Splits texts into words.
+        model: The pieces.
+        ids: The tokens of the model's pieces.
+    """
 
     words: Words
     model: PieceModel
@@ -32,13 +38,13 @@ class Unigram:
 
     @property
     def probes(self) -> tuple[str, ...]:
-        """Texts that this tokenizer may be wrong about."""
+        """Texts that this tokenizer might get wrong."""
         return self.words.probes
 
     def tokenize(self, nodes: Nodes, texts: ir.Value) -> Tokens:
-        """texts: strings [batch]."""
+        """Add nodes that tokenize texts, strings [batch]."""
         joined = nodes.replace(self.words.split(nodes, texts), [(TEXT_END, SPLIT + TEXT_END + SPLIT), (SPLIT, _SPLIT)])
-        # Each word by itself: sums of scores in float32 are exact enough for words, not for texts.
+        # Each word separately: float32 sums of scores are exact enough for words, but not for texts.
         words = nodes.many(
             "StringSplit", 3, joined, nodes.texts(_SPLIT), nodes.constant(np.array([True])), domain=EXTENSIONS_DOMAIN
         )[1]
@@ -47,7 +53,11 @@ class Unigram:
 
 
 def read_unigram(file: TokenizerFile) -> Unigram:
-    """Raises ModelError, naming what is not supported."""
+    """Read a Unigram tokenizer.
+
+    Raises:
+        ModelError: Names a feature that is not supported.
+    """
     said, refuse = file.said["model"], file.refuse
     unknown = said.get("unk_id")
     if not isinstance(unknown, int) or not 0 <= unknown < len(said["vocab"]):

@@ -1,11 +1,11 @@
 """A WordPiece tokenizer.json (BERT, MPNet, …) as nodes of onnxruntime-extensions.
 
-onnxruntime-extensions' BertTokenizer knows accents and capitals of Latin-1 only, and turns a word with an unknown
-character into its first pieces and [UNK], where `tokenizers` gives [UNK] alone. So only its search for pieces is used.
-What stands before it is made from what the tokenizer itself does with each character: SentencepieceTokenizer splits the
-text into characters (and special tokens written out in it), a table gives what becomes of each one (lower case, without
-accent, with spaces around punctuation), StringJoin puts them together, and two regular expressions put the unknown
-token in the place of words with unknown characters and of words that are too long.
+onnxruntime-extensions' BertTokenizer handles accents and capitals of Latin-1 only, and turns a word with an unknown
+character into its first pieces and [UNK], where `tokenizers` returns [UNK] alone. So only its search for pieces is
+used. The steps before it are made by asking the tokenizer about each character: SentencepieceTokenizer splits the text
+into characters (and special tokens written out in it), a table maps each one (lower case, no accents, spaces around
+punctuation), StringJoin joins the results, and two regular expressions replace words with unknown characters and words
+that are too long by the unknown token.
 """
 
 from __future__ import annotations
@@ -23,41 +23,49 @@ from .nodes import EXTENSIONS_DOMAIN, Nodes, Tokens
 from .pieces import UNKNOWN_ID, Kind, PieceModel, Search
 from .tokenizer_file import Refuse, TokenizerFile
 
-_UNKNOWN = "\x02"  # what the table gives for characters that the vocabulary lacks
-_MOST_CHARACTERS = 999  # of a word: what the regular expressions of RE2 count to, but for one
+_UNKNOWN = "\x02"  # the table's result for characters that the vocabulary lacks
+_MAX_CHARACTERS = 999  # of a word; RE2's repetition counts go up to one more
 _DROPPED = "\x01"  # stands for characters that the tokenizer removes
-# A run of so many characters of which the same becomes is left to a regular expression: a table of them would be large.
+# A run of at least this many characters with the same result is handled by a regular expression, to keep the table
+# small.
 _LONG_RUN = 256
-_LAST_LOOKED_AT = 0x40000
-# What is behind is alike from each of these to the next: nothing, tags, selectors of variants, nothing, private use.
-_BEHIND = (0x40000, 0xE0000, 0xE0100, 0xE01F0, 0xF0000, 0x100000, 0x110000)
+_END_OF_TABLE = 0x40000
+# Between these later code points all characters behave alike: unassigned, tags, variation selectors, unassigned,
+# private use.
+_LATER_BLOCKS = (0x40000, 0xE0000, 0xE0100, 0xE01F0, 0xF0000, 0x100000, 0x110000)
 _SURROGATES = range(0xD800, 0xE000)
-_TEXT_END = "\x03"  # a word behind each text; no text has it, as the tokenizer removes it
+_TEXT_END = "\x03"  # a word after each text; texts do not contain it, as the tokenizer removes it
 
 
 @dataclass(frozen=True)
 class WordPiece:
-    """What a tokenizer.json says, and what it does with each character.
+    """A WordPiece tokenizer, and its treatment of each character.
 
-    table: character, or special token -> what becomes of it. dropped, spaced: ranges of characters that are removed, or
-    that are words of their own.
+    Attributes:
+        vocabulary: Tokens in the order of their ids.
+        unknown: The unknown token.
+        prefix: Prefix of pieces inside of a word.
+        max_characters: Longer words are unknown.
+        table: Result for each character and special token.
+        dropped: Ranges of characters that are removed.
+        spaced: Ranges of characters that are separate words.
     """
 
     vocabulary: tuple[str, ...]
     unknown: str
     prefix: str
-    most_characters: int
+    max_characters: int
     table: dict[str, str]
     dropped: tuple[range, ...]
     spaced: tuple[range, ...]
 
     @property
     def probes(self) -> tuple[str, ...]:
-        """Texts that this tokenizer may be wrong about."""
-        return ("a" * (self.most_characters + 1),)
+        """Texts that this tokenizer might get wrong."""
+        return ("a" * (self.max_characters + 1),)
 
     def tokenize(self, nodes: Nodes, texts: ir.Value) -> Tokens:
-        """texts: strings [batch]."""
+        """Add nodes that tokenize texts, strings [batch]."""
         first, last = _replacements(self)
         model, becomes = _characters_model(self)
         words = nodes.rewrite(nodes.replace(texts, first), model, becomes, end=f" {_TEXT_END} ")
@@ -72,7 +80,7 @@ class WordPiece:
             strip_accents=0,
             tokenize_chinese_chars=0,
             unk_token=self.unknown,
-            # Not used, or taken away again, but they must be in the vocabulary.
+            # Unused, or removed again, but required in the vocabulary.
             cls_token=_TEXT_END,
             sep_token=_TEXT_END,
             pad_token=_TEXT_END,
@@ -84,7 +92,11 @@ class WordPiece:
 
 
 def read_wordpiece(file: TokenizerFile) -> WordPiece:
-    """Raises ModelError, naming what is not supported."""
+    """Read a WordPiece tokenizer.
+
+    Raises:
+        ModelError: Names a feature that is not supported.
+    """
     model, tokenizer, refuse = file.said["model"], file.tokenizer, file.refuse
     before = (file.said.get("pre_tokenizer") or {}).get("type")
     if before != "BertPreTokenizer" or tokenizer.normalizer is None:
@@ -100,20 +112,20 @@ def read_wordpiece(file: TokenizerFile) -> WordPiece:
     within = frozenset(word for word in known if prefix + word in model["vocab"])
     try:
         table, dropped, spaced = _table(_Splitter(json.dumps(file.said["normalizer"]), tokenizer), known, within)
-    except ValueError:  # the words between the characters are not what they were
+    except ValueError:  # the separators between the characters have changed
         raise refuse("has a normalizer that changes plain letters") from None
     if table.get(_TEXT_END) != "" and not any(ord(_TEXT_END) in some for some in dropped):
         raise refuse("has a normalizer that keeps control characters")
-    most, unknown = model["max_input_chars_per_word"], model["unk_token"]
-    if not isinstance(most, int) or not 1 <= most <= _MOST_CHARACTERS:
-        raise refuse(f"has max_input_chars_per_word {most!r}, above {_MOST_CHARACTERS} or no number from 1 on")
+    limit, unknown = model["max_input_chars_per_word"], model["unk_token"]
+    if not isinstance(limit, int) or not 1 <= limit <= _MAX_CHARACTERS:
+        raise refuse(f"has max_input_chars_per_word {limit!r}, expected 1 to {_MAX_CHARACTERS}")
     if "\\" in unknown or " " in unknown:
         raise refuse(f"has the unknown token {unknown!r}")
-    return WordPiece(vocabulary, unknown, prefix, most, {**table, **special}, dropped, spaced)
+    return WordPiece(vocabulary, unknown, prefix, limit, {**table, **special}, dropped, spaced)
 
 
 def _vocabulary(tokens: Mapping[str, int], added: Sequence[Mapping[str, Any]], refuse: Refuse) -> tuple[str, ...]:
-    """The tokens in the order of their ids: BertTokenizer numbers the lines that it is given."""
+    """Return the tokens in the order of their ids: BertTokenizer numbers the lines of its vocabulary."""
     all_tokens = {**tokens} | {token["content"]: token["id"] for token in added}
     ids = {number: token for token, number in all_tokens.items()}
     if sorted(ids) != list(range(len(ids))) or len(ids) != len(all_tokens):
@@ -125,12 +137,12 @@ def _vocabulary(tokens: Mapping[str, int], added: Sequence[Mapping[str, Any]], r
 
 
 def _special_tokens(added: Sequence[Mapping[str, Any]], refuse: Refuse) -> dict[str, str]:
-    """Tokens that are found in texts as they are written, whatever stands around them."""
+    """Return the tokens that are found in texts literally, whatever is around them."""
     table: dict[str, str] = {}
     for token in added:
         content = token["content"]
         if token.get("single_word") or " " in content:
-            raise refuse(f"has the added token {content!r} of a kind that is not known here")
+            raise refuse(f"has the added token {content!r} with options that are not supported")
         forms = {content, content.lower(), content.upper()} if token.get("normalized") else {content}
         table |= dict.fromkeys(sorted(forms), f" {content} ")
     return table
@@ -138,20 +150,23 @@ def _special_tokens(added: Sequence[Mapping[str, Any]], refuse: Refuse) -> dict[
 
 @dataclass(frozen=True)
 class _Splitter:
-    """A tokenizer with BertPreTokenizer: those of one normalizer do the same with each character."""
+    """A tokenizer with BertPreTokenizer. Those with equal normalizers treat characters alike."""
 
     normalizer: str
     tokenizer: Any = field(compare=False)
 
 
-@lru_cache(maxsize=4)  # a look at each character takes a second
+@lru_cache(maxsize=4)  # asking about each character takes a second
 def _table(
     splitter: _Splitter, known: frozenset[str], within: frozenset[str]
 ) -> tuple[Mapping[str, str], tuple[range, ...], tuple[range, ...]]:
-    """What becomes of each character.
+    """Return the result of each character, and the ranges of dropped and of spaced characters.
 
-    known: characters that are words. within: those that may also stand inside of words; a word of such characters alone
-    always has pieces, and one with any other never does.
+    Args:
+        splitter: The tokenizer.
+        known: Characters that are words.
+        within: Characters that may also be inside of words. A word of such characters always has pieces; a word with
+            any other character never has.
     """
     tokenizer = splitter.tokenizer
     table: dict[str, str] = {}
@@ -174,7 +189,7 @@ def _table(
         if words and all(set(word) <= within or (apart and word in known) for word in words):
             if code:
                 table[chr(code)] = becomes
-            # A long run of words of their own goes on behind a known one: its own entry only adds spaces to spaces.
+            # A run of separate words continues past a known one: its table entry only adds spaces to spaces.
             now = kind if kind == _UNKNOWN and becomes == f" {chr(code)} " else ""
         elif not becomes:
             now = _DROPPED
@@ -186,23 +201,23 @@ def _table(
         if now != kind:
             close(code)
             start, kind = code, now
-    close(_LAST_LOOKED_AT)
-    for first, last in itertools.pairwise(_BEHIND):
+    close(_END_OF_TABLE)
+    for first, last in itertools.pairwise(_LATER_BLOCKS):
         if not dict(_some_characters(tokenizer, [first + 1]))[first + 1]:
             runs[_DROPPED].append(range(first, last))
     table[_DROPPED], table[_UNKNOWN] = "", ""
-    # What the regular expression finds is replaced by a character that is dropped; NUL would end a text.
+    # The regular expression replaces characters by one that is dropped later; NUL would end a text.
     return table, (range(0, 1), *runs[_DROPPED]), tuple(runs[_UNKNOWN])
 
 
 def _characters(tokenizer: Any) -> Iterator[tuple[int, str]]:
-    codes = [code for code in range(_LAST_LOOKED_AT) if code not in _SURROGATES]
+    codes = [code for code in range(_END_OF_TABLE) if code not in _SURROGATES]
     for first in range(0, len(codes), 4096):
         yield from _some_characters(tokenizer, codes[first : first + 4096])
 
 
 def _some_characters(tokenizer: Any, codes: Sequence[int]) -> Iterator[tuple[int, str]]:
-    """What the tokenizer makes of each character inside of a word, with a space where it breaks the word."""
+    """Yield the tokenizer's result for each character inside of a word, with a space where it splits the word."""
     normal = tokenizer.normalizer.normalize_str(" zz ".join(f"a{chr(code)}a" for code in codes))
     words = [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(normal)]
     parts: list[list[str]] = [[]]
@@ -216,7 +231,7 @@ def _some_characters(tokenizer: Any, codes: Sequence[int]) -> Iterator[tuple[int
 
 
 def _characters_model(wordpiece: WordPiece) -> tuple[PieceModel, list[str]]:
-    """SentencePiece's model, which splits into the table's characters and tokens; what becomes of each piece."""
+    """Return a SentencePiece model of the table's characters and tokens, and the result of each piece."""
     model = PieceModel(Search.CHARACTERS)
     becomes = [""] * len(model.pieces)
     becomes[UNKNOWN_ID] = _UNKNOWN
@@ -227,13 +242,13 @@ def _characters_model(wordpiece: WordPiece) -> tuple[PieceModel, list[str]]:
 
 
 def _replacements(wordpiece: WordPiece) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Regular expressions of RE2 and what replaces what they find: for a text, and for what has become of it."""
+    """Return RE2 replacements for a text, and for the joined results."""
     unknown = f" {wordpiece.unknown} "
     first = [(f"[{_ranges(wordpiece.dropped)}]", _DROPPED)]
     if wordpiece.spaced:
         first.append((f"([{_ranges(wordpiece.spaced)}])", r" \1 "))
-    # BertTokenizer, told to split at spaces, takes a second space for a part of a word.
-    last = [(f"[^ ]*{_UNKNOWN}[^ ]*", unknown), (f"[^ ]{{{wordpiece.most_characters + 1},}}", unknown)]
+    # BertTokenizer, set to split at spaces, treats a second space as part of a word.
+    last = [(f"[^ ]*{_UNKNOWN}[^ ]*", unknown), (f"[^ ]{{{wordpiece.max_characters + 1},}}", unknown)]
     return first, [*last, (" +", " "), ("^ ", "")]
 
 

@@ -1,5 +1,8 @@
-"""From texts to words between marks: added tokens are found, characters normalized, words split, as a tokenizer.json of
-BPE or Unigram says it. Every step is find and replace on one text, which all texts of a batch are joined to."""
+"""Splits texts into words between marks, as a BPE or Unigram tokenizer.json specifies.
+
+Added tokens are found, characters normalized, words split. Each step is a find and replace on one string, to which all
+texts of a batch are joined.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ from .pieces import Kind, PieceModel, Search, byte_texts
 from .splitting import Replacements, read_splits, spaces_beside
 from .tokenizer_file import TokenizerFile
 
-_MOST_ADDED = 2**16  # what found_token can number
-_MOST_PROBED = 100
-_LONG = 2000  # characters of a regular expression that takes a noticeable time to be compiled, at each call
+_MAX_ADDED = 2**16  # found_token has 16 digits
+_MAX_PROBED = 100
+_LONG = 2000  # characters of a regular expression that takes noticeable time to compile, which happens at each call
 
 
 @dataclass(frozen=True)
 class _Added:
-    """A token that texts may hold. late: it is found in normalized text. left, right: with the spaces there."""
+    """A token that texts may contain. late: found after normalization. left, right: includes the spaces there."""
 
     content: str
     id: int
@@ -36,8 +39,14 @@ class _Added:
 
 @dataclass(frozen=True)
 class Words:
-    """steps: what is done to a text, one after the other; the first table also ends each text. beside: what is done
-    before. added: the ids of tokens that texts may hold, in the order of their marks."""
+    """The steps that split texts into words.
+
+    Attributes:
+        beside: Replacements before the steps.
+        steps: Steps in order; the first table also ends each text.
+        added: Ids of tokens that texts may contain, in the order of their marks.
+        probes: Texts that these steps might get wrong.
+    """
 
     beside: Replacements
     steps: tuple[Step, ...]
@@ -45,7 +54,7 @@ class Words:
     probes: tuple[str, ...]
 
     def split(self, nodes: Nodes, texts: ir.Value) -> ir.Value:
-        """Strings [batch] -> one, [1]: words and found tokens, SPLIT between them, TEXT_END behind each text."""
+        """Join strings [batch] to one [1]: words and found tokens with SPLIT between, TEXT_END after each text."""
         joined = nodes.replace(texts, self.beside)
         is_wide: ir.Value | None = None
         for number, step in enumerate(self.steps):
@@ -62,13 +71,13 @@ class Words:
 
     @property
     def marked_on_both_sides(self) -> bool:
-        """Whether there is a mark before each word and another one behind it."""
+        """True if there is a mark on both sides of each word."""
         last = self.steps[-1]
         return not isinstance(last, dict) and last[-1][1] == rf"{SPLIT}\1{SPLIT}" and last[-1][0].startswith("(")
 
 
 def _is_any_wide(nodes: Nodes, pieces: ir.Value, becomes: Sequence[str | bytes]) -> ir.Value:
-    """Whether what the pieces become holds other characters than those of ASCII and marks."""
+    """Return whether the results of the pieces contain characters other than ASCII and marks."""
     wide = nodes.constant(np.array([not _is_narrow(made) for made in becomes]).astype(np.int32))
     found = nodes.op("Gather", wide, pieces, axis=0)
     found = nodes.op("Concat", found, nodes.constant(np.zeros(1, np.int32)), axis=0)
@@ -81,17 +90,21 @@ def _replace_narrow_or_wide(nodes: Nodes, text: ir.Value, step: Replacements, is
 
 
 def read_words(file: TokenizerFile) -> Words:
-    """Raises ModelError for what is not supported."""
+    """Read the steps of a tokenizer.json.
+
+    Raises:
+        ModelError: A feature is not supported.
+    """
     said, refuse = file.said, file.refuse
     steps = read_steps(said.get("normalizer"), refuse)
     tokens = [_read_added(number, token, file) for number, token in enumerate(file.added_tokens)]
-    if len(tokens) > _MOST_ADDED:
-        raise refuse(f"has {len(tokens)} added tokens, expected at most {_MOST_ADDED}")
+    if len(tokens) > _MAX_ADDED:
+        raise refuse(f"has {len(tokens)} added tokens, expected at most {_MAX_ADDED}")
     late = [token for token in tokens if token.late]
     early = [token for token in tokens if not token.late]
     assert isinstance(steps[0], dict)
     steps[0] = steps[0] | {token.content: token.mark for token in early}
-    # Spaces beside a token go with it; but where spaces are tokens themselves, only those that are not.
+    # A token includes the spaces beside it; but if spaces are tokens too, only the spaces that are not tokens.
     spaced = any(token.content.isspace() for token in tokens)
     if spaced and (behind := _spaces(early, marked=True)):
         steps.insert(1, behind)
@@ -109,12 +122,12 @@ def read_words(file: TokenizerFile) -> Words:
 
 
 def marked_tokens(words: Words) -> list[str]:
-    """What stands between marks for the added tokens."""
+    """Return the marks of the added tokens."""
     return [found_token(number) for number in range(len(words.added))]
 
 
 def _rewriter(table: Table) -> tuple[PieceModel, list[str | bytes]]:
-    """What finds the table's texts, and bytes; and what becomes of each piece."""
+    """Return a model that finds the table's texts, and bytes, and the replacement of each piece."""
     model = PieceModel(Search.CHARACTERS)
     becomes: list[str | bytes] = [b""] * len(model.pieces)
     model.add_bytes()
@@ -126,14 +139,14 @@ def _rewriter(table: Table) -> tuple[PieceModel, list[str | bytes]]:
 
 
 def _is_narrow(text: str | bytes) -> bool:
-    """Whether a text is of ASCII and marks alone."""
+    """Return whether a text has only ASCII characters and marks."""
     return all(
         one in MARKS or one <= chr(LAST_OF_ASCII) for one in (text if isinstance(text, str) else text.decode("latin-1"))
     )
 
 
 def _may_be_narrowed(splits: Replacements) -> bool:
-    """Whether these have long classes, and leave texts narrow that are so."""
+    """Return whether the expressions are long, and keep ASCII texts in ASCII."""
     return all(_is_narrow(by) for _, by in splits) and any(len(pattern) > _LONG for pattern, _ in splits)
 
 
@@ -141,7 +154,7 @@ def _read_added(number: int, token: Mapping[str, Any], file: TokenizerFile) -> _
     content, late = token["content"], bool(token.get("normalized") and file.said.get("normalizer"))
     content = file.tokenizer.normalizer.normalize_str(content) if late else content
     if token.get("single_word") or not content or any(mark in content for mark in (*MARKS, "\0")):
-        raise file.refuse(f"has the added token {token['content']!r} of a kind that is not known here")
+        raise file.refuse(f"has the added token {token['content']!r} with options that are not supported")
     sides = bool(token.get("lstrip")), bool(token.get("rstrip"))
     return _Added(content, token["id"], SPLIT + found_token(number) + SPLIT, late, *sides)
 
@@ -151,7 +164,7 @@ def _spaces(tokens: Sequence[_Added], marked: bool) -> Replacements:
 
 
 def _probes(contents: Sequence[str]) -> tuple[str, ...]:
-    """Texts with added tokens in them, and with the beginnings of some."""
-    some = contents[:_MOST_PROBED]
+    """Return texts that contain added tokens, and beginnings of them."""
+    some = contents[:_MAX_PROBED]
     made = [f"a{content} b  {content}  c" for content in some]
     return (*made, "".join(some), " ".join(some), *(f"a{content[:-1]}" for content in some))

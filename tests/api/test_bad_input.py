@@ -246,7 +246,7 @@ def test_output_in_impossible_places(folder, unchanged):
 def test_outputs_that_are_no_regular_file(tmp_path, name):
     ir.save(tiny.mlp(), tmp_path / "model.onnx")
     os.mkfifo(tmp_path / name)
-    with pytest.raises(OutputError, match="is no regular file; choose another output"):
+    with pytest.raises(OutputError, match="is not a regular file; choose another output"):
         optimize(tmp_path / "model.onnx", tmp_path / "out.onnx")
     assert (tmp_path / name).is_fifo()
 
@@ -254,7 +254,7 @@ def test_outputs_that_are_no_regular_file(tmp_path, name):
 def test_models_that_are_no_regular_file(tmp_path):
     os.mkfifo(tmp_path / "model.onnx")
     for call in (optimize, ortolan.inspect_onnx):
-        with pytest.raises(ModelError, match="is no regular file, expected an ONNX file"):
+        with pytest.raises(ModelError, match="is not a regular file, expected an ONNX file"):
             call(tmp_path / "model.onnx")
 
 

@@ -146,7 +146,7 @@ def test_an_iterator_of_texts(folder):
 @pytest.mark.parametrize(
     ("calibration", "tokenizer", "message"),
     [
-        (["abc"], None, r"no tokenizer was given, nor is there a tokenizer.json beside the model; give tokenizer="),
+        (["abc"], None, r"no tokenizer was given and there is no tokenizer.json beside the model; give tokenizer="),
         (["abc"], "none.json", "tokenizer file 'none.json' does not exist"),
         (["abc"], 3, r"tokenizer is a int, expected the path of a tokenizer.json, or an object with a method encode"),
         (["abc", 3], Letters(), "calibration item 2 is a int, expected a text"),
@@ -171,7 +171,7 @@ def test_files_that_hold_something_else_are_refused(folder):
         optimize(folder, folder / "binary.txt", tokenizer=Letters())
     pytest.importorskip("tokenizers")
     (folder / "bad.json").write_text("{}")
-    with pytest.raises(CalibrationError, match=r"bad.json' is no tokenizer.json"):
+    with pytest.raises(CalibrationError, match=r"bad.json' is not a tokenizer.json"):
         optimize(folder, ["abc"], tokenizer=folder / "bad.json")
 
 

@@ -126,7 +126,7 @@ def test_what_is_for_one_model_is_refused(folder: Path, tmp_path: Path) -> None:
         ortolan.optimize_onnx(folder, output, cache="codes")
     with pytest.raises(OutputError, match="holds several models; give an output folder"):
         ortolan.optimize_onnx(folder, cache="float32")
-    with pytest.raises(OutputError, match="lies in the input folder"):
+    with pytest.raises(OutputError, match="is inside the input folder"):
         ortolan.optimize_onnx(folder, folder / "fast", cache="float32")
     assert list(tmp_path.iterdir()) == []
 

@@ -129,7 +129,7 @@ def test_folders_with_several_models(folder, tmp_path):
         ortolan.inspect_onnx(folder)
     for name, advice in (
         ("model.gguf", "it holds model.gguf: a GGUF file of a decoder can be imported: ortolan import"),
-        ("model.safetensors", r"it holds weights of PyTorch \(model.safetensors\): export the model first, with"),
+        ("model.safetensors", r"it holds PyTorch weights \(model.safetensors\): export the model first, with"),
     ):
         (folder / name).write_bytes(b"")
         with pytest.raises(ModelError, match=f"holds no ONNX file, expected one; {advice}"):
@@ -222,7 +222,7 @@ def test_outputs_that_are_refused(folder, tmp_path):
         (tmp_path / "file", "is a file, but the input is a folder"),
         (tmp_path / "full", "is not empty; remove it, or choose another one"),
         (folder, "is not empty"),
-        (folder / "fast", "lies in the input folder"),
+        (folder / "fast", "is inside the input folder"),
         (tmp_path / "none" / "fast", "does not exist; create it first"),
         (tmp_path / "fast.onnx", "is named like a file"),
         (3, "output is a int, expected a path or None"),

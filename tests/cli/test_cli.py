@@ -299,7 +299,7 @@ def test_folders_are_refused_in_one_line(invoke, assert_one_line, model_folder, 
     (tmp_path / "model.ortolan").mkdir()
     (tmp_path / "model.ortolan" / "mine").write_text("x")
     assert_one_line(invoke("optimize", model_folder), "model.ortolan' is not empty")
-    assert_one_line(invoke("optimize", model_folder, "-o", model_folder / "fast"), "lies in the input folder")
+    assert_one_line(invoke("optimize", model_folder, "-o", model_folder / "fast"), "is inside the input folder")
     monkeypatch.chdir(model_folder)
     assert_one_line(invoke("optimize", "."), "model.ortolan' is not empty")
     monkeypatch.chdir(tmp_path / "model.ortolan")

@@ -133,8 +133,8 @@ def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(OrtolanError, match="eos_token_id is '</s>', expected a token's id, or a list of ids"):
         write(tmp_path, LLAMA2, LLAMA2, generation_config={"eos_token_id": "</s>"})
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(OrtolanError, match=r"generation_config\.json' is no JSON file"):
+    with pytest.raises(OrtolanError, match=r"generation_config\.json' is not a JSON file"):
         load_tokenizer(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer.json").write_text("not JSON")
-    with pytest.raises(OrtolanError, match=r"is no tokenizer\.json"):
+    with pytest.raises(OrtolanError, match=r"is not a tokenizer\.json"):
         load_tokenizer(tmp_path / "tokenizer.json")

@@ -199,7 +199,7 @@ def test_any_recipe_with_a_cache_takes_a_prompt(tmp_path: Path) -> None:
         ([], r"prompt is float64 \[0\], expected token ids"),
         ([[1, 2], [3, 4]], r"prompt is int64 \[2, 2\]"),
         ([0.5], "prompt is float64"),
-        ([-1, 3], "expected non-negative integer token ids"),
+        ([-1, 3], "expected token ids: non-negative integers"),
         ([[1], [2, 3]], "prompt is not an array of token ids"),
         ("missing.npy", "prompt file 'missing.npy' does not exist"),
         ([3, 10**9], "does not run on the prompt of 2 tokens"),

@@ -245,8 +245,8 @@ def test_reshapes_that_mix_rows_keep_layers_apart() -> None:
 @pytest.mark.parametrize(
     ("between", "outputs", "reason"),
     [
-        (GELU, ("y", "u"), "not to a layer|more than one operator"),
-        (GELU, ("y", "v"), "the activation.s output has consumers besides the next layer"),
+        (GELU, ("y", "u"), "not to a layer|more than one consumer"),
+        (GELU, ("y", "v"), "the activation's output has consumers besides the next layer"),
         (
             [*unary("Relu")[:0], *GELU[:-1], helper.make_node("Softmax", ["g"], ["v"], name="s")],
             ("y",),
@@ -269,4 +269,4 @@ def test_an_activation_without_numbers_keeps_layers_apart() -> None:
     feeds = {"x": np.abs(inputs(512)["x"])}
     report = optimized(model, calibration=feeds)
     assert op_types(report.model).count("VNNISpMM") == 2
-    assert any("puts out NaN or infinity for inputs between 0 and" in note for note in report.notes)
+    assert any("returns NaN or infinity for inputs between 0 and" in note for note in report.notes)
