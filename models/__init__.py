@@ -1,10 +1,10 @@
-"""Where models come from: real ones out of published packages, and small random ones for tests.
+"""Sources of models: real ones from published packages, and small random ones for tests.
 
     files = get_model("all-minilm-l6-v2")          # an ONNX file and its tokenizer, in the cache
     model = tiny.tiny_bert(hidden_size=40)         # an onnx_ir.Model; needs no network
 
 Modules: manifest, fetch, catalog, checkpoint (real models) · encoder, bert, mpnet, modernbert, llama, gguf (builders,
-readers) · tiny (random models) · embed (sentence encoders) · tokenizer, stories, generate, evaluate (decoders).
+readers) · tiny (random models) · tokenizer, evaluate (decoders).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from .graph_builder import Shape, check_weights, set_type, tensor_value
 
 @dataclass(frozen=True)
 class BertConfig(EncoderConfig):
-    """The fields of a Hugging Face BERT config.json that shape the graph; the defaults are bert-base's."""
+    """The fields of a Hugging Face BERT config.json that shape the graph; defaults as in bert-base."""
 
     vocab_size: int = 30522
     hidden_size: int = 768
@@ -28,13 +28,17 @@ class BertConfig(EncoderConfig):
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> BertConfig:
-        """Reads a Hugging Face config.json. Raises ModelBuildError for a variant that build_bert does not know."""
+        """Read a Hugging Face config.json.
+
+        Raises:
+            ModelBuildError: build_bert does not support this variant.
+        """
         supported = {"hidden_act": "gelu", "position_embedding_type": "absolute"}
         return cls(**read_config(path, cls.__dataclass_fields__, supported))
 
 
 def bert_weight_shapes(config: BertConfig) -> dict[str, Shape]:
-    """The weights that build_bert needs: Hugging Face name -> shape, linear layers as [out, in]."""
+    """Return the weights that build_bert needs: Hugging Face name -> shape, linear layers as [out, in]."""
     hidden, inner = config.hidden_size, config.intermediate_size
     shapes: dict[str, Shape] = {
         "embeddings.word_embeddings.weight": (config.vocab_size, hidden),
@@ -60,15 +64,19 @@ def bert_weight_shapes(config: BertConfig) -> dict[str, Shape]:
 
 
 def build_bert(weights: Mapping[str, np.ndarray], config: BertConfig, name: str = "bert") -> ir.Model:
-    """Builds a BERT encoder (without pooler), opset 17, in the form that TorchScript exports have.
-
-    weights: Hugging Face names -> arrays of any float dtype, stored as float32; see bert_weight_shapes. Weights that
-        the encoder does not use (pooler, embeddings.position_ids) are ignored.
+    """Build a BERT encoder (without pooler), opset 17, in the form of TorchScript exports.
 
     Inputs, int64 [batch, sequence]: input_ids, attention_mask (1 = attend), token_type_ids.
     Output: last_hidden_state, float32 [batch, sequence, hidden_size].
 
-    Raises ModelBuildError when a weight is missing or has another shape than the configuration says.
+    Args:
+        weights: By Hugging Face name, in any float dtype, stored as float32; see bert_weight_shapes. Unused weights
+            (pooler, embeddings.position_ids) are ignored.
+        config: The configuration.
+        name: Name of the graph.
+
+    Raises:
+        ModelBuildError: A weight is missing or does not fit the configuration.
     """
     shapes = bert_weight_shapes(config)
     check_weights(weights, shapes)

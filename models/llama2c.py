@@ -1,4 +1,4 @@
-"""Reads the checkpoints of llama2.c."""
+"""Reader for llama2.c checkpoints."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from .llama_config import LlamaConfig, llama_weight_shapes
 
 
 def read_llama2c(path: str | os.PathLike[str]) -> tuple[LlamaConfig, dict[str, np.ndarray]]:
-    """Reads a checkpoint in llama2.c's first format: 7 int32, then the float32 weights in a fixed order.
+    """Read a checkpoint in llama2.c's first format: 7 int32, then the float32 weights in a fixed order.
 
-    Returns the configuration and the weights under their Hugging Face names, memory-mapped.
-    Raises ModelBuildError when the header is implausible or the file's size does not fit it.
+    Returns:
+        The configuration, and the weights under their Hugging Face names, memory-mapped.
+
+    Raises:
+        ModelBuildError: The header is implausible, or the file has another size.
     """
     path = Path(path)
     header_size = struct.calcsize("<7i")
@@ -26,7 +29,7 @@ def read_llama2c(path: str | os.PathLike[str]) -> tuple[LlamaConfig, dict[str, n
     if len(header) < header_size:
         raise ModelBuildError(f"{path} has {len(header)} bytes; expected a llama2.c checkpoint with 7 int32 first")
     dim, inner, layers, heads, kv_heads, vocab, max_positions = struct.unpack("<7i", header)
-    # A negative vocabulary size is how the format says that the classifier has weights of its own.
+    # A negative vocabulary size means that the classifier has separate weights.
     tied, vocab = vocab > 0, abs(vocab)
     sizes = (dim, inner, layers, heads, kv_heads, vocab, max_positions)
     if min(sizes) <= 0 or max(sizes) > 1 << 24 or layers > 1 << 12:
@@ -44,17 +47,17 @@ def read_llama2c(path: str | os.PathLike[str]) -> tuple[LlamaConfig, dict[str, n
     )
 
     shapes = llama_weight_shapes(config)
-    # One kind of weight for all layers, then the next kind.
+    # All layers of one kind of weight, then the next kind.
     kinds = ["input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
     kinds += ["post_attention_layernorm", "mlp.gate_proj", "mlp.down_proj", "mlp.up_proj"]
     order = ["model.embed_tokens.weight"]
     order += [f"model.layers.{layer}.{kind}.weight" for kind in kinds for layer in range(layers)]
     order += ["model.norm.weight"]
-    tables = max_positions * config.head_size  # cos and sin of the rotary embedding, which the graph computes itself
+    tables = max_positions * config.head_size  # cos and sin of the rotary embedding, which the graph computes
     count = sum(math.prod(shapes[key]) for key in order) + tables + (0 if tied else vocab * dim)
     expected = header_size + 4 * count
     if path.stat().st_size != expected:
-        raise ModelBuildError(f"{path} has {path.stat().st_size} bytes; its header {sizes} asks for {expected}")
+        raise ModelBuildError(f"{path} has {path.stat().st_size} bytes; expected {expected} for its header {sizes}")
 
     values = np.memmap(path, dtype="<f4", mode="r", offset=header_size)
     weights: dict[str, np.ndarray] = {}

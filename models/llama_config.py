@@ -1,4 +1,4 @@
-"""The shape of a Llama decoder, and of those that differ from it in details: Mistral, Qwen2 and 3, Phi-3, Gemma."""
+"""The configuration of Llama decoders and close relatives: Mistral, Qwen2 and 3, Phi-3, Gemma."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from .graph_builder import ModelBuildError, Shape
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """What shapes a Llama graph. Names are those of Hugging Face's config.json, except:
+    """The fields that shape a Llama graph, named as in Hugging Face's config.json except for these.
 
-    head_dim: hidden_size / num_attention_heads when None.
-    rope_style: how the rows of q_proj and k_proj are ordered. "half" (Hugging Face): the rotated pairs are
-        (i, i + head_dim / 2). "interleaved" (llama2.c, Meta, GGUF files of Llama): the pairs are (2i, 2i + 1).
-    rope_factors: what the rotary frequencies are divided by, one number a rotated pair (Llama 3.1); None: by nothing.
-    qkv_bias: q_proj, k_proj and v_proj have biases (Qwen2).
-    qk_norm: each head's query and key is normed before it is rotated (Qwen3).
-    activation: of the gate, "silu", or "gelu_tanh" (Gemma).
-    embedding_scale: what the embedded tokens are multiplied by (Gemma: the root of hidden_size).
+    Attributes:
+        head_dim: None means hidden_size / num_attention_heads.
+        rope_style: The row order of q_proj and k_proj. "half" (Hugging Face): the rotated pairs are (i, i + head_dim /
+            2). "interleaved" (llama2.c, Meta, GGUF files of Llama): the pairs are (2i, 2i + 1).
+        rope_factors: Divisors of the rotary frequencies, one per rotated pair (Llama 3.1).
+        qkv_bias: q_proj, k_proj and v_proj have biases (Qwen2).
+        qk_norm: Each head's query and key is normalized before it is rotated (Qwen3).
+        activation: Of the gate: "silu", or "gelu_tanh" (Gemma).
+        embedding_scale: Factor of the embedded tokens (Gemma: the square root of hidden_size).
     """
 
     vocab_size: int
@@ -57,19 +58,19 @@ class LlamaConfig:
             raise ModelBuildError(f"activation is {self.activation!r}; expected 'silu' or 'gelu_tanh'")
         if self.rope_factors is not None and len(self.rope_factors) != self.head_size // 2:
             raise ModelBuildError(
-                f"rope_factors are {len(self.rope_factors)} numbers; expected {self.head_size // 2}, one a rotated pair"
+                f"rope_factors has {len(self.rope_factors)} values, expected {self.head_size // 2}: one per rotated pair"
             )
         if self.head_size % 2:
-            raise ModelBuildError(f"head_dim is {self.head_size}; rotary embeddings need an even one")
+            raise ModelBuildError(f"head_dim is {self.head_size}, expected an even number for rotary embeddings")
 
     @property
     def head_size(self) -> int:
-        """head_dim, computed where it was not given."""
+        """The value of head_dim, or its default."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
 def llama_weight_shapes(config: LlamaConfig) -> dict[str, Shape]:
-    """The weights that build_llama needs: Hugging Face name -> shape, linear layers as [out, in]."""
+    """Return the weights that build_llama needs: Hugging Face name -> shape, linear layers as [out, in]."""
     hidden, inner = config.hidden_size, config.intermediate_size
     query = config.num_attention_heads * config.head_size
     key_value = config.num_key_value_heads * config.head_size

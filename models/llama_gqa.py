@@ -13,7 +13,7 @@ from .llama_graph import LlamaBuilder, rotary_frequencies
 
 
 class GroupQueryLlamaBuilder(LlamaBuilder):
-    """The graph that ONNX Runtime's GenAI model builder writes for CPUs: few nodes, most of them fused operators."""
+    """Builds a graph like ONNX Runtime's GenAI model builder for CPUs: few nodes, mostly fused operators."""
 
     def __init__(
         self,
@@ -28,6 +28,7 @@ class GroupQueryLlamaBuilder(LlamaBuilder):
     def decode(
         self, hidden: ir.Value, input_ids: ir.Value, attention_mask: ir.Value, past: list[ir.Value]
     ) -> tuple[ir.Value, list[ir.Value], list[ir.Value]]:
+        """Return the normalized hidden state, the present cache, and no inputs for positions."""
         graph, config = self.graph, self.config
         with graph.module("attn_mask_reformat"):
             lengths = self.lengths(attention_mask)
@@ -37,7 +38,7 @@ class GroupQueryLlamaBuilder(LlamaBuilder):
             self.graph.weight("sin_cache", np.sin(angles).astype(np.float32)),
         ]
         present: list[ir.Value] = []
-        # The last layer's output, still to be added to the hidden state: the next norm does both at once.
+        # The output of the previous layer; the next norm adds it to the hidden state.
         delta: ir.Value | None = None
         for layer in range(config.num_hidden_layers):
             prefix = f"model.layers.{layer}"
@@ -57,14 +58,14 @@ class GroupQueryLlamaBuilder(LlamaBuilder):
         return hidden, present, []
 
     def lengths(self, attention_mask: ir.Value) -> list[ir.Value]:
-        """What GroupQueryAttention wants of the mask, int32: the last key's index [batch], the number of keys."""
+        """Return GroupQueryAttention's inputs for the mask, int32: the last key's index [batch], the number of keys."""
         graph = self.graph
         tokens = graph.node("ReduceSum", attention_mask, graph.constant([1]), keepdims=0)
         last = graph.node("Cast", graph.node("Sub", tokens, graph.constant([1])), to=ir.DataType.INT32)
         return [last, graph.node("Cast", graph.shape_of(attention_mask, 1), to=ir.DataType.INT32)]
 
     def add_and_norm(self, hidden: ir.Value, delta: ir.Value | None, key: str) -> tuple[ir.Value, ir.Value]:
-        """The norm of hidden + delta, and the sum."""
+        """Return the norm of hidden + delta, and the sum."""
         graph, weight, epsilon = self.graph, self.weight(key), self.config.rms_norm_eps
         if delta is None:
             return graph.node("SimplifiedLayerNormalization", hidden, weight, axis=-1, epsilon=epsilon), hidden
@@ -78,7 +79,7 @@ class GroupQueryLlamaBuilder(LlamaBuilder):
             epsilon=epsilon,
         )
         _, mean, deviation, total = normed.producer().outputs  # type: ignore[union-attr]
-        mean.name = deviation.name = ""  # optional outputs that nobody wants
+        mean.name = deviation.name = ""  # optional outputs that are not used
         return normed, total
 
     def group_query_attention(
@@ -89,7 +90,7 @@ class GroupQueryLlamaBuilder(LlamaBuilder):
         past: list[ir.Value],
         layer: int,
     ) -> list[ir.Value]:
-        """The layer's output, present key and present value."""
+        """Return the attention's output, present key and present value."""
         graph, config, prefix = self.graph, self.config, f"model.layers.{layer}.self_attn"
         separate = layer in self.separate_qkv
         context = graph.node(
@@ -108,13 +109,14 @@ class GroupQueryLlamaBuilder(LlamaBuilder):
         return [self.linear(context, f"{prefix}.o_proj"), key, value]
 
     def packed_qkv(self, hidden: ir.Value, prefix: str) -> ir.Value:
+        """Return query, key and value from one linear layer."""
         names = [f"{prefix}.{part}_proj" for part in "qkv"]
         biases = [self.weights[f"{name}.bias"] for name in names] if self.config.qkv_bias else []
         weight = stacked([self.weights[f"{name}.weight"] for name in names])
         return self.graph.linear(hidden, f"{prefix}.qkv_proj", weight, stacked(biases) if biases else None)
 
     def query_key_value(self, hidden: ir.Value, prefix: str) -> list[ir.Value]:
-        """[batch, sequence, heads * head_dim] each, query and key normed where the model does that."""
+        """Return query, key and value, [batch, sequence, heads * head_dim] each, normalized if the model does that."""
         found = [self.linear(hidden, f"{prefix}.{part}_proj") for part in "qkv"]
         if self.config.qk_norm:
             for index, part in enumerate("qk"):
@@ -123,6 +125,7 @@ class GroupQueryLlamaBuilder(LlamaBuilder):
         return found
 
     def norm_heads(self, x: ir.Value, key: str) -> ir.Value:
+        """Return the RMS normalization of each head."""
         graph, config = self.graph, self.config
         heads = graph.node("Reshape", x, graph.constant([0, 0, -1, config.head_size]))
         normed = graph.node(
@@ -131,6 +134,7 @@ class GroupQueryLlamaBuilder(LlamaBuilder):
         return graph.node("Reshape", normed, graph.constant([0, 0, -1]))
 
     def activation(self, x: ir.Value) -> ir.Value:
+        """Return the activation of the gate."""
         if self.config.activation == "gelu_tanh":
             return self.graph.node("FastGelu", x, domain=MICROSOFT_DOMAIN)
         return super().activation(x)

@@ -1,4 +1,4 @@
-"""The graph of a Llama decoder in operators of ONNX alone, as Optimum exports it."""
+"""The graph of a Llama decoder in standard ONNX operators, as Optimum exports it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ _GELU_SCALE = np.float32(math.sqrt(2 / math.pi))
 
 
 def rotary_frequencies(config: LlamaConfig) -> np.ndarray:
-    """Radians a position, of each rotated pair."""
+    """Return the frequency of each rotated pair, in radians per position."""
     frequencies = np.asarray(config.rope_theta ** (-np.arange(0, config.head_size, 2) / config.head_size))
     return frequencies if config.rope_factors is None else frequencies / np.array(config.rope_factors)
 
 
 class LlamaBuilder:
+    """Builds the graph of a decoder from weights under their Hugging Face names."""
+
     def __init__(self, weights: Mapping[str, Weight], config: LlamaConfig, one_table: bool = False) -> None:
         self.weights = weights
         self.config = config
@@ -32,6 +34,7 @@ class LlamaBuilder:
         self.graph = GraphBuilder()
 
     def build(self, name: str) -> ir.Model:
+        """Return the model; its inputs and outputs are described in build_llama."""
         graph, config = self.graph, self.config
         total = "past_sequence + sequence"
         input_ids = tensor_value("input_ids", ir.DataType.INT64, ["batch", "sequence"])
@@ -62,7 +65,7 @@ class LlamaBuilder:
     def decode(
         self, hidden: ir.Value, input_ids: ir.Value, attention_mask: ir.Value, past: list[ir.Value]
     ) -> tuple[ir.Value, list[ir.Value], list[ir.Value]]:
-        """Embedded tokens -> normed hidden state; also the present cache, and the inputs that positions need."""
+        """Return the normalized hidden state, the present cache, and the inputs for positions, for embedded tokens."""
         graph = self.graph
         position_ids = tensor_value("position_ids", ir.DataType.INT64, ["batch", "sequence"])
         mask = self.additive_mask(input_ids, attention_mask, past[0])
@@ -78,6 +81,7 @@ class LlamaBuilder:
         return hidden, present, [position_ids]
 
     def head(self, hidden: ir.Value) -> ir.Value:
+        """Return the logits of a hidden state."""
         graph = self.graph
         if self.one_table:
             with graph.module("lm_head"):
@@ -86,10 +90,11 @@ class LlamaBuilder:
         return graph.linear(hidden, "lm_head", self.weights[weight])
 
     def weight(self, key: str) -> ir.Value:
+        """Return the initializer of a weight."""
         return self.graph.weight(key, self.weights[key])
 
     def additive_mask(self, input_ids: ir.Value, attention_mask: ir.Value, past_key: ir.Value) -> ir.Value:
-        """float32 [batch, 1, sequence, past + sequence]: 0 where a query may attend to a key, MASKED elsewhere."""
+        """Return float32 [batch, 1, sequence, past + sequence]: 0 if a query may attend to a key, else MASKED."""
         graph = self.graph
         past = graph.shape_of(past_key, 2)
         total = graph.node("Add", past, graph.shape_of(input_ids, 1))
@@ -102,7 +107,7 @@ class LlamaBuilder:
         return graph.node("Where", allowed, graph.constant(np.float32(0)), graph.constant(MASKED))
 
     def rotation(self, position_ids: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """cos and sin of position * frequency, float32 [batch, 1, sequence, head_dim]; both halves are equal."""
+        """Return cos and sin of position * frequency, float32 [batch, 1, sequence, head_dim]; both halves are equal."""
         graph, config = self.graph, self.config
         frequencies = rotary_frequencies(config).astype(np.float32)
         positions = graph.unsqueeze(graph.node("Cast", position_ids, to=ir.DataType.FLOAT), 1, 3)
@@ -118,6 +123,7 @@ class LlamaBuilder:
         past: list[ir.Value],
         index: int,
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """Return the output, present key and present value of one layer."""
         graph = self.graph
         prefix = f"model.layers.{index}"
         with graph.module("input_layernorm"):
@@ -130,6 +136,7 @@ class LlamaBuilder:
         return graph.node("Add", hidden, self.mlp(normed, prefix)), key, value
 
     def mlp(self, normed: ir.Value, prefix: str) -> ir.Value:
+        """Return the gated MLP of a normalized hidden state."""
         graph = self.graph
         with graph.module("mlp"):
             gate = self.linear(normed, f"{prefix}.mlp.gate_proj")
@@ -139,6 +146,7 @@ class LlamaBuilder:
             return self.linear(inner, f"{prefix}.mlp.down_proj")
 
     def activation(self, x: ir.Value) -> ir.Value:
+        """Return the activation of the gate."""
         graph = self.graph
         if self.config.activation == "silu":
             return graph.node("Mul", x, graph.node("Sigmoid", x))
@@ -155,6 +163,7 @@ class LlamaBuilder:
         past: list[ir.Value],
         prefix: str,
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """Return the attention's output, present key and present value."""
         graph, config = self.graph, self.config
 
         def heads(part: str, count: int) -> ir.Value:
@@ -180,7 +189,7 @@ class LlamaBuilder:
         return self.linear(context, f"{prefix}.o_proj"), key, value
 
     def rotate(self, x: ir.Value, rotation: tuple[ir.Value, ir.Value]) -> ir.Value:
-        """x cos + (-second half, first half) sin."""
+        """Return x cos + (-second half, first half) sin."""
         graph, half = self.graph, self.config.head_size // 2
         cos, sin = rotation
         last = np.iinfo(np.int64).max
@@ -190,7 +199,7 @@ class LlamaBuilder:
         return graph.node("Add", graph.node("Mul", x, cos), graph.node("Mul", turned, sin))
 
     def repeat_heads(self, x: ir.Value) -> ir.Value:
-        """Grouped-query attention: repeats each key or value head for the query heads that share it."""
+        """Repeat each key or value head for the query heads that share it (grouped-query attention)."""
         graph, config = self.graph, self.config
         groups = config.num_attention_heads // config.num_key_value_heads
         if groups == 1:
@@ -199,9 +208,11 @@ class LlamaBuilder:
         return graph.node("Reshape", x, graph.constant([0, config.num_attention_heads, -1, config.head_size]))
 
     def linear(self, x: ir.Value, name: str) -> ir.Value:
+        """Return the linear layer with the weights of this name."""
         return self.graph.linear(x, name, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
     def rms_norm(self, x: ir.Value, key: str) -> ir.Value:
+        """Return the RMS normalization of x."""
         graph = self.graph
         mean = graph.node("ReduceMean", graph.node("Pow", x, graph.constant(np.float32(2))), axes=[-1], keepdims=1)
         root = graph.node("Sqrt", graph.node("Add", mean, graph.constant(np.float32(self.config.rms_norm_eps))))

@@ -1,4 +1,4 @@
-"""The list of real models (manifest.toml), read into dataclasses."""
+"""The list of real models (manifest.toml) as dataclasses."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ MANIFEST_PATH = Path(__file__).with_name("manifest.toml")
 
 
 class ManifestError(OrtolanError):
-    """A model name that the manifest does not hold, or an entry that is not well formed."""
+    """An unknown model name, or a malformed manifest entry."""
 
 
 @dataclass(frozen=True)
 class ManifestFile:
-    """One file to take out of an archive: `size` bytes of `member`, from `offset` on, written as `name`."""
+    """One file to extract from an archive: `size` bytes of `member`, from `offset` on, written as `name`."""
 
     name: str
     member: str
@@ -28,7 +28,7 @@ class ManifestFile:
     offset: int = 0
 
     def __post_init__(self) -> None:
-        # The name becomes a path on the user's disk: it must not be able to leave the model's folder.
+        # The name becomes a path on the user's disk: it must not leave the model's folder.
         if self.name in ("", ".", "..") or "/" in self.name or "\\" in self.name or ":" in self.name:
             raise ManifestError(f"file name {self.name!r} is not a plain file name; give it no folder")
         member = PurePosixPath(self.member)
@@ -53,7 +53,7 @@ class Package:
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """One model: where it is published, under which licence (SPDX), and its architecture."""
+    """One model: its source, licence (SPDX) and architecture."""
 
     name: str
     source: str
@@ -68,14 +68,15 @@ class ModelEntry:
 
     @property
     def digest(self) -> str:
-        """12 hex digits that change whenever another archive or other files would be extracted."""
+        """12 hex digits that change if another archive or other files would be extracted."""
         return hashlib.sha256(repr(self.packages).encode()).hexdigest()[:12]
 
 
 def parse_entry(name: str, table: dict[str, Any]) -> ModelEntry:
-    """Turns one table of the manifest into a ModelEntry.
+    """Convert one table of the manifest to a ModelEntry.
 
-    Raises ManifestError where a key is missing, unknown or unsafe.
+    Raises:
+        ManifestError: A key is missing, unknown or unsafe.
     """
     try:
         packages = tuple(
@@ -92,13 +93,17 @@ def parse_entry(name: str, table: dict[str, Any]) -> ModelEntry:
 
 @cache
 def load_manifest() -> dict[str, ModelEntry]:
-    """All entries of manifest.toml by model name."""
+    """Return all entries of manifest.toml by model name."""
     tables = tomllib.loads(MANIFEST_PATH.read_text(encoding="utf-8"))
     return {name: parse_entry(name, table) for name, table in tables.items()}
 
 
 def find_entry(name: str) -> ModelEntry:
-    """The entry called `name`. Raises ManifestError, which lists the known names, when there is none."""
+    """Return the entry with this name.
+
+    Raises:
+        ManifestError: The name is unknown; the message lists the known names.
+    """
     entries = load_manifest()
     if name not in entries:
         raise ManifestError(f"unknown model {name!r}; known models: {', '.join(sorted(entries))}")

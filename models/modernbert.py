@@ -15,7 +15,7 @@ from .graph_builder import MASKED, Shape, check_weights, set_type, tensor_value
 
 @dataclass(frozen=True)
 class ModernBertConfig(EncoderConfig):
-    """The fields of a Hugging Face ModernBERT config.json that shape the graph; the defaults are ModernBERT-base's."""
+    """The fields of a Hugging Face ModernBERT config.json that shape the graph; defaults as in ModernBERT-base."""
 
     vocab_size: int = 50368
     hidden_size: int = 768
@@ -23,20 +23,24 @@ class ModernBertConfig(EncoderConfig):
     num_attention_heads: int = 12
     intermediate_size: int = 1152
     global_attn_every_n_layers: int = 3
-    local_attention: int = 128  # of other layers: tokens in a window, the token itself in its middle
+    local_attention: int = 128  # window of the other layers in tokens, centred on the token
     global_rope_theta: float = 160000.0
     local_rope_theta: float = 10000.0
     norm_eps: float = 1e-5
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> ModernBertConfig:
-        """Reads a Hugging Face config.json. Raises ModelBuildError for a variant that the builder does not know."""
+        """Read a Hugging Face config.json.
+
+        Raises:
+            ModelBuildError: The builder does not support this variant.
+        """
         biases = dict.fromkeys(("attention_bias", "mlp_bias", "norm_bias"), False)
         return cls(**read_config(path, cls.__dataclass_fields__, {"hidden_activation": "gelu", **biases}))
 
 
 def modernbert_weight_shapes(config: ModernBertConfig) -> dict[str, Shape]:
-    """The weights that build_modernbert needs: Hugging Face name -> shape, linear layers as [out, in]."""
+    """Return the weights that build_modernbert needs: Hugging Face name -> shape, linear layers as [out, in]."""
     hidden, inner = config.hidden_size, config.intermediate_size
     shapes: dict[str, Shape] = {
         "embeddings.tok_embeddings.weight": (config.vocab_size, hidden),
@@ -58,15 +62,19 @@ def modernbert_weight_shapes(config: ModernBertConfig) -> dict[str, Shape]:
 
 
 def build_modernbert(weights: Mapping[str, np.ndarray], config: ModernBertConfig, name: str = "modernbert") -> ir.Model:
-    """Builds a ModernBERT encoder, opset 17, in the form that TorchScript exports have.
-
-    weights: Hugging Face names -> arrays of any float dtype, stored as float32; see modernbert_weight_shapes. Weights
-        that the encoder does not use are ignored.
+    """Build a ModernBERT encoder, opset 17, in the form of TorchScript exports.
 
     Inputs, int64 [batch, sequence]: input_ids, attention_mask (1 = attend).
     Output: last_hidden_state, float32 [batch, sequence, hidden_size].
 
-    Raises ModelBuildError when a weight is missing or has another shape than the configuration says.
+    Args:
+        weights: By Hugging Face name, in any float dtype, stored as float32; see modernbert_weight_shapes. Unused
+            weights are ignored.
+        config: The configuration.
+        name: Name of the graph.
+
+    Raises:
+        ModelBuildError: A weight is missing or does not fit the configuration.
     """
     shapes = modernbert_weight_shapes(config)
     check_weights(weights, shapes)
@@ -108,7 +116,7 @@ class _ModernBertBuilder(EncoderBuilder):
         return self.config.global_rope_theta, self.config.local_rope_theta
 
     def window(self, positions: ir.Value, mask: ir.Value) -> ir.Value:
-        """The mask, float32 [batch, 1, sequence, sequence], that hides what is far away as well."""
+        """Return the mask, float32 [batch, 1, sequence, sequence], that also hides distant tokens."""
         graph = self.graph
         distance = graph.node("Abs", graph.node("Sub", graph.unsqueeze(positions, 0), graph.unsqueeze(positions, 1)))
         near = graph.node("LessOrEqual", distance, graph.constant(self.config.local_attention // 2))
@@ -116,12 +124,12 @@ class _ModernBertBuilder(EncoderBuilder):
         return graph.node("Where", far, graph.constant(MASKED), mask)
 
     def rotation(self, positions: ir.Value, theta: float) -> tuple[ir.Value, ir.Value]:
-        """Cosine and sine, float32 [1, 1, sequence, head_dim]."""
+        """Return cosine and sine, float32 [1, 1, sequence, head_dim]."""
         graph, head_dim = self.graph, self.config.head_dim
         frequencies = (theta ** -(np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
         with graph.module("rotary_emb"):
-            place = graph.node("Cast", graph.unsqueeze(positions, 0, 1), to=ir.DataType.FLOAT)
-            angles = graph.node("MatMul", graph.constant(frequencies.reshape(1, -1, 1)), place)
+            positions = graph.node("Cast", graph.unsqueeze(positions, 0, 1), to=ir.DataType.FLOAT)
+            angles = graph.node("MatMul", graph.constant(frequencies.reshape(1, -1, 1)), positions)
             angles = graph.node("Transpose", angles, perm=[0, 2, 1])
             angles = graph.node("Concat", angles, angles, axis=-1)
             cos, sin = (graph.unsqueeze(graph.node(op_type, angles), 1) for op_type in ("Cos", "Sin"))
@@ -159,7 +167,7 @@ class _ModernBertBuilder(EncoderBuilder):
         return self.projected(context, f"{prefix}.Wo")
 
     def rotated(self, x: ir.Value, cos: ir.Value, sin: ir.Value) -> ir.Value:
-        """float32 [batch, heads, sequence, head_dim]: pairs of numbers half a head apart, turned by their angles."""
+        """Rotate pairs half a head apart in float32 [batch, heads, sequence, head_dim]."""
         graph = self.graph
         half, end, last = graph.constant([self.config.head_dim // 2]), graph.constant([2**63 - 1]), graph.constant([3])
         first = graph.node("Slice", x, graph.constant([0]), half, last)
@@ -178,7 +186,7 @@ class _ModernBertBuilder(EncoderBuilder):
         return self.graph.linear(x, name, self.weights[f"{name}.weight"])
 
     def norm(self, x: ir.Value, name: str) -> ir.Value:
-        """LayerNorm without a bias."""
+        """Return LayerNorm without a bias."""
         graph = self.graph
         scale, bias = (
             graph.weight(f"{name}.weight", self.weights[f"{name}.weight"]),

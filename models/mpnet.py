@@ -13,13 +13,13 @@ import onnx_ir as ir
 from .encoder import EncoderBuilder, EncoderConfig, linear_shapes, norm_shapes, read_config
 from .graph_builder import Shape, check_weights, set_type, tensor_value
 
-PADDING = 1  # the token id, and the position of padding; those of other tokens follow it
-_MAX_DISTANCE = 128  # of two tokens; those further apart share the last bucket
+PADDING = 1  # the padding token's id and position; positions of tokens follow it
+_MAX_DISTANCE = 128  # of two tokens; larger distances share the last bucket
 
 
 @dataclass(frozen=True)
 class MpnetConfig(EncoderConfig):
-    """The fields of a Hugging Face MPNet config.json that shape the graph; the defaults are mpnet-base's."""
+    """The fields of a Hugging Face MPNet config.json that shape the graph; defaults as in mpnet-base."""
 
     vocab_size: int = 30527
     hidden_size: int = 768
@@ -32,14 +32,18 @@ class MpnetConfig(EncoderConfig):
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> MpnetConfig:
-        """Reads a Hugging Face config.json. Raises ModelBuildError for a variant that build_mpnet does not know."""
-        # Transformers reads the number of buckets for the table's size, but always puts distances into 32 of them.
+        """Read a Hugging Face config.json.
+
+        Raises:
+            ModelBuildError: build_mpnet does not support this variant.
+        """
+        # Transformers uses the number of buckets for the table's size, but always sorts distances into 32 buckets.
         supported = {"hidden_act": "gelu", "pad_token_id": PADDING, "relative_attention_num_buckets": 32}
         return cls(**read_config(path, cls.__dataclass_fields__, supported))
 
 
 def mpnet_weight_shapes(config: MpnetConfig) -> dict[str, Shape]:
-    """The weights that build_mpnet needs: Hugging Face name -> shape, linear layers as [out, in]."""
+    """Return the weights that build_mpnet needs: Hugging Face name -> shape, linear layers as [out, in]."""
     hidden, inner = config.hidden_size, config.intermediate_size
     shapes: dict[str, Shape] = {
         "embeddings.word_embeddings.weight": (config.vocab_size, hidden),
@@ -59,15 +63,19 @@ def mpnet_weight_shapes(config: MpnetConfig) -> dict[str, Shape]:
 
 
 def build_mpnet(weights: Mapping[str, np.ndarray], config: MpnetConfig, name: str = "mpnet") -> ir.Model:
-    """Builds an MPNet encoder (without pooler), opset 17, in the form that TorchScript exports have.
-
-    weights: Hugging Face names -> arrays of any float dtype, stored as float32; see mpnet_weight_shapes. Weights that
-        the encoder does not use (pooler, embeddings.position_ids) are ignored.
+    """Build an MPNet encoder (without pooler), opset 17, in the form of TorchScript exports.
 
     Inputs, int64 [batch, sequence]: input_ids (1 = padding), attention_mask (1 = attend).
     Output: last_hidden_state, float32 [batch, sequence, hidden_size].
 
-    Raises ModelBuildError when a weight is missing or has another shape than the configuration says.
+    Args:
+        weights: By Hugging Face name, in any float dtype, stored as float32; see mpnet_weight_shapes. Unused weights
+            (pooler, embeddings.position_ids) are ignored.
+        config: The configuration.
+        name: Name of the graph.
+
+    Raises:
+        ModelBuildError: A weight is missing or does not fit the configuration.
     """
     shapes = mpnet_weight_shapes(config)
     check_weights(weights, shapes)
@@ -100,7 +108,7 @@ class _MpnetBuilder(EncoderBuilder):
     def embeddings(self, input_ids: ir.Value) -> ir.Value:
         graph = self.graph
         with graph.module("embeddings"):
-            # Tokens count from PADDING + 1 on; padding does not count.
+            # Positions of tokens start at PADDING + 1; padding does not count.
             is_token = graph.node("Not", graph.node("Equal", input_ids, graph.constant(PADDING)))
             is_token = graph.node("Cast", is_token, to=ir.DataType.INT32)
             positions = graph.node("Mul", graph.node("CumSum", is_token, graph.constant(1)), is_token)
@@ -111,7 +119,7 @@ class _MpnetBuilder(EncoderBuilder):
             return self.layer_norm(hidden, "embeddings.LayerNorm")
 
     def position_bias(self, hidden: ir.Value) -> ir.Value:
-        """float32 [batch, heads, sequence, sequence]: from the distance of key and query, the same in all layers."""
+        """Return the bias by distance of key and query, float32 [batch, heads, sequence, sequence]."""
         graph = self.graph
         batch, sequence = graph.shape_of(hidden, 0), graph.shape_of(hidden, 1)
         positions = graph.node("Range", graph.constant(0), sequence, graph.constant(1))
@@ -122,10 +130,10 @@ class _MpnetBuilder(EncoderBuilder):
         return graph.node("Expand", bias, graph.node("Concat", *sizes, axis=0))
 
     def bucket(self, distance: ir.Value) -> ir.Value:
-        """int64 -> int64, the same shape: a row of the table.
+        """Return the table row for each distance, int64 of the same shape.
 
-        Half of the rows are for keys behind the query, half for others. Of each, half are for one distance, and half
-        for ranges that grow with it, by its logarithm.
+        Half of the rows are for keys after the query, half for the others. In each half, one half is for single
+        distances and the other for ranges that grow logarithmically.
         """
         graph = self.graph
         half = self.config.relative_attention_num_buckets // 2
@@ -135,7 +143,7 @@ class _MpnetBuilder(EncoderBuilder):
         first = graph.node("Mul", is_after, graph.constant(half))
         far = graph.node("Abs", behind)
         is_exact = graph.node("Less", far, graph.constant(exact))
-        # Of distance 0 it is -Inf, and what becomes of that is not used.
+        # Distance 0 gives -Inf, whose result is not used.
         log = graph.node("Log", self.divided(graph.node("Cast", far, to=ir.DataType.FLOAT), exact))
         log = self.divided(log, math.log(_MAX_DISTANCE / exact))
         grown = graph.node("Mul", log, graph.constant(np.float32(half - exact)))

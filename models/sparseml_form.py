@@ -1,17 +1,17 @@
-"""Encoders in the forms in which SparseML exports them, made of float ones: what users of DeepSparse have.
+"""Encoders as SparseML exports them, made from float encoders, for tests of DeepSparse users' models.
 
-Of opset 14, where LayerNormalization is written in parts. Trained with quantization ("static"), a model's
+The opset is 14, where LayerNormalization is written in parts. In the "static" form (trained with quantization)
 
     tables of words, positions and types   are uint8; DequantizeLinear follows Gather
     linear layers                          are QuantizeLinear -> MatMulInteger -> Add int32 -> Cast -> Mul; layers with
                                            one input share its QuantizeLinear
     attention's scores                     are QLinearMatMul -> DequantizeLinear
     attention's sums of values             are MatMulInteger of two QuantizeLinear -> Cast -> Mul
-    residuals                              are what a layer's QuantizeLinear made of them, behind DequantizeLinear
+    residuals                              are the DequantizeLinear of a layer's QuantizeLinear
 
-and weights uint8 with zero point 128 and one scale. "dynamic", DynamicQuantizeLinear gives each input of a linear layer
-its range, weights are int8, and the rest computes in floats. Ranges are those of the feeds that are given; SparseML's
-training would fit the weights to them.
+and weights are uint8 with zero point 128 and one scale. In the "dynamic" form, DynamicQuantizeLinear computes the range
+of each linear layer's input, weights are int8, and the rest computes in floats. Ranges are taken from the given feeds;
+SparseML's training would also fit the weights to them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from onnx import TensorProto, helper, numpy_helper
 
 OPSET = 14
 _IR_VERSION = 8
-_ZERO = 128  # of weights: SparseML writes int8 numbers as uint8
+_ZERO = 128  # of weights: SparseML writes int8 weights as uint8
 Feeds = Mapping[str, np.ndarray]
 
 
 def float_form(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model in opset 14, as exports had it: LayerNormalization in parts.
+    """Return the model in opset 14, with LayerNormalization in parts.
 
-    model: an encoder of build_bert or build_mpnet, of opset 17.
+    Args:
+        model: An encoder of build_bert or build_mpnet, opset 17.
     """
     graph = _Graph(model)
     for node in model.graph.node:
@@ -50,10 +51,13 @@ def quantized_form(
     activations: Literal["static", "dynamic"] = "static",
     products: bool = True,
 ) -> onnx.ModelProto:
-    """A float model as SparseML writes one that was trained with quantization.
+    """Return a float model as SparseML writes one that was trained with quantization.
 
-    model: what float_form takes. feeds: what ranges are taken from; those of "static" activations. products: whether
-    attention's are quantized as well, where activations are static.
+    Args:
+        model: See `float_form`.
+        feeds: Inputs to take ranges from, for "static" activations.
+        activations: "static" or "dynamic" ranges.
+        products: Also quantize the products of attention, if activations are static.
     """
     source = float_form(model)
     graph = _Graph(source)
@@ -65,7 +69,7 @@ def quantized_form(
 
 
 class _Graph:
-    """Nodes and initializers that are written one after the other, in place of a model's nodes."""
+    """New nodes and initializers that replace a model's."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self._source = model
@@ -102,57 +106,57 @@ def _norm_in_parts(graph: _Graph, node: onnx.NodeProto) -> None:
     name = node.output[0]
     epsilon = next(one.f for one in node.attribute if one.name == "epsilon")
     two = graph.tensor(f"{name}_two", np.array(2, np.float32))
-    least = graph.tensor(f"{name}_epsilon", np.array(epsilon, np.float32))
+    small = graph.tensor(f"{name}_epsilon", np.array(epsilon, np.float32))
     mean = graph.put("ReduceMean", [x], f"{name}_mean", axes=[-1])
     centred = graph.put("Sub", [x, mean], f"{name}_centred")
     squares = graph.put("Pow", [centred, two], f"{name}_squares")
     variance = graph.put("ReduceMean", [squares], f"{name}_variance", axes=[-1])
-    deviation = graph.put("Sqrt", [graph.put("Add", [variance, least], f"{name}_added")], f"{name}_deviation")
+    deviation = graph.put("Sqrt", [graph.put("Add", [variance, small], f"{name}_added")], f"{name}_deviation")
     scaled = graph.put("Mul", [graph.put("Div", [centred, deviation], f"{name}_unit"), weight], f"{name}_scaled")
     graph.put("Add", [scaled, bias], name)
 
 
 @dataclass(frozen=True)
 class _Range:
-    """Of uint8 numbers."""
+    """A range of uint8 codes."""
 
     scale: np.float32
     zero: np.uint8
 
     @staticmethod
-    def of(least: float, most: float) -> _Range:
-        least, most = min(least, 0.0), max(most, 0.0)
-        scale = np.float32((most - least) / 255 or 1.0)
-        return _Range(scale, np.uint8(np.clip(np.rint(-least / scale), 0, 255)))
+    def of(minimum: float, maximum: float) -> _Range:
+        minimum, maximum = min(minimum, 0.0), max(maximum, 0.0)
+        scale = np.float32((maximum - minimum) / 255 or 1.0)
+        return _Range(scale, np.uint8(np.clip(np.rint(-minimum / scale), 0, 255)))
 
 
 def _ranges(model: onnx.ModelProto, feeds: Sequence[Feeds]) -> dict[str, _Range]:
-    """Of all that MatMul takes or gives and that is no constant."""
+    """Return the ranges of all inputs and outputs of MatMul that are not constants."""
     import onnxruntime as ort
 
     constants = {one.name for one in model.graph.initializer}
     products = [node for node in model.graph.node if node.op_type == "MatMul"]
     values = {name for node in products for name in (*node.input, *node.output)} - constants
     names = [name for name in sorted(values)]
-    told = onnx.ModelProto()
-    told.CopyFrom(model)
-    del told.graph.output[:]
-    told.graph.output.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names)
-    session = ort.InferenceSession(told.SerializeToString(), providers=["CPUExecutionProvider"])
-    least, most = dict.fromkeys(names, np.inf), dict.fromkeys(names, -np.inf)
+    recording = onnx.ModelProto()
+    recording.CopyFrom(model)
+    del recording.graph.output[:]
+    recording.graph.output.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names)
+    session = ort.InferenceSession(recording.SerializeToString(), providers=["CPUExecutionProvider"])
+    minimum, maximum = dict.fromkeys(names, np.inf), dict.fromkeys(names, -np.inf)
     for one in feeds:
         for name, found in zip(names, session.run(names, dict(one)), strict=True):
-            least[name], most[name] = min(least[name], found.min()), max(most[name], found.max())
-    return {name: _Range.of(float(least[name]), float(most[name])) for name in names}
+            minimum[name], maximum[name] = min(minimum[name], found.min()), max(maximum[name], found.max())
+    return {name: _Range.of(float(minimum[name]), float(maximum[name])) for name in names}
 
 
 class _QuantizedWriter:
-    """ranges: of activations; without any they are dynamic. products: attention's are quantized, too."""
+    """Writes quantized nodes. ranges: of activations, empty for dynamic ones. products: also quantize attention's."""
 
     def __init__(self, graph: _Graph, ranges: Mapping[str, _Range], products: bool) -> None:
         self._graph, self._ranges, self._products = graph, ranges, products and bool(ranges)
-        self._quantized: dict[str, tuple[str, str, str]] = {}  # value -> its numbers, scale, zero point
-        self._skipped: set[str] = set()  # outputs of nodes that others have taken in
+        self._quantized: dict[str, tuple[str, str, str]] = {}  # value -> its codes, scale, zero point
+        self._skipped: set[str] = set()  # outputs of nodes that were merged into others
 
     def put(self, node: onnx.NodeProto) -> None:
         if node.output[0] in self._skipped:
@@ -173,7 +177,7 @@ class _QuantizedWriter:
         return self._graph.tensor(name, np.asarray(value))
 
     def _quantize(self, value: str) -> tuple[str, str, str]:
-        """Numbers, scale and zero point of a value; made once."""
+        """Return codes, scale and zero point of a value; the nodes are made once."""
         if value not in self._quantized:
             names = (f"{value}_quantized", f"{value}_scale", f"{value}_zero_point")
             if self._ranges:
@@ -187,18 +191,18 @@ class _QuantizedWriter:
         return self._quantized[value]
 
     def _weight(self, name: str) -> tuple[np.ndarray, np.float32]:
-        """int8 numbers and their scale."""
+        """Return int8 weights and their scale."""
         weight = self._graph.tensors[name]
         scale = np.float32(np.abs(weight).max() / 127 or 1.0)
         return np.clip(np.rint(weight / scale), -127, 127).astype(np.int8), scale
 
     def _table(self, node: onnx.NodeProto) -> None:
         table, name = node.input[0], node.output[0]
-        if self._graph.tensors[table].dtype != np.float32:  # positions are looked up in none of floats
+        if self._graph.tensors[table].dtype != np.float32:  # position ids are looked up in an integer table
             self._graph.nodes.append(node)
             return
-        numbers, scale = self._weight(table)
-        stored = self._graph.tensor(f"{table}_quant", (numbers.astype(np.int16) + _ZERO).astype(np.uint8))
+        integers, scale = self._weight(table)
+        stored = self._graph.tensor(f"{table}_quant", (integers.astype(np.int16) + _ZERO).astype(np.uint8))
         rows = self._graph.put("Gather", [stored, node.input[1]], f"{name}_quant", axis=0)
         scale_name = self._number(f"{table}_scale", scale)
         zero = self._number(f"{table}_zero_point", np.uint8(_ZERO))
@@ -207,17 +211,17 @@ class _QuantizedWriter:
     def _linear(self, node: onnx.NodeProto) -> None:
         x, weight = node.input
         name = node.output[0]
-        numbers, scale = self._weight(weight)
+        integers, scale = self._weight(weight)
         codes, x_scale, x_zero = self._quantize(x)
         if not self._ranges:
-            stored = self._graph.tensor(f"{weight}_quantized", numbers)
+            stored = self._graph.tensor(f"{weight}_quantized", integers)
             scale_name = self._number(f"{weight}_scale", scale)
             sums = self._graph.put("MatMulInteger", [codes, stored, x_zero], f"{name}_quant")
             floats = self._graph.put("Cast", [sums], f"{name}_cast", to=TensorProto.FLOAT)
             scaled = self._graph.put("Mul", [floats, scale_name], f"{name}_weight_scale")
             self._graph.put("Mul", [scaled, x_scale], name)
             return
-        stored = self._graph.tensor(f"{weight}_quantized", (numbers.astype(np.int16) + _ZERO).astype(np.uint8))
+        stored = self._graph.tensor(f"{weight}_quantized", (integers.astype(np.int16) + _ZERO).astype(np.uint8))
         zero = self._number(f"{weight}_zero_point", np.uint8(_ZERO))
         sums = self._graph.put("MatMulInteger", [codes, stored, x_zero, zero], f"{name}_quant")
         step = np.float32(self._ranges[x].scale * scale)
@@ -230,7 +234,7 @@ class _QuantizedWriter:
         self._skipped.add(add.output[0])
 
     def _product(self, node: onnx.NodeProto) -> None:
-        """Scores lead to Div; sums of values, whose range is that of the next layer, to a product of whole numbers."""
+        """Quantize a product of attention: scores (followed by Div) to codes, sums of values to integers."""
         name = node.output[0]
         first, second = map(self._quantize, node.input)
         if self._graph.users[name][0].op_type == "Div":
@@ -247,9 +251,9 @@ class _QuantizedWriter:
     def _with_rounded_residual(self, node: onnx.NodeProto) -> onnx.NodeProto:
         rounded = onnx.NodeProto()
         rounded.CopyFrom(node)
-        for place, value in enumerate(node.input):
+        for index, value in enumerate(node.input):
             if value in self._quantized:
-                rounded.input[place] = self._graph.put(
+                rounded.input[index] = self._graph.put(
                     "DequantizeLinear", self._quantized[value], f"{value}_identity_dequantized"
                 )
         return rounded

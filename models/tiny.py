@@ -1,4 +1,4 @@
-"""Small models with random but reproducible weights, for tests: the same arguments give the same model everywhere."""
+"""Small models with random but reproducible weights for tests: equal arguments give equal models everywhere."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ TINY_LLAMA = LlamaConfig(
 
 
 def random_weights(shapes: Mapping[str, Shape], seed: int = 0) -> dict[str, np.ndarray]:
-    """Random float32 weights of the given shapes, scaled so that activations stay near 1 through every layer.
+    """Return random float32 weights of the given shapes, scaled so that activations stay near 1 in every layer.
 
-    Matrices have variance 1 / fan-in, biases are small, scales of norms are near 1. Nothing is exactly 0 or 1: a kernel
-    that drops a bias or a scale must show.
+    Matrices have variance 1 / fan-in, biases are small, scales of norms are near 1. No value is exactly 0 or 1, so that
+    a kernel that drops a bias or a scale is noticed.
     """
     rng = np.random.default_rng(seed)
     weights = {}
@@ -72,37 +72,46 @@ def random_weights(shapes: Mapping[str, Shape], seed: int = 0) -> dict[str, np.n
 
 
 def tiny_bert(seed: int = 0, **overrides: Any) -> ir.Model:
-    """A BERT encoder as build_bert makes it, of configuration TINY_BERT with `overrides`.
+    """Return a BERT encoder of build_bert with configuration TINY_BERT and `overrides`.
 
     Sizes need not be round: tiny_bert(hidden_size=40, intermediate_size=100) works.
-    Raises TypeError for an unknown field, ModelBuildError for sizes that do not go together.
+
+    Raises:
+        TypeError: A field is unknown.
+        ModelBuildError: The sizes do not fit together.
     """
     config = BertConfig(**{**vars(TINY_BERT), **overrides})
     return build_bert(random_weights(bert_weight_shapes(config), seed), config, name="tiny_bert")
 
 
 def tiny_mpnet(seed: int = 0, **overrides: Any) -> ir.Model:
-    """An MPNet encoder as build_mpnet makes it, of configuration TINY_MPNET with `overrides`.
+    """Return an MPNet encoder of build_mpnet with configuration TINY_MPNET and `overrides`.
 
-    Raises TypeError for an unknown field, ModelBuildError for sizes that do not go together.
+    Raises:
+        TypeError: A field is unknown.
+        ModelBuildError: The sizes do not fit together.
     """
     config = MpnetConfig(**{**vars(TINY_MPNET), **overrides})
     return build_mpnet(random_weights(mpnet_weight_shapes(config), seed), config, name="tiny_mpnet")
 
 
 def tiny_modernbert(seed: int = 0, **overrides: Any) -> ir.Model:
-    """A ModernBERT encoder as build_modernbert makes it, of configuration TINY_MODERNBERT with `overrides`.
+    """Return a ModernBERT encoder of build_modernbert with configuration TINY_MODERNBERT and `overrides`.
 
-    Raises TypeError for an unknown field, ModelBuildError for sizes that do not go together.
+    Raises:
+        TypeError: A field is unknown.
+        ModelBuildError: The sizes do not fit together.
     """
     config = ModernBertConfig(**{**vars(TINY_MODERNBERT), **overrides})
     return build_modernbert(random_weights(modernbert_weight_shapes(config), seed), config, name="tiny_modernbert")
 
 
 def tiny_llama(seed: int = 0, attention: AttentionForm = "standard", **overrides: Any) -> ir.Model:
-    """A Llama decoder with cache as build_llama makes it, of configuration TINY_LLAMA with `overrides`.
+    """Return a Llama decoder of build_llama with configuration TINY_LLAMA and `overrides`.
 
-    Raises TypeError for an unknown field, ModelBuildError for sizes that do not go together.
+    Raises:
+        TypeError: A field is unknown.
+        ModelBuildError: The sizes do not fit together.
     """
     config = LlamaConfig(**{**vars(TINY_LLAMA), **overrides})
     return build_llama(random_weights(llama_weight_shapes(config), seed), config, "tiny_llama", attention)
@@ -113,27 +122,32 @@ def mlp(
     forms: LinearForm | Sequence[LinearForm] = ("matmul_add", "gemm", "gemm_trans_b"),
     seed: int = 0,
 ) -> ir.Model:
-    """A chain of linear layers with Relu between them, each written in one of the forms that exports use.
+    """Return a chain of linear layers with Relu between them, each written in one of the ways that exports use.
 
-    widths: the number of features before the first and after each layer.
-    forms: one for all layers, or one a layer:
+    Input: x, float32 [batch, widths[0]]. Output: y, float32 [batch, widths[-1]]. Layer i is in module /layers.i.
+
         matmul        MatMul without bias
         matmul_add    MatMul, then Add
         gemm          Gemm with B as [in, out]
         gemm_trans_b  Gemm with transB=1 and B as [out, in]
         transpose     MatMul and Add, the weight a Transpose of [out, in]
-        identity      MatMul and Add, the weight behind an Identity
-        cast          MatMul and Add, the weight float16 behind a Cast
-        dequantize    MatMul and Add, the weight int8 behind a DequantizeLinear with one scale a column
+        identity      MatMul and Add, the weight through an Identity
+        cast          MatMul and Add, the weight float16 through a Cast
+        dequantize    MatMul and Add, the weight int8 through a DequantizeLinear with one scale per column
 
-    Input: x, float32 [batch, widths[0]]. Output: y, float32 [batch, widths[-1]]. Layer i lies in module /layers.i.
-    Raises ModelBuildError when the number of forms does not fit, or a form is unknown.
+    Args:
+        widths: The number of features before the first layer and after each layer.
+        forms: One of the above for all layers, or one per layer.
+        seed: Seed of the weights.
+
+    Raises:
+        ModelBuildError: The number of forms does not fit, or a form is unknown.
     """
     layers = len(widths) - 1
     chosen: Sequence[LinearForm] = [forms] * layers if isinstance(forms, str) else forms
     if layers < 1 or len(chosen) != layers or not set(chosen) <= set(get_args(LinearForm)):
         raise ModelBuildError(
-            f"{layers} layers between widths {tuple(widths)}, but forms {tuple(chosen)}; expected one form a layer "
+            f"{layers} layers between widths {tuple(widths)}, but forms {tuple(chosen)}; expected one form per layer "
             f"out of {', '.join(get_args(LinearForm))}"
         )
     shapes: dict[str, Shape] = {}
@@ -169,7 +183,7 @@ def _linear(
 
 
 def _wrapped_weight(graph: GraphBuilder, name: str, form: LinearForm, weight: np.ndarray) -> ir.Value:
-    """The [in, out] operand of a MatMul."""
+    """Return the [in, out] operand of a MatMul."""
     if form == "transpose":
         return graph.node("Transpose", graph.weight(f"{name}.weight", weight), perm=[1, 0])
     if form == "cast":

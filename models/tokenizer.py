@@ -1,4 +1,4 @@
-"""Text to token ids and back, for every decoder of the catalogue."""
+"""Conversion of text to token ids and back, for every decoder of the catalogue."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ortolan.graph_passes.text.tokenizer_file import read_json
 
 from ..errors import OrtolanError
 
-# Tokens that end a text or a turn, for a tokenizer.json without other files. Ends of documents come first: where a
-# model has no token for the beginning, a text that is sampled without a prompt begins with the end of a document.
+# Tokens that end a text or a turn, for a tokenizer.json without other files. End-of-document tokens come first: if a
+# model has no start token, a text sampled without a prompt starts with the end of a document.
 _ENDS = (
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>"),
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>"),
@@ -22,10 +22,10 @@ _ENDS = (
 
 
 class TextTokenizer(Protocol):
-    """A tokenizer for text in and out.
+    """A tokenizer for generation.
 
     Attributes:
-        prefix: Tokens that the model expects in front of every text: often one (<s>, <bos>), for some models none.
+        prefix: Tokens that the model expects before every text: often one (<s>, <bos>), for some models an empty tuple.
         start: The first token of a text that is sampled without a prompt.
         stop: Tokens that end a text.
     """
@@ -35,16 +35,16 @@ class TextTokenizer(Protocol):
     stop: frozenset[int]
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, control tokens left out."""
+        """Return the text of token ids, without control tokens."""
         ...
 
 
 class JsonTokenizer:
-    """A Hugging Face tokenizer.json. Control tokens may stand in the text; none is added.
+    """A Hugging Face tokenizer.json. Control tokens in a text are recognized, but not added.
 
     The prefix comes from tokenizer_config.json (add_bos_token, bos_token), else from the tokenizer's post-processor.
     Tokens that end a text come from generation_config.json (else config.json, genai_config.json), tokenizer_config.json
@@ -53,8 +53,11 @@ class JsonTokenizer:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Raises OrtolanError when the package `tokenizers` is missing, a file cannot be read, or the tokenizer has no
-        token that ends a text."""
+        """Read the tokenizer and the configurations beside it.
+
+        Raises:
+            OrtolanError: The package `tokenizers` is missing, a file cannot be read, or no token ends a text.
+        """
         self._tokenizer = load_json(path)
         folder = Path(path).parent
         config = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
@@ -98,9 +101,11 @@ class JsonTokenizer:
         return []
 
     def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, without control tokens."""
         return str(self._tokenizer.decode(list(ids)))
 
 
@@ -108,9 +113,9 @@ def _template(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the tokens that the post-processor adds before a text and after it."""
     text = tokenizer.encode("a", add_special_tokens=False).ids
     whole = tokenizer.encode("a", add_special_tokens=True).ids
-    for place in range(len(whole) - len(text) + 1) if text else ():
-        if whole[place : place + len(text)] == text:
-            return tuple(whole[:place]), tuple(whole[place + len(text) :])
+    for start in range(len(whole) - len(text) + 1) if text else ():
+        if whole[start : start + len(text)] == text:
+            return tuple(whole[:start]), tuple(whole[start + len(text) :])
     return (), ()
 
 
@@ -124,7 +129,8 @@ def _prefix(adds_bos: Any, bos: int | None, before: tuple[int, ...]) -> tuple[in
 def load_tokenizer(path: str | os.PathLike[str]) -> TextTokenizer:
     """Return the tokenizer in a file (tokenizer.json, or tokenizer.bin of llama2.c), or in a folder's tokenizer.json.
 
-    Raises OrtolanError as JsonTokenizer does.
+    Raises:
+        OrtolanError: See JsonTokenizer.
     """
     if Path(path).is_dir():
         folder, path = path, Path(path) / "tokenizer.json"

@@ -1,6 +1,6 @@
-"""The zoo: one small model of each architecture that people export, with random weights, as Optimum exports it.
+"""The zoo: one small model with random weights for each popular architecture, as Optimum exports it.
 
-Needs ortolan[optimum], and torch and transformers with it. Nothing is fetched: configurations are made here.
+Needs ortolan[optimum], which brings torch and transformers. Nothing is downloaded: configurations are made here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Size:
-    """Of a model of the zoo: what configurations are made from."""
+    """The size of a zoo model."""
 
     hidden: int
     layers: int
@@ -27,11 +27,12 @@ class Size:
 
     @property
     def head_dim(self) -> int:
+        """Size of a head."""
         return self.hidden // self.heads
 
 
 SMALL = Size(hidden=64, layers=2, heads=4, intermediate=112, vocab=211, image=32, patch=8)  # for tests
-BASE = Size(hidden=384, layers=4, heads=6, intermediate=1536, vocab=8000, image=224, patch=16)  # for times
+BASE = Size(hidden=384, layers=4, heads=6, intermediate=1536, vocab=8000, image=224, patch=16)  # for timing
 
 
 def _bert(size: Size) -> Config:
@@ -263,15 +264,17 @@ def _rembert(size: Size) -> Config:
 
 @dataclass(frozen=True)
 class Architecture:
-    name: str  # what transformers call it
+    """One architecture of the zoo and its export."""
+
+    name: str  # the name in transformers
     config: Callable[[Size], Config]
     task: str = "feature-extraction"
-    model_type: str | None = None  # where it is not the name
-    model_class: str | None = None  # of transformers, where it is not the task's
-    processor: str | None = None  # of pictures, where Optimum asks for one
-    tokens: int = 128  # that it is timed with
-    layer_softmaxes: int = 0  # of a layer, beside those of attention: of a router, say
-    options: Mapping[str, Any] = field(default_factory=dict)  # more of the configuration
+    model_type: str | None = None  # if it differs from the name
+    model_class: str | None = None  # transformers class, if it is not the task's
+    processor: str | None = None  # image processor, if Optimum needs one
+    tokens: int = 128  # sequence length for timing
+    layer_softmaxes: int = 0  # Softmax nodes per layer besides attention, such as a router's
+    options: Mapping[str, Any] = field(default_factory=dict)  # further fields of the configuration
 
 
 _PAST = "text-generation-with-past"
@@ -350,14 +353,15 @@ ARCHITECTURES = (
 
 
 def find_architecture(name: str) -> Architecture:
-    """Raises KeyError for a name that no architecture of the zoo has."""
+    """Return the architecture with this name."""
     return next(one for one in ARCHITECTURES if one.name == name)
 
 
 def export(architecture: Architecture, size: Size, folder: Path, seed: int = 0) -> Path:
-    """Writes the models of one architecture to a folder, as Optimum exports them; the folder.
+    """Write the models of one architecture to a folder, as Optimum exports them, and return the folder.
 
-    Raises ImportError without ortolan[optimum].
+    Raises:
+        ImportError: ortolan[optimum] is not installed.
     """
     import torch
     import transformers

@@ -1,4 +1,4 @@
-"""GGUF files of Llama decoders: what they hold, as configuration, weights and tokenizer."""
+"""GGUF files of Llama decoders: configuration, weights and tokenizer."""
 
 from .model import read_gguf, read_model
 from .tokenizer import read_gguf_tokenizer

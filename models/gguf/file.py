@@ -17,15 +17,19 @@ from .header import check_header
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-_CHUNK = 1 << 24  # numbers that are dequantized at once
+_CHUNK = 1 << 24  # elements that are dequantized at once
 
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """Rows of a tensor in the file, [out, in] or [n], perhaps in another order. Their numbers are read when asked for.
+    """Rows of a tensor in the file, [out, in] or [n], perhaps reordered. Data are read when needed.
 
-    kind: the name of its type, such as "Q4_1". data: mapped; a row of the tensor is a row of it.
-    order: the tensor's rows, as this weight has them; None: all, as they are.
+    Attributes:
+        name: The tensor's name in the file.
+        kind: The name of its type, such as "Q4_1".
+        shape: The shape of the weight.
+        data: Mapped; one row per row of the tensor.
+        order: Indices of the tensor's rows; None: all rows in order.
     """
 
     name: str
@@ -36,28 +40,33 @@ class StoredWeight:
 
     @property
     def nbytes(self) -> int:
-        """In the file."""
+        """Bytes in the file."""
         return self.data.nbytes // max(1, len(self.data)) * self.shape[0]
 
     def rows(self, start: int, stop: int) -> StoredWeight:
+        """Return the rows from start to stop."""
         return self.reordered(np.arange(start, stop))
 
     def reordered(self, order: np.ndarray) -> StoredWeight:
-        """The rows of this weight that `order` names."""
+        """Return the rows of this weight with these indices."""
         order = order if self.order is None else self.order[order]
         return StoredWeight(self.name, self.kind, (len(order), *self.shape[1:]), self.data, order)
 
     def stored(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Rows as the file has them: bytes of blocks, or numbers."""
+        """Return rows as stored: bytes of blocks, or plain values."""
         return self.data[start:stop] if self.order is None else self.data[self.order[start:stop]]
 
     def floats(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """What the rows stand for, float32. Raises ModelBuildError for a type that gguf cannot read."""
+        """Return rows dequantized to float32.
+
+        Raises:
+            ModelBuildError: gguf cannot read the type.
+        """
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
         try:
-            with np.errstate(all="ignore"):  # whoever asks looks for what is not finite
+            with np.errstate(all="ignore"):  # callers check for NaN and infinity
                 found = dequantize(self.stored(start, stop), GGMLQuantizationType[self.kind])
         except NotImplementedError:
             raise ModelBuildError(
@@ -71,12 +80,18 @@ class StoredWeight:
 
     @property
     def rows_at_once(self) -> int:
-        """How many rows may be floats at the same time."""
+        """Number of rows that may be dequantized at the same time."""
         return max(1, _CHUNK // max(1, self.shape[-1] if len(self.shape) > 1 else 1))
 
 
 class GgufFile:
-    """path. metadata: all that is no array. weights: by their names in the file."""
+    """A GGUF file.
+
+    Attributes:
+        path: Its path.
+        metadata: All entries that are not arrays.
+        weights: By their names in the file.
+    """
 
     def __init__(
         self, path: str | os.PathLike[str], check_architecture: Callable[[Path, str], None] | None = None
@@ -84,6 +99,7 @@ class GgufFile:
         """Open a file.
 
         Args:
+            path: The file.
             check_architecture: Called with the path and general.architecture before the package gguf reads the file,
                 which takes half a minute for a large vocabulary.
 
@@ -116,11 +132,15 @@ class GgufFile:
         }
 
     def has(self, key: str) -> bool:
-        """Whether the metadata has it, as an array or not."""
+        """Return whether the metadata has this key, as an array or not."""
         return key in self._reader.fields
 
     def array(self, key: str) -> Sequence[Any]:
-        """An array of the metadata. Raises ModelBuildError unless there is one."""
+        """Return an array of the metadata.
+
+        Raises:
+            ModelBuildError: It is missing, or not an array.
+        """
         if key not in self._reader.fields:
             raise ModelBuildError(f"{self.path} has no metadata {key!r}; is it a GGUF file of a language model?")
         try:
@@ -131,25 +151,39 @@ class GgufFile:
             raise ModelBuildError(f"{self.path}: metadata {key!r} is {found!r}, expected an array")
         return found
 
-    def whole(self, key: str, default: int | None = None, most: int = 1 << 24) -> int:
-        """A number of the metadata, 1 … most. Raises ModelBuildError."""
+    def integer(self, key: str, default: int | None = None, maximum: int = 1 << 24) -> int:
+        """Return an integer of the metadata, from 1 to maximum.
+
+        Raises:
+            ModelBuildError: It is missing, or something else.
+        """
         found = self._get(key, default)
-        if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= most:
-            raise ModelBuildError(f"{self.path}: metadata {key!r} is {found!r}, expected a number from 1 to {most}")
+        if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= maximum:
+            raise ModelBuildError(
+                f"{self.path}: metadata {key!r} is {found!r}, expected an integer from 1 to {maximum}"
+            )
         return found
 
     def positive(self, key: str, default: float | None = None) -> float:
-        """A float of the metadata, above 0 and finite. Raises ModelBuildError."""
+        """Return a positive finite float of the metadata.
+
+        Raises:
+            ModelBuildError: It is missing, or something else.
+        """
         found = self._get(key, default)
         if not isinstance(found, int | float) or not 0 < found < float("inf"):
-            raise ModelBuildError(f"{self.path}: metadata {key!r} is {found!r}, expected a number above 0")
+            raise ModelBuildError(f"{self.path}: metadata {key!r} is {found!r}, expected a positive number")
         return found
 
     def text(self, key: str, default: str | None = None) -> str:
-        """Raises ModelBuildError."""
+        """Return a string of the metadata.
+
+        Raises:
+            ModelBuildError: It is missing, or something else.
+        """
         found = self._get(key, default)
         if not isinstance(found, str):
-            raise ModelBuildError(f"{self.path}: metadata {key!r} is {found!r}, expected a text")
+            raise ModelBuildError(f"{self.path}: metadata {key!r} is {found!r}, expected a string")
         return found
 
     def _get(self, key: str, default: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Checks the header of a GGUF file before anybody reads it: every length against the bytes that are there.
+"""Checks the header of a GGUF file before the package gguf reads it: every length against the size of the file.
 
-The package gguf trusts lengths: an array of 2^60 numbers in a short file would keep it busy for ever.
+The package gguf trusts lengths: an array of 2^60 elements in a short file would keep it busy forever.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from ..graph_builder import ModelBuildError
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _STRING, _ARRAY = 8, 9
-# Bytes of the other types of metadata, by their number in the file.
+# Bytes of the other metadata types, by their number in the file.
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _ALIGNMENT_KEY, _ALIGNMENT = b"general.alignment", 32
 _ARCHITECTURE_KEY, _LENGTH_BYTES = b"general.architecture", 8
 _UINT32 = 4
-_MOST_AXES = 4
-_LARGEST_ALIGNMENT = 1 << 20
-# Larger ones would keep the reader busy for long; vocabularies have some 100,000.
-_MOST_ENTRIES = 1 << 16
-_MOST_ELEMENTS = 1 << 22
+_MAX_AXES = 4
+_MAX_ALIGNMENT = 1 << 20
+# Larger counts would keep the reader busy for long; vocabularies have about 100,000 entries.
+_MAX_ENTRIES = 1 << 16
+_MAX_ELEMENTS = 1 << 22
 
 
 class _Cursor:
-    """A place in the file, which never leaves it."""
+    """A position in the file that never leaves it."""
 
     def __init__(self, data: mmap.mmap) -> None:
-        self.data, self.place = data, 0
+        self.data, self.position = data, 0
 
     def skip(self, count: int, what: str) -> int:
-        """Goes on by so many bytes; returns where they begin."""
-        start = self.place
+        """Advance by `count` bytes; returns where they start."""
+        start = self.position
         if count > len(self.data) - start:
-            raise _Malformed(f"it ends inside of {what}, which has {count} bytes at byte {start}")
-        self.place = start + count
+            raise _Malformed(f"it ends inside {what}, which has {count} bytes at byte {start}")
+        self.position = start + count
         return start
 
     def number(self, form: str, what: str) -> int:
@@ -53,17 +53,18 @@ class _Cursor:
 
 
 class _Malformed(Exception):
-    """Says what is wrong with the file."""
+    """The file is damaged; the message says how."""
 
 
-class _NoGGUF(Exception):
-    """The file is another one."""
+class _NotGGUF(Exception):
+    """The file has another format."""
 
 
 def check_header(path: Path, check_architecture: Callable[[Path, str], None] | None = None) -> None:
-    """Check that all parts of a GGUF file lie inside of it.
+    """Check that all parts of a GGUF file are inside of it.
 
     Args:
+        path: The file.
         check_architecture: Called with the path and general.architecture as soon as that is read.
 
     Raises:
@@ -76,9 +77,9 @@ def check_header(path: Path, check_architecture: Callable[[Path, str], None] | N
         raise ModelBuildError(f"file {str(path)!r} does not exist") from None
     except OSError as error:
         raise ModelBuildError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
-    except _NoGGUF:
+    except _NotGGUF:
         raise ModelBuildError(
-            f"{os.fspath(path)!r} is no GGUF file: it does not begin with 'GGUF'; for ONNX models: ortolan optimize"
+            f"{os.fspath(path)!r} is not a GGUF file: it does not begin with 'GGUF'; for ONNX models: ortolan optimize"
         ) from None
     except (_Malformed, ValueError) as error:  # an empty file cannot be mapped
         raise ModelBuildError(
@@ -92,28 +93,28 @@ def _any_architecture(path: Path, name: str) -> None:
 
 def _check(cursor: _Cursor, tell_architecture: Callable[[str], None]) -> None:
     start = cursor.skip(len(_MAGIC), "the magic number")
-    if cursor.data[start : cursor.place] != _MAGIC:
-        raise _NoGGUF
+    if cursor.data[start : cursor.position] != _MAGIC:
+        raise _NotGGUF
     version = cursor.number("I", "the version")
     if version not in _VERSIONS:
         raise _Malformed(f"its version is {version}, expected 2 or 3 (little endian)")
     tensors, pairs = cursor.number("Q", "the header"), cursor.number("Q", "the header")
-    if max(tensors, pairs) > _MOST_ENTRIES:
-        raise _Malformed(f"it has {tensors} tensors and {pairs} entries of metadata, expected {_MOST_ENTRIES} at most")
+    if max(tensors, pairs) > _MAX_ENTRIES:
+        raise _Malformed(f"it has {tensors} tensors and {pairs} metadata entries, expected at most {_MAX_ENTRIES}")
     alignment = _ALIGNMENT
     for _ in range(pairs):
         key = cursor.text("a name in the metadata")
         kind = cursor.number("I", f"{key!r}")
-        before = cursor.place
+        before = cursor.position
         _skip_value(cursor, kind, f"{key!r}")
         if key == _ARCHITECTURE_KEY and kind == _STRING:
-            tell_architecture(cursor.data[before + _LENGTH_BYTES : cursor.place].decode(errors="replace"))
+            tell_architecture(cursor.data[before + _LENGTH_BYTES : cursor.position].decode(errors="replace"))
         if key == _ALIGNMENT_KEY:
             alignment = struct.unpack_from("<I", cursor.data, before)[0] if kind == _UINT32 else 0
-            if not 0 < alignment <= _LARGEST_ALIGNMENT or alignment & (alignment - 1):
-                raise _Malformed("its alignment is no power of two")
+            if not 0 < alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
+                raise _Malformed("its alignment is not a power of two")
     ends = [_tensor_end(cursor, alignment) for _ in range(tensors)]
-    begin = -(-cursor.place // alignment) * alignment
+    begin = -(-cursor.position // alignment) * alignment
     for name, end in ends:
         if begin + end > len(cursor.data):
             raise _Malformed(f"tensor {name!r} ends at byte {begin + end}, but the file has {len(cursor.data)} bytes")
@@ -124,8 +125,8 @@ def _skip_value(cursor: _Cursor, kind: int, what: str) -> None:
         cursor.text(what)
     elif kind == _ARRAY:
         inner, count = cursor.number("I", what), cursor.number("Q", what)
-        if count > _MOST_ELEMENTS:
-            raise _Malformed(f"{what} is an array of {count} elements, expected {_MOST_ELEMENTS} at most")
+        if count > _MAX_ELEMENTS:
+            raise _Malformed(f"{what} is an array of {count} elements, expected at most {_MAX_ELEMENTS}")
         if inner == _STRING:
             for _ in range(count):
                 cursor.text(what)
@@ -140,23 +141,23 @@ def _skip_value(cursor: _Cursor, kind: int, what: str) -> None:
 
 
 def _tensor_end(cursor: _Cursor, alignment: int) -> tuple[str, int]:
-    """The tensor's name, and where it ends, in bytes behind the header."""
+    """Return the tensor's name, and its end in bytes after the header."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     name = cursor.text("the name of a tensor").decode(errors="replace")
     what = f"tensor {name!r}"
     axes = cursor.number("I", what)
-    if not 1 <= axes <= _MOST_AXES:
-        raise _Malformed(f"{what} has {axes} axes, expected 1 to {_MOST_AXES}")
+    if not 1 <= axes <= _MAX_AXES:
+        raise _Malformed(f"{what} has {axes} axes, expected 1 to {_MAX_AXES}")
     shape = [cursor.number("Q", what) for _ in range(axes)]
     kind, offset = cursor.number("I", what), cursor.number("Q", what)
     try:
         block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
     except (KeyError, ValueError):
-        raise _Malformed(f"{what} is of type {kind}, which this version of the package gguf does not know") from None
+        raise _Malformed(f"{what} is of type {kind}, which this version of the package gguf does not support") from None
     if 0 in shape or shape[0] % block or offset % alignment:
-        raise _Malformed(f"{what} has shape {shape} at offset {offset}, expected rows of {block} numbers, aligned")
+        raise _Malformed(f"{what} has shape {shape} at offset {offset}, expected rows of {block} values, aligned")
     count = 1
-    for side in shape:  # Python's numbers do not overflow
+    for side in shape:  # Python integers do not overflow
         count *= side
     return name, offset + count // block * size

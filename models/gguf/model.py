@@ -1,7 +1,7 @@
-"""From a GGUF file to the configuration of a decoder and its weights under their Hugging Face names.
+"""Reads a GGUF file into a decoder's configuration and its weights under their Hugging Face names.
 
 llama.cpp's converter reorders the rows of q_proj and k_proj of architecture "llama" for interleaved rotation, packs
-nothing that Hugging Face does not pack, and has added the 1 to the norms of Gemma already.
+only what Hugging Face packs, and has already added 1 to Gemma's norms.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..llama_config import LlamaConfig, llama_weight_shapes
 from .file import GgufFile, StoredWeight
 
 _TABLE, _HEAD = "model.embed_tokens", "lm_head"
-# GGUF name -> Hugging Face name; of layers, what stands behind "blk.N.".
+# GGUF name -> Hugging Face name; for layers, the part after "blk.N.".
 _LAYER_WEIGHTS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -40,13 +40,13 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 @dataclass(frozen=True)
 class _Architecture:
-    """What the family's members differ in. hugging_face: the name of the class there."""
+    """The differences between architectures. hugging_face: the class in transformers."""
 
     hugging_face: str
     rope_style: Literal["half", "interleaved"] = "half"
     activation: Literal["silu", "gelu_tanh"] = "silu"
     scaled_embedding: bool = False
-    packed: bool = False  # query, key and value in one tensor, and gate and up in another
+    packed: bool = False  # query, key and value in one tensor, gate and up in another
 
 
 ARCHITECTURES = {
@@ -57,18 +57,18 @@ ARCHITECTURES = {
     "gemma": _Architecture("GemmaForCausalLM", activation="gelu_tanh", scaled_embedding=True),
 }
 
-# Encoders that llama.cpp knows.
+# Encoders that llama.cpp supports.
 _EMBEDDING_ARCHITECTURES = (
     *("bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "modern-bert", "jina-bert-v2", "jina-bert-v3", "eurobert"),
     *("t5encoder", "gemma-embedding"),
 )
-_NO_DECODER = (
+_NOT_A_DECODER = (
     ", but only decoders can be imported; export the original model to ONNX instead: "
     "optimum-cli export onnx --model MODEL FOLDER, then: ortolan optimize FOLDER"
 )
 
-# What the graph does not compute, behind the architecture's name; none of them in the metadata, or 0.
-_UNKNOWN = (
+# Metadata keys, after the architecture's name, of features that the graph does not compute; must be missing or 0.
+_UNSUPPORTED = (
     "expert_count",
     "attn_logit_softcapping",
     "final_logit_softcapping",
@@ -84,7 +84,15 @@ _UNKNOWN = (
 
 @dataclass(frozen=True)
 class GgufModel:
-    """weights: by Hugging Face's names; see llama_weight_shapes. architecture: as the file names it."""
+    """A decoder in a GGUF file.
+
+    Attributes:
+        file: The file.
+        architecture: As the file names it.
+        config: Its configuration.
+        weights: By Hugging Face name; see llama_weight_shapes.
+        notes: Remarks for the user.
+    """
 
     file: GgufFile
     architecture: str
@@ -93,7 +101,7 @@ class GgufModel:
     notes: tuple[str, ...] = ()
 
     def with_halves(self) -> GgufModel:
-        """The model whose rotated pairs are (i, i + head_dim / 2): the rows are read in another order."""
+        """Return the model with rotated pairs (i, i + head_dim / 2), by reordering rows."""
         if self.config.rope_style == "half":
             return self
         weights = dict(self.weights)
@@ -106,7 +114,7 @@ class GgufModel:
 
 
 class GgufWeights(Mapping[str, np.ndarray]):
-    """The weights under their Hugging Face names, dequantized to float32 when asked for."""
+    """The weights under their Hugging Face names, dequantized to float32 when read."""
 
     def __init__(self, weights: Mapping[str, StoredWeight]) -> None:
         self._weights = weights
@@ -122,21 +130,23 @@ class GgufWeights(Mapping[str, np.ndarray]):
 
 
 def read_gguf(path: str | os.PathLike[str]) -> tuple[LlamaConfig, Mapping[str, np.ndarray]]:
-    """The configuration and the weights of a GGUF file, float32, dequantized one at a time; see read_model."""
+    """Return the configuration and the float32 weights of a GGUF file, dequantized one at a time; see read_model."""
     model = read_model(path)
     return model.config, GgufWeights(model.weights)
 
 
 def read_model(path: str | os.PathLike[str]) -> GgufModel:
-    """Reads a decoder of the Llama family, of any quantization that the package gguf can undo.
+    """Read a decoder of the Llama family, in any quantization that the package gguf can dequantize.
 
-    Raises OrtolanError when the package gguf is missing; ModelBuildError when the file is no GGUF file, is of another
-    architecture, or holds what build_llama does not compute.
+    Raises:
+        OrtolanError: The package gguf is missing.
+        ModelBuildError: The file is not a GGUF file, has another architecture, or needs features that build_llama
+            lacks.
     """
     file = GgufFile(path, _check_architecture)
     name = file.text("general.architecture")
     architecture = ARCHITECTURES[name]
-    _refuse_unknown(file, name)
+    _refuse_unsupported(file, name)
     weights = {_hugging_face_name(key): weight for key, weight in file.weights.items()}
     config, notes = _read_config(file, name, architecture, weights)
     if architecture.packed:
@@ -145,8 +155,8 @@ def read_model(path: str | os.PathLike[str]) -> GgufModel:
     others = [weight.name for key, weight in weights.items() if key not in expected and key != _ROPE_FACTORS]
     if others:
         raise ModelBuildError(
-            f"{path} holds {len(others)} tensors that a decoder of architecture {name!r} does not have here, such as "
-            f"{others[0]!r}; such models cannot be built"
+            f"{path} holds {len(others)} tensors that are not supported for architecture {name!r}, such as "
+            f"{others[0]!r}"
         )
     _check_tensors(file, name, weights, expected)
     return GgufModel(file, name, config, {key: weights[key] for key in expected}, notes)
@@ -157,19 +167,19 @@ def _check_architecture(path: Path, name: str) -> None:
         return
     known = ", ".join(map(repr, ARCHITECTURES))
     if name in _EMBEDDING_ARCHITECTURES:
-        raise ModelBuildError(f"{str(path)!r} holds an embedding model (architecture {name!r}){_NO_DECODER}")
+        raise ModelBuildError(f"{str(path)!r} holds an embedding model (architecture {name!r}){_NOT_A_DECODER}")
     raise ModelBuildError(f"{str(path)!r} holds a model of architecture {name!r}, expected one of {known}")
 
 
 def _check_tensors(
     file: GgufFile, name: str, weights: Mapping[str, StoredWeight], expected: Mapping[str, Shape]
 ) -> None:
-    """Raise ModelBuildError for missing tensors or wrong shapes, with the names that the file uses."""
+    """Raise ModelBuildError for missing tensors or wrong shapes, using the file's names."""
     missing = [key for key in expected if key not in weights]
     if missing:
         raise ModelBuildError(
             f"{file.path} lacks {len(missing)} of the {len(expected)} tensors of a decoder of architecture {name!r}, "
-            f"such as {_gguf_name(missing[0])!r}; download it again; of a split file, merge the parts first "
+            f"such as {_gguf_name(missing[0])!r}; download it again, or merge the parts of a split file first "
             "(llama-gguf-split --merge)"
         )
     for key, shape in expected.items():
@@ -192,7 +202,7 @@ def _gguf_name(key: str) -> str:
 
 
 def _hugging_face_name(name: str) -> str:
-    """ "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight"; names we do not know stay."""
+    """Return the Hugging Face name: "model.layers.3.self_attn.q_proj.weight" for "blk.3.attn_q.weight"."""
     parts = name.split(".")
     if parts[0] == "blk" and len(parts) == 4 and parts[2] in _LAYER_WEIGHTS:
         return f"model.layers.{parts[1]}.{_LAYER_WEIGHTS[parts[2]]}.{parts[3]}"
@@ -201,41 +211,45 @@ def _hugging_face_name(name: str) -> str:
     return name
 
 
-def _refuse_unknown(file: GgufFile, name: str) -> None:
+def _refuse_unsupported(file: GgufFile, name: str) -> None:
     scaling = file.metadata.get(f"{name}.rope.scaling.type", "none")
     if scaling != "none":
-        raise ModelBuildError(f"{file.path} scales its rotary frequencies ({scaling}); expected a model that does not")
+        raise ModelBuildError(f"{file.path} scales its rotary frequencies ({scaling}), which is not supported")
     if file.metadata.get(f"{name}.pooling_type"):
-        raise ModelBuildError(f"{str(file.path)!r} holds an embedding model ({name}.pooling_type is set){_NO_DECODER}")
-    for key in _UNKNOWN:
+        raise ModelBuildError(
+            f"{str(file.path)!r} holds an embedding model ({name}.pooling_type is set){_NOT_A_DECODER}"
+        )
+    for key in _UNSUPPORTED:
         if found := file.metadata.get(f"{name}.{key}"):
-            raise ModelBuildError(f"{file.path} has {name}.{key} = {found!r}, which such graphs do not compute")
+            raise ModelBuildError(f"{file.path} has {name}.{key} = {found!r}, which is not supported")
 
 
 def _read_config(
     file: GgufFile, name: str, architecture: _Architecture, weights: Mapping[str, StoredWeight]
 ) -> tuple[LlamaConfig, tuple[str, ...]]:
-    hidden, heads = file.whole(f"{name}.embedding_length"), file.whole(f"{name}.attention.head_count")
-    head_dim = file.whole(f"{name}.attention.key_length", max(1, hidden // heads))
-    for key, what in (("attention.value_length", "has values of"), ("rope.dimension_count", "rotates")):
-        if (found := file.whole(f"{name}.{key}", head_dim)) != head_dim:
-            raise ModelBuildError(f"{file.path} {what} {found} of {head_dim} numbers of a head, expected all")
+    hidden, heads = file.integer(f"{name}.embedding_length"), file.integer(f"{name}.attention.head_count")
+    head_dim = file.integer(f"{name}.attention.key_length", max(1, hidden // heads))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if (found := file.integer(f"{name}.{key}", head_dim)) != head_dim:
+            raise ModelBuildError(f"{file.path}: {name}.{key} is {found}, expected {head_dim}, the size of a head")
     if f"{_TABLE}.weight" not in weights:
         raise ModelBuildError(f"{file.path} has no tensor 'token_embd.weight'; is it the first part of a split file?")
-    context, notes = file.whole(f"{name}.context_length"), list[str]()
+    context, notes = file.integer(f"{name}.context_length"), list[str]()
     window = file.metadata.get(f"{name}.attention.sliding_window")
     if isinstance(window, int) and 0 < window < context:
-        notes.append(f"attention in a window is not built: positions end at its {window} tokens, not at {context}")
+        notes.append(
+            f"sliding-window attention is not supported: the context is {window} tokens (the window), not {context}"
+        )
         context = window
     config = LlamaConfig(
         vocab_size=weights[f"{_TABLE}.weight"].shape[0],
         hidden_size=hidden,
-        intermediate_size=file.whole(f"{name}.feed_forward_length"),
-        num_hidden_layers=file.whole(f"{name}.block_count", most=4096),
+        intermediate_size=file.integer(f"{name}.feed_forward_length"),
+        num_hidden_layers=file.integer(f"{name}.block_count", maximum=4096),
         num_attention_heads=heads,
-        num_key_value_heads=file.whole(f"{name}.attention.head_count_kv", heads),
+        num_key_value_heads=file.integer(f"{name}.attention.head_count_kv", heads),
         head_dim=head_dim,
-        # Stored as float32: 1e-5 comes back as 9.999999747378752e-06.
+        # Stored as float32: 1e-5 is read as 9.999999747378752e-06.
         rms_norm_eps=float(str(np.float32(file.positive(f"{name}.attention.layer_norm_rms_epsilon")))),
         rope_theta=file.positive(f"{name}.rope.freq_base", 10000.0),
         rope_style=architecture.rope_style,
@@ -251,17 +265,17 @@ def _read_config(
 
 
 def _rope_factors(weights: Mapping[str, StoredWeight]) -> tuple[float, ...] | None:
-    """Of Llama 3.1 and later."""
+    """Return the rotary factors of Llama 3.1 and later."""
     if _ROPE_FACTORS not in weights:
         return None
     factors = weights[_ROPE_FACTORS].floats().ravel()
     if not (np.isfinite(factors) & (factors > 0)).all():
-        raise ModelBuildError(f"tensor {_ROPE_FACTORS!r} holds numbers that are not above 0")
+        raise ModelBuildError(f"tensor {_ROPE_FACTORS!r} holds values that are not positive")
     return tuple(factors.tolist())
 
 
 def _unpacked(weights: Mapping[str, StoredWeight], config: LlamaConfig) -> dict[str, StoredWeight]:
-    """Phi-3: rows of query, key and value from one tensor, and of gate and up from another."""
+    """Split Phi-3's packed tensors into query, key and value, and into gate and up."""
     result = dict(weights)
     query, key = (heads * config.head_size for heads in (config.num_attention_heads, config.num_key_value_heads))
     for layer in range(config.num_hidden_layers):
@@ -280,7 +294,7 @@ def _unpacked(weights: Mapping[str, StoredWeight], config: LlamaConfig) -> dict[
             whole, start = result.pop(name), 0
             if whole.shape[0] != sum(parts.values()):
                 raise ModelBuildError(
-                    f"tensor {whole.name!r} has {whole.shape[0]} rows, expected {sum(parts.values())}, of "
+                    f"tensor {whole.name!r} has {whole.shape[0]} rows, expected {sum(parts.values())} for "
                     f"{' and '.join(parts)}"
                 )
             for part, rows in parts.items():

@@ -1,4 +1,4 @@
-"""What stands beside a model in a folder for onnxruntime-genai, Optimum and transformers: configurations, as JSON."""
+"""Configuration files (JSON) beside a model, for onnxruntime-genai, Optimum and transformers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
 def side_files(model: GgufModel, facts: TokenizerFacts, tokens: list[str]) -> dict[str, dict[str, Any]]:
-    """By file name: config.json, generation_config.json, tokenizer_config.json.
+    """Return config.json, generation_config.json and tokenizer_config.json, by file name.
 
-    tokens: the vocabulary. Raises ModelBuildError where no token ends a text.
+    Args:
+        model: The decoder.
+        facts: Its tokenizer's settings.
+        tokens: The vocabulary.
+
+    Raises:
+        ModelBuildError: No token ends a text.
     """
     return {
         "config.json": {**config_fields(model.config, model.architecture), **_token_ids(model, facts)},
@@ -25,7 +31,7 @@ def side_files(model: GgufModel, facts: TokenizerFacts, tokens: list[str]) -> di
 
 
 def config_fields(config: LlamaConfig, architecture: str = "llama") -> dict[str, Any]:
-    """What config.json tells of the model, without its tokens."""
+    """Return the model's fields of config.json, without token ids."""
     same = (
         *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
         *("num_key_value_heads", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "max_position_embeddings"),
@@ -39,15 +45,21 @@ def config_fields(config: LlamaConfig, architecture: str = "llama") -> dict[str,
         "hidden_act": activation,
         **({"hidden_activation": activation} if architecture == "gemma" else {}),
         "torch_dtype": "float32",
-        # The version that defines these fields. Without one, transformers warns that the tokenizer has Mistral's wrong
-        # pattern, and advises fix_mistral_regex.
+        # The version that defines these fields. Without it, transformers warns about a wrong Mistral pattern in the
+        # tokenizer and advises fix_mistral_regex.
         "transformers_version": "4.57.2",
     }
 
 
 def genai_config(model: GgufModel, facts: TokenizerFacts, file_name: str, library: str | None = None) -> dict[str, Any]:
-    """genai_config.json, for the graph that build_llama makes with attention="gqa", in a session with this library of
-    operators."""
+    """Return genai_config.json for the graph that build_llama makes with attention="gqa".
+
+    Args:
+        model: The decoder.
+        facts: Its tokenizer's settings.
+        file_name: The ONNX file.
+        library: The operator library that sessions load, if any.
+    """
     config = model.config
     return {
         "model": {

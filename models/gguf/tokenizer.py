@@ -1,7 +1,7 @@
-"""The tokenizer of a GGUF file, as the package `tokenizers` has it.
+"""The tokenizer of a GGUF file, as a tokenizer of the package `tokenizers`.
 
-Byte-level BPE (tokenizer.ggml.model "gpt2"): the vocabulary, the merges, and by tokenizer.ggml.pre how text is split
-before. SentencePiece ("llama"): BPE whose merges follow from the scores of its pieces, with bytes for what it lacks.
+Byte-level BPE (tokenizer.ggml.model "gpt2"): vocabulary, merges, and a pre-tokenizer named by tokenizer.ggml.pre.
+SentencePiece ("llama"): BPE whose merges follow from the pieces' scores, with byte fallback.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
 _PREFIX = "tokenizer.ggml."
-# In tokenizer.ggml.token_type.
+# Values of tokenizer.ggml.token_type.
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-_SPACE = "▁"  # of SentencePiece
+_SPACE = "▁"  # SentencePiece's space
 
 _DIGIT = r"\p{N}"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -37,9 +37,12 @@ _LETTERS = (
 
 @dataclass(frozen=True)
 class _Splitting:
-    """How byte-level BPE splits text: by the patterns, in turn.
+    """The pre-tokenizer of byte-level BPE.
 
-    whole_words: words of the vocabulary are tokens, whatever the merges. begins: a text begins with BOS.
+    Attributes:
+        patterns: Applied in turn.
+        whole_words: Words in the vocabulary are tokens, whatever the merges.
+        begins: A text begins with BOS.
     """
 
     patterns: tuple[str, ...]
@@ -54,7 +57,7 @@ _TEKKEN = _Splitting(
 _QWEN2 = _Splitting((f"{_CONTRACTIONS}|{_WORDS}|{_DIGIT}|{_SIGNS}|{_SPACES}",))
 # By tokenizer.ggml.pre.
 _SPLITTINGS: Mapping[str, _Splitting] = {
-    # Of converters that did not know the tokenizer: llama.cpp's guess, which is what users of the file have seen.
+    # For converters that did not know the tokenizer: llama.cpp's guess, which users of the file have seen.
     "default": _Splitting((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9]{3}")),
     "gpt-2": _Splitting((_GPT2,)),
     "smollm": _Splitting((_DIGIT, _GPT2)),
@@ -69,7 +72,7 @@ _SPLITTINGS: Mapping[str, _Splitting] = {
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """What tokenizer_config.json tells of a GGUF file's tokenizer. Ids are None where the file names none."""
+    """The settings of tokenizer_config.json that a GGUF file contains; a missing id has the value None."""
 
     bos: int | None
     eos: int | None
@@ -81,17 +84,21 @@ class TokenizerFacts:
     chat_template: str | None
 
 
-# Tokens that end a turn, which generation stops at though they may not be eos; as llama.cpp has them.
+# Tokens that end a turn, where generation stops even if they are not eos; the same as in llama.cpp.
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "</s>")
 
 
 def read_tokenizer_facts(file: GgufFile) -> TokenizerFacts:
-    """Raises ModelBuildError."""
+    """Read the settings of a file's tokenizer.
+
+    Raises:
+        ModelBuildError: The metadata are malformed.
+    """
     tokens = file.array(f"{_PREFIX}tokens")
 
     def token(name: str) -> int | None:
         found = file.metadata.get(f"{_PREFIX}{name}_token_id")
-        if found is None or found == 0xFFFFFFFF:  # -1: none
+        if found is None or found == 0xFFFFFFFF:  # -1 means that there is no such token
             return None
         if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < len(tokens):
             raise ModelBuildError(
@@ -121,10 +128,11 @@ def read_tokenizer_facts(file: GgufFile) -> TokenizerFacts:
 
 
 def read_gguf_tokenizer(path: str | os.PathLike[str] | GgufFile) -> Tokenizer:
-    """Builds the tokenizer described in a GGUF file's metadata; it adds the tokens at the ends that the file wants.
+    """Build the tokenizer described in a GGUF file's metadata, including the tokens that it adds at the ends.
 
-    Raises OrtolanError when the packages `gguf` or `tokenizers` are missing; ModelBuildError when the file describes a
-    tokenizer of another kind.
+    Raises:
+        OrtolanError: The packages `gguf` or `tokenizers` are missing.
+        ModelBuildError: The tokenizer has another kind, or is malformed.
     """
     file = path if isinstance(path, GgufFile) else GgufFile(path)
     try:
@@ -140,15 +148,15 @@ def read_gguf_tokenizer(path: str | os.PathLike[str] | GgufFile) -> Tokenizer:
         )
     tokens = _texts(file, "tokens")
     if len(set(tokens)) != len(tokens):
-        raise ModelBuildError(f"{file.path}: its vocabulary has a token twice")
+        raise ModelBuildError(f"{file.path}: its vocabulary has duplicate tokens")
     facts = read_tokenizer_facts(file)
     try:
         tokenizer = _byte_level(file, tokens) if kind == "gpt2" else _sentence_piece(file, tokens, facts)
         tokenizer.add_tokens(list(_added_tokens(tokens, _token_types(file, len(tokens)))))
     except ModelBuildError:
         raise
-    except Exception as error:  # what the package raises for merges of tokens that there are not
-        raise ModelBuildError(f"{file.path}: no tokenizer can be made of its vocabulary: {error}") from error
+    except Exception as error:  # the package's exceptions for merges of missing tokens
+        raise ModelBuildError(f"{file.path}: the tokenizer cannot be built: {error}") from error
     ends = [
         (index, tokens[index])
         for index, wanted in ((facts.bos, facts.adds_bos), (facts.eos, facts.adds_eos))
@@ -171,7 +179,7 @@ def read_gguf_tokenizer(path: str | os.PathLike[str] | GgufFile) -> Tokenizer:
 def _texts(file: GgufFile, name: str) -> list[str]:
     found = file.array(_PREFIX + name)
     if not found or not all(isinstance(one, str) for one in found):
-        raise ModelBuildError(f"{file.path}: metadata '{_PREFIX}{name}' is no array of texts")
+        raise ModelBuildError(f"{file.path}: metadata '{_PREFIX}{name}' is not an array of strings")
     return list(found)
 
 
@@ -193,7 +201,7 @@ def _splitting(file: GgufFile) -> _Splitting:
 
 
 def _added_tokens(tokens: Sequence[str], kinds: Sequence[int]) -> Iterable[AddedToken]:
-    """Those that are found in a text before it is split."""
+    """Yield the tokens that are found in a text before it is split."""
     from tokenizers import AddedToken
 
     for token, kind in zip(tokens, kinds, strict=True):
@@ -214,7 +222,7 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=splitting.whole_words))
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splitting.patterns]
-    # Not ByteLevel's own splitting as GPT-2 does: onnxruntime-genai splits in another way behind other patterns.
+    # The split is explicit, without ByteLevel's own: onnxruntime-genai splits differently after other patterns.
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, words])
     tokenizer.decoder = decoders.ByteLevel()
@@ -244,7 +252,7 @@ def _sentence_piece(file: GgufFile, tokens: Sequence[str], facts: TokenizerFacts
 def _merges_of_scores(
     vocabulary: Mapping[str, int], scores: Sequence[float], kinds: Sequence[int]
 ) -> list[tuple[str, str]]:
-    """All pairs of pieces that make a piece, that of the highest score first, as SentencePiece joins them."""
+    """Return all pairs of pieces that form a piece, highest score first, in SentencePiece's order."""
     found = []
     for piece, index in vocabulary.items():
         if kinds[index] != _USER_DEFINED and kinds[index] != _CONTROL:
@@ -252,5 +260,5 @@ def _merges_of_scores(
             pairs = [(left, right) for left, right in cuts if left in vocabulary and right in vocabulary]
             pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
             found += [(-scores[index], pair) for pair in pairs]
-    found.sort(key=lambda one: one[0])  # stable: of equal scores the earlier piece
+    found.sort(key=lambda one: one[0])  # stable: for equal scores the earlier piece
     return [pair for _, pair in found]

@@ -1,14 +1,14 @@
-"""The numbers of quantized weights in GGUF files, as the operators for groups of 32 inputs take them.
+"""Quantized weights of GGUF files in the form of our operators, with groups of 32 inputs.
 
-    Q4_0                   q - 8, 4 bits, with a scale          taken number by number
-    Q4_1                   q, 4 bits, with scale and minimum    taken number by number
-    Q8_0, Q5_0             8 bits with a scale                  taken number by number
-    Q4_K                   q, 4 bits, with scale and minimum    taken; scale and minimum, each a float16 times a
-                                                                number of 6 bits, are rounded to float16
-    Q5_1, Q5_K, Q6_K and   8 bits with a scale                  rounded: of several scales the one with the least
-    all others, floats too                                      squared error
+    Q4_0                   4 bits, q - 8, with a scale           kept exactly
+    Q4_1                   4 bits, q, with scale and minimum     kept exactly
+    Q8_0, Q5_0             8 bits with a scale                   kept exactly
+    Q4_K                   4 bits, q, with scale and minimum     q kept; scale and minimum, each a float16 times
+                                                                 a 6-bit integer, rounded to float16
+    Q5_1, Q5_K, Q6_K and   8 bits with a scale                   rounded: the scale with the least squared error
+    all others, floats too                                       among several
 
-float16 for Q4_K costs 5 bits a weight; exact scales in float32 would cost 6.
+float16 for Q4_K costs 5 bits per weight; exact float32 scales would cost 6.
 """
 
 from __future__ import annotations
@@ -27,36 +27,42 @@ from ..graph_builder import ModelBuildError
 from .file import StoredWeight
 
 GROUP = 32
-_SUPER_BLOCK = 256  # inputs of a block of Q4_K
+_SUPER_BLOCK = 256  # inputs of a Q4_K block
 _STEPS = 127.0
-# Of the scale that holds the largest weight: smaller ones clip it, larger ones lay the numbers elsewhere.
-_SHARES = tuple(1 + 0.004 * step for step in range(-4, 5))
-# The shares of |W| / |V - W| below which rounding is of float32 arithmetic alone.
-_NOTHING = 1e-7
+# Candidate scales, relative to the scale that fits the largest weight: smaller ones clip it, larger ones shift the
+# grid.
+_SCALE_FACTORS = tuple(1 + 0.004 * step for step in range(-4, 5))
+# Relative errors below this are float32 rounding.
+_NEGLIGIBLE = 1e-7
 
 
 @dataclass(frozen=True)
-class TakenWeight:
-    """numbers: [k, n], of rows [n, k]. error: ||V - W|| / ||W|| of the file's weight W and what the
-    numbers stand for, V; 0: they are equal."""
+class KeptWeight:
+    """A quantized weight and its error.
+
+    Attributes:
+        stored: The weight in the file, [n, k].
+        quantized: The weight [k, n] for our operators.
+        error: ||V - W|| / ||W|| for the file's weight W and the quantized weight V; 0: they are equal.
+    """
 
     stored: StoredWeight
-    numbers: QuantizedWeight
+    quantized: QuantizedWeight
     error: float
 
     @property
-    def form(self) -> str:
-        """For people."""
-        if self.numbers.minimum:
-            return f"{self.numbers.bits} bits with minimums"
-        return f"{self.numbers.bits} bits"
+    def format(self) -> str:
+        """The format in words."""
+        if self.quantized.minimum:
+            return f"{self.quantized.bits} bits with minimums"
+        return f"{self.quantized.bits} bits"
 
 
 @dataclass(frozen=True)
 class _Format:
-    """How blocks of a row, uint8 [n, blocks, bytes], hold numbers: q [n, blocks, inputs], and floats [n, groups].
+    """A GGUF type with blocks of a row, uint8 [n, blocks, bytes].
 
-    minimums: None where there are none.
+    The functions return q [n, blocks, inputs], and scales and minimums (if any) [n, groups].
     """
 
     bits: int
@@ -68,12 +74,12 @@ class _Format:
 
 
 def _half(start: int) -> Callable[[np.ndarray], np.ndarray]:
-    """The float16 at this byte of each block, [n, blocks]."""
+    """Return a function that reads the float16 at this byte of each block, [n, blocks]."""
     return lambda blocks: np.ascontiguousarray(blocks[..., start : start + 2]).view(np.float16)[..., 0]
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:
-    """[…, bytes] -> […, 2 * bytes]: the low halves, then the high ones."""
+    """Unpack […, bytes] to […, 2 * bytes]: low nibbles, then high nibbles."""
     return np.concatenate([packed & 15, packed >> 4], axis=-1)
 
 
@@ -82,7 +88,7 @@ def _fifth_bits(blocks: np.ndarray) -> np.ndarray:
 
 
 def _q4_k_parts(blocks: np.ndarray, of_minimums: bool) -> np.ndarray:
-    """A float16 times eight numbers of 6 bits, rounded to float16: [n, groups]."""
+    """Return a float16 times eight 6-bit integers, rounded to float16: [n, groups]."""
     low, high, both = (blocks[..., start : start + 4] for start in (4, 8, 12))
     if of_minimums:
         factors = np.concatenate([high & 63, (both >> 4) | ((high >> 2) & 48)], axis=-1)
@@ -120,24 +126,30 @@ _FORMATS = {
 }
 
 
-def keep_gguf_weight(stored: StoredWeight, spill: TensorSpill, eight_bits: bool = False) -> TakenWeight:
-    """The numbers of a weight [n, k]. What has to be computed once is spilled; the others are read from the file each
-    time that they are asked for.
+def keep_gguf_weight(stored: StoredWeight, spill: TensorSpill, eight_bits: bool = False) -> KeptWeight:
+    """Return a weight [n, k] of the file for our operators.
 
-    eight_bits: numbers of 4 bits are rounded to 8 as well.
-    Raises ModelBuildError where scales are not finite, or weights too large for float16 scales.
+    Parts that must be computed are stored in `spill`; the others are read from the file when needed.
+
+    Args:
+        stored: The weight in the file.
+        spill: File for computed parts.
+        eight_bits: Also round 4-bit weights to 8 bits.
+
+    Raises:
+        ModelBuildError: Scales are not finite, or weights are too large for float16 scales.
     """
     found = _FORMATS.get(stored.kind)
     if found is None or (eight_bits and found.bits != 8):
-        numbers = _round(stored, spill)
-        return TakenWeight(stored, numbers, _error(stored, numbers))
-    numbers = _as_stored(stored, found)
-    _check_finite(stored, numbers)
-    return TakenWeight(stored, numbers, 0.0 if found.exact else _error(stored, numbers))
+        rounded = _round(stored, spill)
+        return KeptWeight(stored, rounded, _error(stored, rounded))
+    quantized = _as_stored(stored, found)
+    _check_finite(stored, quantized)
+    return KeptWeight(stored, quantized, 0.0 if found.exact else _error(stored, quantized))
 
 
 def join_quantized(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-    """The weights side by side, as one; None where they are not of one kind."""
+    """Join weights side by side; None if their formats differ."""
     first = parts[0]
     kinds = {(part.bits, part.symmetric, part.minimum, part.scales.dtype) for part in parts}
     if len(kinds) > 1:
@@ -180,8 +192,8 @@ def _as_stored(stored: StoredWeight, found: _Format) -> QuantizedWeight:
     )
 
 
-def _check_finite(stored: StoredWeight, numbers: QuantizedWeight) -> None:
-    for part in (numbers.scales, numbers.minimums):
+def _check_finite(stored: StoredWeight, quantized: QuantizedWeight) -> None:
+    for part in (quantized.scales, quantized.minimums):
         if part is not None and not np.isfinite(part.numpy()).all():
             raise ModelBuildError(
                 f"tensor {stored.name!r} ({stored.kind}) has scales that are NaN, infinite or too large for float16; "
@@ -197,8 +209,8 @@ def _round(stored: StoredWeight, spill: TensorSpill) -> QuantizedWeight:
         stop = min(n, start + stored.rows_at_once)
         part = np.zeros((stop - start, groups * GROUP), np.float32)
         part[:, :k] = stored.floats(start, stop)
-        numbers, found = _round_groups(part.reshape(stop - start, groups, GROUP), stored.name)
-        q[:, start:stop] = numbers.reshape(stop - start, -1)[:, :k].T
+        integers, found = _round_groups(part.reshape(stop - start, groups, GROUP), stored.name)
+        q[:, start:stop] = integers.reshape(stop - start, -1)[:, :k].T
         scales[:, start:stop] = found.T
     return QuantizedWeight(
         8,
@@ -209,18 +221,18 @@ def _round(stored: StoredWeight, spill: TensorSpill) -> QuantizedWeight:
 
 
 def _round_groups(groups: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """int8 numbers like the groups, float32 [rows, groups, 32], and float16 scales [rows, groups]."""
+    """Quantize groups, float32 [rows, groups, 32], to int8 and float16 scales [rows, groups]."""
     peak = np.abs(groups).max(axis=-1)
     with np.errstate(over="ignore", invalid="ignore"):
-        largest = (peak / np.float32(_STEPS) * np.float32(max(_SHARES))).astype(np.float16)
+        largest = (peak / np.float32(_STEPS) * np.float32(max(_SCALE_FACTORS))).astype(np.float16)
     if not np.isfinite(largest).all():
         raise ModelBuildError(f"tensor {name!r} holds NaN, infinity or weights that are too large for float16 scales")
     least = np.full(peak.shape, np.inf, np.float32)
     scales = np.zeros(peak.shape, np.float16)
     q = np.zeros(groups.shape, np.int8)
     smallest = np.float16(np.finfo(np.float16).smallest_subnormal)
-    for share in _SHARES:
-        scale = np.maximum((peak / np.float32(_STEPS) * np.float32(share)).astype(np.float16), smallest)
+    for factor in _SCALE_FACTORS:
+        scale = np.maximum((peak / np.float32(_STEPS) * np.float32(factor)).astype(np.float16), smallest)
         wide = scale.astype(np.float32)[..., None]
         found = np.clip(np.rint(groups / wide), -_STEPS, _STEPS)
         loss = np.square((groups - found * wide) / np.maximum(peak, np.float32(1e-30))[..., None]).sum(axis=-1)
@@ -230,8 +242,8 @@ def _round_groups(groups: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray
     return q, scales
 
 
-def _error(stored: StoredWeight, numbers: QuantizedWeight) -> float:
-    matrix = numbers.matrix()
+def _error(stored: StoredWeight, quantized: QuantizedWeight) -> float:
+    matrix = quantized.matrix()
     squares = lost = 0.0
     for start in range(0, stored.shape[0], stored.rows_at_once):
         exact = stored.floats(start, start + stored.rows_at_once)
@@ -242,4 +254,4 @@ def _error(stored: StoredWeight, numbers: QuantizedWeight) -> float:
     if not np.isfinite(squares):
         raise ModelBuildError(f"tensor {stored.name!r} ({stored.kind}) holds NaN or infinity")
     error = (lost / squares) ** 0.5 if squares else 0.0
-    return error if error > _NOTHING else 0.0
+    return error if error > _NEGLIGIBLE else 0.0

@@ -32,7 +32,7 @@ from .models.gguf.file import StoredWeight
 from .models.gguf.model import GgufModel, read_model
 from .models.gguf.side_files import genai_config, side_files
 from .models.gguf.tokenizer import TokenizerFacts, read_gguf_tokenizer, read_tokenizer_facts
-from .models.gguf.weights import GROUP, TakenWeight, join_quantized, keep_gguf_weight
+from .models.gguf.weights import GROUP, KeptWeight, join_quantized, keep_gguf_weight
 from .models.graph_builder import ModelBuildError, Weight, lazy_weight
 from .models.llama import build_llama
 from .progress import Progress, Stage, no_progress, told
@@ -94,7 +94,7 @@ class _Weights:
     lazy: dict[str, Weight] = field(default_factory=dict)
     given: dict[str, QuantizedWeight] = field(default_factory=dict)
     separate_qkv: list[int] = field(default_factory=list)
-    taken: dict[str, TakenWeight] = field(default_factory=dict)
+    taken: dict[str, KeptWeight] = field(default_factory=dict)
 
     def stored_bytes(self, name: str) -> int:
         """Return the bytes that a weight, by its name in the graph, has in the file."""
@@ -166,8 +166,8 @@ class _Import:
                 weights.lazy[name] = np.asarray(stored.floats())
                 continue
             weights.taken[name] = taken = keep_gguf_weight(stored, spill, eight_bits=name in (_TABLE, _HEAD))
-            weights.lazy[name] = _float_weight(taken.numbers)
-            weights.given[name if name == _TABLE else f"{name}_t"] = taken.numbers
+            weights.lazy[name] = _float_weight(taken.quantized)
+            weights.given[name if name == _TABLE else f"{name}_t"] = taken.quantized
         tell(Stage.READ_WEIGHTS, total, total)
         self._join_qkv(weights)
         return weights
@@ -178,7 +178,7 @@ class _Import:
         for layer in range(self.model.config.num_hidden_layers):
             prefix = f"model.layers.{layer}.self_attn"
             names = [f"{prefix}.{part}_proj.weight" for part in "qkv"]
-            joined = join_quantized([weights.taken[name].numbers for name in names])
+            joined = join_quantized([weights.taken[name].quantized for name in names])
             if joined is None:
                 weights.separate_qkv.append(layer)
             else:
@@ -268,11 +268,11 @@ def _fill_inputs(context: PassContext) -> list[tuple[LayerReport, str]]:
     return layers
 
 
-def _describe(taken: Mapping[str, TakenWeight]) -> list[str]:
+def _describe(taken: Mapping[str, KeptWeight]) -> list[str]:
     """Return one line for each type of weights in the file."""
-    kinds: dict[tuple[str, str], list[TakenWeight]] = {}
+    kinds: dict[tuple[str, str], list[KeptWeight]] = {}
     for one in taken.values():
-        kinds.setdefault((one.stored.kind, one.form), []).append(one)
+        kinds.setdefault((one.stored.kind, one.format), []).append(one)
     lines = []
     for (kind, form), group in kinds.items():
         errors = [one.error for one in group]

@@ -154,7 +154,7 @@ def test_an_older_library_in_the_folder_is_replaced(folder: Path, tmp_path: Path
         (config(filename="other.onnx"), r"names 'other\.onnx' as parts of the model, but .*correct 'filename'"),
         (config(filename="../model.onnx"), r"names '\.\./model\.onnx' as parts"),
         (config(session_options=None), "has session_options = None in the part of 'model.onnx', expected an object"),
-        (config(session_options={"custom_ops_library": "extensions.so"}), "expected 'libortolan.so' or no entry"),
+        (config(session_options={"custom_ops_library": "extensions.so"}), "expected 'libortolan_ops.so' or no entry"),
         (config(session_options={"custom_ops_library": [LIBRARY]}), "has custom_ops_library = "),
         ({"model": {"decoder": 3, "encoder": {"filename": "model.onnx"}}}, "has decoder = 3 in 'model', expected an"),
     ],

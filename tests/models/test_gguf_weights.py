@@ -40,9 +40,9 @@ def take(weight, folder, **options):
 def test_number_by_number(tmp_path, kind, bits, minimum):
     weight = stored(kind)
     taken = take(weight, tmp_path)
-    assert (taken.numbers.bits, taken.numbers.group_size, taken.numbers.minimum) == (bits, 32, minimum)
+    assert (taken.quantized.bits, taken.quantized.group_size, taken.quantized.minimum) == (bits, 32, minimum)
     assert taken.error == 0
-    np.testing.assert_array_equal(taken.numbers.matrix().T, weight.floats())
+    np.testing.assert_array_equal(taken.quantized.matrix().T, weight.floats())
     order = np.random.default_rng(2).permutation(48)
     np.testing.assert_array_equal(
         take(weight.reordered(order).rows(3, 20), tmp_path).numbers.matrix().T, weight.floats()[order[3:20]]
@@ -52,11 +52,11 @@ def test_number_by_number(tmp_path, kind, bits, minimum):
 def test_scales_of_q4_k_are_rounded(tmp_path):
     weight = stored("Q4_K")
     taken = take(weight, tmp_path)
-    assert (taken.numbers.bits, taken.numbers.minimum) == (4, True)
-    exact, found = weight.floats(), taken.numbers.matrix().T
+    assert (taken.quantized.bits, taken.quantized.minimum) == (4, True)
+    exact, found = weight.floats(), taken.quantized.matrix().T
     assert 0 < taken.error < 2**-11
     assert taken.error == pytest.approx(np.linalg.norm(found - exact) / np.linalg.norm(exact), rel=1e-3)
-    scales, minimums = taken.numbers.scales.numpy(), taken.numbers.minimums.numpy()
+    scales, minimums = taken.quantized.scales.numpy(), taken.quantized.minimums.numpy()
     bound = 2.0**-11 * (15 * scales.astype(np.float32) + np.abs(minimums)) + 2**-23
     assert (np.abs(found - exact) <= np.repeat(bound, 32, axis=0).T).all()
 
@@ -65,8 +65,8 @@ def test_scales_of_q4_k_are_rounded(tmp_path):
 def test_eight_bits(tmp_path, kind):
     weight = stored(kind)
     taken = take(weight, tmp_path)
-    assert (taken.numbers.bits, taken.numbers.symmetric, taken.numbers.scales.dtype.name) == (8, True, "FLOAT16")
-    exact, found = weight.floats(), taken.numbers.matrix().T
+    assert (taken.quantized.bits, taken.quantized.symmetric, taken.quantized.scales.dtype.name) == (8, True, "FLOAT16")
+    exact, found = weight.floats(), taken.quantized.matrix().T
     assert taken.error == pytest.approx(np.linalg.norm(found - exact) / np.linalg.norm(exact), rel=1e-3)
     # No worse than rounding to nearest with the scale that the largest weight asks for.
     blocks = exact.reshape(-1, 32)
@@ -79,14 +79,14 @@ def test_eight_bits(tmp_path, kind):
 def test_rows_that_end_in_half_a_group(tmp_path):
     weight = stored("F32", WEIGHT[:, :100])
     taken = take(weight, tmp_path)
-    assert taken.numbers.scales.shape.numpy() == (4, 48)
+    assert taken.quantized.scales.shape.numpy() == (4, 48)
     assert taken.error < 0.006
 
 
 def test_tables_become_8_bits(tmp_path):
     weight = stored("Q4_1")
     taken = take(weight, tmp_path, eight_bits=True)
-    assert taken.numbers.bits == 8 and 0 < taken.error < 0.006
+    assert taken.quantized.bits == 8 and 0 < taken.error < 0.006
     assert take(stored("Q8_0"), tmp_path, eight_bits=True).error == 0
 
 

@@ -54,7 +54,7 @@ def test_rope_factors():
     for attention in ("standard", "gqa"):
         found = Decoder(build_llama(weights, config, attention=attention), config).step(ids)
         np.testing.assert_allclose(found[0], reference_llama(weights, config, ids[0]), atol=1e-4)
-    with pytest.raises(ModelBuildError, match="rope_factors are 3 numbers; expected 8"):
+    with pytest.raises(ModelBuildError, match="rope_factors has 3 values, expected 8"):
         replace(config, rope_factors=(1.0, 2.0, 3.0))
 
 
@@ -143,7 +143,7 @@ def test_passes_the_checker_and_names_values_like_optimum():
         ({"head_dim": 7}, "head_dim is 7"),
         ({"rope_style": "quarter"}, "rope_style is 'quarter'"),
         ({"attention": "flash"}, "attention is 'flash'; expected one of standard, gqa"),
-        ({"attention": "gqa"}, "head_dim is 12; GroupQueryAttention wants a multiple of 16"),
+        ({"attention": "gqa"}, "head_dim is 12, expected a multiple of 16"),
     ],
 )
 def test_impossible_configurations_are_refused(overrides, message):
@@ -186,7 +186,7 @@ def test_bad_llama2c_checkpoints_are_refused(tmp_path):
     write_llama2c(path, config, tiny.random_weights(llama_weight_shapes(config)))
     whole = path.read_bytes()
     for content, message in [
-        (whole[:-4], "its header .* asks for"),
+        (whole[:-4], "expected .* for its header"),
         (whole[:20], "has 20 bytes"),
         (b"ak42" + whole[4:], "expected a llama2.c checkpoint"),
         (struct.pack("<i", -1) + whole[4:], "expected a llama2.c checkpoint"),

@@ -53,7 +53,7 @@ def test_mlp_mixes_forms_and_batch_sizes():
 
 @pytest.mark.parametrize(("widths", "forms"), [((4, 4), ("gemm", "gemm")), ((4,), "gemm"), ((4, 4), "conv")])
 def test_mlp_refuses_what_does_not_fit(widths, forms):
-    with pytest.raises(ModelBuildError, match="expected one form a layer"):
+    with pytest.raises(ModelBuildError, match="expected one form per layer"):
         tiny.mlp(widths, forms)
 
 

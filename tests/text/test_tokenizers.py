@@ -220,7 +220,7 @@ def test_what_is_not_supported_is_named(tmp_path):
     refused(path, said | {"normalizer": {"type": "ByteLevel"}}, "normalizer 'ByteLevel'")
     replaced = {"type": "Replace", "pattern": {"Regex": "a+?"}, "content": "b"}
     refused(path, said | {"normalizer": replaced}, "normalizer that replaces 'a\\+\\?'")
-    refused(path, said | {"added_tokens": [*said["added_tokens"], token | {"single_word": True}]}, "of a kind")
+    refused(path, said | {"added_tokens": [*said["added_tokens"], token | {"single_word": True}]}, "with options that are not supported")
     refused(path, said | {"model": model | {"end_of_word_suffix": "</w>"}}, "end_of_word_suffix")
     vocabulary = model["vocab"] | {"zzzzz": max(model["vocab"].values()) + 9}
     whole = {"vocab": vocabulary, "ignore_merges": True}
@@ -260,7 +260,7 @@ def test_padding_is_found_without_the_package(files, tmp_path, kind):
     padding = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None, "pad_type_id": 0}
     for number in (tokenizer.get_vocab_size() + 1, -1, "a"):
         path.write_text(json.dumps(said | {"padding": padding | {"pad_id": number, "pad_token": "x"}}), "utf-8")
-        with pytest.raises(ModelError, match="no token"):
+        with pytest.raises(ModelError, match="not a token"):
             read_tokenizer_file(path)
 
 
@@ -286,9 +286,9 @@ def test_files_that_the_package_refuses(tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text('{"model": {"type": "None", "vocab": {"a": 0}}}', encoding="utf-8")
     file = read_tokenizer_file(path)
-    with pytest.raises(ModelError, match=r"no tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"not a tokenizer\.json"):
         assert file.tokenizer
-    with pytest.raises(ModelError, match=r"no tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"not a tokenizer\.json"):
         read_graph_tokenizer(file)
 
 
