@@ -307,7 +307,7 @@ def measure_times(
     tokenizer_path: str | os.PathLike[str],
     progress: Progress = no_progress,
 ) -> dict[str, tuple[Timing, ...]]:
-    """Return times by name, for each of TOKEN_COUNTS. Sessions run in turn, so that a busy machine slows all of them."""
+    """Return times by name for each of TOKEN_COUNTS. Sessions run in turn, so that a busy machine slows all."""
     rows = []
     for done, tokens in enumerate(TOKEN_COUNTS):
         progress(Stage.TIME, done, len(TOKEN_COUNTS))

@@ -1,4 +1,4 @@
-"""Requests and answers of the servers: Ortolan's own, OpenAI's, and those of Cohere, Jina, text-embeddings-inference."""
+"""Requests and answers of the servers: Ortolan's own, and those of OpenAI, Cohere, Jina, text-embeddings-inference."""
 
 import base64
 import json

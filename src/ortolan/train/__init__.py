@@ -1,4 +1,4 @@
-"""Recovery by distillation (extra `train`): a dense encoder becomes a sparse one that gives the same, taught on texts.
+"""Distillation (extra `train`): prune an encoder while it learns to return the original's vectors.
 
 report = ortolan.train.distill("model.onnx", "sparse.onnx", texts=sentences)
 """

@@ -1,4 +1,4 @@
-"""Texts as batches of one length each, so that nothing is padded. What a step gets follows from its number alone."""
+"""Batches of texts with equal lengths, without padding. The batch of a step depends only on its number."""
 
 from __future__ import annotations
 
@@ -12,15 +12,25 @@ from ortolan.errors import CalibrationError, ModelError, listing
 from ortolan.graph_passes.measure.feeds import model_inputs
 from ortolan.graph_passes.text.texts import Tokenizer, feeds_of_texts
 
-_SHORTEST = 4  # tokens of a text; of two or three, control tokens included, little is to be learnt
+_SHORTEST = 4  # tokens, special tokens included; shorter texts teach little
 _KNOWN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
 
 class Batches:
-    """batch(step) is input_ids, int64 [texts, tokens]: so many texts of one length that they have batch_tokens."""
+    """Batches of texts with equal lengths.
+
+    Attributes:
+        per_epoch: The number of batches of an epoch.
+    """
 
     def __init__(self, ids: Sequence[np.ndarray], batch_tokens: int, seed: int) -> None:
-        """ids: int64 [tokens] of each text."""
+        """Sort texts by length.
+
+        Args:
+            ids: The tokens of each text, int64 [tokens].
+            batch_tokens: The number of tokens of a batch.
+            seed: Seed of the order.
+        """
         self._rows, self._seed = list(ids), seed
         self._by_length: dict[int, np.ndarray] = {}
         lengths = np.array([len(row) for row in self._rows])
@@ -32,7 +42,7 @@ class Batches:
 
     @property
     def digest(self) -> str:
-        """Tells other texts, tokenizers and sizes of batches apart."""
+        """A digest of texts, tokens and batch sizes."""
         sha = hashlib.sha256(repr((self._sizes, self._seed)).encode())
         for row in self._rows:
             sha.update(row.tobytes())
@@ -40,11 +50,11 @@ class Batches:
 
     @property
     def tokens(self) -> int:
-        """Of all texts."""
+        """The number of tokens of all texts."""
         return sum(map(len, self._rows))
 
     def batch(self, step: int) -> np.ndarray:
-        """Each epoch has all texts, in another order."""
+        """Return the input_ids of a step, int64 [texts, tokens]. Each epoch has all texts in another order."""
         epoch, index = divmod(step, self.per_epoch)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._shuffled(epoch)
@@ -60,15 +70,19 @@ class Batches:
 
 
 def token_ids(texts: Sequence[str], tokenizer: Tokenizer | None, model: ir.Model, max_tokens: int) -> list[np.ndarray]:
-    """int64 [tokens] for each different text; longer ones are cut to pieces of max_tokens, very short ones left out.
+    """Return the tokens of each distinct text, int64 [tokens], split into pieces of at most `max_tokens`.
 
-    Raises CalibrationError without usable texts or tokenizer, ModelError for a model that is no encoder.
+    Very short pieces are left out.
+
+    Raises:
+        CalibrationError: There is no usable text, or no tokenizer.
+        ModelError: The model is not an encoder.
     """
     inputs = [value.name or "" for value in model_inputs(model)]
     unknown = set(inputs) - set(_KNOWN_INPUTS)
     if unknown or "input_ids" not in inputs:
         raise ModelError(
-            f"the model has the inputs {listing(inputs)}, training takes encoders, with input_ids and at most "
+            f"model has inputs {listing(inputs)}, expected those of an encoder: input_ids and any of "
             f"{listing(_KNOWN_INPUTS[1:])}"
         )
     feeds = feeds_of_texts(list(dict.fromkeys(texts)), tokenizer, model)
@@ -76,12 +90,12 @@ def token_ids(texts: Sequence[str], tokenizer: Tokenizer | None, model: ir.Model
     pieces = [row[start : start + max_tokens] for row in rows for start in range(0, len(row), max_tokens)]
     found = [piece for piece in pieces if len(piece) >= _SHORTEST]
     if not found:
-        raise CalibrationError(f"no text has {_SHORTEST} tokens or more; give sentences, one a line")
+        raise CalibrationError(f"texts have fewer than {_SHORTEST} tokens each; give sentences, one a line")
     return found
 
 
 def feeds_of(ids: np.ndarray, model: ir.Model) -> dict[str, np.ndarray]:
-    """Inputs for token ids, int64 [texts, tokens], of full length."""
+    """Return the inputs for token ids, int64 [texts, tokens], without padding."""
     made = {
         "input_ids": ids,
         "attention_mask": np.ones_like(ids),

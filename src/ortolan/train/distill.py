@@ -1,4 +1,4 @@
-"""distill: from a dense encoder and texts to a sparse one."""
+"""distill: prune a dense encoder and train it on texts."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from ortolan.errors import OrtolanError, RecipeError
 from ortolan.graph_passes.files.model_file import ModelFile, check_output, load_model, move_into_place, write_model
+from ortolan.graph_passes.files.work_folder import work_folder
 from ortolan.graph_passes.options import HEADS
 from ortolan.graph_passes.text.texts import Tokenizer, find_tokenizer
 from ortolan.graph_passes.weights.pruners.masks import Pattern
@@ -30,7 +31,7 @@ from .student import pruned_weights, trained_names, write_back
 if TYPE_CHECKING:
     from .training import Training
 
-DISTILLED_KEY = "ortolan.distilled"  # in the metadata of the model that is written
+DISTILLED_KEY = "ortolan.distilled"  # a key of the written model's metadata
 _PATTERNS = ("4x1", "unstructured")
 
 
@@ -57,23 +58,41 @@ def distill(
     progress: Progress | None = None,
     tell: Callable[[CurvePoint], None] | None = None,
 ) -> DistillReport:
-    """Prunes an encoder little by little while it learns, on texts without labels, to give what the dense one gives.
+    """Prune an encoder step by step while it learns, on texts without labels, to return the original's vectors.
 
-    model: the path of an ONNX encoder in float32, as exported; never changed. output: the file to write, the same graph
-        with other weights, of which the pruned ones are exact zeros. optimize_onnx(…, pattern="4x1") makes it fast.
-    texts: sentences like those it will be given; tens of thousands. tokenizer: the path of a tokenizer.json, or an
-        object whose encode(text) gives token ids. None: the tokenizer.json beside the model.
-    sparsity: of each layer. pattern: "4x1", blocks of one input and four outputs, or "unstructured".
-    steps: of batch_tokens tokens each; texts are cut to max_tokens. rate: the highest learning rate.
-    select, exclude: patterns of names of layers or weights.
-    checkpoint: the folder of the training's state; None: `<output>.checkpoint`. It is written every five minutes, when
-        the run is interrupted (Ctrl-C), and at the end. resume: goes on from one that is there, with the same result as
-        an uninterrupted run.
-    evaluate: scores a model file; called on the original, every evaluate_every steps (None: twenty times), and at
-        the end; tell is given each point of the curve.
-    bfloat16: computes matrix products in it. None: where the CPU can.
+    The output appears when it is complete. An interrupt (Ctrl-C) first writes a checkpoint.
 
-    Raises OrtolanError; KeyboardInterrupt once the checkpoint is written. The output appears at the end, whole.
+    Args:
+        model: An ONNX encoder in float32, as exported; it is not changed.
+        output: The file to write: the same graph with other weights, of which the pruned ones are exactly 0.
+            `optimize_onnx(…, pattern="4x1")` makes it fast.
+        texts: Sentences like later inputs; tens of thousands.
+        tokenizer: The path of a tokenizer.json, or an object whose encode(text) returns token ids. Default: the
+            tokenizer.json beside the model.
+        sparsity: The fraction of zeros in each layer.
+        pattern: "4x1", blocks of one input and four outputs, or "unstructured".
+        steps: The number of steps.
+        batch_tokens: Tokens of a step.
+        max_tokens: Longer texts are split into pieces of this many tokens.
+        rate: The highest learning rate.
+        select: Name patterns of the layers or weights to prune.
+        exclude: Name patterns of layers or weights that are not pruned.
+        checkpoint: The folder of the training's state. Default: `<output>.checkpoint`. It is written every five
+            minutes, after an interrupt, and at the end.
+        resume: Continue from a checkpoint, with the same result as an uninterrupted run.
+        evaluate: Scores a model file; called for the original, every `evaluate_every` steps, and at the end.
+        evaluate_every: Steps between scores. Default: a twentieth of all steps.
+        bfloat16: Compute matrix products in bfloat16. Default: if the CPU supports it.
+        seed: Seed of the order of texts.
+        progress: Called as progress(stage, done, total).
+        tell: Called with each point of the learning curve.
+
+    Raises:
+        RecipeError: A number or the pattern is out of range.
+        CalibrationError: There is no usable text, or no tokenizer.
+        ModelError: The model is not an encoder, or has an operator that training does not support.
+        OutputError: The output or the checkpoint cannot be written, or belongs to another training.
+        KeyboardInterrupt: The training was interrupted; the checkpoint is written.
     """
     torch = _import_torch()
     from . import checkpoint as checkpoints
@@ -108,19 +127,27 @@ def distill(
     arrays = training.arrays()
     _write(source, arrays, target, settings | {"tokens": state.tokens})
     report.tokens, report.seconds, report.curve = state.tokens, state.seconds, state.curve
-    report.sparsity = {one.linears[0].name: _share_of_zeros(arrays[one.name]) for one in weights}
+    report.sparsity = {one.linears[0].name: _zero_fraction(arrays[one.name]) for one in weights}
     return report
 
 
 def _train(run: Callable[..., bool]) -> None:
-    """Raises KeyboardInterrupt where it was interrupted, once the checkpoint is written."""
+    """Run the training.
+
+    Raises:
+        KeyboardInterrupt: It was interrupted; the checkpoint is written.
+    """
     with _interruptible() as stopped:
         if not run(stopped=stopped):
             raise KeyboardInterrupt
 
 
 def _read_pattern(pattern: str) -> Pattern:
-    """Raises RecipeError."""
+    """Return the pattern.
+
+    Raises:
+        RecipeError: It is not supported.
+    """
     units = Pattern.read(pattern)
     if pattern not in _PATTERNS or units is None:
         raise RecipeError(f"pattern is {pattern!r}, expected one of {', '.join(map(repr, _PATTERNS))}")
@@ -128,7 +155,7 @@ def _read_pattern(pattern: str) -> Pattern:
 
 
 def _score(source: ModelFile, name: str, training: Training, evaluate: Callable[[Path], float] | None) -> float | None:
-    """Of the model as it is by now, in a file of this name."""
+    """Score the current model, in a file of this name."""
     if evaluate is None:
         return None
     with tempfile.TemporaryDirectory() as work:
@@ -139,16 +166,16 @@ def _score(source: ModelFile, name: str, training: Training, evaluate: Callable[
 
 
 def _write(source: ModelFile, arrays: Mapping[str, np.ndarray], target: Path, settings: Mapping[str, Any]) -> None:
-    """settings: for the model's metadata."""
+    """Write the model, with the settings in its metadata."""
     write_back(source.model, arrays)
     source.model.metadata_props[DISTILLED_KEY] = json.dumps(settings)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.ortolan-", dir=target.absolute().parent) as work:
-        candidate = Path(work) / target.name
+    with work_folder(target) as work:
+        candidate = work / target.name
         write_model(source.model, candidate, lambda done, total: None)
         move_into_place(candidate, target)
 
 
-def _share_of_zeros(array: np.ndarray) -> float:
+def _zero_fraction(array: np.ndarray) -> float:
     return float(1 - np.count_nonzero(array) / array.size)
 
 
@@ -163,7 +190,11 @@ def _import_torch() -> Any:
 
 
 def _check(**given: tuple[float, float, float | None]) -> None:
-    """Raises RecipeError for a number that is not above its lower bound, or not below its upper one."""
+    """Check that numbers are above their lower and below their upper bounds.
+
+    Raises:
+        RecipeError: A number is not.
+    """
     for name, (low, number, high) in given.items():
         if not low < number or (high is not None and not number < high):
             between = f"above {low}" if high is None else f"between {low} and {high}"
@@ -185,7 +216,7 @@ def _digest(arrays: dict[str, np.ndarray]) -> str:
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Inside, the first Ctrl-C only makes the given function true; the second one interrupts as ever."""
+    """Yield a function that returns True after the first Ctrl-C; the second one interrupts as usual."""
     pressed: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False

@@ -1,4 +1,4 @@
-"""What came of a training: the curve of quality against steps, and how sparse each layer is."""
+"""The report of a training: the learning curve, and the sparsity of each layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from typing import Any
 
 @dataclass
 class CurvePoint:
-    """After so many steps. loss: the mean since the point before; score: None where no evaluation was asked for."""
+    """A point of the learning curve.
+
+    Attributes:
+        step: The number of steps.
+        sparsity: The fraction of zeros in pruned weights.
+        tokens: The number of trained tokens.
+        seconds: The time of training.
+        loss: The mean loss since the previous point.
+        score: The result of `evaluate`; None without it.
+    """
 
     step: int
     sparsity: float
@@ -30,7 +39,19 @@ class CurvePoint:
 
 @dataclass
 class DistillReport:
-    """sparsity: by layer, the share of its blocks that are zero."""
+    """The result of `distill`.
+
+    Attributes:
+        input: The original's path.
+        output: The path of the written model.
+        pattern: The pattern of zeros.
+        steps: The number of steps.
+        tokens: The number of trained tokens.
+        seconds: The time of training.
+        original_score: The original's score; None without `evaluate`.
+        curve: The learning curve.
+        sparsity: The fraction of zeros of each layer.
+    """
 
     input: str
     output: str
@@ -43,9 +64,11 @@ class DistillReport:
     sparsity: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> str:
+        """Return all fields as JSON."""
         return json.dumps(asdict(self), indent=2)
 
     def __rich__(self) -> Any:
+        """Return the table that rich prints."""
         from rich.table import Table
 
         mean = sum(self.sparsity.values()) / len(self.sparsity)
@@ -62,7 +85,7 @@ class DistillReport:
 
 
 def write_curve(path: Path, curve: list[CurvePoint]) -> None:
-    """As a CSV file."""
+    """Write the learning curve as a CSV file."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(CurvePoint.__dataclass_fields__))
         writer.writeheader()

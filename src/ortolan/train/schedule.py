@@ -1,19 +1,19 @@
-"""How sparsity and learning rate go over the steps of a training."""
+"""Schedules of sparsity and learning rate."""
 
 from __future__ import annotations
 
 import math
 
-PRUNED_BY = 0.6  # share of the steps after which the mask stays
-EVENTS = 12  # times that weights are pruned
-_FIRST = 0.5  # of the target, what is pruned at once in the beginning
-_WARM_UP = 0.02  # share of the steps
+PRUNED_BY = 0.6  # fraction of the steps after which masks stay unchanged
+EVENTS = 12  # number of times that weights are pruned
+_FIRST = 0.5  # sparsity of the first event, as a fraction of the target
+_WARM_UP = 0.02  # fraction of the steps
 
 
 def sparsities(target: float, steps: int) -> dict[int, float]:
-    """Step -> the sparsity that weights are pruned to before it: much in the beginning, ever less towards the target.
+    """Return, by step, the sparsity to which weights are pruned before it: a cubic schedule towards the target.
 
-    Zhu, Gupta: To prune, or not to prune (arXiv:1710.01878), whose cubic schedule this is: what goes first costs least.
+    Reference: Zhu and Gupta, To prune, or not to prune (arXiv:1710.01878). Weights that are pruned first cost least.
     """
     events = min(EVENTS, max(steps, 1))
     found: dict[int, float] = {}
@@ -25,7 +25,7 @@ def sparsities(target: float, steps: int) -> dict[int, float]:
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Rises linearly to its peak, then falls along half a cosine to 0."""
+    """Return the learning rate of a step: it rises linearly to its peak, then falls to 0 along half a cosine."""
     warm_up = max(1, round(_WARM_UP * steps))
     if step < warm_up:
         return peak * (step + 1) / warm_up

@@ -1,4 +1,4 @@
-"""What of a model is trained, what of it is pruned, and the trained weights back into its file."""
+"""The weights of a model that are trained or pruned, and writing them back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ _REORDERING = ("Identity", "Transpose")
 
 @dataclass
 class PrunedWeight:
-    """The initializer of one or more linear layers. transposed: it is stored as [n, k]."""
+    """The weight of one or more linear layers.
+
+    Attributes:
+        name: The name of the initializer.
+        transposed: It is stored as [n, k].
+        linears: The layers.
+    """
 
     name: str
     transposed: bool
@@ -29,16 +35,26 @@ class PrunedWeight:
 
     @property
     def inputs(self) -> list[ir.Value]:
-        """What the layers read."""
+        """The inputs of the layers."""
         return list(dict.fromkeys(linear.x for linear in self.linears))
 
     def matrix(self, stored: np.ndarray) -> np.ndarray:
-        """[k, n], a view."""
+        """Return the stored weight as [k, n], a view."""
         return stored.T if self.transposed else stored
 
 
 def pruned_weights(model: ir.Model, select: Globs, exclude: Globs, name: str) -> list[PrunedWeight]:
-    """The float32 weights of the linear layers that the patterns choose. Raises ModelError if there are none."""
+    """Return the float32 weights of the linear layers that the patterns select.
+
+    Args:
+        model: The model.
+        select: Name patterns of layers.
+        exclude: Name patterns of layers that are left out.
+        name: The model's name, for errors.
+
+    Raises:
+        ModelError: There is no such weight.
+    """
     found: dict[str, PrunedWeight] = {}
     for linear in linears_in(model):
         if not linear.matches(select) or linear.matches(exclude):
@@ -53,14 +69,14 @@ def pruned_weights(model: ir.Model, select: Globs, exclude: Globs, name: str) ->
                 weight.linears.append(linear)
     if not found:
         raise ModelError(
-            f"{name} holds no linear layer with a float32 weight that select and exclude choose; give the model as it "
-            "was exported, in float32"
+            f"{name} has no linear layer with a float32 weight that select and exclude allow; give the exported model, "
+            "in float32"
         )
     return list(found.values())
 
 
 def trained_names(model: ir.Model, weights: list[PrunedWeight]) -> list[str]:
-    """The initializers that are trained: pruned weights, and all vectors, which are biases and scales of norms."""
+    """Return the names of trained initializers: pruned weights, and all vectors (biases and scales of norms)."""
     names = [weight.name for weight in weights]
     for name, value in model.graph.initializers.items():
         stored = value.const_value
@@ -70,8 +86,10 @@ def trained_names(model: ir.Model, weights: list[PrunedWeight]) -> list[str]:
 
 
 def hidden_states(weights: list[PrunedWeight]) -> list[ir.Value]:
-    """What lies between blocks: what layers read and something else reads too, a residual Add or a norm. Of a model
-    without such, all that layers read."""
+    """Return the hidden states between blocks: inputs of layers that a residual Add or a norm also reads.
+
+    If the model has no such value, return all inputs of layers.
+    """
     nodes = {linear.node for weight in weights for linear in weight.linears}
     inputs = list(dict.fromkeys(x for weight in weights for x in weight.inputs))
     shared = [x for x in inputs if any(use.node not in nodes for use in x.uses())]
@@ -81,9 +99,17 @@ def hidden_states(weights: list[PrunedWeight]) -> list[ir.Value]:
 def prune_weight(
     stored: np.ndarray, weight: PrunedWeight, hessian: np.ndarray, pattern: Pattern, sparsity: float
 ) -> np.ndarray:
-    """The weight with this share of its units zero, as it is stored; those that stay make up for them (SparseGPT).
+    """Prune a weight by SparseGPT, which changes the other weights to compensate.
 
-    hessian: X^T X of the layers' inputs, float32 [k, k].
+    Args:
+        stored: The stored weight, float32.
+        weight: The description of the weight.
+        hessian: X^T X of the layers' inputs, float32 [k, k].
+        pattern: The pattern of zeros.
+        sparsity: The fraction of zeros.
+
+    Returns:
+        The new weight, in the same layout as `stored`.
     """
     matrix = np.ascontiguousarray(weight.matrix(stored))
     values = sparsegpt(matrix, damped(hessian, _DAMPING), pattern, sparsity)
@@ -91,7 +117,7 @@ def prune_weight(
 
 
 def write_back(model: ir.Model, trained: Mapping[str, np.ndarray]) -> None:
-    """Gives initializers new numbers, float32 of the same shape; nothing else of the model changes."""
+    """Replace the values of initializers by float32 arrays of the same shapes."""
     for name, array in trained.items():
         value = model.graph.initializers[name]
         assert value.const_value is not None and tuple(value.const_value.shape.numpy()) == array.shape

@@ -1,4 +1,4 @@
-"""An ONNX graph as a torch computation: run once with the weights of the teacher, once with those of the student."""
+"""An ONNX graph in torch, which runs with the weights of the teacher or of the student."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ortolan.graph_passes.find.linear import node_name, op_name
 
 from .torch_ops import OPERATORS, TYPES, Operator, Tensor, tensor_of
 
-_MINIMUM_OPSET = 13  # from here on, axes of Unsqueeze, Squeeze and Split are inputs
+_MINIMUM_OPSET = 13  # the first in which axes of Unsqueeze, Squeeze and Split are inputs
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A node, made ready to run. None stands for an input that is left out."""
+    """A node that is ready to run. Missing optional inputs are None."""
 
     node: ir.Node
     operator: Operator
@@ -28,18 +28,24 @@ class _Step:
 
 
 class TorchGraph:
-    """Runs a model node by node. What depends on neither inputs nor parameters is computed once."""
+    """Runs a model node by node. Values that depend on neither inputs nor parameters are computed once."""
 
     def __init__(self, model: ir.Model, parameters: Collection[str], name: str) -> None:
-        """parameters: names of initializers that `run` is given. name: of the model, for errors.
+        """Prepare a model.
 
-        Raises ModelError for an operator or tensor type that is not known here, or an old opset.
+        Args:
+            model: The model.
+            parameters: Names of the initializers that `run` takes.
+            name: The model's name, for errors.
+
+        Raises:
+            ModelError: An operator, a tensor type or the opset is not supported.
         """
         version = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 0))
         if version < _MINIMUM_OPSET:
             raise ModelError(
-                f"{name} is at opset {version}, training needs {_MINIMUM_OPSET} or later; export the model again, for "
-                "example with: optimum-cli export onnx --opset 17 --model MODEL FOLDER"
+                f"{name} has opset {version}, but training needs {_MINIMUM_OPSET} or later; export the model again, "
+                "for example with: optimum-cli export onnx --opset 17 --model MODEL FOLDER"
             )
         self._name = name
         self._inputs = [value for value in model.graph.inputs if not value.is_initializer()]
@@ -61,7 +67,13 @@ class TorchGraph:
     def run(
         self, feeds: Mapping[str, Tensor], parameters: Mapping[str, Tensor], wanted: Sequence[ir.Value]
     ) -> list[Tensor]:
-        """The wanted values. feeds: by name of the model's inputs."""
+        """Run the graph.
+
+        Args:
+            feeds: The model's inputs by name.
+            parameters: The parameters by name.
+            wanted: The values to return.
+        """
         values = dict(self._constants)
         values.update({value: feeds[value.name or ""] for value in self._inputs})
         values.update({value: parameters[name] for name, value in self._parameters.items()})
@@ -80,7 +92,7 @@ class TorchGraph:
         if stored is None or stored.dtype not in TYPES:
             found = "no data" if stored is None else f"type {stored.dtype.name}"
             raise ModelError(
-                f"{self._name}: initializer {value.name!r} has {found}, training needs one of "
+                f"{self._name}: initializer {value.name!r} has {found}, but training needs one of "
                 f"{listing(known.name for known in TYPES)}; train the model before it is quantized"
             )
         return tensor_of(stored)
@@ -89,8 +101,8 @@ class TorchGraph:
         operator = OPERATORS.get(node.op_type) if node.domain in DEFAULT_DOMAINS else None
         if operator is None:
             raise ModelError(
-                f"{self._name}: node {node_name(node)!r} is a {op_name(node)}, which training does not know; it takes "
-                "encoders of standard operators, as exported and before any optimization"
+                f"{self._name}: node {node_name(node)!r} is a {op_name(node)}, which training does not support; give "
+                "an exported encoder with standard operators, before any optimization"
             )
         attributes = {name: attribute.value for name, attribute in node.attributes.items()}
         if node.op_type == "Split":

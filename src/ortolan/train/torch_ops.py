@@ -1,7 +1,7 @@
-"""What each ONNX operator does, in torch: those that encoders are exported with, at opset 13 or later.
+"""ONNX operators of exported encoders in torch, for opset 13 or later.
 
-An entry takes the node's attributes and its inputs (None: left out), and gives its output, or a tuple of outputs. All
-of them can be differentiated where that makes sense.
+An operator takes the node's attributes and inputs (None: missing), and returns its output, or a tuple of outputs.
+Operators are differentiable where that makes sense.
 """
 
 from __future__ import annotations
@@ -32,20 +32,24 @@ TYPES = {
 
 
 def tensor_of(stored: ir.TensorProtocol) -> Tensor:
-    """A stored tensor, copied. Raises KeyError for a type that torch or this table does not have."""
+    """Return a copy of a stored tensor.
+
+    Raises:
+        KeyError: Its type is not supported.
+    """
     dtype = TYPES[stored.dtype]
     if stored.dtype == ir.DataType.BFLOAT16:
         return torch.tensor(stored.numpy().astype("float32")).to(dtype)
     return torch.tensor(stored.numpy(), dtype=dtype)
 
 
-def _numbers(tensor: Tensor) -> list[int]:
+def _integers(tensor: Tensor) -> list[int]:
     return [int(number) for number in tensor.reshape(-1).tolist()]
 
 
 def _axes(attributes: Attributes, given: Tensor | None, rank: int) -> list[int]:
-    """Of a reduction: an input since opset 18 (ReduceSum: 13), an attribute before; all where there are none."""
-    axes = _numbers(given) if given is not None else list(attributes.get("axes", ()))
+    """Return the axes of a reduction: an input since opset 18 (ReduceSum: 13), an attribute before. Default: all."""
+    axes = _integers(given) if given is not None else list(attributes.get("axes", ()))
     return axes or list(range(rank))
 
 
@@ -87,7 +91,7 @@ def _shape(attributes: Attributes, x: Tensor) -> Tensor:
 
 
 def _reshape(attributes: Attributes, x: Tensor, shape: Tensor) -> Tensor:
-    sizes = _numbers(shape)
+    sizes = _integers(shape)
     if not attributes.get("allowzero", 0):
         sizes = [x.shape[axis] if size == 0 else size for axis, size in enumerate(sizes)]
     return x.reshape(sizes)
@@ -95,13 +99,13 @@ def _reshape(attributes: Attributes, x: Tensor, shape: Tensor) -> Tensor:
 
 def _unsqueeze(attributes: Attributes, x: Tensor, axes: Tensor) -> Tensor:
     rank = x.ndim + axes.numel()
-    for axis in sorted(axis % rank for axis in _numbers(axes)):
+    for axis in sorted(axis % rank for axis in _integers(axes)):
         x = x.unsqueeze(axis)
     return x
 
 
 def _squeeze(attributes: Attributes, x: Tensor, axes: Tensor | None = None) -> Tensor:
-    return x.squeeze() if axes is None else x.squeeze(tuple(_numbers(axes)))
+    return x.squeeze() if axes is None else x.squeeze(tuple(_integers(axes)))
 
 
 def _slice(
@@ -112,10 +116,10 @@ def _slice(
     axes: Tensor | None = None,
     steps: Tensor | None = None,
 ) -> Tensor:
-    first = _numbers(starts)
-    along = range(len(first)) if axes is None else _numbers(axes)
-    by = [1] * len(first) if steps is None else _numbers(steps)
-    for start, end, axis, step in zip(first, _numbers(ends), along, by, strict=True):
+    first = _integers(starts)
+    along = range(len(first)) if axes is None else _integers(axes)
+    by = [1] * len(first) if steps is None else _integers(steps)
+    for start, end, axis, step in zip(first, _integers(ends), along, by, strict=True):
         chosen = range(x.shape[axis])[start:end:step]
         if step == 1:
             x = x.narrow(axis, chosen.start, len(chosen))
@@ -139,18 +143,18 @@ def _gather_elements(attributes: Attributes, x: Tensor, indices: Tensor) -> Tens
 
 
 def _expand(attributes: Attributes, x: Tensor, shape: Tensor) -> Tensor:
-    return x.expand(torch.broadcast_shapes(x.shape, _numbers(shape)))
+    return x.expand(torch.broadcast_shapes(x.shape, _integers(shape)))
 
 
 def _constant_of_shape(attributes: Attributes, shape: Tensor) -> Tensor:
     value = tensor_of(attributes["value"]) if "value" in attributes else torch.zeros(1)
-    return value.reshape(()).expand(_numbers(shape)).clone()
+    return value.reshape(()).expand(_integers(shape)).clone()
 
 
 def _split(attributes: Attributes, x: Tensor, sizes: Tensor | None = None) -> tuple[Tensor, ...]:
     axis = attributes.get("axis", 0)
     if sizes is not None:
-        return tuple(x.split(_numbers(sizes), axis))
+        return tuple(x.split(_integers(sizes), axis))
     count = attributes.get("num_outputs") or attributes["outputs"]
     return tuple(x.split(-(-x.shape[axis] // count), axis))
 
@@ -256,7 +260,7 @@ OPERATORS: dict[str, Operator] = {
     "Squeeze": _squeeze,
     "Sub": _plain(torch.sub),
     "Tanh": _plain(torch.tanh),
-    "Tile": _plain(lambda x, repeats: x.tile(_numbers(repeats))),
+    "Tile": _plain(lambda x, repeats: x.tile(_integers(repeats))),
     "Transpose": lambda attributes, x: x.permute(attributes.get("perm", list(range(x.ndim))[::-1])),
     "Trilu": _trilu,
     "Unsqueeze": _unsqueeze,

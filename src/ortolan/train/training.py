@@ -1,4 +1,4 @@
-"""The training itself: a sparse student learns to give what the dense model gives, inside and out."""
+"""The training: a sparse student learns the outputs and hidden states of the dense teacher."""
 
 from __future__ import annotations
 
@@ -22,15 +22,19 @@ from .student import PrunedWeight, hidden_states, prune_weight
 from .torch_graph import TorchGraph
 from .torch_ops import Tensor
 
-HESSIAN_TOKENS = 8192  # that pruning looks at
-_CLIP = 1.0  # largest norm of the gradient
+HESSIAN_TOKENS = 8192  # tokens whose inputs pruning uses
+_CLIP = 1.0  # the largest norm of the gradient
 _BETAS = (0.9, 0.98)
 _CHECKPOINT_SECONDS = 300.0
 _CURVE = "curve.csv"
 
 
 class Training:
-    """A run from `state`, which it keeps up to date, to its last step."""
+    """A training from a state to its last step.
+
+    Attributes:
+        state: The current state.
+    """
 
     def __init__(
         self,
@@ -47,7 +51,21 @@ class Training:
         peak: float,
         bfloat16: bool,
     ) -> None:
-        """original: the trained initializers as they are in the model."""
+        """Prepare the training.
+
+        Args:
+            model: The model.
+            graph: The model in torch.
+            weights: The weights to prune.
+            original: The trained initializers of the model, by name.
+            batches: The batches of texts.
+            state: The state from which to continue.
+            pattern: The pattern of zeros.
+            target: The final sparsity.
+            steps: The number of steps.
+            peak: The highest learning rate.
+            bfloat16: Compute matrix products in bfloat16.
+        """
         self._model, self._graph, self._weights, self._batches = model, graph, weights, batches
         self._pattern, self._steps, self._peak, self._bfloat16 = pattern, steps, peak, bfloat16
         self._schedule = sparsities(target, steps)
@@ -55,7 +73,7 @@ class Training:
         self.state = state
         if not state.parameters:
             state.parameters = {name: tensor.clone() for name, tensor in self._teacher.items()}
-        if bfloat16:  # once, in place of in each step, as autocast does
+        if bfloat16:  # once, because autocast would convert them in each step
             for weight in weights:
                 self._teacher[weight.name] = self._teacher[weight.name].bfloat16()
         for tensor in state.parameters.values():
@@ -79,9 +97,18 @@ class Training:
         progress: Progress,
         tell: Callable[[CurvePoint], None] | None,
     ) -> bool:
-        """Goes on to the last step; False if it was stopped before. Either way a checkpoint is left.
+        """Train to the last step, and write a checkpoint.
 
-        evaluate: scores the model as it is, after `every` steps.
+        Args:
+            folder: The folder of checkpoints.
+            every: Steps between points of the curve.
+            evaluate: Scores the current model.
+            stopped: Returns True to stop after the current step.
+            progress: The progress callback.
+            tell: Called with each point of the curve.
+
+        Returns:
+            False if it was stopped before the last step.
         """
         state = self.state
         start, saved = time.monotonic() - state.seconds, time.monotonic()
@@ -113,13 +140,13 @@ class Training:
         return True
 
     def sparsity(self) -> float:
-        """The share of pruned weights that are zero."""
+        """Return the fraction of zeros in pruned weights."""
         masks = list(self.state.masks.values())
         kept, size = sum(int(mask.sum()) for mask in masks), sum(int(mask.numel()) for mask in masks)
         return 1 - kept / size if size else 0.0
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The trained initializers as they are now."""
+        """Return copies of the trained initializers."""
         return {name: tensor.detach().numpy().copy() for name, tensor in self.state.parameters.items()}
 
     def _save(self, folder: Path) -> None:
@@ -146,7 +173,7 @@ class Training:
         return float(loss.detach())
 
     def _loss(self, learnt: list[Tensor], taught: list[Tensor]) -> Tensor:
-        """Errors as shares of what there is to know: outputs by token and by text, and the mean of hidden states."""
+        """Return the sum of relative errors: outputs by token and by text, and the mean of hidden states."""
         errors = [relative_error(one, other) for one, other in zip(learnt, taught, strict=True)]
         outputs, hidden = errors[: self._outputs], errors[self._outputs :]
         loss = sum(outputs)
@@ -156,7 +183,7 @@ class Training:
         return loss + sum(hidden) / len(hidden) if hidden else loss
 
     def _prune(self, sparsity: float) -> None:
-        """Sets more of the weights to zero; the rest makes up for it on the next batches."""
+        """Prune more weights; SparseGPT compensates on the inputs of the next batches."""
         state = self.state
         inputs = list(dict.fromkeys(x for weight in self._weights for x in weight.inputs))
         sums: dict[ir.Value, Any] = {}
@@ -190,7 +217,7 @@ class Training:
 
 
 def relative_error(learnt: Tensor, taught: Tensor) -> Tensor:
-    """||learnt - taught||^2 as a share of how much the rows of what is taught differ from their mean."""
+    """Return ||learnt - taught||^2, relative to the squared distance of the rows of `taught` to their mean."""
     learnt, taught = learnt.float(), taught.float()
     rows = taught.reshape(-1, taught.shape[-1])
     spread = (rows - rows.mean(0)).square().sum() if len(rows) > 1 else rows.square().sum()
@@ -198,5 +225,5 @@ def relative_error(learnt: Tensor, taught: Tensor) -> Tensor:
 
 
 def _direction(tokens: Tensor) -> Tensor:
-    """The mean over tokens, of length 1: what embeddings are compared by."""
+    """Return the mean over tokens, scaled to length 1, as for embeddings."""
     return torch.nn.functional.normalize(tokens.float().mean(1), dim=-1)
