@@ -1,10 +1,4 @@
-// ORT adapter of AddLayerNorm.
-//
-//     Y = LayerNormalization(X + addend + second_addend)    over the last axis: epilogue/layer_norm.h
-//
-//     X, addend, second_addend float [..., n], broadcast over all axes except the last, as in ONNX Add; a constant 0 of
-//     shape [] or [1] means no addend. norm_weight, norm_bias float [n], initializers. Attributes epsilon,
-//     format_version. Y [..., n]
+// ORT adapter of AddLayerNorm. README.md lists inputs, outputs and attributes, plan.h the computation.
 #include <limits>
 #include <optional>
 

@@ -19,7 +19,6 @@ constexpr int64_t kNearFloats = int64_t{1} << 12, kLeastNearRows = 4;
 
 }  // namespace
 
-// Locates the rows of each operand.
 struct AddLayerNormPlan::Rows {
   struct Operand {
     const float* data;

@@ -310,7 +310,6 @@ class AttentionLoop {
     }
   }
 
-  // ScoreTile for all keys, with AMX tiles.
   template <int kTileVectors, bool kFilled>
   void ScoreInTiles(const Block& block, int64_t first, int64_t keys, Float (&most)[kTileVectors]) const {
     const int64_t stride = PaddedKeyUnits(args_.head_dim);
@@ -434,7 +433,6 @@ class AttentionLoop {
     }
   }
 
-  // AddValuesTile for all rows.
   template <int kTileVectors, bool kFirst>
   void AddValues(const Block& block, int64_t keys, int64_t d) const {
     constexpr int kTileRows = Registers::kValueRows[kTileVectors - 1], kRest = kRows % kTileRows;

@@ -71,7 +71,6 @@ struct VisibleRange {
   bool plain = true;  // the mask is 0 in the range (below 2^-126 counts as 0)
 };
 
-// Visible ranges of masks, softmax weights, and merging of partial results.
 struct SoftmaxFunctions {
   // Returns the range from the first to the last visible token of a mask row.
   VisibleRange (*visible)(const float* mask, int64_t count);
@@ -81,7 +80,6 @@ struct SoftmaxFunctions {
   // score makes the sum NaN.
   void (*weigh)(float* scores, int64_t count, float factor, float* maximum, float* sum);
 
-  // Merges `from` into `into`.
   void (*merge)(int64_t heads, int64_t head_dim, const DecodePartial& from, const DecodePartial& into);
 
   // y = partial.y / partial.sum, rows y_head_bytes apart. y may be partial.y.

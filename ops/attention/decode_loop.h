@@ -28,7 +28,6 @@
 namespace ortolan {
 namespace {
 
-// Blocks of key codes and the scores computed from them.
 struct CodeBlocks {
   int64_t quads;
   int64_t blocks;

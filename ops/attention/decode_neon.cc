@@ -20,7 +20,6 @@ struct Blocks {
       low = vaddw_u8(low, vget_low_u8(entries));
       high = vaddw_high_u8(high, entries);
     }
-    // Adds step times the sums to the scores.
     void AddTo(float* scores, Float step) const {
       const uint32x4_t sums[] = {vmovl_u16(vget_low_u16(low)), vmovl_high_u16(low), vmovl_u16(vget_low_u16(high)),
                                  vmovl_high_u16(high)};

@@ -18,7 +18,6 @@ struct KeptTokens {
   int64_t Begin(int64_t b) const { return begins[static_cast<size_t>(b)]; }
   // The Count(b) positions of its tokens in the padded sequence, ascending.
   const int64_t* Positions(int64_t b) const { return positions.data() + Begin(b); }
-  // Whether the positions have no gap.
   bool IsContiguous(int64_t b) const;
   // Whether queries see token i of sequence b.
   bool IsSeen(int64_t b, int64_t i) const { return seen[static_cast<size_t>(Begin(b) + i)] != 0; }

@@ -41,7 +41,6 @@ enum class Storage { kBitmap, kDense, kTwoFour };
 
 inline constexpr int64_t kPanelColumns = 16;
 inline constexpr int64_t kTileRows = 16;
-// Keeps size computations inside int64.
 inline constexpr int64_t kMaxDimension = int64_t{1} << 28;
 
 // Parameters of a bitmap format. Values are counted in entries: the elements of the values tensor.
@@ -57,7 +56,6 @@ struct BitmapLayout {
   constexpr int64_t Tiles(int64_t k) const { return (k + TileInputs() - 1) / TileInputs(); }
   constexpr int64_t PaddedK(int64_t k) const { return Tiles(k) * TileInputs(); }
   constexpr int64_t EntryBytes() const { return value_bits == 16 ? 2 : 1; }
-  // Entries of a tile in dense storage.
   constexpr int64_t TileEntries() const { return kTileRows * RowBits() * value_bits / 8 / EntryBytes(); }
   // Entries of a tile in 2:4 storage, which holds two of four weights.
   constexpr int64_t TwoFourTileEntries() const { return TileEntries() / 2; }
@@ -87,7 +85,6 @@ struct BitmapView {
   constexpr Storage StoredAs() const {
     return IsDense() ? Storage::kDense : offsets == nullptr ? Storage::kTwoFour : Storage::kBitmap;
   }
-  // The masks of a panel; null if the storage is dense.
   constexpr const uint8_t* PanelMasks(const BitmapLayout& layout, int64_t panel) const {
     return IsDense() ? nullptr : masks + panel * layout.Tiles(k) * layout.TileMaskBytes();
   }
@@ -133,9 +130,7 @@ struct BitmapClaim {
   const int64_t* offsets = nullptr;
   int64_t offset_count = 0;
 
-  // Has neither masks nor offsets.
   bool IsDense() const { return mask_bytes == 0 && offset_count == 0; }
-  // Has masks but no offsets.
   bool IsTwoFour() const { return mask_bytes != 0 && offset_count == 0; }
   // The view of a validated claim. (The address of an empty tensor is meaningless.)
   BitmapView View(const uint8_t* values) const {

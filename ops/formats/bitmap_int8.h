@@ -26,7 +26,6 @@ namespace ortolan {
 
 inline constexpr BitmapLayout kInt8Bitmap{4, 8, int64_t{1} << 17};
 
-// Packed int8 or int4 weights.
 using QuantizedBitmapMatrix = PackedBitmap<uint64_t, uint8_t>;
 
 // Packs the nonzero weights (dense: all) of q, row-major [k, n] with rows `row_stride` weights apart. Requires 1 <= k

@@ -1,8 +1,4 @@
-// ORT adapter of LutPostOp.
-//
-//     Y[i] = table[X[i]]    X u8, i8 (256 entries), u16 or i16 (65,536 entries); Y has X's shape and the table's type
-//
-//     X, table u8, i8, u16, i16 or float -> Y;   attribute format_version
+// ORT adapter of LutPostOp. README.md lists inputs, outputs and attributes.
 //
 // table is a one-dimensional initializer (lut_post_op.h). ORT allows one input of variable type, from which the
 // output's type follows: here the table. So the operator is registered once for each type of X.

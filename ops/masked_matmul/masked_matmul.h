@@ -170,7 +170,6 @@ using MultiplyPanelFn = void(const FloatRows& a, const float* panel, int64_t blo
 // inputs.
 using ListInputsFn = int64_t(const FloatRows& a, const uint8_t* always, int32_t* inputs, float* to, int64_t to_row);
 
-// Element type of B.
 enum class ElementType { kFloat, kBf16, kInt8 };
 inline constexpr int kElementTypes = 3;
 

@@ -1,15 +1,10 @@
-// ORT adapter of MaskedMatMul.
+// ORT adapter of MaskedMatMul. README.md lists inputs, outputs and attributes.
 //
 //     Y = A' B'        (A' and B': masked_matmul.h)
 //
-//     A float [..., m, k], B float, bf16 or int8 [..., k, n], b_scale float [groups, n], a_mask bool, b_mask bool
-//     -> Y float [..., m, n], leading dimensions broadcast as in MatMul
-//     attributes format_version, a_threshold, b_threshold, group_size, b_finite
-//
-// A mask broadcasts to its matrix; true keeps an element. B of bf16 or int8 is an initializer [k, n] without mask and
-// threshold. b_scale, an initializer, is for int8: its row i / group_size scales row i of B; group_size 0 means one row
-// for all. b_scale and the masks are optional; because an ONNX function cannot test whether an input is present, a
-// b_scale of [[1]] and a mask of a single true mean the same as an omitted input.
+// B of bf16 or int8 is an initializer [k, n] without mask and threshold. b_scale, an initializer, is for int8: its row
+// i / group_size scales row i of B; group_size 0 means one row for all. A b_scale of [[1]] and a mask of a single true
+// mean the same as an omitted input, because an ONNX function cannot test whether an input is present.
 //
 // b_finite 1 promises that a computed B contains neither Inf nor NaN, so that few rows of A need not read all of it. An
 // initializer is checked when the kernel is created.
@@ -139,7 +134,6 @@ class Kernel {
     return threshold;
   }
 
-  // Reads the properties of an initializer B.
   void ReadWeight(const OrtKernelInfo& info, KnownB& known) {
     if (!IsConstant(info, kB)) {
       if (known.group != 0)
@@ -206,9 +200,6 @@ class Kernel {
     return *y;
   }
 
-  // ---- masks --------------------------------------------------------------------------------------------------------
-
-  // Null if the input is missing.
   static Ort::ConstValue OptionalInput(const Ort::KernelContext& context, size_t index) {
     return index < context.GetInputCount() ? context.GetInput(index) : Ort::ConstValue{};
   }
@@ -245,7 +236,6 @@ class Kernel {
     return MaskedCopy(memory, x, shape, threshold, mask ? BytesOf(mask) : nullptr, strides);
   }
 
-  // Multiplies with ONNX Runtime's MatMul.
   void MultiplyDense(const Ort::KernelContext& context, const ProductSize& size, const float* a, const float* b,
                      float* y) {
     const auto [m, k, n] = size;

@@ -10,7 +10,6 @@
 
 namespace ortolan {
 
-// Host memory that is freed at the end of a call.
 class CallMemory {
  public:
   explicit CallMemory(Host& host) : host_(host) {}

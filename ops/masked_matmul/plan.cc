@@ -124,7 +124,6 @@ Way MaskedMatMulPlan::RunRows(const MaskedMatMulCall& call) const {
   return Way::kRows;
 }
 
-// Computes a dense product of the inputs that both A and B use.
 Way MaskedMatMulPlan::RunCompact(const MaskedMatMulCall& call, const uint64_t* active) const {
   const auto [m, k, n] = call.size;
   const float* a = call.a;

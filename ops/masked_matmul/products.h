@@ -5,7 +5,6 @@
 
 namespace ortolan {
 
-// The number of work items to aim for.
 inline constexpr int64_t kMostPieces = 16;
 
 // y = A B, [m][n], with Way::kBlocks or Way::kTwoSided and the pattern of a and b. b must be finite. Returns whether a

@@ -39,8 +39,6 @@ void TakeAll(int64_t first, int64_t end, const Take& take) {
   }
 }
 
-// ---- patterns -------------------------------------------------------------------------------------------------------
-
 bool ScanRows(const FloatRows& a, uint64_t* mask) {
   Floats finite = Block::Set(0.0f);
   for (int64_t word = 0; word < MaskWords(a.columns); ++word) {
@@ -80,8 +78,6 @@ bool ScanBlocks(const FloatRows& b, uint64_t* masks, int64_t stride) {
   }
   return !Block::HasNan(finite);
 }
-
-// ---- packing --------------------------------------------------------------------------------------------------------
 
 // Panel by panel: loads jump between rows, but branches depend on the number of blocks, not on each bit.
 void PackBlocks(const PackBlocksArgs& args) {
@@ -138,8 +134,6 @@ bool PackTile(const FloatRows& a, float* tile) {
   for (int64_t i = 0; i < kRows; ++i) tile[a.columns * kRows + i] = 0.0f;
   return !Block::HasNan(finite) && finite_rest == 0.0f;
 }
-
-// ---- products -------------------------------------------------------------------------------------------------------
 
 inline void StoreSum(const TileArgs& args, int64_t row, const Floats& sum) {
   float* y = AtByte(args.y, row * args.y_row_bytes);

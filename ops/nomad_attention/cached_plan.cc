@@ -116,7 +116,6 @@ class CachedPlan::Running {
   int64_t KvHeadOf(int64_t head) const { return head % call_.kv_heads; }
   int64_t Past(int64_t head) const { return call_.Past(BatchOf(head)); }
   int64_t Tokens(int64_t head) const { return call_.Tokens(BatchOf(head)); }
-  // Returns row i of the call's own keys or values.
   const float* Own(const HeadRows& rows, int64_t head, int64_t i) const {
     return rows.At(BatchOf(head), KvHeadOf(head), i);
   }

@@ -14,7 +14,6 @@
 
 namespace ortolan {
 
-// The cache format of a node.
 struct CacheForm {
   KeyCodeLayout layout;              // layout of the key codes
   const float* codebooks = nullptr;  // [kv_heads][S][16][d_sub]; null: keys are floats

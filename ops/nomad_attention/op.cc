@@ -1,31 +1,16 @@
-// ORT adapter of NoMADAttention.
+// ORT adapter of NoMADAttention and PackedNoMADAttention. README.md lists inputs, outputs and attributes; op_cached.h
+// describes the cache.
 //
-//     Y = softmax(scale Q K^T + mask) V, for each head
+//     Y = softmax(scale Q K^T + mask) V
 //
-//     query float [B, S, H D] or [B, H, S, D], or query, key and value packed together [B, S, (H + 2 KV) D]
-//     mask float, optional, added to the scaled scores: broadcasts to [B, H, S, T]
-//     key, value float [B, T, KV D] or [B, KV, T, D]; both omitted if packed into query
-//     -> Y float [B, S, H D]
+// Query head h reads key and value head h / (num_heads / kv_num_heads). causal: query i does not see keys after i + T -
+// S, so T >= S. any_order may select a float32 kernel.
 //
-//     attributes num_heads (H), kv_num_heads (KV; 0: H), scale (0: 1 / sqrt(D)), causal
-//     zero_hidden_rows   1: rows whose softmax is NaN, because all their scores are hidden, give zeros
-//     precision          32, or 16: products of bfloat16, with the same bits on every CPU
-//     any_order          1: with precision 16, the CPU's fastest kernel, even with another summation order or float32
+// With a cache, outputs 0 to 2 are required, output 3 if window or sinks are not 0. The operator is registered once for
+// each kind of cache: float, codes with int8 values, codes with float values.
 //
-// Query head h reads key and value head h / (H / KV). causal: query i does not see keys after i + T - S, so T >= S.
-//
-// With a cache (op_cached.h): past_key, past_value, codebooks, lengths, cos, sin, past_exact_key, six tensors of a
-// prompt -> Y, present_key, present_value, present_exact_key; attributes rotary_interleaved, window, sinks,
-// prompt_tokens, prompt_head_dim. The first three outputs are required, the fourth if window or sinks are not 0. The
-// operator is registered once for each kind of cache: float, codes with int8 values, codes with float values.
-//
-// PackedNoMADAttention is the operator for packed sequences (PackTokens):
-//
-//     query, mask, key, value as above, kept int64 [batch, tokens], nonzero for tokens that are not padding -> Y
-//
-// B is 1, S and T are the number of kept tokens; query, key and value may be [B, heads, tokens, D]. Each sequence
-// attends only to itself. The mask is the mask of the padded sequences and broadcasts to [batch, H, tokens, tokens]. A
-// token whose value in kept is negative attends to its sequence, but no query sees it: its score is the lowest float.
+// PackedNoMADAttention: S and T are the number of kept tokens; query, key and value may also be [B, heads, tokens, D].
+// The score of a token that no query sees is the lowest float.
 //
 // ONNX Runtime up to 1.21 crashes on an omitted input before a given one. So constants may replace omitted inputs: a
 // float 0 of shape [1] for mask, key, value, cos, sin and past_exact_key, int32 of shape [0] for lengths.
@@ -49,7 +34,6 @@ constexpr int64_t kFloat = sizeof(float);
 
 class Kernel {
  public:
-  // of_packed: for PackedNoMADAttention.
   Kernel(const OrtKernelInfo& info, bool of_packed)
       : node_(info, of_packed ? kPackedOpType : kOpType), has_kept_(of_packed) {
     node_.heads = IntAttribute(info, "num_heads", node_.text);
@@ -121,7 +105,6 @@ class Kernel {
   }
 
  private:
-  // An input with its sizes.
   struct Rows {
     HeadRows heads;
     int64_t batch, count, head_dim;

@@ -51,7 +51,6 @@
 
 namespace ortolan {
 
-// Inputs of the operator, with and without a cache.
 enum Input : size_t {
   kQuery,
   kMask,

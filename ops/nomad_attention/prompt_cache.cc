@@ -17,7 +17,6 @@ constexpr int64_t kPieces = 64;      // work items: enough for the threads of a 
 
 int64_t BlocksOf(int64_t rows) { return (rows + kPromptRows - 1) / kPromptRows; }
 
-// A view of some panels.
 BitmapView PanelsOf(const BitmapView& all, int64_t first, int64_t count) {
   BitmapView part = all;
   part.n = count * kPanelColumns;
@@ -49,7 +48,6 @@ int64_t PackedBytes(const MatMulKernel& kernel, const PromptCache& cache, int64_
   return Aligned(std::max(kernel.PackedBytes(keys, rows), kernel.PackedBytes(values, rows)));
 }
 
-// Scratch bytes for this number of rows.
 int64_t ScratchBytes(const PromptCache& cache, int64_t rows) {
   return PackedBytes(KernelFor(rows), cache, rows) + rows * cache.ChunkTokens() * kFloat;
 }

@@ -1,22 +1,14 @@
-// ORT adapter of SparseAMXMatMul.
+// ORT adapter of SparseAMXMatMul. README.md lists inputs, outputs and attributes.
 //
 //     Y = LayerNormalization(activation(X W + bias) + residual)    optionally gated or without normalization:
 //                                                                  matmul/linear_plan.h
 //
-//     X float [..., k], masks u8, values bf16, int8 or u8 (int4), offsets i64, bias float [n], residual float, scales,
-//     norm_weight and norm_bias float [columns of Y], zero_points i8
-//     -> Y float [..., n], broadcast with residual
-//     attributes k, n, format_version, weight_bits, group_size, activation, gated_columns, norm_epsilon, x_zero_points
+// The element type of values selects the format (formats/bitmap.h, bitmap_int8.h, bitmap_int4.h, two_four.h). Empty
+// masks and offsets mean dense storage, empty offsets alone 2:4 storage.
 //
-// masks, values, offsets and scales are initializers in the formats of formats/bitmap.h, bitmap_int8.h, bitmap_int4.h
-// and two_four.h. The element type of values selects the format. Empty masks and offsets mean dense storage, empty
-// offsets alone 2:4 storage. bias and residual are optional, and so are scales for bf16, where they are 1. A bias of
-// zeros and a residual of one zero mean the same as omitted inputs: an ONNX function cannot test whether an input is
-// present, and ONNX Runtime up to 1.21 crashes on an omitted input before a given one, so graph_passes fills them in.
-// matmul/linear_op.h describes the norm.
-//
-// x_zero_points 1, for int8 weights: each row of X is quantized with a zero point (matmul/bitmap_weight.h). Then int8
-// weights may have zero points too, the initializer zero_points [panels, 1, 16]; omitted, or a single zero: none.
+// A bias of zeros, a residual of one zero and zero_points of a single zero mean the same as omitted inputs: an ONNX
+// function cannot test whether an input is present, and ONNX Runtime up to 1.21 crashes on an omitted input before a
+// given one, so graph_passes fills them in.
 #include <algorithm>
 #include <iterator>
 #include <span>

@@ -1,28 +1,12 @@
-// ORT adapter of VNNISpMM.
+// ORT adapter of VNNISpMM. README.md lists inputs, outputs and attributes.
 //
 //     Y = LayerNormalization(activation(X W + bias) + residual)    optionally gated or without normalization:
 //                                                                  matmul/linear_plan.h
 //
-//     X float [..., k], values i8, indices u16, starts i64, scales float [n], bias float [n], residual float,
-//     norm_weight and norm_bias float [columns of Y]
-//     -> Y float [..., n], broadcast with residual
-//     attributes k, n, format_version, activation, gated_columns, norm_epsilon
-//
-// values, indices, starts and scales are initializers: formats/block_sparse_4x1.h. bias and residual are optional;
-// zeros and one zero mean the same as omitted inputs (see SparseAMXMatMul's adapter). matmul/linear_op.h describes the
-// norm.
-//
-// x_scale float [], x_zero_point u8 []: constants, the fixed range with which X is quantized. Optional; without them,
-// or with x_scale 0, each token is quantized with its own range.
-//
-// hidden_k above 0: another layer comes first (HiddenLayerArgs in matmul/block_sparse_weight.h), with hidden_k inputs
-// and k outputs:
-//
-//     X float [..., hidden_k]
-//     hidden_values, hidden_indices, hidden_starts, hidden_scales float [k], hidden_bias float [k]
-//     table u8 [256], table_x_scale float [], table_x_zero_point u8 [], table_y_scale, table_y_zero_point
-//
-// All of these are constants, and x_scale is required. With hidden_k 0 these inputs are ignored.
+// All inputs except X and residual are constants. Zeros as bias and one zero as residual mean the same as omitted
+// inputs (see SparseAMXMatMul's adapter). hidden_k above 0: another layer comes first, with hidden_k inputs and k
+// outputs (HiddenLayerArgs in matmul/block_sparse_weight.h). Its inputs and x_scale are then required, and ignored
+// otherwise.
 #include <limits>
 
 #include "matmul/block_sparse_layer.h"

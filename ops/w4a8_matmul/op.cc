@@ -1,17 +1,10 @@
-// ORT adapter of W4A8MatMul.
+// ORT adapter of W4A8MatMul. README.md lists inputs, outputs and attributes.
 //
 //     Y = LayerNormalization(activation(X W + bias) + residual)    optionally gated or without normalization:
 //                                                                  matmul/linear_plan.h
 //
-//     X float [..., k], weights u8, scales float or float16, bias float [n], residual float, zero_points u8,
-//     norm_weight and norm_bias float [columns of Y], minimums of the type of scales
-//     -> Y float [..., n], broadcast with residual
-//     attributes k, n, format_version, group_size, activation, gated_columns, norm_epsilon, zero_point_steps
-//
-// weights, scales, zero_points and minimums are initializers: formats/int4_group.h. bias, residual, zero_points and
-// minimums are optional. These values mean the same as omitted inputs (see SparseAMXMatMul's adapter): zeros for bias,
-// one zero for residual and minimums, 8 for zero_points (one zero if there are minimums). zero_point_steps 16:
-// zero_points are sixteenths; 1 or omitted: integers. matmul/linear_op.h describes the norm.
+// These values mean the same as omitted inputs (see SparseAMXMatMul's adapter): zeros for bias, one zero for residual
+// and minimums, 8 for zero_points (one zero if there are minimums).
 #include "matmul/group_op.h"
 #include "rooms.h"
 #include "w4a8_matmul/op_opencl.h"

@@ -1,15 +1,9 @@
-// ORT adapter of W8A8MatMul.
+// ORT adapter of W8A8MatMul. README.md lists inputs, outputs and attributes.
 //
 //     Y = LayerNormalization(activation(X W + bias) + residual)    optionally gated or without normalization:
 //                                                                  matmul/linear_plan.h
 //
-//     X float [..., k], weights i8, scales float or float16, bias float [n], residual float,
-//     norm_weight and norm_bias float [columns of Y]
-//     -> Y float [..., n], broadcast with residual
-//     attributes k, n, format_version, group_size, activation, gated_columns, norm_epsilon
-//
-// weights and scales are initializers: formats/int8_group.h. bias and residual are optional; zeros and one zero mean
-// the same as omitted inputs (see SparseAMXMatMul's adapter). matmul/linear_op.h describes the norm.
+// Zeros for bias and one zero for residual mean the same as omitted inputs (see SparseAMXMatMul's adapter).
 #include "matmul/group_op.h"
 #include "rooms.h"
 

@@ -23,7 +23,6 @@ Features FeaturesOf(const std::optional<std::string>& isa) {
 
 std::vector<int64_t> ShapeOf(const py::array& array) { return {array.shape(), array.shape() + array.ndim()}; }
 
-// Runs a layer with a bf16 weight.
 Array<float> LinearLayerOf(const CastArray<float>& x, const Array<uint8_t>& masks, const Array<uint16_t>& values,
                            const Array<int64_t>& offsets, int64_t k, int64_t n,
                            const std::optional<CastArray<float>>& bias, const std::optional<CastArray<float>>& residual,

@@ -66,7 +66,6 @@ bool RunFloats(const SimdCall& call, const Arguments& x) {
   return false;
 }
 
-// Calls ReduceFour with addition.
 template <typename S>
 auto Reduced(const float* from) {
   const typename S::Float four[] = {S::Load(from), S::Load(from + S::kLanes), S::Load(from + 2 * S::kLanes),

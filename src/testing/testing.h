@@ -46,7 +46,6 @@ const Kernel& KernelByName(std::span<const Kernel> kernels, const KernelName& na
   throw std::invalid_argument(ErrorText("no kernel is called '", *name, "', expected one of: ", known));
 }
 
-// Defines <name>_kernels(), which lists the rows of a table, best first.
 template <typename Kernel>
 void DefineKernelList(py::module_& module, const char* name, std::span<const Kernel> (*kernels)()) {
   module.def((std::string(name) + "_kernels").c_str(), [kernels] {
@@ -76,7 +75,6 @@ class AlignedBytes {
   std::vector<char> bytes_;
 };
 
-// A Host with one thread.
 class OneThread : public Host {
   void RunTasks(int64_t count, Task* task, const void* user) override {
     for (int64_t i = 0; i < count; ++i) task(user, i);

@@ -27,7 +27,6 @@ uint32_t ScaleBits(int64_t head_dim, const float* values) {
   return (__builtin_bit_cast(uint32_t, Simd::MaxOfLanes(most) / 127.0f) + 0xffff) >> 16;
 }
 
-// Rotates the pair at `at` and `at + 1`.
 void RotatePair(const float* from, const float* cos, const float* sin, int64_t at, float* to) {
   const auto product = [](float a, float b) { return simd::scalar::Rounded(a * b); };
   const float x = from[at], y = from[at + 1], c = cos[at / 2], s = sin[at / 2];
