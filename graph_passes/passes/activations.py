@@ -99,19 +99,19 @@ class ActivationsPass(RecipePass):
     def _magnitudes(self, recorder: InputRecorder, names: Sequence[str]) -> dict[str, np.ndarray]:
         """Return a sample of |x| for each input: float32, ascending."""
         context = self.context
-        numbers = recorder.samples(names, self.options.max_values, context.telling(Stage.ACTIVATIONS))
+        samples = recorder.samples(names, self.options.max_values, context.telling(Stage.ACTIVATIONS))
         for name in names:
-            if name not in numbers:
+            if name not in samples:
                 raise CalibrationError(
                     f"value {name!r} is empty on the calibration feeds, so no threshold can be chosen for it; give "
                     "feeds that contain tokens"
                 )
-            if not np.isfinite(numbers[name]).all():
+            if not np.isfinite(samples[name]).all():
                 raise CalibrationError(
                     f"value {name!r} holds NaN or infinity on the calibration feeds, so no threshold can be chosen for "
                     "it; give other feeds, or exclude the layers that read it (activations.exclude)"
                 )
-        return {name: np.sort(np.abs(numbers[name])) for name in names}
+        return {name: np.sort(np.abs(samples[name])) for name in names}
 
     def _thresholds(
         self, recorder: InputRecorder, by_input: Mapping[str, Sequence[Linear]], magnitudes: Mapping[str, np.ndarray]

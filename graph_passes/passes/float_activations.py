@@ -32,7 +32,7 @@ class _IntegerOperator:
 
     Attributes:
         op_type: the float operator.
-        inputs: indices of the first of three inputs (integers, scale, zero point) that form one float input.
+        inputs: indices of the first of three inputs (integers, scale, zero point) that operator one float input.
         output: index of the output's scale, which is followed by the zero point.
         attributes: attributes that both operators have.
         floats: indices of inputs that are passed on unchanged, before the others.
@@ -123,17 +123,17 @@ class _Writer:
         An operator with a constant weight is a layer, and is kept.
         """
         kind = (node.domain if node.domain not in DEFAULT_DOMAINS else "", node.op_type)
-        form = _INTEGER_OPERATORS.get(kind)
+        operator = _INTEGER_OPERATORS.get(kind)
         if kind == _CONCAT:
-            form = _IntegerOperator("Concat", tuple(range(2, len(node.inputs), 3)), 0, ("axis",))
-        if form is None or not isinstance(node.graph, ir.Graph) or not _is_complete(node, form):
+            operator = _IntegerOperator("Concat", tuple(range(2, len(node.inputs), 3)), 0, ("axis",))
+        if operator is None or not isinstance(node.graph, ir.Graph) or not _is_complete(node, operator):
             return
         nodes: list[ir.Node] = []
-        inputs = [node.inputs[index] for index in form.floats]
-        inputs += [self._dequantized(node.graph, node.inputs[index : index + 3], nodes) for index in form.inputs]
-        attributes = {name: node.attributes[name] for name in form.attributes if name in node.attributes}
-        floats = self._add(nodes, form.op_type, inputs, node.name, attributes)
-        inputs = [floats, *node.inputs[form.output : form.output + 2]]
+        inputs = [node.inputs[index] for index in operator.floats]
+        inputs += [self._dequantized(node.graph, node.inputs[index : index + 3], nodes) for index in operator.inputs]
+        attributes = {name: node.attributes[name] for name in operator.attributes if name in node.attributes}
+        floats = self._add(nodes, operator.op_type, inputs, node.name, attributes)
+        inputs = [floats, *node.inputs[operator.output : operator.output + 2]]
         integers = self._add(nodes, "QuantizeLinear", inputs, f"{node.name}/quantize")
         integers.type, integers.shape = node.outputs[0].type, node.outputs[0].shape
         ir.convenience.replace_nodes_and_values(node.graph, node, [node], nodes, [node.outputs[0]], [integers])
@@ -237,11 +237,11 @@ class _Writer:
         return node.outputs[0]
 
 
-def _is_complete(node: ir.Node, form: _IntegerOperator) -> bool:
+def _is_complete(node: ir.Node, operator: _IntegerOperator) -> bool:
     """Check that all scales and zero points exist and are constant, and that the operator is not a layer."""
-    positions = [index + more for index in form.inputs for more in (1, 2)] + [form.output, form.output + 1]
+    positions = [index + more for index in operator.inputs for more in (1, 2)] + [operator.output, operator.output + 1]
     known = all(constant_tensor(node_input(node, index)) is not None for index in positions)
-    integers = [node_input(node, index) for index in form.inputs]
+    integers = [node_input(node, index) for index in operator.inputs]
     given = [value for value in integers if value is not None]
     is_layer = node.op_type == "QLinearMatMul" and any(constant_tensor(value) is not None for value in given)
     later_opset = node.op_type != "QLinearSoftmax" or _softmax_is_of_axis(node)

@@ -1,15 +1,17 @@
-"""Runs an encoder on the tokens that are there: behind its inputs those that attention_mask keeps of all sequences are
-put one behind the other, each layer works on [1, kept tokens, width], rotary embedding on [1, heads, kept tokens,
-width], attention lets each sequence see itself alone, and at the end tokens return to their places. Inputs and outputs
-keep names and shapes. At places without a token, an output that was by tokens is 0, whatever it was before.
+"""Run an encoder only on tokens that are not padding.
 
-Where an output has a vector for each position, a hidden position may be read: a late-interaction model (ColBERT) hides
-the mask tokens that expand a query, and reads their vectors. Only positions that hold the padding token are left out
-then. The others are kept: their queries see the visible tokens, and no query sees them.
+After the inputs, the tokens that attention_mask keeps are packed: those of all sequences one after the other. Layers
+work on [1, kept tokens, width], rotary embedding on [1, heads, kept tokens, width], and attention lets each sequence
+attend only to itself. At the end, tokens are put back into their positions. Inputs and outputs keep names and shapes.
+Outputs with a vector per token are 0 at positions without a token.
 
-It is the last pass that changes the model: token_rows.py finds what can run so among what the others have made. Which
-tokens the masks of attention hide is found by running what computes them: a mask must hide those that are not kept, and
-one that does nothing else goes (padding_masks.py).
+If an output has a vector for each position, hidden positions may be read: a late-interaction model (ColBERT) hides the
+mask tokens that expand a query, and reads their vectors. Then only positions that hold the padding token are removed.
+The other hidden positions are kept: their queries attend to the visible tokens, and no query attends to them.
+
+This is the last pass that changes the model: find/token_rows.py finds the part that can run on packed tokens in the
+result of the other passes. measure/padding_masks.py runs the nodes that compute attention masks, to find out which
+tokens they hide. A mask must hide the removed tokens; one that hides nothing else is removed.
 """
 
 from __future__ import annotations
@@ -53,48 +55,53 @@ _MASK, _KEPT = PACKED_INPUTS.index("mask"), PACKED_INPUTS.index("kept")
 
 @dataclass(frozen=True)
 class UnpadOptions(PassOptions):
-    # The token that fills padding. None: the one that the files beside the model name.
+    """Options of pass `unpad`."""
+
+    # Token id of padding. None: read from the files next to the model.
     pad_token_id: int | None = field(default=None, metadata=takes("int", low=0, none=True))
-    # Whether every position that attention_mask hides is padding, whatever token it holds.
+    # Treat every position that attention_mask hides as padding, whatever token it holds.
     drop_hidden: bool = field(default=False, metadata=takes("bool"))
 
 
 @dataclass(frozen=True)
 class _Read:
-    """The hidden positions whose vectors are read."""
+    """Hidden positions whose vectors are read."""
 
-    first: bool  # the first of each sequence
-    others: bool  # and all others, but for padding
-    outputs: list[str]  # the model's outputs with a vector for each position
+    first: bool  # the first position of each sequence
+    others: bool  # all other positions except padding
+    outputs: list[str]  # outputs of the model with a vector for each position
 
     @property
     def positions(self) -> slice:
+        """Return the positions as a slice."""
         return slice(None) if self.others else slice(int(self.first))
 
 
 class UnpadPass(RecipePass):
-    """Leaves a model as it is, with a note, where it cannot be done."""
+    """Skip padding tokens. A model for which that is not possible is not changed; a note gives the reason."""
 
     options_type = UnpadOptions
     options: UnpadOptions
 
     def requires(self, model: ir.Model) -> None:
+        """Check that the model is normalized."""
         require_normalized(model, "unpad")
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Rewrite the model to run on packed tokens."""
         context = self.context
         context.progress(Stage.UNPAD, 0, 1)
         nodes = nodes_of(model, OP_TYPE)
         changes = False
         if context.dry_run:
-            context.note("whether padding can be left out is found when layers have been replaced")
+            context.note("whether padding can be skipped is found after layers have been replaced")
         elif nodes and not has_past(model):
             try:
                 self._unpad(model, nodes)
                 model.metadata_props[PADDING_KEY] = "left out"
                 changes = True
             except (NotByTokensError, MaskError) as error:
-                context.note(f"padding is not left out: {error}")
+                context.note(f"padding is not skipped: {error}")
         context.progress(Stage.UNPAD, 1, 1)
         return ir.passes.PassResult(model, modified=changes)
 
@@ -121,7 +128,7 @@ class UnpadPass(RecipePass):
         neutral = {name: np.zeros(1, np.float32) for name in ("mask", "key", "value")}
         fill_missing(attentions, PACKED_INPUTS, (), lambda _: neutral, lambda name: self.context.new_name(model, name))
         masks.remove_unused()
-        if first_tokens is not None:  # it may be computed behind its new readers
+        if first_tokens is not None:  # the node that computes it may come after its new consumers
             model.graph.sort()
         for value, layout in rows.layouts.items():
             if value.shape is not None:
@@ -136,8 +143,8 @@ class UnpadPass(RecipePass):
         layers.unpadded, layers.zero_at_padding, layers.pad_token_id = True, read.outputs, pad
         hidden = "hidden positions" if pad is None else f"hidden positions that hold token {pad}"
         self.context.note(
-            f"padding is left out: {len(rows.nodes)} nodes, {len(attentions)} of them attention, do not run on {hidden}"
-            + (f"; there {', '.join(read.outputs)} is 0" if read.outputs else "")
+            f"padding is skipped: {len(rows.nodes)} nodes, {len(attentions)} of them attention, do not run on {hidden}"
+            + (f"; {', '.join(read.outputs)} is 0 there" if read.outputs else "")
         )
 
     def _read(self, rows: TokenRows, masks: PaddingMasks) -> _Read:
@@ -146,7 +153,7 @@ class UnpadPass(RecipePass):
         return _Read(any(first), bool(outputs) and not self.options.drop_hidden, outputs)
 
     def _pad_token(self, model: ir.Model, outputs: Sequence[str]) -> int:
-        """Return the padding token. Raises NotByTokensError where it is not known."""
+        """Return the padding token. Raises NotByTokensError if it is unknown."""
         ids = _input(model, _IDS_NAME)
         if ids is None or ids.shape is None or len(ids.shape) != 2:
             problem = f"the model has no input {_IDS_NAME!r} [batch, tokens]"
@@ -157,24 +164,24 @@ class UnpadPass(RecipePass):
                 return read_padding_id(folder_of(self.context.source.path))
             except UnknownPaddingError as error:
                 problem = (
-                    f"{error}; put config.json and the tokenizer's files beside the model, or set unpad.pad_token_id"
+                    f"{error}; put config.json and the tokenizer's files next to the model, or set unpad.pad_token_id"
                 )
         raise NotByTokensError(
-            f"output {listing(outputs)} has a vector for each position, and which hidden positions are padding is not "
-            f"known: {problem}; set unpad.drop_hidden if nothing reads hidden positions"
+            f"output {listing(outputs)} has a vector for each position, and the padding token is unknown: {problem}; "
+            "set unpad.drop_hidden if hidden positions are not read"
         )
 
     def _kept(
         self, model: ir.Model, given: ir.Value, first_tokens: ir.Value | None, reads_first: bool, pad: int | None
     ) -> ir.Value:
-        """Return int64 [batch, tokens]: 0 where padding is, negative for a token that attention hides from others.
+        """Return int64 [batch, tokens]: 0 at padding, negative at a token that attention hides from others.
 
         Args:
-            model: The model to which the nodes are added.
-            given: Its attention_mask.
-            first_tokens: Shows the tokens that attention sees, [batch, 1, 1, tokens]; None: attention_mask does.
-            reads_first: The first token of each sequence is never padding.
-            pad: The token that padding holds; None: any.
+            model: the model to which the nodes are added.
+            given: its attention_mask.
+            first_tokens: tokens that attention sees, [batch, 1, 1, tokens]; None: those of attention_mask.
+            reads_first: the first token of each sequence is never padding.
+            pad: the token that padding holds; None: any.
         """
         front = model.graph[0]
 
@@ -188,7 +195,7 @@ class UnpadPass(RecipePass):
         def cast(value: ir.Value, dtype: ir.DataType) -> ir.Value:
             return value if value.dtype == dtype else made("Cast", value, dtype=dtype, to=dtype)
 
-        numbers = partial(self._numbers, model)
+        numbers = partial(self._int64, model)
         boolean = ir.DataType.BOOL
         if pad is None and first_tokens is None:
             kept = cast(given, ir.DataType.INT64)
@@ -211,12 +218,18 @@ class UnpadPass(RecipePass):
         return made("Concat", first, others, axis=1)
 
     def _check_exit(self, value: ir.Value, rows: TokenRows, masks: PaddingMasks) -> bool:
-        """Raises NotByTokensError if the rest of the graph may read of this value what is not there. Returns whether it
-        reads of the first token of each sequence, whatever attention_mask says of it."""
+        """Check that consumers outside the packed part do not read positions without a token.
+
+        Returns:
+            True if they read the first token of each sequence, regardless of attention_mask.
+
+        Raises:
+            NotByTokensError: a consumer may read such positions.
+        """
         if _dtype(value) not in (None, ir.DataType.FLOAT):
-            raise NotByTokensError(f"{value.name!r}, which is by tokens, is no float")
+            raise NotByTokensError(f"{value.name!r} has a vector per token, but is not float32")
         if rows.layouts[value].tokens != 1:
-            raise NotByTokensError(f"{value.name!r}, whose tokens are behind heads, is read by something else")
+            raise NotByTokensError(f"{value.name!r} [batch, heads, tokens, width] has consumers besides attention")
         reads_first = False
         for node in (use.node for use in value.uses() if use.node not in rows.nodes):
             if node.op_type == "Shape":
@@ -224,17 +237,17 @@ class UnpadPass(RecipePass):
             if _takes_first(node, value):
                 reads_first = True
             elif not _replaces_hidden(node, value, masks):
-                raise NotByTokensError(f"{node.op_type} {node.name!r} may read places where no token is")
+                raise NotByTokensError(f"{node.op_type} {node.name!r} may read positions without a token")
         return reads_first
 
     def _enter(self, model: ir.Model, rows: TokenRows, kept: ir.Value) -> None:
-        """Packs what the part reads of the rest."""
+        """Pack the values that the packed part reads."""
         for value, (rank, layout) in rows.entries.items():
             users = [(use.node, use.idx) for use in value.uses() if use.node in rows.nodes]
             first = min((node for node, _ in users), key=list(model.graph).index)
             read = value
-            if layout.rank > rank:  # the same for all sequences
-                axes = self._numbers(model, *range(layout.rank - rank))
+            if layout.rank > rank:  # equal for all sequences
+                axes = self._int64(model, *range(layout.rank - rank))
                 read = self._insert(model, first, ir.node("Unsqueeze", [value, axes]), f"{value.name}/of_all", value)
             swapped = list(range(layout.rank))
             swapped[1], swapped[layout.tokens] = layout.tokens, 1
@@ -250,25 +263,25 @@ class UnpadPass(RecipePass):
                 node.replace_input_with(index, result)
 
     def _resize(self, model: ir.Model, rows: TokenRows) -> None:
-        """Tells views that were told sizes of padded sequences those of packed ones."""
+        """Replace sizes of padded sequences in the shapes of views by those of packed ones."""
         constants: dict[tuple[int, ...], ir.Value] = {}
         for node, sizes in rows.sizes.items():
             padded = node.inputs[1]
             assert padded is not None
             if tuple(sizes) not in constants:
-                constants[tuple(sizes)] = self._numbers(model, *sizes)
+                constants[tuple(sizes)] = self._int64(model, *sizes)
             node.replace_input_with(1, constants[tuple(sizes)])
             remove_dead(padded)
 
     def _leave(self, model: ir.Model, rows: TokenRows, kept: ir.Value) -> None:
-        """Returns to their places what the rest reads of the part."""
+        """Unpack the values that the rest of the model reads."""
         for value in rows.exits:
             node = value.producer()
             assert node is not None and value.name is not None
             users = [(use.node, use.idx) for use in value.uses() if use.node not in rows.nodes]
             unpacked = ir.node(UNPACK, [kept, value], domain=ORTOLAN_DOMAIN, name=f"{value.name}/unpack")
             (result,) = unpacked.outputs
-            # The name, and what is known of the shape, are those of the padded value.
+            # The unpacked value takes the name and the known shape of the padded one.
             result.name, value.name = value.name, self.context.new_name(model, f"{value.name}/packed")
             result.dtype, result.shape = ir.DataType.FLOAT, value.shape
             model.graph.insert_after(node, unpacked)
@@ -282,8 +295,11 @@ class UnpadPass(RecipePass):
                     outputs[index] = result
 
     def _sum_in_order(self, model: ir.Model, tokens: ir.Value) -> None:
-        """Makes sums over the tokens that a factor has left from the first to the last. The order of ReduceSum depends
-        on how many there are, and with it the last bits of a text's vector on padding."""
+        """Make sums over masked tokens add up from the first token to the last.
+
+        The order of ReduceSum depends on the number of tokens, so padding would change the last bits of a text's
+        vector.
+        """
         products = [node.outputs[0] for node in tokens.consumers() if node.op_type in ("Mul", "Where")]
         for product in products:
             for node in product.consumers():
@@ -293,14 +309,14 @@ class UnpadPass(RecipePass):
                 node.replace_input_with(0, made.summed_in_order(product, 1))
                 model.graph.insert_before(node, made.nodes)
 
-    def _numbers(self, model: ir.Model, *numbers: int) -> ir.Value:
+    def _int64(self, model: ir.Model, *numbers: int) -> ir.Value:
         name = self.context.new_name(model, f"{_MASK_NAME}/numbers")
         return new_initializer(model.graph, ir.Tensor(np.array(numbers, np.int64), name=name))
 
     def _insert(self, model: ir.Model, before: ir.Node, node: ir.Node, name: str, like: ir.Value) -> ir.Value:
         (value,) = node.outputs
         node.name = value.name = self.context.new_name(model, name)
-        # Older versions of ONNX Runtime take outputs of any type for floats.
+        # Older versions of ONNX Runtime assume that outputs without a type are float.
         dtype = like.dtype or Dimensions(model.graph).dtype(like)
         if dtype is not None:
             value.dtype = dtype
@@ -313,9 +329,9 @@ def _input(model: ir.Model, name: str) -> ir.Value | None:
 
 
 def _check(model: ir.Model, node: ir.Node) -> None:
-    """Raises NotByTokensError for attention of another form."""
+    """Raise NotByTokensError for attention in a branch or with a cache."""
     if node.graph is not model.graph:
-        raise NotByTokensError(f"attention {node.name!r} lies in a branch")
+        raise NotByTokensError(f"attention {node.name!r} is in a branch")
     if len(node.inputs) > _KEPT:
         raise NotByTokensError(f"attention {node.name!r} has a cache")
 
@@ -323,8 +339,13 @@ def _check(model: ir.Model, node: ir.Node) -> None:
 def _masks(
     model: ir.Model, given: ir.Value, attentions: Sequence[ir.Node], read_if_hidden: slice
 ) -> tuple[PaddingMasks, dict[ir.Node, ir.Value | None], ir.Value | None]:
-    """Return the masks, what each attention still has to add to scores, and what shows the tokens that attention sees
-    if not attention_mask itself does. Raises MaskError."""
+    """Return the padding masks, the mask that each attention still adds, and the mask of first tokens.
+
+    The last one shows the tokens that attention sees; None if attention_mask shows them.
+
+    Raises:
+        MaskError: a mask does not hide the removed tokens.
+    """
 
     def beside(masks: PaddingMasks) -> dict[ir.Node, ir.Value | None]:
         return {node: masks.beside_padding(node.inputs[_MASK]) for node in attentions}
@@ -341,8 +362,10 @@ def _masks(
 
 
 def _replaces_hidden(node: ir.Node, value: ir.Value, masks: PaddingMasks) -> bool:
-    """Whether a node makes the same of any numbers that the value has where attention_mask hides tokens: it multiplies
-    them by 0, or puts something else there (masked_fill)."""
+    """Return true if a node's result does not depend on the value where attention_mask hides tokens.
+
+    Such a node multiplies by 0 there, or inserts another value (masked_fill).
+    """
     if node.op_type == "Mul":
         return any(masks.is_at_hidden(False, factor, value) for factor in node.inputs if factor is not value)
     if node.op_type != "Where" or list(node.inputs).count(value) != 1:
@@ -356,12 +379,12 @@ def _dtype(value: ir.Value) -> ir.DataType | None:
 
 
 def _takes_first(node: ir.Node, value: ir.Value) -> bool:
-    """Whether a node takes the first token of each sequence, and nothing else."""
+    """Return true if a node reads only the first token of each sequence."""
     if node.op_type == "Gather" and node.inputs[0] is value:
         axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
         index = constant_tensor(node.inputs[1])
         return axis == 1 and index is not None and not np.any(index.numpy())
     if node.op_type == "Slice" and node.inputs[0] is value:
-        numbers = [constant_tensor(one) for one in node.inputs[1:]]
-        return [None if one is None else one.numpy().tolist() for one in numbers[:3]] == [[0], [1], [1]]
+        bounds = [constant_tensor(one) for one in node.inputs[1:]]
+        return [None if one is None else one.numpy().tolist() for one in bounds[:3]] == [[0], [1], [1]]
     return False

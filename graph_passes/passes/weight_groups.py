@@ -1,4 +1,4 @@
-"""Chooses the layers whose weights a pass changes, and gives them the changed weight. Shared by prune and quantize."""
+"""Select the layers whose weights a pass changes, and give them the changed weight. Shared by prune and quantize."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ from .context import PassContext
 
 @dataclass
 class WeightGroup:
-    """Layers that share one weight: it is changed once."""
+    """Layers that share one weight, which is changed once."""
 
     linears: list[Linear]
 
     @property
     def weight(self) -> ir.TensorProtocol:
+        """Return the weight."""
         return self.linears[0].weight
 
     @property
     def weight_name(self) -> str:
+        """Return the weight's name."""
         return self.linears[0].weight_names[-1]
 
     def put(self, model: ir.Model, context: PassContext, tensor: ir.TensorProtocol, status: LayerStatus) -> ir.Value:
-        """Gives the layers of the group another weight; whoever else uses the old one keeps it. Returns its value."""
+        """Give the layers of the group another weight, and return its value. Other consumers keep the old weight."""
         value = self.linears[0].weight_value
         nodes = {linear.node for linear in self.linears}
         own = all(use.node in nodes and use.idx == 1 for use in value.uses()) and not value.is_graph_output()
@@ -64,22 +66,23 @@ class WeightGroup:
 
 @dataclass
 class PruneGroup(WeightGroup):
-    """Layers that are pruned alike."""
+    """Layers that are pruned together."""
 
-    sparsity: float | None  # None: the layers take part in the global threshold
+    sparsity: float | None  # None: part of the global threshold
     pattern: Pattern
-    keeps_stored: bool = False  # those that the model stores in int8 stay, but for what is pruned
+    keeps_stored: bool = False  # stored int8 weights are kept exactly, except pruned ones
 
 
 def _is_fused(node: ir.Node) -> bool:
-    """Whether it is an operator for a quantized weight."""
+    """Return true for an operator with a quantized weight."""
     return is_matmul_nbits(node) or stored_inputs(node) is not None
 
 
 def _turn_into_matmul(node: ir.Node, new_name: Callable[[str], str]) -> None:
-    """Makes such a node a MatMul in place, with an Add behind it if it has a bias; the caller replaces input 1.
+    """Change such a node into a MatMul, and an Add if it has a bias. The caller replaces input 1.
 
-    Passes know a layer by the value that its node makes, so MatMul keeps that, and the Add takes its name and users.
+    Passes identify a layer by its node's output, so the MatMul keeps that value, and the Add gets its name and
+    consumers.
     """
     int8 = stored_inputs(node)
     bias = node_input(node, BIAS_INPUT if int8 is None else int8.bias)
@@ -106,9 +109,10 @@ def _turn_into_matmul(node: ir.Node, new_name: Callable[[str], str]) -> None:
 def group_layers(
     context: PassContext, linears: Sequence[Linear], select: Globs, exclude: Globs, pass_name: str, doing: str
 ) -> list[WeightGroup]:
-    """The layers that the patterns choose and that a pass `replace` gains from, by weight.
+    """Return the layers that the patterns select and that a pass `replace` gains from, grouped by weight.
 
-    Raises RecipeError for a pattern of `select` that matches no layer.
+    Raises:
+        RecipeError: a pattern of `select` matches no layer.
     """
     check_patterns(linears, "select", select, pass_name)
     groups: dict[Hashable, WeightGroup] = {}
@@ -125,34 +129,34 @@ def group_layers(
 
 
 def check_patterns(linears: Sequence[Linear], option_name: str, globs: Globs, pass_name: str) -> None:
-    """Raises RecipeError for a pattern that matches no layer; a word such as "heads" may."""
+    """Raise RecipeError for a pattern that matches no layer, unless it is a word such as "heads"."""
     for glob in globs:
         if linears and glob not in WORDS and not any(linear.matches((glob,)) for linear in linears):
             raise RecipeError(
-                f"pass {pass_name!r}: pattern {glob!r} of {option_name} matches no linear layer; they are "
-                f"named like {linears[0].name!r}, their weights like {linears[0].weight_names[-1]!r}"
+                f"pass {pass_name!r}: pattern {glob!r} of {option_name} matches no linear layer; layers have names "
+                f"like {linears[0].name!r}, weights like {linears[0].weight_names[-1]!r}"
             )
 
 
 def fit_key(group: WeightGroup, options: Hashable) -> Hashable:
-    """What a weight that is fitted to inputs of the original depends on. Of layers that share one, the inputs of all
-    that are chosen count."""
+    """Return the key of a stored fit: the weight, the selected layers that share it, and the options."""
     return (group.weight_name, *(linear.name for linear in group.linears), options)
 
 
 def note_inputs(context: PassContext, without: Sequence[str], poor: Sequence[str], instead: str) -> None:
-    """Tells of layers whose inputs cannot be recorded, and what was done instead, and of those with too few."""
+    """Note layers whose inputs cannot be recorded, with what was done instead, and layers with too few inputs."""
     if without:
         context.note(
-            f"{count_layers(without)} {instead} instead: the inputs lie in a subgraph, or the feeds lack "
-            "them, so they cannot be recorded"
+            f"{count_layers(without)} {instead} instead: the inputs are inside a subgraph, or missing from the feeds, "
+            "so they cannot be recorded"
         )
     if poor:
         context.note(
-            f"{count_layers(poor)} calibrated on fewer rows than the layer has inputs, which fits weights to these "
-            "rows only; give calibration=… with more text, several times as many tokens as the widest layer has inputs"
+            f"{count_layers(poor)} calibrated on fewer tokens than the layer has inputs, so the weights may not fit "
+            "other text; give calibration=… with several times more tokens than the inputs of the widest layer"
         )
 
 
 def count_layers(names: Sequence[str]) -> str:
+    """Return the layers and a verb: "3 layers, such as 'a', are" or "layer 'a' is"."""
     return f"{len(names)} layers, such as {names[0]!r}, are" if len(names) > 1 else f"layer {names[0]!r} is"

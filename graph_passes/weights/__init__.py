@@ -1,1 +1,1 @@
-"""How numbers are chosen: quantizers, pruners and packed caches, on numpy arrays; nothing here knows of graphs."""
+"""Quantizers, pruners and cache formats: algorithms on numpy arrays, independent of graphs."""

@@ -435,10 +435,10 @@ def _find_uses(
         shape = dims[match.node.graph].shape
         return frozenset(name for name, value in given.items() if len(shape(value) or ()) == 4)
 
-    forms = {(match.key is None, match.cos is not None) for match in chosen}
-    if len(forms) > 1:
+    kinds = {(match.key is None, match.cos is not None) for match in chosen}
+    if len(kinds) > 1:
         return None
-    packed, rotary = forms.pop()
+    packed, rotary = kinds.pop()
     layouts = [by_heads(match) for match in chosen]
     common = frozenset.intersection(*layouts)
     return CacheUses(

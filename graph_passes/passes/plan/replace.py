@@ -54,8 +54,8 @@ class ReplaceOptions(PassOptions):
     # SparseAMXMatMul: "2:4" takes only 2:4 sparse layers; "small" stores bitmaps even if dense weights are faster on
     # this CPU; None: the fastest on this CPU (operators/sparse_amx_matmul_storage.py).
     storage: str | None = field(default=None, metadata=takes("str", choices=(TWO_FOUR, SMALL), none=True))
-    # SparseAMXMatMul, W8A8MatMul: take only layers with 4-bit or 8-bit weights. Those that the model stores are kept
-    # exactly.
+    # SparseAMXMatMul, W8A8MatMul: take only layers with 4-bit or 8-bit weights. Weights that the model stores in these
+    # formats are kept exactly.
     quantized_only: bool = field(default=False, metadata=takes("bool"))
     # SparseAMXMatMul, W8A8MatMul: keep 4-bit and 8-bit weights that the model stores exactly. Float weights, and
     # weights that a pass has quantized, are taken as well.
@@ -165,11 +165,11 @@ class ReplaceRule:
         adopted = isinstance(quantization, StoredInt4 | StoredInt8)
         same_bits = quantization is not None and quantization.bits == state.stored_bits
         if packed > state.bytes_before and not (adopted or same_bits or self.options.may_grow):
-            form = self.replacement.weights if quantization is None else f"int{quantization.bits}"
+            kind = self.replacement.weights if quantization is None else f"int{quantization.bits}"
             advice = "leave weights out to keep what the model stores"
             keep = "" if state.stored_bits is None else f"{linear.why_not_stored or advice}; "
             return (
-                f"its packed weight would take {human_bytes(packed)} in {form}, more than the "
+                f"its packed weight would take {human_bytes(packed)} in {kind}, more than the "
                 f"{human_bytes(state.bytes_before)} in the file ({keep}may_grow=true replaces it anyway)"
             )
         return None

@@ -1,1 +1,1 @@
-"""The pass prune: the least important weights of linear layers become zero."""
+"""Pass prune: set the least important weights of linear layers to zero."""

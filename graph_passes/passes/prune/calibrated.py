@@ -1,11 +1,10 @@
-"""Prunes layers by what goes into them: Wanda, SparseGPT, and repair of the weights that stay.
+"""Prune layers with recorded inputs: Wanda, SparseGPT, and repair of the kept weights.
 
-    wanda       the smallest |w| ||x||_2 of each output go (Sun, Liu, Bair, Kolter, ICLR 2024, arXiv:2306.11695): the
-                input's norm says how much a weight of it counts
+    wanda       prune the smallest |w| ||x||_2 of each output (Sun, Liu, Bair, Kolter, ICLR 2024, arXiv:2306.11695)
     sparsegpt   pruners/sparsegpt.py; with `weight_bits` jointly with quantization
-    repair      pruners/least_squares.py, of whatever mask
+    repair      pruners/least_squares.py, for the mask of any method
 
-One layer, or the layers that share an input, at a time, in the order of the graph; memory stays near one Hessian.
+One layer, or the layers that share an input, are pruned at a time, in graph order. Memory is about that of one Hessian.
 """
 
 from __future__ import annotations
@@ -36,24 +35,26 @@ from ..weight_groups import PruneGroup, fit_key, note_inputs
 
 
 def require_feeds(context: PassContext, options: PruneOptions) -> None:
-    """Raises CalibrationError where inputs would have to be made up."""
+    """Raise CalibrationError if the inputs are generated."""
     if context.evidence.made_up:
-        what = f"method {options.method!r}" if options.method != "magnitude" else "repair"
-        what = "scope 'sensitivity'" if options.scope == "sensitivity" else what
+        option = f"method {options.method!r}" if options.method != "magnitude" else "repair"
+        option = "scope 'sensitivity'" if options.scope == "sensitivity" else option
         raise CalibrationError(
-            f"pass 'prune': {what} fits the layers to typical inputs, and none were given; give calibration=… (a list "
-            "of texts with tokenizer=…, an .npz file, a dict of arrays, or a list of such dicts), or set "
-            'prune.method to "magnitude", scope to "layer" and repair to false, which need none'
+            f"pass 'prune': {option} needs calibration inputs; give calibration=… (a list of texts with tokenizer=…, "
+            "an .npz file, a dict of arrays, or a list of such dicts), or set "
+            'prune.method to "magnitude", scope to "layer" and repair to false'
         )
 
 
 def allocate_by_sensitivity(
     model: ir.Model, context: PassContext, options: PruneOptions, groups: Sequence[PruneGroup]
 ) -> None:
-    """Gives each group a sparsity, so that the option's share of all their weights goes. Layers whose inputs cannot be
-    recorded have the option's."""
+    """Set the sparsity of each group so that the groups together have the option's sparsity.
+
+    Layers whose inputs cannot be recorded get the option's sparsity.
+    """
     require_feeds(context, options)
-    shares = levels(options.sparsity)
+    sparsities_tried = levels(options.sparsity)
     by_id = {id(group): group for group in groups}
     found: list[tuple[PruneGroup, np.ndarray]] = []
     for number, (one, inputs) in enumerate(_as_it_is(model, context, groups)):
@@ -62,12 +63,12 @@ def allocate_by_sensitivity(
         check_finite(matrix, one, "pruned")
         if inputs is not None:
             group = by_id[id(one)]
-            found.append((group, error_curve(matrix, inputs.hessian, group.pattern, shares)))
+            found.append((group, error_curve(matrix, inputs.hessian, group.pattern, sparsities_tried)))
         del matrix
         context.release()
     context.progress(Stage.SENSITIVITY, len(groups), len(groups))
     sizes = [group.weight.size for group, _ in found]
-    sparsities = allocate([curve for _, curve in found], sizes, shares, options.sparsity)
+    sparsities = allocate([curve for _, curve in found], sizes, sparsities_tried, options.sparsity)
     for (group, _), sparsity in zip(found, sparsities, strict=True):
         group.sparsity = sparsity
 
@@ -79,15 +80,22 @@ def fit_pruned(
     groups: Sequence[PruneGroup],
     masked: Mapping[int, ir.TensorProtocol],
 ) -> Iterator[tuple[PruneGroup, Fit]]:
-    """The groups with their pruned weights. What the caller has put into the model counts for the next one's inputs, if
-    the options say so.
+    """Yield the groups with their pruned weights.
 
-    masked: by id of a group, its weight pruned by magnitude.
+    With inputs = "pruned", weights that the caller puts into the model between two groups count for the inputs of the
+    next group.
+
+    Args:
+        model: the model.
+        context: state of the run.
+        options: options of pass prune.
+        groups: the groups to prune.
+        masked: weights pruned by magnitude, by the id of their group.
     """
     require_feeds(context, options)
     by_id = {id(group): group for group in groups}
     without, poor, dampings = list[str](), list[str](), _Dampings(options, groups)
-    # Only these are the same whichever other layers are pruned.
+    # Fits can be reused only if they do not depend on which other layers are pruned.
     fitted = context.evidence.fits if options.inputs == "original" and not context.layers.changed else None
     known = [group for group in groups if fitted is not None and fitted.knows(fit_key(group, dampings.key(group)))]
     others = [group for group in groups if not any(group is one for one in known)]
@@ -99,8 +107,8 @@ def fit_pruned(
         check_finite(matrix, group, "pruned")
         if inputs is None:
             without.append(first.name)
-            alike = np.eye(first.k, dtype=np.float32)
-            inputs = LayerInputs(np.stack([alike, alike]), first.k)
+            identity = np.eye(first.k, dtype=np.float32)
+            inputs = LayerInputs(np.stack([identity, identity]), first.k)
         elif inputs.rows < first.k:
             poor.append(first.name)
         context.evidence.fitted_to = True
@@ -132,7 +140,7 @@ def _as_it_is(model: ir.Model, context: PassContext, groups: Sequence[PruneGroup
 
 
 class _Dampings:
-    """The damping for a layer's inputs: the option, or chosen once for the layers that share them, by the first."""
+    """Damping of each layer's inputs: the option, or chosen with the first of the layers that share the inputs."""
 
     def __init__(self, options: PruneOptions, groups: Sequence[PruneGroup]) -> None:
         self._options = options
@@ -145,24 +153,27 @@ class _Dampings:
         self._chosen: dict[int, float] = {}
 
     def key(self, group: PruneGroup) -> Hashable:
-        """What a fit depends on, beside the weight and the inputs."""
+        """Return what a fit depends on besides the weight and the inputs."""
         options = dataclasses.replace(self._options, select=("*",), exclude=(), layers={})
         first = self._first.get(id(group), group)
         return repr(options), *((one.weight_name, one.pattern, one.sparsity) for one in (group, first))
 
     def choose(self, group: PruneGroup, matrix: np.ndarray, inputs: LayerInputs) -> float:
+        """Return the damping for a group."""
         if self._options.damping is not None:
             return self._options.damping
         first = self._first[id(group)]
         if id(first) not in self._chosen:
             pattern, sparsity = first.pattern, first.sparsity or self._options.sparsity
             if first is not group:
-                matrix = np.array(first.linears[0].matrix())  # as it was: it is fitted already, and not put yet
+                # the original weight: the fitted one is not in the model yet
+                matrix = np.array(first.linears[0].matrix())
 
             def fit(weights: np.ndarray, hessian: np.ndarray) -> np.ndarray:
                 if self._options.method == "sparsegpt":
                     return sparsegpt(weights, hessian, pattern, sparsity)
-                # Of other columns the mask may be another: what matters is how closely weights may be fitted.
+                # The mask of the sampled columns may differ from that of all: only how closely weights may be fitted
+                # matters.
                 return repair(weights, weights, _wanda_mask(weights, hessian, pattern, sparsity), hessian)
 
             self._chosen[id(first)] = best_damping(sampled([matrix]), inputs.halves, fit)
@@ -179,7 +190,7 @@ def _pruned(
 ) -> np.ndarray | QuantizedMatrix:
     pattern, sparsity = group.pattern, group.sparsity or 0.0
     if group.keeps_stored or (options.method != "sparsegpt" and masked is None):
-        # What is left of numbers that the model stores stays the same, so they cannot make up for anything.
+        # Weights that the model stores as integers are kept exactly, so they cannot compensate for pruned ones.
         kept = _wanda_mask(matrix, inputs.hessian, pattern, sparsity)
     elif masked is not None:
         kept = np.asarray(masked.numpy()) != 0
@@ -200,7 +211,7 @@ def _pruned(
 
 
 def values_of(weights: np.ndarray | QuantizedMatrix, options: PruneOptions) -> np.ndarray:
-    """What the weights of a fit stand for, [k, n]."""
+    """Return the weights of a fit as floats [k, n]."""
     if isinstance(weights, np.ndarray):
         return weights
     assert options.quantization is not None
@@ -213,7 +224,7 @@ def _wanda_mask(matrix: np.ndarray, hessian: np.ndarray, pattern: Pattern, spars
 
 
 def spilled(context: PassContext, group: PruneGroup, values: np.ndarray) -> ir.TensorProtocol:
-    """The weight in the layer's type, kept in a file; beyond the range of its type its largest."""
+    """Return the weight in the layer's type, stored in a temporary file; values beyond the type's range are clipped."""
     first = group.linears[0]
     dtype = first.weight.dtype
     largest = np.float32(dtype.max)
@@ -231,7 +242,7 @@ def spilled(context: PassContext, group: PruneGroup, values: np.ndarray) -> ir.T
 
 
 def _output_error(matrix: np.ndarray, values: np.ndarray, hessian: np.ndarray) -> float | None:
-    """||XW - XV|| / ||XW|| over all calibration inputs X, which hessian = X^T X stands for."""
+    """Return ||XW - XV|| / ||XW|| over all calibration inputs X, with hessian = X^T X."""
     difference = matrix - values
     norm = float(np.vdot(matrix, hessian @ matrix))
     return float(np.sqrt(max(np.vdot(difference, hessian @ difference), 0.0) / norm)) if norm > 0 else None

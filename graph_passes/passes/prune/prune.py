@@ -1,11 +1,11 @@
-"""Sets the least important weights of linear layers to zero, except where no pass `replace` would gain from it.
+"""Set the least important weights of linear layers to zero, unless no pass `replace` would gain from it.
 
-What goes is a weight by itself (pattern "unstructured"), a block of weights of one input and four consecutive outputs
-("4x1"), or all but N of M consecutive inputs of an output ("2:4" and the like). The number of zeros is exact.
+The unit that is pruned is a single weight (pattern "unstructured"), a block of one input and four consecutive outputs
+("4x1"), or all but N of M consecutive inputs of an output ("2:4" and others). The number of zeros is exact.
 
-Here: by magnitude, of blocks by the sum of their magnitudes. Such weights are lazy: a layer is pruned anew each time
-its array is asked for, from the original in the mapped file and one threshold, so no copy is kept. Of weights as large
-as the threshold, the first in row-major order go. Methods that need inputs are in prune_calibrated.py.
+This module prunes by magnitude, or blocks by the sum of magnitudes. The pruned weights are lazy: they are computed on
+each access from the original in the mapped file and one threshold, so no copy is kept. Among weights equal to the
+threshold, the first in row-major order are pruned. Methods that need inputs are in calibrated.py.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ from .calibrated import allocate_by_sensitivity, fit_pruned, spilled, values_of
 
 
 class PrunePass(RecipePass):
-    """Prunes each weight once, also where several layers share it."""
+    """Prune each weight once, also if several layers share it."""
 
     options_type = PruneOptions
     options: PruneOptions
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Prune the selected layers."""
         options, context = self.options, self.context
         groups = self._group(context.survey(model))
-        self._int8: list[str] = []  # layers whose stored numbers stay the same but for those that are pruned
+        self._int8: list[str] = []  # layers that keep stored int8 weights where these are not pruned
         groups = [group for group in groups if not self._is_sparse(group) or self._only_rounds(group)]
         if options.needs_inputs and context.dry_run and context.evidence.made_up:
-            context.note("pass 'prune' needs calibration inputs (calibration=…): without them, a run is refused")
+            context.note("pass 'prune' needs calibration inputs (calibration=…): without them, a run fails")
         if options.scope == "sensitivity":
             self._allocate(model, [group for group in groups if group.sparsity is None])
         if options.method == "magnitude":
@@ -70,18 +71,22 @@ class PrunePass(RecipePass):
         if self._int8:
             more = f" and {len(self._int8) - 1} more" if len(self._int8) > 1 else ""
             context.note(
-                f"pruned, though stored in int8: layer {self._int8[0]!r}{more}; "
-                "what is left of their numbers stays the same"
+                f"pruned layers with stored int8 weights: {self._int8[0]!r}{more}; the remaining weights are kept "
+                "exactly"
             )
         return ir.passes.PassResult(model, modified=bool(groups))
 
     def _only_rounds(self, group: PruneGroup) -> bool:
-        """Turns a group that is sparse already into one that is only rounded, if this pass rounds."""
+        """Change a group that is already sparse into one that is only quantized.
+
+        Returns:
+            False if this pass does not quantize.
+        """
         group.sparsity, group.pattern = 0.0, Pattern()
         return self.options.weight_bits is not None and not group.keeps_stored
 
     def _gains(self, group: PruneGroup) -> bool:
-        """Whether there are layers left that a pass replace would gain from, once the group is pruned."""
+        """Drop the layers that no pass replace would gain from after pruning. Return true if any remain."""
         linear = group.linears[0]
         if self.options.weight_bits is not None and linear.k > MAX_INPUTS:
             for one in group.linears:
@@ -96,7 +101,7 @@ class PrunePass(RecipePass):
         return bool(group.linears)
 
     def _allocate(self, model: ir.Model, groups: Sequence[PruneGroup]) -> None:
-        """Gives each group a sparsity of its own."""
+        """Set the sparsity of each group."""
         for group in groups:
             group.sparsity = self.options.sparsity
         if groups and not self.context.dry_run:
@@ -110,7 +115,7 @@ class PrunePass(RecipePass):
                 layer.status, layer.weight_bits = "quantized", self.options.weight_bits
 
     def _by_magnitude(self, groups: Sequence[PruneGroup]) -> dict[int, ir.TensorProtocol]:
-        """By id of those groups that are pruned, their weights."""
+        """Return the pruned weights of the groups that are pruned, by the group's id."""
         if self.options.units.of:
             for group in groups:
                 check_finite(group.linears[0].matrix(), group, "pruned")
@@ -127,10 +132,10 @@ class PrunePass(RecipePass):
 
         together = [group for group in groups if group.sparsity is None]
         for batch in [[group] for group in groups if group.sparsity is not None] + ([together] if together else []):
-            share = batch[0].sparsity if batch[0].sparsity is not None else self.options.sparsity
+            sparsity = batch[0].sparsity if batch[0].sparsity is not None else self.options.sparsity
             scores = [self._scores(group) for group in batch]
             names = [group.weight_name for group in batch]
-            count = round(share * sum(score.size for score in scores))
+            count = round(sparsity * sum(score.size for score in scores))
             threshold = find_threshold(scores, names, count)
             ties = threshold.ties
             for group, score in zip(batch, scores, strict=True):
@@ -138,7 +143,7 @@ class PrunePass(RecipePass):
                 tally = tally_weight(score, threshold.key)
                 own_ties = min(ties, tally.equal)
                 ties -= own_ties
-                # A key of 0 is a weight that was zero before.
+                # Weights with key 0 were zero before.
                 zeros = max(tally.zeros, tally.below + own_ties)
                 kept = round((1 - zeros / score.size) * group.weight.size)
                 group.linears = [linear for linear in group.linears if self.context.gains(linear, Stored(kept))]
@@ -152,7 +157,7 @@ class PrunePass(RecipePass):
         return found
 
     def _put(self, model: ir.Model, group: PruneGroup, pruned: ir.TensorProtocol) -> None:
-        """Gives the layers their pruned weight; of int8 numbers that the model stores, what is left stays the same."""
+        """Give the layers their pruned weight. Stored int8 weights that are not pruned are kept exactly."""
         first, context = group.linears[0], self.context
         value = group.put(model, context, pruned, "pruned")
         if group.keeps_stored:
@@ -164,7 +169,7 @@ class PrunePass(RecipePass):
             self._int8.append(first.name)
 
     def _put_fit(self, model: ir.Model, group: PruneGroup, fit: Fit) -> None:
-        """Gives the layers a weight that was fitted to their inputs, pruned and perhaps rounded."""
+        """Give the layers a weight that was fitted to their inputs: pruned, and perhaps quantized."""
         context, options = self.context, self.options
         if isinstance(fit.weights, QuantizedMatrix):
             assert options.quantization is not None
@@ -179,23 +184,23 @@ class PrunePass(RecipePass):
         context.release()
 
     def _scores(self, group: PruneGroup) -> ir.TensorProtocol:
-        """What the weights, or blocks of them, are compared by: by magnitude."""
+        """Return the magnitudes of the weights, or of their blocks."""
         if self.options.pattern == "4x1":
             return block_sums(group.weight, group.linears[0].transposed)
         return group.weight
 
     def _is_sparse(self, group: PruneGroup) -> bool:
-        """Whether the layers stay as they are; the report then says so."""
+        """Return true, with a note, if the layers are sparse enough to be skipped (keep_sparse)."""
         if self.options.keep_sparse is None:
             return False
         scores = self._scores(group)
-        share = tally_weight(scores, 0).zeros / scores.size
-        if share < self.options.keep_sparse or share == 0:
+        sparsity = tally_weight(scores, 0).zeros / scores.size
+        if sparsity < self.options.keep_sparse or sparsity == 0:
             return False
         for linear in group.linears:
-            self.context.layer(linear).sparsity = share
+            self.context.layer(linear).sparsity = sparsity
         self.context.note(
-            f"layers that are sparse already, such as {group.linears[0].name!r}, were not pruned further (keep_sparse)"
+            f"layers that are already sparse, such as {group.linears[0].name!r}, are not pruned further (keep_sparse)"
         )
         return True
 
@@ -211,7 +216,7 @@ class PrunePass(RecipePass):
                 if self._own_sparsity(linear) != sparsity:
                     raise RecipeError(
                         f"pass 'prune': layers {first.name!r} and {linear.name!r} share the weight "
-                        f"{group.weight_name!r}, but their sparsities differ; select both by its name"
+                        f"{group.weight_name!r}, but have different sparsities; select both by the weight's name"
                     )
             keeps = self.context.plan.keeps_stored(first) and isinstance(first.int8, StoredInt8)
             groups.append(PruneGroup(group.linears, sparsity, options.units, keeps))
@@ -225,7 +230,7 @@ class PrunePass(RecipePass):
 
 
 def pruned_quantized(stored: QuantizedWeight, pruned: ir.TensorProtocol, transposed: bool) -> QuantizedWeight:
-    """The numbers of a weight without those that are zero in `pruned`, [k, n] or transposed."""
+    """Return the stored integers with those set to zero that are zero in `pruned`, [k, n] or transposed."""
 
     def compute() -> np.ndarray:
         kept = np.asarray(pruned.numpy()) != 0
@@ -237,7 +242,7 @@ def pruned_quantized(stored: QuantizedWeight, pruned: ir.TensorProtocol, transpo
 
 
 def _without_smallest_of_groups(group: PruneGroup) -> ir.LazyTensor:
-    """N:M by magnitude."""
+    """Return the weight pruned to N:M by magnitude."""
     weight, transposed, pattern = group.weight, group.linears[0].transposed, group.pattern
 
     def compute() -> np.ndarray:
@@ -250,7 +255,7 @@ def _without_smallest_of_groups(group: PruneGroup) -> ir.LazyTensor:
 
 
 def block_sums(weight: ir.TensorProtocol, transposed: bool) -> ir.LazyTensor:
-    """A quarter of sum |w| of each block of four outputs, float32 [k, ceil(n / 4)]; computed when it is asked for."""
+    """Return a quarter of sum |w| of each block of four outputs, float32 [k, ceil(n / 4)], computed on access."""
     n, k = weight.shape.numpy() if transposed else reversed(weight.shape.numpy())
 
     def compute() -> np.ndarray:
@@ -264,7 +269,7 @@ def block_sums(weight: ir.TensorProtocol, transposed: bool) -> ir.LazyTensor:
 
 
 def _without_blocks(weight: ir.TensorProtocol, sums: ir.TensorProtocol, transposed: bool) -> ir.LazyTensor:
-    """The weight without the blocks whose sum is zero."""
+    """Return the weight without the blocks whose sum is zero."""
 
     def compute() -> np.ndarray:
         matrix = np.asarray(weight.numpy())

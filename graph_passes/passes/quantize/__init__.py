@@ -1,1 +1,1 @@
-"""The pass quantize: weights of linear layers become 8-bit or 4-bit integers."""
+"""Pass quantize: weights of linear layers become 8-bit or 4-bit integers."""

@@ -1,9 +1,9 @@
-"""Scales the inputs of layers: their weights are multiplied by a scale an input, and whoever makes it divides by that.
+"""Scale the inputs of layers (AWQ): multiply the layers' weights by a scale per input, and divide the inputs by it.
 
-The division is folded into constants: the weight (and bias) of a LayerNorm or RMSNorm, whole or taken apart into Mul
-and Add, or the output columns of a linear layer. In between may stand what lets a positive scale through: Relu,
-Identity, one side of a Mul (down_proj takes gate * up: up_proj divides), the numerator of a Div. All that take the
-value must be layers that multiply. The model computes what it did, up to rounding.
+The division is folded into constants: the weight (and bias) of a LayerNorm or RMSNorm, as one node or as Mul and Add,
+or the output columns of a linear layer. Between these and the scaled layers may be operators that commute with a
+positive scale: Relu, Identity, one side of a Mul (down_proj reads gate * up, so up_proj divides), the numerator of a
+Div. All consumers of the value must be scaled layers. The model's result is unchanged up to rounding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...weights.quantizers.grid import Quantization
 from ..context import PassContext
 from ..weight_groups import WeightGroup
 
-# The inputs of a norm that scale its output channels, and add to them.
+# Indices of the norm's inputs that scale its channels and add to them.
 _NORMS = {
     "LayerNormalization": (1, 2),
     "RMSNormalization": (1,),
@@ -34,23 +34,23 @@ _NORMS = {
     "SkipLayerNormalization": (2, 3),
     "SkipSimplifiedLayerNormalization": (2,),
 }
-_ROWS = 512  # of inputs that the scales are searched with
-_BATCH_BYTES = 256 * 1024**2  # of recorded inputs
+_ROWS = 512  # input rows on which scales are searched
+_BATCH_BYTES = 256 * 1024**2  # recorded inputs kept in memory at a time
 
 
 @dataclass(frozen=True)
 class Division:
-    """A constant to be divided along its last axis, or its first one (a transposed weight)."""
+    """A constant to divide along its last axis, or its first one (a transposed weight)."""
 
     node: ir.Node
-    index: int  # of the node's input
+    index: int  # index of the node's input
     first_axis: bool = False
-    linear: Linear | None = None  # whose weight it is
+    linear: Linear | None = None  # the layer, if the constant is its weight
 
 
 @dataclass
 class _Site:
-    """A value, the layers that take it, and what makes it smaller."""
+    """A value, the layers that read it, and the constants to divide."""
 
     value: ir.Value
     groups: list[WeightGroup]
@@ -58,6 +58,7 @@ class _Site:
 
     @property
     def k(self) -> int:
+        """Return the number of channels."""
         return self.groups[0].linears[0].k
 
 
@@ -68,11 +69,11 @@ def scale_inputs(
     recorder: InputRecorder,
     quantization: Quantization,
 ) -> None:
-    """Gives the layers of these groups scaled inputs where that makes rounding better, and folds the scales.
+    """Scale the inputs of these groups where that reduces the quantization error, and fold the scales.
 
-    Layers whose inputs cannot be scaled stay as they are; a note in the report says why.
+    A note in the report names the layers whose inputs cannot be scaled, with the reason.
     """
-    # A weight that is quantized already is left alone.
+    # Weights that are quantized already are not scaled.
     linears = {linear.output: linear for linear in linears_in(model) if context.layer(linear).weight_bits is None}
     by_value: dict[ir.Value, list[WeightGroup]] = {}
     for group in groups:
@@ -117,13 +118,13 @@ def _why_not(
     context: PassContext, value: ir.Value, groups: Sequence[WeightGroup], recorder: InputRecorder
 ) -> str | None:
     if value.name not in recorder.names:
-        return "they lie in a subgraph, where they cannot be recorded"
+        return "they are inside a subgraph, where they cannot be recorded"
     for group in groups:
         if any(linear.x is not value for linear in group.linears):
             return "layers with other inputs share the weight"
         stored = stored_in(group.linears[0].matrix())
         if not all(context.gains(linear, stored) for linear in group.linears):
-            return "a layer that takes them may not be replaced"
+            return "a layer that reads them is not replaced"
         context.release()
     return None
 
@@ -131,7 +132,10 @@ def _why_not(
 def _find_divisions(
     value: ir.Value, groups: Sequence[WeightGroup], linears: dict[ir.Value, Linear]
 ) -> list[Division] | str:
-    """What to divide so that each channel of the value is divided for these layers alone; or why that cannot be."""
+    """Return the constants to divide so that only these layers see scaled inputs, or a reason.
+
+    The reason says why the division cannot be folded.
+    """
     first = groups[0].linears[0]
     takers = {linear.node for group in groups for linear in group.linears}
     return _search(value, takers, first.k, linears)
@@ -139,13 +143,13 @@ def _find_divisions(
 
 def _search(value: ir.Value, takers: set[ir.Node], k: int, linears: dict[ir.Value, Linear]) -> list[Division] | str:
     if value.is_graph_output():
-        return "they are an output of the model, or made from one"
+        return "they are an output of the model, or computed from one"
     for taker in value.consumers():
         if taker not in takers:
-            return f"they, or what they are made from, also go into {op_name(taker)}"
+            return f"they, or a value they are computed from, are also read by {op_name(taker)}"
     node = value.producer()
     if node is None:
-        return "they are made from an input of the model"
+        return "they are computed from an input of the model"
     if value in linears:
         return _of_linear(linears[value], k)
     if node.op_type in _NORMS and value is node.outputs[0]:
@@ -183,9 +187,9 @@ def _of_linear(linear: Linear, k: int) -> list[Division] | str:
     if linear.n != k:
         return _made_by(linear.node)
     if linear.int4 is not None or linear.int8 is not None:
-        return f"the weight of the layer that makes them is stored in {4 if linear.int4 is not None else 8} bits"
+        return f"the weight of the layer that computes them is stored in {4 if linear.int4 is not None else 8} bits"
     if len(list(linear.weight_value.uses())) > 1:
-        return "the weight of the layer that makes them is used elsewhere"
+        return "the weight of the layer that computes them has other consumers"
     divisions = [Division(linear.node, 1, first_axis=linear.transposed, linear=linear)]
     if linear.bias_value is not None:
         node = linear.add or linear.node
@@ -200,7 +204,7 @@ def _of_norm(node: ir.Node, k: int) -> list[Division] | str:
         if value is None and index != _NORMS[node.op_type][0]:  # no bias
             continue
         if not _is_vector(constant_tensor(value), k):
-            return f"the weight of {op_name(node)} is no constant of one number a channel"
+            return f"the weight of {op_name(node)} is not a constant with one value per channel"
         divisions.append(Division(node, index))
     return divisions
 
@@ -213,15 +217,15 @@ def _is_vector(tensor: ir.TensorProtocol | None, k: int) -> bool:
 
 
 def _made_by(node: ir.Node) -> str:
-    return f"they are made by {op_name(node)}, into which a scale cannot be folded"
+    return f"they are computed by {op_name(node)}, into which a scale cannot be folded"
 
 
 def _scale(model: ir.Model, context: PassContext, site: _Site, rows: np.ndarray, quantization: Quantization) -> None:
-    """Searches the scales for one value and, where they help, folds them."""
+    """Search the scales of one value, and fold them if they reduce the error."""
     matrices = [np.array(group.linears[0].matrix()) for group in site.groups]
-    scales, least, plain = search_scales(rows, matrices, quantization)
+    scales, scaled_error, plain_error = search_scales(rows, matrices, quantization)
     del matrices
-    if not least < plain:
+    if not scaled_error < plain_error:
         return
     for division in site.divisions:
         _divide(model, context, division, scales)
@@ -240,7 +244,7 @@ def _scale(model: ir.Model, context: PassContext, site: _Site, rows: np.ndarray,
 
 
 def _divide(model: ir.Model, context: PassContext, division: Division, scales: np.ndarray) -> None:
-    """Divides the constant in place if nobody else uses it, and a copy otherwise."""
+    """Divide the constant in place, or a copy if it has other consumers."""
     value = division.node.inputs[division.index]
     assert value is not None
     old = constant_tensor(value)
@@ -257,7 +261,7 @@ def _divide(model: ir.Model, context: PassContext, division: Division, scales: n
 
 
 def _scaled(tensor: ir.TensorProtocol, factors: np.ndarray) -> ir.LazyTensor:
-    """The tensor times factors, in its own type; a constant of one number becomes a vector."""
+    """Return the tensor times the factors, in its own type. A scalar becomes a vector."""
     shape = np.broadcast_shapes(tuple(tensor.shape.numpy()), factors.shape)
     return lazy(
         lambda: (float_array(tensor) * factors).astype(tensor.dtype.numpy()), tensor.dtype, ir.Shape(list(shape))

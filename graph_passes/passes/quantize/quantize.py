@@ -1,22 +1,20 @@
-"""Quantizes the weights of linear layers to whole numbers of 8 or 4 bits, except where no pass `replace` would gain.
+"""Quantize the weights of linear layers to 8-bit or 4-bit integers, unless no pass `replace` would gain from it.
 
-What a weight may become is in quantizers/grid.py; the methods are
+The formats are in quantizers/grid.py. The methods are
 
-    rtn     each weight to the nearest number
-    mse     to the nearest, of scales and zero points, or minimums, with the least squared error that is found
-            (quantizers/mse.py); where calibration was given, inputs of more energy weigh more
-    gptq    input after input, the rest making up for the error (quantizers/gptq.py); needs calibration
-    awq     mse, after inputs of large magnitude were made finer (quantizers/awq.py, fold_scales.py); needs
-            calibration
-    hqq     to the nearest, of better zero points and scales (quantizers/hqq.py); 4 bits, asymmetric
+    rtn     round each weight to the nearest value
+    mse     round to the nearest value, with scales and zero points (or minimums) that minimize the squared error
+    (quantizers/mse.py); with calibration, inputs of more energy weigh more
+    gptq    round input after input, and let the rest compensate for the error (quantizers/gptq.py); needs calibration
+    awq     mse, after inputs of large magnitude have been scaled up (quantizers/awq.py, fold_scales.py); needs
+    calibration
+    hqq     round to the nearest value, with better zero points and scales (quantizers/hqq.py); 4 bits, asymmetric
 
-The calibrated ones run the model as the passes before have left it (pruned, not yet quantized) on all of the feeds, for
-as many layers at once as memory allows: so every layer is calibrated for the inputs that it has while no layer in front
-of it is quantized. (Layer by layer behind quantized ones takes many runs of the model instead of one, and gains
-nothing: docs/verification.md.)
+Calibrated methods run the model as earlier passes left it (pruned, not yet quantized) on all feeds, for as many layers
+at once as memory allows. So a layer is calibrated on the inputs it has while no earlier layer is quantized. Recording
+behind quantized layers would need many runs of the model, and gains nothing: docs/verification.md.
 
-The layer itself gets the float weight that its numbers stand for, as a lazy tensor of its own type, which rounds once
-more, and never to infinity.
+The layer gets the dequantized weight as a lazy tensor of its own type. That rounds once more, and never to infinity.
 """
 
 from __future__ import annotations
@@ -49,10 +47,10 @@ from ..plan.quantize import QuantizeOptions
 from ..weight_groups import WeightGroup, count_layers, fit_key, group_layers, note_inputs
 from .fold_scales import scale_inputs
 
-_LEAST_IMPORTANCE = np.float32(1e-3)  # of an input that is never seen, where the mean is 1
-_SMALLEST_ENERGY = 1e-30
+_MIN_IMPORTANCE = np.float32(1e-3)  # importance of an input that is always 0; the mean is 1
+_MIN_ENERGY = 1e-30
 
-# What rounds each weight by itself; gptq, where no inputs can be recorded, and awq do the same with theirs.
+# Methods without layer inputs. gptq uses this for layers whose inputs cannot be recorded, and awq after scaling.
 _ROUND: Mapping[str, Callable[[np.ndarray, Quantization], QuantizedMatrix]] = {
     "rtn": round_to_nearest,
     "mse": round_mse,
@@ -63,12 +61,13 @@ _ROUND: Mapping[str, Callable[[np.ndarray, Quantization], QuantizedMatrix]] = {
 
 
 class QuantizePass(RecipePass):
-    """Quantizes each weight once, also where several layers share it; see the top of this file."""
+    """Quantize each weight once, also if several layers share it."""
 
     options_type = QuantizeOptions
     options: QuantizeOptions
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Quantize the selected layers."""
         options, context = self.options, self.context
         chosen = group_layers(
             context, context.survey(model), options.select, options.exclude, "quantize", "quantization"
@@ -83,17 +82,17 @@ class QuantizePass(RecipePass):
             rounded = [group.linears[0].name for group, before in bits_before if before == bits and group.linears]
             if rounded:
                 context.note(
-                    f"{count_layers(rounded)} stored in {bits} bits already, but not as a replacing operator takes "
-                    "them, so their weights are rounded once more"
+                    f"{count_layers(rounded)} stored in {bits} bits, but in a format that no replacing operator takes, "
+                    "so their weights are rounded once more"
                 )
         context.progress(Stage.QUANTIZE, len(groups), len(groups))
         return ir.passes.PassResult(model, modified=not context.dry_run)
 
     def _takes(self, group: WeightGroup) -> bool:
-        """Whether there is a layer left to quantize; of one that cannot be, the report says why."""
+        """Return true if layers of the group are left to quantize. Report why a layer cannot be quantized."""
         context = self.context
         group.linears = [linear for linear in group.linears if context.layer(linear).weight_bits is None]
-        # Done by an earlier pass of this kind, or in the model already.
+        # Quantized by an earlier pass, or stored in the model.
         if not group.linears or any(context.plan.keeps_stored(linear) for linear in group.linears):
             return False
         _leave(context, group)
@@ -116,7 +115,7 @@ class QuantizePass(RecipePass):
         context, options = self.context, self.options
         if options.rounding == "awq":
             self._scale(model, groups)
-        # Only these are the same whichever other layers are quantized.
+        # Fits can be reused only if they do not depend on which other layers are quantized.
         keeps = options.rounding in ("gptq", "mse") and not context.layers.changed
         fitted = context.evidence.fits if keeps else None
         same = dataclasses.replace(options, select=("*",), exclude=())
@@ -137,17 +136,22 @@ class QuantizePass(RecipePass):
                 context.release()
 
     def _round(self, group: WeightGroup, inputs: Prepared | np.ndarray | LayerInputs | None) -> QuantizedMatrix:
-        """inputs: for gptq, what is made of them; for mse, float32 [k], their energies."""
+        """Quantize a group's weight.
+
+        Args:
+            group: the group.
+            inputs: for gptq, the prepared Hessian; for mse, the energies of the inputs, float32 [k].
+        """
         matrix, chosen = group.linears[0].matrix(), self._quantization(group)
         check_finite(matrix, group, "quantized")
         if isinstance(inputs, Prepared):
             return gptq(matrix, inputs, chosen)
         if isinstance(inputs, np.ndarray):
-            return round_mse(matrix, chosen, inputs / max(float(inputs.mean()), _SMALLEST_ENERGY) + _LEAST_IMPORTANCE)
+            return round_mse(matrix, chosen, inputs / max(float(inputs.mean()), _MIN_ENERGY) + _MIN_IMPORTANCE)
         return _ROUND[self.options.rounding](matrix, chosen)
 
     def _scale(self, model: ir.Model, groups: Sequence[WeightGroup]) -> None:
-        """awq: scales inputs of layers, and makes the groups see their new weights."""
+        """Scale the inputs of layers (awq), and update the groups to the new weights."""
         context = self.context
         for group in groups:
             check_finite(group.linears[0].matrix(), group, "quantized")
@@ -162,8 +166,11 @@ class QuantizePass(RecipePass):
     def _with_inputs(
         self, model: ir.Model, groups: Sequence[WeightGroup], fitted: Fits | None, options: QuantizeOptions
     ) -> Iterator[tuple[LayerInputs | np.ndarray | QuantizedMatrix | None, list[WeightGroup]]]:
-        """The groups: for gptq with their layers' inputs, neighbours with the same inputs together; for mse with the
-        inputs' energies, if the user gave feeds. After these what was fitted with the same options."""
+        """Yield the groups, with the inputs that the method needs.
+
+        For gptq these are the layers' inputs, with neighbours that share inputs together; for mse the inputs' energies,
+        if the user gave feeds. Groups with a stored fit for the same options follow, with that fit.
+        """
         known = [] if fitted is None else [one for one in groups if fitted.knows(self._fit_key(one, options))]
         others = [group for group in groups if not any(group is one for one in known)]
         if self.options.rounding == "gptq":
@@ -189,7 +196,10 @@ class QuantizePass(RecipePass):
     def _with_hessians(
         self, model: ir.Model, groups: Sequence[WeightGroup], poor: list[str]
     ) -> Iterator[tuple[LayerInputs | None, list[WeightGroup]]]:
-        """poor: layers that were fitted to few inputs before, of which the report tells as well."""
+        """Yield the groups with their layers' inputs.
+
+        poor lists layers with stored fits to too few inputs; the note about such layers includes them.
+        """
         without = list[str]()
         self._note_made_up()
         telling = self.context.telling(Stage.CALIBRATE)
@@ -207,12 +217,12 @@ class QuantizePass(RecipePass):
     def _note_made_up(self) -> None:
         if self.context.evidence.made_up:
             self.context.note(
-                f"method {self.options.method!r} was calibrated on made-up inputs, which tells little of real ones; "
+                f"method {self.options.method!r} was calibrated on generated inputs, which differ from real ones; "
                 "give calibration=… with typical inputs"
             )
 
     def _quantization(self, group: WeightGroup) -> Quantization:
-        """With the scales that the operator takes."""
+        """Return the target format, with the scale type that the operator takes."""
         chosen = self.options.quantization
         narrow = chosen.bits == 4 and chosen.symmetric and any(map(self.context.plan.needs_bf16_scales, group.linears))
         return dataclasses.replace(chosen, bf16_scales=narrow)
@@ -221,7 +231,7 @@ class QuantizePass(RecipePass):
         return fit_key(group, (options, self._quantization(group)))
 
     def _prepare(self, groups: Sequence[WeightGroup], inputs: LayerInputs) -> Prepared:
-        """For layers with the same inputs."""
+        """Prepare the Hessian for layers with the same inputs."""
         options, first = self.options, groups[0]
         self.context.evidence.fitted_to = True
         damping = options.damping
@@ -235,8 +245,10 @@ class QuantizePass(RecipePass):
 
 
 def _leave(context: PassContext, group: WeightGroup, stored: Stored | None = None) -> None:
-    """Takes those layers from the group that no pass replace would take, and reports why. stored: of the quantized
-    weight, once that is known."""
+    """Remove the layers that no pass replace would take from the group, and report why.
+
+    stored: the quantized weight, once it is known.
+    """
     for linear in list(group.linears):
         if (reason := context.why_not_quantized(linear, stored)) is not None:
             context.leave(linear, reason)
@@ -246,12 +258,12 @@ def _leave(context: PassContext, group: WeightGroup, stored: Stored | None = Non
 def put_quantized(
     model: ir.Model, context: PassContext, group: WeightGroup, rounded: QuantizedMatrix, quantization: Quantization
 ) -> None:
-    """Gives the layers of the group their quantized weight, except those that no pass replace would gain from."""
+    """Give the layers their quantized weight, except layers that no pass replace would gain from."""
     first = group.linears[0]
     weight = _spill(context, group.weight_name, rounded, quantization)
-    numbers = rounded.q if quantization.symmetric else weight.matrix()
-    stored = stored_in(numbers)
-    del numbers
+    matrix = rounded.q if quantization.symmetric else weight.matrix()
+    stored = stored_in(matrix)
+    del matrix
     _leave(context, group, stored)
     group.linears = [linear for linear in group.linears if context.gains(linear, stored)]
     if not group.linears:
@@ -284,7 +296,7 @@ def _spill(context: PassContext, name: str, rounded: QuantizedMatrix, quantizati
 def _output_error(
     context: PassContext, linear: Linear, weight: QuantizedWeight, quantization: Quantization
 ) -> float | None:
-    """||XW - XV|| / ||XW|| for recorded inputs X, the original W and what it was rounded to, V."""
+    """Return ||XW - XV|| / ||XW|| for recorded inputs X, the original weight W and the quantized weight V."""
     key = layer_key(linear)
     if key not in context.layers.captured:
         return None
@@ -295,13 +307,13 @@ def _output_error(
         norm = float(np.linalg.norm(exact))
         return float(np.linalg.norm(exact - x @ weight.matrix())) / norm if norm else None
 
-    # The same numbers of the same layer answer the same in every run of a search.
+    # Trials of a search often contain the same quantized layer, so its error is cached.
     digest = blake2b(weight.q.tobytes() + weight.scales.tobytes()).digest()
     return context.evidence.remembered(("quantized", linear.name, len(x), quantization, digest), measure)
 
 
 def check_finite(matrix: np.ndarray, group: WeightGroup, doing: str) -> None:
-    """Raises ModelError for a weight that is not; doing: "quantized"."""
+    """Raise ModelError for a weight with NaN or infinity. `doing` is "quantized" or "pruned"."""
     if not (np.isfinite(matrix.max()) and np.isfinite(matrix.min())):
         count = matrix.size - np.count_nonzero(np.isfinite(matrix))
         raise ModelError(
@@ -312,7 +324,7 @@ def check_finite(matrix: np.ndarray, group: WeightGroup, doing: str) -> None:
 
 @contextmanager
 def needs_factor(group: WeightGroup, damping: float, pass_name: str) -> Iterator[None]:
-    """Says what to do where a Hessian has no Cholesky factor."""
+    """Convert a failed Cholesky factorization of the Hessian into a CalibrationError with advice."""
     try:
         yield
     except np.linalg.LinAlgError:

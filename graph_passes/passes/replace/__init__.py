@@ -1,1 +1,1 @@
-"""The pass replace: linear layers become Ortolan operators."""
+"""Pass replace: linear layers become Ortolan operators."""

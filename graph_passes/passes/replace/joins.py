@@ -1,5 +1,7 @@
-"""Layers that become one node with others: gated pairs, both layers of an MLP, query with key and value. And layers
-whose halves are a gated pair."""
+"""Layers that become one node together: gated pairs, both layers of an MLP, query with key and value.
+
+A single layer whose two halves are a gated pair belongs here too.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ from .weights import AcceptedWeights
 
 
 class Joins:
-    """Of the layers of a model, for one step replace."""
+    """Groups of a model's layers that one step replace can join."""
 
     def __init__(self, model: ir.Model, linears: Sequence[Linear], context: PassContext, rule: ReplaceRule) -> None:
         self.mlps: dict[Linear, Mlp] = {}  # by their first layer
-        self.packed_qkv: dict[Linear, PackedQkv] = {}  # by each of the three
+        self.packed_qkv: dict[Linear, PackedQkv] = {}  # by each of the three layers
         self._fuses = rule.fuses
         self._ups = find_gated(linears) if rule.fuses else {}  # by the gate
         self._gates = {up: gate for gate, up in self._ups.items()}
@@ -35,21 +37,21 @@ class Joins:
             self.packed_qkv = {layer: qkv for qkv in self._pack_qkv(model, linears, context) for layer in qkv.layers}
 
     def gated_with(self, linear: Linear) -> tuple[Linear, Linear] | None:
-        """The gate and the layer that it is multiplied with, for one of them."""
+        """Return the gate and the layer that it multiplies, given one of them."""
         if linear in self._ups:
             return linear, self._ups[linear]
         return (self._gates[linear], linear) if linear in self._gates else None
 
     def halves_of(self, linear: Linear) -> Halves | None:
-        """Of a layer that is both, if it is."""
+        """Return the halves of a layer that is a gated pair, or None."""
         return find_halves(linear) if self._fuses else None
 
     def can_join(self, linears: Sequence[Linear]) -> bool:
-        """Whether one operator can hold their weights."""
+        """Return true if one operator can hold the weights of these layers."""
         return can_join([self.weights.quantization(linear) for linear in linears])
 
     def _pack_qkv(self, model: ir.Model, linears: Sequence[Linear], context: PassContext) -> list[PackedQkv]:
-        """Those of all attentions, if this pass replaces all of their layers."""
+        """Return query, key and value of all attentions, if this pass replaces all of these layers."""
         found = find_packed_qkv([linear for linear in linears if not context.layer(linear).new_op], model)
         for qkv in found:
             if None in map(self.weights.of, qkv.layers) or not self.can_join(qkv.layers):

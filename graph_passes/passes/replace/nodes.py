@@ -1,4 +1,4 @@
-"""Puts a node of an operator where layers were, and takes away what it replaces."""
+"""Insert an operator's node where layers were, and remove what it replaces."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def put_node(
     bias: ir.Value | None,
     new_name: Callable[[str], str],
 ) -> None:
-    """Puts the operator where the layer was, under its node's name; what it puts out keeps its name.
+    """Insert the operator in the layer's position, under its node's name; the output keeps its name.
 
-    With an epilogue it stands where that ended: behind whatever computes the residual. new_name makes a name that no
-    value of the model has.
+    With an epilogue the position is the end of that epilogue, after the node that computes the residual. new_name makes
+    a name that no value of the model has.
     """
     linear, first, epilogue = target.linears[0], target.replaced[0], target.epilogue
     graph, given = linear.node.graph, first.node.inputs[0]
@@ -42,7 +42,7 @@ def put_node(
     read = [value for old in fused for value in old.inputs if value is not epilogue.residual]
     last = epilogue.nodes[-1] if epilogue.nodes else own[-1]
     old_values, new_values = [epilogue.output], [nodes[-1].outputs[0]]
-    if target.attention is not None:  # of another shape than any that there was
+    if target.attention is not None:  # the packed output has a new shape, so it gets a new name
         node.outputs[0].name = new_name(f"{linear.name}/packed_output")
         take_packed(target.attention, node.outputs[0])
         last = max(own, key=graph_order(graph).__getitem__)
@@ -57,10 +57,10 @@ def put_node(
 def _make_node(
     replacement: Replacement, target: Target, constants: Mapping[str, ir.Value], bias: ir.Value | None
 ) -> tuple[ir.Node, tuple[list[ir.Node], list[ir.Node]]]:
-    """The operator's node, and the nodes that it needs in front of it and behind."""
+    """Return the operator's node, and the nodes that must run before and after it."""
     linear, first, epilogue = target.linears[0], target.replaced[0], target.epilogue
     before, behind = list[ir.Node](), list[ir.Node]()
-    # As it is now: whatever made the layer's input may have been replaced meanwhile.
+    # Read now: the node that computes the layer's input may have been replaced.
     x = layer_input(first.node)
     assert x is not None
     if first.x_range is not None and replacement.takes_ranges:
@@ -90,7 +90,7 @@ def _make_node(
 
 
 def _remove_rounding(first: Linear, given: ir.Value) -> None:
-    """Takes away what has rounded the input that the first layer was given."""
+    """Remove the nodes that quantized the first layer's input."""
     if (rounding := dynamic_source(given)) is not None:
         remove_unused_dynamic(rounding)
     elif first.x_range is not None:

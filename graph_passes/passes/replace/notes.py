@@ -1,4 +1,4 @@
-"""What pass replace tells the user besides the report's table."""
+"""Notes of pass replace, in addition to the report's table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from ..context import PassContext
 
 
 def note_adopted(context: PassContext, adopted: Sequence[Linear], rounding: Set[Linear]) -> None:
-    """adopted: layers whose stored numbers are taken over. rounding: those whose inputs the original rounds, too."""
+    """Note the layers that keep the integers that the model stores.
+
+    rounding: those of them whose inputs the original also rounds.
+    """
     for bits in (4, 8):
         of_bits = [linear for linear in adopted if context.layer(linear).weight_bits == bits]
         if of_bits:
@@ -23,17 +26,17 @@ def note_adopted(context: PassContext, adopted: Sequence[Linear], rounding: Set[
 
 def _note_adopted(context: PassContext, adopted: Sequence[Linear], bits: int, rounding: int) -> None:
     layers = f"{len(adopted)} layers keep" if len(adopted) > 1 else f"layer {adopted[0].name!r} keeps"
-    text = f"{layers} the {bits}-bit weights that the model stores, number by number"
+    text = f"{layers} the model's stored {bits}-bit weights exactly"
     if rounding:
         text += (
-            f"; the original rounds inputs of {rounding} to int8 in much the same way (accuracy_level 4), so the "
-            "errors against it are smaller than what this rounding costs"
+            f"; the original rounds the inputs of {rounding} to int8 in a similar way (accuracy_level 4), so errors "
+            "against it do not show the full cost of this rounding"
         )
     context.note(text)
 
 
 def note_slow_bitmaps(context: PassContext) -> None:
-    """Tells of bitmaps that this CPU is slower with than with dense weights."""
+    """Note bitmaps that are not faster than dense weights on this CPU."""
     slow = [
         layer
         for layer in context.report.layers
@@ -42,13 +45,13 @@ def note_slow_bitmaps(context: PassContext) -> None:
     if slow:
         layers = f"{len(slow)} layers are bitmaps" if len(slow) > 1 else f"layer {slow[0].name!r} is a bitmap"
         context.note(
-            f"{layers} of int{slow[0].weight_bits} weights, which are small, but no faster than dense ones on this CPU "
-            "(it has no AVX-512 VBMI); what is pruned with pattern='2:4' is fast here"
+            f"{layers} of int{slow[0].weight_bits} weights: smaller, but no faster than dense weights on this CPU, "
+            "which has no AVX-512 VBMI; pattern='2:4' is fast here"
         )
 
 
 def note_apart(context: PassContext, reasons: Mapping[Linear, str]) -> None:
-    """Tells why layers with an activation behind them are not one operator with the next layer."""
+    """Note why layers with an activation after them are not joined with the next layer."""
     by_reason: dict[str, list[str]] = {}
     for linear, reason in reasons.items():
         by_reason.setdefault(reason, []).append(linear.name)
@@ -58,32 +61,33 @@ def note_apart(context: PassContext, reasons: Mapping[Linear, str]) -> None:
 
 
 def note_copies(context: PassContext, copies: int) -> None:
+    """Note weights that are stored again for another graph."""
     if copies:
         context.note(
             f"{copies} packed weights are stored again for another branch of the model: many versions of ONNX "
-            "Runtime (1.24, for one) give an operator only the constants of its own branch"
+            "Runtime (such as 1.24) give an operator only the constants of its own branch"
         )
 
 
 def note_stored_twice(context: PassContext, weights: Sequence[ir.Value]) -> None:
-    """Tells of weights that other nodes use as well, such as an embedding that is also the head."""
+    """Note weights that other nodes also use, such as an embedding that is also the head."""
     used = {value for value in weights if value.uses() or value.is_graph_output()}
     size = sum(stored_bytes(value) for value in used)
     if used:
         names = sorted(value.name or "" for value in used)
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         context.note(
-            f"{names[0]!r}{others} also serve nodes that stay, such as an embedding, so {human_bytes(size)} of "
-            "weights are now stored twice"
+            f"{human_bytes(size)} of weights are stored twice: nodes that are not replaced, such as an embedding, "
+            f"also use {names[0]!r}{others}"
         )
 
 
 def why_nothing(context: PassContext) -> str:
-    """For the error, where no layer was replaced."""
+    """Return the error text for a run that replaced no layer."""
     layers = context.report.layers
     name = context.source.name
     if not layers:
-        return f"{name} holds no MatMul or Gemm, so there is nothing to replace"
+        return f"{name} holds no MatMul or Gemm, so no layer can be replaced"
     reasons = list(dict.fromkeys(f"{layer.name}: {layer.reason}" for layer in layers if layer.reason))
     more = f"; and {len(reasons) - 5} more" if len(reasons) > 5 else ""
     return f"none of the {len(layers)} matrix products of {name} can be replaced: {'; '.join(reasons[:5])}{more}"

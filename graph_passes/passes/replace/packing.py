@@ -1,4 +1,4 @@
-"""Packs weights into constants of the model, and measures on recorded inputs what the operator makes of them."""
+"""Pack weights into constants of the model, and measure the operator's error on recorded inputs."""
 
 from __future__ import annotations
 
@@ -24,30 +24,33 @@ from ..context import PassContext
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What becomes one node: a layer, or layers of one input side by side, with what the operator computes as well."""
+    """The layers that become one node: a single layer or layers of one input side by side, with fused operators."""
 
     linears: Sequence[Linear]
-    weight: LayerWeight  # of all of them
+    weight: LayerWeight  # weight of all layers
     epilogue: Epilogue
-    hidden: HiddenLayer | None = None  # in front of the layer
-    attention: ir.Node | None = None  # which takes the outputs of three layers in one tensor
-    halves: Halves | None = None  # of the only layer, which are multiplied with each other
+    hidden: HiddenLayer | None = None  # the hidden layer before it
+    attention: ir.Node | None = None  # the attention that reads the three layers' outputs as one tensor
+    halves: Halves | None = None  # halves of the only layer, which are multiplied with each other
 
     @property
     def gated_columns(self) -> int:
+        """Return the columns of the gate, or 0."""
         if self.halves is not None:
             return self.linears[0].n // 2
         return self.linears[0].n if len(self.linears) == 2 else 0
 
     @property
     def replaced(self) -> list[Linear]:
-        """All layers, the first one being that which takes the node's input."""
+        """Return all layers; the first one reads the node's input."""
         return [*self.linears] if self.hidden is None else [self.hidden.mlp.hidden, *self.linears]
 
 
 class Packer:
-    """Makes the constants of an operator's nodes. ONNX Runtime gives an operator only those of its own graph: equal
-    ones are shared in each."""
+    """Creates the constants of an operator's nodes.
+
+    ONNX Runtime gives an operator only the constants of its own graph, so equal ones are shared within a graph.
+    """
 
     def __init__(self, model: ir.Model, context: PassContext, replacement: Replacement) -> None:
         self._model = model
@@ -58,11 +61,11 @@ class Packer:
 
     @property
     def copies(self) -> int:
-        """How many packed weights are stored once more, for another graph."""
+        """Return the number of packed weights that are stored again for another graph."""
         return len(self._packed) - len({weights for weights, _ in self._packed})
 
     def constants_of(self, target: Target) -> dict[str, ir.Value]:
-        """By the names of the operator's inputs, but for the bias of the layer."""
+        """Return the constants by the names of the operator's inputs, without the layer's bias."""
         first, x_range, norm = target.linears[0], target.weight.x_range, target.epilogue.norm
         constants = dict(self._pack(target.linears, target.weight, target.halves))
         if target.hidden is not None:
@@ -72,7 +75,7 @@ class Packer:
         return constants if norm is None else constants | self._constants(first, norm.arrays())
 
     def bias(self, linears: Sequence[Linear], halves: Halves | None = None) -> ir.Value | None:
-        """The bias as a float32 initializer of the weight's columns: the model's own if it is one."""
+        """Return the bias as a float32 initializer over the weight's columns, if possible the model's own."""
         first, biases = linears[0], [linear.bias() for linear in linears]
         if all(bias is None for bias in biases):
             return None
@@ -97,7 +100,7 @@ class Packer:
     def _pack(
         self, linears: Sequence[Linear], weight: LayerWeight, halves: Halves | None = None
     ) -> dict[str, ir.Value]:
-        """The packed weight; layers that share a weight share it."""
+        """Return the packed weight. Layers that share a weight share it."""
         context, first = self._context, linears[0]
         for linear in linears:
             context.layers.rounding[layer_key(linear)] = self._replacement.typical_rounding(weight.quantized)
@@ -122,7 +125,7 @@ class Packer:
         return packed
 
     def _pack_hidden(self, hidden: HiddenLayer) -> dict[str, ir.Value]:
-        """The constants of the hidden layer, the range of its input among them."""
+        """Return the constants of the hidden layer, with the range of its input."""
         first, table = hidden.mlp.hidden, hidden.table
         assert hidden.weight.x_range is not None
         constants = {f"hidden_{name}": value for name, value in self._pack([first], hidden.weight).items()}
@@ -136,14 +139,14 @@ class Packer:
         return constants | self._range_inputs(first, hidden.weight.x_range)
 
     def _constants(self, linear: Linear, arrays: Mapping[str, np.ndarray]) -> dict[str, ir.Value]:
-        """New initializers of the layer's graph, by the names of the inputs."""
+        """Return new initializers of the layer's graph, by the names of the inputs."""
         names = {part: self._context.new_name(self._model, f"{linear.name}.{part}") for part in arrays}
         return {
             part: new_initializer(_graph(linear), ir.Tensor(array, name=names[part])) for part, array in arrays.items()
         }
 
     def _range_inputs(self, linear: Linear, chosen: FixedRange) -> dict[str, ir.Value]:
-        """The range of the layer's input as constants of its graph; equal ones are shared."""
+        """Return the range of the layer's input as constants of its graph. Equal ranges are shared."""
         key = (chosen, id(linear.node.graph))
         if key not in self._ranges:
             self._ranges[key] = self._constants(linear, range_arrays("x", chosen))
@@ -158,10 +161,18 @@ def measure_packed(
     values: Mapping[str, ir.Value],
     bounds: Sequence[slice | np.ndarray],
 ) -> None:
-    """Reports ||XW - Y|| / ||XW|| for the recorded inputs X, the original W and what the operator makes of them, Y.
-    bounds: of each layer's outputs, their columns in the weight.
+    """Report ||XW - Y|| / ||XW|| for recorded inputs X, the original weight W and the operator's output Y.
 
-    Raises VerificationError if Y is more than a rounding away from the product with what was packed.
+    Args:
+        context: state of the run.
+        replacement: the operator.
+        linears: the layers.
+        weight: the weight that was packed.
+        values: the packed constants.
+        bounds: columns of the weight, for each layer's outputs.
+
+    Raises:
+        VerificationError: Y differs by more than rounding from the product with the packed weight.
     """
     given = context.layers.captured.get(layer_key(linears[0]))
     originals = [context.layers.originals.get(layer_key(linear)) for linear in linears]
@@ -172,7 +183,7 @@ def measure_packed(
     def measure() -> list[tuple[float, float | None]]:
         return _deviations(replacement, weight, packed, given, originals, bounds, linears[0].name)
 
-    # The same packed weight of the same layers answers the same in every run of a search.
+    # Trials of a search often contain the same packed weight, so its error is cached.
     digest = blake2b()
     for part, tensor in sorted(packed.items()):
         digest.update(part.encode() + tensor.tobytes())
@@ -192,7 +203,7 @@ def _deviations(
     columns: Sequence[slice | np.ndarray],
     name: str,
 ) -> list[tuple[float, float | None]]:
-    """Of each of the layers, ||XW - Y|| / ||XW|| with the weight W that was packed, and with the original."""
+    """Return for each layer ||XW - Y|| / ||XW|| with the packed weight W, and with the original."""
     x = given
     if weight.x_threshold:
         x = np.where(np.abs(given) <= np.float32(weight.x_threshold), np.float32(0), given)
@@ -200,7 +211,7 @@ def _deviations(
     product = x @ weight.matrix
     if (np.abs(found - product) > replacement.rounding_bound(x, weight)).any():
         raise VerificationError(
-            f"layer {name!r} answers differently with its packed weight, beyond what rounding explains; "
+            f"layer {name!r} with its packed weight differs from the float product by more than rounding explains; "
             "nothing was saved; please report this, and exclude the layer from replacement meanwhile"
         )
     deviations = []

@@ -1,7 +1,7 @@
-"""Replaces linear layers by Ortolan's operators.
+"""Replace linear layers with Ortolan operators.
 
-Which layers, and with which numbers: replace_rule.py, replace_weights.py; which of them together: replace_joins.py. How
-weights become constants: replace_packing.py; how nodes are put into the graph: replace_nodes.py.
+Which layers, and with which weights: plan/replace.py, weights.py; which layers together: joins.py; packing of weights:
+packing.py; insertion of nodes: nodes.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _STORED = (StoredInt4, StoredInt8)
 
 
 class ReplacePass(RecipePass):
-    """Packs the weights of linear layers and puts the operator in the place of MatMul, Add or Gemm."""
+    """Pack the weights of linear layers, and replace MatMul, Add or Gemm with the operator."""
 
     options_type = ReplaceOptions
     options: ReplaceOptions
@@ -52,9 +52,15 @@ class ReplacePass(RecipePass):
         self._rule = ReplaceRule(self.options)
 
     def requires(self, model: ir.Model) -> None:
+        """Check that the model is normalized."""
         require_normalized(model, "replace")
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Replace the selected layers.
+
+        Raises:
+            NothingToReplaceError: this is the last step replace, and no step replaced a layer.
+        """
         context = self.context
         self._model = model
         linears = context.survey(model)
@@ -64,7 +70,7 @@ class ReplacePass(RecipePass):
         context.progress(Stage.REPLACE, 0, len(linears))
         if not context.dry_run:
             keep_reference(model, context)
-        # Asked while the nodes are there.
+        # Collected before the nodes are replaced.
         values = {linear: linear.weight_values for linear in linears}
         stored = [linear for linear in linears if isinstance(self._weights.quantization(linear), _STORED)]
         rounding = {linear for linear in stored if rounds_inputs(linear.node)}
@@ -91,7 +97,7 @@ class ReplacePass(RecipePass):
         return ir.passes.PassResult(model, modified=not context.dry_run)
 
     def _finish(self, model: ir.Model) -> None:
-        """Gives all nodes of the operator what they need, and the model the operator's function."""
+        """Fill in the inputs of all nodes of the operator, and add its ONNX function to a portable model."""
         context, replacement, opset = self.context, self._rule.replacement, model.opset_imports[""]
         read_from_heads(model, context)
         replacement.fill_inputs(model, lambda wanted: context.new_name(model, wanted))
@@ -103,10 +109,10 @@ class ReplacePass(RecipePass):
         unpack_once = context.layers.packed_weights <= UNPACK_ONCE_LIMIT
         put_function(model, replacement.function(model, opset, unpack_once))
         if not unpack_once:
-            context.note("without the library, this model unpacks its weights anew in each run: that takes seconds")
+            context.note("without the library, this model unpacks its weights in each run, which takes seconds")
 
     def _replace(self, linear: Linear) -> None:
-        """Replaces one layer, perhaps with others, or says in the report why not."""
+        """Replace one layer, possibly together with others, or report why not."""
         if self._is_done(linear):
             return
         weight = self._weights.of(linear)
@@ -130,11 +136,11 @@ class ReplacePass(RecipePass):
         self._put([linear], weight, halves=halves)
 
     def _is_done(self, linear: Linear) -> bool:
-        """Whether it is replaced already: by another pass of this kind, in a dry run, or with another layer."""
+        """Return true if the layer is replaced already: by another step, in a dry run, or with another layer."""
         return bool(self.context.layer(linear).new_op)
 
     def _replace_joined(self, linears: Sequence[Linear], suffix: str, attention: ir.Node | None = None) -> None:
-        """Replaces layers of one input by one node: gate and up, or query, key and value of the attention."""
+        """Replace layers of one input with one node: gate and up, or query, key and value of an attention."""
         weights = [weight for linear in linears if (weight := self._weights.of(linear)) is not None]
         assert len(weights) == len(linears)
         joined = weights[0]
@@ -143,7 +149,7 @@ class ReplacePass(RecipePass):
         self._put(linears, joined, attention=attention)
 
     def _replace_mlp(self, mlp: Mlp, hidden_weight: LayerWeight) -> bool:
-        """Replaces both layers by one node, if that can be."""
+        """Replace both layers of an MLP with one node. Return false if that is not possible."""
         context = self.context
         weight = None if self._is_done(mlp.layer) else self._weights.of(mlp.layer)
         if weight is None:
@@ -169,9 +175,14 @@ class ReplacePass(RecipePass):
         attention: ir.Node | None = None,
         halves: Halves | None = None,
     ) -> None:
-        """Puts the operator in the place of a layer, or of layers of one input; of the hidden layer before it as well.
+        """Insert the operator for a layer, or for layers of one input, and for the hidden layer before it.
 
-        attention: what takes the outputs of three. halves: of the layer, whose weight has them in the operator's order.
+        Args:
+            linears: the layers.
+            weight: weight of all layers.
+            hidden: the hidden layer.
+            attention: the attention that reads the outputs of three layers.
+            halves: halves of a single gated layer, whose weight has them in the operator's order.
         """
         if attention is not None:
             epilogue = Epilogue(Activation.NONE, None, (), linears[0].output)
@@ -198,7 +209,7 @@ class ReplacePass(RecipePass):
         )
 
     def _mark(self, linears: Sequence[Linear], fused: list[str], fused_others: list[str] | None = None) -> None:
-        """Tells the report that the first of the layers becomes a node of ours with so much fused, with the others."""
+        """Report that the layers become one node; `fused` is reported for the first, `fused_others` for the rest."""
         for linear in linears:
             layer = self.context.layer(linear)
             layer.new_op, layer.status = self.options.op, "would replace" if self.context.dry_run else "replaced"
@@ -208,14 +219,14 @@ class ReplacePass(RecipePass):
             layer.fused = fused if linear is linears[0] else fused_others or []
 
     def _epilogue(self, linear: Linear, *factors: Linear) -> Epilogue:
-        """What follows the layer and the operator computes as well. It computes on float32."""
+        """Return the operators after the layer that the operator also computes. It computes in float32."""
         if not self._rule.fuses or linear.dtype != ir.DataType.FLOAT:
             return Epilogue(Activation.NONE, None, (), linear.output)
         return add_layer_norm(find_epilogue(linear.output, [factor.output for factor in factors]), linear.n)
 
 
 def _between(mlp: Mlp) -> list[str]:
-    """For people: the activation's name, or its operators."""
+    """Return the activation's name, or the names of its operators, for the report."""
     found = find_epilogue(mlp.hidden.output)
     named = found.activation != Activation.NONE and found.output is mlp.layer.x and found.residual is None
     return [found.activation.name.lower()] if named else mlp.between.operators

@@ -1,6 +1,6 @@
-"""Reads rows of a table of words from the packed head that shares its weight, so that the weight is stored once.
+"""Read rows of a word table from the packed head that shares its weight, so that the weight is stored once.
 
-ONNX Runtime GenAI's builder ties them: GatherBlockQuantized takes rows of what MatMulNBits multiplies by.
+ONNX Runtime GenAI's model builder ties them: GatherBlockQuantized reads rows of the weight of MatMulNBits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DEFAULT_BLOCK = 128
 
 @dataclass(frozen=True)
 class SharedTable:
-    """A head whose weight lookups of the main graph read as well, found before the head is replaced."""
+    """A head whose weight is also read by lookups of the main graph, found before the head is replaced."""
 
     head: Linear
     lookups: list[ir.Node]
@@ -35,7 +35,7 @@ class SharedTable:
 
 
 def find_shared_tables(model: ir.Model, linears: Sequence[Linear]) -> list[SharedTable]:
-    """MatMulNBits layers whose numbers, scales and zero points GatherBlockQuantized reads, all of them."""
+    """Return the MatMulNBits layers whose integers, scales and zero points GatherBlockQuantized reads."""
     lookups = [
         node
         for node in model.graph
@@ -62,12 +62,12 @@ def _reads_weight_of(lookup: ir.Node, linear: Linear) -> bool:
         return False
     if list(table.shape.numpy()) != [linear.n, linear.k * sizes[0][0] // 8]:
         return False
-    places = ((0, 1), (2, 2), (3, 3))  # numbers, scales and zero points of the lookup, and of the head
-    return all(_same(node_input(lookup, one), node_input(head, other)) for one, other in places)
+    pairs = ((0, 1), (2, 2), (3, 3))  # integers, scales and zero points: input of the lookup, and of the head
+    return all(_same(node_input(lookup, one), node_input(head, other)) for one, other in pairs)
 
 
 def _same(one: ir.Value | None, other: ir.Value | None) -> bool:
-    """Whether two constants are the same initializer, perhaps in another shape."""
+    """Return true if two constants come from the same initializer, perhaps with another shape."""
     if one is None or other is None:
         return one is other
     roots = [{value for value in constant_values(value) if value.is_initializer()} for value in (one, other)]
@@ -78,7 +78,7 @@ def _same(one: ir.Value | None, other: ir.Value | None) -> bool:
 
 
 def read_shared_tables(model: ir.Model, context: PassContext, op_type: str, tables: Sequence[SharedTable]) -> None:
-    """Lets lookups read the packed weight of their head, where it is one of these operators by now."""
+    """Make lookups read the packed weight of their head, where it became an operator that supports this."""
     packed = {node.name: node for node in nodes_of(model, op_type) if node.graph is model.graph}
     for table in tables:
         head = packed.get(table.head.name)

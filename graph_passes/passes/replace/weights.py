@@ -1,4 +1,4 @@
-"""The weights that an operator takes over, layer by layer; where it takes none, the report says why."""
+"""Select the weights that an operator takes, layer by layer, and report why a layer is not taken."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from ..plan.replace import LayerState, ReplaceRule
 
 
 class AcceptedWeights:
-    """Of one step replace."""
+    """Weights that one step replace takes."""
 
     def __init__(self, context: PassContext, rule: ReplaceRule, in_mlps: Set[Linear]) -> None:
-        """in_mlps: the layers of hidden.Mlp, which must have fixed ranges to be one operator."""
+        """Use fixed ranges for `in_mlps`, the layers of hidden.Mlp, which need them to become one operator."""
         self._context = context
         self._rule = rule
         self._in_mlps = in_mlps
-        self._ranges: dict[ir.Value, FixedRange] = {}  # of layers' inputs
+        self._ranges: dict[ir.Value, FixedRange] = {}  # ranges of layers' inputs
 
     def quantization(self, linear: Linear) -> Quantization | None:
-        """How the numbers are quantized that the operator takes over; None: they are floats."""
+        """Return the format of the weight that the operator gets; None: float."""
         return self._rule.quantization(linear, self._state(linear))
 
     def of(self, linear: Linear) -> LayerWeight | None:
-        """The weight that the operator takes over, or None and, in the report, why not."""
+        """Return the weight that the operator takes. If it takes none, return None and report the reason."""
         layer, state, replacement = self._context.layer(linear), self._state(linear), self._rule.replacement
         if not self._rule.is_chosen(linear):
-            # What another pass says, tells more than that this one does not select the layer.
+            # A reason from another pass says more than that this one does not select the layer.
             if layer.reason is None or linear.matches(self._rule.options.select):
                 layer.reason = self._rule.why_not(linear, Stored(0, ""), state)
             return None
@@ -47,7 +47,7 @@ class AcceptedWeights:
             quantization.check_scales()
         matrix = linear.matrix()
         if problem := self._why_not_weight(linear, quantization, matrix):
-            if self._tells_most(linear, layer):
+            if self._replaces_reason(linear, layer):
                 layer.reason = f"weight {linear.weight_names[-1]!r} {problem}"
             return None
         layer.sparsity = 1 - int(np.count_nonzero(matrix)) / matrix.size
@@ -55,7 +55,7 @@ class AcceptedWeights:
         if self._context.dry_run and self._context.plan.prunes_to_two_four(linear):
             stored = Stored(stored.count, "")
         if reason := self._rule.why_not(linear, stored, state):
-            if self._tells_most(linear, layer):
+            if self._replaces_reason(linear, layer):
                 layer.reason = reason
             return None
         layer.reason = None
@@ -65,21 +65,24 @@ class AcceptedWeights:
         threshold = state.threshold if isinstance(state.threshold, float) else 0.0
         return LayerWeight(matrix, quantized, self._x_range(linear), threshold)
 
-    def _tells_most(self, linear: Linear, layer: LayerReport) -> bool:
-        """Whether this pass's reason to leave a layer replaces that of a pass before: of a layer that was not worth
-        quantizing, never; of one whose own numbers are taken over, only if this is a pass that takes them."""
+    def _replaces_reason(self, linear: Linear, layer: LayerReport) -> bool:
+        """Return true if this pass's reason for skipping the layer replaces that of an earlier pass.
+
+        The reason of pass quantize is never replaced. The reason for a layer that keeps its stored weight is replaced
+        only by a step that takes stored weights.
+        """
         if layer_key(linear) in self._context.layers.left:
             return False
         takes_them = self._rule.stored_weight(linear) is not None
         return layer.reason is None or takes_them or not self._context.plan.keeps_stored(linear)
 
     def _state(self, linear: Linear) -> LayerState:
-        """In a dry run, the one that is foreseen."""
+        """Return the layer's state; in a dry run, the expected one."""
         state = self._context.layers.state(linear)
         return self._context.plan.foreseen(linear, state, self._rule) if self._context.dry_run else state
 
     def _why_not_weight(self, linear: Linear, quantization: Quantization | None, matrix: np.ndarray) -> str | None:
-        """Why the operator cannot hold the weight, if it cannot."""
+        """Explain why the operator cannot hold the weight; None if it can."""
         problem = self._rule.replacement.why_not(linear.k, quantization)
         if problem and linear.why_not_stored:
             return f"{problem} ({linear.why_not_stored})"
@@ -90,14 +93,17 @@ class AcceptedWeights:
         return self._rule.replacement.why_not_matrix(matrix)
 
     def _x_range(self, linear: Linear) -> FixedRange | None:
-        """The fixed range of the layer's input, if it has one: the model's own, or one by what pass ranges recorded."""
+        """Return the fixed range of the layer's input.
+
+        It is the model's own range, or one chosen from the values that pass ranges recorded.
+        """
         if not self._rule.replacement.takes_ranges:
             return None
-        numbers = self._context.layers.activations.get(linear.x.name or "")
-        if linear.x_range is not None or numbers is None:
+        sample = self._context.layers.activations.get(linear.x.name or "")
+        if linear.x_range is not None or sample is None:
             return linear.x_range
         if self._rule.options.fixed_ranges == "mlp" and linear not in self._in_mlps:
             return None
         if linear.x not in self._ranges:
-            self._ranges[linear.x] = choose_range(numbers)
+            self._ranges[linear.x] = choose_range(sample)
         return self._ranges[linear.x]

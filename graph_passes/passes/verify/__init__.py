@@ -1,1 +1,1 @@
-"""The pass verify: the optimized model is compared with the original before it is saved."""
+"""Pass verify: compare the optimized model with the original before it is saved."""

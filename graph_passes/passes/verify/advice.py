@@ -1,4 +1,4 @@
-"""Advice where answers are too far from the original's: only about what the run has done to the model."""
+"""Advice for answers that differ too much from the original's, based on what the run changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def advice(context: PassContext) -> str:
     changed = [layer for layer in layers if layer.output_error and layer.status != "kept"]
     if changed:
         worst = max(changed, key=lambda layer: layer.output_error or 0.0).name
-        by_form = plan.prunes or bits
-        option = f"ignore=['heads', {worst!r}]" if by_form else f"options={{'replace.exclude': [{worst!r}]}}"
+        has_ignore = plan.prunes or bits
+        option = f"ignore=['heads', {worst!r}]" if has_ignore else f"options={{'replace.exclude': [{worst!r}]}}"
         parts.append(f"leave out the layer with the largest error ({option})")
     return ", ".join(parts or ["compare on inputs of your own (calibration=…)"])

@@ -1,4 +1,4 @@
-"""The answers of one verification, and whether those of the optimized model are right."""
+"""Compare the answers of the optimized model with those of the original and the reference model."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ from .limits import MASK_FACTOR, Limits
 
 @dataclass(frozen=True)
 class Answers:
-    """Errors over all feeds, and the answers to the first one. Answers to one feed at a time are in memory."""
+    """Errors over all feeds, and the answers to the first feed.
 
-    names: list[str]  # of the original's outputs
-    kinds: dict[str, str]  # by name: dtype.kind
+    Only the answers to one feed are in memory at a time.
+    """
+
+    names: list[str]  # names of the original's outputs
+    kinds: dict[str, str]  # dtype.kind by output name
     against_original: ErrorSums
-    # Against the reference: the pruned and quantized model before its layers were replaced, or the original where
-    # nothing was changed. None if the model was changed and no pass has replaced layers since.
+    # Errors against the reference: the pruned and quantized model before its layers were replaced, or the original if
+    # no weight was changed. None if the model was changed and no pass has replaced layers since.
     against_reference: ErrorSums | None
-    of_reference: ErrorSums  # of the reference against the original
-    of_original: ErrorSums  # of the original against the reference
-    first_reference: Outputs | None  # None for outputs that hold a compressed cache
-    first: Outputs  # of the optimized model
+    of_reference: ErrorSums  # errors of the reference against the original
+    of_original: ErrorSums  # errors of the original against the reference
+    first_reference: Outputs | None  # None instead of an output that holds a compressed cache
+    first: Outputs  # answers of the optimized model
 
     @classmethod
     def of(
@@ -48,13 +51,16 @@ class Answers:
         Outputs whose shapes differ are not compared.
 
         Args:
-            before: Of the original, with the prompt that becomes part of the model, if any.
-            after: Of the optimized model, with outputs that the original has not; each is dropped once compared.
+            context: state of the run.
+            names: names of the original's outputs.
+            feeds: the feeds.
+            before: answers of the original, with the prompt that becomes part of the model, if any.
+            after: answers of the optimized model, which may have more outputs; each is dropped after comparison.
 
         Raises:
-            VerificationError: Shapes differ where they may not.
+            VerificationError: shapes differ where they may not.
         """
-        # Without a pass replace there is no model before it to compare with.
+        # Without a pass replace there is no reference model.
         none_before = context.reference is None and context.layers.changed
         reference = before if context.reference is None else context.reference.answers[: len(feeds)]
         original, rounding, changes, reverse = (ErrorSums(names) for _ in range(4))
@@ -85,18 +91,21 @@ class Answers:
         return cls(names, kinds, original, rounding, changes, reverse, base, found)
 
     def by_masks(self) -> dict[str, float]:
-        """By output, what inputs that count as zero may add to an error, by what the deliberate changes cost."""
+        """Return the error that input thresholds may add, by output, from the error of the reference."""
         return {error.name: MASK_FACTOR * error.relative_l2 for error in self.of_reference.errors()}
 
     def judge(self, context: PassContext, limits: Limits, cached: bool) -> None:
-        """Puts the errors into the report. cached: some of the feeds read a compressed cache.
+        """Report the errors, and check them against the limits.
 
-        Raises VerificationError, naming the output that is wrong.
+        cached: some of the feeds read a compressed cache.
+
+        Raises:
+            VerificationError: an output is wrong; the message names it.
         """
         report = context.report
         report.output_error = self.against_original.errors()
         errors = [] if self.against_reference is None else self.against_reference.errors()
-        # A rounding may turn a whole number, such as the place of the largest, into any other.
+        # Rounding can change an integer output, such as an argmax, to any value, so only floats are judged.
         report.rounding_error = [error for error in errors if self.kinds[error.name] == "f"]
         refuse_infinite(self.against_original.first_infinite())
         for error in report.rounding_error:
@@ -104,20 +113,22 @@ class Answers:
             if not error.relative_l2 <= limit:
                 raise VerificationError(
                     f"output {error.name!r} has relative error {error.relative_l2:.3g} against the model before its "
-                    f"layers were replaced, expected at most {limit:.3g} from rounding; nothing was saved; "
-                    "exclude layers from replacement, or raise verify.max_rounding_error if your task bears it; if "
-                    "nothing in the model explains it, please report this"
+                    f"layers were replaced, expected at most {limit:.3g} from rounding; nothing was saved; exclude "
+                    "layers from replacement, or raise verify.max_rounding_error if your task tolerates it; if the "
+                    "model does not explain the error, please report this"
                 )
         in_float = context.reference is not None and context.reference.in_float
-        nearer = self._note_float(context) if in_float else frozenset[str]()
+        closer = self._note_float(context) if in_float else frozenset[str]()
         floats = [error for error in report.output_error if self.kinds[error.name] == "f"]
-        judge_agreement(context, floats, nearer)
-        floats = [error for error in floats if error.name not in nearer]
+        judge_agreement(context, floats, closer)
+        floats = [error for error in floats if error.name not in closer]
         limits.judge_size(floats, "", advice(context), report.output_error)
 
     def _note_float(self, context: PassContext) -> frozenset[str]:
-        """Notes how far both models are from the weights in float, where the original rounds activations and the
-        optimized model does not; returns the outputs at which the latter is nearer."""
+        """Note the errors of both models against the float reference, and return the outputs at which ours is smaller.
+
+        The float reference has the original's weights in float and does not round activations.
+        """
         originals = self.of_original.errors()
         found = {error.name: error.relative_l2 for error in context.report.rounding_error}
         pairs = [(error, found[error.name]) for error in originals if error.name in found]
@@ -127,8 +138,8 @@ class Answers:
         if pairs:
             error, ours = max(pairs, key=lambda pair: pair[1])
             context.note(
-                f"output {error.name!r}: the original is {error.relative_l2:.2g} away from the answers of its weights "
-                f"in float, the optimized model {ours:.2g}"
+                f"output {error.name!r}: relative error against the original's weights in float: original "
+                f"{error.relative_l2:.2g}, optimized model {ours:.2g}"
             )
         return frozenset(error.name for error, ours in pairs if ours < error.relative_l2)
 
@@ -136,7 +147,10 @@ class Answers:
 def _comparable(
     context: PassContext, names: list[str], feeds: Feeds, before: Outputs, reference: Outputs, after: Outputs
 ) -> tuple[Outputs, Outputs, Outputs]:
-    """The answers to one feed without what need not be equal: a prompt's tokens, compressed caches, and padding."""
+    """Return the answers to one feed without the parts that may differ.
+
+    These are a prompt's tokens, compressed caches, and padding.
+    """
     same, prompt, layers = reference is before, context.caches.prompt, context.layers
     hidden = [names.index(name) for name in context.caches.outputs]
     by_tokens = [names.index(name) for name in layers.zero_at_padding] or None
@@ -153,11 +167,14 @@ def _comparable(
 
 
 def require_finite(before: Sequence[Outputs], description: str | None) -> None:
-    """Raises CalibrationError where the original answers nothing finite. description: of the feeds."""
+    """Raise CalibrationError if the original has no finite answer.
+
+    description: names the feeds in the error.
+    """
     answers = [answer for one in before for answer in one if answer is not None]
     if answers and not any(np.isfinite(answer).any() for answer in answers):
         raise CalibrationError(
-            "the original model answers with NaN, infinity or empty arrays only, so the feeds "
-            f"({description}) leave nothing finite to compare; nothing was saved; give "
-            "calibration data of at least one row on which the original model gives finite answers"
+            f"the original model returns only NaN, infinity or empty arrays on the feeds ({description}), so no answer "
+            "can be compared; nothing was saved; give calibration data of at least one row on which the original "
+            "model returns finite values"
         )

@@ -1,5 +1,7 @@
-"""Verifies tokens that are decoded from caches, compressed ones or floats, by attention that was replaced, and what
-compressed caches hold: measure/decoding.py says how."""
+"""Verify tokens that replaced attention decodes from a cache, and the contents of compressed caches.
+
+The method is described in measure/decoding.py.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +20,30 @@ from ..context import PassContext
 from .limits import Limits
 from .reference import decode_calls
 
-_PORTABLE_PROMPT = 40  # tokens: a full block of the cache, and some more
+_PORTABLE_PROMPT = 40  # tokens: a full block of the cache, and a partial one
 
 
 @dataclass(frozen=True)
 class DecodedTokens:
-    """What both models answer to a prompt and the tokens behind it."""
+    """Answers of both models to a prompt and the tokens after it."""
 
-    before: Decoded  # of the original
-    after: Decoded  # of the optimized model
-    short_prompt: Feeds  # the prompt's beginning, as the original takes it
-    errors: dict[str, float]  # by output: of the tokens, against the model before its attention was replaced
+    before: Decoded  # answers of the original
+    after: Decoded  # answers of the optimized model
+    short_prompt: Feeds  # start of the prompt, as feeds of the original
+    errors: dict[str, float]  # errors of the tokens by output, against the model before its attention was replaced
 
 
 def verify_decoded(
     context: PassContext, limits: Limits, original: Any, optimized: Any, feeds: Sequence[Feeds], names: Sequence[str]
 ) -> DecodedTokens | None:
-    """None where no attention with a cache was replaced, or all caches stay floats and feeds have read some, or the
-    feeds are of another kind. names: of all outputs.
+    """Decode tokens with both models and compare them. `names` are all outputs.
 
-    Raises VerificationError, naming output or node, where tokens or caches are wrong.
+    Returns:
+        None if there is no decoded token to compare: no attention with a cache was replaced, or all caches stay float
+        and the feeds have read them, or the feeds cannot be decoded.
+
+    Raises:
+        VerificationError: tokens or caches are wrong; the message names the output or node.
     """
     if not context.caches.rounding:
         return None
@@ -46,10 +52,10 @@ def verify_decoded(
         before = _of_original(context, original, calls, names)
     if calls is None or before is None:
         if not context.caches.formats and any(_reads_past(one) for one in feeds):
-            return None  # floats, which the feeds have read
+            return None  # float caches, which the feeds have read
         context.note(
-            "no token was decoded from the cache to verify it: the feeds hold no two tokens of a sequence, or have "
-            "inputs besides tokens, mask, positions and cache, or the model takes no others of their shapes"
+            "the cache was not verified by decoding: the feeds have fewer than two tokens, or inputs besides tokens, "
+            "mask, positions and cache, or the model has fixed shapes"
         )
         return None
     prompt = context.caches.prompt
@@ -61,7 +67,7 @@ def verify_decoded(
 
 
 def _reads_past(feeds: Feeds) -> bool:
-    """Whether there are tokens in a cache that is given."""
+    """Return true if the feeds contain a cache with tokens."""
     return any(
         "past" in name and array.ndim == 4 and array.shape[2] > 0 and array.any() for name, array in feeds.items()
     )
@@ -70,7 +76,7 @@ def _reads_past(feeds: Feeds) -> bool:
 def _of_original(context: PassContext, original: Any, calls: Sequence[Feeds], names: Sequence[str]) -> Decoded | None:
     prompt = context.caches.prompt
     past = None if prompt is None else prompt.exact_past(original)
-    with suppress(CalibrationError):  # the model takes other shapes only
+    with suppress(CalibrationError):  # the model has fixed shapes
         return decode_calls(original, calls, context, names, "the original model", CalibrationError, past)
     return None
 
@@ -78,7 +84,10 @@ def _of_original(context: PassContext, original: Any, calls: Sequence[Feeds], na
 def _judge(
     context: PassContext, limits: Limits, before: Decoded, after: Decoded, names: Sequence[str], tokens: int
 ) -> dict[str, float]:
-    """By output, the error against the model before its attention was replaced. tokens: of the prompt."""
+    """Report and check the errors of decoded tokens; return them by output.
+
+    The errors are against the model before its attention was replaced. tokens: length of the prompt.
+    """
     report = context.report
     sums = ErrorSums(names)
     for one, other in zip(before.steps, after.steps, strict=True):
@@ -90,25 +99,25 @@ def _judge(
     refuse_infinite(sums.first_infinite())
     kept = context.reference
     reference = before if kept is None or kept.decoded is None else kept.decoded
-    # Where none was kept, a part of the error is that of quantization.
+    # Without a reference, part of the error comes from quantization, so the error is not limited.
     known = kept is None or kept.decoded is not None
-    places = {use.present: names.index(use.present) for use in context.caches.uses.values()}
+    positions = {use.present: names.index(use.present) for use in context.caches.uses.values()}
     check_contents(
         context.caches.uses.values(),
-        {name: array_of(reference.prompt[place]) for name, place in places.items()},
-        {name: array_of(after.prompt[place]) for name, place in places.items()},
+        {name: array_of(reference.prompt[position]) for name, position in positions.items()},
+        {name: array_of(after.prompt[position]) for name, position in positions.items()},
         limits.contents() if known else math.inf,
     )
-    where = f"of a token decoded behind a prompt of {tokens}"
+    where = f"of a token decoded after a prompt of {tokens} tokens"
     found = measure_errors(names, reference.steps, after.steps)
     for error in found if known else []:
-        most = limits.decoded(error.name)
-        if not error.relative_l2 <= most:
+        limit = limits.decoded(error.name)
+        if not error.relative_l2 <= limit:
             raise VerificationError(
                 f"output {error.name!r} {where} has relative error {error.relative_l2:.3g} against the model "
-                f"before its attention was replaced, expected at most {most:.3g}; nothing was saved; calibrate on "
-                "text like that to come, or raise verify.max_rounding_error if your task bears it; if nothing in "
-                "the model explains it, please report this"
+                f"before its attention was replaced, expected at most {limit:.3g}; nothing was saved; calibrate on "
+                "typical text, or raise verify.max_rounding_error if your task tolerates it; if the model does not "
+                "explain the error, please report this"
             )
     limits.judge_size(errors, where, "keep more of the cache exact, or exclude some attentions")
     return {error.name: error.relative_l2 for error in found}

@@ -1,8 +1,8 @@
-"""How different an optimized model may be where the user has named no form for its layers.
+"""Limit how much an optimized model may differ if the user has not named a target format.
 
-Weights that a model stores in few bits are kept, so its answers should be those of these weights. The model is saved
-only if each output agrees with the original or with the original's dequantized weights in float, or is much nearer to
-the latter than the original is. Outputs of another shape, such as speech of another length, cannot be compared.
+Weights that a model stores as integers are kept, so its answers should be those of these weights. The model is saved
+only if each output agrees with the original or with the original's dequantized weights in float, or is much closer to
+the latter than the original is. Outputs of different shapes, such as speech of another length, cannot be compared.
 """
 
 from __future__ import annotations
@@ -15,78 +15,78 @@ from ...report.optimization import OutputDeviation
 from ..context import PassContext
 from .limits import POOR_ERROR
 
-# Times the original's own error against its weights in float: below that the optimized model is better.
-NEARER = 0.7
-_ALLOW = "allow_different=True, on the command line --allow-different, saves the model all the same"
-Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]  # by output: the original's and the optimized model's
+# Fraction of the original's own error against its weights in float; an output with a smaller error counts as closer.
+CLOSER = 0.7
+_ALLOW = "allow_different=True (command line: --allow-different) saves the model anyway"
+# shapes of the original and the optimized model, by output
+Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 def accept_shapes(
     context: PassContext, shapes: Shapes, found_by: str = "the optimized model", expected_by: str = "the original"
 ) -> None:
-    """Note outputs whose shapes differ, if the user has named a form or allows it.
+    """Note outputs whose shapes differ, if the user has named a target format or allows a difference.
 
     Args:
-        context: Of this run; it tells what the user allows.
-        shapes: By output, the expected shape and the one that was found.
-        found_by: The model that was judged, in the words of the note.
-        expected_by: The model that it was compared with.
+        context: state of the run.
+        shapes: expected and found shape, by output.
+        found_by: name of the model that is judged.
+        expected_by: name of the model that it is compared with.
 
     Raises:
-        VerificationError: The user has named no form and does not allow it, or the number of axes differs.
+        VerificationError: the user has not named a format and does not allow a difference, or the ranks differ.
     """
     for name, (expected, found) in shapes.items():
-        text = f"output {name!r} of {found_by} has shape {list(found)}, that of {expected_by} {list(expected)}"
+        text = f"output {name!r} of {found_by} has shape {list(found)}, expected {list(expected)} as in {expected_by}"
         if len(expected) != len(found):
             raise VerificationError(f"{text}; nothing was saved; please report this")
-        text += ", so the two cannot be compared: the model computes this length itself, and rounding changes it"
+        text += ", so it cannot be compared: the model computes this length, and rounding changes it"
         if not context.may_differ:
-            raise VerificationError(
-                f"{text}; nothing was saved; listen to or look at the results of both models: {_ALLOW}"
-            )
+            raise VerificationError(f"{text}; nothing was saved; check the results of both models yourself: {_ALLOW}")
         context.note(f"warning: {text}")
 
 
-def judge_agreement(context: PassContext, floats: Sequence[OutputDeviation], nearer: Set[str]) -> None:
-    """Looks for outputs that agree less than context.min_cosine asks.
+def judge_agreement(context: PassContext, floats: Sequence[OutputDeviation], closer: Set[str]) -> None:
+    """Check that each output agrees with the original to a cosine of context.min_cosine.
 
     Args:
-        floats: Errors against the original, of outputs of floats.
-        nearer: Outputs at which the optimized model is nearer than the original to the original's weights in float.
+        context: state of the run.
+        floats: errors of float outputs against the original.
+        closer: outputs at which the optimized model is closer than the original to the original's weights in float.
 
     Raises:
-        VerificationError: If one does, unless the user has named a form or allows it; then a note says it.
+        VerificationError: an output agrees less, unless the user has named a format or allows it; then it is noted.
     """
     if context.min_cosine is None:
         return
     in_float = context.reference is not None and context.reference.in_float
     exact = {error.name: error.cosine for error in context.report.rounding_error} if in_float else {}
     agreement = {error.name: max(error.cosine, exact.get(error.name, -1.0)) for error in floats}
-    # NaN agrees with nothing.
-    poor = [error for error in floats if not agreement[error.name] >= context.min_cosine and not _is_nearer(error)]
+    # NaN never agrees.
+    poor = [error for error in floats if not agreement[error.name] >= context.min_cosine and not _is_closer(error)]
     if not poor:
         return
     worst = min(poor, key=lambda error: agreement[error.name])
     more = f" ({len(poor)} outputs disagree)" if len(poor) > 1 else ""
-    text = f"output {worst.name!r} agrees with the original to a cosine of {worst.cosine:.4f} only"
+    text = f"output {worst.name!r} has cosine {worst.cosine:.4f} with the original"
     if worst.from_float is not None:
         original, ours = worst.from_float
         text += (
-            f", and with the original's weights in float to {exact[worst.name]:.4f}: the relative error against these "
-            f"is {ours:.2g}, that of the original itself {original:.2g}, so rounding changes this output a lot"
+            f" and {exact[worst.name]:.4f} with the original's weights in float; relative error against the latter: "
+            f"optimized model {ours:.2g}, original {original:.2g}, so rounding changes this output a lot"
         )
-    text += f"; expected a cosine of at least {context.min_cosine:g}{more}"
+    text += f"; expected at least {context.min_cosine:g}{more}"
     made_up = context.evidence.made_up
-    advice = "made-up inputs may be harder than real ones: give calibration=… with typical inputs" if made_up else ""
+    advice = "generated inputs may be harder than real ones: give calibration=… with typical inputs" if made_up else ""
     if not context.may_differ:
         raise VerificationError(f"{text}; nothing was saved; {f'{advice}; or ' if advice else ''}{_ALLOW}")
-    if worst.name in nearer or worst.relative_l2 <= POOR_ERROR:  # Limits.judge_size notes the others
+    if worst.name in closer or worst.relative_l2 <= POOR_ERROR:  # Limits.judge_size notes the other outputs
         context.note(f"warning: {text}; {advice or 'test the model on your task'}")
 
 
-def _is_nearer(error: OutputDeviation) -> bool:
-    """Whether the optimized model is much nearer than the original to the original's weights in float."""
+def _is_closer(error: OutputDeviation) -> bool:
+    """Return true if the optimized model is much closer than the original to the original's weights in float."""
     if error.from_float is None:
         return False
     original, ours = error.from_float
-    return ours <= NEARER * original
+    return ours <= CLOSER * original

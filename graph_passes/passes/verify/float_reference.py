@@ -1,9 +1,8 @@
-"""Runs a model with the weights that it stores in few bits dequantized to float. The original and the optimized model
-are both compared with its answers.
+"""Run a model with its stored integer weights dequantized to float, as a reference for original and optimized model.
 
-ONNX Runtime rounds the inputs of such layers to int8: of a whole batch (DynamicQuantizeLinear), or of blocks
-(accuracy_level 4 of MatMulNBits). Our operators round them row by row. Neither is right, so the errors of both are
-measured against products of floats.
+ONNX Runtime rounds the inputs of such layers to int8, per batch (DynamicQuantizeLinear) or per block (accuracy_level 4
+of MatMulNBits). Our operators round them per row. No variant is exact, so both errors are measured against float
+products.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ NewName = Callable[[str], str]
 
 
 def rounding_layers(model: ir.Model, plan: Plan) -> list[Linear]:
-    """Layers that keep the weights they store, and whose inputs ONNX Runtime rounds."""
+    """Return layers that keep their stored weights and whose inputs ONNX Runtime rounds."""
     return [linear for linear in linears_in(model) if plan.keeps_stored(linear) and _rounds_inputs(linear)]
 
 
 def _rounds_inputs(linear: Linear) -> bool:
-    # ONNX Runtime makes MatMulNBits of a MatMul behind a DequantizeLinear of int4 blocks.
+    # ONNX Runtime fuses a DequantizeLinear of int4 blocks and a MatMul to MatMulNBits.
     fused = isinstance(linear.int4, StoredInt4) and linear.node.op_type == "MatMul"
     return fused or rounds_inputs(linear.node) or stored_inputs(linear.node) is not None
 
 
 @contextmanager
 def computed_in_float(linears: Sequence[Linear], new_name: NewName) -> Iterator[None]:
-    """Inside, these layers of a model multiply floats by their dequantized weights. Afterwards it is as it was.
+    """Within this context, these layers multiply floats by dequantized weights. Afterwards the model is restored.
 
-    new_name: makes a name that no value of the model has.
+    new_name makes a name that no value of the model has.
     """
     undo: list[Callable[[], None]] = []
     try:
@@ -66,25 +65,25 @@ def _put_float_level(node: ir.Node) -> Callable[[], None]:
 
 
 def _put_float_product(linear: Linear, new_name: NewName) -> Callable[[], None]:
-    """DequantizeLinear, MatMul and Add instead of a node of int8 products: only one layer's floats exist at a time."""
-    node, numbers, inputs = linear.node, read_int8(linear.node), stored_inputs(linear.node)
-    # The layer in front may have got another node since `linear` was made.
+    """Insert DequantizeLinear, MatMul and Add instead of an int8 product. Only one layer's floats exist at a time."""
+    node, stored, inputs = linear.node, read_int8(linear.node), stored_inputs(linear.node)
+    # The previous layer may have a new node since `linear` was made.
     graph, x, codes = node.graph, layer_input(node), linear.weight_value
-    assert isinstance(numbers, StoredInt8Tensors) and inputs is not None and graph is not None and x is not None
+    assert isinstance(stored, StoredInt8Tensors) and inputs is not None and graph is not None and x is not None
     added: list[ir.Value] = []
 
-    def constant(tensor: ir.TensorProtocol, what: str) -> ir.Value:
-        value = ir.Value(name=new_name(f"{linear.name}/{what}"), const_value=tensor)
+    def constant(tensor: ir.TensorProtocol, part: str) -> ir.Value:
+        value = ir.Value(name=new_name(f"{linear.name}/{part}"), const_value=tensor)
         value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
         graph.register_initializer(value)
         added.append(value)
         return value
 
-    zeros = numbers.zero_points.astype(numbers.codes.dtype.numpy())
-    scales = constant(ir.Tensor(np.ascontiguousarray(numbers.scales)), "scales")
+    zeros = stored.zero_points.astype(stored.codes.dtype.numpy())
+    scales = constant(ir.Tensor(np.ascontiguousarray(stored.scales)), "scales")
     zero_points = constant(ir.Tensor(zeros), "zero_points")
     if codes.graph is not graph:  # ONNX Runtime fuses DequantizeLinear and MatMul, if all is in one graph
-        codes = constant(lazy(numbers.codes.numpy, numbers.codes.dtype, ir.Shape(numbers.codes.shape.numpy())), "codes")
+        codes = constant(lazy(stored.codes.numpy, stored.codes.dtype, ir.Shape(stored.codes.shape.numpy())), "codes")
     weight = ir.node(
         "DequantizeLinear", [codes, scales, zero_points], {"axis": 1}, name=new_name(f"{linear.name}/weight")
     )

@@ -1,7 +1,7 @@
-"""How far answers of the optimized model may be from those of the models that it is compared with.
+"""Limits for the errors of the optimized model against the models it is compared with.
 
-From layer to layer errors add up as in a random walk: a sum of them is the root of the sum of their squares. How the
-limits were found, and what was measured for them: docs/verification.md.
+Errors of layers add up as in a random walk: the expected total is the root of the sum of squares. The factors below,
+and the measurements behind them, are explained in docs/verification.md.
 """
 
 from __future__ import annotations
@@ -15,62 +15,71 @@ from ortolan.errors import VerificationError
 from ...report.optimization import OutputDeviation
 from ..context import PassContext
 
-# Against the model before its layers were replaced: times the sum of what these round.
+# Bound against the model before its layers were replaced, as a multiple of the layers' total rounding error.
 ROUNDING_FACTOR = 9.0
-# The same of a token decoded from a cache by attention that was replaced: times the sum of what its attentions lose.
+# Bound of a token decoded from a cache, as a multiple of the total error of the replaced attentions.
 DECODE_FACTOR = 2.0
-# Kernels against the portable form: they add up in another order, so a few numbers are rounded up here and down there.
+# Tolerance between kernels and the portable form: they sum in different orders, so a few values round differently.
 PORTABLE_ERROR = 5e-2
-# The same, times the sum of what layers round: behind a few numbers that differ, the two round independently.
+# Bound between them as a multiple of the layers' total rounding error: after a few values differ, the two round
+# independently.
 PORTABLE_FACTOR = 3.0
-# The same of a decoded token, times what codes of keys lose: the kernel's scores are sums of 8-bit numbers.
-TABLE_SHARE = 1.0
-# The same, of the cosine: it may be less only as far as the limit of the error implies.
+# Bound between them for decoded tokens, as a multiple of the error of key codes: the kernel's scores are sums of 8-bit
+# values.
+TABLE_FACTOR = 1.0
+# Smallest cosine between them. A larger error bound lowers it to the cosine that the bound implies.
 PORTABLE_COSINE = 0.998
-# Times what thresholds of inputs cost: two models that drop numbers independently are sqrt 2 times as far apart.
+# Bound of the error from input thresholds, as a multiple of their cost: two models that drop elements independently are
+# sqrt 2 times as far apart.
 MASK_FACTOR = 1.5
-# Against the original: more is no failure, but a note says so.
+# Relative error against the original above which the report has a note.
 POOR_ERROR = 0.3
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one verification. Errors are relative L2 errors of an output over all feeds."""
+    """Limits of one verification. Errors are relative L2 errors of an output over all feeds."""
 
     context: PassContext
     max_error: float | None
     max_rounding_error: float | None
-    by_masks: Mapping[str, float] = field(default_factory=dict)  # by output, what thresholds add
+    by_masks: Mapping[str, float] = field(default_factory=dict)  # error that thresholds may add, by output
 
     def rounding(self, name: str, cached: bool) -> float:
-        """Against the model before its layers were replaced. cached: some of the feeds read a compressed cache."""
+        """Return the bound against the model before its layers were replaced.
+
+        cached: some of the feeds read a compressed cache.
+        """
         if self.max_rounding_error is not None:
             return self.max_rounding_error
         return ROUNDING_FACTOR * self._rounding_of_layers(cached) + self.by_masks.get(name, 0.0)
 
     def decoded(self, name: str) -> float:
-        """The same, of tokens decoded from a cache by attention that was replaced."""
+        """Return the bound for tokens decoded from a cache by replaced attention."""
         limit = self.max_rounding_error
         if limit is None:
             limit = self.contents() + DECODE_FACTOR * self._rounding_of_caches()
         return limit + self.by_masks.get(name, 0.0)
 
     def contents(self) -> float:
-        """What layers may change in keys and values, besides what their codes lose."""
+        """Return the bound for keys and values in a cache, without the error of their codes."""
         return ROUNDING_FACTOR * self._rounding_of_layers()
 
     def portable(self, name: str, decoded: float) -> tuple[float, float]:
-        """Without the library: the largest error, and the smallest cosine. decoded: the error of decoded tokens."""
+        """Return the bound of the error and of the cosine of the model without the library.
+
+        decoded: the error of decoded tokens.
+        """
         rounding = {error.name: error.relative_l2 for error in self.context.report.rounding_error}
         layers = PORTABLE_FACTOR * self._rounding_of_layers()
-        # Where the two round independently, they are apart by more than either is from the model before.
-        most = max(PORTABLE_ERROR, 2 * rounding.get(name, 0.0), layers, TABLE_SHARE * decoded)
-        most = max(most, self.by_masks.get(name, 0.0))
-        return most, min(PORTABLE_COSINE, 1 - most * most)
+        # If the two round independently, they differ by more than either does from the reference.
+        bound = max(PORTABLE_ERROR, 2 * rounding.get(name, 0.0), layers, TABLE_FACTOR * decoded)
+        bound = max(bound, self.by_masks.get(name, 0.0))
+        return bound, min(PORTABLE_COSINE, 1 - bound * bound)
 
     def portable_contents(self) -> float:
-        """How far keys and values may be from each other without the library, from which caches are written."""
-        return PORTABLE_FACTOR * self._rounding_of_layers() + TABLE_SHARE * self._rounding_of_caches()
+        """Return the bound between cached keys and values computed with and without the library."""
+        return PORTABLE_FACTOR * self._rounding_of_layers() + TABLE_FACTOR * self._rounding_of_caches()
 
     def judge_size(
         self,
@@ -79,9 +88,16 @@ class Limits:
         advice: str,
         errors: Sequence[OutputDeviation] | None = None,
     ) -> None:
-        """Against the original. where: "", or of which answers. errors: of all outputs, where some are no floats.
+        """Check errors against the original: raise above max_error, or note a large error if there is no max_error.
 
-        Raises VerificationError, naming the output, past max_error; without one, notes what is much.
+        Args:
+            floats: errors of float outputs.
+            where: describes the answers; "" for all feeds.
+            advice: what the user can do.
+            errors: errors of all outputs; None: `floats`.
+
+        Raises:
+            VerificationError: an error exceeds max_error; the message names the output.
         """
         limit = self.max_error
         where = f" {where}" if where else ""
@@ -89,9 +105,8 @@ class Limits:
         if poor and limit is None:
             worst = max(poor, key=lambda error: error.relative_l2)
             self.context.note(
-                f"output {worst.name!r}{where} has relative error {worst.relative_l2:.2g} against the original, which "
-                f"is much (above {POOR_ERROR:g}): test the model on your task; {advice}, or set max_error to refuse "
-                "such a result"
+                f"output {worst.name!r}{where} has relative error {worst.relative_l2:.2g} against the original, above "
+                f"{POOR_ERROR:g}: test the model on your task; {advice}, or set max_error to refuse such a result"
             )
         for error in floats if errors is None else errors:
             if limit is not None and not error.relative_l2 <= limit:
@@ -101,7 +116,7 @@ class Limits:
                 )
 
     def _rounding_of_layers(self, cached: bool = False) -> float:
-        """What all layers round, added up as in a random walk. cached: with caches read."""
+        """Return the total rounding error of all layers, with that of caches if feeds read them."""
         context = self.context
         return _root((context.layers.rounding | (context.caches.rounding if cached else {})).values())
 
@@ -109,5 +124,6 @@ class Limits:
         return _root(self.context.caches.rounding.values())
 
 
-def _root(shares: Iterable[float]) -> float:
-    return math.sqrt(sum(share * share for share in shares))
+def _root(errors: Iterable[float]) -> float:
+    """Return the root of the sum of squares."""
+    return math.sqrt(sum(error * error for error in errors))

@@ -1,4 +1,4 @@
-"""Whether a sequence has the same answers alone and padded in a batch, as the pass `unpad` promises."""
+"""Check that a sequence has the same answers alone and padded in a batch, which pass `unpad` guarantees."""
 
 from __future__ import annotations
 
@@ -13,14 +13,23 @@ from ...measure.sessions import run_session
 from ..context import PassContext
 
 _INPUTS = frozenset(("input_ids", "attention_mask", "token_type_ids", "position_ids"))
-# Of an answer's norm. What is there is the order of float sums, if anything: bf16 has another one for few rows.
-_MOST = 1e-2
+# Largest relative error. It comes only from the order of float sums: bf16 uses another order for few rows.
+_TOLERANCE = 1e-2
 
 
 def verify_padding(context: PassContext, optimized: Any, feeds: Feeds, names: list[str]) -> None:
-    """Runs a sequence of these feeds, cut short, alone and beside the whole one. names: of the outputs.
+    """Compare a shortened sequence of these feeds alone with the same sequence padded next to the whole one.
 
-    A model that takes other inputs, or batches of one size only, is not asked. Raises VerificationError.
+    Models with other inputs, or with fixed batch sizes, are not checked.
+
+    Args:
+        context: state of the run.
+        optimized: session of the optimized model.
+        feeds: the feeds.
+        names: names of the outputs.
+
+    Raises:
+        VerificationError: an output differs.
     """
     ids = feeds.get("input_ids")
     if ids is None or ids.ndim != 2 or ids.shape[1] < 2 or not ids.shape[0] or not set(feeds) <= _INPUTS:
@@ -39,31 +48,34 @@ def verify_padding(context: PassContext, optimized: Any, feeds: Feeds, names: li
     alone, together = (run_session(optimized, one, "the optimized model", VerificationError) for one in (short, both))
     errors = _errors(alone, together, tokens, both["input_ids"].shape)
     for name, error in zip(names, errors, strict=True):
-        if not error <= _MOST:
+        if not error <= _TOLERANCE:
             raise VerificationError(
-                f"output {name!r} of a sequence of {tokens} tokens has relative error {error:.3g} in a batch, padded, "
-                f"against its own alone, expected at most {_MOST}; nothing was saved; leave pass 'unpad' out, and "
-                "please report this"
+                f"output {name!r} of a sequence of {tokens} tokens, padded in a batch, has relative error {error:.3g} "
+                f"against the sequence alone, expected at most {_TOLERANCE}; nothing was saved; leave pass 'unpad' "
+                "out, and please report this"
             )
     largest = max(errors, default=0.0)
-    how = "the same bit by bit" if largest == 0 else f"within {largest:.2g} of each other"
-    context.note(f"answers of {tokens} tokens alone, and padded in a batch: {how}")
+    result = "equal bits" if largest == 0 else f"relative error {largest:.2g}"
+    context.note(f"a sequence of {tokens} tokens alone and padded in a batch: {result}")
 
 
 def _sizes(session: Any) -> list[int | str | None]:
-    """The first two sizes of the inputs: numbers where they are fixed."""
+    """Return the first two dimensions of each input; fixed ones are integers."""
     return [size for value in session.get_inputs() for size in value.shape[:2]]
 
 
 def _errors(alone: Outputs, together: Outputs, tokens: int, shape: tuple[int, ...]) -> list[float]:
-    """Of each output, as a share of its norm. tokens: of the sequence that is the last of the batch, of this shape."""
+    """Return the relative error of each output.
+
+    The short sequence, of `tokens` tokens, is the last one of the batch, whose input_ids have this shape.
+    """
     errors = []
     for one, other in zip(alone, together, strict=True):
         if one is None or other is None or one.dtype.kind != "f" or not other.ndim:
             errors.append(0.0)
             continue
         row = other[1:, :tokens] if other.ndim >= 2 and other.shape[:2] == shape else other[1:]
-        if row.shape != one.shape:  # not one answer a sequence, such as a weight that is an output
+        if row.shape != one.shape:  # not one answer per sequence, such as a weight that is an output
             errors.append(0.0)
             continue
         same = np.array_equal(one, row, equal_nan=True)

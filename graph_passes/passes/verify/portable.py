@@ -1,4 +1,4 @@
-"""Verifies that standard ONNX, without our kernels, gives the answers of the optimized model."""
+"""Verify that the optimized model gives the same answers with standard ONNX operators instead of our kernels."""
 
 from __future__ import annotations
 
@@ -26,10 +26,18 @@ def verify_portable(
     decoded: Mapping[str, float],
     exact: Outputs | None,
 ) -> None:
-    """calls: feeds, and what the optimized model has answered; few are enough to find a wrong weight. decoded: by
-    output, the error that codes make. exact: answers to the only call before layers were replaced, if known.
+    """Run the model without the library and compare.
 
-    Raises VerificationError, naming the output or cache that differs.
+    Args:
+        context: state of the run.
+        limits: limits of the verification.
+        names: names of the outputs.
+        calls: feeds and the optimized model's answers; one call suffices to find a wrong weight.
+        decoded: the error of cache codes, by output.
+        exact: answers to the only call before layers were replaced, if known.
+
+    Raises:
+        VerificationError: an output or cache differs; the message names it.
     """
     portable = open_quietly(context.candidate, fold=False)
     found: dict[str, OutputDeviation] = {}
@@ -42,24 +50,24 @@ def verify_portable(
             pair = [without_padding(feeds, one) for one in pair]
         if shapes := other_shapes(names, *reversed(pair)):
             accept_shapes(context, shapes, "the optimized model without the library", "the same model with it")
-            places = {names.index(name) for name in shapes}
-            pair = [without(one, places) for one in pair]
+            positions = {names.index(name) for name in shapes}
+            pair = [without(one, positions) for one in pair]
         for error in measure_errors(names, *([one] for one in pair)):
             if error.name not in found or error.relative_l2 > found[error.name].relative_l2:
                 found[error.name] = error
-            place = names.index(error.name)
-            if exact is not None and (before := exact[place]) is not None:
-                rows[error.name] = (array_of(pair[0][place]), array_of(pair[1][place]), before)
+            position = names.index(error.name)
+            if exact is not None and (before := exact[position]) is not None:
+                rows[error.name] = (array_of(pair[0][position]), array_of(pair[1][position]), before)
         _compare_caches(context, limits, names, answers, alone)
     context.report.portable_error = list(found.values())
     for error in found.values():
-        most, cosine = limits.portable(error.name, decoded.get(error.name, 0.0))
-        close = error.relative_l2 <= most and error.cosine >= cosine
-        # A token whose activations are huge makes a large difference of the last bit of a sum.
-        if not close and not (error.name in rows and error_of_most_rows(*rows[error.name], most) <= most):
+        limit, cosine = limits.portable(error.name, decoded.get(error.name, 0.0))
+        close = error.relative_l2 <= limit and error.cosine >= cosine
+        # For a token with huge activations, the last bit of a sum is a large difference.
+        if not close and not (error.name in rows and error_of_most_rows(*rows[error.name], limit) <= limit):
             raise VerificationError(
                 f"output {error.name!r} differs between the native kernels and the portable operators: relative "
-                f"error {error.relative_l2:.3g}, expected at most {most:.3g}; cosine {error.cosine:.5f}, "
+                f"error {error.relative_l2:.3g}, expected at most {limit:.3g}; cosine {error.cosine:.5f}, "
                 f"expected at least {cosine:.5f}; nothing was saved; please report this"
             )
 
@@ -67,10 +75,11 @@ def verify_portable(
 def _compare_caches(
     context: PassContext, limits: Limits, names: Sequence[str], answers: Outputs, alone: Outputs
 ) -> None:
-    """What the two have written, as far as answers hold caches."""
+    """Compare the contents of the caches among the answers."""
     hidden = [names.index(name) for name in context.caches.outputs]
     kernel, function = (
-        {names[place]: array_of(one[place]) for place in hidden if one[place] is not None} for one in (answers, alone)
+        {names[position]: array_of(one[position]) for position in hidden if one[position] is not None}
+        for one in (answers, alone)
     )
     uses = [use for use in context.caches.uses.values() if use.present in kernel]
     check_same_contents(uses, kernel, function, limits.portable_contents())

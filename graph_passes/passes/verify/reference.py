@@ -1,7 +1,8 @@
-"""Answers of the pruned and quantized model, kept before its layers are replaced, for a pass verify to come.
+"""Answers of the pruned and quantized model, kept for pass verify before layers are replaced.
 
-Where ONNX Runtime rounds the inputs of layers whose weights are kept, the model is run with these weights in float
-(float_reference.py)."""
+If ONNX Runtime rounds the inputs of layers that keep their stored weights, the model is run with these weights in float
+(float_reference.py).
+"""
 
 from __future__ import annotations
 
@@ -24,8 +25,10 @@ from .float_reference import computed_in_float, rounding_layers
 
 
 def keep_reference(model: ir.Model, context: PassContext) -> None:
-    """Runs a model that is pruned, quantized, has thresholds or keeps weights of few bits, before layers are
-    replaced."""
+    """Run the model before layers are replaced, if its answers may differ from the original's.
+
+    That is the case for a model that is pruned or quantized, has thresholds or a prompt, or keeps stored weights.
+    """
     if not context.plan.feeds_to_verify or context.reference is not None:
         return
     layers = context.layers
@@ -37,7 +40,7 @@ def keep_reference(model: ir.Model, context: PassContext) -> None:
         return context.new_name(model, wanted)
 
     in_float = bool(rounding or layers.freed) and not layers.weights_changed
-    context.evidence.feeds()  # made-up ones fit the original
+    context.evidence.feeds()  # generate feeds from the original's inputs before the model is changed
     with (
         computed_in_float(rounding, new_name),
         masked_inputs(model, layers.thresholds, new_name),
@@ -55,14 +58,14 @@ def _run(session: Any, feeds: Sequence[Feeds], context: PassContext) -> Referenc
     decoded = None
     if calls is not None:
         names = [output.name for output in session.get_outputs()]
-        with suppress(VerificationError):  # the model takes other shapes only
+        with suppress(VerificationError):  # the model has fixed shapes
             decoded = decode_calls(session, calls, context, names, who, VerificationError, past)
             decoded = replace(
                 decoded,
                 prompt=keep(decoded.prompt, context.evidence.folder),
                 steps=[keep(one, context.evidence.folder) for one in decoded.steps],
                 last=[],
-                last_feeds={},  # they hold caches in the session's memory
+                last_feeds={},  # these arrays hold caches in the session's memory
             )
     if context.caches.prompt is not None and past is not None:
         feeds = [context.caches.prompt.in_front_of(one, past) for one in feeds]
@@ -79,11 +82,16 @@ def decode_calls(
     error_type: type[Exception],
     past: Feeds | None = None,
 ) -> Decoded:
-    """What a model answers to the calls of calls_to_decode, each with the caches that the one before has left.
+    """Return a model's answers to calls of calls_to_decode, each with the caches of the call before.
 
-    names: of the original's outputs. The steps hold no other, and no caches.
-    who, error_type: see run_session.
-    past: the prompt's keys and values, which go in front of the calls of a model that it is not part of.
+    Args:
+        session: session of the model.
+        calls: the calls.
+        context: state of the run.
+        names: names of the original's outputs; the steps contain only these, without caches.
+        who: name of the model in errors; see run_session.
+        error_type: type of errors; see run_session.
+        past: keys and values of the prompt, if the model does not contain it.
     """
     prompt = context.caches.prompt
     if prompt is not None and past is not None:

@@ -1,15 +1,15 @@
-"""Runs the optimized model before anything is saved, and compares its answers, on the same feeds, with those of
+"""Run the optimized model before it is saved, and compare its answers on the same feeds with those of other models.
 
-- the original: what the user gets for the price; a limit only if the recipe sets max_error;
-- the pruned and quantized model before its layers were replaced (the original, where nothing was changed): only what
-  an operator rounds, activations above all, may tell them apart (verify_answers.py). What goes wrong in all layers
-  alike is found so; what goes wrong in a single one of many may not, so `replace` checks each packed weight by itself;
-- likewise, where attention reads keys and values from a cache that compress_cache has put into another form: of tokens
-  decoded behind a prompt, and of the caches themselves (verify_decoded.py);
-- the optimized model without our kernels, if it is portable (verify_portable.py);
-- where padding is left out, a sequence alone and padded in a batch (verify_padding.py).
+- The original: this error is the price of the optimization. It is limited only if the recipe sets max_error.
+- The reference, the pruned and quantized model before its layers were replaced (the original if no weight was changed):
+  the two may differ only by what operators round, above all activations (answers.py). This finds errors that all layers
+  have in common. An error in one of many layers may be too small, so pass `replace` checks each packed weight.
+- The same for caches that pass compress_cache has changed: for tokens decoded after a prompt, and for the contents of
+  the caches (decoded.py).
+- The optimized model without our kernels, if it is portable (portable.py).
+- If padding is skipped: a sequence alone, and padded in a batch (padding.py).
 
-How far they may be from each other: verify_limits.py.
+The limits are in limits.py.
 """
 
 from __future__ import annotations
@@ -47,29 +47,33 @@ from .padding import verify_padding
 from .portable import verify_portable
 
 TIMED_SECONDS = 2.0
-_FEW_TOKENS = 4  # which read the cache for their own keys, too
+_FEW_TOKENS = 4  # short calls read their own keys from the cache too
 
 
 @dataclass(frozen=True)
 class VerifyOptions(PassOptions):
-    # The largest relative L2 error that any output may have against the original.
+    """Options of pass `verify`."""
+
+    # Largest relative L2 error of an output against the original.
     max_error: float | None = field(default=None, metadata=takes("float", low=0.0, none=True))
-    # The same against the pruned and quantized model before its layers were replaced; None: by what each layer rounds.
+    # Largest relative L2 error against the pruned and quantized model before its layers were replaced; None: derived
+    # from the rounding of each layer.
     max_rounding_error: float | None = field(default=None, metadata=takes("float", low=0.0, none=True))
-    feeds: int = field(default=8, metadata=takes("int", low=1))  # how many of the given feeds are run
-    # Spent on measuring latency; 0: it is not measured. None: 2, or 0 for a model of more than a gigabyte, as ONNX
-    # Runtime then keeps packed copies of all weights, of both models.
+    feeds: int = field(default=8, metadata=takes("int", low=1))  # number of feeds that are run
+    # Seconds spent on measuring latency; 0: not measured. None: 2, or 0 for a model above a gigabyte, for which ONNX
+    # Runtime would keep packed copies of all weights of both models.
     seconds: float | None = field(default=None, metadata=takes("float", low=0.0, below=3600.0, none=True))
-    portable: bool = field(default=True, metadata=takes("bool"))  # whether it is run without the library as well
+    portable: bool = field(default=True, metadata=takes("bool"))  # also run the model without the library
 
 
 class VerifyPass(RecipePass):
-    """Raises VerificationError if the optimized model is wrong; else records its error and latency in the report."""
+    """Raise VerificationError if the optimized model is wrong; otherwise report its error and latency."""
 
     options_type = VerifyOptions
     options: VerifyOptions
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Compare the models, except in a dry run."""
         if not self.context.dry_run:
             self._verify()
         return ir.passes.PassResult(model, modified=False)
@@ -78,7 +82,7 @@ class VerifyPass(RecipePass):
         context, steps = self.context, 5 if self.context.portable else 4
         context.progress(Stage.VERIFY, 0, steps)
         seconds = self._seconds_to_time()
-        # Sessions that are timed may be those that judge, where they answer the same.
+        # If sessions opened for timing give the same answers, they also serve for the comparison.
         both = seconds > 0 and not int8_products_saturate()
         original = context.evidence.open_original(timed=both)
         self._note_saturation(original)
@@ -86,8 +90,8 @@ class VerifyPass(RecipePass):
         context.report.judged_on = self._describe(feeds)
         if context.evidence.judged_tokens is not None:
             context.note(
-                f"answers are compared on {context.evidence.judged_tokens} tokens of each feed: to keep those of all "
-                "tokens would take too much memory"
+                f"answers are compared on {context.evidence.judged_tokens} tokens of each feed: all tokens would need "
+                "too much memory"
             )
         given, before = self._ask_original(original, feeds)
         require_finite(before, context.evidence.description)
@@ -125,13 +129,13 @@ class VerifyPass(RecipePass):
         if not context.source.is_large:
             return TIMED_SECONDS
         context.note(
-            "latency was not measured: to time a model of this size takes several times its memory; set "
-            "verify.seconds to have it measured"
+            "latency was not measured: timing a model of this size needs several times its memory; set verify.seconds "
+            "to measure it"
         )
         return 0.0
 
     def _ask_original(self, original: Any, feeds: list[Feeds]) -> tuple[list[Feeds], list[Outputs]]:
-        """The feeds, behind the prompt that becomes part of the model, if any; and the original's answers to them."""
+        """Return the feeds, after the model's prompt if there is one, and the original's answers."""
         context, prompt = self.context, self.context.caches.prompt
         if prompt is None:
             return feeds, context.evidence.answers(feeds, original)
@@ -143,18 +147,18 @@ class VerifyPass(RecipePass):
     def _verify_portable(
         self, limits: Limits, optimized: Any, encoded: Feeds, answers: Answers, decoded: DecodedTokens | None
     ) -> None:
-        """encoded: the feeds of the first of the answers."""
+        """Verify the portable form. `encoded` are the feeds of the first answers."""
         context = self.context
         if context.source.is_large:
             context.note(
-                "the portable form was not run, as ONNX Runtime would unpack all weights of a large model at once"
+                "the portable form was not run: ONNX Runtime would unpack all weights of a large model at once"
             )
             return
         context.progress(Stage.VERIFY, 4, 5)
         exact = None if context.caches.rounding else answers.first_reference
         calls, errors = [(encoded, answers.first)], {}
         if decoded is not None:
-            # A prompt is cut short, as large models are slow without the library.
+            # The prompt is shortened: large models are slow without the library.
             begin = context.caches.encode(decoded.short_prompt)
             prompt = run_session(optimized, begin, "the optimized model", VerificationError)
             calls, errors = [(decoded.after.last_feeds, decoded.after.last), (begin, prompt)], decoded.errors
@@ -170,36 +174,34 @@ class VerifyPass(RecipePass):
         if not sums_are_exact(original):
             self.context.note(
                 "ONNX Runtime's uint8 x int8 products saturate on this CPU, and it has no exact ones for this model: "
-                "what they lose of the original's answers counts as error of the optimized model"
+                "errors of the original's answers count as errors of the optimized model"
             )
 
     def _time(self, before: Callable[[], Any], after: Callable[[], Any], seconds: float) -> None:
         report = self.context.report
-        # In turn, so that whatever else the machine does hits both alike.
+        # Interleaved, so that load on the machine affects both models alike.
         with pages_stay():
             timings = interleave({"before": before, "after": after}, seconds=seconds, min_rounds=3)
         report.latency_before, report.latency_after = timings["before"], timings["after"]
         report.latency_cpus, report.latency_threads = usable_cpus(), session_threads()
 
     def _describe(self, feeds: Sequence[Feeds]) -> str | None:
-        """Which of the user's feeds these are, and whether weights were fitted to them."""
+        """Describe the feeds for the report: how many of the user's feeds, and whether weights were fitted to them."""
         context = self.context
         if context.evidence.made_up:
             return None
         held_out = len(context.evidence.held_out)
         if held_out:
-            return f"errors of the outputs on {len(feeds)} of them" + (
-                ", which nothing was fitted to"
-                if len(feeds) <= held_out
-                else f", {held_out} of which nothing was fitted to"
+            return f"output errors on {len(feeds)} feeds" + (
+                " (held out from calibration)" if len(feeds) <= held_out else f" ({held_out} held out from calibration)"
             )
         every = len(feeds) == len(context.evidence.feeds())
-        which = "on all of them" if every else f"on the first {len(feeds)} of them"
-        fitted = ", which weights were fitted to" if context.evidence.fitted_to else ""
-        return f"errors of the outputs {which}{fitted}" if fitted or not every else None
+        which = "on all feeds" if every else f"on the first {len(feeds)} feeds"
+        fitted = " (also used for calibration)" if context.evidence.fitted_to else ""
+        return f"output errors {which}{fitted}" if fitted or not every else None
 
     def _reads_cache(self, feeds: Feeds) -> bool:
-        """Whether attention reads keys and values from a compressed cache: of tokens before, or of a few new ones."""
+        """Return true if attention reads a compressed cache: earlier tokens, or the few tokens of a short call."""
         formats = self.context.caches.formats
         ids = feeds.get("input_ids")
         few = ids is None or ids.ndim != 2 or ids.shape[1] <= _FEW_TOKENS

@@ -1,1 +1,1 @@
-"""Which weights go, and what becomes of the rest: arithmetic on arrays, for pass prune."""
+"""Pruning algorithms on arrays, for pass prune: choose the weights to prune, and adjust the rest."""

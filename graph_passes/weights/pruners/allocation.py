@@ -1,10 +1,10 @@
-"""How sparse each layer becomes under one target for all: more where it costs less.
+"""Distribute a target sparsity over layers: more where it costs less.
 
-For each layer, ||XW - XV||^2 / ||XW||^2 at several sparsities (Wanda's mask, some columns) is a curve. The sum over all
-layers is least where all curves have one slope, error by weights that go; so, from the least sparsity, the cheapest
-step of all is taken until the target is reached. Steps are those of a curve's convex hull from below, by which the
-order of steps is that of their slopes. Sparsities stay within SPREAD of the target: curves know of one layer only, not
-of what becomes of its error behind it.
+For each layer, ||XW - XV||^2 / ||XW||^2 at several sparsities (with Wanda's mask, on some columns) gives a curve. The
+total error is smallest if all curves have the same slope of error over pruned weights. So, from the lowest sparsity,
+the step with the smallest slope is taken until the target is reached. Steps follow each curve's lower convex hull, on
+which slopes increase. Sparsities stay within SPREAD of the target: a curve covers only its own layer, not how later
+layers amplify its error.
 """
 
 from __future__ import annotations
@@ -18,19 +18,26 @@ from .masks import Pattern, keep_by_output
 
 SPREAD = 0.2
 _STEP = 0.05
-_LARGEST = 0.98
+_MAX_SPARSITY = 0.98
 _SAMPLED_COLUMNS = 64
 
 
 def levels(target: float) -> np.ndarray:
-    """The sparsities that are tried, float64, rising."""
-    low, high = max(target - SPREAD, 0.0), min(target + SPREAD, max(target, _LARGEST))
+    """Return the sparsities to try, float64, ascending."""
+    low, high = max(target - SPREAD, 0.0), min(target + SPREAD, max(target, _MAX_SPARSITY))
     return np.unique(np.append(np.arange(low, high, _STEP), high))
 
 
-def error_curve(matrix: np.ndarray, hessian: np.ndarray, pattern: Pattern, shares: np.ndarray) -> np.ndarray:
-    """||XW - XV||^2 / ||XW||^2 at each sparsity, float64 [shares], for W, float32 [k, n], and hessian = X^T X."""
-    width = pattern.outputs  # columns that belong together stay together
+def error_curve(matrix: np.ndarray, hessian: np.ndarray, pattern: Pattern, sparsities: np.ndarray) -> np.ndarray:
+    """Return ||XW - XV||^2 / ||XW||^2 at each sparsity, float64 [sparsities].
+
+    Args:
+        matrix: W, float32 [k, n].
+        hessian: X^T X.
+        pattern: unit of pruning.
+        sparsities: the sparsities to try.
+    """
+    width = pattern.outputs  # columns of one unit stay together
     blocks = -(-matrix.shape[1] // width)
     chosen = np.arange(0, blocks, -(-blocks * width // _SAMPLED_COLUMNS))
     columns = (chosen[:, None] * width + np.arange(width)).ravel()
@@ -38,36 +45,40 @@ def error_curve(matrix: np.ndarray, hessian: np.ndarray, pattern: Pattern, share
     scores = np.abs(sample) * np.sqrt(hessian.diagonal())[:, None]
     norm = float(np.vdot(sample, hessian @ sample))
     errors = []
-    for share in shares:
-        difference = np.where(keep_by_output(scores, sample != 0, pattern, float(share)), np.float32(0), sample)
+    for sparsity in sparsities:
+        difference = np.where(keep_by_output(scores, sample != 0, pattern, float(sparsity)), np.float32(0), sample)
         errors.append(float(np.vdot(difference, hessian @ difference)) / norm if norm > 0 else 0.0)
     return np.array(errors)
 
 
-def allocate(curves: Sequence[np.ndarray], sizes: Sequence[int], shares: np.ndarray, target: float) -> list[float]:
-    """A sparsity for each layer, of sizes so many weights, that makes target of all of them zero.
+def allocate(curves: Sequence[np.ndarray], sizes: Sequence[int], sparsities: np.ndarray, target: float) -> list[float]:
+    """Return a sparsity for each layer so that together they reach the target.
 
-    curves: for each layer, its error at each of the shares, which rise and hold the target between them.
+    Args:
+        curves: error of each layer at each of the sparsities.
+        sizes: weights of each layer.
+        sparsities: ascending; the target is between the first and the last.
+        target: fraction of all weights that becomes zero.
     """
-    chosen = [float(shares[0])] * len(curves)
+    chosen = [float(sparsities[0])] * len(curves)
     steps = []
     for layer, (curve, size) in enumerate(zip(curves, sizes, strict=True)):
-        corners = _hull(shares, curve)
+        corners = _hull(sparsities, curve)
         for before, after in pairwise(corners):
-            slope = (curve[after] - curve[before]) / ((shares[after] - shares[before]) * size)
-            steps.append((slope, layer, float(shares[before]), float(shares[after])))
-    left: float = (target - float(shares[0])) * sum(sizes)
+            slope = (curve[after] - curve[before]) / ((sparsities[after] - sparsities[before]) * size)
+            steps.append((slope, layer, float(sparsities[before]), float(sparsities[after])))
+    remaining: float = (target - float(sparsities[0])) * sum(sizes)
     for _, layer, low, high in sorted(steps):
-        taken = min(left, (high - low) * sizes[layer])
+        taken = min(remaining, (high - low) * sizes[layer])
         if taken <= 0:
             break
         chosen[layer] = low + taken / sizes[layer]
-        left -= taken
+        remaining -= taken
     return chosen
 
 
 def _hull(x: np.ndarray, y: np.ndarray) -> list[int]:
-    """The corners of the lower convex hull of points, by rising x."""
+    """Return the indices of the corners of the lower convex hull of points, by ascending x."""
     corners: list[int] = []
     for index in range(len(x)):
         while len(corners) > 1:

@@ -1,9 +1,9 @@
-"""Repair: the kept weights that lose least of the layer's output, by least squares.
+"""Repair: adjust the kept weights to minimize the error of the layer's output, by least squares.
 
-    ||XW - XV||^2 + damping ||W - V||^2    over V that are zero outside of a mask, for each output by itself
+    ||XW - XV||^2 + damping ||W - V||^2    over V that are zero outside a mask, for each output
 
-by conjugate gradients, for all outputs at once: a step costs one product H D, where solving for each output's own mask
-would take k^3. Each step lowers the sum, so that few will do; the diagonal of H preconditions.
+It uses conjugate gradients for all outputs at once: a step costs one product H D, while solving for each output's own
+mask would take k^3. Each step reduces the sum, so a few suffice. The diagonal of H is the preconditioner.
 """
 
 from __future__ import annotations
@@ -11,12 +11,19 @@ from __future__ import annotations
 import numpy as np
 
 _STEPS = 64
-_TOLERANCE = 1e-4  # of the slope, in shares of that at the start
-_COLUMNS = 1024  # at once
+_TOLERANCE = 1e-4  # of the gradient, relative to the first one
+_COLUMNS = 1024  # columns per batch
 
 
 def repair(matrix: np.ndarray, values: np.ndarray, kept: np.ndarray, hessian: np.ndarray) -> np.ndarray:
-    """V, float32 [k, n], from W and a V to begin with, float32 [k, n]; kept: bool [k, n]; hessian: damped, [k, k]."""
+    """Return V, float32 [k, n].
+
+    Args:
+        matrix: W, float32 [k, n].
+        values: initial V, float32 [k, n].
+        kept: mask, bool [k, n].
+        hessian: damped H, [k, k].
+    """
     precise = hessian.astype(np.float32)
     scale = 1 / precise.diagonal()[:, None]
     result = np.where(kept, values, np.float32(0))

@@ -1,11 +1,11 @@
-"""Patterns of zeros, and masks with exactly as many of them as asked for.
+"""Patterns of zeros, and masks with an exact number of zeros.
 
-    unstructured    each weight by itself
-    4x1             blocks of one input and four consecutive outputs; n is filled up to a multiple of four
+    unstructured    each weight is a unit
+    4x1             blocks of one input and four consecutive outputs; n is padded to a multiple of four
     N:M             N of M consecutive inputs are kept, for each output ("2:4"); of the last r < M inputs, all but
                     (M - N) r / M, rounded down
 
-Weights that are zero already go first, and count; so a mask that is there stays.
+Weights that are already zero are pruned first and count, so an existing mask is kept.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from ..quantizers.error_feedback import BLOCK
 
 BLOCK_OUTPUTS = 4
 MAX_OF_GROUP = BLOCK
-_GONE = np.float32(-1)  # a score below all others
-_COLUMNS = 1024  # that are sorted at once
+_ZERO_SCORE = np.float32(-1)  # score of units that are zero: below all others
+_COLUMNS = 1024  # columns sorted at a time
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """kept, of: of N:M; else 0."""
+    """A pattern of zeros. kept and of are N and M of N:M, otherwise 0."""
 
-    outputs: int = 1  # that a unit spans: it is kept or goes as a whole
+    outputs: int = 1  # outputs of a unit, which is kept or pruned as a whole
     kept: int = 0
     of: int = 0
 
     @classmethod
     def read(cls, text: str) -> Pattern | None:
-        """None: not a pattern."""
+        """Parse a pattern; None if it is invalid."""
         if text in ("unstructured", "4x1"):
             return cls(BLOCK_OUTPUTS if text == "4x1" else 1)
         match = re.fullmatch(r"([1-9]\d?):([1-9]\d{0,2})", text)
@@ -44,14 +44,15 @@ class Pattern:
 
     @property
     def is_two_four(self) -> bool:
-        """Whether of inputs 4 i to 4 i + 3 at most two are kept."""
+        """Return true if of each four aligned inputs at most two are kept."""
         return self.of in (2, 4) and 4 // self.of * self.kept <= 2
 
     def units(self, k: int, n: int) -> int:
+        """Return the number of units of a weight."""
         return k * -(-n // self.outputs)
 
     def zeros(self, k: int, n: int, sparsity: float) -> int:
-        """How many units of a weight without zeros go."""
+        """Return the number of units pruned from a weight without zeros."""
         if not self.of:
             return round(sparsity * self.units(k, n))
         whole, rest = divmod(k, self.of)
@@ -59,23 +60,23 @@ class Pattern:
 
     @property
     def span(self) -> int:
-        """For how many inputs SparseGPT chooses a mask at once."""
+        """Return the number of inputs for which SparseGPT chooses a mask at a time."""
         return self.of or BLOCK
 
 
 def unit_scores(scores: np.ndarray, alive: np.ndarray, outputs: int) -> np.ndarray:
-    """The sum of the scores of each unit, -1 where all of it is zero: float32 [k, n / outputs, rounded up]."""
+    """Return the sum of scores of each unit, or -1 for units that are zero: float32 [k, ceil(n / outputs)]."""
     if outputs == 1:
-        return np.where(alive, scores, _GONE)
+        return np.where(alive, scores, _ZERO_SCORE)
     rows, n = scores.shape
     padding = ((0, 0), (0, -n % outputs))
     sums = np.pad(np.where(alive, scores, 0), padding).reshape(rows, -1, outputs).sum(axis=2)
     any_alive = np.pad(alive, padding).reshape(rows, -1, outputs).any(axis=2)
-    return np.where(any_alive, sums, _GONE)
+    return np.where(any_alive, sums, _ZERO_SCORE)
 
 
 def spread_units(kept: np.ndarray, alive: np.ndarray, outputs: int) -> np.ndarray:
-    """Whether each weight is kept, bool [k, n], by whether its unit is and it is no zero."""
+    """Return the mask of weights, bool [k, n]: nonzero weights whose unit is kept."""
     if outputs > 1:
         kept = np.repeat(kept, outputs, axis=1)[:, : alive.shape[1]]
     both: np.ndarray = kept & alive
@@ -83,10 +84,14 @@ def spread_units(kept: np.ndarray, alive: np.ndarray, outputs: int) -> np.ndarra
 
 
 def share_out(alive: np.ndarray, sizes: np.ndarray, sparsity: float) -> np.ndarray:
-    """How many units go of each part, int [parts]: the zeros of each, and of the others even shares up to the target.
+    """Return the number of units to prune in each part, int [parts]: its zeros, plus a proportional number of others.
 
-    alive, sizes: int [parts], the units that are not zero, and all. The sum is round(sparsity * all), or the zeros that
-    there are, if these are more.
+    The sum is round(sparsity * all units), or the number of zeros if that is larger.
+
+    Args:
+        alive: units that are not zero, int [parts].
+        sizes: all units, int [parts].
+        sparsity: target of all parts together.
     """
     zeros = sizes - alive
     more = max(round(sparsity * int(sizes.sum())) - int(zeros.sum()), 0)
@@ -97,9 +102,13 @@ def share_out(alive: np.ndarray, sizes: np.ndarray, sparsity: float) -> np.ndarr
 
 
 def keep_by_output(scores: np.ndarray, alive: np.ndarray, pattern: Pattern, sparsity: float) -> np.ndarray:
-    """The mask of which each output keeps the same number of weights, those with the largest scores.
+    """Return the mask that keeps the same number of weights in each output, those with the largest scores.
 
-    scores: float32 [k, n], 0 or more. alive: bool [k, n], the weights that are not zero.
+    Args:
+        scores: float32 [k, n], not negative.
+        alive: weights that are not zero, bool [k, n].
+        pattern: unit of pruning.
+        sparsity: target; N:M has its own.
     """
     if pattern.of:
         return keep_in_groups(scores, alive, pattern)
@@ -115,7 +124,7 @@ def keep_by_output(scores: np.ndarray, alive: np.ndarray, pattern: Pattern, spar
 
 
 def keep_largest(scores: np.ndarray, alive: np.ndarray, pattern: Pattern, count: int) -> np.ndarray:
-    """The mask without the `count` units with the smallest scores of all; not of N:M."""
+    """Return the mask without the `count` units of the smallest scores. Not for N:M."""
     units = unit_scores(scores, alive, pattern.outputs)
     kept = np.ones(units.size, bool)
     if count:
@@ -124,7 +133,7 @@ def keep_largest(scores: np.ndarray, alive: np.ndarray, pattern: Pattern, count:
 
 
 def keep_in_groups(scores: np.ndarray, alive: np.ndarray, pattern: Pattern) -> np.ndarray:
-    """The mask of N:M, that keeps the largest scores of each group."""
+    """Return the N:M mask that keeps the largest scores of each group."""
     units = unit_scores(scores, alive, 1)
     kept = np.empty(units.shape, bool)
     for start in range(0, len(units), pattern.of):

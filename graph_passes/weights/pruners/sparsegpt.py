@@ -1,14 +1,14 @@
-"""SparseGPT: sets weights to zero input after input, and lets the inputs that are still to come make up for it.
+"""SparseGPT: set weights to zero input after input, and let later inputs compensate for the error.
 
-Frantar, Alistarh: SparseGPT (ICML 2023, arXiv:2301.00774), algorithm 1. With H = X^T X, damped, H^-1 = U^T U and the
-loop of quantizers/error_feedback.py, a weight that goes costs (w / U_ii)^2 of ||XW - XV||^2: of 128 inputs at once (of
-M for N:M), all that is settled before them included, those go that cost least. Inputs stay in the order in which they
-stand, which N:M needs.
+Reference: Frantar, Alistarh: SparseGPT (ICML 2023, arXiv:2301.00774), algorithm 1. With damped H = X^T X, H^-1 = U^T U
+and the loop of quantizers/error_feedback.py, pruning a weight adds (w / U_ii)^2 to ||XW - XV||^2. For 128 inputs at a
+time (M for N:M), after earlier inputs have been processed, the weights with the smallest cost are pruned. Inputs keep
+their order, as N:M requires.
 
-Jointly with quantization the paper rounds in the same loop (section 3.5). Here the mask comes from the loop without
-rounding; V, the best weights under it (least_squares.py), stand for the dense ones from then on: for any Q of that
-mask, ||XW - XQ||^2 = ||XW - XV||^2 + ||XV - XQ||^2, damping included. So GPTQ of V (quantizers/gptq.py) makes
-up for both.
+For joint quantization the paper rounds in the same loop (section 3.5). Here the mask comes from the loop without
+rounding. V, the best weights under this mask (least_squares.py), then replaces the dense weights: for any Q with this
+mask, ||XW - XQ||^2 = ||XW - XV||^2 + ||XV - XQ||^2, with damping included. So GPTQ of V (quantizers/gptq.py)
+compensates for both errors.
 """
 
 from __future__ import annotations
@@ -24,10 +24,16 @@ from .masks import Pattern, keep_in_groups, keep_largest, share_out, unit_scores
 
 
 def sparsegpt(matrix: np.ndarray, hessian: np.ndarray, pattern: Pattern, sparsity: float) -> np.ndarray:
-    """V, float32 [k, n], of W, float32 [k, n], finite; weights of W that are zero stay zero.
+    """Return V, float32 [k, n]. Weights of W that are zero stay zero.
 
-    hessian: damped, float64 [k, k]. sparsity: of the units of the pattern; N:M takes its own.
-    Raises numpy.linalg.LinAlgError if H is not positive definite.
+    Args:
+        matrix: W, float32 [k, n], finite.
+        hessian: damped H, float64 [k, k].
+        pattern: unit of pruning.
+        sparsity: fraction of units; N:M has its own.
+
+    Raises:
+        numpy.linalg.LinAlgError: H is not positive definite.
     """
     factor = inverse_factor(hessian)
     importance = factor.diagonal()[:, None] ** -2.0
@@ -54,7 +60,7 @@ def sparsegpt(matrix: np.ndarray, hessian: np.ndarray, pattern: Pattern, sparsit
 def sparsegpt_rounded(
     matrix: np.ndarray, hessian: np.ndarray, pattern: Pattern, sparsity: float, quantization: Quantization
 ) -> QuantizedMatrix:
-    """The same, jointly with rounding."""
+    """Prune like `sparsegpt`, jointly with quantization."""
     pruned = sparsegpt(matrix, hessian, pattern, sparsity)
     kept = pruned != 0
     return gptq(repair(matrix, pruned, kept, hessian), prepare(hessian), quantization, kept=kept)

@@ -1,1 +1,1 @@
-"""How weights are rounded: functions on numpy arrays that know nothing of graphs. One method a module."""
+"""Quantization methods on numpy arrays, independent of graphs. One method per module."""

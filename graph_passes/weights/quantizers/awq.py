@@ -1,13 +1,13 @@
-"""AWQ: makes the inputs that matter most finer, by a scale of each input that the layer in front takes back.
+"""AWQ: quantize important inputs more finely, by scaling them in the layer and dividing in the previous layer.
 
-Lin, Tang, Tang, Yang, Chen, Wang, Xiao, Dang, Gan, Han: AWQ (MLSys 2024, arXiv:2306.00978), section 3.2. Since
-XW = (X diag(s)^-1) (diag(s) W), the error of rounding diag(s) W weighs less where s is large. With x_i the mean
-magnitude of input i,
+Reference: Lin, Tang, Tang, Yang, Chen, Wang, Xiao, Dang, Gan, Han: AWQ (MLSys 2024, arXiv:2306.00978), section 3.2.
+Since XW = (X diag(s)^-1) (diag(s) W), the rounding error of diag(s) W has less weight where s is large. With x_i the
+mean magnitude of input i,
 
-    s = x^a / sqrt(max(x^a) min(x^a)),    a in {0, 1/20, …, 19/20} by the least sum ||XW - (X / s) round(s W)||^2
+    s = x^a / sqrt(max(x^a) min(x^a)),    a in {0, 1/20, …, 19/20} with the least sum ||XW - (X / s) round(s W)||^2
 
-over all layers W that take X. a = 0, which is s = 1, is plain rounding. Weights are not clipped (the paper's second
-search). Who divides by s is found in ..fold_scales.
+over all layers W that read X. a = 0 gives s = 1, plain rounding. Weights are not clipped (the paper's second search).
+The pass folds the division by s (passes/quantize/fold_scales.py).
 """
 
 from __future__ import annotations
@@ -19,16 +19,24 @@ import numpy as np
 from .grid import Quantization, dequantize, round_to_nearest
 
 _STEPS = 20
-_SMALLEST_SHARE = 1e-4  # of the largest mean magnitude: inputs that are never seen get a finite scale
+_MIN_MAGNITUDE = 1e-4  # relative to the largest mean magnitude, so that inputs that are always 0 get a finite scale
 
 
 def search_scales(
     x: np.ndarray, matrices: Sequence[np.ndarray], quantization: Quantization
 ) -> tuple[np.ndarray, float, float]:
-    """s, float32 [k], for inputs X, float32 [rows, k], and the layers W, float32 [k, n], that take them; and the sum of
-    squared errors with it and without it."""
+    """Search the scales of the inputs.
+
+    Args:
+        x: inputs X, float32 [rows, k].
+        matrices: weights W of the layers that read X, float32 [k, n].
+        quantization: format of the weights.
+
+    Returns:
+        s, float32 [k], and the sum of squared errors with s and without scaling.
+    """
     magnitude = np.abs(x).mean(axis=0)
-    magnitude = np.maximum(magnitude, magnitude.max() * np.float32(_SMALLEST_SHARE))
+    magnitude = np.maximum(magnitude, magnitude.max() * np.float32(_MIN_MAGNITUDE))
     best, least, plain = np.ones(x.shape[1], np.float32), np.inf, np.inf
     products = [x @ matrix for matrix in matrices]
     for step in range(_STEPS if magnitude.max() > 0 else 1):

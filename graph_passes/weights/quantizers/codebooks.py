@@ -1,14 +1,14 @@
 """Codebooks of product quantization: 16 centroids for each part of a key (ops/formats/key_code_cache.h).
 
-Keys are cut into parts of d_sub numbers, and each part is clustered by itself: k-means, for the smallest (weighted) sum
-of squared distances to the nearest centroid. Parts of one number are clustered nearly as well as can be: sorted,
-k-means in one dimension is a matter of where to cut, solved by dynamic programming over at most _GRID runs of equal
-size (exactly, where there are no more numbers); then Lloyd's steps on all numbers move the cuts inside of the runs.
-Longer parts begin at k-means++ and take Lloyd's steps. The same samples give the same codebooks.
+Keys are split into parts of d_sub elements, and each part is clustered separately: k-means, for the smallest (weighted)
+sum of squared distances to the nearest centroid. Parts of one element are clustered almost optimally: k-means of sorted
+scalars is a choice of cuts, solved by dynamic programming over at most _GRID runs of equal size (exactly, if there are
+no more scalars). Lloyd's steps on all scalars then move the cuts within runs. Longer parts start with k-means++ and
+take Lloyd's steps. The result is deterministic.
 
-Text that is unlike the samples has keys beyond theirs, and what attends to a key that is cut off is wrong altogether
-(measured in ops/nomad_attention/README.md). So single numbers are clustered together with a copy that lies _FARTHER
-from their mean and weighs _SHARE as much. More samples would not do: such tokens are rare.
+Text unlike the samples has keys outside their range, and attention to a clipped key is completely wrong (measured in
+ops/nomad_attention/README.md). So scalars are clustered together with a copy of weight _COPY_WEIGHT whose distance from
+the mean is _COPY_SPREAD times as large. More samples would not help: such tokens are rare.
 """
 
 from __future__ import annotations
@@ -16,41 +16,43 @@ from __future__ import annotations
 import numpy as np
 
 CENTROIDS = 16
-_FARTHER, _SHARE = 1.5, 0.1
+_COPY_SPREAD, _COPY_WEIGHT = 1.5, 0.1
 _GRID = 128
-_STEPS = 40  # of Lloyd's, at most
-_CHUNK = 1 << 22  # numbers of distances at once
+_STEPS = 40  # most steps of Lloyd's algorithm
+_CHUNK = 1 << 22  # distances computed at a time
 
 
 def learn_codebook(keys: np.ndarray, d_sub: int, weights: np.ndarray | None = None) -> np.ndarray:
-    """The centroids [head_dim / d_sub, 16, d_sub], float32, for keys [n, head_dim].
+    """Return the centroids, float32 [head_dim / d_sub, 16, d_sub]. If there are few distinct parts, centroids repeat.
 
-    weights: how much each key counts, [n]; all the same when None. n >= 1; d_sub divides head_dim.
-    Few different parts give centroids that occur more than once.
+    Args:
+        keys: float [n, head_dim], n >= 1.
+        d_sub: elements of a part; divides head_dim.
+        weights: weight of each key, [n]; None: all equal.
     """
     count, head_dim = keys.shape
     weight = np.ones(count) if weights is None else np.asarray(weights, np.float64)
     if d_sub == 1:
-        numbers = keys.astype(np.float64)
-        mean = np.average(numbers, axis=0, weights=weight)
-        numbers = np.concatenate([numbers, mean + _FARTHER * (numbers - mean)])
-        return _one_dimension(numbers, np.concatenate([weight, _SHARE * weight]))[:, :, None].astype(np.float32)
+        scalars = keys.astype(np.float64)
+        mean = np.average(scalars, axis=0, weights=weight)
+        scalars = np.concatenate([scalars, mean + _COPY_SPREAD * (scalars - mean)])
+        return _one_dimension(scalars, np.concatenate([weight, _COPY_WEIGHT * weight]))[:, :, None].astype(np.float32)
     parts = keys.reshape(count, head_dim // d_sub, d_sub).transpose(1, 0, 2).astype(np.float32)
     per_chunk = max(1, _CHUNK // (count * CENTROIDS))
     chunks = [parts[start : start + per_chunk] for start in range(0, len(parts), per_chunk)]
     return np.concatenate([_lloyd(np.ascontiguousarray(chunk), weight.astype(np.float32)) for chunk in chunks])
 
 
-def _one_dimension(numbers: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """[n, columns] -> centroids [columns, 16], in ascending order."""
-    order = np.argsort(numbers, axis=0, kind="stable")
-    ordered = np.take_along_axis(numbers, order, axis=0)
+def _one_dimension(scalars: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Return centroids [columns, 16], ascending, of scalars [n, columns]."""
+    order = np.argsort(scalars, axis=0, kind="stable")
+    ordered = np.take_along_axis(scalars, order, axis=0)
     weights = weight[order]
-    zero = np.zeros((1, numbers.shape[1]))
-    # Sums over all in front of a place: of weights, numbers and squares.
+    zero = np.zeros((1, scalars.shape[1]))
+    # Prefix sums of weights, scalars and squares.
     sums = [np.concatenate([zero, np.cumsum(weights * ordered**power, axis=0)]) for power in range(3)]
-    ends = np.unique(np.linspace(0, len(numbers), min(_GRID, len(numbers)) + 1).astype(int))
-    columns = [[one[:, column] for one in sums] for column in range(numbers.shape[1])]
+    ends = np.unique(np.linspace(0, len(scalars), min(_GRID, len(scalars)) + 1).astype(int))
+    columns = [[one[:, column] for one in sums] for column in range(scalars.shape[1])]
     cuts = [_cuts(ends, *of_column) for of_column in columns]
     return np.stack(
         [_refine(ordered[:, i], of_column[0], of_column[1], cuts[i]) for i, of_column in enumerate(columns)]
@@ -58,15 +60,15 @@ def _one_dimension(numbers: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def _cuts(ends: np.ndarray, weights: np.ndarray, sums: np.ndarray, squares: np.ndarray) -> np.ndarray:
-    """Where to cut the sorted numbers, at some of the ends of runs, for the smallest error: [17], from 0 to n."""
+    """Return the cuts of the sorted scalars with the smallest error, at ends of runs: [17], from 0 to n."""
     w, s, q = weights[ends], sums[ends], squares[ends]
     inside = w[None, :] - w[:, None]
-    # What a cluster from one end to another costs; the other way round it is impossible.
+    # Cost of a cluster from one end to another; infinite if the ends are in the wrong order.
     with np.errstate(divide="ignore", invalid="ignore"):
         cost = (q[None, :] - q[:, None]) - (s[None, :] - s[:, None]) ** 2 / inside
     cost = np.where(inside > 0, np.maximum(cost, 0), 0)
     cost[np.tril_indices(len(ends), -1)] = np.inf
-    best = cost[0].copy()  # of all in front of an end, in so many clusters
+    best = cost[0].copy()  # cost of everything before an end, in the current number of clusters
     froms = []
     for _ in range(CENTROIDS - 1):
         totals = best[:, None] + cost
@@ -80,13 +82,13 @@ def _cuts(ends: np.ndarray, weights: np.ndarray, sums: np.ndarray, squares: np.n
 
 
 def _refine(ordered: np.ndarray, weights: np.ndarray, sums: np.ndarray, cuts: np.ndarray) -> np.ndarray:
-    """Lloyd's steps on sorted numbers, from these cuts on."""
+    """Run Lloyd's steps on sorted scalars, starting from these cuts."""
     centroids = np.zeros(CENTROIDS)
     for _ in range(_STEPS):
         inside, total = np.diff(weights[cuts]), np.diff(sums[cuts])
-        # A cluster of nothing stays where it is, or where its cut is.
-        place = ordered[np.minimum(cuts[:-1], len(ordered) - 1)]
-        centroids = np.sort(np.where(inside > 0, total / np.where(inside > 0, inside, 1), place))
+        # An empty cluster keeps the position of its cut.
+        position = ordered[np.minimum(cuts[:-1], len(ordered) - 1)]
+        centroids = np.sort(np.where(inside > 0, total / np.where(inside > 0, inside, 1), position))
         middles = (centroids[1:] + centroids[:-1]) / 2
         new = np.concatenate([[0], np.searchsorted(ordered, middles, side="right"), [len(ordered)]])
         if np.array_equal(new, cuts):
@@ -96,7 +98,7 @@ def _refine(ordered: np.ndarray, weights: np.ndarray, sums: np.ndarray, cuts: np
 
 
 def _lloyd(parts: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """[subs, n, d] -> centroids [subs, 16, d]."""
+    """Return centroids [subs, 16, d] of parts [subs, n, d]."""
     centroids = _first_centroids(parts, weight)
     subs, count, width = parts.shape
     offsets = CENTROIDS * np.arange(subs)[:, None]
@@ -121,14 +123,14 @@ def _lloyd(parts: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def _first_centroids(parts: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """k-means++: each one drawn by the squared distance from those before it."""
+    """Choose initial centroids by k-means++: each is drawn with probability proportional to the squared distance."""
     rng = np.random.default_rng(0)
     subs, _, _ = parts.shape
     chosen = np.empty((subs, CENTROIDS, parts.shape[2]), np.float32)
-    share = np.broadcast_to(weight, parts.shape[:2]).astype(np.float64)
+    weights = np.broadcast_to(weight, parts.shape[:2]).astype(np.float64)
     distance = np.full(parts.shape[:2], np.inf)
     for number in range(CENTROIDS):
-        mass = share if number == 0 else share * distance
+        mass = weights if number == 0 else weights * distance
         total = np.cumsum(mass, axis=1)
         drawn = rng.random((subs, 1)) * total[:, -1:]
         index = np.minimum((total <= drawn).sum(axis=1), parts.shape[1] - 1)
@@ -139,7 +141,7 @@ def _first_centroids(parts: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def _nearest(parts: np.ndarray, centroids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each part the number of its centroid [subs, n], and the squared distance to it."""
+    """Return the index of each part's nearest centroid [subs, n], and the squared distance."""
     products = parts @ centroids.transpose(0, 2, 1)
     distances = (centroids**2).sum(axis=2)[:, None] - 2 * products
     nearest = distances.argmin(axis=2)

@@ -1,12 +1,12 @@
-"""The loop of GPTQ and SparseGPT: settles one input after another, and those still to come make up for the error.
+"""The loop of GPTQ and SparseGPT: settle one input after another, and let later inputs compensate for the error.
 
     H^-1 = U^T U with U upper triangular
-    for i in order:    v_i = what is settled for w_i,    e = (w_i - v_i) / U_ii,    w_j -= U_ij e for all j > i
+    for i in order:    v_i = the settled w_i,    e = (w_i - v_i) / U_ii,    w_j -= U_ij e for all j > i
 
-U_ii^2 is what is left of H^-1_ii once the inputs before i are settled, and row i of U over U_ii the update that
-Optimal Brain Surgeon (Hassibi, Stork, 1993) makes of the inputs behind it; so ||XW - XV||^2 grows by e^2. By halves:
-when the first half of some inputs is settled, it updates the second at once (GPTQ's "lazy batch-updates", section 3.3,
-of all sizes), so that nearly all the work is in products of matrices.
+U_ii^2 is the conditional H^-1_ii after the inputs before i are settled, and row i of U over U_ii is the update of later
+inputs by Optimal Brain Surgeon (Hassibi, Stork, 1993). So ||XW - XV||^2 grows by e^2. The loop is recursive: after the
+first half of some inputs is settled, it updates the second half at once (GPTQ's "lazy batch-updates", section 3.3, at
+every size), so that almost all work is in matrix products.
 """
 
 from __future__ import annotations
@@ -16,32 +16,39 @@ from collections.abc import Callable
 import numpy as np
 
 BLOCK = 128  # inputs; a multiple of every group size
-_LEAF = 8  # inputs that are settled one after the other
+_LEAF = 8  # inputs that are settled one by one
 
-# choose(start, stop, W[start:stop] as it is by then): which of them are kept, bool [stop - start, n].
+# choose(start, stop, current W[start:stop]): mask of the weights that are kept, bool [stop - start, n].
 Choose = Callable[[int, int, np.ndarray], np.ndarray]
-# settle(i, w_i, zero where it is not kept): v_i, float32 [n].
+# settle(i, w_i with zeros where it is not kept): v_i, float32 [n].
 Settle = Callable[[int, np.ndarray], np.ndarray]
 
 
 def settle_inputs(weights: np.ndarray, factor: np.ndarray, choose: Choose, settle: Settle, span: int = BLOCK) -> None:
-    """Turns W, float32 [k, n], into V in place; factor: U, float32 [k, k].
+    """Replace W, float32 [k, n], with V in place.
 
-    span: of inputs for which `choose` is asked at once, when those before are settled.
+    Args:
+        weights: W.
+        factor: U, float32 [k, k].
+        choose: chooses the mask of `span` inputs once the inputs before them are settled.
+        settle: returns the settled row.
+        span: inputs of a mask.
     """
     _Settling(weights, factor, choose, settle, span).run(0, len(weights))
 
 
 class _Settling:
+    """State of the recursion."""
+
     def __init__(self, weights: np.ndarray, factor: np.ndarray, choose: Choose, settle: Settle, span: int) -> None:
         self._weights, self._factor, self._span = weights, factor, span
         self._choose, self._settle = choose, settle
         self._errors = np.empty_like(weights)
         self._kept = np.empty((0, 0), bool)
-        self._first = self._last = 0  # inputs of _kept
+        self._first = self._last = 0  # range of inputs of _kept
 
     def run(self, start: int, stop: int) -> None:
-        """Settles these inputs; those before have updated them."""
+        """Settle these inputs, which contain the updates of all inputs before them."""
         weights, factor, errors = self._weights, self._factor, self._errors
         if stop - start <= self._span and start >= self._last:
             self._kept, self._first, self._last = self._choose(start, stop, weights[start:stop]), start, stop
@@ -60,6 +67,6 @@ class _Settling:
 
 
 def _half(count: int, span: int) -> int:
-    """About half of the inputs: whole spans, of more than one."""
+    """Return about half of the inputs, in whole spans if there are several."""
     unit = span if count > span else 1
     return (count // unit + 1) // 2 * unit

@@ -1,34 +1,33 @@
-"""GPTQ: rounds one input after another, and lets the inputs that are still to come make up for the error.
+"""GPTQ: round one input after another, and let later inputs compensate for the error.
 
-Frantar, Ashkboos, Hoefler, Alistarh: GPTQ (ICLR 2023, arXiv:2210.17323), algorithm 1. It minimizes ||XW - XV||^2 over V
-on the grid, for inputs X [rows, k], greedily in a fixed order of inputs, by the inverse of the Hessian:
+Reference: Frantar, Ashkboos, Hoefler, Alistarh: GPTQ (ICLR 2023, arXiv:2210.17323), algorithm 1. It minimizes ||XW -
+XV||^2 over V on the grid, for inputs X [rows, k], greedily in a fixed order of inputs, with the inverse of the Hessian:
 
     H = X^T X / mean(diag(X^T X)) + damping I,        H^-1 = U^T U with U upper triangular
     for i in order:    v_i = round(w_i),    e = (w_i - v_i) / U_ii,    w_j -= U_ij e for all j > i
 
-(A factor of H cancels, so the paper's 2 X X^T is X^T X here.) Row i of U holds what input i tells those behind it: by
-the lower factor, or with i and j swapped, the error spreads to where it cannot be made up for. The loop is in
-error_feedback.py. Three things are chosen with more care than in the paper:
+A factor of H cancels, so X^T X replaces the paper's 2 X X^T. Row i of U holds the update of later inputs. The lower
+factor, or swapped i and j, would move the error to inputs that cannot compensate for it. The loop is in
+error_feedback.py. Three choices differ from the paper:
 
-Order. hessian.py, choose_order; without act_order, inputs go as they stand.
+Order: choose_order in hessian.py; without act_order, inputs keep their order.
 
-Grids. All are searched for W beforehand (mse.py), so that they may belong to runs of neighbouring inputs in any
-order (no g_idx is stored). ||XW - XV||^2 comes to the sum of (w_i - v_i)^2 / U_ii^2 over the updated w, so 1 / U_ii^2
-is the importance of input i.
+Grids: all grids are searched for W beforehand (mse.py), so groups are runs of neighbouring inputs in any order (no
+g_idx is stored). ||XW - XV||^2 is the sum of (w_i - v_i)^2 / U_ii^2 over the updated w, so 1 / U_ii^2 is the importance
+of input i.
 
-Refinement. The greedy choice looks ahead but not back. So afterwards, a few times over: the scale, and the minimum, of
-each group becomes the best one for its q (least squares under H), and each weight is rounded anew, with all others as
-they are by then (coordinate descent, as in QuantEase: Behdin et al., arXiv:2309.01885). Each step lowers
-||XW - XV||^2, or changes nothing.
+Refinement: the greedy choice does not revise earlier inputs. So afterwards, a few times: the scale, and the minimum, of
+each group become the best ones for its q (least squares under H), and each weight is rounded again with all others
+fixed (coordinate descent, as in QuantEase: Behdin et al., arXiv:2309.01885). No step increases ||XW - XV||^2.
 
-What depends on the inputs alone, Prepared, is made once for all layers with the same inputs, such as query, key and
-value.
+Prepared holds what depends only on the inputs. It is computed once for layers with the same inputs, such as query, key
+and value.
 
-What each of the three gains: docs/verification.md.
+Gains of the three choices: docs/verification.md.
 
-Weights that are zero stay zero; what the updates would have made of them counts as rounding error and is passed on, as
-in SparseGPT (Frantar, Alistarh, ICML 2023, section 3.3), so that pruned layers keep their pattern. The error of pruning
-itself is not made up for: the target is W as it is given (pruners/sparsegpt.py sees to that).
+Zero weights stay zero. Their updates count as rounding error and are passed on, as in SparseGPT (Frantar, Alistarh,
+ICML 2023, section 3.3), so pruned layers keep their pattern. The error of pruning is not compensated: the target is the
+given W (for that, see pruners/sparsegpt.py).
 """
 
 from __future__ import annotations
@@ -43,38 +42,45 @@ from .grid import SMALLEST_SCALE, Grid, Quantization, QuantizedMatrix, fit_grid
 from .hessian import best_damping, choose_order, inverse_factor, sampled
 from .mse import mse_grid
 
-_COLUMNS = 2048  # that are rounded together
+_COLUMNS = 2048  # columns rounded together
 _SWEEPS = 2
-_LEAF = 16  # inputs that coordinate descent takes one after the other
+_LEAF = 16  # inputs that coordinate descent processes one by one
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Of a damped Hessian."""
+    """A damped Hessian, prepared for `gptq`."""
 
     hessian: np.ndarray  # float32 [k, k]
-    order: np.ndarray  # int [k]
-    factor: np.ndarray  # U, float32 [k, k], of the inputs in that order
+    order: np.ndarray  # order of the inputs, int [k]
+    factor: np.ndarray  # U, float32 [k, k], for the inputs in that order
 
     @property
     def importance(self) -> np.ndarray:
-        """Of the inputs as they stand, float32 [k]."""
+        """Return the importance of the inputs in their stored order, float32 [k]."""
         result = np.empty(len(self.order), np.float32)
         result[self.order] = self.factor.diagonal() ** -2.0
         return result
 
 
 def prepare(hessian: np.ndarray, act_order: bool = True) -> Prepared:
-    """hessian: damped, float64 [k, k], or float32. Raises numpy.linalg.LinAlgError if it is not positive definite."""
+    """Prepare a damped Hessian, float64 or float32 [k, k].
+
+    Raises:
+        numpy.linalg.LinAlgError: it is not positive definite.
+    """
     order = choose_order(hessian) if act_order else np.arange(len(hessian))
     factor = inverse_factor(hessian[np.ix_(order, order)] if act_order else hessian)
     return Prepared(hessian.astype(np.float32, copy=False), order, factor)
 
 
 def choose_damping(matrices: Sequence[np.ndarray], halves: np.ndarray, quantization: Quantization) -> float:
-    """best_damping for weights that are rounded.
+    """Return the best damping for quantized weights.
 
-    matrices: of layers with the same inputs. halves: X^T X of each half of the inputs, float [2, k, k].
+    Args:
+        matrices: weights of layers with the same inputs.
+        halves: X^T X of each half of the inputs, float [2, k, k].
+        quantization: format of the weights.
     """
 
     def fit(sample: np.ndarray, hessian: np.ndarray) -> np.ndarray:
@@ -94,9 +100,14 @@ def gptq(
     sweeps: int = _SWEEPS,
     kept: np.ndarray | None = None,
 ) -> QuantizedMatrix:
-    """W, float32 [k, n], finite, for inputs with the Hessian that was prepared.
+    """Quantize W for inputs with the prepared Hessian.
 
-    kept: bool [k, n], which weights may be other than zero; None: those that are now.
+    Args:
+        matrix: W, float32 [k, n], finite.
+        prepared: the Hessian.
+        quantization: format of the weights.
+        sweeps: number of refinements.
+        kept: mask of weights that may be nonzero, bool [k, n]; None: the nonzero weights.
     """
     k, n = matrix.shape
     rows = quantization.rows(k)
@@ -121,7 +132,7 @@ def gptq(
 
 
 def _round(matrix: np.ndarray, kept: np.ndarray, grids: list[Grid], rows: int, prepared: Prepared) -> np.ndarray:
-    """q, as float32 [k, n], by the algorithm at the top of this file."""
+    """Return q as float32 [k, n], with the loop described at the top of this file."""
     q = np.empty(matrix.shape, np.float32)
     order = prepared.order
     mask = kept[order]
@@ -145,17 +156,17 @@ def _refine(
     hessian: np.ndarray,
     sweeps: int,
 ) -> None:
-    """Makes q, float32 [k, n], and the grids better in place. hessian: damped, float32."""
+    """Improve q, float32 [k, n], and the grids in place. hessian: damped, float32."""
     k = len(q)
     rows = quantization.rows(k)
     values = np.concatenate([grid.weights(q[g * rows : (g + 1) * rows]) for g, grid in enumerate(grids)])
-    slope = hessian @ (matrix - values)  # H (W - V): where it is positive, a larger v is better
+    slope = hessian @ (matrix - values)  # H (W - V): positive where a larger v is better
     for _ in range(sweeps):
         for start in range(0, k, BLOCK):
             inside = slice(start, min(start + BLOCK, k))
             block = hessian[inside, inside]
             before = values[inside].copy()
-            near = slope[inside].copy()  # is kept up to date inside of the block
+            near = slope[inside].copy()  # kept up to date within the block
             for first in range(inside.start, inside.stop, _LEAF):
                 group = first // rows
                 if first % rows == 0 and quantization.group_size is not None:
@@ -177,7 +188,7 @@ def _refine(
 def _descend(
     q: np.ndarray, values: np.ndarray, slope: np.ndarray, kept: np.ndarray, grid: Grid, hessian: np.ndarray
 ) -> np.ndarray:
-    """Rounds a few inputs of a group anew, one after the other, q and values in place; what it adds to the values."""
+    """Round a few inputs of a group again, one by one, q and values in place. Return the change of the values."""
     steps = np.empty_like(values)
     for i in range(len(q)):
         best = values[i] + slope[i] / hessian[i, i]
@@ -190,7 +201,7 @@ def _descend(
 
 
 def _refit(grid: Grid, q: np.ndarray, slope: np.ndarray, hessian: np.ndarray, quantization: Quantization) -> Grid:
-    """The grid with the scale, and the minimum, that are best for the q, [rows, n], of a group; others stay."""
+    """Return the grid with the best scale, and minimum, for the q [rows, n] of a group. The zero point is kept."""
     steps = q if grid.zero is None else q - grid.zero
     curved = hessian @ steps
     curvature = np.einsum("in,in->n", steps, curved)
@@ -198,7 +209,7 @@ def _refit(grid: Grid, q: np.ndarray, slope: np.ndarray, hessian: np.ndarray, qu
     if grid.minimum is None:
         wanted = grid.scale + gain / np.where(curvature > 0, curvature, 1)
         scale = quantization.short(wanted)
-        # The error is a parabola over the scale: of two scales the one nearer to its bottom is better.
+        # The error is a parabola in the scale: the scale closer to its minimum is better.
         better = (
             (curvature > 0) & (np.abs(scale) >= SMALLEST_SCALE) & (np.abs(scale - wanted) < np.abs(grid.scale - wanted))
         )

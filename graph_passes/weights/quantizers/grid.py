@@ -1,39 +1,37 @@
-"""The numbers that a quantized weight may be, and rounding to the nearest of them.
+"""Formats of quantized weights, and rounding to nearest.
 
-W is float32 [k, n], and finite. Groups are runs of group_size inputs of a column (the last may be shorter); without
-a group_size, a whole column. A weight stands for scale (q - zero), with zero = 0 if symmetric, or scale q + minimum:
+W is float32 [k, n], and finite. Groups are runs of group_size inputs of a column (the last may be shorter); without a
+group_size, a group is a whole column. A weight is scale (q - zero), with zero = 0 if symmetric, or scale q + minimum:
 
-    symmetric 8    q in -127 … 127            asymmetric 4   q in 0 … 15; zero too, whole, or a fraction of sixteenths
+    symmetric 8    q in -127 … 127            asymmetric 4   q in 0 … 15; zero also, an integer or in sixteenths
     symmetric 4    q in -8 … 7                minimum 4      q in 0 … 15
 
-Scales and minimums are float16 numbers as a rule, or bfloat16 ones where an operator has no others; below, short() is
-that rounding. With 8 bits and whole columns they are any float32. There the
-range may be reduced: no sum of q of inputs 2 i and 2 i + 1 is beyond 128, with which CPUs without an exact product of
-bytes are faster (ops/formats/bitmap_int8.h). A scale may be negative; then a minimum is the
-largest number. Round to nearest takes, of each group (mse.py finds better ones),
+Scales and minimums are float16, or bfloat16 for operators that require it; short() below is this rounding. Scales of
+8-bit whole columns are float32. There the range may be reduced so that the sum of q of inputs 2 i and 2 i + 1 is at
+most 128 in magnitude, which is faster on CPUs without an exact byte product (ops/formats/bitmap_int8.h). A scale may be
+negative; then the minimum is the largest value. Round to nearest uses for each group (mse.py finds better values):
 
     symmetric 8    scale = max(short(max |W| / 127), 2^-126)             q = rint(W / scale), in -127 … 127
-    its range reduced  scale = max(max |W| / 127, max |W[2 i] + W[2 i + 1]| / 127, 2^-126)
+    reduced range  scale = max(max |W| / 127, max |W[2 i] + W[2 i + 1]| / 127, 2^-126)
     symmetric 4    scale = max(short(max |W| / 7), 2^-126)               q = rint(W / scale), in -7 … 7
     asymmetric 4   scale = max(short((high - low) / 15), 2^-126)         q = clip(rint(W / scale + zero), 0, 15)
                    zero = rint(-low / scale), in 0 … 15;                 low = min(min W, 0), high = max(max W, 0)
-                   as a fraction: rint(-16 low / scale) / 16
+                   in sixteenths: rint(-16 low / scale) / 16
     minimum 4      scale = max(short((max W - min W) / 15), 2^-126)      q = clip(rint((W - minimum) / scale), 0, 15)
                    minimum = short(min W)
     all W of a group zero: scale = 0, zero = 0, minimum = 0, q = 0
 
-But for minimums and fractions, zero is always among these numbers, so what was pruned stays zero. Arithmetic is
-float32; short() rounds to nearest even, and to bfloat16 where that is nearer: outside of float16's range. By round to
-nearest,
+Except with minimums and fractional zero points, zero is always representable, so pruned weights stay zero. Arithmetic
+is float32. short() rounds to nearest even, and to bfloat16 where that is nearer: outside the range of float16. Bounds
+of round to nearest:
 
     |W - scale (q - zero)| <= scale / 2 (1 + 2^-16)             symmetric
                            <= scale / 2 (1 + 2^-16) + scale / 17    asymmetric
 
-Symmetric: 1/2 from rint, and |W| / scale * 2^-24 < 2^-17 from the division; nothing is clipped, for |W| / scale exceeds
-127 by 127 * 2^-9 < 1/2 at most (short() loses at most 2^-9 of the scale), and 7 by less, so rint gives 127 and 7 at
-most. Asymmetric: the clip takes away what short() lost, 15 * 2^-9 < 1/17 of a step. 2^-126 is the smallest normal
-number: scales below it are coarse themselves, which would break the bounds, and arithmetic that flushes denormals would
-take them for zero.
+Symmetric: 1/2 is from rint, and |W| / scale * 2^-24 < 2^-17 from the division. No value is clipped: |W| / scale exceeds
+127 by at most 127 * 2^-9 < 1/2 (short() changes a scale by at most 2^-9 of it), and 7 by less, so rint gives at most
+127 and 7. Asymmetric: clipping removes what short() lost, 15 * 2^-9 < 1/17 of a step. 2^-126 is the smallest normal
+float: smaller scales are too coarse for the bounds, and are zero where denormals are flushed.
 """
 
 from __future__ import annotations
@@ -45,11 +43,11 @@ import numpy as np
 
 from ...names import GROUP_SIZES as GROUP_SIZES
 
-EIGHT_BIT_GROUP = 64  # of heads beside layers of 4 bits, and of word embeddings, which may be tied to them
+EIGHT_BIT_GROUP = 64  # group size of 8-bit heads of int4 models, and of word embeddings, which may be tied to them
 SMALLEST_SCALE = np.float32(2.0**-126)
 FRACTION_STEPS = 16  # as in ops/formats/group.h
 LEVELS = 15  # the largest q of an asymmetric weight
-_CHUNK = 1 << 22  # weights that are rounded at once
+_CHUNK = 1 << 22  # weights rounded at a time
 _LARGEST_BF16 = np.float32((2 - 2**-7) * 2.0**127)
 _SMALLEST_HALF, _LARGEST_HALF = np.float32(2.0**-14), np.float32(65504)
 _ALL = slice(None)
@@ -57,43 +55,44 @@ _ALL = slice(None)
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a weight is stored: whole numbers of so many bits, and a scale a group of inputs (None: a column)."""
+    """Format of a quantized weight: integers of 4 or 8 bits, and a scale for each group of inputs (None: a column)."""
 
     bits: int
     group_size: int | None
-    symmetric: bool = field(default=True, kw_only=True)  # False: each group has a zero point
-    minimum: bool = field(default=False, kw_only=True)  # not symmetric: it has a minimum in place of the zero point
-    bf16_scales: bool = field(default=False, kw_only=True)  # 4 bits: scales are bfloat16 numbers, not float16 ones
-    fractions: bool = field(default=False, kw_only=True)  # not symmetric: its zero point is a fraction, of sixteenths
-    reduced: bool = field(default=False, kw_only=True)  # 8 bits, whole columns: its range is reduced
+    symmetric: bool = field(default=True, kw_only=True)  # False: each group has a zero point or minimum
+    minimum: bool = field(default=False, kw_only=True)  # asymmetric: a minimum instead of the zero point
+    bf16_scales: bool = field(default=False, kw_only=True)  # 4 bits: scales are bfloat16 instead of float16
+    fractions: bool = field(default=False, kw_only=True)  # asymmetric: zero points are multiples of 1/16
+    reduced: bool = field(default=False, kw_only=True)  # 8 bits, whole columns: reduced range
 
     @property
     def zero_point_steps(self) -> int:
-        """Of a whole number: by what stored zero points are divided."""
+        """Return the divisor of stored zero points."""
         return FRACTION_STEPS if self.fractions else 1
 
     def rows(self, k: int) -> int:
-        """The inputs of a group."""
+        """Return the inputs of a group."""
         return self.group_size or k
 
     def groups(self, k: int) -> int:
+        """Return the number of groups of k inputs."""
         return -(-k // self.rows(k))
 
     @property
     def levels(self) -> tuple[int, int]:
-        """The smallest and the largest q."""
+        """Return the smallest and the largest q."""
         if not self.symmetric:
             return 0, LEVELS
         return (-8, 7) if self.bits == 4 else (-127, 127)
 
     def stored_zero(self, zero: np.ndarray) -> np.ndarray:
-        """Zero points, float32, as they are stored."""
-        steps, most = (FRACTION_STEPS, 255) if self.fractions else (1, LEVELS)
-        found: np.ndarray = np.clip(np.rint(zero * steps), 0, most) / np.float32(steps)
+        """Round zero points, float32, to values that can be stored."""
+        steps, largest = (FRACTION_STEPS, 255) if self.fractions else (1, LEVELS)
+        found: np.ndarray = np.clip(np.rint(zero * steps), 0, largest) / np.float32(steps)
         return found
 
     def short(self, array: np.ndarray) -> np.ndarray:
-        """Scales and minimums, float32, as they are stored."""
+        """Round scales and minimums, float32, to values that can be stored."""
         if self.bits == 8 and self.group_size is None:
             return array
         return bf16(array) if self.bf16_scales else half(array)
@@ -101,15 +100,17 @@ class Quantization:
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """W = scales (q - zero_points), or scales q + minimums, each group of rows with its row of scales."""
+    """A quantized weight: W = scales (q - zero_points), or scales q + minimums, with a row of scales for each group."""
 
-    q: np.ndarray  # [k, n]; int8, asymmetric: uint8
+    q: np.ndarray  # [k, n]; int8, or uint8 if asymmetric
     scales: np.ndarray  # float32 [groups, n]
-    zero_points: np.ndarray | None  # [groups, n] uint8, or fractions, float32; symmetric, or with minimums: None
+    # [groups, n] uint8, or float32 multiples of 1/16; None if symmetric or with minimums
+    zero_points: np.ndarray | None
     minimums: np.ndarray | None = None  # float32 [groups, n]
 
     @classmethod
     def empty(cls, k: int, n: int, quantization: Quantization) -> QuantizedMatrix:
+        """Return uninitialized arrays for a weight [k, n]."""
         shape = (quantization.groups(k), n)
         if quantization.symmetric:
             return cls(np.empty((k, n), np.int8), np.empty(shape, np.float32), None)
@@ -121,18 +122,18 @@ class QuantizedMatrix:
 
 @dataclass(frozen=True)
 class Grid:
-    """Of one group: the scale, and the zero point or minimum, of each column."""
+    """Scale, and zero point or minimum, of each column of one group."""
 
     bits: int
-    scale: np.ndarray  # float32 [n]; 0 where all weights are
-    zero: np.ndarray | None  # float32 [n], whole numbers or fractions; symmetric, or with a minimum: None
+    scale: np.ndarray  # float32 [n]; 0 for columns that are zero
+    zero: np.ndarray | None  # float32 [n], integers or multiples of 1/16; None if symmetric or with a minimum
     minimum: np.ndarray | None = None  # float32 [n]
 
     def round(self, part: np.ndarray) -> np.ndarray:
-        """q, as float32, for weights [rows, n] or [n]."""
+        """Return q, as float32, for weights [rows, n] or [n]."""
         above = part
         if self.minimum is not None:
-            with np.errstate(over="ignore"):  # infinity is the last q
+            with np.errstate(over="ignore"):  # infinity becomes the last q
                 above = part - self.minimum
         q: np.ndarray = above / np.where(self.scale != 0, self.scale, 1)
         if self.zero is not None:
@@ -144,11 +145,12 @@ class Grid:
         return np.clip(q, 0, LEVELS, out=q)
 
     def weights(self, q: np.ndarray) -> np.ndarray:
-        """What q stands for, float32."""
+        """Return the dequantized weights of q, float32."""
         result: np.ndarray = self.scale * (q if self.zero is None else q - self.zero)
         return result if self.minimum is None else result + self.minimum
 
     def store(self, into: QuantizedMatrix, group: int, columns: slice = _ALL) -> None:
+        """Store the group's scales and zero points or minimums in a matrix."""
         into.scales[group, columns] = self.scale
         if into.zero_points is not None:
             into.zero_points[group, columns] = self.zero
@@ -157,19 +159,19 @@ class Grid:
 
 
 def fit_grid(part: np.ndarray, quantization: Quantization) -> Grid:
-    """The grid of a group, W float32 [rows, n], by its smallest and largest weights; see the top of this file."""
+    """Return the round-to-nearest grid of a group, W float32 [rows, n]; see the top of this file."""
     low, high = part.min(axis=0), part.max(axis=0)
     short = quantization.short
     if quantization.minimum:
-        # Each divided first: their difference may be beyond float32.
+        # Divided before the subtraction, which may overflow float32.
         scale = np.maximum(short(high / LEVELS - low / LEVELS), SMALLEST_SCALE)
         return Grid(quantization.bits, np.where(high > low, scale, 0), None, short(low))
     if quantization.symmetric:
-        most = np.float32(quantization.levels[1])
+        max_q = np.float32(quantization.levels[1])
         largest = np.maximum(high, -low)
-        scale = largest / most
+        scale = largest / max_q
         if quantization.reduced:
-            scale = np.maximum(scale, _largest_pairs(part, most))
+            scale = np.maximum(scale, _largest_pairs(part, max_q))
         scale = np.maximum(short(scale), SMALLEST_SCALE)
         return Grid(quantization.bits, np.where(largest > 0, scale, 0), None)
     low, high = np.minimum(low, 0), np.maximum(high, 0)
@@ -178,17 +180,17 @@ def fit_grid(part: np.ndarray, quantization: Quantization) -> Grid:
     return Grid(quantization.bits, scale, quantization.stored_zero(-low / np.where(scale > 0, scale, 1)))
 
 
-def _largest_pairs(part: np.ndarray, most: np.float32) -> np.ndarray:
-    """Of each column the largest sum of two neighbours, by its magnitude, divided by most."""
+def _largest_pairs(part: np.ndarray, max_q: np.float32) -> np.ndarray:
+    """Return for each column the largest magnitude of a sum of two neighbours, divided by max_q."""
     even, odd = part[0::2], part[1::2]
-    # Each divided first: their sum may be beyond float32.
-    pairs = even[: len(odd)] / most + odd / most
+    # Divided before the addition, which may overflow float32.
+    pairs = even[: len(odd)] / max_q + odd / max_q
     largest: np.ndarray = np.abs(pairs).max(axis=0, initial=0)
     return largest
 
 
 def round_to_nearest(matrix: np.ndarray, quantization: Quantization) -> QuantizedMatrix:
-    """Each weight of W, float32 [k, n], becomes the nearest number of its group's grid."""
+    """Round each weight of W, float32 [k, n], to the nearest value of its group's grid."""
     k, n = matrix.shape
     result = QuantizedMatrix.empty(k, n, quantization)
     rows = quantization.rows(k)
@@ -204,7 +206,7 @@ def round_to_nearest(matrix: np.ndarray, quantization: Quantization) -> Quantize
 
 
 def dequantize(rounded: QuantizedMatrix, group_size: int | None) -> np.ndarray:
-    """scales (q - zero_points) or scales q + minimums as float32 [k, n]; what would overflow is infinite."""
+    """Return scales (q - zero_points) or scales q + minimums as float32 [k, n]. Overflow gives infinity."""
     weights = np.empty(rounded.q.shape, np.float32)
     rows = group_size or len(rounded.q)
     with np.errstate(over="ignore"):
@@ -220,14 +222,16 @@ def dequantize(rounded: QuantizedMatrix, group_size: int | None) -> np.ndarray:
 
 
 def bf16(array: np.ndarray) -> np.ndarray:
-    """float32 rounded to bfloat16, nearest even, as float32 again; never to infinity."""
+    """Round float32 to bfloat16, nearest even, and return it as float32. Values never become infinite."""
     rounded: np.ndarray = array.astype(ml_dtypes.bfloat16).astype(np.float32)
     return np.clip(rounded, -_LARGEST_BF16, _LARGEST_BF16, out=rounded)
 
 
 def half(array: np.ndarray) -> np.ndarray:
-    """float32 rounded to float16, nearest even, as float32 again; to bfloat16 where that is nearer: beyond float16's
-    range, or among its subnormal numbers."""
+    """Round float32 to float16, nearest even, and return it as float32.
+
+    Values outside float16's range, or among its subnormals, are rounded to bfloat16 if that is nearer.
+    """
     with np.errstate(over="ignore", under="ignore"):
         rounded: np.ndarray = array.astype(np.float16).astype(np.float32)
     magnitude = np.abs(rounded)
@@ -239,7 +243,7 @@ def half(array: np.ndarray) -> np.ndarray:
 
 
 def narrowed(array: np.ndarray) -> np.ndarray:
-    """float16 if that holds all of the numbers, else as it is: float32."""
+    """Return the array as float16 if that is exact, otherwise unchanged."""
     with np.errstate(over="ignore"):
         narrow = array.astype(np.float16)
     return narrow if (narrow.astype(np.float32) == array).all() else array

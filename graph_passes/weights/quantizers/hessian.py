@@ -1,4 +1,4 @@
-"""What GPTQ and SparseGPT need of H = X^T X: damped, an order of the inputs, and a factor of the inverse."""
+"""Operations on H = X^T X for GPTQ and SparseGPT: damping, order of the inputs, and a factor of the inverse."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from functools import cache
 import numpy as np
 
 DAMPINGS = (0.01, 0.03, 0.1, 0.3, 1.0)
-_FIRST = 2  # that is tried: with some thousand rows of inputs most layers take this one or a neighbour
+_FIRST = 2  # index of the first one tried: with a few thousand rows, most layers choose it or a neighbour
 _SAMPLED_COLUMNS = 64
-_BLOCK = 128  # inputs that are taken out of the rest at once
-_LEAF = 64  # triangular matrices of this size are inverted as any other
+_BLOCK = 128  # inputs eliminated at a time
+_LEAF = 64  # triangular matrices up to this size are inverted directly
 
 
 def damped(hessian: np.ndarray, damping: float, dtype: type[np.floating] = np.float64) -> np.ndarray:
-    """H / mean(diag H) + damping I, [k, k] of that type; I where no input was ever seen."""
+    """Return H / mean(diag H) + damping I, [k, k] of the given type; I if all inputs are 0."""
     mean = hessian.diagonal().mean(dtype=np.float64)
     if mean == 0:
         return np.eye(len(hessian), dtype=dtype)
@@ -26,13 +26,15 @@ def damped(hessian: np.ndarray, damping: float, dtype: type[np.floating] = np.fl
 
 
 def best_damping(sample: np.ndarray, halves: np.ndarray, fit: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> float:
-    """The damping with which weights fitted to half of the inputs do best on the other half.
+    """Return the damping with which weights fitted on half of the inputs do best on the other half.
 
-    It keeps few inputs from being fitted too closely: the fewer there are, the larger it is. Tried up or down from 0.1
-    for as long as the error falls.
+    Damping avoids overfitting to few inputs: the fewer inputs, the larger the damping. The search goes up or down from
+    0.1 while the error falls.
 
-    sample: some columns of W, float32 [k, n]; see sampled(). halves: X^T X of each half, float [2, k, k].
-    fit: V for the sample and a damped H, float32: what is tried need not be exact.
+    Args:
+        sample: some columns of W, float32 [k, n]; see `sampled`.
+        halves: X^T X of each half, float [2, k, k].
+        fit: returns V for the sample and a damped H, float32; it may be approximate.
     """
 
     @cache
@@ -53,42 +55,43 @@ def best_damping(sample: np.ndarray, halves: np.ndarray, fit: Callable[[np.ndarr
 
 
 def sampled(matrices: Sequence[np.ndarray]) -> np.ndarray:
-    """Columns of W, float32 [k, n], that stand for all of the layers with the same inputs."""
+    """Return columns of the weights, float32 [k, n], that represent all layers with the same inputs."""
     each = -(-_SAMPLED_COLUMNS // len(matrices))
     return np.concatenate([matrix[:, :: -(-matrix.shape[1] // each)] for matrix in matrices], axis=1)
 
 
 def choose_order(hessian: np.ndarray) -> np.ndarray:
-    """The order in which inputs are best rounded, int [k], for a damped H.
+    """Return the order in which inputs are best rounded, int [k], for a damped H.
 
-    What the rounding of an input costs at last is its variance given those that come after it. So the last is the
-    input with the least variance, the one before it that with the least variance given the last, and so on: a
-    Cholesky factorization with pivots. (Falling H_ii, GPTQ's act-order, agrees where inputs are not correlated.)
+    The final cost of rounding an input is its variance given the inputs after it. So the last input is the one with the
+    smallest variance, the one before it has the smallest variance given the last, and so on: a Cholesky factorization
+    with pivots. GPTQ's act-order, by descending H_ii, is the same for uncorrelated inputs.
     """
     rest = hessian
-    left = np.arange(len(hessian))
+    remaining = np.arange(len(hessian))
     backwards: list[int] = []
-    while len(left):
+    while len(remaining):
         variance = rest.diagonal().copy()
-        columns = np.empty((len(left), min(_BLOCK, len(left))))
+        columns = np.empty((len(remaining), min(_BLOCK, len(remaining))))
         for j in range(columns.shape[1]):
             pivot = int(variance.argmin())
             column = rest[pivot] - columns[:, :j] @ columns[pivot, :j]  # rest is symmetric
-            # Positive but for rounding; without a choice that matters then.
+            # Positive, except for rounding errors; then the choice does not matter.
             columns[:, j] = column / np.sqrt(max(column[pivot], np.finfo(np.float64).tiny))
             variance -= columns[:, j] ** 2
             variance[pivot] = np.inf
-            backwards.append(int(left[pivot]))
+            backwards.append(int(remaining[pivot]))
         kept = np.flatnonzero(variance < np.inf)
         rest = rest[np.ix_(kept, kept)] - columns[kept] @ columns[kept].T
-        left = left[kept]
+        remaining = remaining[kept]
     return np.array(backwards[::-1])
 
 
 def inverse_factor(hessian: np.ndarray) -> np.ndarray:
-    """U, float32 [k, k] upper triangular, with U^T U the inverse of a damped H, float64, or float32 for what is tried.
+    """Return U, float32 [k, k] upper triangular, with U^T U the inverse of a damped H, float64 or float32.
 
-    Raises numpy.linalg.LinAlgError if H is not positive definite.
+    Raises:
+        numpy.linalg.LinAlgError: H is not positive definite.
     """
     # H = R R^T with R upper triangular, by a Cholesky factor from the other end; U = R^-1, without inverting H itself.
     upper = np.linalg.cholesky(hessian[::-1, ::-1])[::-1, ::-1]
@@ -96,7 +99,7 @@ def inverse_factor(hessian: np.ndarray) -> np.ndarray:
 
 
 def _inverse_of_upper(upper: np.ndarray) -> np.ndarray:
-    """By halves: [[A, B], [0, C]]^-1 = [[A^-1, -A^-1 B C^-1], [0, C^-1]]."""
+    """Invert by halves: [[A, B], [0, C]]^-1 = [[A^-1, -A^-1 B C^-1], [0, C^-1]]."""
     half = len(upper) // 2
     if len(upper) <= _LEAF:
         return np.linalg.inv(upper)

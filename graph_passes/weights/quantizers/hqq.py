@@ -1,21 +1,21 @@
-"""HQQ: finds zero points and scales by half-quadratic splitting, in which outliers weigh less. Needs no inputs.
+"""HQQ: find zero points and scales by half-quadratic splitting, which gives outliers less weight. Needs no inputs.
 
-Badri, Shaji: Half-Quadratic Quantization of Large Machine Learning Models (Mobius Labs, 2023),
+Reference: Badri, Shaji: Half-Quadratic Quantization of Large Machine Learning Models (Mobius Labs, 2023),
 https://mobiusml.github.io/hqq_blog. For each group, with q = clip(rint((W - m) / s), 0, 15) and the minimum m, which is
--s times the paper's zero point, in turn:
+-s times the paper's zero point, iterate:
 
     E = shrink(W - s q - m)                     shrink(x) = sign(x) max(|x| - |x|^(p - 1) / beta, 0), p = 0.7
     s, m = least squares of W - E by q          both rounded to what is stored
 
-with beta growing by a factor an iteration, and errors counted in steps of round-to-nearest's scale, so that the result
-does not depend on the magnitude of W. With whole zero points z = rint(mean(q - (W - E) / s)), in 0 … 15, takes the
-place of m, and s is the least squares fit by q - z. Differences from the paper:
+beta grows by a factor in each iteration. Errors are in units of round-to-nearest's scale, so that the result does not
+depend on the magnitude of W. With integer zero points, z = rint(mean(q - (W - E) / s)), in 0 … 15, replaces m, and s is
+the least squares fit by q - z. Differences from the paper:
 
-    Its scales stay. Here they are fitted as well, and the search starts from several ranges, each a share of that of
-    round-to-nearest.
-    Of all iterates, and round-to-nearest itself, each column takes the one with the least sum of squared errors (the
-    paper stops by the mean of |error|): it is never worse than round-to-nearest by that sum. Choosing by sum |error|^p
-    cuts off outliers, and is worse (docs/verification.md).
+- The paper's scales are fixed. Here they are fitted too, and the search starts from several fractions of the range of
+  round-to-nearest.
+- Each column takes the iterate with the least sum of squared errors, with round-to-nearest included, so it is never
+  worse than that (the paper stops by the mean of |error|). Choosing by the sum of |error|^p clips outliers, and is
+  worse (docs/verification.md).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)
 
 
 def half_quadratic(matrix: np.ndarray, quantization: Quantization) -> QuantizedMatrix:
-    """W, float32 [k, n], finite, to 4 bits with zero points or minimums."""
+    """Quantize W, float32 [k, n], finite, to 4 bits with zero points or minimums."""
     k, n = matrix.shape
     result = QuantizedMatrix.empty(k, n, quantization)
     rows = quantization.rows(k)
@@ -44,14 +44,14 @@ def half_quadratic(matrix: np.ndarray, quantization: Quantization) -> QuantizedM
 
 
 def _best_grid(part: np.ndarray, quantization: Quantization) -> Grid:
-    """For one group, W float32 [rows, n]."""
+    """Return the best grid of one group, W float32 [rows, n]."""
     best = fit_grid(part, quantization)
     first = best
-    # In units of the first scale: an error of a half is what round-to-nearest makes at most.
+    # In units of the first scale: round-to-nearest has errors of at most a half.
     unit = np.where(first.scale > 0, first.scale, 1)
     least = _squared_error(part, first, unit)
-    for share in _RANGES:
-        scale = quantization.short(first.scale * np.float32(share))
+    for fraction in _RANGES:
+        scale = quantization.short(first.scale * np.float32(fraction))
         scale = np.where(first.scale > 0, np.maximum(scale, SMALLEST_SCALE), 0)
         grid = Grid(quantization.bits, scale, first.zero, first.minimum)
         beta = _BETA
@@ -85,7 +85,7 @@ def _step(part: np.ndarray, grid: Grid, unit: np.ndarray, beta: float, quantizat
         zero = middle = quantization.stored_zero((q - target / divisor).mean(axis=0))
     steps = q - middle
     squares = (steps * steps).sum(axis=0)
-    # Of a group whose q are all the same, or the zero point, there is no better scale to tell.
+    # If all q of a group are equal, or equal to the zero point, they do not determine a scale.
     fitted = quantization.short(((target / unit) * steps).sum(axis=0) / np.where(squares > 0, squares, 1) * unit)
     scale = np.where((squares > 0) & (fitted >= SMALLEST_SCALE), fitted, grid.scale)
     minimum = None if grid.minimum is None else quantization.short((target - scale * q).mean(axis=0))
@@ -94,7 +94,7 @@ def _step(part: np.ndarray, grid: Grid, unit: np.ndarray, beta: float, quantizat
 
 def _shrink(error: np.ndarray, beta: float) -> np.ndarray:
     magnitude = np.abs(error)
-    # |x|^(p - 1) of tiny x is huge; all of them shrink to zero.
+    # |x|^(p - 1) overflows for tiny x, which all shrink to zero.
     shrunk = magnitude - np.maximum(magnitude, 1e-6) ** (_POWER - 1) / beta
     result: np.ndarray = np.sign(error) * np.maximum(shrunk, 0)
     return result

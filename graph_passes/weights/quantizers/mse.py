@@ -1,21 +1,22 @@
-"""Searches, for each group, the grid with the least sum of importance (w - v)^2; needs no inputs.
+"""Search, for each group, the grid with the least sum of importance (w - v)^2. Needs no inputs.
 
-What a weight becomes is scale t + minimum with a whole t in low … low + width. Without minimums, that is the number 0;
-of zero points, low is -zero. For given t the best scale and minimum are a weighted least squares fit, and for a given
-scale and minimum the best t is the nearest. So from each of several starts the two take turns, and of all grids that
-were met on the way, each column takes the best. One of them is that of round to nearest, so the result is never worse.
-Scale and minimum are rounded to what is stored before a grid is judged. The starts are
+A quantized weight is scale t + minimum, with an integer t in low … low + width. Without minimums, minimum is 0; with
+zero points, low is -zero. For given t, the best scale and minimum are a weighted least squares fit; for a given scale
+and minimum, the best t is the nearest. So the search alternates between the two from several starts, and each column
+takes the best grid seen. Round to nearest is among them, so the result is never worse. Scale and minimum are rounded to
+stored precision before a grid is judged. The starts are
 
     fractions               those of minimums, then rounded
-    minimum, zero points    the range of the group, a wider one, or with shares of it cut off at either end
-    symmetric 4             the largest number by magnitude is -8 steps, some more or less, or 7: scales have either
-                            sign, so that the side with the larger number has the level that the other side lacks
-    symmetric 8             the largest number is 127 steps or more, and what is beyond 127 is cut off
+    minimum, zero points    the range of the group, a wider one, or the range with a fraction cut off at either end
+    symmetric 4             the largest value by magnitude is -8 steps, or slightly more or less, or 7: scales have
+    either
+                            sign, so that the side with the larger value has the level that the other side lacks
+    symmetric 8             the largest value is 127 steps or more, and values beyond 127 are clipped
 
-as llama.cpp's and HQQ's quantizers have several in their ways. Weights that lie on a grid of this kind already, such as
-those of a GGUF file (Q4_0, Q4_1) in float, stay exactly as they are.
+as in llama.cpp's and HQQ's quantizers. Weights that are already on such a grid, such as dequantized GGUF weights (Q4_0,
+Q4_1), are kept exactly.
 
-Without inputs all weights are equally important: powers of |w|, and sigma^2 + w^2, are worse (docs/verification.md).
+Without inputs, all weights are equally important: powers of |w|, and sigma^2 + w^2, are worse (docs/verification.md).
 With inputs, the importance of an input is its energy, the mean of x^2.
 """
 
@@ -28,9 +29,9 @@ import numpy as np
 
 from .grid import FRACTION_STEPS, LEVELS, SMALLEST_SCALE, Grid, Quantization, QuantizedMatrix, fit_grid
 
-_BLOCK = 1 << 16  # weights that are searched at once: what is at work stays in the cache
+_BLOCK = 1 << 16  # weights searched at a time: the working set fits the cache
 _TURNS = 2  # least squares fits from each start
-# Shares of the range that a start cuts off below and above.
+# Fractions of the range that a start cuts off below and above.
 _CUTS = (
     (-0.02, -0.02),
     (0.03, 0.03),
@@ -43,25 +44,25 @@ _CUTS = (
     (0.2, 0.0),
     (0.0, 0.2),
 )
-# What a start makes of the largest number by magnitude, in steps.
+# Steps that a start assigns to the largest value by magnitude.
 _STEPS = {
     4: (-8, -7.75, -7.5, -7.25, -7, -6.5, -8.5, -9, -9.5, 7, 7.5, 6.5, 6),
     8: (127, 128, 130, 133, 138, 145, 155, 170, 190),
 }
 _LARGEST = np.float32(np.finfo(np.float32).max)
-_SAMPLE = 8  # inputs by which most groups are told not to lie on a grid
+_SAMPLE = 8  # inputs that suffice to see that most groups are not on a grid
 
 
 @dataclass
 class _Lines:
-    """Of each column, the numbers scale t + minimum, t = low … low + width."""
+    """Grids of columns: the values scale t + minimum, t = low … low + width."""
 
     scale: np.ndarray  # float32 [n]
     minimum: np.ndarray | None  # float32 [n]
-    low: np.ndarray | np.float32  # whole numbers, float32 [n] or one
+    low: np.ndarray | np.float32  # integers as float32, [n] or a scalar
 
     def take(self, other: _Lines, where: np.ndarray) -> None:
-        """where: bool [n], columns that get the numbers of the other."""
+        """Copy the grids of the other object in the columns `where`, bool [n]."""
         self.scale = np.where(where, other.scale, self.scale)
         self.low = np.where(where, other.low, self.low)
         if self.minimum is not None and other.minimum is not None:
@@ -69,7 +70,10 @@ class _Lines:
 
 
 def round_mse(matrix: np.ndarray, quantization: Quantization, importance: np.ndarray | None = None) -> QuantizedMatrix:
-    """W, float32 [k, n], finite, on the best grids found. importance: float32 [k], 0 or more; None: all alike."""
+    """Quantize W, float32 [k, n], finite, with the best grids found.
+
+    importance: float32 [k], not negative; None: all equal.
+    """
     k, n = matrix.shape
     result = QuantizedMatrix.empty(k, n, quantization)
     rows = quantization.rows(k)
@@ -87,9 +91,9 @@ def round_mse(matrix: np.ndarray, quantization: Quantization, importance: np.nda
 
 
 def mse_grid(part: np.ndarray, importance: np.ndarray | None, quantization: Quantization) -> Grid:
-    """The grid of a group, W float32 [rows, n], with the least sum of importance (w - v)^2 that is found.
+    """Return the grid of a group, W float32 [rows, n], with the least sum of importance (w - v)^2 found.
 
-    importance: float32 [rows], 0 or more; None: all alike.
+    importance: float32 [rows], not negative; None: all equal.
     """
     if quantization.fractions:
         return _with_fractions(part, importance, quantization)
@@ -97,7 +101,10 @@ def mse_grid(part: np.ndarray, importance: np.ndarray | None, quantization: Quan
 
 
 def _with_fractions(part: np.ndarray, importance: np.ndarray | None, quantization: Quantization) -> Grid:
-    """That of minimums, which are fractions but for their rounding; or of whole zero points, if 0 is out of reach."""
+    """Return the grid of minimums, with minimums as fractional zero points.
+
+    Columns for which these are out of range get integer zero points.
+    """
     found = _Search(part, importance, replace(quantization, fractions=False, minimum=True)).grid()
     assert found.minimum is not None
     wanted = -found.minimum / np.where(found.scale != 0, found.scale, 1)
@@ -111,16 +118,19 @@ def _with_fractions(part: np.ndarray, importance: np.ndarray | None, quantizatio
 
 
 class _Search:
-    """Of the grids of one group. Numbers are divided by a power of two, so that the largest of a column is 0.5 to 1: no
-    square over- or underflows that matters."""
+    """Search of the grids of one group.
+
+    Values are divided by a power of two so that the largest of a column is 0.5 to 1. Then no square overflows, or
+    underflows in a way that matters.
+    """
 
     def __init__(self, part: np.ndarray, importance: np.ndarray | None, quantization: Quantization) -> None:
         self._quantization = quantization
         self._exponent = np.frexp(np.maximum(part.max(axis=0), -part.min(axis=0)))[1]
-        # Beyond it numbers are infinite; None: none is so large.
+        # Limit above which values overflow; None if no column is that large.
         huge = (self._exponent >= 127).any()
         self._limit = np.ldexp(_LARGEST, np.minimum(-self._exponent, 0)) if huge else None
-        # In two steps: the power itself may be beyond float32.
+        # In two steps: the power of two may overflow float32.
         first = self._exponent // 2
         self._x = part * np.ldexp(np.float32(1), -first) * np.ldexp(np.float32(1), first - self._exponent)
         self._importance = None if importance is None else importance[:, None] / max(importance.max(), 1e-30)
@@ -136,6 +146,7 @@ class _Search:
         self._least = np.full(part.shape[1], np.inf, np.float32)
 
     def grid(self) -> Grid:
+        """Return the best grid."""
         nearest = _Lines(**vars(self._best))
         self._follow(nearest)
         for start in self._starts():
@@ -148,39 +159,39 @@ class _Search:
             return Grid(bits, scale, None, np.ldexp(best.minimum, self._exponent))
         return Grid(bits, scale, None if self._quantization.symmetric else np.negative(best.low))
 
-    def _in_units(self, numbers: np.ndarray) -> np.ndarray:
-        scaled: np.ndarray = np.ldexp(numbers, -self._exponent)
+    def _in_units(self, values: np.ndarray) -> np.ndarray:
+        scaled: np.ndarray = np.ldexp(values, -self._exponent)
         return scaled
 
-    def _true(self, numbers: np.ndarray) -> np.ndarray:
+    def _true(self, values: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore"):
-            true: np.ndarray = np.clip(np.ldexp(numbers, self._exponent), -_LARGEST, _LARGEST)
+            true: np.ndarray = np.clip(np.ldexp(values, self._exponent), -_LARGEST, _LARGEST)
         return true
 
-    def _stored(self, numbers: np.ndarray) -> np.ndarray:
-        """Rounded to what is stored."""
-        return self._in_units(self._quantization.short(self._true(numbers)))
+    def _stored(self, values: np.ndarray) -> np.ndarray:
+        """Round to stored precision."""
+        return self._in_units(self._quantization.short(self._true(values)))
 
     def _stored_scale(self, scale: np.ndarray) -> np.ndarray:
-        """The same of scales: 0 stays, and no other becomes smaller than SMALLEST_SCALE."""
+        """Round scales to stored precision. 0 stays, and no other scale becomes smaller than SMALLEST_SCALE."""
         true = self._true(scale)
         short = self._quantization.short(true)
         short = np.where(np.abs(short) < SMALLEST_SCALE, np.copysign(SMALLEST_SCALE, true), short)
         return self._in_units(np.where(scale == 0, 0, short))
 
-    def _summed(self, numbers: np.ndarray) -> np.ndarray:
-        total: np.ndarray = (numbers if self._importance is None else numbers * self._importance).sum(axis=0)
+    def _summed(self, values: np.ndarray) -> np.ndarray:
+        total: np.ndarray = (values if self._importance is None else values * self._importance).sum(axis=0)
         return total
 
     def _follow(self, lines: _Lines) -> None:
-        """Judges the lines and what least squares make of them."""
+        """Judge these grids, and the grids that least squares makes from them."""
         self._offer(lines)
         for _ in range(_TURNS):
             lines = self._refitted(lines)
             self._offer(lines)
 
     def _offer(self, lines: _Lines) -> None:
-        """Rounds to the lines, and keeps them where they are the best so far; leaves t in self._t."""
+        """Round to these grids, and keep a column's grid if it is the best so far. Leaves t in self._t."""
         t, error = self._t, self._spare
         divisor = np.where(lines.scale != 0, lines.scale, 1)
         if lines.minimum is None:
@@ -204,7 +215,7 @@ class _Search:
             self._best.take(lines, better)
 
     def _refitted(self, lines: _Lines) -> _Lines:
-        """The lines with the best scale, and minimum, for the t in self._t."""
+        """Return the grids with the best scale, and minimum, for the t in self._t."""
         t = self._t
         weighted = t if self._importance is None else t * self._importance
         squares = np.multiply(weighted, t, out=self._spare).sum(axis=0)
@@ -242,7 +253,7 @@ class _Search:
                 yield _Lines(scale, None, -zero)
 
     def _exact(self) -> Iterator[_Lines]:
-        """Grids on which whole columns lie, if there are such; other columns of them are of no use."""
+        """Yield grids that contain whole columns, if there are any."""
         low, high = self._x.min(axis=0), self._x.max(axis=0)
         if self._quantization.bits == 8:
             return
@@ -250,7 +261,7 @@ class _Search:
             for levels in range(1, LEVELS + 1):
                 scale = self._stored_scale((high - low) / np.float32(levels))
                 for end, sign in ((low, np.float32(1)), (high, np.float32(-1))):
-                    if self._lies_on(scale, end).any():
+                    if self._is_on_grid(scale, end).any():
                         for before in range(LEVELS + 1 - levels):
                             minimum = self._stored(end - sign * np.float32(before) * scale)
                             yield _Lines(sign * scale, minimum, np.float32(0))
@@ -263,12 +274,12 @@ class _Search:
             scale = self._stored_scale(largest / np.float32(levels))
             if not self._quantization.symmetric:
                 scale = np.abs(scale)
-            if self._lies_on(scale, np.float32(0)).any():
+            if self._is_on_grid(scale, np.float32(0)).any():
                 lowest = np.clip(np.rint(low / np.where(scale != 0, scale, 1)), -LEVELS, 0)
                 yield _Lines(scale, None, np.float32(first) if self._quantization.symmetric else lowest)
 
-    def _lies_on(self, scale: np.ndarray, origin: np.ndarray | np.float32) -> np.ndarray:
-        """Whether the first inputs of a column are whole steps from the origin, but for rounding."""
+    def _is_on_grid(self, scale: np.ndarray, origin: np.ndarray | np.float32) -> np.ndarray:
+        """Return true for columns whose first inputs are integer steps from the origin, up to rounding."""
         steps = (self._x[:_SAMPLE] - origin) / np.where(scale != 0, scale, 1)
         distance = np.abs(steps - np.rint(steps)).max(axis=0)
         return np.asarray((scale != 0) & (distance < 1e-4))
