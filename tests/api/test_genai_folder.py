@@ -233,7 +233,7 @@ def test_compressed_caches_are_equally_wide(folder: Path, tmp_path: Path, option
     [
         ({"options": {"window": 8}}, "need inputs that onnxruntime-genai does not carry, expected 0"),
         ({"options": {"sinks": 1}}, "need inputs that onnxruntime-genai does not carry"),
-        ({"options": {"values": "float32"}}, "equal_rows = true goes with"),
+        ({"options": {"values": "float32"}}, "equal_rows = true needs"),
         ({"prompt": [1, 2, 3]}, "a prompt part of the model, whose tokens onnxruntime-genai does not count"),
     ],
 )

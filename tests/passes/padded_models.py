@@ -49,7 +49,7 @@ def changed(report: OptimizationReport) -> onnx.ModelProto:
     assert report.model is not None
     left = {node.op_type for node in report.model.graph.node}
     assert "NoMADAttention" not in left and {"PackTokens", "PackedNoMADAttention"} <= left, report.notes
-    assert any(note.startswith("padding is left out: ") for note in report.notes)
+    assert any(note.startswith("padding is skipped: ") for note in report.notes)
     onnx.checker.check_model(report.model)
     return report.model
 
@@ -60,8 +60,8 @@ def reason(report: OptimizationReport) -> str:
     assert not {"PackTokens", "UnpackTokens", "PackedNoMADAttention"} & {
         node.op_type for node in report.model.graph.node
     }
-    (note,) = (note for note in report.notes if note.startswith("padding is not left out: "))
-    return note.removeprefix("padding is not left out: ")
+    (note,) = (note for note in report.notes if note.startswith("padding is not skipped: "))
+    return note.removeprefix("padding is not skipped: ")
 
 
 def encoder_feeds(model: onnx.ModelProto, mask: Any, seed: int = 0) -> Feeds:

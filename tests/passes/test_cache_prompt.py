@@ -223,9 +223,9 @@ def test_refusals() -> None:
     with pytest.raises(RecipeError, match="pass 'cache_prompt' needs a prompt"):
         ortolan.optimize_onnx(model, recipe="cached-prompt")
     alone = Recipe.from_dict({"name": "p", "pass": [{"name": "normalize"}, {"name": "cache_prompt"}]})
-    with pytest.raises(RecipeError, match="goes with a pass 'compress_cache'"):
+    with pytest.raises(RecipeError, match="needs a later pass 'compress_cache'"):
         ortolan.optimize_onnx(model, recipe=alone)
-    with pytest.raises(ModelError, match=r"a prompt must be in the cache of all attentions, but .* excluded"):
+    with pytest.raises(ModelError, match=r"a prompt needs all attentions to be replaced, but .* excluded"):
         ortolan.optimize_onnx(model, recipe=recipe({**EXACT, "exclude": ["*layers.1*"]}), prompt=IDS)
     with pytest.raises(ModelError, match="no attention with a cache was found"):
         ortolan.optimize_onnx(ir.to_proto(tiny.tiny_bert()), recipe=recipe(), prompt=IDS)

@@ -80,7 +80,7 @@ def test_lengths_are_asked_of_inputs(form: Callable[[CachedGraph], str]) -> None
 def test_codes() -> None:
     model = cached_graphs.model(cached_graphs.turned_in_part)
     calibration = [cached_graphs.feeds(model, 0, 16, seed) for seed in range(4)]
-    with pytest.raises(NothingToReplaceError, match="its heads are 12 wide, expected a multiple of 16"):
+    with pytest.raises(NothingToReplaceError, match="its head size is 12, expected a multiple of 16"):
         ortolan.optimize_onnx(model, cache="codes", calibration=calibration, options=FAST)
 
 

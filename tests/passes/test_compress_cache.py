@@ -216,11 +216,11 @@ def test_codes_want_real_feeds() -> None:
 
 
 def test_impossible_options() -> None:
-    with pytest.raises(RecipeError, match='keys = "float32" goes with values = "float32" only'):
+    with pytest.raises(RecipeError, match='keys = "float32" needs values = "float32"'):
         recipe(keys="float32")
     with pytest.raises(RecipeError, match=r"d_sub is 3"):
         recipe(d_sub=3)
-    with pytest.raises(RecipeError, match='window = 0 and sinks = 4 go with keys = "codes" only'):
+    with pytest.raises(RecipeError, match='window = 0 and sinks = 4 need keys = "codes"'):
         recipe(**EXACT, sinks=4)
     with pytest.raises(RecipeError, match=r"window is -1"):
         recipe(window=-1)
@@ -299,7 +299,7 @@ def test_attributes_that_ask_for_nothing_are_fine() -> None:
 
 def test_a_head_that_is_no_multiple_of_16() -> None:
     model = llama("standard", head_dim=8)
-    with pytest.raises(NothingToReplaceError, match="its heads are 8 wide, expected a multiple of 16"):
+    with pytest.raises(NothingToReplaceError, match="its head size is 8, expected a multiple of 16"):
         ortolan.optimize_onnx(model, recipe=recipe(), dry_run=True)
     found, _ = compress(model, **EXACT)  # floats have no such limit
     np.testing.assert_allclose(decode(found), decode(model), atol=2e-5)
@@ -310,14 +310,14 @@ def test_a_head_that_is_no_multiple_of_16() -> None:
 def test_models_without_a_cache(options: dict[str, Any], dry_run: bool) -> None:
     with pytest.raises(NothingToReplaceError, match=r"no attention of .* does not come from a cache"):
         ortolan.optimize_onnx(ir.to_proto(tiny.tiny_bert()), recipe=recipe(**options), dry_run=dry_run)
-    with pytest.raises(NothingToReplaceError, match="holds no attention with a cache, so there is nothing to compress"):
+    with pytest.raises(NothingToReplaceError, match="holds no attention with a cache, so no cache can be compressed"):
         ortolan.optimize_onnx(ir.to_proto(tiny.mlp()), recipe=recipe(**options), dry_run=dry_run)
 
 
 def test_a_model_without_a_cache_whose_layers_are_replaced() -> None:
     report = ortolan.optimize_onnx(ir.to_proto(tiny.mlp()), weights="int8", cache="float32")
     assert report.replaced
-    assert "no attention with a cache was found: nothing to compress" in report.notes
+    assert "no attention with a cache was found" in report.notes
 
 
 @pytest.mark.parametrize("form", FORMS)

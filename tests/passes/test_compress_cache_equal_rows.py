@@ -47,7 +47,7 @@ def test_caches_are_equally_wide(form: str, d_sub: int) -> None:
     assert report.portable and report.cache is not None
     assert (report.cache.bytes_before, report.cache.bytes_after) == (LAYERS * 2 * 2 * 64, LAYERS * 2 * 2 * WIDTH)
     assert report.cache.decoded_tokens == 8 and report.cache.decode_error[0].relative_l2 < 0.6
-    assert any("became equally wide, 18 bytes a token and head" in note for note in report.notes)
+    assert any("became equally wide, 18 bytes per token and head" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -107,7 +107,7 @@ def test_what_goes_with_it() -> None:
     for keys, values in (("codes", "float32"), ("float32", "float32")):
         with pytest.raises(
             RecipeError,
-            match=f'equal_rows = true goes with keys = "codes" and values = "int8" only; keys are "{keys}" and values '
+            match=f'equal_rows = true needs keys = "codes" and values = "int8"; keys are "{keys}" and values '
             f'"{values}" here',
         ):
             recipe(keys=keys, values=values, equal_rows=True)
@@ -117,7 +117,7 @@ def test_what_goes_with_it() -> None:
 
 def test_of_some_layers() -> None:
     report = ortolan.optimize_onnx(llama("gqa"), recipe=recipe(equal_rows=True, exclude=["*layers.0*"]), dry_run=True)
-    assert any(note.startswith("caches that are not compressed hold floats") for note in report.notes)
+    assert any(note.startswith("some caches stay float32") for note in report.notes)
     assert any("would become equally wide" in note for note in report.notes)
 
 

@@ -82,7 +82,7 @@ def in_four_bits(table: np.ndarray) -> np.ndarray:
 def test_rows_are_those_of_the_rounded_table(bits: int, expected: Any, width: int, ids: int, dtype: str) -> None:
     source = model(width, ids=ids, dtype=dtype)
     report = ortolan.optimize_onnx(source, recipe=recipe(table_bits=bits))
-    how = "a scale a row" if bits == 8 else "in groups of 32"
+    how = "one scale per row" if bits == 8 else "in groups of 32"
     assert f"word embedding 'table' is stored in int{bits}, {how}" in report.notes
     given = IDS.astype(helper.tensor_dtype_to_np_dtype(ids))
     found = rows_of(report.model, "input_ids", given)
@@ -262,7 +262,7 @@ def test_a_table_that_a_node_reads_which_stays_is_not_stored_twice() -> None:
         {"name": "verify", "seconds": 0.0},
     ]
     report = ortolan.optimize_onnx(source, recipe=Recipe.from_dict({"name": "words", "pass": steps}))
-    expected = "word embedding 'table' stays as it is: 'lm_head' (MatMul) reads the table as well, so it would be "
+    expected = "word embedding 'table' is not changed: 'lm_head' (MatMul) also reads the table, so it would be "
     assert expected + "stored twice" in report.notes
     assert "table" in {tensor.name for tensor in report.model.graph.initializer}
     report = ortolan.optimize_onnx(source, recipe=recipe())
@@ -274,7 +274,7 @@ def test_a_table_that_the_model_gives_out_stays() -> None:
     source.graph.node.append(helper.make_node("Identity", ["table"], ["out"]))
     source.graph.output.append(helper.make_tensor_value_info("out", TensorProto.FLOAT, [ROWS, 48]))
     report = ortolan.optimize_onnx(source, recipe=recipe())
-    assert any("an output of the model reads the table as well" in note for note in report.notes)
+    assert any("an output of the model also reads the table" in note for note in report.notes)
 
 
 def test_ids_beyond_the_table_are_an_error_as_before() -> None:
@@ -312,7 +312,7 @@ def test_numbers_that_are_none_stay(bad: float) -> None:
     table[1234, 5] = bad
     source.graph.initializer[0].CopyFrom(numpy_helper.from_array(table, "table"))
     report = ortolan.optimize_onnx(source, recipe=recipe())
-    assert "word embedding 'table' stays as it is: it holds NaN or infinity" in report.notes
+    assert "word embedding 'table' is not changed: it holds NaN or infinity" in report.notes
     np.testing.assert_array_equal(rows_of(report.model, "input_ids", IDS), table[IDS])
 
 

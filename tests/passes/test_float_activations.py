@@ -51,9 +51,9 @@ def test_a_model_that_rounds_everywhere(bert: tuple[Path, Path], tmp_path: Path)
     kinds = op_types(onnx.load(tmp_path / "fast.onnx"))
     assert kinds.count("PackedNoMADAttention") == 2 and not {"QuantizeLinear", "MatMul"} & set(kinds)
     assert {layer.name for layer in report.layers if layer.weight_bits == 8} == stored.keys() and len(stored) == 12
-    assert any("roundings of activations to fixed ranges are gone" in note for note in report.notes)
+    assert any("quantizations of activations to fixed ranges removed" in note for note in report.notes)
     assert any(
-        "the original is" in note and "away from the answers of its weights in float" in note for note in report.notes
+        "the original is" in note and "against the original's weights in float" in note for note in report.notes
     )
     shown = next(line for line in str(report).splitlines() if line.startswith("accuracy "))
     assert (
@@ -203,7 +203,7 @@ def test_numbers_that_others_take_stay() -> None:
     ):
         model = beside_a_layer(*nodes, kind=kind, scales0=np.float32(0.7))
         report = ortolan.optimize_onnx(model, recipe=FREED)
-        assert any(f"rounding of activations stays: 'quantize': {reason}" in note for note in report.notes)
+        assert any(f"quantization of activations kept: 'quantize': {reason}" in note for note in report.notes)
         for before, after in zip(run(model, {"x": X}), run(report.model, {"x": X}), strict=True):
             np.testing.assert_array_equal(before, after)
 
@@ -347,5 +347,5 @@ def test_fixed_ranges_stay_where_a_layer_is_sparse() -> None:
     report = adopt(model)
     assert [layer.new_op for layer in report.layers] == ["VNNISpMM", None]
     assert report.layers[1].reason == "its input has a fixed range, which SparseAMXMatMul does not take"
-    note = "fixed ranges of activations stay, as 1 of 2 layers with such are sparse"
+    note = "fixed ranges of activations are kept: 1 of 2 layers with fixed ranges are sparse"
     assert any(note in one for one in report.notes)

@@ -34,7 +34,7 @@ def check_distances(report: OptimizationReport, model: onnx.ModelProto, x: np.nd
     assert found[1] == pytest.approx(relative_error(exact, ours), rel=0.01)
     (theirs,) = run(model, {"x": x})
     assert found[0] == pytest.approx(relative_error(exact, theirs), rel=0.05)  # sums may saturate in this session
-    assert any("away from the answers of its weights in float" in note for note in report.notes)
+    assert any("against the original's weights in float" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("unsigned", [False, True])
@@ -134,7 +134,7 @@ def test_answers_that_rounding_changes_are_refused_unless_allowed(tmp_path: Path
     onnx.save(model, path)
     x = {"x": RNG.standard_normal((50, 64)).astype(np.float32)}
     with pytest.raises(
-        VerificationError, match=r"output 'out' agrees with the original to a cosine of .*float"
+        VerificationError, match=r"output 'out' has cosine .* with the original .*float"
     ) as caught:
         ortolan.optimize_onnx(path, output, calibration=x, options=ANY_ROUNDING)
     assert "allow_different=True" in str(caught.value) and not output.exists()

@@ -128,10 +128,10 @@ def weights_of_model(model: onnx.ModelProto) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("residual", "they, or what they are made from, also go into Neg"),
+        ("residual", "they, or a value they are computed from, are also read by Neg"),
         ("output", "they are an output of the model"),
-        ("sigmoid", "they are made by Sigmoid, into which a scale cannot be folded"),
-        ("input", "they are made from an input of the model"),
+        ("sigmoid", "they are computed by Sigmoid, into which a scale cannot be folded"),
+        ("input", "they are computed from an input of the model"),
     ],
 )
 def test_what_cannot_be_folded_is_noted(monkeypatch, kind, reason):
@@ -247,7 +247,7 @@ def test_gptq_keeps_what_was_pruned():
 def test_poor_calibration_is_noted():
     notes = quantized(matmul_model(64, 24), method="gptq").notes
     assert any("made-up inputs" in note and "give calibration" in note for note in notes)
-    assert any("layer 'linear' is calibrated on fewer rows than the layer has inputs" in note for note in notes)
+    assert any("layer 'linear' is calibrated on fewer tokens than the layer has inputs" in note for note in notes)
 
 
 @pytest.mark.parametrize("method", CALIBRATED)
@@ -339,12 +339,12 @@ def test_calibrated_weights_run_in_the_operator(method):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bits": 8, "symmetric": False}, "symmetric is false, expected bits = 4"),
-        ({"bits": 8, "method": "hqq"}, "method is 'hqq', expected bits = 4"),
+        ({"bits": 8, "symmetric": False}, "symmetric is false, which needs bits = 4"),
+        ({"bits": 8, "method": "hqq"}, "method is 'hqq', which needs bits = 4"),
         ({"bits": 4, "method": "hqq", "symmetric": True}, "symmetric is true, expected false"),
-        ({"bits": 4, "damping": 0.1}, "damping is 0.1, which only method = 'gptq' has"),
-        ({"bits": 4, "reduce_range": True}, "reduce_range is true, expected bits = 8"),
-        ({"reduce_range": True, "method": "gptq"}, "reduce_range is true, expected bits = 8"),
+        ({"bits": 4, "damping": 0.1}, "damping is 0.1, which needs method = 'gptq'"),
+        ({"bits": 4, "reduce_range": True}, "reduce_range is true, which needs bits = 8"),
+        ({"reduce_range": True, "method": "gptq"}, "reduce_range is true, which needs bits = 8"),
         ({"bits": 4, "method": "awq", "act_order": True}, "act_order is True, which only"),
         ({"bits": 4, "method": "gptq", "damping": 0.0}, "damping is 0.0, expected a number from 0.0001"),
         ({"bits": 4, "method": "obq"}, "method is 'obq', expected one of"),

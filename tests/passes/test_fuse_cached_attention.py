@@ -25,7 +25,7 @@ from .small_models import op_types, run
 NAME = "fuse_cached_attention"
 FAST = {"verify.seconds": 0.0}
 BECAME = f"{LAYERS} attentions with a cache became one operator each"
-LEFT = "attention with a cache left as it is: "
+LEFT = "attention with a cache not replaced: "
 
 
 def fused(model: onnx.ModelProto, **options: Any) -> tuple[onnx.ModelProto, OptimizationReport]:
@@ -226,4 +226,4 @@ def test_beside_compressed_caches_only_where_no_function_is_needed(portable: boo
     assert report.model is not None and report.portable == portable
     assert op_types(report.model).count("GroupQueryAttention") == int(portable)
     told = [note for note in report.notes if note.startswith(LEFT)]
-    assert len(told) == int(portable) and all("no ONNX function serves it" in note for note in told)
+    assert len(told) == int(portable) and all("one ONNX function cannot serve it" in note for note in told)

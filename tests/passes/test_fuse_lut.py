@@ -199,7 +199,7 @@ REFUSED: dict[str, tuple[list[NodeProto], dict[str, np.ndarray], str]] = {
     "one_operator": (
         [*CHAINS["tanh"][:1], node("Relu", "a", "r"), node("MatMul", "a weight", "m"), node("Add", "r m", "y")],
         {"weight": np.ones((17, 17), np.float32)},
-        "a table for n_r would save one operator only",
+        "a table for n_r would save only one operator",
     ),
     "whole_numbers": (
         [

@@ -224,7 +224,7 @@ def test_the_report_counts() -> None:
     report = fuse(model_of([node("Add", "x t", "s"), norm(output="y1"), norm("y1 w b")]))
     assert "2 LayerNormalizations fused with 1 addition in front" in report.notes
     report = fuse(model_of([norm("x w b")]), dry_run=True)
-    assert "which LayerNormalizations are left is found when layers have been replaced" in report.notes
+    assert "LayerNormalizations that remain are found after layers have been replaced" in report.notes
 
 
 def test_needs_normalize_for_old_opsets() -> None:

@@ -85,7 +85,7 @@ def test_a_threshold_is_foreseen_where_one_is_chosen_and_applied() -> None:
         True,
         False,
     ]
-    refused = LayerState(first.stored_bytes, threshold="its input lies in a subgraph")
+    refused = LayerState(first.stored_bytes, threshold="its input is inside a subgraph")
     assert not plan.gains(first, Stored(first.k * first.n), refused)
 
 

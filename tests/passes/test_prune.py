@@ -109,7 +109,7 @@ def test_select_and_exclude():
 
 @pytest.mark.parametrize("options", [{"select": ["/c"]}, {"layers": {"/c": 0.3}}])
 def test_a_pattern_that_matches_nothing_is_an_error(options):
-    with pytest.raises(RecipeError, match=r"'/c' .* matches no linear layer; they are named like '/a'"):
+    with pytest.raises(RecipeError, match=r"'/c' .* matches no linear layer; layers have names like '/a'"):
         prune(two_layers(), **options)
 
 

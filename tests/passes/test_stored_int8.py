@@ -38,7 +38,7 @@ def test_numbers_are_kept(form, unsigned, zero_point, per_column, bias):
     np.testing.assert_array_equal(scales, layer.scales)
     (reported,) = report.layers
     assert (reported.name, reported.status, reported.weight_bits) == ("linear", "replaced", 8)
-    assert any("keeps the 8-bit weights that the model stores, number by number" in note for note in report.notes)
+    assert any("keeps the model's stored 8-bit weights exactly" in note for note in report.notes)
     assert not {"W", "zeros", "both", "x_zero"} & {tensor.name for tensor in report.model.graph.initializer} or (
         form == "qdq_reshape"
     )
@@ -91,7 +91,7 @@ def test_zero_points_that_int8_does_not_hold(form):
     layer = Int8Layer(form, unsigned=True, zero_point=130, q=np.clip(q, -130, 125), per_column=False)
     model, x = layer.model(), layer.inputs()
     report = optimize(model)
-    assert any("'linear' is stored in 8 bits already, but not as" in note for note in report.notes)
+    assert any("'linear' is stored in 8 bits, but in a format" in note for note in report.notes)
     found, scales = packed_numbers(report.model)
     assert np.abs(found * scales - layer.matrix).max() <= scales.max() / 2 * 1.001
     assert relative_error(x @ layer.matrix, outputs(report.model, x)[0]) < 0.05
@@ -202,7 +202,7 @@ def test_dense_numbers_are_pruned_and_not_rounded_again(form, bias):
     assert np.count_nonzero(blocks) == 48
     sums = np.abs(layer.matrix).reshape(32, 6, 4).sum(axis=2)
     assert sums[blocks].min() >= sums[~blocks].max()
-    assert any("what is left of their numbers stays the same" in note for note in report.notes)
+    assert any("the remaining weights are kept exactly" in note for note in report.notes)
     assert report.layers[0].weight_bits == 8 and report.layers[0].sparsity >= 0.75
     x = layer.inputs()
     pruned = dataclasses.replace(layer, q=found)
@@ -228,7 +228,7 @@ def test_four_bits_round_once_more():
         Int8Layer("dynamic", 128, 64).model(), recipe=NAMED["int4"], options={"verify.seconds": 0.0, "may_grow": True}
     )
     assert op_types(report.model) == ["W4A8MatMul"]
-    assert any("stored in 8 bits already, but not as a replacing operator takes them" in note for note in report.notes)
+    assert any("stored in 8 bits, but in a format that no replacing operator takes" in note for note in report.notes)
 
 
 def test_a_pruned_layer_that_stays_is_a_matmul():

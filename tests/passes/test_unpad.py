@@ -176,7 +176,7 @@ def test_without_functions() -> None:
 
 def test_a_dry_run_says_that_it_is_found_later() -> None:
     report = optimize(proto(tiny.tiny_bert()), recipe=with_unpad(RECIPES["bf16"]), dry_run=True)
-    assert any("whether padding can be left out is found when layers have been replaced" in one for one in report.notes)
+    assert any("whether padding can be skipped is found after layers have been replaced" in one for one in report.notes)
 
 
 # Those that have no mask, and those that have one for other things.
@@ -267,7 +267,7 @@ def test_a_dimension_that_is_given(tmp_path) -> None:
         recipe=with_unpad(RECIPES["int8"]),
         options={"verify.seconds": 0.0, "may_grow": True},
     )
-    assert any(note.startswith("padding is left out") for note in report.notes)
+    assert any(note.startswith("padding is skipped") for note in report.notes)
     feeds = encoder_feeds(model, MASKS["behind"])
     there = feeds["attention_mask"] != 0
     (y,) = run(str(tmp_path / "fast.onnx"), feeds, library=True)

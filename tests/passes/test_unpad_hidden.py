@@ -104,7 +104,7 @@ def test_the_padding_token_of_the_models_folder(tmp_path: Path) -> None:
 )
 def test_a_folder_that_does_not_tell_padding_from_text(tmp_path: Path, tokenizer: dict[str, str], why: str) -> None:
     report = of_folder(files(tmp_path, {"pad_token_id": 1}, tokenizer))
-    (note,) = (note for note in report.notes if note.startswith("padding is not left out: output last_hidden_state"))
+    (note,) = (note for note in report.notes if note.startswith("padding is not skipped: output last_hidden_state"))
     assert why in note and "unpad.pad_token_id" in note and "unpad.drop_hidden" in note
     model = onnx.load(str(tmp_path / "model.onnx"))
     feeds = expanded_feeds(model)

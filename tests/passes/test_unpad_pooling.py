@@ -56,7 +56,7 @@ def test_pooling_by_masked_fill(shows: bool, by: str, fill: float) -> None:
 
 def test_a_fill_that_stands_where_tokens_are() -> None:
     found = reason(optimize(filled(True, "ReduceMax", -1e9, inverted=True), recipe=with_unpad(BF16)))
-    assert found == "Where 'filled' may read places where no token is"
+    assert found == "Where 'filled' may read positions without a token"
 
 
 @pytest.mark.parametrize("norm", ["ReduceL2", "ReduceL1"])

@@ -97,7 +97,7 @@ def test_heads_that_something_else_reads() -> None:
         return y
 
     found = reason(fuse_and_unpad(attention_model(shown)))
-    assert found.endswith("whose tokens are behind heads, is read by something else")
+    assert found.endswith("has consumers besides attention")
 
 
 def test_the_report_holds_for_the_original() -> None:

@@ -82,34 +82,34 @@ QUANTIZE = PRUNE.replace("prune", "quantize")
         (PRUNE + 'sparsity = "0.5"', "sparsity is '0.5'"),
         (PRUNE + 'method = "obd"', "method is 'obd', expected one of 'magnitude', 'wanda', 'sparsegpt'"),
         (PRUNE + 'pattern = "4:2"', "pattern is '4:2', expected 'unstructured', '4x1', or 'N:M' with N < M <= 128"),
-        (PRUNE + 'pattern = "1:4"', "sparsity is 0.5, but pattern '1:4' makes it 0.75; set sparsity to that"),
+        (PRUNE + 'pattern = "1:4"', "sparsity is 0.5, expected 0.75, which pattern '1:4' has"),
         (PRUNE + 'pattern = "2:4"\nscope = "global"', "scope is 'global', but with pattern '2:4' all layers have one"),
         (
             PRUNE + 'method = "wanda"\nscope = "global"',
             "scope is 'global', expected 'layer' or 'sensitivity' with method = 'wanda'",
         ),
-        (PRUNE + "weight_bits = 4", "weight_bits is 4, which only method = 'sparsegpt' has"),
+        (PRUNE + "weight_bits = 4", "weight_bits is 4, which needs method = 'sparsegpt'"),
         (
             PRUNE + 'method = "sparsegpt"\nweight_group_size = 32',
-            "weight_group_size is 32, which only weight_bits = 4 has",
+            "weight_group_size is 32, which needs weight_bits = 4",
         ),
         (
             PRUNE + 'method = "sparsegpt"\nweight_bits = 8\nzero_points = true',
-            "zero_points is True, which only weight_bits = 4 has",
+            "zero_points is True, which needs weight_bits = 4",
         ),
         (
             PRUNE + 'method = "sparsegpt"\nweight_bits = 8\nrepair = true',
             "repair is true, expected false with weight_bits",
         ),
-        (PRUNE + "damping = 0.1", "damping is 0.1, which only sparsegpt and repair have"),
+        (PRUNE + "damping = 0.1", "damping is 0.1, which needs method = 'sparsegpt' or repair"),
         (QUANTIZE + "bits = 3", r"pass 1 \(quantize\): bits is 3, expected one of 4, 8"),
         (QUANTIZE + "bits = 4.0", "bits is 4.0, expected one of 4, 8"),
         (QUANTIZE + "bits = true", "bits is True"),
         (QUANTIZE + "bits = 4\ngroup_size = 48", "group_size is 48, expected one of 32, 64, 128"),
-        (QUANTIZE + "bits = 8\nsymmetric = false", "symmetric is false, expected bits = 4 with it"),
+        (QUANTIZE + "bits = 8\nsymmetric = false", "symmetric is false, which needs bits = 4"),
         (
             QUANTIZE + 'bits = 4\nzero_points = "integer"',
-            "zero_points is 'integer', which only weights with symmetric = f",
+            "zero_points is 'integer', which needs symmetric = f",
         ),
         (QUANTIZE + 'method = "obq"', "method is 'obq', expected one of 'rtn', 'mse', 'gptq'"),
         (PRUNE + "exclude = [3]", "exclude is .*, expected a list of name patterns"),
@@ -185,7 +185,7 @@ def test_with_options():
 def test_options_that_depend_on_each_other_are_changed_together(name, options):
     changed = NAMED[name].with_options(options)
     assert {option: option_of(changed, "quantize", option) for option in options} == options
-    with pytest.raises(RecipeError, match=r"pass 'quantize': symmetric is false, expected bits = 4"):
+    with pytest.raises(RecipeError, match=r"pass 'quantize': symmetric is false, which needs bits = 4"):
         NAMED[name].with_options({"bits": 8, "symmetric": False})
 
 

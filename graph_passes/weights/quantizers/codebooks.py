@@ -2,8 +2,8 @@
 
 Keys are split into parts of d_sub elements, and each part is clustered separately: k-means, for the smallest (weighted)
 sum of squared distances to the nearest centroid. Parts of one element are clustered almost optimally: k-means of sorted
-scalars is a choice of cuts, solved by dynamic programming over at most _GRID runs of equal size (exactly, if there are
-no more scalars). Lloyd's steps on all scalars then move the cuts within runs. Longer parts start with k-means++ and
+scalars is a choice of cuts, solved by dynamic programming over at most _GRID runs of equal size (exactly, for at
+most _GRID scalars). Lloyd's steps on all scalars then move the cuts within runs. Longer parts start with k-means++ and
 take Lloyd's steps. The result is deterministic.
 
 Text unlike the samples has keys outside their range, and attention to a clipped key is completely wrong (measured in
