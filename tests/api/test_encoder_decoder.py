@@ -107,7 +107,9 @@ def test_a_decoder_that_calls_its_logits_otherwise(folder: Path, tmp_path: Path)
     decoder = onnx.load(folder / DECODER)
     decoder.graph.output[0].name = decoder.graph.node[-1].output[0] = "scores"
     onnx.save(decoder, tmp_path / "model" / DECODER)
-    with pytest.raises(CalibrationError, match=r"no output 'logits' but scores, present.*optimize each file separately"):
+    with pytest.raises(
+        CalibrationError, match=r"no output 'logits' but scores, present.*optimize each file separately"
+    ):
         ortolan.optimize_onnx(tmp_path / "model", tmp_path / "fast", weights="int8", options=FAST)
     assert not (tmp_path / "fast").exists()
 

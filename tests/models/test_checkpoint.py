@@ -57,7 +57,9 @@ def test_a_llama_of_a_gguf_file(tmp_path, tied):
 
 
 def test_refusals(tmp_path):
-    with pytest.raises(ManifestError, match="'stories15m' is not available as a checkpoint, expected one of all-minilm"):
+    with pytest.raises(
+        ManifestError, match="'stories15m' is not available as a checkpoint, expected one of all-minilm"
+    ):
         write_checkpoint("stories15m", tmp_path / "folder")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")

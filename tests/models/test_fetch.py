@@ -227,7 +227,9 @@ def test_unknown_names_list_the_known_ones():
         fetching.fetch("all-minilm")
     with pytest.raises(OrtolanError, match="known models: all-minilm-l6-v2"):
         catalog.get_model("all-mpnet-base-v1")
-    with pytest.raises(ManifestError, match=r"'all-minilm-l6-v2' does not support attention.*these models do: stories15m"):
+    with pytest.raises(
+        ManifestError, match=r"'all-minilm-l6-v2' does not support attention.*these models do: stories15m"
+    ):
         catalog.get_model("all-minilm-l6-v2", attention="gqa")
 
 

@@ -1,4 +1,4 @@
-"""Attention in the forms that exporters write, and what looks like one and is none."""
+"""Attention as different exporters write it, and graphs that only look like attention."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def no_mask(graph: Graph) -> str:
 
 
 def mask_first_and_scaled_query(graph: Graph) -> str:
-    """Queries scaled before they are split, keys transposed twice, the mask in front."""
+    """Scale queries before the heads are split, transpose keys twice, and add the mask as first operand."""
     q = graph.op("Mul", graph.linear("q"), graph.number(D**-0.5))
     key = graph.transpose(graph.heads(graph.linear("kk")), 0, 1, 3, 2)
     scores = graph.op("Add", graph.additive_mask(), graph.op("MatMul", graph.heads(q), key))
@@ -41,7 +41,7 @@ def mask_first_and_scaled_query(graph: Graph) -> str:
 
 
 def shape_chains(graph: Graph) -> str:
-    """As TorchScript writes scaled_dot_product_attention: shapes asked for, the scale worked out from one of them."""
+    """TorchScript's scaled_dot_product_attention: reads shapes, and computes the scale from one of them."""
 
     def size(x: str, axis: int) -> str:
         one = graph.op("Gather", graph.op("Shape", x), np.array(axis, np.int64), axis=0)
@@ -65,7 +65,7 @@ def shape_chains(graph: Graph) -> str:
 
 
 def keys_by_way_of_three_dimensions(graph: Graph) -> str:
-    """As the dynamo exporter transposes them."""
+    """Keys transposed as the dynamo exporter does it."""
     heads = graph.heads(graph.linear("kk"))
     shape = graph.op("Shape", heads)
     rows = graph.op("Slice", shape, np.array([2]), np.array([3]))
@@ -79,7 +79,7 @@ def keys_by_way_of_three_dimensions(graph: Graph) -> str:
 
 
 def filled(hides: bool, fill: float = LOWEST) -> Callable[[Graph], str]:
-    """As DistilBERT has it: scores replaced where a mask, made as large as they are, says so."""
+    """DistilBERT's mask: replace scores where a condition, expanded to their shape, holds."""
 
     def build(graph: Graph) -> str:
         q, k, v = (graph.linear(name) for name in ("q", "kk", "vvv"))
@@ -95,7 +95,7 @@ def filled(hides: bool, fill: float = LOWEST) -> Callable[[Graph], str]:
 
 
 def zeros_for_nan(graph: Graph) -> str:
-    """As PyTorch exports masks of truth values."""
+    """Boolean masks as PyTorch exports them."""
     q, k, v = (graph.linear(name) for name in ("q", "kk", "vvv"))
     scores = graph.op("MatMul", graph.heads(q), graph.transpose(graph.heads(k), 0, 1, 3, 2))
     mask = graph.op("Where", graph.hidden(), graph.number(-np.inf), graph.number(0))
@@ -105,7 +105,7 @@ def zeros_for_nan(graph: Graph) -> str:
 
 
 def position_bias(graph: Graph) -> str:
-    """By the distance of key and query, as TorchScript writes MPNet's and T5's: [batch, H, rows, rows]."""
+    """Bias by the distance of key and query, as TorchScript writes MPNet's and T5's: [batch, H, rows, rows]."""
     batch, rows = (graph.op("Gather", graph.op("Shape", "x"), np.array(axis, np.int64), axis=0) for axis in (0, 1))
     positions = graph.op("Range", np.array(0, np.int64), rows, np.array(1, np.int64))
     distance = graph.op("Sub", *(graph.op("Unsqueeze", positions, np.array([axis], np.int64)) for axis in (0, 1)))
@@ -120,7 +120,7 @@ def position_bias(graph: Graph) -> str:
 
 
 def masked_by(*makers: Callable[[Graph], str], joined: bool = False) -> Callable[[Graph], str]:
-    """These are added to the scores, one after the other; joined: after they were added to each other."""
+    """Add these masks to the scores, one after the other; joined: as one sum."""
 
     def build(graph: Graph) -> str:
         q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
@@ -170,11 +170,11 @@ def multi_head_attention(graph: Graph) -> str:
 
 
 def onnx_attention(graph: Graph) -> str:
-    """Of the layers' outputs, with fewer heads of keys and values, and a mask of truth values."""
+    """Opset-23 Attention with fewer heads of keys and values, and a boolean mask."""
     graph.opset = 23
     q, k, v = graph.linear("q"), graph.linear("kk", width=2 * D), graph.linear("vvv", width=2 * D)
     rows = size_of_rows(graph)
-    # ONNX Runtime wants a row for each query.
+    # ONNX Runtime requires a mask row for each query.
     shape = graph.op("Concat", graph.op("Shape", "x", start=0, end=1), np.array([1]), rows, rows, axis=0)
     shown = graph.op("Expand", graph.op("Not", graph.hidden()), shape)
     return graph.op("Attention", q, k, v, shown, q_num_heads=H, kv_num_heads=2, scale=0.3)

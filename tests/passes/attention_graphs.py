@@ -1,4 +1,4 @@
-"""Attentions as exporters write them."""
+"""Builders of attention graphs as exporters write them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLOAT, BOOL, INT64 = TensorProto.FLOAT, TensorProto.BOOL, TensorProto.INT64
 
 @dataclass
 class Graph:
-    """Nodes of a model of one attention: x and perhaps mask to y. Its parts are named as they are usually written."""
+    """Nodes of a model with one attention: x and optionally mask to y, with the usual names."""
 
     nodes: list[NodeProto] = field(default_factory=list)
     weights: dict[str, np.ndarray] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Graph:
     opset: int = 17
 
     def op(self, op_type: str, *inputs: str | np.ndarray, domain: str = "", **attributes: Any) -> str:
-        """Adds a node, and arrays among its inputs as constants; returns its output."""
+        """Add a node, with arrays among its inputs as constants, and return its output."""
         names = []
         for one in inputs:
             if not isinstance(one, str):
@@ -69,7 +69,7 @@ class Graph:
         return self.op("Mul", self.op("Sub", self.number(1), floats), self.number(LOWEST))
 
     def hidden(self) -> str:
-        """Whether a key is hidden, [batch, 1, 1, rows]."""
+        """Return a condition that is true for hidden keys, [batch, 1, 1, rows]."""
         self.inputs["mask"] = (INT64, ["batch", "rows"])
         unsqueezed = self.op("Unsqueeze", "mask", np.array([1, 2], np.int64))
         return self.op("Equal", unsqueezed, np.array(0, np.int64))
@@ -93,7 +93,7 @@ def size_of_rows(graph: Graph) -> str:
 
 
 def plain(graph: Graph, mask: bool = True) -> tuple[str, str]:
-    """The usual form up to its Softmax: (weights, values)."""
+    """Return (weights, values) of the usual form up to its Softmax."""
     q, k, v = (graph.linear(name) for name in ("q", "kk", "vvv"))
     key = graph.transpose(graph.reshape(k, 0, 0, H, D), 0, 2, 3, 1)
     scores = graph.op("Div", graph.op("MatMul", graph.heads(q), key), graph.number(D**0.5))
@@ -103,7 +103,7 @@ def plain(graph: Graph, mask: bool = True) -> tuple[str, str]:
 
 
 def zeros_for_rows_without_keys(counted: str = "mask", limit: float = 1.0) -> Callable[[Graph], str]:
-    """As transformers 5 exports scaled_dot_product_attention; `counted` is the mask that rows are judged by."""
+    """scaled_dot_product_attention as transformers 5 exports it; `counted` is the mask that rows are judged by."""
 
     def build(graph: Graph) -> str:
         q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))

@@ -1,6 +1,6 @@
-"""Attention with a cache as exporters write it for decoders of several kinds, one attention a model.
+"""Attention with a cache as exporters write it for several kinds of decoders, one attention per model.
 
-x and the cache to y and the cache with the new tokens; mask [batch, past + rows] says which tokens are padding.
+The models map x and the cache to y and the cache with the new tokens. mask [batch, past + rows] marks padding.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from onnx import helper
 from .attention_graphs import BOOL, FLOAT, INT64, LOWEST, D, Graph, H, W
 
 CACHE = ("past_key", "past_value")
-TABLE = 32  # tokens that a constant mask is for
+TABLE = 32  # tokens covered by a constant mask
 
 
 class CachedGraph(Graph):
@@ -31,19 +31,19 @@ class CachedGraph(Graph):
         return output
 
     def size(self, x: str, axis: int) -> str:
-        """[1]"""
+        """Return a dimension as [1]."""
         return self.op("Gather", self.op("Shape", x), np.array([axis], np.int64))
 
     def scalar(self, x: str) -> str:
         return self.op("Squeeze", x, np.array([0], np.int64))
 
     def visible(self) -> str:
-        """Truth values [batch, 1, rows, past + rows]."""
+        """Return a boolean mask [batch, 1, rows, past + rows]."""
         zero, one = np.array(0, np.int64), np.array(1, np.int64)
         total, rows = (self.scalar(self.size(name, 1)) for name in ("mask", "x"))
-        places = self.op("Add", self.op("Range", zero, rows, one), self.op("Sub", total, rows))
+        positions = self.op("Add", self.op("Range", zero, rows, one), self.op("Sub", total, rows))
         earlier = self.op(
-            "LessOrEqual", self.op("Range", zero, total, one), self.op("Unsqueeze", places, np.array([1], np.int64))
+            "LessOrEqual", self.op("Range", zero, total, one), self.op("Unsqueeze", positions, np.array([1], np.int64))
         )
         seen = self.op("Cast", self.op("Unsqueeze", "mask", np.array([1, 2], np.int64)), to=BOOL)
         return self.op("And", seen, earlier)
@@ -52,7 +52,7 @@ class CachedGraph(Graph):
         return self.op("Where", self.visible(), self.number(0), self.number(value))
 
     def cut(self, mask: str, like: str = "present_key") -> str:
-        """To as many keys as the cache has, which lies inside of the attention."""
+        """Slice a mask to the length of the cache, which is read inside the attention."""
         zero, last = np.array([0], np.int64), np.array([3], np.int64)
         return self.op("Slice", mask, zero, self.size(like, 2), last, np.array([1], np.int64))
 
@@ -61,7 +61,7 @@ class CachedGraph(Graph):
 
 
 def joined_layer(graph: CachedGraph) -> str:
-    """GPT-2: one layer for all three, split; shapes and the scale asked of what is inside; NaN as 0."""
+    """GPT-2: one layer for query, key and value, then a Split; shapes and the scale are read inside; NaN becomes 0."""
     sizes = np.array([W, W, W], np.int64)
     names = ["q", "k", "v"]
     graph.weights["sizes"] = sizes
@@ -89,7 +89,7 @@ def joined_layer(graph: CachedGraph) -> str:
 
 
 def constant_masks(graph: CachedGraph) -> str:
-    """GPT-Neo: Casts to what is float already, the cache's too; a window of a table that is sliced by lengths."""
+    """GPT-Neo: Casts of values that are already float, also of the cache; a table sliced by lengths as window."""
     q, k, v = (graph.heads(graph.linear(name)) for name in ("query", "ke", "value"))
     appended = graph.op("Concat", "past_key", k, axis=-2)
     graph.nodes.append(helper.make_node("Cast", [appended], ["present_key"], "/cache", to=FLOAT))
@@ -107,7 +107,7 @@ def constant_masks(graph: CachedGraph) -> str:
 
 
 def heads_of_all_sequences(graph: CachedGraph) -> str:
-    """BLOOM: query, key and value of a head side by side; three axes; a bias of positions for each head."""
+    """BLOOM: query, key and value of a head side by side; 3-D products; a position bias for each head."""
     qkv = graph.reshape(graph.linear("qkv", width=3 * W), 0, 0, H, 3, D)
     q, k, v = (
         graph.transpose(graph.op("Gather", qkv, np.array(index, np.int64), axis=3), 0, 2, 1, 3) for index in range(3)
@@ -116,10 +116,10 @@ def heads_of_all_sequences(graph: CachedGraph) -> str:
     every = graph.op("Mul", graph.size("x", 0), np.array([H], np.int64))
     shape = graph.op("Concat", every, np.array([-1, D], np.int64), axis=0)
     q3, k3, v3 = (graph.op("Reshape", one, shape) for one in (q, key, value))
-    places = graph.op("Sub", graph.op("CumSum", "mask", np.array(-1, np.int64)), np.array(1, np.int64))
-    places = graph.op("Cast", graph.op("Mul", places, "mask"), to=FLOAT)
+    positions = graph.op("Sub", graph.op("CumSum", "mask", np.array(-1, np.int64)), np.array(1, np.int64))
+    positions = graph.op("Cast", graph.op("Mul", positions, "mask"), to=FLOAT)
     slopes = 2.0 ** -np.arange(1, H + 1, dtype=np.float32)[:, None]
-    bias = graph.op("Mul", slopes, graph.op("Unsqueeze", places, np.array([1], np.int64)))
+    bias = graph.op("Mul", slopes, graph.op("Unsqueeze", positions, np.array([1], np.int64)))
     bias = graph.op("Reshape", bias, graph.op("Concat", every, np.array([1, -1], np.int64), axis=0))
     product = graph.op("MatMul", q3, graph.transpose(k3, 0, 2, 1))
     scores = graph.op("Add", graph.op("Mul", product, graph.number(D**-0.5)), bias)
@@ -133,7 +133,7 @@ def heads_of_all_sequences(graph: CachedGraph) -> str:
 
 
 def one_head_of_keys(graph: CachedGraph) -> str:
-    """Falcon: the only head of keys and values is not repeated; the product broadcasts it."""
+    """Falcon: the single head of keys and values is not repeated; the product broadcasts it."""
     q = graph.heads(graph.linear("query"))
     k, v = (graph.transpose(graph.reshape(graph.linear(name, width=D), 0, 0, 1, D), 0, 2, 1, 3) for name in ("ke", "v"))
     key, value = graph.appended("key", k), graph.appended("value", v)
@@ -142,7 +142,7 @@ def one_head_of_keys(graph: CachedGraph) -> str:
 
 
 def turned_in_part(graph: CachedGraph) -> str:
-    """Phi, GPT-NeoX: a part of each head is turned by its position, the rest stays."""
+    """Phi, GPT-NeoX: only a part of each head is rotated."""
     q, k, v = (graph.heads(graph.linear(name)) for name in ("query", "ke", "value"))
 
     def turned(x: str) -> str:
@@ -158,7 +158,7 @@ def turned_in_part(graph: CachedGraph) -> str:
 
 
 def scaled_behind_the_mask(graph: CachedGraph) -> str:
-    """CodeGen: masks are added, and then all is scaled."""
+    """CodeGen: masks are added before the scaling."""
     q, k, v = (graph.heads(graph.linear(name)) for name in ("query", "ke", "value"))
     key, value = graph.appended("key", k), graph.appended("value", v)
     scores = graph.op("MatMul", q, graph.transpose(key, 0, 1, 3, 2))
@@ -168,7 +168,7 @@ def scaled_behind_the_mask(graph: CachedGraph) -> str:
 
 
 def capped(graph: CachedGraph) -> str:
-    """Gemma 2: scores go through a Tanh."""
+    """Gemma 2: scores pass through a Tanh."""
     q, k, v = (graph.heads(graph.linear(name)) for name in ("query", "ke", "value"))
     key, value = graph.appended("key", k), graph.appended("value", v)
     scores = graph.op("Div", graph.op("MatMul", q, graph.transpose(key, 0, 1, 3, 2)), graph.number(50))
@@ -192,7 +192,7 @@ def model(form: Callable[[CachedGraph], str]) -> onnx.ModelProto:
 
 
 def feeds(model: onnx.ModelProto, past: int, rows: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Two sequences, the first with two tokens of padding in front."""
+    """Two sequences, the first with two tokens of left padding."""
     rng = np.random.default_rng(seed)
     heads = (
         next(value for value in model.graph.input if value.name == "past_key").type.tensor_type.shape.dim[1].dim_value

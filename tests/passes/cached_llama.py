@@ -1,4 +1,4 @@
-"""A small decoder, what compress_cache makes of it, and a loop that generates with both."""
+"""A small decoder, its compressed form, and a loop that generates with both."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def llama(attention: str, **overrides: Any) -> onnx.ModelProto:
 
 
 def unequal_mask(padding: str) -> np.ndarray:
-    """int64 [2, 81]: a prompt of 70 tokens, of which the second sequence lacks 30 on the left or right, and 11 more."""
+    """A mask int64 [2, 81] of a prompt of 70 tokens and 11 more.
+
+    The second sequence lacks 30 tokens on the left or right.
+    """
     mask = np.ones((2, 81), np.int64)
     mask[1, :30] = 0
     if padding == "right":
@@ -67,7 +70,7 @@ def prompt(model: onnx.ModelProto, batch: int = 2, tokens: int = 50, seed: int =
 
 
 class Decoding:
-    """Feeds for one call after another. mask: 0 for padding, [batch, tokens]."""
+    """Feeds of consecutive calls. mask: 0 for padding, [batch, tokens]."""
 
     def __init__(self, model: onnx.ModelProto, ids: np.ndarray, mask: np.ndarray | None = None) -> None:
         self.ids, self.mask = ids, np.ones_like(ids) if mask is None else mask
@@ -77,7 +80,7 @@ class Decoding:
             if value.name.startswith("past_key_values"):
                 shape = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
                 dtype = helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
-                # As many tokens as exact keys are of; else none.
+                # The fixed number of slots for exact keys; otherwise 0 tokens.
                 self.caches[value.name] = np.zeros((len(ids), *shape[1:]), dtype)
 
     def feeds(self, begin: int, end: int) -> Arrays:
@@ -86,7 +89,7 @@ class Decoding:
         return {name: given[name] for name in self.names if name in given} | self.caches
 
     def run(self, model: onnx.ModelProto, cuts: Sequence[int]) -> Iterator[np.ndarray]:
-        """The logits of calls that end at each of the cuts."""
+        """Yield the logits of calls that end at each of the cuts."""
         runner = session(model)
         names = [output.name for output in runner.get_outputs()]
         begin = 0
@@ -100,7 +103,10 @@ class Decoding:
 def decode(
     model: onnx.ModelProto, cuts: Sequence[int] = (70, 71, 72, 80, 81), mask: np.ndarray | None = None
 ) -> np.ndarray:
-    """The logits of two sequences, a prompt and single tokens and several, [batch, tokens, vocabulary]."""
+    """Return the logits of two sequences, [batch, tokens, vocabulary].
+
+    The calls are a prompt, single tokens and several tokens.
+    """
     ids = np.random.default_rng(0).integers(0, VOCABULARY, (2, cuts[-1]))
     return np.concatenate(list(Decoding(model, ids, mask).run(model, cuts)), axis=1)
 

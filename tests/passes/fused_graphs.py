@@ -1,4 +1,4 @@
-"""Models of one fused operator of ONNX Runtime, and what passes make of them."""
+"""Models of one fused operator of ONNX Runtime, and their form after unfusing."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ def fused_model(
     ranks: Mapping[str, int] | None = None,
     **attributes: Any,
 ) -> onnx.ModelProto:
-    """given: what callers pass, with its dimensions. before: nodes in front of the operator. ranks: of outputs that do
-    not have three dimensions; those of one are int32."""
+    """A model of one operator.
+
+    given: inputs with their dimensions. before: nodes before the operator. ranks: ranks of outputs, by default 3;
+    outputs of rank 1 are int32.
+    """
     ranks = ranks or {}
     values = [
         helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), shape)
@@ -52,7 +55,7 @@ def _output(name: str, rank: int) -> onnx.ValueInfoProto:
 
 
 def unfused(model: onnx.ModelProto, tables: bool = True) -> tuple[onnx.ModelProto, list[str]]:
-    """The model in the forms that the passes know, and the reasons of the nodes that stay."""
+    """Return the model in the forms that the passes know, and the reasons of the nodes that are not split."""
     loaded = ir.from_proto(model)
     unfuse(loaded, NewNames(loaded), tables)
     reasons = [reason for node in loaded.graph.all_nodes() if (reason := why_left(node)) is not None]

@@ -1,4 +1,4 @@
-"""Layers that a model stores in int8, in all the forms in which tools write them, and what they stand for."""
+"""Layers with stored int8 weights, in all forms that tools write, and their dequantized weights."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from .small_models import make_model, run
 
 DYNAMIC = ["chain", "chain_of_two", "dynamic", "dynamic_to_float"]
 FIXED = ["to_float", "sparse_ml", "qdq", "qdq_transpose", "qdq_gemm", "qdq_gemm_trans_b", "qdq_reshape"]
-ROUNDED = ["qlinear", "qgemm", "qgemm_trans_b"]  # which put out 8-bit numbers
+ROUNDED = ["qlinear", "qgemm", "qgemm_trans_b"]  # outputs are 8-bit
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 MICROSOFT = "com.microsoft"
 
 
-def sparse_numbers(k: int, n: int, share: float = 0.75, seed: int = 0) -> np.ndarray:
-    """int8 [k, n], -127 … 127, this share of the blocks of four outputs zero."""
+def sparse_integers(k: int, n: int, fraction: float = 0.75, seed: int = 0) -> np.ndarray:
+    """int8 [k, n], -127 … 127, with this fraction of the blocks of four outputs zero."""
     rng = np.random.default_rng(seed)
-    kept = np.repeat(rng.random((k, -(-n // 4))) >= share, 4, axis=1)[:, :n]
+    kept = np.repeat(rng.random((k, -(-n // 4))) >= fraction, 4, axis=1)[:, :n]
     return np.where(kept, rng.integers(-127, 128, (k, n)), 0).astype(np.int8)
 
 
 @dataclass
 class Int8Layer:
-    """y = x W + b. All scales are powers of two, so that sums in float32 are exact."""
+    """y = x W + b. All scales are powers of two, so sums in float32 are exact."""
 
     form: str
     k: int = 32
     n: int = 24
-    unsigned: bool = False  # the weight is uint8, with the zero points
-    zero_point: int = 0  # of the weight
+    unsigned: bool = False  # the weight and its zero points are uint8
+    zero_point: int = 0  # zero point of the weight
     per_column: bool = True
-    x_unsigned: bool = True  # fixed ranges: of uint8 numbers, or of int8
+    x_unsigned: bool = True  # fixed ranges are uint8, otherwise int8
     bias: bool = False
-    q: np.ndarray | None = None  # numbers less zero points
-    changes: dict[str, np.ndarray] = field(default_factory=dict)  # tensors that are not what they should be
+    q: np.ndarray | None = None  # integers minus zero points
+    changes: dict[str, np.ndarray] = field(default_factory=dict)  # replaced tensors, for refused models
     seed: int = 0
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.seed)
         if self.q is None:
-            self.q = sparse_numbers(self.k, self.n, seed=self.seed)
+            self.q = sparse_integers(self.k, self.n, seed=self.seed)
         self.k, self.n = self.q.shape
         powers = rng.integers(-9, -5, self.n) if self.per_column else np.full(self.n, -7)
         self.scales = np.exp2(powers).astype(np.float32)
@@ -73,13 +73,13 @@ class Int8Layer:
         return np.random.default_rng(self.seed + 1).standard_normal((rows, self.k)).astype(np.float32)
 
     def rounded(self, x: np.ndarray) -> np.ndarray:
-        """x in its fixed range."""
+        """Return x quantized to its fixed range."""
         low = 0 if self.x_unsigned else -128
         codes = np.clip(np.rint(x / self.x_scale) + self.x_zero, low, low + 255)
         return (codes - self.x_zero).astype(np.float32) * self.x_scale
 
     def expected(self, x: np.ndarray) -> np.ndarray:
-        """In fixed ranges exact. Forms of ROUNDED: the floats that their numbers stand for."""
+        """Return y, exact for fixed ranges. Forms in ROUNDED: the dequantized output."""
         y = self.rounded(x) @ self.matrix + (self.b if self.bias else 0)
         if self.form not in ROUNDED:
             return y
@@ -106,12 +106,12 @@ class Int8Layer:
             "b_int32": np.rint(self.b / (self.scales * self.x_scale)).astype(np.int32),
             "shape": np.array([-1, self.k]),
         }
-        if self.form in ("sparse_ml", *ROUNDED):  # biases of theirs are whole numbers of steps
+        if self.form in ("sparse_ml", *ROUNDED):  # these forms have integer biases
             self.b = tensors["b_int32"] * self.scales * self.x_scale
         return tensors | self.changes
 
     def nodes(self, y: str = "y") -> list[onnx.NodeProto]:
-        """x -> y, both floats."""
+        """Return nodes from x to y, both float."""
         node, form = helper.make_node, self.form
         weight = ["W", "scales", "zeros"]
         quantize = node("QuantizeLinear", ["x", "x_scale", "x_zero"], ["xq"], name="quantize")
@@ -171,7 +171,7 @@ class Int8Layer:
         return [*nodes, node("MatMul", names, [result], name="linear"), *add]
 
     def model(self, *more: onnx.NodeProto, **arguments: Any) -> onnx.ModelProto:
-        """x -> y; `more` nodes make y out of the layer's r."""
+        """Return a model x -> y; `more` nodes compute y from the layer's r."""
         nodes = [*self.nodes("r" if more else "y"), *more]
         used = {name for node in nodes for name in node.input}
         return make_model(
@@ -183,8 +183,8 @@ class Int8Layer:
         )
 
 
-def packed_numbers(model: onnx.ModelProto, name: str = "linear") -> tuple[np.ndarray, np.ndarray]:
-    """What the VNNISpMM of this name multiplies by: int8 [k, n] and float32 [n]."""
+def packed_integers(model: onnx.ModelProto, name: str = "linear") -> tuple[np.ndarray, np.ndarray]:
+    """Return the weight of the VNNISpMM of this name: int8 [k, n] and scales float32 [n]."""
     from ortolan import _native
 
     (node,) = [node for node in model.graph.node if node.op_type == "VNNISpMM" and node.name == name]
@@ -204,5 +204,5 @@ def adopt(model, output=None, **arguments) -> OptimizationReport:
 
 
 def outputs(model: onnx.ModelProto, x: np.ndarray) -> list[np.ndarray]:
-    """With the library, and without."""
+    """Return the outputs with the library and without it."""
     return [run(model, {"x": x}, library)[0] for library in (True, False)]

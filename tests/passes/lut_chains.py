@@ -1,4 +1,4 @@
-"""Chains of nodes that become tables."""
+"""Chains of nodes that become lookup tables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUMBERS: dict[str, np.ndarray] = {
 
 
 def node(op_type: str, inputs: str, output: str, **attributes: Any) -> NodeProto:
-    """Named like its output."""
+    """A node named after its output."""
     return helper.make_node(op_type, inputs.split(), [output], name=f"n_{output}", **attributes)
 
 
@@ -90,7 +90,7 @@ def answers(model: onnx.ModelProto, feeds: dict[str, np.ndarray], library: bool 
 
 
 def all_codes(dtype: type) -> np.ndarray:
-    """Each number of the type, in any order, some of them twice: [n, 17]."""
+    """Every value of the type in random order, some twice: [n, 17]."""
     limits = np.iinfo(dtype)
     codes = np.arange(limits.min, limits.max + 1)
     codes = np.random.default_rng(0).permutation(np.concatenate([codes, codes[: -len(codes) % 17]]))
@@ -125,8 +125,8 @@ CHAINS: dict[str, list[NodeProto]] = {
     "float16": between(
         node("Cast", "a", "h", to=TensorProto.FLOAT16), node("Sqrt", "h", "r"), node("Cast", "r", "b", to=1)
     ),
-    "reciprocal": between(node("Reciprocal", "a", "b")),  # of 0 as well
-    "log": between(node("Log", "a", "b")),  # NaN of negative numbers, -Inf of 0
+    "reciprocal": between(node("Reciprocal", "a", "b")),  # includes 1 / 0
+    "log": between(node("Log", "a", "b")),  # NaN for negative values, -Inf for 0
     "quantized_between": [
         node("DequantizeLinear", "x scale zero", "a"),
         node("Sigmoid", "a", "s"),

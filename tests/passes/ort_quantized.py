@@ -1,4 +1,4 @@
-"""What tests of models need that ONNX Runtime's quantizers have made."""
+"""Helpers for models quantized by ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FEEDS = [
 
 
 class Reader(quantization.CalibrationDataReader):
-    """Feeds to calibrate on: those of a BERT, unless others are given."""
+    """Calibration feeds: for a BERT unless others are given."""
 
     def __init__(self, feeds: Sequence[Mapping[str, np.ndarray]] = FEEDS) -> None:
         self._left = list(feeds)
@@ -34,7 +34,7 @@ class Reader(quantization.CalibrationDataReader):
 
 
 def layers_of(path: Path) -> dict[str, Linear]:
-    """The int8 layers, by name."""
+    """Return the int8 layers by name."""
     model = ir.load(path)
     unify_quantized(model, NewNames(model))
     return {found.name: found for found in find_linears(model) if isinstance(found, Linear)}

@@ -1,4 +1,4 @@
-"""Small encoders with an attention_mask, with and without pass unpad, and masks to feed them."""
+"""Small encoders with an attention_mask, with and without pass unpad, and masks for them."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ PAD = 1  # the padding token's id
 
 
 def with_unpad(recipe: Recipe, **options: Any) -> Recipe:
-    """The recipe with pass unpad once."""
+    """The recipe with pass unpad exactly once."""
     return recipe.without_pass("unpad").with_pass("unpad", **(options or {"pad_token_id": PAD}))
 
 
 def both(
     model: onnx.ModelProto, recipe: Recipe, unpad: Mapping[str, Any] | None = None, **arguments: Any
 ) -> tuple[onnx.ModelProto, OptimizationReport]:
-    """The optimized model as it is padded, and the report of the one that is not. unpad: the pass's options."""
+    """Return the optimized model without unpad, and the report of the one with it. unpad: the pass's options."""
     padded = optimize(model, recipe=recipe.without_pass("unpad"), **arguments).model
     assert padded is not None
     return padded, optimize(model, recipe=with_unpad(recipe, **(unpad or {})), **arguments)
 
 
 def changed(report: OptimizationReport) -> onnx.ModelProto:
-    """Its model, in which tokens are packed."""
+    """Return the report's model after checking that its tokens are packed."""
     assert report.model is not None
     left = {node.op_type for node in report.model.graph.node}
     assert "NoMADAttention" not in left and {"PackTokens", "PackedNoMADAttention"} <= left, report.notes
@@ -55,7 +55,7 @@ def changed(report: OptimizationReport) -> onnx.ModelProto:
 
 
 def reason(report: OptimizationReport) -> str:
-    """Why a model was left as it is."""
+    """Return why a model was not changed."""
     assert report.model is not None
     assert not {"PackTokens", "UnpackTokens", "PackedNoMADAttention"} & {
         node.op_type for node in report.model.graph.node
@@ -65,7 +65,7 @@ def reason(report: OptimizationReport) -> str:
 
 
 def encoder_feeds(model: onnx.ModelProto, mask: Any, seed: int = 0) -> Feeds:
-    """Ids where a token is, the id of padding elsewhere."""
+    """Random token ids where the mask is set, the padding id elsewhere."""
     mask = np.array(mask, np.int64)
     rng = np.random.default_rng(seed)
     given: Feeds = {
@@ -86,7 +86,7 @@ def add_nodes(
     weights: Mapping[str, np.ndarray] | None = None,
     keep: bool = False,
 ) -> onnx.ModelProto:
-    """The model with these behind it. keep: its own outputs stay too."""
+    """Append these nodes to the model. keep: keep its own outputs too."""
     model.graph.node.extend(nodes)
     model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in (weights or {}).items())
     if not keep:
@@ -98,7 +98,7 @@ def add_nodes(
 
 
 def masked_mean(model: onnx.ModelProto, hidden: str = "last_hidden_state", keep: bool = False) -> onnx.ModelProto:
-    """As sentence-transformers exports pooling: the factor is made as large as what it multiplies."""
+    """Mean pooling as sentence-transformers exports it: the mask is expanded to the shape of the hidden state."""
     make = helper.make_node
     nodes = [
         make("Unsqueeze", ["attention_mask", "pool.last"], ["pool.column"]),
@@ -122,7 +122,7 @@ def masked_mean(model: onnx.ModelProto, hidden: str = "last_hidden_state", keep:
 def first_token(
     model: onnx.ModelProto, hidden: str = "last_hidden_state", by: str = "Gather", keep: bool = False
 ) -> onnx.ModelProto:
-    """Behind a layer and Tanh, as BERT's pooler."""
+    """BERT's pooler: the first token, a layer and Tanh."""
     make = helper.make_node
     weights = {"pool.weight": np.random.default_rng(3).standard_normal((48, 48), np.float32) / 7}
     if by == "Gather":
@@ -139,7 +139,7 @@ def first_token(
 
 
 def attention_model(form: Callable[[Graph], str], kind: int = TensorProto.INT64) -> onnx.ModelProto:
-    """Of attention_forms, with its mask as attention_mask of this element type."""
+    """A model of attention_forms, with its mask named attention_mask and of this element type."""
     graph = Graph()
     model = graph.model(form(graph))
     for node in model.graph.node:
@@ -154,7 +154,7 @@ def attention_model(form: Callable[[Graph], str], kind: int = TensorProto.INT64)
 
 
 def fuse_and_unpad(model: onnx.ModelProto, **options: Any) -> OptimizationReport:
-    """By the two passes alone, verified."""
+    """Run the two passes alone, with verification."""
     steps = [{"name": "normalize"}, {"name": "fuse_attention"}, {"name": "unpad", "drop_hidden": True}]
     recipe = Recipe.from_dict({"name": "unpadded", "pass": [*steps, {"name": "verify", "seconds": 0.0}]})
     return ortolan.optimize_onnx(model, recipe=recipe, **options)
@@ -173,8 +173,10 @@ def answers(model: onnx.ModelProto, given: Feeds) -> list[np.ndarray]:
 
 
 def as_written(model: onnx.ModelProto, given: Feeds) -> list[np.ndarray]:
-    """By the operators that the model has: ONNX Runtime fuses some where it knows their shapes, whose sums have another
-    order then."""
+    """Run the model's own operators.
+
+    ONNX Runtime fuses some if it knows their shapes, and then sums in another order.
+    """
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4

@@ -1,15 +1,15 @@
-"""Layers of 8-bit numbers in a row."""
+"""Consecutive layers of 8-bit integers."""
 
 from __future__ import annotations
 
 import onnx
 
-from .int8_layers import Int8Layer, sparse_numbers
+from .int8_layers import Int8Layer, sparse_integers
 
 
 def chain_of_qlinear(second: str = "qlinear") -> tuple[Int8Layer, onnx.ModelProto]:
-    """The second layer's input exists in 8 bits only."""
-    layer = Int8Layer(second, q=sparse_numbers(24, 24))
+    """Two layers; the input of the second exists only as 8-bit integers."""
+    layer = Int8Layer(second, q=sparse_integers(24, 24))
     quantize, linear, dequantize = layer.nodes()
     again = onnx.NodeProto.FromString(linear.SerializeToString())
     again.name, again.input[0], again.output[0] = "second", "yq", "zq"

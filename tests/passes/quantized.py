@@ -1,4 +1,4 @@
-"""Weights to quantize, recipes that do, and what comes of them."""
+"""Weights to quantize, recipes that quantize them, and their results."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def weights_of(report: OptimizationReport) -> dict[str, np.ndarray]:
 
 
 def spread(scales: np.ndarray, quantization: Quantization, k: int) -> np.ndarray:
-    """One scale for each weight, as float64."""
+    """Return one scale for each weight, as float64."""
     return np.repeat(scales.astype(np.float64), quantization.group_size or k, axis=0)[:k]
 
 
 @st.composite
 def weights(draw) -> np.ndarray:
-    """Columns of very different magnitudes, with zeros anywhere and whole columns or groups of them."""
+    """Columns of very different magnitudes, with zeros at random and as whole columns or groups."""
     k, n = draw(st.integers(1, 150)), draw(st.integers(1, 6))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     low, high = sorted(draw(st.tuples(*[st.floats(-45, 38.5)] * 2)))
     values = rng.standard_normal((k, n)) * 10 ** (low + (high - low) * rng.random(n))
-    if draw(st.booleans()):  # and inside of a column
+    if draw(st.booleans()):  # and within a column
         values *= 10.0 ** rng.uniform(-8, 0, (k, n))
     values[rng.random((k, n)) < draw(st.sampled_from([0.0, 0.5, 0.97, 1.0]))] = 0
     largest = np.finfo(np.float32).max
@@ -51,7 +51,7 @@ def weights(draw) -> np.ndarray:
 def quantize_in(
     model: onnx.ModelProto, folder, *steps: dict, dry_run: bool = False
 ) -> tuple[PassContext, dict[str, Linear]]:
-    """What a recipe of these passes leaves in the context, and the model's layers after it."""
+    """Run a recipe of these passes; return the context and the model's layers afterwards."""
     source = load_model(model)
     recipe = recipe_of(*steps)
     with TensorSpill(folder) as spill:

@@ -9,28 +9,28 @@ from onnx import TensorProto
 
 from .attention_graphs import FLOAT, D, Graph, H, W, size_of_rows
 
-KV = 2  # heads of keys and values, where they are shared
+KV = 2  # heads of keys and values, if shared
 FREQUENCIES = (100.0 ** -(np.arange(0, D, 2) / D)).astype(np.float32)
 END = 2**63 - 1
 
 
-def _places(graph: Graph) -> str:
-    """int64 [rows]: the place of each token in its sequence."""
+def _positions(graph: Graph) -> str:
+    """int64 [rows]: the position of each token in its sequence."""
     rows = graph.op("Squeeze", size_of_rows(graph), np.array([0]))
     return graph.op("Range", np.array(0), rows, np.array(1))
 
 
-def _of_places(graph: Graph) -> tuple[str, str]:
-    """Cosine and sine of all sequences, [1, 1, rows, D]: frequencies stand in front of places."""
-    places = graph.op("Cast", graph.op("Unsqueeze", _places(graph), np.array([0, 1])), to=FLOAT)
-    return _of_angles(graph, graph.transpose(graph.op("MatMul", FREQUENCIES.reshape(1, -1, 1), places), 0, 2, 1))
+def _of_positions(graph: Graph) -> tuple[str, str]:
+    """Cosine and sine shared by all sequences, [1, 1, rows, D]; the product has frequencies before positions."""
+    positions = graph.op("Cast", graph.op("Unsqueeze", _positions(graph), np.array([0, 1])), to=FLOAT)
+    return _of_angles(graph, graph.transpose(graph.op("MatMul", FREQUENCIES.reshape(1, -1, 1), positions), 0, 2, 1))
 
 
-def _of_given_places(graph: Graph) -> tuple[str, str]:
-    """[batch, 1, rows, D], of the places that each sequence says its tokens have."""
+def _of_position_ids(graph: Graph) -> tuple[str, str]:
+    """Cosine and sine of each sequence's position_ids, [batch, 1, rows, D]."""
     graph.inputs["position_ids"] = (TensorProto.INT64, ["batch", "rows"])
-    places = graph.op("Cast", graph.op("Unsqueeze", "position_ids", np.array([1])), to=FLOAT)
-    return _of_angles(graph, graph.transpose(graph.op("MatMul", FREQUENCIES.reshape(1, -1, 1), places), 0, 2, 1))
+    positions = graph.op("Cast", graph.op("Unsqueeze", "position_ids", np.array([1])), to=FLOAT)
+    return _of_angles(graph, graph.transpose(graph.op("MatMul", FREQUENCIES.reshape(1, -1, 1), positions), 0, 2, 1))
 
 
 def _of_angles(graph: Graph, angles: str) -> tuple[str, str]:
@@ -40,10 +40,10 @@ def _of_angles(graph: Graph, angles: str) -> tuple[str, str]:
 
 
 def _of_table(graph: Graph) -> tuple[str, str]:
-    """[1, 1, rows, D], each number twice, of rows of a table."""
+    """Cosine and sine from rows of a table, each value twice: [1, 1, rows, D]."""
     angles = np.arange(128)[:, None] * FREQUENCIES
     table = np.concatenate([np.cos(angles), np.sin(angles)], -1).astype(np.float32)
-    rows = graph.op("Unsqueeze", graph.op("Gather", table, _places(graph), axis=0), np.array([0, 1]))
+    rows = graph.op("Unsqueeze", graph.op("Gather", table, _positions(graph), axis=0), np.array([0, 1]))
     shape = graph.op("Concat", np.array([1, 1]), size_of_rows(graph), np.array([D]), axis=0)
 
     def twice(begin: int, end: int) -> str:
@@ -55,7 +55,7 @@ def _of_table(graph: Graph) -> tuple[str, str]:
 
 
 def _halves(graph: Graph, x: str, cos: str, sin: str) -> str:
-    """Pairs are half a head apart. Where the half ends is asked for."""
+    """Rotate pairs that are half a head apart. The end of the half is computed from a shape."""
     width = graph.op("Slice", graph.op("Shape", x), np.array([3]), np.array([4]))
     half = graph.op("Div", width, np.array([2]))
     first = graph.op("Slice", x, np.array([0]), half, np.array([3]))
@@ -65,7 +65,7 @@ def _halves(graph: Graph, x: str, cos: str, sin: str) -> str:
 
 
 def _pairs(graph: Graph, x: str, cos: str, sin: str) -> str:
-    """Pairs are side by side."""
+    """Rotate neighbouring pairs."""
     even, odd = (
         graph.op("Slice", x, np.array([begin]), np.array([END]), np.array([3]), np.array([2])) for begin in (0, 1)
     )
@@ -75,7 +75,7 @@ def _pairs(graph: Graph, x: str, cos: str, sin: str) -> str:
 
 
 def _parts(graph: Graph, x: str, cos: str, sin: str) -> str:
-    """Half of each head is turned, which is as wide as what it is turned by."""
+    """Rotate half of each head, which is as wide as the cosines."""
     turned, rest = D // 2, D - D // 2
     node = graph.op("Split", x, np.array([turned, rest]), axis=-1)
     graph.nodes[-1].output.append(f"{node}_rest")
@@ -84,7 +84,7 @@ def _parts(graph: Graph, x: str, cos: str, sin: str) -> str:
 
 
 def _normed(graph: Graph, x: str) -> str:
-    """By the root of the mean square of each head."""
+    """Normalize each head by its root mean square."""
     mean = graph.op("ReduceMean", graph.op("Mul", x, x), axes=[-1], keepdims=1)
     root = graph.op("Sqrt", graph.op("Add", mean, graph.number(1e-6)))
     return graph.op("Mul", graph.op("Div", x, root), np.linspace(0.5, 1.5, D, dtype=np.float32))
@@ -111,14 +111,14 @@ def rotary(angles: Angles, turn: Turn, norm: bool = False) -> Callable[[Graph], 
 
 
 def joined(take: Callable[[Graph, str], list[str]]) -> Callable[[Graph], str]:
-    """Queries, keys and values come from one layer; heads are put in front of them."""
+    """Queries, keys and values come from one layer; the axis of heads is moved before them."""
 
     def build(graph: Graph) -> str:
         size = graph.op("Shape", "x", start=0, end=1)
         shape = graph.op("Concat", size, np.array([-1, 3, H, D]), axis=0)
         by_heads = graph.transpose(graph.op("Reshape", graph.linear("qkv", width=3 * W), shape), 0, 3, 2, 1, 4)
         q, k, v = take(graph, by_heads)
-        cos, sin = _of_places(graph)
+        cos, sin = _of_positions(graph)
         return _attended(graph, _halves(graph, q, cos, sin), _halves(graph, k, cos, sin), v)
 
     return build
@@ -136,13 +136,13 @@ def _by_split(graph: Graph, x: str) -> list[str]:
 
 
 def shared_keys(graph: Graph) -> str:
-    """Heads of keys and values are repeated when the keys are turned."""
+    """Heads of keys and values are repeated after the rotation."""
     q = graph.heads(graph.linear("q"))
     k, v = (
         graph.transpose(graph.reshape(graph.linear(name, width=KV * D), 0, 0, KV, D), 0, 2, 1, 3)
         for name in ("kk", "vvv")
     )
-    cos, sin = _of_places(graph)
+    cos, sin = _of_positions(graph)
     k = _halves(graph, k, cos, sin)
     size, rows = graph.op("Shape", "x", start=0, end=1), size_of_rows(graph)
     apart = graph.op("Concat", size, np.array([KV, H // KV]), rows, np.array([D]), axis=0)
@@ -154,11 +154,11 @@ def shared_keys(graph: Graph) -> str:
 
 
 ROTARY = {
-    "halves": rotary(_of_places, _halves),
-    "halves of given places": rotary(_of_given_places, _halves),
+    "halves": rotary(_of_positions, _halves),
+    "halves of given positions": rotary(_of_position_ids, _halves),
     "pairs of a table": rotary(_of_table, _pairs),
-    "parts of heads": rotary(_of_places, _parts),
-    "normed heads": rotary(_of_places, _halves, norm=True),
+    "parts of heads": rotary(_of_positions, _parts),
+    "normed heads": rotary(_of_positions, _halves, norm=True),
     "joined, by Gather": joined(_by_gather),
     "joined, by Split": joined(_by_split),
     "shared keys": shared_keys,

@@ -1,4 +1,4 @@
-"""Builds small ONNX models for the tests of the passes, and runs them."""
+"""Small ONNX models for the tests of the passes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ortolan.graph_passes.measure.sessions import open_quietly
 
 from ..recipes.forms import NAMED, named
 
-# Latency is not measured, and layers are replaced that are too small to gain from it.
+# Skip the latency measurement, and replace layers that are too small to gain from it.
 FAST = {"verify.seconds": 0.0, "may_grow": True}
 
 Shape = Sequence[int | str | None]
@@ -65,7 +65,7 @@ def matmul_model(k: int = 20, n: int = 24, opset: int = 17, weight: np.ndarray |
 
 
 def optimize(model: Any, output: Any = None, **arguments: Any) -> OptimizationReport:
-    """optimize_onnx, with the recipe sparse-bf16 unless another is given, quickly."""
+    """Call optimize_onnx quickly, by default with the recipe sparse-bf16."""
     arguments = {"recipe": NAMED["sparse-bf16"]} | arguments
     options = FAST | arguments.pop("options", {})
     arguments["recipe"] = named(arguments["recipe"])
@@ -73,7 +73,7 @@ def optimize(model: Any, output: Any = None, **arguments: Any) -> OptimizationRe
 
 
 def run(model: onnx.ModelProto | str, feeds: Mapping[str, np.ndarray], library: bool = False) -> list[np.ndarray]:
-    """What ONNX Runtime answers, with exact sums of integers on every CPU (test_quiet_sessions holds it to that)."""
+    """Run the model in ONNX Runtime, with exact integer sums on every CPU (checked by test_quiet_sessions)."""
     content = model.SerializeToString() if isinstance(model, onnx.ModelProto) else Path(model)
     return open_quietly(content, library=library).run(None, dict(feeds))
 
@@ -83,13 +83,13 @@ def relative_error(expected: np.ndarray, found: np.ndarray) -> float:
 
 
 def op_types(model: onnx.ModelProto | ir.Model) -> list[str]:
-    """The operators of a model, those in subgraphs included."""
+    """Return the operators of a model, with those in subgraphs."""
     loaded = ir.from_proto(model) if isinstance(model, onnx.ModelProto) else model
     return [node.op_type for node in loaded.graph.all_nodes()]
 
 
 def branches_model(inner: bool = True, opset: int = 17, n: int = 24) -> onnx.ModelProto:
-    """y = x W of the branch that `flag` chooses. Both branches name their values alike; inner: each holds its own W."""
+    """y = x W of the branch that `flag` selects. Both branches use the same value names; inner: each has its own W."""
 
     def branch(seed: int) -> onnx.GraphProto:
         weights = [numpy_helper.from_array(random_weight(20, n, seed=seed), "W")] if inner else []

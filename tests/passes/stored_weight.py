@@ -1,4 +1,4 @@
-"""The numbers that an optimized model multiplies by."""
+"""The packed weight of an optimized model."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ortolan import _native
 from ortolan.graph_passes.operators.sparse_amx_matmul_function import INPUTS
 
 
-def dense_numbers(model: onnx.ModelProto, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What the SparseAMXMatMul of this name multiplies by: int8 [k, n], scales and zero points [n]."""
+def dense_integers(model: onnx.ModelProto, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the weight of the SparseAMXMatMul of this name: int8 [k, n], scales and zero points [n]."""
     (node,) = [node for node in model.graph.node if node.op_type == "SparseAMXMatMul" and node.name == name]
     sizes = {attribute.name: attribute.i for attribute in node.attribute}
     tensors = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}

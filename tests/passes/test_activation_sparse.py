@@ -1,4 +1,4 @@
-"""Activation sparsity: which inputs are sparse by themselves, which thresholds are chosen, and what is refused."""
+"""Activation sparsity: inputs that are sparse without thresholds, chosen thresholds, and refusals."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def attribute(of: onnx.NodeProto, name: str) -> Any:
     return next(helper.get_attribute_value(one) for one in of.attribute if one.name == name)
 
 
-# ---- sparse by themselves --------------------------------------------------------------------------------------------
+# ---- sparse without thresholds ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", [*SPARSE, *DENSE])
@@ -178,7 +178,7 @@ def test_a_relu_that_never_bites_is_left_alone():
         sparsify(model, some_x())
 
 
-# ---- a share of zeros ------------------------------------------------------------------------------------------------
+# ---- a given sparsity ------------------------------------------------------------------------------------------------
 
 
 def test_quantile():
@@ -235,7 +235,7 @@ def test_the_error_of_no_layer_is_above_the_budget(error):
     shared = [off_by(feeds["x"], weight, layers["u"].threshold) for weight in ("A", "C")]
     last = off_by(v, "B", layers["p"].threshold)
     assert max(shared) <= error and last <= error
-    # And thresholds are as large as that allows: about a hundredth more zeros are too many.
+    # Thresholds are almost as large as possible: about 1 % more zeros exceed the error.
     x = np.sort(np.abs(feeds["x"]).ravel())
     next_one = quantile(x, np.mean(x <= layers["u"].threshold) + 0.01)
     assert max(off_by(feeds["x"], weight, next_one) for weight in ("A", "C")) > error
@@ -260,7 +260,7 @@ def test_no_budget_takes_nothing_but_zeros():
     assert {layer.name: layer.threshold for layer in report.layers}["p"] == 0.0
 
 
-# ---- what comes out --------------------------------------------------------------------------------------------------
+# ---- results ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weights", ["float32", "bf16"])
@@ -279,7 +279,7 @@ def test_one_layer_by_the_formula(weights):
     assert 0.4 < threshold < 0.65  # of normal numbers: 0.524
     stored = w if weights == "float32" else w.astype(ml_dtypes.bfloat16).astype(np.float32)
     expected = masked(feeds["x"], threshold) @ stored + b
-    for rows in (1, 3, ROWS):  # the operator goes other ways for few rows
+    for rows in (1, 3, ROWS):  # the operator takes another path for few rows
         x = {"x": feeds["x"][:rows]}
         assert relative_error(expected[:rows], run(report.model, x, library=True)[0]) < 1e-6
         assert relative_error(expected[:rows], run(report.model, x)[0]) < 1e-6
@@ -306,7 +306,7 @@ def test_layers_of_every_form(forms):
     feeds = some_x()
     report = sparsify(model, feeds, sparsity=0.2)
     assert len(report.replaced) == 3
-    # Nothing is cut off where the budget is nothing: the same model with other nodes.
+    # With a budget of 0 nothing is cut off: the same model with other nodes.
     same = sparsify(model, feeds, error=0.0)
     assert relative_error(run(model, feeds)[0], run(same.model, feeds, library=True)[0]) < 1e-6
 
@@ -359,7 +359,7 @@ def test_masked_inputs_show_the_thresholds_and_leave_no_trace():
 
 @pytest.mark.parametrize("factor", [0.0, 4.0])
 def test_verify_notices_another_threshold(factor, monkeypatch):
-    """0: thresholds are forgotten in the model; the layer's own check sees the number that was chosen."""
+    """Factor 0 removes the thresholds from the model; the layer's own check still uses the chosen one."""
     model, feeds = mlp_model(DENSE["gelu"]), some_x()
     sparsify(model, feeds, sparsity=0.2)
     attribute_type = ir.AttrFloat32
@@ -371,7 +371,7 @@ def test_verify_notices_another_threshold(factor, monkeypatch):
     if factor:
         with pytest.raises(VerificationError, match="against the model before its layers were replaced"):
             sparsify(model, feeds, sparsity=0.2)
-    else:  # better than promised
+    else:
         assert sparsify(model, feeds, sparsity=0.2).output_error[0].relative_l2 < 1e-6
 
 

@@ -1,4 +1,4 @@
-"""Layers that a model stores in 4 bits become W4A8MatMul with the same numbers."""
+"""Layers with stored 4-bit weights become W4A8MatMul with the same integers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def node_of(report: OptimizationReport) -> onnx.NodeProto:
     ),
 )
 def test_numbers_are_kept_and_answers_are_as_good_as_onnx_runtimes(k, n, block, zero_points, dtype):
-    """Against accuracy_level 0: no larger an error than that of accuracy_level 4, which rounds inputs the same way."""
+    """The error is at most that of accuracy_level 4, which rounds inputs the same way; reference: accuracy_level 0."""
     layer = NBitsLayer(k, n, block, zero_points, dtype, accuracy_level=4)
     x = layer.inputs(7)
     report = adopt(layer.model(), calibration={"x": x})
@@ -56,7 +56,7 @@ def test_numbers_are_kept_and_answers_are_as_good_as_onnx_runtimes(k, n, block, 
     assert stored_half == (dtype == np.float16)
     exact = x.astype(np.float64) @ layer.matrix.astype(np.float64)
     (level_0,) = run(dataclasses.replace(layer, accuracy_level=0).model(), {"x": x})
-    # It does not round where zero points are floats; these are whole numbers, so that they can be packed as well.
+    # ONNX Runtime does not round with float zero points. These are integers, so they can also be packed.
     (level_4,) = run(dataclasses.replace(layer, zero_points=zero_points and "packed").model(), {"x": x})
     answers = {
         "ours": run(report.model, {"x": x}, library=True)[0],
@@ -67,7 +67,7 @@ def test_numbers_are_kept_and_answers_are_as_good_as_onnx_runtimes(k, n, block, 
     theirs = relative_error(exact, level_4.astype(np.float64))
     for name, answer in answers.items():
         assert answer.dtype == dtype
-        # The same numbers in sums of another order; in float16 the last digit may be another one.
+        # The same values, summed in another order; in float16 the last digit may differ.
         assert relative_error(exact, answer.astype(np.float64)) <= 1.0001 * theirs + rounding / 10, name
     (reported,) = report.layers
     assert (reported.status, reported.op, reported.weight_bits) == ("replaced", "MatMulNBits", 4)
@@ -79,7 +79,7 @@ def test_numbers_are_kept_and_answers_are_as_good_as_onnx_runtimes(k, n, block, 
 
 def test_an_original_that_rounds_no_inputs():
     report = adopt(NBitsLayer(256, 64, 32).model())
-    assert any("number by number" in note for note in report.notes)
+    assert any("weights exactly" in note for note in report.notes)
     assert not any("accuracy_level" in note for note in report.notes)
 
 
@@ -158,7 +158,7 @@ def test_layers_that_share_a_weight_share_the_packed_one():
     report = adopt(model)
     assert op_types(report.model) == ["W4A8MatMul"] * 2
     assert names(report.model) == {"B.weights", "B.scales"}
-    # The same numbers with other scales are another weight.
+    # The same integers with other scales are another weight.
     nodes[1].input[2] = "others"
     model = make_model(
         nodes,
@@ -174,7 +174,7 @@ def test_layers_that_share_a_weight_share_the_packed_one():
 
 
 def test_an_embedding_that_is_also_the_head():
-    """As ONNX Runtime GenAI ties them: a gather of the same numbers, which reads them from the packed head."""
+    """ONNX Runtime GenAI's tied embedding: a gather of the same integers then reads the packed head."""
     layer = NBitsLayer(64, 48, 32)
     nodes = [
         helper.make_node("Reshape", ["B", "shape"], ["table"], name="/reshape"),
@@ -270,7 +270,7 @@ def test_other_recipes_quantize_the_rest_and_adopt_what_is_stored(recipe):
     first.CopyFrom(report.model)
     del first.graph.node[1]
     del first.graph.output[:]
-    # The other one of the model has zero points, so this one has them too: all in the middle.
+    # The model's other layer has zero points, so this one gets neutral ones too.
     np.testing.assert_array_equal(unpacked_matrix(first), layer.matrix)
 
 
@@ -282,7 +282,7 @@ def test_a_dry_run_tells_what_the_run_does():
         assert [layer.bytes_after for layer in planned.layers] == [layer.bytes_after for layer in done.layers]
         assert [layer.weight_bits for layer in planned.layers] == [layer.weight_bits for layer in done.layers]
         assert planned.layers[0].status == "would replace" and planned.model is None
-        assert [note for note in planned.notes if "number by number" in note]
+        assert [note for note in planned.notes if "weights exactly" in note]
 
 
 def test_excluded_layers_stay_as_they_are():
@@ -388,12 +388,12 @@ def test_float_recipes_gain_nothing_from_stored_weights():
 
 
 def test_scales_are_not_folded_into_stored_weights():
-    """AWQ would divide the columns of the layer in front."""
+    """AWQ would divide the columns of the previous layer."""
     layer, model = float_layer()
     x = layer.inputs(200)
     report = adopt(model, recipe=NAMED["int4-awq"], options={"quantize.exclude": ["/a"]}, calibration={"x": x})
     assert any("layer that computes them is stored in 4 bits" in note for note in report.notes)
-    assert report.layers[0].status == "replaced"  # quantize has nothing to say about it
+    assert report.layers[0].status == "replaced"  # pass quantize reports no reason
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -410,7 +410,8 @@ def test_a_decoder(tmp_path, attention, block_size, symmetric):
     replaced = [layer for layer in report.replaced if layer.new_op != "NoMADAttention"]
     assert len(replaced) == len([layer for layer in report.layers if layer.op.startswith("MatMulNBits")]) >= 9
     errors = {error.name: error.relative_l2 for error in report.output_error}
-    # Both round inputs alike, so that they differ only where a sum of another order lies at the edge of two int8 steps.
+    # Both round inputs the same way, so they differ only where the order of a sum moves a value across the edge of an
+    # int8 step.
     assert errors["logits"] < 0.02
     loaded = onnx.load(tmp_path / "fast.onnx")
     kinds = op_types(loaded)

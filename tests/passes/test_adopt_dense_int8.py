@@ -20,7 +20,7 @@ from .int8_layers import DYNAMIC, Int8Layer, adopt, outputs
 from .ort_quantized import FEEDS, layers_of
 from .small_models import make_model, op_types, relative_error, run
 from .stored_layers import NBitsLayer
-from .stored_weight import dense_numbers
+from .stored_weight import dense_integers
 
 RNG = np.random.default_rng(3)
 
@@ -34,7 +34,7 @@ KINDS = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Of float, and quantized."""
+    """Return the float model and the quantized one."""
     folder = tmp_path_factory.mktemp("bert")
     onnx.save(ir.to_proto(tiny.tiny_bert()), folder / "float.onnx")
     quantization.quantize_dynamic(folder / "float.onnx", folder / "int8.onnx", **KINDS[request.param])
@@ -60,7 +60,7 @@ def test_integers_are_kept(models: tuple[Path, Path], tmp_path: Path) -> None:
     model = onnx.load(tmp_path / "fast.onnx")
     for name, layer in stored.items():
         assert layer.int8 is not None and not isinstance(layer.int8, str)
-        q, scales, zeros = dense_numbers(model, name)
+        q, scales, zeros = dense_integers(model, name)
         np.testing.assert_array_equal(q, layer.int8.q.numpy())
         np.testing.assert_array_equal((q.astype(np.int16) - zeros) * scales, layer.matrix())
 
@@ -68,14 +68,14 @@ def test_integers_are_kept(models: tuple[Path, Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize("per_column", [False, True])
 @pytest.mark.parametrize("form", DYNAMIC)
 def test_zero_points_that_int8_does_not_hold(form: str, per_column: bool) -> None:
-    """The file keeps the numbers, less 128, and their zero points; answers are those of them."""
+    """The file stores the integers minus 128, and their zero points; answers are unchanged."""
     rng = np.random.default_rng(4)
     codes = rng.integers(0, 256, (70, 24)).astype(np.int16)
     codes[0], codes[1] = 0, 255
     layer = Int8Layer(form, unsigned=True, zero_point=140, per_column=per_column, bias=True, q=codes - 140)
     model, x = layer.model(), layer.inputs()
     report = adopt(model)
-    q, scales, zeros = dense_numbers(report.model, "linear")
+    q, scales, zeros = dense_integers(report.model, "linear")
     np.testing.assert_array_equal(q, codes - 128)
     np.testing.assert_array_equal(zeros, np.full(24, 140 - 128))
     np.testing.assert_array_equal(scales, np.broadcast_to(layer.scales, 24))
@@ -90,7 +90,7 @@ def test_layers_that_need_zero_points_and_others_become_one_node(tmp_path: Path)
     graph = Graph()
     q, k, v = (graph.linear(name) for name in ("q", "key", "value"))
     of_query, _, of_value = (array for array in graph.weights.values() if array.ndim == 2)
-    np.abs(of_query, out=of_query)  # its zero point is at the end of its range, that of the value in the middle
+    np.abs(of_query, out=of_query)  # this one has its zero point at the end of its range, the value's is in the middle
     of_value[0, :2] = np.abs(of_value).max() * np.array([-1, 1])
     onnx.save(graph.model(attend(graph, q, k, v)), tmp_path / "float.onnx")
     quantization.quantize_dynamic(
@@ -124,7 +124,7 @@ def test_answers_are_nearer_to_the_float_model_and_the_same_in_a_batch(
 
 
 def half_quantized(folder: Path, **layers: int) -> Path:
-    """Layers of these widths behind each other, the first stored in int8."""
+    """Consecutive layers of these widths, the first stored in int8."""
     rng = np.random.default_rng(5)
     nodes, weights, source, k = [], {}, "x", 64
     for name, n in layers.items():
@@ -143,7 +143,7 @@ def test_int8_keeps_stored_integers_and_quantizes_the_rest(tmp_path: Path) -> No
     stored = next(iter(layers_of(path).values()))
     report = ortolan.optimize_onnx(path, tmp_path / "fast.onnx", weights="int8", options={"verify.seconds": 0.0})
     assert [(layer.status, layer.weight_bits) for layer in report.layers] == [("replaced", 8)] * 2
-    q, scales, zeros = dense_numbers(onnx.load(tmp_path / "fast.onnx"), report.layers[0].name)
+    q, scales, zeros = dense_integers(onnx.load(tmp_path / "fast.onnx"), report.layers[0].name)
     np.testing.assert_array_equal((q.astype(np.int16) - zeros) * scales, stored.matrix())
     assert not any("once more" in note for note in report.notes)
     kept = ortolan.optimize_onnx(path, options={"verify.seconds": 0.0}).layers[1]
@@ -166,7 +166,7 @@ def test_bf16_names_its_own_size_and_what_keeps_the_weights(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_heads_that_no_operator_takes_are_not_rounded(weights: str) -> None:
-    """A panel has 16 columns, so that of a head with two labels would take more than its floats."""
+    """A panel has 16 columns, so a head with two labels would take more space packed than as floats."""
     matrix = np.random.default_rng(6).standard_normal((96, 2)).astype(np.float32)
     kind = onnx.TensorProto.FLOAT
     nodes = [

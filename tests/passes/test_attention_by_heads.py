@@ -1,5 +1,6 @@
-"""Attention that is not followed to its layers: NoMADAttention reads queries, keys and values by heads. And what looks
-like attention, and is none.
+"""Attention that is not traced to its layers: NoMADAttention reads queries, keys and values by heads.
+
+Also graphs that only look like attention.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ PASSES = [{"name": "normalize"}, {"name": "fuse_attention"}, {"name": "verify", 
 
 
 def interleaved(graph: Graph) -> str:
-    """Heads lie side by side in each number of a head, not each head in a row."""
+    """The elements of a head are interleaved with those of the other heads."""
     q, k, v = (graph.transpose(graph.reshape(graph.linear(n), 0, 0, D, H), 0, 3, 1, 2) for n in ("q", "kk", "vvv"))
     scores = graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2))
     return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
@@ -37,7 +38,7 @@ def heads_stay(graph: Graph) -> str:
 
 
 def rotated(graph: Graph) -> str:
-    """Something is done to the heads before they meet."""
+    """An operator changes the heads before the first product."""
     q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
     scores = graph.op("MatMul", graph.op("Sin", q), graph.transpose(k, 0, 1, 3, 2))
     return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
@@ -52,7 +53,7 @@ def columns(graph: Graph) -> str:
 
 
 def sequences_last(graph: Graph) -> str:
-    """As torch's own attention has it: [rows, batch x heads, head width]."""
+    """Layout of torch.nn.MultiheadAttention: [rows, batch x heads, head width]."""
     q, k, v = (
         graph.op("Reshape", graph.transpose(graph.linear(name), 1, 0, 2), np.array([9, -1, D])) for name in "qkv"
     )
@@ -64,7 +65,7 @@ def sequences_last(graph: Graph) -> str:
 
 
 def windows(graph: Graph) -> str:
-    """As Swin has it: three windows of each picture are sequences of their own, each with its mask."""
+    """Swin's windows: three windows of each image are sequences of their own, each with its mask."""
     split = graph.reshape("x", -1, 3, W)
     q, k, v = (graph.heads(graph.linear(name, split)) for name in ("q", "kk", "vvv"))
     scores = graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2))
@@ -78,7 +79,7 @@ def windows(graph: Graph) -> str:
 
 
 def bias_of_queries(graph: Graph) -> str:
-    """As DeBERTa has it: queries meet positions as well."""
+    """DeBERTa: a bias from products of queries with position embeddings."""
     q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
     scaled = graph.op("Div", q, graph.number(2.5))
     positions = graph.op("MatMul", scaled, random_weight(D, 5, seed=8))
@@ -89,7 +90,7 @@ def bias_of_queries(graph: Graph) -> str:
 
 
 def keys_shown(graph: Graph) -> str:
-    """What a decoder's first call gives for later ones."""
+    """A decoder's first call, which outputs keys and values for later calls."""
     q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
     for name, value in (("keys", k), ("values", v)):
         graph.nodes.append(helper.make_node("Identity", [value], [name], f"/{name}"))
@@ -139,7 +140,7 @@ def test_what_is_not_followed_to_its_layers_is_read_by_heads(form: str) -> None:
 
 
 def joint_softmax(graph: Graph) -> str:
-    """Over queries and keys at once."""
+    """A Softmax over queries and keys together."""
     q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
     scores = graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2))
     weights = graph.op("Softmax", graph.reshape(scores, 0, 0, -1), axis=-1)
@@ -147,7 +148,7 @@ def joint_softmax(graph: Graph) -> str:
 
 
 def over_queries(graph: Graph) -> str:
-    """What is axis 2 of four is the last one of the three that come behind."""
+    """A Softmax over axis 2 of four, which is the last of three after a Reshape."""
     q, k, v = (graph.reshape(graph.heads(graph.linear(name)), -1, S, D) for name in ("q", "kk", "vvv"))
     graph.inputs["x"], graph.outputs["y"] = (FLOAT, ["batch", S, W]), (FLOAT, ["batch", S, W])
     scores = graph.reshape(graph.op("MatMul", q, graph.transpose(k, 0, 2, 1)), -1, H, S, S)
@@ -156,7 +157,7 @@ def over_queries(graph: Graph) -> str:
 
 
 def groups_of_heads(graph: Graph) -> str:
-    """Scores [batch, groups, heads of a group, queries, keys] with a bias of a group: no windows."""
+    """Scores [batch, groups, heads of a group, queries, keys] with a bias per group: these are not windows."""
     q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
     graph.inputs["x"], graph.outputs["y"] = (FLOAT, ["batch", S, W]), (FLOAT, ["batch", S, W])
     scores = graph.reshape(graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2)), -1, 2, H // 2, S, S)
@@ -179,7 +180,7 @@ def test_what_is_none_stays(form: str) -> None:
 
 
 def test_lengths_are_asked_of_the_input_that_they_come_from() -> None:
-    """ONNX Runtime does not mind that dimensions of one name are of different lengths."""
+    """ONNX Runtime accepts different lengths for dimensions of one name."""
     graph = Graph()
     graph.inputs["memory"] = (FLOAT, ["batch", "rows", W])
     memory = graph.op("Relu", "memory")

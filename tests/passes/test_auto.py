@@ -1,4 +1,4 @@
-"""search: what it chooses, with injected times, and the models that its recipes make."""
+"""Search: its choices, with injected times, and the models of its recipes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WIDTH = 64
 
 
 def chain() -> onnx.ModelProto:
-    """Layers of one size with a Tanh behind each; their names hold letters that mean something in patterns."""
+    """Layers of one size with a Tanh after each; their names contain characters that are special in patterns."""
     nodes, weights, x = [], {}, "x"
     for number in range(LAYERS):
         weights[f"W{number}"] = random_weight(WIDTH, WIDTH, seed=number)
@@ -60,7 +60,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def inject(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """inject(times of layers, time of optimized models): the original layer takes 1 ms, the original model 10 ms."""
+    """Return a function of the times of layers and of optimized models.
+
+    The original layer takes 1 ms, the original model 10 ms.
+    """
     calls: list[Any] = []
 
     def put(layers: dict[str, float], model_ms: float) -> list[Any]:
@@ -80,7 +83,7 @@ def inject(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
 
 
 def auto(model: Any = None, output: Any = None, **arguments: Any) -> ortolan.OptimizationReport:
-    """Of the recipe that is found."""
+    """Return the report of the found recipe."""
     model = chain() if model is None else model
     arguments = {"calibration": feeds(), "shapes": SHAPES} | arguments
     found = ortolan.search(model, **arguments)
@@ -89,7 +92,7 @@ def auto(model: Any = None, output: Any = None, **arguments: Any) -> ortolan.Opt
 
 
 def cosine(report: ortolan.OptimizationReport) -> float:
-    """Of the optimized model's answers, measured without the code under test."""
+    """Return the cosine of the optimized model's answers, measured without the code under test."""
     assert report.model is not None
     found, expected = (run(model, feeds(), library=True)[0].ravel() for model in (report.model, chain()))
     return float(found @ expected / (np.linalg.norm(found) * np.linalg.norm(expected)))
@@ -135,7 +138,7 @@ def test_never_over_budget(inject: Callable[..., Any], budget: float) -> None:
 
 
 def many_feeds(seed: int = 0) -> list[dict[str, np.ndarray]]:
-    """Every fourth is of its own kind: larger in some inputs. seed: of those."""
+    """Feeds whose every fourth has larger values in some inputs. seed: of these inputs."""
     rng, others = np.random.default_rng(1), np.random.default_rng(seed)
     scale = np.where(np.arange(WIDTH) < 8, 4, 1)
     return [
@@ -176,7 +179,7 @@ def test_smaller_budgets_choose_more_exact_forms(inject: Callable[..., Any]) -> 
     inject(FAST_INT4, 5.0)
     report = auto(budget=0.9995)
     assert report.auto is not None
-    assert not report.auto.trials[0].within  # the fastest is too wrong, so something in between was found
+    assert not report.auto.trials[0].within  # the fastest recipe exceeds the error budget, so one in between was found
     chosen = {layer.chosen for layer in report.auto.layers}
     assert chosen - {"int4 gptq"}
     assert chosen != {None}
@@ -346,7 +349,7 @@ def test_times_survive_an_interrupt(inject: Callable[..., Any]) -> None:
 
 
 def test_really_measures() -> None:
-    """Whatever the times are: what comes out is within the budget, and the report tells of all layers."""
+    """With real times, the result is within the budget, and the report lists all layers."""
     report = auto()
     assert report.auto is not None
     assert report.model is not None
@@ -364,7 +367,7 @@ def test_a_sparsity_adds_pruned_forms(inject: Callable[..., Any]) -> None:
 
 
 def test_what_a_cpu_is_slow_with_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bitmaps of int8 weights, without an instruction that expands them."""
+    """Bitmaps of int8 weights on a CPU without an expand instruction."""
     names = {}
     for isa in ("avx2", "avx512"):
         monkeypatch.setattr(_native, "bitmaps_are_fast", lambda bits, isa=isa: bits == 16 or isa == "avx512")
@@ -396,7 +399,7 @@ def test_a_reduced_range_is_taken_where_it_is_faster(
 
 @pytest.mark.parametrize("name", ["int8", "int4 2:4", "pruned int8 2:4"])
 def test_two_four(inject: Callable[..., Any], name: str) -> None:
-    """Weights that are 2:4 sparse are stored so; others are pruned to it only where that is asked for."""
+    """Weights that are already 2:4 sparse are stored as 2:4; others are pruned to it only on request."""
     calls = inject({name: 0.2}, 5.0)
     model, prunes = chain(), name.startswith("pruned")
     if not prunes:
@@ -506,7 +509,7 @@ def test_perplexity_of_a_uniform_model() -> None:
 
 
 def test_logits_of_one_token_have_no_perplexity(inject: Callable[..., Any], tmp_path: Path) -> None:
-    """As keep_last_logits leaves them: the error names them, and the order that works."""
+    """The error names the logits of keep_last_logits, and the order of steps that works."""
     inject({"int8": 0.5}, 5.0)
     model = llama("gqa")
     onnx.save(model, tmp_path / "all.onnx")
@@ -544,7 +547,7 @@ def test_a_rise_of_perplexity_that_few_tokens_leave_open_is_over_the_budget() ->
 
 @pytest.mark.parametrize(("build", "shape"), [(tiny.tiny_bert, (1, 16)), (tiny.tiny_llama, (1, 1))])
 def test_whole_transformers(inject: Callable[..., Any], build: Any, shape: tuple[int, int]) -> None:
-    """Encoders are timed at sequences, decoders at one token behind a cache; attention is fused where there is some."""
+    """Encoders are timed on sequences, decoders on one token after a cache; attention is fused if there is any."""
     inject({"int8": 0.5}, 5.0)
     model = ir.to_proto(build())
     report = auto(model, budget=0.9, shapes=None if shape == (1, 1) else [shape], calibration=None)
@@ -555,7 +558,7 @@ def test_whole_transformers(inject: Callable[..., Any], build: Any, shape: tuple
     if build is tiny.tiny_bert:
         assert {trial.attention for trial in report.auto.trials} == {False, True}
         assert "made-up inputs" in report.auto.outcome
-    else:  # 4 bits come first, with fused attention
+    else:  # int4 comes first, with fused attention
         assert len(report.auto.trials) == 1 and {layer.weight_bits for layer in report.replaced} >= {4, 8}
         assert any("with a cache became one operator" in note for note in report.notes)
         assert "sampled from the model itself" in report.auto.outcome
@@ -569,7 +572,7 @@ def test_shapes_that_the_model_does_not_take(inject: Callable[..., Any]) -> None
 
 @pytest.mark.parametrize("sparsity", [None, 0.5])
 def test_weights_are_fitted_once(inject: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, sparsity: Any) -> None:
-    """Whole models are made several times, each layer is fitted once in a form; the recipe is the same as without."""
+    """Whole models are built several times, each layer is fitted once per format; the recipe is the same."""
     inject(FAST_INT4 if sparsity is None else {"bf16": 0.8, "pruned bf16": 0.1}, 5.0)
     module, name = (quantize, "gptq") if sparsity is None else (prune_calibrated, "sparsegpt")
     fits: list[bytes] = []
@@ -606,8 +609,8 @@ def test_a_model_of_few_positions_is_measured_at_what_it_takes(inject: Callable[
 
 
 def test_beaten_models_are_deleted(inject: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search keeps the best model and the one that it is making, however many it tries."""
-    inject(FAST_INT4, 20.0)  # no model is faster, so that smaller ones are tried
+    """A search stores only the best model and the one it is building."""
+    inject(FAST_INT4, 20.0)  # no model is faster, so smaller ones are tried
     make, kept = trials.Trials.make, []
 
     def counted(self: Any, *arguments: Any) -> Any:

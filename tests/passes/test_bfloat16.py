@@ -1,4 +1,4 @@
-"""Models in bfloat16: those that ONNX Runtime runs stay, others become float32."""
+"""Models in bfloat16: ONNX Runtime runs some unchanged, the others become float32."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _computes() -> onnx.ModelProto:
 
 
 def _stores() -> onnx.ModelProto:
-    """Weights are bfloat16, and everything is computed in float32."""
+    """Weights are bfloat16, and all operators compute in float32."""
     nodes = [helper.make_node("Cast", [f"w{number}"], [f"f{number}"], to=TensorProto.FLOAT) for number in range(2)]
     return _model(
         [

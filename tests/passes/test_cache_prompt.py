@@ -1,4 +1,4 @@
-"""A prompt becomes part of a decoder: what it gives is what the decoder gives with the pruned prompt in its cache."""
+"""A prompt becomes part of a decoder: the answers equal those of the decoder with the pruned prompt in its cache."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def decoder(model: onnx.ModelProto, library: bool = True) -> Decoder:
 
 
 def logits(decoder: Decoder) -> np.ndarray:
-    """Of calls of CUTS tokens."""
+    """Return the logits of calls of CUTS tokens."""
     ends = np.cumsum(CUTS)
     return np.concatenate([decoder.step(part) for part in np.split(TEXT[: ends[-1]], ends[:-1])])
 
 
 def behind_pruned_prompt(model: onnx.ModelProto, sparsities: tuple[float, float], scope: str = "token") -> np.ndarray:
-    """The original's logits with a cache that is pruned here."""
+    """Return the original's logits with a cache that is pruned here."""
     original = decoder(model)
     original.step(IDS)
     caches = original.cache()
@@ -100,7 +100,7 @@ def test_a_prompt_is_a_pruned_past(form: str, sparsities: tuple[float, float], s
     assert op_types(found).count("NoMADAttention") == LAYERS
     assert report.portable
     expected = behind_pruned_prompt(model, sparsities, scope)
-    # bf16 of queries and weights: 2^-9 each in the root mean square, in some of the layers' sums.
+    # Queries and attention weights are bf16: an error of 2^-9 each, in some layers' sums.
     assert distance(logits(decoder(found)), expected) < 0.004
     assert distance(logits(decoder(found, library=False)), expected) < 1e-5
     exact = behind_pruned_prompt(model, (0.0, 0.0))
@@ -110,7 +110,7 @@ def test_a_prompt_is_a_pruned_past(form: str, sparsities: tuple[float, float], s
 
 @pytest.mark.parametrize("form", FORMS)
 def test_with_codes(form: str) -> None:
-    """What follows may be compressed, the prompt is the same."""
+    """Later tokens may be compressed; the prompt is the same."""
     model = llama(form)
     found, report = optimize(model, {"window": 8, "sinks": 2}, keys_sparsity=0.0, values_sparsity=0.0)
     assert report.portable
@@ -160,7 +160,7 @@ def test_padding_behind_the_prompt(form: str, padding: str) -> None:
 
 
 def test_lengths_that_the_graph_asks_of_its_cache() -> None:
-    """Positions and masks made from the shape of the past count the prompt."""
+    """Positions and masks computed from the shape of the past count the prompt."""
     model = llama("standard")
     graph = ir.from_proto(model)
     # position_ids = Range(past, past + tokens), as exports without that input have it.
@@ -227,7 +227,7 @@ def test_refusals() -> None:
         ortolan.optimize_onnx(model, recipe=alone)
     with pytest.raises(ModelError, match=r"a prompt needs all attentions to be replaced, but .* excluded"):
         ortolan.optimize_onnx(model, recipe=recipe({**EXACT, "exclude": ["*layers.1*"]}), prompt=IDS)
-    with pytest.raises(ModelError, match="no attention with a cache was found"):
+    with pytest.raises(ModelError, match="the model has no attention with a cache"):
         ortolan.optimize_onnx(ir.to_proto(tiny.tiny_bert()), recipe=recipe(), prompt=IDS)
     with pytest.raises(ModelError, match="its heads are 8 wide"):
         ortolan.optimize_onnx(llama("standard", head_dim=8), recipe=recipe(), prompt=IDS)

@@ -1,4 +1,4 @@
-"""Attention with a cache of decoders of several kinds becomes one operator, and answers as it did."""
+"""Attention with a cache of several kinds of decoders becomes one operator with the same answers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_one_operator_that_answers_the_same(form: Callable[[CachedGraph], str], 
     assert kinds.count("NoMADAttention") == 1 and "Softmax" not in kinds, report.notes
     for past, rows in CALLS:
         feeds = cached_graphs.feeds(model, past, rows)
-        seen = feeds["mask"][:, past:, None] != 0  # of padding, answers are of no use
+        seen = feeds["mask"][:, past:, None] != 0  # answers to padding are unused
         expected = run(model, feeds)
         for library in (True, False):
             found = run(report.model, feeds, library=library)
@@ -45,7 +45,7 @@ def test_one_operator_that_answers_the_same(form: Callable[[CachedGraph], str], 
 
 @pytest.mark.parametrize("form", [cached_graphs.joined_layer, cached_graphs.constant_masks], ids=lambda f: f.__name__)
 def test_prompts_of_bf16(form: Callable[[CachedGraph], str]) -> None:
-    """With a mask that is added, and heads 12 wide."""
+    """An additive mask, and heads of size 12."""
     model = cached_graphs.model(form)
     report = ortolan.optimize_onnx(
         model,
@@ -55,7 +55,7 @@ def test_prompts_of_bf16(form: Callable[[CachedGraph], str]) -> None:
     )
     assert report.model is not None and report.portable
     (node,) = (node for node in report.model.graph.node if node.op_type == "NoMADAttention")
-    next(one for one in node.attribute if one.name == "any_order").i = 0  # rounded on every CPU
+    next(one for one in node.attribute if one.name == "any_order").i = 0
     for past, rows in CALLS:
         feeds = cached_graphs.feeds(model, past, rows)
         seen = feeds["mask"][:, past:, None] != 0

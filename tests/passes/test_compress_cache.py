@@ -1,4 +1,7 @@
-"""Attention with a cache becomes NoMADAttention: exactly with float caches, nearly with codes; what is none stays."""
+"""Attention with a cache becomes NoMADAttention: exact with float caches, approximate with codes.
+
+Graphs that only look like it are not changed.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def test_float_caches_change_nothing(form: str, kv_heads: int) -> None:
     assert op_types(found).count("NoMADAttention") == LAYERS
     assert not {"GroupQueryAttention", "Softmax"} & set(op_types(found))
     assert len(report.output_error) == 1 + 2 * LAYERS
-    if form == "gqa":  # which takes prompts of an empty cache, and single tokens
+    if form == "gqa":  # GroupQueryAttention supports prompts with an empty cache, and single tokens
         np.testing.assert_allclose(decode(found, (70, 71, 72)), decode(model, (70, 71, 72)), atol=2e-5)
     else:
         np.testing.assert_allclose(decode(found), decode(model), atol=2e-5)
@@ -87,16 +90,16 @@ def test_compressed_caches_are_near(form: str) -> None:
         errors.append(distance(logits[:, 70:], expected[:, 70:]))
         cache = report.cache
         assert cache is not None and (cache.prompt_tokens, cache.decoded_tokens) == (42, 8)
-        assert [error.name for error in cache.decode_error] == ["logits"]  # of tokens that read the cache
+        assert [error.name for error in cache.decode_error] == ["logits"]  # for tokens that read the cache
         assert report.output_error[0].relative_l2 < 1e-5
         assert 0.3 * errors[-1] < cache.decode_error[0].relative_l2 < 2 * errors[-1]
-    # Random weights know no clusters: real models are nearer.
+    # Random weights have no clusters: real models have smaller errors.
     assert 1e-3 < errors[0] < 0.12 and errors[0] < 1.05 * errors[1] < errors[2] < errors[3] < 0.6
 
 
 @pytest.mark.parametrize("d_sub", [1, 2, 4])
 def test_a_step_reads_what_codes_stand_for(d_sub: int) -> None:
-    """The original answers nearly the same when its cache holds the centroids, and the values as they are rounded."""
+    """The original has almost the same answers if its cache holds the centroids and the rounded values."""
     model = llama("standard")
     found, _ = compress(model, d_sub=d_sub)
     ids = np.random.default_rng(0).integers(0, VOCABULARY, (1, 71))
@@ -116,7 +119,7 @@ def test_a_step_reads_what_codes_stand_for(d_sub: int) -> None:
     logits = [
         session(one).run(["logits"], steps.feeds(70, 71))[0] for one, steps in ((found, decoding), (model, original))
     ]
-    # What is left: the new token's own key, and scores in steps of 1/255.
+    # The remaining error comes from the new token's own key, and from scores in steps of 1/255.
     assert distance(logits[0], logits[1]) < 0.04
 
 
@@ -146,7 +149,7 @@ def test_caches_keep_their_names_and_places(form: str, d_sub: int) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_generation(form: str, tmp_path: Any) -> None:
-    """A growing cache, and a shared one where lengths are given, hold the same."""
+    """A growing cache, and a shared cache with given lengths, hold the same."""
     model, _ = compress(llama(form))
     onnx.save(model, tmp_path / "c.onnx")
     assert shares_cache(tmp_path / "c.onnx") == (form == "gqa")
@@ -361,8 +364,11 @@ def test_the_recipe() -> None:
 
 @pytest.mark.parametrize("hides", [True, False, None])
 def test_masks_that_are_cut_to_the_number_of_keys(hides: bool | None) -> None:
-    """As Optimum exports decoders of transformers 4.57; the number comes from keys that are repeated. hides: what truth
-    values of the mask say; None: it holds floats. It is twice as long here, so that a cut that is lost shows."""
+    """Decoders of transformers 4.57 as Optimum exports them; the length comes from the repeated keys.
+
+    hides: a boolean mask is true for hidden keys; None: the mask is float. It is twice as long here, so a lost Slice
+    changes the answers.
+    """
     model = llama("standard")
     graph = model.graph
     where = next(node for node in graph.node if node.op_type == "Where")

@@ -1,4 +1,4 @@
-"""Other forms of attention with a cache, one node or one Softmax a model, against ONNX Runtime."""
+"""More forms of attention with a cache, one node or one Softmax per model, compared with ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def feeds(model: onnx.ModelProto, past: int, tokens: int, seed: int = 0) -> Feed
 
 
 def check(model: onnx.ModelProto, *others: str) -> None:
-    """By both passes that take attention with a cache. others: nodes that stand beside the attention."""
+    """Check both passes that replace attention with a cache. others: nodes next to the attention."""
     for by in (recipe(), FUSED):
         report = ortolan.optimize_onnx(model, recipe=by, calibration=[feeds(model, 4, 3)])
         assert report.model is not None
@@ -101,8 +101,11 @@ def check(model: onnx.ModelProto, *others: str) -> None:
 
 
 def transformers_5(numbers: bool) -> onnx.ModelProto:
-    """As transformers 5 exports a decoder: heads repeated by lengths that were added up, keys transposed by way of
-    three dimensions, zeros for rows without keys. numbers: the cache's fixed dimensions are numbers, else names."""
+    """A decoder as transformers 5 exports it.
+
+    Heads are repeated with computed lengths, keys are transposed as 3-D tensors, rows without keys become zero.
+    numbers: the cache's fixed dimensions are numbers, otherwise names.
+    """
     nodes: list[onnx.NodeProto] = []
     weights: dict[str, np.ndarray] = {}
 
@@ -186,7 +189,7 @@ def test_onnx_attention(rank: int, mask: int | None, attributes: dict[str, Any])
 
 @pytest.mark.parametrize("mask", [None, FLOAT, BOOL])
 def test_onnx_attention_behind_an_appended_cache(mask: int | None) -> None:
-    """As torch exports scaled_dot_product_attention with enable_gqa to opset 23: the caches are appended to before."""
+    """scaled_dot_product_attention with enable_gqa as torch exports it to opset 23: caches are appended first."""
     model = operator("Attention", [*ONNX[:3], "mask" if mask else ""], rank=4, mask=mask or FLOAT)
     graph = model.graph
     cache = ["b", KV, "p", D]
@@ -243,7 +246,7 @@ def test_refusals(model: onnx.ModelProto, reason: str) -> None:
 
 
 def test_two_formats_in_one_model_need_the_library() -> None:
-    """No ONNX function serves codes and floats."""
+    """One ONNX function cannot serve codes and floats."""
     model = llama("standard")
     calibration = [prompt(model, seed=seed) for seed in (5, 6)]
     codes = recipe(select=["*layers.0*"], keys="codes", values="int8")

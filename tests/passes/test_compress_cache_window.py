@@ -1,4 +1,4 @@
-"""A compressed cache that keeps recent and first keys exact."""
+"""A compressed cache that also keeps recent and first keys as floats."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_more_exact_keys_are_nearer(form: str) -> None:
     for options in ({}, {"window": 24}, {"window": 24, "sinks": 24}, {"window": 50, "sinks": 22}):
         found, report = compress(model, d_sub=2, values="float32", **options)
         errors.append(distance(decode(found, CUTS)[:, 70:], expected))
-        # Of a prompt of 50 tokens, verify reads codes where not all keys are exact.
+        # With a prompt of 50 tokens, verify reads codes where not all keys are exact.
         some_codes = sum(options.values()) < 50
         assert report.cache is not None
         assert (report.cache.decode_error[0].relative_l2 > 1e-4) == some_codes
@@ -78,7 +78,7 @@ def test_it_runs_without_our_library(form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_generation(form: str, tmp_path: Any) -> None:
-    """The exact keys are carried on by growing and by shared caches, round and round."""
+    """Growing and shared caches pass on the exact keys; the ring wraps around."""
     original = llama(form)
     model, _ = compress(original, window=6, sinks=2)
     onnx.save(model, tmp_path / "c.onnx")

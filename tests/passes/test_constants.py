@@ -1,4 +1,4 @@
-"""Weights that are computed from constants: their numbers, and what is refused."""
+"""Weights that are computed from constants: their values, and refusals."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_random_numbers_are_no_constants() -> None:
 
 
 def test_what_cannot_be_worked_out_is_named() -> None:
-    """How many numbers there are is known only when they are computed."""
+    """The number of elements is known only after they are computed."""
     found = find([node("NonZero", "w", to="where"), node("Cast", "where", to_=TensorProto.FLOAT)], {"w": W})
     assert isinstance(found, NotLinear)
     assert "weight 'W' is made by NonZero ('make where') of constants, which cannot be worked out" in found.reason
@@ -116,7 +116,7 @@ def test_a_constant_is_not_much_larger_than_what_it_is_made_of() -> None:
 
 @pytest.mark.parametrize("op_type", ["Add", "Neg"])
 def test_walks_are_short(op_type: str) -> None:
-    """Of a chain without end, and of sums of itself, whose inputs double at each step."""
+    """A very long chain, and sums of a value with itself, whose inputs double at each step."""
     nodes = [
         node(op_type, *([f"w{i}"] * (2 if op_type == "Add" else 1)), to=f"w{i + 1}" if i < 3000 else "W")
         for i in range(3001)
@@ -125,7 +125,7 @@ def test_walks_are_short(op_type: str) -> None:
 
 
 def test_numbers_that_cannot_be_computed_are_an_error_of_the_model() -> None:
-    """The shape is known before the numbers are."""
+    """The shape is known before the values are."""
     found = find([node("Reshape", "w", "shape")], {"w": W, "shape": np.array([5, 5])})
     assert isinstance(found, Linear)
     with pytest.raises(ModelError, match=r"node 'make W' \(Reshape\) cannot be computed from its constants: "):

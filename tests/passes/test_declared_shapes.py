@@ -1,4 +1,4 @@
-"""Opset-23 Attention that stays behind our operators, and the shapes that written models state for it."""
+"""Opset-23 Attention after our operators, and the shapes that written models declare for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _FEEDS = {"ids": np.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])}
 
 
 def _capped_attention(by_heads: bool) -> onnx.ModelProto:
-    """A layer whose attention caps its scores, which no operator of ours does. No value has a declared shape."""
+    """A layer and an attention with capped scores, which our operators do not support.
+
+    No value has a declared shape.
+    """
     nodes = [helper.make_node("Gather", ["table", "ids"], ["x"])]
     weights = {"table": random_weight(100, _WIDTH)}
     last = dict.fromkeys("qkv", "")

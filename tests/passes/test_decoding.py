@@ -1,4 +1,4 @@
-"""verify decodes tokens from a compressed cache, and refuses one that does not hold what it should."""
+"""Pass verify decodes tokens from a compressed cache, and refuses a cache with wrong contents."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def too_small(books: Books) -> Books:
 
 
 def other_order(books: Books) -> Books:
-    """Of sub-quantizers whose numbers have nothing in common, as after an embedding of positions."""
+    """Reverse the order of sub-quantizers, whose values differ, as after a position embedding."""
     return np.ascontiguousarray(books[:, ::-1]) + np.float32(2)
 
 
@@ -71,7 +71,7 @@ def test_ruined_codebooks_are_refused(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_codebooks_of_one_layer(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    """Ruined where they are put into the model: what is learned is right."""
+    """The codebooks are damaged when they are put into the model; the learned ones are right."""
     right = CompressCachePass._constant
 
     def wrong(self, model, graph, name, array):  # type: ignore[no-untyped-def]
@@ -141,7 +141,7 @@ def test_a_function_that_writes_another_cache(monkeypatch: pytest.MonkeyPatch, f
 
 
 def test_padding_is_left_out() -> None:
-    """Of the longest sequence, without its padding, and as many steps as leave a prompt."""
+    """The longest sequence is decoded without its padding, in the steps that leave a prompt."""
     ids = np.arange(20, dtype=np.int64).reshape(2, 10)
     mask = np.ones((2, 13), np.int64)
     mask[0, :3] = mask[0, 8:] = mask[1, 3:7] = 0
@@ -171,7 +171,7 @@ def test_answers_to_padding_are_not_compared(form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_answers_to_padding_are_not_compared_where_no_token_is_decoded(form: str) -> None:
-    """The model has an input of its own, so nothing is decoded, and the feeds' own answers are compared."""
+    """The model has an additional input, so no token is decoded, and the answers to the feeds are compared."""
     proto = llama(form)
     model = ir.from_proto(proto)
     feeds = prompt(proto) | {"number": np.ones(1, np.float32)}
@@ -194,7 +194,7 @@ def test_contents() -> None:
     use = CacheUse("past", "present", "node", CacheFormat(16, books), "books", spread_of(keys[0]))
     found = {"present": CacheFormat(16, books).encode(keys)}
     check_contents([use], {"present": keys}, found, 0.0)
-    # Four tokens alone would be near to each other.
+    # Four tokens alone would have similar answers.
     close = keys[:, :, :4] * 0.01 + 3
     check_contents([use], {"present": close}, {"present": CacheFormat(16, books).encode(close)}, 0.0)
     with pytest.raises(VerificationError, match="node 'node': the keys of head 1 in its cache 'present'"):

@@ -1,4 +1,4 @@
-"""What is found behind a linear layer, that it computes what its name says, and what must be left alone."""
+"""The operators found after a linear layer: they compute their formula, and other graphs are not matched."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def gelu_cube_by_products(w: Writer, x: str) -> str:
 
 
 def gelu_fast(w: Writer, x: str) -> str:
-    """Hugging Face's gelu_fast, which writes the number with ten digits."""
+    """Hugging Face's gelu_fast, which writes the constant with ten digits."""
     inner = w.node("Add", w.node("Mul", w.node("Mul", x, 0.044715), x), 1.0)
     gate = _tanh_gate(w, w.node("Mul", w.node("Mul", x, 0.7978845608), inner))
     return w.node("Mul", w.node("Mul", x, 0.5), gate)
@@ -118,7 +118,7 @@ FORMS += [pytest.param(form, kind, id=name) for name, (form, kind) in OPERATORS.
 
 
 def find(model: onnx.ModelProto | ir.Model) -> Epilogue:
-    """The epilogue of the model's first layer."""
+    """Return the epilogue of the model's first layer."""
     loaded = ir.from_proto(model) if isinstance(model, onnx.ModelProto) else model
     return find_epilogue(next(linears_in(loaded)).output)
 
@@ -129,12 +129,12 @@ def finds_nothing(model: onnx.ModelProto) -> bool:
 
 
 def some_x(rows: int = 64) -> np.ndarray:
-    """Inputs for which y covers the bends of all activations and their flat parts."""
+    """Inputs for which y covers the curved and the flat parts of all activations."""
     return np.random.default_rng(3).standard_normal((rows, K)).astype(np.float32) * 3
 
 
 def check_values(model: onnx.ModelProto, found: Epilogue, **residuals: np.ndarray) -> None:
-    """The model's first output is the formula of `found`, within float32's rounding of some ten operations."""
+    """Check that the model's first output is the formula of `found`, within float32 rounding of ten operations."""
     x = some_x()
     y = x.astype(np.float64) @ WEIGHTS["W"] + WEIGHTS["b"]
     expected = FORMULAS[found.activation](y)
@@ -177,7 +177,7 @@ OPS = ("Add", "Mul", "Div", "Pow", "Erf", "Tanh", "Sigmoid")
 @examples(150)
 @given(st.sampled_from(list(FORMULA_FORMS)), st.data())
 def test_whatever_is_found_in_a_damaged_form_is_what_it_computes(form, data):
-    """One operand or operator of an activation is exchanged: most become another function, and some the same one."""
+    """One operand or operator of an activation is exchanged: most results are another function, some the same one."""
     w = Writer()
     output = form(w, "y")
     index = data.draw(st.integers(1, len(w.nodes) - 1))
@@ -243,7 +243,7 @@ def gelu_over_its_gate(w: Writer, x: str) -> str:
 
 
 def power_of_two_million(w: Writer, x: str) -> str:
-    """(x^2 + x)^(2^21), which must not be multiplied out."""
+    """(x^2 + x)^(2^21), which must not be expanded."""
     power = w.node("Add", w.node("Mul", x, x), x)
     for _ in range(21):
         power = w.node("Mul", power, power)
@@ -307,7 +307,7 @@ def test_the_activation_itself_may_have_consumers_and_be_an_output(form, activat
 
 
 def in_branch(build: Callable[[Writer], str]) -> onnx.ModelProto:
-    """A model with nodes behind the layer in a branch of an If."""
+    """A model with nodes after the layer in a branch of an If."""
     w, inner = Writer(), Writer()
     result = build(inner)
     branches = [
@@ -429,7 +429,7 @@ def test_nothing_behind_the_layer():
 
 
 def replace(epilogue: Epilogue, layer: ir.Node, op: str = "SparseAMXMatMul") -> ir.Node:
-    """Puts an operator where the last node stands, as the pass does."""
+    """Insert an operator at the last node, as the pass does."""
     inputs = [layer.inputs[0], layer.inputs[1], epilogue.residual]
     node = ir.Node("ai.ortolan", op, inputs, [ir.Attr("activation", ir.AttributeType.INT, epilogue.activation)])
     graph = layer.graph
@@ -465,8 +465,10 @@ def test_of_the_sum_of_two_layers_one_takes_the_addition():
 
 
 def count(model: ir.Model) -> tuple[Counter[str], Counter[str]]:
-    """How many layers of each weight's kind have which activation, and which have a residual; layers are replaced in
-    graph order, as the pass does."""
+    """Count the layers by kind of weight, activation and residual.
+
+    Layers are replaced in graph order, as in the pass.
+    """
     activations: Counter[str] = Counter()
     residuals: Counter[str] = Counter()
     for linear in list(linears_in(model)):

@@ -1,4 +1,4 @@
-"""Models of ONNX Runtime's static quantizer: what rounds activations goes, and dense layers keep their integers."""
+"""Models of ONNX Runtime's static quantizer: activations become floats, and dense layers keep their integers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROUNDS = {"QuantizeLinear", "DequantizeLinear"}
 
 @pytest.fixture(scope="module", params=WAYS)
 def bert(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Of float, and quantized."""
+    """Return a float BERT and its quantized form."""
     folder = tmp_path_factory.mktemp("bert")
     onnx.save(ir.to_proto(tiny.tiny_bert()), folder / "float.onnx")
     quantization.quantize_static(folder / "float.onnx", folder / "int8.onnx", Reader(), **WAYS[request.param])
@@ -52,9 +52,7 @@ def test_a_model_that_rounds_everywhere(bert: tuple[Path, Path], tmp_path: Path)
     assert kinds.count("PackedNoMADAttention") == 2 and not {"QuantizeLinear", "MatMul"} & set(kinds)
     assert {layer.name for layer in report.layers if layer.weight_bits == 8} == stored.keys() and len(stored) == 12
     assert any("quantizations of activations to fixed ranges removed" in note for note in report.notes)
-    assert any(
-        "the original is" in note and "against the original's weights in float" in note for note in report.notes
-    )
+    assert any("the original is" in note and "against the original's weights in float" in note for note in report.notes)
     shown = next(line for line in str(report).splitlines() if line.startswith("accuracy "))
     assert (
         "; relative error against the weights in float: original " in " ".join(str(report).split())
@@ -75,11 +73,11 @@ def test_a_model_that_rounds_everywhere(bert: tuple[Path, Path], tmp_path: Path)
         np.testing.assert_array_equal(alone[0], ours[row])
 
 
-# --- what a range cuts off --------------------------------------------------------------------------------------------
+# --- clipping by ranges -----------------------------------------------------------------------------------------------
 
 
 def mlp(*activation: onnx.NodeProto, **constants: np.ndarray) -> onnx.ModelProto:
-    """x -> a layer, h -> activation, a -> a layer, y."""
+    """x -> layer, h -> activation, a -> layer, y."""
     return make_model(
         [
             helper.make_node("MatMul", ["x", "W"], ["p"], name="up"),
@@ -125,7 +123,7 @@ def test_a_relu_that_the_quantizer_left_out_is_there_again(
 
 
 def test_what_is_never_negative_is_not_cut_off(tmp_path: Path) -> None:
-    """GELU, whose erf + 1 begins at 0, is found; so is that of a probability."""
+    """GELU is found, although the range of erf + 1 starts at 0; the same for probabilities."""
     gelu = [
         helper.make_node("Div", ["h", "root"], ["scaled"]),
         helper.make_node("Erf", ["scaled"], ["erf"]),
@@ -142,18 +140,19 @@ def test_what_is_never_negative_is_not_cut_off(tmp_path: Path) -> None:
     assert "Clip" not in op_types(adopt(quantized(softmax, tmp_path, quantization.QuantFormat.QDQ)).model)
 
 
-# --- one rounding at a time -------------------------------------------------------------------------------------------
+# --- single QDQ pairs
+# ---------------------------------------------------------------------------------------------------
 
 
 def freed(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Without what rounds activations; layers stay as they are."""
+    """Return the model without quantized activations; layers are not changed."""
     return ortolan.optimize_onnx(model, recipe=FREED).model
 
 
 def beside_a_layer(
     *nodes: onnx.NodeProto, opset: int = 17, kind: int = FLOAT, rank: int = 2, **constants: np.ndarray
 ) -> onnx.ModelProto:
-    """The layer of x makes y, the nodes make z. There are xq, numbers of x, and yr, the layer's."""
+    """A layer x -> y, and nodes that compute z. They can read the integers xq of x and yr of y."""
     layer = Int8Layer("qdq")
     everything = [*layer.nodes(), *nodes]
     read = {name for node in everything for name in node.input}
@@ -295,7 +294,7 @@ def test_rows_of_a_table_are_gathered_before_they_are_floats() -> None:
 
 
 def test_the_lowest_float_stays_finite() -> None:
-    """That of a mask: scale and number make it infinite."""
+    """A mask's value, for which scale times integer overflows to infinity."""
     lowest = np.finfo(np.float32).min
     scale = np.nextafter(np.float32(-lowest / 255), np.float32(np.inf))
     with np.errstate(over="ignore"):
@@ -320,7 +319,7 @@ def test_a_dense_layer_of_each_form(form: str) -> None:
     model, x = layer.model(), layer.inputs(50)
     report = adopt(model)
     assert {"SparseAMXMatMul"} <= set(op_types(report.model)) <= {"SparseAMXMatMul", "Identity"}
-    tensors = layer.tensors  # which make the bias one of whole steps
+    tensors = layer.tensors  # for which the bias is an integer number of steps
     exact = x @ layer.matrix + (layer.b if layer.bias else 0)
     assert tensors and relative_error(exact, run(model, {"x": x})[0]) < 0.2
     for answer in outputs(report.model, x):
@@ -328,7 +327,7 @@ def test_a_dense_layer_of_each_form(form: str) -> None:
 
 
 def test_fixed_ranges_stay_where_a_layer_is_sparse() -> None:
-    """VNNISpMM has them; the dense layer behind it stays as it is."""
+    """VNNISpMM uses them; the dense layer after it is not changed."""
     first, second = Int8Layer("qdq"), Int8Layer("qdq", q=RNG.integers(1, 128, (24, 16)).astype(np.int8), seed=1)
     dense = [onnx.NodeProto.FromString(node.SerializeToString()) for node in second.nodes()]
     for node in dense:

@@ -1,4 +1,4 @@
-"""Models that keep weights of few bits: both runs are compared with these weights in float, and what may differ."""
+"""Models with stored integer weights: both runs are compared with these weights in float, within limits."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_an_original_that_computes_in_float_is_the_reference() -> None:
 
 @pytest.mark.parametrize("outside", [False, True])
 def test_layers_in_branches(outside: bool) -> None:
-    """Their weights in the branch, or in the graph around it."""
+    """Weights in the branch, or in the outer graph."""
     layer = Int8Layer("dynamic", bias=True)
     nodes = layer.nodes("product")
     used = {name for node in nodes for name in node.input}
@@ -109,11 +109,12 @@ def test_the_model_is_as_it_was_afterwards(layer: Any) -> None:
     assert ir.to_proto(model).SerializeToString(deterministic=True) == before
 
 
-# --- what may differ --------------------------------------------------------------------------------------------------
+# --- allowed differences
+# ------------------------------------------------------------------------------------------------
 
 
 def behind_a_layer(*nodes: onnx.NodeProto, kind: int = FLOAT, rank: int = 2, **weights: np.ndarray) -> onnx.ModelProto:
-    """These nodes make "out" of "y", the answers of an int8 layer [64, 48]."""
+    """Nodes that compute "out" from "y", the output of an int8 layer [64, 48]."""
     q = RNG.integers(-127, 128, (64, 48)).astype(np.int8)
     layer = Int8Layer("dynamic", q=q)
     used = {name for node in layer.nodes("y") for name in node.input}
@@ -127,15 +128,13 @@ def behind_a_layer(*nodes: onnx.NodeProto, kind: int = FLOAT, rank: int = 2, **w
 
 
 def test_answers_that_rounding_changes_are_refused_unless_allowed(tmp_path: Path) -> None:
-    """The sine of large numbers is as good as random."""
+    """The sine of large values is almost random."""
     many = [helper.make_node("Mul", ["y", "factor"], ["turns"]), helper.make_node("Sin", ["turns"], ["out"])]
     model = behind_a_layer(*many, factor=np.array(1e4, np.float32))
     path, output = tmp_path / "model.onnx", tmp_path / "fast.onnx"
     onnx.save(model, path)
     x = {"x": RNG.standard_normal((50, 64)).astype(np.float32)}
-    with pytest.raises(
-        VerificationError, match=r"output 'out' has cosine .* with the original .*float"
-    ) as caught:
+    with pytest.raises(VerificationError, match=r"output 'out' has cosine .* with the original .*float") as caught:
         ortolan.optimize_onnx(path, output, calibration=x, options=ANY_ROUNDING)
     assert "allow_different=True" in str(caught.value) and not output.exists()
     allowed = ortolan.optimize_onnx(path, output, calibration=x, options=ANY_ROUNDING, allow_different=True)
@@ -145,7 +144,7 @@ def test_answers_that_rounding_changes_are_refused_unless_allowed(tmp_path: Path
 
 
 def test_answers_that_are_nearer_to_the_weights_are_saved() -> None:
-    """ONNX Runtime rounds small rows of a batch by the range of the large ones: they are all the same here."""
+    """ONNX Runtime rounds small rows of a batch by the range of the large ones, so here they become equal."""
     nodes = [
         helper.make_node("ReduceL2", ["y"], ["norm"], axes=[1], keepdims=1),
         helper.make_node("Div", ["y", "norm"], ["out"]),

@@ -1,4 +1,4 @@
-"""Calibrated quantization in a model: whose scales are folded where, and what the report says."""
+"""Calibrated quantization of a model: where scales are folded, and the report."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def llama_feeds(sequences: int = 8) -> list[dict[str, np.ndarray]]:
 
 
 def outlier_llama() -> onnx.ModelProto:
-    """A tiny Llama whose norms make a few channels large, as those of real ones do."""
+    """A tiny Llama whose norms make a few channels large, as in real models."""
     model = tiny.tiny_llama()
     for name, value in model.graph.initializers.items():
         if name.endswith("layernorm.weight"):
@@ -63,7 +63,7 @@ def outlier_llama() -> onnx.ModelProto:
 
 
 def norm_model(kind: str) -> onnx.ModelProto:
-    """y = norm(x) A, with the norm and what stands behind it in different forms."""
+    """y = norm(x) A, with different forms of the norm and of the operators after it."""
     shape, gamma = ["batch", 64], np.linspace(0.5, 1.5, 64, dtype=np.float32)
     gamma[::11] *= 20
     weights = {"G": gamma, "B": np.linspace(-1, 1, 64, dtype=np.float32), "A": random_weight(64, 24)}
@@ -103,7 +103,7 @@ def norm_model(kind: str) -> onnx.ModelProto:
 
 
 def scale_only(model: onnx.ModelProto, monkeypatch, feeds) -> tuple[onnx.ModelProto, ortolan.OptimizationReport]:
-    """The model after awq has folded its scales, with weights that are not rounded."""
+    """Return the model after awq has folded its scales, without quantized weights."""
     monkeypatch.setattr(quantize, "put_quantized", lambda *_: None)
     report = quantized(model, feeds, method="awq", exclude=["/first"] if "/first" in str(model) else [])
     assert report.model is not None
@@ -254,7 +254,7 @@ def test_poor_calibration_is_noted():
 def test_layers_in_subgraphs_are_rounded_to_nearest(method):
     report = quantized(branches_model(), method=method)
     assert [layer.weight_bits for layer in report.layers] == [4, 4]
-    # The input x of both lies outside of the branches, so it is recorded.
+    # The input x of both is outside the branches, so it is recorded.
     assert not [note for note in report.notes if "subgraph" in note]
 
 

@@ -1,4 +1,7 @@
-"""Attention as exporters write it becomes NoMADAttention and answers as before; what is none stays, with the reason."""
+"""Attention as exporters write it becomes NoMADAttention with the same answers.
+
+Graphs that only look like attention are not changed, and the note has the reason.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def recipe(*others: dict[str, Any], **options: Any) -> Recipe:
 
 
 def answers(model: onnx.ModelProto, given: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """By our kernels, and without the library."""
+    """Return the answers of our kernels, and of the model without the library."""
     return [run(model, given, library=library)[0] for library in (True, False)]
 
 
@@ -52,9 +55,9 @@ def test_every_form_becomes_one_node(form: str) -> None:
     onnx.checker.check_model(fused, full_check=True)
     left = op_types(fused)
     assert left.count("NoMADAttention") == 1
-    # Nothing of what it took apart is left, nor what only its shapes were computed with.
+    # No node of the replaced attention is left, nor nodes that only computed its shapes.
     gone = {"Softmax", "Transpose", "Reshape", "Gather", "IsNaN", "Trilu", "MultiHeadAttention", "Attention"}
-    # But what makes the mask is.
+    # The nodes that compute the mask are kept.
     gone -= {"Transpose", "Gather"} if "bias" in form else {"Trilu"} if "padding" in form else set()
     assert not gone & set(left) and left.count("MatMul") == 3
     for rows in (1, S, 70):
@@ -84,7 +87,7 @@ def test_rows_that_see_nothing_stay_what_they_were() -> None:
 
 
 def test_a_shared_mask_stands_before_all_that_read_it() -> None:
-    """The first Softmax's heads are merged last."""
+    """The attention whose Softmax comes first merges its heads last."""
     graph = Graph()
     bias, mask = position_bias(graph), graph.additive_mask()
     contexts = []
@@ -193,7 +196,7 @@ def test_an_encoder(precision: str, portable: bool) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_with_quantized_layers(bits: int) -> None:
-    """The layers around it are found, and replaced, as without it; what the model answers changes by its own part."""
+    """The layers around attention are replaced as without it; only attention's own rounding changes the answers."""
     model = onnx_model(tiny.tiny_bert())
     op = {8: "SparseAMXMatMul", 4: "W4A8MatMul"}[bits]
     quantize: dict[str, Any] = {"name": "quantize", "bits": bits} | ({"group_size": 32} if bits == 4 else {})
@@ -211,7 +214,7 @@ def test_with_quantized_layers(bits: int) -> None:
     assert op_types(without).count(op) == 12 and op_types(fused).count(op) == 8
     assert op_types(fused).count("NoMADAttention") == 2 and "MatMul" not in op_types(fused)
     (expected,), (found,) = (run(one, bert_feeds(), library=True) for one in (without, fused))
-    assert relative_error(expected, found) < 0.03  # roundings that fell the other way
+    assert relative_error(expected, found) < 0.03  # values that round in the other direction
 
 
 def mpnet_feeds(rows: int) -> dict[str, np.ndarray]:
@@ -223,7 +226,7 @@ def mpnet_feeds(rows: int) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("precision", ["f32", "bf16"])
 def test_an_encoder_with_a_position_bias(precision: str) -> None:
-    """All layers add the same bias and the same mask: what they share is added once."""
+    """All layers add the same bias and the same mask: their sum is computed once."""
     model = onnx_model(tiny.tiny_mpnet(num_hidden_layers=3))
     report = ortolan.optimize_onnx(model, recipe=recipe(precision=precision))
     assert report.model is not None

@@ -1,5 +1,7 @@
-"""Attention with a cache of floats becomes NoMADAttention beside layers that are replaced; the cache stays what it is.
-Its forms one by one: test_cached_graphs.py and test_compress_cache_forms.py."""
+"""Attention with float caches becomes NoMADAttention next to replaced layers; the cache is not changed.
+
+The forms of attention: test_cached_graphs.py and test_compress_cache_forms.py.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ LEFT = "attention with a cache not replaced: "
 
 
 def fused(model: onnx.ModelProto, **options: Any) -> tuple[onnx.ModelProto, OptimizationReport]:
-    """By a recipe that does nothing else."""
+    """Run a recipe with only this pass."""
     steps = [{"name": "normalize"}, {"name": NAME, **options}, {"name": "verify", "seconds": 0.0}]
     report = ortolan.optimize_onnx(
         model,
@@ -63,7 +65,7 @@ def test_answers_and_caches_stay(form: str, kv_heads: int) -> None:
 
 @pytest.mark.parametrize(("form", "head_dim"), [("standard", 16), ("standard", 36), ("gqa", 16)])
 def test_prompts_of_bf16(form: str, head_dim: int) -> None:
-    """Whether the CPU rounds or is faster in float32; without the library nothing is rounded."""
+    """The CPU rounds to bf16 if that is faster than float32; without the library nothing is rounded."""
     model = llama(form, head_dim=head_dim)
     found, report = fused(model, precision="bf16")
     assert report.portable and of_attention(report) == [BECAME]
@@ -104,7 +106,7 @@ def test_sequences_of_unequal_lengths(padding: str) -> None:
 
 
 def test_sequences_of_unequal_lengths_and_group_query_attention() -> None:
-    """New tokens stand right behind the shorter prompt, in the place of its padding."""
+    """New tokens are stored right after the shorter prompt, over its padding."""
     model = llama("gqa")
     mask = np.ones((2, 43), np.int64)
     mask[1, 25:40] = 0

@@ -1,4 +1,4 @@
-"""Pass fuse_norm: which LayerNormalizations and additions it takes, and that answers stay what they were."""
+"""Pass fuse_norm: the LayerNormalizations and additions it replaces, with the same answers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def fuse(model: onnx.ModelProto, dry_run: bool = False) -> OptimizationReport:
 
 
 def fused(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Answers as before, with the library and without, under the same names."""
+    """Return the fused model, with the same answers as before, with the library and without, under the same names."""
     result = fuse(model).model
     assert result is not None
     onnx.checker.check_model(result)
@@ -96,7 +96,7 @@ def fused(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def operands(model: onnx.ModelProto) -> list[str]:
-    """Of the only AddLayerNorm: X and addends, but for the constants that stand for none."""
+    """Return X and the addends of the only AddLayerNorm, without neutral constants."""
     (found,) = (one for one in model.graph.node if one.op_type == "AddLayerNorm")
     return [name for name in found.input[:3] if not name.startswith("no_")]
 
@@ -236,7 +236,7 @@ def test_needs_normalize_for_old_opsets() -> None:
 
 
 ENCODERS: dict[str, tuple[Callable[[], ir.Model], int]] = {
-    # How many LayerNormalizations are no layer's end.
+    # Number of LayerNormalizations that do not follow a layer.
     "bert": (tiny.tiny_bert, 1),
     "mpnet": (tiny.tiny_mpnet, 1),
     "modernbert": (tiny.tiny_modernbert, 6),
@@ -249,7 +249,7 @@ RECIPES = {
 }
 
 
-# Of the encoders and recipes all pairs, each with padding left out or not, so that each encoder and recipe meets both.
+# Pairs of encoders and recipes, each once with padding skipped or not, so that each encoder and recipe has both.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("encoder", "recipe", "unpad"),
@@ -265,7 +265,7 @@ def test_nothing_of_an_encoder_is_normalized_by_onnx_runtime(encoder: str, recip
     assert report.model is not None
     left = op_types(report.model)
     assert "LayerNormalization" not in left and left.count("AddLayerNorm") == norms
-    # Axes of what VNNISpMM puts out are not known where the model does not declare them.
+    # The rank of VNNISpMM's output is unknown if the model does not declare it.
     assert ("PackTokens" in left) == (unpad and (recipe, encoder) != ("4x1", "modernbert"))
     without = optimize(ir.to_proto(make()), recipe=steps).model
     assert without is not None and "LayerNormalization" in op_types(without)
@@ -280,7 +280,7 @@ def names(recipe: Recipe) -> list[str]:
 
 
 def test_forms_of_whole_numbers_have_it() -> None:
-    """As encoders have the same bits on every CPU with them. Others have it where it is asked for."""
+    """Integer formats include it: encoders then have the same bits on every CPU. Other formats have it on request."""
     for name, recipe in RECIPES.items():
         assert names(recipe).count("fuse_norm") == (name != "bf16")
     others = [{"weights": "bf16"}, {"sparsity": 0.5}, {"cache": "codes"}]

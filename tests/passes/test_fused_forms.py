@@ -1,4 +1,4 @@
-"""Each fused operator of ONNX Runtime, written as several, against itself."""
+"""Each fused operator of ONNX Runtime, split into several, compared with itself."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def attention_model(
     widths: tuple[int, ...] = (),
     **other: Any,
 ) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
-    """added: batch and heads of a position bias."""
+    """A model of one attention. added: batch and heads of a position bias."""
     columns = sum(widths) if widths else 3 * W
     given = {"x": (random(B, S, K), ["batch", "rows", K])}
     constants = {"W": random(K, columns) / 4, "b": random(columns)}
@@ -83,8 +83,11 @@ def attention_model(
 def check_fused(
     model: onnx.ModelProto, feeds: dict[str, np.ndarray], layers: int = 3, sees: np.ndarray | None = None
 ) -> None:
-    """As several operators, and with NoMADAttention, the model answers as ONNX Runtime does. sees: bool [B, S], the
-    queries that see a key; scores of the others lie at -10000, where float32 has steps of 2^-10."""
+    """Check the model split into several operators, and with NoMADAttention, against ONNX Runtime.
+
+    sees: bool [B, S], the queries that see a key; scores of the other queries are around -10000, where float32 has
+    steps of 2^-10.
+    """
     (expected,) = run(model, feeds)
     apart, reasons = unfused(model)
     assert not reasons and op_types(apart).count("MatMul") == layers and "Attention" not in op_types(apart)
@@ -105,7 +108,7 @@ def test_attention(mask: str, fill: float | None, causal: int) -> None:
     model, feeds = attention_model(mask, unidirectional=causal, **({} if fill is None else {"mask_filter_value": fill}))
     sees = np.ones((B, S), bool)
     if causal and mask == "raw":
-        sees[2, :2] = False  # whose only keys are padding
+        sees[2, :2] = False  # queries whose only keys are padding
     check_fused(model, feeds, sees=sees)
 
 
@@ -129,7 +132,7 @@ def test_attention_of_values_of_another_width_keeps_its_operator() -> None:
 
 
 def test_weights_of_several_attentions_are_split_once() -> None:
-    """And the masks are made once."""
+    """The masks are also computed once."""
     model, feeds = attention_model("lengths", bias=True)
     second = helper.make_node(
         "Attention", ["h", "W", "b", "mask"], ["z"], name="second", domain="com.microsoft", num_heads=H
@@ -373,7 +376,7 @@ def test_multi_head_attention_that_is_not_read_says_why() -> None:
     given["mask"] = np.ones(B, np.int32), ["other"]
     model = fused_model("MultiHeadAttention", ["q", "k", "v", "", "mask"], given, {}, num_heads=H)
     notes = " ".join(ortolan.optimize_onnx(model, recipe=FUSE, dry_run=True).notes)
-    assert "attention not fused: its mask 'mask' is a vector, not known to be as long as there are sequences" in notes
+    assert "attention not fused: its mask 'mask' is a vector, not known to be as long as" in notes
 
 
 def test_outputs_that_are_only_in_the_operator() -> None:

@@ -1,4 +1,4 @@
-"""Encoders that ONNX Runtime's transformers optimizer has fused, and what its quantizer makes of them."""
+"""Encoders fused by ONNX Runtime's transformers optimizer, and their quantized forms."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ortolan.models import tiny
 from .padded_models import MASKS as ATTENTION_MASKS
 from .padded_models import PAD, changed, encoder_feeds, with_unpad
 from .small_models import op_types, relative_error, run
-from .stored_weight import dense_numbers
+from .stored_weight import dense_integers
 
 HEADS, WIDTH = 4, 48
 QUICK = {"verify.seconds": 0.0, "replace.may_grow": True}
-# What the optimizer gives Attention for a mask: lengths, that EmbedLayerNormalization makes; or the mask as it is.
+# The mask that the optimizer gives Attention: lengths from EmbedLayerNormalization, or the mask itself.
 MASKS = {"lengths": AttentionMaskFormat.MaskIndexEnd, "raw": AttentionMaskFormat.AttentionMask}
 
 
@@ -77,7 +77,7 @@ def feeds(batch: int = 4, rows: int = 11) -> dict[str, np.ndarray]:
 
 
 def words(answer: np.ndarray, given: dict[str, np.ndarray]) -> np.ndarray:
-    """Without padding."""
+    """Feeds without padding."""
     return answer[given["attention_mask"].astype(bool)]
 
 
@@ -86,7 +86,7 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def check_replaced(report: OptimizationReport, model: onnx.ModelProto, op: str) -> None:
-    """Two attentions with one node for query, key and value each; three more layers each, with what follows them."""
+    """Check two attentions with one node each for query, key and value, and three more layers each."""
     kinds = op_types(model)
     assert kinds.count("NoMADAttention") + kinds.count("PackedNoMADAttention") == 2 and kinds.count(op) == 8
     gone = "Attention", "QAttention", "MultiHeadAttention", "SkipLayerNormalization", "BiasGelu", "MatMul", "Gelu"
@@ -117,7 +117,7 @@ def test_the_same_as_of_the_model_before_it_was_fused(fused: Path, tmp_path: Pat
     for name in ("float.onnx", "fused.onnx"):
         ortolan.optimize_onnx(fused.parent / name, tmp_path / name, weights="bf16", options=QUICK)
         answers.append(words(run(str(tmp_path / name), given, library=True)[0], given))
-    assert relative_error(*answers) < 1e-3  # of the bf16 sums of an attention, of which roundings fall the other way
+    assert relative_error(*answers) < 1e-3  # from bf16 sums of an attention: some values round in the other direction
 
 
 def test_tables_of_words_of_a_fused_encoder(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_positions_of_a_fused_encoder_are_counted(fused: Path) -> None:
 
 
 def test_layers_and_attentions_that_are_not_chosen_answer_as_before(fused: Path, tmp_path: Path) -> None:
-    """One is replaced; ONNX Runtime runs the others, as operators of its own."""
+    """One is replaced; ONNX Runtime runs the others as its own operators."""
     steps = [
         {"name": "normalize"},
         {"name": "fuse_attention", "exclude": ["*_1"]},
@@ -166,7 +166,7 @@ def test_weights_in_a_file_beside_the_model(fused: Path, tmp_path: Path) -> None
 
 
 def test_models_of_an_old_opset(fused: Path, tmp_path: Path) -> None:
-    """As most fused models are."""
+    """Most fused models have an old opset."""
     old = onnx.load(fused)
     (standard,) = [one for one in old.opset_import if not one.domain]
     standard.version = 11
@@ -200,7 +200,7 @@ def test_quantized_encoders_keep_their_integers(quantized: Path, tmp_path: Path)
     tensors = {one.name: numpy_helper.to_array(one) for one in onnx.load(quantized).graph.initializer}
     for number in range(2):
         name = f"Attention_{number}"
-        q, scales, zeros = dense_numbers(fast, f"{name}_quant/query")
+        q, scales, zeros = dense_integers(fast, f"{name}_quant/query")
         weight = tensors[f"{name}_qkv_weight_quantized"].astype(np.int16)
         zero = tensors[f"{name}_qkv_weight_zero_point"].astype(np.int16)
         np.testing.assert_array_equal(q.astype(np.int16) - zeros, weight - zero)
@@ -224,7 +224,7 @@ def test_answers_of_quantized_encoders_are_nearer_to_float_and_the_same_alone(qu
 
 @pytest.mark.parametrize("pad", [None, PAD])
 def test_masks_that_count_tokens(tmp_path: Path, pad: int | None) -> None:
-    """They show the first tokens, as many as attention_mask has ones, wherever these are. So does the fast model."""
+    """Such masks show the first tokens; their number is the sum of attention_mask. So does the fast model."""
     model = onnx.load(fuse(tmp_path, "lengths"))
     recipe = with_unpad(Recipe.of(weights="bf16"), **({"drop_hidden": True} if pad is None else {"pad_token_id": PAD}))
     unpadded = changed(ortolan.optimize_onnx(model, recipe=recipe, options=QUICK))

@@ -1,4 +1,4 @@
-"""Two layers of one input whose outputs are multiplied become one node, in every order of writing, or stay two."""
+"""Two layers of one input whose outputs are multiplied become one node, in every order of operands, or stay two."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def gated_model(
 
 
 def check(model: onnx.ModelProto, recipe: str, nodes: int) -> onnx.ModelProto:
-    """The optimized model answers as the original, by kernel and function; it has so many nodes of ours."""
+    """Check the answers, by kernel and function, and the number of our nodes."""
     report = optimize(model, recipe=recipe, options=RECIPES[recipe])
     assert report.model is not None
     onnx.checker.check_model(report.model)
@@ -139,7 +139,7 @@ def test_layers_of_different_kinds_stay_apart() -> None:
 
 
 def test_float16_layers_stay_apart() -> None:
-    """Between them numbers are rounded to float16, which the operator would not do."""
+    """Values between them are rounded to float16, which the operator would not do."""
     check(gated_model([GATE, SIGMOID, SILU, UP, multiply("a", "up")], dtype=np.float16), "int4", 2)
 
 
@@ -185,7 +185,7 @@ def test_llama() -> None:
 
 
 def test_a_dry_run_with_two_passes_tells_what_the_run_does() -> None:
-    """The first pass takes the gate alone, so the second finds no pair."""
+    """The first pass takes only the gate, so the second finds no pair."""
     model = gated_model([GATE, SIGMOID, SILU, UP, multiply("a", "up")])
     steps = [
         {"name": "normalize"},
@@ -203,7 +203,7 @@ HALVES = [f"h{number}" for number in range(2)]
 
 
 def halves_model(split: str, gate: int, columns: int, bias: bool, outputs: Sequence[str] = ("y",)) -> onnx.ModelProto:
-    """One layer, split in halves, of which half `gate` goes through SiLU."""
+    """One layer, split in halves; half `gate` passes through SiLU."""
     numbers = {"begin": [0], "middle": [columns // 2], "end": [np.iinfo(np.int64).max], "last": [-1]}
     sizes = {"sizes": [columns // 2] * 2}
     if split == "Split":

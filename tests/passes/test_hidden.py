@@ -1,4 +1,4 @@
-"""MLPs in one VNNISpMM node, by ranges that calibration has found; and what keeps their layers apart."""
+"""MLPs as one VNNISpMM node, with calibrated ranges, and reasons for keeping the layers separate."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def optimized(model: onnx.ModelProto, **arguments: Any) -> ortolan.OptimizationR
 def check(model: onnx.ModelProto, report: ortolan.OptimizationReport, nodes: int, tolerance: float = 0.03) -> None:
     onnx.checker.check_model(report.model)
     assert op_types(report.model).count("VNNISpMM") == nodes
-    for library in (True, False):  # on inputs that take part in calibration: what lies beyond is cut off
+    for library in (True, False):  # on calibration inputs, as values beyond them are clipped
         for expected, found in zip(run(model, inputs(512)), run(report.model, inputs(512), library), strict=True):
             assert relative_error(expected, found) < tolerance
 
@@ -202,14 +202,14 @@ def test_a_range_cuts_off_what_is_rare() -> None:
 
 
 def test_a_range_serves_what_is_computed_next() -> None:
-    """Half of the numbers is thrown away, so no steps are spent on it."""
+    """Half of the values are discarded, so the range does not cover them."""
     numbers = np.random.default_rng(0).standard_normal((500, 60)).astype(np.float32)
     found = choose_range(numbers, lambda x: np.maximum(x, 0))
     assert found.zero_point < 30 < choose_range(numbers).zero_point
 
 
 def reshaped_model(first: Sequence[int], *, gemm: bool = True) -> onnx.ModelProto:
-    """x in three dimensions, the layers in two: as Hugging Face's Conv1D is exported."""
+    """x is 3-D, the layers are 2-D: Hugging Face's Conv1D."""
     op_type = "Gemm" if gemm else "MatMul"
     nodes = [
         helper.make_node(op_type, ["x", "A"], ["t"], name="first"),
@@ -262,7 +262,7 @@ def test_the_report_says_why_layers_stay_apart(between: list[NodeProto], outputs
 
 
 def test_an_activation_without_numbers_keeps_layers_apart() -> None:
-    """0 is in every range; its logarithm is none that could be rounded."""
+    """Every range contains 0, whose logarithm cannot be quantized."""
     model = mlp_model(unary("Log"))
     for tensor in model.graph.initializer:
         tensor.CopyFrom(numpy_helper.from_array(np.abs(numpy_helper.to_array(tensor)), tensor.name))

@@ -1,4 +1,4 @@
-"""Models that ONNX Runtime's quantizers have made of a sparse one, in every way: their numbers and ranges are kept."""
+"""A sparse model quantized in every way by ONNX Runtime: its integers and ranges are kept."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import ortolan
 from ortolan import Recipe
 from ortolan.models import tiny
 
-from .int8_layers import Int8Layer, optimize, outputs, packed_numbers, sparse_numbers
+from .int8_layers import Int8Layer, optimize, outputs, packed_integers, sparse_integers
 from .ort_quantized import FEEDS, Reader, layers_of
 from .small_models import make_model, op_types, run
 
 
 @pytest.fixture(scope="module")
 def sparse_bert(tmp_path_factory):
-    """A BERT whose blocks of four outputs are 80 % zero."""
+    """A BERT with 80 % zero blocks of four outputs."""
     path = tmp_path_factory.mktemp("bert") / "float.onnx"
     steps = [{"name": "normalize"}, {"name": "prune", "pattern": "4x1", "sparsity": 0.8}]
     report = ortolan.optimize_onnx(ir.to_proto(tiny.tiny_bert()), recipe=Recipe.from_dict({"name": "r", "pass": steps}))
-    del report.model.metadata_props[:]  # which say that Ortolan made it
+    del report.model.metadata_props[:]  # metadata that says that Ortolan made the model
     onnx.save(report.model, path)
     return path
 
@@ -34,14 +34,14 @@ def check_bert(path, tmp_path, most: float, exact: bool) -> None:
     stored = layers_of(path)
     assert len(stored) == 12
     for recipe in ("sparse-int8-4x1", "adopt"):
-        # Layers apart, so that each keeps its name.
+        # Keep layers separate, so that each keeps its name.
         options = {"fuse": False} if recipe == "sparse-int8-4x1" else {"fuse_attention.exclude": ["*"]}
         report = optimize(path, tmp_path / "fast.onnx", recipe=recipe, calibration=FEEDS, options=options)
         model = onnx.load(tmp_path / "fast.onnx")
         replaced = [layer for layer in report.replaced if layer.new_op == "VNNISpMM"]
         assert len(replaced) == op_types(model).count("VNNISpMM") == 12
         for name, layer in stored.items():
-            found, scales = packed_numbers(model, name)
+            found, scales = packed_integers(model, name)
             np.testing.assert_array_equal(found * scales, layer.matrix())
             if exact:
                 np.testing.assert_array_equal(found, layer.int8.q.numpy())
@@ -87,7 +87,7 @@ def save_as_optimized(path):
 @pytest.mark.slow
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_quantize_dynamic_to_uint8(sparse_bert, tmp_path, per_channel):
-    """Asymmetric: of 7 bits all zero points fit, of 8 not all."""
+    """Asymmetric weights: with 7 bits all zero points fit, with 8 bits not all."""
     path = tmp_path / "int8.onnx"
     kind = quantization.QuantType.QUInt8
     quantization.quantize_dynamic(sparse_bert, path, per_channel=per_channel, weight_type=kind, reduce_range=True)
@@ -115,10 +115,10 @@ def test_quantize_static(sparse_bert, tmp_path, form, per_channel, reduce_range,
         per_channel=per_channel,
         reduce_range=reduce_range,
         activation_type=activations,
-        # Residuals and all else stay floats, as quality asks for.
+        # Everything but the layers stays float, for quality.
         op_types_to_quantize=["MatMul"],
     )
-    # Only where numbers lie at the edge of two steps and sums in another order fall to either side.
+    # Differences occur only at the edge of two steps, from sums in another order.
     check_bert(path, tmp_path, 0.01, exact=True)
 
 
@@ -133,8 +133,8 @@ def test_everything_quantized(sparse_bert, tmp_path, form):
 @pytest.mark.parametrize("trans_b", [False, True])
 @pytest.mark.parametrize("form", list(quantization.QuantFormat))
 def test_quantize_static_of_gemm(tmp_path, form, trans_b):
-    """Its bias is int32."""
-    weights = sparse_numbers(32, 24).astype(np.float32) / 700
+    """The bias is int32."""
+    weights = sparse_integers(32, 24).astype(np.float32) / 700
     model = make_model(
         [helper.make_node("Gemm", ["x", "W", "b"], ["y"], name="linear", transB=int(trans_b))],
         {"x": (TensorProto.FLOAT, ["batch", 32])},
@@ -147,7 +147,7 @@ def test_quantize_static_of_gemm(tmp_path, form, trans_b):
     quantization.quantize_static(tmp_path / "float.onnx", tmp_path / "int8.onnx", reader, quant_format=form)
     (layer,) = layers_of(tmp_path / "int8.onnx").values()
     report = optimize(tmp_path / "int8.onnx")
-    found, _ = packed_numbers(report.model, layer.name)
+    found, _ = packed_integers(report.model, layer.name)
     np.testing.assert_array_equal(found, layer.int8.q.numpy())
     (original,) = run(str(tmp_path / "int8.onnx"), {"x": x})
     step = np.ptp(original) / 255

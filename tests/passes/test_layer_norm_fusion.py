@@ -1,4 +1,4 @@
-"""The LayerNormalization behind a layer: what is found, that it computes what it did, and what must be left alone."""
+"""The LayerNormalization after a layer: it computes the same, and other graphs are not matched."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAYER_ERROR = 0.03  # of u8 inputs and int8 weights
 
 
 class Writer:
-    """Writes the nodes behind the layer y = x W + b, x [batch, K]."""
+    """Writes the nodes after the layer y = x W + b, x [batch, K]."""
 
     def __init__(self, opset: int = 17) -> None:
         self.opset = opset
@@ -118,7 +118,7 @@ all_forms = pytest.mark.parametrize("form", FORMS)
 
 
 def find(model: onnx.ModelProto) -> Epilogue:
-    """What follows the model's first layer."""
+    """Return the epilogue of the model's first layer."""
     linear = next(linears_in(ir.from_proto(model)))
     return add_layer_norm(find_epilogue(linear.output), linear.n)
 
@@ -184,7 +184,7 @@ def test_values_that_others_see_stay(form: Form) -> None:
         w.nodes.pop()
         for other in (as_output, consumed):
             if form not in WITHOUT_BIAS and form in FORMULAS and value == inside[-1]:
-                assert other.norm is not None and other.output.name == value  # it ends in front of the bias
+                assert other.norm is not None and other.output.name == value  # the epilogue ends before the bias
             else:
                 assert other.norm is None
 
@@ -277,7 +277,7 @@ OPS = ("Add", "Sub", "Mul", "Div", "Pow")
 @examples(200)
 @given(st.sampled_from(FORMULAS), st.data())
 def test_whatever_is_found_in_a_damaged_form_is_what_it_computes(form: Form, data: st.DataObject) -> None:
-    """One operand or operator is exchanged: most become another function, and some the same one."""
+    """One operand or operator is exchanged: most results are another function, some the same one."""
     w = Writer()
     output = form(w, "y")
     index = data.draw(st.integers(1, len(w.nodes) - 1))
@@ -305,7 +305,7 @@ def test_whatever_is_found_in_a_damaged_form_is_what_it_computes(form: Form, dat
 
 
 def optimized(w: Writer, output: str, rank: int = 2) -> OptimizationReport:
-    """By VNNISpMM, without pruning; with and without the library it must answer as before."""
+    """Optimize with VNNISpMM, without pruning, and check the answers with the library and without."""
     model = w.model(output, rank=rank)
     report = optimize(model, recipe=NAMED["sparse-int8-4x1"], options={"sparsity": 0.0})
     assert report.model is not None
@@ -348,7 +348,7 @@ def test_residuals_of_any_shape(shape: tuple[int | str, ...]) -> None:
 
 
 def test_layers_with_and_without() -> None:
-    """One function serves them all, so all have the inputs."""
+    """One function serves all layers, so all have the inputs."""
     w = Writer()
     normed = operator(w, w.residual("y"))
     w.weights |= {"W2": random_weight(N, 8), "W3": random_weight(8, N, seed=5)}
@@ -380,8 +380,7 @@ def test_weights_that_are_no_initializers() -> None:
 
 
 def test_layers_in_branches() -> None:
-    """The weights of the norm lie outside of the branches, where an operator in them would not see that they are
-    constant."""
+    """The norm's weights are outside the branches, where an operator would not see that they are constant."""
     w = Writer()
     branches = []
     for name in ("then", "else"):
@@ -402,7 +401,7 @@ def test_layers_in_branches() -> None:
 
 
 def test_a_sum_that_is_seen_elsewhere_stays_unnormalized() -> None:
-    """As in models that normalize before each layer."""
+    """Models that normalize before each layer."""
     w = Writer()
     total = w.residual("y")
     w.weights["W2"] = random_weight(N, N, seed=5)
@@ -412,7 +411,7 @@ def test_a_sum_that_is_seen_elsewhere_stays_unnormalized() -> None:
 
 
 def test_a_layer_of_one_column_is_not_normalized() -> None:
-    """What is added to it may have more."""
+    """Its residual may be wider."""
     w = Writer()
     w.weights |= {"W": random_weight(K, 1), "b": random_weight(1), "one": np.ones(1, np.float32)}
     w.inputs["r"] = (FLOAT, ["batch", 1])
@@ -432,7 +431,7 @@ def test_without_fusion() -> None:
 
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
 def test_every_operator_takes_it(weights: str) -> None:
-    """Also beside layers that have none."""
+    """The fused norm works next to layers without one."""
     w = Writer()
     w.weights["W2"] = random_weight(N, N, seed=5)
     y = operator(w, w.residual("y"))
@@ -448,7 +447,7 @@ def test_every_operator_takes_it(weights: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["sparse-int8-4x1", "sparse-int8-4x1-static"])
 def test_bert(recipe: str) -> None:
-    """Also where a layer with a norm has a hidden one in front of it."""
+    """The fused norm works after a layer with a hidden layer."""
     model = ir.to_proto(tiny.tiny_bert(num_hidden_layers=3))
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 50, (2, 16))

@@ -1,4 +1,4 @@
-"""What counts as a linear layer, and the reasons for what does not."""
+"""Linear layers that are found, and reasons for other products."""
 
 from __future__ import annotations
 

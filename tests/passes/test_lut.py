@@ -1,4 +1,4 @@
-"""Tables of element-wise chains: by the formula, and as an epilogue's quantized table; where chains end."""
+"""Tables of element-wise chains: from the formula, and as an epilogue's quantized table; ends of chains."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def chain_of(nodes: Sequence[NodeProto], outputs: Sequence[str] = ("b",), withou
 
 
 def test_table_of_a_formula() -> None:
-    """Against Python's own arithmetic: index 255 of an int8 table is that of -1."""
+    """Compared with Python arithmetic; index 255 of an int8 table is the entry of -1."""
     for x_type in (np.uint8, np.int8):
         graph = graph_of(code_model(CHAINS["gelu_by_erf"], x_type))
         chain = find_cone(graph.inputs[0], graph, graph_order(graph)).chain_to(graph.outputs[0])
@@ -89,7 +89,7 @@ def test_quantized_table_is_that_of_the_whole_model(name: str, x_type: type, y_t
 
 
 def test_longest_chain() -> None:
-    """Up to the product, which is none, however often paths part before."""
+    """A chain ends at a product, which is not element-wise, however often its paths part."""
     nodes = [*CHAINS["silu"][1:-1], node("Tanh", "b", "c"), node("MatMul", "c weight", "y")]
     model = make_model(
         nodes,
@@ -145,7 +145,7 @@ def test_making_a_table_leaves_the_model_alone() -> None:
 
 
 def test_type_of_a_value_without_one() -> None:
-    """By the zero point of what takes it or of what made it; a model need not say it."""
+    """The type comes from the zero point of the consumer or the producer; a model need not declare it."""
     nodes = [node("QuantizeLinear", "a scale zero", "q"), node("DequantizeLinear", "q scale", "b")]
     for dtype in (np.uint8, np.int8):
         model = float_model([node("Neg", "a", "b")])

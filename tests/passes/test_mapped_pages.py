@@ -1,4 +1,4 @@
-"""Pages of mapped files that are given back."""
+"""Releasing pages of mapped files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BYTES = 32 << 20
 
 
 def resident(path: Path) -> int:
-    """Bytes of the file that are in this process's memory."""
+    """Return the bytes of the file that are in this process's memory."""
     found, ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split()[0]:
@@ -33,7 +33,7 @@ def mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, np.me
         pytest.skip("needs Linux")
     path = tmp_path / "weights.data"
     path.write_bytes(np.arange(BYTES // 4, dtype=np.int32).tobytes())
-    monkeypatch.setattr(mapped_pages, "_LIMIT", -(1 << 50))  # always too many
+    monkeypatch.setattr(mapped_pages, "_LIMIT", -(1 << 50))  # threshold that is always exceeded
     array = np.memmap(path, np.int32, mode="c")  # as ONNX Runtime maps it: private, and writable
     page = ctypes.c_void_p(array.ctypes.data)
     if ctypes.CDLL(None).madvise(page, ctypes.c_size_t(mmap.PAGESIZE), 21):
@@ -84,7 +84,7 @@ def test_what_is_timed_keeps_its_pages(mapped: tuple[Path, np.memmap]) -> None:
     path, array = mapped
     with bounded_pages([path], path.parent):
         with pages_stay():
-            time.sleep(0.05)  # what had begun before ends
+            time.sleep(0.05)
             array.sum()
             time.sleep(0.2)
             assert resident(path) > BYTES // 2

@@ -1,4 +1,4 @@
-"""A pair of model and data file that is written over another one, in a process that is killed between two steps."""
+"""A model and its data file replace older ones, in a process that is killed between two steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ortolan.graph_passes.files.model_file import load_model, move_into_place, w
 
 from .small_models import matmul_model, run
 
-# Moves a pair in each folder named, and is killed in front of step 0, 1, ...: one step more in each folder.
+# Move a pair in each folder, killed before step 0, 1, …: one step more in each folder.
 KILLED = """
 import os, signal, sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Normalization changes the form of a model, never its answers, its signature or its node names."""
+"""Normalization changes only the form of a model: answers, signature and node names stay."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_nested_functions_are_inlined():
 
 
 def test_weights_of_old_models_are_read_where_they_lie(tmp_path, monkeypatch):
-    """Small ones and those of branches too, which travel through the opset converter, from any current folder."""
+    """Small weights and weights of branches, which pass through the opset converter, from any current folder."""
     model = branches_model(opset=11, n=8)
     model.graph.node.append(helper.make_node("Add", ["y", "small"], ["z"], name="add"))
     model.graph.initializer.append(numpy_helper.from_array(random_weight(8), "small"))
@@ -203,7 +203,7 @@ def test_first_axes_of_weights_are_taken_off(x: list[int | str], weight: tuple[i
 @pytest.mark.parametrize(
     ("x", "weight"),
     [
-        (["rows", 32], (1, 32, 16)),  # the product has an axis more than x
+        (["rows", 32], (1, 32, 16)),  # the product has one more axis than x
         (["batch", "rows", 32], (1, 1, 32, 16)),
         ([2, "rows", 32], (2, 32, 16)),
     ],

@@ -1,4 +1,4 @@
-"""An optional pass that the user did not name gives up with a reason, and the other passes run."""
+"""An optional pass that the user did not name fails with a note, and the other passes run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .small_models import optimize
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, kind: Any, changes: bool) -> None:
-    """Let a pass fail, perhaps after it has changed the model."""
+    """Make a pass fail, optionally after it has changed the model."""
 
     def call(self: Any, model: ir.Model) -> None:
         if changes:

@@ -91,14 +91,14 @@ def test_every_opset_with_and_without_the_library(opset):
 
 
 def test_activations_are_rounded_to_nearest_even():
-    # One bit beyond bfloat16: 1 + 2^-8 is a tie that goes down to 1, 1 + 3 x 2^-8 one that goes up to 1 + 2^-6.
+    # Ties at one bit beyond bfloat16: 1 + 2^-8 rounds down to 1, 1 + 3 x 2^-8 rounds up to 1 + 2^-6.
     x = np.array([[1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20]], np.float32)
     (found,) = run(node_model(np.eye(3, dtype=np.float32), None), {"x": x})
     np.testing.assert_array_equal(found, [[1.0, 1 + 2**-6, 1 + 2**-7]])
 
 
 def executed_op_types(path, folder, library: bool) -> set[str]:
-    """What ONNX Runtime makes of the model: the operators after it has inlined functions and optimized."""
+    """Return the operators of the model after ONNX Runtime has inlined functions and optimized it."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.optimized_model_filepath = str(folder / "executed.onnx")

@@ -1,4 +1,4 @@
-"""2:4 storage in the FunctionProto of SparseAMXMatMul: without the library, a model answers as our kernels do."""
+"""2:4 storage in the FunctionProto of SparseAMXMatMul: without the library, a model has our kernels' answers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ ALL = Uses(frozenset({16, 8, 4}), dense=True, activations=frozenset(Activation),
 
 
 def alone(kind: str) -> Uses:
-    """Of a model whose layers are all of this kind, and 2:4."""
+    """Return the function of a model whose layers are all of this kind, and 2:4."""
     return Uses(frozenset({BITS[kind]}), bitmap=False, two_four=True)
 
 
 def stored(rng: np.random.Generator, kind: str, k: int, n: int, storage: str) -> tuple[Packed, np.ndarray]:
-    """The tensors of a weight, and its scales."""
+    """Return the tensors of a weight, and its scales."""
     if kind == "bf16":
         w = sparse_weight(rng, k, n, 0.3)
         weight = (

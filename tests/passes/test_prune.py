@@ -1,4 +1,4 @@
-"""Pruning removes exactly as many weights as asked for, the smallest ones, and touches nobody else's weights."""
+"""Pruning zeroes exactly the requested number of weights, the smallest ones, and changes no other weight."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLOAT = TensorProto.FLOAT
 
 
 def prune(model: onnx.ModelProto, **options) -> dict[str, np.ndarray]:
-    """The weights after a recipe that only prunes."""
+    """Return the weights after a recipe that only prunes."""
     recipe = Recipe.from_dict({"name": "prune", "pass": [{"name": "normalize"}, {"name": "prune", **options}]})
     pruned = ortolan.optimize_onnx(model, recipe=recipe).model
     return {tensor.name: numpy_helper.to_array(tensor) for tensor in pruned.graph.initializer}
@@ -70,7 +70,7 @@ def test_weights_that_are_zero_already_count():
 
 
 def two_layers() -> onnx.ModelProto:
-    """The weights of the second layer are a hundredth of those of the first."""
+    """Two layers; the second one's weights are 100 times smaller."""
     return make_model(
         [
             helper.make_node("MatMul", ["x", "A"], ["h"], name="/a"),
@@ -163,7 +163,7 @@ def test_weights_behind_other_operators(form):
         name: (zeros(weight), weight.size) for name, weight in prune(model, sparsity=0.5).items() if weight.ndim == 2
     }
     ((count, size),) = shapes.values()
-    # Codes of small int8 weights are zero before; they count.
+    # Small int8 weights are zero before pruning, and count.
     assert size == 960 and count == 480
 
 
@@ -182,7 +182,7 @@ def test_a_weight_that_is_an_output_of_the_model_is_copied_first():
 
 
 def blocks(weight: np.ndarray) -> np.ndarray:
-    """[k, n] -> [k, blocks, 4], the last block filled with zeros."""
+    """Reshape [k, n] to [k, blocks, 4], the last block padded with zeros."""
     padded = np.pad(weight, ((0, 0), (0, -weight.shape[1] % 4)))
     return padded.reshape(len(weight), -1, 4)
 
@@ -190,7 +190,7 @@ def blocks(weight: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("form", ["gemm", "gemm_trans_b"])
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.8])
 def test_blocks_of_one_input_and_four_outputs_go_together(form, sparsity):
-    """The smallest sums of magnitudes go, and nothing of the others changes."""
+    """The blocks with the smallest sums of magnitudes become zero; all others are unchanged."""
     model = ir.to_proto(tiny.mlp(widths=(24, 42), forms=form))
     before = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
     after = prune(model, pattern="4x1", sparsity=sparsity)

@@ -1,4 +1,4 @@
-"""Wanda, SparseGPT and repair in models: what layers are fitted to, what they then hold, and what is refused."""
+"""Wanda, SparseGPT and repair in models: inputs that layers are fitted to, results, and refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ortolan.models import tiny
 
 from ..recipes.forms import NAMED
 from .correlated import correlated
-from .int8_layers import MICROSOFT, Int8Layer, sparse_numbers
+from .int8_layers import MICROSOFT, Int8Layer, sparse_integers
 from .quantized import recipe_of, weights_of
 from .small_models import branches_model, make_model, matmul_model, op_types, random_weight, relative_error, run
 from .zero_blocks import block_zeros
@@ -141,7 +141,7 @@ def test_weights_behind_other_operators(form):
 
 @pytest.mark.parametrize(("dtype", "stored"), [(np.float16, np.float16), (ml_dtypes.bfloat16, np.float32)])
 def test_the_weight_keeps_the_type_of_its_layer(dtype, stored):
-    """A model that computes in bfloat16 is converted to float32 first, its inputs as well."""
+    """A model that computes in bfloat16 is converted to float32 first, with its inputs."""
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     weight = random_weight(40, 24, dtype=dtype)
     model = make_model(
@@ -218,15 +218,17 @@ def test_weights_that_are_not_finite_are_refused(options):
 
 def test_few_inputs_are_noted():
     report = pruned(two_layers(), {"x": correlated(35, 40)}, method="sparsegpt")
-    assert [note for note in report.notes if "layer '/a' is calibrated on fewer tokens than the layer has inputs" in note]
+    assert [
+        note for note in report.notes if "layer '/a' is calibrated on fewer tokens than the layer has inputs" in note
+    ]
     report = pruned(two_layers(), {"x": correlated(100, 40)}, method="sparsegpt")
     assert not [note for note in report.notes if "calibrated on fewer" in note]
 
 
 @pytest.mark.parametrize("inputs", ["pruned", "original"])
 def test_layers_that_round_their_inputs_at_run_time(inputs):
-    """Changed, a layer takes its input as it is: the next piece needs another value than before."""
-    layer = Int8Layer("dynamic_to_float", 40, 40, q=sparse_numbers(40, 40, 0.0))
+    """A changed layer reads its input unrounded: the next piece needs another value than before."""
+    layer = Int8Layer("dynamic_to_float", 40, 40, q=sparse_integers(40, 40, 0.0))
     nodes = [
         helper.make_node("MatMul", ["given", "A"], ["x"], name="/a"),
         *layer.nodes("r"),
@@ -249,7 +251,7 @@ def test_layers_that_round_their_inputs_at_run_time(inputs):
 
 
 def test_layers_that_bear_it_are_sparser():
-    """B sees inputs of which most are next to nothing: half of its weights go for free."""
+    """Most inputs of B are almost zero, so half of its weights can be pruned at no cost."""
     nodes = [
         helper.make_node("MatMul", ["x", "A"], ["h"], name="/a"),
         helper.make_node("Mul", ["h", "s"], ["m"]),
@@ -267,7 +269,7 @@ def test_layers_that_bear_it_are_sparser():
         assert [layer.sparsity for layer in reports[1].layers] == pytest.approx([0.3, 0.7])
         (exact,) = run(model, {"x": x})
         errors = [relative_error(exact, run(report.model, {"x": x})[0]) for report in reports]
-        if method != "magnitude":  # which takes weights of inputs that count
+        if method != "magnitude":  # which prunes weights of important inputs
             assert errors[1] < 0.8 * errors[0]
 
 
@@ -293,7 +295,7 @@ def test_joint_rounding_is_that_of_the_arrays(options, quantization):
     report = pruned(two_layers(), {"x": x}, **FIXED, **options)
     rounded = sparsegpt_rounded(random_weight(40, 30), damped(x.T @ x, 0.01), Pattern(), 0.5, quantization)
     expected = dequantize(rounded, quantization.group_size)
-    # The Hessian's sums are in another order: a number in the middle of two steps may go to the other one.
+    # The Hessian's sums have another order: a value in the middle of two steps may round the other way.
     difference = np.abs(weights_of(report)["A"] - expected)
     assert (difference > 1e-3 * np.abs(expected) + 1e-5).mean() < 0.005
     assert difference.max() < 1.01 * rounded.scales.max()
@@ -377,7 +379,7 @@ def test_sparse_layers_are_only_rounded():
 
 
 def test_memory_stays_near_one_layer():
-    """Of eight layers: their Hessians and inputs would be eight times what one needs."""
+    """Eight layers: their Hessians and inputs would be eight times the size for one layer."""
     k, layers = 256, 8
     nodes, weights, last = [], {}, "x"
     for index in range(layers):

@@ -1,4 +1,4 @@
-"""Quantization rounds each weight to the nearest step of its column or group, and touches nobody else's weights."""
+"""Quantization rounds each weight to the nearest step of its column or group, and changes no other weight."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def optimize(model: onnx.ModelProto, **options) -> OptimizationReport:
 
 
 def chosen(weight: np.ndarray, quantization: Quantization) -> np.ndarray:
-    """What pass quantize makes of a weight, unless told how, or for which operator."""
+    """Return the default format of pass quantize, or the given one for an operator."""
     if quantization.bits == 8:
         return nearest(weight, quantization)
     return dequantize(round_mse(weight, replace(quantization, bf16_scales=True)), quantization.group_size)
 
 
 def nearest(weight: np.ndarray, quantization: Quantization) -> np.ndarray:
-    """What quantization makes of a weight, by way of float64 and from the definition."""
+    """Return the quantized weight, computed in float64 from the definition."""
     k, n = weight.shape
     group = quantization.group_size or k
     padded = np.zeros((-(-k // group) * group, n))
@@ -76,7 +76,7 @@ def test_every_weight_is_within_half_a_step(weight, quantization):
     steps = spread(scales, quantization, k)
     assert (np.abs(weight - steps * q) <= BOUND * steps).all()
     assert (q[weight == 0] == 0).all()
-    # The step is no larger than the largest weight asks for, which is why its q is the largest there is.
+    # The step is the smallest that holds the largest weight, whose q is therefore the largest.
     rows = quantization.group_size or k
     for group, start in enumerate(range(0, k, rows)):
         largest = np.abs(weight[start : start + rows].astype(np.float64)).max(axis=0)
@@ -108,7 +108,7 @@ def test_the_lazy_weight_is_finite_and_as_near_as_its_type_allows(tmp_path_facto
     found = (found.T if turn else found).astype(np.float64)
     assert np.isfinite(found).all()
     steps = spread(scales, quantization, len(weight))
-    # Rounding to the type: by 2^-24 of the number, 2^-11 or 2^-8; denormals by half of the smallest.
+    # Rounding to the type: 2^-24, 2^-11 or 2^-8 of the value; half of the smallest value for denormals.
     digits, smallest = {"FLOAT": (24, -149), "FLOAT16": (11, -24), "BFLOAT16": (8, -133)}[dtype.name]
     rounding = 1.01 * (2.0**-digits + 2.0**-24) * np.abs(steps * q) + 2.0 ** (smallest - 1)
     assert (np.abs(weight - found) <= BOUND * steps + rounding).all()
@@ -154,7 +154,8 @@ def test_a_layer_holds_rounded_weights(options, quantization):
     assert f"int{options['bits']}" in str(report) and "quantized" in str(report)
     assert [note for note in report.notes if "quantized but not replaced" in note and "'linear'" in note]
     x = np.random.default_rng(0).standard_normal((2, 3, 300)).astype(np.float32)
-    # A step is the largest of 300 (or 32) weights over 127 or 7, and rounding loses 0.29 of it in the root mean square.
+    # A step is the largest of 300 (or 32) weights over 127 or 7, and the rounding error is 0.29 of it (root mean
+    # square).
     error = relative_error(run(model, {"x": x})[0], run(report.model, {"x": x})[0])
     assert 0 < error < (0.01 if options["bits"] == 8 else 0.15)
 
@@ -199,7 +200,7 @@ def two_layers(a: np.ndarray, b: np.ndarray | None = None) -> onnx.ModelProto:
 
 
 def check_stored(context: PassContext, linear: Linear, original: np.ndarray, quantization: Quantization) -> None:
-    """The layer's entry in the context is its weight, in the layout that the kernels' packers take."""
+    """Check that the layer's weight in the context has the layout that the kernels' packers expect."""
     weight = context.layers.quantized[linear.weight_key]
     k, n = original.shape
     assert (weight.bits, weight.group_size) == (quantization.bits, quantization.group_size)
@@ -315,7 +316,7 @@ def test_layers_that_replace_would_not_take_stay_as_they_are(tmp_path, monkeypat
     assert linears["/b"].weight_key not in context.layers.quantized
     layer = next(layer for layer in context.report.layers if layer.name == "/b")
     assert (layer.status, layer.weight_bits) == ("kept", None)
-    # First whether it is chosen at all, then with what is left after rounding.
+    # First the selection, then the weights that remain after rounding.
     rounded = int(np.count_nonzero(chosen(b, INT4[2])))
     assert [stored for name, stored in asked if name == "/b"] == [0, rounded] and rounded < b.size
 

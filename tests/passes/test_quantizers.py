@@ -76,7 +76,7 @@ def test_zero_points_keep_every_weight_within_its_bound(weight, quantization, si
     zeros = spread(rounded.zero_points, quantization, k)
     error = np.abs(weight - steps * (rounded.q - zeros))
     assert (error <= (0.5 * (1 + 2**-16) + 1 / 17) * steps).all()
-    # The step is no larger than the range asks for.
+    # The step is no larger than the range requires.
     for group, start in enumerate(range(0, k, quantization.group_size)):
         part = weight[start : start + quantization.group_size].astype(np.float64)
         width = np.maximum(part.max(axis=0), 0) - np.minimum(part.min(axis=0), 0)
@@ -87,8 +87,10 @@ def test_zero_points_keep_every_weight_within_its_bound(weight, quantization, si
 @examples(200)
 @given(weights(), st.sampled_from([1, -1]))
 def test_neighbours_of_a_reduced_range_fit(weight, sign):
-    """The sum of two is 128 at most, and each weight is within half a step; steps are those of the full range, or of
-    the largest sum."""
+    """The sum of two neighbours is at most 128, and each weight is within half a step.
+
+    Steps are those of the full range, or of the largest sum.
+    """
     weight = sign * weight
     rounded = round_to_nearest(weight, REDUCED)
     padded = np.zeros((len(weight) + len(weight) % 2, weight.shape[1]))
@@ -139,8 +141,10 @@ def gptq(
     return gptq_module.gptq(weight, prepare(damped(hessian, damping), act_order), quantization)
 
 
-def greedy(weight: np.ndarray, hessian: np.ndarray, sweeps: int = 0, quantization: Quantization = INT4[0]) -> QuantizedMatrix:
-    """Without an order of its own, and unless told, without refinement."""
+def greedy(
+    weight: np.ndarray, hessian: np.ndarray, sweeps: int = 0, quantization: Quantization = INT4[0]
+) -> QuantizedMatrix:
+    """Run GPTQ in stored order, by default without refinement."""
     return gptq_module.gptq(weight, prepare(damped(hessian, 0.01), act_order=False), quantization, sweeps)
 
 
@@ -213,7 +217,7 @@ def test_the_factor_of_the_inverse():
 
 
 def one_by_one(weight: np.ndarray, hessian: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """GPTQ as optimal brain surgery defines it: after each input the inverse Hessian of the rest is computed anew."""
+    """GPTQ as Optimal Brain Surgeon defines it: after each input, the inverse Hessian of the rest is computed again."""
     rest, done = weight.astype(np.float64), np.zeros(weight.shape)
     whole = hessian.astype(np.float64) + 0.01 * hessian.diagonal().mean() * np.eye(len(hessian))
     for i in range(len(weight)):
@@ -228,7 +232,7 @@ def test_gptq_is_optimal_brain_surgery_with_a_fixed_order():
     weight, x = random_weight(200, 8), correlated(600, 200, 0.9)
     rounded = greedy(weight, x.T @ x)
     found, expected = dequantize(rounded, 32), one_by_one(weight, x.T @ x, rounded.scales)
-    # A rounding of float32 may tip a weight over to the next step, and then all that follow in its column.
+    # Float32 rounding may move a weight to the next step, which changes all later weights of its column.
     same = np.isclose(found, expected, rtol=1e-3, atol=1e-5).all(axis=0)
     assert same.mean() >= 0.75
 
@@ -242,7 +246,7 @@ def test_gptq_of_any_size_keeps_zeros(k, n, quantization, act_order):
     weight[rng.random((k, n)) < 0.5] = 0
     weight[:32] = 0  # whole groups
     x = correlated(50, k)
-    x[:, k // 2] = 0  # an input that is never seen
+    x[:, k // 2] = 0  # an input that is always 0
     check_in_range(gptq(weight, x.T @ x, quantization, act_order=act_order), weight, quantization)
 
 
@@ -302,7 +306,7 @@ def test_awq_leaves_alone_what_it_cannot_improve():
 def test_hqq_is_never_worse_than_nearest(weight, quantization):
     rounded = half_quadratic(weight, quantization)
     check_in_range(rounded, weight, quantization)
-    # Numbers that round up beyond float32 are infinite.
+    # Values that round beyond float32 are infinite.
     best, nearest = (
         weight.astype(np.float64) - dequantize(one, quantization.group_size)
         for one in (rounded, round_to_nearest(weight, quantization))
@@ -324,8 +328,10 @@ def test_hqq_finds_a_better_grid(outliers, quantization):
 SEARCHED = [INT8, INT8_GROUPS, *INT4, BF16, *ASYMMETRIC, *MINIMUM]
 
 
-def loss(weight: np.ndarray, rounded: QuantizedMatrix, quantization: Quantization, importance: np.ndarray) -> np.ndarray:
-    """The sum of importance (w - v)^2 of each group, float64 [groups, n]."""
+def loss(
+    weight: np.ndarray, rounded: QuantizedMatrix, quantization: Quantization, importance: np.ndarray
+) -> np.ndarray:
+    """Return the sum of importance (w - v)^2 of each group, float64 [groups, n]."""
     error = weight.astype(np.float64) - dequantize(rounded, quantization.group_size)
     starts = range(0, len(weight), quantization.rows(len(weight)))
     return np.add.reduceat(error**2 * importance[:, None], list(starts), axis=0)
@@ -340,7 +346,7 @@ def test_search_is_never_worse_than_nearest(weight, quantization, weighted, seed
     found = round_mse(weight, quantization, importance if weighted else None)
     check_in_range(found, weight, quantization)
     losses = [loss(weight, one, quantization, importance) for one in (found, round_to_nearest(weight, quantization))]
-    # Below the smallest normal number, steps are as coarse as that.
+    # Below the smallest normal float, steps have that size.
     coarse = 2.0**-250 * importance.sum(dtype=np.float64)
     assert (losses[0] <= losses[1] * (1 + 1e-4) + coarse).all()
 
@@ -378,7 +384,7 @@ def test_search_spends_its_steps_on_what_is_important():
     st.floats(-4, 3),
 )
 def test_weights_on_a_grid_stay_exactly(quantization, seed, first, levels, magnitude):
-    """Also where a group has few of the levels, as when Q4_0 or Q4_1 is read from a file."""
+    """Weights on a grid are kept exactly, even if a group has few of the levels, as with Q4_0 or Q4_1."""
     rng = np.random.default_rng(seed)
     shape = (2 * quantization.group_size, 5)
     low, high = quantization.levels
@@ -401,7 +407,7 @@ def test_weights_on_a_grid_stay_exactly(quantization, seed, first, levels, magni
 @pytest.mark.parametrize("sign", [-1, 1])
 @pytest.mark.parametrize("quantization", [MINIMUM[0], ASYMMETRIC[0]])
 def test_symmetric_numbers_with_a_negative_scale_are_exact_in_other_forms(quantization, sign):
-    """Q4_0's scales have either sign; a minimum of 7 steps may be no float16 number, where one of 8 is."""
+    """Q4_0's scales have either sign; a minimum of 7 steps may not be a float16 value, while one of 8 is."""
     rng = np.random.default_rng(0)
     q = rng.integers(-8, 8, (64, 7)).astype(np.int8)
     q[::32] = -8
@@ -436,7 +442,7 @@ def test_groups_of_one_number(quantization, number):
 @pytest.mark.parametrize("magnitude", [np.finfo(np.float32).max, 1e30, 1e5, 1e-6, 2.0**-126, 1e-40])
 def test_search_of_extreme_magnitudes(quantization, magnitude):
     if quantization.minimum and magnitude > 1e38:
-        magnitude = magnitude / 4  # scale q alone must be finite
+        magnitude = magnitude / 4  # only scale q must be finite
     weight = (np.linspace(-1, 1, 33)[:, None] * np.float64(magnitude)).astype(np.float32)
     with np.errstate(all="raise", under="ignore"):
         found = round_mse(weight, quantization)

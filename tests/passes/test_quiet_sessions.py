@@ -1,4 +1,4 @@
-"""Integer sums that models are judged by are exact, whatever ONNX Runtime does on this CPU."""
+"""Integer sums used for comparison are exact, whatever ONNX Runtime does on this CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 import ortolan
 from ortolan.graph_passes.measure.sessions import int8_products_saturate, open_quietly, open_to_time, sums_are_exact
 
-from .int8_layers import DYNAMIC, FIXED, ROUNDED, Int8Layer, adopt, sparse_numbers
+from .int8_layers import DYNAMIC, FIXED, ROUNDED, Int8Layer, adopt, sparse_integers
 from .qlinear_chain import chain_of_qlinear
 from .small_models import make_model, relative_error
 
@@ -20,8 +20,8 @@ FORMS = [*DYNAMIC, *FIXED, *ROUNDED]
 
 
 def full_range(form: str, **arguments) -> tuple[Int8Layer, np.ndarray]:
-    """A dense layer, and inputs that fill their range: two products are often more than 16 bits hold."""
-    layer = Int8Layer(form, q=sparse_numbers(64, 48, 0.0), **arguments)
+    """A dense layer, and inputs that use their full range: sums of two products often exceed 16 bits."""
+    layer = Int8Layer(form, q=sparse_integers(64, 48, 0.0), **arguments)
     low, high = (np.array([0, 255] if layer.x_unsigned else [-128, 127]) - layer.x_zero) * layer.x_scale
     return layer, np.random.default_rng(3).uniform(low, high, (6, layer.k)).astype(np.float32)
 
@@ -31,7 +31,7 @@ def answers_of_onnx_runtime(layer: Int8Layer, x: np.ndarray, opener) -> np.ndarr
 
 
 def rounded_all_at_once(x: np.ndarray) -> np.ndarray:
-    """As DynamicQuantizeLinear rounds x."""
+    """Quantize x like DynamicQuantizeLinear."""
     low, high = min(x.min(), 0), max(x.max(), 0)
     scale = np.float32((high - low) / 255)
     zero = np.rint(-low / scale)
@@ -70,7 +70,7 @@ def test_a_model_whose_products_saturate_is_judged_by_its_exact_sums(form):
 
 @pytest.mark.parametrize("form", ROUNDED)
 def test_sums_of_layers_that_share_their_weight_are_exact(form, tmp_path):
-    """Given as a file with external data, and as bytes."""
+    """A file with external data, and bytes."""
     layer, model = chain_of_qlinear(form)
     x, content, path = layer.inputs(), model.SerializeToString(), tmp_path / "model.onnx"
     onnx.save(model, path, save_as_external_data=True, size_threshold=64)
@@ -85,7 +85,7 @@ def test_sums_of_layers_that_share_their_weight_are_exact(form, tmp_path):
 
 @pytest.mark.parametrize("as_file", [False, True])
 def test_blocks_without_zero_points(as_file, tmp_path):
-    """Given as a file with external data, and as bytes; a layer beside them has the sums that may saturate."""
+    """A file with external data, and bytes; a second layer has sums that may saturate."""
     layer, x = full_range("to_float")
     q = np.random.default_rng(5).integers(-128, 128, (64, 64), np.int8)
     constants = {"blocks": q, "scales of blocks": np.full((2, 64), 0.5, np.float32)}
@@ -107,7 +107,7 @@ def test_blocks_without_zero_points(as_file, tmp_path):
 
 @pytest.mark.parametrize("form", ["to_float", "qlinear", "qgemm"])
 def test_a_model_that_has_no_exact_sums_is_judged_all_the_same(form):
-    """ONNX Runtime knows no product of int8 inputs with the uint8 weights that it would make."""
+    """ONNX Runtime has no product of int8 inputs with the uint8 weights that the conversion would make."""
     layer = Int8Layer(form, x_unsigned=False)
     session = open_quietly(layer.model().SerializeToString())
     report = adopt(layer.model(), calibration={"x": layer.inputs()})
@@ -116,7 +116,7 @@ def test_a_model_that_has_no_exact_sums_is_judged_all_the_same(form):
 
 
 def test_a_model_with_branches_has_no_exact_sums():
-    """Where products saturate, those in a branch do so however the session is opened."""
+    """If products saturate, products in a branch do so in every session."""
     layer, x = full_range("to_float")
     model = layer.model()
     branch = onnx.GraphProto()
@@ -135,7 +135,7 @@ def test_a_model_with_branches_has_no_exact_sums():
 
 
 def test_errors_are_those_of_the_model():
-    """Asked for exact sums or not."""
+    """Errors are the same with and without a request for exact sums."""
     wrong = make_model(
         [helper.make_node("Relu", ["x"], ["y"], domain="com.example")],
         {"x": (TensorProto.FLOAT, [2])},

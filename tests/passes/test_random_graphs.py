@@ -1,4 +1,4 @@
-"""Random graphs of linear layers, activations, sums and norms: what is replaced and fused answers as before."""
+"""Random graphs of linear layers, activations, sums and norms: optimized models have the same answers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ SHAPES: dict[str, list[int]] = {"row": [WIDTH], "one": [1], "number": [], "zero"
 
 @st.composite
 def graphs(draw: st.DrawFn) -> onnx.ModelProto:
-    """y = any value that a few steps reach from x [3, 32]. Weights and values may be shared, values may be outputs,
-    a second operand may be a constant of any shape that broadcasts."""
+    """y is any value that a few steps compute from x [3, 32].
+
+    Weights and values may be shared, values may be outputs, and a second operand may be a constant of any shape that
+    broadcasts.
+    """
     batch = 3
     rng = np.random.default_rng(draw(st.integers(0, 1000)))
     weights = {name: rng.standard_normal(shape).astype(np.float32) / 4 for name, shape in SHAPES.items()}
@@ -74,12 +77,12 @@ def graphs(draw: st.DrawFn) -> onnx.ModelProto:
     )
 
 
-# Errors have tails, so the same graphs are tried each time.
+# Errors have heavy tails, so the same graphs are used each time.
 @examples(25, derandomize=True)
 @given(graphs(), st.sampled_from(RECIPES), st.lists(st.sampled_from(["node0", "node[1-3]", "W1"]), max_size=1))
 def test_random_graphs_answer_as_their_rounded_selves(model: onnx.ModelProto, recipe: str, exclude: list[str]) -> None:
     options = dict(FAST)
-    if recipe in ("sparse-int8", "sparse-int4"):  # the others quantize nothing, or take nothing else
+    if recipe in ("sparse-int8", "sparse-int4"):  # the other recipes quantize no layer, or take no float layer
         options["quantize.exclude"] = exclude
     report = ortolan.optimize_onnx(model, recipe=NAMED[recipe], options=options)
     onnx.checker.check_model(report.model, full_check=True)

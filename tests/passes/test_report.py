@@ -104,7 +104,7 @@ def names_of_bert(layers: int) -> list[str]:
 
 
 def report_of_search() -> OptimizationReport:
-    """As the search makes it of an encoder: two forms, and names as Optimum exports them."""
+    """A search's report about an encoder: two formats, and names as Optimum exports them."""
     names = names_of_bert(6)
     layers = [
         LayerReport(

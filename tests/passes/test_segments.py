@@ -1,4 +1,4 @@
-"""A model run piece by piece gives each layer the inputs that it has in one run, and sees what was changed before."""
+"""A model run in pieces gives each layer the inputs of a single run, and uses earlier changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLOAT = TensorProto.FLOAT
 
 
 def recorded(model: ir.Model, feeds, folder) -> dict[str, list[np.ndarray]]:
-    """The inputs of all layers, piece by piece."""
+    """Return the inputs of all layers, recorded piece by piece."""
     found: dict[str, list[np.ndarray]] = {}
     with Segments(model, list(linears_in(model)), feeds, folder) as segments:
         order = [value.name for value in segments.run(lambda x, a: found.setdefault(x.name, []).append(a))]
@@ -69,7 +69,7 @@ def test_later_layers_see_what_was_changed(tmp_path):
         for value in segments.run(lambda value, array: found.setdefault(value.name, array)):
             if value.name == "x":
                 model.graph.initializers["W0"].const_value = ir.tensor(np.eye(16, dtype=np.float32), name="W0")
-            # What a later piece needs is kept, and nothing else: h0 for the sum, until that is made.
+            # Only values that a later piece needs are kept: h0, until the sum is computed.
             kept = len(list((tmp_path / "pieces").glob("*.npy")))
             assert kept == {"x": 0, "r1": 2, "r2": 2, "s": 0}[value.name]
     np.testing.assert_allclose(found["r1"], np.maximum(x, 0), rtol=1e-6)
@@ -96,7 +96,7 @@ def test_each_node_runs_once_on_each_feed(tmp_path):
 
 
 def test_layers_in_subgraphs_are_left_out_and_what_they_use_is_not(tmp_path):
-    """An If whose branches use a value from outside, in front of a layer."""
+    """An If before a layer, whose branches use an outer value."""
     model = branches_model(inner=False)
     tail = helper.make_node("MatMul", ["y", "T"], ["z"], name="/tail")
     model.graph.node.append(tail)

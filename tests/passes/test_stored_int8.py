@@ -1,4 +1,4 @@
-"""Layers that a model stores in int8 become VNNISpMM with the same numbers and ranges."""
+"""Layers with stored int8 weights become VNNISpMM with the same integers and ranges."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ortolan import NothingToReplaceError, Recipe, inspect_onnx
 from ortolan.graph_passes.find.linear import Linear, NotLinear, find_linears
 
 from ..recipes.forms import NAMED
-from .int8_layers import DYNAMIC, FIXED, ROUNDED, Int8Layer, adopt, optimize, outputs, packed_numbers, sparse_numbers
+from .int8_layers import DYNAMIC, FIXED, ROUNDED, Int8Layer, adopt, optimize, outputs, packed_integers, sparse_integers
 from .qlinear_chain import chain_of_qlinear
 from .small_models import make_model, op_types, relative_error, run
 
@@ -33,7 +33,7 @@ def test_numbers_are_kept(form, unsigned, zero_point, per_column, bias):
     layer = Int8Layer(form, 32, 24, unsigned, zero_point, per_column, bias=bias and form != "qlinear")
     model, x = layer.model(), layer.inputs()
     report = optimize(model, calibration={"x": x})
-    found, scales = packed_numbers(report.model)
+    found, scales = packed_integers(report.model)
     np.testing.assert_array_equal(found, layer.q)
     np.testing.assert_array_equal(scales, layer.scales)
     (reported,) = report.layers
@@ -44,12 +44,12 @@ def test_numbers_are_kept(form, unsigned, zero_point, per_column, bias):
     )
     (original,) = run(model, {"x": x})
     for answer in outputs(report.model, x):
-        if layer.fixed:  # sums of powers of two: there is no rounding but that of the ranges
+        if layer.fixed:  # sums of powers of two: only the ranges round
             np.testing.assert_array_equal(answer, layer.expected(x))
             np.testing.assert_array_equal(answer, original)
         else:
             exact = x @ layer.matrix + (layer.b if layer.bias else 0)
-            # Token by token is finer than all at once.
+            # Rounding each token is finer than rounding the whole tensor.
             assert relative_error(exact, answer) <= relative_error(exact, original) < 0.02
 
 
@@ -58,7 +58,7 @@ def test_int8_activations(form):
     layer = Int8Layer(form, 32, 24, x_unsigned=False)
     model, x = layer.model(), layer.inputs()
     report = optimize(model)
-    np.testing.assert_array_equal(packed_numbers(report.model)[0], layer.q)
+    np.testing.assert_array_equal(packed_integers(report.model)[0], layer.q)
     for answer in outputs(report.model, x):
         np.testing.assert_array_equal(answer, layer.expected(x))
 
@@ -77,32 +77,32 @@ def test_what_is_left_of_the_model(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_zero_points_that_int8_holds(form):
-    """As quantize_dynamic has them with reduce_range: numbers of 7 bits, so that other zero points fit as well."""
-    q = sparse_numbers(32, 24) // 2
+    """quantize_dynamic with reduce_range makes 7-bit integers, so other zero points fit too."""
+    q = sparse_integers(32, 24) // 2
     layer = Int8Layer(form, unsigned=True, zero_point=70, q=q)
     report = optimize(layer.model())
-    np.testing.assert_array_equal(packed_numbers(report.model)[0], q)
+    np.testing.assert_array_equal(packed_integers(report.model)[0], q)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_zero_points_that_int8_does_not_hold(form):
-    q = sparse_numbers(32, 24).astype(np.int16)
+    q = sparse_integers(32, 24).astype(np.int16)
     q[3, 8] = -130
     layer = Int8Layer(form, unsigned=True, zero_point=130, q=np.clip(q, -130, 125), per_column=False)
     model, x = layer.model(), layer.inputs()
     report = optimize(model)
     assert any("'linear' is stored in 8 bits, but in a format" in note for note in report.notes)
-    found, scales = packed_numbers(report.model)
+    found, scales = packed_integers(report.model)
     assert np.abs(found * scales - layer.matrix).max() <= scales.max() / 2 * 1.001
     assert relative_error(x @ layer.matrix, outputs(report.model, x)[0]) < 0.05
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_smallest_number(form):
-    q = sparse_numbers(32, 24)
+    q = sparse_integers(32, 24)
     q[q < -100] = -128
     layer = Int8Layer(form, q=q)
-    np.testing.assert_array_equal(packed_numbers(optimize(layer.model()).model)[0], q)
+    np.testing.assert_array_equal(packed_integers(optimize(layer.model()).model)[0], q)
 
 
 # --- around the layer -------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def test_the_smallest_number(form):
 
 @pytest.mark.parametrize("form", [*DYNAMIC, *FIXED])
 def test_activation_and_residual_are_fused(form):
-    layer = Int8Layer(form, q=sparse_numbers(24, 24), bias=True)
+    layer = Int8Layer(form, q=sparse_integers(24, 24), bias=True)
     more = [helper.make_node("Relu", ["r"], ["a"]), helper.make_node("Add", ["a", "x"], ["y"])]
     model, x = layer.model(*more), layer.inputs()
     report = optimize(model)
@@ -193,9 +193,9 @@ def test_layers_in_branches(form):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_dense_numbers_are_pruned_and_not_rounded_again(form, bias):
-    layer = Int8Layer(form, q=sparse_numbers(32, 24, 0.0), bias=bias and form != "qlinear")
+    layer = Int8Layer(form, q=sparse_integers(32, 24, 0.0), bias=bias and form != "qlinear")
     report = optimize(layer.model(), options={"prune.sparsity": 0.75})
-    found, scales = packed_numbers(report.model)
+    found, scales = packed_integers(report.model)
     np.testing.assert_array_equal(scales, layer.scales)
     np.testing.assert_array_equal(found[found != 0], layer.q[found != 0])
     blocks = found.reshape(32, 6, 4).any(axis=2)
@@ -216,7 +216,7 @@ def test_dense_numbers_are_pruned_and_not_rounded_again(form, bias):
 @pytest.mark.parametrize("form", ["chain", "qdq", "qlinear"])
 def test_a_dry_run_tells_what_the_run_does(form):
     for share in (0.75, 0.0):
-        layer = Int8Layer(form, q=sparse_numbers(32, 24, share))
+        layer = Int8Layer(form, q=sparse_integers(32, 24, share))
         planned, done = optimize(layer.model(), dry_run=True), optimize(layer.model())
         assert [one.weight_bits for one in planned.layers] == [one.weight_bits for one in done.layers]
         assert [one.status for one in planned.layers] == ["would replace"]
@@ -234,7 +234,7 @@ def test_four_bits_round_once_more():
 def test_a_pruned_layer_that_stays_is_a_matmul():
     recipe = Recipe.from_dict({"name": "r", "pass": [{"name": "normalize"}, {"name": "prune", "sparsity": 0.25}]})
     for form in ("dynamic", "dynamic_to_float"):
-        layer = Int8Layer(form, q=sparse_numbers(32, 24, 0.0), bias=True)
+        layer = Int8Layer(form, q=sparse_integers(32, 24, 0.0), bias=True)
         report = ortolan.optimize_onnx(layer.model(), recipe=recipe)
         assert op_types(report.model) == ["MatMul", "Add"] and report.model.graph.node[0].name == "linear"
         x = layer.inputs()
@@ -280,7 +280,7 @@ KEPT = {
 
 @pytest.mark.parametrize("form", [*DYNAMIC, *KEPT])
 def test_adopt_takes_sparse_layers_and_dense_ones_whose_ranges_are_not_fixed(form):
-    model = two_layers(form, sparse_numbers(64, 64), sparse_numbers(64, 64, 0.3))
+    model = two_layers(form, sparse_integers(64, 64), sparse_integers(64, 64, 0.3))
     report = adopt(model)
     first, second = report.layers
     kinds = op_types(report.model)
@@ -298,7 +298,7 @@ def test_adopt_takes_sparse_layers_and_dense_ones_whose_ranges_are_not_fixed(for
 
 
 def test_adopt_counts_blocks():
-    """Of weights alone, three quarters are zero; of blocks, a third: too few for VNNISpMM."""
+    """Three quarters of the weights are zero, but only a third of the blocks: too few for VNNISpMM."""
     q = np.where(np.random.default_rng(0).random((64, 64)) < 0.75, 0, 77).astype(np.int8)
     (layer,) = adopt(Int8Layer("dynamic", q=q).model()).layers
     assert layer.new_op == "SparseAMXMatMul"
@@ -335,7 +335,7 @@ def why_not(model: onnx.ModelProto) -> str:
 
 
 def check_refused(model: onnx.ModelProto, text: str) -> None:
-    """No pass crashes, and the reason reaches every report."""
+    """Check that no pass crashes, and that every report has the reason."""
     assert text in why_not(model)
     (layer,) = inspect_onnx(model).linears
     assert text in (layer.reason or why_not(model))
@@ -406,11 +406,11 @@ def test_tensors_at_run_time(form, name):
     model.graph.initializer.remove(tensor)
     model.graph.input.append(helper.make_tensor_value_info(name, tensor.data_type, list(tensor.dims)))
     found = find_linears(ir.from_proto(model))
-    if form.startswith("qdq") and name.startswith("x_"):  # the range alone is not known
+    if form.startswith("qdq") and name.startswith("x_"):  # only the range is unknown
         assert isinstance(found[0], Linear) and found[0].x_range is None
     else:
         assert not any(isinstance(one, Linear) for one in found)
-        if name == "W":  # a product of activations; no layer of ours to speak of, unless its weight is the only one
+        if name == "W":  # a product of activations is not reported as a layer, unless its weight is the only one
             assert all("constant" in one.reason or "run time" in one.reason for one in found)
         else:
             assert len(found) == 1 and ("constant" in found[0].reason or "run time" in found[0].reason)
@@ -527,7 +527,7 @@ def test_blocks_of_inputs():
 
 
 def test_scales_for_each_input():
-    layer = Int8Layer("qdq", q=sparse_numbers(24, 24))
+    layer = Int8Layer("qdq", q=sparse_integers(24, 24))
     model = layer.model()
     attribute("axis", 0)(node_of(model, "weight"))
     assert "one an input, expected one" in why_not(model)

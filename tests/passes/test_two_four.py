@@ -1,4 +1,4 @@
-"""2:4 storage of SparseAMXMatMul: which layers get it, with which numbers, and which are refused."""
+"""2:4 storage of SparseAMXMatMul: the layers that get it, their weights, and refusals."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from .stored_layers import NBitsLayer
 
 KINDS = ("bf16", "int8", "int4")
 BITS = {"bf16": 16, "int8": 8, "int4": 4}
-# Of masks and values, a weight.
+# Bytes of masks and values per weight.
 BYTES = {"bf16": 1.125, "int8": 0.625, "int4": 0.375}
 
 
 def half(k: int, n: int, seed: int = 0) -> np.ndarray:
-    """Exactly two weights of each four inputs."""
+    """Exactly two nonzero weights among each four inputs."""
     rng = np.random.default_rng(seed)
     order = rng.permuted(np.tile(np.arange(4), (-(-k // 4), n, 1)), axis=2)
     kept = (order < 2).transpose(0, 2, 1).reshape(-1, n)[:k]
@@ -56,7 +56,7 @@ def two_layers(first: np.ndarray, second: np.ndarray) -> onnx.ModelProto:
 
 
 def packed(model: onnx.ModelProto, name: str) -> tuple[np.ndarray, str]:
-    """The numbers that this layer multiplies by, and how they are stored."""
+    """Return the weights of a packed layer, and its storage."""
     (node,) = [node for node in model.graph.node if node.op_type == "SparseAMXMatMul" and node.name == name]
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     sizes = {attribute.name: attribute.i for attribute in node.attribute}
@@ -145,7 +145,8 @@ def test_size_is_predicted_exactly(kind: str, wanted: str | None, size: tuple[in
         assert operator.packed_bytes(*size, stored, quantized) == sum(part.array.nbytes for part in made.values())
 
 
-# --- forms ------------------------------------------------------------------------------------------------------------
+# --- formats
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
@@ -163,7 +164,7 @@ def test_pruned_to_the_pattern(kind: str, method: str | None, dry_run: bool, fas
     assert all(layer.sparsity >= 0.5 for layer in report.layers)
     for layer in ortolan.inspect_onnx(report.model).linears:
         assert layer.weight_format.startswith(f"2:4 {kind}") and layer.sparsity >= 0.5
-    # Both kinds of a run give what the unpacked numbers stand for.
+    # Both runs, with the library and without, compute with the unpacked weights.
     assert packed(report.model, "first")[1] == packed(report.model, "second")[1] == "2:4"
     kernel, body = (run(report.model, x, library=library)[0] for library in (True, False))
     assert relative_error(kernel, body) < 1e-5
@@ -180,7 +181,7 @@ def test_bytes_of_a_large_layer(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_pattern_alone_takes_what_has_it(kind: str, fast: bool) -> None:
-    """Nothing is pruned; a layer with a quad of three is left as it is, number by number."""
+    """No layer is pruned; one with three nonzero weights among four inputs is kept exactly."""
     weight, other = half(96, 64), half(64, 48, seed=1)
     other[8:11, 5] = 1
     report = optimize(two_layers(weight, other), recipe=Recipe.of(weights=kind, pattern="2:4"))
@@ -216,7 +217,7 @@ def test_forms_that_do_not_name_the_pattern_use_it(kind: str, fast: bool) -> Non
 
 
 def test_unstructured_zeros_where_bitmaps_are_slow(fast: bool) -> None:
-    """A form that prunes makes the smallest file, and says that it is slow; others are as fast as dense ones."""
+    """A format that prunes has the smallest file, and a note that it is slow; other formats are as fast as dense."""
     weight = random_weight(512, 256)
     weight[np.random.default_rng(0).random(weight.shape) < 0.5] = 0
     model = matmul_model(512, 256, weight=weight)
@@ -253,7 +254,8 @@ def test_inspect_knows_the_pattern() -> None:
     assert (tiny_one.weight_format, zero.weight_format) == ("FLOAT", "FLOAT, 2:4")
 
 
-# --- stored numbers ---------------------------------------------------------------------------------------------------
+# --- stored weights
+# -----------------------------------------------------------------------------------------------------
 
 
 def default(model: onnx.ModelProto) -> OptimizationReport:
@@ -302,7 +304,7 @@ def test_stored_int4_keeps_its_numbers() -> None:
 
 
 def test_stored_int4_that_would_be_rounded() -> None:
-    """Zero points, and scales that are no bfloat16 numbers: W4A8MatMul has them."""
+    """Zero points, and scales that are not bfloat16 values: W4A8MatMul holds them."""
     other = bf16_scaled()
     other.scales[3, 1] *= np.float32(1 + 2**-10)
     for layer in (bf16_scaled("packed"), other):
@@ -313,7 +315,7 @@ def test_stored_int4_that_would_be_rounded() -> None:
 
 
 def test_the_default_takes_no_float_layers() -> None:
-    """A model of which one layer is stored in int8: the other one stays float."""
+    """A model with one layer stored in int8: the other layer stays float."""
     stored = Int8Layer("dynamic", q=numbers(64, 48, 127))
     nodes = [*stored.nodes("r"), helper.make_node("MatMul", ["r", "V"], ["y"], name="float")]
     kind = TensorProto.FLOAT

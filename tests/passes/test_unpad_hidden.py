@@ -1,4 +1,4 @@
-"""Pass unpad where hidden positions hold tokens whose vectors are read, as late-interaction models expand queries."""
+"""Pass unpad if vectors of hidden positions are read, as late-interaction models do to expand queries."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ENCODERS = {"bert": tiny.tiny_bert, "mpnet": tiny.tiny_mpnet, "modernbert": tiny
 
 @pytest.mark.parametrize("encoder", ENCODERS)
 def test_hidden_tokens_are_answered(encoder: str) -> None:
-    """As by the original, at all positions but padding, which is 0."""
+    """Answers equal the original's at all positions except padding, which is 0."""
     model = proto(ENCODERS[encoder]())
     padded, report = both(model, INT8)
     unpadded = changed(report)
@@ -118,7 +118,7 @@ def test_a_model_in_memory_without_options() -> None:
 
 
 def test_verification_compares_hidden_tokens() -> None:
-    """Feeds whose hidden tokens are not padding: the error counts at their positions."""
+    """Feeds whose hidden tokens are not padding: errors at their positions count."""
     model = proto(tiny.tiny_bert())
     feeds = expanded_feeds(model)
     report = both(model, INT8, calibration=feeds)[1]
@@ -146,7 +146,7 @@ def with_hidden_queries(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def test_a_mask_that_hides_all_keys_from_hidden_queries() -> None:
-    """Such queries see every key alike, so their vectors depend on padding. Pooled, they do not matter."""
+    """Such queries attend to all keys equally, so their vectors depend on padding. Pooling ignores them."""
     model = with_hidden_queries(proto(tiny.tiny_bert()))
     report = both(model, INT8)[1]
     assert "hides all tokens from the queries of hidden positions, which are read" in reason(report)

@@ -1,4 +1,4 @@
-"""Pass unpad in front of pooling by masked_fill, and behind norms of vectors."""
+"""Pass unpad before pooling with masked_fill, and after norms of vectors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BF16 = Recipe.of(weights="bf16")
 
 
 def filled(shows: bool, by: str, fill: float, inverted: bool = False) -> onnx.ModelProto:
-    """Pooling that puts a number where no token is. shows: the condition is true where a token is."""
+    """Pooling that inserts a value at positions without a token. shows: the condition is true at tokens."""
     condition = (
         [make("Cast", ["attention_mask"], ["condition"], to=TensorProto.BOOL)]
         if shows
@@ -61,7 +61,7 @@ def test_a_fill_that_stands_where_tokens_are() -> None:
 
 @pytest.mark.parametrize("norm", ["ReduceL2", "ReduceL1"])
 def test_vectors_of_tokens_that_are_normalized(norm: str) -> None:
-    """As torch.nn.functional.normalize exports: the norm is made as large as the vectors."""
+    """torch.nn.functional.normalize: the norm is expanded to the vectors' shape."""
     nodes = [
         make(norm, [HIDDEN], ["norm"], axes=[-1], keepdims=1),
         make("Clip", ["norm", "least"], ["clipped"]),

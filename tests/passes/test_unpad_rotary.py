@@ -1,4 +1,4 @@
-"""Pass unpad where heads stand in front of tokens, as rotary embedding has them."""
+"""Pass unpad with heads before tokens in the layout, as in rotary embedding."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from .small_models import op_types, relative_error, run
 
 @pytest.mark.parametrize("form", ROTARY)
 def test_heads_are_turned_on_packed_tokens(form: str) -> None:
-    """By the place that each has in its padded sequence."""
+    """Each token is rotated by its position in the padded sequence."""
     model = attention_model(ROTARY[form])
     unpadded = changed(fuse_and_unpad(model))
     left = op_types(unpadded)
-    # x, cosine and sine; where these come of places that are given they are turned in front of them, and behind.
+    # x, cosine and sine; cosines of given positions are transposed before packing and after it.
     assert left.count("UnpackTokens") == 1 and left.count("PackTokens") in (2, 3)
     for mask in MASKS.values():
         feeds = encoder_feeds(model, mask)
@@ -58,7 +58,7 @@ def test_sequences_without_tokens(form: str, mask: np.ndarray) -> None:
 
 
 def test_sizes_of_padded_sequences_are_asked_for_no_more() -> None:
-    """What only told views how many tokens there are, is gone."""
+    """Nodes that only computed the number of tokens for views are removed."""
     model = attention_model(ROTARY["shared keys"])
     unpadded = changed(fuse_and_unpad(model))
     sizes = {node.input[1] for node in unpadded.graph.node if node.op_type in ("Reshape", "Expand")}
@@ -68,12 +68,12 @@ def test_sizes_of_padded_sequences_are_asked_for_no_more() -> None:
 @pytest.mark.parametrize("length", [11, 40])
 @pytest.mark.parametrize("window", [4, 18, 30])
 def test_windows_stay(length: int, window: int) -> None:
-    """Also those that hide nothing of the few tokens that a mask is tried on."""
+    """Window masks stay, even if they hide no token in the short trials."""
     model = proto(tiny.tiny_modernbert(local_attention=window))
     padded, report = both(model, Recipe.of(weights="bf16"))
     unpadded = changed(report)
     masks = [node.input[1] for node in unpadded.graph.node if node.op_type == "PackedNoMADAttention"]
-    assert masks[0] == masks[2] != masks[1]  # two see all, one a window
+    assert masks[0] == masks[2] != masks[1]  # two layers see all tokens, one a window
     behind = np.arange(length) < np.array([[length], [3], [length - 2], [1]])
     gaps = np.random.default_rng(length).random((4, length)) < 0.6
     for name, mask in {"behind": behind, "in front": behind[:, ::-1], "gaps": gaps}.items():
@@ -101,7 +101,7 @@ def test_heads_that_something_else_reads() -> None:
 
 
 def test_the_report_holds_for_the_original() -> None:
-    """Without any pass but these two, on lengths that verification did not see."""
+    """Run only these two passes, on lengths that verification did not use."""
     model = attention_model(ROTARY["joined, by Split"])
     report = fuse_and_unpad(model)
     feeds = encoder_feeds(model, np.ones((2, 70)))

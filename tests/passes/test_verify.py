@@ -1,4 +1,4 @@
-"""Verification finds wrong models, and says how good right ones are."""
+"""Verification finds wrong models, and reports the errors of right ones."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_errors_of_special_outputs():
 
 
 def rows_off(x: np.ndarray, off: dict[int, float], seed: int) -> np.ndarray:
-    """x with an error of so much of its norm in these rows, and of 0.01 in others."""
+    """x with a given relative error in these rows, and 0.01 in the others."""
     error = np.random.default_rng(seed).standard_normal(x.shape)
     error *= np.linalg.norm(x, axis=-1, keepdims=True) / np.linalg.norm(error, axis=-1, keepdims=True)
     return x + error * np.array([off.get(row, 0.01) for row in range(16)]).reshape(*x.shape[:-1], 1)
@@ -64,12 +64,12 @@ def rows_off(x: np.ndarray, off: dict[int, float], seed: int) -> np.ndarray:
         ({3: 0.3, 9: 0.4}, {}, 0.014),
         ({3: 0.3, 9: 0.4, 11: 0.3}, {}, 0.08),  # too many
         ({15: 1.0}, {}, 0.25),  # too far off
-        ({}, {15: 0.3}, 0.075),  # wrong in the kernel: near to nothing
+        ({}, {15: 0.3}, 0.075),  # wrong in the kernel: almost zero
         ({15: 0.3}, {15: 0.06}, 0.077),
     ],
 )
 def test_odd_rows_do_not_count(portable_off: Any, native_off: Any, expected: float) -> None:
-    """An eighth of 16 rows of the portable form may be off by half, where the kernel's are right."""
+    """An eighth of 16 rows of the portable form may be off by half, if the kernel's rows are right."""
     x = np.random.default_rng(0).standard_normal((2, 1, 8, 64))
     zeros = np.zeros((2, 1, 5, 64))
     infinite = np.full((2, 1, 1, 64), -np.inf)

@@ -1,4 +1,4 @@
-"""Chains of Reshape and Transpose: where a View says that heads are split, numpy finds the same numbers there."""
+"""Chains of Reshape and Transpose: the split into heads that a View finds matches numpy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..sampling import examples
 
 
 def factorizations(draw: st.DrawFn, size: int) -> list[int]:
-    """A shape of that many elements, and of 8 dimensions at most: Dimensions gives up beyond 16."""
+    """Shapes with this number of elements, and at most 8 dimensions: Dimensions gives up beyond 16 elements."""
     shape = []
     while size > 1:
         factors = [one for one in range(1, size + 1) if size % one == 0] if len(shape) < 6 else [size]
@@ -29,7 +29,7 @@ def factorizations(draw: st.DrawFn, size: int) -> list[int]:
 @examples(300)
 @given(st.data(), st.sampled_from([(2, 3, 8), (1, 4, 6), (3, 1, 4), (2, 2, 4), (1, 1, 8)]))
 def test_same_sources_are_the_same_numbers(data: st.DataObject, shape: tuple[int, int, int]) -> None:
-    """A random chain against the chain that splits heads, and numpy's answers to both."""
+    """A random chain is compared with the chain that splits heads, and both with numpy."""
     x = ir.val("x", ir.DataType.FLOAT, list(shape))
     value, array, nodes = x, np.arange(prod(shape)).reshape(shape), []
     initializers = []

@@ -1,4 +1,4 @@
-"""Where blocks of a matrix are zero."""
+"""Count zero blocks of a matrix."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ from onnxruntime.quantization import matmul_nbits_quantizer
 from ortolan.models import tiny
 
 from ..passes.cached_llama import llama, prompt
-from ..passes.int8_layers import DYNAMIC, FIXED, ROUNDED, Int8Layer, sparse_numbers
+from ..passes.int8_layers import DYNAMIC, FIXED, ROUNDED, Int8Layer, sparse_integers
 from .cached_models import Form
-from .int8_models import ACTIVATIONS, FLOAT, NUMBERS, dense_numbers, with_nodes, with_zero_blocks
+from .int8_models import ACTIVATIONS, FLOAT, NUMBERS, dense_integers, with_nodes, with_zero_blocks
 from .nbits_models import NBits, whole
 
 Rng = np.random.Generator
@@ -137,7 +137,7 @@ def feeds_of(rng: Rng, k: int, n: int) -> Feeds:
 
 def int8_numbers(rng: Rng, k: int, n: int, seed: int = 0) -> np.ndarray:
     """Dense ones, or in blocks; more or fewer of these are zero than the provider asks for."""
-    return pick(rng, [dense_numbers(k, n, seed), sparse_numbers(k, n, pick(rng, [0.45, 0.55, 0.8, 1.0]), seed)])
+    return pick(rng, [dense_integers(k, n, seed), sparse_integers(k, n, pick(rng, [0.45, 0.55, 0.8, 1.0]), seed)])
 
 
 def int8_model(rng: Rng) -> tuple[ModelProto, Feeds]:
@@ -155,7 +155,7 @@ def static_model(rng: Rng) -> tuple[ModelProto, Feeds]:
     node, k, n = helper.make_node, pick(rng, [1, 31, 32, 64, 100]), pick(rng, [1, 16, 24, 32])
     flags = [bool(flag) for flag in rng.integers(0, 2, 4)]
     layer = Int8Layer(
-        pick(rng, [*FIXED, *ROUNDED]), q=dense_numbers(k, n), unsigned=flags[0], per_column=flags[1], bias=flags[2],
+        pick(rng, [*FIXED, *ROUNDED]), q=dense_integers(k, n), unsigned=flags[0], per_column=flags[1], bias=flags[2],
         x_unsigned=flags[3], zero_point=128 if flags[0] else 0,
     )  # fmt: skip
     layer.y_scale = np.float32(0.5)
@@ -173,7 +173,7 @@ def static_model(rng: Rng) -> tuple[ModelProto, Feeds]:
     if reads_too:
         product = ["MatMul", ["xd" if "xd" in made and rng.random() < 0.7 else "x", "V"], ["p2"]]
         nodes = [*nodes, node(*product, name="linear2"), node("Relu", ["p2"], ["y2"])]
-        constants["V"] = dense_numbers(k, n, 1).astype(np.float32)
+        constants["V"] = dense_integers(k, n, 1).astype(np.float32)
     model = with_nodes(layer, nodes, inputs, **constants)
     if reads_too:
         model.graph.output.append(helper.make_tensor_value_info("y2", FLOAT, None))

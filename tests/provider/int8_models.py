@@ -23,7 +23,7 @@ def all_claims(model: onnx.ModelProto, threads: int = 1) -> onnxruntime.Inferenc
     return provider_session(model, threads, ep__ortolanexecutionprovider__claims="all")
 
 
-def dense_numbers(k: int, n: int, seed: int = 0) -> np.ndarray:
+def dense_integers(k: int, n: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(-127, 128, (k, n)).astype(np.int8)
 
 

@@ -24,10 +24,10 @@ from ortolan.models import tiny
 from ..ops.isa_process import run_with_isa
 from ..ops.single_node import assert_same_bits
 from ..passes.attention_graphs import S, feeds
-from ..passes.int8_layers import DYNAMIC, Int8Layer, adopt, sparse_numbers
+from ..passes.int8_layers import DYNAMIC, Int8Layer, adopt, sparse_integers
 from ..passes.small_models import op_types, relative_error, run
 from .context_records import LAYERS, steps
-from .int8_models import ACTIVATIONS, FLOAT, all_claims, dense_numbers, in_blocks, with_nodes, with_zero_blocks
+from .int8_models import ACTIVATIONS, FLOAT, all_claims, dense_integers, in_blocks, with_nodes, with_zero_blocks
 from .sessions import claimed, exact_session, needs_provider
 from .test_attention import TAKEN, built, check, int8, with_biases
 from .test_context import binary, check_round_trip, compile_model, context_nodes, ids, refuse
@@ -60,7 +60,7 @@ def rounding_bound(layer: Int8Layer, x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("unsigned", [False, True])
 @pytest.mark.parametrize("form", DYNAMIC)
 def test_every_form(form: str, unsigned: bool, size: tuple[int, int]) -> None:
-    q = sparse_numbers(*size, share=0.7 if size[0] > 1 else 1.0)
+    q = sparse_integers(*size, share=0.7 if size[0] > 1 else 1.0)
     layer = Int8Layer(form, unsigned=unsigned, zero_point=128 if unsigned else 0, q=q, per_column=size[1] % 2 == 0)
     layer.bias = size[0] % 2 == 1
     model = layer.model()
@@ -93,7 +93,7 @@ def test_zero_points(
 ) -> None:
     """Numbers less zero points must fit an int8, as VNNISpMM has no zero points."""
     rng = np.random.default_rng(4)
-    q = np.where(sparse_numbers(70, 24) != 0, rng.integers(least, most + 1, (70, 24)), 0).astype(np.int16)
+    q = np.where(sparse_integers(70, 24) != 0, rng.integers(least, most + 1, (70, 24)), 0).astype(np.int16)
     row, column = (int(one) for one in np.argwhere(q)[0])
     q[row, column], q[row, column + 1] = least, most
     layer = Int8Layer(form, unsigned=unsigned, zero_point=zero_point, q=q, bias=bias)
@@ -101,7 +101,7 @@ def test_zero_points(
 
 
 def test_a_zero_point_for_each_column() -> None:
-    layer = Int8Layer("chain", unsigned=True, q=sparse_numbers(70, 26).clip(-100, 100))
+    layer = Int8Layer("chain", unsigned=True, q=sparse_integers(70, 26).clip(-100, 100))
     zeros = np.random.default_rng(1).integers(101, 155, 26)
     layer.changes = {"zeros": zeros.astype(np.uint8), "W": (layer.q + zeros).astype(np.uint8)}
     check_as_optimized(layer.model(), {"x": layer.inputs(1)}, {"x": layer.inputs(9)})
@@ -131,7 +131,7 @@ def test_half_of_the_weight_must_be_blocks_of_zeros(n: int, zeros: tuple[int, in
     kept = np.repeat(np.column_stack([whole.reshape(10, -1), edge]), 4, axis=1)[:, :n]
     # One number of a block that is not zero is enough.
     first = kept & (np.arange(n) % 4 == 0)
-    for q in (np.where(kept, dense_numbers(10, n) | 1, 0), np.where(first, 1, 0)):
+    for q in (np.where(kept, dense_integers(10, n) | 1, 0), np.where(first, 1, 0)):
         layer = Int8Layer("chain", q=q.astype(np.int8))
         check_as_optimized(layer.model(), {"x": layer.inputs(3)}, taken=taken)
 
@@ -144,14 +144,14 @@ def test_the_rule_of_the_passes_is_the_same_number() -> None:
 
 
 def test_zeros_that_are_no_blocks_are_none() -> None:
-    q = np.where(np.random.default_rng(2).random((150, 40)) < 0.75, 0, dense_numbers(150, 40))
+    q = np.where(np.random.default_rng(2).random((150, 40)) < 0.75, 0, dense_integers(150, 40))
     layer = Int8Layer("chain", q=q.astype(np.int8))
     check_as_optimized(layer.model(), {"x": layer.inputs(3)}, taken=False)
 
 
 @pytest.mark.parametrize("k, taken", [(1 << 16, True), ((1 << 16) + 1, False)])
 def test_the_longest_layer(k: int, taken: bool) -> None:
-    layer = Int8Layer("dynamic", q=sparse_numbers(k, 8, share=0.9))
+    layer = Int8Layer("dynamic", q=sparse_integers(k, 8, share=0.9))
     check_as_optimized(layer.model(), {"x": layer.inputs(2)}, taken=taken)
 
 
@@ -162,7 +162,7 @@ def test_a_layer_of_zeros() -> None:
 
 
 def test_what_is_said_of_them() -> None:
-    layer = Int8Layer("chain", q=sparse_numbers(64, 24))
+    layer = Int8Layer("chain", q=sparse_integers(64, 24))
     model = with_nodes(layer, [node("Relu", ["r"], ["y"])])
     (found,) = (one for one in ortolan.inspect_provider(model, claims="all").nodes if one.node == "linear")
     assert found.what == "64 x 24, int8 in blocks of 4 x 1, with relu"
@@ -172,7 +172,7 @@ WITHOUT_VNNI = """
 import json
 import numpy as np
 import ortolan
-from tests.passes.int8_layers import Int8Layer, adopt, sparse_numbers
+from tests.passes.int8_layers import Int8Layer, adopt, sparse_integers
 from tests.ops.single_node import assert_same_bits
 from tests.passes.small_models import run
 from tests.provider.int8_models import all_claims
@@ -180,7 +180,7 @@ from tests.provider.sessions import provider_session
 found = {}
 for zeros in (0, 50, 79, 80, 100):
     kept = np.arange(400) >= 4 * zeros
-    q = sparse_numbers(100, 16, share=0.0) | 1
+    q = sparse_integers(100, 16, share=0.0) | 1
     q *= np.repeat(np.random.default_rng(zeros).permutation(kept).reshape(100, 4), 4, axis=1).astype(np.int8)
     layer = Int8Layer("chain", q=q)
     (node,) = ortolan.inspect_provider(layer.model()).nodes
@@ -210,7 +210,7 @@ def test_without_vnni_they_are_taken_where_they_are_faster(isa: str, taken: list
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations(name: str, tmp_path: Path) -> None:
-    layer = Int8Layer("chain", q=sparse_numbers(64, 24), bias=True)
+    layer = Int8Layer("chain", q=sparse_integers(64, 24), bias=True)
     model = with_nodes(layer, [*ACTIVATIONS[name], node("Neg", ["a"], ["y"], name="behind")])
     given = [{"x": layer.inputs(rows)} for rows in (1, 40)]
     check_as_optimized(model, *given)
@@ -219,7 +219,7 @@ def test_activations(name: str, tmp_path: Path) -> None:
 
 
 def with_residual_and_norm() -> onnx.ModelProto:
-    layer = Int8Layer("chain", q=sparse_numbers(64, 32), bias=True)
+    layer = Int8Layer("chain", q=sparse_integers(64, 32), bias=True)
     weight, bias = np.random.default_rng(7).standard_normal((2, 32)).astype(np.float32)
     more = [
         node("Neg", ["z"], ["residual"], name="in front"),
@@ -249,7 +249,7 @@ def test_residual_and_layer_norm(threads: int, tmp_path: Path) -> None:
 
 
 def gated(up: np.ndarray, columns: int = 32) -> tuple[onnx.ModelProto, Int8Layer]:
-    layer = Int8Layer("chain", q=sparse_numbers(64, columns))
+    layer = Int8Layer("chain", q=sparse_integers(64, columns))
     more = [
         node("MatMulInteger", ["xq", "W2", "xz", "zeros"], ["sums2"], name="linear2"),
         node("Cast", ["sums2"], ["floats2"], to=FLOAT),
@@ -265,7 +265,7 @@ def gated(up: np.ndarray, columns: int = 32) -> tuple[onnx.ModelProto, Int8Layer
 @pytest.mark.parametrize("up", ["blocks", "dense"])
 def test_gated_layers(up: str, columns: int, tmp_path: Path) -> None:
     """Two layers of one kind with whole panels are joined; otherwise each is claimed separately."""
-    second = sparse_numbers(64, columns, seed=5) if up == "blocks" else dense_numbers(64, columns, 5)
+    second = sparse_integers(64, columns, seed=5) if up == "blocks" else dense_integers(64, columns, 5)
     model, layer = gated(second, columns)
     given = [{"x": layer.inputs(rows)} for rows in (1, 9, 40)]
     if up == "blocks" and columns == 32:
@@ -326,7 +326,7 @@ def test_a_whole_encoder(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("embed_mode", ["0", "1"])
 @pytest.mark.parametrize("size", [(31, 5), (64, 16), (150, 40)])
 def test_a_compiled_layer(size: tuple[int, int], embed_mode: str, tmp_path: Path) -> None:
-    layer = Int8Layer("dynamic", q=sparse_numbers(*size), bias=size[0] % 2 == 0)
+    layer = Int8Layer("dynamic", q=sparse_integers(*size), bias=size[0] % 2 == 0)
     given = [{"x": layer.inputs(rows)} for rows in (1, 7, 70)]
     check_round_trip(layer.model(), tmp_path, *given, ep__context_embed_mode=embed_mode)
 
@@ -365,7 +365,7 @@ def change(folder: Path, **numbers: int) -> dict[str, int]:
 @pytest.fixture
 def compiled(tmp_path: Path) -> Path:
     """32 inputs, 10 outputs: three groups of outputs, of two quads each."""
-    q = np.where(np.arange(32)[:, None] % 4 == 0, dense_numbers(32, 10) | 1, 0)
+    q = np.where(np.arange(32)[:, None] % 4 == 0, dense_integers(32, 10) | 1, 0)
     layer = Int8Layer("dynamic", q=q, bias=True)
     compile_model(layer.model(), tmp_path)
     return tmp_path

@@ -22,9 +22,9 @@ from ortolan.provider import PROVIDER
 
 from ..ops.isa_process import run_with_isa
 from ..ops.single_node import assert_same_bits
-from ..passes.int8_layers import DYNAMIC, Int8Layer, sparse_numbers
+from ..passes.int8_layers import DYNAMIC, Int8Layer, sparse_integers
 from .context_records import HEADER
-from .int8_models import ACTIVATIONS, all_claims, dense_numbers, with_nodes
+from .int8_models import ACTIVATIONS, all_claims, dense_integers, with_nodes
 from .nbits_models import NBits, whole
 from .sessions import ORT_VERSION, claimed, needs_provider, provider_session
 from .test_float_layers import layer_model, precise_session
@@ -85,7 +85,7 @@ def test_layers_of_few_bits(size: tuple[int, int], bits: int, zero_points: str, 
 @pytest.mark.parametrize("zeros", [0.0, 0.6])
 def test_int8_layers(form: str, zeros: float, tmp_path: Path) -> None:
     """Dense or as a bitmap, where this CPU is faster with one."""
-    q = np.where(np.random.default_rng(2).random((150, 40)) < zeros, 0, dense_numbers(150, 40)).astype(np.int8)
+    q = np.where(np.random.default_rng(2).random((150, 40)) < zeros, 0, dense_integers(150, 40)).astype(np.int8)
     layer = Int8Layer(form, q=q, bias=True)
     check_round_trip(layer.model(), tmp_path, *({"x": layer.inputs(rows)} for rows in (1, 20)))
 
@@ -122,7 +122,7 @@ def test_float_layers(precision: str, zeros: float, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations(name: str, tmp_path: Path) -> None:
-    layer = Int8Layer("chain", q=dense_numbers(64, 24), bias=True)
+    layer = Int8Layer("chain", q=dense_integers(64, 24), bias=True)
     check_round_trip(
         with_nodes(layer, [*ACTIVATIONS[name], node("Neg", ["a"], ["y"])]), tmp_path, {"x": layer.inputs(7)}
     )
@@ -130,7 +130,7 @@ def test_activations(name: str, tmp_path: Path) -> None:
 
 def encoder_layer() -> onnx.ModelProto:
     """A layer, a residual and a norm, with nodes of ONNX Runtime's in front and behind."""
-    layer = Int8Layer("chain", q=dense_numbers(64, 32), bias=True)
+    layer = Int8Layer("chain", q=dense_integers(64, 32), bias=True)
     weight, bias = np.random.default_rng(7).standard_normal((2, 32)).astype(np.float32)
     more = [
         node("Neg", ["z"], ["residual"], name="in front"),
@@ -153,7 +153,7 @@ def test_residual_and_layer_norm(tmp_path: Path) -> None:
 
 
 def test_gated_layers(tmp_path: Path) -> None:
-    layer = Int8Layer("chain", q=dense_numbers(64, 32))
+    layer = Int8Layer("chain", q=dense_integers(64, 32))
     more = [
         node("MatMulInteger", ["xq", "W2", "xz", "zeros"], ["sums2"], name="linear2"),
         node("Cast", ["sums2"], ["floats2"], to=FLOAT),
@@ -162,7 +162,7 @@ def test_gated_layers(tmp_path: Path) -> None:
         node("Mul", ["r", "g"], ["a"]),
         node("Mul", ["a", "r2"], ["y"], name="product"),
     ]
-    model = with_nodes(layer, more, W2=dense_numbers(64, 32, seed=1))
+    model = with_nodes(layer, more, W2=dense_integers(64, 32, seed=1))
     assert "product" in claimed(all_claims(model))
     check_round_trip(model, tmp_path, *({"x": layer.inputs(rows)} for rows in (1, 40)))
 
@@ -290,7 +290,7 @@ def test_a_compiled_model_is_not_compiled(tmp_path: Path) -> None:
 @pytest.mark.parametrize("residual", [False, True])
 def test_a_layer_that_makes_nothing(residual: bool, tmp_path: Path) -> None:
     """ONNX Runtime keeps its node, and a node of a compiled model must make something."""
-    layer = Int8Layer("chain", q=dense_numbers(64, 24))
+    layer = Int8Layer("chain", q=dense_integers(64, 24))
     more = [node("Add", ["r", "x2"], ["s"], name="sum")] if residual else []
     model = with_nodes(layer, [*more, node("Neg", ["x2"], ["y"])], ("x2",))
     session = compile_model(model, tmp_path)
@@ -381,7 +381,7 @@ def test_a_file_of_another_cpu(written_by: str | None, read_by: str | None, tmp_
     detected = ortolan._native.cpu_info()["detected_features"]
     if "avx2" not in detected:
         pytest.skip("this CPU has no AVX2")
-    q = np.where(np.random.default_rng(2).random((150, 40)) < 0.6, 0, dense_numbers(150, 40)).astype(np.int8)
+    q = np.where(np.random.default_rng(2).random((150, 40)) < 0.6, 0, dense_integers(150, 40)).astype(np.int8)
     layer = Int8Layer("chain", q=q, bias=True)
     onnx.save(layer.model(), tmp_path / "model.onnx")
     np.savez(tmp_path / "feeds.npz", x=layer.inputs(9))
@@ -567,11 +567,11 @@ def test_mutated_files_never_crash(kind: str, tmp_path: Path) -> None:
     if kind == "int8":
         model, (feeds,) = encoder_layer(), encoder_feeds(5)
     elif kind == "bitmap":
-        q = np.where(np.random.default_rng(2).random((150, 40)) < 0.6, 0, dense_numbers(150, 40)).astype(np.int8)
+        q = np.where(np.random.default_rng(2).random((150, 40)) < 0.6, 0, dense_integers(150, 40)).astype(np.int8)
         layer = Int8Layer("chain", q=q, bias=True)
         model, feeds = layer.model(), {"x": layer.inputs(5)}
     elif kind == "blocks":
-        layer = Int8Layer("chain", q=sparse_numbers(150, 42), bias=True)
+        layer = Int8Layer("chain", q=sparse_integers(150, 42), bias=True)
         model, feeds = layer.model(), {"x": layer.inputs(5)}
     elif kind == "bf16":
         model, feeds = layer_model("MatMul", zeros=0.6), {"x": np.ones((5, 40), np.float32)}

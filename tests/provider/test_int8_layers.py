@@ -18,7 +18,7 @@ from ortolan.models import tiny
 from ..ops.single_node import assert_same_bits
 from ..passes.int8_layers import DYNAMIC, Int8Layer, adopt
 from ..passes.small_models import relative_error, run
-from .int8_models import ACTIVATIONS, FLOAT, all_claims, dense_numbers, with_nodes
+from .int8_models import ACTIVATIONS, FLOAT, all_claims, dense_integers, with_nodes
 from .sessions import claimed, needs_provider, plain_session, provider_session
 
 pytestmark = needs_provider
@@ -39,7 +39,7 @@ def check_as_optimized(model: onnx.ModelProto, *feeds: np.ndarray, threads: int 
 @pytest.mark.parametrize("size", [(1, 1), (31, 5), (64, 16), (100, 33), (129, 7), (300, 48)])
 @pytest.mark.parametrize("form", DYNAMIC)
 def test_every_form(form: str, size: tuple[int, int]) -> None:
-    layer = Int8Layer(form, q=dense_numbers(*size), per_column=size[1] % 2 == 0, bias=size[0] % 2 == 1)
+    layer = Int8Layer(form, q=dense_integers(*size), per_column=size[1] % 2 == 0, bias=size[0] % 2 == 1)
     session = check_as_optimized(layer.model(), *(layer.inputs(rows) for rows in (1, 7, 33)))
     assert "linear" in claimed(session)
     x = layer.inputs(33)
@@ -58,7 +58,7 @@ def test_zero_points_of_the_weight(form: str, unsigned: bool, zero_point: str) -
 
 @pytest.mark.parametrize("share", [0.3, 0.6])
 def test_weights_with_zeros(share: float) -> None:
-    q = np.where(np.random.default_rng(2).random((150, 40)) < share, 0, dense_numbers(150, 40))
+    q = np.where(np.random.default_rng(2).random((150, 40)) < share, 0, dense_integers(150, 40))
     layer = Int8Layer("chain", q=q.astype(np.int8))
     check_as_optimized(layer.model(), layer.inputs(1), layer.inputs(20))
 
@@ -66,7 +66,7 @@ def test_weights_with_zeros(share: float) -> None:
 def test_two_four_weights() -> None:
     """The optimized file stores them otherwise."""
     lost = np.argsort(np.random.default_rng(3).random((40, 4, 40)), axis=1) < 2
-    layer = Int8Layer("chain", q=np.where(lost.reshape(160, 40), 0, dense_numbers(160, 40) | 1).astype(np.int8))
+    layer = Int8Layer("chain", q=np.where(lost.reshape(160, 40), 0, dense_integers(160, 40) | 1).astype(np.int8))
     check_as_optimized(layer.model(), layer.inputs(1), layer.inputs(20))
     graph = adopt(layer.model()).model.graph
     (linear,) = (one for one in graph.node if one.op_type == "SparseAMXMatMul")
@@ -76,7 +76,7 @@ def test_two_four_weights() -> None:
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_are_part_of_the_group(name: str) -> None:
-    layer = Int8Layer("chain", q=dense_numbers(64, 24), bias=True)
+    layer = Int8Layer("chain", q=dense_integers(64, 24), bias=True)
     model = with_nodes(layer, [*ACTIVATIONS[name], node("Neg", ["a"], ["y"], name="behind")])
     session = check_as_optimized(model, layer.inputs(1), layer.inputs(40))
     names = claimed(session)
@@ -86,7 +86,7 @@ def test_activations_are_part_of_the_group(name: str) -> None:
 @pytest.mark.parametrize("shape, taken", [((24,), True), ((1, 24), True), ((1, 1, 24), False), ((24, 24), False)])
 def test_a_bias_of_several_axes(shape: tuple[int, ...], taken: bool) -> None:
     """Heads of BART-like decoders have one of [1, n]. One of more axes than the output gives the sum its own."""
-    layer = Int8Layer("chain", q=dense_numbers(64, 24))
+    layer = Int8Layer("chain", q=dense_integers(64, 24))
     shift = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
     model = with_nodes(layer, [node("Add", ["shift", "r"], ["y"], name="sum")], shift=shift)
     session, x = all_claims(model), layer.inputs(24)
@@ -98,7 +98,7 @@ def test_a_bias_of_several_axes(shape: tuple[int, ...], taken: bool) -> None:
 
 @pytest.mark.parametrize("name", ["Relu", "Gelu"])
 def test_an_activation_whose_input_others_see_stays(name: str) -> None:
-    layer = Int8Layer("dynamic", q=dense_numbers(64, 24))
+    layer = Int8Layer("dynamic", q=dense_integers(64, 24))
     domain = "com.microsoft" if name == "Gelu" else ""
     more = [node(name, ["r"], ["a"], name="activation", domain=domain), node("Add", ["a", "r"], ["y"], name="sum")]
     session = check_as_optimized(with_nodes(layer, more), layer.inputs(5))
@@ -111,14 +111,14 @@ def test_an_activation_whose_input_others_see_stays(name: str) -> None:
     [(name, one.output[0]) for name, nodes in ACTIVATIONS.items() for one in nodes[:-1] if one.output != ["g7"]],
 )
 def test_an_activation_whose_numbers_others_see_stays(name: str, inner: str) -> None:
-    layer = Int8Layer("chain", q=dense_numbers(64, 24))
+    layer = Int8Layer("chain", q=dense_integers(64, 24))
     model = with_nodes(layer, [*ACTIVATIONS[name], node("Tanh", [inner], ["t"]), node("Add", ["a", "t"], ["y"])])
     session = check_as_optimized(model, layer.inputs(5))
     assert len(claimed(session)) == len(layer.nodes("r"))
 
 
 def test_a_layer_that_makes_nothing_stays() -> None:
-    layer = Int8Layer("chain", q=dense_numbers(64, 24))
+    layer = Int8Layer("chain", q=dense_integers(64, 24))
     for more in ([], [node("Add", ["r", "x2"], ["s"]), node("Relu", ["s"], ["t"])]):
         model = with_nodes(layer, [*more, node("Neg", ["x2"], ["y"])], ("x2",))
         session, x2 = all_claims(model), np.ones((6, 24), np.float32)
@@ -126,7 +126,7 @@ def test_a_layer_that_makes_nothing_stays() -> None:
 
 
 def test_other_functions_stay() -> None:
-    layer = Int8Layer("dynamic", q=dense_numbers(64, 24))
+    layer = Int8Layer("dynamic", q=dense_integers(64, 24))
     for more in (
         [node("Tanh", ["r"], ["y"])],
         [node("Mul", ["r", "half"], ["h"]), node("Sigmoid", ["h"], ["s"]), node("Mul", ["r", "s"], ["y"])],
@@ -137,7 +137,7 @@ def test_other_functions_stay() -> None:
 
 
 def test_residual_and_layer_norm() -> None:
-    layer = Int8Layer("chain", q=dense_numbers(64, 32), bias=True)
+    layer = Int8Layer("chain", q=dense_integers(64, 32), bias=True)
     rng = np.random.default_rng(7)
     weight, bias = rng.standard_normal((2, 32)).astype(np.float32)
     more = [
@@ -157,7 +157,7 @@ def test_residual_and_layer_norm() -> None:
 
 
 def test_a_residual_that_does_not_fit_is_an_error() -> None:
-    layer = Int8Layer("dynamic", q=dense_numbers(64, 32))
+    layer = Int8Layer("dynamic", q=dense_integers(64, 32))
     session = all_claims(with_nodes(layer, [node("Add", ["r", "z"], ["y"])], ("z",)))
     with pytest.raises(Exception, match=r"DynamicQuantizeMatMul node 'linear': .* has shape \[5\]"):
         session.run(None, {"x": layer.inputs(3), "z": np.zeros(5, np.float32)})
@@ -165,7 +165,7 @@ def test_a_residual_that_does_not_fit_is_an_error() -> None:
 
 def test_a_residual_that_hangs_on_the_layer_stays_outside() -> None:
     """Add(r, f(x2)) where x2 is computed from another layer of the same numbers."""
-    layer = Int8Layer("chain", q=dense_numbers(64, 24))
+    layer = Int8Layer("chain", q=dense_integers(64, 24))
     second = [
         node("MatMulInteger", ["xq", "W2", "xz", "zeros"], ["sums2"], name="linear2"),
         node("Cast", ["sums2"], ["floats2"], to=FLOAT),
@@ -174,7 +174,7 @@ def test_a_residual_that_hangs_on_the_layer_stays_outside() -> None:
         node("Tanh", ["r2"], ["t"], name="between"),
         node("Add", ["r", "t"], ["y"], name="sum"),
     ]
-    model = with_nodes(layer, second, W2=dense_numbers(64, 24, seed=1))
+    model = with_nodes(layer, second, W2=dense_integers(64, 24, seed=1))
     session = all_claims(model)
     assert {"linear", "linear2"} <= set(claimed(session)) and not {"between", "sum"} & set(claimed(session))
     x = layer.inputs(6)
@@ -184,7 +184,7 @@ def test_a_residual_that_hangs_on_the_layer_stays_outside() -> None:
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_a_layer_whose_output_nobody_reads(with_residual: bool) -> None:
     """The value is not an output of the group that ONNX Runtime makes."""
-    layer = Int8Layer("chain", q=dense_numbers(64, 24))
+    layer = Int8Layer("chain", q=dense_integers(64, 24))
     second = [
         node("MatMulInteger", ["xq", "W2", "xz", "zeros"], ["sums2"], name="linear2"),
         node("Cast", ["sums2"], ["floats2"], to=FLOAT),
@@ -193,7 +193,7 @@ def test_a_layer_whose_output_nobody_reads(with_residual: bool) -> None:
     ]
     if with_residual:
         second += [node("Neg", ["x2"], ["n"]), node("Add", ["r2", "n"], ["s2"])]
-    model = with_nodes(layer, second, ("x2",) if with_residual else (), W2=dense_numbers(64, 24, seed=1))
+    model = with_nodes(layer, second, ("x2",) if with_residual else (), W2=dense_integers(64, 24, seed=1))
     session, x = all_claims(model), layer.inputs(6)
     assert {"linear", "linear2"} <= set(claimed(session))
     feeds = {"x": x, "x2": np.ones((6, 24), np.float32)} if with_residual else {"x": x}
@@ -201,14 +201,14 @@ def test_a_layer_whose_output_nobody_reads(with_residual: bool) -> None:
 
 
 def test_the_sum_of_two_layers_of_one_input() -> None:
-    layer = Int8Layer("chain", q=dense_numbers(64, 24))
+    layer = Int8Layer("chain", q=dense_integers(64, 24))
     second = [
         node("MatMulInteger", ["xq", "W2", "xz", "zeros"], ["sums2"], name="linear2"),
         node("Cast", ["sums2"], ["floats2"], to=FLOAT),
         node("Mul", ["floats2", "step"], ["r2"]),
         node("Add", ["r", "r2"], ["y"], name="sum"),
     ]
-    model = with_nodes(layer, second, W2=dense_numbers(64, 24, seed=1))
+    model = with_nodes(layer, second, W2=dense_integers(64, 24, seed=1))
     session = all_claims(model)
     x = layer.inputs(6)
     assert {"linear", "linear2"} <= set(claimed(session))
@@ -216,7 +216,7 @@ def test_the_sum_of_two_layers_of_one_input() -> None:
 
 
 def test_numbers_that_others_read_too_stay() -> None:
-    layer = Int8Layer("chain", q=dense_numbers(64, 24))
+    layer = Int8Layer("chain", q=dense_integers(64, 24))
     more = [node("Cast", ["xq"], ["c"], to=FLOAT), node("ReduceSum", ["c"], ["n"]), node("Add", ["r", "n"], ["y"])]
     model = with_nodes(layer, more)
     session = all_claims(model)
@@ -228,7 +228,7 @@ def test_numbers_that_others_read_too_stay() -> None:
 def test_without_vnni_int8_layers_stay(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that ONNX Runtime runs faster on this CPU stay with it, unless claims="all"."""
     features = ortolan._native.cpu_info()["features"]
-    layer = Int8Layer("chain", q=dense_numbers(64, 24))
+    layer = Int8Layer("chain", q=dense_integers(64, 24))
     has_vnni = bool({"avx512vnni", "avxvnni"} & set(features))
     assert bool(claimed(provider_session(layer.model()))) == has_vnni
     assert claimed(all_claims(layer.model()))
@@ -253,7 +253,7 @@ WRONG: dict[str, dict[str, np.ndarray]] = {
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("form", DYNAMIC)
 def test_malformed_layers_are_errors_or_left(form: str, name: str) -> None:
-    model = Int8Layer(form, q=dense_numbers(64, 24)).model()
+    model = Int8Layer(form, q=dense_integers(64, 24)).model()
     for tensor in model.graph.initializer:
         if tensor.name in WRONG[name]:
             tensor.CopyFrom(numpy_helper.from_array(WRONG[name][tensor.name], tensor.name))

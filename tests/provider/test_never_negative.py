@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 from ..ops.single_node import assert_same_bits
 from ..passes.int8_layers import Int8Layer, adopt
 from ..passes.small_models import op_types, run
-from .int8_models import dense_numbers
+from .int8_models import dense_integers
 from .sessions import claimed, needs_provider
 from .test_static_int8 import LEVELS, session_at
 
@@ -99,7 +99,7 @@ SIGNED = {
 
 def model_of(nodes: list[onnx.NodeProto], x_unsigned: bool) -> onnx.ModelProto:
     """The nodes make x of `in`; a layer rounds it to a narrow range that begins at 0, so that much is above it."""
-    layer = Int8Layer("qdq", q=dense_numbers(K, 24), x_unsigned=x_unsigned)
+    layer = Int8Layer("qdq", q=dense_integers(K, 24), x_unsigned=x_unsigned)
     layer.x_zero, layer.x_scale = 0 if x_unsigned else -128, np.float32(2**-11)
     everything = [*nodes, *layer.nodes()]
     tensors = layer.tensors | {name: np.asarray(one) for name, one in CONSTANTS.items()}

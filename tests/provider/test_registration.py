@@ -25,7 +25,7 @@ from ..ops.groups import GroupLayer
 from ..ops.single_node import assert_same_bits
 from ..passes.int8_layers import Int8Layer
 from ..passes.small_models import matmul_model
-from .int8_models import all_claims, dense_numbers
+from .int8_models import all_claims, dense_integers
 from .nbits_models import NBits, whole
 from .sessions import claimed, needs_provider, plain_session, provider_session
 
@@ -207,7 +207,7 @@ def test_named_providers_win_over_the_options() -> None:
 @needs_provider
 def test_sessions_are_made_run_and_dropped_in_ten_threads_at_once() -> None:
     models = [NBits(128, 33, block, bits).model() for block in (32, 64) for bits in (4, 8)]
-    models += [Int8Layer(form, q=dense_numbers(128, 33), bias=True).model() for form in ("chain", "dynamic")]
+    models += [Int8Layer(form, q=dense_integers(128, 33), bias=True).model() for form in ("chain", "dynamic")]
     shared = [all_claims(model, threads=2) for model in models]
     feeds = [{"x": NBits(128, 33, 32).x(rows)} for rows in range(1, 7)]
     expected = [[session.run(None, fed)[0] for fed in feeds] for session in shared]
@@ -239,11 +239,11 @@ def test_memory_of_sessions_comes_back() -> None:
     text = """
         import gc, os
         from tests.passes.int8_layers import Int8Layer
-        from tests.provider.int8_models import all_claims, dense_numbers
+        from tests.provider.int8_models import all_claims, dense_integers
         from tests.provider.nbits_models import NBits
         from tests.provider.sessions import claimed
         layer = NBits(1024, 1024, 32)
-        models = [layer.model(), Int8Layer("chain", q=dense_numbers(1024, 1024)).model()]
+        models = [layer.model(), Int8Layer("chain", q=dense_integers(1024, 1024)).model()]
 
         def resident(sessions):
             for i in range(sessions):

@@ -21,7 +21,7 @@ from ..passes.int8_layers import ROUNDED, Int8Layer, adopt
 from ..passes.small_models import relative_error, run
 from .context_records import steps
 from .fuzz_models import static_texts, token_feeds
-from .int8_models import ACTIVATIONS, FLOAT, all_claims, dense_numbers, with_nodes
+from .int8_models import ACTIVATIONS, FLOAT, all_claims, dense_integers, with_nodes
 from .sessions import claimed, needs_provider, plain_session
 from .test_compiled_attention import bits, change
 from .test_context import binary, check_round_trip, compile_model, mutate_in_a_process, refuse
@@ -70,7 +70,7 @@ def constants_of(layer: Int8Layer, **more: np.ndarray) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("size", [(1, 1), (31, 5), (64, 16), (100, 33), (300, 48)])
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form(form: str, size: tuple[int, int]) -> None:
-    layer = Int8Layer(form, q=dense_numbers(*size), per_column=size[1] % 2 == 0, bias=size[0] % 2 == 1)
+    layer = Int8Layer(form, q=dense_integers(*size), per_column=size[1] % 2 == 0, bias=size[0] % 2 == 1)
     model = layer.model()
     taken = check_as_optimized(model, *(layer.inputs(rows) for rows in (1, 7, 33)))
     assert len(taken) == len(model.graph.node)
@@ -97,7 +97,7 @@ def test_zero_points(form: str, unsigned: bool, x_unsigned: bool, offset: int) -
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("form", ["qdq", "qlinear"])
 def test_activations_behind_a_rounding(form: str, name: str) -> None:
-    layer = Int8Layer(form, q=dense_numbers(64, 24))
+    layer = Int8Layer(form, q=dense_integers(64, 24))
     more = [onnx.NodeProto.FromString(one.SerializeToString()) for one in ACTIVATIONS[name]]
     if form == "qdq":
         for one in more:
@@ -110,7 +110,7 @@ def test_activations_behind_a_rounding(form: str, name: str) -> None:
 
 
 def layer_behind_a_relu(x_unsigned: bool) -> Int8Layer:
-    layer = Int8Layer("qdq", q=dense_numbers(64, 24), x_unsigned=x_unsigned)
+    layer = Int8Layer("qdq", q=dense_integers(64, 24), x_unsigned=x_unsigned)
     layer.x_zero = layer.y_zero = 0 if x_unsigned else -128
     layer.y_scale = np.float32(2**-6)  # so that much is beyond 255 steps
     return layer
@@ -136,7 +136,7 @@ def test_a_range_that_begins_at_zero_stands_for_a_relu(x_unsigned: bool) -> None
 
 def test_a_relu_needs_no_bounds() -> None:
     """A perceptron: the rounding behind its Relu is the first layer's."""
-    layer = Int8Layer("qdq", q=dense_numbers(64, 32), bias=True)
+    layer = Int8Layer("qdq", q=dense_integers(64, 32), bias=True)
     more = [
         node("Relu", ["r"], ["a"], name="relu"),
         *rounding("a", "h", "narrow", "lowest"),
@@ -145,7 +145,7 @@ def test_a_relu_needs_no_bounds() -> None:
         *rounding("p2", "y", "y_scale", "y_zero"),
     ]
     numbers = {"narrow": np.float32(2**-9), "lowest": np.uint8(0), "zero": np.int8(0)}
-    model = with_nodes(layer, more, W2=dense_numbers(32, 16, 1), **constants_of(layer), **numbers)
+    model = with_nodes(layer, more, W2=dense_integers(32, 16, 1), **constants_of(layer), **numbers)
     assert len(check_as_optimized(model, layer.inputs(9))) == len(model.graph.node)
 
 
@@ -165,7 +165,7 @@ def residuals(layer: Int8Layer) -> onnx.ModelProto:
         node("Neg", ["xd"], ["z"], name="outside"),
     ]
     norm = dict(zip(("weight", "shift"), np.random.default_rng(1).random((2, 32), np.float32), strict=True))
-    numbers = {"W2": dense_numbers(32, 32, 1), "W3": dense_numbers(32, 32, 2), "zero": np.int8(0)}
+    numbers = {"W2": dense_integers(32, 32, 1), "W3": dense_integers(32, 32, 2), "zero": np.int8(0)}
     model = with_nodes(layer, more, **constants_of(layer), **numbers, **norm)
     model.graph.output.append(helper.make_tensor_value_info("z", FLOAT, None))
     model.graph.input[0].type.tensor_type.shape.dim.insert(0, onnx.TensorShapeProto.Dimension(dim_param="texts"))
@@ -174,7 +174,7 @@ def residuals(layer: Int8Layer) -> onnx.ModelProto:
 
 def test_layers_and_a_residual_of_one_rounding() -> None:
     """Remaining consumers get floats: ONNX Runtime gives each its own DequantizeLinear."""
-    layer = Int8Layer("qdq", q=dense_numbers(32, 32))
+    layer = Int8Layer("qdq", q=dense_integers(32, 32))
     model = residuals(layer)
     taken = check_as_optimized(model, layer.inputs(1)[None], layer.inputs(10).reshape(2, 5, 32))
     assert {"linear", "linear2", "linear3", "add", "norm"} <= set(taken) and "outside" not in taken
@@ -182,7 +182,7 @@ def test_layers_and_a_residual_of_one_rounding() -> None:
 
 def test_rounding_that_leads_back_to_its_layer() -> None:
     """A residual of the layer is made of what others read of its input: ONNX Runtime's nodes cannot be in a ring."""
-    layer = Int8Layer("qdq", q=dense_numbers(64, 64))
+    layer = Int8Layer("qdq", q=dense_integers(64, 64))
     more = [node("Tanh", ["xd"], ["t"], name="tanh"), node("Add", ["r", "t"], ["y"], name="add")]
     model = with_nodes(layer, more)
     model.graph.input[0].type.tensor_type.shape.dim.insert(0, onnx.TensorShapeProto.Dimension(dim_param="texts"))
@@ -193,7 +193,7 @@ def test_rounding_that_leads_back_to_its_layer() -> None:
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_rounding_that_nobody_reads(count: int) -> None:
     """Nodes that lead nowhere, between a layer and its bias."""
-    layer = Int8Layer("qdq", q=dense_numbers(64, 24))
+    layer = Int8Layer("qdq", q=dense_integers(64, 24))
     bias = node("Add", ["r", "shift"], ["y"], name="add")
     constants = constants_of(layer, shift=np.random.default_rng(3).random(24, np.float32))
     model = with_nodes(layer, [*rounding("r", "unread", "y_scale", "y_zero")[:count], bias], **constants)
@@ -205,7 +205,7 @@ def test_a_rounding_that_nobody_reads(count: int) -> None:
 
 def test_biases_of_whole_numbers() -> None:
     """int32 behind DequantizeLinear, as quantize_static writes them for Gemm; uint8 behind one, for an Add."""
-    layer = Int8Layer("qdq_gemm", q=dense_numbers(64, 24))
+    layer = Int8Layer("qdq_gemm", q=dense_integers(64, 24))
     nodes = layer.nodes("r")
     nodes[-1].input.append("b_floats")
     steps = np.asarray(layer.scales * layer.x_scale)
@@ -227,7 +227,7 @@ def test_biases_of_whole_numbers() -> None:
 
 
 def test_a_weight_of_8_bits_alone() -> None:
-    layer = Int8Layer("qdq", q=dense_numbers(64, 24))
+    layer = Int8Layer("qdq", q=dense_integers(64, 24))
     model = layer.model()
     kept = [one for one in model.graph.node if one.name not in ("quantize", "dequantize")]
     kept[-1].input[0] = "x"
@@ -238,7 +238,7 @@ def test_a_weight_of_8_bits_alone() -> None:
 
 @pytest.mark.parametrize("form", ["qdq", "qlinear", "qgemm"])
 def test_numbers_that_are_an_output_keep_the_layer(form: str) -> None:
-    layer = Int8Layer(form, q=dense_numbers(64, 24))
+    layer = Int8Layer(form, q=dense_integers(64, 24))
     model = layer.model()
     for name in ("xq",) if form == "qdq" else ("xq", "yq"):
         changed = onnx.ModelProto.FromString(model.SerializeToString())
@@ -272,7 +272,7 @@ WRONG: dict[str, dict[str, np.ndarray]] = {
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("form", [*QDQ, *ROUNDED])
 def test_malformed_layers_are_errors_or_left(form: str, name: str) -> None:
-    model = Int8Layer(form, q=dense_numbers(64, 24)).model(opset=21, ir_version=10)
+    model = Int8Layer(form, q=dense_integers(64, 24)).model(opset=21, ir_version=10)
     for tensor in model.graph.initializer:
         if tensor.name in WRONG[name]:
             tensor.CopyFrom(numpy_helper.from_array(np.asarray(WRONG[name][tensor.name]), tensor.name))
@@ -361,7 +361,7 @@ def test_compiled_bounds_and_copies(embed_mode: str, tmp_path: Path) -> None:
 
 
 def test_compiled_copies_without_bounds(tmp_path: Path) -> None:
-    layer = Int8Layer("qdq", q=dense_numbers(32, 32))
+    layer = Int8Layer("qdq", q=dense_integers(32, 32))
     check_round_trip(residuals(layer), tmp_path, {"x": layer.inputs(10).reshape(2, 5, 32)})
     assert "MatMul" not in [one.op_type for one in onnx.load(tmp_path / "model_ctx.onnx").graph.node]
 
@@ -369,7 +369,7 @@ def test_compiled_copies_without_bounds(tmp_path: Path) -> None:
 def test_a_compiled_layer_in_front_of_a_reshape(tmp_path: Path) -> None:
     """ONNX Runtime moves a QuantizeLinear from behind the Reshape to the compiled node, and loses a type there: the
     rounding that it had put there before stays."""
-    layer = Int8Layer("qdq", q=dense_numbers(64, 24))
+    layer = Int8Layer("qdq", q=dense_integers(64, 24))
     more = [
         *rounding("r", "s", "y_scale", "y_zero"),
         node("Reshape", ["s", "sizes"], ["t"], name="reshape"),

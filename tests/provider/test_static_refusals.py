@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from ortolan.provider import options_with
 
 from ..passes.int8_layers import MICROSOFT, Int8Layer
-from .int8_models import FLOAT, dense_numbers
+from .int8_models import FLOAT, dense_integers
 from .sessions import needs_provider
 
 pytestmark = needs_provider
@@ -27,7 +27,7 @@ Models = Callable[[], onnx.ModelProto]
 
 
 def model_of(form: str, bias: bool = False, opset: int = 21, **changes: Any) -> onnx.ModelProto:
-    layer = Int8Layer(form, q=dense_numbers(K, N), bias=bias, changes=changes)
+    layer = Int8Layer(form, q=dense_integers(K, N), bias=bias, changes=changes)
     return layer.model(opset=opset, ir_version=10)
 
 
@@ -131,7 +131,7 @@ def numbers_of_another_layer() -> onnx.ModelProto:
         node("DequantizeLinear", ["zq", "y_scale", "y_zero"], ["z"], name="floats2"),
     ]
     add(
-        model, *second, outputs=("z",), W2=dense_numbers(N, 16, 1), scale2=np.float32(2**-7), zero2=np.int8(0)
+        model, *second, outputs=("z",), W2=dense_integers(N, 16, 1), scale2=np.float32(2**-7), zero2=np.int8(0)
     )  # fmt: skip
     return model
 

@@ -281,7 +281,9 @@ def test_an_output_of_the_embeddings_name_and_too_few_positions(tmp_path):
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
     longer = ortolan.TextInput(tmp_path / "tokenizer.json", pooling="mean", max_tokens=65)
     stages: list[str] = []
-    with pytest.raises(ModelError, match=r"max_tokens is 65 .* positions for 64 tokens; give max_tokens .* of at most 64"):
+    with pytest.raises(
+        ModelError, match=r"max_tokens is 65 .* positions for 64 tokens; give max_tokens .* of at most 64"
+    ):
         ortolan.optimize_onnx(
             tmp_path / "model.onnx",
             tmp_path / "no.onnx",

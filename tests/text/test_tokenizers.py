@@ -220,7 +220,11 @@ def test_what_is_not_supported_is_named(tmp_path):
     refused(path, said | {"normalizer": {"type": "ByteLevel"}}, "normalizer 'ByteLevel'")
     replaced = {"type": "Replace", "pattern": {"Regex": "a+?"}, "content": "b"}
     refused(path, said | {"normalizer": replaced}, "normalizer that replaces 'a\\+\\?'")
-    refused(path, said | {"added_tokens": [*said["added_tokens"], token | {"single_word": True}]}, "with options that are not supported")
+    refused(
+        path,
+        said | {"added_tokens": [*said["added_tokens"], token | {"single_word": True}]},
+        "with options that are not supported",
+    )
     refused(path, said | {"model": model | {"end_of_word_suffix": "</w>"}}, "end_of_word_suffix")
     vocabulary = model["vocab"] | {"zzzzz": max(model["vocab"].values()) + 9}
     whole = {"vocab": vocabulary, "ignore_merges": True}
