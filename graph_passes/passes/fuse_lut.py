@@ -6,7 +6,7 @@ the rest of the model uses gets a table, and unused nodes are removed:
 
     quantized values    if a table saves one operator (two for 16-bit indices)
     float32 values      if a table saves two, but not an output of DequantizeLinear: ONNX Runtime fuses that with the
-    product after it
+                        product after it
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Layers:
     # Magnitude up to which a layer's inputs count as zero, or why it has no threshold (activations.py).
     thresholds: dict[ir.Value, float | str] = field(default_factory=dict)
     quantized: dict[Hashable, QuantizedWeight] = field(default_factory=dict)  # by Linear.weight_key
-    # |Y|||Y - XW|| / ||XW|| of each replaced layer, with the weight W that was packed.
+    # ||Y - XW|| / ||XW|| of each replaced layer, with the weight W that was packed.
     rounding: dict[ir.Value, float] = field(default_factory=dict)
     # bits of each weight before any pass changed it
     stored_bits: dict[ir.Value, int | None] = field(default_factory=dict)

@@ -349,7 +349,7 @@ def test_times_survive_an_interrupt(inject: Callable[..., Any]) -> None:
 
 
 def test_really_measures() -> None:
-    """With real times, the result is within the budget, and the report lists all layers."""
+    """A result with real times is within the budget, and the report lists all layers."""
     report = auto()
     assert report.auto is not None
     assert report.model is not None

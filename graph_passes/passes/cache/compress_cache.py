@@ -48,7 +48,7 @@ from .codebooks import learn_codebooks
 
 _CODES, _FLOAT, _INT8 = "codes", "float32", "int8"
 _MAX_HEAD_DIM = 1024
-# ||Y - exact|| / ||Y|| of an attention that reads its past from the cache, for pass verify; adds to ROUNDING.
+# ||Y - exact|| / ||Y|| of an attention that reads its past from the cache, for pass verify.
 _VALUE_ROUNDING = 0.01
 _PROMPT_ROUNDING = 0.004  # with a prompt, short calls round queries and attention weights to bf16
 # Layers that round their inputs to int8 can turn the smallest difference into a step of that grid.

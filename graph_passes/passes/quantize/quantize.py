@@ -7,12 +7,12 @@ The formats are in quantizers/grid.py. The methods are
     (quantizers/mse.py); with calibration, inputs of more energy weigh more
     gptq    round input after input, and let the rest compensate for the error (quantizers/gptq.py); needs calibration
     awq     mse, after inputs of large magnitude have been scaled up (quantizers/awq.py, fold_scales.py); needs
-    calibration
+            calibration
     hqq     round to the nearest value, with better zero points and scales (quantizers/hqq.py); 4 bits, asymmetric
 
 Calibrated methods run the model as earlier passes left it (pruned, not yet quantized) on all feeds, for as many layers
 at once as memory allows. So a layer is calibrated on the inputs it has while no earlier layer is quantized. Recording
-behind quantized layers would need many runs of the model, and gains nothing: docs/verification.md.
+after quantized layers would need many runs of the model, and gains nothing: docs/verification.md.
 
 The layer gets the dequantized weight as a lazy tensor of its own type. That rounds once more, and never to infinity.
 """

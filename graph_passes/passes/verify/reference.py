@@ -40,7 +40,7 @@ def keep_reference(model: ir.Model, context: PassContext) -> None:
         return context.new_name(model, wanted)
 
     in_float = bool(rounding or layers.freed) and not layers.weights_changed
-    context.evidence.feeds()  # generate feeds from the original's inputs before the model is changed
+    context.evidence.feeds()  # generates feeds for the original if none are given
     with (
         computed_in_float(rounding, new_name),
         masked_inputs(model, layers.thresholds, new_name),

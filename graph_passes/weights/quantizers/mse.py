@@ -9,8 +9,7 @@ stored precision before a grid is judged. The starts are
     fractions               those of minimums, then rounded
     minimum, zero points    the range of the group, a wider one, or the range with a fraction cut off at either end
     symmetric 4             the largest value by magnitude is -8 steps, or slightly more or less, or 7: scales have
-    either
-                            sign, so that the side with the larger value has the level that the other side lacks
+                            either sign, so that the side with the larger value has the level that the other side lacks
     symmetric 8             the largest value is 127 steps or more, and values beyond 127 are clipped
 
 as in llama.cpp's and HQQ's quantizers. Weights that are already on such a grid, such as dequantized GGUF weights (Q4_0,
