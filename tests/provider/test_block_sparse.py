@@ -60,7 +60,7 @@ def rounding_bound(layer: Int8Layer, x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("unsigned", [False, True])
 @pytest.mark.parametrize("form", DYNAMIC)
 def test_every_form(form: str, unsigned: bool, size: tuple[int, int]) -> None:
-    q = sparse_integers(*size, share=0.7 if size[0] > 1 else 1.0)
+    q = sparse_integers(*size, fraction=0.7 if size[0] > 1 else 1.0)
     layer = Int8Layer(form, unsigned=unsigned, zero_point=128 if unsigned else 0, q=q, per_column=size[1] % 2 == 0)
     layer.bias = size[0] % 2 == 1
     model = layer.model()
@@ -151,7 +151,7 @@ def test_zeros_that_are_no_blocks_are_none() -> None:
 
 @pytest.mark.parametrize("k, taken", [(1 << 16, True), ((1 << 16) + 1, False)])
 def test_the_longest_layer(k: int, taken: bool) -> None:
-    layer = Int8Layer("dynamic", q=sparse_integers(k, 8, share=0.9))
+    layer = Int8Layer("dynamic", q=sparse_integers(k, 8, fraction=0.9))
     check_as_optimized(layer.model(), {"x": layer.inputs(2)}, taken=taken)
 
 
@@ -180,7 +180,7 @@ from tests.provider.sessions import provider_session
 found = {}
 for zeros in (0, 50, 79, 80, 100):
     kept = np.arange(400) >= 4 * zeros
-    q = sparse_integers(100, 16, share=0.0) | 1
+    q = sparse_integers(100, 16, fraction=0.0) | 1
     q *= np.repeat(np.random.default_rng(zeros).permutation(kept).reshape(100, 4), 4, axis=1).astype(np.int8)
     layer = Int8Layer("chain", q=q)
     (node,) = ortolan.inspect_provider(layer.model()).nodes
