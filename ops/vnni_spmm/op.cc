@@ -5,8 +5,8 @@
 //
 // All inputs except X and residual are constants. Zeros as bias and one zero as residual mean the same as omitted
 // inputs (see SparseAMXMatMul's adapter). hidden_k above 0: another layer comes first, with hidden_k inputs and k
-// outputs (HiddenLayerArgs in matmul/block_sparse_weight.h). Its inputs and x_scale are then required, and ignored
-// otherwise.
+// outputs (HiddenLayerArgs in matmul/block_sparse_weight.h). Its inputs and x_scale are then required;
+// otherwise its inputs are ignored.
 #include <limits>
 
 #include "matmul/block_sparse_layer.h"
