@@ -131,9 +131,9 @@ class ActivationsPass(RecipePass):
 
 
 def quantile(magnitudes: np.ndarray, fraction: float) -> float:
-    """Return the smallest magnitude that at least this fraction of the ascending magnitudes [count] does not exceed.
+    """Return the smallest magnitude m for which at least this fraction of the magnitudes is at most m.
 
-    The result is 0 if the fraction is 0.
+    magnitudes are ascending, [count]. The result is 0 if the fraction is 0.
     """
     count = int(np.ceil(fraction * len(magnitudes)))
     return float(magnitudes[count - 1]) if count else 0.0

@@ -32,7 +32,7 @@ class _IntegerOperator:
 
     Attributes:
         op_type: the float operator.
-        inputs: indices of the first of three inputs (integers, scale, zero point) that operator one float input.
+        inputs: indices of the first of three inputs (integers, scale, zero point) that form one float input.
         output: index of the output's scale, which is followed by the zero point.
         attributes: attributes that both operators have.
         floats: indices of inputs that are passed on unchanged, before the others.

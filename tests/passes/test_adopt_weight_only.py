@@ -71,7 +71,7 @@ def check(written: Written, op: str, bits: int, original_error: float = 1e-5) ->
     assert without_casts(report.model) == [op]
     (layer,) = report.layers
     assert (layer.status, layer.weight_bits, layer.reason) == ("replaced", bits, None)
-    assert any(f"keeps the {bits}-bit weights that the model stores" in note for note in report.notes)
+    assert any(f"keeps the model's stored {bits}-bit weights exactly" in note for note in report.notes)
     half = written.dtype == "float16"
     k = len(written.matrix)
     one = np.eye(k, dtype=written.dtype)
@@ -397,8 +397,8 @@ def test_other_recipes_keep_eight_bits_or_round_them_once_more() -> None:
         model.graph.node[0].name = name
         report = ortolan.optimize_onnx(model, weights=weights, options={"verify.seconds": 0.0, "may_grow": True})
         assert op_types(report.model) == [op]
-        assert any("stored in 8 bits already" in note for note in report.notes) == (weights == "int4")
-        assert any("keeps the 8-bit weights" in note for note in report.notes) == (weights == "int8")
+        assert any("stored in 8 bits, but" in note for note in report.notes) == (weights == "int4")
+        assert any("stored 8-bit weights" in note for note in report.notes) == (weights == "int8")
         x = np.random.default_rng(1).standard_normal((5, 128)).astype(np.float32)
         (answer,) = run(report.model, {"x": x}, library=True)
         assert relative_error(x @ matrix, answer) < (0.15 if op == "W4A8MatMul" else 0.02)

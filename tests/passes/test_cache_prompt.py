@@ -229,7 +229,7 @@ def test_refusals() -> None:
         ortolan.optimize_onnx(model, recipe=recipe({**EXACT, "exclude": ["*layers.1*"]}), prompt=IDS)
     with pytest.raises(ModelError, match="the model has no attention with a cache"):
         ortolan.optimize_onnx(ir.to_proto(tiny.tiny_bert()), recipe=recipe(), prompt=IDS)
-    with pytest.raises(ModelError, match="its heads are 8 wide"):
+    with pytest.raises(ModelError, match="its head size is 8"):
         ortolan.optimize_onnx(llama("standard", head_dim=8), recipe=recipe(), prompt=IDS)
 
 

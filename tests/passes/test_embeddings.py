@@ -356,7 +356,7 @@ def test_a_table_of_positions_becomes_float16():
     def stored(**options: Any) -> onnx.TensorProto:
         report = ortolan.optimize_onnx(original, recipe=recipe(**options))
         assert report.model is not None
-        assert any("table of positions" in note for note in report.notes) == (not options)
+        assert any("position table" in note for note in report.notes) == (not options)
         assert not any("matches no layer" in note for note in report.notes)
         (found,) = (t for t in report.model.graph.initializer if "position_embeddings" in t.name)
         return found

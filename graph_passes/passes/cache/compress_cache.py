@@ -373,7 +373,7 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
 
 
 def _with_others(uses: CacheUses | None, others: Sequence[ir.Node]) -> CacheUses | None:
-    """Extend the uses to nodes that exist already; None if one function cannot serve all."""
+    """Extend the uses to nodes of the operator that exist already; None if one function cannot serve all."""
     if uses is None or not others:
         return uses
     if any(is_given(input_of(node, INPUTS, "past_key")) for node in others):
@@ -423,7 +423,7 @@ def _rounding(model: ir.Model, options: CompressCacheOptions, prompt_tokens: int
 def _find_uses(
     model: ir.Model, chosen: Sequence[CachedAttention], options: CompressCacheOptions, prompt_tokens: int
 ) -> CacheUses | None:
-    """Return the uses of one ONNX function for these attentions; None if it cannot serve all.
+    """Return what the ONNX function of these attentions must support; None if one function cannot serve all.
 
     Call it before the attentions are replaced.
     """

@@ -66,7 +66,7 @@ class Plan:
         return any(rule.stored_weight(linear) is not None and not rule.refuses_range(linear) for rule in self._rules)
 
     def keeps_range(self, linear: Linear) -> bool:
-        """Return true if a step replace gives the unchanged layer to an operator with a fixed input range."""
+        """Return true if a step replace gives the layer, as stored, to an operator with a fixed input range."""
         state = LayerState(linear.stored_bytes)
         return linear.x_range is not None and any(
             rule.replacement.takes_ranges
