@@ -66,7 +66,7 @@ class ActivationsPass(RecipePass):
         context = self.context
         if context.evidence.made_up and self.options.needs_feeds:
             raise CalibrationError(
-                "pass 'activations' needs calibration inputs: thresholds chosen on generated inputs do not fit real "
+                "pass 'activations' needs calibration inputs: thresholds chosen on made-up inputs do not fit real "
                 "ones; give calibration=… with typical inputs (an .npz file, a dict of arrays, or a list of such "
                 "dicts), or leave out its options sparsity and error, so that it takes only inputs that are sparse "
                 "without thresholds, such as outputs of a ReLU"

@@ -1,4 +1,4 @@
-"""Feeds, given and generated, and the recording of layer inputs."""
+"""Feeds, given and made up, and the recording of layer inputs."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def test_folding_in_a_llama(monkeypatch):
 def test_a_bert_normalizes_last_so_nothing_is_folded(monkeypatch):
     model = ir.to_proto(tiny.tiny_bert())
     folded, report = scale_only(model, monkeypatch, None)
-    assert [note for note in report.notes if "also go into Add" in note]
+    assert [note for note in report.notes if "are also read by Add" in note]
     before, after = weights_of_model(model), weights_of_model(folded)
     assert all(np.array_equal(before[name], after[name]) for name in before)
 
@@ -345,7 +345,7 @@ def test_calibrated_weights_run_in_the_operator(method):
         ({"bits": 4, "damping": 0.1}, "damping is 0.1, which needs method = 'gptq'"),
         ({"bits": 4, "reduce_range": True}, "reduce_range is true, which needs bits = 8"),
         ({"reduce_range": True, "method": "gptq"}, "reduce_range is true, which needs bits = 8"),
-        ({"bits": 4, "method": "awq", "act_order": True}, "act_order is True, which only"),
+        ({"bits": 4, "method": "awq", "act_order": True}, "act_order is True, which needs"),
         ({"bits": 4, "method": "gptq", "damping": 0.0}, "damping is 0.0, expected a number from 0.0001"),
         ({"bits": 4, "method": "obq"}, "method is 'obq', expected one of"),
     ],

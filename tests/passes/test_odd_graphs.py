@@ -117,7 +117,7 @@ def test_the_type_of_a_branch_is_not_that_of_its_condition() -> None:
 
 
 def test_a_model_without_products_stays_as_it_is_on_whatever_feeds() -> None:
-    """Failure: a refusal, as the model does not run on generated feeds, although no step needs them."""
+    """Failure: a refusal, as the model does not run on made-up feeds, although no step needs them."""
     model = make_model(
         [helper.make_node("Pad", ["x", "pads"], ["y"], "pad", mode="reflect")],
         {"x": (TensorProto.FLOAT, ["batch", "samples"])},

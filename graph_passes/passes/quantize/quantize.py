@@ -217,7 +217,7 @@ class QuantizePass(RecipePass):
     def _note_made_up(self) -> None:
         if self.context.evidence.made_up:
             self.context.note(
-                f"method {self.options.method!r} was calibrated on generated inputs, which differ from real ones; "
+                f"method {self.options.method!r} was calibrated on made-up inputs, which differ from real ones; "
                 "give calibration=… with typical inputs"
             )
 
