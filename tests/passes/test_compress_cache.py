@@ -352,11 +352,8 @@ def test_the_recipe() -> None:
     text = " ".join(str(report).split())
     assert ", cache 4.92x smaller, cosine similarity " in text
     assert "recipe long-context" in text and "layers replaced " in text
-    assert (
-        "cache 512 B -> 104 B per token (4.92x smaller) 2 attention layers: keys codes of 1 number(s), values int8"
-        in text
-    )
-    assert "decoded logits: relative error 0." in text and "(8 tokens, one per call, after a prompt of 42)" in text
+    assert "cache 512 B -> 104 B a token (4.92x smaller) 2 attentions: keys 4-bit codes of 1 element, values int8" in text
+    assert "decoded logits: relative error 0." in text and "(8 tokens, one a call, after a call of 42)" in text
     table = json.loads(report.to_json())["cache"]
     assert (table["bytes_before"], table["bytes_after"]) == (2 * LAYERS * 2 * 16 * 4, LAYERS * 2 * (8 + 18))
     assert table["decode_error"][0]["name"] == "logits"

@@ -108,7 +108,7 @@ def test_what_goes_with_it() -> None:
         with pytest.raises(
             RecipeError,
             match=f'equal_rows = true needs keys = "codes" and values = "int8"; keys are "{keys}" and values '
-            f'"{values}" here',
+            f'"{values}"',
         ):
             recipe(keys=keys, values=values, equal_rows=True)
     with pytest.raises(RecipeError, match="equal_rows is 1"):

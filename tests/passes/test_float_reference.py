@@ -140,7 +140,9 @@ def test_answers_that_rounding_changes_are_refused_unless_allowed(tmp_path: Path
     allowed = ortolan.optimize_onnx(path, output, calibration=x, options=ANY_ROUNDING, allow_different=True)
     assert output.exists() and abs(allowed.output_error[0].cosine) < 0.5
     named = ortolan.optimize_onnx(path, output, weights="int8", calibration=x, options=ANY_ROUNDING)
-    assert any("against the original, above" in note or note.startswith("warning: output 'out'") for note in named.notes)
+    assert any(
+        "against the original, above" in note or note.startswith("warning: output 'out'") for note in named.notes
+    )
 
 
 def test_answers_that_are_nearer_to_the_weights_are_saved() -> None:

@@ -211,7 +211,7 @@ def test_compressed_caches_come_first(form: str, dry_run: bool) -> None:
         dry_run=dry_run,
     )
     (note,) = of_attention(report)
-    assert note.endswith("keys codes of 1 number(s), values int8; the cache takes 0.203 of the bytes")
+    assert note.endswith("keys 4-bit codes of 1 element, values int8; the cache takes 0.203 of the bytes")
     assert report.cache is not None and report.cache.attentions == LAYERS
 
 

@@ -174,7 +174,7 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
                 note("some caches stay float32: hosts that give all caches one shape cannot run the model")
         if options.window or options.sinks:
             note(
-                f"keys of the first {options.sinks} and the last {options.window} tokens are also kept as floats: each "
+                f"keys of the first {options.sinks} and the last {options.window} tokens {verb} exact (float32): each "
                 "attention has an input and an output for them, which a generate loop passes on like the cache"
             )
 
