@@ -311,7 +311,8 @@ def test_a_head_that_is_no_multiple_of_16() -> None:
 @pytest.mark.parametrize("options", [{}, EXACT])
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_models_without_a_cache(options: dict[str, Any], dry_run: bool) -> None:
-    with pytest.raises(NothingToReplaceError, match=r"has no cache that can be compressed.* does not come from a cache"):
+    error = r"has no cache that can be compressed.* does not come from a cache"
+    with pytest.raises(NothingToReplaceError, match=error):
         ortolan.optimize_onnx(ir.to_proto(tiny.tiny_bert()), recipe=recipe(**options), dry_run=dry_run)
     with pytest.raises(NothingToReplaceError, match="holds no attention with a cache, so no cache can be compressed"):
         ortolan.optimize_onnx(ir.to_proto(tiny.mlp()), recipe=recipe(**options), dry_run=dry_run)
@@ -352,8 +353,9 @@ def test_the_recipe() -> None:
     text = " ".join(str(report).split())
     assert ", cache 4.92x smaller, cosine similarity " in text
     assert "recipe long-context" in text and "layers replaced " in text
-    assert "cache 512 B -> 104 B a token (4.92x smaller) 2 attentions: keys 4-bit codes of 1 element, values int8" in text
-    assert "decoded logits: relative error 0." in text and "(8 tokens, one a call, after a call of 42)" in text
+    assert "cache 512 B -> 104 B per token (4.92x smaller)" in text
+    assert " 2 attention layers: keys 4-bit codes of 1 element, values int8" in text
+    assert "decoded logits: relative error 0." in text and "(8 tokens, one per call, after a prompt of 42)" in text
     table = json.loads(report.to_json())["cache"]
     assert (table["bytes_before"], table["bytes_after"]) == (2 * LAYERS * 2 * 16 * 4, LAYERS * 2 * (8 + 18))
     assert table["decode_error"][0]["name"] == "logits"
