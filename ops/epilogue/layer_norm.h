@@ -17,10 +17,13 @@
 // epsilon 0. If sums overflow float32, the result is whatever float32 arithmetic gives.
 //
 // A row's result depends only on the row, weight, bias and epsilon, and every kernel gives the same bits (any NaN
-// equals any other). All three sums have the same order. In blocks of 64 columns, column j is added to partial sum j %
-// 64; remaining columns to j % 16, the last 16 padded with values that add 0. Of the partial sums s, t[i] = (s[i] + s[i
-// + 16]) + (s[i + 32] + s[i + 48]); then t[i] + t[i + 8] of 16, and so on with 4, 2 and 1. The factor f = 1 / s_i and x
-// - mean_i are rounded, then their product; the product with weight plus bias is fused.
+// equals any other). All three sums have the same order: in blocks of 64 columns, column j is added to partial sum
+// s[j % 64]; remaining columns to s[j % 16], the last 16 padded with values that add 0. Then
+//
+//     t[i] = (s[i] + s[i + 16]) + (s[i + 32] + s[i + 48])        i < 16
+//
+// and t[i] + t[i + 8] for i < 8, and so on with 4, 2 and 1. Rounded: the factor 1 / s_i, x - mean_i, and their product;
+// the product with weight, plus bias, is fused.
 #pragma once
 
 #include <cstdint>

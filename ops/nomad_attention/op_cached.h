@@ -17,8 +17,8 @@
 //
 // A cache of codes cannot be truncated, because full blocks have another layout: lengths may decrease only to restart.
 //
-// If both caches are u8, they may share a width W above their rows', for hosts that allocate all caches alike: [B, KV,
-// P, W]. The rows of a head are contiguous from its first byte on and use P row bytes of its P W.
+// If both caches are u8, they may share a width W above their rows', for hosts that allocate all caches alike:
+// [B, KV, P, W]. The rows of a head are contiguous from its first byte on and use P row bytes of its P W.
 //
 // If past and present share a buffer, nothing is copied, and a token costs only what attention reads. Otherwise the
 // valid part of the past is copied.
