@@ -209,7 +209,7 @@ REFUSED: dict[str, tuple[list[NodeProto], dict[str, np.ndarray], str]] = {
             node("Gather", "row i", "y"),
         ],
         {"row": np.ones(1000, np.float32)},
-        "n_i answers in int64, expected 8 or 16 bits or float32",
+        "n_i has type int64, expected 8 or 16 bits or float32",
     ),
 }
 

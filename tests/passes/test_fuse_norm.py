@@ -222,7 +222,7 @@ def test_branches_have_their_own_nodes_and_constants() -> None:
 
 def test_the_report_counts() -> None:
     report = fuse(model_of([node("Add", "x t", "s"), norm(output="y1"), norm("y1 w b")]))
-    assert "2 LayerNormalizations fused with 1 addition in front" in report.notes
+    assert "2 LayerNormalizations fused with 1 addition" in report.notes
     report = fuse(model_of([norm("x w b")]), dry_run=True)
     assert "LayerNormalizations that remain are found after layers have been replaced" in report.notes
 

@@ -103,7 +103,7 @@ def test_what_cannot_be_raised_is_refused_with_advice():
     node = helper.make_node("BatchNormalization", ["x", "s", "b", "m", "v"], ["y"], name="norm", spatial=0)
     weights = {name: np.ones(2, np.float32) for name in "sbmv"}
     model = make_model([node], {"x": (FLOAT, [2, 2])}, {"y": (FLOAT, [2, 2])}, weights, opset=7)
-    with pytest.raises(ModelError, match=r"test is at opset 7 and cannot be converted to opset 13: .*export it again"):
+    with pytest.raises(ModelError, match=r"test has opset 7 and cannot be converted to opset 13: .*export it again"):
         normalized(model)
 
 

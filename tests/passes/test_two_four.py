@@ -240,7 +240,7 @@ def test_gate_and_up_in_one_node() -> None:
 @pytest.mark.parametrize("name", ["storage", "quantized_only"])
 def test_options_of_another_operator(name: str) -> None:
     value: Any = "2:4" if name == "storage" else True
-    with pytest.raises(RecipeError, match=f"{name} is .*, which needs op = 'SparseAMXMatMul' "):
+    with pytest.raises(RecipeError, match=f"{name} is .*, which needs op = 'SparseAMXMatMul'"):
         Recipe.from_dict({"name": "r", "pass": [{"name": "replace", "op": "W4A8MatMul", name: value}]})
 
 

@@ -92,7 +92,7 @@ def of_folder(path: Path) -> ortolan.OptimizationReport:
 
 def test_the_padding_token_of_the_models_folder(tmp_path: Path) -> None:
     report = of_folder(files(tmp_path, {"pad_token_id": 1}, {"pad_token": "[PAD]", "mask_token": "[MASK]"}))
-    assert any("hidden positions that hold token 1; there last_hidden_state is 0" in note for note in report.notes)
+    assert any("hidden positions that hold token 1; last_hidden_state is 0 there" in note for note in report.notes)
 
 
 @pytest.mark.parametrize(

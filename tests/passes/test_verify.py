@@ -233,7 +233,7 @@ def pack_zeros_in_place_of(monkeypatch, weight: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "message"), [(["calibrate"], "layer 'linear' answers differently"), ([], REWRITE_IS_WRONG)]
+    ("first", "message"), [(["calibrate"], "layer 'linear' with its packed weight differs"), ([], REWRITE_IS_WRONG)]
 )
 def test_a_wrong_packed_weight(monkeypatch, tmp_path, first, message):
     pack_zeros_in_place_of(monkeypatch, random_weight(20, 24))
