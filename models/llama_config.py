@@ -58,7 +58,7 @@ class LlamaConfig:
             raise ModelBuildError(f"activation is {self.activation!r}; expected 'silu' or 'gelu_tanh'")
         if self.rope_factors is not None and len(self.rope_factors) != self.head_size // 2:
             raise ModelBuildError(
-                f"rope_factors has {len(self.rope_factors)} values, expected {self.head_size // 2} (head_size / 2)"
+                f"rope_factors has {len(self.rope_factors)} values, expected {self.head_size // 2} (half of head_dim)"
             )
         if self.head_size % 2:
             raise ModelBuildError(f"head_dim is {self.head_size}, expected an even number for rotary embeddings")

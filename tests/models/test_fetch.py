@@ -300,7 +300,7 @@ def test_forms_of_a_decoder_and_written_tokenizers(entry, cache, downloads, monk
         tokenizer=lambda folder, path: path.write_text(str((folder / "tokenizer.json").stat().st_size)),
     )
     monkeypatch.setitem(catalog._CATALOG, "fake-model", source)
-    monkeypatch.setattr(catalog, "_LARGEST_EMBEDDED", 0)
+    monkeypatch.setattr(catalog, "_MAX_EMBEDDED", 0)
     standard = catalog.get_model("fake-model", cache)
     gqa = catalog.get_model("fake-model", cache, attention="gqa")
     assert standard.onnx != gqa.onnx and standard.tokenizer == gqa.tokenizer

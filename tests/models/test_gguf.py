@@ -61,7 +61,7 @@ def test_a_window_of_attention_ends_the_positions(tmp_path):
     write(tmp_path / "model.gguf", metadata={"llama.attention.sliding_window": 512})
     model = read_model(tmp_path / "model.gguf")
     assert model.config.max_position_embeddings == 512
-    assert "positions end at its 512 tokens, not at 2048" in model.notes[0]
+    assert "the context is 512 tokens (the window), not 2048" in model.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_a_window_of_attention_ends_the_positions(tmp_path):
     [
         ({"llama.rope.scaling.type": "yarn"}, r"scales its rotary frequencies \(yarn\)"),
         ({"llama.expert_count": 8}, "llama.expert_count = 8"),
-        ({"llama.attention.value_length": 8}, "has values of 8 of 16 numbers"),
-        ({"llama.rope.dimension_count": 8}, "rotates 8 of 16 numbers"),
+        ({"llama.attention.value_length": 8}, "value_length is 8, expected 16"),
+        ({"llama.rope.dimension_count": 8}, "dimension_count is 8, expected 16"),
         ({"llama.embedding_length": "wide"}, "'llama.embedding_length' is 'wide', expected an integer"),
         ({"llama.block_count": 3}, r"lacks 9 of the \d+ tensors .*, such as 'blk\.2\.attn_norm\.weight'"),
         ({"llama.embedding_length": 32}, r"tensor 'token_embd\.weight' has shape \[\d+, 64\], expected \[\d+, 32\]"),

@@ -45,7 +45,7 @@ def test_number_by_number(tmp_path, kind, bits, minimum):
     np.testing.assert_array_equal(taken.quantized.matrix().T, weight.floats())
     order = np.random.default_rng(2).permutation(48)
     np.testing.assert_array_equal(
-        take(weight.reordered(order).rows(3, 20), tmp_path).numbers.matrix().T, weight.floats()[order[3:20]]
+        take(weight.reordered(order).rows(3, 20), tmp_path).quantized.matrix().T, weight.floats()[order[3:20]]
     )
 
 
@@ -93,7 +93,7 @@ def test_tables_become_8_bits(tmp_path):
 def test_small_and_zero_weights(tmp_path):
     weight = np.zeros((2, 64), np.float32)
     weight[0, :32] = np.linspace(-1e-7, 1e-7, 32)
-    found = take(stored("F32", weight), tmp_path).numbers.matrix().T
+    found = take(stored("F32", weight), tmp_path).quantized.matrix().T
     np.testing.assert_allclose(found, weight, atol=3.1e-8)
     assert not found[1].any()
 
@@ -115,9 +115,9 @@ def test_floats_that_are_not_finite(tmp_path, bad):
 
 
 def test_weights_side_by_side(tmp_path):
-    parts = [take(stored(kind).rows(*rows), tmp_path).numbers for kind, rows in (("Q8_0", (0, 32)), ("Q5_0", (8, 16)))]
+    parts = [take(stored(kind).rows(*rows), tmp_path).quantized for kind, rows in (("Q8_0", (0, 32)), ("Q5_0", (8, 16)))]
     joined = join_quantized(parts)
     np.testing.assert_array_equal(joined.matrix(), np.concatenate([part.matrix() for part in parts], axis=1))
-    assert join_quantized([parts[0], take(stored("Q4_0"), tmp_path).numbers]) is None
-    minimums = [take(stored("Q4_1"), tmp_path).numbers, take(stored("Q4_K"), tmp_path).numbers]
+    assert join_quantized([parts[0], take(stored("Q4_0"), tmp_path).quantized]) is None
+    minimums = [take(stored("Q4_1"), tmp_path).quantized, take(stored("Q4_K"), tmp_path).quantized]
     np.testing.assert_array_equal(join_quantized(minimums).matrix()[:, 48:], minimums[1].matrix())
