@@ -1,4 +1,4 @@
-"""Benchmarks: each op side by side with ONNX Runtime in one run (``ortolan bench OP``)."""
+"""Benchmarks: each operator and ONNX Runtime timed in the same run (``ortolan bench OP``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _lazy(module: str) -> Callable[[BenchOptions, Progress], BenchResult]:
     return run
 
 
-# The room's name -> run(options, progress).
+# Name of the benchmark -> run(options, progress).
 BENCHMARKS: Mapping[str, Callable[[BenchOptions, Progress], BenchResult]] = {
     "sparse_amx_matmul": _lazy("sparse_amx_matmul"),
     "w4a8_matmul": _lazy("w4a8_matmul"),
@@ -30,6 +30,6 @@ BENCHMARKS: Mapping[str, Callable[[BenchOptions, Progress], BenchResult]] = {
     "zoo": _lazy("zoo"),
 }
 
-OF_WHOLE_MODELS = ("auto", "zoo")  # they fetch models, and take long
+OF_WHOLE_MODELS = ("auto", "zoo")  # these download models and take long
 
 __all__ = ["BENCHMARKS", "OF_WHOLE_MODELS", "BenchOptions", "BenchResult"]

@@ -1,32 +1,32 @@
-"""What a tile costs the AMX kernels: an estimate from instruction counts and published throughputs, not a measurement.
+"""Estimated cycles of the AMX kernels per tile, from instruction counts and published throughputs, not measured.
 
     python -m ortolan.benchmarks.amx_cycles [--clock 3.0] [--core-bandwidth 12] [--socket-bandwidth 280] [--cores 32]
 
-A tile is 16 rows of 64 bytes: 512 weights of bf16, 1024 of int8 or int4. Everything is counted per tile of weights and
-in cycles of one core, with its data in the caches, as matmul/amx_loop.h goes about it: a block of 4 tiles of two panels
-is expanded, then multiplied by 32 rows of x at a time. bf16, int8 and int4 are weights of SparseAMXMatMul; w4a8 are
-those of W4A8MatMul with f16 scales and its group size, all stored.
+A tile is 16 rows of 64 bytes: 512 weights of bf16, 1024 of int8 or int4. Counts are per tile of weights, in cycles of
+one core with its data in the caches, following matmul/amx_loop.h: a block of 4 tiles of two panels is expanded, then
+multiplied by 32 rows of x at a time. bf16, int8 and int4 are weights of SparseAMXMatMul; w4a8 are weights of W4A8MatMul
+with f16 scales and its group size, without sparsity.
 
     expand  16 rows: load the mask, load 64 bytes, kmov, vpexpand, store, popcnt, add, prefetch; int4 also and, shift
             (every other row), sub and a copy of the eights it expands into. Counted in the source, with one register
             for each value: bound by port 5, which kmov and the two uops of vpexpand need. w4a8: the same without mask
             and vpexpand, one load for two rows.
-    load    the tile once per 32 rows of x, the tiles of x (shared by two panels); bf16 and int8: the sums go in and out
-            once a block, a quarter of which is this tile's share
-    TDP     one a tile of 16 rows of x, full or not; two of half the depth in groups of 32
+    load    the tile once per 32 rows of x, the tiles of x (shared by two panels); bf16 and int8: the sums are loaded
+            and stored once per block, a quarter counted for this tile
+    TDP     one per tile of 16 rows of x, full or not; two of half the depth in groups of 32
     scale   int4 and w4a8 at the end of each group: the sums leave the tile and are converted, scaled and added
-    DRAM    the stored bytes of the tile at the bandwidth a core gets: alone, or with all cores of the socket reading
+    DRAM    the stored bytes of the tile at the bandwidth of a core: alone, or with all cores of the socket reading
 
-The load and TDP columns could overlap; expansion and multiplication of a block are added up, though the core begins to
-expand a block while it multiplies the last one. The core is what bounds where expand + the larger of load and TDP +
-scale exceed DRAM. What was measured: ops/matmul/README.md.
+The load and TDP columns could overlap. Expansion and multiplication of a block are added, although the core starts to
+expand a block while it multiplies the previous one. The core is the bound where expand + max(load, TDP) + scale exceeds
+DRAM. Measurements: ops/matmul/README.md.
 
 Published figures, Sapphire Rapids (Golden Cove) core:
     TDPBF16PS, TDPBSSD one in 16 cycles, TILELOADD one in 8, TILESTORED one in 16: Intel 64 and IA-32 Architectures
     Optimization Reference Manual, chapter on AMX.
     vpexpandw/b zmm two uops on port 5, kmov k, r one on port 5, popcnt one on port 1, 512-bit loads two a cycle and
     stores one a cycle, 512-bit integer arithmetic on ports 0 and 5: uops.info, Alder Lake P. Six uops issue a cycle.
-    Bandwidth: 8 channels of DDR5-4800 are 307 GB/s a socket at most. What one core gets varies; both are options.
+    Bandwidth: 8 channels of DDR5-4800 are at most 307 GB/s a socket. One core's part varies; both are options.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TILE_STORE = 16.0
 
 TILE_ROWS = 16
 COLUMNS = 16
-BLOCK_TILES = 4  # that are expanded: kExpandedRows in matmul/amx_loop.h
+BLOCK_TILES = 4  # tiles that are expanded: kExpandedRows in matmul/amx_loop.h
 PANELS = 2
 ISSUE_WIDTH = 6
 
@@ -53,7 +53,7 @@ BATCH = (16, 32, 64)
 
 @dataclass(frozen=True)
 class ExpandLoop:
-    """Uops of one row of a tile, by where they run."""
+    """Uops of one row of a tile, by execution port."""
 
     port5: int  # kmov, vpexpand
     port0_or_5: float  # 512-bit integer arithmetic
@@ -61,16 +61,17 @@ class ExpandLoop:
 
     @property
     def cycles(self) -> float:
-        port5_share = max(self.port5, (self.port5 + self.port0_or_5) / 2)
-        return max(port5_share, (self.port5 + self.port0_or_5 + self.other) / ISSUE_WIDTH)
+        """Cycles of one row."""
+        port5_cycles = max(self.port5, (self.port5 + self.port0_or_5) / 2)
+        return max(port5_cycles, (self.port5 + self.port0_or_5 + self.other) / ISSUE_WIDTH)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Weights of one type, and how a row of their tiles is expanded."""
+    """Weights of one type, and the expansion of a row of their tiles."""
 
     name: str
-    weights: int  # of a tile
+    weights: int  # per tile
     weight_bytes: float
     loop: ExpandLoop
     group_size: int | None = None
@@ -81,16 +82,17 @@ class Kind:
 
     @property
     def inputs(self) -> int:
+        """Inputs per tile."""
         return self.weights // COLUMNS
 
     def stored_bytes(self, sparsity: float) -> float:
-        """Masks, values and, where there are groups, 2 bytes for each scale of the tile's columns."""
+        """Return the bytes of masks, values and, with groups, 2-byte scales for the tile's columns."""
         scales = 2 * COLUMNS * self.inputs / self.group_size if self.group_size else 0
         masks = 0 if self.all_stored else self.weights / 8
         return masks + self.weights * self.weight_bytes * (1 - sparsity) + scales
 
 
-# Other: mask load, prefetch, value load, popcnt, pointer, store. Masks are prefetched once a line.
+# Other: mask load, prefetch, value load, popcnt, pointer, store. Masks are prefetched once a cache line.
 KINDS = (
     Kind("bf16", 512, 2, ExpandLoop(port5=3, port0_or_5=0, other=6)),
     Kind("int8", 1024, 1, ExpandLoop(port5=3, port0_or_5=0, other=6)),
@@ -117,10 +119,12 @@ class TileCycles:
 
     @property
     def core(self) -> float:
+        """Cycles of the core, without waiting for memory."""
         return self.expand + max(self.load, self.tdp) + self.scale
 
 
 def tile_cycles(kind: Kind, m: int) -> TileCycles:
+    """Return the cycles of one tile with m rows of x."""
     row_tiles = -(-m // 16)
     passes = -(-m // 32)
     load = passes * TILE_LOAD + row_tiles * TILE_LOAD / PANELS
@@ -135,13 +139,15 @@ def tile_cycles(kind: Kind, m: int) -> TileCycles:
 
 
 def dram_cycles(kind: Kind, sparsity: float, clock_ghz: float, gb_s: float) -> float:
+    """Return the cycles to read a tile from memory."""
     return kind.stored_bytes(sparsity) / gb_s * clock_ghz
 
 
 def table(clock_ghz: float, core_gb_s: float, socket_gb_s: float, cores: int) -> Table:
+    """Return the table of estimates."""
     shared = min(core_gb_s, socket_gb_s / cores)
     result = Table(
-        title=f"ESTIMATE, not measured: cycles a tile of weights on one core, AMX at {clock_ghz:g} GHz; memory "
+        title=f"ESTIMATE, not measured: cycles per tile of weights on one core, AMX at {clock_ghz:g} GHz; memory "
         f"{core_gb_s:g} GB/s for one core alone, {shared:.3g} GB/s each for {cores} cores",
         title_justify="left",
     )
@@ -155,23 +161,24 @@ def table(clock_ghz: float, core_gb_s: float, socket_gb_s: float, cores: int) ->
             for m in BATCH:
                 cycles = tile_cycles(kind, m)
                 bounds = ["DRAM" if dram > cycles.core else "core" for dram in (alone, together)]
-                numbers = (cycles.expand, cycles.load, cycles.tdp, cycles.scale, cycles.core, alone, together)
+                counts = (cycles.expand, cycles.load, cycles.tdp, cycles.scale, cycles.core, alone, together)
                 rows = "1-16" if m == 16 else str(m)  # the same tiles, full or not
                 zeros = "stored" if kind.all_stored else f"{sparsity:.0%}"
-                result.add_row(kind.name, zeros, rows, *(f"{n:.0f}" for n in numbers), " / ".join(bounds))
+                result.add_row(kind.name, zeros, rows, *(f"{n:.0f}" for n in counts), " / ".join(bounds))
         result.add_section()
     return result
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clock", type=_positive, default=3.0, help="GHz while AMX runs")
     parser.add_argument("--core-bandwidth", type=_positive, default=12.0, help="GB/s that one core reads alone")
     parser.add_argument("--socket-bandwidth", type=_positive, default=280.0, help="GB/s that all cores read together")
-    parser.add_argument("--cores", type=int, default=32, help="that share it")
+    parser.add_argument("--cores", type=int, default=32, help="cores that share the socket's bandwidth")
     arguments = parser.parse_args()
     if arguments.cores < 1:
-        parser.error("--cores: there is one at least")
+        parser.error("--cores: expected at least 1")
     Console(width=150).print(
         table(arguments.clock, arguments.core_bandwidth, arguments.socket_bandwidth, arguments.cores)
     )
@@ -180,7 +187,7 @@ def main() -> None:
 def _positive(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return value
 
 

@@ -1,8 +1,9 @@
-"""Recipe "auto" on whole models: against the original, ONNX Runtime's dynamic int8 and its MatMulNBits, in one run.
+"""Recipe "auto" on whole models, against the original, ONNX Runtime's dynamic int8 and its MatMulNBits, in one run.
 
-Encoders at 1 x 128 and 1 x 16 tokens, decoders at one token behind 128 in the cache. Errors are measured on texts that
-nothing was calibrated on: of encoders sentences, of decoders texts drawn from the original. `auto` chooses for both
-shapes at once, with the threads that are measured, under its default budget, or with decoders that of perplexity.
+Encoders run 1 x 128 and 1 x 16 tokens, decoders one token after 128 in the cache. Errors are measured on texts that
+were not used for calibration: sentences for encoders, texts sampled from the original for decoders. `auto` chooses for
+both shapes at once, with the measured number of threads, under its default budget or, for decoders, a perplexity
+budget.
 """
 
 from __future__ import annotations
@@ -48,37 +49,40 @@ DECODERS = ("stories15m", "smollm2-135m-instruct")
 QUICK = (ENCODERS[0], DECODERS[0])
 ENCODER_SHAPES, DECODER_SHAPES = ((1, 128), (1, 16)), ((1, 1),)
 ORIGINAL, INT8, NBITS, AUTO = "original", "ORT dynamic int8", "ORT MatMulNBits", "auto"
-PERPLEXITY = 0.02  # of decoders: by what share it may rise
+PERPLEXITY = 0.02  # of decoders: largest relative increase
 _PAST = 128
 _BLOCK, _ACCURACY = 32, 4  # of MatMulNBits: the fastest level
 _SCORED = 4  # of every five sentences one is scored on, the others are calibrated on
-_WINDOW = 128  # tokens of a text drawn from a decoder
-_SECONDS, _QUICK_SECONDS = 8.0, 2.0  # at each shape
+_WINDOW = 128  # tokens of a text sampled from a decoder
+_SECONDS, _QUICK_SECONDS = 8.0, 2.0  # per shape
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A model in one of its forms. Errors against the original, on texts that nothing was calibrated on."""
+    """One variant of a model. Errors are against the original, on texts that were not used for calibration."""
 
     model: str
     threads: int
     name: str
     megabytes: float
     times: dict[str, Timing]  # by "batch x tokens"
-    speedups: dict[str, float]  # original's ms over this one's, of the minima
-    cosine: float  # of logits or, of encoders, the worst output
-    perplexity: float | None  # decoders: by what share it rose
+    speedups: dict[str, float]  # over the original, by the fastest runs
+    cosine: float  # of logits, or the worst output of an encoder
+    perplexity: float | None  # decoders: relative increase
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the variant as plain values."""
         return asdict(self)
 
 
 @dataclass
 class AutoBenchResult(BenchResult):
+    """The variants of all models."""
+
     variants: list[Variant] = field(default_factory=list)
 
     def to_json(self) -> str:
-        """{"cpu", "versions", "notes", "interrupted", "variants": Variant.to_dict}."""
+        """Return {"cpu", "versions", "notes", "interrupted", "variants": Variant.to_dict} as JSON."""
         document = {
             "cpu": self.cpu,
             "versions": self.versions,
@@ -93,7 +97,7 @@ class AutoBenchResult(BenchResult):
         from rich.table import Table
 
         table = Table(title=versions_line(self.versions), title_justify="left")
-        for column in ("model", "threads", "form"):
+        for column in ("model", "threads", "variant"):
             table.add_column(column)
         for column in ("MB", "batch x tokens", "ms (min / median)", "speed-up", "cosine", "perplexity"):
             table.add_column(column, justify="right")
@@ -120,14 +124,16 @@ class AutoBenchResult(BenchResult):
 
 
 def run(options: BenchOptions, progress: Progress = no_progress) -> AutoBenchResult:
-    """Measures every model. An interrupt ends it early, with the models that were measured until then."""
+    """Measure every model. An interrupt returns the results so far."""
     for name in ("cases", "sparsity", "layers", "batch", "group_size"):
         if getattr(options, name) is not None:
             raise OrtolanError(f"auto is measured on whole models: leave out --{name.replace('_', '-')}")
     models = options.kinds or (QUICK if options.quick else (*ENCODERS, *DECODERS))
     unknown = [name for name in models if name not in (*ENCODERS, *DECODERS)]
     if unknown:
-        raise OrtolanError(f"auto is not measured on {unknown[0]!r}; known: {', '.join((*ENCODERS, *DECODERS))}")
+        raise OrtolanError(
+            f"auto is not measured on {unknown[0]!r}, expected one of {', '.join((*ENCODERS, *DECODERS))}"
+        )
     result = AutoBenchResult()
     cases = [(model, threads) for model in models for threads in options.threads]
     try:
@@ -144,6 +150,8 @@ def run(options: BenchOptions, progress: Progress = no_progress) -> AutoBenchRes
 
 @dataclass(frozen=True)
 class Model:
+    """A model, its texts and its shapes."""
+
     name: str
     onnx: Path
     calibration: list[Feeds]
@@ -153,7 +161,7 @@ class Model:
 
 
 def open_model(name: str, quick: bool = False) -> Model:
-    """Fetches a model, and the texts for it."""
+    """Fetch a model, and get the texts for it."""
     files = get_model(name)
     assert files.tokenizer is not None
     graph = ir.load(files.onnx)
@@ -174,7 +182,7 @@ def open_model(name: str, quick: bool = False) -> Model:
 
 
 def measure(model: Model, folder: Path, threads: int, quick: bool, notes: list[str]) -> list[Variant]:
-    """All forms of a model, timed in turn. notes: what became of auto, and which form could not be made."""
+    """Time all variants of a model in the same rounds. notes: receives auto's outcome, and variants that failed."""
     paths = {ORIGINAL: model.onnx}
     for name, write in _writers(model, threads, notes):
         path = folder / name.replace(" ", "-") / "model.onnx"
@@ -182,7 +190,7 @@ def measure(model: Model, folder: Path, threads: int, quick: bool, notes: list[s
         try:
             write(path)
             create_session(path, session_options(threads))
-        except Exception as error:  # peers, and ONNX Runtime, raise whatever they trip over
+        except Exception as error:  # peers and ONNX Runtime raise various exceptions
             notes.append(f"{model.name}: {name} is left out: {one_line(error)}")
         else:
             paths[name] = path
@@ -207,7 +215,7 @@ def measure(model: Model, folder: Path, threads: int, quick: bool, notes: list[s
 
 
 def _writers(model: Model, threads: int, notes: list[str]) -> Iterator[tuple[str, Callable[[Path], None]]]:
-    """Each form's name, and what writes it to a path."""
+    """Yield each variant's name, and a function that writes it to a path."""
 
     def write_int8(path: Path) -> None:
         from onnxruntime.quantization import quantize_dynamic
@@ -228,7 +236,7 @@ def _writers(model: Model, threads: int, notes: list[str]) -> Iterator[tuple[str
 
 
 def _errors(model: Model, original: ort.InferenceSession, session: ort.InferenceSession) -> tuple[float, float | None]:
-    """The cosine to the original's answers, and by what share perplexity rose."""
+    """Return the cosine to the original's answers, and the relative increase of perplexity."""
     names = [value.name for value in original.get_outputs() if not model.decoder or value.name == "logits"]
     runs = [[one.run(names, feeds) for feeds in model.scored] for one in (original, session)]
     cosine = min((error.cosine for error in measure_errors(names, *runs)), default=math.nan)

@@ -1,4 +1,4 @@
-"""Kernels by themselves: what some measurements time. Only builds with ORTOLAN_TESTING have them."""
+"""Access to kernels without their operators, for some measurements. Only builds with ORTOLAN_TESTING have them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..errors import OrtolanError
 
 
 def bare_kernels() -> ModuleType | None:
-    """ortolan._testing, or None where it is not built."""
+    """Return ortolan._testing, or None if it is not built."""
     try:
         from .. import _testing
     except ImportError:
@@ -17,11 +17,15 @@ def bare_kernels() -> ModuleType | None:
 
 
 def required_kernels() -> ModuleType:
-    """The same. Raises OrtolanError where it is not built."""
+    """Return ortolan._testing.
+
+    Raises:
+        OrtolanError: It is not built.
+    """
     kernels = bare_kernels()
     if kernels is None:
         raise OrtolanError(
-            "this benchmark times kernels by themselves, which packages do not have; build Ortolan in a source tree: "
+            "this benchmark times bare kernels, which packages do not contain; build Ortolan in a source tree: "
             "pip install --config-settings=cmake.define.ORTOLAN_TESTING=ON ."
         )
     return kernels

@@ -1,4 +1,4 @@
-"""A layer so many times, each with weights of its own, that no cache holds them: what a benchmark times."""
+"""Copies of a layer with separate weights, more than any cache holds: the subject of a benchmark's timing."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Run = Callable[[], object]
 Bind = Callable[[np.ndarray], Run]
 
 _ALIGNMENT = 64
-# ORT wants constants this small in the model itself.
+# ORT requires constants this small inside the model.
 _INLINE_BYTES = 128
 _FLOATS = (np.float32, np.float32)
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One way to compute a layer: `copies` layers, each of `stored_bytes` of weights.
+class TimedLayer:
+    """One way to compute a layer: `copies` layers, each with `stored_bytes` of weights.
 
-    open(threads) makes it ready once for all inputs; what it returns takes x [m, k] and gives the call that is timed,
-    which runs all copies on x.
+    open(threads) prepares it for all inputs and returns a function of x [m, k], which returns the timed call: it runs
+    all copies on x.
     """
 
     copies: int
@@ -40,7 +40,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Node:
-    """y = op_type(x, *constants). A constant None is an input left out."""
+    """An operator, y = op_type(x, *constants). A constant None is a missing input."""
 
     op_type: str
     constants: Sequence[np.ndarray | None]
@@ -49,47 +49,57 @@ class Node:
 
     @property
     def arrays(self) -> list[np.ndarray]:
+        """The constants that are present."""
         return [constant for constant in self.constants if constant is not None]
 
     @property
     def stored_bytes(self) -> int:
+        """Bytes of the constants."""
         return sum(array.nbytes for array in self.arrays)
 
     def with_arrays(self, arrays: Sequence[np.ndarray]) -> Node:
-        """The same on other constants."""
+        """Return the same operator on other constants."""
         left = iter(arrays)
         return replace(self, constants=[None if constant is None else next(left) for constant in self.constants])
 
 
 def cold_copies(arrays: Sequence[np.ndarray], copies: int, *, distinct: bool = False) -> list[list[np.ndarray]]:
-    """`copies` times the arrays, each in memory of its own, aligned as in a saved model.
+    """Return `copies` times the arrays, each in separate memory, aligned as in a saved model.
 
-    distinct: the first two bytes of every array differ from copy to copy, for ORT shares packed weights of equal
-    content; the last copy is as given.
+    Args:
+        arrays: The arrays of one layer.
+        copies: Number of copies.
+        distinct: Make the first two bytes of every array differ between copies, because ORT shares packed weights of
+            equal content; the last copy is unchanged.
     """
     offsets = np.cumsum([0] + [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays])
-    # Not by numpy: it asks the system for huge pages, which neither ORT's own copies nor a mapped model get.
+    # Not allocated by numpy, which asks for huge pages; neither ORT's own copies nor a mapped model have these.
     buffer = np.frombuffer(mmap.mmap(-1, max(int(offsets[-1]), _ALIGNMENT) * copies), np.uint8)
     result = []
     for i, memory in enumerate(buffer.reshape(copies, -1)):
         copy = []
         for array, offset in zip(arrays, offsets, strict=False):
-            place = memory[offset : offset + array.nbytes]
-            place[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            target = memory[offset : offset + array.nbytes]
+            target[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             if distinct:
                 number = copies - 1 - i
-                place[:2] ^= np.array((number % 256, number // 256), np.uint8)[: array.nbytes]
-            copy.append(place.view(array.dtype).reshape(array.shape))
+                target[:2] ^= np.array((number % 256, number // 256), np.uint8)[: array.nbytes]
+            copy.append(target.view(array.dtype).reshape(array.shape))
         result.append(copy)
     return result
 
 
 def ort_candidate(
     node: Node, k: int, n: int, *, distinct: bool = False, types: tuple[type, type] = _FLOATS
-) -> Candidate:
-    """One session of copies of the node, which all read x [m, k] and write [m, n]. distinct: as in cold_copies.
+) -> TimedLayer:
+    """Return one session with copies of the node, which all read x [m, k] and write [m, n].
 
-    types: of x and y; an x of uint8 is made from the one that is given, in steps of 1 / 40.
+    Args:
+        node: The operator and its constants.
+        k: Inputs.
+        n: Outputs.
+        distinct: See `cold_copies`.
+        types: Types of x and y; a uint8 x is made from the given one, in steps of 1 / 40.
     """
     copies = cold_copies(node.arrays, copies_to_stay_cold(node.stored_bytes), distinct=distinct)
     nodes = [node.with_arrays(arrays) for arrays in copies]
@@ -107,18 +117,18 @@ def ort_candidate(
 
         return bind
 
-    return Candidate(len(nodes), node.stored_bytes, open_session)
+    return TimedLayer(len(nodes), node.stored_bytes, open_session)
 
 
 def bind_layers(
     session: ort.InferenceSession, x: np.ndarray, n: int, y_type: type = np.float32
 ) -> tuple[ort.IOBinding, np.ndarray]:
-    """x as the input of layers_session, and y [m, n], where the output of the layer that ran last lies.
+    """Bind x as the input of layers_session, and y [m, n] as the output of all layers.
 
-    One output for all layers, as a model uses the memory of its activations again and again, and aligned as there.
+    All layers share one output, as a model reuses the memory of its activations, with the same alignment.
     """
-    # It exists already, for a fresh one costs page faults; of ones, for the pages of zeros that nobody has written are
-    # not there yet.
+    # y exists already, because a fresh output costs page faults. It holds ones, because unwritten pages of zeros are
+    # not resident.
     ((y,),) = cold_copies([np.ones((len(x), n), y_type)], 1)
     value = ort.OrtValue.ortvalue_from_numpy(y)
     binding = session.io_binding()
@@ -129,7 +139,7 @@ def bind_layers(
 
 
 def to_bytes(x: np.ndarray) -> np.ndarray:
-    """u8 numbers, 128 for 0, in steps of 1 / 40: enough for normally distributed ones."""
+    """Return uint8 codes, 128 for 0, in steps of 1 / 40: enough for normally distributed values."""
     q: np.ndarray = np.clip(np.rint(x * 40) + 128, 0, 255).astype(np.uint8)
     return q
 
@@ -137,7 +147,7 @@ def to_bytes(x: np.ndarray) -> np.ndarray:
 def layers_session(
     nodes: Sequence[Node], k: int, n: int, threads: int, types: tuple[type, type] = _FLOATS
 ) -> tuple[ort.InferenceSession, list[Any]]:
-    """A session x -> y0, y1, …, one a node. It reads the constants where they are: keep what comes with it as long."""
+    """Return a session x -> y0, y1, …, one per node, and the objects to keep alive: it reads the constants in place."""
     graph_nodes, initializers = [], []
     names: list[str] = []
     values: list[ort.OrtValue] = []
@@ -180,7 +190,7 @@ _OPSETS = {"": 17, "com.microsoft": 1, "ai.ortolan": 1}
 
 
 def _declared(name: str, dtype: int, shape: tuple[int, ...]) -> TensorProto:
-    """An initializer whose data the session options bring."""
+    """Return an initializer whose data come from the session options."""
     tensor = TensorProto(name=name, data_type=dtype, dims=shape, data_location=TensorProto.EXTERNAL)
     tensor.external_data.append(StringStringEntryProto(key="location", value="memory"))
     return tensor

@@ -1,5 +1,4 @@
-"""A decoder, whole: tokens a second of prompt processing and of decoding, perplexity and size, fp32 against 4-bit peers
-and recipes.
+"""Whole decoders: prompt and decode speed, perplexity and size, for fp32, 4-bit peers and recipes.
 
 python -m ortolan.benchmarks.decode [--model smollm2-135m-instruct] [--threads 1] [--recipe [NAME]:KEY=VALUE,… …]
     [--variant NAME=PATH …] [--text FILE] [--profile]
@@ -41,15 +40,15 @@ from .result import versions_line
 from .variants import file_megabytes, read_recipes, session_options
 
 PEERS = {"MatMulNBits g32": (32, 4), "MatMulNBits g128": (128, 4)}  # block size, accuracy level
-# Their heads are in 8 bits; those of the peers are in 4, too.
+# Recipes keep the head in 8 bits; the peers' heads are in 4 bits too.
 WINDOW = 512  # tokens
-SAMPLED = 2048  # tokens of a text, where none is given
+SAMPLED = 2048  # tokens of a text, if none is given
 RECIPES = ("int4", "int4:group_size=128")
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds: prompt [rounds], decode [rounds, steps]. The same step has the same length of context in each round."""
+    """Seconds: prompt [rounds], decode [rounds, steps]. A step has the same context length in each round."""
 
     prompt_tokens: int
     prompt: np.ndarray
@@ -62,8 +61,10 @@ class Speed:
 
     @property
     def decode_rates(self) -> tuple[float, float]:
-        """Tokens a second over all steps, of each step the fastest or the median round: a step that the system
-        interrupts spoils itself, not its round."""
+        """Tokens a second over all steps, by each step's fastest and median round.
+
+        Taking steps separately limits the effect of an interruption to one step.
+        """
         steps = self.decode.shape[1]
         best, median = self.decode.min(axis=0).sum(), np.median(self.decode, axis=0).sum()
         return steps / float(best), steps / float(median)
@@ -72,7 +73,7 @@ class Speed:
 def measure(
     decoders: Mapping[str, Decoder], prompt: Sequence[int], decode_tokens: int, rounds: int
 ) -> dict[str, Speed]:
-    """Times prompt and decode steps (greedy), the decoders in turn, after a round that does not count."""
+    """Time the prompt and greedy decode steps of all decoders alternately, after a round to warm up."""
     times: dict[str, list[list[float]]] = {name: [] for name in decoders}
     for _ in range(rounds + 1):
         for name, decoder in decoders.items():
@@ -92,7 +93,7 @@ def measure(
 
 @dataclass(frozen=True)
 class ProfileRow:
-    """What nodes of one operator, in modules of one name ("gate_proj"), take of a decode step."""
+    """Time of a decode step in nodes of one operator, in modules of one name ("gate_proj")."""
 
     op_type: str
     module: str
@@ -107,9 +108,9 @@ def profile_decode(
     steps: int,
     folder: Path,
 ) -> tuple[list[ProfileRow], float]:
-    """Where a decode step's time goes, by ONNX Runtime's profiler; also the microseconds of a whole step.
+    """Return the time of a decode step by node, from ONNX Runtime's profiler, and the microseconds of a whole step.
 
-    The profiler itself costs time between the nodes, so the step is slower than an unprofiled one.
+    The profiler costs time between the nodes, so the step is slower than without it.
     """
     options.enable_profiling = True
     options.profile_file_prefix = str(folder / "decode")
@@ -121,15 +122,18 @@ def profile_decode(
 
 
 def read_profile(path: str | Path, skip_runs: int) -> tuple[list[ProfileRow], float]:
-    """A typical run in one of the profiler's files, without the first runs: the sums, by operator and module, of each
-    node's median time, and the median time of a run, in microseconds.
+    """Return a typical run in a file of the profiler, without the first runs.
 
-    Raises OrtolanError when there are not so many runs.
+    Returns:
+        The sums, by operator and module, of each node's median time, and the median time of a run, in microseconds.
+
+    Raises:
+        OrtolanError: The file has too few runs.
     """
     events = json.loads(Path(path).read_text())
     runs = [event for event in events if event["name"] == "model_run"][skip_runs:]
     if not runs:
-        raise OrtolanError(f"{path} holds no runs after the first {skip_runs}; run the model more often")
+        raise OrtolanError(f"{path} has no runs after the first {skip_runs}; run the model more often")
     durations: dict[tuple[str, str], list[float]] = defaultdict(list)
     for event in events:
         if event.get("cat") == "Node" and event["name"].endswith("_kernel_time") and event["ts"] >= runs[0]["ts"]:
@@ -143,15 +147,15 @@ def read_profile(path: str | Path, skip_runs: int) -> tuple[list[ProfileRow], fl
 
 
 def perplexity(path: Path, ids: Sequence[int], window: int = WINDOW) -> float:
-    """Of a text, in windows of so many tokens, of which each begins with the last token of the one before."""
+    """Return the perplexity of a text, in windows that begin with the last token of the previous window."""
     return score_tokens(create_session(path, session_options(2)), ids, window, window - 1).perplexity
 
 
 def read_text(arguments: argparse.Namespace, original: Path, console: Console) -> list[int]:
-    """The tokens to score: of the text that was given, else drawn from the original model."""
+    """Return the tokens to score: of the given text, or sampled from the original model."""
     files = get_model(arguments.model)
     if arguments.text is None or files.tokenizer is None:
-        console.print(f"no --text was given: perplexity is of {SAMPLED} tokens drawn from the original")
+        console.print(f"no --text was given: perplexity is measured on {SAMPLED} tokens sampled from the original")
         start = 1 if files.tokenizer is None else load_tokenizer(files.tokenizer).start
         texts = sample_texts(create_session(original, session_options(2)), start, SAMPLED, arguments.window)
         return [token for text in texts for token in text]
@@ -161,6 +165,7 @@ def read_text(arguments: argparse.Namespace, original: Path, console: Console) -
 
 
 def open_decoder(path: Path, options: ort.SessionOptions, cache_length: int) -> Decoder:
+    """Open a decoder, with a shared cache if the model supports it."""
     session = create_session(path, options)
     return Decoder(session, cache_length if shares_cache(path) else None, read_head_size(path))
 
@@ -168,7 +173,7 @@ def open_decoder(path: Path, options: ort.SessionOptions, cache_length: int) -> 
 def make_variants(
     arguments: argparse.Namespace, recipes: Mapping[str, Recipe], folder: Path, console: Console
 ) -> dict[str, Path]:
-    """Name -> ONNX file, made in `folder` unless already there."""
+    """Return name -> ONNX file, made in `folder` unless it exists."""
     variants: dict[str, Path] = {}
     for attention in arguments.attention:
         suffix = f" {attention}" if len(arguments.attention) > 1 else ""
@@ -193,7 +198,7 @@ def make_variants(
 
 
 def read_variant(text: str) -> tuple[str, Path]:
-    """NAME=PATH; the path of a folder stands for its model.onnx."""
+    """Parse NAME=PATH; a folder's path means its model.onnx."""
     name, _, path = text.partition("=")
     return name, Path(path) / "model.onnx" if Path(path).is_dir() else Path(path)
 
@@ -201,15 +206,16 @@ def read_variant(text: str) -> tuple[str, Path]:
 def speed_table(
     title: str, speeds: Mapping[str, Speed], variants: Mapping[str, Path], quality: Mapping[str, float], against: str
 ) -> Table:
+    """Return the table of speeds."""
     table = Table(title=title, title_justify="left", caption=f"ratios: to {against}; tokens/s: best / median")
     for column in ("", "MB", "perplexity", "prompt, tokens/s", "ratio", "decode, tokens/s", "ratio"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    yardstick = speeds[against]
+    base = speeds[against]
     for name, speed in speeds.items():
         cells = []
         for rates, others in (
-            (speed.prompt_rates, yardstick.prompt_rates),
-            (speed.decode_rates, yardstick.decode_rates),
+            (speed.prompt_rates, base.prompt_rates),
+            (speed.decode_rates, base.decode_rates),
         ):
             cells += [f"{rates[0]:.1f} / {rates[1]:.1f}", f"{rates[0] / others[0]:.2f}x"]
         table.add_row(name, f"{file_megabytes(variants[name]):.1f}", f"{quality[name]:.2f}", *cells)
@@ -217,8 +223,9 @@ def speed_table(
 
 
 def profile_table(name: str, rows: Sequence[ProfileRow], whole: float) -> Table:
+    """Return the table of a profile."""
     table = Table(title=f"{name}: a decode step by node, profiled", title_justify="left")
-    for column in ("operator", "module", "nodes", "us", "share"):
+    for column in ("operator", "module", "nodes", "us", "of step"):
         table.add_column(column, justify="left" if column in ("operator", "module") else "right")
     outside = whole - sum(row.microseconds for row in rows)
     for row in [*rows, ProfileRow("(between the nodes)", "", 0, outside)]:
@@ -231,10 +238,11 @@ def profile_table(name: str, rows: Sequence[ProfileRow], whole: float) -> Table:
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a decoder that get_model knows")
     parser.add_argument(
-        "--attention", nargs="+", default=["gqa"], choices=["standard", "gqa"], help="form of the graph"
+        "--attention", nargs="+", default=["gqa"], choices=["standard", "gqa"], help="attention of the graph"
     )
     parser.add_argument(
         "--recipe", nargs="*", default=RECIPES, metavar="[NAME][:KEY=VALUE,…]", help=f"default: {' '.join(RECIPES)}"
@@ -247,15 +255,19 @@ def main() -> None:
         metavar="NAME=PATH",
         help="an ONNX file or a model's folder, timed too",
     )
-    parser.add_argument("--text", type=Path, help="to measure perplexity with, UTF-8; else drawn from the model")
-    parser.add_argument("--window", type=int, default=WINDOW, help="tokens of a context: 256 for stories15m")
-    parser.add_argument("--text-tokens", type=int, default=8192, help="of the text, from its beginning")
+    parser.add_argument(
+        "--text", type=Path, help="UTF-8 text to measure perplexity with (default: sampled from the model)"
+    )
+    parser.add_argument("--window", type=int, default=WINDOW, help="tokens of context (256 for stories15m)")
+    parser.add_argument("--text-tokens", type=int, default=8192, help="tokens of the text to use")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--decode-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--folder", type=Path, help="keeps the files made, for the next run; a temporary one else")
-    parser.add_argument("--profile", action="store_true", help="print where the time of a decode step goes")
+    parser.add_argument(
+        "--folder", type=Path, help="folder that keeps the files for the next run (default: a temporary one)"
+    )
+    parser.add_argument("--profile", action="store_true", help="print the time of a decode step by operator")
     arguments = parser.parse_args()
     for variant in arguments.variant:
         if not read_variant(variant)[1].is_file():

@@ -1,8 +1,9 @@
-"""An encoder, whole: latency against ONNX Runtime's fp32 and dynamic int8, and Spearman on STS-B's dev set. The dynamic
-int8 model is also timed as Ortolan takes it over, number by number.
+"""Whole encoders: latency against ONNX Runtime's fp32 and dynamic int8, and Spearman correlation on STS-B's dev set.
 
 python -m ortolan.benchmarks.encoder [--model all-minilm-l6-v2] [--recipe [NAME][:KEY=VALUE,…] …] [--sparsity 0.8 …]
     [--shape 1x16 …] [--sts sts-dev.csv] [--texts sentences.txt] [--threads 1] [--peer openvino] [--distilled FILE]
+
+The dynamic int8 model is also timed after Ortolan has optimized it, with its weights kept exactly.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ from .result import versions_line
 from .variants import file_megabytes, read_recipes, session_options
 
 PUBLISHED = ("all-minilm-l6-v2", "all-mpnet-base-v2")
-MOST_TOKENS = 512  # of each of the models
-RANDOM = "bert-base"  # the shape of it, with random weights
+MAX_TOKENS = 512  # of all these models
+RANDOM = "bert-base"  # its shape, with random weights
 RECIPES = (":sparsity=0.8,pattern=4x1", ":sparsity=0.8,pattern=4x1,ranges=true")
 SHAPES = ((1, 16), (1, 128), (8, 64), (1, 256))  # batch, tokens
 FP32, INT8, ADOPTED = "ORT fp32", "ORT int8", "ORT int8, adopted"
-# Ids of words, not of special tokens, in every model here.
+# Ids of words, not of special tokens, in all these models.
 _FIRST_WORD, _LAST_WORD = 2000, 30000
 
-# What recipes with fixed ranges, or with weights fitted to inputs, are calibrated on where no texts are given.
+# Default calibration texts, for recipes with fixed ranges or with weights fitted to inputs.
 SENTENCES = (
     "The ferry leaves the old harbour every morning at a quarter past seven.",
     "She has been working on the same painting since the beginning of spring.",
@@ -85,7 +86,7 @@ class Encoder:
 
 
 def open_model(name: str, folder: Path) -> Encoder:
-    """Fetches a published model; makes the random one in `folder`."""
+    """Fetch a published model, or make the random one in `folder`."""
     if name == RANDOM:
         config = BertConfig()
         model = build_bert(random_weights(bert_weight_shapes(config)), config, name)
@@ -98,14 +99,14 @@ def open_model(name: str, folder: Path) -> Encoder:
 
 
 def word_feeds(inputs: Sequence[str], batch: int, tokens: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random words, nothing masked: int64 [batch, tokens] each."""
+    """Return feeds of random words without padding: int64 [batch, tokens] each."""
     ids = np.random.default_rng(seed).integers(_FIRST_WORD, _LAST_WORD, (batch, tokens))
     feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
     return {name: feeds[name] for name in inputs}
 
 
 def calibration_feeds(encoder: Encoder, sentences: Sequence[str]) -> list[dict[str, np.ndarray]]:
-    """One sentence a feed, without padding; of a model without a tokenizer as many random words."""
+    """Return one feed per sentence, without padding; without a tokenizer, an equal number of random words."""
     if encoder.tokenizer is None:
         return [word_feeds(encoder.inputs, 1, len(text.split()), seed) for seed, text in enumerate(sentences, start=1)]
     feeds = token_feeds(encoder.tokenizer, sentences)
@@ -114,7 +115,7 @@ def calibration_feeds(encoder: Encoder, sentences: Sequence[str]) -> list[dict[s
 
 @contextmanager
 def silent_root_logger() -> Iterator[None]:
-    """ORT's quantizer warns through it that the model could be preprocessed, which gains nothing here."""
+    """Silence warnings of ORT's quantizer about preprocessing, which gains nothing here."""
     logging.disable(logging.WARNING)
     try:
         yield
@@ -130,9 +131,15 @@ def make_variants(
     console: Console,
     distilled: Path | None = None,
 ) -> dict[str, Path]:
-    """Name -> ONNX file, made in `folder`; a recipe whose result does not pass its verification is left out.
+    """Return name -> ONNX file, made in `folder`; a recipe whose result fails its verification is left out.
 
-    distilled: the same model with other weights, that recipes start from in place of the original.
+    Args:
+        encoder: The original.
+        recipes: Recipes by name.
+        calibration: Calibration feeds.
+        folder: For the files.
+        console: For messages.
+        distilled: The same model with other weights, which recipes start from instead of the original.
     """
     variants = {FP32: encoder.onnx, INT8: folder / "ort_int8.onnx"}
     with silent_root_logger():
@@ -152,7 +159,7 @@ def make_variants(
 
 
 def openvino_call(path: Path, threads: int) -> Callable[[dict[str, np.ndarray]], object]:
-    """Runs a model in OpenVINO, in the precision that it takes on this CPU by itself."""
+    """Return a call of a model in OpenVINO, in its default precision on this CPU."""
     from openvino import Core
 
     options: dict[str, Any] = {
@@ -165,30 +172,32 @@ def openvino_call(path: Path, threads: int) -> Callable[[dict[str, np.ndarray]],
 
 
 def ratio_cell(timing: Timing, timings: Mapping[str, Timing]) -> str:
-    """Minimum and median, and how many times faster than both of ONNX Runtime's, by the minima."""
+    """Return minimum and median, and the speedups over ONNX Runtime's fp32 and int8, by the minima."""
     fp32, int8 = (timings[name].min_ms / timing.min_ms for name in (FP32, INT8))
     return f"{timing}  {fp32:.2f}x  {int8:.2f}x"
 
 
 def read_shape(text: str) -> tuple[int, int]:
-    """BATCHxTOKENS."""
+    """Parse BATCHxTOKENS."""
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"expected BATCHxTOKENS such as 1x128, found {text!r}")
     batch, tokens = int(match[1]), int(match[2])
-    if tokens > MOST_TOKENS:
-        raise argparse.ArgumentTypeError(f"{text!r} has {tokens} tokens, expected at most {MOST_TOKENS}: positions end")
+    if tokens > MAX_TOKENS:
+        raise argparse.ArgumentTypeError(f"{text!r} has {tokens} tokens, expected at most {MAX_TOKENS}")
     return batch, tokens
 
 
 def read_arguments() -> tuple[argparse.Namespace, dict[str, Recipe], Sequence[str]]:
-    """The arguments, the recipes, and the sentences to calibrate on."""
+    """Return the arguments, the recipes, and the sentences to calibrate on."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=PUBLISHED[0], choices=[*PUBLISHED, RANDOM])
     parser.add_argument(
         "--recipe", nargs="*", default=RECIPES, metavar="[NAME][:KEY=VALUE,…]", help=f"default: {' '.join(RECIPES)}"
     )
-    parser.add_argument("--sparsity", type=float, nargs="+", default=[], help="for recipes that prune; default: theirs")
+    parser.add_argument(
+        "--sparsity", type=float, nargs="+", default=[], help="for recipes that prune (default: the recipe's)"
+    )
     shapes = " ".join(f"{batch}x{tokens}" for batch, tokens in SHAPES)
     parser.add_argument("--shape", type=read_shape, nargs="+", default=SHAPES, help=f"BATCHxTOKENS; default: {shapes}")
     parser.add_argument("--sts", type=Path, help="sts-dev.csv: tab-separated, columns 5 to 7 score and two sentences")
@@ -196,9 +205,9 @@ def read_arguments() -> tuple[argparse.Namespace, dict[str, Recipe], Sequence[st
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3.0, help="per shape")
     parser.add_argument(
-        "--distilled", type=Path, help="what `ortolan distill` made of the model: recipes start from it"
+        "--distilled", type=Path, help="the result of `ortolan distill` for the model: recipes start from it"
     )
-    parser.add_argument("--peer", choices=["openvino"], help="time this as well, where it is installed")
+    parser.add_argument("--peer", choices=["openvino"], help="also time this, if installed")
     arguments = parser.parse_args()
     for option in ("sts", "texts", "distilled"):
         path = getattr(arguments, option)
@@ -219,6 +228,7 @@ def read_arguments() -> tuple[argparse.Namespace, dict[str, Recipe], Sequence[st
 
 
 def main() -> None:
+    """Run the command."""
     arguments, recipes, sentences = read_arguments()
     console = Console(width=180)
     with tempfile.TemporaryDirectory() as temporary, pinned(arguments.threads):
@@ -236,7 +246,7 @@ def main() -> None:
             run[arguments.peer] = openvino_call(encoder.onnx, arguments.threads)
 
         title = f"{versions_line()} · {arguments.model} · threads {arguments.threads}"
-        caption = "a shape: ms, min / median; times as fast as ORT fp32, and as ORT int8"
+        caption = "per shape: ms, min / median; speedup over ORT fp32, and over ORT int8"
         table = Table(title=title, title_justify="left", caption=caption)
         for column in ("", "MB", "Spearman", *(f"{batch} x {tokens}" for batch, tokens in arguments.shape)):
             table.add_column(column, justify="right" if column else "left", no_wrap=True)

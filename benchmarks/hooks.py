@@ -1,11 +1,11 @@
-"""Real models through the tools that Ortolan hooks into: is the text the same, and how fast is it?
+"""Real models through the tools that Ortolan hooks into: agreement of the text, and speed.
 
 python -m ortolan.benchmarks.hooks optimum-decoder | optimum-encoder | genai [--folder DIR] [--tokens 64] [--threads 2]
 
 optimum-decoder: SmolLM2-135M through `optimum-cli export onnx`, `ortolan optimize` and `export ortolan`, and
 ORTModelForCausalLM.generate; genai: through onnxruntime-genai's builder and `ortolan optimize`; optimum-encoder:
 all-MiniLM-L6-v2 through optimum-cli and the pipeline feature-extraction. Needs the packages of docs/optimum.md or
-docs/genai.md, and ortolan[decoder,demo]. --folder keeps what is made, and goes on from there.
+docs/genai.md, and ortolan[decoder,demo]. --folder keeps the files, and continues from existing ones.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _GENAI_LAYOUT = ("-e", "cpu", "--extra_options")
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one model folder. same: of the tokens, or of the vectors' cosine the smallest, against the first folder's."""
+    """Results of one model folder. same: fraction of equal tokens, or smallest cosine, against the first folder."""
 
     name: str
     megabytes: float
@@ -52,7 +52,7 @@ class Figures:
 
 
 def run_optimum_decoder(work: Path, tokens: int, threads: int) -> list[Figures]:
-    """Exact settings by `optimize`, 4 bits by `export`."""
+    """Compare exact settings by `optimize` and 4 bits by `export` with the original."""
     checkpoint = _checkpoint("smollm2-135m-instruct", work)
     task = ("--task", "text-generation-with-past")
     original = _made(work / "onnx", lambda to: _optimum("export", "onnx", "-m", checkpoint, *task, to))
@@ -68,7 +68,7 @@ def run_optimum_decoder(work: Path, tokens: int, threads: int) -> list[Figures]:
 
 
 def run_genai(work: Path, tokens: int, threads: int) -> list[Figures]:
-    """Two originals, in float32 and in 4 bits, each followed by what is made of it."""
+    """Compare two originals, in float32 and in 4 bits, with their optimized models."""
     checkpoint = _checkpoint("smollm2-135m-instruct", work)
     found = []
     for name, precision, recipe in (("float32", "fp32", EXACT), ("int4", "int4", ())):
@@ -82,7 +82,7 @@ def run_genai(work: Path, tokens: int, threads: int) -> list[Figures]:
 
 
 def run_optimum_encoder(work: Path, tokens: int, threads: int) -> list[Figures]:
-    """Sentences a second, in bf16 by `optimize` and in int8 by `export`. tokens: not used."""
+    """Compare sentences a second in bf16 by `optimize` and in int8 by `export`. tokens: unused."""
     checkpoint = _checkpoint("all-minilm-l6-v2", work)
     task = ("--task", "feature-extraction")
     original = _made(work / "onnx", lambda to: _optimum("export", "onnx", "-m", checkpoint, *task, to))
@@ -113,7 +113,7 @@ def _checkpoint(name: str, work: Path) -> Path:
 
 
 def _made(folder: Path, make: Callable[[Path], object]) -> Path:
-    """The folder, made under another name first, so that one that is there is complete."""
+    """Return the folder, made under a temporary name first, so that an existing one is complete."""
     if not folder.exists():
         unfinished = folder.with_name(f"{folder.name}.part")
         shutil.rmtree(unfinished, ignore_errors=True)  # of an interrupted run
@@ -148,26 +148,26 @@ Generator = Callable[[str, int], tuple[list[int], float]]  # prompt, count -> to
 
 
 def _compared(folders: dict[str, Path], open_folder: Callable[[Path], Generator], tokens: int) -> list[Figures]:
-    """By turns, prompt by prompt, so that what else the machine does slows all alike."""
+    """Time the models alternately, prompt by prompt, so that a busy machine slows all of them equally."""
     generators = {name: open_folder(folder) for name, folder in folders.items()}
     texts: dict[str, list[list[int]]] = {name: [] for name in folders}
     seconds = dict.fromkeys(folders, 0.0)
     for prompt in PROMPTS:
         for generate in generators.values():
-            generate(prompt, 2)  # memory is ready
+            generate(prompt, 2)  # warm up
         for name, generate in generators.items():
             ids, spent = generate(prompt, tokens)
             texts[name].append(ids)
             seconds[name] += spent
     expected = next(iter(texts.values()))
     return [
-        Figures(name, _megabytes(folder), _share(texts[name], expected), tokens * len(PROMPTS) / seconds[name])
+        Figures(name, _megabytes(folder), _equal_fraction(texts[name], expected), tokens * len(PROMPTS) / seconds[name])
         for name, folder in folders.items()
     ]
 
 
-def _share(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> float:
-    """Of the tokens up to the first that is another one."""
+def _equal_fraction(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> float:
+    """Return the fraction of tokens before the first difference."""
     same = total = 0
     for one, other in zip(found, expected, strict=True):
         pairs = [a == b for a, b in zip(one, other, strict=True)]
@@ -224,7 +224,7 @@ def _genai_generator(folder: Path, threads: int) -> Generator:
 
 
 def _optimum_vectors(folder: Path, threads: int) -> tuple[np.ndarray, float]:
-    """The mean of each sentence's tokens, of length 1, and the seconds of the second run."""
+    """Return normalized sentence vectors (mean of the tokens), and the seconds of the second run."""
     from optimum.onnxruntime import ORTModelForFeatureExtraction
     from transformers import AutoTokenizer, pipeline
 
@@ -243,6 +243,7 @@ def _optimum_vectors(folder: Path, threads: int) -> tuple[np.ndarray, float]:
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hook", choices=RUNS)
     parser.add_argument("--folder", type=Path)
@@ -258,7 +259,7 @@ def main() -> None:
         print(json.dumps({"versions": versions_line(), "figures": [asdict(one) for one in figures]}))
         return
     unit = "sentences/s" if arguments.hook == "optimum-encoder" else "tokens/s"
-    print(f"{'':20} {'MB':>8} {'the same':>9} {unit:>12}")
+    print(f"{'':20} {'MB':>8} {'same':>9} {unit:>12}")
     for one in figures:
         print(f"{one.name:20} {one.megabytes:8.1f} {one.same:9.5f} {one.a_second:12.1f}")
     print(versions_line())

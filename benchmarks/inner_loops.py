@@ -1,17 +1,17 @@
-"""What llvm-mca expects of the kernels' inner loops, for CPUs that are not at hand: estimates.
+"""Estimates by llvm-mca for the kernels' inner loops, for CPUs that are not available.
 
     python -m ortolan.benchmarks.inner_loops BUILD [--cpu znver3 alderlake] [--llvm-mca llvm-mca-22]
     python -m ortolan.benchmarks.inner_loops --file LIBRARY [--function SYMBOL] --cpu neoverse-v1
 
-BUILD is a build folder, for x86 (build/native, say) or for Arm (build/aarch64/native, which .ci/aarch64 makes by gcc;
-build/wheels/aarch64, which `make wheels` makes by clang). Of each kernel below the longest loop without a jump inside
-that holds its products is taken out of the object file (objdump, for Arm aarch64-linux-gnu-objdump) and given to
-llvm-mca; both must be installed (binutils, llvm). It knows ports and latencies, and nothing of caches. Each loop stands
-beside three bounds: what its products alone take, its loads alone, and all of its instructions, if none ever waited.
-Versions before 16 know the names of Arm's CPUs, but have no models of most.
+BUILD is a build folder, for x86 (such as build/native) or for Arm (build/aarch64/native, which .ci/aarch64 makes with
+gcc; build/wheels/aarch64, which `make wheels` makes with clang). For each kernel below, the longest loop without an
+inner jump that contains its products is extracted from the object file (objdump, for Arm aarch64-linux-gnu-objdump) and
+given to llvm-mca; both must be installed (binutils, llvm). llvm-mca models ports and latencies, but not caches. Each
+loop is shown with three bounds: for its products alone, for its loads alone, and for all instructions without waiting.
+Versions before 16 know the names of Arm's CPUs, but have no models for most of them.
 
-LIBRARY is any other file of Arm code, such as another runtime's: of its loops with many products, or those of a
-function, the best of each kind of product.
+LIBRARY is any other file of Arm code, such as another runtime's. Among its loops with many products, or those of one
+function, the best loop for each kind of product is shown.
 """
 
 from __future__ import annotations
@@ -26,44 +26,47 @@ from pathlib import Path
 from ortolan.errors import OrtolanError
 
 ARM_TARGETS = ("neon", "dotprod", "i8mm")
-# The CPUs that a target's kernels run on.
+# CPUs that run a target's kernels.
 CPUS = {
     "neon": ("cortex-a72", "neoverse-n1", "neoverse-v1", "neoverse-v2", "apple-m1"),
     "dotprod": ("neoverse-n1", "cortex-a76", "apple-m1"),
     "i8mm": ("neoverse-n2", "neoverse-v1", "neoverse-v2"),
 }
 X86_CPUS = ("znver3", "alderlake")
-# Multiply-adds of an instruction, or bytes that a table lookup finds.
+# Multiply-adds per instruction, or bytes that a table lookup finds.
 ARM_PRODUCTS = {"smmla": 32, "usmmla": 32, "ummla": 32, "sdot": 16, "usdot": 16, "udot": 16, "bfmmla": 16, "bfdot": 8}
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A kernel's loop: where it is compiled, in which function, and by which instruction it multiplies."""
+    """A kernel's loop: the object file, the function, and the multiply instruction."""
 
     target: str
-    what: str
+    name: str
     source: str
-    function: str | tuple[str, ...]  # a pattern of its symbol; more are tried in turn
+    function: str | tuple[str, ...]  # a pattern of its symbol, or patterns to try in turn
     product: str
-    multiply_adds: int  # of one such instruction; vpmaddwd behind vpmaddubsw is not counted
+    multiply_adds: int  # per instruction; vpmaddwd after vpmaddubsw is not counted
 
     @property
     def object_file(self) -> str:
+        """The object file, relative to the build folder."""
         return f"CMakeFiles/ortolan_core_{self.target}.dir/ops/{self.source}.cc.o"
 
     @property
     def is_arm(self) -> bool:
+        """True for Arm code."""
         return self.target in ARM_TARGETS
 
     @property
     def cpus(self) -> Sequence[str]:
+        """The CPUs to estimate for."""
         return CPUS.get(self.target, X86_CPUS)
 
 
 BF16, INT8, INT4 = "matmul/bf16_kernels", "matmul/int8_kernels", "matmul/group_int4_kernels"
 BLOCKS = "matmul/block_sparse_kernels"
-# Of groups of 128. Where clang makes it a part of the target's function, its longest loop.
+# For groups of 128. If clang inlines it into the target's function, that function's longest loop.
 ONE_ROW = ("OneRow.*Int4GroupRows.*ELi4EE3Row", "TargetFunctions.*Int4GroupRows.*8Multiply")
 LOOPS = (
     Loop("avx2", "bf16", BF16, "ExpandedRowsILb0ELi6", "vfmadd", 8),
@@ -80,7 +83,7 @@ LOOPS = (
     Loop("i8mm", "int4 in groups, more rows", INT4, "Int4GroupRows.*5BlockILi4", "usmmla", 32),
     Loop("i8mm", "int8, 4 rows", INT8, "StorageE1.*8OneBlockILi4", "smmla", 32),
     Loop("i8mm", "int8, more rows", INT8, "StorageE1.*5BlockILi4", "smmla", 32),
-    Loop("i8mm", "bf16, 1 row", BF16, "StorageE1.*8OneBlockILi1", "bfmmla", 8),  # the other row is of no use
+    Loop("i8mm", "bf16, 1 row", BF16, "StorageE1.*8OneBlockILi1", "bfmmla", 8),  # the other row is unused
     Loop("i8mm", "bf16, more rows", BF16, "StorageE1.*5BlockILi4", "bfmmla", 16),
     Loop("i8mm", "4x1 blocks, 16 tokens", BLOCKS, "TokenBlock.*ELi4EE8Multiply", "usdot", 16),
     Loop("neon", "4x1 blocks, 8 tokens", BLOCKS, "TokenBlock.*ELi2EE8Multiply", "smlal", 4),
@@ -92,17 +95,17 @@ _COMMENT = re.compile(r"\s*(?://|#\s| <).*")
 
 
 def is_product(instruction: str, product: str) -> bool:
-    """Whether it is this instruction, in either encoding."""
+    """Return whether this is the product instruction, in either encoding."""
     return instruction.removeprefix("{vex} ").removeprefix("{evex} ").startswith(product)
 
 
 def is_load(instruction: str) -> bool:
-    """Whether it reads memory: of Arm ld…, of x86 an operand in memory that is not the last one."""
+    """Return whether an instruction reads memory: ld… on Arm, on x86 a memory operand that is not the last one."""
     return bool(re.match(r"ld|(?!lea|prefetch)\S.*\(.*\),", instruction))
 
 
 def functions(path: Path, objdump: str, only: str | None = None) -> Iterator[tuple[str, list[tuple[int, str]]]]:
-    """Symbols with addresses and instructions; of one symbol, if `only` is its name."""
+    """Yield symbols with their addresses and instructions. only: the name of a single symbol."""
     name: str | None = None
     found: list[tuple[int, str]] = []
     command = [objdump, f"--disassemble={only}" if only else "-d", "--no-show-raw-insn", str(path)]
@@ -123,26 +126,26 @@ def functions(path: Path, objdump: str, only: str | None = None) -> Iterator[tup
 
 
 def innermost(instructions: list[tuple[int, str]]) -> Iterator[list[str]]:
-    """The bodies of the loops without a jump inside."""
-    places = {address: i for i, (address, _) in enumerate(instructions)}
+    """Yield the bodies of loops without an inner jump."""
+    indices = {address: i for i, (address, _) in enumerate(instructions)}
     jumps = [i for i, (_, text) in enumerate(instructions) if _JUMP.match(text)]
     last = -1
     for i in jumps:
         jump = _JUMP.match(instructions[i][1])
-        start = places.get(int(jump[1], 16)) if jump else None
+        start = indices.get(int(jump[1], 16)) if jump else None
         if start is not None and last < start < i:
             yield [text for _, text in instructions[start:i]]
         last = i
 
 
 def inner_loop(instructions: list[tuple[int, str]], product: str) -> list[str]:
-    """The longest of those with products; empty if there is none."""
+    """Return the longest loop with such products, or an empty list."""
     bodies = [body for body in innermost(instructions) if any(is_product(text, product) for text in body)]
     return max(bodies, key=len, default=[])
 
 
 def find(of_file: Sequence[tuple[str, list[tuple[int, str]]]], loop: Loop) -> list[str]:
-    """The loop in the first of a file's functions of its name that has one; empty if there is none."""
+    """Return the loop in the first function of its name that has one, or an empty list."""
     patterns = (loop.function,) if isinstance(loop.function, str) else loop.function
     for pattern in patterns:
         for name, instructions in of_file:
@@ -155,27 +158,27 @@ def find(of_file: Sequence[tuple[str, list[tuple[int, str]]]], loop: Loop) -> li
 
 @dataclass(frozen=True)
 class Estimate:
-    """Cycles of an iteration."""
+    """Cycles per iteration."""
 
     total: float
-    bound: float  # by ports and dispatch, if nothing waited
+    bound: float  # by ports and dispatch, without waiting
 
 
 class Mca:
-    """llvm-mca for a kind of CPUs."""
+    """llvm-mca for one instruction set."""
 
     def __init__(self, program: str, arm: bool) -> None:
         self.program = program
         self.options = ["-mtriple=aarch64", "-mattr=+dotprod,+i8mm,+bf16,+fullfp16"] if arm else []
 
     def version(self) -> str:
-        """As it says."""
+        """Return the version of llvm-mca."""
         text = subprocess.run([self.program, "--version"], capture_output=True, text=True, check=True).stdout
         found = re.search(r"version (\S+)", text)
         return found[1] if found else "unknown"
 
     def estimate(self, body: Sequence[str], cpu: str) -> Estimate | None:
-        """None if it does not know the CPU."""
+        """Return the estimate for a loop body, or None if llvm-mca does not know the CPU."""
         iterations = 100
         command = [self.program, *self.options, f"-mcpu={cpu}", f"-iterations={iterations}"]
         done = subprocess.run(command, input="\n".join(body), capture_output=True, text=True)
@@ -188,16 +191,16 @@ class Mca:
         return Estimate(int(total[1]) / iterations, float(bound[1]))
 
 
-def heading(mca: Mca, what: str) -> Iterator[str]:
-    """What stands above each table, in Markdown."""
-    yield f"{what}: llvm-mca {mca.version()}, an estimate. Cycles a 64 multiply-adds"
+def heading(mca: Mca, title: str) -> Iterator[str]:
+    """Yield the heading of a table, in Markdown."""
+    yield f"{title}: estimates by llvm-mca {mca.version()}. Cycles per 64 multiply-adds"
     yield ""
-    yield "| loop | CPU | cycles | products alone | loads alone | all, never waiting | products' share |"
+    yield "| loop | CPU | cycles | products alone | loads alone | all, without waiting | products / cycles |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
 
 
-def rows(mca: Mca, what: str, body: list[str], product: str, each: int, cpus: Sequence[str]) -> Iterator[str]:
-    """The loop on each CPU."""
+def rows(mca: Mca, name: str, body: list[str], product: str, each: int, cpus: Sequence[str]) -> Iterator[str]:
+    """Yield one row per CPU."""
     products = [text for text in body if is_product(text, product)]
     loads = [text for text in body if is_load(text)]
     scale = 64 / (len(products) * each)
@@ -206,18 +209,18 @@ def rows(mca: Mca, what: str, body: list[str], product: str, each: int, cpus: Se
         of_products = mca.estimate(products, cpu)
         of_loads = mca.estimate(loads, cpu) if loads else Estimate(0.0, 0.0)
         if whole is None or of_products is None or of_loads is None:
-            yield f"| {what} | {cpu} | not known to this version | | | | |"
+            yield f"| {name} | {cpu} | not known to this version | | | | |"
             continue
-        numbers = (whole.total, of_products.bound, of_loads.bound, whole.bound)
-        share = f"{of_products.bound / whole.total:.0%}"
-        yield f"| {what} | {cpu} | {' | '.join(f'{scale * number:.2f}' for number in numbers)} | {share} |"
+        cycles = (whole.total, of_products.bound, of_loads.bound, whole.bound)
+        fraction = f"{of_products.bound / whole.total:.0%}"
+        yield f"| {name} | {cpu} | {' | '.join(f'{scale * count:.2f}' for count in cycles)} | {fraction} |"
 
 
 def of_build(build: Path, mca_program: str, cpus: Sequence[str] | None) -> Iterator[str]:
-    """Our loops, a table a target."""
+    """Yield a table of our loops for each target."""
     loops = [loop for loop in LOOPS if (build / loop.object_file).exists()]
     if not loops:
-        raise SystemExit(f"{build} has no objects of kernels: give the folder of a build with CMake")
+        raise SystemExit(f"{build} has no object files of kernels: give the folder of a CMake build")
     for target in dict.fromkeys(loop.target for loop in loops):
         mca = Mca(mca_program, target in ARM_TARGETS)
         yield from heading(mca, target)
@@ -227,12 +230,12 @@ def of_build(build: Path, mca_program: str, cpus: Sequence[str] | None) -> Itera
             body = find(list(functions(path, objdump)), loop)
             if not body:
                 raise SystemExit(f"{path} has no loop of {loop.product} in {loop.function}")
-            yield from rows(mca, loop.what, body, loop.product, loop.multiply_adds, cpus or loop.cpus)
+            yield from rows(mca, loop.name, body, loop.product, loop.multiply_adds, cpus or loop.cpus)
         yield ""
 
 
 def of_file(path: Path, function: str | None, mca_program: str, cpus: Sequence[str] | None) -> Iterator[str]:
-    """The loops of Arm code with 8 products or more, the best of each kind of product by the first CPU."""
+    """Yield the best loop of each kind of product in Arm code, for the first CPU, among loops with 8 products or more."""
     mca = Mca(mca_program, arm=True)
     cpus = cpus or CPUS["i8mm"]
     best: dict[str, tuple[float, int, list[str]]] = {}
@@ -240,7 +243,7 @@ def of_file(path: Path, function: str | None, mca_program: str, cpus: Sequence[s
         for body in innermost(instructions):
             for product, each in ARM_PRODUCTS.items():
                 count = sum(text.startswith(f"{product}\t") for text in body)
-                # One instruction of another kind would count as much: loops of one kind alone.
+                # Mixed loops are skipped: an instruction of another kind would count the same.
                 if count < 8 or any(
                     text.startswith(f"{other}\t") for other in ARM_PRODUCTS if other != product for text in body
                 ):
@@ -253,17 +256,18 @@ def of_file(path: Path, function: str | None, mca_program: str, cpus: Sequence[s
                     best[product] = (taken, count, body)
     yield from heading(mca, f"{path.name}, {function}" if function else path.name)
     for product, (_, count, body) in best.items():
-        what = f"{count} {product} of {len(body)} instructions"
-        yield from rows(mca, what, body, f"{product}\t", ARM_PRODUCTS[product], cpus)
+        name = f"{count} {product} of {len(body)} instructions"
+        yield from rows(mca, name, body, f"{product}\t", ARM_PRODUCTS[product], cpus)
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(
         prog="python -m ortolan.benchmarks.inner_loops", description=__doc__.split("\n")[0]
     )
     parser.add_argument("build", type=Path, nargs="?")
     parser.add_argument("--file", type=Path)
-    parser.add_argument("--function", help="of the file, by its symbol")
+    parser.add_argument("--function", help="symbol of one function in the file")
     parser.add_argument("--cpu", nargs="+")
     parser.add_argument("--llvm-mca", default="llvm-mca")
     options = parser.parse_args()

@@ -13,15 +13,18 @@ from ..errors import OrtolanError
 from ..generate import Decoder
 from ..session import create_session
 
-_SCALES = 12  # the input of GroupQueryAttention, and the next one: of keys and values
+_SCALES = 12  # input index of GroupQueryAttention for the keys' scales; the values' scales follow
 _LARGEST = 127
 
 
 def write_int8_cache(path: str | os.PathLike[str], ids: Sequence[int]) -> None:
-    """Gives the model in a file caches of int8, a scale a channel: the largest number that the tokens `ids` have there.
+    """Give the model in a file int8 caches, scaled per channel to the largest value of the tokens `ids`.
 
-    Its attention is GroupQueryAttention with caches of float32, as build_llama makes it with "gqa". Weights that lie
-    in a file beside it stay there. Raises OrtolanError for a model without such attention.
+    The model has GroupQueryAttention with float32 caches, as build_llama makes it with "gqa". Weights in an external
+    file stay there.
+
+    Raises:
+        OrtolanError: The model has no such attention.
     """
     path = Path(path)
     model = onnx.load(path, load_external_data=False)
@@ -30,12 +33,12 @@ def write_int8_cache(path: str | os.PathLike[str], ids: Sequence[int]) -> None:
         raise OrtolanError(f"{path} has no GroupQueryAttention; expected a model built with attention='gqa'")
     decoder = Decoder(create_session(path))
     decoder.step(ids)
-    numbers = decoder.cache()
+    cache = decoder.cache()
     for node in nodes:
         names = []
         for past, kind in zip(node.input[3:5], ("k_scale", "v_scale"), strict=True):
-            most = np.abs(numbers[past][0]).max(axis=1)  # [heads, head size]
-            scale = np.maximum(most, np.float32(1e-6)).ravel() / np.float32(_LARGEST)
+            largest = np.abs(cache[past][0]).max(axis=1)  # [heads, head size]
+            scale = np.maximum(largest, np.float32(1e-6)).ravel() / np.float32(_LARGEST)
             names.append(f"{past}.{kind}")
             model.graph.initializer.append(onnx.numpy_helper.from_array(scale.astype(np.float32), names[-1]))
         node.input.extend([""] * (_SCALES - len(node.input)) + names)

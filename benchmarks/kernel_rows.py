@@ -1,11 +1,11 @@
-"""The kernels of one table beside each other: what each target takes for the same work.
+"""Time of the same work by each target's kernel.
 
     python -m ortolan.benchmarks.kernel_rows [--rounds 50] [--copies 24] [--only "bf16 dense"]
 
-One thread, microseconds, the best of the rounds, in which all kernels take turns: attention of one head, in the cache,
-and bf16 weights of 4096 x 4096 in each storage with few rows of x, packing of x included, over copies that take turns,
-so that with enough of them weights are not in the cache. Only builds with ORTOLAN_TESTING have kernels by name; a call
-copies its arrays and checks packed weights, so that shorter work is not timed here, and storages are not compared.
+One thread, microseconds, the best of the rounds, in which all kernels alternate. Work: attention of one head, in the
+cache; and bf16 weights of 4096 x 4096 in each storage with few rows of x, including packing of x, on alternating copies
+so that weights are not in the cache. Only builds with ORTOLAN_TESTING expose kernels by name. A call copies its arrays
+and checks packed weights, so shorter work is not timed here, and storages are not compared.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Run = Callable[[], object]
 
 
 def here(infos: Sequence[dict[str, Any]]) -> list[str]:
-    """The names of those kernels that this CPU can run."""
+    """Return the names of the kernels that this CPU can run."""
     return [info["name"] for info in infos if info["runs_here"]]
 
 
 def attention(queries: int, head_dim: int) -> dict[str, Run]:
-    """One head; as many keys."""
+    """Return attention of one head with equal numbers of queries and keys, by kernel."""
     testing = required_kernels()
     q, k, v = np.random.default_rng(0).standard_normal((3, queries, head_dim), dtype=np.float32)
     run = partial(testing.nomad_attention, q[None], k, v, head_dim**-0.5)
@@ -46,7 +46,7 @@ def attention(queries: int, head_dim: int) -> dict[str, Run]:
 
 
 def packed_weight(storage: str, size: int) -> tuple[Any, ...]:
-    """Random bf16 weights [size, size] in that storage of STORAGES."""
+    """Return random bf16 weights [size, size] in a storage of STORAGES."""
     rng = np.random.default_rng(0)
     w = rng.standard_normal((size, size), dtype=np.float32)
     if storage == "dense":
@@ -59,7 +59,7 @@ def packed_weight(storage: str, size: int) -> tuple[Any, ...]:
 
 
 def bf16(rows: int, storage: str, size: int, copies: int) -> dict[str, Run]:
-    """Weights [size, size]. Copies differ in nothing but their place."""
+    """Return a product with weights [size, size], by kernel. The copies have the same content."""
     testing = required_kernels()
     x = np.random.default_rng(1).standard_normal((rows, size), dtype=np.float32)
     packed = packed_weight(storage, size)
@@ -73,7 +73,7 @@ def bf16(rows: int, storage: str, size: int, copies: int) -> dict[str, Run]:
 
 
 def works(copies: int, size: int = 4096) -> Iterator[tuple[str, Callable[[], dict[str, Run]]]]:
-    """The name of each work, and what makes that which runs it by each kernel."""
+    """Yield the name of each work, and a function that returns it by kernel."""
     for queries, head_dim in ((16, 32), (128, 32), (512, 64)):
         yield f"attention {queries} x {head_dim}", partial(attention, queries, head_dim)
     for storage in STORAGES:
@@ -82,21 +82,22 @@ def works(copies: int, size: int = 4096) -> Iterator[tuple[str, Callable[[], dic
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(
         prog="python -m ortolan.benchmarks.kernel_rows", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--copies", type=int, default=24, help="of the weights of 32 MB (default 24)")
-    parser.add_argument("--only", default="", help="the works whose names begin so (default all)")
+    parser.add_argument("--copies", type=int, default=24, help="copies of the 32 MB of weights (default 24)")
+    parser.add_argument("--only", default="", help="only work whose name starts with this (default all)")
     options = parser.parse_args()
-    table = Table("work", "kernel", "us", "times the fastest", title=_native.cpu_info()["name"])
+    table = Table("work", "kernel", "us", "relative to fastest", title=_native.cpu_info()["name"])
     for work, make in works(options.copies):
         if not work.startswith(options.only):
             continue
         best = best_seconds(make(), options.rounds)
-        least = min(best.values())
+        fastest = min(best.values())
         for name, seconds in best.items():
-            table.add_row(work, name, f"{1e6 * seconds:.1f}", f"{seconds / least:.2f}")
+            table.add_row(work, name, f"{1e6 * seconds:.1f}", f"{seconds / fastest:.2f}")
     Console().print(table)
 
 

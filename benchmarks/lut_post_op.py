@@ -1,8 +1,7 @@
-"""LutPostOp in ORT sessions against ONNX Runtime's operators on the same quantized numbers, and against the chains of
-operators that pass fuse_lut replaces.
+"""LutPostOp in ORT sessions, against ONNX Runtime's quantized operators and the chains that pass fuse_lut replaces.
 
-One measurement is one chain: Ortolan's table of it and ONNX Runtime's own answer, in the same rounds, on tensors that
-exist already. The tables come from the chains (graph_passes/find/lut.py), so both sides give the same answer.
+One measurement is one chain: Ortolan's table for it and ONNX Runtime's own result, in the same rounds, on existing
+tensors. The tables come from the chains (graph_passes/find/lut.py), so both sides return the same answer.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Peer:
 
 
 def peers() -> list[Peer]:
-    """What LutPostOp is compared with."""
+    """Return the chains that LutPostOp is compared with."""
     erf_gelu = [
         helper.make_node("Mul", ["x1", "root"], ["u"]),
         helper.make_node("Erf", ["u"], ["e"]),
@@ -65,13 +64,13 @@ def peers() -> list[Peer]:
 
 
 def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
-    """Measure every chain, number of elements and threads. An interrupt ends it early, with what there is."""
+    """Measure every chain, number of elements and threads. An interrupt returns the results so far."""
     for name in ("cases", "sparsity", "layers", "batch", "kinds", "group_size"):
         if getattr(options, name) is not None:
             raise OrtolanError(
                 f"{OP_TYPE} has no weights: options about layers and weights do not apply; leave them out"
             )
-    result = BenchResult(notes=["Both sides give the same answer. Elements: those of x, which is random."])
+    result = BenchResult(notes=["Both sides return the same answer. Elements: size of x, which is random."])
     sizes = QUICK_ELEMENTS if options.quick else ELEMENTS
     total = len(peers()) * len(sizes) * len(options.threads)
     try:
@@ -101,6 +100,7 @@ def _measure(peer: Peer, elements: int, threads: int, quick: bool) -> BenchRow:
 
 
 def peer_model(peer: Peer) -> onnx.ModelProto:
+    """Return the model of a peer."""
     constants = {
         **_QUANTIZATION,
         "zx": np.array(np.iinfo(peer.x_type).max // 2 + 1, peer.x_type),
@@ -119,7 +119,7 @@ def peer_model(peer: Peer) -> onnx.ModelProto:
 
 
 def our_model(peer: onnx.ModelProto) -> onnx.ModelProto:
-    """The peer's answer by one lookup."""
+    """Return a model that computes the peer's answer by one lookup."""
     graph = ir.from_proto(peer).graph
     x = graph.inputs[0]
     chain = find_cone(x, graph, graph_order(graph)).chain_to(graph.outputs[0])
@@ -168,7 +168,7 @@ def _qlinear(op_type: str, **attributes: Any) -> NodeProto:
 
 
 def _between(nodes: list[NodeProto], end: bool = True) -> tuple[NodeProto, ...]:
-    """Nodes from x1 to y1 between DequantizeLinear and QuantizeLinear."""
+    """Return nodes from x1 to y1 between DequantizeLinear and QuantizeLinear."""
     first = helper.make_node("DequantizeLinear", ["x", "s", "zx"], ["x1"])
     last = [helper.make_node("QuantizeLinear", ["y1", "t", "zy"], ["y"])] if end else []
     return (first, *nodes, *last)

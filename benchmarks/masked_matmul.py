@@ -2,19 +2,19 @@
 
 Kinds of cases; finding the pattern is part of Ortolan's time:
 
-    square    n x n x n, both sides sparse (Masked Matrix Multiplication, Table 2): A by numbers, B by blocks of 16
-    numbers   the same with B sparse by numbers as well, where few blocks are empty
+    square    n x n x n, both sides sparse (Masked Matrix Multiplication, Table 2): A by elements, B by blocks of 16
+    numbers   the same with B also sparse by elements, where few blocks are empty
     deja_vu   OPT-1.3B's MLP: 2048 x 8192 by 8192 x 2048, 88 % of the neurons off for all rows (Table 4)
-    decode    one row by 4096 x 14336, some of the row zero; weights float32, bf16 and int8
-    constant  a few rows by weights that ORT packs ahead, none or 80 % of the rows' numbers zero
-    heat_map  2048^3 for all sparsities of A and B (Figure 13), drawn to heat_map.png; only when asked for
+    decode    one row by 4096 x 14336, part of the row zero; weights float32, bf16 and int8
+    constant  a few rows by weights that ORT packs ahead of time, 0 or 80 % of the rows' elements zero
+    heat_map  2048^3 for all sparsities of A and B (Figure 13), drawn to heat_map.png; only on request
 
 and peers:
 
-    ort_matmul            ORT MatMul on float32, zeros or not
-    scipy_csr             scipy.sparse, A and B in CSR already; one thread, where scipy is installed and n is small
+    ort_matmul            ORT MatMul on float32, with or without zeros
+    scipy_csr             scipy.sparse, A and B already in CSR; one thread, if scipy is installed and n is small
     ortolan_dense_bf16    SparseAMXMatMul with dense storage
-    ortolan_dense_int8    MaskedMatMul itself with no zeros in the row
+    ortolan_dense_int8    MaskedMatMul without zeros in the row
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .._native import pack_bitmap
 from ..errors import OrtolanError
 from ..progress import Progress, no_progress
 from ..session import register
-from .cold_layers import Candidate, Node, ort_candidate
+from .cold_layers import Node, TimedLayer, ort_candidate
 from .result import BenchOptions, BenchResult, BenchRow
 
 OP = "MaskedMatMul"
@@ -46,7 +46,7 @@ KINDS = ("square", "numbers", "deja_vu", "decode", "constant", "heat_map")
 DEFAULT_KINDS = KINDS[:-1]
 SIZES, QUICK_SIZES = (256, 512, 1024, 2048, 4096, 8192), (256, 512)
 SPARSITY, QUICK_SPARSITY = (0.0, 0.6, 0.8, 0.9), (0.8,)
-MOST_SPARSITIES = 2048  # larger ones are measured at 80 % alone, as in the paper
+MAX_SIZE_ALL_SPARSITIES = 2048  # larger sizes are measured at 80 % only, as in the paper
 DEJA_VU, QUICK_DEJA_VU = (2048, 8192, 2048), (128, 1024, 256)
 DEJA_VU_SPARSITY = 0.88
 DECODE, QUICK_DECODE = (4096, 14336), (256, 512)
@@ -58,7 +58,7 @@ HEAT_MAP_SIZE, QUICK_HEAT_MAP_SIZE = 2048, 128
 HEAT_MAP_SPARSITY = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 QUICK_HEAT_MAP_SPARSITY = (0.0, 0.8, 0.99)
 HEAT_MAP_FILE = "heat_map.png"
-MOST_CSR = 1024
+MAX_CSR = 1024
 SECONDS, QUICK_SECONDS = 2.0, 0.05
 ROUNDS = 3
 BLOCK = 16
@@ -68,19 +68,19 @@ _OPSET = 17
 
 
 def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
-    """Measure every case. An interrupt ends it early, with what there is."""
+    """Measure every case. An interrupt returns the results so far."""
     for name in ("layers", "batch", "group_size"):
         if getattr(options, name) is not None:
-            raise OrtolanError(f"{OP} is measured on matrices of its own: leave out options about layers")
+            raise OrtolanError(f"{OP} has its own matrices: leave out options about layers")
     kinds = options.kinds or DEFAULT_KINDS
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
-        raise OrtolanError(f"{OP} has no kind of case {unknown[0]!r}; known: {', '.join(KINDS)}")
+        raise OrtolanError(f"{OP} has no kind {unknown[0]!r}, expected one of {', '.join(KINDS)}")
     if "heat_map" in kinds and find_spec("matplotlib") is None:
         raise OrtolanError("heat_map draws with matplotlib, which is not installed: pip install matplotlib")
     result = BenchResult(
         notes=[
-            "Ortolan's time includes finding the zeros. m x k x n; a, b: shares of zeros.",
+            "Ortolan's time includes finding the zeros. m x k x n; a, b: fractions of zeros.",
             describe_cold_copies(),
         ]
     )
@@ -106,14 +106,14 @@ def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
 
 
 def _cases(options: BenchOptions, kinds: Sequence[str]) -> Iterator[tuple[str, Callable[[int], Iterator[BenchRow]]]]:
-    """What is measured, by name, and how for a number of threads."""
+    """Yield the name of each case, and a function that measures it with a number of threads."""
     quick = options.quick
     seconds = QUICK_SECONDS if quick else SECONDS
     sizes = options.cases or tuple((n, n, n) for n in (QUICK_SIZES if quick else SIZES))
     for kind in (kind for kind in kinds if kind in ("square", "numbers")):
         for m, k, n in sizes:
             shares = options.sparsity or (QUICK_SPARSITY if quick else SPARSITY)
-            if options.sparsity is None and max(m, k, n) > MOST_SPARSITIES:
+            if options.sparsity is None and max(m, k, n) > MAX_SIZE_ALL_SPARSITIES:
                 shares = QUICK_SPARSITY
             for share in shares:
                 yield f"{kind} {m}x{k}x{n}, {share}", _square(kind, (m, k, n), share, share, seconds)
@@ -147,8 +147,8 @@ def _square(
     def measure(threads: int) -> Iterator[BenchRow]:
         m, k, n = sizes
         rng = np.random.default_rng(m + k + n)
-        a = sparse_numbers(rng, m, k, of_a)
-        b = sparse_numbers(rng, k, n, of_b) if kind == "numbers" else sparse_blocks(rng, k, n, of_b)
+        a = sparse_elements(rng, m, k, of_a)
+        b = sparse_elements(rng, k, n, of_b) if kind == "numbers" else sparse_blocks(rng, k, n, of_b)
         case = {"kind": kind, "shape": f"{m}x{k}x{n}", "a": of_a, "b": of_b}
         yield from _product(case, a, b, threads, seconds)
 
@@ -160,7 +160,7 @@ def _deja_vu(sizes: tuple[int, int, int], seconds: float) -> Callable[[int], Ite
         m, k, n = sizes
         rng = np.random.default_rng(k)
         off = rng.random(k) < DEJA_VU_SPARSITY
-        a, b = sparse_numbers(rng, m, k, 0.0), sparse_numbers(rng, k, n, 0.0)
+        a, b = sparse_elements(rng, m, k, 0.0), sparse_elements(rng, k, n, 0.0)
         a[:, off] = 0
         b[off] = 0
         case = {"kind": "deja_vu", "shape": f"{m}x{k}x{n}", "a": DEJA_VU_SPARSITY, "b": DEJA_VU_SPARSITY}
@@ -169,18 +169,18 @@ def _deja_vu(sizes: tuple[int, int, int], seconds: float) -> Callable[[int], Ite
     return measure
 
 
-def sparse_numbers(rng: np.random.Generator, rows: int, columns: int, share: float) -> np.ndarray:
-    """float32 [rows, columns] of which `share` is zero, each number for itself."""
+def sparse_elements(rng: np.random.Generator, rows: int, columns: int, fraction: float) -> np.ndarray:
+    """Return float32 [rows, columns] in which each element is zero with probability `fraction`."""
     x = rng.random((rows, columns), dtype=np.float32) - np.float32(0.5)
-    if share > 0:
-        x[rng.random((rows, columns), dtype=np.float32) < share] = 0
+    if fraction > 0:
+        x[rng.random((rows, columns), dtype=np.float32) < fraction] = 0
     return x
 
 
-def sparse_blocks(rng: np.random.Generator, rows: int, columns: int, share: float) -> np.ndarray:
-    """The same, but 16 numbers of a row side by side are zero together (the paper's block-random sparsity)."""
-    x = sparse_numbers(rng, rows, columns, 0.0)
-    zero = rng.random((rows, -(-columns // BLOCK)), dtype=np.float32) < share
+def sparse_blocks(rng: np.random.Generator, rows: int, columns: int, fraction: float) -> np.ndarray:
+    """Return the same with zeros in blocks of 16 adjacent elements (the paper's block-random sparsity)."""
+    x = sparse_elements(rng, rows, columns, 0.0)
+    zero = rng.random((rows, -(-columns // BLOCK)), dtype=np.float32) < fraction
     x[np.repeat(zero, BLOCK, axis=1)[:, :columns]] = 0
     return x
 
@@ -190,7 +190,7 @@ def _product(case: dict[str, Any], a: np.ndarray, b: np.ndarray, threads: int, s
         "ours": product_call(OP, a, b, threads),
         "ort_matmul": product_call("MatMul", a, b, threads),
     }
-    if case["kind"] != "heat_map" and threads == 1 and max(*a.shape, *b.shape) <= MOST_CSR:
+    if case["kind"] != "heat_map" and threads == 1 and max(*a.shape, *b.shape) <= MAX_CSR:
         calls |= csr_call(a, b)
     timings = interleave(calls, seconds=seconds, min_rounds=ROUNDS)
     for peer in calls:
@@ -199,7 +199,7 @@ def _product(case: dict[str, Any], a: np.ndarray, b: np.ndarray, threads: int, s
 
 
 def csr_call(a: np.ndarray, b: np.ndarray) -> dict[str, Call]:
-    """scipy's product of A and B in CSR, if scipy is installed."""
+    """Return SciPy's product of A and B in CSR, if SciPy is installed."""
     if find_spec("scipy") is None:
         return {}
     sparse: Any = import_module("scipy.sparse")
@@ -208,7 +208,7 @@ def csr_call(a: np.ndarray, b: np.ndarray) -> dict[str, Call]:
 
 
 def product_model(op_type: str) -> onnx.ModelProto:
-    """y = a b of matrices that are fed, by ORT's MatMul or ours."""
+    """Return a model of y = a b by ORT's MatMul or ours, for matrices that are inputs."""
     attributes: dict[str, Any] = {"domain": "ai.ortolan", "format_version": 1} if op_type == OP else {}
     graph = helper.make_graph(
         [helper.make_node(op_type, ["a", "b"], ["y"], "product", **attributes)],
@@ -221,6 +221,7 @@ def product_model(op_type: str) -> onnx.ModelProto:
 
 
 def product_call(op_type: str, a: np.ndarray, b: np.ndarray, threads: int) -> Call:
+    """Return a call of a product in a session with bound inputs and output."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     # The threads of one candidate must not spin while another is timed.
@@ -250,7 +251,7 @@ def _decode(
     def measure(threads: int) -> Iterator[BenchRow]:
         rng = np.random.default_rng(k + n)
         ours, peer_name, peer = decode_candidates(rng, weights, k, n)
-        rows = {share: sparse_numbers(rng, 1, k, share) for share in (0.0, *shares)}
+        rows = {share: sparse_elements(rng, 1, k, share) for share in (0.0, *shares)}
         bind = ours.open(threads)
         calls: dict[str, Call] = {f"ours {share}": bind(x) for share, x in rows.items()}
         if peer is not None:
@@ -276,7 +277,7 @@ def _constant(
         bind_ours, bind_dense = ours.open(threads), dense.open(threads)
         for m in rows:
             for share in shares:
-                x = sparse_numbers(rng, m, k, share)
+                x = sparse_elements(rng, m, k, share)
                 calls = {"ours": bind_ours(x), "ort_matmul": bind_dense(x)}
                 timings = interleave(calls, seconds=seconds, min_rounds=ROUNDS)
                 case = {"kind": "constant", "shape": f"{m}x{k}x{n}", "weights": weights, "a": share}
@@ -286,32 +287,32 @@ def _constant(
     return measure
 
 
-def masked_candidate(rng: np.random.Generator, weights: str, k: int, n: int) -> Candidate:
-    """Ours, with weights float, bf16 or int8."""
+def masked_candidate(rng: np.random.Generator, weights: str, k: int, n: int) -> TimedLayer:
+    """Return our operator with weights float, bf16 or int8."""
     constants: list[np.ndarray | None]
     if weights == "int8":
         constants = [rng.integers(-127, 128, (k, n), dtype=np.int8), rng.random((1, n), dtype=np.float32)]
     else:
         dtype = np.float32 if weights == "float" else ml_dtypes.bfloat16
-        constants = [sparse_numbers(rng, k, n, 0.0).astype(dtype)]
+        constants = [sparse_elements(rng, k, n, 0.0).astype(dtype)]
     return ort_candidate(Node(OP, constants, "ai.ortolan", {"format_version": 1}), k, n)
 
 
-def matmul_candidate(rng: np.random.Generator, k: int, n: int) -> Candidate:
-    """ORT's MatMul, which packs these weights once."""
-    return ort_candidate(Node("MatMul", [sparse_numbers(rng, k, n, 0.0)]), k, n, distinct=True)
+def matmul_candidate(rng: np.random.Generator, k: int, n: int) -> TimedLayer:
+    """Return ORT's MatMul, which packs these weights once."""
+    return ort_candidate(Node("MatMul", [sparse_elements(rng, k, n, 0.0)]), k, n, distinct=True)
 
 
 def decode_candidates(
     rng: np.random.Generator, weights: str, k: int, n: int
-) -> tuple[Candidate, str, Candidate | None]:
-    """Ours, the peer's name, and the peer; None: ours without zeros."""
+) -> tuple[TimedLayer, str, TimedLayer | None]:
+    """Return our operator, the peer's name, and the peer (None: our operator without zeros)."""
     ours = masked_candidate(rng, weights, k, n)
     if weights == "int8":
         return ours, "ortolan_dense_int8", None
     if weights == "float":
         return ours, "ort_matmul", matmul_candidate(rng, k, n)
-    w = sparse_numbers(rng, k, n, 0.0)
+    w = sparse_elements(rng, k, n, 0.0)
     masks, values, offsets = pack_bitmap(w, dense=True)
     dense = Node(
         "SparseAMXMatMul",
@@ -326,7 +327,7 @@ def decode_candidates(
 
 
 def draw_heat_map(rows: Sequence[BenchRow], threads: int, path: Path) -> None:
-    """Times faster than ORT MatMul, by the sparsities of A and B, as a picture."""
+    """Draw the speedup over ORT MatMul by the sparsities of A and B."""
     found = {
         (row.case["a"], row.case["b"]): row.ratio
         for row in rows
@@ -342,7 +343,7 @@ def draw_heat_map(rows: Sequence[BenchRow], threads: int, path: Path) -> None:
     axes.set_xlabel("zeros of B, blocks of 16")
     axes.set_ylabel("zeros of A")
     shape = next(row.case["shape"] for row in rows if row.case["kind"] == "heat_map")
-    axes.set_title(f"{OP} {shape}: times faster than ONNX Runtime's MatMul, {threads} thread(s)")
+    axes.set_title(f"{OP} {shape}: speedup over ONNX Runtime's MatMul, {threads} thread(s)")
     for i, a_ratios in enumerate(ratios):
         for j, ratio in enumerate(a_ratios):
             axes.text(j, i, f"{ratio:.1f}", ha="center", va="center", fontsize=8)

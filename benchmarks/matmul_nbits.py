@@ -1,4 +1,4 @@
-"""The peer of 4-bit and 8-bit layers: a model's linear layers in ONNX Runtime's own form, MatMulNBits."""
+"""The peer of 4-bit and 8-bit layers: ONNX Runtime's own operator, MatMulNBits."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ def make_matmul_nbits(
     bits: int = 4,
     symmetric: bool = True,
 ) -> None:
-    """Rounds every MatMul with constant weights to 4 or 8 bits (to nearest), as ONNX Runtime's own quantizer does it.
+    """Round every MatMul with constant weights to 4 or 8 bits (to nearest) with ONNX Runtime's quantizer.
 
-    block_size: weights to a scale, 16, 32, 64, 128 or 256. accuracy_level: 0 computes in fp32, 4 with activations
-    rounded to int8. symmetric: no zero points. Weights go to `<out_path>.data`.
+    Args:
+        model_path: The float model.
+        out_path: The new model; its weights go to `<out_path>.data`.
+        block_size: Weights per scale: 16, 32, 64, 128 or 256.
+        accuracy_level: 0 computes in fp32, 4 with activations rounded to int8.
+        bits: 4 or 8.
+        symmetric: No zero points.
     """
     import onnx
     from onnxruntime.quantization import matmul_nbits_quantizer
 
-    logging.getLogger(matmul_nbits_quantizer.__name__).setLevel(logging.WARNING)  # it tells of every node
+    logging.getLogger(matmul_nbits_quantizer.__name__).setLevel(logging.WARNING)  # it logs every node
     out_path = Path(out_path)
     quantizer = matmul_nbits_quantizer.MatMulNBitsQuantizer(
         onnx.load(os.fspath(model_path)),

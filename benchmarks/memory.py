@@ -1,9 +1,9 @@
-"""How much memory it takes to optimize a large model: a Llama of random weights, by recipe.
+"""Peak memory while a large model is optimized: a Llama with random weights, by recipe.
 
 python -m ortolan.benchmarks.memory [--gigabytes 2] [--recipe int8 int4:method=gptq …] [--folder FOLDER]
 
-Peaks are sampled every 20 ms. anonymous: what the process has allocated. with mapped files: pages of the model's files
-that happen to be in memory as well, which the system takes back when it wants to.
+Memory is sampled every 20 ms. anonymous: allocated by the process. with mapped files: also pages of the model's files
+that are in memory, which the system can reclaim.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MEGABYTE = 1e6
 
 
 def write_model(path: Path, gigabytes: float) -> int:
-    """A Llama with weights of about this size in an external file. Returns the number of its layers."""
+    """Write a Llama with weights of about this size in an external file, and return its number of layers."""
     import onnx_ir as ir
 
     from ..models.tiny import tiny_llama
@@ -47,7 +47,7 @@ def write_model(path: Path, gigabytes: float) -> int:
 
 
 def optimize(model: Path, output: Path, recipe: str) -> None:
-    """What the child process does: calibrated on four feeds of random tokens."""
+    """Run in the child process: optimize with four feeds of random tokens."""
     from .. import optimize_onnx
     from .variants import read_recipe
 
@@ -57,7 +57,11 @@ def optimize(model: Path, output: Path, recipe: str) -> None:
 
 
 def memory_of(pid: int) -> tuple[float, float]:
-    """MB of a process: anonymous, and with mapped files. Raises OSError when it has ended."""
+    """Return the memory of a process in MB: anonymous, and with mapped files.
+
+    Raises:
+        OSError: The process has ended.
+    """
     kilobytes = {}
     for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
         name, _, value = line.partition(":")
@@ -69,7 +73,11 @@ def memory_of(pid: int) -> tuple[float, float]:
 
 
 def measure(model: Path, output: Path, recipe: str) -> dict[str, Any]:
-    """Optimizes in a child process. Raises CalledProcessError when that fails."""
+    """Optimize in a child process.
+
+    Raises:
+        CalledProcessError: The optimization failed.
+    """
     code = (
         "import sys; from pathlib import Path; from ortolan.benchmarks.memory import optimize; "
         "optimize(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])"
@@ -99,6 +107,7 @@ def measure(model: Path, output: Path, recipe: str) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Run the command."""
     from rich.console import Console
     from rich.table import Table
 
@@ -107,7 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--recipe", nargs="+", default=RECIPES)
-    parser.add_argument("--folder", type=Path, help="where the models are written; a temporary one unless told")
+    parser.add_argument("--folder", type=Path, help="folder for the models (default: a temporary one)")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     console = Console(width=100, stderr=arguments.json)
@@ -116,7 +125,7 @@ def main() -> None:
         with console.status("building the model"):
             layers = write_model(model, arguments.gigabytes)
         found = []
-        with suppress(KeyboardInterrupt):  # what is measured is shown
+        with suppress(KeyboardInterrupt):  # the results so far are shown
             for recipe in arguments.recipe:
                 with console.status(recipe):
                     found.append(measure(model, Path(folder) / "optimized.onnx", recipe))
@@ -124,7 +133,9 @@ def main() -> None:
     if arguments.json:
         print(json.dumps(found, indent=2))
         return
-    table = Table(title=f"a model of {size:.2f} GB, {layers} layers: peaks while it is optimized", title_justify="left")
+    table = Table(
+        title=f"a model of {size:.2f} GB, {layers} layers: peak memory while optimizing", title_justify="left"
+    )
     for column in ("recipe", "anonymous, MB", "with mapped files, MB", "seconds"):
         table.add_column(column, justify="left" if column == "recipe" else "right")
     for one in found:

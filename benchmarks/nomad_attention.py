@@ -1,23 +1,24 @@
-"""One token's attention over long caches, one layer of 32 query and 8 key heads of 128 numbers: kernels of
-ops/attention/decode.h, called without ONNX Runtime around them, and the operator, against ONNX Runtime.
+"""Attention of one token over long caches: kernels and operator against ONNX Runtime.
 
-One measurement is one context, all candidates in the same rounds, with cold caches. Parts:
+One layer has 32 query and 8 key heads of size 128. Kernels of ops/attention/decode.h are called without ONNX Runtime.
 
-    step      scores, softmax and values, of keys as codes and int8 values; on one thread
+One measurement is one context, with all candidates in the same rounds and cold caches. Parts:
+
+    step      scores, softmax and values, with keys as codes and int8 values; on one thread
     scores    the products of the queries with the keys alone; on one thread
     node      NoMADAttention in an ORT session, past and present in one buffer: it appends the token, the 17th of a
-              block, and attends; on as many threads as are asked for
-    prompt    the same with float caches of nothing but the new token, behind a prompt of `context` tokens that is part
-              of the model, pruned (`keys` and `values`: the share of zeros); on one thread
+              block, and attends; on the given number of threads
+    prompt    the same with float caches that hold only the new token, after a prompt of `context` tokens that is part
+              of the model, pruned (`keys` and `values`: the fractions of zeros); on one thread
 
 Peers:
 
     ort_f32, ort_int8, ort_int4    step: ORT GroupQueryAttention with such caches, past and present in one buffer; it
                                    also appends the token; node, prompt (ort_f32): the same
-    ortolan_float, ortolan_codes   prompt: NoMADAttention with caches of as many tokens, float32; codes and int8
-    ortolan_step                   node: the kernel alone, over as many tokens, on one thread
-    ort_matmul_f32                 scores: ORT FusedMatMul of the queries that share a head with its float32 keys
-    ortolan_f32                    the same by Ortolan's own kernel with float32 keys (step: and values)
+    ortolan_float, ortolan_codes   prompt: NoMADAttention with caches of equal length, float32; codes and int8
+    ortolan_step                   node: the kernel alone, with an equal number of tokens, on one thread
+    ort_matmul_f32                 scores: ORT FusedMatMul of the queries that use one head with its float32 keys
+    ortolan_f32                    the same by Ortolan's kernel with float32 keys (step: and values)
     stream_read                    reading the caches' bytes at the rate of the run; a ratio of 0.8 is 80 % of it
 
 65,536 tokens need 4 GB of memory.
@@ -56,7 +57,7 @@ CONTEXTS = (512, 2048, 16384, 65536)
 QUICK_CONTEXTS = (2048,)
 D_SUB = (1, 2)
 PRUNED = ((0.0, 0.0), (0.3, 0.5), (0.5, 0.5))  # keys and values of prompts
-ROOM_LEFT = 15  # of a buffer that `node` decodes into: blocks are of 32 tokens, and this one is half full
+ROOM_LEFT = 15  # of a buffer that `node` decodes into: blocks have 32 tokens, and this one is half full
 SECONDS, QUICK_SECONDS = 4.0, 0.5
 ROUNDS = 5
 _ORT_KINDS = {"ort_f32": np.float32, "ort_int8": np.int8, "ort_int4": np.uint8}
@@ -66,7 +67,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Measured:
-    """What is timed: a call goes through all the copies of a layer's caches, each of `stored_bytes`."""
+    """A timed call. It processes all copies of a layer's caches, each of `stored_bytes`."""
 
     call: Call
     copies: int
@@ -74,7 +75,7 @@ class Measured:
 
 
 def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
-    """Measure every context. An interrupt ends it early, with what there is."""
+    """Measure every context. An interrupt returns the results so far."""
     for name in ("cases", "sparsity", "layers", "batch", "kinds", "group_size"):
         if getattr(options, name) is not None:
             raise OrtolanError(f"{OP} has no weights: options about layers and weights do not apply; leave them out")
@@ -159,7 +160,7 @@ def _measure_prompt(context: int, seconds: float) -> Iterator[BenchRow]:
 
 
 def prompt_candidates(context: int) -> dict[str, Measured]:
-    """Sessions that decode one token behind `context` others, by name."""
+    """Return sessions that decode one token after `context` others, by name."""
     rng = np.random.default_rng(context)
     inputs = _inputs(rng)
     result = {}
@@ -184,7 +185,7 @@ def _prompt_name(keys: float, values: float) -> str:
 
 
 def node_candidates(context: int, threads: int) -> dict[str, Measured]:
-    """Sessions that decode one token into buffers of `context` tokens, by name."""
+    """Return sessions that decode one token into buffers of `context` tokens, by name."""
     rng = np.random.default_rng(context)
     tokens = context - ROOM_LEFT
     inputs = _inputs(rng)
@@ -202,7 +203,7 @@ def node_candidates(context: int, threads: int) -> dict[str, Measured]:
 
 
 def candidates(context: int) -> dict[str, Measured]:
-    """All of one context, by part and name."""
+    """Return the kernel's and ONNX Runtime's calls of one context, by part and name."""
     rng = np.random.default_rng(context)
     result = {}
     for d_sub in D_SUB:
@@ -231,7 +232,7 @@ def compressed_caches(
     kv_heads: int = KV_HEADS,
     head_dim: int = HEAD_DIM,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codebooks, keys and values of a layer, with room for `context` tokens; tokens: of values written, or all."""
+    """Return codebooks, keys and values of a layer with room for `context` tokens; only `tokens` values are written."""
     codebooks = rng.standard_normal((kv_heads, head_dim // d_sub, 16, d_sub), dtype=np.float32)
     keys = rng.integers(0, 256, (kv_heads, context, head_dim // d_sub // 2), dtype=np.uint8)
     values = np.zeros((kv_heads, context, head_dim + 2), np.uint8)
@@ -246,7 +247,7 @@ def _inputs(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def _floats(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Normally distributed numbers that repeat themselves: as good for timing, and made faster."""
+    """Return normally distributed values that repeat: good enough for timing, and made faster."""
     return np.resize(rng.standard_normal(1 << 20, dtype=np.float32), shape)
 
 
@@ -255,7 +256,7 @@ def _copies(arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
 
 
 def _count(bytes_each: int) -> int:
-    """Return how many copies of a cache to use so that none stays in the L3, within a candidate's share of memory."""
+    """Return the number of copies of a cache so that no copy stays in the L3, within the memory of one candidate."""
     return max(2, min(-(-4 * last_level_cache_bytes() // bytes_each), cold_bytes_each() // bytes_each))
 
 
@@ -312,9 +313,10 @@ def group_query_attention(
     tokens: int | None = None,
     threads: int = 1,
 ) -> Iterator[Call]:
-    """A call a pair of caches [1, kv_heads, context, row]: ORT GroupQueryAttention, which writes key and value into row
-    `tokens` - 1 of the caches, the last one by default, and its answer into y. Of int8 and int4 (uint8) the scales are
-    0.01.
+    """Yield one call of ORT GroupQueryAttention per pair of caches [1, kv_heads, context, row].
+
+    It writes key and value into row `tokens` - 1 of the caches (default: the last row), and its answer into y. int8 and
+    int4 (uint8) caches have scales of 0.01.
     """
     tokens = tokens or caches[0][0].shape[2]
     dtype = caches[0][0].dtype
@@ -344,8 +346,10 @@ def cached_attention(
     threads: int = 1,
     y: np.ndarray | None = None,
 ) -> Iterator[Call]:
-    """A call a pair of caches, codes and int8 values [1, kv_heads, context, row], or floats and codebooks [0]:
-    NoMADAttention, which appends key and value as token number `tokens` of the caches, and writes its answer into y.
+    """Yield one call of NoMADAttention per pair of caches [1, kv_heads, context, row].
+
+    The caches are codes and int8 values, or floats with codebooks [0]. It appends key and value as token number
+    `tokens`, and writes its answer into y.
     """
     constants = {"nothing": np.zeros(1, np.float32), "codebooks": codebooks}
     node = helper.make_node(
@@ -365,7 +369,7 @@ def cached_attention(
 def behind_prompt(
     inputs: Mapping[str, np.ndarray], prompt: PromptCache, y: np.ndarray | None = None, threads: int = 1
 ) -> Call:
-    """NoMADAttention with the prompt in its session, and a float cache that gets key and value as its only token."""
+    """Return a call of NoMADAttention with the prompt in its session, and a float cache for the only new token."""
     packed = {
         name: tensor.array.view(ml_dtypes.bfloat16) if tensor.array.dtype == np.uint16 else tensor.array
         for name, tensor in prompt.pack().items()
@@ -397,7 +401,7 @@ def _decode_calls(
     y: np.ndarray | None,
     threads: int,
 ) -> Iterator[Call]:
-    """A call a pair of caches of a node's session, past and present in one buffer."""
+    """Yield one call of a node's session per pair of caches, with past and present in one buffer."""
     pasts = ("past_key", "past_value")
     shaped = dict(zip(pasts, caches[0], strict=True))
     answer = np.ones_like(given["query"]) if y is None else y

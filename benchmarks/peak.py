@@ -1,10 +1,10 @@
-"""How near matrix products of many rows come to what the CPU can multiply at all.
+"""The rate of matrix products with many rows, relative to the CPU's peak.
 
     python -m ortolan.benchmarks.peak [--m 128] [--k 768] [--n 3072] [--rounds 20]
 
-One thread, each target of the build that this CPU can run, 10^9 multiply-adds a second: with all operands in registers
-(ortolan._testing.peak), then by the kernels for dense bf16, int8 and W4A8 weights, quantizing x included. Rounds take
-turns between them; the best of each counts. Only builds with ORTOLAN_TESTING have the kernels by name.
+One thread, each target of the build that this CPU supports, in 10^9 multiply-adds a second: first with all operands in
+registers (ortolan._testing.peak), then by the kernels for dense bf16, int8 and W4A8 weights, including quantization of
+x. Rounds alternate between them; the best round counts. Only builds with ORTOLAN_TESTING expose kernels by name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Run = Callable[[], object]
 
 
 def kernels(m: int, k: int, n: int, target: str) -> dict[str, Run]:
-    """A product of each kind of weight by the kernels of a target: those that have one."""
+    """Return a product of each kind of weight for which the target has a kernel."""
     testing = required_kernels()
     rng = np.random.default_rng(0)
     x = rng.standard_normal((m, k), dtype=np.float32)
@@ -51,9 +51,9 @@ def kernels(m: int, k: int, n: int, target: str) -> dict[str, Run]:
 
 
 def best_seconds(runs: dict[str, Run], rounds: int) -> dict[str, float]:
-    """Of each, the least of so many rounds, in which all take turns."""
+    """Return the shortest time of each run. The runs alternate in each round."""
     best = dict.fromkeys(runs, float("inf"))
-    for _ in range(rounds + 1):  # the first one warms up
+    for _ in range(rounds + 1):  # the first round warms up
         for name, run in runs.items():
             start = time.perf_counter()
             run()
@@ -62,7 +62,7 @@ def best_seconds(runs: dict[str, Run], rounds: int) -> dict[str, float]:
 
 
 def measure(m: int, k: int, n: int, rounds: int, target: str) -> list[tuple[str, float, float]]:
-    """Of each kind of weight: its name, the peak and the kernel's rate, in 10^9 multiply-adds a second."""
+    """Return (kind of weight, peak, kernel's rate), rates in 10^9 multiply-adds a second."""
     peak = required_kernels().peak
     products = kernels(m, k, n, target)
     in_registers = {PRODUCTS[kind]: partial(peak, target, PRODUCTS[kind], _PEAK_ROUNDS) for kind in products}
@@ -75,11 +75,12 @@ def measure(m: int, k: int, n: int, rounds: int, target: str) -> list[tuple[str,
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m ortolan.benchmarks.peak", description=__doc__.split("\n")[0])
     for name, default in (("m", 128), ("k", 768), ("n", 3072), ("rounds", 20)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    table = Table("target", "weights", "peak", "kernel", "share", title=_native.cpu_info()["name"])
+    table = Table("target", "weights", "peak", "kernel", "kernel / peak", title=_native.cpu_info()["name"])
     for target in required_kernels().simd_lanes():
         if target == "scalar":
             continue

@@ -1,12 +1,12 @@
-"""An unmodified encoder on the execution provider: answers, latency, session and memory beside plain ONNX Runtime and
-the file that `ortolan optimize` makes of it.
+"""An unmodified encoder on the execution provider, against plain ONNX Runtime and the file of `ortolan optimize`.
 
 python -m ortolan.benchmarks.provider [--model all-minilm-l6-v2 | FILE] [--kind int8 uint8 nbits bf16 float_int8 …]
     [--shape 1x16 …] [--threads 1]
 
-int8, uint8: ONNX Runtime's quantize_dynamic. nbits: its MatMulNBits of 4 bits, blocks of 32, accuracy_level 4. bf16,
-float_int8: the float model, with the provider's option `precision`, and the file of weights="bf16" or "int8". FILE: an
-encoder as it is. Sessions are timed in processes of their own, whose largest memory is measured.
+It reports answers, latency, session creation and memory. int8, uint8: ONNX Runtime's quantize_dynamic. nbits: its
+MatMulNBits with 4 bits, blocks of 32, accuracy_level 4. bf16, float_int8: the float model, with the provider's option
+`precision`, and the file of weights="bf16" or "int8". FILE: an encoder without changes. Sessions are timed in separate
+processes, whose peak memory is measured.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ _SESSIONS = 5
 
 @dataclass(frozen=True)
 class Subject:
-    """A model as it is, the file that is made of it, and what becomes of its float layers."""
+    """A model, its optimized file, and the provider's precision for float layers."""
 
     model: Path
     optimized: Path
     precision: str = "float32"
 
     def session(self, way: str, threads: int) -> ort.InferenceSession:
+        """Open a session in one of WAYS."""
         if way == OPTIMIZED:
             return create_session(self.optimized, session_options(threads))
         if way == PLAIN:
@@ -67,7 +68,7 @@ class Subject:
 
 
 def make_subject(kind: str, source: Path, feeds: Sequence[dict[str, np.ndarray]], folder: Path) -> Subject:
-    """kind: one of KINDS, or "file"."""
+    """Make the model of a kind (one of KINDS, or "file") and its optimized file."""
     model, optimized = folder / f"{kind}.onnx", folder / f"{kind}_optimized.onnx"
     if kind in ("int8", "uint8"):
         with silent_root_logger():
@@ -87,7 +88,7 @@ def make_subject(kind: str, source: Path, feeds: Sequence[dict[str, np.ndarray]]
 
 
 def measure_session(subject: Subject, way: str, threads: int) -> dict[str, float]:
-    """What a process of its own takes: ms for a session, the least of some, and MB at most."""
+    """Return the ms to create a session (fastest of several) and the peak MB, measured in a separate process."""
     arguments = json.dumps([str(subject.model), str(subject.optimized), subject.precision, way, threads])
     command = [sys.executable, "-m", "ortolan.benchmarks.provider", "--child", arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -109,24 +110,26 @@ def _child(arguments: str) -> None:
 
 
 def _peak_megabytes() -> float:
-    """Of this process alone. (What getrusage says begins with the parent's.)"""
+    """Return the peak memory of this process; getrusage would start with the parent's value."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) / 1e3
 
 
 def nearness(found: np.ndarray, expected: np.ndarray) -> str:
-    """ "equal", or the largest difference."""
+    """Return the word "equal", or the largest difference."""
     if found.tobytes() == expected.tobytes():
         return "equal"
     return f"{float(np.abs(found - expected).max()):.2g}"
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the cosine similarity of two vectors."""
     return float(np.vdot(a, b) / (np.linalg.norm(a) * np.linalg.norm(b)))
 
 
 def table_of(kind: str, subject: Subject, inputs: Sequence[str], arguments: argparse.Namespace) -> Table:
-    table = Table(title=f"{kind}: ms, the least and the median; times as fast as {PLAIN}, by the least")
+    """Measure one subject and return its table."""
+    table = Table(title=f"{kind}: ms, fastest and median; speedup over {PLAIN}, by the fastest")
     for column in ("", *WAYS, "provider / optimized", "answers, provider - optimized", "cosine to float, both"):
         table.add_column(column)
     with pinned(arguments.threads):
@@ -140,11 +143,11 @@ def table_of(kind: str, subject: Subject, inputs: Sequence[str], arguments: argp
                 way: lambda session=session, feeds=feeds: session.run(None, feeds) for way, session in sessions.items()
             }
             timings = interleave(calls, seconds=arguments.seconds)
-            least = {way: timing.min_ms for way, timing in timings.items()}
+            fastest = {way: timing.min_ms for way, timing in timings.items()}
             table.add_row(
                 f"{batch}x{tokens}",
-                *(f"{timings[way]}  {least[PLAIN] / least[way]:.2f}x" for way in WAYS),
-                f"{least[OPTIMIZED] / least[PROVIDER]:.3f}x",
+                *(f"{timings[way]}  {fastest[PLAIN] / fastest[way]:.2f}x" for way in WAYS),
+                f"{fastest[OPTIMIZED] / fastest[PROVIDER]:.3f}x",
                 nearness(answers[PROVIDER], answers[OPTIMIZED]),
                 f"{cosine(answers[PROVIDER], exact):.5f}  {cosine(answers[PLAIN], exact):.5f}",
             )
@@ -155,8 +158,9 @@ def table_of(kind: str, subject: Subject, inputs: Sequence[str], arguments: argp
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="all-minilm-l6-v2", help="of the catalogue, or an ONNX file")
+    parser.add_argument("--model", default="all-minilm-l6-v2", help="a model of the catalogue, or an ONNX file")
     parser.add_argument("--kind", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--shape", type=read_shape, nargs="+", default=SHAPES, help="BATCHxTOKENS")
     parser.add_argument("--threads", type=int, default=1)

@@ -1,4 +1,4 @@
-"""What a benchmark is asked and what it answers."""
+"""Options and results of benchmarks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to measure.
+    """The cases to measure. None: the benchmark's own.
 
-    threads: numbers of intra-op threads. quick: fewer cases and rounds. The others take the place of the benchmark's
-    own: cases: (m, k, n) triples; sparsity: fractions of zero weights; layers: names out of shapes.py; batch: rows
-    (m) to measure these with; kinds: of weights; group_size: weights to a scale; device: "opencl", instead of peers.
+    Attributes:
+        threads: Numbers of intra-op threads.
+        quick: Fewer cases and rounds.
+        cases: (m, k, n) triples.
+        sparsity: Fractions of zero weights.
+        layers: Names in shapes.py.
+        batch: Rows (m) to measure the layers with.
+        kinds: Kinds of weights.
+        group_size: Weights per scale.
+        device: "opencl": compare this device with the CPU instead of peers.
     """
 
     threads: tuple[int, ...] = (1, 2)
@@ -39,7 +46,7 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One comparison, both sides timed in the same rounds. Times in milliseconds; ratio above 1: Ortolan is faster."""
+    """One comparison, both sides timed in the same rounds, in milliseconds. A ratio above 1: Ortolan is faster."""
 
     op: str
     case: dict[str, Any]
@@ -50,10 +57,11 @@ class BenchRow:
 
     @property
     def ratio(self) -> float:
-        """peer_ms / ours_ms, of the minima."""
+        """The ratio peer_ms / ours_ms of the fastest runs."""
         return self.peer_time.min_ms / self.ours.min_ms
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the row as plain values."""
         return {
             "op": self.op,
             "case": self.case,
@@ -69,10 +77,14 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """How many times faster than its peer Ortolan is on named layers: the peer's ms over ours, of minima.
+    """Speedups over a peer on named layers, by the fastest runs.
 
-    case: kind, m and what else the benchmark varies. ratios: by column of the table. geomean: of all layers.
-    others: the geometric means of the ratios to other peers, where these were measured, by what the table calls them.
+    Attributes:
+        case: kind, m and other values that the benchmark varies.
+        threads: Number of threads.
+        ratios: Speedups by column of the table.
+        geomean: Geometric mean over all layers.
+        others: Geometric means of the speedups over other measured peers, by the table's name for them.
     """
 
     case: dict[str, Any]
@@ -82,6 +94,7 @@ class SummaryRow:
     others: dict[str, float]
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the row as plain values."""
         return {
             **self.case,
             "threads": self.threads,
@@ -92,6 +105,7 @@ class SummaryRow:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
+    """Return the geometric mean."""
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
@@ -101,11 +115,13 @@ def summarize(
     columns: Mapping[str, Sequence[str]],
     others: Mapping[str, str],
 ) -> list[SummaryRow]:
-    """A row for each number of threads and case, but for its layer, that was measured against a peer of its kind.
+    """Return one row per number of threads and case without its layer, if a peer of its kind was measured.
 
-    rows: their case holds "kind", "m", "k", "n" and, if named, "layer", names joined by ", ". peers: of each kind; the
-    fastest one measured counts. columns: a table column's name -> the layers whose geometric mean it shows. others: a
-    name -> a further peer.
+    Args:
+        rows: Their case has "kind", "m", "k", "n" and, if named, "layer": names joined by ", ".
+        peers: The peers of each kind; the fastest measured one counts.
+        columns: Column of the table -> layers whose geometric mean it shows.
+        others: Name -> a further peer.
     """
     found: dict[tuple[Any, ...], dict[str, dict[str, float]]] = {}
     for row in rows:
@@ -114,7 +130,7 @@ def summarize(
         for layer in filter(None, row.case.get("layer", "").split(", ")):
             by_layer = found.setdefault((kind, row.threads, m, *case.items()), {})
             by_layer.setdefault(layer, {})[row.peer] = row.ratio
-    # By kind, threads, m and the rest, each in the order in which the rows bring it.
+    # Sorted by kind, threads, m and the rest, each in the order of the rows.
     orders = [list(dict.fromkeys(values)) for values in zip(*found, strict=True)]
     summary = []
     for key in sorted(found, key=lambda key: [order.index(value) for order, value in zip(orders, key, strict=True)]):
@@ -140,20 +156,20 @@ def summarize(
 
 
 def cpu_name() -> str:
-    """The CPU and its features in use, as results name them."""
+    """Return the CPU and its features in use, as results show them."""
     cpu = cpu_info()
     return f"{cpu['name']} ({cpu['isa']})"
 
 
 def versions_line(versions: Mapping[str, str] | None = None) -> str:
-    """CPU, features and versions in one line: what every printed result begins with."""
+    """Return CPU, features and versions in one line: the start of every printed result."""
     versions = package_versions() if versions is None else versions
     return " · ".join([cpu_name(), *(f"{name} {number}" for name, number in versions.items())])
 
 
 @dataclass
 class BenchResult:
-    """All rows of one run, and what they were measured on. interrupted: there would have been more."""
+    """All rows of one run and its environment. interrupted: some cases are missing."""
 
     rows: list[BenchRow] = field(default_factory=list)
     summary: list[SummaryRow] = field(default_factory=list)
@@ -164,7 +180,7 @@ class BenchResult:
     versions: dict[str, str] = field(default_factory=package_versions)
 
     def to_json(self) -> str:
-        """{"cpu", "versions", "notes", "interrupted", "summary": SummaryRow.to_dict, "rows": BenchRow.to_dict}."""
+        """Return {"cpu", "versions", "notes", "interrupted", "summary", "rows"} as JSON; see the rows' to_dict."""
         document = {
             "cpu": self.cpu,
             "versions": self.versions,

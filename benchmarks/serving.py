@@ -1,14 +1,14 @@
-"""Load on Ray Serve: clients that ask for embeddings without pause, on the loopback.
+"""Load test of Ray Serve: clients that continuously request embeddings over the loopback interface.
 
 python -m ortolan.benchmarks.serving [MODEL.onnx] [--tokenizer tokenizer.json] [--replicas 2] [--clients 16]
     [--seconds 60] [--kill 30] [--retries 1] [--overload 2] [--json]
 
-Without MODEL, all-MiniLM-L6-v2 is fetched, and its weights become int8. --kill: a replica is killed so many seconds
-after the start. --retries: how often a client sends a request again that failed.
+Without MODEL, all-MiniLM-L6-v2 is fetched, and its weights become int8. --kill: a replica is killed this number of
+seconds after the start. --retries: how often a client repeats a failed request.
 
---overload: clients send so many times the texts a second that the library alone embeds with one session: 8 texts of 8
-to 256 tokens a request. Printed are texts a second of both, what became of the requests, whether each vector has the
-bytes that the library gives, and the memory of Ray Serve's processes as it goes on.
+--overload: clients send texts at this multiple of the rate at which the library alone embeds them with one session: 8
+texts of 8 to 256 tokens per request. It prints both rates, the outcome of the requests, whether each vector equals the
+library's, and the memory of Ray Serve's processes over time.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from ..text_encoder import TextEncoder
 from .encoder import SENTENCES
 from .result import versions_line
 
-_OBJECT_STORE = 80 << 20  # nothing large passes through it
-_TIMEOUT = 120  # seconds that a client waits
+_OBJECT_STORE = 80 << 20  # no large objects pass through it
+_TIMEOUT = 120  # seconds
 _TEXTS_OF_A_REQUEST = 8
 _MEMORY_SECONDS = 5
-_BAD = {  # what a server must refuse: body -> status
+_BAD = {  # requests that a server must refuse: name -> body, status
     "malformed": (b'{"texts": [', 400),
     "not UTF-8": (b'{"texts": ["\xff\xfe"]}', 400),
     "half a character": (b'{"texts": ["\\ud800"]}', 422),
@@ -55,8 +55,14 @@ _BAD = {  # what a server must refuse: body -> status
 
 @dataclass
 class LoadResult:
-    """Of all clients. milliseconds: of the requests that were answered, with their retries. failures: by what was seen,
-    of requests that failed in the end. retried: requests that were sent again."""
+    """The result of all clients.
+
+    Attributes:
+        seconds: Duration of the test.
+        milliseconds: Latencies of answered requests, including retries.
+        failures: Requests that failed in the end, by symptom.
+        retried: Requests that were repeated, by symptom.
+    """
 
     seconds: float
     milliseconds: list[float] = field(default_factory=list)
@@ -64,6 +70,7 @@ class LoadResult:
     retried: Counter[str] = field(default_factory=Counter)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return counts, rate and percentiles."""
         spread = np.percentile(self.milliseconds, [50, 95, 99]) if self.milliseconds else [float("nan")] * 3
         return {
             "requests": len(self.milliseconds) + sum(self.failures.values()),
@@ -71,18 +78,19 @@ class LoadResult:
             "failures": dict(self.failures),
             "retried": dict(self.retried),
             "requests_per_second": round(len(self.milliseconds) / self.seconds, 2),
-            **{f"p{share}_ms": round(float(ms), 2) for share, ms in zip((50, 95, 99), spread, strict=True)},
+            **{f"p{percentile}_ms": round(float(ms), 2) for percentile, ms in zip((50, 95, 99), spread, strict=True)},
         }
 
 
 def post(connection: http.client.HTTPConnection, path: str, body: bytes) -> tuple[int, bytes]:
+    """Send a JSON request and return status and body."""
     connection.request("POST", path, body, {"Content-Type": "application/json"})
     response = connection.getresponse()
     return response.status, response.read()
 
 
 def run_load(port: int, clients: int, seconds: float, retries: int) -> LoadResult:
-    """Each client asks for one sentence after the other."""
+    """Run clients that each request one sentence after the other."""
     result, lock = LoadResult(seconds), threading.Lock()
     end = time.monotonic() + seconds
 
@@ -122,9 +130,17 @@ def run_load(port: int, clients: int, seconds: float, retries: int) -> LoadResul
 
 @dataclass
 class OverloadResult:
-    """seconds: until the last answer. texts: answered. answered, refused: requests; refused ones got 429 with
-    Retry-After. lost: others, by what was seen. different: vectors that have other bytes than the library gives.
-    megabytes: resident memory of Ray Serve's processes, every few seconds."""
+    """The result of an overload test.
+
+    Attributes:
+        seconds: Time until the last answer.
+        texts: Answered texts.
+        answered: Answered requests.
+        refused: Requests with status 429 and Retry-After.
+        different: Vectors with other bytes than the library's.
+        lost: Other requests, by symptom.
+        megabytes: Resident memory of Ray Serve's processes, every few seconds.
+    """
 
     seconds: float = 0.0
     texts: int = 0
@@ -136,14 +152,14 @@ class OverloadResult:
 
 
 def mixed_texts(count: int, shortest: int = 8, longest: int = 256, seed: int = 0) -> list[str]:
-    """Of about so many tokens each, special ones counted: of one word most tokens are one."""
+    """Return texts of shortest to longest tokens, approximately, including special tokens: most words are one token."""
     rng = np.random.default_rng(seed)
     words = sorted({word for sentence in SENTENCES for word in sentence.lower().split()})
     return [" ".join(rng.choice(words, length - 2)) for length in rng.integers(shortest, longest, count, endpoint=True)]
 
 
 def library_speed(encoder: TextEncoder, texts: list[str], seconds: float) -> float:
-    """Texts a second."""
+    """Return the library's rate, in texts a second."""
     encoder.encode(texts[:32])
     done, begun = 0, time.perf_counter()
     while time.perf_counter() - begun < seconds:
@@ -155,7 +171,7 @@ def library_speed(encoder: TextEncoder, texts: list[str], seconds: float) -> flo
 def run_overload(
     port: int, texts: list[str], expected: np.ndarray, rate: float, clients: int, seconds: float
 ) -> OverloadResult:
-    """rate: texts a second that are sent in all; a client whose answer comes late sends its next request at once."""
+    """Send `rate` texts a second in total; a client whose answer is late sends its next request at once."""
     result, lock = OverloadResult(), threading.Lock()
     wanted = [base64.b64encode(vector.tobytes()).decode() for vector in expected]
     begun = time.monotonic()
@@ -202,20 +218,20 @@ def run_overload(
 
 
 def serve_megabytes() -> int:
-    """Resident memory of replicas and proxies on this machine."""
+    """Return the resident memory of replicas and proxies on this machine."""
     total = 0
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if (process / "cmdline").read_bytes().startswith((b"ray::ServeReplica", b"ray::ProxyActor")):
                 found = (process / "status").read_text().split("VmRSS:")[1].split()[0]
                 total += int(found)
-        except (OSError, IndexError):  # it has ended
+        except (OSError, IndexError):  # the process has ended
             continue
     return total // 1024
 
 
 def check_refusals(port: int) -> dict[str, str]:
-    """What came of requests that must be refused: name -> "status, as expected" or not."""
+    """Return the status of each request that must be refused, with the expected one if it differs."""
     found = {}
     for name, (body, expected) in _BAD.items():
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT)
@@ -226,7 +242,7 @@ def check_refusals(port: int) -> dict[str, str]:
 
 
 def kill_replica(application: str = "default") -> str:
-    """Kills one of an application's, as a crash would. Returns its name."""
+    """Kill one of an application's replicas, as a crash would, and return its name."""
     import ray
 
     replicas = [
@@ -240,13 +256,14 @@ def kill_replica(application: str = "default") -> str:
 
 
 def free_port() -> int:
+    """Return an unused TCP port."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
 
 
 def make_model(folder: Path) -> Path:
-    """all-MiniLM-L6-v2 in int8, with its tokenizer beside it."""
+    """Make all-MiniLM-L6-v2 in int8, with its tokenizer beside it."""
     files = get_model("all-minilm-l6-v2")
     assert files.tokenizer is not None
     model = folder / "minilm.onnx"
@@ -256,6 +273,7 @@ def make_model(folder: Path) -> Path:
 
 
 def read_arguments() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path)
     parser.add_argument("--tokenizer", type=Path)
@@ -270,6 +288,7 @@ def read_arguments() -> argparse.Namespace:
 
 
 def print_overload(arguments: argparse.Namespace, port: int, config: Any, tokenizer: str | None) -> None:
+    """Run the overload test and print its result."""
     import ray
     from ray import serve
 
@@ -286,23 +305,25 @@ def print_overload(arguments: argparse.Namespace, port: int, config: Any, tokeni
         "versions": f"{versions_line()} · ray {ray.__version__}",
         "clients": arguments.clients,
         "replicas": arguments.replicas,
-        "library, texts a second": round(alone, 1),
-        "sent, texts a second": round(rate, 1),
-        "served, texts a second": round(result.texts / max(result.seconds, 1e-9), 1),
+        "library, texts/s": round(alone, 1),
+        "sent, texts/s": round(rate, 1),
+        "served, texts/s": round(result.texts / max(result.seconds, 1e-9), 1),
         "requests answered": result.answered,
         "refused with Retry-After": result.refused,
         "lost": dict(result.lost),
-        "vectors of other bytes": result.different,
+        "different vectors": result.different,
         "megabytes, every 5 s": result.megabytes,
     }
     print_result(found, arguments.json)
 
 
 def print_result(found: dict[str, Any], as_json: bool) -> None:
+    """Print a result as text or JSON."""
     print(json.dumps(found) if as_json else "\n".join(f"{name:24} {value}" for name, value in found.items()))
 
 
 def main() -> None:
+    """Run the command."""
     arguments = read_arguments()
     import ray
     from ray import serve

@@ -1,9 +1,10 @@
-"""Memory of many sessions on one optimized model, whose weights lie in one mapped file.
+"""Memory of many sessions on one optimized model, whose weights are in one mapped file.
 
 python -m ortolan.benchmarks.sessions [--megabytes 1000] [--sessions 10] [--recipe [NAME]:KEY=VALUE,…] [--model FILE]
 
-Without --model, one of random weights is made: a chain of MLPs, 1024 wide, as large as --megabytes says. Proportional
-set size is what counts: resident size counts a page of the file once a session, though it is in memory once.
+Without --model, a model with random weights is made: a chain of MLPs, 1024 wide, with the size given by --megabytes.
+The proportional set size (Pss) counts: resident size (Rss) counts a page of the file once per session, although it is
+in memory once.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from .result import versions_line
 from .variants import file_megabytes, read_recipe, session_options
 
 WIDTH, INNER = 1024, 4096
-ROWS = 64  # of input that each session is run on
+ROWS = 64  # of input per session
 _FIELDS = ("Pss", "Rss", "Anonymous")
 
 
 def make_model(folder: Path, megabytes: float, recipe: str) -> Path:
-    """An MLP is optimized, and repeated with weights of its own in the file."""
+    """Optimize an MLP, and repeat it with separate weights in the file."""
     ir.save(mlp((WIDTH, INNER, WIDTH), "matmul_add"), folder / "mlp.onnx")
     optimize_onnx(folder / "mlp.onnx", folder / "one.onnx", recipe=read_recipe(recipe), portable=False)
     one = load_model(folder / "one.onnx").model
@@ -45,7 +46,7 @@ def make_model(folder: Path, megabytes: float, recipe: str) -> Path:
 
 
 def _repeat(model: ir.Model, copies: int) -> ir.Model:
-    """The graph of one input and one output, in series with itself."""
+    """Chain copies of a graph with one input and one output."""
     graph = model.graph
     (given,), (made,) = graph.inputs, graph.outputs
     current = ir.Value(name=given.name, type=given.type, shape=given.shape)
@@ -80,7 +81,7 @@ def _repeat(model: ir.Model, copies: int) -> ir.Model:
 
 
 def measure(path: Path, sessions: int) -> list[dict[str, float]]:
-    """MB of this process after each session was made and run once, and before."""
+    """Return the memory of this process in MB, before and after each session was made and run once."""
     import gc
 
     kept, found = [], [_memory()]
@@ -101,20 +102,21 @@ def measure(path: Path, sessions: int) -> list[dict[str, float]]:
 
 
 def _memory() -> dict[str, float]:
-    """In MB, by the kernel's names."""
+    """Return memory in MB, by the names of Linux."""
     lines = (line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     sizes = {parts[0].rstrip(":"): int(parts[1]) * 1024 / 1e6 for parts in lines}
     return {name: round(sizes[name], 1) for name in _FIELDS}
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=1000)
     parser.add_argument("--sessions", type=int, default=10)
     parser.add_argument("--recipe", default=":weights=bf16,sparsity=0.5")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)  # in a process of its own
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)  # in a separate process
     arguments = parser.parse_args()
     if arguments.measure:
         print(json.dumps(measure(arguments.model, arguments.sessions)))

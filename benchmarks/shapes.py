@@ -1,4 +1,4 @@
-"""The linear layers that benchmarks know by name, (k, n) of each: "up", "smollm2:down", or a model's all: "minilm"."""
+"""Linear layers by name, as (k, n): "up", "smollm2:down", or all layers of a model: "minilm"."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ALL_MINILM_L6_V2: Mapping[str, tuple[int, int]] = {
     "ffn_down": (1536, 384),
 }
 
-# What the other models' layers are named by in front; Llama's need no prefix.
+# Prefixes of the models' layers; Llama's need no prefix.
 _DEFAULT_MODEL = "llama"
 _MODELS = {_DEFAULT_MODEL: LLAMA_3_8B, "smollm2": SMOLLM2_135M, "minilm": ALL_MINILM_L6_V2}
 
@@ -53,7 +53,7 @@ LAYERS: Mapping[str, tuple[int, int]] = {
 
 
 def find_layers(text: str) -> tuple[str, ...]:
-    """The names in LAYERS of one layer ("up", "llama:up", "smollm2:down") or of a model's ("minilm"); () if unknown."""
+    """Return the names of one layer ("up", "llama:up", "smollm2:down") or of a model's ("minilm"); () if unknown."""
     if text in MODELS:
         return MODELS[text]
     name = text.removeprefix(f"{_DEFAULT_MODEL}:")

@@ -1,4 +1,4 @@
-"""What one machine measured, in one file to attach to an issue (`ortolan bench --share FILE`)."""
+"""Results of one machine in one file, to attach to an issue (`ortolan bench --share FILE`)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from ..session import cpu_info, package_versions
 
 
 class Result(Protocol):
-    """What every benchmark returns."""
+    """The result of a benchmark."""
 
-    def to_json(self) -> str: ...
+    def to_json(self) -> str:
+        """Return the result as JSON."""
 
 
 def share_json(results: Mapping[str, Result]) -> str:
-    """The results by the benchmark's name, with what they were measured on, and nothing else of the machine:
+    """Return the results and the machine as JSON, without other information about the machine.
 
-    {"cpu": ortolan.cpu_info(), "cores", "machine", "system", "versions", "benchmarks": {name: to_json() of the result,
-    without what stands here once}}
+    {"cpu": ortolan.cpu_info(), "cores", "machine", "system", "versions", "benchmarks": {name: to_json() of the
+    result,
+    without "cpu" and "versions"}}
     """
     measured: dict[str, Any] = {}
     for name, result in results.items():

@@ -1,10 +1,10 @@
-"""Layers in Ortolan and elsewhere, timed in the same rounds: what the benchmarks of single operators share.
+"""Common parts of the operators' benchmarks: layers of Ortolan and its peers, timed in the same rounds.
 
-A time is that of one layer, its weights cold (cold_layers.py). Besides the peers that a benchmark names, Ortolan is
-compared with
+A time is that of one layer with cold weights (cold_layers.py). Besides the peers of a benchmark, Ortolan is compared
+with
 
     stream_read        m = 1: reading the stored bytes at the rate of the run; a ratio of 0.8 is 80 % of it
-    ortolan_1_thread   Ortolan itself on one thread
+    ortolan_1_thread   Ortolan on one thread
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ortolan.graph_passes.report.figures import Timing
 from ..errors import OrtolanError
 from ..progress import Progress
 from .bare_kernels import bare_kernels
-from .cold_layers import Candidate
+from .cold_layers import TimedLayer
 from .result import BenchOptions, BenchResult, BenchRow
 from .shapes import LAYERS
 from .stream_reader import StreamReader
 
-# A measurement of all candidates takes so many seconds, and so many rounds at least: of large layers one may take long.
+# Duration of a measurement of all candidates, and its minimum of rounds: for large layers one round may take long.
 SECONDS, ROUNDS = 2.5, 5
 QUICK_SECONDS, QUICK_ROUNDS = 0.3, 3
 
@@ -34,12 +34,12 @@ STREAM_NOTE = (
     "Times are of one layer. stream_read: the stored bytes at the memory rate of the same run (ratio 0.8: 80 % of it)."
 )
 GROUP_SIZES = (32, 64, 128)
-_MOST_QUANTIZED_INPUTS = 2**17  # ops/formats/bitmap_int8.h
+_MAX_QUANTIZED_INPUTS = 2**17  # ops/formats/bitmap_int8.h
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A weight's shape, the rows of x to measure it with, and the names of the layers that have it ("": none)."""
+    """A weight's shape, the rows of x to measure it with, and the names of its layers ("" if unnamed)."""
 
     k: int
     n: int
@@ -49,9 +49,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One of Ortolan's candidates, by name.
+    """One of Ortolan's candidates and its peers.
 
-    case: what tells its rows from those of the other comparisons. peers: the name in the row -> the candidate's name.
+    Attributes:
+        case: Identifies its rows among the comparisons.
+        ours: Name of the candidate.
+        peers: Name in the row -> name of the candidate.
     """
 
     case: Mapping[str, Any]
@@ -61,15 +64,15 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything that is timed in the same rounds, in this order, and what is compared with what."""
+    """All candidates timed in the same rounds, in this order, and the comparisons between them."""
 
-    candidates: Mapping[str, Candidate]
+    candidates: Mapping[str, TimedLayer]
     comparisons: Sequence[Comparison]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A setup that is made when its turn comes; title tells whose it is."""
+    """A setup that is made when it is measured. title: its name in messages."""
 
     title: str
     shape: Shape
@@ -77,29 +80,44 @@ class Plan:
 
 
 def chosen_kinds(options: BenchOptions, known: Sequence[str]) -> tuple[str, ...]:
-    """The kinds of weights to measure, each once. Raises OrtolanError for one that is not known."""
+    """Return the kinds of weights to measure, without duplicates.
+
+    Raises:
+        OrtolanError: A kind is unknown.
+    """
     kinds = tuple(dict.fromkeys(options.kinds or known))
     for kind in kinds:
         if kind not in known:
-            raise OrtolanError(f"--kind: there are no {kind!r} weights; known kinds: {', '.join(known)}")
+            raise OrtolanError(f"--kind: unknown kind of weights {kind!r}, expected one of {', '.join(known)}")
     return kinds
 
 
 def check_quantized_inputs(options: BenchOptions, advice: str) -> None:
-    """Raises OrtolanError for a group size that no format has, or for a k beyond what 32-bit sums hold."""
+    """Check the options for quantized weights.
+
+    Args:
+        options: The options.
+        advice: Added to the message.
+
+    Raises:
+        OrtolanError: The group size is not supported, or k is too large for 32-bit sums.
+    """
     if options.group_size not in (None, *GROUP_SIZES):
-        raise OrtolanError(f"--group-size: int4 weights have groups of 32, 64 or 128, not of {options.group_size}")
-    most = max((k for _, k, _ in options.cases or ()), default=0)
-    if most > _MOST_QUANTIZED_INPUTS:
+        raise OrtolanError(f"--group-size is {options.group_size}, expected 32, 64 or 128")
+    largest = max((k for _, k, _ in options.cases or ()), default=0)
+    if largest > _MAX_QUANTIZED_INPUTS:
         raise OrtolanError(
-            f"--shape: k is {most}; int8 and int4 weights have at most {_MOST_QUANTIZED_INPUTS} inputs{advice}"
+            f"--shape: k is {largest}; int8 and int4 weights have at most {_MAX_QUANTIZED_INPUTS} inputs{advice}"
         )
 
 
 def shapes_to_measure(options: BenchOptions, layers: Sequence[str], batch: tuple[int, ...]) -> list[Shape]:
-    """The named layers, equal shapes as one, then the given m x k x n, equal k x n as one.
+    """Return the named layers, merged by shape, then the given m x k x n, merged by k x n.
 
-    layers, batch: for options that name neither layers nor shapes, or no rows. One row if it is to be quick.
+    Args:
+        options: The options; with quick, one row is measured.
+        layers: Default layers.
+        batch: Default rows.
     """
     names = options.layers or (() if options.cases else layers)
     rows_of_x = options.batch or ((1,) if options.quick else batch)
@@ -121,10 +139,17 @@ def measure(
     progress: Progress,
     min_rounds: int = ROUNDS,
 ) -> None:
-    """Adds the rows of every plan, number of threads and batch to the result.
+    """Add the rows of every plan, number of threads and batch to the result.
 
-    min_rounds: of a measurement, unless it is to be quick. An interrupt ends it early, with what there is; the result
-    says so.
+    An interrupt ends the measurement early; the result notes it.
+
+    Args:
+        op: The operator.
+        plans: The setups.
+        options: The options.
+        result: Receives rows and notes.
+        progress: Progress callback.
+        min_rounds: Minimum of rounds per measurement, unless quick.
     """
     seconds, min_rounds = (QUICK_SECONDS, QUICK_ROUNDS) if options.quick else (SECONDS, min_rounds)
     result.notes.append(describe_cold_copies())
@@ -146,7 +171,7 @@ def measure(
                         progress(f"{where}, {m} rows, threads {threads}", done, total)
                         x = np.random.default_rng(m).standard_normal((m, plan.shape.k), dtype=np.float32)
                         calls = {name: bind(x) for name, bind in binds.items()}
-                        # More rows are bound by the core: what memory allows says nothing.
+                        # With more rows the core is the bound, not memory.
                         timings = _time(setup, calls, stream if m == 1 else None, seconds, min_rounds)
                         result.rows += _rows(op, plan.shape, setup, timings, m, threads, one_thread)
                         done += 1
@@ -162,7 +187,7 @@ def measure(
 
 @dataclass(frozen=True)
 class _Timings:
-    """Of one layer, by candidate. stream: reading the bytes of Ortolan's weights, where memory is what bounds."""
+    """Times of one layer, by candidate. stream: reading the bytes of Ortolan's weights, if memory is the bound."""
 
     layers: dict[str, Timing]
     stream: dict[str, Timing]
@@ -195,7 +220,7 @@ def _rows(
     threads: int,
     one_thread: dict[tuple[int, str], Timing],
 ) -> Iterator[BenchRow]:
-    """one_thread keeps Ortolan's times for the rows of more threads."""
+    """Yield the comparisons. one_thread keeps Ortolan's times for the rows with more threads."""
     for comparison in setup.comparisons:
         name = comparison.ours
         ours = timings.layers[name]

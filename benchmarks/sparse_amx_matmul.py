@@ -1,18 +1,18 @@
-"""SparseAMXMatMul in ORT sessions on the layers of Llama 3 8B (SparAMX, Table 2), against dense layers elsewhere.
+"""SparseAMXMatMul in ORT sessions on the layers of Llama 3 8B (SparAMX, Table 2), against dense layers of peers.
 
 One measurement is one weight kind, shape, batch (m) and number of threads: Ortolan at every sparsity, in dense storage
-and, where half of the weights are to be zero, in 2:4 storage, and every peer (side_by_side.py). Projections of equal
-shape are one layer here: their random weights differ in nothing that takes time.
+and, at 50 % sparsity, in 2:4 storage, and every peer (side_by_side.py). Projections of equal shape are one layer here,
+because their random weights take equal time.
 
 Peers, by kind:
 
-    bf16   torch_bf16 (where torch is installed)
+    bf16   torch_bf16 (if torch is installed)
     int8   ort_matmul_nbits_8 (blocks of 128), ort_dynamic_quantize_matmul
     int4   ort_matmul_nbits_4 (blocks of the same group size)
     all    ortolan_dense      Ortolan's dense storage of the same kind
-           ort_matmul_fp32    what a user has before
+           ort_matmul_fp32    the unoptimized model
 
-The dense peer of the summary is the fastest of DENSE_PEERS: of the same precision.
+The summary's dense peer is the fastest of DENSE_PEERS, with the same precision.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .. import _native
 from ..errors import OrtolanError
 from ..progress import Progress, no_progress
 from . import dense_peers
-from .cold_layers import Candidate, Node, ort_candidate
+from .cold_layers import Node, TimedLayer, ort_candidate
 from .result import BenchOptions, BenchResult, summarize
 from .shapes import LAYERS, LLAMA_3_8B
 from .side_by_side import (
@@ -53,19 +53,19 @@ SPARSITY = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 BATCH = (1, 2, 4, 8, 16, 32)
 GROUP_SIZE = 128
 
-_TWO_FOUR = 0.5  # of a weight in 2:4 storage is zero
-_LEVELS = 2**16  # of the random number that decides at which sparsity a weight goes
+_TWO_FOUR = 0.5  # sparsity of 2:4 storage
+_LEVELS = 2**16  # of the random value that decides at which sparsity a weight is pruned
 
 
 def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
-    """Measure every kind, shape, number of threads and batch. An interrupt ends it early, with what there is."""
+    """Measure every kind, shape, number of threads and batch. An interrupt returns the results so far."""
     kinds = _kinds(options)
     shapes = shapes_to_measure(options, tuple(LLAMA_3_8B), BATCH)
     sparsity = options.sparsity or ((0.5,) if options.quick else SPARSITY)
     group_size = options.group_size or GROUP_SIZE
     result = BenchResult(
         notes=_notes(kinds, group_size),
-        summary_title="Times faster than the fastest dense peer (bf16: or our dense storage); last: ORT fp32, "
+        summary_title="Speedup over the fastest dense peer (bf16: or our dense storage); last: over ORT fp32, "
         "geometric mean",
     )
     if "bf16" in kinds and dense_peers.has_torch():
@@ -91,7 +91,7 @@ def _kinds(options: BenchOptions) -> tuple[str, ...]:
 def _notes(kinds: Sequence[str], group_size: int) -> list[str]:
     notes = [f"storage: bitmap, 2:4 (two of each four inputs stored), or dense with every weight stored. {STREAM_NOTE}"]
     if "int4" in kinds:
-        notes.append(f"int4: groups of {group_size}, ORT's and Ortolan's.")
+        notes.append(f"int4: groups of {group_size} in ORT and Ortolan.")
     if "bf16" in kinds and not dense_peers.has_torch():
         notes.append("torch is not installed, so bf16 has Ortolan's dense storage as its only dense peer.")
     return notes
@@ -101,7 +101,7 @@ def _prepare(kind: str, shape: Shape, sparsity: Sequence[float], group_size: int
     k, n = shape.k, shape.n
     rng = np.random.default_rng(k * n)
     ours = dict(_ours(rng, kind, k, n, sparsity, group_size))
-    peers: dict[str, Candidate] = {}
+    peers: dict[str, TimedLayer] = {}
     if kind == "int8":
         peers["ort_matmul_nbits_8"] = dense_peers.ort_matmul_nbits(rng, k, n, 8, 128)
         peers["ort_dynamic_quantize_matmul"] = dense_peers.ort_dynamic_quantize_matmul(rng, k, n)
@@ -109,27 +109,27 @@ def _prepare(kind: str, shape: Shape, sparsity: Sequence[float], group_size: int
         peers["ort_matmul_nbits_4"] = dense_peers.ort_matmul_nbits(rng, k, n, 4, group_size)
     elif dense_peers.has_torch():
         peers["torch_bf16"] = dense_peers.torch_bf16(rng, k, n)
-    # Behind torch, whose threads go on spinning for some milliseconds, the run that takes longest.
+    # The longest run comes after torch, whose threads spin for some milliseconds.
     peers["ort_matmul_fp32"] = dense_peers.ort_matmul_fp32(rng, k, n)
     comparisons = []
-    for storage, share in sorted(ours):  # rows by sparsity, dense storage last but for 2:4
-        case = {"kind": kind, "storage": storage, "sparsity": share}
+    for storage, fraction in sorted(ours):
+        case = {"kind": kind, "storage": storage, "sparsity": fraction}
         against = {name: name for name in peers}
         if storage != "dense":
             against["ortolan_dense"] = _name("dense", 0.0)
-        comparisons.append(Comparison(case, _name(storage, share), against))
+        comparisons.append(Comparison(case, _name(storage, fraction), against))
     return Setup({_name(*key): candidate for key, candidate in ours.items()} | peers, comparisons)
 
 
 def _name(storage: str, sparsity: float) -> str:
-    """Of one of Ortolan's candidates."""
+    """Return the name of one of Ortolan's candidates."""
     return f"ortolan {storage} {sparsity}"
 
 
 def _ours(
     rng: np.random.Generator, kind: str, k: int, n: int, sparsity: Sequence[float], group_size: int
-) -> Iterator[tuple[tuple[str, float], Candidate]]:
-    """One weight in dense storage, then pruned more and more; and pruned to 2:4 where half of it is to be zero."""
+) -> Iterator[tuple[tuple[str, float], TimedLayer]]:
+    """Yield one weight in dense storage, then pruned step by step, and pruned to 2:4 if half of it is to be zero."""
     weight = dense_peers.random_floats(rng, k, n) if kind == "bf16" else _random_integers(rng, kind, k, n)
     groups = -(-k // group_size) if kind == "int4" else 1
     scales = rng.random((groups, n), dtype=np.float32)
@@ -138,13 +138,13 @@ def _ours(
     if _TWO_FOUR in sparsity:
         node = our_node(kind, _two_of_four(weight, fate), scales, group_size, Storage.TWO_FOUR)
         yield ("2:4", _TWO_FOUR), ort_candidate(node, k, n)
-    for share in sorted(set(sparsity)):
-        np.copyto(weight, 0, where=fate < share * _LEVELS)
-        yield ("bitmap", share), ort_candidate(our_node(kind, weight, scales, group_size, Storage.BITMAP), k, n)
+    for fraction in sorted(set(sparsity)):
+        np.copyto(weight, 0, where=fate < fraction * _LEVELS)
+        yield ("bitmap", fraction), ort_candidate(our_node(kind, weight, scales, group_size, Storage.BITMAP), k, n)
 
 
 def _two_of_four(weight: np.ndarray, fate: np.ndarray) -> np.ndarray:
-    """weight [k, n] with zeros in place of the two of each four inputs of a column that fate puts first."""
+    """Return weight [k, n] with the two lowest of each four inputs of a column, by `fate`, set to zero."""
     rows = -len(weight) % 4
     quads = np.pad(fate, ((0, rows), (0, 0))).reshape(-1, 4, weight.shape[1])
     kept = np.argsort(np.argsort(quads, axis=1, kind="stable"), axis=1) >= 2
@@ -152,15 +152,15 @@ def _two_of_four(weight: np.ndarray, fate: np.ndarray) -> np.ndarray:
 
 
 def _random_integers(rng: np.random.Generator, kind: str, k: int, n: int) -> np.ndarray:
-    """int8 [k, n] without zeros: -127 to 127, or -7 to 7."""
-    most = 127 if kind == "int8" else 7
-    q = rng.integers(-most, most, (k, n), dtype=np.int8)
+    """Return int8 [k, n] without zeros: -127 to 127, or -7 to 7."""
+    largest = 127 if kind == "int8" else 7
+    q = rng.integers(-largest, largest, (k, n), dtype=np.int8)
     q += q >= 0
     return q
 
 
 class Storage(Enum):
-    """How a weight is packed. TWO_FOUR: it must be 2:4 sparse."""
+    """The storage of a packed weight. TWO_FOUR requires a 2:4 sparse weight."""
 
     BITMAP = "bitmap"
     DENSE = "dense"
@@ -168,7 +168,7 @@ class Storage(Enum):
 
 
 def our_node(kind: str, weight: np.ndarray, scales: np.ndarray, group_size: int, storage: Storage) -> Node:
-    """The operator on a weight [k, n], float32 (bf16) or int8, and scales [1 or groups, n] unless bf16."""
+    """Return the operator on a weight [k, n], float32 (bf16) or int8, with scales [1 or groups, n] unless bf16."""
     k, n = weight.shape
     suffix = "" if kind == "bf16" else f"_{kind}"
     if storage == Storage.TWO_FOUR:

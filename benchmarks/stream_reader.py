@@ -1,4 +1,4 @@
-"""How fast this machine reads memory: the yardstick of memory-bound kernels."""
+"""The memory bandwidth of this machine, the yardstick of memory-bound kernels."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from ortolan.graph_passes.report.figures import Timing
 
 
 class StreamReader:
-    """Reads a buffer as fast as this machine can: eight times the L3, at most a quarter of the memory for cold copies.
+    """Reads a buffer of eight times the L3 (at most a quarter of the memory for cold copies) as fast as possible.
 
-    It is one of the bare kernels (bare_kernels.py)."""
+    It is one of the bare kernels (bare_kernels.py).
+    """
 
     PREFETCH_BYTES = (0, 4096, 12288)
 
@@ -24,7 +25,7 @@ class StreamReader:
         self.buffer = np.ones(size, np.uint8)  # ones: an unwritten page would be cached
 
     def candidates(self) -> dict[str, Callable[[], object]]:
-        """One candidate a prefetch distance; the fastest is the stream rate."""
+        """Return one candidate per prefetch distance; the fastest is the stream rate."""
         from .._testing import stream_read
 
         return {
@@ -33,6 +34,6 @@ class StreamReader:
         }
 
     def time_for(self, timings: Mapping[str, Timing], size: float) -> Timing:
-        """How long `size` bytes take at the best rate found."""
+        """Return the time of `size` bytes at the best rate found."""
         best = min((timings[name] for name in self.candidates()), key=lambda timing: timing.min_ms)
         return best.scaled(size / self.buffer.size)

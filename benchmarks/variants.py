@@ -1,4 +1,4 @@
-"""What benchmarks of whole models share: recipes from the command line, sessions, the size of a model on disk."""
+"""Common parts of whole-model benchmarks: recipes from the command line, sessions, model sizes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,18 @@ from ortolan.graph_passes.registry import PASSES
 
 
 def read_recipes(texts: Sequence[str], sparsity: Sequence[float]) -> dict[str, Recipe]:
-    """[PRESET or FILE][:KEY=VALUE,…] by what the table calls it.
+    """Read recipes [PRESET or FILE][:KEY=VALUE,…], by their name in the table.
 
-    A key is an argument of optimize_onnx that chooses the form, such as weights, the name of a pass to add, as in
-    ranges=true, or an option of a pass. sparsity: recipes that prune, or name a pattern, are made once for each share,
-    unless they have one set; if empty, theirs.
-    Raises RecipeError for unknown recipes and options.
+    A key is an argument of optimize_onnx that chooses the format, such as weights, the name of a pass to add, as in
+    ranges=true, or an option of a pass.
+
+    Args:
+        texts: The recipes.
+        sparsity: Recipes that prune, or name a pattern, are made once for each fraction, unless they set one; empty:
+            the recipe's own.
+
+    Raises:
+        RecipeError: A recipe or an option is unknown.
     """
     recipes: dict[str, Recipe] = {}
     for text in texts:
@@ -30,15 +36,19 @@ def read_recipes(texts: Sequence[str], sparsity: Sequence[float]) -> dict[str, R
         if not sparsity or not {"sparsity", "prune.sparsity"}.isdisjoint(given) or not (prunes or "pattern" in given):
             recipes[label] = recipe
             continue
-        for share in sparsity:
-            changed = recipe.with_options({"sparsity": share}) if prunes else recipe
-            pruned = share > 0 and not prunes
-            recipes[f"{label} {share:.0%}"] = read_recipe(f"{text},sparsity={share}") if pruned else changed
+        for fraction in sparsity:
+            changed = recipe.with_options({"sparsity": fraction}) if prunes else recipe
+            pruned = fraction > 0 and not prunes
+            recipes[f"{label} {fraction:.0%}"] = read_recipe(f"{text},sparsity={fraction}") if pruned else changed
     return recipes
 
 
 def read_recipe(text: str) -> Recipe:
-    """Of read_recipes, the recipe of one text. Raises RecipeError."""
+    """Read one recipe; see `read_recipes`.
+
+    Raises:
+        RecipeError: It is unknown.
+    """
     name, _, settings = text.partition(":")
     given = _settings_of(settings)
     form = {key: value for key, value in given.items() if key in FORMAT_OPTIONS}
@@ -57,12 +67,13 @@ def _settings_of(text: str) -> dict[str, Any]:
 
 
 def session_options(threads: int) -> ort.SessionOptions:
+    """Return session options with this number of threads."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     return options
 
 
 def file_megabytes(path: Path) -> float:
-    """Of an ONNX file and its external data."""
+    """Return the size of an ONNX file and its external data."""
     data = path.with_name(f"{path.name}.data")
     return (path.stat().st_size + (data.stat().st_size if data.is_file() else 0)) / 1e6

@@ -1,14 +1,14 @@
 """VNNISpMM on layers of BERT-Mini, BERT-Base and BERT-Large against ONNX Runtime's dense operators.
 
-One measurement is one weight's shape, number of tokens (m) and number of threads: Ortolan at every sparsity and its
-peers in the same rounds (side_by_side.py).
+One measurement is one weight shape, number of tokens (m) and number of threads: Ortolan at every sparsity and its peers
+in the same rounds (side_by_side.py).
 
 The operator is a node of an ORT session, float32 in and out, each token quantized: nine weights of the three models
 with ten numbers of tokens from 16 to 384, 90 shapes as in the paper (sparse-int8-transformers, Table 9).
 
-Peers, whose weights are dense:
+Peers, with dense weights:
 
-    ort_matmul_integer             ORT MatMulInteger: u8 in, int32 out; nothing is quantized or scaled
+    ort_matmul_integer             ORT MatMulInteger: u8 in, int32 out, without quantization or scaling
     ort_dynamic_quantize_matmul    ORT DynamicQuantizeMatMul: float32 in and out
     ort_matmul_fp32                ORT MatMul on float32 weights
 """
@@ -42,9 +42,9 @@ QUICK_WEIGHTS = ((768, 3072),)
 QUICK_TOKENS = (1, 16, 128)
 ROUNDS = 3
 
-_MOST_INPUTS = 2**16  # ops/formats/block_sparse_4x1.h
+_MAX_INPUTS = 2**16  # ops/formats/block_sparse_4x1.h
 _GROUP_OUTPUTS = 4
-# What the summary's geometric mean is against, and its other columns.
+# The peer of the summary's geometric mean, and its other columns.
 _MAIN_PEER = "ort_dynamic_quantize_matmul"
 _OTHERS = {"matmul_integer": "ort_matmul_integer", "fp32": "ort_matmul_fp32"}
 
@@ -53,8 +53,8 @@ def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
     """Measure every shape, number of threads and sparsity. An interrupt ends it early, with what there is."""
     result = BenchResult(
         notes=["Times are of one layer, its weights cold. The peers' weights are dense."],
-        summary_title="Times faster than DynamicQuantizeMatMul: most, and geometric mean of shapes; last: than other "
-        "peers",
+        summary_title="Speedup over DynamicQuantizeMatMul: largest, and geometric mean of shapes; last columns: over "
+        "other peers",
     )
     measure(OP, _plans(options), options, result, progress, ROUNDS)
     result.summary = summarize(result.rows)
@@ -62,7 +62,7 @@ def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
 
 
 def summarize(rows: Sequence[BenchRow]) -> list[SummaryRow]:
-    """By threads and sparsity: over all shapes."""
+    """Summarize all shapes by threads and sparsity."""
     found: dict[tuple[int, str], list[BenchRow]] = {}
     for row in rows:
         found.setdefault((row.threads, row.case["sparsity"]), []).append(row)
@@ -78,7 +78,7 @@ def summarize(rows: Sequence[BenchRow]) -> list[SummaryRow]:
         batch = str(tokens[0]) if len(set(tokens)) == 1 else f"{min(tokens)}-{max(tokens)}"
         others = {name: geometric_mean(ratios[peer]) for name, peer in _OTHERS.items() if peer in ratios}
         case = {"m": batch, "sparsity": sparsity}
-        summary.append(SummaryRow(case, threads, {"most": max(main)}, geometric_mean(main), others))
+        summary.append(SummaryRow(case, threads, {"largest": max(main)}, geometric_mean(main), others))
     return summary
 
 
@@ -86,10 +86,10 @@ def _plans(options: BenchOptions) -> list[Plan]:
     if options.kinds is not None:
         raise OrtolanError(f"--kind: {OP} has one kind of weights; leave it out")
     if options.group_size is not None:
-        raise OrtolanError(f"--group-size: {OP} has a scale for each output; leave it out")
-    most = max((k for _, k, _ in options.cases or ()), default=0)
-    if most > _MOST_INPUTS:
-        raise OrtolanError(f"--shape: k is {most}; {OP} has at most {_MOST_INPUTS} inputs")
+        raise OrtolanError(f"--group-size: {OP} has one scale per output; leave it out")
+    largest = max((k for _, k, _ in options.cases or ()), default=0)
+    if largest > _MAX_INPUTS:
+        raise OrtolanError(f"--shape: k is {largest}; {OP} has at most {_MAX_INPUTS} inputs")
     sparsity = options.sparsity or (QUICK_SPARSITY if options.quick else SPARSITY)
     weights, tokens = (QUICK_WEIGHTS, QUICK_TOKENS) if options.quick else (WEIGHTS, TOKENS)
     shapes = [Shape(k, n, options.batch or tokens) for k, n in weights]
@@ -99,7 +99,7 @@ def _plans(options: BenchOptions) -> list[Plan]:
 
 
 def random_weight(rng: np.random.Generator, k: int, n: int, sparsity: float) -> np.ndarray:
-    """int8 [k, n] of which this share of the blocks is zero."""
+    """Return int8 [k, n] with the given fraction of zero blocks."""
     q = rng.integers(-127, 128, (k, n), dtype=np.int8)
     kept = rng.random((k, -(-n // _GROUP_OUTPUTS))) >= sparsity
     q[~np.repeat(kept, _GROUP_OUTPUTS, axis=1)[:, :n]] = 0
@@ -107,7 +107,7 @@ def random_weight(rng: np.random.Generator, k: int, n: int, sparsity: float) -> 
 
 
 def our_node(q: np.ndarray, scales: np.ndarray) -> Node:
-    """The operator on the weight scales q: q int8 [k, n], scales float32 [n]."""
+    """Return the operator on the weight scales q: q int8 [k, n], scales float32 [n]."""
     k, n = q.shape
     constants: list[np.ndarray | None] = [*_native.pack_block_sparse(q), scales]
     return Node(OP, constants, "ai.ortolan", {"k": k, "n": n, "format_version": 1})
@@ -123,9 +123,9 @@ def _prepare(shape: Shape, sparsity: Sequence[float]) -> Setup:
     }
     peers = {name: name for name in candidates}
     comparisons = []
-    for share in sparsity:
-        name = f"ortolan {share:g}"
-        node = our_node(random_weight(rng, k, n, share), rng.random(n, dtype=np.float32))
+    for fraction in sparsity:
+        name = f"ortolan {fraction:g}"
+        node = our_node(random_weight(rng, k, n, fraction), rng.random(n, dtype=np.float32))
         candidates[name] = ort_candidate(node, k, n)
-        comparisons.append(Comparison({"sparsity": f"{share:.0%}"}, name, peers))
+        comparisons.append(Comparison({"sparsity": f"{fraction:.0%}"}, name, peers))
     return Setup(candidates, comparisons)

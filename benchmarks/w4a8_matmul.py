@@ -1,25 +1,25 @@
 """W4A8MatMul in ORT sessions on layers of Llama 3 8B, SmolLM2-135M and all-MiniLM-L6-v2, against ORT MatMulNBits.
 
-Weights of 8 bits: w8a8_matmul.py.
+For 8-bit weights see w8a8_matmul.py.
 
 One measurement is one shape, batch (m) and number of threads: Ortolan and its peers on the same random weights, in
 groups of every size, in the same rounds (side_by_side.py). Layers of equal shape are one here.
 
 Kinds of weights:
 
-    symmetric      scales (q - 8): what ORT GenAI's builder writes
-    zero_points    scales (q - zero_points); by default of ZERO_POINT_LAYERS only
-    fractions      scales (q - zero_points / 16), likewise; MatMulNBits has whole zero points
-    minimums       scales q + minimums, likewise; MatMulNBits has zero points in their place
+    symmetric      scales (q - 8): as ORT GenAI's builder writes them
+    zero_points    scales (q - zero_points); by default for ZERO_POINT_LAYERS only
+    fractions      scales (q - zero_points / 16), for the same layers; MatMulNBits has integer zero points
+    minimums       scales q + minimums, for the same layers; MatMulNBits has zero points instead
 
-scales: float32, as in MatMulNBits, whose scales have the type of x; or float16, what W4A8MatMul stores where that loses
-nothing. Peers:
+scales: float32, as in MatMulNBits, whose scales have the type of x; or float16, which W4A8MatMul stores if that is
+exact. Peers:
 
     ort_matmul_nbits_4_level_4    ORT MatMulNBits, blocks of the same size, x rounded to int8 as in W4A8MatMul
     ort_matmul_nbits_4_level_0    the same in float32
-    ort_matmul_fp32               ORT MatMul on float32 weights: what a user has before
+    ort_matmul_fp32               ORT MatMul on float32 weights: the unoptimized model
 
-With device="opencl" what is timed is W4A8MatMul on an OpenCL device, all calls, against itself on the CPU: ortolan_cpu.
+With device="opencl", W4A8MatMul on an OpenCL device, for all calls, is timed against the CPU: ortolan_cpu.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ..errors import OrtolanError
 from ..opencl import NO_GPU, VARIABLE, opencl_devices
 from ..progress import Progress, no_progress
 from . import dense_peers
-from .cold_layers import Bind, Candidate, Node, ort_candidate
+from .cold_layers import Bind, Node, TimedLayer, ort_candidate
 from .result import BenchOptions, BenchResult, summarize
 from .shapes import LAYERS, MODELS
 from .side_by_side import (
@@ -69,14 +69,14 @@ _PEER = "ort_matmul_nbits_4_level_"
 
 
 def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
-    """Measure every shape, number of threads and batch. An interrupt ends it early, with what there is."""
+    """Measure every shape, number of threads and batch. An interrupt returns the results so far."""
     plans = _plans(options)
     if options.device is not None:
         return _run_on_opencl(plans, options, progress)
     result = BenchResult(
         notes=[STREAM_NOTE, "Weights, group sizes and zero points are the same as MatMulNBits'."],
-        summary_title="Times faster than MatMulNBits of accuracy_level 4 (of level 0, fp32, a read of the weights: "
-        "last columns), geometric means of layers",
+        summary_title="Speedup over MatMulNBits with accuracy_level 4 (last columns: over level 0, fp32, reading the "
+        "weights), geometric means of layers",
     )
     measure(OP, plans, options, result, progress, ROUNDS)
     others = {"level_0": f"{_PEER}0", "fp32": "ort_matmul_fp32", "stream": "stream_read"}
@@ -86,11 +86,11 @@ def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
 
 def _run_on_opencl(plans: Sequence[Plan], options: BenchOptions, progress: Progress) -> BenchResult:
     device = opencl_devices()[0]
-    title = "Times faster on the OpenCL device than on the CPU"
+    title = "Speedup of the OpenCL device over the CPU"
     notes = [f"On the OpenCL device {device}; ortolan_cpu: the same operator on the CPU, in the same rounds."]
     if NO_GPU in device:
-        title = f"{title}; THIS DEVICE IS NO GPU"
-        notes.append("This device is no GPU: its kernels run on the CPU, and their times say nothing of any GPU.")
+        title = f"{title}; THIS DEVICE IS NOT A GPU"
+        notes.append("This device is not a GPU: its kernels run on the CPU, so the times do not apply to any GPU.")
     result = BenchResult(notes=notes, summary_title=title)
     measure(OP, plans, options, result, progress, ROUNDS)
     result.summary = summarize(result.rows, dict.fromkeys(KINDS, ("ortolan_cpu",)), MODELS, {})
@@ -117,7 +117,7 @@ def _prepare(shape: Shape, kinds: Sequence[str], group_sizes: Sequence[int]) -> 
     k, n = shape.k, shape.n
     rng = np.random.default_rng(k * n)
     q = rng.integers(0, 16, (k, n), dtype=np.uint8)
-    candidates: dict[str, Candidate] = {}
+    candidates: dict[str, TimedLayer] = {}
     comparisons = []
     for kind, group_size in product(kinds, group_sizes):
         groups = (-(-k // group_size), n)
@@ -146,9 +146,9 @@ def _prepare(shape: Shape, kinds: Sequence[str], group_sizes: Sequence[int]) -> 
 
 
 def _prepare_opencl(shape: Shape, kinds: Sequence[str], group_sizes: Sequence[int]) -> Setup:
-    """The first setup's own candidates, each also on the device."""
+    """Return Ortolan's candidates of the CPU setup, each also on the device."""
     on_cpu = _prepare(shape, kinds, group_sizes)
-    candidates: dict[str, Candidate] = {}
+    candidates: dict[str, TimedLayer] = {}
     comparisons = []
     for comparison in on_cpu.comparisons:
         name = f"{comparison.ours} on opencl"
@@ -158,7 +158,7 @@ def _prepare_opencl(shape: Shape, kinds: Sequence[str], group_sizes: Sequence[in
     return Setup(candidates, comparisons)
 
 
-def _open_on_opencl(candidate: Candidate, threads: int) -> Bind:
+def _open_on_opencl(candidate: TimedLayer, threads: int) -> Bind:
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = "force"  # read when kernels are made
     try:
@@ -178,8 +178,16 @@ def our_node(
     steps: int = 1,
     minimums: np.ndarray | None = None,
 ) -> Node:
-    """The operator on the weight scales (q - zero_points / steps) or scales q + minimums: q u8 [k, n] 0 to 15, scales
-    float32 or float16 [groups, n], zero_points u8 [groups, n], or None: 8; minimums of the type of scales."""
+    """Return the operator on the weight scales (q - zero_points / steps), or scales q + minimums.
+
+    Args:
+        q: uint8 [k, n] from 0 to 15.
+        scales: float32 or float16 [groups, n].
+        group_size: Inputs per scale.
+        zero_points: uint8 [groups, n]; None: 8.
+        steps: Units of a zero point per integer step.
+        minimums: [groups, n], of the type of scales.
+    """
     k, n = q.shape
     constants: list[np.ndarray | None] = [_native.pack_int4_group(q), packed_rows(scales)]
     if zero_points is not None:
@@ -191,7 +199,7 @@ def our_node(
 
 
 def packed_rows(rows: np.ndarray) -> np.ndarray:
-    """float32 or float16 [groups, n] as [panels, groups, 16]."""
-    # Packed as bits: float16 is no type of the packer.
+    """Pack float32 or float16 [groups, n] as [panels, groups, 16]."""
+    # Packed as bits: the packer does not support float16.
     packed: np.ndarray = _native.pack_group_rows(rows.view(np.uint16) if rows.dtype == np.float16 else rows)
     return packed.view(rows.dtype)

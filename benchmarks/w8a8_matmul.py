@@ -1,11 +1,11 @@
-"""W8A8MatMul in ORT sessions on the layers that w4a8_matmul.py has, against ORT MatMulNBits of 8 bits and dense int8.
+"""W8A8MatMul in ORT sessions on the layers of w4a8_matmul.py, against ORT MatMulNBits with 8 bits and dense int8.
 
-Weights are int8, symmetric, in groups of every size, random. Peers, in the same rounds:
+Weights are random int8, symmetric, in groups of every size. Peers, in the same rounds:
 
     ort_matmul_nbits_8_level_4     ORT MatMulNBits on the same weights, x rounded to int8 as in W8A8MatMul
-    ort_dynamic_quantize_matmul    ORT DynamicQuantizeMatMul: int8 weights with a scale a column, one scale for all of x
-    ortolan_dense_int8             SparseAMXMatMul, dense int8 weights with a scale a column, x with one a row
-    ort_matmul_fp32                ORT MatMul on float32 weights: what a user has before
+    ort_dynamic_quantize_matmul    ORT DynamicQuantizeMatMul: int8 weights, one scale per column, one scale for all of x
+    ortolan_dense_int8             SparseAMXMatMul, dense int8 weights, one scale per column, and per row of x
+    ort_matmul_fp32                ORT MatMul on float32 weights: the unoptimized model
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .. import _native
 from ..errors import OrtolanError
 from ..progress import Progress, no_progress
 from . import dense_peers, sparse_amx_matmul
-from .cold_layers import Candidate, Node, ort_candidate
+from .cold_layers import Node, TimedLayer, ort_candidate
 from .result import BenchOptions, BenchResult, summarize
 from .shapes import LAYERS, MODELS
 from .side_by_side import (
@@ -47,12 +47,12 @@ PEERS = {
 
 
 def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
-    """Measure every shape, number of threads and batch. An interrupt ends it early, with what there is."""
+    """Measure every shape, number of threads and batch. An interrupt returns the results so far."""
     plans = _plans(options)
     result = BenchResult(
         notes=[STREAM_NOTE, "Weights and group sizes are the same as MatMulNBits'."],
-        summary_title="Times faster than MatMulNBits of 8 bits and accuracy_level 4 (than ORT's dynamic int8, "
-        "SparseAMXMatMul's dense int8, fp32, a read of the weights: last columns), geometric means of layers",
+        summary_title="Speedup over MatMulNBits with 8 bits and accuracy_level 4 (last columns: over ORT's "
+        "dynamic int8, SparseAMXMatMul's dense int8, fp32, reading the weights), geometric means of layers",
     )
     measure(OP, plans, options, result, progress, ROUNDS)
     others = {name: peer for name, peer in PEERS.items() if name != "nbits"} | {"stream": "stream_read"}
@@ -76,7 +76,7 @@ def _prepare(shape: Shape, group_sizes: Sequence[int]) -> Setup:
     q = rng.integers(-128, 128, (k, n)).astype(np.int8)
     column_scales = rng.random((1, n), dtype=np.float32)
     dense = sparse_amx_matmul.our_node("int8", q, column_scales, 0, sparse_amx_matmul.Storage.DENSE)
-    candidates: dict[str, Candidate] = {
+    candidates: dict[str, TimedLayer] = {
         PEERS["ort_int8"]: dense_peers.ort_dynamic_quantize_matmul(rng, k, n),
         PEERS["dense_int8"]: ort_candidate(dense, k, n),
         PEERS["fp32"]: dense_peers.ort_matmul_fp32(rng, k, n),
@@ -96,7 +96,7 @@ def _prepare(shape: Shape, group_sizes: Sequence[int]) -> Setup:
 
 
 def our_node(q: np.ndarray, scales: np.ndarray, group_size: int) -> Node:
-    """The operator on the weight scales q: q int8 [k, n], scales float32 or float16 [groups, n]."""
+    """Return the operator on the weight scales q: q int8 [k, n], scales float32 or float16 [groups, n]."""
     k, n = q.shape
     attributes = {"k": k, "n": n, "format_version": 1, "group_size": group_size}
     return Node(OP, [_native.pack_int8_group(q), packed_rows(scales)], "ai.ortolan", attributes)

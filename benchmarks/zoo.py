@@ -1,9 +1,11 @@
-"""The zoo: of each architecture of models/zoo.py, what of its graph is replaced, how near the answers stay, and the
-times against ONNX Runtime's float32 and dynamic int8; and the file of dynamic int8 as it is, on the execution provider.
+"""The zoo: coverage, accuracy and speed for each architecture of models/zoo.py.
 
-Models have random weights, so the answers say how exact the operators are, not how good int8 is for a trained model.
-Encoders run 1 x 128 tokens, 3 seconds of sound, or a picture; decoders one token behind 128 others. The caches of
-decoders stay float32. Needs ortolan[optimum].
+For each model: the replaced parts of its graph, the similarity of the answers, and times against ONNX Runtime's float32
+and dynamic int8; also the unmodified dynamic int8 file on the execution provider.
+
+Models have random weights, so the answers show how exact the operators are, not how good int8 is for a trained model.
+Encoders run 1 x 128 tokens, 3 seconds of sound, or one image; decoders one token after 128 others. Decoder caches stay
+float32. Needs ortolan[optimum].
 """
 
 from __future__ import annotations
@@ -36,26 +38,27 @@ from .result import BenchOptions, BenchResult, BenchRow
 from .variants import session_options
 
 FP32, INT8 = "ORT fp32", "ORT dynamic int8"
-_OPTIMIZED, _PROVIDER = "optimized int8", "provider, of dynamic int8"  # what is timed against these
+_OPTIMIZED, _PROVIDER = "optimized int8", "provider, of dynamic int8"  # timed against the two above
 _SECONDS, _QUICK_SECONDS = 2.0, 0.5
-_MERGED = "decoder_model_merged"  # holds the other decoders
-# Reasons of products that are no layers: they have no weight.
+_MERGED = "decoder_model_merged"  # contains the other decoders
+# Reasons of matrix products that are not layers: they have no weight.
 _NO_WEIGHT = ("computed at run time", "both inputs are constant", "an outer product")
 
 
 @dataclass(frozen=True)
 class Study:
-    """What optimize_onnx has made of one model."""
+    """The result of optimize_onnx on one model."""
 
     linear: int  # layers with a weight
     linear_replaced: int
     attentions: int
     fused: int
-    joined: int  # attentions whose query, key and value layers are one
-    cosine: float  # of the outputs, the least
-    reasons: tuple[str, ...]  # why layers and attentions stay
+    joined: int  # attentions whose query, key and value layers are joined
+    cosine: float  # of the worst output
+    reasons: tuple[str, ...]  # reasons why layers and attentions were kept
 
     def to_case(self) -> dict[str, Any]:
+        """Return the columns of the result table."""
         return {
             "linear": f"{self.linear_replaced}/{self.linear}",
             "attention": f"{self.fused}/{self.attentions}",
@@ -64,12 +67,12 @@ class Study:
 
 
 def parts(folder: Path) -> list[Path]:
-    """The models of an export; of decoders that are there merged and apart, those apart."""
+    """Return the models of an export; of merged and separate decoders, the separate ones."""
     return [path for path in sorted(folder.glob("*.onnx")) if path.stem != _MERGED]
 
 
 def study(architecture: Architecture, size: Size, source: Path, output: Path, weights: str) -> Study:
-    """Optimizes one model of an architecture of this size, with an exact cache where it has one."""
+    """Optimize one model of an architecture, with an exact cache if it has one."""
     cache = "float32" if architecture.task.endswith("-with-past") else None
     report = optimize_onnx(source, output, weights=weights, cache=cache)
     before, after = (_count(ir.load(path)) for path in (source, output))
@@ -99,13 +102,20 @@ def _count(model: ir.Model) -> Counter[str]:
 
 
 def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
-    """kinds: names of architectures; quick: small models. Raises OrtolanError for an unknown name, or without
-    Optimum."""
+    """Measure the zoo.
+
+    Args:
+        options: kinds: names of architectures. quick: small models.
+        progress: Progress callback.
+
+    Raises:
+        OrtolanError: A name is unknown, or Optimum is not installed.
+    """
     names = options.kinds or tuple(one.name for one in ARCHITECTURES)
     unknown = set(names) - {one.name for one in ARCHITECTURES}
     if unknown:
         known = ", ".join(one.name for one in ARCHITECTURES)
-        raise OrtolanError(f"the zoo has no {', '.join(sorted(unknown))}; it has {known}")
+        raise OrtolanError(f"the zoo has no {', '.join(sorted(unknown))}, expected {known}")
     chosen = [find_architecture(name) for name in names]
     size = SMALL if options.quick else BASE
     result = BenchResult()
@@ -118,12 +128,12 @@ def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
                     export(architecture, size, folder)
                 except ImportError as error:
                     raise OrtolanError(
-                        f"the zoo is exported by Optimum: pip install 'optimum-onnx[onnxruntime]==0.1.0' ({error})"
+                        f"the zoo needs Optimum: pip install 'optimum-onnx[onnxruntime]==0.1.0' ({error})"
                     ) from None
                 for source in parts(folder):
                     try:
                         result.rows += _rows(architecture, size, source, options, result.notes)
-                    except Exception as error:  # one model of many: the others are still to be timed
+                    except Exception as error:  # continue with the other models
                         result.notes.append(f"{architecture.name}, {source.name}, failed: {error}")
         progress("done", len(chosen), len(chosen))
     except KeyboardInterrupt:
@@ -143,7 +153,7 @@ def _rows(
     try:
         with silent_root_logger():
             quantize_dynamic(source, paths[INT8])
-    except Exception as error:  # ONNX Runtime's quantizer raises whatever it trips over
+    except Exception as error:  # ONNX Runtime's quantizer raises various exceptions
         notes.append(f"{name}: ONNX Runtime cannot quantize it: {error}")
         del paths[INT8]
     model = ir.load(source)

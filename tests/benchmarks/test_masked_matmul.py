@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ortolan.benchmarks import masked_matmul
-from ortolan.benchmarks.masked_matmul import product_model, sparse_blocks, sparse_numbers
+from ortolan.benchmarks.masked_matmul import product_model, sparse_blocks, sparse_elements
 from ortolan.benchmarks.result import BenchOptions
 from ortolan.errors import OrtolanError
 from ortolan.session import create_session
@@ -23,7 +23,7 @@ def quick_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_both_sides_answer_alike() -> None:
     rng = np.random.default_rng(0)
-    a, b = sparse_numbers(rng, 50, 60, 0.8), sparse_blocks(rng, 60, 70, 0.8)
+    a, b = sparse_elements(rng, 50, 60, 0.8), sparse_blocks(rng, 60, 70, 0.8)
     found = [
         create_session(product_model(op).SerializeToString()).run(None, {"a": a, "b": b})[0]
         for op in ("MatMul", "MaskedMatMul")
@@ -33,7 +33,7 @@ def test_both_sides_answer_alike() -> None:
 
 def test_shares_of_zeros() -> None:
     rng = np.random.default_rng(1)
-    numbers, blocks = sparse_numbers(rng, 300, 320, 0.8), sparse_blocks(rng, 300, 320, 0.8)
+    numbers, blocks = sparse_elements(rng, 300, 320, 0.8), sparse_blocks(rng, 300, 320, 0.8)
     assert abs((numbers == 0).mean() - 0.8) < 0.02 and abs((blocks == 0).mean() - 0.8) < 0.02
     of_blocks = (blocks.reshape(300, 20, 16) == 0).mean(2)
     assert set(np.unique(of_blocks)) == {0.0, 1.0}
@@ -66,7 +66,7 @@ def test_the_heat_map_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def test_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OrtolanError, match="no kind of case 'round'; known: square"):
+    with pytest.raises(OrtolanError, match="no kind 'round', expected one of square"):
         masked_matmul.run(BenchOptions(quick=True, kinds=("round",)))
     with pytest.raises(OrtolanError, match="leave out options about layers"):
         masked_matmul.run(BenchOptions(quick=True, layers=("q",)))

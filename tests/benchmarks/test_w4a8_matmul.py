@@ -62,7 +62,7 @@ def test_opencl_meets_the_cpu_under_an_honest_title(short):
     device = opencl_devices()[0]
     assert device in result.notes[0]
     is_none = "no GPU" in device
-    assert ("THIS DEVICE IS NO GPU" in result.summary_title) == is_none
+    assert ("THIS DEVICE IS NOT A GPU" in result.summary_title) == is_none
     assert any("say nothing of any GPU" in note for note in result.notes) == is_none
 
 

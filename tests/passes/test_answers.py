@@ -66,7 +66,7 @@ def test_verification_of_cut_feeds_and_mapped_answers(monkeypatch, cache):
     monkeypatch.setattr(answers, "_IN_MEMORY", 0)
     mapped = optimize(model, **arguments)
     assert mapped.output_error == before.output_error and mapped.rounding_error == before.rounding_error
-    monkeypatch.setattr(answers, "_MOST_BYTES", 70 * 50 * 4)
+    monkeypatch.setattr(answers, "_MAX_BYTES", 70 * 50 * 4)
     shorter = optimize(model, **arguments)
     assert [error.name for error in shorter.output_error] == [error.name for error in before.output_error]
     told = ["answers are compared on" in " ".join(report.notes) for report in (before, shorter)]
