@@ -235,7 +235,7 @@ def of_build(build: Path, mca_program: str, cpus: Sequence[str] | None) -> Itera
 
 
 def of_file(path: Path, function: str | None, mca_program: str, cpus: Sequence[str] | None) -> Iterator[str]:
-    """Yield the best loop of each kind of product in Arm code, for the first CPU, among loops with 8 products or more."""
+    """Yield the best loop of each kind of product in Arm code, by the first CPU, among loops with 8 products."""
     mca = Mca(mca_program, arm=True)
     cpus = cpus or CPUS["i8mm"]
     best: dict[str, tuple[float, int, list[str]]] = {}

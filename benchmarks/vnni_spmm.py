@@ -53,7 +53,7 @@ def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
     """Measure every shape, number of threads and sparsity. An interrupt ends it early, with what there is."""
     result = BenchResult(
         notes=["Times are of one layer, its weights cold. The peers' weights are dense."],
-        summary_title="Speedup over DynamicQuantizeMatMul: largest, and geometric mean of shapes; last columns: over "
+        summary_title="Speedup over DynamicQuantizeMatMul: best, and geometric mean of shapes; last columns: over "
         "other peers",
     )
     measure(OP, _plans(options), options, result, progress, ROUNDS)
@@ -78,7 +78,7 @@ def summarize(rows: Sequence[BenchRow]) -> list[SummaryRow]:
         batch = str(tokens[0]) if len(set(tokens)) == 1 else f"{min(tokens)}-{max(tokens)}"
         others = {name: geometric_mean(ratios[peer]) for name, peer in _OTHERS.items() if peer in ratios}
         case = {"m": batch, "sparsity": sparsity}
-        summary.append(SummaryRow(case, threads, {"largest": max(main)}, geometric_mean(main), others))
+        summary.append(SummaryRow(case, threads, {"best": max(main)}, geometric_mean(main), others))
     return summary
 
 

@@ -86,7 +86,7 @@ def test_the_profile_adds_up(model, tmp_path):
 
 def test_a_profile_without_runs_is_refused(tmp_path):
     (tmp_path / "profile.json").write_text('[{"name": "model_run", "cat": "Session", "ts": 1, "dur": 5}]')
-    with pytest.raises(OrtolanError, match="holds no runs after the first 2"):
+    with pytest.raises(OrtolanError, match="has no runs after the first 2"):
         read_profile(tmp_path / "profile.json", skip_runs=2)
     assert read_profile(tmp_path / "profile.json", skip_runs=0) == ([], 5)
 

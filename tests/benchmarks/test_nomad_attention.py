@@ -112,5 +112,5 @@ def test_options_about_weights_are_refused(option: dict[str, tuple[object, ...]]
 def test_a_package_without_bare_kernels_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(ortolan, "_testing", raising=False)
     monkeypatch.setitem(sys.modules, "ortolan._testing", None)
-    with pytest.raises(OrtolanError, match=r"times kernels by themselves, .*ORTOLAN_TESTING=ON"):
+    with pytest.raises(OrtolanError, match=r"times bare kernels, .*ORTOLAN_TESTING=ON"):
         nomad_attention.run(BenchOptions(quick=True))

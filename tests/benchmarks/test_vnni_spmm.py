@@ -47,7 +47,7 @@ def test_the_summary_is_by_sparsity():
         assert all(len(of_peer) == 2 for of_peer in ratios.values())
         means = {peer: geometric_mean(of_peer) for peer, of_peer in ratios.items()}
         assert line.geomean == pytest.approx(means["ort_dynamic_quantize_matmul"])
-        assert line.ratios == {"most": max(ratios["ort_dynamic_quantize_matmul"])}
+        assert line.ratios == {"best": max(ratios["ort_dynamic_quantize_matmul"])}
         others = {"matmul_integer": means["ort_matmul_integer"], "fp32": means["ort_matmul_fp32"]}
         assert line.others == pytest.approx(others)
 

@@ -272,8 +272,8 @@ def test_padding_is_found_without_the_package(files, tmp_path, kind):
     ("said", "match"),
     [
         ("{", "no tokenizer.json"),
-        ("[]", "no tokenizer.json: it has no model"),
-        ('{"model": 3}', "no tokenizer.json: it has no model"),
+        ("[]", "not a tokenizer.json: it has no model"),
+        ('{"model": 3}', "not a tokenizer.json: it has no model"),
         ('{"model": {}}', "not well formed"),
         ('{"model": {"vocab": {"a": 0}}, "added_tokens": [3]}', "not well formed"),
         ('{"model": {"vocab": {"a": 0}}, "post_processor": {"type": "TemplateProcessing"}}', "not well formed"),
