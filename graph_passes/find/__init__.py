@@ -1,1 +1,1 @@
-"""What a model holds: linear layers, attentions, caches, quantized forms, dimensions. Nothing here changes a model."""
+"""Finders for the parts of a model: layers, attention, caches, quantized forms, dimensions. They change nothing."""

@@ -1,10 +1,9 @@
-"""Finds scaled dot-product attention in a graph, and tells why what looks like one is none.
+"""Finds scaled dot-product attention in a graph, and the reason why a similar subgraph is not attention.
 
-Three forms: taken apart, as most exports have it (MatMul, a scale, masks, Softmax, MatMul, between Reshapes and
-Transposes that split and merge the heads); ONNX Runtime's MultiHeadAttention; ONNX's Attention (opset 23). What is
-found reads the layers' own outputs [batch, rows, width] and gives [batch, rows, width]: ops/nomad_attention has the
-formula. Where something is done to the heads before they meet, or needs them besides, it reads them as they are
-[batch, heads, rows, head width].
+Three forms: decomposed, as in most exports (MatMul, a scale, masks, Softmax, MatMul, between Reshapes and Transposes
+that split and merge the heads); ONNX Runtime's MultiHeadAttention; ONNX's Attention (opset 23). The result reads the
+layers' own outputs [batch, rows, width] and returns [batch, rows, width]: ops/nomad_attention has the formula. If heads
+are changed before the product, or have other consumers, it reads [batch, heads, rows, head width].
 """
 
 from __future__ import annotations
@@ -36,13 +35,15 @@ from .sums import Shape
 
 _MOST_SHAPE_NODES = 200
 _OPERANDS = ("query", "key", "value")
-_HIDDEN = -1e30  # a mask below that leaves nothing of a score
+_HIDDEN = -1e30  # a mask below this leaves a score no weight
 
 
 @dataclass(frozen=True)
 class Mask:
-    """What is added to the scores: a value; or, where the value is truth values, `fill` where one says that it hides a
-    key, and 0 elsewhere."""
+    """An addend of the scores.
+
+    Either a value, or truth values: `fill` where a key is hidden and 0 elsewhere.
+    """
 
     value: ir.Value
     fill: float | None = None
@@ -54,6 +55,8 @@ class Mask:
 
 @dataclass(eq=False)
 class Attention:
+    """Attention in the graph, and the values that replace it."""
+
     node: ir.Node  # the Softmax, or the operator
     query: ir.Value
     key: ir.Value
@@ -73,6 +76,7 @@ class Attention:
 
     @property
     def names(self) -> list[str]:
+        """Names of the nodes that identify it."""
         return [node.name for node in (self.node, *self.products) if node.name]
 
 
@@ -86,11 +90,12 @@ class NotAttention:
 
     @property
     def names(self) -> list[str]:
+        """Name of the node."""
         return [self.node.name or f"{self.node.op_type} that makes {self.node.outputs[0].name!r}"]
 
 
 def find_attentions(graph: ir.Graph) -> list[Attention | NotAttention]:
-    """In the graph's own order; graphs inside of it are looked into by themselves."""
+    """Return the attentions of one graph in its order, without those in its subgraphs."""
     dims = Dimensions(graph)
     found: list[Attention | NotAttention] = []
     for node in graph:
@@ -111,7 +116,7 @@ def find_attentions(graph: ir.Graph) -> list[Attention | NotAttention]:
     return found
 
 
-# What is not followed to its layer, from the best form to the one that replaces the least.
+# Operands that are not followed to their layer, from the best form to the one that replaces least.
 _SINGLE = "single"  # sequences and heads are one axis, and stay so
 _BY_HEADS = (
     (),
@@ -147,7 +152,7 @@ class TakenApart:
         self._found: dict[ir.Value, ir.Node | None] = {}  # by _find_scores
 
     def match(self, by_heads: Collection[str] = ()) -> Attention | None:
-        """None if it is none, as in a classifier. by_heads: what is not followed to its layer."""
+        """Return the attention, or None, as in a classifier. by_heads: operands not followed to their layer."""
         dims, softmax = self._dims, self._softmax
         weights, zero_hidden_rows = self._weights()
         context = next((use.node for use in weights.uses() if is_op(use.node, "MatMul") and use.idx == 0), None)
@@ -191,7 +196,7 @@ class TakenApart:
         return match
 
     def _refuse_other_sequences(self, masks: Sequence[Mask], query: Operand) -> None:
-        """Where sequences and heads are one axis, a mask of sequences alone does not fit it."""
+        """Refuse a mask of sequences alone if sequences and heads are one axis."""
         for mask in masks:
             shape = self._dims.shape(mask.value) or ()
             if len(shape) > 3 and shape[0] not in (1, query.batch):
@@ -211,7 +216,7 @@ class TakenApart:
             raise refusal or error from None
 
     def _weights(self) -> tuple[ir.Value, bool]:
-        """What goes into the second product: the Softmax, perhaps with zeros in place of NaN."""
+        """Return the input of the second product: the Softmax, perhaps with zeros instead of NaN."""
         softmax = self._beyond(self._softmax.outputs[0])
         users = {use.node for use in softmax.uses()}
         is_nan = next((node for node in users if is_op(node, "IsNaN")), None)
@@ -236,8 +241,10 @@ class TakenApart:
     def _without_hidden_rows(
         self, product: ir.Value, masks: tuple[Mask, ...]
     ) -> tuple[ir.Value, tuple[Mask, ...], bool]:
-        """Exports of transformers 5 put zeros in place of the rows of the product that see no key: what they then make
-        of the product, the mask as truth values, and whether they do."""
+        """Return the output, the masks and True if rows of the product that see no key are set to zero.
+
+        Exports of transformers 5 do that; the mask is then one of truth values.
+        """
         users = [use.node for use in product.uses() if is_op(use.node, "Where")]
         where = users[0] if len(users) == 1 and users[0].inputs[2] is product else None
         if where is None or where.inputs[0] is None or self._dims.number(where.inputs[1]) != 0 or len(masks) != 1:
@@ -262,7 +269,7 @@ class TakenApart:
         return None if negated is None else negated.inputs[0]
 
     def _counted(self, value: ir.Value) -> ir.Value | None:
-        """Truth values of which this says that none along the last axis is true, as sum(float(visible)) < 1."""
+        """Return the truth values that `value` reports as all false along the last axis: sum(float(visible)) < 1."""
         less = _producer(value, "Less")
         limit = None if less is None else self._dims.number(less.inputs[1])
         if less is None or limit is None or not 0 < limit <= 1:
@@ -334,12 +341,12 @@ class TakenApart:
         return tuple(masks), scale
 
     def _ranks(self, node: ir.Node) -> tuple[int, int]:
-        """Of what goes into a node, and of what comes out."""
+        """Return the ranks of a node's input and output."""
         before, after = (self._dims.shape(value) or () for value in (node.inputs[0], node.outputs[0]))
         return len(before), len(after)
 
     def _keeps_rows(self, node: ir.Node) -> bool:
-        """Whether a Reshape of scores leaves queries and keys, and heads where windows are split off."""
+        """Return whether a Reshape of scores keeps queries and keys, and heads if windows are split off."""
         before, after = (self._dims.shape(value) or () for value in (node.inputs[0], node.outputs[0]))
         if 5 in (len(before), len(after)):
             return before[-3:] == after[-3:]
@@ -363,7 +370,7 @@ class TakenApart:
         return shape is not None and len(shape) == 3 and shape[0] != 1
 
     def _is_causal(self, mask: Mask) -> bool:
-        """Whether it hides just the keys behind each query: Where(tril(ones) == 0, -Inf, 0)."""
+        """Return whether it hides exactly the keys after each query: Where(tril(ones) == 0, -Inf, 0)."""
         where = mask.value.producer()
         if mask.fill is not None or where is None or not is_op(where, "Where"):
             return False
@@ -385,7 +392,7 @@ class TakenApart:
         return 1 / number if node.op_type == "Div" else number
 
     def _fill(self, node: ir.Node, index: int) -> Mask:
-        """Of scores that are replaced by a number: as if that were added, since nothing is left of them then."""
+        """Return the mask of scores that are replaced by a constant; the constant leaves no trace of the score."""
         fill = self._dims.number(node.inputs[3 - index]) if index else None
         if fill is None or not fill < _HIDDEN:
             raise RefusedError(f"{describe(node)} replaces scores by something else than -Inf or the lowest float")
@@ -454,6 +461,7 @@ def _joined(
 
 
 def check_mask(dims: Dimensions, mask: Mask, scores: Shape) -> None:
+    """Check that a mask broadcasts against the scores."""
     shape, dtype = dims.shape(mask.value), dims.dtype(mask.value)
     if shape is not None and mask.heads:
         shape = scores[0], mask.heads, *shape[1:]
@@ -518,6 +526,7 @@ def _multi_head_attention(dims: Dimensions, node: ir.Node) -> Attention:
 
 
 def scale_attribute(node: ir.Node) -> float:
+    """Return the scale of an attention operator, or 0."""
     return node.attributes["scale"].as_float() if "scale" in node.attributes else 0.0
 
 
@@ -540,8 +549,10 @@ def check_uses(
     inputs: Sequence[ir.Value | None],
     kept: Collection[ir.Value] = (),
 ) -> None:
-    """Nothing else may need a value in between, other than those that are kept as outputs of the graph. What only asks
-    for shapes, to make those of other nodes that go away as well, goes away too: it is added to the nodes."""
+    """Check that no value in between has other consumers, except values kept as outputs of the graph.
+
+    Nodes that only compute shapes from these values, for other removed nodes, are added to `nodes`.
+    """
     last = output.producer()
     dead: set[ir.Node] = set()
     waiting = [(value, value, node) for node in nodes if node is not last for value in node.outputs]

@@ -1,5 +1,6 @@
-"""Queries, keys and values of attention, followed from the product back to their layers, and its answer on to where
-heads are side by side.
+"""Operands and output of attention, followed to their layers.
+
+Queries, keys and values are followed back from the product, and the output forward until heads are merged.
 """
 
 from __future__ import annotations
@@ -50,8 +51,11 @@ LAYOUTS: dict[str, tuple[int, ...]] = {
 def through_views(
     dims: Dimensions, value: ir.Value | None, views: Collection[str], alone: bool = False
 ) -> tuple[list[ir.Node], float, ir.Value | None]:
-    """Follows a value back through such operators, and products with a number: these nodes, the last one first, the
-    product of the numbers, and the value where they begin. alone: not beyond a value that others use as well."""
+    """Follow a value back through these operators and multiplications by a constant.
+
+    Returns the nodes, the last one first, the product of the constants, and the first value. alone: stop at a value
+    with other consumers.
+    """
     chain: list[ir.Node] = []
     scale = 1.0
     while value is not None and (node := value.producer()) is not None and node.domain in DEFAULT_DOMAINS:
@@ -100,8 +104,11 @@ def heads_operand(
     transposed: bool = False,
     single: bool = False,
 ) -> Operand:
-    """Takes [batch, heads, rows, head_dim] (transposed: the last two the other way round) as it is, but for a Transpose
-    right in front of it. The numbers of heads must be known. single: [batch x heads, rows, head_dim], as one head."""
+    """Return [batch, heads, rows, head_dim] as an operand, without a Transpose directly before it.
+
+    transposed: the last two axes are swapped. The numbers of heads must be known. single: [batch x heads, rows,
+    head_dim] counts as one head.
+    """
     chain, scale, base = through_views(dims, value, (), alone=True)
     merged = not single and len(dims.shape(base) or ()) == 3  # sequences and heads are one axis in the product
     rank = 3 if single or merged else 4
@@ -148,8 +155,10 @@ def whole_operand(dims: Dimensions, value: ir.Value | None, meaning: str, heads:
 
 
 def same_number(one: Dim, other: Dim) -> bool:
-    """Of two dimensions that go together in the graph. Only those that are not known may have the same number by
-    different names."""
+    """Return whether two dimensions that belong together in the graph may be equal.
+
+    Unknown dimensions may be equal under different names.
+    """
     known = [dim for dim in (one, other) if isinstance(dim, int | str)]
     return one == other or (len(known) < 2 and 1 not in known)
 
@@ -199,24 +208,28 @@ def _merged(dims: Dimensions, value: ir.Value, shape: Shape, nodes: set[ir.Node]
 
 
 def scalar(dims: Dimensions, value: ir.Value | None) -> float | None:
+    """Return the value of a finite constant scalar, or None."""
     number = dims.number(value)
     return number if number is not None and np.isfinite(np.float32(number)) else None
 
 
 def is_op(node: ir.Node, *op_types: str) -> bool:
+    """Return whether a node is one of these standard operators."""
     return node.op_type in op_types and node.domain in DEFAULT_DOMAINS
 
 
 def changes_nothing(dims: Dimensions, node: ir.Node) -> bool:
-    """Whether it gives what it is given: Identity, or a Cast to the type that it has already."""
+    """Return whether the output equals the input: Identity, or a Cast to the same type."""
     if is_op(node, "Cast"):
         return dims.dtype(node.inputs[0]) == ir.DataType(node.attributes["to"].as_int())
     return is_op(node, "Identity")
 
 
 def name_of(value: ir.Value | None) -> str:
+    """Return a value's name for messages."""
     return repr(value.name) if value is not None else "nothing"
 
 
 def describe(node: ir.Node) -> str:
+    """Return a node's type and name for messages."""
     return f"{node.op_type} {node.name!r}"

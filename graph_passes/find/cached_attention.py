@@ -1,9 +1,9 @@
-"""Finds attention with a cache of keys and values in decoders, and tells why what looks like one is none.
+"""Finds attention with a KV cache in decoders, and the reason why a similar subgraph is not.
 
 The cache comes in as inputs of the graph [batch, kv_heads, past, head width] and goes out, with new tokens appended, as
-outputs. Four forms: ONNX Runtime's GroupQueryAttention, as its GenAI model builder writes it; taken apart, as most
-exports have it (Concat with the past, heads repeated for the queries that share them, and what attention.py knows);
-ONNX Runtime's MultiHeadAttention; ONNX's Attention (opset 23).
+outputs. Four forms: ONNX Runtime's GroupQueryAttention, as its GenAI model builder writes it; decomposed, as in most
+exports (Concat with the past, heads repeated for grouped queries, and the forms of attention.py); ONNX Runtime's
+MultiHeadAttention; ONNX's Attention (opset 23).
 """
 
 from __future__ import annotations
@@ -49,13 +49,16 @@ _OFF: dict[str, tuple[object, ...]] = {
 
 
 class _NoCacheError(RefusedError):
-    """It is attention without a cache."""
+    """The attention has no cache."""
 
 
 @dataclass(eq=False)
 class CachedAttention:
-    """query [batch, rows, heads x width] or [batch, heads, rows, width]; key and value likewise, or None: all three
-    side by side in query. The four caches are inputs and outputs of the graph."""
+    """Attention with a cache.
+
+    query is [batch, rows, heads x width] or [batch, heads, rows, width]; key and value have the same layouts; if
+    query holds all three, both fields hold None. The four caches are inputs and outputs of the graph.
+    """
 
     node: ir.Node  # the Softmax, or the operator
     query: ir.Value
@@ -82,11 +85,12 @@ class CachedAttention:
 
     @property
     def names(self) -> list[str]:
+        """Names of the nodes that identify it."""
         return [node.name for node in (self.node, *self.products) if node.name]
 
 
 def find_cached_attentions(graph: ir.Graph) -> list[CachedAttention | NotAttention]:
-    """In the graph's own order; graphs inside of it are looked into by themselves."""
+    """Return the attentions of one graph in its order, without those in its subgraphs."""
     dims = Dimensions(graph)
     found: list[CachedAttention | NotAttention] = []
     for node in graph:
@@ -267,7 +271,7 @@ class _CachedTakenApart(TakenApart):
         )
 
     def _query(self, value: ir.Value | None) -> Operand:
-        """As its layer makes it, or by heads, where something else, such as a rotary embedding, stands in between."""
+        """Return the layer's output, or the heads if another operation, such as a rotary embedding, follows it."""
         dims = self._dims
         try:
             return split_operand(dims, value, "query", self._nodes)
@@ -343,7 +347,7 @@ def _past_operand(
 
 
 def _folded(dims: Dimensions, value: ir.Value, meaning: str, nodes: set[ir.Node]) -> ir.Value:
-    """New keys or values as their layer makes them, where nothing but a split into heads stands in between."""
+    """Return new keys or values as the layer's output, if they are only split into heads."""
     try:
         found: set[ir.Node] = set()
         operand = split_operand(dims, value, meaning, found)
@@ -419,7 +423,7 @@ def _check(dims: Dimensions, match: CachedAttention) -> None:
 
 
 def _asks_for_length(dims: Dimensions, node: ir.Node) -> bool:
-    """Whether it is a Shape of which all but the last dimension is used: that one changes."""
+    """Return whether it is a Shape whose last dimension is not used: only that one changes."""
     if not is_op(node, "Shape"):
         return False
     end = node.attributes["end"].as_int() if "end" in node.attributes else None

@@ -1,8 +1,8 @@
-"""Values that are known before the model runs: initializers, and what standard operators make of constants alone, as
-Transpose, Cast, Mul, DequantizeLinear, Slice or Concat do that exporters put between a stored weight and its MatMul.
+"""Values that are known before the model runs: initializers, and results of standard operators on constants.
 
-Everything is lazy: a tensor here computes its array each time it is asked, from the mapped file, and keeps nothing.
-A model is untrusted: walks are short, and what is made of a constant is not much larger than it.
+Such operators are Transpose, Cast, Mul, DequantizeLinear, Slice or Concat, which exporters put between a stored weight
+and its MatMul. Everything is lazy: a tensor here computes its array each time it is read, from the mapped file, and
+keeps nothing. A model is untrusted: walks are short, and a computed constant is not much larger than its inputs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEFAULT_DOMAINS = ("", "ai.onnx")
 _RANDOM = ("Random", "Bernoulli", "Multinomial")
 GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 _MOST_VISITS = 64  # of values between a constant and its initializers
-_MOST_GROWTH = 16  # times the bytes of its inputs that a constant takes: numbers of 4 bits become float64
+_MOST_GROWTH = 16  # limit of a constant's bytes relative to its inputs: 4-bit integers become float64
 _SMALL = 1 << 24  # bytes that it may take beside
 
 
@@ -42,7 +42,7 @@ def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
 
 
 def why_not_computed(value: ir.Value) -> str | None:
-    """Of what is made of constants alone, and yet has no tensor here, the operators and the reason."""
+    """Return the operators between constants and a value without a tensor, and the reason."""
     if not _is_constant(value):
         return None
     for source in constant_values(value):
@@ -74,7 +74,7 @@ def constant_values(value: ir.Value) -> Iterator[ir.Value]:
 
 
 def stored_bytes(value: ir.Value) -> int:
-    """How many bytes the initializers (or Constant nodes) behind a constant take in the file."""
+    """Return the bytes in the file of the initializers (or Constant nodes) behind a constant."""
     roots = [source for source in constant_values(value) if source.producer() is None or not source.producer().inputs]  # type: ignore[union-attr]
     tensors = [constant_tensor(root) for root in {id(root): root for root in roots}.values()]
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
@@ -133,8 +133,10 @@ def _constant(node: ir.Node) -> ir.TensorProtocol | None:
 
 
 def _is_constant(value: ir.Value) -> bool:
-    """Whether initializers alone decide the value, as far as _MOST_VISITS tell. A value that several others are made of
-    counts as often as it is met, so that no walk over a constant is longer."""
+    """Return whether only initializers determine the value, within _MOST_VISITS steps.
+
+    A value with several consumers counts each time, so that no walk over a constant is longer.
+    """
     waiting, visits = [value], 0
     while waiting:
         one = waiting.pop()
@@ -151,7 +153,7 @@ def _is_constant(value: ir.Value) -> bool:
 
 
 def _is_repeatable(node: ir.Node) -> bool:
-    """Whether it is a standard operator without graphs inside that gives the same for the same inputs."""
+    """Return whether it is a deterministic standard operator without subgraphs."""
     return (
         node.domain in DEFAULT_DOMAINS
         and not node.op_type.startswith(_RANDOM)

@@ -1,9 +1,8 @@
-"""What is known of a graph's values before it runs: their dimensions, element types, and the numbers that shapes are
-computed from.
+"""Dimensions, element types and shape values of a graph's values, before it runs.
 
-Exports write `x.view(batch, length, heads, -1)` as a chain of Shape, Gather, Concat and Reshape. Here these numbers are
-followed symbolically: a dimension is an int, or something that is equal only to itself. (onnx's own shape inference
-knows neither ONNX Runtime's operators nor ours, and follows no such chain; it is asked for nodes of other kinds.)
+Exports write `x.view(batch, length, heads, -1)` as a chain of Shape, Gather, Concat and Reshape. Here these integers
+are followed symbolically: a dimension is an int, or a symbol that equals only itself. (onnx's shape inference supports
+neither ONNX Runtime's operators nor ours, and does not follow such chains; it is used for other nodes.)
 """
 
 from __future__ import annotations
@@ -32,8 +31,10 @@ _RESIDUAL_INPUT = {"SparseAMXMatMul": 5, "VNNISpMM": 6, "W4A8MatMul": 4, "W8A8Ma
 
 
 class Dimensions:
-    """Of the values of one graph; those of graphs around it are what they are declared to be, where nothing better is
-    given."""
+    """Dimensions of the values of one graph.
+
+    Values of outer graphs have their declared dimensions, unless better ones are given.
+    """
 
     def __init__(self, graph: ir.Graph, around: Dimensions | None = None) -> None:
         """around: those of the graph that this one is a branch of."""
@@ -78,6 +79,7 @@ class Dimensions:
         return float(elements[0]) if shape in ((), (1,)) else None
 
     def dtype(self, value: ir.Value | None) -> ir.DataType | None:
+        """Return a value's element type, if known."""
         if value is None or value in self._types:
             return self._types[value] if value is not None else None
         tensor = constant_tensor(value)
@@ -133,7 +135,7 @@ class Dimensions:
         return node.outputs[0].dtype or next((dtype for dtype in types if dtype is not None), None)
 
     def _infer(self, node: ir.Node, output: ir.Value) -> Shape | None:
-        """By onnx: operators that are not known here. All outputs get their shape, not the first alone."""
+        """Infer by onnx the outputs of operators that are not known here; sets the shapes of all outputs."""
         if any(attribute.type in GRAPHS for attribute in node.attributes.values()):
             return None
         shapes, types = [self.shape(value) for value in node.inputs], [self.dtype(value) for value in node.inputs]
@@ -172,7 +174,7 @@ class Dimensions:
         return a[int_attribute(node, "transA", 0)], b[1 - int_attribute(node, "transB", 0)]
 
     def _linear(self, node: ir.Node, output: ir.Value) -> Shape | None:
-        """Of operators whose width stands in an attribute."""
+        """Return the shape of operators whose width is an attribute."""
         x = self.shape(node.inputs[0])
         width = int_attribute(node, "gated_columns", 0) or int_attribute(node, "n", 0) or int_attribute(node, "N", 0)
         if x is None or not width:
@@ -184,7 +186,7 @@ class Dimensions:
         return broadcast([(*x[:-1], width), self.shape(residual[0])], output)
 
     def _attention(self, node: ir.Node, _: ir.Value) -> Shape | None:
-        """Of NoMADAttention and MultiHeadAttention: as wide as queries are."""
+        """Return the shape of NoMADAttention and MultiHeadAttention: as wide as the queries."""
         query = self.shape(node.inputs[0])
         key = node.inputs[2] if len(node.inputs) > 2 else None
         ours = node.domain == "ai.ortolan"
@@ -215,7 +217,7 @@ class Dimensions:
         return (*query[:2], heads * width // kv_heads) if isinstance(width, int) and kv_heads else None
 
     def _packed_attention(self, node: ir.Node, _: ir.Value) -> Shape | None:
-        """Of ONNX Runtime's Attention and QAttention, which hold the weights of queries, keys and values."""
+        """Return the shape of ONNX Runtime's Attention and QAttention, which include the QKV layer."""
         x, weight = self.shape(node.inputs[0]), self.shape(node.inputs[1])
         if x is None or weight is None or len(x) != 3 or not isinstance(weight[-1], int):
             return None
@@ -240,7 +242,7 @@ class Dimensions:
         return tuple(dims)
 
     def reshape_target(self, node: ir.Node) -> tuple[Dim | None, ...] | None:
-        """What a Reshape is told, zeros resolved; -1 and None: not known from that alone."""
+        """Return the target of a Reshape with zeros resolved; -1 and None are not known from it alone."""
         shape, target = self.shape(node.inputs[0]), self.elements(node.inputs[1])
         if target is None:
             return None
@@ -318,7 +320,7 @@ class Dimensions:
         return tuple(dims)
 
     def _if(self, node: ir.Node, output: ir.Value) -> Shape | None:
-        """What both branches make, or the one that is always taken."""
+        """Return the shape of both branches, or of the one that is always taken."""
         place = node.outputs.index(output)
         branches = [node.attributes[name].as_graph() for name in ("then_branch", "else_branch")]
         condition = self.elements(node.inputs[0])
@@ -414,7 +416,7 @@ class Dimensions:
         return shape[int_attribute(node, "start", 0) : end]
 
     def _same_elements(self, node: ir.Node) -> tuple[Element, ...] | None:
-        """Also of Reshape, whose result is used as a vector or number of the same elements."""
+        """Return the elements of the input; used for Reshape between vector and scalar too."""
         elements = self.elements(node.inputs[0])
         if elements is None or node.op_type != "Cast":
             return elements
@@ -522,11 +524,12 @@ def broadcast(shapes: Sequence[Shape | None], output: ir.Value) -> Shape | None:
 
 
 def permutation(node: ir.Node, rank: int) -> tuple[int, ...]:
-    """Of a Transpose."""
+    """Return the permutation of a Transpose."""
     return tuple(node.attributes["perm"].as_ints()) if "perm" in node.attributes else tuple(reversed(range(rank)))
 
 
 def int_attribute(node: ir.Node, name: str, default: int) -> int:
+    """Return an integer attribute, or the default."""
     return node.attributes[name].as_int() if name in node.attributes else default
 
 
@@ -535,7 +538,7 @@ def _fresh(value: ir.Value, axis: int) -> Dim:
 
 
 def _is_unknown(dim: Dim) -> bool:
-    """Whether it is neither a number nor the name of an input's dimension."""
+    """Return whether it is neither an integer nor the name of an input's dimension."""
     return isinstance(dim, tuple | Sum | Product)
 
 

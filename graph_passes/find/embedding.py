@@ -31,10 +31,12 @@ class Lookup:
 
     @property
     def name(self) -> str:
+        """The node's name."""
         return self.node.name or ""
 
     @property
     def ids(self) -> ir.Value:
+        """The ids that are looked up."""
         value = self.node.inputs[1]
         assert value is not None
         return value
@@ -50,26 +52,31 @@ class Embedding:
 
     @property
     def value(self) -> ir.Value:
+        """The table's value."""
         value = self.lookups[0].node.inputs[0]
         assert value is not None
         return value
 
     @property
     def table_name(self) -> str:
+        """The table's name."""
         return self.value.name or ""
 
     @property
     def names(self) -> list[str]:
+        """Names of the lookups and of the table."""
         return [*(lookup.name for lookup in self.lookups), self.table_name]
 
     @property
     def tensor(self) -> ir.TensorProtocol:
+        """The table."""
         tensor = constant_tensor(self.value)
         assert tensor is not None
         return tensor
 
     @property
     def dtype(self) -> ir.DataType:
+        """The table's element type."""
         return ir.DataType(self.tensor.dtype)
 
     def table(self) -> np.ndarray:
@@ -77,7 +84,7 @@ class Embedding:
         return float_array(self.tensor)
 
     def other_readers(self) -> Iterator[ir.Node | None]:
-        """What else reads the table, or what is computed from it; None: the model gives it out."""
+        """Yield other consumers of the table or of values computed from it; None: an output of the model."""
         own = {lookup.node for lookup in self.lookups}
         waiting = [value for value in constant_values(self.value) if value.is_initializer()]
         seen = set(waiting)
@@ -95,8 +102,10 @@ class Embedding:
 
 
 def count_positions(graph: ir.Graph) -> int | None:
-    """The rows of the model's table of positions, which is known by its name or by the operator that reads it; None:
-    it has none, or none that is known."""
+    """Return the rows of the model's position table, or None if it has no known table.
+
+    The table is recognized by its name or by the operator that reads it.
+    """
     for node in graph.all_nodes():
         fused = node.op_type == "EmbedLayerNormalization"
         value = node_input(node, 3) if fused else _position_table(node)
@@ -122,15 +131,17 @@ def find_position_lookups(graph: ir.Graph) -> list[ir.Node]:
 
 
 def _position_table(node: ir.Node) -> ir.Value | None:
-    """What the node takes rows of, if that is a table of positions by its name."""
+    """Return the table whose rows the node takes, if its name is that of a position table."""
     value = node_input(node, 0)
     named = value is not None and _POSITION_TABLE.search(f"{node.name} {value.name}")
     return value if named and _takes_rows(node) else None
 
 
 def find_embeddings(graph: ir.Graph) -> list[Embedding]:
-    """Those that are asked for rows by an input of the model as it is; with all their lookups, also those by other ids
-    and in graphs inside of nodes."""
+    """Return the embeddings that an input of the model indexes directly.
+
+    They include all lookups, also by other ids and in subgraphs.
+    """
     found: dict[Hashable, Embedding] = {}
     of_words = set[Hashable]()
     for node in graph.all_nodes():
@@ -164,7 +175,7 @@ def _are_of_words(ids: ir.Value, graph: ir.Graph) -> bool:
 
 
 def _rank(node: ir.Node, ids: ir.Value) -> int | None:
-    """Of the ids, by themselves or by the rows that they ask for."""
+    """Return the rank of the ids, from the ids or from the looked-up rows."""
     if ids.shape is not None:
         return len(ids.shape)
     shape = node.outputs[0].shape

@@ -1,10 +1,10 @@
-"""Finds what follows a linear layer and can be computed in its epilogue: Y = activation(X W + b) factor + residual.
+"""Finds operations after a linear layer that fit its epilogue: Y = activation(X W + b) factor + residual.
 
-For operators that compute it too, layer_norm.py finds the LayerNormalization behind that.
+layer_norm.py also finds the LayerNormalization after that, for operators that compute it.
 
-Exporters write one activation in many ways: ops/epilogue/formula.h tells which one some nodes compute, for the
-execution provider too. (onnxscript's rewriter would need a pattern for each grouping of the factors, each of which it
-commutes into 8 for GELU by erf and 64 by tanh.)
+Exporters write one activation in many ways: ops/epilogue/formula.h recognizes the activation of some nodes, for the
+execution provider too. (onnxscript's rewriter would need a pattern for each grouping of the factors, and would commute
+each into 8 for GELU by erf and 64 by tanh.)
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LayerNorm:
     nodes: tuple[ir.Node, ...]  # in graph order; the last one puts out the result
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """By the names of our operators' inputs."""
+        """Return weight and bias by the names of our operators' inputs."""
         weight, bias = (constant_tensor(value) for value in (self.weight, self.bias))
         assert weight is not None
         norm_weight = np.array(float_array(weight))
@@ -52,22 +52,22 @@ class LayerNorm:
 
     @property
     def output(self) -> ir.Value:
+        """The output of the last node."""
         return self.nodes[-1].outputs[0]
 
 
 @dataclass(frozen=True, eq=False)
 class Epilogue:
-    """activation(value) factor + residual, by the rules of ONNX Add: the residual may broadcast against the value. With
-    a norm, the LayerNormalization of that.
+    """The operations activation(value) factor + residual, with broadcasting by the rules of ONNX Add.
 
-    Whoever puts one operator in the place of layer and epilogue must put it where the last of `nodes` stands: the
-    residual may be computed between the layer and there. Constants of the nodes may be without use afterwards.
+    With a norm, the LayerNormalization of the result. An operator that replaces layer and epilogue must be placed at
+    the last of `nodes`, because the residual may be computed before it. Constants of the nodes may become unused.
     """
 
     activation: Activation
     residual: ir.Value | None
-    nodes: tuple[ir.Node, ...]  # what it takes the place of, in graph order
-    output: ir.Value  # that of the last node, or of the layer if there is none
+    nodes: tuple[ir.Node, ...]  # the nodes that it replaces, in graph order
+    output: ir.Value  # of the last node, or of the layer without nodes
     factor: ir.Value | None = None  # of the value's shape
     norm: LayerNorm | None = None
 
@@ -75,7 +75,7 @@ class Epilogue:
 def describe_epilogue(
     activation: Activation, residual: ir.Value | None, gated: bool = False, norm: bool = False
 ) -> list[str]:
-    """For people: ["silu", "gated", "residual", "layer norm"]."""
+    """Return the operations in words: ["silu", "gated", "residual", "layer norm"]."""
     parts = {
         activation.name.lower(): activation != Activation.NONE,
         "gated": gated,
@@ -86,14 +86,14 @@ def describe_epilogue(
 
 
 def find_epilogue(output: ir.Value, factors: Collection[ir.Value] = ()) -> Epilogue:
-    """The longest epilogue of the linear layer whose output is `output`: an activation, a multiplication by one of
-    `factors`, an addition, some of these in this order, or nothing. factors: values of the same shape as `output`.
+    """Return the longest epilogue of the linear layer whose output is `output`.
 
-    Only float32, only nodes of the layer's own graph, and only where nothing else sees a value in between: none has
-    another consumer or is an output of the graph. Changes nothing, and asks the graph as it is now, so a layer whose
-    Add another layer has taken meanwhile gets none.
+    It is an activation, a multiplication by one of `factors`, and an addition; each part is optional. factors: values
+    of the same shape as `output`.
 
-    Of Add(y1, y2) with two layers' values, both find the Add: the first to be replaced takes it.
+    Only float32 nodes of the layer's own graph count, and no value in between may have another consumer or be an output
+    of the graph. Nothing is changed. The graph is read in its present state, so an Add that was replaced with another
+    layer is not found again: for Add(y1, y2) of two layers, the first layer to be replaced takes it.
     """
     if _element_type(output) != ir.DataType.FLOAT:
         return Epilogue(Activation.NONE, None, (), output)
@@ -120,7 +120,7 @@ def epilogue_behind(output: ir.Value, factors: Collection[ir.Value] = ()) -> Epi
 
 
 def _element_type(output: ir.Value) -> ir.DataType | None:
-    """Of a layer's output, which has the type of the weight, its scales or the bias. Models need not say it."""
+    """Return the type of a layer's output from its weight, scales or bias, if the model does not declare it."""
     node = output.producer()
     constants = [constant_tensor(value) for value in node.inputs] if node is not None else []
     types = (constant.dtype for constant in constants if constant is not None)
@@ -136,11 +136,13 @@ def only_consumer(value: ir.Value) -> ir.Node | None:
 
 
 def graph_of(value: ir.Value) -> ir.Graph | ir.Function | None:
+    """Return the graph that a value is computed in."""
     node = value.producer()
     return node.graph if node is not None else None
 
 
 def in_graph_order(nodes: list[ir.Node]) -> Iterator[ir.Node]:
+    """Yield nodes in the order of their graph."""
     if len(nodes) < 2:
         return iter(nodes)
     graph = nodes[0].graph
@@ -187,7 +189,7 @@ def _find_formula(x: ir.Value) -> tuple[Activation, list[ir.Node]]:
 
 
 class _Region:
-    """The nodes behind a value as find_activation takes them: as many as a formula may have."""
+    """The nodes after a value in the form of find_activation, at most the size of a formula."""
 
     def __init__(self, x: ir.Value) -> None:
         self.nodes: list[tuple[str, list[int], int]] = []
@@ -226,7 +228,7 @@ class _Region:
 
 
 def _number(value: ir.Value) -> float | None:
-    """Of a constant of one number. Of more axes than one, a number might add axes to the result."""
+    """Return a constant scalar; a constant with several axes could add axes to the result."""
     tensor = constant_tensor(value)
     if tensor is None or list(tensor.shape) not in ([], [1]) or tensor.dtype == ir.DataType.STRING:
         return None

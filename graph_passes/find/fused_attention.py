@@ -29,7 +29,7 @@ _TRILU = 14  # the opset of the operator
 
 @dataclass(frozen=True)
 class _Scores:
-    """What is done to the scores of an attention operator."""
+    """Operations on the scores of an attention operator."""
 
     heads: int
     scale: float  # 0: 1 / sqrt of a head's width
@@ -42,7 +42,10 @@ class _Scores:
 
 
 def attention(node: ir.Node, dims: Dimensions) -> Write:
-    """input, weights, bias, mask_index, past, attention_bias, past_sequence_length"""
+    """Rewrite Attention.
+
+    Inputs: input, weights, bias, mask_index, past, attention_bias, past_sequence_length.
+    """
     only_attributes(
         node, "num_heads", "unidirectional", "scale", "mask_filter_value", "do_rotary", "past_present_share_buffer",
         "qkv_hidden_sizes", "rotary_embedding_dim",
@@ -83,7 +86,10 @@ def count_int8_layers(model: ir.Model) -> int:
 
 
 def q_attention(node: ir.Node, dims: Dimensions) -> Write:
-    """input, weight, bias, input_scale, weight_scale, mask_index, input_zero_point, weight_zero_point, past"""
+    """Rewrite QAttention.
+
+    Inputs: input, weight, bias, input_scale, weight_scale, mask_index, input_zero_point, weight_zero_point, past.
+    """
     only_attributes(
         node, "num_heads", "unidirectional", "scale", "mask_filter_value", "do_rotary", "past_present_share_buffer"
     )
@@ -109,7 +115,7 @@ def q_attention(node: ir.Node, dims: Dimensions) -> Write:
 
 
 def _int8_bounds(node: ir.Node) -> list[int]:
-    """Where the columns of query, key and value begin, and the end."""
+    """Return the first columns of query, key and value, and the end."""
     weight = constant_input(node, 1, "weight", INT8_TYPES)
     expect(len(weight.shape) == 2, f"its weight is {len(weight.shape)}-D, expected 2-D")
     bounds = _bounds(node, int(weight.shape.numpy()[1]))
@@ -123,9 +129,9 @@ def _int8_bounds(node: ir.Node) -> list[int]:
 
 
 def multi_head_attention(node: ir.Node, dims: Dimensions) -> Write | None:
-    """query, key, value, bias, key_padding_mask, attention_bias, past_key, past_value, past_sequence_length, …
+    """Rewrite MultiHeadAttention; None if it has neither bias nor key_padding_mask, and is kept.
 
-    None: it has neither bias nor key_padding_mask, and stays as it is.
+    Inputs: query, key, value, bias, key_padding_mask, attention_bias, past_key, past_value, past_sequence_length, …
     """
     if node_input(node, 3) is None and node_input(node, 4) is None:
         return None
@@ -157,11 +163,11 @@ def _width(dims: Dimensions, value: ir.Value, name: str) -> int:
 
 
 def _bounds(node: ir.Node, width: int) -> list[int]:
-    """Where the columns of query, key and value begin, and the end."""
+    """Return the first columns of query, key and value, and the end."""
     attr = node.attributes.get("qkv_hidden_sizes")
     sizes = [width // 3] * 3
     if attr is not None:
-        expect(attr.type == ir.AttributeType.INTS and not attr.is_ref(), "its qkv_hidden_sizes are no whole numbers")
+        expect(attr.type == ir.AttributeType.INTS and not attr.is_ref(), "its qkv_hidden_sizes are not integers")
         sizes = list(attr.as_ints()) or sizes
     expect(len(sizes) == 3 and min(sizes) > 0, f"its qkv_hidden_sizes are {sizes}, expected three above 0")
     expect(sum(sizes) == width, f"its weights have {width} columns, expected those of {' + '.join(map(str, sizes))}")
@@ -182,7 +188,7 @@ def _scores(node: ir.Node, dims: Dimensions, mask: int, past: Sequence[int], bia
         if shape is not None and rank == 1:
             x = dims.shape(node.inputs[0])
             same = x is not None and x[0] == shape[0]
-            expect(same, f"its mask {value.name!r} is a vector, not known to be as long as there are sequences")
+            expect(same, f"its mask {value.name!r} is a vector whose length is not known to be the number of sequences")
         expect(rank in (1, 2, 3), f"its mask {value.name!r} is {rank or 'of unknown rank'}, expected 1-D to 3-D")
         expect(shape is None or shape[-1] != 1 or rank == 1, f"its mask {value.name!r} is for one key")
     fill = real_number(node, "mask_filter_value", _DEFAULT_FILL)
@@ -201,7 +207,7 @@ def _lengths(node: ir.Node, dims: Dimensions) -> tuple[Hashable, Hashable]:
 
 
 def _rows(node: ir.Node) -> tuple[ir.Value, ir.Value]:
-    """Whose second axes are queries and keys."""
+    """Return the values whose second axes are queries and keys."""
     return required(node, 0), required(node, 1 if node.op_type == "MultiHeadAttention" else 0)
 
 

@@ -48,7 +48,7 @@ _ACTIVATIONS: dict[str, tuple[str, ...]] = {
 def unfuse(model: ir.Model, new_name: Callable[[str], str], tables: bool) -> None:
     """Rewrites all such operators of the model, in place. tables: those with tables of words, too."""
     made: dict[Hashable, ir.Value] = {}
-    # All are read before one is written: what is known of the graph's values is found out once.
+    # All nodes are read before one is written, so that dimensions are computed once.
     found: list[tuple[ir.Node, Write]] = []
     for graph in model.graphs():
         dims: Dimensions | None = None
@@ -72,14 +72,14 @@ def unfuse(model: ir.Model, new_name: Callable[[str], str], tables: bool) -> Non
 
 
 def why_left(node: ir.Node) -> str | None:
-    """Why unfuse has left a node as it is."""
+    """Return why unfuse has kept a node."""
     return node.meta.get(_REASON)
 
 
 def _skip_layer_normalization(node: ir.Node, dims: Dimensions) -> Write | None:
-    """input, skip, gamma, beta, bias; of the simplified form input, skip, gamma, bias
+    """Rewrite SkipLayerNormalization; None if no layer before it could include the addition.
 
-    None: no layer is in front of it that could take the addition.
+    Inputs: input, skip, gamma, beta, bias; of the simplified form input, skip, gamma, bias.
     """
     simplified = node.op_type == "SkipSimplifiedLayerNormalization"
     only_attributes(node, "epsilon")
@@ -113,7 +113,7 @@ def _skip_layer_normalization(node: ir.Node, dims: Dimensions) -> Write | None:
 
 
 def _may_be_layer(value: ir.Value) -> bool:
-    """Whether it is the output of a product with a constant, but for a bias, scales or rounding behind that."""
+    """Return whether it is a product with a constant, perhaps with a bias, scales or rounding after it."""
     for _ in range(_MOST_STEPS):
         node = value.producer()
         if node is None:
@@ -193,7 +193,10 @@ def _fused_gemm(node: ir.Node, dims: Dimensions) -> Write:
 
 
 def _embeddings(node: ir.Node, dims: Dimensions) -> Write:
-    """input_ids, segment_ids, word, position and segment tables, gamma, beta, mask, position_ids"""
+    """Rewrite EmbedLayerNormalization.
+
+    Inputs: input_ids, segment_ids, word, position and segment tables, gamma, beta, mask, position_ids.
+    """
     only_attributes(node, "epsilon", "mask_index_type")
     for index, name in ((2, "words"), (3, "positions"), (5, "gamma"), (6, "beta")):
         constant_input(node, index, name, _FLOATS)

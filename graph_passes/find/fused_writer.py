@@ -14,7 +14,7 @@ from .shape_inference import opset_of
 
 _LAYER_NORMALIZATION = 17  # the opset of the operator
 
-# Puts the nodes into a Writer: what becomes of the old node's outputs, in their order; None for those that nobody uses.
+# Adds nodes to a Writer and returns the replacements of the old node's outputs, in order; None for unused outputs.
 Write = Callable[["Writer"], Sequence[ir.Value | None]]
 
 
@@ -80,16 +80,18 @@ class Writer:
         return scaled if bias is None else self.op("Add", scaled, bias, name="")
 
     def shared(self, key: Hashable, make: Callable[[], ir.Value]) -> ir.Value:
-        """What later operators of the graph take as well."""
+        """Return a value that later operators of the graph use as well."""
         place = self._graph, key
         if place not in self._made:
             self._made[place] = make()
         return self._made[place]
 
     def number(self, number: float) -> ir.Value:
+        """Add a constant float32 scalar."""
         return self.constant(np.array(number, np.float32))
 
     def ints(self, *numbers: int) -> ir.Value:
+        """Add a constant int64 vector."""
         return self.constant(np.array(numbers, np.int64))
 
     def constant(self, array: np.ndarray) -> ir.Value:
@@ -101,8 +103,7 @@ class Writer:
         return self.shared((array.dtype.str, array.shape, array.tobytes()), make)
 
     def columns(self, value: ir.Value, name: str, start: int, stop: int) -> ir.Value:
-        """These columns of a constant [..., n], read from it when they are asked for."""
-
+        """Return columns of a constant [..., n], read from it when needed."""
         tensor = constant_tensor(value)
         assert tensor is not None
         shape = ir.Shape([*tensor.shape.numpy()[:-1], stop - start])
@@ -122,6 +123,7 @@ class Writer:
 
 
 def required(node: ir.Node, index: int) -> ir.Value:
+    """Return an input that must be present."""
     value = node_input(node, index)
     if value is None:
         raise UnfitError(f"its input {index} is missing")
@@ -135,6 +137,7 @@ def unused(node: ir.Node, *outputs: int) -> None:
 
 
 def is_used(node: ir.Node, index: int) -> bool:
+    """Return whether an output has a consumer or is an output of the graph."""
     if index >= len(node.outputs):
         return False
     return bool(node.outputs[index].uses()) or node.outputs[index].is_graph_output()
@@ -156,6 +159,7 @@ def real_number(node: ir.Node, name: str, default: float) -> float:
 
 
 def expect_floats(dims: Dimensions, value: ir.Value) -> None:
+    """Check that a value is float32."""
     dtype = dims.dtype(value)
     found = "of unknown type" if dtype is None else dtype.name
     expect(dtype == ir.DataType.FLOAT, f"its input {value.name!r} is {found}, expected FLOAT")

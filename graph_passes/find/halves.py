@@ -14,6 +14,8 @@ from .layer_norm import is_last_axis
 
 @dataclass(frozen=True, eq=False)
 class SplitHalves:
+    """The two halves of a value's columns."""
+
     values: tuple[ir.Value, ir.Value]  # the first columns, and those behind them
     nodes: tuple[ir.Node, ...]  # that make them, in graph order
 
@@ -39,7 +41,7 @@ def split_in_halves(value: ir.Value, columns: int) -> SplitHalves | None:
 
 
 def _columns_of_split(node: ir.Node, columns: int) -> list[int] | None:
-    """How many each output has; None if that is not known, or they are parts of another axis."""
+    """Return the columns of each output; None if unknown, or if another axis is split."""
     if not is_last_axis(node, node.attributes["axis"].as_int() if "axis" in node.attributes else 0):
         return None
     if len(node.inputs) > 1 and node.inputs[1] is not None:

@@ -32,7 +32,7 @@ def add_layer_norm(epilogue: Epilogue, n: int) -> Epilogue:
 
 
 def find_layer_norm(x: ir.Value, n: int) -> LayerNorm | None:
-    """That of x [..., n], float32, where nothing else sees x or a value in between. Changes nothing."""
+    """Return the LayerNorm of x [..., n], float32, if x and values in between have no other consumer."""
     if n < 2:  # with one column, x could be broadcast to more by what was added to it
         return None
     for node in dict.fromkeys(use.node for use in x.uses()):
@@ -43,8 +43,10 @@ def find_layer_norm(x: ir.Value, n: int) -> LayerNorm | None:
 
 
 def find_norms(graph: ir.Graph | ir.Function, dimensions: Dimensions) -> Iterator[tuple[ir.Value, LayerNorm]]:
-    """All of a graph, each with the x [..., n] that it normalizes, which others may see too, and which is no constant.
-    n is known, and not 1."""
+    """Yield all norms of a graph with the x [..., n] that each normalizes.
+
+    x may have other consumers, and is not constant. n is known, and not 1.
+    """
     for node in graph:
         x = node.inputs[0] if node.inputs else None
         n = _length_of_weight(node)
@@ -59,7 +61,7 @@ def find_norms(graph: ir.Graph | ir.Function, dimensions: Dimensions) -> Iterato
 
 
 def _length_of_weight(node: ir.Node) -> int | None:
-    """That of the operator's, which is n where it is not 1."""
+    """Return the length of the operator's weight, which is n unless it is 1."""
     tensor = constant_tensor(node.inputs[1]) if node.op_type == "LayerNormalization" else None
     return tensor.size if tensor is not None else None
 
@@ -137,7 +139,7 @@ def _other(node: ir.Node, operand: ir.Value) -> ir.Value | None:
 
 
 def _is_mean(node: ir.Node) -> bool:
-    """Whether it is the ReduceMean over the last axis, which stays."""
+    """Return whether it is the ReduceMean over the last axis, with keepdims."""
     if node.op_type != "ReduceMean" or node.domain not in DEFAULT_DOMAINS:
         return False
     attributes = node.attributes
@@ -160,7 +162,7 @@ def _is_square(node: ir.Node, x: ir.Value) -> bool:
 
 
 def is_last_axis(node: ir.Node, axis: int) -> bool:
-    """Of an operator whose result has as many axes as its first input."""
+    """Return whether the axis is the last one, for an operator that keeps the rank of its first input."""
     shapes = [value.shape for value in (node.inputs[0], node.outputs[0]) if value is not None]
     return axis == -1 or any(shape is not None and axis == len(shape) - 1 for shape in shapes)
 

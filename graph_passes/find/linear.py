@@ -1,6 +1,6 @@
-"""Finds the linear layers of a model: y = x W + b with a constant W. Shared by prune, calibrate, replace and inspect.
+"""Finds the linear layers of a model: y = x W + b with a constant W. Used by prune, calibrate, replace and inspect.
 
-A MatMul or Gemm that is no linear layer is reported with the reason, so that a user sees why nothing happens to it.
+A MatMul or Gemm that is not a linear layer is reported with the reason, so that users see why it is not changed.
 """
 
 from __future__ import annotations
@@ -79,8 +79,11 @@ _ACTIVATION_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT1
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """A linear layer. Its node may be a MatMul, Gemm or MatMulNBits, or store an int8 weight (stored_int8.py); its bias
-    may come from the Add behind it."""
+    """A linear layer.
+
+    Its node is a MatMul, Gemm, MatMulNBits, or an operator with an int8 weight (stored_int8.py); its bias may come from
+    the Add after it.
+    """
 
     node: ir.Node
     add: ir.Node | None
@@ -93,20 +96,23 @@ class Linear:
     dtype: ir.DataType  # of the activations
     # The weight's 4-bit numbers, if the model stores such, or why W4A8MatMul cannot hold them.
     int4: StoredInt4 | str | None = None
-    # The weight's 8-bit numbers, if the model stores such, or why they cannot be taken over.
+    # The weight's 8-bit integers, if the model stores such, or why they cannot be kept.
     int8: StoredInt8 | str | None = None
     x_range: FixedRange | None = None  # that x has in the model
 
     @property
     def name(self) -> str:
+        """The node's name."""
         return node_name(self.node)
 
     @property
     def op(self) -> str:
+        """The node's operator, with "+Add" if that adds the bias."""
         return f"{self.node.op_type}+Add" if self.add else self.node.op_type
 
     @property
     def output(self) -> ir.Value:
+        """The layer's output."""
         return (self.add or self.node).outputs[0]
 
     @property
@@ -134,7 +140,7 @@ class Linear:
 
     @property
     def stored_bytes(self) -> int:
-        """How many bytes the weight takes in the file."""
+        """Return the weight's bytes in the file."""
         return sum(stored_bytes(value) for value in self.weight_values)
 
     @property
@@ -151,12 +157,12 @@ class Linear:
 
     @property
     def stored_bits(self) -> int | None:
-        """4 or 8 if the model stores the weight in so few bits, whether they can be kept or not."""
+        """Return 4 or 8 if the model stores the weight quantized, whether it can be kept or not."""
         return 4 if self.int4 is not None else 8 if self.int8 is not None else None
 
     @property
     def why_not_stored(self) -> str | None:
-        """Why the numbers that the model stores for the layer cannot be taken over, if it stores such."""
+        """Return why the stored integers cannot be kept, if the model stores some."""
         for bits, stored in ((4, self.int4), (8, self.int8)):
             if isinstance(stored, str):
                 return f"it is stored in {bits} bits, but {stored}"
@@ -169,14 +175,15 @@ class Linear:
 
     @property
     def weight_names(self) -> list[str]:
+        """Names of the weight's initializers."""
         return [value.name for value in constant_values(self.weight_value) if value.name]
 
     def matches(self, globs: tuple[str, ...]) -> bool:
-        """Whether the name of the node or of its weight matches one of the patterns."""
+        """Return whether the name of the node or of its weight matches one of the patterns."""
         return any_matches([self.name, *self.weight_names], globs)
 
     def is_chosen(self, select: tuple[str, ...], exclude: tuple[str, ...]) -> bool:
-        """Whether a pattern of `select` matches, and none of `exclude`."""
+        """Return whether a pattern of `select` matches, and no pattern of `exclude`."""
         return self.matches(select) and not self.matches(exclude)
 
     def matrix(self) -> np.ndarray:
@@ -205,6 +212,7 @@ class NotLinear:
 
     @property
     def name(self) -> str:
+        """The node's name."""
         return node_name(self.node)
 
 
@@ -215,10 +223,12 @@ def weight_matrix(tensor: ir.TensorProtocol, transposed: bool) -> np.ndarray:
 
 
 def op_name(node: ir.Node) -> str:
+    """Return a node's operator, with its domain if that is not the default."""
     return node.op_type if node.domain in DEFAULT_DOMAINS else f"{node.domain}::{node.op_type}"
 
 
 def node_name(node: ir.Node) -> str:
+    """Return a node's name, or a description."""
     return node.name or f"{node.op_type} that makes {node.outputs[0].name!r}"
 
 
@@ -239,7 +249,7 @@ def find_linears(model: ir.Model) -> list[Linear | NotLinear]:
 
 
 def count_stored(model: ir.Model) -> int:
-    """The layers that store weights of 4 or 8 bits which can be taken over as they are."""
+    """Return the number of layers whose stored 4-bit or 8-bit weights can be kept exactly."""
     layers = sum(isinstance(one.int4, StoredInt4) or isinstance(one.int8, StoredInt8) for one in linears_in(model))
     return layers + sum(stores_int8(node) for node in model.graph.all_nodes()) + count_int8_layers(model)
 
@@ -257,6 +267,7 @@ def why_not_kept(model: ir.Model) -> dict[str, str]:
 
 
 def linears_in(model: ir.Model) -> Iterator[Linear]:
+    """Yield the linear layers of a model."""
     return (found for found in find_linears(model) if isinstance(found, Linear))
 
 
@@ -388,7 +399,7 @@ def _why_not_plain_gemm(node: ir.Node, bias_value: ir.Value | None, n: int) -> s
 
 
 def _bias_add(node: ir.Node, dtype: ir.DataType, n: int) -> tuple[ir.Node | None, ir.Value | None]:
-    """The Add behind a MatMul that adds a constant bias to it and to nothing else."""
+    """Return the Add after a MatMul that adds a constant bias, if it is the only consumer."""
     product = node.outputs[0]
     uses = list(product.uses())
     if product.is_graph_output() or len(uses) != 1:
@@ -413,4 +424,5 @@ def _int_attribute(node: ir.Node, name: str, default: int) -> int:
 
 
 def layer_key(layer: Linear | NotLinear) -> ir.Value:
+    """Return the value that identifies a layer."""
     return layer.node.outputs[0]

@@ -1,8 +1,7 @@
-"""Tables for LutPostOp: element-wise operators on a quantized value, worked out for every number that it can be
-(sparse-int8-transformers, section 3.3 and algorithm 2).
+"""Tables for LutPostOp: element-wise operators on a quantized value, computed for every code.
 
-Nothing is computed here: ONNX Runtime runs the operators on all 256 or 65,536 numbers, so a table answers what ONNX
-Runtime answers, roundings and saturation included.
+Reference: sparse-int8-transformers, section 3.3 and algorithm 2. ONNX Runtime runs the operators on all 256 or 65,536
+codes, so a table equals its answers, including rounding and saturation.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ MICROSOFT_DOMAIN = "com.microsoft"
 # Of a table's index and of its entries; the latter may also be float32.
 CODE_TYPES = (ir.DataType.UINT8, ir.DataType.INT8, ir.DataType.UINT16, ir.DataType.INT16)
 
-# Operators whose output at a place hangs on their inputs at that place alone, with those inputs that are scales, zero
-# points or bounds, that is single numbers. The other inputs broadcast against each other.
+# Operators whose output elements depend only on the input elements at the same position, and the inputs that are
+# scales, zero points or bounds, that is scalars. The other inputs broadcast against each other.
 _NO_PARAMETERS: frozenset[int] = frozenset()
 _BROADCASTING = (
     *("Abs", "Acos", "Acosh", "Add", "And", "Asin", "Asinh", "Atan", "Atanh", "Cast", "Ceil", "Celu", "Cos", "Cosh"),
@@ -58,7 +57,7 @@ _DEEPEST_NUMBER = 8
 
 
 class NoTableError(Exception):
-    """Why a chain has no table."""
+    """The reason why a chain has no table."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +70,7 @@ class Chain:
 
     @property
     def operators(self) -> list[str]:
+        """Types of the nodes."""
         return [node.op_type for node in self.nodes]
 
 
@@ -83,6 +83,7 @@ class Cone:
     refused: dict[ir.Node, str] = field(default_factory=dict)  # consumers of its values, and why they are no part of it
 
     def values(self) -> Iterator[ir.Value]:
+        """Yield the outputs of the nodes."""
         for node in self.nodes:
             yield node.outputs[0]
 
@@ -120,8 +121,9 @@ def find_cone(x: ir.Value, graph: ir.Graph, order: Mapping[ir.Node, int], withou
 
 
 def find_chain(cone: Cone) -> Chain | None:
-    """The longest chain that takes the place of all that uses the cone's input: nothing else sees that or a value in
-    between. For what follows an operator of ours, which then puts out the chain's output instead.
+    """Return the longest chain that replaces all consumers of the cone's input.
+
+    Values in between have no other consumers. Used after an operator of ours, which then returns the chain's output.
     """
     inside: set[ir.Node] = set()
     longest = None
@@ -137,11 +139,12 @@ def find_chain(cone: Cone) -> Chain | None:
 
 
 def seen_outside(value: ir.Value, nodes: Collection[ir.Node]) -> bool:
-    """Whether anything but these nodes uses the value."""
+    """Return whether the value has consumers besides these nodes."""
     return value.is_graph_output() or any(use.node not in nodes for use in value.uses())
 
 
 def graph_order(graph: ir.Graph) -> dict[ir.Node, int]:
+    """Return the index of each node."""
     return {node: place for place, node in enumerate(graph)}
 
 
@@ -152,7 +155,7 @@ def data_inputs(node: ir.Node) -> list[ir.Value]:
 
 
 def is_constant(value: ir.Value) -> bool:
-    """Whether no input of the model changes it, as far as chains are concerned."""
+    """Return whether no input of the model changes it, as far as chains are concerned."""
     return _constant_shape(value) is not None
 
 
@@ -198,10 +201,13 @@ def make_quantized_table(
     y_zero_point: np.integer,
     opsets: Mapping[str, int],
 ) -> np.ndarray:
-    """The table of QuantizeLinear(chain(DequantizeLinear(code))) for a chain from float32 to float32: 256 entries for
-    an 8-bit x_zero_point, 65,536 for one of 16 bits, of the type of y_zero_point; index: the code's bits.
+    """Return the table of QuantizeLinear(chain(DequantizeLinear(code))) for a float32 chain.
 
-    opsets: the model's. Raises NoTableError if ONNX Runtime cannot run the chain.
+    It has 256 entries for an 8-bit x_zero_point and 65,536 for a 16-bit one, of the type of y_zero_point, indexed by
+    the code's bits. opsets: the model's.
+
+    Raises:
+        NoTableError: ONNX Runtime cannot run the chain.
     """
     codes = _all_codes(ir.DataType.from_numpy(x_zero_point.dtype))
     x = _input("x", codes)
@@ -220,10 +226,10 @@ def _key(node: ir.Node) -> tuple[str, str]:
 
 
 def _why_not(node: ir.Node, graph: ir.Graph, known: Collection[ir.Value], x: ir.Value) -> str | None:
-    """Why the node is no element-wise operator on known values and single numbers, if it is none."""
+    """Return why the node is not an element-wise operator on known values and scalars, if so."""
     op_type = node.op_type
     if node.graph is not graph:
-        return f"{op_type} stands in another graph, a branch or a loop"
+        return f"{op_type} is in another graph, a branch or a loop"
     if op_type in _RANDOM:
         return f"{op_type} is random"
     if _key(node) not in _ELEMENT_WISE:
@@ -285,7 +291,7 @@ def _constant(number: np.generic) -> ir.Value:
 
 
 def _node(op_type: str, inputs: list[ir.Value], output: str) -> ir.Node:
-    """Of ONNX Runtime's own domain, where these know 16 bits in models of any opset."""
+    """Return a node of ONNX Runtime's domain if its operator supports 16 bits in models of any opset."""
     return ir.node(op_type, inputs, domain=MICROSOFT_DOMAIN, outputs=[ir.Value(name=output)])
 
 

@@ -12,10 +12,11 @@ MICROSOFT_DOMAIN = "com.microsoft"
 
 
 class UnfitError(Exception):
-    """Why a node's numbers cannot be taken over. Caught by whoever reads them; its text goes into the report."""
+    """The reason why a node's weights cannot be kept. Readers catch it; its text goes into the report."""
 
 
 def node_input(node: ir.Node, index: int) -> ir.Value | None:
+    """Return an input, or None if it is missing."""
     return node.inputs[index] if index < len(node.inputs) else None
 
 
@@ -38,7 +39,7 @@ def integer_attribute(node: ir.Node, name: str, default: int | None = None) -> i
         if default is None:
             raise UnfitError(f"its attribute {name!r} is missing")
         return default
-    expect(attr.type == ir.AttributeType.INT and not attr.is_ref(), f"its attribute {name!r} is no whole number")
+    expect(attr.type == ir.AttributeType.INT and not attr.is_ref(), f"its attribute {name!r} is not an integer")
     return attr.as_int()
 
 
@@ -61,5 +62,6 @@ def constant_input(
 
 
 def expect(holds: bool, reason: str) -> None:
+    """Raise UnfitError unless a condition holds."""
     if not holds:
         raise UnfitError(reason)

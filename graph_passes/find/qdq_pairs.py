@@ -1,8 +1,8 @@
-"""Activations that a model rounds to 8-bit numbers of a fixed range: from a QuantizeLinear to each DequantizeLinear,
-which may be behind operators that move the numbers about. Without them, the floats in front are those behind.
+"""Activations that a model rounds to 8-bit codes of a fixed range: from a QuantizeLinear to each DequantizeLinear.
 
-A range also cuts off what is beyond it. ONNX Runtime's quantizer leaves out a Relu or Clip in front of a QuantizeLinear
-whose range says the same. So a range that begins at 0 stays as a Clip, unless nothing negative comes in.
+Operators in between may move elements. Without the pair, the floats before it continue after it. A range also clips.
+ONNX Runtime's quantizer omits a Relu or Clip before a QuantizeLinear whose range has the same effect. So a range that
+begins at 0 is kept as a Clip, unless its input is never negative.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOVES = (
     *("Expand", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"),
 )
 _NEVER_NEGATIVE = ("Abs", "Exp", "HardSigmoid", "Relu", "Sigmoid", "Softmax", "Softplus", "Sqrt")
-# What the first input says, perhaps with others likewise.
+# The sign of the first input, perhaps of the other inputs too, decides.
 _KEEPS_SIGN = (*_MOVES, "Cast", "ReduceMax", "ReduceMean", "ReduceSum", "QuantizeLinear")
 _OF_SIGNS = ("Add", "Concat", "Div", "Mul", "Where")
 _WITHIN_ONE = ("Erf", "Tanh")  # -1 … 1
@@ -51,6 +51,8 @@ class _Range:
 
 @dataclass(frozen=True, eq=False)
 class QdqPair:
+    """A QuantizeLinear and the DequantizeLinear nodes after it."""
+
     node: ir.Node  # QuantizeLinear
     range: _Range
     moves: list[ir.Node]
@@ -58,7 +60,7 @@ class QdqPair:
 
     @property
     def bounds(self) -> tuple[np.float32, np.float32] | None:
-        """What the floats must be cut off at, if they must."""
+        """Bounds to clip the floats to, if necessary."""
         floats = node_input(self.node, 0)
         if not self.range.begins_at_zero or floats is None or _is_never_negative(floats):
             return None
@@ -66,8 +68,10 @@ class QdqPair:
 
 
 def qdq_pair_of(node: ir.Node) -> QdqPair | str | None:
-    """What begins at a QuantizeLinear, or why it cannot be left out; None: the node is none of 8 bits, or
-    rounds a weight."""
+    """Return the pair that begins at a QuantizeLinear, or why it cannot be removed.
+
+    None: the node does not quantize to 8 bits, or quantizes a weight.
+    """
     if node.op_type != "QuantizeLinear" or node.domain not in DEFAULT_DOMAINS:
         return None
     zero, floats = constant_tensor(node_input(node, 2)), node_input(node, 0)
@@ -94,13 +98,13 @@ def qdq_pair_of(node: ir.Node) -> QdqPair | str | None:
 
 
 def _is_weight(rounding: QdqPair) -> bool:
-    """Of constants, whether a layer multiplies by them."""
+    """Return whether a constant is the weight of a layer."""
     users = [use.node.op_type for end in rounding.ends for use in end.outputs[0].uses()]
     return bool({"MatMul", "Gemm", "Transpose"} & set(users))
 
 
 def _range_of(node: ir.Node, kind: ir.DataType = ir.DataType.UINT8) -> _Range | None:
-    """Of a QuantizeLinear or DequantizeLinear, if it is one for all numbers. kind: of q without a zero point."""
+    """Return the range of a QuantizeLinear or DequantizeLinear with one scale. kind: type of q without a zero point."""
     scale, zero = constant_tensor(node_input(node, 1)), constant_tensor(node_input(node, 2))
     if scale is None or scale.size != 1 or scale.dtype not in FLOAT_TYPES:
         return None
@@ -114,12 +118,12 @@ def _range_of(node: ir.Node, kind: ir.DataType = ir.DataType.UINT8) -> _Range | 
 
 
 def _is_never_negative(value: ir.Value, visits: int = _MOST_VISITS) -> bool:
-    """Whether its numbers are sure not to be below 0, or those of a mask."""
+    """Return whether its values, or those of a mask, are certainly not negative."""
     return _is_of_mask(value) or _is_above(value, [visits])
 
 
 def _is_above(value: ir.Value | None, left: list[int]) -> bool:
-    """Whether no number is below 0. left: how many values may still be visited."""
+    """Return whether no value is negative. left: limit of values to visit."""
     left[0] -= 1
     if value is None or left[0] < 0:
         return False
@@ -157,7 +161,7 @@ def _makes_truth_values(node: ir.Node | None) -> bool:
 
 
 def _is_one_more(add: ir.Node) -> bool:
-    """Whether it adds 1 to what is -1 at least, but for what a constant has lost by rounding."""
+    """Return whether it adds 1 to a value of at least -1, up to the rounding of a constant."""
     for value, other in (add.inputs, reversed(add.inputs)):
         tensor, node = constant_tensor(other), value.producer() if value is not None else None
         if tensor is not None and node is not None and node.op_type in _WITHIN_ONE:
@@ -166,7 +170,7 @@ def _is_one_more(add: ir.Node) -> bool:
 
 
 def _is_of_mask(value: ir.Value) -> bool:
-    """Whether it is made of whole numbers and constants, element by element."""
+    """Return whether it is computed element-wise from integers and constants."""
     waiting, visits = [value], 0
     while waiting:
         one, visits = waiting.pop(), visits + 1

@@ -61,7 +61,7 @@ def unify_quantized(model: ir.Model, new_name: NewName) -> list[ir.Node]:
     made: dict[Hashable, ir.Value] = {}
     products: list[ir.Node] = []
     for node in list(model.graph.all_nodes()):
-        # Those that were replaced together with another one have no graph.
+        # Nodes that were replaced together with another node have no graph.
         form = _recognize(node) if node.graph is not None else None
         if not isinstance(form, _Form):
             continue
@@ -77,7 +77,7 @@ def unify_quantized(model: ir.Model, new_name: NewName) -> list[ir.Node]:
 
 
 def fold_back(model: ir.Model, products: Sequence[ir.Node]) -> None:
-    """Makes QLinearMatMul, QGemm or MatMulIntegerToFloat of those layers of unify_quantized that are there still."""
+    """Turn remaining layers of unify_quantized back into QLinearMatMul, QGemm or MatMulIntegerToFloat."""
     for node in products:
         factors = [value.producer() if value is not None else None for value in node.inputs[:2]]
         if node.graph is None or not all(map(_dequantizes, factors)):
@@ -126,13 +126,13 @@ def _quantize_behind(node: ir.Node) -> ir.Node | None:
 
 
 def stores_int8(node: ir.Node) -> bool:
-    """Whether a node is a layer that unify_quantized rewrites so that its numbers can be taken over."""
+    """Return whether unify_quantized rewrites this layer so that its integers can be kept."""
     form = _recognize(node)
     return isinstance(form, _Form) and isinstance(form.numbers.stored(), StoredInt8)
 
 
 def why_not(node: ir.Node) -> str | None:
-    """Why a node of an int8 layer is in none of these forms, if it isn't."""
+    """Return why a node of an int8 layer has another form than these, if so."""
     form = _recognize(node)
     return form if isinstance(form, str) else None
 
@@ -152,14 +152,20 @@ def _recognize(node: ir.Node) -> _Form | str | None:
 
 
 def _qlinear_matmul(node: ir.Node) -> _Form:
-    """a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point"""
+    """Read QLinearMatMul.
+
+    Inputs: a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point.
+    """
     form = _fixed(node, read_stored_int8(node, 3, 4, 5), 3)
     form.y = _output_range(node, 6, 7)
     return form
 
 
 def _qgemm(node: ir.Node) -> _Form:
-    """A, a_scale, a_zero_point, B, b_scale, b_zero_point, C, y_scale, y_zero_point"""
+    """Read QGemm.
+
+    Inputs: A, a_scale, a_zero_point, B, b_scale, b_zero_point, C, y_scale, y_zero_point.
+    """
     transposed = integer_attribute(node, "transB", 0) == 1
     expect(integer_attribute(node, "transA", 0) == 0, "transA is 1, expected 0")
     alpha = node.attributes["alpha"].value if "alpha" in node.attributes else 1.0
@@ -177,7 +183,10 @@ def _qgemm(node: ir.Node) -> _Form:
 
 
 def _matmul_integer_to_float(node: ir.Node) -> _Form | None:
-    """A, B, a_scale, b_scale, a_zero_point, b_zero_point, bias"""
+    """Read MatMulIntegerToFloat.
+
+    Inputs: A, B, a_scale, b_scale, a_zero_point, b_zero_point, bias.
+    """
     quantize = dynamic_source(node_input(node, 0))
     inputs = stored_inputs(node)
     assert inputs is not None
@@ -207,7 +216,7 @@ def _matmul_integer(node: ir.Node) -> _Form:
     nodes, bias = [node], None
     following = _only_user(node.outputs[0])
     if following.op_type == "Add":
-        expect(quantize is None, "a bias is added to its int32 sums, whose steps hang on the input")
+        expect(quantize is None, "a bias is added to its int32 sums, whose scale depends on the input")
         bias = _columns(_other(following, nodes[-1].outputs[0]), ir.DataType.INT32, shape[1], "bias")
         nodes.append(following)
         following = _only_user(following.outputs[0])
@@ -456,5 +465,5 @@ def _scalar(value: ir.Value) -> np.ndarray:
 
 
 def _in_one(array: np.ndarray) -> np.ndarray:
-    """One number in the place of many that are equal."""
+    """Return one element if all are equal."""
     return array[0].reshape(()) if (array == array[0]).all() else array

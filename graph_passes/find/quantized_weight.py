@@ -1,4 +1,4 @@
-"""A weight as whole numbers with scales, and what it stands for as floats."""
+"""A weight as integers with scales, and its dequantized floats."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ MAX_INPUTS = 1 << 17
 
 
 def too_wide(k: int) -> str:
-    """Why a layer of more inputs is not quantized."""
+    """Return why a layer with more inputs is not quantized."""
     return f"it has {k} inputs, and a sum of more than {MAX_INPUTS} quantized products may overflow"
 
 
 @dataclass(frozen=True)
 class QuantizedWeight(Quantization):
-    """W = scales (q - zero_points / zero_point_steps), or scales q + minimums, [k, n]. The numbers lie in a file:
-    whoever reads them calls release()."""
+    """W = scales (q - zero_points / zero_point_steps), or scales q + minimums, [k, n].
+
+    The integers are in a file: a reader calls release() afterwards.
+    """
 
     q: ir.TensorProtocol  # int8 [k, n], also for 4 bits (-8 … 7); not symmetric: uint8, 0 … 15
     scales: ir.TensorProtocol  # float32 or, of a model that stores such, float16 [groups, n]
@@ -36,7 +38,7 @@ class QuantizedWeight(Quantization):
         object.__setattr__(self, "minimum", self.minimums is not None)
 
     def matrix(self) -> np.ndarray:
-        """What the numbers stand for, float32 [k, n]; what would overflow is infinite."""
+        """Return the dequantized weight, float32 [k, n]; values that overflow are infinite."""
         zero_points, minimums = (None if one is None else one.numpy() for one in (self.zero_points, self.minimums))
         if zero_points is not None and self.fractions:
             zero_points = zero_points.astype(np.float32) / self.zero_point_steps

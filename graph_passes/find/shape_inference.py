@@ -15,7 +15,7 @@ Sizes = tuple[int | str | None, ...]
 
 
 def opset_of(graph: ir.Graph | ir.Function | None) -> int:
-    """As far as this onnx knows it; graphs inside of nodes name none."""
+    """Return the opset, limited to this onnx's newest; subgraphs declare none."""
     newest = onnx.defs.onnx_opset_version()
     return newest if graph is None else min(graph.opset_imports.get("", newest), newest)
 
@@ -23,9 +23,9 @@ def opset_of(graph: ir.Graph | ir.Function | None) -> int:
 def infer_node(
     proto: onnx.NodeProto, version: int, types: dict[str, onnx.TypeProto], small: dict[str, onnx.TensorProto]
 ) -> dict[str, tuple[ir.DataType, Sizes]]:
-    """Type and dimensions of those outputs that are sure to be tensors of a known rank: numbers, names, or None.
+    """Return type and dimensions (integers, names or None) of outputs that are certainly tensors of a known rank.
 
-    small: constants of few numbers. Nothing is known of an unknown operator, or of one that its inputs do not fit.
+    small: constants of few elements. The result is empty for an unknown operator, or if the inputs do not fit.
     """
     try:
         schema = onnx.defs.get_schema(proto.op_type, version)
@@ -42,7 +42,7 @@ def infer_node(
 
 
 def small_constant(name: str, tensor: ir.TensorProtocol) -> onnx.TensorProto | None:
-    """What shapes may be computed from."""
+    """Return a constant that shapes may be computed from."""
     if tensor.dtype not in (ir.DataType.INT64, ir.DataType.FLOAT) or tensor.size > _MOST_NUMBERS:
         return None
     return onnx.numpy_helper.from_array(np.asarray(tensor.numpy()), name)
@@ -64,7 +64,7 @@ class SymbolicInference:
         constants: Sequence[ir.TensorProtocol | None],
         fresh: Callable[[ir.Value, int], Hashable],
     ) -> dict[ir.Value, Dims]:
-        """The shapes of outputs whose rank is sure. fresh: a new symbol, for an axis of which nothing is known."""
+        """Return the shapes of outputs with a certain rank. fresh: a new symbol, for an unknown axis."""
         proto = ir.to_proto(node)
         del proto.input[:], proto.output[:]
         given, small = {}, {}

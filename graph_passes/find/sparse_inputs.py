@@ -1,4 +1,4 @@
-"""Inputs of layers that are sparse by themselves: what a ReLU has made zero is still zero there."""
+"""Inputs of layers that are naturally sparse: zeros of a ReLU that are still zeros there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KEEPS_ZEROS = {
 
 
 def is_sparse_by_itself(x: ir.Value | None) -> bool:
-    """Whether zeros stand in x wherever a ReLU, in front of it, has put them."""
+    """Return whether x is zero wherever a ReLU before it returned zero."""
     waiting, seen = [x], set[ir.Node]()
     while waiting:
         value = waiting.pop()
@@ -40,7 +40,7 @@ def _makes_zeros(node: ir.Node) -> bool:
 
 
 def _zeros_from(node: ir.Node) -> list[ir.Value | None]:
-    """The inputs of which any one makes the output zero where it is."""
+    """Return the inputs whose zeros each make the output zero."""
     if node.op_type == "Mul":
         return list(node.inputs)
     if node.op_type == "Pow":

@@ -1,11 +1,10 @@
-"""The 4-bit weights that a model already stores, in MatMulNBits and in DequantizeLinear of int4 or uint4 numbers.
+"""The 4-bit weights that a model stores, in MatMulNBits and in DequantizeLinear of int4 or uint4 tensors.
 
-Their numbers, scales and zero points can be taken over as they are, so that nothing is rounded once more, if they fit
-into W4A8MatMul's format (ops/formats/int4_group.h): groups of 32, 64 or 128 inputs, zero points 0 … 15, or any floats,
-as HQQ has them, which become minimums. Larger blocks are several groups of one scale. Of what does not fit, a reason
-tells why.
+Integers, scales and zero points are kept exactly, without another rounding, if they fit W4A8MatMul's format
+(ops/formats/int4_group.h): groups of 32, 64 or 128 inputs, zero points from 0 to 15, or any floats, as in HQQ, which
+become minimums. A larger block becomes several groups with one scale. Otherwise a reason is returned.
 
-A model is untrusted: attributes, types and shapes are checked before any number is read.
+A model is untrusted: attributes, types and shapes are checked before any data are read.
 """
 
 from __future__ import annotations
@@ -53,18 +52,19 @@ class StoredInt4(QuantizedWeight):
 
 
 def is_matmul_nbits(node: ir.Node) -> bool:
+    """Return whether the node is a MatMulNBits."""
     return node.domain == MICROSOFT_DOMAIN and node.op_type == MATMUL_NBITS
 
 
 def rounds_inputs(node: ir.Node) -> bool:
-    """Whether ONNX Runtime rounds the inputs of this node to int8; with zero points of a float type it never does."""
+    """Return whether ONNX Runtime rounds the node's inputs to int8; never with float zero points."""
     level, zero_points = node.attributes.get("accuracy_level"), constant_tensor(node_input(node, 3))
     whole = zero_points is None or zero_points.dtype == ir.DataType.UINT8
     return is_matmul_nbits(node) and level is not None and level.value == 4 and whole
 
 
 def read_matmul_nbits(node: ir.Node) -> StoredInt4 | str:
-    """The weight of a MatMulNBits node, or why it cannot be taken over."""
+    """Return the weight of a MatMulNBits node, or why it cannot be kept."""
     try:
         return _matmul_nbits(node)
     except UnfitError as reason:
@@ -72,9 +72,9 @@ def read_matmul_nbits(node: ir.Node) -> StoredInt4 | str:
 
 
 def read_dequantized(value: ir.Value, transposed: bool) -> StoredInt4 | str | None:
-    """The weight behind a layer's constant input, [k, n], or [n, k] if transposed; or why it cannot be taken over.
+    """Return the weight behind a layer's constant input, [k, n], or [n, k] if transposed; or why it cannot be kept.
 
-    None: the input is not made by a DequantizeLinear of 4-bit numbers, with at most Transpose and Identity between.
+    None: the input is not made by a DequantizeLinear of 4-bit integers, with at most Transpose and Identity between.
     """
     node = None
     for node in makers(value, ("Identity", "Transpose")):
@@ -95,8 +95,11 @@ def _keeps_order(transpose: ir.Node) -> bool:
 
 
 def _matmul_nbits(node: ir.Node) -> StoredInt4:
-    """Numbers uint8 [n, blocks, block_size / 2], two to a byte, the first one low; scales [n, blocks]; zero points
-    uint8 [n, ceil(blocks / 2)], packed likewise, or [n, blocks] in the type of the scales. The last two may be flat.
+    """Read a MatMulNBits.
+
+    Weights are uint8 [n, blocks, block_size / 2], two per byte, the first one low; scales [n, blocks]; zero points
+    uint8 [n, ceil(blocks / 2)], packed the same way, or [n, blocks] in the type of the scales. The last two may be
+    flat.
     """
     k, n, block_size = (integer_attribute(node, name) for name in ("K", "N", "block_size"))
     bits = integer_attribute(node, "bits", 4)
@@ -148,7 +151,7 @@ def _matmul_nbits(node: ir.Node) -> StoredInt4:
 
 
 def _zero_points(node: ir.Node, scale_type: ir.DataType, n: int, blocks: int) -> ir.TensorProtocol | None:
-    """Of a MatMulNBits: packed or not, or None."""
+    """Return the zero points of a MatMulNBits, packed or not, or None."""
     value = node_input(node, 3)
     if value is None:
         return None
@@ -163,7 +166,7 @@ def _zero_points(node: ir.Node, scale_type: ir.DataType, n: int, blocks: int) ->
 
 
 def _are_whole(zero_points: ir.TensorProtocol) -> bool:
-    """Whether zero points are numbers 0 … 15."""
+    """Return whether zero points are integers from 0 to 15."""
     if zero_points.dtype == ir.DataType.UINT8:
         return True
     array = float_array(zero_points)
@@ -263,7 +266,7 @@ def _scale_array(tensor: ir.TensorProtocol) -> np.ndarray:
 
 
 def group_size_of(k: int, block_size: int) -> int:
-    """The group of W4A8MatMul that is the block, or the largest of which none lies in two blocks."""
+    """Return W4A8MatMul's group size for a block: equal, or the largest that divides the block."""
     if block_size in _GROUP_SIZES:
         return block_size
     if block_size >= k:  # there is but one block
@@ -281,5 +284,6 @@ def _spread(rows: np.ndarray, blocks: int, block_size: int, group_size: int, k: 
 
 
 def check_size(k: int, n: int) -> None:
+    """Check the size of a weight."""
     expect(k > 0 and 0 < n <= _LARGEST_SIDE, f"its weight is {k} x {n}, expected 1 or more inputs and outputs")
     expect(k <= MAX_INPUTS, f"it has {k} inputs, and a sum of more than {MAX_INPUTS} quantized products may overflow")

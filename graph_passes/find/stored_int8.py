@@ -1,14 +1,13 @@
-"""The 8-bit weights that a model already stores, and the ranges of activations that it fixes.
+"""The 8-bit weights that a model stores, and the activation ranges that it fixes.
 
-Weights lie in com.microsoft's MatMulIntegerToFloat and DynamicQuantizeMatMul, and behind DequantizeLinear
-(quantized_forms.py brings what else there is into these forms):
+Weights are in com.microsoft's MatMulIntegerToFloat and DynamicQuantizeMatMul, and behind DequantizeLinear
+(quantized_forms.py converts other forms to these):
 
-    W = scale (q - zero_point), q [k, n] int8 or uint8, one scale and zero point, or one a column
+    W = scale (q - zero_point), q [k, n] int8 or uint8, one scale and zero point, or one per column
 
-They are taken over number by number: where all q - zero_point lie in -128 … 127, as int8 without zero points, else as
-int8 with zero points (uint8 less 128). Of what does not fit, a reason tells why (ops/matmul/int8_weight.h, which the
-execution provider follows too). A model is untrusted: see
-node_checks.py.
+They are kept exactly: as int8 without zero points if all q - zero_point are in -128 … 127, else as int8 with zero
+points (uint8 less 128). Otherwise a reason is returned (ops/matmul/int8_weight.h, which the execution provider follows
+too). A model is untrusted: see node_checks.py.
 """
 
 from __future__ import annotations
@@ -54,14 +53,16 @@ class StoredInt8Tensors:
 
     @property
     def k(self) -> int:
+        """Inputs of the layer."""
         return int(self.codes.shape.numpy()[1 if self.transposed else 0])
 
     @property
     def n(self) -> int:
+        """Outputs of the layer."""
         return len(self.scales)
 
     def centred(self) -> np.ndarray:
-        """codes - zero_points, int16 [k, n]."""
+        """Return codes - zero_points, int16 [k, n]."""
         codes = self.codes.numpy()
         centred: np.ndarray = np.subtract(codes.T if self.transposed else codes, self.zero_points, dtype=np.int16)
         return centred
@@ -76,7 +77,7 @@ class StoredInt8Tensors:
         return lazy(compute, dtype, ir.Shape([self.k, self.n]))
 
     def stored(self) -> StoredInt8 | str:
-        """The same numbers as int8, or why there are none: without zero points if that can be."""
+        """Return the same weight as int8, without zero points if possible, or why it cannot be kept."""
         least, most = ZERO_POINTS[self.codes.dtype]
         assert self.zero_points.min() >= least and self.zero_points.max() <= most
         low, high = _native.int8_range(np.ascontiguousarray(self.codes.numpy()), self.zero_points, self.transposed)
@@ -107,7 +108,7 @@ class StoredInt8Tensors:
 
 @dataclass(frozen=True)
 class StoredInputs:
-    """Which inputs of an operator make up its weight, and which one is the bias."""
+    """Indices of the inputs that make up an operator's weight, and of the bias."""
 
     codes: int
     scales: int
@@ -116,6 +117,7 @@ class StoredInputs:
 
     @property
     def weight(self) -> tuple[int, int, int]:
+        """Indices of codes, scales and zero points."""
         return self.codes, self.scales, self.zero_points
 
 
@@ -126,7 +128,7 @@ _INPUTS = {
 
 
 def stored_inputs(node: ir.Node) -> StoredInputs | None:
-    """Of an operator that stores an int8 weight and makes floats."""
+    """Return the inputs of an operator that stores an int8 weight and returns floats."""
     return _INPUTS.get(node.op_type) if node.domain == MICROSOFT_DOMAIN else None
 
 
@@ -168,22 +170,22 @@ def _matrix_shape(weight: ir.TensorProtocol) -> tuple[int, ...]:
 
 
 def _check_scales(scales: np.ndarray) -> None:
-    """Whether kernels can compute with all of them."""
+    """Check that kernels can compute with all scales."""
     problem = _native.why_not_scales(scales)
     expect(not problem, problem)
 
 
 @dataclass(frozen=True)
 class Malformed:
-    """Why a DequantizeLinear makes no weight to compute with at all."""
+    """The reason why the result of a DequantizeLinear is not a usable weight."""
 
     reason: str
 
 
 def read_dequantized_int8(value: ir.Value, transposed: bool) -> StoredInt8 | Malformed | str | None:
-    """The weight behind a layer's constant input, [k, n], or [n, k] if transposed; or why it cannot be taken over.
+    """Return the weight behind a layer's constant input, [k, n], or [n, k] if transposed; or why it cannot be kept.
 
-    None: the input is not made by a DequantizeLinear of 8-bit numbers, with at most Transpose and Identity between.
+    None: the input is not made by a DequantizeLinear of 8-bit integers, with at most Transpose and Identity between.
     """
     node = None
     for node in makers(value, ("Identity", "Transpose")):
@@ -208,6 +210,7 @@ def read_dequantized_int8(value: ir.Value, transposed: bool) -> StoredInt8 | Mal
 
 
 def keeps_order(transpose: ir.Node) -> bool:
+    """Return whether a Transpose changes nothing."""
     return "perm" in transpose.attributes and list(transpose.attributes["perm"].as_ints()) == [0, 1]
 
 

@@ -28,7 +28,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Product:
-    """So many times a dimension that is no number: the heads of all sequences, say."""
+    """An integer multiple of a symbolic dimension, such as the heads of all sequences."""
 
     dim: Dim
     times: int
@@ -56,7 +56,7 @@ def total_of(dims: Sequence[Element]) -> Dim | None:
 
 
 def difference(a: Element, b: Element) -> Dim | None:
-    """a - b, where no dimension is left of b."""
+    """Return a - b, if no dimension remains in b."""
     if a is None or b is None or isinstance(a, bool | float) or isinstance(b, bool | float):
         return None
     (counts, number), (less, minus) = _terms(a), _terms(b)
@@ -64,7 +64,7 @@ def difference(a: Element, b: Element) -> Dim | None:
 
 
 def product_of(a: Element, b: Element) -> Dim | None:
-    """Of a number and a dimension that is none."""
+    """Return the product of an integer and a symbolic dimension."""
     times, dim = (a, b) if isinstance(a, int) else (b, a)
     if not isinstance(times, int) or isinstance(times, bool) or times < 1 or dim is None or isinstance(dim, float):
         return None
@@ -74,7 +74,7 @@ def product_of(a: Element, b: Element) -> Dim | None:
 
 
 def quotient_of(a: Element, b: Element) -> Dim | None:
-    """Of a dimension that is no number and a number, where nothing is left over whatever it is."""
+    """Return the quotient of a symbolic dimension and an integer, if it is always exact."""
     if not isinstance(b, int) or isinstance(b, bool) or b < 1 or a is None or isinstance(a, float):
         return None
     if b == 1:
@@ -106,13 +106,14 @@ def quotient(dims: Sequence[Dim], by: Sequence[Dim]) -> Dim | None:
 
 
 def _factors(dims: Sequence[Dim]) -> tuple[Counter[Dim], int]:
-    """Those that are no numbers, and the product of the others."""
+    """Return the symbolic factors, and the product of the integers."""
     parts = [(dim.dim, dim.times) if isinstance(dim, Product) else (dim, 1) for dim in dims]
     numbers = [dim * times if isinstance(dim, int) else times for dim, times in parts]
     return Counter(dim for dim, _ in parts if not isinstance(dim, int)), math.prod(numbers)
 
 
 def compute(op_type: str, operands: Sequence[Element]) -> Element:
+    """Return the result of a standard operator on shape elements, or None."""
     if op_type == "Where":
         condition, chosen, other = operands
         return (chosen if condition else other) if isinstance(condition, bool) else None
@@ -147,7 +148,7 @@ def compute(op_type: str, operands: Sequence[Element]) -> Element:
 
 
 def _compute_dims(op_type: str, operands: Sequence[Element]) -> Element:
-    """Where at least one of them is no number."""
+    """Return the result if at least one operand is symbolic."""
     if op_type == "Add":
         return total_of(operands)
     rules = {"Sub": difference, "Mul": product_of, "Div": quotient_of}
@@ -155,7 +156,7 @@ def _compute_dims(op_type: str, operands: Sequence[Element]) -> Element:
 
 
 def cut(dim: Dim, begin: Element, end: Element, step: Element) -> Dim | None:
-    """How much of a dimension a Slice leaves."""
+    """Return the part of a dimension that a Slice keeps."""
     if isinstance(begin, int) and isinstance(end, int) and isinstance(dim, int) and isinstance(step, int) and step:
         return len(range(*slice(begin, end if end > _FROM_START else None, step).indices(dim)))
     if step != 1:

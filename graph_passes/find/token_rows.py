@@ -1,6 +1,8 @@
-"""Which part of an encoder works on each token by itself, but for its attention: it can run on packed tokens, those
-that are there of padded sequences one behind the other ([1, kept tokens, ...] in the place of [batch, tokens, ...]).
-Heads may stand in front of tokens, [batch, heads, tokens, ...], as rotary embedding has them."""
+"""The part of an encoder that works on each token separately, except for its attention.
+
+It can run on packed tokens, the real tokens of padded sequences: [1, kept tokens, ...] instead of [batch, tokens, ...].
+Heads may come before tokens, [batch, heads, tokens, ...], as in rotary embeddings.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ class TokenRows:
 
     @property
     def exits(self) -> list[ir.Value]:
-        """What the rest of the graph reads of it."""
+        """Return the values that the rest of the graph reads."""
         return [
             value
             for node in self.nodes
@@ -67,12 +69,15 @@ class TokenRows:
 
 
 class NotByTokensError(Exception):
-    """Why the part that attention needs cannot run on packed tokens."""
+    """The reason why the part that attention needs cannot run on packed tokens."""
 
 
 def find_token_rows(attentions: Sequence[ir.Node]) -> TokenRows:
-    """The largest part around these attentions, all of one graph and each of one sequence to itself. Raises
-    NotByTokensError."""
+    """Return the largest part around these attentions, all in one graph and each within single sequences.
+
+    Raises:
+        NotByTokensError: The part cannot run on packed tokens.
+    """
     return _Search(attentions).found
 
 
@@ -97,8 +102,10 @@ class _Search:
                     waiting += list(self.found.nodes)[before:]
 
     def _follows(self, node: ir.Node) -> bool:
-        """Whether a node behind the part belongs to it, with values of the same layout: it reads nothing by tokens that
-        is not in it."""
+        """Return whether a node after the part belongs to it, with values of the same layout.
+
+        All values by tokens that it reads must be in the part.
+        """
         inputs = viewed(node) or self._by_tokens(node)
         if not inputs or node.graph is not self._graph:
             return False
@@ -146,7 +153,7 @@ class _Search:
         self.found.entries[value] = len(known), layout
 
     def _grows(self, node: ir.Node, value: ir.Value, layout: Layout) -> bool:
-        """Whether a node in front of the part, which makes this value, belongs to it."""
+        """Return whether a node before the part, which makes this value, belongs to it."""
         needed = self._needed(node, layout)
         if not needed or node.graph is not self._graph or layout.rank <= _TOKEN_AXES:
             return False
@@ -164,12 +171,12 @@ class _Search:
         return known and not self._is_shared(value, layout)
 
     def _is_shared(self, value: ir.Value, layout: Layout) -> bool:
-        """Whether all sequences share it: there is less to compute before it is packed."""
+        """Return whether all sequences share it, so that computing it before packing is cheaper."""
         shape = self._dimensions.shape(value) or (None,)
         return self._batch != 1 and (len(shape) < layout.rank or shape[0] == 1)
 
     def _needed(self, node: ir.Node, layout: Layout) -> dict[ir.Value, Layout] | None:
-        """What a node, whose output has this layout, reads by tokens; None for a node that is not by tokens."""
+        """Return the inputs by tokens of a node whose output has this layout; None if it does not work by tokens."""
         views = viewed(node)
         if views:
             front = in_front_of_view(self._dimensions, node, layout)
@@ -218,7 +225,7 @@ class _Search:
         return None
 
     def _constants_fit(self, node: ir.Node) -> bool:
-        """Whether constants are the same for all tokens, wherever these are."""
+        """Return whether constants are the same for all tokens."""
         tensors = [constant_tensor(value) for value in node.inputs]
         return all(all(size == 1 for size in list(one.shape)[:-1]) for one in tensors if one is not None)
 
@@ -230,7 +237,7 @@ class _Search:
 
 
 def reduced_axes(node: ir.Node) -> list[int]:
-    """Those of a sum, a mean or the like; none where they are all, or not known."""
+    """Return the axes of a sum, a mean or similar; empty if they are all axes, or unknown."""
     if "axes" in node.attributes:
         return list(node.attributes["axes"].as_ints())
     tensor = constant_tensor(node.inputs[1]) if len(node.inputs) > 1 else None

@@ -1,7 +1,7 @@
-"""Where tokens are in a value, behind operators that move numbers and compute nothing: heads that are split, put in
-front of tokens, taken apart for rotary embedding and joined again.
+"""The token axis of values after operators that only move elements.
 
-Such an operator works on packed tokens as on padded ones, if the sizes that it is told are not those of the padded.
+Heads are split, moved before tokens, taken apart for rotary embeddings and joined again. Such an operator works on
+packed tokens as on padded ones, unless its sizes are those of the padded ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .sums import Dim, Shape
 
 @dataclass(frozen=True)
 class Layout:
-    """Of a value by tokens: how many axes it has, and which one is tokens. The first is the batch."""
+    """Layout of a value by tokens: its rank, and the token axis. The first axis is the batch."""
 
     rank: int
     tokens: int = 1
@@ -49,15 +49,17 @@ def behind_view(dims: Dimensions, node: ir.Node, layout: Layout) -> Layout | Non
 
 
 def in_front_of_view(dims: Dimensions, node: ir.Node, layout: Layout) -> Layout | None:
-    """The layout of the values of which a view makes such a one."""
+    """Return the layout of the input of a view whose output has this layout."""
     before = dims.shape(node.inputs[0])
     fitting = (Layout(len(before or ()), axis) for axis in range(1, len(before or ())))
     return next((one for one in fitting if behind_view(dims, node, one) == layout), None)
 
 
 def packed_sizes(dims: Dimensions, node: ir.Node, layout: Layout) -> list[int] | None:
-    """What a Reshape or Expand has to be told as its second input where its first one is of packed tokens, of this
-    layout; None for another view."""
+    """Return the second input of a Reshape or Expand whose first input has packed tokens of this layout.
+
+    None for another view.
+    """
     before, after = dims.shape(node.inputs[0]), dims.shape(node.outputs[0])
     behind = behind_view(dims, node, layout)
     if node.op_type not in ("Reshape", "Expand") or before is None or after is None or behind is None:
@@ -101,7 +103,7 @@ def _behind(dims: Dimensions, node: ir.Node, before: Shape, after: Shape, tokens
 
 
 def _axes(dims: Dimensions, node: ir.Node, rank: int) -> list[int] | None:
-    """The axes that a view is told, of so many."""
+    """Return the axes of a view, for this rank."""
     if node.op_type in ("Concat", "Gather", "Split"):
         if node.op_type == "Concat" and "axis" not in node.attributes:
             return None

@@ -1,9 +1,9 @@
-"""What a chain of Reshape and Transpose does to a tensor, followed dimension by dimension.
+"""The effect of a chain of Reshape and Transpose on a tensor, followed by dimension.
 
-Exporters split and merge heads in several ways: [B, S, W] -> [B, S, H, D] -> [B, H, S, D], perhaps by way of
-[B H, S, D]. A View keeps the tensor's axes as lists of atoms; a Reshape splits and groups atoms without changing their
-order, a Transpose permutes axes. Where heads of keys are shared by several of queries they are repeated, by Unsqueeze
-and Expand: atoms whose source is REPEATED.
+Exporters split and merge heads in several ways: [B, S, W] -> [B, S, H, D] -> [B, H, S, D], perhaps through [B H, S, D].
+A View keeps the tensor's axes as lists of atoms; a Reshape splits and groups atoms without changing their order, a
+Transpose permutes axes. Key heads that several query heads share are repeated by Unsqueeze and Expand: atoms whose
+source is REPEATED.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class Atom:
 
 
 class View:
+    """A tensor's axes as lists of atoms."""
+
     def __init__(self, shape: Shape) -> None:
         self.axes = [[Atom(dim, axis)] for axis, dim in enumerate(shape)]
 
@@ -61,11 +63,12 @@ class View:
             self.axes[:1] = [[atom] for atom in self.axes[0]]
 
     def permuted(self, *axes: int) -> View:
+        """Permute the axes."""
         self.axes = [self.axes[axis] for axis in axes]
         return self
 
     def repeated(self, axis: int, times: int) -> View:
-        """Each element along an axis so many times, one behind another."""
+        """Repeat each element along an axis `times` times in a row."""
         self.axes[axis].append(Atom(times, REPEATED, 0))
         return self
 
@@ -75,9 +78,9 @@ class View:
         return self
 
     def sources(self) -> list[list[tuple[int, int]]]:
-        """For each axis, the original axes that it is made of, in order: (axis, stride along it).
+        """Return, for each axis, the original axes that it consists of, in order: (axis, stride along it).
 
-        Two views of one tensor with the same sources are the same. Sizes of 1 say nothing and are left out.
+        Two views of one tensor with the same sources are the same. Sizes of 1 carry no information and are left out.
         """
         found = []
         for axis in self.axes:

@@ -1,14 +1,14 @@
-"""Weights of few bits that a model makes floats of by arithmetic over constants:
+"""Low-bit weights that a model dequantizes by arithmetic over constants.
 
-    Cast -> (Sub or Add of zero points) -> Mul or Div by scales       zero points whole, or fractions
-    DequantizeLinear, also with blocks                                where stored_int4.py and stored_int8.py do not
-    MatMulNBits of 8 bits
+    Cast -> (Sub or Add of zero points) -> Mul or Div by scales       zero points are integers or fractions
+    DequantizeLinear, also with blocks                                if stored_int4.py and stored_int8.py do not apply
+    MatMulNBits with 8 bits
 
-with Reshape, Transpose, Squeeze, Unsqueeze and Identity anywhere. What they make of the numbers is worked out, and the
-numbers are kept where the result is a form that operators have: 8 bits with a scale and a zero point a column, or a
-scale a group of 32, 64 or 128 inputs; or 4 bits in such groups, with zero points, or minimums where these are
-fractions. Of what does not fit, a reason tells why. What is not arithmetic of real numbers, as integers that wrap, is
-no stored weight. A model is untrusted: see node_checks.py.
+Reshape, Transpose, Squeeze, Unsqueeze and Identity may be anywhere. The arithmetic is evaluated, and the integers are
+kept if the result fits our operators: 8 bits with a scale and a zero point per column, or a scale per group of 32, 64
+or 128 inputs; or 4 bits in such groups, with zero points, or minimums if these are fractions. Otherwise a reason is
+returned. Arithmetic that is not that of real numbers, such as integers that wrap, is not a stored weight. A model is
+untrusted: see node_checks.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .stored_int8 import FLOAT_TYPES, INT8_TYPES, ZERO_POINTS, StoredInt8, Store
 
 _MOVES = ("Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze")
 _WIDER = (ir.DataType.INT16, ir.DataType.INT32, ir.DataType.INT64)  # hold all codes
-_MOST_IN_INTEGERS = 2**15 - 256  # zero points up to it, less codes, wrap in none of these
+_MOST_IN_INTEGERS = 2**15 - 256  # zero points up to this, less codes, do not wrap in any of these types
 _MOST_STEPS = 32
 _LARGEST_SCALE = np.finfo(np.float32).max / 256  # a scale times a number stays finite
 _MIDDLE = {ir.DataType.UINT8: 128, ir.DataType.INT4: -8}  # codes less this are int8; 0 … 15
@@ -53,9 +53,9 @@ class _Scaled:
 
 
 def read_weight_only(value: ir.Value, transposed: bool) -> Stored:
-    """The weight behind a layer's constant input, [k, n], or [n, k] if transposed; or why it cannot be taken over.
+    """Return the weight behind a layer's constant input, [k, n], or [n, k] if transposed; or why it cannot be kept.
 
-    None: it is not made of numbers of 4 or 8 bits in one of these ways.
+    None: it is not made of 4-bit or 8-bit integers in one of these ways.
     """
     roots = _roots(value)
     if value.producer() is None or not any(one.dtype in (*INT8_TYPES, *INT4_TYPES) for one in roots):
@@ -64,7 +64,7 @@ def read_weight_only(value: ir.Value, transposed: bool) -> Stored:
 
 
 def read_matmul_nbits_int8(node: ir.Node) -> StoredInt8 | str:
-    """The weight of a MatMulNBits node of 8 bits, or why it cannot be taken over."""
+    """Return the weight of an 8-bit MatMulNBits node, or why it cannot be kept."""
     value = node_input(node, 1)
     if value is None:
         return "its input B is missing"
@@ -175,7 +175,7 @@ def _scaled(value: ir.Value | None, steps: int = _MOST_STEPS) -> _Scaled | None:
 
 
 def _move(node: ir.Node, shape: tuple[int, ...]) -> Callable[[_Array], _Array]:
-    """What the node does to an array of its input's shape."""
+    """Return the effect of a node on an array of its input's shape."""
     if node.op_type == "Transpose":
         given = node.attributes.get("perm")
         order = None if given is None else tuple(given.as_ints())
@@ -202,7 +202,7 @@ def _moved(source: _Scaled, move: Callable[[_Array], _Array], keeps_axes: bool =
 
 
 def _is_exact(scaled: _Scaled, dtype: ir.DataType) -> bool:
-    """Whether integers of this type hold the numbers as they are, not wrapped or cut off."""
+    """Return whether integers of this type hold the values exactly, not wrapped or clipped."""
     zeros = scaled.zero_points
     small = bool((np.abs(zeros) <= _MOST_IN_INTEGERS).all())  # NaN fails
     return dtype in _WIDER and not scaled.is_scaled and small and _is_whole(zeros)
@@ -350,7 +350,11 @@ def _is_whole(zero_points: _Array) -> bool:
 
 
 def _run(scaled: _Scaled) -> int:
-    """Of how many inputs each scale and zero point is; k: of a column. Raises UnfitError for what operators lack."""
+    """Return the number of inputs per scale and zero point; k for one per column.
+
+    Raises:
+        UnfitError: Operators lack this form.
+    """
     k = scaled.shape[0]
     arrays = [array for array in (scaled.scales, scaled.zero_points) if array.shape[0] > 1]
     if all((array == array[:1]).all() for array in arrays):
@@ -368,7 +372,7 @@ def _shorter() -> Iterator[int]:
 
 
 def _is_constant_in(array: _Array, run: int) -> bool:
-    """Whether numbers [k, …] are the same in each run of the first axis."""
+    """Return whether elements of [k, …] are equal in each run of the first axis."""
     return all((array[start : start + run] == array[start]).all() for start in range(0, len(array), run))
 
 
@@ -379,5 +383,5 @@ def _by_run(array: _Array, run: int, k: int, n: int) -> _Array:
 
 
 def _spread(rows: _Array, run: int, size: int, k: int) -> _Array:
-    """[runs, n] as [groups of so many inputs, n]."""
+    """Expand [runs, n] to [groups, n], with `size` inputs per group."""
     return np.ascontiguousarray(rows[np.arange(-(-k // size)) * size // run])

@@ -192,7 +192,7 @@ MALFORMED = {
     "no K": ({"node_change": without("K")}, "attribute 'K' is missing"),
     "no N": ({"node_change": without("N")}, "attribute 'N' is missing"),
     "no block_size": ({"node_change": without("block_size")}, "attribute 'block_size' is missing"),
-    "K is a text": ({"node_change": attribute("K", "many")}, "attribute 'K' is"),
+    "K is a text": ({"node_change": attribute("K", "many")}, "attribute 'K' is not an integer"),
     "K is 0": ({"node_change": attribute("K", 0)}, "weight is 0 x 8"),
     "N is negative": ({"node_change": attribute("N", -8)}, "weight is 100 x -8"),
     "K is huge": ({"node_change": attribute("K", 2**62)}, "a sum of more than 131072"),
