@@ -1,4 +1,4 @@
-"""Reading decoders from GGUF files that the package `gguf` wrote; and from what is left of such files."""
+"""Decoders read from GGUF files that the package `gguf` wrote, and from damaged copies of them."""
 
 from dataclasses import replace
 
@@ -162,7 +162,7 @@ def content(tmp_path_factory):
 
 
 def read_all(path):
-    """Whether the file is a model; nothing but an OrtolanError may tell that it is none."""
+    """Return if the file can be read as a model. No error other than OrtolanError may be raised."""
     try:
         model = read_model(path)
         read_gguf_tokenizer(model.file)

@@ -115,7 +115,9 @@ def test_floats_that_are_not_finite(tmp_path, bad):
 
 
 def test_weights_side_by_side(tmp_path):
-    parts = [take(stored(kind).rows(*rows), tmp_path).quantized for kind, rows in (("Q8_0", (0, 32)), ("Q5_0", (8, 16)))]
+    parts = [
+        take(stored(kind).rows(*rows), tmp_path).quantized for kind, rows in (("Q8_0", (0, 32)), ("Q5_0", (8, 16)))
+    ]
     joined = join_quantized(parts)
     np.testing.assert_array_equal(joined.matrix(), np.concatenate([part.matrix() for part in parts], axis=1))
     assert join_quantized([parts[0], take(stored("Q4_0"), tmp_path).quantized]) is None

@@ -30,7 +30,11 @@ def random_feeds(config: MpnetConfig, batch: int, sequence: int, seed: int = 1) 
 
 
 def bucket(distance: int) -> int:
-    """Of 32: 8 for distances of 0 to 7, 8 for those from 8 * sqrt(2)**i on, and as many for keys after the query."""
+    """Return one of 32 buckets.
+
+    Keys before the query have 16: 8 for distances of 0 to 7, and 8 that start at 8 * sqrt(2)**i. Keys after it have
+    16 alike.
+    """
     far = abs(distance)
     row = far if far < 8 else min(15, 8 + max(i for i in range(20) if far**2 >= 64 * 2**i))
     return row + 16 * (distance > 0)

@@ -35,7 +35,7 @@ FEEDS = feeds_of((1, 9), (2, 12), (3, 7))
 
 
 def zeroed(weight: np.ndarray, outputs: int, inputs: int) -> np.ndarray:
-    """A weight [k, n] with four of five blocks of so many outputs and inputs at zero."""
+    """Set four of five blocks of a weight [k, n] to zero. A block has `outputs` columns and `inputs` rows."""
     k, n = weight.shape
     kept = np.random.default_rng(k + n).random((k // inputs, n // outputs)) < 0.2
     return np.where(np.repeat(np.repeat(kept, inputs, axis=0), outputs, axis=1), weight, np.float32(0))
@@ -53,7 +53,7 @@ def sparse_bert(outputs: int = 4, inputs: int = 1) -> onnx.ModelProto:
 
 
 def answers(model: onnx.ModelProto, feeds=FEEDS) -> np.ndarray:
-    """Of all tokens that are none of padding."""
+    """Return the outputs of all tokens except padding."""
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     return np.concatenate([session.run(None, one)[0][one["attention_mask"] == 1] for one in feeds])
 
@@ -132,7 +132,7 @@ def test_zero_blocks_are_found_and_answers_kept(sparse, kind):
 
 
 def test_blocks_of_four_inputs_are_others(sparse):
-    """SparseML's own four-blocks are of one output and four inputs: of those that are 80 % zero, 4x1 has too few."""
+    """SparseML's own blocks have one output and four inputs. With 80 % of them zero, few 4x1 blocks are zero."""
     made = quantized_form(sparse_bert(outputs=1, inputs=4), FEEDS, activations="dynamic")
     report = ortolan.optimize_onnx(made, calibration=FEEDS, options={"verify.seconds": 0.0, "may_grow": True})
     kinds = kinds_of(report.model)

@@ -58,7 +58,7 @@ def test_broken_files_are_refused(tokenizer_path):
 
 
 def merge_one_at_a_time(tokenizer, ids):
-    """llama2.c's loop: merge the leftmost pair of the best score, until there is none."""
+    """Merge the leftmost pair with the best score until no pair can be merged, as llama2.c does."""
     pieces, scores = tokenizer.pieces, tokenizer.scores
     known = {piece: index for index, piece in enumerate(pieces) if index >= 259}
     while True:

@@ -1,4 +1,4 @@
-"""The tokens in front of a prompt, and those that end a text, as published decoders state them."""
+"""Tokens that start a prompt or end a text, as published decoders state them."""
 
 import json
 

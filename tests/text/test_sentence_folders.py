@@ -42,7 +42,7 @@ def write_json(path: Path, said: Any) -> None:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """As bge-small-en has it: CLS, normalized."""
+    """Write a folder like bge-small-en's: CLS pooling, normalized."""
     folder = tmp_path / "bge-small"
     folder.mkdir()
     write_wordpiece(folder / "tokenizer.json", truncation=None)
@@ -72,7 +72,7 @@ def plain_session(model: bytes) -> Any:
 
 
 def token_vectors(folder: Path, texts: list[str], most: int = 12) -> list[np.ndarray]:
-    """Of the model with tokens in, optimized alike: [tokens, hidden] of each text."""
+    """Return [tokens, hidden] per text, from the model that takes tokens, optimized alike."""
     reader = read_tokenizer_file(folder / "tokenizer.json").tokenizer
     reader.enable_truncation(most)
     session = plain_session((folder / "model.onnx").read_bytes())
@@ -209,7 +209,7 @@ def test_lower_case_opens_the_tokenizer_when_it_is_asked_for(folder, monkeypatch
 
 
 def test_a_model_that_pools_itself(tmp_path):
-    """As Optimum exports it: its own sentence_embedding is what it gives."""
+    """Optimum exports such models: the output is their own sentence_embedding."""
     model = tiny.tiny_bert(vocab_size=256)
     tokens = model.graph.outputs[0]
     made = ir.node("ReduceMax", [tokens], {"axes": [1], "keepdims": 0}, num_outputs=1)
@@ -271,7 +271,7 @@ def test_rerankers_score_pairs(tmp_path, tokenizer, config, given, sigmoid):
 
 @pytest.mark.parametrize(("said", "sigmoid"), [({}, True), ({"activation_fn": IDENTITY}, False)])
 def test_cross_encoders_with_modules(tmp_path, said, sigmoid):
-    """As sentence-transformers 5.7 writes them: modules.json names a Transformer alone."""
+    """sentence-transformers 5.7 writes them with a modules.json that names only a Transformer."""
     write_reranker(tmp_path)
     write_wordpiece(tmp_path / "tokenizer.json")
     write_json(tmp_path / "modules.json", [TRANSFORMER])

@@ -85,7 +85,7 @@ def test_cut_padded_and_empty(tmp_path):
 
 
 def pooled(model: Path, tokenizer: Path, texts: list[str], pooling: str, normalize: bool, most: int) -> np.ndarray:
-    """What the parts give, one by one."""
+    """Run tokenizer, model and pooling one by one."""
     reader = load_tokenizer(tokenizer)
     reader.enable_truncation(most)
     session = ortolan.create_session(model)
@@ -342,7 +342,7 @@ def test_the_file_that_is_saved_is_compared_with_the_verified_model(tmp_path, mo
 
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_what_a_search_has_written_in_two_files_takes_texts(tmp_path, monkeypatch, in_memory):
-    """The weights lie in a file that the model with a tokenizer takes the place of."""
+    """The weights are in a file that the model with a tokenizer replaces."""
     monkeypatch.setenv("ORTOLAN_CACHE", str(tmp_path / "cache"))
     put_weights_outside(monkeypatch)
     monkeypatch.setattr(

@@ -101,8 +101,11 @@ def _opened(path: Path) -> GraphTokens:
 
 
 def beyond(text: str, kind: str) -> bool:
-    """What the page on texts names as limits: characters that stand for marks; and, where a normalizer puts characters
-    together, accents behind accents or behind what it changes."""
+    """Return if the text is beyond the limits that the page on texts names.
+
+    These are characters that stand for marks; and, if a normalizer composes characters, accents that follow an accent
+    or a character which it changes.
+    """
     if kind != "wordpiece" and any("\ufdd0" <= character <= "\ufdd3" for character in text):
         return True
     return kind in ("prefixed", "xlm_roberta", "old_xlm_roberta") and any(
@@ -152,7 +155,7 @@ def test_reserved_characters_are_read_as_another(files):
 
 
 def test_words_that_merges_do_not_lead_to(tmp_path):
-    """As Llama 3's file has some: with ignore_merges, they are tokens as whole words only."""
+    """Llama 3's file has some: with ignore_merges, they are tokens only as whole words."""
     path = KINDS["llama3"](tmp_path / "tokenizer.json")
     said = json.loads(path.read_text(encoding="utf-8"))
     said["model"]["ignore_merges"] = True
@@ -168,7 +171,7 @@ def test_words_that_merges_do_not_lead_to(tmp_path):
 
 
 def test_added_tokens_of_spaces_behind_a_normalizer(tmp_path):
-    """As GPT-NeoX's and ModernBERT's files have them."""
+    """GPT-NeoX's and ModernBERT's files have such tokens."""
     import tokenizers
 
     path = KINDS["prefixed"](tmp_path / "tokenizer.json")
@@ -271,7 +274,7 @@ def test_padding_is_found_without_the_package(files, tmp_path, kind):
 @pytest.mark.parametrize(
     ("said", "match"),
     [
-        ("{", "no tokenizer.json"),
+        ("{", "not a tokenizer.json"),
         ("[]", "not a tokenizer.json: it has no model"),
         ('{"model": 3}', "not a tokenizer.json: it has no model"),
         ('{"model": {}}', "not well formed"),

@@ -68,13 +68,13 @@ def write(path: Path, tokenizer: Any, **changes: Any) -> Path:
 
 
 def add_tokens(tokenizer: Any) -> None:
-    """A mask that takes the spaces before it, and tokens that are none of the special ones."""
+    """Add a mask that takes the spaces before it, and two tokens that are not special."""
     tokenizer.add_special_tokens([tokenizers.AddedToken("<mask>", lstrip=True)])
     tokenizer.add_tokens(["new-word", "new"])
 
 
 def byte_level(path: Path, specials: Sequence[str] = SPECIALS) -> Path:
-    """As GPT-2's and RoBERTa's."""
+    """Write a tokenizer like GPT-2's and RoBERTa's."""
     tokenizer = _train_byte_level(specials, pre_tokenizers.ByteLevel(add_prefix_space=False))
     add_tokens(tokenizer)
     ends = [(token, tokenizer.token_to_id(token)) for token in ("</s>", "<s>")]
@@ -93,7 +93,7 @@ def prefixed(path: Path) -> Path:
 
 
 def llama3(path: Path, **model: Any) -> Path:
-    """As Llama 3's and Qwen's."""
+    """Write a tokenizer like Llama 3's and Qwen's."""
     split = pre_tokenizers.Split(Regex(LLAMA3), "isolated")
     tokenizer = _train_byte_level(
         SPECIALS, pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -107,7 +107,7 @@ def llama3(path: Path, **model: Any) -> Path:
 
 
 def llama2(path: Path) -> Path:
-    """As Llama 2's and Mistral's: characters, bytes for those that it lacks, no words."""
+    """Write a tokenizer like Llama 2's and Mistral's: characters, bytes for unknown characters, no words."""
     tokenizer = _train_characters()
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     return write(path, tokenizer)
@@ -142,7 +142,7 @@ def xlm_roberta(path: Path, **model: Any) -> Path:
 
 
 def old_xlm_roberta(path: Path) -> Path:
-    """As files of older versions have it: words are split at spaces first."""
+    """Write a file of an older version: words are split at spaces first."""
     before = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
     return write(path, _train_unigram(normalizers.NFKC(), before))
 
