@@ -77,15 +77,15 @@ def test_feeds_only_the_inputs_that_the_model_has(tokenizer_path):
 
 
 def test_what_cannot_be_encoded_is_refused(encoder, tokenizer_path, tmp_path):
-    with pytest.raises(OrtolanError, match="text 1 is a int, expected a str"):
+    with pytest.raises(OrtolanError, match="text 1 is an int, expected a str"):
         encoder.encode(["a", 3])
-    with pytest.raises(OrtolanError, match="one text, expected a list"):
+    with pytest.raises(OrtolanError, match="a single text, expected a list"):
         encoder.encode("a man")
     with pytest.raises(OrtolanError, match="batch_tokens is 0"):
         encoder.encode(["a"], batch_tokens=0)
-    with pytest.raises(OrtolanError, match="was given pairs"):
+    with pytest.raises(OrtolanError, match="cannot score pairs"):
         encoder.score("a", ["man"])
-    with pytest.raises(ModelError, match="the model takes x, expected input_ids"):
+    with pytest.raises(ModelError, match="the model has inputs x, expected input_ids"):
         make_encoder(tiny.mlp(), tokenizer_path)
     with pytest.raises(ModelError, match="is a decoder with a cache; embed needs an encoder"):
         make_encoder(tiny.tiny_llama(), tokenizer_path)
@@ -293,7 +293,7 @@ def test_rerank(reranker):
     raw = ortolan.rerank(query, texts, reranker, settings=TextInput(activation="none"))
     np.testing.assert_allclose([one.score for one in raw], np.array(logits)[order], rtol=1e-5)
     assert ortolan.rerank(query, [], reranker) == []
-    with pytest.raises(OrtolanError, match="scores pairs of texts, and was given texts"):
+    with pytest.raises(OrtolanError, match="is a reranker, which scores pairs of texts"):
         ortolan.embed(texts, reranker)
     with pytest.raises(OrtolanError, match="top_k is 0"):
         ortolan.rerank(query, texts, reranker, top_k=0)
@@ -310,7 +310,7 @@ def test_models_that_take_texts(folder, tmp_path):
     texts = ["The cat.", "unaffable", "x " * 40]
     expected = ortolan.embed(texts, tmp_path / "tokens.onnx", settings=settings)
     np.testing.assert_allclose(ortolan.embed(texts, tmp_path / "texts.onnx", batch_tokens=8), expected, atol=1e-5)
-    with pytest.raises(ModelError, match="takes texts itself"):
+    with pytest.raises(ModelError, match="takes texts and has its own settings"):
         ortolan.embed(texts, tmp_path / "texts.onnx", settings=TextInput(pooling="cls"))
 
 

@@ -122,9 +122,9 @@ def test_dry_run(folder: Path) -> None:
 
 def test_what_is_for_one_model_is_refused(folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "fast"
-    with pytest.raises(RecipeError, match=r"prompt was given, but .* holds an encoder and decoders"):
+    with pytest.raises(RecipeError, match=r"prompt is for a single model, but .* holds an encoder and decoders"):
         ortolan.optimize_onnx(folder, output, cache="float32", prompt=[1, 2])
-    with pytest.raises(RecipeError, match=r"compresses caches, but decoders .* give cache=\"float32\""):
+    with pytest.raises(RecipeError, match=r"compresses caches, but the files .* give cache=\"float32\""):
         ortolan.optimize_onnx(folder, output, cache="codes")
     with pytest.raises(OutputError, match="holds several models; give an output folder"):
         ortolan.optimize_onnx(folder, cache="float32")
@@ -183,7 +183,7 @@ def test_a_decoder_with_none_of_the_layers_that_were_found_stays_as_it_is(
     report = ortolan.optimize_onnx(folder, tmp_path / "fast", options=FAST)
     assert replaced(report, DECODER) == ["/cross.k/MatMul"]
     assert not report.parts[WITH_PAST].recipe["pass"]
-    assert any("it has none of the layers" in note for note in report.parts[WITH_PAST].notes)
+    assert any("it has no layer that the recipe changes" in note for note in report.parts[WITH_PAST].notes)
     assert digests(tmp_path / "fast")[WITH_PAST] == digests(folder)[WITH_PAST]
 
 

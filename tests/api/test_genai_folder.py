@@ -1,4 +1,4 @@
-"""optimize_onnx of a folder for ONNX Runtime GenAI: its genai_config.json names our library, which lies in the folder.
+"""optimize_onnx of a folder for ONNX Runtime GenAI: its genai_config.json names our library, which was copied to the folder.
 
 Where onnxruntime-genai is installed, it generates from the result (test_genai.py).
 """
@@ -74,7 +74,7 @@ def test_the_new_folder_is_complete(folder: Path, tmp_path: Path) -> None:
     library = tmp_path / "fast" / LIBRARY
     assert library.read_bytes() == Path(ortolan.get_library_path()).read_bytes()
     assert not library.is_symlink() and library.stat().st_nlink == 1
-    assert f"genai_config.json names {LIBRARY}, which lies in the folder" in report.notes
+    assert f"genai_config.json names {LIBRARY}, which was copied to the folder" in report.notes
     assert "SparseAMXMatMul" in {node.op_type for node in onnx.load(tmp_path / "fast" / "model.onnx").graph.node}
 
 
@@ -231,10 +231,10 @@ def test_compressed_caches_are_equally_wide(folder: Path, tmp_path: Path, option
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"options": {"window": 8}}, "need inputs that onnxruntime-genai does not carry, expected 0"),
-        ({"options": {"sinks": 1}}, "need inputs that onnxruntime-genai does not carry"),
+        ({"options": {"window": 8}}, "need inputs that onnxruntime-genai does not pass on, expected 0"),
+        ({"options": {"sinks": 1}}, "need inputs that onnxruntime-genai does not pass on"),
         ({"options": {"values": "float32"}}, "equal_rows = true needs"),
-        ({"prompt": [1, 2, 3]}, "a prompt part of the model, whose tokens onnxruntime-genai does not count"),
+        ({"prompt": [1, 2, 3]}, "a prompt part of the model, but onnxruntime-genai does not count"),
     ],
 )
 def test_caches_that_genai_cannot_carry(folder: Path, arguments: dict[str, Any], message: str) -> None:

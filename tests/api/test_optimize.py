@@ -317,7 +317,7 @@ def test_threads_follow_the_affinity_of_the_process_or_the_argument(bert, tmp_pa
             assert optimize(bert, tmp_path / "out.onnx", **fast).latency_threads == 1
         finally:
             os.sched_setaffinity(0, before)
-    with pytest.raises(ortolan.RecipeError, match="threads is 0, expected a positive integer"):
+    with pytest.raises(ortolan.ArgumentError, match="threads is 0, expected a positive integer"):
         optimize(bert, tmp_path / "out.onnx", threads=0)
 
 

@@ -13,7 +13,7 @@ import onnxruntime
 import pytest
 
 import ortolan
-from ortolan import LibraryError, SessionError
+from ortolan import ArgumentTypeError, LibraryError, SessionError
 from ortolan.engines import serving_options
 from ortolan.models import tiny
 
@@ -116,7 +116,7 @@ def test_import_loads_nothing_heavy():
 def test_a_library_that_the_user_has_registered_already(fast):
     options = onnxruntime.SessionOptions()
     options.register_custom_ops_library(ortolan.get_library_path())
-    with pytest.raises(SessionError, match="know the library twice: leave out your own register_custom_ops_library"):
+    with pytest.raises(SessionError, match="have the library twice: remove your register_custom_ops_library"):
         ortolan.create_session(fast, options)
 
 
@@ -130,10 +130,17 @@ def test_one_provider_as_a_text(fast):
 
 
 def test_session_options_of_the_wrong_type(fast):
-    with pytest.raises(SessionError, match="session_options is a NoneType, expected"):
-        ortolan.register(None)
-    with pytest.raises(SessionError, match="session_options is a dict"):
+    with pytest.raises(ArgumentTypeError, match="session_options is a str, expected"):
+        ortolan.register("fast")
+    with pytest.raises(ArgumentTypeError, match="session_options is a dict"):
         ortolan.create_session(fast, {"intra_op_num_threads": 1})
+
+
+def test_register_returns_the_options(fast):
+    options = onnxruntime.SessionOptions()
+    assert ortolan.register(options) is options and ortolan.register(options) is options
+    for known in (options, ortolan.register()):
+        assert onnxruntime.InferenceSession(fast, known).run(None, X)[0].shape == (3, 16)
 
 
 def test_timing_and_versions_need_no_native_module():

@@ -72,7 +72,7 @@ def test_opencl_devices_are_listed(monkeypatch, value):
     # In another process, where PoCL may find a little more or less memory.
     found, devices = (re.sub(r"\d+ MiB", "", text) for text in (check.detail, "\n".join(opencl_devices())))
     assert all(device in found for device in devices.splitlines())
-    assert ("not asked for" in check.detail) == (value == "0")
+    assert ("disabled (ORTOLAN_OPENCL)" in check.detail) == (value == "0")
 
 
 @pytest.mark.parametrize(("value", "status"), [("", "ok"), ("1", "note")])
@@ -85,7 +85,7 @@ def test_a_machine_without_opencl(monkeypatch, tmp_path, value, status):
     if value:
         assert "OpenCL is not available" in check.detail and "ocl-icd-libopencl1" in check.detail
     else:
-        assert check.detail == "not asked for (ORTOLAN_OPENCL)"
+        assert check.detail == "disabled (ORTOLAN_OPENCL)"
 
 
 def test_opencl_that_is_asked_for_by_no_known_word(monkeypatch):

@@ -57,7 +57,7 @@ def write_records(path, texts, key="body"):
 
 def test_embed_writes_what_the_api_returns(invoke, encoder, texts_path, tmp_path):
     result = invoke("embed", encoder, texts_path, "-o", tmp_path / "vectors.npy")
-    assert (result.exit_code, result.stdout) == (0, f"{tmp_path / 'vectors.npy'}: 5 vectors of 48 numbers\n")
+    assert (result.exit_code, result.stdout) == (0, f"{tmp_path / 'vectors.npy'}: 5 vectors of width 48\n")
     found = np.load(tmp_path / "vectors.npy")
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, ortolan.embed(TEXTS, encoder))
@@ -115,7 +115,7 @@ def test_errors_before_work(invoke, encoder, reranker, texts_path, tmp_path, ass
 
     monkeypatch.setattr("ortolan.text_encoder.TextEncoder.run", refuse)
     out = ("-o", tmp_path / "vectors.npy")
-    assert_one_line(invoke("embed", encoder, texts_path, "-o", tmp_path / "vectors.bin"), "ends in .npy")
+    assert_one_line(invoke("embed", encoder, texts_path, "-o", tmp_path / "vectors.bin"), "must end in .npy")
     assert_one_line(invoke("embed", encoder, texts_path, "-o", tmp_path / "no" / "a.npy"), "folder does not exist")
     (tmp_path / "folder.npy").mkdir()
     assert_one_line(invoke("embed", encoder, texts_path, "-o", tmp_path / "folder.npy"), "it is a folder")
@@ -210,7 +210,7 @@ def test_a_disk_that_is_full(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(vectors_file.os, "replace", fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OutputError, match=r"a\.npy.*No space left"):
         vectors_file.write_vectors(tmp_path / "a.npy", [np.zeros((1, 2), np.float32)])
     assert not list(tmp_path.iterdir())

@@ -418,7 +418,7 @@ def test_blocks_of_16() -> None:
 def test_the_report_says_why_stored_weights_are_not_kept() -> None:
     report = ortolan.optimize_onnx(by_group(64, 6, 16).model(), options={"verify.seconds": 0.0})
     assert any(
-        "1 layer stores few-bit weights that cannot be kept, such as 'linear'" in note and "blocks of 16" in note
+        "1 layer stores quantized weights that cannot be kept, such as 'linear'" in note and "blocks of 16" in note
         for note in report.notes
     )
     assert not any("which the default keeps" in line for line in str(report).splitlines())
