@@ -1,4 +1,4 @@
-"""The passes that a recipe may name, in the order that it must keep. A new pass is one module and one line here."""
+"""The passes of recipes, in their order. A new pass is one module and one line here."""
 
 from __future__ import annotations
 

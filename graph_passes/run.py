@@ -1,4 +1,4 @@
-"""The way of a model: plan -> transform -> write -> verify."""
+"""Running a recipe: plan -> transform -> write -> verify."""
 
 from __future__ import annotations
 
@@ -24,13 +24,19 @@ from .recipe import Recipe
 from .registry import PASSES
 from .report.figures import human_bytes
 
-# A model is right without these passes: one that cannot run is left out, unless the user's own recipe names it.
+# Optional optimizations: if one fails, it is left out, unless the user's own recipe names it.
 OPTIONAL = frozenset(("embeddings", "fuse_attention", "fuse_cached_attention", "fuse_lut", "fuse_norm", "unpad"))
 
 
 @dataclass(frozen=True)
 class Steps:
-    """A recipe's passes, made for one run."""
+    """The passes of a recipe for one run.
+
+    Attributes:
+        recipe: The recipe.
+        transforms: The passes that change the model.
+        verification: The pass verify; None: the recipe has no such pass.
+    """
 
     recipe: Recipe
     transforms: list[RecipePass]
@@ -38,7 +44,7 @@ class Steps:
 
 
 def run_recipe(recipe: Recipe, context: PassContext) -> None:
-    """The whole way of context.source.model. A dry run ends before anything is written."""
+    """Run a recipe on context.source.model. A dry run ends before anything is written."""
     steps = plan(recipe, context)
     transform(steps, context)
     if not context.dry_run:
@@ -47,7 +53,7 @@ def run_recipe(recipe: Recipe, context: PassContext) -> None:
 
 
 def plan(recipe: Recipe, context: PassContext) -> Steps:
-    """Makes the passes. Each may ask context.plan what the recipe is going to do to a layer, whatever their order."""
+    """Create the passes. Each can ask context.plan what the recipe does to a layer, whatever the order."""
     context.plan = Plan(recipe.passes)
     passes = [PASSES[step.name](step.options, context) for step in recipe.passes]
     last = passes[-1] if passes else None
@@ -57,7 +63,11 @@ def plan(recipe: Recipe, context: PassContext) -> Steps:
 
 
 def transform(steps: Steps, context: PassContext) -> None:
-    """Runs the passes in order. The onnx-ir pass manager wraps errors; what reaches the caller is an OrtolanError."""
+    """Run the passes in order.
+
+    Raises:
+        OrtolanError: A pass failed. The onnx-ir pass manager wraps errors; they are unwrapped.
+    """
     for one in steps.transforms:
         name = next(name for name, kind in PASSES.items() if isinstance(one, kind))
         before = _wiring(context.source.model) if name in OPTIONAL and context.optional_may_fail else None
@@ -88,12 +98,12 @@ def _run_pass(one: RecipePass, context: PassContext) -> None:
 
 
 def _wiring(model: ir.Model) -> list[Any]:
-    """All nodes with their inputs, and the graph's outputs: equal for a model that a pass has not changed."""
+    """Return all nodes with their inputs, and the outputs, to detect whether a pass changed the graph."""
     return [*((node, *node.inputs) for node in model.graph.all_nodes()), tuple(model.graph.outputs)]
 
 
 def write(steps: Steps, context: PassContext, embed_limit: int | None = None) -> None:
-    """The model as it is now, and what it was made by, to context.candidate. embed_limit: see write_model."""
+    """Write the current model with its provenance to context.candidate. embed_limit: as for write_model."""
     model = context.source.model
     model.metadata_props.update(_provenance(steps.recipe))
     declare_shapes(model, lambda wanted: context.new_name(model, wanted))
@@ -102,13 +112,17 @@ def write(steps: Steps, context: PassContext, embed_limit: int | None = None) ->
 
 
 def verify(steps: Steps, context: PassContext) -> None:
-    """Compares what was written with the original, if the recipe asks for it. Raises VerificationError."""
+    """Compare the written model with the original, if the recipe has a pass verify.
+
+    Raises:
+        VerificationError: The outputs differ too much.
+    """
     if steps.verification is not None:
         steps.verification(context.source.model)
 
 
 def _provenance(recipe: Recipe) -> dict[str, str]:
-    """What the optimized model says of its making."""
+    """Return the metadata on how the model was made."""
     return {
         RECIPE_KEY: recipe.name,
         VERSION_KEY: package_versions().get("ortolan", "unknown"),
@@ -117,25 +131,25 @@ def _provenance(recipe: Recipe) -> dict[str, str]:
 
 
 def _note_gainless(context: PassContext) -> None:
-    """Names layers whose weights were changed, and that gain nothing by it."""
+    """Add notes on layers whose weights changed without any gain."""
     layers = context.layers.reports.values()
     grown = [layer for layer in layers if layer.status in ("pruned", "quantized") and layer.growth > 0]
     if grown:
         context.note(
-            f"{len(grown)} {grown[0].status} layers, such as {grown[0].name!r}, now store their weights "
-            f"dense and take {human_bytes(sum(layer.growth for layer in grown))} more than before; exclude them "
+            f"{len(grown)} {grown[0].status} layers, such as {grown[0].name!r}, store dense weights and are "
+            f"{human_bytes(sum(layer.growth for layer in grown))} larger than the original; exclude them "
             "(prune.exclude, quantize.exclude)"
         )
     rounded = [layer for layer in layers if layer.status == "quantized"]
     if rounded:
         context.note(
             f"{len(rounded)} layers, such as {rounded[0].name!r}, are quantized but not replaced: their weights are "
-            "rounded, yet still stored as floats, so nothing is gained in size or speed; add pass 'replace'"
+            "rounded but stored as floats, neither smaller nor faster; add pass 'replace'"
         )
 
 
 def _note_unmatched(recipe: Recipe, context: PassContext) -> None:
-    """Names the patterns that match no layer; a word such as "heads" may match none."""
+    """Add notes on patterns that match no layer; words such as "heads" need not match."""
     for option, glob in _patterns(recipe):
         used = glob in WORDS or any_matches(context.layers.names, (glob,))
         if context.layers.reports and not used:

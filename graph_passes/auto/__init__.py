@@ -1,1 +1,1 @@
-"""Recipe "auto": chooses for each linear layer the operator that is fastest here, under a budget of error."""
+"""Recipe "auto": measure which operator and format are fastest for each layer, within an error budget."""

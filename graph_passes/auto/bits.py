@@ -1,15 +1,16 @@
-"""Mixed bits: which layers of an int4 form take 8 bits in its place, under a budget of error or of bytes.
+"""Mixed bits: which layers of an int4 model need 8 bits, within a budget of error or of bytes.
 
-    error   ||XW - Y|| / ||XW|| of each layer in 4 bits and in 8, in one run of a recipe for each; times how much errors
-            of that layer matter for the outputs (sensitivity.py)
-    path    from 8 bits everywhere to 4: layers of one input together, those first that save the most bytes for the
-            square of error that they add, as errors of layers add up in squares. Layers that lose nothing by 4 bits,
-            such as those whose weights lie on a grid of 4 bits already, go before all others, and in any case
-    budget  of error: 4 bits in all layers are tried before anything is measured; if they are over the budget, how far
-            along the path the whole model stays within it, by bisection. Of bytes: as far as it takes, by the bytes of
-            the layers
+    error   ||XW - Y|| / ||XW|| of each layer with 4 and with 8 bits, measured in one run of a recipe for each, times
+            the sensitivity of the outputs to that layer (sensitivity.py)
+    path    from 8 bits everywhere to 4 bits everywhere. Layers with the same input change together. Steps that save
+            the most bytes for each unit of squared error come first, because errors of layers add up in squares.
+            Layers that lose no accuracy with 4 bits, such as layers with weights on a 4-bit grid, come first of all
+            and always change
+    budget  of error: 4 bits in all layers are tried before anything is measured. If they exceed the budget, bisection
+            finds how far along the path the whole model stays within it. Of bytes: the path is followed until the
+            files are small enough
 
-What comes out is an ordinary recipe: that of the form, with these layers left to 8 bits.
+The result is an ordinary recipe: that of the int4 format, with some layers in 8 bits.
 """
 
 from __future__ import annotations
@@ -34,29 +35,33 @@ from .layer_times import LayerTimes
 from .path import Step, estimate
 from .trials import Made, Trials
 
-_FEEDS = 16  # on which the whole model is judged
-_FINEST = 32  # bisection stops at steps of the path's length divided by this
+_FEEDS = 16  # feeds on which the whole model is evaluated
+_FINEST = 32  # bisection stops at 1/32 of the path
 FOUR, EIGHT = Candidate("int4", "W4A8MatMul"), Candidate("int8", "W8A8MatMul")
 _OF_BITS = {4: FOUR, 8: EIGHT}
 
 
 @dataclass(frozen=True)
 class BitSettings:
-    """form: of dense int4 weights."""
+    """A dense int4 format, and the limit on error or bytes."""
 
     form: Form
     limit: Limit
 
     def limit_for(self, evidence: Evidence) -> Limit:
-        """Of made-up inputs no next token is right: there the original's own next tokens count."""
+        """Return the limit; for random inputs, which have no correct next token, that of the original's own tokens."""
         return self.limit.of_own_tokens() if evidence.made_up else self.limit
 
 
 class BitSearch:
-    """Of one model. All files go into the folder of its evidence."""
+    """The search for one model. Temporary files go to `evidence.folder`.
+
+    Attributes:
+        report: The measurements.
+    """
 
     def __init__(self, evidence: Evidence, settings: BitSettings, name: str, progress: Progress) -> None:
-        """name: of the model's file, as it is to be in the end."""
+        """Prepare the search; `name` is the file name of the result."""
         self._evidence, self._form, self._name, self._progress = evidence, settings.form, name, progress
         self._able: list[str] = []
         evidence.feeds()
@@ -64,8 +69,11 @@ class BitSearch:
         self.report = AutoReport(str(self._limit), [], saves="bytes")
 
     def run(self) -> Made:
-        """The smallest model within a budget of error, or the one of least error within a budget of bytes. Raises
-        VerificationError where there is none."""
+        """Return the smallest model within a budget of error, or the most accurate one within a budget of bytes.
+
+        Raises:
+            VerificationError: No model is within the budget.
+        """
         evidence, report = self._evidence, self.report
         evidence.hold_out(HELD_OUT)
         judged = evidence.feeds_to_judge(len(evidence.held_out) or None)[:_FEEDS]
@@ -90,13 +98,13 @@ class BitSearch:
                 bits, advice = "8", "give method='gptq' and calibration data"
             raise VerificationError(
                 f"no choice of 4 and 8 bits is within the budget ({report.budget}): {bits} bits in all layers give "
-                f"{trials.report[-1].found}; raise the budget, or {advice}"
+                f"{trials.report[-1].found}; relax the budget, or {advice}"
             )
         self._conclude(best)
         return best
 
     def _four_bits(self, judged: Sequence[Feeds]) -> Made | None:
-        """The model with 4 bits in all layers, if it is within the budget: then no layer needs to be measured."""
+        """Return the model with 4 bits in all layers if it is within the budget, so that no layer must be measured."""
         trials = Trials(self._evidence, self._limit, judged, self._name, self._progress, self._recipe_of_choice)
         made = trials.make([], False)
         for trial in trials.report:
@@ -105,7 +113,7 @@ class BitSearch:
         return made
 
     def _path(self, inputs: Mapping[str, str]) -> list[list[Step]]:
-        """The layers of one input together. inputs: by layer, the name of its input."""
+        """Return the path, with layers of the same input together. `inputs` has the name of each layer's input."""
         report = self.report
         groups: dict[str, list[LayerChoice]] = {}
         for layer in report.layers:
@@ -126,7 +134,10 @@ class BitSearch:
         return self._recipe([escape(name) for name in self._able if name not in choice], verify)
 
     def _recipe(self, eight: Sequence[str], verify: Mapping[str, Any] | None) -> Recipe:
-        """eight: patterns of layers that take 8 bits. verify: options of that pass; None: it is left out."""
+        """Return the recipe with 8 bits for layers that match a pattern.
+
+        `verify` has the options of that pass; None: the pass is left out.
+        """
         steps = self._form.passes(eight)[:-1]
         calibrate = {"name": "calibrate", "held_out": HELD_OUT, "max_rows": ROWS}
         steps = [calibrate if step["name"] == "calibrate" else step for step in steps]
@@ -135,7 +146,7 @@ class BitSearch:
         return Recipe.from_dict({"name": "int4, mixed bits", "description": description, "pass": steps})
 
     def _fewest_steps(self, path: Sequence[list[Step]], free: int, trials: Trials) -> Made | None:
-        """The first model along the path that is small enough, but for steps that lose nothing."""
+        """Return the first model along the path that is small enough; steps that lose nothing are always taken."""
         smallest = trials.make([*chain(*path)], False)
         if smallest is None:
             return None
@@ -148,7 +159,7 @@ class BitSearch:
             if room < 0:
                 break
             wanted -= 1
-        # What surrounds the weights in a file takes a few bytes more or less.
+        # The estimate ignores the bytes around the weights, so further steps may be needed.
         further = 1
         while wanted < len(path):
             made = trials.make([*chain(*path[:wanted])], False)
@@ -165,34 +176,39 @@ class BitSearch:
             if layer.name in self._able:
                 form = FOUR if layer.name in best.choice else EIGHT
                 layer.chosen, layer.error = form.name, layer.forms[form.name].error
-                layer.reason = "chosen for its bytes and its error"
+                layer.reason = "chosen by bytes and error"
         four = best.trial.layers
         eight = len(self._able) - len(best.choice)
         report.outcome = f"4 bits in {four} layers, 8 in {eight}; {best.trial.found}; budget: {report.budget}"
 
 
 def _step(layer: LayerChoice, total: int) -> Step:
-    """From 8 bits to 4."""
+    """Return the step from 8 bits to 4."""
     four, eight = layer.forms[FOUR.name], layer.forms[EIGHT.name]
-    matters = 1.0 if layer.sensitivity is None else layer.sensitivity
-    cost = ((four.error or 0.0) ** 2 - (eight.error or 0.0) ** 2) * matters**2
+    sensitivity = 1.0 if layer.sensitivity is None else layer.sensitivity
+    cost = ((four.error or 0.0) ** 2 - (eight.error or 0.0) ** 2) * sensitivity**2
     return Step(layer.name, FOUR, ((eight.bytes or 0) - (four.bytes or 0)) / max(total, 1), cost)
 
 
 def _cost(steps: Sequence[Step]) -> float:
-    """Of layers of one input, which take the step together."""
+    """Return the cost of layers of the same input, which change together."""
     return sum(step.cost for step in steps)
 
 
 def _order(steps: Sequence[Step]) -> tuple[bool, float]:
-    """By what they save for what they cost; those that cost nothing first."""
+    """Return the sort key: bytes saved per cost; steps without cost first."""
     cost = _cost(steps)
     return cost > 0, -sum(one.saved for one in steps) / max(cost, 1e-12)
 
 
 def _most_steps(path: Sequence[list[Step]], free: int, trials: Trials) -> Made | None:
-    """The model furthest along the path that the budget allows, but for its end, which is over the budget. free: steps
-    at its beginning that lose nothing."""
+    """Return the model furthest along the path within the budget, whose end exceeds it.
+
+    Args:
+        path: The path.
+        free: The number of steps at its beginning that lose nothing.
+        trials: Makes and evaluates models.
+    """
     low, high = free, len(path)
     best = trials.make([*chain(*path[:free])], False)
     if best is None and free:

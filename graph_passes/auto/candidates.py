@@ -1,4 +1,4 @@
-"""What the search tries for a linear layer: one table, and the recipe that a choice makes."""
+"""The formats that the search tries for a linear layer, and the recipe for a choice of formats."""
 
 from __future__ import annotations
 
@@ -18,24 +18,34 @@ ORIGINAL = "original"
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A form of a layer: options of the passes that make it."""
+    """A format of a layer, as options of the passes that produce it.
+
+    Attributes:
+        name: The name in reports and stored times.
+        op: The operator.
+        quantize: Options of pass quantize.
+        prune: Options of pass prune.
+        replace: Options of pass replace.
+        timed_as: Another candidate with the same speed, which differs only in how weights are chosen.
+        calibrated: Weights are fitted to the calibration feeds.
+    """
 
     name: str
     op: str
     quantize: Mapping[str, Any] = field(default_factory=dict)
     prune: Mapping[str, Any] = field(default_factory=dict)
     replace: Mapping[str, Any] = field(default_factory=dict)
-    # Another one that takes as long: it differs in how weights are chosen.
     timed_as: str | None = None
-    calibrated: bool = False  # fits weights to the calibration feeds
+    calibrated: bool = False
 
     @property
     def needs_two_four(self) -> bool:
-        """Whether it is for weights that are 2:4 sparse already."""
+        """True if it is for weights that are already 2:4 sparse."""
         return not self.prune and self.replace.get("storage") == "2:4"
 
     @property
     def timing(self) -> str:
+        """The name of the candidate whose time is measured."""
         return self.timed_as or self.name
 
 
@@ -45,24 +55,24 @@ _INT4_SYMMETRIC = {"bits": 4, "group_size": 128}
 _GPTQ = {"method": "gptq"}
 _INT8 = {"bits": 8}
 _REDUCED = _INT8 | {"reduce_range": True}
-ROWS = 256  # of inputs to each layer, on which its error is measured
-HELD_OUT = 4  # every so-manieth of the feeds: the whole is judged by these, and the rest is for fitting
+ROWS = 256  # input rows of each layer on which its error is measured
+HELD_OUT = 4  # every fourth feed is held out from fitting, to evaluate the whole model
 _BLOCKS = {"min_sparsity": _native.LEAST_ZERO_BLOCKS}
 _TWO_FOUR = {"storage": "2:4"}
 
-# By error, the smallest first: a form that is not faster than those before it is not looked at any further.
-# Zeros that a weight holds already are stored by no form of VNNISpMM, and by none of SparseAMXMatMul where this CPU is
-# fast without them, or the weight is 2:4 sparse.
+# In the order of error: a candidate that is not faster than those before it is not considered.
+# VNNISpMM does not store zeros that a weight already has. Nor does SparseAMXMatMul on CPUs where that is faster, and
+# for 2:4 sparse weights.
 CANDIDATES: tuple[Candidate, ...] = (
     Candidate("bf16", "SparseAMXMatMul"),
     Candidate("int8", "SparseAMXMatMul", quantize=_INT8),
-    Candidate("int8 of a reduced range", "SparseAMXMatMul", quantize=_REDUCED),
+    Candidate("int8 reduced range", "SparseAMXMatMul", quantize=_REDUCED),
     Candidate("int8 4x1", "VNNISpMM", quantize=_INT8, replace=_BLOCKS),
     Candidate("int4/32 gptq", "W4A8MatMul", quantize=_INT4_32 | _GPTQ, timed_as="int4/32", calibrated=True),
     Candidate("int4/32", "W4A8MatMul", quantize=_INT4_32),
     Candidate("int4 gptq", "W4A8MatMul", quantize=_INT4 | _GPTQ, timed_as="int4", calibrated=True),
     Candidate("int4", "W4A8MatMul", quantize=_INT4),
-    # Of weights that are 2:4 sparse already.
+    # For weights that are already 2:4 sparse.
     Candidate(
         "int4 2:4 gptq",
         "SparseAMXMatMul",
@@ -73,7 +83,7 @@ CANDIDATES: tuple[Candidate, ...] = (
     ),
     Candidate("int4 2:4", "SparseAMXMatMul", quantize=_INT4_SYMMETRIC, replace=_TWO_FOUR),
 )
-# Only where the user asks for a sparsity.
+# Only if the user gave a sparsity.
 PRUNED: tuple[Candidate, ...] = (
     Candidate("pruned bf16", "SparseAMXMatMul", prune={"pattern": "unstructured"}),
     Candidate("pruned int8", "SparseAMXMatMul", quantize=_INT8, prune={"pattern": "unstructured"}),
@@ -86,12 +96,16 @@ PRUNED: tuple[Candidate, ...] = (
 
 
 def candidates_for(calibrated: bool, sparsity: float | None) -> list[Candidate]:
-    """The table without what the user's data do not allow, and what this CPU is slow with. calibrated: whether feeds
-    were given."""
+    """Return the candidates that the user's data allow and that are fast on this CPU.
+
+    Args:
+        calibrated: Calibration data was given.
+        sparsity: The sparsity of pruned formats; None: no format is pruned.
+    """
     found = [candidate for candidate in CANDIDATES if calibrated or not candidate.calibrated]
     if not _native.gains_from_pairs():
         found = [candidate for candidate in found if candidate.quantize is not _REDUCED]
-    # Rounded to nearest, a weight is as fast as one that is fitted, and worse.
+    # A weight that is rounded to nearest has the speed of a fitted one, and a larger error.
     fitted = {candidate.timed_as for candidate in found}
     found = [candidate for candidate in found if candidate.name not in fitted]
     if sparsity is None:
@@ -105,7 +119,7 @@ def candidates_for(calibrated: bool, sparsity: float | None) -> list[Candidate]:
 
 
 def _is_possible(pruned: Candidate, sparsity: float) -> bool:
-    """Whether this CPU is fast with zeros of the form's pattern, and the pattern leaves so many."""
+    """Return True if this CPU is fast with zeros of the pattern, and the pattern allows the sparsity."""
     pattern = pruned.prune["pattern"]
     if pattern == "unstructured":
         return bitmaps_are_fast(pruned.quantize.get("bits", BF16))
@@ -113,7 +127,7 @@ def _is_possible(pruned: Candidate, sparsity: float) -> bool:
 
 
 def for_timing(candidate: Candidate) -> Candidate:
-    """The same form of weights that are pruned and rounded without calibration, which takes as long to run."""
+    """Return the candidate without calibration, which has the same speed."""
     prune = dict(candidate.prune) | ({"method": "magnitude"} if candidate.prune else {})
     quantize = dict(candidate.quantize) | ({"method": "rtn"} if candidate.quantize else {})
     return Candidate(candidate.timing, candidate.op, quantize, prune, candidate.replace)
@@ -129,14 +143,19 @@ def make_recipe(
     rows: int | None = None,
     description: str = "chosen by measurement",
 ) -> Recipe:
-    """The recipe that gives each layer, by its name, its form.
+    """Return the recipe that gives each layer its format.
 
-    attention: whether attention is fused. embeddings: whether tables of words are stored in int8 beside layers of few
-    bits. verify: options of that pass; None: it is left out. rows: of inputs that are
-    recorded for each layer.
+    Args:
+        layers: The names of the layers of each candidate.
+        attention: Fuse attention.
+        embeddings: Store embedding tables in int8 if a layer is quantized.
+        verify: Options of pass verify; None: the pass is left out.
+        calibrate: Add pass calibrate.
+        rows: Input rows that are recorded for each layer; None: the pass's default.
+        description: The recipe's description.
     """
-    # Those that are fitted come first: so each is fitted to the inputs that it has in the original, whatever the others
-    # become, and once for all recipes (measure/fits.py).
+    # Fitted layers come first. Each is then fitted to its inputs in the original, whatever other layers become, and
+    # only once for all recipes (measure/fits.py).
     order = sorted((candidate for candidate, names in layers.items() if names), key=lambda one: not one.calibrated)
     globs = {candidate: list(map(escape, layers[candidate])) for candidate in order}
     steps: list[dict[str, Any]] = [{"name": "normalize"}]
@@ -160,7 +179,7 @@ def make_recipe(
 
 
 def _steps(name: str, parts: Iterator[tuple[Mapping[str, Any], Collection[str]]]) -> list[dict[str, Any]]:
-    """One pass for all layers of the same options, as layers of one pass may be joined."""
+    """Return one pass for all layers with the same options, because layers of one pass can be joined."""
     found: list[tuple[Mapping[str, Any], list[str]]] = []
     for options, select in parts:
         if not options:
@@ -174,5 +193,5 @@ def _steps(name: str, parts: Iterator[tuple[Mapping[str, Any], Collection[str]]]
 
 
 def escape(name: str) -> str:
-    """A pattern that matches this name only."""
+    """Return a pattern that matches only this name."""
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)

@@ -1,4 +1,4 @@
-"""What a search knows of the layers: the times and errors of their forms, and how much errors of each matter."""
+"""The measurements of layers in a search: time and error of each format, and sensitivity of the outputs."""
 
 from __future__ import annotations
 
@@ -32,16 +32,28 @@ _NORMALIZE = {"name": NAME, "pass": [{"name": "normalize"}]}
 
 
 class LayerStudy:
-    """Fills the layers of a report."""
+    """Measures layers and adds them to a report.
+
+    Attributes:
+        has_attention: The model has attention that can be fused.
+    """
 
     def __init__(self, evidence: Evidence, report: AutoReport, times: LayerTimes, progress: Progress) -> None:
+        """Prepare the measurements."""
         self._evidence, self._report, self._times, self._progress = evidence, report, times, progress
-        self.has_attention = False  # whether there is attention that can be fused
+        self.has_attention = False
 
     def measure(
         self, shapes: Sequence[Feeds], judged: Sequence[Feeds], limit: Limit, forms: Sequence[Candidate]
     ) -> None:
-        """shapes: feeds of the shapes to be fast at. judged: those on which the whole model is judged."""
+        """Measure time, sensitivity and error of all layers.
+
+        Args:
+            shapes: Feeds of the shapes to optimize for.
+            judged: Feeds on which the whole model is evaluated.
+            limit: The budget.
+            forms: The formats to measure.
+        """
         with new_context(self._evidence, "model.onnx", portable=False) as context:
             transform(plan(Recipe.from_dict(_NORMALIZE), context), context)
             model = context.source.model
@@ -55,14 +67,24 @@ class LayerStudy:
         self._measure_errors(forms)
 
     def measure_errors_of(self, recipes: Mapping[str, Recipe], judged: Sequence[Feeds], limit: Limit) -> dict[str, str]:
-        """What errors of layers matter, and the error and the bytes that each recipe makes of them, as a form of its
-        name, where it quantizes them to fewer bits than others. Returns the name of each layer's input."""
+        """Measure sensitivity, and the error and the bytes of each layer in each recipe.
+
+        Layers to which two recipes give the same bits get no measurement.
+
+        Args:
+            recipes: Recipes by name; the report lists their measurements under this name.
+            judged: Feeds on which the whole model is evaluated.
+            limit: The budget.
+
+        Returns:
+            The name of each layer's input.
+        """
         with new_context(self._evidence, "model.onnx", portable=False) as context:
             transform(plan(Recipe.from_dict(_NORMALIZE), context), context)
             model = context.source.model
             able = self._able(model, context.survey(model))
             inputs = {linear.name: linear.x.name or "" for linear in able}
-            self._report.layers += [LayerChoice(linear.name, "its bits are the form's") for linear in able]
+            self._report.layers += [LayerChoice(linear.name, "has the bits of the target format") for linear in able]
             outputs = limit.outputs([value.name or "" for value in model.graph.outputs if value.dtype in _FLOATS])
             self._measure_sensitivities(context, able, judged, outputs)
         layers = {layer.name: layer for layer in self._report.layers if layer.name in inputs}
@@ -82,22 +104,24 @@ class LayerStudy:
         return inputs
 
     def _able(self, model: ir.Model, linears: Sequence[Linear]) -> list[Linear]:
-        """Layers that can be chosen for; of the others the report says why not."""
+        """Return the layers that can change; the report gets the reason for the other ones."""
         names = Counter(name for linear in linears for name in {linear.name, *linear.weight_names})
         able = []
         for linear in linears:
             reason = None
             if linear.int4 is not None or linear.int8 is not None:
-                kept = "it stores a quantized weight, which the default keeps (leave recipe out)"
+                kept = "already stores a quantized weight, which the default recipe keeps exactly"
                 reason = linear.why_not_stored or kept
             elif linear.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
                 reason = f"computes on {linear.dtype.name}, expected FLOAT or FLOAT16"
             elif names[linear.name] > 1:
-                reason = f"{names[linear.name]} layers or weights are called {linear.name!r}, so none can be selected"
+                reason = (
+                    f"{names[linear.name]} layers or weights are named {linear.name!r}, so that it cannot be selected"
+                )
             elif any(names[name] > 1 for name in linear.weight_names):
                 reason = "shares its weight with another layer"
             elif linear.node.graph is not model.graph:
-                reason = "lies in a subgraph, so it is not measured"
+                reason = "is in a subgraph, so it is not measured"
             if reason is None:
                 able.append(linear)
             else:
@@ -105,7 +129,7 @@ class LayerStudy:
         return able
 
     def _count_rows(self, model: ir.Model, linears: Sequence[Linear], shapes: Sequence[Feeds]) -> dict[str, list[int]]:
-        """By layer, how many rows go in at each shape; those in subgraphs are left out."""
+        """Return the number of input rows of each layer at each shape, without inputs from subgraphs."""
         counts: dict[str, list[int]] = {}
         with self._evidence.recording(model, linears, shapes) as recorder:
             recorder.record(
@@ -123,10 +147,10 @@ class LayerStudy:
         weights = sum(linear.k * linear.n for linear in linears)
         for number, linear in enumerate(linears):
             self._progress(Stage.TIME_LAYERS, number, len(linears))
-            choice = LayerChoice(linear.name, "the original is faster here")
+            choice = LayerChoice(linear.name, "the original is faster")
             self._report.layers.append(choice)
             if linear.name not in rows:
-                choice.reason = "takes what a subgraph makes, so it is not measured"
+                choice.reason = "has an input from a subgraph, so it is not measured"
                 continue
             matrix = linear.matrix()
             bias = linear.bias_value is not None
@@ -143,7 +167,7 @@ class LayerStudy:
     def _measure_sensitivities(
         self, context: PassContext, linears: Sequence[Linear], feeds: Sequence[Feeds], outputs: Sequence[str]
     ) -> None:
-        """Changes the context's model. outputs: those that count."""
+        """Measure sensitivities, which changes the context's model. `outputs` are the outputs that count."""
         model = context.source.model
         with ExitStack() as copies:
             found = measure_sensitivities(
@@ -159,7 +183,7 @@ class LayerStudy:
             layer.sensitivity = found.get(layer.name)
 
     def _measure_errors(self, forms: Sequence[Candidate]) -> None:
-        """Of the forms of layers that are fast enough."""
+        """Measure the errors of formats that are fast enough."""
         layers = {layer.name: layer for layer in self._report.layers}
         worth = {name: worth_measuring(layer) for name, layer in layers.items()}
         for number, form in enumerate(forms):

@@ -1,9 +1,9 @@
-"""How long each form of a layer takes on this machine: measured, and kept in a file for some days.
+"""Times of the formats of a layer on this machine: measured, and stored in a file for some days.
 
-The forms of a layer and the original are timed in turn, each in a session of its own whose graph holds the layer many
-times, with weights of other memory each time: as many as it takes to be as much to read as all layers of the model
-would be in that form, or four times the last cache. So weights are as cold as they are in the model. (Cold in any case
-would not be true: the layers of all-MiniLM fit into an L3 of 32 MiB in int4, and do not in float32.)
+All formats of a layer and the original are timed in turn. Each has a session whose graph has the layer many times,
+with different copies of the weight. The copies together are as large as all layers of the model in that format, or four
+times the last-level cache. So weights are as cold as in the model. (Always cold would be wrong: the layers of
+all-MiniLM fit into an L3 of 32 MiB in int4, but not in float32.)
 """
 
 from __future__ import annotations
@@ -40,41 +40,64 @@ from ..run import plan, transform
 from .candidates import ORIGINAL, Candidate, for_timing, make_recipe
 
 _FILE = "layer-times.json"
-_DAYS = 7  # for which times are used; then they are measured again
-_SECONDS = 0.25  # for each form
-_MOST_BYTES = 256 * 1024**2  # of weights in a graph, or less where memory is short
+_DAYS = 7  # older times are measured again
+_SECONDS = 0.25  # for each format
+_MOST_BYTES = 256 * 1024**2  # of weights in a graph; less if memory is short
 _MOST_COPIES = 64
-_STEP = 0.05  # layers whose shares of zeros differ by less take as long
+_STEP = 0.05  # layers whose fractions of zeros differ by less have the same speed
 
 
 @dataclass(frozen=True)
 class LayerCase:
-    """Layers that take as long as each other."""
+    """Properties of layers with equal speed.
+
+    Attributes:
+        k: The number of inputs.
+        n: The number of outputs.
+        rows: The number of input rows.
+        dtype: The type of the activations.
+        bias: The layer has a bias.
+        sparsity: The fraction of zero weights.
+        block_sparsity: The fraction of zero blocks of four outputs and one input.
+        copies: The number of weights that are read in turn.
+        two_four: The weight is 2:4 sparse.
+    """
 
     k: int
     n: int
     rows: int
-    dtype: str  # of the activations
+    dtype: str
     bias: bool
-    sparsity: float  # of single weights
-    block_sparsity: float  # of blocks of four outputs and one input
-    copies: int  # of weights that are read in turn
-    two_four: bool = False  # of each four inputs of an output, two weights at most are not zero
+    sparsity: float
+    block_sparsity: float
+    copies: int
+    two_four: bool = False
 
     @property
     def key(self) -> str:
+        """The key in the file."""
         text = f"{self.rows}x{self.k}x{self.n} {self.dtype}{' bias' if self.bias else ''}"
         pattern = " 2:4" if self.two_four else ""
         return f"{text} zeros {self.sparsity:.2f} {self.block_sparsity:.2f}{pattern} copies {self.copies}"
 
 
 def case_of(matrix: np.ndarray, rows: int, dtype: ir.DataType, bias: bool, weights_of_model: int) -> LayerCase:
-    """matrix: the weight [k, n]. weights_of_model: how many numbers the weights of all layers hold."""
+    """Return the case of a layer.
+
+    Args:
+        matrix: The weight [k, n].
+        rows: The number of input rows.
+        dtype: The type of the activations.
+        bias: The layer has a bias.
+        weights_of_model: The number of weights of all layers.
+    """
     k, n = matrix.shape
     blocks = np.add.reduceat(matrix != 0, np.arange(0, n, 4), axis=1, dtype=np.int64)
     sizes = 4 * matrix.size
     enough = min(-(-weights_of_model // matrix.size), -(-4 * last_level_cache_bytes() * 8 // sizes))
-    most = min(_MOST_BYTES, 2 ** (cold_budget() // 4).bit_length() // 2)  # a power of two, as it names stored times
+    most = min(
+        _MOST_BYTES, 2 ** (cold_budget() // 4).bit_length() // 2
+    )  # a power of two, because it is part of the key
     copies = max(1, min(enough, _MOST_COPIES, most // sizes))
     return LayerCase(
         k, n, rows, dtype.name, bias, _rounded(1 - np.count_nonzero(matrix) / matrix.size),
@@ -83,27 +106,31 @@ def case_of(matrix: np.ndarray, rows: int, dtype: ir.DataType, bias: bool, weigh
 
 
 class LayerTimes:
-    """Milliseconds a run of layers, from the file or measured.
+    """Times of layers in milliseconds, from the file or measured.
 
-    Times that are too old are measured again, and the less of both is kept: another program that ran meanwhile can only
-    have made them longer. Times of a busy machine are used once and not kept.
-    The file is written after each measurement, to a temporary file that is renamed: a killed run loses one at most.
+    Old times are measured again, and the smaller one is stored, because other programs can only increase times. Times
+    of a busy machine are used only in this run. The file is written after each measurement, so that a killed run loses
+    at most one.
+
+    Attributes:
+        path: The file.
+        measured: The number of cases that the file did not have.
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        """path: of the file; None: in the cache folder."""
+        """Use a file; None: the one in the cache folder."""
         self.path = default_cache_dir() / _FILE if path is None else path
-        self.measured = 0  # so many cases that the file had not
+        self.measured = 0
         self._machine = _machine()
-        self._unkept: dict[str, dict[str, float]] = {}  # times of a busy machine, for this run alone
+        self._unkept: dict[str, dict[str, float]] = {}  # times of a busy machine, for this run only
 
     def of(
         self, case: LayerCase, matrix: Callable[[], np.ndarray], candidates: Sequence[Candidate]
     ) -> dict[str, float]:
-        """By Candidate.timing, and ORIGINAL; forms that the layer cannot have are left out."""
+        """Return times by Candidate.timing and ORIGINAL, without formats that the layer cannot have."""
         able = [candidate for candidate in candidates if case.two_four or not candidate.needs_two_four]
         wanted = list({candidate.timing: for_timing(candidate) for candidate in able}.values())
-        # Only times that were taken in turn can be compared, so those of other forms are another entry.
+        # Only times that were measured in turn can be compared, so the key has all formats.
         key = f"{case.key}: {', '.join(map(_entry, wanted))}"
         if key in self._unkept:
             return self._unkept[key]
@@ -137,9 +164,12 @@ class LayerTimes:
 
 
 def measure(case: LayerCase, matrix: np.ndarray, candidates: Sequence[Candidate]) -> dict[str, float]:
-    """Milliseconds of one layer of the model, by the candidate's name, and ORIGINAL.
+    """Return the milliseconds of a layer by the candidate's name and ORIGINAL, without formats that it cannot have.
 
-    candidates: without calibration (for_timing). Those that the layer cannot have are left out.
+    Args:
+        case: The layer.
+        matrix: Its weight [k, n].
+        candidates: Formats without calibration (`for_timing`).
     """
     proto = _copies_of_layer(case, matrix)
     x = np.random.default_rng(0).standard_normal((case.rows, case.k)).astype(_numpy(case))
@@ -156,7 +186,7 @@ def measure(case: LayerCase, matrix: np.ndarray, candidates: Sequence[Candidate]
 
 
 def _in_form(proto: onnx.ModelProto, candidate: Candidate, folder: Path, spill: TensorSpill) -> bytes | None:
-    """The graph with all of its layers in this form, or None if they cannot have it."""
+    """Return the graph with all layers in this format; None if they cannot have it."""
     source = load_model(proto)
     evidence = Evidence(source, folder)
     context = PassContext(evidence, source, OptimizationReport(recipe={}), folder / "model.onnx", spill, portable=False)
@@ -170,7 +200,7 @@ def _in_form(proto: onnx.ModelProto, candidate: Candidate, folder: Path, spill: 
 
 
 def _copies_of_layer(case: LayerCase, matrix: np.ndarray) -> onnx.ModelProto:
-    """x [rows, k] times each copy of the weight; of each product one number is put out, which takes no time."""
+    """Return a graph that multiplies x [rows, k] by each copy of the weight. One value of each product is an output."""
     dtype = _numpy(case)
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     nodes, weights = [], []
@@ -179,7 +209,7 @@ def _copies_of_layer(case: LayerCase, matrix: np.ndarray) -> onnx.ModelProto:
     if case.bias:
         weights.append(numpy_helper.from_array(np.ones(case.n, dtype), "bias"))
     for number in range(case.copies):
-        # Blocks of four outputs stay blocks, and no two weights are the same.
+        # Blocks of four outputs remain blocks, and all copies differ.
         copy = np.ascontiguousarray(np.roll(matrix, 4 * number, axis=1), dtype)
         weights.append(numpy_helper.from_array(copy, f"W{number}"))
         product = f"product{number}"
@@ -200,13 +230,13 @@ def _numpy(case: LayerCase) -> Any:
 
 
 def _entry(candidate: Candidate) -> str:
-    """Names a form in the file, with the sparsity that it is pruned to."""
+    """Return the name of a format in the file, with its sparsity."""
     sparsity = candidate.prune.get("sparsity")
     return candidate.timing if sparsity is None else f"{candidate.timing} {sparsity:g}"
 
 
 def _machine() -> str:
-    """What times depend on, apart from the layer."""
+    """Return what times depend on beside the layer: CPU, versions and threads."""
     cpu, versions = cpu_info(), package_versions()
     parts = [f"{name} {value}" for name, value in sorted(cpu.items()) if isinstance(value, str)]
     parts += [f"{name} {versions.get(name, 'unknown')}" for name in ("onnxruntime", "ortolan")]
@@ -214,7 +244,7 @@ def _machine() -> str:
 
 
 def _is_table(table: Any) -> bool:
-    """Whether a file holds times: by machine and case a date and positive numbers by form."""
+    """Return True if a file has, by machine and case, a date and positive times by format."""
     cases = [case for machine in _values(table) for case in _values(machine)]
     times = [time for case in cases for time in _values(case.get("ms") if isinstance(case, dict) else None)]
     return all(isinstance(case.get("date"), str) for case in cases) and all(
@@ -227,7 +257,7 @@ def _today() -> datetime.date:
 
 
 def _is_recent(date: str) -> bool:
-    """Whether an entry's date is at most `_DAYS` ago; one in the future is of a clock that was wrong."""
+    """Return True if a date is at most `_DAYS` ago. A date in the future comes from a wrong clock."""
     try:
         return 0 <= (_today() - datetime.date.fromisoformat(date)).days <= _DAYS
     except ValueError:
@@ -240,5 +270,5 @@ def _values(table: Any) -> list[Any]:
     return list(table.values())
 
 
-def _rounded(share: float) -> float:
-    return float(round(share / _STEP) * _STEP)
+def _rounded(fraction: float) -> float:
+    return float(round(fraction / _STEP) * _STEP)

@@ -1,4 +1,4 @@
-"""A recipe that was found for one model, for another with layers of the same names: the next decoder of a folder."""
+"""A recipe that was found for one model, adapted to another one with the same layer names: the next decoder."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ _REPLACING = ("replace", "fuse_attention")
 
 
 def for_other_model(recipe: Recipe, evidence: Evidence) -> Recipe:
-    """The recipe without the patterns that match no layer of this model, and without passes that have none left; where
-    nothing is left to replace, without any. Layers that the first model has not are of no pattern: they stay."""
+    """Return the recipe without patterns that match no layer of this model, and without passes that have no pattern.
+
+    If no pass replaces a layer, the result has no passes. Layers that the first model lacks match no pattern and stay
+    unchanged.
+    """
     with new_context(evidence, "model.onnx", portable=False) as context:
         transform(plan(Recipe.from_dict({"name": NAME, "pass": [{"name": "normalize"}]}), context), context)
         linears = context.survey(context.source.model)

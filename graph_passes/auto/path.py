@@ -1,6 +1,6 @@
-"""The path of a search: the steps from one form of a layer to the next, those that save the most for their error first.
+"""The path of a search: steps from one format of a layer to the next, in the order of savings per error.
 
-Errors of layers add up in squares, so a step costs the square of its layer's error, less that of the form before.
+Errors of layers add up in squares, so a step costs the squared error of its format, minus that of the previous format.
 """
 
 from __future__ import annotations
@@ -14,21 +14,28 @@ import numpy as np
 from ..report.search import AutoReport, LayerChoice, MeasuredForm, PathPoint
 from .candidates import Candidate
 
-_NOISE = 0.02  # of a layer's time: forms that differ by less are as fast as each other
+_NOISE = 0.02  # smaller differences of times, relative to the original's, are noise
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the path: the layer takes this form instead of the one before."""
+    """A step of the path: a layer changes to its next format.
+
+    Attributes:
+        layer: The layer.
+        candidate: The new format.
+        saved: The saved fraction of the time of all layers.
+        cost: The squared error minus that of the previous format; negative if the previous error is larger.
+    """
 
     layer: str
     candidate: Candidate
-    saved: float  # share of the time of all layers
-    cost: float  # square of its error, less that of the form before; below 0 where the form before has more
+    saved: float
+    cost: float
 
 
 def make_path(report: AutoReport, candidates: Sequence[Candidate]) -> list[Step]:
-    """Of the layers whose times and errors are known. The report gets the points of the path."""
+    """Return the path of all layers with known times and errors, and add its points to the report."""
     known = {form.name: form for form in candidates}
     timed = [layer for layer in report.layers if layer.before_ms]
     totals = [sum(column) for column in zip(*(layer.before_ms for layer in timed), strict=True)]
@@ -44,9 +51,9 @@ def make_path(report: AutoReport, candidates: Sequence[Candidate]) -> list[Step]
             if form.error is not None
         }
         if forms:
-            layer.reason = "a step too far for the budget"
+            layer.reason = "would exceed the budget"
         steps += [Step(layer.name, known[name], gained, cost) for name, gained, cost in convex(forms)]
-    # Sorted is stable, and the steps of a layer lie in this order.
+    # The sort is stable, and the steps of a layer are already in this order.
     steps.sort(key=lambda step: -step.saved / max(step.cost, 1e-12))
     report.path = [
         PathPoint(step.layer, step.candidate.name, *estimate(steps[: number + 1])) for number, step in enumerate(steps)
@@ -55,12 +62,12 @@ def make_path(report: AutoReport, candidates: Sequence[Candidate]) -> list[Step]
 
 
 def estimate(steps: Sequence[Step]) -> tuple[float, float]:
-    """What models of these steps take, as a share of the time of all layers, and the error."""
+    """Return the estimated time, as a fraction of that of all layers, and the error after these steps."""
     return 1 - sum(step.saved for step in steps), math.sqrt(max(sum(step.cost for step in steps), 0.0))
 
 
 def worth_measuring(layer: LayerChoice) -> list[str]:
-    """The forms that are faster than the original at all shapes, and than all forms before them."""
+    """Return the formats that are faster than the original at all shapes, and than all formats before them."""
     found, best = [], 0.0
     for name, form in layer.forms.items():
         saved = _saved(layer, form)
@@ -72,13 +79,19 @@ def worth_measuring(layer: LayerChoice) -> list[str]:
 
 
 def _saved(layer: LayerChoice, form: MeasuredForm) -> list[float]:
-    """By shape, the share of the original's time."""
+    """Return the saved fraction of the original's time at each shape."""
     return [1 - new / old for old, new in zip(layer.before_ms, form.milliseconds, strict=True)]
 
 
 def convex(forms: Mapping[str, tuple[float, float]]) -> list[tuple[str, float, float]]:
-    """(name, time saved, cost), each compared with the one before, of the forms that saved and cost more and more, at
-    less and less saved for the cost. forms: name -> (time saved, cost) against the original."""
+    """Return the formats on the convex hull of saved time and cost, with falling savings per cost.
+
+    Args:
+        forms: Saved time and cost of each format, compared with the original.
+
+    Returns:
+        Name, saved time and cost of each format, compared with the previous one.
+    """
     found: list[tuple[str, float, float]] = []
     saved = cost = 0.0
     left = dict(forms)

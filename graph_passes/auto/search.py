@@ -1,21 +1,22 @@
-"""Recipe "auto": the search for the recipe of a model.
+"""Recipe "auto": the search for the fastest recipe of a model.
 
-    time    each form that a layer can have, and the original, alone, for each kind of layer (layer_times.py)
-    error   ||XW - Y|| / ||XW|| of each form that is faster than the original at all shapes, and than all more exact
-            ones: in one run of a recipe for each form. Nothing was fitted to the inputs X: a quarter of the feeds is
-            kept for judging. Y is the operator's own answer, so what it rounds of its inputs counts, too. Times how
-            much errors of that layer matter for the outputs (sensitivity.py)
-    path    of the forms of a layer, those that save more time for more error; of all layers, the steps from one form to
-            the next in the order of the time saved for each square of error, as errors of layers add up in squares
-    budget  how far along the path the whole model stays within the budget, on the feeds that were kept: by bisection,
-            from where the errors of the layers let it be expected
-    time    the whole model against the original, at each shape, and with fused attention. Where it is no faster, the
-            first half of the path is tried, and so on; if nothing is left, the model stays as it is.
+    time    of each format of a layer, and of the original, alone, for each kind of layer (layer_times.py)
+    error   ||XW - Y|| / ||XW|| of each format that is faster than the original and than all more accurate formats,
+            measured in one run of a recipe for each format. The inputs X are held out from fitting weights. Y is the
+            operator's output, so that its rounding counts too. It is multiplied by the sensitivity of the outputs to
+            that layer (sensitivity.py)
+    path    of each layer, the formats that save more time for more error; of all layers, the steps from one format to
+            the next in the order of time saved per squared error, because errors of layers add up in squares
+    budget  bisection finds how far along the path the whole model stays within the budget on the held-out feeds; it
+            starts where the errors of layers predict it
+    time    of the whole model against the original, at each shape, with and without fused attention. If it is not
+            faster, the first half of the path is tried, and so on; if no step remains, the model is unchanged
 
-A decoder that answers one token a step is limited by the bytes of its weights, so mixed bits come first (bits.py): 4
-bits in all layers, else 8 where errors matter. Only where no such model is within the budget and faster, what is above.
+The speed of a decoder with one token per step is limited by the bytes of its weights, so mixed bits are tried first
+(bits.py): 4 bits in all layers, or 8 where errors matter. The search above follows if no such model is within the
+budget and faster.
 
-What comes out is an ordinary recipe.
+The result is an ordinary recipe.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ from .path import Step, make_path
 from .trials import Made, Trials, gain, time_models
 
 ENCODER_SHAPES = ((1, 128), (1, 16))
-_FEW_TOKENS = 16  # shorter ones are for models that take no more
+_FEW_TOKENS = 16  # shorter default shapes are for models that accept no more tokens
 DECODER_SHAPES = ((1, 1),)  # one token behind a cache
 _PAST = 128  # tokens in that cache
-_FEEDS = 16  # on which the whole model is judged
-_FINEST = 16  # bisection stops at steps of the path's length divided by this
-_FUSED_GAIN = 1.05  # times as fast as it was measured: what a model with fused attention counts as
-_GAIN = 1.05  # a model that is less than this much faster, in the mean over the shapes, is not worth an error
+_FEEDS = 16  # feeds on which the whole model is evaluated
+_FINEST = 16  # bisection stops at 1/16 of the path
+_FUSED_GAIN = 1.05  # bonus for fused attention, because no timed shape has padding, where it gains most
+_GAIN = 1.05  # a smaller speed-up, in the mean over the shapes, does not justify an error
 _PRODUCTS = frozenset(("MatMul", "Gemm", "Einsum", "Attention", "MatMulInteger", "QLinearMatMul"))
 
 Shapes = Sequence[tuple[int, int]]
@@ -58,7 +59,15 @@ Shapes = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class AutoSettings:
-    limit: Limit | None  # None: that of budget.default_limit
+    """Settings of a search.
+
+    Attributes:
+        limit: The budget; None: that of `default_limit`.
+        shapes: The (batch, tokens) pairs to optimize for; None: `default_shapes`.
+        sparsity: Also try formats that are pruned to this fraction of zeros.
+    """
+
+    limit: Limit | None
     shapes: tuple[tuple[int, int], ...] | None = None
     sparsity: float | None = None
 
@@ -86,23 +95,27 @@ def _read_shapes(shapes: Any) -> tuple[tuple[int, int], ...]:
         raise wrong_type("shapes", shapes, "a list of (batch, tokens) pairs such as [(1, 128), (1, 16)]")
     found: list[tuple[int, int]] = []
     for shape in shapes:
-        numbers = shape if isinstance(shape, list | tuple) and len(shape) == 2 else (0, 0)
-        if not all(isinstance(number, int) and number > 0 for number in numbers):
+        sizes = shape if isinstance(shape, list | tuple) and len(shape) == 2 else (0, 0)
+        if not all(isinstance(size, int) and size > 0 for size in sizes):
             found.clear()
             break
-        found.append((int(numbers[0]), int(numbers[1])))
+        found.append((int(sizes[0]), int(sizes[1])))
     if not found:
         raise RecipeError(f"shapes is {shapes!r}, expected (batch, tokens) pairs such as [(1, 128), (1, 16)]")
     return tuple(dict.fromkeys(found))
 
 
 def default_shapes(model: ir.Model) -> list[tuple[int, int]]:
-    """(batch, tokens); shorter ones behind those to be fast at."""
+    """Return the default (batch, tokens) pairs, and after them shorter ones for models that need them."""
     return [*DECODER_SHAPES] if has_past(model) else [*ENCODER_SHAPES, (1, 8), (1, 4), (1, 1)]
 
 
 class Search:
-    """Of one model. All files go into the folder of its evidence."""
+    """The search for one model. Temporary files go to `evidence.folder`.
+
+    Attributes:
+        report: The measurements.
+    """
 
     def __init__(
         self,
@@ -113,7 +126,15 @@ class Search:
         progress: Progress,
         times: LayerTimes | None = None,
     ) -> None:
-        """name: of the model's file, as it is to be in the end."""
+        """Prepare the search.
+
+        Args:
+            evidence: The original and its feeds.
+            settings: What to search for.
+            name: The file name of the result.
+            progress: The progress callback.
+            times: Times of layers; None: those of the cache folder.
+        """
         self._evidence, self._settings, self._name = evidence, settings, name
         self._progress = progress
         self._times = LayerTimes() if times is None else times
@@ -121,10 +142,10 @@ class Search:
         self.report = AutoReport("", [])
 
     def run(self) -> Made | None:
-        """The fastest model within the budget, or None where nothing is faster. self.report tells more."""
+        """Return the fastest model within the budget; None if no model is faster than the original."""
         evidence, report = self._evidence, self.report
         if not _may_hold_products(evidence.source.model):
-            report.outcome = "the model stays as it is: it holds no matrix products"
+            report.outcome = "the model is unchanged: it has no matrix products"
             return None
         self._original = evidence.open_original(timed=True)
         evidence.feeds(self._original)
@@ -133,11 +154,11 @@ class Search:
         limit = self._settings.limit or default_limit(evidence.source.model, self._calibrated)
         report.budget = str(limit)
         if evidence.sampled:
-            report.budget += ", on text sampled from the model itself: calibration=… takes texts of yours"
+            report.budget += ", on text sampled from the model; give your texts as calibration=…"
         elif not self._calibrated:
-            report.budget += ", on made-up inputs: give calibration=…"
+            report.budget += ", on made-up inputs; give calibration=…"
         elif not evidence.held_out:
-            report.budget += f", on the feeds that weights are fitted to: give {HELD_OUT} or more, or more texts"
+            report.budget += f", on the feeds that weights are fitted to; give {HELD_OUT} feeds or more, or more texts"
         self._shape_feeds = self._find_shapes(evidence.source)
         if (
             self._settings.sparsity is None
@@ -160,8 +181,13 @@ class Search:
         return best
 
     def _find_shapes(self, source: ModelFile) -> list[Feeds]:
-        """Made-up feeds of the shapes, on which the original runs. Of the default ones, those that it takes; of fewer
-        tokens, where it takes none."""
+        """Return random feeds of the shapes, on which the original runs.
+
+        Default shapes that the model does not accept are skipped; shorter ones are used only if it accepts no other.
+
+        Raises:
+            CalibrationError: The original does not run at a shape.
+        """
         found: list[Feeds] = []
         problem = ""
         for batch, tokens in self._settings.shapes or default_shapes(source.model):
@@ -175,12 +201,12 @@ class Search:
                 self._original.run(None, feeds)
             except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
                 problem = f"the original model does not run at shape {batch} x {tokens} (batch x tokens): "
-                problem += f"{one_line(error)}; give ortolan.search shapes=… that it takes"
+                problem += f"{one_line(error)}; give ortolan.search shapes=… that it supports"
                 if self._settings.shapes is not None:
                     raise CalibrationError(problem) from error
                 continue
             found.append(feeds)
-            ids = feeds.get("input_ids")  # of another shape where the model fixes one
+            ids = feeds.get("input_ids")  # another shape if the model has fixed dimensions
             self.report.shapes.append((batch, tokens) if ids is None or ids.ndim != 2 else ids.shape)
         if not found and self._settings.shapes is None:  # the model runs at one shape only: that of its feeds
             for feeds in self._evidence.feeds()[:1]:
@@ -192,8 +218,11 @@ class Search:
         return found
 
     def _by_bits(self, limit: Limit) -> Made | None:
-        """Return the model with 4 bits in all layers, or in as many as the budget allows; None where it is over the
-        budget or no faster than the original. A step of one token takes as long as reading its weights."""
+        """Return the model with 4 bits in all layers, or in as much of the path as the budget allows.
+
+        None if no such model is within the budget and faster than the original. The time of a step with one token is
+        that of reading the weights.
+        """
         search = BitSearch(self._evidence, BitSettings(Form(weights="int4"), limit), self._name, self._progress)
         found, shapes = search.report, self.report.shapes
         found.budget = self.report.budget
@@ -209,12 +238,12 @@ class Search:
             made.delete()
             return None
         found.shapes, found.before, found.after = shapes, before, after
-        found.outcome = f"{gained:.2f}x faster (by minimum or median, whichever is less); {found.outcome}"
+        found.outcome = f"{gained:.2f}x faster (smaller of minimum and median); {found.outcome}"
         self.report = found
         return made
 
     def _within(self, path: Sequence[Step], trials: Trials) -> int:
-        """How many steps of the path the budget allows."""
+        """Return the number of steps of the path that the budget allows."""
         low, high = 0, len(path) + 1
         middle = trials.expected(path)
         best: Made | None = None
@@ -225,13 +254,13 @@ class Search:
             else:
                 trials.drop(best)
                 low, best = middle, made
-            # Further, where the expectation held.
+            # Go further if the prediction was right.
             further = min(len(path), low + max(1, len(path) // 4))
             middle = further if high > len(path) else (low + high) // 2
         return low
 
     def _fastest(self, steps: int, path: Sequence[Step], trials: Trials) -> Made | None:
-        """Of the models within the budget, with fused attention and without, the fastest; None: the original."""
+        """Return the fastest model within the budget, with or without fused attention; None: the original."""
         while True:
             tried = [
                 trials.make(path[:steps], attention)
@@ -257,12 +286,12 @@ class Search:
         report = self.report
         if best is None:
             if not path and not self._has_attention:
-                why = "no layer has a form that is faster than the original"
+                why = "no layer has a format that is faster than the original"
             elif not any(trial.within for trial in report.trials):
-                why = "nothing that is faster is within the budget"
+                why = "no faster model is within the budget"
             else:
                 why = "no model within the budget is faster than the original at all shapes"
-            report.outcome = f"the model stays as it is: {why} ({report.budget})"
+            report.outcome = f"the model is unchanged: {why} ({report.budget})"
             report.after = list(report.before)
             return
         report.changed, report.attention, best.trial.chosen = True, best.attention, True
@@ -273,12 +302,12 @@ class Search:
                 layer.chosen, layer.error, layer.after_ms = candidate.name, form.error, form.milliseconds
                 layer.reason = "saves the most time for its error within the budget"
         report.gain = gain(report.before, report.after)
-        faster = f"{report.gain:.2f}x faster in the mean over the shapes (by minimum or median, whichever is less)"
+        faster = f"{report.gain:.2f}x faster in the mean over the shapes (smaller of minimum and median)"
         report.outcome = f"{faster}; {best.trial.found}; budget: {report.budget}"
 
 
 def _may_hold_products(model: ir.Model) -> bool:
-    """Whether there is anything to measure. Functions, and operators of other domains, may hold products."""
+    """Return True if the model may have matrix products, which functions and other domains may contain."""
     nodes = list(model.graph.all_nodes())
     return bool(model.functions) or any(
         node.domain not in DEFAULT_DOMAINS or node.op_type in _PRODUCTS for node in nodes
@@ -286,7 +315,13 @@ def _may_hold_products(model: ir.Model) -> bool:
 
 
 def best_of(gains: Sequence[float], fused: Sequence[bool]) -> int:
-    """The index of the model to take, of those that gain enough if there are some. fused: whether it has fused
-    attention: nearly as fast is good enough then, as no shape that is timed has padding, where it gains most."""
+    """Return the index of the best model, among the models that gain enough if there are any.
+
+    Models with fused attention get a bonus, because no timed shape has padding, where it gains most.
+
+    Args:
+        gains: The speed-up of each model.
+        fused: True for models with fused attention.
+    """
     enough = [index for index, one in enumerate(gains) if one >= _GAIN] or range(len(gains))
     return max(enough, key=lambda index: gains[index] * (_FUSED_GAIN if fused[index] else 1.0))

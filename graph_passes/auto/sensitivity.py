@@ -1,13 +1,13 @@
-"""How much the errors of each layer matter: an error of a share of a layer's answers, as a share of the model's.
+"""Sensitivity of the outputs to each layer: the relative error of the outputs per relative error of a layer's result.
 
     s = ||F(Y (1 + e r)) - F(Y)|| / (e ||F(Y)||)
 
-F gives the model's outputs, Y is what the layer answers, r holds a 1 or a -1 for each of its columns, drawn at random,
-and e is 0.05. The error that a form makes in a layer, times its s, is about what it makes in the outputs, as long as it
-is small; and the errors of several layers add up in squares, as they have nothing to do with each other.
+F maps a layer's result Y to the model's outputs, r has a random 1 or -1 for each column of Y, and e is 0.05. The error
+of a format in a layer, times s, is about its error in the outputs, as long as it is small. Errors of several layers are
+independent and add up in squares.
 
-All of a layer's answers pass through a product with a vector that is an input of the model, of ones by default: so one
-session serves all layers, and each costs a run.
+The result of each layer is multiplied by a vector that is an input of the model, 1 by default. So one session serves
+all layers, and each layer costs one run.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ..find.linear import Linear, layer_key
 from ..measure.feeds import Feeds, model_inputs
 
 _SIZE = 0.05
-_TOKENS = 128  # of the feeds that are run
-_DIRECT = 1.0  # of a layer that answers for the model
+_TOKENS = 128  # tokens of the feeds that are run
+_DIRECT = 1.0  # of a layer whose result is an output
 
 
 def measure_sensitivities(
@@ -38,11 +38,19 @@ def measure_sensitivities(
     open_model: Callable[[], Any],
     on_layer: Callable[[int, int], None],
 ) -> dict[str, float]:
-    """By layer, of that output which is changed most. The model is changed: it gets the products.
+    """Return the sensitivity of the most affected output to each layer. This adds the factors to the model.
 
-    linears: of the model's main graph. feeds: some of the smallest are run. outputs: names of those that count, which
-    hold floats. new_name: makes a name that the model does not have. open_model: makes a session of the model as it is
-    by then. Raises CalibrationError.
+    Args:
+        model: The model.
+        linears: Layers of its main graph.
+        feeds: Feeds; only some of the smallest are run.
+        outputs: Names of the float outputs that count.
+        new_name: Returns a name that the model does not have.
+        open_model: Opens a session for the changed model.
+        on_layer: Called with the number of finished layers, and of all.
+
+    Raises:
+        CalibrationError: The model does not run on the feeds.
     """
     factors = {linear.name: name for linear in linears if (name := _add_factor(model, linear, new_name))}
     few = _smallest(feeds if _has_fixed_batch(model) else [_first_sequence(one) for one in feeds])
@@ -50,7 +58,7 @@ def measure_sensitivities(
     rng = np.random.default_rng(0)
 
     def run(given: Feeds) -> list[list[np.ndarray]]:
-        """By feed and output."""
+        """Return the outputs of each feed."""
         try:
             return [session.run(list(outputs), {**one, **given}) for one in few] if outputs else []
         except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
@@ -67,15 +75,16 @@ def measure_sensitivities(
             continue
         signs = rng.choice([-1.0, 1.0], linear.n)
         changed = run({factors[linear.name]: (1 + _SIZE * signs).astype(linear.dtype.numpy())})
-        shares = [
-            _share([one[index] for one in exact], [one[index] for one in changed]) for index in range(len(outputs))
+        errors = [
+            _relative_error([one[index] for one in exact], [one[index] for one in changed])
+            for index in range(len(outputs))
         ]
-        found[linear.name] = max(shares, default=_DIRECT * _SIZE) / _SIZE
+        found[linear.name] = max(errors, default=_DIRECT * _SIZE) / _SIZE
     return found
 
 
 def _add_factor(model: ir.Model, linear: Linear, new_name: Callable[[str], str]) -> str:
-    """The name of the new input; empty: the model answers with what the layer does."""
+    """Add a factor to a layer's result; return the name of the new input, or "" if the result is an output."""
     y = layer_key(linear)
     if y.is_graph_output():
         return ""
@@ -94,7 +103,7 @@ def _add_factor(model: ir.Model, linear: Linear, new_name: Callable[[str], str])
 
 
 def _smallest(feeds: Sequence[Feeds]) -> list[Feeds]:
-    """At least one."""
+    """Return some of the smallest feeds, at least one."""
 
     def tokens(one: Feeds) -> int:
         return max((int(np.prod(array.shape[:2])) for array in one.values()), default=0)
@@ -113,13 +122,13 @@ def _has_fixed_batch(model: ir.Model) -> bool:
 
 
 def _first_sequence(one: Feeds) -> Feeds:
-    """Of inputs that all have the same first dimension, the first of it."""
+    """Return the first sequence, if all inputs have the same first dimension."""
     sizes = {array.shape[0] if array.ndim > 1 else 0 for array in one.values()}
     return {name: array[:1] for name, array in one.items()} if len(sizes) == 1 and 0 not in sizes else one
 
 
-def _share(exact: Sequence[np.ndarray], changed: Sequence[np.ndarray]) -> float:
-    """||changed - exact|| / ||exact|| of an output, over all feeds, where both are finite."""
+def _relative_error(exact: Sequence[np.ndarray], changed: Sequence[np.ndarray]) -> float:
+    """Return ||changed - exact|| / ||exact|| of an output over all feeds, where both are finite."""
     distance = norm = 0.0
     for old, new in zip(exact, changed, strict=True):
         finite = np.isfinite(old) & np.isfinite(new)

@@ -1,4 +1,4 @@
-"""Whole models of a search: made, judged by the budget, and timed."""
+"""Whole models of a search: creating, evaluating and timing them."""
 
 from __future__ import annotations
 
@@ -31,14 +31,22 @@ from .budget import Limit, Run
 from .candidates import ROWS, Candidate, make_recipe
 from .path import Step, estimate
 
-# By layer, what it becomes; whether attention is fused; options of pass verify.
+# Arguments: the format of each layer, whether attention is fused, options of pass verify.
 RecipeOf = Callable[[Mapping[str, Candidate], bool, Mapping[str, Any]], Recipe]
-_SECONDS = 0.8  # for timing a whole model, at each shape
+_SECONDS = 0.8  # for timing a whole model at each shape
 
 
 @dataclass(frozen=True)
 class Made:
-    """A whole model of the search, within the budget. context: of the run that made and verified it."""
+    """A model within the budget.
+
+    Attributes:
+        recipe: The recipe that made it.
+        context: The context of the run that made and verified it.
+        choice: The format of each changed layer.
+        attention: Attention is fused.
+        trial: Its entry in the report.
+    """
 
     recipe: Recipe
     context: PassContext
@@ -48,16 +56,21 @@ class Made:
 
     @property
     def path(self) -> Path:
+        """Its file."""
         return self.context.candidate
 
     def delete(self) -> None:
-        """Delete its files, which may be as large as the original's."""
+        """Delete its files, which can be as large as the original's."""
         for file in _files(self.context):
             file.unlink()
 
 
 class Trials:
-    """Makes models of the first so many steps of a path, each once, in folders of their own."""
+    """Creates models from the first steps of a path, each once and in its own folder.
+
+    Attributes:
+        report: The entries of all models.
+    """
 
     def __init__(
         self,
@@ -68,8 +81,17 @@ class Trials:
         progress: Progress,
         recipe_of: RecipeOf | None = None,
     ) -> None:
-        """judged: feeds on which models are judged. name: of the files that are written. recipe_of: makes the recipe of
-        a choice, which may change a model without any step; None: layers without a choice stay as they are."""
+        """Prepare trials.
+
+        Args:
+            evidence: The original and its feeds.
+            limit: The budget.
+            judged: Feeds on which models are evaluated.
+            name: The file name of models.
+            progress: The progress callback.
+            recipe_of: Returns the recipe of a choice, which changes the model even without any step. None: layers
+                without a choice stay unchanged.
+        """
         self._evidence, self._limit, self._judged = evidence, limit, judged
         self._name, self._progress = name, progress
         self._recipe_of, self._always_changes = recipe_of or _recipe_of, recipe_of is not None
@@ -79,14 +101,16 @@ class Trials:
         self.report: list[Trial] = []
 
     def expected(self, path: Sequence[Step]) -> int:
-        """How many steps of a path the budget allows by the errors of layers, at least 1; all, where these say nothing
-        of what it limits."""
+        """Return the number of steps that the errors of layers predict to be within the budget, at least 1.
+
+        If the budget does not limit errors, this is the length of the path.
+        """
         most = self._limit.error
         within = [number for number in range(1, len(path) + 1) if estimate(path[:number])[1] <= most]
         return max(within, default=1)
 
     def make(self, steps: Sequence[Step], attention: bool) -> Made | None:
-        """The model with these first steps of the path, if it is within the budget."""
+        """Return the model with these steps, or None if it exceeds the budget."""
         key = (len(steps), attention)
         if key not in self._made:
             changes = bool(steps) or attention or self._always_changes
@@ -105,7 +129,7 @@ class Trials:
         self._progress(Stage.TRY_MODELS, len(self.report), 0)
         choice = {step.layer: step.candidate for step in steps}
         feeds = {"feeds": len(self._judged)}
-        # Times are taken of those within the budget, and the portable form is run of the best.
+        # Only models within the budget are timed, and the portable version is checked only for the best.
         trial_recipe = self._recipe_of(choice, attention, {"seconds": 0.0, "portable": False, **feeds})
         recipe = self._recipe_of(choice, attention, feeds)
         with new_context(self._evidence, self._name, self._evidence.portable) as context:
@@ -121,7 +145,7 @@ class Trials:
         trial.cosine = min((error.cosine for error in context.report.output_error), default=None)
         files = _files(context)
         trial.bytes = sum(file.stat().st_size for file in files) or None
-        again = self._tried.get((len(steps), attention))  # a model that was dropped has one entry all the same
+        again = self._tried.get((len(steps), attention))  # dropped models have one entry, too
         self.report[:] = [*(one for one in self.report if one is not again), trial]
         self._tried[len(steps), attention] = trial
         if not within:
@@ -131,7 +155,7 @@ class Trials:
         return Made(recipe, context, choice, attention, trial)
 
     def _run(self, steps: Steps, context: PassContext) -> tuple[bool, str]:
-        """Whether the model is within the budget, and what was found."""
+        """Create the model; return whether it is within the budget, and the result as text."""
         transform(steps, context)
         write(steps, context)
         verify(steps, context)
@@ -143,7 +167,7 @@ class Trials:
         return self._limit.judge(context.report.output_error, self._judged, before, after)
 
     def _original(self, feeds: Feeds) -> dict[str, np.ndarray]:
-        """The original's answers, which are kept."""
+        """Return the outputs of the original, which are cached."""
         names = [value.name or "" for value in self._evidence.source.model.graph.outputs]
         answers = zip(names, self._evidence.answers([feeds])[0], strict=True)
         return {name: answer for name, answer in answers if answer is not None}
@@ -157,13 +181,13 @@ def _recipe_of(choice: Mapping[str, Candidate], attention: bool, verify: Mapping
 
 
 def _files(context: PassContext) -> list[Path]:
-    """Those that were written."""
+    """Return the files of a model that exist."""
     return [file for file in (context.candidate, data_path(context.candidate)) if file.exists()]
 
 
 @contextmanager
 def new_context(evidence: Evidence, name: str, portable: bool) -> Iterator[PassContext]:
-    """For a run of the model from its beginning, to a file `name` in a new folder. Packed weights go at the end."""
+    """Yield a context for a run from the original to a file in a new folder. Packed weights are deleted at the end."""
     folder = evidence.new_folder()
     try:
         with TensorSpill(folder) as spill:
@@ -174,7 +198,7 @@ def new_context(evidence: Evidence, name: str, portable: bool) -> Iterator[PassC
 
 
 def gain(before: Sequence[Timing], after: Sequence[Timing]) -> float:
-    """How much faster, as the geometric mean over the shapes; 0 if it is slower at one of them."""
+    """Return the speed-up, the geometric mean over the shapes; 0 if the model is slower at any shape."""
     ratios = [(old.min_ms / new.min_ms, old.median_ms / new.median_ms) for old, new in zip(before, after, strict=True)]
     if any(min(ratio) < 1 for ratio in ratios):
         return 0.0
@@ -184,7 +208,7 @@ def gain(before: Sequence[Timing], after: Sequence[Timing]) -> float:
 def time_models(
     original: Any, paths: Sequence[Path], feeds: Sequence[Feeds]
 ) -> tuple[list[Timing], list[list[Timing]]]:
-    """Of the original and of each optimized model, the times at each of the feeds, in turn."""
+    """Time the original and each optimized model in turn, on each of the feeds."""
     sessions = [original, *(open_to_time(path, library=True) for path in paths)]
     by_shape = []
     for one in feeds:
@@ -205,8 +229,11 @@ def _runs(session: Any) -> Run:
 
 
 def finish(made: Made, context: PassContext) -> PassContext:
-    """Takes a model of the search for the result of a run: its files become context.candidate, and are verified as a
-    whole. Returns the context of the run that made it, with the report of `context`."""
+    """Make a model of the search the result of a run: move its files to context.candidate, and verify it fully.
+
+    Returns:
+        The context of the run that made it, with the report of `context`.
+    """
     for old, new in ((made.path, context.candidate), (data_path(made.path), data_path(context.candidate))):
         if old.exists():
             os.replace(old, new)
@@ -214,7 +241,7 @@ def finish(made: Made, context: PassContext) -> PassContext:
     report.layers = made.context.report.layers
     for text in made.context.report.notes:
         context.note(text)
-    # Packed weights are in the model's file now.
+    # The model's file has the packed weights.
     source = replace(context.source, model=load_model(context.candidate).model)
     result = replace(made.context, source=source, report=report, candidate=context.candidate, progress=context.progress)
     verify(plan(made.recipe, result), result)

@@ -283,7 +283,7 @@ def _text(report: OptimizationReport, width: int, facts: Callable[[OptimizationR
 def _headline(report: OptimizationReport) -> str:
     file = f": {report.output}" if report.output else ""
     if not report.layers and not report.recipe.get("pass"):
-        return (report.auto.outcome if report.auto is not None else "the model stays as it is") + file
+        return (report.auto.outcome if report.auto is not None else "the model is unchanged") + file
     if report.dry_run:
         return f"dry run, nothing was written: {_products(report)}"
     gains = [_speed_gain(report), _size_gain(report), *_cache_gain(report), _similarity(report)]

@@ -32,7 +32,7 @@ class Choice:
         options: Options of passes, for a recipe that is chosen later.
         measured: Measurement chooses the recipe.
         note: A note for the report.
-        may_stay: If the recipe finds nothing to replace, the model stays as it is.
+        may_stay: If the recipe finds no layer to replace, the model is unchanged.
         of_other: The recipe was found by measuring another model, and may name layers that this one lacks.
         keeps: No target format was given, and the quantized weights that the model stores are kept.
         by_name: The user gave the whole recipe, so each of its passes must run.
@@ -173,7 +173,7 @@ def _describe_lost(reasons: Mapping[str, str]) -> str:
 
 
 def _count_stored(source: ModelFile) -> tuple[int, dict[str, str]]:
-    """Count the layers whose stored quantized weights can be kept; if there are none, return the reasons by layer."""
+    """Count the layers whose stored quantized weights can be kept; without such layers, return the reasons by layer."""
     try:
         drop_listed_initializers(source.model)
         stored = count_stored(source.model)

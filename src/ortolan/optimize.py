@@ -209,8 +209,8 @@ def search(
     Args:
         model: As for `optimize_onnx`.
         budget: The smallest cosine of each output to the original's, or a function
-            `accepts(run_original, run_optimized) -> bool`, each argument of which maps feeds to outputs by name.
-            Default: 0.99 (0.9925 without calibration data); for decoders a perplexity increase of 0.01.
+            `accepts(run_original, run_optimized) -> bool` whose arguments map feeds to outputs by name. Default: 0.99
+            (0.9925 without calibration data); for decoders a perplexity increase of 0.01.
         max_perplexity_increase: How much a decoder's perplexity may rise instead: 0.01 is 1 %.
         shapes: The (batch, tokens) pairs to optimize for. Default: (1, 128) and (1, 16), or (1, 1) for a decoder with a
             KV cache.

@@ -253,7 +253,7 @@ def _event(said: dict[str, Any]) -> str:
 
 
 async def _events(pieces: "asyncio.Queue[str | None]", work: "asyncio.Task[Generated]") -> AsyncGenerator[str]:
-    """Yield the pieces up to None, then the result. If the client disconnects, the work is cancelled."""
+    """Yield the pieces until None, then the result. If the client disconnects, the work is cancelled."""
     try:
         while (piece := await pieces.get()) is not None:
             yield _event({"piece": piece})

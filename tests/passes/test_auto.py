@@ -383,17 +383,17 @@ def test_what_a_cpu_is_slow_with_is_not_tried(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("gains", [False, True])
 def test_a_reduced_range_is_tried_where_kernels_gain_from_it(monkeypatch: pytest.MonkeyPatch, gains: bool) -> None:
     monkeypatch.setattr(_native, "gains_from_pairs", lambda: gains)
-    assert ("int8 of a reduced range" in {one.name for one in candidates_for(False, None)}) == gains
+    assert ("int8 reduced range" in {one.name for one in candidates_for(False, None)}) == gains
 
 
 def test_a_reduced_range_is_taken_where_it_is_faster(
     inject: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_native, "gains_from_pairs", lambda: True)
-    inject({"int8": 0.6, "int8 of a reduced range": 0.4}, 5.0)
+    inject({"int8": 0.6, "int8 reduced range": 0.4}, 5.0)
     report = auto(budget=0.9)
     assert report.auto is not None
-    assert {layer.chosen for layer in report.auto.layers} == {"int8 of a reduced range"}
+    assert {layer.chosen for layer in report.auto.layers} == {"int8 reduced range"}
     assert all(layer.weight_bits == 8 for layer in report.layers)
 
 
@@ -483,7 +483,7 @@ def test_what_does_not_go_with_a_search() -> None:
 def test_a_recipe_that_changes_nothing(inject: Callable[..., Any], tmp_path: Path) -> None:
     inject({"bf16": 1.1}, 5.0)
     found = ortolan.search(chain(), calibration=feeds(), shapes=SHAPES)
-    assert found.passes == () and "the model stays as it is" in found.description and found.search is not None
+    assert found.passes == () and "the model is unchanged" in found.description and found.search is not None
     (tmp_path / "found.toml").write_text(found.to_toml())
     model = chain()
     assert ortolan.optimize_onnx(model, recipe=tmp_path / "found.toml").model == model
@@ -558,7 +558,7 @@ def test_whole_transformers(inject: Callable[..., Any], build: Any, shape: tuple
     if build is tiny.tiny_bert:
         assert {trial.attention for trial in report.auto.trials} == {False, True}
         assert "made-up inputs" in report.auto.outcome
-    else:  # int4 comes first, with fused attention
+    else:  # 4 bits come first, with fused attention
         assert len(report.auto.trials) == 1 and {layer.weight_bits for layer in report.replaced} >= {4, 8}
         assert any("with a cache became one operator" in note for note in report.notes)
         assert "sampled from the model itself" in report.auto.outcome

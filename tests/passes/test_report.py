@@ -147,7 +147,7 @@ def test_a_model_that_stays_as_it_is_is_not_counted():
     left = OptimizationReport({"name": "auto", "pass": []}, auto=AutoReport("cosine", [(1, 16)], "nothing is faster"))
     assert str(left) == "nothing is faster\n\nrecipe        auto"
     left = OptimizationReport({"name": "mine", "pass": []}, output="new.onnx")
-    assert str(left) == "the model stays as it is: new.onnx\n\nrecipe        mine"
+    assert str(left) == "the model is unchanged: new.onnx\n\nrecipe        mine"
     others = OptimizationReport({"name": "mine", "pass": [{"name": "normalize"}]}, dry_run=True)
     assert str(others).splitlines()[0] == "dry run, nothing was written: would replace no matrix products"
     assert "recipe        mine\nlayers        would replace no matrix products" in str(others)

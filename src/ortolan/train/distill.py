@@ -64,7 +64,7 @@ def distill(
 
     Args:
         model: An ONNX encoder in float32, as exported; it is not changed.
-        output: The file to write: the same graph with other weights, of which the pruned ones are exactly 0.
+        output: The file to write: the same graph with other weights; pruned weights are exactly 0.
             `optimize_onnx(…, pattern="4x1")` makes it fast.
         texts: Sentences like later inputs; tens of thousands.
         tokenizer: The path of a tokenizer.json, or an object whose encode(text) returns token ids. Default: the
