@@ -28,7 +28,7 @@ class _Choice(StrEnum):
 
 
 def _choice(values: Iterable[Any]) -> Any:
-    return _Choice("Choice", {str(value): str(value) for value in values})
+    return _Choice("Choice", {str(value): str(value) for value in values})  # type: ignore[call-arg]
 
 
 def _help(name: str) -> str:
@@ -37,7 +37,13 @@ def _help(name: str) -> str:
 
 
 if TYPE_CHECKING:
-    _Pooling = _Activation = _Precision = _Claims = _Device = _GroupSize = _DistillPattern = str
+    _Pooling = str
+    _Activation = str
+    _GroupSize = str
+    _Precision = str
+    _Claims = str
+    _Device = str
+    _DistillPattern = str
 else:
     _Pooling, _Activation, _GroupSize = map(_choice, (POOLINGS, SCORE_ACTIVATIONS, GROUP_SIZES))
     _Precision, _Claims = map(_choice, (PRECISIONS, CLAIMS))

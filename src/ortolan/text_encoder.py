@@ -45,7 +45,7 @@ def _tell_nobody(done: int) -> None:
     pass
 
 
-class Budget:
+class TokenBudget:
     """The tokens that one batch may hold, padding included if the model computes it. The first text always fits."""
 
     def __init__(self, batch_tokens: int, pads: bool, length: int = 0) -> None:
@@ -400,7 +400,7 @@ def batches(tokens: Sequence[Tokens], batch_tokens: int, pads: bool = True, leng
         tokens: The texts.
         batch_tokens: Tokens of a batch with several texts, padding included if `pads`.
         pads: The model computes padding too.
-        length: As for `Budget`.
+        length: As for `TokenBudget`.
 
     Raises:
         ArgumentError: `batch_tokens` is not positive.
@@ -408,12 +408,12 @@ def batches(tokens: Sequence[Tokens], batch_tokens: int, pads: bool = True, leng
     if batch_tokens < 1:
         raise ArgumentError(f"batch_tokens is {batch_tokens}, expected at least 1")
     order = sorted(range(len(tokens)), key=lambda index: -len(tokens[index]))
-    budget = Budget(batch_tokens, pads, length)
+    budget = TokenBudget(batch_tokens, pads, length)
     batch: list[int] = []
     for index in order:
         if not budget.takes(tokens[index]):
             yield batch
-            batch, budget = [], Budget(batch_tokens, pads, length)
+            batch, budget = [], TokenBudget(batch_tokens, pads, length)
         budget.add(tokens[index])
         batch.append(index)
     if batch:

@@ -12,7 +12,7 @@ from typing import Any
 
 from .engines import RequestError
 from .errors import OrtolanError
-from .text_encoder import Budget, Tokens
+from .text_encoder import TokenBudget, Tokens
 
 _SLOWEST, _LONGEST_WAIT = 1.0, 60.0  # tokens per second; the longest Retry-After in seconds
 _RECENT = 0.2  # weight of the last batch in the estimate of the speed
@@ -59,10 +59,10 @@ class TokenBatches:
 
         Args:
             run: Answers each text of a batch; an answer may be an exception.
-            batch_tokens: As for `Budget`.
+            batch_tokens: As for `TokenBudget`.
             max_waiting_tokens: The limit on waiting tokens. Requests above it are refused, unless no request waits.
-            pads: As for `Budget`.
-            length: As for `Budget`.
+            pads: As for `TokenBudget`.
+            length: As for `TokenBudget`.
             on_batch: Called with the number of texts and tokens of each batch when it starts.
         """
         self._run, self._batch_tokens, self._pads, self._length = run, batch_tokens, pads, length
@@ -139,7 +139,7 @@ class TokenBatches:
     def _take(self) -> list[tuple[_Request, int, Tokens]]:
         """Return the next batch; empty if no request waits."""
         batch: list[tuple[_Request, int, Tokens]] = []
-        budget = Budget(self._batch_tokens, self._pads, self._length)
+        budget = TokenBudget(self._batch_tokens, self._pads, self._length)
         while self._requests:
             request = self._requests[0]
             taken = len(batch)

@@ -71,7 +71,8 @@ class OrtolanConfig(_Options):  # type: ignore[misc]
 
     def to_json_string(self) -> str:
         """Return what `save_pretrained` stores: all options without calibration data and tokenizer."""
-        return str(super(OrtolanConfig, replace(self, calibration=None, tokenizer=None)).to_json_string())
+        stored = replace(self, calibration=None, tokenizer=None)  # type: ignore[call-arg]
+        return str(super(OrtolanConfig, stored).to_json_string())
 
 
 class OrtolanExporter(OnnxExporter):  # type: ignore[misc]
