@@ -1,4 +1,4 @@
-"""What stands in a folder."""
+"""Digests of the files in a folder."""
 
 from __future__ import annotations
 

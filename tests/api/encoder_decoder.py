@@ -31,7 +31,7 @@ TOTAL = f"{PAST} + {NEW}"
 
 
 def weight(name: str, *shape: int) -> np.ndarray:
-    """The same in all files."""
+    """The weights that all files share."""
     rng = np.random.default_rng(sum(map(ord, name)))
     return (rng.standard_normal(shape) / np.sqrt(shape[0]) * 1.5).astype(np.float32)
 
@@ -55,7 +55,7 @@ class Graph:
     def linear(self, name: str, x: str, width: int = W) -> str:
         self.weights[name] = weight(name, W, width)
         product = self.op("MatMul", x, name)
-        self.nodes[-1].name = f"/{name}/MatMul"  # the same in all files, too
+        self.nodes[-1].name = f"/{name}/MatMul"  # also the same in all files
         return product
 
     def embedded(self, ids: str) -> str:
@@ -138,7 +138,7 @@ def decoder(with_past: bool) -> onnx.ModelProto:
 
 
 def merged() -> onnx.ModelProto:
-    """Both in the branches of an If; the one with a past gives empty caches of the encoder."""
+    """Both decoders in the branches of an If; the branch with a past returns empty encoder caches."""
     weights: dict[str, np.ndarray] = {}
     branches = {}
     outputs = LOGITS | cache("present", TOTAL)
@@ -181,7 +181,7 @@ def write(folder: Path) -> Path:
 
 
 def tokens(folder: Path, ids: np.ndarray, mask: np.ndarray, use_merged: bool, count: int = 12) -> np.ndarray:
-    """Decoded greedily, [batch, count + 1]."""
+    """Greedily decoded tokens, [batch, count + 1]."""
     first, later = (MERGED, MERGED) if use_merged else (DECODER, WITH_PAST)
     sessions = {name: ortolan.create_session(folder / name) for name in {ENCODER, first, later}}
     hidden = sessions[ENCODER].run(None, {"input_ids": ids, "attention_mask": mask})[0]

@@ -1,11 +1,11 @@
-"""The promise that a text's answer does not depend on its company, on cases that hypothesis makes.
+"""The guarantee that a text's result does not depend on its batch, on cases that hypothesis generates.
 
 python -m tests.api.invariance [--cases 10000]
 
-A case is an encoder, its weights, whether padding is left out, texts, their order, padding behind them, and threads.
-Each text alone, on one thread, must have the bytes that it has among the others. Cases are divided among the
-instruction sets that the CPU has, each in a process of its own. At last the same texts have the same bytes on each of
-these sets, where weights are whole numbers; of bf16 it says which sets agree, which is not promised.
+A case has an encoder, a weight format, whether padding is left out, texts, their order, extra padding and threads. The
+result of each text alone, on one thread, must have the same bytes as in the batch. Cases are divided among the
+instruction sets of the CPU, each in its own process. Finally, with integer weights, the same texts must have the same
+bytes on each instruction set. With bf16 weights, which do not guarantee that, the sets that agree are printed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ortolan.models import tiny
 
 
 def pooled(model: ir.Model) -> ir.Model:
-    """With a mean of its tokens behind it, as models have it that take texts."""
+    """Add a mean over tokens, as in models that take texts."""
     graph = model.graph
     nodes = Nodes(graph.opset_imports[""])
     mask = next(value for value in graph.inputs if value.name == "attention_mask")
@@ -55,7 +55,7 @@ ENCODERS = {
     "modernbert": lambda: tiny.tiny_modernbert(),
 }
 WEIGHTS = ("int8", "int4", "bf16")
-# The forms whose answers are the same bytes on every instruction set, and one that is only shown beside them.
+# Formats with the same bytes on every instruction set, and one that is only printed.
 FORMS: dict[str, dict[str, Any]] = {
     "int8": {"weights": "int8"},
     "int8 in 4x1 blocks": {"weights": "int8", "sparsity": 0.5, "pattern": "4x1"},
@@ -141,8 +141,10 @@ def run_cases(cases: int) -> None:
 
 
 def digests(models: Path | None) -> dict[str, str]:
-    """Of answers for the same texts, by encoder, form and whether padding is left out. models: optimized ones; those
-    that are not there are made and left there."""
+    """Return digests of results for the same texts, by encoder, format and whether padding is left out.
+
+    Missing models are written to the folder `models`.
+    """
     found = {}
     for encoder, form, unpad in itertools.product(LONG_ENCODERS, FORMS, (True, False)):
         name = f"{encoder}, {form}, {'without' if unpad else 'with'} padding"
@@ -170,8 +172,11 @@ def long_model(encoder: str, form: str, unpad: bool, path: Path | None) -> bytes
 
 
 def sets_that_agree(digests_of: dict[str, dict[str, str]]) -> dict[str, list[list[str]]]:
-    """By encoder and form, the instruction sets in groups of the same bytes. Raises AssertionError where a form of
-    whole numbers has more than one group."""
+    """Return groups of instruction sets with the same bytes, by encoder and format.
+
+    Raises:
+        AssertionError: An integer format has more than one group.
+    """
     agree = {}
     for name in next(iter(digests_of.values())):
         groups: dict[str, list[str]] = {}
@@ -183,8 +188,11 @@ def sets_that_agree(digests_of: dict[str, dict[str, str]]) -> dict[str, list[lis
 
 
 def run_isa(isa: str, cases: int, models: Path | None = None) -> str:
-    """In a process of its own: ORTOLAN_ISA is read once. Without cases, the digests, of these models. Raises
-    AssertionError with what differs."""
+    """Run cases in another process, because ORTOLAN_ISA is read once. Without cases, return digests of the models.
+
+    Raises:
+        AssertionError: Results differ.
+    """
     root = Path(__file__).parents[2]
     script = f"import sys; sys.path.append({str(root)!r}); from tests.api import invariance; invariance.main()"
     done = subprocess.run(

@@ -82,7 +82,9 @@ def test_weights_of_all_files(folder: Path, tmp_path: Path) -> None:
         assert part.replaced and part.feeds, name
         kinds = operators(tmp_path / "fast" / name)
         assert kinds["SparseAMXMatMul"] > 0 and kinds["Softmax"] == 0, name
-        assert kinds["NoMADAttention"] == {ENCODER: 0, DECODER: 2, WITH_PAST: 2, MERGED: 4}[name]  # the first is packed
+        assert (
+            kinds["NoMADAttention"] == {ENCODER: 0, DECODER: 2, WITH_PAST: 2, MERGED: 4}[name]
+        )  # the first file is packed
         assert part.portable
     assert len(report.replaced) == sum(len(part.replaced) for part in report.parts.values())
     shown, data = str(report), json.loads(report.to_json())
@@ -135,7 +137,7 @@ def test_what_is_for_one_model_is_refused(folder: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def int8_is_fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """So that a search takes int8 for all layers."""
+    """Make a search choose int8 for all layers."""
 
     def time_models(original: Any, paths: Any, shapes: Any) -> Any:
         return [Timing(10.0, 10.0)] * len(shapes), [[Timing(5.0, 5.0)] * len(shapes) for _ in paths]
@@ -146,7 +148,7 @@ def int8_is_fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def selected(report: ortolan.OptimizationReport, name: str) -> set[str]:
-    """The layers that passes quantize choose in one file."""
+    """The layers that passes quantize select in one file."""
     steps = report.parts[name].recipe["pass"]
     return {glob for step in steps if step["name"] == "quantize" for glob in step["select"]}
 
@@ -158,7 +160,7 @@ def replaced(report: ortolan.OptimizationReport, name: str) -> list[str]:
 def test_decoders_get_what_was_found_for_the_one_that_begins_a_text(
     folder: Path, tmp_path: Path, int8_is_fast: None
 ) -> None:
-    """Which alone projects what the encoder has made to keys and values."""
+    """Only the first decoder projects the output of the encoder to keys and values."""
     report = ortolan.optimize_onnx(folder, tmp_path / "fast", options=FAST)
     first, later = (
         {node.name for node in onnx.load(folder / name).graph.node if node.op_type == "MatMul"}

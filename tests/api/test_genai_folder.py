@@ -1,4 +1,4 @@
-"""optimize_onnx of a folder for ONNX Runtime GenAI: its genai_config.json names our library, which was copied to the folder.
+"""optimize_onnx of a folder for ONNX Runtime GenAI: its genai_config.json names the library, which is copied.
 
 Where onnxruntime-genai is installed, it generates from the result (test_genai.py).
 """
@@ -30,7 +30,7 @@ RECIPE = {"recipe": NAMED["sparse-bf16"], "options": FAST | {"may_grow": True}}
 
 
 def config(**decoder: Any) -> dict[str, Any]:
-    """As GenAI's builder writes it, in short."""
+    """A short version of the file that GenAI's builder writes."""
     options = {"session_options": {"log_id": "onnxruntime-genai", "provider_options": []}}
     return {
         "model": {
@@ -79,7 +79,7 @@ def test_the_new_folder_is_complete(folder: Path, tmp_path: Path) -> None:
 
 
 def named(content: Any) -> list[str]:
-    """The places of all session options that name the library."""
+    """The paths of all session options that name the library."""
 
     def walk(value: Any, place: str) -> list[str]:
         if isinstance(value, list):
@@ -98,7 +98,7 @@ def named(content: Any) -> list[str]:
         ({"session_options": {}}, ["/model/decoder/session_options"]),
         ({"filename": "./model.onnx"}, ["/model/decoder/session_options"]),
         ({"session_options": {"custom_ops_library": "lib/libortolan_ops.so"}}, ["/model/decoder/session_options"]),
-        # A model of a pipeline runs with the decoder's options unless it has its own.
+        # A model of a pipeline without session options uses those of the decoder.
         ({"filename": "", "pipeline": [{"a": {"filename": "model.onnx"}}]}, ["/model/decoder/session_options"]),
         (
             {"pipeline": [{"a": {"filename": "model.onnx", "session_options": {}}}, {"b": {"filename": "b.onnx"}}]},

@@ -1,4 +1,4 @@
-"""Decoding with a cache that is never copied to numpy; sampling."""
+"""Decoding with a cache that is never copied to NumPy, and sampling."""
 
 import numpy as np
 import onnx_ir as ir

@@ -1,5 +1,7 @@
-"""A text has the same bytes alone and in any batch, and on every instruction set where weights are whole numbers: some
-cases. `python -m tests.api.invariance` runs 10,000."""
+"""A text has the same bytes alone and in any batch, and with integer weights on every instruction set: some cases.
+
+`python -m tests.api.invariance` runs 10,000 cases.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def test_answers_do_not_depend_on_the_batch(isa: str) -> None:
 
 @pytest.mark.slow
 def test_answers_do_not_depend_on_the_instruction_set(tmp_path: Path) -> None:
-    """The first and the last set optimize the models, each for itself; those between answer the last one's."""
+    """The first and the last set optimize their own models; the sets between them run the last one's."""
     folders = {isa: tmp_path / ("first" if isa == ISAS[0] else "last") for isa in ISAS}
     for folder in folders.values():
         folder.mkdir(exist_ok=True)

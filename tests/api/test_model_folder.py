@@ -31,7 +31,7 @@ def optimize(model, output=None, **arguments):
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A decoder with 4-bit weights in model.onnx.data, its tokenizer, and what else may lie around."""
+    """A decoder with 4-bit weights in model.onnx.data, its tokenizer, and unrelated files."""
     folder = tmp_path / "model"
     folder.mkdir()
     ir.save(tiny.tiny_llama(attention="gqa", head_dim=16), tmp_path / "float.onnx")
@@ -117,7 +117,7 @@ def test_the_only_onnx_file_may_have_any_name(folder, tmp_path):
 def test_folders_with_several_models(folder, tmp_path):
     ir.save(tiny.mlp(), folder / "vision.onnx", external_data="vision.data", size_threshold_bytes=0)
     before = digests(folder)
-    optimize(folder, tmp_path / "fast")  # model.onnx goes before others, which are copied with their data
+    optimize(folder, tmp_path / "fast")  # model.onnx is chosen; other models are copied with their data
     after = digests(tmp_path / "fast")
     assert all(after[name] == before[name] for name in ("vision.onnx", "vision.data"))
     (folder / "model.onnx").rename(folder / "text.onnx")
@@ -286,7 +286,7 @@ def test_a_full_disk_leaves_nothing(folder, tmp_path, monkeypatch, where):
 
 
 def test_the_result_appears_at_once(folder, tmp_path, monkeypatch):
-    """Whoever looks sees no output folder, or a complete one."""
+    """The output folder appears when it is complete."""
     seen, over = set(), threading.Event()
 
     def look():

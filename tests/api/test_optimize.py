@@ -1,4 +1,4 @@
-"""optimize_onnx from end to end: what it writes, what it reports, and what it leaves alone."""
+"""optimize_onnx from end to end: outputs, reports, and unchanged inputs."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_report_as_json_and_text(bert, tmp_path):
         assert part in table and part in details
     assert "kernel rounding contributes" in details and "SparseAMXMatMul" in details
     assert "SparseAMXMatMul" not in text and "/encoder/layer.0" not in text
-    assert max(len(line) for line in text.splitlines() if str(tmp_path) not in line) <= 80  # paths stay whole
+    assert max(len(line) for line in text.splitlines() if str(tmp_path) not in line) <= 80  # paths are not wrapped
 
 
 def test_without_output_nothing_is_written(bert, tmp_path, monkeypatch):
@@ -146,7 +146,7 @@ def test_dry_run_tells_and_writes_nothing(bert_with_data, tmp_path):
     assert {layer.status for layer in report.layers} == {"would replace"}
     assert [layer.new_op for layer in report.layers].count("NoMADAttention") == 4  # two products of each
     real = optimize(bert_with_data, tmp_path / "fast.onnx")
-    # Layers that share a node share what goes with its weights, too.
+    # Layers that share a node also share the bytes beside its weights.
     sizes = [[layer.bytes_after for layer in one.layers if layer.k] for one in (report, real)]
     assert sizes[0] == pytest.approx(sizes[1], rel=0.03)
     assert "would replace 16 of 16" in str(report)
@@ -191,7 +191,7 @@ def test_steps_and_decisions_are_logged(bert, caplog):
 
 @pytest.fixture
 def large_files(monkeypatch):
-    """Everything counts as large, so that weights go to an external data file."""
+    """Every tensor counts as large, so that weights are written to an external data file."""
     put_weights_outside(monkeypatch)
 
 
@@ -221,7 +221,7 @@ def test_an_existing_pair_is_replaced(bert, tmp_path, monkeypatch):
     second = digests(tmp_path)
     assert set(first) == set(second) and first["fast.onnx.data"] != second["fast.onnx.data"]
     answers(tmp_path / "fast.onnx", True)
-    # A model without a data file takes the old data file with it.
+    # A model without a data file also removes the old data file.
     monkeypatch.setattr(model_file, "EMBED_LIMIT", 1 << 30)
     optimize(bert, tmp_path / "fast.onnx")
     assert sorted(digests(tmp_path)) == ["bert.onnx", "fast.onnx"]
@@ -299,7 +299,7 @@ def test_what_a_killed_run_left_goes_after_a_day(bert, tmp_path):
 
 
 def test_a_system_that_does_not_tell_usable_cpus(bert, tmp_path, monkeypatch):
-    """As macOS: times are taken with all of the machine's."""
+    """All cores of the machine are used for timing, as on macOS."""
     for name in ("sched_getaffinity", "sched_setaffinity"):
         monkeypatch.delattr(os, name, raising=False)
     report = optimize(bert, tmp_path / "out.onnx", options={"seconds": 0.01})

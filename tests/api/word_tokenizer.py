@@ -1,4 +1,4 @@
-"""A tokenizer of whole words."""
+"""A tokenizer with one token for each word."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def write_tokenizer(path: Path) -> Path:
-    """A tokenizer.json of whole words, with a control token in front of each text."""
+    """A tokenizer.json with one token for each word, and a special token before each text."""
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {"[PAD]": 0, "[CLS]": 1, "[UNK]": 2, "one": 3, "two": 4, "three": 5}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))

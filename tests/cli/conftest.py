@@ -1,4 +1,4 @@
-"""Small models as files, and two ways to call the command line: in this process, and for real."""
+"""Small model files, and calls of the command line in this process or in another one."""
 
 import logging
 import subprocess
@@ -14,7 +14,7 @@ from ortolan.models import tiny
 
 @pytest.fixture(autouse=True)
 def quiet_logger():
-    """Undo what option -v does to the logger of this process."""
+    """Undo the effect of option -v on the logger."""
     logger = logging.getLogger("ortolan")
     handlers, level = list(logger.handlers), logger.level
     yield
@@ -38,13 +38,13 @@ def bert_path(tmp_path):
 
 @pytest.fixture
 def invoke():
-    """invoke("optimize", path): the result, with exit_code, stdout and stderr."""
+    """A function that runs a command, invoke("optimize", path), and returns exit_code, stdout and stderr."""
     return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture
 def run_cli(tmp_path):
-    """The same in a process of its own, its output piped."""
+    """A function that runs a command in another process with piped output."""
 
     def run(*arguments, **environment):
         import os
@@ -65,7 +65,7 @@ def run_cli(tmp_path):
 
 @pytest.fixture
 def assert_one_line():
-    """One line of error that says all of `words`, nothing on stdout, no traceback."""
+    """Check for one line of error with all of `words`, an empty stdout and no traceback."""
 
     def check(result, *words):
         code = result.exit_code if hasattr(result, "exit_code") else result.returncode

@@ -1,4 +1,4 @@
-"""Every command on a small model; its errors; what it prints to a pipe."""
+"""Every command on a small model, its errors, and its output in a pipe."""
 
 import contextlib
 import importlib.metadata
@@ -72,7 +72,7 @@ def test_a_step_has_a_line_of_its_own_above_the_progress_bar():
     with subprocess.Popen([sys.executable, "-P", "-c", STEP_BESIDE_A_BAR], stderr=end):
         os.close(end)
         shown = b""
-        with contextlib.suppress(OSError):  # what Linux gives at the end
+        with contextlib.suppress(OSError):  # Linux raises this at the end
             while more := os.read(terminal, 4096):
                 shown += more
     os.close(terminal)
@@ -269,7 +269,7 @@ def test_a_folder_without_a_model(invoke, assert_one_line, tmp_path, monkeypatch
 
 @pytest.fixture
 def model_folder(tmp_path):
-    """With 4-bit weights and a tokenizer."""
+    """A model folder with 4-bit weights and a tokenizer."""
     folder = tmp_path / "model"
     folder.mkdir()
     ir.save(tiny.mlp((64, 96, 32), "matmul"), tmp_path / "float.onnx")
@@ -369,7 +369,7 @@ def test_a_terminal_sees_a_progress_bar(mlp_path):
         try:
             while chunk := os.read(parent, 65536):
                 seen += chunk
-        except OSError:  # Linux tells the end of a pseudo-terminal so
+        except OSError:  # the end of a pseudo-terminal on Linux
             pass
         process.communicate(timeout=300)
     os.close(parent)
@@ -455,14 +455,45 @@ def test_bench_finds_the_benchmark(invoke, fake_benchmark, name):
 
 
 def test_bench_passes_its_options_on(invoke, fake_benchmark):
-    arguments = "--threads 1 --threads 4 --quick --shape 1x64x32 --shape 16x8x8 --sparsity 0.5 --sparsity 0.7".split()
+    arguments = [
+        "--threads",
+        "1",
+        "--threads",
+        "4",
+        "--quick",
+        "--shape",
+        "1x64x32",
+        "--shape",
+        "16x8x8",
+        "--sparsity",
+        "0.5",
+        "--sparsity",
+        "0.7",
+    ]
     result = invoke("bench", "sparse_amx_matmul", "--json", *arguments)
     assert json.loads(result.stdout) == {"rows": []}
     assert fake_benchmark == [BenchOptions((1, 4), True, ((1, 64, 32), (16, 8, 8)), (0.5, 0.7))]
 
 
 def test_bench_takes_layers_by_name(invoke, fake_benchmark):
-    arguments = "--shape q --shape up --shape DOWN --batch 1 --batch 16 --kind int8 --kind INT4 --group-size 64".split()
+    arguments = [
+        "--shape",
+        "q",
+        "--shape",
+        "up",
+        "--shape",
+        "DOWN",
+        "--batch",
+        "1",
+        "--batch",
+        "16",
+        "--kind",
+        "int8",
+        "--kind",
+        "INT4",
+        "--group-size",
+        "64",
+    ]
     assert invoke("bench", "sparse_amx_matmul", *arguments).exit_code == 0
     layers = ("q", "up", "down")
     assert fake_benchmark == [BenchOptions(layers=layers, batch=(1, 16), kinds=("int8", "int4"), group_size=64)]
@@ -471,7 +502,7 @@ def test_bench_takes_layers_by_name(invoke, fake_benchmark):
 
 
 def test_bench_takes_models_by_name(invoke, fake_benchmark):
-    shapes = "--shape SmolLM2:down --shape minilm --shape llama:up".split()
+    shapes = ["--shape", "SmolLM2:down", "--shape", "minilm", "--shape", "llama:up"]
     assert invoke("bench", "sparse_amx_matmul", *shapes).exit_code == 0
     layers = ("smollm2:down", *(f"minilm:{name}" for name in ("q", "k", "v", "o", "ffn_up", "ffn_down")), "up")
     assert fake_benchmark == [BenchOptions(layers=layers)]
@@ -516,13 +547,15 @@ def test_bench_shares_every_operator_but_no_whole_models(invoke, monkeypatch, tm
     monkeypatch.setattr(ortolan.benchmarks, "BENCHMARKS", {name: run(name) for name in names})
     result = invoke("bench", "--share", tmp_path / "all.json")
     operators = [name for name in names if name not in ("auto", "zoo")]
-    assert operators[-1] == "nomad_attention"  # interrupted: what was measured before it is not lost
+    assert operators[-1] == "nomad_attention"  # interrupted: earlier measurements are kept
     assert (calls, result.exit_code) == ([(name, True) for name in operators], 130)
     assert shared(tmp_path / "all.json") == {name: {"rows": []} for name in operators}
 
 
 def test_bench_shares_nothing_where_it_cannot_write(invoke, assert_one_line, fake_benchmark, tmp_path):
-    assert_one_line(invoke("bench", "--share", tmp_path / "none" / "mine.json"), "does not exist; create it first", "mine.json")
+    assert_one_line(
+        invoke("bench", "--share", tmp_path / "none" / "mine.json"), "does not exist; create it first", "mine.json"
+    )
     assert fake_benchmark == []
 
 

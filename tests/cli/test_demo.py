@@ -1,4 +1,4 @@
-"""The demo on a tiny encoder with a tokenizer made here; once, on the published model."""
+"""The demo on a tiny encoder, and once on the published model."""
 
 import builtins
 import io

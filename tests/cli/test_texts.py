@@ -1,4 +1,4 @@
-"""ortolan embed and ortolan rerank: the same answers as the API's, files and pipes, and errors before work."""
+"""ortolan embed and ortolan rerank: the same results as the API, files and pipes, and early errors."""
 
 import io
 import json
@@ -27,7 +27,7 @@ TEXTS = ["the cat", "a b c the cat sleeping", "", "the \r cat 1 2", "unaffable!"
 
 @pytest.fixture
 def encoder(tmp_path):
-    """The folder of a model that embeds."""
+    """The folder of an embedding model."""
     folder = tmp_path / "encoder"
     folder.mkdir()
     ir.save(tiny.tiny_bert(vocab_size=700), folder / "model.onnx")
@@ -67,7 +67,7 @@ def test_embed_writes_what_the_api_returns(invoke, encoder, texts_path, tmp_path
 
 
 def test_embed_in_windows(invoke, encoder, texts_path, tmp_path, monkeypatch):
-    """Pieces of any size make the same file."""
+    """The file does not depend on the size of pieces."""
     monkeypatch.setattr("ortolan.embedding._WINDOW_TEXTS", 2)
     assert invoke("embed", encoder, texts_path, "-o", tmp_path / "vectors.npy").exit_code == 0
     np.testing.assert_allclose(np.load(tmp_path / "vectors.npy"), ortolan.embed(TEXTS, encoder), atol=1e-6)
@@ -108,7 +108,7 @@ def test_embed_of_no_texts(invoke, encoder, tmp_path):
 
 
 def test_errors_before_work(invoke, encoder, reranker, texts_path, tmp_path, assert_one_line, monkeypatch):
-    """No text goes through a model for a bad line, far behind."""
+    """A bad line near the end is found before any text is run."""
 
     def refuse(*_):
         raise AssertionError("a batch has run")

@@ -1,4 +1,4 @@
-"""Hugging Face folders of small random models: weights, configuration and tokenizer, made without a network."""
+"""Hugging Face folders of small random models with configuration and tokenizer, made without a network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 
 
 def write_tokenizer(folder: Path, encoder: bool) -> int:
-    """One token a word with [CLS] and [SEP] around for an encoder, byte pairs for a decoder. Returns the size."""
+    """Write a tokenizer, words with [CLS] and [SEP] for an encoder or byte pairs for a decoder; return its size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -45,7 +45,7 @@ def write_tokenizer(folder: Path, encoder: bool) -> int:
 
 
 def write_bert(folder: Path, architecture: str = "BertModel", **config: Any) -> Path:
-    """A BERT of two layers of this class of transformers."""
+    """Write a BERT with two layers of a class of transformers."""
     import torch
     import transformers
 
@@ -68,7 +68,7 @@ def write_bert(folder: Path, architecture: str = "BertModel", **config: Any) -> 
 
 
 def write_sentence_encoder(folder: Path) -> Path:
-    """The same as sentence-transformers writes it: means of the tokens' vectors, of length 1."""
+    """Write a BERT like Sentence Transformers: the mean of token vectors, of length 1."""
     write_bert(folder)
     kind = "sentence_transformers.models."
     places = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
@@ -86,7 +86,7 @@ def write_sentence_encoder(folder: Path) -> Path:
 
 
 def write_llama(folder: Path) -> Path:
-    """A Llama of two layers, heads of 16 numbers, two to a key, whose greedy text does not repeat one token."""
+    """Write a Llama with two layers, head size 16, two heads per key, and greedy text that varies."""
     import torch
     import transformers
 
@@ -112,7 +112,7 @@ def write_llama(folder: Path) -> Path:
 
 
 def write_t5(folder: Path) -> Path:
-    """A T5 of two layers on each side."""
+    """Write a T5 with two layers on each side."""
     import torch
     import transformers
 

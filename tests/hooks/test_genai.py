@@ -71,7 +71,7 @@ def hand_made(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """built(precision): the folder that GenAI's builder makes of a small random Llama."""
+    """A function that returns the folder of GenAI's builder for a small random Llama: built(precision)."""
 
     @cache
     def build(precision: str) -> Path:
@@ -99,8 +99,10 @@ def float_folder(tmp_path: Path) -> Path:
 
 
 def generate(folder: Path, share_buffer: bool = True, tokens: int = 24, **search: Any) -> list[int]:
-    """The tokens behind the prompt, without an end. A library in the folder must be loaded. (Others may be from before:
-    one with the execution provider stays.)"""
+    """Return the tokens after the prompt, and check that the library of the folder is loaded.
+
+    Libraries of earlier tests may still be loaded, such as one with the execution provider.
+    """
     model = genai.Model(str(folder))
     assert {str(path) for path in folder.glob("libortolan_ops.so")} <= loaded_libraries()
     return generate_with(model, share_buffer, tokens, **search)
@@ -120,7 +122,7 @@ def generate_with(model: Any, share_buffer: bool = True, tokens: int = 24, **sea
 
 
 def loaded_libraries() -> set[str]:
-    """The operator libraries that this process has mapped; the one that ortolan itself may load is another."""
+    """Return the operator libraries of this process, without the one that ortolan loads."""
     return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libortolan_ops" in line}
 
 
@@ -142,7 +144,7 @@ def test_adopted_layers_generate(tmp_path: Path, built: Callable[[str], Path], s
     report = ortolan.optimize_onnx(folder, tmp_path / "fast", options=FAST)
     assert report.recipe["name"] == "weights as stored"
     assert operators(tmp_path / "fast").count("NoMADAttention") == 2
-    # Both round activations to int8, by different sums: tokens agree until a step on an edge.
+    # Both round activations to int8 in different sums: tokens agree until a value on a rounding edge.
     assert generate(tmp_path / "fast", share_buffer)[:4] == generate(folder, share_buffer)[:4]
 
 
@@ -160,7 +162,7 @@ def test_compressed_caches(float_folder: Path, tmp_path: Path, share_buffer: boo
     ortolan.optimize_onnx(float_folder, tmp_path / "fast", recipe="long-context", options=FAST, calibration=calibration)
     found = generate(tmp_path / "fast", share_buffer)
     assert len(found) == 24
-    assert found[0] == generate(float_folder, share_buffer)[0]  # the prompt's attention reads no cache
+    assert found[0] == generate(float_folder, share_buffer)[0]  # the prompt's attention has no cache
 
 
 def test_the_folder_may_move(float_folder: Path, tmp_path: Path) -> None:
@@ -189,17 +191,17 @@ needs_provider = pytest.mark.skipif(not has_provider(), reason="the library was 
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    """GenAI knows the provider: onnxruntime's Python package, where `register_provider` makes it known, is apart."""
+    """The provider is registered in GenAI, which does not share that of the Python package onnxruntime."""
     genai.register_execution_provider_library("ortolan", ortolan.get_library_path())
     try:
         yield
     finally:
-        gc.collect()  # no model may be left
+        gc.collect()  # no model may be alive
         genai.unregister_execution_provider_library("ortolan")
 
 
 def taken(claims: Path) -> list[bool]:
-    """Of each node that the provider knows, in the order of the model."""
+    """Return the claims of all nodes that the provider supports, in the order of the model."""
     return [json.loads(line)["taken"] for line in claims.read_text().splitlines()]
 
 
@@ -216,7 +218,7 @@ def test_the_provider_by_name(
     found = generate_with(genai.Model(config), share_buffer)
     assert taken(tmp_path / "claims.jsonl") == [True] * 13  # 6 in each of 2 layers, and the head
     assert len(set(found)) > 5
-    # Both round activations to int8, by different sums: tokens agree until a step on an edge.
+    # Both round activations to int8 in different sums: tokens agree until a value on a rounding edge.
     assert found[:4] == generate(folder, share_buffer)[:4]
 
 
@@ -234,7 +236,7 @@ def test_the_provider_in_the_configuration(registered: None, tmp_path: Path, bui
 
 @needs_provider
 def test_the_provider_and_an_optimized_folder(registered: None, tmp_path: Path, built: Callable[[str], Path]) -> None:
-    """Its operators are not known twice, and the provider finds what was left alone."""
+    """Operators are not registered twice, and the provider claims the remaining nodes."""
     left = {"fuse_cached_attention.exclude": ["*"]}
     ortolan.optimize_onnx(built("int4"), tmp_path / "fast", options=FAST | left)
     config = genai.Config(str(tmp_path / "fast"))
@@ -247,7 +249,7 @@ def test_the_provider_and_an_optimized_folder(registered: None, tmp_path: Path, 
 
 @needs_provider
 def test_genai_does_not_know_what_python_has_registered(built: Callable[[str], Path]) -> None:
-    """That docs/genai.md says how to register is needed."""
+    """The registration of docs/genai.md is needed."""
     ortolan.register_provider()
     config = genai.Config(str(built("int4")))
     config.append_provider(PROVIDER)

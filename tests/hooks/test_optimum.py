@@ -33,7 +33,7 @@ from ..recipes.forms import NAMED  # noqa: E402
 
 FAST = {"verify.seconds": 0.0}
 DENSE = FAST | {"may_grow": True, "sparsity": 0.0}  # weights only become bf16
-EXACT = FAST | {"keys": "float32", "values": "float32"}  # of long-context: float caches, as they were
+EXACT = FAST | {"keys": "float32", "values": "float32"}  # of long-context: unchanged float caches
 
 Export = Callable[[str], Path]
 
@@ -45,7 +45,7 @@ def cli(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By task."""
+    """Options of optimize_onnx by task."""
     root = tmp_path_factory.mktemp("checkpoints")
     return {
         "feature-extraction": write_bert(root / "bert"),
@@ -91,7 +91,7 @@ def test_features(export: Export, tmp_path: Path) -> None:
     assert {path.name for path in source.iterdir()} <= {path.name for path in (tmp_path / "fast").iterdir()}
     fast = model_class.from_pretrained(tmp_path / "fast", session_options=session_options())
     inputs = tokens(tmp_path / "fast")
-    there = inputs["attention_mask"] != 0  # at padding, the optimized model answers 0
+    there = inputs["attention_mask"] != 0  # at padding, the optimized model returns 0
     expected = model_class.from_pretrained(source)(**inputs).last_hidden_state
     assert distance(fast(**inputs).last_hidden_state[there], expected[there]) < 0.02
     (features,) = transformers.pipeline(
@@ -129,7 +129,7 @@ def test_classification_pipeline(export: Export, tmp_path: Path) -> None:
 def test_save_pretrained(
     export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, name: str, embedded: bool
 ) -> None:
-    """embedded: weights are in the model's file; those of large models are in one beside it."""
+    """Test weights in the model's file, and in a data file as for large models."""
     model_class = getattr(onnxruntime_part, name)
     if not embedded:
         put_weights_outside(monkeypatch)
@@ -148,7 +148,7 @@ def causal_lm(folder: Path, **options: Any) -> Any:
 
 
 def prompts(folder: Path) -> dict[str, Any]:
-    """Two texts, the shorter one padded on the left, as generate wants it."""
+    """Return two texts; the shorter one is padded on the left, as generate needs it."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
     return {
         key: value
@@ -174,8 +174,7 @@ def test_exact_settings_generate_the_same_tokens(export: Export, tmp_path: Path,
 @pytest.mark.parametrize("io_binding", [False, True])
 @pytest.mark.parametrize("weights", ["bf16", "int4"])
 def test_attention_beside_layers(export: Export, tmp_path: Path, weights: str, io_binding: bool) -> None:
-    """Of a batch of texts of unequal lengths, logits and tokens are those of the same layers beside attention as it
-    was."""
+    """Logits and tokens of a batch with unequal lengths equal those of the same layers with the original attention."""
     source, options = export("text-generation-with-past"), FAST | {"may_grow": True}
     left = ortolan.Recipe.of(weights=weights).without_pass("fuse_cached_attention")
     for name, one in (("fused", left.with_pass("fuse_cached_attention", precision="f32")), ("left", left)):
@@ -187,7 +186,7 @@ def test_attention_beside_layers(export: Export, tmp_path: Path, weights: str, i
     logits = [model(**inputs).logits[there] for model in models]
     assert distance(*logits) < 0.005
     made = [model.generate(**inputs, max_new_tokens=8, min_new_tokens=8) for model in models]
-    # Layers round their inputs, so that a difference of the last bit may become a step, and tokens differ behind it.
+    # Layers round their inputs, so that a difference of the last bit may grow, and later tokens differ.
     assert torch.equal(made[0][:, :-4], made[1][:, :-4])
 
 
@@ -227,7 +226,7 @@ def test_compressed_caches(export: Export, tmp_path: Path, io_binding: bool) -> 
     inputs = prompts(source)
     found = model.generate(**inputs, max_new_tokens=8, min_new_tokens=8)
     assert found.shape[1] == inputs["input_ids"].shape[1] + 8
-    first = causal_lm(source)(**inputs).logits[:, -1].argmax(-1)  # whose attention reads no cache
+    first = causal_lm(source)(**inputs).logits[:, -1].argmax(-1)  # its attention has no cache
     assert torch.equal(found[:, inputs["input_ids"].shape[1]], first)
 
 
@@ -340,7 +339,7 @@ def stored_4_bits(export: Export, tmp_path: Path) -> Path:
 
 @needs_provider
 def test_the_provider_by_name(stored_4_bits: Path, tmp_path: Path) -> None:
-    """The answers of the optimized folder. Those of the original are near: products of attention are of bf16."""
+    """Return results of the optimized folder, near those of the original, because attention has bf16 products."""
     model_class = onnxruntime_part.ORTModelForFeatureExtraction
     OrtolanOptimizer.from_pretrained(stored_4_bits).optimize(tmp_path / "fast")
     inputs = tokens(stored_4_bits)
@@ -350,17 +349,17 @@ def test_the_provider_by_name(stored_4_bits: Path, tmp_path: Path) -> None:
     options = {"claims_file": str(tmp_path / "claims.jsonl")}
     model = model_class.from_pretrained(stored_4_bits, provider=PROVIDER, provider_options=options)
     assert model.providers == [PROVIDER, "CPUExecutionProvider"]
-    there = inputs["attention_mask"] != 0  # at padding, the optimized model answers 0
+    there = inputs["attention_mask"] != 0  # at padding, the optimized model returns 0
     found = model(**inputs).last_hidden_state[there]
     assert torch.equal(found, optimized.last_hidden_state[there])
     assert distance(found, original.last_hidden_state[there]) < 0.05
     claims = [json.loads(line)["taken"] for line in (tmp_path / "claims.jsonl").read_text().splitlines()]
-    assert claims == [True] * 13  # 6 in each of 2 layers, attention goes with its own; the norm of the embeddings
+    assert claims == [True] * 13  # 6 in each of 2 layers with attention, and the norm of the embeddings
 
 
 @needs_provider
 def test_the_provider_and_optimized_models(export: Export, tmp_path: Path) -> None:
-    """Operators are known by the options, the provider by its name."""
+    """Options register the operators; the provider is found by its name."""
     model_class = onnxruntime_part.ORTModelForFeatureExtraction
     source = export("feature-extraction")
     OrtolanOptimizer.from_pretrained(source).optimize(tmp_path / "fast", NAMED["sparse-bf16"], options=DENSE)
@@ -376,7 +375,7 @@ def test_the_provider_and_optimized_models(export: Export, tmp_path: Path) -> No
 
 @needs_provider
 def test_options_alone_do_not_choose_the_provider(stored_4_bits: Path) -> None:
-    """Optimum names providers, always: docs/optimum.md says so."""
+    """Optimum always names providers, as docs/optimum.md describes."""
     with pytest.warns(UserWarning, match="already been configured with providers"):
         model = onnxruntime_part.ORTModelForFeatureExtraction.from_pretrained(
             stored_4_bits, session_options=ortolan.session_options()

@@ -1,4 +1,4 @@
-"""What optimum-cli imports at each of its calls must not end it, whatever is installed."""
+"""The module that optimum-cli imports at each call must not end it, whatever is installed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_broken_optimum(
     if expected:
         pytest.importorskip("optimum.commands.base", reason="needs optimum")
     else:
-        # As it is, without what its __init__ imports.
+        # The module alone, without the imports of its __init__.
         package = types.ModuleType("optimum.commands")
         spec = importlib.util.find_spec("optimum.commands")
         assert spec is not None
@@ -61,9 +61,9 @@ def test_a_broken_optimum(
 
 
 def test_a_missing_requirement_is_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """A file of Ortolan's own that does not load, as one whose package is missing."""
+    """A module of Ortolan does not load, for example because a package is missing."""
     monkeypatch.setitem(sys.modules, "ortolan.optimum_cli", None)
-    module = importlib.import_module  # not `commands`, which would forget the missing module
+    module = importlib.import_module  # not `commands`, which would hide the missing module
     sys.modules.pop(MODULE, None)
     try:
         assert module(MODULE).REGISTER_COMMANDS == []

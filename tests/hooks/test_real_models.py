@@ -1,4 +1,4 @@
-"""Real models through the hooks, end to end: minutes each, and only where they are in the cache already."""
+"""Real models through the hooks, end to end: minutes each, and only models that are already in the cache."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def test_genai_and_smollm2(tmp_path: Path) -> None:
     needs("smollm2-135m-instruct", "onnxruntime_genai")
     original, exact, built, adopted = RUNS["genai"](tmp_path, 32, 2)
     assert (original.same, exact.same, built.same) == (1, 1, 1)
-    # Both round activations to int8, by different sums: the same but for steps that lie on an edge.
+    # Both round activations to int8 in different sums: they differ only for values on a rounding edge.
     assert adopted.same > 0.2

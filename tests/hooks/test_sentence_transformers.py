@@ -1,4 +1,4 @@
-"""sentence-transformers and fastembed with folders that Ortolan has optimized. Skipped without these packages."""
+"""Sentence Transformers and fastembed with folders that Ortolan has optimized. Skipped without these packages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def kwargs() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
-    """exported: by sentence-transformers. fast: of it, in int8."""
+    """Folders `exported`, by Sentence Transformers, and `fast`, its int8 version."""
     root = tmp_path_factory.mktemp("sentence")
     write_sentence_encoder(root / "model")
     exported = sentence_transformers.SentenceTransformer(str(root / "model"), backend="onnx", model_kwargs=dict(PLAIN))
@@ -53,7 +53,7 @@ def test_sentence_transformers_give_the_bytes_of_embed(folders: Mapping[str, Pat
 
 
 def test_sentence_transformers_without_our_options(folders: Mapping[str, Path]) -> None:
-    """On the operators' bodies."""
+    """Test the portable bodies of the operators."""
     model = sentence_transformers.SentenceTransformer(str(folders["fast"]), backend="onnx", model_kwargs=dict(PLAIN))
     assert (model.encode(TEXTS) * ortolan.embed(TEXTS, folders["fast"])).sum(axis=1).min() > 0.999
 

@@ -66,7 +66,7 @@ def test_export_runs_like_the_model(bert: Path, model: Any, exported: Any) -> No
     assert report.recipe["name"] == "weights=bf16, sparsity=0.5" and any(
         layer.status == "replaced" for layer in report.layers
     )
-    inputs = tokens(bert, [*TEXTS, "a"])  # other sizes than the export's
+    inputs = tokens(bert, [*TEXTS, "a"])  # sizes that differ from the export's
     with torch.no_grad():
         assert distance(exported(**inputs).logits, model(**inputs).logits) < 0.02
 
@@ -94,9 +94,9 @@ def test_a_saved_export(bert: Path, exported: Any, tmp_path: Path) -> None:
 def test_large_weights_go_with_the_program(
     bert: Path, model: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    put_weights_outside(monkeypatch)  # as if these were large
+    put_weights_outside(monkeypatch)  # treat these weights as large
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    # pytest keeps the records of loggers, and one of them keeps the program.
+    # pytest keeps log records, and one of them references the program.
     logging.disable(logging.CRITICAL)
     request.addfinalizer(lambda: logging.disable(logging.NOTSET))
     inputs = tokens(bert, TEXTS)
@@ -185,7 +185,7 @@ def test_exact_settings_generate_the_same_tokens(llama: Any) -> None:
     config = OrtolanConfig(dynamic=True, recipe="long-context", options=options)
     exported = OrtolanExporter().export_for_generation(model, inputs, config, multi_token_decode=True)
     assert "NoMADAttention" in ops(exported.components["decode"].program)
-    # 'prefill' has no cache: it stays as it was exported.
+    # 'prefill' has no cache and is unchanged.
     assert "NoMADAttention" not in ops(exported.components["prefill"].program)
     expected = without_cache(model, inputs, 12)
     for first in ("prefill", "decode"):
@@ -202,7 +202,7 @@ def test_a_recipe_that_finds_nothing_in_any_component_is_refused(llama: Any) -> 
 
 
 def reader(*inputs: tuple[str, str]) -> Any:
-    """A runner as far as empty_cache looks at it: of a session with inputs of these names and types."""
+    """A runner for empty_cache, whose session has inputs of these names and types."""
     specs = [SimpleNamespace(name=name, type=type, shape=["batch", 2, "past", 16]) for name, type in inputs]
     return SimpleNamespace(session=SimpleNamespace(get_inputs=lambda: specs))
 
@@ -244,7 +244,7 @@ def test_compressed_caches(llama: Any, tmp_path: Path) -> None:
     assert types == {"tensor(uint8)"}
     first = inputs["input_ids"].shape[1]
     found, expected = generate(exported, inputs, 12, "decode"), without_cache(model, inputs, 12)
-    assert (found[:, : first + 1] == expected[:, : first + 1]).all()  # the prompt's attention reads no cache
+    assert (found[:, : first + 1] == expected[:, : first + 1]).all()  # the prompt's attention has no cache
     exported.save_pretrained(tmp_path / "saved")
     loaded = exporters.ExportedModel.from_pretrained(tmp_path / "saved")
     assert (generate(loaded, inputs, 12, "decode") == found).all()
@@ -262,4 +262,4 @@ def test_generation(llama: Any) -> None:
     expected, found = (generate(made[name], inputs, 12) for name in ("onnx", "ortolan"))
     first = inputs["input_ids"].shape[1]
     assert expected.shape == found.shape == (1, first + 12)
-    assert (expected[:, : first + 3] == found[:, : first + 3]).all()  # bf16 weights: the same until a near tie
+    assert (expected[:, : first + 3] == found[:, : first + 3]).all()  # bf16 weights: the tokens agree until a near tie

@@ -1,4 +1,4 @@
-"""Forms that many tests make, by short names."""
+"""Target formats of many tests, by short names."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ NAMED = {
 
 
 def named(recipe: str | Recipe) -> str | Recipe:
-    """What a short name stands for; others, and recipes, are as they are."""
+    """Return the recipe of a short name; recipes and other names are returned unchanged."""
     return NAMED.get(recipe, recipe) if isinstance(recipe, str) else recipe

@@ -1,4 +1,4 @@
-"""Forms of whole encoders: all linear layers, attentions and what follows them are replaced."""
+"""Whole encoders: all linear layers, attentions and following operations are replaced."""
 
 from __future__ import annotations
 
@@ -87,17 +87,17 @@ def test_dense_forms_leave_nothing_of_a_layer(name: str, form: str) -> None:
     left = Counter(op_types(report.model))
     assert left["PackedNoMADAttention"] == 2
     assert left[op] == 2 * 4  # query, key and value; the attention's output; the MLP
-    # Of the embeddings: Ortolan's with whole numbers.
+    # The norm of the embeddings: with integer formats it is Ortolan's operator.
     assert (left["LayerNormalization"], left["AddLayerNorm"]) == ((1, 0) if form == "bf16" else (0, 1))
     assert not {"MatMul", "Softmax", "Erf", "Reshape", "Gelu"} & set(left)
-    # Where a CPU has products of bf16, attention takes them; its function never does.
+    # Attention has bf16 products on CPUs that have them; its portable function never does.
     exact = dense(form, model, **{"fuse_attention.precision": "f32"})
     for batch, rows in ((1, 1), (1, 13), (3, 33)):
         given = feeds(model, batch, rows)
         shown = given["attention_mask"] == 1
         (expected,) = run(model, given)
         assert relative_error(expected[shown], run(report.model, given, library=True)[0][shown]) < tolerance
-        # What kernels round otherwise than the functions may be rounded to another number once more.
+        # A value that kernels and functions round differently may be rounded differently again.
         answers = [run(exact.model, given, library)[0][shown] for library in (True, False)]
         assert relative_error(answers[0], answers[1]) < tolerance / 5
 
@@ -105,7 +105,7 @@ def test_dense_forms_leave_nothing_of_a_layer(name: str, form: str) -> None:
 @pytest.mark.parametrize("form", ["int8", "int4", "4x1"])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_answers_depend_on_no_other_sentence_and_no_padding(form: str, threads: int) -> None:
-    """Of whole numbers. (A single row of bf16 is added up in another order.)"""
+    """Integer formats only, because single bf16 rows accumulate in another order."""
     model: onnx.ModelProto = ir.to_proto(tiny.tiny_bert(**SIZES))
     if form == "4x1":
         options = {"sparsity": 0.0, "may_grow": True}

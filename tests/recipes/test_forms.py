@@ -1,4 +1,4 @@
-"""Forms: the passes that they become, what is refused, and presets."""
+"""Target formats: their passes, operators and errors; presets."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ ENCODER_FEEDS = {
     ],
 )
 def test_operator_and_storage_of_a_form(choices: dict, op: str, stored: set[str]) -> None:
-    """All layers but the ignored ones become one operator, whose constants have the format's types."""
+    """All layers except ignored ones become one operator, whose constants have the types of the format."""
     encoder = op == "VNNISpMM"
     model, feeds = (tiny.tiny_bert(), ENCODER_FEEDS) if encoder else (tiny.tiny_llama(), DECODER_FEEDS)
     report = ortolan.optimize_onnx(ir.to_proto(model), calibration=[feeds] * 4, options=QUICK, **choices)

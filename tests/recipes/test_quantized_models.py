@@ -1,4 +1,4 @@
-"""The recipes sparse-int8 and sparse-int4 on whole models, against the rounded models they were made from."""
+"""Sparse int8 and int4 on whole models, compared with the pruned and rounded models."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from .forms import NAMED
 FLOAT = TensorProto.FLOAT
 RECIPES = ["sparse-int8", "sparse-int4"]
 NO_LAYERS = ("NoMADAttention", "AddLayerNorm")  # operators without packed weights
-# What int8 activations and bf16 layers round, over all layers of these models; lost biases or scales cost 0.2 and more.
+# The rounding of int8 activations and bf16 layers; lost biases or scales would cost 0.2 and more.
 ROUNDING = 0.04
-# Sums in another order, and what they tip from one step of an activation to the next.
+# Another order of sums, and activations that it rounds differently.
 PORTABLE = 0.02
 
 
@@ -51,7 +51,7 @@ def rounded(model: onnx.ModelProto, recipe: str, options: Mapping[str, Any]) -> 
 
 
 def nodes_of(model: onnx.ModelProto) -> list[onnx.NodeProto]:
-    """Those of our operator, of branches too."""
+    """Return the nodes of the operator, also in branches."""
     graphs = [model.graph]
     for graph in graphs:
         graphs += [attribute.g for node in graph.node for attribute in node.attribute if attribute.HasField("g")]
@@ -74,7 +74,7 @@ def kinds(model: onnx.ModelProto) -> list[int]:
 def check(
     model: onnx.ModelProto, report: OptimizationReport, recipe: str, feeds: Mapping[str, np.ndarray], **options: Any
 ) -> list[np.ndarray]:
-    """With the library ≈ without it ≈ the rounded model; the model is a valid one. Returns the answers."""
+    """Check that results with and without the library are near the rounded model's; return them."""
     onnx.checker.check_model(report.model, full_check=True)
     kernels = run(report.model, feeds, library=True)
     alone = run(report.model, feeds)
@@ -128,7 +128,7 @@ def test_mlp(recipe: str, sparsity: float) -> None:
     assert {layer.weight_bits for layer in report.layers} == {8 if recipe == "sparse-int8" else 4}
     assert kinds(report.model) == [layer.weight_bits for layer in report.layers]
     assert op_types(report.model) == ["SparseAMXMatMul"] * 3
-    # Dense storage where nothing is pruned, though a few weights are rounded to zero.
+    # Dense storage without pruning, although a few weights are rounded to zero.
     dense = [tensor_of(report.model, node, "masks").size == 0 for node in nodes_of(report.model)]
     assert dense == [sparsity == 0.0] * 3
 
@@ -198,7 +198,7 @@ def test_layers_in_branches(recipe: str, inner: bool) -> None:
 
 
 def branches_that_differ() -> onnx.ModelProto:
-    """One branch ends with an activation and a residual, the other with neither; each has its own kind of weight."""
+    """One branch ends with an activation and a residual, the other one does not; their weights differ in type."""
 
     def branch(name: str, tail: list[onnx.NodeProto], output: str) -> onnx.GraphProto:
         weight = numpy_helper.from_array(random_weight(20, 20, seed=len(name)), f"{name}.W")
@@ -289,8 +289,10 @@ def test_models_with_external_data(recipe: str, tmp_path: Any, monkeypatch: pyte
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_dry_run_tells_the_same(recipe: str, sparsity: float) -> None:
-    """Sizes are what comes of it at most: rounding makes zeros that nobody knows of before. The two streams of int4
-    weights are as long as the longer one, and masks may be chosen for speed, which costs some per cent."""
+    """Sizes have upper bounds, because rounding creates more zeros.
+
+    The two streams of int4 weights have the length of the longer one, and masks chosen for speed cost some percent.
+    """
     model = ir.to_proto(tiny.tiny_llama())
     options = {"sparsity": sparsity}
     dry, real = optimize(model, recipe, options=options, dry_run=True), optimize(model, recipe, options=options)
@@ -298,7 +300,7 @@ def test_a_dry_run_tells_the_same(recipe: str, sparsity: float) -> None:
         assert (told.name, told.fused, told.weight_bits) == (done.name, done.fused, done.weight_bits)
         if done.status == "replaced":
             assert (told.status, told.new_op) == ("would replace", done.new_op)
-            if done.new_op != "NoMADAttention":  # which stores no weight
+            if done.new_op != "NoMADAttention":  # stores no weight
                 assert told.bytes_after * (1.0 if recipe == "sparse-int8" else 1.05) >= done.bytes_after > 0
         else:
             assert (told.status, told.reason) == (done.status, done.reason)

@@ -1,4 +1,4 @@
-"""Recipes: what they accept, what they refuse, and how."""
+"""Recipes: allowed values, errors and TOML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training of tiny encoders: it learns, it stops and goes on, and what it writes is what the passes expect."""
+"""Training of tiny encoders: learning, stopping, continuing, and models that the passes accept."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEPS = 24
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """So that sums are taken in one order."""
+    """Use one thread, so that sums have one order."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -85,7 +85,7 @@ def test_layers_are_sparse_in_blocks_and_the_rest_of_the_graph_stays(bert):
 
 
 def test_it_learns(bert):
-    """From what pruning alone leaves; both have the same number of pruning steps."""
+    """Training recovers from pruning; both runs have the same pruning steps."""
     little = run(bert, "little.onnx", steps=12, rate=1e-9, batch_tokens=256).curve[-1].loss
     much = run(bert, "much.onnx", steps=240, rate=3e-3, batch_tokens=256).curve[-1].loss
     assert much < 0.7 * little
@@ -201,6 +201,6 @@ def test_decoders_are_refused(tmp_path):
 def test_relative_error():
     taught = torch.tensor([[1.0, 2.0], [3.0, 6.0]])
     assert float(relative_error(taught, taught)) == 0
-    # Around the mean (2, 4) the rows differ by 10 in all; this is off by 1 in one number.
+    # The squared distances to the mean (2, 4) sum to 10; one value is off by 1.
     assert float(relative_error(taught + torch.tensor([[1.0, 0], [0, 0]]), taught)) == pytest.approx(0.1)
     assert float(relative_error(taught.mean(0).expand(2, 2), taught)) == pytest.approx(1)

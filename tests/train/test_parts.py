@@ -1,4 +1,4 @@
-"""What of training needs no torch: schedules, batches, what is pruned, and weights back into the model."""
+"""The parts of training without torch: schedules, batches, pruned weights, and writing weights back."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_sparsity_rises_to_the_target_and_then_stays(steps):
     assert shares == sorted(shares) and shares[-1] == pytest.approx(0.8)
     assert max(found) <= PRUNED_BY * steps and min(found) == 0
     if steps >= 60:
-        assert len(found) == EVENTS and (np.diff(shares, n=2) <= 1e-12).all()  # ever less
+        assert len(found) == EVENTS and (np.diff(shares, n=2) <= 1e-12).all()  # decreasing
 
 
 def test_learning_rate_warms_up_and_falls_to_zero():
@@ -114,7 +114,7 @@ def test_layers_of_an_encoder():
     assert len(pruned_weights(model, ("*query*",), (HEADS,), "m")) == 2
     names = trained_names(model, weights)
     assert len(set(names)) == len(names) == 12 + 12 + 2 * 5  # weights, biases, and norms
-    # What attention and feed-forward read, and the residual around them.
+    # The inputs of attention and feed-forward, which a residual also reads.
     assert [value.producer().op_type for value in hidden_states(weights)] == ["LayerNormalization"] * 4
     with pytest.raises(ModelError, match="holds no linear layer with a float32 weight"):
         pruned_weights(model, ("*nothing*",), (HEADS,), "m")
