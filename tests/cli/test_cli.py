@@ -455,45 +455,16 @@ def test_bench_finds_the_benchmark(invoke, fake_benchmark, name):
 
 
 def test_bench_passes_its_options_on(invoke, fake_benchmark):
-    arguments = [
-        "--threads",
-        "1",
-        "--threads",
-        "4",
-        "--quick",
-        "--shape",
-        "1x64x32",
-        "--shape",
-        "16x8x8",
-        "--sparsity",
-        "0.5",
-        "--sparsity",
-        "0.7",
-    ]
+    arguments = ("--threads", "1", "--threads", "4", "--quick", "--shape", "1x64x32", "--shape", "16x8x8",
+                 "--sparsity", "0.5", "--sparsity", "0.7")  # fmt: skip
     result = invoke("bench", "sparse_amx_matmul", "--json", *arguments)
     assert json.loads(result.stdout) == {"rows": []}
     assert fake_benchmark == [BenchOptions((1, 4), True, ((1, 64, 32), (16, 8, 8)), (0.5, 0.7))]
 
 
 def test_bench_takes_layers_by_name(invoke, fake_benchmark):
-    arguments = [
-        "--shape",
-        "q",
-        "--shape",
-        "up",
-        "--shape",
-        "DOWN",
-        "--batch",
-        "1",
-        "--batch",
-        "16",
-        "--kind",
-        "int8",
-        "--kind",
-        "INT4",
-        "--group-size",
-        "64",
-    ]
+    arguments = ("--shape", "q", "--shape", "up", "--shape", "DOWN", "--batch", "1", "--batch", "16",
+                 "--kind", "int8", "--kind", "INT4", "--group-size", "64")  # fmt: skip
     assert invoke("bench", "sparse_amx_matmul", *arguments).exit_code == 0
     layers = ("q", "up", "down")
     assert fake_benchmark == [BenchOptions(layers=layers, batch=(1, 16), kinds=("int8", "int4"), group_size=64)]

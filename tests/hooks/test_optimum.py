@@ -24,7 +24,7 @@ transformers = pytest.importorskip("transformers")
 
 from ortolan.benchmarks.matmul_nbits import make_matmul_nbits  # noqa: E402
 from ortolan.generate import Decoder  # noqa: E402
-from ortolan.optimum import OrtolanOptimizer, session_options  # noqa: E402
+from ortolan.optimum import OrtolanOptimizer  # noqa: E402
 from ortolan.provider import PROVIDER  # noqa: E402
 
 from ..external_weights import put_weights_outside  # noqa: E402
@@ -86,10 +86,12 @@ def distance(found: Any, expected: Any) -> float:
 def test_features(export: Export, tmp_path: Path) -> None:
     model_class = onnxruntime_part.ORTModelForFeatureExtraction
     source = export("feature-extraction")
-    report = OrtolanOptimizer.from_pretrained(source).optimize(tmp_path / "fast", NAMED["sparse-bf16"], options=DENSE)
+    report = OrtolanOptimizer.from_pretrained(source).optimize(
+        tmp_path / "fast", recipe=NAMED["sparse-bf16"], options=DENSE
+    )
     assert report.output == str(tmp_path / "fast") and "SparseAMXMatMul" in ops(tmp_path / "fast")
     assert {path.name for path in source.iterdir()} <= {path.name for path in (tmp_path / "fast").iterdir()}
-    fast = model_class.from_pretrained(tmp_path / "fast", session_options=session_options())
+    fast = model_class.from_pretrained(tmp_path / "fast", session_options=ortolan.register())
     inputs = tokens(tmp_path / "fast")
     there = inputs["attention_mask"] != 0  # at padding, the optimized model returns 0
     expected = model_class.from_pretrained(source)(**inputs).last_hidden_state
@@ -103,7 +105,7 @@ def test_features(export: Export, tmp_path: Path) -> None:
 def test_classification_pipeline(export: Export, tmp_path: Path) -> None:
     model_class = onnxruntime_part.ORTModelForSequenceClassification
     source = export("text-classification")
-    OrtolanOptimizer.from_pretrained(source).optimize(tmp_path / "fast", NAMED["sparse-bf16"], options=DENSE)
+    OrtolanOptimizer.from_pretrained(source).optimize(tmp_path / "fast", recipe=NAMED["sparse-bf16"], options=DENSE)
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
 
     def answers(model: Any) -> list[list[dict[str, Any]]]:
@@ -111,7 +113,7 @@ def test_classification_pipeline(export: Export, tmp_path: Path) -> None:
         return [sorted(scores, key=lambda score: str(score["label"])) for scores in classify(TEXTS)]
 
     expected = answers(model_class.from_pretrained(source))
-    found = answers(model_class.from_pretrained(tmp_path / "fast", session_options=session_options()))
+    found = answers(model_class.from_pretrained(tmp_path / "fast", session_options=ortolan.register()))
     for before, after in zip(expected, found, strict=True):
         assert [score["label"] for score in after] == [score["label"] for score in before]
         assert [score["score"] for score in after] == pytest.approx([score["score"] for score in before], abs=0.02)
@@ -133,18 +135,20 @@ def test_save_pretrained(
     model_class = getattr(onnxruntime_part, name)
     if not embedded:
         put_weights_outside(monkeypatch)
-    OrtolanOptimizer.from_pretrained(export(task)).optimize(tmp_path / "fast", NAMED["sparse-bf16"], options=DENSE)
+    OrtolanOptimizer.from_pretrained(export(task)).optimize(
+        tmp_path / "fast", recipe=NAMED["sparse-bf16"], options=DENSE
+    )
     assert (tmp_path / "fast" / "model.onnx.data").exists() is not embedded
-    fast = model_class.from_pretrained(tmp_path / "fast", session_options=session_options())
+    fast = model_class.from_pretrained(tmp_path / "fast", session_options=ortolan.register())
     fast.save_pretrained(tmp_path / "saved")
-    saved = model_class.from_pretrained(tmp_path / "saved", session_options=session_options())
+    saved = model_class.from_pretrained(tmp_path / "saved", session_options=ortolan.register())
     inputs = prompts(tmp_path / "fast") if "generation" in task else tokens(tmp_path / "fast")
     assert torch.equal(next(iter(saved(**inputs).values())), next(iter(fast(**inputs).values())))
     assert "SparseAMXMatMul" in ops(tmp_path / "saved")
 
 
 def causal_lm(folder: Path, **options: Any) -> Any:
-    return onnxruntime_part.ORTModelForCausalLM.from_pretrained(folder, session_options=session_options(), **options)
+    return onnxruntime_part.ORTModelForCausalLM.from_pretrained(folder, session_options=ortolan.register(), **options)
 
 
 def prompts(folder: Path) -> dict[str, Any]:
@@ -160,7 +164,7 @@ def prompts(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("io_binding", [False, True])
 def test_exact_settings_generate_the_same_tokens(export: Export, tmp_path: Path, io_binding: bool) -> None:
     source = export("text-generation-with-past")
-    OrtolanOptimizer.from_pretrained(source).optimize(tmp_path / "fast", "long-context", options=EXACT)
+    OrtolanOptimizer.from_pretrained(source).optimize(tmp_path / "fast", recipe="long-context", options=EXACT)
     assert "NoMADAttention" in ops(tmp_path / "fast")
     inputs = prompts(source)
     expected, found = (
@@ -178,7 +182,7 @@ def test_attention_beside_layers(export: Export, tmp_path: Path, weights: str, i
     source, options = export("text-generation-with-past"), FAST | {"may_grow": True}
     left = ortolan.Recipe.of(weights=weights).without_pass("fuse_cached_attention")
     for name, one in (("fused", left.with_pass("fuse_cached_attention", precision="f32")), ("left", left)):
-        OrtolanOptimizer.from_pretrained(source).optimize(tmp_path / name, one, options=options)
+        OrtolanOptimizer.from_pretrained(source).optimize(tmp_path / name, recipe=one, options=options)
     assert "NoMADAttention" in ops(tmp_path / "fused") and "NoMADAttention" not in ops(tmp_path / "left")
     inputs = prompts(source)
     there = inputs["attention_mask"] != 0
@@ -192,7 +196,7 @@ def test_attention_beside_layers(export: Export, tmp_path: Path, weights: str, i
 
 def test_beams_and_the_pipeline(export: Export, tmp_path: Path) -> None:
     source = export("text-generation-with-past")
-    OrtolanOptimizer.from_pretrained(source).optimize(tmp_path / "fast", "long-context", options=EXACT)
+    OrtolanOptimizer.from_pretrained(source).optimize(tmp_path / "fast", recipe="long-context", options=EXACT)
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     texts = []
     for folder in (source, tmp_path / "fast"):
@@ -204,7 +208,7 @@ def test_beams_and_the_pipeline(export: Export, tmp_path: Path) -> None:
 def test_fewer_bits_stay_near(export: Export, tmp_path: Path) -> None:
     source = export("text-generation-with-past")
     OrtolanOptimizer.from_pretrained(source).optimize(
-        tmp_path / "fast", NAMED["int4"], options=FAST | {"may_grow": True, "group_size": 32}
+        tmp_path / "fast", recipe=NAMED["int4"], options=FAST | {"may_grow": True, "group_size": 32}
     )
     assert "W4A8MatMul" in ops(tmp_path / "fast")
     inputs = prompts(source)
@@ -218,7 +222,7 @@ def test_compressed_caches(export: Export, tmp_path: Path, io_binding: bool) -> 
     source = export("text-generation-with-past")
     calibration = [{"input_ids": np.random.default_rng(0).integers(4, 24, (1, 200))}]
     OrtolanOptimizer.from_pretrained(source).optimize(
-        tmp_path / "fast", "long-context", options=FAST, calibration=calibration
+        tmp_path / "fast", recipe="long-context", options=FAST, calibration=calibration
     )
     model = causal_lm(tmp_path / "fast", use_io_binding=io_binding)
     model.embed_size_per_head = model.input_shapes["past_key_values.0.key"][3]
@@ -252,7 +256,7 @@ def test_command_optimize(export: Export, tmp_path: Path, task: str) -> None:
         for model in (
             getattr(
                 onnxruntime_part, "ORTModelForCausalLM" if "generation" in task else "ORTModelForFeatureExtraction"
-            ).from_pretrained(folder, session_options=session_options())
+            ).from_pretrained(folder, session_options=ortolan.register())
             for folder in (tmp_path / "fast", source)
         )
     )
@@ -300,7 +304,7 @@ def test_what_is_no_model_folder(tmp_path: Path) -> None:
 
 
 def test_session_options_may_be_registered_again() -> None:
-    options = session_options()
+    options = ortolan.register()
     ortolan.register(options)
 
 
@@ -309,7 +313,7 @@ def test_imported_gguf(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
     gguf_file.write(tmp_path / "model.gguf", table="Q8_0")
     ortolan.import_gguf(tmp_path / "model.gguf", tmp_path / "folder")
     model = onnxruntime_part.ORTModelForCausalLM.from_pretrained(
-        tmp_path / "folder", session_options=session_options(), use_io_binding=False
+        tmp_path / "folder", session_options=ortolan.register(), use_io_binding=False
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
     warned = capfd.readouterr().err
@@ -343,7 +347,7 @@ def test_the_provider_by_name(stored_4_bits: Path, tmp_path: Path) -> None:
     model_class = onnxruntime_part.ORTModelForFeatureExtraction
     OrtolanOptimizer.from_pretrained(stored_4_bits).optimize(tmp_path / "fast")
     inputs = tokens(stored_4_bits)
-    optimized = model_class.from_pretrained(tmp_path / "fast", session_options=session_options())(**inputs)
+    optimized = model_class.from_pretrained(tmp_path / "fast", session_options=ortolan.register())(**inputs)
     original = model_class.from_pretrained(stored_4_bits)(**inputs)
     ortolan.register_provider()
     options = {"claims_file": str(tmp_path / "claims.jsonl")}
@@ -362,11 +366,11 @@ def test_the_provider_and_optimized_models(export: Export, tmp_path: Path) -> No
     """Options register the operators; the provider is found by its name."""
     model_class = onnxruntime_part.ORTModelForFeatureExtraction
     source = export("feature-extraction")
-    OrtolanOptimizer.from_pretrained(source).optimize(tmp_path / "fast", NAMED["sparse-bf16"], options=DENSE)
+    OrtolanOptimizer.from_pretrained(source).optimize(tmp_path / "fast", recipe=NAMED["sparse-bf16"], options=DENSE)
     ortolan.register_provider()
     inputs = tokens(source)
     found, expected = (
-        model_class.from_pretrained(tmp_path / "fast", session_options=session_options(), **named)
+        model_class.from_pretrained(tmp_path / "fast", session_options=ortolan.register(), **named)
         for named in ({"provider": PROVIDER}, {})
     )
     assert found.providers == [PROVIDER, "CPUExecutionProvider"]

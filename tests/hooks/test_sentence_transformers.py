@@ -16,7 +16,6 @@ from .folders import TEXTS, write_bert, write_sentence_encoder
 sentence_transformers = pytest.importorskip("sentence_transformers")
 pytest.importorskip("optimum.onnxruntime", reason="needs optimum-onnx[onnxruntime]")
 
-from ortolan.optimum import session_options  # noqa: E402
 
 from ..provider.sessions import needs_provider  # noqa: E402
 
@@ -29,7 +28,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kwargs() -> dict[str, Any]:
-    return {"session_options": session_options(), **PLAIN}
+    return {"session_options": ortolan.register(), **PLAIN}
 
 
 @pytest.fixture(scope="module")

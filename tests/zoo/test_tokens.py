@@ -15,9 +15,10 @@ torch = pytest.importorskip("torch")
 
 from optimum.onnxruntime import ORTModelForCausalLM, ORTModelForSeq2SeqLM, ORTModelForSpeechSeq2Seq  # noqa: E402
 
+import ortolan  # noqa: E402
 from ortolan.graph_passes.operators.nomad_attention_function import ATTENTIONS  # noqa: E402
 from ortolan.models import zoo  # noqa: E402
-from ortolan.optimum import OrtolanOptimizer, session_options  # noqa: E402
+from ortolan.optimum import OrtolanOptimizer  # noqa: E402
 
 OPTIONS = {"verify.seconds": 0.0}
 DECODERS = ["gpt2", "gptj", "gpt_neo", "gpt_neox", "opt", "bloom", "mpt", "falcon", "phi", "phi3", "gemma", "gemma2"]
@@ -69,7 +70,7 @@ def test_decoders(name: str, tmp_path: Path) -> None:
     kinds = operators(fast / "model.onnx")
     assert kinds.count("NoMADAttention") == layers
     assert kinds.count("Softmax") == operators(source / "model.onnx").count("Softmax") - layers
-    found = ORTModelForCausalLM.from_pretrained(fast, session_options=session_options())
+    found = ORTModelForCausalLM.from_pretrained(fast, session_options=ortolan.register())
     expected = ORTModelForCausalLM.from_pretrained(source)
     inputs = text()
     assert torch.equal(found.generate(**inputs, **FORCED), expected.generate(**inputs, **FORCED))
@@ -89,7 +90,7 @@ def check_pair(name: str, folder: Path, model_class: Any, inputs: dict[str, Any]
         assert attentions == count * zoo.SMALL.layers and "Softmax" not in kinds, file
     for merged in (True, False):
         expected = generated(model_class, source, inputs, use_merged=merged)
-        found = generated(model_class, fast, inputs, use_merged=merged, session_options=session_options())
+        found = generated(model_class, fast, inputs, use_merged=merged, session_options=ortolan.register())
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), merged
 
 
