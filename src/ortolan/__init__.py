@@ -25,19 +25,20 @@ from .errors import (
 
 if TYPE_CHECKING:
     from ortolan.graph_passes.recipe import Recipe
-    from ortolan.graph_passes.report.optimization import OptimizationReport
+    from ortolan.graph_passes.report.figures import Timing
+    from ortolan.graph_passes.report.optimization import CacheReport, LayerReport, OptimizationReport, OutputDeviation
     from ortolan.graph_passes.text.text_plan import TextInput
     from ortolan.library import get_library_path
     from ortolan.provider import register_provider, session_options
     from ortolan.session import cpu_info, create_session, register
 
-    from .embedding import embed, embed_stream, rerank
+    from .embedding import RankedText, embed, embed_stream, rerank
     from .importer import import_gguf
-    from .inspection import inspect_onnx
+    from .inspection import Inspection, inspect_onnx
     from .last_logits import keep_last_logits
     from .optimize import optimize_onnx, search
     from .optimize_options import OptimizeOptions
-    from .provider_inspection import inspect_provider
+    from .provider_inspection import ProviderInspection, ProviderNode, inspect_provider
     from .text_encoder import TextEncoder
 
     __version__: str
@@ -45,19 +46,27 @@ if TYPE_CHECKING:
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
+    "CacheReport",
     "CalibrationError",
+    "Inspection",
+    "LayerReport",
     "LibraryError",
     "ModelError",
     "NothingToReplaceError",
     "OptimizationReport",
     "OptimizeOptions",
     "OrtolanError",
+    "OutputDeviation",
     "OutputError",
+    "ProviderInspection",
+    "ProviderNode",
+    "RankedText",
     "Recipe",
     "RecipeError",
     "SessionError",
     "TextEncoder",
     "TextInput",
+    "Timing",
     "VerificationError",
     "__version__",
     "cpu_info",
@@ -79,11 +88,19 @@ __all__ = [
 
 # Imported on first use, because onnx takes a second to load.
 _LAZY = {
+    "CacheReport": "ortolan.graph_passes.report.optimization",
+    "Inspection": "ortolan.inspection",
+    "LayerReport": "ortolan.graph_passes.report.optimization",
     "OptimizationReport": "ortolan.graph_passes.report.optimization",
     "OptimizeOptions": "ortolan.optimize_options",
+    "OutputDeviation": "ortolan.graph_passes.report.optimization",
+    "ProviderInspection": "ortolan.provider_inspection",
+    "ProviderNode": "ortolan.provider_inspection",
+    "RankedText": "ortolan.embedding",
     "Recipe": "ortolan.graph_passes.recipe",
     "TextEncoder": "ortolan.text_encoder",
     "TextInput": "ortolan.graph_passes.text.text_plan",
+    "Timing": "ortolan.graph_passes.report.figures",
     "cpu_info": "ortolan.session",
     "create_session": "ortolan.session",
     "embed": "ortolan.embedding",

@@ -222,7 +222,7 @@ class OptimizeOptions:
             "Input data",
             Path,
             "A .txt file with one text a line, or an .npz file with arrays named like the model's inputs: to verify "
-            "the result, and for methods that fit weights to inputs. Default: random inputs, where these suffice.",
+            "the result, and for methods that fit weights to inputs. Default: made-up inputs, where these suffice.",
             metavar="FILE",
             python="Also a list of texts, a dict of arrays, or an iterable of such dicts. Beside input_ids, an empty "
             "cache, a full attention_mask, position_ids and token_type_ids of 0 may be left out. For an encoder with "

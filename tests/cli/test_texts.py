@@ -116,7 +116,7 @@ def test_errors_before_work(invoke, encoder, reranker, texts_path, tmp_path, ass
     monkeypatch.setattr("ortolan.text_encoder.TextEncoder.run", refuse)
     out = ("-o", tmp_path / "vectors.npy")
     assert_one_line(invoke("embed", encoder, texts_path, "-o", tmp_path / "vectors.bin"), "must end in .npy")
-    assert_one_line(invoke("embed", encoder, texts_path, "-o", tmp_path / "no" / "a.npy"), "folder does not exist")
+    assert_one_line(invoke("embed", encoder, texts_path, "-o", tmp_path / "no" / "a.npy"), "does not exist; create it first")
     (tmp_path / "folder.npy").mkdir()
     assert_one_line(invoke("embed", encoder, texts_path, "-o", tmp_path / "folder.npy"), "it is a folder")
     assert_one_line(invoke("embed", encoder, tmp_path / "no.txt", *out), "no.txt", "does not exist")
