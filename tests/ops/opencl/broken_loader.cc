@@ -1,7 +1,8 @@
 // A replacement of libOpenCL.so.1 that fails in a chosen function and forwards all other calls to the real loader.
 //
 //     REAL_OPENCL     the path of the real loader
-//     BROKEN_OPENCL   function:status:calls, the failing function, its status, and the number of calls that succeed first
+//     BROKEN_OPENCL   function:status:calls, the failing function, its status, and the number of calls that succeed
+//     first
 //
 // live_objects() counts what was made and is not released.
 #include <dlfcn.h>
