@@ -284,9 +284,9 @@ def test_command_export(checkpoints: dict[str, Path], tmp_path: Path, task: str)
     ("arguments", "message"),
     [
         (["--recipe", "nonsense"], "ortolan: unknown recipe 'nonsense'; the recipes are"),
-        (["--cache", "codes", "--set", "window=8"], "need inputs that Optimum does not carry"),
-        (["--weights", "int3"], "ortolan: weights is 'int3', expected one of"),
-        (["--method", "gptq", "--method", "wanda", "--weights", "int8"], "'wanda', which prunes, but sparsity is not"),
+        (["--cache", "codes", "--set", "window=8"], "need inputs that Optimum does not pass on"),
+        (["--pattern", "4:2", "--sparsity", "0.5"], "ortolan: pattern is '4:2', expected"),
+        (["--method", "gptq", "--method", "wanda", "--weights", "int8"], "'wanda', which prunes, but sparsity is missing"),
         (["--set", "nonsense"], "setting 'nonsense' is not of the form name=value"),
     ],
 )
@@ -298,9 +298,17 @@ def test_errors_of_commands_are_one_message(export: Export, tmp_path: Path, argu
 
 
 def test_what_is_no_model_folder(tmp_path: Path) -> None:
-    for model, message in ((tmp_path / "none", "is no folder, expected one as Optimum writes it"), (3, "is a int")):
-        with pytest.raises(ortolan.ModelError, match=message):
-            OrtolanOptimizer.from_pretrained(model)
+    with pytest.raises(ortolan.ModelError, match="is not a folder; export the model first"):
+        OrtolanOptimizer.from_pretrained(tmp_path / "none")
+    with pytest.raises(ortolan.ArgumentTypeError, match="model is an int, expected a folder or an ORTModel"):
+        OrtolanOptimizer.from_pretrained(3)
+
+
+def test_choices_are_listed_by_the_help(export: Export, tmp_path: Path) -> None:
+    source = export("text-generation-with-past")
+    assert "--weights {bf16,int8,int4}" in cli("ortolan", "optimize", "--help").stdout
+    wrong = cli("ortolan", "optimize", "--onnx_model", source, "-o", tmp_path / "fast", "--weights", "int3")
+    assert wrong.returncode == 2 and "invalid choice: 'int3'" in wrong.stderr
 
 
 def test_session_options_may_be_registered_again() -> None:

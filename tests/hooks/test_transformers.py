@@ -190,7 +190,7 @@ def test_exact_settings_generate_the_same_tokens(llama: Any) -> None:
     expected = without_cache(model, inputs, 12)
     for first in ("prefill", "decode"):
         assert (generate(exported, inputs, 12, first) == expected).all()
-    with pytest.raises(ortolan.ModelError, match="reads no caches of known shapes: its inputs are input_ids"):
+    with pytest.raises(ortolan.ModelError, match="component has no cache inputs of known shape, only input_ids"):
         empty_cache(exported.runners["prefill"])
 
 
@@ -236,7 +236,7 @@ def test_compressed_caches(llama: Any, tmp_path: Path) -> None:
     model, inputs = llama
     calibration = [{"input_ids": np.random.default_rng(seed).integers(4, 24, (1, 200))} for seed in range(8)]
     config = OrtolanConfig(dynamic=True, recipe="long-context", options=FAST, calibration=calibration)
-    with pytest.raises(ortolan.RecipeError, match="component 'prefill' reads none, and gives floats to 'decode'"):
+    with pytest.raises(ortolan.RecipeError, match="component 'prefill' gives float caches to 'decode'"):
         OrtolanExporter().export_for_generation(model, inputs, config)
     configs = {"prefill": OrtolanConfig(dynamic=True, recipe=NAMED["sparse-bf16"], options=DENSE), "decode": config}
     exported = OrtolanExporter().export_for_generation(model, inputs, configs, multi_token_decode=True)

@@ -86,14 +86,14 @@ def test_a_batch_follows_from_its_number():
 def test_texts_are_cut_and_repeated_or_short_ones_left_out():
     found = token_ids(["abc", "abcde", "abcde", "f" * 21], Letters(), tiny.tiny_bert(), 8)
     assert [len(row) for row in found] == [5, 8, 8, 5]
-    with pytest.raises(CalibrationError, match="no text has 4 tokens or more"):
+    with pytest.raises(CalibrationError, match="texts have fewer than 4 tokens each"):
         token_ids(["abc"], Letters(), tiny.tiny_bert(), 8)
 
 
 def test_only_encoders_are_taken():
-    with pytest.raises(ModelError, match="training takes encoders"):
+    with pytest.raises(ModelError, match="expected those of an encoder"):
         token_ids(["abcde"], Letters(), tiny.tiny_llama(), 8)
-    with pytest.raises(ModelError, match="training takes encoders"):
+    with pytest.raises(ModelError, match="expected those of an encoder"):
         token_ids(["abcde"], Letters(), tiny.mlp(), 8)
 
 
@@ -116,7 +116,7 @@ def test_layers_of_an_encoder():
     assert len(set(names)) == len(names) == 12 + 12 + 2 * 5  # weights, biases, and norms
     # The inputs of attention and feed-forward, which a residual also reads.
     assert [value.producer().op_type for value in hidden_states(weights)] == ["LayerNormalization"] * 4
-    with pytest.raises(ModelError, match="holds no linear layer with a float32 weight"):
+    with pytest.raises(ModelError, match="has no linear layer with a float32 weight"):
         pruned_weights(model, ("*nothing*",), (HEADS,), "m")
 
 

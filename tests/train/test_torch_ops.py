@@ -158,7 +158,7 @@ def test_forms_of_linear_layers(form, tmp_path):
     x = RNG.standard_normal((5, 24)).astype(np.float32)
     (expected,) = onnxruntime.InferenceSession(tmp_path / "model.onnx").run(None, {"x": x})
     if form == "dequantize":
-        with pytest.raises(ModelError, match=r"DequantizeLinear, which training does not know"):
+        with pytest.raises(ModelError, match=r"DequantizeLinear, which training does not support"):
             TorchGraph(model, (), "the model")
         return
     (found,) = TorchGraph(model, (), "the model").run({"x": torch.from_numpy(x)}, {}, list(model.graph.outputs))
@@ -177,10 +177,10 @@ def test_parameters_take_the_place_of_initializers():
 
 def test_unknown_operators_and_old_opsets_are_refused():
     model = ir.from_proto(operator_model("Tan", [X], {}))
-    with pytest.raises(ModelError, match=r"node 'n' is a Tan, which training does not know"):
+    with pytest.raises(ModelError, match=r"node 'n' is a Tan, which training does not support"):
         TorchGraph(model, (), "the model")
     model.opset_imports[""] = 12
-    with pytest.raises(ModelError, match="opset 12, training needs 13"):
+    with pytest.raises(ModelError, match="opset 12, but training needs 13"):
         TorchGraph(model, (), "the model")
 
 
