@@ -71,6 +71,7 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 	cd build/typing && ../../$(BIN)/lint-imports --config ../../pyproject.toml --no-cache
 	$(BIN)/python .ci/native_facts.py
+	$(BIN)/python .ci/plain_language.py
 
 # The tests of formats, kernels, operators and provider in a build that aborts on an invalid access or undefined
 # operation. Only instruction sets that this CPU or its emulator can run are built. A sample (CI) is built for AVX2

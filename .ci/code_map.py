@@ -119,16 +119,17 @@ def _imports(path: Path, module: str) -> Iterator[str]:
 
 def native_edges() -> Edges:
     """Return the folders of ops/ that each folder includes headers of; all operators share one box."""
-    rooms = set(re.findall(r"ORTOLAN_ROOM\(\w+, (\w+)\)", (ROOT / "ops" / "rooms.inc").read_text(encoding="utf-8")))
+    table = (ROOT / "ops" / "operators.inc").read_text(encoding="utf-8")
+    operators = set(re.findall(r"ORTOLAN_OPERATOR\(\w+, (\w+)\)", table))
     folders = {path.name for path in (ROOT / "ops").iterdir() if path.is_dir()}
     files = [*(ROOT / "ops").rglob("*"), *(ROOT / "src").glob("*"), *(ROOT / "src" / "testing").glob("*")]
     found: Edges = {}
     for path in sorted(path for path in files if path.suffix in (".h", ".cc", ".inc")):
         parts = path.relative_to(ROOT).parts
         source = "src" if parts[0] == "src" else parts[1] if len(parts) > 2 else "operators"
-        source = "operators" if source in rooms else source
+        source = "operators" if source in operators else source
         for name in re.findall(r'^#include "(\w+)/', path.read_text(encoding="utf-8"), re.MULTILINE):
-            target = "operators" if name in rooms else name
+            target = "operators" if name in operators else name
             if name in folders and target != source:
                 found.setdefault(source, set()).add(target)
     return found

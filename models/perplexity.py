@@ -36,17 +36,26 @@ def score_tokens(
     stride: int | None = None,
     step: int | None = None,
 ) -> Score:
-    """How well the model predicts each token of `ids` but the first.
+    """Score how well the model predicts each token of `ids` except the first.
 
-    The text is cut into windows of `window` tokens, which begin `stride` tokens apart (half a window when None), and
-    each is run with an empty cache. A token counts once, in the first window that holds it and a token before it: its
-    context is at least window - stride tokens, where the text has so many.
+    The text is cut into windows that begin `stride` tokens apart; each runs with an empty cache. A token counts once,
+    in the first window that holds it and a token before it, so its context is at least window - stride tokens (less
+    at the start of the text).
 
-    window: no longer than the contexts that the model was trained on. 1 <= stride <= window - 1.
-    step: tokens that the model is given at a time; None: a whole window. What a cache holds of tokens before is only
-        read at the next step: one that rounds them is judged by steps of 1.
-    Raises OrtolanError for fewer than two tokens, a window below 2, a step below 1, or such a stride; and for a step
-    above 1 of a model that keeps the last token's logits alone (keep_last_logits).
+    Args:
+        session: A session on a decoder with a KV cache.
+        ids: Token ids of the text.
+        window: Tokens per window; at most the context length that the model was trained for.
+        stride: Tokens between the starts of windows, from 1 to window - 1. None: half a window.
+        step: Tokens per call. None: a whole window. The cache is only read by later calls, so use 1 to judge a cache
+            that rounds keys and values.
+
+    Returns:
+        The score over all predicted tokens.
+
+    Raises:
+        OrtolanError: Fewer than two tokens, a value out of range, or a step above 1 for a model that returns only the
+            last token's logits (keep_last_logits).
     """
     stride = window // 2 if stride is None else stride
     step = window if step is None else step

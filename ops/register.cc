@@ -3,7 +3,7 @@
 #include "custom_ops.h"
 #include "isa/features.h"
 #include "ort/ort_op.h"
-#include "rooms.h"
+#include "operators.h"
 
 namespace ortolan {
 namespace {
@@ -12,11 +12,11 @@ namespace {
 const OrtCustomOpDomain* Domain() {
   static const Ort::CustomOpDomain domain = [] {
     Ort::CustomOpDomain made(kDomain);
-#define ORTOLAN_ROOM(op_type, folder) made.Add(op_type##Op());
+#define ORTOLAN_OPERATOR(op_type, folder) made.Add(op_type##Op());
 #define ORTOLAN_VARIANT(name) made.Add(name##Op());
-#include "rooms.inc"
+#include "operators.inc"
 #undef ORTOLAN_VARIANT
-#undef ORTOLAN_ROOM
+#undef ORTOLAN_OPERATOR
     return made;
   }();
   return domain;

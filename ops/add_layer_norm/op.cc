@@ -4,7 +4,7 @@
 
 #include "add_layer_norm/plan.h"
 #include "ort/ort_op.h"
-#include "rooms.h"
+#include "operators.h"
 
 namespace ortolan {
 namespace {

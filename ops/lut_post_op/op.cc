@@ -7,7 +7,7 @@
 #include "isa/kernel_table.h"
 #include "lut_post_op/lut_post_op.h"
 #include "ort/ort_op.h"
-#include "rooms.h"
+#include "operators.h"
 
 namespace ortolan {
 namespace {

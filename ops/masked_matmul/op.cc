@@ -17,7 +17,7 @@
 #include "isa/kernel_table.h"
 #include "masked_matmul/plan.h"
 #include "ort/ort_op.h"
-#include "rooms.h"
+#include "operators.h"
 
 namespace ortolan {
 namespace {

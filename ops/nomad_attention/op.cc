@@ -21,7 +21,7 @@
 #include "nomad_attention/op_cached.h"
 #include "ort/ort_op.h"
 #include "pack_tokens/kept_input.h"
-#include "rooms.h"
+#include "operators.h"
 
 namespace ortolan {
 namespace {

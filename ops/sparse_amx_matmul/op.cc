@@ -18,7 +18,7 @@
 #include "matmul/bitmap_layer.h"
 #include "matmul/linear_op.h"
 #include "matmul/storage.h"
-#include "rooms.h"
+#include "operators.h"
 
 namespace ortolan {
 namespace {

@@ -8,7 +8,7 @@
 
 #include "ort/ort_op.h"
 #include "pack_tokens/kept_input.h"
-#include "rooms.h"
+#include "operators.h"
 
 namespace ortolan {
 namespace {

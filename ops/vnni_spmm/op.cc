@@ -11,7 +11,7 @@
 
 #include "matmul/block_sparse_layer.h"
 #include "matmul/linear_op.h"
-#include "rooms.h"
+#include "operators.h"
 
 namespace ortolan {
 namespace {

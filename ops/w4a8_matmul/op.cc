@@ -6,7 +6,7 @@
 // These values mean the same as omitted inputs (see SparseAMXMatMul's adapter): zeros for bias, one zero for residual
 // and minimums, 8 for zero_points (one zero if there are minimums).
 #include "matmul/group_op.h"
-#include "rooms.h"
+#include "operators.h"
 #include "w4a8_matmul/op_opencl.h"
 
 namespace ortolan {

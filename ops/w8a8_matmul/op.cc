@@ -5,7 +5,7 @@
 //
 // Zeros for bias and one zero for residual mean the same as omitted inputs (see SparseAMXMatMul's adapter).
 #include "matmul/group_op.h"
-#include "rooms.h"
+#include "operators.h"
 
 namespace ortolan {
 namespace {

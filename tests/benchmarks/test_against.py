@@ -38,8 +38,8 @@ from tools.workers.process import WorkerError, cpus_to_use
 LIBRARY = Path(ortolan.get_library_path())
 
 
-def result(room: str, old: float, new: float, threads: int = 1) -> RowResult:
-    return RowResult(room, "a row", threads, Timing(old, 90), Timing(new, 80))
+def result(operator: str, old: float, new: float, threads: int = 1) -> RowResult:
+    return RowResult(operator, "a row", threads, Timing(old, 90), Timing(new, 80))
 
 
 def worker() -> WorkerProcess:
@@ -62,7 +62,7 @@ def test_noise_is_between_a_sides_own_turns() -> None:
     assert noise_of([[10]]) == 0
 
 
-def test_geometric_means_are_of_rooms_and_of_all() -> None:
+def test_geometric_means_are_of_operators_and_of_all() -> None:
     rows = [result("a", 4, 1), result("a", 1, 1), result("b", 1, 2), result("b", 3, 1, threads=2)]
     rows.append(RowResult("b", "a row", 1, failure="refused"))
     found = Comparison({}, [], rows)
@@ -111,19 +111,19 @@ def test_copies_are_bounded() -> None:
 
 def test_rows_have_names_of_their_own() -> None:
     for sizes in (TINY, Sizes()):
-        for room, works in works_of(sizes, tiny_models=False).items():
+        for operator, works in works_of(sizes, tiny_models=False).items():
             names = [row.name for work in works for row in work.rows]
-            assert len(set(names)) == len(names), room
-            assert {work.room for work in works} == {room}
+            assert len(set(names)) == len(names), operator
+            assert {work.operator for work in works} == {operator}
 
 
-def test_rooms_and_rows_are_chosen() -> None:
+def test_operators_and_rows_are_chosen() -> None:
     works = against.chosen_works("lut_post_op,call", "W4A8", quick=True)
     assert [row.name for work in works for row in work.rows] == [
         "W4A8MatMul g32 64x64, 1 a run m=1",
         "W4A8MatMul g32 64x64, 64 a run m=1",
     ]
-    with pytest.raises(OrtolanError, match="--rooms: unknown operator 'kitchen'; expected sparse_amx_matmul, "):
+    with pytest.raises(OrtolanError, match="--operators: unknown operator 'kitchen'; expected sparse_amx_matmul, "):
         against.chosen_works("kitchen", "", quick=True)
     with pytest.raises(OrtolanError, match="--rows: no row of call has 'M=1' in its name"):
         against.chosen_works("call", "M=1", quick=True)
@@ -180,7 +180,7 @@ def repository(tmp_path: Path) -> Path:
     """A repository of one commit whose package builds at once."""
     top = tmp_path / "top"
     (top / "ops").mkdir(parents=True)
-    (top / "ops" / "rooms.inc").write_text("")
+    (top / "ops" / "operators.inc").write_text("")
     (top / "ops" / "op.cc").write_text("")
     git = ["git", "-c", "user.name=A", "-c", "user.email=a@example.org"]
     for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
@@ -193,7 +193,7 @@ def test_a_revision_is_built_once(repository: Path, tmp_path: Path, monkeypatch:
     said: list[str] = []
 
     def build(work: Path) -> None:
-        assert (work / "source" / "ops" / "rooms.inc").is_file()
+        assert (work / "source" / "ops" / "operators.inc").is_file()
         (work / "site" / "ortolan").mkdir(parents=True)
         (work / "site" / "ortolan" / "libortolan_ops.so").write_bytes(b"built")
 
@@ -217,10 +217,10 @@ def test_sources_that_are_newer_than_the_library(repository: Path, tmp_path: Pat
     library = tmp_path / "library.so"
     library.write_bytes(b"")
     os.utime(library, (0, 0))
-    assert revision.newer_sources(repository, library) == ["ops/op.cc", "ops/rooms.inc"]
+    assert revision.newer_sources(repository, library) == ["ops/op.cc", "ops/operators.inc"]
     os.utime(library)
     os.utime(repository / "ops" / "op.cc", (0, 0))
-    os.utime(repository / "ops" / "rooms.inc", (0, 0))
+    os.utime(repository / "ops" / "operators.inc", (0, 0))
     assert revision.newer_sources(repository, library) == []
 
 
@@ -236,7 +236,7 @@ def test_revisions_and_folders_that_are_none(repository: Path, tmp_path: Path) -
         revision.resolve_commit(repository, "nowhere")
     with pytest.raises(OrtolanError, match="not a git repository"):
         revision.find_repository(tmp_path)
-    (repository / "ops" / "rooms.inc").unlink()
+    (repository / "ops" / "operators.inc").unlink()
     with pytest.raises(OrtolanError, match="is not a source tree of Ortolan; run this in one"):
         revision.find_repository(repository)
 
@@ -245,12 +245,12 @@ def test_revisions_and_folders_that_are_none(repository: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_every_room_against_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_operator_against_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rows of each kind; the same library gives the same bits."""
     monkeypatch.setattr("tools.against.layers._MOST_COPIES", 2)
     found = []
     for works in works_of(TINY, tiny_models=True).values():
-        some = [Work(work.room, work.rows[:1], work.write) for work in works]
+        some = [Work(work.operator, work.rows[:1], work.write) for work in works]
         found += compare(some, [1], lambda side, threads: worker(), QUICK_PACE)
     assert [row for row in found if row.failure] == []
     assert {row.answers for row in found} == {"same"}
@@ -261,7 +261,7 @@ def test_every_room_against_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     command = [sys.executable, "-P", "-m", "tools.against", "before", "--quick", "--library", str(LIBRARY)]
-    command += ["--rooms", "lut_post_op", "--threads", "1,2", "--rounds", "1", "--json", str(file)]
+    command += ["--operators", "lut_post_op", "--threads", "1,2", "--rounds", "1", "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT, check=False)
     assert done.returncode == 0, done.stderr
     document = json.loads(file.read_text())
@@ -272,7 +272,7 @@ def test_the_command(tmp_path: Path) -> None:
         for kind in ("uint8 to uint8", "uint8 to float32", "uint16 to uint16")
     ]
     assert all(row["answers"] == "same" and row["old_ms"] > 0 for row in document["rows"])
-    assert [mean["room"] for mean in document["geometric_means"]] == ["lut_post_op"] * 2 + ["all"] * 2
+    assert [mean["operator"] for mean in document["geometric_means"]] == ["lut_post_op"] * 2 + ["all"] * 2
     for words in ("onnxruntime: ", "uint8 to float32, 1000 numbers", "Geometric means", "Quick: shows that it runs"):
         assert words in done.stdout
     assert "[6/6] lut_post_op, uint16 to uint16, 1000 numbers, threads 2: " in done.stderr
@@ -298,7 +298,7 @@ def test_a_failure_shows_in_the_status(
 ) -> None:
     broken = tmp_path / "libortolan_ops.so"
     broken.write_bytes(b"no library")
-    chosen = ["--rooms", "call", "--rows", "VNNISpMM 64x64, 1 a run"]
+    chosen = ["--operators", "call", "--rows", "VNNISpMM 64x64, 1 a run"]
     monkeypatch.setattr(sys, "argv", ["against", "before", "--quick", "--library", str(broken), *chosen])
     with pytest.raises(SystemExit) as exit_:
         against.main()
@@ -312,7 +312,7 @@ def test_a_failure_shows_in_the_status(
         (("before", "--library", "none.so"), 2, "--library: file 'none.so' does not exist"),
         (("before", "--threads", "none"), 2, "expected numbers of threads such as 1,2; found 'none'"),
         (("before", "--rounds", "0"), 2, "expected a positive number of rounds, found '0'"),
-        (("before", "--rooms", "kitchen"), 1, "error: --rooms: unknown operator 'kitchen'"),
+        (("before", "--operators", "kitchen"), 1, "error: --operators: unknown operator 'kitchen'"),
         (("before",), 1, "error: git rev-parse --show-toplevel: fatal: not a git repository"),
     ],
 )

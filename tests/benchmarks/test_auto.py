@@ -18,7 +18,7 @@ FORMS = [benchmark.ORIGINAL, benchmark.INT8, benchmark.NBITS, benchmark.AUTO]
 
 @pytest.fixture(autouse=True)
 def tiny_models(monkeypatch, tmp_path):
-    """Tiny models in the place of the real ones, and no time to measure them."""
+    """Replace the real models by tiny ones, with short measurements."""
     monkeypatch.setenv("ORTOLAN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("ortolan.graph_passes.measure.timing._WARM_UP_SECONDS", 0.0)
     for module, name in ((layer_times, "_SECONDS"), (trials, "_SECONDS"), (benchmark, "_QUICK_SECONDS")):

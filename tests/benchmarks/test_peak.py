@@ -1,4 +1,4 @@
-"""How near kernels come to products in registers: what is measured, and what it says."""
+"""Kernels compared with peak products in registers: the measurement and its table."""
 
 import pytest
 

@@ -219,7 +219,7 @@ def test_the_summary_is_printed_behind_the_rows():
 @pytest.mark.parametrize("storage", sparse_amx_matmul.Storage)
 @pytest.mark.parametrize("kind", PEERS)
 def test_our_node_computes_the_product(kind, storage):
-    """On integers and powers of two, which no rounding changes: all kinds are exact."""
+    """Integers and powers of two are not changed by rounding, so all kinds are exact."""
     rng = np.random.default_rng(3)
     k, n, group = 70, 37, 32
     x = rng.integers(-100, 100, (5, k)).astype(np.float32)

@@ -83,7 +83,7 @@ def test_weights_have_the_zeros_asked_for():
 
 
 def test_our_node_computes_what_its_peer_does():
-    """On integers from 0 to 255, which no rounding changes."""
+    """Integers from 0 to 255 are not changed by rounding."""
     rng = np.random.default_rng(1)
     x = rng.integers(0, 256, (20, 70)).astype(np.float32)
     x[:, 3], x[:, 4] = 0, 255

@@ -20,7 +20,7 @@ PEERS = ["ort_matmul_nbits_4_level_4", "ort_matmul_nbits_4_level_0", "ort_matmul
 
 
 def peers_by_case(result):
-    """Of each case and number of threads, apart from the layer's size."""
+    """Group the peers by case and number of threads, without the layer's size."""
     found = {}
     for row in result.rows:
         case = {name: value for name, value in row.case.items() if name not in ("k", "n")}
@@ -63,7 +63,7 @@ def test_opencl_meets_the_cpu_under_an_honest_title(short):
     assert device in result.notes[0]
     is_none = "no GPU" in device
     assert ("THIS DEVICE IS NOT A GPU" in result.summary_title) == is_none
-    assert any("say nothing of any GPU" in note for note in result.notes) == is_none
+    assert any("do not apply to any GPU" in note for note in result.notes) == is_none
 
 
 def test_other_benchmarks_and_devices_are_refused():
@@ -144,7 +144,7 @@ def test_impossible_options_say_what_is_possible(options, words):
 @pytest.mark.parametrize("with_zero_points", [False, True])
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 def test_our_node_and_its_peers_compute_the_same_product(group_size, with_zero_points):
-    """On integers and powers of two, which no rounding changes: all are exact."""
+    """Integers and powers of two are not changed by rounding, so all are exact."""
     rng = np.random.default_rng(group_size)
     k, n = 70, 37
     groups = -(-k // group_size)

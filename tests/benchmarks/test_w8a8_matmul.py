@@ -29,7 +29,7 @@ def test_every_group_size_meets_its_peers(short):
 
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 def test_our_node_and_its_peer_compute_the_same_product(group_size):
-    """On integers and powers of two, which no rounding changes: all are exact."""
+    """Integers and powers of two are not changed by rounding, so all are exact."""
     rng = np.random.default_rng(group_size)
     k, n = 70, 37
     groups = -(-k // group_size)

@@ -1,6 +1,6 @@
 """Compare the kernels of another revision with this one, on the same models in turns.
 
-python -m tools.against REVISION [--rooms sparse_amx_matmul,w4a8_matmul,…] [--rows TEXT] [--threads 1,2]
+python -m tools.against REVISION [--operators sparse_amx_matmul,w4a8_matmul,…] [--rows TEXT] [--threads 1,2]
     [--rounds N] [--isa NAME] [--quick] [--json FILE] [--library FILE]
 
 REVISION is built, once, into the cache folder (ORTOLAN_CACHE). It is compared with the installed package, so build that
@@ -55,21 +55,21 @@ def read_rounds(text: str) -> int:
     return int(text)
 
 
-def chosen_works(rooms: str | None, part: str, quick: bool) -> list[Work]:
+def chosen_works(operators: str | None, part: str, quick: bool) -> list[Work]:
     """Return the works of comma-separated operators whose row names contain `part`.
 
     Raises:
         OrtolanError: An operator is unknown, or no row matches.
     """
-    by_room = works_of(TINY if quick else Sizes(), tiny_models=quick)
-    names = rooms.split(",") if rooms else list(by_room)
+    by_operator = works_of(TINY if quick else Sizes(), tiny_models=quick)
+    names = operators.split(",") if operators else list(by_operator)
     for name in names:
-        if name not in by_room:
-            raise OrtolanError(f"--rooms: unknown operator {name!r}; expected {', '.join(by_room)}")
+        if name not in by_operator:
+            raise OrtolanError(f"--operators: unknown operator {name!r}; expected {', '.join(by_operator)}")
     works = [
-        Work(work.room, rows, work.write)
+        Work(work.operator, rows, work.write)
         for name in dict.fromkeys(names)
-        for work in by_room[name]
+        for work in by_operator[name]
         if (rows := tuple(row for row in work.rows if part in row.name))
     ]
     if not works:
@@ -120,7 +120,7 @@ def read_arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("revision", metavar="REVISION", help="a commit, a branch, HEAD~3")
-    parser.add_argument("--rooms", help="operators, comma-separated; default: all")
+    parser.add_argument("--operators", help="operators, comma-separated; default: all")
     parser.add_argument("--rows", default="", metavar="TEXT", help="only rows with TEXT in their names")
     parser.add_argument("--threads", type=read_threads, default=(1,), help="1,2: once with one thread, once with two")
     parser.add_argument("--rounds", type=read_rounds, help=f"turns of each side per row; default: {Pace().rounds}")
@@ -138,7 +138,7 @@ def read_arguments() -> argparse.Namespace:
 
 def run(arguments: argparse.Namespace) -> Comparison:
     """Compare all rows and return the result."""
-    works = chosen_works(arguments.rooms, arguments.rows, arguments.quick)
+    works = chosen_works(arguments.operators, arguments.rows, arguments.quick)
     libraries, described, notes = find_sides(arguments)
     cpu = cpu_info()
     isa = arguments.isa or cpu["isa"]

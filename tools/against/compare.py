@@ -140,16 +140,16 @@ def _measure_work(work: Work, groups: Sequence[_Group], folder: Path, pace: Pace
         except OrtolanError as error:
             for row in work.rows:
                 for group in groups:
-                    yield RowResult(work.room, row.name, group.threads, failure=f"cannot make the model: {error}")
+                    yield RowResult(work.operator, row.name, group.threads, failure=f"cannot make the model: {error}")
             return
         for row in work.rows:
             arrays: dict[str, Any] = dict(row.feeds())
             np.savez(Path(of_model) / _FEEDS, **arrays)
             for group in groups:
-                yield _measure_row(work.room, row, group, model, pace)
+                yield _measure_row(work.operator, row, group, model, pace)
 
 
-def _measure_row(room: str, row: Row, group: _Group, model: TimedModel, pace: Pace) -> RowResult:
+def _measure_row(operator: str, row: Row, group: _Group, model: TimedModel, pace: Pace) -> RowResult:
     turns: dict[Side, Turns] = {side: [] for side in SIDES}
     repeated = 0
     turn: Turn | None = None
@@ -168,14 +168,14 @@ def _measure_row(room: str, row: Row, group: _Group, model: TimedModel, pace: Pa
                     turns[side].append(process.ask("time", **asdict(turn), warm_up=pace.warm_up)["times"])
             difference = compare_answers(*(np.load(answers[one]) for one in SIDES))
             result = RowResult.of_turns(
-                room, row.name, group.threads, turns["old"], turns["new"], model.copies, repeated, difference
+                operator, row.name, group.threads, turns["old"], turns["new"], model.copies, repeated, difference
             )
             if not pace.repeats or not measure_again(result.ratio, repeated):
                 return result
             repeated += 1
             group.restart()
     except WorkerError as error:
-        return RowResult(room, row.name, group.threads, failure=f"{side} side: {error}")
+        return RowResult(operator, row.name, group.threads, failure=f"{side} side: {error}")
 
 
 def _feed(process: WorkerProcess, model: TimedModel, answer: Path) -> float:
@@ -212,7 +212,7 @@ def compare_answers(old: np.ndarray, new: np.ndarray) -> float | None:
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Yield a folder for models: in shared memory if there is room, because disk writes disturb the timing."""
+    """Yield a folder for models: in shared memory if there is space, because disk writes disturb the timing."""
     roomy = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 8 * COLD_BYTES
     with tempfile.TemporaryDirectory(dir=_SHARED_MEMORY if roomy else None) as folder:
         yield Path(folder)

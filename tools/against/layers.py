@@ -52,7 +52,7 @@ class Row:
 class Work:
     """A model, written when its turn comes, and the rows of an operator that are measured with it."""
 
-    room: str
+    operator: str
     rows: tuple[Row, ...]
     write: Callable[[Path], TimedModel]
 
@@ -102,14 +102,14 @@ def _part(rows: int) -> int | None:
 
 
 def layers_work(
-    room: str, name: str, make: Callable[[], Layer], k: int, batch: Sequence[int], copies: int | None = None
+    operator: str, name: str, make: Callable[[], Layer], k: int, batch: Sequence[int], copies: int | None = None
 ) -> list[Work]:
     """Return works that run the layer on x with these numbers of rows.
 
     Rows that need equally cold weights share a model.
 
     Args:
-        room: The operator.
+        operator: The operator.
         name: First part of the rows' names.
         make: Makes the layer.
         k: Columns of x.
@@ -126,7 +126,7 @@ def layers_work(
             return write_layers(layer, copies or copies_for(layer.cold_bytes, max(of_batch)), folder, {"x": (None, k)})
 
         rows = [Row(f"{name} m={m}", lambda m=m: {"x": normal(m, (m, k))}) for m in of_batch]  # type: ignore[misc]
-        return Work(room, tuple(rows), write)
+        return Work(operator, tuple(rows), write)
 
     return [work(of_batch) for of_batch in by_part.values()]
 

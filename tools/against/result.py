@@ -31,7 +31,7 @@ class RowResult:
         difference: Of the new answer from the old one, relative; None for equal bits.
     """
 
-    room: str
+    operator: str
     name: str
     threads: int
     old: Timing | None = None
@@ -44,7 +44,7 @@ class RowResult:
     @classmethod
     def of_turns(
         cls,
-        room: str,
+        operator: str,
         name: str,
         threads: int,
         old: Turns,
@@ -56,7 +56,7 @@ class RowResult:
         """Return the result of these turns, whose runs have `layers` layers."""
         noise = max(noise_of(old), noise_of(new))
         before, after = (timing_of(turns).scaled(1 / layers) for turns in (old, new))
-        return cls(room, name, threads, before, after, noise, repeated, difference)
+        return cls(operator, name, threads, before, after, noise, repeated, difference)
 
     @property
     def ratio(self) -> float:
@@ -70,7 +70,7 @@ class RowResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row for JSON."""
-        case = {"room": self.room, "row": self.name, "threads": self.threads}
+        case = {"operator": self.operator, "row": self.name, "threads": self.threads}
         if self.old is None or self.new is None:
             return {**case, "failure": self.failure}
         return {
@@ -86,7 +86,7 @@ class RowResult:
         }
 
     def __str__(self) -> str:
-        where = f"{self.room}, {self.name}, threads {self.threads}"
+        where = f"{self.operator}, {self.name}, threads {self.threads}"
         return f"{where}: {self.failure}" if self.failure else f"{where}: {self.ratio:.3f}x"
 
 
@@ -123,7 +123,7 @@ class Comparison:
         found: dict[tuple[str, int], list[float]] = {}
         measured = [row for row in self.rows if not row.failure]
         for row in measured:
-            found.setdefault((row.room, row.threads), []).append(row.ratio)
+            found.setdefault((row.operator, row.threads), []).append(row.ratio)
         for row in measured:
             found.setdefault(("all", row.threads), []).append(row.ratio)
         return {key: geometric_mean(ratios) for key, ratios in found.items()}
@@ -135,8 +135,8 @@ class Comparison:
     def to_json(self) -> str:
         """Return the result as JSON."""
         means = [
-            {"room": room, "threads": threads, "ratio": round(mean, 4)}
-            for (room, threads), mean in self.means().items()
+            {"operator": operator, "threads": threads, "ratio": round(mean, 4)}
+            for (operator, threads), mean in self.means().items()
         ]
         document = {
             **self.header,
@@ -155,21 +155,21 @@ class Comparison:
             title_justify="left",
             caption="ms per layer or model; ratio: old minimum / new minimum",
         )
-        for name in ("room", "row", "threads", "old, min / median", "new, min / median", "ratio", "noise", "answers"):
-            table.add_column(name, justify="left" if name in ("room", "row") else "right", no_wrap=True)
+        for name in ("operator", "row", "threads", "old, min / median", "new, min / median", "ratio", "noise", "answers"):
+            table.add_column(name, justify="left" if name in ("operator", "row") else "right", no_wrap=True)
         last = None
         for row in self.rows:
-            if last is not None and (row.room, row.threads) != last:
+            if last is not None and (row.operator, row.threads) != last:
                 table.add_section()
-            last = (row.room, row.threads)
+            last = (row.operator, row.threads)
             cells = ["failed: see below"] if row.failure else _cells(row)
-            table.add_row(row.room, row.name, str(row.threads), *cells)
+            table.add_row(row.operator, row.name, str(row.threads), *cells)
         means = Table(title="Geometric means", title_justify="left")
-        for name in ("room", "threads", "rows", "ratio"):
-            means.add_column(name, justify="left" if name == "room" else "right")
-        for (room, threads), mean in self.means().items():
-            count = sum(not row.failure and row.threads == threads and room in (row.room, "all") for row in self.rows)
-            means.add_row(room, str(threads), str(count), f"{mean:.3f}x")
+        for name in ("operator", "threads", "rows", "ratio"):
+            means.add_column(name, justify="left" if name == "operator" else "right")
+        for (operator, threads), mean in self.means().items():
+            count = sum(not row.failure and row.threads == threads and operator in (row.operator, "all") for row in self.rows)
+            means.add_row(operator, str(threads), str(count), f"{mean:.3f}x")
         header = [f"{name}: {text}" for name, text in self.header.items()]
         return Group(*header, table, means, *self._last_lines())
 

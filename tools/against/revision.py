@@ -38,7 +38,7 @@ def find_repository(folder: Path) -> Path:
         OrtolanError: The folder is not in a source tree of Ortolan.
     """
     top = Path(_git(folder, "rev-parse", "--show-toplevel").strip())
-    if not (top / "ops" / "rooms.inc").is_file():
+    if not (top / "ops" / "operators.inc").is_file():
         raise OrtolanError(f"{top} is not a source tree of Ortolan; run this in one")
     return top
 

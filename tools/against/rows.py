@@ -375,7 +375,7 @@ _PASTS = ("past_key", "past_value")
 
 
 def _cached_work(name: str, sizes: Sizes, context: int, d_sub: int | None, new_tokens: int) -> Work:
-    """New tokens behind others, in caches with room left: d_sub: of key codes; None: a cache of floats."""
+    """New tokens behind others, in caches with free capacity: d_sub: of key codes; None: a cache of floats."""
     heads, kv_heads, width = sizes.heads
     total = context - nomad_attention.ROOM_LEFT
     attributes = {"num_heads": heads, "kv_num_heads": kv_heads, "causal": 1, "scale": width**-0.5}

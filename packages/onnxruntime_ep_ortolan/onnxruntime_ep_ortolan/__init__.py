@@ -1,4 +1,4 @@
-"""Ortolan's execution provider, by the names of ONNX Runtime's guidance for packages of providers."""
+"""Ortolan's execution provider, with the functions that ONNX Runtime's guidance for provider packages asks for."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ from ortolan.provider import PROVIDER, library_with_provider
 
 
 def get_library_path() -> str:
-    """For `onnxruntime.register_execution_provider_library`. Raises ortolan.LibraryError if it has no provider."""
+    """Return the library's path for `onnxruntime.register_execution_provider_library`.
+
+    Raises:
+        ortolan.LibraryError: The library was built without the provider.
+    """
     return library_with_provider()
 
 
 def get_ep_name() -> str:
+    """Return the provider's name."""
     return PROVIDER
 
 

@@ -5,10 +5,10 @@ struct OrtCustomOp;
 
 namespace ortolan {
 
-#define ORTOLAN_ROOM(op_type, folder) const OrtCustomOp* op_type##Op();
+#define ORTOLAN_OPERATOR(op_type, folder) const OrtCustomOp* op_type##Op();
 #define ORTOLAN_VARIANT(name) const OrtCustomOp* name##Op();
-#include "rooms.inc"
+#include "operators.inc"
 #undef ORTOLAN_VARIANT
-#undef ORTOLAN_ROOM
+#undef ORTOLAN_OPERATOR
 
 }  // namespace ortolan
