@@ -1,1 +1,1 @@
-"""Running models: feeds, answers, layer inputs and times."""
+"""Running models: feeds (inputs by name), answers (the outputs of a run), inputs of layers, and times."""

@@ -1,4 +1,4 @@
-"""Memory bounds for answers, whatever a model's vocabulary: feeds are cut short, and large answers go to files."""
+"""Bounds the memory of answers (outputs of a run): long feeds are cut, and large answers go to files."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def shorten(feeds: Sequence[Feeds], open_session: Callable[[], Any], max_bytes: 
     Feeds with other inputs, and feeds of models with a fixed length, are unchanged.
 
     Args:
-        feeds: In the form that the model takes.
-        open_session: Called if any feed is long; runs a few tokens of it.
+        feeds: The model's inputs.
+        open_session: Called if any feed is long, to run a few of its tokens.
         max_bytes: Limit for the answers to one feed.
     """
     candidates = [one for one in feeds if "input_ids" in one and one["input_ids"].size > _FEW_TOKENS]
@@ -58,7 +58,7 @@ def shorten(feeds: Sequence[Feeds], open_session: Callable[[], Any], max_bytes: 
         return list(feeds)
     try:
         answers = open_session().run(None, probe)
-    except Exception:  # ONNX Runtime's exceptions have no common base but Exception
+    except Exception:  # ONNX Runtime's exceptions share no base class
         return list(feeds)
     size = sum(answer.nbytes for answer in answers if isinstance(answer, np.ndarray))
     tokens = max(max_bytes * probe["input_ids"].size // max(size, 1), 1)  # of all sequences
@@ -72,7 +72,7 @@ def shorten(feeds: Sequence[Feeds], open_session: Callable[[], Any], max_bytes: 
 
 
 def cut(feeds: Feeds, tokens: int) -> Feeds | None:
-    """Return the first tokens of each sequence, without columns of padding before them; None if not possible."""
+    """Return the first tokens of each sequence, without leading columns of padding; None if not possible."""
     ids = feeds.get("input_ids")
     if ids is None or ids.ndim != 2 or not ids.size:
         return None

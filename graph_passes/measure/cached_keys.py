@@ -20,13 +20,13 @@ def collect_keys(
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield the keys of each cache output, sampled evenly over all feeds and positions.
 
-    The model runs once per group of outputs that fits into _GROUP_BYTES. Padding (input attention_mask) is left out.
+    The model runs once per group of outputs that fits into _GROUP_BYTES. Padding (by attention_mask) is left out.
 
     Args:
-        session: A session of the decoder.
+        session: The decoder.
         names: Outputs [batch, kv_heads, tokens, head_dim].
         sizes: kv_heads * head_dim of each output.
-        feeds: The calibration feeds.
+        feeds: Calibration feeds.
         max_tokens: Limit of keys per head.
         on_run: Progress callback.
 
@@ -34,7 +34,7 @@ def collect_keys(
         The index of the output and its keys, float32 [kv_heads, n, head_dim].
 
     Raises:
-        CalibrationError: The model does not run, or there are no keys or keys that are not finite.
+        CalibrationError: The model does not run, or keys are empty or not finite.
     """
     quota = -(-max_tokens // len(feeds))
     groups: list[list[int]] = []
@@ -52,7 +52,7 @@ def collect_keys(
             on_run(done, total)
             try:
                 caches = session.run([names[number] for number in group], one)
-            except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
+            except Exception as error:  # ONNX Runtime's exceptions share no base class
                 raise CalibrationError(
                     f"the model does not run on the calibration feeds: {one_line(error)}; check their shapes and types"
                 ) from error

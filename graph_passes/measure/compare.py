@@ -19,15 +19,15 @@ from .feeds import Outputs
 
 ODD_FRACTION = (
     1 / 8
-)  # largest fraction of rows that may be odd (error_of_most_rows), such as tokens with huge activations
-ODD_ERROR = 0.5  # largest error of an odd row, as a fraction of its norm
+)  # of rows that may be odd (error_of_most_rows), such as tokens with huge activations
+ODD_ERROR = 0.5  # of an odd row, relative to its norm
 _BLOCK = 2**20  # values that are compared at once
 
 
 class ErrorSums:
     """Errors of each output against a reference, over all feeds together, where both are finite.
 
-    Feeds are added one by one, and answers are read in blocks: float64 copies would take several times their memory.
+    Answers are read in blocks, because float64 copies would take several times their memory.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -102,10 +102,11 @@ def measure_errors(
 
 
 def error_of_most_rows(portable: np.ndarray, native: np.ndarray, exact: np.ndarray, limit: float) -> float:
-    """Return ||portable - native|| / ||exact|| without odd rows (along the last axis).
+    """Return ||portable - native|| / ||exact|| over rows (of the last axis), without odd rows.
 
-    Odd rows are at most an ODD_FRACTION of all rows: the ones that differ most, if native is within the limit of exact
-    and portable within ODD_ERROR of native. Rows that are zero in all three do not count.
+    A row may be odd if the relative error of native against exact is at most `limit`, and that of portable against
+    native at most ODD_ERROR. Of these, the rows that differ most are left out, up to ODD_FRACTION of all rows. Rows
+    that are zero in all three do not count.
     """
     if exact.ndim < 2 or not exact.size:
         return math.inf
@@ -123,14 +124,7 @@ def error_of_most_rows(portable: np.ndarray, native: np.ndarray, exact: np.ndarr
 
 
 def refuse_infinite(name: str | None) -> None:
-    """Check that no output is finite in the original only.
-
-    Args:
-        name: Result of `ErrorSums.first_infinite`.
-
-    Raises:
-        VerificationError: `name` is not None.
-    """
+    """Raise VerificationError if `name`, the result of `ErrorSums.first_infinite`, is an output."""
     if name is not None:
         raise VerificationError(
             f"output {name!r} of the optimized model holds NaN or infinity where the original does not; nothing was "
@@ -142,10 +136,10 @@ def compare_signatures(original: Any, optimized: Any, compressed: Collection[str
     """Check that two sessions have the same names and types of inputs and outputs.
 
     Args:
-        original: A session of the original model.
-        optimized: A session of the optimized model.
+        original: A session.
+        optimized: A session.
         compressed: Inputs and outputs whose type may differ.
-        added: Number of inputs, and of outputs, that the optimized model has after those of the original.
+        added: Number of inputs, and of outputs, that the optimized model has in addition, at the end.
 
     Raises:
         VerificationError: They differ.

@@ -1,7 +1,7 @@
-"""Decoding from a cache, for pass `verify`: running a prompt alone does not read what it has written to the cache.
+"""Decoding from a cache, for pass `verify`: a run of the prompt alone writes the cache but does not read it.
 
-Both models get the same tokens and use their own caches: a prompt, then one token per call. The caches' contents after
-the prompt are compared directly, because an error of the answers would not show its cause.
+Both models get the same tokens and use their own caches: a prompt, then one token per call. The caches after
+the prompt are compared directly, because errors of answers do not show their cause.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Run = Callable[[Feeds], Outputs]
 _MAX_TOKENS = 1024
 _MAX_STEPS = 8
 _INPUTS = ("input_ids", "attention_mask", "position_ids")
-# Largest ||decoded - key|| / spread of the keys of a head, by d_sub: between the errors of right codebooks and those of
-# wrong ones (another head, order or size; docs/verification.md).
+# Limit of ||decoded - key|| / spread of the keys of a head, by d_sub: above the errors of right codebooks, below those
+# of wrong ones (another head, order or size; docs/verification.md).
 _KEY_ERROR = {1: 0.2, 2: 0.5, 4: 0.8}
 # An int8 value is off by at most (1 + 2^-7) / 254 of the token's largest; a head of D values by sqrt(D) times that.
 _VALUE_ERROR = 1 / 250
-_MAX_ERROR = 0.9  # an upper limit whatever else is rounded: at 1, only the mean of the keys is known
+_MAX_ERROR = 0.9  # limit even if other layers round: at 1, only the mean of the keys is preserved
 # The kernel and the ONNX function write the same bytes for the same keys. Keys that differ by the order of sums may
 # round to different centroids.
 _TIES = 0.02
@@ -38,8 +38,8 @@ _TIES = 0.02
 class Decoded:
     """Answers of a model to a sequence of calls."""
 
-    prompt: Outputs  # answers to the first call, caches only
-    steps: list[Outputs]  # answers to the later calls, without caches
+    prompt: Outputs  # caches after the first call
+    steps: list[Outputs]  # answers to later calls, without caches
     last: Outputs
     last_feeds: Feeds
 
@@ -47,14 +47,14 @@ class Decoded:
 def calls_to_decode(feeds: Sequence[Feeds], caches: Collection[str]) -> list[Feeds] | None:
     """Return the calls that decode the longest sequence in feeds: a prompt, then one token per call.
 
-    The prompt has empty caches, the other calls have no caches yet.
+    The prompt has empty caches; `decode` adds caches to the other calls.
 
     Args:
         feeds: The model's feeds.
         caches: The cache inputs [batch, kv_heads, tokens, width].
 
     Returns:
-        The calls, or None if no sequence has two tokens or feeds have other inputs.
+        None if no sequence has two tokens, or feeds have other inputs.
     """
     longest: tuple[np.ndarray, Feeds] | None = None
     for one in feeds:
@@ -95,8 +95,8 @@ def decode(run: Run, calls: Sequence[Feeds], caches: Mapping[str, int]) -> Decod
 
     Args:
         run: Runs the model.
-        calls: The result of `calls_to_decode`.
-        caches: For each cache input, the index of the answer that becomes it in the next call.
+        calls: From `calls_to_decode`.
+        caches: For each cache input, the index of the output that the next call gets there.
     """
     prompt: Outputs | None = None
     steps: list[Outputs] = []
@@ -122,11 +122,10 @@ def without(answers: Outputs, indices: Collection[int]) -> Outputs:
 def without_padding(
     feeds: Feeds, answers: Outputs, pad_token_id: int | None = None, indices: Collection[int] | None = None
 ) -> Outputs:
-    """Return the answers with 0 for padding: models may answer anything there, and need not cache it.
+    """Return the answers with 0 for padding, where models may answer anything.
 
     Args:
         feeds: Where attention_mask [batch, tokens] hides a token, the token is padding.
-        answers: The model's outputs.
         pad_token_id: If given, hidden positions with other tokens are not padding.
         indices: The outputs to change; None: all.
     """
@@ -158,7 +157,7 @@ def check_contents(uses: Iterable[CacheUse], expected: Mapping[str, np.ndarray],
         rounding: Relative error of keys and values that other layers may cause.
 
     Raises:
-        VerificationError: Names node, output and codebooks.
+        VerificationError: They do not; names node, output and codebooks.
     """
     for use in uses:
         if use.format is None:
@@ -195,15 +194,15 @@ def check_same_contents(uses: Iterable[CacheUse], kernel: Feeds, function: Feeds
 
     Args:
         uses: The caches.
-        kernel: Caches that the kernels wrote.
-        function: Caches that the ONNX function wrote.
+        kernel: The kernels' caches.
+        function: The ONNX function's caches.
         rounding: Relative difference of keys and values that other layers may cause.
 
     Raises:
-        VerificationError: Names node and output.
+        VerificationError: It did not; names node and output.
     """
-    # If keys differ by e and cells are w wide, a fraction e / w of them falls into another cell, which changes them by
-    # w.
+    # Keys that differ by e fall into another cell of width w with probability e / w, and then differ by w: an RMS of
+    # sqrt(e w).
     limit = max(_TIES, math.sqrt(rounding))
     for use in uses:
         if use.format is None or np.array_equal(kernel[use.present], function[use.present]):

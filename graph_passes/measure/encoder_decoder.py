@@ -1,6 +1,6 @@
 """Feeds for the files of an encoder-decoder model: the decoders' feeds are computed from the encoder's.
 
-The original encoder runs, then the original decodes a few tokens. So decoders see realistic hidden states and caches.
+The original encodes, then decodes a few tokens, so that decoders get realistic hidden states and caches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CONFIGS = ("generation_config.json", "config.json")
 _HIDDEN, _IDS, _FLAG = "encoder_hidden_states", "input_ids", "use_cache_branch"
 _LOGITS = "logits"
 _ONE_BY_ONE = "optimize each file separately, with calibration=… for it"
-_MASKS = {"encoder_attention_mask": "attention_mask"}  # decoder inputs that are the encoder's own
+_MASKS = {"encoder_attention_mask": "attention_mask"}  # decoder inputs that equal encoder inputs
 
 
 def feeds_of_decoders(
@@ -34,7 +34,7 @@ def feeds_of_decoders(
     """Return the feeds of decoders that have Optimum's inputs, by file name.
 
     Args:
-        folder: The folder of the model.
+        folder: The model's folder.
         sources: The encoder and its decoders, by file name.
         encoder_feeds: The encoder's feeds.
 
@@ -67,7 +67,7 @@ def feeds_of_decoders(
 
 
 class _Decoder:
-    """The decoder file that starts a text."""
+    """The decoder file for the first call."""
 
     def __init__(self, session: Any, merged: bool) -> None:
         self._session = session
@@ -116,7 +116,7 @@ def _complete(session: Any, call: Feeds) -> Feeds | None:
         elif value.name == "decoder_attention_mask":
             feeds[value.name] = np.ones((len(ids), past + ids.shape[1]), np.int64)
         elif "past" in value.name and not with_past and len(value.shape) == 4:
-            sizes = (len(ids), value.shape[1], 1, value.shape[3])  # only the other branch reads them
+            sizes = (len(ids), value.shape[1], 1, value.shape[3])  # not read: only the branch with a cache reads them
             if not all(isinstance(size, int) for size in sizes):
                 return None
             feeds[value.name] = np.zeros(sizes, np.float16 if "float16" in value.type else np.float32)

@@ -51,8 +51,8 @@ T = TypeVar("T")
 class Evidence:
     """The given model, its feeds, and the results of running it on them.
 
-    Recordings of the original model are kept by value name: every run of a search loads the model anew and finds them
-    here. Use it in a with statement: it keeps files in `folder`.
+    Recordings of the original model are kept by value name, because every run of a search loads the model anew. Use it
+    in a with statement: it keeps files in `folder`.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class Evidence:
             source: The given model.
             folder: For temporary files.
             feeds: The user's feeds; None: synthetic feeds, made when they are needed.
-            description: Of the feeds, for the report.
-            portable: Whether a model between two passes holds our operators as functions.
+            description: Describes the feeds in the report.
+            portable: Between passes, the model holds Ortolan's operators as ONNX functions.
             keeps_fits: Keep fitted weights for later runs of a search.
         """
         self.source = source
@@ -111,8 +111,7 @@ class Evidence:
     def feeds(self, session: Any = None) -> list[Feeds]:
         """Return the feeds to fit to.
 
-        These are the user's without the held-out ones; or text that a decoder samples from itself; or random inputs on
-        which the original runs.
+        The user's without the held-out ones, else text that a decoder samples from itself, else random inputs.
         """
         if self._feeds is None:
             source, session = self.source, session or self.open_original()
@@ -145,7 +144,7 @@ class Evidence:
     # ---- sessions ----------------------------------------------------------------------------------------------------
 
     def open_original(self, timed: bool = False) -> Any:
-        """Open a session of the given model, for comparison or (timed) for timing."""
+        """Open a session of the given model, for comparison or for timing."""
         model: Path | bytes | None = self._float32_copy() if self.source.widened else self.source.path
         if model is None:
             assert self.source.proto is not None
@@ -163,11 +162,11 @@ class Evidence:
 
     @contextmanager
     def open(self, model: ir.Model, *, library: bool | None = None, in_float: bool = False) -> Iterator[Any]:
-        """Open a session of a model between two passes, for comparison.
+        """Open a session of a model between passes, for comparison.
 
         Args:
             model: The model in its present state.
-            library: Register our operators; None: only if the model has no functions for them.
+            library: Register Ortolan's operators; None: only if the model has no functions for them.
             in_float: See `open_quietly`.
         """
         library = not self.portable if library is None else library
@@ -187,7 +186,7 @@ class Evidence:
                 file.unlink(missing_ok=True)
 
     def remembered(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """Return compute(), computed once per search. key: everything that it depends on besides the original."""
+        """Return compute(), called once per key in a search. key: all that the result depends on besides the original."""
         if self.fits is None:
             return compute()
         if key not in self._remembered:
@@ -195,10 +194,10 @@ class Evidence:
         found: T = self._remembered[key]
         return found
 
-    # ---- what the original does --------------------------------------------------------------------------------------
+    # ---- runs of the original ----------------------------------------------------------------------------------------
 
     def answers(self, feeds: Sequence[Feeds], session: Any = None) -> list[Outputs]:
-        """Return the original's answers; it runs once on each of the feeds.
+        """Return the original's answers; each of the feeds runs once.
 
         Raises:
             CalibrationError: The original does not run.
@@ -243,7 +242,7 @@ class Evidence:
 
 
 def load_again(source: ModelFile) -> ModelFile:
-    """Load the given model anew, because passes change the model that they get."""
+    """Load the given model anew, because passes change models in place."""
     given = source.path if source.path is not None else source.proto
     assert given is not None
     loaded = load_model(given)
@@ -261,11 +260,11 @@ def make_up_feeds(model: ir.Model, session: Any) -> tuple[list[Feeds], str]:
             break
         try:
             session.run(None, feeds)
-        except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
+        except Exception as error:  # ONNX Runtime's exceptions share no base class
             problem = problem or one_line(error)
             continue
         found = [feeds]
-        # A second length exposes shapes that a pass froze by mistake. Some exports accept one length only.
+        # A second length exposes shapes that a pass made constant by mistake. Some exports accept one length only.
         short = synthetic_feeds(model, Sizes(1, max(1, sizes.sequence // 2 - 1), sizes.past), seed=1)
         others = [_with_hidden_tokens(model, session, short)]
         # A flag chooses between branches of the model: both must run.
@@ -286,9 +285,9 @@ def make_up_feeds(model: ir.Model, session: Any) -> tuple[list[Feeds], str]:
 
 
 def _with_hidden_tokens(model: ir.Model, session: Any, feeds: Feeds) -> Feeds:
-    """Return an encoder's feeds with the last third of the tokens masked; their vectors may still be read.
+    """Return an encoder's feeds with the last third of the tokens masked.
 
-    The feeds are unchanged if they do not fit, or if the model then answers with NaN.
+    The feeds are unchanged if they have other inputs, or if the model then answers with NaN.
     """
     ids, mask = feeds.get("input_ids"), feeds.get("attention_mask")
     if ids is None or mask is None or ids.ndim != 2 or ids.shape != mask.shape or has_past(model):

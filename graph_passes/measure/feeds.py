@@ -45,8 +45,7 @@ SIZES_TO_TRY = (Sizes(2, 16, 8), Sizes(1, 16, 8), Sizes(1, 16, 0), Sizes(1, 1, 8
 def sizes_in_graph(model: ir.Model) -> list[Sizes]:
     """Return sizes to try for an export that runs only at the shape that it was traced with.
 
-    Integers in constant shapes and in declared shapes of the graph are tried as tokens and as the batch, most frequent
-    first.
+    Integers in the graph's constant and declared shapes are tried as tokens and as batch, most frequent first.
     """
     counts: Counter[int] = Counter()
     for node in model.graph:
@@ -94,7 +93,7 @@ def read_calibration(calibration: Calibration, model: ir.Model) -> list[Feeds]:
 
 
 def hold_out(feeds: Sequence[Feeds], every: int) -> tuple[list[Feeds], list[Feeds]]:
-    """Split feeds into those to fit weights to and every n-th, held out for evaluation if there are at least n."""
+    """Split feeds: every n-th is held out for evaluation (if there are n), and weights are fitted to the others."""
     if not 1 < every <= len(feeds):
         return list(feeds), []
     held = list(range(every - 1, len(feeds), every))
@@ -163,7 +162,7 @@ def _check_feeds(feeds: Any, model: ir.Model, where: str) -> Feeds:
     required = {value.name or "": value for value in model_inputs(model)}
     known = {value.name or "": value for value in model.graph.inputs}
     ids = np.asarray(feeds.get("input_ids", 0))
-    # before the error would be lost among inputs derived from the ids
+    # checked first: other inputs are derived from the ids
     if "input_ids" in known and ids.dtype.kind not in "iub":
         raise CalibrationError(f"{where}: input 'input_ids' has type {ids.dtype}, expected integer token ids")
     feeds = {**_beginning_of_text(feeds, required), **feeds}
@@ -225,7 +224,7 @@ def synthetic_feeds(model: ir.Model, sizes: Sizes, seed: int = 0) -> Feeds:
     batch, sequence = sizes.batch, sizes.sequence
     dimensions = InputDimensions.of(inputs)
     for value in inputs:
-        # Decoders that take one token per call have a fixed length here, which the mask must match.
+        # Decoders of one token per call have a fixed length here, which the mask must match.
         if "input_ids" in (value.name or "") and value.shape is not None and len(value.shape) == 2:
             rows, tokens = value.shape
             batch = rows if isinstance(rows, int) else batch
@@ -317,7 +316,7 @@ def _vocabulary(value: ir.Value) -> int:
         seen.add(current)
         for node, index in current.uses():
             if node.op_type in ("Gather", "EmbedLayerNormalization") and (index == 1 or node.op_type != "Gather"):
-                # EmbedLayerNormalization's inputs 2, 3, 4 are the tables of inputs 0, 1 and position.
+                # EmbedLayerNormalization's inputs 2, 3, 4 are the tables of inputs 0, 1 and of positions.
                 table = constant_tensor(node.inputs[0 if node.op_type == "Gather" else index + 2])
                 if table is not None and len(table.shape) >= 1:
                     axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0

@@ -12,7 +12,7 @@ from .evidence import Evidence
 
 _CHUNK = 1 << 20  # values; bounds the memory of the check
 _WEIGHT_AXES = 2  # scales and zero points are checked with their weights
-# The bits of the exponent. All of them are set in NaN and infinity, and in no other value.
+# Exponent bits: all are set in NaN and infinity only.
 _EXPONENTS = {
     ir.DataType.FLOAT: (np.uint32, 0x7F800000),
     ir.DataType.FLOAT16: (np.uint16, 0x7C00),
@@ -24,10 +24,10 @@ _EXPONENTS = {
 def check_weights(evidence: Evidence) -> None:
     """Refuse a model whose answers are all NaN or infinity because its weights hold such values.
 
-    The model runs only if there are such weights: some are harmless, such as those of tokens that no text has.
+    The model runs only if there are such weights; some are harmless, such as rows of unused tokens.
 
     Raises:
-        ModelError: Names the first of these weights and the count of such values, or a weight that cannot be read.
+        ModelError: Its answers are NaN or infinity, or a weight cannot be read.
     """
     found = [
         (tensor.name or "", count, tensor.size)

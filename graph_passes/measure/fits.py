@@ -1,8 +1,7 @@
 """Weights fitted to calibration inputs, kept in a file so that a search fits each layer once, not in every trial.
 
-A fit depends on the layer's weight, the options of the pass, and the layer's inputs. So fits are kept and reused only
-while the model still gives each layer the original's inputs: no layer has been pruned or quantized yet. A reused fit
-equals a new one.
+A fit depends on the layer's weight, the pass's options and the layer's inputs. It is reused only while layers get the
+original's inputs, that is before any layer is pruned or quantized. So a reused fit equals a new one.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Fit:
 
     Attributes:
         weights: float32 [k, n], or integers with scales.
-        rows: Number of inputs that the weights were fitted to.
+        rows: Number of input rows.
         error: Relative error of the layer's outputs.
     """
 
@@ -41,7 +40,7 @@ class Fits:
     """Fits of one model on the same feeds, by layer and options. The weights are not held in memory."""
 
     def __init__(self, folder: Path) -> None:
-        """Create the file of weights in `folder`, which must exist as long as this object."""
+        """Create the file of weights in `folder`, which must outlive this object."""
         self._spill = TensorSpill(folder, "fitted.bin")
         self._known: dict[Hashable, _Stored] = {}
 
@@ -50,7 +49,7 @@ class Fits:
         return key in self._known
 
     def rows(self, key: Hashable) -> int:
-        """Return the number of inputs of a fit."""
+        """Return the number of input rows of a fit."""
         return self._known[key].rows
 
     def read(self, key: Hashable) -> Fit:

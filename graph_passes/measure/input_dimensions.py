@@ -1,7 +1,7 @@
-"""Meanings of the symbolic dimensions of a model's inputs: batch, new tokens, past tokens, or all tokens.
+"""Meanings of the symbolic dimensions of a model's inputs: batch, new, past or all tokens.
 
-Descriptive names are used ("batch_size", "past_sequence_length"). For other names the axis decides: the first axis of
-an input is the batch. A symbol has one meaning in all inputs.
+Names decide ("batch_size", "past_sequence_length"), else axes: the first axis of an input is the batch. A symbol has
+one meaning in all inputs.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _symbols(value: ir.Value) -> Iterator[tuple[int, str]]:
 
 
 def _begins_with_batch(value: ir.Value) -> bool:
-    """Return whether axis 0 is the batch, if its name does not tell."""
+    """Return whether axis 0 is the batch, for a name that does not tell."""
     shape = value.shape
     if shape is None or len(shape) < 2:
         return False

@@ -1,7 +1,7 @@
 """X^T X over the inputs X of layers, for the passes that fit weights to them: prune and quantize.
 
-Inputs are recorded either from the model in its present state, in one run for as many layers as memory allows; or in
-graph order, so that each layer sees the changes to earlier layers (segments.py).
+Inputs are recorded from the model in its present state, as many layers per run as memory allows, or in graph order, so
+that each layer sees the changes to earlier layers (segments.py).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ GroupInputs = Iterator[tuple[G, LayerInputs | None]]  # None: the inputs cannot 
 
 
 def inputs_as_it_is(model: ir.Model, evidence: Evidence, groups: Sequence[G], on_run: OnRun) -> GroupInputs[G]:
-    """Yield the groups in order, with their inputs in the model as it is at the beginning."""
+    """Yield the groups in order, with their inputs in the model before the first change."""
     with evidence.recording(model, [linear for group in groups for linear in group.linears]) as recorder:
         for batch in _batches(groups):
             names = list(dict.fromkeys(linear.x.name or "" for group in batch for linear in group.linears))

@@ -24,7 +24,7 @@ def usable_cpus() -> int:
 
 
 def is_busy() -> bool:
-    """Return whether far more processes are running than this machine has CPUs, so that times are unreliable."""
+    """Return whether far more processes than CPUs are running, so that times are unreliable."""
     if not hasattr(os, "getloadavg"):
         return False
     return os.getloadavg()[0] > _BUSY_LOAD * (os.cpu_count() or 1)
@@ -95,7 +95,7 @@ def _file_cache(cgroup: Path) -> int:
 
 @functools.cache
 def cold_budget() -> int:
-    """Return the bytes for all weight copies that are timed together: an eighth of the memory first free."""
+    """Return the bytes for all weight copies that are timed together: an eighth of the memory free at the first call."""
     return free_memory() // 8
 
 

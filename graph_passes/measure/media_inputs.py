@@ -1,6 +1,6 @@
 """Sizes of image and sound inputs whose shapes are symbolic.
 
-They follow from the convolution that reads the input, and from a table of positions, which fits one image size only.
+They follow from the convolution that reads the input, and from the table of positions, which fits one image size.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ from ..names import ORTOLAN_DOMAIN
 from .feeds import Sizes, synthetic_feeds
 from .sessions import open_quietly, run_session
 
-_HIDES = -1e4  # an addend that leaves a key no weight; exporters write this value or a far lower one
+_HIDES = -1e4  # an addend that hides a key; exporters write this value or a far lower one
 _SIZES = (Sizes(4, 6, 0), Sizes(5, 9, 0))
-# Operators that treat all positions alike. For other operators a run on a few tokens proves nothing: distant tokens may
-# be hidden.
+# Operators that treat all positions alike. Other operators may hide distant tokens, which a run on a few tokens would
+# not show.
 _POSITION_FREE = """
     Add And Cast Clip Concat Constant ConstantOfShape Div Equal Expand Gather Greater GreaterOrEqual Identity Less
     LessOrEqual Max Min Mul Neg Not Or Reshape Shape Slice Squeeze Sub Transpose Unsqueeze Where
@@ -47,8 +47,8 @@ class PaddingMasks:
         Args:
             model: The model.
             attention_mask: The input [batch, tokens], 0 for padding.
-            read_if_hidden: Positions whose vectors are read even if attention_mask hides them.
-            first_tokens: The result of `find_first_tokens`, if attention sees the tokens that this value shows.
+            read_if_hidden: Positions whose vectors are used even if attention_mask hides them.
+            first_tokens: From `find_first_tokens`, if attention uses that mask instead of attention_mask.
         """
         self._model = model
         self._attention_mask = attention_mask
@@ -61,7 +61,7 @@ class PaddingMasks:
         """Return the rest of a mask's addend without the padding part, or None if nothing remains.
 
         Raises:
-            MaskError: The mask does not hide padding, or that is not known.
+            MaskError: The mask does not, or may not, hide padding.
         """
         if mask is None or constant_tensor(mask) is not None:
             raise MaskError("attention sees tokens that attention_mask hides")
@@ -114,7 +114,7 @@ class PaddingMasks:
         return None
 
     def remove_unused(self) -> None:
-        """Remove the nodes of masks that are not needed any more."""
+        """Remove the nodes of masks that have become unused."""
         for mask in self._dropped:
             remove_dead(mask)
 
@@ -134,8 +134,8 @@ class PaddingMasks:
     def _kind(self, mask: ir.Value) -> str:
         """Classify a mask.
 
-        padding: it hides padding and does nothing else. hides more: it hides padding, and changes or may change scores
-        of other tokens. other: it does not hide padding.
+        "padding": it only hides padding. "hides more": it hides padding, and may change scores of other tokens.
+        "other": it does not hide padding.
         """
         if mask not in self._kinds:
             self._kinds[mask] = self._find_kind(mask)
@@ -158,7 +158,7 @@ class PaddingMasks:
             except ValueError:
                 return "other"
             queries = np.broadcast_to(kept[:, None, :], added.shape[:3]).copy()
-            # A query that sees no key, because its local window holds no text, has no answer of its own.
+            # A query sees no key if its local window holds only padding; its result is undefined.
             shown: np.ndarray = np.asarray(added > _HIDES)
             sees: np.ndarray = np.asarray(shown.any(axis=-1))
             # The first sequence has no padding: its mask shows what each query sees without padding.
@@ -191,7 +191,7 @@ class PaddingMasks:
 
         Args:
             value: The value to compute.
-            given: A value [batch, tokens, width] that is set to zeros.
+            given: A value [batch, tokens, width] to replace by zeros.
             width: Its width.
         """
         inputs = [*self._model.graph.inputs, *([] if given is None else [given])]
@@ -244,13 +244,13 @@ def _counts(value: ir.Value) -> bool:
 
 
 def _first(kept: np.ndarray) -> np.ndarray:
-    """Return a mask of the first tokens of each sequence, with the same count as kept tokens."""
+    """Return a mask of the first n tokens of each sequence, where n tokens are kept."""
     first: np.ndarray = np.arange(kept.shape[1]) < kept.sum(axis=1, keepdims=True)
     return first
 
 
 def _is_position_free(mask: ir.Value, but: ir.Value | None) -> bool:
-    """Return whether the computation of a mask treats all positions alike, ignoring that of the value `but`."""
+    """Return whether the nodes that compute a mask, without those of `but`, treat all positions alike."""
     for source in _sources(mask, but):
         tensor, node = constant_tensor(source), source.producer()
         if source is but:

@@ -39,16 +39,15 @@ class Recorded(Protocol):
 
 
 class InputRecorder:
-    """Runs a model, as it was when this object was made, and passes on the inputs of its layers.
+    """Runs a model in its state at construction, and passes on the inputs of its layers, a few layers per run.
 
-    Layers in subgraphs are left out: their values cannot be made outputs. Memory is bounded by recording a few layers
-    per run.
+    Layers in subgraphs are left out: their values cannot be made outputs.
     """
 
     def __init__(
         self, model: ir.Model, linears: Sequence[Recorded], feeds: Sequence[Feeds], open_model: Callable[[], Any]
     ) -> None:
-        """Make a session by open_model(), which is called while the wanted values are outputs of the model."""
+        """Call open_model() for a session, while the wanted values are outputs of the model."""
         self._wanted = {linear.x.name or "": linear for linear in linears if _belongs_to(linear.x, model.graph)}
         self._computed = {name: linear for name, linear in self._wanted.items() if not linear.x.is_graph_input()}
         self._feeds = feeds
@@ -72,7 +71,7 @@ class InputRecorder:
                 on_run(number * len(groups) + index, total)
                 try:
                     arrays = self._session.run(group, one)
-                except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
+                except Exception as error:  # ONNX Runtime's exceptions share no base class
                     raise CalibrationError(
                         f"the original model does not run on calibration feeds {number + 1}: {one_line(error)}; "
                         "check their shapes and types"
@@ -89,10 +88,7 @@ class InputRecorder:
         return {name: np.concatenate(parts)[:max_rows] for name, parts in rows.items() if parts}
 
     def samples(self, names: Sequence[str], limit: int, on_run: OnRun) -> dict[str, np.ndarray]:
-        """Return up to `limit` random elements of each value, float32 [count], evenly over the feeds.
-
-        The value's minimum and maximum are among them.
-        """
+        """Return up to `limit` random elements of each value, float32 [count], and its minimum and maximum."""
         drawn: dict[str, list[np.ndarray]] = {name: [] for name in names}
         quota = -(-limit // len(self._feeds))
         rng = np.random.default_rng(0)
@@ -138,8 +134,7 @@ class InputRecorder:
 class HessianSums:
     """X^T X over the inputs X of one value, float32 [2, k, k], for two halves of the inputs.
 
-    The halves are alternate feeds, or the first and second half of a single feed. Waiting inputs take half as many
-    bytes as the sums.
+    The halves are alternate feeds, or the halves of a single feed. Rows are buffered, up to half the size of the sums.
     """
 
     def __init__(self, k: int, feeds: int) -> None:
@@ -161,8 +156,7 @@ class HessianSums:
             waiting = self._waiting[self._taken % 2]
             for start in range(0, len(part), _HESSIAN_ROWS):
                 waiting.append(part[start : start + _HESSIAN_ROWS].astype(np.float32))
-                # Multiplies many rows at once: for a few rows, reading and writing the sum would take longer than the
-                # products.
+                # Multiply many rows at once; for few rows, reading and writing the sum would dominate.
                 if sum(map(len, waiting)) >= self._at_once:
                     self._multiply(self._taken % 2)
             self._taken += 1

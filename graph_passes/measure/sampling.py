@@ -1,6 +1,6 @@
-"""Text that a decoder samples from itself, to evaluate it if the user gives no texts.
+"""Text that a decoder samples from itself, for evaluation without the user's texts.
 
-Random tokens are unlike a decoder's training data: quantization costs several times as much there as on real text.
+Random tokens would be unlike training data: quantization errors are several times as large there.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def sampled_feeds(model: ir.Model, session: Any, start: int, large: bool = False
     """Sample sequences token by token, at temperature 1 and from a fixed seed, and return them as feeds.
 
     The first feed holds all sequences, the second the beginning of the first sequence, the third the last token with
-    the cache of all earlier ones. The second is short because it repeats tokens of the first.
+    the cache of all earlier ones.
 
     Args:
         model: The original model.
-        session: A session of the original model.
+        session: Its session.
         start: The first token of each sequence.
-        large: Whether a step takes long, so that fewer tokens are sampled.
+        large: Sample fewer tokens, because a step takes long.
 
     Returns:
         No feeds if the model is not a decoder with `logits` and a growing KV cache, or does not run.

@@ -1,10 +1,9 @@
 """Runs a model in pieces, so that later layers see the effect of changes to earlier ones.
 
 The model is cut where each wanted value is first used. Each piece is a model: its inputs are the values that cross the
-cut before it, its outputs the values that cross the cut after it. These values are kept in files, one per value and
-feed, while later pieces need them. So every node runs once per feed, and all layers together cost one run of the model.
-Running from the beginning for each layer would need no files, but for n layers about n / 2 runs. Keeping all inputs in
-memory would need rows * width * crossing values.
+cut before it, its outputs the values that cross the cut after it. Files keep these values, one per value and feed,
+while later pieces need them. So all layers together cost one run of the model; running from the beginning for each of
+n layers would cost about n / 2 runs.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class Segments:
         previous: ir.Node | None = None
         for number, (x, node) in enumerate(self._stages):
             nodes = list(self._model.graph)
-            # Computed anew: the caller may have added and removed nodes, but not the consumers of the values.
+            # The caller may have added and removed nodes, but not the consumers of the values.
             order = {one: index for index, one in enumerate(nodes)}
             begin = 0 if previous is None else order[previous]
             later = [value for value, _ in self._stages[number + 1 :]]
@@ -97,9 +96,9 @@ class Segments:
         later: Sequence[ir.Value],
         take: Callable[[ir.Value, np.ndarray], None],
     ) -> None:
-        """Run the nodes from `begin` to before `end`; store the values that later ones are computed from."""
+        """Run the nodes from `begin` to before `end`, and store the values that later pieces need."""
         _, crossing = self._needed(later, order, end)
-        if later:  # a layer that took x rounded may take x directly after it is changed
+        if later:  # after its change, a layer that took x rounded may take x itself
             crossing = list(dict.fromkeys([x, *crossing]))
         made = [value for value in {x: None, **dict.fromkeys(crossing)} if self._is_made(value)]
         needed, inputs = self._needed(made, order, begin)
@@ -115,7 +114,7 @@ class Segments:
                 names = [value.name or "" for value in made]
                 try:
                     arrays = dict(zip(made, session.run(names, given), strict=True))
-                except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
+                except Exception as error:  # ONNX Runtime's exceptions share no base class
                     raise CalibrationError(
                         f"the model does not run on calibration feeds {number + 1}: {one_line(error)}; check their "
                         "shapes and types"
@@ -138,7 +137,7 @@ class Segments:
     def _needed(
         self, wanted: Sequence[ir.Value], order: dict[ir.Node, int], begin: int
     ) -> tuple[set[int], list[ir.Value]]:
-        """Return the nodes from `begin` on that compute the values, and their inputs from earlier pieces or the feeds.
+        """Return the nodes from `begin` on that compute the values, and the inputs of these nodes from before `begin`.
 
         Nodes that only compute constants belong to every piece.
         """

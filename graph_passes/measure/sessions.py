@@ -1,9 +1,9 @@
 """Sessions of ONNX Runtime for comparing and timing models: they log nothing and do not disturb other sessions.
 
 On x86 CPUs with AVX2 but without VNNI, ONNX Runtime multiplies uint8 by int8 with vpmaddubsw, which saturates at 16
-bits: 2 * 255 * 127 becomes 32767. Full-range products lose up to 15 % of their norm in every int8 layer. A model means
-the exact sums. ONNX Runtime computes them if asked (session.x64quantprecision), but more slowly, so sessions for
-comparison ask and timed sessions do not.
+bits: 2 * 255 * 127 becomes 32767. Full-range products lose up to 15 % of their norm in every int8 layer. Sessions for
+comparison ask for the exact sums that ONNX specifies (session.x64quantprecision); timed sessions do not, because exact
+sums are slower.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ def quiet_options(source: ModelFile | None = None) -> Any:
     """Return session options.
 
     Args:
-        source: The given model, for a session that is not timed. If it is large, weights are read from the mapped file
-            in each run, because ONNX Runtime would otherwise keep a packed copy of all.
+        source: The given model, for a session that is not timed. If it is large, each run reads weights from the mapped
+            file, because ONNX Runtime would otherwise keep a packed copy of them.
     """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # users see errors as exceptions of ours
+    options.log_severity_level = 4  # errors become Ortolan's exceptions
     options.intra_op_num_threads = session_threads()
-    # Threads of one session must not spin while another is measured.
+    # Threads of one session must not spin while another is timed.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     if source is not None and source.is_large:
         options.add_session_config_entry("session.disable_prepacking", "1")
@@ -79,14 +79,14 @@ def open_quietly(
     """Open a session for comparison: its integer sums are exact if ONNX Runtime supports that (`sums_are_exact`).
 
     Args:
-        model: The model, as a file or serialized.
+        model: A file, or the serialized model.
         source: See `quiet_options`.
-        library: Register our operators.
+        library: Register Ortolan's operators.
         data_folder: See `open_session`.
         in_float: Do not round the inputs of a MatMul after a DequantizeLinear of int4 blocks.
-        fold: Let ONNX Runtime fold constants when the session is made. It keeps the result of each step, which takes
-            many times the model's memory for weights that functions unpack. CPUs whose int8 products saturate always
-            fold, because exact products need constant weights.
+        fold: Let ONNX Runtime fold constants. It keeps the result of each step, which takes many times the model's
+            memory for weights that functions unpack. Where int8 products saturate, sessions always fold, because exact
+            products need constant weights.
     """
 
     def opened(content: Path | bytes, exact: bool) -> Any:
@@ -139,9 +139,9 @@ def _has_branches(model: Path | bytes) -> bool:
 
 
 def _with_zero_points_of_blocks(model: Path | bytes) -> Path | bytes:
-    """Add zero points of 0 to int8 tensors in blocks without any.
+    """Add zero points of 0 to int8 tensors in blocks that have none.
 
-    ONNX Runtime turns such tensors into uint8 with one zero point for all blocks, which it refuses at run time.
+    ONNX Runtime turns these into uint8 with a single zero point, which it refuses at run time.
     """
     import onnx
 
@@ -165,7 +165,7 @@ def _with_zero_points_of_blocks(model: Path | bytes) -> Path | bytes:
 
 
 def _with_own_int8_tensors(model: Path | bytes) -> bytes:
-    """Copy each int8 tensor for each use: ONNX Runtime makes a uint8 copy under one name for each."""
+    """Give each use of an int8 tensor its own copy: ONNX Runtime adds a uint8 copy per use, all under one name."""
     import onnx
 
     proto = _read(model)
@@ -202,7 +202,7 @@ def sums_are_exact(session: Any) -> bool:
 
 @functools.cache
 def int8_products_saturate() -> bool:
-    """Return whether uint8 x int8 products saturate in an ordinary ONNX Runtime session on this CPU, by trying."""
+    """Return whether uint8 x int8 products saturate in a default ONNX Runtime session on this CPU, by trying."""
     from onnx import TensorProto, helper, numpy_helper
 
     codes, weight = np.full((2, 64), 255, np.uint8), np.full((64, 16), 127, np.int8)
@@ -223,7 +223,7 @@ def run_session(session: Any, feeds: Feeds, who: str, error_type: type[Exception
 
     Args:
         session: The session.
-        feeds: Its inputs.
+        feeds: Inputs.
         who: The subject of the error message: "the original model".
         error_type: The exception to raise.
 
@@ -232,6 +232,6 @@ def run_session(session: Any, feeds: Feeds, who: str, error_type: type[Exception
     """
     try:
         answers = session.run(None, feeds)
-    except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
+    except Exception as error:  # ONNX Runtime's exceptions share no base class
         raise error_type(f"{who} does not run on the feeds: {one_line(error)}; nothing was saved") from error
     return [answer if isinstance(answer, np.ndarray) and answer.dtype.kind in "fiub" else None for answer in answers]

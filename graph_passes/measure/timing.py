@@ -1,4 +1,4 @@
-"""Timing: candidates interleaved in one run, cold weights, minimum and median, pinned to a CPU if single-threaded."""
+"""Times candidates in turn, with cold weights, pinned to a CPU if single-threaded."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def interleave(
 ) -> dict[str, Timing]:
     """Time the candidates A B C A B C … for about `seconds`.
 
-    In its turn a candidate first runs untimed for a while and is then timed a few times (a slow one once). So, as in a
-    decode loop, its code and page tables are warm; its weights are cold if the copies outgrow the caches.
+    In its turn, a candidate first runs untimed, and is then timed a few times (a slow one once). As in a decode loop, its
+    code and page tables are warm; its weights are cold if their copies outgrow the caches.
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     end = time.perf_counter() + seconds
@@ -64,9 +64,9 @@ def pinned(threads: int) -> Iterator[None]:
 
 
 def copies_to_stay_cold(bytes_each: int) -> int:
-    """Return the number of copies of a weight to use in turn so that no copy stays in a cache: four times the L3.
+    """Return how many copies of a weight to use in turn so that none stays in a cache: four times the L3.
 
-    Between 4 and 2048 copies, but within `cold_bytes_each`.
+    4 to 2048 copies, within `cold_bytes_each`.
     """
     wanted = min(max(4, -(-4 * last_level_cache_bytes() // bytes_each)), 2048)
     return max(1, min(wanted, cold_bytes_each() // bytes_each))
@@ -78,7 +78,7 @@ def cold_bytes_each() -> int:
 
 
 def describe_cold_copies() -> str:
-    """Return a note for results on the memory that copies may take."""
+    """Return a note on the memory of copies, for results."""
     mebibytes, cache = cold_bytes_each() >> 20, last_level_cache_bytes() >> 20
     warm = " Weights may be warm." if mebibytes <= 2 * cache else ""
     copies = f"Copies of weights take up to {mebibytes} MiB per candidate (all: 1/8 of free memory)"

@@ -1,8 +1,7 @@
 """AddLayerNorm: LayerNormalization of a sum of up to three tensors, over the last axis.
 
 Inputs:
-    X, addend, second_addend: float32 [..., n], broadcast by the rules of Add; a 0 of shape [1] replaces an addend that
-        is not used.
+    X, addend, second_addend: float32 [..., n], broadcast as in Add; an unused addend is a 0 of shape [1].
     norm_weight, norm_bias: float32 [n], initializers.
 """
 

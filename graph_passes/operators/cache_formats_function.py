@@ -27,13 +27,14 @@ def size_of(body: FunctionBody, x: ir.Value, axis: int) -> ir.Value:
 def reshape(body: FunctionBody, x: ir.Value, keep: int, *sizes: ir.Value | int) -> ir.Value:
     """Reshape x, keeping its first `keep` dimensions and replacing the others by `sizes`."""
     op = body.op
-    # Zeros for the first dimensions would make ONNX Runtime write -1 for a later one, which fails if a dimension is 0.
+    # Not Reshape's 0 for a kept dimension: ONNX Runtime would then turn a later size into -1, which fails for empty
+    # tensors.
     kept = op("Slice", op("Shape", x), body.ints(0), body.ints(keep))
     return op("Reshape", x, op("Concat", kept, body.shape(*sizes), axis=0))
 
 
 def _whole_blocks(body: FunctionBody, rows: ir.Value, dtype: DTypeLike) -> ir.Value:
-    """Return tokens [B, heads, T, row] padded with zero tokens to whole blocks."""
+    """Pad [B, heads, T, row] with zero tokens to whole blocks."""
     op = body.op
     shape = op("Shape", rows)
     more = op("Mod", op("Neg", size_of(body, rows, 2)), body.integer(_BLOCK))
@@ -48,9 +49,9 @@ def _whole_blocks(body: FunctionBody, rows: ir.Value, dtype: DTypeLike) -> ir.Va
 
 
 def _by_position(body: FunctionBody, blocks: ir.Value, rows: ir.Value, tokens: ir.Value) -> ir.Value:
-    """Select for each position what a cache of `tokens` [B] tokens stores there: full blocks, then single rows.
+    """Return a cache of `tokens` [B] tokens: full blocks, then the remaining tokens in row layout.
 
-    blocks and rows are both [B, heads, T, …]; blocks may have more tokens than rows.
+    blocks and rows hold all tokens in either layout, [B, heads, T, …]; blocks may be padded.
     """
     op = body.op
     size = size_of(body, rows, 2)
@@ -62,7 +63,11 @@ def _by_position(body: FunctionBody, blocks: ir.Value, rows: ir.Value, tokens: i
 
 
 class KeyCodes:
-    """Key codes in the format of ops/formats/key_code_cache.h. Codes are int32 [B, KV, tokens, parts]."""
+    """Keys as product-quantization codes, in the format of ops/formats/key_code_cache.h.
+
+    A key is split into parts of d_sub values; a code is the index of a part's nearest centroid. Codes are int32
+    [B, KV, tokens, parts].
+    """
 
     def __init__(self, body: FunctionBody, codebooks: ir.Value, d_sub: int) -> None:
         self._body, self._codebooks, self._largest = body, codebooks, d_sub
@@ -75,7 +80,7 @@ class KeyCodes:
         part = op("Range", body.integer(0), self._parts, body.integer(1))
         in_eight = op("Mod", part, eight)
         is_last = op("Less", op("Mul", op("Div", self._parts, eight), eight), op("Add", part, body.integer(1)))
-        # bytes filled by eight parts, or by the last four
+        # eight parts fill four bytes; the last four may fill two
         lane = op("Where", is_last, body.integer(2), body.integer(4))
         byte = op("Add", op("Mul", op("Div", part, eight), body.integer(4)), op("Mod", in_eight, lane))
         self._nibble = op("Add", op("Mul", byte, body.integer(2)), op("Div", in_eight, lane))
@@ -111,7 +116,7 @@ class KeyCodes:
         body, op = self._body, self._body.op
         parts = reshape(body, keys, 3, self._parts, self._d_sub)
         distances = None
-        for i in range(self._largest):  # in this order: each sum is rounded
+        for i in range(self._largest):  # in the kernel's order, because each sum is rounded
             number = body.integer(i)
             at = op("Min", number, op("Sub", self._d_sub, body.integer(1)))
             key = op("Unsqueeze", op("Gather", parts, at, axis=4), body.ints(4))
@@ -226,8 +231,7 @@ class Int8Values:
     def _rounded_up(self, x: ir.Value) -> ir.Value:
         """Return the bits of x rounded up to bfloat16, as int32 [B, KV, tokens, 1]; x is finite and not negative.
 
-        The bits are the binade's exponent, then the position in the binade in 128ths; a full 128/128 carries into the
-        next binade.
+        The bits are the exponent, then the fraction in 128ths; a full 128/128 carries into the exponent.
         """
         body, op = self._body, self._body.op
         powers = np.ldexp(np.float32(1), np.arange(-126, 128))
@@ -246,7 +250,7 @@ class Int8Values:
         return op("Mul", op("Add", lead, fraction), power)
 
     def _lead_and_power(self, binade: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Return (lead, power): a value in this binade is power (lead + fraction)."""
+        """Return (lead, power): a value with this exponent is power * (lead + fraction)."""
         body = self._body
         lead = np.ones(256, np.float32)
         lead[0] = 0  # subnormals

@@ -18,9 +18,9 @@ _VALUE = 2  # input index of Attention
 def declare_shapes(model: ir.Model, new_name: Callable[[str], str]) -> None:
     """Declare the output shapes of our operators, and state the width of each value input of a standard Attention.
 
-    Declarations become value_info of the file. They are not enough for Attention of opset 23: it treats a value of
-    unknown width as one of width 0, and when ONNX Runtime inlines a function it may drop the node whose output was
-    declared, such as an addition of zeros. A Reshape to a constant shape costs nothing and survives.
+    Declared shapes become value_info. This is not enough for Attention (opset 23): if the width of its value input is
+    unknown, ONNX Runtime assumes 0, and inlining a function may remove the node with the declared output. A Reshape to
+    a constant shape is free and survives.
     """
     for graph in model.graphs():
         if not any(node.domain == ORTOLAN_DOMAIN for node in graph):

@@ -99,7 +99,7 @@ class StoredEmbedding:
         return write.op("Sub", q, write.op("Mul", zero, write.constant(np.array(1 / FRACTION_STEPS, np.float32))))
 
     def read_groups(self, weights: ir.Value, scales: ir.Value, graph: ir.Graph, new_name: NewName) -> None:
-        """Replace the lookups by nodes that read the weight of a W8A8MatMul, which holds the same integers."""
+        """Replace the lookups by nodes that read the weight of a W8A8MatMul with the same integers."""
         assert self.group_size is not None
         quads = -(-self.width // _QUAD)
         quad = np.arange(quads)
@@ -114,7 +114,7 @@ class StoredEmbedding:
         self.q, self.scales = weights, scales
 
     def add_lookups(self, nodes: Sequence[ir.Node]) -> None:
-        """Add nodes of the model, with ids as second input, that are to read a head's weight."""
+        """Register lookups of the model, nodes whose second input is ids, that will read the head's weight."""
         for node in nodes:
             ids = node.inputs[1]
             assert ids is not None
@@ -125,12 +125,7 @@ class StoredEmbedding:
     ) -> None:
         """Replace the lookups by nodes that read the weight of a W4A8MatMul.
 
-        Args:
-            weights: Packed weights of the head.
-            scales: Scales of the head.
-            steps: Units of a zero point per integer step. Without zero points, the zero point is 8.
-            graph: The main graph.
-            new_name: Makes unique names.
+        A zero point is stored in units of 1 / `steps`; without zero points, it is 8.
         """
         assert self.group_size is not None
         pairs = -(-self.width // (2 * _QUAD))  # pairs of quads share four bytes: low and high nibbles
@@ -162,7 +157,7 @@ class StoredEmbedding:
 
         Args:
             values: Packed weights of the head.
-            scales: Scales of int8 weights, None for bf16.
+            scales: None for bf16.
             inputs: Inputs of a column that are stored together.
             graph: The main graph.
             new_name: Makes unique names.
@@ -240,7 +235,7 @@ def _nibbles(write: _Writer, q: ir.Value) -> ir.Value:
 
 
 def _repeated(write: _Writer, place: ir.Value, middle: np.ndarray) -> ir.Value:
-    """Repeat positions [..., 1, 3] to [..., m, 3], adding `middle` [m] to the second coordinate."""
+    """Repeat positions [..., 1, 3] to [..., m, 3], adding `middle` [m] to the second of the three indices."""
     offsets = np.zeros((len(middle), 3), np.int64)
     offsets[:, 1] = middle
     return write.op("Add", place, write.constant(offsets))

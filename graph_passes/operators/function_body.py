@@ -11,7 +11,7 @@ PANEL_COLUMNS = 16  # as in ops/formats
 
 
 class FunctionBody:
-    """The nodes of a function, in the order in which they are added. Its methods read like the formulas."""
+    """The nodes of a function, in the order in which they are added."""
 
     def __init__(self, opset: int) -> None:
         self._opset = opset

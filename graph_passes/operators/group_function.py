@@ -49,7 +49,7 @@ class GroupRows:
 
 
 def zero_of(body: FunctionBody, x: ir.Value, unpack_once: bool) -> ir.Value:
-    """Return 0, known when the model is loaded, or (without unpack_once) only when it runs."""
+    """Return 0: a constant, or without unpack_once computed from x, so that ONNX Runtime cannot fold the unpacking."""
     zero = body.integer(0)
     return zero if unpack_once else body.op("Min", body.op("Size", x), zero)
 

@@ -31,16 +31,16 @@ class GroupMatMul(Replacement):
     """Y = activation(X W + bias) + residual, optionally layer-normalized; X is rounded to int8 group by group."""
 
     bits: ClassVar[int]
-    largest: ClassVar[int]  # largest magnitude of a weight less its zero point, in steps of the scale
+    largest: ClassVar[int]  # largest |q - zero point| of a weight
 
     def packed_bytes(self, k: int, n: int, stored: Stored, quantization: Quantization | None) -> int:
-        """Return the size of `pack`'s result in bytes."""
+        """See `Replacement.packed_bytes`."""
         if quantization is None or quantization.group_size is None:
             return 4 * k * n  # why_not refuses it
         panels = -(-n // PANEL_COLUMNS)
         weights = panels * PANEL_COLUMNS * -(-k // TILE_INPUTS) * TILE_INPUTS * self.bits // 8
         groups = panels * PANEL_COLUMNS * -(-k // quantization.group_size)
-        # Scales of our quantizers are usually exact in float16; float32 scales that a model stores are not.
+        # Ortolan's quantizers usually make scales that are exact in float16; a model's own float32 scales are not.
         scale = 4 if isinstance(quantization, StoredInt4) and quantization.scales.dtype == ir.DataType.FLOAT else 2
         offset = scale if quantization.minimum else 0 if quantization.symmetric else 1
         return weights + groups * (scale + offset)
@@ -48,7 +48,7 @@ class GroupMatMul(Replacement):
     def attributes(
         self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
     ) -> list[ir.Attr]:
-        """Return the node's attributes for a weight [k, n]."""
+        """See `Replacement.attributes`."""
         assert quantization is not None and quantization.group_size is not None
         attributes = {
             "k": k,
@@ -61,7 +61,7 @@ class GroupMatMul(Replacement):
         return [ir.AttrInt64(name, value) for name, value in attributes.items()]
 
     def rounding_bound(self, x: np.ndarray, weight: LayerWeight) -> np.ndarray:
-        """Return a bound on the difference between `run` and x W, for each output."""
+        """See `Replacement.rounding_bound`."""
         assert weight.quantized is not None and weight.quantized.group_size is not None
         group = weight.quantized.group_size
         magnitude = self.magnitude(weight)
@@ -70,24 +70,24 @@ class GroupMatMul(Replacement):
         for start in range(0, len(magnitude), group):  # half a step of each x (ops/matmul/group_weight.h)
             half_steps = np.abs(x[:, start : start + group]).max(axis=1, keepdims=True) / 254
             steps += half_steps * magnitude[start : start + group].sum(axis=0)
-        # Scale of x times scale of W, applied to a sum of q (w - zero point); the product may be subnormal.
+        # The product of the scales of x and W may be subnormal and flushed to 0.
         lost = _SMALLEST_NORMAL * 127 * self.largest * len(magnitude)
         bound: np.ndarray = steps * (1 + _FLOAT_ROUNDING) + _FLOAT_ROUNDING * product + lost
         return bound
 
     def magnitude(self, weight: LayerWeight) -> np.ndarray:
-        """Return the magnitude of the terms that are added up for each weight, [k, n]."""
+        """Return the magnitude of the terms that the kernel sums for each weight, [k, n]."""
         magnitude: np.ndarray = np.abs(weight.matrix)
         return magnitude
 
     def typical_rounding(self, quantization: Quantization | None) -> float:
-        """Return ||run - x W|| / ||x W|| of an ordinary layer."""
+        """See `Replacement.typical_rounding`."""
         # Rounding error of a step max|x| / 127, over sqrt 12, for groups whose largest value is three times their RMS.
         return 0.007
 
 
 def packed_floats(*rows: np.ndarray) -> list[PackedTensor]:
-    """Pack scales, and minimums: as float16 if that is exact for all of them, else as float32."""
+    """Pack scales and minimums as float16 if that is exact for all of them, else as float32."""
     with np.errstate(over="ignore"):
         halves = [array.astype(np.float16) for array in rows]
     if any((half != array).any() for half, array in zip(halves, rows, strict=True)):

@@ -1,4 +1,4 @@
-"""Two layers with an activation between them in one operator: the hidden layer of an MLP, in integers.
+"""The hidden layer of an MLP, computed in integers: two layers and the activation between them in one operator.
 
 The first layer's output is rounded to u8, a 256-byte table applies the activation, and the second layer multiplies the
 result (ops/matmul/block_sparse_weight.h). This needs fixed ranges, so pass `ranges` must have recorded both values.
@@ -21,7 +21,7 @@ from .replacement import LayerWeight
 # A chain of only these operators is not an activation.
 _NO_ACTIVATION = ("Cast", "DequantizeLinear", "Div", "Identity", "Mul", "QuantizeLinear")
 _SHAPE_OPERATORS = ("Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze")
-_GRID = 1 << 16  # samples of the chain, used to choose a range by the activation's output
+_GRID = 1 << 16  # points at which the activation is sampled to choose a range
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class ByteTable:
 
 @dataclass(frozen=True, eq=False)
 class HiddenLayer:
-    """The data an operator needs to compute the hidden layer as well."""
+    """The data with which an operator also computes the hidden layer."""
 
     mlp: Mlp
     weight: LayerWeight  # with an input range
@@ -120,7 +120,7 @@ def make_byte_table(mlp: Mlp, activations: Mapping[str, np.ndarray], opsets: Map
     Args:
         mlp: The two layers.
         activations: Recorded samples, by value name.
-        opsets: The model's opset imports.
+        opsets: Opset imports.
 
     Returns:
         The table, or the reason why there is no table.

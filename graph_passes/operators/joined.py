@@ -1,8 +1,8 @@
 """Several layers with the same input joined in one operator.
 
-Two layers form a gated linear unit, activation(x Wg + bg) (x Wu + bu): the operator's weight is [Wg Wu], each padded
+Two layers may form a gated linear unit, activation(x Wg + bg) (x Wu + bu): the operator's weight is [Wg Wu], each padded
 with zero columns to whole panels (ops/matmul/linear_plan.h). They may be the halves of one layer in the model, as in
-ModernBERT and Phi-3. Three layers are query, key and value of one attention, which reads them from one tensor
+ModernBERT and Phi-3. Three layers may be query, key and value of one attention, which reads them from one tensor
 (ops/nomad_attention/op.cc).
 """
 
@@ -153,11 +153,8 @@ def join_weights(
 ) -> LayerWeight:
     """Return one weight with the columns of all layers; see `can_join`.
 
-    Args:
-        weights: The weights of the layers.
-        spill: File for large quantized tensors.
-        name: Prefix of the tensor names in `spill`.
-        columns: The columns of each layer that are used; None: all.
+    Quantized tensors go to `spill`, with names that start with `name`. columns: the used columns of each layer; None:
+    all.
     """
     columns = [slice(None)] * len(weights) if columns is None else columns
     matrix = join_columns([weight.matrix[:, where] for weight, where in zip(weights, columns, strict=True)])

@@ -22,7 +22,7 @@ _EPSILON = "norm_epsilon"
 class LayerUses:
     """The features after X W that the nodes of a model use.
 
-    A node without a feature that other nodes have needs neutral inputs instead: `neutral_inputs_of_layer`.
+    Nodes without a feature that other nodes use get neutral inputs: `neutral_inputs_of_layer`.
     """
 
     activations: frozenset[Activation] = frozenset({Activation.NONE})
@@ -68,11 +68,11 @@ def linear_function(
 
 
 def end_of_layer(body: FunctionBody, product: ir.Value, inputs: Mapping[str, ir.Value], uses: LayerUses) -> ir.Value:
-    """Return what follows X W, as in ops/matmul/linear_plan.h, for all nodes of a model."""
+    """Add bias, activation, gate, residual and LayerNormalization to the product X W (ops/matmul/linear_plan.h)."""
     op = body.op
     p = op("Add", product, _bias_or_zeros(body, inputs["bias"]))
     if uses.gated:
-        # For a node that is not gated, the factors are the ones appended after all columns.
+        # Nodes without a gate multiply by 1: ones are appended to the columns.
         n, gated_columns = body.attribute("n"), body.attribute("gated_columns")
         is_gated = op("Cast", gated_columns, to=ir.DataType.BOOL)
         columns = op("Where", is_gated, gated_columns, n)
@@ -94,7 +94,7 @@ def end_of_layer(body: FunctionBody, product: ir.Value, inputs: Mapping[str, ir.
 
 
 def _normalized(body: FunctionBody, inputs: Mapping[str, ir.Value], y: ir.Value) -> ir.Value:
-    """Return the LayerNormalization of y, or y if norm_epsilon is -1."""
+    """Normalize y, unless norm_epsilon is -1."""
     epsilon = body.float_attribute(_EPSILON)
     z = body.layer_norm(y, inputs["norm_weight"], inputs["norm_bias"], epsilon)
     return body.op("Where", body.op("Less", epsilon, body.number(0)), y, z)
@@ -102,7 +102,7 @@ def _normalized(body: FunctionBody, inputs: Mapping[str, ir.Value], y: ir.Value)
 
 def _bias_or_zeros(body: FunctionBody, bias: ir.Value) -> ir.Value:
     """Return the function's input bias [n], or zeros if it is missing; n is an attribute."""
-    # Gemm's C may be missing, an input of Add may not. So the bias is read by a Gemm without rows in its sum.
+    # Gemm's C is optional, an input of Add is not. With an empty product, Gemm returns C, or zeros without C.
     zeros = ir.tensor(np.zeros(1, np.float32))
     no_rows = body.op("ConstantOfShape", body.shape(1, body.attribute("n")), value=zeros)
     return body.op(

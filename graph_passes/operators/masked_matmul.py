@@ -39,7 +39,7 @@ class MaskedMatMul(Replacement):
     masks_inputs = True
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
-        """Return why the operator cannot hold a weight of k inputs with this quantization; None if it can."""
+        """See `Replacement.why_not`."""
         if isinstance(quantization, StoredInt4 | StoredInt8):
             return f"is stored in {quantization.bits} bits, which MaskedMatMul does not support"
         if quantization is not None and quantization.bits != 8:
@@ -49,7 +49,7 @@ class MaskedMatMul(Replacement):
         return why_not_groups(self.op_type, quantization)
 
     def why_not_matrix(self, matrix: np.ndarray) -> str | None:
-        """Return why the operator cannot hold these unquantized weights; None if it can."""
+        """See `Replacement.why_not_matrix`."""
         # NaN fails every comparison.
         largest = float(np.finfo(np.float32).max) if self._is_float else _LARGEST_BF16
         if matrix.max() <= largest and matrix.min() >= -largest:
@@ -61,7 +61,7 @@ class MaskedMatMul(Replacement):
         return self.weights == "float32"
 
     def pack(self, weight: LayerWeight) -> PackedWeight:
-        """Return the constant inputs that hold W."""
+        """See `Replacement.pack`."""
         quantized = weight.quantized
         if quantized is not None:
             q, scales = np.array(quantized.q.numpy()), np.array(quantized.scales.numpy(), np.float32)
@@ -73,7 +73,7 @@ class MaskedMatMul(Replacement):
         return {"B": PackedTensor(bf16.view(np.uint16), ir.DataType.BFLOAT16)}
 
     def packed_bytes(self, k: int, n: int, stored: Stored, quantization: Quantization | None) -> int:
-        """Return the size of `pack`'s result in bytes."""
+        """See `Replacement.packed_bytes`."""
         if quantization is not None:
             return k * n + 4 * n
         return (4 if self._is_float else 2) * k * n
@@ -81,20 +81,20 @@ class MaskedMatMul(Replacement):
     def inputs(
         self, x: ir.Value, packed: Mapping[str, ir.Value], bias: ir.Value | None, residual: ir.Value | None
     ) -> list[ir.Value | None]:
-        """Return the node's inputs, in order."""
+        """See `Replacement.inputs`."""
         assert bias is None and residual is None
         return in_order(self.input_names, {"A": x, **packed})
 
     def attributes(
         self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
     ) -> list[ir.Attr]:
-        """Return the node's attributes for a weight [k, n]."""
+        """See `Replacement.attributes`."""
         # group_size 0: one scale per column. b_finite matters only if B is computed.
         integers = {"format_version": _FORMAT_VERSION, "group_size": 0, "b_finite": 0}
         return [ir.AttrFloat32("b_threshold", 0.0), *(ir.AttrInt64(name, value) for name, value in integers.items())]
 
     def rounding_bound(self, x: np.ndarray, weight: LayerWeight) -> np.ndarray:
-        """Return a bound on the difference between `run` and x W, for each output."""
+        """See `Replacement.rounding_bound`."""
         rounding = _FLOAT_ROUNDING
         if weight.quantized is None and not self._is_float:
             rounding += _BF16_ROUNDING
@@ -103,15 +103,15 @@ class MaskedMatMul(Replacement):
         return bound
 
     def typical_rounding(self, quantization: Quantization | None) -> float:
-        """Return ||run - x W|| / ||x W|| of an ordinary layer."""
+        """See `Replacement.typical_rounding`."""
         # bf16: 2^-8 / sqrt 6 per weight. Otherwise only float32 sums round.
         return 0.0016 if quantization is None and not self._is_float else 1e-6
 
     def fill_inputs(self, model: ir.Model, new_name: Callable[[str], str]) -> None:
-        """Give the operator's nodes neutral constants for inputs that they lack but must have."""
+        """See `Replacement.fill_inputs`."""
         neutral = {"b_scale": NO_SCALE, "a_mask": NO_MASK, "b_mask": NO_MASK}
         fill_missing(nodes_of(model, OP_TYPE), INPUTS, neutral, lambda node: neutral, new_name)
 
     def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
-        """Return the operator as an ONNX function for all of its nodes in this model."""
+        """See `Replacement.function`."""
         return masked_matmul_function(opset, unpack_once)

@@ -1,7 +1,7 @@
 """MaskedMatMul as an ONNX function: its specification, and the fallback without Ortolan's library.
 
 It uses only operators with the same meaning from opset 13 on, and works for any rank of A and B. A function cannot test
-whether an input is present, so its nodes have all inputs; NO_SCALE and NO_MASK replace unused ones.
+whether an input is present, so all nodes have all inputs; NO_SCALE and NO_MASK are the neutral ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ ATTRIBUTES = {
     "b_finite": ir.AttributeType.INT,
 }
 
-# Replacements for unused inputs.
 NO_SCALE = np.ones((1, 1), np.float32)
 NO_MASK = np.ones(1, np.bool_)
 
@@ -30,15 +29,13 @@ NO_MASK = np.ones(1, np.bool_)
 def masked_matmul_function(opset: int, unpack_once: bool = True) -> ir.Function:
     """Return the function for a model of this opset.
 
-    Args:
-        opset: The model's opset.
-        unpack_once: See `Replacement.function`; if False, B must not be a scalar.
+    unpack_once: see `Replacement.function`; if False, B must not be a scalar.
     """
     inputs = {name: ir.val(name) for name in INPUTS}
     body = FunctionBody(opset)
     a = _masked(body, inputs["A"], inputs["a_mask"], "a_threshold")
     weight = inputs["B"]
-    if not unpack_once:  # the row indices seem to depend on A
+    if not unpack_once:  # row indices computed from A, so that ONNX Runtime cannot fold the unpacking
         zero = body.op("Min", body.op("Size", inputs["A"]), body.integer(0))
         rows = body.op("Range", body.integer(0), _rows(body, weight), body.integer(1))
         weight = body.op("Gather", weight, body.op("Add", rows, zero), axis=-2)
@@ -67,7 +64,7 @@ def _weight(body: FunctionBody, b: ir.Value, scale: ir.Value) -> ir.Value:
     k = _rows(body, b)
     group_size = body.attribute("group_size")
     one_group = op("Equal", group_size, body.integer(0))
-    # k may be 0, and the divisor must not be.
+    # k may be 0, but a divisor must not.
     rows = op("Where", one_group, op("Max", k, body.integer(1)), group_size)
     groups = op("Div", op("Range", body.integer(0), k, body.integer(1)), rows)
     return op("Mul", op("Cast", b, to=ir.DataType.FLOAT), op("Gather", scale, groups))

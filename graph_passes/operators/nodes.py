@@ -59,7 +59,7 @@ def new_initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
 
 
 def in_order(names: Sequence[str], given: Mapping[str, ir.Value | None]) -> list[ir.Value | None]:
-    """Return a node's inputs in the operator's order, without missing ones at the end."""
+    """Return inputs in the operator's order, without missing ones at the end."""
     values = [given.get(name) for name in names]
     while values[-1] is None:
         values.pop()
@@ -92,7 +92,7 @@ def fill_missing(
         nodes: The nodes of one operator.
         names: The operator's inputs, in order.
         needed: The inputs that every node must have.
-        neutral: Returns the neutral constants of a node, by input name.
+        neutral: Returns a node's neutral constants, by input name.
         new_name: Makes unique names.
     """
     made: dict[Hashable, ir.Value] = {}

@@ -1,5 +1,6 @@
-"""NoMADAttention as an ONNX function: its specification, and the fallback without Ortolan's library.
+"""NoMADAttention (scaled dot-product attention) without a cache as an ONNX function.
 
+The function is the operator's specification, and the fallback without Ortolan's library.
 It uses only operators with the same meaning from opset 13 on. `precision` allows the kernel to round, and `any_order`
 to reorder sums; the function does neither.
 """
@@ -39,7 +40,7 @@ ATTRIBUTES = {
 class Uses:
     """The features that the NoMADAttention nodes of a model use.
 
-    A function does not see which inputs its node has, so all nodes of a model must have the same ones.
+    A function cannot test which inputs its node has, so all nodes of a model must have the same ones.
     """
 
     packed: bool = False  # all nodes hold key and value in query, or no node does
@@ -158,8 +159,7 @@ class _Attention:
         if self._uses.grouped:
             y = op("Reshape", y, body.shape(0, self._heads, queries, self._head_dim))
         width = op("Mul", self._heads, self._head_dim)
-        # Zeros for the first dimensions would make ONNX Runtime write -1 for the width, which fails if a dimension is
-        # 0.
+        # Explicit sizes: see reshape in cache_formats_function.py.
         of_sequences = self._inputs["query"] if self._kept is None else self._kept
         batch, rows = self._size(of_sequences, 0), self._size(of_sequences, -2 if self._kept is None else 1)
         y = op("Reshape", op("Transpose", y, perm=[0, 2, 1, 3]), body.shape(batch, rows, width))
@@ -190,7 +190,7 @@ class _Attention:
         ]
 
     def _by_layout(self, name: str, by_rows: ir.Value, by_heads: ir.Value) -> ir.Value:
-        """Select by whether this input is [B, S, heads D] or [B, heads, S, D]."""
+        """Return by_rows or by_heads, by whether this input is [B, S, heads D] or [B, heads, S, D]."""
         if name not in self._uses.by_heads:
             return by_rows
         if name not in self._uses.by_rows:
@@ -209,7 +209,7 @@ class _Attention:
         # Gather the heads of all rows in row-major order. (If is not used: see FunctionBody.by_attribute.)
         batch, rows = self._size(x, 0), self._size(x, -2)
         count = op("Mul", rows, heads)
-        # Packed sequences may be empty, and a 0 would mean the number of heads.
+        # -1, as packed sequences may be empty: in a Reshape, a count of 0 would copy the number of heads.
         flat = op("Reshape", x, body.shape(batch, count if self._kept is None else -1, self._head_dim))
         position = op("Range", body.integer(0), count, body.integer(1))
         row, head = op("Div", position, heads), op("Mod", position, heads)

@@ -1,11 +1,14 @@
 """NoMADAttention with a cache as an ONNX function: its specification, and the fallback without Ortolan's library.
 
-It uses only operators with the same meaning from opset 13 on (except ReduceMax). The cache formats are specified in
-ops/formats/key_code_cache.h and value_cache.h, the inputs in ops/nomad_attention/op.cc and op_cached.h, exact keys in
-ops/attention/kv_cache/ring.h, prompts in prompt_cache.h there. The bytes of the present caches equal the kernel's,
-unless the sums of EncodeKey are contracted to fused multiply-adds (as on aarch64) or ONNX Runtime flushes subnormals.
+It uses only operators with the same meaning from opset 13 on (except ReduceMax). Specified elsewhere:
 
-Tensors are [B, heads, tokens, …], as in the caches.
+    cache formats   ops/formats/key_code_cache.h, value_cache.h
+    inputs          ops/nomad_attention/op.cc, op_cached.h
+    exact keys      ops/attention/kv_cache/ring.h: uncompressed keys of the first tokens (sinks) and the last (window)
+    prompt          ops/nomad_attention/prompt_cache.h: a fixed first part of the text, its keys and values constants
+
+Present caches equal the kernel's bit for bit, unless the kernel encodes keys with fused multiply-adds (as on aarch64)
+or ONNX Runtime flushes subnormals. Tensors are [B, heads, tokens, …], as in the caches.
 """
 
 from __future__ import annotations
@@ -103,7 +106,7 @@ class _CachedAttention:
             pasts = {name: self._cache_or_empty(inputs[name]) for name in ("past_key", "past_value")}
             self._inputs = inputs | pasts
         self._room = size_of(body, self._inputs["past_key"], 2)
-        # Tokens before those counted by lengths and caches.
+        # Lengths and caches do not count the prompt.
         self._prompt = body.attribute("prompt_tokens") if uses.prompt else body.integer(0)
         self._read_lengths()
 
@@ -118,7 +121,7 @@ class _CachedAttention:
             return
         given = op("Reshape", op("Cast", self._inputs["lengths"], to=ir.DataType.INT64), body.ints(-1))
         given = op("Add", given, op("Sub", body.integer(1), self._prompt))
-        # Empty lengths mean full sequences.
+        # If lengths is empty, all sequences are full.
         self._after = op(
             "Slice", op("Concat", given, every, axis=0), body.ints(0), body.vector(self._batch), body.ints(0)
         )
@@ -133,7 +136,7 @@ class _CachedAttention:
             query, key = self._rotated(query), self._rotated(key)
         past_key, past_value = self._inputs["past_key"], self._inputs["past_value"]
         is_short = op("Less", self._queries, body.integer(_SHORT_CALL + 1))
-        exact_keys: list[ir.Value] = []  # the exact keys of all tokens, and which of them each query sees
+        exact_keys: list[ir.Value] = []  # arguments of _attention: exact_keys and is_exact
         present_exact_key: list[ir.Value] = []
         if uses.exact_keys:
             exact_keys = [self._joined(self._past_exact_keys(), key), self._is_exact(is_short)]
@@ -183,7 +186,7 @@ class _CachedAttention:
         return operands
 
     def _by_layout(self, name: str, by_rows: ir.Value, by_heads: ir.Value) -> ir.Value:
-        """Select by whether this input is [B, S, heads D] or [B, heads, S, D]."""
+        """Return by_rows or by_heads, by whether this input is [B, S, heads D] or [B, heads, S, D]."""
         if name not in self._uses.mixed:
             return by_heads if name in self._uses.by_heads else by_rows
         return self._body.op("Where", self._has_four_axes(self._inputs[name]), by_heads, by_rows)
@@ -332,22 +335,22 @@ class _CachedAttention:
         return op("Gather", self._inputs["past_exact_key"], op("Min", slot, last), axis=2)
 
     def _is_exact(self, is_short: ir.Value) -> ir.Value:
-        """Return whether query i of a sequence sees the exact key of its token j, [B, 1, S, P + total].
+        """Return whether query i of a sequence uses the exact key of its token j, [B, 1, S, P + total].
 
-        For the prompt, both keys are the same.
+        For prompt tokens the result does not matter: both keys are the same.
         """
         body, op = self._body, self._body.op
         zero, one, window = body.integer(0), body.integer(1), body.attribute("window")
         token = op("Range", op("Neg", self._prompt), self._total, one)
         row = op("Unsqueeze", op("Range", zero, self._queries, one), body.ints(1))
-        # A long call reads of the past only what is held.
+        # A long call reads the exact keys of past tokens that are held when it begins.
         row = op("Where", is_short, row, body.integer(-1))
         position = op("Add", op("Unsqueeze", self._past, body.ints(1, 2, 3)), row)
         recent = op("And", op("Less", op("Sub", position, window), token), op("Less", zero, window))
         return op("Or", op("Less", token, body.attribute("sinks")), recent)
 
     def _present_exact_keys(self, keys: ir.Value) -> ir.Value:
-        """Return the past's slots, with those of this call's tokens replaced."""
+        """Return past_exact_key with the keys of this call's tokens in their slots."""
         body, op = self._body, self._body.op
         zero, one = body.integer(0), body.integer(1)
         window, sinks = body.attribute("window"), body.attribute("sinks")
@@ -355,7 +358,7 @@ class _CachedAttention:
         is_sink = op("Less", slot, sinks)
         past, after = (op("Unsqueeze", count, body.ints(1)) for count in (self._past, self._after))
         last = op("Sub", after, one)
-        # The last token that maps to each slot.
+        # For each slot, the last token that maps to it.
         token = op("Sub", last, op("Mod", op("Sub", last, slot), op("Max", window, one)))
         token = op("Where", is_sink, slot, token)
         first = op("Max", past, op("Where", is_sink, zero, sinks))
@@ -395,7 +398,7 @@ class _CachedAttention:
         return reshape(body, op("Transpose", y, perm=[0, 2, 1, 3]), 2, width)
 
     def _seen_of(self, keys: ir.Value) -> ir.Value:
-        """Return whether query i sees key j, [S, T], for nodes without a cache too: the last query sees all keys."""
+        """Return whether query i sees key j, [S, T], if some nodes have no cache; the last query sees all keys."""
         body, op, one = self._body, self._body.op, self._body.integer(1)
         count = size_of(body, keys, 2)
         token = op("Range", body.integer(0), count, one)

@@ -31,7 +31,7 @@ def packed_tokens_function(op_type: str, opset: int) -> ir.Function:
 def packed(body: FunctionBody, kept: ir.Value, x: ir.Value) -> ir.Value:
     """Add PackTokens to a function."""
     op = body.op
-    # Expand, not Reshape: zeros in a Reshape's shape mean sizes of its input.
+    # Expand, not Reshape, which would copy the input's dimension for a size of 0.
     whole = op("Expand", x, op("Concat", op("Shape", kept), _behind_tokens(body, x), axis=0))
     return op("Unsqueeze", op("GatherND", whole, _positions(body, kept)), body.ints(0))
 

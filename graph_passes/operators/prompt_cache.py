@@ -1,4 +1,4 @@
-"""A prompt's keys and values as constants of NoMADAttention: pruned and packed (nomad_attention/prompt_cache.h)."""
+"""A prompt's keys and values as constants of NoMADAttention: pruned and packed (ops/nomad_attention/prompt_cache.h)."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class PackedTensor:
 
 
 def stored_tensor(spill: TensorSpill, name: str, packed: PackedTensor) -> ir.TensorProtocol:
-    """Return a tensor for an initializer of this name; its data waits on disk."""
+    """Return a tensor for an initializer of this name, with its data on disk."""
     if packed.array.size == 0:  # ONNX has no empty external tensors
         return ir.Tensor(packed.array, name=name, dtype=packed.dtype)
     return spill.add(name, packed.array, packed.dtype)
@@ -42,9 +42,9 @@ def stored_tensor(spill: TensorSpill, name: str, packed: PackedTensor) -> ir.Ten
 
 @dataclass(frozen=True)
 class Stored:
-    """The stored weights of a packed matrix: their count, and whether they are 2:4 sparse.
+    """The stored weights of a packed matrix.
 
-    2:4 sparse means that at most two of each four inputs of an output have a weight.
+    2:4 sparse: at most two of each four inputs of an output have a non-zero weight.
     """
 
     count: int
@@ -67,11 +67,11 @@ class LayerWeight:
     matrix: np.ndarray  # W, float32 [k, n]; dequantized if the weight is quantized
     quantized: QuantizedWeight | None = None
     x_range: FixedRange | None = None  # range of the layer's input; None: the operator computes it at run time
-    x_threshold: float = 0.0  # inputs with a magnitude of at most this count as zero, if the operator masks inputs
+    x_threshold: float = 0.0  # if the operator masks inputs: smaller or equal |x| count as 0
 
 
 def why_not_groups(op_type: str, quantization: Quantization | None) -> str | None:
-    """Return why an operator with one scale per column cannot hold these 8-bit weights: they are in groups."""
+    """Return why an operator with one scale per column cannot hold 8-bit weights in groups; None for other weights."""
     if quantization is None or quantization.bits != 8 or quantization.group_size is None:
         return None
     return (
@@ -195,15 +195,14 @@ class Replacement(abc.ABC):
 
     @abc.abstractmethod
     def typical_rounding(self, quantization: Quantization | None) -> float:
-        """Return ||run - x W|| / ||x W|| of an ordinary layer, expected if no inputs are recorded."""
+        """Return a typical ||run - x W|| / ||x W||, for layers whose inputs are not recorded."""
 
     @abc.abstractmethod
     def fill_inputs(self, model: ir.Model, new_name: Callable[[str], str]) -> None:
         """Give the operator's nodes neutral constants for inputs that they lack but must have.
 
-        An ONNX function cannot test whether an input is present, so if one layer of a model has it, all must. ONNX
-        Runtime up to 1.21 also crashes if an input before the last is missing. new_name makes names that are unique in
-        the model.
+        An ONNX function cannot test whether an input is present, so if one node of a model has it, all must. ONNX
+        Runtime up to 1.21 also crashes if an input before the last is missing. new_name makes unique names.
         """
 
     @abc.abstractmethod
@@ -211,10 +210,10 @@ class Replacement(abc.ABC):
         """Return the operator in standard ONNX, for all of its nodes in this model: the fallback without our library.
 
         Args:
-            model: The model with the nodes.
-            opset: The model's opset.
-            unpack_once: ONNX Runtime may unpack all weights when it loads the model, which runs fast but takes much
-                memory; otherwise it unpacks one layer after another in each run.
+            model: The model.
+            opset: Its opset.
+            unpack_once: Let ONNX Runtime unpack all weights when it loads the model: fast, but needs much memory.
+                Otherwise each run unpacks layer by layer.
         """
 
 

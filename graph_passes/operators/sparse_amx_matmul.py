@@ -62,15 +62,15 @@ class SparseAMXMatMul(Replacement):
     input_names = INPUTS
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
-        """Return why the operator cannot hold a weight of k inputs with this quantization; None if it can."""
-        # Activations would be rounded even if a recipe promises bf16.
+        """See `Replacement.why_not`."""
+        # The operator rounds activations of integer weights to int8, even if a recipe promises bf16.
         if isinstance(quantization, StoredInt4 | StoredInt8) and not self.keeps_stored:
             if quantization.bits == 4:
                 return "has scales, and perhaps zero points, that SparseAMXMatMul does not support"
             return "is stored in int8, which SparseAMXMatMul does not keep here; give weights='int8' or pattern='4x1'"
         zero_points = quantization is not None and not quantization.symmetric
         if zero_points and _stores_zero_points(quantization):
-            # A sparse storage omits integers that are zero, but with zero points these are not zero weights.
+            # Sparse storage omits integers 0, which with zero points are not zero weights.
             return "has zero points, which 2:4 storage does not support" if self.storage == TWO_FOUR else None
         if zero_points:
             return (
@@ -79,14 +79,14 @@ class SparseAMXMatMul(Replacement):
         return why_not_groups(self.op_type, quantization)
 
     def why_not_matrix(self, matrix: np.ndarray) -> str | None:
-        """Return why the operator cannot hold these unquantized weights; None if it can."""
+        """See `Replacement.why_not_matrix`."""
         # NaN fails every comparison.
         if matrix.max() <= _LARGEST_BF16 and matrix.min() >= -_LARGEST_BF16:
             return None
         return "holds NaN, infinity or values beyond bfloat16"
 
     def why_not_quantized(self, quantized: QuantizedWeight) -> str | None:
-        """Return why the operator cannot hold these integers, which the model stores; None if it can."""
+        """See `Replacement.why_not_quantized`."""
         if quantized.bits == 8:
             return None
         scales = quantized.scales.numpy().astype(np.float32)
@@ -95,11 +95,11 @@ class SparseAMXMatMul(Replacement):
         return "has scales that are not exact in bfloat16, as SparseAMXMatMul requires for 4 bits"
 
     def stored_weights(self, matrix: np.ndarray) -> Stored:
-        """Return the count and sparsity of the weights that `pack` stores for this matrix."""
+        """See `Replacement.stored_weights`."""
         return stored_in(matrix)
 
     def pack(self, weight: LayerWeight) -> PackedWeight:
-        """Return the constant inputs that hold W."""
+        """See `Replacement.pack`."""
         quantized = weight.quantized
         matrix = np.ascontiguousarray(weight.matrix if quantized is None else quantized.q.numpy())
         k, n = matrix.shape
@@ -129,7 +129,7 @@ class SparseAMXMatMul(Replacement):
         return packed
 
     def packed_bytes(self, k: int, n: int, stored: Stored, quantization: Quantization | None) -> int:
-        """Return the size of `pack`'s result in bytes."""
+        """See `Replacement.packed_bytes`."""
         bits = weight_bits(quantization)
         groups = 1 if quantization is None or quantization.group_size is None else -(-k // quantization.group_size)
         of_group = {BF16: 0, 8: 4, 4: 2}[bits] + int(_stores_zero_points(quantization))
@@ -138,19 +138,19 @@ class SparseAMXMatMul(Replacement):
         return storage_bytes(k, n, stored.count, bits, storage) + scales
 
     def foreseen_storage(self, k: int, n: int, stored: Stored, quantization: Quantization | None) -> str:
-        """Return the name of the storage that `pack` will choose."""
+        """See `Replacement.foreseen_storage`."""
         if _stores_zero_points(quantization):
             return DENSE
         return choose_storage(k, n, stored, weight_bits(quantization), self.storage)
 
     def storage_of(self, packed: Mapping[str, ir.TensorProtocol]) -> str:
-        """Return the name of the storage of a packed weight."""
+        """See `Replacement.storage_of`."""
         return storage_of(packed["masks"].size, packed["offsets"].size)
 
     def attributes(
         self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
     ) -> list[ir.Attr]:
-        """Return the node's attributes for a weight [k, n]."""
+        """See `Replacement.attributes`."""
         integers = {
             "k": k,
             "n": n,
@@ -164,12 +164,12 @@ class SparseAMXMatMul(Replacement):
         return [ir.AttrInt64(name, value) for name, value in integers.items()]
 
     def rounding_bound(self, x: np.ndarray, weight: LayerWeight) -> np.ndarray:
-        """Return a bound on the difference between `run` and x W, for each output."""
+        """See `Replacement.rounding_bound`."""
         magnitude = np.abs(weight.matrix)
         product: np.ndarray = np.abs(x) @ magnitude
         k = len(magnitude)
         if weight.quantized is None:
-            # Each weight, each x w, each sum.
+            # One rounding per weight, product and sum.
             lost = _SMALLEST_NORMAL * (np.abs(x).sum(axis=1, keepdims=True) + 2 * k)
             bound: np.ndarray = _BF16_ROUNDING * product + lost
             return bound
@@ -184,13 +184,13 @@ class SparseAMXMatMul(Replacement):
         return steps + _FLOAT_ROUNDING * product + lost
 
     def typical_rounding(self, quantization: Quantization | None) -> float:
-        """Return ||run - x W|| / ||x W|| of an ordinary layer."""
+        """See `Replacement.typical_rounding`."""
         # bf16: 2^-8 / sqrt 6 for each x and each w. int8: a step of max|x| / 127 over sqrt 12, for rows whose largest
         # value is six times their RMS.
         return 0.0023 if quantization is None else 0.014
 
     def fill_inputs(self, model: ir.Model, new_name: Callable[[str], str]) -> None:
-        """Give the operator's nodes neutral constants for inputs that they lack but must have."""
+        """See `Replacement.fill_inputs`."""
         nodes = nodes_of(model, OP_TYPE)
         uses = _uses(nodes)
 
@@ -207,7 +207,7 @@ class SparseAMXMatMul(Replacement):
         fill_missing(nodes, INPUTS, needed, neutral, new_name)
 
     def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
-        """Return the operator as an ONNX function for all of its nodes in this model."""
+        """See `Replacement.function`."""
         return sparse_amx_matmul_function(opset, _uses(nodes_of(model, OP_TYPE)), unpack_once)
 
 
@@ -224,7 +224,7 @@ def _stores_zero_points(quantization: Quantization | None) -> bool:
 
 
 def _has_zero_points(k: int, quantization: Quantization | None) -> bool:
-    """Return whether rows of x are quantized with zero points: more exact, so wherever kernels can."""
+    """Return whether rows of x are quantized with zero points, which is more exact, wherever kernels support it."""
     return weight_bits(quantization) == 8 and k <= _MAX_INPUTS_WITH_ZERO_POINTS
 
 

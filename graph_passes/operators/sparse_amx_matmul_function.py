@@ -4,9 +4,8 @@ It uses only operators with the same meaning from opset 13 on (except ReduceMax)
 The weight formats are specified in ops/formats/bitmap.h and two_four.h.
 
 A function sees its node's attributes, but not which inputs are present or their types. So it contains what the layers
-of one model need (Uses). Where layers differ it computes both variants and selects by an attribute, or for storages by
-the sizes of masks and offsets. The unused variant must be valid too: indices are clipped to bounds, and other types are
-cast.
+of one model need (Uses). Where layers differ, it computes both variants and selects by an attribute, or for storages by
+the sizes of masks and offsets. The unused variant must still run: indices are clipped, and types cast.
 """
 
 from __future__ import annotations
@@ -75,9 +74,9 @@ def sparse_amx_matmul_function(opset: int, uses: Uses, unpack_once: bool = True)
     Args:
         opset: The model's opset.
         uses: The features that the model's nodes use.
-        unpack_once: All unpacking has constant inputs, so ONNX Runtime does it when the session is created; meanwhile
-            it keeps every intermediate result of every layer, at least 37 bytes per weight. False: the unpacking seems
-            to depend on X, so it is done layer by layer in each run.
+        unpack_once: Unpack from constants alone, so that ONNX Runtime folds it when it creates the session; it then
+            keeps all intermediate results, at least 37 bytes per weight. False: let the unpacking seem to depend on X,
+            so that each run unpacks layer by layer.
     """
     last = INPUTS[-1] if uses.zero_points else NORM_INPUTS[-1] if uses.norm else "scales"
     inputs = {name: ir.val(name) for name in INPUTS[: INPUTS.index(last) + 1]}
@@ -103,10 +102,7 @@ def unpacked_bitmap(
 
 
 class _Weight:
-    """Unpacks W to float32.
-
-    seems_to_depend_on keeps ONNX Runtime from unpacking the weight when it loads the model.
-    """
+    """Unpacks W to float32. seems_to_depend_on: a value that ONNX Runtime does not know before a run, or None."""
 
     def __init__(
         self,
@@ -209,8 +205,7 @@ class _Weight:
         """Return whether each weight is stored, uint8, and the index of its value, int32, both in tile order.
 
         Mask bit i of a row is bit i % 8 of byte i // 8; the count of set bits before it is the index of its value.
-        (NonZero and ScatterElements would also work, but ONNX Runtime does not precompute operators of unknown output
-        size.)
+        (ONNX Runtime would not fold NonZero, whose output size is unknown.)
         """
         body, op = self._body, self._body.op
         bits = op("Reshape", self._bits(mask_bytes, 1), body.ints(-1))
@@ -234,7 +229,7 @@ class _Weight:
         return op("Transpose", op("Reshape", positions, op("Shape", streams)), perm=[0, 2, 3, 1, 4, 5])
 
     def _two_four(self, mask_bytes: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Return the same as `_bitmap` for 2:4 storage (ops/formats/two_four.h), whose tile order is that of quads."""
+        """Return the same as `_bitmap` for 2:4 storage (ops/formats/two_four.h), in its order of quads."""
         body, op = self._body, self._body.op
         inputs = self._slot_inputs(mask_bytes)
         quad = body.constant(np.arange(QUAD, dtype=np.int32))
@@ -255,13 +250,13 @@ class _Weight:
         )
         if not self._uses.differ or 16 not in self._uses.weight_bits:
             return stored, positions
-        # For a bf16 layer of another storage, where a row holds two inputs.
+        # Shaped like bf16 weights of other storages, whose rows hold two inputs.
         return op("Reshape", stored, self._by_fours), op("Reshape", positions, self._by_fours)
 
     def _slot_inputs(self, mask_bytes: ir.Value) -> ir.Value:
         """Return which input of its quad each slot holds, int32 [panels, fours of quads, 2, 2, 16, slots]."""
         body, op = self._body, self._body.op
-        # Order within a column. bf16: slots, halves of the rows, rows; otherwise: quads of a row, slots, rows.
+        # Axes of a column: bf16 has slots, halves of the rows, rows; other types have quads of a row, slots, rows.
         by_columns = op("Reshape", mask_bytes, body.ints(-1, PANEL_COLUMNS, 2, 2))
         inputs = op("Cast", self._bits(by_columns, 2), to=ir.DataType.INT32)
         by_quads: dict[int, ir.Value] = {}
@@ -278,7 +273,7 @@ class _Weight:
     def _values_at(self, positions: ir.Value) -> ir.Value:
         body, values = self._body, self._inputs["values"]
         if len(self._uses.weight_bits) > 1 or self._uses.differ:
-            # ONNX Runtime's Size does not support bf16
+            # not Size, which does not support bf16 in ONNX Runtime
             last = body.op("Sub", body.op("Shape", values), body.integer(1))
             positions = body.op("Min", positions, body.op("Cast", last, to=ir.DataType.INT32))
         return body.op("Gather", values, positions)

@@ -4,7 +4,7 @@
     bitmap    one bit per weight, and the non-zero weights
     2:4       two weights of each four inputs of an output, and their positions (ops/formats/two_four.h)
 
-All of them hold the same weights. They differ in size and speed, and in which CPUs are fast with them.
+All hold the same weights, but differ in size, and in speed by CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .replacement import Stored
 from .sparse_amx_matmul_function import QUAD, QUAD_STORED, TILE_ROWS, row_inputs
 
 DENSE, BITMAP, TWO_FOUR = "dense", "bitmap", "2:4"
-# A value of option `storage` of pass replace: the smallest storage, even if this CPU is slow with it.
+# Value of option `storage` of pass replace: the smallest storage, however slow on this CPU.
 SMALL = "small"
 
 BF16 = 16  # weight_bits
@@ -30,7 +30,7 @@ _CHUNK = 256  # quads of inputs
 
 
 def beyond_two_four(matrix: np.ndarray) -> str:
-    """Return the first four inputs of an output with more than two non-zero weights in [k, n], in words; "" if 2:4."""
+    """Describe the first quad of inputs that breaks 2:4 sparsity in a matrix [k, n]; "" if there is none."""
     rows = QUAD * _CHUNK
     for start in range(0, len(matrix), rows):
         part = matrix[start : start + rows] != 0
@@ -79,7 +79,7 @@ def storage_bytes(k: int, n: int, stored: int, bits: int, storage: str) -> int:
         return padded * bits // 8
     if storage == TWO_FOUR:
         return padded // 8 + padded * QUAD_STORED // QUAD * bits // 8
-    # int4 has two interleaved streams, as long as the longer one; with random positions they differ little.
+    # int4 interleaves two streams and pads the shorter; with random positions their lengths differ little.
     masks, offsets = padded // 8, 8 * (-(-n // PANEL_COLUMNS) + 1)
     return masks + -(-stored * bits // 8) + _PADDING_BYTES + offsets
 

@@ -27,7 +27,7 @@ _SMALLEST_NORMAL = 2.0**-126
 class VNNISpMM(Replacement):
     """Y = activation(X W + bias) + residual, optionally layer-normalized.
 
-    X is rounded to 256 steps, of each row's own range or of a fixed range.
+    X is quantized to 256 steps of each row's range, or of a fixed range.
     """
 
     op_type = OP_TYPE
@@ -35,7 +35,7 @@ class VNNISpMM(Replacement):
     takes_ranges = True
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
-        """Return why the operator cannot hold a weight of k inputs with this quantization; None if it can."""
+        """See `Replacement.why_not`."""
         if quantization is None or quantization.bits != 8:
             return "is not quantized to 8 bits; give weights='int8' (in a recipe file: quantize with bits = 8 before)"
         if not quantization.symmetric:
@@ -45,11 +45,11 @@ class VNNISpMM(Replacement):
         return why_not_groups(self.op_type, quantization)
 
     def stored_weights(self, matrix: np.ndarray) -> Stored:
-        """Return the count and sparsity of the weights that `pack` stores for this matrix."""
+        """See `Replacement.stored_weights`."""
         return Stored(count_blocks(matrix, GROUP_OUTPUTS))
 
     def pack(self, weight: LayerWeight) -> PackedWeight:
-        """Return the constant inputs that hold W."""
+        """See `Replacement.pack`."""
         quantized = weight.quantized
         assert quantized is not None
         values, indices, starts = _native.pack_block_sparse(np.ascontiguousarray(quantized.q.numpy()))
@@ -63,16 +63,16 @@ class VNNISpMM(Replacement):
         }
 
     def packed_bytes(self, k: int, n: int, stored: Stored, quantization: Quantization | None) -> int:
-        """Return the size of `pack`'s result in bytes."""
+        """See `Replacement.packed_bytes`."""
         groups = -(-n // GROUP_OUTPUTS)
-        # Whole blocks; the last quad of a group is padded, by half of it on average.
+        # The last quad of each group is padded, on average by half.
         quads = stored.count / (GROUP_OUTPUTS * QUAD_INPUTS) + groups / 2 if stored.count else 0
         return round(quads * (GROUP_OUTPUTS + 2) * QUAD_INPUTS) + 8 * (groups + 1) + 4 * n
 
     def attributes(
         self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
     ) -> list[ir.Attr]:
-        """Return the node's attributes for a weight [k, n]."""
+        """See `Replacement.attributes`."""
         integers = {
             "k": k,
             "n": n,
@@ -84,7 +84,7 @@ class VNNISpMM(Replacement):
         return [ir.AttrInt64(name, value) for name, value in integers.items()]
 
     def rounding_bound(self, x: np.ndarray, weight: LayerWeight) -> np.ndarray:
-        """Return a bound on the difference between `run` and x W, for each output."""
+        """See `Replacement.rounding_bound`."""
         magnitude = np.abs(weight.matrix)
         steps: np.ndarray
         if weight.x_range is None:
@@ -92,7 +92,7 @@ class VNNISpMM(Replacement):
             half_steps = (np.maximum(x.max(axis=1), 0) - np.minimum(x.min(axis=1), 0))[:, None] / 2 / 255
             steps = half_steps * magnitude.sum(axis=0) * (1 + _FLOAT_ROUNDING)
         else:
-            # Clipping adds to the error; and near the middle between two steps, either may be chosen.
+            # Values outside the range are clipped; near the middle between two steps, either may be chosen.
             lost_of_x = np.abs(weight.x_range.rounded(x) - x)
             steps = np.maximum(lost_of_x, weight.x_range.scale / 2) * (1 + _FLOAT_ROUNDING) @ magnitude
         lost = _SMALLEST_NORMAL * 255 * 127 * len(magnitude)
@@ -100,12 +100,12 @@ class VNNISpMM(Replacement):
         return bound
 
     def typical_rounding(self, quantization: Quantization | None) -> float:
-        """Return ||run - x W|| / ||x W|| of an ordinary layer."""
+        """See `Replacement.typical_rounding`."""
         # A step of (max - min) / 255 over sqrt 12, for rows whose range is twelve times their RMS.
         return 0.014
 
     def fill_inputs(self, model: ir.Model, new_name: Callable[[str], str]) -> None:
-        """Give the operator's nodes neutral constants for inputs that they lack but must have."""
+        """See `Replacement.fill_inputs`."""
         nodes = nodes_of(model, OP_TYPE)
 
         def neutral(node: ir.Node) -> dict[str, np.ndarray]:
@@ -114,7 +114,7 @@ class VNNISpMM(Replacement):
         fill_missing(nodes, INPUTS, _uses(nodes).needed_inputs(), neutral, new_name)
 
     def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
-        """Return the operator as an ONNX function for all of its nodes in this model."""
+        """See `Replacement.function`."""
         return vnni_spmm_function(opset, _uses(nodes_of(model, OP_TYPE)), unpack_once)
 
 
@@ -137,7 +137,7 @@ def _uses(nodes: list[ir.Node]) -> Uses:
 
 
 def _has_range(node: ir.Node) -> bool:
-    """Return whether the node's input has a fixed range: neutral scales are 0."""
+    """Return whether the node's input has a fixed range; a neutral scale is 0."""
     scale = constant_tensor(input_of(node, INPUTS, "x_scale"))
     return scale is not None and float(scale.numpy()) != 0
 

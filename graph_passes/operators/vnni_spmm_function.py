@@ -44,7 +44,7 @@ _SMALLEST_HALF_RANGE = 2.0**-100  # as in ops/matmul/block_sparse_weight.h
 class Uses(LayerUses):
     """The features that the VNNISpMM nodes of a model use.
 
-    A node without a feature that other nodes have needs neutral inputs instead: `neutral_inputs`.
+    Nodes without a feature that other nodes use get neutral inputs: `neutral_inputs`.
 
     Attributes:
         own_ranges: Some nodes quantize X row by row.
@@ -108,8 +108,8 @@ def _matrix(
     if not unpack_once:
         starts = op("Add", starts, op("Min", op("Size", inputs["X"]), body.integer(0)))
     begins, ends = op("Slice", starts, body.ints(0), body.ints(-1)), op("Slice", starts, body.ints(1), body.ints(2**31))
-    # The group of each quad is a running sum of steps. At the first quad of each non-empty group, the step is the
-    # difference to the previous non-empty group.
+    # The group of each quad is a running sum: the first quad of each non-empty group adds the distance from the
+    # previous non-empty group.
     filled = op("Reshape", op("NonZero", op("Cast", op("Sub", ends, begins), to=ir.DataType.BOOL)), body.ints(-1))
     before = op("Slice", op("Concat", body.ints(0), filled, axis=0), body.ints(0), body.ints(-1))
     quads = op("Slice", op("Shape", indices), body.ints(0), body.ints(1))
@@ -139,7 +139,7 @@ def _matrix(
 
 
 def _rounded(body: FunctionBody, inputs: dict[str, ir.Value], uses: Uses) -> ir.Value:
-    """Return X rounded to 256 steps, of its own range row by row or of x_scale."""
+    """Return X rounded to 256 steps of each row's range, or of x_scale."""
     op = body.op
     x = inputs["X"]
     if not uses.x_range:

@@ -28,13 +28,13 @@ class W4A8MatMul(GroupMatMul):
     largest = 15
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
-        """Return why the operator cannot hold a weight of k inputs with this quantization; None if it can."""
+        """See `Replacement.why_not`."""
         if quantization is None or quantization.bits != 4:
             return "is not quantized to 4 bits; give weights='int4' (in a recipe file: quantize with bits = 4 before)"
         return None
 
     def pack(self, weight: LayerWeight) -> PackedWeight:
-        """Return the constant inputs that hold W."""
+        """See `Replacement.pack`."""
         quantized = weight.quantized
         assert quantized is not None
         q, scales = quantized.q.numpy(), quantized.scales.numpy()
@@ -56,18 +56,18 @@ class W4A8MatMul(GroupMatMul):
     def attributes(
         self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
     ) -> list[ir.Attr]:
-        """Return the node's attributes for a weight [k, n]."""
+        """See `Replacement.attributes`."""
         assert quantization is not None
         steps = ir.AttrInt64("zero_point_steps", quantization.zero_point_steps)
         return [*super().attributes(k, n, quantization, activation, gated_columns), steps]
 
     def magnitude(self, weight: LayerWeight) -> np.ndarray:
-        """Return the magnitude of the terms that are added up for each weight, [k, n]."""
+        """See `GroupMatMul.magnitude`."""
         whole = super().magnitude(weight)
         quantized = weight.quantized
         if quantized is None or quantized.group_size is None or not (quantized.minimum or quantized.fractions):
             return whole
-        # The kernel adds up q - 8 and, per group, 8 scales and the minimum.
+        # The kernel sums q - 8, then adds 8 * scale and the minimum per group.
         rows = np.abs(quantized.scales.numpy()).astype(np.float32) * 16
         if quantized.minimums is not None:
             rows += np.abs(quantized.minimums.numpy())
@@ -76,7 +76,7 @@ class W4A8MatMul(GroupMatMul):
         return found
 
     def fill_inputs(self, model: ir.Model, new_name: Callable[[str], str]) -> None:
-        """Give the operator's nodes neutral constants for inputs that they lack but must have."""
+        """See `Replacement.fill_inputs`."""
         nodes = nodes_of(model, OP_TYPE)
         uses = _uses(nodes)
 
@@ -97,7 +97,7 @@ class W4A8MatMul(GroupMatMul):
         fill_missing(nodes, INPUTS, uses.needed_inputs(), neutral, new_name)
 
     def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
-        """Return the operator as an ONNX function for all of its nodes in this model."""
+        """See `Replacement.function`."""
         return w4a8_matmul_function(opset, _uses(nodes_of(model, OP_TYPE)), unpack_once)
 
 

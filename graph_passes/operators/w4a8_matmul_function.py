@@ -46,7 +46,7 @@ def w4a8_matmul_function(opset: int, uses: Uses, unpack_once: bool = True) -> ir
 def _matrix(body: FunctionBody, inputs: dict[str, ir.Value], uses: Uses, unpack_once: bool) -> ir.Value:
     """Return W [k, n]: scales (q - zero_points / zero_point_steps) + minimums.
 
-    Zero points or minimums of one element hold for all weights.
+    A single zero point or minimum applies to all weights.
     """
     op = body.op
     rows = GroupRows(body)

@@ -27,7 +27,7 @@ class W8A8MatMul(GroupMatMul):
     largest = 128
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
-        """Return why the operator cannot hold a weight of k inputs with this quantization; None if it can."""
+        """See `Replacement.why_not`."""
         if quantization is None or quantization.bits != 8:
             return "is not quantized to 8 bits; give weights='int8' (in a recipe file: quantize with bits = 8 before)"
         if isinstance(quantization, StoredInt8) and not self.keeps_stored:
@@ -38,7 +38,7 @@ class W8A8MatMul(GroupMatMul):
         return None if quantization.symmetric else "has zero points or minimums, which W8A8MatMul does not support"
 
     def pack(self, weight: LayerWeight) -> PackedWeight:
-        """Return the constant inputs that hold W."""
+        """See `Replacement.pack`."""
         quantized = weight.quantized
         assert quantized is not None
         (scales,) = packed_floats(quantized.scales.numpy())
@@ -47,7 +47,7 @@ class W8A8MatMul(GroupMatMul):
         return {"weights": PackedTensor(weights, ir.DataType.INT8), "scales": scales}
 
     def fill_inputs(self, model: ir.Model, new_name: Callable[[str], str]) -> None:
-        """Give the operator's nodes neutral constants for inputs that they lack but must have."""
+        """See `Replacement.fill_inputs`."""
         nodes = nodes_of(model, OP_TYPE)
 
         def neutral(node: ir.Node) -> dict[str, np.ndarray]:
@@ -56,7 +56,7 @@ class W8A8MatMul(GroupMatMul):
         fill_missing(nodes, INPUTS, _uses(nodes).needed_inputs(), neutral, new_name)
 
     def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
-        """Return the operator as an ONNX function for all of its nodes in this model."""
+        """See `Replacement.function`."""
         return w8a8_matmul_function(opset, _uses(nodes_of(model, OP_TYPE)), unpack_once)
 
 

@@ -230,7 +230,7 @@ def answers_to_probes(plan: TextPlan, answer: Callable[[Sequence[str]], np.ndarr
     for texts in (PROBES, ["a " * plan.max_tokens]):
         try:
             answers = answer(texts)
-        except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
+        except Exception as error:  # ONNX Runtime's exceptions share no base class
             raise VerificationError(
                 f"the model fails on {'a text' if len(texts) == 1 else 'texts'} of up to {plan.max_tokens} tokens: "
                 f"{one_line(error)}; nothing was saved; give max_tokens (--max-tokens), the number of the model's "
@@ -306,7 +306,7 @@ def _compare(plan: TextPlan, session: Any, texts: Sequence[str]) -> None:
     feeds = {name: np.array(some, object) for name, some in zip((TEXT_INPUT, PAIR_INPUT), columns, strict=False)}
     try:
         ids, mask, types = session.run(None, feeds)
-    except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
+    except Exception as error:  # ONNX Runtime's exceptions share no base class
         raise ModelError(f"tokenizer file {plan.file.path!r} cannot be run in a graph: {one_line(error)}") from error
     for text, want, row, kept, kinds in zip(given, expected, ids, mask, types, strict=True):
         found = row[kept.astype(bool)].tolist()

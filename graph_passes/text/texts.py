@@ -202,7 +202,7 @@ def _open_graph(path: str | os.PathLike[str]) -> Callable[[str], Any]:
     def encode(text: str) -> Any:
         try:
             (ids,) = session.run([wanted], {given[0].name: np.array([text], object)})
-        except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
+        except Exception as error:  # ONNX Runtime's exceptions share no base class
             raise CalibrationError(
                 f"tokenizer graph {os.fspath(path)!r} fails on {text[:60]!r}: {one_line(error)}"
             ) from error
