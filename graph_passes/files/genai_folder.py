@@ -1,7 +1,7 @@
 """Model folders of ONNX Runtime GenAI: genai_config.json names the ONNX file and session options of each part.
 
-An optimized folder contains the operator library, and the sessions of the new model are configured to load it: GenAI
-only loads libraries from inside the folder.
+An optimized folder contains the operator library, which its configuration loads: GenAI only loads libraries from inside
+the folder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_BYTES = 16 << 20  # real files have a few thousand bytes
 
 @dataclass(frozen=True)
 class GenaiConfig:
-    """A configuration whose sessions of one ONNX file load the library. path: the source. content: its JSON."""
+    """A configuration that loads the library for one ONNX file. path: the source. content: the new JSON."""
 
     path: Path
     content: dict[str, Any]
@@ -42,7 +42,7 @@ class GenaiConfig:
             raise ModelError(
                 f"{str(self.path)!r} holds half of a surrogate pair: {error}; export the model again"
             ) from None
-        except RecursionError:  # writing may fail at a smaller depth than reading
+        except RecursionError:  # the depth limit is lower than for reading
             raise ModelError(f"{str(self.path)!r} is nested too deeply; export the model again") from None
 
     def write(self, into: Path) -> None:
@@ -55,8 +55,7 @@ class GenaiConfig:
         library = get_library_path()
         try:
             (into / CONFIG_NAME).write_text(self.to_json(), encoding="utf-8")
-            # A copy, not a hard link: a link would change with the installed library, under models that were made for
-            # this one.
+            # Not a hard link: it would change with the installed library.
             shutil.copyfile(library, into / LIBRARY_NAME)
         except OSError as error:
             raise OutputError(f"cannot write into {str(into)!r}: {error.strerror or error}") from error
@@ -65,7 +64,7 @@ class GenaiConfig:
 def read_genai_config(path: Path, model_name: str) -> GenaiConfig:
     """Read a genai_config.json and name the library for every part that uses the ONNX file `model_name`.
 
-    A part without session options uses the decoder's, which then get the library.
+    A part without session options uses the decoder's; then those get the library.
 
     Raises:
         ModelError: The configuration is malformed, does not name the file, or already loads another library.

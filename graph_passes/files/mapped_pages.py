@@ -1,9 +1,9 @@
 """Releases the pages of mapped files while a large model is optimized, so that they do not count as its memory.
 
-ONNX Runtime maps the weights of a large model, and one run touches all of them. The system reclaims such pages only
-under memory pressure; until then 2 GB of weights count as 2 GB of resident size, for each of the two compared models.
-So a thread checks every few milliseconds how many file pages are resident, and above a limit asks the system to reclaim
-those of the model. This is always safe: pages are read again when needed, even if a file is unmapped meanwhile.
+ONNX Runtime maps the weights of a large model, and a run touches all of them. The system reclaims such pages only under
+memory pressure; until then they count as resident memory, for each of the two compared models. So a thread checks every
+few milliseconds how many file pages are resident, and above a limit asks the system to reclaim those of the model. This
+is always safe: pages are read again when needed, even if a file is unmapped meanwhile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_LIMIT = 192 << 20  # bytes of file pages, besides those resident at the start (libraries)
+_LIMIT = 192 << 20  # bytes of file pages above those at the start (libraries)
 _SECONDS = 0.005
 _MADV_PAGEOUT = 21
 _STATM, _MAPS = Path("/proc/self/statm"), Path("/proc/self/maps")
@@ -25,7 +25,7 @@ _MAPPING = re.compile(rb"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+ +(/.*)")
 
 @contextmanager
 def bounded_pages(files: Collection[Path], folder: Path) -> Iterator[None]:
-    """Keep the number of resident pages of these files, and of files in the folder, low inside the with statement.
+    """Keep few pages of these files, and of files in the folder, resident inside the with statement.
 
     Does nothing without files, or on systems other than Linux.
     """
@@ -62,7 +62,7 @@ def _watch(names: Collection[str], folder: str, limit: int, done: threading.Even
     while not done.wait(_SECONDS):
         if not _pauses and _resident_pages() * mmap.PAGESIZE > limit:
             for start, stop in _mappings(names, folder):
-                madvise(start, stop - start, _MADV_PAGEOUT)  # older systems refuse, and the pages stay
+                madvise(start, stop - start, _MADV_PAGEOUT)  # no effect on older systems
 
 
 def _resident_pages() -> int:

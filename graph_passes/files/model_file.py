@@ -22,16 +22,16 @@ from .output import check_file, sync
 
 MODEL_SUFFIX = ".onnx"
 LARGE_MODEL = 10**9  # bytes
-# Larger weights go to an external data file: ONNX Runtime maps it, but copies weights that are inside of a model.
+# More bytes of weights go to an external data file, which ONNX Runtime maps; it copies weights inside the model file.
 EMBED_LIMIT = 8 * 1024**2
-_MAX_DIGITS = 6  # of a dimension that is written as a name
-# Smaller tensors stay in the model file, where shape inference sees them; external ones each start at a page.
+_MAX_DIGITS = 6  # of a dimension whose name is an integer
+# Smaller tensors stay in the model file, where shape inference sees them; each external one starts at a page.
 EXTERNAL_THRESHOLD = 8192
 
 
 @dataclass
 class ModelFile:
-    """A given model: the IR to work on, and the data needed to run the original."""
+    """The given model: the IR to work on, and what is needed to run the original."""
 
     model: ir.Model
     path: Path | None
@@ -91,8 +91,8 @@ def load_model(source: str | os.PathLike[str] | onnx.ModelProto) -> ModelFile:
 def model_in(folder: Path) -> Path:
     """Return the folder's ONNX file.
 
-    This is its only one, the decoder that its genai_config.json names, or model.onnx; if the folder has no ONNX file,
-    that of its folder onnx/, as on model hubs.
+    The only one, the decoder that genai_config.json names, or model.onnx; else the ONNX file of the folder onnx/, as on
+    model hubs.
     """
     try:
         listings = [folder.iterdir(), (folder / "onnx").glob("*")]
@@ -180,14 +180,14 @@ def _to_ir(proto: onnx.ModelProto, name: str) -> ir.Model:
 
 
 def _name_apart(model: ir.Model) -> None:
-    """Wrap the tensors of the caller's ModelProto: passes rename tensors, but not the caller's."""
+    """Wrap the tensors of the caller's ModelProto, so that passes do not rename them there."""
     for tensor, put in list(tensor_slots(model)):
         if isinstance(tensor, ir.TensorProtoTensor) and tensor.dtype != ir.DataType.STRING:
             put(ir.LazyTensor(lambda tensor=tensor: tensor, tensor.dtype, tensor.shape, name=tensor.name))  # type: ignore[misc]
 
 
 def _read_numbers(model: ir.Model) -> None:
-    """Turn cache dimensions named "16" into integers: torch's exporter writes heads and head size that way."""
+    """Turn cache dimensions named like "16" into integers: torch's exporter writes heads and head size so."""
     for value in model.graph.inputs:
         if value.shape is not None and len(value.shape) == 4:
             batch, heads, length, size = value.shape
@@ -195,7 +195,7 @@ def _read_numbers(model: ir.Model) -> None:
 
 
 def _drop_shared_symbols(model: ir.Model) -> None:
-    """Drop symbols that name both axes of token ids or of their mask: such a symbol is not one size."""
+    """Drop symbols that name both axes of token ids or of a mask, because the axes have different sizes."""
     pairs = [value.shape for value in model.graph.inputs if value.shape is not None and len(value.shape) == 2]
     shared = {str(one[0]) for one in pairs if isinstance(one[0], ir.SymbolicDim) and one[0].value and one[0] == one[1]}
     if not shared:
@@ -248,15 +248,15 @@ def release_maps(model_tensors: list[ir.ExternalTensor]) -> None:
     """Unmap tensors, so that the pages read so far do not count as this process's memory."""
     for tensor in model_tensors:
         if tensor.raw is not None:
-            with suppress(BufferError):  # a caller still holds an array; it is unmapped when the array is freed
+            with suppress(BufferError):  # a caller still holds an array, which unmaps it when freed
                 tensor.release()
 
 
 def _find_external_data(file: ModelFile, path: Path) -> None:
     """Check that all external data exists, and point the tensors at the real files.
 
-    A model file is untrusted: its data must be below the model's folder. Download caches link model and data between
-    folders, so the folder that the model's link leads to is also allowed.
+    A model file is untrusted: its data must be below the model's folder or, as in download caches, below the folder that
+    the model's link leads to.
     """
     slots = [(tensor, put) for tensor, put in tensor_slots(file.model) if isinstance(tensor, ir.ExternalTensor)]
     if not slots:
@@ -305,7 +305,7 @@ def _check_external(tensor: ir.ExternalTensor, data: Path, path: Path) -> None:
             f"{where} is missing: there is no file {str(data)!r}; copy or download it to where the model expects it"
         ) from None
     if status.st_nlink > 1 and not _is_kept_twice(data, status):
-        raise ModelError(f"{where}, {str(data)!r}, has several hard links, so it may be any file; copy it")
+        raise ModelError(f"{where}, {str(data)!r}, has several hard links, so it may be a file from outside the model's folder; replace it by a copy")
     if tensor.length is not None and tensor.length != tensor.nbytes:
         raise ModelError(f"{where} has {tensor.length} bytes, expected {tensor.nbytes} for its shape and type")
     end = (tensor.offset or 0) + tensor.nbytes
@@ -330,7 +330,7 @@ def write_model(
                 format="protobuf",
                 external_data=path.name + ".data",
                 size_threshold_bytes=EXTERNAL_THRESHOLD,
-                # ONNX Runtime passes the mapped bytes to the kernels, which expect data aligned to cache lines.
+                # Kernels get the mapped bytes, and expect data aligned to cache lines.
                 alignment=64,
                 align_threshold=0,
                 callback=lambda _, info: on_tensor(info.index + 1, info.total),
@@ -403,13 +403,13 @@ def data_path(model_path: Path) -> Path:
 def move_into_place(written: Path, output: Path) -> None:
     """Move a model and its data file from a temporary folder (on the same disk) to their names.
 
-    Two files cannot be replaced at once. So while the data file is replaced, the old model points to a second name of
-    its own data, `<output>.data.replaced`. At any instant, even if the process is killed, `output` is either the old
-    model with its data or the new one. An exception restores the old pair.
+    Two files cannot be replaced at once. So before the data file is replaced, the old model is pointed to a second name
+    of its data, `<output>.data.replaced`. Even if the process is killed, `output` is either the old model with its data
+    or the new one. An exception restores the old pair.
     """
     backup = written.parent / "replaced"
     data, new_data, kept = data_path(output), data_path(written), _kept_path(data_path(output))
-    undo: list[Callable[[], None]] = []  # each step is noted before it runs, because an interrupt may come in between
+    undo: list[Callable[[], None]] = []  # noted before each step, because an interrupt may follow it
     try:
         backup.mkdir()
         for file in (written, new_data):
@@ -429,7 +429,7 @@ def move_into_place(written: Path, output: Path) -> None:
             os.replace(new_data, data)
         os.replace(written, output)
     except BaseException as error:
-        if written.exists():  # otherwise the last move was made, and the new pair is complete
+        if written.exists():  # else the new pair is complete
             for step in reversed(undo):
                 step()
         if isinstance(error, OSError):
@@ -465,7 +465,7 @@ def _kept_path(data: Path) -> Path:
 
 
 def _is_kept_twice(data: Path, status: os.stat_result) -> bool:
-    """Return True if the second name of a data file was left by a `move_into_place` that was killed."""
+    """Return whether a killed `move_into_place` left a second name of a data file."""
     names = (_kept_path(data), data.with_name(data.name.removesuffix(".replaced")))
     return status.st_nlink == 2 and any(
         name != data and name.is_file() and not name.is_symlink() and os.path.samestat(os.stat(name), status)
@@ -506,7 +506,7 @@ def _locations(path: Path) -> set[str]:
 
 
 def _location_entries(message: Any) -> Iterator[onnx.StringStringEntryProto]:
-    """Yield the location entries of all external tensors in a protobuf message, subgraphs and functions included."""
+    """Yield the location entries of external tensors in a protobuf message, with subgraphs and functions."""
     if isinstance(message, onnx.TensorProto):
         yield from (entry for entry in message.external_data if entry.key == "location")
         return

@@ -1,7 +1,7 @@
 """Model folders of Optimum and ONNX Runtime GenAI.
 
-A folder holds one ONNX file, its data, tokenizer and configuration; or the files of an encoder and its decoders. The
-result is a folder with the optimized models under the same names; it appears at once, when it is complete.
+A folder holds one ONNX file or those of an encoder and its decoders, with data, tokenizer and configuration. The result
+is a folder with the same names, which appears when it is complete.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .model_file import MODEL_SUFFIX, ModelFile, data_path, load_model
 from .output import check_new_folder
 
 ENCODER = f"encoder_model{MODEL_SUFFIX}"
-# Decoder for the first call, decoder for later calls with the caches of the first, and one file for both.
+# Decoder for the first call, for later calls with caches, and for both.
 DECODER, DECODER_WITH_PAST, MERGED_DECODER = (
     f"decoder_{name}{MODEL_SUFFIX}" for name in ("model", "with_past_model", "model_merged")
 )
@@ -57,8 +57,8 @@ def parts_in(folder: Path) -> list[Path]:
 def find_others(folder: Path, sources: Sequence[ModelFile]) -> OtherFiles:
     """Return the files to copy beside the new models: all but the old models, their weights, and hidden files.
 
-    A folder is untrusted: links are followed only inside the folder or into the folder that a model's link leads to (as
-    in download caches), and only regular files are read.
+    A folder is untrusted: only regular files are read, inside the folder or the folder that a model's link leads to (as
+    in download caches).
     """
     paths = [source.path for source in sources if source.path is not None]
     written = {str(file.relative_to(folder)) for path in paths for file in (path, data_path(path))}
@@ -120,7 +120,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _may_be_read(folder: Path, models: Sequence[Path], real: Path) -> bool:
-    """Return whether this is a regular file inside the folder, or inside a folder that a model's link leads to."""
+    """Return whether `real` may be read; see `find_others`."""
     roots = [Path(os.path.realpath(folder)), *(Path(os.path.realpath(path)).parent for path in models)]
     try:
         return stat.S_ISREG(os.stat(real).st_mode) and any(real.is_relative_to(root) for root in roots)

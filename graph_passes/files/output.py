@@ -17,7 +17,7 @@ def check_parent(output: Path) -> None:
     """Check that the folder of an output exists and can be written to.
 
     Raises:
-        OutputError: It does not, or cannot.
+        OutputError: It does not, or it cannot.
     """
     parent = output.absolute().parent
     if not parent.is_dir():
@@ -29,9 +29,7 @@ def check_parent(output: Path) -> None:
 def check_file(output: str | os.PathLike[str], example: str = "") -> None:
     """Check that a file can be written, or replaced, at a path.
 
-    Args:
-        output: The path.
-        example: A file name for the error if the path is a folder.
+    example: a file name for the error if the path is a folder.
 
     Raises:
         OutputError: The path is a folder or a special file, or its folder does not exist or cannot be written to.
@@ -50,9 +48,9 @@ def check_new_folder(output: Path, because: str, suffix: str, otherwise: str = "
 
     Args:
         output: The path.
-        because: Why it must be a folder, for errors.
-        suffix: The suffix of files that callers may give by mistake, such as ".onnx".
-        otherwise: What else to give, for errors.
+        because: The reason for a folder, in errors.
+        suffix: Suffix of files that callers may give by mistake, such as ".onnx".
+        otherwise: An alternative to a folder, in errors.
 
     Raises:
         OutputError: The path is a file or a folder that is not empty, or its folder cannot be written to.
@@ -113,6 +111,6 @@ def move_folder_into_place(written: Path, output: Path) -> None:
 
 
 def sync(file: Path) -> None:
-    """Write a file to disk: otherwise a later rename may get there before its contents."""
+    """Write a file to disk, because otherwise a later rename may reach the disk before its contents."""
     with open(file, "r+b") as stream:
         os.fsync(stream.fileno())

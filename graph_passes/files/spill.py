@@ -40,7 +40,7 @@ class TensorSpill:
 
     def close(self) -> None:
         """Close the file."""
-        with suppress(OSError):  # buffered data on a full disk; add() has reported it
+        with suppress(OSError):  # a full disk, which add() has reported
             self._file.close()
 
     def __enter__(self) -> TensorSpill:

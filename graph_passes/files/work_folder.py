@@ -36,7 +36,7 @@ def work_folder(target: Path | None) -> Iterator[Path]:
 
 
 def _remove_stale(parent: Path, prefix: str) -> None:
-    """Remove the remains of a killed run: a folder that nothing was written to for a day."""
+    """Remove folders of killed runs: unchanged for a day."""
     with suppress(OSError):
         for folder in parent.iterdir():
             if folder.name.startswith(prefix):

@@ -44,11 +44,11 @@ def make_batch(
 
     Args:
         nodes: The graph under construction.
-        tokens: Tokens of texts; with a template of pairs, of all first texts and then of all second texts.
-        template: The special tokens around texts.
-        max_tokens: Limit of tokens per row.
+        tokens: Tokens of texts; for pairs, of all first texts, then of all second texts.
+        template: The special tokens.
+        max_tokens: Limit per row.
         pad_id: The padding token.
-        length: Tokens that each row is padded to; None: the length of the longest row.
+        length: Length of each padded row; None: that of the longest row.
     """
     sides = sum(not isinstance(part, int) for part, _ in template.parts)
     before = nodes.op("Sub", nodes.op("CumSum", tokens.counts, nodes.integer(0)), tokens.counts)
@@ -59,7 +59,7 @@ def make_batch(
     parts, total = _arrange(nodes, nodes.op("Shape", tokens.ids), starts, counts, template)
     pad = nodes.op("Sub", nodes.op("Shape", pool), nodes.ints(1))
     if length is None:
-        # The constant covers a batch without texts. A row has at least one column.
+        # The constant is for a batch without texts; a row has at least one column.
         totals = nodes.op("Reshape", total, nodes.ints(-1))
         longest = nodes.largest(nodes.op("Concat", totals, nodes.ints(max(1, template.added)), axis=0))
     else:
@@ -89,7 +89,7 @@ def _sides(nodes: Nodes, counts: ir.Value, sides: int) -> list[ir.Value]:
 def _arrange(
     nodes: Nodes, specials: ir.Value, starts: Sequence[ir.Value], counts: Sequence[ir.Value], template: Template
 ) -> tuple[list[_Part], ir.Value]:
-    """Return the template's parts and the tokens per row, int64 [batch, 1]. specials: index of the first one."""
+    """Return the template's parts and the tokens per row, int64 [batch, 1]. specials: index of the first special token."""
     column = nodes.op("Mul", nodes.op("Unsqueeze", counts[0], nodes.ints(1)), nodes.integer(0))  # zeros [batch, 1]
     parts: list[_Part] = []
     for part, kind in template.parts:
@@ -113,7 +113,7 @@ def _cut(nodes: Nodes, counts: Sequence[ir.Value], room: int) -> list[ir.Value]:
     first, second = counts
     shorter = nodes.op("Min", nodes.op("Min", first, second), nodes.integer(room // 2))
     longer = nodes.op("Min", nodes.op("Max", first, second), nodes.op("Sub", limit, shorter))
-    is_first = nodes.op("Greater", first, second)  # whether the first text is longer
+    is_first = nodes.op("Greater", first, second)
     return [nodes.op("Where", is_first, longer, shorter), nodes.op("Where", is_first, shorter, longer)]
 
 

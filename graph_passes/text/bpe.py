@@ -2,9 +2,9 @@
 
 onnxruntime-extensions' HfJsonTokenizer reads such files, but it loses the end of a text that ends with the beginning of
 an added token, classifies spaces and letters differently, and cuts Llama's words every 100 bytes. So only the merge
-search of its GPT2Tokenizer is used. Each symbol that merges start from (a byte or a character) is written as its own
-letter, and words are separated by full stops: GPT2Tokenizer treats a run of letters as one word. Since GPT2Tokenizer
-knows bytes only, the first merges combine the bytes of each letter.
+search of its GPT2Tokenizer is used, which treats a run of letters as one word. Each initial symbol of merges (a byte or
+a character) is written as a letter of its own, and words are separated by full stops. GPT2Tokenizer starts from bytes,
+so the first merges combine the bytes of each letter.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Bpe:
 
     Attributes:
         words: Splits texts into words.
-        symbols: Finds the pieces and marks of a text.
-        becomes: The letter of each piece.
-        vocabulary: Vocabulary of GPT2Tokenizer, where each symbol is spelled by its letter's bytes.
-        merges: Merges of GPT2Tokenizer.
+        symbols: Finds the symbols and marks of a text.
+        becomes: The letter of each.
+        vocabulary: GPT2Tokenizer's, where each symbol is spelled by its letter's bytes.
+        merges: GPT2Tokenizer's.
         between: Id of the separator of words.
         behind: Id of the end of a text.
     """
@@ -90,7 +90,7 @@ def read_bpe(file: TokenizerFile) -> Bpe:
     # The initial tokens of words, before any merge.
     characters = [] if byte_level else [token for token in vocabulary if len(token) == 1]
     begin = [token for token in dict.fromkeys([*characters, *(bytes_of or ()), unknown]) if token is not None]
-    # Strings that are tokens wherever they occur: added tokens, and words that merges do not produce.
+    # Strings that are always tokens: added tokens, and words that merges do not produce.
     found = dict(zip(marked_tokens(words), words.added, strict=True)) | _whole_words(file, words, byte_level)
     letters = _letters()
     if len(begin) + len(found) > len(letters):
@@ -144,10 +144,7 @@ def _text(token: str) -> str:
 def _byte_tokens(
     model: Mapping[str, Any], byte_level: bool, refuse: Refuse
 ) -> tuple[list[str | None] | None, str | None]:
-    """Return the tokens of the 256 bytes, or the unknown token.
-
-    Returns None instead of a list without byte tokens, and None in the list for a byte that is left out.
-    """
+    """Return the tokens of the 256 bytes (None: the byte is left out) if there are any, and the unknown token."""
     vocabulary, unknown = model["vocab"], model.get("unk_token")
     if unknown is not None and unknown not in vocabulary:
         raise refuse(f"has the unknown token {unknown!r}, which is not in its vocabulary")
@@ -216,7 +213,7 @@ def _merges(model: Mapping[str, Any], spelled: Mapping[str, str]) -> tuple[dict[
 
 
 def _letter_merges(letters: Sequence[str], ids: dict[str, int], free: int) -> Iterator[tuple[str, str]]:
-    """Yield merges that combine the bytes of letters; adds ids, from `free` on, for intermediate results."""
+    """Yield merges of the bytes of letters; ids of intermediate results, from `free` on, are added to `ids`."""
     known: set[tuple[str, str]] = set()
     numbers = itertools.count(free)
     for letter in letters:

@@ -40,7 +40,7 @@ class Llama2cTokenizer:
             raise TokenizerError(f"tokenizer file {os.fspath(path)!r} cannot be read: {error.strerror}") from error
         self.pieces: list[bytes] = []
         self.scores: list[float] = []
-        position = 4  # after the longest piece's length, which only C needs
+        position = 4  # skips the longest piece's length
         while position < len(data):
             if position + 8 > len(data):
                 raise TokenizerError(f"{path} ends inside token {len(self.pieces)}; the file is cut short")
@@ -53,7 +53,7 @@ class Llama2cTokenizer:
             position += length
         if len(self.pieces) < _FIRST_TEXT_TOKEN:
             raise TokenizerError(f"{path} holds {len(self.pieces)} tokens, expected at least {_FIRST_TEXT_TOKEN}")
-        # Byte tokens are left out: some files spell them like the character, and the character's own token must win.
+        # No byte tokens: some files spell them like a character, whose own token must win.
         self._ids = {piece: index for index, piece in enumerate(self.pieces) if index >= _FIRST_TEXT_TOKEN}
 
     def encode(self, text: str) -> list[int]:

@@ -1,7 +1,7 @@
 """Marks in texts inside the graph: ends of words and texts, and found tokens.
 
-They are four characters that Unicode reserves for use inside of programs (U+FDD0 to U+FDD3). If a text contains them,
-they are read as U+FDD4, so that no text can be mistaken for a mark.
+They are four characters that Unicode reserves for internal use (U+FDD0 to U+FDD3). In a text, these are replaced by
+U+FDD4.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LAST_OF_ASCII = 0x7F
 _MARKS_RANGE = (0xFDD0, 0xFDD3)
 _SURROGATES = (0xD800, 0xDFFF)
 _LAST = 0x10FFFF
-_LAST_OF_A_CLASS = 0x3347F  # later characters are unassigned, private or variation selectors, which no class has
+_LAST_OF_A_CLASS = 0x3347F  # later characters (unassigned, private, variation selectors) belong to no class
 
 Ranges = tuple[tuple[int, int], ...]  # of characters: first and last
 
@@ -88,7 +88,7 @@ _RANGE = re.compile(r"\\x\{([0-9A-F]+)\}-\\x\{([0-9A-F]+)\}")
 
 
 def narrowed(expression: str) -> str:
-    """Return an expression that finds the same in ASCII texts with marks, and compiles a hundred times faster."""
+    """Return an expression for ASCII texts with marks, which compiles a hundred times faster."""
 
     def narrow(found: re.Match[str]) -> str:
         pairs = ((int(first, 16), int(last, 16)) for first, last in _RANGE.findall(found[1]))

@@ -12,9 +12,9 @@ import onnx_ir as ir
 from .pieces import END_ID, PieceModel
 
 EXTENSIONS_DOMAIN = "ai.onnx.contrib"
-OLDEST_OPSET = 13  # Unsqueeze and ReduceSum take their axes as inputs
+OLDEST_OPSET = 13  # axes of Unsqueeze and ReduceSum are inputs
 NAMES = "/ortolan_text"  # prefix of nodes and values
-_REDUCE_AXES_OPSET = 18  # ReduceMax and ReduceMin do too
+_REDUCE_AXES_OPSET = 18  # also those of ReduceMax and ReduceMin
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Nodes:
     def summed_in_order(self, x: ir.Value, axis: int) -> ir.Value:
         """Return the sums along the axis, added from first to last, keeping the axis with length 1 (0 if it is empty).
 
-        Zeros between and after elements change no bit of the sums; ReduceSum's order depends on the number of elements.
+        Unlike those of ReduceSum, the sums do not depend on zeros between and after elements (padding).
         """
         sums = self.op("CumSum", x, self.integer(axis))
         return self.op("Slice", sums, self.ints(-1), self.ints(np.iinfo(np.int64).max), self.ints(axis))
@@ -143,7 +143,7 @@ class Nodes:
     def join(self, pieces: ir.Value, becomes: Sequence[str | bytes], *, end: str = "", last: str = "") -> ir.Value:
         """Replace pieces, int32 [pieces], as in `rewrite`."""
         table = [end if number == END_ID else text for number, text in enumerate(becomes)]
-        # The last element, perhaps empty: StringJoin fails without elements.
+        # With `last`, perhaps empty, because StringJoin fails without elements.
         ids = self.op(
             "Concat",
             pieces,

@@ -1,7 +1,6 @@
 """Normalizers as tables of replacements, made by asking the tokenizer itself.
 
-A table has an entry for each character that changes, and for each sequence whose result differs from that of its
-characters.
+A table has an entry for each character that changes, and for each sequence that changes as a whole.
 """
 
 from __future__ import annotations
@@ -90,8 +89,7 @@ def _sequences(form: Literal["NFC", "NFKC"]) -> Iterator[str]:
     yield "\r\n"
     alike: dict[str, list[str]] = {}  # characters with the same normal form
     for character in map(chr, itertools.chain(*_LOOKED_AT)):
-        # From compatibility forms only full and half width letters: accented variants of others would make the table
-        # large.
+        # Of compatibility forms, only full and half width letters: more accented variants would make the table large.
         made = unicodedata.normalize(form if ord(character) in _WIDTHS else "NFC", character)
         if len(made) == 1 and made != character:
             alike.setdefault(made, []).append(character)

@@ -1,7 +1,7 @@
 """The padding token's id, from the files in a model's folder.
 
-A late-interaction model (ColBERT) expands queries with mask tokens that attention hides, and reads their vectors. A
-folder whose padding token is the mask token, or whose files disagree, therefore does not tell padding from text.
+A late-interaction model (ColBERT) pads queries with mask tokens, hides them from attention, and reads their vectors. So
+if the padding token is the mask token, or files disagree, padding cannot be told from text.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ _CONFIG, _TOKENIZER, _BESIDE, _SPECIAL = (
 
 
 class UnknownPaddingError(Exception):
-    """The padding token of a folder is not known; the message says why."""
+    """The reason why the padding token of a folder is not known."""
 
 
 def read_padding_id(folder: Path | None) -> int:
     """Return the padding token's id.
 
     Raises:
-        UnknownPaddingError: No file names a padding token, the files disagree, or the padding token is or may be the
-            mask token.
+        UnknownPaddingError: No file names it, the files disagree, or it is or may be the mask token.
     """
     if folder is None:
         raise UnknownPaddingError("the model was not read from a file")

@@ -1,7 +1,7 @@
 """SentencePiece models, serialized from their pieces.
 
-Two kinds are used. A CHARACTERS model splits a text into characters, bytes or given sequences, longest first; with a
-replacement for each piece this is find and replace. The other kind is Unigram.
+A CHARACTERS model splits a text into characters, bytes or given sequences, longest first; with a replacement for each
+piece, it finds and replaces. The other kind is Unigram.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PieceModel:
         has_bytes = any(kind == Kind.BYTE for _, kind, _ in self.pieces)
         trainer = _number(3, self.search) + _number(4, len(self.pieces)) + _number(35, has_bytes)
         trainer += _bytes(45, _UNKNOWN) + _bytes(46, _BEGIN) + _bytes(47, _END)
-        # An empty character map (without any map, SentencePiece logs a warning at each start) that keeps every space.
+        # An empty character map, because SentencePiece logs a warning without one, and all spaces kept.
         normalizer = _bytes(1, b"none") + _bytes(2, _NO_MAP) + _number(3, 0) + _number(4, 0) + _number(5, 0)
         model = b"".join(_bytes(1, _piece(*piece)) for piece in self.pieces)
         return base64.b64encode(model + _bytes(2, trainer) + _bytes(3, normalizer)).decode()

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from ..names import POOLINGS as POOLINGS
 from .nodes import Nodes
 
-ACTIVATIONS = {"Identity": None, "Tanh": "Tanh", "ReLU": "Relu", "Sigmoid": "Sigmoid"}  # torch's names and ONNX's
+ACTIVATIONS = {"Identity": None, "Tanh": "Tanh", "ReLU": "Relu", "Sigmoid": "Sigmoid"}  # torch -> ONNX
 _TINY_COUNT, _TINY_NORM = 1e-9, 1e-12  # lower bounds of divisors
 
 

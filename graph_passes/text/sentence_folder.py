@@ -1,6 +1,6 @@
 """A model folder of sentence-transformers: pooling, prompts, maximum text length, activation of scores.
 
-No code of the folder is run: modules are known by their names, weights are read from safetensors.
+No code of the folder is run: modules are recognized by name, and weights are read from safetensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MODULES = "modules.json"
 _SENTENCE_CONFIG = "config_sentence_transformers.json"
 _WEIGHTS = "model.safetensors"
 _MAX_BYTES = 2**30  # of a module's weights
-# Settings of older files, and their present value of pooling_mode.
+# Settings of older files -> values of pooling_mode.
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -49,15 +49,15 @@ class SentenceFolder:
 
     Attributes:
         pooling: One of POOLINGS.
-        normalize: Whether vectors are scaled to length 1.
+        normalize: Scale vectors to length 1.
         dense: Linear layers after pooling.
-        max_tokens: Limit of tokens per text.
+        max_tokens: Limit per text.
         lowercase: Lower-case texts before the tokenizer.
-        prompts: Prompts by name.
-        default_prompt: Name of the default prompt.
+        prompts: By name.
+        default_prompt: Its name.
         labels: Number of labels of a classifier.
-        activation: Activation of a score, as the files name it.
-        model_type: The model's type in config.json.
+        activation: Of a score, as the files name it.
+        model_type: From config.json.
         positions: Number of positions in the model's table.
     """
 
@@ -173,12 +173,12 @@ def _read_modules(path: Path) -> list[tuple[str, str]]:
 
 
 def _kind(name: str) -> str:
-    """Return the class name of sentence-transformers' own modules, whose packages have changed; else the full name."""
+    """Return the class name of sentence-transformers' own modules, whose packages differ by version; else the full name."""
     return name.rsplit(".", 1)[-1] if name.startswith("sentence_transformers.") else name
 
 
 def _inside(folder: Path, relative: str) -> Path:
-    """Return a folder below another folder. The file is untrusted."""
+    """Return a path below a folder; the relative path is untrusted."""
     parts = Path(relative).parts
     if Path(relative).is_absolute() or ".." in parts:
         raise ModelError(f"{str(folder / MODULES)!r} names the path {relative!r}, which leads out of the folder")

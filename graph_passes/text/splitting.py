@@ -1,7 +1,7 @@
 """Pre-tokenizers as RE2 expressions that put a mark between words.
 
-RE2 has no lookahead, and its version of Unicode differs from that of `tokenizers`. So classes are spelled out as
-`tokenizers` sees them, and an extra mark splits a run of spaces where the lookahead of GPT-2's pattern does.
+RE2 has another version of Unicode than `tokenizers`, so character classes are spelled out. It has no lookahead, so an
+extra mark splits runs of spaces where the lookahead of GPT-2's pattern does.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _byte_level(part: Mapping[str, Any], refuse: Refuse) -> Replacements:
 
 
 def _begin_with(text: str) -> tuple[str, str]:
-    """Return a replacement that prefixes each run between marks with a text, unless it already starts with it."""
+    """Return a replacement that prefixes each run between marks that does not start with the text."""
     return f"{literal(text)}({ANY}*)|({ANY}+)", rf"{text}\1\2"
 
 
@@ -114,8 +114,7 @@ def _by_pattern(part: Mapping[str, Any], refuse: Refuse) -> Replacements:
 def _words(pattern: str) -> Replacements:
     """Return replacements that put a mark on both sides of each match of a known pattern."""
     space = spaces()
-    # The last of several spaces belongs to the word after them. A pattern that matches line ends separately does so
-    # first.
+    # The last of several spaces belongs to the next word, unless the pattern matches it as a line end first.
     last = tuple(one for one in _single(space) if one not in _LINES) if r"[\r\n]" in pattern else space
     cut = (f"([{written(space)}]+)([{written(last)}])([{written(others(space))}])", rf"\1{SPLIT}\2\3")
     words = _spelled(pattern.removesuffix(_LOOKAHEAD) + r"\s+")

@@ -25,11 +25,11 @@ from .text_plan import EMBEDDING, TextInput, TextPlan, read_plan
 
 TEXT_INPUT, PAIR_INPUT, PROMPT_INPUT = "text", "text_pair", "prompt_name"
 SCORE = "score"
-# Relative error of a text's vector or score between the models with and without a tokenizer. Only the order of sums in
-# pooling and the positions of padding differ; padding matters if activations are quantized by the range of a tensor.
+# Relative error of vectors or scores between the models with and without a tokenizer. They differ in the order of sums
+# in pooling and in padding, which matters if activations are quantized by the range of a tensor.
 _MAX_TEXT_ERROR = 1e-2
 
-# Texts on which the tokenizer in the graph must agree with `tokenizers`; calibration texts are checked too.
+# Texts, besides calibration texts, on which the tokenizer in the graph must agree with `tokenizers`.
 PROBES = (
     "",
     " ",
@@ -55,11 +55,7 @@ def plan_text_input(
 ) -> TextPlan:
     """Read the tokenizer and the folder, and refuse unsupported ones before any work is done.
 
-    Args:
-        model: The model.
-        text: The user's settings.
-        path: The model's path.
-        tokenizer: The tokenizer's path, unless `text` has one.
+    tokenizer: the tokenizer's path, unless `text` has one.
 
     Raises:
         ModelError: A setting or the tokenizer is not supported.
@@ -79,7 +75,7 @@ def add_text_input(model: ir.Model, plan: TextPlan, probes: Sequence[str] = ()) 
     optional input "prompt_name" selects one: strings [1], or one per text.
 
     Args:
-        model: A model that `plan_text_input` has accepted (inputs input_ids, and others that follow from it).
+        model: A model that `plan_text_input` has accepted.
         plan: The result of `plan_text_input`.
         probes: Further texts to check the tokenizer on.
 
@@ -184,8 +180,8 @@ def _finish(nodes: Nodes, plan: TextPlan, output: ir.Value, batch: Batch) -> ir.
 def tokenizer_model(plan: TextPlan, opset: int = 17, ir_version: int = 8) -> ir.Model:
     """Return the tokenizer as a model.
 
-    Inputs are text, and text_pair for pairs, strings [batch]; outputs are input_ids, attention_mask and token_type_ids,
-    int64 [batch, tokens].
+    Inputs: text, and text_pair for pairs, strings [batch]. Outputs: input_ids, attention_mask and token_type_ids, int64
+    [batch, tokens].
     """
     builder = Nodes(opset)
     names = [TEXT_INPUT, PAIR_INPUT] if plan.scores else [TEXT_INPUT]
@@ -202,7 +198,7 @@ def tokenizer_model(plan: TextPlan, opset: int = 17, ir_version: int = 8) -> ir.
 
 
 def _free_names(model: ir.Model) -> None:
-    """Rename values of the model that have our names, such as an own output sentence_embedding."""
+    """Rename values of the model that have names of new values, such as sentence_embedding."""
     values = [
         *model.graph.initializers.values(),
         *(value for node in model.graph.all_nodes() for value in node.outputs),
@@ -220,7 +216,7 @@ def answers_to_probes(plan: TextPlan, answer: Callable[[Sequence[str]], np.ndarr
     """Run a model on short texts, and on one text of max_tokens tokens.
 
     Args:
-        plan: The text settings.
+        plan: The settings.
         answer: Returns vectors [texts, width], or the scores [texts] of the pairs that `pair_up` makes.
 
     Raises:
@@ -251,9 +247,9 @@ def check_text_model(path: Path, plan: TextPlan, expected: Sequence[np.ndarray])
     """Run the file that will be published, and compare its answers with those of the model without a tokenizer.
 
     Args:
-        path: The model that takes texts, as written.
-        plan: The text settings.
-        expected: The result of `answers_to_probes` for the verified model, which takes tokens.
+        path: The model that takes texts.
+        plan: The settings.
+        expected: From `answers_to_probes`, for the verified model that takes tokens.
 
     Raises:
         VerificationError: The model does not run, or answers differently.

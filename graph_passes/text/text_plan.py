@@ -25,7 +25,7 @@ from .wordpiece import read_wordpiece
 
 EMBEDDING = "sentence_embedding"
 _SCORES = "logits"
-SCORE_ACTIVATIONS = {"Sigmoid": "sigmoid", "Identity": "none"}  # torch's names and ours
+SCORE_ACTIVATIONS = {"Sigmoid": "sigmoid", "Identity": "none"}  # torch -> TextInput
 _MAX_TOKENS = 65536  # per text: the session reserves memory for them
 _KNOWN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
@@ -41,8 +41,7 @@ class TextInput:
         normalize: Scale vectors to length 1 (default: yes).
         max_tokens: Longer texts are cut to this length, including special tokens. Default: the limit in
             sentence_bert_config.json, tokenizer_config.json or tokenizer.json.
-        prompt_name: The prompt of config_sentence_transformers.json that is put before texts unless another is asked
-            for.
+        prompt_name: Default prompt, from config_sentence_transformers.json, to put before texts.
         activation: Activation of a reranker's scores: "sigmoid" (default, as in CrossEncoder) or "none".
     """
 
@@ -79,14 +78,14 @@ class TextSettings:
     Attributes:
         file: The tokenizer.
         folder: The folder's settings.
-        output: The model's output: token vectors, text vectors or scores.
+        output: The output to use: token vectors, text vectors or scores.
         scores: The output holds one score per pair of texts.
         pooling: None if the output holds text vectors.
         normalize: Scale vectors to length 1.
-        max_tokens: Limit of tokens per text.
+        max_tokens: Limit per text.
         prompt_name: The default prompt.
         activation: Activation of scores.
-        length: The only number of tokens that the model accepts, if it is fixed; shorter texts are padded to it.
+        length: The model's fixed number of tokens, to which texts are padded; None: any.
     """
 
     file: TokenizerFile
@@ -133,11 +132,7 @@ def read_plan(
 ) -> TextPlan:
     """Read the tokenizer and the folder, and refuse unsupported ones before any work is done.
 
-    Args:
-        model: The model.
-        text: The user's settings.
-        path: The model's path.
-        tokenizer: The tokenizer's path, unless `text` has one.
+    tokenizer: the tokenizer's path, unless `text` has one.
 
     Raises:
         ModelError: A setting or the tokenizer is not supported.
@@ -166,8 +161,8 @@ def read_settings(
         path: The model's path.
         tokenizer: The tokenizer's path, unless `text` has one.
         table: Rows of the model's position table, if known.
-        tokens: Limit of tokens per text if no file gives one.
-        length: The only number of tokens that the model accepts, if it is fixed.
+        tokens: Limit per text if no file gives one.
+        length: The model's fixed number of tokens; None: any.
     """
     folder = read_sentence_folder(folder_of(path))
     given = text.tokenizer or tokenizer or find_tokenizer(path)
@@ -209,7 +204,7 @@ def read_graph_tokenizer(file: TokenizerFile) -> GraphTokenizer:
         found: GraphTokenizer = _READERS[kind](file)
         return found
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, AssertionError) as error:
-        # Exceptions from a malformed file that `tokenizers` has accepted.
+        # A malformed file that `tokenizers` has accepted.
         raise file.refuse(f"is not well formed: {error!r}") from error
 
 

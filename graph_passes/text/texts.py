@@ -20,14 +20,14 @@ from ..measure.feeds import Feeds, fixed_sizes, model_inputs
 from .tokenizer_file import load_tokenizer, read_tokenizer_file
 
 # The path of a tokenizer.json, of llama2.c's tokenizer.bin, or of an ONNX graph of onnxruntime-extensions; or an object
-# whose encode(text) returns token ids, or an object with `ids`.
+# whose encode(text) returns token ids, or an object with attribute ids.
 Tokenizer = str | os.PathLike[str] | Any
 
 TOKENS_OF_PIECE = 256  # longer texts are cut; every encoder takes this length
 _PIECES, _MIN_TOKENS_OF_PIECE = 8, 64
-# texts are joined to pieces of this length, or of the model's context if that is known and shorter
+# length of pieces of joined texts, unless the model's context is shorter
 TOKENS_OF_DECODER = 512
-_SHORTEST_PIECE = 16  # tokens of the last piece of a text; a shorter one is dropped
+_SHORTEST_PIECE = 16  # tokens; a shorter last piece is dropped
 _FILE = "tokenizer.json"
 _COS_CACHE = 7  # input of GroupQueryAttention, [positions, width]
 
@@ -61,8 +61,8 @@ def find_tokenizer(model: Path | None) -> Path | None:
 def feeds_of_texts(texts: Sequence[str], tokenizer: Tokenizer | None, model: ir.Model) -> list[Feeds]:
     """Return input_ids int64 [1, tokens] for each text, or for each piece of a text above TOKENS_OF_PIECE tokens.
 
-    For a model with a cache, texts are joined, because its keys and values depend on the number of earlier tokens. For
-    an encoder with a fixed batch or number of tokens, rows are padded, and attention_mask hides the padding.
+    For a model with a cache, texts are joined to long pieces, because its keys and values depend on earlier tokens. For
+    an encoder with a fixed batch or number of tokens, rows are padded.
 
     Raises:
         CalibrationError: There is no usable tokenizer, or the model has no input_ids.
@@ -88,7 +88,7 @@ def feeds_of_texts(texts: Sequence[str], tokenizer: Tokenizer | None, model: ir.
         encoded.append(encode(text))
     if any(name.startswith("past_key") for name in inputs):
         encoded, limit = [np.concatenate(encoded)] if encoded else [], min(TOKENS_OF_DECODER, _context(model))
-        # Even a few texts should make several pieces, so that some can be held out.
+        # Make several pieces even of a few texts, so that some can be held out.
         limit = min(limit, max(_MIN_TOKENS_OF_PIECE, -(-sum(map(len, encoded)) // _PIECES)))
         rows = length = None
     pieces = [piece for ids in encoded for piece in _pieces(ids, limit if length is None else length)]
@@ -103,7 +103,7 @@ def feeds_of_texts(texts: Sequence[str], tokenizer: Tokenizer | None, model: ir.
 
 
 def _padded(pieces: Sequence[np.ndarray], length: int | None, pad_id: int) -> Feeds:
-    """Return one batch. length: tokens of its rows; None: the length of the longest piece."""
+    """Return one batch. length: tokens per row; None: those of the longest piece."""
     shape = (len(pieces), length or max(map(len, pieces)))
     ids, mask = np.full(shape, pad_id, np.int64), np.zeros(shape, np.int64)
     for row, piece in enumerate(pieces):

@@ -1,4 +1,4 @@
-"""A tokenizer.json: its settings, and the package `tokenizers`' reading of it, which a graph's tokens must equal."""
+"""A tokenizer.json: its settings, and the reference for graphs: the tokenizer that `tokenizers` makes of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST, SECOND = "A", "B"  # the texts of a template
 _PAD_NAMES = ("[PAD]", "<pad>", "<|padding|>")
 _KEY = re.compile(r'\s*,?\s*"(\w+)"\s*:\s*')
 _SETTINGS = {"truncation", "padding", "added_tokens", "post_processor"}  # of a tokenizer.json
-_LARGEST = 2**31  # of ids, and of limits: transformers writes 10**30 for no limit
+_LARGEST = 2**31  # id or limit: transformers writes 10**30 for no limit
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class TokenizerFile:
         single: Layout of one text.
         pair: Layout of a pair of texts.
         pad_id: The padding token.
-        max_tokens: Limit of tokens per text, from tokenizer_config.json or else from this file.
-        lowercase: Put Lowercase before the normalizer of a tokenizer that keeps capitals.
+        max_tokens: Limit per text, from tokenizer_config.json, else from this file.
+        lowercase: Lower-case texts first, if the tokenizer keeps capitals.
     """
 
     path: str
@@ -56,10 +56,10 @@ class TokenizerFile:
     lowercase: bool = False
 
     def refuse(self, what: str) -> ModelError:
-        """Return the error for an unsupported feature. what: the rest of a sentence about the file."""
+        """Return the error for an unsupported feature. what: the sentence after the file's name."""
         return ModelError(f"tokenizer file {self.path!r} {what}; keep tokens as the model's inputs")
 
-    # All are computed on first use, since callers with tokens do not need them.
+    # Computed on first use: callers with tokens do not need them.
     @cached_property
     def said(self) -> Mapping[str, Any]:
         """The file's JSON, as `tokenizer` reads it.
@@ -143,10 +143,7 @@ def _read(path: str, content: str, refuse: Refuse) -> TokenizerFile:
 
 
 def _settings(content: str) -> dict[str, Any] | None:
-    """Return the JSON members before the model, or None if the members are in another order than `tokenizers` writes.
-
-    Parsing the vocabulary takes as long as loading a small model, so it is skipped.
-    """
+    """Return the JSON members before the model, to skip the slow vocabulary; None if they are in another order."""
     said: dict[str, Any] = {}
     decoder, position = json.JSONDecoder(), content.find("{") + 1
     try:
@@ -190,7 +187,7 @@ def _open(content: str, path: str) -> Any:
         ) from error
     try:
         tokenizer = Tokenizer.from_str(content)
-    except BaseException as error:  # a plain Exception, or pyo3's PanicException, which derives from BaseException
+    except BaseException as error:  # also pyo3's PanicException
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
             raise
         raise ModelError(f"tokenizer file {path!r} is not a tokenizer.json: {error}") from error
@@ -230,7 +227,7 @@ def _limit(number: Any) -> int | None:
 
 
 class _Vocabulary:
-    """Tokens and their ids. Added tokens are looked up first; the others are read when needed."""
+    """Tokens and their ids. Added tokens are looked up first; others are read when needed."""
 
     def __init__(self, added: list[Mapping[str, Any]], read: Callable[[], Any]) -> None:
         self._added, self._read = {one["content"]: one["id"] for one in added}, read

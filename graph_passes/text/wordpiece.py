@@ -2,10 +2,9 @@
 
 onnxruntime-extensions' BertTokenizer handles accents and capitals of Latin-1 only, and turns a word with an unknown
 character into its first pieces and [UNK], where `tokenizers` returns [UNK] alone. So only its search for pieces is
-used. The steps before it are made by asking the tokenizer about each character: SentencepieceTokenizer splits the text
-into characters (and special tokens written out in it), a table maps each one (lower case, no accents, spaces around
-punctuation), StringJoin joins the results, and two regular expressions replace words with unknown characters and words
-that are too long by the unknown token.
+used. Before it, SentencepieceTokenizer splits the text into characters and special tokens; a table, made by asking the
+tokenizer about each character, maps them (lower case, no accents, spaces around punctuation); StringJoin joins the
+results; and two regular expressions replace words that are too long or have unknown characters by the unknown token.
 """
 
 from __future__ import annotations
@@ -26,15 +25,14 @@ from .tokenizer_file import Refuse, TokenizerFile
 _UNKNOWN = "\x02"  # the table's result for characters that the vocabulary lacks
 _MAX_CHARACTERS = 999  # of a word; RE2's repetition counts go up to one more
 _DROPPED = "\x01"  # stands for characters that the tokenizer removes
-# A run of at least this many characters with the same result is handled by a regular expression, to keep the table
-# small.
+# Runs of at least this many characters with the same result are left to a regular expression, to keep the table small.
 _LONG_RUN = 256
 _END_OF_TABLE = 0x40000
-# Between these later code points all characters behave alike: unassigned, tags, variation selectors, unassigned,
+# Within each of these later blocks all characters behave alike: unassigned, tags, variation selectors, unassigned,
 # private use.
 _LATER_BLOCKS = (0x40000, 0xE0000, 0xE0100, 0xE01F0, 0xF0000, 0x100000, 0x110000)
 _SURROGATES = range(0xD800, 0xE000)
-_TEXT_END = "\x03"  # a word after each text; texts do not contain it, as the tokenizer removes it
+_TEXT_END = "\x03"  # a word after each text; the tokenizer removes it from texts
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,8 @@ class WordPiece:
         prefix: Prefix of pieces inside of a word.
         max_characters: Longer words are unknown.
         table: Result for each character and special token.
-        dropped: Ranges of characters that are removed.
-        spaced: Ranges of characters that are separate words.
+        dropped: Characters that are removed.
+        spaced: Characters that are words of their own.
     """
 
     vocabulary: tuple[str, ...]
@@ -80,7 +78,7 @@ class WordPiece:
             strip_accents=0,
             tokenize_chinese_chars=0,
             unk_token=self.unknown,
-            # Unused, or removed again, but required in the vocabulary.
+            # Required, but unused or removed again.
             cls_token=_TEXT_END,
             sep_token=_TEXT_END,
             pad_token=_TEXT_END,
@@ -112,7 +110,7 @@ def read_wordpiece(file: TokenizerFile) -> WordPiece:
     within = frozenset(word for word in known if prefix + word in model["vocab"])
     try:
         table, dropped, spaced = _table(_Splitter(json.dumps(file.said["normalizer"]), tokenizer), known, within)
-    except ValueError:  # the separators between the characters have changed
+    except ValueError:  # the normalizer has changed the separators
         raise refuse("has a normalizer that changes plain letters") from None
     if table.get(_TEXT_END) != "" and not any(ord(_TEXT_END) in some for some in dropped):
         raise refuse("has a normalizer that keeps control characters")
@@ -156,7 +154,7 @@ class _Splitter:
     tokenizer: Any = field(compare=False)
 
 
-@lru_cache(maxsize=4)  # asking about each character takes a second
+@lru_cache(maxsize=4)  # takes a second
 def _table(
     splitter: _Splitter, known: frozenset[str], within: frozenset[str]
 ) -> tuple[Mapping[str, str], tuple[range, ...], tuple[range, ...]]:
@@ -165,8 +163,8 @@ def _table(
     Args:
         splitter: The tokenizer.
         known: Characters that are words.
-        within: Characters that may also be inside of words. A word of such characters always has pieces; a word with
-            any other character never has.
+        within: Characters that may be inside of words. Words of these characters always have pieces, all other words
+            never.
     """
     tokenizer = splitter.tokenizer
     table: dict[str, str] = {}
@@ -189,7 +187,7 @@ def _table(
         if words and all(set(word) <= within or (apart and word in known) for word in words):
             if code:
                 table[chr(code)] = becomes
-            # A run of separate words continues past a known one: its table entry only adds spaces to spaces.
+            # A known character does not end a run of `spaced` ones: spaces around it twice are harmless.
             now = kind if kind == _UNKNOWN and becomes == f" {chr(code)} " else ""
         elif not becomes:
             now = _DROPPED
@@ -206,7 +204,7 @@ def _table(
         if not dict(_some_characters(tokenizer, [first + 1]))[first + 1]:
             runs[_DROPPED].append(range(first, last))
     table[_DROPPED], table[_UNKNOWN] = "", ""
-    # The regular expression replaces characters by one that is dropped later; NUL would end a text.
+    # NUL is dropped, too: it would end a text.
     return table, (range(0, 1), *runs[_DROPPED]), tuple(runs[_UNKNOWN])
 
 

@@ -1,7 +1,7 @@
 """Splits texts into words between marks, as a BPE or Unigram tokenizer.json specifies.
 
-Added tokens are found, characters normalized, words split. Each step is a find and replace on one string, to which all
-texts of a batch are joined.
+The steps find added tokens, normalize characters and split words. Each finds and replaces in one string, which joins
+all texts of a batch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .tokenizer_file import TokenizerFile
 
 _MAX_ADDED = 2**16  # found_token has 16 digits
 _MAX_PROBED = 100
-_LONG = 2000  # characters of a regular expression that takes noticeable time to compile, which happens at each call
+_LONG = 2000  # characters of an expression that takes noticeable time to compile, at each call
 
 
 @dataclass(frozen=True)
 class _Added:
-    """A token that texts may contain. late: found after normalization. left, right: includes the spaces there."""
+    """An added token. late: found after normalization. left, right: includes the spaces on that side."""
 
     content: str
     id: int
@@ -43,8 +43,8 @@ class Words:
 
     Attributes:
         beside: Replacements before the steps.
-        steps: Steps in order; the first table also ends each text.
-        added: Ids of tokens that texts may contain, in the order of their marks.
+        steps: In order; the first table also ends each text.
+        added: Ids of added tokens, in the order of their marks.
         probes: Texts that these steps might get wrong.
     """
 
@@ -104,7 +104,7 @@ def read_words(file: TokenizerFile) -> Words:
     early = [token for token in tokens if not token.late]
     assert isinstance(steps[0], dict)
     steps[0] = steps[0] | {token.content: token.mark for token in early}
-    # A token includes the spaces beside it; but if spaces are tokens too, only the spaces that are not tokens.
+    # If spaces can be tokens too, a token includes only those spaces beside it that are not tokens.
     spaced = any(token.content.isspace() for token in tokens)
     if spaced and (behind := _spaces(early, marked=True)):
         steps.insert(1, behind)
@@ -122,7 +122,7 @@ def read_words(file: TokenizerFile) -> Words:
 
 
 def marked_tokens(words: Words) -> list[str]:
-    """Return the marks of the added tokens."""
+    """Return the marks of added tokens."""
     return [found_token(number) for number in range(len(words.added))]
 
 
