@@ -69,11 +69,8 @@ def build_bert(weights: Mapping[str, np.ndarray], config: BertConfig, name: str 
     Inputs, int64 [batch, sequence]: input_ids, attention_mask (1 = attend), token_type_ids.
     Output: last_hidden_state, float32 [batch, sequence, hidden_size].
 
-    Args:
-        weights: By Hugging Face name, in any float dtype, stored as float32; see bert_weight_shapes. Unused weights
-            (pooler, embeddings.position_ids) are ignored.
-        config: The configuration.
-        name: Name of the graph.
+    weights: by Hugging Face name (bert_weight_shapes), in any float dtype, stored as float32. Unused weights (pooler,
+    embeddings.position_ids) are ignored.
 
     Raises:
         ModelBuildError: A weight is missing or does not fit the configuration.

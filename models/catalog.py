@@ -1,4 +1,4 @@
-"""Real models as ONNX files: fetched, built if no ONNX file is published, and kept in the cache."""
+"""Real models as ONNX files: fetched, or built if no ONNX file is published, and cached."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .llama2c import read_llama2c
 from .manifest import ManifestError, ModelEntry, find_entry
 from .mpnet import MpnetConfig, build_mpnet
 
-# Weights above this size (bytes) are stored beside the ONNX file, where ONNX Runtime maps them.
+# Bytes; larger weights are stored beside the ONNX file, where ONNX Runtime maps them.
 _MAX_EMBEDDED = 256 << 20
 
 
@@ -45,7 +45,7 @@ class _Source:
     """The source of a model's ONNX file and tokenizer.
 
     Attributes:
-        onnx: The published file's name, or a builder from the folder of files.
+        onnx: The published file's name, or a builder that takes the folder of files.
         decoder: A builder that also takes the kind of attention.
         tokenizer: A file's name, or a function that writes one.
     """
@@ -134,13 +134,13 @@ def get_model(
     progress: Progress | None = None,
     attention: AttentionForm = "standard",
 ) -> ModelFiles:
-    """Fetch a model, build its ONNX file if needed, and return its files. Later calls are instant.
+    """Fetch a model, build its ONNX file if needed, and return its files. Later calls use the cache.
 
     Args:
         name: One of list_models().
         cache_dir: The cache folder; None: `$ORTOLAN_CACHE` or the platform's default.
         progress: Called with one line of text at each step.
-        attention: The kind of attention of a decoder's graph, see build_llama.
+        attention: For decoders, see build_llama.
 
     Raises:
         ManifestError: The name is unknown, or the model does not support this kind of attention.
@@ -183,10 +183,10 @@ def get_model(
 
 
 def _make_file(file: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` write the file and its companions in a temporary folder, then move them to their places."""
+    """Let `write` write the file and its companions to a temporary folder, then move them to their places."""
     with working_folder(file.parent.parent) as work:
         write(work / file.name)
-        # The file itself is moved last: its presence means that the others are complete.
+        # Last: the presence of `file` means that the others are complete.
         for made in sorted(work.iterdir(), key=lambda path: path.name == file.name):
             made.replace(file.parent / made.name)
 

@@ -46,7 +46,7 @@ def write_checkpoint(
 
     Args:
         name: One of CHECKPOINTS.
-        folder: The new folder.
+        folder: The folder.
         cache_dir: See `fetch`.
         progress: See `fetch`.
 
@@ -77,13 +77,7 @@ def write_checkpoint(
 
 
 def write_llama(gguf: Path, target: Path, special: Mapping[str, str]) -> None:
-    """Write a GGUF file's model and tokenizer to a folder, with weights dequantized to float32.
-
-    Args:
-        gguf: The file.
-        target: The folder.
-        special: bos_token, eos_token and pad_token.
-    """
+    """Write a GGUF file's model, in float32, and tokenizer to a folder. special: bos_token, eos_token, pad_token."""
     config, weights = read_gguf(gguf)
     tensors: dict[str, np.ndarray] = {}
     for name in weights:

@@ -21,7 +21,7 @@ def read_config(path: str | os.PathLike[str], names: Mapping[str, Any], supporte
     Args:
         path: The file.
         names: The fields to return.
-        supported: Further fields and their only supported value, which is also their default.
+        supported: Other fields -> their only supported value, the default.
 
     Raises:
         ModelBuildError: A field has an unsupported value.
@@ -34,7 +34,7 @@ def read_config(path: str | os.PathLike[str], names: Mapping[str, Any], supporte
 
 
 class EncoderConfig:
-    """Base of the encoders' configurations: dataclasses that have these fields."""
+    """Base of the encoders' configurations."""
 
     hidden_size: int
     num_attention_heads: int
@@ -87,7 +87,7 @@ class EncoderBuilder:
         return graph.node("Mul", mask, graph.constant(MASKED))
 
     def lookup(self, table: str, ids: ir.Value) -> ir.Value:
-        """Look up rows of a table ("embeddings.word_embeddings"), in a module named like the last part of its path."""
+        """Look up rows of a table ("embeddings.word_embeddings"), in a module named like its last part."""
         key = f"{table}.weight"
         with self.graph.module(table.rpartition(".")[2]):
             return self.graph.node("Gather", self.graph.weight(key, self.weights[key]), ids, axis=0)
@@ -122,7 +122,7 @@ class EncoderBuilder:
         return graph.node("Reshape", context, graph.constant([0, 0, heads * head_dim]))
 
     def feed_forward(self, hidden: ir.Value, prefix: str) -> ir.Value:
-        """Return the part of a layer after its attention: up, GELU, down, residual, LayerNorm."""
+        """Return a layer's MLP: up, GELU, down, residual, LayerNorm."""
         graph = self.graph
         with graph.module("intermediate"):
             inner = self.linear(hidden, f"{prefix}.intermediate.dense")
@@ -147,7 +147,7 @@ class EncoderBuilder:
             return self.graph.node("LayerNormalization", x, scale, bias, axis=-1, epsilon=self.layer_norm_eps)
 
     def gelu(self, x: ir.Value) -> ir.Value:
-        """Return 0.5 x (1 + erf(x / sqrt(2))), in the order of operations that exports use and ORT fuses."""
+        """Return 0.5 x (1 + erf(x / sqrt(2))), in the order of operations of exports, which ONNX Runtime fuses."""
         graph = self.graph
         erf = graph.node("Erf", graph.node("Div", x, graph.constant(np.float32(math.sqrt(2)))))
         gate = graph.node("Add", erf, graph.constant(np.float32(1)))

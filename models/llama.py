@@ -37,17 +37,17 @@ def build_llama(
     With "gqa" there is no position_ids input, zeros of attention_mask must be at the end of a row, and past and present
     may share a buffer for at least past_sequence + sequence tokens: new keys and values are then appended in place.
 
-    The graph always rotates halves, as Hugging Face does: rows of interleaved weights are reordered, which only changes
-    the order inside cached keys.
+    The graph rotates halves, as Hugging Face does. Rows of interleaved weights are reordered, which only changes the
+    order inside cached keys.
 
     Args:
-        weights: By Hugging Face name, in any float dtype, stored as float32; or lazy float32 tensors, which stay lazy;
-            see llama_weight_shapes.
+        weights: By Hugging Face name (see llama_weight_shapes), in any float dtype, stored as float32; or lazy float32
+            tensors.
         config: The configuration.
         name: Name of the graph.
-        attention: "standard": standard ONNX operators, as Optimum exports. "gqa": ONNX Runtime's GroupQueryAttention
-            (including the rotary embedding, with q_proj, k_proj and v_proj packed into qkv_proj) and fused norms, as
-            its GenAI model builder writes them; for at most max_position_embeddings tokens.
+        attention: "standard": standard ONNX operators, as Optimum exports. "gqa": GroupQueryAttention (with the rotary
+            embedding, and q_proj, k_proj and v_proj packed into qkv_proj) and fused norms, as ONNX Runtime's GenAI
+            model builder writes them; for at most max_position_embeddings tokens.
         one_table: A tied head multiplies by the Transpose of the embedding table instead of a copy.
         separate_qkv: Indices of layers whose q_proj, k_proj and v_proj are not packed with "gqa".
 

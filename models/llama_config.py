@@ -14,12 +14,12 @@ class LlamaConfig:
 
     Attributes:
         head_dim: None means hidden_size / num_attention_heads.
-        rope_style: The row order of q_proj and k_proj. "half" (Hugging Face): the rotated pairs are (i, i + head_dim /
-            2). "interleaved" (llama2.c, Meta, GGUF files of Llama): the pairs are (2i, 2i + 1).
+        rope_style: The rotated pairs in rows of q_proj and k_proj. "half" (Hugging Face): (i, i + head_dim / 2).
+            "interleaved" (llama2.c, Meta, GGUF files of Llama): (2i, 2i + 1).
         rope_factors: Divisors of the rotary frequencies, one per rotated pair (Llama 3.1).
         qkv_bias: q_proj, k_proj and v_proj have biases (Qwen2).
         qk_norm: Each head's query and key is normalized before it is rotated (Qwen3).
-        activation: Of the gate: "silu", or "gelu_tanh" (Gemma).
+        activation: Of the gate, "silu" or "gelu_tanh" (Gemma).
         embedding_scale: Factor of the embedded tokens (Gemma: the square root of hidden_size).
     """
 

@@ -13,7 +13,7 @@ from .llama_graph import LlamaBuilder, rotary_frequencies
 
 
 class GroupQueryLlamaBuilder(LlamaBuilder):
-    """Builds a graph like ONNX Runtime's GenAI model builder for CPUs: few nodes, mostly fused operators."""
+    """Builds the graph: few nodes, mostly fused operators."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class GroupQueryLlamaBuilder(LlamaBuilder):
     def decode(
         self, hidden: ir.Value, input_ids: ir.Value, attention_mask: ir.Value, past: list[ir.Value]
     ) -> tuple[ir.Value, list[ir.Value], list[ir.Value]]:
-        """Return the normalized hidden state, the present cache, and no inputs for positions."""
+        """See `LlamaBuilder.decode`; there are no inputs for positions."""
         graph, config = self.graph, self.config
         with graph.module("attn_mask_reformat"):
             lengths = self.lengths(attention_mask)
@@ -90,7 +90,7 @@ class GroupQueryLlamaBuilder(LlamaBuilder):
         past: list[ir.Value],
         layer: int,
     ) -> list[ir.Value]:
-        """Return the attention's output, present key and present value."""
+        """Return the output, present key and present value of attention."""
         graph, config, prefix = self.graph, self.config, f"model.layers.{layer}.self_attn"
         separate = layer in self.separate_qkv
         context = graph.node(

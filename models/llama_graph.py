@@ -65,7 +65,7 @@ class LlamaBuilder:
     def decode(
         self, hidden: ir.Value, input_ids: ir.Value, attention_mask: ir.Value, past: list[ir.Value]
     ) -> tuple[ir.Value, list[ir.Value], list[ir.Value]]:
-        """Return the normalized hidden state, the present cache, and the inputs for positions, for embedded tokens."""
+        """Return the last hidden state, the present cache and inputs for positions. hidden: the embedded tokens."""
         graph = self.graph
         position_ids = tensor_value("position_ids", ir.DataType.INT64, ["batch", "sequence"])
         mask = self.additive_mask(input_ids, attention_mask, past[0])

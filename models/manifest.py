@@ -28,7 +28,7 @@ class ManifestFile:
     offset: int = 0
 
     def __post_init__(self) -> None:
-        # The name becomes a path on the user's disk: it must not leave the model's folder.
+        # The name becomes a path, which must not leave the model's folder.
         if self.name in ("", ".", "..") or "/" in self.name or "\\" in self.name or ":" in self.name:
             raise ManifestError(f"file name {self.name!r} is not a plain file name; give it no folder")
         member = PurePosixPath(self.member)

@@ -67,11 +67,8 @@ def build_modernbert(weights: Mapping[str, np.ndarray], config: ModernBertConfig
     Inputs, int64 [batch, sequence]: input_ids, attention_mask (1 = attend).
     Output: last_hidden_state, float32 [batch, sequence, hidden_size].
 
-    Args:
-        weights: By Hugging Face name, in any float dtype, stored as float32; see modernbert_weight_shapes. Unused
-            weights are ignored.
-        config: The configuration.
-        name: Name of the graph.
+    weights: by Hugging Face name (modernbert_weight_shapes), in any float dtype, stored as float32. Unused weights are
+    ignored.
 
     Raises:
         ModelBuildError: A weight is missing or does not fit the configuration.

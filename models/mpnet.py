@@ -13,7 +13,7 @@ import onnx_ir as ir
 from .encoder import EncoderBuilder, EncoderConfig, linear_shapes, norm_shapes, read_config
 from .graph_builder import Shape, check_weights, set_type, tensor_value
 
-PADDING = 1  # the padding token's id and position; positions of tokens follow it
+PADDING = 1  # id and position of padding; positions of tokens follow
 _MAX_DISTANCE = 128  # of two tokens; larger distances share the last bucket
 
 
@@ -37,7 +37,7 @@ class MpnetConfig(EncoderConfig):
         Raises:
             ModelBuildError: build_mpnet does not support this variant.
         """
-        # Transformers uses the number of buckets for the table's size, but always sorts distances into 32 buckets.
+        # transformers sizes the table by this field, but always sorts distances into 32 buckets.
         supported = {"hidden_act": "gelu", "pad_token_id": PADDING, "relative_attention_num_buckets": 32}
         return cls(**read_config(path, cls.__dataclass_fields__, supported))
 
@@ -68,11 +68,8 @@ def build_mpnet(weights: Mapping[str, np.ndarray], config: MpnetConfig, name: st
     Inputs, int64 [batch, sequence]: input_ids (1 = padding), attention_mask (1 = attend).
     Output: last_hidden_state, float32 [batch, sequence, hidden_size].
 
-    Args:
-        weights: By Hugging Face name, in any float dtype, stored as float32; see mpnet_weight_shapes. Unused weights
-            (pooler, embeddings.position_ids) are ignored.
-        config: The configuration.
-        name: Name of the graph.
+    weights: by Hugging Face name (mpnet_weight_shapes), in any float dtype, stored as float32. Unused weights (pooler,
+    embeddings.position_ids) are ignored.
 
     Raises:
         ModelBuildError: A weight is missing or does not fit the configuration.
@@ -132,8 +129,8 @@ class _MpnetBuilder(EncoderBuilder):
     def bucket(self, distance: ir.Value) -> ir.Value:
         """Return the table row for each distance, int64 of the same shape.
 
-        Half of the rows are for keys after the query, half for the others. In each half, one half is for single
-        distances and the other for ranges that grow logarithmically.
+        Half of the rows are for keys after the query. In each half, one half is for single distances, the other for
+        ranges that grow logarithmically.
         """
         graph = self.graph
         half = self.config.relative_attention_num_buckets // 2

@@ -1,4 +1,4 @@
-"""Encoders as SparseML exports them, made from float encoders, for tests of DeepSparse users' models.
+"""Encoders as SparseML exports them (for DeepSparse), made from float encoders, for tests.
 
 The opset is 14, where LayerNormalization is written in parts. In the "static" form (trained with quantization)
 
@@ -10,8 +10,7 @@ The opset is 14, where LayerNormalization is written in parts. In the "static" f
     residuals                              are the DequantizeLinear of a layer's QuantizeLinear
 
 and weights are uint8 with zero point 128 and one scale. In the "dynamic" form, DynamicQuantizeLinear computes the range
-of each linear layer's input, weights are int8, and the rest computes in floats. Ranges are taken from the given feeds;
-SparseML's training would also fit the weights to them.
+of each linear layer's input, weights are int8, and the rest computes in floats. Ranges are those of the given feeds.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 OPSET = 14
 _IR_VERSION = 8
-_ZERO = 128  # of weights: SparseML writes int8 weights as uint8
+_ZERO = 128  # zero point of weights, which SparseML writes as uint8
 Feeds = Mapping[str, np.ndarray]
 
 
@@ -151,7 +150,7 @@ def _ranges(model: onnx.ModelProto, feeds: Sequence[Feeds]) -> dict[str, _Range]
 
 
 class _QuantizedWriter:
-    """Writes quantized nodes. ranges: of activations, empty for dynamic ones. products: also quantize attention's."""
+    """Writes quantized nodes. ranges: of static activations. products: also quantize the products of attention."""
 
     def __init__(self, graph: _Graph, ranges: Mapping[str, _Range], products: bool) -> None:
         self._graph, self._ranges, self._products = graph, ranges, products and bool(ranges)

@@ -1,4 +1,4 @@
-"""Small models with random but reproducible weights for tests: equal arguments give equal models everywhere."""
+"""Small models with reproducible random weights, for tests."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ TINY_LLAMA = LlamaConfig(
 def random_weights(shapes: Mapping[str, Shape], seed: int = 0) -> dict[str, np.ndarray]:
     """Return random float32 weights of the given shapes, scaled so that activations stay near 1 in every layer.
 
-    Matrices have variance 1 / fan-in, biases are small, scales of norms are near 1. No value is exactly 0 or 1, so that
-    a kernel that drops a bias or a scale is noticed.
+    Matrices have variance 1 / fan-in, biases are small, scales of norms near 1, but not 0 or 1, so that tests notice a
+    kernel that drops them.
     """
     rng = np.random.default_rng(seed)
     weights = {}
@@ -85,34 +85,19 @@ def tiny_bert(seed: int = 0, **overrides: Any) -> ir.Model:
 
 
 def tiny_mpnet(seed: int = 0, **overrides: Any) -> ir.Model:
-    """Return an MPNet encoder of build_mpnet with configuration TINY_MPNET and `overrides`.
-
-    Raises:
-        TypeError: A field is unknown.
-        ModelBuildError: The sizes do not fit together.
-    """
+    """Return an MPNet encoder of build_mpnet with configuration TINY_MPNET and `overrides`; see `tiny_bert`."""
     config = MpnetConfig(**{**vars(TINY_MPNET), **overrides})
     return build_mpnet(random_weights(mpnet_weight_shapes(config), seed), config, name="tiny_mpnet")
 
 
 def tiny_modernbert(seed: int = 0, **overrides: Any) -> ir.Model:
-    """Return a ModernBERT encoder of build_modernbert with configuration TINY_MODERNBERT and `overrides`.
-
-    Raises:
-        TypeError: A field is unknown.
-        ModelBuildError: The sizes do not fit together.
-    """
+    """Return an encoder of build_modernbert with configuration TINY_MODERNBERT and `overrides`; see `tiny_bert`."""
     config = ModernBertConfig(**{**vars(TINY_MODERNBERT), **overrides})
     return build_modernbert(random_weights(modernbert_weight_shapes(config), seed), config, name="tiny_modernbert")
 
 
 def tiny_llama(seed: int = 0, attention: AttentionForm = "standard", **overrides: Any) -> ir.Model:
-    """Return a Llama decoder of build_llama with configuration TINY_LLAMA and `overrides`.
-
-    Raises:
-        TypeError: A field is unknown.
-        ModelBuildError: The sizes do not fit together.
-    """
+    """Return a Llama decoder of build_llama with configuration TINY_LLAMA and `overrides`; see `tiny_bert`."""
     config = LlamaConfig(**{**vars(TINY_LLAMA), **overrides})
     return build_llama(random_weights(llama_weight_shapes(config), seed), config, "tiny_llama", attention)
 
@@ -136,7 +121,7 @@ def mlp(
         dequantize    MatMul and Add, the weight int8 through a DequantizeLinear with one scale per column
 
     Args:
-        widths: The number of features before the first layer and after each layer.
+        widths: Features before the first layer and after each layer.
         forms: One of the above for all layers, or one per layer.
         seed: Seed of the weights.
 

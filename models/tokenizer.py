@@ -13,8 +13,8 @@ from ortolan.graph_passes.text.tokenizer_file import read_json
 
 from ..errors import OrtolanError
 
-# Tokens that end a text or a turn, for a tokenizer.json without other files. End-of-document tokens come first: if a
-# model has no start token, a text sampled without a prompt starts with the end of a document.
+# Tokens that end a text or a turn, for a tokenizer.json without other files. Ends of documents come first: without a
+# start token, a text without a prompt starts with one.
 _ENDS = (
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>"),
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>"),
@@ -25,7 +25,7 @@ class TextTokenizer(Protocol):
     """A tokenizer for generation.
 
     Attributes:
-        prefix: Tokens that the model expects before every text: often one (<s>, <bos>), for some models an empty tuple.
+        prefix: Tokens that the model expects before every text, such as <s>; may be empty.
         start: The first token of a text that is sampled without a prompt.
         stop: Tokens that end a text.
     """
@@ -85,7 +85,7 @@ class JsonTokenizer:
         return [] if index is None else [index]
 
     def _declared(self, folder: Path, kind: str) -> list[int]:
-        """Return bos_token_id or eos_token_id, as a list, from the first file that has known tokens there."""
+        """Return bos_token_id or eos_token_id, as a list, from the first file with known tokens."""
         for name in ("generation_config.json", "config.json", "genai_config.json"):
             content = read_json(folder / name)
             fields = content.get("model") if name == "genai_config.json" else content
@@ -95,7 +95,7 @@ class JsonTokenizer:
                 raise OrtolanError(
                     f"{str(folder / name)!r}: {kind}_token_id is {found!r}, expected a token's id, or a list of ids"
                 )
-            # Some configurations keep their architecture's default id, which may be outside the vocabulary.
+            # An architecture's default id may be outside the vocabulary.
             if known := [index for index in ids if self._tokenizer.id_to_token(index) is not None]:
                 return known
         return []
@@ -110,7 +110,7 @@ class JsonTokenizer:
 
 
 def _template(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the tokens that the post-processor adds before a text and after it."""
+    """Return the tokens that the post-processor adds before and after a text."""
     text = tokenizer.encode("a", add_special_tokens=False).ids
     whole = tokenizer.encode("a", add_special_tokens=True).ids
     for start in range(len(whole) - len(text) + 1) if text else ():

@@ -1,6 +1,6 @@
-"""The zoo: one small model with random weights for each popular architecture, as Optimum exports it.
+"""The zoo: one small random model for each popular architecture, as Optimum exports it.
 
-Needs ortolan[optimum], which brings torch and transformers. Nothing is downloaded: configurations are made here.
+Needs ortolan[optimum] (torch, transformers). Nothing is downloaded.
 """
 
 from __future__ import annotations

@@ -255,8 +255,8 @@ def release_maps(model_tensors: list[ir.ExternalTensor]) -> None:
 def _find_external_data(file: ModelFile, path: Path) -> None:
     """Check that all external data exists, and point the tensors at the real files.
 
-    A model file is untrusted: its data must be below the model's folder or, as in download caches, below the folder that
-    the model's link leads to.
+    A model file is untrusted: its data must be below the model's folder or (as in download caches) the folder that the
+    model's link leads to.
     """
     slots = [(tensor, put) for tensor, put in tensor_slots(file.model) if isinstance(tensor, ir.ExternalTensor)]
     if not slots:
@@ -305,7 +305,10 @@ def _check_external(tensor: ir.ExternalTensor, data: Path, path: Path) -> None:
             f"{where} is missing: there is no file {str(data)!r}; copy or download it to where the model expects it"
         ) from None
     if status.st_nlink > 1 and not _is_kept_twice(data, status):
-        raise ModelError(f"{where}, {str(data)!r}, has several hard links, so it may be a file from outside the model's folder; replace it by a copy")
+        raise ModelError(
+            f"{where}, {str(data)!r}, has several hard links, so it may be a file from outside the model's folder; "
+            "replace it by a copy"
+        )
     if tensor.length is not None and tensor.length != tensor.nbytes:
         raise ModelError(f"{where} has {tensor.length} bytes, expected {tensor.nbytes} for its shape and type")
     end = (tensor.offset or 0) + tensor.nbytes

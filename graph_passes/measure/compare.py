@@ -19,8 +19,8 @@ from .feeds import Outputs
 
 ODD_FRACTION = (
     1 / 8
-)  # of rows that may be odd (error_of_most_rows), such as tokens with huge activations
-ODD_ERROR = 0.5  # of an odd row, relative to its norm
+)  # largest fraction of rows that may be odd (error_of_most_rows), such as tokens with huge activations
+ODD_ERROR = 0.5  # largest error of an odd row, relative to its norm
 _BLOCK = 2**20  # values that are compared at once
 
 

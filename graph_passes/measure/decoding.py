@@ -126,6 +126,7 @@ def without_padding(
 
     Args:
         feeds: Where attention_mask [batch, tokens] hides a token, the token is padding.
+        answers: The model's outputs.
         pad_token_id: If given, hidden positions with other tokens are not padding.
         indices: The outputs to change; None: all.
     """

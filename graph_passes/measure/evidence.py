@@ -186,7 +186,7 @@ class Evidence:
                 file.unlink(missing_ok=True)
 
     def remembered(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """Return compute(), called once per key in a search. key: all that the result depends on besides the original."""
+        """Return compute(), called once per key in a search. key: what the result depends on besides the original."""
         if self.fits is None:
             return compute()
         if key not in self._remembered:

@@ -95,7 +95,7 @@ def _file_cache(cgroup: Path) -> int:
 
 @functools.cache
 def cold_budget() -> int:
-    """Return the bytes for all weight copies that are timed together: an eighth of the memory free at the first call."""
+    """Return the bytes for all weight copies timed together: an eighth of the memory free at the first call."""
     return free_memory() // 8
 
 

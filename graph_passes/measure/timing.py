@@ -26,8 +26,8 @@ def interleave(
 ) -> dict[str, Timing]:
     """Time the candidates A B C A B C … for about `seconds`.
 
-    In its turn, a candidate first runs untimed, and is then timed a few times (a slow one once). As in a decode loop, its
-    code and page tables are warm; its weights are cold if their copies outgrow the caches.
+    In its turn, a candidate first runs untimed, and is then timed a few times (a slow one once). As in a decode loop,
+    its code and page tables are warm; its weights are cold if their copies outgrow the caches.
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     end = time.perf_counter() + seconds

@@ -1,8 +1,8 @@
 """Several layers with the same input joined in one operator.
 
-Two layers may form a gated linear unit, activation(x Wg + bg) (x Wu + bu): the operator's weight is [Wg Wu], each padded
-with zero columns to whole panels (ops/matmul/linear_plan.h). They may be the halves of one layer in the model, as in
-ModernBERT and Phi-3. Three layers may be query, key and value of one attention, which reads them from one tensor
+Two layers may form a gated linear unit, activation(x Wg + bg) (x Wu + bu): the operator's weight is [Wg Wu], each
+padded with zero columns to whole panels (ops/matmul/linear_plan.h). They may be the halves of one layer in the model,
+as in ModernBERT and Phi-3. Three layers may be query, key and value of one attention, which reads them from one tensor
 (ops/nomad_attention/op.cc).
 """
 

@@ -30,7 +30,7 @@ _CHUNK = 256  # quads of inputs
 
 
 def beyond_two_four(matrix: np.ndarray) -> str:
-    """Describe the first quad of inputs that breaks 2:4 sparsity in a matrix [k, n]; "" if there is none."""
+    """Describe the first quad of inputs that breaks 2:4 sparsity in a matrix [k, n]; else ""."""
     rows = QUAD * _CHUNK
     for start in range(0, len(matrix), rows):
         part = matrix[start : start + rows] != 0

@@ -1,4 +1,4 @@
-"""Text for people: labelled facts, one a line and wrapped to the width, and plain tables."""
+"""Text of reports: labelled facts, one a line, and plain tables."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def table(columns: Mapping[str, Sequence[str]], left: Sequence[str] = (), width:
 
     Args:
         columns: Cells by heading; all columns have the same length.
-        left: Headings of left-aligned columns; the other columns are right-aligned. If the table is too wide, each cell
-            of the first of these columns gets a line of its own above the rest of its row.
-        width: Columns of the terminal; None: the table may be as wide as its cells.
+        left: Headings of left-aligned columns. If the table is too wide, cells of the first one get a line of their own
+            above the rest of their row.
+        width: Columns of the terminal; None: no limit.
     """
     shown = {name: cells for name, cells in columns.items() if any(cells)}
     lines = _rows(shown, left)

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 _REASONS_SHOWN = 5  # in the summary, for each kind of fact
 _OUTPUTS_SHOWN = 3  # a decoder has two outputs per layer
 _SIZES_SHOWN = 4  # for layers of one format
-SPARSE = 0.3  # a weight with at least this fraction of zeros is called sparse; quantization alone makes fewer
-_STORED_SPARSE = 0.05  # the same for a weight that is stored without its zeros
+SPARSE = 0.3  # weights with at least this fraction of zeros are called sparse; quantization alone makes fewer
+_STORED_SPARSE = 0.05  # the same for weights stored without zeros
 _SPARSE_OPERATOR = "VNNISpMM"
 _BUSY = 2  # a median above this multiple of the fastest run means a busy machine
 _LEFT = ("layer", "op", "new op", "format", "status")  # left-aligned columns
@@ -39,17 +39,14 @@ _SHARED_COLUMNS = (
     "format",
     "sparsity",
     "status",
-)  # shown once above the table if all layers have the same
+)  # shown once above the table if all layers agree
 
 LayerStatus = Literal["replaced", "would replace", "pruned", "quantized", "kept"]
 
 
 @dataclass
 class LayerReport:
-    """One linear layer, or a node that looks like one.
-
-    Sizes are those of the weight before, and of the packed tensors after.
-    """
+    """One linear layer, or a node that looks like one. Sizes: of the weight before, of the packed tensors after."""
 
     name: str
     op: str
@@ -62,7 +59,7 @@ class LayerReport:
     output_error: float | None = None  # ||XW - Y|| / ||XW|| for calibration inputs X and the new operator's output Y
     status: LayerStatus = "kept"
     reason: str | None = None
-    threshold: float | None = None  # inputs with a magnitude of at most this count as zero
+    threshold: float | None = None  # inputs of at most this magnitude count as 0
     density: float | None = None  # fraction of the calibration inputs above the threshold
     weight_bits: int | None = None  # of a quantized weight: 8 or 4
     storage: str | None = None  # of a weight in SparseAMXMatMul: "dense", "bitmap" or "2:4"
@@ -83,9 +80,9 @@ class LayerReport:
 
 @dataclass
 class LookupReport:
-    """A chain of element-wise operators on a quantized value: replaced by one lookup table, or kept with a reason."""
+    """A chain of element-wise operators on a quantized value, which one lookup table may replace."""
 
-    name: str  # the chain's last node, which becomes the lookup; the first node if nothing was replaced
+    name: str  # the node that becomes the lookup; if none does, the chain's first node
     operators: list[str]
     entries: int | None = None  # of the table
     entry_type: str | None = None
@@ -101,7 +98,7 @@ class OutputDeviation:
     relative_l2: float
     cosine: float
     max_abs: float
-    # Relative errors of the original and of the optimized model against the same model with float weights, if measured.
+    # Relative errors of the original and the optimized model against the model with float weights, if measured.
     from_float: tuple[float, float] | None = None
 
     def describe(self) -> str:
@@ -118,14 +115,14 @@ class OutputDeviation:
 
 @dataclass
 class CacheReport:
-    """The attention layers whose KV cache pass compress_cache replaced. Bytes are per token, summed over the layers."""
+    """The layers whose KV cache pass compress_cache replaced. Bytes: per token, summed over the layers."""
 
     attentions: int
     keys: str
     values: str
     bytes_before: int
     bytes_after: int
-    # Deviation from the original, for tokens decoded one per call after a prompt.
+    # Deviation from the original, for tokens decoded one by one after a prompt.
     decode_error: list[OutputDeviation] = field(default_factory=list)
     decoded_tokens: int | None = None
     prompt_tokens: int | None = None
@@ -150,7 +147,7 @@ class OptimizationReport:
     file_size_before: int | None = None
     file_size_after: int | None = None
     output_error: list[OutputDeviation] = field(default_factory=list)  # optimized against the original
-    # Optimized against the pruned and quantized model before its layers were replaced: rounding inside the kernels.
+    # Rounding inside the kernels: optimized against the pruned and quantized model before layers were replaced.
     rounding_error: list[OutputDeviation] = field(default_factory=list)
     portable_error: list[OutputDeviation] = field(default_factory=list)  # ONNX functions against the native kernels
     latency_before: Timing | None = None  # one run of the first verification feed
@@ -159,8 +156,8 @@ class OptimizationReport:
     latency_threads: int | None = None  # in each of the two sessions
     latency_padding: tuple[int, int] | None = None  # padding tokens and all tokens of the timed feed
     feeds: str | None = None
-    judged_on: str | None = None  # which feeds the output errors are measured on, if not all
-    tokens: int | None = None  # in the given feeds; None: no feeds were given, or they hold no tokens
+    judged_on: str | None = None  # feeds on which output errors are measured, if not all
+    tokens: int | None = None  # in the given feeds; None: no feeds, or none with tokens
     notes: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     cpu: dict[str, Any] = field(default_factory=dict)
@@ -203,12 +200,12 @@ class OptimizationReport:
 
         Args:
             width: Columns of the text.
-            table_width: Columns of the table; long layer names get a line of their own. None: the table may be wider.
+            table_width: Columns of the table; long layer names get a line of their own. None: no limit.
         """
         return _details(self, width, table_width)
 
     def table(self, width: int | None = None) -> str:
-        """Return a table of the linear layers; `width` is `table_width` of `details`."""
+        """Return a table of the linear layers; width: see `table_width` of `details`."""
         return _layer_table(self, width)
 
 
@@ -243,12 +240,7 @@ def _details(report: OptimizationReport, width: int = WIDTH, table_width: int | 
 
 
 def _layer_table(report: OptimizationReport, width: int | None = None) -> str:
-    """Return a table with one row per linear layer. Values that all layers share are on a line above it.
-
-    Args:
-        report: The report of one model, or of a folder of several.
-        width: Columns of the terminal; long layer names get a line of their own. None: the table may be wider.
-    """
+    """Return a table with one row per linear layer, below a line with the values that all layers share."""
     if report.parts:
         tables = {name: _layer_table(part, width) for name, part in report.parts.items()}
         return "\n\n".join(f"{name}\n{text}" for name, text in tables.items() if text)
@@ -263,7 +255,7 @@ def _layer_table(report: OptimizationReport, width: int | None = None) -> str:
 
 
 def _zeros(report: OptimizationReport, layer: LayerReport) -> float | None:
-    """Return the fraction of zeros of a pruned or sparse weight, else None: quantization makes some in any weight."""
+    """Return the fraction of zeros of a pruned or sparse weight, else None: quantization alone makes some."""
     if any(step.get("name") == "prune" for step in report.recipe.get("pass", ())):
         return layer.sparsity
     stored = layer.storage in ("bitmap", "2:4") or layer.new_op == _SPARSE_OPERATOR
@@ -303,7 +295,7 @@ def _products(report: OptimizationReport) -> str:
 
 
 def _speedup(before: Timing, after: Timing) -> float:
-    """Return the ratio of the fastest runs or of the medians, whichever is smaller: on a busy machine they differ."""
+    """Return the smaller of the ratios of the fastest runs and of the medians, which differ on a busy machine."""
     return min(before.min_ms / after.min_ms, before.median_ms / after.median_ms)
 
 
@@ -457,7 +449,7 @@ def _group(report: OptimizationReport, layers: list[LayerReport]) -> str:
 
 
 def _reason_facts(label: str, given: Iterable[tuple[str | None, str]], limit: int | None) -> list[Fact]:
-    """Return one fact for each reason, at most `limit`. given: pairs of a reason (None: left out) and a name."""
+    """Return one fact per reason, at most `limit`. given: pairs of a reason (None: no fact) and a name."""
     found: dict[str, list[str]] = {}
     for reason, name in given:
         if reason:
@@ -527,7 +519,7 @@ def _search_details(report: OptimizationReport) -> list[Fact]:
         for one in auto.layers
         if one.name in sizes and one.before_ms
     )
-    # The outcome names a speed, and a report shows only one.
+    # The outcome has a speed, but a report shows only one.
     outcome = [("search", auto.outcome)] if report.latency_after is None else []
     return [
         *outcome,

@@ -1,7 +1,7 @@
 """The report as one self-contained HTML page: tables (page.html.jinja) and plots (SVG by matplotlib).
 
-The page is made from `OptimizationReport.to_dict()`, so it has the same content as the JSON. Names come from a model
-file, which is untrusted: the template escapes all of them, and plots show numbers only.
+The page has the content of `OptimizationReport.to_dict()`. Names come from an untrusted model file: the template
+escapes all of them, and plots show none.
 """
 
 from __future__ import annotations
@@ -39,11 +39,7 @@ def require_packages() -> None:
 
 
 def save_page(facts: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write the page to a file, or replace it.
-
-    Args:
-        facts: The result of `OptimizationReport.to_dict`.
-        path: The file.
+    """Write the page to a file, or replace it. facts: the result of `OptimizationReport.to_dict`.
 
     Raises:
         OrtolanError: A package is missing.
@@ -113,7 +109,7 @@ def _plots(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]  # fmt: skip
     found = []
     for title, draw in figures:
-        # Without pyplot, which would look for a display.
+        # Not pyplot, which looks for a display.
         figure = import_module("matplotlib.figure").Figure(figsize=(11, 3.6), layout="constrained")
         if draw(figure):
             svg = io.BytesIO()

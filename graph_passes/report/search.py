@@ -17,7 +17,7 @@ class MeasuredForm:
     """Measurements of one layer in one target format."""
 
     milliseconds: list[float]  # by input shape
-    # ||XW - Y|| / ||XW|| for calibration inputs X and the operator's output Y; None: not measured, as too slow
+    # ||XW - Y|| / ||XW|| for calibration inputs X and the operator's output Y; None: too slow, not measured
     error: float | None = None
     bytes: int | None = None  # size of the packed weight, if the search saves bytes
 
@@ -33,7 +33,7 @@ class LayerChoice:
     before_ms: list[float] = field(default_factory=list)  # by input shape, the layer timed alone
     after_ms: list[float] = field(default_factory=list)
     forms: dict[str, MeasuredForm] = field(default_factory=dict)
-    sensitivity: float | None = None  # relative error of the model's outputs divided by that of the layer's output
+    sensitivity: float | None = None  # relative error of the model's outputs per relative error of the layer's output
 
     def times(self) -> str:
         """Return the milliseconds by input shape, before and after, in words."""
@@ -48,8 +48,8 @@ class Trial:
     attention: bool  # whether attention was fused
     within: bool
     found: str  # the measured value that the budget limits, in words
-    # Sum of the layers' times in their formats, relative to the original; or of their bytes, relative to 8 bits in all
-    # layers. None: layers were not measured.
+    # Sum of the layers' times relative to the original, or of their bytes relative to 8 bits in all layers. None: not
+    # measured.
     time: float | None = 1.0
     # estimated output error: root sum of squares of the layers' errors times their sensitivities
     error: float | None = 0.0
@@ -89,11 +89,11 @@ class AutoReport:
     layers: list[LayerChoice] = field(default_factory=list)
     path: list[PathPoint] = field(default_factory=list)  # estimated from the times and errors of single layers
     trials: list[Trial] = field(default_factory=list)  # in the order in which they were made
-    changed: bool = False  # False: nothing was faster, so the model is the original
+    changed: bool = False  # False: nothing was faster, and the model is the original
     attention: bool = False  # whether attention is fused in the chosen model
     before: list[Timing] = field(default_factory=list)  # times of the whole model, by shape
     after: list[Timing] = field(default_factory=list)
-    measured: int = 0  # kinds of layers that were timed; the times of the other kinds were cached
+    measured: int = 0  # kinds of layers that were timed; times of other kinds were cached
     saves: Saves = "time"
     gain: float | None = None  # speedup of the chosen model, mean over the shapes
 

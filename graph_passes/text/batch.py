@@ -89,7 +89,7 @@ def _sides(nodes: Nodes, counts: ir.Value, sides: int) -> list[ir.Value]:
 def _arrange(
     nodes: Nodes, specials: ir.Value, starts: Sequence[ir.Value], counts: Sequence[ir.Value], template: Template
 ) -> tuple[list[_Part], ir.Value]:
-    """Return the template's parts and the tokens per row, int64 [batch, 1]. specials: index of the first special token."""
+    """Return the template's parts and the tokens per row, int64 [batch, 1]. specials: where special tokens start."""
     column = nodes.op("Mul", nodes.op("Unsqueeze", counts[0], nodes.ints(1)), nodes.integer(0))  # zeros [batch, 1]
     parts: list[_Part] = []
     for part, kind in template.parts:

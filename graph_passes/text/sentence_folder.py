@@ -173,7 +173,7 @@ def _read_modules(path: Path) -> list[tuple[str, str]]:
 
 
 def _kind(name: str) -> str:
-    """Return the class name of sentence-transformers' own modules, whose packages differ by version; else the full name."""
+    """Return the class name of sentence-transformers' modules (packages differ by version), else the full name."""
     return name.rsplit(".", 1)[-1] if name.startswith("sentence_transformers.") else name
 
 

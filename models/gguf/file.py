@@ -26,10 +26,10 @@ class StoredWeight:
 
     Attributes:
         name: The tensor's name in the file.
-        kind: The name of its type, such as "Q4_1".
-        shape: The shape of the weight.
-        data: Mapped; one row per row of the tensor.
-        order: Indices of the tensor's rows; None: all rows in order.
+        kind: Its type, such as "Q4_1".
+        shape: The weight's shape.
+        data: Mapped, one row per row of the tensor.
+        order: Indices of the tensor's rows; None: all in order.
     """
 
     name: str
@@ -48,7 +48,7 @@ class StoredWeight:
         return self.reordered(np.arange(start, stop))
 
     def reordered(self, order: np.ndarray) -> StoredWeight:
-        """Return the rows of this weight with these indices."""
+        """Return the rows with these indices."""
         order = order if self.order is None else self.order[order]
         return StoredWeight(self.name, self.kind, (len(order), *self.shape[1:]), self.data, order)
 
@@ -80,7 +80,7 @@ class StoredWeight:
 
     @property
     def rows_at_once(self) -> int:
-        """Number of rows that may be dequantized at the same time."""
+        """Number of rows to dequantize at a time."""
         return max(1, _CHUNK // max(1, self.shape[-1] if len(self.shape) > 1 else 1))
 
 
@@ -100,8 +100,8 @@ class GgufFile:
 
         Args:
             path: The file.
-            check_architecture: Called with the path and general.architecture before the package gguf reads the file,
-                which takes half a minute for a large vocabulary.
+            check_architecture: Called with the path and general.architecture before the slow package gguf reads the
+                file.
 
         Raises:
             OrtolanError: The package gguf is missing.

@@ -1,4 +1,4 @@
-"""Checks the header of a GGUF file before the package gguf reads it: every length against the size of the file.
+"""Checks all lengths in the header of a GGUF file against the file's size.
 
 The package gguf trusts lengths: an array of 2^60 elements in a short file would keep it busy forever.
 """
@@ -16,26 +16,26 @@ from ..graph_builder import ModelBuildError
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _STRING, _ARRAY = 8, 9
-# Bytes of the other metadata types, by their number in the file.
+# Type number -> bytes, for the other metadata types.
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _ALIGNMENT_KEY, _ALIGNMENT = b"general.alignment", 32
 _ARCHITECTURE_KEY, _LENGTH_BYTES = b"general.architecture", 8
 _UINT32 = 4
 _MAX_AXES = 4
 _MAX_ALIGNMENT = 1 << 20
-# Larger counts would keep the reader busy for long; vocabularies have about 100,000 entries.
+# Larger counts would take long to read; vocabularies have about 100,000 entries.
 _MAX_ENTRIES = 1 << 16
 _MAX_ELEMENTS = 1 << 22
 
 
 class _Cursor:
-    """A position in the file that never leaves it."""
+    """A read position that cannot leave the file."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.position = data, 0
 
     def skip(self, count: int, what: str) -> int:
-        """Advance by `count` bytes; returns where they start."""
+        """Advance by `count` bytes, and return where they start."""
         start = self.position
         if count > len(self.data) - start:
             raise _Malformed(f"it ends inside {what}, which has {count} bytes at byte {start}")
@@ -141,7 +141,7 @@ def _skip_value(cursor: _Cursor, kind: int, what: str) -> None:
 
 
 def _tensor_end(cursor: _Cursor, alignment: int) -> tuple[str, int]:
-    """Return the tensor's name, and its end in bytes after the header."""
+    """Return the tensor's name, and the offset of its end after the header."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     name = cursor.text("the name of a tensor").decode(errors="replace")

@@ -1,7 +1,7 @@
 """Reads a GGUF file into a decoder's configuration and its weights under their Hugging Face names.
 
-llama.cpp's converter reorders the rows of q_proj and k_proj of architecture "llama" for interleaved rotation, packs
-only what Hugging Face packs, and has already added 1 to Gemma's norms.
+llama.cpp's converter reorders the rows of q_proj and k_proj of architecture "llama" for interleaved rotation, and adds
+1 to Gemma's norms. Tensors are packed as in Hugging Face's models.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _NOT_A_DECODER = (
     "optimum-cli export onnx --model MODEL FOLDER, then: ortolan optimize FOLDER"
 )
 
-# Metadata keys, after the architecture's name, of features that the graph does not compute; must be missing or 0.
+# Metadata keys, after the architecture's name, of unsupported features: must be missing or 0.
 _UNSUPPORTED = (
     "expert_count",
     "attn_logit_softcapping",
@@ -89,9 +89,9 @@ class GgufModel:
     Attributes:
         file: The file.
         architecture: As the file names it.
-        config: Its configuration.
+        config: The configuration.
         weights: By Hugging Face name; see llama_weight_shapes.
-        notes: Remarks for the user.
+        notes: For the user.
     """
 
     file: GgufFile
@@ -174,7 +174,7 @@ def _check_architecture(path: Path, name: str) -> None:
 def _check_tensors(
     file: GgufFile, name: str, weights: Mapping[str, StoredWeight], expected: Mapping[str, Shape]
 ) -> None:
-    """Raise ModelBuildError for missing tensors or wrong shapes, using the file's names."""
+    """Check that all tensors exist and have the right shapes; errors use the file's names."""
     missing = [key for key in expected if key not in weights]
     if missing:
         raise ModelBuildError(

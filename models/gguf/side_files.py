@@ -15,11 +15,6 @@ _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 def side_files(model: GgufModel, facts: TokenizerFacts, tokens: list[str]) -> dict[str, dict[str, Any]]:
     """Return config.json, generation_config.json and tokenizer_config.json, by file name.
 
-    Args:
-        model: The decoder.
-        facts: Its tokenizer's settings.
-        tokens: The vocabulary.
-
     Raises:
         ModelBuildError: No token ends a text.
     """
@@ -45,8 +40,7 @@ def config_fields(config: LlamaConfig, architecture: str = "llama") -> dict[str,
         "hidden_act": activation,
         **({"hidden_activation": activation} if architecture == "gemma" else {}),
         "torch_dtype": "float32",
-        # The version that defines these fields. Without it, transformers warns about a wrong Mistral pattern in the
-        # tokenizer and advises fix_mistral_regex.
+        # Defines these fields; without it, transformers warns about a wrong Mistral pattern in the tokenizer.
         "transformers_version": "4.57.2",
     }
 
@@ -54,11 +48,7 @@ def config_fields(config: LlamaConfig, architecture: str = "llama") -> dict[str,
 def genai_config(model: GgufModel, facts: TokenizerFacts, file_name: str, library: str | None = None) -> dict[str, Any]:
     """Return genai_config.json for the graph that build_llama makes with attention="gqa".
 
-    Args:
-        model: The decoder.
-        facts: Its tokenizer's settings.
-        file_name: The ONNX file.
-        library: The operator library that sessions load, if any.
+    file_name: the ONNX file. library: the operator library that sessions load, if any.
     """
     config = model.config
     return {

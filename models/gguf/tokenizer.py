@@ -41,7 +41,7 @@ class _Splitting:
 
     Attributes:
         patterns: Applied in turn.
-        whole_words: Words in the vocabulary are tokens, whatever the merges.
+        whole_words: Words in the vocabulary are not split by merges.
         begins: A text begins with BOS.
     """
 
@@ -57,7 +57,7 @@ _TEKKEN = _Splitting(
 _QWEN2 = _Splitting((f"{_CONTRACTIONS}|{_WORDS}|{_DIGIT}|{_SIGNS}|{_SPACES}",))
 # By tokenizer.ggml.pre.
 _SPLITTINGS: Mapping[str, _Splitting] = {
-    # For converters that did not know the tokenizer: llama.cpp's guess, which users of the file have seen.
+    # Of converters that did not know the tokenizer: llama.cpp's fallback.
     "default": _Splitting((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9]{3}")),
     "gpt-2": _Splitting((_GPT2,)),
     "smollm": _Splitting((_DIGIT, _GPT2)),
@@ -72,7 +72,7 @@ _SPLITTINGS: Mapping[str, _Splitting] = {
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """The settings of tokenizer_config.json that a GGUF file contains; a missing id has the value None."""
+    """The settings of tokenizer_config.json that a GGUF file contains; None: no such token."""
 
     bos: int | None
     eos: int | None
@@ -84,7 +84,7 @@ class TokenizerFacts:
     chat_template: str | None
 
 
-# Tokens that end a turn, where generation stops even if they are not eos; the same as in llama.cpp.
+# Tokens that end a turn and stop generation even if they are not eos, as in llama.cpp.
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "</s>")
 
 
@@ -128,7 +128,7 @@ def read_tokenizer_facts(file: GgufFile) -> TokenizerFacts:
 
 
 def read_gguf_tokenizer(path: str | os.PathLike[str] | GgufFile) -> Tokenizer:
-    """Build the tokenizer described in a GGUF file's metadata, including the tokens that it adds at the ends.
+    """Build the tokenizer described in a GGUF file's metadata, including tokens added at the ends.
 
     Raises:
         OrtolanError: The packages `gguf` or `tokenizers` are missing.
@@ -155,7 +155,7 @@ def read_gguf_tokenizer(path: str | os.PathLike[str] | GgufFile) -> Tokenizer:
         tokenizer.add_tokens(list(_added_tokens(tokens, _token_types(file, len(tokens)))))
     except ModelBuildError:
         raise
-    except Exception as error:  # the package's exceptions for merges of missing tokens
+    except Exception as error:  # from the package, for merges of missing tokens
         raise ModelBuildError(f"{file.path}: the tokenizer cannot be built: {error}") from error
     ends = [
         (index, tokens[index])
@@ -222,7 +222,7 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=splitting.whole_words))
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splitting.patterns]
-    # The split is explicit, without ByteLevel's own: onnxruntime-genai splits differently after other patterns.
+    # An explicit split instead of ByteLevel's: onnxruntime-genai splits differently after other patterns.
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, words])
     tokenizer.decoder = decoders.ByteLevel()

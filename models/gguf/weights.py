@@ -1,4 +1,4 @@
-"""Quantized weights of GGUF files in the form of our operators, with groups of 32 inputs.
+"""Quantized weights of GGUF files in the formats of Ortolan's operators, with groups of 32 inputs.
 
     Q4_0                   4 bits, q - 8, with a scale           kept exactly
     Q4_1                   4 bits, q, with scale and minimum     kept exactly
@@ -29,8 +29,7 @@ from .file import StoredWeight
 GROUP = 32
 _SUPER_BLOCK = 256  # inputs of a Q4_K block
 _STEPS = 127.0
-# Candidate scales, relative to the scale that fits the largest weight: smaller ones clip it, larger ones shift the
-# grid.
+# Candidate scales, relative to the one that fits the largest weight.
 _SCALE_FACTORS = tuple(1 + 0.004 * step for step in range(-4, 5))
 # Relative errors below this are float32 rounding.
 _NEGLIGIBLE = 1e-7
@@ -42,8 +41,8 @@ class KeptWeight:
 
     Attributes:
         stored: The weight in the file, [n, k].
-        quantized: The weight [k, n] for our operators.
-        error: ||V - W|| / ||W|| for the file's weight W and the quantized weight V; 0: they are equal.
+        quantized: The weight for Ortolan's operators, [k, n].
+        error: ||V - W|| / ||W|| for the file's weight W and the quantized weight V.
     """
 
     stored: StoredWeight
@@ -129,12 +128,8 @@ _FORMATS = {
 def keep_gguf_weight(stored: StoredWeight, spill: TensorSpill, eight_bits: bool = False) -> KeptWeight:
     """Return a weight [n, k] of the file for our operators.
 
-    Parts that must be computed are stored in `spill`; the others are read from the file when needed.
-
-    Args:
-        stored: The weight in the file.
-        spill: File for computed parts.
-        eight_bits: Also round 4-bit weights to 8 bits.
+    Computed parts are stored in `spill`; the others are read from the file when needed. eight_bits: also round 4-bit
+    weights to 8 bits.
 
     Raises:
         ModelBuildError: Scales are not finite, or weights are too large for float16 scales.
