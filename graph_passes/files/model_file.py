@@ -412,7 +412,7 @@ def move_into_place(written: Path, output: Path) -> None:
     """
     backup = written.parent / "replaced"
     data, new_data, kept = data_path(output), data_path(written), _kept_path(data_path(output))
-    undo: list[Callable[[], None]] = []  # noted before each step, because an interrupt may follow it
+    undo: list[Callable[[], None]] = []  # each entry precedes its step, because an interrupt may come between
     try:
         backup.mkdir()
         for file in (written, new_data):

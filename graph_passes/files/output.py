@@ -17,7 +17,7 @@ def check_parent(output: Path) -> None:
     """Check that the folder of an output exists and can be written to.
 
     Raises:
-        OutputError: It does not, or it cannot.
+        OutputError: The folder is missing or not writable.
     """
     parent = output.absolute().parent
     if not parent.is_dir():

@@ -64,7 +64,7 @@ class PieceModel:
         has_bytes = any(kind == Kind.BYTE for _, kind, _ in self.pieces)
         trainer = _number(3, self.search) + _number(4, len(self.pieces)) + _number(35, has_bytes)
         trainer += _bytes(45, _UNKNOWN) + _bytes(46, _BEGIN) + _bytes(47, _END)
-        # An empty character map, because SentencePiece logs a warning without one, and all spaces kept.
+        # Keep all spaces. The character map is empty, not missing: SentencePiece would log a warning.
         normalizer = _bytes(1, b"none") + _bytes(2, _NO_MAP) + _number(3, 0) + _number(4, 0) + _number(5, 0)
         model = b"".join(_bytes(1, _piece(*piece)) for piece in self.pieces)
         return base64.b64encode(model + _bytes(2, trainer) + _bytes(3, normalizer)).decode()
