@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 import ortolan
-from ortolan import CalibrationError
+from ortolan import ArgumentTypeError, CalibrationError
 from ortolan.graph_passes.measure.feeds import read_calibration
 from ortolan.graph_passes.text.texts import (
     TOKENS_OF_DECODER,
@@ -158,7 +158,7 @@ def test_an_iterator_of_texts(folder):
     ],
 )
 def test_refused(folder, calibration, tokenizer, message):
-    with pytest.raises(CalibrationError, match=message):
+    with pytest.raises((CalibrationError, ArgumentTypeError), match=message):
         optimize(folder, calibration, tokenizer=tokenizer)
 
 

@@ -106,7 +106,7 @@ def test_a_shared_cache_is_rewound():
     np.testing.assert_allclose(decoder.step(PROMPT[2:]), expected[2:], atol=1e-6)
     with pytest.raises(OrtolanError, match=f"length is 7, expected 0 to the cache's {len(PROMPT)} tokens"):
         decoder.rewind(7)
-    with pytest.raises(OrtolanError, match="is for 24 tokens, 25 do not fit"):
+    with pytest.raises(OrtolanError, match="length is 25, expected at most the cache's 24 tokens"):
         decoder.fill(decoder.cache(), 25)
     with pytest.raises(OrtolanError, match="only a shared cache"):
         Decoder(session).rewind(0)
@@ -143,7 +143,7 @@ def test_other_models_are_refused():
         Decoder(make_session(tiny.mlp()))
     model = tiny.tiny_llama(head_dim=16)
     model.graph.inputs[3].shape = ir.Shape(["batch", "heads", "past_sequence", 16])
-    with pytest.raises(OrtolanError, match=r"'past_key_values.0.key' has shape .*expected a number at axis 1"):
+    with pytest.raises(OrtolanError, match=r"'past_key_values.0.key' has shape .*expected a fixed size at axis 1"):
         Decoder(make_session(model))
 
 
@@ -283,5 +283,5 @@ def test_a_prompt_that_is_not_encoded(prompt, found):
     session, _ = SESSIONS["standard"]
     with pytest.raises(OrtolanError, match=f"prompt is {found}, expected token ids; encode texts first"):
         generate(session, prompt)
-    with pytest.raises(OrtolanError, match=r"session is a str, .* make one with ortolan.create_session"):
+    with pytest.raises(OrtolanError, match=r"session is a str, .* open one with ortolan.create_session"):
         generate("model.onnx", PROMPT)

@@ -229,14 +229,11 @@ def test_optimize_reads_calibration_texts(invoke, bert_path):
     ("arguments", "words"),
     [
         (("--recipe", "sparse-encodr"), ("sparse-encodr", "sparse-encoder")),
-        (("--recipe", "sparse-int8"), ("sparse-int8", "--weights int8 --sparsity 0.5")),
-        (("--recipe", "adopt"), ("leave recipe out",)),
-        (("--weights", "int3"), ("weights", "int3", "bf16")),
         (("--weights", "bf16", "--method", "gptq"), ("method", "gptq", "int4")),
         (("--weights", "int4", "--method", "gptq", "--method", "awq"), ("method", "gptq", "awq")),
         (("--group-size", "32"), ("group_size", "int4")),
         (("--pattern", "2:4"), ("sparsity", "0.5")),
-        (("--ignore", ""), ("ignore", "form")),
+        (("--ignore", ""), ("ignore", "target format")),
         (("--recipe", "no/such.toml"), ("no/such.toml",)),
         (("--sparsity", "1.5"), ("sparsity", "1.5")),
         (("--weights", "bf16", "--set", "min_sparsty=0.5"), ("min_sparsty", "min_sparsity")),
@@ -250,6 +247,23 @@ def test_optimize_refuses_in_one_line(invoke, assert_one_line, mlp_path, tmp_pat
     monkeypatch.chdir(tmp_path)
     assert_one_line(invoke("optimize", mlp_path, *arguments), *words)
     assert list(tmp_path.iterdir()) == [mlp_path]
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value", "choice"),
+    [
+        ("optimize", "--weights", "int3", "'bf16'"),
+        ("optimize", "--group-size", "48", "'128'"),
+        ("optimize", "--method", "obq", "'sparsegpt'"),
+        ("optimize", "--pooling", "median", "'lasttoken'"),
+        ("inspect", "--precision", "int4", "'float32'"),
+        ("inspect", "--claims", "some", "'faster'"),
+    ],
+)
+def test_other_choices_are_wrong_usage(invoke, mlp_path, command, option, value, choice):
+    result = invoke(command, mlp_path, option, value)
+    assert result.exit_code == 2
+    assert option in result.stderr and f"'{value}'" in result.stderr and choice in result.stderr
 
 
 def test_a_model_that_cannot_be_read_is_refused_in_one_line(invoke, run_cli, assert_one_line, tmp_path, monkeypatch):

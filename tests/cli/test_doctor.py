@@ -125,7 +125,7 @@ def test_a_damaged_library(monkeypatch, tmp_path, keep):
     [
         ("this ONNX Runtime is version 1.15, Ortolan needs 1.17. Upgrade onnxruntime.", "--upgrade onnxruntime"),
         ("ORTOLAN_ISA is 'foo', expected one that this CPU has: scalar", "unset ORTOLAN_ISA"),
-        ("version `GLIBC_2.38' not found", "made for another system"),
+        ("version `GLIBC_2.38' not found", "built for another system"),
         ("ModuleNotFoundError: No module named 'onnx'", "packages above"),
         ("the process that loaded it was killed by signal SIGILL", "ORTOLAN_ISA=scalar"),
         ("SparseAMXMatMul differs from numpy by up to 3, expected no difference", "report"),

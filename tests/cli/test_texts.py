@@ -116,11 +116,15 @@ def test_errors_before_work(invoke, encoder, reranker, texts_path, tmp_path, ass
     monkeypatch.setattr("ortolan.text_encoder.TextEncoder.run", refuse)
     out = ("-o", tmp_path / "vectors.npy")
     assert_one_line(invoke("embed", encoder, texts_path, "-o", tmp_path / "vectors.bin"), "must end in .npy")
-    assert_one_line(invoke("embed", encoder, texts_path, "-o", tmp_path / "no" / "a.npy"), "does not exist; create it first")
+    assert_one_line(
+        invoke("embed", encoder, texts_path, "-o", tmp_path / "no" / "a.npy"), "does not exist; create it first"
+    )
     (tmp_path / "folder.npy").mkdir()
-    assert_one_line(invoke("embed", encoder, texts_path, "-o", tmp_path / "folder.npy"), "it is a folder")
+    assert_one_line(
+        invoke("embed", encoder, texts_path, "-o", tmp_path / "folder.npy"), "is a folder, expected a file name"
+    )
     assert_one_line(invoke("embed", encoder, tmp_path / "no.txt", *out), "no.txt", "does not exist")
-    assert_one_line(invoke("embed", encoder, tmp_path, *out), "expected a file of texts")
+    assert_one_line(invoke("embed", encoder, tmp_path, *out), "expected a file with one text a line")
     assert_one_line(invoke("embed", tmp_path / "none", texts_path, *out), "none")
     assert_one_line(invoke("embed", reranker, texts_path, *out), "give a model that embeds")
     assert_one_line(invoke("rerank", encoder, texts_path, "--query", "cat"), "give a reranker")
