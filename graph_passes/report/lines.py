@@ -23,9 +23,15 @@ def lay_out(facts: Iterable[Fact], width: int = WIDTH, label_width: int = _LABEL
 
 def wrap(text: str, width: int = WIDTH, first: str = "", indent: str = "") -> str:
     """Wrap text at spaces. Names and paths that are too long for a line are never broken."""
-    return textwrap.fill(
-        text, width, initial_indent=first, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    filled = textwrap.fill(
+        text.replace(" %", "\N{NO-BREAK SPACE}%"),  # a number and its % stay on one line
+        width,
+        initial_indent=first,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
+    return filled.replace("\N{NO-BREAK SPACE}%", " %")
 
 
 def table(columns: Mapping[str, Sequence[str]], left: Sequence[str] = (), width: int | None = None) -> str:

@@ -33,13 +33,8 @@ _STORED_SPARSE = 0.05  # the same for weights stored without zeros
 _SPARSE_OPERATOR = "VNNISpMM"
 _BUSY = 2  # a median above this multiple of the fastest run means a busy machine
 _LEFT = ("layer", "op", "new op", "format", "status")  # left-aligned columns
-_SHARED_COLUMNS = (
-    "op",
-    "new op",
-    "format",
-    "sparsity",
-    "status",
-)  # shown once above the table if all layers agree
+# Shown once above the table if all layers agree.
+_SHARED_COLUMNS = ("op", "new op", "format", "sparsity", "status")
 
 LayerStatus = Literal["replaced", "would replace", "pruned", "quantized", "kept"]
 

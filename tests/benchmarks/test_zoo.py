@@ -13,7 +13,7 @@ from ortolan.models.zoo import ARCHITECTURES, BASE, SMALL
 
 
 def test_names_are_checked_first() -> None:
-    with pytest.raises(OrtolanError, match="the zoo has no dodo; it has bert, distilbert"):
+    with pytest.raises(OrtolanError, match="the zoo has no dodo, expected bert, distilbert"):
         run(BenchOptions(kinds=("bert", "dodo")))
 
 
