@@ -21,33 +21,33 @@ def cpu_info() -> CpuInfo:
     """Return the CPU and its instruction sets, as described in `ortolan.cpu_info`."""
 
 MOST_FORMULA_NODES: int
-LEAST_ZERO_BLOCKS: float  # fraction of all-zero blocks in int8 weights from which VNNISpMM is faster
+LEAST_ZERO_BLOCKS: float  # VNNISpMM is faster for int8 weights with at least this fraction of all-zero blocks
 
 def find_activation(
     nodes: list[tuple[str, list[int], int]], values: list[tuple[float | None, bool]]
 ) -> tuple[int, list[int]]:
-    """Return the activation of value 0 that the nodes compute, and its nodes (ops/epilogue/formula.h).
+    """Find the activation function of value 0 that the nodes compute (ops/epilogue/formula.h).
 
     Args:
-        nodes: (type, inputs, output) of nodes in the ONNX domain; -1 is an input that is not one of the values.
-        values: the value of a scalar constant or None, and whether a value has consumers other than the nodes.
+        nodes: operator, inputs and output of each node in the ONNX domain; input -1 is not among the values.
+        values: for each value, its scalar constant or None, and whether it has consumers other than the nodes.
 
     Returns:
-        The number of the activation (0 if there is no match) and indices of nodes.
+        The number of the activation (0: no match) and the indices of its nodes.
 
     Raises:
-        ValueError: a node names a value that does not exist.
+        ValueError: a node refers to a value that does not exist.
     """
 
 def int8_range(codes: NDArray[Any], zero_points: NDArray[np.int16], transposed: bool) -> tuple[int, int]:
     """Return the minimum and maximum of codes - zero_points, a range that includes 0.
 
-    If any code would do, it is the range of all possible codes.
+    If all zero points are the middle of the codes' type, this is the range of the type, whatever the codes.
 
     Args:
         codes: int8 or uint8 [k, n], or [n, k] if transposed.
         zero_points: int16 [n].
-        transposed: whether codes are [n, k].
+        transposed: codes are [n, k].
     """
 
 def why_not_int8(k: int, n: int, range: tuple[int, int]) -> str:
@@ -57,7 +57,7 @@ def why_not_scales(scales: NDArray[Any]) -> str:
     """Return why these scales of int8 weights cannot be kept exactly, or an empty string."""
 
 def bitmaps_are_fast(bits: int) -> bool:
-    """Return whether this CPU multiplies faster by a bitmap of 16-, 8- or 4-bit weights than by dense ones."""
+    """Return whether products with bitmap weights of 16, 8 or 4 bits are faster on this CPU than with dense weights."""
 
 def gains_from_pairs() -> bool:
     """Return whether the kernels of this CPU are faster with int8 weights of a reduced range."""
@@ -71,11 +71,9 @@ def is_worth_bitmap(bits: int, k: int, n: int, stored: int) -> bool:
 def pack_bitmap(
     w: NDArray[Any], dense: bool = False
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint16], NDArray[np.int64]]:
-    """Round w [k, n] to bf16 and pack it in the bitmap format (ops/formats/bitmap.h).
+    """Round w, float [k, n], to bf16 and pack it in the bitmap format (ops/formats/bitmap.h).
 
-    Args:
-        w: float [k, n].
-        dense: store every weight; masks and offsets are then empty.
+    `dense` stores every weight, with empty masks and offsets.
 
     Returns:
         masks [panels, tiles, 64], values (bf16 bits), offsets [panels + 1].
@@ -107,11 +105,7 @@ def unpack_bitmap(
 def pack_bitmap_int8(
     q: NDArray[np.int8], dense: bool = False
 ) -> tuple[NDArray[np.uint8], NDArray[np.int8], NDArray[np.int64]]:
-    """Pack q [k, n] in the bitmap format of int8 weights (ops/formats/bitmap_int8.h).
-
-    Args:
-        q: int8 [k, n].
-        dense: as in `pack_bitmap`.
+    """Pack q [k, n] in the bitmap format of int8 weights (ops/formats/bitmap_int8.h); `dense` as in `pack_bitmap`.
 
     Returns:
         masks [panels, tiles, 128], values, offsets [panels + 1].
@@ -142,11 +136,9 @@ def unpack_bitmap_int8(
 def pack_bitmap_int4(
     q: NDArray[np.int8], dense: bool = False
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.int64]]:
-    """Pack q [k, n] in the bitmap format of int4 weights (ops/formats/bitmap_int4.h).
+    """Pack q [k, n], each -8 to 7, in the bitmap format of int4 weights (ops/formats/bitmap_int4.h).
 
-    Args:
-        q: [k, n], each -8 to 7.
-        dense: as in `pack_bitmap`.
+    `dense` as in `pack_bitmap`.
 
     Returns:
         masks [panels, tiles, 128], values (nibbles), offsets [panels + 1] in bytes.

@@ -43,7 +43,7 @@ class KernelInfo(TypedDict):
     name: str
     isa: str
     runs_here: bool
-    least_rows: NotRequired[int]  # matrix products: from how many rows of x on the kernel is taken
+    least_rows: NotRequired[int]  # matrix products: the kernel is chosen from this number of rows of x on
 
 def sparse_amx_matmul_kernels() -> list[KernelInfo]:
     """List the kernels for bf16 weights, best first."""
@@ -76,26 +76,15 @@ def linear_layer(
     isa: str | None = None,
     threads: int = 1,
 ) -> NDArray[np.float32]:
-    """Run the plan of a linear layer on x [m, k] (ops/matmul/linear_plan.h).
+    """Run the plan of a linear layer on x, float [m, k] (ops/matmul/linear_plan.h).
 
-    Args:
-        x: float [m, k].
-        masks: with values and offsets, the bf16 weight.
-        values: see masks.
-        offsets: see masks.
-        k: inputs.
-        n: outputs.
-        bias: float [n].
-        residual: broadcasts with y.
-        activation: as in `epilogue`.
-        gated_columns: columns of y of a gated layer; 0 for other layers.
-        norm: weight, bias and epsilon of a LayerNormalization.
-        isa: a feature set that this CPU has; None for the active one.
-        threads: number of threads.
+    masks, values and offsets are the bf16 weight. bias is [n]; residual broadcasts with y; activation is as in
+    `epilogue`. gated_columns: columns of y of a gated layer; 0 for other layers. norm: weight, bias and epsilon of a
+    LayerNormalization. isa: a feature set that this CPU has; None for the active one.
     """
 
 class DeviceChoice:
-    """Chooses the side that computes calls with m rows (ops/matmul/device_choice.h)."""
+    """Chooses the CPU or the device for calls with m rows (ops/matmul/device_choice.h)."""
 
     def __init__(self) -> None:
         """Create a choice without measurements."""
@@ -122,18 +111,8 @@ def sparse_amx_matmul_int8(
 ) -> NDArray[np.float32]:
     """Return y [m, n] = x [m, k], quantized row by row, @ ((W - zero_points) * scales) + bias.
 
-    Args:
-        x: float [m, k].
-        masks: with values and offsets, the int8 weight.
-        values: see masks.
-        offsets: see masks.
-        scales: [panels, 1, 16], as made by `pack_scales`.
-        k: inputs.
-        n: outputs.
-        bias: float [n].
-        kernel: see the module.
-        x_zero_points: quantize each row of x with a zero point.
-        zero_points: [panels, 1, 16], zero points of the weights; requires x_zero_points.
+    scales are [panels, 1, 16], as made by `pack_scales`. x_zero_points quantizes each row of x with a zero point, and
+    is required for zero_points of the weights, [panels, 1, 16].
     """
 
 def sparse_amx_matmul_int4(
@@ -165,14 +144,9 @@ def epilogue(
 ) -> NDArray[np.float32]:
     """Return activation(y) factor + residual [m, n] as a new array.
 
-    The result has the row stride of y, with zeros in the gaps.
+    The result has the row stride of y, with zeros in the gaps. The rows of residual are contiguous.
 
-    Args:
-        y: float [m, n].
-        activation: 0 none, 1 ReLU, 2 GELU with erf, 3 GELU with tanh, 4 SiLU.
-        residual: [m, n] with contiguous rows.
-        factor: [m, n].
-        kernel: see the module.
+    activation: 0 none, 1 ReLU, 2 GELU with erf, 3 GELU with tanh, 4 SiLU.
     """
 
 def layer_norm_kernels() -> list[KernelInfo]:
@@ -196,10 +170,7 @@ def lut_post_op_kernels() -> list[KernelInfo]:
 def lut_post_op(x: NDArray[Any], table: NDArray[Any], kernel: str | None = None) -> NDArray[Any]:
     """Return table[the bits of x as an unsigned integer], with x's shape and the table's type.
 
-    Args:
-        x: uint8, int8, uint16 or int16.
-        table: one of these types or float32, [256] or [65536].
-        kernel: see the module.
+    x is uint8, int8, uint16 or int16; table, [256] or [65536], has one of these types or is float32.
     """
 
 def nomad_attention_kernels() -> list[KernelInfo]:
@@ -224,7 +195,7 @@ def nomad_attention(
         v: [keys, head_dim].
         scale: factor of the scores.
         mask: broadcasts to [heads, queries, keys].
-        causal: the queries are the last ones of the keys and do not see later keys.
+        causal: the queries are the last tokens of the keys and do not see later keys.
         zero_hidden_rows: rows whose softmax is NaN give zeros.
         precision: 32 or 16; ignored if a kernel is named.
         kernel: see the module.
@@ -233,18 +204,7 @@ def nomad_attention(
 def append_keys(
     cache: NDArray[np.uint8], tokens: int, keys: NDArray[Any], codebook: NDArray[Any], kernel: str | None = None
 ) -> None:
-    """Append keys to a cache of key codes, in place (ops/formats/key_code_cache.h).
-
-    Args:
-        cache: [capacity, head_dim / d_sub / 2], with room for the keys.
-        tokens: number of tokens in the cache.
-        keys: float [count, head_dim].
-        codebook: float [head_dim / d_sub, 16, d_sub].
-        kernel: a name from `kv_cache_kernels`; None for the best one on this CPU.
-
-    Raises:
-        ValueError: wrong shapes.
-    """
+    """Append keys like `_native.append_keys`, with a kernel of `kv_cache_kernels`."""
 
 def key_codes(cache: NDArray[np.uint8], tokens: int, codebook: NDArray[Any]) -> NDArray[np.uint8]:
     """Return the codes [tokens, head_dim / d_sub] of a cache."""
@@ -307,17 +267,9 @@ def run_attention_plan(
     threads: int = 1,
     most_bytes: int | None = None,
 ) -> NDArray[np.float32]:
-    """Run NoMADAttention's plan without a cache (ops/nomad_attention/nomad_attention.h), without ONNX Runtime.
+    """Run the plan of NoMADAttention without a cache and without ONNX Runtime (ops/nomad_attention/nomad_attention.h).
 
-    Args:
-        q: [batch, queries, heads, head_dim].
-        k: [batch, keys, kv_heads, head_dim].
-        v: [batch, keys, kv_heads, head_dim].
-        scale: factor of the scores.
-        causal: as in `nomad_attention`.
-        precision: 32 or 16.
-        threads: number of threads.
-        most_bytes: limit on each allocation.
+    q is [batch, queries, heads, head_dim], k and v are [batch, keys, kv_heads, head_dim]. precision is 32 or 16.
 
     Raises:
         MemoryError: an allocation exceeds most_bytes.
@@ -397,7 +349,7 @@ def w4a8_matmul(
         bias: float [n].
         kernel: see the module.
         minimums: [panels, groups, 16] with the type of scales, instead of zero_points.
-        zero_point_steps: 16 if zero_points are sixteenths.
+        zero_point_steps: 1, or 16 if zero_points count sixteenths.
     """
 
 def w8a8_matmul_kernels() -> list[KernelInfo]:
@@ -433,7 +385,7 @@ def vnni_spmm(
 ) -> NDArray[np.float32]:
     """Return y [m, n] = quantized x [m, k] @ W + bias.
 
-    x is quantized row by row, or with x_scale (above 0) and x_zero_point (0 to 255). Kernels have a largest k.
+    x is quantized row by row, or with x_scale (above 0) and x_zero_point (0 to 255). Each kernel has a largest k.
     """
 
 def vnni_spmm_hidden(
@@ -454,7 +406,7 @@ def vnni_spmm_hidden(
     table: NDArray[np.uint8],
     kernel: str | None = None,
 ) -> NDArray[np.float32]:
-    """Return the output of a hidden layer as floats, table_y_scale (q - table_y_zero_point)."""
+    """Return the output of a hidden layer, 8-bit q from the table, as floats table_y_scale (q - table_y_zero_point)."""
 
 def masked_matmul_kernels() -> list[KernelInfo]:
     """List the kernels of MaskedMatMul, best first."""
@@ -474,13 +426,7 @@ def masked_matmul(
 def masked_matmul_plan(
     a: NDArray[np.float32], b: NDArray[np.float32], finite: bool = False, kernel: str | None = None
 ) -> tuple[NDArray[np.float32], str]:
-    """Run the operator's plan on a [m, k] @ b [k, n].
-
-    Args:
-        a: float32 [m, k].
-        b: float32 [k, n].
-        finite: b is known to be finite.
-        kernel: see the module.
+    """Run the operator's plan on a [m, k] @ b [k, n]; `finite` states that b has no NaN or infinity.
 
     Returns:
         The product and the way used: "dense", "panels", "rows", "compact", "blocks", "two_sided" or "values".
@@ -497,12 +443,6 @@ def masked_rows(
 ) -> NDArray[np.float32]:
     """Return a [m, k] @ (b [k, n] * scales), reading only the rows of b that a uses or `always` marks.
 
-    Args:
-        a: float [m, k].
-        b: float32, int8 or uint16 (bits of bf16) [k, n].
-        scales: [groups, n].
-        group: rows of b in a group of scales.
-        always: uint8 [k], nonzero for rows that are never skipped.
-        kernel: see the module.
-        panels: use the panel kernels.
+    b is float32, int8 or uint16 (bits of bf16). scales are [groups, n], a row for each `group` rows of b. always,
+    uint8 [k], is nonzero for rows that are never skipped. panels: use the panel kernels.
     """

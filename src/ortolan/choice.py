@@ -30,10 +30,10 @@ class Choice:
         recipe: The recipe; None until the stored weights of the model or a measurement choose it.
         bits: Settings of a search that chooses 4 or 8 bits for each layer.
         options: Options of passes, for a recipe that is chosen later.
-        measured: Measurement chooses the recipe.
+        measured: The recipe is to be chosen by measurement.
         note: A note for the report.
         may_stay: If the recipe finds no layer to replace, the model is unchanged.
-        of_other: The recipe was found by measuring another model, and may name layers that this one lacks.
+        of_other: The recipe was measured on another model, and may name layers that this model lacks.
         keeps: No target format was given, and the quantized weights that the model stores are kept.
         by_name: The user gave the whole recipe, so each of its passes must run.
     """
@@ -179,5 +179,5 @@ def _count_stored(source: ModelFile) -> tuple[int, dict[str, str]]:
         stored = count_stored(source.model)
         return stored, {} if stored else why_not_kept(source.model)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        # What a malformed model trips over. No recipe may be chosen for a model that could not be read.
+        # A malformed model raises errors of many types. Without a readable model, no recipe can be chosen.
         raise ModelError(f"{source.name} is not a well-formed ONNX model: {error!r}") from error

@@ -263,7 +263,7 @@ def quantize_dynamic(model: Path, output: Path) -> None:
     """Write ONNX Runtime's dynamic int8 model with default settings."""
     from onnxruntime.quantization import quantize_dynamic
 
-    # It logs the advice to run its preprocessing, which has no effect here.
+    # The quantizer logs advice to run ONNX Runtime's preprocessing, which has no effect here.
     root = logging.getLogger()
     level = root.level
     root.setLevel(logging.ERROR)

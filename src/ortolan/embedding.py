@@ -80,19 +80,9 @@ def embed_stream(
     session_options: onnxruntime.SessionOptions | None = None,
     progress: Progress = no_progress,
 ) -> Iterator[np.ndarray]:
-    """Like `embed`, but yield the vectors in batches, in order. Only a few thousand texts are held in memory.
+    """Like `embed`, but yield batches, float32 [texts, width], in order. Only a few thousand texts are in memory.
 
-    Args:
-        texts: The texts; any iterable.
-        model: As for `embed`.
-        tokenizer: As for `embed`.
-        settings: As for `embed`.
-        batch_tokens: As for `embed`.
-        session_options: As for `embed`.
-        progress: As for `embed`.
-
-    Returns:
-        An iterator of float32 [texts, width].
+    Arguments and errors are those of `embed`; `texts` may be any iterable.
     """
     if isinstance(texts, str):
         check_texts(texts)

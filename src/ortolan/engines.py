@@ -159,7 +159,7 @@ class GenerationEngine:
         graph = ir.load(model_in(Path(model)) if os.path.isdir(model) else model)
         self._head_size = read_head_size(graph)
         self._tokenizer = load_tokenizer(tokenizer)
-        # Fails for other models now, not at the first request.
+        # A model that is not a decoder is refused here, not at the first request.
         decoder = Decoder(self._session, head_size=self._head_size)
         positions = read_context(graph)
         known = [limit for limit in (positions and positions - decoder.prompt_tokens, max_context) if limit is not None]
@@ -193,7 +193,7 @@ class GenerationEngine:
             on_text: Called with each new piece of the text.
 
         Raises:
-            RequestError: 413 for a prompt with too many tokens, 422 if the new tokens do not fit behind it, 504 if the
+            RequestError: 413 for a prompt with too many tokens, 422 if the new tokens do not fit after it, 504 if the
                 deadline passed before the first token.
         """
         from ortolan.generate import Decoder, generate_tokens

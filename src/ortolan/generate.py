@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     import onnxruntime as ort
 
-_LENGTHS = 7  # the input of NoMADAttention
+_LENGTHS = 7  # index of NoMADAttention's input with the sequence lengths
 _PAST, _PRESENT = "past_key_values.", "present."
 _TYPES: dict[str, type[np.generic]] = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 # Compressed caches: those of Ortolan's pass compress_cache, and of GroupQueryAttention.
@@ -195,18 +195,14 @@ class Decoder:
                 binding.bind_output(present, "cpu")
         self.session.run_with_iobinding(binding)
         if self.cache_length is None:
-            # In the order in which they were first bound.
+            # Outputs are returned in the order in which they were first bound; the logits are the first.
             self._values = binding.get_outputs()[1:]
         self.length = total
         return logits.reshape(rows, self.vocabulary)
 
 
 def _token_ids(ids: Any) -> np.ndarray:
-    """Return token ids as int64 [1, tokens].
-
-    Raises:
-        ArgumentTypeError: They are something else, such as a text.
-    """
+    """Return token ids as int64 [1, tokens]. Raises ArgumentTypeError for anything else, such as a text."""
     found = np.asarray(ids)
     if found.size and found.dtype.kind not in "iu":
         what = "a text" if isinstance(ids, str) or found.dtype.kind == "U" else f"of type {found.dtype}"
@@ -218,11 +214,7 @@ def _token_ids(ids: Any) -> np.ndarray:
 
 
 def _stop_ids(stop: Any) -> Collection[int]:
-    """Return the token ids that end a text.
-
-    Raises:
-        ArgumentTypeError: They are something else, such as a text.
-    """
+    """Return the token ids that end a text. Raises ArgumentTypeError for anything else, such as a text."""
     ids = [stop] if isinstance(stop, Integral) else stop
     if not isinstance(ids, Iterable) or not all(isinstance(token, Integral) for token in ids):
         raise ArgumentTypeError(
@@ -404,17 +396,7 @@ def generate_tokens(
     seed: int = 0,
     stop: int | Collection[int] = (),
 ) -> Iterator[int]:
-    """Like `generate`, but yield tokens one by one and without a limit.
-
-    Args:
-        session: As for `generate`.
-        ids: As for `generate`.
-        temperature: As for `generate`.
-        top_k: As for `generate`.
-        top_p: As for `generate`.
-        seed: As for `generate`.
-        stop: As for `generate`.
-    """
+    """Like `generate`, but yield tokens one by one and without a limit. Arguments are those of `generate`."""
     if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
         raise ArgumentError(
             f"temperature {temperature}, top_k {top_k}, top_p {top_p}; expected temperature >= 0, top_k >= 0, "

@@ -85,10 +85,10 @@ class _Weights:
     """The weights from which the graph is built.
 
     Attributes:
-        lazy: Float weights, read on demand, by Hugging Face's names.
+        lazy: Float weights, read on demand, by their Hugging Face names.
         given: Quantized weights by their names in the graph.
         separate_qkv: Layers whose query, key and value weights cannot be joined.
-        taken: Quantized weights by Hugging Face's names.
+        taken: Quantized weights by their Hugging Face names.
     """
 
     lazy: dict[str, Weight] = field(default_factory=dict)
@@ -97,13 +97,13 @@ class _Weights:
     taken: dict[str, KeptWeight] = field(default_factory=dict)
 
     def stored_bytes(self, name: str) -> int:
-        """Return the bytes that a weight, by its name in the graph, has in the file."""
+        """Return the bytes that a weight, by its name in the graph, occupies in the GGUF file."""
         names = [name.replace("qkv_proj", f"{part}_proj") for part in "qkv"] if "qkv_proj" in name else [name]
         return sum(self.taken[one.removesuffix("_t")].stored.nbytes for one in names)
 
 
 class _Import:
-    """One call. Everything that can be checked quickly is checked first."""
+    """One call of `import_gguf`. Cheap checks run before any weight is read."""
 
     def __init__(self, model: GgufModel, target: Path) -> None:
         get_library_path()
@@ -131,7 +131,7 @@ class _Import:
                 f"{model.file.path} has a head size of {size}, expected a multiple of 16 for GroupQueryAttention; the "
                 "model cannot be imported"
             )
-        # Fails for a graph that cannot be built, before any weight is read.
+        # Building with float weights, which are not read yet, shows whether the graph can be built.
         floats = {name: _lazy_floats(weight) for name, weight in model.weights.items()}
         build_llama(floats, model.config, attention="gqa", one_table=True)
 

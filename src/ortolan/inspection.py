@@ -75,7 +75,7 @@ class LinearInfo:
         sparsity: The fraction of zeros.
         replaceable: Ortolan can replace it.
         reason: Why it cannot be replaced.
-        fused: What Ortolan's operator also computes: "gelu", "residual", …
+        fused: Other operations that Ortolan's operator computes: "gelu", "residual", …
     """
 
     name: str
@@ -247,7 +247,7 @@ def _inspect(file: ModelFile) -> Inspection:
             matrix = found.matrix()
             stored = stored_in(matrix)
             sparsity = 1 - stored.count / matrix.size
-            # With one or two inputs, a weight fits the pattern without any zero.
+            # Any weight with one or two inputs satisfies the 2:4 pattern, even without a zero.
             pattern = ", 2:4" if stored.is_two_four and sparsity >= _LEAST_TWO_FOUR else ""
             result.linears.append(
                 LinearInfo(
@@ -272,7 +272,7 @@ def _inspect(file: ModelFile) -> Inspection:
 
 
 def _mark_attention(model: ir.Model, result: Inspection) -> None:
-    """Mark the matrix products of attention as replaceable. One operator replaces them, and the report counts them."""
+    """Mark the matrix products of attention as replaceable: one operator replaces them, and the report counts them."""
     if result.optimized is not None:
         return
     found = [match for graph in model.graphs() for match in (*find_attentions(graph), *find_cached_attentions(graph))]
@@ -332,7 +332,7 @@ def _describe_sparse(info: LinearInfo, constants: Mapping[str, ir.TensorProtocol
 
 
 def _describe_groups(info: LinearInfo, constants: Mapping[str, ir.TensorProtocol], group_size: int) -> list[str]:
-    # A single value means that the layer has no zero points, but other layers have.
+    # A single value is a placeholder: the layer has no zero points, but other layers have.
     offsets = [name for name in ("zero_points", "minimums") if name in constants and constants[name].size > 1]
     weights = constants.get("weights")
     kind = "int8" if weights is not None and weights.dtype == ir.DataType.INT8 else "int4"
@@ -354,7 +354,7 @@ def _count_nonzero(values: np.ndarray, kind: str) -> int:
 
 
 def _is_nothing(residual: ir.Value | None) -> bool:
-    """Return True if the layer has no residual: it is missing, or a single 0 because other layers have one."""
+    """Return True if the layer has no residual: it is missing, or a 0 where other layers have one."""
     tensor = constant_tensor(residual)
     if tensor is None or len(tensor.shape) > 1:
         return residual is None

@@ -31,7 +31,7 @@ def keep_last_logits(
     """Write a decoder that returns logits [batch, 1, vocabulary], those of the last token of each row.
 
     Only training and scoring need the other logits of a prompt, and the head is a large part of a small model. Give the
-    result of `optimize_onnx`. The other order also works, but then only the last token is verified, and a limit on
+    result of `optimize_onnx`. If this function runs before it, only the last token is verified, and a limit on
     perplexity with calibration data is refused. If rows of unequal lengths are run together, padding must come first.
 
     Args:
@@ -86,11 +86,7 @@ def _slice_head(model: ir.Model, name: str) -> None:
 
 
 def _require_unread(graph: ir.Graph, head: ir.Node, values: list[ir.Value], name: str) -> None:
-    """Check that no other node reads what becomes the result of one token.
-
-    Raises:
-        ModelError: A node reads it, or it is an output.
-    """
+    """Raise ModelError if another node reads a value that will have one token only, or if it is an output."""
     follower: ir.Node | None = None
     for value in values:
         others = [use.node for use in value.uses() if use.node is not follower]

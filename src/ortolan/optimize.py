@@ -314,11 +314,7 @@ class _Run:
         return recipe if self.genai is None else recipe.for_equal_caches("onnxruntime-genai")
 
     def read_calibration(self, calibration: Calibration | None, tokenizer: Tokenizer | None) -> None:
-        """Read the calibration data.
-
-        Raises:
-            CalibrationError: It does not fit the model.
-        """
+        """Read the calibration data. Raises CalibrationError if it does not fit the model."""
         if calibration is None:
             return
         given = _read_texts(calibration)
@@ -381,7 +377,7 @@ class _Run:
         if made is None:
             self.report.recipe = found.to_dict()
             return found, context
-        # Only options of the verification can be set.
+        # `Choice.measuring` allows only options of pass verify.
         made = replace(made, recipe=made.recipe.with_options(self.choice.options))
         self.report.recipe = made.recipe.to_dict()
         if self.options.dry_run:
@@ -461,7 +457,7 @@ def _read_feeds(
     Args:
         given: The result of `_read_texts`.
         tokenizer: The user's tokenizer.
-        beside: The tokenizer to use if the user gave none.
+        beside: The tokenizer beside the model, used if the user gave none.
         source: The original model.
     """
     texts = _are_texts(given)
@@ -480,11 +476,7 @@ def _read_feeds(
 
 
 def _load(model: Any) -> ModelFile:
-    """Load the original.
-
-    Raises:
-        ModelError: The model cannot be read, or is already optimized.
-    """
+    """Load the original. Raises ModelError if it cannot be read or is already optimized."""
     source = load_model(model)
     made_by = optimized_with(source.model)
     if made_by is not None:
@@ -497,12 +489,7 @@ def _load(model: Any) -> ModelFile:
 
 
 def _check_target(output: str | os.PathLike[str] | None, source: ModelFile) -> Path | None:
-    """Return the output path, checked.
-
-    Raises:
-        ArgumentTypeError: It is not a path.
-        OutputError: It cannot be written.
-    """
+    """Return the checked output path. Raises ArgumentTypeError for other types, OutputError if it cannot be written."""
     if output is None:
         return None
     try:
@@ -559,11 +546,7 @@ def _write(context: PassContext) -> None:
 
 
 def _in_memory(model: ir.Model) -> onnx.ModelProto:
-    """Return the model with all weights inside.
-
-    Raises:
-        OutputError: It is larger than 2 GiB.
-    """
+    """Return the model with all weights inside. Raises OutputError if it is larger than 2 GiB."""
     total = sum(tensor.nbytes for tensor, _ in tensor_slots(model))
     if total > _PROTOBUF_LIMIT:
         raise OutputError(
@@ -581,7 +564,7 @@ def _finish_folder(source: ModelFile, context: PassContext, target: Path, genai:
         result = result.parent
     others = find_others(source.folder, [source])
     if others.left_out:
-        context.note(f"not copied, because they are no files or point out of the folder: {', '.join(others.left_out)}")
+        context.note(f"not copied, because they are not files or point out of the folder: {', '.join(others.left_out)}")
     copy_others(others, result, lambda done, total: context.progress(Stage.COPY, done, total))
     if genai is not None:
         genai.write(result)

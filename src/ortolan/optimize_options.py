@@ -46,7 +46,7 @@ class OptionInfo:
         flag: The name on a command line.
         metavar: What help texts show as its value on a command line.
         python: What only Python callers can give, as a sentence for the reference.
-        hosts: Where the option exists beside Python.
+        hosts: The interfaces besides Python that have the option.
     """
 
     group: Group
@@ -382,7 +382,7 @@ def from_command_line(given: Mapping[str, Any]) -> OptimizeOptions:
     """Return the options of a command line.
 
     Args:
-        given: Values by the name of the option; None and empty lists: not given.
+        given: Values by the name of the option; None or an empty list means that it was not given.
 
     Raises:
         RecipeError: A value of --set is not of the form name=value.
@@ -402,7 +402,7 @@ def from_command_line(given: Mapping[str, Any]) -> OptimizeOptions:
 
 
 def _plain(value: Any, kind: type) -> Any:
-    """Return a choice of a command line, or a list of them, as plain values."""
+    """Return a choice given on a command line, or a list of choices, as plain values."""
     if isinstance(value, list):
         return [_plain(one, kind) for one in value]
     return kind(value.value if isinstance(value, Enum) else value)
@@ -449,12 +449,7 @@ def read_options(
 
 
 def check_threads(threads: int | None) -> None:
-    """Check that threads is None or a positive integer.
-
-    Raises:
-        ArgumentTypeError: It is not an integer.
-        ArgumentError: It is 0 or negative.
-    """
+    """Check that threads is None or a positive integer. Raises ArgumentTypeError or ArgumentError."""
     if threads is None:
         return
     if not isinstance(threads, int) or isinstance(threads, bool):

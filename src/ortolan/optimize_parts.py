@@ -64,11 +64,7 @@ def refuse_for_parts(folder: Path, output: Any, options: OptimizeOptions) -> Non
 
 
 def check_caches(recipe: Recipe | None) -> None:
-    """Refuse recipes that compress caches, because the decoders of a folder pass caches to each other.
-
-    Raises:
-        RecipeError: The recipe compresses caches.
-    """
+    """Refuse recipes that compress caches (RecipeError), because the decoders of a folder pass caches to each other."""
     for step in () if recipe is None else recipe.passes:
         options: Any = step.options
         if step.name == _CACHES and (options.keys, options.values) != ("float32", "float32"):
@@ -93,7 +89,7 @@ def optimize_parts(
         folder: The original's folder.
         sources: The models by file name.
         target: The output folder; None in a dry run.
-        choice: What to do to each model.
+        choice: The recipe of each model, or how to find it.
         encoder_feeds: The user's calibration data, or None.
         run_part: Optimizes one file.
         progress: The progress callback.
@@ -150,7 +146,7 @@ def _as_found(choice: Choice, decoder: OptimizationReport) -> Choice:
 
 
 def _for_part(choice: Choice, source: ModelFile) -> Choice:
-    """Return the choice for one file: without compressed caches if it has no cache, and it may stay unchanged."""
+    """Return the choice for one file: it may stay unchanged, and if it has no cache, no cache is compressed."""
     recipe = choice.recipe
     if recipe is not None and not has_past(source.model):
         recipe = recipe.without_pass(_CACHES)
@@ -194,7 +190,7 @@ def _finish(
     others = find_others(folder, list(sources.values()))
     if others.left_out:
         report.notes.append(
-            f"not copied, because they are no files or point out of the folder: {', '.join(others.left_out)}"
+            f"not copied, because they are not files or point out of the folder: {', '.join(others.left_out)}"
         )
     copy_others(others, result, lambda done, total: progress(Stage.COPY, done, total))
     progress(Stage.SAVE, 0, 1)

@@ -74,7 +74,7 @@ class OrtolanOptimizer:
         choice = read_choice(chosen)
         if choice.recipe is not None:  # a recipe that a search finds compresses no caches
             served = choice.recipe.for_equal_caches("Optimum")
-            # All passes of a Recipe must run; of a preset or target format, optimize_onnx may leave some out.
+            # All passes of a Recipe must run; optimize_onnx may skip passes of a preset or a target format.
             if served != choice.recipe:
                 plain = OptimizeOptions()
                 chosen = replace(

@@ -61,9 +61,10 @@ def no_progress(stage: str, done: int, total: int) -> None:
 
 @contextmanager
 def told(progress: Progress) -> Iterator[Progress]:
-    """Yield the callback, which now also logs each new stage.
+    """Yield a callback that also logs each new stage.
 
-    An exception of the callback leaves the block unchanged, even if code inside wraps it: callers cancel this way.
+    If the callback raises an exception, it leaves the block unchanged, even if code inside wraps it. Callers cancel a
+    run this way.
     """
     raised: list[Exception] = []
     last = ""

@@ -21,7 +21,7 @@ CLAIMS = ("faster", "all")
 CLAIMS_FILE = "claims_file"  # an option of the provider, as in ops/provider/claims_log.h
 
 _OLDEST = (1, 23)  # as kOldestApi in ops/provider/ort_api.h
-_OFFERS_OPERATORS = (1, 24)  # the first that asks providers for their operators
+_OFFERS_OPERATORS = (1, 24)  # the first version that asks providers for their operators
 _FACTORIES = b"CreateEpFactories\0"
 _lock = threading.Lock()
 
@@ -49,11 +49,7 @@ def why_no_provider() -> str | None:
 
 
 def library_with_provider() -> str:
-    """Return the path of the installed library.
-
-    Raises:
-        LibraryError: It was built without the provider.
-    """
+    """Return the path of the installed library. Raises LibraryError if it was built without the provider."""
     missing = why_no_provider()
     if missing is not None:
         raise LibraryError(missing)
@@ -108,11 +104,7 @@ def session_options(
 
 
 def checked_options(precision: str, claims: str) -> dict[str, str]:
-    """Return the options of the provider.
-
-    Raises:
-        ArgumentError: An argument has an unknown value.
-    """
+    """Return the options of the provider. Raises ArgumentError for an unknown value."""
     for name, found, known in (("precision", precision, PRECISIONS), ("claims", claims, CLAIMS)):
         if found not in known:
             raise ArgumentError(f"{name} is {found!r}, expected one of {', '.join(known)}")

@@ -243,7 +243,7 @@ class _Runner:
         except BaseException:
             self._free.release()
             raise
-        # When the call has ended: the thread of a cancelled caller still works and is not free.
+        # The thread is free when the call has ended, even if the caller was cancelled before.
         job.add_done_callback(lambda _: loop.call_soon_threadsafe(self._free.release))
         return await asyncio.wrap_future(job)
 

@@ -41,11 +41,7 @@ class OpenAIEmbeddingRequest(BaseModel):
     dimensions: int | None = Field(default=None, ge=1)
 
     def inputs(self) -> list[str] | list[list[int]]:
-        """Return the texts, or their tokens.
-
-        Raises:
-            RequestError: 422 if there is no text, or one without tokens.
-        """
+        """Return the texts, or their tokens. Raises RequestError (422) if there is no text, or one without tokens."""
         given: Any = self.input
         found: Any = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
         if not found or [] in found:
@@ -77,11 +73,7 @@ class RerankRequest(BaseModel):
     raw_scores: Literal[False] = False
 
     def given(self) -> list[str]:
-        """Return the texts.
-
-        Raises:
-            RequestError: 422 if there are no texts, or both fields are set.
-        """
+        """Return the texts. Raises RequestError (422) if there are no texts, or both fields are set."""
         if (self.documents is None) == (self.texts is None):
             raise RequestError(422, "body needs either documents or texts; send one of them")
         found = self.texts if self.documents is None else self.documents
@@ -151,22 +143,14 @@ def parse_request(content: bytes, payload: type[Payload]) -> Payload:
 
 
 def check_characters(texts: Sequence[str], most: int) -> None:
-    """Check the lengths of texts.
-
-    Raises:
-        RequestError: 413 for a text with too many characters.
-    """
+    """Check the lengths of texts. Raises RequestError (413) for a text with too many characters."""
     for number, text in enumerate(texts):
         if len(text) > most:
             raise RequestError(413, f"text {number} has {len(text)} characters, expected at most {most}")
 
 
 def first_dimensions(vectors: np.ndarray, dimensions: int | None) -> np.ndarray:
-    """Return the first dimensions of float32 [texts, width], scaled to length 1.
-
-    Raises:
-        RequestError: 422 if the vectors have fewer dimensions.
-    """
+    """Return the first dimensions of float32 [texts, width] as unit vectors. Raises RequestError (422) for too few."""
     if dimensions is None:
         return vectors
     if dimensions > vectors.shape[1]:

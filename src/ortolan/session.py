@@ -141,7 +141,7 @@ def create_session(
     try:
         return _open(path, options, providers)
     except SessionError as error:
-        # Few models need the extensions, so the file is not read beforehand to find out.
+        # The error shows that the model needs the extensions. Few models do, so no file is read beforehand.
         if f"{_EXTENSIONS_DOMAIN}:" not in str(error):
             raise
     _register_extensions(options)

@@ -46,7 +46,7 @@ def _tell_nobody(done: int) -> None:
 
 
 class TokenBudget:
-    """The tokens that one batch may hold, padding included if the model computes it. The first text always fits."""
+    """The tokens that one batch may hold, including padding if the model computes it. The first text always fits."""
 
     def __init__(self, batch_tokens: int, pads: bool, length: int = 0) -> None:
         """Create an empty batch; `length` is the length to which texts are padded, 0 for that of the longest text."""
@@ -97,7 +97,7 @@ class TextEncoder:
         kind: "embedding", or "reranker" for a model that scores pairs of texts.
         max_tokens: The length to which texts are cut; None: the model cuts them itself.
         width: The width of the vectors; None: unknown before the first call.
-        pads: The model computes padding too, so that a batch costs its longest text times its number of texts.
+        pads: The model computes padding too, so that a batch costs the length of its longest text for each text.
         length: The length to which each text is padded, if the model has a fixed one; else 0.
     """
 
@@ -284,7 +284,7 @@ class TextEncoder:
         return np.stack(vectors)
 
     def _run_texts(self, batch: Sequence[Tokens]) -> np.ndarray:
-        # The tokenizer in the graph reads NUL as the end of a text. It drops both characters.
+        # The tokenizer in the graph ends a text at NUL. It drops \1 as it would drop NUL, so the result is the same.
         columns = zip(*([text.replace("\0", "\1") for text in one.texts] for one in batch), strict=True)
         feeds = {name: np.array(texts, object) for name, texts in zip((TEXT_INPUT, PAIR_INPUT), columns, strict=False)}
         (found,) = self._session.run([self._output], feeds)
@@ -356,7 +356,7 @@ class TextEncoder:
 
 
 def ask_probes(session: onnxruntime.InferenceSession, plan: TextPlan) -> list[np.ndarray]:
-    """Run a model that takes tokens on the texts on which `check_text_model` runs the model with its tokenizer.
+    """Run a token model on the same texts on which `check_text_model` runs the model that contains the tokenizer.
 
     Raises:
         VerificationError: The model does not run, or returns NaN or infinity.

@@ -100,11 +100,6 @@ class CheckedLines:
 
 
 def read_lines(path: Path, field: str | None = None) -> TextLines | CheckedLines:
-    """Return the lines of a file. Those of a regular file are checked first; pipes can only be read once.
-
-    Args:
-        path: As for `TextLines`.
-        field: As for `TextLines`.
-    """
+    """Return the lines of a file. Regular files are checked first; pipes can only be read once."""
     lines = TextLines(path, field)
     return CheckedLines(lines) if path.is_file() else lines

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     import onnxruntime
 
 FORMAT = "ortolan"
-REPORT_KEY = "ortolan_report"  # of a fresh program's meta
+REPORT_KEY = "ortolan_report"  # key in the `meta` of an exported program
 _CACHE_INPUT = re.compile(r"past_key_values\.layers\.(\d+)\.(keys|values)$")
 _CACHE_TYPES = {
     "tensor(float)": torch.float32,
     "tensor(float16)": torch.float16,
     "tensor(bfloat16)": torch.bfloat16,
-    "tensor(uint8)": torch.uint8,  # compressed
+    "tensor(uint8)": torch.uint8,  # compressed caches
 }
 
 

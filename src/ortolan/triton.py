@@ -169,7 +169,7 @@ def _tensor(value: ir.Value, batched: bool) -> str:
         )
     dims = [size if isinstance(size, int) else -1 for size in value.shape][int(batched) :]
     reshape = ""
-    if not dims:  # Triton has no scalars: requests give [1], the model gets []
+    if not dims:  # Triton has no scalars: requests send [1], which Triton reshapes to []
         dims, reshape = [1], "\n  reshape {\n  }"
     return (
         f"  name: {_quoted(value.name or '')}\n  data_type: {_TYPES[value.dtype]}\n"

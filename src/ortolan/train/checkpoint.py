@@ -43,11 +43,7 @@ class State:
 
 
 def save(folder: Path, state: State) -> None:
-    """Write a checkpoint, or replace it.
-
-    Raises:
-        OutputError: It cannot be written.
-    """
+    """Write a checkpoint, or replace it. Raises OutputError if it cannot be written."""
     content = {**vars(state), "curve": [vars(point) for point in state.curve]}
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -132,22 +132,14 @@ def distill(
 
 
 def _train(run: Callable[..., bool]) -> None:
-    """Run the training.
-
-    Raises:
-        KeyboardInterrupt: It was interrupted; the checkpoint is written.
-    """
+    """Run the training. Raises KeyboardInterrupt after the checkpoint is written if it was interrupted."""
     with _interruptible() as stopped:
         if not run(stopped=stopped):
             raise KeyboardInterrupt
 
 
 def _read_pattern(pattern: str) -> Pattern:
-    """Return the pattern.
-
-    Raises:
-        RecipeError: It is not supported.
-    """
+    """Return the pattern. Raises RecipeError if it is not supported."""
     units = Pattern.read(pattern)
     if pattern not in _PATTERNS or units is None:
         raise RecipeError(f"pattern is {pattern!r}, expected one of {', '.join(map(repr, _PATTERNS))}")
@@ -190,11 +182,7 @@ def _import_torch() -> Any:
 
 
 def _check(**given: tuple[float, float, float | None]) -> None:
-    """Check that numbers are above their lower and below their upper bounds.
-
-    Raises:
-        RecipeError: A number is not.
-    """
+    """Check that numbers are above their lower and below their upper bounds. Raises RecipeError otherwise."""
     for name, (low, number, high) in given.items():
         if not low < number or (high is not None and not number < high):
             between = f"above {low}" if high is None else f"between {low} and {high}"

@@ -11,7 +11,7 @@ _WARM_UP = 0.02  # fraction of the steps
 
 
 def sparsities(target: float, steps: int) -> dict[int, float]:
-    """Return, by step, the sparsity to which weights are pruned before it: a cubic schedule towards the target.
+    """Return the sparsity that weights are pruned to before a step, by step: a cubic schedule towards the target.
 
     Reference: Zhu and Gupta, To prune, or not to prune (arXiv:1710.01878). Weights that are pruned first cost least.
     """

@@ -25,7 +25,7 @@ class PrunedWeight:
 
     Attributes:
         name: The name of the initializer.
-        transposed: It is stored as [n, k].
+        transposed: The weight is stored as [n, k].
         linears: The layers.
     """
 
@@ -44,16 +44,10 @@ class PrunedWeight:
 
 
 def pruned_weights(model: ir.Model, select: Globs, exclude: Globs, name: str) -> list[PrunedWeight]:
-    """Return the float32 weights of the linear layers that the patterns select.
-
-    Args:
-        model: The model.
-        select: Name patterns of layers.
-        exclude: Name patterns of layers that are left out.
-        name: The model's name, for errors.
+    """Return the float32 weights of the linear layers that `select` matches and `exclude` does not.
 
     Raises:
-        ModelError: There is no such weight.
+        ModelError: There is no such weight. `name` is the model's name for the message.
     """
     found: dict[str, PrunedWeight] = {}
     for linear in linears_in(model):

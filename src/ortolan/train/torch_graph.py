@@ -31,12 +31,7 @@ class TorchGraph:
     """Runs a model node by node. Values that depend on neither inputs nor parameters are computed once."""
 
     def __init__(self, model: ir.Model, parameters: Collection[str], name: str) -> None:
-        """Prepare a model.
-
-        Args:
-            model: The model.
-            parameters: Names of the initializers that `run` takes.
-            name: The model's name, for errors.
+        """Prepare a model. `run` takes the initializers named by `parameters`; errors call the model `name`.
 
         Raises:
             ModelError: An operator, a tensor type or the opset is not supported.
@@ -67,13 +62,7 @@ class TorchGraph:
     def run(
         self, feeds: Mapping[str, Tensor], parameters: Mapping[str, Tensor], wanted: Sequence[ir.Value]
     ) -> list[Tensor]:
-        """Run the graph.
-
-        Args:
-            feeds: The model's inputs by name.
-            parameters: The parameters by name.
-            wanted: The values to return.
-        """
+        """Run the graph on the model's inputs by name, and return the values `wanted`."""
         values = dict(self._constants)
         values.update({value: feeds[value.name or ""] for value in self._inputs})
         values.update({value: parameters[name] for name, value in self._parameters.items()})

@@ -1,7 +1,6 @@
 """ONNX operators of exported encoders in torch, for opset 13 or later.
 
 An operator takes the node's attributes and inputs (None: missing), and returns its output, or a tuple of outputs.
-Operators are differentiable where that makes sense.
 """
 
 from __future__ import annotations
@@ -32,11 +31,7 @@ TYPES = {
 
 
 def tensor_of(stored: ir.TensorProtocol) -> Tensor:
-    """Return a copy of a stored tensor.
-
-    Raises:
-        KeyError: Its type is not supported.
-    """
+    """Return a copy of a stored tensor. Raises KeyError for an unsupported type."""
     dtype = TYPES[stored.dtype]
     if stored.dtype == ir.DataType.BFLOAT16:
         return torch.tensor(stored.numpy().astype("float32")).to(dtype)

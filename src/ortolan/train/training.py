@@ -57,7 +57,7 @@ class Training:
             model: The model.
             graph: The model in torch.
             weights: The weights to prune.
-            original: The trained initializers of the model, by name.
+            original: The trained initializers of the original model, by name.
             batches: The batches of texts.
             state: The state from which to continue.
             pattern: The pattern of zeros.
@@ -73,7 +73,7 @@ class Training:
         self.state = state
         if not state.parameters:
             state.parameters = {name: tensor.clone() for name, tensor in self._teacher.items()}
-        if bfloat16:  # once, because autocast would convert them in each step
+        if bfloat16:  # converted once here; autocast would convert the weights in each step
             for weight in weights:
                 self._teacher[weight.name] = self._teacher[weight.name].bfloat16()
         for tensor in state.parameters.values():
@@ -173,7 +173,7 @@ class Training:
         return float(loss.detach())
 
     def _loss(self, learnt: list[Tensor], taught: list[Tensor]) -> Tensor:
-        """Return the sum of relative errors: outputs by token and by text, and the mean of hidden states."""
+        """Return the relative errors of the outputs, by token and by text, plus the mean error of hidden states."""
         errors = [relative_error(one, other) for one, other in zip(learnt, taught, strict=True)]
         outputs, hidden = errors[: self._outputs], errors[self._outputs :]
         loss = sum(outputs)
