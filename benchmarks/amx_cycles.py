@@ -2,23 +2,23 @@
 
     python -m ortolan.benchmarks.amx_cycles [--clock 3.0] [--core-bandwidth 12] [--socket-bandwidth 280] [--cores 32]
 
-A tile is 16 rows of 64 bytes: 512 weights of bf16, 1024 of int8 or int4. Counts are per tile of weights, in cycles of
-one core with its data in the caches, following matmul/amx_loop.h: a block of 4 tiles of two panels is expanded, then
+A tile is 16 rows of 64 bytes: 512 weights of bf16, 1024 of int8 or int4. Counts are cycles of one core per tile of
+weights, with data in the caches, following matmul/amx_loop.h: a block of 4 tiles of two panels is expanded, then
 multiplied by 32 rows of x at a time. bf16, int8 and int4 are weights of SparseAMXMatMul; w4a8 are weights of W4A8MatMul
 with f16 scales and its group size, without sparsity.
 
-    expand  16 rows: load the mask, load 64 bytes, kmov, vpexpand, store, popcnt, add, prefetch; int4 also and, shift
-            (every other row), sub and a copy of the eights it expands into. Counted in the source, with one register
-            for each value: bound by port 5, which kmov and the two uops of vpexpand need. w4a8: the same without mask
-            and vpexpand, one load for two rows.
-    load    the tile once per 32 rows of x, the tiles of x (shared by two panels); bf16 and int8: the sums are loaded
-            and stored once per block, a quarter counted for this tile
-    TDP     one per tile of 16 rows of x, full or not; two of half the depth in groups of 32
-    scale   int4 and w4a8 at the end of each group: the sums leave the tile and are converted, scaled and added
+    expand  16 rows, each: load the mask, load 64 bytes, kmov, vpexpand, store, popcnt, add, prefetch; int4 also and,
+            shift (every other row), sub, and a copy of the constant 8 into which it expands. Counted in the source,
+            with one register per value. The limit is port 5, which kmov and both uops of vpexpand need. w4a8: the same
+            without mask and vpexpand, and with one load for two rows.
+    load    the tile once per 32 rows of x, and the tiles of x (shared by two panels); bf16 and int8 also load and store
+            the sums once per block, of which a quarter is counted for each tile
+    TDP     one product per tile of 16 rows of x, full or not; two of half the depth in groups of 32
+    scale   int4 and w4a8, at the end of each group: the sums leave the tile and are converted, scaled and added
     DRAM    the stored bytes of the tile at the bandwidth of a core: alone, or with all cores of the socket reading
 
-The load and TDP columns could overlap. Expansion and multiplication of a block are added, although the core starts to
-expand a block while it multiplies the previous one. The core is the bound where expand + max(load, TDP) + scale exceeds
+The load and TDP columns could overlap. Expansion and multiplication of a block are added, although a core starts to
+expand a block while it multiplies the previous one. A core is the limit if expand + max(load, TDP) + scale exceeds
 DRAM. Measurements: ops/matmul/README.md.
 
 Published figures, Sapphire Rapids (Golden Cove) core:
@@ -26,7 +26,7 @@ Published figures, Sapphire Rapids (Golden Cove) core:
     Optimization Reference Manual, chapter on AMX.
     vpexpandw/b zmm two uops on port 5, kmov k, r one on port 5, popcnt one on port 1, 512-bit loads two a cycle and
     stores one a cycle, 512-bit integer arithmetic on ports 0 and 5: uops.info, Alder Lake P. Six uops issue a cycle.
-    Bandwidth: 8 channels of DDR5-4800 are at most 307 GB/s a socket. One core's part varies; both are options.
+    Bandwidth: 8 channels of DDR5-4800 give at most 307 GB/s a socket. What one core reads varies; both are options.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Kind:
     loop: ExpandLoop
     group_size: int | None = None
     all_stored: bool = False
-    # For each row of 16 sums of a group. int4: two loads, a conversion, an FMA and a store. w4a8: also a multiplication
-    # by a scale of x that is loaded, so three loads at two a cycle, three operations on two ports.
+    # For each row of 16 sums of a group. int4: two loads, a conversion, an FMA and a store. w4a8 also multiplies by a
+    # scale of x, which takes a third load (two loads a cycle) and a third operation (two ports).
     scale_row_cycles: float = 1.0
 
     @property
@@ -96,7 +96,7 @@ class Kind:
 KINDS = (
     Kind("bf16", 512, 2, ExpandLoop(port5=3, port0_or_5=0, other=6)),
     Kind("int8", 1024, 1, ExpandLoop(port5=3, port0_or_5=0, other=6)),
-    # and, half a shift, sub, copy of the eights
+    # and, half a shift, sub, copy of the constant 8
     Kind("int4", 1024, 0.5, ExpandLoop(port5=3, port0_or_5=3.5, other=6), group_size=128),
     *(
         # and, half a shift, sub; half a load, prefetch and pointer, a store

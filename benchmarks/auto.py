@@ -2,7 +2,7 @@
 
 Encoders run 1 x 128 and 1 x 16 tokens, decoders one token after 128 in the cache. Errors are measured on texts that
 were not used for calibration: sentences for encoders, texts sampled from the original for decoders. `auto` chooses for
-both shapes at once, with the measured number of threads, under its default budget or, for decoders, a perplexity
+both shapes at once, with the measured number of threads, under its default budget; for decoders, under a perplexity
 budget.
 """
 
@@ -52,14 +52,14 @@ ORIGINAL, INT8, NBITS, AUTO = "original", "ORT dynamic int8", "ORT MatMulNBits",
 PERPLEXITY = 0.02  # of decoders: largest relative increase
 _PAST = 128
 _BLOCK, _ACCURACY = 32, 4  # of MatMulNBits: the fastest level
-_SCORED = 4  # of every five sentences one is scored on, the others are calibrated on
+_SCORED = 4  # index of the scored sentence in every five; the other four calibrate
 _WINDOW = 128  # tokens of a text sampled from a decoder
 _SECONDS, _QUICK_SECONDS = 8.0, 2.0  # per shape
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One variant of a model. Errors are against the original, on texts that were not used for calibration."""
+    """One variant of a model, with its errors against the original."""
 
     model: str
     threads: int

@@ -1,4 +1,4 @@
-"""Copies of a layer with separate weights, more than any cache holds: the subject of a benchmark's timing."""
+"""Copies of a layer with separate weights, larger together than any cache, for benchmarks with cold weights."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _FLOATS = (np.float32, np.float32)
 class TimedLayer:
     """One way to compute a layer: `copies` layers, each with `stored_bytes` of weights.
 
-    open(threads) prepares it for all inputs and returns a function of x [m, k], which returns the timed call: it runs
-    all copies on x.
+    open(threads) prepares it for all inputs. It returns a function of x [m, k], which returns the call to time. The
+    call runs all copies on x.
     """
 
     copies: int
@@ -70,10 +70,10 @@ def cold_copies(arrays: Sequence[np.ndarray], copies: int, *, distinct: bool = F
         arrays: The arrays of one layer.
         copies: Number of copies.
         distinct: Make the first two bytes of every array differ between copies, because ORT shares packed weights of
-            equal content; the last copy is unchanged.
+            equal content. The last copy keeps its bytes.
     """
     offsets = np.cumsum([0] + [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays])
-    # Not allocated by numpy, which asks for huge pages; neither ORT's own copies nor a mapped model have these.
+    # NumPy would ask for huge pages, which neither ORT's own copies nor a mapped model have.
     buffer = np.frombuffer(mmap.mmap(-1, max(int(offsets[-1]), _ALIGNMENT) * copies), np.uint8)
     result = []
     for i, memory in enumerate(buffer.reshape(copies, -1)):
@@ -99,7 +99,7 @@ def ort_candidate(
         k: Inputs.
         n: Outputs.
         distinct: See `cold_copies`.
-        types: Types of x and y; a uint8 x is made from the given one, in steps of 1 / 40.
+        types: Types of x and y. For uint8, x is converted by `to_bytes`.
     """
     copies = cold_copies(node.arrays, copies_to_stay_cold(node.stored_bytes), distinct=distinct)
     nodes = [node.with_arrays(arrays) for arrays in copies]
@@ -127,8 +127,7 @@ def bind_layers(
 
     All layers share one output, as a model reuses the memory of its activations, with the same alignment.
     """
-    # y exists already, because a fresh output costs page faults. It holds ones, because unwritten pages of zeros are
-    # not resident.
+    # y is allocated and written beforehand: a fresh output costs page faults, and unwritten pages are not resident.
     ((y,),) = cold_copies([np.ones((len(x), n), y_type)], 1)
     value = ort.OrtValue.ortvalue_from_numpy(y)
     binding = session.io_binding()

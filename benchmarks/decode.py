@@ -63,7 +63,7 @@ class Speed:
     def decode_rates(self) -> tuple[float, float]:
         """Tokens a second over all steps, by each step's fastest and median round.
 
-        Taking steps separately limits the effect of an interruption to one step.
+        An interruption then affects only one step.
         """
         steps = self.decode.shape[1]
         best, median = self.decode.min(axis=0).sum(), np.median(self.decode, axis=0).sum()
@@ -110,7 +110,7 @@ def profile_decode(
 ) -> tuple[list[ProfileRow], float]:
     """Return the time of a decode step by node, from ONNX Runtime's profiler, and the microseconds of a whole step.
 
-    The profiler costs time between the nodes, so the step is slower than without it.
+    The profiler takes time between nodes, so its steps are slower.
     """
     options.enable_profiling = True
     options.profile_file_prefix = str(folder / "decode")
@@ -122,7 +122,7 @@ def profile_decode(
 
 
 def read_profile(path: str | Path, skip_runs: int) -> tuple[list[ProfileRow], float]:
-    """Return a typical run in a file of the profiler, without the first runs.
+    """Return a typical run from a file of the profiler, after skipping the first runs.
 
     Returns:
         The sums, by operator and module, of each node's median time, and the median time of a run, in microseconds.

@@ -43,12 +43,12 @@ from .result import versions_line
 from .variants import file_megabytes, read_recipes, session_options
 
 PUBLISHED = ("all-minilm-l6-v2", "all-mpnet-base-v2")
-MAX_TOKENS = 512  # of all these models
-RANDOM = "bert-base"  # its shape, with random weights
+MAX_TOKENS = 512  # the limit of all these models
+RANDOM = "bert-base"  # a model of this shape with random weights
 RECIPES = (":sparsity=0.8,pattern=4x1", ":sparsity=0.8,pattern=4x1,ranges=true")
 SHAPES = ((1, 16), (1, 128), (8, 64), (1, 256))  # batch, tokens
 FP32, INT8, ADOPTED = "ORT fp32", "ORT int8", "ORT int8, adopted"
-# Ids of words, not of special tokens, in all these models.
+# Token ids that are words, not special tokens, in all these models.
 _FIRST_WORD, _LAST_WORD = 2000, 30000
 
 # Default calibration texts, for recipes with fixed ranges or with weights fitted to inputs.
@@ -115,7 +115,7 @@ def calibration_feeds(encoder: Encoder, sentences: Sequence[str]) -> list[dict[s
 
 @contextmanager
 def silent_root_logger() -> Iterator[None]:
-    """Silence warnings of ORT's quantizer about preprocessing, which gains nothing here."""
+    """Silence ORT's quantizer, which advises preprocessing that has no effect here."""
     logging.disable(logging.WARNING)
     try:
         yield
@@ -133,13 +133,7 @@ def make_variants(
 ) -> dict[str, Path]:
     """Return name -> ONNX file, made in `folder`; a recipe whose result fails its verification is left out.
 
-    Args:
-        encoder: The original.
-        recipes: Recipes by name.
-        calibration: Calibration feeds.
-        folder: For the files.
-        console: For messages.
-        distilled: The same model with other weights, which recipes start from instead of the original.
+    Recipes start from the file `distilled` if it is given: the same model with other weights.
     """
     variants = {FP32: encoder.onnx, INT8: folder / "ort_int8.onnx"}
     with silent_root_logger():

@@ -2,10 +2,11 @@
 
 python -m ortolan.benchmarks.hooks optimum-decoder | optimum-encoder | genai [--folder DIR] [--tokens 64] [--threads 2]
 
-optimum-decoder: SmolLM2-135M through `optimum-cli export onnx`, `ortolan optimize` and `export ortolan`, and
-ORTModelForCausalLM.generate; genai: through onnxruntime-genai's builder and `ortolan optimize`; optimum-encoder:
-all-MiniLM-L6-v2 through optimum-cli and the pipeline feature-extraction. Needs the packages of docs/optimum.md or
-docs/genai.md, and ortolan[decoder,demo]. --folder keeps the files, and continues from existing ones.
+optimum-decoder: SmolLM2-135M, exported by `optimum-cli export onnx` and optimized by `ortolan optimize`, and exported
+by `optimum-cli export ortolan`; run by ORTModelForCausalLM.generate. genai: the same model by onnxruntime-genai's
+builder and `ortolan optimize`. optimum-encoder: all-MiniLM-L6-v2 by optimum-cli and the pipeline feature-extraction.
+Needs the packages of docs/optimum.md or docs/genai.md, and ortolan[decoder,demo]. --folder keeps the files, and
+continues from existing ones.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _GENAI_LAYOUT = ("-e", "cpu", "--extra_options")
 
 @dataclass(frozen=True)
 class Figures:
-    """Results of one model folder. same: fraction of equal tokens, or smallest cosine, against the first folder."""
+    """Results of a model folder. same: fraction of equal tokens or smallest cosine, against the first folder."""
 
     name: str
     megabytes: float
@@ -113,7 +114,7 @@ def _checkpoint(name: str, work: Path) -> Path:
 
 
 def _made(folder: Path, make: Callable[[Path], object]) -> Path:
-    """Return the folder, made under a temporary name first, so that an existing one is complete."""
+    """Return the folder; make it if it is missing. A temporary name is used meanwhile, so any folder is complete."""
     if not folder.exists():
         unfinished = folder.with_name(f"{folder.name}.part")
         shutil.rmtree(unfinished, ignore_errors=True)  # of an interrupted run

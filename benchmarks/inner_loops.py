@@ -4,10 +4,10 @@
     python -m ortolan.benchmarks.inner_loops --file LIBRARY [--function SYMBOL] --cpu neoverse-v1
 
 BUILD is a build folder, for x86 (such as build/native) or for Arm (build/aarch64/native, which .ci/aarch64 makes with
-gcc; build/wheels/aarch64, which `make wheels` makes with clang). For each kernel below, the longest loop without an
-inner jump that contains its products is extracted from the object file (objdump, for Arm aarch64-linux-gnu-objdump) and
-given to llvm-mca; both must be installed (binutils, llvm). llvm-mca models ports and latencies, but not caches. Each
-loop is shown with three bounds: for its products alone, for its loads alone, and for all instructions without waiting.
+gcc; build/wheels/aarch64, which `make wheels` makes with clang). From each kernel's object file, this command extracts
+the longest loop that contains its products and no inner jump (objdump, for Arm aarch64-linux-gnu-objdump), and gives it
+to llvm-mca. Both must be installed (binutils, llvm). llvm-mca models ports and latencies, but not caches. Each loop is
+shown with three bounds: for its products alone, for its loads alone, and for all instructions without waiting.
 Versions before 16 know the names of Arm's CPUs, but have no models for most of them.
 
 LIBRARY is any other file of Arm code, such as another runtime's. Among its loops with many products, or those of one
@@ -33,7 +33,7 @@ CPUS = {
     "i8mm": ("neoverse-n2", "neoverse-v1", "neoverse-v2"),
 }
 X86_CPUS = ("znver3", "alderlake")
-# Multiply-adds per instruction, or bytes that a table lookup finds.
+# Multiply-adds per instruction; for tbl, looked-up bytes.
 ARM_PRODUCTS = {"smmla": 32, "usmmla": 32, "ummla": 32, "sdot": 16, "usdot": 16, "udot": 16, "bfmmla": 16, "bfdot": 8}
 
 
@@ -66,7 +66,7 @@ class Loop:
 
 BF16, INT8, INT4 = "matmul/bf16_kernels", "matmul/int8_kernels", "matmul/group_int4_kernels"
 BLOCKS = "matmul/block_sparse_kernels"
-# For groups of 128. If clang inlines it into the target's function, that function's longest loop.
+# int4 in groups of 128, one row. If clang inlines the kernel, it is the longest loop of the target's function.
 ONE_ROW = ("OneRow.*Int4GroupRows.*ELi4EE3Row", "TargetFunctions.*Int4GroupRows.*8Multiply")
 LOOPS = (
     Loop("avx2", "bf16", BF16, "ExpandedRowsILb0ELi6", "vfmadd", 8),
@@ -100,7 +100,7 @@ def is_product(instruction: str, product: str) -> bool:
 
 
 def is_load(instruction: str) -> bool:
-    """Return whether an instruction reads memory: ld… on Arm, on x86 a memory operand that is not the last one."""
+    """Return whether an instruction reads memory: ld… on Arm; on x86 a memory operand that is not the destination."""
     return bool(re.match(r"ld|(?!lea|prefetch)\S.*\(.*\),", instruction))
 
 
@@ -145,7 +145,7 @@ def inner_loop(instructions: list[tuple[int, str]], product: str) -> list[str]:
 
 
 def find(of_file: Sequence[tuple[str, list[tuple[int, str]]]], loop: Loop) -> list[str]:
-    """Return the loop in the first function of its name that has one, or an empty list."""
+    """Return the loop in the first matching function that has one, or an empty list."""
     patterns = (loop.function,) if isinstance(loop.function, str) else loop.function
     for pattern in patterns:
         for name, instructions in of_file:
@@ -235,7 +235,7 @@ def of_build(build: Path, mca_program: str, cpus: Sequence[str] | None) -> Itera
 
 
 def of_file(path: Path, function: str | None, mca_program: str, cpus: Sequence[str] | None) -> Iterator[str]:
-    """Yield the best loop of each kind of product in Arm code, by the first CPU, among loops with 8 products."""
+    """Yield the best loop on the first CPU for each kind of product in Arm code, among loops with 8 or more products."""
     mca = Mca(mca_program, arm=True)
     cpus = cpus or CPUS["i8mm"]
     best: dict[str, tuple[float, int, list[str]]] = {}
@@ -243,7 +243,7 @@ def of_file(path: Path, function: str | None, mca_program: str, cpus: Sequence[s
         for body in innermost(instructions):
             for product, each in ARM_PRODUCTS.items():
                 count = sum(text.startswith(f"{product}\t") for text in body)
-                # Mixed loops are skipped: an instruction of another kind would count the same.
+        # Mixed loops are skipped: a product of another kind would count as one of this kind.
                 if count < 8 or any(
                     text.startswith(f"{other}\t") for other in ARM_PRODUCTS if other != product for text in body
                 ):

@@ -18,7 +18,7 @@ _LARGEST = 127
 
 
 def write_int8_cache(path: str | os.PathLike[str], ids: Sequence[int]) -> None:
-    """Give the model in a file int8 caches, scaled per channel to the largest value of the tokens `ids`.
+    """Change a model file to int8 caches, with a scale per channel: the largest value of the tokens `ids`.
 
     The model has GroupQueryAttention with float32 caches, as build_llama makes it with "gqa". Weights in an external
     file stay there.

@@ -1,11 +1,12 @@
-"""Time of the same work by each target's kernel.
+"""Times of the same work with the kernels of all targets.
 
     python -m ortolan.benchmarks.kernel_rows [--rounds 50] [--copies 24] [--only "bf16 dense"]
 
-One thread, microseconds, the best of the rounds, in which all kernels alternate. Work: attention of one head, in the
-cache; and bf16 weights of 4096 x 4096 in each storage with few rows of x, including packing of x, on alternating copies
-so that weights are not in the cache. Only builds with ORTOLAN_TESTING expose kernels by name. A call copies its arrays
-and checks packed weights, so shorter work is not timed here, and storages are not compared.
+One thread, microseconds, the best of the rounds, in which all kernels alternate. The work is attention of one head with
+its data in the cache, and products of few rows of x with bf16 weights of 4096 x 4096 in each storage, including packing
+of x. The products use copies of the weights in turn, so that weights are not in the cache. Only builds with
+ORTOLAN_TESTING expose kernels by name. Each call copies its arrays and checks packed weights, so do not compare
+storages, and shorter work is not timed here.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def here(infos: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def attention(queries: int, head_dim: int) -> dict[str, Run]:
-    """Return attention of one head with equal numbers of queries and keys, by kernel."""
+    """Return attention of one head with as long queries as keys, by kernel."""
     testing = required_kernels()
     q, k, v = np.random.default_rng(0).standard_normal((3, queries, head_dim), dtype=np.float32)
     run = partial(testing.nomad_attention, q[None], k, v, head_dim**-0.5)

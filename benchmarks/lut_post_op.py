@@ -1,6 +1,6 @@
 """LutPostOp in ORT sessions, against ONNX Runtime's quantized operators and the chains that pass fuse_lut replaces.
 
-One measurement is one chain: Ortolan's table for it and ONNX Runtime's own result, in the same rounds, on existing
+A measurement times one chain: Ortolan's table for it and ONNX Runtime's own operators, in the same rounds, on existing
 tensors. The tables come from the chains (graph_passes/find/lut.py), so both sides return the same answer.
 """
 
@@ -36,7 +36,7 @@ _QUANTIZATION = {"s": np.float32(0.05), "t": np.float32(0.03)}
 
 @dataclass(frozen=True)
 class Peer:
-    """Operators of ONNX Runtime from x to y."""
+    """A chain of ONNX Runtime operators from x to y."""
 
     name: str
     nodes: tuple[NodeProto, ...]
@@ -168,7 +168,7 @@ def _qlinear(op_type: str, **attributes: Any) -> NodeProto:
 
 
 def _between(nodes: list[NodeProto], end: bool = True) -> tuple[NodeProto, ...]:
-    """Return nodes from x1 to y1 between DequantizeLinear and QuantizeLinear."""
+    """Return the nodes from x1 to y1, between DequantizeLinear and QuantizeLinear."""
     first = helper.make_node("DequantizeLinear", ["x", "s", "zx"], ["x1"])
     last = [helper.make_node("QuantizeLinear", ["y1", "t", "zy"], ["y"])] if end else []
     return (first, *nodes, *last)

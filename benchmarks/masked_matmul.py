@@ -1,6 +1,6 @@
 """MaskedMatMul in ORT sessions on matrices that are sparse at run time, against dense and CSR products.
 
-Kinds of cases; finding the pattern is part of Ortolan's time:
+Kinds of cases; Ortolan's time includes finding the pattern of zeros:
 
     square    n x n x n, both sides sparse (Masked Matrix Multiplication, Table 2): A by elements, B by blocks of 16
     numbers   the same with B also sparse by elements, where few blocks are empty
@@ -178,7 +178,7 @@ def sparse_elements(rng: np.random.Generator, rows: int, columns: int, fraction:
 
 
 def sparse_blocks(rng: np.random.Generator, rows: int, columns: int, fraction: float) -> np.ndarray:
-    """Return the same with zeros in blocks of 16 adjacent elements (the paper's block-random sparsity)."""
+    """Return float32 [rows, columns] with zeros in blocks of 16 adjacent elements (block-random in the paper)."""
     x = sparse_elements(rng, rows, columns, 0.0)
     zero = rng.random((rows, -(-columns // BLOCK)), dtype=np.float32) < fraction
     x[np.repeat(zero, BLOCK, axis=1)[:, :columns]] = 0

@@ -2,8 +2,8 @@
 
 python -m ortolan.benchmarks.memory [--gigabytes 2] [--recipe int8 int4:method=gptq …] [--folder FOLDER]
 
-Memory is sampled every 20 ms. anonymous: allocated by the process. with mapped files: also pages of the model's files
-that are in memory, which the system can reclaim.
+Memory is sampled every 20 ms. "anonymous" is memory that the process allocated. "with mapped files" adds pages of the
+model's files that are in memory, which the system can reclaim.
 """
 
 from __future__ import annotations

@@ -2,24 +2,24 @@
 
 One layer has 32 query and 8 key heads of size 128. Kernels of ops/attention/decode.h are called without ONNX Runtime.
 
-One measurement is one context, with all candidates in the same rounds and cold caches. Parts:
+A measurement is one context length, with all candidates in the same rounds and cold caches. Parts:
 
     step      scores, softmax and values, with keys as codes and int8 values; on one thread
     scores    the products of the queries with the keys alone; on one thread
-    node      NoMADAttention in an ORT session, past and present in one buffer: it appends the token, the 17th of a
-              block, and attends; on the given number of threads
-    prompt    the same with float caches that hold only the new token, after a prompt of `context` tokens that is part
-              of the model, pruned (`keys` and `values`: the fractions of zeros); on one thread
+    node      NoMADAttention in an ORT session, with past and present in one buffer: it appends the 17th token of a
+                block, and attends; on the given number of threads
+    prompt    the same with float caches that hold only the new token. `context` tokens are a pruned prompt in the
+                model (`keys` and `values`: the fractions of zeros); on one thread
 
 Peers:
 
-    ort_f32, ort_int8, ort_int4    step: ORT GroupQueryAttention with such caches, past and present in one buffer; it
-                                   also appends the token; node, prompt (ort_f32): the same
+    ort_f32, ort_int8, ort_int4    step, node, prompt (ort_f32): ORT GroupQueryAttention with such caches, past and
+                                  present in one buffer; it also appends the token
     ortolan_float, ortolan_codes   prompt: NoMADAttention with caches of equal length, float32; codes and int8
     ortolan_step                   node: the kernel alone, with an equal number of tokens, on one thread
-    ort_matmul_f32                 scores: ORT FusedMatMul of the queries that use one head with its float32 keys
-    ortolan_f32                    the same by Ortolan's kernel with float32 keys (step: and values)
-    stream_read                    reading the caches' bytes at the rate of the run; a ratio of 0.8 is 80 % of it
+    ort_matmul_f32                 scores: ORT FusedMatMul of the queries that share a key head with its float32 keys
+    ortolan_f32                    scores: Ortolan's kernel with float32 keys; step: also with float32 values
+    stream_read                    reading the caches' bytes at the memory rate of the run; ratio 0.8: 80 % of it
 
 65,536 tokens need 4 GB of memory.
 """
@@ -57,7 +57,7 @@ CONTEXTS = (512, 2048, 16384, 65536)
 QUICK_CONTEXTS = (2048,)
 D_SUB = (1, 2)
 PRUNED = ((0.0, 0.0), (0.3, 0.5), (0.5, 0.5))  # keys and values of prompts
-ROOM_LEFT = 15  # of a buffer that `node` decodes into: blocks have 32 tokens, and this one is half full
+ROOM_LEFT = 15  # free tokens of the buffers of `node`: blocks have 32 tokens, so the last block is half full
 SECONDS, QUICK_SECONDS = 4.0, 0.5
 ROUNDS = 5
 _ORT_KINDS = {"ort_f32": np.float32, "ort_int8": np.int8, "ort_int4": np.uint8}
@@ -160,7 +160,7 @@ def _measure_prompt(context: int, seconds: float) -> Iterator[BenchRow]:
 
 
 def prompt_candidates(context: int) -> dict[str, Measured]:
-    """Return sessions that decode one token after `context` others, by name."""
+    """Return sessions that decode one token after `context` tokens, by name."""
     rng = np.random.default_rng(context)
     inputs = _inputs(rng)
     result = {}
@@ -247,7 +247,7 @@ def _inputs(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def _floats(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Return normally distributed values that repeat: good enough for timing, and made faster."""
+    """Return normally distributed values that repeat, which are faster to make and sufficient for timing."""
     return np.resize(rng.standard_normal(1 << 20, dtype=np.float32), shape)
 
 
@@ -256,7 +256,7 @@ def _copies(arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
 
 
 def _count(bytes_each: int) -> int:
-    """Return the number of copies of a cache so that no copy stays in the L3, within the memory of one candidate."""
+    """Return the number of copies of a cache so that the L3 holds none of them, within the memory of one candidate."""
     return max(2, min(-(-4 * last_level_cache_bytes() // bytes_each), cold_bytes_each() // bytes_each))
 
 

@@ -2,9 +2,9 @@
 
     python -m ortolan.benchmarks.peak [--m 128] [--k 768] [--n 3072] [--rounds 20]
 
-One thread, each target of the build that this CPU supports, in 10^9 multiply-adds a second: first with all operands in
-registers (ortolan._testing.peak), then by the kernels for dense bf16, int8 and W4A8 weights, including quantization of
-x. Rounds alternate between them; the best round counts. Only builds with ORTOLAN_TESTING expose kernels by name.
+One thread; all targets of the build that this CPU supports; 10^9 multiply-adds a second. The peak has all operands in
+registers (ortolan._testing.peak). It is compared with the kernels for dense bf16, int8 and W4A8 weights, including
+quantization of x. Rounds alternate; the best round counts. Only builds with ORTOLAN_TESTING expose kernels by name.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 python -m ortolan.benchmarks.provider [--model all-minilm-l6-v2 | FILE] [--kind int8 uint8 nbits bf16 float_int8 …]
     [--shape 1x16 …] [--threads 1]
 
-It reports answers, latency, session creation and memory. int8, uint8: ONNX Runtime's quantize_dynamic. nbits: its
-MatMulNBits with 4 bits, blocks of 32, accuracy_level 4. bf16, float_int8: the float model, with the provider's option
-`precision`, and the file of weights="bf16" or "int8". FILE: an encoder without changes. Sessions are timed in separate
-processes, whose peak memory is measured.
+It reports answers, latency, session creation and memory. Kinds: int8, uint8 are ONNX Runtime's quantize_dynamic. nbits
+is its MatMulNBits with 4 bits, blocks of 32, accuracy_level 4. bf16, float_int8 compare the float model, run with the
+provider's option `precision`, with the file of weights="bf16" or "int8". FILE is any encoder, used unchanged. Each
+session is timed in a process of its own, whose peak memory is measured.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _peak_megabytes() -> float:
 
 
 def nearness(found: np.ndarray, expected: np.ndarray) -> str:
-    """Return the word "equal", or the largest difference."""
+    """Return "equal", or the largest difference as text."""
     if found.tobytes() == expected.tobytes():
         return "equal"
     return f"{float(np.abs(found - expected).max()):.2g}"

@@ -130,7 +130,7 @@ def summarize(
         for layer in filter(None, row.case.get("layer", "").split(", ")):
             by_layer = found.setdefault((kind, row.threads, m, *case.items()), {})
             by_layer.setdefault(layer, {})[row.peer] = row.ratio
-    # Sorted by kind, threads, m and the rest, each in the order of the rows.
+    # Rows are sorted by kind, threads, m and the other keys; values keep the order in which they first occur.
     orders = [list(dict.fromkeys(values)) for values in zip(*found, strict=True)]
     summary = []
     for key in sorted(found, key=lambda key: [order.index(value) for order, value in zip(orders, key, strict=True)]):

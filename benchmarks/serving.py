@@ -3,11 +3,11 @@
 python -m ortolan.benchmarks.serving [MODEL.onnx] [--tokenizer tokenizer.json] [--replicas 2] [--clients 16]
     [--seconds 60] [--kill 30] [--retries 1] [--overload 2] [--json]
 
-Without MODEL, all-MiniLM-L6-v2 is fetched, and its weights become int8. --kill: a replica is killed this number of
-seconds after the start. --retries: how often a client repeats a failed request.
+Without MODEL, all-MiniLM-L6-v2 is fetched, and its weights become int8. --kill N: kill a replica N seconds after the
+start. --retries: how often a client repeats a failed request.
 
---overload: clients send texts at this multiple of the rate at which the library alone embeds them with one session: 8
-texts of 8 to 256 tokens per request. It prints both rates, the outcome of the requests, whether each vector equals the
+--overload N: first measure how many texts a second the library embeds with one session, then send N times that rate, as
+requests with 8 texts of 8 to 256 tokens. Prints both rates, the outcome of the requests, whether each vector equals the
 library's, and the memory of Ray Serve's processes over time.
 """
 

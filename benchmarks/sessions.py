@@ -2,9 +2,9 @@
 
 python -m ortolan.benchmarks.sessions [--megabytes 1000] [--sessions 10] [--recipe [NAME]:KEY=VALUE,…] [--model FILE]
 
-Without --model, a model with random weights is made: a chain of MLPs, 1024 wide, with the size given by --megabytes.
-The proportional set size (Pss) counts: resident size (Rss) counts a page of the file once per session, although it is
-in memory once.
+Without --model, a chain of MLPs, 1024 wide, with random weights is made; --megabytes is its size. Memory is the
+proportional set size (Pss): the resident size (Rss) would count a page of the file once per session, although it is in
+memory once.
 """
 
 from __future__ import annotations

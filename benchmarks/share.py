@@ -21,9 +21,8 @@ class Result(Protocol):
 def share_json(results: Mapping[str, Result]) -> str:
     """Return the results and the machine as JSON, without other information about the machine.
 
-    {"cpu": ortolan.cpu_info(), "cores", "machine", "system", "versions", "benchmarks": {name: to_json() of the
-    result,
-    without "cpu" and "versions"}}
+    {"cpu": ortolan.cpu_info(), "cores", "machine", "system", "versions", "benchmarks": {name: result}}. Each result is
+    its `to_json()` without "cpu" and "versions".
     """
     measured: dict[str, Any] = {}
     for name, result in results.items():

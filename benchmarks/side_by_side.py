@@ -1,9 +1,8 @@
 """Common parts of the operators' benchmarks: layers of Ortolan and its peers, timed in the same rounds.
 
-A time is that of one layer with cold weights (cold_layers.py). Besides the peers of a benchmark, Ortolan is compared
-with
+A time is that of one layer with cold weights (cold_layers.py). Besides its own peers, each benchmark has these:
 
-    stream_read        m = 1: reading the stored bytes at the rate of the run; a ratio of 0.8 is 80 % of it
+    stream_read        m = 1: reading the stored bytes at the memory rate of the run; ratio 0.8: 80 % of that rate
     ortolan_1_thread   Ortolan on one thread
 """
 
@@ -26,7 +25,7 @@ from .result import BenchOptions, BenchResult, BenchRow
 from .shapes import LAYERS
 from .stream_reader import StreamReader
 
-# Duration of a measurement of all candidates, and its minimum of rounds: for large layers one round may take long.
+# Seconds and least number of rounds of a measurement of all candidates: one round of large layers may take long.
 SECONDS, ROUNDS = 2.5, 5
 QUICK_SECONDS, QUICK_ROUNDS = 0.3, 3
 
@@ -52,7 +51,7 @@ class Comparison:
     """One of Ortolan's candidates and its peers.
 
     Attributes:
-        case: Identifies its rows among the comparisons.
+        case: The keys that identify its rows.
         ours: Name of the candidate.
         peers: Name in the row -> name of the candidate.
     """
@@ -72,7 +71,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Plan:
-    """A setup that is made when it is measured. title: its name in messages."""
+    """A setup that is made when its turn comes. title: its name in messages."""
 
     title: str
     shape: Shape
@@ -95,12 +94,8 @@ def chosen_kinds(options: BenchOptions, known: Sequence[str]) -> tuple[str, ...]
 def check_quantized_inputs(options: BenchOptions, advice: str) -> None:
     """Check the options for quantized weights.
 
-    Args:
-        options: The options.
-        advice: Added to the message.
-
     Raises:
-        OrtolanError: The group size is not supported, or k is too large for 32-bit sums.
+        OrtolanError: The group size is not supported, or k is too large for 32-bit sums. The message ends in `advice`.
     """
     if options.group_size not in (None, *GROUP_SIZES):
         raise OrtolanError(f"--group-size is {options.group_size}, expected 32, 64 or 128")
@@ -114,10 +109,7 @@ def check_quantized_inputs(options: BenchOptions, advice: str) -> None:
 def shapes_to_measure(options: BenchOptions, layers: Sequence[str], batch: tuple[int, ...]) -> list[Shape]:
     """Return the named layers, merged by shape, then the given m x k x n, merged by k x n.
 
-    Args:
-        options: The options; with quick, one row is measured.
-        layers: Default layers.
-        batch: Default rows.
+    `layers` and `batch` are the defaults. With the option quick, one row is measured.
     """
     names = options.layers or (() if options.cases else layers)
     rows_of_x = options.batch or ((1,) if options.quick else batch)
@@ -141,15 +133,7 @@ def measure(
 ) -> None:
     """Add the rows of every plan, number of threads and batch to the result.
 
-    An interrupt ends the measurement early; the result notes it.
-
-    Args:
-        op: The operator.
-        plans: The setups.
-        options: The options.
-        result: Receives rows and notes.
-        progress: Progress callback.
-        min_rounds: Minimum of rounds per measurement, unless quick.
+    An interrupt ends the measurement early; the result notes it. `min_rounds` is ignored with the option quick.
     """
     seconds, min_rounds = (QUICK_SECONDS, QUICK_ROUNDS) if options.quick else (SECONDS, min_rounds)
     result.notes.append(describe_cold_copies())
@@ -171,7 +155,7 @@ def measure(
                         progress(f"{where}, {m} rows, threads {threads}", done, total)
                         x = np.random.default_rng(m).standard_normal((m, plan.shape.k), dtype=np.float32)
                         calls = {name: bind(x) for name, bind in binds.items()}
-                        # With more rows the core is the bound, not memory.
+                        # With more rows, the layer is compute-bound.
                         timings = _time(setup, calls, stream if m == 1 else None, seconds, min_rounds)
                         result.rows += _rows(op, plan.shape, setup, timings, m, threads, one_thread)
                         done += 1
@@ -187,7 +171,7 @@ def measure(
 
 @dataclass(frozen=True)
 class _Timings:
-    """Times of one layer, by candidate. stream: reading the bytes of Ortolan's weights, if memory is the bound."""
+    """Times of one layer, by candidate. stream: time to read the bytes of Ortolan's weights, if it is memory-bound."""
 
     layers: dict[str, Timing]
     stream: dict[str, Timing]

@@ -1,8 +1,8 @@
 """SparseAMXMatMul in ORT sessions on the layers of Llama 3 8B (SparAMX, Table 2), against dense layers of peers.
 
-One measurement is one weight kind, shape, batch (m) and number of threads: Ortolan at every sparsity, in dense storage
-and, at 50 % sparsity, in 2:4 storage, and every peer (side_by_side.py). Projections of equal shape are one layer here,
-because their random weights take equal time.
+A measurement is one weight kind, shape, batch (m) and number of threads. Ortolan runs at every sparsity, in dense
+storage and, at 50 % sparsity, in 2:4 storage, together with every peer (side_by_side.py). Projections of equal shape
+are one layer, because their random weights take equal time.
 
 Peers, by kind:
 
@@ -109,7 +109,7 @@ def _prepare(kind: str, shape: Shape, sparsity: Sequence[float], group_size: int
         peers["ort_matmul_nbits_4"] = dense_peers.ort_matmul_nbits(rng, k, n, 4, group_size)
     elif dense_peers.has_torch():
         peers["torch_bf16"] = dense_peers.torch_bf16(rng, k, n)
-    # The longest run comes after torch, whose threads spin for some milliseconds.
+    # The longest run follows torch, whose threads spin for some milliseconds.
     peers["ort_matmul_fp32"] = dense_peers.ort_matmul_fp32(rng, k, n)
     comparisons = []
     for storage, fraction in sorted(ours):
@@ -129,7 +129,7 @@ def _name(storage: str, sparsity: float) -> str:
 def _ours(
     rng: np.random.Generator, kind: str, k: int, n: int, sparsity: Sequence[float], group_size: int
 ) -> Iterator[tuple[tuple[str, float], TimedLayer]]:
-    """Yield one weight in dense storage, then pruned step by step, and pruned to 2:4 if half of it is to be zero."""
+    """Yield one weight in dense storage, then at each sparsity, and in 2:4 storage at a sparsity of one half."""
     weight = dense_peers.random_floats(rng, k, n) if kind == "bf16" else _random_integers(rng, kind, k, n)
     groups = -(-k // group_size) if kind == "int4" else 1
     scales = rng.random((groups, n), dtype=np.float32)
@@ -144,7 +144,7 @@ def _ours(
 
 
 def _two_of_four(weight: np.ndarray, fate: np.ndarray) -> np.ndarray:
-    """Return weight [k, n] with the two lowest of each four inputs of a column, by `fate`, set to zero."""
+    """Return weight [k, n] in which each four inputs of a column have zeros at the two lowest values of `fate`."""
     rows = -len(weight) % 4
     quads = np.pad(fate, ((0, rows), (0, 0))).reshape(-1, 4, weight.shape[1])
     kept = np.argsort(np.argsort(quads, axis=1, kind="stable"), axis=1) >= 2

@@ -16,7 +16,7 @@ from ortolan.graph_passes.registry import PASSES
 def read_recipes(texts: Sequence[str], sparsity: Sequence[float]) -> dict[str, Recipe]:
     """Read recipes [PRESET or FILE][:KEY=VALUE,…], by their name in the table.
 
-    A key is an argument of optimize_onnx that chooses the format, such as weights, the name of a pass to add, as in
+    A key is an argument of optimize_onnx that chooses the format, as in weights=int4, the name of a pass to add, as in
     ranges=true, or an option of a pass.
 
     Args:
@@ -44,11 +44,7 @@ def read_recipes(texts: Sequence[str], sparsity: Sequence[float]) -> dict[str, R
 
 
 def read_recipe(text: str) -> Recipe:
-    """Read one recipe; see `read_recipes`.
-
-    Raises:
-        RecipeError: It is unknown.
-    """
+    """Read one recipe; see `read_recipes`. Raises RecipeError if it is unknown."""
     name, _, settings = text.partition(":")
     given = _settings_of(settings)
     form = {key: value for key, value in given.items() if key in FORMAT_OPTIONS}

@@ -1,10 +1,11 @@
 """VNNISpMM on layers of BERT-Mini, BERT-Base and BERT-Large against ONNX Runtime's dense operators.
 
-One measurement is one weight shape, number of tokens (m) and number of threads: Ortolan at every sparsity and its peers
+A measurement is one weight shape, number of tokens (m) and number of threads: Ortolan at every sparsity, and its peers,
 in the same rounds (side_by_side.py).
 
-The operator is a node of an ORT session, float32 in and out, each token quantized: nine weights of the three models
-with ten numbers of tokens from 16 to 384, 90 shapes as in the paper (sparse-int8-transformers, Table 9).
+The operator is a node of an ORT session with float32 input and output, and quantizes each token. The 90 shapes are
+those of the paper (sparse-int8-transformers, Table 9): nine weights of the three models, ten numbers of tokens from 16
+to 384.
 
 Peers, with dense weights:
 
@@ -50,7 +51,7 @@ _OTHERS = {"matmul_integer": "ort_matmul_integer", "fp32": "ort_matmul_fp32"}
 
 
 def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
-    """Measure every shape, number of threads and sparsity. An interrupt ends it early, with what there is."""
+    """Measure every shape, number of threads and sparsity. An interrupt returns the results so far."""
     result = BenchResult(
         notes=["Times are of one layer, its weights cold. The peers' weights are dense."],
         summary_title="Speedup over DynamicQuantizeMatMul: best, and geometric mean of shapes; last columns: over "

@@ -2,8 +2,8 @@
 
 For 8-bit weights see w8a8_matmul.py.
 
-One measurement is one shape, batch (m) and number of threads: Ortolan and its peers on the same random weights, in
-groups of every size, in the same rounds (side_by_side.py). Layers of equal shape are one here.
+A measurement is one shape, batch (m) and number of threads: Ortolan and its peers on the same random weights, in groups
+of every size, in the same rounds (side_by_side.py). Layers of equal shape are measured once.
 
 Kinds of weights:
 
@@ -12,14 +12,14 @@ Kinds of weights:
     fractions      scales (q - zero_points / 16), for the same layers; MatMulNBits has integer zero points
     minimums       scales q + minimums, for the same layers; MatMulNBits has zero points instead
 
-scales: float32, as in MatMulNBits, whose scales have the type of x; or float16, which W4A8MatMul stores if that is
+Scales are float32, as in MatMulNBits, whose scales have the type of x, or float16, which W4A8MatMul stores if that is
 exact. Peers:
 
     ort_matmul_nbits_4_level_4    ORT MatMulNBits, blocks of the same size, x rounded to int8 as in W4A8MatMul
     ort_matmul_nbits_4_level_0    the same in float32
     ort_matmul_fp32               ORT MatMul on float32 weights: the unoptimized model
 
-With device="opencl", W4A8MatMul on an OpenCL device, for all calls, is timed against the CPU: ortolan_cpu.
+With device="opencl", W4A8MatMul runs on an OpenCL device, for all numbers of rows, against the CPU (ortolan_cpu).
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _prepare(shape: Shape, kinds: Sequence[str], group_sizes: Sequence[int]) -> 
 
 
 def _prepare_opencl(shape: Shape, kinds: Sequence[str], group_sizes: Sequence[int]) -> Setup:
-    """Return Ortolan's candidates of the CPU setup, each also on the device."""
+    """Return the candidates of Ortolan on the CPU, each also on the device."""
     on_cpu = _prepare(shape, kinds, group_sizes)
     candidates: dict[str, TimedLayer] = {}
     comparisons = []
@@ -185,7 +185,7 @@ def our_node(
         scales: float32 or float16 [groups, n].
         group_size: Inputs per scale.
         zero_points: uint8 [groups, n]; None: 8.
-        steps: Units of a zero point per integer step.
+        steps: Integer zero-point units in one step of q: 16 if zero points count sixteenths.
         minimums: [groups, n], of the type of scales.
     """
     k, n = q.shape

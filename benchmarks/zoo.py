@@ -1,10 +1,10 @@
 """The zoo: coverage, accuracy and speed for each architecture of models/zoo.py.
 
 For each model: the replaced parts of its graph, the similarity of the answers, and times against ONNX Runtime's float32
-and dynamic int8; also the unmodified dynamic int8 file on the execution provider.
+and dynamic int8. The dynamic int8 file also runs, unmodified, on the execution provider.
 
 Models have random weights, so the answers show how exact the operators are, not how good int8 is for a trained model.
-Encoders run 1 x 128 tokens, 3 seconds of sound, or one image; decoders one token after 128 others. Decoder caches stay
+Encoders run 1 x 128 tokens, 3 seconds of sound, or one image; decoders one token after 128 tokens. Decoder caches stay
 float32. Needs ortolan[optimum].
 """
 
@@ -67,12 +67,12 @@ class Study:
 
 
 def parts(folder: Path) -> list[Path]:
-    """Return the models of an export; of merged and separate decoders, the separate ones."""
+    """Return the models of an export. If it has merged and separate decoders, only the separate ones are returned."""
     return [path for path in sorted(folder.glob("*.onnx")) if path.stem != _MERGED]
 
 
 def study(architecture: Architecture, size: Size, source: Path, output: Path, weights: str) -> Study:
-    """Optimize one model of an architecture, with an exact cache if it has one."""
+    """Optimize one model of an architecture; caches stay float32."""
     cache = "float32" if architecture.task.endswith("-with-past") else None
     report = optimize_onnx(source, output, weights=weights, cache=cache)
     before, after = (_count(ir.load(path)) for path in (source, output))
@@ -102,11 +102,7 @@ def _count(model: ir.Model) -> Counter[str]:
 
 
 def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
-    """Measure the zoo.
-
-    Args:
-        options: kinds: names of architectures. quick: small models.
-        progress: Progress callback.
+    """Measure the zoo: the architectures named by `options.kinds`; with `options.quick`, small models.
 
     Raises:
         OrtolanError: A name is unknown, or Optimum is not installed.
