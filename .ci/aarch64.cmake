@@ -1,4 +1,4 @@
-# For aarch64 Linux, by Debian's cross compiler. PYTHON_MODULE_EXTENSION: pybind11 would take this machine's.
+# Toolchain for aarch64 Linux: Debian's cross compiler. Without PYTHON_MODULE_EXTENSION, pybind11 takes the host's.
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)
 set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)

@@ -1,8 +1,8 @@
 """Check the contents of wheels and the dependencies of their libraries, and print their sizes: check_wheel.py WHEEL ...
 
 A wheel holds the operator library, but no test code and no developer tools (tools/). Its libraries need only libc,
-libm, libstdc++ and their companions; in a manylinux wheel, no symbol of a later glibc than the wheel's name allows. The
-operator library exports only the functions that hosts call. `readelf` (binutils) reads libraries for any CPU.
+libm, libstdc++ and their companions. In a manylinux wheel, they use no glibc symbol later than the wheel's name allows.
+The operator library exports only the functions that hosts call. `readelf` (binutils) reads libraries for any CPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MANYLINUX = re.compile(r"manylinux_2_(\d+)_")
 
 def problems(wheel: str) -> list[str]:
     """Return the wheel's defects as messages."""
-    # A name may hold several tags; the latest glibc counts.
+    # A name may hold several manylinux tags; the latest glibc counts.
     manylinux = max(map(int, _MANYLINUX.findall(Path(wheel).name)), default=None)
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -49,12 +49,7 @@ def problems(wheel: str) -> list[str]:
 
 
 def library_problems(library: Path, glibc: int | None) -> list[str]:
-    """Return forbidden dependencies and exports of a library.
-
-    Args:
-        library: Path of an ELF shared library.
-        glibc: Latest allowed minor version of glibc, 28 for glibc 2.28; None allows any.
-    """
+    """Return forbidden dependencies and exports of an ELF library. glibc: latest allowed minor version; None: any."""
     found = []
     for needed in re.findall(r"\(NEEDED\).*\[(.+)\]", _readelf("--dynamic", library)):
         if not _LIBRARIES.fullmatch(needed):

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
 
-# What the boxes say besides the name of the package, and the folders that have no box of their own.
+# Box names with their captions, and folders without a box of their own.
 PYTHON = {
     "src/ortolan": "API, CLI, hosts",
     "train": "distillation in torch",
@@ -77,7 +77,7 @@ class Panel:
 def python_edges() -> Edges:
     """Return the packages that each Python package imports.
 
-    Imports of src/ortolan from below are left out: errors, progress and sessions, which all packages may use.
+    Imports of errors, progress and sessions of src/ortolan are left out, because all packages may use these.
     """
     roots = {"src/ortolan": "ortolan", "models": "ortolan.models", "benchmarks": "ortolan.benchmarks"}
     roots["graph_passes"] = "ortolan.graph_passes"

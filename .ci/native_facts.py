@@ -12,7 +12,7 @@ from pathlib import Path
 
 FOLDERS = ("ops", "src")
 MAX_LINES = 80
-# String and character literals and comments; line breaks are kept.
+# String and character literals and comments, which are removed; line breaks are kept.
 _NO_CODE = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
 _DIRECTIVE = re.compile(r"^[ \t]*#(?:[^\n\\]|\\\n?)*", re.MULTILINE)
 _SCOPE = re.compile(r"\b(namespace|class|struct|union|enum)\b|\bextern\s*$")

@@ -1,9 +1,8 @@
 """Run parts of the Makefile, two at a time: parts.py PART ... [then PART ...]
 
 Parts after `then` start when all parts before it have ended; a failed part does not stop the others. The cores are
-divided among the parts that run at the same time. Output is printed as it comes, prefixed with the part's name. The
-last lines list skipped tests by reason, then failures, since the end of a long output is what people read. Exits with 1
-if a part failed.
+divided among the parts that run at the same time. Output is printed as it arrives, prefixed with the part's name. The
+last lines list skipped tests by reason, then failures. Exits with 1 if a part failed.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 AT_ONCE = 2
-# As pytest -ra, tests/conftest.py and .ci/extra print them.
+# The formats of these lines are those of pytest -ra, tests/conftest.py and .ci/extra.
 _SKIPPED = re.compile(r"SKIPPED \[(\d+)\] \S+?:(?:\d+:)? (.*)")
 _FAILED = ("FAILED ", "ERROR ")
-# Lines of tests/conftest.py and of the Makefile on what was left out.
+# Notes that tests/conftest.py and the Makefile print on tests that did not run.
 _NOTES = ("kernels no test can run", "a sample: ")
 _NOT_RUN = "NOT RUN: "
 _TOTAL = re.compile(r"=*\s*((?:\d+ \w+, )*\d+ \w+) in [\d.]+s.*")
@@ -29,7 +28,7 @@ _TOTAL = re.compile(r"=*\s*((?:\d+ \w+, )*\d+ \w+) in [\d.]+s.*")
 
 @dataclass
 class Part:
-    """A target of the Makefile: its state, and what its output told."""
+    """A target of the Makefile: its state, and results read from its output."""
 
     name: str
     code: int = 0

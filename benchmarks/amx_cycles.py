@@ -12,7 +12,7 @@ with f16 scales and its group size, without sparsity.
             with one register per value. The limit is port 5, which kmov and both uops of vpexpand need. w4a8: the same
             without mask and vpexpand, and with one load for two rows.
     load    the tile once per 32 rows of x, and the tiles of x (shared by two panels); bf16 and int8 also load and store
-            the sums once per block, of which a quarter is counted for each tile
+            the sums once per block (a quarter counted per tile)
     TDP     one product per tile of 16 rows of x, full or not; two of half the depth in groups of 32
     scale   int4 and w4a8, at the end of each group: the sums leave the tile and are converted, scaled and added
     DRAM    the stored bytes of the tile at the bandwidth of a core: alone, or with all cores of the socket reading

@@ -235,7 +235,7 @@ def of_build(build: Path, mca_program: str, cpus: Sequence[str] | None) -> Itera
 
 
 def of_file(path: Path, function: str | None, mca_program: str, cpus: Sequence[str] | None) -> Iterator[str]:
-    """Yield the best loop on the first CPU for each kind of product in Arm code, among loops with 8 or more products."""
+    """Yield the best loop on the first CPU for each kind of product in Arm code, among loops with at least 8."""
     mca = Mca(mca_program, arm=True)
     cpus = cpus or CPUS["i8mm"]
     best: dict[str, tuple[float, int, list[str]]] = {}
@@ -243,7 +243,7 @@ def of_file(path: Path, function: str | None, mca_program: str, cpus: Sequence[s
         for body in innermost(instructions):
             for product, each in ARM_PRODUCTS.items():
                 count = sum(text.startswith(f"{product}\t") for text in body)
-        # Mixed loops are skipped: a product of another kind would count as one of this kind.
+                # Mixed loops are skipped: a product of another kind would count as one of this kind.
                 if count < 8 or any(
                     text.startswith(f"{other}\t") for other in ARM_PRODUCTS if other != product for text in body
                 ):

@@ -256,7 +256,7 @@ def _copies(arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
 
 
 def _count(bytes_each: int) -> int:
-    """Return the number of copies of a cache so that the L3 holds none of them, within the memory of one candidate."""
+    """Return the number of copies of a cache so that none stays in the L3, within the memory of one candidate."""
     return max(2, min(-(-4 * last_level_cache_bytes() // bytes_each), cold_bytes_each() // bytes_each))
 
 

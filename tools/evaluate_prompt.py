@@ -3,8 +3,8 @@
 python -m tools.evaluate_prompt --model smollm2-135m-instruct [--text FILE] [--windows N] [--run N]
 
 Each window of the text (by default, text sampled from the model) begins with the prompt; the rest is scored. The table
-uses float caches that are pruned as the pass prunes them; tokens after the prompt are exact. The operator also rounds
-queries and weights to bfloat16: --run scores some windows with the operator, token by token.
+is computed with float caches that are pruned as the pass prunes them; tokens after the prompt are exact. The operator
+also rounds queries and weights to bfloat16: --run scores some windows with the operator, token by token.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=512, help="tokens in a window")
     parser.add_argument("--prompt", type=int, default=256, help="tokens of the window that are the prompt")
     parser.add_argument(
-        "--sparsity", type=float, nargs="+", default=SPARSITIES, help="shares of keys and of values to prune"
+        "--sparsity", type=float, nargs="+", default=SPARSITIES, help="fractions of keys and of values to prune"
     )
     parser.add_argument(
         "--scope",

@@ -1,4 +1,4 @@
-"""Score pruning methods: what each costs a model.
+"""Score models pruned by each method.
 
 python -m tools.evaluate_pruning --model all-minilm-l6-v2 --calibration FILE --score sts-dev.csv
 python -m tools.evaluate_pruning --model smollm2-135m-instruct --calibration FILE --score FILE
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ortolan.models.tokenizer import TextTokenizer
 
 _INT4 = {"name": "quantize", "method": "gptq", "bits": 4}
-# The passes of each variant after normalize, without their shared settings (`steps`).
+# The passes of each variant after pass normalize, without the settings that all variants share (`steps`).
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "dense": [],
     "magnitude": [{"name": "prune"}],
@@ -71,7 +71,7 @@ def steps(variant: str, sparsity: float, pattern: str) -> list[dict[str, Any]]:
 def optimize_variant(
     files: ModelFiles, output: Path, variant: str, sparsity: float, pattern: str, calibration: Any
 ) -> float | None:
-    """Write the model of a variant, all of its nodes standard ones. Returns the mean error of its layers, if known."""
+    """Write a variant with standard operators only. Returns the mean error of its layers, if known."""
     from ortolan import Recipe, optimize_onnx
 
     recipe = Recipe.from_dict({"name": "variant", "pass": steps(variant, sparsity, pattern)})

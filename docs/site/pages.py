@@ -1,7 +1,7 @@
-"""A mkdocs hook: pages of the site that are stored elsewhere in the repository, and tables made from code.
+"""A mkdocs hook: adds pages whose text is elsewhere in the repository, and fills in tables made from code.
 
-Links are written for the repository. Here they become links to pages of the site, and links to files that are not on
-the site become their paths.
+Links in the text are written for the repository. The hook turns them into links to pages of the site; links to files
+that are not on the site become plain paths.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OPERATORS = (
     "opencl",
     "provider",
 )
-# Pages of the site, and the files of the repository that hold their text.
+# Page of the site -> the file of the repository that holds its text.
 ELSEWHERE = {
     "index.md": "README.md",
     **{f"operators/{name}.md": f"ops/{name}/README.md" for name in OPERATORS},
@@ -60,7 +60,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     place = page.file.src_uri
     path = ELSEWHERE.get(place, f"docs/{place}")
     text = rewrite_links(OPTIONS_MARKER.sub(lambda _: options_table(), markdown), path)
-    # In prose, "[K][64]" is a shape and not a reference link. Every second part is code.
+    # In prose, "[K][64]" is a shape and not a reference link. Every second part is a code span or block.
     parts = _CODE.split(text)
     return "".join(part if number % 2 else part.replace("][", "]\\[") for number, part in enumerate(parts))
 
@@ -72,17 +72,13 @@ def options_table() -> str:
     lines = ["| option | values | default | meaning |", "| --- | --- | --- | --- |"]
     for row in rows():
         name = f'<code class="nobreak">{row.name}</code>'
-        # Only text needs escaped pipes: in code they do not end a cell.
+        # Escape pipes only in the text: in code spans they do not end a cell.
         lines.append(f"| {name} | `{row.type}` | `{row.default}` | {row.help.replace('|', chr(92) + '|')} |")
     return "\n".join(lines)
 
 
 def rewrite_links(text: str, path: str) -> str:
-    """Rewrite the links of a file of the repository as links of the site.
-
-    Args:
-        text: The Markdown of the file.
-        path: The file, relative to the root of the repository.
+    """Rewrite the links of the file `path`, relative to the repository's root, as links of the site.
 
     Raises:
         PluginError: A link leads to a file that does not exist.

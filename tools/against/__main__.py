@@ -1,12 +1,12 @@
-"""Compare the kernels of another revision with this one, on the same models in turns.
+"""Compare the kernels of another revision with this one, on the same models, taking turns.
 
 python -m tools.against REVISION [--operators sparse_amx_matmul,w4a8_matmul,…] [--rows TEXT] [--threads 1,2]
     [--rounds N] [--isa NAME] [--quick] [--json FILE] [--library FILE]
 
 REVISION is built, once, into the cache folder (ORTOLAN_CACHE). It is compared with the installed package, so build that
-first. Run this in the source tree. Models are made once and opened by two processes of each library, pinned to the same
-CPUs, which run in turns. Calls of more than a millisecond on one thread are timed by the thread's CPU time, others by
-wall time.
+first. Run this in the source tree. A room is an operator, by the name of its folder in ops/. Each model is made once
+and opened by two processes of each library, pinned to the same CPUs, which take turns. Calls of more than a millisecond
+on one thread are timed by the thread's CPU time, others by wall time.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def read_rounds(text: str) -> int:
 
 
 def chosen_works(operators: str | None, part: str, quick: bool) -> list[Work]:
-    """Return the works of comma-separated operators whose row names contain `part`.
+    """Return the works (models and their rows) of comma-separated operators whose row names contain `part`.
 
     Raises:
         OrtolanError: An operator is unknown, or no row matches.

@@ -1,4 +1,4 @@
-"""Time the rows of both sides in turns (A B A B …), and rows that stand out again."""
+"""Time the rows of both sides in turns (A B A B …), and repeat rows with a conspicuous ratio."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Side = Literal["old", "new"]
 SIDES: tuple[Side, Side] = ("old", "new")
 
 STANDS_OUT = 0.95
-# Slow rows are repeated more often than fast ones. Fast ones are repeated too, so that noise does not bias the mean.
+# How often a slow or fast row is repeated. Fast rows are repeated too, so that noise does not bias the mean.
 _AGAIN_IF_SLOW, _AGAIN_IF_FAST = 2, 1
 _WARM_UP_SECONDS = 0.03
 _TURN_SECONDS = 0.06
@@ -38,9 +38,9 @@ _FEEDS = "feeds.npz"
 
 @dataclass(frozen=True)
 class Pace:
-    """Turns of each side per row, and the seconds of a turn.
+    """The number of turns of each side per row, and their seconds.
 
-    `repeats`: whether rows that stand out are measured again.
+    `repeats`: measure rows with a conspicuous ratio again.
     """
 
     rounds: int = 10
@@ -53,12 +53,7 @@ QUICK_PACE = Pace(2, 0.0, 0.0, repeats=False)
 
 
 def measure_again(ratio: float, repeated: int) -> bool:
-    """Return whether to measure a row again.
-
-    Args:
-        ratio: The old time over the new one.
-        repeated: How often the row was measured again already.
-    """
+    """Return whether to measure a row again that was repeated `repeated` times. ratio: old time / new time."""
     if ratio < STANDS_OUT:
         return repeated < _AGAIN_IF_SLOW
     return ratio > 1 / STANDS_OUT and repeated < _AGAIN_IF_FAST
@@ -77,13 +72,13 @@ def turn_of(seconds: float, threads: int, pace: Pace) -> Turn:
     """Return the turn for calls that take `seconds` on the slower side."""
     together = max(1, round(_SHORTEST_TIME / max(seconds, 1e-7)))
     count = max(1, round(pace.turn / (together * max(seconds, 1e-7))))
-    # CPU time excludes preemption, but is off by microseconds when it happens. Short calls use wall time, because they
-    # have enough undisturbed turns.
+    # CPU time excludes preemption, but then errs by microseconds. Short calls use wall time, because enough of their
+    # turns are undisturbed.
     return Turn(count, together, threads == 1 and seconds > _LONG_CALL)
 
 
 def rounds_of(seconds: float, pace: Pace) -> int:
-    """Return the number of rounds: fewer for long calls, and even, so that both pairs of processes get as many."""
+    """Return the number of rounds: fewer for long calls, and even, so that both pairs of processes get half."""
     turn = max(pace.turn, seconds) + max(pace.warm_up, seconds)
     wanted = max(min(pace.rounds, round(_ROW_SECONDS / (2 * turn))), min(pace.rounds, _FEWEST_ROUNDS))
     return -(-wanted // _PAIRS) * _PAIRS
@@ -91,9 +86,9 @@ def rounds_of(seconds: float, pace: Pace) -> int:
 
 @dataclass(frozen=True)
 class _Group:
-    """The processes of one number of threads: pairs that take turns.
+    """Processes with the same number of threads: pairs that take turns.
 
-    There are several pairs because the addresses of a process's memory change its times by some percent.
+    There are several pairs, because the memory addresses of a process change its times by some percent.
     """
 
     threads: int

@@ -1,4 +1,4 @@
-"""Models of one node repeated many times, in files that both sides open. Each copy has its own constants."""
+"""Models of one node, repeated with separate constants, in files that both sides open."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from ortolan.graph_passes.measure.machine import last_level_cache_bytes
 
 Feeds = Mapping[str, np.ndarray]
 
-# Bytes of weights that are written, mapped by both sides and read in turns: the memory of a comparison.
+# Weights of a comparison in bytes: both sides map one file, so this is also the memory.
 COLD_BYTES = 256 * 2**20
 _MOST_COPIES = 128
-# Most rows of x -> the divisor of these bytes for a model, so that a run does not take long. With more rows, layers are
-# compute-bound.
+# Most rows of x -> divisor of COLD_BYTES for a model, which shortens runs. With more rows, layers are compute-bound.
 _PARTS = {4: 1, 16: 4}
 _FEWEST_COPIES = 2
 _ALIGNMENT = 64
@@ -29,9 +28,9 @@ _OPSETS = {"": 17, "com.microsoft": 1, "ai.ortolan": 1}
 
 @dataclass(frozen=True)
 class TimedModel:
-    """A model file, and how to run it: one run is that of `copies` layers.
+    """A model file, and how to run it: one run computes `copies` layers.
 
-    See `feed` in worker.py for the other fields.
+    The other fields are arguments of `feed` in worker.py.
     """
 
     path: Path
@@ -50,7 +49,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Work:
-    """A model, written when its turn comes, and the rows of an operator that are measured with it."""
+    """A model and the rows of an operator that are measured with it. The model is written when its turn comes."""
 
     operator: str
     rows: tuple[Row, ...]
@@ -63,7 +62,7 @@ class Layer:
 
     Attributes:
         inputs: Names in order. Inputs that are not constants are fed; "" is omitted.
-        of_each_copy: Fed inputs that each copy has its own of.
+        of_each_copy: Fed inputs that are separate for each copy.
         present: Output -> the input in `of_each_copy` whose memory it is written to.
     """
 
@@ -89,7 +88,7 @@ def layer_of(node: Node) -> Layer:
 
 
 def copies_for(cold_bytes: int, rows: int) -> int:
-    """Return how many copies a run needs so that weights are cold, as far as memory allows."""
+    """Return the number of copies in a run that makes weights cold, as far as memory allows."""
     part = _part(rows)
     if part is None:
         return _FEWEST_COPIES
@@ -104,18 +103,11 @@ def _part(rows: int) -> int | None:
 def layers_work(
     operator: str, name: str, make: Callable[[], Layer], k: int, batch: Sequence[int], copies: int | None = None
 ) -> list[Work]:
-    """Return works that run the layer on x with these numbers of rows.
+    """Return works that run the layer on x [rows, k] for each number of rows in `batch`.
 
-    Rows that need equally cold weights share a model.
-
-    Args:
-        operator: The operator.
-        name: First part of the rows' names.
-        make: Makes the layer.
-        k: Columns of x.
-        batch: Numbers of rows.
-        copies: Number of copies; default: `copies_for`.
-    """
+        Numbers of rows that need equally cold weights share a model. `name` is the first part of the rows' names. Default
+    number of copies: `copies_for`.
+        """
     by_part: dict[int | None, list[int]] = {}
     for m in batch:
         by_part.setdefault(_part(m), []).append(m)
@@ -143,16 +135,9 @@ def write_layers(
     fed: Mapping[str, Sequence[int | None]],
     types: Mapping[str, type] | None = None,
 ) -> TimedModel:
-    """Write folder/model.onnx with `copies` nodes.
+    """Write folder/model.onnx with `copies` nodes, whose outputs are y0, y1 and so on.
 
-    The outputs are y0, y1, …
-
-    Args:
-        layer: The node.
-        copies: Number of nodes.
-        folder: Folder of the model.
-        fed: Shapes of the inputs that are not constants; None for a dynamic dimension.
-        types: Types of these inputs; default: float32.
+    fed: Shapes of the inputs that are not constants; None is a dynamic dimension. types: Their types; default: float32.
     """
     types = types or {}
     graph_inputs = [

@@ -128,7 +128,7 @@ def _optimized(model: ir.Model, folder: Path, recipe: Recipe, calibration: Seque
     source = folder / "source.onnx"
     ir.save(model, source, external_data=f"{source.name}.data")
     path = folder / "model.onnx"
-    # Without verification: answers of random weights mean nothing.
+    # Without verification: the answers of random weights are meaningless.
     chosen = replace(recipe, passes=tuple(step for step in recipe.passes if step.name != "verify"))
     optimize_onnx(source, path, recipe=chosen, calibration=[dict(feeds) for feeds in calibration])
     return TimedModel(path)

@@ -14,7 +14,7 @@ class WorkerProcess(Worker):
     """A worker that uses one library."""
 
     def __init__(self, library: Path, cpus: Sequence[int], threads: int, isa: str | None = None) -> None:
-        """Prepare a process pinned to these CPUs. isa: its ORTOLAN_ISA; None keeps that of this process."""
+        """Prepare a process pinned to these CPUs. isa: its ORTOLAN_ISA; None: the value in this process."""
         settings = {"library": str(library), "cpus": list(cpus), "threads": threads}
         super().__init__(_SCRIPT, settings, environment={} if isa is None else {"ORTOLAN_ISA": isa})
         self._model: Path | None = None

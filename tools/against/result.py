@@ -25,10 +25,10 @@ class RowResult:
     """Times of a layer or a model with the old and the new library, or the failure.
 
     Attributes:
-        noise: Relative difference between the minima of a side's odd and even turns, which run in two processes. The
-            ratio of equal sides may differ from 1 by as much.
+        noise: Relative difference between the minima of a side's odd and even turns, which run in two processes. With
+            equal libraries, the ratio may differ from 1 by this much.
         repeated: How often the row was measured again with new processes.
-        difference: Of the new answer from the old one, relative; None for equal bits.
+        difference: Relative difference of the answers; None for equal bits.
     """
 
     operator: str
@@ -119,7 +119,7 @@ class Comparison:
         return any(row.failure for row in self.rows)
 
     def means(self) -> dict[tuple[str, int], float]:
-        """Return geometric means of the ratios by operator and threads; "all" has those of all operators."""
+        """Return geometric means of the ratios by operator and threads; the key "all" is for all operators."""
         found: dict[tuple[str, int], list[float]] = {}
         measured = [row for row in self.rows if not row.failure]
         for row in measured:
@@ -155,7 +155,16 @@ class Comparison:
             title_justify="left",
             caption="ms per layer or model; ratio: old minimum / new minimum",
         )
-        for name in ("operator", "row", "threads", "old, min / median", "new, min / median", "ratio", "noise", "answers"):
+        for name in (
+            "operator",
+            "row",
+            "threads",
+            "old, min / median",
+            "new, min / median",
+            "ratio",
+            "noise",
+            "answers",
+        ):
             table.add_column(name, justify="left" if name in ("operator", "row") else "right", no_wrap=True)
         last = None
         for row in self.rows:
@@ -168,7 +177,9 @@ class Comparison:
         for name in ("operator", "threads", "rows", "ratio"):
             means.add_column(name, justify="left" if name == "operator" else "right")
         for (operator, threads), mean in self.means().items():
-            count = sum(not row.failure and row.threads == threads and operator in (row.operator, "all") for row in self.rows)
+            count = sum(
+                not row.failure and row.threads == threads and operator in (row.operator, "all") for row in self.rows
+            )
             means.add_row(operator, str(threads), str(count), f"{mean:.3f}x")
         header = [f"{name}: {text}" for name, text in self.header.items()]
         return Group(*header, table, means, *self._last_lines())

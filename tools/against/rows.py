@@ -1,6 +1,6 @@
-"""The rows: every kind of work of every operator, as calls in ONNX Runtime sessions.
+"""The rows: all kinds of work of every operator, as calls in ONNX Runtime sessions.
 
-Models are made here by the installed package and timed by both sides.
+The installed package makes the models here; both sides time them.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _epilogues(k: int, n: int) -> Mapping[str, Callable[[], Layer]]:
         return replace(layer, inputs=tuple(inputs), constants=constants, attributes=attributes)
 
     def normalized() -> Layer:
-        # Back to k columns: the sum with a residual, and its LayerNormalization.
+        # A second layer back to k columns, with a residual and its LayerNormalization.
         layer = block_layer(n, k, 0.8)
         norm = {"bias": normal(0, (k,)), "norm_weight": 1 + normal(1, (k,)) / 8, "norm_bias": normal(2, (k,))}
         names = dict(zip(("values", "indices", "starts", "scales"), layer.inputs[1:], strict=True))
@@ -224,7 +224,7 @@ _CALL = (64, 64)
 
 
 def _call() -> list[Work]:
-    """One row by 64 x 64 weights: the cost of calling an operator, alone in a run and among other nodes."""
+    """Return one row by 64 x 64 weights: the overhead of a call, alone in a run and among other nodes."""
     k, n = _CALL
     makers: dict[str, Callable[[], Layer]] = {
         "SparseAMXMatMul bf16": partial(sparse_layer, "bf16", k, n, None),
@@ -242,7 +242,7 @@ def _call() -> list[Work]:
 # ---- tables, products at run time ------------------------------------------------------------------------------------
 
 
-# Tables per run, because waking the other threads, once per run, takes as long as a lookup.
+# Tables per run: a run wakes the other threads once, which takes as long as one lookup.
 _TABLES = 8
 
 
@@ -363,7 +363,7 @@ def _exact_work(
 
 
 def _new_tokens(sizes: Sizes, count: int, total: int) -> dict[str, np.ndarray]:
-    """Query, key and value of `count` tokens, the last ones of `total`."""
+    """Return query, key and value of the last `count` of `total` tokens."""
     heads, kv_heads, width = sizes.heads
     widths = {"query": heads * width, "key": kv_heads * width, "value": kv_heads * width}
     feeds = {name: normal(seed, (1, count, size)) for seed, (name, size) in enumerate(widths.items())}
@@ -375,7 +375,7 @@ _PASTS = ("past_key", "past_value")
 
 
 def _cached_work(name: str, sizes: Sizes, context: int, d_sub: int | None, new_tokens: int) -> Work:
-    """New tokens behind others, in caches with free capacity: d_sub: of key codes; None: a cache of floats."""
+    """Return new tokens after cached tokens, in caches with free space. d_sub: of key codes; None: a float cache."""
     heads, kv_heads, width = sizes.heads
     total = context - nomad_attention.ROOM_LEFT
     attributes = {"num_heads": heads, "kv_num_heads": kv_heads, "causal": 1, "scale": width**-0.5}
@@ -412,7 +412,7 @@ def _cached_work(name: str, sizes: Sizes, context: int, d_sub: int | None, new_t
 
 
 def _behind_prompt_work(sizes: Sizes) -> Work:
-    """One token after a prompt that is part of the model, with 30 % of the keys and half of the values pruned."""
+    """Return one token after a prompt in the model, with 30 % of the keys and half of the values pruned."""
     heads, kv_heads, width = sizes.heads
     tokens = sizes.float_context
     given = _new_tokens(sizes, 1, tokens + 1)

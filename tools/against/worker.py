@@ -44,13 +44,13 @@ class Worker:
     def feed(
         self, feeds: str, answer: str, copies: int, of_each_copy: Sequence[str], in_place: Mapping[str, str]
     ) -> dict[str, Any]:
-        """Bind the inputs, run once and write the first output to `answer`. Answers the seconds of a run.
+        """Bind the inputs, run once and write the first output to `answer`. Replies with the seconds of a run.
 
         Args:
             feeds: An .npz file.
             answer: Path of the output.
             copies: Layers in the model.
-            of_each_copy: Inputs that each copy has one of: "name" is name0, name1, …, each with its own memory.
+            of_each_copy: Inputs that are separate for each copy: "name" is name0, name1, …, each in its own memory.
             in_place: Output -> the input whose memory it is written to.
         """
         self._call = None
@@ -84,13 +84,9 @@ class Worker:
         return {"seconds": time.perf_counter() - start}
 
     def time(self, count: int, together: int, cpu_time: bool, warm_up: float) -> dict[str, Any]:
-        """Run for `warm_up` seconds, at least once, then take `count` times. Answers the milliseconds of a run.
+        """Run for `warm_up` seconds, at least once, then measure `count` times. Replies with the milliseconds of a run.
 
-        Args:
-            count: Number of times.
-            together: Runs per time.
-            cpu_time: Whether to use this thread's CPU time instead of wall time.
-            warm_up: Untimed seconds.
+        A measurement has `together` runs. cpu_time: use this thread's CPU time instead of wall time.
         """
         call = self._call
         if call is None:

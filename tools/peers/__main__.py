@@ -5,13 +5,13 @@ python -m tools.peers [SECTION …] [--peer NAME … | all | none] [--model NAME
     [--page PAGE.md] [--pictures FOLDER] [--compare OLD.json]
 python -m tools.peers --from FILE.json [--page PAGE.md] [--pictures FOLDER] [--compare OLD.json]
 
-Each runtime is installed, on first use, into an environment of its own in the cache folder: about 6 GB for all, and
+On first use, each runtime is installed into an environment of its own in the cache folder: about 6 GB for all, and
 llama.cpp is compiled. Runtimes whose licenses allow evaluation only (deepsparse) run only if --peer names them. A
-runtime that cannot be installed or refuses a model is left out, and the result says why.
+runtime that cannot be installed or refuses a model is left out, and the result has the reason.
 
-Each configuration is a process pinned to the same CPUs; the processes are timed in turns. With --json, the rows of a
-model are written as soon as they are complete, and models that the file already has with these threads are not measured
-again. So an interrupted run can be continued, and one result can come from several commands.
+Each configuration is a process; all are pinned to the same CPUs and timed in turns. With --json, the rows of a model
+are written as soon as they are complete. Models that the file already has with these threads are not measured again, so
+an interrupted run can be continued, and one result can be made by several commands.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def begin(arguments: argparse.Namespace, command: str) -> PeersResult:
     """Return a new result, or the result that --json already has.
 
     Raises:
-        OrtolanError: The file is of another CPU or of other versions.
+        OrtolanError: The file has the result of another CPU or other versions.
     """
     new = PeersResult([command], date.today().isoformat(), arguments.note)
     if arguments.json is None or not arguments.json.is_file():
@@ -122,7 +122,7 @@ def begin(arguments: argparse.Namespace, command: str) -> PeersResult:
 
 
 def environments(asked: Sequence[str], result: PeersResult) -> dict[str, str]:
-    """Return the interpreter of each engine. Record the ones that cannot be installed in `result.left_out`."""
+    """Return the interpreter of each engine. `result.left_out` receives the engines that cannot be installed."""
     names = [] if _NONE in asked else list(asked)
     if _ALL in names:
         names = [name for name in REQUIREMENTS if name in names or name not in ASKED_FOR]

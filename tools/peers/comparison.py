@@ -1,4 +1,4 @@
-"""Measure one section: make, open and judge each configuration, then time all in turns at each work."""
+"""Measure a section: convert, open and judge each configuration, then time all in turns at each work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .configuration import Configuration, Runner, interleave
 from .result import PeersResult, Row
 from .verdict import counts_beside, is_no_worse
 
-OUTRUN = 1.25  # times
+OUTRUN = 1.25  # ratio of speeds
 Judge = Callable[[Runner], Mapping[str, float]]
 
 
@@ -63,7 +63,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Work:
-    """One kind of work. `given` is passed to the worker's engines; one copy's pass has `count` units.
+    """One kind of work. Engines receive `given`; a pass of one copy has `count` units.
 
     `after` names a cheaper work of the same kind: configurations that are far behind there skip this work.
     """
@@ -137,10 +137,11 @@ def compare(
 
 
 def outrun_by(row: Row, rows: Sequence[Row], work: str, threads: int) -> str | None:
-    """Return a row of the same side that makes this row irrelevant for longer works, or None.
+    """Return the name of a row that makes this row irrelevant for longer works, or None.
 
-    The other row does the work at least OUTRUN times as fast. For a row of Ortolan's it must be no less accurate; for a
-    peer's row, every row of Ortolan's that the peer counts beside must have such a faster peer.
+    That row is of the same side (Ortolan or peers) and at least OUTRUN times as fast. It makes a row of Ortolan
+    irrelevant if it is no less accurate. It makes a peer's row irrelevant if, for every row of Ortolan that the peer is
+    compared with, a peer that is at least OUTRUN times as fast is compared too.
     """
     speed = row.speed(work, threads)
     if speed is None:

@@ -18,17 +18,16 @@ from .result import Row, Speed
 
 WORKERS = Path(__file__).parent.with_name("workers")
 _LEAST_ROUNDS = 3
-_WARM_UP_SECONDS = 0.3  # per turn; longer than OpenMP threads of the previous turn keep spinning
-_TURN_SECONDS, _MOST_PASSES = 0.2, 200  # timed per turn, except in the first
+_WARM_UP_SECONDS = 0.3  # per turn; OpenMP threads of the previous turn spin for less time
+_TURN_SECONDS, _MOST_PASSES = 0.2, 200  # timed per turn, except in the first turn
 
 
 @dataclass(frozen=True)
 class Configuration:
     """A model in one runtime and format.
 
-    `name` is shown in tables. The worker script's `engine` makes `model` into its own format with `options`, in the
-    interpreter `python`. `exact` configurations compute in fp32 and must give the original's answers. A pass does the
-    work `copies` times.
+    Tables show `name`. The worker script's `engine`, run by the interpreter `python`, converts `model` with `options`.
+    `exact` configurations compute in fp32 and must give the original's answers. A pass does the work `copies` times.
     """
 
     name: str
@@ -42,7 +41,7 @@ class Configuration:
 
 
 class Runner:
-    """The process of a configuration. It is made once and can be opened many times, each time in a new process."""
+    """The process of a configuration. The model is converted once; each `open` starts a new process."""
 
     def __init__(self, configuration: Configuration, script: str, folder: Path) -> None:
         """Prepare the folder; start nothing.
@@ -83,7 +82,7 @@ class Runner:
             options=dict(one.options),
         )  # fmt: skip
         self._opened = made["opened"]
-        self.close()  # memory of the conversion does not count as the model's
+        self.close()  # so that the peak memory excludes the conversion
         return Row(section, model, one.name, one.engine, one.ours, made["call"], made["versions"], made["megabytes"])
 
     def open(self, threads: int, work: Mapping[str, Any]) -> tuple[float, float | None]:

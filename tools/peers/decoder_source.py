@@ -1,4 +1,4 @@
-"""Write the sources of all decoder configurations: a GGUF file, and an ONNX file and checkpoint of its weights."""
+"""Write the source files of all decoder configurations: a GGUF file, and its weights as ONNX file and checkpoint."""
 
 from __future__ import annotations
 

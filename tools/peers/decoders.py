@@ -38,8 +38,8 @@ _POSITIONS = CONTEXTS[-1] + 64  # the context length written into the model's fi
 _CALIBRATED, _LEAST_SENTENCE = 256, 60  # sentences, and characters of the shortest
 _EXACT = 1e-3  # allowed relative difference in perplexity between fp32 configurations
 
-# Settings of ONNX Runtime's quantizer. Without zero points: SmolLM2's file stores fractional minima, which integer zero
-# points cannot represent, and quality drops.
+# Settings of ONNX Runtime's quantizer, without zero points: the minima stored in SmolLM2's file are fractional, and
+# rounding them to integer zero points lowers quality.
 NBITS: Mapping[str, Mapping[str, Any]] = {
     "MatMulNBits g32": {"block_size": 32, "accuracy_level": 4},
     "MatMulNBits g128": {"block_size": 128, "accuracy_level": 4},
@@ -63,8 +63,8 @@ GGUF_LONG_FORMS = ("Q4_0", "Q8_0")
 class Source:
     """A model and the texts for it.
 
-    `gguf` and `onnx` have the same weights; `last` is the ONNX file that returns only the last token's logits, as other
-    runtimes do. `windows` are token ids to score, `texts` is a file to calibrate on.
+    `gguf` and `onnx` have the same weights. `last` is the ONNX file that returns only the last token's logits, as other
+    runtimes do. `windows` are token ids to score, `texts` is a file of calibration texts.
     """
 
     model: str
@@ -139,7 +139,7 @@ def make_source(job: Job, model: str, folder: Path) -> Source:
 
 
 def windows_of(ids: Sequence[int], window: int) -> list[list[int]]:
-    """Return windows in which each token but the first follows another one exactly once."""
+    """Return windows that score each token but the first once; each starts with the last token of the previous one."""
     return [list(ids[begin : begin + window]) for begin in range(0, len(ids) - 1, window - 1)]
 
 
@@ -196,7 +196,7 @@ def configurations_for(job: Job, source: Source) -> Iterator[Configuration]:
     for name, form in FORMS.items():
         if "cache" not in form:
             yield Configuration(f"Ortolan {name}", "ortolan", source.last, form, ours=True)
-        elif source.texts is not None:  # to calibrate on
+        elif source.texts is not None:  # calibration texts exist
             data = {"calibration": str(source.texts), "tokenizer": str(source.tokenizer)}
             yield Configuration(f"Ortolan {name}", "ortolan", source.last, {**form, **data}, ours=True)
     if source.model == SMOLLM2:
@@ -246,7 +246,7 @@ def _ctranslate2(job: Job, source: Source) -> Iterator[Configuration]:
 
 
 def _mistralrs(job: Job, source: Source) -> Iterator[Configuration]:
-    """Yield configurations on files that llama.cpp makes; llama.cpp also measures their perplexity.
+    """Yield configurations of GGUF files that llama.cpp quantizes and whose perplexity it measures.
 
     Raises:
         WorkerError: llama.cpp does not take part or cannot make a file.
@@ -281,7 +281,7 @@ def judge_for(source: Source) -> Judge:
                 )
             return {"perplexity": by_format[form]}
         rounded = not {"cache", "cache_ids"}.isdisjoint(runner.configuration.options)
-        # A rounded cache is read only at the next step, so it is scored one token at a time.
+        # A rounded cache affects only later steps, so the text is scored one token at a time.
         by_steps = rounded or runner.configuration.model == source.last
         work = {"kind": "score", "windows": source.windows, **({"step": 1} if by_steps else {})}
         total, tokens = runner.answer(work).sum(axis=0, dtype=float).tolist()

@@ -1,7 +1,7 @@
 """Batches of token ids that encoders are timed on, and the quality of their vectors.
 
 Works: shapes of random words, such as "8x64" (texts x tokens); "mixed 8-256", random words of 8 to 256 tokens
-(uniform), and "STS-B", sentences of its file, in batches in the order given; "…, sorted" sorts the texts by length
+(uniform), and "STS-B", sentences of its file, both in batches in the given order. "…, sorted" sorts the texts by length
 first.
 """
 
@@ -27,9 +27,9 @@ UNIT = "texts/s"
 SORTED = ", sorted"
 MIXED, STS = "mixed 8-256", "STS-B"
 _LENGTHS = (8, 256)
-# (texts, tokens) -> batches in a pass, enough that timer resolution and jitter do not matter.
+# (texts, tokens) -> batches in a pass, enough to make timer resolution and jitter negligible.
 SHAPES = {(1, 16): 32, (1, 128): 8, (8, 64): 2, (1, 256): 4, (8, 512): 1}
-_SAME = 0.9999  # least cosine between vectors that are computed in fp32
+_SAME = 0.9999  # least cosine between vectors of two fp32 computations
 
 
 def random_texts(inputs: Sequence[str], count: int, lengths: tuple[int, int]) -> list[Feeds]:
@@ -39,7 +39,7 @@ def random_texts(inputs: Sequence[str], count: int, lengths: tuple[int, int]) ->
 
 
 def sts_texts(encoder: Encoder, path: Path, count: int) -> list[Feeds]:
-    """Return sentences that are evenly spread over the file, because its parts differ."""
+    """Return sentences evenly spread over the file, because its parts have different kinds of text."""
     lines = [line.split("\t") for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     sentences = [columns[column] for columns in lines for column in (5, 6)]
     chosen = np.linspace(0, len(sentences), min(count, len(sentences)), endpoint=False).astype(int)
@@ -113,8 +113,7 @@ class Answers(Protocol):
 class EncoderJudge:
     """The quality of an encoder: the mean cosine to the first configuration's vectors, which are computed in fp32.
 
-    With the STS-B file, the sentences are STS-B's, and Spearman's correlation is measured too; else they are the
-    built-in ones.
+    The sentences are those of the STS-B file, which also gives Spearman's correlation. Without it, they are built in.
     """
 
     def __init__(self, job: Job, encoder: Encoder, folder: Path) -> None:
@@ -156,7 +155,7 @@ class EncoderJudge:
 
 
 class _Sentences:
-    """The encoder that `spearman_on_sts` calls. It keeps the vectors."""
+    """The encoder that `spearman_on_sts` calls; it keeps the vectors for the cosine."""
 
     def __init__(self, answer: Callable[[Sequence[Feeds]], np.ndarray], encoder: Encoder) -> None:
         self._answer, self._encoder = answer, encoder

@@ -25,9 +25,9 @@ ONNX, CHECKPOINT = "ONNX file", "transformers folder"
 
 @dataclass(frozen=True)
 class Variant:
-    """A configuration before its paths are known.
+    """A configuration whose paths are not known yet.
 
-    `source` is what it is made from, as `Source` knows it. A `calibrated` variant gets batches for calibration.
+    `source` names its input file, as `Source.path` takes it. A `calibrated` variant gets batches for calibration.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Variant:
     calibrated: bool = False
 
 
-# Attention sums in the order that is fastest on this CPU, so the bits differ between CPUs.
+# Attention may add in the order that is fastest on this CPU, so the bits differ between CPUs.
 ANY_ORDER = {"fuse_attention.any_order": True}
 # The first variant is the reference of all others.
 ONNX_RUNTIME = (Variant(FP32, "onnxruntime", exact=True), Variant(INT8, "onnxruntime", {"quantized": True}))

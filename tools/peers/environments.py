@@ -2,8 +2,8 @@
 
     python = make_environment("openvino", print)
 
-Environments are folders of the cache, made by venv and pip on first use and again when requirements change. pip uses
-its configured indices, so a CPU build of torch is installed if one of them has it.
+Environments are in the cache folder, made by venv and pip on first use and again when requirements change. pip uses its
+configured indices, so a CPU build of torch is installed if one of them has it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TORCH, _TRANSFORMERS = "torch==2.13.0", "transformers==5.23.0"
 
 _MAY_HAVE_AMX = sys.platform == "linux" and platform.machine() == "x86_64"
 
-# By engine, as the workers call it. Pinned, because results of other versions are not comparable.
+# By engine name. Versions are pinned, because results of other versions are not comparable.
 REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "openvino": ("openvino==2026.4.1", "nncf==3.4.0"),
     "ctranslate2": ("ctranslate2==4.8.5", _TRANSFORMERS, _TORCH),
@@ -36,8 +36,8 @@ REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "mistralrs": ("mistralrs==0.9.5", "numpy"),
     "deepsparse": ("deepsparse==1.8.0",),
 }
-# Environment variables for pip, for packages that are compiled here. GCC 12 to 15 remove ggml's stores to memory that
-# only AMX instructions read, such as the tile configuration, so dead store elimination is off. Vision is not needed.
+# Environment variables for packages that pip compiles here. GCC 12 to 15 remove ggml's stores to memory that only AMX
+# instructions read, such as the tile configuration, so dead store elimination is off. Vision is not needed.
 _VARIABLES: Mapping[str, Mapping[str, str]] = {
     "llama.cpp": {
         "CMAKE_ARGS": "-DLLAVA_BUILD=OFF",

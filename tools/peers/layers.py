@@ -28,14 +28,14 @@ from .verdict import LAYERS as SECTION
 SCRIPT = "layers.py"
 ROWS = (1, 8, 128)
 JUDGED_ROWS = 8
-_MEMORY = 6e9  # bytes for the weights of all configurations; runtimes hold up to twice as much
+_MEMORY = 6e9  # bytes for the weights of all configurations; runtimes may hold twice as much
 _LEAST_COPIES = 4
-_MOST_ERROR = 0.5  # more is a wrong answer
+_MOST_ERROR = 0.5  # a larger relative error is a wrong answer
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A weight W [k, n]. `zeros` is the share of zero weights."""
+    """A weight W [k, n]. `zeros` is the fraction of zero weights."""
 
     name: str
     k: int
@@ -45,7 +45,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Variant:
-    """A layer in one runtime and format. `bits` per weight, roughly, determine how many copies are cold."""
+    """A layer in one runtime and format. `bits` per weight, roughly, determine the number of copies that are cold."""
 
     name: str
     engine: str
@@ -85,7 +85,7 @@ SPARSE = (
     Variant("Ortolan sparse int8", "ortolan", 5, {"choices": {"weights": "int8", "sparsity": 0.5}}),
     Variant("Ortolan sparse int4", "ortolan", 3.1, {"choices": {"weights": "int4", "sparsity": 0.5}}),
 )
-# Its default (bf16 on CPUs that multiply it), and inputs rounded to int8, which is faster with few rows.
+# OpenVINO's default (bf16 on CPUs with bf16 products), and inputs rounded to int8, which is faster with few rows.
 OPENVINO_PRECISIONS: Mapping[str, Mapping[str, str]] = {
     "default": {},
     "int8 inputs": {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"},
@@ -200,9 +200,9 @@ def configurations_of(job: Job, layer: Layer, weights: Path) -> Iterator[Configu
 
 
 def cold_copies(bytes_each: int, configurations: int) -> int:
-    """Return how many copies of a layer to use so that none stays in a cache, within the memory for all configurations.
+    """Return the number of copies of a layer with which no cache holds one, within the memory for all configurations.
 
-    A virtual machine may report the L3 of the whole server, so copies four times that size may not fit.
+    A virtual machine may report the L3 of the whole server, so four times that size may exceed the memory.
     """
     affordable = int(min(_MEMORY, cold_budget()) / configurations / bytes_each)
     return max(_LEAST_COPIES, min(copies_to_stay_cold(bytes_each), affordable))

@@ -27,7 +27,7 @@ MODELS: Mapping[str, str] = {
     "smollm2-135m-instruct": "SmolLM2-135M-Instruct",
     "stories15m": "stories15M",
 }
-# Features in a CPU's name, as `cpu_name` writes them, from the best on.
+# Features in a CPU's name, as `cpu_name` writes them, the best first.
 _FEATURES = {"amx": "AMX", "avx512": "AVX-512", "avx2": "AVX2"}
 
 
@@ -37,7 +37,7 @@ def runtime_of(row: Row) -> str:
 
 
 def form_label(row: Row) -> str:
-    """Return a form's name with its runtime's name in full: "PyTorch bf16" for "torch bf16"."""
+    """Return a row's format with its runtime's full name: "PyTorch bf16" for "torch bf16"."""
     for short, full in (("ORT ", "ONNX Runtime "), ("torch ", "PyTorch ")):
         if row.name.startswith(short):
             return full + row.name.removeprefix(short)

@@ -16,7 +16,7 @@ try:
 except ImportError:
     raise OrtolanError("the page needs jinja2; install it with: pip install jinja2") from None
 
-# Picture -> its text for readers who do not see it.
+# Picture -> its alternative text.
 PICTURE_TEXTS: Mapping[str, str] = {
     "summary": "Embedding and decoding speed by runtime",
     "context": "Decoding speed by context length",
@@ -41,10 +41,7 @@ def render(template: str, values: Mapping[str, object]) -> str:
 def write(result: PeersResult, data: str | None = None, folder: str | None = None) -> str:
     """Return the page as Markdown.
 
-    Args:
-        result: The result to show.
-        data: Path of the result's file, relative to the page; None for no link.
-        folder: Folder of the pictures, relative to the page; None for no pictures.
+    data, folder: The result's file and the folder of pictures, relative to the page; None for no links or pictures.
     """
     found = [one for one in verdicts(result) if one.threads is not None]
     compared = sorted((one for one in found if one.ratio is not None), key=lambda one: (one.ratio or 0.0) >= 1.0)
@@ -73,7 +70,7 @@ def figure(value: float) -> str:
 
 
 def _model(name: str) -> str:
-    """Return a model's name as its authors write it; "all-minilm-l6-v2, 80 %" keeps what follows the comma."""
+    """Return a model's name as its authors write it; "all-minilm-l6-v2, 80 %" keeps the part after the comma."""
     first, comma, rest = name.partition(",")
     return MODELS.get(first, first) + comma + rest
 
@@ -92,7 +89,7 @@ def _compared_cells(one: Verdict, several: bool) -> list[str]:
 
 
 def _form(row: Row) -> str:
-    """Return the name of one of Ortolan's forms without "Ortolan"."""
+    """Return the name of one of Ortolan's configurations without "Ortolan"."""
     return row.name.removeprefix("Ortolan").strip(", ") if row.ours else row.name
 
 

@@ -1,8 +1,8 @@
 """Draw the pictures of a result, each for light and for dark pages: peers-NAME-light.svg, peers-NAME-dark.svg.
 
-summary    two panels of bars, embeddings and decoding: the fastest form of each runtime at equal quality
-context    tokens decoded per second after contexts of several lengths, the fastest form of each runtime
-shapes     encoders: speedup over ONNX Runtime in fp32 by batch and length, the fastest form of each runtime
+summary    two panels of bars, embeddings and decoding: the fastest format of each runtime at equal quality
+context    tokens decoded per second after contexts of several lengths, the fastest format of each runtime
+shapes     encoders: speedup over ONNX Runtime in fp32 by batch and length, the fastest format of each runtime
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ except ImportError:
 THREADS = 1  # in every picture
 MOST_RUNTIMES = 5
 OURS = RUNTIMES["ortolan"]
-# Panel: section; works and their captions, the first that was timed is shown; unit.
+# Panel -> section; works and their captions, where the first timed work is shown; unit.
 _PANELS = {
     "Embeddings": (
         ENCODERS,
@@ -47,7 +47,7 @@ _STEP = re.compile(r"step at (\d+)")
 _FP32 = "ORT fp32"
 _WIDTH = 8.3  # inches: a README's column of 830 pixels at 100 dpi
 _LABEL_HEIGHT, _LETTER = 13.0, 6.0  # points: the height of a line's name, the width of a letter
-# Runtimes that share a color never share a picture.
+# Runtimes with equal colors never appear in one picture.
 _COLORS = {
     "ONNX Runtime": 0, "OpenVINO": 1, "llama.cpp": 1, "CTranslate2": 2, "PyTorch": 3, "mistral.rs": 4, "DeepSparse": 4,
 }  # fmt: skip
@@ -98,7 +98,7 @@ def draw_all(result: PeersResult, folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Panel:
-    """Speeds of runtimes at one work, Ortolan's first, the others from the fastest on."""
+    """Speeds of runtimes at one work: Ortolan first, then other runtimes from the fastest on."""
 
     title: str
     model: str
@@ -131,7 +131,7 @@ def _speeds_beside(verdict: Verdict, result: PeersResult) -> dict[str, float]:
 
 
 def _fastest_forms(rows: Iterable[Row], work: str) -> dict[str, Row]:
-    """Runtime -> its fastest form at the work, of runtimes other than Ortolan."""
+    """Runtime -> its fastest row at the work, for all runtimes except Ortolan."""
     fastest: dict[str, Row] = {}
     for row in rows:
         name = runtime_of(row)
@@ -220,7 +220,7 @@ def draw_context(result: PeersResult, theme: Theme) -> Any:
 
 
 def _context_lines(model: str, rows: Sequence[Row], result: PeersResult) -> dict[str, list[tuple[int, float]]]:
-    """Runtime -> (context, speed) of its fastest form at the second shortest context, which every runtime reaches.
+    """Runtime -> (context, speed) of one row: its fastest at the second shortest context, which every runtime reaches.
 
     Empty with fewer than two contexts.
     """
@@ -250,7 +250,7 @@ def _name_lines(plot: Any, lines: Mapping[str, Sequence[tuple[int, float]]], the
     """Write each line's name to the right of its last point, moved up or down where it would overlap something."""
     plot.figure.draw_without_rendering()
     scale = 72.0 / plot.figure.dpi
-    taken = []  # points of the figure that lines or names cover
+    taken = []  # points of the figure covered by lines or names
     for line in lines.values():
         corners = plot.transData.transform(line) * scale
         for begin, end in itertools.pairwise(corners):
@@ -303,7 +303,7 @@ def draw_shapes(result: PeersResult, theme: Theme) -> Any:
 
 
 def _bars(rows: Sequence[Row]) -> tuple[list[str], dict[str, list[float]]]:
-    """Return the shapes, and by runtime the speedup over fp32 of its fastest form with a cosine of 0.99; 0 for none."""
+    """Return the shapes, and by runtime the speedup over fp32 of its fastest row with a cosine of 0.99, or 0."""
     base = next((row for row in rows if row.name == _FP32), None)
     if base is None:
         return [], {}
@@ -355,7 +355,7 @@ def _caption(result: PeersResult) -> str:
 
 
 def _save(figure: Any, path: Path) -> None:
-    """Write the figure as SVG. The same figure gives the same bytes."""
+    """Write the figure as SVG. Equal figures give equal bytes."""
     with matplotlib.rc_context({"svg.hashsalt": "ortolan"}):
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
 

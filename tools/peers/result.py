@@ -31,10 +31,10 @@ class Speed:
 
 @dataclass
 class Row:
-    """One configuration of a model, with what was measured.
+    """One configuration of a model, with its measurements.
 
     Rows are compared within `section` and `model`. `quality` maps measures to values (see verdict.py). `load_seconds`
-    is the time from the file to the first answer, `peak_megabytes` the process's peak memory until then.
+    is the time from opening the file to the first answer, `peak_megabytes` the process's peak memory until then.
     """
 
     section: str
@@ -101,11 +101,10 @@ class PeersResult:
             ) from None
 
     def add(self, row: Row) -> Row:
-        """Return the existing row of the same configuration, or add this one and return it.
+        """Return the existing row of the same configuration, or add this row and return it.
 
         Raises:
-            WorkerError: The existing row has another size or quality, as happens for formats that are chosen by
-                measurement.
+            WorkerError: The existing row has another size or quality. This can happen if measurement chooses formats.
         """
         key = (row.section, row.model, row.name)
         for one in self.rows:

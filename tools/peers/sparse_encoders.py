@@ -1,7 +1,7 @@
 """Compare pruned text encoders, with 80 % or 90 % of the 4x1 blocks zero, in texts per second.
 
 All runtimes get the same weights: a float model pruned by magnitude, without training. Its answers are far from the
-original's, so a runtime's quality is its distance to the pruned model in fp32.
+original's, so quality is the distance to the pruned model in fp32.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def measure(job: Job, result: PeersResult) -> None:
 
 
 def prune(encoder: Encoder, sparsity: float, folder: Path) -> Encoder:
-    """Return the encoder with this share of its blocks zero, in floats."""
+    """Return the encoder as floats, with this fraction of its blocks zero."""
     passes = [{"name": "normalize"}, {"name": "prune", "method": "magnitude", "pattern": "4x1", "sparsity": sparsity}]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "pruned.onnx"

@@ -14,10 +14,10 @@ ENCODERS, SPARSE_ENCODERS, DECODERS, LAYERS = "encoders", "sparse encoders", "de
 SECTIONS = (ENCODERS, SPARSE_ENCODERS, DECODERS, LAYERS)
 
 LONG_STEP = "step at 16384"
-COSINE = 0.99  # to fp32: at least this counts as equal; less is not recommended
-_PERPLEXITY = 1.01  # times
-_ERROR = 1.1  # times
-_CHANGED = 0.05  # of a speed
+COSINE = 0.99  # to fp32: encoders with at least this cosine count as equal; a smaller one is not recommended
+_PERPLEXITY = 1.01  # largest ratio to Ortolan's perplexity that counts as equal
+_ERROR = 1.1  # largest ratio to Ortolan's error that counts as equal
+_CHANGED = 0.05  # least relative change of a speed that is reported
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ def goal_of(section: str, work: str) -> float:
 class Verdict:
     """A comparison at one work.
 
-    Values are in `unit`; for "s" and "MB" less is better. `peer` and `peer_value` have None for no peer of equal
-    quality, `threads` for load time and file size.
+    Values are in `unit`; for "s" and "MB" less is better. `peer` and `peer_value` are None without a peer of equal
+    quality; `threads` is None for load time and file size.
     """
 
     section: str
@@ -167,7 +167,7 @@ def _speed_verdict(ours: Row, rows: Sequence[Row], work: str, threads: int) -> V
 
 
 def _least(ours: Row, peers: Sequence[Row], work: str, unit: str, value: Callable[[Row], float]) -> Verdict:
-    """Compare with the peer that needs least. The goal is 1."""
+    """Compare with the peer that has the smallest value. The goal is 1."""
     peer = min(peers, key=value) if peers else None
     its = None if peer is None else value(peer)
     return Verdict(ours.section, ours.model, work, None, ours, peer, value(ours), its, unit, 1.0)

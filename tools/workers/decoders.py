@@ -1,4 +1,4 @@
-"""Decoders in several runtimes: token ids in; prompts, steps of greedy decoding, or the probability of text.
+"""Decoders in several runtimes: prompts, steps of greedy decoding, or the probability of a text, from token ids.
 
     python -P serve.py decoders.py '{"threads": 1, "cpus": [0]}'
 
@@ -11,8 +11,8 @@ Work is a dict:
                                                         all tokens but the first, and their number. "step" tokens are
                                                         run at a time, by default a whole window
 
-The engines' docstrings name the packages that they need. This file is run as a script, by interpreters that have no
-Ortolan except for the first two engines; runtimes are imported when a model is opened.
+The engines' docstrings name the packages that they need. Interpreters run this file as a script, without Ortolan except
+for the first two engines. Runtimes are imported when a model is opened.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _FILES = ("calibration", "tokenizer")  # arguments of optimize_onnx that are pat
 class Part:
     """One part of a pass.
 
-    With `steps`: greedy steps after `ids`, or, without ids, after `context` tokens in the cache. Without: the ids
-    themselves are run. `score`: tokens to run at a time when the ids are scored; 0 if they are not.
+    With `steps`, greedy steps after `ids` or, without ids, after `context` tokens in the cache. Without `steps`, the
+    ids are run. `score`: tokens to run at a time when the ids are scored; 0 if they are not scored.
     """
 
     ids: Sequence[int]
@@ -136,7 +136,7 @@ def any_ids(tokens: int) -> list[int]:
 class _Onnx(DecoderEngine):
     """A decoder run by ortolan.generate.Decoder, with past and present in one buffer."""
 
-    _FILLED = 512  # tokens that are run; their cache is repeated
+    _FILLED = 512  # tokens that are run to fill a cache; longer caches repeat them
 
     def __init__(self, threads: int, model: str) -> None:
         self._path = model
@@ -250,7 +250,7 @@ class LlamaCpp(DecoderEngine):
         """Quantize the file.
 
         Options: `form`, a llama.cpp format such as "Q4_K_M" for its quantizer, by default the file as it is; `cache`,
-        the type of keys and values, by default F16. llama.cpp chooses whether to use flash attention.
+        the type of keys and values, by default F16. llama.cpp decides about flash attention.
         """
         steps, form, cache = [], options.get("form"), options.get("cache", "F16")
         if form is not None:
@@ -358,7 +358,7 @@ class GenAi(DecoderEngine):
     def make_room(self, tokens: int) -> None:
         """Make an empty cache."""
         settings = self._api.GeneratorParams(self._model)
-        length = min(tokens + 2, self._longest)  # GenAI stops when no room is left after a token
+        length = min(tokens + 2, self._longest)  # GenAI stops after a token that fills the cache
         settings.set_search_options(max_length=length, min_length=length, do_sample=False)
         self._generator = self._api.Generator(self._model, settings)
 
@@ -408,7 +408,7 @@ class Torch(DecoderEngine):
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
         """Write the model.
 
-        form: "fp32"; "bf16", stored as such; "int8", quantized by quantize_dynamic when it is opened.
+        form: "fp32"; "bf16", stored in bf16; "int8", quantized by quantize_dynamic when it is opened.
         """
         form = options["form"]
         calls = ["AutoModelForCausalLM.from_pretrained(folder, attn_implementation='sdpa')", "StaticCache"]
@@ -493,7 +493,7 @@ class CTranslate2(DecoderEngine):
         self._words = json.loads(Path(folder, "vocabulary.json").read_text(encoding="utf-8"))
 
     def prepare(self, work: Mapping[str, Any]) -> list[Part]:
-        """Return the parts; windows are scored whole, because the cache takes no tokens from outside."""
+        """Return the parts. Windows are scored as a whole, because the cache takes no tokens from outside."""
         if "step" in work:
             raise ValueError("step-wise scoring needs a cache that takes tokens, which CTranslate2 lacks")
         return super().prepare(work)
@@ -509,7 +509,7 @@ class CTranslate2(DecoderEngine):
         """Do nothing: each call has its own cache."""
 
     def feed(self, ids: Sequence[int]) -> np.ndarray:
-        """Return the chosen token: the logits of the last token alone are not available."""
+        """Return the token that CTranslate2 chose, because it does not return the logits of the last token alone."""
         return np.array([next(self._generate(ids, 1)).token_id])
 
     def feed_all(self, ids: Sequence[int]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Text encoders in several runtimes: token ids in, one unit vector per text out, the mean of its tokens' vectors.
+"""Text encoders in several runtimes: from token ids to one unit vector per text, the mean of its tokens' vectors.
 
 serve.py runs this script. Work is {"batches": PATH}, an .npz file: ids_0, mask_0 and types_0 are int64 [texts, tokens]
 of the first batch, padded at the end. A part of a pass is a batch.
@@ -24,7 +24,7 @@ else:
     from engine import Engine, EngineWorker, Made, megabytes, ort_options, with_data
 
 _LONGEST = 512  # tokens in a text
-_WORDS = 1 << 15  # more than the vocabularies here have
+_WORDS = 1 << 15  # exceeds the vocabularies here
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class Ortolan(EncoderEngine):
         """Optimize the model.
 
         Options: `choices`, arguments of optimize_onnx; `more`, a pass to add to their recipe; `changed`, options of the
-        recipe; `calibration`, batches; `tokenizer`, a tokenizer.json, which names the padding token; `batch_tokens` of
-        a session run, by default one run per batch.
+        recipe; `calibration`, batches; `tokenizer`, a tokenizer.json, which names the padding token; `batch_tokens`,
+        tokens of one session run, by default one run per batch.
         """
         ortolan = importlib.import_module("ortolan")
         path, choices = folder / "fast.onnx", options["choices"]
@@ -213,7 +213,7 @@ class OpenVino(EncoderEngine):
         self._request = self._of_any_shape = compiled.create_infer_request()
 
     def get_ready(self, parts: list[Any]) -> None:
-        """Compile a model of fixed shape if all batches have one shape; it is faster than one of dynamic shape."""
+        """Compile for one fixed shape if all batches have it, because a model of dynamic shape is slower."""
         self._request = self._of_any_shape
         shapes = {mask.shape for _, mask in parts}
         if len(shapes) == 1:
@@ -368,7 +368,8 @@ class SentenceTransformers(EncoderEngine):
 class FastEmbed(EncoderEngine):
     """fastembed on the ONNX file, as a custom model.
 
-    It takes texts, not ids, so a tokenizer whose words are numbers turns them into ids. Token types are zero.
+    It takes texts, not ids, so each id is written as a word, and a tokenizer turns the words back into ids. Token types
+    are zero.
     """
 
     packages = ("fastembed", "onnxruntime")
@@ -376,7 +377,7 @@ class FastEmbed(EncoderEngine):
 
     @classmethod
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
-        """Link the model and write the tokenizer of numbers."""
+        """Link the model and write the tokenizer of ids."""
         cls._write_tokenizer(folder)
         for path in with_data(model):
             # A hard link, because ONNX Runtime resolves symbolic links and wants external data beside the model.
@@ -407,7 +408,7 @@ class FastEmbed(EncoderEngine):
             pooling=description.PoolingType.MEAN,
             normalization=True,
             sources=description.ModelSource(url="file://local"),  # required, but unused with a path
-            dim=1,  # only a description
+            dim=1,  # not used by the computation
             model_file=model,
             additional_files=data,
         )
@@ -425,7 +426,7 @@ class FastEmbed(EncoderEngine):
 
 
 class DeepSparse(EncoderEngine):
-    """DeepSparse on an ONNX file, compiled for each shape of a batch, which is fastest."""
+    """DeepSparse on an ONNX file, compiled for each batch shape, its fastest mode."""
 
     packages = ("deepsparse", "numpy")
     modules = ("deepsparse",)
@@ -443,7 +444,7 @@ class DeepSparse(EncoderEngine):
         graph = (
             importlib.import_module("onnx").load(model, load_external_data=False).graph
         )  # deepsparse depends on onnx
-        for path in with_data(model):  # it writes the shapes into the file that it compiles
+        for path in with_data(model):  # copied, because it writes the shapes into the file that it compiles
             shutil.copyfile(path, folder / path.name)
         opened = {"path": str(folder / model.name), "inputs": [value.name for value in graph.input]}
         return Made(opened, call, megabytes(*with_data(model)))

@@ -1,6 +1,6 @@
-"""Base classes of the worker scripts: an engine is made once, opened by another process, given work and timed.
+"""Base classes of the worker scripts. An engine is made once, then opened by another process, given work and timed.
 
-The scripts beside this file load it, in interpreters (3.11 or later) that have numpy and no Ortolan.
+The scripts beside this file load it, in interpreters (3.11 or later) that have numpy but not Ortolan.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Engine(ABC):
     Attributes:
         packages: Packages whose versions are recorded.
         modules: Modules to import before the load time is measured.
-        environment: Variables to set before.
+        environment: Environment variables to set before these imports.
     """
 
     packages: ClassVar[tuple[str, ...]]
@@ -71,7 +71,7 @@ class Engine(ABC):
     def get_ready(self, parts: list[Any]) -> None:  # noqa: B027
         """Compile for the shapes of the parts; not timed.
 
-        Not called at opening, so the load time includes compilation.
+        Opening does not call it, so the load time includes compilation.
         """
 
     def set_up(self, part: Any) -> None:  # noqa: B027
@@ -100,7 +100,7 @@ class EngineWorker:
         }
 
     def make(self, engine: str, model: str, folder: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert a model into an empty folder. Answers the fields of `Made`, and "versions" (package -> version)."""
+        """Convert a model into an empty folder. Replies with the fields of `Made`, and the "versions" of packages."""
         kind = self._kind(engine)
         made = kind.make(Path(model), Path(folder), self._threads, **options)
         versions = dict(_versions(kind.packages))
@@ -109,7 +109,7 @@ class EngineWorker:
     def open(self, engine: str, opened: Mapping[str, Any], work: Mapping[str, Any]) -> dict[str, Any]:
         """Open a converted model.
 
-        Answers "seconds", from opening to the answer to the work's first part, with modules imported before, and
+        Replies with "seconds", from opening to the answer to the work's first part, without the import of modules, and
         "peak_megabytes" of this process until then (null if unknown).
         """
         kind = self._kind(engine)
@@ -134,9 +134,9 @@ class EngineWorker:
         return {"parts": len(self._parts)}
 
     def time(self, passes: int, warm_up: float) -> dict[str, Any]:
-        """Time `passes` passes over all parts, after running parts for `warm_up` seconds, at least one.
+        """Time passes over all parts, after running parts for `warm_up` seconds, at least one.
 
-        Answers "seconds" of each pass.
+        Replies with "seconds" of each pass.
         """
         engine = self._opened()
         until, warm = time.perf_counter() + warm_up, 0
@@ -204,7 +204,7 @@ def _versions(packages: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 
 def _peak_megabytes() -> float | None:
-    """Return the peak memory of this program. getrusage would include the parent process before exec."""
+    """Return the peak memory of this program. getrusage would include the parent process, as it was before exec."""
     try:
         found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     except OSError:

@@ -1,6 +1,6 @@
 """Matrix products in ggml, through the C interface of the libraries in llama-cpp-python.
 
-layers.py loads this file, in an interpreter that has llama-cpp-python and no Ortolan.
+layers.py loads this file, in an interpreter that has llama-cpp-python but not Ortolan.
 """
 
 from __future__ import annotations
@@ -103,9 +103,9 @@ class Products:
         self._given: tuple[int, int] | None = None
 
     def bind(self, x: np.ndarray) -> tuple[int, np.ndarray]:
-        """Return a graph of all products of x [rows, k], and y [rows, n], which they all write.
+        """Make a graph of all products of x [rows, k], replacing the previous graph.
 
-        It replaces the previous graph.
+        Returns the graph, and y [rows, n], which all products write.
         """
         c, rows = self._c, len(x)
         if self._given is not None:
@@ -140,7 +140,7 @@ class Products:
 
 
 def _context(c: SimpleNamespace, tensors: int, more: int = 0) -> int:
-    """Return a context for descriptions of tensors, whose data is allocated elsewhere."""
+    """Return a context for tensor descriptions; the tensors' data is allocated elsewhere."""
     return int(c.ggml_init(_InitParams(tensors * c.ggml_tensor_overhead() + more, None, True)))
 
 

@@ -1,13 +1,13 @@
-"""Linear layers y = x W in several runtimes, as many copies of one layer, so that no cache holds their weights.
+"""Linear layers y = x W in several runtimes, with enough copies of one layer that no cache holds their weights.
 
     python -P serve.py layers.py '{"threads": 1, "cpus": [0]}'
 
 A model is an .npy file with W, float32 [k, n]. Work is {"inputs": PATH}, an .npy file with x, float32 [rows, k]. A pass
-runs each copy once on x; the answer is y [rows, n] of the last copy, which has exactly the weights that were made. Some
-bytes of the other copies may differ. All engines have the option "copies", their number.
+runs each copy once on x. The answer is y [rows, n] of the last copy, which has the exact weights; other copies may
+differ in some bytes. All engines have the option "copies", their number.
 
-The engines' docstrings name the packages that they need. This file is run as a script, by interpreters that have no
-Ortolan except for the first two engines; runtimes are imported when a layer is opened.
+The engines' docstrings name the packages that they need. Interpreters run this file as a script, without Ortolan except
+for the first two engines. Runtimes are imported when a layer is opened.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class OnnxLayers(LayersEngine):
     """
 
     modules = ("onnx", "onnxruntime", "ortolan.benchmarks.cold_layers")
-    shares = False  # True if equal weights share one packed copy
+    shares = False  # True if the runtime packs equal weights once for all copies
 
     def __init__(self, threads: int, path: str, copies: int) -> None:
         cold = importlib.import_module("ortolan.benchmarks.cold_layers")
@@ -131,7 +131,7 @@ class Ortolan(OnnxLayers):
 
 
 def one_layer(weights: Path, path: Path) -> Path:
-    """Write MatMul(x, W) as an ONNX file and return its path."""
+    """Write the ONNX model MatMul(x, W) and return its path."""
     onnx = importlib.import_module("onnx")
     w = np.load(weights)
     k, n = w.shape
@@ -163,7 +163,7 @@ def read_layer(path: str) -> tuple[Any, int, int]:
 
 
 def _fuse(path: Path, target: Path) -> None:
-    """Write the graph that ONNX Runtime makes of a model when it opens it."""
+    """Write the graph into which ONNX Runtime optimizes a model when it opens it."""
     ort = importlib.import_module("onnxruntime")
     options = ort.SessionOptions()
     options.optimized_model_filepath = str(target)
@@ -213,7 +213,7 @@ class Torch(LayersEngine):
         self._torch.set_num_threads(threads)
         self._torch.backends.quantized.engine = "onednn"
         with self._torch.inference_mode():
-            # Loaded as often: copies of a module would share what is packed.
+            # Each copy is loaded separately, because clones of a module would share packed weights.
             self._layers = [self._layer(*self._torch.load(path, weights_only=False)) for _ in range(copies)]
 
     def _layer(self, *made: Any) -> Callable[[Any], Any]:
@@ -358,7 +358,7 @@ class OpenVino(LayersEngine):
 
 
 def _openvino_copies(layer: Any, copies: int) -> Any:
-    """Return a model x -> y, y, … whose last layer has the given constants, while each other one has its own memory."""
+    """Return a model x -> y, y, … of copies of a layer. Only the last one has exactly the layer's constants."""
     ov = importlib.import_module("openvino")
     x = ov.opset13.parameter(layer.inputs[0].get_partial_shape(), np.float32, name="x")
     results = []

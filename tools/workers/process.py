@@ -23,7 +23,7 @@ class WorkerError(OrtolanError):
 class Worker:
     """A worker process.
 
-    The first request starts it, and so does the first one after `restart` or after the process has ended.
+    The first request starts it; after `restart`, or after the process has ended, the next request starts a new one.
     """
 
     def __init__(

@@ -2,12 +2,12 @@
 
     python -P serve.py SCRIPT '{"cpus": [0], …}'
 
-SCRIPT has a class Worker, which is called with the second argument's names; its mapping `actions` holds the requests.
-{"do": "open", "model": PATH} calls the action "open" with model=PATH and answers with the dict that it returns, or with
+SCRIPT has a class Worker, made with the second argument as keyword arguments; its mapping `actions` holds the requests.
+{"do": "open", "model": PATH} calls the action "open" with model=PATH and replies with the dict that it returns, or with
 {"error": TEXT} if it raises. The process ends with stdin. It is pinned to the CPUs before SCRIPT is loaded, because
-libraries count them then.
+libraries count the CPUs then.
 
-This file is run as a script, not imported from a package, by interpreters (3.11 or later) that have no Ortolan.
+Interpreters (3.11 or later) without Ortolan run this file as a script; it is not imported from a package.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Actions = Mapping[str, Callable[..., "dict[str, Any]"]]
 
 
 def open_worker(script: str, settings: dict[str, Any]) -> Actions:
-    """Return the actions of the class Worker in a file. `settings` are its arguments, and "cpus"."""
+    """Return the actions of the class Worker in a file. `settings` has its arguments, and "cpus"."""
     cpus = settings.pop("cpus", [])
     if cpus and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cpus)
-    # Scripts import engine.py and ggml.py from there. Last, so that installed packages win over equal names.
+    # Scripts import engine.py and ggml.py from their folder. It is last, so that installed packages come first.
     sys.path.append(os.path.dirname(script))
     spec = importlib.util.spec_from_file_location("worker_script", script)
     assert spec is not None and spec.loader is not None
@@ -51,8 +51,8 @@ def answer(actions: Actions, line: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    # Redirect stdout to stderr, so that output of libraries does not mix with the answers.
     """Pin the process, load the script and serve requests."""
+    # Redirect stdout to stderr, so that the output of libraries does not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     actions = open_worker(sys.argv[1], json.loads(sys.argv[2]))

@@ -20,4 +20,5 @@ def get_ep_name() -> str:
 
 
 def get_ep_names() -> list[str]:
+    """Return the names of all providers of the library."""
     return [PROVIDER]
