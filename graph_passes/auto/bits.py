@@ -2,13 +2,12 @@
 
     error   ||XW - Y|| / ||XW|| of each layer with 4 and with 8 bits, measured in one run of a recipe for each, times
             the sensitivity of the outputs to that layer (sensitivity.py)
-    path    from 8 bits everywhere to 4 bits everywhere. Layers with the same input change together. Steps that save
-            the most bytes for each unit of squared error come first, because errors of layers add up in squares.
-            Layers that lose no accuracy with 4 bits, such as layers with weights on a 4-bit grid, come first of all
-            and always change
+    path    steps from 8 bits everywhere to 4 bits everywhere; layers with the same input change together. Steps are
+            ordered by bytes saved per squared error, because errors of layers add up in squares. First of all come
+            layers that lose no accuracy with 4 bits, such as layers with weights on a 4-bit grid: they always change
     budget  of error: 4 bits in all layers are tried before anything is measured. If they exceed the budget, bisection
-            finds how far along the path the whole model stays within it. Of bytes: the path is followed until the
-            files are small enough
+            finds the furthest point of the path at which the whole model is within it. Of bytes: the path is followed
+            until the files are small enough
 
 The result is an ordinary recipe: that of the int4 format, with some layers in 8 bits.
 """
@@ -49,7 +48,7 @@ class BitSettings:
     limit: Limit
 
     def limit_for(self, evidence: Evidence) -> Limit:
-        """Return the limit; for random inputs, which have no correct next token, that of the original's own tokens."""
+        """Return the limit. For random inputs, perplexity is that of the original's own next tokens."""
         return self.limit.of_own_tokens() if evidence.made_up else self.limit
 
 
@@ -104,7 +103,7 @@ class BitSearch:
         return best
 
     def _four_bits(self, judged: Sequence[Feeds]) -> Made | None:
-        """Return the model with 4 bits in all layers if it is within the budget, so that no layer must be measured."""
+        """Return the model with 4 bits in all layers if it is within the budget: then no layer must be measured."""
         trials = Trials(self._evidence, self._limit, judged, self._name, self._progress, self._recipe_of_choice)
         made = trials.make([], False)
         for trial in trials.report:
@@ -113,7 +112,7 @@ class BitSearch:
         return made
 
     def _path(self, inputs: Mapping[str, str]) -> list[list[Step]]:
-        """Return the path, with layers of the same input together. `inputs` has the name of each layer's input."""
+        """Return the path, in steps of layers with the same input. `inputs` has the name of each layer's input."""
         report = self.report
         groups: dict[str, list[LayerChoice]] = {}
         for layer in report.layers:
@@ -134,10 +133,7 @@ class BitSearch:
         return self._recipe([escape(name) for name in self._able if name not in choice], verify)
 
     def _recipe(self, eight: Sequence[str], verify: Mapping[str, Any] | None) -> Recipe:
-        """Return the recipe with 8 bits for layers that match a pattern.
-
-        `verify` has the options of that pass; None: the pass is left out.
-        """
+        """Return the recipe with 8 bits for layers that match a pattern. verify: options of that pass; None leaves it out."""
         steps = self._form.passes(eight)[:-1]
         calibrate = {"name": "calibrate", "held_out": HELD_OUT, "max_rows": ROWS}
         steps = [calibrate if step["name"] == "calibrate" else step for step in steps]
@@ -146,7 +142,7 @@ class BitSearch:
         return Recipe.from_dict({"name": "int4, mixed bits", "description": description, "pass": steps})
 
     def _fewest_steps(self, path: Sequence[list[Step]], free: int, trials: Trials) -> Made | None:
-        """Return the first model along the path that is small enough; steps that lose nothing are always taken."""
+        """Return the first model along the path that is small enough; the `free` first steps are always taken."""
         smallest = trials.make([*chain(*path)], False)
         if smallest is None:
             return None
@@ -159,7 +155,7 @@ class BitSearch:
             if room < 0:
                 break
             wanted -= 1
-        # The estimate ignores the bytes around the weights, so further steps may be needed.
+        # The estimate counts only weights, so further steps may be needed.
         further = 1
         while wanted < len(path):
             made = trials.make([*chain(*path[:wanted])], False)
@@ -196,18 +192,15 @@ def _cost(steps: Sequence[Step]) -> float:
 
 
 def _order(steps: Sequence[Step]) -> tuple[bool, float]:
-    """Return the sort key: bytes saved per cost; steps without cost first."""
+    """Return the sort key: steps without cost first, then by bytes saved per cost."""
     cost = _cost(steps)
     return cost > 0, -sum(one.saved for one in steps) / max(cost, 1e-12)
 
 
 def _most_steps(path: Sequence[list[Step]], free: int, trials: Trials) -> Made | None:
-    """Return the model furthest along the path within the budget, whose end exceeds it.
+    """Return the model furthest along the path within the budget; the end of the path exceeds it.
 
-    Args:
-        path: The path.
-        free: The number of steps at its beginning that lose nothing.
-        trials: Makes and evaluates models.
+    The first `free` steps lose no accuracy.
     """
     low, high = free, len(path)
     best = trials.make([*chain(*path[:free])], False)

@@ -18,7 +18,7 @@ from ..measure.feeds import Feeds, has_past
 from ..report.optimization import OutputDeviation
 
 DEFAULT_COSINE = 0.99
-# For random inputs: on real inputs the cosine may be lower. docs/auto.md.
+# Stricter, for random inputs: the cosine on real inputs may be lower (docs/auto.md).
 MADE_UP_COSINE = 0.9925
 DEFAULT_PERPLEXITY = 0.01
 _LARGEST = 700.0  # exp of a larger number overflows
@@ -41,7 +41,7 @@ class Limit:
     """A checked budget.
 
     Attributes:
-        kind: "cosine", "perplexity", "divergence" (of the original's own next tokens), "bytes" or "function".
+        kind: "cosine", "perplexity", "divergence" (perplexity of the original's own next tokens), "bytes", "function".
         number: The smallest cosine, the largest relative increase of perplexity, or the largest number of bytes.
         accepts: The user's function, for kind "function".
     """
@@ -52,7 +52,7 @@ class Limit:
 
     @property
     def argument(self) -> str:
-        """The argument of optimize_onnx and search that sets this limit."""
+        """The argument of `optimize_onnx` and `search` that sets this limit."""
         return _ARGUMENTS.get(self.kind, "budget")
 
     def __str__(self) -> str:
@@ -68,12 +68,12 @@ class Limit:
 
     @property
     def error(self) -> float:
-        """Roughly the largest relative error of outputs within the limit; infinity if unknown."""
+        """The approximate largest relative error of outputs within the limit; infinity if unknown."""
         return math.sqrt(2 * (1 - self.number)) if self.kind == _COSINE else math.inf
 
     @property
     def needs_runs(self) -> bool:
-        """True if judging runs the models, beside the comparison of outputs."""
+        """True if judging needs runs of the models besides the comparison of outputs."""
         return self.kind not in (_COSINE, _BYTES)
 
     @property
@@ -84,7 +84,7 @@ class Limit:
     def of_own_tokens(self) -> Limit:
         """Return the limit for random inputs, which have no correct next token.
 
-        A limit on perplexity then applies to the next tokens that the original would choose.
+        A limit on perplexity becomes one on "divergence".
         """
         return replace(self, kind=_DIVERGENCE) if self.kind == _PERPLEXITY else self
 
@@ -172,10 +172,8 @@ def _read_bytes(value: Any) -> float:
 def default_limit(model: ir.Model, calibrated: bool) -> Limit:
     """Return the limit if no budget was given: perplexity for decoders, else the cosine of the outputs.
 
-    Args:
-        model: The original model.
-        calibrated: The user gave calibration data. Random inputs have no correct next token, so that all
-            probabilities are compared (kind "divergence"), and the cosine has a margin.
+    Without calibration data, inputs are random and have no correct next token. Then decoders get kind "divergence",
+    which compares all probabilities, and other models a stricter cosine.
     """
     if has_past(model) and _LOGITS in {value.name for value in model.graph.outputs}:
         return Limit(_PERPLEXITY if calibrated else _DIVERGENCE, DEFAULT_PERPLEXITY)
@@ -192,7 +190,7 @@ def perplexity(run: Run, feeds: Sequence[Feeds]) -> float:
 
 
 def perplexity_rise(before: Run, after: Run, feeds: Sequence[Feeds]) -> tuple[float, float]:
-    """Return the relative increase of perplexity, and its standard error from the differences of tokens.
+    """Return the relative increase of perplexity, and its standard error (from the differences per token).
 
     Raises:
         CalibrationError: No feed has two tokens or more with logits.
@@ -254,7 +252,7 @@ def _cross_entropies(run: Run, feeds: Sequence[Feeds]) -> np.ndarray:
 
 
 def _no_entropies(of_one_token: tuple[tuple[int, ...], tuple[int, ...]] | None) -> CalibrationError:
-    """Return the error. of_one_token: shapes of logits and input_ids if the model returns the last token's logits."""
+    """Return the error. of_one_token: shapes of logits and input_ids, if the model returns only the last token's logits."""
     if of_one_token is not None:
         logits, ids = map(list, of_one_token)
         return CalibrationError(

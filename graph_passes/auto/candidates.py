@@ -60,9 +60,9 @@ HELD_OUT = 4  # every fourth feed is held out from fitting, to evaluate the whol
 _BLOCKS = {"min_sparsity": _native.LEAST_ZERO_BLOCKS}
 _TWO_FOUR = {"storage": "2:4"}
 
-# In the order of error: a candidate that is not faster than those before it is not considered.
-# VNNISpMM does not store zeros that a weight already has. Nor does SparseAMXMatMul on CPUs where that is faster, and
-# for 2:4 sparse weights.
+# In the order of error: a candidate that is not faster than all before it is not considered.
+# VNNISpMM skips zeros that a weight already has. So does SparseAMXMatMul for 2:4 sparse weights, and on CPUs where that
+# is faster.
 CANDIDATES: tuple[Candidate, ...] = (
     Candidate("bf16", "SparseAMXMatMul"),
     Candidate("int8", "SparseAMXMatMul", quantize=_INT8),
@@ -72,7 +72,6 @@ CANDIDATES: tuple[Candidate, ...] = (
     Candidate("int4/32", "W4A8MatMul", quantize=_INT4_32),
     Candidate("int4 gptq", "W4A8MatMul", quantize=_INT4 | _GPTQ, timed_as="int4", calibrated=True),
     Candidate("int4", "W4A8MatMul", quantize=_INT4),
-    # For weights that are already 2:4 sparse.
     Candidate(
         "int4 2:4 gptq",
         "SparseAMXMatMul",
@@ -83,7 +82,7 @@ CANDIDATES: tuple[Candidate, ...] = (
     ),
     Candidate("int4 2:4", "SparseAMXMatMul", quantize=_INT4_SYMMETRIC, replace=_TWO_FOUR),
 )
-# Only if the user gave a sparsity.
+# Candidates if the user gave a sparsity.
 PRUNED: tuple[Candidate, ...] = (
     Candidate("pruned bf16", "SparseAMXMatMul", prune={"pattern": "unstructured"}),
     Candidate("pruned int8", "SparseAMXMatMul", quantize=_INT8, prune={"pattern": "unstructured"}),
@@ -98,14 +97,12 @@ PRUNED: tuple[Candidate, ...] = (
 def candidates_for(calibrated: bool, sparsity: float | None) -> list[Candidate]:
     """Return the candidates that the user's data allow and that are fast on this CPU.
 
-    Args:
-        calibrated: Calibration data was given.
-        sparsity: The sparsity of pruned formats; None: no format is pruned.
+    sparsity: The sparsity of pruned formats; None: no format is pruned.
     """
     found = [candidate for candidate in CANDIDATES if calibrated or not candidate.calibrated]
     if not _native.gains_from_pairs():
         found = [candidate for candidate in found if candidate.quantize is not _REDUCED]
-    # A weight that is rounded to nearest has the speed of a fitted one, and a larger error.
+    # Weights without calibration have the speed of calibrated ones and a larger error, so they are dropped.
     fitted = {candidate.timed_as for candidate in found}
     found = [candidate for candidate in found if candidate.name not in fitted]
     if sparsity is None:
@@ -119,7 +116,7 @@ def candidates_for(calibrated: bool, sparsity: float | None) -> list[Candidate]:
 
 
 def _is_possible(pruned: Candidate, sparsity: float) -> bool:
-    """Return True if this CPU is fast with zeros of the pattern, and the pattern allows the sparsity."""
+    """Return True if zeros of the pattern are fast on this CPU, and the pattern allows the sparsity."""
     pattern = pruned.prune["pattern"]
     if pattern == "unstructured":
         return bitmaps_are_fast(pruned.quantize.get("bits", BF16))
@@ -151,11 +148,11 @@ def make_recipe(
         embeddings: Store embedding tables in int8 if a layer is quantized.
         verify: Options of pass verify; None: the pass is left out.
         calibrate: Add pass calibrate.
-        rows: Input rows that are recorded for each layer; None: the pass's default.
+        rows: Input rows recorded for each layer; None: the pass's default.
         description: The recipe's description.
     """
-    # Fitted layers come first. Each is then fitted to its inputs in the original, whatever other layers become, and
-    # only once for all recipes (measure/fits.py).
+    # Calibrated layers come first. So each is fitted to its inputs in the original, whatever other layers become, and
+    # the fit can be reused in all recipes (measure/fits.py).
     order = sorted((candidate for candidate, names in layers.items() if names), key=lambda one: not one.calibrated)
     globs = {candidate: list(map(escape, layers[candidate])) for candidate in order}
     steps: list[dict[str, Any]] = [{"name": "normalize"}]
@@ -179,7 +176,7 @@ def make_recipe(
 
 
 def _steps(name: str, parts: Iterator[tuple[Mapping[str, Any], Collection[str]]]) -> list[dict[str, Any]]:
-    """Return one pass for all layers with the same options, because layers of one pass can be joined."""
+    """Return one pass for all layers with the same options, because only layers of one pass can be joined."""
     found: list[tuple[Mapping[str, Any], list[str]]] = []
     for options, select in parts:
         if not options:

@@ -46,13 +46,9 @@ class LayerStudy:
     def measure(
         self, shapes: Sequence[Feeds], judged: Sequence[Feeds], limit: Limit, forms: Sequence[Candidate]
     ) -> None:
-        """Measure time, sensitivity and error of all layers.
+        """Measure time, sensitivity and error of all layers in these formats.
 
-        Args:
-            shapes: Feeds of the shapes to optimize for.
-            judged: Feeds on which the whole model is evaluated.
-            limit: The budget.
-            forms: The formats to measure.
+        shapes: Feeds of the shapes to optimize for. judged: Feeds on which the whole model is evaluated.
         """
         with new_context(self._evidence, "model.onnx", portable=False) as context:
             transform(plan(Recipe.from_dict(_NORMALIZE), context), context)
@@ -69,12 +65,8 @@ class LayerStudy:
     def measure_errors_of(self, recipes: Mapping[str, Recipe], judged: Sequence[Feeds], limit: Limit) -> dict[str, str]:
         """Measure sensitivity, and the error and the bytes of each layer in each recipe.
 
-        Layers to which two recipes give the same bits get no measurement.
-
-        Args:
-            recipes: Recipes by name; the report lists their measurements under this name.
-            judged: Feeds on which the whole model is evaluated.
-            limit: The budget.
+        The report lists them under the recipe's name. Layers to which two recipes give the same bits are not measured.
+        judged: Feeds on which the whole model is evaluated.
 
         Returns:
             The name of each layer's input.
@@ -104,7 +96,7 @@ class LayerStudy:
         return inputs
 
     def _able(self, model: ir.Model, linears: Sequence[Linear]) -> list[Linear]:
-        """Return the layers that can change; the report gets the reason for the other ones."""
+        """Return the layers that can change, and report why the others cannot."""
         names = Counter(name for linear in linears for name in {linear.name, *linear.weight_names})
         able = []
         for linear in linears:
@@ -167,7 +159,7 @@ class LayerStudy:
     def _measure_sensitivities(
         self, context: PassContext, linears: Sequence[Linear], feeds: Sequence[Feeds], outputs: Sequence[str]
     ) -> None:
-        """Measure sensitivities, which changes the context's model. `outputs` are the outputs that count."""
+        """Measure the sensitivity of `outputs` to each layer. This changes the context's model."""
         model = context.source.model
         with ExitStack() as copies:
             found = measure_sensitivities(

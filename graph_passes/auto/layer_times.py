@@ -1,8 +1,8 @@
-"""Times of the formats of a layer on this machine: measured, and stored in a file for some days.
+"""Times of a layer's formats on this machine: measured, and stored in a file for some days.
 
-All formats of a layer and the original are timed in turn. Each has a session whose graph has the layer many times,
-with different copies of the weight. The copies together are as large as all layers of the model in that format, or four
-times the last-level cache. So weights are as cold as in the model. (Always cold would be wrong: the layers of
+The original and all formats of a layer are timed in turn. Each has a session whose graph repeats the layer with
+different copies of the weight. Together the copies are as large as all layers of the model in that format, but at most
+four times the last-level cache, so weights are as cold as in the model. (Always cold would be wrong: the layers of
 all-MiniLM fit into an L3 of 32 MiB in int4, but not in float32.)
 """
 
@@ -44,19 +44,15 @@ _DAYS = 7  # older times are measured again
 _SECONDS = 0.25  # for each format
 _MOST_BYTES = 256 * 1024**2  # of weights in a graph; less if memory is short
 _MOST_COPIES = 64
-_STEP = 0.05  # layers whose fractions of zeros differ by less have the same speed
+_STEP = 0.05  # fractions of zeros are rounded to multiples of it, because close ones have the same speed
 
 
 @dataclass(frozen=True)
 class LayerCase:
-    """Properties of layers with equal speed.
+    """Properties of layers with equal speed: k inputs, n outputs, and `rows` input rows.
 
     Attributes:
-        k: The number of inputs.
-        n: The number of outputs.
-        rows: The number of input rows.
         dtype: The type of the activations.
-        bias: The layer has a bias.
         sparsity: The fraction of zero weights.
         block_sparsity: The fraction of zero blocks of four outputs and one input.
         copies: The number of weights that are read in turn.
@@ -82,15 +78,7 @@ class LayerCase:
 
 
 def case_of(matrix: np.ndarray, rows: int, dtype: ir.DataType, bias: bool, weights_of_model: int) -> LayerCase:
-    """Return the case of a layer.
-
-    Args:
-        matrix: The weight [k, n].
-        rows: The number of input rows.
-        dtype: The type of the activations.
-        bias: The layer has a bias.
-        weights_of_model: The number of weights of all layers.
-    """
+    """Return the case of a layer with this weight [k, n]. weights_of_model: The number of weights of all layers."""
     k, n = matrix.shape
     blocks = np.add.reduceat(matrix != 0, np.arange(0, n, 4), axis=1, dtype=np.int64)
     sizes = 4 * matrix.size
@@ -109,12 +97,12 @@ class LayerTimes:
     """Times of layers in milliseconds, from the file or measured.
 
     Old times are measured again, and the smaller one is stored, because other programs can only increase times. Times
-    of a busy machine are used only in this run. The file is written after each measurement, so that a killed run loses
-    at most one.
+    of a busy machine are used only in this run. The file is written after each measurement, so a killed run loses at
+    most one.
 
     Attributes:
         path: The file.
-        measured: The number of cases that the file did not have.
+        measured: The number of cases that were missing in the file.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -127,10 +115,10 @@ class LayerTimes:
     def of(
         self, case: LayerCase, matrix: Callable[[], np.ndarray], candidates: Sequence[Candidate]
     ) -> dict[str, float]:
-        """Return times by Candidate.timing and ORIGINAL, without formats that the layer cannot have."""
+        """Return times by Candidate.timing and ORIGINAL, without formats that are impossible for the layer."""
         able = [candidate for candidate in candidates if case.two_four or not candidate.needs_two_four]
         wanted = list({candidate.timing: for_timing(candidate) for candidate in able}.values())
-        # Only times that were measured in turn can be compared, so the key has all formats.
+        # Only times of one measurement can be compared, so the key lists all formats.
         key = f"{case.key}: {', '.join(map(_entry, wanted))}"
         if key in self._unkept:
             return self._unkept[key]
@@ -164,12 +152,9 @@ class LayerTimes:
 
 
 def measure(case: LayerCase, matrix: np.ndarray, candidates: Sequence[Candidate]) -> dict[str, float]:
-    """Return the milliseconds of a layer by the candidate's name and ORIGINAL, without formats that it cannot have.
+    """Return a layer's milliseconds by the candidate's name and ORIGINAL, without impossible formats.
 
-    Args:
-        case: The layer.
-        matrix: Its weight [k, n].
-        candidates: Formats without calibration (`for_timing`).
+    matrix: The weight [k, n]. candidates: Formats without calibration (`for_timing`).
     """
     proto = _copies_of_layer(case, matrix)
     x = np.random.default_rng(0).standard_normal((case.rows, case.k)).astype(_numpy(case))
@@ -186,7 +171,7 @@ def measure(case: LayerCase, matrix: np.ndarray, candidates: Sequence[Candidate]
 
 
 def _in_form(proto: onnx.ModelProto, candidate: Candidate, folder: Path, spill: TensorSpill) -> bytes | None:
-    """Return the graph with all layers in this format; None if they cannot have it."""
+    """Return the graph with all layers in this format; None if that is impossible."""
     source = load_model(proto)
     evidence = Evidence(source, folder)
     context = PassContext(evidence, source, OptimizationReport(recipe={}), folder / "model.onnx", spill, portable=False)
@@ -200,7 +185,7 @@ def _in_form(proto: onnx.ModelProto, candidate: Candidate, folder: Path, spill: 
 
 
 def _copies_of_layer(case: LayerCase, matrix: np.ndarray) -> onnx.ModelProto:
-    """Return a graph that multiplies x [rows, k] by each copy of the weight. One value of each product is an output."""
+    """Return a graph that multiplies x [rows, k] by each copy of the weight, and outputs one value of each product."""
     dtype = _numpy(case)
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     nodes, weights = [], []
@@ -209,7 +194,7 @@ def _copies_of_layer(case: LayerCase, matrix: np.ndarray) -> onnx.ModelProto:
     if case.bias:
         weights.append(numpy_helper.from_array(np.ones(case.n, dtype), "bias"))
     for number in range(case.copies):
-        # Blocks of four outputs remain blocks, and all copies differ.
+        # Rotation by four outputs keeps 4x1 blocks, and makes all copies differ.
         copy = np.ascontiguousarray(np.roll(matrix, 4 * number, axis=1), dtype)
         weights.append(numpy_helper.from_array(copy, f"W{number}"))
         product = f"product{number}"
@@ -236,7 +221,7 @@ def _entry(candidate: Candidate) -> str:
 
 
 def _machine() -> str:
-    """Return what times depend on beside the layer: CPU, versions and threads."""
+    """Return the CPU, versions and number of threads, which times depend on."""
     cpu, versions = cpu_info(), package_versions()
     parts = [f"{name} {value}" for name, value in sorted(cpu.items()) if isinstance(value, str)]
     parts += [f"{name} {versions.get(name, 'unknown')}" for name in ("onnxruntime", "ortolan")]

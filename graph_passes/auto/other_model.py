@@ -1,4 +1,4 @@
-"""A recipe that was found for one model, adapted to another one with the same layer names: the next decoder."""
+"""Adapt a recipe found for one model to another one with the same layer names, such as a second decoder export."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ _REPLACING = ("replace", "fuse_attention")
 
 
 def for_other_model(recipe: Recipe, evidence: Evidence) -> Recipe:
-    """Return the recipe without patterns that match no layer of this model, and without passes that have no pattern.
+    """Return the recipe without patterns that match no layer of this model, and without passes that thereby select no layer.
 
-    If no pass replaces a layer, the result has no passes. Layers that the first model lacks match no pattern and stay
-    unchanged.
+    If no pass replaces a layer, the result has no passes. Layers that only this model has stay unchanged.
     """
     with new_context(evidence, "model.onnx", portable=False) as context:
         transform(plan(Recipe.from_dict({"name": NAME, "pass": [{"name": "normalize"}]}), context), context)

@@ -1,4 +1,4 @@
-"""The path of a search: steps from one format of a layer to the next, in the order of savings per error.
+"""The path of a search: steps from one format of a layer to the next, ordered by time saved per error.
 
 Errors of layers add up in squares, so a step costs the squared error of its format, minus that of the previous format.
 """
@@ -14,7 +14,7 @@ import numpy as np
 from ..report.search import AutoReport, LayerChoice, MeasuredForm, PathPoint
 from .candidates import Candidate
 
-_NOISE = 0.02  # smaller differences of times, relative to the original's, are noise
+_NOISE = 0.02  # smaller differences, as a fraction of the original's time, are noise
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,9 @@ class Step:
     """A step of the path: a layer changes to its next format.
 
     Attributes:
-        layer: The layer.
         candidate: The new format.
         saved: The saved fraction of the time of all layers.
-        cost: The squared error minus that of the previous format; negative if the previous error is larger.
+        cost: The squared error minus that of the previous format; negative if that was larger.
     """
 
     layer: str
@@ -62,12 +61,12 @@ def make_path(report: AutoReport, candidates: Sequence[Candidate]) -> list[Step]
 
 
 def estimate(steps: Sequence[Step]) -> tuple[float, float]:
-    """Return the estimated time, as a fraction of that of all layers, and the error after these steps."""
+    """Return the estimated time after these steps, as a fraction of that of all layers, and the error."""
     return 1 - sum(step.saved for step in steps), math.sqrt(max(sum(step.cost for step in steps), 0.0))
 
 
 def worth_measuring(layer: LayerChoice) -> list[str]:
-    """Return the formats that are faster than the original at all shapes, and than all formats before them."""
+    """Return the formats that are faster than the original at all shapes, and than all formats before them in the mean."""
     found, best = [], 0.0
     for name, form in layer.forms.items():
         saved = _saved(layer, form)
@@ -86,11 +85,8 @@ def _saved(layer: LayerChoice, form: MeasuredForm) -> list[float]:
 def convex(forms: Mapping[str, tuple[float, float]]) -> list[tuple[str, float, float]]:
     """Return the formats on the convex hull of saved time and cost, with falling savings per cost.
 
-    Args:
-        forms: Saved time and cost of each format, compared with the original.
-
-    Returns:
-        Name, saved time and cost of each format, compared with the previous one.
+    forms has saved time and cost of each format against the original; the result has name, saved time and cost against
+    the previous format.
     """
     found: list[tuple[str, float, float]] = []
     saved = cost = 0.0

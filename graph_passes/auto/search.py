@@ -1,20 +1,19 @@
 """Recipe "auto": the search for the fastest recipe of a model.
 
-    time    of each format of a layer, and of the original, alone, for each kind of layer (layer_times.py)
+    time    of the original and of each format, for each distinct layer alone (layer_times.py)
     error   ||XW - Y|| / ||XW|| of each format that is faster than the original and than all more accurate formats,
             measured in one run of a recipe for each format. The inputs X are held out from fitting weights. Y is the
             operator's output, so that its rounding counts too. It is multiplied by the sensitivity of the outputs to
             that layer (sensitivity.py)
-    path    of each layer, the formats that save more time for more error; of all layers, the steps from one format to
-            the next in the order of time saved per squared error, because errors of layers add up in squares
-    budget  bisection finds how far along the path the whole model stays within the budget on the held-out feeds; it
-            starts where the errors of layers predict it
-    time    of the whole model against the original, at each shape, with and without fused attention. If it is not
-            faster, the first half of the path is tried, and so on; if no step remains, the model is unchanged
+    path    each layer has steps to faster formats with more error. The path has the steps of all layers, ordered by
+            time saved per squared error, because errors of layers add up in squares (path.py)
+    budget  bisection finds the furthest point of the path at which the whole model is within the budget on the
+            held-out feeds; it starts where the errors of layers predict that point
+    time    of the whole model and the original, at each shape, with and without fused attention. If the model is not
+            faster, the first half of the steps is tried, and so on; if no step remains, the model is unchanged
 
-The speed of a decoder with one token per step is limited by the bytes of its weights, so mixed bits are tried first
-(bits.py): 4 bits in all layers, or 8 where errors matter. The search above follows if no such model is within the
-budget and faster.
+A decoder's speed with one token per step is limited by the bytes of its weights, so mixed bits are tried first
+(bits.py). The search above follows if no such model is within the budget and faster.
 
 The result is an ordinary recipe.
 """
@@ -45,7 +44,7 @@ from .path import Step, make_path
 from .trials import Made, Trials, gain, time_models
 
 ENCODER_SHAPES = ((1, 128), (1, 16))
-_FEW_TOKENS = 16  # shorter default shapes are for models that accept no more tokens
+_FEW_TOKENS = 16  # shorter default shapes are only for models that do not accept this many tokens
 DECODER_SHAPES = ((1, 1),)  # one token behind a cache
 _PAST = 128  # tokens in that cache
 _FEEDS = 16  # feeds on which the whole model is evaluated
@@ -62,7 +61,7 @@ class AutoSettings:
     """Settings of a search.
 
     Attributes:
-        limit: The budget; None: that of `default_limit`.
+        limit: The budget; None: `default_limit`.
         shapes: The (batch, tokens) pairs to optimize for; None: `default_shapes`.
         sparsity: Also try formats that are pruned to this fraction of zeros.
     """
@@ -106,7 +105,7 @@ def _read_shapes(shapes: Any) -> tuple[tuple[int, int], ...]:
 
 
 def default_shapes(model: ir.Model) -> list[tuple[int, int]]:
-    """Return the default (batch, tokens) pairs, and after them shorter ones for models that need them."""
+    """Return the default (batch, tokens) pairs, followed by shorter ones for models that need them."""
     return [*DECODER_SHAPES] if has_past(model) else [*ENCODER_SHAPES, (1, 8), (1, 4), (1, 1)]
 
 
@@ -128,12 +127,7 @@ class Search:
     ) -> None:
         """Prepare the search.
 
-        Args:
-            evidence: The original and its feeds.
-            settings: What to search for.
-            name: The file name of the result.
-            progress: The progress callback.
-            times: Times of layers; None: those of the cache folder.
+        name: The file name of the result. times: Times of layers; None: those of the cache folder.
         """
         self._evidence, self._settings, self._name = evidence, settings, name
         self._progress = progress
@@ -181,9 +175,10 @@ class Search:
         return best
 
     def _find_shapes(self, source: ModelFile) -> list[Feeds]:
-        """Return random feeds of the shapes, on which the original runs.
+        """Return random feeds of the shapes.
 
-        Default shapes that the model does not accept are skipped; shorter ones are used only if it accepts no other.
+        Default shapes that the model does not accept are skipped; the shorter ones are used only if it accepts no
+        other.
 
         Raises:
             CalibrationError: The original does not run at a shape.
@@ -194,7 +189,7 @@ class Search:
             feeds = synthetic_feeds(source.model, Sizes(batch, tokens, _PAST))
             sizes = {name: array.shape for name, array in feeds.items()}
             if any(sizes == {name: array.shape for name, array in other.items()} for other in found):
-                continue  # the model has fixed dimensions
+                continue  # the model has fixed dimensions, so several shapes give the same feeds
             if self._settings.shapes is None and tokens < _FEW_TOKENS and found:
                 break
             try:
@@ -218,11 +213,7 @@ class Search:
         return found
 
     def _by_bits(self, limit: Limit) -> Made | None:
-        """Return the model with 4 bits in all layers, or in as much of the path as the budget allows.
-
-        None if no such model is within the budget and faster than the original. The time of a step with one token is
-        that of reading the weights.
-        """
+        """Return a model with mixed 4 and 8 bits; None if no such model is within the budget and faster than the original."""
         search = BitSearch(self._evidence, BitSettings(Form(weights="int4"), limit), self._name, self._progress)
         found, shapes = search.report, self.report.shapes
         found.budget = self.report.budget
@@ -254,7 +245,7 @@ class Search:
             else:
                 trials.drop(best)
                 low, best = middle, made
-            # Go further if the prediction was right.
+            # If the prediction was right, try a longer path first.
             further = min(len(path), low + max(1, len(path) // 4))
             middle = further if high > len(path) else (low + high) // 2
         return low
@@ -317,11 +308,7 @@ def _may_hold_products(model: ir.Model) -> bool:
 def best_of(gains: Sequence[float], fused: Sequence[bool]) -> int:
     """Return the index of the best model, among the models that gain enough if there are any.
 
-    Models with fused attention get a bonus, because no timed shape has padding, where it gains most.
-
-    Args:
-        gains: The speed-up of each model.
-        fused: True for models with fused attention.
+    gains: The speed-up of each model. fused: True for models with fused attention, which get a bonus (_FUSED_GAIN).
     """
     enough = [index for index, one in enumerate(gains) if one >= _GAIN] or range(len(gains))
     return max(enough, key=lambda index: gains[index] * (_FUSED_GAIN if fused[index] else 1.0))

@@ -2,12 +2,12 @@
 
     s = ||F(Y (1 + e r)) - F(Y)|| / (e ||F(Y)||)
 
-F maps a layer's result Y to the model's outputs, r has a random 1 or -1 for each column of Y, and e is 0.05. The error
-of a format in a layer, times s, is about its error in the outputs, as long as it is small. Errors of several layers are
+F maps a layer's result Y to the model's outputs, r has a random 1 or -1 for each column of Y, and e is 0.05. As long as
+a format's error in a layer is small, its error in the outputs is about s times that. Errors of several layers are
 independent and add up in squares.
 
-The result of each layer is multiplied by a vector that is an input of the model, 1 by default. So one session serves
-all layers, and each layer costs one run.
+Each layer's result is multiplied by a vector that is an input of the model, 1 by default. So one session serves all
+layers, and each layer costs one run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..measure.feeds import Feeds, model_inputs
 
 _SIZE = 0.05
 _TOKENS = 128  # tokens of the feeds that are run
-_DIRECT = 1.0  # of a layer whose result is an output
+_DIRECT = 1.0  # the sensitivity to a layer whose result is an output
 
 
 def measure_sensitivities(

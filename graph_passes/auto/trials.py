@@ -1,4 +1,4 @@
-"""Whole models of a search: creating, evaluating and timing them."""
+"""Whole models of a search: create, evaluate and time them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .path import Step, estimate
 
 # Arguments: the format of each layer, whether attention is fused, options of pass verify.
 RecipeOf = Callable[[Mapping[str, Candidate], bool, Mapping[str, Any]], Recipe]
-_SECONDS = 0.8  # for timing a whole model at each shape
+_SECONDS = 0.8  # timing of one model at one shape
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,6 @@ class Made:
     """A model within the budget.
 
     Attributes:
-        recipe: The recipe that made it.
         context: The context of the run that made and verified it.
         choice: The format of each changed layer.
         attention: Attention is fused.
@@ -83,14 +82,8 @@ class Trials:
     ) -> None:
         """Prepare trials.
 
-        Args:
-            evidence: The original and its feeds.
-            limit: The budget.
-            judged: Feeds on which models are evaluated.
-            name: The file name of models.
-            progress: The progress callback.
-            recipe_of: Returns the recipe of a choice, which changes the model even without any step. None: layers
-                without a choice stay unchanged.
+        judged: Feeds on which models are evaluated. name: The file name of models. recipe_of: Returns the recipe of a
+        choice, which changes the model even without steps; None: layers without a choice stay unchanged.
         """
         self._evidence, self._limit, self._judged = evidence, limit, judged
         self._name, self._progress = name, progress
@@ -118,7 +111,7 @@ class Trials:
         return self._made[key]
 
     def drop(self, *beaten: Made | None) -> None:
-        """Delete the files of models that are no longer candidates. `make` would make them again."""
+        """Delete the files of models that are not needed; `make` would create them again."""
         for made in beaten:
             if made is None:
                 continue
@@ -145,7 +138,7 @@ class Trials:
         trial.cosine = min((error.cosine for error in context.report.output_error), default=None)
         files = _files(context)
         trial.bytes = sum(file.stat().st_size for file in files) or None
-        again = self._tried.get((len(steps), attention))  # dropped models have one entry, too
+        again = self._tried.get((len(steps), attention))  # a dropped model that is made again keeps one entry
         self.report[:] = [*(one for one in self.report if one is not again), trial]
         self._tried[len(steps), attention] = trial
         if not within:
@@ -181,13 +174,13 @@ def _recipe_of(choice: Mapping[str, Candidate], attention: bool, verify: Mapping
 
 
 def _files(context: PassContext) -> list[Path]:
-    """Return the files of a model that exist."""
+    """Return the existing files of a model."""
     return [file for file in (context.candidate, data_path(context.candidate)) if file.exists()]
 
 
 @contextmanager
 def new_context(evidence: Evidence, name: str, portable: bool) -> Iterator[PassContext]:
-    """Yield a context for a run from the original to a file in a new folder. Packed weights are deleted at the end."""
+    """Yield a context for a run from the original to a file in a new folder; delete its packed weights at the end."""
     folder = evidence.new_folder()
     try:
         with TensorSpill(folder) as spill:
@@ -229,7 +222,7 @@ def _runs(session: Any) -> Run:
 
 
 def finish(made: Made, context: PassContext) -> PassContext:
-    """Make a model of the search the result of a run: move its files to context.candidate, and verify it fully.
+    """Turn a model of the search into the result of a run: move its files to context.candidate, and verify it fully.
 
     Returns:
         The context of the run that made it, with the report of `context`.

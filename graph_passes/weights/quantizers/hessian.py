@@ -28,13 +28,11 @@ def damped(hessian: np.ndarray, damping: float, dtype: type[np.floating] = np.fl
 def best_damping(sample: np.ndarray, halves: np.ndarray, fit: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> float:
     """Return the damping with which weights fitted on half of the inputs do best on the other half.
 
-    Damping avoids overfitting to few inputs: the fewer inputs, the larger the damping. The search goes up or down from
-    0.1 while the error falls.
+    Damping avoids overfitting: the fewer inputs, the larger it must be. The search moves up or down from 0.1 while the
+    error falls.
 
-    Args:
-        sample: some columns of W, float32 [k, n]; see `sampled`.
-        halves: X^T X of each half, float [2, k, k].
-        fit: returns V for the sample and a damped H, float32; it may be approximate.
+    sample: some columns of W, float32 [k, n] (`sampled`). halves: X^T X of each half, float [2, k, k]. fit: returns V,
+    exact or approximate, for the sample and a damped H, float32.
     """
 
     @cache
