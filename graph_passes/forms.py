@@ -38,7 +38,7 @@ from .weights.pruners.masks import MAX_OF_GROUP, Pattern
 from .weights.quantizers.grid import EIGHT_BIT_GROUP
 
 _BITS = {"int8": 8, "int4": 4}
-_SAME = 1e-3  # tolerance of a sparsity that is given beside N:M, such as 0.667 for 1:3
+_SAME = 1e-3  # tolerance of the sparsity given with an N:M pattern, such as 0.667 for 1:3
 
 Pass = dict[str, Any]
 
@@ -69,7 +69,7 @@ class Form(PassOptions):
 
     def __post_init__(self) -> None:
         """Check single values and their combinations."""
-        # First: a size that is not allowed would otherwise hide that int4 is missing.
+        # Checked first: otherwise an invalid size would be reported instead of the missing weights='int4'.
         if self.group_size is not None and self.weights in (None, "bf16", "int8"):
             raise RecipeError(f"group_size is {self.group_size!r}, which needs weights='int4'; leave it out")
         super().__post_init__()
@@ -146,7 +146,7 @@ class Form(PassOptions):
 
     @property
     def keeps_stored(self) -> bool:
-        """True if weights that the model stores in 4 or 8 bits are kept exactly, for dense int8."""
+        """True for dense int8, which keeps weights that the model stores in 4 or 8 bits exactly."""
         dense = self.sparsity is None and self.pattern is None and self.skipped_inputs is None
         return dense and self.weights == "int8"
 
@@ -163,7 +163,7 @@ class Form(PassOptions):
 
     @property
     def _group_size(self) -> int:
-        """The group size of int4. Dense weights have small groups with fractional zero points: the least error."""
+        """The group size of int4. Dense weights use 32: small groups with fractional zero points have the least error."""
         return self.group_size or (32 if self.is_dense_int4 else 128)
 
     @property
@@ -223,8 +223,7 @@ class Form(PassOptions):
     def passes(self, eight_bits: Sequence[str] = ()) -> list[Pass]:
         """Return the passes of a recipe that produces this format.
 
-        Args:
-            eight_bits: Name patterns of more layers that become 8-bit, like ignored ones; for dense int4.
+        eight_bits: Name patterns of layers that become 8-bit in addition to the ignored ones; only for dense int4.
         """
         if eight_bits:
             return dataclasses.replace(self, ignore=(*self.ignore, *eight_bits)).passes()
@@ -262,7 +261,7 @@ class Form(PassOptions):
         if self.pattern is not None:
             step["pattern"] = self.pattern
         if self.pattern == BLOCKS:
-            step["keep_sparse"] = 0.5  # layers that training has already pruned are not pruned again
+            step["keep_sparse"] = 0.5  # do not prune layers again that were pruned in training
         if self.prunes_and_rounds:
             step["weight_bits"] = _BITS[self.stored or ""]
             if self.stored == "int4":
@@ -274,7 +273,7 @@ class Form(PassOptions):
     def _quantize(self) -> list[Pass]:
         if self.stored not in _BITS:
             return []
-        if self.pattern == BLOCKS:  # all layers: VNNISpMM supports only 8 bits
+        if self.pattern == BLOCKS:  # ignored layers too, because VNNISpMM supports only 8 bits
             return [{"name": "quantize", "method": self.rounding, "bits": 8}]
         if self.prunes_and_rounds:
             return []
@@ -301,12 +300,12 @@ class Form(PassOptions):
                 {"name": "replace", "op": "W8A8MatMul", "keep_stored": True},
                 {"name": "replace", "op": "SparseAMXMatMul", "keep_stored": True},
             ]
-        # Before SparseAMXMatMul, which would store ignored layers in bf16.
+        # This step runs before SparseAMXMatMul, which would store ignored layers in bf16.
         eight: list[Pass] = [{"name": "replace", "op": "W8A8MatMul"}] if self.ignores_in_eight_bits else []
         if self.is_dense_int4:
             return [{"name": "replace", "op": "W4A8MatMul"}, *eight]
         if self.pattern != TWO_FOUR:
-            # Callers who prune want the smaller file.
+            # A pruned model should be small even if dense weights are faster.
             stored = {} if self.sparsity is None else {"storage": "small"}
             return [*eight, {"name": "replace", "op": "SparseAMXMatMul", **stored}]
         step: Pass = {"name": "replace", "op": "SparseAMXMatMul", "storage": TWO_FOUR, "exclude": list(self.ignore)}
@@ -359,9 +358,9 @@ ADOPT: Mapping[str, Any] = {
         {"name": "calibrate"},
         {"name": "fuse_attention", "precision": "bf16"},
         {"name": "fuse_cached_attention", "precision": "bf16"},
-        # min_sparsity counts blocks of four outputs and one input.
+        # min_sparsity is the fraction of zero blocks (four outputs, one input).
         {"name": "replace", "op": "VNNISpMM", "min_sparsity": _native.LEAST_ZERO_BLOCKS},
-        # With one or two inputs, a weight fits the pattern without any zero.
+        # min_sparsity is needed because a weight with one or two inputs fits 2:4 without any zero.
         {"name": "replace", "op": "SparseAMXMatMul", "storage": TWO_FOUR, "quantized_only": True, "min_sparsity": 0.4},
         {"name": "replace", "op": "W4A8MatMul"},
         {"name": "replace", "op": "W8A8MatMul", "quantized_only": True},
@@ -372,7 +371,7 @@ ADOPT: Mapping[str, Any] = {
     ],
 }
 
-# The recipe for a model whose quantized weights are given separately (PassContext.given), as by a GGUF file.
+# The recipe for a model whose quantized weights come from elsewhere (PassContext.given), such as a GGUF file.
 IMPORT: Mapping[str, Any] = {
     "name": "import",
     "description": "Keep 4-bit (W4A8MatMul) and 8-bit (W8A8MatMul) weights exactly",

@@ -13,7 +13,7 @@ CACHES = ("codes", "float32")
 UNSTRUCTURED = "unstructured"
 BLOCKS = "4x1"
 TWO_FOUR = "2:4"
-AUTO = "auto"  # the recipe that is found by measurement
+AUTO = "auto"  # the recipe found by measurement
 
 ORTOLAN_DOMAIN = "ai.ortolan"
 # Keys of the metadata of an optimized model.
@@ -21,9 +21,9 @@ RECIPE_KEY = "ortolan.recipe"
 VERSION_KEY = "ortolan.version"
 OPTIONS_KEY = "ortolan.options"
 PADDING_KEY = "ortolan.padding"  # the model leaves padding out
-PROMPT_KEY = "ortolan.prompt_tokens"  # the number of tokens of the prompt that is part of the model
-MINIMUM_OPSET = 13  # the first with a Cast to bfloat16, which the portable bodies of Ortolan's operators need
+PROMPT_KEY = "ortolan.prompt_tokens"  # length of the prompt that is part of the model
+MINIMUM_OPSET = 13  # the first with a Cast to bfloat16, which the ONNX functions of Ortolan's operators need
 MINIMUM_IR_VERSION = 8  # the first that allows functions in a model
-# How the vector of a text is made from the vectors of its tokens, and how a reranker's logit becomes a score.
+# How token vectors become a text's vector, and how a reranker's logit becomes a score.
 POOLINGS = ("mean", "cls", "lasttoken", "max", "mean_sqrt_len_tokens", "weightedmean")
 SCORE_ACTIVATIONS = ("sigmoid", "none")

@@ -1,8 +1,8 @@
-"""Options of passes: frozen dataclasses that hold the names, types, defaults and ranges.
+"""Options of passes: frozen dataclasses that hold names, types, defaults and ranges.
 
-The metadata of a field is the rule for its values: `field(default=0.5, metadata=takes("float", low=0.0))`. Values come
-from TOML, Python or the command line, so all of them are checked here: an unknown name, a wrong type or a value out of
-range is an error that lists what is allowed.
+A field's metadata holds the rule for its values: `field(default=0.5, metadata=takes("float", low=0.0))`. All values are
+checked here, from TOML, Python or the command line: an unknown name, a wrong type or a value out of range is an error
+that lists what is allowed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from ortolan.errors import ArgumentTypeError, RecipeError, listing, suggestion
 
 Globs = tuple[str, ...]
 
-# Words that stand for several patterns. Heads turn small errors into wrong labels or tokens, and are often tied to the
-# embedding.
+# Words for several patterns. Heads turn small errors into wrong labels or tokens, and are often tied to the embedding.
 HEADS = "heads"
 WORDS: dict[str, Globs] = {
     HEADS: (
@@ -47,8 +46,8 @@ class Rule:
     Attributes:
         kind: "float", "int", "str", "bool", "texts", "globs" or "numbers_by_glob".
         choices: The allowed values; empty: all.
-        low: The smallest allowed number.
-        below: All numbers are smaller than this.
+        low: Inclusive lower bound of numbers.
+        below: Exclusive upper bound of numbers.
         none: None is allowed.
     """
 
@@ -122,7 +121,7 @@ def takes(kind: str, **limits: Any) -> dict[str, Rule]:
 
 @dataclasses.dataclass(frozen=True)
 class PassOptions:
-    """Base class of the options of a pass, and the options of a pass that has none."""
+    """Base class of the options of a pass; used itself for a pass without options."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -135,9 +134,10 @@ class PassOptions:
         return [field.name for field in dataclasses.fields(cls)]
 
     def has(self, name: str) -> bool:
-        """Return True if the option has an effect beside the other options as they are.
+        """Return True if the option has an effect, given the values of the other options.
 
-        If a recipe has several passes of one name, an option is set for those passes that have it.
+        If a recipe has several passes of one name, `Recipe.with_options` sets an option only in the passes that have
+        it.
         """
         return True
 

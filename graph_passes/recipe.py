@@ -29,9 +29,9 @@ from .registry import PASSES
 if TYPE_CHECKING:
     from .report.search import AutoReport
 
-# Options that are set for all passes of one name at once.
+# Options that `Recipe.with_options` sets for all passes of one name.
 _OF_ALL = ("select", "exclude", "may_grow", "fuse", "quantized_only", "keep_stored", "precision")
-# Passes that replace attention, with and without a KV cache; they share `select`, `exclude` and `precision`.
+# Passes that replace attention; they share `select`, `exclude` and `precision`.
 _OF_ATTENTIONS = {"fuse_attention", "compress_cache", "fuse_cached_attention"}
 
 
@@ -212,7 +212,7 @@ class Recipe:
         return "\n".join(lines) + "\n"
 
     def with_pass(self, name: str, **options: Any) -> Recipe:
-        """Return the recipe with one more pass at its place in the order, after other passes of that name.
+        """Return the recipe with one more pass, placed in the required order, after other passes of that name.
 
         Raises:
             RecipeError: The pass or an option is unknown, or a value is not allowed.
@@ -276,10 +276,9 @@ class Recipe:
 
         Args:
             options: Values by name: `{"sparsity": 0.7}`, or `{"prune.sparsity": 0.7}` if two passes have the option.
-                If a recipe has several passes of one name, "prune.1.sparsity" is the first one's. "select",
-                "exclude", "may_grow", "fuse" and "quantized_only" are set for all passes of one name, and options that
-                only some of them have for these. "select", "exclude" and "precision" of attention are set for all
-                passes that replace attention.
+                "prune.1.sparsity" is that of the first of several prune passes. Options such as "select", "exclude"
+                and "fuse" are set in all passes of one name. An option that has an effect in only some of these passes
+                is set only there. "select", "exclude" and "precision" are set in all passes that replace attention.
 
         Raises:
             ArgumentTypeError: `options` is not a mapping.
@@ -287,7 +286,7 @@ class Recipe:
         """
         if not isinstance(options, Mapping):
             raise wrong_type("options", options, 'a dict such as {"sparsity": 0.7}')
-        # All options of a pass are changed at once: one value may be allowed only with another one.
+        # All options of a pass change together, because a value may be allowed only with another new value.
         changes: list[dict[str, Any]] = [{} for _ in self.passes]
         for name, value in options.items():
             found = self._meant(str(name))
@@ -313,7 +312,7 @@ class Recipe:
         return f"{name}{number}.{option}"
 
     def _meant(self, name: str) -> list[int]:
-        """Return the indices of the passes for which an option is set; never empty."""
+        """Return the indices of the passes in which `with_options` sets an option; never empty."""
         found = self._owners(name)
         having = [index for index in found if self.passes[index].options.has(name.rpartition(".")[2])]
         of_one_name = len({self.passes[index].name for index in found}) == 1
@@ -388,7 +387,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # JSON's escapes are TOML's, except that TOML also wants DEL escaped.
+        # JSON and TOML have the same escapes, except that TOML also escapes DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
     if isinstance(value, list):
         return "[" + ", ".join(_toml(item) for item in value) + "]"

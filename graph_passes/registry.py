@@ -1,4 +1,4 @@
-"""The passes of recipes, in their order. A new pass is one module and one line here."""
+"""The passes of recipes, in the order in which they run. A new pass is one module and one line here."""
 
 from __future__ import annotations
 

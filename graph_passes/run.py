@@ -1,4 +1,4 @@
-"""Running a recipe: plan -> transform -> write -> verify."""
+"""Run a recipe: plan, transform, write, verify."""
 
 from __future__ import annotations
 
@@ -24,19 +24,13 @@ from .recipe import Recipe
 from .registry import PASSES
 from .report.figures import human_bytes
 
-# Optional optimizations: if one fails, it is left out, unless the user's own recipe names it.
+# Optional passes: one that fails is skipped, unless the user's own recipe names it.
 OPTIONAL = frozenset(("embeddings", "fuse_attention", "fuse_cached_attention", "fuse_lut", "fuse_norm", "unpad"))
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The passes of a recipe for one run.
-
-    Attributes:
-        recipe: The recipe.
-        transforms: The passes that change the model.
-        verification: The pass verify; None: the recipe has no such pass.
-    """
+    """The passes of a recipe for one run: transforms, then verification (None if the recipe has no pass verify)."""
 
     recipe: Recipe
     transforms: list[RecipePass]
@@ -44,7 +38,7 @@ class Steps:
 
 
 def run_recipe(recipe: Recipe, context: PassContext) -> None:
-    """Run a recipe on context.source.model. A dry run ends before anything is written."""
+    """Run a recipe on context.source.model. A dry run stops before it writes anything."""
     steps = plan(recipe, context)
     transform(steps, context)
     if not context.dry_run:
@@ -53,7 +47,7 @@ def run_recipe(recipe: Recipe, context: PassContext) -> None:
 
 
 def plan(recipe: Recipe, context: PassContext) -> Steps:
-    """Create the passes. Each can ask context.plan what the recipe does to a layer, whatever the order."""
+    """Create the passes, and the plan, which tells each pass what all others do to a layer."""
     context.plan = Plan(recipe.passes)
     passes = [PASSES[step.name](step.options, context) for step in recipe.passes]
     last = passes[-1] if passes else None
@@ -66,7 +60,7 @@ def transform(steps: Steps, context: PassContext) -> None:
     """Run the passes in order.
 
     Raises:
-        OrtolanError: A pass failed. The onnx-ir pass manager wraps errors; they are unwrapped.
+        OrtolanError: A pass failed; errors are unwrapped from those of the onnx-ir pass manager.
     """
     for one in steps.transforms:
         name = next(name for name, kind in PASSES.items() if isinstance(one, kind))
@@ -103,7 +97,7 @@ def _wiring(model: ir.Model) -> list[Any]:
 
 
 def write(steps: Steps, context: PassContext, embed_limit: int | None = None) -> None:
-    """Write the current model with its provenance to context.candidate. embed_limit: as for write_model."""
+    """Write the model with its provenance to context.candidate. embed_limit: as for write_model."""
     model = context.source.model
     model.metadata_props.update(_provenance(steps.recipe))
     declare_shapes(model, lambda wanted: context.new_name(model, wanted))

@@ -133,7 +133,7 @@ class BitSearch:
         return self._recipe([escape(name) for name in self._able if name not in choice], verify)
 
     def _recipe(self, eight: Sequence[str], verify: Mapping[str, Any] | None) -> Recipe:
-        """Return the recipe with 8 bits for layers that match a pattern. verify: options of that pass; None leaves it out."""
+        """Return the recipe with 8 bits for layers that match a pattern. verify: options of that pass; None: left out."""
         steps = self._form.passes(eight)[:-1]
         calibrate = {"name": "calibrate", "held_out": HELD_OUT, "max_rows": ROWS}
         steps = [calibrate if step["name"] == "calibrate" else step for step in steps]

@@ -252,7 +252,7 @@ def _cross_entropies(run: Run, feeds: Sequence[Feeds]) -> np.ndarray:
 
 
 def _no_entropies(of_one_token: tuple[tuple[int, ...], tuple[int, ...]] | None) -> CalibrationError:
-    """Return the error. of_one_token: shapes of logits and input_ids, if the model returns only the last token's logits."""
+    """Return the error. of_one_token: shapes of logits and input_ids if the model returns only the last logits."""
     if of_one_token is not None:
         logits, ids = map(list, of_one_token)
         return CalibrationError(

@@ -1,4 +1,4 @@
-"""Adapt a recipe found for one model to another one with the same layer names, such as a second decoder export."""
+"""Adapt a recipe found for one model to another one with the same layer names, such as another part of a decoder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REPLACING = ("replace", "fuse_attention")
 
 
 def for_other_model(recipe: Recipe, evidence: Evidence) -> Recipe:
-    """Return the recipe without patterns that match no layer of this model, and without passes that thereby select no layer.
+    """Return the recipe without patterns that match no layer of this model, and without passes left without patterns.
 
     If no pass replaces a layer, the result has no passes. Layers that only this model has stay unchanged.
     """

@@ -66,7 +66,7 @@ def estimate(steps: Sequence[Step]) -> tuple[float, float]:
 
 
 def worth_measuring(layer: LayerChoice) -> list[str]:
-    """Return the formats that are faster than the original at all shapes, and than all formats before them in the mean."""
+    """Return the formats that are faster than the original at all shapes, and faster than all formats before them."""
     found, best = [], 0.0
     for name, form in layer.forms.items():
         saved = _saved(layer, form)

@@ -213,7 +213,7 @@ class Search:
         return found
 
     def _by_bits(self, limit: Limit) -> Made | None:
-        """Return a model with mixed 4 and 8 bits; None if no such model is within the budget and faster than the original."""
+        """Return a model with mixed 4 and 8 bits; None if it is not within the budget or not faster."""
         search = BitSearch(self._evidence, BitSettings(Form(weights="int4"), limit), self._name, self._progress)
         found, shapes = search.report, self.report.shapes
         found.budget = self.report.budget

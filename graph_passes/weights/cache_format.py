@@ -1,4 +1,4 @@
-"""Formats of compressed caches of keys and values, and conversion from floats.
+"""Formats of compressed KV caches, and conversion from and to floats.
 
 Layouts: ops/formats/key_code_cache.h, ops/formats/value_cache.h.
 """
@@ -18,7 +18,7 @@ _SCALE_BYTES = 2  # scale before each row of int8 values
 class CacheFormat:
     """Compressed cache, uint8 [batch, kv_heads, tokens, width]: keys as codes with codebooks, or values as int8.
 
-    A head's rows of row_bytes each are contiguous from its first byte; the remaining bytes are 0.
+    Each head stores `tokens` rows of row_bytes without gaps; its remaining bytes are 0.
     """
 
     head_dim: int
@@ -27,7 +27,7 @@ class CacheFormat:
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of a token and head."""
+        """Return the bytes per token and head."""
         return self.head_dim + _SCALE_BYTES if self.codebooks is None else self.codebooks.shape[1] // 2
 
     @property
@@ -36,7 +36,7 @@ class CacheFormat:
         return self.row_bytes if self.equal_width is None else self.equal_width
 
     def encode(self, cache: np.ndarray) -> np.ndarray:
-        """Encode floats [batch, kv_heads, tokens, head_dim]; every token is part of the sequence."""
+        """Encode float keys or values [batch, kv_heads, tokens, head_dim], without padding tokens."""
         encoded = np.zeros((*cache.shape[:3], self.width), np.uint8)
         for batch, head in np.ndindex(*cache.shape[:2]):
             rows = np.ascontiguousarray(cache[batch, head], np.float32)
@@ -47,10 +47,7 @@ class CacheFormat:
         return encoded
 
     def decode(self, cache: np.ndarray) -> np.ndarray:
-        """Decode a cache [batch, kv_heads, tokens, width] to float32 [batch, kv_heads, tokens, head_dim].
-
-        Every token is part of the sequence.
-        """
+        """Decode a cache [batch, kv_heads, tokens, width] to float32 [batch, kv_heads, tokens, head_dim]."""
         decoded = np.zeros((*cache.shape[:3], self.head_dim), np.float32)
         for batch, head in np.ndindex(*cache.shape[:2]):
             rows = self._rows(np.ascontiguousarray(cache[batch, head]))
@@ -75,7 +72,7 @@ class CacheUse:
     node: str  # the node that appends tokens
     format: CacheFormat | None = None  # None: float, as in the original
     codebooks: str = ""
-    spread: np.ndarray | None = None  # spread of the keys from which codebooks were learned (spread_of)
+    spread: np.ndarray | None = None  # spread_of the keys from which codebooks were learned
 
 
 def spread_of(keys: np.ndarray) -> np.ndarray:
@@ -87,7 +84,7 @@ def spread_of(keys: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ExactKeys:
-    """Float keys of some tokens, float32 [batch, kv_heads, slots, head_dim].
+    """Float keys of some tokens that are kept next to the codes, float32 [batch, kv_heads, slots, head_dim].
 
     The slots hold the first `sinks` tokens, then a ring of the last `window` tokens (ops/attention/kv_cache/ring.h).
     """
@@ -102,7 +99,7 @@ class ExactKeys:
         return self.sinks + self.window
 
     def of(self, cache: np.ndarray) -> np.ndarray:
-        """Return the slots for keys [batch, kv_heads, tokens, head_dim]; every token is part of the sequence."""
+        """Select the slots' keys from the keys of all tokens, [batch, kv_heads, tokens, head_dim]."""
         exact = np.zeros((*cache.shape[:2], self.slots, cache.shape[3]), np.float32)
         tokens = cache.shape[2]
         for token in range(tokens):

@@ -1,10 +1,10 @@
 """Distribute a target sparsity over layers: more where it costs less.
 
-For each layer, ||XW - XV||^2 / ||XW||^2 at several sparsities (with Wanda's mask, on some columns) gives a curve. The
-total error is smallest if all curves have the same slope of error over pruned weights. So, from the lowest sparsity,
-the step with the smallest slope is taken until the target is reached. Steps follow each curve's lower convex hull, on
-which slopes increase. Sparsities stay within SPREAD of the target: a curve covers only its own layer, not how later
-layers amplify its error.
+A layer's error curve is ||XW - XV||^2 / ||XW||^2 at several sparsities, for inputs X, weight W [k, n] and pruned weight
+V (Wanda's mask, some columns). The total error is smallest if all curves have the same slope of error per pruned
+weight. So a greedy loop starts at the lowest sparsity and takes the step with the smallest slope until the target is
+reached. Steps follow each curve's lower convex hull, on which slopes increase. Sparsities stay within SPREAD of the
+target, because a curve does not show how later layers amplify an error.
 """
 
 from __future__ import annotations
@@ -29,14 +29,7 @@ def levels(target: float) -> np.ndarray:
 
 
 def error_curve(matrix: np.ndarray, hessian: np.ndarray, pattern: Pattern, sparsities: np.ndarray) -> np.ndarray:
-    """Return ||XW - XV||^2 / ||XW||^2 at each sparsity, float64 [sparsities].
-
-    Args:
-        matrix: W, float32 [k, n].
-        hessian: X^T X.
-        pattern: unit of pruning.
-        sparsities: the sparsities to try.
-    """
+    """Return ||XW - XV||^2 / ||XW||^2 at each sparsity, float64 [sparsities]. hessian: X^T X."""
     width = pattern.outputs  # columns of one unit stay together
     blocks = -(-matrix.shape[1] // width)
     chosen = np.arange(0, blocks, -(-blocks * width // _SAMPLED_COLUMNS))
@@ -52,13 +45,10 @@ def error_curve(matrix: np.ndarray, hessian: np.ndarray, pattern: Pattern, spars
 
 
 def allocate(curves: Sequence[np.ndarray], sizes: Sequence[int], sparsities: np.ndarray, target: float) -> list[float]:
-    """Return a sparsity for each layer so that together they reach the target.
+    """Return a sparsity for each layer so that `target` of all weights together become zero.
 
-    Args:
-        curves: error of each layer at each of the sparsities.
-        sizes: weights of each layer.
-        sparsities: ascending; the target is between the first and the last.
-        target: fraction of all weights that becomes zero.
+    curves: error of each layer at each of the ascending sparsities, whose range contains the target. sizes: number of
+    weights of each layer.
     """
     chosen = [float(sparsities[0])] * len(curves)
     steps = []

@@ -2,8 +2,9 @@
 
     ||XW - XV||^2 + damping ||W - V||^2    over V that are zero outside a mask, for each output
 
-It uses conjugate gradients for all outputs at once: a step costs one product H D, while solving for each output's own
-mask would take k^3. Each step reduces the sum, so a few suffice. The diagonal of H is the preconditioner.
+Conjugate gradients run for all outputs at once: a step costs one product with H = X^T X. An exact solution would cost
+k^3 per output, as each has its own mask. Each step reduces the error, so a few suffice. The preconditioner is the
+diagonal of H.
 """
 
 from __future__ import annotations
@@ -16,14 +17,7 @@ _COLUMNS = 1024  # columns per batch
 
 
 def repair(matrix: np.ndarray, values: np.ndarray, kept: np.ndarray, hessian: np.ndarray) -> np.ndarray:
-    """Return V, float32 [k, n].
-
-    Args:
-        matrix: W, float32 [k, n].
-        values: initial V, float32 [k, n].
-        kept: mask, bool [k, n].
-        hessian: damped H, [k, k].
-    """
+    """Return V, float32 [k, n], from an initial V (`values`), the mask `kept`, bool [k, n], and the damped H."""
     precise = hessian.astype(np.float32)
     scale = 1 / precise.diagonal()[:, None]
     result = np.where(kept, values, np.float32(0))

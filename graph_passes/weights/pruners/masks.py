@@ -1,11 +1,11 @@
 """Patterns of zeros, and masks with an exact number of zeros.
 
     unstructured    each weight is a unit
-    4x1             blocks of one input and four consecutive outputs; n is padded to a multiple of four
-    N:M             N of M consecutive inputs are kept, for each output ("2:4"); of the last r < M inputs, all but
-                    (M - N) r / M, rounded down
+    4x1             a unit is a block of one input and four consecutive outputs; n is padded to a multiple of four
+    N:M             N of M consecutive inputs of each output are kept ("2:4"); of a last group with r < M inputs,
+                    (M - N) r / M are pruned, rounded down
 
-Weights that are already zero are pruned first and count, so an existing mask is kept.
+A unit is kept or pruned as a whole. Units that are already zero are pruned first and count, so an existing mask stays.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Pattern:
 
     @property
     def is_two_four(self) -> bool:
-        """Return true if of each four aligned inputs at most two are kept."""
+        """Return True if at most two of every four aligned inputs are kept."""
         return self.of in (2, 4) and 4 // self.of * self.kept <= 2
 
     def units(self, k: int, n: int) -> int:
@@ -86,12 +86,8 @@ def spread_units(kept: np.ndarray, alive: np.ndarray, outputs: int) -> np.ndarra
 def share_out(alive: np.ndarray, sizes: np.ndarray, sparsity: float) -> np.ndarray:
     """Return the number of units to prune in each part, int [parts]: its zeros, plus a proportional number of others.
 
-    The sum is round(sparsity * all units), or the number of zeros if that is larger.
-
-    Args:
-        alive: units that are not zero, int [parts].
-        sizes: all units, int [parts].
-        sparsity: target of all parts together.
+    alive and sizes: nonzero units and all units of each part, int [parts]. The result adds up to round(sparsity * all
+    units), or to the number of zeros if that is larger.
     """
     zeros = sizes - alive
     more = max(round(sparsity * int(sizes.sum())) - int(zeros.sum()), 0)
@@ -104,11 +100,7 @@ def share_out(alive: np.ndarray, sizes: np.ndarray, sparsity: float) -> np.ndarr
 def keep_by_output(scores: np.ndarray, alive: np.ndarray, pattern: Pattern, sparsity: float) -> np.ndarray:
     """Return the mask that keeps the same number of weights in each output, those with the largest scores.
 
-    Args:
-        scores: float32 [k, n], not negative.
-        alive: weights that are not zero, bool [k, n].
-        pattern: unit of pruning.
-        sparsity: target; N:M has its own.
+    scores: float32 [k, n], not negative. alive: nonzero weights, bool [k, n]. Patterns N:M ignore `sparsity`.
     """
     if pattern.of:
         return keep_in_groups(scores, alive, pattern)
@@ -124,7 +116,7 @@ def keep_by_output(scores: np.ndarray, alive: np.ndarray, pattern: Pattern, spar
 
 
 def keep_largest(scores: np.ndarray, alive: np.ndarray, pattern: Pattern, count: int) -> np.ndarray:
-    """Return the mask without the `count` units of the smallest scores. Not for N:M."""
+    """Return the mask without the `count` units with the smallest scores. Not for N:M."""
     units = unit_scores(scores, alive, pattern.outputs)
     kept = np.ones(units.size, bool)
     if count:

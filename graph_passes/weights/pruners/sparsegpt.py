@@ -1,14 +1,13 @@
-"""SparseGPT: set weights to zero input after input, and let later inputs compensate for the error.
+"""SparseGPT: prune input after input, and let later inputs compensate for the error.
 
 Reference: Frantar, Alistarh: SparseGPT (ICML 2023, arXiv:2301.00774), algorithm 1. With damped H = X^T X, H^-1 = U^T U
-and the loop of quantizers/error_feedback.py, pruning a weight adds (w / U_ii)^2 to ||XW - XV||^2. For 128 inputs at a
-time (M for N:M), after earlier inputs have been processed, the weights with the smallest cost are pruned. Inputs keep
-their order, as N:M requires.
+and the loop of quantizers/error_feedback.py, pruning a weight adds (w / U_ii)^2 to ||XW - XV||^2. The mask is chosen
+for 128 inputs at a time (M for N:M), once earlier inputs are processed: the weights with the smallest cost are pruned.
+Inputs keep their order, as N:M requires.
 
-For joint quantization the paper rounds in the same loop (section 3.5). Here the mask comes from the loop without
-rounding. V, the best weights under this mask (least_squares.py), then replaces the dense weights: for any Q with this
-mask, ||XW - XQ||^2 = ||XW - XV||^2 + ||XV - XQ||^2, with damping included. So GPTQ of V (quantizers/gptq.py)
-compensates for both errors.
+For joint quantization, the paper rounds in the same loop (section 3.5). Here the loop without rounding chooses the
+mask. GPTQ (quantizers/gptq.py) then quantizes V, the best weights under this mask (least_squares.py). That compensates
+for both errors: for any Q with this mask, ||XW - XQ||^2 = ||XW - XV||^2 + ||XV - XQ||^2, with damping included.
 """
 
 from __future__ import annotations
@@ -26,11 +25,7 @@ from .masks import Pattern, keep_in_groups, keep_largest, share_out, unit_scores
 def sparsegpt(matrix: np.ndarray, hessian: np.ndarray, pattern: Pattern, sparsity: float) -> np.ndarray:
     """Return V, float32 [k, n]. Weights of W that are zero stay zero.
 
-    Args:
-        matrix: W, float32 [k, n], finite.
-        hessian: damped H, float64 [k, k].
-        pattern: unit of pruning.
-        sparsity: fraction of units; N:M has its own.
+    matrix: W, finite. hessian: damped H, float64 [k, k]. Patterns N:M ignore `sparsity`.
 
     Raises:
         numpy.linalg.LinAlgError: H is not positive definite.

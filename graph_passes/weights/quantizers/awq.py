@@ -25,12 +25,7 @@ _MIN_MAGNITUDE = 1e-4  # relative to the largest mean magnitude, so that inputs 
 def search_scales(
     x: np.ndarray, matrices: Sequence[np.ndarray], quantization: Quantization
 ) -> tuple[np.ndarray, float, float]:
-    """Search the scales of the inputs.
-
-    Args:
-        x: inputs X, float32 [rows, k].
-        matrices: weights W of the layers that read X, float32 [k, n].
-        quantization: format of the weights.
+    """Search the scales of the inputs `x`, float32 [rows, k], of layers with the weights `matrices`, float32 [k, n].
 
     Returns:
         s, float32 [k], and the sum of squared errors with s and without scaling.

@@ -1,14 +1,14 @@
 """Codebooks of product quantization: 16 centroids for each part of a key (ops/formats/key_code_cache.h).
 
-Keys are split into parts of d_sub elements, and each part is clustered separately: k-means, for the smallest (weighted)
-sum of squared distances to the nearest centroid. Parts of one element are clustered almost optimally: k-means of sorted
-scalars is a choice of cuts, solved by dynamic programming over at most _GRID runs of equal size (exactly, for at
-most _GRID scalars). Lloyd's steps on all scalars then move the cuts within runs. Longer parts start with k-means++ and
-take Lloyd's steps. The result is deterministic.
+Keys are split into parts of d_sub elements. Each part is clustered separately by k-means, which minimizes the
+(weighted) sum of squared distances to the nearest centroid. Parts of one element are clustered almost optimally:
+k-means of sorted scalars is a choice of cuts, solved by dynamic programming over at most _GRID runs of equal size
+(exactly for up to _GRID scalars). Lloyd's steps on all scalars then move the cuts within runs. Longer parts start with
+k-means++ and take Lloyd's steps. The result is deterministic.
 
-Text unlike the samples has keys outside their range, and attention to a clipped key is completely wrong (measured in
-ops/nomad_attention/README.md). So scalars are clustered together with a copy of weight _COPY_WEIGHT whose distance from
-the mean is _COPY_SPREAD times as large. More samples would not help: such tokens are rare.
+Other text has keys outside the samples' range, and attention to a clipped key is completely wrong (measured in
+ops/nomad_attention/README.md). So scalars are clustered together with a copy of themselves, spread _COPY_SPREAD times
+as far around the mean, with weight _COPY_WEIGHT. More samples would not help: such tokens are rare.
 """
 
 from __future__ import annotations
@@ -23,12 +23,9 @@ _CHUNK = 1 << 22  # distances computed at a time
 
 
 def learn_codebook(keys: np.ndarray, d_sub: int, weights: np.ndarray | None = None) -> np.ndarray:
-    """Return the centroids, float32 [head_dim / d_sub, 16, d_sub]. If there are few distinct parts, centroids repeat.
+    """Return the centroids of keys, float [n >= 1, head_dim]: float32 [head_dim / d_sub, 16, d_sub].
 
-    Args:
-        keys: float [n, head_dim], n >= 1.
-        d_sub: elements of a part; divides head_dim.
-        weights: weight of each key, [n]; None: all equal.
+    With few distinct parts, centroids repeat. weights: weight of each key, [n]; None: all equal.
     """
     count, head_dim = keys.shape
     weight = np.ones(count) if weights is None else np.asarray(weights, np.float64)
@@ -68,7 +65,7 @@ def _cuts(ends: np.ndarray, weights: np.ndarray, sums: np.ndarray, squares: np.n
         cost = (q[None, :] - q[:, None]) - (s[None, :] - s[:, None]) ** 2 / inside
     cost = np.where(inside > 0, np.maximum(cost, 0), 0)
     cost[np.tril_indices(len(ends), -1)] = np.inf
-    best = cost[0].copy()  # cost of everything before an end, in the current number of clusters
+    best = cost[0].copy()  # least cost of the scalars before each end, with the current number of clusters
     froms = []
     for _ in range(CENTROIDS - 1):
         totals = best[:, None] + cost
@@ -123,7 +120,7 @@ def _lloyd(parts: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def _first_centroids(parts: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Choose initial centroids by k-means++: each is drawn with probability proportional to the squared distance."""
+    """Choose initial centroids by k-means++: drawn with probability proportional to the squared distance to earlier ones."""
     rng = np.random.default_rng(0)
     subs, _, _ = parts.shape
     chosen = np.empty((subs, CENTROIDS, parts.shape[2]), np.float32)

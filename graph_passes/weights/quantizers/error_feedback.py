@@ -1,12 +1,12 @@
-"""The loop of GPTQ and SparseGPT: settle one input after another, and let later inputs compensate for the error.
+"""The loop of GPTQ and SparseGPT: settle (round or prune) one input after another; later inputs compensate for the error.
 
     H^-1 = U^T U with U upper triangular
     for i in order:    v_i = the settled w_i,    e = (w_i - v_i) / U_ii,    w_j -= U_ij e for all j > i
 
-U_ii^2 is the conditional H^-1_ii after the inputs before i are settled, and row i of U over U_ii is the update of later
-inputs by Optimal Brain Surgeon (Hassibi, Stork, 1993). So ||XW - XV||^2 grows by e^2. The loop is recursive: after the
-first half of some inputs is settled, it updates the second half at once (GPTQ's "lazy batch-updates", section 3.3, at
-every size), so that almost all work is in matrix products.
+||XW - XV||^2 grows by e^2: U_ii^2 is the conditional H^-1_ii after the inputs before i are settled, and row i of U over
+U_ii is the update of later inputs by Optimal Brain Surgeon (Hassibi, Stork, 1993). The loop is recursive: once the
+first half of a range is settled, one matrix product updates the second half (GPTQ's "lazy batch-updates", section 3.3,
+at every size).
 """
 
 from __future__ import annotations
@@ -25,14 +25,9 @@ Settle = Callable[[int, np.ndarray], np.ndarray]
 
 
 def settle_inputs(weights: np.ndarray, factor: np.ndarray, choose: Choose, settle: Settle, span: int = BLOCK) -> None:
-    """Replace W, float32 [k, n], with V in place.
+    """Replace W (`weights`, float32 [k, n]) with V in place.
 
-    Args:
-        weights: W.
-        factor: U, float32 [k, k].
-        choose: chooses the mask of `span` inputs once the inputs before them are settled.
-        settle: returns the settled row.
-        span: inputs of a mask.
+    factor: U, float32 [k, k]. choose: chooses the mask of `span` inputs once the inputs before them are settled.
     """
     _Settling(weights, factor, choose, settle, span).run(0, len(weights))
 
@@ -48,7 +43,7 @@ class _Settling:
         self._first = self._last = 0  # range of inputs of _kept
 
     def run(self, start: int, stop: int) -> None:
-        """Settle these inputs, which contain the updates of all inputs before them."""
+        """Settle a range of inputs. The updates of all inputs before it have been applied."""
         weights, factor, errors = self._weights, self._factor, self._errors
         if stop - start <= self._span and start >= self._last:
             self._kept, self._first, self._last = self._choose(start, stop, weights[start:stop]), start, stop
@@ -67,6 +62,6 @@ class _Settling:
 
 
 def _half(count: int, span: int) -> int:
-    """Return about half of the inputs, in whole spans if there are several."""
+    """Return about half of the inputs: a multiple of the span, if there are several spans."""
     unit = span if count > span else 1
     return (count // unit + 1) // 2 * unit

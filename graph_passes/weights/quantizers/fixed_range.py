@@ -1,7 +1,7 @@
 """Choose the range that quantizes activations to uint8 with the smallest mean squared error.
 
 A range up to the largest sample spends its 256 steps on a few large values. Clipping them makes the steps finer for all
-others. How much to clip is found by trial, as for weights (grid.py).
+other values. The clipped fraction is found by trial.
 """
 
 from __future__ import annotations

@@ -6,28 +6,23 @@ XV||^2 over V on the grid, for inputs X [rows, k], greedily in a fixed order of 
     H = X^T X / mean(diag(X^T X)) + damping I,        H^-1 = U^T U with U upper triangular
     for i in order:    v_i = round(w_i),    e = (w_i - v_i) / U_ii,    w_j -= U_ij e for all j > i
 
-A factor of H cancels, so X^T X replaces the paper's 2 X X^T. Row i of U holds the update of later inputs. The lower
-factor, or swapped i and j, would move the error to inputs that cannot compensate for it. The loop is in
-error_feedback.py. Three choices differ from the paper:
+The loop is in error_feedback.py. A factor of H cancels, so X^T X replaces the paper's 2 X X^T. Row i of U holds the
+update of later inputs; the lower factor, or swapped i and j, would move the error to inputs that are already rounded.
+Three choices differ from the paper (their gains are in docs/verification.md):
 
-Order: choose_order in hessian.py; without act_order, inputs keep their order.
+Order: choose_order in hessian.py. Without act_order, inputs keep their order.
 
-Grids: all grids are searched for W beforehand (mse.py), so groups are runs of neighbouring inputs in any order (no
-g_idx is stored). ||XW - XV||^2 is the sum of (w_i - v_i)^2 / U_ii^2 over the updated w, so 1 / U_ii^2 is the importance
-of input i.
+Grids: all grids are fitted to W beforehand (mse.py), so groups are runs of neighbouring inputs in any order, and no
+g_idx is stored. The importance of input i is 1 / U_ii^2, because ||XW - XV||^2 is the sum of (w_i - v_i)^2 / U_ii^2
+over the updated w.
 
-Refinement: the greedy choice does not revise earlier inputs. So afterwards, a few times: the scale, and the minimum, of
-each group become the best ones for its q (least squares under H), and each weight is rounded again with all others
-fixed (coordinate descent, as in QuantEase: Behdin et al., arXiv:2309.01885). No step increases ||XW - XV||^2.
-
-Prepared holds what depends only on the inputs. It is computed once for layers with the same inputs, such as query, key
-and value.
-
-Gains of the three choices: docs/verification.md.
+Refinement: the greedy loop does not revise earlier inputs. So a few sweeps follow: each group gets the best scale (and
+minimum) for its q, by least squares under H; then each weight is rounded again with all others fixed (coordinate
+descent, as in QuantEase: Behdin et al., arXiv:2309.01885). No step increases ||XW - XV||^2.
 
 Zero weights stay zero. Their updates count as rounding error and are passed on, as in SparseGPT (Frantar, Alistarh,
-ICML 2023, section 3.3), so pruned layers keep their pattern. The error of pruning is not compensated: the target is the
-given W (for that, see pruners/sparsegpt.py).
+ICML 2023, section 3.3), so pruned layers keep their pattern. The error of pruning itself is not compensated, because
+the target is the given W (pruners/sparsegpt.py does that).
 """
 
 from __future__ import annotations
@@ -49,7 +44,7 @@ _LEAF = 16  # inputs that coordinate descent processes one by one
 
 @dataclass(frozen=True)
 class Prepared:
-    """A damped Hessian, prepared for `gptq`."""
+    """A damped Hessian, prepared for `gptq` once for all layers with the same inputs, such as query, key and value."""
 
     hessian: np.ndarray  # float32 [k, k]
     order: np.ndarray  # order of the inputs, int [k]
@@ -75,12 +70,9 @@ def prepare(hessian: np.ndarray, act_order: bool = True) -> Prepared:
 
 
 def choose_damping(matrices: Sequence[np.ndarray], halves: np.ndarray, quantization: Quantization) -> float:
-    """Return the best damping for quantized weights.
+    """Return the best damping for the weights of layers with the same inputs.
 
-    Args:
-        matrices: weights of layers with the same inputs.
-        halves: X^T X of each half of the inputs, float [2, k, k].
-        quantization: format of the weights.
+    halves: X^T X of each half of the inputs, float [2, k, k].
     """
 
     def fit(sample: np.ndarray, hessian: np.ndarray) -> np.ndarray:
@@ -100,14 +92,9 @@ def gptq(
     sweeps: int = _SWEEPS,
     kept: np.ndarray | None = None,
 ) -> QuantizedMatrix:
-    """Quantize W for inputs with the prepared Hessian.
+    """Quantize W (`matrix`, float32 [k, n], finite) for inputs with the prepared Hessian.
 
-    Args:
-        matrix: W, float32 [k, n], finite.
-        prepared: the Hessian.
-        quantization: format of the weights.
-        sweeps: number of refinements.
-        kept: mask of weights that may be nonzero, bool [k, n]; None: the nonzero weights.
+    sweeps: number of refinements. kept: mask of weights that may be nonzero, bool [k, n]; None: the nonzero weights.
     """
     k, n = matrix.shape
     rows = quantization.rows(k)
@@ -166,7 +153,7 @@ def _refine(
             inside = slice(start, min(start + BLOCK, k))
             block = hessian[inside, inside]
             before = values[inside].copy()
-            near = slope[inside].copy()  # kept up to date within the block
+            near = slope[inside].copy()  # updated within the block; `slope` only after it
             for first in range(inside.start, inside.stop, _LEAF):
                 group = first // rows
                 if first % rows == 0 and quantization.group_size is not None:
@@ -188,7 +175,7 @@ def _refine(
 def _descend(
     q: np.ndarray, values: np.ndarray, slope: np.ndarray, kept: np.ndarray, grid: Grid, hessian: np.ndarray
 ) -> np.ndarray:
-    """Round a few inputs of a group again, one by one, q and values in place. Return the change of the values."""
+    """Round a few inputs of a group again, one by one; change q and values in place, and return the change of the values."""
     steps = np.empty_like(values)
     for i in range(len(q)):
         best = values[i] + slope[i] / hessian[i, i]
@@ -201,7 +188,7 @@ def _descend(
 
 
 def _refit(grid: Grid, q: np.ndarray, slope: np.ndarray, hessian: np.ndarray, quantization: Quantization) -> Grid:
-    """Return the grid with the best scale, and minimum, for the q [rows, n] of a group. The zero point is kept."""
+    """Return the grid with the best scale (and minimum) for the q [rows, n] of a group. The zero point is kept."""
     steps = q if grid.zero is None else q - grid.zero
     curved = hessian @ steps
     curvature = np.einsum("in,in->n", steps, curved)

@@ -6,10 +6,10 @@ group_size, a group is a whole column. A weight is scale (q - zero), with zero =
     symmetric 8    q in -127 … 127            asymmetric 4   q in 0 … 15; zero also, an integer or in sixteenths
     symmetric 4    q in -8 … 7                minimum 4      q in 0 … 15
 
-Scales and minimums are float16, or bfloat16 for operators that require it; short() below is this rounding. Scales of
-8-bit whole columns are float32. There the range may be reduced so that the sum of q of inputs 2 i and 2 i + 1 is at
-most 128 in magnitude, which is faster on CPUs without an exact byte product (ops/formats/bitmap_int8.h). A scale may be
-negative; then the minimum is the largest value. Round to nearest uses for each group (mse.py finds better values):
+Scales and minimums are float16, or bfloat16 for operators that require it; short() below is this rounding. 8-bit whole
+columns have float32 scales, and may have a reduced range: the sum of q of inputs 2 i and 2 i + 1 is then at most 128 in
+magnitude, which is faster on CPUs without an exact byte product (ops/formats/bitmap_int8.h). A scale may be negative;
+then the minimum is the largest value. Round to nearest uses for each group (mse.py finds better values):
 
     symmetric 8    scale = max(short(max |W| / 127), 2^-126)             q = rint(W / scale), in -127 … 127
     reduced range  scale = max(max |W| / 127, max |W[2 i] + W[2 i + 1]| / 127, 2^-126)
@@ -21,8 +21,8 @@ negative; then the minimum is the largest value. Round to nearest uses for each 
                    minimum = short(min W)
     all W of a group zero: scale = 0, zero = 0, minimum = 0, q = 0
 
-Except with minimums and fractional zero points, zero is always representable, so pruned weights stay zero. Arithmetic
-is float32. short() rounds to nearest even, and to bfloat16 where that is nearer: outside the range of float16. Bounds
+Except with minimums and fractional zero points, zero is representable, so pruned weights stay zero. Arithmetic is
+float32. short() rounds to nearest even; outside the range of float16 it rounds to bfloat16, if that is nearer. Bounds
 of round to nearest:
 
     |W - scale (q - zero)| <= scale / 2 (1 + 2^-16)             symmetric
@@ -163,7 +163,7 @@ def fit_grid(part: np.ndarray, quantization: Quantization) -> Grid:
     low, high = part.min(axis=0), part.max(axis=0)
     short = quantization.short
     if quantization.minimum:
-        # Divided before the subtraction, which may overflow float32.
+        # Division comes first, because high - low may overflow.
         scale = np.maximum(short(high / LEVELS - low / LEVELS), SMALLEST_SCALE)
         return Grid(quantization.bits, np.where(high > low, scale, 0), None, short(low))
     if quantization.symmetric:
@@ -183,7 +183,7 @@ def fit_grid(part: np.ndarray, quantization: Quantization) -> Grid:
 def _largest_pairs(part: np.ndarray, max_q: np.float32) -> np.ndarray:
     """Return for each column the largest magnitude of a sum of two neighbours, divided by max_q."""
     even, odd = part[0::2], part[1::2]
-    # Divided before the addition, which may overflow float32.
+    # Division comes first, because the sum may overflow.
     pairs = even[: len(odd)] / max_q + odd / max_q
     largest: np.ndarray = np.abs(pairs).max(axis=0, initial=0)
     return largest
@@ -222,7 +222,7 @@ def dequantize(rounded: QuantizedMatrix, group_size: int | None) -> np.ndarray:
 
 
 def bf16(array: np.ndarray) -> np.ndarray:
-    """Round float32 to bfloat16, nearest even, and return it as float32. Values never become infinite."""
+    """Round float32 to bfloat16, nearest even, without overflow to infinity; return float32."""
     rounded: np.ndarray = array.astype(ml_dtypes.bfloat16).astype(np.float32)
     return np.clip(rounded, -_LARGEST_BF16, _LARGEST_BF16, out=rounded)
 
@@ -230,7 +230,7 @@ def bf16(array: np.ndarray) -> np.ndarray:
 def half(array: np.ndarray) -> np.ndarray:
     """Round float32 to float16, nearest even, and return it as float32.
 
-    Values outside float16's range, or among its subnormals, are rounded to bfloat16 if that is nearer.
+    Values outside float16's normal range are rounded to bfloat16 if that is nearer.
     """
     with np.errstate(over="ignore", under="ignore"):
         rounded: np.ndarray = array.astype(np.float16).astype(np.float32)

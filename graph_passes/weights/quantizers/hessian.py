@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 
 DAMPINGS = (0.01, 0.03, 0.1, 0.3, 1.0)
-_FIRST = 2  # index of the first one tried: with a few thousand rows, most layers choose it or a neighbour
+_FIRST = 2  # index tried first: with a few thousand rows, most layers choose it or a neighbour
 _SAMPLED_COLUMNS = 64
 _BLOCK = 128  # inputs eliminated at a time
 _LEAF = 64  # triangular matrices up to this size are inverted directly
@@ -62,8 +62,8 @@ def choose_order(hessian: np.ndarray) -> np.ndarray:
     """Return the order in which inputs are best rounded, int [k], for a damped H.
 
     The final cost of rounding an input is its variance given the inputs after it. So the last input is the one with the
-    smallest variance, the one before it has the smallest variance given the last, and so on: a Cholesky factorization
-    with pivots. GPTQ's act-order, by descending H_ii, is the same for uncorrelated inputs.
+    smallest variance, the input before it has the smallest variance given the last, and so on: a Cholesky factorization
+    with pivots. For uncorrelated inputs this is GPTQ's act-order, by descending H_ii.
     """
     rest = hessian
     remaining = np.arange(len(hessian))
@@ -74,7 +74,7 @@ def choose_order(hessian: np.ndarray) -> np.ndarray:
         for j in range(columns.shape[1]):
             pivot = int(variance.argmin())
             column = rest[pivot] - columns[:, :j] @ columns[pivot, :j]  # rest is symmetric
-            # Positive, except for rounding errors; then the choice does not matter.
+            # The pivot can be 0 or less only by rounding; then the order does not matter.
             columns[:, j] = column / np.sqrt(max(column[pivot], np.finfo(np.float64).tiny))
             variance -= columns[:, j] ** 2
             variance[pivot] = np.inf
@@ -91,7 +91,7 @@ def inverse_factor(hessian: np.ndarray) -> np.ndarray:
     Raises:
         numpy.linalg.LinAlgError: H is not positive definite.
     """
-    # H = R R^T with R upper triangular, by a Cholesky factor from the other end; U = R^-1, without inverting H itself.
+    # Cholesky of the reversed matrix gives H = R R^T with R upper triangular. U = R^-1, so H is not inverted.
     upper = np.linalg.cholesky(hessian[::-1, ::-1])[::-1, ::-1]
     return _inverse_of_upper(upper).astype(np.float32, copy=False)
 

@@ -13,9 +13,9 @@ the least squares fit by q - z. Differences from the paper:
 
 - The paper's scales are fixed. Here they are fitted too, and the search starts from several fractions of the range of
   round-to-nearest.
-- Each column takes the iterate with the least sum of squared errors, with round-to-nearest included, so it is never
-  worse than that (the paper stops by the mean of |error|). Choosing by the sum of |error|^p clips outliers, and is
-  worse (docs/verification.md).
+- Each column takes the iterate with the least sum of squared errors. Round-to-nearest is one of them, so the result is
+  never worse (the paper stops by the mean of |error|). Choosing by the sum of |error|^p clips outliers, and is worse
+  (docs/verification.md).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _best_grid(part: np.ndarray, quantization: Quantization) -> Grid:
     """Return the best grid of one group, W float32 [rows, n]."""
     best = fit_grid(part, quantization)
     first = best
-    # In units of the first scale: round-to-nearest has errors of at most a half.
+    # Errors are in units of the first scale, so those of round-to-nearest are at most 1/2.
     unit = np.where(first.scale > 0, first.scale, 1)
     least = _squared_error(part, first, unit)
     for fraction in _RANGES:

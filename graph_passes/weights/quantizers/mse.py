@@ -2,18 +2,18 @@
 
 A quantized weight is scale t + minimum, with an integer t in low … low + width. Without minimums, minimum is 0; with
 zero points, low is -zero. For given t, the best scale and minimum are a weighted least squares fit; for a given scale
-and minimum, the best t is the nearest. So the search alternates between the two from several starts, and each column
-takes the best grid seen. Round to nearest is among them, so the result is never worse. Scale and minimum are rounded to
-stored precision before a grid is judged. The starts are
+and minimum, the best t is the nearest. The search alternates between the two from several starts, and each column takes
+the best grid seen, with scale and minimum in stored precision. Round to nearest is one of the starts, so the result is
+never worse. The others are
 
-    fractions               those of minimums, then rounded
     minimum, zero points    the range of the group, a wider one, or the range with a fraction cut off at either end
-    symmetric 4             the largest value by magnitude is -8 steps, or slightly more or less, or 7: scales have
-                            either sign, so that the side with the larger value has the level that the other side lacks
+    fractions               as for minimums; the zero points found are then rounded to sixteenths
+    symmetric 4             the largest value by magnitude is about -8 or 7 steps; the scale has either sign, so that
+                            the side with this value gets the extra level -8
     symmetric 8             the largest value is 127 steps or more, and values beyond 127 are clipped
 
-as in llama.cpp's and HQQ's quantizers. Weights that are already on such a grid, such as dequantized GGUF weights (Q4_0,
-Q4_1), are kept exactly.
+as in llama.cpp's and HQQ's quantizers. Weights on such a grid, such as dequantized GGUF weights (Q4_0, Q4_1), are kept
+exactly.
 
 Without inputs, all weights are equally important: powers of |w|, and sigma^2 + w^2, are worse (docs/verification.md).
 With inputs, the importance of an input is its energy, the mean of x^2.
@@ -49,7 +49,7 @@ _STEPS = {
     8: (127, 128, 130, 133, 138, 145, 155, 170, 190),
 }
 _LARGEST = np.float32(np.finfo(np.float32).max)
-_SAMPLE = 8  # inputs that suffice to see that most groups are not on a grid
+_SAMPLE = 8  # inputs that are checked first: they show that most groups are not on a grid
 
 
 @dataclass
@@ -61,7 +61,7 @@ class _Lines:
     low: np.ndarray | np.float32  # integers as float32, [n] or a scalar
 
     def take(self, other: _Lines, where: np.ndarray) -> None:
-        """Copy the grids of the other object in the columns `where`, bool [n]."""
+        """Copy the other object's grids in the columns `where`, bool [n]."""
         self.scale = np.where(where, other.scale, self.scale)
         self.low = np.where(where, other.low, self.low)
         if self.minimum is not None and other.minimum is not None:
@@ -90,19 +90,16 @@ def round_mse(matrix: np.ndarray, quantization: Quantization, importance: np.nda
 
 
 def mse_grid(part: np.ndarray, importance: np.ndarray | None, quantization: Quantization) -> Grid:
-    """Return the grid of a group, W float32 [rows, n], with the least sum of importance (w - v)^2 found.
-
-    importance: float32 [rows], not negative; None: all equal.
-    """
+    """Return the grid of a group, W float32 [rows, n], with the least sum of importance (w - v)^2 found."""
     if quantization.fractions:
         return _with_fractions(part, importance, quantization)
     return _Search(part, importance, quantization).grid()
 
 
 def _with_fractions(part: np.ndarray, importance: np.ndarray | None, quantization: Quantization) -> Grid:
-    """Return the grid of minimums, with minimums as fractional zero points.
+    """Search with minimums, and convert them to fractional zero points.
 
-    Columns for which these are out of range get integer zero points.
+    Columns whose zero point is out of range get an integer zero point.
     """
     found = _Search(part, importance, replace(quantization, fractions=False, minimum=True)).grid()
     assert found.minimum is not None
@@ -119,8 +116,8 @@ def _with_fractions(part: np.ndarray, importance: np.ndarray | None, quantizatio
 class _Search:
     """Search of the grids of one group.
 
-    Values are divided by a power of two so that the largest of a column is 0.5 to 1. Then no square overflows, or
-    underflows in a way that matters.
+    Columns are scaled by a power of two so that their largest value is 0.5 to 1. Squares then cannot overflow, and
+    underflow does not matter.
     """
 
     def __init__(self, part: np.ndarray, importance: np.ndarray | None, quantization: Quantization) -> None:
@@ -129,7 +126,7 @@ class _Search:
         # Limit above which values overflow; None if no column is that large.
         huge = (self._exponent >= 127).any()
         self._limit = np.ldexp(_LARGEST, np.minimum(-self._exponent, 0)) if huge else None
-        # In two steps: the power of two may overflow float32.
+        # Two factors, because a single power of two may overflow float32.
         first = self._exponent // 2
         self._x = part * np.ldexp(np.float32(1), -first) * np.ldexp(np.float32(1), first - self._exponent)
         self._importance = None if importance is None else importance[:, None] / max(importance.max(), 1e-30)
@@ -172,7 +169,7 @@ class _Search:
         return self._in_units(self._quantization.short(self._true(values)))
 
     def _stored_scale(self, scale: np.ndarray) -> np.ndarray:
-        """Round scales to stored precision. 0 stays, and no other scale becomes smaller than SMALLEST_SCALE."""
+        """Round scales to stored precision. 0 stays 0; other scales are at least SMALLEST_SCALE in magnitude."""
         true = self._true(scale)
         short = self._quantization.short(true)
         short = np.where(np.abs(short) < SMALLEST_SCALE, np.copysign(SMALLEST_SCALE, true), short)
@@ -183,7 +180,7 @@ class _Search:
         return total
 
     def _follow(self, lines: _Lines) -> None:
-        """Judge these grids, and the grids that least squares makes from them."""
+        """Evaluate these grids, and the grids that least squares makes from them."""
         self._offer(lines)
         for _ in range(_TURNS):
             lines = self._refitted(lines)
@@ -214,7 +211,7 @@ class _Search:
             self._best.take(lines, better)
 
     def _refitted(self, lines: _Lines) -> _Lines:
-        """Return the grids with the best scale, and minimum, for the t in self._t."""
+        """Return the grids with the best scale (and minimum) for the t in self._t."""
         t = self._t
         weighted = t if self._importance is None else t * self._importance
         squares = np.multiply(weighted, t, out=self._spare).sum(axis=0)
@@ -252,7 +249,7 @@ class _Search:
                 yield _Lines(scale, None, -zero)
 
     def _exact(self) -> Iterator[_Lines]:
-        """Yield grids that contain whole columns, if there are any."""
+        """Yield grids that represent whole columns exactly, if such grids exist."""
         low, high = self._x.min(axis=0), self._x.max(axis=0)
         if self._quantization.bits == 8:
             return
@@ -278,7 +275,7 @@ class _Search:
                 yield _Lines(scale, None, np.float32(first) if self._quantization.symmetric else lowest)
 
     def _is_on_grid(self, scale: np.ndarray, origin: np.ndarray | np.float32) -> np.ndarray:
-        """Return true for columns whose first inputs are integer steps from the origin, up to rounding."""
+        """Return True for columns whose first inputs are integer steps from the origin, up to rounding."""
         steps = (self._x[:_SAMPLE] - origin) / np.where(scale != 0, scale, 1)
         distance = np.abs(steps - np.rint(steps)).max(axis=0)
         return np.asarray((scale != 0) & (distance < 1e-4))
