@@ -1,9 +1,8 @@
 """Choose thresholds for layer inputs: an element whose magnitude is at most the threshold counts as zero.
 
 Operator MaskedMatMul (pass `replace`) applies the thresholds and skips weight rows whose input is zero. Some inputs are
-sparse without a threshold: outputs of a ReLU, and such outputs after a multiplication, a square or a reshape. They get
-threshold 0. Other inputs are made sparse by magnitude (TEAL, CATS), up to a given fraction of zeros or a given error of
-the layer.
+sparse anyway: outputs of a ReLU, also after a multiplication, a square or a reshape. They get threshold 0. Other inputs
+are made sparse by magnitude (TEAL, CATS), up to a given fraction of zeros or a given error of the layer.
 
 The pass runs the model as earlier passes left it, on all feeds. Layers that share an input share a threshold. The model
 is not changed: the thresholds are stored in `context.layers.thresholds`, and `masked_inputs` applies them for a
@@ -131,9 +130,9 @@ class ActivationsPass(RecipePass):
 
 
 def quantile(magnitudes: np.ndarray, fraction: float) -> float:
-    """Return the smallest magnitude m for which at least this fraction of the magnitudes is at most m.
+    """Return the smallest magnitude m for which at least this fraction of the magnitudes is at most m; 0 for fraction 0.
 
-    magnitudes are ascending, [count]. The result is 0 if the fraction is 0.
+    magnitudes are ascending, [count].
     """
     count = int(np.ceil(fraction * len(magnitudes)))
     return float(magnitudes[count - 1]) if count else 0.0
@@ -142,11 +141,8 @@ def quantile(magnitudes: np.ndarray, fraction: float) -> float:
 def threshold_within(error: float, x: np.ndarray, linears: Sequence[Linear], magnitudes: np.ndarray) -> float:
     """Return the largest threshold at which no layer's output error exceeds `error`, found by bisection.
 
-    Args:
-        error: limit of the root mean square over rows of the relative output error.
-        x: inputs, float32 [rows, k].
-        linears: the layers that read x.
-        magnitudes: sample of |x|, ascending; the bisection is over the fraction of it that becomes zero.
+    The error is the root mean square over rows of the relative output error. x: inputs, float32 [rows, k], of the
+    layers. magnitudes: sample of |x|, ascending; the bisection is over the fraction of it that becomes zero.
     """
 
     def is_within(threshold: float) -> bool:
@@ -185,7 +181,7 @@ def _batches(widths: Mapping[str, int], rows: int) -> Iterator[list[str]]:
     yield batch
 
 
-# ---- the model with its thresholds -----------------------------------------------------------------------------------
+# ---- The model with its thresholds -----------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -194,10 +190,7 @@ def masked_inputs(
 ) -> Iterator[None]:
     """Within this context, set layer inputs with magnitudes up to their threshold to zero, by standard operators.
 
-    Args:
-        model: the model, restored when the context ends.
-        thresholds: by layer_key; a string is the reason why the layer has no threshold.
-        new_name: makes a name that no value of the model has.
+    thresholds: by layer_key; a string is the reason why the layer has no threshold. The model is restored at the end.
     """
     masked: list[tuple[ir.Node, ir.Value, list[ir.Node]]] = []
     for linear in list(linears_in(model)):

@@ -1,4 +1,4 @@
-"""State of a run that concerns KV caches, and the prompt that becomes part of the model."""
+"""State of a run for KV caches, and the prompt that becomes part of the model."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .prompt import Prompt
 class Caches:
     """KV caches of the model and how passes changed them."""
 
-    # Cache uses of every attention with a cache, replaced or not, by the name of the cache's input.
+    # Caches of all attentions, replaced or not, by the name of the cache's input.
     uses: dict[str, CacheUse] = field(default_factory=dict)
-    taken: set[str] = field(default_factory=set)  # cache inputs of attention that pass compress_cache replaces
+    taken: set[str] = field(default_factory=set)  # key cache inputs of attention that pass compress_cache replaces
     formats: dict[str, CacheFormat] = field(default_factory=dict)  # formats of cache inputs that passes have changed
     exact_keys: dict[str, ExactKeys] = field(default_factory=dict)  # added inputs, missing in the original model
     outputs: set[str] = field(default_factory=set)  # cache outputs in the format of the inputs in `formats`
-    # ||Y - Z|| / ||Z|| of attention that reads its keys and values from a cache, by its output.
+    # Expected relative error of attention that reads its keys and values from a cache, by its output.
     rounding: dict[ir.Value, float] = field(default_factory=dict)
     prompt_ids: np.ndarray | None = None  # int64 [1, tokens], given by the user
     prompt: Prompt | None = None  # set by pass cache_prompt

@@ -17,8 +17,8 @@ class CalibrateOptions(PassOptions):
     """Options of pass `calibrate`."""
 
     max_rows: int = field(default=64, metadata=takes("int", low=1))  # inputs (tokens) kept for each layer
-    # Hold out every n-th feed from calibration, and measure errors of layers and of the model on these feeds. 0, or a
-    # value above the number of feeds, holds out no feed.
+    # Hold out every n-th feed from calibration, and measure errors of layers and of the model on these feeds; 0
+    # disables.
     held_out: int = field(default=0, metadata=takes("int", low=0))
 
 

@@ -44,18 +44,18 @@ class PassContext:
     evidence: Evidence  # feeds, and sessions of the model as given
     source: ModelFile  # the model that the passes change
     report: OptimizationReport
-    candidate: Path  # temporary path of the optimized model, on the output's disk
+    candidate: Path  # temporary path of the optimized model, on the disk of the output
     spill: TensorSpill
     portable: bool = True
     dry_run: bool = False
     may_differ: bool = False  # save a model that differs a lot, with a warning (verify/difference.py)
-    min_cosine: float | None = None  # smallest cosine of an output; None: the caller's search applies its own limit
+    min_cosine: float | None = None  # smallest cosine of an output; None: no limit, or a search applies its own
     optional_may_fail: bool = True  # skip a failing pass that the user did not name
     progress: Progress = no_progress
     plan: Plan = field(default_factory=Plan)  # decisions that follow from the recipe's options
     layers: Layers = field(default_factory=Layers)
     caches: Caches = field(default_factory=Caches)
-    # Quantized weights known before any pass runs, by the weight's name. The graph holds their dequantized values; pass
+    # Quantized weights given with the model, by the weight's name. The graph holds their dequantized values; pass
     # replace packs the integers.
     given: Mapping[str, QuantizedWeight] = field(default_factory=dict)
     reference: Reference | None = None  # kept for pass verify
@@ -81,21 +81,19 @@ class PassContext:
         return self.layers.reports[layer_key(linear)]
 
     def gains(self, linear: Linear, stored: Stored) -> bool:
-        """Check that a pass replaces the layer once its weight is `stored`, or that the recipe replaces no layer."""
+        """Return True if a pass would replace the layer once its weight is `stored`, or if the recipe replaces no layer."""
         return self.plan.gains(linear, stored, self.layers.state(linear))
 
     def why_not_quantized(self, linear: Linear, stored: Stored | None = None) -> str | None:
         """Explain why no pass would replace the layer after it is quantized; None if one would.
 
-        Args:
-            linear: the layer, which a pass quantizes.
-            stored: its weight after that; None if not known yet.
+        stored: the quantized weight; None: not known yet.
         """
         state = self.layers.state(linear)
         return self.plan.why_not_quantized(linear, SMALLEST if stored is None else stored, state)
 
     def leave(self, linear: Linear, reason: str) -> None:
-        """Report why a layer is not quantized. Later passes do not replace this reason."""
+        """Report why a layer is not quantized. Later passes do not change this reason."""
         self.layer(linear).reason = self.layers.left[layer_key(linear)] = reason
 
     def telling(self, stage: Stage) -> Callable[[int, int], None]:
@@ -113,7 +111,7 @@ class PassContext:
         return self._names(wanted)
 
     def release(self) -> None:
-        """Unmap the input model's data. The next access maps it again."""
+        """Unmap the input model's data; the next access maps it again."""
         release_maps(self._mapped)
 
 

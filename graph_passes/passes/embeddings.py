@@ -1,10 +1,10 @@
 """Store word embedding tables in int8 or int4, with about the error of layers in the same format.
 
-With 8 bits each row has one scale, or scales in groups if the head that may be tied to the table has groups. With 4
-bits there are scales and zero points in groups of 32, chosen by method mse as for layers. Standard operators read the
-rows (operators/embedding.py). If a layer (a tied head) holds the same integers, pass replace removes the table and the
-rows are read from the layer's weight. A table with another consumer that stays is not changed: it would be stored
-twice. A table of positions next to a stored word table becomes float16.
+8-bit tables have one scale per row, or scales in groups if a head that may be tied to the table has them. 4-bit tables
+have scales and zero points in groups of 32, chosen by method mse as for layers. Standard operators read the rows
+(operators/embedding.py). If a layer (a tied head) holds the same integers, pass replace removes the table, and rows are
+read from the layer's weight. A table with another consumer that is not replaced stays float: it would be stored twice.
+If a word table is stored, tables of positions become float16.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class EmbeddingsPass(RecipePass):
         return ir.passes.PassResult(model, stored and not context.dry_run)
 
     def _narrow_positions(self, model: ir.Model, wanted: bool) -> None:
-        """Store position tables as float16 if `wanted`, that is if a word table is stored as integers."""
+        """Store position tables as float16 if `wanted`, which means that a word table is stored as integers."""
         context, options = self.context, self.options
         for node in find_position_lookups(model.graph):
             value = node.inputs[0]
@@ -166,10 +166,7 @@ class EmbeddingsPass(RecipePass):
         return given if fits else None
 
     def _quantization(self, table: np.ndarray) -> Quantization:
-        """Return the target format.
-
-        It has the groups of an 8-bit head that may be tied to the table, so that both share one copy.
-        """
+        """Return the target format: that of an 8-bit head that may be tied to the table, so that they can share one copy."""
         rows, width = table.shape
         for head in self.context.layers.quantized.values():
             if head.bits == 8 and head.group_size is not None and head.q.shape.numpy() == (width, rows):
@@ -180,7 +177,7 @@ class EmbeddingsPass(RecipePass):
 
 
 class _Rows:
-    """The integers of a table, filled in parts of rows, in the layout of operators/embedding.py."""
+    """The integers of a table, filled row range by row range, in the layout of operators/embedding.py."""
 
     def __init__(self, shape: tuple[int, ...], quantization: Quantization) -> None:
         rows, width = shape
@@ -237,11 +234,7 @@ def read_from_heads(model: ir.Model, context: PassContext) -> None:
 
 
 def _read_groups(model: ir.Model, context: PassContext, table: StoredEmbedding, node: ir.Node) -> bool:
-    """Read the table from a W8A8MatMul, if it holds the same integers and scales.
-
-    Returns:
-        True if it holds them.
-    """
+    """Read the table from a W8A8MatMul, if it holds the same integers and scales; return True then."""
     weights, scales = (input_of(node, w8a8.INPUTS, name) for name in ("weights", "scales"))
     if weights is None or scales is None or table.q is weights:
         return False
@@ -263,11 +256,7 @@ def _read_groups(model: ir.Model, context: PassContext, table: StoredEmbedding, 
 
 
 def _read_dense(model: ir.Model, context: PassContext, table: StoredEmbedding, node: ir.Node) -> bool:
-    """Read the table from a dense SparseAMXMatMul, if it holds the table in bf16 or the same int8.
-
-    Returns:
-        True if it holds the table.
-    """
+    """Read the table from a dense SparseAMXMatMul, if it holds the table in bf16 or the same int8; return True then."""
     masks, values, offsets, scales = (
         input_of(node, sparse_amx.INPUTS, name) for name in ("masks", "values", "offsets", "scales")
     )

@@ -1,8 +1,8 @@
-"""Convert activations that a model quantizes to fixed 8-bit ranges back to floats, as quantize_static inserts them.
+"""Remove the quantization of activations to fixed 8-bit ranges, which ONNX Runtime's quantize_static inserts.
 
 Layers then quantize their inputs row by row (SparseAMXMatMul), and operators between layers are fused as in a float
-model. The model computes what it would have computed in float with these weights. A range that replaced a Relu or Clip
-becomes a Clip, so what it cut off stays cut off (find/qdq_pairs.py).
+model. The result is what these weights give in float. A range that may replace a Relu or Clip becomes a Clip, so values
+that it cut off stay cut off (find/qdq_pairs.py).
 
 If any layer becomes VNNISpMM, which uses fixed ranges, all ranges stay.
 """
@@ -35,7 +35,7 @@ class _IntegerOperator:
         inputs: indices of the first of three inputs (integers, scale, zero point) that form one float input.
         output: index of the output's scale, which is followed by the zero point.
         attributes: attributes that both operators have.
-        floats: indices of inputs that are passed on unchanged, before the others.
+        floats: indices of the inputs that come first and are passed on unchanged.
     """
 
     op_type: str
@@ -59,7 +59,7 @@ _CONCAT = (MICROSOFT_DOMAIN, "QLinearConcat")  # inputs: scale and zero point of
 
 
 class FloatActivationsPass(RecipePass):
-    """Remove QuantizeLinear and DequantizeLinear around activations, where layers have inputs of fixed ranges."""
+    """Remove QuantizeLinear and DequantizeLinear around activations, if layers have inputs with fixed ranges."""
 
     def requires(self, model: ir.Model) -> None:
         """Check that the model is normalized."""
@@ -115,10 +115,10 @@ class _Writer:
 
     def __init__(self, model: ir.Model, context: PassContext) -> None:
         self._model, self._context = model, context
-        self._made: dict[Hashable, ir.Value] = {}  # floats by integers, scale and zero point
+        self._made: dict[Hashable, ir.Value] = {}  # dequantized values by graph, integers, scale and zero point
 
     def in_floats(self, node: ir.Node) -> None:
-        """Replace an operator on 8-bit integers with its float counterpart between DequantizeLinear and QuantizeLinear.
+        """Replace an operator on 8-bit integers with DequantizeLinear, its float counterpart and QuantizeLinear.
 
         An operator with a constant weight is a layer, and is kept.
         """
@@ -139,7 +139,7 @@ class _Writer:
         ir.convenience.replace_nodes_and_values(node.graph, node, [node], nodes, [node.outputs[0]], [integers])
 
     def keep_finite(self, node: ir.Node) -> None:
-        """Clamp a dequantized constant that overflows to infinity to the lowest float, which masks use to hide keys."""
+        """Clamp a dequantized constant that overflows: masks then hide keys with the lowest float instead of -infinity."""
         if node.op_type != "DequantizeLinear" or node.domain not in DEFAULT_DOMAINS or node.graph is None:
             return
         integers = constant_tensor(node_input(node, 0))
@@ -173,7 +173,7 @@ class _Writer:
         remove_unused(table)
 
     def remove(self, rounding: QdqPair) -> bool:
-        """Remove a QDQ pair. Return true if a Clip replaces it."""
+        """Remove a QDQ pair. Return True if a Clip replaces it."""
         node, bounds = rounding.node, rounding.bounds
         source, scale = node_input(node, 0), constant_tensor(node_input(node, 1))
         graph = node.graph
@@ -238,7 +238,7 @@ class _Writer:
 
 
 def _is_complete(node: ir.Node, operator: _IntegerOperator) -> bool:
-    """Check that all scales and zero points exist and are constant, and that the operator is not a layer."""
+    """Return True if all scales and zero points exist and are constant, and the operator is not a layer."""
     positions = [index + more for index in operator.inputs for more in (1, 2)] + [operator.output, operator.output + 1]
     known = all(constant_tensor(node_input(node, index)) is not None for index in positions)
     integers = [node_input(node, index) for index in operator.inputs]
@@ -249,5 +249,5 @@ def _is_complete(node: ir.Node, operator: _IntegerOperator) -> bool:
 
 
 def _softmax_is_of_axis(node: ir.Node) -> bool:
-    """Check that this is the Softmax of opset 13 and later, over one axis."""
+    """Return True if this is the Softmax of opset 13 and later, over one axis."""
     return "opset" in node.attributes and node.attributes["opset"].as_int() >= 13

@@ -1,7 +1,7 @@
 """Replace element-wise operators between quantized values with LutPostOp: one table lookup (find/lut.py).
 
-From every quantized value, the search follows everything that is computed from it alone: DequantizeLinear, activations
-in any formula, arithmetic with scalars, QuantizeLinear. Paths may part and join again. Each value of that subgraph that
+From every quantized value, the search follows all values that depend only on it: DequantizeLinear, activations in any
+formula, arithmetic with scalars, QuantizeLinear. Paths may split and rejoin. Each value of this subgraph (`Cone`) that
 the rest of the model uses gets a table, and unused nodes are removed:
 
     quantized values    if a table saves one operator (two for 16-bit indices)
@@ -51,7 +51,7 @@ _REASONS_SHOWN = 3
 class FuseLutOptions(PassOptions):
     """Options of pass `fuse_lut`."""
 
-    # Most bits of an index: 16-bit tables take 64 to 256 KiB each.
+    # Largest index width; 16-bit tables take 64 to 256 KiB each.
     bits: int = field(default=16, metadata=takes("int", choices=(8, 16)))
     # Names of the nodes whose outputs are looked up.
     select: Globs = field(default=("*",), metadata=takes("globs"))
@@ -107,7 +107,7 @@ class FuseLutPass(RecipePass):
         for start in list(graph):
             if start.op_type not in _STARTS or start in replaced:
                 continue
-            # Determined now: replacing a chain removes its constants.
+            # Before any replacement, which removes constants.
             sources = [x for x in dict.fromkeys(data_inputs(start)) if x not in seen and not is_constant(x)]
             seen.update(sources)
             for x in sources:
@@ -132,7 +132,7 @@ class FuseLutPass(RecipePass):
         elif 8 * dtype.itemsize > self.options.bits:
             reasons = [f"{cone.input.name!r} has more than {self.options.bits} bits (option bits)"]
         else:
-            # Last outputs first: nodes that their tables make unnecessary need no table of their own.
+            # Last outputs first: their tables make earlier nodes unnecessary, which then need no table.
             for output in reversed(list(_exits(cone, inside))):
                 chain = cone.chain_to(output)
                 saved = _saved(chain, gone)
@@ -159,7 +159,7 @@ class FuseLutPass(RecipePass):
         return lookups
 
     def _table(self, model: ir.Model, chain: Chain, dtype: ir.DataType, saved: int) -> np.ndarray:
-        """Return the chain's table. Raises NoTableError with the reason if it is not worth replacing."""
+        """Return the chain's table. Raise NoTableError with the reason if it is not worth replacing."""
         name = chain.nodes[-1].name or ""
         self.context.layers.names.append(name)
         if not any_matches([name], self.options.select) or any_matches([name], self.options.exclude):
@@ -216,10 +216,7 @@ def lut_post_op_function(opset: int) -> ir.Function:
 
 
 def _exits(cone: Cone, inside: Collection[ir.Node]) -> list[ir.Value]:
-    """Return the values of a cone that the rest of the model uses.
-
-    An output of DequantizeLinear is replaced by its input.
-    """
+    """Return the values of a cone that the rest of the model uses; for a DequantizeLinear, its input."""
     exits: dict[ir.Value, None] = {}
     for value in cone.values():
         if not seen_outside(value, inside):
@@ -233,7 +230,7 @@ def _exits(cone: Cone, inside: Collection[ir.Node]) -> list[ir.Value]:
 
 
 def _saved(chain: Chain, gone: Collection[ir.Node]) -> tuple[ir.Node, ...]:
-    """Return the chain's nodes that are unnecessary once its output is looked up. gone: nodes already removed."""
+    """Return the chain's nodes that become unnecessary once its output is looked up, without those in `gone`."""
     last = chain.nodes[-1]
     saved = {last}
     for node in reversed(chain.nodes[:-1]):

@@ -1,7 +1,7 @@
-"""Replace LayerNormalizations that remain after layers are replaced, such as that of the embeddings, with AddLayerNorm.
+"""Replace LayerNormalizations that pass replace did not fuse, such as that of the embeddings, with AddLayerNorm.
 
-The additions before a norm are included if nothing else reads their sums. AddLayerNorm sums in the same order on every
-CPU; ONNX Runtime's own operator does not.
+The additions before a norm are included if nothing else reads their sums. Unlike ONNX Runtime's operator, AddLayerNorm
+sums in the same order on every CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..report.lines import count
 from .context import RecipePass
 from .normalize import require_normalized
 
-# ||Y - Z|| / ||Y|| from another order of sums, for pass verify.
+# Expected relative error from another order of sums, for pass verify.
 _ROUNDING = 1e-6
 
 
@@ -45,7 +45,7 @@ class FuseNormPass(RecipePass):
         for number, graph in enumerate(graphs):
             context.progress(Stage.FUSE_NORM, number, len(graphs))
             dimensions = Dimensions(graph)
-            # Last norm first: then the values that earlier norms read are unchanged, and `dimensions` still knows them.
+            # Last norm first, so that `dimensions` still knows the values that earlier norms read.
             for x, norm in reversed(list(find_norms(graph, dimensions))):
                 operands, sums = _operands(x, norm, dimensions)
                 nodes.append(self._replace(model, graph, norm, operands, sums))
@@ -80,7 +80,7 @@ class FuseNormPass(RecipePass):
 
 
 def _operands(x: ir.Value, norm: LayerNorm, dimensions: Dimensions) -> tuple[list[ir.Value], list[ir.Node]]:
-    """Return the operands whose sum from the left is x, and the additions, last one first.
+    """Return the operands that add up to x from left to right, and the Add nodes, last one first.
 
     If x has other consumers, the only operand is x.
     """

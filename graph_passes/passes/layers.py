@@ -1,4 +1,4 @@
-"""State of a run that concerns linear layers."""
+"""State of a run for linear layers."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from .plan.replace import LayerState
 class Layers:
     """State of the linear layers, by layer_key.
 
-    The key is the output of the layer's node, not a name: names of nodes need not be unique, and both branches of an If
-    may have values of the same name.
+    The key is the output of the layer's node, because names are not unique: nodes may share one, and so may values in
+    both branches of an If.
     """
 
     reports: dict[ir.Value, LayerReport] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)  # names of layers and their weights, before any pass changed them
-    # Each layer's weight [k, n] before any pass changed it. It stays in the model's file until the function is called.
+    # Each layer's weight [k, n] before any pass changed it, read from the model's file on each call.
     originals: dict[ir.Value, Callable[[], np.ndarray]] = field(default_factory=dict)
     # recorded inputs of each layer, float32 [rows, k]
     captured: dict[ir.Value, np.ndarray] = field(default_factory=dict)
-    # Samples of values that pass ranges has recorded, by the value's name.
+    # Samples that pass ranges has recorded, by the value's name.
     activations: dict[str, np.ndarray] = field(default_factory=dict)
     # Magnitude up to which a layer's inputs count as zero, or why it has no threshold (activations.py).
     thresholds: dict[ir.Value, float | str] = field(default_factory=dict)
     quantized: dict[Hashable, QuantizedWeight] = field(default_factory=dict)  # by Linear.weight_key
-    # ||Y - XW|| / ||XW|| of each replaced layer, with the weight W that was packed.
+    # ||Y - XW|| / ||XW|| of each replaced layer, with the packed weight W.
     rounding: dict[ir.Value, float] = field(default_factory=dict)
     # bits of each weight before any pass changed it
     stored_bits: dict[ir.Value, int | None] = field(default_factory=dict)
-    # Why pass quantize has skipped a layer. A later pass replace does not change the reason.
+    # Why pass quantize has skipped a layer; pass replace does not change this reason.
     left: dict[ir.Value, str] = field(default_factory=dict)
     packed_weights: int = 0  # elements of all matrices that were packed
     embeddings: list[StoredEmbedding] = field(default_factory=list)  # word tables that pass embeddings has stored
-    freed: int = 0  # activations that were quantized to fixed ranges and are floats now
-    unpadded: bool = False  # whether padding tokens are skipped
-    # outputs that are 0 at padding tokens, if these are skipped
+    freed: int = 0  # activations whose fixed-range quantization was removed
+    unpadded: bool = False  # padding tokens are skipped
+    # outputs that are 0 at skipped padding tokens
     zero_at_padding: list[str] = field(default_factory=list)
     pad_token_id: int | None = None  # token id of padding; None: every hidden position is padding
     # products of int8 layers that were rewritten to another form (find/quantized_forms.py)
@@ -63,18 +63,18 @@ class Layers:
             self.reports[key] = LayerReport(layer.name, op_name(layer.node), reason=layer.reason)
 
     def take(self, layer: Linear, weight: QuantizedWeight) -> None:
-        """Record the given integers as the layer's weight: the graph already holds their dequantized values."""
+        """Record given integers as the layer's weight; the graph already holds their dequantized values."""
         self.quantized[layer.weight_key] = weight
         self.reports[layer_key(layer)].weight_bits = weight.bits
 
     @property
     def changed(self) -> bool:
-        """Return true if weights are changed, or if quantized activations became floats."""
+        """Return True if weights are changed, or if quantized activations became floats."""
         return self.weights_changed or bool(self.freed)
 
     @property
     def weights_changed(self) -> bool:
-        """Return true if tables are stored, or layers are pruned or quantized but not replaced."""
+        """Return True if tables are stored, or layers are pruned or quantized but not replaced."""
         pruned_or_quantized = any(report.status in ("pruned", "quantized") for report in self.reports.values())
         return pruned_or_quantized or bool(self.embeddings)
 

@@ -1,8 +1,8 @@
 """Compute lengths from the graph's inputs.
 
 Exported models read the length of values inside an attention, to cut a mask or to split heads. Such a length is a
-dimension of the inputs, or a sum or product of them. This module computes it from the inputs, so that the attention can
-be replaced as a whole: nothing else then depends on its inner values.
+dimension of the inputs, or a sum or product of these. Computing it from the inputs lets other passes replace the
+attention as a whole, because nothing else then depends on its inner values.
 """
 
 from __future__ import annotations
@@ -21,12 +21,7 @@ from ..operators.nodes import new_initializer
 
 
 def ask_inputs(model: ir.Model, new_name: Callable[[str], str]) -> None:
-    """Compute lengths from the model's inputs, in its graph and in branches of an If.
-
-    Args:
-        model: the model.
-        new_name: makes a name that no value of the model has.
-    """
+    """Compute lengths from the model's inputs, in its graph and in branches of an If."""
     behind: dict[ir.Value, frozenset[ir.Value]] = {value: frozenset([value]) for value in model.graph.inputs}
     _trace(model.graph, behind)
     for graph in [model.graph, *_branches(model.graph)]:
@@ -55,7 +50,7 @@ def _ask_inputs(
     found = {value: elements for value, elements in found.items() if elements and lengths.known(elements, value)}
     for value, elements in found.items():
         if value.is_graph_output() or all(node.outputs[0] in found for node in value.consumers()):
-            continue  # all its consumers are computed from the inputs as well
+            continue  # all consumers are replaced too
         lengths.ask_for(value)
         made = lengths.scalar(elements[0]) if dims.shape(value) == () else lengths.vector(elements)
         value.replace_all_uses_with(made)
@@ -83,9 +78,9 @@ def _lengths_of_inner_values(graph: ir.Graph, dims: Dimensions) -> list[ir.Value
 class _Lengths:
     """Nodes at the start of a graph that compute lengths, each created once.
 
-    Inputs may have dimensions of the same name and different lengths: ONNX Runtime does not compare them. So a length
-    is read from an input that the value depends on. If several inputs qualify and need not have equal lengths, it is
-    not read at all.
+    Inputs may have dimensions of the same name and different lengths, because ONNX Runtime does not compare them. So a
+    length is read from an input that the value depends on. If several inputs qualify and may have different lengths,
+    the value is not changed.
     """
 
     def __init__(
@@ -108,19 +103,19 @@ class _Lengths:
         self._nodes: list[ir.Node] = []
 
     def known(self, elements: Sequence[Element], value: ir.Value) -> bool:
-        """Return true if the inputs determine these elements of a value."""
+        """Return True if the inputs determine these elements of a value."""
         self.ask_for(value)
         return all(self._is_known(one) for one in elements)
 
     def ask_for(self, value: ir.Value) -> None:
-        """Set the value whose elements are asked for next."""
+        """Set the value whose elements are computed next."""
         self._asking = value
 
     def _source(self, dim: Dim) -> tuple[ir.Value, int] | None:
         behind = self._behind.get(self._asking, frozenset()) if self._asking is not None else frozenset()
         found = [(value, axis) for value, axis in self._sources.get(dim, ()) if value in behind]
         together = {_kind(value) for value, _ in found}
-        # The first axis is the batch, which is equal for all inputs.
+        # The batch, axis 0, is equal for all inputs.
         if not found or (len(together) > 1 and any(axis for _, axis in found)):
             return None
         return found[0]
@@ -193,21 +188,21 @@ class _Lengths:
         return self._made[key]
 
 
-# Inputs made from one text: all of them are as long as its tokens.
+# Inputs with one element per token of a text.
 _OF_ONE_TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
 
 def _kind(value: ir.Value) -> str:
-    """Return a key that is equal for inputs whose dimensions of one name have the same length.
+    """Return the kind of an input. Among inputs of one kind, dimensions of the same name have the same length.
 
-    Such inputs are those made from one text, and the caches of all layers.
+    The kinds are inputs with one element per token of a text, and the caches of all layers.
     """
     name = value.name or ""
     return "text" if name in _OF_ONE_TEXT else re.sub(r"\d+", "", name).removesuffix("key").removesuffix("value")
 
 
 def _trace(graph: ir.Graph, behind: dict[ir.Value, frozenset[ir.Value]]) -> None:
-    """Add for each value of a graph and its subgraphs the model inputs that it depends on."""
+    """Record, for each value of a graph and its subgraphs, the model inputs that it depends on."""
     for node in graph:
         read = [behind[value] for value in node.inputs if value in behind]
         for attribute in node.attributes.values():

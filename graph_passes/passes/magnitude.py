@@ -12,7 +12,7 @@ from ortolan.errors import ModelError
 
 from ..find.constants import lazy
 
-# Weights are compared by the bits of their float32 magnitude, which have the same order.
+# A weight's key is its float32 magnitude as an integer, which has the same order.
 _MAGNITUDE_BITS = np.uint32(0x7FFFFFFF)
 
 
@@ -24,7 +24,7 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class Threshold:
-    """Weights with a key below `key` become zero, and the first `ties` of the weights with that key."""
+    """Weights with a smaller key become zero, and the first `ties` weights with this key."""
 
     key: int
     ties: int
@@ -42,7 +42,7 @@ class Tally:
 def find_threshold(weights: Sequence[ir.TensorProtocol], names: Sequence[str], count: int) -> Threshold:
     """Return the threshold that prunes the `count` smallest of all weights together.
 
-    It reads the weights twice and builds two histograms, one over the upper and one over the lower half of the keys.
+    Two histograms, over the upper and the lower half of the keys, need two passes over the weights.
 
     Raises:
         ModelError: a weight is NaN or infinity.

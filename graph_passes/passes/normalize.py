@@ -1,7 +1,4 @@
-"""Rewrite a model into the form that the other passes expect.
-
-Results and the names of inputs, outputs and nodes stay.
-"""
+"""Rewrite a model into the form that the other passes expect. Results and names stay."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ class NormalizePass(RecipePass):
             unfuse(model, lambda wanted: self.context.new_name(model, wanted), plan.stores_tables)
         squeeze_weights(model, lambda wanted: self.context.new_name(model, wanted))
         ask_inputs(model, lambda wanted: self.context.new_name(model, wanted))
-        if plan.replaces:  # pass replace needs it; its last step folds back the layers that it does not replace
+        if plan.replaces:  # the last pass replace folds back the layers that are not replaced
             self.context.layers.unified += unify_quantized(model, lambda wanted: self.context.new_name(model, wanted))
         self.context.progress(Stage.NORMALIZE, 1, 1)
         return ir.passes.PassResult(model, modified=True)
@@ -62,7 +59,7 @@ class NormalizePass(RecipePass):
 
 def normalize(model: ir.Model, name: str) -> None:
     """Normalize the model in place. Error messages start with `name`."""
-    if "ai.onnx" in model.opset_imports:  # another spelling of the default domain
+    if "ai.onnx" in model.opset_imports:  # another name of the default domain
         model.opset_imports.setdefault("", model.opset_imports.pop("ai.onnx"))
     model.opset_imports.setdefault("", MINIMUM_OPSET)
     drop_listed_initializers(model)
@@ -130,14 +127,14 @@ def optimized_with(model: ir.Model) -> str | None:
     """Return a description of the recipe that made this model, or None if Ortolan did not make it."""
     if RECIPE_KEY in model.metadata_props:
         return f"recipe {model.metadata_props[RECIPE_KEY]!r}"
-    # ONNX Runtime writes imports of all operators that it knows into models that it saves, so imports prove nothing.
+    # Opset imports prove nothing: ONNX Runtime adds all domains that it knows to models that it saves.
     if any(node.domain == ORTOLAN_DOMAIN for node in model.graph.all_nodes()):
         return f"it holds {ORTOLAN_DOMAIN} operators"
     return None
 
 
 def _name_nodes(model: ir.Model) -> None:
-    """Name unnamed nodes: reports and selectors need names."""
+    """Name unnamed nodes, because reports and selectors need names."""
     taken = {node.name for node in model.graph.all_nodes()}
     for index, node in enumerate(model.graph.all_nodes()):
         if not node.name:
@@ -151,9 +148,9 @@ def _name_nodes(model: ir.Model) -> None:
 def _raise_opset(model: ir.Model, name: str) -> None:
     """Raise the opset with onnx's converter.
 
-    The converter works on a serialized model. Large weights are removed before, as inputs without a value, and put back
-    after. Small weights and weights of subgraphs are serialized with their data: a reference to a file would lose the
-    file's folder.
+    The converter works on a serialized model. Large weights are replaced by inputs without a value meanwhile. Small
+    weights and weights of subgraphs are serialized with their data, because a reference to a file would lose the file's
+    folder.
     """
     old = model.opset_imports[""]
     inputs = list(model.graph.inputs)

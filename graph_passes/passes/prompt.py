@@ -50,10 +50,7 @@ class Prompt:
         return self.counted_in(feeds) | joined
 
     def counted_in(self, feeds: Feeds) -> Feeds:
-        """Return feeds for a model that contains the prompt.
-
-        Masks and positions count its tokens; the cache does not hold them.
-        """
+        """Return feeds for a model that contains the prompt: masks and positions count its tokens, the cache does not."""
         counted = dict(feeds)
         if (mask := feeds.get("attention_mask")) is not None:
             counted["attention_mask"] = np.concatenate([np.ones((len(mask), self.tokens), mask.dtype), mask], axis=1)
@@ -73,14 +70,9 @@ class Prompt:
 def prune_prompt(
     keys: np.ndarray, values: np.ndarray, keys_sparsity: float, values_sparsity: float, scope: str = "token"
 ) -> PromptCache:
-    """Set the smallest keys and values of a layer to zero.
+    """Set the smallest keys and values of a layer, float32 [kv_heads, tokens, head_dim], to zero.
 
-    Args:
-        keys: float32 [kv_heads, tokens, head_dim].
-        values: float32 [kv_heads, tokens, head_dim].
-        keys_sparsity: fraction of keys that becomes zero; at 0 the storage is dense.
-        values_sparsity: fraction of values that becomes zero; at 0 the storage is dense.
-        scope: prune each head of each token ("token"), or the layer ("layer").
+    Sparsity 0 stores them dense. scope: prune each head of each token ("token"), or the whole layer ("layer").
 
     Raises:
         ModelError: a key or value is NaN or infinity.

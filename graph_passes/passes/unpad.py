@@ -1,17 +1,17 @@
 """Run an encoder only on tokens that are not padding.
 
-After the inputs, the tokens that attention_mask keeps are packed: those of all sequences one after the other. Layers
-work on [1, kept tokens, width], rotary embedding on [1, heads, kept tokens, width], and attention lets each sequence
-attend only to itself. At the end, tokens are put back into their positions. Inputs and outputs keep names and shapes.
-Outputs with a vector per token are 0 at positions without a token.
+The tokens that attention_mask keeps are packed after the inputs, all sequences one after the other. Layers work on [1,
+kept tokens, width], rotary embedding on [1, heads, kept tokens, width], and each sequence attends only to itself. At
+the end, tokens return to their positions. Inputs and outputs keep names and shapes. Outputs with a vector per token are
+0 at positions without a token.
 
 If an output has a vector for each position, hidden positions may be read: a late-interaction model (ColBERT) hides the
 mask tokens that expand a query, and reads their vectors. Then only positions that hold the padding token are removed.
-The other hidden positions are kept: their queries attend to the visible tokens, and no query attends to them.
+The other hidden positions are kept: they attend to the visible tokens, and no token attends to them.
 
-This is the last pass that changes the model: find/token_rows.py finds the part that can run on packed tokens in the
-result of the other passes. measure/padding_masks.py runs the nodes that compute attention masks, to find out which
-tokens they hide. A mask must hide the removed tokens; one that hides nothing else is removed.
+This is the last pass that changes the model. find/token_rows.py finds the part that can run on packed tokens.
+measure/padding_masks.py runs the nodes that compute attention masks, to find out which tokens they hide. A mask must
+hide the removed tokens; one that hides nothing else is removed.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Read:
 
 
 class UnpadPass(RecipePass):
-    """Skip padding tokens. A model for which that is not possible is not changed; a note gives the reason."""
+    """Skip padding tokens. If that is not possible, a note gives the reason."""
 
     options_type = UnpadOptions
     options: UnpadOptions
@@ -128,7 +128,7 @@ class UnpadPass(RecipePass):
         neutral = {name: np.zeros(1, np.float32) for name in ("mask", "key", "value")}
         fill_missing(attentions, PACKED_INPUTS, (), lambda _: neutral, lambda name: self.context.new_name(model, name))
         masks.remove_unused()
-        if first_tokens is not None:  # the node that computes it may come after its new consumers
+        if first_tokens is not None:  # its node may come after the new consumers
             model.graph.sort()
         for value, layout in rows.layouts.items():
             if value.shape is not None:
@@ -153,7 +153,7 @@ class UnpadPass(RecipePass):
         return _Read(any(first), bool(outputs) and not self.options.drop_hidden, outputs)
 
     def _pad_token(self, model: ir.Model, outputs: Sequence[str]) -> int:
-        """Return the padding token. Raises NotByTokensError if it is unknown."""
+        """Return the padding token. Raise NotByTokensError if it is unknown."""
         ids = _input(model, _IDS_NAME)
         if ids is None or ids.shape is None or len(ids.shape) != 2:
             problem = f"the model has no input {_IDS_NAME!r} [batch, tokens]"
@@ -176,12 +176,8 @@ class UnpadPass(RecipePass):
     ) -> ir.Value:
         """Return int64 [batch, tokens]: 0 at padding, negative at a token that attention hides from others.
 
-        Args:
-            model: the model to which the nodes are added.
-            given: its attention_mask.
-            first_tokens: tokens that attention sees, [batch, 1, 1, tokens]; None: those of attention_mask.
-            reads_first: the first token of each sequence is never padding.
-            pad: the token that padding holds; None: any.
+        first_tokens: tokens that attention sees, [batch, 1, 1, tokens]; None: `given`, the attention_mask. reads_first:
+        the first token of each sequence is never padding. pad: the token that padding holds; None: any.
         """
         front = model.graph[0]
 
@@ -263,7 +259,7 @@ class UnpadPass(RecipePass):
                 node.replace_input_with(index, result)
 
     def _resize(self, model: ir.Model, rows: TokenRows) -> None:
-        """Replace sizes of padded sequences in the shapes of views by those of packed ones."""
+        """Replace sizes of padded sequences in the shapes of views by those of packed sequences."""
         constants: dict[tuple[int, ...], ir.Value] = {}
         for node, sizes in rows.sizes.items():
             padded = node.inputs[1]
@@ -339,9 +335,10 @@ def _check(model: ir.Model, node: ir.Node) -> None:
 def _masks(
     model: ir.Model, given: ir.Value, attentions: Sequence[ir.Node], read_if_hidden: slice
 ) -> tuple[PaddingMasks, dict[ir.Node, ir.Value | None], ir.Value | None]:
-    """Return the padding masks, the mask that each attention still adds, and the mask of first tokens.
+    """Return the padding masks, the mask that each attention still needs, and the mask of first tokens.
 
-    The last one shows the tokens that attention sees; None if attention_mask shows them.
+    The mask of first tokens shows the tokens that attention sees, if it shows the first n for a count n of ones in
+    attention_mask (`PaddingMasks.find_first_tokens`); None: attention_mask shows them.
 
     Raises:
         MaskError: a mask does not hide the removed tokens.
@@ -362,10 +359,7 @@ def _masks(
 
 
 def _replaces_hidden(node: ir.Node, value: ir.Value, masks: PaddingMasks) -> bool:
-    """Return true if a node's result does not depend on the value where attention_mask hides tokens.
-
-    Such a node multiplies by 0 there, or inserts another value (masked_fill).
-    """
+    """Return True if a node multiplies the value by 0, or replaces it (masked_fill), where attention_mask hides tokens."""
     if node.op_type == "Mul":
         return any(masks.is_at_hidden(False, factor, value) for factor in node.inputs if factor is not value)
     if node.op_type != "Where" or list(node.inputs).count(value) != 1:
@@ -379,7 +373,7 @@ def _dtype(value: ir.Value) -> ir.DataType | None:
 
 
 def _takes_first(node: ir.Node, value: ir.Value) -> bool:
-    """Return true if a node reads only the first token of each sequence."""
+    """Return True if a node reads only the first token of each sequence."""
     if node.op_type == "Gather" and node.inputs[0] is value:
         axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
         index = constant_tensor(node.inputs[1])

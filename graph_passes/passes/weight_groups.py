@@ -38,7 +38,7 @@ class WeightGroup:
         return self.linears[0].weight_names[-1]
 
     def put(self, model: ir.Model, context: PassContext, tensor: ir.TensorProtocol, status: LayerStatus) -> ir.Value:
-        """Give the layers of the group another weight, and return its value. Other consumers keep the old weight."""
+        """Give the layers another weight, and return its value. Other consumers keep the old weight."""
         value = self.linears[0].weight_value
         nodes = {linear.node for linear in self.linears}
         own = all(use.node in nodes and use.idx == 1 for use in value.uses()) and not value.is_graph_output()
@@ -74,15 +74,14 @@ class PruneGroup(WeightGroup):
 
 
 def _is_fused(node: ir.Node) -> bool:
-    """Return true for an operator with a quantized weight."""
+    """Return True for an operator with a quantized weight."""
     return is_matmul_nbits(node) or stored_inputs(node) is not None
 
 
 def _turn_into_matmul(node: ir.Node, new_name: Callable[[str], str]) -> None:
-    """Change such a node into a MatMul, and an Add if it has a bias. The caller replaces input 1.
+    """Change an operator with a quantized weight into MatMul (and Add for a bias). The caller replaces input 1.
 
-    Passes identify a layer by its node's output, so the MatMul keeps that value, and the Add gets its name and
-    consumers.
+    Passes identify a layer by its node's output, so the MatMul keeps that value; the Add gets its name and consumers.
     """
     int8 = stored_inputs(node)
     bias = node_input(node, BIAS_INPUT if int8 is None else int8.bias)

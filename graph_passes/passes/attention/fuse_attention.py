@@ -27,7 +27,7 @@ from .rewrite import ROUNDING, AttentionOptions, AttentionRewrite, Refused
 class FuseAttentionOptions(AttentionOptions):
     """Options of pass `fuse_attention`."""
 
-    # Allow any order of sums with bf16: faster on some CPUs, but the bits of the answers depend on the CPU.
+    # With bf16: allow any order of sums. That is faster on some CPUs, but the answers' last bits depend on the CPU.
     any_order: bool = field(default=False, metadata=takes("bool"))
 
     def __post_init__(self) -> None:
@@ -49,14 +49,14 @@ class FuseAttentionPass(AttentionRewrite[Attention]):
     options: FuseAttentionOptions
 
     def find(self, model: ir.Model) -> Sequence[Attention | NotAttention]:
-        """Return the attention without a cache. Attention with a cache is for the two cache passes."""
+        """Return the attention without a cache. Passes compress_cache and fuse_cached_attention replace the rest."""
         found = [match for graph in model.graphs() for match in find_attentions(graph)]
         if not has_past(model):
             return found
         matches = [match for graph in model.graphs() for match in find_cached_attentions(graph)]
         cached = {match.node: None for match in matches if isinstance(match, CachedAttention)}  # in order
         found = [match for match in found if match.node not in cached]
-        if self.context.plan.fuses_cached:  # that pass reports the attention with a cache that it does not replace
+        if self.context.plan.fuses_cached:  # the cache passes report the attention that they do not replace
             refused = {match.node for match in matches if isinstance(match, NotAttention) and match.cached}
             return [match for match in found if isinstance(match, Attention) or match.node not in refused]
         if self.context.plan.replaces:

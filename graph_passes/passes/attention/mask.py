@@ -23,11 +23,8 @@ class MaskSums:
     def sum_of(self, node: ir.Node, masks: Sequence[Mask], query: ir.Value, made: list[ir.Node]) -> ir.Value | None:
         """Return the sum of the masks as a float value, or None without masks.
 
-        Args:
-            node: the attention; new nodes are named after it.
-            masks: masks of the attention.
-            query: query of the attention; its first axis is the batch.
-            made: new nodes are appended here; the caller inserts them before the attention.
+        New nodes are named after the attention `node` and appended to `made`; the caller inserts them before the
+        attention. The first axis of `query` is the batch.
         """
         if not masks:
             return None

@@ -1,4 +1,4 @@
-"""Shared base of the passes that replace attention with NoMADAttention, with or without a cache."""
+"""Base class of the passes that replace attention with NoMADAttention, with or without a cache."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ..verify.reference import keep_reference
 from .mask import MaskSums
 
 Match = TypeVar("Match", Attention, CachedAttention)
-Refused = Mapping[str, Sequence[str]]  # names of attentions that are not replaced, by the reason
+Refused = Mapping[str, Sequence[str]]  # names of the attentions that are not replaced, by reason
 
 
 PRECISION = {"f32": 32, "bf16": 16}
-# ||Y - exact|| / ||Y|| expected of a typical attention, for pass verify; measurements are in docs/verification.md.
+# Expected ||Y - exact|| / ||Y|| of a typical attention, for pass verify; measured in docs/verification.md.
 ROUNDING = {"f32": 5e-6, "bf16": 5e-3}
 
 
@@ -44,9 +44,9 @@ class AttentionOptions(PassOptions):
 
 
 class AttentionRewrite(RecipePass, Generic[Match]):
-    """Replace each attention with one node, in branches of an If too.
+    """Replace each attention with one node, also in branches of an If.
 
-    Subclasses choose the attentions, and the inputs of the node besides query, key, value and mask.
+    Subclasses choose the attentions, and the node's inputs besides query, key, value and mask.
     """
 
     pass_name: ClassVar[str]
@@ -92,19 +92,19 @@ class AttentionRewrite(RecipePass, Generic[Match]):
         return None
 
     def why_none(self, model: ir.Model, chosen: Sequence[Match]) -> str | None:
-        """Explain why none of the chosen attentions can be replaced; None if they can. Each passed `why_not`."""
+        """Explain why the attentions cannot be replaced, although each passed `why_not`; None if they can."""
         return None
 
     @abc.abstractmethod
     def announce(self, chosen: Sequence[Match], refused: Refused) -> None:
-        """Note what happens to the attentions. Raises an error if the pass cannot go ahead."""
+        """Note what happens to the attentions. Raise an error if the pass cannot continue."""
 
     def prepare(self, model: ir.Model, chosen: Sequence[Match]) -> None:
-        """Collect what the nodes need, before the model is changed."""
+        """Collect what the nodes need before the model is changed."""
 
     @abc.abstractmethod
     def make_node(self, model: ir.Model, match: Match, mask: ir.Value | None, made: list[ir.Node]) -> ir.Node:
-        """Return the node that replaces the attention. Its first outputs replace `outputs_of`.
+        """Return the node that replaces the attention; its first outputs replace `outputs_of`.
 
         Nodes that must run before it are appended to `made`.
         """
@@ -115,11 +115,11 @@ class AttentionRewrite(RecipePass, Generic[Match]):
         return [match.output]
 
     def answers(self, model: ir.Model, match: Match, node: ir.Node, made: list[ir.Node]) -> Sequence[ir.Value]:
-        """Return the values that replace `outputs_of`. Nodes that must run after the new one are appended to `made`."""
+        """Return the values that replace `outputs_of`. Nodes that must run after `node` are appended to `made`."""
         return node.outputs[: len(self.outputs_of(match))]
 
     def placed(self, model: ir.Model, match: Match, node: ir.Node) -> None:
-        """Run after the node has been inserted and the replaced nodes are removed."""
+        """Run after the node is inserted and the replaced nodes are removed."""
 
     @abc.abstractmethod
     def finish(self, model: ir.Model, nodes: Sequence[ir.Node]) -> None:
@@ -128,7 +128,7 @@ class AttentionRewrite(RecipePass, Generic[Match]):
     def attributes(self, match: Match, any_order: bool) -> dict[str, ir.Attr | int | float]:
         """Return the attributes that every node of the operator has.
 
-        any_order allows a faster order of sums, whose bits depend on the CPU.
+        any_order allows a faster order of sums; the last bits of results then depend on the CPU.
         """
         return {
             "num_heads": match.heads,
@@ -173,7 +173,7 @@ class AttentionRewrite(RecipePass, Generic[Match]):
         if reason is not None:
             refused.setdefault(reason, []).extend(match.names[0] for match in chosen)
             chosen = []
-        # The first replaced attention creates the mask nodes that later ones share, so replace them in graph order.
+        # Graph order: the first replaced attention creates the mask nodes that later ones share.
         positions = {node: position for position, node in enumerate(node for graph in model.graphs() for node in graph)}
         chosen.sort(key=lambda match: positions[_last(match)])
         return chosen, refused
@@ -208,7 +208,7 @@ def _is_in_one_graph(match: Attention | CachedAttention) -> bool:
 
 
 def _last(match: Attention | CachedAttention) -> ir.Node:
-    """Return the last node of an attention. The new node goes there, after everything that it reads."""
+    """Return the last node of an attention. The new node takes its position, where all its inputs are available."""
     assert match.output is not None
     node = match.output.producer()
     assert node is not None

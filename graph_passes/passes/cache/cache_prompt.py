@@ -23,17 +23,17 @@ from ..context import RecipePass
 from ..normalize import require_normalized
 from ..prompt import Prompt, prune_prompt
 
-_COUNTED = ("input_ids", "attention_mask", "position_ids")  # inputs whose meaning for the prompt's tokens is known
+_COUNTED = ("input_ids", "attention_mask", "position_ids")  # inputs that can be extended by the prompt's tokens
 
 
 @dataclass(frozen=True)
 class CachePromptOptions(PassOptions):
     """Options of pass `cache_prompt`."""
 
-    # Fraction of keys and of values that become zero. At 0 the storage is dense, without bitmaps.
+    # Fraction of keys and of values that become zero; 0 stores them dense, without bitmaps.
     keys_sparsity: float = field(default=0.3, metadata=takes("float", low=0.0, below=1.0))
     values_sparsity: float = field(default=0.5, metadata=takes("float", low=0.0, below=1.0))
-    # Set in which the smallest are pruned: each head of each token, or the layer.
+    # Prune the smallest of each head of each token, or of the layer.
     scope: str = field(default="token", metadata=takes("str", choices=("token", "layer")))
 
 

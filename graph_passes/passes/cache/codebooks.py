@@ -22,19 +22,10 @@ _FEW_TOKENS = 1024
 def learn_codebooks(
     model: ir.Model, context: PassContext, matches: Sequence[CachedAttention], d_sub: int, max_tokens: int
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return the codebooks and the spreads of keys, each by the output of the keys' cache.
+    """Return the codebooks and the spreads (`spread_of`) of keys, each by the name of the keys' cache output.
 
-    The model is run as earlier passes left it.
-
-    Args:
-        model: the model.
-        context: state of the run.
-        matches: attentions whose keys are compressed.
-        d_sub: elements of a key that share a code.
-        max_tokens: tokens to learn from.
-
-    Returns:
-        Codebooks, float32 [kv_heads, head_dim / d_sub, 16, d_sub], and spreads (`spread_of`).
+    Codebooks are float32 [kv_heads, head_dim / d_sub, 16, d_sub]. The model is run as earlier passes left it, on up to
+    `max_tokens` tokens.
 
     Raises:
         CalibrationError: the feeds are made up, or hold too few tokens.

@@ -1,12 +1,12 @@
 """Replace attention with a cache by NoMADAttention, and compress the cache.
 
 Keys become 4-bit codes of product quantization, with codebooks for each layer and head. Values become int8 with a scale
-for each token. The cache remains a set of graph inputs and outputs with the same names. Its element type becomes uint8,
-and its last dimension the bytes of a token and head (weights/cache_format.py). Keys and values have different widths,
-or with equal_rows the same width in all caches.
+for each token. The cache remains a set of graph inputs and outputs with the same names, but its element type is uint8
+and its last dimension the bytes per token and head (weights/cache_format.py). Keys and values have different widths,
+except with equal_rows.
 
-With a window or sinks, keys of the most recent and of the first tokens are also kept as floats. Each attention has an
-additional input and output of fixed size for them: past_key_values.N.exact_key and present.N.exact_key.
+With a window or sinks, keys of the most recent and of the first tokens are also kept as floats. Each attention then has
+one more input and output, of fixed size: past_key_values.N.exact_key and present.N.exact_key.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from .codebooks import learn_codebooks
 
 _CODES, _FLOAT, _INT8 = "codes", "float32", "int8"
 _MAX_HEAD_DIM = 1024
-# ||Y - exact|| / ||Y|| of an attention that reads its past from the cache, for pass verify.
+# Expected ||Y - exact|| / ||Y|| of an attention that reads the cache, for pass verify.
 _VALUE_ROUNDING = 0.01
 _PROMPT_ROUNDING = 0.004  # with a prompt, short calls round queries and attention weights to bf16
-# Layers that round their inputs to int8 can turn the smallest difference into a step of that grid.
+# If layers round their inputs to int8, the smallest difference can become a whole step.
 _ROUNDED_INPUTS = 0.01
 _ROUNDING_LAYERS = ("MatMulNBits", "MatMulInteger", "DynamicQuantizeLinear", "DynamicQuantizeMatMul", "QLinearMatMul")
 _KEY_ROUNDING = {1: 0.1, 2: 0.2, 4: 0.3}
@@ -63,12 +63,12 @@ class CompressCacheOptions(AttentionOptions):
 
     keys: str = field(default=_CODES, metadata=takes("str", choices=(_CODES, _FLOAT)))
     values: str = field(default=_INT8, metadata=takes("str", choices=(_INT8, _FLOAT)))
-    # Elements of a key that share a 4-bit code: a key takes head_dim / d_sub / 2 bytes.
+    # Elements of a key that share a 4-bit code; a key takes head_dim / d_sub / 2 bytes.
     d_sub: int = field(default=1, metadata=takes("int", choices=(1, 2, 4)))
     # Number of recent and of first tokens whose keys are also kept as floats.
     window: int = field(default=0, metadata=takes("int", low=0))
     sinks: int = field(default=0, metadata=takes("int", low=0))
-    # Make caches of keys as wide as those of values, for hosts that give all caches one shape (onnxruntime-genai).
+    # Make key caches as wide as value caches, for hosts that give all caches one shape (onnxruntime-genai).
     equal_rows: bool = field(default=False, metadata=takes("bool"))
     max_tokens: int = field(default=8192, metadata=takes("int", low=1))  # tokens from which codebooks are learned
 
@@ -106,7 +106,7 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         for match in matches:
             for past, present in () if _is_in_branch(match) else _caches(match):
                 self._set_use(past, present, match.node.name or "")
-        if matches:  # attention without its own cache, such as cross-attention, is for pass fuse_attention
+        if matches:  # pass fuse_attention handles attention without its own cache, such as cross-attention
             found = [match for match in found if isinstance(match, CachedAttention) or match.cached]
         return found
 
@@ -126,7 +126,7 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
 
         Raises:
             ModelError: a prompt is given, and an attention is not replaced.
-            NothingToReplaceError: there is no attention to replace, and the recipe changes nothing else.
+            NothingToReplaceError: no attention is replaced, and the recipe changes nothing else.
         """
         context = self.context
         context.caches.taken |= {match.past_key.name or "" for match in chosen}
@@ -190,15 +190,15 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         return own if self._equal_width is None else (self._equal_width, self._equal_width)
 
     def has_function(self, model: ir.Model, chosen: Sequence[CachedAttention]) -> bool:
-        """Check that one ONNX function serves these nodes and the operator's existing nodes."""
+        """Return True if one ONNX function can serve these nodes and the operator's existing nodes."""
         return _with_others(_find_uses(model, chosen, self.options, 0), nodes_of(model, OP_TYPE)) is not None
 
-    # ---- the graph ---------------------------------------------------------------------------------------------------
+    # ---- The graph ---------------------------------------------------------------------------------------------------
 
     def prepare(self, model: ir.Model, chosen: Sequence[CachedAttention]) -> None:
-        """Learn codebooks, and find out which inputs the ONNX function needs."""
+        """Learn codebooks, and find the inputs that the ONNX function needs."""
         options = self.options
-        # By the output of the keys' cache.
+        # By the name of the keys' cache output.
         self._books: dict[str, np.ndarray] = {}
         self._spreads: dict[str, np.ndarray] = {}
         if options.keys == _CODES:
@@ -231,7 +231,7 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
             **self._prompt_inputs(model, graph, match),
         }
         exact = given["past_exact_key"] is not None
-        # Calls of one token sum in the order of the CPU's registers regardless of this attribute.
+        # Calls of one token have any order of sums regardless of this attribute.
         attributes = self.attributes(match, any_order=True) | {"rotary_interleaved": int(match.interleaved)}
         if exact:
             attributes |= {"window": self.options.window, "sinks": self.options.sinks}
@@ -254,7 +254,7 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         return node
 
     def placed(self, model: ir.Model, match: CachedAttention, node: ir.Node) -> None:
-        """Add the output of exact keys, record rounding errors, and lengthen the past by the prompt."""
+        """Add the output of exact keys, record expected errors, and lengthen the past by the prompt."""
         if len(node.outputs) == 4:
             self._add_present_exact_key(model, match, node)
         node.outputs[0].dtype = ir.DataType.FLOAT
@@ -306,7 +306,7 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
     def _set_format(self, past: ir.Value, present: ir.Value, cache_format: CacheFormat | None, head_dim: int) -> None:
         """Set the type and shape of a cache's input and output; None means float32.
 
-        The last dimension is always set: some models leave it open, and the node from which it was inferred is gone.
+        The last dimension is always set, because the node from which ONNX Runtime could infer it is gone.
         """
         for value in (past, present):
             if value.shape is not None:
@@ -345,7 +345,7 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         nothing = np.zeros(1, np.float32)
         neutral = dict.fromkeys(("mask", "key", "value", "cos", "sin", "past_exact_key"), nothing)
         neutral |= {"codebooks": np.zeros(0, np.float32), "lengths": np.zeros(0, np.int32)}
-        # A function cannot check which inputs its node has, so all of them are given.
+        # An ONNX function cannot test whether an input is present, so all are given.
         needed = INPUTS[: INPUTS.index("lengths") + 1] if uses is not None and context.portable else ()
         fill_missing(nodes, INPUTS, needed, lambda _: neutral, lambda name: context.new_name(model, name))
         if context.caches.prompt is not None:
@@ -410,7 +410,7 @@ def _why_nothing(name: str, refused: Refused) -> str:
 
 
 def _rounding(model: ir.Model, options: CompressCacheOptions, prompt_tokens: int) -> tuple[float, float]:
-    """Return the expected error of a prompt, whose keys and values are exact, and of a token that reads the cache."""
+    """Return the expected error of tokens that do not read the cache, and of tokens that read it."""
     rounds = any(node.op_type in _ROUNDING_LAYERS for node in model.graph.all_nodes())
     exact = _ROUNDED_INPUTS if rounds else ROUNDING[options.precision]
     if prompt_tokens:
@@ -425,7 +425,7 @@ def _find_uses(
 ) -> CacheUses | None:
     """Return what the ONNX function of these attentions must support; None if one function cannot serve all.
 
-    Call it before the attentions are replaced.
+    Call this before the attentions are replaced.
     """
     dims = {graph: Dimensions(graph) for graph in model.graphs()}
 
@@ -466,12 +466,12 @@ def _prompt_weights(matches: Sequence[CachedAttention], prompt_tokens: int) -> i
 
 
 def _caches(match: CachedAttention) -> tuple[tuple[ir.Value, ir.Value], ...]:
-    """Return input and output of the cache of keys, and of the cache of values."""
+    """Return input and output of the keys' cache, and of the values' cache."""
     return (match.past_key, match.present_key), (match.past_value, match.present_value)
 
 
 def _is_in_branch(match: CachedAttention) -> bool:
-    """Check that the attention is in a subgraph of the graph that has its caches as inputs."""
+    """Return True if the attention is in a subgraph of the graph that has its caches as inputs."""
     return match.node.graph is not match.past_key.graph
 
 
@@ -492,10 +492,7 @@ def _lengthen(past: ir.Value, tokens: int) -> None:
 
 
 def _rename_lengths(model: ir.Model) -> None:
-    """Rename the mask's length.
-
-    With a prompt the mask is longer than the cache, so they may not share a symbolic dimension.
-    """
+    """Give the mask's length its own symbolic dimension: with a prompt, the mask is longer than the cache."""
     for value in model.graph.inputs:
         if value.name == "attention_mask" and value.shape is not None and len(value.shape) == 2:
             value.shape = ir.Shape([value.shape[0], "prompt_and_total_sequence_length"])

@@ -1,6 +1,6 @@
 """Replace attention with a float cache by NoMADAttention; the cache stays float inputs and outputs of the graph.
 
-This is pass compress_cache with keys and values of float32. It skips attention that pass compress_cache replaces.
+This is pass compress_cache with float32 keys and values, for attention that compress_cache does not replace.
 """
 
 from __future__ import annotations

@@ -15,12 +15,10 @@ from ...options import Globs, PassOptions, takes
 class ActivationsOptions(PassOptions):
     """Options of pass `activations`."""
 
-    # Fraction of each input that becomes zero. With neither this nor `error`, only inputs that are sparse without
-    # thresholds are taken.
+    # Fraction of each input that becomes zero. Without this and `error`, only inputs that are sparse anyway are taken.
     sparsity: float | None = field(default=None, metadata=takes("float", low=0.0, below=1.0, none=True))
-    # Largest ||(x - x')W|| / ||xW|| of a layer with input x and masked input x'. It is the root mean square over
-    # tokens, so that the few tokens with huge inputs (such as the first of a text) do not dominate. It holds for each
-    # of the layers that share an input.
+    # Largest ||(x - x')W|| / ||xW|| of each layer with input x and masked input x'. It is the root mean square over
+    # tokens, so that few tokens with huge inputs (such as the first of a text) do not dominate.
     error: float | None = field(default=None, metadata=takes("float", low=0.0, below=1.0, none=True))
     max_values: int = field(default=1 << 18, metadata=takes("int", low=16))  # values sampled from each input
     max_rows: int = field(default=256, metadata=takes("int", low=1))  # inputs (tokens) on which `error` is measured

@@ -1,4 +1,4 @@
-"""The plan of a run: what the recipe's steps will do to each layer, derived from their options before any step runs."""
+"""The plan of a run: what the recipe's steps (passes with options) will do to each layer, known before any step runs."""
 
 from __future__ import annotations
 
@@ -46,19 +46,17 @@ class Plan:
         self.replaces = "replace" in names
         self.prunes = "prune" in names
         self.quantizes = "quantize" in names or any(_values(steps, "prune", "weight_bits"))
-        # Pass normalize splits fused operators for passes that match layers and attention, and if it runs alone, for
-        # inspection.
+        # Pass normalize splits fused operators for passes that match layers and attention, and alone for inspection.
         self.unfuses = not _LAYER_PASSES.isdisjoint(names) or names == ["normalize"]
         self.stores_tables = "embeddings" in names
         self.records_ranges = "ranges" in names
-        self.takes_prompt = "compress_cache" in names  # pass compress_cache puts the prompt into the graph
+        self.takes_prompt = "compress_cache" in names
         self.fuses_cached = self.takes_prompt or "fuse_cached_attention" in names
         self.applies_thresholds = any(rule.replacement.masks_inputs for rule in self._rules)
-        # Number of feeds on which pass verify runs the model.
         self.feeds_to_verify: int = max(_values(steps, "verify", "feeds"), default=0)
 
     def is_last(self, options: ReplaceOptions) -> bool:
-        """Return true if these are the options of the last step replace."""
+        """Return True if these are the options of the last step replace."""
         return bool(self._rules) and self._rules[-1].options is options
 
     def keeps_stored(self, linear: Linear) -> bool:
@@ -66,7 +64,7 @@ class Plan:
         return any(rule.stored_weight(linear) is not None and not rule.refuses_range(linear) for rule in self._rules)
 
     def keeps_range(self, linear: Linear) -> bool:
-        """Return true if a step replace gives the layer, as stored, to an operator with a fixed input range."""
+        """Return True if a step replace passes the stored weight to an operator with fixed input ranges."""
         state = LayerState(linear.stored_bytes)
         return linear.x_range is not None and any(
             rule.replacement.takes_ranges
@@ -76,7 +74,7 @@ class Plan:
         )
 
     def quantization(self, linear: Linear) -> Quantization | None:
-        """Return how a step will quantize the layer; None if no step does, or no step replace would take it then."""
+        """Return how a step will quantize the layer; None if no step does, or no step replace would then take it."""
         chosen = self._chosen_quantization(linear)
         return chosen if chosen is not None and self.why_not_quantized(linear) is None else None
 
@@ -85,8 +83,8 @@ class Plan:
     ) -> str | None:
         """Explain why no step replace takes the layer after a step quantizes it.
 
-        The reason is that of the operator that holds such weights. None if a step takes it, no step quantizes it, or
-        the recipe replaces no layer.
+        The reason is that of the operator for such weights. None if a step takes it, no step quantizes it, or the
+        recipe replaces no layer.
         """
         chosen = self._chosen_quantization(linear)
         if chosen is None:
@@ -103,10 +101,9 @@ class Plan:
         return next((one for one in found if one is not None), None)
 
     def needs_bf16_scales(self, linear: Linear) -> bool:
-        """Return true if the layer's 4-bit scales must be bf16.
+        """Return True if the layer's 4-bit scales must be bf16.
 
-        That is the case if a step replace may choose SparseAMXMatMul, which has no other scales, or if no step replaces
-        layers.
+        A step replace may choose SparseAMXMatMul, which has no other scales, or no step replaces layers.
         """
         return not self._rules or any(
             rule.options.op == SPARSE_AMX_MATMUL and rule.is_chosen(linear) for rule in self._rules
@@ -128,8 +125,7 @@ class Plan:
     def _reasons(self, linear: Linear, stored: Stored, state: LayerState) -> list[str | None]:
         """Return why each step replace does not take the layer; None for a step that does.
 
-        Only steps whose operator can hold such a weight count. If there is no such step, the recipe is wrong; pass
-        replace reports that.
+        Only steps whose operator can hold such a weight count; if no operator can, all steps count.
         """
         pairs = [(rule, self.foreseen(linear, state, rule)) for rule in self._rules]
         able = [

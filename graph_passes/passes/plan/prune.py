@@ -13,7 +13,7 @@ from ...weights.pruners.masks import MAX_OF_GROUP, Pattern
 from ...weights.quantizers.grid import GROUP_SIZES, Quantization
 
 _METHODS = ("magnitude", "wanda", "sparsegpt")
-SPARSITY_TOLERANCE = 1e-3  # tolerance for `sparsity` next to an N:M pattern, so that it needs few digits
+SPARSITY_TOLERANCE = 1e-3  # tolerance of the sparsity given with an N:M pattern
 
 
 @dataclass(frozen=True)
@@ -28,20 +28,19 @@ class PruneOptions(PassOptions):
     sparsity: float = field(default=0.5, metadata=takes("float", low=0.0, below=1.0))  # a pattern N:M has 1 - N / M
     # Adjust the kept weights to compensate for the pruned ones, by least squares over the inputs.
     repair: bool = field(default=False, metadata=takes("bool"))
-    # sparsegpt: also quantize the kept weights, compensating for both errors. The options correspond to bits,
-    # group_size and symmetric of pass quantize. Their names differ so that each name has one owner in a recipe with
-    # both passes.
+    # sparsegpt: also quantize the kept weights, compensating for both errors. Like bits, group_size and symmetric of
+    # pass quantize, whose names would be ambiguous in a recipe with both passes.
     weight_bits: int | None = field(default=None, metadata=takes("int", choices=(4, 8), none=True))
     weight_group_size: int | None = field(default=None, metadata=takes("int", choices=GROUP_SIZES, none=True))
     zero_points: bool = field(default=False, metadata=takes("bool"))
-    # wanda, sparsegpt, repair: inputs of a layer come from the model with earlier layers pruned, or from the original.
-    # "original" needs one run of the model for many layers, "pruned" one run in pieces (segments.py).
+    # wanda, sparsegpt, repair: record a layer's inputs with earlier layers pruned, or in the original. "original"
+    # records many layers in one run of the model; "pruned" runs it in pieces (segments.py).
     inputs: str = field(default="pruned", metadata=takes("str", choices=("pruned", "original")))
-    # sparsegpt, repair: added to the diagonal of X^T X, as a fraction of its mean. None: chosen for each layer, by
-    # fitting weights on half of the feeds and testing them on the other half.
+    # sparsegpt, repair: added to the diagonal of X^T X, as a fraction of its mean. None: chosen for each layer by
+    # cross-validation on two halves of the feeds.
     damping: float | None = field(default=None, metadata=takes("float", low=1e-4, below=100.0, none=True))
     layers: dict[str, float] = field(default_factory=dict, metadata=takes("numbers_by_glob", low=0.0, below=1.0))
-    # Skip layers that already have this fraction of zeros in the pattern: they were pruned in training.
+    # Skip layers that already have this fraction of zeros in the pattern, from pruning in training.
     keep_sparse: float | None = field(default=None, metadata=takes("float", low=0.0, below=1.0, none=True))
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
@@ -76,7 +75,7 @@ class PruneOptions(PassOptions):
 
     @property
     def units(self) -> Pattern:
-        """Return the pattern. Raises RecipeError if it is invalid."""
+        """Return the pattern. Raise RecipeError if it is invalid."""
         pattern = Pattern.read(self.pattern)
         if pattern is None:
             raise RecipeError(
@@ -100,9 +99,6 @@ class PruneOptions(PassOptions):
         return Quantization(self.weight_bits, group_size, symmetric=not self.zero_points, bf16_scales=narrow)
 
     def quantization_of(self, linear: Linear) -> Quantization | None:
-        """Return how this step quantizes the layer, or None.
-
-        The caller checks first whether the layer keeps a weight that the model stores as integers.
-        """
+        """Return how this step quantizes the layer, or None. The caller handles layers that keep stored integers."""
         takes_it = linear.is_chosen(self.select, self.exclude) and linear.k <= MAX_INPUTS
         return self.quantization if takes_it else None

@@ -24,19 +24,18 @@ class QuantizeOptions(PassOptions):
     bits: int = field(default=8, metadata=takes("int", choices=(4, 8)))
     # Inputs that share a scale; None: 128 with 4 bits, and a whole column with 8 bits.
     group_size: int | None = field(default=None, metadata=takes("int", choices=GROUP_SIZES, none=True))
-    # 8 bits: reduce the range of the weights so that sums of two products fit 16 bits. This is faster only on CPUs with
-    # AVX2 and without VNNI.
+    # 8 bits: reduce the weights' range so that sums of two products fit 16 bits; faster on AVX2 CPUs without VNNI.
     reduce_range: bool = field(default=False, metadata=takes("bool"))
-    # Whether groups have no zero points. None: true except for hqq, so that every operator can hold the weight. Errors
-    # at 4 bits are about a sixth larger than with zero points, which SparseAMXMatMul does not support.
+    # Groups have no zero points. None: true except for hqq, so that every operator can hold the weight
+    # (SparseAMXMatMul has no zero points). 4-bit errors are then about a sixth larger.
     symmetric: bool | None = field(default=None, metadata=takes("bool", none=True))
     # Offset of asymmetric groups. fraction (default): zero point in sixteenths. integer: the same size, with a fifth
     # more squared error. minimum: as accurate as fraction and one byte larger.
     zero_points: str | None = field(default=None, metadata=takes("str", choices=ZERO_POINTS, none=True))
-    # gptq: added to the diagonal of X^T X, as a fraction of its mean. None: chosen for each layer, by fitting weights
-    # on half of the feeds and testing them on the other half.
+    # gptq: added to the diagonal of X^T X, as a fraction of its mean. None: chosen for each layer by cross-validation
+    # on two halves of the feeds.
     damping: float | None = field(default=None, metadata=takes("float", low=1e-4, below=100.0, none=True))
-    # gptq: whether to choose the order in which inputs are rounded, instead of the stored order. None: true.
+    # gptq: choose the order in which inputs are rounded, instead of the stored order. None: true.
     act_order: bool | None = field(default=None, metadata=takes("bool", none=True))
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
@@ -62,7 +61,7 @@ class QuantizeOptions(PassOptions):
                 raise RecipeError(f"{name} is {getattr(self, name)!r}, which needs method = 'gptq'; leave it out")
 
     def has(self, name: str) -> bool:
-        """Return true if the option has an effect together with the others."""
+        """Return True if the option has an effect, given the values of the other options."""
         if name in ("symmetric", "zero_points"):
             return self.bits == 4
         if name == "reduce_range":
@@ -86,9 +85,6 @@ class QuantizeOptions(PassOptions):
         )
 
     def quantization_of(self, linear: Linear) -> Quantization | None:
-        """Return how this step quantizes the layer, or None.
-
-        The caller checks first whether the layer keeps a weight that the model stores as integers.
-        """
+        """Return how this step quantizes the layer, or None. The caller handles layers that keep stored integers."""
         takes_it = linear.is_chosen(self.select, self.exclude) and linear.k <= MAX_INPUTS
         return self.quantization if takes_it else None

@@ -1,6 +1,6 @@
 """Rules of pass replace: the layers that a step takes, and how their weights are stored.
 
-To add an operator, write its module and add a line to REPLACEMENTS.
+A new operator is one module and one line in REPLACEMENTS.
 """
 
 from __future__ import annotations
@@ -41,24 +41,22 @@ class ReplaceOptions(PassOptions):
 
     op: str = field(default="SparseAMXMatMul", metadata=takes("str", choices=tuple(REPLACEMENTS)))
     min_sparsity: float = field(default=0.0, metadata=takes("float", low=0.0, below=1.0))
-    # Also replace layers whose packed weight is larger than in the file: small, dense or quantized ones.
+    # Also replace layers whose packed weight is larger than in the file.
     may_grow: bool = field(default=False, metadata=takes("bool"))
-    # Let the operator also compute the activation, the residual Add and the LayerNormalization after a layer, a second
-    # layer of the same input that is multiplied with the first, and, after pass ranges, the layer after the activation.
+    # Let the operator also compute the activation, residual Add and LayerNormalization after a layer, the product of
+    # gate and up projection, and, after pass ranges, both layers of an MLP.
     fuse: bool = field(default=True, metadata=takes("bool"))
-    # Layers that quantize their inputs by fixed ranges, if pass ranges has run. The two layers of an MLP need them to
-    # become one operator. Other layers are as fast, and more accurate, with a range for each token.
+    # Layers with fixed input ranges, if pass ranges has run. The two layers of an MLP need them to become one
+    # operator. Other layers are as fast, and more accurate, with a range for each token.
     fixed_ranges: str = field(default="mlp", metadata=takes("str", choices=("mlp", "all")))
     # MaskedMatMul: type of weights that are not quantized; None: bf16.
     weights: str | None = field(default=None, metadata=takes("str", choices=("bf16", "float32"), none=True))
     # SparseAMXMatMul: "2:4" takes only 2:4 sparse layers; "small" stores bitmaps even if dense weights are faster on
     # this CPU; None: the fastest on this CPU (operators/sparse_amx_matmul_storage.py).
     storage: str | None = field(default=None, metadata=takes("str", choices=(TWO_FOUR, SMALL), none=True))
-    # SparseAMXMatMul, W8A8MatMul: take only layers with 4-bit or 8-bit weights. Weights that the model stores in these
-    # formats are kept exactly.
+    # SparseAMXMatMul, W8A8MatMul: take only layers with 4-bit or 8-bit weights; stored ones are kept exactly.
     quantized_only: bool = field(default=False, metadata=takes("bool"))
-    # SparseAMXMatMul, W8A8MatMul: keep 4-bit and 8-bit weights that the model stores exactly. Float weights, and
-    # weights that a pass has quantized, are taken as well.
+    # SparseAMXMatMul, W8A8MatMul: also keep stored 4-bit and 8-bit weights exactly.
     keep_stored: bool = field(default=False, metadata=takes("bool"))
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
@@ -94,7 +92,7 @@ class LayerState:
 
     bytes_before: int  # size of its weight in the file, before any pass
     quantized: Quantization | None = None  # format of the weight that a pass has quantized
-    threshold: float | str | None = None  # threshold of its input, or why it has no threshold (activations.py)
+    threshold: float | str | None = None  # threshold of its input, or why it has no threshold
     stored_bits: int | None = None  # bits of its weight in the file; None: float
 
 
@@ -118,7 +116,7 @@ class ReplaceRule:
         return linear.is_chosen(self.options.select, self.options.exclude)
 
     def stored_weight(self, linear: Linear) -> StoredInt4 | StoredInt8 | None:
-        """Return the 4-bit or 8-bit weight that the model stores for the layer, if the operator keeps it."""
+        """Return the layer's stored 4-bit or 8-bit weight, if the operator keeps it."""
         found = linear.int8 if linear.int4 is None else linear.int4
         if not isinstance(found, StoredInt4 | StoredInt8) or not self.is_chosen(linear):
             return None
@@ -135,7 +133,7 @@ class ReplaceRule:
         return self.replacement.packed_bytes(linear.k, linear.n, stored, self.quantization(linear, state))
 
     def refuses_range(self, linear: Linear) -> bool:
-        """Return true if the layer's input has a fixed range, which the operator would replace by a range per row."""
+        """Return True if the layer's input has a fixed range, which the operator would replace by a range per row."""
         return self._keeps and self.options.storage != TWO_FOUR and linear.x_range is not None
 
     def why_not(self, linear: Linear, stored: Stored, state: LayerState) -> str | None:
@@ -159,8 +157,7 @@ class ReplaceRule:
         if sparsity < self.options.min_sparsity:
             return f"sparsity {sparsity:.3g} is below min_sparsity {self.options.min_sparsity:g}"
         packed = self.packed_bytes(linear, stored, state)
-        # With the same number of bits, a weight grows only by its scales and by padding to whole panels and tiles:
-        # little in total, unless the weight is small.
+        # With the same number of bits, only scales and padding to panels and tiles grow, which is little in total.
         quantization = self.quantization(linear, state)
         adopted = isinstance(quantization, StoredInt4 | StoredInt8)
         same_bits = quantization is not None and quantization.bits == state.stored_bits

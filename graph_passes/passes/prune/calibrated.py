@@ -82,15 +82,8 @@ def fit_pruned(
 ) -> Iterator[tuple[PruneGroup, Fit]]:
     """Yield the groups with their pruned weights.
 
-    With inputs = "pruned", weights that the caller puts into the model between two groups count for the inputs of the
-    next group.
-
-    Args:
-        model: the model.
-        context: state of the run.
-        options: options of pass prune.
-        groups: the groups to prune.
-        masked: weights pruned by magnitude, by the id of their group.
+    With inputs = "pruned", the next group's inputs depend on the weights that the caller has put into the model so far.
+    masked: weights pruned by magnitude, by the id of their group.
     """
     require_feeds(context, options)
     by_id = {id(group): group for group in groups}
@@ -166,14 +159,13 @@ class _Dampings:
         if id(first) not in self._chosen:
             pattern, sparsity = first.pattern, first.sparsity or self._options.sparsity
             if first is not group:
-                # the original weight: the fitted one is not in the model yet
+                # `first` is not fitted yet, so the model has its original weight
                 matrix = np.array(first.linears[0].matrix())
 
             def fit(weights: np.ndarray, hessian: np.ndarray) -> np.ndarray:
                 if self._options.method == "sparsegpt":
                     return sparsegpt(weights, hessian, pattern, sparsity)
-                # The mask of the sampled columns may differ from that of all: only how closely weights may be fitted
-                # matters.
+                # A mask of the sampled columns suffices to choose the damping.
                 return repair(weights, weights, _wanda_mask(weights, hessian, pattern, sparsity), hessian)
 
             self._chosen[id(first)] = best_damping(sampled([matrix]), inputs.halves, fit)
@@ -190,7 +182,7 @@ def _pruned(
 ) -> np.ndarray | QuantizedMatrix:
     pattern, sparsity = group.pattern, group.sparsity or 0.0
     if group.keeps_stored or (options.method != "sparsegpt" and masked is None):
-        # Weights that the model stores as integers are kept exactly, so they cannot compensate for pruned ones.
+        # Stored integers are kept exactly, so they cannot compensate for pruned ones.
         kept = _wanda_mask(matrix, inputs.hessian, pattern, sparsity)
     elif masked is not None:
         kept = np.asarray(masked.numpy()) != 0

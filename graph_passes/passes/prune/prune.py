@@ -3,9 +3,9 @@
 The unit that is pruned is a single weight (pattern "unstructured"), a block of one input and four consecutive outputs
 ("4x1"), or all but N of M consecutive inputs of an output ("2:4" and others). The number of zeros is exact.
 
-This module prunes by magnitude, or blocks by the sum of magnitudes. The pruned weights are lazy: they are computed on
-each access from the original in the mapped file and one threshold, so no copy is kept. Among weights equal to the
-threshold, the first in row-major order are pruned. Methods that need inputs are in calibrated.py.
+This module prunes by magnitude, or blocks by the sum of magnitudes. The pruned weights are lazy: each access computes
+them from the original in the mapped file and a threshold. Of weights equal to the threshold, the first in row-major
+order are pruned. Methods that need inputs are in calibrated.py.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .calibrated import allocate_by_sensitivity, fit_pruned, spilled, values_of
 
 
 class PrunePass(RecipePass):
-    """Prune each weight once, also if several layers share it."""
+    """Prune each weight once, even if several layers share it."""
 
     options_type = PruneOptions
     options: PruneOptions
@@ -45,7 +45,7 @@ class PrunePass(RecipePass):
         """Prune the selected layers."""
         options, context = self.options, self.context
         groups = self._group(context.survey(model))
-        self._int8: list[str] = []  # layers that keep stored int8 weights where these are not pruned
+        self._int8: list[str] = []  # layers whose unpruned stored int8 weights are kept exactly
         groups = [group for group in groups if not self._is_sparse(group) or self._only_rounds(group)]
         if options.needs_inputs and context.dry_run and context.evidence.made_up:
             context.note("pass 'prune' needs calibration inputs (calibration=…): without them, a run fails")
@@ -77,16 +77,12 @@ class PrunePass(RecipePass):
         return ir.passes.PassResult(model, modified=bool(groups))
 
     def _only_rounds(self, group: PruneGroup) -> bool:
-        """Change a group that is already sparse into one that is only quantized.
-
-        Returns:
-            False if this pass does not quantize.
-        """
+        """Turn a group that is already sparse into one that is only quantized. Return False if this pass does not quantize."""
         group.sparsity, group.pattern = 0.0, Pattern()
         return self.options.weight_bits is not None and not group.keeps_stored
 
     def _gains(self, group: PruneGroup) -> bool:
-        """Drop the layers that no pass replace would gain from after pruning. Return true if any remain."""
+        """Drop the layers that no pass replace would gain from after pruning. Return True if any remain."""
         linear = group.linears[0]
         if self.options.weight_bits is not None and linear.k > MAX_INPUTS:
             for one in group.linears:
@@ -143,7 +139,6 @@ class PrunePass(RecipePass):
                 tally = tally_weight(score, threshold.key)
                 own_ties = min(ties, tally.equal)
                 ties -= own_ties
-                # Weights with key 0 were zero before.
                 zeros = max(tally.zeros, tally.below + own_ties)
                 kept = round((1 - zeros / score.size) * group.weight.size)
                 group.linears = [linear for linear in group.linears if self.context.gains(linear, Stored(kept))]
@@ -190,7 +185,7 @@ class PrunePass(RecipePass):
         return group.weight
 
     def _is_sparse(self, group: PruneGroup) -> bool:
-        """Return true, with a note, if the layers are sparse enough to be skipped (keep_sparse)."""
+        """Return True, with a note, if the layers are sparse enough to be skipped (keep_sparse)."""
         if self.options.keep_sparse is None:
             return False
         scores = self._scores(group)
@@ -230,7 +225,7 @@ class PrunePass(RecipePass):
 
 
 def pruned_quantized(stored: QuantizedWeight, pruned: ir.TensorProtocol, transposed: bool) -> QuantizedWeight:
-    """Return the stored integers with those set to zero that are zero in `pruned`, [k, n] or transposed."""
+    """Return the stored integers, with zero where `pruned`, [k, n] or transposed, is zero."""
 
     def compute() -> np.ndarray:
         kept = np.asarray(pruned.numpy()) != 0

@@ -3,7 +3,7 @@
 The division is folded into constants: the weight (and bias) of a LayerNorm or RMSNorm, as one node or as Mul and Add,
 or the output columns of a linear layer. Between these and the scaled layers may be operators that commute with a
 positive scale: Relu, Identity, one side of a Mul (down_proj reads gate * up, so up_proj divides), the numerator of a
-Div. All consumers of the value must be scaled layers. The model's result is unchanged up to rounding.
+Div. All consumers of the value must be scaled layers. The model's result stays the same up to rounding.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _BATCH_BYTES = 256 * 1024**2  # recorded inputs kept in memory at a time
 
 @dataclass(frozen=True)
 class Division:
-    """A constant to divide along its last axis, or its first one (a transposed weight)."""
+    """A constant to divide along its last axis, or its first axis (a transposed weight)."""
 
     node: ir.Node
     index: int  # index of the node's input
@@ -71,7 +71,7 @@ def scale_inputs(
 ) -> None:
     """Scale the inputs of these groups where that reduces the quantization error, and fold the scales.
 
-    A note in the report names the layers whose inputs cannot be scaled, with the reason.
+    Notes name the layers whose inputs cannot be scaled, with the reason.
     """
     # Weights that are quantized already are not scaled.
     linears = {linear.output: linear for linear in linears_in(model) if context.layer(linear).weight_bits is None}
@@ -132,10 +132,7 @@ def _why_not(
 def _find_divisions(
     value: ir.Value, groups: Sequence[WeightGroup], linears: dict[ir.Value, Linear]
 ) -> list[Division] | str:
-    """Return the constants to divide so that only these layers see scaled inputs, or a reason.
-
-    The reason says why the division cannot be folded.
-    """
+    """Return the constants to divide so that only these layers see scaled inputs, or why they cannot be divided."""
     first = groups[0].linears[0]
     takers = {linear.node for group in groups for linear in group.linears}
     return _search(value, takers, first.k, linears)

@@ -4,15 +4,15 @@ The formats are in quantizers/grid.py. The methods are
 
     rtn     round each weight to the nearest value
     mse     round to the nearest value, with scales and zero points (or minimums) that minimize the squared error
-    (quantizers/mse.py); with calibration, inputs of more energy weigh more
+            (quantizers/mse.py); with calibration, inputs with more energy (mean x^2) count more
     gptq    round input after input, and let the rest compensate for the error (quantizers/gptq.py); needs calibration
     awq     mse, after inputs of large magnitude have been scaled up (quantizers/awq.py, fold_scales.py); needs
             calibration
     hqq     round to the nearest value, with better zero points and scales (quantizers/hqq.py); 4 bits, asymmetric
 
-Calibrated methods run the model as earlier passes left it (pruned, not yet quantized) on all feeds, for as many layers
-at once as memory allows. So a layer is calibrated on the inputs it has while no earlier layer is quantized. Recording
-after quantized layers would need many runs of the model, and gains nothing: docs/verification.md.
+Calibrated methods run the model as earlier passes left it (pruned, not yet quantized) on all feeds, for all layers at
+once that fit into memory. So a layer's inputs do not show that earlier layers are quantized. Recording after quantized
+layers would need many runs, and gains nothing (docs/verification.md).
 
 The layer gets the dequantized weight as a lazy tensor of its own type. That rounds once more, and never to infinity.
 """
@@ -50,7 +50,7 @@ from .fold_scales import scale_inputs
 _MIN_IMPORTANCE = np.float32(1e-3)  # importance of an input that is always 0; the mean is 1
 _MIN_ENERGY = 1e-30
 
-# Methods without layer inputs. gptq uses this for layers whose inputs cannot be recorded, and awq after scaling.
+# Rounding without layer inputs; for gptq if inputs cannot be recorded, and for awq after scaling.
 _ROUND: Mapping[str, Callable[[np.ndarray, Quantization], QuantizedMatrix]] = {
     "rtn": round_to_nearest,
     "mse": round_mse,
@@ -61,7 +61,7 @@ _ROUND: Mapping[str, Callable[[np.ndarray, Quantization], QuantizedMatrix]] = {
 
 
 class QuantizePass(RecipePass):
-    """Quantize each weight once, also if several layers share it."""
+    """Quantize each weight once, even if several layers share it."""
 
     options_type = QuantizeOptions
     options: QuantizeOptions
@@ -89,10 +89,9 @@ class QuantizePass(RecipePass):
         return ir.passes.PassResult(model, modified=not context.dry_run)
 
     def _takes(self, group: WeightGroup) -> bool:
-        """Return true if layers of the group are left to quantize. Report why a layer cannot be quantized."""
+        """Drop the layers that cannot be quantized, and report why. Return True if any remain."""
         context = self.context
         group.linears = [linear for linear in group.linears if context.layer(linear).weight_bits is None]
-        # Quantized by an earlier pass, or stored in the model.
         if not group.linears or any(context.plan.keeps_stored(linear) for linear in group.linears):
             return False
         _leave(context, group)
@@ -136,12 +135,7 @@ class QuantizePass(RecipePass):
                 context.release()
 
     def _round(self, group: WeightGroup, inputs: Prepared | np.ndarray | LayerInputs | None) -> QuantizedMatrix:
-        """Quantize a group's weight.
-
-        Args:
-            group: the group.
-            inputs: for gptq, the prepared Hessian; for mse, the energies of the inputs, float32 [k].
-        """
+        """Quantize a group's weight. inputs: the Hessian for gptq; the energies of the inputs, float32 [k], for mse."""
         matrix, chosen = group.linears[0].matrix(), self._quantization(group)
         check_finite(matrix, group, "quantized")
         if isinstance(inputs, Prepared):
@@ -168,8 +162,8 @@ class QuantizePass(RecipePass):
     ) -> Iterator[tuple[LayerInputs | np.ndarray | QuantizedMatrix | None, list[WeightGroup]]]:
         """Yield the groups, with the inputs that the method needs.
 
-        For gptq these are the layers' inputs, with neighbours that share inputs together; for mse the inputs' energies,
-        if the user gave feeds. Groups with a stored fit for the same options follow, with that fit.
+        These are, for gptq, recorded inputs, with neighbouring groups of the same inputs together; for mse, the inputs'
+        energies, if the user gave feeds. Groups with a stored fit for the same options follow, with that fit.
         """
         known = [] if fitted is None else [one for one in groups if fitted.knows(self._fit_key(one, options))]
         others = [group for group in groups if not any(group is one for one in known)]
@@ -198,7 +192,7 @@ class QuantizePass(RecipePass):
     ) -> Iterator[tuple[LayerInputs | None, list[WeightGroup]]]:
         """Yield the groups with their layers' inputs.
 
-        poor lists layers with stored fits to too few inputs; the note about such layers includes them.
+        poor: layers with stored fits to too few inputs, for the note about such layers.
         """
         without = list[str]()
         self._note_made_up()
@@ -245,10 +239,7 @@ class QuantizePass(RecipePass):
 
 
 def _leave(context: PassContext, group: WeightGroup, stored: Stored | None = None) -> None:
-    """Remove the layers that no pass replace would take from the group, and report why.
-
-    stored: the quantized weight, once it is known.
-    """
+    """Remove the layers that no pass replace would take, and report why. stored: the quantized weight, if known."""
     for linear in list(group.linears):
         if (reason := context.why_not_quantized(linear, stored)) is not None:
             context.leave(linear, reason)
@@ -307,7 +298,7 @@ def _output_error(
         norm = float(np.linalg.norm(exact))
         return float(np.linalg.norm(exact - x @ weight.matrix())) / norm if norm else None
 
-    # Trials of a search often contain the same quantized layer, so its error is cached.
+    # Cached, because trials of a search often contain the same quantized layer.
     digest = blake2b(weight.q.tobytes() + weight.scales.tobytes()).digest()
     return context.evidence.remembered(("quantized", linear.name, len(x), quantization, digest), measure)
 

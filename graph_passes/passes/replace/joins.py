@@ -1,6 +1,6 @@
-"""Layers that become one node together: gated pairs, both layers of an MLP, query with key and value.
+"""Layers that become one node together: gated pairs (gate and up projection), both layers of an MLP, query, key and value.
 
-A single layer whose two halves are a gated pair belongs here too.
+A single layer whose two halves are a gated pair is included.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Joins:
             self.packed_qkv = {layer: qkv for qkv in self._pack_qkv(model, linears, context) for layer in qkv.layers}
 
     def gated_with(self, linear: Linear) -> tuple[Linear, Linear] | None:
-        """Return the gate and the layer that it multiplies, given one of them."""
+        """Return the gate and the up projection of a gated pair, given one of them."""
         if linear in self._ups:
             return linear, self._ups[linear]
         return (self._gates[linear], linear) if linear in self._gates else None
@@ -47,7 +47,7 @@ class Joins:
         return find_halves(linear) if self._fuses else None
 
     def can_join(self, linears: Sequence[Linear]) -> bool:
-        """Return true if one operator can hold the weights of these layers."""
+        """Return True if one operator can hold the weights of these layers."""
         return can_join([self.weights.quantization(linear) for linear in linears])
 
     def _pack_qkv(self, model: ir.Model, linears: Sequence[Linear], context: PassContext) -> list[PackedQkv]:

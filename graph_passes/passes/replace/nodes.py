@@ -25,8 +25,7 @@ def put_node(
 ) -> None:
     """Insert the operator in the layer's position, under its node's name; the output keeps its name.
 
-    With an epilogue the position is the end of that epilogue, after the node that computes the residual. new_name makes
-    a name that no value of the model has.
+    With an epilogue the position is the end of that epilogue, after the node that computes the residual.
     """
     linear, first, epilogue = target.linears[0], target.replaced[0], target.epilogue
     graph, given = linear.node.graph, first.node.inputs[0]
@@ -60,7 +59,7 @@ def _make_node(
     """Return the operator's node, and the nodes that must run before and after it."""
     linear, first, epilogue = target.linears[0], target.replaced[0], target.epilogue
     before, behind = list[ir.Node](), list[ir.Node]()
-    # Read now: the node that computes the layer's input may have been replaced.
+    # Not cached, because the node that computes the layer's input may have been replaced.
     x = layer_input(first.node)
     assert x is not None
     if first.x_range is not None and replacement.takes_ranges:

@@ -14,10 +14,7 @@ from ..context import PassContext
 
 
 def note_adopted(context: PassContext, adopted: Sequence[Linear], rounding: Set[Linear]) -> None:
-    """Note the layers that keep the integers that the model stores.
-
-    rounding: those of them whose inputs the original also rounds.
-    """
+    """Note the layers that keep their stored integers. rounding: layers whose inputs the original rounds too."""
     for bits in (4, 8):
         of_bits = [linear for linear in adopted if context.layer(linear).weight_bits == bits]
         if of_bits:

@@ -31,7 +31,7 @@ class Target:
     epilogue: Epilogue
     hidden: HiddenLayer | None = None  # the hidden layer before it
     attention: ir.Node | None = None  # the attention that reads the three layers' outputs as one tensor
-    halves: Halves | None = None  # halves of the only layer, which are multiplied with each other
+    halves: Halves | None = None  # gate and up halves of a single layer
 
     @property
     def gated_columns(self) -> int:
@@ -75,7 +75,7 @@ class Packer:
         return constants if norm is None else constants | self._constants(first, norm.arrays())
 
     def bias(self, linears: Sequence[Linear], halves: Halves | None = None) -> ir.Value | None:
-        """Return the bias as a float32 initializer over the weight's columns, if possible the model's own."""
+        """Return the bias as a float32 initializer over the weight's columns; the model's own if possible."""
         first, biases = linears[0], [linear.bias() for linear in linears]
         if all(bias is None for bias in biases):
             return None
@@ -100,7 +100,7 @@ class Packer:
     def _pack(
         self, linears: Sequence[Linear], weight: LayerWeight, halves: Halves | None = None
     ) -> dict[str, ir.Value]:
-        """Return the packed weight. Layers that share a weight share it."""
+        """Return the packed weight, once for layers that share it."""
         context, first = self._context, linears[0]
         for linear in linears:
             context.layers.rounding[layer_key(linear)] = self._replacement.typical_rounding(weight.quantized)
@@ -163,13 +163,7 @@ def measure_packed(
 ) -> None:
     """Report ||XW - Y|| / ||XW|| for recorded inputs X, the original weight W and the operator's output Y.
 
-    Args:
-        context: state of the run.
-        replacement: the operator.
-        linears: the layers.
-        weight: the weight that was packed.
-        values: the packed constants.
-        bounds: columns of the weight, for each layer's outputs.
+    weight: the weight that was packed. values: its constants. bounds: its columns, for each layer.
 
     Raises:
         VerificationError: Y differs by more than rounding from the product with the packed weight.
@@ -183,7 +177,7 @@ def measure_packed(
     def measure() -> list[tuple[float, float | None]]:
         return _deviations(replacement, weight, packed, given, originals, bounds, linears[0].name)
 
-    # Trials of a search often contain the same packed weight, so its error is cached.
+    # Cached, because trials of a search often contain the same packed weight.
     digest = blake2b()
     for part, tensor in sorted(packed.items()):
         digest.update(part.encode() + tensor.tobytes())

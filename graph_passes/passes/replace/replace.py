@@ -1,7 +1,7 @@
 """Replace linear layers with Ortolan operators.
 
-Which layers, and with which weights: plan/replace.py, weights.py; which layers together: joins.py; packing of weights:
-packing.py; insertion of nodes: nodes.py.
+plan/replace.py and weights.py choose layers and weights, joins.py finds layers that become one node, packing.py packs
+weights, and nodes.py inserts nodes.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class ReplacePass(RecipePass):
         self._put([linear], weight, halves=halves)
 
     def _is_done(self, linear: Linear) -> bool:
-        """Return true if the layer is replaced already: by another step, in a dry run, or with another layer."""
+        """Return True if the layer is replaced already: by another step, in a dry run, or with another layer."""
         return bool(self.context.layer(linear).new_op)
 
     def _replace_joined(self, linears: Sequence[Linear], suffix: str, attention: ir.Node | None = None) -> None:
@@ -149,7 +149,7 @@ class ReplacePass(RecipePass):
         self._put(linears, joined, attention=attention)
 
     def _replace_mlp(self, mlp: Mlp, hidden_weight: LayerWeight) -> bool:
-        """Replace both layers of an MLP with one node. Return false if that is not possible."""
+        """Replace both layers of an MLP with one node. Return False if that is not possible."""
         context = self.context
         weight = None if self._is_done(mlp.layer) else self._weights.of(mlp.layer)
         if weight is None:
@@ -175,14 +175,10 @@ class ReplacePass(RecipePass):
         attention: ir.Node | None = None,
         halves: Halves | None = None,
     ) -> None:
-        """Insert the operator for a layer, or for layers of one input, and for the hidden layer before it.
+        """Insert the operator for a layer, or for layers of one input, with the hidden layer before it.
 
-        Args:
-            linears: the layers.
-            weight: weight of all layers.
-            hidden: the hidden layer.
-            attention: the attention that reads the outputs of three layers.
-            halves: halves of a single gated layer, whose weight has them in the operator's order.
+        attention: the attention that reads the outputs of three layers. halves: those of a single gated layer, which
+        the weight has in the operator's order.
         """
         if attention is not None:
             epilogue = Epilogue(Activation.NONE, None, (), linears[0].output)
@@ -209,7 +205,7 @@ class ReplacePass(RecipePass):
         )
 
     def _mark(self, linears: Sequence[Linear], fused: list[str], fused_others: list[str] | None = None) -> None:
-        """Report that the layers become one node; `fused` is reported for the first, `fused_others` for the rest."""
+        """Report that the layers become one node. fused: for the first layer. fused_others: for the rest."""
         for linear in linears:
             layer = self.context.layer(linear)
             layer.new_op, layer.status = self.options.op, "would replace" if self.context.dry_run else "replaced"

@@ -67,7 +67,7 @@ def _reads_weight_of(lookup: ir.Node, linear: Linear) -> bool:
 
 
 def _same(one: ir.Value | None, other: ir.Value | None) -> bool:
-    """Return true if two constants come from the same initializer, perhaps with another shape."""
+    """Return True if two constants come from the same initializer, perhaps with another shape."""
     if one is None or other is None:
         return one is other
     roots = [{value for value in constant_values(value) if value.is_initializer()} for value in (one, other)]
@@ -78,7 +78,7 @@ def _same(one: ir.Value | None, other: ir.Value | None) -> bool:
 
 
 def read_shared_tables(model: ir.Model, context: PassContext, op_type: str, tables: Sequence[SharedTable]) -> None:
-    """Make lookups read the packed weight of their head, where it became an operator that supports this."""
+    """Make lookups read the packed weight of their head, if it became W4A8MatMul or W8A8MatMul."""
     packed = {node.name: node for node in nodes_of(model, op_type) if node.graph is model.graph}
     for table in tables:
         head = packed.get(table.head.name)

@@ -37,7 +37,7 @@ class AcceptedWeights:
         """Return the weight that the operator takes. If it takes none, return None and report the reason."""
         layer, state, replacement = self._context.layer(linear), self._state(linear), self._rule.replacement
         if not self._rule.is_chosen(linear):
-            # A reason from another pass says more than that this one does not select the layer.
+            # Another pass's reason is more useful than "not selected".
             if layer.reason is None or linear.matches(self._rule.options.select):
                 layer.reason = self._rule.why_not(linear, Stored(0, ""), state)
             return None
@@ -66,7 +66,7 @@ class AcceptedWeights:
         return LayerWeight(matrix, quantized, self._x_range(linear), threshold)
 
     def _replaces_reason(self, linear: Linear, layer: LayerReport) -> bool:
-        """Return true if this pass's reason for skipping the layer replaces that of an earlier pass.
+        """Return True if this pass's reason for skipping the layer replaces an earlier one.
 
         The reason of pass quantize is never replaced. The reason for a layer that keeps its stored weight is replaced
         only by a step that takes stored weights.
@@ -93,10 +93,7 @@ class AcceptedWeights:
         return self._rule.replacement.why_not_matrix(matrix)
 
     def _x_range(self, linear: Linear) -> FixedRange | None:
-        """Return the fixed range of the layer's input.
-
-        It is the model's own range, or one chosen from the values that pass ranges recorded.
-        """
+        """Return the fixed range of the layer's input: the model's own, or chosen from values that pass ranges recorded."""
         if not self._rule.replacement.takes_ranges:
             return None
         sample = self._context.layers.activations.get(linear.x.name or "")

@@ -21,20 +21,17 @@ from .limits import MASK_FACTOR, Limits
 
 @dataclass(frozen=True)
 class Answers:
-    """Errors over all feeds, and the answers to the first feed.
-
-    Only the answers to one feed are in memory at a time.
-    """
+    """Errors over all feeds, and the answers to the first feed. Only one feed's answers are in memory at a time."""
 
     names: list[str]  # names of the original's outputs
     kinds: dict[str, str]  # dtype.kind by output name
     against_original: ErrorSums
     # Errors against the reference: the pruned and quantized model before its layers were replaced, or the original if
-    # no weight was changed. None if the model was changed and no pass has replaced layers since.
+    # no weight was changed. None if no pass replaced layers of a changed model.
     against_reference: ErrorSums | None
     of_reference: ErrorSums  # errors of the reference against the original
     of_original: ErrorSums  # errors of the original against the reference
-    first_reference: Outputs | None  # None instead of an output that holds a compressed cache
+    first_reference: Outputs | None  # without outputs that hold a compressed cache
     first: Outputs  # answers of the optimized model
 
     @classmethod
@@ -46,16 +43,10 @@ class Answers:
         before: Sequence[Outputs],
         after: Iterable[Outputs],
     ) -> Answers:
-        """Compare the answers to each feed.
+        """Compare the answers to each feed. Outputs whose shapes differ are not compared.
 
-        Outputs whose shapes differ are not compared.
-
-        Args:
-            context: state of the run.
-            names: names of the original's outputs.
-            feeds: the feeds.
-            before: answers of the original, with the prompt that becomes part of the model, if any.
-            after: answers of the optimized model, which may have more outputs; each is dropped after comparison.
+        before: answers of the original, with the prompt that becomes part of the model, if any. after: answers of the
+        optimized model, which may have more outputs.
 
         Raises:
             VerificationError: shapes differ where they may not.
@@ -91,13 +82,11 @@ class Answers:
         return cls(names, kinds, original, rounding, changes, reverse, base, found)
 
     def by_masks(self) -> dict[str, float]:
-        """Return the error that input thresholds may add, by output, from the error of the reference."""
+        """Return a bound on the error that input thresholds add, by output, from the error of the reference."""
         return {error.name: MASK_FACTOR * error.relative_l2 for error in self.of_reference.errors()}
 
     def judge(self, context: PassContext, limits: Limits, cached: bool) -> None:
-        """Report the errors, and check them against the limits.
-
-        cached: some of the feeds read a compressed cache.
+        """Report the errors, and check them against the limits. cached: some of the feeds read a compressed cache.
 
         Raises:
             VerificationError: an output is wrong; the message names it.
@@ -125,7 +114,7 @@ class Answers:
         limits.judge_size(floats, "", advice(context), report.output_error)
 
     def _note_float(self, context: PassContext) -> frozenset[str]:
-        """Note the errors of both models against the float reference, and return the outputs at which ours is smaller.
+        """Note the errors of both models against the float reference, and return the outputs with a smaller error in ours.
 
         The float reference has the original's weights in float and does not round activations.
         """
@@ -147,10 +136,7 @@ class Answers:
 def _comparable(
     context: PassContext, names: list[str], feeds: Feeds, before: Outputs, reference: Outputs, after: Outputs
 ) -> tuple[Outputs, Outputs, Outputs]:
-    """Return the answers to one feed without the parts that may differ.
-
-    These are a prompt's tokens, compressed caches, and padding.
-    """
+    """Return the answers to one feed without a prompt's tokens, compressed caches and padding."""
     same, prompt, layers = reference is before, context.caches.prompt, context.layers
     hidden = [names.index(name) for name in context.caches.outputs]
     by_tokens = [names.index(name) for name in layers.zero_at_padding] or None
@@ -167,10 +153,7 @@ def _comparable(
 
 
 def require_finite(before: Sequence[Outputs], description: str | None) -> None:
-    """Raise CalibrationError if the original has no finite answer.
-
-    description: names the feeds in the error.
-    """
+    """Raise CalibrationError if the original has no finite answer. description: names the feeds in the error."""
     answers = [answer for one in before for answer in one if answer is not None]
     if answers and not any(np.isfinite(answer).any() for answer in answers):
         raise CalibrationError(

@@ -39,8 +39,8 @@ def verify_decoded(
     """Decode tokens with both models and compare them. `names` are all outputs.
 
     Returns:
-        None if there is no decoded token to compare: no attention with a cache was replaced, or all caches stay float
-        and the feeds have read them, or the feeds cannot be decoded.
+        None without a decoded token to compare: no attention with a cache was replaced, or all caches stay float and the
+        feeds have read them, or the feeds cannot be decoded.
 
     Raises:
         VerificationError: tokens or caches are wrong; the message names the output or node.
@@ -67,7 +67,7 @@ def verify_decoded(
 
 
 def _reads_past(feeds: Feeds) -> bool:
-    """Return true if the feeds contain a cache with tokens."""
+    """Return True if the feeds contain a cache with tokens."""
     return any(
         "past" in name and array.ndim == 4 and array.shape[2] > 0 and array.any() for name, array in feeds.items()
     )
@@ -86,7 +86,7 @@ def _judge(
 ) -> dict[str, float]:
     """Report and check the errors of decoded tokens; return them by output.
 
-    The errors are against the model before its attention was replaced. tokens: length of the prompt.
+    They are errors against the model before its attention was replaced. tokens: length of the prompt.
     """
     report = context.report
     sums = ErrorSums(names)

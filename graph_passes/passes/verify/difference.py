@@ -1,8 +1,9 @@
 """Limit how much an optimized model may differ if the user has not named a target format.
 
-Weights that a model stores as integers are kept, so its answers should be those of these weights. The model is saved
-only if each output agrees with the original or with the original's dequantized weights in float, or is much closer to
-the latter than the original is. Outputs of different shapes, such as speech of another length, cannot be compared.
+Then weights that the model stores as integers are kept, so its answers should be those of these weights. The model is
+saved only if each output agrees with the original, or with the original's dequantized weights in float, or is much
+closer to the latter than the original is. Outputs whose shapes differ, such as speech of another length, cannot be
+compared.
 """
 
 from __future__ import annotations
@@ -27,11 +28,7 @@ def accept_shapes(
 ) -> None:
     """Note outputs whose shapes differ, if the user has named a target format or allows a difference.
 
-    Args:
-        context: state of the run.
-        shapes: expected and found shape, by output.
-        found_by: name of the model that is judged.
-        expected_by: name of the model that it is compared with.
+    shapes: expected and found shape, by output. found_by, expected_by: names of the two models.
 
     Raises:
         VerificationError: the user has not named a format and does not allow a difference, or the ranks differ.
@@ -47,15 +44,12 @@ def accept_shapes(
 
 
 def judge_agreement(context: PassContext, floats: Sequence[OutputDeviation], closer: Set[str]) -> None:
-    """Check that each output agrees with the original to a cosine of context.min_cosine.
+    """Check that the cosine of each float output with the original is at least context.min_cosine.
 
-    Args:
-        context: state of the run.
-        floats: errors of float outputs against the original.
-        closer: outputs at which the optimized model is closer than the original to the original's weights in float.
+    closer: outputs at which the optimized model is closer than the original to the original's weights in float.
 
     Raises:
-        VerificationError: an output agrees less, unless the user has named a format or allows it; then it is noted.
+        VerificationError: a cosine is smaller. If the user has named a format or allows it, a note is added instead.
     """
     if context.min_cosine is None:
         return
@@ -85,7 +79,7 @@ def judge_agreement(context: PassContext, floats: Sequence[OutputDeviation], clo
 
 
 def _is_closer(error: OutputDeviation) -> bool:
-    """Return true if the optimized model is much closer than the original to the original's weights in float."""
+    """Return True if the optimized model is much closer than the original to the original's weights in float."""
     if error.from_float is None:
         return False
     original, ours = error.from_float

@@ -1,7 +1,8 @@
 """Limits for the errors of the optimized model against the models it is compared with.
 
-Errors of layers add up as in a random walk: the expected total is the root of the sum of squares. The factors below,
-and the measurements behind them, are explained in docs/verification.md.
+Errors of layers add up as in a random walk: the expected total is the root of the sum of squares. docs/verification.md
+explains the factors below and the measurements behind them. The portable form is the model with ONNX functions instead
+of kernels.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ ROUNDING_FACTOR = 9.0
 DECODE_FACTOR = 2.0
 # Tolerance between kernels and the portable form: they sum in different orders, so a few values round differently.
 PORTABLE_ERROR = 5e-2
-# Bound between them as a multiple of the layers' total rounding error: after a few values differ, the two round
-# independently.
+# Bound between kernels and the portable form, as a multiple of the layers' total rounding error: once a few values
+# differ, the two round independently.
 PORTABLE_FACTOR = 3.0
-# Bound between them for decoded tokens, as a multiple of the error of key codes: the kernel's scores are sums of 8-bit
+# The same bound for decoded tokens, as a multiple of the error of key codes: the kernel's scores are sums of 8-bit
 # values.
 TABLE_FACTOR = 1.0
-# Smallest cosine between them. A larger error bound lowers it to the cosine that the bound implies.
+# Smallest cosine between kernels and the portable form. A larger error bound lowers it to the implied cosine.
 PORTABLE_COSINE = 0.998
 # Bound of the error from input thresholds, as a multiple of their cost: two models that drop elements independently are
 # sqrt 2 times as far apart.
@@ -46,10 +47,7 @@ class Limits:
     by_masks: Mapping[str, float] = field(default_factory=dict)  # error that thresholds may add, by output
 
     def rounding(self, name: str, cached: bool) -> float:
-        """Return the bound against the model before its layers were replaced.
-
-        cached: some of the feeds read a compressed cache.
-        """
+        """Return the bound against the model before its layers were replaced. cached: some feeds read a compressed cache."""
         if self.max_rounding_error is not None:
             return self.max_rounding_error
         return ROUNDING_FACTOR * self._rounding_of_layers(cached) + self.by_masks.get(name, 0.0)
@@ -66,13 +64,10 @@ class Limits:
         return ROUNDING_FACTOR * self._rounding_of_layers()
 
     def portable(self, name: str, decoded: float) -> tuple[float, float]:
-        """Return the bound of the error and of the cosine of the model without the library.
-
-        decoded: the error of decoded tokens.
-        """
+        """Return the bounds of error and cosine of the portable form. decoded: the error of decoded tokens."""
         rounding = {error.name: error.relative_l2 for error in self.context.report.rounding_error}
         layers = PORTABLE_FACTOR * self._rounding_of_layers()
-        # If the two round independently, they differ by more than either does from the reference.
+        # If both round independently, they differ from each other more than from the reference.
         bound = max(PORTABLE_ERROR, 2 * rounding.get(name, 0.0), layers, TABLE_FACTOR * decoded)
         bound = max(bound, self.by_masks.get(name, 0.0))
         return bound, min(PORTABLE_COSINE, 1 - bound * bound)
@@ -90,11 +85,8 @@ class Limits:
     ) -> None:
         """Check errors against the original: raise above max_error, or note a large error if there is no max_error.
 
-        Args:
-            floats: errors of float outputs.
-            where: describes the answers; "" for all feeds.
-            advice: what the user can do.
-            errors: errors of all outputs; None: `floats`.
+        where: describes the answers; "" for all feeds. advice: what the user can do. errors: errors of all outputs;
+        None: `floats`.
 
         Raises:
             VerificationError: an error exceeds max_error; the message names the output.

@@ -13,7 +13,7 @@ from ...measure.sessions import run_session
 from ..context import PassContext
 
 _INPUTS = frozenset(("input_ids", "attention_mask", "token_type_ids", "position_ids"))
-# Largest relative error. It comes only from the order of float sums: bf16 uses another order for few rows.
+# Largest relative error, which comes only from the order of float sums: bf16 uses another order for few rows.
 _TOLERANCE = 1e-2
 
 
@@ -21,12 +21,6 @@ def verify_padding(context: PassContext, optimized: Any, feeds: Feeds, names: li
     """Compare a shortened sequence of these feeds alone with the same sequence padded next to the whole one.
 
     Models with other inputs, or with fixed batch sizes, are not checked.
-
-    Args:
-        context: state of the run.
-        optimized: session of the optimized model.
-        feeds: the feeds.
-        names: names of the outputs.
 
     Raises:
         VerificationError: an output differs.
@@ -65,10 +59,7 @@ def _sizes(session: Any) -> list[int | str | None]:
 
 
 def _errors(alone: Outputs, together: Outputs, tokens: int, shape: tuple[int, ...]) -> list[float]:
-    """Return the relative error of each output.
-
-    The short sequence, of `tokens` tokens, is the last one of the batch, whose input_ids have this shape.
-    """
+    """Return each output's relative error for the short sequence, the last one of a batch with input_ids of this shape."""
     errors = []
     for one, other in zip(alone, together, strict=True):
         if one is None or other is None or one.dtype.kind != "f" or not other.ndim:

@@ -28,13 +28,8 @@ def verify_portable(
 ) -> None:
     """Run the model without the library and compare.
 
-    Args:
-        context: state of the run.
-        limits: limits of the verification.
-        names: names of the outputs.
-        calls: feeds and the optimized model's answers; one call suffices to find a wrong weight.
-        decoded: the error of cache codes, by output.
-        exact: answers to the only call before layers were replaced, if known.
+    calls: feeds and the optimized model's answers; one call suffices to find a wrong weight. decoded: the error of
+    cache codes, by output. exact: answers to the only call before layers were replaced, if known.
 
     Raises:
         VerificationError: an output or cache differs; the message names it.

@@ -27,7 +27,7 @@ from .float_reference import computed_in_float, rounding_layers
 def keep_reference(model: ir.Model, context: PassContext) -> None:
     """Run the model before layers are replaced, if its answers may differ from the original's.
 
-    That is the case for a model that is pruned or quantized, has thresholds or a prompt, or keeps stored weights.
+    They may differ after pruning or quantization, with thresholds or a prompt, and if layers keep stored weights.
     """
     if not context.plan.feeds_to_verify or context.reference is not None:
         return
@@ -84,14 +84,8 @@ def decode_calls(
 ) -> Decoded:
     """Return a model's answers to calls of calls_to_decode, each with the caches of the call before.
 
-    Args:
-        session: session of the model.
-        calls: the calls.
-        context: state of the run.
-        names: names of the original's outputs; the steps contain only these, without caches.
-        who: name of the model in errors; see run_session.
-        error_type: type of errors; see run_session.
-        past: keys and values of the prompt, if the model does not contain it.
+    names: the original's outputs; the steps contain only these. who, error_type: as for run_session. past: keys and
+    values of the prompt, if the model does not contain it.
     """
     prompt = context.caches.prompt
     if prompt is not None and past is not None:

@@ -1,13 +1,13 @@
 """Run the optimized model before it is saved, and compare its answers on the same feeds with those of other models.
 
-- The original: this error is the price of the optimization. It is limited only if the recipe sets max_error.
-- The reference, the pruned and quantized model before its layers were replaced (the original if no weight was changed):
+- The original: this error is the price of the optimization. It is limited only if the recipe sets max_error. - The
+reference, the pruned and quantized model before its layers were replaced (the original if no weight was changed):
   the two may differ only by what operators round, above all activations (answers.py). This finds errors that all layers
   have in common. An error in one of many layers may be too small, so pass `replace` checks each packed weight.
-- The same for caches that pass compress_cache has changed: for tokens decoded after a prompt, and for the contents of
-  the caches (decoded.py).
-- The optimized model without our kernels, if it is portable (portable.py).
-- If padding is skipped: a sequence alone, and padded in a batch (padding.py).
+- The reference again, if pass compress_cache has changed caches: for tokens decoded after a prompt, and for the
+  contents of the caches (decoded.py).
+- The optimized model without our kernels, if it is portable (portable.py). - If padding is skipped: a sequence alone,
+and padded in a batch (padding.py).
 
 The limits are in limits.py.
 """
@@ -82,7 +82,7 @@ class VerifyPass(RecipePass):
         context, steps = self.context, 5 if self.context.portable else 4
         context.progress(Stage.VERIFY, 0, steps)
         seconds = self._seconds_to_time()
-        # If sessions opened for timing give the same answers, they also serve for the comparison.
+        # Sessions opened for timing also serve for the comparison, if they give the same answers.
         both = seconds > 0 and not int8_products_saturate()
         original = context.evidence.open_original(timed=both)
         self._note_saturation(original)
@@ -201,7 +201,7 @@ class VerifyPass(RecipePass):
         return f"output errors {which}{fitted}" if fitted or not every else None
 
     def _reads_cache(self, feeds: Feeds) -> bool:
-        """Return true if attention reads a compressed cache: earlier tokens, or the few tokens of a short call."""
+        """Return True if attention reads a compressed cache: earlier tokens, or the few tokens of a short call."""
         formats = self.context.caches.formats
         ids = feeds.get("input_ids")
         few = ids is None or ids.ndim != 2 or ids.shape[1] <= _FEW_TOKENS
