@@ -42,8 +42,9 @@ class QuantizedWeight(Quantization):
         zero_points, minimums = (None if one is None else one.numpy() for one in (self.zero_points, self.minimums))
         if zero_points is not None and self.fractions:
             zero_points = zero_points.astype(np.float32) / self.zero_point_steps
-        matrix = QuantizedMatrix(self.q.numpy(), self.scales.numpy(), zero_points, minimums)
-        weights = dequantize(matrix, self.group_size)
+        weights = dequantize(
+            QuantizedMatrix(self.q.numpy(), self.scales.numpy(), zero_points, minimums), self.group_size
+        )
         del zero_points, minimums
         self.release()
         return weights

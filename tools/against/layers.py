@@ -105,9 +105,9 @@ def layers_work(
 ) -> list[Work]:
     """Return works that run the layer on x [rows, k] for each number of rows in `batch`.
 
-        Numbers of rows that need equally cold weights share a model. `name` is the first part of the rows' names. Default
+    Numbers of rows that need equally cold weights share a model. `name` is the first part of the rows' names. Default
     number of copies: `copies_for`.
-        """
+    """
     by_part: dict[int | None, list[int]] = {}
     for m in batch:
         by_part.setdefault(_part(m), []).append(m)
