@@ -175,7 +175,7 @@ class Form(PassOptions):
     def fuses_norms(self) -> bool:
         """True if LayerNormalizations that do not follow a layer become an operator too.
 
-        With int8 and int4 layers, encoders then return the same bits on every CPU. bf16 results depend on the CPU.
+        With int8 and int4 layers, encoders then return the same bits on every CPU. With bf16 layers they do not.
         """
         return self.stored in _BITS and self.fuses_attention
 
@@ -223,7 +223,7 @@ class Form(PassOptions):
     def passes(self, eight_bits: Sequence[str] = ()) -> list[Pass]:
         """Return the passes of a recipe that produces this format.
 
-        eight_bits: Name patterns of layers that become 8-bit in addition to the ignored ones; only for dense int4.
+        eight_bits: Name patterns of layers that become 8-bit like the ignored ones; only for dense int4.
         """
         if eight_bits:
             return dataclasses.replace(self, ignore=(*self.ignore, *eight_bits)).passes()

@@ -354,7 +354,6 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def _changed(form: Form, choices: Mapping[str, Any]) -> Form:
-    """Return the format with other values."""
     for name in choices:
         if name not in FORMAT_OPTIONS:
             raise ArgumentTypeError(

@@ -116,7 +116,6 @@ def verify(steps: Steps, context: PassContext) -> None:
 
 
 def _provenance(recipe: Recipe) -> dict[str, str]:
-    """Return the metadata on how the model was made."""
     return {
         RECIPE_KEY: recipe.name,
         VERSION_KEY: package_versions().get("ortolan", "unknown"),

@@ -133,7 +133,7 @@ class BitSearch:
         return self._recipe([escape(name) for name in self._able if name not in choice], verify)
 
     def _recipe(self, eight: Sequence[str], verify: Mapping[str, Any] | None) -> Recipe:
-        """Return the recipe with 8 bits for layers that match a pattern. verify: options of that pass; None: left out."""
+        """Return the recipe with 8 bits for layers that match a pattern. verify: the pass's options, or None."""
         steps = self._form.passes(eight)[:-1]
         calibrate = {"name": "calibrate", "held_out": HELD_OUT, "max_rows": ROWS}
         steps = [calibrate if step["name"] == "calibrate" else step for step in steps]
@@ -179,7 +179,6 @@ class BitSearch:
 
 
 def _step(layer: LayerChoice, total: int) -> Step:
-    """Return the step from 8 bits to 4."""
     four, eight = layer.forms[FOUR.name], layer.forms[EIGHT.name]
     sensitivity = 1.0 if layer.sensitivity is None else layer.sensitivity
     cost = ((four.error or 0.0) ** 2 - (eight.error or 0.0) ** 2) * sensitivity**2
@@ -187,7 +186,6 @@ def _step(layer: LayerChoice, total: int) -> Step:
 
 
 def _cost(steps: Sequence[Step]) -> float:
-    """Return the cost of layers of the same input, which change together."""
     return sum(step.cost for step in steps)
 
 

@@ -218,7 +218,6 @@ def divergence_rise(before: Run, after: Run, feeds: Sequence[Feeds]) -> float:
 
 
 def _exp(number: float) -> float:
-    """Return exp of the number, infinity if it overflows."""
     return math.exp(number) if number < _LARGEST else math.inf
 
 

@@ -175,7 +175,6 @@ class LayerStudy:
             layer.sensitivity = found.get(layer.name)
 
     def _measure_errors(self, forms: Sequence[Candidate]) -> None:
-        """Measure the errors of formats that are fast enough."""
         layers = {layer.name: layer for layer in self._report.layers}
         worth = {name: worth_measuring(layer) for name, layer in layers.items()}
         for number, form in enumerate(forms):

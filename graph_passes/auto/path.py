@@ -78,7 +78,6 @@ def worth_measuring(layer: LayerChoice) -> list[str]:
 
 
 def _saved(layer: LayerChoice, form: MeasuredForm) -> list[float]:
-    """Return the saved fraction of the original's time at each shape."""
     return [1 - new / old for old, new in zip(layer.before_ms, form.milliseconds, strict=True)]
 
 

@@ -103,8 +103,6 @@ def _add_factor(model: ir.Model, linear: Linear, new_name: Callable[[str], str])
 
 
 def _smallest(feeds: Sequence[Feeds]) -> list[Feeds]:
-    """Return some of the smallest feeds, at least one."""
-
     def tokens(one: Feeds) -> int:
         return max((int(np.prod(array.shape[:2])) for array in one.values()), default=0)
 

@@ -174,7 +174,6 @@ def _recipe_of(choice: Mapping[str, Candidate], attention: bool, verify: Mapping
 
 
 def _files(context: PassContext) -> list[Path]:
-    """Return the existing files of a model."""
     return [file for file in (context.candidate, data_path(context.candidate)) if file.exists()]
 
 

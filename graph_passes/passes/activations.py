@@ -115,7 +115,6 @@ class ActivationsPass(RecipePass):
     def _thresholds(
         self, recorder: InputRecorder, by_input: Mapping[str, Sequence[Linear]], magnitudes: Mapping[str, np.ndarray]
     ) -> dict[str, float]:
-        """Return the threshold of each input."""
         sparsity, error, context = self.options.sparsity, self.options.error, self.context
         if error is None:
             return {name: quantile(magnitudes[name], sparsity or 0.0) for name in by_input}
@@ -141,8 +140,8 @@ def quantile(magnitudes: np.ndarray, fraction: float) -> float:
 def threshold_within(error: float, x: np.ndarray, linears: Sequence[Linear], magnitudes: np.ndarray) -> float:
     """Return the largest threshold at which no layer's output error exceeds `error`, found by bisection.
 
-    The error is the root mean square over rows of the relative output error. x: inputs, float32 [rows, k], of the
-    layers. magnitudes: sample of |x|, ascending; the bisection is over the fraction of it that becomes zero.
+    The error is the root mean square over rows of the relative output error. x: inputs, float32 [rows, k]. magnitudes:
+    sample of |x|, ascending; the bisection is over the fraction of it that becomes zero.
     """
 
     def is_within(threshold: float) -> bool:
@@ -169,7 +168,7 @@ def _relative(lost: np.ndarray, norms: np.ndarray) -> float:
 
 
 def _batches(widths: Mapping[str, int], rows: int) -> Iterator[list[str]]:
-    """Split the inputs into batches whose rows take at most _ROWS_BYTES; a larger input is a batch of its own."""
+    """Split the inputs into batches whose rows take at most _ROWS_BYTES; a larger input is its own batch."""
     batch: list[str] = []
     size = 0
     for name, width in widths.items():

@@ -81,7 +81,7 @@ class PassContext:
         return self.layers.reports[layer_key(linear)]
 
     def gains(self, linear: Linear, stored: Stored) -> bool:
-        """Return True if a pass would replace the layer once its weight is `stored`, or if the recipe replaces no layer."""
+        """Return True if a pass would replace the layer once its weight is `stored`, or if no pass replaces layers."""
         return self.plan.gains(linear, stored, self.layers.state(linear))
 
     def why_not_quantized(self, linear: Linear, stored: Stored | None = None) -> str | None:

@@ -74,7 +74,7 @@ class EmbeddingsPass(RecipePass):
             context.layers.names += embedding.names
             if any_matches(embedding.names, options.select) and not any_matches(embedding.names, options.exclude):
                 found.append(embedding)
-        stored = False  # true in a dry run too
+        stored = False
         for embedding in found:
             if problem := self._why_not(embedding, linears):
                 context.note(f"word embedding {embedding.table_name!r} is not changed: {problem}")
@@ -111,7 +111,6 @@ class EmbeddingsPass(RecipePass):
                 context.note(f"position table {value.name!r} is stored in float16")
 
     def _why_not(self, embedding: Embedding, linears: dict[ir.Node, Linear]) -> str | None:
-        """Explain why the table is not changed; None if it can be."""
         context = self.context
         table = embedding.table()
         if not (np.isfinite(table.max()) and np.isfinite(table.min())):
@@ -166,7 +165,7 @@ class EmbeddingsPass(RecipePass):
         return given if fits else None
 
     def _quantization(self, table: np.ndarray) -> Quantization:
-        """Return the target format: that of an 8-bit head that may be tied to the table, so that they can share one copy."""
+        """Return the target format: that of an 8-bit head that may be tied to the table, so that both share one copy."""
         rows, width = table.shape
         for head in self.context.layers.quantized.values():
             if head.bits == 8 and head.group_size is not None and head.q.shape.numpy() == (width, rows):
@@ -177,7 +176,7 @@ class EmbeddingsPass(RecipePass):
 
 
 class _Rows:
-    """The integers of a table, filled row range by row range, in the layout of operators/embedding.py."""
+    """The integers of a table, filled in parts of rows, in the layout of operators/embedding.py."""
 
     def __init__(self, shape: tuple[int, ...], quantization: Quantization) -> None:
         rows, width = shape
@@ -189,7 +188,6 @@ class _Rows:
 
     @property
     def scaled(self) -> str:
-        """Return the granularity of the scales, for notes."""
         size = self._quantization.group_size
         return "one scale per row" if size is None else f"in groups of {size}"
 
@@ -234,7 +232,7 @@ def read_from_heads(model: ir.Model, context: PassContext) -> None:
 
 
 def _read_groups(model: ir.Model, context: PassContext, table: StoredEmbedding, node: ir.Node) -> bool:
-    """Read the table from a W8A8MatMul, if it holds the same integers and scales; return True then."""
+    """Read the table from a W8A8MatMul, if that holds the same integers and scales."""
     weights, scales = (input_of(node, w8a8.INPUTS, name) for name in ("weights", "scales"))
     if weights is None or scales is None or table.q is weights:
         return False
@@ -256,7 +254,7 @@ def _read_groups(model: ir.Model, context: PassContext, table: StoredEmbedding, 
 
 
 def _read_dense(model: ir.Model, context: PassContext, table: StoredEmbedding, node: ir.Node) -> bool:
-    """Read the table from a dense SparseAMXMatMul, if it holds the table in bf16 or the same int8; return True then."""
+    """Read the table from a dense SparseAMXMatMul, if that holds the table in bf16 or the same int8."""
     masks, values, offsets, scales = (
         input_of(node, sparse_amx.INPUTS, name) for name in ("masks", "values", "offsets", "scales")
     )
@@ -286,7 +284,6 @@ def _read_dense(model: ir.Model, context: PassContext, table: StoredEmbedding, n
 
 
 def _digest(table: np.ndarray) -> bytes:
-    """Return a digest of the table in bf16, [rows, width]."""
     found = blake2b(digest_size=16)
     for start in range(0, len(table), _ROWS):
         found.update(table[start : start + _ROWS].astype(ml_dtypes.bfloat16).tobytes())

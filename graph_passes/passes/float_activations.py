@@ -111,8 +111,6 @@ def _free(model: ir.Model, context: PassContext) -> int:
 
 
 class _Writer:
-    """Rewrites nodes of one model."""
-
     def __init__(self, model: ir.Model, context: PassContext) -> None:
         self._model, self._context = model, context
         self._made: dict[Hashable, ir.Value] = {}  # dequantized values by graph, integers, scale and zero point
@@ -139,7 +137,7 @@ class _Writer:
         ir.convenience.replace_nodes_and_values(node.graph, node, [node], nodes, [node.outputs[0]], [integers])
 
     def keep_finite(self, node: ir.Node) -> None:
-        """Clamp a dequantized constant that overflows: masks then hide keys with the lowest float instead of -infinity."""
+        """Clamp a dequantized constant that overflows, so that masks hide keys with the lowest float, not -infinity."""
         if node.op_type != "DequantizeLinear" or node.domain not in DEFAULT_DOMAINS or node.graph is None:
             return
         integers = constant_tensor(node_input(node, 0))
@@ -205,7 +203,6 @@ class _Writer:
         return bounds is not None
 
     def _constant(self, node: ir.Node) -> Callable[[np.ndarray], ir.Value]:
-        """Return a function that makes initializers of the node's graph."""
         graph = node.graph
         assert isinstance(graph, ir.Graph)
 

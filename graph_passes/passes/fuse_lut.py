@@ -119,7 +119,6 @@ class FuseLutPass(RecipePass):
         return found
 
     def _lookups(self, model: ir.Model, start: ir.Node, cone: Cone) -> list[_Lookup]:
-        """Return the lookups that replace a cone, and report them."""
         report = self.context.report.lookups
         reasons = list(dict.fromkeys(cone.refused.values()))
         dtype = code_type(cone.input)
@@ -195,7 +194,7 @@ class FuseLutPass(RecipePass):
         return node
 
     def _initializer(self, model: ir.Model, graph: ir.Graph, name: str, table: np.ndarray) -> ir.Value:
-        """Return the initializer of a table. Equal tables of one graph are shared."""
+        """Return the initializer of a table, shared by equal tables of a graph."""
         key = (id(graph), str(table.dtype), table.tobytes())
         if key not in self._tables:
             new_name = self.context.new_name(model, f"{name}.table")

@@ -29,7 +29,7 @@ def ask_inputs(model: ir.Model, new_name: Callable[[str], str]) -> None:
 
 
 def _branches(graph: ir.Graph) -> Iterator[ir.Graph]:
-    """Yield all branches of If nodes. Loop bodies are left out: there a length may differ in each iteration."""
+    """Yield all branches of If nodes, but no Loop bodies, where a length may differ in each iteration."""
     for node in graph:
         if is_op(node, "If"):
             for name in ("then_branch", "else_branch"):
@@ -126,11 +126,9 @@ class _Lengths:
         return parts[0] if len(parts) == 1 else self._node("Concat", parts, axis=0)
 
     def scalar(self, element: Element) -> ir.Value:
-        """Return an int64 scalar."""
         return self._node("Squeeze", [self._one(element), self._ints(0)])
 
     def place(self) -> None:
-        """Insert the created nodes at the start of the graph."""
         first = next(iter(self._graph), None)
         if first is not None:
             self._graph.insert_before(first, self._nodes)

@@ -50,7 +50,7 @@ class Prompt:
         return self.counted_in(feeds) | joined
 
     def counted_in(self, feeds: Feeds) -> Feeds:
-        """Return feeds for a model that contains the prompt: masks and positions count its tokens, the cache does not."""
+        """Return feeds for a model that contains the prompt: masks and positions count its tokens, caches do not."""
         counted = dict(feeds)
         if (mask := feeds.get("attention_mask")) is not None:
             counted["attention_mask"] = np.concatenate([np.ones((len(mask), self.tokens), mask.dtype), mask], axis=1)

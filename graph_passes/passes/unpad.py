@@ -73,7 +73,6 @@ class _Read:
 
     @property
     def positions(self) -> slice:
-        """Return the positions as a slice."""
         return slice(None) if self.others else slice(int(self.first))
 
 
@@ -153,7 +152,7 @@ class UnpadPass(RecipePass):
         return _Read(any(first), bool(outputs) and not self.options.drop_hidden, outputs)
 
     def _pad_token(self, model: ir.Model, outputs: Sequence[str]) -> int:
-        """Return the padding token. Raise NotByTokensError if it is unknown."""
+        """Return the padding token, or raise NotByTokensError."""
         ids = _input(model, _IDS_NAME)
         if ids is None or ids.shape is None or len(ids.shape) != 2:
             problem = f"the model has no input {_IDS_NAME!r} [batch, tokens]"
@@ -325,7 +324,6 @@ def _input(model: ir.Model, name: str) -> ir.Value | None:
 
 
 def _check(model: ir.Model, node: ir.Node) -> None:
-    """Raise NotByTokensError for attention in a branch or with a cache."""
     if node.graph is not model.graph:
         raise NotByTokensError(f"attention {node.name!r} is in a branch")
     if len(node.inputs) > _KEPT:
@@ -359,7 +357,7 @@ def _masks(
 
 
 def _replaces_hidden(node: ir.Node, value: ir.Value, masks: PaddingMasks) -> bool:
-    """Return True if a node multiplies the value by 0, or replaces it (masked_fill), where attention_mask hides tokens."""
+    """Return True if a node multiplies the value by 0, or replaces it, where attention_mask hides tokens."""
     if node.op_type == "Mul":
         return any(masks.is_at_hidden(False, factor, value) for factor in node.inputs if factor is not value)
     if node.op_type != "Where" or list(node.inputs).count(value) != 1:

@@ -74,7 +74,6 @@ class PruneGroup(WeightGroup):
 
 
 def _is_fused(node: ir.Node) -> bool:
-    """Return True for an operator with a quantized weight."""
     return is_matmul_nbits(node) or stored_inputs(node) is not None
 
 

@@ -185,7 +185,7 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         return CacheFormat(match.head_dim).row_bytes if self.options.values == _INT8 else 4 * match.head_dim
 
     def _widths(self, match: CachedAttention) -> tuple[int, int]:
-        """Return the bytes of a token and head in the caches of keys and of values."""
+        """Return the bytes per token and head in the caches of keys and of values."""
         own = self._key_bytes(match), self._value_bytes(match)
         return own if self._equal_width is None else (self._equal_width, self._equal_width)
 
@@ -276,7 +276,6 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         return inputs
 
     def _past_exact_key(self, model: ir.Model, match: CachedAttention) -> ir.Value | None:
-        """Add the graph input of exact keys if there is a window or sinks."""
         keys = ExactKeys(match.past_key.name or "", self.options.window, self.options.sinks)
         if not keys.slots:
             return None
@@ -398,7 +397,7 @@ def _with_others(uses: CacheUses | None, others: Sequence[ir.Node]) -> CacheUses
 
 
 def _why_nothing(name: str, refused: Refused) -> str:
-    """Return the error text for a recipe that changes nothing else."""
+    """Return the error text if no cache is compressed and the recipe changes nothing else."""
     if not refused:
         return (
             f"{name} holds no attention with a cache, so no cache can be compressed: leave the cache option out; to "

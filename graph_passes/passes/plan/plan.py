@@ -1,4 +1,4 @@
-"""The plan of a run: what the recipe's steps (passes with options) will do to each layer, known before any step runs."""
+"""The plan of a run: what the recipe's steps (passes with options) will do to each layer, known before any runs."""
 
 from __future__ import annotations
 

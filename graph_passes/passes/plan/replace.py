@@ -172,7 +172,6 @@ class ReplaceRule:
         return None
 
     def _why_not_masked(self, threshold: float | str | None) -> str | None:
-        """Explain why the operator cannot apply the input's threshold; None if it can."""
         chosen = isinstance(threshold, float)
         if not self.replacement.masks_inputs:
             return f"its inputs have a threshold, which only {MASKED_MATMUL} applies" if chosen else None

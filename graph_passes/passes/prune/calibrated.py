@@ -152,7 +152,6 @@ class _Dampings:
         return repr(options), *((one.weight_name, one.pattern, one.sparsity) for one in (group, first))
 
     def choose(self, group: PruneGroup, matrix: np.ndarray, inputs: LayerInputs) -> float:
-        """Return the damping for a group."""
         if self._options.damping is not None:
             return self._options.damping
         first = self._first[id(group)]

@@ -77,7 +77,7 @@ class PrunePass(RecipePass):
         return ir.passes.PassResult(model, modified=bool(groups))
 
     def _only_rounds(self, group: PruneGroup) -> bool:
-        """Turn a group that is already sparse into one that is only quantized. Return False if this pass does not quantize."""
+        """Turn a group that is already sparse into one that is only quantized. False: this pass does not quantize."""
         group.sparsity, group.pattern = 0.0, Pattern()
         return self.options.weight_bits is not None and not group.keeps_stored
 
@@ -97,7 +97,6 @@ class PrunePass(RecipePass):
         return bool(group.linears)
 
     def _allocate(self, model: ir.Model, groups: Sequence[PruneGroup]) -> None:
-        """Set the sparsity of each group."""
         for group in groups:
             group.sparsity = self.options.sparsity
         if groups and not self.context.dry_run:
@@ -111,7 +110,7 @@ class PrunePass(RecipePass):
                 layer.status, layer.weight_bits = "quantized", self.options.weight_bits
 
     def _by_magnitude(self, groups: Sequence[PruneGroup]) -> dict[int, ir.TensorProtocol]:
-        """Return the pruned weights of the groups that are pruned, by the group's id."""
+        """Return the pruned weights, by the id of their group."""
         if self.options.units.of:
             for group in groups:
                 check_finite(group.linears[0].matrix(), group, "pruned")
@@ -179,7 +178,6 @@ class PrunePass(RecipePass):
         context.release()
 
     def _scores(self, group: PruneGroup) -> ir.TensorProtocol:
-        """Return the magnitudes of the weights, or of their blocks."""
         if self.options.pattern == "4x1":
             return block_sums(group.weight, group.linears[0].transposed)
         return group.weight
@@ -237,7 +235,6 @@ def pruned_quantized(stored: QuantizedWeight, pruned: ir.TensorProtocol, transpo
 
 
 def _without_smallest_of_groups(group: PruneGroup) -> ir.LazyTensor:
-    """Return the weight pruned to N:M by magnitude."""
     weight, transposed, pattern = group.weight, group.linears[0].transposed, group.pattern
 
     def compute() -> np.ndarray:
@@ -264,8 +261,6 @@ def block_sums(weight: ir.TensorProtocol, transposed: bool) -> ir.LazyTensor:
 
 
 def _without_blocks(weight: ir.TensorProtocol, sums: ir.TensorProtocol, transposed: bool) -> ir.LazyTensor:
-    """Return the weight without the blocks whose sum is zero."""
-
     def compute() -> np.ndarray:
         matrix = np.asarray(weight.numpy())
         n = matrix.shape[0 if transposed else 1]

@@ -58,7 +58,6 @@ class _Site:
 
     @property
     def k(self) -> int:
-        """Return the number of channels."""
         return self.groups[0].linears[0].k
 
 

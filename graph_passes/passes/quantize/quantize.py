@@ -225,7 +225,6 @@ class QuantizePass(RecipePass):
         return fit_key(group, (options, self._quantization(group)))
 
     def _prepare(self, groups: Sequence[WeightGroup], inputs: LayerInputs) -> Prepared:
-        """Prepare the Hessian for layers with the same inputs."""
         options, first = self.options, groups[0]
         self.context.evidence.fitted_to = True
         damping = options.damping

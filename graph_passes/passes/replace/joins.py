@@ -1,4 +1,4 @@
-"""Layers that become one node together: gated pairs (gate and up projection), both layers of an MLP, query, key and value.
+"""Layers that become one node together: gate and up projection (a gated pair), both layers of an MLP, QKV layers.
 
 A single layer whose two halves are a gated pair is included.
 """

@@ -89,7 +89,6 @@ def _make_node(
 
 
 def _remove_rounding(first: Linear, given: ir.Value) -> None:
-    """Remove the nodes that quantized the first layer's input."""
     if (rounding := dynamic_source(given)) is not None:
         remove_unused_dynamic(rounding)
     elif first.x_range is not None:

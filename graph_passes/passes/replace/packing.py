@@ -139,14 +139,13 @@ class Packer:
         return constants | self._range_inputs(first, hidden.weight.x_range)
 
     def _constants(self, linear: Linear, arrays: Mapping[str, np.ndarray]) -> dict[str, ir.Value]:
-        """Return new initializers of the layer's graph, by the names of the inputs."""
         names = {part: self._context.new_name(self._model, f"{linear.name}.{part}") for part in arrays}
         return {
             part: new_initializer(_graph(linear), ir.Tensor(array, name=names[part])) for part, array in arrays.items()
         }
 
     def _range_inputs(self, linear: Linear, chosen: FixedRange) -> dict[str, ir.Value]:
-        """Return the range of the layer's input as constants of its graph. Equal ranges are shared."""
+        """Return the range of the layer's input as constants of its graph, shared by equal ranges."""
         key = (chosen, id(linear.node.graph))
         if key not in self._ranges:
             self._ranges[key] = self._constants(linear, range_arrays("x", chosen))

@@ -82,7 +82,6 @@ class AcceptedWeights:
         return self._context.plan.foreseen(linear, state, self._rule) if self._context.dry_run else state
 
     def _why_not_weight(self, linear: Linear, quantization: Quantization | None, matrix: np.ndarray) -> str | None:
-        """Explain why the operator cannot hold the weight; None if it can."""
         problem = self._rule.replacement.why_not(linear.k, quantization)
         if problem and linear.why_not_stored:
             return f"{problem} ({linear.why_not_stored})"
@@ -93,7 +92,7 @@ class AcceptedWeights:
         return self._rule.replacement.why_not_matrix(matrix)
 
     def _x_range(self, linear: Linear) -> FixedRange | None:
-        """Return the fixed range of the layer's input: the model's own, or chosen from values that pass ranges recorded."""
+        """Return the fixed range of the layer's input: the model's own, or chosen from what pass ranges recorded."""
         if not self._rule.replacement.takes_ranges:
             return None
         sample = self._context.layers.activations.get(linear.x.name or "")

@@ -114,7 +114,7 @@ class Answers:
         limits.judge_size(floats, "", advice(context), report.output_error)
 
     def _note_float(self, context: PassContext) -> frozenset[str]:
-        """Note the errors of both models against the float reference, and return the outputs with a smaller error in ours.
+        """Note the errors of both models against the float reference; return the outputs at which ours is smaller.
 
         The float reference has the original's weights in float and does not round activations.
         """

@@ -117,5 +117,4 @@ class Limits:
 
 
 def _root(errors: Iterable[float]) -> float:
-    """Return the root of the sum of squares."""
     return math.sqrt(sum(error * error for error in errors))

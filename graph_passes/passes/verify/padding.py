@@ -54,12 +54,11 @@ def verify_padding(context: PassContext, optimized: Any, feeds: Feeds, names: li
 
 
 def _sizes(session: Any) -> list[int | str | None]:
-    """Return the first two dimensions of each input; fixed ones are integers."""
     return [size for value in session.get_inputs() for size in value.shape[:2]]
 
 
 def _errors(alone: Outputs, together: Outputs, tokens: int, shape: tuple[int, ...]) -> list[float]:
-    """Return each output's relative error for the short sequence, the last one of a batch with input_ids of this shape."""
+    """Return each output's relative error. The short sequence is the last of a batch with input_ids of `shape`."""
     errors = []
     for one, other in zip(alone, together, strict=True):
         if one is None or other is None or one.dtype.kind != "f" or not other.ndim:

@@ -70,7 +70,6 @@ def verify_portable(
 def _compare_caches(
     context: PassContext, limits: Limits, names: Sequence[str], answers: Outputs, alone: Outputs
 ) -> None:
-    """Compare the contents of the caches among the answers."""
     hidden = [names.index(name) for name in context.caches.outputs]
     kernel, function = (
         {names[position]: array_of(one[position]) for position in hidden if one[position] is not None}

@@ -147,7 +147,6 @@ class VerifyPass(RecipePass):
     def _verify_portable(
         self, limits: Limits, optimized: Any, encoded: Feeds, answers: Answers, decoded: DecodedTokens | None
     ) -> None:
-        """Verify the portable form. `encoded` are the feeds of the first answers."""
         context = self.context
         if context.source.is_large:
             context.note(
@@ -186,7 +185,7 @@ class VerifyPass(RecipePass):
         report.latency_cpus, report.latency_threads = usable_cpus(), session_threads()
 
     def _describe(self, feeds: Sequence[Feeds]) -> str | None:
-        """Describe the feeds for the report: how many of the user's feeds, and whether weights were fitted to them."""
+        """Describe for the report on how many feeds errors were measured, and whether weights were fitted to them."""
         context = self.context
         if context.evidence.made_up:
             return None

@@ -120,7 +120,7 @@ def _lloyd(parts: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def _first_centroids(parts: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Choose initial centroids by k-means++: drawn with probability proportional to the squared distance to earlier ones."""
+    """Choose initial centroids by k-means++: the probability grows with the squared distance to earlier ones."""
     rng = np.random.default_rng(0)
     subs, _, _ = parts.shape
     chosen = np.empty((subs, CENTROIDS, parts.shape[2]), np.float32)

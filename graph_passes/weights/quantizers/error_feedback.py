@@ -1,4 +1,4 @@
-"""The loop of GPTQ and SparseGPT: settle (round or prune) one input after another; later inputs compensate for the error.
+"""The loop of GPTQ and SparseGPT: settle (round or prune) input after input, and let later inputs compensate.
 
     H^-1 = U^T U with U upper triangular
     for i in order:    v_i = the settled w_i,    e = (w_i - v_i) / U_ii,    w_j -= U_ij e for all j > i
@@ -33,8 +33,6 @@ def settle_inputs(weights: np.ndarray, factor: np.ndarray, choose: Choose, settl
 
 
 class _Settling:
-    """State of the recursion."""
-
     def __init__(self, weights: np.ndarray, factor: np.ndarray, choose: Choose, settle: Settle, span: int) -> None:
         self._weights, self._factor, self._span = weights, factor, span
         self._choose, self._settle = choose, settle

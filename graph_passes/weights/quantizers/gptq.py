@@ -175,7 +175,7 @@ def _refine(
 def _descend(
     q: np.ndarray, values: np.ndarray, slope: np.ndarray, kept: np.ndarray, grid: Grid, hessian: np.ndarray
 ) -> np.ndarray:
-    """Round a few inputs of a group again, one by one; change q and values in place, and return the change of the values."""
+    """Round a few inputs of a group again, one by one, in place (q, values). Return the change of the values."""
     steps = np.empty_like(values)
     for i in range(len(q)):
         best = values[i] + slope[i] / hessian[i, i]

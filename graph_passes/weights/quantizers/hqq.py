@@ -44,7 +44,6 @@ def half_quadratic(matrix: np.ndarray, quantization: Quantization) -> QuantizedM
 
 
 def _best_grid(part: np.ndarray, quantization: Quantization) -> Grid:
-    """Return the best grid of one group, W float32 [rows, n]."""
     best = fit_grid(part, quantization)
     first = best
     # Errors are in units of the first scale, so those of round-to-nearest are at most 1/2.

@@ -142,7 +142,6 @@ class _Search:
         self._least = np.full(part.shape[1], np.inf, np.float32)
 
     def grid(self) -> Grid:
-        """Return the best grid."""
         nearest = _Lines(**vars(self._best))
         self._follow(nearest)
         for start in self._starts():
@@ -165,7 +164,6 @@ class _Search:
         return true
 
     def _stored(self, values: np.ndarray) -> np.ndarray:
-        """Round to stored precision."""
         return self._in_units(self._quantization.short(self._true(values)))
 
     def _stored_scale(self, scale: np.ndarray) -> np.ndarray:
