@@ -69,7 +69,7 @@ class Form(PassOptions):
 
     def __post_init__(self) -> None:
         """Check single values and their combinations."""
-        # Checked first: otherwise an invalid size would be reported instead of the missing weights='int4'.
+        # Checked first, so that an invalid size does not hide the missing weights='int4'.
         if self.group_size is not None and self.weights in (None, "bf16", "int8"):
             raise RecipeError(f"group_size is {self.group_size!r}, which needs weights='int4'; leave it out")
         super().__post_init__()
@@ -152,7 +152,7 @@ class Form(PassOptions):
 
     @property
     def ignores_in_eight_bits(self) -> bool:
-        """True if ignored layers become 8-bit with groups (W8A8MatMul), False if they become bf16."""
+        """True if ignored layers become 8-bit with groups (W8A8MatMul) instead of bf16."""
         dense = self.sparsity is None and self.pattern is None and self.skipped_inputs is None
         return dense and self.stored in _BITS and bool(self.ignore)
 
@@ -163,17 +163,17 @@ class Form(PassOptions):
 
     @property
     def _group_size(self) -> int:
-        """The group size of int4. Dense weights use 32: small groups with fractional zero points have the least error."""
+        """The group size of int4. Dense weights use 32: small groups with fractional zero points are most accurate."""
         return self.group_size or (32 if self.is_dense_int4 else 128)
 
     @property
     def fuses_attention(self) -> bool:
-        """True if attention becomes one operator, and its query, key and value layers another one."""
+        """True if attention becomes one operator, and its QKV layers another one."""
         return (self.stored is not None or self.cache is not None) and self.skipped_inputs is None
 
     @property
     def fuses_norms(self) -> bool:
-        """True if LayerNormalizations that do not follow a layer become an operator too.
+        """True if LayerNormalizations that do not follow a layer become an operator.
 
         With int8 and int4 layers, encoders then return the same bits on every CPU. With bf16 layers they do not.
         """
@@ -221,7 +221,7 @@ class Form(PassOptions):
         return "; ".join(words) or "no change"
 
     def passes(self, eight_bits: Sequence[str] = ()) -> list[Pass]:
-        """Return the passes of a recipe that produces this format.
+        """Return the passes that produce this format.
 
         eight_bits: Name patterns of layers that become 8-bit like the ignored ones; only for dense int4.
         """

@@ -227,7 +227,7 @@ class Recipe:
         return replace(self, passes=tuple(step for step in self.passes if step.name != name))
 
     def with_prompt(self) -> Recipe:
-        """Return the recipe with a pass cache_prompt before compress_cache.
+        """Return the recipe with pass cache_prompt.
 
         Raises:
             RecipeError: The recipe has no pass compress_cache.

@@ -142,7 +142,7 @@ def _note_gainless(context: PassContext) -> None:
 
 
 def _note_unmatched(recipe: Recipe, context: PassContext) -> None:
-    """Add notes on patterns that match no layer; words such as "heads" need not match."""
+    """Add notes on patterns, except words such as "heads", that match no layer."""
     for option, glob in _patterns(recipe):
         used = glob in WORDS or any_matches(context.layers.names, (glob,))
         if context.layers.reports and not used:

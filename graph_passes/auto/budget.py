@@ -82,10 +82,7 @@ class Limit:
         return self.kind == _BYTES
 
     def of_own_tokens(self) -> Limit:
-        """Return the limit for random inputs, which have no correct next token.
-
-        A limit on perplexity becomes one on "divergence".
-        """
+        """Return the limit for random inputs, which have no correct next token: "divergence" for "perplexity"."""
         return replace(self, kind=_DIVERGENCE) if self.kind == _PERPLEXITY else self
 
     def judge_size(self, size: int) -> tuple[bool, str]:
@@ -102,11 +99,8 @@ class Limit:
     ) -> tuple[bool, str]:
         """Return whether a model is within the limit, and the result as text.
 
-        Args:
-            errors: Deviations of its outputs from the original's.
-            feeds: Inputs to run the models on.
-            before: Runs the original; required if `needs_runs`.
-            after: Runs the optimized model; required if `needs_runs`.
+        errors: Deviations from the original's outputs. before, after: Run the original and the optimized model;
+        required if `needs_runs`.
         """
         if self.kind == _COSINE:
             worst = min(errors, key=lambda error: -math.inf if math.isnan(error.cosine) else error.cosine, default=None)

@@ -142,14 +142,8 @@ def make_recipe(
 ) -> Recipe:
     """Return the recipe that gives each layer its format.
 
-    Args:
-        layers: The names of the layers of each candidate.
-        attention: Fuse attention.
-        embeddings: Store embedding tables in int8 if a layer is quantized.
-        verify: Options of pass verify; None: the pass is left out.
-        calibrate: Add pass calibrate.
-        rows: Input rows recorded for each layer; None: the pass's default.
-        description: The recipe's description.
+    layers: Names of the layers by candidate. embeddings: Store embedding tables in int8 if a layer is quantized.
+    verify: Options of that pass; None: left out. rows: Input rows recorded for each layer; None: the pass's default.
     """
     # Calibrated layers come first. So each is fitted to its inputs in the original, whatever other layers become, and
     # the fit can be reused in all recipes (measure/fits.py).

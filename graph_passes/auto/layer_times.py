@@ -97,11 +97,9 @@ class LayerTimes:
     """Times of layers in milliseconds, from the file or measured.
 
     Old times are measured again, and the smaller one is stored, because other programs can only increase times. Times
-    of a busy machine are used only in this run. The file is written after each measurement, so a killed run loses at
-    most one.
+    of a busy machine are used only in this run. The file is written after each measurement.
 
     Attributes:
-        path: The file.
         measured: The number of cases that were missing in the file.
     """
 
@@ -215,7 +213,6 @@ def _numpy(case: LayerCase) -> Any:
 
 
 def _entry(candidate: Candidate) -> str:
-    """Return the name of a format in the file, with its sparsity."""
     sparsity = candidate.prune.get("sparsity")
     return candidate.timing if sparsity is None else f"{candidate.timing} {sparsity:g}"
 

@@ -61,7 +61,7 @@ class AutoSettings:
     """Settings of a search.
 
     Attributes:
-        limit: The budget; None: `default_limit`.
+        limit: None: `default_limit`.
         shapes: The (batch, tokens) pairs to optimize for; None: `default_shapes`.
         sparsity: Also try formats that are pruned to this fraction of zeros.
     """

@@ -40,14 +40,9 @@ def measure_sensitivities(
 ) -> dict[str, float]:
     """Return the sensitivity of the most affected output to each layer. This adds the factors to the model.
 
-    Args:
-        model: The model.
-        linears: Layers of its main graph.
-        feeds: Feeds; only some of the smallest are run.
-        outputs: Names of the float outputs that count.
-        new_name: Returns a name that the model does not have.
-        open_model: Opens a session for the changed model.
-        on_layer: Called with the number of finished layers, and of all.
+    linears: Layers of the main graph. feeds: Only some of the smallest are run. outputs: Names of the float outputs
+    that count. open_model: Opens a session for the changed model. on_layer: Called with the number of finished and of
+    all layers.
 
     Raises:
         CalibrationError: The model does not run on the feeds.

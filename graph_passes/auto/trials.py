@@ -43,7 +43,6 @@ class Made:
     Attributes:
         context: The context of the run that made and verified it.
         choice: The format of each changed layer.
-        attention: Attention is fused.
         trial: Its entry in the report.
     """
 
@@ -96,7 +95,7 @@ class Trials:
     def expected(self, path: Sequence[Step]) -> int:
         """Return the number of steps that the errors of layers predict to be within the budget, at least 1.
 
-        If the budget does not limit errors, this is the length of the path.
+        All steps, if the budget does not limit errors.
         """
         most = self._limit.error
         within = [number for number in range(1, len(path) + 1) if estimate(path[:number])[1] <= most]
@@ -160,7 +159,6 @@ class Trials:
         return self._limit.judge(context.report.output_error, self._judged, before, after)
 
     def _original(self, feeds: Feeds) -> dict[str, np.ndarray]:
-        """Return the outputs of the original, which are cached."""
         names = [value.name or "" for value in self._evidence.source.model.graph.outputs]
         answers = zip(names, self._evidence.answers([feeds])[0], strict=True)
         return {name: answer for name, answer in answers if answer is not None}

@@ -1,12 +1,11 @@
 """Choose thresholds for layer inputs: an element whose magnitude is at most the threshold counts as zero.
 
 Operator MaskedMatMul (pass `replace`) applies the thresholds and skips weight rows whose input is zero. Some inputs are
-sparse anyway: outputs of a ReLU, also after a multiplication, a square or a reshape. They get threshold 0. Other inputs
-are made sparse by magnitude (TEAL, CATS), up to a given fraction of zeros or a given error of the layer.
+sparse anyway (threshold 0): outputs of a ReLU, also after a multiplication, a square or a reshape. Other inputs are
+made sparse by magnitude (TEAL, CATS), up to a given fraction of zeros or a given error of the layer.
 
 The pass runs the model as earlier passes left it, on all feeds. Layers that share an input share a threshold. The model
-is not changed: the thresholds are stored in `context.layers.thresholds`, and `masked_inputs` applies them for a
-comparison.
+does not change: `context.layers.thresholds` holds the thresholds, which `masked_inputs` applies for a comparison.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _STEPS = 256  # sparsities tried for a given error: multiples of 1 / _STEPS
 
 
 class ActivationsPass(RecipePass):
-    """Fill `context.layers.thresholds`. The model is not changed."""
+    """Fill `context.layers.thresholds`."""
 
     options_type = ActivationsOptions
     options: ActivationsOptions
@@ -129,9 +128,9 @@ class ActivationsPass(RecipePass):
 
 
 def quantile(magnitudes: np.ndarray, fraction: float) -> float:
-    """Return the smallest magnitude m for which at least this fraction of the magnitudes is at most m; 0 for fraction 0.
+    """Return the smallest magnitude m such that at least this fraction of the magnitudes is at most m.
 
-    magnitudes are ascending, [count].
+    magnitudes are ascending, [count]. The result is 0 for fraction 0.
     """
     count = int(np.ceil(fraction * len(magnitudes)))
     return float(magnitudes[count - 1]) if count else 0.0
@@ -141,7 +140,7 @@ def threshold_within(error: float, x: np.ndarray, linears: Sequence[Linear], mag
     """Return the largest threshold at which no layer's output error exceeds `error`, found by bisection.
 
     The error is the root mean square over rows of the relative output error. x: inputs, float32 [rows, k]. magnitudes:
-    sample of |x|, ascending; the bisection is over the fraction of it that becomes zero.
+    sample of |x|, ascending; the bisection is over its fraction of zeros.
     """
 
     def is_within(threshold: float) -> bool:
@@ -168,7 +167,7 @@ def _relative(lost: np.ndarray, norms: np.ndarray) -> float:
 
 
 def _batches(widths: Mapping[str, int], rows: int) -> Iterator[list[str]]:
-    """Split the inputs into batches whose rows take at most _ROWS_BYTES; a larger input is its own batch."""
+    """Split the inputs into batches whose rows take at most _ROWS_BYTES, or single larger inputs."""
     batch: list[str] = []
     size = 0
     for name, width in widths.items():
@@ -187,7 +186,7 @@ def _batches(widths: Mapping[str, int], rows: int) -> Iterator[list[str]]:
 def masked_inputs(
     model: ir.Model, thresholds: Mapping[ir.Value, float | str], new_name: Callable[[str], str]
 ) -> Iterator[None]:
-    """Within this context, set layer inputs with magnitudes up to their threshold to zero, by standard operators.
+    """Within this context, standard operators set layer inputs with magnitudes up to their threshold to zero.
 
     thresholds: by layer_key; a string is the reason why the layer has no threshold. The model is restored at the end.
     """

@@ -1,7 +1,7 @@
 """Store word embedding tables in int8 or int4, with about the error of layers in the same format.
 
 8-bit tables have one scale per row, or scales in groups if a head that may be tied to the table has them. 4-bit tables
-have scales and zero points in groups of 32, chosen by method mse as for layers. Standard operators read the rows
+have scales and zero points in groups of 32, chosen by method mse. Standard operators read the rows
 (operators/embedding.py). If a layer (a tied head) holds the same integers, pass replace removes the table, and rows are
 read from the layer's weight. A table with another consumer that is not replaced stays float: it would be stored twice.
 If a word table is stored, tables of positions become float16.
@@ -62,7 +62,7 @@ class EmbeddingsPass(RecipePass):
     options: EmbeddingsOptions
 
     def requires(self, model: ir.Model) -> None:
-        """Check that the model is normalized."""
+        """Require a normalized model."""
         require_normalized(model, "embeddings")
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -90,7 +90,7 @@ class EmbeddingsPass(RecipePass):
         return ir.passes.PassResult(model, stored and not context.dry_run)
 
     def _narrow_positions(self, model: ir.Model, wanted: bool) -> None:
-        """Store position tables as float16 if `wanted`, which means that a word table is stored as integers."""
+        """Store position tables as float16 if `wanted` (a word table is stored as integers)."""
         context, options = self.context, self.options
         for node in find_position_lookups(model.graph):
             value = node.inputs[0]
@@ -165,7 +165,7 @@ class EmbeddingsPass(RecipePass):
         return given if fits else None
 
     def _quantization(self, table: np.ndarray) -> Quantization:
-        """Return the target format: that of an 8-bit head that may be tied to the table, so that both share one copy."""
+        """Return the target format: that of an 8-bit head that may be tied to the table, to share one copy."""
         rows, width = table.shape
         for head in self.context.layers.quantized.values():
             if head.bits == 8 and head.group_size is not None and head.q.shape.numpy() == (width, rows):

@@ -62,7 +62,7 @@ class FloatActivationsPass(RecipePass):
     """Remove QuantizeLinear and DequantizeLinear around activations, if layers have inputs with fixed ranges."""
 
     def requires(self, model: ir.Model) -> None:
-        """Check that the model is normalized."""
+        """Require a normalized model."""
         require_normalized(model, "float_activations")
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -83,7 +83,6 @@ class FloatActivationsPass(RecipePass):
 
 
 def _free(model: ir.Model, context: PassContext) -> int:
-    """Remove the quantization of activations; return the number of removed pairs."""
     writer = _Writer(model, context)
     for node in list(model.graph.all_nodes()):
         writer.in_floats(node)

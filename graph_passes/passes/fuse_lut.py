@@ -78,7 +78,7 @@ class FuseLutPass(RecipePass):
         self._tables: dict[tuple[int, str, bytes], ir.Value] = {}
 
     def requires(self, model: ir.Model) -> None:
-        """Check that the model is normalized."""
+        """Require a normalized model."""
         require_normalized(model, "fuse_lut")
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -99,7 +99,6 @@ class FuseLutPass(RecipePass):
         return ir.passes.PassResult(model, modified=found > 0 and not self.context.dry_run)
 
     def _fuse(self, model: ir.Model, graph: ir.Graph) -> int:
-        """Replace the chains of one graph; return the number of lookups."""
         order = graph_order(graph)
         found = 0
         seen: set[ir.Value] = set()

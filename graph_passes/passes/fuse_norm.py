@@ -29,7 +29,7 @@ class FuseNormPass(RecipePass):
     """Replace LayerNormalizations and the additions before them."""
 
     def requires(self, model: ir.Model) -> None:
-        """Check that the model is normalized."""
+        """Require a normalized model."""
         require_normalized(model, "fuse_norm")
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:

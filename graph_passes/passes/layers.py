@@ -69,7 +69,7 @@ class Layers:
 
     @property
     def changed(self) -> bool:
-        """Return True if weights are changed, or if quantized activations became floats."""
+        """Return True if weights are changed, or quantized activations became floats."""
         return self.weights_changed or bool(self.freed)
 
     @property
@@ -80,7 +80,7 @@ class Layers:
 
     @property
     def masked(self) -> bool:
-        """Return true if a layer has a threshold above 0."""
+        """Return True if a layer has a threshold above 0."""
         return any(threshold for threshold in self.thresholds.values() if isinstance(threshold, float))
 
     def state(self, linear: Linear) -> LayerState:

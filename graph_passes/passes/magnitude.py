@@ -32,7 +32,7 @@ class Threshold:
 
 @dataclass
 class Tally:
-    """Counts of a tensor's weights: below a key, equal to it, and zero."""
+    """Counts of a tensor's weights."""
 
     below: int = 0
     equal: int = 0

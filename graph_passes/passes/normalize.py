@@ -28,9 +28,9 @@ _LARGE_TENSOR = 1024
 class NormalizePass(RecipePass):
     """Rewrite the model so that the other passes can match it.
 
-    It inlines functions, raises an old opset, names nodes, turns Constant nodes into initializers, splits fused
-    operators (find/fused_forms.py), computes lengths from inputs (lengths.py), and rewrites int8 layers to the forms
-    that the passes know (find/quantized_forms.py).
+    Inline functions, raise an old opset, name nodes, turn Constant nodes into initializers, split fused operators
+    (find/fused_forms.py), compute lengths from inputs (lengths.py), and rewrite int8 layers to known forms
+    (find/quantized_forms.py).
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -110,7 +110,7 @@ def inline_functions(model: ir.Model) -> None:
 
 
 def has_functions(model: ir.Model) -> bool:
-    """Return true if the model has functions besides those of our operators."""
+    """Return True if the model has functions besides those of our operators."""
     return any(domain != ORTOLAN_DOMAIN for domain, *_ in model.functions)
 
 

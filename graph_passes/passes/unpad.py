@@ -83,7 +83,7 @@ class UnpadPass(RecipePass):
     options: UnpadOptions
 
     def requires(self, model: ir.Model) -> None:
-        """Check that the model is normalized."""
+        """Require a normalized model."""
         require_normalized(model, "unpad")
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -335,8 +335,7 @@ def _masks(
 ) -> tuple[PaddingMasks, dict[ir.Node, ir.Value | None], ir.Value | None]:
     """Return the padding masks, the mask that each attention still needs, and the mask of first tokens.
 
-    The mask of first tokens shows the tokens that attention sees, if it shows the first n for a count n of ones in
-    attention_mask (`PaddingMasks.find_first_tokens`); None: attention_mask shows them.
+    The last one (`PaddingMasks.find_first_tokens`) shows the tokens that attention sees; None: attention_mask does.
 
     Raises:
         MaskError: a mask does not hide the removed tokens.

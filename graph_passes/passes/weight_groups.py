@@ -142,7 +142,7 @@ def fit_key(group: WeightGroup, options: Hashable) -> Hashable:
 
 
 def note_inputs(context: PassContext, without: Sequence[str], poor: Sequence[str], instead: str) -> None:
-    """Note layers whose inputs cannot be recorded, with what was done instead, and layers with too few inputs."""
+    """Note layers whose inputs cannot be recorded, with what was done `instead`, and layers with too few inputs."""
     if without:
         context.note(
             f"{count_layers(without)} {instead} instead: the inputs are inside a subgraph, or missing from the feeds, "

@@ -65,7 +65,7 @@ class CacheFormat:
 
 @dataclass(frozen=True, eq=False)
 class CacheUse:
-    """A cache input of the graph, and the output that holds the same cache after the call."""
+    """A cache input of the graph, and the output with the same cache after the call."""
 
     past: str
     present: str

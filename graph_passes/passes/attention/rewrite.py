@@ -55,7 +55,7 @@ class AttentionRewrite(RecipePass, Generic[Match]):
     options: AttentionOptions
 
     def requires(self, model: ir.Model) -> None:
-        """Check that the model is normalized."""
+        """Require a normalized model."""
         require_normalized(model, self.pass_name)
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -104,10 +104,7 @@ class AttentionRewrite(RecipePass, Generic[Match]):
 
     @abc.abstractmethod
     def make_node(self, model: ir.Model, match: Match, mask: ir.Value | None, made: list[ir.Node]) -> ir.Node:
-        """Return the node that replaces the attention; its first outputs replace `outputs_of`.
-
-        Nodes that must run before it are appended to `made`.
-        """
+        """Return the node whose first outputs replace `outputs_of`. Append nodes that must run before it to `made`."""
 
     def outputs_of(self, match: Match) -> list[ir.Value]:
         """Return the values of the attention that the new node computes."""
@@ -115,7 +112,7 @@ class AttentionRewrite(RecipePass, Generic[Match]):
         return [match.output]
 
     def answers(self, model: ir.Model, match: Match, node: ir.Node, made: list[ir.Node]) -> Sequence[ir.Value]:
-        """Return the values that replace `outputs_of`. Nodes that must run after `node` are appended to `made`."""
+        """Return the values that replace `outputs_of`. Append nodes that run after `node` to `made`."""
         return node.outputs[: len(self.outputs_of(match))]
 
     def placed(self, model: ir.Model, match: Match, node: ir.Node) -> None:

@@ -1,8 +1,8 @@
 """Make a prompt part of a decoder: its keys and values are computed once, pruned, and read by every call.
 
 Keys and values are pruned by magnitude, for each token and head, or for a whole layer (SparAMX, section 6). A later
-pass compress_cache puts them into the graph. Tokens after the prompt are in the cache, as floats or compressed. Masks,
-positions and lengths count the prompt's tokens as if they were in the cache.
+pass compress_cache puts them into the graph. The cache holds the tokens after the prompt. Masks, positions and lengths
+count the prompt's tokens as if they were in the cache.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class CachePromptPass(RecipePass):
     options: CachePromptOptions
 
     def requires(self, model: ir.Model) -> None:
-        """Check that the model is normalized."""
+        """Require a normalized model."""
         require_normalized(model, "cache_prompt")
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:

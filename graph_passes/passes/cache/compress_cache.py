@@ -126,7 +126,7 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
 
         Raises:
             ModelError: a prompt is given, and an attention is not replaced.
-            NothingToReplaceError: no attention is replaced, and the recipe changes nothing else.
+            NothingToReplaceError: the recipe changes nothing.
         """
         context = self.context
         context.caches.taken |= {match.past_key.name or "" for match in chosen}

@@ -1,4 +1,4 @@
-"""Replace attention with a float cache by NoMADAttention; the cache stays float inputs and outputs of the graph.
+"""Replace attention with a float cache by NoMADAttention; the cache stays float.
 
 This is pass compress_cache with float32 keys and values, for attention that compress_cache does not replace.
 """

@@ -35,11 +35,11 @@ class ActivationsOptions(PassOptions):
 
     @property
     def needs_feeds(self) -> bool:
-        """Return true if thresholds are chosen from calibration inputs."""
+        """Return True if thresholds are chosen from calibration inputs."""
         return self.sparsity is not None or self.error is not None
 
     def takes(self, linear: Linear) -> bool:
-        """Return true if this step chooses a threshold for the layer."""
+        """Return True if this step chooses a threshold for the layer."""
         if not linear.is_chosen(self.select, self.exclude):
             return False
         if linear.int4 is not None or linear.int8 is not None:  # MaskedMatMul does not take such a weight

@@ -60,7 +60,7 @@ class Plan:
         return bool(self._rules) and self._rules[-1].options is options
 
     def keeps_stored(self, linear: Linear) -> bool:
-        """Return true if a step replace keeps the 4-bit or 8-bit weights that the model stores for the layer."""
+        """Return True if a step replace keeps the 4-bit or 8-bit weights that the model stores for the layer."""
         return any(rule.stored_weight(linear) is not None and not rule.refuses_range(linear) for rule in self._rules)
 
     def keeps_range(self, linear: Linear) -> bool:
@@ -83,8 +83,8 @@ class Plan:
     ) -> str | None:
         """Explain why no step replace takes the layer after a step quantizes it.
 
-        The reason is that of the operator for such weights. None if a step takes it, no step quantizes it, or the
-        recipe replaces no layer.
+        The reason is that of the operator for such weights. None if a step takes it, or no step quantizes or replaces
+        layers.
         """
         chosen = self._chosen_quantization(linear)
         if chosen is None:
@@ -110,16 +110,16 @@ class Plan:
         )
 
     def chooses_threshold(self, linear: Linear) -> bool:
-        """Return true if a step activations chooses a threshold for the layer's input."""
+        """Return True if a step activations chooses a threshold for the layer's input."""
         return any(one.takes(linear) for one in self._activations)
 
     def prunes_to_two_four(self, linear: Linear) -> bool:
-        """Return true if a step prunes the layer to 2:4."""
+        """Return True if a step prunes the layer to 2:4."""
         pruning = (one for one in self._quantizing if isinstance(one, PruneOptions))
         return any(one.units.is_two_four and linear.is_chosen(one.select, one.exclude) for one in pruning)
 
     def gains(self, linear: Linear, stored: Stored, state: LayerState) -> bool:
-        """Return true if a step replaces the layer once its weight is `stored`, or if no step replaces layers."""
+        """Return True if a step replaces the layer once its weight is `stored`, or if no step replaces layers."""
         return not self._rules or None in self._reasons(linear, stored, state)
 
     def _reasons(self, linear: Linear, stored: Stored, state: LayerState) -> list[str | None]:

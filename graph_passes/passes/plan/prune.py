@@ -86,7 +86,7 @@ class PruneOptions(PassOptions):
 
     @property
     def needs_inputs(self) -> bool:
-        """Return true if the options need recorded inputs of the layers."""
+        """Return True if the options need recorded inputs of the layers."""
         return self.method != "magnitude" or self.repair or self.scope == "sensitivity"
 
     @property

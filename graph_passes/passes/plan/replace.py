@@ -74,7 +74,7 @@ class ReplaceOptions(PassOptions):
                 )
 
     def has(self, name: str) -> bool:
-        """Return true if the operator has this option."""
+        """Return True if the operator has this option."""
         if name == "fixed_ranges":
             return REPLACEMENTS[self.op].takes_ranges
         operators = {
@@ -112,7 +112,7 @@ class ReplaceRule:
         return self.options.quantized_only or self.options.keep_stored
 
     def is_chosen(self, linear: Linear) -> bool:
-        """Return true if the options select the layer."""
+        """Return True if the options select the layer."""
         return linear.is_chosen(self.options.select, self.options.exclude)
 
     def stored_weight(self, linear: Linear) -> StoredInt4 | StoredInt8 | None:

@@ -151,7 +151,7 @@ class PrunePass(RecipePass):
         return found
 
     def _put(self, model: ir.Model, group: PruneGroup, pruned: ir.TensorProtocol) -> None:
-        """Give the layers their pruned weight. Stored int8 weights that are not pruned are kept exactly."""
+        """Give the layers their pruned weight. Unpruned stored int8 weights are kept exactly."""
         first, context = group.linears[0], self.context
         value = group.put(model, context, pruned, "pruned")
         if group.keeps_stored:

@@ -68,10 +68,7 @@ def scale_inputs(
     recorder: InputRecorder,
     quantization: Quantization,
 ) -> None:
-    """Scale the inputs of these groups where that reduces the quantization error, and fold the scales.
-
-    Notes name the layers whose inputs cannot be scaled, with the reason.
-    """
+    """Scale the inputs of these groups where that reduces the quantization error, and fold the scales."""
     # Weights that are quantized already are not scaled.
     linears = {linear.output: linear for linear in linears_in(model) if context.layer(linear).weight_bits is None}
     by_value: dict[ir.Value, list[WeightGroup]] = {}
@@ -131,7 +128,7 @@ def _why_not(
 def _find_divisions(
     value: ir.Value, groups: Sequence[WeightGroup], linears: dict[ir.Value, Linear]
 ) -> list[Division] | str:
-    """Return the constants to divide so that only these layers see scaled inputs, or why they cannot be divided."""
+    """Return the constants to divide so that only these layers see scaled inputs, or why that is impossible."""
     first = groups[0].linears[0]
     takers = {linear.node for group in groups for linear in group.linears}
     return _search(value, takers, first.k, linears)

@@ -162,8 +162,8 @@ class QuantizePass(RecipePass):
     ) -> Iterator[tuple[LayerInputs | np.ndarray | QuantizedMatrix | None, list[WeightGroup]]]:
         """Yield the groups, with the inputs that the method needs.
 
-        These are, for gptq, recorded inputs, with neighbouring groups of the same inputs together; for mse, the inputs'
-        energies, if the user gave feeds. Groups with a stored fit for the same options follow, with that fit.
+        For gptq: recorded inputs, shared by neighbouring groups. For mse: the inputs' energies, if the user gave feeds.
+        Groups with a stored fit for the same options follow, with that fit.
         """
         known = [] if fitted is None else [one for one in groups if fitted.knows(self._fit_key(one, options))]
         others = [group for group in groups if not any(group is one for one in known)]

@@ -59,7 +59,7 @@ def _make_node(
     """Return the operator's node, and the nodes that must run before and after it."""
     linear, first, epilogue = target.linears[0], target.replaced[0], target.epilogue
     before, behind = list[ir.Node](), list[ir.Node]()
-    # Not cached, because the node that computes the layer's input may have been replaced.
+    # The node that computes the layer's input may have been replaced.
     x = layer_input(first.node)
     assert x is not None
     if first.x_range is not None and replacement.takes_ranges:

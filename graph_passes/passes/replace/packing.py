@@ -125,7 +125,6 @@ class Packer:
         return packed
 
     def _pack_hidden(self, hidden: HiddenLayer) -> dict[str, ir.Value]:
-        """Return the constants of the hidden layer, with the range of its input."""
         first, table = hidden.mlp.hidden, hidden.table
         assert hidden.weight.x_range is not None
         constants = {f"hidden_{name}": value for name, value in self._pack([first], hidden.weight).items()}

@@ -52,7 +52,7 @@ class ReplacePass(RecipePass):
         self._rule = ReplaceRule(self.options)
 
     def requires(self, model: ir.Model) -> None:
-        """Check that the model is normalized."""
+        """Require a normalized model."""
         require_normalized(model, "replace")
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -97,7 +97,7 @@ class ReplacePass(RecipePass):
         return ir.passes.PassResult(model, modified=not context.dry_run)
 
     def _finish(self, model: ir.Model) -> None:
-        """Fill in the inputs of all nodes of the operator, and add its ONNX function to a portable model."""
+        """Fill in the inputs of all nodes, and add the operator's ONNX function to a portable model."""
         context, replacement, opset = self.context, self._rule.replacement, model.opset_imports[""]
         read_from_heads(model, context)
         replacement.fill_inputs(model, lambda wanted: context.new_name(model, wanted))
@@ -215,7 +215,7 @@ class ReplacePass(RecipePass):
             layer.fused = fused if linear is linears[0] else fused_others or []
 
     def _epilogue(self, linear: Linear, *factors: Linear) -> Epilogue:
-        """Return the operators after the layer that the operator also computes. It computes in float32."""
+        """Return the operators after the layer that the operator also computes, in float32."""
         if not self._rule.fuses or linear.dtype != ir.DataType.FLOAT:
             return Epilogue(Activation.NONE, None, (), linear.output)
         return add_layer_norm(find_epilogue(linear.output, [factor.output for factor in factors]), linear.n)

@@ -153,7 +153,7 @@ def _comparable(
 
 
 def require_finite(before: Sequence[Outputs], description: str | None) -> None:
-    """Raise CalibrationError if the original has no finite answer. description: names the feeds in the error."""
+    """Raise CalibrationError if the original has no finite answer. `description` names the feeds."""
     answers = [answer for one in before for answer in one if answer is not None]
     if answers and not any(np.isfinite(answer).any() for answer in answers):
         raise CalibrationError(

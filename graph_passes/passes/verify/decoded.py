@@ -39,8 +39,8 @@ def verify_decoded(
     """Decode tokens with both models and compare them. `names` are all outputs.
 
     Returns:
-        None without a decoded token to compare: no attention with a cache was replaced, or all caches stay float and the
-        feeds have read them, or the feeds cannot be decoded.
+        None if no attention with a cache was replaced, if all caches stay float and the feeds have read them, or if the
+        feeds cannot be decoded.
 
     Raises:
         VerificationError: tokens or caches are wrong; the message names the output or node.

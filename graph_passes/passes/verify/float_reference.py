@@ -37,7 +37,7 @@ def _rounds_inputs(linear: Linear) -> bool:
 
 @contextmanager
 def computed_in_float(linears: Sequence[Linear], new_name: NewName) -> Iterator[None]:
-    """Within this context, these layers multiply floats by dequantized weights. Afterwards the model is restored."""
+    """Within this context, these layers multiply floats by dequantized weights. The model is restored at the end."""
     undo: list[Callable[[], None]] = []
     try:
         for linear in linears:

@@ -47,7 +47,7 @@ class Limits:
     by_masks: Mapping[str, float] = field(default_factory=dict)  # error that thresholds may add, by output
 
     def rounding(self, name: str, cached: bool) -> float:
-        """Return the bound against the model before its layers were replaced. cached: some feeds read a compressed cache."""
+        """Return the bound against the model before its layers were replaced. cached: feeds read a compressed cache."""
         if self.max_rounding_error is not None:
             return self.max_rounding_error
         return ROUNDING_FACTOR * self._rounding_of_layers(cached) + self.by_masks.get(name, 0.0)

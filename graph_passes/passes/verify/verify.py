@@ -9,7 +9,6 @@ reference, the pruned and quantized model before its layers were replaced (the o
 - The optimized model without our kernels, if it is portable (portable.py). - If padding is skipped: a sequence alone,
 and padded in a batch (padding.py).
 
-The limits are in limits.py.
 """
 
 from __future__ import annotations

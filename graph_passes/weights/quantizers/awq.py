@@ -1,13 +1,13 @@
 """AWQ: quantize important inputs more finely, by scaling them in the layer and dividing in the previous layer.
 
 Reference: Lin, Tang, Tang, Yang, Chen, Wang, Xiao, Dang, Gan, Han: AWQ (MLSys 2024, arXiv:2306.00978), section 3.2.
-Since XW = (X diag(s)^-1) (diag(s) W), the rounding error of diag(s) W has less weight where s is large. With x_i the
-mean magnitude of input i,
+Since XW = (X diag(s)^-1) (diag(s) W), a large s gives the rounding error of diag(s) W less weight. With x_i the mean
+magnitude of input i,
 
     s = x^a / sqrt(max(x^a) min(x^a)),    a in {0, 1/20, …, 19/20} with the least sum ||XW - (X / s) round(s W)||^2
 
-over all layers W that read X. a = 0 gives s = 1, plain rounding. Weights are not clipped (the paper's second search).
-The pass folds the division by s (passes/quantize/fold_scales.py).
+over all layers W that read X. a = 0 gives plain rounding. Weights are not clipped (the paper's second search).
+passes/quantize/fold_scales.py folds the division by s.
 """
 
 from __future__ import annotations

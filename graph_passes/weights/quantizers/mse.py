@@ -15,8 +15,8 @@ never worse. The others are
 as in llama.cpp's and HQQ's quantizers. Weights on such a grid, such as dequantized GGUF weights (Q4_0, Q4_1), are kept
 exactly.
 
-Without inputs, all weights are equally important: powers of |w|, and sigma^2 + w^2, are worse (docs/verification.md).
-With inputs, the importance of an input is its energy, the mean of x^2.
+The importance of an input is its energy, the mean of x^2. Without inputs, all weights are equally important: powers of
+|w|, and sigma^2 + w^2, are worse (docs/verification.md).
 """
 
 from __future__ import annotations
