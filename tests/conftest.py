@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-# A shell that starts the tests with `&` makes them ignore SIGINT, and the processes that tests interrupt inherit that.
+# A shell that starts the tests with `&` makes them ignore SIGINT. Processes that tests interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--stored-bits",
         action="store_true",
-        help="hold float answers to the stored bits too, not to the documented bounds alone (test_stored_answers)",
+        help="compare float answers with the stored bits too, not only with documented bounds (test_stored_answers)",
     )
 
 

@@ -1,4 +1,4 @@
-"""Force small models to be written in the way of large ones."""
+"""Make small models use external data, like large ones."""
 
 from __future__ import annotations
 

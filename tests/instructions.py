@@ -1,7 +1,7 @@
-"""Skip tests whose instructions neither the CPU nor the emulator of tests/amx has; count the reasons after the run.
+"""Skip tests whose instructions neither the CPU nor the emulator of tests/amx has; report the reasons after the run.
 
 python -m tests.instructions [SET] prints the feature sets of the sanitizer build: all sets that tests can run here,
-except one whose code duplicates its neighbours. With SET, print the sets for a CPU that supports at most SET.
+except a set whose code duplicates its neighbours. With SET, print the sets for a CPU that supports at most SET.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ortolan import _native, _testing
 
 # AMX kernels also use AVX-512 BF16. The emulator of tile and AVX-VNNI instructions needs AVX2.
 AMX_KERNELS, AMX_EMULATOR = "avx512bf16", "avx2"
-# The feature set that the CPU needs to emulate a set.
+# Emulated feature set -> the feature set that its emulator needs.
 _EMULATED = {"amx": AMX_KERNELS, "avxvnni": AMX_EMULATOR}
-# AMX kernels that tests run in the emulator, and the file of tests/amx that runs each. Others count as untested there.
+# AMX kernels that tests run in the emulator, and the file of tests/amx that runs each. Other AMX kernels are untested.
 AMX_ROWS = {
     "nomad_attention amx/16 in tiles": "attention_in_tiles.py",
     "sparse_amx_matmul amx": "test_sparse_amx_matmul.py",
@@ -35,7 +35,7 @@ def cpu_has(feature_set: str) -> bool:
 
 
 def require(feature_set: str, who: str) -> None:
-    """Skip the test on a CPU without these features; `who` names what needs them in the reason."""
+    """Skip the test if the CPU lacks these features; `who` names the part that needs them."""
     if not cpu_has(feature_set):
         pytest.skip(f"{_REASON}{who} needs {feature_set}, this CPU has {_cpu()}")
 

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 _EXAMPLES_PER_SET = 10
 _HYPOTHESIS_DEFAULT = 100
 _SLOW_SHARE = 4  # one in four slow tests runs
-_most_examples: int | None = None  # set before test modules are imported, as their decorators read it
+_most_examples: int | None = None  # set before test modules are imported, because their decorators read it
 
 
 def examples(count: int, **others: Any) -> settings:

@@ -1,7 +1,7 @@
-"""Models optimized on this machine, and its answers, for check_models to run on an emulated Arm CPU.
+"""Write models optimized on this machine, and their answers, for check_models to compare on an emulated Arm CPU.
 
-`python -m tests.aarch64.answers FOLDER` writes them. Real models are among them where they are in the cache of
-`ortolan.models`: `--fetch` fetches them first.
+`python -m tests.aarch64.answers FOLDER` writes them. Real models are included if they are in the cache of
+`ortolan.models`; `--fetch` fetches them first.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ..passes import cached_llama, small_models
 from ..recipes.forms import NAMED
 
 LAYERS = ("sparse-int8", "sparse-int4", "sparse-int8-4x1", "int4")
-BF16 = "sparse-bf16"  # the one form here whose norms are ONNX Runtime's
+BF16 = "sparse-bf16"  # the only format here whose norms ONNX Runtime computes
 MODELS = (BF16, "sparse-int8", "sparse-int8-4x1", "int4", "sparse-encoder")
 
-# Real ones, by their names in the catalog.
+# Real models, by their names in the catalog.
 ENCODER, ENCODER_FORMS = "all-minilm-l6-v2", ("int8", "int4")
 DECODER, DECODER_FORMS = "stories15m", ("int4", "long-context")
 
@@ -72,7 +72,7 @@ def real() -> Iterator[Case]:
 
 
 def quickly(model: onnx.ModelProto, recipe: Recipe, feeds: Arrays) -> onnx.ModelProto:
-    """The model in a form, without its times."""
+    """Return the model optimized by a recipe, without timing it."""
     report = ortolan.optimize_onnx(model, recipe=recipe, calibration=[feeds], options={"verify.seconds": 0})
     assert report.model is not None
     return report.model
@@ -90,7 +90,7 @@ def lost(there: Arrays, here: Arrays) -> float:
 
 
 def next_token(model: onnx.ModelProto, prompt: Arrays) -> Arrays:
-    """Feeds of one more token, behind a prompt of one sequence."""
+    """Return feeds of one more token after a prompt of one sequence."""
     outputs = run(model, prompt)
     tokens = prompt["attention_mask"].shape[1]
     token = {"input_ids": np.array([[7]]), "attention_mask": np.ones((1, tokens + 1), np.int64)}
@@ -101,7 +101,7 @@ def next_token(model: onnx.ModelProto, prompt: Arrays) -> Arrays:
 
 
 def nodes(model: onnx.ModelProto, feeds: Arrays) -> Iterator[tuple[onnx.ModelProto, Arrays]]:
-    """Each of Ortolan's nodes as a model, and what it is fed with in the model."""
+    """Yield each of Ortolan's nodes as a model, with the inputs that the node has in the model."""
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     ours = [node for node in model.graph.node if node.domain == "ai.ortolan"]
     between = {name for node in model.graph.node for name in node.output if name}
@@ -125,7 +125,7 @@ def nodes(model: onnx.ModelProto, feeds: Arrays) -> Iterator[tuple[onnx.ModelPro
 
 
 def made(with_real: bool) -> Iterator[Case]:
-    """Optimized models. with_real: also those of real()."""
+    """Yield the optimized models; with_real: also those of `real`."""
     x = np.random.default_rng(0).standard_normal((5, 200)).astype(np.float32)
     for form in LAYERS:
         layer = ir.to_proto(tiny.mlp(widths=(200, 72), forms="matmul_add"))
@@ -148,7 +148,7 @@ def made(with_real: bool) -> Iterator[Case]:
 
 
 def main(folder: Path, with_real: bool = True) -> None:
-    """Writes NAME.onnx and NAME.npz, of inputs "in.…", outputs "out.…" and "lost", for each model."""
+    """Write NAME.onnx and NAME.npz for each model. The arrays are inputs "in.…", outputs "out.…" and "lost"."""
     folder.mkdir(parents=True, exist_ok=True)
     for case in made(with_real):
         (folder / f"{case.name}.onnx").write_bytes(case.model.SerializeToString())
@@ -162,7 +162,7 @@ def main(folder: Path, with_real: bool = True) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.aarch64.answers", description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--fetch", action="store_true", help="the real models, where they are not in the cache")
+    parser.add_argument("--fetch", action="store_true", help="fetch the real models that are not in the cache")
     options = parser.parse_args()
     if options.fetch:
         for name in (ENCODER, DECODER):

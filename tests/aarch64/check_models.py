@@ -1,7 +1,8 @@
-"""Check on an emulated Arm CPU that models optimized on x86 give the answers they gave there (answers.py), within
-ONNX Runtime for aarch64. `make test-aarch64` names this file; the suite does not collect it.
+"""Check that models optimized on x86 give nearly the same answers on an emulated Arm CPU as on x86 (answers.py).
 
-`.ci/aarch64 max aarch64/check_models.py -k real -rP` prints what the real models of the cache gave, and their kernels.
+`make test-aarch64` names this file; the suite does not collect it.
+
+`.ci/aarch64 max aarch64/check_models.py -k real -rP` prints the answers of the real models in the cache, and kernels.
 """
 
 from __future__ import annotations
@@ -19,23 +20,24 @@ from ortolan import doctor
 
 try:
     from ortolan import _testing
-except ImportError:  # the package as users have it does not name its kernels
+except ImportError:  # packages for users do not name their kernels
     _testing = None
 
 FOLDER = Path(os.environ["ORTOLAN_ANSWERS"])
-# The best set of features of a CPU, by qemu's name.
+# Emulated CPU, by qemu's name -> its best feature set.
 BEST = {"cortex-a53": "neon", "cortex-a72": "neon", "neoverse-n1": "dotprod", "max": "i8mm"}
 NAMES = sorted(path.stem for path in FOLDER.glob("*.onnx"))
-# How far answers may be apart, by norm. Encoders of int8, 4x1 blocks and int4 have the same bits. ONNX Runtime's
-# operators in decoders add up floats in another order, and so do caches and layers of bf16. The inputs of these are
-# rounded to bf16: with i8mm, whose sums differ most, some round otherwise behind the first layer. So there the nodes of
-# that model are compared one by one, each with x86's inputs.
-# A real decoder's layers in float32 are ONNX Runtime's, too, and where a sum comes near the middle between two int8,
-# all layers behind it round otherwise: it stays nearer to x86's answer than half of what its form has lost.
+# Limits on the relative difference of answers, by norm. Encoders of int8, 4x1 blocks and int4 have equal bits. In
+# decoders, ONNX Runtime's operators add floats in another order than on x86; so do caches and bf16 layers. bf16 layers
+# round their inputs to bf16. The sums of i8mm differ most, so that some inputs after the first layer round differently.
+# With i8mm, the nodes of that model are therefore compared one by one, each with x86's inputs.
+# In real decoders, ONNX Runtime also computes the float32 layers. If a sum is near the middle between two int8 values,
+# inputs of all later layers may round differently. Such a decoder must be closer to x86's answer than half of the error
+# of its format.
 LAYERS = ("layer sparse-int8", "layer sparse-int4", "layer sparse-int8-4x1", "layer int4")
 ENCODERS = ("model sparse-int8", "model sparse-int8-4x1", "model int4", "model sparse-encoder")
 REAL_ENCODER = "real all-minilm-l6-v2 "
-# Of a cache's bytes, as key codes, it is how many differ.
+# The limit for the bytes of a cache, such as key codes, is the fraction that differs.
 BOUND, REAL_BOUND, REAL_BYTES = 1e-6, 1e-5, 1e-3
 BY_NODES_WITH_I8MM = "model sparse-bf16"
 # Kernel table of each operator; SparseAMXMatMul has one for each weight type.
@@ -50,7 +52,7 @@ BY_BITS = {16: "sparse_amx_matmul", 8: "sparse_amx_matmul_int8"}
 
 
 def kernels_of(model: onnx.ModelProto) -> dict[str, str]:
-    """The kernel that this CPU runs for each operator whose tables are known here."""
+    """Return the kernel that this CPU runs for each operator with a table in TABLES or BY_BITS."""
     found = {}
     for node in model.graph.node:
         bits = next((attribute.i for attribute in node.attribute if attribute.name == "weight_bits"), 0)

@@ -2,15 +2,15 @@
 // VPDPBUSD of 256 bits in VEX form.
 //
 // It runs LDTILECFG, STTILECFG, TILERELEASE, TILEZERO, TILELOADD, TILELOADDT1, TILESTORED, TDPBF16PS, TDPBSSD, TDPBSUD,
-// TDPBUSD, TDPBUUD and VPDPBUSD as the Intel 64 Software Developer's Manual defines them. What the CPU answers with a
-// fault prints one line, "amx emulator: <instruction> at <address>: <reason>", and aborts. Every other SIGILL goes to
-// the handler that was there before.
+// TDPBUSD, TDPBUUD and VPDPBUSD as the Intel 64 Software Developer's Manual defines them. If the CPU would raise
+// a fault, the emulator prints one line, "amx emulator: <instruction> at <address>: <reason>", and aborts. Every other
+// SIGILL goes to the previous handler.
 //
-// A thread's tiles live in a slot of a fixed pool from LDTILECFG to TILERELEASE, so that nothing is allocated here and
-// only a pointer is thread-local: a library loaded late finds little room in the static TLS block.
+// From LDTILECFG to TILERELEASE, a thread's tiles are in a slot of a fixed pool. So the handler allocates nothing, and
+// only a pointer is thread-local: the static TLS block has little space for a library that is loaded late.
 //
-// Known to differ from a CPU: start_row must be 0 (no instruction is ever interrupted half way); which NaN comes out of
-// a product of NaNs.
+// Differences from a CPU: start_row must be 0 (no instruction is interrupted half way), and products of NaNs may give
+// another NaN.
 #include <errno.h>
 #include <immintrin.h>
 #include <pthread.h>
@@ -53,7 +53,7 @@ constexpr const char* kNames[kKinds] = {"ldtilecfg",   "sttilecfg",  "tilereleas
 constexpr int kTiles = 8;
 constexpr int kMaxRows = 16;
 constexpr int kMaxColsb = 64;
-constexpr int kMaxColumns = kMaxColsb / 4;  // of 4 bytes
+constexpr int kMaxColumns = kMaxColsb / 4;  // columns of 4 bytes
 
 // The memory operand of LDTILECFG and STTILECFG.
 struct Config {
@@ -84,11 +84,11 @@ struct sigaction previous_action;
 
 struct Instruction {
   Kind kind = kKinds;
-  int tile = 0;          // that is loaded, stored, zeroed, or C; of vpdpbusd these three are vector registers
-  int a = 0;             // of a product
-  int b = 0;             // of a product, -1 where it is in memory
-  uint64_t address = 0;  // of the memory operand
-  int64_t stride = 0;    // of a load or store
+  int tile = 0;          // the tile that is loaded, stored or zeroed, or C; for vpdpbusd, tile, a and b are registers
+  int a = 0;             // operand A of a product
+  int b = 0;             // operand B of a product; -1 if it is in memory
+  uint64_t address = 0;  // address of the memory operand
+  int64_t stride = 0;    // stride of a load or store
   const uint8_t* begin = nullptr;
   const uint8_t* end = nullptr;
 };
@@ -165,13 +165,13 @@ T Read(const uint8_t*& from) {
 
 struct Vex {
   int reg_high;    // bit 3 of ModRM.reg
-  int index_high;  // of SIB.index
-  int base_high;   // of ModRM.rm or SIB.base
+  int index_high;  // bit 3 of SIB.index
+  int base_high;   // bit 3 of ModRM.rm or SIB.base
   int vvvv;
   int prefix;  // 0 none, 1 66, 2 F3, 3 F2
 };
 
-// The memory operand after the ModRM byte. False for a form that the instruction does not have.
+// Decode the memory operand after the ModRM byte. Return false for a form that the instruction does not have.
 bool DecodeMemory(const mcontext_t& context, const Vex& vex, int mod, int rm, bool needs_sib, bool fs,
                   const uint8_t*& at, Instruction* out) {
   if (mod == 3 || (needs_sib && rm != 4)) return false;
@@ -203,7 +203,7 @@ bool DecodeMemory(const mcontext_t& context, const Vex& vex, int mod, int rm, bo
   return true;
 }
 
-// The rest of a product of vectors, from ModRM on.
+// Decode a product of vectors from the ModRM byte on.
 bool DecodeVectorProduct(const mcontext_t& context, const Vex& vex, bool fs, const uint8_t* at, Instruction* out) {
   if (vex.prefix != 1) return false;
   const uint8_t modrm = *at++;
@@ -220,14 +220,14 @@ bool DecodeVectorProduct(const mcontext_t& context, const Vex& vex, bool fs, con
   return true;
 }
 
-// False: not an instruction of this file. Reads no byte behind it.
+// Return false for an instruction that this file does not run. No byte after the instruction is read.
 bool Decode(const mcontext_t& context, Instruction* out) {
   const uint8_t* at = reinterpret_cast<const uint8_t*>(context.gregs[REG_RIP]);
   out->begin = at;
   bool fs = false;
   for (; *at == 0x2e || *at == 0x36 || *at == 0x3e || *at == 0x26 || *at == 0x64; ++at) fs |= *at == 0x64;
 
-  // Three-byte VEX, map 0F38, W0; of 128 bits, or 256 for vectors. R, X, B and vvvv are stored inverted.
+  // Three-byte VEX, map 0F38, W0, 128 bits (256 for vectors). R, X, B and vvvv are stored inverted.
   if (*at++ != 0xc4) return false;
   const uint8_t byte1 = *at++;
   if ((byte1 & 0x1f) != 2) return false;
@@ -333,7 +333,7 @@ void Configure(const Instruction& instruction) {
   memset(my_slot->tile, 0, sizeof(my_slot->tile));
 }
 
-// Aborts unless the tile may be used.
+// Abort unless the tile is configured, with rows of a valid size.
 void CheckTile(const Instruction& instruction, int tile) {
   if (my_slot == nullptr) Violation(instruction).Text("no tiles are configured").WriteAndAbort();
   const int colsb = my_slot->config.colsb[tile];
@@ -406,7 +406,7 @@ float Odd(uint32_t word) {
   return value;
 }
 
-// To be called with MXCSR set: never inlined into the code that sets it, because the compiler does not know that
+// Call with MXCSR set. It must not be inlined into the code that sets MXCSR, because the compiler does not know that
 // arithmetic depends on it.
 __attribute__((noinline)) void MultiplyBf16(int c, int a, int b) {
   const int rows = my_slot->config.rows[c];
@@ -450,7 +450,7 @@ void MultiplyBf16WithOwnRounding(int c, int a, int b) {
   _mm_setcsr(saved);
 }
 
-// A8 and B8: int8_t or uint8_t. Unsigned sums wrap around as the instruction's do.
+// A8 and B8: int8_t or uint8_t. Sums are unsigned, so that they wrap around like the instruction's.
 template <typename A8, typename B8>
 void MultiplyInt8(int c, int a, int b) {
   const int rows = my_slot->config.rows[c];
@@ -507,7 +507,7 @@ void LoadOrStore(const Instruction& instruction) {
   }
 }
 
-// A vector register of 256 bits in the state that the handler returns to: Intel's manual, XSAVE, standard format.
+// A 256-bit vector register in the state that the handler restores on return (Intel's manual, XSAVE, standard format).
 class VectorRegister {
  public:
   VectorRegister(const mcontext_t& machine, int number)
@@ -521,7 +521,7 @@ class VectorRegister {
     if ((*present_ & 2) != 0) memcpy(to, low_, 16);
     if ((*present_ & 4) != 0) memcpy(to + 16, high_, 16);
   }
-  // Of the register's parts. The other registers of a part that was absent become zero, which they were.
+  // Mark both parts as present. In an absent part, all registers have the initial value, so they are set to zero.
   void Store(const uint8_t* from) {
     if ((*present_ & 2) == 0) memset(state_ + kLow, 0, 256);
     if ((*present_ & 4) == 0) memset(state_ + kHigh, 0, 256);
@@ -531,11 +531,11 @@ class VectorRegister {
   }
 
  private:
-  static constexpr int kLow = 160;   // of register 0
-  static constexpr int kHigh = 576;  // the upper 128 bits
+  static constexpr int kLow = 160;   // the lower 128 bits of register 0
+  static constexpr int kHigh = 576;  // its upper 128 bits
 
   uint8_t* state_;
-  uint64_t* present_;  // of the header: a bit for each part of the state
+  uint64_t* present_;  // in the header: a bit for each part of the state
   uint8_t* low_;
   uint8_t* high_;
 };
@@ -599,7 +599,7 @@ void PassOn(int signal_number, siginfo_t* info, void* context) {
   } else if (previous_action.sa_handler != SIG_DFL && previous_action.sa_handler != SIG_IGN) {
     previous_action.sa_handler(signal_number);
   } else if (info->si_code > 0 || previous_action.sa_handler == SIG_DFL) {
-    // The instruction runs again, or the signal that somebody sent is sent again, and ends the process.
+    // With the default action, the instruction runs again, or a sent signal is sent again; either ends the process.
     signal(signal_number, SIG_DFL);
     if (info->si_code <= 0) raise(signal_number);
   }
@@ -628,7 +628,7 @@ bool IsOurs(const struct sigaction& action) {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Installs a SIGILL handler for the whole process. Returns 0 or an errno. A second call has no effect.
+// Install a SIGILL handler for the whole process. Return 0 or an errno. A second call has no effect.
 EXPORT int amx_emulator_install() {
   pthread_mutex_lock(&install_mutex);
   int error = 0;
@@ -636,7 +636,7 @@ EXPORT int amx_emulator_install() {
   if (sigaction(SIGILL, nullptr, &now) != 0) {
     error = errno;
   } else if (!IsOurs(now)) {
-    // A handler set over ours may pass signals on to us: then it is left out, or the two would call each other.
+    // A handler that replaced ours may call ours. If ours called it as the previous one, they would call each other.
     if (!installed) previous_action = now;
     struct sigaction action = {};
     action.sa_sigaction = OnIllegalInstruction;
@@ -649,7 +649,7 @@ EXPORT int amx_emulator_install() {
   return error;
 }
 
-// Gives SIGILL back to the handler that was there before. 0, or an errno: EBUSY when somebody has taken it since.
+// Restore the previous SIGILL handler. Return 0 or an errno: EBUSY if another handler was installed since.
 EXPORT int amx_emulator_uninstall() {
   pthread_mutex_lock(&install_mutex);
   int error = 0;
@@ -672,7 +672,7 @@ EXPORT void amx_emulator_reset_counts() {
   for (std::atomic<uint64_t>& count : counts) count.store(0, std::memory_order_relaxed);
 }
 
-// How often the instruction (its lower-case mnemonic) ran in all threads since the last reset; -1 for an unknown name.
+// Return how often an instruction (lower-case mnemonic) ran in all threads since the last reset; -1 if it is unknown.
 EXPORT int64_t amx_emulator_count(const char* name) {
   for (int kind = 0; kind < kKinds; ++kind) {
     if (strcmp(name, kNames[kind]) == 0) return static_cast<int64_t>(counts[kind].load(std::memory_order_relaxed));
@@ -680,7 +680,7 @@ EXPORT int64_t amx_emulator_count(const char* name) {
   return -1;
 }
 
-// Threads that have configured tiles and not released them. One that ended so is counted for ever.
+// Return the number of threads with configured tiles that are not released, including threads that have ended.
 EXPORT int amx_emulator_live_threads_with_config() {
   int live = 0;
   for (const Slot& slot : slots) live += slot.taken.load(std::memory_order_acquire) ? 1 : 0;

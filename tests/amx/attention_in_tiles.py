@@ -17,9 +17,9 @@ from ..ops.single_node import assert_same_bits
 from . import emulator, reference
 
 KERNEL = "amx/16 in tiles"
-# Instructions of one head of 64 queries, 160 keys, of width 64: blocks of 128 and 32 keys, 4 tiles of rows. Scores take
-# 2 products each, of 8 and of 2 tiles; the 4 of values 4 and 1. Of 2 x 2 tiles each operand is loaded once, and y again
-# behind the first block.
+# Instruction counts of one head with 64 queries, 160 keys and width 64. There are 4 row tiles, and blocks of 128 and 32
+# keys. Per row tile, scores take 2 products for each of 8 and 2 key tiles, and each of the 4 value tiles takes 4 and 1
+# products. In blocks of 2 x 2 tiles, each operand is loaded once; y is loaded again after the first block.
 COUNTS = {
     "ldtilecfg": 1,
     "tdpbf16ps": 4 * (2 * (8 + 2) + 4 * (4 + 1)),
@@ -31,8 +31,8 @@ COUNTS = {
 MASKS = {"key": (1, 1, 0), "query": (1, 0, 1), "all": (0, 0, 0), "head": (0, 1, 0), "number": (1, 1, 1)}
 
 
-# q [heads, queries, head_dim], k, v [keys, head_dim], scale and perhaps a mask that broadcasts to [heads, queries,
-# keys], causal, zero_hidden_rows -> [heads, queries, head_dim], all float32.
+# Arguments: q [heads, queries, head_dim], k, v [keys, head_dim], scale, optionally a mask that broadcasts to [heads,
+# queries, keys], causal, zero_hidden_rows. Returns [heads, queries, head_dim]. All arrays are float32.
 Attend = Callable[..., Floats]
 
 kernel: Attend = functools.partial(_testing.nomad_attention, kernel=KERNEL)
@@ -40,7 +40,7 @@ kernel: Attend = functools.partial(_testing.nomad_attention, kernel=KERNEL)
 
 @functools.cache
 def on_avx2() -> Attend:
-    """The kernel's loop and tiles, of attention_on_avx2.cc. Needs AVX2 and tile instructions."""
+    """Return attention by the kernel's loop in attention_on_avx2.cc. Needs AVX2 and tile instructions."""
     headers = [path for folder in ("attention", "isa", "simd") for path in (emulator.ROOT / "ops" / folder).glob("*.h")]
     options = ("-O2", "-mavx2", "-mfma", "-mf16c", "-mbmi2", "-ffp-contract=off")
     library = emulator.build(emulator.HERE / "attention_on_avx2.cc", *options, headers=headers)
@@ -72,7 +72,7 @@ def on_avx2() -> Attend:
 
 
 def before_a_wall(array: Floats) -> Floats:
-    """The same with a page behind it that ends the process when it is touched."""
+    """Copy the array to memory followed by a page that ends the process when it is touched."""
     page = mmap.PAGESIZE
     bytes_before = -(-array.nbytes // page) * page
     memory = np.frombuffer(mmap.mmap(-1, bytes_before + page), np.uint8)
@@ -103,7 +103,7 @@ def head_sizes(attend: Attend) -> None:
 
 
 def rows_and_keys(attend: Attend) -> None:
-    """Tails of tiles, of blocks of 64 rows and of 128 keys; more than one call's 128 rows."""
+    """Check incomplete tiles, blocks of 64 rows and blocks of 128 keys, and more than the 128 rows of one call."""
     for causal in (False, True):
         for queries in (1, 2, 15, 16, 17, 31, 33, 48, 63, 64, 65, 128, 130):
             check(attend, *random(np.random.default_rng(queries), 1, queries, queries + 3, 24), causal=causal)
@@ -113,7 +113,7 @@ def rows_and_keys(attend: Attend) -> None:
 
 
 def masks(attend: Attend) -> None:
-    """All shapes and magnitudes, causal or not, with query heads that share keys."""
+    """Check masks of all shapes and magnitudes, causal or not, with query heads that share keys."""
     rng = np.random.default_rng(0)
     for form, ones in MASKS.items():
         for causal in (False, True):
@@ -123,14 +123,14 @@ def masks(attend: Attend) -> None:
                 mask = rng.standard_normal(shape, dtype=np.float32)
                 check(attend, q, k, v, mask, causal)
                 for hidden in (LOWEST, -np.inf, -10000.0) if form != "number" else ():
-                    # Key 0 stays, so that no row is hidden as a whole.
+                    # Key 0 stays visible, so that no row is completely hidden.
                     masked = np.where(rng.random(shape) < 0.4, hidden, mask).astype(np.float32)
                     masked[..., 0] = 0
                     check(attend, q, k, v, masked, causal)
 
 
 def rows_that_see_nothing(attend: Attend) -> None:
-    """A row masked by the lowest float gives the mean; a row masked by -Inf gives NaN, or zeros if requested."""
+    """Check rows without visible keys: the lowest float as mask gives the mean; -Inf gives NaN, or zeros on request."""
     q, k, v = random(np.random.default_rng(2), 1, 20, 150, 24)
     mask = np.zeros((1, 20, 150), np.float32)
     mask[:, -1] = LOWEST
@@ -157,7 +157,7 @@ def nan_and_infinity(attend: Attend) -> None:
 
 
 def hidden_scores_that_overflow(attend: Attend) -> None:
-    """Keys hidden by the causal mask do not matter: the first query sees key 0 and not the +Inf behind it."""
+    """Check that hidden keys do not matter: the first query sees key 0, but not the +Inf in the next key."""
     q, k = np.full((1, 70, 8), 1e20, np.float32), np.full((70, 8), 1e20, np.float32)
     k[0] = 0
     v = np.round(np.random.default_rng(7).standard_normal((70, 8)) * 8).astype(np.float32)
@@ -167,7 +167,7 @@ def hidden_scores_that_overflow(attend: Attend) -> None:
 
 
 def own_rows(attend: Attend) -> None:
-    """The bits of a row do not depend on the rows beside it, nor on keys that it does not see."""
+    """Check that the bits of a row depend neither on other rows nor on keys that the row does not see."""
     q, k, v = random(np.random.default_rng(5), 1, 140, 140, 40)
     y = attend(q, k, v, 0.2)
     for row in (0, 17, 139):
@@ -179,7 +179,7 @@ def own_rows(attend: Attend) -> None:
 
 
 def documented_order(attend: Attend) -> None:
-    """The order of sums: for y (equal weights), tiles of 32 keys in blocks of 128; for s, found from two keys."""
+    """Check the order of sums: for y (equal weights), tiles of 32 keys in blocks of 128; for s, with two keys."""
     rng = np.random.default_rng(6)
     for keys in (16, 40, 256):
         q, k, v = random(rng, 1, 16, keys, 48)
@@ -190,7 +190,7 @@ def documented_order(attend: Attend) -> None:
             expected = reference.tdpbf16ps(expected, a, np.ones((a.shape[1], 16), ml_dtypes.bfloat16))
         assert_same_bits(attend(np.zeros_like(q), k, v, 1.0)[0], expected.T * np.float32(1 / keys))
         assert (_testing.nomad_attention(np.zeros_like(q), k, v, 1.0, kernel="scalar/16")[0] != expected.T / keys).any()
-    # The mask is in s before the products: each of these is lost beside it, which their sum would not be.
+    # s starts from the mask. Each product alone is lost in rounding; if they were summed first, their sum would not be.
     q, k = np.ones((1, 1, 256), np.float32), np.zeros((2, 256), np.float32)
     k[0, ::32] = 2.0**-5
     v = np.array([[1.0], [0.0]], np.float32).repeat(256, 1)
@@ -200,7 +200,7 @@ def documented_order(attend: Attend) -> None:
 
 
 def nothing_behind_the_arrays(attend: Attend) -> None:
-    """Pages behind the inputs, and behind y where the caller makes it, that may not be touched."""
+    """Check that no memory after the inputs is touched, nor after y if the caller allocates it."""
     for heads, queries, keys, head_dim in ((1, 1, 1, 1), (1, 16, 16, 32), (3, 17, 33, 36), (2, 70, 130, 47)):
         rng = np.random.default_rng(head_dim)
         q, k, v = map(before_a_wall, random(rng, heads, queries, keys, head_dim))

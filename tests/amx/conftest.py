@@ -1,4 +1,4 @@
-"""AMX in this process, for the whole session. The test's id says how it runs: [emulated] or [native]."""
+"""Fixtures for AMX in this process, for the whole session. The test id has [emulated] or [native]."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import emulator
 
 @pytest.fixture(scope="session", params=[emulator.mode()])
 def amx() -> Iterator[emulator.Emulator | None]:
-    """The emulator, or None where the CPU has AMX."""
+    """Yield the emulator, or None if the CPU has AMX."""
     reason = emulator.why_unavailable()
     if reason is not None:
         pytest.skip(reason)
@@ -23,8 +23,8 @@ def amx() -> Iterator[emulator.Emulator | None]:
 
 @pytest.fixture
 def emulated(amx: emulator.Emulator | None) -> emulator.Emulator:
-    """The emulator with its counts at zero."""
+    """Return the emulator with its counts at zero."""
     if amx is None:
-        pytest.skip("runs natively: nothing counts")
+        pytest.skip("instructions run natively and are not counted")
     amx.reset_counts()
     return amx

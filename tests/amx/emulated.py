@@ -1,4 +1,4 @@
-"""Checks in a process of its own, under the emulator."""
+"""Run checks in a separate process under the emulator."""
 
 from __future__ import annotations
 

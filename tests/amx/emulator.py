@@ -1,11 +1,11 @@
 """AMX and AVX-VNNI for tests: the CPU's own, or the emulator of amx_emulator.cc.
 
-    with amx() as emulator:         # None where the CPU has AMX
+    with amx() as emulator:         # None if the CPU has AMX
         …                           # tile instructions run in this process, in every thread
 
-Kernels are chosen by CPU features, which are found once a process: `ORTOLAN_ASSUME_AMX=1` must be in the environment
-before ortolan._native first looks. run_python starts a process that has it, and AMX, from the beginning. AMX kernels
-use AVX-512 besides, which has no emulator. run_avxvnni does the same for AVX-VNNI.
+Kernels are chosen by CPU features, which a process detects once, so `ORTOLAN_ASSUME_AMX=1` must be in the environment
+before ortolan._native is first used. run_python starts a process with this variable and with AMX. AMX kernels also use
+AVX-512, for which there is no emulator. run_avxvnni does the same for AVX-VNNI.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ INSTRUCTIONS = (
 
 @functools.cache
 def cpu_has_amx() -> bool:
-    """The CPU has AMX and this process may use it (asking is what permits it)."""
+    """Return True if the CPU has AMX and this process may use it. Asking the kernel also requests the permission."""
     cpuinfo = Path("/proc/cpuinfo")
     return (
         cpuinfo.exists()
@@ -85,9 +85,9 @@ def compiler() -> list[str]:
 
 
 def build(source: Path, *options: str, headers: Sequence[Path] = (ROOT / "ops" / "simd" / "amx_tiles.h",)) -> Path:
-    """The shared library made from a source file here. Built once for each state of the sources and each command.
+    """Return the shared library built from a source file here, building it once per state of sources and command.
 
-    headers: all that it may include.
+    headers: All headers that it includes.
     """
     command = [*compiler(), "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra"]
     command += [*options, "-I", str(ROOT / "ops"), str(source)]
@@ -107,7 +107,7 @@ def build(source: Path, *options: str, headers: Sequence[Path] = (ROOT / "ops" /
 
 
 class Emulator:
-    """The emulator in this process. Counts are of the whole process."""
+    """The emulator in this process. Counts are those of the whole process."""
 
     def __init__(self, library: Path) -> None:
         self.path = library
@@ -135,11 +135,11 @@ class Emulator:
         return sum(counts)
 
     def counts(self) -> dict[str, int]:
-        """The instructions that ran since the last reset, and how often."""
+        """Return the number of times that each instruction ran since the last reset, without zeros."""
         return {name: count for name in INSTRUCTIONS if (count := self.count(name))}
 
     def live_threads_with_config(self) -> int:
-        """Threads with tiles configured and not released: 0 when no kernel is running."""
+        """Return the number of threads with configured tiles that are not released: 0 if no kernel is running."""
         return int(self._c.amx_emulator_live_threads_with_config())
 
     @staticmethod
@@ -161,7 +161,7 @@ def build_shim() -> Path:
 
 @functools.cache
 def load_shim() -> ctypes.CDLL:
-    """instruction_shim.cc: each instruction as a C function. Arrays are passed as addresses."""
+    """Load instruction_shim.cc, which has each instruction as a C function. Arrays are passed as addresses."""
     shim = ctypes.CDLL(str(build_shim()))
     address, stride, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     for name in ("configure", "configure_rip", "configure_fs", "configure_indexed", "store_config"):
@@ -191,9 +191,9 @@ def config_bytes(tiles: dict[int, tuple[int, int]], palette: int = 1) -> bytearr
 
 @contextmanager
 def amx() -> Iterator[Emulator | None]:
-    """Tile instructions run in this process: by the emulator, which it yields, or (None) by the CPU.
+    """Make tile instructions run in this process. Yields the emulator, or None if the CPU runs them.
 
-    May be entered within itself: the outermost exit uninstalls.
+    Contexts may be nested: the outermost exit uninstalls.
     """
     if cpu_has_amx():
         yield None
@@ -210,18 +210,18 @@ def amx() -> Iterator[Emulator | None]:
 
 
 def run_python(code: str, timeout: float = 1200, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python code in a process of its own that has AMX; `emulator` is there as in amx().
+    """Run Python code in a process that has AMX; its variable `emulator` is that of amx().
 
-    Skips the test where the CPU lacks what AMX kernels use besides.
+    Skips the test if the CPU lacks the other instructions that AMX kernels use.
     """
     instructions.require(instructions.AMX_KERNELS, "an AMX kernel, besides emulated tiles,")
     return _run_assuming("ORTOLAN_ASSUME_AMX", code, timeout, environment)
 
 
 def run_avxvnni(code: str, timeout: float = 1200) -> subprocess.CompletedProcess[str]:
-    """Run Python code in a process of its own that has AVX-VNNI, and uses no more: ORTOLAN_ISA=avxvnni.
+    """Run Python code in a process with AVX-VNNI and no better features: ORTOLAN_ISA=avxvnni.
 
-    The emulator runs it where the CPU has none. Skips the test where that cannot run either.
+    Without AVX-VNNI in the CPU, the emulator runs it. Skips the test if the emulator cannot run either.
     """
     reason = why_unavailable()
     if reason is not None:

@@ -1,6 +1,6 @@
-// The wrappers of ops/simd/amx_tiles.h as C functions, one instruction a call, and raw instructions that no wrapper
-// makes. A thread's tiles outlive a call, so a test configures, loads, multiplies and stores by calls of the same
-// thread.
+// The wrappers of ops/simd/amx_tiles.h as C functions, one instruction a call, and instructions without a wrapper.
+// Tiles keep their contents between calls of one thread, so a test configures, loads, multiplies and stores by separate
+// calls.
 #include <stddef.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -15,11 +15,11 @@
 namespace ortolan {
 namespace {
 
-// ---- what no kernel has a use for ----
+// ---- instructions that no kernel uses ----
 
 constexpr int kTileBytes = kMaxTileRows * kMaxTileColsb;
 
-// Writes the configuration in force, or 64 zero bytes.
+// Write the current configuration; without one, 64 zero bytes.
 inline void StoreTileConfig(TileConfig* config) { __asm__ volatile("sttilecfg %0" : "=m"(*config) : : "memory"); }
 
 // TileLoad with the hint (T1) that the bytes will not be used again soon.
@@ -50,7 +50,7 @@ inline void TileDpBuud() {
 
 // ---- calls ----
 
-// Calls run.operator()<tile>() for the tile of this number.
+// Call run.operator()<tile>().
 template <typename Run>
 void WithTile(int tile, Run run) {
   [&]<int... kNumbers>(std::integer_sequence<int, kNumbers...>) {
@@ -69,14 +69,14 @@ void Multiply(int product) {
   if (product == kBuud) TileDpBuud<kC, kA, kB>();
 }
 
-// Read by the instructions below through %rip, so that they need no register.
+// Instructions below read these relative to %rip, without a register.
 const void* address_base;
 int64_t address_index;
 uint64_t saved_base;
 uint64_t saved_index;
 
-// Loads tile 0 from displacement(base, index, scale), with the registers given for base and index. `base` may be any
-// register but rsp; the same holds for `index`.
+// Load tile 0 from displacement(base, index, scale), with the given registers. `base` and `index` may be any register
+// except rsp.
 #define LOAD_FROM(displacement, base, index, scale)                                                                    \
   __asm__ volatile("movq %%" #base ", %0\n\tmovq %%" #index ", %1\n\tmovq %2, %%" #base "\n\tmovq %3, %%" #index       \
                    "\n\ttileloadd " #displacement "(%%" #base ",%%" #index "," #scale "), %%tmm0\n\tmovq %0, %%" #base \
@@ -90,7 +90,7 @@ struct Form {
   int scale;
 };
 
-// Every register once as base and once as index; every scale; no, 8-bit and 32-bit displacements of both signs.
+// Each register once as base and once as index; each scale; no, 8-bit and 32-bit displacements of both signs.
 #define ADDRESS_FORMS(FORM)   \
   FORM(0, 0, rax, rbx, 1)     \
   FORM(1, 64, rbx, rcx, 2)    \
@@ -144,12 +144,12 @@ EXPORT void shim_store(int tile, void* base, int64_t stride) {
   WithTile(tile, [=]<int kTile>() { TileStore<kTile>(base, stride); });
 }
 
-// C is the tile `c`, A the next one, B the one after, round the eight.
+// C is the tile `c`, A and B are the next two, modulo eight.
 EXPORT void shim_multiply(int product, int c) {
   WithTile(c, [=]<int kC>() { Multiply<kC, (kC + 1) % kTiles, (kC + 2) % kTiles>(product); });
 }
 
-// A bf16 product with this MXCSR in force; what MXCSR is then.
+// Compute a bf16 product with this MXCSR, and return MXCSR after it.
 EXPORT unsigned shim_multiply_under_mxcsr(int c, unsigned mxcsr) {
   const unsigned saved = _mm_getcsr();
   _mm_setcsr(mxcsr);
@@ -161,7 +161,7 @@ EXPORT unsigned shim_multiply_under_mxcsr(int c, unsigned mxcsr) {
 
 EXPORT int shim_form_count() { return sizeof(kForms) / sizeof(kForms[0]); }
 
-// Loads tile 0 of rows `stride` apart by the addressing form of this number. Not for two threads at once.
+// Load tile 0 from rows `stride` apart, with an addressing form of ADDRESS_FORMS. Not thread-safe.
 EXPORT void shim_load_by_form(int form, const char* base, int64_t stride) {
   address_base = base - kForms[form].displacement;
   address_index = stride / kForms[form].scale;
@@ -170,7 +170,7 @@ EXPORT void shim_load_by_form(int form, const char* base, int64_t stride) {
   ADDRESS_FORMS(FORM_CASE)
 }
 
-// The base rsp: copies 1024 bytes to the stack, below the red zone, and loads tile 0 from there.
+// The base is rsp: copy 1024 bytes to the stack, below the red zone, and load tile 0 from there.
 EXPORT void shim_load_from_stack(const void* bytes) {
   int64_t count = kTileBytes;
   __asm__ volatile(
@@ -181,12 +181,12 @@ EXPORT void shim_load_from_stack(const void* bytes) {
       : "rdi", "r12", "memory", "cc");
 }
 
-// No index register: every row is the one at `row`.
+// No index register, so all rows are loaded from `row`.
 EXPORT void shim_load_without_index(const void* row) {
   __asm__ volatile("tileloadd (%0), %%tmm0" : : "r"(row) : "memory");
 }
 
-// No base register: the absolute address 0x20000000. False where those pages cannot be had.
+// No base register, but the absolute address 0x20000000. Return false if that page cannot be mapped.
 EXPORT bool shim_load_without_base(const void* bytes) {
   void* const wanted = reinterpret_cast<void*>(0x20000000);
   void* const page =
@@ -202,7 +202,7 @@ EXPORT bool shim_load_without_base(const void* bytes) {
   return true;
 }
 
-// LDTILECFG and STTILECFG by the memory operands %rip, %fs, and base with index.
+// LDTILECFG and STTILECFG with memory operands relative to %rip and %fs, and with base and index.
 EXPORT void shim_configure_rip(const void* config) {
   memcpy(&static_config, config, sizeof(static_config));
   LoadTileConfig(static_config);
@@ -228,13 +228,13 @@ EXPORT void shim_store_config_indexed(void* config) {
   __asm__ volatile("sttilecfg -1000(%0,%1,8)" : : "r"(base), "r"(index) : "memory");
 }
 
-// Products whose operands are not three different tiles: the wrappers do not compile for these, and gas refuses some.
+// Products whose operands are not three different tiles. The wrappers refuse these, and gas refuses some.
 EXPORT void shim_multiply_same_a_b() { __asm__ volatile(".byte 0xc4, 0xe2, 0x72, 0x5c, 0xc1"); }  // tmm0, tmm1, tmm1
 EXPORT void shim_multiply_same_c_a() { __asm__ volatile(".byte 0xc4, 0xe2, 0x6b, 0x5e, 0xc0"); }  // tmm0, tmm0, tmm2
 EXPORT void shim_multiply_same_c_b() { __asm__ volatile(".byte 0xc4, 0xe2, 0x79, 0x5e, 0xc1"); }  // tmm0, tmm1, tmm0
 
-// VPDPBUSD of AVX-VNNI: c [8] += a [32] x b [32], with b in a low register, in a high one, or in memory (by base
-// and index), or with high sums; registers 0 and 15 must come through unchanged. False where they do not.
+// VPDPBUSD of AVX-VNNI: c [8] += a [32] x b [32]. Forms: b in a low register, in a high register, or in memory (base
+// and index), and c in a high register. Return false if registers 0 and 15 change.
 EXPORT __attribute__((target("avx2"))) bool shim_dot_quads(int form, int32_t* c, const uint8_t* a, const int8_t* b) {
   __asm__ volatile(
       "vmovdqu (%0), %%ymm1\n\tvmovdqu (%1), %%ymm9\n\tvmovdqu (%2), %%ymm2\n\tvmovdqu (%2), %%ymm10\n\t"

@@ -1,6 +1,6 @@
-"""The AMX products in numpy: independent of the emulator, exact to the last bit (but for NaN payloads).
+"""The AMX products in NumPy, independent of the emulator and exact to the last bit, except for NaN payloads.
 
-Matrices are logical: a [m, K], b [K, n], c [m, n]; pack_b gives the order of a B tile.
+Matrices are logical: a [m, K], b [K, n], c [m, n]; `pack_b` makes a B tile.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ SMALLEST_NORMAL = np.float32(2.0**-126)
 
 
 def pack_b(b: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
-    """b [K, n] as a B tile [K / g, n * g] with g elements in 4 bytes: 2 of bf16, 4 of int8."""
+    """Return b [K, n] as a B tile [K / g, n * g], with g elements in 4 bytes: 2 of bf16, 4 of int8."""
     group = 4 // b.dtype.itemsize
     k, n = b.shape
     return np.ascontiguousarray(b.reshape(k // group, group, n).transpose(0, 2, 1)).reshape(k // group, n * group)
 
 
 def flush(x: F32) -> F32:
-    """x with denormals replaced by zeros of their sign."""
+    """Return x with denormals replaced by zeros of their sign."""
     return np.where(np.abs(x) < SMALLEST_NORMAL, np.copysign(np.float32(0), x), x)
 
 
 def round_to_float32(exact: F64) -> F32:
-    """float64 rounded to nearest even; zero if that, with any exponent allowed, would be denormal."""
+    """Round float64 to nearest even; a result that would be denormal is zero (judged with an unlimited exponent)."""
     scale = 2.0**64
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         scaled = (exact * scale).astype(np.float32)
@@ -38,9 +38,9 @@ def round_to_float32(exact: F64) -> F32:
 
 
 def add(a: F64, b: F64) -> F32:
-    """a + b rounded once to float32. a and b are exact, and of at most 2^300.
+    """Return a + b rounded once to float32. a and b are exact and at most 2^300.
 
-    The float64 sum is rounded to odd, so that the second rounding, to 24 bits, sees on which side the exact sum lies
+    The float64 sum is rounded to odd, so that the second rounding, to 24 bits, knows on which side the exact sum is
     (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums").
     """
     with np.errstate(invalid="ignore"):
@@ -53,14 +53,14 @@ def add(a: F64, b: F64) -> F32:
 
 
 def multiply_add(x: F32, y: F32, z: F32) -> F32:
-    """x y + z rounded once. x and y hold bf16 values: their product is exact in float64."""
+    """Return x y + z rounded once. x and y hold bf16 values, so their product is exact in float64."""
     with np.errstate(invalid="ignore"):
         product = flush(x).astype(np.float64) * flush(y).astype(np.float64)
     return add(product, flush(z).astype(np.float64))
 
 
 def tdpbf16ps(c: F32, a: npt.NDArray[np.generic], b: npt.NDArray[np.generic]) -> F32:
-    """c + a b for bfloat16 a [m, K] and b [K, n]; K is even and at most 32 in one instruction."""
+    """Return c + a b for bfloat16 a [m, K] and b [K, n]; K is even and at most 32 in one instruction."""
     a32, b32 = a.astype(ml_dtypes.bfloat16).astype(np.float32), b.astype(ml_dtypes.bfloat16).astype(np.float32)
     chains = [np.zeros(c.shape, np.float32), np.zeros(c.shape, np.float32)]
     for k in range(a.shape[1]):
@@ -70,6 +70,6 @@ def tdpbf16ps(c: F32, a: npt.NDArray[np.generic], b: npt.NDArray[np.generic]) ->
 
 
 def tdp_int8(c: npt.NDArray[np.int32], a: npt.NDArray[np.generic], b: npt.NDArray[np.generic]) -> npt.NDArray[np.int32]:
-    """c + a b modulo 2^32, as int32. The types of a and b are int8 or uint8."""
+    """Return c + a b modulo 2^32, as int32. The types of a and b are int8 or uint8."""
     exact = c.astype(np.int64) + a.astype(np.int64) @ b.astype(np.int64)
     return exact.astype(np.uint32).view(np.int32)

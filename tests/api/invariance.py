@@ -1,11 +1,11 @@
-"""The guarantee that a text's result does not depend on its batch, on cases that hypothesis generates.
+"""Checks that a text's result does not depend on its batch, on cases that hypothesis generates.
 
 python -m tests.api.invariance [--cases 10000]
 
-A case has an encoder, a weight format, whether padding is left out, texts, their order, extra padding and threads. The
-result of each text alone, on one thread, must have the same bytes as in the batch. Cases are divided among the
-instruction sets of the CPU, each in its own process. Finally, with integer weights, the same texts must have the same
-bytes on each instruction set. With bf16 weights, which do not guarantee that, the sets that agree are printed.
+A case is an encoder, a weight format, whether padding is left out, texts, their order, extra padding and threads. The
+result of each text alone, on one thread, must have the same bytes as in the batch. Each instruction set of the CPU runs
+a part of the cases in its own process. Finally, with integer weights, equal texts must have equal bytes on all
+instruction sets. bf16 weights do not guarantee that: the sets that agree are printed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ ENCODERS = {
     "modernbert": lambda: tiny.tiny_modernbert(),
 }
 WEIGHTS = ("int8", "int4", "bf16")
-# Formats with the same bytes on every instruction set, and one that is only printed.
+# Formats with the same bytes on every instruction set; bf16 is only reported.
 FORMS: dict[str, dict[str, Any]] = {
     "int8": {"weights": "int8"},
     "int8 in 4x1 blocks": {"weights": "int8", "sparsity": 0.5, "pattern": "4x1"},
@@ -210,7 +210,7 @@ def run_isa(isa: str, cases: int, models: Path | None = None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=10_000)
-    parser.add_argument("--here", action="store_true", help="with the instruction set of this process alone")
+    parser.add_argument("--here", action="store_true", help="use only the instruction set of this process")
     parser.add_argument("--models", type=Path, help="with --here and no cases: a folder of optimized models")
     arguments = parser.parse_args()
     if arguments.here:

@@ -38,13 +38,13 @@ def bert_path(tmp_path):
 
 @pytest.fixture
 def invoke():
-    """A function that runs a command, invoke("optimize", path), and returns exit_code, stdout and stderr."""
+    """Return a function that runs a command, invoke("optimize", path), and returns exit_code, stdout and stderr."""
     return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture
 def run_cli(tmp_path):
-    """A function that runs a command in another process with piped output."""
+    """Return a function that runs a command in another process with piped output."""
 
     def run(*arguments, **environment):
         import os
@@ -65,7 +65,7 @@ def run_cli(tmp_path):
 
 @pytest.fixture
 def assert_one_line():
-    """Check for one line of error with all of `words`, an empty stdout and no traceback."""
+    """Check for one error line with all of `words`, an empty stdout and no traceback."""
 
     def check(result, *words):
         code = result.exit_code if hasattr(result, "exit_code") else result.returncode

@@ -1,4 +1,4 @@
-"""Stand-ins that the pages about other packages need."""
+"""Versions of the other packages that documentation pages need."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The fenced blocks of README.md and docs/*.md, and how the tests run them.
+"""The fenced blocks of README.md and docs/*.md, and how tests run them.
 
-bash and python blocks run; sh blocks install, and are left out as lines that install are. console blocks are commands
-that need servers, other packages or hours: tests that know them run them, or nothing does.
+bash blocks run, except lines that install packages; python blocks run; sh blocks, which install, do not. console blocks
+have commands that need servers, other packages or hours; only tests of their own run them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def pages() -> list[str]:
-    """README.md and the pages of docs/, by their names."""
+    """Return README.md and the pages of docs/, by name."""
     return ["README.md", *sorted(path.name for path in DOCS.glob("*.md"))]
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
-    """(language, code) in the order of the page."""
+    """Return (language, code) of each block, in the order of the page."""
     path = ROOT / page if page == "README.md" else DOCS / page
     return _BLOCK.findall(path.read_text(encoding="utf-8"))
 
@@ -36,7 +36,7 @@ def run_bash(code: str, folder: Path, **variables: str) -> None:
 
 
 def run_python(code: str, folder: Path, **variables: str) -> None:
-    """Runs the block in a process of its own."""
+    """Run the block in a separate process."""
     _run([sys.executable, "-c", code], code, folder, variables)
 
 

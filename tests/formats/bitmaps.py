@@ -1,4 +1,4 @@
-"""Packed bitmaps with something wrong in them."""
+"""Malformed packed bitmaps."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def malformed_bf16() -> dict[str, tuple[Packed, int, int, str]]:
 def malformed(
     bitmap: Packed, dense: Packed, k: int, n: int, row_bytes: int, too_many: int
 ) -> dict[str, tuple[Packed, int, int, str]]:
-    """Name -> (tensors, k, n, what the message must say).
+    """Return name -> (tensors, k, n, pattern of the error message).
 
-    bitmap, dense: a weight [k, n] whose inputs and columns end inside a tile and a panel; panel 2 is the last.
-    row_bytes: of a mask. too_many: inputs that no weight has.
+    bitmap, dense: A weight [k, n] whose inputs and columns end inside a tile and a panel; panel 2 is the last.
+    row_bytes: Bytes of a row of a mask. too_many: A number of inputs above the limit.
     """
     (masks, values, offsets), (none, every, no_offsets) = bitmap, dense
     row_inputs = row_bytes * 8 // 16
     popcount, outside, too_deep = masks.copy(), masks.copy(), masks.copy()
-    popcount[1, 0, : 2 * row_bytes] = 0  # two rows: those of int4 are counted apart, and the larger count is kept
+    popcount[1, 0, : 2 * row_bytes] = 0  # two rows: int4 counts each of them, and stores the larger count
     outside[2, 0, row_bytes - 1] |= 0x80  # row 0, column 15 of panel 2, which has 8 columns
     tile, inside = divmod(k, 16 * row_inputs)
     row, place = divmod(inside, row_inputs)
-    too_deep[0, tile, row * row_bytes] |= 1 << place  # column 0 of an input k, behind the last
+    too_deep[0, tile, row * row_bytes] |= 1 << place  # column 0 of input k, one after the last
     beyond, falling, not_zero, negative, huge = (offsets.copy() for _ in range(5))
     beyond[-1] += 1
     falling[1], falling[2] = offsets[2], offsets[1]
@@ -75,7 +75,7 @@ def malformed(
 
 
 def mutate(rng: np.random.Generator, packed: Packed, k: int, n: int) -> tuple[Packed, int, int]:
-    """One to three random changes: flipped bytes, edited offsets, cut, grown or swapped tensors, other k and n."""
+    """Make one to three random changes: flipped bytes, edited offsets, cut, grown or swapped tensors, other k and n."""
     masks, values, offsets = (a.copy() for a in packed)
     for _ in range(rng.integers(1, 4)):
         match rng.integers(0, 8):

@@ -1,4 +1,4 @@
-"""Runs many graphs, and prints a table of their outcomes: python -m tests.fuzz --graphs 2000 --seed 0."""
+"""Run many graphs, and print a table of their outcomes: python -m tests.fuzz --graphs 2000 --seed 0."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .worker import Worker, shrink
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("--graphs", type=int, default=200, help="how many (200)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first graph; the others follow (0)")
+    parser.add_argument("--graphs", type=int, default=200, help="the number of graphs (200)")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of the first graph; the next graphs count up (0)")
     parser.add_argument("--shrink", action="store_true", help="print only the mutations that a defect needs")
-    parser.add_argument("--verbose", action="store_true", help="print refusals, too")
+    parser.add_argument("--verbose", action="store_true", help="also print refusals")
     options = parser.parse_args()
     outcomes: list[Outcome] = []
     worker, begin = Worker(), time.perf_counter()

@@ -1,4 +1,4 @@
-"""A model on its way through mutations, and the feeds that it is run on."""
+"""A model that mutations change, and the feeds that it is run on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Feeds = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Draw:
-    """Feeds by the base model's input names, and which positions [batch, tokens] hold a token (None: all)."""
+    """Feeds by the base model's input names, and the positions [batch, tokens] that hold a token (None: all)."""
 
     feeds: Feeds
     visible: np.ndarray | None = None
@@ -23,7 +23,7 @@ class Draw:
 
 @dataclass
 class Case:
-    """A model, how to draw feeds for it, and what has been done to it.
+    """A model, a function that draws feeds for it, and a record of its mutations.
 
     `names` maps the base model's inputs to their current names, `extra` holds inputs that mutations have added.
     """
@@ -32,17 +32,17 @@ class Case:
     draw: Callable[[np.random.Generator, int, int], Draw]
     names: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Callable[[np.random.Generator], np.ndarray]] = field(default_factory=dict)
-    external: bool = False  # the weights go into a file beside the model
+    external: bool = False  # store the weights in a file beside the model
     done: list[str] = field(default_factory=list)
     counter: int = 0
 
     def fresh(self, stem: str) -> str:
-        """Return a name that no value or node has yet."""
+        """Return an unused name for a value or node."""
         self.counter += 1
         return f"{stem}_fz{self.counter}"
 
     def feeds(self, rng: np.random.Generator, batch: int, tokens: int) -> tuple[Feeds, np.ndarray | None]:
-        """Draw feeds in the types that the inputs have now, and the visible positions."""
+        """Draw feeds of the inputs' current types, and the visible positions."""
         drawn = self.draw(rng, batch, tokens)
         stored = {one.name for one in self.model.graph.initializer}
         known = {self.names.get(name, name): array for name, array in drawn.feeds.items()}
@@ -56,7 +56,7 @@ class Case:
 
 
 def graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
-    """The main graph and all subgraphs, outer ones first."""
+    """Yield the main graph and all subgraphs, outer ones first."""
     front = [model.graph]
     while front:
         graph = front.pop()
@@ -65,13 +65,13 @@ def graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
 
 
 def subgraphs(nodes: Any) -> list[onnx.GraphProto]:
-    """The graphs in attributes of the nodes, without those nested deeper."""
+    """Return the graphs in attributes of the nodes, without graphs nested deeper."""
     found = [one.g for node in nodes for one in node.attribute if one.type == onnx.AttributeProto.GRAPH]
     return found + [graph for node in nodes for one in node.attribute for graph in one.graphs]
 
 
 def reads(node: onnx.NodeProto) -> set[str]:
-    """All names that a node reads: its inputs, and what its subgraphs capture or name."""
+    """Return all names that a node reads: its inputs, and names that its subgraphs capture or define."""
     names = {name for name in node.input if name}
     for graph in subgraphs([node]):
         for inner in graph.node:
@@ -93,7 +93,7 @@ def rename(model: onnx.ModelProto, mapping: dict[str, str]) -> None:
 
 
 def replace_reads(graph: onnx.GraphProto, old: str, new: str, keep: onnx.NodeProto | None = None) -> None:
-    """Let all nodes that read `old` read `new`, but for the node `keep`."""
+    """Make all nodes that read `old` read `new`, except the node `keep`."""
     for node in graph.node:
         if node is keep:
             continue
@@ -105,10 +105,10 @@ def replace_reads(graph: onnx.GraphProto, old: str, new: str, keep: onnx.NodePro
 
 
 def element_types(model: onnx.ModelProto) -> dict[str, int]:
-    """The element types of all values of the main graph that shape inference knows."""
+    """Return the element types of all values of the main graph that shape inference knows."""
     try:
         inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
-    except Exception:  # inference fails on what it does not know
+    except Exception:  # shape inference fails for unknown operators
         inferred = model
     found = {one.name: one.data_type for one in inferred.graph.initializer}
     for values in (inferred.graph.value_info, inferred.graph.input, inferred.graph.output):

@@ -1,7 +1,7 @@
 """One graph of the fuzz test, from its seed to its outcome.
 
-A graph is a base model with several mutations. It is optimized in a folder of its own, and must end as one of GOOD: an
-answer like the original's on feeds that the optimizer has not seen, or a refusal whose reason is ours.
+A graph is a base model with several mutations. It is optimized in a folder of its own. The outcome must be one of GOOD:
+an answer like the original's on feeds that the optimizer has not seen, or a refusal with Ortolan's own reason.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MUTATIONS: Sequence[Mutation] = (
     values_and_graphs.into_function,
 )
 
-# How the model is optimized, and how often in a hundred graphs.
+# Call -> (its frequency per hundred graphs, its options).
 CALLS: dict[str, tuple[int, dict[str, Any]]] = {
     "int8": (45, {"weights": "int8"}),
     "bf16": (20, {"weights": "bf16"}),
@@ -67,9 +67,9 @@ CALLS: dict[str, tuple[int, dict[str, Any]]] = {
     "default": (10, {}),
 }
 
-# invalid: ONNX Runtime does not run the original. no feeds: it does not run on those made up or given.
+# invalid: ONNX Runtime cannot run the original. no feeds: it cannot run the original on generated or given feeds.
 GOOD = ("equal", "unchanged", "refused", "no feeds", "invalid")
-# A message of ONNX Runtime or Python where ours should be. Quoting one is fine where the original itself does not run.
+# Raw messages of ONNX Runtime or Python. They may only be quoted in an error if the original itself does not run.
 RAW = re.compile(
     r"ONNXRuntimeError|Traceback|could not be optimized|object has no attribute|\b[A-Z][a-z]+Error\b|is not in list|"
     r"please report this|not subscriptable|out of bounds for axis|unsupported operand"
@@ -107,7 +107,7 @@ class Graph:
 
 
 def build(seed: int, without: Sequence[int] = ()) -> Graph:
-    """Build the graph of a seed. Mutations whose places are in `without` are left out."""
+    """Build the graph of a seed. Mutations whose positions are in `without` are left out."""
     rng = np.random.default_rng([seed, 0])
     base, case = draw_base(rng)
     weights = np.array([weight for weight, _ in CALLS.values()], np.float64)
@@ -165,11 +165,11 @@ def _judge(graph: Graph, seed: int, folder: Path) -> tuple[str, str]:
         if left:
             return "files left", f"{left}; after {error}"
         return _judge_refusal(error, expected)
-    except Exception as error:  # whatever else reaches the caller is a defect
+    except Exception as error:  # any other exception that reaches the caller is a defect
         place = traceback.extract_tb(error.__traceback__)[-1]
         return "foreign exception", f"{type(error).__name__}: {error} at {Path(place.filename).name}:{place.lineno}"
     if case.model.SerializeToString(deterministic=True) != before:
-        return "input changed", "the given ModelProto is not what it was"
+        return "input changed", "the given ModelProto was changed"
     if left := _left_over(folder, source.parent, output):
         return "files left", left
     if expected is None:
@@ -178,7 +178,7 @@ def _judge(graph: Graph, seed: int, folder: Path) -> tuple[str, str]:
 
 
 def _left_over(folder: Path, source: Path, output: Path | None = None) -> str:
-    """The files in the folder that belong neither to the input nor to the output."""
+    """Return the files in the folder that belong neither to the input nor to the output."""
     wanted = {source} if output is None else {source, output, output.with_name(output.name + ".data")}
     return ", ".join(sorted(path.name for path in folder.iterdir() if path not in wanted))
 
@@ -207,7 +207,7 @@ def _open(model: Any, library: bool = False, plain: bool = True) -> ort.Inferenc
 
 
 def _answers(model: Any, feeds: Sequence[Feeds]) -> list[list[Any]] | None:
-    """The original's answers without ONNX Runtime's optimizations; None where it does not run, or not with them."""
+    """Return the original's answers without ONNX Runtime's optimizations; None if it fails with or without them."""
     try:
         session = _open(model)
         found = [session.run(None, dict(one)) for one in feeds]
@@ -248,7 +248,7 @@ def _compare(
         problem = _unlike([(e[index], f[index], m) for e, f, m in zip(expected, found, masks, strict=True)])
         if isinstance(problem, str):
             return "wrong answer", f"{name!r}: {problem}"
-        # A few rows of random models: the error on others may be several times the one that was measured.
+        # The answers have a few rows of random models, so errors may be several times the error in the report.
         limit = 3 * stated.get(name, 0.0) + 0.02
         if expected[0][index].dtype.itemsize == 1:  # a step of an 8-bit value
             limit += 0.1
@@ -258,7 +258,7 @@ def _compare(
 
 
 def _unlike(pairs: Sequence[tuple[Any, Any, np.ndarray | None]]) -> float | str:
-    """The relative error over all pairs where a token is, or how shapes or types differ."""
+    """Return the relative error over all positions that hold a token, or the difference in shapes or types."""
     difference = norm = 0.0
     for expected, found, visible in pairs:
         if not isinstance(expected, np.ndarray):
@@ -279,7 +279,7 @@ def _unlike(pairs: Sequence[tuple[Any, Any, np.ndarray | None]]) -> float | str:
 
 
 def _visible(array: np.ndarray, visible: np.ndarray | None) -> np.ndarray:
-    """The part of an answer that belongs to tokens."""
+    """Return the part of an answer that belongs to tokens."""
     if visible is None or visible.all():
         return array
     batch, tokens = visible.shape
@@ -289,7 +289,7 @@ def _visible(array: np.ndarray, visible: np.ndarray | None) -> np.ndarray:
         return array[visible.reshape(-1)]
     if array.ndim == 4 and array.shape[0] == batch and array.shape[2] == tokens:
         kept = array.transpose(0, 2, 1, 3)[visible]
-        if array.shape[3] == tokens:  # scores: of the keys that are tokens
+        if array.shape[3] == tokens:  # scores: the last axis is keys
             keys = np.broadcast_to(visible[:, None, None, :], (batch, tokens, *array.shape[1::2]))[visible]
             return kept[keys]
         return kept

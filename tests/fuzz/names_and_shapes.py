@@ -1,4 +1,4 @@
-"""Mutations that change no value: names, order, dead parts, shapes, symbols, versions, where weights are kept."""
+"""Mutations that change no value: names, order, unused parts, shapes, symbols, versions, storage of weights."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def reorder(case: Case, rng: np.random.Generator) -> str:
 
 
 def dead_nodes(case: Case, rng: np.random.Generator) -> str | None:
-    """Add nodes that nobody reads: a product with its own weight, the shape of a value."""
+    """Add nodes without consumers: a product with its own weight, the shape of a value."""
     graph, kinds = case.model.graph, element_types(case.model)
     made = [name for node in graph.node for name in node.output if kinds.get(name) == TensorProto.FLOAT]
     if not made:
@@ -125,7 +125,7 @@ def dead_initializers(case: Case, rng: np.random.Generator) -> str:
 
 
 def dead_input(case: Case, rng: np.random.Generator) -> str:
-    """Add an input that nobody reads, at the front or the end."""
+    """Add an unused input, at the front or the end."""
     name = case.fresh("ignored")
     value = helper.make_tensor_value_info(name, TensorProto.INT64, [str(rng.choice(["batch", "n", "b"]))])
     inputs = list(case.model.graph.input)
@@ -152,14 +152,14 @@ def add_value_info(case: Case, rng: np.random.Generator) -> str | None:
     """Write the shapes of all values, as many exporters do."""
     try:
         inferred = onnx.shape_inference.infer_shapes(case.model, data_prop=True)
-    except Exception:  # inference fails on what it does not know
+    except Exception:  # shape inference fails for unknown operators
         return None
     case.model.CopyFrom(inferred)
     return "value_info written"
 
 
 def odd_symbols(case: Case, rng: np.random.Generator) -> str:
-    """Give dimensions other symbols: one each, the same for several axes, or none."""
+    """Give dimensions other symbols: a different one for each, the same for several axes, or no symbol."""
     each = bool(rng.integers(2))
     mapping: dict[str, str] = {}
     for graph in graphs(case.model):
@@ -183,7 +183,7 @@ def versions(case: Case, rng: np.random.Generator) -> str | None:
     try:
         converted = version_converter.convert_version(model, wanted) if wanted != old else model
         onnx.checker.check_model(converted)
-    except Exception:  # the converter knows few operators of other domains, and few ways down
+    except Exception:  # the converter knows few operators of other domains, and few conversions to lower versions
         converted, wanted = model, old
     kept = [one for one in model.opset_import if one.domain not in ("", "ai.onnx")]
     if not converted.graph.node or {node.op_type for node in converted.graph.node} == set():
@@ -228,7 +228,7 @@ def external(case: Case, rng: np.random.Generator) -> str:
 
 
 def weight_as_output(case: Case, rng: np.random.Generator) -> str | None:
-    """Make a weight an output, as it is or behind an Identity."""
+    """Make a weight an output, directly or after an Identity."""
     graph = case.model.graph
     found = [one for one in initializers(case.model) if one.dims]
     outputs = {value.name for value in graph.output}

@@ -12,7 +12,7 @@ _LAYERS = ("MatMul", "Gemm")
 
 
 def share_weights(case: Case, rng: np.random.Generator) -> str | None:
-    """Let a layer read the weight of another one of its shape, or its transpose."""
+    """Make a layer read the weight of another layer of its shape, or the transpose of that weight."""
     graph = case.model.graph
     found = initializers(case.model)
     pairs = [(a, b, False) for a in found for b in found if a is not b and list(a.dims) == list(b.dims) and a.dims]
@@ -34,7 +34,7 @@ def share_weights(case: Case, rng: np.random.Generator) -> str | None:
 
 
 def odd_weights(case: Case, rng: np.random.Generator) -> str | None:
-    """Give a weight values that are unusual: zeros, a dead column, an outlier, equal columns, very small ones."""
+    """Give a weight unusual values: zeros, a zero column, an outlier, equal columns, very small values."""
     tables = {name for node in case.model.graph.node if node.op_type == "Gather" for name in node.input}
     found = [one for one in initializers(case.model, rank=2) if all(one.dims) and one.name not in tables]
     if not found:
@@ -65,7 +65,7 @@ def odd_weights(case: Case, rng: np.random.Generator) -> str | None:
 
 
 def element_type(case: Case, rng: np.random.Generator) -> str:
-    """Turn all float32 of the model into another type."""
+    """Convert all float32 tensors of the model to another type."""
     wanted = int(rng.choice([TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16], p=[0.5, 0.3, 0.2]))
     dtype = helper.tensor_dtype_to_np_dtype(wanted)
     most = 6e4 if wanted == TensorProto.FLOAT16 else np.inf
@@ -151,7 +151,7 @@ def input_types(case: Case, rng: np.random.Generator) -> str | None:
 
 
 def noise(case: Case, rng: np.random.Generator) -> str | None:
-    """Put nodes that change nothing on up to four values: before all readers, or before one."""
+    """Insert nodes that change nothing after up to four values: for all consumers, or for one."""
     graph, kinds = case.model.graph, element_types(case.model)
     done = []
     for _ in range(int(rng.integers(1, 5))):
@@ -191,7 +191,7 @@ def _same(case: Case, kind: str, name: str, new: str) -> list[onnx.NodeProto]:
             return [helper.make_node(kind, [name, neutral], [new], case.fresh("noise"))]
         case "Double" | "Transpose":
             middle = case.fresh("middle")
-            if kind == "Transpose":  # twice, of reversed axes
+            if kind == "Transpose":  # twice, with reversed axes
                 steps: list[dict[str, int]] = [{}, {}]
             else:
                 steps = [{"to": TensorProto.DOUBLE}, {"to": TensorProto.FLOAT}]
@@ -200,7 +200,7 @@ def _same(case: Case, kind: str, name: str, new: str) -> list[onnx.NodeProto]:
                 helper.make_node(op, [name], [middle], case.fresh("noise"), **steps[0]),
                 helper.make_node(op, [middle], [new], "", **steps[1]),
             ]
-        case "Concat":  # with nothing: only of constants, whose shape is known
+        case "Concat":  # of one constant, whose shape is known
             for one in graph.initializer:
                 if one.name == name:
                     empty = case.fresh("empty")
@@ -216,7 +216,7 @@ def _same(case: Case, kind: str, name: str, new: str) -> list[onnx.NodeProto]:
 
 
 def into_if(case: Case, rng: np.random.Generator) -> str | None:
-    """Move a few nodes in a row into both branches of an If."""
+    """Move a few consecutive nodes into both branches of an If."""
     graph = case.model.graph
     window = _window(case, rng)
     if window is None:
@@ -248,7 +248,7 @@ def into_if(case: Case, rng: np.random.Generator) -> str | None:
 
 
 def into_loop(case: Case, rng: np.random.Generator) -> str | None:
-    """Move a few nodes in a row into the body of a Loop of one step, whose outputs are stacked."""
+    """Move a few consecutive nodes into the body of a Loop of one step, whose outputs are stacked."""
     graph = case.model.graph
     window = _window(case, rng)
     if window is None:
@@ -278,7 +278,7 @@ def into_loop(case: Case, rng: np.random.Generator) -> str | None:
 
 
 def into_function(case: Case, rng: np.random.Generator) -> str | None:
-    """Move a few nodes in a row into a function of the model."""
+    """Move a few consecutive nodes into a function of the model."""
     graph = case.model.graph
     window = _window(case, rng)
     if window is None:
@@ -305,7 +305,7 @@ def _any_value(node: onnx.NodeProto) -> str:
 
 
 def _window(case: Case, rng: np.random.Generator) -> tuple[int, int, list[str]] | None:
-    """A few nodes in a row, and the values that others read of them; None where no type of one is known."""
+    """Return consecutive nodes, and their values that other nodes read; None if the type of a value is unknown."""
     graph, kinds = case.model.graph, element_types(case.model)
     nodes = list(graph.node)
     layers = [index for index, node in enumerate(nodes) if node.op_type in _LAYERS]
@@ -324,7 +324,7 @@ def _window(case: Case, rng: np.random.Generator) -> tuple[int, int, list[str]] 
 
 
 def _body(case: Case, nodes: list[onnx.NodeProto], made: list[str], own_weights: bool) -> onnx.GraphProto:
-    """A graph of copies of the nodes, all of whose values have new names."""
+    """Return a graph of copies of the nodes, with new names for all values."""
     kinds = element_types(case.model)
     holder = onnx.GraphProto(name=case.fresh("body"))
     holder.node.extend(nodes)

@@ -1,4 +1,4 @@
-"""A process that tries graphs, so that a crash or a hang is an outcome like others."""
+"""A process that tries graphs, so that a crash or a hang is recorded as an outcome."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _SECONDS = 300.0  # for one graph
 
 
 def _measure_briefly() -> None:
-    """Times do not matter here."""
+    """Shorten all timings, because times do not matter here."""
     layer_times._SECONDS, layer_times._MOST_COPIES = 0.005, 2
     trials._SECONDS = 0.02
     timing._WARM_UP_SECONDS = 0.001
 
 
 def _work(pipe: Connection) -> None:
-    """Answers seeds with outcomes, until the pipe is closed."""
+    """Answer seeds with outcomes, until the pipe is closed."""
     _measure_briefly()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what native libraries print of models that are meant to be odd
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # silence messages of native libraries about odd models
     while True:
         try:
             seed, without = pipe.recv()
@@ -34,7 +34,7 @@ def _work(pipe: Connection) -> None:
 
 
 class Worker:
-    """Starts the process again after a crash or a hang."""
+    """The client of the process, which it restarts after a crash or a hang."""
 
     def __init__(self) -> None:
         self._start()

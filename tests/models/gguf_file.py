@@ -16,7 +16,7 @@ CONFIG = replace(
 _HALVES = replace(CONFIG, rope_style="half")
 FACTORS = (1.0, 1.0, 1.5, 2.0, 4.0, 8.0, 8.0, 8.0)
 
-# By the architecture's name in the file; "llama, …" are variants of that.
+# By the architecture's name in the file; "llama, …" are variants of llama.
 CONFIGS = {
     "llama": CONFIG,
     "llama, untied": replace(CONFIG, tie_word_embeddings=False),
@@ -61,8 +61,10 @@ def write(
     table="F32",
     tensors=None,
 ):
-    """Writes a file; returns the weights before they were quantized. kinds: types of the matrices, in turn; table: of
-    the embedding and the head. tensors: more of them, by their names in the file."""
+    """Write a file; return the weights before they were quantized.
+
+    kinds: Types of the matrices, in turn. table: Type of the embedding and the head. tensors: More tensors, by name.
+    """
     weights = weights or tiny.random_weights(llama_weight_shapes(config))
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_vocab_size(config.vocab_size)
@@ -106,7 +108,7 @@ def write(
 
 
 def in_file(weights, architecture, config):
-    """The weights under the names of GGUF, packed as the architecture has them."""
+    """Return the weights under GGUF's names, joined as the architecture stores them."""
     others = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     found = {}
     for name, array in weights.items():

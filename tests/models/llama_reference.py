@@ -1,4 +1,4 @@
-"""An independent numpy Llama, and a runner of built ones."""
+"""An independent NumPy Llama, and a runner of built models."""
 
 import numpy as np
 import onnx_ir as ir
@@ -34,7 +34,7 @@ class Decoder:
 
 
 def reference_llama(w: dict[str, np.ndarray], config: LlamaConfig, ids: np.ndarray) -> np.ndarray:
-    """Logits of one sequence in float64, one head at a time, rotating complex numbers."""
+    """Return the logits of one sequence in float64, one head at a time, rotating complex numbers."""
     w = {name: array.astype(np.float64) for name, array in w.items()}
     size = config.head_size
     angles = np.arange(len(ids))[:, None] * config.rope_theta ** (-np.arange(0, size, 2) / size)

@@ -1,4 +1,4 @@
-"""AddLayerNorm: models of one node, and what it computes by the kernel that it shares with linear layers."""
+"""AddLayerNorm: models of one node, and its answer by the kernel that it shares with linear layers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def node_model(
     opset: int = 17,
     **attributes: Any,
 ) -> onnx.ModelProto:
-    """A model of one node "norm" with its function: one operand per rank, named as in INPUTS, and output Y."""
+    """Return a model of one node "norm" with its function: one operand per rank, named as in INPUTS, and output Y."""
     tensors = {"norm_weight": weight, "norm_bias": bias, **dict.fromkeys(INPUTS[len(ranks) : 3], NONE)}
     given = {"epsilon": epsilon, "format_version": 1, **attributes}
     node = helper.make_node(
@@ -66,7 +66,7 @@ def added(operands: Sequence[Floats]) -> Floats:
 
 
 def kernel_answer(operands: Sequence[Floats], weight: Floats, bias: Floats, epsilon: float) -> Floats:
-    """The shared kernel's, which has the same bits in every target, of sums that numpy has made."""
+    """Return the LayerNormalization of NumPy's sums by the shared kernel, which has the same bits on every target."""
     total = added(operands)
     rows = np.ascontiguousarray(total.reshape(-1, total.shape[-1]))
     return _testing.layer_norm(rows, weight, bias, epsilon).reshape(total.shape)

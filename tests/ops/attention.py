@@ -16,12 +16,12 @@ PRECISION = {row["name"]: row["precision"] for row in _testing.nomad_attention_k
 
 
 def runnable_kernels() -> list[str]:
-    """Names of the kernel table's rows that this CPU can run."""
+    """Return the names of the kernels that this CPU can run."""
     return [row["name"] for row in _testing.nomad_attention_kernels() if row["runs_here"]]
 
 
 def scores(q: Floats, k: Floats, scale: float, mask: Floats | None = None, causal: bool = False) -> Floats:
-    """[..., queries, keys]: the formula's s, rounded once."""
+    """Return s of the formula, [..., queries, keys], rounded once."""
     s = scale * (q.astype(np.float64) @ k.astype(np.float64).swapaxes(-1, -2))
     if mask is not None:
         s = s + mask
@@ -35,7 +35,7 @@ def scores(q: Floats, k: Floats, scale: float, mask: Floats | None = None, causa
 def attention(
     q: Floats, k: Floats, v: Floats, scale: float, mask: Floats | None = None, causal: bool = False
 ) -> NDArray[np.float64]:
-    """softmax(scale q k^T + mask) v by the plain formula; q, k and v are [..., rows, head_dim]."""
+    """Return softmax(scale q k^T + mask) v by the plain formula; q, k and v are [..., rows, head_dim]."""
     with np.errstate(invalid="ignore"):
         return probabilities(scores(q, k, scale, mask, causal)) @ v.astype(np.float64)
 
@@ -55,7 +55,7 @@ def bounded_attention(
     causal: bool = False,
     precision: int = 32,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """attention(...) and the contract's bound of its error. All inputs but the mask are finite."""
+    """Return attention(...) and the documented bound of its error. All inputs but the mask are finite."""
     s = scores(q, k, scale, mask, causal)
     p = probabilities(s)
     dots = np.abs(q.astype(np.float64)) @ np.abs(k.astype(np.float64)).swapaxes(-1, -2)
@@ -67,7 +67,7 @@ def bounded_attention(
         e += 2.0**-7 * abs(scale) * dots
         relative += 2.0**-7
     e = np.where(p > 1e-30, e, 0)
-    assert e.max() < 0.5, "the bound says nothing here"
+    assert e.max() < 0.5, "the error bound is useless here"
     magnitude = np.abs(v.astype(np.float64))
     mean = (p * e).sum(-1, keepdims=True)
     bound = 2 * ((p * (e + mean + relative)) @ magnitude) + keys * 2.0**-125 * magnitude.max(initial=0)
@@ -84,7 +84,7 @@ def assert_attention_close(
     causal: bool = False,
     precision: int = 32,
 ) -> None:
-    """y is attention(...) within the contract's bound. All inputs but the mask are finite."""
+    """Check that y is attention(...) within the documented bound. All inputs but the mask are finite."""
     expected, bound = bounded_attention(q, k, v, scale, mask, causal, precision)
     assert y.shape == expected.shape
     error = np.abs(y - expected)

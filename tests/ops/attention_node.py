@@ -31,8 +31,11 @@ def node_model(
     kept: bool = False,
     **attributes: Any,
 ) -> onnx.ModelProto:
-    """One NoMADAttention node with its function. mask: an input, or a constant. Inputs have the names of the op's;
-    those of by_heads are [B, heads, S, D]. kept: PackedNoMADAttention, which has all inputs."""
+    """Return a model of one NoMADAttention node with its function.
+
+    The inputs have the operator's names; inputs in by_heads are [B, heads, S, D]. mask: an input, or a constant. kept:
+    make a PackedNoMADAttention, which has all inputs.
+    """
     names = ["query", "mask" if mask is not False else "", *([] if packed else ["key", "value"])]
     initializers = [numpy_helper.from_array(mask, "mask")] if isinstance(mask, np.ndarray) else []
     if kept:

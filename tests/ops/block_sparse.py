@@ -1,4 +1,4 @@
-"""int8 weights in blocks of 4 outputs x 1 input, and a numpy oracle of their product."""
+"""int8 weights in blocks of 4 outputs x 1 input, and their product in NumPy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMALLEST = 1.2e-38
 
 
 def quantize_tokens(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """q - z int64 [m, k] and s float32 [m, 1]; s is NaN and q - z zero for rows that are not finite."""
+    """Return q - z, int64 [m, k], and s, float32 [m, 1]; s is NaN and q - z zero for rows that are not finite."""
     finite = np.isfinite(x).all(axis=1, keepdims=True)
     x = np.where(finite, x, np.float32(0))
     least = np.minimum(x.min(axis=1, keepdims=True), np.float32(0))
@@ -38,7 +38,7 @@ def random_blocks(rng: np.random.Generator, k: int, n: int, sparsity: float) -> 
 
 @dataclass(frozen=True)
 class BlockSparseLayer:
-    """q int8 [k, n] and scales float32 [n]."""
+    """A layer with q, int8 [k, n], and scales, float32 [n]."""
 
     q: np.ndarray
     scales: np.ndarray
@@ -53,9 +53,9 @@ class BlockSparseLayer:
         return _testing.vnni_spmm(x, *packed, self.scales, *self.q.shape, bias=bias, kernel=kernel)
 
     def check(self, y: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None, *, float_sums: bool = False) -> None:
-        """y is the product of the quantized rows, and of x itself, within the bounds of the contract.
+        """Check y against the product of the quantized rows and against that of x itself, within the documented bounds.
 
-        float_sums: the inner sums may be float32 ones in any order, as in the ONNX function.
+        float_sums: The inner sums may be float32 sums in any order, as in the ONNX function.
         """
         q, s = quantize_tokens(x)
         rows = np.isfinite(s[:, 0])
@@ -81,25 +81,25 @@ class BlockSparseLayer:
 
 @dataclass(frozen=True)
 class Range:
-    """The number q, 0 to 255, stands for scale (q - zero_point)."""
+    """An 8-bit range: q, 0 to 255, represents scale (q - zero_point)."""
 
     scale: float
     zero_point: int
 
     @property
     def scale64(self) -> float:
-        """Scale as the float32 that kernels use."""
+        """The scale, rounded to float32 like in kernels."""
         return float(np.float32(self.scale))
 
     def quantize(self, x: np.ndarray) -> np.ndarray:
-        """u8 of finite x."""
+        """Return uint8 q for finite x."""
         steps = np.clip(x * (np.float32(1) / np.float32(self.scale)), -1024, 1024)
         return np.clip(np.rint(steps) + self.zero_point, 0, 255).astype(np.uint8)
 
 
 @dataclass(frozen=True)
 class HiddenLayer:
-    """A layer whose output is rounded to the range table_x and looked up in a table of numbers of the range table_y."""
+    """A layer whose output is quantized to the range table_x; a table maps it to values in the range table_y."""
 
     layer: BlockSparseLayer
     bias: np.ndarray | None
@@ -112,15 +112,15 @@ class HiddenLayer:
     def random(cls, rng: np.random.Generator, k: int, n: int, sparsity: float) -> HiddenLayer:
         layer = BlockSparseLayer.random(rng, k, n, sparsity)
         x, table_y = (Range(float(rng.random() / 50 + 0.01), int(rng.integers(100, 150))) for _ in range(2))
-        # Some sums are cut off.
+        # Some sums are clipped.
         table_x = Range(float(np.sqrt(k) * 0.5 + 0.1), int(rng.integers(100, 150)))
         table = rng.integers(0, 256, 256, dtype=np.uint8)
         return cls(layer, rng.standard_normal(n, dtype=np.float32), x, table_x, table_y, table)
 
     def numbers(self, x: np.ndarray, *, float_sums: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """The lowest and the highest numbers that the table may be given: near ties they differ.
+        """Return the lowest and the highest possible index into the table: they differ near rounding ties.
 
-        float_sums: the sums are float32 ones in any order.
+        float_sums: The sums may be float32 sums in any order.
         """
         q = self.x.quantize(x).astype(np.int64) - self.x.zero_point
         product = q @ self.layer.q.astype(np.int64) * self.x.scale64 * self.layer.scales
@@ -155,5 +155,5 @@ class HiddenLayer:
 
 
 def runnable_kernels() -> list[str]:
-    """Names of the table's rows that this CPU can run."""
+    """Return the names of the kernels that this CPU can run."""
     return list(dict.fromkeys(row["name"] for row in _testing.vnni_spmm_kernels() if row["runs_here"]))

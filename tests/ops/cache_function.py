@@ -1,4 +1,4 @@
-"""Kernel and function of NoMADAttention with a cache, side by side."""
+"""Compare kernel and function of NoMADAttention with a cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .single_node import session
 
 
 def uses_of(setup: Setup) -> CacheUses:
-    """No more than a node needs."""
+    """Return the requirements of this node only."""
     return CacheUses(
         d_sub=setup.d_sub if setup.codes else 0,
         int8_values=setup.int8_values,
@@ -46,7 +46,7 @@ def all_uses_of(setup: Setup) -> CacheUses:
 
 
 class Both:
-    """Our kernel and the function's body, on the same calls."""
+    """Sessions with the kernel and with the function's body, for the same calls."""
 
     def __init__(self, setup: Setup, uses: CacheUses | None = None, opset: int = 17) -> None:
         self.setup = setup
@@ -55,7 +55,7 @@ class Both:
         self.body = session(self.model, library=False)
 
     def check(self, call: Call, exact: bool = False) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Each within its bounds, with the same caches. exact: see Call.check, of the kernel."""
+        """Check both answers against their bounds, with equal caches. exact: for the kernel, as in Call.check."""
         ours, body = (one.run(None, call.feeds) for one in (self.kernel, self.body))
         call.check(ours, exact)
         call.check(body, exact=True)

@@ -1,7 +1,7 @@
-"""NoMADAttention with a cache, as ORT runs it: one-node models, and what calls one after another must give in numpy.
+"""NoMADAttention with a cache in ORT: one-node models, and the expected answers of consecutive calls in NumPy.
 
-The caches of an oracle are written by the native appenders, which tests/formats compare with numpy; attention over what
-they hold is plain float64.
+The expected caches are written by the native appenders, which tests/formats compare with NumPy. Attention over them is
+plain float64.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from ortolan.graph_passes.passes.prompt import prune_prompt
 from . import decode_attention
 from .attention import Floats, assert_attention_close
 
-HIDDEN = -1e8  # what masks of these tests hide keys with, or less
-SHORT = 4  # tokens of a call that reads its own from the cache
+HIDDEN = -1e8  # masks of these tests hide keys with this value or less
+SHORT = 4  # calls with at most this number of tokens read their own tokens from the cache
 CACHES = ("key", "value", "exact_key")
-EXACT_KEY, PROMPT = 10, 11  # the inputs
-NOTHING = np.zeros(1, np.float32)  # stands for a missing mask, key and value
+EXACT_KEY, PROMPT = 10, 11  # indices of inputs
+NOTHING = np.zeros(1, np.float32)  # placeholder for a missing mask, key or value
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A node. kind: of the cache, float, codes (and int8 values) or codes_float (and float values).
+    """A node with a cache.
 
-    width: bytes of a token of a head in both caches, of kind codes; 0: of each what it takes. precision: of prompts.
-    by_heads: inputs of shape [B, heads, S, D]. rotary: half or interleaved. window, sinks: tokens with exact keys.
-    prompt: tokens that are part of the model; prompt_sparsity: of their keys and values, 0 is stored dense.
+    kind: Of the cache: float, codes (and int8 values) or codes_float (codes and float values). width: Bytes of a token
+    and head in both caches of kind codes; 0: what each cache needs. precision: Of prompts. by_heads: Inputs of
+    shape [B, heads, S, D]. rotary: half or interleaved. window, sinks: Tokens with exact keys. prompt: Tokens that are
+    part of the model. prompt_sparsity: Of the prompt's keys and values; 0 is stored dense.
     """
 
     heads: int = 4
@@ -81,8 +82,7 @@ class Setup:
         return (self.width, self.width) if self.width else self.rows
 
     def row_views(self, kind: int, head: np.ndarray) -> np.ndarray:
-        """Split a head of the key cache (0) or value cache (1), [tokens, width], into its rows [tokens, row], in order.
-        other."""
+        """Split a head of the key cache (0) or value cache (1), [tokens, width], into rows [tokens, row], in order."""
         row = self.rows[kind]
         return head.reshape(-1)[: len(head) * row].reshape(-1, row)
 
@@ -96,7 +96,7 @@ class Setup:
         return self.sinks + self.window
 
     def slot(self, token: int) -> int | None:
-        """None: its key is never exact."""
+        """Return the slot of a token's exact key; None if its key is never exact."""
         if token < self.sinks:
             return token
         return self.sinks + (token - self.sinks) % self.window if self.window else None
@@ -116,7 +116,7 @@ class Setup:
         return cache
 
     def codebooks(self) -> Floats:
-        """[KV, D / d_sub, 16, d_sub]."""
+        """Return random codebooks, [KV, D / d_sub, 16, d_sub]."""
         shape = (self.kv_heads, self.head_dim // self.d_sub, 16, self.d_sub)
         return np.random.default_rng(self.head_dim).standard_normal(shape, dtype=np.float32)
 
@@ -139,9 +139,9 @@ def node_model(
     opset: int = 17,
     **attributes: Any,
 ) -> onnx.ModelProto:
-    """One node "attention": inputs query, mask, key, value, past_*, lengths; outputs y, present_*.
+    """Return one node "attention": inputs query, mask, key, value, past_*, lengths; outputs y, present_*.
 
-    constants: in place of the setup's, or of what stands for missing ones.
+    constants: Used instead of the setup's constants, or of placeholders for missing inputs.
     """
     cos, sin = setup.cos_sin()
     tensors = {
@@ -171,7 +171,7 @@ def node_model(
         helper.make_tensor_value_info(
             name,
             TensorProto.INT32 if name == "lengths" else kinds.get(name, TensorProto.FLOAT),
-            # Of any rank, where bad ones are to be fed too.
+            # No declared rank, because tests also feed wrong ranks.
             None,
         )
         for name in names
@@ -209,7 +209,7 @@ def node_model(
 
 
 def gqa_model(setup: Setup) -> onnx.ModelProto:
-    """The same by ORT's operator, for float caches."""
+    """Return the same model with ORT's GroupQueryAttention, for float caches."""
     names = ["query", *(["", ""] if setup.packed else ["key", "value"]), "past_key", "past_value", "lengths", "total"]
     integers = {"lengths", "total"}
     cos, sin = setup.cos_sin()
@@ -241,7 +241,7 @@ def gqa_model(setup: Setup) -> onnx.ModelProto:
 
 
 def rotated(x: Floats, positions: NDArray[np.int64], setup: Setup) -> Floats:
-    """x [B, heads, S, D] at positions [B, S]."""
+    """Return x [B, heads, S, D] rotated to positions [B, S]."""
     cos, sin = (table[positions][:, None] for table in setup.cos_sin())
     half = setup.head_dim // 2
     at = (slice(0, None, 2), slice(1, None, 2)) if setup.rotary == "interleaved" else (slice(half), slice(half, None))
@@ -258,15 +258,15 @@ class Call:
     setup: Setup
     feeds: dict[str, np.ndarray]
     q: Floats  # rotated
-    k: list[Floats]  # of each sequence [KV, tokens, D]: all it sees, the prompt included
+    k: list[Floats]  # for each sequence [KV, tokens, D]: all visible keys, including the prompt
     v: list[Floats]
-    exact_k: list[Floats]  # as k, of all tokens as they were given
+    exact_k: list[Floats]  # like k, but as given, before any quantization
     past: list[int]
     added: list[int]
     present: list[np.ndarray]
 
     def keys_of(self, b: int, query: int) -> Floats:
-        """[KV, tokens, D]: what a query of sequence b sees."""
+        """Return the keys that a query of sequence b sees, [KV, tokens, D]."""
         setup, past = self.setup, self.past[b]
         position = past + query if self.q.shape[2] <= SHORT else past - 1
         token = np.arange(self.k[b].shape[1]) - setup.prompt
@@ -274,8 +274,11 @@ class Call:
         return np.where(((token < setup.sinks) | recent)[:, None], self.exact_k[b], self.k[b])
 
     def check(self, outputs: Sequence[np.ndarray], exact: bool | Sequence[bool] = False) -> None:
-        """exact: all scores (of each sequence) are computed from decoded keys, as in a prompt; else as kernels for one
-        token do."""
+        """Check the outputs of a call.
+
+        exact: All scores (per sequence) are computed from decoded keys, as in a prompt; otherwise from the quantized
+        tables of kernels for one token.
+        """
         y, *present = outputs
         for given, expected in zip(present, self.present, strict=True):
             assert given.dtype == expected.dtype
@@ -303,7 +306,7 @@ class Call:
             whole = np.zeros((setup.heads, added, tokens), np.float32) if mask is None else mask.copy()
             if setup.causal:
                 whole[:, ~np.tri(added, tokens, tokens - added, dtype=bool)] = -np.inf
-            sees = (whole > HIDDEN).any((0, 2))  # the other rows are a test's own to say
+            sees = (whole > HIDDEN).any((0, 2))  # rows without visible keys are left to each test
             v = self.v[b].repeat(group, 0)
             if not setup.slots or self.q.shape[2] > SHORT:
                 k = self.keys_of(b, 0).repeat(group, 0)
@@ -322,7 +325,7 @@ class Call:
                     assert (mask[heads, i] == mask[kv_head * group, i]).all()
                     visible &= mask[kv_head * group, i] == 0
                 keys = self.keys_of(b, i)[kv_head][visible]
-                # Where all keys are exact, no table rounds.
+                # If all keys are exact, no table rounds.
                 rounded = setup.codes and not np.array_equal(keys, self.exact_k[b][kv_head][visible])
                 # If a mask hides some of the prompt, it is unpacked.
                 prompt = setup.prompt if visible[: setup.prompt].all() else 0
@@ -337,7 +340,7 @@ class Call:
 
 @dataclass
 class Decoder:
-    """Sequences that grow call by call. room: of a cache that is longer than what it holds."""
+    """Sequences that grow call by call. room: Capacity of the cache, if it is larger than the number of tokens."""
 
     setup: Setup
     batch: int = 2
@@ -357,7 +360,7 @@ class Decoder:
         return [keys.shape[1] for keys in self._keys]
 
     def call(self, queries: int, added: Sequence[int] | None = None, mask: np.ndarray | None = None) -> Call:
-        """The next call; added: of each sequence, fewer than queries where padding follows."""
+        """Return the next call. added: New tokens of each sequence; fewer than `queries` if padding follows."""
         setup, rng = self.setup, self._rng
         added = [queries] * self.batch if added is None else list(added)
         past = self.tokens
@@ -460,7 +463,7 @@ def run_shared(session: ort.InferenceSession, feeds: Mapping[str, np.ndarray]) -
 
 
 def declare_ranks(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> None:
-    """Gives the model's inputs and outputs shapes of named dimensions, as ONNX's checker wants them."""
+    """Declare shapes with named dimensions for the model's inputs and outputs, as ONNX's checker requires."""
     ranks = {name: array.ndim for name, array in feeds.items()}
     for value in (*model.graph.input, *model.graph.output):
         rank = ranks.get(value.name, 3 if value.name == "y" else 4)

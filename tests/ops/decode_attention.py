@@ -1,4 +1,4 @@
-"""One token's attention over caches in numpy, with the error bounds of ops/attention/decode.h."""
+"""Attention of one token over caches in NumPy, with the error bounds of ops/attention/decode.h."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Doubles = NDArray[np.float64]
 
 
 def runnable_kernels() -> list[str]:
-    """Names of the kernel table's rows that this CPU can run."""
+    """Return the names of the kernels that this CPU can run."""
     return [row["name"] for row in _testing.decode_attention_kernels() if row["runs_here"]]
 
 
 @dataclass
 class Case:
-    """A group of query heads that share a head of keys and values, and what the caches hold of these.
+    """Query heads that share a head of keys and values, with the contents of its caches.
 
-    keys: decoded keys, float32 [tokens, head_dim]; codes and codebook: where keys are coded. prompt: the number of
-    leading tokens that belong to a prompt stored in the model (ops/nomad_attention/prompt_cache.h).
+    keys: Decoded keys, float32 [tokens, head_dim]. codes, codebook: Given if keys are coded. prompt: Number of leading
+    tokens that are a prompt in the model (ops/nomad_attention/prompt_cache.h).
     """
 
     q: NDArray[np.float32]
@@ -43,7 +43,7 @@ class Case:
         return len(self.keys)
 
     def partial(self, kernel: str | None, begin: int = 0, end: int | None = None) -> tuple[np.ndarray, ...]:
-        """max, sum [1, heads] and y [1, heads, head_dim] of a range of tokens."""
+        """Return max, sum [1, heads] and y [1, heads, head_dim] of a range of tokens."""
         codebooks = None if self.codebook is None else self.codebook[None]
         return _testing.decode_attention(
             self.q[None], self.scale, self.key_cache[None], self.value_cache[None], codebooks, self.tokens, begin, end,
@@ -63,7 +63,7 @@ class Case:
         return LOG2E * self.scale * scores
 
     def score_error(self) -> Doubles:
-        """The contract's e, [heads, tokens] or [heads, 1]."""
+        """Return e of the documented bound, [heads, tokens] or [heads, 1]."""
         dots = np.abs(self.q.astype(np.float64)) @ np.abs(self.keys.astype(np.float64)).T
         dots[:, : self.prompt] *= 1 + 2.0**-8
         floats = (self.q.shape[1] + 8) * U * abs(LOG2E * self.scale) * dots
@@ -75,8 +75,9 @@ class Case:
         return np.maximum(codes, floats[:, : self.prompt].max(-1, initial=0, keepdims=True))
 
     def table_scores(self) -> tuple[Doubles, Doubles]:
-        """Return the scores [heads, tokens] from the quantized tables, and a kernel's tolerance: table entries
-        at half a step may be rounded either way.
+        """Return the scores [heads, tokens] from the quantized tables, and their tolerance.
+
+        Table entries halfway between two steps may be rounded either way.
         """
         assert self.codebook is not None and self.codes is not None
         step, products, largest = self._products()
@@ -89,7 +90,7 @@ class Case:
         return scores, step[:, None] * ties + ((2 * len(parts) + 16) * U * largest)[:, None]
 
     def _products(self) -> tuple[Doubles, Doubles, Doubles]:
-        """step [heads], t [heads, S, 16], A [heads]."""
+        """Return step [heads], t [heads, S, 16], A [heads]."""
         assert self.codebook is not None
         parts, _, d_sub = self.codebook.shape
         split = LOG2E * self.scale * self.q.astype(np.float64).reshape(len(self.q), parts, d_sub)
@@ -99,14 +100,14 @@ class Case:
         return step, products, magnitudes.max(-1).sum(-1)
 
     def expected(self, begin: int = 0, end: int | None = None) -> tuple[Doubles, Doubles]:
-        """Exact attention over the decoded keys and values of a range, and the contract's bound of the error."""
+        """Return exact attention over the decoded keys and values of a range, and the documented bound of the error."""
         at = slice(begin, end)
         scores = self.exact_scores()[:, at]
         p = np.exp2(scores - scores.max(-1, keepdims=True))
         p /= p.sum(-1, keepdims=True)
         v = self.values[at].astype(np.float64)
         error = np.broadcast_to(self.score_error(), self.exact_scores().shape)[:, at].max(-1, keepdims=True)
-        assert error.max() < 0.5, "the bound says nothing here"
+        assert error.max() < 0.5, "the error bound is useless here"
         tokens = len(v)
         exact = self.codebook is None and self.value_cache.dtype != np.uint8
         left_out = 2.0 ** (-23 if exact else -11) * np.abs(v).max()
@@ -127,7 +128,7 @@ def make_case(
     int8_values: bool = True,
     q_magnitude: float = 1.0,
 ) -> Case:
-    """Random queries, keys and values in caches. d_sub None: float32 keys."""
+    """Return random queries, and keys and values in caches. d_sub None: float32 keys."""
     q = (q_magnitude * rng.standard_normal((heads, head_dim))).astype(np.float32)
     keys = rng.standard_normal((tokens, head_dim), dtype=np.float32)
     values = rng.standard_normal((tokens, head_dim), dtype=np.float32)

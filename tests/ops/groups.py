@@ -1,4 +1,4 @@
-"""Weights of 4 and of 8 bits in groups, and a numpy oracle of their product."""
+"""4-bit and 8-bit weights in groups, and their product in NumPy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALLEST = 1.2e-38
 
 
 def quantize_groups(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """q int64 [m, k] and s float32 [m, groups]; s is NaN and q zero for groups that are not finite."""
+    """Return q, int64 [m, k], and s, float32 [m, groups]; s is NaN and q zero for groups that are not finite."""
     m, k = x.shape
     groups = -(-k // group)
     padded = np.zeros((m, groups * group), np.float32)
@@ -82,7 +82,7 @@ class GroupLayer:
 
     @property
     def packed_scales(self) -> np.ndarray:
-        """Scales as the kernel reads them: float32, or the bits of float16."""
+        """Return the scales as the kernel reads them: float32, or the bits of float16."""
         return _packed(self.scales)
 
     @property
@@ -112,7 +112,7 @@ class GroupLayer:
         )
 
     def matrix(self) -> np.ndarray:
-        """W as float64 [k, n]."""
+        """Return W as float64 [k, n]."""
 
         if self.minimums is not None:
             return self.q * self._of_inputs(self.scales) + self._of_inputs(self.minimums)
@@ -141,13 +141,13 @@ class GroupLayer:
 
     @property
     def _adds_sums(self) -> bool:
-        """True if products with the sums of x are added as floats."""
+        """Return True if products with the sums of x are added as floats."""
         return self.minimums is not None or self.steps != 1
 
     def check(self, y: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None, *, float_sums: bool = False) -> None:
-        """y is the product of the quantized rows, and of x itself, within the bounds of the contract.
+        """Check y against the product of the quantized rows and against that of x itself, within the documented bounds.
 
-        float_sums: the inner sums may be float32 ones in any order, as in the ONNX function.
+        float_sums: The inner sums may be float32 sums in any order, as in the ONNX function.
         """
         q, s = quantize_groups(x, self.group)
         k, n = self.q.shape
@@ -179,15 +179,16 @@ def _packed(rows: np.ndarray) -> np.ndarray:
 
 
 def runnable_kernels(bits: int = 4) -> list[str]:
-    """Names of the table's rows that this CPU can run."""
+    """Return the names of the kernels that this CPU can run."""
     rows = _testing.w8a8_matmul_kernels() if bits == 8 else _testing.w4a8_matmul_kernels()
     return [row["name"] for row in rows if row["runs_here"]]
 
 
 def check_many_rows(kernel: str, group: int, **kind: Any) -> None:
-    """More inputs than a kernel makes ready at once, more rows than it keeps sums of; a row depends on itself alone.
+    """Check a kernel with more inputs and rows than it processes at once: a row depends only on itself.
 
-    kind: as GroupLayer.random takes it."""
+    kind: Arguments of GroupLayer.random.
+    """
     rng = np.random.default_rng(1)
     for m, k, n in ((600, 96, 70), (64, 1100, 50), (272, 1100, 50)):
         layer = GroupLayer.random(rng, k, n, group, **kind)

@@ -1,4 +1,4 @@
-"""The contract of ops/epilogue/layer_norm.h, and vectors to try it with."""
+"""A check of the error bound in ops/epilogue/layer_norm.h, and vectors to test it with."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Floats = NDArray[np.float32]
 
 
 def assert_normalized(y: Floats, x: Floats, weight: Floats, bias: Floats, epsilon: float) -> None:
-    """y is the LayerNormalization of x within the contract; all are finite, |x| <= 2^60, epsilon >= 2^-60."""
+    """Check that y is the LayerNormalization of x within the bound; all are finite, |x| <= 2^60, epsilon >= 2^-60."""
     n = x.shape[1]
     wide = x.astype(np.float64)
     d = wide - wide.mean(axis=1, keepdims=True)
-    # Twice: the first mean is rounded.
+    # Subtracted twice, because the first mean is rounded.
     d -= d.mean(axis=1, keepdims=True)
     s = np.sqrt((d * d).mean(axis=1, keepdims=True) + np.float64(np.float32(epsilon)))
     p = d / s

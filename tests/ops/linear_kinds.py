@@ -1,4 +1,4 @@
-"""The weights that SparseAMXMatMul and its kin store, and what follows their product, for the tests of all of them."""
+"""The weight formats and epilogues of SparseAMXMatMul and related operators, for the tests of all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes and shares of zeros at which kernels of linear layers are tested."""
+"""Sizes and fractions of zeros for tests of the kernels of linear layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrices with patterns of zeros, and the oracle for products of them."""
+"""Matrices with patterns of zeros, and the expected products."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ PATTERNS = ("random", "blocks", "columns", "rows", "tiles")
 def random_matrix(rng: np.random.Generator, rows: int, columns: int, pattern: str, sparsity: float) -> np.ndarray:
     """Return float32 [rows, columns] with a fraction of about `sparsity` zeros.
 
-    pattern: which numbers are zero together: random, each its own; blocks: 16 of a row, as MaskedMatMul skips them;
-    columns and rows; tiles: 8 rows of a column.
+    pattern: The elements that are zero together. random: single ones; blocks: 16 of a row, as MaskedMatMul skips them;
+    columns; rows; tiles: 8 rows of a column.
     """
     x = rng.standard_normal((rows, columns), dtype=np.float32)
     shape, repeats = {
@@ -30,16 +30,16 @@ def random_matrix(rng: np.random.Generator, rows: int, columns: int, pattern: st
 
 
 def expected_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The dense product in float64."""
+    """Return the dense product in float64."""
     with np.errstate(invalid="ignore"):
         product: np.ndarray = (a.astype(np.float64)[:, :, None] * b.astype(np.float64)[None]).sum(1)
     return product
 
 
 def assert_product_close(y: np.ndarray, a: np.ndarray, b: np.ndarray, products: int = 1) -> None:
-    """y equals a @ b within the rounding of float32 sums in any order; NaN and Inf stand where they do there.
+    """Check that y is a @ b within the rounding of float32 sums in any order, with NaN and Inf at the same positions.
 
-    products: roundings of a product before it is added.
+    products: Number of roundings of a product before it is added.
     """
     assert y.dtype == np.float32 and y.shape == (a.shape[0], b.shape[1])
     with np.errstate(invalid="ignore"):

@@ -1,7 +1,7 @@
 """Check answers in an emulator of another CPU: `python -m tests.ops.on_another_cpu FOLDER`.
 
-Runs the models that tests/aarch64/answers.py wrote to the folder, and kernels. Prints the CPU's features and each
-answer's error.
+It runs the models that tests/aarch64/answers.py wrote to the folder, and kernels, and prints the CPU's features and
+each answer's error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def distance(there: np.ndarray, here: np.ndarray) -> float:
 
 
 def of_models(folder: Path) -> dict[str, float]:
-    """The greatest distance of an output, by the model's name."""
+    """Return the largest distance of an output, by the model's name."""
     found = {}
     for path in sorted(folder.glob("*.onnx")):
         session = ortolan.create_session(path)

@@ -1,4 +1,4 @@
-"""PackTokens and UnpackTokens: models of one node, and both in numpy."""
+"""PackTokens and UnpackTokens: models of one node, and both in NumPy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Kept = NDArray[np.int64]
 def node_model(
     op_type: str, rank: int = 3, x_type: type = np.float32, opset: int = 17, kept_rank: int = 2
 ) -> onnx.ModelProto:
-    """One node "tokens" with its function: inputs kept and X, output Y."""
+    """Return one node "tokens" with its function: inputs kept and X, output Y."""
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(x_type))
     shapes = {"kept": [f"k{i}" for i in range(kept_rank)], "X": [f"x{i}" for i in range(rank)]}
     graph = helper.make_graph(

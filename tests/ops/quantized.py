@@ -1,4 +1,4 @@
-"""Sparse quantized weights, and a numpy oracle of their product."""
+"""Sparse quantized weights, and their product in NumPy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMALLEST = 1.2e-38
 
 
 def sparse_integers(rng: np.random.Generator, k: int, n: int, sparsity: float, bits: int) -> np.ndarray:
-    """An int8 [k, n] matrix of all weights that `bits` can hold, about `sparsity` of it zero (all at 1)."""
+    """Return an int8 [k, n] matrix of weights of `bits` bits, about `sparsity` of them zero (all at 1)."""
     most = 2 ** (bits - 1)
     q = rng.integers(-most, most, (k, n), dtype=np.int8)
     q[q == 0] = 1
@@ -24,8 +24,10 @@ def sparse_integers(rng: np.random.Generator, k: int, n: int, sparsity: float, b
 
 
 def quantize_rows(x: np.ndarray, zero_points: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """q int64 [m, k], less the zero point of its row if there are any, and s float32 [m, 1]; s is NaN and q zero for
-    rows that are not finite."""
+    """Return q, int64 [m, k], minus the zero point of its row if requested, and s, float32 [m, 1].
+
+    s is NaN and q zero for rows that are not finite.
+    """
     finite = np.isfinite(x).all(axis=1, keepdims=True)
     x = np.where(finite, x, np.float32(0))
     if zero_points:
@@ -41,14 +43,14 @@ def quantize_rows(x: np.ndarray, zero_points: bool = False) -> tuple[np.ndarray,
 
 @dataclass(frozen=True)
 class Layer:
-    """Quantized weights with their scales [groups, n]: one group for int8 (group None), bf16 numbers for int4."""
+    """Quantized weights with scales [groups, n]: one group for int8 (group None), bf16 values for int4."""
 
     weights: np.ndarray
     scales: np.ndarray
     group: int | None
     packed: Packed
     zero_points: bool = False  # of rows of x; int8 only
-    weight_zeros: np.ndarray | None = None  # int8 [n], taken off the weights; only with zero_points
+    weight_zeros: np.ndarray | None = None  # int8 [n], subtracted from the weights; only with zero_points
 
     @classmethod
     def random(
@@ -63,18 +65,20 @@ class Layer:
 
     @classmethod
     def two_four(cls, weights: np.ndarray, scales: np.ndarray, group: int | None) -> Layer:
-        """A layer of weights that are 2:4 sparse, in 2:4 storage."""
+        """Return a layer of 2:4 sparse weights, in 2:4 storage."""
         pack = _native.pack_two_four_int8 if group is None else _native.pack_two_four_int4
         return cls(weights, scales, group, pack(weights))
 
     def stored_dense(self) -> Layer:
-        """The same layer in dense storage."""
+        """Return the same layer in dense storage."""
         pack = _native.pack_bitmap_int8 if self.group is None else _native.pack_bitmap_int4
         return replace(self, packed=pack(self.weights, dense=True))
 
     def kinds(self) -> list[Layer]:
-        """The layer, and those of the same weights for rows of x with zero points, without and with zero points of
-        weights, if kernels have them."""
+        """Return the layer and, if kernels support it, the same weights for rows of x with zero points.
+
+        The latter come without and with zero points of the weights.
+        """
         if self.group is not None:
             return [self]
         weight_zeros = np.resize(np.array([-128, 127, 0, 1, -7], np.int8), self.weights.shape[1])
@@ -111,16 +115,16 @@ class Layer:
         return _testing.sparse_amx_matmul_int4(x, *packed, scales, self.group, k, n, bias=bias, kernel=kernel)
 
     def dense(self) -> np.ndarray:
-        """The weights as float64 [k, n]."""
+        """Return the weights as float64 [k, n]."""
         scales = self.scales if self.group is None else np.repeat(self.scales, self.group, axis=0)
         return self.centred() * scales[: self.weights.shape[0]].astype(np.float64)
 
     def centred(self) -> np.ndarray:
-        """The weights less their zero points, int64 [k, n]."""
+        """Return the weights minus their zero points, int64 [k, n]."""
         return self.weights.astype(np.int64) - (0 if self.weight_zeros is None else self.weight_zeros)
 
     def expect(self, x: np.ndarray, bias: np.ndarray | None = None) -> Expected:
-        """The product of the quantized rows, and of x itself, with the bounds of the contract."""
+        """Return the product of the quantized rows and that of x itself, with the documented bounds."""
         q, s = quantize_rows(x, self.zero_points)
         s64, added = s.astype(np.float64), 0.0 if bias is None else bias.astype(np.float64)
         dense, whole = self.dense(), self.centred().astype(np.float64)
@@ -150,17 +154,17 @@ class Layer:
 
 @dataclass(frozen=True)
 class Expected:
-    """float64 [m, n] but for rows [m], of finite activations, and bits."""
+    """Expected answers, float64 [m, n], except `rows` [m], the rows with finite activations, and `bits`."""
 
     exact: np.ndarray
     rounding: np.ndarray
-    ideal: np.ndarray  # of activations that are not quantized
-    theory: np.ndarray  # how far the product may be from it
+    ideal: np.ndarray  # the product of activations that are not quantized
+    theory: np.ndarray  # the largest difference of the product from `ideal`
     rows: np.ndarray
-    bits: np.ndarray | None  # float32: one order of two products has the same bits everywhere
+    bits: np.ndarray | None  # float32; set if two products are added in one order, which gives equal bits everywhere
 
     def check(self, y: np.ndarray, m: int) -> None:
-        """y is the answer to the first m rows."""
+        """Check y, the answer for the first m rows."""
         rows = self.rows[:m]
         assert y.shape == self.exact[:m].shape and y.dtype == np.float32
         if self.bits is not None:
@@ -171,5 +175,5 @@ class Expected:
 
 
 def runnable_int8_kernels() -> list[str]:
-    """Names of the int8 table's rows that this CPU can run."""
+    """Return the names of the int8 kernels that this CPU can run."""
     return [row["name"] for row in _testing.sparse_amx_matmul_int8_kernels() if row["runs_here"]]

@@ -1,4 +1,4 @@
-"""One-node models of ai.ortolan operators, and numpy oracles for them."""
+"""One-node models of ai.ortolan operators, and their expected answers in NumPy."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ortolan import _testing
 
 Packed = tuple[np.ndarray, np.ndarray, np.ndarray]
 
-# Unit roundoff of float32: any order of a sum of k products is within (k + small) * U * sum |x||w|.
+# Unit roundoff of float32: a sum of k products, in any order, has an error of at most (k + small) * U * sum |x||w|.
 U = 2.0**-24
 
 
 def to_bf16(a: np.ndarray) -> np.ndarray:
-    """a rounded to bfloat16 (nearest even), as float32."""
+    """Return a rounded to bfloat16 (nearest even), as float32."""
     return a.astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
@@ -33,7 +33,7 @@ def sparse_weight(rng: np.random.Generator, k: int, n: int, sparsity: float) -> 
 
 
 def assert_matmul_close(y: np.ndarray, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None = None) -> None:
-    """y equals bf16(x) @ bf16(w) + bias within the rounding of float32 sums in any order."""
+    """Check that y is bf16(x) @ bf16(w) + bias within the rounding of float32 sums in any order."""
     xr, wr = to_bf16(x).astype(np.float64), to_bf16(w).astype(np.float64)
     expected = xr @ wr + (0 if bias is None else bias.astype(np.float64))
     magnitude = np.abs(xr) @ np.abs(wr) + (0 if bias is None else np.abs(bias))
@@ -57,9 +57,9 @@ def sparse_amx_matmul_model(
     zero_points: np.ndarray | None = None,
     **attributes: float,
 ) -> onnx.ModelProto:
-    """A model of one SparseAMXMatMul node "linear": input x [d0, …, k], output y [d0, …, n].
+    """Return a model of one SparseAMXMatMul node "linear": input x [d0, …, k], output y [d0, …, n].
 
-    The element type of values tells the kind of weight, uint16 being the bits of bf16, also in scales. residual: a
+    The element type of values selects the kind of weight; uint16 is the bits of bf16, also in scales. residual: A
     constant, or the shape of an input "residual".
     """
     masks, values, offsets = packed
@@ -71,7 +71,7 @@ def sparse_amx_matmul_model(
         inputs.append("w.scales")
         tensors["w.scales"] = _typed(scales)
     if zero_points is not None:
-        inputs += [*[""] * (9 - len(inputs)), "w.zero_points"]  # behind those of a norm
+        inputs += [*[""] * (9 - len(inputs)), "w.zero_points"]  # after the inputs of a norm
         tensors["w.zero_points"] = zero_points
     while not inputs[-1]:
         inputs.pop()
@@ -100,7 +100,7 @@ def _typed(array: np.ndarray) -> np.ndarray:
 
 
 def session(model: onnx.ModelProto | Path, *, library: bool = True, threads: int = 1) -> ort.InferenceSession:
-    """An ORT session over the model, given or in a file, with or without Ortolan's library registered."""
+    """Open an ORT session for the model, given or in a file, with or without Ortolan's library."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 4
@@ -111,12 +111,12 @@ def session(model: onnx.ModelProto | Path, *, library: bool = True, threads: int
 
 
 def assert_same_bits(y: np.ndarray, expected: np.ndarray) -> None:
-    """Two float32 arrays are equal bit by bit: zeros in their signs, NaNs in their payloads."""
+    """Check that two float32 arrays have the same bits, including signs of zeros and payloads of NaNs."""
     np.testing.assert_array_equal(y.view(np.uint32), expected.view(np.uint32))
 
 
 def at_odd_address(a: np.ndarray) -> np.ndarray:
-    """A copy of a that begins at an odd address and ends where its memory ends."""
+    """Return a copy of a that begins at an odd address and ends at the end of its memory."""
     memory = np.empty(a.nbytes + 1, np.uint8)
     copy = np.frombuffer(memory.data, a.dtype, offset=1).reshape(a.shape)
     copy[...] = a
@@ -125,7 +125,7 @@ def at_odd_address(a: np.ndarray) -> np.ndarray:
 
 
 def with_constants(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> onnx.ModelProto:
-    """The model with constants in place of these inputs."""
+    """Return the model with constants instead of these inputs."""
     changed = onnx.ModelProto.FromString(model.SerializeToString())
     graph = changed.graph
     inputs = [value for value in graph.input if value.name not in feeds]
@@ -152,5 +152,5 @@ def save_at_odd_places(model: onnx.ModelProto, folder: Path) -> None:
 
 
 def runnable_kernels() -> list[str]:
-    """Names of the kernel table's rows that this CPU can run."""
+    """Return the names of the kernels that this CPU can run."""
     return [row["name"] for row in _testing.sparse_amx_matmul_kernels() if row["runs_here"]]

@@ -24,7 +24,7 @@ def function(uses: Uses, opset: int = 17, unpack_once: bool = True) -> onnx.Func
 
 @dataclass(frozen=True)
 class LayerNorm:
-    """Behind the layer."""
+    """The LayerNormalization after the layer."""
 
     weight: np.ndarray  # float32 [columns of y]
     bias: np.ndarray  # the same
@@ -35,7 +35,7 @@ class LayerNorm:
         return cls(rng.standard_normal(n, dtype=np.float32) + 1, rng.standard_normal(n, dtype=np.float32), epsilon)
 
     def check(self, y: np.ndarray, x: np.ndarray) -> None:
-        """y is the LayerNormalization of x, in float32 operations on what may be some roundings away from x."""
+        """Check that y is the LayerNormalization of x, in float32, if x has an error of some roundings."""
         wide = x.astype(np.float64)
         s = np.sqrt(wide.var(axis=-1, keepdims=True) + self.epsilon)
         p = (wide - wide.mean(axis=-1, keepdims=True)) / s
@@ -59,10 +59,10 @@ def node_model(
     norm: LayerNorm | None = None,
     uses: Uses | None = None,
 ) -> onnx.ModelProto:
-    """One VNNISpMM node "linear" with its function: input x [d0, …, k], output y.
+    """Return a model of one VNNISpMM node "linear" with its function: input x [d0, …, k], output y.
 
-    residual: the shape of an input. hidden: a layer in front, with the range of x. uses: that of the function, where it
-    is for other nodes as well: this one then has neutral inputs.
+    residual: The shape of an input. hidden: A preceding layer, with the range of x. uses: Requirements of the function
+    if other nodes use it too; this node then has neutral inputs.
     """
     k, n = layer.q.shape
     own = uses is None

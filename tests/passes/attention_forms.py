@@ -1,4 +1,4 @@
-"""Attention as different exporters write it, and graphs that only look like attention."""
+"""Attention in the forms that exporters write, and graphs that only look like attention."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def mask_first_and_scaled_query(graph: Graph) -> str:
 
 
 def shape_chains(graph: Graph) -> str:
-    """TorchScript's scaled_dot_product_attention: reads shapes, and computes the scale from one of them."""
+    """TorchScript's scaled_dot_product_attention: it reads shapes, and computes the scale from one of them."""
 
     def size(x: str, axis: int) -> str:
         one = graph.op("Gather", graph.op("Shape", x), np.array(axis, np.int64), axis=0)
@@ -65,7 +65,7 @@ def shape_chains(graph: Graph) -> str:
 
 
 def keys_by_way_of_three_dimensions(graph: Graph) -> str:
-    """Keys transposed as the dynamo exporter does it."""
+    """Transpose keys in three dimensions, as the dynamo exporter does."""
     heads = graph.heads(graph.linear("kk"))
     shape = graph.op("Shape", heads)
     rows = graph.op("Slice", shape, np.array([2]), np.array([3]))
@@ -95,7 +95,7 @@ def filled(hides: bool, fill: float = LOWEST) -> Callable[[Graph], str]:
 
 
 def zeros_for_nan(graph: Graph) -> str:
-    """Boolean masks as PyTorch exports them."""
+    """Boolean masks as PyTorch exports them, with zeros for NaN."""
     q, k, v = (graph.linear(name) for name in ("q", "kk", "vvv"))
     scores = graph.op("MatMul", graph.heads(q), graph.transpose(graph.heads(k), 0, 1, 3, 2))
     mask = graph.op("Where", graph.hidden(), graph.number(-np.inf), graph.number(0))
@@ -120,7 +120,7 @@ def position_bias(graph: Graph) -> str:
 
 
 def masked_by(*makers: Callable[[Graph], str], joined: bool = False) -> Callable[[Graph], str]:
-    """Add these masks to the scores, one after the other; joined: as one sum."""
+    """Add these masks to the scores, one after the other; joined: add their sum."""
 
     def build(graph: Graph) -> str:
         q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
@@ -170,7 +170,7 @@ def multi_head_attention(graph: Graph) -> str:
 
 
 def onnx_attention(graph: Graph) -> str:
-    """Opset-23 Attention with fewer heads of keys and values, and a boolean mask."""
+    """Attention of opset 23 with fewer heads of keys and values, and a boolean mask."""
     graph.opset = 23
     q, k, v = graph.linear("q"), graph.linear("kk", width=2 * D), graph.linear("vvv", width=2 * D)
     rows = size_of_rows(graph)

@@ -23,7 +23,7 @@ FLOAT, BOOL, INT64 = TensorProto.FLOAT, TensorProto.BOOL, TensorProto.INT64
 
 @dataclass
 class Graph:
-    """Nodes of a model with one attention: x and optionally mask to y, with the usual names."""
+    """Nodes of a model with one attention, from x and optionally mask to y, with the usual names."""
 
     nodes: list[NodeProto] = field(default_factory=list)
     weights: dict[str, np.ndarray] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Graph:
     opset: int = 17
 
     def op(self, op_type: str, *inputs: str | np.ndarray, domain: str = "", **attributes: Any) -> str:
-        """Add a node, with arrays among its inputs as constants, and return its output."""
+        """Add a node, with its array inputs as constants, and return its output."""
         names = []
         for one in inputs:
             if not isinstance(one, str):
@@ -103,7 +103,7 @@ def plain(graph: Graph, mask: bool = True) -> tuple[str, str]:
 
 
 def zeros_for_rows_without_keys(counted: str = "mask", limit: float = 1.0) -> Callable[[Graph], str]:
-    """scaled_dot_product_attention as transformers 5 exports it; `counted` is the mask that rows are judged by."""
+    """scaled_dot_product_attention as transformers 5 exports it. counted: the mask that shows which rows have keys."""
 
     def build(graph: Graph) -> str:
         q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))

@@ -31,7 +31,7 @@ class CachedGraph(Graph):
         return output
 
     def size(self, x: str, axis: int) -> str:
-        """Return a dimension as [1]."""
+        """Return the size of an axis, as [1]."""
         return self.op("Gather", self.op("Shape", x), np.array([axis], np.int64))
 
     def scalar(self, x: str) -> str:
@@ -52,7 +52,7 @@ class CachedGraph(Graph):
         return self.op("Where", self.visible(), self.number(0), self.number(value))
 
     def cut(self, mask: str, like: str = "present_key") -> str:
-        """Slice a mask to the length of the cache, which is read inside the attention."""
+        """Slice a mask to the length of the cache, which the attention reads."""
         zero, last = np.array([0], np.int64), np.array([3], np.int64)
         return self.op("Slice", mask, zero, self.size(like, 2), last, np.array([1], np.int64))
 
@@ -61,7 +61,7 @@ class CachedGraph(Graph):
 
 
 def joined_layer(graph: CachedGraph) -> str:
-    """GPT-2: one layer for query, key and value, then a Split; shapes and the scale are read inside; NaN becomes 0."""
+    """GPT-2: one layer for query, key and value, then a Split; shapes and scale are read inside; NaN becomes 0."""
     sizes = np.array([W, W, W], np.int64)
     names = ["q", "k", "v"]
     graph.weights["sizes"] = sizes
@@ -89,7 +89,7 @@ def joined_layer(graph: CachedGraph) -> str:
 
 
 def constant_masks(graph: CachedGraph) -> str:
-    """GPT-Neo: Casts of values that are already float, also of the cache; a table sliced by lengths as window."""
+    """GPT-Neo: Casts of values that are already float, including the cache; a constant mask sliced to the lengths."""
     q, k, v = (graph.heads(graph.linear(name)) for name in ("query", "ke", "value"))
     appended = graph.op("Concat", "past_key", k, axis=-2)
     graph.nodes.append(helper.make_node("Cast", [appended], ["present_key"], "/cache", to=FLOAT))
@@ -107,7 +107,7 @@ def constant_masks(graph: CachedGraph) -> str:
 
 
 def heads_of_all_sequences(graph: CachedGraph) -> str:
-    """BLOOM: query, key and value of a head side by side; 3-D products; a position bias for each head."""
+    """BLOOM: query, key and value of each head are adjacent; 3-D products; a position bias for each head."""
     qkv = graph.reshape(graph.linear("qkv", width=3 * W), 0, 0, H, 3, D)
     q, k, v = (
         graph.transpose(graph.op("Gather", qkv, np.array(index, np.int64), axis=3), 0, 2, 1, 3) for index in range(3)
@@ -192,7 +192,7 @@ def model(form: Callable[[CachedGraph], str]) -> onnx.ModelProto:
 
 
 def feeds(model: onnx.ModelProto, past: int, rows: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Two sequences, the first with two tokens of left padding."""
+    """Return feeds of two sequences, the first with two tokens of left padding."""
     rng = np.random.default_rng(seed)
     heads = (
         next(value for value in model.graph.input if value.name == "past_key").type.tensor_type.shape.dim[1].dim_value

@@ -38,9 +38,9 @@ def llama(attention: str, **overrides: Any) -> onnx.ModelProto:
 
 
 def unequal_mask(padding: str) -> np.ndarray:
-    """A mask int64 [2, 81] of a prompt of 70 tokens and 11 more.
+    """Return a mask int64 [2, 81] for a prompt of 70 tokens and 11 more tokens.
 
-    The second sequence lacks 30 tokens on the left or right.
+    The second sequence has 30 tokens of padding on the left or right.
     """
     mask = np.ones((2, 81), np.int64)
     mask[1, :30] = 0
@@ -64,7 +64,7 @@ def session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
 
 
 def prompt(model: onnx.ModelProto, batch: int = 2, tokens: int = 50, seed: int = 0) -> Arrays:
-    """Feeds with an empty cache."""
+    """Return feeds with an empty cache."""
     ids = np.random.default_rng(seed).integers(0, VOCABULARY, (batch, tokens))
     return Decoding(model, ids).feeds(0, tokens)
 
@@ -80,7 +80,7 @@ class Decoding:
             if value.name.startswith("past_key_values"):
                 shape = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
                 dtype = helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
-                # The fixed number of slots for exact keys; otherwise 0 tokens.
+                # Exact keys have a fixed number of slots; other caches begin with 0 tokens.
                 self.caches[value.name] = np.zeros((len(ids), *shape[1:]), dtype)
 
     def feeds(self, begin: int, end: int) -> Arrays:

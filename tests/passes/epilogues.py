@@ -20,7 +20,7 @@ WEIGHTS = {"W": random_weight(K, N), "b": random_weight(N, seed=1)}
 class Writer:
     """Writes the nodes after the layer y = x W + b.
 
-    `choose(n)` picks 0 … n - 1: the order of the operands of each Add and Mul, and how each constant is stored.
+    `choose(n)` picks 0 … n - 1. It decides the order of the operands of each Add and Mul, and how constants are stored.
     """
 
     def __init__(self, choose: Callable[[int], int] = lambda n: 0, dtype: type = np.float32) -> None:
@@ -73,14 +73,14 @@ class Writer:
         )
 
 
-# The form of TorchScript and dynamo.
+# GELU as TorchScript and dynamo export it.
 def gelu_torch(w: Writer, x: str) -> str:
     gate = w.node("Add", w.node("Erf", w.node("Div", x, math.sqrt(2))), 1.0)
     return w.node("Mul", w.node("Mul", x, gate), 0.5)
 
 
 def run_unoptimized(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """Run the nodes as written: ORT's own fusions would hide what they compute."""
+    """Run the nodes as written. ORT's own fusions would replace the nodes under test."""
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

@@ -28,10 +28,10 @@ def fused_model(
     ranks: Mapping[str, int] | None = None,
     **attributes: Any,
 ) -> onnx.ModelProto:
-    """A model of one operator.
+    """Return a model of one operator.
 
-    given: inputs with their dimensions. before: nodes before the operator. ranks: ranks of outputs, by default 3;
-    outputs of rank 1 are int32.
+    given: Inputs with their dimensions. before: Nodes before the operator. ranks: Ranks of outputs, by default 3.
+    Outputs of rank 1 are int32.
     """
     ranks = ranks or {}
     values = [
@@ -55,7 +55,7 @@ def _output(name: str, rank: int) -> onnx.ValueInfoProto:
 
 
 def unfused(model: onnx.ModelProto, tables: bool = True) -> tuple[onnx.ModelProto, list[str]]:
-    """Return the model in the forms that the passes know, and the reasons of the nodes that are not split."""
+    """Return the model in the forms that the passes know, and the reasons why nodes are not split."""
     loaded = ir.from_proto(model)
     unfuse(loaded, NewNames(loaded), tables)
     reasons = [reason for node in loaded.graph.all_nodes() if (reason := why_left(node)) is not None]

@@ -24,7 +24,7 @@ MICROSOFT = "com.microsoft"
 
 
 def sparse_integers(k: int, n: int, fraction: float = 0.75, seed: int = 0) -> np.ndarray:
-    """int8 [k, n], -127 … 127, with this fraction of the blocks of four outputs zero."""
+    """Return int8 [k, n], -127 … 127, with this fraction of the blocks of four outputs zero."""
     rng = np.random.default_rng(seed)
     kept = np.repeat(rng.random((k, -(-n // 4))) >= fraction, 4, axis=1)[:, :n]
     return np.where(kept, rng.integers(-127, 128, (k, n)), 0).astype(np.int8)
@@ -79,7 +79,7 @@ class Int8Layer:
         return (codes - self.x_zero).astype(np.float32) * self.x_scale
 
     def expected(self, x: np.ndarray) -> np.ndarray:
-        """Return y, exact for fixed ranges. Forms in ROUNDED: the dequantized output."""
+        """Return y, exact for fixed ranges; for forms in ROUNDED, the dequantized output."""
         y = self.rounded(x) @ self.matrix + (self.b if self.bias else 0)
         if self.form not in ROUNDED:
             return y
@@ -171,7 +171,7 @@ class Int8Layer:
         return [*nodes, node("MatMul", names, [result], name="linear"), *add]
 
     def model(self, *more: onnx.NodeProto, **arguments: Any) -> onnx.ModelProto:
-        """Return a model x -> y; `more` nodes compute y from the layer's r."""
+        """Return a model x -> y. `more` nodes compute y from the layer's output r."""
         nodes = [*self.nodes("r" if more else "y"), *more]
         used = {name for node in nodes for name in node.input}
         return make_model(
@@ -204,5 +204,5 @@ def adopt(model, output=None, **arguments) -> OptimizationReport:
 
 
 def outputs(model: onnx.ModelProto, x: np.ndarray) -> list[np.ndarray]:
-    """Return the outputs with the library and without it."""
+    """Return the outputs with and without the library."""
     return [run(model, {"x": x}, library)[0] for library in (True, False)]

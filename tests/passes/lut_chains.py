@@ -29,7 +29,7 @@ NUMBERS: dict[str, np.ndarray] = {
 
 
 def node(op_type: str, inputs: str, output: str, **attributes: Any) -> NodeProto:
-    """A node named after its output."""
+    """Return a node named after its output."""
     return helper.make_node(op_type, inputs.split(), [output], name=f"n_{output}", **attributes)
 
 
@@ -38,7 +38,7 @@ def microsoft(op_type: str, inputs: str, output: str, **attributes: Any) -> Node
 
 
 def between(*nodes: NodeProto) -> list[NodeProto]:
-    """Nodes from a to b between DequantizeLinear and QuantizeLinear."""
+    """Put nodes from a to b between DequantizeLinear and QuantizeLinear."""
     return [
         node("DequantizeLinear", "x scale zero", "a"),
         *nodes,
@@ -53,7 +53,7 @@ def code_model(
     constants: Mapping[str, np.ndarray] | None = None,
     opset: int = 21,
 ) -> onnx.ModelProto:
-    """A model of quantized x [rows, 17]; outputs: by default y of x's type."""
+    """Return a model of quantized x [rows, 17]. outputs: by default y of x's type."""
     limits = np.iinfo(x_type)
     numbers = {
         **NUMBERS,
@@ -90,7 +90,7 @@ def answers(model: onnx.ModelProto, feeds: dict[str, np.ndarray], library: bool 
 
 
 def all_codes(dtype: type) -> np.ndarray:
-    """Every value of the type in random order, some twice: [n, 17]."""
+    """Return every value of the type in random order, some twice: [n, 17]."""
     limits = np.iinfo(dtype)
     codes = np.arange(limits.min, limits.max + 1)
     codes = np.random.default_rng(0).permutation(np.concatenate([codes, codes[: -len(codes) % 17]]))

@@ -24,7 +24,7 @@ FEEDS = [
 
 
 class Reader(quantization.CalibrationDataReader):
-    """Calibration feeds: for a BERT unless others are given."""
+    """Calibration feeds, by default for a BERT."""
 
     def __init__(self, feeds: Sequence[Mapping[str, np.ndarray]] = FEEDS) -> None:
         self._left = list(feeds)

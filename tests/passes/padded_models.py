@@ -31,7 +31,7 @@ PAD = 1  # the padding token's id
 
 
 def with_unpad(recipe: Recipe, **options: Any) -> Recipe:
-    """The recipe with pass unpad exactly once."""
+    """Return the recipe with pass unpad exactly once."""
     return recipe.without_pass("unpad").with_pass("unpad", **(options or {"pad_token_id": PAD}))
 
 
@@ -65,7 +65,7 @@ def reason(report: OptimizationReport) -> str:
 
 
 def encoder_feeds(model: onnx.ModelProto, mask: Any, seed: int = 0) -> Feeds:
-    """Random token ids where the mask is set, the padding id elsewhere."""
+    """Return random token ids where the mask is set, the padding id elsewhere."""
     mask = np.array(mask, np.int64)
     rng = np.random.default_rng(seed)
     given: Feeds = {
@@ -86,7 +86,7 @@ def add_nodes(
     weights: Mapping[str, np.ndarray] | None = None,
     keep: bool = False,
 ) -> onnx.ModelProto:
-    """Append these nodes to the model. keep: keep its own outputs too."""
+    """Append these nodes to the model. keep: keep the model's outputs too."""
     model.graph.node.extend(nodes)
     model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in (weights or {}).items())
     if not keep:
@@ -139,7 +139,7 @@ def first_token(
 
 
 def attention_model(form: Callable[[Graph], str], kind: int = TensorProto.INT64) -> onnx.ModelProto:
-    """A model of attention_forms, with its mask named attention_mask and of this element type."""
+    """Return a model of attention_forms whose mask is named attention_mask and has this element type."""
     graph = Graph()
     model = graph.model(form(graph))
     for node in model.graph.node:
@@ -173,10 +173,7 @@ def answers(model: onnx.ModelProto, given: Feeds) -> list[np.ndarray]:
 
 
 def as_written(model: onnx.ModelProto, given: Feeds) -> list[np.ndarray]:
-    """Run the model's own operators.
-
-    ONNX Runtime fuses some if it knows their shapes, and then sums in another order.
-    """
+    """Run the model's own operators, without ONNX Runtime's fusions, which sum in another order."""
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4

@@ -36,12 +36,12 @@ def spread(scales: np.ndarray, quantization: Quantization, k: int) -> np.ndarray
 
 @st.composite
 def weights(draw) -> np.ndarray:
-    """Columns of very different magnitudes, with zeros at random and as whole columns or groups."""
+    """Columns of very different magnitudes, with random zeros and with zero columns or groups."""
     k, n = draw(st.integers(1, 150)), draw(st.integers(1, 6))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     low, high = sorted(draw(st.tuples(*[st.floats(-45, 38.5)] * 2)))
     values = rng.standard_normal((k, n)) * 10 ** (low + (high - low) * rng.random(n))
-    if draw(st.booleans()):  # and within a column
+    if draw(st.booleans()):  # different magnitudes within a column too
         values *= 10.0 ** rng.uniform(-8, 0, (k, n))
     values[rng.random((k, n)) < draw(st.sampled_from([0.0, 0.5, 0.97, 1.0]))] = 0
     largest = np.finfo(np.float32).max

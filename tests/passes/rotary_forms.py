@@ -15,13 +15,13 @@ END = 2**63 - 1
 
 
 def _positions(graph: Graph) -> str:
-    """int64 [rows]: the position of each token in its sequence."""
+    """Return the position of each token in its sequence, int64 [rows]."""
     rows = graph.op("Squeeze", size_of_rows(graph), np.array([0]))
     return graph.op("Range", np.array(0), rows, np.array(1))
 
 
 def _of_positions(graph: Graph) -> tuple[str, str]:
-    """Cosine and sine shared by all sequences, [1, 1, rows, D]; the product has frequencies before positions."""
+    """Cosine and sine for all sequences, [1, 1, rows, D]; the product has frequencies before positions."""
     positions = graph.op("Cast", graph.op("Unsqueeze", _positions(graph), np.array([0, 1])), to=FLOAT)
     return _of_angles(graph, graph.transpose(graph.op("MatMul", FREQUENCIES.reshape(1, -1, 1), positions), 0, 2, 1))
 
@@ -55,7 +55,7 @@ def _of_table(graph: Graph) -> tuple[str, str]:
 
 
 def _halves(graph: Graph, x: str, cos: str, sin: str) -> str:
-    """Rotate pairs that are half a head apart. The end of the half is computed from a shape."""
+    """Rotate pairs that are half a head apart. The slice's end is computed from a shape."""
     width = graph.op("Slice", graph.op("Shape", x), np.array([3]), np.array([4]))
     half = graph.op("Div", width, np.array([2]))
     first = graph.op("Slice", x, np.array([0]), half, np.array([3]))
@@ -75,7 +75,7 @@ def _pairs(graph: Graph, x: str, cos: str, sin: str) -> str:
 
 
 def _parts(graph: Graph, x: str, cos: str, sin: str) -> str:
-    """Rotate half of each head, which is as wide as the cosines."""
+    """Rotate half of each head; the cosines have this width."""
     turned, rest = D // 2, D - D // 2
     node = graph.op("Split", x, np.array([turned, rest]), axis=-1)
     graph.nodes[-1].output.append(f"{node}_rest")
@@ -111,7 +111,7 @@ def rotary(angles: Angles, turn: Turn, norm: bool = False) -> Callable[[Graph], 
 
 
 def joined(take: Callable[[Graph, str], list[str]]) -> Callable[[Graph], str]:
-    """Queries, keys and values come from one layer; the axis of heads is moved before them."""
+    """Queries, keys and values come from one layer, after which the axis of heads is moved to the front."""
 
     def build(graph: Graph) -> str:
         size = graph.op("Shape", "x", start=0, end=1)

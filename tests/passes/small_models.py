@@ -37,7 +37,7 @@ def make_model(
     functions: Sequence[onnx.FunctionProto] = (),
     domains: Mapping[str, int] | None = None,
 ) -> onnx.ModelProto:
-    """A checked model. Inputs and outputs are given as name: (element type, shape)."""
+    """Return a checked model. Inputs and outputs are given as name: (element type, shape)."""
     initializers = [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()]
     values = [
         [helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in side.items()]
@@ -51,7 +51,7 @@ def make_model(
 
 
 def matmul_model(k: int = 20, n: int = 24, opset: int = 17, weight: np.ndarray | None = None) -> onnx.ModelProto:
-    """y = x W + b as MatMul and Add, x of shape [batch, sequence, k]."""
+    """Return y = x W + b as MatMul and Add, with x of shape [batch, sequence, k]."""
     return make_model(
         [
             helper.make_node("MatMul", ["x", "W"], ["product"], name="linear"),
@@ -89,7 +89,7 @@ def op_types(model: onnx.ModelProto | ir.Model) -> list[str]:
 
 
 def branches_model(inner: bool = True, opset: int = 17, n: int = 24) -> onnx.ModelProto:
-    """y = x W of the branch that `flag` selects. Both branches use the same value names; inner: each has its own W."""
+    """Return y = x W of the branch that `flag` selects. Branches use equal value names; inner: each has its own W."""
 
     def branch(seed: int) -> onnx.GraphProto:
         weights = [numpy_helper.from_array(random_weight(20, n, seed=seed), "W")] if inner else []

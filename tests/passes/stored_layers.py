@@ -24,7 +24,7 @@ def pack_nibbles(rows: np.ndarray) -> np.ndarray:
 
 @dataclass
 class NBitsLayer:
-    """y = x W of a MatMulNBits. The padding after the k-th input is arbitrary, and must not matter."""
+    """y = x W by a MatMulNBits. The padding after the k-th input is random, because it must not matter."""
 
     k: int
     n: int
@@ -90,7 +90,7 @@ class NBitsLayer:
         return helper.make_node("MatMulNBits", inputs, [y], name=name, domain="com.microsoft", **attributes)
 
     def model(self, *more: onnx.NodeProto, **arguments: Any) -> onnx.ModelProto:
-        """Return a model x -> y; `more` nodes compute y from the layer's p."""
+        """Return a model x -> y. `more` nodes compute y from the layer's output p."""
         kind = TYPES[self.dtype]
         return make_model(
             [self.node(y="p" if more else "y"), *more],
@@ -106,7 +106,7 @@ class NBitsLayer:
 
 @dataclass
 class DequantizedLayer:
-    """y = x W of a MatMul or Gemm, with W from a DequantizeLinear of int4 or uint4."""
+    """y = x W by a MatMul or Gemm, with W from a DequantizeLinear of int4 or uint4."""
 
     k: int
     n: int

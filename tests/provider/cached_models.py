@@ -1,4 +1,4 @@
-"""Models of one GroupQueryAttention over caches of floats, and what they are fed."""
+"""Models of one GroupQueryAttention with float caches, and feeds for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAME = "attention"
 
 @dataclass(frozen=True)
 class Form:
-    """A node. rotary: None, half or interleaved. scale 0: its default."""
+    """The attributes of a node. rotary: None, half or interleaved. scale 0: the default scale."""
 
     packed: bool = False
     rotary: str | None = None
@@ -36,7 +36,7 @@ class Form:
         )  # fmt: skip
 
     def node(self, **more: Any) -> onnx.NodeProto:
-        """more: attributes."""
+        """Return the node with `more` attributes."""
         attributes = {"num_heads": self.heads, "kv_num_heads": self.kv_heads, "scale": self.scale}
         if self.rotary:
             attributes |= {"do_rotary": 1, "rotary_interleaved": int(self.rotary == "interleaved")}

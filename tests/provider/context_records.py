@@ -15,7 +15,7 @@ _ARRAYS = {
 
 
 class _Walk:
-    """Over the numbers behind one another; their places by name."""
+    """Reads consecutive integers, and stores the position of each by its name."""
 
     def __init__(self, content: bytes) -> None:
         self.content, self.at = content, HEADER
@@ -114,7 +114,7 @@ class _Walk:
 
 
 def steps(content: bytes) -> Iterator[dict[str, int]]:
-    """The places of each step's numbers, group by group."""
+    """Yield, for each step of each group, the positions of its integers by name."""
     walk = _Walk(content)
     for _ in range(walk.number("groups")):
         walk.text()

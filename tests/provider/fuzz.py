@@ -1,10 +1,10 @@
-"""Damaged models in sessions with the provider: an error, or answers near ONNX Runtime's, never a crash or a hang.
+"""Run damaged models in sessions with the provider: the result must be an error or answers near ONNX Runtime's.
 
     python -m tests.provider.fuzz --models 20000 --seed 1
 
-Each model has its own seed, counted from --seed: resume a stopped run with the last seed that it printed.
-Models run in processes of their own; what ends one is named with its seed, and the model is saved. `ortolan` must be
-importable.
+A crash or a hang is a failure. Each model has its own seed, counted from --seed: resume a stopped run with the last
+seed that it printed. Models run in separate processes. If a model ends its process, its seed is printed and the model
+is saved. `ortolan` must be importable.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ from ..passes.small_models import run as run_model
 from .fuzz_models import Feeds, Rng, damaged, graphs, model_of, odd_feeds
 from .sessions import claimed, exact_session, plain_session, provider_session
 
-MODELS_PER_PROCESS = 400  # sanitizers do not give memory back
+MODELS_PER_PROCESS = 400  # sanitizers do not return memory
 MOST_MEMORY = 8 << 30
-MOST_NUMBERS = 1 << 20  # of an input that is made up
-SANE = 1e4  # larger numbers, fed or stored, may overflow or cancel out: their answers are not compared
-TOLERANCE = 0.1  # of the norm of an answer; inputs are rounded to int8 by both, a tensor or a group at a time
+MOST_NUMBERS = 1 << 20  # the largest size of a generated input
+SANE = 1e4  # larger values, as inputs or stored, may overflow or cancel out: such answers are not compared
+TOLERANCE = 0.1  # relative to the norm of an answer; both sides round inputs to int8, per tensor or per group
 ALL = {"ep__ortolanexecutionprovider__claims": "all"}
-NOISE = 0.02  # of the inputs' norm: where it changes ONNX Runtime's own answers a fifth as much, they say nothing
+# Noise relative to the inputs' norm. Differences up to five times its effect on ONNX Runtime's answers are accepted.
+NOISE = 0.02
 TYPES = {"float": np.float32, "double": np.float64, "float16": np.float16, "uint8": np.uint8, "int8": np.int8}
 TYPES |= {"int32": np.int32, "int64": np.int64, "bool": np.bool_}
-# What must not happen, but for crashes and hangs.
+# Outcomes that are failures, besides crashes and hangs.
 WRONG = ("other answers", "refused by the provider alone", "other answers after an error", "wrong when compiled")
 
 
@@ -116,7 +117,7 @@ def has_padding(model: ModelProto, feeds: Feeds) -> bool:
     nodes = [node for node in model.graph.node if node.op_type == "GroupQueryAttention"]
     read = [name for node in nodes for name in (node.input[0], node.input[3], node.input[5])]
     del model.graph.output[:]
-    # By Identity, as an input is no output.
+    # An Identity exposes the input, because an input cannot be an output.
     for place, name in enumerate(read):
         model.graph.node.append(helper.make_node("Identity", [name], [f"read {place}"]))
         model.graph.output.append(helper.make_empty_tensor_value_info(f"read {place}"))
@@ -146,7 +147,7 @@ def wrong_when_compiled(model: ModelProto, feeds: Feeds, answers: list[Any], thr
         embeds = str(len(feeds) % 2)
         try:
             provider_session(str(source), threads, **ALL, ep__context_enable="1", ep__context_embed_mode=embeds)
-        except Exception as error:  # ONNX Runtime does not write all models that it runs
+        except Exception as error:  # ONNX Runtime cannot write all models that it runs
             return f"not written: {error}" if "Ortolan" in str(error) else ""
         if not path.exists():
             return ""
@@ -205,7 +206,7 @@ def outcome(model: ModelProto, known: Feeds, odd: Feeds, threads: int = 1) -> st
         expected = plain.run(None, feeds)
         errors, own = differences(expected, first), differences(expected, plain.run(None, with_noise(feeds)))
         if has_fixed_ranges(model) and max(errors) > TOLERANCE:
-            # Which the provider takes away, as the optimized file does.
+            # The provider ignores fixed ranges of activations, as the optimized file does.
             expected = answers_of_file(model, feeds)
             if expected is None:
                 return f"{taken}, ranges that no file is made of"
@@ -272,7 +273,7 @@ def work(first: int, end: int, plain_only: bool) -> None:
 def start(first: int, end: int, errors: Any, *more: str) -> subprocess.Popen[bytes]:
     paths = [str(Path(__file__).parents[2]), *(os.path.abspath(path) for path in sys.path if path)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    # A tensor of terabytes is an error, as without sanitizers.
+    # Very large allocations must fail with an error, as without sanitizers.
     environment["ASAN_OPTIONS"] = environment.get("ASAN_OPTIONS", "") + ":allocator_may_return_null=1"
     command = [
         sys.executable,
@@ -338,7 +339,7 @@ def run(seed: int, models: int, folder: Path, seconds: float = 120.0, show: bool
 
 
 def follow(first: int, end: int, seconds: float, report: Report, tell: Any) -> tuple[int, str]:
-    """Runs models in one process: the seed of the one that ended it, or the end; and what the process wrote."""
+    """Run models in one process. Returns the seed of the model that ended it, or `end`, and the process's messages."""
     with tempfile.TemporaryFile() as errors:
         process = start(first, end, errors)
         assert process.stdout is not None
@@ -364,9 +365,9 @@ def follow(first: int, end: int, seconds: float, report: Report, tell: Any) -> t
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=int, default=20000)
-    parser.add_argument("--seed", type=int, default=1, help="of the first model")
-    parser.add_argument("--folder", type=Path, default=Path("build/fuzz"), help="for models of what is wrong")
-    parser.add_argument("--seconds", type=float, default=120.0, help="the most that one model may take")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the first model")
+    parser.add_argument("--folder", type=Path, default=Path("build/fuzz"), help="folder for models with failures")
+    parser.add_argument("--seconds", type=float, default=120.0, help="time limit of one model")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--plain-only", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Models for the provider with random damage: what the seed says, the same everywhere."""
+"""Models for the provider with random damage. A seed gives the same model on every machine."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def nbits_layer(rng: Rng, k: int, n: int) -> NBits:
 
 
 def behind(rng: Rng, n: int) -> tuple[list[NodeProto], tuple[str, ...], dict[str, np.ndarray]]:
-    """r -> y: an activation, a residual z and LayerNormalization, some of them; their inputs and constants."""
+    """Return nodes r -> y with some of: activation, residual z, LayerNormalization; and their inputs and constants."""
     node, nodes, value, inputs = helper.make_node, [], "r", ()
     if rng.random() < 0.5:
         nodes += pick(rng, list(ACTIVATIONS.values()))
@@ -136,7 +136,7 @@ def feeds_of(rng: Rng, k: int, n: int) -> Feeds:
 
 
 def int8_numbers(rng: Rng, k: int, n: int, seed: int = 0) -> np.ndarray:
-    """Dense ones, or in blocks; more or fewer of these are zero than the provider asks for."""
+    """Return dense or block-sparse weights, with fractions of zeros on both sides of the provider's threshold."""
     return pick(rng, [dense_integers(k, n, seed), sparse_integers(k, n, pick(rng, [0.45, 0.55, 0.8, 1.0]), seed)])
 
 
@@ -151,7 +151,7 @@ def int8_model(rng: Rng) -> tuple[ModelProto, Feeds]:
 
 
 def static_model(rng: Rng) -> tuple[ModelProto, Feeds]:
-    """A layer of a fixed range, perhaps with a rounding behind it that others read, too."""
+    """Return a layer with a fixed range, perhaps followed by a quantization that other nodes read too."""
     node, k, n = helper.make_node, pick(rng, [1, 31, 32, 64, 100]), pick(rng, [1, 16, 24, 32])
     flags = [bool(flag) for flag in rng.integers(0, 2, 4)]
     layer = Int8Layer(
@@ -164,7 +164,7 @@ def static_model(rng: Rng) -> tuple[ModelProto, Feeds]:
     constants |= {"y_scale": layer.tensors["y_scale"], "y_zero": layer.tensors["y_zero"]}
     constants["lowest"] = np.array(0 if layer.x_unsigned else -128, layer.tensors["y_zero"].dtype)
     if rng.random() < 0.6:
-        nodes = [NodeProto.FromString(one.SerializeToString()) for one in nodes]  # others have them, too
+        nodes = [NodeProto.FromString(one.SerializeToString()) for one in nodes]  # other models use them too
         for one in nodes:
             one.input[:] = ["rd" if name == "r" else name for name in one.input]
         rounding = [node("QuantizeLinear", ["r", *names], ["rq"]), node("DequantizeLinear", ["rq", *names], ["rd"])]
@@ -200,7 +200,7 @@ def joined(nodes: Any, more: Any, tensors: Any, inputs: Any, constants: dict[str
 
 
 def gated_model(rng: Rng) -> tuple[ModelProto, Feeds]:
-    """act(x G) * (x U), of MatMulNBits or of int8 layers that share x's numbers, or do not."""
+    """Return act(x G) * (x U), of MatMulNBits, or of int8 layers that may share the quantized x."""
     node, k, n = helper.make_node, pick(rng, [31, 64, 100]), pick(rng, [16, 32, 24])
     activation = pick(rng, list(ACTIVATIONS.values()))
     more = [*activation, node("Mul", pick(rng, [["a", "u"], ["u", "a"]]), ["y"], name="gate")]
@@ -238,7 +238,7 @@ def static_texts() -> quantization.CalibrationDataReader:
 
 @functools.cache
 def encoders() -> list[ModelProto]:
-    """Whole encoders as ONNX Runtime's quantizers write them."""
+    """Return whole encoders as ONNX Runtime's quantizers write them."""
     logging.disable(logging.WARNING)
     float_model, models = ir.to_proto(tiny.tiny_bert()), []
     with tempfile.TemporaryDirectory() as folder:
@@ -271,7 +271,7 @@ def encoder_model(rng: Rng) -> tuple[ModelProto, Feeds]:
 
 
 def cached_model(rng: Rng) -> tuple[ModelProto, Feeds]:
-    """Attention with a cache alone."""
+    """Return a model of attention with a cache."""
     form = Form(
         packed=bool(rng.integers(2)),
         rotary=pick(rng, [None, "half", "interleaved"]),
@@ -281,12 +281,12 @@ def cached_model(rng: Rng) -> tuple[ModelProto, Feeds]:
         positions=48,
     )
     batch, rows, past = pick(rng, [(1, 1, 0), (2, 1, 9), (2, 7, 0), (1, 5, 9), (3, 1, 30)])
-    return form.model(), form.feeds(batch, rows, past)  # all of one length: what padding gives is nobody's
+    return form.model(), form.feeds(batch, rows, past)  # sequences of one length: results for padding are arbitrary
 
 
 @functools.cache
 def decoder() -> ModelProto:
-    """A whole decoder in 4 bits."""
+    """Return a whole decoder in 4 bits."""
     logging.disable(logging.WARNING)
     quantizer = matmul_nbits_quantizer.MatMulNBitsQuantizer(llama("gqa"), block_size=32, is_symmetric=True)
     quantizer.process()
@@ -300,7 +300,7 @@ def decoder_model(rng: Rng) -> tuple[ModelProto, Feeds]:
 
 
 def in_branches(rng: Rng, model: ModelProto) -> ModelProto:
-    """All nodes in both branches of an If, or the last ones alone; values and tensors are shared across them."""
+    """Move all nodes, or the last ones, into both branches of an If; the branches share values and tensors."""
     graph, value = model.graph, helper.make_tensor_value_info
     first = 0 if rng.random() < 0.5 else int(rng.integers(len(graph.node)))
     inside, outputs = list(graph.node)[first:], [one.name for one in graph.output]
@@ -346,7 +346,7 @@ def graphs(graph: GraphProto) -> Iterator[GraphProto]:
 
 
 class Nothing(Exception):
-    """The model has no part of the kind to damage."""
+    """The model has no part that this damage could change."""
 
 
 def some_of(rng: Rng, found: Any) -> Any:
@@ -372,7 +372,7 @@ def some_array(rng: Rng, model: ModelProto) -> tuple[TensorProto, np.ndarray]:
     tensor = some_tensor(rng, model)
     try:
         return tensor, numpy_helper.to_array(tensor)
-    except Exception as error:  # it is damaged already
+    except Exception as error:  # the model may already be damaged
         raise Nothing from error
 
 
@@ -429,7 +429,7 @@ def cache_attributes(rng: Rng, model: ModelProto) -> None:
 
 
 def tensor_dims(rng: Rng, model: ModelProto) -> None:
-    """A shape that the numbers do not fill, or overfill."""
+    """Declare dimensions that the data does not fill, or overfills."""
     tensor = some_tensor(rng, model)
     dims = list(tensor.dims)
     if dims and rng.random() < 0.7:
@@ -440,7 +440,7 @@ def tensor_dims(rng: Rng, model: ModelProto) -> None:
 
 
 def tensor_shape(rng: Rng, model: ModelProto) -> None:
-    """Another shape of numbers that fill it."""
+    """Declare other dimensions that the data fills."""
     tensor, array = some_array(rng, model)
     kind = int(rng.integers(6))
     if kind == 0:
@@ -568,7 +568,7 @@ def nodes_gone(rng: Rng, model: ModelProto) -> None:
 
 
 def nodes_twice(rng: Rng, model: ModelProto) -> None:
-    """Once more, under names of its own; what it makes is perhaps read, or an output."""
+    """Duplicate a node under new names; its outputs may become inputs of other nodes, or outputs of the graph."""
     graph = some_graph(rng, model)
     place = int(rng.integers(len(graph.node)))
     again = NodeProto.FromString(graph.node[place].SerializeToString())
@@ -653,7 +653,7 @@ def graph_inputs(rng: Rng, model: ModelProto) -> None:
 
 
 def value_name(rng: Rng, model: ModelProto) -> None:
-    """Everywhere in the model, or with one of its places left as it was."""
+    """Rename a value everywhere, or everywhere but in one place."""
     old, new = some_of(rng, value_names(model)), pick(rng, ODD_NAMES)
     for graph in graphs(model.graph):
         for node in graph.node:
@@ -697,7 +697,7 @@ DAMAGES: list[Callable[[Rng, ModelProto], None]] = [
 
 
 def damaged(rng: Rng, model: ModelProto) -> list[str]:
-    """Up to four kinds of damage are done to the model; their names."""
+    """Apply up to four kinds of damage to the model, and return their names."""
     done = []
     for _ in range(int(rng.choice([0, 1, 2, 3, 4], p=[0.05, 0.55, 0.25, 0.1, 0.05]))):
         damage = pick(rng, DAMAGES)

@@ -1,4 +1,4 @@
-"""Dynamic int8 layers with what follows them in models, and sessions that take them on every CPU."""
+"""Dynamic int8 layers with the nodes that follow them in models, and sessions that claim them on every CPU."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ def in_blocks(model: onnx.ModelProto) -> dict[str, bool]:
 
 
 def with_zero_blocks(model: onnx.ModelProto, share: float = 0.75, only: Sequence[int] | None = None) -> onnx.ModelProto:
-    """This share of the blocks of each int8 weight, 4 outputs x 1 input, becomes its zero point. only: of these
-    MatMulInteger, in their order."""
+    """Set this fraction of the blocks (4 outputs x 1 input) of each int8 weight to its zero point.
+
+    only: Indices of the MatMulInteger nodes to change.
+    """
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     layers = [one for one in model.graph.node if one.op_type == "MatMulInteger"]
     for index in range(len(layers)) if only is None else only:
@@ -89,7 +91,7 @@ NUMBERS = {
 def with_nodes(
     layer: Int8Layer, more: list[onnx.NodeProto], inputs: tuple[str, ...] = (), **constants: np.ndarray
 ) -> onnx.ModelProto:
-    """The layer makes r of x, the nodes y of r."""
+    """Return a model in which the layer computes r from x, and the nodes compute y from r."""
     nodes = [*layer.nodes("r"), *more]
     used = {name for one in nodes for name in one.input}
     tensors = layer.tensors | {name: np.asarray(number) for name, number in NUMBERS.items()} | constants
@@ -101,6 +103,6 @@ def with_nodes(
         [value("y", FLOAT, None)],
         [numpy_helper.from_array(array, name) for name, array in tensors.items() if name in used],
     )
-    # In later opsets ONNX Runtime makes one operator of GELU by Erf before it asks.
+    # In later opsets ONNX Runtime fuses GELU by Erf into one operator before the provider sees the graph.
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
     return helper.make_model(graph, ir_version=8, opset_imports=opsets)

@@ -1,4 +1,4 @@
-"""Sessions with the execution provider, and which nodes it has."""
+"""Sessions with the execution provider, and the nodes that it claims."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ needs_provider = pytest.mark.skipif(
 def provider_session(
     model: onnx.ModelProto | str, threads: int = 1, log: int = 4, **entries: str
 ) -> ort.InferenceSession:
-    """log: its severity level. entries: of the session's configuration, two underlines are a dot."""
+    """Open a session. log: severity level. entries: session configuration; two underscores become a dot."""
     options = ortolan.session_options()
     options.intra_op_num_threads = threads
     options.log_severity_level = log
@@ -42,11 +42,11 @@ def plain_session(model: onnx.ModelProto, fuses: bool = True) -> ort.InferenceSe
 
 
 def exact_session(model: onnx.ModelProto) -> ort.InferenceSession:
-    """One of ONNX Runtime's whose int8 sums do not saturate, also on CPUs without VNNI, if it can make it."""
+    """Return a session of ONNX Runtime, if possible one whose int8 sums do not saturate on CPUs without VNNI."""
     return open_quietly(model.SerializeToString())
 
 
 def claimed(session: ort.InferenceSession) -> list[str]:
-    """The names of the nodes that the provider runs."""
+    """Return the names of the nodes that the provider runs."""
     assigned = session.get_provider_graph_assignment_info()
     return sorted(node.name for part in assigned if part.ep_name == PROVIDER for node in part.get_nodes())

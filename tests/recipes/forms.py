@@ -1,4 +1,4 @@
-"""Target formats of many tests, by short names."""
+"""Short names for the target formats of many tests."""
 
 from __future__ import annotations
 

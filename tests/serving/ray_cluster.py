@@ -1,4 +1,4 @@
-"""A Ray cluster of a test, on this machine."""
+"""A Ray cluster on this machine for tests."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ray import serve
 
 from ortolan.benchmarks.serving import free_port
 
-# For Ray's processes, which get the environment of the one that starts them.
+# Set in this process's environment, which Ray's processes inherit.
 _ENVIRONMENT = {
-    # Serve kills a proxy that is not ready after three times 5 s, and serve.start fails with ActorDiedError: on a busy
-    # machine its process takes longer to import what it needs.
+    # Serve kills a proxy that is not ready after three times 5 s; serve.start then fails with ActorDiedError. On a busy
+    # machine, imports take longer.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
-    # Processes of Ray are not ended for what other programs take of the machine's memory.
+    # Ray must not end its processes because other programs use memory.
     "RAY_memory_monitor_refresh_ms": "0",
 }
 
 
 @contextmanager
 def ray_cluster(**options: object) -> Generator[int]:
-    """The port of its proxy. It counts 8 CPUs, one for each replica of a test, whatever the machine has."""
+    """Yield the port of the cluster's proxy. The cluster counts 8 CPUs, one for each replica, on any machine."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in _ENVIRONMENT.items():
             patch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""The functions of a target's vectors as functions of arrays."""
+"""The vector functions of a target, as functions of arrays."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def has(target: str, function: str) -> bool:
 
 
 def targets_with(*functions: str) -> pytest.MarkDecorator:
-    """The targets that have all of these functions: not all have all."""
+    """Parametrize a test with the targets that have all of these functions."""
     return pytest.mark.parametrize("target", [target for target in LANES if all(has(target, one) for one in functions)])
 
 
 def each_of(functions: Iterable[str]) -> pytest.MarkDecorator:
-    """Each function of each target that has it."""
+    """Parametrize a test with each function of each target that has it."""
     pairs = [(target, function) for target in LANES for function in functions if has(target, function)]
     return pytest.mark.parametrize(("target", "function"), pairs)
 
 
-# Numbers that arithmetic treats in a way of its own: NaN, zeros, infinities, denormals, the largest, halves.
+# Values with special arithmetic: NaN, zeros, infinities, denormals, the largest value, halves.
 EDGES = np.array(
     [np.nan, 0.0, -0.0, np.inf, -np.inf, 1e-45, -1e-45, 1e-39, 3.4028235e38, -3.4028235e38, 0.5, -1.5, 2.5, 1.0],
     np.float32,
@@ -37,14 +37,14 @@ UNTOUCHED = 0xEE
 
 
 def raw(target: str, function: str, *arrays: np.ndarray, number: int = 0) -> np.ndarray:
-    """The memory that the function may write, UNTOUCHED where it has not."""
+    """Return the memory that the function may write; it is UNTOUCHED where the function wrote nothing."""
     found = _testing.simd(target, function, *arrays, number=number)
     assert found is not None, f"{target} has no {function}"
     return found
 
 
 def one(target: str, function: str, *arrays: np.ndarray, number: int = 0, dtype: type = np.float32) -> np.ndarray:
-    """A register of what the function gives."""
+    """Return one register of the function's result."""
     return raw(target, function, *arrays, number=number).view(dtype)[: LANES[target]]
 
 
@@ -60,7 +60,7 @@ def each(target: str, function: str, *arrays: np.ndarray, dtype: type = np.float
 
 
 def pairs() -> tuple[np.ndarray, np.ndarray]:
-    """Every edge with every other, and random numbers."""
+    """Return all pairs of edge values, and random values."""
     rng = np.random.default_rng(0)
     a, b = (array.reshape(-1) for array in np.meshgrid(EDGES, EDGES))
     return (
@@ -70,7 +70,7 @@ def pairs() -> tuple[np.ndarray, np.ndarray]:
 
 
 def assert_same_bits(found: np.ndarray, expected: np.ndarray) -> None:
-    """Any NaN is as good as another."""
+    """Check for equal bits; all NaNs count as equal."""
     assert found.dtype == expected.dtype
     both_nan = np.isnan(found) & np.isnan(expected) if found.dtype.kind == "f" else np.zeros(found.shape, bool)
     bits = f"u{found.itemsize}"

@@ -29,7 +29,7 @@ def corpus() -> list[str]:
 
 
 def hard_texts(specials: Sequence[str], count: int, seed: int = 0) -> list[str]:
-    """Random parts that tokenizers treat in ways of their own, and random characters of all planes in use."""
+    """Return random parts that tokenizers treat specially, and random characters of all planes in use."""
     rng = random.Random(seed)
     parts = [
         *specials,
@@ -83,7 +83,7 @@ def byte_level(path: Path, specials: Sequence[str] = SPECIALS) -> Path:
 
 
 def prefixed(path: Path) -> Path:
-    """Byte-level, with a space before the first word, digits apart and a normal form."""
+    """Write a byte-level tokenizer that adds a space before the first word, splits digits and normalizes."""
     before = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel()])
     tokenizer = _train_byte_level(SPECIALS, before)
     tokenizer.normalizer = normalizers.NFC()
@@ -114,14 +114,14 @@ def llama2(path: Path) -> Path:
 
 
 def gemma(path: Path) -> Path:
-    """Characters, words that begin with a space's mark at the first word only."""
+    """Write a tokenizer of characters and words that marks a space only before the first word."""
     tokenizer = _train_characters()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
     return write(path, tokenizer)
 
 
 def xlm_roberta(path: Path, **model: Any) -> Path:
-    """Unigram with a map of characters as SentencePiece writes it."""
+    """Write a Unigram tokenizer with a map of characters as SentencePiece writes it."""
     chars = {
         "ﬁ": "fi",
         "Ａ": "A",
@@ -195,7 +195,7 @@ def _train_characters() -> Any:
     )
     tokenizer.train_from_iterator(corpus(), trainer)
     said = json.loads(tokenizer.to_str())
-    said["added_tokens"] = said["added_tokens"][:3]  # bytes are no tokens that texts may hold
+    said["added_tokens"] = said["added_tokens"][:3]  # the byte tokens cannot occur in texts
     said["pre_tokenizer"] = None
     tokenizer = Tokenizer.from_str(json.dumps(said))
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -219,7 +219,7 @@ def _train_unigram(normalizer: Any, before: Any) -> Any:
 
 
 def characters_map(chars: Mapping[str, str]) -> bytes:
-    """SentencePiece's precompiled map: the size of a double array of Darts, the array, what becomes of each key."""
+    """Return SentencePiece's precompiled map: size of a Darts double array, the array, and the replacements of keys."""
     results, starts = b"", {}
     for key, made in chars.items():
         starts[key.encode()] = len(results)
@@ -229,8 +229,11 @@ def characters_map(chars: Mapping[str, str]) -> bytes:
 
 
 def _double_array(values: Mapping[bytes, int]) -> list[int]:
-    """Units of Darts-clone: a label in the low byte, whether a value hangs below (bit 8), the offset to the children
-    from bit 10 on; a value has bit 31."""
+    """Return units of Darts-clone.
+
+    The low byte is a label. Bit 8 is set if the node has a value. The offset to the children starts at bit 10. A unit
+    that holds a value has bit 31.
+    """
     array, used, bases = [0] * 65536, {0}, set()
 
     def place(node: int, prefix: bytes) -> None:

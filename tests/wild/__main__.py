@@ -1,9 +1,9 @@
-"""Tries models that others have published: python -m tests.wild FOLDER... [--packages].
+"""Try published models: python -m tests.wild FOLDER... [--packages].
 
-Takes every .onnx and .gguf file below the folders, and with --packages the models that manifest.toml pins. Each runs as
-it is with the defaults, as int8, as int4, and on the execution provider, each in a process with a limit of memory and
-time. The table shows outcome, speed, agreement with the original on feeds that the optimizer did not see, and the peak
-of anonymous memory beside its bound: 3 times the model's file and 500 MB.
+Takes every .onnx and .gguf file below the folders, and with --packages the models that manifest.toml pins. Each model
+runs unchanged with the defaults, as int8, as int4, and on the execution provider, each in a process with limits of
+memory and time. The table shows outcome, speed, agreement with the original on feeds that the optimizer did not see,
+and the peak of anonymous memory beside its limit: 3 times the model's file and 500 MB.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Ended:
 
 
 def run_limited(arguments: Sequence[str], memory: int, seconds: float) -> Ended:
-    """Run a step in a process of its own, and end it past a limit."""
+    """Run a step in a separate process, and end it if it exceeds a limit."""
     command = [sys.executable, "-P", "-m", "tests.wild.work", *arguments]
     root = Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(root)])}
@@ -72,13 +72,13 @@ def _anonymous_bytes(pid: int) -> int:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) * 1024
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         pass
     return 0
 
 
 def size_of(model: Path) -> int:
-    """The bytes of a model and of the data files that it names."""
+    """Return the bytes of a model and of its data files."""
     if model.suffix != ".onnx":
         return model.stat().st_size
     from ortolan import OrtolanError
@@ -91,7 +91,7 @@ def size_of(model: Path) -> int:
 
 
 def try_model(model: Path, way: str, memory: int, seconds: float) -> dict[str, Any]:
-    """One row of the table."""
+    """Return one row of the table."""
     size = size_of(model)
     row: dict[str, Any] = {"model": model.name, "way": way, "size": size}
     with tempfile.TemporaryDirectory(prefix="ortolan-wild-") as folder:
@@ -144,11 +144,11 @@ def find_models(folders: Sequence[Path]) -> Iterator[Path]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.wild", description=__doc__)
     parser.add_argument("folders", nargs="*", type=Path, help="folders of models, or model files")
-    parser.add_argument("--packages", action="store_true", help="the ten pinned models of packages, too")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="all of them by default")
-    parser.add_argument("--memory", type=float, default=6.0, metavar="GB", help="limit of a process (6)")
-    parser.add_argument("--seconds", type=float, default=900.0, help="limit of a process (900)")
-    parser.add_argument("--json", type=Path, help="write the rows to this file, too")
+    parser.add_argument("--packages", action="store_true", help="also try the ten pinned models of packages")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="default: all")
+    parser.add_argument("--memory", type=float, default=6.0, metavar="GB", help="limit of each process (6)")
+    parser.add_argument("--seconds", type=float, default=900.0, help="limit of each process (900)")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
     models = [*find_models(options.folders), *(packaged_models(print) if options.packages else ())]
     if not models:

@@ -1,7 +1,7 @@
-"""One model in one way, in a process of its own: python -m tests.wild.work STEP WAY MODEL FOLDER.
+"""Process one model in one way: python -m tests.wild.work STEP WAY MODEL FOLDER.
 
 STEP is `make` (optimize or import the model into FOLDER) or `compare` (run both, and measure agreement and speed). The
-answer is one line of JSON at the end of standard output.
+last line of standard output is the answer, as JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SECONDS = 1.5  # to time both
 
 
 def make(way: str, model: Path, folder: Path) -> dict[str, Any]:
-    """Optimize or import the model; `outcome` says what became of it."""
+    """Optimize or import the model. `outcome` tells the result."""
     try:
         if model.suffix == ".gguf":
             if way != "default":
@@ -43,7 +43,7 @@ def make(way: str, model: Path, folder: Path) -> dict[str, Any]:
         return {"outcome": "nothing to replace", "detail": str(error)}
     except OrtolanError as error:
         return {"outcome": "refused", "detail": f"{type(error).__name__}: {error}"}
-    except Exception as error:  # whatever else reaches the caller is a defect, which the table shows
+    except Exception as error:  # any other exception that reaches the caller is a defect, which the table shows
         return {"outcome": "FAILED", "detail": f"{type(error).__name__}: {error}"}
     if not report.recipe.get("pass"):
         return {"outcome": "stays as it is", "detail": "; ".join(report.notes)}
@@ -57,7 +57,7 @@ def make(way: str, model: Path, folder: Path) -> dict[str, Any]:
 
 
 def compare(way: str, model: Path, made: Path) -> dict[str, Any]:
-    """Run the original and ours on feeds that the optimizer has not seen."""
+    """Run the original and the optimized model on feeds that the optimizer has not seen."""
     if model.suffix == ".gguf":
         model = _floats_of(model, made.parent)
     source = load_model(model)
@@ -68,7 +68,7 @@ def compare(way: str, model: Path, made: Path) -> dict[str, Any]:
         after: Any = onnxruntime.InferenceSession(str(model), ortolan.session_options(precision="int8"))
     else:
         after = open_quietly(made, library=True)
-    make_up_feeds(source.model, before)  # refuses what cannot be run at all
+    make_up_feeds(source.model, before)  # raises for models that cannot run at all
     feeds = _feeds(source.model, before)
     names = [one.name for one in before.get_outputs()]
     cosines: dict[str, float] = {}
@@ -91,7 +91,7 @@ def compare(way: str, model: Path, made: Path) -> dict[str, Any]:
 
 
 def _feeds(model: Any, session: Any) -> list[dict[str, np.ndarray]]:
-    """Feeds of other seeds than the optimizer's, of the first sizes that run."""
+    """Return feeds of the first sizes that run, with seeds that the optimizer does not use."""
     for sizes in SIZES_TO_TRY:
         found = [synthetic_feeds(model, sizes, seed) for seed in _SEEDS]
         try:
@@ -103,7 +103,7 @@ def _feeds(model: Any, session: Any) -> list[dict[str, np.ndarray]]:
 
 
 def _pooled(answer: np.ndarray) -> np.ndarray:
-    """Return a row for each sequence: the mean over tokens of [batch, tokens, width], else everything flat."""
+    """Return a row for each sequence: the mean over tokens of [batch, tokens, width]; other shapes are flattened."""
     rows = answer.astype(np.float64)
     if rows.ndim == 3 and rows.shape[1] > 1:
         return rows.mean(axis=1)
@@ -111,7 +111,7 @@ def _pooled(answer: np.ndarray) -> np.ndarray:
 
 
 def _cosine(x: np.ndarray, y: np.ndarray) -> float:
-    """The smallest cosine of two rows; 1 of two that are equal."""
+    """Return the smallest cosine of two rows; 1 if the rows are equal."""
     if x.shape != y.shape:
         return float("nan")
     norms = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
@@ -121,7 +121,7 @@ def _cosine(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _floats_of(gguf: Path, folder: Path) -> Path:
-    """The decoder of a GGUF file with its weights in float32."""
+    """Write the decoder of a GGUF file with float32 weights."""
     import onnx_ir as ir
 
     from ortolan.models.gguf import read_gguf
@@ -140,7 +140,7 @@ def main(arguments: Sequence[str]) -> None:
     except OrtolanError as error:  # of compare: the original does not run here
         found = {"outcome": "not compared", "detail": str(error)}
     print("\n" + json.dumps(found), flush=True)
-    os._exit(0)  # sessions with the provider may take long to end
+    os._exit(0)  # closing sessions with the provider may take long
 
 
 if __name__ == "__main__":

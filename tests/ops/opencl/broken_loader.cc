@@ -4,7 +4,7 @@
 //     BROKEN_OPENCL   function:status:calls, the failing function, its status, and the number of calls that succeed
 //     first
 //
-// live_objects() counts what was made and is not released.
+// live_objects() counts the objects that were created and not released.
 #include <dlfcn.h>
 
 #include <cstdint>
@@ -20,7 +20,7 @@ namespace {
 
 int64_t live = 0;
 
-// The status of this call of the function; 0: it is handed on.
+// Return the status of this call; 0: the call is forwarded.
 Status StatusOf(const char* name) {
   static int calls = 0;
   const std::string broken = std::getenv("BROKEN_OPENCL");
@@ -43,7 +43,7 @@ struct Forward<Result(Arguments...), kName> {
       if constexpr (std::is_same_v<Result, Status>) {
         return status;
       } else {
-        Status* const to = (arguments, ...);  // the last one
+        Status* const to = (arguments, ...);  // the last argument
         *to = status;
         return nullptr;
       }

@@ -1,4 +1,4 @@
-"""C++ sources of the tests of OpenCL, compiled as they run."""
+"""Compile and run the C++ sources of the OpenCL tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
 def compile_test(source: str, *options: str) -> None:
-    """Compiles a file of this folder, with options behind it; fails with the compiler's words."""
+    """Compile a file of this folder with further options; on failure, fail the test with the compiler's output."""
     assert COMPILER is not None
     path = Path(__file__).with_name(source)
     command = [COMPILER, "-std=c++20", f"-I{ROOT / 'ops'}", str(path), *options]

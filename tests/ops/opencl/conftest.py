@@ -1,4 +1,4 @@
-"""The loader of OpenCL that fails where it is told to."""
+"""A fixture with an OpenCL loader that fails in a chosen function."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .compiled import compile_test
 
 @pytest.fixture(scope="session")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, str]]:
-    """The environment with a loader whose function fails: "function:status:good calls before"."""
+    """Return a function that makes the environment for "function:status:calls", as in broken_loader.cc."""
     folder = tmp_path_factory.mktemp("loader")
     compile_test("broken_loader.cc", "-shared", "-fPIC", "-o", str(folder / "libOpenCL.so.1"), "-ldl")
     maps = Path("/proc/self/maps").read_text()

@@ -1,4 +1,4 @@
-"""OpenCL in tests: whether there is a device, and sessions on it."""
+"""OpenCL in tests: whether a device exists, and sessions on it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ortolan.opencl import VARIABLE, opencl_devices
 
 from ..single_node import session
 
-# Opens a model file, saves its answers for x with each number of rows, and the process's mapped files.
+# Open a model file, and save its answers for x with each number of rows; print the process's mapped files.
 _RUN = """
 import json, sys
 import numpy as np, onnxruntime as ort
@@ -55,7 +55,7 @@ needs_opencl = pytest.mark.skipif(bool(_problem()), reason=f"no OpenCL (Debian: 
 
 @contextmanager
 def asked(value: str) -> Iterator[None]:
-    """ORTOLAN_OPENCL for sessions that are made inside."""
+    """Set ORTOLAN_OPENCL for sessions that are made inside the block."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = value
     try:
@@ -67,7 +67,7 @@ def asked(value: str) -> Iterator[None]:
 
 
 def sessions(model: onnx.ModelProto, threads: int = 1) -> tuple[ort.InferenceSession, ort.InferenceSession]:
-    """The model on the CPU, and with W4A8MatMul on the device."""
+    """Return sessions of the model on the CPU, and with W4A8MatMul on the device."""
     with asked("0"):
         cpu = session(model, threads=threads)
     with asked("force"):
@@ -75,14 +75,14 @@ def sessions(model: onnx.ModelProto, threads: int = 1) -> tuple[ort.InferenceSes
 
 
 def assert_equal_bits(y: np.ndarray, expected: np.ndarray) -> None:
-    """Bit by bit, but for the payloads of NaNs."""
+    """Check that both arrays have the same bits, except for the payloads of NaNs."""
     np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
     there = ~np.isnan(y)
     np.testing.assert_array_equal(y[there].view(np.uint32), expected[there].view(np.uint32))
 
 
 class Process:
-    """A process of its own that ran a model: drivers and caches are read once a process."""
+    """A separate process that ran a model, because a process reads drivers and caches only once."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-// Cached program files, damaged at random or written by many processes at once: a read returns exactly the stored bytes
+// Damage cached program files at random, and write one from many processes: a read must return exactly the stored bytes
 // or no data. Built with sanitizers, together with ops/opencl/program_cache.cc; ORTOLAN_CACHE names an empty folder.
 #include "opencl/program_cache.h"
 
@@ -35,7 +35,7 @@ void Write(const std::filesystem::path& path, const std::string& bytes) {
   std::ofstream(path, std::ios::binary | std::ios::trunc) << bytes;
 }
 
-// Bytes changed, cut out, put in or cut off at the end.
+// Change, remove, insert or truncate bytes.
 std::string Damaged(std::string bytes, std::mt19937& random) {
   const auto below = [&](size_t most) { return random() % most; };
   for (size_t changes = 1 + below(3); changes > 0; --changes) {
@@ -77,7 +77,7 @@ void TestDamages() {
   Expect(!ReadCached("another device"), "the program of another key", kDamages);
 }
 
-// Each writes contents of a length of its own, and reads what any of them wrote.
+// Each process writes contents of its own length, and reads the contents of any process.
 void TestWriters() {
   const std::string key = "a device\nof a driver\n";
   std::vector<std::thread> writers;

@@ -1,4 +1,4 @@
-"""`python -m tests.ops.stored`, in the repository's root with the package installed, adds what the set lacks."""
+"""Add missing answers to the stored ones: `python -m tests.ops.stored`, in the repository's root."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .store import FOLDER, Store
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.ops.stored",
-        description="Adds the answers of the installed package for cases and instruction sets that have none stored. "
-        "Stored answers stay as they are; where they differ, that is listed and the status is 1.",
+        description="Add the answers of the installed package for cases and instruction sets without stored answers. "
+        "Stored answers are not changed; differences are listed, and the exit status is 1.",
     )
     parser.add_argument(
         "--replace",
         action="append",
         default=[],
         metavar="PATTERN",
-        help="replace the answers of the cases whose names match (as in a shell: *, ?); may be given repeatedly",
+        help="replace the answers of the cases whose names match (with *, ? as in a shell); repeatable",
     )
     options = parser.parse_args()
     stored = Store.read()
@@ -30,7 +30,7 @@ def main() -> int:
     stored.write(FOLDER)
     print(f"{', '.join(stores)}: {len(stored.records)} cases, {before} before")
     for difference in differences:
-        print(f"left as it was: {difference}")
+        print(f"not changed: {difference}")
     return 1 if differences else 0
 
 

@@ -15,12 +15,12 @@ from .bounds import decode_error, weights_error
 from .case import Arrays, Case, bfloat16, one_node
 
 NOTHING = np.zeros(1, np.float32)
-SHORT = 4  # tokens of a call that reads its own from the cache
+SHORT = 4  # calls with at most this number of tokens read their own tokens from the cache
 LOWEST = np.finfo(np.float32).min
 
 
 def split_heads(x: np.ndarray, heads: int) -> np.ndarray:
-    """[B, S, heads D] -> [B, heads, S, D]."""
+    """Convert [B, S, heads D] to [B, heads, S, D]."""
     batch, rows, width = x.shape
     return x.reshape(batch, rows, heads, width // heads).transpose(0, 2, 1, 3)
 
@@ -40,7 +40,7 @@ def exact_cases() -> Iterator[Case]:
     for label, (batch, queries, keys, heads, kv_heads, head_dim, causal, packed, masked) in EXACT.items():
         for precision in (32, 16):
             rng = numbers.generator(f"attention {label}")
-            # Small, so that the bound says something.
+            # Small queries keep the error bound useful.
             q = numbers.uniform(rng, (batch, queries, heads * head_dim)) / 8
             k, v = (numbers.uniform(rng, (batch, keys, kv_heads * head_dim)) for _ in range(2))
             feeds: Arrays = {"query": np.concatenate([q, k, v], -1)} if packed else {"query": q, "key": k, "value": v}
@@ -80,7 +80,7 @@ def _exact_error(
     return error
 
 
-# kind of the cache, heads, heads of keys, head_dim, d_sub, rotary, tokens of each call, tokens of a prompt in the model
+# kind of the cache, heads, key heads, head_dim, d_sub, rotary, tokens of each call, tokens of a prompt in the model
 CACHED = {
     "float": ("float", 4, 2, 32, 1, True, (7, 1, 1, 3, 40, 1), 0),
     "float, odd heads": ("float", 3, 3, 36, 1, False, (9, 1, 4), 0),
@@ -120,7 +120,7 @@ def _cached_case(label: str) -> Case:
         constants |= packed
         names += list(packed)
         attributes = {"prompt_tokens": prompt, "prompt_head_dim": head_dim}
-    # Small queries, so that the weights of many tokens count and the bound says something.
+    # With small queries, many tokens have weight, and the error bound stays useful.
     scale = head_dim**-0.5 / 4
     calls: list[Arrays] = []
     for count in tokens:
@@ -141,7 +141,7 @@ def _cached_case(label: str) -> Case:
         q = split_heads(everything["query"], heads) * (2 if rotary else 1)
         k, v = (split_heads(everything[name], kv_heads) for name in ("key", "value"))
         found = decode_error(q, k, v, scale, books if codes else None, int8_values)
-        # bf16 queries and weights of the prompt.
+        # Queries and weights of the prompt are bf16.
         return found + (2 * 2.0**-8 * 2 + 2.0**-8 * scale * head_dim * 4 * 2 if prompt else 0.0)
 
     exact = {"present_key", "present_value"}
@@ -160,7 +160,7 @@ def _cached_case(label: str) -> Case:
 
 
 def _rotary_tables(rng: np.random.Generator, positions: int, head_dim: int) -> Arrays:
-    """Not of a model's angles, whose cosines are the C library's: any numbers will do."""
+    """Return random tables. Angles of a model would depend on the C library's cosine."""
     return {name: numbers.uniform(rng, (positions, head_dim // 2)) / 2 for name in ("cos", "sin")}
 
 

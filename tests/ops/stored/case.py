@@ -23,17 +23,17 @@ ROWS = (1, 2, 3, 5, 16, 17, 70, 300)
 
 @dataclass(frozen=True)
 class Case:
-    """calls: what the session is fed, one call after another.
+    """A model, its inputs and the tolerance of its outputs.
 
-    rows: instead, one call runs with only the first n rows of its inputs `sliced`, for each n given, ascending.
-    The answer to fewer rows is that to the first of more, exactly or within the bound.
-    exact: outputs that must be the same bits, on each instruction set those stored for it: in all calls, or, as
-    "call 1: y", in one.
-    error: how far other outputs may be from the exact result, of their shape (for all rows) or a number for all of
-    them: two answers are at most twice that apart. None: there is no such bound.
-    scalar_error: the same between the scalar kernel's own answers, which may owe their last bits to the C library: if
-    given, y need not be the same bits there.
-    carried: outputs that are inputs of the next call.
+    calls: Inputs of the session, one call after another.
+    rows: If given, one call is repeated with only the first n rows of the inputs `sliced`, for each n, ascending.
+        The answer for fewer rows is that for the first rows of more, exactly or within the bound.
+    exact: Outputs that must have the bits stored for the instruction set: "y" in all calls, or "call 1: y" in one.
+    error: Largest error of the other outputs, as an array of their shape (for all rows) or a number. Two answers differ
+        by at most twice this. None: no bound.
+    scalar_error: If given, y of the scalar kernel may differ within this error from its stored answer, because its last
+        bits depend on the C library.
+    carried: Outputs that are inputs of the next call.
     """
 
     name: str
@@ -107,7 +107,7 @@ def one_node(
     outputs: Mapping[str, int] | None = None,
     **attributes: Any,
 ) -> onnx.ModelProto:
-    """A model of one node. constants: uint16 where a bfloat16 is meant. outputs: their types; None: y, float."""
+    """Return a model of one node. constants: uint16 means bfloat16. outputs: Their types; None: y, float."""
     types = {name: helper.np_dtype_to_tensor_dtype(array.dtype) for name, array in feeds.items()}
     node = helper.make_node(op_type, inputs, list(outputs or {"y": 0}), "node", domain="ai.ortolan", **attributes)
     graph = helper.make_graph(

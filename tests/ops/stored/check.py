@@ -14,10 +14,10 @@ from .store import STORED_AS, Store, compare
 
 
 def report(isa: str, most_rows: int | None = None, all_threads: Iterable[int] = THREADS) -> str:
-    """JSON: why it does not run here, or problems and notes (store.Comparison).
+    """Return JSON: the reason why the instruction set does not run here, or problems and notes (store.Comparison).
 
-    most_rows: cases whose answers are the same bits, with no more rows than this; None: all cases.
-    all_threads: the numbers of threads that sessions get, one after another.
+    most_rows: Check only cases with exact answers and at most this number of rows; None: all cases.
+    all_threads: Numbers of threads of the sessions, one after another.
     """
     info = ortolan.cpu_info()
     if info["isa"] != isa:

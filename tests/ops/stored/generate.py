@@ -1,4 +1,4 @@
-"""Making the stored answers: each instruction set in a process of its own, and what they give put together."""
+"""Make the stored answers: run each instruction set in a separate process, and join the results."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from . import attention_cases, linear_cases, other_cases
 from .case import THREADS, Case, digest
 from .store import EVERY, ISAS, REFERENCE, Record, Store, by_isa, output_name, places
 
-# Number of sampled values: of answers that are bit-identical everywhere, of answers that are bit-identical only on each
-# instruction set, of other answers.
+# Number of sampled values: of answers that have the same bits on all instruction sets; of answers that have the same
+# bits on one instruction set; of other answers.
 FEW, SOME, MANY = 12, 150, 400
 FEWER = ", few"  # the key of a sample of FEW
 
@@ -60,7 +60,7 @@ def _answer(case: Case, isa: str, made: Store) -> None:
 
 
 def run_all(isas: Sequence[str] = ISAS) -> dict[str, Store]:
-    """The answers of each instruction set that this CPU runs."""
+    """Return the answers of each instruction set that this CPU runs."""
     stores = {}
     for isa in isas:
         with tempfile.TemporaryDirectory() as name:
@@ -75,7 +75,7 @@ def run_all(isas: Sequence[str] = ISAS) -> dict[str, Store]:
 
 
 def joined(stores: Mapping[str, Store]) -> Store:
-    """The answers of all instruction sets as one store."""
+    """Return the answers of all instruction sets as one store."""
     reference, whole = stores[REFERENCE], Store()
     for name, record in reference.records.items():
         answers = {}
@@ -94,10 +94,10 @@ def joined(stores: Mapping[str, Store]) -> Store:
 
 
 def update(stored: Store, new: Store, isas: Iterable[str], replace: Sequence[str] = ()) -> list[str]:
-    """Adds to the stored answers what they lack of the new ones, which are of these instruction sets.
+    """Add new answers that the stored ones lack; `isas` are the instruction sets of the new answers.
 
-    Of cases whose names match a pattern of `replace` all is replaced. Returns what of the others differs, which stays
-    as it was.
+    Cases whose names match a pattern of `replace` are replaced. Returns the differences in other cases, whose stored
+    answers are not changed.
     """
     differences = []
     for name, record in new.records.items():
@@ -125,7 +125,7 @@ def _isas(record: Record) -> set[str]:
 
 
 def _add(old: Record, record: Record, isas: Iterable[str]) -> Iterator[str]:
-    """Answers of instruction sets that the old record lacks; what differs is not touched."""
+    """Add answers of instruction sets that the old record lacks; yield the differences, which are not changed."""
     for key in ("inputs", "tensors", "sizes"):
         if old[key] != record[key]:
             yield f"other {key}"

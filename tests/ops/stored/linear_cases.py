@@ -27,7 +27,7 @@ FEW_ROWS = (1, 5, 17, 70)
 
 @dataclass(frozen=True)
 class Weight:
-    """A layer's weight: the operator's inputs for it, and the product with it. integer: its sums are exact."""
+    """A layer's weight: the operator's inputs for it, and the product with it. integer: Its sums are exact."""
 
     name: str
     op_type: str
@@ -64,7 +64,7 @@ class End:
             half = product.value.shape[1] // 2
             gate = gate.times(p.columns(half, half + self.gated_columns))
         if self.residual:
-            # Behind an activation the value is a magnitude: the sum is no larger than that of the magnitudes.
+            # After an activation, `value` is a magnitude: the magnitude of a sum is at most the sum of magnitudes.
             plain = self.activation == NONE and not self.gated_columns
             gate = gate.plus(arrays["residual"] if plain else np.abs(arrays["residual"]))
         return gate.layer_norm_error(arrays["norm_weight"], self.norm) if self.norm else gate.error
@@ -81,7 +81,7 @@ ENDS = (
 
 
 def linear_case(weight: Weight, end: End, rows: tuple[int, ...] = ROWS, width: int = 0) -> Case:
-    """width: of x, where that is not k."""
+    """Return a case. width: Columns of x, if not k."""
     name = f"{weight.op_type} {weight.name} {weight.k}x{weight.n}" + (f", {end.name}" if end.name else "")
     rng = numbers.generator(name)
     columns = end.gated_columns or weight.n
@@ -165,7 +165,7 @@ GROUP_INPUTS = (
 
 
 def group_weight(group: int, half: bool, zero_points: bool, k: int, n: int) -> Weight:
-    """W4A8MatMul's, without minimums. half: float16 scales."""
+    """Return a weight of W4A8MatMul without minimums. half: float16 scales."""
     name = f"g{group} {'f16' if half else 'f32'}{' zero points' if zero_points else ''}"
     rng = numbers.generator(f"{name} {k} {n}")
     q = rng.integers(0, 16, (k, n)).astype(np.uint8)
@@ -197,7 +197,7 @@ def group_weight(group: int, half: bool, zero_points: bool, k: int, n: int) -> W
 
 
 def minimum_weight(group: int, half: bool, k: int, n: int) -> Weight:
-    """W4A8MatMul's, with minimums."""
+    """Return a weight of W4A8MatMul with minimums."""
     name = f"g{group} {'f16' if half else 'f32'} minimums"
     rng = numbers.generator(f"{name} {k} {n}")
     q = rng.integers(0, 16, (k, n)).astype(np.uint8)
@@ -210,7 +210,7 @@ def minimum_weight(group: int, half: bool, k: int, n: int) -> Weight:
     for name_of, rows in (("scales", scales), ("minimums", minimums)):
         packed = _native.pack_group_rows(rows.view(np.uint16) if half else rows)
         constants[name_of] = packed.view(dtype)
-    # Nothing stands where an input is left out in the middle.
+    # Placeholders of size 1 for omitted inputs before the last.
     constants |= {"residual": np.zeros(1, np.float32), "zero_points": np.zeros(1, np.uint8)}
     constants |= {"norm_weight": np.ones(n, np.float32), "norm_bias": np.zeros(n, np.float32)}
 
@@ -224,7 +224,7 @@ def minimum_weight(group: int, half: bool, k: int, n: int) -> Weight:
         ones = np.ones((shape[0], n), np.int64)
         a = integer_product(rounded, s, q.astype(np.int64) - 8, scales, group)
         b = integer_product(sums, s, ones, above, 1)
-        # Each says what its own sums lose; together they are twice as many.
+        # The error of each part covers only its own sums; the joined sums are twice as long.
         return Product(a.value + b.value, 2 * (a.error + b.error) + U * np.abs(a.value + b.value))
 
     attributes = {"group_size": group}
@@ -235,7 +235,7 @@ INT8_GROUP_INPUTS = ("x", "weights", "scales", "bias", "residual", "norm_weight"
 
 
 def int8_group_weight(group: int, half: bool, k: int, n: int) -> Weight:
-    """W8A8MatMul's. half: float16 scales."""
+    """Return a weight of W8A8MatMul. half: float16 scales."""
     name = f"g{group} {'f16' if half else 'f32'}"
     rng = numbers.generator(f"{name} {k} {n} int8")
     q = rng.integers(-128, 128, (k, n)).astype(np.int8)
@@ -264,7 +264,7 @@ BLOCK_INPUTS = (
 
 
 def block_weight(k: int, n: int, zeros: int, given: Range | None = None) -> Weight:
-    """VNNISpMM's. given: the range of x; without it each row has its own."""
+    """Return a weight of VNNISpMM. given: The range of x; without it each row has its own."""
     rng = numbers.generator(f"blocks {k} {n} {zeros}")
     q = numbers.sparse_integers(rng, k, n, zeros, -128, 127, outputs=4)
     scales = numbers.scales(rng, (n,))
@@ -295,20 +295,20 @@ def _range_constants(name: str, given: Range) -> Arrays:
 
 
 def with_hidden_layer(weight: Weight, hidden_k: int, zeros: int) -> Weight:
-    """Its tables and ranges are drawn. Near ties a number may be a step away, so there is no bound."""
+    """Add a hidden layer with random tables and ranges. There is no bound: near ties, a value may differ by a step."""
     hidden = block_weight(hidden_k, weight.k, zeros)
     rng = numbers.generator(f"hidden {hidden_k} {weight.k}")
     constants = {f"hidden_{name}": array for name, array in hidden.constants.items()}
     constants |= {
         "hidden_bias": numbers.uniform(rng, (weight.k,)),
         "table": rng.integers(0, 256, 256).astype(np.uint8),
-        # Nothing stands where an input is left out in the middle.
+        # A placeholder of size 1 for an omitted input before the last.
         "residual": np.zeros(1, np.float32),
         "norm_weight": np.ones(weight.n, np.float32),
         "norm_bias": np.zeros(weight.n, np.float32),
     }
     constants |= _range_constants("x", Range(2.0**-6 * 1.1, 117)) | _range_constants("table_y", Range(0.0131, 121))
-    # Some sums are cut off.
+    # Some sums are clipped.
     constants |= _range_constants("table_x", Range(2.0**-4 * float(hidden_k) ** 0.5, 131))
     return replace(
         weight,
@@ -323,7 +323,7 @@ BIAS = End(bias=True)
 
 
 def zero_point_weight(k: int, n: int, of_weights: bool) -> Weight:
-    """Dense int8 of SparseAMXMatMul, for rows of x with zero points; of_weights: it has zero points as well."""
+    """Return dense int8 of SparseAMXMatMul, for rows of x with zero points; of_weights: the weight has them too."""
     name = f"int8 dense, zero points{' of both' if of_weights else ''}"
     rng = numbers.generator(f"{name} {k} {n}")
     q = numbers.sparse_integers(rng, k, n, 0, -128, 127)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
 
-HUGE = 40  # the exponent of the largest numbers: their products and sums are finite
+HUGE = 40  # the exponent of the largest values: their products and sums are finite
 
 
 def generator(name: str) -> np.random.Generator:
@@ -17,7 +17,7 @@ def generator(name: str) -> np.random.Generator:
 
 
 def uniform(rng: np.random.Generator, shape: tuple[int, ...], bits: int = 24) -> Floats:
-    """-2 to 2, of that many bits: 24 fill a float32, 8 a bfloat16, 11 a float16."""
+    """Return values from -2 to 2 with this number of bits: 24 fill a float32, 8 a bfloat16, 11 a float16."""
     half = 1 << (bits - 1)
     return np.ldexp(rng.integers(-half, half, shape).astype(np.float32), 2 - bits)
 
@@ -31,14 +31,14 @@ def scales(rng: np.random.Generator, shape: tuple[int, ...], bits: int = 24) -> 
 
 
 def rows_of_x(rng: np.random.Generator, rows: int, k: int) -> Floats:
-    """float32 [rows, k]. Of the first 13 rows most are special, later ones are plain but for two."""
+    """Return float32 [rows, k]. Most of the first 13 rows are special; two of the later ones are."""
     x = uniform(rng, (rows, k))
     specials = {
         1: 0.0 * x[0],
         2: _with(x[0], k // 2, np.inf),
         3: np.ldexp(x[0], HUGE),
         4: _with(x[0], 0, np.nan),
-        5: np.ldexp(x[0], -110),  # below the least range
+        5: np.ldexp(x[0], -110),  # below the least quantization range
         6: np.ldexp(x[0], -140),  # denormal
         7: _with(np.ldexp(x[0], -10), k - 1, 3.0),  # most rounds to zero
         8: _with(rng.integers(-254, 255, k).astype(np.float32) / 2, 0, 127.0),  # ties, if 127 is the largest
@@ -66,7 +66,7 @@ def sparse_integers(
 ) -> NDArray[np.int8]:
     """Return int8 [k, n] in least … most, about `zeros` per cent of it zero, in blocks of `outputs` columns.
 
-    The first input and the last output are all `least`, where nothing is zero.
+    If no weight is zero, the first input and the last output have `least` everywhere.
     """
     q = rng.integers(least, most + 1, (k, n)).astype(np.int8)
     q[0], q[:, -1] = least, least

@@ -1,9 +1,9 @@
-"""The stored answers: reading, writing, and holding a build's answers to them.
+"""Stored answers: reading, writing, and comparing a build's answers with them.
 
-answers.json: of each case the hashes of its inputs, of its packed tensors, and of each output of each call: one, or one
-for each instruction set; and how many numbers the sampled outputs hold. samples.npz: some of these numbers, at evenly
-spread places, as the scalar kernels give them (of the answer to the most rows). What need not be the stored bits, or
-has none for its instruction set, is held to them within the bound.
+answers.json has, for each case, the hashes of its inputs and packed tensors, the hash of each output of each call (one
+hash, or one for each instruction set), and the size of each sampled output. samples.npz has some values of these
+outputs, at evenly spread positions, as computed by the scalar kernels (for the largest number of rows). Answers that
+need not have the stored bits, or have none for their instruction set, must be within the bound of the samples.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from .case import THREADS, Case, digest
 
 FOLDER = Path(__file__).parent
-# The names of ORTOLAN_ISA that are tried. One that is new here has no answers until they are added.
+# The values of ORTOLAN_ISA that are tried. A new one here has no answers until they are added.
 ISAS = ("scalar", "avx2", "avxvnni", "avx512bw", "avx512vnni", "avx512", "avx512bf16", "amx", "neon", "dotprod", "i8mm")
 # Instruction sets that must give the answers of another one.
 STORED_AS = {"avxvnni": "avx2"}
@@ -49,20 +49,20 @@ class Store:
 
 
 def places(size: int, most: int) -> np.ndarray:
-    """Up to `most` of the places of an array of this size, evenly spread, the first and the last among them."""
+    """Return up to `most` positions in an array of this size, evenly spread, including the first and the last."""
     return np.unique(np.linspace(0, size - 1, min(size, most)).astype(np.int64)) if size else np.zeros(0, np.int64)
 
 
 @dataclass
 class Comparison:
-    """problems: what must not be. notes: float answers within the bound that are not the stored bits."""
+    """Results. problems: failures. notes: float answers within the bound, with other bits than stored."""
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def compare(case: Case, isa: str, store: Store, all_threads: Iterable[int] = THREADS) -> Comparison:
-    """Runs the case in this process, whose instruction set is `isa`."""
+    """Run the case in this process, whose instruction set is `isa`."""
     record = store.records.get(case.name)
     if record is None:
         return Comparison([f"{case.name}: no stored answers; python -m tests.ops.stored adds them"])
@@ -118,7 +118,7 @@ class _Checks:
             problems.append(f"{where}: not the bits of any instruction set")
 
     def _samples(self, label: str, name: str, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Places of the array that have a sample, and the samples. Fewer rows are the first numbers of more."""
+        """Return the sampled positions of the array, and the samples. Fewer rows are the first values of more rows."""
         output = f"{self.case.sampled_label(label)}: {name}"
         samples = self.store.samples[f"{self.case.name}, {output}"]
         at = places(self.store.records[self.case.name]["sizes"][output], len(samples))
@@ -158,7 +158,7 @@ def _index(array: np.ndarray, place: int) -> tuple[int, ...]:
 
 
 def by_isa(answer: str | dict[str, str]) -> dict[str, str]:
-    """The hashes of an output in a record: of each instruction set, or one for EVERY."""
+    """Return the hashes of an output in a record: by instruction set, or one for EVERY."""
     return {EVERY: answer} if isinstance(answer, str) else answer
 
 
