@@ -194,7 +194,7 @@ VECTOR = np.ones(4, np.float32)
         (
             np.ones(0, np.float32),
             VECTOR,
-            r"norm_weight 'norm_weight' has shape \[0\], expected \[n\], with n at least 1",
+            r"norm_weight 'norm_weight' has shape \[0\], expected \[n\] with n at least 1",
         ),
         (VECTOR, np.ones(5, np.float32), r"norm_bias 'norm_bias' has shape \[5\], expected \[4\] like norm_weight"),
         (VECTOR, np.ones((4, 1), np.float32), r"norm_bias 'norm_bias' has shape \[4, 1\], expected \[4\]"),
@@ -240,7 +240,10 @@ def test_other_versions_are_refused(version: int | None, message: str) -> None:
         ([(3, 4), ()], r"addend has shape \[\], expected \[..., 4\]"),
         ([(3, 4), (2, 4)], r"addend has shape \[2, 4\], expected a shape that broadcasts with \[3, 4\]"),
         ([(3, 4), (3, 4), (2, 4)], r"second_addend has shape \[2, 4\], expected a shape that broadcasts with \[3, 4\]"),
-        ([(1, 4), (3, 1, 4), (2, 4, 4)], r"second_addend has shape \[2, 4, 4\], expected .* beside \[3, 1, 4\]"),
+        (
+            [(1, 4), (3, 1, 4), (2, 4, 4)],
+            r"second_addend has shape \[2, 4, 4\], expected .* broadcasts with \[3, 1, 4\]",
+        ),
     ],
 )
 def test_operands_that_do_not_fit_are_refused(shapes: list[Shape], message: str) -> None:

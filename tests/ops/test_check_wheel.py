@@ -46,7 +46,7 @@ def test_a_library_needs_nothing_but_the_systems(check_wheel: ModuleType, tmp_pa
 def test_the_operator_library_shows_what_hosts_call(check_wheel: ModuleType, tmp_path: Path) -> None:
     source = "void RegisterCustomOps(void) {} void std_string(void) {}"
     (problem,) = check_wheel.library_problems(library(tmp_path / "libortolan_ops.so", source), None)
-    assert problem.startswith("shows std_string, expected CreateEpFactories, RegisterCustomOps")
+    assert problem.startswith("exports std_string, expected only CreateEpFactories, RegisterCustomOps")
 
 
 @needs_tools
@@ -59,7 +59,7 @@ def test_a_wheel_is_of_no_test_build(check_wheel: ModuleType, tmp_path: Path) ->
         "ortolan/libortolan_ops.so is missing",
         "ortolan/libortolan_opencl.so is missing",
         "ortolan/_native. is missing",
-        "ortolan/_testing.so is of test builds",
-        "ortolan/_testing.so knows ORTOLAN_ASSUME_, which is of test builds",
+        "ortolan/_testing.so belongs to test builds",
+        "ortolan/_testing.so contains ORTOLAN_ASSUME_, which only test builds may",
     ]
     assert f"{wheel.name} 0.0 MiB, _testing.so 0.0 MiB" == check_wheel.sizes(str(wheel))

@@ -4,8 +4,9 @@ python -m tools.against REVISION [--operators sparse_amx_matmul,w4a8_matmul,…]
     [--rounds N] [--isa NAME] [--quick] [--json FILE] [--library FILE]
 
 REVISION is built, once, into the cache folder (ORTOLAN_CACHE). It is compared with the installed package, so build that
-first. Run this in the source tree. Operators are named by their folders in ops/. Each model is made once and opened by two processes of each library, pinned to the same CPUs, which take turns. Calls of more than a millisecond
-on one thread are timed by the thread's CPU time, others by wall time.
+first. Run this in the source tree. Operators are named by their folders in ops/. Each model is made once and opened by
+two processes of each library, pinned to the same CPUs, which take turns. Calls of more than a millisecond on one thread
+are timed by the thread's CPU time, others by wall time.
 """
 
 from __future__ import annotations
