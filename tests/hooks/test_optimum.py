@@ -286,14 +286,7 @@ def test_command_export(checkpoints: dict[str, Path], tmp_path: Path, task: str)
         (["--recipe", "nonsense"], "ortolan: unknown recipe 'nonsense'; the recipes are"),
         (["--cache", "codes", "--set", "window=8"], "need inputs that Optimum does not pass on"),
         (["--pattern", "4:2", "--sparsity", "0.5"], "ortolan: pattern is '4:2', expected"),
-<<<<<<< HEAD
         (["--method", "gptq", "--method", "wanda", "--weights", "int8"], "which prunes, but sparsity is missing"),
-=======
-        (
-            ["--method", "gptq", "--method", "wanda", "--weights", "int8"],
-            "'wanda', which prunes, but sparsity is missing",
-        ),
->>>>>>> 1fbd9a79 (Tests of operators expect the new texts; line lengths)
         (["--set", "nonsense"], "setting 'nonsense' is not of the form name=value"),
     ],
 )
