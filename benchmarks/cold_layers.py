@@ -64,13 +64,10 @@ class Node:
 
 
 def cold_copies(arrays: Sequence[np.ndarray], copies: int, *, distinct: bool = False) -> list[list[np.ndarray]]:
-    """Return `copies` times the arrays, each in separate memory, aligned as in a saved model.
+    """Return `copies` times the arrays of a layer, each in separate memory, aligned as in a saved model.
 
-    Args:
-        arrays: The arrays of one layer.
-        copies: Number of copies.
-        distinct: Make the first two bytes of every array differ between copies, because ORT shares packed weights of
-            equal content. The last copy keeps its bytes.
+    distinct: Make the first two bytes of every array differ between copies, because ORT shares packed weights of equal
+    content. The last copy keeps its bytes.
     """
     offsets = np.cumsum([0] + [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays])
     # NumPy would ask for huge pages, which neither ORT's own copies nor a mapped model have.
@@ -94,12 +91,7 @@ def ort_candidate(
 ) -> TimedLayer:
     """Return one session with copies of the node, which all read x [m, k] and write [m, n].
 
-    Args:
-        node: The operator and its constants.
-        k: Inputs.
-        n: Outputs.
-        distinct: See `cold_copies`.
-        types: Types of x and y. For uint8, x is converted by `to_bytes`.
+    distinct: See `cold_copies`. types: Types of x and y. For uint8, x is converted by `to_bytes`.
     """
     copies = cold_copies(node.arrays, copies_to_stay_cold(node.stored_bytes), distinct=distinct)
     nodes = [node.with_arrays(arrays) for arrays in copies]

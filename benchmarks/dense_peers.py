@@ -56,14 +56,10 @@ def ort_matmul_nbits(rng: np.random.Generator, k: int, n: int, bits: int, block_
 def matmul_nbits_node(
     q: np.ndarray, scales: np.ndarray, zero_points: np.ndarray | None, block_size: int, accuracy_level: int
 ) -> Node:
-    """Return ORT MatMulNBits on the weight scales (q - zero_points).
+    """Return ORT MatMulNBits on the weight scales (q - zero_points), q [k, n], uint8 from 0 to 15, or int8.
 
-    Args:
-        q: [k, n], uint8 from 0 to 15, or int8.
-        scales: float32 [blocks, n].
-        zero_points: uint8 [blocks, n] from 0 to 15; None: 8 for uint8 q, 0 for int8 q.
-        block_size: Inputs per scale.
-        accuracy_level: See `make_matmul_nbits`.
+    scales: float32 [blocks, n]. zero_points: uint8 [blocks, n] from 0 to 15; None: 8 for uint8 q, 0 for int8 q.
+    accuracy_level: See `make_matmul_nbits`.
     """
     k, n = q.shape
     blocks = len(scales)

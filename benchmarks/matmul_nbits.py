@@ -18,13 +18,8 @@ def make_matmul_nbits(
 ) -> None:
     """Round every MatMul with constant weights to 4 or 8 bits (to nearest) with ONNX Runtime's quantizer.
 
-    Args:
-        model_path: The float model.
-        out_path: The new model; its weights go to `<out_path>.data`.
-        block_size: Weights per scale: 16, 32, 64, 128 or 256.
-        accuracy_level: 0 computes in fp32, 4 with activations rounded to int8.
-        bits: 4 or 8.
-        symmetric: No zero points.
+    Weights of the new model are written to `<out_path>.data`. accuracy_level: 0 computes in fp32, 4 with activations
+    rounded to int8. symmetric: No zero points.
     """
     import onnx
     from onnxruntime.quantization import matmul_nbits_quantizer

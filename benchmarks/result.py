@@ -23,12 +23,10 @@ class BenchOptions:
 
     Attributes:
         threads: Numbers of intra-op threads.
-        quick: Fewer cases and rounds.
         cases: (m, k, n) triples.
         sparsity: Fractions of zero weights.
         layers: Names in shapes.py.
         batch: Rows (m) to measure the layers with.
-        kinds: Kinds of weights.
         group_size: Weights per scale.
         device: "opencl": compare this device with the CPU instead of peers.
     """
@@ -81,7 +79,6 @@ class SummaryRow:
 
     Attributes:
         case: kind, m and other values that the benchmark varies.
-        threads: Number of threads.
         ratios: Speedups by column of the table.
         geomean: Geometric mean over all layers.
         others: Geometric means of the speedups over other measured peers, by the table's name for them.

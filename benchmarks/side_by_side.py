@@ -52,7 +52,6 @@ class Comparison:
 
     Attributes:
         case: The keys that identify its rows.
-        ours: Name of the candidate.
         peers: Name in the row -> name of the candidate.
     """
 

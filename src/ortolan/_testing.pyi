@@ -189,16 +189,9 @@ def nomad_attention(
 ) -> NDArray[np.float32]:
     """Return softmax(scale q k^T + mask) v [heads, queries, head_dim].
 
-    Args:
-        q: [heads, queries, head_dim].
-        k: [keys, head_dim], shared by all heads.
-        v: [keys, head_dim].
-        scale: factor of the scores.
-        mask: broadcasts to [heads, queries, keys].
-        causal: the queries are the last tokens of the keys and do not see later keys.
-        zero_hidden_rows: rows whose softmax is NaN give zeros.
-        precision: 32 or 16; ignored if a kernel is named.
-        kernel: see the module.
+    q is [heads, queries, head_dim]; k and v are [keys, head_dim], shared by all heads; mask broadcasts to [heads,
+    queries, keys]. causal: the queries are the last tokens of the keys and do not see later keys. zero_hidden_rows:
+    rows whose softmax is NaN give zeros. precision: 32 or 16; ignored if a kernel is named.
     """
 
 def append_keys(
@@ -338,18 +331,9 @@ def w4a8_matmul(
 ) -> NDArray[np.float32]:
     """Return y [m, n] = x [m, k], quantized group by group, @ W + bias.
 
-    Args:
-        x: float [m, k].
-        weights: as made by `pack_int4_group`.
-        scales: [panels, groups, 16], float32 or the bits of float16 (uint16).
-        group_size: 32, 64 or 128.
-        k: inputs.
-        n: outputs.
-        zero_points: [panels, groups, 16].
-        bias: float [n].
-        kernel: see the module.
-        minimums: [panels, groups, 16] with the type of scales, instead of zero_points.
-        zero_point_steps: 1, or 16 if zero_points count sixteenths.
+    weights are made by `pack_int4_group`; scales, [panels, groups, 16], are float32 or the bits of float16 (uint16);
+    group_size is 32, 64 or 128. The weights may have zero_points or, with the type of scales, minimums, of the same
+    shape. zero_point_steps is 16 if zero_points count sixteenths.
     """
 
 def w8a8_matmul_kernels() -> list[KernelInfo]:
@@ -416,11 +400,7 @@ def masked_matmul(
 ) -> NDArray[np.float32] | None:
     """Return a [m, k] @ b [k, n], skipping zeros; None unless all values are finite.
 
-    Args:
-        a: float [m, k].
-        b: float [k, n].
-        way: "blocks" skips zero blocks of b, "two_sided" also unused inputs of tiles of a, "values" single zeros of a.
-        kernel: see the module.
+    way: "blocks" skips zero blocks of b, "two_sided" also unused inputs of tiles of a, "values" single zeros of a.
     """
 
 def masked_matmul_plan(

@@ -70,8 +70,6 @@ class Variant:
     """One of the compared models.
 
     Attributes:
-        name: Its name in the tables.
-        bytes: The size of its files.
         times: The time of one run with [1, tokens], for each of TOKEN_COUNTS.
         agreement: The agreement with the original's vectors.
         batch_difference: The largest difference of token vectors between a sentence alone and in a batch.
@@ -89,15 +87,8 @@ class DemoResult:
     """The measurements of the demo, which rich prints as tables.
 
     Attributes:
-        model: The model's name.
-        model_path: The original's path.
-        outcome: The outcome of the search.
         threads: Threads of all models; None: ONNX Runtime's choice.
-        cpu: The CPU's name.
         isa: The best feature set that kernels use.
-        onnxruntime: The version of ONNX Runtime.
-        layers_replaced: The number of replaced layers.
-        optimize_seconds: The time of optimizing.
         similarities: The similarity of each of PAIRS by each variant.
         variants: The models: the original first, Ortolan's last.
     """

@@ -42,10 +42,7 @@ class Check:
     """The result of a check.
 
     Attributes:
-        name: What was checked.
         status: "ok", "note" (works, but worth knowing) or "failed" (Ortolan needs it).
-        detail: What was found.
-        advice: What to do.
     """
 
     name: str
@@ -59,7 +56,6 @@ class FeatureSet:
     """A set of CPU features for which kernels exist.
 
     Attributes:
-        name: Its name.
         cpus: CPUs that have it.
         brings: What kernels gain.
         state: Kernels use it, the CPU has it, or neither ("").

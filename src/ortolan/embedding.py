@@ -27,12 +27,7 @@ _WINDOW_TEXTS, _WINDOW_CHARACTERS = 8192, 2**24  # sorted by length together
 
 @dataclass(frozen=True)
 class RankedText:
-    """A result of `rerank`.
-
-    Attributes:
-        index: The index of the text in the given list.
-        score: The score of the query and the text; larger is better.
-    """
+    """A result of `rerank`: the index of a text in the given list, and its score; larger is better."""
 
     index: int
     score: float

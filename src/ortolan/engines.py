@@ -108,8 +108,6 @@ class Generated:
     """A generated text.
 
     Attributes:
-        text: The new text.
-        tokens: Its number of tokens.
         finish_reason: What ended it: the model ("stop"), the number of tokens ("length"), the time ("deadline") or the
             caller ("cancelled").
     """

@@ -36,8 +36,6 @@ class Decoder:
     Tensors with a fixed number of tokens, such as past_key_values.N.exact_key of NoMADAttention, keep it in both.
 
     Attributes:
-        session: The session.
-        length: The number of tokens in the cache.
         vocabulary: The number of token ids.
         cache_length: The capacity of a shared cache; None: the cache grows.
         prompt_tokens: The number of tokens of a prompt that is part of the model, before those of the cache.

@@ -65,8 +65,6 @@ class LinearInfo:
     """A linear layer, or another matrix product.
 
     Attributes:
-        name: The name of the node.
-        op: Its operator.
         k: The number of inputs.
         n: The number of outputs.
         weight_bytes: The size of the stored weight.
@@ -74,7 +72,6 @@ class LinearInfo:
             packed "bitmap + int8", "2:4 int8", "dense int4, groups of 128", …
         sparsity: The fraction of zeros.
         replaceable: Ortolan can replace it.
-        reason: Why it cannot be replaced.
         fused: Other operations that Ortolan's operator computes: "gelu", "residual", …
     """
 
@@ -95,16 +92,9 @@ class Inspection:
     """The result of `inspect_onnx`. `print` shows a summary, `details()` all layers, `to_json()` everything.
 
     Attributes:
-        model: The name of the model.
         file_size: The size of the model and its data files in bytes.
-        opset: The version of the default opset.
-        ir_version: The IR version.
-        producer: The program that made the model.
         optimized: The name of the recipe, if Ortolan made the model.
         ortolan_version: The version of Ortolan that made it.
-        inputs: The inputs.
-        outputs: The outputs.
-        linears: The linear layers and other matrix products.
         operators: The count of each operator.
         fusions: The count of each operator that belongs neither to the ONNX standard nor to Ortolan.
     """

@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 
 class OrtolanOptimizer:
-    """Optimizes the ONNX model in a folder that Optimum has written, or its encoder and decoders.
-
-    Attributes:
-        folder: The folder.
-    """
+    """Optimizes the ONNX model in a folder that Optimum has written, or its encoder and decoders."""
 
     def __init__(self, folder: Path) -> None:
         """Create an optimizer; `from_pretrained` checks the folder."""

@@ -45,12 +45,7 @@ class ProviderNode:
 
 @dataclass
 class ProviderInspection:
-    """The result of `inspect_provider`, to print or to convert.
-
-    Attributes:
-        model: The name of the model.
-        nodes: The nodes whose operators the provider supports.
-    """
+    """The result of `inspect_provider`, to print or to convert."""
 
     model: str
     nodes: list[ProviderNode] = field(default_factory=list)

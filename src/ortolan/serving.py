@@ -66,7 +66,6 @@ class ServingConfig(BaseModel):
     Attributes:
         model: Path of the model, on every machine that runs a replica.
         tokenizer: Path of the tokenizer, on every machine that runs a replica.
-        replicas: The number of replicas.
         min_replicas: The smallest number, if Ray Serve scales the replicas.
         max_replicas: The largest number, if Ray Serve scales the replicas.
         target_ongoing_requests: Requests of each replica to which Ray Serve scales.

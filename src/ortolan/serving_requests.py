@@ -29,7 +29,6 @@ class OpenAIEmbeddingRequest(BaseModel):
     Attributes:
         input: A text, texts, tokens of a text, or tokens of texts.
         model: Ignored: a server has one model.
-        encoding_format: The format of vectors.
         dimensions: Return only the first dimensions, scaled to length 1.
     """
 
@@ -86,13 +85,10 @@ class GenerationRequest(BaseModel):
     """The body of POST /generate.
 
     Attributes:
-        prompt: The prompt.
-        max_new_tokens: The largest number of new tokens.
         max_seconds: The longest time, queueing included.
         temperature: As for ortolan.generate.sample; 0: the most likely token.
         top_k: As for ortolan.generate.sample.
         top_p: As for ortolan.generate.sample.
-        seed: Seed of the random generator.
         stream: Return server-sent events: {"piece": "…"} each, and last the answer without stream.
     """
 

@@ -73,11 +73,7 @@ class TokenBatches:
         self.waiting_tokens = 0
 
     def check(self, tokens: int = 1) -> None:
-        """Check that there is room for more tokens.
-
-        Raises:
-            RequestError: 429 if there is no room, with the seconds after which there should be.
-        """
+        """Raise RequestError 429 if there is no room for more tokens, with the seconds after which there should be."""
         over = self.waiting_tokens + tokens - self._most
         if self.waiting_tokens == 0 or over <= 0:
             return

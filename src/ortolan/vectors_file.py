@@ -25,11 +25,7 @@ def check_vectors_file(path: Path) -> None:
 
 
 def write_vectors(path: Path, pieces: Iterable[np.ndarray]) -> tuple[int, int]:
-    """Write vectors to a file that numpy.load reads, or replace it. Only one piece is held in memory.
-
-    Args:
-        path: The file.
-        pieces: float32 [rows, width], all of one width.
+    """Write vectors to a file that numpy.load reads, or replace it. One piece, float32 [rows, width], is in memory.
 
     Returns:
         The shape (rows, width) of all vectors.

@@ -109,11 +109,7 @@ def compare(
 ) -> Iterator[RowResult]:
     """Yield one result per row and number of threads. A row that fails does not stop the others.
 
-    Args:
-        works: Models and their rows.
-        threads: Numbers of threads.
-        process: Makes a process of a side and a number of threads.
-        pace: Rounds and seconds.
+    process: Makes a process of a side and a number of threads.
     """
     with ExitStack() as stack:
         folder = stack.enter_context(scratch_folder())

@@ -23,13 +23,8 @@ class Job:
     """The settings of a run, from the command line.
 
     Attributes:
-        threads: Numbers of threads.
         seconds: Time for each work.
         pythons: Engine -> interpreter, for the runtimes that take part.
-        folder: Folder for temporary files.
-        say: Prints a line of progress.
-        sts: The STS-B file.
-        text: Text for perplexity.
         models, works: Only these; None for all.
         done: (section, model) -> numbers of threads that its rows already have.
         keep: Called when a model's rows are complete.
@@ -86,20 +81,11 @@ def compare(
     result: PeersResult,
     openings: int = 3,
 ) -> None:
-    """Add a row for each configuration, or the reason why it has none.
+    """Add a row for each configuration, or the reason why it has none; add new numbers of threads to existing rows.
 
-    New numbers of threads are added to existing rows.
-
-    Args:
-        job: The settings of the run.
-        section: The section's name.
-        model: The model's name.
-        script: The section's file in tools/workers.
-        configurations: The configurations to compare. The first one is judged first.
-        works: Kinds of work. The load time is measured with the first.
-        judge: Returns the qualities of an opened configuration; raises WorkerError for wrong answers.
-        result: Receives the rows.
-        openings: How often the load time is measured; 0 leaves load time and memory out.
+    script: The section's file in tools/workers. configurations: The first one is judged first. works: The load time is
+    measured with the first. judge: Returns the qualities of an opened configuration; raises WorkerError for wrong
+    answers. openings: How often the load time is measured; 0 leaves load time and memory out.
     """
 
     def leave_out(name: str, error: WorkerError) -> None:

@@ -146,13 +146,8 @@ def interleave(
 ) -> dict[str, Speed | WorkerError]:
     """Time the runners in turns (A B C A B C …) at the work that each was given.
 
-    Args:
-        runners: Runners by name.
-        work: Name of the work.
-        threads: Threads of each runner.
-        count: Units of the work, for example texts, in one pass of one copy.
-        unit: Unit of the speeds.
-        seconds: Time for all runners together; each has at least three turns.
+    count: Units of the work, for example texts, in one pass of one copy. seconds: Time for all runners together; each
+    has at least three turns.
 
     Returns:
         The speed of each runner, or the error that stopped it.

@@ -17,20 +17,10 @@ _KNOWN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids"
 
 
 class Batches:
-    """Batches of texts with equal lengths.
-
-    Attributes:
-        per_epoch: The number of batches of an epoch.
-    """
+    """Batches of texts with equal lengths."""
 
     def __init__(self, ids: Sequence[np.ndarray], batch_tokens: int, seed: int) -> None:
-        """Sort texts by length.
-
-        Args:
-            ids: The tokens of each text, int64 [tokens].
-            batch_tokens: The number of tokens of a batch.
-            seed: Seed of the order.
-        """
+        """Sort texts, given as tokens int64 [tokens], by length. `seed` determines the order of batches."""
         self._rows, self._seed = list(ids), seed
         self._by_length: dict[int, np.ndarray] = {}
         lengths = np.array([len(row) for row in self._rows])

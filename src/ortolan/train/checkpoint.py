@@ -23,13 +23,8 @@ class State:
 
     Attributes:
         settings: Settings that must be equal to continue.
-        step: The number of steps.
-        seconds: The time of training.
         tokens: The number of tokens that were trained on.
-        parameters: Parameters by name.
         masks: Masks of the weights that are kept, by name.
-        optimizer: The state of the optimizer.
-        curve: Points of the learning curve.
     """
 
     settings: dict[str, Any]

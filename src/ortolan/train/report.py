@@ -14,10 +14,8 @@ class CurvePoint:
     """A point of the learning curve.
 
     Attributes:
-        step: The number of steps.
         sparsity: The fraction of zeros in pruned weights.
         tokens: The number of trained tokens.
-        seconds: The time of training.
         loss: The mean loss since the previous point.
         score: The result of `evaluate`; None without it.
     """
@@ -43,13 +41,7 @@ class DistillReport:
 
     Attributes:
         input: The original's path.
-        output: The path of the written model.
-        pattern: The pattern of zeros.
-        steps: The number of steps.
-        tokens: The number of trained tokens.
-        seconds: The time of training.
         original_score: The original's score; None without `evaluate`.
-        curve: The learning curve.
         sparsity: The fraction of zeros of each layer.
     """
 

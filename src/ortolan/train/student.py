@@ -26,7 +26,6 @@ class PrunedWeight:
     Attributes:
         name: The name of the initializer.
         transposed: The weight is stored as [n, k].
-        linears: The layers.
     """
 
     name: str
@@ -95,12 +94,7 @@ def prune_weight(
 ) -> np.ndarray:
     """Prune a weight by SparseGPT, which changes the other weights to compensate.
 
-    Args:
-        stored: The stored weight, float32.
-        weight: The description of the weight.
-        hessian: X^T X of the layers' inputs, float32 [k, k].
-        pattern: The pattern of zeros.
-        sparsity: The fraction of zeros.
+    hessian: X^T X of the layers' inputs, float32 [k, k].
 
     Returns:
         The new weight, in the same layout as `stored`.

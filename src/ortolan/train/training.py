@@ -30,11 +30,7 @@ _CURVE = "curve.csv"
 
 
 class Training:
-    """A training from a state to its last step.
-
-    Attributes:
-        state: The current state.
-    """
+    """A training from a state to its last step."""
 
     def __init__(
         self,
@@ -53,18 +49,9 @@ class Training:
     ) -> None:
         """Prepare the training.
 
-        Args:
-            model: The model.
-            graph: The model in torch.
-            weights: The weights to prune.
-            original: The trained initializers of the original model, by name.
-            batches: The batches of texts.
-            state: The state from which to continue.
-            pattern: The pattern of zeros.
-            target: The final sparsity.
-            steps: The number of steps.
-            peak: The highest learning rate.
-            bfloat16: Compute matrix products in bfloat16.
+        graph: The model in torch. original: The trained initializers of the original model, by name. state: The state
+        from which to continue. target: The final sparsity. peak: The highest learning rate. bfloat16: Compute matrix
+        products in bfloat16.
         """
         self._model, self._graph, self._weights, self._batches = model, graph, weights, batches
         self._pattern, self._steps, self._peak, self._bfloat16 = pattern, steps, peak, bfloat16
@@ -97,15 +84,10 @@ class Training:
         progress: Progress,
         tell: Callable[[CurvePoint], None] | None,
     ) -> bool:
-        """Train to the last step, and write a checkpoint.
+        """Train to the last step, and write a checkpoint to `folder`.
 
-        Args:
-            folder: The folder of checkpoints.
-            every: Steps between points of the curve.
-            evaluate: Scores the current model.
-            stopped: Returns True to stop after the current step.
-            progress: The progress callback.
-            tell: Called with each point of the curve.
+        every: Steps between points of the curve. evaluate: Scores the current model. stopped: Returns True to stop
+        after the current step. tell: Called with each point of the curve.
 
         Returns:
             False if it was stopped before the last step.

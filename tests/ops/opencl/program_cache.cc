@@ -1,4 +1,4 @@
-// Damage cached program files at random, and write one from many processes: a read must return exactly the stored bytes
+// Damage cached program files at random, and write one from many threads: a read must return exactly the stored bytes
 // or no data. Built with sanitizers, together with ops/opencl/program_cache.cc; ORTOLAN_CACHE names an empty folder.
 #include "opencl/program_cache.h"
 
@@ -77,7 +77,7 @@ void TestDamages() {
   Expect(!ReadCached("another device"), "the program of another key", kDamages);
 }
 
-// Each process writes contents of its own length, and reads the contents of any process.
+// Each thread writes contents of its own length, and reads the contents of any thread.
 void TestWriters() {
   const std::string key = "a device\nof a driver\n";
   std::vector<std::thread> writers;
