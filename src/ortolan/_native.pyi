@@ -44,10 +44,7 @@ def int8_range(codes: NDArray[Any], zero_points: NDArray[np.int16], transposed: 
 
     If all zero points are the middle of the codes' type, this is the range of the type, whatever the codes.
 
-    Args:
-        codes: int8 or uint8 [k, n], or [n, k] if transposed.
-        zero_points: int16 [n].
-        transposed: codes are [n, k].
+    codes are int8 or uint8 [k, n], or [n, k] if transposed; zero_points are int16 [n].
     """
 
 def why_not_int8(k: int, n: int, range: tuple[int, int]) -> str:

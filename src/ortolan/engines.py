@@ -179,16 +179,9 @@ class GenerationEngine:
     ) -> Generated:
         """Continue a prompt.
 
-        Args:
-            prompt: The prompt.
-            max_new_tokens: The largest number of new tokens.
-            temperature: As for `ortolan.generate.sample`.
-            top_k: As for `ortolan.generate.sample`.
-            top_p: As for `ortolan.generate.sample`.
-            seed: Seed of the random generator.
-            deadline: A time of time.monotonic() after which no token is started.
-            cancelled: When it is set, no further token is started.
-            on_text: Called with each new piece of the text.
+        temperature, top_k, top_p: As for `ortolan.generate.sample`. deadline: A time of time.monotonic() after which no
+        token is started. cancelled: When it is set, no further token is started. on_text: Called with each new piece of
+        the text.
 
         Raises:
             RequestError: 413 for a prompt with too many tokens, 422 if the new tokens do not fit after it, 504 if the

@@ -149,10 +149,7 @@ class Decoder:
         return {name: value.numpy().copy() for name, value in zip(self._past, self._values, strict=True)}
 
     def step(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Append tokens to the sequence.
-
-        Args:
-            ids: Token ids, at least one.
+        """Append at least one token to the sequence.
 
         Returns:
             Their logits [tokens, vocabulary]; [1, vocabulary] if the model returns only those of the last token.

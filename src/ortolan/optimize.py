@@ -454,11 +454,7 @@ def _read_feeds(
 ) -> tuple[list[Feeds], str]:
     """Return the feeds and their description for the report.
 
-    Args:
-        given: The result of `_read_texts`.
-        tokenizer: The user's tokenizer.
-        beside: The tokenizer beside the model, used if the user gave none.
-        source: The original model.
+    given: The result of `_read_texts`. beside: The tokenizer beside the model, used if the user gave no tokenizer.
     """
     texts = _are_texts(given)
     if tokenizer is not None and not texts:

@@ -396,11 +396,7 @@ def check_texts(texts: Sequence[Any]) -> None:
 def batches(tokens: Sequence[Tokens], batch_tokens: int, pads: bool = True, length: int = 0) -> Iterator[list[int]]:
     """Yield the indices of each batch, longest texts first, so that memory peaks at the beginning.
 
-    Args:
-        tokens: The texts.
-        batch_tokens: Tokens of a batch with several texts, padding included if `pads`.
-        pads: The model computes padding too.
-        length: As for `TokenBudget`.
+    batch_tokens: Tokens of a batch with several texts, padding included if `pads`. pads, length: As for `TokenBudget`.
 
     Raises:
         ArgumentError: `batch_tokens` is not positive.

@@ -185,9 +185,6 @@ class OrtolanModelRunner(OnnxModelRunner):  # type: ignore[misc]
 def empty_cache(runner: OrtolanModelRunner) -> DynamicCache:
     """Return empty caches, with which generation begins in a component exported with `multi_token_decode`.
 
-    Args:
-        runner: The component.
-
     Returns:
         Caches [1, heads, 0, size] of the types that the component reads.
 
