@@ -2,8 +2,8 @@
 // of the execution provider is in provider/factory.cc.
 #include "custom_ops.h"
 #include "isa/features.h"
-#include "ort/ort_op.h"
 #include "operators.h"
+#include "ort/ort_op.h"
 
 namespace ortolan {
 namespace {

@@ -3,8 +3,8 @@
 #include <optional>
 
 #include "add_layer_norm/plan.h"
-#include "ort/ort_op.h"
 #include "operators.h"
+#include "ort/ort_op.h"
 
 namespace ortolan {
 namespace {

@@ -6,8 +6,8 @@
 
 #include "isa/kernel_table.h"
 #include "lut_post_op/lut_post_op.h"
-#include "ort/ort_op.h"
 #include "operators.h"
+#include "ort/ort_op.h"
 
 namespace ortolan {
 namespace {

@@ -16,8 +16,8 @@
 #include "host/broadcast.h"
 #include "isa/kernel_table.h"
 #include "masked_matmul/plan.h"
-#include "ort/ort_op.h"
 #include "operators.h"
+#include "ort/ort_op.h"
 
 namespace ortolan {
 namespace {

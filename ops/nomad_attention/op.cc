@@ -19,9 +19,9 @@
 #include "host/broadcast.h"
 #include "nomad_attention/nomad_attention.h"
 #include "nomad_attention/op_cached.h"
+#include "operators.h"
 #include "ort/ort_op.h"
 #include "pack_tokens/kept_input.h"
-#include "operators.h"
 
 namespace ortolan {
 namespace {

@@ -7,9 +7,9 @@
 #include <algorithm>
 #include <cstring>
 
+#include "operators.h"
 #include "ort/ort_op.h"
 #include "pack_tokens/kept_input.h"
-#include "operators.h"
 
 namespace ortolan {
 namespace {

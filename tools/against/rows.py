@@ -278,8 +278,8 @@ def _masked_matmul(sizes: Sizes) -> list[Work]:
 
     def square(n: int, share: float, by_blocks: bool) -> Feeds:
         rng = np.random.default_rng(n)
-        make_b = masked_matmul.sparse_blocks if by_blocks else masked_matmul.sparse_numbers
-        return {"a": masked_matmul.sparse_numbers(rng, n, n, share), "b": make_b(rng, n, n, share)}
+        make_b = masked_matmul.sparse_blocks if by_blocks else masked_matmul.sparse_elements
+        return {"a": masked_matmul.sparse_elements(rng, n, n, share), "b": make_b(rng, n, n, share)}
 
     rows = [
         Row(f"{kind} {share:.0%} {n}x{n}x{n}", partial(square, n, share, kind == "blocks"))
@@ -296,7 +296,7 @@ def _masked_matmul(sizes: Sizes) -> list[Work]:
 def _constant_works(kind: str, k: int, n: int, sizes: Sizes) -> list[Work]:
     def make() -> Layer:
         rng = np.random.default_rng(k + n)
-        constants = {"b": masked_matmul.sparse_numbers(rng, k, n, 0.0)}
+        constants = {"b": masked_matmul.sparse_elements(rng, k, n, 0.0)}
         if kind == "bf16":
             constants["b"] = constants["b"].astype(ml_dtypes.bfloat16)
         elif kind == "int8":
@@ -308,7 +308,7 @@ def _constant_works(kind: str, k: int, n: int, sizes: Sizes) -> list[Work]:
         return write_layers(layer, copies_for(layer.cold_bytes, rows), folder, {"x": (None, k)})
 
     def x(m: int, share: float) -> Feeds:
-        return {"x": masked_matmul.sparse_numbers(np.random.default_rng(m), m, k, share)}
+        return {"x": masked_matmul.sparse_elements(np.random.default_rng(m), m, k, share)}
 
     def row(m: int, share: float) -> Row:
         return Row(f"{kind} weights {k}x{n}, {share:.0%} of x, m={m}", partial(x, m, share))
