@@ -66,7 +66,7 @@ def sparse_integers(
 ) -> NDArray[np.int8]:
     """Return int8 [k, n] in least … most, about `zeros` per cent of it zero, in blocks of `outputs` columns.
 
-    If no weight is zero, the first input and the last output have `least` everywhere.
+    The first input and the last output are `least`, except for these zeros.
     """
     q = rng.integers(least, most + 1, (k, n)).astype(np.int8)
     q[0], q[:, -1] = least, least
