@@ -165,7 +165,7 @@ class EmbeddingsPass(RecipePass):
         return given if fits else None
 
     def _quantization(self, table: np.ndarray) -> Quantization:
-        """Return the target format: that of an 8-bit head that may be tied to the table, to share one copy."""
+        """Return the target format: table_bits, or that of an 8-bit head, with which the table can share one copy."""
         rows, width = table.shape
         for head in self.context.layers.quantized.values():
             if head.bits == 8 and head.group_size is not None and head.q.shape.numpy() == (width, rows):
@@ -232,7 +232,7 @@ def read_from_heads(model: ir.Model, context: PassContext) -> None:
 
 
 def _read_groups(model: ir.Model, context: PassContext, table: StoredEmbedding, node: ir.Node) -> bool:
-    """Read the table from a W8A8MatMul, if that holds the same integers and scales."""
+    """Make the table read a W8A8MatMul, and return True, if that holds the same integers and scales."""
     weights, scales = (input_of(node, w8a8.INPUTS, name) for name in ("weights", "scales"))
     if weights is None or scales is None or table.q is weights:
         return False
@@ -254,7 +254,7 @@ def _read_groups(model: ir.Model, context: PassContext, table: StoredEmbedding, 
 
 
 def _read_dense(model: ir.Model, context: PassContext, table: StoredEmbedding, node: ir.Node) -> bool:
-    """Read the table from a dense SparseAMXMatMul, if that holds the table in bf16 or the same int8."""
+    """Make the table read a dense SparseAMXMatMul, and return True, if that holds it in bf16 or the same int8."""
     masks, values, offsets, scales = (
         input_of(node, sparse_amx.INPUTS, name) for name in ("masks", "values", "offsets", "scales")
     )

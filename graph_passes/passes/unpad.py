@@ -1,9 +1,9 @@
 """Run an encoder only on tokens that are not padding.
 
-The tokens that attention_mask keeps are packed after the inputs, all sequences one after the other. Layers work on [1,
-kept tokens, width], rotary embedding on [1, heads, kept tokens, width], and each sequence attends only to itself. At
-the end, tokens return to their positions. Inputs and outputs keep names and shapes. Outputs with a vector per token are
-0 at positions without a token.
+The tokens that attention_mask keeps are packed after the inputs, all sequences one after the other. Layers work on
+[1, kept tokens, width], rotary embedding on [1, heads, kept tokens, width], and each sequence attends only to itself.
+At the end, tokens return to their positions. Inputs and outputs keep names and shapes. Outputs with a vector per token
+are 0 at positions without a token.
 
 If an output has a vector for each position, hidden positions may be read: a late-interaction model (ColBERT) hides the
 mask tokens that expand a query, and reads their vectors. Then only positions that hold the padding token are removed.

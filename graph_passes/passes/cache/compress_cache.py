@@ -231,7 +231,7 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
             **self._prompt_inputs(model, graph, match),
         }
         exact = given["past_exact_key"] is not None
-        # Calls of one token have any order of sums regardless of this attribute.
+        # Calls of one token use the CPU's order of sums regardless of this attribute.
         attributes = self.attributes(match, any_order=True) | {"rotary_interleaved": int(match.interleaved)}
         if exact:
             attributes |= {"window": self.options.window, "sinks": self.options.sinks}

@@ -1,4 +1,4 @@
-"""The plan of a run: what the recipe's steps (passes with options) will do to each layer, known before any runs."""
+"""The plan of a run: what each step of the recipe (a pass with options) will do to each layer, known before it runs."""
 
 from __future__ import annotations
 
@@ -103,7 +103,8 @@ class Plan:
     def needs_bf16_scales(self, linear: Linear) -> bool:
         """Return True if the layer's 4-bit scales must be bf16.
 
-        A step replace may choose SparseAMXMatMul, which has no other scales, or no step replaces layers.
+        They must if a step replace may choose SparseAMXMatMul, which has no other scales, or if no step replaces
+        layers.
         """
         return not self._rules or any(
             rule.options.op == SPARSE_AMX_MATMUL and rule.is_chosen(linear) for rule in self._rules

@@ -56,7 +56,7 @@ class ReplaceOptions(PassOptions):
     storage: str | None = field(default=None, metadata=takes("str", choices=(TWO_FOUR, SMALL), none=True))
     # SparseAMXMatMul, W8A8MatMul: take only layers with 4-bit or 8-bit weights; stored ones are kept exactly.
     quantized_only: bool = field(default=False, metadata=takes("bool"))
-    # SparseAMXMatMul, W8A8MatMul: also keep stored 4-bit and 8-bit weights exactly.
+    # SparseAMXMatMul, W8A8MatMul: keep stored 4-bit and 8-bit weights exactly, but also take all other weights.
     keep_stored: bool = field(default=False, metadata=takes("bool"))
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))

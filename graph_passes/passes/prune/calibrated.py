@@ -51,7 +51,7 @@ def allocate_by_sensitivity(
 ) -> None:
     """Set the sparsity of each group so that the groups together have the option's sparsity.
 
-    Layers whose inputs cannot be recorded have it themselves.
+    Layers whose inputs cannot be recorded get the option's sparsity.
     """
     require_feeds(context, options)
     sparsities_tried = levels(options.sparsity)

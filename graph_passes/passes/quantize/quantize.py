@@ -10,9 +10,9 @@ The formats are in quantizers/grid.py. The methods are
             calibration
     hqq     round to the nearest value, with better zero points and scales (quantizers/hqq.py); 4 bits, asymmetric
 
-Calibrated methods run the model as earlier passes left it (pruned, not yet quantized) on all feeds, for all layers at
-once that fit into memory. So a layer's inputs do not show that earlier layers are quantized. Recording after quantized
-layers would need many runs, and gains nothing (docs/verification.md).
+Calibrated methods run the model as earlier passes left it (pruned, not yet quantized) on all feeds, for as many layers
+at a time as fit into memory. So a layer's inputs come from unquantized earlier layers. Recording after quantized layers
+would need many runs, and gains nothing (docs/verification.md).
 
 The layer gets the dequantized weight as a lazy tensor of its own type. That rounds once more, and never to infinity.
 """

@@ -1,14 +1,13 @@
 """Run the optimized model before it is saved, and compare its answers on the same feeds with those of other models.
 
-- The original: this error is the price of the optimization. It is limited only if the recipe sets max_error. - The
-reference, the pruned and quantized model before its layers were replaced (the original if no weight was changed):
+- The original: this error is the price of the optimization. It is limited only if the recipe sets max_error.
+- The reference, the pruned and quantized model before its layers were replaced (the original if no weight was changed):
   the two may differ only by what operators round, above all activations (answers.py). This finds errors that all layers
   have in common. An error in one of many layers may be too small, so pass `replace` checks each packed weight.
-- The reference again, if pass compress_cache has changed caches: for tokens decoded after a prompt, and for the
-  contents of the caches (decoded.py).
-- The optimized model without our kernels, if it is portable (portable.py). - If padding is skipped: a sequence alone,
-and padded in a batch (padding.py).
-
+- The reference again, if pass compress_cache has changed caches: tokens decoded after a prompt, and the contents of the
+  caches (decoded.py).
+- The optimized model without our kernels, if it is portable (portable.py).
+- If padding is skipped: a sequence alone, and padded in a batch (padding.py).
 """
 
 from __future__ import annotations
