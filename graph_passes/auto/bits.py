@@ -3,8 +3,8 @@
     error   ||XW - Y|| / ||XW|| of each layer with 4 and with 8 bits, measured in one run of a recipe for each, times
             the sensitivity of the outputs to that layer (sensitivity.py)
     path    steps from 8 bits everywhere to 4 bits everywhere; layers with the same input change together. Steps are
-            ordered by bytes saved per squared error, because errors of layers add up in squares. First of all come
-            layers that lose no accuracy with 4 bits, such as layers with weights on a 4-bit grid: they always change
+            ordered by bytes saved per squared error, because errors of layers add up in squares. Layers that lose no
+            accuracy with 4 bits, such as those with weights on a 4-bit grid, come first and always change
     budget  of error: 4 bits in all layers are tried before anything is measured. If they exceed the budget, bisection
             finds the furthest point of the path at which the whole model is within it. Of bytes: the path is followed
             until the files are small enough
