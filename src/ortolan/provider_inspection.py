@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ortolan.graph_passes.report.lines import as_text
+from ortolan.graph_passes.report.lines import as_text, count
 
 from .errors import SessionError
 from .provider import CLAIMS_FILE, PROVIDER, checked_options, options_with
@@ -124,6 +124,6 @@ def _check(found: ProviderInspection, session: onnxruntime.InferenceSession) -> 
     assigned, taken = sum(len(part.get_nodes()) for part in parts), sum(node.taken for node in found.nodes)
     if assigned < taken:
         raise SessionError(
-            f"provider claims {taken} nodes of {found.model}, but ONNX Runtime assigns {assigned}; see the errors that "
-            "ONNX Runtime logged"
+            f"provider claims {count(taken, 'node')} of {found.model}, but ONNX Runtime assigns {assigned}; see the "
+            "errors that ONNX Runtime logged"
         )

@@ -187,8 +187,8 @@ def test_large_scores(kernel: str) -> None:
     [
         ({"k": np.ones((4, 3), np.float32)}, "q must be"),
         ({"v": np.ones((3, 2), np.float32)}, "q must be"),
-        ({"mask": np.ones((1, 1, 3), np.float32)}, "mask must broadcast"),
-        ({"mask": np.ones((4,), np.float32)}, "mask must broadcast"),
+        ({"mask": np.ones((1, 1, 3), np.float32)}, "mask must broadcast to"),
+        ({"mask": np.ones((4,), np.float32)}, "mask must broadcast to"),
         ({"q": np.ones((1, 9, 2), np.float32), "causal": True}, "causal needs"),
         ({"kernel": "Avx1024"}, "no kernel is called"),
     ],

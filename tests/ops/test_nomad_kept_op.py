@@ -427,7 +427,7 @@ ROWS = {name: (1, 6, 32) for name in ("query", "key", "value")}
         ),
         ({"kept": (0, 4)}, "query has 1 x 6 tokens and key 6, but kept 'kept' marks 0 tokens"),
         ({name: (2, 3, 32) for name in ROWS}, "query has 2 x 3 tokens and key 3, but kept 'kept' marks 6 tokens"),
-        ({name: (0, 6, 32) for name in ROWS}, "query has 0 x 6 tokens"),
+        ({name: (0, 6, 32) for name in ROWS}, "there are 0 x 6 queries"),
         ({"query": (1, 5, 32)}, "there are 1 x 5 queries and 6 keys"),
         ({"key": (1, 7, 32), "value": (1, 7, 32)}, "there are 1 x 6 queries and 7 keys"),
         ({"key": (2, 6, 32)}, r"key 'key' has shape \[2, 6, 32\], expected \[1, T, 32\] \(4 heads of 8\), or"),
@@ -476,7 +476,7 @@ def test_bad_joined_rows() -> None:
 def test_too_many_tokens() -> None:
     """Sizes of padded sequences with few tokens."""
     case = Case(0, kept=np.zeros((1, 2**24 + 1)), heads=1, kv_heads=1, head_dim=1)
-    with pytest.raises(Exception, match=f"{NODE}: kept has 16777217 tokens a sequence, expected at most"):
+    with pytest.raises(Exception, match=f"{NODE}: kept has 16777217 tokens a sequence, expected at most 16777216"):
         session(kept_model(case)).run(None, case.feeds())
 
 

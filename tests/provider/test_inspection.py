@@ -70,7 +70,7 @@ def test_it_says_what_the_log_says(path: Path, capfd: pytest.CaptureFixture[str]
 def test_nothing_to_take() -> None:
     found = ortolan.inspect_provider(float_model())
     assert found.nodes == []
-    nothing = "no node is of an operator that the provider takes; layers of floats are taken with a precision"
+    nothing = "no node has an operator that the provider supports; a precision also claims float layers"
     assert str(found) == f"the given ModelProto: {nothing}"
 
 
@@ -78,9 +78,9 @@ def test_nothing_to_take() -> None:
 def test_the_command(path: Path) -> None:
     shown = CliRunner().invoke(app, ["inspect", "--provider", str(path)])
     assert shown.exit_code == 0, shown.output
-    assert "takes 1 of 2 nodes" in shown.stdout
+    assert "the provider claims 1 of 2 supported nodes" in shown.stdout
     rows = {line.split()[1]: line for line in shown.stdout.splitlines() if "MatMulNBits" in line}
-    assert "taken" in rows["first"] and TAKEN.what in rows["first"]
+    assert "claimed" in rows["first"] and TAKEN.what in rows["first"]
     assert "left" in rows["second"] and LEFT.reason in rows["second"]
     parsed = json.loads(CliRunner().invoke(app, ["inspect", "--provider", str(path), "--json"]).stdout)
     assert [ProviderNode(**node) for node in parsed["nodes"]] == [TAKEN, LEFT]
@@ -89,7 +89,7 @@ def test_the_command(path: Path) -> None:
 @needs_provider
 def test_a_bad_file_is_told_of(tmp_path: Path) -> None:
     (tmp_path / "text.onnx").write_text("no model")
-    with pytest.raises(ortolan.SessionError, match=r"text\.onnx.*the file is no ONNX model"):
+    with pytest.raises(ortolan.SessionError, match=r"text\.onnx.*the file is not an ONNX model or is truncated"):
         ortolan.inspect_provider(tmp_path / "text.onnx")
     shown = CliRunner().invoke(app, ["inspect", "--provider", str(tmp_path / "none.onnx")])
     assert shown.exit_code == 1 and shown.stdout == ""
@@ -98,7 +98,9 @@ def test_a_bad_file_is_told_of(tmp_path: Path) -> None:
 
 def test_an_old_onnxruntime_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ort, "__version__", "1.22.1")
-    with pytest.raises(ortolan.LibraryError, match=r"onnxruntime 1\.22\.1 takes no execution provider.*1\.23"):
+    with pytest.raises(
+        ortolan.LibraryError, match=r"onnxruntime 1\.22\.1 cannot load execution providers.* 1\.23 or later"
+    ):
         ortolan.inspect_provider(two_layers())
 
 
@@ -158,7 +160,7 @@ def test_claims_that_onnx_runtime_does_not_know_of_are_told(monkeypatch: pytest.
         return provider_session(float_model())
 
     monkeypatch.setattr(provider_inspection, "create_session", without_provider)
-    with pytest.raises(ortolan.SessionError, match="the provider takes 1, and ONNX Runtime gives it 0 nodes"):
+    with pytest.raises(ortolan.SessionError, match=r"provider claims 1 node of .*, but ONNX Runtime assigns 0"):
         ortolan.inspect_provider(two_layers())
 
 

@@ -154,7 +154,7 @@ def test_more_than_may_wait_is_refused():
         await runner.begun.wait()
         large = asyncio.create_task(queue.answer(texts(*[4] * 9, name=1)))  # nobody waits: it is taken
         await asyncio.sleep(0)
-        with pytest.raises(RequestError, match="36 tokens wait already, expected at most 10") as refused:
+        with pytest.raises(RequestError, match="queue is full: 36 tokens wait, expected at most 10") as refused:
             await queue.answer(texts(1))
         assert refused.value.status == 429 and 1 <= refused.value.retry_after <= 60
         with pytest.raises(RequestError):

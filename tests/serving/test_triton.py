@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import ortolan
 from ortolan.cli import app
-from ortolan.errors import ModelError, OutputError
+from ortolan.errors import ArgumentError, ModelError, OutputError
 from ortolan.graph_passes.text.text_input import TEXT_INPUT
 from ortolan.graph_passes.text.text_plan import EMBEDDING, TextInput
 from ortolan.models import tiny
@@ -115,9 +115,9 @@ def test_external_data_comes_along(tmp_path):
 
 def test_refusals(tmp_path, encoder):
     write_repository(encoder, tmp_path / "repo")
-    with pytest.raises(OutputError, match="is there"):
+    with pytest.raises(OutputError, match=r"output folder '.*' exists"):
         write_repository(encoder, tmp_path / "repo")
-    with pytest.raises(OutputError, match="name of a model"):
+    with pytest.raises(ArgumentError, match="name is '../up', expected letters, digits"):
         write_repository(encoder, tmp_path / "repo", name="../up")
     with pytest.raises(ModelError, match="does not exist"):
         write_repository(tmp_path / "none.onnx", tmp_path / "repo")
