@@ -28,9 +28,8 @@ def work_folder(target: Path | None) -> Iterator[Path]:
     try:
         folder = tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
     except OSError as error:
-        raise OutputError(
-            f"cannot create a temporary folder in {str(parent or tempfile.gettempdir())!r}: {error.strerror}"
-        ) from error
+        reason = f"cannot create a temporary folder in {str(parent or tempfile.gettempdir())!r}: {error.strerror}"
+        raise OutputError(reason if target is None else f"cannot write {str(target)!r}: {reason}") from error
     with folder as name:
         yield Path(name)
 

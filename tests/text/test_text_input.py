@@ -12,7 +12,7 @@ import onnx_ir as ir
 import pytest
 
 import ortolan
-from ortolan import LibraryError, ModelError, TextInput
+from ortolan import ArgumentTypeError, LibraryError, ModelError, TextInput
 from ortolan.graph_passes.auto import layer_times, search
 from ortolan.graph_passes.auto.candidates import ORIGINAL
 from ortolan.graph_passes.report.figures import Timing
@@ -147,7 +147,7 @@ def test_refusals(tmp_path):
 
     onnx.save(with_unknown_positions(onnx.load(tmp_path / "model.onnx")), tmp_path / "unnamed.onnx")
     refused("has no limit of tokens per text; give max_tokens", "unnamed.onnx", max_tokens=None)
-    with pytest.raises(ModelError, match="texts_in is a str"):
+    with pytest.raises(ArgumentTypeError, match="texts_in is a str"):
         ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "out.onnx", texts_in="tokenizer.json")
     for few in (2, 0, -5):
         refused(f"max_tokens is {few} .*expected 3 to 65536", max_tokens=few)
