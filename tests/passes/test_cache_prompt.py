@@ -218,7 +218,7 @@ def test_a_file_that_is_no_array(tmp_path: Path) -> None:
 
 def test_refusals() -> None:
     model = llama("gqa")
-    with pytest.raises(RecipeError, match=r"prompt needs pass 'compress_cache', which recipe 'weights=bf16, sparsity=0\.5' does"):
+    with pytest.raises(RecipeError, match=r"prompt needs pass 'compress_cache', which recipe '.*sparsity=0\.5' does"):
         ortolan.optimize_onnx(model, recipe=NAMED["sparse-bf16"], prompt=IDS)
     with pytest.raises(RecipeError, match="pass 'cache_prompt' needs a prompt"):
         ortolan.optimize_onnx(model, recipe="cached-prompt")
