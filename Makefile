@@ -120,7 +120,7 @@ ray: build/testing-wheel/.built
 docs: $(VENV)/.installed
 	mkdir -p build/typing/ortolan && ln -sfn $(CURDIR)/src/ortolan/* build/typing/ortolan/
 	ln -sfn $(CURDIR)/graph_passes $(CURDIR)/models $(CURDIR)/benchmarks build/typing/ortolan/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # --quiet would hide and ignore warnings
 
 bench: $(VENV)/.installed
 	$(BIN)/ortolan bench sparse_amx_matmul

@@ -334,7 +334,8 @@ class Recipe:
                 for option in step.options.names()
             ]
             close = suggestion(option_name, [option.rpartition(".")[2] for option in known])
-            raise RecipeError(f"recipe {self.name!r} has no option {name!r}; its options are: {listing(known)}{close}")
+            hint = close or f"; its options are: {listing(known)}"
+            raise RecipeError(f"recipe {self.name!r} has no option {name!r}{hint}")
         return found
 
 

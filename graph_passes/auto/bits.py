@@ -63,6 +63,7 @@ class BitSearch:
         """Prepare the search; `name` is the file name of the result."""
         self._evidence, self._form, self._name, self._progress = evidence, settings.form, name, progress
         self._able: list[str] = []
+        settings.limit.check_model(evidence.source.model)
         evidence.feeds()
         self._limit = settings.limit_for(evidence)
         self.report = AutoReport(str(self._limit), [], saves="bytes")

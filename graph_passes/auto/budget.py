@@ -81,6 +81,19 @@ class Limit:
         """True for a limit on bytes."""
         return self.kind == _BYTES
 
+    def check_model(self, model: ir.Model) -> None:
+        """Refuse a limit on perplexity for a model without logits.
+
+        Raises:
+            RecipeError: The model has no output "logits".
+        """
+        names = [value.name or "" for value in model.graph.outputs]
+        if self.kind in (_PERPLEXITY, _DIVERGENCE) and _LOGITS not in names:
+            raise RecipeError(
+                f"max_perplexity_increase needs a decoder with an output {_LOGITS!r}; the model's outputs are "
+                f"{', '.join(names)}; give budget=0.99 instead"
+            )
+
     def of_own_tokens(self) -> Limit:
         """Return the limit for random inputs, which have no correct next token: "divergence" for "perplexity"."""
         return replace(self, kind=_DIVERGENCE) if self.kind == _PERPLEXITY else self

@@ -129,6 +129,8 @@ class Search:
 
         name: The file name of the result. times: Times of layers; None: those of the cache folder.
         """
+        if settings.limit is not None:
+            settings.limit.check_model(evidence.source.model)
         self._evidence, self._settings, self._name = evidence, settings, name
         self._progress = progress
         self._times = LayerTimes() if times is None else times

@@ -28,7 +28,7 @@ def embed(
             "--output",
             "-o",
             metavar="FILE.npy",
-            help="Where to write the vectors: float32 [texts, width], in order.",
+            help="Where to write the vectors: float32 \\[texts, width], in the order of the texts.",
         ),
     ],
     texts: options.Texts = Path("-"),
@@ -76,7 +76,9 @@ def rerank(
     query: Annotated[str, typer.Option("--query", "-q", metavar="TEXT", help="The query for which texts are ranked.")],
     texts: options.Texts = Path("-"),
     field: options.TextField = None,
-    top_k: Annotated[int | None, typer.Option("--top-k", "-k", min=1, help="Print only the best K texts.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", "-k", min=1, metavar="K", help="Print only the best K texts.")
+    ] = None,
     tokenizer: options.TextTokenizer = None,
     max_tokens: options.CutTokens = None,
     activation: options.ScoreActivation = None,

@@ -135,8 +135,8 @@ class OptimizeOptions:
             "Target format",
             str,
             "How weights are rounded: rtn (default for int8), mse (default for int4), gptq, awq or hqq; and pruned: "
-            "magnitude (default), wanda or sparsegpt. At most one of each kind. gptq, awq, wanda and sparsegpt need "
-            "calibration data. sparsegpt alone also rounds int8 and int4.",
+            "magnitude (default), wanda or sparsegpt. At most one of each kind. wanda and sparsegpt need calibration "
+            "data; gptq and awq are more accurate with it. sparsegpt alone also rounds int8 and int4.",
             choices=METHODS,
             metavar="METHOD",
             repeatable=True,

@@ -177,7 +177,7 @@ class TextEncoder:
     def _take_texts(self, inputs: Any, settings: TextInput | TextSettings) -> None:
         if not isinstance(settings, TextInput) or replace(settings, tokenizer=None, max_tokens=None) != TextInput():
             raise ModelError(
-                f"the model takes texts and has its own settings, so that {settings} cannot be used; leave settings "
+                "the model takes texts and already contains its pooling, normalization and prompts; leave the settings "
                 "out, or give the model that takes tokens"
             )
         self._settings = None

@@ -81,8 +81,8 @@ def write_repository(
     chosen = name or (source.folder.resolve().name if source.folder is not None else source.path.stem)
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", chosen):
         raise ArgumentError(
-            f"name is {chosen!r}, expected letters, digits, '_', '-' and '.', not starting with '-' or '.'; give another "
-            "name"
+            f"name is {chosen!r}, expected letters, digits, '_', '-' and '.', not starting with '-' or '.'; give "
+            "another name"
         )
     if max_batch_size < 0 or instances < 1 or (threads is not None and threads < 1):
         raise ArgumentError(

@@ -623,3 +623,15 @@ def test_beaten_models_are_deleted(inject: Callable[..., Any], monkeypatch: pyte
     assert found.search is not None and not found.search.changed
     assert len(kept) > 3 and max(kept) <= 2
     assert 2 < len(found.search.trials) <= len(kept)
+
+
+@pytest.mark.parametrize("weights", [None, "int4"])
+def test_perplexity_needs_logits(weights: str | None, tmp_path: Path) -> None:
+    model = ir.to_proto(tiny.tiny_bert())
+    error = r"max_perplexity_increase needs a decoder with an output 'logits'; the model's outputs are .*hidden_state"
+    with pytest.raises(RecipeError, match=error):
+        if weights is None:
+            ortolan.search(model, max_perplexity_increase=0.01)
+        else:
+            ortolan.optimize_onnx(model, tmp_path / "x.onnx", weights=weights, max_perplexity_increase=0.01)
+    assert not list(tmp_path.iterdir())

@@ -192,7 +192,7 @@ def test_options_that_depend_on_each_other_are_changed_together(name, options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sparsty": 0.5}, "has no option 'sparsty'; its options are: .*prune.sparsity.*did you mean 'sparsity'"),
+        ({"sparsty": 0.5}, "has no option 'sparsty'; did you mean 'sparsity'"),
         ({"verify.sparsity": 0.5}, "has no option 'verify.sparsity'"),
         ({"quantize.bits": 4}, "has no option 'quantize.bits'"),
         (

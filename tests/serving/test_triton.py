@@ -117,7 +117,7 @@ def test_refusals(tmp_path, encoder):
     write_repository(encoder, tmp_path / "repo")
     with pytest.raises(OutputError, match=r"output folder '.*' exists"):
         write_repository(encoder, tmp_path / "repo")
-    with pytest.raises(ArgumentError, match="name is '../up', expected letters, digits"):
+    with pytest.raises(ArgumentError, match=r"name is '\.\./up', expected letters, digits"):
         write_repository(encoder, tmp_path / "repo", name="../up")
     with pytest.raises(ModelError, match="does not exist"):
         write_repository(tmp_path / "none.onnx", tmp_path / "repo")
