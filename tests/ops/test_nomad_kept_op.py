@@ -427,9 +427,9 @@ ROWS = {name: (1, 6, 32) for name in ("query", "key", "value")}
         ),
         ({"kept": (0, 4)}, "query has 1 x 6 tokens and key 6, but kept 'kept' marks 0 tokens"),
         ({name: (2, 3, 32) for name in ROWS}, "query has 2 x 3 tokens and key 3, but kept 'kept' marks 6 tokens"),
-        ({name: (0, 6, 32) for name in ROWS}, "there are 0 x 6 queries"),
-        ({"query": (1, 5, 32)}, "there are 1 x 5 queries and 6 keys"),
-        ({"key": (1, 7, 32), "value": (1, 7, 32)}, "there are 1 x 6 queries and 7 keys"),
+        ({name: (0, 6, 32) for name in ROWS}, "query has 0 x 6 tokens and key 6, but kept 'kept' marks 6 tokens"),
+        ({"query": (1, 5, 32)}, "query has 1 x 5 tokens and key 6, but kept 'kept' marks 6 tokens"),
+        ({"key": (1, 7, 32), "value": (1, 7, 32)}, "query has 1 x 6 tokens and key 7, but kept 'kept' marks 6 tokens"),
         ({"key": (2, 6, 32)}, r"key 'key' has shape \[2, 6, 32\], expected \[1, T, 32\] \(4 heads of 8\), or"),
         ({"value": (1, 5, 32)}, r"value 'value' has shape \[1, 5, 32\], expected 1 sequences of 6 tokens"),
         (
@@ -438,7 +438,7 @@ ROWS = {name: (1, 6, 32) for name in ("query", "key", "value")}
         ),
         ({"query": (6, 32)}, r"query 'query' has shape \[6, 32\]"),
         ({"query": (1, 3, 6, 8)}, r"query 'query' has shape \[1, 3, 6, 8\], expected"),
-        ({"query": (1, 4, 5, 8)}, "there are 1 x 5 queries and 6 keys"),
+        ({"query": (1, 4, 5, 8)}, "query has 1 x 5 tokens and key 6, but kept 'kept' marks 6 tokens"),
         (
             {"key": (1, 4, 6, 9)},
             r"key 'key' has shape \[1, 4, 6, 9\], expected \[1, T, 32\] \(4 heads of 8\), or \[1, 4, T, 8\]\. Feed",
