@@ -159,7 +159,7 @@ def test_a_thread_is_free_when_it_has_ended_not_when_its_caller_has():
         caller.cancel()
         await asyncio.wait([caller])
         assert caller.cancelled()
-        with pytest.raises(RequestError, match=r"took all of 0\.05 s") as refused:
+        with pytest.raises(RequestError, match=r"no free thread within 0\.05 s") as refused:
             await asyncio.wait_for(runner(int, "1", seconds=0.05), 30)
         assert refused.value.status == 504
         waiting = asyncio.create_task(runner(int, "2"))
