@@ -20,6 +20,7 @@ from .options import WORDS, Globs, any_matches
 from .passes.context import PassContext, RecipePass
 from .passes.plan.plan import Plan
 from .passes.verify.verify import VerifyPass
+from .passes.weight_groups import count_layers
 from .recipe import Recipe
 from .registry import PASSES
 from .report.figures import human_bytes
@@ -129,15 +130,15 @@ def _note_gainless(context: PassContext) -> None:
     grown = [layer for layer in layers if layer.status in ("pruned", "quantized") and layer.growth > 0]
     if grown:
         context.note(
-            f"{len(grown)} {grown[0].status} layers, such as {grown[0].name!r}, store dense weights and are "
-            f"{human_bytes(sum(layer.growth for layer in grown))} larger than the original; exclude them "
-            "(prune.exclude, quantize.exclude)"
+            f"{count_layers([layer.name for layer in grown])} {' or '.join(sorted({layer.status for layer in grown}))} "
+            f"but stored dense, {human_bytes(sum(layer.growth for layer in grown))} larger than in the original; "
+            "exclude such layers (prune.exclude, quantize.exclude)"
         )
     rounded = [layer for layer in layers if layer.status == "quantized"]
     if rounded:
         context.note(
-            f"{len(rounded)} layers, such as {rounded[0].name!r}, are quantized but not replaced: their weights are "
-            "rounded but stored as floats, neither smaller nor faster; add pass 'replace'"
+            f"{count_layers([layer.name for layer in rounded])} quantized but not replaced: rounded weights are "
+            "stored as floats, neither smaller nor faster; add pass 'replace'"
         )
 
 

@@ -66,6 +66,7 @@ def read_calibration(calibration: Calibration, model: ir.Model) -> list[Feeds]:
     """Return the user's feeds, checked against the model's inputs.
 
     Raises:
+        ArgumentTypeError: They are not files, arrays or dicts of arrays.
         CalibrationError: They cannot be read, or do not fit the model.
     """
     if isinstance(calibration, str | os.PathLike):
@@ -158,7 +159,7 @@ def fixed_sizes(shape: Iterable[Any] | None) -> tuple[int | None, int | None]:
 
 def _check_feeds(feeds: Any, model: ir.Model, where: str) -> Feeds:
     if not isinstance(feeds, Mapping):
-        raise CalibrationError(f"{where} are a {type(feeds).__name__}, expected a dict of arrays")
+        raise wrong_type(where, feeds, "a dict of arrays")
     required = {value.name or "": value for value in model_inputs(model)}
     known = {value.name or "": value for value in model.graph.inputs}
     ids = np.asarray(feeds.get("input_ids", 0))

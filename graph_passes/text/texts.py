@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ortolan.errors import CalibrationError, ModelError, listing, wrong_type
+from ortolan.errors import CalibrationError, ModelError, listing, type_name, wrong_type
 
 from ..measure.feeds import Feeds, fixed_sizes, model_inputs
 from .tokenizer_file import load_tokenizer, read_tokenizer_file
@@ -162,7 +162,7 @@ def _open(tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
             return np.asarray(getattr(encoded, "ids", encoded), np.int64).reshape(-1)
         except (TypeError, ValueError) as error:
             raise CalibrationError(
-                f"the tokenizer's encode() returns a {type(encoded).__name__}, expected token ids: {error}"
+                f"the tokenizer's encode() returns {type_name(encoded)}, expected token ids: {error}"
             ) from error
 
     return ids

@@ -11,7 +11,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from ortolan.errors import ModelError
+from ortolan.errors import ModelError, type_name
 
 Refuse = Callable[[str], ModelError]
 FIRST, SECOND = "A", "B"  # the texts of a template
@@ -213,7 +213,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{str(path)!r} is not a JSON file: {error}") from error
     if not isinstance(said, dict):
-        raise ModelError(f"{str(path)!r} holds a {type(said).__name__}, expected a JSON object")
+        raise ModelError(f"{str(path)!r} holds {type_name(said)}, expected a JSON object")
     return said
 
 

@@ -58,9 +58,13 @@ class SessionError(OrtolanError):
 
 def wrong_type(name: str, value: object, expected: str) -> ArgumentTypeError:
     """Return the error for an argument of the wrong type: `threads is a str, expected an integer`."""
+    return ArgumentTypeError(f"{name} is {type_name(value)}, expected {expected}")
+
+
+def type_name(value: object) -> str:
+    """Return the name of a value's type with its article: "a str", "an int"."""
     kind = type(value).__name__
-    article = "an" if kind[:1].lower() in "aeiou" else "a"
-    return ArgumentTypeError(f"{name} is {article} {kind}, expected {expected}")
+    return f"{'an' if kind[:1].lower() in 'aeiou' else 'a'} {kind}"
 
 
 def listing(names: Iterable[str]) -> str:

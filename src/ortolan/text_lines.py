@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from .errors import OrtolanError, listing
+from .errors import OrtolanError, listing, type_name
 
 STANDARD_INPUT = Path("-")
 _SHOWN = 60  # characters of a bad line that an error shows
@@ -73,7 +73,7 @@ class TextLines:
             raise OrtolanError(f"{place}: key {self._field!r} is missing; the keys are: {listing(record)}")
         text = record[self._field]
         if not isinstance(text, str):
-            raise OrtolanError(f"{place}: {self._field!r} is a {type(text).__name__}, expected a string")
+            raise OrtolanError(f"{place}: {self._field!r} is {type_name(text)}, expected a string")
         return text
 
     def _name(self) -> str:

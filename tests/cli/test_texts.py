@@ -133,7 +133,9 @@ def test_errors_before_work(invoke, encoder, reranker, texts_path, tmp_path, ass
     assert_one_line(invoke("embed", encoder, records, "--field", "text", *out), "line 1", "'text'", "body, id")
     with records.open("a") as lines:
         lines.write('{"body": 3}\n')
-    assert_one_line(invoke("embed", encoder, records, "--field", "body", *out), "line 6", "is a int")
+    assert_one_line(
+        invoke("embed", encoder, records, "--field", "body", *out), "line 6", "'body' is an int, expected a string"
+    )
     for bad in ("[1]", "word", ""):
         records.write_text(bad + "\n")
         assert_one_line(invoke("embed", encoder, records, "--field", "body", *out), "line 1", "expected a JSON object")

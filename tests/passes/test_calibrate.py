@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper
 
 import ortolan
-from ortolan import CalibrationError
+from ortolan import ArgumentTypeError, CalibrationError
 from ortolan.graph_passes.files.model_file import ModelFile
 from ortolan.graph_passes.find.linear import linears_in
 from ortolan.graph_passes.measure import recorder
@@ -217,8 +217,6 @@ def test_calibration_in_every_form(tmp_path):
     ("given", "message"),
     [
         ([], "holds no feeds"),
-        (3, "calibration is a int, expected"),
-        ([3], "calibration feeds 1 are a int, expected a dict"),
         ({"z": np.ones(1)}, "missing inputs: x; unknown inputs: z; the model's inputs are: x"),
         ({"x": np.ones((1, 2, 20), np.int64)}, "'x' has type int64, expected float32"),
         ({"x": np.ones((1, 20), np.float32)}, r"'x' has shape \[1, 20\], expected \[batch,sequence,20\]"),
@@ -229,6 +227,15 @@ def test_calibration_in_every_form(tmp_path):
 def test_calibration_that_does_not_fit(given, message):
     with pytest.raises(CalibrationError, match=message):
         read_calibration(given, ir.from_proto(matmul_model()))
+
+
+def test_calibration_of_another_type():
+    for given, message in (
+        (3, "calibration is an int, expected texts, "),
+        ([3], "calibration feeds 1 is an int, expected a dict of arrays"),
+    ):
+        with pytest.raises(ArgumentTypeError, match=message):
+            read_calibration(given, ir.from_proto(matmul_model()))
 
 
 def test_npz_of_objects_is_refused(tmp_path):

@@ -341,7 +341,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "weights": (asked_for, "its weights 'W' are not constant"),
     "fill": (lambda model: add_attribute(model, "mask_filter_value", 1), "its attribute 'mask_filter_value' is no"),
     "heads": (lambda model: add_attribute(model, "num_heads", 0), "its num_heads is 0"),
-    "vector": (lambda model: set_mask(model, ["other"]), "its mask 'mask' is a vector, not known to be as long as"),
+    "vector": (lambda model: set_mask(model, ["other"]), "its mask 'mask' is a vector whose length is not known to be"),
     "one key": (lambda model: set_mask(model, ["batch", 1]), "its mask 'mask' is for one key"),
     "megatron": (lambda model: set_mask(model, ["batch", 1, 9, 9]), "its mask 'mask' is 4, expected 1-D to 3-D"),
 }

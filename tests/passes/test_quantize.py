@@ -356,8 +356,8 @@ def test_progress():
 
 def test_quantized_layers_that_take_more_room_than_before_are_noted():
     report = optimize(ir.to_proto(tiny.mlp((24, 40, 33), ["matmul", "dequantize"])))
-    (note,) = [note for note in report.notes if "more than before" in note]
-    assert "1 quantized layers, such as '/layers.1/MatMul'" in note and "quantize.exclude" in note
+    (note,) = [note for note in report.notes if "larger than in the original" in note]
+    assert "layer '/layers.1/MatMul' is quantized but stored dense, " in note and "quantize.exclude" in note
 
 
 def test_a_pattern_that_matches_nothing_is_an_error():

@@ -83,7 +83,7 @@ class QuantizePass(RecipePass):
             if rounded:
                 context.note(
                     f"{count_layers(rounded)} stored in {bits} bits, but in a format that no replacing operator takes, "
-                    "so their weights are rounded once more"
+                    "so the weights are rounded once more"
                 )
         context.progress(Stage.QUANTIZE, len(groups), len(groups))
         return ir.passes.PassResult(model, modified=not context.dry_run)
