@@ -1,12 +1,13 @@
-// Scaled dot-product attention between three layers and the consumers of its output, as exporters decompose it:
+// Finds scaled dot-product attention between its query, key and value layers and the consumers of its output. Two forms
+// are found. The first is the one that exporters write:
 //
-//     Reshape to [batch, rows, heads, head width] and Transpose of queries, keys and values; MatMul; a scale; a mask,
-//     added or replacing scores; Softmax; MatMul; Transpose and Reshape back
+//     Reshape to [batch, rows, heads, head width] and Transpose of query, key and value; MatMul; a scale; a mask that
+//     is added to the scores or replaces them; Softmax; MatMul; Transpose and Reshape back
 //
-// or a com.microsoft.MultiHeadAttention without a cache, whose biases become those of the layers.
+// The second is a com.microsoft.MultiHeadAttention without a cache; its biases are moved into the linear layers.
 //
-// The rules are those of graph_passes/find/attention.py and attention_operands.py, for queries, keys and values
-// computed from one X. Nodes that only compute the sizes of these Reshapes belong to the attention.
+// The rules are those of graph_passes/find/attention.py and attention_operands.py, restricted to a query, key and value
+// computed from one X. Nodes that only compute sizes for these Reshapes belong to the attention.
 #pragma once
 
 #include <array>
@@ -19,15 +20,15 @@
 
 namespace ortolan::provider {
 
-inline constexpr float kHiddenScore = -1e30f;  // scores with a mask value below this have no weight
-inline constexpr int kMostScoreSteps = 16;     // nodes between the scores and the Softmax
+inline constexpr float kHiddenScore = -1e30f;  // a mask value below this hides its score
+inline constexpr int kMostScoreSteps = 16;     // limit for the nodes between MatMul(Q, K) and Softmax
 
-// A size in the shape operand of a Reshape, as in ONNX: 0 copies the input's size, -1 is inferred.
+// One size in the shape operand of a Reshape. As in ONNX, 0 copies the input's size and -1 is inferred.
 struct Size {
   enum class Kind {
     kNumber,
-    kElement,  // number `number` of a value that is computed in front
-    kLead,     // axis `number` of a layer's output
+    kElement,  // element `number` of `value`, which is computed before the attention
+    kLead,     // size of axis `number` of the linear layers' output
     kBatch,
     kRows,
     kHeads,
@@ -40,47 +41,50 @@ struct Size {
 
 struct Target {
   std::vector<Size> sizes;
-  bool copies = true;  // 0 is no size (allowzero 0)
+  bool copies = true;  // a size of 0 copies the input's size (allowzero = 0)
 };
 
-// Of a shape that broadcasts to that of the scores.
+// An attention mask. Its shape broadcasts to the shape of the scores.
 struct Mask {
-  Value value = nullptr;  // float, added; or truth values; or key padding; null: it is constant
+  Value value = nullptr;  // the mask tensor: added floats, a bool condition, or key padding; null if it is constant
   bool is_condition = false;
-  bool hides = true;  // scores where it is true; else where it is false
-  float fill = 0;     // in their place
-  // int32 [batch, keys] or [batch, rows, keys], above 0 where keys are seen: the fill is added to the other scores.
+  bool hides = true;  // a condition hides scores where it is true; if not set, where it is false
+  float fill = 0;     // score of hidden positions
+  // True for a key padding mask, int32 [batch, keys] or [batch, rows, keys]: `fill` is added to the scores of all keys
+  // whose value is 0 or negative.
   bool is_padding = false;
-  bool is_truncated = false;      // to the number of keys
-  std::span<const float> values;  // of a constant one
-  Shape shape;                    // of these
-  // They lie here, or in the file of a compiled model.
+  bool is_truncated = false;      // only the first columns are used, one for each key
+  std::span<const float> values;  // the values of a constant mask
+  Shape shape;                    // the shape of `values`
+  // Owner of `values`, unless they belong to the file of a compiled model.
   std::shared_ptr<const std::vector<float>> own_values;
 };
 
 struct Attention {
-  std::array<size_t, 3> layers{};  // of queries, keys and values: indices into the given layers
-  int64_t heads = 0;               // 0: known when it runs
+  std::array<size_t, 3> layers{};  // indices of the query, key and value layers in the `layers` of FindAttention
+  int64_t heads = 0;               // 0: read at run time
   int64_t head_dim = 0;
   float scale = 1;
   bool causal = false;
-  std::array<std::vector<float>, 3> biases;  // of the layers, which have none then; or none
-  std::vector<Mask> masks;                   // in the order in which they are added
-  bool zero_hidden_rows = false;             // rows that see no key give zeros, not NaN
-  Value zero_rows = nullptr;  // truth values [batch, heads, rows, 1] or what broadcasts to it: where there are zeros
+  std::array<std::vector<float>, 3>
+      biases;                     // biases of MultiHeadAttention for the layers of query, key and value; or empty
+  std::vector<Mask> masks;        // in the order in which the model adds them
+  bool zero_hidden_rows = false;  // rows whose keys are all hidden give zeros, not NaN
+  Value zero_rows = nullptr;      // bool, broadcasts to [batch, heads, rows, 1]: rows set to zero where true
   std::array<Target, 3> splits;
-  // Of keys that are transposed as [batch x heads, rows, head width]: that shape, and [batch, heads, head width, rows].
+  // Shapes of the two Reshapes around a Transpose of the keys: [batch x heads, rows, head width], then [batch, heads,
+  // head width, rows]. Empty if the keys are transposed in four dimensions.
   std::vector<Target> key_views;
   Target merge;
   Value y = nullptr;
-  std::vector<const Node*> nodes;  // but for those of the layers
+  std::vector<const Node*> nodes;  // all nodes except those of the linear layers
 
-  // What it reads when it runs, besides its layers.
+  // Return the values that are read at run time in addition to the linear layers' X.
   std::vector<Value> Reads() const;
 };
 
-// The attention that has this Softmax, or is this MultiHeadAttention. None: the node is something else. Throws
-// UnfitError for one that is not taken.
+// Return the attention around a Softmax, or a MultiHeadAttention node; nullopt for other nodes. Throws UnfitError if
+// the attention is not supported.
 std::optional<Attention> FindAttention(const Graph& graph, const Node& node, std::span<const Layer> layers);
 
 }  // namespace ortolan::provider

@@ -1,5 +1,5 @@
-// Runs an attention with the layers of its queries, keys and values. Queries, keys and values are contiguous, as in an
-// optimized model, so the answers are those of NoMADAttention (nomad_attention/op.cc).
+// Computes an attention together with its query, key and value layers. Query, key and value rows are contiguous, as in
+// an optimized model, so outputs equal those of NoMADAttention (nomad_attention/op.cc).
 #pragma once
 
 #include <deque>
@@ -15,23 +15,23 @@ namespace ortolan::provider {
 
 class AttentionCompute : public StepCompute {
  public:
-  // As GroupCompute; step has attention.
+  // See GroupCompute. The step must have an attention.
   AttentionCompute(const HostApi& host, const Step& step, const Node& fused);
-  // As Write wrote it, behind its kind. Throws OpError.
+  // Reads what Write has written after the step kind. Throws OpError.
   AttentionCompute(ContextReader& reader, const IoSlots& slots);
   std::optional<size_t> y() const override { return y_; }
   void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const override;
   void Write(ContextWriter& writer) const override;
 
  private:
-  // Layers whose outputs are rows of one tensor.
+  // Linear layers whose outputs are columns of one tensor.
   struct Part {
     explicit Part(std::span<const Layer> layers);
     explicit Part(ContextReader& reader);
     PackedLayers packed;
     LinearPlan plan;
   };
-  // Of a call.
+  // The sizes of one call.
   struct Sequences {
     int64_t batch = 0;
     int64_t rows = 0;
@@ -42,7 +42,7 @@ class AttentionCompute : public StepCompute {
   struct Call;
 
   void ReadParts(ContextReader& reader);
-  // Of the queries, of the keys and of the values.
+  // Columns of the query, which are also those of the key and of the value.
   int64_t Width() const { return parts_.back().plan.layer().Columns() / (parts_.size() == 1 ? 3 : 1); }
   int64_t NumberOf(const Size& size, const Call& call) const;
   Shape Reshaped(const Shape& shape, const Target& target, const Call& call) const;
@@ -56,9 +56,9 @@ class AttentionCompute : public StepCompute {
   std::string node_, x_name_;
   Attention attention_;
   size_t x_;
-  std::optional<size_t> y_;                   // none: nobody reads it
-  std::unordered_map<Value, size_t> inputs_;  // of masks and sizes
-  std::deque<Part> parts_;                    // one of all three, or three
+  std::optional<size_t> y_;                   // nullopt if no node reads the output
+  std::unordered_map<Value, size_t> inputs_;  // input index of each mask, size and zero_rows tensor
+  std::deque<Part> parts_;                    // one part for query, key and value together, or three
   AttentionPlan plan_;
 };
 

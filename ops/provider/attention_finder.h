@@ -1,6 +1,6 @@
-// Finds an attention in a graph: the parts of FindAttention (attention.h). attention.cc has the sequence, what becomes
-// of the output, and what must not be used elsewhere; attention_operands.cc the way from the layers to the products,
-// and the sizes of Reshapes; attention_scores.cc scales and masks.
+// The implementation of FindAttention (attention.h). attention.cc has the main sequence, the steps after the attention,
+// and the check that no inner value has other consumers. attention_operands.cc follows query, key and value from the
+// linear layers to the MatMuls and reads the sizes of Reshapes. attention_scores.cc reads scales and masks.
 #pragma once
 
 #include <array>
@@ -16,8 +16,8 @@
 namespace ortolan::provider {
 
 inline constexpr const char* kMeanings[] = {"query", "key", "value"};
-inline constexpr int kMostSteps = kMostScoreSteps;  // behind a size as well
-inline constexpr int kMostVisits = 20000;           // of nodes, some more than once
+inline constexpr int kMostSteps = kMostScoreSteps;  // limit for each search through preceding nodes
+inline constexpr int kMostVisits = 20000;           // limit for all node visits of one search, repeated visits included
 
 using Axes = std::vector<int64_t>;
 using Sizes = std::vector<Size>;
@@ -32,21 +32,22 @@ class AttentionFinder {
 
   std::optional<Attention> Find();
 
-  // query, key, value, bias, key_padding_mask, attention_bias, past_key, past_value, past_sequence_length, …
+  // The inputs of MultiHeadAttention are query, key, value, bias, key_padding_mask, attention_bias, past_key,
+  // past_value, past_sequence_length, …
   Attention FindMultiHeadAttention();
 
  private:
   void Take(const Node& node);
 
-  // The operand of the second product: the Softmax, possibly with NaN replaced by zeros.
+  // Return the first operand of the second MatMul: the Softmax output, possibly with NaN replaced by zeros.
   Value Weights();
 
-  // The product of queries and keys that a value is made of by scales and masks.
+  // Return the MatMul of query and key from which `value` is computed by scales and masks.
   const Node* ScoresBehind(Value value, int steps) const;
 
   // --- queries, keys and values -------------------------------------------------------------------------------------
 
-  // A node between a layer and a product, and which of its inputs comes from there.
+  // A node between a linear layer and a MatMul. Its input `index` comes from the linear layer.
   struct Link {
     const Node* node;
     size_t index;
@@ -54,18 +55,19 @@ class AttentionFinder {
 
   bool IsFactor(const Node& node) const { return node.IsStandard("Mul") || node.IsStandard("Div"); }
 
-  // The input of a node that may stand between a layer and a product.
+  // Return which input of a node between a linear layer and a MatMul comes from the layer.
   std::optional<size_t> InputFromLayer(const Node& node, int steps) const;
 
   bool LeadsToLayer(Value value, int steps) const;
 
-  // Follows an operand of a product back to its layer.
+  // Follow an operand of a MatMul back to its linear layer. `meaning` is an index into kMeanings.
   void ReadOperand(Value value, size_t meaning);
 
-  // From the layer on: names sizes, and collects factors. axes: of [batch, rows, heads, head width], those at the end.
+  // Follow an operand from its linear layer to the MatMul; record the sizes of its values, and its factors. axes: the
+  // order in which the MatMul must see the axes of [batch, rows, heads, head width].
   void FollowOperand(size_t meaning, const Axes& axes);
 
-  // What multiplies queries, keys and scores.
+  // Read the constants that multiply query, key and scores.
   void ReadFactors();
 
   static std::string What(size_t meaning) { return ErrorText("its ", kMeanings[meaning]); }
@@ -82,20 +84,20 @@ class AttentionFinder {
 
   void ReadHeads();
 
-  // The last two sizes of what a Reshape makes, if they are known.
+  // Read the number of heads and the head width from the shape operand of a Reshape, if they are known.
   void ReadHeads(size_t meaning);
 
-  // What joins sizes for its Reshapes alone.
+  // Return the Concat that computes `value`, if only the attention's Reshapes read it.
   const Node* OwnConcat(Value value) const;
 
   // --- sizes --------------------------------------------------------------------------------------------------------
 
-  // Of a layer's output; none: its rank is not known.
+  // Return the sizes of a linear layer's output; empty if its rank is unknown.
   Sizes WideSizes() const;
 
   Sizes HeadSizes() const { return {batch_, rows_, heads_, head_dim_}; }
 
-  // Of the Softmax, and of what replaces NaN.
+  // Record the sizes of the Softmax output, and of the nodes that replace NaN.
   void NameScores();
 
   void SetSizes(Value value, const Sizes& sizes);
@@ -105,7 +107,7 @@ class AttentionFinder {
   // Return whether the value is computed from sizes of the attention's own values.
   bool IsMadeInside(Value value, int steps) const;
 
-  // The numbers of a value of at most one axis; none: not understood.
+  // Return the elements of a shape value with at most one axis; nullopt if they cannot be determined.
   std::optional<Sizes> SizesOf(Value value, int steps) const;
 
   static std::optional<Sizes> Part(const Sizes& sizes, int64_t first, int64_t end);
@@ -116,33 +118,35 @@ class AttentionFinder {
 
   // --- scores -------------------------------------------------------------------------------------------------------
 
-  // A number that is known before the model runs: constant, or computed from sizes that are, as ONNX Runtime would.
+  // Return a number that is known before the model runs: a constant, or one computed from constant sizes with the
+  // rounding of ONNX Runtime.
   std::optional<float> NumberOf(Value value, int steps) const;
 
-  // From the Softmax's input back to the product.
+  // Follow the scores from the Softmax input back to the MatMul of query and key.
   void ReadScores(const Node& scores);
 
   void ReadMask(Value value);
 
-  // Of queries, keys and values, one after another.
+  // Split the bias of MultiHeadAttention into those of query, key and value.
   void ReadBiases(const Constant& bias);
 
   void ReadKeyPadding(Value value);
 
-  // Of scores that are replaced by a number: as if that were added, since nothing is left of them then.
+  // Read a Where that replaces scores by a number. It is handled as a mask that adds the number, because no score is
+  // left visible after adding it.
   void ReadFill(const Node& where, size_t index);
 
-  // Whether its last dimension is 1: it says something of rows.
+  // Return whether the last dimension is 1, that is, whether the value has one element per row.
   bool IsOneARow(Value value) const;
 
-  // --- the answer ---------------------------------------------------------------------------------------------------
+  // --- output -------------------------------------------------------------------------------------------------------
 
   void ReadMerge(const Node& product);
 
   // Take the nodes that only compute sizes for the attention. Throws if a value inside has another consumer.
   void TakeWhatReadsSizes();
 
-  // What it reads must be made in front of it.
+  // Check that everything the attention reads is computed before it.
   void CheckInFront();
 
   void ReadConstantMask(Mask& mask) const;
@@ -158,8 +162,8 @@ class AttentionFinder {
   Attention found_;
   std::unordered_set<const Node*> taken_;
   mutable int visits_ = 0;
-  std::array<std::vector<Link>, 3> chains_;  // of queries, keys and values, from the layer to the product
-  std::array<const Node*, 3> splits_{};      // among them, the Reshape behind the layer
+  std::array<std::vector<Link>, 3> chains_;  // nodes of query, key and value, from the linear layer to the MatMul
+  std::array<const Node*, 3> splits_{};      // the first Reshape after the linear layer, in each chain
   std::vector<const Node*> key_views_;
   std::vector<Link> factors_;
   const Size batch_{Size::Kind::kBatch, 0, nullptr}, rows_{Size::Kind::kRows, 0, nullptr};

@@ -1,4 +1,4 @@
-// Attention in the record of a compiled model, but for its layers. README.md draws it.
+// Stores an attention, without its linear layers, in a compiled model. README.md shows the layout.
 #pragma once
 
 #include <unordered_map>
@@ -8,10 +8,10 @@
 
 namespace ortolan::provider {
 
-// inputs: of what the attention reads, the numbers.
+// inputs: the input index of each value that the attention reads at run time.
 void WriteAttention(const Attention& attention, const std::unordered_map<Value, size_t>& inputs, ContextWriter& writer);
 
-// width: of the queries, of the keys and of the values. Operands are values of the EPContext node; constant masks are
+// width: columns of the query, and of the key and value. Operands are inputs of the EPContext node; constant masks are
 // stored in the file. Throws OpError.
 Attention ReadAttention(ContextReader& reader, const IoSlots& slots, int64_t width);
 

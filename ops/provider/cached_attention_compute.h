@@ -1,5 +1,5 @@
-// Runs an attention with a cache: a CachedPlan, as in NoMADAttention over floats (nomad_attention/op_cached.h), which
-// defines lengths and caches.
+// Computes an attention with a KV cache by a CachedPlan, as NoMADAttention does with float32 caches.
+// nomad_attention/op_cached.h defines sequence lengths and caches.
 //
 // If the host passes one buffer for past and present, as with IOBinding, new tokens are appended in place.
 #pragma once
@@ -16,18 +16,18 @@ class CachedAttentionCompute : public StepCompute {
   CachedAttentionCompute(const HostApi& host, const CachedAttention& attention, const Node& fused);
   std::optional<size_t> y() const override { return y_; }
   void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const override;
-  // Throws OpError: it has no numbers to pack, so sessions that write compiled models leave it as it is.
+  // Throws OpError: the node has no weights to pack, so it is not claimed when a session writes a compiled model.
   void Write(ContextWriter& writer) const override;
 
  private:
-  // An input of the node: its place among those of the fused one, its name for errors.
+  // An input: its index in the fused node, and its name for error messages.
   struct NamedInput {
     size_t index = 0;
     std::string name;
   };
-  struct Running;  // a call's context
+  struct Running;  // the context of a call
 
-  // [batch, rows, heads x head_dim].
+  // Return the rows of a [batch, rows, heads x head_dim] input.
   HeadRows ReadRows(Running& running, const NamedInput& slot, int64_t heads, CachedCall& call) const;
   int64_t ReadRoom(Running& running, const CachedCall& call) const;
   void ReadLengths(Running& running, CachedCall& call) const;
@@ -42,10 +42,10 @@ class CachedAttentionCompute : public StepCompute {
   OpError WrongShape(const NamedInput& slot, const Shape& found, const std::string& expected) const;
 
   std::string node_;
-  AttentionCall sizes_;  // of every call
+  AttentionCall sizes_;  // the sizes that are the same in all calls
   NamedInput query_, past_key_, past_value_, lengths_, total_;
   std::optional<NamedInput> key_, value_, cos_, sin_;
-  std::optional<size_t> y_, present_key_, present_value_;  // none: nobody reads it
+  std::optional<size_t> y_, present_key_, present_value_;  // nullopt if no node reads the output
   CachedPlan plan_;
 };
 

@@ -1,4 +1,4 @@
-// What a claimed node reads and makes when it runs.
+// Inputs, outputs and temporary memory of a call of a claimed node.
 #pragma once
 
 #include <cstring>
@@ -20,7 +20,7 @@ using FloatInput = InputTensor<float>;
 Shape ShapeOf(const OrtApi& ort, const OrtValue& value);
 ONNXTensorElementDataType ElementTypeOf(const OrtApi& ort, const OrtValue& value);
 
-// Of an input whose type is known.
+// Read an input whose element type is known to be Element.
 template <typename Element = float>
 InputTensor<Element> ReadInput(const OrtApi& ort, const OrtKernelContext& context, size_t index) {
   const OrtValue* value = nullptr;
@@ -30,11 +30,11 @@ InputTensor<Element> ReadInput(const OrtApi& ort, const OrtKernelContext& contex
   return {static_cast<const Element*>(data), ShapeOf(ort, *value)};
 }
 
-// Of sizes that are not negative. Throw std::bad_alloc if the product is no int64.
+// Multiply sizes, which must not be negative. Throws std::bad_alloc if the product overflows int64.
 int64_t Product(int64_t a, int64_t b);
 int64_t CountOf(const Shape& shape);
 
-// Memory as long as a call.
+// Temporary memory, released at the end of a call.
 class CallMemory {
  public:
   explicit CallMemory(Host& host) : host_(host) {}
@@ -43,7 +43,7 @@ class CallMemory {
   // Throw std::bad_alloc.
   char* Bytes(int64_t count);
   float* Floats(int64_t count) { return reinterpret_cast<float*>(Bytes(Product(count, sizeof(float)))); }
-  // The same numbers, copied if they do not lie as C++ wants it: those of an initializer may have any address.
+  // Return the input, or an aligned copy of it if its address is not aligned. Initializers may have any address.
   template <typename Element>
   InputTensor<Element> AlignedInput(const InputTensor<Element>& input) {
     if (reinterpret_cast<uintptr_t>(input.data) % alignof(Element) == 0) return input;
@@ -58,27 +58,28 @@ class CallMemory {
   std::deque<HostMemory> pieces_;
 };
 
-// An input of float32 or float16, as float32; it may have any address, as an initializer's numbers do.
+// Read a float32 or float16 input as float32. Its address need not be aligned.
 FloatInput ReadFloats(const OrtApi& ort, const OrtKernelContext& context, size_t index, CallMemory& memory);
 
-// An output of float32 or float16, which is computed as float32.
+// A float32 or float16 output. It is computed as float32.
 class FloatOutput {
  public:
   FloatOutput(const OrtApi& ort, OrtKernelContext& context, size_t index, const Shape& shape, CallMemory& memory);
   float* data() const { return data_; }
-  // Rounds to float16 where the output has that type. To be called when all numbers are computed.
+  // Convert the values to float16 if the output has that type. Call it after all values are computed.
   void Finish() const;
 
  private:
   Host& host_;
   float* data_ = nullptr;
-  uint16_t* halves_ = nullptr;  // null: the output is float32, and data_ is its memory
+  uint16_t* halves_ = nullptr;  // null if the output is float32; data_ then points to the output
   int64_t count_ = 0;
 };
 
 float* MakeOutput(const OrtApi& ort, OrtKernelContext& context, size_t index, const Shape& shape);
 
-// The places of a value of the group among those of the node that ONNX Runtime made of it. No output: nobody reads it.
+// Return the index of a group's value among the inputs or outputs of the fused node. OutputSlot returns nullopt if no
+// node reads the value.
 size_t InputSlot(const HostApi& host, const Node& fused, Value value);
 std::optional<size_t> OutputSlot(const HostApi& host, const Node& fused, Value value);
 

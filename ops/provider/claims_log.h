@@ -1,4 +1,4 @@
-// What a session's provider takes and leaves, told: to the session's log, and to a file where the session names one.
+// Reports which nodes the provider of a session claims: to the session's log, and to a file if the session names one.
 #pragma once
 
 #include <string>
@@ -7,14 +7,14 @@
 
 namespace ortolan::provider {
 
-// The provider option that names the file; ONNX Runtime keeps it among the session's entries, behind
-// "ep.ortolanexecutionprovider.".
+// The provider option that names the file. ONNX Runtime stores it as the session entry
+// "ep.ortolanexecutionprovider.claims_file".
 inline constexpr const char* kClaimsFile = "claims_file";
 
 class ClaimsLog {
  public:
-  // The logger is the session's, and lives as long. file: a line of JSON a node is added to it; none if it is empty.
-  // Throws OpError if it cannot be written.
+  // The logger must live as long as the session. file: a file to which one line of JSON is appended per node; empty for
+  // no file. Throws OpError if the file cannot be written.
   ClaimsLog(const HostApi& host, const OrtLogger* logger, std::string file);
 
   void Takes(const Node& node, const std::string& what) const;

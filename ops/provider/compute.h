@@ -1,4 +1,4 @@
-// Runs a group: plans over packed weights, on the session's threads and in its arena.
+// Computes a group: runs plans over packed weights with the session's threads and memory arena.
 #pragma once
 
 #include <atomic>
@@ -12,7 +12,7 @@
 
 namespace ortolan::provider {
 
-// ORT's arena, asked for by the first call that needs it. Calls may come at the same time.
+// The session's memory arena, requested by the first call that needs it. Thread-safe.
 class Arena {
  public:
   explicit Arena(const OrtApi& ort) : ort_(ort) {}
@@ -26,33 +26,33 @@ class Arena {
   std::atomic<OrtAllocator*> allocator_{nullptr};
 };
 
-// What the record of a step begins with.
+// The first field in the record of a step.
 enum class StepKind : int64_t { kLayers = 0, kAttention = 1, kCopy = 2, kSumNorm = 3 };
 
-// A step with its numbers packed.
+// A step with packed weights.
 class StepCompute {
  public:
   virtual ~StepCompute() = default;
-  // The output that it makes; none: nobody reads it.
+  // Return the index of the output that the step computes; nullopt if no node reads it.
   virtual std::optional<size_t> y() const = 0;
   virtual void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const = 0;
-  // For GroupCompute's.
+  // Append the step to the record that GroupCompute::Write begins.
   virtual void Write(ContextWriter& writer) const = 0;
 };
 
-// The interface that ONNX Runtime calls. The object is its own state, because calls do not change it.
+// The interface that ONNX Runtime calls. The object also serves as the compute state, because calls do not modify it.
 class GroupCompute : public OrtNodeComputeInfo {
  public:
-  // fused: the node in the group's place, which says the order of inputs and outputs. The stored numbers may go when
-  // this is made.
+  // fused: the node that replaces the group; it defines the order of inputs and outputs. The stored weights may be
+  // released after construction.
   GroupCompute(const HostApi& host, const Group& group, const Node& fused);
-  // As it was written to the group `name` of a file. node: whose inputs and outputs are those of the node that had the
-  // group's place then. Throws OpError if the file or the node are not as they must be.
+  // Loads the group `name` from a file. node: the EPContext node, whose inputs and outputs are those of the fused node
+  // at the time of writing. Throws OpError if the file or the node is damaged.
   GroupCompute(const HostApi& host, std::shared_ptr<const ContextFile> file, const std::string& name, const Node& node,
                const Node& fused);
   ~GroupCompute();
 
-  // The memory of the weights must stay valid until they are written.
+  // Writes references: the packed weights must stay valid until the writer has saved the file.
   void Write(ContextWriter& writer) const;
 
  private:
@@ -61,7 +61,7 @@ class GroupCompute : public OrtNodeComputeInfo {
 
   const OrtApi& ort_;
   Arena arena_;
-  std::shared_ptr<const ContextFile> file_;  // or none
+  std::shared_ptr<const ContextFile> file_;  // null unless the group was loaded from a file
   std::vector<std::unique_ptr<StepCompute>> steps_;
 };
 

@@ -1,5 +1,5 @@
-// The file of a compiled model: the data of its groups, packed as kernels read it. README.md shows the layout. Free of
-// ONNX Runtime.
+// Reads and writes the file of a compiled model. It has the data of all groups, with weights packed as kernels read
+// them. README.md shows the layout. This code does not depend on ONNX Runtime.
 //
 // A file is untrusted: a reader checks each size and offset before it reads. Results point into the file's memory.
 #pragma once
@@ -19,24 +19,24 @@ inline constexpr int64_t kContextLine = 64;
 
 class ContextWriter {
  public:
-  // What follows belongs to it.
+  // All following calls add to this group.
   void BeginGroup(const std::string& name);
   void Int(int64_t number);
   void Flag(bool flag) { Int(flag ? 1 : 0); }
   void Float(float number);
   void String(const std::string& text);
-  // They must be there until the file is written.
+  // The values must stay valid until the file is written.
   template <typename T>
   void Array(std::span<const T> values) {
     Section({reinterpret_cast<const uint8_t*>(values.data()), values.size_bytes()});
   }
 
-  // Says which groups these are: files of other ones have another id.
+  // Return a hash of all groups, which tells the files of different models apart.
   uint64_t Id() const;
-  // Under another name first, so that there is no half of a file. Throws OpError.
+  // Write to a temporary name, then rename, so that a partial file is never visible. Throws OpError.
   void Save(const std::string& path) const;
   std::vector<uint8_t> Bytes() const;
-  // Of the file.
+  // Return the size of the file in bytes.
   int64_t Size() const;
 
  private:
@@ -45,7 +45,7 @@ class ContextWriter {
     std::vector<uint8_t> record;
   };
   void Section(std::span<const uint8_t> bytes);
-  // Calls put(bytes) for all pieces of the file, in order.
+  // Call put(bytes) for each piece of the file, from the beginning to the end.
   template <typename Put>
   void ForEachPiece(const Put& put) const;
   std::vector<uint8_t> Records() const;
@@ -56,7 +56,8 @@ class ContextWriter {
   uint64_t sections_hash_ = 0;
 };
 
-// Of one group, in the order in which it was written. All functions throw OpError where the file says nothing sensible.
+// Reads the record of one group, field by field in the order of writing. All functions throw OpError if the data is
+// invalid.
 class ContextReader {
  public:
   ContextReader(std::span<const uint8_t> record, std::span<const uint8_t> sections)
@@ -71,9 +72,9 @@ class ContextReader {
     const std::span<const uint8_t> bytes = Section(sizeof(T));
     return {reinterpret_cast<const T*>(bytes.data()), bytes.size() / sizeof(T)};
   }
-  // A record in it, which has its size in front.
+  // Return a reader for a nested record, which is preceded by its size.
   ContextReader Part() { return {Take(Int()), sections_}; }
-  // The record ends here.
+  // Throws OpError if the record has bytes left.
   void End() const;
 
  private:
@@ -83,32 +84,32 @@ class ContextReader {
   std::span<const uint8_t> record_, sections_;
 };
 
-// A tensor of a record.
+// A tensor stored in a record.
 struct FloatTensor {
   std::vector<int64_t> shape;
   std::span<const float> values;
 };
 
 void WriteTensor(ContextWriter& writer, const FloatTensor& tensor);
-// Of at least one number. Throws OpError; `what` is said of it in errors.
+// Read a tensor with at least one element. Throws OpError, whose text begins with `what`.
 FloatTensor ReadTensor(ContextReader& reader, const char* what);
 
 class ContextFile {
  public:
-  // Throws OpError, whose text names the file.
+  // Map a file into memory. Throws OpError, whose text names the file.
   static std::shared_ptr<const ContextFile> Map(const std::string& path);
-  // Of a model that holds it; `what` is said of it in errors.
+  // Use the bytes of a file that a model embeds. `what` names the file in errors.
   static std::shared_ptr<const ContextFile> Take(std::span<const uint8_t> bytes, const std::string& what);
   virtual ~ContextFile() = default;
 
   uint64_t id() const { return id_; }
   // Throws OpError if there is no group of this name.
   ContextReader Group(const std::string& name) const;
-  // "'model_ctx_ortolan.bin', written by Ortolan 1.0.0"
+  // Return a text such as "'model_ctx_ortolan.bin', written by Ortolan 1.0.0".
   const std::string& Described() const { return described_; }
 
  protected:
-  // They stay where they are.
+  // The bytes must stay valid at the same address.
   ContextFile(std::span<const uint8_t> bytes, const std::string& what);
 
  private:

@@ -1,13 +1,14 @@
-// Compiled models, as ONNX Runtime calls models of com.microsoft.EPContext nodes. Each node replaces a group and refers
-// to its packed weights: in one file beside the model for all nodes, or in the node.
+// Compiled models, ONNX Runtime's name for models with com.microsoft.EPContext nodes. Each node replaces a group and
+// refers to the group's packed weights, which are either in one file beside the model or embedded in the node.
+// Attributes:
 //
-//     source            our name; nodes of other providers are ignored
-//     embed_mode        0: a file; 1: the node
-//     ep_cache_context  0: the file, relative to the model's folder; 1: the bytes of a file in Base64, because ONNX
-//                       Runtime ends the text at the first zero byte
-//     partition_name    the group in the file
-//     notes             the file's id, which detects the file of another model
-//     ep_sdk_version    the version that wrote it
+//     source            our provider's name; nodes of other providers are ignored
+//     embed_mode        0: the weights are in a file; 1: they are embedded
+//     ep_cache_context  0: path of the file, relative to the model's folder; 1: the bytes of a file in Base64, because
+//                       ONNX Runtime ends the text at the first zero byte
+//     partition_name    name of the group in the file
+//     notes             id of the file; it detects a file that belongs to another model
+//     ep_sdk_version    version of Ortolan that wrote the node
 #pragma once
 
 #include <map>
@@ -20,27 +21,28 @@
 
 namespace ortolan::provider {
 
-// Of the session's configuration.
+// Options from the session's configuration.
 struct ContextOptions {
   bool enabled = false;  // ep.context_enable: the session writes a compiled model
   bool embeds = false;   // ep.context_embed_mode
-  std::string path;      // ep.context_file_path: of the compiled model; or empty
+  std::string path;      // ep.context_file_path: path of the compiled model; may be empty
 };
 
 bool IsContextNode(const Node& node);
 
-// What a compiled model says of itself in its metadata, for hosts that ask before they make a session.
+// Return the text that a compiled model stores in its metadata, for hosts that check compatibility before they create a
+// session.
 const char* CompatibilityInfo();
-// Whether files of the format that it names are read here.
+// Return whether this version reads the file format that `info` names.
 OrtCompiledModelCompatibility CompatibilityOf(const std::string& info);
 
-// Those of one session.
+// Writes and reads the compiled models of one session.
 class ContextModel {
  public:
   ContextModel(const HostApi& host, const ContextOptions& options) : host_(host), options_(options) {}
 
-  // Writes what groups need, and makes their nodes; these belong to the caller. model_path: of the model as it is, or
-  // empty. Throws OpError.
+  // Write the packed weights of all groups and create their EPContext nodes, which the caller owns. model_path: path of
+  // the original model, or empty. Throws OpError.
   std::vector<OrtNode*> Write(std::span<const std::unique_ptr<GroupCompute>> groups,
                               std::span<const OrtNode* const> fused, const std::string& model_path) const;
 
@@ -54,7 +56,7 @@ class ContextModel {
 
   const HostApi& host_;
   ContextOptions options_;
-  std::map<std::string, std::shared_ptr<const ContextFile>> files_;  // that were mapped, by path
+  std::map<std::string, std::shared_ptr<const ContextFile>> files_;  // mapped files by path
 };
 
 }  // namespace ortolan::provider

@@ -1,5 +1,5 @@
-// Files of compiled models that the models hold themselves: texts in Base64, as ONNX Runtime ends what it is given at
-// the first zero. Free of ONNX Runtime.
+// Size checks for files that are embedded in compiled models. They are stored as Base64, because ONNX Runtime ends
+// texts at the first zero byte. This code does not depend on ONNX Runtime.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace ortolan::provider {
 
-// A model is a protocol buffer: less than 2 GiB, with all that is in it.
+// A model is a protocol buffer, whose size must be below 2 GiB.
 inline constexpr int64_t kMostEmbeddedText = std::numeric_limits<int32_t>::max();
 
 inline int64_t Base64Size(int64_t bytes) { return (bytes + 2) / 3 * 4; }

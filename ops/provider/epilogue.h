@@ -1,7 +1,7 @@
-// What follows a linear layer and can be computed with it: a bias, an activation, a product with another layer's
-// output, a sum, LayerNormalization.
+// Finds the operators after a linear layer that can be computed with it: a bias, an activation, the product with
+// another linear layer's output, a residual, LayerNormalization.
 //
-// As graph_passes/find/epilogue.py and layer_norm.py do; formula.h tells activations for both.
+// The rules are those of graph_passes/find/epilogue.py and layer_norm.py; formula.h recognizes activations for both.
 #pragma once
 
 #include <optional>
@@ -18,18 +18,18 @@ struct Norm {
   float epsilon = 0;
 };
 
-// Adds to the layer, if it has no bias yet, the sum with a constant [n] behind it.
+// Move the addition of a constant [n] to the layer's output into the layer, unless it already has a bias.
 void TakeBias(const Graph& graph, Layer& layer);
 
-// Return the activation of x if x has no other consumer; add its nodes to `nodes` and set x to the result. kNone: there
-// is no activation, and nothing changes.
+// Return the activation of x if x has no other consumer; add its nodes to `nodes` and set x to its output. Return kNone
+// and change nothing if there is no activation.
 Activation TakeActivation(const Graph& graph, Value& x, std::vector<const Node*>& nodes);
 
-// The node, if it is a LayerNormalization of rows by constants and puts out nothing else. Rows of one number are left:
-// they could be repeated by what was added to them.
+// Return the parameters of a LayerNormalization of rows with constant weight and bias and one output; nullopt for other
+// nodes and for rows of one element, which the preceding addition could have broadcast.
 std::optional<Norm> ReadNorm(const Graph& graph, const Node& node);
 
-// That of rows of n numbers, if x goes nowhere else.
+// Return the LayerNormalization of x, whose rows have n elements, if x has no other consumer.
 std::optional<Norm> FindNorm(const Graph& graph, Value x, int64_t n);
 
 }  // namespace ortolan::provider

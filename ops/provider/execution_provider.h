@@ -1,4 +1,4 @@
-// The execution provider of one session: which nodes it claims, and what runs in their places.
+// The execution provider of one session: claims nodes and compiles them.
 #pragma once
 
 #include <memory>
@@ -21,10 +21,10 @@ class ExecutionProvider : public OrtEp {
 
  private:
   void Claim(const OrtGraph& graph, OrtEpGraphSupportInfo& info);
-  // Return why no node of the graph can be claimed; empty if they can.
+  // Return the reason why no node of the graph can be claimed; empty if nodes can be claimed.
   std::string WhyNot(const OrtGraph& ort_graph, const Graph& graph) const;
   void Tell(const Claims& claims, const std::string& why_not) const;
-  // packs: Compile packs its constants, so that the node in their place does not read them.
+  // packs: Compile packs the constant inputs, so the fused node need not read them.
   void ClaimNodes(std::span<const Node* const> nodes, bool packs, OrtEpGraphSupportInfo& info) const;
   void CompileAll(std::span<const OrtGraph* const> graphs, std::span<const OrtNode* const> fused,
                   OrtNodeComputeInfo** computes, OrtNode** context_nodes);
@@ -36,7 +36,7 @@ class ExecutionProvider : public OrtEp {
   ClaimsLog claims_;
   ProviderOptions options_;
   ContextModel context_;
-  ClippedRanges clipped_ranges_;  // of the graphs that were claimed
+  ClippedRanges clipped_ranges_;  // ranges of all graphs seen by GetCapability
   bool has_compiled_ = false;
 };
 
