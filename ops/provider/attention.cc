@@ -9,7 +9,7 @@ namespace {
 
 constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
 constexpr auto kHalf = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
-constexpr size_t kMostNodes = 200;  // that only ask for sizes
+constexpr size_t kMostNodes = 200;  // limit for nodes that only compute sizes
 constexpr int64_t kMostHeads = 1 << 16;
 
 }  // namespace
@@ -21,7 +21,7 @@ std::optional<Attention> AttentionFinder::Find() {
   const Node* const scores = ScoresBehind(softmax_.Input(0), kMostSteps);
   if (product == nullptr || scores == nullptr) return std::nullopt;
   if (!product->IsStandard("MatMul") || product->Input(0) != weights) return std::nullopt;
-  const int64_t axis = softmax_.Int("axis", 1);  // ONNX Runtime fills in missing attributes
+  const int64_t axis = softmax_.Int("axis", 1);  // ONNX Runtime sets missing attributes to their defaults
   Expect(axis == -1 || axis == 3, "its Softmax is not over the last axis");
   ReadOperand(scores->Input(0), 0);
   ReadOperand(scores->Input(1), 1);
@@ -100,7 +100,7 @@ void AttentionFinder::ReadMerge(const Node& product) {
   Value value = product.Output(0);
   SetSizes(value, Permuted(HeadSizes(), {0, 2, 1, 3}));
   const Node* node = value == nullptr ? nullptr : only(value);
-  // Rows that see no key may be replaced by zeros, as transformers 5 exports them.
+  // transformers 5 exports a Where that replaces fully masked rows by zeros.
   if (node != nullptr && node->IsStandard("Where") && node->Input(2) == value && node->Output(0) != nullptr &&
       graph_.NumberOf(node->Input(1)) == 0.0f && node->Has(0) && !node->IsConstant(0) && IsOneARow(node->Input(0))) {
     found_.zero_rows = node->Input(0);
@@ -155,7 +155,7 @@ void AttentionFinder::CheckInFront() {
   for (Mask& mask : found_.masks) {
     for (; !mask.is_padding && is_inside(mask.value); mask.value = graph_.Maker(mask.value)->Input(0)) {
       const Node& node = *graph_.Maker(mask.value);
-      // A mask that is made as large as the scores, which broadcasting does as well.
+      // An Expand to the shape of the scores; broadcasting has the same effect.
       if (node.IsStandard("Expand")) continue;
       if (!TruncatesKeys(node)) break;
       mask.is_truncated = true;

@@ -20,7 +20,7 @@
 
 namespace ortolan::provider {
 
-inline constexpr float kHiddenScore = -1e30f;  // a mask value below this hides its score
+inline constexpr float kHiddenScore = -1e30f;  // a mask value below this masks its score
 inline constexpr int kMostScoreSteps = 16;     // limit for the nodes between MatMul(Q, K) and Softmax
 
 // One size in the shape operand of a Reshape. As in ONNX, 0 copies the input's size and -1 is inferred.
@@ -48,8 +48,8 @@ struct Target {
 struct Mask {
   Value value = nullptr;  // the mask tensor: added floats, a bool condition, or key padding; null if it is constant
   bool is_condition = false;
-  bool hides = true;  // a condition hides scores where it is true; if not set, where it is false
-  float fill = 0;     // score of hidden positions
+  bool hides = true;  // a condition masks scores where it is true; if not set, where it is false
+  float fill = 0;     // score of masked positions
   // True for a key padding mask, int32 [batch, keys] or [batch, rows, keys]: `fill` is added to the scores of all keys
   // whose value is 0 or negative.
   bool is_padding = false;
@@ -69,7 +69,7 @@ struct Attention {
   std::array<std::vector<float>, 3>
       biases;                     // biases of MultiHeadAttention for the layers of query, key and value; or empty
   std::vector<Mask> masks;        // in the order in which the model adds them
-  bool zero_hidden_rows = false;  // rows whose keys are all hidden give zeros, not NaN
+  bool zero_hidden_rows = false;  // rows whose keys are all masked give zeros, not NaN
   Value zero_rows = nullptr;      // bool, broadcasts to [batch, heads, rows, 1]: rows set to zero where true
   std::array<Target, 3> splits;
   // Shapes of the two Reshapes around a Transpose of the keys: [batch x heads, rows, head width], then [batch, heads,

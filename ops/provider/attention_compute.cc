@@ -9,7 +9,8 @@
 namespace ortolan::provider {
 namespace {
 
-// The precision of pass fuse_attention for low-bit layers (graph_passes/forms.py), whose inputs are rounded further.
+// The attention precision of pass fuse_attention for quantized layers (graph_passes/forms.py). Their inputs are
+// quantized anyway, so a higher precision would not improve the result.
 constexpr int kPrecision = 16;
 constexpr int64_t kMostTokens = int64_t{1} << 24;
 constexpr int64_t kFloatBytes = sizeof(float);
@@ -78,7 +79,7 @@ struct AttentionCompute::Call {
   const OrtApi& ort;
   OrtKernelContext& context;
   Host& host;
-  Shape wide;  // of a layer's output
+  Shape wide;  // shape of a linear layer's output
   std::optional<Sequences> sequences;
   CallMemory memory;
 
@@ -109,13 +110,13 @@ int64_t AttentionCompute::NumberOf(const Size& size, const Call& call) const {
   return kNone;
 }
 
-// As ONNX's Reshape.
+// Return the output shape of an ONNX Reshape.
 Shape AttentionCompute::Reshaped(const Shape& shape, const Target& target, const Call& call) const {
   Shape made;
   for (const Size& size : target.sizes) made.push_back(NumberOf(size, call));
   const Shape wanted = made;
   int64_t count = 1, rest = 1;
-  for (const int64_t size : shape) count *= size;  // of a tensor that is there
+  for (const int64_t size : shape) count *= size;  // cannot overflow: the tensor exists
   size_t left = made.size();
   bool fits = true;
   for (size_t i = 0; i < made.size(); ++i) {
@@ -142,7 +143,7 @@ Shape AttentionCompute::Reshaped(const Shape& shape, const Target& target, const
 }
 
 AttentionCompute::Sequences AttentionCompute::SplitRows(Call& call) const {
-  // Sizes may be those of another one of the three.
+  // A Reshape of query, key or value may use sizes of another of the three.
   const auto depends = [](const Target& target) {
     return std::any_of(target.sizes.begin(), target.sizes.end(),
                        [](const Size& size) { return size.kind >= Size::Kind::kBatch; });
@@ -181,7 +182,7 @@ void AttentionCompute::CheckKeyViews(const Call& call) const {
   }
 }
 
-// As what is added to scores of [batch, heads, rows, keys].
+// Convert key padding to a float mask that is added to scores [batch, heads, rows, keys].
 FloatInput AttentionCompute::ReadPadding(const Mask& mask, const InputTensor<int32_t>& input, const Shape& scores,
                                          Call& call) const {
   Shape shape = input.shape;
@@ -199,7 +200,7 @@ FloatInput AttentionCompute::ReadMask(size_t index, const Shape& scores, Call& c
     return ReadPadding(mask, ReadInput<int32_t>(call.ort, call.context, inputs_.at(mask.value)), scores, call);
   }
   FloatInput floats{mask.values.data(), mask.shape};
-  // Truth values are read as bytes: a fed tensor may hold others than 0 and 1, which no bool may.
+  // Read bool tensors as bytes: a caller may pass bytes other than 0 and 1, which are undefined behaviour as bool.
   InputTensor<uint8_t> bytes;
   if (mask.is_condition) {
     bytes = ReadInput<uint8_t>(call.ort, call.context, inputs_.at(mask.value));
@@ -224,7 +225,7 @@ FloatInput AttentionCompute::ReadMask(size_t index, const Shape& scores, Call& c
   return read;
 }
 
-// What a condition hides is its fill, whatever was there before: the sum of two lowest floats would be -Inf.
+// Replace the scores that a condition hides by its fill. Adding would give -Inf for the sum of two lowest floats.
 void Replace(const FloatInput& fills, const Shape& shape, float* total) {
   const Shape strides = BroadcastStrides(fills.shape, shape);
   for (int64_t i = 0; i < CountOf(shape); ++i) {
@@ -233,14 +234,15 @@ void Replace(const FloatInput& fills, const Shape& shape, float* total) {
   }
 }
 
-// Their sum.
+// Return the sum of all masks.
 MaskRows AttentionCompute::ReadMasks(const Shape& scores, Call& call) const {
   MaskRows rows;
   if (attention_.masks.empty()) return rows;
   FloatInput sum = ReadMask(0, scores, call);
   for (size_t i = 1; i < attention_.masks.size(); ++i) {
     const FloatInput next = ReadMask(i, scores, call);
-    const Shape shape = *BroadcastShape(sum.shape, next.shape);  // both broadcast to the scores
+    const Shape shape =
+        *BroadcastShape(sum.shape, next.shape);  // cannot fail: both broadcast to the shape of the scores
     float* const total = call.Floats(CountOf(shape));
     BroadcastAdd(sum.data, sum.shape, next.data, next.shape, total, shape);
     if (attention_.masks[i].is_condition) Replace(next, shape, total);
@@ -314,7 +316,7 @@ void AttentionCompute::Run(const OrtApi& ort, OrtKernelContext& context, Host& h
     product.y = rows + static_cast<int64_t>(i) * m * width;
     parts_[i].plan.Run(host, product);
   }
-  // Side by side, or one after the other.
+  // Query, key and value are columns of one tensor, or three separate tensors.
   const bool is_joined = parts_.size() == 1;
   const int64_t row_bytes = (is_joined ? 3 : 1) * width * kFloatBytes;
   const auto heads_at = [&](int64_t index) {

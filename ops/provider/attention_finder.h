@@ -132,8 +132,8 @@ class AttentionFinder {
 
   void ReadKeyPadding(Value value);
 
-  // Read a Where that replaces scores by a number. It is handled as a mask that adds the number, because no score is
-  // left visible after adding it.
+  // Read a Where that replaces scores by a number. It is handled as a mask that adds the number: the scores
+  // are masked either way.
   void ReadFill(const Node& where, size_t index);
 
   // Return whether the last dimension is 1, that is, whether the value has one element per row.

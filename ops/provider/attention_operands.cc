@@ -10,7 +10,7 @@ namespace ortolan::provider {
 namespace {
 
 constexpr auto kInt64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
-constexpr int64_t kMostSizes = 16;  // in a value
+constexpr int64_t kMostSizes = 16;  // limit for the sizes in one shape value
 constexpr int64_t kMostHeads = 1 << 16;
 
 }  // namespace
@@ -59,9 +59,9 @@ void AttentionFinder::FollowOperand(size_t meaning, const Axes& axes) {
   const Axes by_heads = {0, 2, 1, 3}, by_columns = {0, 2, 3, 1};
   Sizes wide = WideSizes();
   SetSizes(LayerOf(meaning).y, wide);
-  Axes order;              // none: not split yet
-  bool is_flat = false;    // [batch x heads, rows, head width], which order stands for
-  bool is_turned = false;  // its last two axes
+  Axes order;              // order of the axes; empty before the first Reshape
+  bool is_flat = false;    // the shape is [batch x heads, rows, head width], a view of the axes in `order`
+  bool is_turned = false;  // the last two axes of the flat shape are transposed
   for (const auto& [node, index] : chains_[meaning]) {
     if (node->IsStandard("Reshape") && order.empty()) {
       order = {0, 1, 2, 3};
@@ -149,7 +149,7 @@ void AttentionFinder::ReadHeads() {
 
 void AttentionFinder::ReadHeads(size_t meaning) {
   const Node& split = *splits_[meaning];
-  std::vector<std::optional<Sizes>> parts;  // of at most one number each
+  std::vector<std::optional<Sizes>> parts;  // each has at most one size
   if (const std::optional<Sizes> target = ConstantSizes(split.Input(1))) {
     for (const Size& size : *target) parts.push_back(Sizes{size});
   } else if (const Node* const concat = OwnConcat(split.Input(1))) {

@@ -10,7 +10,7 @@ constexpr auto kInt64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
 constexpr auto kBool = ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
 constexpr auto kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
 
-// Of masks.
+// Kinds of masks.
 constexpr int64_t kAdded = 0, kCondition = 1, kPadding = 2;
 
 class Writer {
@@ -95,7 +95,7 @@ class Reader {
   }
 
  private:
-  // What is larger than the record ends it.
+  // Read a count. A count that is too large is found when the items are read past the end of the record.
   int64_t Count(const char* what) {
     const int64_t count = reader_.Int();
     if (count < 0) throw OpError(ErrorText("there are ", count, " ", what));

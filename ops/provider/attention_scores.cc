@@ -12,7 +12,7 @@ namespace {
 constexpr auto kHalf = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
 constexpr auto kInt64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
 constexpr auto kBool = ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
-constexpr float kPaddingFill = -10000.0f;  // of MultiHeadAttention
+constexpr float kPaddingFill = -10000.0f;  // default mask_filter_value of MultiHeadAttention
 
 }  // namespace
 
@@ -20,7 +20,7 @@ Value AttentionFinder::Weights() {
   const Value weights = softmax_.Output(0);
   if (weights == nullptr) return nullptr;
   const Node* const reader = graph_.OnlyReader(weights);
-  if (reader != nullptr && graph_.IsFloatCast(*reader)) {  // a Softmax in float32 between products in float16
+  if (reader != nullptr && graph_.IsFloatCast(*reader)) {  // a float32 Softmax between float16 MatMuls
     Take(*reader);
     return reader->Output(0);
   }
@@ -145,7 +145,7 @@ void AttentionFinder::ReadKeyPadding(Value value) {
 
 void AttentionFinder::ReadFill(const Node& where, size_t index) {
   float fill = index == 0 ? 0.0f : graph_.NumberOf(where.Input(3 - index)).value_or(0.0f);
-  // The lowest number of float16 stands for that of float32.
+  // The lowest float16 marks hidden scores as the lowest float32 does.
   if (TypeOf(graph_.host(), where.Output(0)) == kHalf && fill <= -65504.0f) {
     fill = std::numeric_limits<float>::lowest();
   }

@@ -17,14 +17,15 @@ constexpr const char* kInputNames[] = {
 constexpr const char* kOutputNames[] = {"output", "present_key", "present_value"};
 static_assert(std::size(kInputNames) == kInputCount && std::size(kOutputNames) == kOutputCount);
 
-// ONNX Runtime writes the defaults of attributes into nodes, so one that is not known here may ask for anything.
+// ONNX Runtime writes default attributes into nodes. A node with an attribute that is not listed here is left alone,
+// because the attribute may change the result.
 constexpr const char* kRead[] = {"num_heads", "kv_num_heads", "do_rotary", "rotary_interleaved", "scale", "softcap"};
-// Attributes of normalizations whose weights are further inputs.
+// Attributes of normalizations. They have no effect without the weights, which are further inputs.
 constexpr const char* kOfOtherInputs[] = {"qk_norm_epsilon", "q_norm_epsilon", "k_norm_epsilon"};
 struct IntAttribute {
   const char* name;
   int64_t missing;
-  int64_t off;  // asks for nothing, as `missing` does
+  int64_t off;  // another value that disables the feature, as `missing` does
 };
 constexpr IntAttribute kIntAttributes[] = {
     {"local_window_size", -1, -1}, {"smooth_softmax", -1, 0},    {"qk_output", 0, 0}, {"qk_matmul_output_mode", 0, 0},
@@ -76,7 +77,7 @@ void CheckValues(const HostApi& host, const Node& node, bool is_packed, bool is_
   Expect(node.Output(kOutputCount) == nullptr, "it puts out its scores");
 }
 
-// The size of an axis, -1 if it is not known. Throws UnfitError for an input of another rank.
+// Return the size of an axis, or -1 if unknown. Throws UnfitError if the input has another rank.
 int64_t SizeOf(const HostApi& host, const Node& node, size_t input, size_t rank, size_t axis) {
   const std::optional<Shape> shape = ShapeOf(host, node.Input(input));
   if (!shape || shape->empty()) return -1;
@@ -85,8 +86,8 @@ int64_t SizeOf(const HostApi& host, const Node& node, size_t input, size_t rank,
   return (*shape)[axis];
 }
 
-// The width of heads: that of the caches or, where a model does not say it, of queries or keys. What is said must
-// agree, as a table of a rotary embedding for fewer numbers is of another kind.
+// Return the width of a head: that of the caches or, if the model does not specify it, that of query or key. All
+// specified widths must agree.
 int64_t ReadHeadDim(const HostApi& host, const Node& node, const CachedAttention& found) {
   const int64_t query_heads = node.Has(kKey) ? found.heads : found.heads + 2 * found.kv_heads;
   const struct {

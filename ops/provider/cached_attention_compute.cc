@@ -48,12 +48,12 @@ struct CachedAttentionCompute::Running {
   OrtKernelContext& context;
   CallMemory memory;
 
-  // Initializers may be stored at any address, so unaligned ones are copied.
+  // Read an input; copy it if its address is not aligned, because initializers may have any address.
   template <typename Element>
   InputTensor<Element> Read(const NamedInput& slot) {
     return memory.AlignedInput(ReadInput<Element>(ort, context, slot.index));
   }
-  // Of an output, or memory of the call where nobody reads it.
+  // Return the memory of an output, or temporary memory if no node reads the output.
   float* Make(std::optional<size_t> slot, const Shape& shape) {
     return slot ? MakeOutput(ort, context, *slot, shape) : memory.Floats(CountOf(shape));
   }
@@ -114,7 +114,7 @@ void CachedAttentionCompute::ReadLengths(Running& running, CachedCall& call) con
     throw Error("'", total_.name, "' is ", *total.data, ", but '", past_key_.name, "' holds ", room,
                 " tokens and the call ", call.queries, ", expected as many at most. ", kFeed);
   }
-  // Longer than any sequence is then, where the past is: as the host expects the shape of present caches.
+  // The host may expect present caches that are longer than the past and the new tokens.
   call.room = std::max<int64_t>(call.room, *total.data);
   call.keys = call.room;
 }

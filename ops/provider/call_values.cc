@@ -17,7 +17,7 @@ std::optional<size_t> FindSlot(const HostApi& host, const std::vector<Value>& va
   return std::nullopt;
 }
 
-// Elements that a thread converts between float16 and float32 at a time.
+// Elements per task in a conversion between float16 and float32.
 constexpr int64_t kChunk = 1 << 15;
 
 template <typename Body>

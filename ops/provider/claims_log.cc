@@ -8,7 +8,7 @@
 namespace ortolan::provider {
 namespace {
 
-// As JSON writes it; bytes that are no UTF-8 stay as they are.
+// Return the text as a JSON string. Bytes that are not valid UTF-8 are kept.
 std::string Quoted(const std::string& text) {
   std::string quoted = "\"";
   for (const char letter : text) {
@@ -51,7 +51,7 @@ void ClaimsLog::Write(const Node& node, bool taken, const std::string& what, con
                    taken ? "true" : "false", ", \"what\": ", Quoted(what), ", \"reason\": ", Quoted(reason), "}\n"));
 }
 
-// Opened anew each time: a session lives on, and what is in the file is all there whatever becomes of it.
+// The file is opened for each write, so that it is complete even if the process ends without closing the session.
 void ClaimsLog::Append(const std::string& text) const {
   std::FILE* const file = std::fopen(file_.c_str(), "a");
   bool written = file != nullptr && std::fwrite(text.data(), 1, text.size(), file) == text.size();

@@ -64,13 +64,13 @@ OrtAllocator* Arena::Of(const OrtKernelContext& context) {
   ort_.ReleaseMemoryInfo(info);
   Check(ort_, status);
   if (allocator_.compare_exchange_strong(held, found)) return found;
-  ort_.ReleaseAllocator(found);  // another call was faster
+  ort_.ReleaseAllocator(found);  // another call has set the arena first
   return held;
 }
 
 namespace {
 
-// As ONNX's Clip.
+// Computes an ONNX Clip.
 void Clip(const Bounds& bounds, const float* from, int64_t count, float* to) {
   std::transform(from, from + count, to,
                  [&](float number) { return std::min(std::max(number, bounds.least), bounds.most); });
@@ -94,7 +94,7 @@ std::optional<Bounds> ReadBounds(ContextReader& reader) {
   return bounds;
 }
 
-// What one LinearPlan computes.
+// A step that one LinearPlan computes.
 class LinearCompute : public StepCompute {
  public:
   LinearCompute(const HostApi& host, const Step& step, const Node& fused)
@@ -117,7 +117,7 @@ class LinearCompute : public StepCompute {
     plan_.emplace(layer, ActiveFeatures());
   }
 
-  // As Write wrote it, behind its kind.
+  // Reads what Write has written after the step kind.
   LinearCompute(ContextReader& reader, const IoSlots& slots)
       : node_(reader.String()),
         x_name_(reader.String()),
@@ -222,21 +222,21 @@ class LinearCompute : public StepCompute {
 
   std::string node_, x_name_;
   size_t x_;
-  std::optional<size_t> y_;  // none: nobody reads it
+  std::optional<size_t> y_;  // nullopt if no node reads the output
   std::optional<size_t> residual_;
   std::optional<Bounds> x_bounds_, y_bounds_;
   PackedLayers packed_;
-  std::vector<float> own_norm_weight_, own_norm_bias_;  // or a file's
-  std::optional<LinearPlan> plan_;                      // of the above
+  std::vector<float> own_norm_weight_, own_norm_bias_;  // empty if they belong to a file
+  std::optional<LinearPlan> plan_;                      // uses the weights and norm above
 };
 
-// What a group hands on of what it reads.
+// A step that copies an input of the group to an output, with optional clipping.
 class CopyCompute : public StepCompute {
  public:
   CopyCompute(const HostApi& host, const Copy& copy, const Node& fused)
       : x_(InputSlot(host, fused, copy.from)), y_(OutputSlot(host, fused, copy.to)), bounds_(copy.bounds) {}
 
-  // As Write wrote it, behind its kind.
+  // Reads what Write has written after the step kind.
   CopyCompute(ContextReader& reader, const IoSlots& slots)
       : x_(slots.Input(reader)), y_(slots.Output(reader)), bounds_(ReadBounds(reader)) {}
 
@@ -263,7 +263,7 @@ class CopyCompute : public StepCompute {
 
  private:
   size_t x_;
-  std::optional<size_t> y_;  // none: nobody reads it
+  std::optional<size_t> y_;  // nullopt if no node reads the output
   std::optional<Bounds> bounds_;
 };
 

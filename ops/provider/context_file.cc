@@ -29,7 +29,7 @@ struct Header {
   int64_t file_bytes;
   int64_t record_bytes;
   uint64_t id;
-  char made_by[24];  // a version of Ortolan, filled with zeros
+  char made_by[24];  // version of Ortolan that wrote the file, zero-padded
 };
 static_assert(sizeof(Header) == kContextLine);
 
@@ -51,7 +51,7 @@ void AppendText(std::vector<uint8_t>& bytes, const std::string& text) {
   bytes.resize(static_cast<size_t>(Padded(SizeOf(bytes), 8)));
 }
 
-// FNV-1a, eight bytes at a time: it tells files apart, and protects from nothing.
+// FNV-1a over 8-byte words: tells files apart, but does not protect against manipulation.
 uint64_t Mixed(uint64_t hash, std::span<const uint8_t> bytes) {
   constexpr uint64_t kPrime = 1099511628211u;
   for (size_t i = 0; i < bytes.size(); i += 8) {
@@ -79,7 +79,7 @@ class Descriptor {
   Descriptor(const Descriptor&) = delete;
   Descriptor& operator=(const Descriptor&) = delete;
   int get() const { return number_; }
-  // Says whether all went well.
+  // Returns whether close succeeded.
   bool Close() { return close(std::exchange(number_, -1)) == 0; }
 
  private:
@@ -242,7 +242,7 @@ FloatTensor ReadTensor(ContextReader& reader, const char* what) {
   if (axes < 0) throw OpError(ErrorText("there are ", axes, " axes of ", what));
   int64_t count = 1;
   bool fits = true;
-  for (int64_t i = 0; i < axes; ++i) {  // what is larger than the record ends it
+  for (int64_t i = 0; i < axes; ++i) {  // a rank that is too large fails at the end of the record
     tensor.shape.push_back(reader.Int());
     fits = fits && tensor.shape.back() > 0 && !__builtin_mul_overflow(count, tensor.shape.back(), &count);
   }
@@ -268,7 +268,7 @@ void ContextFile::ReadHeader(std::span<const uint8_t> bytes, const std::string& 
   if (!std::equal(std::begin(kMagic), std::end(kMagic), header.magic)) {
     throw OpError("it does not begin as files of compiled models do");
   }
-  // The version is printed, and comes from a file.
+  // The version comes from an untrusted file and is printed, so replace unusual characters.
   std::string made_by(header.made_by, strnlen(header.made_by, sizeof(header.made_by)));
   std::replace_if(made_by.begin(), made_by.end(), [](char c) { return c < '+' || c > 'z'; }, '?');
   described_ = ErrorText("'", what, "', written by Ortolan ", made_by);

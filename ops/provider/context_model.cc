@@ -29,7 +29,7 @@ std::string ToBase64(std::span<const uint8_t> bytes) {
   return text;
 }
 
-// Throws OpError for other texts than ToBase64 makes.
+// Throws OpError if the text is not the output of ToBase64.
 std::vector<uint8_t> FromBase64(const std::string& text) {
   std::array<int8_t, 256> values;
   values.fill(-1);
@@ -55,7 +55,7 @@ std::string IdText(uint64_t id) {
   return text.data();
 }
 
-// As ONNX Runtime names it where the session does not.
+// Return the path of the compiled model: that of the session, or ONNX Runtime's default.
 std::string ContextPath(const ContextOptions& options, const std::string& model_path) {
   if (!options.path.empty()) return options.path;
   if (model_path.empty()) {
@@ -67,7 +67,7 @@ std::string ContextPath(const ContextOptions& options, const std::string& model_
   return model_path.substr(0, model_path.find_last_of('.')) + "_ctx.onnx";
 }
 
-// "model_ctx.onnx" has "model_ctx_ortolan.bin".
+// Return the path of the weights' file, such as "model_ctx_ortolan.bin" for "model_ctx.onnx".
 std::filesystem::path BesideModel(const std::filesystem::path& path) {
   return path.parent_path() / (path.stem().string() + "_ortolan.bin");
 }
@@ -147,7 +147,7 @@ OrtNode* ContextModel::MakeNode(const Node& fused, const std::string& content, u
   const std::vector<std::string> inputs = NamesOf(host_, fused.inputs()), outputs = NamesOf(host_, fused.outputs());
   const std::vector<const char*> input_names = Pointers(inputs), output_names = Pointers(outputs);
   OrtNode* node = nullptr;
-  // ONNX Runtime finds the node that it stands for by its name.
+  // ONNX Runtime matches the new node to the fused node by name.
   Check(ort, ort.GetModelEditorApi()->CreateNode(kOperator, kDomain, fused.name().c_str(), input_names.data(),
                                                  input_names.size(), output_names.data(), output_names.size(),
                                                  attributes.all().data(), attributes.all().size(), &node));
@@ -190,7 +190,7 @@ std::shared_ptr<const ContextFile> ContextModel::FileOf(const Node& node, const 
   if (embed_mode == 1) return ContextFile::Take(FromBase64(content), "ep_cache_context");
   if (embed_mode != 0) throw OpError(ErrorText("its embed_mode is ", embed_mode, ", expected 0 or 1"));
   CheckPath(content);
-  // Of a model in memory, the session may say where it came from.
+  // If the model was loaded from memory, the session may specify where it was stored.
   const std::filesystem::path model(model_path.empty() ? options_.path : model_path);
   if (model.empty()) {
     throw OpError(ErrorText("its file '", content,

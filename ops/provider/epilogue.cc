@@ -15,7 +15,7 @@ namespace {
 
 // --- activations --------------------------------------------------------------------------------------------------
 
-// The activation that a single operator computes.
+// Return the activation that the node's operator computes; kNone for other operators.
 Activation ActivationOf(const Node& node) {
   if (std::count_if(node.inputs().begin(), node.inputs().end(), [](Value value) { return value != nullptr; }) != 1) {
     return Activation::kNone;  // FastGelu with a bias
@@ -34,7 +34,7 @@ Activation ActivationOf(const Node& node) {
   return node.Is("com.microsoft", "FastGelu") ? Activation::kGeluTanh : Activation::kNone;
 }
 
-// The nodes behind x in the form of formula.h, up to the size limit of a formula.
+// The nodes that follow x, converted for formula.h, up to the size limit of a formula.
 class Region {
  public:
   Region(const Graph& graph, Value x) : graph_(graph), waiting_{x} {
@@ -54,7 +54,7 @@ class Region {
     return id->second;
   }
 
-  // Factors of activations that float16 has rounded are too far off for FindFormula.
+  // Undo the float16 rounding of an activation's constants, which would be too inexact for FindFormula.
   double Unrounded(Value value, float number) const {
     if (TypeOf(graph_.host(), value) != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16) return number;
     for (const double exact :
@@ -86,7 +86,7 @@ class Region {
   }
 
   const Graph& graph_;
-  std::vector<Value> waiting_;  // x, and what the nodes make
+  std::vector<Value> waiting_;  // x and the outputs of the nodes, to be followed
   std::map<Value, int64_t> ids_;
   std::vector<FormulaNode> nodes_;
   std::vector<const Node*> originals_;
@@ -95,7 +95,8 @@ class Region {
 
 // --- LayerNormalization -------------------------------------------------------------------------------------------
 
-// The floats of a constant with at most `axes` axes, all 1 except the last one; n: their required count.
+// Return the floats of a constant with at most `axes` axes, of which only the last may be larger than 1. n: required
+// number of elements.
 std::optional<std::vector<float>> VectorOf(const Graph& graph, Value value, std::optional<int64_t> n = std::nullopt,
                                            size_t axes = 1) {
   const std::optional<Constant> tensor = graph.ConstantOf(value);
@@ -120,7 +121,7 @@ void TakeBias(const Graph& graph, Layer& layer) {
   if (!layer.bias.empty()) return;
   const Node* const add = graph.OnlyReader(layer.y);
   if (add == nullptr || !add->IsStandard("Add") || add->Output(0) == nullptr) return;
-  const std::optional<Shape> shape = ShapeOf(graph.host(), layer.y);  // of as many axes as the sum's, then
+  const std::optional<Shape> shape = ShapeOf(graph.host(), layer.y);  // the bias must not have more axes than this
   const size_t axes = shape ? std::max<size_t>(shape->size(), 1) : 1;
   std::optional<std::vector<float>> bias = VectorOf(graph, Other(*add, layer.y), layer.Columns(), axes);
   if (!bias) return;

@@ -7,9 +7,11 @@
 namespace ortolan::provider {
 namespace {
 
-// Before it, what is compiled in a branch and in the graph around it may get one name, and then no session is made.
+// First version that gives fused nodes of a branch unique names. With older versions a name may also occur in the
+// parent graph, and then creating the session fails.
 constexpr uint32_t kNamesBranches = 25;
-constexpr uint32_t kTellsOfParents = 24;  // to whoever claims; before it, branches are known by what they read
+constexpr uint32_t kTellsOfParents =
+    24;  // GetCapability can read the parent node; with older versions a branch is recognized by its inputs
 
 bool IsBranch(const OrtGraph& ort_graph, const Graph& graph) {
   const HostApi& host = graph.host();
@@ -69,12 +71,12 @@ void ExecutionProvider::Claim(const OrtGraph& ort_graph, OrtEpGraphSupportInfo& 
   const std::string why_not = claims.groups.empty() ? "" : WhyNot(ort_graph, graph);
   Tell(claims, why_not);
   for (const Group& group : claims.groups) {
-    // Tables of a rotary embedding are those of all layers, and read as they are.
+    // The sin and cos tables of an attention are not packed, because all attention nodes share them.
     if (why_not.empty()) ClaimNodes(group.nodes, !group.cached_attention, info);
   }
 }
 
-// In the order of the graph.
+// Log claimed and rejected nodes in graph order.
 void ExecutionProvider::Tell(const Claims& claims, const std::string& why_not) const {
   struct Line {
     const Node* node;
@@ -114,7 +116,7 @@ void ExecutionProvider::ClaimNodes(std::span<const Node* const> nodes, bool pack
 
 void ExecutionProvider::CompileAll(std::span<const OrtGraph* const> graphs, std::span<const OrtNode* const> fused,
                                    OrtNodeComputeInfo** computes, OrtNode** context_nodes) {
-  std::vector<std::unique_ptr<GroupCompute>> made;  // all or, where one fails, none
+  std::vector<std::unique_ptr<GroupCompute>> made;  // assigned to `computes` only if all succeed
   for (size_t i = 0; i < graphs.size(); ++i) made.push_back(CompileGraph(*graphs[i], *fused[i]));
   if (options_.context.enabled) {
     const std::vector<OrtNode*> nodes = context_.Write(made, fused, PathOf(*graphs.front()));

@@ -1,5 +1,5 @@
-// The door for the execution provider: CreateEpFactories and ReleaseEpFactory, which ONNX Runtime calls when the
-// library is registered with RegisterExecutionProviderLibrary.
+// Entry points of the execution provider, CreateEpFactories and ReleaseEpFactory. ONNX Runtime calls them when the
+// library is registered and unregistered (RegisterExecutionProviderLibrary).
 #include <algorithm>
 #include <cstdio>
 #include <iterator>
@@ -16,18 +16,18 @@
 namespace ortolan::provider {
 namespace {
 
-// What to claim: what is faster than ONNX Runtime on this CPU, or all that is known.
+// Option: claim only what is faster than ONNX Runtime on this CPU, or all supported nodes.
 constexpr const char* kClaims = "claims";
 constexpr const char* kFaster = "faster";
 constexpr const char* kAll = "all";
-// What layers of floats become.
+// Option: precision for layers with float weights.
 constexpr const char* kPrecision = "precision";
 constexpr std::pair<const char*, Precision> kPrecisions[] = {{"", Precision::kFloat32},
                                                              {"float32", Precision::kFloat32},
                                                              {"bf16", Precision::kBf16},
                                                              {"int8", Precision::kInt8}};
 
-// The session's configuration. Options of the provider are entries too: "ep.", its name in small letters, the option.
+// The session's configuration entries. A provider option is the entry "ep.<provider name in lower case>.<option>".
 class SessionEntries {
  public:
   SessionEntries(const HostApi& host, const OrtSessionOptions* options) : ort_(*host.ort) {
@@ -43,7 +43,7 @@ class SessionEntries {
     return found == nullptr ? "" : found;
   }
   std::string ProviderOption(const std::string& name) const { return String(Prefix() + name); }
-  // Throws OpError if there is an option of the provider's that it does not know.
+  // Throws OpError if the session sets a provider option that does not exist.
   void CheckOptions() const {
     const char* const* keys = nullptr;
     const char* const* values = nullptr;
@@ -94,7 +94,7 @@ Factory::Factory(const HostApi& host) : OrtEpFactory{}, host_(host) {
   ort_version_supported = host.version;
   OrtEpFactory::GetName = [](const OrtEpFactory*) noexcept -> const char* { return kProviderName; };
   OrtEpFactory::GetVendor = [](const OrtEpFactory*) noexcept -> const char* { return "Ortolan"; };
-  OrtEpFactory::GetVendorId = [](const OrtEpFactory*) noexcept -> uint32_t { return 0; };  // none of PCI's
+  OrtEpFactory::GetVendorId = [](const OrtEpFactory*) noexcept -> uint32_t { return 0; };  // no PCI vendor id
   OrtEpFactory::GetVersion = [](const OrtEpFactory*) noexcept -> const char* { return ORTOLAN_VERSION; };
   OrtEpFactory::GetSupportedDevices = GetDevices;
   OrtEpFactory::CreateEp = MakeProvider;
@@ -106,7 +106,7 @@ Factory::Factory(const HostApi& host) : OrtEpFactory{}, host_(host) {
   SetDomains();
 }
 
-// The host's own: none of these functions may be missing.
+// Use the memory of the host. ONNX Runtime requires all these functions.
 void Factory::SetMemory() {
   OrtEpFactory::CreateAllocator = [](OrtEpFactory*, const OrtMemoryInfo*, const OrtKeyValuePairs*,
                                      OrtAllocator** allocator) noexcept -> OrtStatus* {
@@ -121,7 +121,8 @@ void Factory::SetMemory() {
   OrtEpFactory::IsStreamAware = [](const OrtEpFactory*) noexcept { return false; };
 }
 
-// That of our operators, so that one registration serves optimized files too. Asked for from 1.24 on.
+// Provide the custom operators' domain, so that one registration also serves optimized models. ONNX Runtime calls this
+// from 1.24 on.
 void Factory::SetDomains() {
   OrtEpFactory::GetNumCustomOpDomains = [](OrtEpFactory*, size_t* count) noexcept -> OrtStatus* {
     *count = 1;
@@ -171,7 +172,8 @@ ProviderOptions ReadOptions(const SessionEntries& entries) {
   const Features features = ActiveFeatures();
   const bool has_vnni = features.Has(feature_set::avx512vnni) || features.Has(feature_set::avxvnni);
   if (!has_vnni && claims != kAll) {
-    // Where VNNISpMM is no slower with one token either (vnni_spmm/README.md); other CPUs than AVX2's are not measured.
+    // From this fraction of zero blocks on, VNNISpMM is not slower than ONNX Runtime with one row
+    // (vnni_spmm/README.md). Without AVX2 nothing was measured, so 2.0 claims no int8 layer.
     options.rules.least_zero_blocks = features.Has(feature_set::avx2) ? 0.8 : 2.0;
   }
   if (options.context.enabled) {
@@ -199,17 +201,17 @@ OrtStatus* Factory::CheckCompiled(OrtEpFactory* self, const OrtHardwareDevice* c
                  [&] { *compatibility = CompatibilityOf(info == nullptr ? "" : info); });
 }
 
-// A factory for as long as the process lives, as the library itself (-z nodelete): sessions that outlive their
+// Create a factory that is never released, as the library is never unloaded (-z nodelete). Sessions that outlive their
 // registration, against ONNX Runtime's rule, still call it.
 OrtEpFactory* LastingFactory(const HostApi& host) {
   static std::mutex mutex;
-  static auto& all = *new std::vector<std::unique_ptr<Factory>>;  // reachable, and never destroyed
+  static auto& all = *new std::vector<std::unique_ptr<Factory>>;  // leaked on purpose
   const std::lock_guard lock(mutex);
   return all.emplace_back(std::make_unique<Factory>(host)).get();
 }
 
-// Return the API version of ONNX Runtime, the 32 of "1.32.0"; 0 if the text has no version. (Requesting a version that
-// the host lacks makes it print an error to the console.)
+// Return the minor version of ONNX Runtime, 32 for "1.32.0", which is its API version; 0 if the text has no version.
+// GetApi is no alternative: it prints an error for versions that the host lacks.
 uint32_t VersionOf(const OrtApiBase& base) {
   unsigned major = 0, minor = 0;
   const bool is_version = std::sscanf(base.GetVersionString(), "%u.%u", &major, &minor) == 2;
@@ -245,5 +247,5 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* CreateEpFactories(c
 }
 
 extern "C" __attribute__((visibility("default"))) OrtStatus* ReleaseEpFactory(OrtEpFactory*) {
-  return nullptr;  // LastingFactory
+  return nullptr;  // see LastingFactory
 }

@@ -8,7 +8,7 @@ constexpr auto kHalf = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
 
 enum Input : size_t { kX, kWeight, kBias };
 
-// Y = X W + C, where C is constant [n].
+// Read Y = alpha X W + beta C with a constant C [n].
 void ReadGemm(const Node& node, Layer& layer, RoundedWeight& w) {
   Expect(node.Int("transA", 0) == 0, "transA is 1, expected 0");
   const float alpha = node.Float("alpha", 1.0f), beta = node.Float("beta", 1.0f);

@@ -89,7 +89,7 @@ bool Graph::CanBeOne(std::span<const Node* const> nodes, std::span<const Node* c
     first = std::min(first, IndexOf(*node));
   }
   std::vector<const Node*> waiting;
-  // Behind a node of the set and outside of it: nothing that the set reads may come from there.
+  // A reader outside the set that can only run after the set: `nodes` must not read its outputs.
   const auto wait_for = [&](const Node& reader, Value value) {
     const Node* const maker = value == nullptr ? nullptr : Maker(value);
     if (maker == nullptr) return true;

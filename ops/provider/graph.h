@@ -1,5 +1,5 @@
 // A graph as the finders see it: its nodes, and the producer and consumers of each value. Valid as long as ONNX
-// Runtime's objects.
+// Runtime's graph.
 #pragma once
 
 #include <memory>
@@ -12,16 +12,16 @@
 
 namespace ortolan::provider {
 
-// Replacements for some of a graph's values and nodes, as finders see them.
+// Replacements for some values and nodes of a graph, applied before the finders read it.
 struct View {
-  std::unordered_map<Value, Value> instead;       // of a value
-  std::unordered_set<const Node*> hidden;         // nodes
-  std::unordered_map<Value, Constant> constants;  // what hidden nodes make
+  std::unordered_map<Value, Value> instead;       // replacement of each value
+  std::unordered_set<const Node*> hidden;         // nodes that finders do not see
+  std::unordered_map<Value, Constant> constants;  // outputs of hidden nodes that are constant
 };
 
 class Graph {
  public:
-  // A node that reads a value, and at which input; -1: a graph inside of it does.
+  // A consumer of a value: a node and its input index, or -1 if a subgraph of the node reads the value.
   struct Use {
     const Node* node;
     int64_t index;
@@ -33,23 +33,23 @@ class Graph {
 
   const HostApi& host() const { return host_; }
 
-  // All that follows is said of the graph as it is seen from now on; at first it is seen as it is. The numbers of
-  // constants must be there as long as the graph.
+  // Apply a view; all other functions then describe the graph with these replacements. The data of the view's constants
+  // must stay valid as long as the graph.
   void See(View view);
   Value Seen(Value value) const { return provider::Seen(view_.instead, value); }
 
-  // In an order in which each value is made before it is read.
+  // The nodes in topological order.
   std::span<const Node> nodes() const { return nodes_; }
-  // Of this graph; null: an input, an initializer, or a value of a graph around it.
+  // Return the node that computes a value; null for inputs, initializers and values of an outer graph.
   const Node* Maker(Value value) const;
   std::span<const Use> Uses(Value value) const;
   bool IsOutput(Value value) const;
-  // The one node that reads the value, once; null if there are more, or others see it: a graph inside of a node, or
-  // whoever runs the graph.
+  // Return the only consumer of a value; null if the value has more consumers or uses, is read by a subgraph, or is an
+  // output of the graph.
   const Node* OnlyReader(Value value) const;
 
   // Return whether these nodes can run as one: true if no path leaves the set and re-enters it. behind: further nodes
-  // that wait for them.
+  // that can only run after the set.
   bool CanBeOne(std::span<const Node* const> nodes, std::span<const Node* const> behind = {}) const;
 
   // Helpers of finders.
@@ -58,7 +58,7 @@ class Graph {
   bool IsConstantValue(Value value) const;
   bool IsFloat(Value value) const { return TypeOf(host_, value) == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
   bool IsFloatOrHalf(Value value) const { return IsFloatType(TypeOf(host_, value)); }
-  // Whether a node converts between float32 and float16.
+  // Return whether a node is a Cast between float32 and float16.
   bool IsFloatCast(const Node& node) const;
 
  private:
@@ -78,7 +78,7 @@ class Graph {
   std::unordered_map<Value, ValueUses> uses_;
 };
 
-// The other operand of an operator of two.
+// Return the other operand of a binary operator.
 inline Value Other(const Node& node, Value operand) { return node.Input(0) == operand ? node.Input(1) : node.Input(0); }
 
 }  // namespace ortolan::provider

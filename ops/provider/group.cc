@@ -47,8 +47,8 @@ class Finder {
     LeaveWithSharedValues();
   }
 
-  // What a layer makes on its way from X to Y, and others need as well, is made anyway. QdqPairs::Place sees to that
-  // of static layers.
+  // Reject layers if nodes outside the claimed layers also read their inner values, which are then computed anyway. For
+  // layers with fixed ranges, QdqPairs::Place decides about the quantized input.
   void LeaveWithSharedValues() {
     for (bool is_changed = true; is_changed;) {
       std::set<const Node*> inside;
@@ -92,7 +92,7 @@ class Finder {
           Expect(std::none_of(attention->layers.begin(), attention->layers.end(), is_clipped),
                  "the range of its layers' input begins at 0");
           for (const size_t layer : attention->layers) is_used[layer] = true;
-          // No layer whose output one of them adds may take that for a residual.
+          // Keep other layers from fusing an addition inside this attention as their residual.
           taken_.insert(attention->nodes.begin(), attention->nodes.end());
           steps_.push_back(AttentionStep(std::move(*attention)));
         }
@@ -110,7 +110,7 @@ class Finder {
       if (is_used[i]) continue;
       steps_.push_back(LayerStep(layers_[i]));
     }
-    // In the order of their layers, so that of two whose sum is taken it is the earlier one that takes it.
+    // Process steps in graph order, so that the sum of two layers' outputs is fused with the first layer.
     std::sort(steps_.begin(), steps_.end(), [](const Step& a, const Step& b) {
       return a.layers.front().nodes.front() < b.layers.front().nodes.front();
     });
@@ -125,7 +125,7 @@ class Finder {
     return step;
   }
 
-  // What it reads of the layers nobody else reads, so they are no other's.
+  // FindAttention has checked that the query, key and value layers have no other consumers.
   Step AttentionStep(Attention attention) const {
     Step step;
     step.y = attention.y;
@@ -141,7 +141,7 @@ class Finder {
     return step;
   }
 
-  // The layer whose output this one's, perhaps behind an activation, is multiplied with.
+  // Return the layer whose output is multiplied with that of `gate`, after an optional activation of the gate.
   std::optional<size_t> UpOf(size_t gate, const std::vector<bool>& is_used) const {
     Value y = layers_[gate].y;
     std::vector<const Node*> nodes;
@@ -169,10 +169,10 @@ class Finder {
     return step;
   }
 
-  // Layers of the same 8-bit numbers are one group with what makes these.
+  // Make a group of all layers that read one quantized X, together with the node that quantizes X.
   void MakeGroups() {
     std::map<const Node*, std::vector<Step>> by_quantize;
-    std::vector<const Node*> quantizes;  // in the order of their first steps
+    std::vector<const Node*> quantizes;  // in the order of each group's first step
     for (Step& step : steps_) {
       const Node* const quantize = step.layers.front().quantize;
       if (quantize == nullptr) {
@@ -197,13 +197,13 @@ class Finder {
     return group;
   }
 
-  // Else the node in its place would make nothing, which compiled models cannot have.
+  // Return whether an output has consumers. A fused node without outputs would be invalid in a compiled model.
   bool IsRead(const Group& group) const {
     return std::any_of(group.steps.begin(), group.steps.end(),
                        [&](const Step& step) { return graph_.IsOutput(step.y) || !graph_.Uses(step.y).empty(); });
   }
 
-  // Whether attention reads, as a mask, what a step of its own group makes.
+  // Return whether an attention reads an output of its own group, for example as a mask.
   bool ReadsItself(const Group& group) const {
     return std::any_of(group.steps.begin(), group.steps.end(), [&](const Step& step) {
       const std::vector<Value> read = step.attention ? step.attention->Reads() : std::vector<Value>{};
@@ -212,7 +212,7 @@ class Finder {
     });
   }
 
-  // The same steps without attention: only their layers.
+  // Replace attention steps by steps of their linear layers.
   std::vector<Step> WithoutAttention(const std::vector<Step>& steps) {
     std::vector<Step> without;
     for (const Step& step : steps) {
@@ -231,7 +231,7 @@ class Finder {
     if (!graph_.CanBeOne(group.nodes) || ReadsItself(group)) {
       group = GroupOf(WithoutAttention(group.steps), quantize);
     }
-    if (quantize == nullptr && group.steps.size() > 1) {  // layers of no common numbers
+    if (quantize == nullptr && group.steps.size() > 1) {  // the layers share no quantized input
       for (Step& step : group.steps) AddGroup({std::move(step)}, nullptr);
       return;
     }
@@ -252,7 +252,7 @@ class Finder {
     }
   }
 
-  // Others that read what a rounding of the group becomes: they get it from the group.
+  // Return the consumers outside the group of QDQ pairs in the group. They read their values from the group.
   std::vector<const Node*> ReadersOfRoundings(const Group& group) const {
     std::vector<const Node*> readers;
     for (const Node* const node : group.nodes) {
@@ -278,7 +278,7 @@ class Finder {
       step.y = node.Output(0);
       return true;
     };
-    // Groups compute in float32, whatever their inputs and outputs are.
+    // Include a Cast of the output, because groups compute float32 and write either float type.
     const auto take_cast = [&] {
       const Node* const cast = graph_.OnlyReader(step.y);
       if (cast != nullptr && graph_.IsFloatCast(*cast)) take(*cast);
@@ -334,7 +334,7 @@ bool HasIntegers(const Claims& claims) {
   });
 }
 
-// What groups have by then is theirs: a norm behind a layer is part of its step.
+// Find norms after all other groups, because a norm that follows a linear layer belongs to the layer's step.
 void TakeSumNorms(const Graph& graph, Claims& claims) {
   std::set<const Node*> taken;
   for (const Group& group : claims.groups) taken.insert(group.nodes.begin(), group.nodes.end());

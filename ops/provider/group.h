@@ -1,5 +1,5 @@
-// The groups of a graph's nodes that this room runs, each in one call: linear layers, what they are rounded by, and
-// what follows them.
+// Groups of nodes that the provider computes in one call: linear layers, the quantization of their inputs, and the
+// operators after them.
 #pragma once
 
 #include <string>
@@ -13,25 +13,27 @@
 
 namespace ortolan::provider {
 
-// What one LinearPlan computes (matmul/linear_plan.h), or attention of queries, keys and values that layers make.
+// The unit of computation of one LinearPlan (matmul/linear_plan.h), or attention with its query, key and value layers.
 struct Step {
-  // One; or of one X: gated, two of one kind, the gate first; queries, keys and values, of any kinds.
+  // One linear layer, or layers that read the same X: a gate and an up projection of one kind, or query, key and value
+  // of any kinds.
   std::vector<Layer> layers;
   Activation activation = Activation::kNone;
-  Value residual = nullptr;  // computed when the model runs; or none
+  Value residual = nullptr;  // a value computed at run time; may be null
   std::optional<Norm> norm;
-  std::optional<Attention> attention;  // without any of the above
+  std::optional<Attention> attention;  // if set, the step has only layers and attention
   Value y = nullptr;
-  std::optional<Bounds> y_bounds;  // that it is cut off at, at the end
-  std::vector<const Node*> nodes;  // all of the above
+  std::optional<Bounds> y_bounds;  // bounds that clip y
+  std::vector<const Node*> nodes;  // all nodes of the step
 
   bool IsGated() const { return layers.size() == 2; }
   Value X() const { return layers.front().x; }
-  // Of what follows the layer: ", with gelu, residual and layer norm"; or nothing.
+  // Return a list of the fused operators, such as ", with gelu, residual and layer norm"; may be empty.
   std::string Fused() const;
 };
 
-// What a group reads, and others read behind a rounding that is gone.
+// A value that the group outputs unchanged or clipped, because nodes outside the group read it after a removed QDQ
+// pair.
 struct Copy {
   Value from = nullptr;
   Value to = nullptr;
@@ -39,24 +41,24 @@ struct Copy {
 };
 
 struct Group {
-  std::vector<Step> steps;                          // none reads what another one makes
-  std::optional<CachedAttention> cached_attention;  // and no steps
-  std::optional<SumNorm> sum_norm;                  // and no steps
+  std::vector<Step> steps;                          // independent of each other
+  std::optional<CachedAttention> cached_attention;  // if set, steps is empty
+  std::optional<SumNorm> sum_norm;                  // if set, steps is empty
   std::vector<Copy> copies;
   std::vector<const Node*> nodes;
 };
 
 struct Claims {
   std::vector<Group> groups;
-  std::vector<std::pair<const Node*, std::string>> left;  // layers and attention that are not taken, and why
+  std::vector<std::pair<const Node*, std::string>> left;  // rejected layers and attention, with the reason
 };
 
-// Whether one weight can hold both, side by side.
+// Return whether one packed weight can hold the columns of both layers.
 bool CanJoin(const Layer& a, const Layer& b);
 
-// is_group: these are the nodes of one group alone, and it is found again, with what the first time has put into
-// clipped_ranges. Else a SumNorm is taken where layers of int8 or int4 are: in their models the optimized file has it.
-// From then on, the graph is seen as the groups see it.
+// Find the groups of a graph, which then has the view of these groups (Graph::See). is_group: the graph has only the
+// nodes of one group, which is found again with the `clipped_ranges` of the first search. Otherwise a SumNorm is
+// claimed if the graph also has int8 or int4 layers, because only then the optimized file has it too.
 Claims FindGroups(Graph& graph, const LayerRules& rules, ClippedRanges& clipped_ranges, bool is_group);
 
 }  // namespace ortolan::provider

@@ -1,4 +1,4 @@
-// The numbers of an int8 layer, read from the constant inputs of a node.
+// Reads the weight of an int8 layer from the constant inputs of a node.
 #pragma once
 
 #include <vector>
@@ -8,7 +8,7 @@
 
 namespace ortolan::provider {
 
-// One number for all columns, or one for each.
+// Expand one value for all columns to n values; return n values unchanged.
 template <typename Element>
 std::vector<Element> Spread(const std::vector<Element>& values, int64_t n) {
   return values.size() == 1 ? std::vector<Element>(static_cast<size_t>(n), values[0]) : values;
@@ -16,7 +16,8 @@ std::vector<Element> Spread(const std::vector<Element>& values, int64_t n) {
 
 std::vector<Shape> ShapesOfColumns(int64_t n);
 
-// 8-bit numbers [k, n], or [n, k] if transposed, with zero points; without scales. Throws UnfitError.
+// Read 8-bit weights [k, n], or [n, k] if transposed, and their zero points. The scales are left empty. Throws
+// UnfitError.
 Int8Weight ReadInt8Weight(const Node& node, size_t codes, size_t zero_points, bool transposed = false);
 
 std::vector<float> ReadScales(const Node& node, size_t scales, int64_t n);

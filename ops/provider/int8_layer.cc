@@ -11,14 +11,14 @@ namespace {
 constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
 constexpr const char* kMicrosoft = "com.microsoft";
 
-// Of DynamicQuantizeLinear.
+// Output indices of DynamicQuantizeLinear.
 enum Quantized : size_t { kCodes, kScale, kZeroPoint };
 
 std::vector<float> ReadBias(const Node& node, size_t bias, int64_t n) {
   return node.Has(bias) ? node.ConstantInput(bias, "bias", {kFloat}, {{n}}).Floats() : std::vector<float>{};
 }
 
-// What makes the numbers of X; the node's zero point must be its own.
+// Return the DynamicQuantizeLinear that computes X's codes. It must also compute the node's zero point.
 const Node& ReadQuantize(const Graph& graph, const Node& node, size_t zero_point) {
   Expect(node.Has(0), "its first input is missing");
   Expect(!node.IsConstant(0), "the constant is the first input (W x, not x W)");
@@ -46,7 +46,8 @@ const Node& NextOf(const Graph& graph, Value sums) {
   return *next;
 }
 
-// Multiplies the scales by a constant. has_rows: X has two axes or more, so that factors of two add none.
+// Multiply the scales by a constant. has_rows: X has at least two axes, so a factor with two axes adds no axis to the
+// output.
 void MultiplyBy(const Graph& graph, Value factor, bool has_rows, std::vector<float>& scales) {
   const std::optional<Constant> tensor = graph.ConstantOf(factor);
   const std::vector<Shape> shapes = ShapesOfColumns(static_cast<int64_t>(scales.size()));
@@ -60,7 +61,7 @@ void MultiplyBy(const Graph& graph, Value factor, bool has_rows, std::vector<flo
   std::transform(scales.begin(), scales.end(), values.begin(), scales.begin(), std::multiplies<>());
 }
 
-// Adds those Mul to the layer that follow its sums until they are floats. One of the factors is the input's scale.
+// Add the Muls between the Cast to float and Y to the layer. One factor must be the scale of the quantized input.
 void ReadMultiplications(const Graph& graph, Layer& layer, Value input_scale) {
   std::vector<float>& scales = std::get<Int8Weight>(layer.weight).scales;
   bool has_input_scale = false, has_scales = false;
@@ -105,9 +106,9 @@ Layer ReadMatMulInteger(const Graph& graph, const Node& node) {
   return layer;
 }
 
-// --- operators of ONNX Runtime's own ------------------------------------------------------------------------------
+// --- operators of com.microsoft -----------------------------------------------------------------------------------
 
-// A, B, a_scale, b_scale, a_zero_point, b_zero_point, bias
+// Inputs: A, B, a_scale, b_scale, a_zero_point, b_zero_point, bias.
 Layer ReadMatMulIntegerToFloat(const Graph& graph, const Node& node) {
   const Node& quantize = ReadQuantize(graph, node, 4);
   Expect(node.Input(2) != nullptr && node.Input(2) == quantize.Output(kScale),
@@ -122,7 +123,7 @@ Layer ReadMatMulIntegerToFloat(const Graph& graph, const Node& node) {
   return layer;
 }
 
-// A, B, b_scale, b_zero_point, bias
+// Inputs: A, B, b_scale, b_zero_point, bias.
 Layer ReadDynamicQuantizeMatMul(const Graph& graph, const Node& node) {
   Expect(node.Has(0), "its input A is missing");
   Expect(graph.IsFloat(node.Input(0)), ErrorText("its input '", node.InputName(0), "' is not float"));

@@ -1,5 +1,5 @@
-// int8 layers whose inputs are quantized when the model runs, in the forms that ONNX Runtime's quantize_dynamic writes
-// and its optimizer produces:
+// int8 layers whose inputs are quantized at run time, in the forms that ONNX Runtime's quantize_dynamic writes and its
+// optimizer produces:
 //
 //     DynamicQuantizeLinear -> MatMulInteger -> Cast -> Mul by scales
 //     DynamicQuantizeLinear -> com.microsoft.MatMulIntegerToFloat
@@ -13,7 +13,7 @@
 
 namespace ortolan::provider {
 
-// As ReadLayer.
+// See ReadLayer.
 std::optional<Layer> ReadInt8Layer(const Graph& graph, const Node& node);
 
 }  // namespace ortolan::provider

@@ -1,5 +1,6 @@
-// Where the steps of a compiled model's node find what they read and make: a record (context_file.h) has the numbers of
-// inputs and outputs of the EPContext node, -1 for none, and ONNX Runtime has made another node of that.
+// Maps inputs and outputs in a compiled model's record to those of the fused node. A record (context_file.h) has
+// indices of the EPContext node's inputs and outputs, or -1. ONNX Runtime fuses that node into another one, whose order
+// may differ.
 #pragma once
 
 #include <optional>
@@ -15,13 +16,13 @@ class IoSlots {
  public:
   IoSlots(const HostApi& host, const Node& node, const Node& fused) : host_(host), node_(node), fused_(fused) {}
 
-  // All of these read a number. They throw OpError if there is no such value, or it is of another type than the step
-  // has: steps read and make numbers as they are.
+  // These functions read an index from the record. They throw OpError if the index is invalid or if the value's type is
+  // not the step's, because steps do not convert types.
   size_t Input(ContextReader& reader) const;
   std::optional<size_t> InputOrNone(ContextReader& reader) const;
-  // None: nobody reads it.
+  // Return nullopt if no node reads the output.
   std::optional<size_t> Output(ContextReader& reader) const;
-  // Null: none.
+  // Return null if the record has no input there.
   Value InputValue(ContextReader& reader, ONNXTensorElementDataType type) const;
 
   size_t SlotOf(Value input) const { return InputSlot(host_, fused_, input); }

@@ -8,11 +8,11 @@
 namespace ortolan::provider {
 namespace {
 
-// Empty, or why the layer is left to ONNX Runtime.
+// Return the reason why ONNX Runtime is faster for this layer; empty if it is not.
 std::string WhyNotFaster(const Layer& layer, double least_zero_blocks) {
   if (least_zero_blocks <= 0) return {};
   const std::string reason = "without VNNI instructions ONNX Runtime's int8 layers are faster";
-  if (least_zero_blocks > 1 || layer.is_static) return reason;  // layers of fixed ranges do not use blocks
+  if (least_zero_blocks > 1 || layer.is_static) return reason;  // layers with fixed ranges are never stored as blocks
   const BlockInt8Weight* const blocks = std::get_if<BlockInt8Weight>(&layer.weight);
   if (blocks != nullptr && IsBlockSparse(*blocks, least_zero_blocks)) return {};
   return ErrorText(reason, ", unless ", 100 * least_zero_blocks, " % of the weights are in zero blocks of 4 x 1");

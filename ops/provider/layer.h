@@ -1,4 +1,4 @@
-// A linear layer as a model has it, Y = X W + bias: one node, or several.
+// A linear layer of a model, Y = X W + bias: one or more nodes.
 #pragma once
 
 #include <optional>
@@ -15,44 +15,46 @@
 
 namespace ortolan::provider {
 
-// What layers of floats become.
-enum class Precision { kFloat32, kBf16, kInt8 };  // kFloat32: they stay as they are
+// The precision in which layers with float weights are computed.
+enum class Precision { kFloat32, kBf16, kInt8 };  // kFloat32: left to ONNX Runtime
 
 struct LayerRules {
-  double least_zero_blocks = 0.0;  // of layers that store int8, their share (IsBlockSparse); above 1: none is taken
+  double least_zero_blocks =
+      0.0;  // minimum fraction of zero blocks for int8 layers (IsBlockSparse); above 1: claim none
   Precision precision = Precision::kFloat32;
-  std::string why_no_cached_attention;  // is taken; empty: it is
+  std::string why_no_cached_attention;  // why attention with a KV cache is not claimed; empty if it is
 };
 
 struct RoundedWeight : FloatWeight {
-  Precision precision = Precision::kBf16;  // another one than kFloat32
+  Precision precision = Precision::kBf16;  // never kFloat32
 };
 
-struct BlockInt8Weight : Int8Weight {};  // IsBlockSparse
+struct BlockInt8Weight : Int8Weight {};  // chosen if IsBlockSparse
 
 using StoredWeight = std::variant<NBitsWeight, Int8Weight, BlockInt8Weight, RoundedWeight>;
 
 struct Layer {
-  std::vector<const Node*> nodes;  // the first has the weight, the last makes Y; layers may share those in between
-  std::vector<const Node*> weight_nodes;  // what makes floats of the weight's numbers
-  // What makes 8-bit numbers of X for this layer, and perhaps for others: a layer rounds X itself.
+  std::vector<const Node*> nodes;  // the first reads the weight, the last computes Y; layers may share nodes in between
+  std::vector<const Node*> weight_nodes;  // nodes that dequantize the weight
+  // The node that quantizes X, which other layers may share. Null if there is none. The layer's own kernel quantizes X
+  // instead.
   const Node* quantize = nullptr;
   Value x = nullptr;  // float
   Value y = nullptr;  // float
   StoredWeight weight;
-  std::vector<float> bias;         // [n], or none
-  bool is_static = false;          // of a model that may have fixed ranges: roundings may be its group's
-  std::optional<Bounds> x_bounds;  // that X must be cut off at
+  std::vector<float> bias;         // [n], or empty
+  bool is_static = false;          // from a model with fixed ranges: a group of such layers may include QDQ pairs
+  std::optional<Bounds> x_bounds;  // bounds that clip X
 
   int64_t Inputs() const;
   int64_t Columns() const;
   std::string Described() const { return nodes.front()->Described(); }
-  // "576 x 1536, 4 bits in blocks of 32"
+  // Return a text such as "576 x 1536, 4 bits in blocks of 32".
   std::string Numbers() const;
 };
 
-// Return nothing if the node is not a known kind of layer. Throws UnfitError, with the reason, for unsupported nodes of
-// a known kind. The stored weights belong to the graph.
+// Return nullopt if the node is not a known kind of layer. Throws UnfitError, with the reason, for unsupported nodes of
+// a known kind. The graph owns the stored weights.
 std::optional<Layer> ReadLayer(const Graph& graph, const QdqPairs& roundings, const Node& node,
                                const LayerRules& rules);
 

@@ -11,11 +11,12 @@ constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
 constexpr auto kHalf = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
 constexpr auto kByte = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
 
-// accuracy_level: how X may be rounded. 0: nothing is said, 4: to int8, as kernels do; between them are float types.
+// Values of accuracy_level, the lowest precision allowed for X: 0 for any, 4 for int8, which our kernels use. 1 to 3
+// are float types.
 constexpr int64_t kAnyAccuracy = 0;
 constexpr int64_t kInt8Accuracy = 4;
 
-// [n, blocks], or flat: of 4 bits two to a byte, the first one low; or floats.
+// Read zero points, [n, blocks] or flat. They are floats, or uint8; two 4-bit values share a byte, low half first.
 std::vector<float> ReadZeroPoints(const Node& node, const NBitsWeight& w) {
   const int64_t blocks = w.Blocks();
   if (!node.Has(kZeroPoints)) return {};
@@ -37,7 +38,7 @@ std::vector<float> ReadZeroPoints(const Node& node, const NBitsWeight& w) {
   return zero_points;
 }
 
-// Inputs may be in groups by g_idx only where that says what no g_idx says.
+// Check that g_idx assigns inputs to groups in order, which is also the meaning of a missing g_idx.
 void CheckOrder(const Node& node, const NBitsWeight& w) {
   const Constant order =
       node.ConstantInput(kOrder, "g_idx", {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32}, {{w.k}, {w.Blocks() * w.block_size}});

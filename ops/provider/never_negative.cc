@@ -11,12 +11,13 @@ namespace {
 constexpr const char* kNeverNegative[] = {"Abs",     "Exp",     "HardSigmoid", "Relu",
                                           "Sigmoid", "Softmax", "Softplus",    "Sqrt"};
 constexpr const char* kWithinOne[] = {"Erf", "Tanh"};
-// Operators whose output has numbers of the first input, or sums and means of them.
+// Operators whose output has only elements of the first input, or their sums and means.
 constexpr const char* kKeepsSign[] = {"Cast",      "Expand",    "Flatten",    "Gather",   "Identity",
                                       "Reshape",   "Slice",     "Split",      "Squeeze",  "Transpose",
                                       "Unsqueeze", "ReduceMax", "ReduceMean", "ReduceSum"};
 constexpr const char* kOfSigns[] = {"Add", "Concat", "Div", "Mul", "Where"};
-// On masks; And, Equal and their like make integers, which are masks anyway.
+// Operators that compute a mask from masks. And, Equal and similar operators output integers or bools, which IsOfMask
+// accepts for any operator.
 constexpr const char* kOfMasks[] = {"Add",     "Cast",  "Div",     "Expand", "Identity",  "Mul",  "Neg",
                                     "Reshape", "Slice", "Squeeze", "Sub",    "Unsqueeze", "Where"};
 constexpr int kMostVisits = 64;
@@ -84,7 +85,7 @@ class Prover {
   }
 
  private:
-  // Of a constant of floats, or of one behind a DequantizeLinear with one scale.
+  // Return the values of a float constant, or of one that a DequantizeLinear with one scale computes.
   std::optional<std::vector<float>> Constants(Value value) const {
     if (const std::optional<Constant> tensor = graph_.ConstantOf(value)) {
       return IsFloatType(tensor->type) ? std::optional(tensor->Floats()) : std::nullopt;
@@ -111,7 +112,7 @@ class Prover {
     return constant && std::all_of(constant->begin(), constant->end(), holds);
   }
 
-  // Whether a node adds 1 to what is -1 at least, but for what a constant has lost by rounding.
+  // Return whether a node adds about 1 to the output of Erf or Tanh, which is at least -1. The constant may be rounded.
   bool IsOneMore(const Node& add) const {
     for (const size_t index : {0, 1}) {
       Value value = add.Input(index);
@@ -127,7 +128,7 @@ class Prover {
 
   const Graph& graph_;
   const FindUnrounded& find_unrounded_;
-  int left_ = kMostVisits;  // values that may still be visited
+  int left_ = kMostVisits;  // remaining limit for visited values
 };
 
 }  // namespace

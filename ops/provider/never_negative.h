@@ -1,5 +1,5 @@
-// Which values of a graph are never below 0, as their operators show. A range that begins at 0 then cuts nothing off
-// that a Relu would have (qdq_pairs.h). The rules are those of graph_passes/find/qdq_pairs.py.
+// Decides whether a value of a graph can be negative. If not, quantizing it to a range that begins at 0 clips nothing,
+// so the range does not replace a Relu (qdq_pairs.h). The rules are those of graph_passes/find/qdq_pairs.py.
 #pragma once
 
 #include <functional>
@@ -8,14 +8,15 @@
 
 namespace ortolan::provider {
 
-// What a DequantizeLinear's output was rounded from.
+// The float input of the QDQ pair whose output is a given value.
 struct Unrounded {
-  Value floats = nullptr;       // null: not known
-  bool begins_at_zero = false;  // the range that it was rounded to
+  Value floats = nullptr;       // null: unknown
+  bool begins_at_zero = false;  // whether the pair's range begins at 0
 };
 using FindUnrounded = std::function<std::optional<Unrounded>(Value)>;
 
-// Whether no number of the value is below 0, or it is a mask: made of integers and constants, element by element.
+// Return whether no element of the value is negative, or the value is a mask, computed element by element from integers
+// and constants.
 bool IsNeverNegative(const Graph& graph, Value value, const FindUnrounded& find_unrounded);
 
 }  // namespace ortolan::provider

@@ -49,7 +49,7 @@ Constant ReadTensor(const OrtApi& ort, const OrtValue& value) {
   return tensor;
 }
 
-// Of a value whose type is known.
+// The type of the value must be known.
 const OrtTensorTypeAndShapeInfo* TensorInfo(const OrtApi& ort, Value value) {
   const OrtTypeInfo* info = nullptr;
   const OrtTensorTypeAndShapeInfo* tensor = nullptr;
@@ -178,7 +178,7 @@ std::string Node::Described() const { return ErrorText(type_, " node '", name_, 
 const OrtOpAttr* Node::Attribute(const char* name, OrtOpAttrType type, const char* what) const {
   const OrtApi& ort = *host_.ort;
   const OrtOpAttr* attribute = nullptr;
-  // An error also means that the attribute is missing: this version of the operator does not define it.
+  // Older versions of an operator may not define the attribute; ONNX Runtime reports that as an error.
   if (OrtStatus* const status = ort.Node_GetAttributeByName(&node_, name, &attribute)) {
     ort.ReleaseStatus(status);
     return nullptr;
@@ -215,7 +215,7 @@ std::string Node::String(const char* name, const std::string& missing) const {
   const OrtOpAttr* const attribute = Attribute(name, ORT_OP_ATTR_STRING, "not a string");
   if (attribute == nullptr) return missing;
   size_t size = 0;
-  // The first call says how much room it takes, by an error.
+  // The first call fails and returns the size of the text.
   if (OrtStatus* const status = host_.ort->ReadOpAttr(attribute, ORT_OP_ATTR_STRING, nullptr, 0, &size)) {
     host_.ort->ReleaseStatus(status);
   }

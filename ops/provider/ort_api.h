@@ -1,5 +1,5 @@
-// ONNX Runtime's C API as the provider sees it: the headers of version 29 (ops/ort/ep_headers.cmake). Files of this
-// room include no other ones: the adapters of the operators are built with older headers, which define the same names.
+// ONNX Runtime's C API for the provider: headers of version 29 (ops/ort/ep_headers.cmake). Files in this folder must
+// not include the operators' adapters, which use older headers that define the same names.
 #pragma once
 
 #include <onnxruntime_c_api.h>
@@ -11,21 +11,21 @@
 
 namespace ortolan::provider {
 
-inline constexpr uint32_t kNewestApi = 29;  // that this code has been written for
-inline constexpr uint32_t kOldestApi = 23;  // that has what a provider needs
+inline constexpr uint32_t kNewestApi = 29;  // newest version that this code supports
+inline constexpr uint32_t kOldestApi = 23;  // first version with all functions that the provider needs
 static_assert(ORT_API_VERSION >= kNewestApi);
 
 inline constexpr const char* kProviderName = "OrtolanExecutionProvider";
 
-// What the host has. Lives as long as the factory.
+// The API functions of the host. Lives as long as the factory.
 struct HostApi {
   const OrtApiBase* base = nullptr;
   const OrtApi* ort = nullptr;
   const OrtEpApi* ep = nullptr;
-  uint32_t version = 0;  // of both, kOldestApi … kNewestApi
+  uint32_t version = 0;  // of `ort` and `ep`, from kOldestApi to kNewestApi
 };
 
-// An error that the host told of, to be handed back to it.
+// An error returned by the host, which is returned to the host unchanged.
 class HostError : public std::runtime_error {
  public:
   HostError(OrtErrorCode code, const std::string& text) : std::runtime_error(text), code_(code) {}
@@ -43,7 +43,7 @@ inline void Check(const OrtApi& ort, OrtStatus* status) {
   throw error;
 }
 
-// Runs a function whose exceptions become statuses: none crosses the C boundary.
+// Run a function and convert exceptions into a status, because exceptions must not cross the C boundary.
 template <typename Function>
 OrtStatus* Guarded(const OrtApi& ort, const Function& function) noexcept {
   try {

@@ -7,7 +7,7 @@ namespace {
 
 enum class Kind : int64_t { kNBits = 0, kInt8 = 1, kBf16 = 2, kBlocks = 3 };
 
-// Columns side by side, whose numbers are put into `numbers`.
+// Concatenate the columns of layers. `codes` owns the joined data.
 NBitsWeight Joined(std::span<const Layer> layers, std::vector<uint8_t>& codes) {
   NBitsWeight whole = std::get<NBitsWeight>(layers.front().weight);
   if (layers.size() == 1) return whole;

@@ -1,4 +1,4 @@
-// Layers of one X and one kind, their columns side by side as kernels read them.
+// Packed weights of linear layers of one kind that read the same X, concatenated by columns.
 #pragma once
 
 #include <optional>
@@ -12,18 +12,19 @@ namespace ortolan::provider {
 
 class PackedLayers {
  public:
-  // All but the last of whole panels. Their stored numbers may go when this is made.
+  // Columns of all layers but the last must be a multiple of the panel width. The stored weights may be released after
+  // construction.
   explicit PackedLayers(std::span<const Layer> layers);
-  // As they were written to a file, which stays longer than this. Throws OpError.
+  // Loads packed weights from a file, which must outlive this object. Throws OpError.
   explicit PackedLayers(ContextReader& reader);
   PackedLayers(const PackedLayers&) = delete;
   PackedLayers& operator=(const PackedLayers&) = delete;
 
   void Write(ContextWriter& writer) const;
 
-  // Of all columns.
+  // Return the linear layer of all columns.
   LinearLayer Linear() const;
-  // [columns], or null.
+  // Return the bias [columns], or null.
   const float* Bias() const { return bias_.empty() ? nullptr : bias_.data(); }
 
  private:
@@ -34,7 +35,7 @@ class PackedLayers {
   std::optional<BlockColumns> blocks_;
   std::optional<Bf16Columns> bf16_columns_;
   std::vector<float> own_bias_;
-  std::span<const float> bias_;  // that, or a file's
+  std::span<const float> bias_;  // points to own_bias_ or into a file
 };
 
 }  // namespace ortolan::provider

@@ -16,7 +16,7 @@ constexpr auto kUint8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
 constexpr auto kInt8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
 constexpr const char* kMicrosoft = "com.microsoft";
 
-// What ONNX Runtime moves a QuantizeLinear across.
+// Operators across which ONNX Runtime moves a QuantizeLinear.
 constexpr const char* kMovedAcross[] = {"MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"};
 constexpr size_t kMostVisits = 64;
 
@@ -26,7 +26,7 @@ bool IsOneOf(const Node& node, const Types& types) {
          std::any_of(std::begin(types), std::end(types), [&](const char* type) { return node.type() == type; });
 }
 
-// Where a layer of 8-bit numbers has scale and zero point of its first input.
+// Indices of the inputs that are a layer's scale and zero point, here those of its first input.
 struct RangeInputs {
   size_t scale, zero_point;
 };
@@ -36,14 +36,14 @@ std::optional<RangeInputs> InputRangeOf(const Node& node) {
   return std::nullopt;
 }
 
-// And of its output, if that is of 8 bits.
+// Return the indices for the layer's output; nullopt unless the output is 8-bit.
 std::optional<RangeInputs> OutputRangeOf(const Node& node) {
   if (node.IsStandard("QLinearMatMul")) return RangeInputs{6, 7};
   if (node.Is(kMicrosoft, "QGemm") && node.Has(7)) return RangeInputs{7, 8};
   return std::nullopt;
 }
 
-// Whether the attributes say nothing but what an operator of one range for all numbers has.
+// Return whether the attributes have the defaults of per-tensor quantization.
 bool IsPlain(const Node& node) {
   try {
     return node.Int("output_dtype", 0) == 0 && node.Int("precision", 0) == 0 && node.Int("block_size", 0) == 0;
@@ -101,7 +101,7 @@ void QdqPairs::Find(const Graph& graph, const Node& maker) {
   rounding.range = *range;
   if (quantizes) {
     rounding.floats = maker.Input(0);
-    // Of a constant it is a weight, or a mask.
+    // Quantized constants are weights or masks.
     if (rounding.floats == nullptr || graph.IsConstantValue(rounding.floats) || !graph.IsFloat(rounding.floats)) return;
   }
   if (graph.IsOutput(codes)) return;
@@ -122,13 +122,13 @@ void QdqPairs::Find(const Graph& graph, const Node& maker) {
     for (const Graph::Use& other : graph.Uses(floats)) rounding.readers.push_back({other, use.node});
     if (graph.IsOutput(floats)) rounding.last.push_back(use.node);
   }
-  if (!quantizes && rounding.ends.empty()) return;  // there are no floats
+  if (!quantizes && rounding.ends.empty()) return;  // the pair would have no float value
   if (rounding.readers.empty() && rounding.last.empty()) return;
   rounding.is_alone = rounding.is_alone && rounding.ends.size() == 1;
   qdq_pairs_.push_back(std::move(rounding));
 }
 
-// Constants of one axis at most: biases, weights of norms, numbers of formulas.
+// Dequantize constants with at most one axis, such as biases, norm weights and constants of activations.
 void QdqPairs::Fold(const Graph& graph, const Node& node) {
   const std::optional<Constant> codes = graph.ConstantOf(node.Input(0)), scale = graph.ConstantOf(node.Input(1));
   const Node* const reader = node.Output(0) == nullptr ? nullptr : graph.OnlyReader(node.Output(0));
@@ -153,7 +153,7 @@ void QdqPairs::Fold(const Graph& graph, const Node& node) {
   folded_.back().constant.data = folded_.back().values.data();
 }
 
-// clipped_ranges: of a whole graph it is written, of a group's alone it is read.
+// clipped_ranges is written for a whole graph and read for the graph of a group.
 void QdqPairs::LookAbove(const Graph& graph, QdqPair& rounding, ClippedRanges& clipped_ranges, bool is_group) const {
   if (!rounding.range.BeginsAtZero()) return;
   const std::string name = NameOf(graph.host(), rounding.maker->Output(0));
@@ -167,7 +167,7 @@ void QdqPairs::LookAbove(const Graph& graph, QdqPair& rounding, ClippedRanges& c
     if (other == nullptr) return std::nullopt;
     return Unrounded{other->floats, other->range.BeginsAtZero()};
   };
-  // Two branches may use one name: then both are cut off if one must be.
+  // Values in two branches may have the same name. Then both are clipped if one of them must be.
   bool& is_clipped = clipped_ranges[name];
   is_clipped = is_clipped || rounding.floats == nullptr || !IsNeverNegative(graph, rounding.floats, find_unrounded);
   if (is_clipped) rounding.state = QdqPair::State::kClipped;
@@ -186,7 +186,8 @@ View QdqPairs::Seen() const {
     };
     for (const Node* const end : rounding.ends) see(end->Output(0));
     if (is_gone || quantizes) see(codes);
-    // A QuantizeLinear that cuts is seen as what makes the floats behind; of numbers of a layer, the DequantizeLinear.
+    // If the pair clips, one node stays in the view as the producer of the floats: the QuantizeLinear or, for codes of
+    // a layer, the first DequantizeLinear.
     if (is_gone && quantizes) view.hidden.insert(rounding.maker);
     const bool shows_end = !is_gone && !quantizes;
     view.hidden.insert(rounding.ends.begin() + (shows_end ? 1 : 0), rounding.ends.end());
@@ -209,7 +210,7 @@ const QdqPair* QdqPairs::MadeBy(const Node& layer) const {
   return found == by_maker_.end() ? nullptr : found->second;
 }
 
-// The groups that were found, and which nodes they have by now.
+// The groups found so far and the group index of each node.
 struct QdqPairs::Groups {
   explicit Groups(Claims& claims) : claims(claims) {
     for (size_t i = 0; i < claims.groups.size(); ++i) {
@@ -287,19 +288,19 @@ bool IsStatic(const Group& group) {
   return AnyLayer(group, [](const Layer& layer) { return layer.is_static; });
 }
 
-// Whether a layer of the group has it for the range of its input.
+// Return whether a layer of the group reads the pair's quantized value as X.
 bool IsInputOf(const Group& group, const QdqPair& rounding) {
   return AnyLayer(group, [&](const Layer& layer) { return layer.quantize == rounding.maker; });
 }
 
-// Whether it is the reader's input of a layer.
+// Return whether this use of the pair is the X of a layer.
 bool IsInput(const Group& group, const QdqPair& rounding, const Graph::Use& use) {
   return use.index == 0 && AnyLayer(group, [&](const Layer& layer) {
            return layer.nodes.front() == use.node && layer.quantize == rounding.maker;
          });
 }
 
-// Whether the group reads the value when it runs.
+// Return whether the group reads the value at run time.
 bool ReadsAtRunTime(const Group& group, Value value) {
   return std::any_of(group.steps.begin(), group.steps.end(), [&](const Step& step) {
     if (step.residual == value || step.X() == value) return true;
@@ -313,7 +314,7 @@ bool ReadsAtRunTime(const Group& group, Value value) {
 bool QdqPairs::Place(const Graph& graph, Claims& claims) {
   Groups groups(claims);
   bool are_placed = true;
-  // Those behind first: where one rounding follows another, the one in front is read by it.
+  // Go backwards: if one pair follows another, the first pair's readers include the second.
   for (auto rounding = qdq_pairs_.rbegin(); rounding != qdq_pairs_.rend(); ++rounding) {
     if (rounding->state == QdqPair::State::kStays || PlaceOne(graph, *rounding, groups)) continue;
     LetStay(*rounding);
@@ -338,7 +339,7 @@ bool QdqPairs::Place(const Graph& graph, Claims& claims) {
   return are_placed;
 }
 
-// To the group whose layers have it for their input, or else that of all who read it.
+// Add the pair to the group that reads it as X, or else to the group of its readers.
 bool QdqPairs::PlaceInFront(const Graph& graph, const QdqPair& rounding, Groups& groups) const {
   const bool is_clipped = rounding.state == QdqPair::State::kClipped, quantizes = rounding.floats != nullptr;
   Group* group = nullptr;
@@ -372,9 +373,9 @@ bool QdqPairs::PlaceInFront(const Graph& graph, const QdqPair& rounding, Groups&
   return true;
 }
 
-// Whether what the ends make is moved about and then rounded, by nodes of no group. A session on a compiled model would
-// move that QuantizeLinear to right behind the group's node, whose output has no type then: ONNX Runtime knows those of
-// EPContext nodes from the file alone. Numbers are the same if the rounding in front stays, and as fast.
+// Return whether nodes outside all groups move the dequantized value, for example by a Transpose, and quantize it
+// again. In a session on a compiled model, ONNX Runtime would move that QuantizeLinear directly after the EPContext
+// node, whose output type it does not know. If the first pair stays, results are equal and just as fast.
 bool QdqPairs::IsRoundedAgain(const Graph& graph, const QdqPair& rounding, const Groups& groups) const {
   std::vector<Value> waiting;
   const auto move = [&](const Node& node) {
@@ -397,7 +398,8 @@ bool QdqPairs::IsRoundedAgain(const Graph& graph, const QdqPair& rounding, const
   return false;
 }
 
-// To the group that makes what is rounded, and nothing else reads: its output is what the end makes.
+// Add the pair to the group that computes its source, if the source has no other consumer. The group then outputs the
+// value after the pair.
 bool QdqPairs::PlaceBehind(const Graph& graph, const QdqPair& rounding, Groups& groups) const {
   const bool is_clipped = rounding.state == QdqPair::State::kClipped;
   const Node* const source = graph.Maker(rounding.Source());
@@ -424,7 +426,7 @@ bool QdqPairs::PlaceOne(const Graph& graph, const QdqPair& rounding, Groups& gro
                                    [&](const auto& reader) { return groups.Of(reader.use.node) != nullptr; });
   if (is_read && PlaceInFront(graph, rounding, groups)) return true;
   if (PlaceBehind(graph, rounding, groups)) return true;
-  // One in front of groups or behind them may be left alone; a layer that makes numbers may not.
+  // A pair outside all groups may stay in the graph. Codes that a group's layer computes may not.
   return !is_read && (rounding.floats != nullptr || groups.Of(rounding.maker) == nullptr);
 }
 

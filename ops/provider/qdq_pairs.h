@@ -1,4 +1,4 @@
-// QDQ pairs of models with fixed ranges, as quantize_static writes them between operators:
+// QDQ pairs of models with fixed ranges, as quantize_static inserts them between operators:
 //
 //     floats -> QuantizeLinear -> codes -> one or more DequantizeLinear, or layers that read the codes
 //
@@ -6,7 +6,7 @@
 // removed: the consumers of a DequantizeLinear see the floats before the pair. A range that begins at 0 remains as
 // bounds, because it may replace a Relu that ONNX Runtime's quantizer has removed.
 //
-// The rules are those of graph_passes/find/qdq_pairs.py and stored_int8.py. The pass removes all pairs of a
+// The rules are those of graph_passes/find/qdq_pairs.py and stored_int8.py. The graph pass removes all pairs of a
 // model. Here only pairs inside one group are removed, because Compile sees nothing else; other pairs stay. Consumers
 // outside the group get the floats from the group.
 #pragma once
@@ -20,7 +20,7 @@
 
 namespace ortolan::provider {
 
-// The number q stands for scale (q - zero_point).
+// A quantization range: the code q represents the value scale (q - zero_point).
 struct FixedRange {
   float scale = 0;
   int zero_point = 0;
@@ -36,62 +36,62 @@ struct Bounds {
 };
 
 struct QdqPair {
-  // A consumer of the output of a DequantizeLinear, or of the codes.
+  // A consumer of the codes, or of a DequantizeLinear's output.
   struct Reader {
     Graph::Use use;
-    const Node* end;  // null: a layer that takes the numbers
+    const Node* end;  // the DequantizeLinear; null if the consumer is a layer that reads the codes
   };
   enum class State {
-    kGone,     // its floats replace the outputs of its ends
-    kClipped,  // the floats within bounds
+    kGone,     // removed: the floats replace the outputs of `ends`
+    kClipped,  // removed: the floats, clipped to bounds, replace them
     kStays,
   };
 
-  const Node* maker = nullptr;    // of the numbers: QuantizeLinear, or a layer
-  Value floats = nullptr;         // in front of the QuantizeLinear; null: a layer makes numbers
-  std::vector<const Node*> ends;  // DequantizeLinear
-  std::vector<const Node*> last;  // ends whose floats are outputs of the graph
+  const Node* maker = nullptr;    // computes the codes: a QuantizeLinear or a layer
+  Value floats = nullptr;         // input of the QuantizeLinear; null if a layer computes the codes
+  std::vector<const Node*> ends;  // the DequantizeLinear nodes
+  std::vector<const Node*> last;  // those of `ends` that compute outputs of the graph
   std::vector<Reader> readers;
-  bool is_alone = false;  // it has one end, and nothing else reads its source
+  bool is_alone = false;  // it has one DequantizeLinear, and its source has no other consumer
   FixedRange range;
   State state = State::kGone;
-  std::string reason;  // why it stays
+  std::string reason;  // why it stays in the graph
 
   Bounds RangeBounds() const;
-  // What is rounded: the floats, or of a layer the numbers.
+  // Return the value before the pair: the floats, or the codes that a layer outputs.
   Value Source() const { return floats != nullptr ? floats : maker->Output(0); }
 };
 
-// The range that these inputs of a node say; none: it is not one of 8 bits and constant numbers above 0.
-// kind: of the numbers, if there is no zero point.
+// Read a range from the scale and zero point inputs of a node; nullopt unless it is an 8-bit range with a constant
+// positive scale. kind: type of the codes if there is no zero point.
 std::optional<FixedRange> RangeAt(const Graph& graph, const Node& node, size_t scale, size_t zero_point,
                                   ONNXTensorElementDataType kind);
 
 struct Claims;
 
-// Whether a range that begins at 0 cuts negative values off, by the name of the value that is quantized to it. What
-// shows that no value is negative may be in front of a group, where Compile does not see it: so a session keeps this
-// from Claim to Compile.
+// Maps the name of a quantized value to whether its range, which begins at 0, clips negative values. The nodes that
+// decide this may precede a group, and Compile sees only the group. So a session keeps this map from GetCapability to
+// Compile.
 using ClippedRanges = std::unordered_map<std::string, bool>;
 
 class QdqPairs {
  public:
-  // is_group: the graph is one group's, which Compile sees.
+  // is_group: the graph has only the nodes of one group, as in Compile.
   QdqPairs(const Graph& graph, ClippedRanges& clipped_ranges, bool is_group);
   QdqPairs(const QdqPairs&) = delete;
   QdqPairs& operator=(const QdqPairs&) = delete;
 
-  // The graph without removed pairs.
+  // Return the view of the graph without the removed pairs.
   View Seen() const;
-  // Of what a node reads, as the model has it; null: none.
+  // Return the pair whose codes or dequantized floats a node of the original model reads; null for other values.
   const QdqPair* Of(Value stored) const;
   const QdqPair* MadeBy(const Node& layer) const;
-  // Gives each rounding between nodes of a group to that group. False: some cannot be anyone's, stay from now on, and
-  // the groups are to be found anew.
+  // Add each pair between nodes of one group to that group. Returns false if a pair fits no group: it then stays in the
+  // graph, and the caller must search for groups again.
   bool Place(const Graph& graph, Claims& claims);
 
  private:
-  struct Folded {  // a constant behind DequantizeLinear
+  struct Folded {  // a constant that passes through a DequantizeLinear
     const Node* node;
     const Node* reader;
     Constant constant;
@@ -109,9 +109,10 @@ class QdqPairs {
   bool IsRoundedAgain(const Graph& graph, const QdqPair& rounding, const Groups& groups) const;
   void LetStay(QdqPair& rounding) const;
 
-  std::deque<QdqPair> qdq_pairs_;  // in the order of the graph
+  std::deque<QdqPair> qdq_pairs_;  // in graph order
   std::deque<Folded> folded_;
-  std::unordered_map<Value, const QdqPair*> by_value_;  // numbers, and what their ends make
+  std::unordered_map<Value, const QdqPair*>
+      by_value_;  // by their codes and by the outputs of their DequantizeLinear nodes
   std::unordered_map<const Node*, const QdqPair*> by_maker_;
 };
 

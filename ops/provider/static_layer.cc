@@ -27,7 +27,7 @@ std::string WhyItStays(const QdqPair* rounding) {
          "consumer";
 }
 
-// Floats.
+// Read an X that is float in the original model or after a DequantizeLinear.
 void ReadX(const Graph& graph, const QdqPairs& roundings, const Node& node, Layer& layer) {
   Expect(node.Has(0), "its first input is missing");
   const QdqPair* const rounding = roundings.Of(node.StoredInput(0));
@@ -55,7 +55,7 @@ const QdqPair& ReadQuantizedX(const Graph& graph, const QdqPairs& roundings, con
 
 // --- the bias -----------------------------------------------------------------------------------------------------
 
-// Floats, one for each column or one for all.
+// Read a float bias with one value for each column or one for all.
 void ReadBias(const Graph& graph, Value value, Layer& layer, int64_t n) {
   const std::optional<Constant> bias = graph.ConstantOf(value);
   Expect(bias.has_value(), "its bias is computed at run time");
@@ -79,8 +79,8 @@ void ReadBiasInSteps(const Node& node, size_t index, float x_scale, Layer& layer
 
 // --- MatMul and Gemm ----------------------------------------------------------------------------------------------
 
-// The DequantizeLinear of a constant behind a product's second input, with the nodes in between; null if there is no
-// such node.
+// Return the DequantizeLinear that computes the node's second input, and the nodes between the two; null if there is no
+// such node or its input is not constant.
 const Node* FindWeight(const Graph& graph, const Node& node, std::vector<const Node*>& nodes, bool& transposed) {
   constexpr size_t kMost = 4;
   Value value = node.Input(1);
@@ -116,7 +116,7 @@ Int8Weight ReadDequantized(const Node& node, bool transposed) {
   return w;
 }
 
-// None: its weight is not behind DequantizeLinear.
+// Return nullopt if the weight is not the output of a DequantizeLinear.
 std::optional<Layer> ReadProduct(const Graph& graph, const QdqPairs& roundings, const Node& node) {
   const bool is_gemm = node.type() == "Gemm";
   Layer layer;
@@ -138,9 +138,9 @@ std::optional<Layer> ReadProduct(const Graph& graph, const QdqPairs& roundings, 
   return layer;
 }
 
-// --- operators of 8-bit numbers -----------------------------------------------------------------------------------
+// --- operators with 8-bit inputs ----------------------------------------------------------------------------------
 
-// a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point
+// Inputs: a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point.
 Layer ReadQLinearMatMul(const Graph& graph, const QdqPairs& roundings, const Node& node) {
   Layer layer;
   Int8Weight w = ReadInt8Weight(node, 3, 5);
@@ -150,7 +150,7 @@ Layer ReadQLinearMatMul(const Graph& graph, const QdqPairs& roundings, const Nod
   return layer;
 }
 
-// A, a_scale, a_zero_point, B, b_scale, b_zero_point, C, y_scale, y_zero_point
+// Inputs: A, a_scale, a_zero_point, B, b_scale, b_zero_point, C, y_scale, y_zero_point.
 Layer ReadQGemm(const Graph& graph, const QdqPairs& roundings, const Node& node) {
   Layer layer;
   Expect(node.Int("transA", 0) == 0, "transA is 1, expected 0");
@@ -164,7 +164,7 @@ Layer ReadQGemm(const Graph& graph, const QdqPairs& roundings, const Node& node)
   return layer;
 }
 
-// A, B, a_scale, b_scale, a_zero_point, b_zero_point, bias
+// Inputs: A, B, a_scale, b_scale, a_zero_point, b_zero_point, bias.
 Layer ReadMatMulIntegerToFloat(const Graph& graph, const QdqPairs& roundings, const Node& node) {
   Layer layer;
   Int8Weight w = ReadInt8Weight(node, 1, 5);
@@ -175,7 +175,7 @@ Layer ReadMatMulIntegerToFloat(const Graph& graph, const QdqPairs& roundings, co
   return layer;
 }
 
-// An 8-bit output must become floats after the layer.
+// Return the float output of the layer. An 8-bit output must be dequantized after the layer.
 Value OutputOf(const Graph& graph, const QdqPairs& roundings, const Node& node) {
   const bool makes_floats = node.IsStandard("MatMul") || node.IsStandard("Gemm") ||
                             node.Is(kMicrosoft, "MatMulIntegerToFloat") ||
@@ -193,7 +193,7 @@ std::optional<Layer> ReadStaticLayer(const Graph& graph, const QdqPairs& roundin
   if (node.IsStandard("MatMul") || node.IsStandard("Gemm")) {
     layer = ReadProduct(graph, roundings, node);
   } else if (node.IsStandard("QLinearMatMul")) {
-    // With both computed it is a product of attention.
+    // If both inputs are computed, the node belongs to attention.
     if (node.IsConstant(3)) layer = ReadQLinearMatMul(graph, roundings, node);
   } else if (node.Is(kMicrosoft, "QGemm")) {
     layer = ReadQGemm(graph, roundings, node);

@@ -7,7 +7,7 @@
 namespace ortolan::provider {
 namespace {
 
-// Whether it adds up two values that are as wide as the sum, n.
+// Return whether the node adds two values whose rows have n elements, as those of the sum.
 bool IsSumOfRows(const Graph& graph, const Node& node, int64_t n) {
   if (!node.IsStandard("Add") || node.Output(0) == nullptr) return false;
   return std::all_of(node.inputs().begin(), node.inputs().end(), [&](Value value) {
@@ -32,13 +32,13 @@ std::optional<SumNorm> FindSumNorm(const Graph& graph, const Node& node, const s
   if (!norm || !graph.IsFloatOrHalf(node.Input(0)) || graph.IsConstantValue(node.Input(0))) return std::nullopt;
   SumNorm found{std::move(*norm), {node.Input(0)}, {&node}, node.Output(0)};
   const int64_t n = static_cast<int64_t>(found.norm.weight.size());
-  // What makes the value, if that is a sum that nothing else reads.
+  // Return the Add that computes the value, if the value has no other consumer.
   const auto sum_of = [&](Value value) -> const Node* {
     const Node* const add = graph.OnlyReader(value) == nullptr ? nullptr : graph.Maker(value);
     return add != nullptr && taken.count(add) == 0 && IsSumOfRows(graph, *add, n) ? add : nullptr;
   };
   while (found.operands.size() < kMostSumOperands) {
-    // Of two operands either may come first: their sum is the same.
+    // Addition of the first two operands is commutative, so either may be expanded.
     const auto end = found.operands.begin() + static_cast<std::ptrdiff_t>(std::min<size_t>(found.operands.size(), 2));
     const auto sum = std::find_if(found.operands.begin(), end, [&](Value value) { return sum_of(value) != nullptr; });
     if (sum == end) break;

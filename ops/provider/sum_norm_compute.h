@@ -1,4 +1,4 @@
-// Runs a LayerNormalization that does not end a layer: an AddLayerNormPlan.
+// Computes a LayerNormalization that is not fused with a linear layer, by an AddLayerNormPlan.
 #pragma once
 
 #include <span>
@@ -14,7 +14,7 @@ namespace ortolan::provider {
 class SumNormCompute : public StepCompute {
  public:
   SumNormCompute(const HostApi& host, const SumNorm& norm, const Node& fused);
-  // As Write wrote it, behind its kind. Throws OpError.
+  // Reads what Write has written after the step kind. Throws OpError.
   SumNormCompute(ContextReader& reader, const IoSlots& slots);
   std::optional<size_t> y() const override { return y_; }
   void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const override;
@@ -22,19 +22,19 @@ class SumNormCompute : public StepCompute {
 
  private:
   struct Operand {
-    std::string name;            // for errors
-    std::optional<size_t> slot;  // of an input; none: a constant
-    Shape shape;                 // of that
+    std::string name;            // for error messages
+    std::optional<size_t> slot;  // input index; nullopt for a constant
+    Shape shape;                 // shape of the constant
     std::span<const float> values;
-    std::vector<float> own;  // these, or a file's
+    std::vector<float> own;  // owner of `values`, unless they belong to a file
   };
   void MakePlan(std::span<const float> weight, std::span<const float> bias, float epsilon);
 
   std::string node_;
-  std::optional<size_t> y_;  // none: nobody reads it
+  std::optional<size_t> y_;  // nullopt if no node reads the output
   std::vector<Operand> operands_;
-  std::vector<float> own_weight_, own_bias_;  // or a file's
-  std::optional<AddLayerNormPlan> plan_;      // of the above
+  std::vector<float> own_weight_, own_bias_;  // empty if they belong to a file
+  std::optional<AddLayerNormPlan> plan_;      // uses the weight and bias above
 };
 
 }  // namespace ortolan::provider
