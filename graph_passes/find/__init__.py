@@ -1,1 +1,1 @@
-"""Finders for the parts of a model: layers, attention, caches, quantized forms, dimensions. They change nothing."""
+"""Finders for the parts of a model: layers, attention, caches, quantized forms, dimensions. They do not change the graph."""

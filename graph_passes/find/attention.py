@@ -1,9 +1,10 @@
-"""Finds scaled dot-product attention in a graph, and the reason why a similar subgraph is not attention.
+"""Finds scaled dot-product attention in a graph, or the reason why a similar subgraph cannot be replaced.
 
-Three forms: decomposed, as in most exports (MatMul, a scale, masks, Softmax, MatMul, between Reshapes and Transposes
-that split and merge the heads); ONNX Runtime's MultiHeadAttention; ONNX's Attention (opset 23). The result reads the
-layers' own outputs [batch, rows, width] and returns [batch, rows, width]: ops/nomad_attention has the formula. If heads
-are changed before the product, or have other consumers, it reads [batch, heads, rows, head width].
+Three forms are found: decomposed, as in most exports (MatMul, scale, masks, Softmax, MatMul, with Reshapes and
+Transposes that split and merge the heads); ONNX Runtime's MultiHeadAttention; ONNX's Attention (opset 23).
+The inputs found are the outputs [batch, rows, width] of the query, key and value projections; the formula is in
+ops/nomad_attention. If another operation changes or reads the split heads, the input is [batch, heads, rows, head
+width] instead.
 """
 
 from __future__ import annotations
@@ -35,58 +36,55 @@ from .sums import Shape
 
 _MOST_SHAPE_NODES = 200
 _OPERANDS = ("query", "key", "value")
-_HIDDEN = -1e30  # a mask below this leaves a score no weight
+_HIDDEN = -1e30  # a key whose mask is below this has a Softmax weight of 0
 
 
 @dataclass(frozen=True)
 class Mask:
-    """An addend of the scores.
-
-    Either a value, or truth values: `fill` where a key is hidden and 0 elsewhere.
-    """
+    """A mask of the scores: floats that are added, or booleans that add `fill` to masked keys and 0 to other keys."""
 
     value: ir.Value
-    fill: float | None = None
-    hides: bool = True  # true does; else false does
-    scale: float = 1.0  # of a value that is added
-    heads: int = 0  # of [batch x heads, queries, keys], where sequences and heads are one axis
-    windows: bool = False  # of [1, windows, 1 or heads, queries, keys], for scores [batch x windows, heads, …]
+    fill: float | None = None  # None: a float mask
+    hides: bool = True  # a boolean mask hides keys where it is true; if this is False, where it is false
+    scale: float = 1.0  # factor of a float mask
+    heads: int = 0  # number of heads if the mask is [batch x heads, queries, keys]
+    windows: bool = False  # [1, windows, 1 or heads, queries, keys], for scores [batch x windows, heads, …]
 
 
 @dataclass(eq=False)
 class Attention:
-    """Attention in the graph, and the values that replace it."""
+    """Attention in the graph, with the inputs and output of the operator that can replace it."""
 
-    node: ir.Node  # the Softmax, or the operator
+    node: ir.Node  # the Softmax, MultiHeadAttention or Attention
     query: ir.Value
     key: ir.Value
     value: ir.Value
     heads: int
     kv_heads: int
-    scale: float  # 0: 1 / sqrt of a head's width
-    masks: tuple[Mask, ...]  # their sum is added
+    scale: float  # 0: 1 / sqrt(head width)
+    masks: tuple[Mask, ...]  # the sum of all masks is added to the scores
     causal: bool
-    zero_hidden_rows: bool  # rows that see no key give zeros, not NaN
-    nodes: set[ir.Node]  # that it takes the place of
-    products: list[ir.Node] = field(default_factory=list)  # the MatMuls among them
-    output: ir.Value | None = None  # [batch, rows, width], or by_heads
+    zero_hidden_rows: bool  # fully masked rows give zeros instead of NaN
+    nodes: set[ir.Node]  # nodes that the operator replaces
+    products: list[ir.Node] = field(default_factory=list)  # the two MatMuls of the attention
+    output: ir.Value | None = None  # [batch, rows, width], or [batch, heads, rows, head width]
     head_dim: int = 0
-    # Those of query, key, value and output that are not [batch, rows, width], and which of LAYOUTS they have.
+    # Maps query, key, value or output to its entry of LAYOUTS if its layout is not [batch, rows, width].
     layouts: dict[str, str] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
-        """Names of the nodes that identify it."""
+        """Names of the Softmax or attention operator and of its MatMuls."""
         return [node.name for node in (self.node, *self.products) if node.name]
 
 
 @dataclass(frozen=True, eq=False)
 class NotAttention:
-    """A node that may be part of one, and why it is left alone."""
+    """A node of a subgraph that resembles attention, with the reason why it is not replaced."""
 
     node: ir.Node
     reason: str
-    cached: bool = True  # if attention with a cache was looked for: whether it may have one
+    cached: bool = True  # False: find_cached_attentions found no KV cache
 
     @property
     def names(self) -> list[str]:
@@ -95,7 +93,7 @@ class NotAttention:
 
 
 def find_attentions(graph: ir.Graph) -> list[Attention | NotAttention]:
-    """Return the attentions of one graph in its order, without those in its subgraphs."""
+    """Return attention and similar subgraphs of one graph, in graph order; If and Loop bodies are not searched."""
     dims = Dimensions(graph)
     found: list[Attention | NotAttention] = []
     for node in graph:
@@ -116,8 +114,9 @@ def find_attentions(graph: ir.Graph) -> list[Attention | NotAttention]:
     return found
 
 
-# Operands that are not followed to their layer, from the best form to the one that replaces least.
-_SINGLE = "single"  # sequences and heads are one axis, and stay so
+# Operands that are taken as split heads instead of the output of their projection. Tried in this order: the first
+# entry lets the operator replace most nodes, the last one fewest.
+_SINGLE = "single"  # batch and heads are one axis, which is kept
 _BY_HEADS = (
     (),
     ("key", "value"),
@@ -128,7 +127,11 @@ _BY_HEADS = (
 
 
 def _taken_apart(dims: Dimensions, softmax: ir.Node) -> Attention | None:
-    """Raises RefusedError with what stands against the best form, if no other will do."""
+    """Match decomposed attention with the first entry of _BY_HEADS that fits.
+
+    Raises:
+        RefusedError: No entry fits; the message is the reason against the first entry.
+    """
     refusal: RefusedError | None = None
     for by_heads in _BY_HEADS:
         try:
@@ -143,16 +146,19 @@ def _taken_apart(dims: Dimensions, softmax: ir.Node) -> Attention | None:
 
 
 class TakenApart:
-    """One Softmax and what is around it."""
+    """Matcher of decomposed attention around one Softmax."""
 
     def __init__(self, dims: Dimensions, softmax: ir.Node) -> None:
         self._dims = dims
         self._softmax = softmax
         self._nodes: set[ir.Node] = {softmax}
-        self._found: dict[ir.Value, ir.Node | None] = {}  # by _find_scores
+        self._found: dict[ir.Value, ir.Node | None] = {}  # cache of _find_scores
 
     def match(self, by_heads: Collection[str] = ()) -> Attention | None:
-        """Return the attention, or None, as in a classifier. by_heads: operands not followed to their layer."""
+        """Return the attention, or None if the Softmax has another purpose, such as a classifier's.
+
+        by_heads: one entry of _BY_HEADS.
+        """
         dims, softmax = self._dims, self._softmax
         weights, zero_hidden_rows = self._weights()
         context = next((use.node for use in weights.uses() if is_op(use.node, "MatMul") and use.idx == 0), None)
@@ -173,11 +179,12 @@ class TakenApart:
             one_axis = [mask.heads == 0 and self._has_sequences(mask) for mask in masks]
             masks = tuple(replace(m, heads=query.heads) if one else m for m, one in zip(masks, one_axis, strict=True))
         product, masks, zeroed = self._without_hidden_rows(context.outputs[0], masks)
-        # Where another mask hides as well, a row may see nothing: then it counts what both add.
+        # With a second mask, a row may be fully masked. Its result then depends on the values of both masks, so the
+        # causal mask is kept as a mask.
         causal = len(masks) == 1 and self._is_causal(masks[0])
         match = _joined(dims, softmax, (query, key, value), () if causal else masks, causal, self._nodes)
-        if key.heads not in (1, query.heads):  # keys of one head are those of all
-            raise RefusedError(f"it has {query.heads} heads of queries and {key.heads} of keys, expected as many")
+        if key.heads not in (1, query.heads):  # all query heads may share one key head
+            raise RefusedError(f"it has {query.heads} query heads and {key.heads} key heads, expected equal counts")
         match.scale = scale * query.scale * key.scale
         if value.scale != 1:
             raise RefusedError("its values are scaled")
@@ -185,7 +192,7 @@ class TakenApart:
         match.products = [scores, context]
         try:
             if "output" in by_heads:
-                raise RefusedError(f"{name_of(product)} is used by heads, sequences and heads in one axis")
+                raise RefusedError(f"{name_of(product)} has batch and heads in one axis")
             match.output = merged_heads(dims, product, query, self._nodes)
         except RefusedError:
             match.output = product
@@ -196,11 +203,11 @@ class TakenApart:
         return match
 
     def _refuse_other_sequences(self, masks: Sequence[Mask], query: Operand) -> None:
-        """Refuse a mask of sequences alone if sequences and heads are one axis."""
+        """Refuse a mask with a batch axis if the queries have batch and heads in one axis."""
         for mask in masks:
             shape = self._dims.shape(mask.value) or ()
             if len(shape) > 3 and shape[0] not in (1, query.batch):
-                raise RefusedError(f"its mask {name_of(mask.value)} is of sequences, its queries of sequences by heads")
+                raise RefusedError(f"its mask {name_of(mask.value)} has a batch axis, its queries have batch and heads in one")
 
     def _operand(self, value: ir.Value | None, meaning: str, by_heads: Collection[str]) -> Operand:
         transposed = meaning == "key"
@@ -216,7 +223,7 @@ class TakenApart:
             raise refusal or error from None
 
     def _weights(self) -> tuple[ir.Value, bool]:
-        """Return the input of the second product: the Softmax, perhaps with zeros instead of NaN."""
+        """Return the input of the second MatMul, and whether NaN values of the Softmax are replaced by zeros."""
         softmax = self._beyond(self._softmax.outputs[0])
         users = {use.node for use in softmax.uses()}
         is_nan = next((node for node in users if is_op(node, "IsNaN")), None)
@@ -224,12 +231,12 @@ class TakenApart:
             return self._beyond(softmax, "Reshape"), False
         where = next((node for node in users if is_op(node, "Where") and node.inputs[2] is softmax), None)
         if where is None or where.inputs[0] is not is_nan.outputs[0] or self._dims.number(where.inputs[1]) != 0:
-            raise RefusedError("NaN in its Softmax is replaced in a way that is not known")
+            raise RefusedError("NaN values of its Softmax are replaced in an unsupported way")
         self._nodes |= {is_nan, where}
         return self._beyond(where.outputs[0], "Reshape"), True
 
     def _beyond(self, value: ir.Value, *views: str) -> ir.Value:
-        """Behind nodes that change nothing, and such views."""
+        """Follow a value through Identity, same-type Cast, and Reshapes (if in `views`) that keep queries and keys."""
         while len(users := list(value.consumers())) == 1:
             moved = is_op(users[0], *views) and self._keeps_rows(users[0])
             if not moved and not changes_nothing(self._dims, users[0]):
@@ -241,9 +248,9 @@ class TakenApart:
     def _without_hidden_rows(
         self, product: ir.Value, masks: tuple[Mask, ...]
     ) -> tuple[ir.Value, tuple[Mask, ...], bool]:
-        """Return the output, the masks and True if rows of the product that see no key are set to zero.
+        """Return the output, the masks, and whether a Where sets fully masked rows of the output to zero.
 
-        Exports of transformers 5 do that; the mask is then one of truth values.
+        Exports of transformers 5 contain this Where. The returned mask is then boolean.
         """
         users = [use.node for use in product.uses() if is_op(use.node, "Where")]
         where = users[0] if len(users) == 1 and users[0].inputs[2] is product else None
@@ -256,7 +263,7 @@ class TakenApart:
         return where.outputs[0], (Mask(before_expand(self._dims, visible), -np.inf, hides=False),), True
 
     def _visible(self, mask: Mask) -> ir.Value | None:
-        """Truth values that the mask is made of, as float(not visible) * lowest."""
+        """Return the boolean `visible` if the mask is float(not visible) * lowest, else None."""
         product = mask.value.producer() if mask.fill is None else None
         if product is None or not is_op(product, "Mul"):
             return None
@@ -269,7 +276,7 @@ class TakenApart:
         return None if negated is None else negated.inputs[0]
 
     def _counted(self, value: ir.Value) -> ir.Value | None:
-        """Return the truth values that `value` reports as all false along the last axis: sum(float(visible)) < 1."""
+        """Return the boolean `visible` if `value` is sum(float(visible), last axis) < 1, else None."""
         less = _producer(value, "Less")
         limit = None if less is None else self._dims.number(less.inputs[1])
         if less is None or limit is None or not 0 < limit <= 1:
@@ -284,7 +291,7 @@ class TakenApart:
         return visible if last and self._dims.dtype(visible) == ir.DataType.BOOL else None
 
     def _find_scores(self, value: ir.Value | None) -> ir.Node | None:
-        """The product of queries and keys that this value is made of by scales and masks."""
+        """Return the MatMul of queries and keys that this value adds scales and masks to, or None."""
         if value is None:
             return None
         if value not in self._found:
@@ -308,7 +315,7 @@ class TakenApart:
         return found[0] if len(found) == 1 else None
 
     def _masks_and_scale(self, value: ir.Value | None, scores: ir.Node) -> tuple[tuple[Mask, ...], float]:
-        """Walks from the Softmax's input to the scores; the masks, of padding or of positions, as they were added."""
+        """Follow the Softmax's input back to the scores; return the masks in the order they are added, and the scale."""
         masks: list[Mask] = []
         scale = 1.0
         heads = 0
@@ -319,7 +326,7 @@ class TakenApart:
             if node.op_type in ("Identity", "Cast"):
                 continue
             if node.op_type == "Tanh":
-                raise RefusedError("its scores are capped by a Tanh (softcap), which NoMADAttention does not know")
+                raise RefusedError("its scores are capped by a Tanh (softcap), which NoMADAttention does not support")
             if node.op_type == "Reshape":
                 ranks = self._ranks(node)
                 if not self._keeps_rows(node):
@@ -346,11 +353,11 @@ class TakenApart:
         return len(before), len(after)
 
     def _keeps_rows(self, node: ir.Node) -> bool:
-        """Return whether a Reshape of scores keeps queries and keys, and heads if windows are split off."""
+        """Return whether a Reshape of scores keeps the axes of queries and keys, and of heads if a shape is 5-D."""
         before, after = (self._dims.shape(value) or () for value in (node.inputs[0], node.outputs[0]))
         if 5 in (len(before), len(after)):
             return before[-3:] == after[-3:]
-        # What a mask was added to may have lost the names of its dimensions.
+        # Adding a mask can lose symbolic dimensions, so the shape of the MatMul is compared as well.
         product = self._find_scores(self._softmax.inputs[0])
         known = (before, (self._dims.shape(product.outputs[0]) or ()) if product is not None else ())
         return min(len(before), len(after)) > 2 and any(len(one) > 2 and one[-2:] == after[-2:] for one in known)
@@ -359,7 +366,7 @@ class TakenApart:
         return len(self._dims.shape(mask.value) or ())
 
     def _split_scores(self, node: ir.Node) -> int:
-        """The heads of a Reshape of scores [batch x heads, queries, keys]."""
+        """Return the number of heads that a Reshape splits off scores [batch x heads, queries, keys]."""
         after = self._dims.shape(node.outputs[0]) or ()
         if not isinstance(after[1], int):
             raise RefusedError(f"{describe(node)}, which its scores go through, is not understood")
@@ -370,7 +377,7 @@ class TakenApart:
         return shape is not None and len(shape) == 3 and shape[0] != 1
 
     def _is_causal(self, mask: Mask) -> bool:
-        """Return whether it hides exactly the keys after each query: Where(tril(ones) == 0, -Inf, 0)."""
+        """Return whether the mask hides exactly the keys after each query: Where(tril(ones) == 0, -Inf, 0)."""
         where = mask.value.producer()
         if mask.fill is not None or where is None or not is_op(where, "Where"):
             return False
@@ -388,21 +395,21 @@ class TakenApart:
     def _factor(self, node: ir.Node, index: int) -> float:
         number = scalar(self._dims, _other(node, index))
         if number is None or number == 0 or (node.op_type == "Div" and index == 1):
-            raise RefusedError(f"{describe(node)} scales its scores by a number that is not known")
+            raise RefusedError(f"{describe(node)} scales its scores by a factor that is not constant")
         return 1 / number if node.op_type == "Div" else number
 
     def _fill(self, node: ir.Node, index: int) -> Mask:
-        """Return the mask of scores that are replaced by a constant; the constant leaves no trace of the score."""
+        """Return the mask of a Where that replaces masked scores by -Inf or the lowest float."""
         fill = self._dims.number(node.inputs[3 - index]) if index else None
         if fill is None or not fill < _HIDDEN:
-            raise RefusedError(f"{describe(node)} replaces scores by something else than -Inf or the lowest float")
+            raise RefusedError(f"{describe(node)} replaces scores by a value other than -Inf or the lowest float")
         condition = node.inputs[0]
         assert condition is not None
         return Mask(before_expand(self._dims, condition), fill, hides=index == 2)
 
 
 def before_expand(dims: Dimensions, value: ir.Value) -> ir.Value:
-    """A mask before it is made as large as the scores, which broadcasting does as well."""
+    """Return the mask before it is expanded to the shape of the scores, which broadcasting does anyway."""
     while (node := value.producer()) is not None and node.inputs[0] is not None:
         if not is_op(node, "Expand") and not changes_nothing(dims, node):
             break
@@ -411,11 +418,11 @@ def before_expand(dims: Dimensions, value: ir.Value) -> ir.Value:
 
 
 def _scaled(mask: Mask, scale: float) -> Mask:
-    """A mask in scores that are scaled when it is in them already."""
+    """Return a mask whose sum with the scores is multiplied by `scale`."""
     if mask.fill is None:
         return replace(mask, scale=scale)
     if not mask.fill * scale < _HIDDEN:
-        raise RefusedError("its scores are scaled after the mask is added, so that it hides nothing")
+        raise RefusedError("its scores are scaled after masking, so that the mask hides no keys")
     return replace(mask, fill=mask.fill * scale)
 
 
@@ -427,19 +434,19 @@ def _joined(
     causal: bool,
     nodes: set[ir.Node],
 ) -> Attention:
-    """Checks that queries, keys and values go together, and the masks with them."""
+    """Check that the shapes of queries, keys, values and masks fit, and return the attention."""
     query, key, value = operands
     if not query.head_dim == key.head_dim == value.head_dim:
         widths = [operand.head_dim for operand in operands]
-        raise RefusedError(f"heads of its queries, keys and values are {widths} wide, expected the same")
+        raise RefusedError(f"head widths of its queries, keys and values are {widths}, expected equal widths")
     if key.heads != value.heads or query.heads % key.heads:
         heads = [operand.heads for operand in operands]
         raise RefusedError(f"its queries, keys and values have {heads} heads, which do not fit")
-    # That there are as many keys as values, the graph itself says.
+    # The second MatMul guarantees equal numbers of keys and values.
     if not (same_number(query.batch, key.batch) and same_number(query.batch, value.batch)):
         raise RefusedError("its queries, keys and values are not known to have the same batch")
     if causal and query.rows != key.rows:
-        raise RefusedError("it is causal, and not known to have as many queries as keys")
+        raise RefusedError("it is causal, but its numbers of queries and keys may differ")
     for mask in masks:
         check_mask(dims, mask, (query.batch, query.heads, query.rows, key.rows))
     layouts = {name: one.layout for name, one in zip(_OPERANDS, operands, strict=True) if one.layout != "by_rows"}
@@ -470,10 +477,10 @@ def check_mask(dims: Dimensions, mask: Mask, scores: Shape) -> None:
     if shape is None or len(shape) > len(scores):
         raise RefusedError(f"the shape of its mask {name_of(mask.value)} is {shape or 'unknown'}, expected at most 4-D")
     for dim, wanted in zip(reversed(shape), reversed(scores), strict=False):
-        # Of different symbols the graph itself says that they fit: it adds them.
+        # Different symbolic dimensions are accepted, because the model itself adds the mask to the scores.
         if isinstance(dim, int) and dim not in (1, wanted):
             raise RefusedError(
-                f"its mask {name_of(mask.value)} has a dimension of {dim}, expected 1 or that of the scores"
+                f"its mask {name_of(mask.value)} has a dimension of {dim}, expected 1 or the dimension of the scores"
             )
     wanted_type = ir.DataType.FLOAT if mask.fill is None else ir.DataType.BOOL
     if dtype != wanted_type:
@@ -526,7 +533,7 @@ def _multi_head_attention(dims: Dimensions, node: ir.Node) -> Attention:
 
 
 def scale_attribute(node: ir.Node) -> float:
-    """Return the scale of an attention operator, or 0."""
+    """Return the `scale` attribute of an attention operator; 0 if it has none."""
     return node.attributes["scale"].as_float() if "scale" in node.attributes else 0.0
 
 
@@ -549,9 +556,9 @@ def check_uses(
     inputs: Sequence[ir.Value | None],
     kept: Collection[ir.Value] = (),
 ) -> None:
-    """Check that no value in between has other consumers, except values kept as outputs of the graph.
+    """Check that only `nodes` read the values that will be removed; graph outputs in `kept` are exempt.
 
-    Nodes that only compute shapes from these values, for other removed nodes, are added to `nodes`.
+    Other nodes whose results only removed nodes read, such as shape computations, are added to `nodes`.
     """
     last = output.producer()
     dead: set[ir.Node] = set()
@@ -559,7 +566,7 @@ def check_uses(
     while waiting:
         value, inside, user = waiting.pop()
         if value.is_graph_output() and value not in kept:
-            raise RefusedError(f"{name_of(inside)} inside of it is an output of the graph, or makes one")
+            raise RefusedError(f"{name_of(inside)} inside of it is an output of the graph, or computes one")
         for node in value.consumers():
             if node in nodes or node in dead:
                 continue
@@ -570,11 +577,11 @@ def check_uses(
             waiting += [(output, inside, first) for output in node.outputs]
     nodes |= dead
     if any(value is not None and value.producer() in nodes for value in inputs):
-        raise RefusedError("its mask is computed from what is inside of it")
+        raise RefusedError("its mask is computed from its own intermediate values")
 
 
 def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """The node that makes this value, if it is of this type."""
+    """Return the node that computes this value if it has this type, else None."""
     node = None if value is None else value.producer()
     return node if node is not None and is_op(node, op_type) else None
 

@@ -1,6 +1,7 @@
-"""Operands and output of attention, followed to their layers.
+"""Finds the inputs and the output of decomposed attention.
 
-Queries, keys and values are followed back from the product, and the output forward until heads are merged.
+Queries, keys and values are followed from the attention's MatMul back to the output of their projection. The output is
+followed forward until its heads are merged.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ _VIEWS = ("Reshape", "Transpose", "Identity", *OTHER_VIEWS)
 
 
 class RefusedError(Exception):
-    """The reason reaches the report."""
+    """A subgraph cannot be replaced; the message becomes the reason in the report."""
 
 
 @dataclass(frozen=True)
 class Operand:
-    """Queries, keys or values, as a rule before they are split into heads."""
+    """Queries, keys or values; normally the output of their projection, before it is split into heads."""
 
     base: ir.Value
     batch: Dim
     rows: Dim
     heads: int
     head_dim: int
-    scale: float = 1.0  # that stands between it and the product
+    scale: float = 1.0  # factor that is applied between `base` and the MatMul
     layout: str = "by_rows"  # one of LAYOUTS
 
 
-# What axes of a value are batch, heads, rows and head_dim; of three, batch, rows and the width of all heads.
+# Axes of batch, heads, rows and head_dim in a 4-D value; of batch, rows and the width of all heads in a 3-D value.
 LAYOUTS: dict[str, tuple[int, ...]] = {
     "by_rows": (0, 1, 2),
     "columns": (0, 2, 1),
@@ -51,10 +52,13 @@ LAYOUTS: dict[str, tuple[int, ...]] = {
 def through_views(
     dims: Dimensions, value: ir.Value | None, views: Collection[str], alone: bool = False
 ) -> tuple[list[ir.Node], float, ir.Value | None]:
-    """Follow a value back through these operators and multiplications by a constant.
+    """Follow a value back through operators of the types `views` and multiplications by a constant.
 
-    Returns the nodes, the last one first, the product of the constants, and the first value. alone: stop at a value
-    with other consumers.
+    Args:
+        alone: stop at a value with several consumers.
+
+    Returns:
+        The nodes passed, from the last to the first; the product of the constants; the value reached.
     """
     chain: list[ir.Node] = []
     scale = 1.0
@@ -78,7 +82,10 @@ def through_views(
 def split_operand(
     dims: Dimensions, value: ir.Value | None, meaning: str, nodes: set[ir.Node], transposed: bool = False
 ) -> Operand:
-    """Follows [batch, heads, rows, head_dim] (transposed: the last two the other way round) back to its layer."""
+    """Follow split heads [batch, heads, rows, head_dim] back to the output [batch, rows, width] of their projection.
+
+    transposed: the heads are [batch, heads, head_dim, rows].
+    """
     chain, scale, value = through_views(dims, value, _VIEWS)
     base, shape = _base(dims, value, meaning)
     view = View(shape)
@@ -91,7 +98,7 @@ def split_operand(
         raise RefusedError(f"the number of heads of its {meaning} is not known before it runs")
     split = View(shape).split_heads(heads, head_dim)
     if split is None or split.permuted(0, 2, *((3, 1) if transposed else (1, 3))).sources() != view.sources():
-        raise RefusedError(f"its {meaning} {name_of(base)} is not split into heads as [batch, rows, heads, head width]")
+        raise RefusedError(f"its {meaning} {name_of(base)} is not reshaped to [batch, rows, heads, head width]")
     nodes.update(chain)
     return Operand(base, shape[0], shape[1], heads, head_dim, scale)
 
@@ -104,13 +111,16 @@ def heads_operand(
     transposed: bool = False,
     single: bool = False,
 ) -> Operand:
-    """Return [batch, heads, rows, head_dim] as an operand, without a Transpose directly before it.
+    """Return heads [batch, heads, rows, head_dim] as an operand, or the input of the Transpose that computes them.
 
-    transposed: the last two axes are swapped. The numbers of heads must be known. single: [batch x heads, rows,
-    head_dim] counts as one head.
+    The number of heads must be known.
+
+    Args:
+        transposed: the heads are [batch, heads, head_dim, rows].
+        single: the value is [batch x heads, rows, head_dim] and counts as one head.
     """
     chain, scale, base = through_views(dims, value, (), alone=True)
-    merged = not single and len(dims.shape(base) or ()) == 3  # sequences and heads are one axis in the product
+    merged = not single and len(dims.shape(base) or ()) == 3  # batch and heads are one axis of the MatMul
     rank = 3 if single or merged else 4
     layout = ("columns" if transposed else "by_rows") if rank == 3 else ("by_columns" if transposed else "by_heads")
     node = None if base is None else base.producer()
@@ -132,7 +142,7 @@ def heads_operand(
 
 
 def _before_merge(dims: Dimensions, value: ir.Value) -> ir.Value:
-    """[batch, heads, rows, head_dim], where that is reshaped to [batch x heads, rows, head_dim]; else the same."""
+    """Return the input of a Reshape from [batch, heads, …] to [batch x heads, …]; the value itself otherwise."""
     node = value.producer()
     if node is None or not is_op(node, "Reshape"):
         return value
@@ -146,18 +156,18 @@ def _has_others(value: ir.Value) -> bool:
 
 
 def whole_operand(dims: Dimensions, value: ir.Value | None, meaning: str, heads: int) -> Operand:
-    """An operand that the operator splits into heads itself."""
+    """Return the operand of an attention operator that reads [batch, rows, width] and splits the heads itself."""
     base, shape = _base(dims, value, meaning)
     width = shape[2]
     if not isinstance(width, int) or heads < 1 or width % heads:
-        raise RefusedError(f"its {meaning} {name_of(base)} is not known to be {heads} heads wide")
+        raise RefusedError(f"its {meaning} {name_of(base)} has a width that is unknown or not a multiple of {heads} heads")
     return Operand(base, shape[0], shape[1], heads, width // heads)
 
 
 def same_number(one: Dim, other: Dim) -> bool:
-    """Return whether two dimensions that belong together in the graph may be equal.
+    """Return whether two dimensions that the model requires to be equal can be equal.
 
-    Unknown dimensions may be equal under different names.
+    A computed dimension can equal any other except 1. An int or a name equals only itself.
     """
     known = [dim for dim in (one, other) if isinstance(dim, int | str)]
     return one == other or (len(known) < 2 and 1 not in known)
@@ -176,13 +186,13 @@ def _base(dims: Dimensions, value: ir.Value | None, meaning: str, rank: int = 3)
 
 
 def merged_heads(dims: Dimensions, value: ir.Value, query: Operand, nodes: set[ir.Node]) -> ir.Value:
-    """Follows [batch, heads, rows, head_dim] to where it is [batch, rows, width], the heads side by side."""
+    """Follow the output [batch, heads, rows, head_dim] forward to the value [batch, rows, width] with merged heads."""
     shape: Shape = (query.batch, query.heads, query.rows, query.head_dim)
     known = dims.shape(value)
     try:
         return _merged(dims, value, shape, nodes)
     except RefusedError:
-        # A mask may have hidden that there are as many rows as the query has: then they go by another name.
+        # Adding a mask can change the symbolic number of rows: try again with the shape of the value.
         if known is None or known == shape or len(known) != 4 or (known[1], known[3]) != (shape[1], shape[3]):
             raise
         return _merged(dims, value, known, nodes)
@@ -198,7 +208,7 @@ def _merged(dims: Dimensions, value: ir.Value, shape: Shape, nodes: set[ir.Node]
         node = users[0] if len(users) == 1 else None
         known = node is not None and (is_op(node, *_VIEWS) or changes_nothing(dims, node))
         if node is None or not known or node.op_type in OTHER_VIEWS or node.inputs[0] is not value:
-            raise RefusedError(f"its heads are not merged to [batch, rows, width] behind {name_of(value)}")
+            raise RefusedError(f"its heads are not merged to [batch, rows, width] after {name_of(value)}")
         if not view.apply(node, dims):
             raise RefusedError(f"{describe(node)}, which its output goes through, is not understood")
         found.add(node)

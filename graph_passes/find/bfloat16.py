@@ -1,4 +1,4 @@
-"""Models that compute in bfloat16, which ONNX Runtime's CPU provider has hardly any operators for."""
+"""Converts models that compute in bfloat16 to float32: ONNX Runtime's CPU provider has few bfloat16 operators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .constants import DEFAULT_DOMAINS, lazy
 from .dimensions import Dimensions
 
 _BFLOAT16 = ir.DataType.BFLOAT16
-# ONNX Runtime moves and converts bfloat16 values.
+# Operators that ONNX Runtime's CPU provider supports with bfloat16 values: they only move or convert them.
 _NAMES = """
 Cast CastLike Concat Constant DequantizeLinear Expand Flatten Gather GatherElements GatherND Identity If Loop
 QuantizeLinear Reshape Scan Shape Size Slice Split Squeeze Tile Transpose Unsqueeze
@@ -21,7 +21,7 @@ _TYPES = ("to", "dtype", "output_dtype")  # attributes that name an element type
 
 
 def widen_bfloat16(file: ModelFile) -> None:
-    """Turn a model that computes in bfloat16 into one of float32, in memory; `file.widened` tells whether it did so."""
+    """Convert a model that computes in bfloat16 to float32, in memory, and set `file.widened`."""
     if _computes_in_bfloat16(file.model):
         _widen(file.model)
         file.widened = True
@@ -45,7 +45,7 @@ def _computes_in_bfloat16(model: ir.Model) -> bool:
 
 
 def _widen(model: ir.Model) -> None:
-    """Make all bfloat16 values float32. Tensors are converted when they are read."""
+    """Change all bfloat16 values to float32. Tensors are converted lazily, when they are read."""
     for tensor, put in list(tensor_slots(model)):
         if tensor.dtype == _BFLOAT16:
             put(
@@ -71,7 +71,7 @@ def _is_bfloat16(value: ir.Value) -> bool:
 
 
 def _named_type(node: ir.Node) -> list[str]:
-    """The attributes that name bfloat16 as a type."""
+    """Return the names of the attributes whose value is the type bfloat16."""
     found = [name for name in _TYPES if name in node.attributes]
     return [
         name

@@ -1,8 +1,8 @@
-"""Finds attention with a KV cache in decoders, and the reason why a similar subgraph is not.
+"""Finds attention with a KV cache in decoders, or the reason why a similar subgraph cannot be replaced.
 
-The cache comes in as inputs of the graph [batch, kv_heads, past, head width] and goes out, with new tokens appended, as
-outputs. Four forms: ONNX Runtime's GroupQueryAttention, as its GenAI model builder writes it; decomposed, as in most
-exports (Concat with the past, heads repeated for grouped queries, and the forms of attention.py); ONNX Runtime's
+The caches are graph inputs [batch, kv_heads, past, head width], and graph outputs with the new tokens appended. Four
+forms are found: ONNX Runtime's GroupQueryAttention, written by the GenAI model builder; decomposed, as in most exports
+(Concat with the past, repeated heads for grouped queries, and the nodes that attention.py finds); ONNX Runtime's
 MultiHeadAttention; ONNX's Attention (opset 23).
 """
 
@@ -32,7 +32,7 @@ from .views import View
 _VIEWS = ("Reshape", "Transpose", "Identity", "Unsqueeze", "Expand")
 _GROUP_QUERY_ATTRIBUTES = ("num_heads", "kv_num_heads", "do_rotary", "rotary_interleaved", "scale")
 _GROUP_QUERY_INPUTS = {9: "position_ids", 10: "attention_bias", 11: "head_sink"}
-# What these attributes are where they ask for nothing.
+# Attributes of features that NoMADAttention lacks, with the values that disable the feature.
 _OFF: dict[str, tuple[object, ...]] = {
     "local_window_size": (-1,),
     "softcap": (0.0,),
@@ -54,13 +54,13 @@ class _NoCacheError(RefusedError):
 
 @dataclass(eq=False)
 class CachedAttention:
-    """Attention with a cache.
+    """Attention with a KV cache.
 
-    query is [batch, rows, heads x width] or [batch, heads, rows, width]; key and value have the same layouts; if
-    query holds all three, both fields hold None. The four caches are inputs and outputs of the graph.
+    query, key and value are each [batch, rows, heads x width] or [batch, heads, rows, width]. key and value are None if
+    `query` contains all three. The past caches are graph inputs, the present caches graph outputs.
     """
 
-    node: ir.Node  # the Softmax, or the operator
+    node: ir.Node  # the Softmax or the attention operator
     query: ir.Value
     key: ir.Value | None
     value: ir.Value | None
@@ -71,26 +71,26 @@ class CachedAttention:
     heads: int
     kv_heads: int
     head_dim: int
-    nodes: set[ir.Node]  # that it takes the place of
+    nodes: set[ir.Node]  # nodes that the operator replaces
     output: ir.Value  # [batch, rows, heads x width]
-    scale: float = 0.0  # 0: 1 / sqrt of a head's width
-    masks: tuple[Mask, ...] = ()  # their sum is added
+    scale: float = 0.0  # 0: 1 / sqrt(head width)
+    masks: tuple[Mask, ...] = ()  # the sum of all masks is added to the scores
     causal: bool = False
     zero_hidden_rows: bool = False
-    lengths: ir.Value | None = None  # int32: tokens of each sequence, less 1; else all of past and new ones
-    cos: ir.Value | None = None  # of the rotary embedding, [positions, head width / 2]
+    lengths: ir.Value | None = None  # int32, tokens of each sequence minus 1; None: past + rows for all
+    cos: ir.Value | None = None  # table of the rotary embedding, [positions, head width / 2]
     sin: ir.Value | None = None
     interleaved: bool = False
     products: list[ir.Node] = field(default_factory=list)
 
     @property
     def names(self) -> list[str]:
-        """Names of the nodes that identify it."""
+        """Names of the Softmax or attention operator and of its MatMuls."""
         return [node.name for node in (self.node, *self.products) if node.name]
 
 
 def find_cached_attentions(graph: ir.Graph) -> list[CachedAttention | NotAttention]:
-    """Return the attentions of one graph in its order, without those in its subgraphs."""
+    """Return cached attention and similar subgraphs of one graph, in graph order; If and Loop bodies are not searched."""
     dims = Dimensions(graph)
     found: list[CachedAttention | NotAttention] = []
     for node in graph:
@@ -121,7 +121,7 @@ def _group_query(dims: Dimensions, node: ir.Node) -> CachedAttention:
     outputs = _padded(node.outputs, 3)
     for name, attribute in node.attributes.items():
         if name not in _GROUP_QUERY_ATTRIBUTES and attribute.value not in _OFF.get(name, ()):
-            raise RefusedError(f"it has {name} {attribute.value!r}, which NoMADAttention does not know")
+            raise RefusedError(f"it has {name} {attribute.value!r}, which NoMADAttention does not support")
     rotary = int_attribute(node, "do_rotary", 0) == 1
     for index, value in enumerate(inputs[: len(node.inputs)]):
         if index > 8 and value is not None:
@@ -130,13 +130,13 @@ def _group_query(dims: Dimensions, node: ir.Node) -> CachedAttention:
     query, lengths = inputs[0], inputs[5]
     packed = inputs[1] is None
     if query is None or lengths is None or packed != (inputs[2] is None):
-        raise RefusedError("its inputs are not complete")
+        raise RefusedError("an input is missing")
     head_dim = _head_dim(dims, past_key)
     cos, sin = (inputs[7], inputs[8]) if rotary else (None, None)
     tables = [dims.shape(table) for table in (cos, sin) if table is not None]
     if rotary and (len(tables) != 2 or any(shape is None or shape[-1] != head_dim // 2 for shape in tables)):
         raise RefusedError(
-            f"its rotary embedding turns {tables[:1]} numbers, expected all of a head, [positions, {head_dim // 2}]"
+            f"its rotary tables have shapes {tables}, expected [positions, {head_dim // 2}] for whole heads"
         )
     return CachedAttention(
         node,
@@ -168,7 +168,7 @@ def _multi_head(dims: Dimensions, node: ir.Node) -> CachedAttention:
         if inputs[index] is not None:
             raise RefusedError(f"it has an input {meaning}")
     if outputs[3] is not None:
-        raise RefusedError("it puts out its scores")
+        raise RefusedError("it outputs its scores")
     query, key, value = inputs[:3]
     if query is None or any(one is None or len(dims.shape(one) or ()) != 3 for one in inputs[:3]):
         raise RefusedError("its query, key and value are not known to be [batch, rows, width] each")
@@ -194,14 +194,14 @@ def _onnx_attention(dims: Dimensions, node: ir.Node) -> CachedAttention:
     caches = _cache(inputs[4:6], outputs[1:3])
     for name in ("softcap", "qk_matmul_output_mode"):
         if name in node.attributes and node.attributes[name].value not in _OFF[name]:
-            raise RefusedError(f"it has {name} {node.attributes[name].value!r}, which NoMADAttention does not know")
+            raise RefusedError(f"it has {name} {node.attributes[name].value!r}, which NoMADAttention does not support")
     if outputs[3] is not None or inputs[6] is not None:
-        raise RefusedError("it puts out its scores" if outputs[3] is not None else "it has an input nonpad_kv_seqlen")
+        raise RefusedError("it outputs its scores" if outputs[3] is not None else "it has an input nonpad_kv_seqlen")
     query, key, value = inputs[:3]
     shapes = [dims.shape(one) for one in inputs[:3]]
     ranks = {len(shape) if shape is not None else None for shape in shapes}
     if query is None or ranks not in ({3}, {4}):
-        raise RefusedError("its query, key and value are not known to be of three dimensions each, or of four")
+        raise RefusedError("its query, key and value are not all known to be 3-D, or all 4-D")
     past = dims.shape(caches[0])
     heads, kv_heads = (int_attribute(node, name, 0) for name in ("q_num_heads", "kv_num_heads"))
     by_heads = shapes[0] if ranks == {4} else None
@@ -222,12 +222,12 @@ def _onnx_attention(dims: Dimensions, node: ir.Node) -> CachedAttention:
     return match
 
 
-# ---- taken apart -----------------------------------------------------------------------------------------------------
+# ---- decomposed attention --------------------------------------------------------------------------------------------
 
 
 class _CachedTakenApart(TakenApart):
     def find(self) -> CachedAttention | None:
-        """None if it is no attention, as in a classifier."""
+        """Return the attention, or None if the Softmax has another purpose, such as a classifier's."""
         dims, softmax = self._dims, self._softmax
         weights, zero_hidden_rows = self._weights()
         context = next((use.node for use in weights.uses() if is_op(use.node, "MatMul") and use.idx == 0), None)
@@ -244,8 +244,8 @@ class _CachedTakenApart(TakenApart):
         query = self._query(scores.inputs[0])
         if any(one.heads not in (query.heads, 1) for one in (key, value)):
             raise RefusedError(
-                f"it has {query.heads} heads of queries, and keys and values are repeated to {key.heads} and "
-                f"{value.heads}, expected as many"
+                f"it has {query.heads} query heads, but its keys and values are repeated to {key.heads} and "
+                f"{value.heads} heads, expected equal counts"
             )
         if value.scale != 1:
             raise RefusedError("its values are scaled")
@@ -271,7 +271,7 @@ class _CachedTakenApart(TakenApart):
         )
 
     def _query(self, value: ir.Value | None) -> Operand:
-        """Return the layer's output, or the heads if another operation, such as a rotary embedding, follows it."""
+        """Return the output of the query projection, or the split heads if another operation changes them."""
         dims = self._dims
         try:
             return split_operand(dims, value, "query", self._nodes)
@@ -281,7 +281,7 @@ class _CachedTakenApart(TakenApart):
             before = dims.shape(merge.inputs[0]) if merge is not None and is_op(merge, "Reshape") else None
             after = dims.shape(value)
             if merge is not None and before is not None and len(before) == 4 and (after or ())[1:] == before[2:]:
-                chain.append(merge)  # sequences and heads to one axis
+                chain.append(merge)  # merges batch and heads to one axis
                 value = merge.inputs[0]
             self._nodes.update(chain)
             shape = dims.shape(value)
@@ -294,12 +294,12 @@ class _CachedTakenApart(TakenApart):
 
 @dataclass(frozen=True, eq=False)
 class _PastOperand:
-    """Keys or values: the past, and new ones behind it, perhaps repeated."""
+    """Keys or values: the cache with the new ones appended, repeated to `heads` for grouped queries."""
 
     past: ir.Value
     new: ir.Value
     present: ir.Value
-    heads: int  # that they are repeated to
+    heads: int  # number of heads after the repetition
     kv_heads: int
     head_dim: int
     scale: float
@@ -308,13 +308,16 @@ class _PastOperand:
 def _past_operand(
     dims: Dimensions, value: ir.Value | None, meaning: str, nodes: set[ir.Node], transposed: bool = False
 ) -> _PastOperand:
-    """Follows [batch, heads, tokens, head width] (transposed: the last two the other way round) back to the Concat."""
+    """Follow [batch, heads, tokens, head width] back to the Concat of the cache and new keys or values.
+
+    transposed: the value is [batch, heads, head width, tokens].
+    """
     chain, scale, value = through_views(dims, value, _VIEWS)
     concat = value.producer() if value is not None else None
     past = concat.inputs[0] if concat is not None and is_op(concat, "Concat") else None
     if concat is None or past is None or not past.is_graph_input():
         raise _NoCacheError(
-            f"its {meaning} does not come from a cache: {name_of(value)} is no Concat of an input and it"
+            f"its {meaning} does not come from a cache: {name_of(value)} is not a Concat with a graph input"
         )
     present, new = concat.outputs[0], concat.inputs[1]
     for node in reversed(chain):
@@ -323,10 +326,10 @@ def _past_operand(
         present = node.outputs[0]
     shape = dims.shape(present)
     if len(concat.inputs) != 2 or new is None or shape is None or len(shape) != 4:
-        raise RefusedError(f"{describe(concat)}, its {meaning}, is no [batch, heads, past + new, head width]")
+        raise RefusedError(f"{describe(concat)}, its {meaning}, is not [batch, heads, past + new, head width]")
     kv_heads, head_dim = shape[1], shape[3]
     if int_attribute(concat, "axis", 0) % 4 != 2:
-        raise RefusedError(f"{describe(concat)} appends to its {meaning} along an axis that is not 2")
+        raise RefusedError(f"{describe(concat)} appends to its {meaning} along an axis other than 2")
     if not isinstance(kv_heads, int) or not isinstance(head_dim, int):
         raise RefusedError(f"the number of heads of its {meaning} is not known before it runs")
     view = View(shape)
@@ -341,13 +344,13 @@ def _past_operand(
     if transposed:
         expected = expected.permuted(0, 1, 3, 2)
     if view.sources() != expected.sources():
-        raise RefusedError(f"heads of its {meaning} are not repeated one by one for the queries that share them")
+        raise RefusedError(f"heads of its {meaning} are not repeated as grouped queries need: each one consecutively")
     nodes.update([concat, *chain])
     return _PastOperand(past, new, present, heads, kv_heads, head_dim, scale)
 
 
 def _folded(dims: Dimensions, value: ir.Value, meaning: str, nodes: set[ir.Node]) -> ir.Value:
-    """Return new keys or values as the layer's output, if they are only split into heads."""
+    """Return the output of the projection if `value` is only its split heads, else `value`."""
     try:
         found: set[ir.Node] = set()
         operand = split_operand(dims, value, meaning, found)
@@ -359,11 +362,11 @@ def _folded(dims: Dimensions, value: ir.Value, meaning: str, nodes: set[ir.Node]
     return operand.base
 
 
-# ---- what all forms need ---------------------------------------------------------------------------------------------
+# ---- shared by all forms ---------------------------------------------------------------------------------------------
 
 
 def _padded(values: Sequence[ir.Value | None], count: int) -> list[ir.Value | None]:
-    """Left out ones, whatever way, as None."""
+    """Return at least `count` values, with None for omitted inputs or outputs."""
     given = [value if value is not None and value.name != "" else None for value in values]
     return [*given, *[None] * count]
 
@@ -389,11 +392,11 @@ def _head_dim(dims: Dimensions, past: ir.Value) -> int:
 
 def _check(dims: Dimensions, match: CachedAttention) -> None:
     if match.heads < 1 or match.kv_heads < 1 or match.heads % match.kv_heads:
-        raise RefusedError(f"it has {match.heads} heads of queries and {match.kv_heads} of keys, which do not fit")
+        raise RefusedError(f"it has {match.heads} query heads, expected a multiple of its {match.kv_heads} key heads")
     pasts, presents = (match.past_key, match.past_value), (match.present_key, match.present_value)
     for past in pasts:
         if not past.is_graph_input() or past.is_initializer() or past.is_graph_output():
-            raise RefusedError(f"its cache {name_of(past)} is no input of the graph, or is an output as well")
+            raise RefusedError(f"its cache {name_of(past)} is not an input of the graph, or is also an output")
         if dims.dtype(past) != ir.DataType.FLOAT:
             dtype = dims.dtype(past)
             raise RefusedError(
@@ -407,7 +410,7 @@ def _check(dims: Dimensions, match: CachedAttention) -> None:
             )
     for present in presents:
         if not present.is_graph_output():
-            raise RefusedError(f"its cache {name_of(present)} is no output of the graph")
+            raise RefusedError(f"its cache {name_of(present)} is not an output of the graph")
     for mask in match.masks:
         check_mask(dims, mask, ("batch", match.heads, "rows", "tokens"))
     inputs = [match.query, match.key, match.value, match.lengths, *(mask.value for mask in match.masks)]
@@ -423,7 +426,7 @@ def _check(dims: Dimensions, match: CachedAttention) -> None:
 
 
 def _asks_for_length(dims: Dimensions, node: ir.Node) -> bool:
-    """Return whether it is a Shape whose last dimension is not used: only that one changes."""
+    """Return whether the node is a Shape whose last dimension is not read. Only the last one changes with the format."""
     if not is_op(node, "Shape"):
         return False
     end = node.attributes["end"].as_int() if "end" in node.attributes else None

@@ -21,17 +21,17 @@ from .shape_inference import infer_node, opset_of, small_constant
 DEFAULT_DOMAINS = ("", "ai.onnx")
 _RANDOM = ("Random", "Bernoulli", "Multinomial")
 GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
-_MOST_VISITS = 64  # of values between a constant and its initializers
-_MOST_GROWTH = 16  # limit of a constant's bytes relative to its inputs: 4-bit integers become float64
-_SMALL = 1 << 24  # bytes that it may take beside
+_MOST_VISITS = 64  # limit of the nodes between a constant and its initializers
+_MOST_GROWTH = 16  # limit of a constant's bytes relative to its inputs; 16 allows float64 from 4-bit integers
+_SMALL = 1 << 24  # bytes that a computed constant may have in addition
 
 
 def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """The tensor that this value always is, or None if that is only known at run time (or not worth working out)."""
+    """Return the tensor of a constant value; None if it depends on the model's inputs or is too costly to compute."""
     if value is None:
         return None
     if value.is_initializer():
-        # An initializer that is also a graph input is only a default: whoever runs the model may pass another one.
+        # An initializer that is also a graph input is only a default value: the caller may pass another tensor.
         return None if value.is_graph_input() else value.const_value
     node = value.producer()
     if node is None or not _is_constant(value):
@@ -42,7 +42,7 @@ def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
 
 
 def why_not_computed(value: ir.Value) -> str | None:
-    """Return the operators between constants and a value without a tensor, and the reason."""
+    """Name the node that prevents computing a value from constants; None if the value is not constant."""
     if not _is_constant(value):
         return None
     for source in constant_values(value):
@@ -50,12 +50,12 @@ def why_not_computed(value: ir.Value) -> str | None:
         if node is not None and constant_tensor(source) is None:
             inputs = [constant_tensor(one) for one in node.inputs if one is not None]
             if None not in inputs:
-                return f"{node.op_type} ({node.name or source.name!r}) of constants, which cannot be worked out"
+                return f"{node.op_type} ({node.name or source.name!r}) on constants that cannot be evaluated"
     return None
 
 
 def constant_key(value: ir.Value) -> Hashable:
-    """Equal for two constant values that hold the same numbers because they come from the same initializer."""
+    """Return a key that is equal for constants computed in the same way from the same initializers."""
     node = value.producer()
     if node is None or node.op_type == "Constant":
         return value
@@ -65,7 +65,7 @@ def constant_key(value: ir.Value) -> Hashable:
 
 
 def constant_values(value: ir.Value) -> Iterator[ir.Value]:
-    """The value and all values that it is computed from: their names are those by which people know the weight."""
+    """Yield a constant and all values it is computed from; patterns for a weight match any of their names."""
     yield value
     node = value.producer()
     for source in node.inputs if node is not None else ():
@@ -74,19 +74,19 @@ def constant_values(value: ir.Value) -> Iterator[ir.Value]:
 
 
 def stored_bytes(value: ir.Value) -> int:
-    """Return the bytes in the file of the initializers (or Constant nodes) behind a constant."""
+    """Return the total size in bytes of the initializers and Constant nodes that a constant is computed from."""
     roots = [source for source in constant_values(value) if source.producer() is None or not source.producer().inputs]  # type: ignore[union-attr]
     tensors = [constant_tensor(root) for root in {id(root): root for root in roots}.values()]
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def float_array(tensor: ir.TensorProtocol) -> np.ndarray:
-    """The tensor as float32. It may be a read-only view of a mapped file: copy before writing, and do not keep it."""
+    """Return a tensor as float32, perhaps a read-only view of a mapped file: copy before writing, and do not keep it."""
     return np.asarray(tensor.numpy()).astype(np.float32, copy=False)
 
 
 def remove_unused(value: ir.Value) -> None:
-    """Removes a constant that nothing uses any more, and whatever was only there for it."""
+    """Remove a constant without consumers, and the constants and nodes that only it needed."""
     if value.uses() or value.is_graph_output() or value.is_graph_input():
         return
     node = value.producer()
@@ -101,7 +101,7 @@ def remove_unused(value: ir.Value) -> None:
 
 
 def remove_dead(value: ir.Value) -> None:
-    """Removes what only computed a value that nothing uses any more."""
+    """Remove the nodes and initializers that only computed a value without consumers."""
     waiting = [value]
     while waiting:
         one = waiting.pop()
@@ -121,7 +121,7 @@ def _is_used(node: ir.Node) -> bool:
 def lazy(
     compute: Callable[[], np.ndarray], dtype: ir.DataType, shape: ir.Shape, name: str | None = None
 ) -> ir.LazyTensor:
-    """A tensor whose array is computed anew each time."""
+    """Return a tensor whose array is computed each time it is read."""
     return ir.LazyTensor(lambda: ir.Tensor(np.ascontiguousarray(compute())), dtype=dtype, shape=shape, name=name)
 
 
@@ -162,7 +162,7 @@ def _is_repeatable(node: ir.Node) -> bool:
 
 
 def _computed(value: ir.Value) -> ir.TensorProtocol | None:
-    """An output of a node whose inputs are constants: its shape at once, its numbers by onnx's reference."""
+    """Return a constant node's output: its shape is inferred at once, its elements are computed by onnx when read."""
     node = value.producer()
     assert node is not None
     sources = {one.name or "": constant_tensor(one) for one in node.inputs if one is not None}
@@ -186,17 +186,17 @@ def _computed(value: ir.Value) -> ir.TensorProtocol | None:
             evaluator = ReferenceEvaluator(proto, opsets={"": version})
             arrays = list(evaluator.run(None, {name: tensor.numpy() for name, tensor in found.items()}))
             array = np.asarray(arrays[value.index() or 0])
-        except Exception as error:  # the reference raises what numpy does, and its own
+        except Exception as error:  # ReferenceEvaluator raises many types, numpy's included
             raise ModelError(
                 f"node {node.name!r} ({node.op_type}) cannot be computed from its constants: {one_line(error)}; "
                 "export the model again"
             ) from error
         if array.size != math.prod(shape):
             raise ModelError(
-                f"node {node.name!r} ({node.op_type}) makes {list(array.shape)} of its constants, expected "
+                f"node {node.name!r} ({node.op_type}) computes shape {list(array.shape)} from its constants, expected "
                 f"{list(shape)}; export the model again"
             )
-        return array.reshape(shape)  # the reference makes a vector of some numbers without a dimension
+        return array.reshape(shape)  # ReferenceEvaluator returns some scalars as vectors
 
     return lazy(compute, dtype, ir.Shape(shape))
 
@@ -204,7 +204,7 @@ def _computed(value: ir.Value) -> ir.TensorProtocol | None:
 def _infer(
     proto: onnx.NodeProto, sources: Mapping[str, ir.TensorProtocol], version: int
 ) -> dict[str, tuple[ir.DataType, tuple[int, ...]]]:
-    """Type and shape of each output that is sure to be a tensor of them."""
+    """Return type and shape of each output that certainly is a tensor of this type and shape."""
     types = {
         name: onnx.helper.make_tensor_type_proto(tensor.dtype.value, tensor.shape.numpy())
         for name, tensor in sources.items()

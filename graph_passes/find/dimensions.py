@@ -1,8 +1,8 @@
-"""Dimensions, element types and shape values of a graph's values, before it runs.
+"""Infers the shapes and element types of a graph's values, and the integers that shapes are computed from.
 
-Exports write `x.view(batch, length, heads, -1)` as a chain of Shape, Gather, Concat and Reshape. Here these integers
-are followed symbolically: a dimension is an int, or a symbol that equals only itself. (onnx's shape inference supports
-neither ONNX Runtime's operators nor ours, and does not follow such chains; it is used for other nodes.)
+Exports write `x.view(batch, length, heads, -1)` as a chain of Shape, Gather, Concat and Reshape. This module evaluates
+such chains symbolically: a dimension is an int, or a symbol that equals only itself. onnx's shape inference does not
+follow such chains, and lacks the operators of ONNX Runtime and of Ortolan; it is used for the remaining nodes.
 """
 
 from __future__ import annotations
@@ -31,13 +31,10 @@ _RESIDUAL_INPUT = {"SparseAMXMatMul": 5, "VNNISpMM": 6, "W4A8MatMul": 4, "W8A8Ma
 
 
 class Dimensions:
-    """Dimensions of the values of one graph.
-
-    Values of outer graphs have their declared dimensions, unless better ones are given.
-    """
+    """Shapes, element types and small constants of one graph's values."""
 
     def __init__(self, graph: ir.Graph, around: Dimensions | None = None) -> None:
-        """around: those of the graph that this one is a branch of."""
+        """around: dimensions of the outer graph, if `graph` is a branch; None: its values have their declared shapes."""
         self._around = around
         self._shapes: dict[ir.Value, Shape] = {}
         self._elements: dict[ir.Value, tuple[Element, ...]] = {}
@@ -48,7 +45,7 @@ class Dimensions:
                 self._visit(node, output)
 
     def shape(self, value: ir.Value | None) -> Shape | None:
-        """Its dimensions, or None if not even their number is known."""
+        """Return the dimensions of a value, or None if its rank is unknown."""
         if value is None:
             return None
         if value in self._shapes:
@@ -59,7 +56,7 @@ class Dimensions:
         return _declared(value) if self._around is None else self._around.shape(value)
 
     def elements(self, value: ir.Value | None) -> tuple[Element, ...] | None:
-        """The elements of a vector or number, or None if not even their number is known."""
+        """Return the elements of a short vector or scalar, some of them None; None if their count is unknown."""
         if value is None or value in self._elements:
             return self._elements[value] if value is not None else None
         tensor = constant_tensor(value)
@@ -72,7 +69,7 @@ class Dimensions:
         return tuple(tensor.numpy().reshape(-1).tolist())
 
     def number(self, value: ir.Value | None) -> float | None:
-        """The number that this value of one element is."""
+        """Return the constant value of a scalar or one-element vector, or None."""
         elements, shape = self.elements(value), self.shape(value)
         if elements is None or len(elements) != 1 or not isinstance(elements[0], int | float):
             return None
@@ -104,7 +101,7 @@ class Dimensions:
         if node.domain in DEFAULT_DOMAINS:
             compute = _ELEMENTS.get(node.op_type)
             elements = compute(self, node) if compute else None
-            flat = len(shape or ()) < 2  # what has more axes is no list of dimensions
+            flat = len(shape or ()) < 2  # only scalars and vectors are shapes or dimensions
             if flat and elements is not None and len(elements) <= _MOST_ELEMENTS:
                 self._elements[output] = elements
 
@@ -135,7 +132,7 @@ class Dimensions:
         return node.outputs[0].dtype or next((dtype for dtype in types if dtype is not None), None)
 
     def _infer(self, node: ir.Node, output: ir.Value) -> Shape | None:
-        """Infer by onnx the outputs of operators that are not known here; sets the shapes of all outputs."""
+        """Return the output's shape by onnx's inference, and set the shapes of the node's other outputs."""
         if any(attribute.type in GRAPHS for attribute in node.attributes.values()):
             return None
         shapes, types = [self.shape(value) for value in node.inputs], [self.dtype(value) for value in node.inputs]
@@ -174,7 +171,7 @@ class Dimensions:
         return a[int_attribute(node, "transA", 0)], b[1 - int_attribute(node, "transB", 0)]
 
     def _linear(self, node: ir.Node, output: ir.Value) -> Shape | None:
-        """Return the shape of operators whose width is an attribute."""
+        """Return the output shape of a linear layer's operator whose output width is an attribute."""
         x = self.shape(node.inputs[0])
         width = int_attribute(node, "gated_columns", 0) or int_attribute(node, "n", 0) or int_attribute(node, "N", 0)
         if x is None or not width:
@@ -186,7 +183,7 @@ class Dimensions:
         return broadcast([(*x[:-1], width), self.shape(residual[0])], output)
 
     def _attention(self, node: ir.Node, _: ir.Value) -> Shape | None:
-        """Return the shape of NoMADAttention and MultiHeadAttention: as wide as the queries."""
+        """Return the output shape of NoMADAttention and MultiHeadAttention; its width is that of the queries."""
         query = self.shape(node.inputs[0])
         key = node.inputs[2] if len(node.inputs) > 2 else None
         ours = node.domain == "ai.ortolan"
@@ -217,7 +214,7 @@ class Dimensions:
         return (*query[:2], heads * width // kv_heads) if isinstance(width, int) and kv_heads else None
 
     def _packed_attention(self, node: ir.Node, _: ir.Value) -> Shape | None:
-        """Return the shape of ONNX Runtime's Attention and QAttention, which include the QKV layer."""
+        """Return the output shape of ONNX Runtime's Attention and QAttention, which include the QKV projection."""
         x, weight = self.shape(node.inputs[0]), self.shape(node.inputs[1])
         if x is None or weight is None or len(x) != 3 or not isinstance(weight[-1], int):
             return None
@@ -242,7 +239,7 @@ class Dimensions:
         return tuple(dims)
 
     def reshape_target(self, node: ir.Node) -> tuple[Dim | None, ...] | None:
-        """Return the target of a Reshape with zeros resolved; -1 and None are not known from it alone."""
+        """Return the target of a Reshape with zeros replaced by input dimensions; -1 and None remain unknown."""
         shape, target = self.shape(node.inputs[0]), self.elements(node.inputs[1])
         if target is None:
             return None
@@ -281,7 +278,7 @@ class Dimensions:
         if not shape or axes is None or not all(isinstance(axis, int) for axis in axes):
             return None
         gone = {axis % len(shape) for axis in axes if isinstance(axis, int)}
-        if not gone and all(isinstance(dim, int) for dim in shape):  # all that are 1
+        if not gone and all(isinstance(dim, int) for dim in shape):  # without axes, Squeeze removes all dimensions of 1
             gone = {axis for axis, dim in enumerate(shape) if dim == 1}
         return tuple(dim for axis, dim in enumerate(shape) if axis not in gone) if gone else None
 
@@ -320,7 +317,7 @@ class Dimensions:
         return tuple(dims)
 
     def _if(self, node: ir.Node, output: ir.Value) -> Shape | None:
-        """Return the shape of both branches, or of the one that is always taken."""
+        """Return the shape that both branches have, or the shape of the branch that is always taken."""
         place = node.outputs.index(output)
         branches = [node.attributes[name].as_graph() for name in ("then_branch", "else_branch")]
         condition = self.elements(node.inputs[0])
@@ -385,7 +382,7 @@ class Dimensions:
             if place == int_attribute(node, "axis", 0) % len(shapes[0] or ()):
                 total = total_of(parts)
                 dims.append(_fresh(output, place) if total is None else total)
-            else:  # all the same, whatever they are called
+            else:  # Concat requires equal dimensions, even under different names
                 dims.append(numbers[0] if numbers else parts[0])
         return tuple(dims)
 
@@ -402,11 +399,11 @@ class Dimensions:
         ids, table = self.shape(node.inputs[0]), self.shape(node.inputs[2])
         if ids is None or table is None:
             return None
-        if len(node.outputs) > 1:  # lengths, one a sequence
+        if len(node.outputs) > 1:  # the length of each sequence
             self._shapes[node.outputs[1]], self._types[node.outputs[1]] = ids[:1], ir.DataType.INT32
         return *ids, table[-1]
 
-    # ---- numbers that shapes are computed from -----------------------------------------------------------------------
+    # ---- integers that shapes are computed from ----------------------------------------------------------------------
 
     def _shape_elements(self, node: ir.Node) -> tuple[Element, ...] | None:
         shape = self.shape(node.inputs[0])
@@ -416,7 +413,7 @@ class Dimensions:
         return shape[int_attribute(node, "start", 0) : end]
 
     def _same_elements(self, node: ir.Node) -> tuple[Element, ...] | None:
-        """Return the elements of the input; used for Reshape between vector and scalar too."""
+        """Return the elements of the input: for Identity, Cast, Unsqueeze, Squeeze, and Reshape of vectors and scalars."""
         elements = self.elements(node.inputs[0])
         if elements is None or node.op_type != "Cast":
             return elements
@@ -507,7 +504,7 @@ _ELEMENTS: dict[str, Callable[[Dimensions, ir.Node], tuple[Element, ...] | None]
 
 
 def broadcast(shapes: Sequence[Shape | None], output: ir.Value) -> Shape | None:
-    """The shape that ONNX broadcasts them to; of two different symbols neither is taken."""
+    """Return the broadcast shape; two different symbols on one axis give a new symbol."""
     if None in shapes:
         return None
     rank = max(len(shape) for shape in shapes if shape is not None)
@@ -538,15 +535,15 @@ def _fresh(value: ir.Value, axis: int) -> Dim:
 
 
 def _is_unknown(dim: Dim) -> bool:
-    """Return whether it is neither an integer nor the name of an input's dimension."""
+    """Return whether a dimension is computed: neither an integer nor the name of an input's dimension."""
     return isinstance(dim, tuple | Sum | Product)
 
 
 def _declared(value: ir.Value) -> Shape | None:
     if value.shape is None:
         return None
-    # Names of dimensions mean something only where a person or an exporter gave them: at the model's inputs. Only its
-    # main graph imports opsets; a name at an input of a Loop's body says what it is before the first turn.
+    # Names of dimensions are reliable only at the model's inputs; the name of a Loop body's input describes only the
+    # first iteration. Only the main graph imports opsets.
     is_input = value.is_graph_input() and value.graph is not None and bool(value.graph.opset_imports)
     dims: list[Dim] = []
     for axis, dim in enumerate(value.shape):
@@ -556,9 +553,9 @@ def _declared(value: ir.Value) -> Shape | None:
 
 
 def head_size(value: ir.Value) -> int | None:
-    """The size of a head in a cache, whose shape leaves it open in models of ONNX Runtime GenAI's newer builders.
+    """Return the head width of a cache whose shape does not state it, as in models of new ONNX Runtime GenAI builders.
 
-    It follows from the width of the queries, or of queries, keys and values where these are one input.
+    It is computed from the width of the queries, or from that of the packed queries, keys and values.
     """
     for node, _ in value.uses():
         if node.op_type != "GroupQueryAttention" or not node.inputs or node.inputs[0] is None:
@@ -573,7 +570,7 @@ def head_size(value: ir.Value) -> int | None:
 
 
 def _width(value: ir.Value) -> int | None:
-    """The last dimension, which a product with a weight and the addition of a bias tell where the value does not."""
+    """Return the last dimension of a value: declared, or that of the weight or bias it is computed with."""
     node = value.producer()
     if value.shape is not None and len(value.shape) and isinstance(value.shape[-1], int):
         return value.shape[-1]

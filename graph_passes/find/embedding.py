@@ -1,4 +1,4 @@
-"""Tables of words: what turns the token ids that a model is given into vectors."""
+"""Finds token embeddings: float tables whose rows Gather nodes look up by the token ids of a model input."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import onnx_ir as ir
 from .constants import DEFAULT_DOMAINS, constant_key, constant_tensor, constant_values, float_array
 from .node_checks import makers, node_input
 
-_LEAST_ROWS = 1024  # smaller tables are of positions and of kinds of tokens, and not worth it
+_LEAST_ROWS = 1024  # smaller tables hold positions or token types, and saving them is not worthwhile
 _LEAST_WIDTH = 32
-_POSITIONS = ("position", "token_type", "segment")  # ids that are not those of words
-_POSITION_TABLE = re.compile(r"position_embed|embed_positions|\bwpe\b")  # of absolute ones
+_POSITIONS = ("position", "token_type", "segment")  # names of inputs that are not token ids
+_POSITION_TABLE = re.compile(r"position_embed|embed_positions|\bwpe\b")  # table of absolute positions
 _OTHER_POSITIONS = re.compile(r"relative|rel_|rotary|cos|sin", re.IGNORECASE)
 _AS_THEY_ARE = ("Cast", "Identity", "Reshape", "Flatten", "Unsqueeze", "Squeeze", "Slice")
 _FLOAT_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -24,7 +24,7 @@ _ID_TYPES = (ir.DataType.INT32, ir.DataType.INT64)
 
 @dataclass(frozen=True, eq=False)
 class Lookup:
-    """A Gather of a table's rows by ids of `rank` dimensions; None: the model does not say how many."""
+    """A Gather of a table's rows by ids with `rank` dimensions; None: the rank is unknown."""
 
     node: ir.Node
     rank: int | None
@@ -44,7 +44,7 @@ class Lookup:
 
 @dataclass(frozen=True, eq=False)
 class Embedding:
-    """A float table [rows, width] whose rows are asked for by ids that the model is given; all that ask for them."""
+    """A float table [rows, width] indexed by token ids, with all Gather nodes that read it."""
 
     lookups: list[Lookup]
     rows: int
@@ -80,11 +80,11 @@ class Embedding:
         return ir.DataType(self.tensor.dtype)
 
     def table(self) -> np.ndarray:
-        """float32 [rows, width]; perhaps a read-only view of a mapped file."""
+        """Return the table as float32 [rows, width], perhaps a read-only view of a mapped file."""
         return float_array(self.tensor)
 
     def other_readers(self) -> Iterator[ir.Node | None]:
-        """Yield other consumers of the table or of values computed from it; None: an output of the model."""
+        """Yield the consumers of the table, or of constants computed from it, except `lookups`; None for a model output."""
         own = {lookup.node for lookup in self.lookups}
         waiting = [value for value in constant_values(self.value) if value.is_initializer()]
         seen = set(waiting)
@@ -116,7 +116,7 @@ def count_positions(graph: ir.Graph) -> int | None:
 
 
 def find_position_lookups(graph: ir.Graph) -> list[ir.Node]:
-    """The Gathers that alone read a float32 table of absolute positions, an initializer [rows, width]."""
+    """Return the Gathers of float32 position tables: absolute, initializers [rows, width], with no other consumer."""
     found = []
     for node in graph.all_nodes():
         value = _position_table(node)
@@ -131,16 +131,16 @@ def find_position_lookups(graph: ir.Graph) -> list[ir.Node]:
 
 
 def _position_table(node: ir.Node) -> ir.Value | None:
-    """Return the table whose rows the node takes, if its name is that of a position table."""
+    """Return the table whose rows a Gather reads, if the node's or table's name is that of a position table."""
     value = node_input(node, 0)
     named = value is not None and _POSITION_TABLE.search(f"{node.name} {value.name}")
     return value if named and _takes_rows(node) else None
 
 
 def find_embeddings(graph: ir.Graph) -> list[Embedding]:
-    """Return the embeddings that an input of the model indexes directly.
+    """Return the tables that a model input of token ids indexes directly.
 
-    They include all lookups, also by other ids and in subgraphs.
+    Each table's `lookups` include Gathers with other ids and in subgraphs.
     """
     found: dict[Hashable, Embedding] = {}
     of_words = set[Hashable]()

@@ -1,10 +1,10 @@
-"""Finds operations after a linear layer that fit its epilogue: Y = activation(X W + b) factor + residual.
+"""Finds the operations after a linear layer that its operator can compute: Y = activation(X W + b) factor + residual.
 
-layer_norm.py also finds the LayerNormalization after that, for operators that compute it.
+layer_norm.py finds a following LayerNormalization.
 
-Exporters write one activation in many ways: ops/epilogue/formula.h recognizes the activation of some nodes, for the
-execution provider too. (onnxscript's rewriter would need a pattern for each grouping of the factors, and would commute
-each into 8 for GELU by erf and 64 by tanh.)
+Exporters write an activation as many different subgraphs. ops/epilogue/formula.h recognizes them, here and in the
+execution provider. onnxscript's rewriter would need one pattern for each grouping of the factors, and for each
+commuted order: 8 for GELU by erf and 64 for GELU by tanh.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .constants import DEFAULT_DOMAINS, constant_tensor, float_array
 
 
 class Activation(IntEnum):
-    """The operator's attribute `activation`."""
+    """Values of the attribute `activation` of the linear layers' operators."""
 
     NONE = 0
     RELU = 1  # max(x, 0)
@@ -33,15 +33,15 @@ class Activation(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class LayerNorm:
-    """Over the last axis, by constants: (x - mean) / sqrt(variance + epsilon) weight + bias."""
+    """LayerNormalization over the last axis: (x - mean) / sqrt(variance + epsilon) weight + bias, both constant."""
 
     weight: ir.Value  # float32 [n]
-    bias: ir.Value | None  # the same; none: zeros
+    bias: ir.Value | None  # float32 [n]; None: zeros
     epsilon: float
-    nodes: tuple[ir.Node, ...]  # in graph order; the last one puts out the result
+    nodes: tuple[ir.Node, ...]  # in graph order; the last one computes the result
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return weight and bias by the names of our operators' inputs."""
+        """Return weight and bias under the names of the operators' inputs."""
         weight, bias = (constant_tensor(value) for value in (self.weight, self.bias))
         assert weight is not None
         norm_weight = np.array(float_array(weight))
@@ -58,17 +58,17 @@ class LayerNorm:
 
 @dataclass(frozen=True, eq=False)
 class Epilogue:
-    """The operations activation(value) factor + residual, with broadcasting by the rules of ONNX Add.
+    """The operations activation(value) factor + residual, and LayerNormalization of the result if `norm` is set.
 
-    With a norm, the LayerNormalization of the result. An operator that replaces layer and epilogue must be placed at
-    the last of `nodes`, because the residual may be computed before it. Constants of the nodes may become unused.
+    The residual broadcasts by the rules of ONNX Add. An operator that replaces layer and epilogue must be placed at the
+    last of `nodes`, because the residual may be computed only shortly before that node.
     """
 
     activation: Activation
     residual: ir.Value | None
-    nodes: tuple[ir.Node, ...]  # the nodes that it replaces, in graph order
-    output: ir.Value  # of the last node, or of the layer without nodes
-    factor: ir.Value | None = None  # of the value's shape
+    nodes: tuple[ir.Node, ...]  # nodes that the operator replaces besides the layer, in graph order
+    output: ir.Value  # output of the last node; the layer's output if there are no nodes
+    factor: ir.Value | None = None  # has the shape of the layer's output
     norm: LayerNorm | None = None
 
 
@@ -86,14 +86,16 @@ def describe_epilogue(
 
 
 def find_epilogue(output: ir.Value, factors: Collection[ir.Value] = ()) -> Epilogue:
-    """Return the longest epilogue of the linear layer whose output is `output`.
+    """Return the longest epilogue of the linear layer whose output is `output`, without changing the graph.
 
-    It is an activation, a multiplication by one of `factors`, and an addition; each part is optional. factors: values
-    of the same shape as `output`.
+    An epilogue is an activation, a multiplication by one of `factors`, and an addition; each part is optional. Only
+    float32 nodes of the layer's own graph are included, and no intermediate value may have another consumer or be a
+    graph output. An Add(y1, y2) of two layers becomes the epilogue of the layer that is replaced first, because it is
+    then no longer in the graph.
 
-    Only float32 nodes of the layer's own graph count, and no value in between may have another consumer or be an output
-    of the graph. Nothing is changed. The graph is read in its present state, so an Add that was replaced with another
-    layer is not found again: for Add(y1, y2) of two layers, the first layer to be replaced takes it.
+    Args:
+        output: the layer's output.
+        factors: values of the same shape as `output`.
     """
     if _element_type(output) != ir.DataType.FLOAT:
         return Epilogue(Activation.NONE, None, (), output)
@@ -101,7 +103,7 @@ def find_epilogue(output: ir.Value, factors: Collection[ir.Value] = ()) -> Epilo
 
 
 def epilogue_behind(output: ir.Value, factors: Collection[ir.Value] = ()) -> Epilogue:
-    """The same of any value that is known to be float32."""
+    """Return the epilogue after any value that is known to be float32, like find_epilogue."""
     activation, nodes = _find_activation(output)
     value = nodes[-1].outputs[0] if nodes else output
     factor = None
@@ -113,7 +115,7 @@ def epilogue_behind(output: ir.Value, factors: Collection[ir.Value] = ()) -> Epi
     residual = None
     add = only_consumer(value)
     if add is not None and add.op_type == "Add" and add.domain in DEFAULT_DOMAINS:
-        # The value is used once, so that nothing else, and so not the other operand, is computed from it.
+        # The other operand cannot depend on `value`, because the Add is the only consumer of `value`.
         residual = add.inputs[1] if add.inputs[0] is value else add.inputs[0]
         nodes, value = [*nodes, add], add.outputs[0]
     return Epilogue(activation, residual, tuple(in_graph_order(nodes)), value, factor)
@@ -128,7 +130,7 @@ def _element_type(output: ir.Value) -> ir.DataType | None:
 
 
 def only_consumer(value: ir.Value) -> ir.Node | None:
-    """The node in the value's own graph that uses it, once, if there is nothing else that sees it."""
+    """Return the consumer of a value if it is the only one, reads it once and is in the same graph, else None."""
     uses = list(value.uses())
     if len(uses) != 1 or value.is_graph_output() or uses[0].node.graph is not graph_of(value):
         return None
@@ -151,7 +153,7 @@ def in_graph_order(nodes: list[ir.Node]) -> Iterator[ir.Node]:
 
 
 def _find_activation(x: ir.Value) -> tuple[Activation, list[ir.Node]]:
-    """The activation and its nodes, the last one last."""
+    """Return the activation applied to x, and its nodes in the order of computation."""
     node = only_consumer(x)
     activation = _activation_op(node) if node is not None else Activation.NONE
     if node is not None and activation != Activation.NONE:
@@ -160,9 +162,9 @@ def _find_activation(x: ir.Value) -> tuple[Activation, list[ir.Node]]:
 
 
 def _activation_op(node: ir.Node) -> Activation:
-    """The activation that this one operator computes of its only input, or NONE."""
+    """Return the activation that a node with one input computes, or NONE."""
     if sum(value is not None for value in node.inputs) != 1:
-        return Activation.NONE  # FastGelu with a bias
+        return Activation.NONE  # for example, FastGelu with a bias
     if node.domain in DEFAULT_DOMAINS:
         if node.op_type == "Gelu":
             approximate = node.attributes["approximate"].as_string() if "approximate" in node.attributes else "none"
@@ -182,14 +184,14 @@ def _alpha(node: ir.Node, default: float) -> float:
 
 
 def _find_formula(x: ir.Value) -> tuple[Activation, list[ir.Node]]:
-    """The activation that the nodes behind x compute together."""
+    """Return the activation that several nodes after x compute together, and these nodes."""
     region = _Region(x)
     code, chosen = _native.find_activation(region.nodes, region.values)
     return Activation(code), [region.originals[index] for index in chosen]
 
 
 class _Region:
-    """The nodes after a value in the form of find_activation, at most the size of a formula."""
+    """The nodes after x, at most MOST_FORMULA_NODES, in the format that _native.find_activation reads."""
 
     def __init__(self, x: ir.Value) -> None:
         self.nodes: list[tuple[str, list[int], int]] = []
@@ -210,7 +212,7 @@ class _Region:
         return self._numbers[value]
 
     def _follow(self, value: ir.Value) -> list[ir.Value]:
-        """Adds the nodes that read the value: what they make."""
+        """Add the consumers of a value and return their outputs."""
         place, made = self._number(value), []
         is_seen = value.is_graph_output()
         for node in dict.fromkeys(use.node for use in value.uses()):
@@ -228,7 +230,7 @@ class _Region:
 
 
 def _number(value: ir.Value) -> float | None:
-    """Return a constant scalar; a constant with several axes could add axes to the result."""
+    """Return a constant with at most one axis; one with more axes could add axes to the result."""
     tensor = constant_tensor(value)
     if tensor is None or list(tensor.shape) not in ([], [1]) or tensor.dtype == ir.DataType.STRING:
         return None

@@ -1,6 +1,6 @@
-"""Attention operators of ONNX Runtime that hold weights, biases or masks, as layers and a plain MultiHeadAttention.
+"""Splits ONNX Runtime's fused attention operators into linear layers and a MultiHeadAttention without bias.
 
-Masks become what they add to the scores: mask_filter_value where they hide a key.
+Masks become floats that are added to the scores: mask_filter_value for masked keys, 0 for other keys.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PARTS = ("query", "key", "value")
 _DEFAULT_FILL = -10000.0
 _LOWEST = float(np.finfo(np.float32).min)
 _INT64 = ir.DataType.INT64
-_TRILU = 14  # the opset of the operator
+_TRILU = 14  # first opset with Trilu
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class _Scores:
     """Operations on the scores of an attention operator."""
 
     heads: int
-    scale: float  # 0: 1 / sqrt of a head's width
+    scale: float  # 0: 1 / sqrt(head width)
     causal: bool
-    mask: int | None  # the input that is the mask, if there is one
+    mask: int | None  # index of the mask input, or None
     mask_rank: int
-    fill: float  # that the mask adds
-    bias: int | None  # the input that is added, if there is one
-    lengths: tuple[Hashable, Hashable]  # equal where there are as many queries, and as many keys
+    fill: float  # added to the scores of masked keys
+    bias: int | None  # index of the input that is added to the scores, or None
+    lengths: tuple[Hashable, Hashable]  # keys for sharing nodes: equal for equal numbers of queries, and of keys
 
 
 def attention(node: ir.Node, dims: Dimensions) -> Write:
@@ -73,7 +73,7 @@ def attention(node: ir.Node, dims: Dimensions) -> Write:
 
 
 def count_int8_layers(model: ir.Model) -> int:
-    """The layers that QAttention nodes hold, three each."""
+    """Return the number of linear layers in QAttention nodes: three per node."""
     count = 0
     for node in model.graph.all_nodes():
         if node.op_type == "QAttention" and node.domain == MICROSOFT_DOMAIN and node_input(node, 8) is None:
@@ -115,7 +115,7 @@ def q_attention(node: ir.Node, dims: Dimensions) -> Write:
 
 
 def _int8_bounds(node: ir.Node) -> list[int]:
-    """Return the first columns of query, key and value, and the end."""
+    """Check the weight of a QAttention; return the first columns of query, key and value, and the end."""
     weight = constant_input(node, 1, "weight", INT8_TYPES)
     expect(len(weight.shape) == 2, f"its weight is {len(weight.shape)}-D, expected 2-D")
     bounds = _bounds(node, int(weight.shape.numpy()[1]))
@@ -129,7 +129,7 @@ def _int8_bounds(node: ir.Node) -> list[int]:
 
 
 def multi_head_attention(node: ir.Node, dims: Dimensions) -> Write | None:
-    """Rewrite MultiHeadAttention; None if it has neither bias nor key_padding_mask, and is kept.
+    """Rewrite MultiHeadAttention; None if it has neither bias nor key_padding_mask and needs no rewrite.
 
     Inputs: query, key, value, bias, key_padding_mask, attention_bias, past_key, past_value, past_sequence_length, …
     """
@@ -158,7 +158,7 @@ def _width(dims: Dimensions, value: ir.Value, name: str) -> int:
     shape = dims.shape(value)
     expect_floats(dims, value)
     if shape is None or len(shape) != 3 or not isinstance(shape[2], int):
-        raise UnfitError(f"its {name} {value.name!r} is not known to be 3-D, of a width that is a number")
+        raise UnfitError(f"its {name} {value.name!r} is not known to be 3-D with a fixed width")
     return shape[2]
 
 
@@ -169,17 +169,17 @@ def _bounds(node: ir.Node, width: int) -> list[int]:
     if attr is not None:
         expect(attr.type == ir.AttributeType.INTS and not attr.is_ref(), "its qkv_hidden_sizes are not integers")
         sizes = list(attr.as_ints()) or sizes
-    expect(len(sizes) == 3 and min(sizes) > 0, f"its qkv_hidden_sizes are {sizes}, expected three above 0")
-    expect(sum(sizes) == width, f"its weights have {width} columns, expected those of {' + '.join(map(str, sizes))}")
+    expect(len(sizes) == 3 and min(sizes) > 0, f"its qkv_hidden_sizes are {sizes}, expected three positive integers")
+    expect(sum(sizes) == width, f"its weights have {width} columns, expected {' + '.join(map(str, sizes))}")
     return [0, sizes[0], sizes[0] + sizes[1], width]
 
 
 def _scores(node: ir.Node, dims: Dimensions, mask: int, past: Sequence[int], bias: int | None) -> _Scores:
     heads = integer_attribute(node, "num_heads")
-    expect(heads > 0, f"its num_heads is {heads}, expected a number above 0")
+    expect(heads > 0, f"its num_heads is {heads}, expected a positive integer")
     expect(all(node_input(node, index) is None for index in past), "it has a cache of keys and values")
     unused(node, *range(1, len(node.outputs)))
-    expect(integer_attribute(node, "do_rotary", 0) == 0, "it turns queries and keys (do_rotary)")
+    expect(integer_attribute(node, "do_rotary", 0) == 0, "it applies a rotary embedding (do_rotary)")
     causal = integer_attribute(node, "unidirectional", 0) == 1
     value, rank = node_input(node, mask), 0
     if value is not None:
@@ -190,7 +190,7 @@ def _scores(node: ir.Node, dims: Dimensions, mask: int, past: Sequence[int], bia
             same = x is not None and x[0] == shape[0]
             expect(same, f"its mask {value.name!r} is a vector whose length is not known to be the number of sequences")
         expect(rank in (1, 2, 3), f"its mask {value.name!r} is {rank or 'of unknown rank'}, expected 1-D to 3-D")
-        expect(shape is None or shape[-1] != 1 or rank == 1, f"its mask {value.name!r} is for one key")
+        expect(shape is None or shape[-1] != 1 or rank == 1, f"its mask {value.name!r} has one column for all keys")
     fill = real_number(node, "mask_filter_value", _DEFAULT_FILL)
     scale = real_number(node, "scale", 0.0)
     has_bias = bias is not None and node_input(node, bias) is not None
@@ -212,7 +212,7 @@ def _rows(node: ir.Node) -> tuple[ir.Value, ir.Value]:
 
 
 def _heads(to: Writer, scores: _Scores, parts: Sequence[ir.Value]) -> ir.Value:
-    """MultiHeadAttention of [batch, rows, width]."""
+    """Add a MultiHeadAttention of queries, keys and values [batch, rows, width]."""
     added = None if scores.mask is None else _added(to, scores)
     if scores.bias is not None:
         bias = required(to.node, scores.bias)
@@ -226,7 +226,7 @@ def _heads(to: Writer, scores: _Scores, parts: Sequence[ir.Value]) -> ir.Value:
 
 
 def _added(to: Writer, scores: _Scores) -> ir.Value:
-    """The mask as floats [batch, heads, queries, keys]: an Expand of floats of fewer queries and heads."""
+    """Return the mask as floats [batch, heads, queries, keys], expanded from axes of size 1."""
     assert scores.mask is not None
     mask, rank = required(to.node, scores.mask), scores.mask_rank
     queries, keys = scores.lengths
@@ -251,14 +251,14 @@ def _added(to: Writer, scores: _Scores) -> ir.Value:
         return to.op("Where", shown, *fills, name="mask", dtype=ir.DataType.FLOAT)
 
     def behind() -> ir.Value:
-        """Causal: keys behind a query are hidden, whatever the mask says of them."""
-        expect(to.opset >= _TRILU, f"it is causal and has a mask, which needs Trilu of opset {_TRILU}")
+        """Return the mask of a causal attention: keys after the query are also masked."""
+        expect(to.opset >= _TRILU, f"it is causal and has a mask, which needs opset {_TRILU} (Trilu); export the model again with that opset")
         square = to.op("Concat", length(0), length(1), axis=0)
         ones = to.op("Expand", to.constant(np.array(True)), square, dtype=ir.DataType.BOOL)
         return to.op("Where", to.op("Trilu", ones, upper=0), small, to.number(_LOWEST), dtype=ir.DataType.FLOAT)
 
     def expanded() -> ir.Value:
-        # ONNX Runtime demands all axes.
+        # ONNX Runtime requires heads and queries of full size in the attention bias.
         shape = to.op("Concat", to.ints(1, scores.heads), length(0), to.ints(1), axis=0)
         return to.op("Expand", small, shape, dtype=ir.DataType.FLOAT)
 

@@ -1,13 +1,13 @@
-"""Writes operators in which ONNX Runtime's tools fuse several as those several, which the passes know.
+"""Splits ONNX Runtime's fused operators into the operators that the passes support.
 
-    Attention, QAttention, MultiHeadAttention     layers and a MultiHeadAttention without bias (fused_attention.py)
-    SkipLayerNormalization, SkipSimplified…       Add and LayerNormalization, behind a layer
-    BiasGelu, FastGelu with a bias                Add and Gelu, FastGelu
+    Attention, QAttention, MultiHeadAttention     linear layers, MultiHeadAttention without bias (fused_attention.py)
+    SkipLayerNormalization, SkipSimplified…       Add and LayerNormalization, only after a linear layer
+    BiasGelu, FastGelu with a bias                Add and Gelu; Add and FastGelu
     FusedMatMul, FusedGemm                        Transpose, MatMul, Mul; Gemm and its activation
-    EmbedLayerNormalization                       Gather, Add and LayerNormalization, if tables of words are wanted
+    EmbedLayerNormalization                       Gather, Add and LayerNormalization, if `tables` is set
 
-ONNX Runtime fuses most of that again when it loads the model. Where a node is not what it should be, it stays, and
-why_left says the reason.
+ONNX Runtime fuses most of these nodes again when it loads the model. A node that cannot be split is kept, and why_left
+returns the reason.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .fused_writer import Write, Writer, expect_floats, is_used, only_attributes
 from .node_checks import MICROSOFT_DOMAIN, UnfitError, constant_input, expect, integer_attribute, node_input
 
 EMBED_LAYER_NORMALIZATION = "EmbedLayerNormalization"
-_REASON = "ortolan.why_left"  # in a node's meta
-_SKIP_EPSILON = 1e-12  # the default of the operators with a skip, and of embeddings
+_REASON = "ortolan.why_left"  # key of the reason in node.meta
+_SKIP_EPSILON = 1e-12  # default of SkipLayerNormalization and EmbedLayerNormalization
 _FLOATS = (ir.DataType.FLOAT,)
 _MAY_BE_LAYERS = (
     "MatMul", "Gemm", "MatMulNBits", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "QLinearMatMul",
@@ -34,7 +34,7 @@ _MAY_BE_LAYERS = (
 )  # fmt: skip
 _BETWEEN = ("Add", "Mul", "Cast", "Reshape", "DequantizeLinear", "QuantizeLinear")
 _MOST_STEPS = 8
-# The activations of a FusedGemm that are operators of these attributes.
+# Maps the activations of FusedGemm that are ONNX operators to the attributes of the operator.
 _ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "Relu": (),
     "Sigmoid": (),
@@ -46,9 +46,9 @@ _ACTIVATIONS: dict[str, tuple[str, ...]] = {
 
 
 def unfuse(model: ir.Model, new_name: Callable[[str], str], tables: bool) -> None:
-    """Rewrites all such operators of the model, in place. tables: those with tables of words, too."""
+    """Split all fused operators of the model, in place. tables: split EmbedLayerNormalization as well."""
     made: dict[Hashable, ir.Value] = {}
-    # All nodes are read before one is written, so that dimensions are computed once.
+    # All nodes are read before the first is replaced, so that dimensions are computed only once per graph.
     found: list[tuple[ir.Node, Write]] = []
     for graph in model.graphs():
         dims: Dimensions | None = None
@@ -72,7 +72,7 @@ def unfuse(model: ir.Model, new_name: Callable[[str], str], tables: bool) -> Non
 
 
 def why_left(node: ir.Node) -> str | None:
-    """Return why unfuse has kept a node."""
+    """Return why unfuse could not split a node, or None."""
     return node.meta.get(_REASON)
 
 
@@ -113,7 +113,7 @@ def _skip_layer_normalization(node: ir.Node, dims: Dimensions) -> Write | None:
 
 
 def _may_be_layer(value: ir.Value) -> bool:
-    """Return whether it is a product with a constant, perhaps with a bias, scales or rounding after it."""
+    """Return whether a value is the output of a linear layer, perhaps after a bias, scales or quantization."""
     for _ in range(_MOST_STEPS):
         node = value.producer()
         if node is None:
@@ -128,7 +128,7 @@ def _may_be_layer(value: ir.Value) -> bool:
 
 
 def _gelu(node: ir.Node, dims: Dimensions) -> Write | None:
-    """BiasGelu, and FastGelu, which may have no bias: then it stays."""
+    """Rewrite BiasGelu or FastGelu; None for a FastGelu without bias, which is kept."""
     if node_input(node, 1) is None:
         return None
     only_attributes(node)
@@ -152,7 +152,7 @@ def _fused_matmul(node: ir.Node, dims: Dimensions) -> Write:
         if integer_attribute(node, name, 0) == 1:
             shape = dims.shape(operands[index])
             ranks[index] = 0 if shape is None else len(shape)
-            expect(ranks[index] > 1, f"the rank of {operands[index].name!r} is not known, which {name} turns")
+            expect(ranks[index] > 1, f"the rank of {operands[index].name!r} is not known, but {name} transposes it")
     constant = constant_tensor(operands[1]) is not None
 
     def write(to: Writer) -> Sequence[ir.Value | None]:
@@ -227,7 +227,7 @@ def _embeddings(node: ir.Node, dims: Dimensions) -> Write:
 
 
 def _lengths(to: Writer, ids: ir.Value | None, mask: ir.Value | None) -> ir.Value:
-    """int32 [batch]: how often the mask is 1; zeros without one."""
+    """Return int32 [batch]: the number of ones in each row of the mask; zeros if there is no mask."""
     kind = ir.DataType.INT32
     if mask is None:
         batch = to.op("Gather", to.op("Shape", ids, dtype=ir.DataType.INT64), to.ints(0), dtype=ir.DataType.INT64)

@@ -1,4 +1,4 @@
-"""Writes the nodes that take the place of one fused operator (fused_forms.py)."""
+"""Writes the nodes that replace one fused operator (fused_forms.py)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .dimensions import Dimensions
 from .node_checks import MICROSOFT_DOMAIN, UnfitError, expect, node_input
 from .shape_inference import opset_of
 
-_LAYER_NORMALIZATION = 17  # the opset of the operator
+_LAYER_NORMALIZATION = 17  # first opset with LayerNormalization
 
 # Adds nodes to a Writer and returns the replacements of the old node's outputs, in order; None for unused outputs.
 Write = Callable[["Writer"], Sequence[ir.Value | None]]
 
 
 class Writer:
-    """Collects nodes and constants; put() replaces the old node by them."""
+    """Collects new nodes and constants; put() replaces the fused node with them."""
 
     def __init__(self, node: ir.Node, made: dict[Hashable, ir.Value], new_name: Callable[[str], str]) -> None:
-        """made: what the model's operators share."""
+        """made: values shared by several new nodes of the model, by key."""
         assert isinstance(node.graph, ir.Graph)
         self.node, self.opset = node, opset_of(node.graph)
         self._graph, self._made, self._new_name = node.graph, made, new_name
@@ -30,7 +30,7 @@ class Writer:
         self._nodes: list[ir.Node] = []
 
     def put(self, write: Write) -> None:
-        """Raises UnfitError before anything is changed if `write` does."""
+        """Replace the node by what `write` adds; if `write` raises UnfitError, the graph is unchanged."""
         node = self.node
         unused = [value for value in node.inputs if value is not None]
         pairs = [(old, new) for old, new in zip(node.outputs, write(self), strict=False) if new is not None]
@@ -50,7 +50,7 @@ class Writer:
         dtype: ir.DataType | None = None,
         **attributes: int | float | Sequence[int],
     ) -> ir.Value:
-        """The first output of a new node. name: "" is the old node's own, others stand behind that."""
+        """Add a node and return its first output. name: suffix of the fused node's name; "" keeps that name."""
         given = list(inputs)
         while given[-1] is None:
             given.pop()
@@ -64,11 +64,11 @@ class Writer:
         return output
 
     def contrib(self, op_type: str, *inputs: ir.Value | None, name: str = "", **attributes: int | float) -> ir.Value:
-        """An operator of ONNX Runtime."""
+        """Add a com.microsoft operator and return its first output, float32."""
         return self.op(op_type, *inputs, name=name, domain=MICROSOFT_DOMAIN, dtype=ir.DataType.FLOAT, **attributes)
 
     def layer_norm(self, x: ir.Value, weight: ir.Value, bias: ir.Value | None, epsilon: float) -> ir.Value:
-        """Over the last axis, by the operator, or by its formula in models of an opset that does not have it."""
+        """Add a LayerNormalization over the last axis; below opset 17, the operators of its formula."""
         if self.opset >= _LAYER_NORMALIZATION:
             return self.op("LayerNormalization", x, weight, bias, name="", axis=-1, epsilon=epsilon)
         mean = self.op("ReduceMean", x, axes=[-1], keepdims=1)
@@ -80,7 +80,7 @@ class Writer:
         return scaled if bias is None else self.op("Add", scaled, bias, name="")
 
     def shared(self, key: Hashable, make: Callable[[], ir.Value]) -> ir.Value:
-        """Return a value that later operators of the graph use as well."""
+        """Return the value stored under `key` for this graph, made on first use."""
         place = self._graph, key
         if place not in self._made:
             self._made[place] = make()
@@ -95,7 +95,7 @@ class Writer:
         return self.constant(np.array(numbers, np.int64))
 
     def constant(self, array: np.ndarray) -> ir.Value:
-        """A small one, which all operators share."""
+        """Add a small initializer, or return the equal one of this graph."""
 
         def make() -> ir.Value:
             return self._initializer(ir.Tensor(array, name=self._new_name(f"{self._name}/constant")))
@@ -131,7 +131,7 @@ def required(node: ir.Node, index: int) -> ir.Value:
 
 
 def unused(node: ir.Node, *outputs: int) -> None:
-    """Raises UnfitError if somebody uses one of these outputs."""
+    """Raise UnfitError if one of these outputs is used."""
     for index in outputs:
         expect(not is_used(node, index), f"its output {index} is used")
 
@@ -144,17 +144,17 @@ def is_used(node: ir.Node, index: int) -> bool:
 
 
 def only_attributes(node: ir.Node, *names: str) -> None:
-    """Raises UnfitError for an attribute that is not one of these."""
+    """Raise UnfitError if the node has another attribute than these."""
     for name in node.attributes:
-        expect(name in names, f"its attribute {name!r} is not known here")
+        expect(name in names, f"its attribute {name!r} is not supported")
 
 
 def real_number(node: ir.Node, name: str, default: float) -> float:
-    """The node's attribute."""
+    """Return a float attribute, or the default."""
     attr = node.attributes.get(name)
     if attr is None:
         return default
-    expect(attr.type == ir.AttributeType.FLOAT and not attr.is_ref(), f"its attribute {name!r} is no number")
+    expect(attr.type == ir.AttributeType.FLOAT and not attr.is_ref(), f"its attribute {name!r} is not a float")
     return attr.as_float()
 
 

@@ -1,4 +1,4 @@
-"""Finds where a value is split into the halves of its last axis: by Split, or by two Slices."""
+"""Finds a Split or two Slices that split a value into the halves of its last axis."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .layer_norm import is_last_axis
 class SplitHalves:
     """The two halves of a value's columns."""
 
-    values: tuple[ir.Value, ir.Value]  # the first columns, and those behind them
-    nodes: tuple[ir.Node, ...]  # that make them, in graph order
+    values: tuple[ir.Value, ir.Value]  # first half, second half
+    nodes: tuple[ir.Node, ...]  # the Split or the Slices, in graph order
 
 
 def split_in_halves(value: ir.Value, columns: int) -> SplitHalves | None:
-    """The halves of a value [..., columns], where nothing else sees it. Changes nothing."""
+    """Return the halves of a value [..., columns] if its only consumers are the Split or Slices, else None."""
     nodes = [use.node for use in value.uses()]
     here = all(node.graph is graph_of(value) and node.domain in DEFAULT_DOMAINS for node in nodes)
     if columns % 2 or value.is_graph_output() or not here:

@@ -1,4 +1,4 @@
-"""Finds the LayerNormalization behind a linear layer and its epilogue, and all that a graph has.
+"""Finds the LayerNormalization after a linear layer and its epilogue, or all of a graph.
 
 Exports of opset 17 and later have one node; earlier ones, and TorchScript below that opset, write
 
@@ -20,11 +20,11 @@ from .constants import DEFAULT_DOMAINS, constant_tensor, float_array
 from .dimensions import Dimensions
 from .epilogue import Epilogue, LayerNorm, graph_of, in_graph_order, only_consumer
 
-_DEFAULT_EPSILON = 1e-5  # of the operator
+_DEFAULT_EPSILON = 1e-5  # default of LayerNormalization
 
 
 def add_layer_norm(epilogue: Epilogue, n: int) -> Epilogue:
-    """The epilogue of a layer of n outputs with the LayerNormalization behind it, if there is one."""
+    """Return the epilogue of a layer with n outputs, extended by the LayerNormalization after it, if any."""
     found = find_layer_norm(epilogue.output, n)
     if found is None:
         return epilogue
@@ -32,8 +32,8 @@ def add_layer_norm(epilogue: Epilogue, n: int) -> Epilogue:
 
 
 def find_layer_norm(x: ir.Value, n: int) -> LayerNorm | None:
-    """Return the LayerNorm of x [..., n], float32, if x and values in between have no other consumer."""
-    if n < 2:  # with one column, x could be broadcast to more by what was added to it
+    """Return the LayerNorm of x, float32 [..., n], if x and the intermediate values have no other consumers."""
+    if n < 2:  # an added residual could broadcast a single column to several
         return None
     for node in dict.fromkeys(use.node for use in x.uses()):
         found = _norm(node, n)
@@ -43,9 +43,9 @@ def find_layer_norm(x: ir.Value, n: int) -> LayerNorm | None:
 
 
 def find_norms(graph: ir.Graph | ir.Function, dimensions: Dimensions) -> Iterator[tuple[ir.Value, LayerNorm]]:
-    """Yield all norms of a graph with the x [..., n] that each normalizes.
+    """Yield each LayerNorm of a graph, with the value [..., n] that it normalizes, for n of at least 2.
 
-    x may have other consumers, and is not constant. n is known, and not 1.
+    The value is not constant and may have other consumers.
     """
     for node in graph:
         x = node.inputs[0] if node.inputs else None
@@ -67,7 +67,7 @@ def _length_of_weight(node: ir.Node) -> int | None:
 
 
 def _norm(node: ir.Node, n: int) -> LayerNorm | None:
-    """The one whose first node this is."""
+    """Return the LayerNorm that begins at this node, or None."""
     found = _operator(node, n) or _formula(node, n)
     return found if found is not None and 0 <= found.epsilon < math.inf else None
 
@@ -111,7 +111,7 @@ def _formula(mean: ir.Node, n: int) -> LayerNorm | None:
     if multiply is None or weight is None or not _is_vector(weight, n):
         return None
     nodes = [mean, subtract, square, variance, add, root, divide, multiply]
-    # Between x and the result, nobody else sees a value.
+    # No other node may read an intermediate value.
     if not _only_seen_by(d, square, divide):
         return None
     plus = _consumer(multiply, "Add")
@@ -122,7 +122,7 @@ def _formula(mean: ir.Node, n: int) -> LayerNorm | None:
 
 
 def _consumer(node: ir.Node | None, op_type: str) -> ir.Node | None:
-    """The only one of the node's result, if it is this operator."""
+    """Return the only consumer of a node's output if it has this type, else None."""
     consumer = only_consumer(node.outputs[0]) if node is not None else None
     standard = consumer is not None and consumer.domain in DEFAULT_DOMAINS
     return consumer if consumer is not None and standard and consumer.op_type == op_type else None
@@ -134,12 +134,12 @@ def _only_seen_by(value: ir.Value, *nodes: ir.Node) -> bool:
 
 
 def _other(node: ir.Node, operand: ir.Value) -> ir.Value | None:
-    """The other operand of an addition or a product."""
+    """Return the other operand of an Add or Mul."""
     return node.inputs[1] if node.inputs[0] is operand else node.inputs[0]
 
 
 def _is_mean(node: ir.Node) -> bool:
-    """Return whether it is the ReduceMean over the last axis, with keepdims."""
+    """Return whether a node is a ReduceMean over the last axis with keepdims."""
     if node.op_type != "ReduceMean" or node.domain not in DEFAULT_DOMAINS:
         return False
     attributes = node.attributes
@@ -147,7 +147,7 @@ def _is_mean(node: ir.Node) -> bool:
         return False
     if "axes" in attributes:
         axes = list(attributes["axes"].as_ints())
-    else:  # from opset 18 on an input
+    else:  # axes are an input from opset 18
         tensor = constant_tensor(node.inputs[1]) if len(node.inputs) > 1 else None
         axes = tensor.numpy().reshape(-1).tolist() if tensor is not None else []
     return len(axes) == 1 and is_last_axis(node, axes[0])
@@ -174,7 +174,7 @@ def _is_vector(value: ir.Value, n: int) -> bool:
 
 def _number(value: ir.Value | None) -> float | None:
     tensor = constant_tensor(value)
-    # Of more axes than one, a number might add axes to the result.
+    # A constant with more than one axis could add axes to the result.
     if tensor is None or list(tensor.shape) not in ([], [1]):
         return None
     return float(float_array(tensor).item())
