@@ -1,1 +1,1 @@
-"""Makers of our operators' nodes and ONNX functions: one file per operator and one for its function."""
+"""Nodes and ONNX functions of Ortolan's operators: one file per operator, and one file for its function."""

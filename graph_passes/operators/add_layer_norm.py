@@ -22,13 +22,13 @@ _FORMAT_VERSION = 1
 
 
 def add_layer_norm_node(inputs: Sequence[ir.Value | None], epsilon: float, name: str | None) -> ir.Node:
-    """Return a node with these inputs, in the order of INPUTS. All of them are required: see `fill_missing`."""
+    """Return a node with these inputs, in the order of INPUTS. All inputs are required (see `fill_missing`)."""
     attributes = [ir.AttrFloat32("epsilon", epsilon), ir.AttrInt64("format_version", _FORMAT_VERSION)]
     return ir.Node(ORTOLAN_DOMAIN, OP_TYPE, inputs, attributes, name=name)
 
 
 def add_layer_norm_function(opset: int) -> ir.Function:
-    """Return the operator as an ONNX function for a model of this opset."""
+    """Return AddLayerNorm as an ONNX function for a model of this opset."""
     inputs = [ir.val(name) for name in INPUTS]
     x, addend, second_addend, weight, bias = inputs
     body = FunctionBody(opset)

@@ -1,4 +1,4 @@
-"""The formats of KV caches in ONNX: key codes and int8 values, for nomad_cache_function.py.
+"""ONNX nodes that read and write compressed KV caches: key codes and int8 values, for nomad_cache_function.py.
 
 Specification: ops/formats/key_code_cache.h and value_cache.h.
 """
@@ -11,11 +11,11 @@ from numpy.typing import DTypeLike
 
 from .function_body import FunctionBody
 
-# As in ops/formats.
-_BLOCK = 32  # tokens
+# These constants equal those of the C++ code in ops/formats.
+_BLOCK = 32  # tokens per block
 _CENTROIDS = 16
-SCALE_BYTES = 2  # per row of int8 values
-_NAN_BITS = 0x7FC0  # bfloat16
+SCALE_BYTES = 2  # bytes of the bfloat16 scale before each row of int8 values
+_NAN_BITS = 0x7FC0  # bits of a bfloat16 NaN
 _INT32 = ir.DataType.INT32
 
 
@@ -25,10 +25,10 @@ def size_of(body: FunctionBody, x: ir.Value, axis: int) -> ir.Value:
 
 
 def reshape(body: FunctionBody, x: ir.Value, keep: int, *sizes: ir.Value | int) -> ir.Value:
-    """Reshape x, keeping its first `keep` dimensions and replacing the others by `sizes`."""
+    """Reshape x, keeping its first `keep` dimensions and replacing the remaining ones by `sizes`."""
     op = body.op
-    # Not Reshape's 0 for a kept dimension: ONNX Runtime would then turn a later size into -1, which fails for empty
-    # tensors.
+    # Kept dimensions are not written as 0 in Reshape's shape: ONNX Runtime would then turn a later size into -1, which
+    # fails for empty tensors.
     kept = op("Slice", op("Shape", x), body.ints(0), body.ints(keep))
     return op("Reshape", x, op("Concat", kept, body.shape(*sizes), axis=0))
 
@@ -51,7 +51,8 @@ def _whole_blocks(body: FunctionBody, rows: ir.Value, dtype: DTypeLike) -> ir.Va
 def _by_position(body: FunctionBody, blocks: ir.Value, rows: ir.Value, tokens: ir.Value) -> ir.Value:
     """Return a cache of `tokens` [B] tokens: full blocks, then the remaining tokens in row layout.
 
-    blocks and rows hold all tokens in either layout, [B, heads, T, …]; blocks may be padded.
+    `blocks` holds all tokens in block layout and may be padded; `rows` holds all tokens in row layout. Both are [B,
+    heads, T, …].
     """
     op = body.op
     size = size_of(body, rows, 2)
@@ -75,16 +76,16 @@ class KeyCodes:
         self._parts, self._d_sub = size_of(body, codebooks, 1), size_of(body, codebooks, 3)
         self.row_bytes = op("Div", self._parts, body.integer(2))
         self._quads = op("Div", self._parts, body.integer(4))
-        # For each part, the index of its nibble in a row; in a byte, the low nibble comes first.
+        # Compute the index of each part's nibble in a row. In a byte, the low nibble comes first.
         eight = body.integer(8)
         part = op("Range", body.integer(0), self._parts, body.integer(1))
         in_eight = op("Mod", part, eight)
         is_last = op("Less", op("Mul", op("Div", self._parts, eight), eight), op("Add", part, body.integer(1)))
-        # eight parts fill four bytes; the last four may fill two
+        # Eight parts fill four bytes; if four parts remain at the end, they fill two bytes.
         lane = op("Where", is_last, body.integer(2), body.integer(4))
         byte = op("Add", op("Mul", op("Div", part, eight), body.integer(4)), op("Mod", in_eight, lane))
         self._nibble = op("Add", op("Mul", byte, body.integer(2)), op("Div", in_eight, lane))
-        self._part = op("ScatterElements", part, self._nibble, part, axis=0)  # the inverse: the part of each nibble
+        self._part = op("ScatterElements", part, self._nibble, part, axis=0)  # the inverse map: nibble -> part
 
     def from_cache(self, cache: ir.Value, tokens: ir.Value) -> ir.Value:
         """Return the codes of a cache with `tokens` [B] tokens. Codes of later tokens are undefined."""
@@ -116,7 +117,7 @@ class KeyCodes:
         body, op = self._body, self._body.op
         parts = reshape(body, keys, 3, self._parts, self._d_sub)
         distances = None
-        for i in range(self._largest):  # in the kernel's order, because each sum is rounded
+        for i in range(self._largest):  # add in the kernel's order, because each sum is rounded
             number = body.integer(i)
             at = op("Min", number, op("Sub", self._d_sub, body.integer(1)))
             key = op("Unsqueeze", op("Gather", parts, at, axis=4), body.ints(4))
@@ -164,7 +165,7 @@ class Int8Values:
 
     """
 
-    _QUAD = 4  # tokens whose values are interleaved in a block
+    _QUAD = 4  # number of tokens whose values are interleaved in a block
 
     def __init__(self, body: FunctionBody) -> None:
         self._body = body
@@ -253,7 +254,7 @@ class Int8Values:
         """Return (lead, power): a value with this exponent is power * (lead + fraction)."""
         body = self._body
         lead = np.ones(256, np.float32)
-        lead[0] = 0  # subnormals
+        lead[0] = 0  # subnormal numbers have no leading 1
         powers = np.ldexp(np.float32(1), np.clip(np.arange(256), 1, 254) - 127)
         powers[255] = np.nan
         first, second = (body.op("Gather", body.constant(table), binade, axis=0) for table in (lead, powers))
@@ -263,7 +264,7 @@ class Int8Values:
         return self._body.constant(np.array(number, np.int32))
 
     def _reduced(self, x: ir.Value) -> ir.Value:
-        """Finish a reduction over the last axis: ONNX Runtime keeps that axis if another dimension is 0."""
+        """Cut the last axis of a reduction's result to length 1: ONNX Runtime keeps it if another axis is empty."""
         return self._until(x, 1)
 
     def _until(self, x: ir.Value, count: int) -> ir.Value:

@@ -12,15 +12,15 @@ from ..find.dimensions import Dimensions
 from ..names import ORTOLAN_DOMAIN
 from .nodes import new_initializer
 
-_VALUE = 2  # input index of Attention
+_VALUE = 2  # index of Attention's input V
 
 
 def declare_shapes(model: ir.Model, new_name: Callable[[str], str]) -> None:
-    """Declare the output shapes of our operators, and state the width of each value input of a standard Attention.
+    """Declare the output shapes of Ortolan's operators, and the width of each value input of a standard Attention.
 
-    Declared shapes become value_info. This is not enough for Attention (opset 23): if the width of its value input is
-    unknown, ONNX Runtime assumes 0, and inlining a function may remove the node with the declared output. A Reshape to
-    a constant shape is free and survives.
+    Declared shapes become value_info. This is not enough for Attention (opset 23): inlining a function may remove the
+    node whose output shape was declared, and ONNX Runtime then assumes that the value input has width 0. So a Reshape
+    to a constant shape, which costs nothing and survives inlining, goes before that input.
     """
     for graph in model.graphs():
         if not any(node.domain == ORTOLAN_DOMAIN for node in graph):
@@ -29,7 +29,7 @@ def declare_shapes(model: ir.Model, new_name: Callable[[str], str]) -> None:
         for node in list(graph):
             if (
                 node.domain == ORTOLAN_DOMAIN and not node.outputs[0].is_graph_output()
-            ):  # graph outputs keep the shapes that the user stated
+            ):  # graph outputs keep the shapes declared in the given model
                 _declare(node.outputs[0], dims)
             elif node.op_type == "Attention" and node.domain in DEFAULT_DOMAINS and model.functions:
                 _state_width(graph, node, dims, new_name)

@@ -1,30 +1,30 @@
-"""Embedding lookups in a quantized table, by standard operators: the work is too small for an operator of our own.
+"""Embedding lookups in a quantized table, built from standard operators: the work is too small for a custom operator.
 
-A table [rows, width] is stored as a matrix, in 8 bits with a scale per row
+The table [rows, width] is stored in one of these formats. 8 bits with a scale per row:
 
     q  int8 [rows, width],   scales  float32 [rows, 1]                     row(i) = q[i] scales[i]
 
-or with a scale per group of a row, in 8 bits
+8 bits with a scale per group of a row:
 
     q  int8 [rows, groups, group_size],   scales  [rows, groups, 1]        row(i) = q[i] scales[i]
 
-or in 4 bits, where the low nibbles are the first half of a group and the high nibbles the second, and zero points count
-sixteenths
+4 bits with a scale per group: low nibbles hold the first half of a group, high nibbles the second half. Zero points are
+stored in units of 1/16:
 
     q  uint8 [rows, groups, group_size / 2],   scales, zero_points  [rows, groups, 1]
     row(i) = (low(q[i]), high(q[i]) - zero_points[i] / 16) scales[i]
 
-Or the table is the weight [width, rows] of the tied output head. Lookups then read the head's packed weight: nothing is
-stored twice, and only the requested rows are unpacked. In W8A8MatMul (layout: ops/formats/int8_group.h)
+If the output head shares the table (tied weights), its weight is the table's transpose [width, rows]. Lookups then read
+the head's packed weight, and unpack only the requested rows. Packed weight of W8A8MatMul (ops/formats/int8_group.h):
 
     weights  int8 [panels, quads, 16, 4],   scales  [panels, groups, 16]
     row(i) = weights[i / 16, :, i % 16, :] scales[i / 16, 4 quad / group_size, i % 16]
 
-in W4A8MatMul (ops/formats/int4_group.h), where low nibbles belong to one quad and high nibbles to the next
+Packed weight of W4A8MatMul (ops/formats/int4_group.h); low nibbles belong to one quad, high nibbles to the next:
 
     weights  uint8 [panels, pairs of quads, 64],   scales, zero_points  [panels, groups, 16]
 
-in the dense storage of SparseAMXMatMul (ops/formats/bitmap.h), with d = 2 for bf16 and 4 for int8
+Dense storage of SparseAMXMatMul (ops/formats/bitmap.h); d is 2 for bf16 and 4 for int8:
 
     values  bf16 or int8 [panels, padded width / d, 16, d], flat,   scales of int8  [panels, 1, 16]
     row(i) = values[i / 16, :, i % 16, :] scales[i / 16, 0, i % 16]
@@ -44,9 +44,9 @@ from ..weights.quantizers.grid import FRACTION_STEPS
 from .function_body import PANEL_COLUMNS
 from .nodes import new_initializer
 
-_QUAD = 4  # inputs of a column that are stored together
+_QUAD = 4  # number of inputs of a column that are stored side by side
 _MIDDLE = 8  # the zero point of 4-bit weights without zero points
-_NEVER = np.iinfo(np.int64).max  # a divisor above every id: id / _NEVER is 0 and id % _NEVER is id
+_NEVER = np.iinfo(np.int64).max  # a divisor larger than every id, so that id / _NEVER is 0 and id % _NEVER is id
 NewName = Callable[[str], str]
 
 
@@ -57,7 +57,7 @@ class _Reader:
     name: str
     ids: ir.Value
     rank: int | None
-    nodes: list[ir.Node]  # in order; the last one returns the rows
+    nodes: list[ir.Node]  # in execution order; the last node returns the rows
 
 
 @dataclass
@@ -72,12 +72,12 @@ class StoredEmbedding:
     dtype: ir.DataType
     q: ir.Value
     scales: ir.Value
-    zero_points: ir.Value | None  # for 4 bits
+    zero_points: ir.Value | None  # only with 4-bit weights
     as_bf16: bytes  # a digest of the table rounded to bf16
     readers: list[_Reader] = field(default_factory=list)
 
     def read_rows(self, graph: ir.Graph, embedding: Embedding, new_name: NewName) -> None:
-        """Replace the model's lookups by nodes that read the table as a matrix. graph: the main graph."""
+        """Replace the model's lookups by nodes that read the quantized table. graph: the main graph."""
         for lookup in embedding.lookups:
             reader = _Reader(lookup.name, lookup.ids, lookup.rank, [lookup.node])
             self.readers.append(reader)
@@ -92,7 +92,7 @@ class StoredEmbedding:
             self._put(write, reader, rows, padded)
 
     def _four_bits(self, write: _Writer, q: ir.Value, reader: _Reader) -> ir.Value:
-        """Unpack bytes to 4-bit integers less their zero points, float32."""
+        """Unpack bytes to 4-bit integers minus their zero points, float32."""
         assert self.zero_points is not None
         q = _nibbles(write, q)
         zero = write.op("Cast", write.op("Gather", self.zero_points, reader.ids), to=ir.DataType.FLOAT)
@@ -114,7 +114,7 @@ class StoredEmbedding:
         self.q, self.scales = weights, scales
 
     def add_lookups(self, nodes: Sequence[ir.Node]) -> None:
-        """Register lookups of the model, nodes whose second input is ids, that will read the head's weight."""
+        """Register lookup nodes of the model (the second input holds the ids) that will read the head's weight."""
         for node in nodes:
             ids = node.inputs[1]
             assert ids is not None
@@ -125,10 +125,10 @@ class StoredEmbedding:
     ) -> None:
         """Replace the lookups by nodes that read the weight of a W4A8MatMul.
 
-        A zero point is stored in units of 1 / `steps`; without zero points, it is 8.
+        A zero point is stored in units of 1 / `steps`. Without zero points, 8 is subtracted.
         """
         assert self.group_size is not None
-        pairs = -(-self.width // (2 * _QUAD))  # pairs of quads share four bytes: low and high nibbles
+        pairs = -(-self.width // (2 * _QUAD))  # two quads share four bytes: low and high nibbles
         offsets = np.zeros((pairs, _QUAD, 3), np.int64)
         offsets[..., 1], offsets[..., 2] = np.arange(pairs)[:, None], np.arange(_QUAD)
         groups = np.arange(pairs) * 2 * _QUAD // self.group_size
@@ -158,7 +158,7 @@ class StoredEmbedding:
         Args:
             values: Packed weights of the head.
             scales: None for bf16.
-            inputs: Inputs of a column that are stored together.
+            inputs: Number of inputs of a column that are stored side by side.
             graph: The main graph.
             new_name: Makes unique names.
         """
@@ -180,7 +180,7 @@ class StoredEmbedding:
         self.q = values
 
     def _positions(self, write: _Writer, reader: _Reader) -> ir.Value:
-        """Return (panel, 0, column) of each id, [..., 1, 3]. As in Gather, negative ids count from the end."""
+        """Return indices (panel, 0, column) for ids, [..., 1, 3]. Negative ids count from the end, as in Gather."""
         ids = reader.ids
         if ids.dtype != ir.DataType.INT64:
             ids = write.op("Cast", ids, to=ir.DataType.INT64)
@@ -191,14 +191,14 @@ class StoredEmbedding:
         return write.op("Mod", place, write.constant([_NEVER, _NEVER, PANEL_COLUMNS]))
 
     def _joined(self, write: _Writer, rows: ir.Value, reader: _Reader, width: int) -> ir.Value:
-        """Merge the last two axes of [..., a, b] to [..., width]. Reshape cannot infer a -1 if there are no ids."""
+        """Merge the last two axes of [..., a, b] to [..., width]; Reshape with -1 would fail if there are no ids."""
         if reader.rank is not None:
             return write.op("Reshape", rows, write.constant([0] * reader.rank + [width]))
         shape = write.op("Concat", write.op("Shape", reader.ids), write.constant([width]), axis=0)
         return write.op("Reshape", rows, shape)
 
     def _put(self, write: _Writer, reader: _Reader, rows: ir.Value, padded: int) -> None:
-        """Replace the reader's nodes by the new ones, which return rows [..., padded]."""
+        """Replace the reader's nodes by the new nodes, which compute `rows` [..., padded]."""
         if padded != self.width:
             rows = write.op("Slice", rows, *(write.constant([end]) for end in (0, self.width, -1)))
         if self.dtype != ir.DataType.FLOAT:
@@ -235,7 +235,7 @@ def _nibbles(write: _Writer, q: ir.Value) -> ir.Value:
 
 
 def _repeated(write: _Writer, place: ir.Value, middle: np.ndarray) -> ir.Value:
-    """Repeat positions [..., 1, 3] to [..., m, 3], adding `middle` [m] to the second of the three indices."""
+    """Repeat indices [..., 1, 3] to [..., m, 3], and add `middle` [m] to the second of the three."""
     offsets = np.zeros((len(middle), 3), np.int64)
     offsets[:, 1] = middle
     return write.op("Add", place, write.constant(offsets))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
-PANEL_COLUMNS = 16  # as in ops/formats
+PANEL_COLUMNS = 16  # equals the panel width in ops/formats
 
 
 class FunctionBody:
@@ -88,8 +88,8 @@ class FunctionBody:
     def by_attribute(self, name: str, values: Mapping[int, ir.Value]) -> ir.Value:
         """Return the value whose key equals the integer attribute. All values are computed.
 
-        An If would not help: ONNX Runtime 1.24 fails on constants in its branches, and computes the constants of both
-        branches anyway.
+        An If node would not save work: ONNX Runtime 1.24 fails on constants in its branches, and folds the constants of
+        both branches.
         """
         *others, (_, chosen) = values.items()
         for number, value in others:

@@ -1,7 +1,7 @@
-"""Common parts of W4A8MatMul and W8A8MatMul as ONNX functions: rounding activations and expanding scales by group.
+"""Code shared by W4A8MatMul and W8A8MatMul as ONNX functions: rounding of activations, and expansion of group scales.
 
-They use only operators with the same meaning from opset 13 on (except ReduceMax), and work for any k, n and rank of X.
-The weight formats are specified in ops/formats/int4_group.h and int8_group.h.
+The functions use only operators whose meaning has not changed since opset 13 (except ReduceMax). They support any k, n
+and rank of X. The weight formats are specified in ops/formats/int4_group.h and int8_group.h.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ ATTRIBUTES = ("k", "n", "format_version", "group_size", "activation", "gated_col
 ROW_INPUTS = 4
 TILE_INPUTS = 64
 
-_SMALLEST_MAXIMUM = 2.0**-100  # as in ops/matmul/group_weight.h
+_SMALLEST_MAXIMUM = 2.0**-100  # equals the constant in ops/matmul/group_weight.h
 
 
 class GroupRows:
-    """Expands tensors [panels, groups, 16] to [k padded to tiles, n padded to panels]: one row per input."""
+    """Expands tensors [panels, groups, 16] to one row per input: [k padded to tiles, n padded to panels]."""
 
     def __init__(self, body: FunctionBody) -> None:
         self._body = body
@@ -32,7 +32,7 @@ class GroupRows:
         tile_inputs = body.integer(TILE_INPUTS)
         padded_k = op("Mul", body.divided_up(self.k, tile_inputs), tile_inputs)
         group_size = body.attribute("group_size")
-        # Padding inputs use the last group; their weights are cut off.
+        # Padding inputs use the scale of the last group; `matrix` cuts off their rows.
         group = op("Div", op("Range", body.integer(0), padded_k, body.integer(1)), group_size)
         self._group = op("Min", group, op("Div", op("Sub", self.k, body.integer(1)), group_size))
 
@@ -49,7 +49,7 @@ class GroupRows:
 
 
 def zero_of(body: FunctionBody, x: ir.Value, unpack_once: bool) -> ir.Value:
-    """Return 0: a constant, or without unpack_once computed from x, so that ONNX Runtime cannot fold the unpacking."""
+    """Return 0. Without unpack_once it is computed from x, so that ONNX Runtime cannot fold the unpacking."""
     zero = body.integer(0)
     return zero if unpack_once else body.op("Min", body.op("Size", x), zero)
 

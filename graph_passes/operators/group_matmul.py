@@ -1,4 +1,4 @@
-"""Common base of W4A8MatMul and W8A8MatMul: weights in groups of 32, 64 or 128 inputs.
+"""The common base class of W4A8MatMul and W8A8MatMul: weights in groups of 32, 64 or 128 inputs.
 
 Activations are rounded to int8 group by group (ops/matmul/group_weight.h).
 """
@@ -21,9 +21,9 @@ from .replacement import LayerWeight, PackedTensor, Replacement, Stored
 
 GROUP_SIZES = (32, 64, 128)
 
-# Version of the packed tensors; the kernels refuse any other.
+# Version of the packed format; the kernels refuse other versions.
 _FORMAT_VERSION = 1
-_FLOAT_ROUNDING = 2**-12  # error of float32 arithmetic in any order of sums, as a fraction of |x| |W|
+_FLOAT_ROUNDING = 2**-12  # bound on the error of float32 arithmetic, for any summation order, relative to |x| |W|
 _SMALLEST_NORMAL = 2.0**-126
 
 
@@ -36,11 +36,12 @@ class GroupMatMul(Replacement):
     def packed_bytes(self, k: int, n: int, stored: Stored, quantization: Quantization | None) -> int:
         """See `Replacement.packed_bytes`."""
         if quantization is None or quantization.group_size is None:
-            return 4 * k * n  # why_not refuses it
+            return 4 * k * n  # not used: why_not refuses such a layer
         panels = -(-n // PANEL_COLUMNS)
         weights = panels * PANEL_COLUMNS * -(-k // TILE_INPUTS) * TILE_INPUTS * self.bits // 8
         groups = panels * PANEL_COLUMNS * -(-k // quantization.group_size)
-        # Ortolan's quantizers usually make scales that are exact in float16; a model's own float32 scales are not.
+        # Bytes per scale: Ortolan's quantizers usually make scales that are exact in float16; float32 scales that the
+        # model stores usually are not.
         scale = 4 if isinstance(quantization, StoredInt4) and quantization.scales.dtype == ir.DataType.FLOAT else 2
         offset = scale if quantization.minimum else 0 if quantization.symmetric else 1
         return weights + groups * (scale + offset)
@@ -67,7 +68,7 @@ class GroupMatMul(Replacement):
         magnitude = self.magnitude(weight)
         product: np.ndarray = np.abs(x) @ magnitude
         steps = np.zeros_like(product)
-        for start in range(0, len(magnitude), group):  # half a step of each x (ops/matmul/group_weight.h)
+        for start in range(0, len(magnitude), group):  # x is rounded by at most half a step (ops/matmul/group_weight.h)
             half_steps = np.abs(x[:, start : start + group]).max(axis=1, keepdims=True) / 254
             steps += half_steps * magnitude[start : start + group].sum(axis=0)
         # The product of the scales of x and W may be subnormal and flushed to 0.
@@ -76,13 +77,14 @@ class GroupMatMul(Replacement):
         return bound
 
     def magnitude(self, weight: LayerWeight) -> np.ndarray:
-        """Return the magnitude of the terms that the kernel sums for each weight, [k, n]."""
+        """Return for each weight the sum of the absolute values that the kernel multiplies with x, [k, n]."""
         magnitude: np.ndarray = np.abs(weight.matrix)
         return magnitude
 
     def typical_rounding(self, quantization: Quantization | None) -> float:
         """See `Replacement.typical_rounding`."""
-        # Rounding error of a step max|x| / 127, over sqrt 12, for groups whose largest value is three times their RMS.
+        # The rounding error has the RMS step / sqrt(12), where step is max|x| / 127 and max|x| is taken as three times
+        # the RMS of a group.
         return 0.007
 
 

@@ -1,7 +1,8 @@
-"""The hidden layer of an MLP, computed in integers: two layers and the activation between them in one operator.
+"""An MLP computed in integers by one operator: two linear layers and the activation between them.
 
 The first layer's output is rounded to u8, a 256-byte table applies the activation, and the second layer multiplies the
-result (ops/matmul/block_sparse_weight.h). This needs fixed ranges, so pass `ranges` must have recorded both values.
+result by its weight (ops/matmul/block_sparse_weight.h). This needs fixed quantization ranges, so pass `ranges` must
+have recorded the first layer's output and the activation's output.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from ..find.lut import Chain, NoTableError, evaluate, find_chain, find_cone, gra
 from ..weights.quantizers.fixed_range import FixedRange, choose_range
 from .replacement import LayerWeight
 
-# A chain of only these operators is not an activation.
+# A chain that consists only of these operators is not an activation function.
 _NO_ACTIVATION = ("Cast", "DequantizeLinear", "Div", "Identity", "Mul", "QuantizeLinear")
 _SHAPE_OPERATORS = ("Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze")
-_GRID = 1 << 16  # points at which the activation is sampled to choose a range
+_GRID = 1 << 16  # number of points at which the activation is sampled to choose its output range
 
 
 @dataclass(frozen=True, eq=False)
 class Mlp:
-    """Two layers with an activation between them: layer(activation(hidden(x)))."""
+    """Two linear layers with an activation between them: layer(activation(hidden(x)))."""
 
     hidden: Linear
-    between: Chain  # all nodes between the layers: the activation and the reshapes around it
+    between: Chain  # all nodes between the two layers: the activation and the reshapes around it
     activation: Chain
     layer: Linear
 
@@ -45,10 +46,10 @@ class ByteTable:
 
 @dataclass(frozen=True, eq=False)
 class HiddenLayer:
-    """The data with which an operator also computes the hidden layer."""
+    """The data that an operator needs to also compute the hidden layer of an MLP."""
 
     mlp: Mlp
-    weight: LayerWeight  # with an input range
+    weight: LayerWeight  # x_range is set
     table: ByteTable
 
 
@@ -56,8 +57,8 @@ def find_mlps(linears: Sequence[Linear], graph: ir.Graph) -> tuple[dict[Linear, 
     """Find the MLPs of the main graph whose intermediate values have no other consumer.
 
     Returns:
-        The float32 MLPs by their hidden layer, and the reasons why other layers followed by element-wise operators are
-        not hidden layers.
+        The float32 MLPs by their hidden layer; and for each other layer that is followed by element-wise operators, why
+        it is not a hidden layer.
     """
     order = graph_order(graph)
     by_input = {linear.x: linear for linear in linears}
@@ -93,7 +94,7 @@ def find_mlps(linears: Sequence[Linear], graph: ir.Graph) -> tuple[dict[Linear, 
 
 
 def reshapes_behind(x: ir.Value, width: int) -> list[ir.Node]:
-    """Return the chain of shape operators after x that keep rows of this width and have no other consumers."""
+    """Return the chain of shape operators after x that keep rows of this width and have a single consumer each."""
     found: list[ir.Node] = []
     while len(x.uses()) == 1 and not x.is_graph_output():
         node = next(iter(x.uses())).node
@@ -123,7 +124,7 @@ def make_byte_table(mlp: Mlp, activations: Mapping[str, np.ndarray], opsets: Map
         opsets: Opset imports.
 
     Returns:
-        The table, or the reason why there is no table.
+        The table, or the reason why no table can be made.
     """
     outputs = activations[mlp.hidden.output.name or ""]
     grid = np.linspace(min(outputs.min(), 0), max(outputs.max(), 0), _GRID, dtype=np.float32)

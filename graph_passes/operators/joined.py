@@ -1,4 +1,4 @@
-"""Several layers with the same input joined in one operator.
+"""Several linear layers with the same input, joined in one operator.
 
 Two layers may form a gated linear unit, activation(x Wg + bg) (x Wu + bu): the operator's weight is [Wg Wu], each
 padded with zero columns to whole panels (ops/matmul/linear_plan.h). They may be the halves of one layer in the model,
@@ -39,18 +39,21 @@ class PackedQkv:
 
 @dataclass(frozen=True, eq=False)
 class Halves:
-    """A layer as a gated linear unit: one half of its columns, perhaps after an activation, multiplies the other."""
+    """A layer that is a gated linear unit.
 
-    columns: tuple[slice, slice]  # columns of the gate, then of the other half
-    epilogue: Epilogue  # its nodes include the split of the layer's output
+    One half of its columns, perhaps after an activation, multiplies the other.
+    """
+
+    columns: tuple[slice, slice]  # the columns of the gate, and the columns that it multiplies
+    epilogue: Epilogue  # `nodes` includes the Split of the layer's output
 
     @property
     def in_place(self) -> bool:
-        """True if the operator's weight has the layer's columns in their order, without padding."""
+        """True if the operator's weight has the layer's columns in the same order, without padding."""
         return bool(self.columns[0].start == 0 and self.columns[0].stop % PANEL_COLUMNS == 0)
 
     def packed_columns(self) -> np.ndarray:
-        """Return the column of the operator's weight for each of the layer's columns."""
+        """Return for each of the layer's columns its index in the operator's weight."""
         width = self.columns[0].stop - self.columns[0].start
         positions = np.empty(2 * width, np.int64)
         for where, packed in zip(self.columns, columns_of([width, width]), strict=True):
@@ -59,7 +62,10 @@ class Halves:
 
 
 def find_gated(linears: Sequence[Linear]) -> dict[Linear, Linear]:
-    """Find pairs of layers whose outputs are multiplied, as gate -> other; an activation may follow the gate."""
+    """Find pairs (gate -> multiplied layer) of layers whose outputs are multiplied.
+
+    An activation may follow the gate.
+    """
     by_input: dict[tuple[ir.Value, int], list[Linear]] = defaultdict(list)
     for linear in linears:
         if linear.dtype == ir.DataType.FLOAT:
@@ -76,7 +82,7 @@ def find_gated(linears: Sequence[Linear]) -> dict[Linear, Linear]:
 
 
 def find_halves(linear: Linear) -> Halves | None:
-    """Return the layer as a gated linear unit of its own halves, if it is one. Changes nothing."""
+    """Return the halves of a layer that is a gated linear unit of its own halves, else None. Change nothing."""
     if linear.dtype != ir.DataType.FLOAT:
         return None
     found = split_in_halves(linear.output, linear.n)
@@ -102,7 +108,7 @@ def find_packed_qkv(linears: Sequence[Linear], model: ir.Model) -> list[PackedQk
     by_output = {linear.output: linear for linear in linears if linear.dtype == ir.DataType.FLOAT}
     found = []
     for attention in nodes_of(model, OP_TYPE):
-        if len(attention.inputs) > len(INPUTS):  # it has a cache
+        if len(attention.inputs) > len(INPUTS):  # the node has a cache
             return []
         values = [input_of(attention, INPUTS, name) for name in ("query", "key", "value")]
         layers = [by_output[value] for value in values if value in by_output]
@@ -144,7 +150,7 @@ def _kind(quantization: Quantization | None) -> tuple[int, int | None, bool, boo
 
 
 def _may_lack_zero_points(quantization: Quantization) -> bool:
-    """Return whether missing zero points mean zero points of 0."""
+    """Return whether weights in this format may lack zero points, which then count as 0."""
     return quantization.bits == 8 and not quantization.minimum
 
 
@@ -153,8 +159,8 @@ def join_weights(
 ) -> LayerWeight:
     """Return one weight with the columns of all layers; see `can_join`.
 
-    Quantized tensors go to `spill`, with names that start with `name`. columns: the used columns of each layer; None:
-    all.
+    Quantized tensors go to `spill`, with names that start with `name`. columns: the columns to use from each layer;
+    None: all.
     """
     columns = [slice(None)] * len(weights) if columns is None else columns
     matrix = join_columns([weight.matrix[:, where] for weight, where in zip(weights, columns, strict=True)])

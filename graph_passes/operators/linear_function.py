@@ -1,4 +1,4 @@
-"""Parts that all linear operators share as ONNX functions: everything after X W (ops/matmul/linear_plan.h)."""
+"""The part of the ONNX functions that all linear operators share: everything after X W (ops/matmul/linear_plan.h)."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def uses_of_layers(nodes: Sequence[ir.Node], input_names: Sequence[str]) -> dict
 
 
 def neutral_inputs_of_layer(n: int, gated_columns: int = 0) -> dict[str, np.ndarray]:
-    """Return constants without effect for inputs that a node with n weight columns lacks but must have."""
+    """Return neutral constants for inputs that a node with n weight columns lacks but must have."""
     columns = gated_columns or n
     return {
         "bias": np.zeros(n, np.float32),
         "residual": np.zeros(1, np.float32),
-        # Full length: ONNX Runtime fuses the formula into one node that requires one element per column.
+        # One element per column, because ONNX Runtime fuses the formula into a node that does not broadcast its weight.
         "norm_weight": np.ones(columns, np.float32),
         "norm_bias": np.zeros(columns, np.float32),
     }
@@ -60,7 +60,7 @@ def neutral_inputs_of_layer(n: int, gated_columns: int = 0) -> dict[str, np.ndar
 def linear_function(
     op_type: str, opset: int, body: FunctionBody, inputs: Mapping[str, ir.Value], y: ir.Value, attributes: Sequence[str]
 ) -> ir.Function:
-    """Return the ONNX function of a linear operator. attributes: the names of its integer attributes."""
+    """Return the ONNX function of a linear operator. attributes: the names of the operator's integer attributes."""
     graph = ir.Graph(list(inputs.values()), [y], nodes=body.nodes, opset_imports={"": opset}, name=op_type)
     kinds = dict.fromkeys(attributes, ir.AttributeType.INT) | {_EPSILON: ir.AttributeType.FLOAT}
     listed = [ir.Attr(name, kind, None) for name, kind in kinds.items()]
@@ -72,7 +72,7 @@ def end_of_layer(body: FunctionBody, product: ir.Value, inputs: Mapping[str, ir.
     op = body.op
     p = op("Add", product, _bias_or_zeros(body, inputs["bias"]))
     if uses.gated:
-        # Nodes without a gate multiply by 1: ones are appended to the columns.
+        # For nodes without a gate, columns of ones are appended, so that the gate multiplies by 1.
         n, gated_columns = body.attribute("n"), body.attribute("gated_columns")
         is_gated = op("Cast", gated_columns, to=ir.DataType.BOOL)
         columns = op("Where", is_gated, gated_columns, n)
@@ -102,7 +102,7 @@ def _normalized(body: FunctionBody, inputs: Mapping[str, ir.Value], y: ir.Value)
 
 def _bias_or_zeros(body: FunctionBody, bias: ir.Value) -> ir.Value:
     """Return the function's input bias [n], or zeros if it is missing; n is an attribute."""
-    # Gemm's C is optional, an input of Add is not. With an empty product, Gemm returns C, or zeros without C.
+    # Gemm may lack its input C, unlike Add. With k = 0, Gemm returns C, or zeros if C is missing.
     zeros = ir.tensor(np.zeros(1, np.float32))
     no_rows = body.op("ConstantOfShape", body.shape(1, body.attribute("n")), value=zeros)
     return body.op(

@@ -1,6 +1,6 @@
-"""MaskedMatMul: weights stored by rows, as float32, bf16 or int8.
+"""MaskedMatMul: weights stored row by row, as float32, bf16 or int8.
 
-Only the rows of non-zero inputs are read (ops/masked_matmul/op.cc).
+Only the rows of W that belong to non-zero inputs are read (ops/masked_matmul/op.cc).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .masked_matmul_function import INPUTS, NO_MASK, NO_SCALE, OP_TYPE, masked_m
 from .nodes import fill_missing, in_order, nodes_of
 from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement, Stored, why_not_groups
 
-# Version of the operator; its kernel refuses any other.
+# Version of the operator's format; its kernel refuses other versions.
 _FORMAT_VERSION = 1
 _LARGEST_BF16 = float(np.uint32(0x7F7F0000).view(np.float32))
 
-# Errors as fractions of |x| |W|: a bf16 weight rounded to nearest; float32 products and sums in any order.
+# Error bounds relative to |x| |W|: of rounding weights to bf16, and of float32 products and sums in any order.
 _BF16_ROUNDING = 2**-8
 _FLOAT_ROUNDING = 2**-12
-# A processor may flush smaller values to zero.
+# CPUs may flush smaller values to zero.
 _SMALLEST_NORMAL = 2.0**-126
 
 
@@ -50,7 +50,7 @@ class MaskedMatMul(Replacement):
 
     def why_not_matrix(self, matrix: np.ndarray) -> str | None:
         """See `Replacement.why_not_matrix`."""
-        # NaN fails every comparison.
+        # Comparisons with NaN are false, so weights with NaN are refused.
         largest = float(np.finfo(np.float32).max) if self._is_float else _LARGEST_BF16
         if matrix.max() <= largest and matrix.min() >= -largest:
             return None
@@ -89,7 +89,7 @@ class MaskedMatMul(Replacement):
         self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
     ) -> list[ir.Attr]:
         """See `Replacement.attributes`."""
-        # group_size 0: one scale per column. b_finite matters only if B is computed.
+        # group_size 0 means one scale per column. b_finite matters only for a B that is not constant.
         integers = {"format_version": _FORMAT_VERSION, "group_size": 0, "b_finite": 0}
         return [ir.AttrFloat32("b_threshold", 0.0), *(ir.AttrInt64(name, value) for name, value in integers.items())]
 
@@ -104,7 +104,7 @@ class MaskedMatMul(Replacement):
 
     def typical_rounding(self, quantization: Quantization | None) -> float:
         """See `Replacement.typical_rounding`."""
-        # bf16: 2^-8 / sqrt 6 per weight. Otherwise only float32 sums round.
+        # A bf16 weight has the relative error 2^-8 / sqrt(6). With other weights, only float32 sums round.
         return 0.0016 if quantization is None and not self._is_float else 1e-6
 
     def fill_inputs(self, model: ir.Model, new_name: Callable[[str], str]) -> None:

@@ -1,7 +1,8 @@
-"""MaskedMatMul as an ONNX function: its specification, and the fallback without Ortolan's library.
+"""MaskedMatMul as an ONNX function: the operator's specification, and the fallback without Ortolan's library.
 
-It uses only operators with the same meaning from opset 13 on, and works for any rank of A and B. A function cannot test
-whether an input is present, so all nodes have all inputs; NO_SCALE and NO_MASK are the neutral ones.
+The function uses only operators whose meaning has not changed since opset 13, and supports any rank of A and B. A
+function cannot test whether an input is present, so all nodes have all inputs. NO_SCALE and NO_MASK replace a missing
+scale and mask.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def masked_matmul_function(opset: int, unpack_once: bool = True) -> ir.Function:
     body = FunctionBody(opset)
     a = _masked(body, inputs["A"], inputs["a_mask"], "a_threshold")
     weight = inputs["B"]
-    if not unpack_once:  # row indices computed from A, so that ONNX Runtime cannot fold the unpacking
+    if not unpack_once:  # row indices depend on A, so that ONNX Runtime cannot fold the unpacking
         zero = body.op("Min", body.op("Size", inputs["A"]), body.integer(0))
         rows = body.op("Range", body.integer(0), _rows(body, weight), body.integer(1))
         weight = body.op("Gather", weight, body.op("Add", rows, zero), axis=-2)
@@ -64,7 +65,7 @@ def _weight(body: FunctionBody, b: ir.Value, scale: ir.Value) -> ir.Value:
     k = _rows(body, b)
     group_size = body.attribute("group_size")
     one_group = op("Equal", group_size, body.integer(0))
-    # k may be 0, but a divisor must not.
+    # A divisor must not be 0, but k may be.
     rows = op("Where", one_group, op("Max", k, body.integer(1)), group_size)
     groups = op("Div", op("Range", body.integer(0), k, body.integer(1)), rows)
     return op("Mul", op("Cast", b, to=ir.DataType.FLOAT), op("Gather", scale, groups))

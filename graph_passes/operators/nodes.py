@@ -1,4 +1,4 @@
-"""Helpers for nodes of our operators: inputs by name, and declarations that the model needs."""
+"""Helpers for nodes of Ortolan's operators: inputs by name, and the declarations that a model needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import onnx_ir as ir
 
 from ..names import MINIMUM_IR_VERSION, ORTOLAN_DOMAIN
 
-# Models with more weight bytes are unpacked layer by layer if our library is missing: see Replacement.function.
+# If Ortolan's library is missing, models with more weight bytes than this are unpacked layer by layer in each run (see
+# Replacement.function).
 UNPACK_ONCE_LIMIT = 32 * 1024**2
 
 
@@ -34,13 +35,13 @@ class NewNames:
 
 
 def declare_operators(model: ir.Model) -> None:
-    """Declare the domain and IR version that our operators need."""
+    """Declare the domain and the IR version that Ortolan's operators need."""
     model.opset_imports[ORTOLAN_DOMAIN] = 1
     model.ir_version = max(model.ir_version, MINIMUM_IR_VERSION)
 
 
 def put_function(model: ir.Model, function: ir.Function) -> None:
-    """Add or replace the function of one of our operators."""
+    """Add or replace the ONNX function of one of Ortolan's operators."""
     model.functions[function.identifier()] = function
 
 
@@ -59,7 +60,7 @@ def new_initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
 
 
 def in_order(names: Sequence[str], given: Mapping[str, ir.Value | None]) -> list[ir.Value | None]:
-    """Return inputs in the operator's order, without missing ones at the end."""
+    """Return the inputs in the operator's order, without missing inputs at the end."""
     values = [given.get(name) for name in names]
     while values[-1] is None:
         values.pop()
@@ -67,12 +68,12 @@ def in_order(names: Sequence[str], given: Mapping[str, ir.Value | None]) -> list
 
 
 def nodes_of(model: ir.Model, op_type: str) -> list[ir.Node]:
-    """Return all nodes of one of our operators, including those in subgraphs."""
+    """Return all nodes of one of Ortolan's operators, including nodes in subgraphs."""
     return [node for node in model.graph.all_nodes() if node.domain == ORTOLAN_DOMAIN and node.op_type == op_type]
 
 
 def input_of(node: ir.Node, names: Sequence[str], name: str) -> ir.Value | None:
-    """Return a node's input by its name in the operator's order."""
+    """Return a node's input by name. names: the operator's inputs in order."""
     index = names.index(name)
     return node.inputs[index] if index < len(node.inputs) else None
 

@@ -1,8 +1,8 @@
 """NoMADAttention (scaled dot-product attention) without a cache as an ONNX function.
 
 The function is the operator's specification, and the fallback without Ortolan's library.
-It uses only operators with the same meaning from opset 13 on. `precision` allows the kernel to round, and `any_order`
-to reorder sums; the function does neither.
+It uses only operators whose meaning has not changed since opset 13. The attributes `precision` and `any_order` allow
+the kernel to round and to reorder sums; the function does neither.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .nodes import input_of
 from .packed_tokens import packed, unpacked
 
 OP_TYPE = "NoMADAttention"
-PACKED_OP_TYPE = "PackedNoMADAttention"  # for packed sequences
+PACKED_OP_TYPE = "PackedNoMADAttention"  # the variant for sequences packed without padding
 ATTENTIONS = OP_TYPE, PACKED_OP_TYPE
 INPUTS = ("query", "mask", "key", "value")
 PACKED_INPUTS = (*INPUTS, "kept")
@@ -40,17 +40,17 @@ ATTRIBUTES = {
 class Uses:
     """The features that the NoMADAttention nodes of a model use.
 
-    A function cannot test which inputs its node has, so all nodes of a model must have the same ones.
+    A function cannot test which inputs its node has, so all nodes of a model must have the same inputs.
     """
 
-    packed: bool = False  # all nodes hold key and value in query, or no node does
+    packed: bool = False  # all nodes read key and value from their input query, or no node does
     mask: bool = True  # all nodes have a mask (a float 0 of shape [1] if there is nothing to add), or no node does
     grouped: bool = False  # some nodes have fewer KV heads than query heads
     causal: bool = False  # some nodes are causal
-    zero_hidden_rows: bool = False  # some nodes have this attribute set
+    zero_hidden_rows: bool = False  # some nodes set this attribute
     kept: bool = False  # all nodes are PackedNoMADAttention with all inputs, or no node is
-    by_heads: frozenset[str] = frozenset()  # operands (query, key, value) that some nodes have as [B, heads, S, D]
-    by_rows: frozenset[str] = frozenset(_OPERANDS)  # operands that some nodes have as [B, S, heads D]
+    by_heads: frozenset[str] = frozenset()  # operands (query, key, value) that are [B, heads, S, D] in some nodes
+    by_rows: frozenset[str] = frozenset(_OPERANDS)  # operands that are [B, S, heads D] in some nodes
 
 
 def uses_of(nodes: Sequence[ir.Node]) -> Uses:
@@ -79,14 +79,14 @@ def uses_of(nodes: Sequence[ir.Node]) -> Uses:
 
 
 def is_given(value: ir.Value | None) -> bool:
-    """Return whether an input is present and not a one-element constant that replaces it."""
+    """Return whether the node has this input; a one-element constant counts as missing."""
     return value is not None and (value.const_value is None or value.const_value.size != 1)
 
 
 def nomad_attention_function(opset: int, uses: Uses) -> ir.Function:
     """Return the function for a model of this opset."""
     names: tuple[str, ...] = PACKED_INPUTS if uses.kept else INPUTS
-    if uses.packed and not uses.kept:  # an evaluator may require every input of the function
+    if uses.packed and not uses.kept:  # evaluators may require nodes to have all inputs
         names = INPUTS[: 2 if uses.mask else 1]
     inputs = {name: ir.val(name) for name in names}
     body = FunctionBody(opset)
@@ -106,7 +106,7 @@ def scale_of(body: FunctionBody, head_dim: ir.Value) -> ir.Value:
 
 
 def weights_of(body: FunctionBody, scores: ir.Value, zero_hidden_rows: bool) -> ir.Value:
-    """Return the softmax of scores. zero_hidden_rows: some nodes have this attribute set."""
+    """Return the softmax of scores. zero_hidden_rows: some nodes set this attribute."""
     op = body.op
     weights = op("Softmax", scores, axis=-1)
     if not zero_hidden_rows:
@@ -136,7 +136,7 @@ class _Attention:
     def output(self) -> ir.Value:
         body, op = self._body, self._body.op
         query, key, value = self._operands()
-        # Grouped: [batch, key head, query head in group, row, input]; else [batch, head, row, input].
+        # The axes are [batch, head, row, input], or if grouped [batch, key head, query head of the group, row, input].
         transposed = op("Transpose", key, perm=[0, 1, 2, 4, 3] if self._uses.grouped else [0, 1, 3, 2])
         scores = op("MatMul", op("Mul", query, scale_of(body, self._head_dim)), transposed)
         grouped_shape = op("Shape", scores)
@@ -147,7 +147,7 @@ class _Attention:
             scores = op("Add", scores, self._inputs["mask"])
         if self._kept is not None:
             kept = op("Unsqueeze", self._kept, body.ints(1, 2))
-            # A token with a negative `kept` has a query, but no query sees its key.
+            # A token with a negative value in `kept` has a query, but its key is masked.
             unseen = op("Where", op("Cast", kept, to=ir.DataType.BOOL), body.number(_LOWEST), body.number(-np.inf))
             scores = op("Where", op("Greater", kept, body.integer(0)), scores, unseen)
         if self._uses.causal:
@@ -159,7 +159,7 @@ class _Attention:
         if self._uses.grouped:
             y = op("Reshape", y, body.shape(0, self._heads, queries, self._head_dim))
         width = op("Mul", self._heads, self._head_dim)
-        # Explicit sizes: see reshape in cache_formats_function.py.
+        # No size is 0 or -1, for the reason given in `reshape` (cache_formats_function.py).
         of_sequences = self._inputs["query"] if self._kept is None else self._kept
         batch, rows = self._size(of_sequences, 0), self._size(of_sequences, -2 if self._kept is None else 1)
         y = op("Reshape", op("Transpose", y, perm=[0, 2, 1, 3]), body.shape(batch, rows, width))
@@ -190,7 +190,7 @@ class _Attention:
         ]
 
     def _by_layout(self, name: str, by_rows: ir.Value, by_heads: ir.Value) -> ir.Value:
-        """Return by_rows or by_heads, by whether this input is [B, S, heads D] or [B, heads, S, D]."""
+        """Return by_rows if this input is [B, S, heads D], and by_heads if it is [B, heads, S, D]."""
         if name not in self._uses.by_heads:
             return by_rows
         if name not in self._uses.by_rows:
@@ -209,7 +209,7 @@ class _Attention:
         # Gather the heads of all rows in row-major order. (If is not used: see FunctionBody.by_attribute.)
         batch, rows = self._size(x, 0), self._size(x, -2)
         count = op("Mul", rows, heads)
-        # -1, as packed sequences may be empty: in a Reshape, a count of 0 would copy the number of heads.
+        # Packed sequences may be empty. Reshape would read a count of 0 as "copy the dimension" (the heads), so use -1.
         flat = op("Reshape", x, body.shape(batch, count if self._kept is None else -1, self._head_dim))
         position = op("Range", body.integer(0), count, body.integer(1))
         row, head = op("Div", position, heads), op("Mod", position, heads)

@@ -1,6 +1,6 @@
-"""NoMADAttention with a cache as an ONNX function: its specification, and the fallback without Ortolan's library.
+"""NoMADAttention with a cache as an ONNX function: the operator's specification, and the fallback without the library.
 
-It uses only operators with the same meaning from opset 13 on (except ReduceMax). Specified elsewhere:
+The function uses only operators whose meaning has not changed since opset 13 (except ReduceMax). Specified elsewhere:
 
     cache formats   ops/formats/key_code_cache.h, value_cache.h
     inputs          ops/nomad_attention/op.cc, op_cached.h
@@ -36,7 +36,7 @@ ATTRIBUTES = EXACT_ATTRIBUTES | {"rotary_interleaved": ir.AttributeType.INT}
 _WINDOW_ATTRIBUTES = dict.fromkeys(("window", "sinks"), ir.AttributeType.INT)
 _PROMPT_ATTRIBUTES = dict.fromkeys(("prompt_tokens", "prompt_head_dim"), ir.AttributeType.INT)
 
-_SHORT_CALL = 4  # calls of at most this many tokens read their own keys from the cache: ops/nomad_attention/op_cached.h
+_SHORT_CALL = 4  # largest number of tokens of a call that reads its own keys from the cache (ops/nomad_attention)
 
 
 @dataclass(frozen=True)
@@ -47,24 +47,24 @@ class CacheUses:
     are a float 0 of shape [1] for mask, key, value, cos and sin, a float32 [0] for codebooks, an int32 [0] for lengths.
     """
 
-    d_sub: int = 0  # the largest of all codebooks; 0: keys are float
+    d_sub: int = 0  # the largest d_sub of all codebooks; 0: keys are float
     int8_values: bool = False
-    packed: bool = False  # all nodes hold key and value in query, or no node does
+    packed: bool = False  # all nodes read key and value from their input query, or no node does
     by_heads: frozenset[str] = frozenset()  # operands (query, key, value) that are [B, heads, S, D] in all nodes
-    mixed: frozenset[str] = frozenset()  # operands that are [B, heads, S, D] in some nodes
+    mixed: frozenset[str] = frozenset()  # operands that are [B, heads, S, D] in some nodes, but not in all
     # Some nodes have no cache: a float 0 of shape [1] replaces past_key and past_value. Then all caches are float.
     uncached: bool = False
     mask: bool = True  # some nodes have a mask
     grouped: bool = False  # some nodes have fewer KV heads than query heads
     causal: bool = False  # some nodes are causal
-    zero_hidden_rows: bool = False  # some nodes have this attribute set
+    zero_hidden_rows: bool = False  # some nodes set this attribute
     lengths: bool = True  # some nodes have this input
     rotary: bool = False  # all nodes have cos and sin, or no node does
-    # keys are codes, values int8, and all past and present caches have one width that fits both rows
+    # Keys are codes, values are int8, and all caches are padded to one width that fits rows of both kinds.
     equal_rows: bool = False
     exact_keys: bool = False  # all nodes have past_exact_key, window and sinks, or no node does; needs d_sub > 0
     prompt: bool = False  # all nodes have a prompt and all inputs; past_exact_key may be a float 0 of shape [1]
-    unpack_prompt_once: bool = True  # see sparse_amx_matmul_function
+    unpack_prompt_once: bool = True  # as `unpack_once` of sparse_amx_matmul_function
 
     def inputs(self) -> tuple[str, ...]:
         """Return the inputs of the function."""
@@ -121,7 +121,7 @@ class _CachedAttention:
             return
         given = op("Reshape", op("Cast", self._inputs["lengths"], to=ir.DataType.INT64), body.ints(-1))
         given = op("Add", given, op("Sub", body.integer(1), self._prompt))
-        # If lengths is empty, all sequences are full.
+        # If the input lengths is empty, all sequences have the same number of tokens (`every`).
         self._after = op(
             "Slice", op("Concat", given, every, axis=0), body.ints(0), body.vector(self._batch), body.ints(0)
         )
@@ -136,7 +136,7 @@ class _CachedAttention:
             query, key = self._rotated(query), self._rotated(key)
         past_key, past_value = self._inputs["past_key"], self._inputs["past_value"]
         is_short = op("Less", self._queries, body.integer(_SHORT_CALL + 1))
-        exact_keys: list[ir.Value] = []  # arguments of _attention: exact_keys and is_exact
+        exact_keys: list[ir.Value] = []  # the arguments exact_keys and is_exact of _attention
         present_exact_key: list[ir.Value] = []
         if uses.exact_keys:
             exact_keys = [self._joined(self._past_exact_keys(), key), self._is_exact(is_short)]
@@ -162,7 +162,7 @@ class _CachedAttention:
             values = self._joined(past_value, value)
         else:
             values = present_value = self._joined(past_value, value)
-        # Outputs must be separate values.
+        # Each output of a function must be a separate value.
         present = [op("Identity", cache) for cache in (present_key, present_value)]
         if uses.prompt:
             prompt_keys, prompt_values = self._prompt_keys(), self._prompt_values()
@@ -186,7 +186,7 @@ class _CachedAttention:
         return operands
 
     def _by_layout(self, name: str, by_rows: ir.Value, by_heads: ir.Value) -> ir.Value:
-        """Return by_rows or by_heads, by whether this input is [B, S, heads D] or [B, heads, S, D]."""
+        """Return by_rows if this input is [B, S, heads D], and by_heads if it is [B, heads, S, D]."""
         if name not in self._uses.mixed:
             return by_heads if name in self._uses.by_heads else by_rows
         return self._body.op("Where", self._has_four_axes(self._inputs[name]), by_heads, by_rows)
@@ -210,7 +210,7 @@ class _CachedAttention:
         return op("Transpose", reshape(body, x, 2, heads, head_dim), perm=[0, 2, 1, 3])
 
     def _cache_or_empty(self, past: ir.Value) -> ir.Value:
-        """Return a past cache, or for its one-element replacement a cache without tokens, [B, KV, 0, D]."""
+        """Return a past cache; if the node has none (a one-element constant), return an empty cache [B, KV, 0, D]."""
         body, op = self._body, self._body.op
         padded = op("Concat", op("Shape", past), body.ints(1, 1, 1), axis=0)
         shape = op("Slice", padded, body.ints(0), body.ints(4), body.ints(0))
@@ -331,19 +331,19 @@ class _CachedAttention:
         token = op("Range", body.integer(0), self._room, one)
         turn = op("Mod", op("Sub", token, sinks), op("Max", window, one))
         slot = op("Where", op("Less", token, sinks), token, op("Add", sinks, turn))
-        last = op("Sub", op("Add", sinks, window), one)  # with window 0, all tokens after the sinks read the last slot
+        last = op("Sub", op("Add", sinks, window), one)  # with window 0, tokens after the sinks map to the last slot
         return op("Gather", self._inputs["past_exact_key"], op("Min", slot, last), axis=2)
 
     def _is_exact(self, is_short: ir.Value) -> ir.Value:
         """Return whether query i of a sequence uses the exact key of its token j, [B, 1, S, P + total].
 
-        For prompt tokens the result does not matter: both keys are the same.
+        For prompt tokens the result does not matter, because both kinds of key are equal.
         """
         body, op = self._body, self._body.op
         zero, one, window = body.integer(0), body.integer(1), body.attribute("window")
         token = op("Range", op("Neg", self._prompt), self._total, one)
         row = op("Unsqueeze", op("Range", zero, self._queries, one), body.ints(1))
-        # A long call reads the exact keys of past tokens that are held when it begins.
+        # A long call reads the exact keys that are stored when it begins.
         row = op("Where", is_short, row, body.integer(-1))
         position = op("Add", op("Unsqueeze", self._past, body.ints(1, 2, 3)), row)
         recent = op("And", op("Less", op("Sub", position, window), token), op("Less", zero, window))
@@ -358,7 +358,7 @@ class _CachedAttention:
         is_sink = op("Less", slot, sinks)
         past, after = (op("Unsqueeze", count, body.ints(1)) for count in (self._past, self._after))
         last = op("Sub", after, one)
-        # For each slot, the last token that maps to it.
+        # Compute the last token that maps to each slot.
         token = op("Sub", last, op("Mod", op("Sub", last, slot), op("Max", window, one)))
         token = op("Where", is_sink, slot, token)
         first = op("Max", past, op("Where", is_sink, zero, sinks))

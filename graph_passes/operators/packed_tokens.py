@@ -44,7 +44,7 @@ def unpacked(body: FunctionBody, kept: ir.Value, x: ir.Value) -> ir.Value:
 
 
 def _behind_tokens(body: FunctionBody, x: ir.Value) -> ir.Value:
-    """Return the dimensions of x after the first two."""
+    """Return the dimensions of x after [batch, tokens]."""
     return body.op("Slice", body.op("Shape", x), body.ints(2), body.ints(2**31 - 1))
 
 

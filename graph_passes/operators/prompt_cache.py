@@ -1,4 +1,4 @@
-"""A prompt's keys and values as constants of NoMADAttention: pruned and packed (ops/nomad_attention/prompt_cache.h)."""
+"""A prompt's keys and values as pruned and packed constants of NoMADAttention (ops/nomad_attention/prompt_cache.h)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PROMPT_INPUTS = (
     "prompt_value_values",
     "prompt_value_offsets",
 )
-# As in ops/nomad_attention/prompt_cache.h.
-MAX_CHUNK = 512  # tokens
+# These constants equal those of ops/nomad_attention/prompt_cache.h.
+MAX_CHUNK = 512  # largest number of tokens in a chunk
 TILE_INPUTS = 32
 _PANEL_COLUMNS = 16
 

@@ -27,7 +27,7 @@ _OPSET = 17
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """A constant input of an operator. bf16 values are held as uint16."""
+    """A constant input of an operator. The bits of bf16 values are held as uint16."""
 
     array: np.ndarray
     dtype: ir.DataType
@@ -35,16 +35,16 @@ class PackedTensor:
 
 def stored_tensor(spill: TensorSpill, name: str, packed: PackedTensor) -> ir.TensorProtocol:
     """Return a tensor for an initializer of this name, with its data on disk."""
-    if packed.array.size == 0:  # ONNX has no empty external tensors
+    if packed.array.size == 0:  # ONNX does not support empty external tensors
         return ir.Tensor(packed.array, name=name, dtype=packed.dtype)
     return spill.add(name, packed.array, packed.dtype)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The stored weights of a packed matrix.
+    """The number of weights that a packed matrix stores, and whether they are 2:4 sparse.
 
-    2:4 sparse: at most two of each four inputs of an output have a non-zero weight.
+    2:4 sparse: of each four consecutive inputs of an output, at most two have a non-zero weight.
     """
 
     count: int
@@ -56,18 +56,18 @@ class Stored:
         return not self.beyond_two_four
 
 
-# By the name of the operator's input.
+# Maps the names of an operator's inputs to the constants that hold a weight.
 PackedWeight = Mapping[str, PackedTensor]
 
 
 @dataclass(frozen=True)
 class LayerWeight:
-    """The weight that an operator is to hold."""
+    """The weight of a linear layer that an operator will hold."""
 
     matrix: np.ndarray  # W, float32 [k, n]; dequantized if the weight is quantized
     quantized: QuantizedWeight | None = None
-    x_range: FixedRange | None = None  # range of the layer's input; None: the operator computes it at run time
-    x_threshold: float = 0.0  # if the operator masks inputs: smaller or equal |x| count as 0
+    x_range: FixedRange | None = None  # quantization range of the layer's input; None: computed at run time
+    x_threshold: float = 0.0  # operators that mask inputs treat |x| <= x_threshold as 0
 
 
 def why_not_groups(op_type: str, quantization: Quantization | None) -> str | None:
@@ -81,21 +81,21 @@ def why_not_groups(op_type: str, quantization: Quantization | None) -> str | Non
 
 
 class Replacement(abc.ABC):
-    """One of our operators as a replacement of a layer and its epilogue (ops/matmul/linear_plan.h)."""
+    """An operator of Ortolan that can replace a linear layer and its epilogue (ops/matmul/linear_plan.h)."""
 
     op_type: ClassVar[str]
-    input_names: ClassVar[Sequence[str]]  # of the operator, in order
+    input_names: ClassVar[Sequence[str]]  # names of the operator's inputs, in order
     # Whether the operator supports fixed activation ranges and a hidden layer (hidden.py).
     takes_ranges = False
     # Whether the operator computes the epilogue (linear_function.py); if not, the bias is a separate node.
     has_epilogue = True
     # Whether the operator applies thresholds to its inputs (activations.py): it has the attribute a_threshold.
     masks_inputs = False
-    # Storage type of weights that are not quantized, if the operator has a choice.
+    # Type in which weights that are not quantized are stored, if the operator supports several types.
     weights = "bf16"
-    # Layout of the weights, if the operator has a choice; None: chosen for each weight.
+    # Storage of the weights ("dense", "bitmap", "2:4"), if the operator supports several; None: chosen for each weight.
     storage: str | None = None
-    # Whether the operator holds only 4-bit or 8-bit weights, including integers that the model stores.
+    # Whether the operator keeps 4-bit and 8-bit integers that the model stores, and supports no other weights.
     keeps_stored = False
 
     @abc.abstractmethod
@@ -107,7 +107,7 @@ class Replacement(abc.ABC):
         return None
 
     def why_not_quantized(self, quantized: QuantizedWeight) -> str | None:
-        """Return why the operator cannot hold these integers, which the model stores; None if it can."""
+        """Return why the operator cannot hold these quantized weights, which the model stores; None if it can."""
         return None
 
     def stored_weights(self, matrix: np.ndarray) -> Stored:
@@ -116,11 +116,11 @@ class Replacement(abc.ABC):
 
     @abc.abstractmethod
     def pack(self, weight: LayerWeight) -> PackedWeight:
-        """Return the constant inputs that hold W."""
+        """Return the operator's constant inputs that hold W."""
 
     @abc.abstractmethod
     def packed_bytes(self, k: int, n: int, stored: Stored, quantization: Quantization | None) -> int:
-        """Return the size of `pack`'s result in bytes; an estimate if it depends on the positions of zeros."""
+        """Return the bytes of `pack`'s result. If they depend on the positions of zeros, return an estimate."""
 
     def foreseen_storage(self, k: int, n: int, stored: Stored, quantization: Quantization | None) -> str | None:
         """Return the name of the storage that `pack` will choose, if the operator has several."""
@@ -140,7 +140,7 @@ class Replacement(abc.ABC):
     def attributes(
         self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
     ) -> list[ir.Attr]:
-        """Return the node's attributes for a weight [k, n]. gated_columns: see joined.py; otherwise 0."""
+        """Return the node's attributes for a weight [k, n]. gated_columns: 0 unless the layer is gated (joined.py)."""
 
     def node_attributes(
         self,
@@ -149,7 +149,7 @@ class Replacement(abc.ABC):
         gated_columns: int = 0,
         norm_epsilon: float = -1.0,
     ) -> list[ir.Attr]:
-        """Return all attributes of a node with this weight. norm_epsilon: negative without a LayerNormalization."""
+        """Return a node's attributes for this weight. norm_epsilon: negative if there is no LayerNormalization."""
         k, n = weight.matrix.shape
         attributes = self.attributes(k, n, weight.quantized, activation, gated_columns)
         if self.has_epilogue:
@@ -159,7 +159,7 @@ class Replacement(abc.ABC):
         return attributes
 
     def run(self, x: np.ndarray, packed: Mapping[str, ir.TensorProtocol], weight: LayerWeight) -> np.ndarray:
-        """Compute x W by the operator alone in ONNX Runtime.
+        """Compute x W in ONNX Runtime, with a model of this operator alone.
 
         Args:
             x: float32 [m, k], rounded by the weight's x_range; x_threshold is not applied.
@@ -199,24 +199,25 @@ class Replacement(abc.ABC):
 
     @abc.abstractmethod
     def fill_inputs(self, model: ir.Model, new_name: Callable[[str], str]) -> None:
-        """Give the operator's nodes neutral constants for inputs that they lack but must have.
+        """Add neutral constants for inputs that nodes of the operator lack but must have.
 
-        An ONNX function cannot test whether an input is present, so if one node of a model has it, all must. ONNX
-        Runtime up to 1.21 also crashes if an input before the last is missing. new_name makes unique names.
+        An ONNX function cannot test whether an input is present. So if one node of a model has an input, all nodes must
+        have it. ONNX Runtime up to 1.21 also crashes if an input before the last one is missing. new_name makes unique
+        names.
         """
 
     @abc.abstractmethod
     def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
-        """Return the operator in standard ONNX, for all of its nodes in this model: the fallback without our library.
+        """Return the operator as a function of standard operators, for all its nodes: the fallback without the library.
 
         Args:
             model: The model.
             opset: Its opset.
-            unpack_once: Let ONNX Runtime unpack all weights when it loads the model: fast, but needs much memory.
-                Otherwise each run unpacks layer by layer.
+            unpack_once: Let ONNX Runtime unpack all weights when it loads the model, which is fast but needs much
+                memory. False: each run unpacks the weights layer by layer.
         """
 
 
 def range_arrays(prefix: str, fixed: FixedRange) -> dict[str, np.ndarray]:
-    """Return the range as the inputs <prefix>_scale and <prefix>_zero_point."""
+    """Return the arrays of a range, for the inputs <prefix>_scale and <prefix>_zero_point."""
     return {f"{prefix}_scale": np.asarray(fixed.scale), f"{prefix}_zero_point": np.asarray(fixed.zero_point)}

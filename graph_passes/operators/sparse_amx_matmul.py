@@ -1,4 +1,4 @@
-"""SparseAMXMatMul: bf16, int8 or int4 weights; dense, as a bitmap with the non-zeros, or 2:4."""
+"""SparseAMXMatMul: bf16, int8 or int4 weights in dense, bitmap or 2:4 storage."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from .sparse_amx_matmul_storage import (
     stored_in,
 )
 
-# Version of the packed tensors; the kernel refuses any other.
+# Version of the packed format; the kernel refuses other versions.
 _FORMAT_VERSION = 1
-_MAX_INPUTS_WITH_ZERO_POINTS = 1 << 16  # as kMostInputsWithZeroPoints in ops/matmul/bitmap_weight.h
-_Pack = Callable[..., tuple[np.ndarray, np.ndarray, np.ndarray]]  # masks, values, offsets
+_MAX_INPUTS_WITH_ZERO_POINTS = 1 << 16  # equals kMostInputsWithZeroPoints in ops/matmul/bitmap_weight.h
+_Pack = Callable[..., tuple[np.ndarray, np.ndarray, np.ndarray]]  # returns masks, values and offsets
 _PACK: Mapping[int, _Pack] = {BF16: _native.pack_bitmap, 8: _native.pack_bitmap_int8, 4: _native.pack_bitmap_int4}
 _PACK_TWO_FOUR: Mapping[int, _Pack] = {
     BF16: _native.pack_two_four,
@@ -45,10 +45,11 @@ _PACK_TWO_FOUR: Mapping[int, _Pack] = {
 _VALUES = {BF16: ir.DataType.BFLOAT16, 8: ir.DataType.INT8, 4: ir.DataType.UINT8}
 _LARGEST_BF16 = float(np.uint32(0x7F7F0000).view(np.float32))
 
-# Errors as fractions of |x| |W|: 2^-8 for each x and each w in bf16; float32 arithmetic in any order of sums.
+# Error bounds relative to |x| |W|: rounding x and w to bf16 costs 2^-8 each; then float32 arithmetic, for any summation
+# order.
 _BF16_ROUNDING = 1.2 * 2**-7
 _FLOAT_ROUNDING = 2**-12
-# Processors may flush smaller values to zero, as the bf16 instructions do. Dead neurons have such weights.
+# CPUs may flush smaller values to zero, and bf16 instructions always do. Dead neurons have such weights.
 _SMALLEST_NORMAL = 2.0**-126
 
 
@@ -63,14 +64,15 @@ class SparseAMXMatMul(Replacement):
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         """See `Replacement.why_not`."""
-        # The operator rounds activations of integer weights to int8, even if a recipe promises bf16.
+        # With integer weights, SparseAMXMatMul rounds activations to int8, so integers that the model stores are kept
+        # only if keeps_stored is set.
         if isinstance(quantization, StoredInt4 | StoredInt8) and not self.keeps_stored:
             if quantization.bits == 4:
                 return "has scales, and perhaps zero points, that SparseAMXMatMul does not support"
             return "is stored in int8, which SparseAMXMatMul does not keep here; give weights='int8' or pattern='4x1'"
         zero_points = quantization is not None and not quantization.symmetric
         if zero_points and _stores_zero_points(quantization):
-            # Sparse storage omits integers 0, which with zero points are not zero weights.
+            # Sparse storage omits q = 0. With zero points, such a weight is not zero.
             return "has zero points, which 2:4 storage does not support" if self.storage == TWO_FOUR else None
         if zero_points:
             return (
@@ -80,7 +82,7 @@ class SparseAMXMatMul(Replacement):
 
     def why_not_matrix(self, matrix: np.ndarray) -> str | None:
         """See `Replacement.why_not_matrix`."""
-        # NaN fails every comparison.
+        # Comparisons with NaN are false, so weights with NaN are refused.
         if matrix.max() <= _LARGEST_BF16 and matrix.min() >= -_LARGEST_BF16:
             return None
         return "holds NaN, infinity or values beyond bfloat16"
@@ -169,24 +171,24 @@ class SparseAMXMatMul(Replacement):
         product: np.ndarray = np.abs(x) @ magnitude
         k = len(magnitude)
         if weight.quantized is None:
-            # One rounding per weight, product and sum.
+            # Each weight, product and sum may be flushed once.
             lost = _SMALLEST_NORMAL * (np.abs(x).sum(axis=1, keepdims=True) + 2 * k)
             bound: np.ndarray = _BF16_ROUNDING * product + lost
             return bound
-        # Half a step of each x (ops/matmul/bitmap_weight.h).
+        # x is rounded by at most half a step (ops/matmul/bitmap_weight.h).
         if weight.quantized.bits == 8 and k <= _MAX_INPUTS_WITH_ZERO_POINTS:
             half_steps = (np.maximum(x.max(axis=1), 0) - np.minimum(x.min(axis=1), 0))[:, None] / 508
         else:
             half_steps = np.abs(x).max(axis=1, keepdims=True) / 254
         steps: np.ndarray = half_steps * magnitude.sum(axis=0) * (1 + _FLOAT_ROUNDING)
-        # The product of the scales of x and w may be subnormal.
+        # The product of the scales of x and w may be subnormal and flushed to 0.
         lost = _SMALLEST_NORMAL * 254 * 255 * k
         return steps + _FLOAT_ROUNDING * product + lost
 
     def typical_rounding(self, quantization: Quantization | None) -> float:
         """See `Replacement.typical_rounding`."""
-        # bf16: 2^-8 / sqrt 6 for each x and each w. int8: a step of max|x| / 127 over sqrt 12, for rows whose largest
-        # value is six times their RMS.
+        # bf16: rounding x and w has the relative error 2^-8 / sqrt(6) each. int8: the RMS error is step / sqrt(12),
+        # where step is max|x| / 127 and max|x| is taken as six times the RMS of a row.
         return 0.0023 if quantization is None else 0.014
 
     def fill_inputs(self, model: ir.Model, new_name: Callable[[str], str]) -> None:
@@ -212,19 +214,19 @@ class SparseAMXMatMul(Replacement):
 
 
 def weight_bits(quantization: Quantization | None) -> int:
-    """Return the bits of a stored weight; 16 is bf16."""
+    """Return the number of bits of a stored weight; 16 means bf16."""
     return BF16 if quantization is None else quantization.bits
 
 
 def _stores_zero_points(quantization: Quantization | None) -> bool:
-    """Return whether the weight has zero points that the operator supports: int8, one scale per column."""
+    """Return whether the weight has zero points and the operator supports them: int8 with one scale per column."""
     if quantization is None or quantization.symmetric:
         return False
     return quantization.bits == 8 and quantization.group_size is None and not quantization.minimum
 
 
 def _has_zero_points(k: int, quantization: Quantization | None) -> bool:
-    """Return whether rows of x are quantized with zero points, which is more exact, wherever kernels support it."""
+    """Return whether rows of x are quantized with zero points: more exact, and used if kernels support it."""
     return weight_bits(quantization) == 8 and k <= _MAX_INPUTS_WITH_ZERO_POINTS
 
 

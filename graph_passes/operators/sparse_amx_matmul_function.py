@@ -1,11 +1,12 @@
-"""SparseAMXMatMul as an ONNX function: its specification, and the fallback without Ortolan's library.
+"""SparseAMXMatMul as an ONNX function: the operator's specification, and the fallback without Ortolan's library.
 
-It uses only operators with the same meaning from opset 13 on (except ReduceMax), and works for any k, n and rank of X.
-The weight formats are specified in ops/formats/bitmap.h and two_four.h.
+The function uses only operators whose meaning has not changed since opset 13 (except ReduceMax). It supports any k, n
+and rank of X. The weight formats are specified in ops/formats/bitmap.h and two_four.h.
 
-A function sees its node's attributes, but not which inputs are present or their types. So it contains what the layers
-of one model need (Uses). Where layers differ, it computes both variants and selects by an attribute, or for storages by
-the sizes of masks and offsets. The unused variant must still run: indices are clipped, and types cast.
+A function can read its node's attributes, but cannot test which inputs are present or their types. So it contains the
+variants that the layers of one model use (Uses). If layers use different variants, every node computes all of them, and
+selects the result by an attribute, or for storages by the sizes of masks and offsets. Unused variants must not fail:
+indices are clipped, and types cast.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ ATTRIBUTES = ("k", "n", "format_version", "weight_bits", "group_size", "activati
 TILE_ROWS = 16
 INT4_BIAS = 8
 
-# As in ops/formats/two_four.h: two weights of each quad of inputs are stored; a span is 8 quads of 16 columns.
+# 2:4 storage (ops/formats/two_four.h) holds two weights of each quad of inputs. A span is 8 quads of 16 columns.
 QUAD = 4
 QUAD_STORED = 2
 _SPAN_QUADS = 8
-_SPAN_BYTES = 64  # bytes of masks
+_SPAN_BYTES = 64  # bytes of a span's masks
 _SPAN_SLOTS = _SPAN_QUADS * PANEL_COLUMNS * QUAD_STORED
 
-_SMALLEST_MAXIMUM = 2.0**-100  # as in ops/matmul/bitmap_weight.h, also for half a range
+_SMALLEST_MAXIMUM = 2.0**-100  # least max|x|, and least half range; equals the constant in ops/matmul/bitmap_weight.h
 
 
 def row_inputs(weight_bits: int) -> int:
-    """Return the inputs per column in one row of a tile."""
+    """Return how many inputs of each column are stored in one row of a tile."""
     return 2 if weight_bits == 16 else 4
 
 
@@ -74,9 +75,9 @@ def sparse_amx_matmul_function(opset: int, uses: Uses, unpack_once: bool = True)
     Args:
         opset: The model's opset.
         uses: The features that the model's nodes use.
-        unpack_once: Unpack from constants alone, so that ONNX Runtime folds it when it creates the session; it then
-            keeps all intermediate results, at least 37 bytes per weight. False: let the unpacking seem to depend on X,
-            so that each run unpacks layer by layer.
+        unpack_once: Unpack from constants alone, so that ONNX Runtime folds the unpacking when it creates the session.
+            It keeps all intermediate results, at least 37 bytes per weight. False: the unpacking has X as an input
+            without effect, so that each run unpacks layer by layer.
     """
     last = INPUTS[-1] if uses.zero_points else NORM_INPUTS[-1] if uses.norm else "scales"
     inputs = {name: ir.val(name) for name in INPUTS[: INPUTS.index(last) + 1]}
@@ -97,12 +98,12 @@ def unpacked_bitmap(
     dense: bool,
     seems_to_depend_on: ir.Value | None,
 ) -> ir.Value:
-    """Return a bf16 bitmap as float32 [k, n]. dense: its storage may be dense. seems_to_depend_on: see _Weight."""
+    """Return a bf16 bitmap as float32 [k, n]. dense: dense storage is possible. seems_to_depend_on: see _Weight."""
     return _Weight(body, {"masks": masks, "values": values}, Uses(dense=dense), k, n, seems_to_depend_on).matrix()
 
 
 class _Weight:
-    """Unpacks W to float32. seems_to_depend_on: a value that ONNX Runtime does not know before a run, or None."""
+    """Unpacks W to float32. seems_to_depend_on: a value that is not constant, to prevent folding; or None."""
 
     def __init__(
         self,
@@ -123,10 +124,11 @@ class _Weight:
         self._is_two_four = self._find_storage() if uses.differ else None
         inputs_of_rows = self._of_bits(lambda bits: body.integer(row_inputs(bits)))
         self._tile_inputs = body.op("Mul", inputs_of_rows, body.integer(TILE_ROWS))
-        # In 2:4 storage, rows are quads.
+        # In 2:4 storage, a row holds one quad of each column.
         self._row_inputs = self._by_storage(body.integer(QUAD), inputs_of_rows)
         self._panels = body.divided_up(self._n, body.integer(PANEL_COLUMNS))
-        # Rows in fours: int4 formats store two rows, or two quads of rows, in the same bytes.
+        # Rows are handled in fours, because int4 formats store two rows (in 2:4 storage two rows of quads) in the same
+        # bytes.
         self._by_fours = body.shape(self._panels, -1, 2, 2, PANEL_COLUMNS, self._row_inputs)
 
     def matrix(self) -> ir.Value:
@@ -136,7 +138,7 @@ class _Weight:
         matrix_order = op("Transpose", self._in_tile_order(), perm=[1, 2, 3, 5, 0, 4])
         padded_n = op("Mul", self._panels, body.integer(PANEL_COLUMNS))
         padded = op("Reshape", matrix_order, body.shape(-1, padded_n))
-        if self._uses.zero_points:  # one per column, in order, or a single zero
+        if self._uses.zero_points:  # one zero point per column, in order, or a single 0
             zero_points = op("Reshape", self._inputs["zero_points"], body.ints(1, -1))
             padded = op("Sub", padded, op("Cast", zero_points, to=ir.DataType.FLOAT))
         if self._uses.weight_bits != {16}:
@@ -144,7 +146,7 @@ class _Weight:
         return op("Slice", padded, body.ints(0, 0), body.shape(self._k, self._n))
 
     def _in_tile_order(self) -> ir.Value:
-        """Return the weights with zeros, float32 [panels, fours of rows, 2, 2, 16, inputs of a row]."""
+        """Return all weights, including zeros, float32 [panels, fours of rows, 2, 2, 16, inputs of a row]."""
         body, op, uses = self._body, self._body.op, self._uses
         mask_bytes = self._mask_bytes()
         found = [self._two_four(mask_bytes)] if uses.two_four else []
@@ -164,7 +166,7 @@ class _Weight:
         return op("Where", op("Cast", stored, to=ir.DataType.BOOL), self._by_bits(weights), body.number(0))
 
     def _of_bits(self, make: Callable[[int], ir.Value]) -> ir.Value:
-        """Return what `make` returns for the layer's weight_bits."""
+        """Return make(weight_bits) for the node's attribute weight_bits."""
         return self._by_bits({bits: make(bits) for bits in sorted(self._uses.weight_bits)})
 
     def _by_bits(self, values: Mapping[int, ir.Value]) -> ir.Value:
@@ -172,7 +174,7 @@ class _Weight:
         return used.popitem()[1] if len(set(used.values())) == 1 else self._body.by_attribute("weight_bits", used)
 
     def _find_storage(self) -> ir.Value:
-        """Return whether the layer is stored 2:4: it has masks but no offsets."""
+        """Return whether the layer uses 2:4 storage: it has masks but no offsets."""
         body, op = self._body, self._body.op
         has_masks = op("Greater", op("Size", self._inputs["masks"]), body.integer(0))
         return op("And", has_masks, op("Equal", op("Size", self._inputs["offsets"]), body.integer(0)))
@@ -183,7 +185,7 @@ class _Weight:
         return self._body.op("Where", self._is_two_four, two_four, others)
 
     def _mask_bytes(self) -> ir.Value:
-        """Return the masks as one axis; for dense storage, masks with all bits set."""
+        """Return the masks as a vector; for dense storage, all bits are set."""
         body, op = self._body, self._body.op
         masks = op("Reshape", self._inputs["masks"], body.ints(-1))
         if not self._uses.dense:
@@ -229,7 +231,7 @@ class _Weight:
         return op("Transpose", op("Reshape", positions, op("Shape", streams)), perm=[0, 2, 3, 1, 4, 5])
 
     def _two_four(self, mask_bytes: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Return the same as `_bitmap` for 2:4 storage (ops/formats/two_four.h), in its order of quads."""
+        """Return the result of `_bitmap` for 2:4 storage, in the order of quads of ops/formats/two_four.h."""
         body, op = self._body, self._body.op
         inputs = self._slot_inputs(mask_bytes)
         quad = body.constant(np.arange(QUAD, dtype=np.int32))
@@ -250,13 +252,14 @@ class _Weight:
         )
         if not self._uses.differ or 16 not in self._uses.weight_bits:
             return stored, positions
-        # Shaped like bf16 weights of other storages, whose rows hold two inputs.
+        # Use the shape of bf16 weights in other storages, whose rows hold two inputs.
         return op("Reshape", stored, self._by_fours), op("Reshape", positions, self._by_fours)
 
     def _slot_inputs(self, mask_bytes: ir.Value) -> ir.Value:
         """Return which input of its quad each slot holds, int32 [panels, fours of quads, 2, 2, 16, slots]."""
         body, op = self._body, self._body.op
-        # Axes of a column: bf16 has slots, halves of the rows, rows; other types have quads of a row, slots, rows.
+        # Order of a column's axes: for bf16 (slots, halves of the rows, rows), for other types (quads of a row, slots,
+        # rows).
         by_columns = op("Reshape", mask_bytes, body.ints(-1, PANEL_COLUMNS, 2, 2))
         inputs = op("Cast", self._bits(by_columns, 2), to=ir.DataType.INT32)
         by_quads: dict[int, ir.Value] = {}
@@ -273,7 +276,7 @@ class _Weight:
     def _values_at(self, positions: ir.Value) -> ir.Value:
         body, values = self._body, self._inputs["values"]
         if len(self._uses.weight_bits) > 1 or self._uses.differ:
-            # not Size, which does not support bf16 in ONNX Runtime
+            # Shape, because ONNX Runtime's Size does not support bf16
             last = body.op("Sub", body.op("Shape", values), body.integer(1))
             positions = body.op("Min", positions, body.op("Cast", last, to=ir.DataType.INT32))
         return body.op("Gather", values, positions)
@@ -285,7 +288,7 @@ class _Weight:
         rows = op("Reshape", by_groups, body.shape(-1, padded_n))
         if 4 not in self._uses.weight_bits:
             return rows
-        # A weight that is not int4 has group_size 0 and a single group.
+        # Weights other than int4 have group_size 0 and a single group.
         group_size = op("Max", body.attribute("group_size"), body.integer(1))
         padded_k = op("Squeeze", op("Slice", padded_shape, body.ints(0), body.ints(1)), body.ints(0))
         groups = op("Div", op("Range", body.integer(0), padded_k, body.integer(1)), group_size)
@@ -294,7 +297,7 @@ class _Weight:
 
 
 def _row_maximum(body: FunctionBody, x: ir.Value) -> ir.Value:
-    # ONNX Runtime's reductions keep the width of an x without rows; the Slice corrects that.
+    # If x has no rows, ONNX Runtime's ReduceMax keeps the width of x; the Slice cuts it to 1.
     return body.op("Slice", body.reduce_max(x, -1), body.ints(0), body.ints(1), body.ints(-1))
 
 
@@ -307,7 +310,7 @@ def _without_zero_points(body: FunctionBody, x: ir.Value) -> tuple[ir.Value, ...
 
 
 def _with_zero_points(body: FunctionBody, x: ir.Value) -> tuple[ir.Value, ...]:
-    """Return rows rounded to int8 less each row's zero point, as floats, and the scale of each row."""
+    """Return rows rounded to int8, minus each row's zero point, as floats; and the scale of each row."""
     op = body.op
     zero, half = body.number(0), body.number(0.5)
     maximum = op("Max", _row_maximum(body, x), zero)
@@ -351,7 +354,7 @@ def _first_slots(weight_bits: int) -> np.ndarray:
     """Return the index of each quad's first value among the values of its span: int64 [quads, 16]."""
     quad, column = np.mgrid[:_SPAN_QUADS, :PANEL_COLUMNS].astype(np.int64)
     slots: np.ndarray = (quad * PANEL_COLUMNS + column) * QUAD_STORED
-    if weight_bits != 16:  # a row is two quads; in int4, two rows share their bytes
+    if weight_bits != 16:  # a row holds two quads; in int4, two rows share their bytes
         row = quad // 2 if weight_bits == 8 else quad // 4
         slots = ((row * PANEL_COLUMNS + column) * 2 + quad % 2) * QUAD_STORED
     return slots

@@ -4,7 +4,7 @@
     bitmap    one bit per weight, and the non-zero weights
     2:4       two weights of each four inputs of an output, and their positions (ops/formats/two_four.h)
 
-All hold the same weights, but differ in size, and in speed by CPU.
+All storages hold the same weights, but differ in size, and in speed depending on the CPU.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ DENSE, BITMAP, TWO_FOUR = "dense", "bitmap", "2:4"
 # Value of option `storage` of pass replace: the smallest storage, however slow on this CPU.
 SMALL = "small"
 
-BF16 = 16  # weight_bits
-# As in ops/formats/: bytes after the last value of a bitmap format.
+BF16 = 16  # value of attribute weight_bits for bf16
+# Number of padding bytes after the last value in the formats of ops/formats/.
 _PADDING_BYTES = 64
 # 2:4 storage is fast on every CPU, a bitmap only on some, so 2:4 may be larger by this factor.
 _TWO_FOUR_GROWTH = 1.25
-_CHUNK = 256  # quads of inputs
+_CHUNK = 256  # number of quads of inputs that are checked at once
 
 
 def beyond_two_four(matrix: np.ndarray) -> str:
@@ -55,7 +55,7 @@ def bitmaps_are_fast(bits: int) -> bool:
 
 
 def choose_storage(k: int, n: int, stored: Stored, bits: int, wanted: str | None) -> str:
-    """Return the storage for a weight. wanted: option `storage` of pass replace; 2:4 needs 2:4 sparse weights."""
+    """Return the storage for a weight. wanted: option `storage` of pass replace. "2:4" requires 2:4 sparse weights."""
     if wanted == TWO_FOUR and stored.is_two_four:
         return TWO_FOUR
     other = BITMAP if _native.is_worth_bitmap(bits, k, n, stored.count) else DENSE

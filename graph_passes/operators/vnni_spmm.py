@@ -17,10 +17,10 @@ from .nodes import fill_missing, input_of, nodes_of
 from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement, Stored, why_not_groups
 from .vnni_spmm_function import GROUP_OUTPUTS, INPUTS, OP_TYPE, QUAD_INPUTS, Uses, neutral_inputs, vnni_spmm_function
 
-# Version of the packed tensors; the kernel refuses any other.
+# Version of the packed format; the kernel refuses other versions.
 _FORMAT_VERSION = 1
-_MAX_INPUTS = 1 << 16  # as kMostSparseInputs in ops/formats/block_sparse_4x1.h
-_FLOAT_ROUNDING = 2**-12  # error of float32 arithmetic, as a fraction of |x| |W|
+_MAX_INPUTS = 1 << 16  # equals kMostSparseInputs in ops/formats/block_sparse_4x1.h
+_FLOAT_ROUNDING = 2**-12  # bound on the error of float32 arithmetic, relative to |x| |W|
 _SMALLEST_NORMAL = 2.0**-126
 
 
@@ -65,7 +65,7 @@ class VNNISpMM(Replacement):
     def packed_bytes(self, k: int, n: int, stored: Stored, quantization: Quantization | None) -> int:
         """See `Replacement.packed_bytes`."""
         groups = -(-n // GROUP_OUTPUTS)
-        # The last quad of each group is padded, on average by half.
+        # The last quad of each group is padded; on average, half of it is padding.
         quads = stored.count / (GROUP_OUTPUTS * QUAD_INPUTS) + groups / 2 if stored.count else 0
         return round(quads * (GROUP_OUTPUTS + 2) * QUAD_INPUTS) + 8 * (groups + 1) + 4 * n
 
@@ -88,11 +88,11 @@ class VNNISpMM(Replacement):
         magnitude = np.abs(weight.matrix)
         steps: np.ndarray
         if weight.x_range is None:
-            # Half a step of each x (ops/matmul/block_sparse_weight.h).
+            # x is rounded by at most half a step (ops/matmul/block_sparse_weight.h).
             half_steps = (np.maximum(x.max(axis=1), 0) - np.minimum(x.min(axis=1), 0))[:, None] / 2 / 255
             steps = half_steps * magnitude.sum(axis=0) * (1 + _FLOAT_ROUNDING)
         else:
-            # Values outside the range are clipped; near the middle between two steps, either may be chosen.
+            # Values outside the range are clipped. Near the middle between two steps, kernels may round up or down.
             lost_of_x = np.abs(weight.x_range.rounded(x) - x)
             steps = np.maximum(lost_of_x, weight.x_range.scale / 2) * (1 + _FLOAT_ROUNDING) @ magnitude
         lost = _SMALLEST_NORMAL * 255 * 127 * len(magnitude)
@@ -101,7 +101,8 @@ class VNNISpMM(Replacement):
 
     def typical_rounding(self, quantization: Quantization | None) -> float:
         """See `Replacement.typical_rounding`."""
-        # A step of (max - min) / 255 over sqrt 12, for rows whose range is twelve times their RMS.
+        # The rounding error has the RMS step / sqrt(12), where step is (max - min) / 255 and max - min is taken as
+        # twelve times the RMS of a row.
         return 0.014
 
     def fill_inputs(self, model: ir.Model, new_name: Callable[[str], str]) -> None:
@@ -137,7 +138,7 @@ def _uses(nodes: list[ir.Node]) -> Uses:
 
 
 def _has_range(node: ir.Node) -> bool:
-    """Return whether the node's input has a fixed range; a neutral scale is 0."""
+    """Return whether the node's input has a fixed range: x_scale exists and is not the neutral 0."""
     scale = constant_tensor(input_of(node, INPUTS, "x_scale"))
     return scale is not None and float(scale.numpy()) != 0
 

@@ -1,8 +1,8 @@
-"""VNNISpMM as an ONNX function: its specification, and the fallback without Ortolan's library.
+"""VNNISpMM as an ONNX function: the operator's specification, and the fallback without Ortolan's library.
 
-It uses only operators with the same meaning from opset 13 on (except ReduceMax and ReduceMean), and works for any k, n
-and rank of X. The weight format is specified in ops/formats/block_sparse_4x1.h, the rounding of X and the hidden layer
-in ops/matmul/block_sparse_weight.h, the inputs in ops/vnni_spmm/op.cc.
+The function uses only operators whose meaning has not changed since opset 13 (except ReduceMax and ReduceMean). It
+supports any k, n and rank of X. The weight format is specified in ops/formats/block_sparse_4x1.h, the rounding of X and
+the hidden layer in ops/matmul/block_sparse_weight.h, and the inputs in ops/vnni_spmm/op.cc.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ATTRIBUTES = ("k", "n", "format_version", "activation", "gated_columns", "hidden
 GROUP_OUTPUTS = 4
 QUAD_INPUTS = 4
 
-_SMALLEST_HALF_RANGE = 2.0**-100  # as in ops/matmul/block_sparse_weight.h
+_SMALLEST_HALF_RANGE = 2.0**-100  # equals the constant in ops/matmul/block_sparse_weight.h
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Uses(LayerUses):
 
 
 def neutral_inputs(k: int, n: int, gated_columns: int = 0) -> dict[str, np.ndarray]:
-    """Return constants without effect for inputs that a node of k inputs and n outputs lacks but must have."""
+    """Return neutral constants for inputs that a node with a weight [k, n] lacks but must have."""
     one, zero = np.ones((), np.float32), np.zeros(1, np.float32)
     zero_point = np.zeros((), np.uint8)
     return {
@@ -101,15 +101,15 @@ def vnni_spmm_function(opset: int, uses: Uses, unpack_once: bool = True) -> ir.F
 def _matrix(
     body: FunctionBody, inputs: dict[str, ir.Value], prefix: str, k: ir.Value, n: ir.Value, unpack_once: bool
 ) -> ir.Value:
-    """Return W [k, n]: scales q, from the inputs whose names start with the prefix."""
+    """Return W [k, n] = scales * q, read from the inputs whose names start with the prefix."""
     op = body.op
     int64 = ir.DataType.INT64
     values, indices, starts, scales = (inputs[prefix + name] for name in ("values", "indices", "starts", "scales"))
     if not unpack_once:
         starts = op("Add", starts, op("Min", op("Size", inputs["X"]), body.integer(0)))
     begins, ends = op("Slice", starts, body.ints(0), body.ints(-1)), op("Slice", starts, body.ints(1), body.ints(2**31))
-    # The group of each quad is a running sum: the first quad of each non-empty group adds the distance from the
-    # previous non-empty group.
+    # Compute each quad's group as a running sum of `steps`: the first quad of a non-empty group adds the difference to
+    # the previous non-empty group, all other quads add 0.
     filled = op("Reshape", op("NonZero", op("Cast", op("Sub", ends, begins), to=ir.DataType.BOOL)), body.ints(-1))
     before = op("Slice", op("Concat", body.ints(0), filled, axis=0), body.ints(0), body.ints(-1))
     quads = op("Slice", op("Shape", indices), body.ints(0), body.ints(1))
@@ -117,7 +117,8 @@ def _matrix(
     steps = op("ScatterElements", no_steps, op("Gather", begins, filled), op("Sub", filled, before), axis=0)
     group = op("CumSum", steps, body.integer(0))
 
-    # An index equal to the one before it in its quad is padding: its zeros are written to column k, which is cut off.
+    # An index that equals the previous index in its quad is padding: its zeros are written to column k, which is cut
+    # off.
     indices = op("Cast", indices, to=int64)
     last = body.ints(1)
     first = op("Slice", indices, body.ints(0), body.ints(1), last)
@@ -139,14 +140,14 @@ def _matrix(
 
 
 def _rounded(body: FunctionBody, inputs: dict[str, ir.Value], uses: Uses) -> ir.Value:
-    """Return X rounded to 256 steps of each row's range, or of x_scale."""
+    """Return X rounded to 256 steps: of each row's range, or of size x_scale."""
     op = body.op
     x = inputs["X"]
     if not uses.x_range:
         return _round(body, x, *_own_range(body, x))
     scale = inputs["x_scale"]
-    # Not 1 / scale: ONNX Runtime (1.31) turns x / scale into x (1 / scale), which rounds differently; if it has also
-    # removed an Add of zeros before that, it cannot load the model.
+    # The factor 1 / scale is written as -1 / -scale. From 1 / scale, ONNX Runtime (1.31) makes a division x / scale,
+    # which rounds differently; if it also removed an Add of zeros before the node, it cannot load the model.
     factor = op("Div", body.number(-1), op("Neg", scale))
     given = (factor, op("Cast", inputs["x_zero_point"], to=ir.DataType.FLOAT), scale)
     if not uses.own_ranges:
@@ -182,7 +183,7 @@ def _hidden_layer(
     op = body.op
     hidden_k = body.attribute("hidden_k")
     last = body.ints(-1)
-    if uses.plain:  # without a hidden layer, one input is multiplied and the result discarded
+    if uses.plain:  # a node without a hidden layer multiplies one input, and the result is discarded
         hidden_k = op("Max", hidden_k, body.integer(1))
     first = op("Slice", x, body.ints(0), body.vector(hidden_k), last) if uses.plain else x
     w = _matrix(body, inputs, "hidden_", hidden_k, k, unpack_once)
@@ -192,7 +193,8 @@ def _hidden_layer(
     hidden = op("DequantizeLinear", q, inputs["table_y_scale"], inputs["table_y_zero_point"])
     if not uses.plain:
         return hidden
-    # Select the hidden layer's k outputs, or without a hidden layer the k inputs that follow them.
+    # Select the k columns of the hidden layer's output. A node without a hidden layer selects the k columns of x
+    # instead.
     begin = op("Where", op("Cast", body.attribute("hidden_k"), to=ir.DataType.BOOL), body.integer(0), k)
     end = op("Add", begin, k)
     return op("Slice", op("Concat", hidden, x, axis=-1), body.vector(begin), body.vector(end), last)

@@ -1,4 +1,4 @@
-"""W4A8MatMul as an ONNX function: its specification, and the fallback without Ortolan's library."""
+"""W4A8MatMul as an ONNX function: the operator's specification, and the fallback without Ortolan's library."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .linear_function import NORM_INPUTS, LayerUses, end_of_layer, linear_functi
 OP_TYPE = "W4A8MatMul"
 INPUTS = ("X", "weights", "scales", "bias", "residual", "zero_points", *NORM_INPUTS, "minimums")
 
-MIDDLE_ZERO_POINT = 8  # as in ops/formats/int4_group.h
+MIDDLE_ZERO_POINT = 8  # equals the constant in ops/formats/int4_group.h
 
 
 @dataclass(frozen=True)
 class Uses(LayerUses):
     """The features that the W4A8MatMul nodes of a model use."""
 
-    zero_points: bool = False  # also true with minimums: such nodes have a zero point of 0
+    zero_points: bool = False  # also true if there are minimums; nodes with minimums get the zero point 0
     minimums: bool = False
 
     def needed_inputs(self) -> set[str]:
@@ -30,7 +30,7 @@ class Uses(LayerUses):
         return super().needed_inputs() | offsets | ({"minimums"} if self.minimums else set())
 
     def takes(self, name: str) -> bool:
-        """Return whether the function has this input: all inputs up to the last used one."""
+        """Return whether the function has this input; it has all inputs up to the last one that a node uses."""
         return self.minimums or ((name not in NORM_INPUTS or self.norm) and name != "minimums")
 
 

@@ -1,4 +1,4 @@
-"""W8A8MatMul as an ONNX function: its specification, and the fallback without Ortolan's library."""
+"""W8A8MatMul as an ONNX function: the operator's specification, and the fallback without Ortolan's library."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def w8a8_matmul_function(opset: int, uses: LayerUses, unpack_once: bool = True) 
 
 
 def _matrix(body: FunctionBody, inputs: dict[str, ir.Value], unpack_once: bool) -> ir.Value:
-    """Return W [k, n]: scales q."""
+    """Return W [k, n] = scales * q."""
     op = body.op
     rows = GroupRows(body)
     panels = op("Add", rows.panels, zero_of(body, inputs["X"], unpack_once))
