@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 
-# A shell that starts the tests with `&` makes them ignore SIGINT. Processes that tests interrupt would inherit that.
+# If a shell starts the tests with `&`, they ignore SIGINT. Subprocesses that tests interrupt would inherit this.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Each pytest-xdist worker has one core, so BLAS and torch may use one thread. Must be set before numpy is imported.
+# Set before numpy is imported: each pytest-xdist worker has one core, so BLAS and torch get one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Generator
@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="session")
 def brief_measurements() -> Generator[None]:
-    """Shorten each timed round: no test asserts a time."""
+    """Shorten each timed round. Safe, because no test asserts a time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ortolan.graph_passes.passes.verify.verify.TIMED_SECONDS", 0.02)
         patch.setattr("ortolan.graph_passes.measure.timing._WARM_UP_SECONDS", 0.002)

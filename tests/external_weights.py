@@ -1,4 +1,4 @@
-"""Make small models use external data, like large ones."""
+"""Make small test models store their weights in an external data file, as large models do."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Skip tests whose instructions neither the CPU nor the emulator of tests/amx has; report the reasons after the run.
+"""Skip tests whose instructions neither the CPU nor the emulator in tests/amx supports, and report the reasons.
 
-python -m tests.instructions [SET] prints the feature sets of the sanitizer build: all sets that tests can run here,
-except a set whose code duplicates its neighbours. With SET, print the sets for a CPU that supports at most SET.
+`python -m tests.instructions [SET]` prints the feature sets that the sanitizer build tests: all sets that tests can run
+on this CPU, or on a CPU that supports at most SET. avx512vnni is left out if avx512 also runs (see `sanitized`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import pytest
 
 from ortolan import _native, _testing
 
-# AMX kernels also use AVX-512 BF16. The emulator of tile and AVX-VNNI instructions needs AVX2.
+# First value: the feature set that AMX kernels use besides AMX. Second value: the feature set that the emulator of tile
+# and AVX-VNNI instructions needs.
 AMX_KERNELS, AMX_EMULATOR = "avx512bf16", "avx2"
-# Emulated feature set -> the feature set that its emulator needs.
+# Maps an emulated feature set to the feature set that the CPU must have.
 _EMULATED = {"amx": AMX_KERNELS, "avxvnni": AMX_EMULATOR}
 # AMX kernels that tests run in the emulator, and the file of tests/amx that runs each. Other AMX kernels are untested.
 AMX_ROWS = {
@@ -35,13 +36,13 @@ def cpu_has(feature_set: str) -> bool:
 
 
 def require(feature_set: str, who: str) -> None:
-    """Skip the test if the CPU lacks these features; `who` names the part that needs them."""
+    """Skip the test if the CPU lacks a feature set; `who` names the part that needs it."""
     if not cpu_has(feature_set):
         pytest.skip(f"{_REASON}{who} needs {feature_set}, this CPU has {_cpu()}")
 
 
 def summary(reasons: Iterable[str]) -> list[str]:
-    """Return the lines for the end of a run, from the reasons of all skipped tests."""
+    """Return the lines to print at the end of a run, from the skip reasons of all skipped tests."""
     counts = Counter(reason.partition(_REASON)[2] for reason in reasons if _REASON in reason)
     lines = [f"{count} skipped for {_REASON}{reason}" for reason, count in counts.items()]
     kernels = [name for name, feature_set in kernel_rows().items() if not _runs(feature_set, name)]
@@ -65,7 +66,7 @@ def kernel_rows() -> dict[str, str]:
 
 
 def _runs(feature_set: str, kernel: str | None = None) -> bool:
-    """Return True if the CPU or the emulator can run a feature set, or the given kernel row."""
+    """Return True if the CPU or the emulator can run a feature set and, if given, the kernel."""
     if feature_set == "amx" and kernel is not None and kernel not in AMX_ROWS:
         return False
     return cpu_has(_EMULATED.get(feature_set, feature_set))
@@ -74,8 +75,7 @@ def _runs(feature_set: str, kernel: str | None = None) -> bool:
 def sanitized(most: str | None = None) -> list[str]:
     """Return the feature sets up to `most` (None: this CPU's) and the sets that the emulator runs on such a CPU.
 
-    avx512vnni is left out where both neighbours run: its products are those of the next set, the rest those of the
-    set before.
+    avx512vnni is left out if avx512 also runs: all code of an avx512vnni build is also in the avx512 or avx512bw build.
     """
     sets = [name for name in _testing.feature_sets() if _runs(name)]
     if most is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def pairwise(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Return sets in which any two values of two parameters occur together at least once.
+    """Return parameter sets in which any two values of two parameters occur together at least once.
 
     A tuple as a value holds the values of several parameters that belong together; it is flattened in the result.
     """

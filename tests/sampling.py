@@ -1,8 +1,8 @@
-"""Samples of the suite: `pytest --sample N`.
+"""Run a sample of the test suite: `pytest --sample N`.
 
 Runs at most N parameter sets of each test, at most 10 N examples of each hypothesis test, and a quarter of the tests
-marked `slow`. The choice depends on the commit, so that successive commits cover all tests. `--sample-seed` repeats
-another run's choice.
+marked `slow`. The choice depends on the commit, so that successive commits cover all tests. `--sample-seed` repeats the
+choice of another run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def examples(count: int, **others: Any) -> settings:
 
 
 def configure_hypothesis(sample: int | None) -> None:
-    """Load the profile of the whole suite: no deadlines, since machines may be slow, busy or emulated."""
+    """Load the hypothesis profile of the suite, which has no deadlines: machines may be slow, busy or emulated."""
     global _most_examples
     _most_examples = None if sample is None else sample * _EXAMPLES_PER_SET
     count = examples(_HYPOTHESIS_DEFAULT).max_examples
@@ -57,7 +57,7 @@ def take_sample(items: Sequence[pytest.Item], most: int, seed: str) -> tuple[lis
     """Return the tests to run and the tests to leave out.
 
     Keeps `most` parameter sets of each test, evenly spread over their order from a start that depends on the seed and
-    the test's name; of slow tests, one in `_SLOW_SHARE`, with one parameter set.
+    the test's name. Of the tests marked `slow`, it keeps one in `_SLOW_SHARE`, with one parameter set.
     """
     sets: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
     for item in items:

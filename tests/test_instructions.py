@@ -1,4 +1,4 @@
-"""Tests that are skipped for missing instructions are counted."""
+"""Tests of the report on tests and kernels that cannot run on this CPU."""
 
 from __future__ import annotations
 

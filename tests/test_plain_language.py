@@ -1,4 +1,4 @@
-"""The check for plain language (.ci/plain_language.py)."""
+"""Tests of the check for plain language, .ci/plain_language.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice of tests that a sample of the suite runs."""
+"""Tests of the sample of the suite that `pytest --sample` runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import sampling
 
 
 class Item(SimpleNamespace):
-    __hash__ = object.__hash__  # as pytest's items, by identity
+    __hash__ = object.__hash__  # hashed by identity, like pytest's items
 
     def get_closest_marker(self, name: str) -> bool | None:
         return True if self.originalname == name else None

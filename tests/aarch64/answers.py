@@ -1,7 +1,7 @@
-"""Write models optimized on this machine, and their answers, for check_models to compare on an emulated Arm CPU.
+"""Write models optimized on this machine, with their inputs and outputs, for check_models.py on an emulated Arm CPU.
 
 `python -m tests.aarch64.answers FOLDER` writes them. Real models are included if they are in the cache of
-`ortolan.models`; `--fetch` fetches them first.
+`ortolan.models`; `--fetch` downloads them first.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ..passes import cached_llama, small_models
 from ..recipes.forms import NAMED
 
 LAYERS = ("sparse-int8", "sparse-int4", "sparse-int8-4x1", "int4")
-BF16 = "sparse-bf16"  # the only format here whose norms ONNX Runtime computes
+BF16 = "sparse-bf16"  # its recipe leaves LayerNormalization to ONNX Runtime
 MODELS = (BF16, "sparse-int8", "sparse-int8-4x1", "int4", "sparse-encoder")
 
-# Real models, by their names in the catalog.
+# Names of real models in the catalog, and their formats.
 ENCODER, ENCODER_FORMS = "all-minilm-l6-v2", ("int8", "int4")
 DECODER, DECODER_FORMS = "stories15m", ("int4", "long-context")
 
@@ -36,13 +36,16 @@ Arrays = dict[str, np.ndarray]
 
 
 def is_cached(name: str) -> bool:
-    """Return True if the files of a model of the catalog are in the cache."""
+    """Return True if the files of a model in the catalog are in the cache."""
     return (default_cache_dir() / f"{name}-{find_entry(name).digest}").is_dir()
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model to run, its inputs, and the relative error (norm) of its first output against the original's."""
+    """A model to run, its inputs, and the relative error of its first output against the original model's.
+
+    All errors here are norms of differences, relative to the norm of the expected values.
+    """
 
     name: str
     model: onnx.ModelProto
@@ -84,13 +87,13 @@ def run(model: onnx.ModelProto, feeds: Arrays) -> Arrays:
 
 
 def lost(there: Arrays, here: Arrays) -> float:
-    """Return the relative error (norm) of the first output."""
+    """Return the relative error of the first output: the norm of the difference over the norm of `there`."""
     output = next(iter(there))
     return float(np.linalg.norm(here[output] - there[output]) / np.linalg.norm(there[output]))
 
 
 def next_token(model: onnx.ModelProto, prompt: Arrays) -> Arrays:
-    """Return feeds of one more token after a prompt of one sequence."""
+    """Return the inputs for one more token after a prompt; batch size 1."""
     outputs = run(model, prompt)
     tokens = prompt["attention_mask"].shape[1]
     token = {"input_ids": np.array([[7]]), "attention_mask": np.ones((1, tokens + 1), np.int64)}
@@ -101,7 +104,7 @@ def next_token(model: onnx.ModelProto, prompt: Arrays) -> Arrays:
 
 
 def nodes(model: onnx.ModelProto, feeds: Arrays) -> Iterator[tuple[onnx.ModelProto, Arrays]]:
-    """Yield each of Ortolan's nodes as a model, with the inputs that the node has in the model."""
+    """Yield a one-node model for each ai.ortolan node, with the inputs that the node gets inside `model`."""
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     ours = [node for node in model.graph.node if node.domain == "ai.ortolan"]
     between = {name for node in model.graph.node for name in node.output if name}
@@ -125,7 +128,7 @@ def nodes(model: onnx.ModelProto, feeds: Arrays) -> Iterator[tuple[onnx.ModelPro
 
 
 def made(with_real: bool) -> Iterator[Case]:
-    """Yield the optimized models; with_real: also those of `real`."""
+    """Yield the optimized models, and the real models if `with_real` is set."""
     x = np.random.default_rng(0).standard_normal((5, 200)).astype(np.float32)
     for form in LAYERS:
         layer = ir.to_proto(tiny.mlp(widths=(200, 72), forms="matmul_add"))
@@ -135,7 +138,8 @@ def made(with_real: bool) -> Iterator[Case]:
     for form in MODELS:
         bert = ir.to_proto(tiny.tiny_bert())
         given = {value.name: feeds[value.name] for value in bert.graph.input}
-        recipe = NAMED[form].with_pass("fuse_norm") if form == BF16 else NAMED[form]  # else inputs round otherwise
+         # Norms of ONNX Runtime would make later layers round their inputs differently on Arm.
+        recipe = NAMED[form].with_pass("fuse_norm") if form == BF16 else NAMED[form]
         model = small_models.optimize(bert, recipe=recipe, calibration=[given]).model
         yield Case(f"model {form}", model, given)
         if form == BF16:
@@ -148,7 +152,10 @@ def made(with_real: bool) -> Iterator[Case]:
 
 
 def main(folder: Path, with_real: bool = True) -> None:
-    """Write NAME.onnx and NAME.npz for each model. The arrays are inputs "in.…", outputs "out.…" and "lost"."""
+    """Write NAME.onnx and NAME.npz for each model.
+
+    Keys of the arrays: "in.NAME" for inputs, "out.NAME" for outputs, and "lost" for the error of the format.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for case in made(with_real):
         (folder / f"{case.name}.onnx").write_bytes(case.model.SerializeToString())

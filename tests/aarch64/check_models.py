@@ -1,8 +1,9 @@
-"""Check that models optimized on x86 give nearly the same answers on an emulated Arm CPU as on x86 (answers.py).
+"""Check that models optimized on x86 give nearly the same outputs on an emulated Arm CPU as on x86 (answers.py).
 
-`make test-aarch64` names this file; the suite does not collect it.
+`make test-aarch64` names this file explicitly; pytest does not collect it otherwise.
 
-`.ci/aarch64 max aarch64/check_models.py -k real -rP` prints the answers of the real models in the cache, and kernels.
+`.ci/aarch64 max aarch64/check_models.py -k real -rP` prints the differences of the real models in the cache and the
+kernels that ran.
 """
 
 from __future__ import annotations
@@ -20,27 +21,30 @@ from ortolan import doctor
 
 try:
     from ortolan import _testing
-except ImportError:  # packages for users do not name their kernels
+except ImportError:  # packages for users do not include _testing
     _testing = None
 
 FOLDER = Path(os.environ["ORTOLAN_ANSWERS"])
-# Emulated CPU, by qemu's name -> its best feature set.
+# Maps the qemu name of an emulated CPU to its best feature set.
 BEST = {"cortex-a53": "neon", "cortex-a72": "neon", "neoverse-n1": "dotprod", "max": "i8mm"}
 NAMES = sorted(path.stem for path in FOLDER.glob("*.onnx"))
-# Limits on the relative difference of answers, by norm. Encoders of int8, 4x1 blocks and int4 have equal bits. In
-# decoders, ONNX Runtime's operators add floats in another order than on x86; so do caches and bf16 layers. bf16 layers
-# round their inputs to bf16. The sums of i8mm differ most, so that some inputs after the first layer round differently.
-# With i8mm, the nodes of that model are therefore compared one by one, each with x86's inputs.
+# BOUND and REAL_BOUND limit the relative difference between outputs on Arm and on x86, in the Euclidean norm.
+#
+# The models in LAYERS, ENCODERS and REAL_ENCODER must have equal bits. Decoders, caches and bf16 layers may differ,
+# because floats are added in another order than on x86. i8mm kernels differ most for bf16 layers, where a different sum
+# can change the rounding of a later layer's input. With i8mm, the nodes of that model are therefore compared one by
+# one, each with the inputs from x86.
+#
 # In real decoders, ONNX Runtime also computes the float32 layers. If a sum is near the middle between two int8 values,
-# inputs of all later layers may round differently. Such a decoder must be closer to x86's answer than half of the error
-# of its format.
+# the inputs of all later layers may round differently. The difference of such a decoder must be less than half of the
+# error that its format causes.
 LAYERS = ("layer sparse-int8", "layer sparse-int4", "layer sparse-int8-4x1", "layer int4")
 ENCODERS = ("model sparse-int8", "model sparse-int8-4x1", "model int4", "model sparse-encoder")
 REAL_ENCODER = "real all-minilm-l6-v2 "
-# The limit for the bytes of a cache, such as key codes, is the fraction that differs.
+# Largest fraction of different bytes in the quantized caches of real models (REAL_BYTES).
 BOUND, REAL_BOUND, REAL_BYTES = 1e-6, 1e-5, 1e-3
 BY_NODES_WITH_I8MM = "model sparse-bf16"
-# Kernel table of each operator; SparseAMXMatMul has one for each weight type.
+# Maps an operator to its kernel table. SparseAMXMatMul has one table per weight type: BY_BITS.
 TABLES = {
     "W4A8MatMul": "w4a8_matmul",
     "W8A8MatMul": "w8a8_matmul",
@@ -52,7 +56,7 @@ BY_BITS = {16: "sparse_amx_matmul", 8: "sparse_amx_matmul_int8"}
 
 
 def kernels_of(model: onnx.ModelProto) -> dict[str, str]:
-    """Return the kernel that this CPU runs for each operator with a table in TABLES or BY_BITS."""
+    """Return the kernel that this CPU runs for each operator of the model that has a kernel table."""
     found = {}
     for node in model.graph.node:
         bits = next((attribute.i for attribute in node.attribute if attribute.name == "weight_bits"), 0)

@@ -75,7 +75,7 @@ constexpr int kSlots = 256;
 Slot slots[kSlots];
 std::atomic<uint64_t> counts[kKinds];
 
-// Null: this thread has no tiles configured.
+// Null while the thread has no configured tiles.
 __attribute__((tls_model("initial-exec"))) thread_local Slot* my_slot = nullptr;
 
 pthread_mutex_t install_mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -84,16 +84,16 @@ struct sigaction previous_action;
 
 struct Instruction {
   Kind kind = kKinds;
-  int tile = 0;          // the tile that is loaded, stored or zeroed, or C; for vpdpbusd, tile, a and b are registers
-  int a = 0;             // operand A of a product
-  int b = 0;             // operand B of a product; -1 if it is in memory
+  int tile = 0;          // the tile to load, store or zero, or C; for vpdpbusd, tile, a and b are vector registers
+  int a = 0;             // operand A of a multiplication
+  int b = 0;             // operand B of a multiplication; -1 if it is in memory
   uint64_t address = 0;  // address of the memory operand
   int64_t stride = 0;    // stride of a load or store
   const uint8_t* begin = nullptr;
   const uint8_t* end = nullptr;
 };
 
-// ---- Error text, without allocation or stdio: this runs in a signal handler.
+// ---- Error text, written without allocation or stdio, because this runs in a signal handler.
 
 class Line {
  public:
@@ -141,14 +141,14 @@ Line Violation(const Instruction& instruction) {
 
 // ---- Decoding
 
-// A general register by its number in ModRM, SIB and VEX.
+// Return a general register by its number in ModRM, SIB and VEX.
 uint64_t Register(const mcontext_t& context, int number) {
   constexpr int kIndices[16] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI,
                                 REG_R8,  REG_R9,  REG_R10, REG_R11, REG_R12, REG_R13, REG_R14, REG_R15};
   return static_cast<uint64_t>(context.gregs[kIndices[number]]);
 }
 
-// The thread pointer: the base of %fs, whose first word points to itself.
+// Return the thread pointer, the base of %fs, whose first word points to itself.
 uint64_t FsBase() {
   uint64_t base = 0;
   __asm__("movq %%fs:0, %0" : "=r"(base));
@@ -171,7 +171,7 @@ struct Vex {
   int prefix;  // 0 none, 1 66, 2 F3, 3 F2
 };
 
-// Decode the memory operand after the ModRM byte. Return false for a form that the instruction does not have.
+// Decode the memory operand after the ModRM byte. Return false for a form that the instruction lacks.
 bool DecodeMemory(const mcontext_t& context, const Vex& vex, int mod, int rm, bool needs_sib, bool fs,
                   const uint8_t*& at, Instruction* out) {
   if (mod == 3 || (needs_sib && rm != 4)) return false;
@@ -203,7 +203,7 @@ bool DecodeMemory(const mcontext_t& context, const Vex& vex, int mod, int rm, bo
   return true;
 }
 
-// Decode a product of vectors from the ModRM byte on.
+// Decode a VPDPBUSD instruction from its ModRM byte on.
 bool DecodeVectorProduct(const mcontext_t& context, const Vex& vex, bool fs, const uint8_t* at, Instruction* out) {
   if (vex.prefix != 1) return false;
   const uint8_t modrm = *at++;
@@ -220,7 +220,7 @@ bool DecodeVectorProduct(const mcontext_t& context, const Vex& vex, bool fs, con
   return true;
 }
 
-// Return false for an instruction that this file does not run. No byte after the instruction is read.
+// Return false for an instruction that this file does not emulate. Bytes after the instruction are not read.
 bool Decode(const mcontext_t& context, Instruction* out) {
   const uint8_t* at = reinterpret_cast<const uint8_t*>(context.gregs[REG_RIP]);
   out->begin = at;
@@ -333,7 +333,7 @@ void Configure(const Instruction& instruction) {
   memset(my_slot->tile, 0, sizeof(my_slot->tile));
 }
 
-// Abort unless the tile is configured, with rows of a valid size.
+// Abort unless the tile is configured with valid sizes.
 void CheckTile(const Instruction& instruction, int tile) {
   if (my_slot == nullptr) Violation(instruction).Text("no tiles are configured").WriteAndAbort();
   const int colsb = my_slot->config.colsb[tile];
@@ -391,7 +391,7 @@ uint32_t Word(int tile, int row, int column) {
   return word;
 }
 
-// The bf16 values of even and odd k in a word of A or B, as floats.
+// Return the bf16 value of even k (Even) or odd k (Odd) in a word of A or B, as a float.
 float Even(uint32_t word) {
   word <<= 16;
   float value;
@@ -450,7 +450,7 @@ void MultiplyBf16WithOwnRounding(int c, int a, int b) {
   _mm_setcsr(saved);
 }
 
-// A8 and B8: int8_t or uint8_t. Sums are unsigned, so that they wrap around like the instruction's.
+// Types A8 and B8 are int8_t or uint8_t. Sums are unsigned, so that they wrap around as in the instruction.
 template <typename A8, typename B8>
 void MultiplyInt8(int c, int a, int b) {
   const int rows = my_slot->config.rows[c];
@@ -515,7 +515,7 @@ class VectorRegister {
         present_(reinterpret_cast<uint64_t*>(state_ + 512)),
         low_(state_ + kLow + 16 * number),
         high_(state_ + kHigh + 16 * number) {}
-  // A part that is absent has its initial value, zero.
+  // Parts of the state that are absent hold their initial value, zero.
   void Load(uint8_t* to) const {
     memset(to, 0, 32);
     if ((*present_ & 2) != 0) memcpy(to, low_, 16);
@@ -535,7 +535,7 @@ class VectorRegister {
   static constexpr int kHigh = 576;  // its upper 128 bits
 
   uint8_t* state_;
-  uint64_t* present_;  // in the header: a bit for each part of the state
+  uint64_t* present_;  // in the header: one bit for each part of the state
   uint8_t* low_;
   uint8_t* high_;
 };
@@ -599,7 +599,7 @@ void PassOn(int signal_number, siginfo_t* info, void* context) {
   } else if (previous_action.sa_handler != SIG_DFL && previous_action.sa_handler != SIG_IGN) {
     previous_action.sa_handler(signal_number);
   } else if (info->si_code > 0 || previous_action.sa_handler == SIG_DFL) {
-    // With the default action, the instruction runs again, or a sent signal is sent again; either ends the process.
+    // With the default action, the faulting instruction or the resent signal ends the process.
     signal(signal_number, SIG_DFL);
     if (info->si_code <= 0) raise(signal_number);
   }
@@ -609,7 +609,7 @@ void OnIllegalInstruction(int signal_number, siginfo_t* info, void* context) {
   const int saved_errno = errno;
   mcontext_t& machine = static_cast<ucontext_t*>(context)->uc_mcontext;
   Instruction instruction;
-  // si_code > 0: from the CPU, not from kill() or raise().
+  // si_code > 0 means that the CPU raised the signal, not kill() or raise().
   if (info->si_code > 0 && Decode(machine, &instruction)) {
     Run(instruction, machine);
     counts[instruction.kind].fetch_add(1, std::memory_order_relaxed);
@@ -636,7 +636,7 @@ EXPORT int amx_emulator_install() {
   if (sigaction(SIGILL, nullptr, &now) != 0) {
     error = errno;
   } else if (!IsOurs(now)) {
-    // A handler that replaced ours may call ours. If ours called it as the previous one, they would call each other.
+    // A handler installed after ours may call ours. If ours called it back, both would recurse.
     if (!installed) previous_action = now;
     struct sigaction action = {};
     action.sa_sigaction = OnIllegalInstruction;

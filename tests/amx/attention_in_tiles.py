@@ -1,4 +1,4 @@
-"""Tests of attention in AMX tiles, for the CPU's own kernel and for the same loop on AVX2 vectors."""
+"""Tests of attention in AMX tiles, used for the CPU's own kernel and for the same loop on AVX2 vectors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from ..ops.single_node import assert_same_bits
 from . import emulator, reference
 
 KERNEL = "amx/16 in tiles"
-# Instruction counts of one head with 64 queries, 160 keys and width 64. There are 4 row tiles, and blocks of 128 and 32
-# keys. Per row tile, scores take 2 products for each of 8 and 2 key tiles, and each of the 4 value tiles takes 4 and 1
-# products. In blocks of 2 x 2 tiles, each operand is loaded once; y is loaded again after the first block.
+# Instruction counts of one head with 64 queries, 160 keys and width 64.
+#
+# There are 4 row tiles, and blocks of 128 and 32 keys. Scores take 2 multiplications per row tile and key tile: 8 key
+# tiles in the first block, 2 in the second. Each of the 4 value tiles takes 4 multiplications per row tile in the first
+# block, and 1 in the second. In blocks of 2 x 2 tiles, each operand is loaded once. y is loaded again for the second
+# block.
 COUNTS = {
     "ldtilecfg": 1,
     "tdpbf16ps": 4 * (2 * (8 + 2) + 4 * (4 + 1)),
@@ -31,8 +34,8 @@ COUNTS = {
 MASKS = {"key": (1, 1, 0), "query": (1, 0, 1), "all": (0, 0, 0), "head": (0, 1, 0), "number": (1, 1, 1)}
 
 
-# Arguments: q [heads, queries, head_dim], k, v [keys, head_dim], scale, optionally a mask that broadcasts to [heads,
-# queries, keys], causal, zero_hidden_rows. Returns [heads, queries, head_dim]. All arrays are float32.
+# Arguments: q [heads, queries, head_dim], k, v [keys, head_dim], scale; optional: mask (broadcasts to [heads, queries,
+# keys]), causal, zero_hidden_rows. Returns [heads, queries, head_dim]. All arrays are float32.
 Attend = Callable[..., Floats]
 
 kernel: Attend = functools.partial(_testing.nomad_attention, kernel=KERNEL)
@@ -96,14 +99,14 @@ def check(attend: Attend, q: Floats, k: Floats, v: Floats, mask: Floats | None =
 
 
 def head_sizes(attend: Attend) -> None:
-    """Head sizes include odd ones and ones that are not multiples of 16 or 32."""
+    """Check head sizes that are odd or not multiples of 16 or 32."""
     for head_dim in (1, 3, 16, 17, 32, 36, 48, 64, 80, 100, 128):
         for heads, queries, keys in ((1, 1, 1), (1, 5, 9), (2, 33, 70)):
             check(attend, *random(np.random.default_rng(head_dim), heads, queries, keys, head_dim))
 
 
 def rows_and_keys(attend: Attend) -> None:
-    """Check incomplete tiles, blocks of 64 rows and blocks of 128 keys, and more than the 128 rows of one call."""
+    """Check sizes that partly fill tiles, blocks of 64 rows, calls of 128 rows and blocks of 128 keys."""
     for causal in (False, True):
         for queries in (1, 2, 15, 16, 17, 31, 33, 48, 63, 64, 65, 128, 130):
             check(attend, *random(np.random.default_rng(queries), 1, queries, queries + 3, 24), causal=causal)
@@ -123,14 +126,14 @@ def masks(attend: Attend) -> None:
                 mask = rng.standard_normal(shape, dtype=np.float32)
                 check(attend, q, k, v, mask, causal)
                 for hidden in (LOWEST, -np.inf, -10000.0) if form != "number" else ():
-                    # Key 0 stays visible, so that no row is completely hidden.
+                    # Key 0 stays visible, so that no row is fully masked.
                     masked = np.where(rng.random(shape) < 0.4, hidden, mask).astype(np.float32)
                     masked[..., 0] = 0
                     check(attend, q, k, v, masked, causal)
 
 
 def rows_that_see_nothing(attend: Attend) -> None:
-    """Check rows without visible keys: the lowest float as mask gives the mean; -Inf gives NaN, or zeros on request."""
+    """Check fully masked rows: masks of the lowest float give the mean; -Inf gives NaN, or zeros if requested."""
     q, k, v = random(np.random.default_rng(2), 1, 20, 150, 24)
     mask = np.zeros((1, 20, 150), np.float32)
     mask[:, -1] = LOWEST
@@ -143,7 +146,7 @@ def rows_that_see_nothing(attend: Attend) -> None:
 
 
 def nan_and_infinity(attend: Attend) -> None:
-    """Infinities and NaN propagate as in the formula."""
+    """Check that infinities and NaN propagate as in the formula."""
     rng = np.random.default_rng(3)
     for bad in (np.nan, np.inf, -np.inf):
         for where in ("q", "k", "v", "mask"):
@@ -157,7 +160,7 @@ def nan_and_infinity(attend: Attend) -> None:
 
 
 def hidden_scores_that_overflow(attend: Attend) -> None:
-    """Check that hidden keys do not matter: the first query sees key 0, but not the +Inf in the next key."""
+    """Check that masked keys do not matter: the first query sees key 0, but not the +Inf in the next key."""
     q, k = np.full((1, 70, 8), 1e20, np.float32), np.full((70, 8), 1e20, np.float32)
     k[0] = 0
     v = np.round(np.random.default_rng(7).standard_normal((70, 8)) * 8).astype(np.float32)
@@ -179,7 +182,7 @@ def own_rows(attend: Attend) -> None:
 
 
 def documented_order(attend: Attend) -> None:
-    """Check the order of sums: for y (equal weights), tiles of 32 keys in blocks of 128; for s, with two keys."""
+    """Check the order of additions for y (32 keys per tile, 128 keys per block) and for the scores s (two keys)."""
     rng = np.random.default_rng(6)
     for keys in (16, 40, 256):
         q, k, v = random(rng, 1, 16, keys, 48)
@@ -190,7 +193,7 @@ def documented_order(attend: Attend) -> None:
             expected = reference.tdpbf16ps(expected, a, np.ones((a.shape[1], 16), ml_dtypes.bfloat16))
         assert_same_bits(attend(np.zeros_like(q), k, v, 1.0)[0], expected.T * np.float32(1 / keys))
         assert (_testing.nomad_attention(np.zeros_like(q), k, v, 1.0, kernel="scalar/16")[0] != expected.T / keys).any()
-    # s starts from the mask. Each product alone is lost in rounding; if they were summed first, their sum would not be.
+    # s starts with the mask. Each product alone is lost when it is added to s, but their sum would not be.
     q, k = np.ones((1, 1, 256), np.float32), np.zeros((2, 256), np.float32)
     k[0, ::32] = 2.0**-5
     v = np.array([[1.0], [0.0]], np.float32).repeat(256, 1)
@@ -200,7 +203,7 @@ def documented_order(attend: Attend) -> None:
 
 
 def nothing_behind_the_arrays(attend: Attend) -> None:
-    """Check that no memory after the inputs is touched, nor after y if the caller allocates it."""
+    """Check that no memory after the inputs is accessed, nor after y if the caller allocates it."""
     for heads, queries, keys, head_dim in ((1, 1, 1, 1), (1, 16, 16, 32), (3, 17, 33, 36), (2, 70, 130, 47)):
         rng = np.random.default_rng(head_dim)
         q, k, v = map(before_a_wall, random(rng, heads, queries, keys, head_dim))

@@ -1,5 +1,7 @@
-// The loop of attention in AMX tiles with AVX2 vectors, which a CPU without AVX-512 can run under the emulator. Sixteen
-// lanes are two registers; shifts make the pairs of bf16. The loop and its tile products are those of the kernel.
+// The loop of attention in AMX tiles on AVX2 vectors, for CPUs without AVX-512 that run tile instructions in the
+// emulator.
+//
+// The loop and its tile multiplications are those of the kernel. A vector of 16 lanes is two AVX2 registers.
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -86,7 +88,7 @@ struct TwoOfAvx2 {
   }
 
  private:
-  // The product is a, or zero for a denormal. The factor is hidden from the compiler, which would drop it.
+  // Flush denormals: multiply with 1, which the compiler cannot see and therefore cannot remove.
   static __m256 Round(__m256 a) { return One::RoundToBf16(One::Multiply(a, One::Rounded(One::Set(1.0f)))); }
 };
 
@@ -95,7 +97,8 @@ using Loop = AttentionLoop<TileUnits<TwoOfAvx2>>;
 }  // namespace
 }  // namespace ortolan
 
-// q, y [heads][queries][head_dim], k, v [keys][head_dim]; mask is null or has strides for heads, queries and keys.
+// Shapes: q and y [heads][queries][head_dim], k and v [keys][head_dim]. mask may be null; otherwise it has strides for
+// heads, queries and keys.
 extern "C" __attribute__((visibility("default"))) void attention_on_avx2(
     int64_t heads, int64_t queries, int64_t keys, int64_t head_dim, const float* q, const float* k, const float* v,
     const float* mask, const int64_t* mask_strides, float scale, bool causal, bool zero_hidden_rows, float* y) {
@@ -120,7 +123,7 @@ extern "C" __attribute__((visibility("default"))) void attention_on_avx2(
   args.y = y;
   const auto bytes = static_cast<size_t>((ortolan::Loop::ScratchBytes(head_dim) + 63) / 64 * 64);
   void* const scratch = std::aligned_alloc(64, bytes);
-  std::memset(scratch, 0xff, bytes);  // NaN: it reaches y if the loop reads memory that it did not write
+  std::memset(scratch, 0xff, bytes);  // NaN, which reaches y if the loop reads uninitialized scratch memory
   const int64_t rows = heads * queries;
   for (int64_t row = 0; row < rows; row += ortolan::kAttentionRows) {
     const int64_t end = row + ortolan::kAttentionRows < rows ? row + ortolan::kAttentionRows : rows;

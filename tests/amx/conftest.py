@@ -1,4 +1,4 @@
-"""Fixtures for AMX in this process, for the whole session. The test id has [emulated] or [native]."""
+"""Session-wide fixtures that enable AMX in this process. Test ids contain [emulated] or [native]."""
 
 from __future__ import annotations
 

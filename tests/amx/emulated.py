@@ -1,4 +1,4 @@
-"""Run checks in a separate process under the emulator."""
+"""Run checks in a separate process that has AMX, emulated if necessary."""
 
 from __future__ import annotations
 

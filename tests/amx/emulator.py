@@ -1,6 +1,6 @@
 """AMX and AVX-VNNI for tests: the CPU's own, or the emulator of amx_emulator.cc.
 
-    with amx() as emulator:         # None if the CPU has AMX
+    with amx() as emulator:          emulator is None if the CPU has AMX
         …                           # tile instructions run in this process, in every thread
 
 Kernels are chosen by CPU features, which a process detects once, so `ORTOLAN_ASSUME_AMX=1` must be in the environment
@@ -53,7 +53,8 @@ INSTRUCTIONS = (
 
 @functools.cache
 def cpu_has_amx() -> bool:
-    """Return True if the CPU has AMX and this process may use it. Asking the kernel also requests the permission."""
+    """Return True if the CPU has AMX and this process may use it. Calling this also requests the kernel's permission.
+    """
     cpuinfo = Path("/proc/cpuinfo")
     return (
         cpuinfo.exists()
@@ -67,7 +68,7 @@ def detected_features() -> list[str]:
 
 
 def mode() -> str:
-    """Return "native" or "emulated": the way tile instructions run here."""
+    """Return "native" or "emulated", depending on how tile instructions run here."""
     return "native" if cpu_has_amx() else "emulated"
 
 
@@ -102,7 +103,7 @@ def build(source: Path, *options: str, headers: Sequence[Path] = (ROOT / "ops" /
             result = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True)
             if result.returncode != 0:
                 raise RuntimeError(f"{shlex.join(command)}\n{result.stderr}")
-            unfinished.replace(library)  # Atomic: other test processes may build the same.
+            unfinished.replace(library)  # Atomic, because other test processes may build the same library.
     return library
 
 
@@ -150,7 +151,7 @@ class Emulator:
 
 @functools.cache
 def load_emulator() -> Emulator:
-    # -z now: a signal handler must not call the dynamic linker.
+    # -z now: the dynamic linker must not run inside a signal handler.
     options = ("-O3", "-mavx2", "-mfma", "-ffp-contract=off", "-fno-exceptions", "-fno-rtti", "-Wl,-z,now")
     return Emulator(build(HERE / "amx_emulator.cc", *options))
 
@@ -161,7 +162,7 @@ def build_shim() -> Path:
 
 @functools.cache
 def load_shim() -> ctypes.CDLL:
-    """Load instruction_shim.cc, which has each instruction as a C function. Arrays are passed as addresses."""
+    """Load instruction_shim.cc, which wraps each instruction in a C function. Arrays are passed as addresses."""
     shim = ctypes.CDLL(str(build_shim()))
     address, stride, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     for name in ("configure", "configure_rip", "configure_fs", "configure_indexed", "store_config"):
@@ -191,9 +192,9 @@ def config_bytes(tiles: dict[int, tuple[int, int]], palette: int = 1) -> bytearr
 
 @contextmanager
 def amx() -> Iterator[Emulator | None]:
-    """Make tile instructions run in this process. Yields the emulator, or None if the CPU runs them.
+    """Make tile instructions run in this process.
 
-    Contexts may be nested: the outermost exit uninstalls.
+    Yields the emulator, or None if the CPU has AMX. Contexts may be nested; the outermost exit uninstalls the emulator.
     """
     if cpu_has_amx():
         yield None
@@ -210,7 +211,7 @@ def amx() -> Iterator[Emulator | None]:
 
 
 def run_python(code: str, timeout: float = 1200, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python code in a process that has AMX; its variable `emulator` is that of amx().
+    """Run Python code in a process that has AMX, with a variable `emulator` as `amx()` yields it.
 
     Skips the test if the CPU lacks the other instructions that AMX kernels use.
     """
@@ -221,7 +222,7 @@ def run_python(code: str, timeout: float = 1200, **environment: str) -> subproce
 def run_avxvnni(code: str, timeout: float = 1200) -> subprocess.CompletedProcess[str]:
     """Run Python code in a process with AVX-VNNI and no better features: ORTOLAN_ISA=avxvnni.
 
-    Without AVX-VNNI in the CPU, the emulator runs it. Skips the test if the emulator cannot run either.
+    If the CPU lacks AVX-VNNI, the emulator runs these instructions. Skips the test if it cannot.
     """
     reason = why_unavailable()
     if reason is not None:

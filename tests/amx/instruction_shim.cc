@@ -1,5 +1,6 @@
-// The wrappers of ops/simd/amx_tiles.h as C functions, one instruction a call, and instructions without a wrapper.
-// Tiles keep their contents between calls of one thread, so a test configures, loads, multiplies and stores by separate
+// The wrappers of ops/simd/amx_tiles.h as C functions, one instruction per call, and instructions without a wrapper.
+//
+// Tiles keep their contents between calls of one thread, so a test can configure, load, multiply and store in separate
 // calls.
 #include <stddef.h>
 #include <string.h>
@@ -19,17 +20,17 @@ namespace {
 
 constexpr int kTileBytes = kMaxTileRows * kMaxTileColsb;
 
-// Write the current configuration; without one, 64 zero bytes.
+// Write the current configuration, or 64 zero bytes if no tiles are configured.
 inline void StoreTileConfig(TileConfig* config) { __asm__ volatile("sttilecfg %0" : "=m"(*config) : : "memory"); }
 
-// TileLoad with the hint (T1) that the bytes will not be used again soon.
+// Load a tile with the hint (T1) that the bytes will not be used again soon.
 template <int kTile>
 inline void TileLoadStream(const void* base, int64_t stride) {
   static_assert(0 <= kTile && kTile < kTiles);
   __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(base), "r"(stride), "i"(kTile) : "memory");
 }
 
-// The two letters before the last are the signs of A and B: S signed, U not.
+// In the mnemonic TDPBxyD, x and y give the types of A and B: S is signed, U unsigned.
 template <int kC, int kA, int kB>
 inline void TileDpBsud() {
   static_assert(AreProductTiles<kC, kA, kB>());
@@ -75,8 +76,7 @@ int64_t address_index;
 uint64_t saved_base;
 uint64_t saved_index;
 
-// Load tile 0 from displacement(base, index, scale), with the given registers. `base` and `index` may be any register
-// except rsp.
+// Load tile 0 from displacement(base, index, scale), with the given registers. rsp cannot be used.
 #define LOAD_FROM(displacement, base, index, scale)                                                                    \
   __asm__ volatile("movq %%" #base ", %0\n\tmovq %%" #index ", %1\n\tmovq %2, %%" #base "\n\tmovq %3, %%" #index       \
                    "\n\ttileloadd " #displacement "(%%" #base ",%%" #index "," #scale "), %%tmm0\n\tmovq %0, %%" #base \
@@ -90,7 +90,8 @@ struct Form {
   int scale;
 };
 
-// Each register once as base and once as index; each scale; no, 8-bit and 32-bit displacements of both signs.
+// Addressing forms: each register as base and as index, each scale, and displacements of 0, 8 and 32 bits of both
+// signs.
 #define ADDRESS_FORMS(FORM)   \
   FORM(0, 0, rax, rbx, 1)     \
   FORM(1, 64, rbx, rcx, 2)    \
@@ -144,12 +145,12 @@ EXPORT void shim_store(int tile, void* base, int64_t stride) {
   WithTile(tile, [=]<int kTile>() { TileStore<kTile>(base, stride); });
 }
 
-// C is the tile `c`, A and B are the next two, modulo eight.
+// The tiles of C, A and B are c, c + 1 and c + 2, modulo eight.
 EXPORT void shim_multiply(int product, int c) {
   WithTile(c, [=]<int kC>() { Multiply<kC, (kC + 1) % kTiles, (kC + 2) % kTiles>(product); });
 }
 
-// Compute a bf16 product with this MXCSR, and return MXCSR after it.
+// Multiply bf16 tiles with this MXCSR, and return MXCSR after it.
 EXPORT unsigned shim_multiply_under_mxcsr(int c, unsigned mxcsr) {
   const unsigned saved = _mm_getcsr();
   _mm_setcsr(mxcsr);
@@ -170,7 +171,7 @@ EXPORT void shim_load_by_form(int form, const char* base, int64_t stride) {
   ADDRESS_FORMS(FORM_CASE)
 }
 
-// The base is rsp: copy 1024 bytes to the stack, below the red zone, and load tile 0 from there.
+// Copy 1024 bytes to the stack, below the red zone, and load tile 0 with rsp as the base register.
 EXPORT void shim_load_from_stack(const void* bytes) {
   int64_t count = kTileBytes;
   __asm__ volatile(
@@ -181,12 +182,12 @@ EXPORT void shim_load_from_stack(const void* bytes) {
       : "rdi", "r12", "memory", "cc");
 }
 
-// No index register, so all rows are loaded from `row`.
+// Load tile 0 without an index register: all rows come from `row`.
 EXPORT void shim_load_without_index(const void* row) {
   __asm__ volatile("tileloadd (%0), %%tmm0" : : "r"(row) : "memory");
 }
 
-// No base register, but the absolute address 0x20000000. Return false if that page cannot be mapped.
+// Load tile 0 without a base register, from the absolute address 0x20000000. Return false if it cannot be mapped.
 EXPORT bool shim_load_without_base(const void* bytes) {
   void* const wanted = reinterpret_cast<void*>(0x20000000);
   void* const page =
@@ -228,13 +229,15 @@ EXPORT void shim_store_config_indexed(void* config) {
   __asm__ volatile("sttilecfg -1000(%0,%1,8)" : : "r"(base), "r"(index) : "memory");
 }
 
-// Products whose operands are not three different tiles. The wrappers refuse these, and gas refuses some.
+// Multiplications whose operands are not three different tiles, as bytes, because the wrappers and gas reject them.
 EXPORT void shim_multiply_same_a_b() { __asm__ volatile(".byte 0xc4, 0xe2, 0x72, 0x5c, 0xc1"); }  // tmm0, tmm1, tmm1
 EXPORT void shim_multiply_same_c_a() { __asm__ volatile(".byte 0xc4, 0xe2, 0x6b, 0x5e, 0xc0"); }  // tmm0, tmm0, tmm2
 EXPORT void shim_multiply_same_c_b() { __asm__ volatile(".byte 0xc4, 0xe2, 0x79, 0x5e, 0xc1"); }  // tmm0, tmm1, tmm0
 
-// VPDPBUSD of AVX-VNNI: c [8] += a [32] x b [32]. Forms: b in a low register, in a high register, or in memory (base
-// and index), and c in a high register. Return false if registers 0 and 15 change.
+// VPDPBUSD of AVX-VNNI: c [8] += a [32] x b [32].
+//
+// Forms 0 and 1 have b in a low or high register, form 2 in memory (base and index), form 3 has c in a high register.
+// Return false if register 0 or 15 changes.
 EXPORT __attribute__((target("avx2"))) bool shim_dot_quads(int form, int32_t* c, const uint8_t* a, const int8_t* b) {
   __asm__ volatile(
       "vmovdqu (%0), %%ymm1\n\tvmovdqu (%1), %%ymm9\n\tvmovdqu (%2), %%ymm2\n\tvmovdqu (%2), %%ymm10\n\t"
@@ -265,8 +268,7 @@ EXPORT __attribute__((target("avx2"))) bool shim_dot_quads(int form, int32_t* c,
 
 EXPORT void shim_undefined_instruction() { __asm__ volatile("ud2"); }
 
-// A product between stores to its operands and loads of its result, in one function that the compiler may reorder:
-// c[16][16] += 1 x b, where a and b are made here. The result is that of b's column sums.
+// c[16][16] += 1 x b, with a and b stored and c loaded in one function that the compiler may reorder.
 EXPORT void shim_multiply_local(const float* b, float* c) {
   alignas(64) uint16_t a_tile[16][32];
   alignas(64) uint16_t b_tile[16][32];

@@ -1,6 +1,6 @@
-"""The AMX products in NumPy, independent of the emulator and exact to the last bit, except for NaN payloads.
+"""NumPy reference of the AMX multiplications, independent of the emulator and exact except for NaN payloads.
 
-Matrices are logical: a [m, K], b [K, n], c [m, n]; `pack_b` makes a B tile.
+Matrices are logical: a [m, K], b [K, n], c [m, n]. `pack_b` makes a B tile.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SMALLEST_NORMAL = np.float32(2.0**-126)
 
 
 def pack_b(b: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
-    """Return b [K, n] as a B tile [K / g, n * g], with g elements in 4 bytes: 2 of bf16, 4 of int8."""
+    """Return b [K, n] as a B tile [K / g, n * g], where g elements fill 4 bytes: 2 of bf16, 4 of int8."""
     group = 4 // b.dtype.itemsize
     k, n = b.shape
     return np.ascontiguousarray(b.reshape(k // group, group, n).transpose(0, 2, 1)).reshape(k // group, n * group)
@@ -29,7 +29,7 @@ def flush(x: F32) -> F32:
 
 
 def round_to_float32(exact: F64) -> F32:
-    """Round float64 to nearest even; a result that would be denormal is zero (judged with an unlimited exponent)."""
+    """Round float64 to float32, nearest even, and flush results that would be denormal before rounding to zero."""
     scale = 2.0**64
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         scaled = (exact * scale).astype(np.float32)
@@ -38,10 +38,10 @@ def round_to_float32(exact: F64) -> F32:
 
 
 def add(a: F64, b: F64) -> F32:
-    """Return a + b rounded once to float32. a and b are exact and at most 2^300.
+    """Return a + b rounded once to float32; a and b are exact and at most 2^300.
 
-    The float64 sum is rounded to odd, so that the second rounding, to 24 bits, knows on which side the exact sum is
-    (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums").
+    The float64 sum is rounded to odd, so that rounding it to 24 bits gives the correctly rounded sum (Boldo and
+    Melquiond, "Emulation of FMA and correctly rounded sums").
     """
     with np.errstate(invalid="ignore"):
         total = a + b
@@ -60,7 +60,7 @@ def multiply_add(x: F32, y: F32, z: F32) -> F32:
 
 
 def tdpbf16ps(c: F32, a: npt.NDArray[np.generic], b: npt.NDArray[np.generic]) -> F32:
-    """Return c + a b for bfloat16 a [m, K] and b [K, n]; K is even and at most 32 in one instruction."""
+    """Return c + a b for bfloat16 a [m, K] and b [K, n]; K must be even, at most 32 for one instruction."""
     a32, b32 = a.astype(ml_dtypes.bfloat16).astype(np.float32), b.astype(ml_dtypes.bfloat16).astype(np.float32)
     chains = [np.zeros(c.shape, np.float32), np.zeros(c.shape, np.float32)]
     for k in range(a.shape[1]):

@@ -1,5 +1,7 @@
-"""Attention in AMX tiles: the kernel, where the CPU has its vectors; its loop over vectors of AVX2, on others too; and
-which nodes take it. Tiles are emulated where the CPU has none."""
+"""Test attention in AMX tiles: the kernel, its loop on AVX2 vectors, and the choice of nodes that run it.
+
+Tile instructions are emulated if the CPU lacks AMX. Only the kernel needs AVX-512.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ if emulator is not None:
     assert emulator.live_threads_with_config() == 0
 """
 
-# Each query head has the bits of the kernel by name: with any_order in tiles, without as on every CPU.
+# The bits of each query head are those of the AMX kernel if any_order is set, otherwise those of scalar/16.
 NODES = """
 import numpy as np
 from ortolan import _native, _testing
@@ -58,7 +60,7 @@ for any_order, causal in ((1, 0), (1, 1), (0, 0)):
             assert_same_bits(y[b, :, head], found[0 if any_order else 1])
 """
 
-# A prompt is multiplied in tiles, a token behind it in float32.
+# Calls of many queries run in tiles; a call of one token runs in float32 vectors.
 CACHED_NODES = """
 import numpy as np
 from ortolan import _native, _testing

@@ -1,4 +1,4 @@
-"""AVX-VNNI: the emulator's instruction, the target's vectors, and kernels whose answers have the bits of AVX2's."""
+"""Test AVX-VNNI: the emulator, the vector functions, and kernels, whose results must have the bits of AVX2's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every AMX instruction, by simd/amx_tiles.h, against numpy: emulated or, where it has AMX, by the CPU."""
+"""Test every AMX instruction through simd/amx_tiles.h against NumPy, in the emulator or on a CPU with AMX."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ PRODUCTS = {
     "tdpbuud": (4, np.uint8, np.uint8),
 }
 INT8_PRODUCTS = [name for name in PRODUCTS if name != "tdpbf16ps"]
-# The rows of a tile in memory are further apart than they are long.
+# Bytes between rows of a tile in memory; more than the 64 bytes of a row.
 STRIDE = 80
 
 
 class Tiles:
-    """The tiles of this thread, configured and in the end released."""
+    """Configure the tiles of this thread, and release them at the end."""
 
     def __init__(self, tiles: dict[int, tuple[int, int]]) -> None:
         self.shapes = tiles
@@ -51,7 +51,7 @@ class Tiles:
         (self.shim.shim_load_stream if stream else self.shim.shim_load)(tile, memory.ctypes.data, STRIDE)
 
     def store(self, tile: int, dtype: npt.DTypeLike = np.uint8) -> Array:
-        """The tile as a matrix; nothing else was written."""
+        """Return the tile as a matrix, and check that no memory outside of it was written."""
         rows, colsb = self.shapes[tile]
         memory = np.full((rows + 2, STRIDE), 0x5A, np.uint8)
         self.shim.shim_store(tile, memory[1:].ctypes.data, STRIDE)
@@ -62,7 +62,7 @@ class Tiles:
 
 
 def product(name: str, c: Array, a: Array, b: Array, first_tile: int = 0) -> Array:
-    """c + a b by one instruction on the tiles first_tile, +1, +2 (of eight)."""
+    """Return c + a b, computed by one instruction on the tiles first_tile, +1 and +2 (modulo 8)."""
     m, n, k = len(a), b.shape[1], a.shape[1]
     tile_c, tile_a, tile_b = (first_tile, (first_tile + 1) % 8, (first_tile + 2) % 8)
     colsb = k * a.dtype.itemsize
@@ -85,7 +85,7 @@ def random_int8(rng: np.random.Generator, shape: tuple[int, int], dtype: npt.DTy
 
 
 def assert_same_bits(actual: Array, expected: Array) -> None:
-    """Equal in every bit, signs of zeros too; any NaN equals any NaN."""
+    """Check for equal bits, including the signs of zeros; all NaNs count as equal."""
     np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected))
     number = ~np.isnan(expected)
     np.testing.assert_array_equal(actual.view(np.uint32)[number], expected.view(np.uint32)[number])
@@ -95,11 +95,11 @@ def assert_same_bits(actual: Array, expected: Array) -> None:
 
 
 def test_reference_rounds_a_product_and_sum_once() -> None:
-    """Against rational arithmetic, where float64 alone would often round twice."""
+    """The reference agrees with rational arithmetic, also where float64 would round twice."""
     rng = np.random.default_rng(0)
     x = random_bf16(rng, (1, 2000), (-3, 3)).astype(np.float32)[0]
     y = random_bf16(rng, (1, 2000), (-40, 3)).astype(np.float32)[0]
-    # Half of the sums are close to the midpoint of two floats.
+    # Half of the sums are close to the midpoint of two floats, where double rounding would be wrong.
     z = rng.standard_normal(2000).astype(np.float32)
     y[::2] = np.exp2(rng.integers(-80, -20, size=1000))
     x[::2] = np.float32(1.5)
@@ -256,7 +256,7 @@ def test_bf16_product_to_the_bit(amx: Emulator | None, exponents: tuple[int, int
 
 
 def test_bf16_data_tells_orders_of_summation_apart(amx: Emulator | None) -> None:
-    """The test above would not pass with another order: one chain, c first, or a rounded product."""
+    """The data of the test above reveals wrong orders of addition: one chain, c first, or rounded products."""
     rng = np.random.default_rng(1)
     a, b = random_bf16(rng, (16, 32), (-8, 8)), random_bf16(rng, (32, 16), (-8, 8))
     c = rng.standard_normal((16, 16), dtype=np.float32)
@@ -270,7 +270,7 @@ def test_bf16_data_tells_orders_of_summation_apart(amx: Emulator | None) -> None
         rounded[k % 2] = rounded[k % 2] + a32[:, k : k + 1] * b32[k : k + 1]
     for other in (c + one_chain, from_c, c + (a32 @ b32)):
         assert np.count_nonzero(actual != other) > 20
-    # bf16 x bf16 fits float32, so that here a fused multiply-add and a product and a sum are the same.
+    # A product of two bf16 values fits a float32, so a separate product and sum round like a fused multiply-add.
     assert_same_bits(actual, c + (rounded[0] + rounded[1]))
 
 
@@ -291,7 +291,7 @@ def test_products_of_partial_tiles(amx: Emulator | None, name: str) -> None:
 
 
 def check_random_product(name: str, rng: np.random.Generator, m: int, n: int, words: int, first_tile: int = 0) -> None:
-    """One product with K of this many pairs or quads."""
+    """Check one instruction on random values; K is `words` pairs of bf16 or quads of int8."""
     _, type_a, type_b = PRODUCTS[name]
     if name == "tdpbf16ps":
         a, b = random_bf16(rng, (m, 2 * words), (-4, 4)), random_bf16(rng, (2 * words, n), (-4, 4))
@@ -304,7 +304,7 @@ def check_random_product(name: str, rng: np.random.Generator, m: int, n: int, wo
 
 
 def test_bf16_denormals_are_zeros(amx: Emulator | None) -> None:
-    """Denormals are flushed as operands, as C, within a chain and in the result."""
+    """Denormals are flushed to zero in the operands, in C, within a chain and in the result."""
     rng = np.random.default_rng(3)
     for low, high in [(-136, -120), (-70, -56), (-66, -60)]:
         a, b = random_bf16(rng, (16, 32), (low, high)), random_bf16(rng, (32, 16), (low, high))
@@ -314,7 +314,7 @@ def test_bf16_denormals_are_zeros(amx: Emulator | None) -> None:
         actual = product("tdpbf16ps", c, a, b)
         assert_same_bits(actual, reference.tdpbf16ps(c, a, b))
         assert not np.any((actual != 0) & (np.abs(actual) < 2.0**-126))
-    # A denormal operand against a large one: kept, the product would be 2^-33.
+    # A denormal operand times a large one gives 0, not 2^-33.
     a = np.full((1, 2), 2.0**-133, ml_dtypes.bfloat16)
     b = np.full((2, 1), 2.0**100, ml_dtypes.bfloat16)
     assert product("tdpbf16ps", np.full((1, 1), 2.0**-130, np.float32), a, b) == 0
@@ -335,7 +335,7 @@ def test_bf16_inf_nan_and_signed_zeros(amx: Emulator | None) -> None:
         assert np.isnan(expected).any() and np.isinf(expected).any()
     negative_zero = np.full((1, 1), -0.0, np.float32)
     one = np.ones((1, 2), ml_dtypes.bfloat16)
-    # The chains begin at +0, so that the sum is +0 whatever its terms.
+    # The chains start from +0, so the sum is +0 for any signs of its terms.
     assert_same_bits(product("tdpbf16ps", negative_zero, -one, 0 * one.T), np.zeros((1, 1), np.float32))
 
 
@@ -383,7 +383,7 @@ def test_products_accumulate(amx: Emulator | None) -> None:
 
 
 def test_compiler_keeps_the_stores_around_tile_instructions(amx: Emulator | None) -> None:
-    """Configuration and tiles that only tile instructions read, results that only they write."""
+    """Stores that only tile instructions read are kept, and loads of their results are not moved before them."""
     rng = np.random.default_rng(7)
     b = rng.integers(-8, 8, (64, 16)).astype(np.float32)
     c = rng.integers(-8, 8, (16, 16)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Faults that end the process, other users of SIGILL, and the CPU features with which dispatch chooses AMX."""
+"""Test faults that end the process, other users of SIGILL, and the detection of CPU features for dispatch."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_amx_may_be_entered_within_itself(amx: Emulator | None) -> None:
 
 
 def features(**environment: str) -> tuple[str, str]:
-    """The last set in use and the last one that the CPU has, in a process of its own."""
+    """Return the best feature set in use and the best one of the CPU, in a separate process."""
     code = "from ortolan import _native; i = _native.cpu_info(); print(i['isa'], i['detected_features'][-1])"
     clean = {name: value for name, value in os.environ.items() if not name.startswith("ORTOLAN_")}
     result = subprocess.run(

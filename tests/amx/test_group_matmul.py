@@ -1,4 +1,4 @@
-"""The AMX kernels of W4A8MatMul and W8A8MatMul: their machine code, under the emulator where the CPU has no AMX."""
+"""Test the machine code of the AMX kernels of W4A8MatMul and W8A8MatMul, in the emulator if the CPU lacks AMX."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ for group in (32, 64, 128):
         layer.check(layer.multiply(x, None, "amx"), x)
 """
 
-# The same bits as the portable kernel: integer sums are exact, and with power-of-two scales and few enough groups that
-# no float sum rounds, so are the float ones.
+# The portable kernel must give the same bits. Integer sums are exact; with power-of-two scales and few groups, the
+# float sums are exact too.
 CHECK_BITS = """
 import numpy as np
 from tests.ops.single_node import assert_same_bits
@@ -73,7 +73,7 @@ for half in (False, True):
     assert_same_bits(odd, layer.multiply(x, None, "amx"))
 """
 
-# 40 rows are a pair of row tiles and one alone; 48 columns a pair of panels and one alone; 1216 inputs five
+# 40 rows make two row tiles and a partial one; 48 columns make a pair of panels and a single one; 1216 inputs make five
 # blocks of 4 tiles.
 CHECK_COUNTS = """
 import numpy as np
@@ -82,7 +82,7 @@ rng = np.random.default_rng(7)
 m, k, n = 40, 1216, 48
 row_tiles, panels = 3, 3
 x = rng.standard_normal((m, k), dtype=np.float32)
-# Tiles of 8 bits are loaded from where they are stored, those of 4 bits from where they were expanded to.
+# 8-bit tiles are loaded directly from the weight, 4-bit tiles from the buffer with expanded weights.
 for group, bits in ((group, bits) for group in (32, 64, 128) for bits in (4, 8)):
     layer = GroupLayer.random(rng, k, n, group, bits=bits)
     if emulator is None:
@@ -92,7 +92,7 @@ for group, bits in ((group, bits) for group in (32, 64, 128) for bits in (4, 8))
     steps = k // min(group, 64)
     groups = -(-k // group)
     assert emulator.count("tdpbssd") == steps * row_tiles * panels, emulator.counts()
-    # Rows of x once for each group of panels, weights once for each group of row tiles.
+    # x is loaded once per group of panels, and the weight once per group of row tiles.
     assert emulator.count("tileloadd") == steps * row_tiles * 2 + steps * panels * 2, emulator.counts()
     assert emulator.count("tilestored") == emulator.count("tilezero") == groups * row_tiles * panels
     assert emulator.count("ldtilecfg") == emulator.count("tilerelease") == 1

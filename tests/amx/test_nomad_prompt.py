@@ -1,10 +1,11 @@
-"""NoMADAttention behind a prompt in the model: its products are SparseAMXMatMul's, on AMX for many queries."""
+"""Test NoMADAttention with a prompt in the model: with many queries, its matrix products run on AMX."""
 
 from __future__ import annotations
 
 from .emulated import check
 
-# Rows of a call: 3 and 12 of one sequence, 69 (64 and 5) of 23; the last chunk of 530 tokens is shorter than the other.
+# Query rows per key head: 3 or 12 with batch 1, and 69 (64 and 5) with batch 23. The last chunk of 530 tokens is
+# shorter than the first.
 CHECK_CALLS = """
 from ortolan import _native
 from tests.ops.cached_attention import Decoder, Setup, node_model

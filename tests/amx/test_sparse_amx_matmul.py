@@ -1,4 +1,4 @@
-"""SparseAMXMatMul's AMX kernel: its machine code, under the emulator where the CPU has no AMX."""
+"""Test the machine code of SparseAMXMatMul's AMX kernel, in the emulator if the CPU lacks AMX."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ for k in (1, 31, 33, 100, 544, 1000):
                     assert_same_bits(_testing.sparse_amx_matmul(x[:m], *dense, k, n, bias=b, kernel="amx"), y)
 """
 
-# 2:4 storage has the answers of a bitmap.
+# 2:4 storage must give the same results as a bitmap.
 CHECK_TWO_FOUR = """
 import numpy as np
 from ortolan import _native, _testing
@@ -50,7 +50,7 @@ for k, n in ((1, 1), (33, 17), (100, 40), (1000, 16)):
     np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
 """
 
-# Few rows run on vectors, which add in the order of the tiles.
+# Calls with few rows run on vectors and must add in the same order as the tiles.
 CHECK_FEW_ROWS = """
 import numpy as np
 from ortolan import _native, _testing
@@ -67,7 +67,8 @@ for k, n in ((33, 17), (100, 70), (544, 16)):
             assert_same_bits(y, among_all[:m])
 """
 
-# Per tile, two chains of fused multiply-adds (even, odd inputs) from +0, added, then added to the sums.
+# Expected order: each tile has one chain of fused multiply-adds for even inputs and one for odd inputs, both from +0.
+# The two are added, and their sum is added to the result.
 CHECK_BITS = """
 import ml_dtypes
 import numpy as np
@@ -102,8 +103,8 @@ for dense in (False, True):
     assert_same_bits(y, _testing.sparse_amx_matmul(x, masks, values, offsets, k, n, kernel="amx"))
 """
 
-# 40 rows are a pair of row tiles and one alone; 48 columns a pair of panels and one alone; 600 inputs are
-# 19 tiles: five blocks of 4 that are expanded, or two of 16 where they are stored.
+# 40 rows make two row tiles and a partial one; 48 columns make a pair of panels and a single one. 600 inputs make 19
+# tiles: five blocks of 4 if they are expanded, two blocks of 16 if they are read directly.
 CHECK_COUNTS = """
 import numpy as np
 from ortolan import _native, _testing
@@ -120,7 +121,7 @@ for dense in (False, True):
     if emulator is not None:
         k_tiles, row_tiles, panels, blocks = 19, 3, 3, 2 if dense else 5
         assert emulator.count("tdpbf16ps") == k_tiles * row_tiles * panels, emulator.counts()
-        # Rows of x once for each group of panels, weights once for each group of row tiles, sums once a block.
+        # x is loaded once per group of panels, the weight once per group of row tiles, the sums once per block.
         loads = k_tiles * row_tiles * 2 + k_tiles * panels * 2 + row_tiles * panels * blocks
         assert emulator.count("tileloadd") == loads, emulator.counts()
         assert emulator.count("tilestored") == row_tiles * panels * blocks
@@ -128,8 +129,8 @@ for dense in (False, True):
         assert emulator.live_threads_with_config() == 0
 """
 
-# 32 rows and 32 columns are 2 x 2 tiles of sums, 128 inputs one block of either kind: as many products as loads of
-# operands (SparAMX, section 4.1), the other loads and the stores are those of the four tiles of sums.
+# 32 rows and 32 columns make 2 x 2 tiles of sums; 128 inputs make one block. The tile multiplications equal the loads
+# of operands in number (SparAMX, section 4.1). The other loads, and the stores, are the four tiles of sums.
 CHECK_COUNTS_OF_2X2 = """
 import numpy as np
 from ortolan import _native, _testing

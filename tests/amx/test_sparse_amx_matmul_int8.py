@@ -1,4 +1,4 @@
-"""SparseAMXMatMul's AMX kernels for int8 and int4: their machine code, under the emulator where the CPU has no AMX."""
+"""Test the machine code of SparseAMXMatMul's int8 and int4 AMX kernels, in the emulator if the CPU lacks AMX."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ for group in (None, 32, 64, 128):
         assert_same_bits(odd, y)
 """
 
-# 2:4 storage is expanded to tiles: the answers are those of dense storage.
+# 2:4 storage is expanded to tiles and must give the same results as dense storage.
 CHECK_TWO_FOUR = """
 import numpy as np
 from tests.ops.quantized import Layer
@@ -64,7 +64,7 @@ for group in (None, 32, 64, 128):
         assert_same_bits(layer.multiply_packed(x, packed, at_odd_address(layer.packed_scales()), bias, "amx"), y)
 """
 
-# The same bits as the portable kernel: integer sums are exact, and with scales of one so are the float ones.
+# The portable kernel must give the same bits. Integer sums are exact; with scales of one, the float sums are exact too.
 CHECK_BITS = """
 import numpy as np
 from ortolan import _native
@@ -80,8 +80,8 @@ for group in (None, 32, 64, 128):
     assert_same_bits(layer.stored_dense().multiply(x, None, "amx"), expected)
 """
 
-# 40 rows are a pair of row tiles and one alone; 48 columns a pair of panels and one alone; 1216 inputs are
-# 19 tiles: five blocks of 4 that are expanded, or two of 16 where they are stored.
+# 40 rows make two row tiles and a partial one; 48 columns make a pair of panels and a single one. 1216 inputs make 19
+# tiles: five blocks of 4 if they are expanded, two blocks of 16 if they are read directly.
 CHECK_COUNTS = """
 import numpy as np
 from ortolan import _native

@@ -23,19 +23,24 @@ def malformed_bf16() -> dict[str, tuple[Packed, int, int, str]]:
 def malformed(
     bitmap: Packed, dense: Packed, k: int, n: int, row_bytes: int, too_many: int
 ) -> dict[str, tuple[Packed, int, int, str]]:
-    """Return name -> (tensors, k, n, pattern of the error message).
+    """Map the name of each malformed case to its tensors, k, n and the pattern of the error message.
 
-    bitmap, dense: A weight [k, n] whose inputs and columns end inside a tile and a panel; panel 2 is the last.
-    row_bytes: Bytes of a row of a mask. too_many: A number of inputs above the limit.
+    Args:
+        bitmap: A packed weight [k, n] with 3 panels, whose last tile and last panel are partly filled.
+        dense: The same weight in dense storage.
+        k: Rows of the weight (inputs).
+        n: Columns of the weight (outputs).
+        row_bytes: Bytes of one mask row.
+        too_many: A value of k above the limit.
     """
     (masks, values, offsets), (none, every, no_offsets) = bitmap, dense
     row_inputs = row_bytes * 8 // 16
     popcount, outside, too_deep = masks.copy(), masks.copy(), masks.copy()
-    popcount[1, 0, : 2 * row_bytes] = 0  # two rows: int4 counts each of them, and stores the larger count
+    popcount[1, 0, : 2 * row_bytes] = 0  # in two rows, because int4 stores one count for both: the larger
     outside[2, 0, row_bytes - 1] |= 0x80  # row 0, column 15 of panel 2, which has 8 columns
     tile, inside = divmod(k, 16 * row_inputs)
     row, place = divmod(inside, row_inputs)
-    too_deep[0, tile, row * row_bytes] |= 1 << place  # column 0 of input k, one after the last
+    too_deep[0, tile, row * row_bytes] |= 1 << place  # column 0 of input k, one past the last input
     beyond, falling, not_zero, negative, huge = (offsets.copy() for _ in range(5))
     beyond[-1] += 1
     falling[1], falling[2] = offsets[2], offsets[1]
@@ -75,7 +80,7 @@ def malformed(
 
 
 def mutate(rng: np.random.Generator, packed: Packed, k: int, n: int) -> tuple[Packed, int, int]:
-    """Make one to three random changes: flipped bytes, edited offsets, cut, grown or swapped tensors, other k and n."""
+    """Make one to three random changes: flip bytes, edit offsets, cut, grow or swap tensors, change k and n."""
     masks, values, offsets = (a.copy() for a in packed)
     for _ in range(rng.integers(1, 4)):
         match rng.integers(0, 8):

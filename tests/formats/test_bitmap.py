@@ -1,4 +1,4 @@
-"""The bitmap format: layout, round trip, and refusal of everything malformed."""
+"""Test the bitmap format of bf16 weights: layout, round trip, and rejection of malformed tensors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_dense_layout_of_a_small_matrix() -> None:
     masks, values, offsets = _native.pack_bitmap(w, dense=True)
     assert masks.shape == offsets.shape == (0,)
     assert (masks.dtype, offsets.dtype) == (np.uint8, np.int64)
-    expected = np.zeros((2, 2, 16, 32), np.float32)  # panel, tile, row, weight
+    expected = np.zeros((2, 2, 16, 32), np.float32)  # [panel, tile, row, weight]
     expected[0, 0, 0, :3] = 1, 2, 3
     expected[0, 0, 1, 31] = 4
     expected[0, 1, 0, 1] = 5
@@ -68,7 +68,7 @@ def test_dense_round_trip_and_order_of_the_bitmap(k: int, n: int, sparsity: floa
     masks, values, offsets = _native.pack_bitmap(w, dense=True)
     assert values.size == -(-n // 16) * -(-k // 32) * 512
     np.testing.assert_array_equal(_native.unpack_bitmap(masks, values, offsets, k, n), to_bf16(w))
-    # What the bitmap stores is what dense storage has at the bits that are set, and there is nothing else.
+    # The bitmap stores the dense values at the set bits; all other dense values are zero.
     masks, stored, _ = _native.pack_bitmap(w)
     bits = np.unpackbits(masks.reshape(-1), bitorder="little").astype(bool)
     np.testing.assert_array_equal(values[bits], stored[:-32])
@@ -108,12 +108,12 @@ def test_ten_thousand_mutations_neither_crash_nor_slip_through(dense: bool) -> N
             refused += 1
             continue
         accepted += 1
-        # What is accepted runs, on every kernel in turn, and means the matrix that it unpacks to.
+        # Accepted tensors must run on all kernels and give the product with the unpacked matrix.
         x = np.ones((1 + i % 3, k), np.float32)
         y = _testing.sparse_amx_matmul(x, *tensors, k, n, kernel=kernels[i % len(kernels)])
         with np.errstate(over="ignore", invalid="ignore"):
             expected = x.astype(np.float64) @ w
-            # In dense storage what stands for weights outside of the matrix may have become Inf or NaN too.
+            # In dense storage, a mutation may have put Inf or NaN into the padding outside of the matrix.
             finite = np.isfinite(tensors[1].view(ml_dtypes.bfloat16)).all() and np.abs(expected).max() < 1e37
         if finite:
             np.testing.assert_allclose(y, expected, rtol=1e-3, atol=1e-4 * max(1.0, np.abs(w).sum()))

@@ -1,4 +1,4 @@
-"""The bitmap formats of int8 and int4 weights: layout, round trip, and refusal of everything malformed."""
+"""Test the bitmap formats of int8 and int4 weights: layout, round trip, and rejection of malformed tensors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_int4_values_of_a_small_matrix() -> None:
     _, values, offsets = INT4.pack(small_matrix())
     assert values.dtype == np.uint8
     np.testing.assert_array_equal(offsets, [0, 4, 5])
-    # Panel 0: even rows hold 1 -2 3 7, odd rows -4 5. Panel 1: an even row holds -8.
+    # Panel 0 stores 1 -2 3 7 in even rows and -4 5 in odd rows. Panel 1 stores -8 in an even row.
     low, high = [1 + 8, -2 + 8, 3 + 8, 7 + 8, 0], [-4 + 8, 5 + 8, 0, 0, 0]
     np.testing.assert_array_equal(values[:5], np.array(low) + 16 * np.array(high))
     assert values.size == 5 + 64 and not values[5:].any()
@@ -90,7 +90,7 @@ def test_round_trip(form: Format, k: int, n: int, sparsity: float, seed: int) ->
 def test_dense_int8_values_of_a_small_matrix() -> None:
     masks, values, offsets = _native.pack_bitmap_int8(small_matrix(), dense=True)
     assert masks.shape == offsets.shape == (0,)
-    expected = np.zeros((2, 2, 16, 64), np.int8)  # panel, tile, row, weight
+    expected = np.zeros((2, 2, 16, 64), np.int8)  # [panel, tile, row, weight]
     expected[0, 0, 0, [0, 3, 5]] = 1, -2, 3
     expected[0, 0, 1, 60] = -4
     expected[0, 0, 2, 0] = 7
@@ -152,7 +152,7 @@ def test_malformed_tensors_are_refused(form: Format, case: str) -> None:
 
 
 def mutate(rng: np.random.Generator, packed: Packed, k: int, n: int) -> tuple[Packed, int, int]:
-    """One to three random changes: flipped bytes, edited offsets, cut, grown or swapped tensors, other k and n."""
+    """Make one to three random changes: flip bytes, edit offsets, cut, grow or swap tensors, change k and n."""
     masks, values, offsets = (a.copy() for a in packed)
     for _ in range(rng.integers(1, 4)):
         match rng.integers(0, 8):
@@ -191,7 +191,7 @@ def test_ten_thousand_mutations_neither_crash_nor_slip_through(form: Format, den
             refused += 1
             continue
         accepted += 1
-        # What is accepted runs, on every kernel in turn, and means the matrix that it unpacks to.
+        # Accepted tensors must run on all kernels and give the product with the unpacked matrix.
         x = np.full((1 + i % 20, k), 127, np.float32)
         y = form.multiply(x, tensors, k, n, kernels[i % len(kernels)])
         np.testing.assert_array_equal(y, x @ w.astype(np.float32))

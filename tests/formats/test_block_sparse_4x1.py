@@ -1,4 +1,4 @@
-"""The 4x1 block-sparse format: packing, and the refusal of malformed tensors."""
+"""Test the 4x1 block-sparse format: packing, and rejection of malformed tensors."""
 
 from __future__ import annotations
 

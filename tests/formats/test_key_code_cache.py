@@ -1,4 +1,4 @@
-"""The cache of key codes: order of the bytes, nearest centroids, appending (ops/formats/key_code_cache.h)."""
+"""Test the cache of key codes: byte order, nearest centroids, appending (ops/formats/key_code_cache.h)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def codebook_of(rng: np.random.Generator, head_dim: int, d_sub: int) -> np.ndarr
 
 
 def encode(keys: np.ndarray, codebook: np.ndarray) -> np.ndarray:
-    """Codes [tokens, S] by the header's words: float32, from the first number of a part to the last."""
+    """Return codes [tokens, S] as the header defines them: float32 sums in ascending order of d."""
     parts, _, d_sub = codebook.shape
     split = keys.reshape(len(keys), parts, 1, d_sub)
     distances = np.zeros((len(keys), parts, 16), np.float32)
@@ -33,12 +33,12 @@ def encode(keys: np.ndarray, codebook: np.ndarray) -> np.ndarray:
 
 
 def pack(codes: np.ndarray) -> np.ndarray:
-    """The cache's bytes [tokens, S / 2] of codes, by the header's drawing."""
+    """Return the cache's bytes [tokens, S / 2] for these codes, in the layout that the header draws."""
     tokens, parts = codes.shape
     cache = np.zeros((tokens, parts // 2), np.uint8)
     full = tokens // 32 * 32
     for first in range(0, full, 32):
-        block = codes[first : first + 32].reshape(2, 16, parts // 4, 4)  # half, key, quad, j
+        block = codes[first : first + 32].reshape(2, 16, parts // 4, 4)  # [half, key, quad, j]
         cache[first : first + 32] = (block[0] | block[1] << 4).transpose(1, 0, 2).reshape(32, parts // 2)
     for token in range(full, tokens):
         whole = codes[token, : parts // 8 * 8].reshape(-1, 2, 4)
@@ -48,7 +48,7 @@ def pack(codes: np.ndarray) -> np.ndarray:
 
 
 def appended(keys: np.ndarray, codebook: np.ndarray, splits: list[int], kernel: str | None = None) -> np.ndarray:
-    """The cache that grows by these numbers of tokens, each time into a copy that is exactly as long."""
+    """Return a cache after appending `splits[i]` tokens in call i, each time to a copy of exactly the needed size."""
     row_bytes = codebook.shape[0] // 2
     cache = np.empty((0, row_bytes), np.uint8)
     for count in splits:
@@ -84,7 +84,7 @@ def test_any_way_to_append_gives_the_same_bytes(size: tuple[int, int], splits: l
     grown = appended(keys, codebook, splits)
     np.testing.assert_array_equal(grown, appended(keys, codebook, [tokens]))
     np.testing.assert_array_equal(grown, appended(keys, codebook, [1] * tokens))
-    # In place, in a larger buffer whose unused part must stay unchanged.
+    # Append in place to a larger buffer, whose unused part must stay unchanged.
     buffer = np.full((tokens + 40, grown.shape[1]), 0x5A, np.uint8)
     done = 0
     for count in splits:
@@ -106,7 +106,7 @@ def test_decoding_gives_the_nearest_centroids(size: tuple[int, int], tokens: int
     least = ((split - codebook[None]) ** 2).sum(-1).min(-1)
     found = ((split - decoded.reshape(split.shape)) ** 2).sum((-1, -2))
     np.testing.assert_allclose(found, least, rtol=1e-5, atol=1e-12)
-    # Keys that are centroids come back as they are.
+    # Encoding and decoding a key that consists of centroids must not change it.
     np.testing.assert_array_equal(_native.decode_keys(appended(decoded, codebook, [tokens]), tokens, codebook), decoded)
 
 
@@ -153,9 +153,10 @@ def test_every_kernel_gives_the_same_codes(
     mirrored: bool,
     seed: int,
 ) -> None:
-    """Ties and extremes: few levels make most distances equal; squares of tiny scales are 0, of huge ones Inf.
+    """All kernels give the same codes for ties and extreme values.
 
-    mirrored: pairs of centroids at the same distance but for its rounding, so that one less is another code.
+    Few `levels` make many distances equal. Squares of tiny scales are 0, those of huge scales are Inf. `mirrored` makes
+    pairs of centroids whose distances to a key differ only in rounding.
     """
     rng = np.random.default_rng(seed)
     keys = rng.standard_normal((sum(splits), size[0]), dtype=np.float32)

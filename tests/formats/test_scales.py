@@ -1,4 +1,4 @@
-"""Packed scales: panels, padding, bf16."""
+"""Test packed scales: panels, padding, bf16."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""2:4 storage: layout, round trip, and refusal of everything malformed."""
+"""Test 2:4 storage: layout, round trip, and rejection of malformed tensors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ each_format = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 
 
 def stored_slots(form: TwoFourFormat, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Positions and weights [panels, spans, quads of a span, columns, slots] of w, padded to whole tiles."""
+    """Return positions and weights, [panels, spans, quads of a span, columns, slots], of w padded to whole tiles."""
     k, n = w.shape
     padded = np.zeros((-(-k // form.tile_inputs) * form.tile_inputs, -(-n // 16) * 16), w.dtype)
     padded[:k, :n] = w
     quads = padded.reshape(-1, 8, 4, padded.shape[1] // 16, 16).transpose(3, 0, 1, 4, 2)
-    # Nonzero positions first, then the lowest free ones; then ascending.
+    # Choose nonzero positions first, then the lowest free positions, and sort the two in ascending order.
     positions = np.sort(np.argsort(quads == 0, axis=-1, kind="stable")[..., :2], axis=-1)
     return positions, np.take_along_axis(quads, positions, axis=-1)
 
@@ -30,12 +30,12 @@ def stored_slots(form: TwoFourFormat, w: np.ndarray) -> tuple[np.ndarray, np.nda
 def expected_packed(form: TwoFourFormat, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     positions, weights = stored_slots(form, w)
     panels, spans = positions.shape[:2]
-    if form.bits == 16:  # a row is a quad
+    if form.bits == 16:  # each row has one quad
         rows = 8
         bits = positions.reshape(panels, spans, rows, 32).astype(np.uint32)
         stored = weights.reshape(panels, spans, rows, 32).astype(np.float32)
         values = (np.ascontiguousarray(to_bf16(stored)).view(np.uint32) >> 16).astype(np.uint16)
-    else:  # a row is two quads
+    else:  # each row has two quads
         rows = 4
 
         def by_rows(a: np.ndarray) -> np.ndarray:
@@ -55,7 +55,7 @@ def expected_packed(form: TwoFourFormat, w: np.ndarray) -> tuple[np.ndarray, np.
 def test_int8_layout_of_a_small_matrix() -> None:
     q = np.zeros((70, 17), np.int8)
     q[1, 0], q[3, 0] = 5, -6  # row 0, slots 0 and 1 of column 0
-    q[6, 1] = 7  # row 0, slots 2 and 3 of column 1: place 0 is free
+    q[6, 1] = 7  # row 0, slots 2 and 3 of column 1; the other slot has position 0
     q[28, 15], q[31, 15] = -128, 127  # row 3
     q[64, 16] = 9  # span 2 of panel 1
     masks, values, offsets = _native.pack_two_four_int8(q)
@@ -66,7 +66,7 @@ def test_int8_layout_of_a_small_matrix() -> None:
     assert spans[1, 2, 0, :2].tolist() == [9, 0]
     assert np.count_nonzero(values) == 6
     positions = masks.reshape(2, 4, 64)
-    # Unused quads have positions 0 and 1 in each of the four rows.
+    # Quads without weights have positions 0 and 1 in each of the four rows.
     assert positions[0, 1, :4].tolist() == [0, 0b01010101, 0, 0b01010101]
     assert positions[0, 0, :2].tolist() == [0b00000001, 0b01010111]
     assert positions[0, 0, 6:8].tolist() == [0, 0b01010110]
@@ -126,13 +126,13 @@ def test_int4_refuses_other_weights() -> None:
 
 
 def malformed(form: TwoFourFormat) -> dict[str, tuple[Packed, int, int, str]]:
-    """Name -> (tensors, k, n, what the message must say)."""
+    """Map the name of each malformed case to its tensors, k, n and the pattern of the error message."""
     k, n = 133, 40
     masks, values, offsets = form.pack(form.random(np.random.default_rng(1), k, n))
     equal, falling = masks.copy(), masks.copy()
     if form.bits == 16:
-        equal.view("<u2")[1, 1, 4:6] = 0  # both slots of a quad at place 0
-        falling.view("<u2")[2, 0, 0:2] = 0x6666, 0x5555  # 2 1 2 1 … against 1 1 1 1 …
+        equal.view("<u2")[1, 1, 4:6] = 0  # both slots of a quad have position 0
+        falling.view("<u2")[2, 0, 0:2] = 0x6666, 0x5555  # first positions 2 1 2 1 …, second positions 1 1 1 1 …
     else:
         equal[1, 1, 4:6] = 0
         falling[2, 0, 0:2] = 0x66, 0x55
@@ -168,7 +168,7 @@ def test_malformed_tensors_are_refused(form: TwoFourFormat, case: str) -> None:
 
 @pytest.mark.parametrize("form", [BF16, INT8], ids=["bf16", "int8"])
 def test_of_all_places_those_that_ascend_are_taken(form: TwoFourFormat) -> None:
-    """Each pair of positions, in each row and at each column."""
+    """Unpacking accepts a pair of positions only if it ascends, in each row and each column."""
     masks, values, offsets = form.pack(np.zeros((32, 16), np.float32 if form.bits == 16 else np.int8))
     unit = "<u2" if form.bits == 16 else np.uint8
     for slot in range(0, 64 // np.dtype(unit).itemsize, 2):

@@ -1,4 +1,4 @@
-"""The cache of int8 values: order of the bytes, error, appending (ops/formats/value_cache.h)."""
+"""Test the cache of int8 values: byte order, error, appending (ops/formats/value_cache.h)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAD_DIMS = [16, 48, 64, 80, 128]
 
 
 def appended(values: np.ndarray, splits: list[int]) -> np.ndarray:
-    """The cache that grows by these numbers of tokens, each time into a copy that is exactly as long."""
+    """Return a cache after appending `splits[i]` tokens in call i, each time to a copy of exactly the needed size."""
     cache = np.empty((0, values.shape[1] + 2), np.uint8)
     for count in splits:
         tokens = len(cache)
@@ -26,7 +26,7 @@ def appended(values: np.ndarray, splits: list[int]) -> np.ndarray:
 
 
 def unpack(cache: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scales [tokens] and q [tokens, head_dim], by the header's words."""
+    """Return scales [tokens] and q [tokens, head_dim] of a cache in the layout that the header defines."""
     tokens, row_bytes = cache.shape
     head_dim = row_bytes - 2
     scales = np.empty((tokens, 2), np.uint8)

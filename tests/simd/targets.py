@@ -1,4 +1,4 @@
-"""The vector functions of a target, as functions of arrays."""
+"""Call the vector functions of each SIMD target with NumPy arrays."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def has(target: str, function: str) -> bool:
 
 
 def targets_with(*functions: str) -> pytest.MarkDecorator:
-    """Parametrize a test with the targets that have all of these functions."""
+    """Parametrize a test with the targets that implement all of these functions."""
     return pytest.mark.parametrize("target", [target for target in LANES if all(has(target, one) for one in functions)])
 
 
 def each_of(functions: Iterable[str]) -> pytest.MarkDecorator:
-    """Parametrize a test with each function of each target that has it."""
+    """Parametrize a test with each pair of a target and a function that it implements."""
     pairs = [(target, function) for target in LANES for function in functions if has(target, function)]
     return pytest.mark.parametrize(("target", "function"), pairs)
 
 
-# Values with special arithmetic: NaN, zeros, infinities, denormals, the largest value, halves.
+# Values that need special care: NaN, zeros, infinities, denormals, the largest value, halves.
 EDGES = np.array(
     [np.nan, 0.0, -0.0, np.inf, -np.inf, 1e-45, -1e-45, 1e-39, 3.4028235e38, -3.4028235e38, 0.5, -1.5, 2.5, 1.0],
     np.float32,
@@ -37,19 +37,19 @@ UNTOUCHED = 0xEE
 
 
 def raw(target: str, function: str, *arrays: np.ndarray, number: int = 0) -> np.ndarray:
-    """Return the memory that the function may write; it is UNTOUCHED where the function wrote nothing."""
+    """Return the output buffer of a vector function. Bytes that the function did not write are UNTOUCHED."""
     found = _testing.simd(target, function, *arrays, number=number)
     assert found is not None, f"{target} has no {function}"
     return found
 
 
 def one(target: str, function: str, *arrays: np.ndarray, number: int = 0, dtype: type = np.float32) -> np.ndarray:
-    """Return one register of the function's result."""
+    """Return the first register that the function wrote."""
     return raw(target, function, *arrays, number=number).view(dtype)[: LANES[target]]
 
 
 def each(target: str, function: str, *arrays: np.ndarray, dtype: type = np.float32) -> np.ndarray:
-    """Call a function on arrays of any length, one register at a time."""
+    """Return the function's results for arrays of any length, computed one register at a time."""
     lanes, size = LANES[target], len(arrays[0])
     padded = [np.resize(array, -(-size // lanes) * lanes) for array in arrays]
     parts = [
@@ -60,7 +60,7 @@ def each(target: str, function: str, *arrays: np.ndarray, dtype: type = np.float
 
 
 def pairs() -> tuple[np.ndarray, np.ndarray]:
-    """Return all pairs of edge values, and random values."""
+    """Return two arrays with all pairs of edge values, followed by random values."""
     rng = np.random.default_rng(0)
     a, b = (array.reshape(-1) for array in np.meshgrid(EDGES, EDGES))
     return (
@@ -70,7 +70,7 @@ def pairs() -> tuple[np.ndarray, np.ndarray]:
 
 
 def assert_same_bits(found: np.ndarray, expected: np.ndarray) -> None:
-    """Check for equal bits; all NaNs count as equal."""
+    """Check that two arrays have the same bits; all NaNs count as equal."""
     assert found.dtype == expected.dtype
     both_nan = np.isnan(found) & np.isnan(expected) if found.dtype.kind == "f" else np.zeros(found.shape, bool)
     bits = f"u{found.itemsize}"

@@ -1,4 +1,4 @@
-"""Vectors of bytes and their products, each function of each target against numpy."""
+"""Test the vector functions for bytes and their dot products on each SIMD target against NumPy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def random_bytes(seed: int, count: int, dtype: type = np.uint8) -> np.ndarray:
 
 
 def stored_bytes(target: str, function: str, *arrays: np.ndarray, number: int = 0) -> np.ndarray:
-    """A register of bytes; nothing behind it is written."""
+    """Return the register of bytes that the function stored, and check that it wrote nothing after them."""
     found = raw(target, function, *arrays, number=number)
     assert (found[4 * LANES[target] :] == UNTOUCHED).all()
     return found[: 4 * LANES[target]]
@@ -263,7 +263,7 @@ def test_lookup_256(target: str) -> None:
 
 @each_of(["InterleaveRows1", "InterleaveRows2", "InterleaveRows4"])
 def test_rows_of_bytes(target: str, function: str) -> None:
-    """Quads of tokens to rows and back, times the quads of four outputs."""
+    """Interleaved tokens are multiplied with the weights of four outputs, four bytes at a time."""
     lanes, vectors = LANES[target], int(function[-1])
     for seed in range(3):
         tokens, weights = random_bytes(seed, 4 * vectors * lanes), random_bytes(seed, 16, np.int8)
@@ -289,7 +289,7 @@ def test_packed_rows(target: str, function: str) -> None:
 
 @each_of(["DotRows1", "DotRows2", "DotRows4", "DotRows8", "DotRows16"])
 def test_rows_of_words(target: str, function: str) -> None:
-    """Bytes of tokens are dealt to rows; four rows at a time are multiplied with weights."""
+    """The dot products of four rows of interleaved tokens with the weights are exact."""
     lanes, tokens = LANES[target], int(function.removeprefix("DotRows"))
     for seed in range(3):
         inputs = random_bytes(seed, tokens * 2 * lanes, np.int16).astype(np.int32).reshape(tokens, -1) // 64
@@ -369,7 +369,7 @@ def test_bf16(target: str) -> None:
 
 @targets_with("DotEightsBf16", "PackBf16")
 def test_dot_products_of_pairs_of_rows_of_bf16(target: str) -> None:
-    """Small integers are exact in any order; the order of sums shows in values that are absorbed or kept."""
+    """Small integers are exact in any order. Large values that cancel check the order of the additions."""
     low, high, sums = np.round(np.random.default_rng(0).standard_normal((3, 4), np.float32) * 10)
     packed = stored_bytes(target, "PackBf16", low, high).view(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(packed, np.concatenate([low, high]).astype(ml_dtypes.bfloat16))
@@ -385,7 +385,7 @@ def test_dot_products_of_pairs_of_rows_of_bf16(target: str) -> None:
 
 @targets_with("DotBf16", "PackBf16")
 def test_dot_products_of_bf16(target: str) -> None:
-    """Small integers are exact in any order."""
+    """Small integers are exact for any order of the additions."""
     lanes = LANES[target]
     low, high, sums = np.round(np.random.default_rng(0).standard_normal((3, lanes), np.float32) * 10)
     packed = stored_bytes(target, "PackBf16", low, high)

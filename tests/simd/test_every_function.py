@@ -1,4 +1,4 @@
-"""No function of the vocabulary goes untested."""
+"""Check that every function of the vector API is tested."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ortolan import _testing
 from .targets import each_target
 
 ROOT = Path(__file__).parents[2]
-# What is tested as a part of others.
+# Maps a function to the function whose test also covers it.
 PARTS = {
     "Exp2OfProduct": "Exp2",
     "Polynomial": "Exp2",
@@ -32,7 +32,7 @@ PARTS = {
 
 
 def own_functions(target: str) -> set[str]:
-    """The public functions in the target's own header and in what all targets have alike."""
+    """Return the names of public functions in the target's header and in the shared header vectors.h."""
     functions = set()
     for struct, header in ((target, target), ("Vectors", "vectors")):
         text = (ROOT / "ops" / "simd" / f"{header}.h").read_text()

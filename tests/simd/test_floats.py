@@ -1,4 +1,4 @@
-"""Vectors of floats, each function of each target against numpy."""
+"""Test the vector functions for floats on each SIMD target against NumPy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ARITHMETIC = {
     "Subtract": lambda a, b: a - b,
     "Multiply": lambda a, b: a * b,
     "Divide": lambda a, b: a / b,
-    "Max": lambda a, b: np.where(a > b, a, b),  # b if either is NaN; of zeros the second
+    "Max": lambda a, b: np.where(a > b, a, b),  # b if either is NaN, or if both are zeros
     "Min": lambda a, b: np.where(a < b, a, b),
 }
 
@@ -35,14 +35,14 @@ def test_arithmetic(target: str, function: str) -> None:
 def test_multiply_add(target: str) -> None:
     a, b = pairs()
     c = np.resize(EDGES, a.shape)
-    # Products are exact in longdouble, and so are these sums, or they are far from half of a float's last place.
+    # The products are exact in longdouble. The sums are exact too, or too far from a rounding midpoint to round twice.
     fused = quietly(lambda: (a.astype(np.longdouble) * b + c).astype(np.float32))
     assert_same_bits(each(target, "MultiplyAdd", a, b, c), fused)
 
 
 @targets_with("MultiplyAdd")
 def test_multiply_add_is_rounded_once(target: str) -> None:
-    """Sums that lie half way between two floats but for what a double of them would lose; denormal ones too."""
+    """Sums near the midpoint of two floats, including denormals, where rounding to double first would be wrong."""
     rng = np.random.default_rng(0)
     a, b = (rng.integers(2**23, 2**24, 4000).astype(np.float32) * rng.choice([-1, 1], 4000) for _ in range(2))
     a, b = a.astype(np.float32), b.astype(np.float32)
@@ -57,7 +57,7 @@ def test_multiply_add_is_rounded_once(target: str) -> None:
 
 
 def rounded_once(exact: list[Fraction]) -> np.ndarray:
-    """Round to nearest-even float32, without overflow."""
+    """Round to float32, nearest even. The values must not overflow."""
     return np.array([_nearest(number) for number in exact], np.float32)
 
 
@@ -65,7 +65,7 @@ def _nearest(number: Fraction) -> float:
     if number == 0:
         return 0.0
     exponent = max(math.frexp(float(number))[1] - 24, -149)
-    return math.ldexp(round(number / Fraction(2) ** exponent), exponent)  # round: halves to even
+    return math.ldexp(round(number / Fraction(2) ** exponent), exponent)  # round() rounds ties to even
 
 
 @each_of(["Load", "Store", "Rounded"])
@@ -255,7 +255,7 @@ def test_signed_bytes(target: str, function: str) -> None:
 
 @targets_with("MultiplyAddUnits", "PackUnits", "StoreUnits")
 def test_units(target: str) -> None:
-    """Products of small integers and their sums are exact in any order."""
+    """Small integers are exact for any order of the additions."""
     lanes = LANES[target]
     a, b, c, d = np.round(np.random.default_rng(0).standard_normal((4, lanes), np.float32) * 10)
     left, right = one(target, "PackUnits", a, b), one(target, "PackUnits", c, d)
@@ -269,7 +269,7 @@ def test_units(target: str) -> None:
 @targets_with("MultiplyAddUnits")
 @pytest.mark.parametrize("exponents", [(-4, 4), (-70, -60), (50, 62)])
 def test_units_are_added_one_by_one(target: str, exponents: tuple[int, int]) -> None:
-    """The upper number of a pair first, each product and sum rounded together; what is denormal is zero."""
+    """The upper value of each pair is added first. Each multiply-add rounds once and flushes denormals to zero."""
     least, most = exponents
     lanes = LANES[target]
     rng = np.random.default_rng(0)
@@ -280,7 +280,7 @@ def test_units_are_added_one_by_one(target: str, exponents: tuple[int, int]) -> 
         c = without_denormals(c)
         expected = c
         for i in (1, 0):
-            # longdouble holds these products and sums, or they are rounded as float32 rounds them.
+            # In longdouble, the products and sums are exact or round to the same float32.
             total = a[:, i].astype(np.longdouble) * b[:, i].astype(np.longdouble) + expected.astype(np.longdouble)
             expected = without_denormals(total.astype(np.float32))
         found = one(target, "MultiplyAddUnits", a.view(np.float32).reshape(-1), b.view(np.float32).reshape(-1), c)

@@ -1,4 +1,4 @@
-"""Vectors of integers, and lists of bits, each function of each target against numpy."""
+"""Test the vector functions for integers and for bit lists on each SIMD target against NumPy."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_transpose_of_integers(target: str) -> None:
 
 @targets_with("LoadSome", "StoreSome")
 def test_some_lanes(target: str) -> None:
-    """Partial loads of 0 values up to more than a register holds."""
+    """Partial loads and stores of up to `left` values, from below zero to more than a register holds."""
     lanes = LANES[target]
     a = np.arange(1, lanes + 1, dtype=np.float32)
     for left in (-3, -2, -1, 0, 1, lanes - 1, lanes, lanes + 5):
