@@ -138,7 +138,7 @@ def made(with_real: bool) -> Iterator[Case]:
     for form in MODELS:
         bert = ir.to_proto(tiny.tiny_bert())
         given = {value.name: feeds[value.name] for value in bert.graph.input}
-         # Norms of ONNX Runtime would make later layers round their inputs differently on Arm.
+        # Norms of ONNX Runtime would make later layers round their inputs differently on Arm.
         recipe = NAMED[form].with_pass("fuse_norm") if form == BF16 else NAMED[form]
         model = small_models.optimize(bert, recipe=recipe, calibration=[given]).model
         yield Case(f"model {form}", model, given)

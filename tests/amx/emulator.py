@@ -53,8 +53,7 @@ INSTRUCTIONS = (
 
 @functools.cache
 def cpu_has_amx() -> bool:
-    """Return True if the CPU has AMX and this process may use it. Calling this also requests the kernel's permission.
-    """
+    """Return True if the CPU has AMX and this process may use it; requests the permission from the operating system."""
     cpuinfo = Path("/proc/cpuinfo")
     return (
         cpuinfo.exists()

@@ -1,4 +1,4 @@
-"""AddLayerNorm: models of one node, and its answer by the kernel that it shares with linear layers."""
+"""Models of one AddLayerNorm node, and its expected output from the kernel that linear layers use too."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ def node_model(
     opset: int = 17,
     **attributes: Any,
 ) -> onnx.ModelProto:
-    """Return a model of one node "norm" with its function: one operand per rank, named as in INPUTS, and output Y."""
+    """Return a model of one AddLayerNorm node "norm" with its function.
+
+    ranks: rank of each operand. Inputs are named as in INPUTS, the output is Y.
+    """
     tensors = {"norm_weight": weight, "norm_bias": bias, **dict.fromkeys(INPUTS[len(ranks) : 3], NONE)}
     given = {"epsilon": epsilon, "format_version": 1, **attributes}
     node = helper.make_node(
@@ -66,7 +69,7 @@ def added(operands: Sequence[Floats]) -> Floats:
 
 
 def kernel_answer(operands: Sequence[Floats], weight: Floats, bias: Floats, epsilon: float) -> Floats:
-    """Return the LayerNormalization of NumPy's sums by the shared kernel, which has the same bits on every target."""
+    """Return LayerNormalization of the operands' sum by the shared kernel, whose bits do not depend on the target."""
     total = added(operands)
     rows = np.ascontiguousarray(total.reshape(-1, total.shape[-1]))
     return _testing.layer_norm(rows, weight, bias, epsilon).reshape(total.shape)
@@ -82,7 +85,7 @@ def answer(operands: Sequence[Floats], weight: Floats, bias: Floats, epsilon: fl
 
 
 def digest() -> str:
-    """Return a digest of the answers on this process's instruction set."""
+    """Return a digest of AddLayerNorm's results on the instruction set of this process."""
     rng, found = np.random.default_rng(9), hashlib.sha256()
     for n in (1, 17, 200, 384):
         operands = random_operands(rng, [(3, 7, n), (1, 7, n), (n,)])

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention in numpy, with the error bound of ops/attention/attention.h."""
+"""Scaled dot-product attention in NumPy, with the error bound of ops/attention/attention.h."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from .single_node import U
 Floats = NDArray[np.float32]
 
 LOWEST = np.finfo(np.float32).min
-PRECISION = {row["name"]: row["precision"] for row in _testing.nomad_attention_kernels()}  # of products, 16 or 32
+PRECISION = {
+    row["name"]: row["precision"] for row in _testing.nomad_attention_kernels()
+}  # bits of the operands of its matrix products, 16 or 32
 
 
 def runnable_kernels() -> list[str]:
@@ -21,7 +23,7 @@ def runnable_kernels() -> list[str]:
 
 
 def scores(q: Floats, k: Floats, scale: float, mask: Floats | None = None, causal: bool = False) -> Floats:
-    """Return s of the formula, [..., queries, keys], rounded once."""
+    """Return scale q k^T + mask, [..., queries, keys], rounded once to float32."""
     s = scale * (q.astype(np.float64) @ k.astype(np.float64).swapaxes(-1, -2))
     if mask is not None:
         s = s + mask
@@ -55,7 +57,7 @@ def bounded_attention(
     causal: bool = False,
     precision: int = 32,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return attention(...) and the documented bound of its error. All inputs but the mask are finite."""
+    """Return attention(...) and the documented bound of its error. All inputs except the mask must be finite."""
     s = scores(q, k, scale, mask, causal)
     p = probabilities(s)
     dots = np.abs(q.astype(np.float64)) @ np.abs(k.astype(np.float64)).swapaxes(-1, -2)
@@ -84,7 +86,7 @@ def assert_attention_close(
     causal: bool = False,
     precision: int = 32,
 ) -> None:
-    """Check that y is attention(...) within the documented bound. All inputs but the mask are finite."""
+    """Check that y equals attention(...) within the documented bound. All inputs except the mask must be finite."""
     expected, bound = bounded_attention(q, k, v, scale, mask, causal, precision)
     assert y.shape == expected.shape
     error = np.abs(y - expected)

@@ -33,8 +33,10 @@ def node_model(
 ) -> onnx.ModelProto:
     """Return a model of one NoMADAttention node with its function.
 
-    The inputs have the operator's names; inputs in by_heads are [B, heads, S, D]. mask: an input, or a constant. kept:
-    make a PackedNoMADAttention, which has all inputs.
+    Args:
+        mask: True adds a mask input; an array is stored as a constant.
+        by_heads: names of inputs with shape [B, heads, S, D].
+        kept: make a PackedNoMADAttention node instead; inputs that are not used get placeholders.
     """
     names = ["query", "mask" if mask is not False else "", *([] if packed else ["key", "value"])]
     initializers = [numpy_helper.from_array(mask, "mask")] if isinstance(mask, np.ndarray) else []

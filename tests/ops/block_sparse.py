@@ -1,4 +1,4 @@
-"""int8 weights in blocks of 4 outputs x 1 input, and their product in NumPy."""
+"""int8 weights in blocks of 4 outputs x 1 input, and the expected product in NumPy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMALLEST = 1.2e-38
 
 
 def quantize_tokens(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return q - z, int64 [m, k], and s, float32 [m, 1]; s is NaN and q - z zero for rows that are not finite."""
+    """Return q - z, int64 [m, k], and s, float32 [m, 1]. Rows with Inf or NaN have s = NaN and q - z = 0."""
     finite = np.isfinite(x).all(axis=1, keepdims=True)
     x = np.where(finite, x, np.float32(0))
     least = np.minimum(x.min(axis=1, keepdims=True), np.float32(0))
@@ -38,7 +38,7 @@ def random_blocks(rng: np.random.Generator, k: int, n: int, sparsity: float) -> 
 
 @dataclass(frozen=True)
 class BlockSparseLayer:
-    """A layer with q, int8 [k, n], and scales, float32 [n]."""
+    """A linear layer with block-sparse weights q, int8 [k, n], and scales, float32 [n]."""
 
     q: np.ndarray
     scales: np.ndarray
@@ -53,15 +53,15 @@ class BlockSparseLayer:
         return _testing.vnni_spmm(x, *packed, self.scales, *self.q.shape, bias=bias, kernel=kernel)
 
     def check(self, y: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None, *, float_sums: bool = False) -> None:
-        """Check y against the product of the quantized rows and against that of x itself, within the documented bounds.
+        """Check y against x W and against the product of the quantized rows, within the documented bounds.
 
-        float_sums: The inner sums may be float32 sums in any order, as in the ONNX function.
+        float_sums: the integer sums may be float32 sums in any order, as in the ONNX function.
         """
         q, s = quantize_tokens(x)
         rows = np.isfinite(s[:, 0])
         sums = q @ self.q.astype(np.int64)
         added = 0.0 if bias is None else bias.astype(np.float64)
-        if bias is None and not float_sums:  # one order of two products: the same bits everywhere
+        if bias is None and not float_sums:  # one product and one scaling in fixed order: equal bits everywhere
             with np.errstate(over="ignore", invalid="ignore", under="ignore"):
                 expected = sums.astype(np.float32) * (s * self.scales)
             np.testing.assert_array_equal(y, expected)
@@ -81,14 +81,14 @@ class BlockSparseLayer:
 
 @dataclass(frozen=True)
 class Range:
-    """An 8-bit range: q, 0 to 255, represents scale (q - zero_point)."""
+    """An 8-bit quantization range: q in 0 to 255 represents scale (q - zero_point)."""
 
     scale: float
     zero_point: int
 
     @property
     def scale64(self) -> float:
-        """The scale, rounded to float32 like in kernels."""
+        """Return the scale rounded to float32, as in kernels."""
         return float(np.float32(self.scale))
 
     def quantize(self, x: np.ndarray) -> np.ndarray:
@@ -99,7 +99,7 @@ class Range:
 
 @dataclass(frozen=True)
 class HiddenLayer:
-    """A layer whose output is quantized to the range table_x; a table maps it to values in the range table_y."""
+    """A hidden layer: its output is quantized to `table_x`, then a table maps it to 8-bit values of range `table_y`."""
 
     layer: BlockSparseLayer
     bias: np.ndarray | None
@@ -112,15 +112,15 @@ class HiddenLayer:
     def random(cls, rng: np.random.Generator, k: int, n: int, sparsity: float) -> HiddenLayer:
         layer = BlockSparseLayer.random(rng, k, n, sparsity)
         x, table_y = (Range(float(rng.random() / 50 + 0.01), int(rng.integers(100, 150))) for _ in range(2))
-        # Some sums are clipped.
+        # Small enough that some sums are clipped.
         table_x = Range(float(np.sqrt(k) * 0.5 + 0.1), int(rng.integers(100, 150)))
         table = rng.integers(0, 256, 256, dtype=np.uint8)
         return cls(layer, rng.standard_normal(n, dtype=np.float32), x, table_x, table_y, table)
 
     def numbers(self, x: np.ndarray, *, float_sums: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Return the lowest and the highest possible index into the table: they differ near rounding ties.
+        """Return the lowest and the highest possible table index of each output; they differ near rounding ties.
 
-        float_sums: The sums may be float32 sums in any order.
+        float_sums: the integer sums may be float32 sums in any order.
         """
         q = self.x.quantize(x).astype(np.int64) - self.x.zero_point
         product = q @ self.layer.q.astype(np.int64) * self.x.scale64 * self.layer.scales
@@ -136,7 +136,7 @@ class HiddenLayer:
         return low, high
 
     def run(self, x: np.ndarray, kernel: str | None = None) -> np.ndarray:
-        """Return the hidden activations of the kernel as float32."""
+        """Return the hidden layer's output from the kernel, as float32."""
         return _testing.vnni_spmm_hidden(
             x,
             self.x.scale,

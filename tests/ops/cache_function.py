@@ -1,4 +1,4 @@
-"""Compare kernel and function of NoMADAttention with a cache."""
+"""Compare the kernel and the ONNX function of NoMADAttention with a cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .single_node import session
 
 
 def uses_of(setup: Setup) -> CacheUses:
-    """Return the requirements of this node only."""
+    """Return the function features that this node alone needs."""
     return CacheUses(
         d_sub=setup.d_sub if setup.codes else 0,
         int8_values=setup.int8_values,
@@ -33,7 +33,7 @@ def uses_of(setup: Setup) -> CacheUses:
 
 
 def all_uses_of(setup: Setup) -> CacheUses:
-    """Return the requirements of a model with all kinds of nodes and one kind of cache."""
+    """Return the function features for a model that has all kinds of nodes, with one kind of cache."""
     return dataclasses.replace(
         uses_of(setup),
         d_sub=4 if setup.codes else 0,
@@ -46,7 +46,7 @@ def all_uses_of(setup: Setup) -> CacheUses:
 
 
 class Both:
-    """Sessions with the kernel and with the function's body, for the same calls."""
+    """Two sessions on one model: with Ortolan's kernel, and with the body of the ONNX function."""
 
     def __init__(self, setup: Setup, uses: CacheUses | None = None, opset: int = 17) -> None:
         self.setup = setup
@@ -55,7 +55,10 @@ class Both:
         self.body = session(self.model, library=False)
 
     def check(self, call: Call, exact: bool = False) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Check both answers against their bounds, with equal caches. exact: for the kernel, as in Call.check."""
+        """Check both sessions' outputs against their bounds, and that the caches are equal.
+
+        exact: for the kernel's output, as in Call.check.
+        """
         ours, body = (one.run(None, call.feeds) for one in (self.kernel, self.body))
         call.check(ours, exact)
         call.check(body, exact=True)

@@ -1,7 +1,7 @@
-"""NoMADAttention with a cache in ORT: one-node models, and the expected answers of consecutive calls in NumPy.
+"""NoMADAttention with a cache: one-node models, and the expected outputs of consecutive calls in NumPy.
 
-The expected caches are written by the native appenders, which tests/formats compare with NumPy. Attention over them is
-plain float64.
+The native appenders write the expected caches; tests/formats compares the appenders with NumPy. Attention over the
+caches is computed in float64.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ortolan.graph_passes.passes.prompt import prune_prompt
 from . import decode_attention
 from .attention import Floats, assert_attention_close
 
-HIDDEN = -1e8  # masks of these tests hide keys with this value or less
-SHORT = 4  # calls with at most this number of tokens read their own tokens from the cache
+HIDDEN = -1e8  # a mask value of this or less masks the key
+SHORT = 4  # in calls of at most this many tokens, the new tokens too are read from the (quantized) cache
 CACHES = ("key", "value", "exact_key")
 EXACT_KEY, PROMPT = 10, 11  # indices of inputs
 NOTHING = np.zeros(1, np.float32)  # placeholder for a missing mask, key or value
@@ -33,12 +33,18 @@ NOTHING = np.zeros(1, np.float32)  # placeholder for a missing mask, key or valu
 
 @dataclass(frozen=True)
 class Setup:
-    """A node with a cache.
+    """Parameters of a NoMADAttention node with a cache.
 
-    kind: Of the cache: float, codes (and int8 values) or codes_float (codes and float values). width: Bytes of a token
-    and head in both caches of kind codes; 0: what each cache needs. precision: Of prompts. by_heads: Inputs of
-    shape [B, heads, S, D]. rotary: half or interleaved. window, sinks: Tokens with exact keys. prompt: Tokens that are
-    part of the model. prompt_sparsity: Of the prompt's keys and values; 0 is stored dense.
+    Args:
+        kind: content of the cache: float; codes (key codes, int8 values); codes_float (key codes, float values).
+        width: bytes per token and head in both caches of kind codes; 0: the bytes that each cache needs.
+        precision: bits of the matrix operands in calls of many tokens.
+        by_heads: names of inputs with shape [B, heads, S, D].
+        rotary: half, interleaved or None.
+        window: number of recent tokens with exact keys.
+        sinks: number of first tokens with exact keys.
+        prompt: number of tokens stored in the model.
+        prompt_sparsity: fractions of zeros in the prompt's keys and values; 0: dense storage.
     """
 
     heads: int = 4
@@ -72,17 +78,20 @@ class Setup:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Width of a row of the key or value cache, in elements."""
+        """Elements per token in the key cache and in the value cache, without padding."""
         key = self.head_dim // self.d_sub // 2 if self.codes else self.head_dim
         return key, self.head_dim + 2 if self.int8_values else self.head_dim
 
     @property
     def widths(self) -> tuple[int, int]:
-        """The last dimensions of the caches."""
+        """Last dimension of the key cache and of the value cache."""
         return (self.width, self.width) if self.width else self.rows
 
     def row_views(self, kind: int, head: np.ndarray) -> np.ndarray:
-        """Split a head of the key cache (0) or value cache (1), [tokens, width], into rows [tokens, row], in order."""
+        """Return a view [tokens, row] of one head's key cache (kind 0) or value cache (kind 1), [tokens, width].
+
+        Rows are stored without gaps; the padding is at the end of the head.
+        """
         row = self.rows[kind]
         return head.reshape(-1)[: len(head) * row].reshape(-1, row)
 
@@ -106,7 +115,7 @@ class Setup:
         return CACHES if self.slots else CACHES[:2]
 
     def empty_cache(self, batch: int, tokens: int = 0) -> list[np.ndarray]:
-        """Return the caches of keys, values and exact keys (if any), NaN where they must not be read."""
+        """Return the caches for keys, values and (if used) exact keys; slots that must not be read hold NaN."""
         cache = [
             np.zeros((batch, self.kv_heads, tokens, width), dtype)
             for width, dtype in zip(self.widths, self.dtypes, strict=True)
@@ -139,9 +148,10 @@ def node_model(
     opset: int = 17,
     **attributes: Any,
 ) -> onnx.ModelProto:
-    """Return one node "attention": inputs query, mask, key, value, past_*, lengths; outputs y, present_*.
+    """Return a model of one NoMADAttention node "attention".
 
-    constants: Used instead of the setup's constants, or of placeholders for missing inputs.
+    Inputs are query, mask, key, value, past_* and lengths; outputs are y and present_*. constants: tensors that replace
+    the setup's constants or placeholders of omitted inputs.
     """
     cos, sin = setup.cos_sin()
     tensors = {
@@ -171,7 +181,7 @@ def node_model(
         helper.make_tensor_value_info(
             name,
             TensorProto.INT32 if name == "lengths" else kinds.get(name, TensorProto.FLOAT),
-            # No declared rank, because tests also feed wrong ranks.
+            # Ranks are not declared, because tests also feed wrong ranks.
             None,
         )
         for name in names
@@ -209,7 +219,7 @@ def node_model(
 
 
 def gqa_model(setup: Setup) -> onnx.ModelProto:
-    """Return the same model with ORT's GroupQueryAttention, for float caches."""
+    """Return a model with ORT's GroupQueryAttention that computes the same; float caches only."""
     names = ["query", *(["", ""] if setup.packed else ["key", "value"]), "past_key", "past_value", "lengths", "total"]
     integers = {"lengths", "total"}
     cos, sin = setup.cos_sin()
@@ -241,7 +251,7 @@ def gqa_model(setup: Setup) -> onnx.ModelProto:
 
 
 def rotated(x: Floats, positions: NDArray[np.int64], setup: Setup) -> Floats:
-    """Return x [B, heads, S, D] rotated to positions [B, S]."""
+    """Return x [B, heads, S, D] with rotary embedding for positions [B, S]."""
     cos, sin = (table[positions][:, None] for table in setup.cos_sin())
     half = setup.head_dim // 2
     at = (slice(0, None, 2), slice(1, None, 2)) if setup.rotary == "interleaved" else (slice(half), slice(half, None))
@@ -253,20 +263,20 @@ def rotated(x: Floats, positions: NDArray[np.int64], setup: Setup) -> Floats:
 
 @dataclass
 class Call:
-    """Inputs of a call and its expected outputs, in the layout [heads, rows]."""
+    """Inputs of one call and the expected outputs, with rows grouped by head."""
 
     setup: Setup
     feeds: dict[str, np.ndarray]
-    q: Floats  # rotated
-    k: list[Floats]  # for each sequence [KV, tokens, D]: all visible keys, including the prompt
+    q: Floats  # [B, heads, S, D], after the rotary embedding
+    k: list[Floats]  # one [KV, tokens, D] per sequence: the cached keys after decoding, including the prompt
     v: list[Floats]
-    exact_k: list[Floats]  # like k, but as given, before any quantization
+    exact_k: list[Floats]  # like k, but before quantization
     past: list[int]
     added: list[int]
     present: list[np.ndarray]
 
     def keys_of(self, b: int, query: int) -> Floats:
-        """Return the keys that a query of sequence b sees, [KV, tokens, D]."""
+        """Return the keys that a query of sequence b reads, [KV, tokens, D]: exact keys if stored, else decoded keys."""
         setup, past = self.setup, self.past[b]
         position = past + query if self.q.shape[2] <= SHORT else past - 1
         token = np.arange(self.k[b].shape[1]) - setup.prompt
@@ -276,8 +286,8 @@ class Call:
     def check(self, outputs: Sequence[np.ndarray], exact: bool | Sequence[bool] = False) -> None:
         """Check the outputs of a call.
 
-        exact: All scores (per sequence) are computed from decoded keys, as in a prompt; otherwise from the quantized
-        tables of kernels for one token.
+        exact: True (for all or per sequence) if scores must come from decoded keys, as in calls of many tokens; False
+        if they may come from the kernels' quantized tables.
         """
         y, *present = outputs
         for given, expected in zip(present, self.present, strict=True):
@@ -306,7 +316,7 @@ class Call:
             whole = np.zeros((setup.heads, added, tokens), np.float32) if mask is None else mask.copy()
             if setup.causal:
                 whole[:, ~np.tri(added, tokens, tokens - added, dtype=bool)] = -np.inf
-            sees = (whole > HIDDEN).any((0, 2))  # rows without visible keys are left to each test
+            sees = (whole > HIDDEN).any((0, 2))  # each test checks fully masked rows itself
             v = self.v[b].repeat(group, 0)
             if not setup.slots or self.q.shape[2] > SHORT:
                 k = self.keys_of(b, 0).repeat(group, 0)
@@ -325,9 +335,9 @@ class Call:
                     assert (mask[heads, i] == mask[kv_head * group, i]).all()
                     visible &= mask[kv_head * group, i] == 0
                 keys = self.keys_of(b, i)[kv_head][visible]
-                # If all keys are exact, no table rounds.
+                # Kernels use quantized score tables only if some keys are not exact.
                 rounded = setup.codes and not np.array_equal(keys, self.exact_k[b][kv_head][visible])
-                # If a mask hides some of the prompt, it is unpacked.
+                # If a mask hides part of the prompt, the kernel unpacks the prompt to floats.
                 prompt = setup.prompt if visible[: setup.prompt].all() else 0
                 case = decode_attention.Case(
                     q[heads, i], scale, keys, self.v[b][kv_head][visible], self.present[0], self.present[1],
@@ -340,7 +350,10 @@ class Call:
 
 @dataclass
 class Decoder:
-    """Sequences that grow call by call. room: Capacity of the cache, if it is larger than the number of tokens."""
+    """Sequences that grow with each call.
+
+    room: capacity of the cache in tokens, if larger than needed.
+    """
 
     setup: Setup
     batch: int = 2
@@ -360,7 +373,10 @@ class Decoder:
         return [keys.shape[1] for keys in self._keys]
 
     def call(self, queries: int, added: Sequence[int] | None = None, mask: np.ndarray | None = None) -> Call:
-        """Return the next call. added: New tokens of each sequence; fewer than `queries` if padding follows."""
+        """Return the next call.
+
+        added: new tokens of each sequence; fewer than `queries` if padding follows.
+        """
         setup, rng = self.setup, self._rng
         added = [queries] * self.batch if added is None else list(added)
         past = self.tokens
@@ -432,7 +448,7 @@ class Decoder:
                 value_rows[:tokens] = values
 
     def _cached(self, kind: int, b: int, tokens: int, present: list[np.ndarray]) -> Floats:
-        """Return the decoded key cache (0) or value cache (1), [KV, tokens, D]."""
+        """Return the decoded key cache (kind 0) or value cache (kind 1) of sequence b, [KV, tokens, D]."""
         rows = np.stack([self.setup.row_views(kind, head) for head in present[kind][b]])
         if kind == 0 and self.setup.codes:
             books = self.setup.codebooks()
@@ -443,7 +459,7 @@ class Decoder:
 
 
 def run_shared(session: ort.InferenceSession, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """Run with the present cache bound to the memory of the past cache."""
+    """Run with the present caches bound to the memory of the past caches."""
     binding = session.io_binding()
     shared = {
         name: ort.OrtValue.ortvalue_from_numpy(feeds[f"past_{name}"].copy())
@@ -463,7 +479,7 @@ def run_shared(session: ort.InferenceSession, feeds: Mapping[str, np.ndarray]) -
 
 
 def declare_ranks(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> None:
-    """Declare shapes with named dimensions for the model's inputs and outputs, as ONNX's checker requires."""
+    """Declare named dimensions for the model's inputs and outputs, as ONNX's checker requires."""
     ranks = {name: array.ndim for name, array in feeds.items()}
     for value in (*model.graph.input, *model.graph.output):
         rank = ranks.get(value.name, 3 if value.name == "y" else 4)

@@ -1,4 +1,4 @@
-"""Malformed packed tensors and attributes."""
+"""Random damage to packed tensors and attributes of one-node models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ITEM_BYTES = {
 
 
 def set_length(tensor: onnx.TensorProto, length: int) -> None:
-    """Make the tensor a vector of this length, cut or filled with zeros."""
+    """Change the tensor to a vector of this length: cut it, or append zeros."""
     size = length * ITEM_BYTES[tensor.data_type]
     tensor.raw_data = (tensor.raw_data + bytes(max(0, size - len(tensor.raw_data))))[:size]
     tensor.dims[:] = [length]
@@ -39,7 +39,7 @@ def damage_length(rng: np.random.Generator, tensor: onnx.TensorProto) -> None:
 
 
 def damage_shape(rng: np.random.Generator, tensor: onnx.TensorProto) -> None:
-    """Give the elements another shape."""
+    """Change the tensor's shape but not its elements."""
     count = len(tensor.raw_data) // ITEM_BYTES[tensor.data_type]
     tensor.dims[:] = [[count], [1, count], [count, 1], [1, 1, count, 1]][rng.integers(4)]
 
@@ -84,7 +84,7 @@ TENSOR_DAMAGES = [damage_bytes, damage_length, damage_shape, damage_type, damage
 
 
 def damage(rng: np.random.Generator, model: onnx.ModelProto) -> None:
-    """Damage one to three parts of the only node or its tensors."""
+    """Damage one to three parts of the model's only node or its tensors."""
     node, tensors = model.graph.node[0], model.graph.initializer
     for _ in range(rng.integers(1, 4)):
         place = rng.integers(8)

@@ -1,4 +1,4 @@
-"""Attention of one token over caches in NumPy, with the error bounds of ops/attention/decode.h."""
+"""Attention of one query token over a cache in NumPy, with the error bounds of ops/attention/decode.h."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def runnable_kernels() -> list[str]:
 
 @dataclass
 class Case:
-    """Query heads that share a head of keys and values, with the contents of its caches.
+    """Query heads that share one key/value head, and the contents of its caches.
 
-    keys: Decoded keys, float32 [tokens, head_dim]. codes, codebook: Given if keys are coded. prompt: Number of leading
-    tokens that are a prompt in the model (ops/nomad_attention/prompt_cache.h).
+    keys: decoded keys, float32 [tokens, head_dim]. codes, codebook: set if keys are stored as codes. prompt: number of
+    leading tokens that are stored in the model (ops/nomad_attention/prompt_cache.h).
     """
 
     q: NDArray[np.float32]
@@ -43,7 +43,7 @@ class Case:
         return len(self.keys)
 
     def partial(self, kernel: str | None, begin: int = 0, end: int | None = None) -> tuple[np.ndarray, ...]:
-        """Return max, sum [1, heads] and y [1, heads, head_dim] of a range of tokens."""
+        """Return max [1, heads], sum [1, heads] and y [1, heads, head_dim] of a token range from the kernel."""
         codebooks = None if self.codebook is None else self.codebook[None]
         return _testing.decode_attention(
             self.q[None], self.scale, self.key_cache[None], self.value_cache[None], codebooks, self.tokens, begin, end,
@@ -63,7 +63,7 @@ class Case:
         return LOG2E * self.scale * scores
 
     def score_error(self) -> Doubles:
-        """Return e of the documented bound, [heads, tokens] or [heads, 1]."""
+        """Return the error bound e of the scores, [heads, tokens] or [heads, 1], defined in ops/attention/decode.h."""
         dots = np.abs(self.q.astype(np.float64)) @ np.abs(self.keys.astype(np.float64)).T
         dots[:, : self.prompt] *= 1 + 2.0**-8
         floats = (self.q.shape[1] + 8) * U * abs(LOG2E * self.scale) * dots
@@ -75,9 +75,9 @@ class Case:
         return np.maximum(codes, floats[:, : self.prompt].max(-1, initial=0, keepdims=True))
 
     def table_scores(self) -> tuple[Doubles, Doubles]:
-        """Return the scores [heads, tokens] from the quantized tables, and their tolerance.
+        """Return scores from the quantized tables, and their tolerance, both [heads, tokens].
 
-        Table entries halfway between two steps may be rounded either way.
+        Table entries halfway between two steps may round either way.
         """
         assert self.codebook is not None and self.codes is not None
         step, products, largest = self._products()
@@ -90,7 +90,7 @@ class Case:
         return scores, step[:, None] * ties + ((2 * len(parts) + 16) * U * largest)[:, None]
 
     def _products(self) -> tuple[Doubles, Doubles, Doubles]:
-        """Return step [heads], t [heads, S, 16], A [heads]."""
+        """Return the table step [heads], the entries t [heads, S, 16] and the magnitude bound A [heads] (decode.h)."""
         assert self.codebook is not None
         parts, _, d_sub = self.codebook.shape
         split = LOG2E * self.scale * self.q.astype(np.float64).reshape(len(self.q), parts, d_sub)
@@ -100,7 +100,7 @@ class Case:
         return step, products, magnitudes.max(-1).sum(-1)
 
     def expected(self, begin: int = 0, end: int | None = None) -> tuple[Doubles, Doubles]:
-        """Return exact attention over the decoded keys and values of a range, and the documented bound of the error."""
+        """Return exact attention over a range of decoded tokens, and the documented error bound."""
         at = slice(begin, end)
         scores = self.exact_scores()[:, at]
         p = np.exp2(scores - scores.max(-1, keepdims=True))
@@ -128,7 +128,7 @@ def make_case(
     int8_values: bool = True,
     q_magnitude: float = 1.0,
 ) -> Case:
-    """Return random queries, and keys and values in caches. d_sub None: float32 keys."""
+    """Return a case with random queries, keys and values. d_sub None: float32 keys."""
     q = (q_magnitude * rng.standard_normal((heads, head_dim))).astype(np.float32)
     keys = rng.standard_normal((tokens, head_dim), dtype=np.float32)
     values = rng.standard_normal((tokens, head_dim), dtype=np.float32)

@@ -35,7 +35,10 @@ def node_model(
     unpack_once: bool = True,
     gated_columns: int = 0,
 ) -> onnx.ModelProto:
-    """Return one node "linear" with its function: input x [d0, …, k], output y. residual: The shape of an input."""
+    """Return a model of one node "linear" with its function: input x [d0, …, k], output y.
+
+    residual: shape of the residual input.
+    """
     k, n = layer.q.shape
     tensors = {"weights": layer.packed_weights, "scales": layer.packed_scales.view(layer.scales.dtype)}
     tensors["bias"] = np.zeros(n, np.float32) if bias is None else bias

@@ -1,4 +1,4 @@
-"""4-bit and 8-bit weights in groups, and their product in NumPy."""
+"""4-bit and 8-bit weights in groups, and the expected product in NumPy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALLEST = 1.2e-38
 
 
 def quantize_groups(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return q, int64 [m, k], and s, float32 [m, groups]; s is NaN and q zero for groups that are not finite."""
+    """Return q, int64 [m, k], and s, float32 [m, groups]. Groups with Inf or NaN have s = NaN and q = 0."""
     m, k = x.shape
     groups = -(-k // group)
     padded = np.zeros((m, groups * group), np.float32)
@@ -31,10 +31,10 @@ def quantize_groups(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class GroupLayer:
-    """A random layer: q [k, n], uint8 0 … 15 or int8; scales [groups, n], float32 or float16.
+    """A random linear layer: q [k, n], uint8 0 to 15 or int8; scales [groups, n], float32 or float16.
 
-    Either zero_points [groups, n] or minimums [groups, n] (of the type of scales) may be given. steps: zero points are
-    multiples of 1 / steps, with steps 1 or 16.
+    At most one of zero_points [groups, n] and minimums [groups, n] (typed like scales) is set. A zero point is its
+    stored integer divided by `steps`, which is 1 or 16.
     """
 
     q: np.ndarray
@@ -59,7 +59,10 @@ class GroupLayer:
         bits: int = 4,
         scale: float = 1.0,
     ) -> GroupLayer:
-        """Return a random layer; 4-bit layers may have minimums, or fractions (zero points in 1/16)."""
+        """Return a random layer.
+
+        fractions: zero points in steps of 1/16; only for 4 bits, like minimums.
+        """
         shape = (-(-k // group), n)
         scales = (rng.random(shape) + 0.1) * rng.choice([-1, 1], shape) * scale
         dtype = np.float16 if half else np.float32
@@ -82,7 +85,7 @@ class GroupLayer:
 
     @property
     def packed_scales(self) -> np.ndarray:
-        """Return the scales as the kernel reads them: float32, or the bits of float16."""
+        """Return the packed scales that the kernel reads: float32, or the bits of float16."""
         return _packed(self.scales)
 
     @property
@@ -112,7 +115,7 @@ class GroupLayer:
         )
 
     def matrix(self) -> np.ndarray:
-        """Return W as float64 [k, n]."""
+        """Return the weight matrix W as float64 [k, n]."""
 
         if self.minimums is not None:
             return self.q * self._of_inputs(self.scales) + self._of_inputs(self.minimums)
@@ -127,7 +130,7 @@ class GroupLayer:
         return np.repeat(rows, self.group, axis=0)[: len(self.q)].astype(np.float64)
 
     def _products(self, q: np.ndarray, g: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the float factors [m, inputs] and [inputs, n] of one group of q."""
+        """Return pairs of float factors, [m, inputs] and [inputs, n], whose products make up one group of the layer."""
         part = slice(g * self.group, min(len(self.q), (g + 1) * self.group))
         scales = self.scales[g].astype(np.float64)
         if not self._adds_sums:
@@ -141,13 +144,13 @@ class GroupLayer:
 
     @property
     def _adds_sums(self) -> bool:
-        """Return True if products with the sums of x are added as floats."""
+        """Return True if a product with the sums of x is added in float."""
         return self.minimums is not None or self.steps != 1
 
     def check(self, y: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None, *, float_sums: bool = False) -> None:
-        """Check y against the product of the quantized rows and against that of x itself, within the documented bounds.
+        """Check y against x W and against the product of the quantized rows, within the documented bounds.
 
-        float_sums: The inner sums may be float32 sums in any order, as in the ONNX function.
+        float_sums: the integer sums may be float32 sums in any order, as in the ONNX function.
         """
         q, s = quantize_groups(x, self.group)
         k, n = self.q.shape
@@ -185,9 +188,9 @@ def runnable_kernels(bits: int = 4) -> list[str]:
 
 
 def check_many_rows(kernel: str, group: int, **kind: Any) -> None:
-    """Check a kernel with more inputs and rows than it processes at once: a row depends only on itself.
+    """Check a kernel with more inputs and rows than it processes at once: the result of a row depends only on that row.
 
-    kind: Arguments of GroupLayer.random.
+    kind: arguments of GroupLayer.random.
     """
     rng = np.random.default_rng(1)
     for m, k, n in ((600, 96, 70), (64, 1100, 50), (272, 1100, 50)):

@@ -1,4 +1,4 @@
-"""Run code with fewer features than the CPU has, in separate processes, because ORTOLAN_ISA is read once a process."""
+"""Run code with fewer CPU features in separate processes, because ORTOLAN_ISA is read once per process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ each_isa = pytest.mark.parametrize("isa", _native.cpu_info()["detected_features"
 
 def run_with_isa(isa: str, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     root = Path(__file__).parents[2]
-    # The working folder and sys.path must not put the repository's folders before the installed package.
+    # The working folder and sys.path must not put the source tree before the installed package.
     return subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.append({str(root)!r})\n{script}", *arguments],
         env={**os.environ, "ORTOLAN_ISA": isa},

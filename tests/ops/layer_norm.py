@@ -1,4 +1,4 @@
-"""A check of the error bound in ops/epilogue/layer_norm.h, and vectors to test it with."""
+"""Check LayerNormalization results against the error bound of ops/epilogue/layer_norm.h; random weights and biases."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Floats = NDArray[np.float32]
 
 
 def assert_normalized(y: Floats, x: Floats, weight: Floats, bias: Floats, epsilon: float) -> None:
-    """Check that y is the LayerNormalization of x within the bound; all are finite, |x| <= 2^60, epsilon >= 2^-60."""
+    """Check that y is the LayerNormalization of x within the bound, for finite values, |x| <= 2^60, epsilon >= 2^-60."""
     n = x.shape[1]
     wide = x.astype(np.float64)
     d = wide - wide.mean(axis=1, keepdims=True)
-    # Subtracted twice, because the first mean is rounded.
+    # Subtract the mean twice, because the first mean is rounded.
     d -= d.mean(axis=1, keepdims=True)
     s = np.sqrt((d * d).mean(axis=1, keepdims=True) + np.float64(np.float32(epsilon)))
     p = d / s

@@ -1,4 +1,4 @@
-"""The weight formats and epilogues of SparseAMXMatMul and related operators, for the tests of all of them."""
+"""Weight formats and epilogues of SparseAMXMatMul and related operators, for parametrized tests."""
 
 from __future__ import annotations
 

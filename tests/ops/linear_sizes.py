@@ -1,4 +1,4 @@
-"""Sizes and fractions of zeros for tests of the kernels of linear layers."""
+"""Sizes and sparsities for the tests of linear-layer kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of LutPostOp, and its expected answers."""
+"""Random tables for LutPostOp, and its expected output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ENTRY_TYPES = (np.uint8, np.int8, np.uint16, np.int16, np.float32)
 
 
 def random_table(rng: np.random.Generator, entries: int, dtype: type) -> np.ndarray:
-    """Return entries of random bits; float32 entries include NaNs with payloads."""
+    """Return table entries with random bits; float32 entries include NaNs with payloads."""
     return np.frombuffer(rng.bytes(entries * np.dtype(dtype).itemsize), dtype)
 
 

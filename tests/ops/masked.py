@@ -1,4 +1,4 @@
-"""Matrices with patterns of zeros, and the expected products."""
+"""Matrices with patterns of zeros, and the expected products, for MaskedMatMul."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ PATTERNS = ("random", "blocks", "columns", "rows", "tiles")
 def random_matrix(rng: np.random.Generator, rows: int, columns: int, pattern: str, sparsity: float) -> np.ndarray:
     """Return float32 [rows, columns] with a fraction of about `sparsity` zeros.
 
-    pattern: The elements that are zero together. random: single ones; blocks: 16 of a row, as MaskedMatMul skips them;
-    columns; rows; tiles: 8 rows of a column.
+    pattern: which elements become zero together: random (single elements), blocks (16 of a row, the unit that
+    MaskedMatMul skips), columns, rows, or tiles (8 rows of a column).
     """
     x = rng.standard_normal((rows, columns), dtype=np.float32)
     shape, repeats = {
@@ -39,7 +39,7 @@ def expected_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def assert_product_close(y: np.ndarray, a: np.ndarray, b: np.ndarray, products: int = 1) -> None:
     """Check that y is a @ b within the rounding of float32 sums in any order, with NaN and Inf at the same positions.
 
-    products: Number of roundings of a product before it is added.
+    products: number of roundings of each product before it is added.
     """
     assert y.dtype == np.float32 and y.shape == (a.shape[0], b.shape[1])
     with np.errstate(invalid="ignore"):

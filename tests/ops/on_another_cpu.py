@@ -1,7 +1,7 @@
-"""Check answers in an emulator of another CPU: `python -m tests.ops.on_another_cpu FOLDER`.
+"""Print how model outputs and kernels on an emulated CPU differ from those on this machine.
 
-It runs the models that tests/aarch64/answers.py wrote to the folder, and kernels, and prints the CPU's features and
-each answer's error.
+`python -m tests.ops.on_another_cpu FOLDER` runs in the emulator, on the models that tests/aarch64/answers.py wrote to
+the folder. It prints the CPU's features, the kernels that run, and each difference.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ortolan import _native, _testing, doctor
 
 
 def distance(there: np.ndarray, here: np.ndarray) -> float:
-    """Return the relative error by norm; for integers the fraction that differs."""
+    """Return the relative error (Euclidean norm), or for integers the fraction of different elements."""
     if there.dtype != np.float32:
         return float(np.mean(there != here))
     return float(np.linalg.norm(here - there) / np.linalg.norm(there))
 
 
 def of_models(folder: Path) -> dict[str, float]:
-    """Return the largest distance of an output, by the model's name."""
+    """Map each model's name to the largest error of its outputs."""
     found = {}
     for path in sorted(folder.glob("*.onnx")):
         session = ortolan.create_session(path)
@@ -37,7 +37,7 @@ def of_models(folder: Path) -> dict[str, float]:
 
 
 def of_kernels() -> dict[str, float]:
-    """Check a product that no model has, with small integers, whose sums are exact."""
+    """Map operators that the models lack to their errors. Integer inputs make the expected results exact."""
     rng = np.random.default_rng(0)
     a, b = (rng.integers(-4, 5, shape).astype(np.float32) * rng.integers(0, 2, shape) for shape in ((33, 70), (70, 50)))
     found = {"masked_matmul": distance(np.float32(a @ b), _testing.masked_matmul_plan(a, b)[0])}

@@ -1,4 +1,4 @@
-"""PackTokens and UnpackTokens: models of one node, and both in NumPy."""
+"""Models of one PackTokens or UnpackTokens node, and both operators in NumPy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Kept = NDArray[np.int64]
 def node_model(
     op_type: str, rank: int = 3, x_type: type = np.float32, opset: int = 17, kept_rank: int = 2
 ) -> onnx.ModelProto:
-    """Return one node "tokens" with its function: inputs kept and X, output Y."""
+    """Return a model of one node "tokens" with its function: inputs `kept` and X, output Y."""
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(x_type))
     shapes = {"kept": [f"k{i}" for i in range(kept_rank)], "X": [f"x{i}" for i in range(rank)]}
     graph = helper.make_graph(
@@ -53,13 +53,13 @@ def expected(op_type: str, kept: Kept, x: np.ndarray) -> np.ndarray:
 
 
 def random_kept(rng: np.random.Generator, batch: int, tokens: int, density: float = 0.6) -> Kept:
-    """Return a mask with gaps and arbitrary nonzero values."""
+    """Return a token mask with gaps, whose nonzero values are arbitrary."""
     numbers = rng.choice(np.array([1, 1, 2, -1, 2**40, -(2**63)], np.int64), (batch, tokens))
     return np.where(rng.random((batch, tokens)) < density, numbers, 0)
 
 
 def random_x(rng: np.random.Generator, shape: Sequence[int], x_type: type) -> np.ndarray:
-    """Return values of random bits, except for bool."""
+    """Return values with random bits; valid booleans for bool."""
     if x_type is np.bool_:
         return rng.random(shape) < 0.5
     count = int(np.prod(shape)) * np.dtype(x_type).itemsize

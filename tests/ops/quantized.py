@@ -1,4 +1,4 @@
-"""Sparse quantized weights, and their product in NumPy."""
+"""Sparse quantized weights, and the expected product in NumPy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMALLEST = 1.2e-38
 
 
 def sparse_integers(rng: np.random.Generator, k: int, n: int, sparsity: float, bits: int) -> np.ndarray:
-    """Return an int8 [k, n] matrix of weights of `bits` bits, about `sparsity` of them zero (all at 1)."""
+    """Return an int8 matrix [k, n] of `bits`-bit weights with a fraction of about `sparsity` zeros (all at 1)."""
     most = 2 ** (bits - 1)
     q = rng.integers(-most, most, (k, n), dtype=np.int8)
     q[q == 0] = 1
@@ -24,9 +24,9 @@ def sparse_integers(rng: np.random.Generator, k: int, n: int, sparsity: float, b
 
 
 def quantize_rows(x: np.ndarray, zero_points: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Return q, int64 [m, k], minus the zero point of its row if requested, and s, float32 [m, 1].
+    """Return q, int64 [m, k], and s, float32 [m, 1].
 
-    s is NaN and q zero for rows that are not finite.
+    If zero_points is set, q is minus the zero point of its row. Rows with Inf or NaN have s = NaN and q = 0.
     """
     finite = np.isfinite(x).all(axis=1, keepdims=True)
     x = np.where(finite, x, np.float32(0))
@@ -43,13 +43,16 @@ def quantize_rows(x: np.ndarray, zero_points: bool = False) -> tuple[np.ndarray,
 
 @dataclass(frozen=True)
 class Layer:
-    """Quantized weights with scales [groups, n]: one group for int8 (group None), bf16 values for int4."""
+    """A linear layer with quantized weights and scales [groups, n].
+
+    int8: group is None, and there is one row of scales. int4: scales are bf16 values.
+    """
 
     weights: np.ndarray
     scales: np.ndarray
     group: int | None
     packed: Packed
-    zero_points: bool = False  # of rows of x; int8 only
+    zero_points: bool = False  # rows of x are quantized with zero points; int8 only
     weight_zeros: np.ndarray | None = None  # int8 [n], subtracted from the weights; only with zero_points
 
     @classmethod
@@ -65,7 +68,7 @@ class Layer:
 
     @classmethod
     def two_four(cls, weights: np.ndarray, scales: np.ndarray, group: int | None) -> Layer:
-        """Return a layer of 2:4 sparse weights, in 2:4 storage."""
+        """Return a layer of weights that are 2:4 sparse, in 2:4 storage."""
         pack = _native.pack_two_four_int8 if group is None else _native.pack_two_four_int4
         return cls(weights, scales, group, pack(weights))
 
@@ -75,9 +78,9 @@ class Layer:
         return replace(self, packed=pack(self.weights, dense=True))
 
     def kinds(self) -> list[Layer]:
-        """Return the layer and, if kernels support it, the same weights for rows of x with zero points.
+        """Return the layer and, for int8, two variants for rows of x with zero points.
 
-        The latter come without and with zero points of the weights.
+        The weights of the last variant have zero points too.
         """
         if self.group is not None:
             return [self]
@@ -124,14 +127,14 @@ class Layer:
         return self.weights.astype(np.int64) - (0 if self.weight_zeros is None else self.weight_zeros)
 
     def expect(self, x: np.ndarray, bias: np.ndarray | None = None) -> Expected:
-        """Return the product of the quantized rows and that of x itself, with the documented bounds."""
+        """Return the expected products of the quantized rows and of x, with the documented bounds."""
         q, s = quantize_rows(x, self.zero_points)
         s64, added = s.astype(np.float64), 0.0 if bias is None else bias.astype(np.float64)
         dense, whole = self.dense(), self.centred().astype(np.float64)
         exact = s64 * (q @ dense) + added
         bits = None
         if self.group is None:
-            sums = q.astype(np.float64) @ whole  # integers below 2^53 are exact
+            sums = q.astype(np.float64) @ whole  # exact, because the integers are below 2^53
             if bias is None:
                 with np.errstate(over="ignore", invalid="ignore", under="ignore"):
                     bits = sums.astype(np.float32) * (s * self.scales)
@@ -154,17 +157,17 @@ class Layer:
 
 @dataclass(frozen=True)
 class Expected:
-    """Expected answers, float64 [m, n], except `rows` [m], the rows with finite activations, and `bits`."""
+    """Expected outputs, float64 [m, n]. `rows` [m] marks the rows with finite activations."""
 
     exact: np.ndarray
     rounding: np.ndarray
-    ideal: np.ndarray  # the product of activations that are not quantized
+    ideal: np.ndarray  # the product with unquantized activations
     theory: np.ndarray  # the largest difference of the product from `ideal`
     rows: np.ndarray
-    bits: np.ndarray | None  # float32; set if two products are added in one order, which gives equal bits everywhere
+    bits: np.ndarray | None  # float32; None if the order of the additions may differ between kernels
 
     def check(self, y: np.ndarray, m: int) -> None:
-        """Check y, the answer for the first m rows."""
+        """Check the output y for the first m rows."""
         rows = self.rows[:m]
         assert y.shape == self.exact[:m].shape and y.dtype == np.float32
         if self.bits is not None:

@@ -1,4 +1,4 @@
-"""One-node models of ai.ortolan operators, and their expected answers in NumPy."""
+"""One-node models of ai.ortolan operators, and their expected outputs in NumPy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from ortolan import _testing
 
 Packed = tuple[np.ndarray, np.ndarray, np.ndarray]
 
-# Unit roundoff of float32: a sum of k products, in any order, has an error of at most (k + small) * U * sum |x||w|.
+# Unit roundoff of float32. A sum of k products, in any order, has an error of at most (k + c) * U * sum |x||w|, with a
+# small constant c.
 U = 2.0**-24
 
 
@@ -26,7 +27,7 @@ def to_bf16(a: np.ndarray) -> np.ndarray:
 
 
 def sparse_weight(rng: np.random.Generator, k: int, n: int, sparsity: float) -> np.ndarray:
-    """Return float32 [k, n] with a fraction of about `sparsity` zeros (exact at 0 and 1)."""
+    """Return float32 [k, n] with a fraction of about `sparsity` zeros; exactly none at 0 and all at 1."""
     w = rng.standard_normal((k, n), dtype=np.float32)
     w[rng.random((k, n)) < sparsity] = 0
     return w
@@ -37,7 +38,7 @@ def assert_matmul_close(y: np.ndarray, x: np.ndarray, w: np.ndarray, bias: np.nd
     xr, wr = to_bf16(x).astype(np.float64), to_bf16(w).astype(np.float64)
     expected = xr @ wr + (0 if bias is None else bias.astype(np.float64))
     magnitude = np.abs(xr) @ np.abs(wr) + (0 if bias is None else np.abs(bias))
-    # The last term: avx512bf16 flushes denormal sums to zero.
+    # The last term is for avx512bf16, which flushes denormal sums to zero.
     bound = (w.shape[0] + 8) * U * magnitude + w.shape[0] * 1.2e-38
     error = np.abs(y - expected)
     assert y.shape == expected.shape
@@ -59,8 +60,8 @@ def sparse_amx_matmul_model(
 ) -> onnx.ModelProto:
     """Return a model of one SparseAMXMatMul node "linear": input x [d0, …, k], output y [d0, …, n].
 
-    The element type of values selects the kind of weight; uint16 is the bits of bf16, also in scales. residual: A
-    constant, or the shape of an input "residual".
+    The element type of the packed values selects the kind of weight; uint16 values and scales are bf16 bits. residual:
+    a constant, or the shape of an input "residual".
     """
     masks, values, offsets = packed
     tensors = {"w.masks": masks, "w.values": _typed(values), "w.offsets": offsets}
@@ -71,7 +72,7 @@ def sparse_amx_matmul_model(
         inputs.append("w.scales")
         tensors["w.scales"] = _typed(scales)
     if zero_points is not None:
-        inputs += [*[""] * (9 - len(inputs)), "w.zero_points"]  # after the inputs of a norm
+        inputs += [*[""] * (9 - len(inputs)), "w.zero_points"]  # zero points come after the norm's inputs
         tensors["w.zero_points"] = zero_points
     while not inputs[-1]:
         inputs.pop()
@@ -100,7 +101,10 @@ def _typed(array: np.ndarray) -> np.ndarray:
 
 
 def session(model: onnx.ModelProto | Path, *, library: bool = True, threads: int = 1) -> ort.InferenceSession:
-    """Open an ORT session for the model, given or in a file, with or without Ortolan's library."""
+    """Open an ORT session on a model or a model file.
+
+    library: register Ortolan's kernels; otherwise ORT runs the operator's ONNX function.
+    """
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 4
@@ -116,7 +120,7 @@ def assert_same_bits(y: np.ndarray, expected: np.ndarray) -> None:
 
 
 def at_odd_address(a: np.ndarray) -> np.ndarray:
-    """Return a copy of a that begins at an odd address and ends at the end of its memory."""
+    """Return a copy of the array at an odd address, with no readable bytes after its end."""
     memory = np.empty(a.nbytes + 1, np.uint8)
     copy = np.frombuffer(memory.data, a.dtype, offset=1).reshape(a.shape)
     copy[...] = a
@@ -125,7 +129,7 @@ def at_odd_address(a: np.ndarray) -> np.ndarray:
 
 
 def with_constants(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> onnx.ModelProto:
-    """Return the model with constants instead of these inputs."""
+    """Return the model with these feeds stored as constants instead of inputs."""
     changed = onnx.ModelProto.FromString(model.SerializeToString())
     graph = changed.graph
     inputs = [value for value in graph.input if value.name not in feeds]
@@ -136,7 +140,7 @@ def with_constants(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> o
 
 
 def save_at_odd_places(model: onnx.ModelProto, folder: Path) -> None:
-    """Save folder/model.onnx with its constants at unaligned offsets of folder/data."""
+    """Save folder/model.onnx with its constants at unaligned offsets in folder/data."""
     content = b"!"
     for tensor in model.graph.initializer:
         if tensor.raw_data:

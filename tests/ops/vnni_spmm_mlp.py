@@ -1,4 +1,4 @@
-"""Two layers in one VNNISpMM node, and their expected answers."""
+"""One or two linear layers in one VNNISpMM node, and their expected output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .vnni_spmm_node import node_model
 
 @dataclass(frozen=True)
 class Mlp:
-    """A layer, optionally after a hidden layer."""
+    """A linear layer, optionally after a hidden layer."""
 
     layer: BlockSparseLayer
     bias: np.ndarray
@@ -23,7 +23,7 @@ class Mlp:
 
     @classmethod
     def random(cls, rng: np.random.Generator, hidden_k: int, k: int, n: int, sparsity: float = 0.5) -> Mlp:
-        """Return random layers. hidden_k 0: without a hidden layer."""
+        """Return random layers. hidden_k: inputs of the hidden layer, or 0 for no hidden layer."""
         layer = BlockSparseLayer.random(rng, k, n, sparsity, scale=0.01)
         bias = rng.standard_normal(n, dtype=np.float32)
         if not hidden_k:
@@ -36,7 +36,10 @@ class Mlp:
         return len(self.layer.q if self.hidden is None else self.hidden.layer.q)
 
     def check(self, y: np.ndarray, x: np.ndarray, *, float_sums: bool = False) -> None:
-        """Check y. float_sums: The sums are float32, as in the ONNX function."""
+        """Check the output y for inputs x.
+
+        float_sums: the integer sums may be float32 sums, as in the ONNX function.
+        """
         if self.hidden is None:
             q, unsure, given = self.x.quantize(x).astype(np.int64), 0.0, self.x
         else:

@@ -24,10 +24,10 @@ def function(uses: Uses, opset: int = 17, unpack_once: bool = True) -> onnx.Func
 
 @dataclass(frozen=True)
 class LayerNorm:
-    """The LayerNormalization after the layer."""
+    """The LayerNormalization after the linear layer."""
 
     weight: np.ndarray  # float32 [columns of y]
-    bias: np.ndarray  # the same
+    bias: np.ndarray  # float32 [columns of y]
     epsilon: float
 
     @classmethod
@@ -35,7 +35,7 @@ class LayerNorm:
         return cls(rng.standard_normal(n, dtype=np.float32) + 1, rng.standard_normal(n, dtype=np.float32), epsilon)
 
     def check(self, y: np.ndarray, x: np.ndarray) -> None:
-        """Check that y is the LayerNormalization of x, in float32, if x has an error of some roundings."""
+        """Check that y is the LayerNormalization of x within the error of float32 and of some roundings of x."""
         wide = x.astype(np.float64)
         s = np.sqrt(wide.var(axis=-1, keepdims=True) + self.epsilon)
         p = (wide - wide.mean(axis=-1, keepdims=True)) / s
@@ -61,8 +61,10 @@ def node_model(
 ) -> onnx.ModelProto:
     """Return a model of one VNNISpMM node "linear" with its function: input x [d0, …, k], output y.
 
-    residual: The shape of an input. hidden: A preceding layer, with the range of x. uses: Requirements of the function
-    if other nodes use it too; this node then has neutral inputs.
+    Args:
+        residual: shape of the residual input.
+        hidden: a hidden layer before this one, with the range of x.
+        uses: function features that other nodes need; this node then gets neutral inputs for them.
     """
     k, n = layer.q.shape
     own = uses is None

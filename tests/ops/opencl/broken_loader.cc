@@ -20,7 +20,7 @@ namespace {
 
 int64_t live = 0;
 
-// Return the status of this call; 0: the call is forwarded.
+// Return the error status for this call, or 0 to forward the call.
 Status StatusOf(const char* name) {
   static int calls = 0;
   const std::string broken = std::getenv("BROKEN_OPENCL");

@@ -15,7 +15,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
 def compile_test(source: str, *options: str) -> None:
-    """Compile a file of this folder with further options; on failure, fail the test with the compiler's output."""
+    """Compile a source file of this folder; if that fails, fail the test with the compiler's output."""
     assert COMPILER is not None
     path = Path(__file__).with_name(source)
     command = [COMPILER, "-std=c++20", f"-I{ROOT / 'ops'}", str(path), *options]

@@ -1,4 +1,4 @@
-// Compare ops/opencl/cl_api.h with the headers of OpenCL, if these are installed.
+// Compare ops/opencl/cl_api.h with the OpenCL headers, if these are installed.
 #define CL_TARGET_OPENCL_VERSION 120
 #include <CL/cl.h>
 
@@ -9,7 +9,7 @@
 namespace ortolan::opencl {
 namespace {
 
-// Handles and callbacks are pointers on both sides, to types of different names.
+// Handles and callbacks are pointers in both headers, but to types of different names.
 template <typename Ours, typename Theirs>
 constexpr bool kAlike = std::is_same_v<Ours, Theirs> || (std::is_pointer_v<Ours> && std::is_pointer_v<Theirs>) ||
                         (std::is_integral_v<Ours> && std::is_integral_v<Theirs> && sizeof(Ours) == sizeof(Theirs) &&

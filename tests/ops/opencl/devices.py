@@ -1,4 +1,4 @@
-"""OpenCL in tests: whether a device exists, and sessions on it."""
+"""Detect OpenCL devices for tests, and open sessions that use them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ortolan.opencl import VARIABLE, opencl_devices
 
 from ..single_node import session
 
-# Open a model file, and save its answers for x with each number of rows; print the process's mapped files.
+# Open a model file, save its outputs for x with each number of rows, and print the shared libraries of the process.
 _RUN = """
 import json, sys
 import numpy as np, onnxruntime as ort
@@ -55,7 +55,7 @@ needs_opencl = pytest.mark.skipif(bool(_problem()), reason=f"no OpenCL (Debian: 
 
 @contextmanager
 def asked(value: str) -> Iterator[None]:
-    """Set ORTOLAN_OPENCL for sessions that are made inside the block."""
+    """Set ORTOLAN_OPENCL inside the block, for sessions opened there."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = value
     try:
@@ -67,7 +67,7 @@ def asked(value: str) -> Iterator[None]:
 
 
 def sessions(model: onnx.ModelProto, threads: int = 1) -> tuple[ort.InferenceSession, ort.InferenceSession]:
-    """Return sessions of the model on the CPU, and with W4A8MatMul on the device."""
+    """Return two sessions on the model: one on the CPU, and one that runs W4A8MatMul on the OpenCL device."""
     with asked("0"):
         cpu = session(model, threads=threads)
     with asked("force"):
@@ -75,14 +75,14 @@ def sessions(model: onnx.ModelProto, threads: int = 1) -> tuple[ort.InferenceSes
 
 
 def assert_equal_bits(y: np.ndarray, expected: np.ndarray) -> None:
-    """Check that both arrays have the same bits, except for the payloads of NaNs."""
+    """Check that both arrays have the same bits; payloads of NaNs may differ."""
     np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
     there = ~np.isnan(y)
     np.testing.assert_array_equal(y[there].view(np.uint32), expected[there].view(np.uint32))
 
 
 class Process:
-    """A separate process that ran a model, because a process reads drivers and caches only once."""
+    """Run a model in a separate process, because drivers and caches are read once per process."""
 
     def __init__(
         self,

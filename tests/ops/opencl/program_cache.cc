@@ -1,5 +1,7 @@
-// Damage cached program files at random, and write one from many threads: a read must return exactly the stored bytes
-// or no data. Built with sanitizers, together with ops/opencl/program_cache.cc; ORTOLAN_CACHE names an empty folder.
+// Damage cached program files at random, and write one file from many threads.
+//
+// A read must return exactly the stored bytes, or nothing. Built with sanitizers, together with
+// ops/opencl/program_cache.cc; ORTOLAN_CACHE names an empty folder.
 #include "opencl/program_cache.h"
 
 #include <cstdio>
@@ -35,7 +37,7 @@ void Write(const std::filesystem::path& path, const std::string& bytes) {
   std::ofstream(path, std::ios::binary | std::ios::trunc) << bytes;
 }
 
-// Change, remove, insert or truncate bytes.
+// Change, remove, insert or truncate bytes at random.
 std::string Damaged(std::string bytes, std::mt19937& random) {
   const auto below = [&](size_t most) { return random() % most; };
   for (size_t changes = 1 + below(3); changes > 0; --changes) {
@@ -77,7 +79,7 @@ void TestDamages() {
   Expect(!ReadCached("another device"), "the program of another key", kDamages);
 }
 
-// Each thread writes contents of its own length, and reads the contents of any thread.
+// Each thread writes contents of a different length, and reads contents that any thread may have written.
 void TestWriters() {
   const std::string key = "a device\nof a driver\n";
   std::vector<std::thread> writers;

@@ -1,4 +1,4 @@
-"""W4A8MatMul on OpenCL: the bits of the CPU's kernels."""
+"""W4A8MatMul on OpenCL must give the bits of the CPU's kernels."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_numbers_that_are_not_finite_and_zeros() -> None:
 
 @pytest.mark.parametrize("activation", [Activation.NONE, Activation.SILU])
 def test_gates_and_activations(activation: Activation) -> None:
-    """The CPU computes the epilogue."""
+    """The epilogue runs on the CPU, after the product on the device."""
     k, n = 96, 100
     rng = np.random.default_rng(3)
     layer = GroupLayer.random(rng, k, 2 * 112, 32, zero_points=False)
@@ -116,7 +116,7 @@ def test_residuals(shape: tuple[int, ...]) -> None:
 
 
 def test_weights_at_any_address(tmp_path: Path) -> None:
-    """Weights at unaligned addresses cannot be shared with the device."""
+    """Weights at unaligned addresses cannot be shared with the device, so they are copied."""
     layer = GroupLayer.random(np.random.default_rng(6), 200, 40, 32)
     model = node_model(layer)
     with asked("0"):
@@ -128,7 +128,7 @@ def test_weights_at_any_address(tmp_path: Path) -> None:
 
 @each_isa
 def test_whichever_kernel_packs_and_multiplies(isa: str, tmp_path: Path) -> None:
-    """Rows are packed by the CPU's kernel for one row: the device reads those of all alike."""
+    """The packed weights and rows have the same layout for every instruction set."""
     model = node_model(GroupLayer.random(np.random.default_rng(7), 300, 40, 32))
     device = Process(model, tmp_path, ORTOLAN_OPENCL="force", ORTOLAN_ISA=isa)
     device.check(Process(model, tmp_path, ORTOLAN_OPENCL="0", ORTOLAN_ISA=isa))

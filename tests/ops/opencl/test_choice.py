@@ -1,4 +1,4 @@
-"""The choice of CPU or device when the faster one is requested: ops/matmul/device_choice.h."""
+"""Test the choice between CPU and device if ORTOLAN_OPENCL asks for the faster one (ops/matmul/device_choice.h)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ortolan import _testing
 
 
 def settle(choice: _testing.DeviceChoice, m: int, cpu: list[float], device: list[float]) -> list[bool]:
-    """Eight calls, whose seconds are those of the sides, in turn: whether each was for the device."""
+    """Make eight calls that take the given seconds, and return for each call whether the device was chosen."""
     taken = []
     for _ in range(8):
         on_device = choice.takes(m)
@@ -20,7 +20,7 @@ def settle(choice: _testing.DeviceChoice, m: int, cpu: list[float], device: list
 @pytest.mark.parametrize("device_wins", [True, False])
 def test_the_least_time_of_three_calls_wins_for_good(device_wins: bool) -> None:
     choice = _testing.DeviceChoice()
-    fast, slow = [9.0, 3.0, 1.0, 3.0], [0.1, 2.0, 2.0, 2.0]  # the first calls warm up
+    fast, slow = [9.0, 3.0, 1.0, 3.0], [0.1, 2.0, 2.0, 2.0]  # the first calls are warm-up
     cpu, device = (slow, fast) if device_wins else (fast, slow)
     assert settle(choice, 1, list(cpu), list(device)) == [True, False] * 4
     for _ in range(3):
@@ -32,11 +32,11 @@ def test_numbers_of_rows_are_judged_apart_and_by_the_row() -> None:
     choice = _testing.DeviceChoice()
     settle(choice, 1, [1.0] * 4, [2.0] * 4)
     assert choice.takes(1) is False
-    for m in (8, 15) * 4:  # as many bits
+    for m in (8, 15) * 4:  # row counts with equal bit length share one measurement
         on_device = choice.takes(m)
         choice.took(m, on_device, m * (1.0 if on_device else 2.0))
     assert all(choice.takes(m) for m in (8, 9, 15))
-    assert choice.takes(16) and choice.takes(7)  # not tried yet: the device's turn
+    assert choice.takes(16) and choice.takes(7)  # not measured yet, so the device is tried first
     assert choice.takes(1) is False
 
 

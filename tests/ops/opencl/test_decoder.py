@@ -1,4 +1,4 @@
-"""A decoder whose W4A8MatMul nodes run on OpenCL: the tokens and logits of the CPU."""
+"""A decoder whose W4A8MatMul nodes run on OpenCL must give the tokens and logits of the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .devices import asked, assert_equal_bits, needs_opencl
 
 
 def decode(path: Path, prompt: np.ndarray, steps: int) -> tuple[list[int], list[np.ndarray]]:
-    """Sampled tokens behind the prompt, and the logits that they are chosen by."""
+    """Return the tokens sampled after the prompt, and the logits from which each was sampled."""
     rng = np.random.default_rng(1)
     decoder = Decoder(ortolan.create_session(path))
     tokens: list[int] = []

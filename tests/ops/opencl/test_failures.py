@@ -1,4 +1,4 @@
-"""W4A8MatMul with OpenCL missing, failing or with damaged files: the CPU answers and the log reports it once."""
+"""If OpenCL is missing, fails or finds damaged files, W4A8MatMul runs on the CPU and logs one warning."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Run = Callable[..., Process]
 
 @pytest.fixture(scope="module")
 def model() -> onnx.ModelProto:
-    """Two nodes, that a warning said for each is seen to be said twice."""
+    """Two W4A8MatMul nodes, so that a warning repeated per node would be noticed."""
     one = node_model(GroupLayer.random(np.random.default_rng(0), 96, 96, 32))
     second = one.graph.node.add()
     second.CopyFrom(one.graph.node[0])
@@ -35,7 +35,7 @@ def model() -> onnx.ModelProto:
 
 @pytest.fixture
 def run(model: onnx.ModelProto, tmp_path: Path) -> Run:
-    """Runs the model in a process. Its programs are cached in tmp_path."""
+    """Return a function that runs the model in a process, with its program cache in tmp_path."""
 
     def in_process(asked_for: str = "force", rows: tuple[int, ...] = (1, 9), **environment: str) -> Process:
         environment = {"ORTOLAN_CACHE": str(tmp_path), **environment}
@@ -79,7 +79,8 @@ def test_without_the_library_of_opencl_the_cpu_answers(run: Run, tmp_path: Path)
     done.check(run("0"))
 
 
-# What fails, after how many good calls. Opening both weights makes 3 buffers each and one program.
+# Values: the OpenCL function that fails, its status, and the number of calls that succeed before. Opening the two
+# weights creates 3 buffers each and one program.
 FAILURES = {
     "no platform": "clGetPlatformIDs:-1001:0",
     "no device": "clGetDeviceIDs:-1:0",
@@ -158,7 +159,7 @@ def test_a_binary_that_the_driver_refuses_is_made_anew(
 @pytest.mark.slow
 @needs_compiler
 def test_files_of_programs_are_what_was_stored_or_nothing(tmp_path: Path) -> None:
-    """Thousands of damaged ones, and many writers at once."""
+    """Thousands of damaged files and concurrent writers: a read returns what was stored, or nothing."""
     sanitizers = ("-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-pthread")
     test = tmp_path / "test"
     compile_test("program_cache.cc", str(ROOT / "ops/opencl/program_cache.cc"), "-o", str(test), *sanitizers)

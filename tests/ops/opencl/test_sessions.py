@@ -1,4 +1,4 @@
-"""Sessions on OpenCL side by side, with any number of threads, and what they leave behind: nothing."""
+"""Test concurrent OpenCL sessions, any number of threads, and that sessions release their OpenCL objects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .devices import asked, assert_equal_bits, feeds, needs_opencl, sessions
 
 pytestmark = needs_opencl
 K, N = 300, 90
-# Sessions on a model, one after another: what the device holds behind each, that came to be or not.
+# Open four sessions one after another, and print the number of live OpenCL objects during and after each.
 _LIVE = """
 import ctypes, json, sys
 import numpy as np, onnxruntime as ort
@@ -45,7 +45,7 @@ def model_of(seed: int, group: int = 32) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("value", ["1", "force"])
 def test_calls_at_the_same_time(value: str) -> None:
-    """Four threads call two sessions: they take turns on the device, and nobody gets another's numbers."""
+    """Four threads call two sessions, which share the device; each call must get its own result."""
     models = [model_of(0), model_of(1, 64)]
     with asked("0"):
         cpu = [session(model) for model in models]
@@ -65,7 +65,7 @@ def test_calls_at_the_same_time(value: str) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_any_number_of_threads(threads: int) -> None:
-    """The CPU threads pack x and compute the epilogue."""
+    """The CPU threads pack x and compute the epilogue, with the same bits for any number of threads."""
     cpu, device = sessions(model_of(2), threads)
     for m in (1, 8, 500):
         assert_equal_bits(device.run(None, feeds(m, K))[0], cpu.run(None, feeds(m, K))[0])
@@ -91,16 +91,16 @@ def test_a_session_that_ends_while_another_runs() -> None:
 @pytest.mark.parametrize(
     ("failure", "kept"),
     [
-        ("none:0:0", 5),  # context, queue, program, buffers for x and y
-        ("clCreateBuffer:-4:1", 2),  # behind a buffer of the weight: no program yet
+        ("none:0:0", 5),  # context, queue, program, buffers for x and y stay alive
+        ("clCreateBuffer:-4:1", 2),  # fails in the second weight buffer, before there is a program
         ("clCreateKernel:-46:1", 3),
-        ("clCreateBuffer:-61:3", 3),  # at the first call
+        ("clCreateBuffer:-61:3", 3),  # fails in the first call
     ],
 )
 def test_what_a_session_holds_goes_with_it(
     broken: Callable[[str], dict[str, str]], tmp_path: Path, failure: str, kept: int
 ) -> None:
-    save_at_odd_places(model_of(4), tmp_path)  # not shared, so that the device has copies
+    save_at_odd_places(model_of(4), tmp_path)  # unaligned weights cannot be shared, so the device has copies
     done = subprocess.run(
         [sys.executable, "-c", _LIVE, str(tmp_path / "model.onnx")],
         env={**os.environ, "ORTOLAN_OPENCL": "force", "ORTOLAN_CACHE": str(tmp_path), **broken(failure)},
@@ -114,4 +114,4 @@ def test_what_a_session_holds_goes_with_it(
     during, behind = zip(*json.loads(done.stdout), strict=True)
     assert set(behind) == {kept}
     if failure.startswith("none"):
-        assert set(during) == {kept + 5}  # three buffers and two kernels
+        assert set(during) == {kept + 5}  # three weight buffers and two kernels

@@ -1,4 +1,4 @@
-"""Add missing answers to the stored ones: `python -m tests.ops.stored`, in the repository's root."""
+"""Add missing outputs to the stored ones: `python -m tests.ops.stored`, in the repository's root."""
 
 from __future__ import annotations
 

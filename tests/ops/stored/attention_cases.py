@@ -15,7 +15,7 @@ from .bounds import decode_error, weights_error
 from .case import Arrays, Case, bfloat16, one_node
 
 NOTHING = np.zeros(1, np.float32)
-SHORT = 4  # calls with at most this number of tokens read their own tokens from the cache
+SHORT = 4  # in calls of at most this many tokens, the new tokens too are read from the (quantized) cache
 LOWEST = np.finfo(np.float32).min
 
 
@@ -25,7 +25,8 @@ def split_heads(x: np.ndarray, heads: int) -> np.ndarray:
     return x.reshape(batch, rows, heads, width // heads).transpose(0, 2, 1, 3)
 
 
-# batch, queries, keys, heads, heads of keys, head_dim, causal, packed, mask
+# Columns: batch, queries, keys, heads, key/value heads, head_dim, causal, packed (query, key and value in one input),
+# has a mask.
 EXACT = {
     "one": (1, 1, 1, 1, 1, 1, 0, False, False),
     "few": (2, 5, 7, 4, 4, 8, 0, False, True),
@@ -40,7 +41,7 @@ def exact_cases() -> Iterator[Case]:
     for label, (batch, queries, keys, heads, kv_heads, head_dim, causal, packed, masked) in EXACT.items():
         for precision in (32, 16):
             rng = numbers.generator(f"attention {label}")
-            # Small queries keep the error bound useful.
+            # Small queries keep the error bound useful, because it grows exponentially with the scores.
             q = numbers.uniform(rng, (batch, queries, heads * head_dim)) / 8
             k, v = (numbers.uniform(rng, (batch, keys, kv_heads * head_dim)) for _ in range(2))
             feeds: Arrays = {"query": np.concatenate([q, k, v], -1)} if packed else {"query": q, "key": k, "value": v}
@@ -80,7 +81,8 @@ def _exact_error(
     return error
 
 
-# kind of the cache, heads, key heads, head_dim, d_sub, rotary, tokens of each call, tokens of a prompt in the model
+# Columns: kind of the cache, heads, key/value heads, head_dim, d_sub, rotary, tokens of each call, tokens of the prompt
+# stored in the model.
 CACHED = {
     "float": ("float", 4, 2, 32, 1, True, (7, 1, 1, 3, 40, 1), 0),
     "float, odd heads": ("float", 3, 3, 36, 1, False, (9, 1, 4), 0),
@@ -120,7 +122,7 @@ def _cached_case(label: str) -> Case:
         constants |= packed
         names += list(packed)
         attributes = {"prompt_tokens": prompt, "prompt_head_dim": head_dim}
-    # With small queries, many tokens have weight, and the error bound stays useful.
+    # A small scale spreads the softmax weights over many tokens and keeps the error bound useful.
     scale = head_dim**-0.5 / 4
     calls: list[Arrays] = []
     for count in tokens:
@@ -141,12 +143,12 @@ def _cached_case(label: str) -> Case:
         q = split_heads(everything["query"], heads) * (2 if rotary else 1)
         k, v = (split_heads(everything[name], kv_heads) for name in ("key", "value"))
         found = decode_error(q, k, v, scale, books if codes else None, int8_values)
-        # Queries and weights of the prompt are bf16.
+        # Products with the prompt's keys and values round queries and softmax weights to bf16.
         return found + (2 * 2.0**-8 * 2 + 2.0**-8 * scale * head_dim * 4 * 2 if prompt else 0.0)
 
     exact = {"present_key", "present_value"}
     if codes and not prompt:
-        # Longer calls are exact attention over the floats of the call.
+        # Calls of more tokens compute exact attention over the call's floats, whose bits may differ.
         exact |= {f"call {i}: y" for i, count in enumerate(tokens) if count <= SHORT}
     return Case(
         f"NoMADAttention cache, {label}",
@@ -160,12 +162,12 @@ def _cached_case(label: str) -> Case:
 
 
 def _rotary_tables(rng: np.random.Generator, positions: int, head_dim: int) -> Arrays:
-    """Return random tables. Angles of a model would depend on the C library's cosine."""
+    """Return random cos and sin tables. Real angles would depend on the C library's cosine."""
     return {name: numbers.uniform(rng, (positions, head_dim // 2)) / 2 for name in ("cos", "sin")}
 
 
 def _packed_prompt(rng: np.random.Generator, kv_heads: int, tokens: int, head_dim: int) -> Arrays:
-    """Pack a prompt in the format of ops/nomad_attention/prompt_cache.h, in one chunk."""
+    """Pack a random prompt, as one chunk, in the format of ops/nomad_attention/prompt_cache.h."""
     matrices: Arrays = {}
     padded, room = -(-tokens // 16) * 16, -(-tokens // 32) * 32
     keys, values = np.zeros((head_dim, kv_heads, padded)), np.zeros((room, kv_heads, head_dim))

@@ -1,6 +1,6 @@
-"""Error bounds of float32 answers from the operators' headers, computed in float64.
+"""Error bounds of float32 outputs, as the operators' headers document them, computed in float64.
 
-A Product is the result of a linear layer before its epilogue, with the largest error of each element.
+A Product holds the output of a linear layer before its epilogue, and the largest error of each element.
 """
 
 from __future__ import annotations
@@ -13,21 +13,24 @@ from numpy.typing import NDArray
 Doubles = NDArray[np.float64]
 
 U = 2.0**-24
-SMALLEST = 2.0**-126  # float32 has fewer bits below
+SMALLEST = 2.0**-126  # below this, float32 has fewer significant bits
 
 
 @dataclass(frozen=True)
 class Product:
-    value: Doubles  # for the finite rows of x
+    value: Doubles  # rows of x with Inf or NaN count as zeros
     error: Doubles
 
     def plus(self, other: np.ndarray) -> Product:
-        """Add a bias or residual, rounded once."""
+        """Return the bound after adding a bias or residual, rounded once."""
         total = self.value + other
         return Product(total, self.error + U * (np.abs(total) + self.error))
 
     def activated(self, slope: float = 1.13, relative: float = 3 * U) -> Product:
-        """Return the bound after GELU or SiLU; `value` bounds the magnitude from above. ReLU: arguments 1 and 0."""
+        """Return the bound after GELU or SiLU; for ReLU, pass 1 and 0.
+
+        `value` of the result is an upper bound of the magnitude.
+        """
         size = np.abs(self.value)
         return Product(size, slope * self.error + relative * (size + self.error) + SMALLEST)
 
@@ -40,7 +43,7 @@ class Product:
         return Product(self.value[:, begin:end], self.error[:, begin:end])
 
     def layer_norm_error(self, weight: np.ndarray, epsilon: float) -> Doubles:
-        """Return the bound of ops/epilogue/layer_norm.h for rows that already have the error."""
+        """Return the bound of ops/epilogue/layer_norm.h for input rows that already have an error."""
         n = self.value.shape[1]
         s = np.sqrt(self.value.var(axis=1, keepdims=True) + epsilon)
         p = np.abs(self.value - self.value.mean(axis=1, keepdims=True)) / s
@@ -52,12 +55,14 @@ class Product:
 
 
 def finite(x: np.ndarray) -> Doubles:
-    """Return x with zeros in rows with NaN or Inf, whose answers are compared only by where they are not finite."""
+    """Return x with rows that contain NaN or Inf set to zero. For these rows, only the positions of NaN and Inf are
+    compared.
+    """
     return np.where(np.isfinite(x).all(axis=-1, keepdims=True), x, 0).astype(np.float64)
 
 
 def float_product(x: np.ndarray, w: np.ndarray, roundings: int = 8) -> Product:
-    """Return float32 products summed in any order; on some instruction sets denormals count as zero."""
+    """Return the product with the error of float32 sums in any order; denormal sums may be flushed to zero."""
     x64, w64 = finite(x), w.astype(np.float64)
     magnitude = np.abs(x64) @ np.abs(w64)
     k = len(w)
@@ -67,14 +72,15 @@ def float_product(x: np.ndarray, w: np.ndarray, roundings: int = 8) -> Product:
 def integer_product(
     q: np.ndarray, s: np.ndarray, weights: np.ndarray, scales: np.ndarray, group: int | None
 ) -> Product:
-    """Return exact sums of groups of k, scaled and added as float32.
+    """Return the product with the error of exact integer sums per group of inputs, scaled and added in float32.
 
-    q [m, k] integers, s [m, 1] or [m, groups]; weights [k, n] integers, scales [groups, n]. group None: one group.
+    Shapes: q [m, k] and weights [k, n] are integers; s [m, 1] or [m, groups]; scales [groups, n]. group: inputs per
+    group; None: one group.
     """
     k = len(weights)
     groups = len(scales)
     size = k if group is None else group
-    # Integers up to 255 x 128 x k are exact in float64.
+    # Exact in float64, because the sums are at most 255 x 128 x k.
     q64, w64 = q.astype(np.float64), weights.astype(np.float64)
     s64 = np.broadcast_to(np.where(np.isfinite(s), s, 0).astype(np.float64), (len(q), groups))
     value = np.zeros((len(q), weights.shape[1]))
@@ -91,9 +97,9 @@ def integer_product(
 def decode_error(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, codebooks: np.ndarray | None, int8_values: bool
 ) -> float:
-    """Return the bound of ops/attention/decode.h for the largest values of all rows [..., rows, head_dim].
+    """Return the largest bound of ops/attention/decode.h over all rows of q, k and v [..., rows, head_dim].
 
-    codebooks: If given, their values are used instead of the keys k.
+    codebooks: if set, their values bound the keys instead of k.
     """
     head_dim, tokens = q.shape[-1], k.shape[-2]
     factor = 1.4426950408889634 * abs(scale)
@@ -110,5 +116,5 @@ def decode_error(
 
 
 def weights_error(v: np.ndarray) -> float:
-    """Return the bound if the scores have the same bits; then only the C library's exp2 and the sums differ."""
+    """Return the bound if the scores have the same bits, so that only exp2 and the order of the sums differ."""
     return float(np.abs(v).max()) * (v.shape[-2] + 32) * 2.0**-22

@@ -1,4 +1,4 @@
-"""A case: a model of one node, its inputs, and the tolerance against the stored answers."""
+"""A test case with stored outputs: a one-node model, its inputs, and the tolerance."""
 
 from __future__ import annotations
 
@@ -25,15 +25,18 @@ ROWS = (1, 2, 3, 5, 16, 17, 70, 300)
 class Case:
     """A model, its inputs and the tolerance of its outputs.
 
-    calls: Inputs of the session, one call after another.
-    rows: If given, one call is repeated with only the first n rows of the inputs `sliced`, for each n, ascending.
-        The answer for fewer rows is that for the first rows of more, exactly or within the bound.
-    exact: Outputs that must have the bits stored for the instruction set: "y" in all calls, or "call 1: y" in one.
-    error: Largest error of the other outputs, as an array of their shape (for all rows) or a number. Two answers differ
-        by at most twice this. None: no bound.
-    scalar_error: If given, y of the scalar kernel may differ within this error from its stored answer, because its last
-        bits depend on the C library.
-    carried: Outputs that are inputs of the next call.
+    Args:
+        calls: inputs of the session's calls, in order.
+        rows: if set, the only call is repeated with the first n rows of the inputs named in `sliced`, for each n in
+            ascending order. The output for n rows must equal the first n rows of the largest output, exactly or within
+            the bound.
+        exact: outputs that must have the bits stored for the instruction set: "y" in all calls, or "call 1: y" in one
+            call.
+        error: returns the largest error of the other outputs, as a number or an array of their shape (for all rows).
+            Two outputs may differ by twice this. None: no bound.
+        scalar_error: if set, y of the scalar kernel may differ by this from its stored value, because its last bits
+            depend on the C library.
+        carried: maps outputs to the inputs of the next call that get them.
     """
 
     name: str
@@ -50,11 +53,11 @@ class Case:
         return digest(*(call[name] for call in self.calls for name in sorted(call)))
 
     def tensor_hashes(self) -> dict[str, str]:
-        """Return digests of the model's packed constants."""
+        """Map the name of each constant of the model to its digest."""
         return {tensor.name: digest(numpy_helper.to_array(tensor)) for tensor in self.model.graph.initializer}
 
     def outputs(self, threads: int) -> Iterator[tuple[str, str, np.ndarray]]:
-        """Yield a label, the output's name and the array of each call or number of rows."""
+        """Yield the label, output name and array for each call or number of rows."""
         session = new_session(self.model, threads)
         names = [output.name for output in session.get_outputs()]
         carried: Arrays = {}
@@ -77,12 +80,12 @@ class Case:
         return name in self.exact or f"{label}: {name}" in self.exact
 
     def sampled_label(self, label: str) -> str:
-        """Return the label of the call whose answer contains this one's."""
+        """Return the label of the call whose stored samples also cover this call."""
         return f"{self.rows[-1]} rows" if self.rows else label
 
 
 def digest(*arrays: np.ndarray) -> str:
-    """Digest types, shapes and bytes; all NaNs count as equal."""
+    """Return a digest of types, shapes and bytes; all NaNs count as equal."""
     total = hashlib.sha256()
     for a in arrays:
         if a.dtype.kind == "f":
@@ -107,7 +110,10 @@ def one_node(
     outputs: Mapping[str, int] | None = None,
     **attributes: Any,
 ) -> onnx.ModelProto:
-    """Return a model of one node. constants: uint16 means bfloat16. outputs: Their types; None: y, float."""
+    """Return a model of one node.
+
+    constants: uint16 arrays are bfloat16 bits. outputs: maps names to types; None: a float y.
+    """
     types = {name: helper.np_dtype_to_tensor_dtype(array.dtype) for name, array in feeds.items()}
     node = helper.make_node(op_type, inputs, list(outputs or {"y": 0}), "node", domain="ai.ortolan", **attributes)
     graph = helper.make_graph(

@@ -1,4 +1,4 @@
-"""Compare the answers of a process with one instruction set with the stored answers."""
+"""Compare the outputs of a process with one instruction set with the stored outputs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from .store import STORED_AS, Store, compare
 
 
 def report(isa: str, most_rows: int | None = None, all_threads: Iterable[int] = THREADS) -> str:
-    """Return JSON: the reason why the instruction set does not run here, or problems and notes (store.Comparison).
+    """Return JSON: why the instruction set does not run here, or the problems and notes (store.Comparison).
 
-    most_rows: Check only cases with exact answers and at most this number of rows; None: all cases.
-    all_threads: Numbers of threads of the sessions, one after another.
+    Args:
+        most_rows: check only cases with exact outputs, up to this number of rows; None: all cases.
+        all_threads: thread counts of the sessions.
     """
     info = ortolan.cpu_info()
     if info["isa"] != isa:

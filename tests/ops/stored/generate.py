@@ -1,4 +1,4 @@
-"""Make the stored answers: run each instruction set in a separate process, and join the results."""
+"""Make the stored outputs: run each instruction set in a separate process, and merge the results."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from . import attention_cases, linear_cases, other_cases
 from .case import THREADS, Case, digest
 from .store import EVERY, ISAS, REFERENCE, Record, Store, by_isa, output_name, places
 
-# Number of sampled values: of answers that have the same bits on all instruction sets; of answers that have the same
-# bits on one instruction set; of other answers.
+# Number of sampled values per output: FEW if the bits are equal on all instruction sets, SOME if they are only equal on
+# each instruction set, MANY if they may differ.
 FEW, SOME, MANY = 12, 150, 400
-FEWER = ", few"  # the key of a sample of FEW
+FEWER = ", few"  # suffix of the key of a sample of FEW values
 
 
 def all_cases() -> Iterator[Case]:
@@ -27,7 +27,7 @@ def all_cases() -> Iterator[Case]:
 
 
 def make_answers(isa: str, folder: Path) -> None:
-    """Compute all answers in a process with this instruction set, and save them as a store in the folder."""
+    """Compute all outputs with the instruction set of this process, and save them as a Store in the folder."""
     made = Store()
     if ortolan.cpu_info()["isa"] == isa:
         for case in all_cases():
@@ -60,7 +60,7 @@ def _answer(case: Case, isa: str, made: Store) -> None:
 
 
 def run_all(isas: Sequence[str] = ISAS) -> dict[str, Store]:
-    """Return the answers of each instruction set that this CPU runs."""
+    """Return the outputs of each instruction set that this CPU supports."""
     stores = {}
     for isa in isas:
         with tempfile.TemporaryDirectory() as name:
@@ -75,7 +75,7 @@ def run_all(isas: Sequence[str] = ISAS) -> dict[str, Store]:
 
 
 def joined(stores: Mapping[str, Store]) -> Store:
-    """Return the answers of all instruction sets as one store."""
+    """Merge the outputs of all instruction sets into one store."""
     reference, whole = stores[REFERENCE], Store()
     for name, record in reference.records.items():
         answers = {}
@@ -85,7 +85,7 @@ def joined(stores: Mapping[str, Store]) -> Store:
         whole.records[name] = record | {"answers": answers}
         for output in record["sizes"]:
             label, kind = output.split(": ")
-            # One sample serves all numbers of rows.
+            # For cases with `rows`, one sample covers all row counts.
             own = "" if " rows" in label else (f"{label}:", f"{label},")
             alike = [answers[key] for key in answers if key.startswith(own) and key.endswith(f": {kind}")]
             same = all(isinstance(answer, str) for answer in alike)
@@ -94,10 +94,10 @@ def joined(stores: Mapping[str, Store]) -> Store:
 
 
 def update(stored: Store, new: Store, isas: Iterable[str], replace: Sequence[str] = ()) -> list[str]:
-    """Add new answers that the stored ones lack; `isas` are the instruction sets of the new answers.
+    """Add outputs that are not stored yet; `isas` are the instruction sets of the new outputs.
 
-    Cases whose names match a pattern of `replace` are replaced. Returns the differences in other cases, whose stored
-    answers are not changed.
+    Cases whose names match a pattern of `replace` are replaced. For other cases, the stored outputs stay unchanged, and
+    the differences are returned.
     """
     differences = []
     for name, record in new.records.items():
@@ -125,7 +125,7 @@ def _isas(record: Record) -> set[str]:
 
 
 def _add(old: Record, record: Record, isas: Iterable[str]) -> Iterator[str]:
-    """Add answers of instruction sets that the old record lacks; yield the differences, which are not changed."""
+    """Add outputs for instruction sets that the stored record lacks; yield a text for each output that differs."""
     for key in ("inputs", "tensors", "sizes"):
         if old[key] != record[key]:
             yield f"other {key}"

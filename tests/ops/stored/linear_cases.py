@@ -1,4 +1,4 @@
-"""Cases of the linear layers: SparseAMXMatMul, W4A8MatMul, W8A8MatMul, VNNISpMM."""
+"""Cases for the linear layers SparseAMXMatMul, W4A8MatMul, W8A8MatMul and VNNISpMM."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ from .case import ROWS, Arrays, Case, bfloat16, one_node
 
 NONE, RELU, GELU, GELU_TANH, SILU = range(5)  # the attribute `activation`
 
-# k, n, zeros in per cent.
+# Columns: k, n, percentage of zeros.
 SHAPES = ((1, 1, 0), (33, 17, 50), (64, 16, 100), (130, 70, 30), (385, 5, 80), (577, 161, 50))
 FEW_ROWS = (1, 5, 17, 70)
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A layer's weight: the operator's inputs for it, and the product with it. integer: Its sums are exact."""
+    """The weight of a linear layer: the operator's inputs for it, and the product with it.
+
+    integer: True if the sums are integers and therefore exact.
+    """
 
     name: str
     op_type: str
@@ -42,7 +45,11 @@ class Weight:
 
 @dataclass(frozen=True)
 class End:
-    """An epilogue. residual: None, or its first dimension (1 or that of x). norm: its epsilon."""
+    """An epilogue.
+
+    residual: "", or its first dimension: "1", or "m" for the rows of x. norm: epsilon of LayerNormalization, or 0 for
+    none.
+    """
 
     name: str = ""
     bias: bool = False
@@ -64,7 +71,7 @@ class End:
             half = product.value.shape[1] // 2
             gate = gate.times(p.columns(half, half + self.gated_columns))
         if self.residual:
-            # After an activation, `value` is a magnitude: the magnitude of a sum is at most the sum of magnitudes.
+            # After an activation, `value` bounds the magnitude, so the magnitude of the residual is added.
             plain = self.activation == NONE and not self.gated_columns
             gate = gate.plus(arrays["residual"] if plain else np.abs(arrays["residual"]))
         return gate.layer_norm_error(arrays["norm_weight"], self.norm) if self.norm else gate.error
@@ -81,7 +88,7 @@ ENDS = (
 
 
 def linear_case(weight: Weight, end: End, rows: tuple[int, ...] = ROWS, width: int = 0) -> Case:
-    """Return a case. width: Columns of x, if not k."""
+    """Return a case. width: columns of x; 0: the weight's k."""
     name = f"{weight.op_type} {weight.name} {weight.k}x{weight.n}" + (f", {end.name}" if end.name else "")
     rng = numbers.generator(name)
     columns = end.gated_columns or weight.n
@@ -165,7 +172,7 @@ GROUP_INPUTS = (
 
 
 def group_weight(group: int, half: bool, zero_points: bool, k: int, n: int) -> Weight:
-    """Return a weight of W4A8MatMul without minimums. half: float16 scales."""
+    """Return a weight of W4A8MatMul without minimums. half: scales are float16."""
     name = f"g{group} {'f16' if half else 'f32'}{' zero points' if zero_points else ''}"
     rng = numbers.generator(f"{name} {k} {n}")
     q = rng.integers(0, 16, (k, n)).astype(np.uint8)
@@ -210,12 +217,12 @@ def minimum_weight(group: int, half: bool, k: int, n: int) -> Weight:
     for name_of, rows in (("scales", scales), ("minimums", minimums)):
         packed = _native.pack_group_rows(rows.view(np.uint16) if half else rows)
         constants[name_of] = packed.view(dtype)
-    # Placeholders of size 1 for omitted inputs before the last.
+    # Placeholders for omitted inputs, which must exist because later inputs are used.
     constants |= {"residual": np.zeros(1, np.float32), "zero_points": np.zeros(1, np.uint8)}
     constants |= {"norm_weight": np.ones(n, np.float32), "norm_bias": np.zeros(n, np.float32)}
 
     def product(x: np.ndarray) -> Product:
-        """Return the product of nibbles less 8, plus each group's zero-point row times the sums of its x."""
+        """Return the product with q - 8, plus the sums of x in each group times the group's value for q = 8."""
         rounded, s = quantize_groups(x, group)
         padded = np.zeros((len(x), shape[0] * group), np.int64)
         padded[:, :k] = rounded
@@ -224,7 +231,7 @@ def minimum_weight(group: int, half: bool, k: int, n: int) -> Weight:
         ones = np.ones((shape[0], n), np.int64)
         a = integer_product(rounded, s, q.astype(np.int64) - 8, scales, group)
         b = integer_product(sums, s, ones, above, 1)
-        # The error of each part covers only its own sums; the joined sums are twice as long.
+        # Adding the two parts in one sum has twice as many terms, so each error counts twice.
         return Product(a.value + b.value, 2 * (a.error + b.error) + U * np.abs(a.value + b.value))
 
     attributes = {"group_size": group}
@@ -235,7 +242,7 @@ INT8_GROUP_INPUTS = ("x", "weights", "scales", "bias", "residual", "norm_weight"
 
 
 def int8_group_weight(group: int, half: bool, k: int, n: int) -> Weight:
-    """Return a weight of W8A8MatMul. half: float16 scales."""
+    """Return a weight of W8A8MatMul. half: scales are float16."""
     name = f"g{group} {'f16' if half else 'f32'}"
     rng = numbers.generator(f"{name} {k} {n} int8")
     q = rng.integers(-128, 128, (k, n)).astype(np.int8)
@@ -264,7 +271,7 @@ BLOCK_INPUTS = (
 
 
 def block_weight(k: int, n: int, zeros: int, given: Range | None = None) -> Weight:
-    """Return a weight of VNNISpMM. given: The range of x; without it each row has its own."""
+    """Return a weight of VNNISpMM. given: fixed quantization range of x; None: one range per row."""
     rng = numbers.generator(f"blocks {k} {n} {zeros}")
     q = numbers.sparse_integers(rng, k, n, zeros, -128, 127, outputs=4)
     scales = numbers.scales(rng, (n,))
@@ -295,20 +302,20 @@ def _range_constants(name: str, given: Range) -> Arrays:
 
 
 def with_hidden_layer(weight: Weight, hidden_k: int, zeros: int) -> Weight:
-    """Add a hidden layer with random tables and ranges. There is no bound: near ties, a value may differ by a step."""
+    """Add a hidden layer with random table and ranges; without error bound, as values near ties may differ by a step."""
     hidden = block_weight(hidden_k, weight.k, zeros)
     rng = numbers.generator(f"hidden {hidden_k} {weight.k}")
     constants = {f"hidden_{name}": array for name, array in hidden.constants.items()}
     constants |= {
         "hidden_bias": numbers.uniform(rng, (weight.k,)),
         "table": rng.integers(0, 256, 256).astype(np.uint8),
-        # A placeholder of size 1 for an omitted input before the last.
+        # A placeholder for an omitted input, which must exist because later inputs are used.
         "residual": np.zeros(1, np.float32),
         "norm_weight": np.ones(weight.n, np.float32),
         "norm_bias": np.zeros(weight.n, np.float32),
     }
     constants |= _range_constants("x", Range(2.0**-6 * 1.1, 117)) | _range_constants("table_y", Range(0.0131, 121))
-    # Some sums are clipped.
+    # Small enough that some sums are clipped.
     constants |= _range_constants("table_x", Range(2.0**-4 * float(hidden_k) ** 0.5, 131))
     return replace(
         weight,
@@ -323,7 +330,10 @@ BIAS = End(bias=True)
 
 
 def zero_point_weight(k: int, n: int, of_weights: bool) -> Weight:
-    """Return dense int8 of SparseAMXMatMul, for rows of x with zero points; of_weights: the weight has them too."""
+    """Return a dense int8 weight of SparseAMXMatMul for rows of x with zero points.
+
+    of_weights: the weight has zero points too.
+    """
     name = f"int8 dense, zero points{' of both' if of_weights else ''}"
     rng = numbers.generator(f"{name} {k} {n}")
     q = numbers.sparse_integers(rng, k, n, 0, -128, 127)
@@ -365,7 +375,7 @@ def bitmap_cases() -> Iterator[Case]:
                 yield linear_case(bitmap_weight(kind, dense, k, n, zeros), BIAS if i % 2 else End())
             for end in ENDS if kind in ("bf16", "int8", "int4 g32") else ():
                 yield linear_case(bitmap_weight(kind, dense, 100, 96, 50), end, FEW_ROWS)
-    # Rows of many tiles, and panels that threads share.
+    # Sizes with many tiles per row, and panels that are divided among threads.
     for kind in ("bf16", "int8", "int4 g32"):
         yield linear_case(bitmap_weight(kind, False, 2100, 330, 50), BIAS, FEW_ROWS)
 

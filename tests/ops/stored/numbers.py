@@ -1,4 +1,4 @@
-"""Inputs and weights that are the same with every numpy: integers of PCG64, times powers of two."""
+"""Inputs and weights that every NumPy version reproduces: integers from PCG64, times powers of two."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
 
-HUGE = 40  # the exponent of the largest values: their products and sums are finite
+HUGE = 40  # binary exponent of the largest values; their products and sums stay finite
 
 
 def generator(name: str) -> np.random.Generator:
@@ -17,13 +17,13 @@ def generator(name: str) -> np.random.Generator:
 
 
 def uniform(rng: np.random.Generator, shape: tuple[int, ...], bits: int = 24) -> Floats:
-    """Return values from -2 to 2 with this number of bits: 24 fill a float32, 8 a bfloat16, 11 a float16."""
+    """Return values from -2 to 2 with `bits` significant bits: 24 fill a float32, 8 a bfloat16, 11 a float16."""
     half = 1 << (bits - 1)
     return np.ldexp(rng.integers(-half, half, shape).astype(np.float32), 2 - bits)
 
 
 def scales(rng: np.random.Generator, shape: tuple[int, ...], bits: int = 24) -> Floats:
-    """Return values of both signs, most near 2^-6, some zero, some far smaller."""
+    """Return scales of both signs: most near 2^-6, some zero, some much smaller."""
     numbers = np.ldexp(uniform(rng, shape, bits), -6)
     numbers[rng.integers(0, 37, shape) == 0] = 0
     small = rng.integers(0, 29, shape) == 0
@@ -31,17 +31,17 @@ def scales(rng: np.random.Generator, shape: tuple[int, ...], bits: int = 24) -> 
 
 
 def rows_of_x(rng: np.random.Generator, rows: int, k: int) -> Floats:
-    """Return float32 [rows, k]. Most of the first 13 rows are special; two of the later ones are."""
+    """Return float32 [rows, k]. Most of the first 13 rows, and rows 40 and 260, have special values."""
     x = uniform(rng, (rows, k))
     specials = {
         1: 0.0 * x[0],
         2: _with(x[0], k // 2, np.inf),
         3: np.ldexp(x[0], HUGE),
         4: _with(x[0], 0, np.nan),
-        5: np.ldexp(x[0], -110),  # below the least quantization range
+        5: np.ldexp(x[0], -110),  # below the smallest quantization range
         6: np.ldexp(x[0], -140),  # denormal
-        7: _with(np.ldexp(x[0], -10), k - 1, 3.0),  # most rounds to zero
-        8: _with(rng.integers(-254, 255, k).astype(np.float32) / 2, 0, 127.0),  # ties, if 127 is the largest
+        7: _with(np.ldexp(x[0], -10), k - 1, 3.0),  # most values round to zero
+        8: _with(rng.integers(-254, 255, k).astype(np.float32) / 2, 0, 127.0),  # rounding ties, because the scale is 1
         9: np.abs(x[0]),
         10: -np.abs(x[0]),
         11: np.full(k, -0.0, np.float32),
@@ -64,9 +64,9 @@ def _with(row: Floats, place: int, number: float) -> Floats:
 def sparse_integers(
     rng: np.random.Generator, k: int, n: int, zeros: int, least: int, most: int, outputs: int = 1
 ) -> NDArray[np.int8]:
-    """Return int8 [k, n] in least … most, about `zeros` per cent of it zero, in blocks of `outputs` columns.
+    """Return int8 [k, n] from `least` to `most`, with about `zeros` per cent zeros in blocks of `outputs` columns.
 
-    The first input and the last output are `least`, except for these zeros.
+    Nonzero values of the first input and of the last output are all `least`.
     """
     q = rng.integers(least, most + 1, (k, n)).astype(np.int8)
     q[0], q[:, -1] = least, least

@@ -35,7 +35,7 @@ def lut_cases() -> Iterator[Case]:
             yield Case(name, model, [{"x": x}], rows=(1, 2, 17, 700))
 
 
-# k, n, and for A and for B: per cent of zeros, and the rows and columns of a tile of zeros.
+# Columns: k, n, zeros of A, zeros of B. Zeros are (per cent, rows, columns): the zeros come in tiles of rows x columns.
 PATTERNS = {
     "dense": (150, 70, (0, 1, 1), (0, 1, 1)),
     "blocks": (130, 200, (0, 1, 1), (80, 1, 16)),

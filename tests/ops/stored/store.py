@@ -1,9 +1,11 @@
-"""Stored answers: reading, writing, and comparing a build's answers with them.
+"""Read and write stored outputs, and compare a build's outputs with them.
 
-answers.json has, for each case, the hashes of its inputs and packed tensors, the hash of each output of each call (one
-hash, or one for each instruction set), and the size of each sampled output. samples.npz has some values of these
-outputs, at evenly spread positions, as computed by the scalar kernels (for the largest number of rows). Answers that
-need not have the stored bits, or have none for their instruction set, must be within the bound of the samples.
+For each case, answers.json has the hashes of its inputs and packed tensors, the hash of each output of each call (one
+hash, or one per instruction set), and the size of each sampled output. samples.npz has evenly spread values of these
+outputs from the scalar kernels, for the largest number of rows.
+
+Outputs that may differ from the stored bits, or have none for their instruction set, must be within the error bound of
+the samples.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ import numpy as np
 from .case import THREADS, Case, digest
 
 FOLDER = Path(__file__).parent
-# The values of ORTOLAN_ISA that are tried. A new one here has no answers until they are added.
+# Values of ORTOLAN_ISA to test. A new value has no stored outputs until they are added.
 ISAS = ("scalar", "avx2", "avxvnni", "avx512bw", "avx512vnni", "avx512", "avx512bf16", "amx", "neon", "dotprod", "i8mm")
-# Instruction sets that must give the answers of another one.
+# Maps an instruction set to the one whose stored outputs it must reproduce.
 STORED_AS = {"avxvnni": "avx2"}
 EVERY = "every"
 REFERENCE = "scalar"
@@ -55,14 +57,17 @@ def places(size: int, most: int) -> np.ndarray:
 
 @dataclass
 class Comparison:
-    """Results. problems: failures. notes: float answers within the bound, with other bits than stored."""
+    """The result of comparing a case.
+
+    problems: failures. notes: float outputs with other bits than stored, within the bound.
+    """
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def compare(case: Case, isa: str, store: Store, all_threads: Iterable[int] = THREADS) -> Comparison:
-    """Run the case in this process, whose instruction set is `isa`."""
+    """Run the case in this process, which must use the instruction set `isa`, and compare its outputs."""
     record = store.records.get(case.name)
     if record is None:
         return Comparison([f"{case.name}: no stored answers; python -m tests.ops.stored adds them"])
@@ -118,7 +123,10 @@ class _Checks:
             problems.append(f"{where}: not the bits of any instruction set")
 
     def _samples(self, label: str, name: str, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sampled positions of the array, and the samples. Fewer rows are the first values of more rows."""
+        """Return the sampled positions in the array, and the samples.
+
+        With fewer rows, the array corresponds to the first values of the sampled output.
+        """
         output = f"{self.case.sampled_label(label)}: {name}"
         samples = self.store.samples[f"{self.case.name}, {output}"]
         at = places(self.store.records[self.case.name]["sizes"][output], len(samples))
@@ -139,7 +147,7 @@ def _difference(array: np.ndarray, at: np.ndarray, samples: np.ndarray) -> str:
 
 
 def _beyond(array: np.ndarray, at: np.ndarray, samples: np.ndarray, error: np.ndarray | float) -> Iterable[str]:
-    """Describe the values of the array that differ from the samples by more than twice the error bound."""
+    """Describe the values that differ from the samples by more than twice the error bound."""
     given, wanted = array.reshape(-1)[at].astype(np.float64), samples.astype(np.float64)
     allowed = 2 * (error.reshape(-1)[at] if isinstance(error, np.ndarray) else np.full(len(at), error))
     with np.errstate(invalid="ignore"):
@@ -158,10 +166,10 @@ def _index(array: np.ndarray, place: int) -> tuple[int, ...]:
 
 
 def by_isa(answer: str | dict[str, str]) -> dict[str, str]:
-    """Return the hashes of an output in a record: by instruction set, or one for EVERY."""
+    """Return the hashes of one output by instruction set; the key EVERY means all of them."""
     return {EVERY: answer} if isinstance(answer, str) else answer
 
 
 def output_name(case: Case, label: str, name: str, threads: int) -> str:
-    """Return the key of an answer in a record; bit-identical answers do not depend on the number of threads."""
+    """Return the key of an output in a record. Exact outputs have one key for all numbers of threads."""
     return f"{label}: {name}" if case.is_exact(label, name) else f"{label}, {threads} threads: {name}"
