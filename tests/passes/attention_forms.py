@@ -1,4 +1,4 @@
-"""Attention in the forms that exporters write, and graphs that only look like attention."""
+"""Attention subgraphs as exporters write them, and subgraphs that only look like attention."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def mask_first_and_scaled_query(graph: Graph) -> str:
 
 
 def shape_chains(graph: Graph) -> str:
-    """TorchScript's scaled_dot_product_attention: it reads shapes, and computes the scale from one of them."""
+    """TorchScript's scaled_dot_product_attention: Shape nodes compute the sizes and the scale at run time."""
 
     def size(x: str, axis: int) -> str:
         one = graph.op("Gather", graph.op("Shape", x), np.array(axis, np.int64), axis=0)
@@ -65,7 +65,7 @@ def shape_chains(graph: Graph) -> str:
 
 
 def keys_by_way_of_three_dimensions(graph: Graph) -> str:
-    """Transpose keys in three dimensions, as the dynamo exporter does."""
+    """Transpose the keys as a three-dimensional tensor, as the dynamo exporter does."""
     heads = graph.heads(graph.linear("kk"))
     shape = graph.op("Shape", heads)
     rows = graph.op("Slice", shape, np.array([2]), np.array([3]))
@@ -79,7 +79,7 @@ def keys_by_way_of_three_dimensions(graph: Graph) -> str:
 
 
 def filled(hides: bool, fill: float = LOWEST) -> Callable[[Graph], str]:
-    """DistilBERT's mask: replace scores where a condition, expanded to their shape, holds."""
+    """DistilBERT's mask: a Where node replaces the scores of masked keys by `fill`."""
 
     def build(graph: Graph) -> str:
         q, k, v = (graph.linear(name) for name in ("q", "kk", "vvv"))
@@ -95,7 +95,7 @@ def filled(hides: bool, fill: float = LOWEST) -> Callable[[Graph], str]:
 
 
 def zeros_for_nan(graph: Graph) -> str:
-    """Boolean masks as PyTorch exports them, with zeros for NaN."""
+    """PyTorch's boolean mask: -Inf is added for masked keys, and NaN attention weights become zero."""
     q, k, v = (graph.linear(name) for name in ("q", "kk", "vvv"))
     scores = graph.op("MatMul", graph.heads(q), graph.transpose(graph.heads(k), 0, 1, 3, 2))
     mask = graph.op("Where", graph.hidden(), graph.number(-np.inf), graph.number(0))
@@ -105,7 +105,7 @@ def zeros_for_nan(graph: Graph) -> str:
 
 
 def position_bias(graph: Graph) -> str:
-    """Bias by the distance of key and query, as TorchScript writes MPNet's and T5's: [batch, H, rows, rows]."""
+    """Position bias [batch, H, rows, rows] by the distance of key and query, as TorchScript exports MPNet and T5."""
     batch, rows = (graph.op("Gather", graph.op("Shape", "x"), np.array(axis, np.int64), axis=0) for axis in (0, 1))
     positions = graph.op("Range", np.array(0, np.int64), rows, np.array(1, np.int64))
     distance = graph.op("Sub", *(graph.op("Unsqueeze", positions, np.array([axis], np.int64)) for axis in (0, 1)))
@@ -120,7 +120,7 @@ def position_bias(graph: Graph) -> str:
 
 
 def masked_by(*makers: Callable[[Graph], str], joined: bool = False) -> Callable[[Graph], str]:
-    """Add these masks to the scores, one after the other; joined: add their sum."""
+    """Add the masks to the scores one after the other, or their sum if `joined`."""
 
     def build(graph: Graph) -> str:
         q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
@@ -170,11 +170,11 @@ def multi_head_attention(graph: Graph) -> str:
 
 
 def onnx_attention(graph: Graph) -> str:
-    """Attention of opset 23 with fewer heads of keys and values, and a boolean mask."""
+    """Attention of opset 23 with fewer key and value heads than query heads, and a boolean mask."""
     graph.opset = 23
     q, k, v = graph.linear("q"), graph.linear("kk", width=2 * D), graph.linear("vvv", width=2 * D)
     rows = size_of_rows(graph)
-    # ONNX Runtime requires a mask row for each query.
+    # ONNX Runtime requires a mask with one row per query.
     shape = graph.op("Concat", graph.op("Shape", "x", start=0, end=1), np.array([1]), rows, rows, axis=0)
     shown = graph.op("Expand", graph.op("Not", graph.hidden()), shape)
     return graph.op("Attention", q, k, v, shown, q_num_heads=H, kv_num_heads=2, scale=0.3)

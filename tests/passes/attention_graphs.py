@@ -23,7 +23,7 @@ FLOAT, BOOL, INT64 = TensorProto.FLOAT, TensorProto.BOOL, TensorProto.INT64
 
 @dataclass
 class Graph:
-    """Nodes of a model with one attention, from x and optionally mask to y, with the usual names."""
+    """A model with one attention, from input x and optionally mask to output y."""
 
     nodes: list[NodeProto] = field(default_factory=list)
     weights: dict[str, np.ndarray] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Graph:
     opset: int = 17
 
     def op(self, op_type: str, *inputs: str | np.ndarray, domain: str = "", **attributes: Any) -> str:
-        """Add a node, with its array inputs as constants, and return its output."""
+        """Add a node whose array inputs become constants, and return its output."""
         names = []
         for one in inputs:
             if not isinstance(one, str):
@@ -69,7 +69,7 @@ class Graph:
         return self.op("Mul", self.op("Sub", self.number(1), floats), self.number(LOWEST))
 
     def hidden(self) -> str:
-        """Return a condition that is true for hidden keys, [batch, 1, 1, rows]."""
+        """Return a condition [batch, 1, 1, rows] that is true for masked keys."""
         self.inputs["mask"] = (INT64, ["batch", "rows"])
         unsqueezed = self.op("Unsqueeze", "mask", np.array([1, 2], np.int64))
         return self.op("Equal", unsqueezed, np.array(0, np.int64))
@@ -93,7 +93,7 @@ def size_of_rows(graph: Graph) -> str:
 
 
 def plain(graph: Graph, mask: bool = True) -> tuple[str, str]:
-    """Return (weights, values) of the usual form up to its Softmax."""
+    """Return (attention weights, values) of the most common form of attention."""
     q, k, v = (graph.linear(name) for name in ("q", "kk", "vvv"))
     key = graph.transpose(graph.reshape(k, 0, 0, H, D), 0, 2, 3, 1)
     scores = graph.op("Div", graph.op("MatMul", graph.heads(q), key), graph.number(D**0.5))
@@ -103,7 +103,10 @@ def plain(graph: Graph, mask: bool = True) -> tuple[str, str]:
 
 
 def zeros_for_rows_without_keys(counted: str = "mask", limit: float = 1.0) -> Callable[[Graph], str]:
-    """scaled_dot_product_attention as transformers 5 exports it. counted: the mask that shows which rows have keys."""
+    """scaled_dot_product_attention as transformers 5 exports it, with zeros for rows without keys.
+
+    counted: "mask" counts the visible keys of a row; another value counts the masked keys.
+    """
 
     def build(graph: Graph) -> str:
         q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))

@@ -1,6 +1,7 @@
 """Attention with a cache as exporters write it for several kinds of decoders, one attention per model.
 
-The models map x and the cache to y and the cache with the new tokens. mask [batch, past + rows] marks padding.
+The models have inputs x, the cache and mask [batch, past + rows], which is 0 for padding. Outputs are y and the cache
+with the new tokens appended.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from onnx import helper
 from .attention_graphs import BOOL, FLOAT, INT64, LOWEST, D, Graph, H, W
 
 CACHE = ("past_key", "past_value")
-TABLE = 32  # tokens covered by a constant mask
+TABLE = 32  # number of tokens that the constant mask covers
 
 
 class CachedGraph(Graph):
@@ -52,7 +53,7 @@ class CachedGraph(Graph):
         return self.op("Where", self.visible(), self.number(0), self.number(value))
 
     def cut(self, mask: str, like: str = "present_key") -> str:
-        """Slice a mask to the length of the cache, which the attention reads."""
+        """Slice a mask to the number of tokens in the cache."""
         zero, last = np.array([0], np.int64), np.array([3], np.int64)
         return self.op("Slice", mask, zero, self.size(like, 2), last, np.array([1], np.int64))
 
@@ -61,7 +62,7 @@ class CachedGraph(Graph):
 
 
 def joined_layer(graph: CachedGraph) -> str:
-    """GPT-2: one layer for query, key and value, then a Split; shapes and scale are read inside; NaN becomes 0."""
+    """GPT-2: one linear layer and a Split give query, key and value; shapes and scale are computed; NaN becomes 0."""
     sizes = np.array([W, W, W], np.int64)
     names = ["q", "k", "v"]
     graph.weights["sizes"] = sizes
@@ -89,7 +90,7 @@ def joined_layer(graph: CachedGraph) -> str:
 
 
 def constant_masks(graph: CachedGraph) -> str:
-    """GPT-Neo: Casts of values that are already float, including the cache; a constant mask sliced to the lengths."""
+    """GPT-Neo: a constant mask is sliced to the current lengths, and Casts convert float to float."""
     q, k, v = (graph.heads(graph.linear(name)) for name in ("query", "ke", "value"))
     appended = graph.op("Concat", "past_key", k, axis=-2)
     graph.nodes.append(helper.make_node("Cast", [appended], ["present_key"], "/cache", to=FLOAT))
@@ -107,7 +108,10 @@ def constant_masks(graph: CachedGraph) -> str:
 
 
 def heads_of_all_sequences(graph: CachedGraph) -> str:
-    """BLOOM: query, key and value of each head are adjacent; 3-D products; a position bias for each head."""
+    """BLOOM: attention computes 3-D MatMuls [batch x heads, …], and each head has a position bias.
+
+    One linear layer gives the query, key and value of each head as adjacent columns.
+    """
     qkv = graph.reshape(graph.linear("qkv", width=3 * W), 0, 0, H, 3, D)
     q, k, v = (
         graph.transpose(graph.op("Gather", qkv, np.array(index, np.int64), axis=3), 0, 2, 1, 3) for index in range(3)
@@ -133,7 +137,7 @@ def heads_of_all_sequences(graph: CachedGraph) -> str:
 
 
 def one_head_of_keys(graph: CachedGraph) -> str:
-    """Falcon: the single head of keys and values is not repeated; the product broadcasts it."""
+    """Falcon: the model has one key head and one value head, which MatMul broadcasts to all query heads."""
     q = graph.heads(graph.linear("query"))
     k, v = (graph.transpose(graph.reshape(graph.linear(name, width=D), 0, 0, 1, D), 0, 2, 1, 3) for name in ("ke", "v"))
     key, value = graph.appended("key", k), graph.appended("value", v)
@@ -142,7 +146,7 @@ def one_head_of_keys(graph: CachedGraph) -> str:
 
 
 def turned_in_part(graph: CachedGraph) -> str:
-    """Phi, GPT-NeoX: only a part of each head is rotated."""
+    """Phi and GPT-NeoX: only the first half of each head is rotated."""
     q, k, v = (graph.heads(graph.linear(name)) for name in ("query", "ke", "value"))
 
     def turned(x: str) -> str:
@@ -158,7 +162,7 @@ def turned_in_part(graph: CachedGraph) -> str:
 
 
 def scaled_behind_the_mask(graph: CachedGraph) -> str:
-    """CodeGen: masks are added before the scaling."""
+    """CodeGen: the masks are added before the scores are scaled."""
     q, k, v = (graph.heads(graph.linear(name)) for name in ("query", "ke", "value"))
     key, value = graph.appended("key", k), graph.appended("value", v)
     scores = graph.op("MatMul", q, graph.transpose(key, 0, 1, 3, 2))
@@ -168,7 +172,7 @@ def scaled_behind_the_mask(graph: CachedGraph) -> str:
 
 
 def capped(graph: CachedGraph) -> str:
-    """Gemma 2: scores pass through a Tanh."""
+    """Gemma 2: a Tanh limits the scores."""
     q, k, v = (graph.heads(graph.linear(name)) for name in ("query", "ke", "value"))
     key, value = graph.appended("key", k), graph.appended("value", v)
     scores = graph.op("Div", graph.op("MatMul", q, graph.transpose(key, 0, 1, 3, 2)), graph.number(50))
@@ -192,7 +196,7 @@ def model(form: Callable[[CachedGraph], str]) -> onnx.ModelProto:
 
 
 def feeds(model: onnx.ModelProto, past: int, rows: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Return feeds of two sequences, the first with two tokens of left padding."""
+    """Return inputs for two sequences, the first with two tokens of left padding."""
     rng = np.random.default_rng(seed)
     heads = (
         next(value for value in model.graph.input if value.name == "past_key").type.tensor_type.shape.dim[1].dim_value

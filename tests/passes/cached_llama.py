@@ -1,4 +1,4 @@
-"""A small decoder, its compressed form, and a loop that generates with both."""
+"""A small decoder, the same decoder with a compressed cache, and a loop that runs both on a text."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def llama(attention: str, **overrides: Any) -> onnx.ModelProto:
 
 
 def unequal_mask(padding: str) -> np.ndarray:
-    """Return a mask int64 [2, 81] for a prompt of 70 tokens and 11 more tokens.
+    """Return an attention_mask int64 [2, 81] for a prompt of 70 tokens and 11 more tokens.
 
-    The second sequence has 30 tokens of padding on the left or right.
+    The second sequence has 30 tokens of padding on the left or right of its prompt.
     """
     mask = np.ones((2, 81), np.int64)
     mask[1, :30] = 0
@@ -64,13 +64,13 @@ def session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
 
 
 def prompt(model: onnx.ModelProto, batch: int = 2, tokens: int = 50, seed: int = 0) -> Arrays:
-    """Return feeds with an empty cache."""
+    """Return inputs for a prompt with an empty cache."""
     ids = np.random.default_rng(seed).integers(0, VOCABULARY, (batch, tokens))
     return Decoding(model, ids).feeds(0, tokens)
 
 
 class Decoding:
-    """Feeds of consecutive calls. mask: 0 for padding, [batch, tokens]."""
+    """Inputs of consecutive calls that pass the cache on. `mask` [batch, tokens] is 0 for padding."""
 
     def __init__(self, model: onnx.ModelProto, ids: np.ndarray, mask: np.ndarray | None = None) -> None:
         self.ids, self.mask = ids, np.ones_like(ids) if mask is None else mask
@@ -80,7 +80,7 @@ class Decoding:
             if value.name.startswith("past_key_values"):
                 shape = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
                 dtype = helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
-                # Exact keys have a fixed number of slots; other caches begin with 0 tokens.
+                # The cache of exact keys has a fixed number of slots; the other caches begin with 0 tokens.
                 self.caches[value.name] = np.zeros((len(ids), *shape[1:]), dtype)
 
     def feeds(self, begin: int, end: int) -> Arrays:
@@ -89,7 +89,7 @@ class Decoding:
         return {name: given[name] for name in self.names if name in given} | self.caches
 
     def run(self, model: onnx.ModelProto, cuts: Sequence[int]) -> Iterator[np.ndarray]:
-        """Yield the logits of calls that end at each of the cuts."""
+        """Run one call per element of `cuts`, up to that token, and yield its logits."""
         runner = session(model)
         names = [output.name for output in runner.get_outputs()]
         begin = 0
@@ -103,10 +103,7 @@ class Decoding:
 def decode(
     model: onnx.ModelProto, cuts: Sequence[int] = (70, 71, 72, 80, 81), mask: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return the logits of two sequences, [batch, tokens, vocabulary].
-
-    The calls are a prompt, single tokens and several tokens.
-    """
+    """Return the logits [2, tokens, vocabulary] of a prompt, single tokens and several tokens."""
     ids = np.random.default_rng(0).integers(0, VOCABULARY, (2, cuts[-1]))
     return np.concatenate(list(Decoding(model, ids, mask).run(model, cuts)), axis=1)
 

@@ -1,4 +1,4 @@
-"""Inputs with correlated neighbours."""
+"""Inputs whose adjacent columns are correlated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def correlated(rows: int, k: int, correlation: float = 0.99, seed: int = 0) -> np.ndarray:
-    """Return inputs with correlated neighbours: x_j = correlation x_{j-1} + noise, each of variance 1."""
+    """Return float32 [rows, k] with x_j = correlation * x_{j-1} + noise, where each x_j has variance 1."""
     noise = np.random.default_rng(seed).standard_normal((rows, k))
     x = noise.copy()
     for j in range(1, k):

@@ -1,4 +1,4 @@
-"""Activations as exporters write them, and ONNX Runtime without its own fusions."""
+"""Activations as exporters write them, and a way to run models without ONNX Runtime's own fusions."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ WEIGHTS = {"W": random_weight(K, N), "b": random_weight(N, seed=1)}
 
 
 class Writer:
-    """Writes the nodes after the layer y = x W + b.
+    """Builds the nodes after the linear layer y = x W + b.
 
-    `choose(n)` picks 0 … n - 1. It decides the order of the operands of each Add and Mul, and how constants are stored.
+    `choose(n)` returns an integer from 0 to n - 1. It decides the operand order of each Add and Mul, and how constants
+    are stored.
     """
 
     def __init__(self, choose: Callable[[int], int] = lambda n: 0, dtype: type = np.float32) -> None:
@@ -73,14 +74,14 @@ class Writer:
         )
 
 
-# GELU as TorchScript and dynamo export it.
+# GELU as TorchScript and the dynamo exporter write it
 def gelu_torch(w: Writer, x: str) -> str:
     gate = w.node("Add", w.node("Erf", w.node("Div", x, math.sqrt(2))), 1.0)
     return w.node("Mul", w.node("Mul", x, gate), 0.5)
 
 
 def run_unoptimized(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """Run the nodes as written. ORT's own fusions would replace the nodes under test."""
+    """Run the nodes as written. ONNX Runtime's own fusions would replace the nodes under test."""
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

@@ -1,4 +1,4 @@
-"""Models of one fused operator of ONNX Runtime, and their form after unfusing."""
+"""Models of one fused ONNX Runtime operator, and the same models with the operator split."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def fused_model(
 ) -> onnx.ModelProto:
     """Return a model of one operator.
 
-    given: Inputs with their dimensions. before: Nodes before the operator. ranks: Ranks of outputs, by default 3.
-    Outputs of rank 1 are int32.
+    given: inputs with their dimensions.
+    before: nodes before the operator.
+    ranks: ranks of the outputs, by default 3; outputs of rank 1 are int32.
     """
     ranks = ranks or {}
     values = [
@@ -55,7 +56,7 @@ def _output(name: str, rank: int) -> onnx.ValueInfoProto:
 
 
 def unfused(model: onnx.ModelProto, tables: bool = True) -> tuple[onnx.ModelProto, list[str]]:
-    """Return the model in the forms that the passes know, and the reasons why nodes are not split."""
+    """Split the fused operators; return the model, and the reasons for operators that stay fused."""
     loaded = ir.from_proto(model)
     unfuse(loaded, NewNames(loaded), tables)
     reasons = [reason for node in loaded.graph.all_nodes() if (reason := why_left(node)) is not None]

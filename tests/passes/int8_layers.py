@@ -1,4 +1,4 @@
-"""Layers with stored int8 weights, in all forms that tools write, and their dequantized weights."""
+"""Layers with stored int8 weights in all forms that quantization tools write, and their dequantized weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MICROSOFT = "com.microsoft"
 
 
 def sparse_integers(k: int, n: int, fraction: float = 0.75, seed: int = 0) -> np.ndarray:
-    """Return int8 [k, n], -127 … 127, with this fraction of the blocks of four outputs zero."""
+    """Return int8 [k, n] in -127 … 127; `fraction` of the blocks of four outputs are zero."""
     rng = np.random.default_rng(seed)
     kept = np.repeat(rng.random((k, -(-n // 4))) >= fraction, 4, axis=1)[:, :n]
     return np.where(kept, rng.integers(-127, 128, (k, n)), 0).astype(np.int8)
@@ -32,18 +32,18 @@ def sparse_integers(k: int, n: int, fraction: float = 0.75, seed: int = 0) -> np
 
 @dataclass
 class Int8Layer:
-    """y = x W + b. All scales are powers of two, so sums in float32 are exact."""
+    """A linear layer y = x W + b. All scales are powers of two, so that float32 sums are exact."""
 
     form: str
     k: int = 32
     n: int = 24
-    unsigned: bool = False  # the weight and its zero points are uint8
+    unsigned: bool = False  # store the weight and its zero points as uint8
     zero_point: int = 0  # zero point of the weight
     per_column: bool = True
-    x_unsigned: bool = True  # fixed ranges are uint8, otherwise int8
+    x_unsigned: bool = True  # fixed ranges are uint8 if true, int8 if false
     bias: bool = False
-    q: np.ndarray | None = None  # integers minus zero points
-    changes: dict[str, np.ndarray] = field(default_factory=dict)  # replaced tensors, for refused models
+    q: np.ndarray | None = None  # weight integers minus zero points
+    changes: dict[str, np.ndarray] = field(default_factory=dict)  # tensors to replace, for models that must be refused
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -73,13 +73,13 @@ class Int8Layer:
         return np.random.default_rng(self.seed + 1).standard_normal((rows, self.k)).astype(np.float32)
 
     def rounded(self, x: np.ndarray) -> np.ndarray:
-        """Return x quantized to its fixed range."""
+        """Return x quantized to its fixed range and dequantized."""
         low = 0 if self.x_unsigned else -128
         codes = np.clip(np.rint(x / self.x_scale) + self.x_zero, low, low + 255)
         return (codes - self.x_zero).astype(np.float32) * self.x_scale
 
     def expected(self, x: np.ndarray) -> np.ndarray:
-        """Return y, exact for fixed ranges; for forms in ROUNDED, the dequantized output."""
+        """Return the expected y: exact for fixed ranges, also quantized and dequantized for the forms in ROUNDED."""
         y = self.rounded(x) @ self.matrix + (self.b if self.bias else 0)
         if self.form not in ROUNDED:
             return y
@@ -106,12 +106,12 @@ class Int8Layer:
             "b_int32": np.rint(self.b / (self.scales * self.x_scale)).astype(np.int32),
             "shape": np.array([-1, self.k]),
         }
-        if self.form in ("sparse_ml", *ROUNDED):  # these forms have integer biases
+        if self.form in ("sparse_ml", *ROUNDED):  # these forms store integer biases
             self.b = tensors["b_int32"] * self.scales * self.x_scale
         return tensors | self.changes
 
     def nodes(self, y: str = "y") -> list[onnx.NodeProto]:
-        """Return nodes from x to y, both float."""
+        """Return the nodes from float x to float y."""
         node, form = helper.make_node, self.form
         weight = ["W", "scales", "zeros"]
         quantize = node("QuantizeLinear", ["x", "x_scale", "x_zero"], ["xq"], name="quantize")
@@ -171,7 +171,7 @@ class Int8Layer:
         return [*nodes, node("MatMul", names, [result], name="linear"), *add]
 
     def model(self, *more: onnx.NodeProto, **arguments: Any) -> onnx.ModelProto:
-        """Return a model x -> y. `more` nodes compute y from the layer's output r."""
+        """Return a model x -> y. The nodes in `more` compute y from the layer's output r."""
         nodes = [*self.nodes("r" if more else "y"), *more]
         used = {name for node in nodes for name in node.input}
         return make_model(
@@ -184,7 +184,7 @@ class Int8Layer:
 
 
 def packed_integers(model: onnx.ModelProto, name: str = "linear") -> tuple[np.ndarray, np.ndarray]:
-    """Return the weight of the VNNISpMM of this name: int8 [k, n] and scales float32 [n]."""
+    """Return the weight of the VNNISpMM node of this name as int8 [k, n] and scales float32 [n]."""
     from ortolan import _native
 
     (node,) = [node for node in model.graph.node if node.op_type == "VNNISpMM" and node.name == name]
@@ -204,5 +204,5 @@ def adopt(model, output=None, **arguments) -> OptimizationReport:
 
 
 def outputs(model: onnx.ModelProto, x: np.ndarray) -> list[np.ndarray]:
-    """Return the outputs with and without the library."""
+    """Return the model's outputs with the operator library and without it."""
     return [run(model, {"x": x}, library)[0] for library in (True, False)]

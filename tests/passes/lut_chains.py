@@ -1,4 +1,4 @@
-"""Chains of nodes that become lookup tables."""
+"""Chains of element-wise nodes that are replaced by lookup tables."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def microsoft(op_type: str, inputs: str, output: str, **attributes: Any) -> Node
 
 
 def between(*nodes: NodeProto) -> list[NodeProto]:
-    """Put nodes from a to b between DequantizeLinear and QuantizeLinear."""
+    """Put a DequantizeLinear that computes a before the nodes, and a QuantizeLinear that reads b after them."""
     return [
         node("DequantizeLinear", "x scale zero", "a"),
         *nodes,
@@ -53,7 +53,7 @@ def code_model(
     constants: Mapping[str, np.ndarray] | None = None,
     opset: int = 21,
 ) -> onnx.ModelProto:
-    """Return a model of quantized x [rows, 17]. outputs: by default y of x's type."""
+    """Return a model whose input x [rows, 17] is quantized. outputs: by default y in x's type."""
     limits = np.iinfo(x_type)
     numbers = {
         **NUMBERS,
@@ -90,7 +90,7 @@ def answers(model: onnx.ModelProto, feeds: dict[str, np.ndarray], library: bool 
 
 
 def all_codes(dtype: type) -> np.ndarray:
-    """Return every value of the type in random order, some twice: [n, 17]."""
+    """Return every value of the type in random order, some of them twice: [n, 17]."""
     limits = np.iinfo(dtype)
     codes = np.arange(limits.min, limits.max + 1)
     codes = np.random.default_rng(0).permutation(np.concatenate([codes, codes[: -len(codes) % 17]]))
@@ -126,7 +126,7 @@ CHAINS: dict[str, list[NodeProto]] = {
         node("Cast", "a", "h", to=TensorProto.FLOAT16), node("Sqrt", "h", "r"), node("Cast", "r", "b", to=1)
     ),
     "reciprocal": between(node("Reciprocal", "a", "b")),  # includes 1 / 0
-    "log": between(node("Log", "a", "b")),  # NaN for negative values, -Inf for 0
+    "log": between(node("Log", "a", "b")),  # -Inf for 0, NaN for negative values
     "quantized_between": [
         node("DequantizeLinear", "x scale zero", "a"),
         node("Sigmoid", "a", "s"),

@@ -31,21 +31,24 @@ PAD = 1  # the padding token's id
 
 
 def with_unpad(recipe: Recipe, **options: Any) -> Recipe:
-    """Return the recipe with pass unpad exactly once."""
+    """Return the recipe with pass unpad, once and with these options."""
     return recipe.without_pass("unpad").with_pass("unpad", **(options or {"pad_token_id": PAD}))
 
 
 def both(
     model: onnx.ModelProto, recipe: Recipe, unpad: Mapping[str, Any] | None = None, **arguments: Any
 ) -> tuple[onnx.ModelProto, OptimizationReport]:
-    """Return the optimized model without unpad, and the report of the one with it. unpad: the pass's options."""
+    """Return the model optimized without pass unpad, and the report of the same recipe with pass unpad.
+
+    unpad: options of the pass.
+    """
     padded = optimize(model, recipe=recipe.without_pass("unpad"), **arguments).model
     assert padded is not None
     return padded, optimize(model, recipe=with_unpad(recipe, **(unpad or {})), **arguments)
 
 
 def changed(report: OptimizationReport) -> onnx.ModelProto:
-    """Return the report's model after checking that its tokens are packed."""
+    """Check that the report's model packs its tokens, and return it."""
     assert report.model is not None
     left = {node.op_type for node in report.model.graph.node}
     assert "NoMADAttention" not in left and {"PackTokens", "PackedNoMADAttention"} <= left, report.notes
@@ -55,7 +58,7 @@ def changed(report: OptimizationReport) -> onnx.ModelProto:
 
 
 def reason(report: OptimizationReport) -> str:
-    """Return why a model was not changed."""
+    """Return the reason why pass unpad did not change the model."""
     assert report.model is not None
     assert not {"PackTokens", "UnpackTokens", "PackedNoMADAttention"} & {
         node.op_type for node in report.model.graph.node
@@ -86,7 +89,7 @@ def add_nodes(
     weights: Mapping[str, np.ndarray] | None = None,
     keep: bool = False,
 ) -> onnx.ModelProto:
-    """Append these nodes to the model. keep: keep the model's outputs too."""
+    """Append the nodes to the model. The model's own outputs are kept if `keep` is set."""
     model.graph.node.extend(nodes)
     model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in (weights or {}).items())
     if not keep:
@@ -122,7 +125,7 @@ def masked_mean(model: onnx.ModelProto, hidden: str = "last_hidden_state", keep:
 def first_token(
     model: onnx.ModelProto, hidden: str = "last_hidden_state", by: str = "Gather", keep: bool = False
 ) -> onnx.ModelProto:
-    """BERT's pooler: the first token, a layer and Tanh."""
+    """BERT's pooler: a linear layer and Tanh on the first token."""
     make = helper.make_node
     weights = {"pool.weight": np.random.default_rng(3).standard_normal((48, 48), np.float32) / 7}
     if by == "Gather":
@@ -139,7 +142,7 @@ def first_token(
 
 
 def attention_model(form: Callable[[Graph], str], kind: int = TensorProto.INT64) -> onnx.ModelProto:
-    """Return a model of attention_forms whose mask is named attention_mask and has this element type."""
+    """Return a model of a form of attention_forms with an input attention_mask of this element type."""
     graph = Graph()
     model = graph.model(form(graph))
     for node in model.graph.node:
@@ -154,7 +157,7 @@ def attention_model(form: Callable[[Graph], str], kind: int = TensorProto.INT64)
 
 
 def fuse_and_unpad(model: onnx.ModelProto, **options: Any) -> OptimizationReport:
-    """Run the two passes alone, with verification."""
+    """Run only fuse_attention and unpad, with verification."""
     steps = [{"name": "normalize"}, {"name": "fuse_attention"}, {"name": "unpad", "drop_hidden": True}]
     recipe = Recipe.from_dict({"name": "unpadded", "pass": [*steps, {"name": "verify", "seconds": 0.0}]})
     return ortolan.optimize_onnx(model, recipe=recipe, **options)
@@ -173,7 +176,7 @@ def answers(model: onnx.ModelProto, given: Feeds) -> list[np.ndarray]:
 
 
 def as_written(model: onnx.ModelProto, given: Feeds) -> list[np.ndarray]:
-    """Run the model's own operators, without ONNX Runtime's fusions, which sum in another order."""
+    """Run the nodes as written, because ONNX Runtime's fusions would sum in a different order."""
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4

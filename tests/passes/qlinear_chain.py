@@ -1,4 +1,4 @@
-"""Consecutive layers of 8-bit integers."""
+"""Two consecutive quantized linear layers with 8-bit values between them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .int8_layers import Int8Layer, sparse_integers
 
 
 def chain_of_qlinear(second: str = "qlinear") -> tuple[Int8Layer, onnx.ModelProto]:
-    """Two layers; the input of the second exists only as 8-bit integers."""
+    """Return two layers; the input of the second exists only as 8-bit integers."""
     layer = Int8Layer(second, q=sparse_integers(24, 24))
     quantize, linear, dequantize = layer.nodes()
     again = onnx.NodeProto.FromString(linear.SerializeToString())

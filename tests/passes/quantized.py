@@ -1,4 +1,4 @@
-"""Weights to quantize, recipes that quantize them, and their results."""
+"""Random weights to quantize, and helpers that run recipes which quantize them."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def weights_of(report: OptimizationReport) -> dict[str, np.ndarray]:
 
 
 def spread(scales: np.ndarray, quantization: Quantization, k: int) -> np.ndarray:
-    """Return one scale for each weight, as float64."""
+    """Return the scale of each weight, float64 [k, n]."""
     return np.repeat(scales.astype(np.float64), quantization.group_size or k, axis=0)[:k]
 
 
 @st.composite
 def weights(draw) -> np.ndarray:
-    """Columns of very different magnitudes, with random zeros and with zero columns or groups."""
+    """Columns of very different magnitudes, with random zeros, zero columns and zero groups."""
     k, n = draw(st.integers(1, 150)), draw(st.integers(1, 6))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     low, high = sorted(draw(st.tuples(*[st.floats(-45, 38.5)] * 2)))
     values = rng.standard_normal((k, n)) * 10 ** (low + (high - low) * rng.random(n))
-    if draw(st.booleans()):  # different magnitudes within a column too
+    if draw(st.booleans()):  # vary the magnitudes within a column as well
         values *= 10.0 ** rng.uniform(-8, 0, (k, n))
     values[rng.random((k, n)) < draw(st.sampled_from([0.0, 0.5, 0.97, 1.0]))] = 0
     largest = np.finfo(np.float32).max
@@ -51,7 +51,7 @@ def weights(draw) -> np.ndarray:
 def quantize_in(
     model: onnx.ModelProto, folder, *steps: dict, dry_run: bool = False
 ) -> tuple[PassContext, dict[str, Linear]]:
-    """Run a recipe of these passes; return the context and the model's layers afterwards."""
+    """Run a recipe of these passes; return its context and the linear layers of the resulting model."""
     source = load_model(model)
     recipe = recipe_of(*steps)
     with TensorSpill(folder) as spill:

@@ -1,4 +1,4 @@
-"""Attention with rotary embedding, in the forms that exporters write."""
+"""Attention with rotary embedding as exporters write it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from onnx import TensorProto
 
 from .attention_graphs import FLOAT, D, Graph, H, W, size_of_rows
 
-KV = 2  # heads of keys and values, if shared
+KV = 2  # number of key and value heads in the forms that have fewer of them than query heads
 FREQUENCIES = (100.0 ** -(np.arange(0, D, 2) / D)).astype(np.float32)
 END = 2**63 - 1
 
@@ -21,13 +21,13 @@ def _positions(graph: Graph) -> str:
 
 
 def _of_positions(graph: Graph) -> tuple[str, str]:
-    """Cosine and sine for all sequences, [1, 1, rows, D]; the product has frequencies before positions."""
+    """Return cosine and sine [1, 1, rows, D] that all sequences share."""
     positions = graph.op("Cast", graph.op("Unsqueeze", _positions(graph), np.array([0, 1])), to=FLOAT)
     return _of_angles(graph, graph.transpose(graph.op("MatMul", FREQUENCIES.reshape(1, -1, 1), positions), 0, 2, 1))
 
 
 def _of_position_ids(graph: Graph) -> tuple[str, str]:
-    """Cosine and sine of each sequence's position_ids, [batch, 1, rows, D]."""
+    """Return cosine and sine [batch, 1, rows, D] of the input position_ids."""
     graph.inputs["position_ids"] = (TensorProto.INT64, ["batch", "rows"])
     positions = graph.op("Cast", graph.op("Unsqueeze", "position_ids", np.array([1])), to=FLOAT)
     return _of_angles(graph, graph.transpose(graph.op("MatMul", FREQUENCIES.reshape(1, -1, 1), positions), 0, 2, 1))
@@ -40,7 +40,7 @@ def _of_angles(graph: Graph, angles: str) -> tuple[str, str]:
 
 
 def _of_table(graph: Graph) -> tuple[str, str]:
-    """Cosine and sine from rows of a table, each value twice: [1, 1, rows, D]."""
+    """Return cosine and sine [1, 1, rows, D], looked up in a table; each value is used twice."""
     angles = np.arange(128)[:, None] * FREQUENCIES
     table = np.concatenate([np.cos(angles), np.sin(angles)], -1).astype(np.float32)
     rows = graph.op("Unsqueeze", graph.op("Gather", table, _positions(graph), axis=0), np.array([0, 1]))
@@ -55,7 +55,7 @@ def _of_table(graph: Graph) -> tuple[str, str]:
 
 
 def _halves(graph: Graph, x: str, cos: str, sin: str) -> str:
-    """Rotate pairs that are half a head apart. The slice's end is computed from a shape."""
+    """Rotate pairs of elements that are D / 2 apart. A Shape node gives the end of the Slice."""
     width = graph.op("Slice", graph.op("Shape", x), np.array([3]), np.array([4]))
     half = graph.op("Div", width, np.array([2]))
     first = graph.op("Slice", x, np.array([0]), half, np.array([3]))
@@ -75,7 +75,7 @@ def _pairs(graph: Graph, x: str, cos: str, sin: str) -> str:
 
 
 def _parts(graph: Graph, x: str, cos: str, sin: str) -> str:
-    """Rotate half of each head; the cosines have this width."""
+    """Rotate the first half of each head, with cosines and sines of that width."""
     turned, rest = D // 2, D - D // 2
     node = graph.op("Split", x, np.array([turned, rest]), axis=-1)
     graph.nodes[-1].output.append(f"{node}_rest")
@@ -111,7 +111,7 @@ def rotary(angles: Angles, turn: Turn, norm: bool = False) -> Callable[[Graph], 
 
 
 def joined(take: Callable[[Graph, str], list[str]]) -> Callable[[Graph], str]:
-    """Queries, keys and values come from one layer, after which the axis of heads is moved to the front."""
+    """Compute query, key and value in one linear layer; the axis that separates them is then moved to the front."""
 
     def build(graph: Graph) -> str:
         size = graph.op("Shape", "x", start=0, end=1)
@@ -136,7 +136,7 @@ def _by_split(graph: Graph, x: str) -> list[str]:
 
 
 def shared_keys(graph: Graph) -> str:
-    """Heads of keys and values are repeated after the rotation."""
+    """Use fewer key and value heads than query heads; they are repeated after the rotation."""
     q = graph.heads(graph.linear("q"))
     k, v = (
         graph.transpose(graph.reshape(graph.linear(name, width=KV * D), 0, 0, KV, D), 0, 2, 1, 3)

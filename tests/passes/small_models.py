@@ -17,7 +17,7 @@ from ortolan.graph_passes.measure.sessions import open_quietly
 
 from ..recipes.forms import NAMED, named
 
-# Skip the latency measurement, and replace layers that are too small to gain from it.
+# Skip the latency measurement, and also replace layers whose weight gets larger.
 FAST = {"verify.seconds": 0.0, "may_grow": True}
 
 Shape = Sequence[int | str | None]
@@ -37,7 +37,7 @@ def make_model(
     functions: Sequence[onnx.FunctionProto] = (),
     domains: Mapping[str, int] | None = None,
 ) -> onnx.ModelProto:
-    """Return a checked model. Inputs and outputs are given as name: (element type, shape)."""
+    """Return a checked model. Inputs and outputs map names to (element type, shape)."""
     initializers = [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()]
     values = [
         [helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in side.items()]
@@ -51,7 +51,7 @@ def make_model(
 
 
 def matmul_model(k: int = 20, n: int = 24, opset: int = 17, weight: np.ndarray | None = None) -> onnx.ModelProto:
-    """Return y = x W + b as MatMul and Add, with x of shape [batch, sequence, k]."""
+    """Return y = x W + b as MatMul and Add, with x [batch, sequence, k]."""
     return make_model(
         [
             helper.make_node("MatMul", ["x", "W"], ["product"], name="linear"),
@@ -65,7 +65,7 @@ def matmul_model(k: int = 20, n: int = 24, opset: int = 17, weight: np.ndarray |
 
 
 def optimize(model: Any, output: Any = None, **arguments: Any) -> OptimizationReport:
-    """Call optimize_onnx quickly, by default with the recipe sparse-bf16."""
+    """Call optimize_onnx without timing, by default with the recipe sparse-bf16."""
     arguments = {"recipe": NAMED["sparse-bf16"]} | arguments
     options = FAST | arguments.pop("options", {})
     arguments["recipe"] = named(arguments["recipe"])
@@ -73,7 +73,10 @@ def optimize(model: Any, output: Any = None, **arguments: Any) -> OptimizationRe
 
 
 def run(model: onnx.ModelProto | str, feeds: Mapping[str, np.ndarray], library: bool = False) -> list[np.ndarray]:
-    """Run the model in ONNX Runtime, with exact integer sums on every CPU (checked by test_quiet_sessions)."""
+    """Run the model in ONNX Runtime with integer sums that are exact on every CPU.
+
+    test_quiet_sessions.py checks that they are.
+    """
     content = model.SerializeToString() if isinstance(model, onnx.ModelProto) else Path(model)
     return open_quietly(content, library=library).run(None, dict(feeds))
 
@@ -83,13 +86,16 @@ def relative_error(expected: np.ndarray, found: np.ndarray) -> float:
 
 
 def op_types(model: onnx.ModelProto | ir.Model) -> list[str]:
-    """Return the operators of a model, with those in subgraphs."""
+    """Return the operator types of all nodes, including those in subgraphs."""
     loaded = ir.from_proto(model) if isinstance(model, onnx.ModelProto) else model
     return [node.op_type for node in loaded.graph.all_nodes()]
 
 
 def branches_model(inner: bool = True, opset: int = 17, n: int = 24) -> onnx.ModelProto:
-    """Return y = x W of the branch that `flag` selects. Branches use equal value names; inner: each has its own W."""
+    """Return y = x W, computed in the branch of an If that `flag` selects.
+
+    Both branches use the same value names. inner: each branch has its own W.
+    """
 
     def branch(seed: int) -> onnx.GraphProto:
         weights = [numpy_helper.from_array(random_weight(20, n, seed=seed), "W")] if inner else []

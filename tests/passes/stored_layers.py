@@ -16,7 +16,7 @@ TYPES = {np.float32: TensorProto.FLOAT, np.float16: TensorProto.FLOAT16, ml_dtyp
 
 
 def pack_nibbles(rows: np.ndarray) -> np.ndarray:
-    """Pack rows of values 0 … 15, two per byte, the first one in the low bits."""
+    """Pack rows of values 0 … 15 two per byte, the first of them in the low bits."""
     padded = np.zeros((len(rows), -(-rows.shape[1] // 2) * 2), np.uint8)
     padded[:, : rows.shape[1]] = rows
     return padded[:, ::2] | padded[:, 1::2] << 4
@@ -24,24 +24,24 @@ def pack_nibbles(rows: np.ndarray) -> np.ndarray:
 
 @dataclass
 class NBitsLayer:
-    """y = x W by a MatMulNBits. The padding after the k-th input is random, because it must not matter."""
+    """A MatMulNBits y = x W. Padding after input k is random, to prove that nothing reads it."""
 
     k: int
     n: int
     block: int
-    zero_points: str = ""  # "": no zero points; "packed"; or "float": in the type of the scales
+    zero_points: str = ""  # "": none; "packed": 4-bit integers; "float": in the type of the scales
     dtype: Any = np.float32
-    flat: bool = False  # scales and zero points are 1-D
+    flat: bool = False  # scales and zero points are 1-D tensors
     bias: bool = False
     seed: int = 0
     accuracy_level: int | None = None
-    extra: dict[str, np.ndarray] = field(default_factory=dict)  # replaced tensors, or g_idx
+    extra: dict[str, np.ndarray] = field(default_factory=dict)  # tensors to replace, or g_idx
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.seed)
         self.q = rng.integers(0, 16, (self.n, self.blocks * self.block)).astype(np.uint8)
         self.zeros = rng.integers(0, 16, (self.n, self.blocks)).astype(np.uint8)
-        # Scales have either sign, as from ONNX Runtime's symmetric quantizer.
+        # Scales are positive or negative, as ONNX Runtime's symmetric quantizer makes them.
         scales = rng.standard_normal((self.n, self.blocks)) * self.k**-0.5 / 4
         self.scales = scales.astype(self.dtype)
         self.b = rng.standard_normal(self.n).astype(self.dtype)
@@ -52,7 +52,7 @@ class NBitsLayer:
 
     @property
     def matrix(self) -> np.ndarray:
-        """Return W [k, n] as float32, each weight computed and rounded separately."""
+        """Return the dequantized W, float32 [k, n]."""
         weights = np.empty((self.k, self.n), np.float32)
         for column in range(self.n):
             for row in range(self.k):
@@ -90,7 +90,7 @@ class NBitsLayer:
         return helper.make_node("MatMulNBits", inputs, [y], name=name, domain="com.microsoft", **attributes)
 
     def model(self, *more: onnx.NodeProto, **arguments: Any) -> onnx.ModelProto:
-        """Return a model x -> y. `more` nodes compute y from the layer's output p."""
+        """Return a model x -> y. The nodes in `more` compute y from the layer's output p."""
         kind = TYPES[self.dtype]
         return make_model(
             [self.node(y="p" if more else "y"), *more],
@@ -106,14 +106,14 @@ class NBitsLayer:
 
 @dataclass
 class DequantizedLayer:
-    """y = x W by a MatMul or Gemm, with W from a DequantizeLinear of int4 or uint4."""
+    """A MatMul or Gemm y = x W whose W comes from a DequantizeLinear of int4 or uint4."""
 
     k: int
     n: int
-    block: int | None  # None: a scale per column; 0: one scale
+    block: int | None  # inputs per scale; None: one scale per column; 0: one scale for the weight
     signed: bool = True
     zero_points: bool = False
-    form: str = "matmul"  # "matmul"; "transpose": stored as [n, k]; "gemm": [k, n]; "gemm_trans_b": [n, k]
+    form: str = "matmul"  # "matmul" and "gemm": W is stored as [k, n]; "transpose" and "gemm_trans_b": as [n, k]
     dtype: Any = np.float32
     seed: int = 0
 
@@ -144,7 +144,7 @@ class DequantizedLayer:
         int4 = ml_dtypes.int4 if self.signed else ml_dtypes.uint4
 
         def laid(array: np.ndarray) -> np.ndarray:
-            """Return a parameter in the node's shape: a scalar, a vector, or blocks."""
+            """Return a scale or zero-point tensor in the shape that the node expects."""
             if not self.block:
                 return array.reshape(() if self.block == 0 else -1)
             return np.ascontiguousarray(array.T if self.turned else array)
@@ -175,7 +175,7 @@ class DequantizedLayer:
 
 
 def unpacked_matrix(model: onnx.ModelProto) -> np.ndarray:
-    """Return the weight of the model's only W4A8MatMul: float32 [k, n]."""
+    """Return the dequantized weight of the model's only W4A8MatMul: float32 [k, n]."""
     from ortolan import _native
 
     (node,) = [node for node in model.graph.node if node.op_type == "W4A8MatMul"]
@@ -185,7 +185,7 @@ def unpacked_matrix(model: onnx.ModelProto) -> np.ndarray:
     found = {name: tensors.get(node.input[index]) for index, name in enumerate(ROLES) if index < len(node.input)}
 
     def by_input(rows: np.ndarray) -> np.ndarray:
-        """Reorder [panels, groups, 16] to [k, n]."""
+        """Expand [panels, groups, 16] to one value per weight, [k, n]."""
         matrix = rows.transpose(1, 0, 2).reshape(rows.shape[1], -1)[:, :n]
         return np.repeat(matrix, group, axis=0)[:k]
 

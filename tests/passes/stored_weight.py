@@ -1,4 +1,4 @@
-"""The packed weight of an optimized model."""
+"""Reads the packed weight of an optimized model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ortolan.graph_passes.operators.sparse_amx_matmul_function import INPUTS
 
 
 def dense_integers(model: onnx.ModelProto, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the weight of the SparseAMXMatMul of this name: int8 [k, n], scales and zero points [n]."""
+    """Return the weight of the SparseAMXMatMul node of this name: int8 [k, n], scales and zero points [n]."""
     (node,) = [node for node in model.graph.node if node.op_type == "SparseAMXMatMul" and node.name == name]
     sizes = {attribute.name: attribute.i for attribute in node.attribute}
     tensors = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}

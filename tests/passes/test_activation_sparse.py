@@ -1,4 +1,4 @@
-"""Activation sparsity: inputs that are sparse without thresholds, chosen thresholds, and refusals."""
+"""Activation sparsity: layer inputs that already contain zeros, chosen thresholds, and refusals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ GELU = [
     node("Mul", "u f", "g"),
     node("Mul", "g half", "v"),
 ]
-# u and t are the outputs of two layers of one input, v is what the last layer takes.
+# u and t are outputs of two layers that read the same input; v is the input of the last layer.
 SPARSE = {
     "relu": [node("Relu", "u", "v")],
     "relu squared, Mul": [RELU, node("Mul", "r r", "v")],
@@ -67,7 +67,7 @@ NUMBERS = {"zero": 0, "one": 1, "two": 2, "six": 6, "half": 0.5, "minus": -1, "r
 
 
 def mlp_model(between: Sequence[NodeProto]) -> onnx.ModelProto:
-    """x -> u, t (with bias) -> v -> y (with bias)."""
+    """Return a model x -> u, t (layers with bias) -> v -> y (layer with bias)."""
     weights = {
         "A": random_weight(K, HIDDEN),
         "a": random_weight(HIDDEN, seed=5),
@@ -235,7 +235,7 @@ def test_the_error_of_no_layer_is_above_the_budget(error):
     shared = [off_by(feeds["x"], weight, layers["u"].threshold) for weight in ("A", "C")]
     last = off_by(v, "B", layers["p"].threshold)
     assert max(shared) <= error and last <= error
-    # Thresholds are almost as large as possible: about 1 % more zeros exceed the error.
+    # Thresholds are almost the largest possible: 1 % more zeros would exceed the error.
     x = np.sort(np.abs(feeds["x"]).ravel())
     next_one = quantile(x, np.mean(x <= layers["u"].threshold) + 0.01)
     assert max(off_by(feeds["x"], weight, next_one) for weight in ("A", "C")) > error
@@ -276,10 +276,10 @@ def test_one_layer_by_the_formula(weights):
     report = sparsify(model, feeds, sparsity=0.4, weights=weights)
     (made,) = masked_nodes(report).values()
     threshold = attribute(made, "a_threshold")
-    assert 0.4 < threshold < 0.65  # of normal numbers: 0.524
+    assert 0.4 < threshold < 0.65  # the 40 % quantile of |x| is 0.524 for a standard normal distribution
     stored = w if weights == "float32" else w.astype(ml_dtypes.bfloat16).astype(np.float32)
     expected = masked(feeds["x"], threshold) @ stored + b
-    for rows in (1, 3, ROWS):  # the operator takes another path for few rows
+    for rows in (1, 3, ROWS):  # the operator has a different code path for few rows
         x = {"x": feeds["x"][:rows]}
         assert relative_error(expected[:rows], run(report.model, x, library=True)[0]) < 1e-6
         assert relative_error(expected[:rows], run(report.model, x)[0]) < 1e-6
@@ -306,7 +306,7 @@ def test_layers_of_every_form(forms):
     feeds = some_x()
     report = sparsify(model, feeds, sparsity=0.2)
     assert len(report.replaced) == 3
-    # With a budget of 0 nothing is cut off: the same model with other nodes.
+    # With an error of 0 the thresholds are 0, and the answers stay the same.
     same = sparsify(model, feeds, error=0.0)
     assert relative_error(run(model, feeds)[0], run(same.model, feeds, library=True)[0]) < 1e-6
 
@@ -359,7 +359,7 @@ def test_masked_inputs_show_the_thresholds_and_leave_no_trace():
 
 @pytest.mark.parametrize("factor", [0.0, 4.0])
 def test_verify_notices_another_threshold(factor, monkeypatch):
-    """Factor 0 removes the thresholds from the model; the layer's own check still uses the chosen one."""
+    """The model gets the chosen thresholds times `factor`; 0 removes them. Verification must notice both."""
     model, feeds = mlp_model(DENSE["gelu"]), some_x()
     sparsify(model, feeds, sparsity=0.2)
     attribute_type = ir.AttrFloat32
@@ -409,7 +409,7 @@ def test_feeds_without_rows():
 
 def test_layers_in_subgraphs_are_left_alone():
     feeds = [{"x": np.ones((3, 20), np.float32), "flag": np.array(flag)} for flag in (True, False)]
-    # x is a graph input, but the layers' own values would have to be outputs if it were not.
+    # x is a graph input, so it can be recorded; values inside a branch could not.
     report = sparsify(branches_model(), feeds, sparsity=0.4)
     assert {layer.threshold for layer in report.layers} == {1.0}
 

@@ -1,4 +1,4 @@
-"""Layers with stored 4-bit weights become W4A8MatMul with the same integers."""
+"""Layers with stored 4-bit weights are replaced by W4A8MatMul with the same integers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def node_of(report: OptimizationReport) -> onnx.NodeProto:
     ),
 )
 def test_numbers_are_kept_and_answers_are_as_good_as_onnx_runtimes(k, n, block, zero_points, dtype):
-    """The error is at most that of accuracy_level 4, which rounds inputs the same way; reference: accuracy_level 0."""
+    """The error is at most that of ONNX Runtime's accuracy_level 4, which also rounds inputs to int8."""
     layer = NBitsLayer(k, n, block, zero_points, dtype, accuracy_level=4)
     x = layer.inputs(7)
     report = adopt(layer.model(), calibration={"x": x})
@@ -56,7 +56,7 @@ def test_numbers_are_kept_and_answers_are_as_good_as_onnx_runtimes(k, n, block, 
     assert stored_half == (dtype == np.float16)
     exact = x.astype(np.float64) @ layer.matrix.astype(np.float64)
     (level_0,) = run(dataclasses.replace(layer, accuracy_level=0).model(), {"x": x})
-    # ONNX Runtime does not round with float zero points. These are integers, so they can also be packed.
+    # ONNX Runtime ignores accuracy_level 4 if zero points are floats. These zero points are integers, so pack them.
     (level_4,) = run(dataclasses.replace(layer, zero_points=zero_points and "packed").model(), {"x": x})
     answers = {
         "ours": run(report.model, {"x": x}, library=True)[0],
@@ -67,7 +67,7 @@ def test_numbers_are_kept_and_answers_are_as_good_as_onnx_runtimes(k, n, block, 
     theirs = relative_error(exact, level_4.astype(np.float64))
     for name, answer in answers.items():
         assert answer.dtype == dtype
-        # The same values, summed in another order; in float16 the last digit may differ.
+        # The same products are summed in a different order; in float16 the last digit may differ.
         assert relative_error(exact, answer.astype(np.float64)) <= 1.0001 * theirs + rounding / 10, name
     (reported,) = report.layers
     assert (reported.status, reported.op, reported.weight_bits) == ("replaced", "MatMulNBits", 4)
@@ -158,7 +158,7 @@ def test_layers_that_share_a_weight_share_the_packed_one():
     report = adopt(model)
     assert op_types(report.model) == ["W4A8MatMul"] * 2
     assert names(report.model) == {"B.weights", "B.scales"}
-    # The same integers with other scales are another weight.
+    # A second layer with the same integers but other scales needs a packed weight of its own.
     nodes[1].input[2] = "others"
     model = make_model(
         nodes,
@@ -174,7 +174,7 @@ def test_layers_that_share_a_weight_share_the_packed_one():
 
 
 def test_an_embedding_that_is_also_the_head():
-    """ONNX Runtime GenAI's tied embedding: a gather of the same integers then reads the packed head."""
+    """ONNX Runtime GenAI's tied embedding: the head's weight is packed, and the embedding reads it from there."""
     layer = NBitsLayer(64, 48, 32)
     nodes = [
         helper.make_node("Reshape", ["B", "shape"], ["table"], name="/reshape"),
@@ -232,7 +232,7 @@ def test_layers_in_branches():
 
 
 def two_layers(second: onnx.NodeProto, **weights: np.ndarray) -> tuple[NBitsLayer, onnx.ModelProto]:
-    """x -> MatMulNBits -> h -> second -> y"""
+    """Return the first layer and a model x -> MatMulNBits -> h -> second -> y."""
     layer = NBitsLayer(64, 128, 32)
     model = make_model(
         [layer.node(y="h", name="/a"), second],
@@ -270,7 +270,7 @@ def test_other_recipes_quantize_the_rest_and_adopt_what_is_stored(recipe):
     first.CopyFrom(report.model)
     del first.graph.node[1]
     del first.graph.output[:]
-    # The model's other layer has zero points, so this one gets neutral ones too.
+    # The second layer has zero points, so the first one gets zero points that change nothing.
     np.testing.assert_array_equal(unpacked_matrix(first), layer.matrix)
 
 
@@ -368,7 +368,7 @@ def test_a_pruned_layer_that_stays_is_a_matmul():
 
 
 def test_rounding_once_more_is_told():
-    """SparseAMXMatMul takes no zero points and no scales of float32."""
+    """SparseAMXMatMul supports neither zero points nor float32 scales, so it rounds such weights again."""
     steps = [{"name": "normalize"}, {"name": "quantize", "bits": 4}, {"name": "replace", "may_grow": True}]
     recipe = Recipe.from_dict({"name": "r", "pass": steps})
     report = ortolan.optimize_onnx(NBitsLayer(128, 64, 32).model(), recipe=recipe)
@@ -388,12 +388,12 @@ def test_float_recipes_gain_nothing_from_stored_weights():
 
 
 def test_scales_are_not_folded_into_stored_weights():
-    """AWQ would divide the columns of the previous layer."""
+    """AWQ would have to divide columns of the previous layer's weight, which is stored in 4 bits."""
     layer, model = float_layer()
     x = layer.inputs(200)
     report = adopt(model, recipe=NAMED["int4-awq"], options={"quantize.exclude": ["/a"]}, calibration={"x": x})
     assert any("layer that computes them is stored in 4 bits" in note for note in report.notes)
-    assert report.layers[0].status == "replaced"  # pass quantize reports no reason
+    assert report.layers[0].status == "replaced"  # pass quantize reports no reason for this layer
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -410,8 +410,8 @@ def test_a_decoder(tmp_path, attention, block_size, symmetric):
     replaced = [layer for layer in report.replaced if layer.new_op != "NoMADAttention"]
     assert len(replaced) == len([layer for layer in report.layers if layer.op.startswith("MatMulNBits")]) >= 9
     errors = {error.name: error.relative_l2 for error in report.output_error}
-    # Both round inputs the same way, so they differ only where the order of a sum moves a value across the edge of an
-    # int8 step.
+    # Both models round inputs to int8 in the same way. Sums in a different order move a few values to the next int8
+    # step.
     assert errors["logits"] < 0.02
     loaded = onnx.load(tmp_path / "fast.onnx")
     kinds = op_types(loaded)

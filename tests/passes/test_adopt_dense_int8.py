@@ -1,4 +1,4 @@
-"""Dense int8 models of ONNX Runtime's dynamic quantizer: the call without a recipe keeps their integers."""
+"""Dense int8 models of ONNX Runtime's dynamic quantizer: calls without a recipe keep the stored integers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KINDS = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return the float model and the quantized one."""
+    """Return the paths of the float model and the quantized model."""
     folder = tmp_path_factory.mktemp("bert")
     onnx.save(ir.to_proto(tiny.tiny_bert()), folder / "float.onnx")
     quantization.quantize_dynamic(folder / "float.onnx", folder / "int8.onnx", **KINDS[request.param])
@@ -52,7 +52,7 @@ def test_the_call_without_a_recipe_takes_every_layer(models: tuple[Path, Path], 
 
 
 def test_integers_are_kept(models: tuple[Path, Path], tmp_path: Path) -> None:
-    """Without fused attention, so that each layer is a node of its own."""
+    """Attention is not fused here, so that each linear layer is a separate node."""
     stored = layers_of(models[1])
     ortolan.optimize_onnx(
         models[1], tmp_path / "fast.onnx", calibration=FEEDS, options={"fuse_attention.exclude": ["*"]}
@@ -68,7 +68,7 @@ def test_integers_are_kept(models: tuple[Path, Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize("per_column", [False, True])
 @pytest.mark.parametrize("form", DYNAMIC)
 def test_zero_points_that_int8_does_not_hold(form: str, per_column: bool) -> None:
-    """The file stores the integers minus 128, and their zero points; answers are unchanged."""
+    """Zero points above 127: the file stores integers and zero points minus 128, and answers do not change."""
     rng = np.random.default_rng(4)
     codes = rng.integers(0, 256, (70, 24)).astype(np.int16)
     codes[0], codes[1] = 0, 255
@@ -86,11 +86,12 @@ def test_zero_points_that_int8_does_not_hold(form: str, per_column: bool) -> Non
 
 
 def test_layers_that_need_zero_points_and_others_become_one_node(tmp_path: Path) -> None:
-    """Query, key and value of one attention."""
+    """Query, key and value are joined although only some of them have a symmetric weight."""
     graph = Graph()
     q, k, v = (graph.linear(name) for name in ("q", "key", "value"))
     of_query, _, of_value = (array for array in graph.weights.values() if array.ndim == 2)
-    np.abs(of_query, out=of_query)  # this one has its zero point at the end of its range, the value's is in the middle
+    # the zero point of the query is at the end of its range, that of the value in the middle
+    np.abs(of_query, out=of_query)
     of_value[0, :2] = np.abs(of_value).max() * np.array([-1, 1])
     onnx.save(graph.model(attend(graph, q, k, v)), tmp_path / "float.onnx")
     quantization.quantize_dynamic(
@@ -124,7 +125,7 @@ def test_answers_are_nearer_to_the_float_model_and_the_same_in_a_batch(
 
 
 def half_quantized(folder: Path, **layers: int) -> Path:
-    """Consecutive layers of these widths, the first stored in int8."""
+    """Write a model of consecutive layers with these widths; the first one is stored in int8."""
     rng = np.random.default_rng(5)
     nodes, weights, source, k = [], {}, "x", 64
     for name, n in layers.items():
@@ -166,7 +167,7 @@ def test_bf16_names_its_own_size_and_what_keeps_the_weights(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_heads_that_no_operator_takes_are_not_rounded(weights: str) -> None:
-    """A panel has 16 columns, so a head with two labels would take more space packed than as floats."""
+    """A packed weight has a multiple of 16 columns, so a head with two labels would get larger than in float32."""
     matrix = np.random.default_rng(6).standard_normal((96, 2)).astype(np.float32)
     kind = onnx.TensorProto.FLOAT
     nodes = [
@@ -180,7 +181,7 @@ def test_heads_that_no_operator_takes_are_not_rounded(weights: str) -> None:
     report = ortolan.optimize_onnx(model, weights=weights, options=options)
     planned = ortolan.optimize_onnx(model, weights=weights, options=options, dry_run=True)
     head = report.layers[1]
-    if head.status == "replaced":  # in bf16, where this CPU stores it in few bytes
+    if head.status == "replaced":  # bf16, on CPUs where its packed weight is small enough
         assert (head.weights, weights) == ("bf16", "int8")
     else:
         assert (head.status, head.weight_bits) == ("kept", None)

@@ -1,4 +1,4 @@
-"""Low-bit weights that a model dequantizes by arithmetic or by DequantizeLinear: their integers are kept."""
+"""Low-bit weights that a model dequantizes with Cast and Mul or DequantizeLinear: the integers are kept."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ RNG = np.random.default_rng(0)
 
 @dataclass
 class Written:
-    """A weight W [k, n], the nodes that compute `W` from constants, and the constants."""
+    """Constants, the nodes that compute `W` from them, and the expected weight."""
 
     nodes: list[onnx.NodeProto]
     constants: dict[str, Any]
-    matrix: np.ndarray  # float64 [k, n]
-    turned: bool = False  # W is [n, k]
+    matrix: np.ndarray  # expected weight, float64 [k, n]
+    turned: bool = False  # `W` has shape [n, k]
 
     @property
     def dtype(self) -> str:
@@ -57,14 +57,14 @@ def adopt(model: onnx.ModelProto) -> OptimizationReport:
 
 
 def without_casts(model: onnx.ModelProto) -> list[str]:
-    """Return the operators, without casts from float16 to float32 and back."""
+    """Return the operator types of the model except Cast."""
     return [op for op in op_types(model) if op != "Cast"]
 
 
 def check(written: Written, op: str, bits: int, original_error: float = 1e-5) -> OptimizationReport:
     """Check that the integers are kept, and that only the rounding of inputs to int8 changes answers.
 
-    original_error: error of ONNX Runtime, which also rounds inputs where it uses MatMulNBits.
+    original_error: error of the original model, which also rounds inputs if ONNX Runtime runs it as MatMulNBits.
     """
     model = written.model()
     report = adopt(model)
@@ -75,7 +75,7 @@ def check(written: Written, op: str, bits: int, original_error: float = 1e-5) ->
     half = written.dtype == "float16"
     k = len(written.matrix)
     one = np.eye(k, dtype=written.dtype)
-    for library in (True, False):  # a row with a single nonzero input is not changed by rounding
+    for library in (True, False):  # quantizing a row with one nonzero input is exact
         found = run(report.model, {"x": one}, library=library)[0]
         np.testing.assert_allclose(found, written.matrix, rtol=2e-3 if half else 2e-6, atol=1e-5 if half else 1e-9)
     x = np.random.default_rng(1).standard_normal((5, k)).astype(written.dtype)
@@ -129,7 +129,7 @@ def by_column(
     divides: bool = False,
     whole: bool = False,
 ) -> Written:
-    """Cast -> (Sub) -> Mul by one scale, or one per column. whole: zero points are subtracted from integers."""
+    """Return Cast -> (Sub) -> Mul with one scale or a scale per column. whole: subtract zero points as integers."""
     q = codes_of(k, n, dtype=codes)
     scales = scales_of(*([n] if shape is None else shape), dtype=dtype)
     floats = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
@@ -172,7 +172,7 @@ def test_divided_by_scales() -> None:
 
 
 def test_transposed_reshaped_and_identical() -> None:
-    """A flat [n, k] with a scale per row: Reshape -> Cast -> Mul -> Identity -> Transpose."""
+    """A 1-D weight with a scale per output: Reshape -> Cast -> Mul -> Identity -> Transpose."""
     k, n = 70, 33
     q, scales = codes_of(n * k), scales_of(n, 1)
     nodes = [
@@ -195,9 +195,10 @@ def by_group(
     zero: Any = None,
     codes: Any = np.int8,
 ) -> Written:
-    """A scale, and a zero point, for each group of inputs.
+    """A weight with a scale and a zero point for each group of inputs.
 
-    form: [k, n] ("rows"), or [n, k] with a Transpose ("turned") or Gemm's transB ("gemm").
+    form: "rows" stores [k, n]; "turned" stores [n, k] and adds a Transpose; "gemm" stores [n, k] and uses Gemm's
+    transB.
     """
     groups = k // group
     shape = (groups, group, n) if form == "rows" else (n, groups, group)
@@ -284,7 +285,7 @@ def test_dequantize_linear_with_blocks(
 
 
 def four_bits(k: int, n: int, group: int, zero: Any, signed: bool = False, dtype: str = "float32") -> Written:
-    """Cast -> Sub of zero points -> Mul, of 4-bit integers [groups, group, n]."""
+    """Return Cast -> Sub of zero points -> Mul for 4-bit integers [groups, group, n]."""
     groups, low = k // group, -8 if signed else 0
     q = RNG.integers(low, low + 16, (groups, group, n))
     scales = scales_of(groups, 1, n, dtype=dtype)
@@ -314,7 +315,7 @@ def four_bits(k: int, n: int, group: int, zero: Any, signed: bool = False, dtype
     ),
 )
 def test_four_bits(k: int, n: int, group: int, zero: Any, signed: bool, dtype: str) -> None:
-    """Zero points are integers, or fractions, which become minimums."""
+    """Integer zero points are kept; fractional zero points are stored as the minimum of each group."""
     given = np.random.default_rng(4).uniform(0, 15, (k // group, 1, n)) if zero == "each" else zero
     check(four_bits(k, n, group, given, signed, dtype), "W4A8MatMul", 4)
 
@@ -331,7 +332,7 @@ def nbits(
     bias: bool = False,
     **attributes: int,
 ) -> tuple[onnx.ModelProto, np.ndarray]:
-    """Return a model, and its weight [k, n]."""
+    """Return a model, and its dequantized weight [k, n]."""
     blocks = -(-k // block)
     q = codes_of(n, blocks, block, dtype=np.uint8)
     constants: dict[str, Any] = {"B": q, "scales": scales_of(n, blocks, dtype=dtype)}
@@ -459,7 +460,7 @@ def refused_and_read_as_floats(written: Written, reason: str) -> None:
 
 
 def computed_as_floats(model: onnx.ModelProto) -> list[OptimizationReport]:
-    """Recipes that quantize weights start from the values that ONNX Runtime computes."""
+    """Check that recipes which quantize weights start from the values that ONNX Runtime computes."""
     x = np.random.default_rng(1).standard_normal((5, 64)).astype(np.float32)
     (expected,) = run(model, {"x": x})
     reports = []
@@ -514,7 +515,7 @@ def test_integers_that_do_neither_keep_their_numbers(kind: Any, op: str) -> None
 
 
 def in_steps(codes: Any, steps: Steps) -> onnx.ModelProto:
-    """The weight of a MatMul after consecutive steps: a Cast to a type, or arithmetic with a constant."""
+    """Return a MatMul whose weight passes through steps: Cast to a type, or arithmetic with a constant."""
     constants: dict[str, Any] = {"q": codes_of(64, 48, dtype=codes)}
     nodes, last = [], "q"
     for place, (op, given) in enumerate(steps):
@@ -591,7 +592,7 @@ def test_an_order_of_inputs() -> None:
 
 
 def test_what_is_no_stored_weight_stays_a_float_one() -> None:
-    """A scaled float weight, and a product of two weights."""
+    """The weight is a scaled float tensor, or a product of two weights, so no stored integers are reported."""
     rng = np.random.default_rng(0)
     for dtype in (np.float32, np.int32):
         constants = {"q": rng.integers(-9, 9, (64, 32)).astype(dtype), "scales": scales_of(32)}

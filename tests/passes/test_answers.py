@@ -1,4 +1,4 @@
-"""Memory of answers is bounded: feeds are shortened, and large answers are stored in files."""
+"""Memory for answers is limited: inputs are shortened, and large answers are stored in files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_cache_is_kept_where_feeds_are_cut():
 
 @pytest.mark.parametrize("cache", [None, "float32"])
 def test_verification_of_cut_feeds_and_mapped_answers(monkeypatch, cache):
-    """A small memory limit changes the errors only by the tokens left out."""
+    """With a small memory limit, the reported errors change only because fewer tokens are compared."""
     model = ir.to_proto(tiny.tiny_llama(vocab_size=50))
     arguments = {"recipe": None, "weights": "int8", "cache": cache, "calibration": decoder_feeds()}
     before = optimize(model, **arguments)

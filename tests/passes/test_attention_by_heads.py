@@ -1,6 +1,6 @@
-"""Attention that is not traced to its layers: NoMADAttention reads queries, keys and values by heads.
+"""Attention whose heads cannot be traced to linear layers: NoMADAttention then reads inputs split into heads.
 
-Also graphs that only look like attention.
+The file also has graphs that only look like attention.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PASSES = [{"name": "normalize"}, {"name": "fuse_attention"}, {"name": "verify", 
 
 
 def interleaved(graph: Graph) -> str:
-    """The elements of a head are interleaved with those of the other heads."""
+    """Use a layout where heads are the last axis: [batch, rows, head width, heads]."""
     q, k, v = (graph.transpose(graph.reshape(graph.linear(n), 0, 0, D, H), 0, 3, 1, 2) for n in ("q", "kk", "vvv"))
     scores = graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2))
     return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
@@ -38,14 +38,14 @@ def heads_stay(graph: Graph) -> str:
 
 
 def rotated(graph: Graph) -> str:
-    """An operator changes the heads before the first product."""
+    """A Sin node changes the query heads before they are multiplied by the keys."""
     q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
     scores = graph.op("MatMul", graph.op("Sin", q), graph.transpose(k, 0, 1, 3, 2))
     return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
 
 
 def columns(graph: Graph) -> str:
-    """Layers are convolutions: [batch, width, rows] is split into [batch, heads, head width, rows]."""
+    """Compute query, key and value as [batch, width, rows], as from convolutions."""
     q, k, v = (graph.reshape(graph.transpose(graph.linear(name), 0, 2, 1), 0, H, D, -1) for name in ("q", "kk", "vvv"))
     scores = graph.op("MatMul", graph.transpose(q, 0, 1, 3, 2), k)
     context = graph.op("MatMul", graph.op("Softmax", scores, axis=-1), graph.transpose(v, 0, 1, 3, 2))
@@ -53,7 +53,7 @@ def columns(graph: Graph) -> str:
 
 
 def sequences_last(graph: Graph) -> str:
-    """Layout of torch.nn.MultiheadAttention: [rows, batch x heads, head width]."""
+    """Use the layout of torch.nn.MultiheadAttention: [rows, batch x heads, head width]."""
     q, k, v = (
         graph.op("Reshape", graph.transpose(graph.linear(name), 1, 0, 2), np.array([9, -1, D])) for name in "qkv"
     )
@@ -65,7 +65,7 @@ def sequences_last(graph: Graph) -> str:
 
 
 def windows(graph: Graph) -> str:
-    """Swin's windows: three windows of each image are sequences of their own, each with its mask."""
+    """Swin's windows: each image has three windows, which attend separately and have their own masks."""
     split = graph.reshape("x", -1, 3, W)
     q, k, v = (graph.heads(graph.linear(name, split)) for name in ("q", "kk", "vvv"))
     scores = graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2))
@@ -79,7 +79,7 @@ def windows(graph: Graph) -> str:
 
 
 def bias_of_queries(graph: Graph) -> str:
-    """DeBERTa: a bias from products of queries with position embeddings."""
+    """DeBERTa: the bias is the product of queries and position embeddings."""
     q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
     scaled = graph.op("Div", q, graph.number(2.5))
     positions = graph.op("MatMul", scaled, random_weight(D, 5, seed=8))
@@ -90,7 +90,7 @@ def bias_of_queries(graph: Graph) -> str:
 
 
 def keys_shown(graph: Graph) -> str:
-    """A decoder's first call, which outputs keys and values for later calls."""
+    """A decoder's prompt call, which also outputs keys and values for later calls."""
     q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
     for name, value in (("keys", k), ("values", v)):
         graph.nodes.append(helper.make_node("Identity", [value], [name], f"/{name}"))
@@ -140,7 +140,7 @@ def test_what_is_not_followed_to_its_layers_is_read_by_heads(form: str) -> None:
 
 
 def joint_softmax(graph: Graph) -> str:
-    """A Softmax over queries and keys together."""
+    """Compute one Softmax over all queries and keys of a head."""
     q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
     scores = graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2))
     weights = graph.op("Softmax", graph.reshape(scores, 0, 0, -1), axis=-1)
@@ -148,7 +148,7 @@ def joint_softmax(graph: Graph) -> str:
 
 
 def over_queries(graph: Graph) -> str:
-    """A Softmax over axis 2 of four, which is the last of three after a Reshape."""
+    """Compute the Softmax over queries: axis 2 of a 4-D tensor."""
     q, k, v = (graph.reshape(graph.heads(graph.linear(name)), -1, S, D) for name in ("q", "kk", "vvv"))
     graph.inputs["x"], graph.outputs["y"] = (FLOAT, ["batch", S, W]), (FLOAT, ["batch", S, W])
     scores = graph.reshape(graph.op("MatMul", q, graph.transpose(k, 0, 2, 1)), -1, H, S, S)
@@ -157,7 +157,10 @@ def over_queries(graph: Graph) -> str:
 
 
 def groups_of_heads(graph: Graph) -> str:
-    """Scores [batch, groups, heads of a group, queries, keys] with a bias per group: these are not windows."""
+    """Reshape scores to [batch, groups, heads per group, queries, keys] and add a bias per group.
+
+    The shape looks like that of windows, but there are none.
+    """
     q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
     graph.inputs["x"], graph.outputs["y"] = (FLOAT, ["batch", S, W]), (FLOAT, ["batch", S, W])
     scores = graph.reshape(graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2)), -1, 2, H // 2, S, S)
@@ -180,7 +183,7 @@ def test_what_is_none_stays(form: str) -> None:
 
 
 def test_lengths_are_asked_of_the_input_that_they_come_from() -> None:
-    """ONNX Runtime accepts different lengths for dimensions of one name."""
+    """The mean divides by the length of `memory`, because ONNX Runtime allows a different length for the same name."""
     graph = Graph()
     graph.inputs["memory"] = (FLOAT, ["batch", "rows", W])
     memory = graph.op("Relu", "memory")

@@ -1,4 +1,4 @@
-"""Search: its choices, with injected times, and the models of its recipes."""
+"""The search: its decisions with injected times, and the models that its recipes make."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ WIDTH = 64
 
 
 def chain() -> onnx.ModelProto:
-    """Layers of one size with a Tanh after each; their names contain characters that are special in patterns."""
+    """Return equal linear layers with a Tanh after each.
+
+    Layer names contain characters with a special meaning in patterns.
+    """
     nodes, weights, x = [], {}, "x"
     for number in range(LAYERS):
         weights[f"W{number}"] = random_weight(WIDTH, WIDTH, seed=number)
@@ -60,7 +63,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def inject(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """Return a function of the times of layers and of optimized models.
+    """Return a function that sets the times of layers and optimized models.
 
     The original layer takes 1 ms, the original model 10 ms.
     """
@@ -83,7 +86,7 @@ def inject(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
 
 
 def auto(model: Any = None, output: Any = None, **arguments: Any) -> ortolan.OptimizationReport:
-    """Return the report of the found recipe."""
+    """Run the search and return its report."""
     model = chain() if model is None else model
     arguments = {"calibration": feeds(), "shapes": SHAPES} | arguments
     found = ortolan.search(model, **arguments)
@@ -92,7 +95,7 @@ def auto(model: Any = None, output: Any = None, **arguments: Any) -> ortolan.Opt
 
 
 def cosine(report: ortolan.OptimizationReport) -> float:
-    """Return the cosine of the optimized model's answers, measured without the code under test."""
+    """Return the cosine of the optimized model's answers, computed without the code under test."""
     assert report.model is not None
     found, expected = (run(model, feeds(), library=True)[0].ravel() for model in (report.model, chain()))
     return float(found @ expected / (np.linalg.norm(found) * np.linalg.norm(expected)))
@@ -138,7 +141,7 @@ def test_never_over_budget(inject: Callable[..., Any], budget: float) -> None:
 
 
 def many_feeds(seed: int = 0) -> list[dict[str, np.ndarray]]:
-    """Feeds whose every fourth has larger values in some inputs. seed: of these inputs."""
+    """Return inputs; every fourth one is drawn from `seed` and has larger values in eight columns."""
     rng, others = np.random.default_rng(1), np.random.default_rng(seed)
     scale = np.where(np.arange(WIDTH) < 8, 4, 1)
     return [
@@ -179,7 +182,8 @@ def test_smaller_budgets_choose_more_exact_forms(inject: Callable[..., Any]) -> 
     inject(FAST_INT4, 5.0)
     report = auto(budget=0.9995)
     assert report.auto is not None
-    assert not report.auto.trials[0].within  # the fastest recipe exceeds the error budget, so one in between was found
+    # the fastest recipe exceeds the error budget, so the search found a slower one within it
+    assert not report.auto.trials[0].within
     chosen = {layer.chosen for layer in report.auto.layers}
     assert chosen - {"int4 gptq"}
     assert chosen != {None}
@@ -212,7 +216,8 @@ def test_gives_the_original_where_the_whole_model_is_faster(inject: Callable[...
     assert not report.auto.changed
     assert (tmp_path / "out.onnx").read_bytes() == (tmp_path / "model.onnx").read_bytes()
     assert "no model within the budget is faster" in report.auto.outcome
-    assert [trial.layers for trial in report.auto.trials] == [4, 4, 3, 1]  # fewer and fewer steps of the path
+    # each trial replaces at most as many layers as the one before
+    assert [trial.layers for trial in report.auto.trials] == [4, 4, 3, 1]
 
 
 def test_a_form_that_loses_at_one_shape_is_not_taken(
@@ -262,7 +267,7 @@ def test_the_recipe_gives_the_same_model_again(inject: Callable[..., Any]) -> No
 def test_times_are_kept_and_used_again(inject: Callable[..., Any], tmp_path: Path) -> None:
     calls = inject(FAST_INT4, 5.0)
     first = auto(budget=0.9)
-    assert len(calls) == 1  # all layers are of one kind
+    assert len(calls) == 1  # all four layers have the same shape, so one measurement suffices
     second = auto(budget=0.9)
     assert len(calls) == 1
     assert first.auto is not None
@@ -298,7 +303,7 @@ def test_old_times_are_measured_again_and_the_shorter_ones_kept(
     auto(budget=0.9)
     first, today = stored(), layer_times._today()
     table = json.loads(file.read_text())
-    for entry in next(iter(table.values())).values():  # all but one form was timed on a busy machine
+    for entry in next(iter(table.values())).values():  # make all times of formats look like those of a busy machine
         entry["ms"] = {name: time / 2 if name == ORIGINAL else 3 * time for name, time in entry["ms"].items()}
     for days, count in ((0, 1), (7, 1), (8, 2), (-1, 3)):
         for entry in next(iter(table.values())).values():
@@ -349,7 +354,7 @@ def test_times_survive_an_interrupt(inject: Callable[..., Any]) -> None:
 
 
 def test_really_measures() -> None:
-    """A result with real times is within the budget, and the report lists all layers."""
+    """With real times, the result is within the budget, and the report lists all layers."""
     report = auto()
     assert report.auto is not None
     assert report.model is not None
@@ -367,7 +372,7 @@ def test_a_sparsity_adds_pruned_forms(inject: Callable[..., Any]) -> None:
 
 
 def test_what_a_cpu_is_slow_with_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bitmaps of int8 weights on a CPU without an expand instruction."""
+    """CPUs without an expand instruction: int8 weights stored as bitmaps are not a candidate."""
     names = {}
     for isa in ("avx2", "avx512"):
         monkeypatch.setattr(_native, "bitmaps_are_fast", lambda bits, isa=isa: bits == 16 or isa == "avx512")
@@ -399,7 +404,7 @@ def test_a_reduced_range_is_taken_where_it_is_faster(
 
 @pytest.mark.parametrize("name", ["int8", "int4 2:4", "pruned int8 2:4"])
 def test_two_four(inject: Callable[..., Any], name: str) -> None:
-    """Weights that are already 2:4 sparse are stored as 2:4; others are pruned to it only on request."""
+    """Weights that are 2:4 sparse are stored as 2:4. Other weights are pruned to 2:4 only on request."""
     calls = inject({name: 0.2}, 5.0)
     model, prunes = chain(), name.startswith("pruned")
     if not prunes:
@@ -509,7 +514,7 @@ def test_perplexity_of_a_uniform_model() -> None:
 
 
 def test_logits_of_one_token_have_no_perplexity(inject: Callable[..., Any], tmp_path: Path) -> None:
-    """The error names the logits of keep_last_logits, and the order of steps that works."""
+    """A model with keep_last_logits cannot use a perplexity budget; the error says which step to do first."""
     inject({"int8": 0.5}, 5.0)
     model = llama("gqa")
     onnx.save(model, tmp_path / "all.onnx")
@@ -536,7 +541,7 @@ def test_a_rise_of_perplexity_that_few_tokens_leave_open_is_over_the_budget() ->
 
     few, many = ([{"input_ids": rng.integers(0, 10, (1, count))}] for count in (20, 4000))
     rise, error = perplexity_rise(exact, noisy, many)
-    # The mean of log sum exp of ten normal numbers of variance 0.04, less log 10, is near 0.018.
+    # For ten logits with noise of variance 0.04, the loss rises by about 0.018.
     assert rise == pytest.approx(0.018, abs=3 * error)
     assert error == pytest.approx(0.2 / math.sqrt(4000), rel=0.1)
     assert perplexity_rise(exact, noisy, few)[1] > 10 * error
@@ -547,7 +552,7 @@ def test_a_rise_of_perplexity_that_few_tokens_leave_open_is_over_the_budget() ->
 
 @pytest.mark.parametrize(("build", "shape"), [(tiny.tiny_bert, (1, 16)), (tiny.tiny_llama, (1, 1))])
 def test_whole_transformers(inject: Callable[..., Any], build: Any, shape: tuple[int, int]) -> None:
-    """Encoders are timed on sequences, decoders on one token after a cache; attention is fused if there is any."""
+    """The search times encoders on sequences and decoders on one token, and tries fused attention for encoders."""
     inject({"int8": 0.5}, 5.0)
     model = ir.to_proto(build())
     report = auto(model, budget=0.9, shapes=None if shape == (1, 1) else [shape], calibration=None)
@@ -558,7 +563,7 @@ def test_whole_transformers(inject: Callable[..., Any], build: Any, shape: tuple
     if build is tiny.tiny_bert:
         assert {trial.attention for trial in report.auto.trials} == {False, True}
         assert "made-up inputs" in report.auto.outcome
-    else:  # 4 bits come first, with fused attention
+    else:  # the search tries 4 bits with fused attention first
         assert len(report.auto.trials) == 1 and {layer.weight_bits for layer in report.replaced} >= {4, 8}
         assert any("with a cache became one operator" in note for note in report.notes)
         assert "sampled from the model" in report.auto.outcome
@@ -572,7 +577,7 @@ def test_shapes_that_the_model_does_not_take(inject: Callable[..., Any]) -> None
 
 @pytest.mark.parametrize("sparsity", [None, 0.5])
 def test_weights_are_fitted_once(inject: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, sparsity: Any) -> None:
-    """Whole models are built several times, each layer is fitted once per format; the recipe is the same."""
+    """The search builds several models but fits each layer once per format. Its recipe then makes the same model."""
     inject(FAST_INT4 if sparsity is None else {"bf16": 0.8, "pruned bf16": 0.1}, 5.0)
     module, name = (quantize, "gptq") if sparsity is None else (prune_calibrated, "sparsegpt")
     fits: list[bytes] = []
@@ -609,8 +614,8 @@ def test_a_model_of_few_positions_is_measured_at_what_it_takes(inject: Callable[
 
 
 def test_beaten_models_are_deleted(inject: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search stores only the best model and the one it is building."""
-    inject(FAST_INT4, 20.0)  # no model is faster, so smaller ones are tried
+    """The search keeps only the best model so far and the one being built."""
+    inject(FAST_INT4, 20.0)  # the int4 model is slower than the original, so the search tries recipes with fewer layers
     make, kept = trials.Trials.make, []
 
     def counted(self: Any, *arguments: Any) -> Any:

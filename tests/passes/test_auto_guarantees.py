@@ -1,4 +1,4 @@
-"""Guarantees of the search: never over the budget, never slower, and no partial files after a kill."""
+"""Guarantees of the search: within the budget, never slower, and no partial files after a kill."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ortolan.graph_passes.measure.timing import interleave
 from ortolan.models import tiny
 
 BUDGET = 0.98
-RUNS = 8  # two of each kind of model
+RUNS = 8  # two runs for each kind of model
 # Times on a shared machine vary: this only finds models that are clearly slower.
 MARGIN = 1.5
 
@@ -59,7 +59,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def random_model(seed: int) -> tuple[Any, tuple[int, int]]:
-    """A model of random sizes, and a (batch, tokens) for it."""
+    """Return a model of random sizes, and a (batch, tokens) to time it at."""
     rng = random.Random(seed)
     heads = rng.choice([1, 2, 4])
     sizes = {
@@ -78,7 +78,7 @@ def random_model(seed: int) -> tuple[Any, tuple[int, int]]:
 
 
 def worst_cosine(original: Any, optimized: Any, feeds: Any) -> float:
-    """Return the smallest cosine of an output, over all feeds together."""
+    """Return the smallest cosine of an output, computed over all inputs together."""
     answers = [[session.run(None, one) for one in feeds] for session in (original, optimized)]
     cosines = []
     for index in range(len(answers[0][0])):
@@ -126,14 +126,14 @@ def test_killed_at_any_point_it_leaves_nothing_and_goes_on_from_its_times(tmp_pa
 
     def known() -> int:
         path = tmp_path / "cache" / "layer-times.json"
-        table = json.loads(path.read_text()) if path.exists() else {}  # a killed run leaves no partial file
+        table = json.loads(path.read_text()) if path.exists() else {}  # a killed run must not leave a partial table
         return sum(map(len, table.values()))
 
     def visible() -> list[str]:
         return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
 
     found = [known()]
-    # The kill comes after a random step of the run; the first run has timed some kinds of layers by then.
+    # Each run is killed after a random time in the given step. Later runs reuse layer times of earlier runs.
     for step, most_seconds in [(6, 0.0), (10, 0.2), (22, 0.5), (1000, 0.0)]:
         arguments = [str(source), str(output), str(step), str(most_seconds * rng.random())]
         result = subprocess.run([sys.executable, "-c", KILLED, *arguments], capture_output=True, text=True)
@@ -146,7 +146,7 @@ def test_killed_at_any_point_it_leaves_nothing_and_goes_on_from_its_times(tmp_pa
     output.write_text("older")
     first = ortolan.optimize_onnx(source, output, recipe=ortolan.search(source, budget=0.9, shapes=[(1, 8)]))
     assert first.auto is not None
-    assert first.auto.measured == known() - found[-1]  # layers timed by killed runs are not timed again
+    assert first.auto.measured == known() - found[-1]  # times from killed runs are not measured again
     assert visible() == ["fast.onnx"]
     second = ortolan.optimize_onnx(source, output, recipe=ortolan.search(source, budget=0.9, shapes=[(1, 8)]))
     assert second.auto is not None

@@ -1,4 +1,4 @@
-"""Models in bfloat16: ONNX Runtime runs some unchanged, the others become float32."""
+"""bfloat16 models: those that ONNX Runtime can run stay bfloat16, and all other models are converted to float32."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _computes() -> onnx.ModelProto:
 
 
 def _stores() -> onnx.ModelProto:
-    """Weights are bfloat16, and all operators compute in float32."""
+    """Return a model that stores weights in bfloat16 and computes in float32."""
     nodes = [helper.make_node("Cast", [f"w{number}"], [f"f{number}"], to=TensorProto.FLOAT) for number in range(2)]
     return _model(
         [

@@ -1,4 +1,4 @@
-"""budget= with weights="int4": layers that get 8 bits instead of 4."""
+"""The option budget with weights="int4": which layers get 8 bits instead of 4."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_narrow_budget_takes_8_bits_where_errors_matter(model: onnx.ModelProto
     assert bits(narrow)[8] > bits(wide)[8] and bits(narrow)[4] > 0
     assert narrow.output_error and min(error.cosine for error in narrow.output_error) > cosine
     assert size(wide) < size(narrow)
-    # Layers of one input have the same number of bits, so that they can be one node.
+    # Layers that read the same input get the same number of bits, so that they can be joined.
     ops = Counter(node.op_type for node in narrow.model.graph.node)  # type: ignore[union-attr]
     assert ops["W4A8MatMul"] and ops["W8A8MatMul"]
 
@@ -68,7 +68,7 @@ def test_a_budget_of_bytes_is_kept_with_as_little_error_as_it_allows(model: onnx
     most = size(mixed(model, max_bytes="1GB"))
     assert least < most
     report = mixed(model, max_bytes=(least + most) // 2)
-    # The report's own text may differ by some bytes.
+    # The report text in the model's metadata may differ by some bytes.
     assert least < size(report) <= (least + most) // 2 + 200
     assert bits(report)[8] and bits(report)[4]
     with pytest.raises(VerificationError, match=r"no choice of 4 and 8 bits is within the budget .* 4 bits in all"):
@@ -87,7 +87,7 @@ def test_layers_whose_weights_lie_on_a_grid_of_4_bits_keep_it(model: onnx.ModelP
     four = {layer.name for layer in report.layers if layer.weight_bits == 4}
     assert four and all("layers.0" in name for name in four) and bits(report)[8]
     assert report.auto is not None and len(report.auto.trials) == 2
-    # The first budget keeps all layers in 4 bits, the next one the layers without error, the last one no layer.
+    # The first budget keeps all layers in 4 bits, the second those with error 0. Budget 1.0 allows no 4-bit layer.
     with pytest.raises(VerificationError, match="8 bits in all layers give cosine"):
         mixed(on_grid, 1.0)
 

@@ -1,4 +1,4 @@
-"""A prompt becomes part of a decoder: the answers equal those of the decoder with the pruned prompt in its cache."""
+"""A fixed prompt stored in a decoder: logits equal those of the decoder with the pruned prompt in its cache."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def decoder(model: onnx.ModelProto, library: bool = True) -> Decoder:
 
 
 def logits(decoder: Decoder) -> np.ndarray:
-    """Return the logits of calls of CUTS tokens."""
+    """Return the logits of consecutive calls with CUTS tokens each."""
     ends = np.cumsum(CUTS)
     return np.concatenate([decoder.step(part) for part in np.split(TEXT[: ends[-1]], ends[:-1])])
 
 
 def behind_pruned_prompt(model: onnx.ModelProto, sparsities: tuple[float, float], scope: str = "token") -> np.ndarray:
-    """Return the original's logits with a cache that is pruned here."""
+    """Return logits of the original model after this function has pruned the prompt in its cache."""
     original = decoder(model)
     original.step(IDS)
     caches = original.cache()
@@ -100,7 +100,7 @@ def test_a_prompt_is_a_pruned_past(form: str, sparsities: tuple[float, float], s
     assert op_types(found).count("NoMADAttention") == LAYERS
     assert report.portable
     expected = behind_pruned_prompt(model, sparsities, scope)
-    # Queries and attention weights are bf16: an error of 2^-9 each, in some layers' sums.
+    # Queries and attention weights are rounded to bf16, with a relative error of 2^-9 each.
     assert distance(logits(decoder(found)), expected) < 0.004
     assert distance(logits(decoder(found, library=False)), expected) < 1e-5
     exact = behind_pruned_prompt(model, (0.0, 0.0))
@@ -110,7 +110,7 @@ def test_a_prompt_is_a_pruned_past(form: str, sparsities: tuple[float, float], s
 
 @pytest.mark.parametrize("form", FORMS)
 def test_with_codes(form: str) -> None:
-    """Later tokens may be compressed; the prompt is the same."""
+    """The cache of later tokens may be compressed; the prompt stays exact."""
     model = llama(form)
     found, report = optimize(model, {"window": 8, "sinks": 2}, keys_sparsity=0.0, values_sparsity=0.0)
     assert report.portable
@@ -133,7 +133,7 @@ def test_a_shared_buffer_and_generate(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_padding_behind_the_prompt(form: str, padding: str) -> None:
-    """Two sequences share the prompt; one of them is shorter."""
+    """Two sequences of unequal length share the prompt."""
     if form == "gqa" and padding == "left":
         pytest.skip("GroupQueryAttention counts the tokens of a mask")
     model = llama(form)
@@ -160,10 +160,10 @@ def test_padding_behind_the_prompt(form: str, padding: str) -> None:
 
 
 def test_lengths_that_the_graph_asks_of_its_cache() -> None:
-    """Positions and masks computed from the shape of the past count the prompt."""
+    """Positions and masks computed from the length of the cache must count the prompt."""
     model = llama("standard")
     graph = ir.from_proto(model)
-    # position_ids = Range(past, past + tokens), as exports without that input have it.
+    # Compute position_ids as Range(past, past + tokens), like exports without that input.
     past = next(value for value in graph.graph.inputs if (value.name or "").endswith("0.key"))
     ids = next(value for value in graph.graph.inputs if value.name == "input_ids")
     positions = next(value for value in graph.graph.inputs if value.name == "position_ids")
@@ -237,7 +237,7 @@ def test_an_input_of_unknown_meaning() -> None:
     model = llama("gqa")
     model.graph.input.append(helper.make_tensor_value_info("flag", TensorProto.FLOAT, []))
     model.graph.initializer.append(helper.make_tensor("flag", TensorProto.FLOAT, [], [1.0]))
-    optimize(model)  # it need not be given
+    optimize(model)  # `flag` has a default value
     del model.graph.initializer[-1]
     with pytest.raises(CalibrationError, match="the prompt: missing inputs: flag;"):
         ortolan.optimize_onnx(model, recipe=recipe(), prompt=IDS)

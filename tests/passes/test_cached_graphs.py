@@ -1,4 +1,4 @@
-"""Attention with a cache of several kinds of decoders becomes one operator with the same answers."""
+"""Attention with a cache from several kinds of decoders is replaced by one operator with the same answers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_one_operator_that_answers_the_same(form: Callable[[CachedGraph], str], 
     assert kinds.count("NoMADAttention") == 1 and "Softmax" not in kinds, report.notes
     for past, rows in CALLS:
         feeds = cached_graphs.feeds(model, past, rows)
-        seen = feeds["mask"][:, past:, None] != 0  # answers to padding are unused
+        seen = feeds["mask"][:, past:, None] != 0  # mask of tokens, because callers ignore answers at padding
         expected = run(model, feeds)
         for library in (True, False):
             found = run(report.model, feeds, library=library)
@@ -45,7 +45,7 @@ def test_one_operator_that_answers_the_same(form: Callable[[CachedGraph], str], 
 
 @pytest.mark.parametrize("form", [cached_graphs.joined_layer, cached_graphs.constant_masks], ids=lambda f: f.__name__)
 def test_prompts_of_bf16(form: Callable[[CachedGraph], str]) -> None:
-    """An additive mask, and heads of size 12."""
+    """precision="bf16" with an additive mask, and with a head size of 12."""
     model = cached_graphs.model(form)
     report = ortolan.optimize_onnx(
         model,

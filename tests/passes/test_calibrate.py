@@ -1,4 +1,4 @@
-"""Feeds, given and made up, and the recording of layer inputs."""
+"""Calibration inputs, given or synthetic, and the recording of layer inputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 
 
 def signature(inputs: dict) -> ir.Model:
-    """A model with these inputs, which it does not use."""
+    """Return a model with these inputs and no nodes that read them."""
     node = helper.make_node("Constant", [], ["y"], value_float=1.0)
     return ir.from_proto(make_model([node], inputs, {"y": (FLOAT, [])}))
 
@@ -78,7 +78,7 @@ def test_decoders_that_take_one_token():
 
 @pytest.mark.parametrize("separate", [False, True])
 def test_caches_that_leave_the_size_of_their_heads_open(separate):
-    """Models from ONNX Runtime GenAI's builder: the head size follows from the width of the queries."""
+    """If the cache does not declare its head size, it follows from the query width, as in GenAI's models."""
     inputs = {f"past_key_values.0.{part}": (FLOAT, ["batch", 2, "past", "kv_cache_dim"]) for part in ("key", "value")}
     rest = {name: (TensorProto.INT32, [1]) for name in ("seqlens", "total")}
     width = 4 * 24 if separate else (4 + 2 * 2) * 24
@@ -121,7 +121,7 @@ def test_an_only_axis_counts_tokens():
 
 def test_a_symbol_means_the_same_in_all_inputs():
     inputs = {
-        "features": (FLOAT, ["b", 7]),  # alone, it would be rows of tokens
+        "features": (FLOAT, ["b", 7]),  # without the other inputs, "b" would count as tokens
         "cache": (FLOAT, [2, "b", 4, "p", 8]),
         "input_ids": (INT64, ["b", "s"]),
         "bias": (FLOAT, ["b", 1, "s", "s"]),
@@ -169,7 +169,7 @@ def test_models_that_allow_a_batch_of_one_only():
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("arguments", [{}, {"recipe": None, "weights": "int8"}])
 def test_exports_that_run_at_one_shape(parts, arguments):
-    """The traced shape is found among the graph's constants, as one tensor or in parts."""
+    """The only supported shape is found among the graph's constants, as one tensor or as two."""
     shape = ["whole"] if parts == 1 else ["tokens", "width"]
     nodes = [
         helper.make_node("Gather", ["table", "input_ids"], ["h"]),
@@ -245,7 +245,7 @@ def test_npz_of_objects_is_refused(tmp_path):
 
 
 def mlp_inputs(model: ir.Model, x: np.ndarray) -> list[np.ndarray]:
-    """Return the inputs of each layer of a tiny.mlp, computed in numpy."""
+    """Return the inputs of each linear layer of a tiny.mlp, computed in numpy."""
     inputs = []
     for linear in linears_in(model):
         inputs.append(x)

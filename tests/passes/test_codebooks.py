@@ -1,4 +1,4 @@
-"""Codebooks for keys: almost optimal in one dimension, k-means in more, deterministic."""
+"""Codebooks for keys: near the optimum in one dimension, as good as k-means in more, and deterministic."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ortolan.graph_passes.weights.quantizers.codebooks import CENTROIDS, learn_c
 
 
 def distance(keys: np.ndarray, codebook: np.ndarray, weights: np.ndarray | None = None) -> float:
-    """Return the weighted sum of squared distances of each part to its nearest centroid."""
+    """Return the weighted sum of squared distances of each key part to its nearest centroid."""
     parts = keys.reshape(len(keys), codebook.shape[0], -1)
     squares = ((parts[:, :, None] - codebook[None]) ** 2).sum(axis=-1).min(axis=-1).sum(axis=1)
     return float(squares @ (np.ones(len(keys)) if weights is None else weights))
@@ -30,7 +30,7 @@ def best_of_all_cuts(numbers: np.ndarray, weights: np.ndarray) -> float:
 
 
 def with_far_ones(keys: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the clustered samples for parts of one element."""
+    """Return keys and weights with the outlying samples that learn_codebook adds for d_sub = 1."""
     mean = weights @ keys / weights.sum()
     return np.concatenate([keys, 1.5 * keys - 0.5 * mean]), np.concatenate([weights, 0.1 * weights])
 
@@ -50,13 +50,16 @@ def test_one_dimension_is_optimal(seed: int, weighted: bool) -> None:
 
 
 def test_a_normal_distribution_gives_lloyd_and_max() -> None:
-    """The codebook leaves room at the ends: optimal errors are 0.009497 for 16 levels (Max, 1960), 0.0122 for 14."""
+    """The error lies between the optima for 16 levels (0.009497; Max, 1960) and 14 levels (0.0122).
+
+    Outer levels are further out than optimal, to leave room for larger keys.
+    """
     keys = np.random.default_rng(0).standard_normal((100_000, 2))
     codebook = learn_codebook(keys, 1)
     assert 0.009497 < distance(keys, codebook) / keys.size < 0.0122
     assert (np.diff(codebook[:, :, 0], axis=1) > 0).all()
     np.testing.assert_allclose(codebook[0, :, 0], -codebook[0, ::-1, 0], atol=0.1)
-    # Max's outermost is 2.733.
+    # The outermost level of the optimal quantizer is 2.733.
     assert (codebook[:, [0, -1], 0] * [-1, 1] > 3).all()
 
 
@@ -69,13 +72,13 @@ def test_clusters_are_found(d_sub: int) -> None:
     keys = keys.reshape(2000, 3 * d_sub)
     codebook = learn_codebook(keys, d_sub)
     assert codebook.shape == (3, CENTROIDS, d_sub)
-    # k-means++ may join two clusters, but most of the variance is explained.
+    # k-means++ may merge two clusters, but the codebook still explains most of the variance.
     assert distance(keys, codebook) < 0.05 * ((keys - keys.mean(axis=0)) ** 2).sum()
 
 
 @pytest.mark.parametrize("d_sub", [1, 2, 4])
 def test_moved_centroids_are_worse(d_sub: int) -> None:
-    """The error is almost at a minimum."""
+    """Random changes of the centroids increase the error, so it is near a minimum."""
     rng = np.random.default_rng(7)
     keys = rng.standard_normal((3000, 8)) @ rng.standard_normal((8, 8))
     codebook = learn_codebook(keys, d_sub)

@@ -1,6 +1,6 @@
-"""Attention with a cache becomes NoMADAttention: exact with float caches, approximate with codes.
+"""Attention with a cache is replaced by NoMADAttention: exact with float caches, approximate with codes.
 
-Graphs that only look like it are not changed.
+Graphs that only look like such attention stay unchanged.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def test_float_caches_change_nothing(form: str, kv_heads: int) -> None:
     assert op_types(found).count("NoMADAttention") == LAYERS
     assert not {"GroupQueryAttention", "Softmax"} & set(op_types(found))
     assert len(report.output_error) == 1 + 2 * LAYERS
-    if form == "gqa":  # GroupQueryAttention supports prompts with an empty cache, and single tokens
+    if form == "gqa":  # GroupQueryAttention supports only prompts with an empty cache, and single tokens
         np.testing.assert_allclose(decode(found, (70, 71, 72)), decode(model, (70, 71, 72)), atol=2e-5)
     else:
         np.testing.assert_allclose(decode(found), decode(model), atol=2e-5)
@@ -90,16 +90,17 @@ def test_compressed_caches_are_near(form: str) -> None:
         errors.append(distance(logits[:, 70:], expected[:, 70:]))
         cache = report.cache
         assert cache is not None and (cache.prompt_tokens, cache.decoded_tokens) == (42, 8)
-        assert [error.name for error in cache.decode_error] == ["logits"]  # for tokens that read the cache
+        # the errors of tokens that read the compressed cache
+        assert [error.name for error in cache.decode_error] == ["logits"]
         assert report.output_error[0].relative_l2 < 1e-5
         assert 0.3 * errors[-1] < cache.decode_error[0].relative_l2 < 2 * errors[-1]
-    # Random weights have no clusters: real models have smaller errors.
+    # Random weights give keys without clusters, so errors are larger than in real models.
     assert 1e-3 < errors[0] < 0.12 and errors[0] < 1.05 * errors[1] < errors[2] < errors[3] < 0.6
 
 
 @pytest.mark.parametrize("d_sub", [1, 2, 4])
 def test_a_step_reads_what_codes_stand_for(d_sub: int) -> None:
-    """The original has almost the same answers if its cache holds the centroids and the rounded values."""
+    """With the decoded centroids and values in its cache, the original gives almost the same answers."""
     model = llama("standard")
     found, _ = compress(model, d_sub=d_sub)
     ids = np.random.default_rng(0).integers(0, VOCABULARY, (1, 71))
@@ -119,7 +120,7 @@ def test_a_step_reads_what_codes_stand_for(d_sub: int) -> None:
     logits = [
         session(one).run(["logits"], steps.feeds(70, 71))[0] for one, steps in ((found, decoding), (model, original))
     ]
-    # The remaining error comes from the new token's own key, and from scores in steps of 1/255.
+    # Only the new token's own key and the scores, in steps of 1/255, still differ.
     assert distance(logits[0], logits[1]) < 0.04
 
 
@@ -149,7 +150,7 @@ def test_caches_keep_their_names_and_places(form: str, d_sub: int) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_generation(form: str, tmp_path: Any) -> None:
-    """A growing cache, and a shared cache with given lengths, hold the same."""
+    """The cache has the same contents if it grows as if it is a shared buffer with given lengths."""
     model, _ = compress(llama(form))
     onnx.save(model, tmp_path / "c.onnx")
     assert shares_cache(tmp_path / "c.onnx") == (form == "gqa")
@@ -179,7 +180,7 @@ def test_the_same_calibration_gives_the_same_model() -> None:
 
 
 def test_keys_of_padding_are_not_learned_from() -> None:
-    """Feeds whose padding holds other tokens give the same codebooks."""
+    """Codebooks do not depend on the tokens at padding."""
     model = llama("gqa")
     mask = np.ones((1, 60), np.int64)
     mask[0, 40:] = 0
@@ -304,7 +305,7 @@ def test_a_head_that_is_no_multiple_of_16() -> None:
     model = llama("standard", head_dim=8)
     with pytest.raises(NothingToReplaceError, match="its head size is 8, expected a multiple of 16"):
         ortolan.optimize_onnx(model, recipe=recipe(), dry_run=True)
-    found, _ = compress(model, **EXACT)  # floats have no such limit
+    found, _ = compress(model, **EXACT)  # float caches support any head size
     np.testing.assert_allclose(decode(found), decode(model), atol=2e-5)
 
 
@@ -363,10 +364,10 @@ def test_the_recipe() -> None:
 
 @pytest.mark.parametrize("hides", [True, False, None])
 def test_masks_that_are_cut_to_the_number_of_keys(hides: bool | None) -> None:
-    """Decoders of transformers 4.57 as Optimum exports them; the length comes from the repeated keys.
+    """transformers 4.57, exported by Optimum: the mask is sliced to the length of the repeated keys.
 
-    hides: a boolean mask is true for hidden keys; None: the mask is float. It is twice as long here, so a lost Slice
-    changes the answers.
+    hides: True if a boolean mask is true for masked keys, None if the mask is float. The mask is twice as long as the
+    keys, so a lost Slice changes the answers.
     """
     model = llama("standard")
     graph = model.graph

@@ -1,4 +1,4 @@
-"""A compressed cache whose keys use as many bytes as its values, for hosts that give all caches one shape."""
+"""A compressed cache whose key rows and value rows have equal size, for hosts that use one shape for all caches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .cached_llama import (
 )
 
 CUTS = (70, 71, 72, 73, 74)
-WIDTH = 16 + 2  # for a head size of 16
+WIDTH = 16 + 2  # bytes per row for a head size of 16
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -59,7 +59,7 @@ def test_answers_are_those_of_narrow_caches(form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_generation(form: str, tmp_path: Any) -> None:
-    """A growing cache, and a shared cache with given lengths, as with different widths."""
+    """The cache has the same contents if it grows as if it is a shared buffer with given lengths."""
     model, _ = compress(llama(form), equal_rows=True)
     onnx.save(model, tmp_path / "c.onnx")
     assert shares_cache(tmp_path / "c.onnx") == (form == "gqa")
@@ -88,7 +88,7 @@ def test_it_runs_without_our_library(form: str) -> None:
     feeds = decoding.feeds(40, 41)
     ours, others = (one.run(None, feeds) for one in (session(found), portable))
     assert distance(others[0], ours[0]) < 0.05
-    for a, b in zip(ours[1:3], others[1:3], strict=True):  # layer 0, before which nothing is rounded
+    for a, b in zip(ours[1:3], others[1:3], strict=True):  # outputs of layer 0, whose inputs are not rounded
         np.testing.assert_array_equal(a, b)
 
 

@@ -1,4 +1,4 @@
-"""More forms of attention with a cache, one node or one Softmax per model, compared with ONNX Runtime."""
+"""More forms of attention with a cache, one attention per model, compared with ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def operator(
     mask: int = FLOAT,
     **attributes: Any,
 ) -> onnx.ModelProto:
-    """A model of one node, with inputs of these names and a cache."""
+    """Return a model of one attention node with a cache. Input names select the shapes."""
     width = {"q": heads * D, "k": kv_heads * D, "v": kv_heads * D}
     shapes: dict[str, Any] = {
         name: (FLOAT, ["b", "s", size] if rank == 3 else ["b", size // D, "s", D]) for name, size in width.items()
@@ -61,7 +61,7 @@ def operator(
     }
     nodes = [helper.make_node(op_type, inputs, list(outputs), "attend", domain=domain, **attributes)]
     weights = {}
-    if rank == 4:  # a layer follows, as in a model
+    if rank == 4:  # models merge the heads after the node
         nodes[0].output[0] = "by_heads"
         nodes.append(helper.make_node("Transpose", ["by_heads"], ["rows"], "turn", perm=[0, 2, 1, 3]))
         nodes.append(helper.make_node("Reshape", ["rows", "shape"], ["y"], "merge"))
@@ -79,7 +79,7 @@ def feeds(model: onnx.ModelProto, past: int, tokens: int, seed: int = 0) -> Feed
         dims = [dim.dim_value or dim.dim_param for dim in value.type.tensor_type.shape.dim]
         shape = [sizes[dim] if dim in sizes else int(dim) for dim in dims]
         made[value.name] = rng.standard_normal(shape).astype(np.float32)
-    if "mask" in made:  # causal, and some more hidden
+    if "mask" in made:  # a causal mask that also masks random keys
         seen = np.arange(past + tokens)[None] <= past + np.arange(tokens)[:, None]
         seen = seen & (rng.random((2, 1, 1, past + tokens)) > 0.2)
         seen[..., past : past + tokens] |= np.eye(tokens, dtype=bool)
@@ -89,7 +89,7 @@ def feeds(model: onnx.ModelProto, past: int, tokens: int, seed: int = 0) -> Feed
 
 
 def check(model: onnx.ModelProto, *others: str) -> None:
-    """Check both passes that replace attention with a cache. others: nodes next to the attention."""
+    """Check both passes that replace attention with a cache. others: operators that remain beside it."""
     for by in (recipe(), FUSED):
         report = ortolan.optimize_onnx(model, recipe=by, calibration=[feeds(model, 4, 3)])
         assert report.model is not None
@@ -101,10 +101,10 @@ def check(model: onnx.ModelProto, *others: str) -> None:
 
 
 def transformers_5(numbers: bool) -> onnx.ModelProto:
-    """A decoder as transformers 5 exports it.
+    """Return a decoder as transformers 5 exports it.
 
-    Heads are repeated with computed lengths, keys are transposed as 3-D tensors, rows without keys become zero.
-    numbers: the cache's fixed dimensions are numbers, otherwise names.
+    Heads are repeated with computed lengths, keys are transposed as 3-D tensors, and rows without keys become zero.
+    numbers: the cache has fixed instead of symbolic dimensions.
     """
     nodes: list[onnx.NodeProto] = []
     weights: dict[str, np.ndarray] = {}
@@ -189,7 +189,7 @@ def test_onnx_attention(rank: int, mask: int | None, attributes: dict[str, Any])
 
 @pytest.mark.parametrize("mask", [None, FLOAT, BOOL])
 def test_onnx_attention_behind_an_appended_cache(mask: int | None) -> None:
-    """scaled_dot_product_attention with enable_gqa as torch exports it to opset 23: caches are appended first."""
+    """torch's scaled_dot_product_attention with enable_gqa at opset 23: Concat nodes append to the caches."""
     model = operator("Attention", [*ONNX[:3], "mask" if mask else ""], rank=4, mask=mask or FLOAT)
     graph = model.graph
     cache = ["b", KV, "p", D]
@@ -246,7 +246,7 @@ def test_refusals(model: onnx.ModelProto, reason: str) -> None:
 
 
 def test_two_formats_in_one_model_need_the_library() -> None:
-    """One ONNX function cannot serve codes and floats."""
+    """A model with float caches and compressed caches is not portable: one ONNX function cannot serve both."""
     model = llama("standard")
     calibration = [prompt(model, seed=seed) for seed in (5, 6)]
     codes = recipe(select=["*layers.0*"], keys="codes", values="int8")

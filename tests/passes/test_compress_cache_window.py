@@ -1,4 +1,4 @@
-"""A compressed cache that also keeps recent and first keys as floats."""
+"""A compressed cache that keeps the first and the most recent keys as floats."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_more_exact_keys_are_nearer(form: str) -> None:
     for options in ({}, {"window": 24}, {"window": 24, "sinks": 24}, {"window": 50, "sinks": 22}):
         found, report = compress(model, d_sub=2, values="float32", **options)
         errors.append(distance(decode(found, CUTS)[:, 70:], expected))
-        # With a prompt of 50 tokens, verify reads codes where not all keys are exact.
+        # After a prompt of 50 tokens, some keys are read as codes unless window and sinks cover 50 tokens.
         some_codes = sum(options.values()) < 50
         assert report.cache is not None
         assert (report.cache.decode_error[0].relative_l2 > 1e-4) == some_codes
@@ -72,13 +72,13 @@ def test_it_runs_without_our_library(form: str) -> None:
     portable = onnxruntime.InferenceSession(found.SerializeToString(), providers=["CPUExecutionProvider"])
     feeds = decoding.feeds(40, 41)
     for ours, others in zip(session(found).run(None, feeds), portable.run(None, feeds), strict=True):
-        if ours.dtype == np.float32:  # tables are rounded to 1 / 255; the exact keys of layer 0 depend on none
+        if ours.dtype == np.float32:  # float outputs; those with codes and tables may differ by a step of 1/255
             assert distance(others, ours) < 0.05
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_generation(form: str, tmp_path: Any) -> None:
-    """Growing and shared caches pass on the exact keys; the ring wraps around."""
+    """Exact keys stay correct in growing and shared caches, also after the ring buffer wraps around."""
     original = llama(form)
     model, _ = compress(original, window=6, sinks=2)
     onnx.save(model, tmp_path / "c.onnx")

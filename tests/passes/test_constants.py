@@ -1,4 +1,4 @@
-"""Weights that are computed from constants: their values, and refusals."""
+"""Weights that are computed from constants: the computed values, and refusals."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_random_numbers_are_no_constants() -> None:
 
 
 def test_what_cannot_be_worked_out_is_named() -> None:
-    """The number of elements is known only after they are computed."""
+    """The output shape of NonZero is known only after it has run."""
     found = find([node("NonZero", "w", to="where"), node("Cast", "where", to_=TensorProto.FLOAT)], {"w": W})
     assert isinstance(found, NotLinear)
     assert "weight 'W' is made by NonZero ('make where') of constants, which cannot be worked out" in found.reason
@@ -116,7 +116,7 @@ def test_a_constant_is_not_much_larger_than_what_it_is_made_of() -> None:
 
 @pytest.mark.parametrize("op_type", ["Add", "Neg"])
 def test_walks_are_short(op_type: str) -> None:
-    """A very long chain, and sums of a value with itself, whose inputs double at each step."""
+    """A chain of 3001 nodes, and one where each Add reads the same value twice, so that paths double."""
     nodes = [
         node(op_type, *([f"w{i}"] * (2 if op_type == "Add" else 1)), to=f"w{i + 1}" if i < 3000 else "W")
         for i in range(3001)
@@ -125,7 +125,7 @@ def test_walks_are_short(op_type: str) -> None:
 
 
 def test_numbers_that_cannot_be_computed_are_an_error_of_the_model() -> None:
-    """The shape is known before the values are."""
+    """A Reshape to a wrong size is found only when the values are computed."""
     found = find([node("Reshape", "w", "shape")], {"w": W, "shape": np.array([5, 5])})
     assert isinstance(found, Linear)
     with pytest.raises(ModelError, match=r"node 'make W' \(Reshape\) cannot be computed from its constants: "):

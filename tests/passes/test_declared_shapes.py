@@ -1,4 +1,4 @@
-"""Opset-23 Attention after our operators, and the shapes that written models declare for it."""
+"""Attention of opset 23 after Ortolan's operators, and the shapes that the written models declare for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FEEDS = {"ids": np.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])}
 
 
 def _capped_attention(by_heads: bool) -> onnx.ModelProto:
-    """A layer and an attention with capped scores, which our operators do not support.
+    """Return an embedding, linear layers and an attention with capped scores, which no operator supports.
 
     No value has a declared shape.
     """
@@ -29,7 +29,7 @@ def _capped_attention(by_heads: bool) -> onnx.ModelProto:
         weights[f"W{name}"] = random_weight(_WIDTH, heads * _HEAD, seed=seed)
         nodes.append(helper.make_node("MatMul", ["x", f"W{name}"], [name], name=f"{name}_proj"))
         last[name] = name
-        if by_heads:  # the last dimension follows from the width alone
+        if by_heads:  # only the layer's width gives the last dimension
             weights[f"{name}_shape"] = np.array([0, 0, heads, -1])
             nodes.append(helper.make_node("Reshape", [name, f"{name}_shape"], [f"{name}_heads"]))
             last[name] = f"{name}_by_heads"

@@ -1,4 +1,4 @@
-"""Pass verify decodes tokens from a compressed cache, and refuses a cache with wrong contents."""
+"""Pass verify decodes tokens with a compressed cache, and refuses a cache with wrong contents."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def too_small(books: Books) -> Books:
 
 
 def other_order(books: Books) -> Books:
-    """Reverse the order of sub-quantizers, whose values differ, as after a position embedding."""
+    """Reverse the sub-quantizers and shift their centroids."""
     return np.ascontiguousarray(books[:, ::-1]) + np.float32(2)
 
 
@@ -71,7 +71,7 @@ def test_ruined_codebooks_are_refused(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_codebooks_of_one_layer(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    """The codebooks are damaged when they are put into the model; the learned ones are right."""
+    """The codebooks are damaged when they are written into the model; the learned ones are correct."""
     right = CompressCachePass._constant
 
     def wrong(self, model, graph, name, array):  # type: ignore[no-untyped-def]
@@ -107,7 +107,7 @@ def test_a_limit_of_the_user_holds_for_decoded_tokens() -> None:
 
 
 def test_a_step_that_goes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caches are right, but attention reads them with a wrong scale."""
+    """The caches are correct, but attention decodes them with a wrong scale."""
     right = CompressCachePass.make_node
 
     def wrong(self, *given):  # type: ignore[no-untyped-def]
@@ -141,7 +141,7 @@ def test_a_function_that_writes_another_cache(monkeypatch: pytest.MonkeyPatch, f
 
 
 def test_padding_is_left_out() -> None:
-    """The longest sequence is decoded without its padding, in the steps that leave a prompt."""
+    """Only the longest sequence is decoded, without its padding and with most tokens in the prompt."""
     ids = np.arange(20, dtype=np.int64).reshape(2, 10)
     mask = np.ones((2, 13), np.int64)
     mask[0, :3] = mask[0, 8:] = mask[1, 3:7] = 0
@@ -171,7 +171,7 @@ def test_answers_to_padding_are_not_compared(form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_answers_to_padding_are_not_compared_where_no_token_is_decoded(form: str) -> None:
-    """The model has an additional input, so no token is decoded, and the answers to the feeds are compared."""
+    """An additional input prevents decoding, so pass verify compares answers to the given inputs instead."""
     proto = llama(form)
     model = ir.from_proto(proto)
     feeds = prompt(proto) | {"number": np.ones(1, np.float32)}
@@ -194,7 +194,7 @@ def test_contents() -> None:
     use = CacheUse("past", "present", "node", CacheFormat(16, books), "books", spread_of(keys[0]))
     found = {"present": CacheFormat(16, books).encode(keys)}
     check_contents([use], {"present": keys}, found, 0.0)
-    # Four tokens alone would have similar answers.
+    # Four tokens suffice: contents are compared with the spread of all keys.
     close = keys[:, :, :4] * 0.01 + 3
     check_contents([use], {"present": close}, {"present": CacheFormat(16, books).encode(close)}, 0.0)
     with pytest.raises(VerificationError, match="node 'node': the keys of head 1 in its cache 'present'"):

@@ -1,4 +1,4 @@
-"""Dimensions of a graph: what names say, and graphs that are not well-formed."""
+"""Dimensions of a graph: equal names mean equal sizes, and graphs that are not well-formed."""
 
 from __future__ import annotations
 

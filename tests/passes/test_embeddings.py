@@ -1,4 +1,4 @@
-"""Pass embeddings: word tables in few bits, read by standard operators."""
+"""Pass embeddings: word embeddings in few bits, which standard operators look up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
 def model(
     width: int = 48, name: str = "input_ids", ids: int = TensorProto.INT64, dtype: str = "float32", rows: int = ROWS
 ) -> onnx.ModelProto:
-    """Rows of a table, and a linear layer after them."""
+    """Return a model of an embedding and a linear layer."""
     rng = np.random.default_rng(0)
     table = rng.standard_normal((rows, width)).astype(dtype)
     table[3] = 0
@@ -64,7 +64,7 @@ def table_of(source: onnx.ModelProto) -> np.ndarray:
 
 
 def in_eight_bits(table: np.ndarray) -> np.ndarray:
-    """Quantize each row with one scale, in numpy."""
+    """Quantize each row of the table to 8 bits with one scale, and dequantize it."""
     scales = (np.abs(table).max(axis=1, keepdims=True) / 127).astype(np.float32).astype(np.float64)
     rounded: np.ndarray = np.clip(np.rint(table / np.where(scales > 0, scales, 1)), -127, 127) * scales
     return rounded
@@ -109,7 +109,7 @@ def test_four_bits_are_near(tmp_path: Path) -> None:
 
 
 def between(source: onnx.ModelProto, *nodes: onnx.NodeProto, **constants: np.ndarray) -> onnx.ModelProto:
-    """Insert nodes that compute `ids` from input_ids before the Gather."""
+    """Insert nodes that compute `ids`, the input of the Gather, from input_ids."""
     source.graph.node[0].input[1] = "ids"
     for node in reversed(nodes):
         source.graph.node.insert(0, node)
@@ -120,7 +120,7 @@ def between(source: onnx.ModelProto, *nodes: onnx.NodeProto, **constants: np.nda
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_ids_that_are_cast_and_reshaped(bits: int, known: bool) -> None:
-    """Decoder exports: input_ids.view(-1, input_ids.shape[-1])."""
+    """Decoder exports compute input_ids.view(-1, input_ids.shape[-1])."""
     nodes = [
         helper.make_node("Cast", ["input_ids"], ["cast"], to=TensorProto.INT64),
         helper.make_node("Shape", ["cast"], ["shape"]),
@@ -129,7 +129,7 @@ def test_ids_that_are_cast_and_reshaped(bits: int, known: bool) -> None:
         helper.make_node("Reshape", ["cast", "both"], ["ids"]),
     ]
     source = between(model(ids=TensorProto.INT32), *nodes, last=np.array([1]), minus_one=np.array([-1]))
-    if not known:  # rank of the rows
+    if not known:  # hide the rank of the looked-up rows
         gather, dense = source.graph.node[-2:]
         gather.output[0] = dense.input[0] = "found"
         source.graph.node.append(helper.make_node("Identity", ["found"], ["rows"]))
@@ -143,7 +143,7 @@ def test_ids_that_are_cast_and_reshaped(bits: int, known: bool) -> None:
 @pytest.mark.parametrize("known", [True, False])
 def test_no_ids_at_all(shape: tuple[int, int], known: bool) -> None:
     source = model()
-    if not known:  # rank of the ids
+    if not known:  # hide the rank of the ids
         source.graph.input[0].type.tensor_type.ClearField("shape")
         for output in source.graph.output:
             output.type.tensor_type.ClearField("shape")
@@ -163,7 +163,7 @@ def test_no_ids_of_a_table_in_a_tied_head(shape: tuple[int, int], weights: str) 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_table_that_two_lookups_share(bits: int) -> None:
-    """Lookups of an encoder and a decoder, and one in a branch of an If: the table is stored once."""
+    """The table is stored once for the lookups of an encoder and a decoder, one of them in an If."""
     source = model()
     graph = source.graph
     inner = helper.make_graph(
@@ -192,7 +192,7 @@ def test_a_table_that_two_lookups_share(bits: int) -> None:
 
 
 def test_a_table_that_kinds_of_tokens_share() -> None:
-    """XLM: the ids of one lookup are sliced, those of the other are not words."""
+    """XLM looks up input_ids, which are sliced, and token_type_ids in the same table."""
     nodes = [helper.make_node("Slice", ["input_ids", "start", "end", "axis"], ["ids"])]
     source = between(model(), *nodes, start=np.array([0]), end=np.array([1 << 40]), axis=np.array([1]))
     graph = source.graph
@@ -209,7 +209,10 @@ def test_a_table_that_kinds_of_tokens_share() -> None:
 
 
 def with_head(own_copy: bool, dtype: str = "float32", width: int = 64) -> onnx.ModelProto:
-    """A table whose transpose is a head; own_copy: the head has a copy of it, as some exporters write it."""
+    """Return a model whose embedding is also the head, transposed.
+
+    own_copy: the file stores the transposed table a second time, as some exporters do.
+    """
     source = model(width, dtype=dtype)
     graph = source.graph
     table = numpy_helper.to_array(graph.initializer[0])
@@ -223,7 +226,7 @@ def with_head(own_copy: bool, dtype: str = "float32", width: int = 64) -> onnx.M
 
 
 def numbers(made: onnx.ModelProto) -> int:
-    """Return the large constants: those with at least as many elements as the table."""
+    """Return the number of constants with at least 32 x ROWS elements, about the size of the table."""
     sizes = [int(np.prod(tensor.dims)) for tensor in made.graph.initializer]
     return sum(size >= ROWS * 32 for size in sizes)
 
@@ -349,7 +352,7 @@ def test_attention_behind_a_table_is_fused(bits: int) -> None:
 
 
 def test_a_table_of_positions_becomes_float16():
-    """Its rows are those of the original, rounded; it is found by its name, and exclude skips it."""
+    """The pass finds the position table by its name and rounds its rows; the option exclude skips it."""
     original = ir.to_proto(tiny.tiny_bert(vocab_size=1200))
     (table,) = (t for t in original.graph.initializer if "position_embeddings" in t.name)
 

@@ -1,4 +1,4 @@
-"""The operators found after a linear layer: they compute their formula, and other graphs are not matched."""
+"""The operators found after a linear layer compute its activation and residual; other graphs are not matched."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def gelu_cube_by_products(w: Writer, x: str) -> str:
 
 
 def gelu_fast(w: Writer, x: str) -> str:
-    """Hugging Face's gelu_fast, which writes the constant with ten digits."""
+    """Hugging Face's gelu_fast, whose constant has ten digits."""
     inner = w.node("Add", w.node("Mul", w.node("Mul", x, 0.044715), x), 1.0)
     gate = _tanh_gate(w, w.node("Mul", w.node("Mul", x, 0.7978845608), inner))
     return w.node("Mul", w.node("Mul", x, 0.5), gate)
@@ -134,7 +134,7 @@ def some_x(rows: int = 64) -> np.ndarray:
 
 
 def check_values(model: onnx.ModelProto, found: Epilogue, **residuals: np.ndarray) -> None:
-    """Check that the model's first output is the formula of `found`, within float32 rounding of ten operations."""
+    """Check that the first output follows the formula of `found`, within float32 rounding of ten operations."""
     x = some_x()
     y = x.astype(np.float64) @ WEIGHTS["W"] + WEIGHTS["b"]
     expected = FORMULAS[found.activation](y)
@@ -177,7 +177,7 @@ OPS = ("Add", "Mul", "Div", "Pow", "Erf", "Tanh", "Sigmoid")
 @examples(150)
 @given(st.sampled_from(list(FORMULA_FORMS)), st.data())
 def test_whatever_is_found_in_a_damaged_form_is_what_it_computes(form, data):
-    """One operand or operator of an activation is exchanged: most results are another function, some the same one."""
+    """One operand or operator is replaced at random. A match must still compute what the graph computes."""
     w = Writer()
     output = form(w, "y")
     index = data.draw(st.integers(1, len(w.nodes) - 1))
@@ -216,7 +216,7 @@ def test_numbers_rounded_to_float16_or_bfloat16_are_refused(form, mantissa):
         value = float(w.weights[name])
         fraction, exponent = math.frexp(value)
         rounded = math.ldexp(round(math.ldexp(fraction, mantissa + 1)), exponent - mantissa - 1)
-        if rounded != value:  # 0.5, 1 and 3 are exact
+        if rounded != value:  # constants that need more digits than float16 has
             w.weights[name] = np.float32(rounded)
             assert finds_nothing(w.model(output)), name
 
@@ -243,7 +243,7 @@ def gelu_over_its_gate(w: Writer, x: str) -> str:
 
 
 def power_of_two_million(w: Writer, x: str) -> str:
-    """(x^2 + x)^(2^21), which must not be expanded."""
+    """Compute (x^2 + x)^(2^21), which must not be expanded."""
     power = w.node("Add", w.node("Mul", x, x), x)
     for _ in range(21):
         power = w.node("Mul", power, power)
@@ -307,7 +307,7 @@ def test_the_activation_itself_may_have_consumers_and_be_an_output(form, activat
 
 
 def in_branch(build: Callable[[Writer], str]) -> onnx.ModelProto:
-    """A model with nodes after the layer in a branch of an If."""
+    """Return a model whose nodes after the linear layer are in a branch of an If."""
     w, inner = Writer(), Writer()
     result = build(inner)
     branches = [
@@ -385,7 +385,7 @@ def test_nodes_are_in_graph_order_and_the_residual_may_come_late():
     output = gelu_half_x(w, "y")
     late = w.node("Neg", w.input("r", "batch", N))
     output = w.node("Add", late, output)
-    # The independent x 0.5 moves to the front.
+    # The node that computes 0.5 x moves to the front, before the nodes that it does not depend on.
     half = next(node for node in w.nodes if node.op_type == "Mul" and node.input[0] == "y" and node.output[0] == "v4")
     w.nodes.remove(half)
     w.nodes.insert(1, half)
@@ -400,7 +400,7 @@ def test_addition_of_the_value_to_itself_or_to_something_computed_from_it_is_ref
     assert finds_nothing(w.model(w.node("Add", "y", "y")))
     w = Writer()
     assert finds_nothing(w.model(w.node("Add", "y", w.node("Neg", "y"))))
-    for use in ("v2", "y"):  # x sigmoid(x), and x
+    for use in ("v2", "y"):  # an intermediate result and y itself have another consumer
         w = Writer()
         output = silu(w, "y")
         assert output == "v2"
@@ -429,7 +429,7 @@ def test_nothing_behind_the_layer():
 
 
 def replace(epilogue: Epilogue, layer: ir.Node, op: str = "SparseAMXMatMul") -> ir.Node:
-    """Insert an operator at the last node, as the pass does."""
+    """Insert the operator after the last node of the epilogue, as the pass does."""
     inputs = [layer.inputs[0], layer.inputs[1], epilogue.residual]
     node = ir.Node("ai.ortolan", op, inputs, [ir.Attr("activation", ir.AttributeType.INT, epilogue.activation)])
     graph = layer.graph

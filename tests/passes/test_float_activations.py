@@ -1,4 +1,4 @@
-"""Models of ONNX Runtime's static quantizer: activations become floats, and dense layers keep their integers."""
+"""Models of ONNX Runtime's static quantizer: activations become float, and dense layers keep their integers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROUNDS = {"QuantizeLinear", "DequantizeLinear"}
 
 @pytest.fixture(scope="module", params=WAYS)
 def bert(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return a float BERT and its quantized form."""
+    """Return the paths of a float BERT and its quantized form."""
     folder = tmp_path_factory.mktemp("bert")
     onnx.save(ir.to_proto(tiny.tiny_bert()), folder / "float.onnx")
     quantization.quantize_static(folder / "float.onnx", folder / "int8.onnx", Reader(), **WAYS[request.param])
@@ -74,7 +74,7 @@ def test_a_model_that_rounds_everywhere(bert: tuple[Path, Path], tmp_path: Path)
 
 
 def mlp(*activation: onnx.NodeProto, **constants: np.ndarray) -> onnx.ModelProto:
-    """x -> layer, h -> activation, a -> layer, y."""
+    """Return a model of a layer x -> h, the activation h -> a, and a layer a -> y."""
     return make_model(
         [
             helper.make_node("MatMul", ["x", "W"], ["p"], name="up"),
@@ -120,7 +120,7 @@ def test_a_relu_that_the_quantizer_left_out_is_there_again(
 
 
 def test_what_is_never_negative_is_not_cut_off(tmp_path: Path) -> None:
-    """GELU is found, although the range of erf + 1 starts at 0; the same for probabilities."""
+    """The quantized range of erf + 1 starts at 0, but GELU is still found; the same for probabilities."""
     gelu = [
         helper.make_node("Div", ["h", "root"], ["scaled"]),
         helper.make_node("Erf", ["scaled"], ["erf"]),
@@ -142,14 +142,17 @@ def test_what_is_never_negative_is_not_cut_off(tmp_path: Path) -> None:
 
 
 def freed(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model without quantized activations; layers are not changed."""
+    """Return the model with float activations and unchanged layers."""
     return ortolan.optimize_onnx(model, recipe=FREED).model
 
 
 def beside_a_layer(
     *nodes: onnx.NodeProto, opset: int = 17, kind: int = FLOAT, rank: int = 2, **constants: np.ndarray
 ) -> onnx.ModelProto:
-    """A layer x -> y, and nodes that compute z. They can read the integers xq of x and yr of y."""
+    """Return a layer x -> y, and nodes that compute z.
+
+    The nodes may read the quantized tensors xq and yr of x and y.
+    """
     layer = Int8Layer("qdq")
     everything = [*layer.nodes(), *nodes]
     read = {name for node in everything for name in node.input}
@@ -260,7 +263,7 @@ def test_operators_of_numbers_become_those_of_floats(op_type: str) -> None:
 
 
 def test_products_of_numbers_become_those_of_floats() -> None:
-    """QLinearMatMul of two activations."""
+    """A QLinearMatMul of two activations is replaced by a float MatMul."""
     model = beside_a_layer(
         helper.make_node("Transpose", ["xq"], ["t"], perm=[1, 0]),
         helper.make_node("QLinearMatMul", ["t", *RANGE, "xq", *RANGE, *TO], ["zq"], name="scores"),
@@ -291,7 +294,7 @@ def test_rows_of_a_table_are_gathered_before_they_are_floats() -> None:
 
 
 def test_the_lowest_float_stays_finite() -> None:
-    """A mask's value, for which scale times integer overflows to infinity."""
+    """Dequantizing the lowest mask value in float32 overflows to -Inf; the result must stay finite."""
     lowest = np.finfo(np.float32).min
     scale = np.nextafter(np.float32(-lowest / 255), np.float32(np.inf))
     with np.errstate(over="ignore"):
@@ -316,7 +319,7 @@ def test_a_dense_layer_of_each_form(form: str) -> None:
     model, x = layer.model(), layer.inputs(50)
     report = adopt(model)
     assert {"SparseAMXMatMul"} <= set(op_types(report.model)) <= {"SparseAMXMatMul", "Identity"}
-    tensors = layer.tensors  # for which the bias is an integer number of steps
+    tensors = layer.tensors  # reading `tensors` rounds the layer's bias to whole steps
     exact = x @ layer.matrix + (layer.b if layer.bias else 0)
     assert tensors and relative_error(exact, run(model, {"x": x})[0]) < 0.2
     for answer in outputs(report.model, x):
@@ -324,7 +327,7 @@ def test_a_dense_layer_of_each_form(form: str) -> None:
 
 
 def test_fixed_ranges_stay_where_a_layer_is_sparse() -> None:
-    """VNNISpMM uses them; the dense layer after it is not changed."""
+    """VNNISpMM uses the ranges of the sparse layer; the dense layer after it is not changed."""
     first, second = Int8Layer("qdq"), Int8Layer("qdq", q=RNG.integers(1, 128, (24, 16)).astype(np.int8), seed=1)
     dense = [onnx.NodeProto.FromString(node.SerializeToString()) for node in second.nodes()]
     for node in dense:

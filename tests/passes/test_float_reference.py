@@ -1,4 +1,4 @@
-"""Models with stored integer weights: both runs are compared with these weights in float, within limits."""
+"""Models with stored integer weights: both models are compared with these weights computed in float."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_distances(report: OptimizationReport, model: onnx.ModelProto, x: np.nd
 def test_dynamic_layers(form: str, unsigned: bool) -> None:
     layer = Int8Layer(form, unsigned=unsigned, zero_point=128 * unsigned, bias=True)
     model, x = layer.model(), layer.inputs(200)
-    x[:100] /= 64  # rounded by the range of the batch, these rows lose most
+    x[:100] /= 64  # dynamic quantization uses one range per batch, so that these small rows lose most
     report = ortolan.optimize_onnx(model, calibration={"x": x}, options=QUICK)
     check_distances(report, model, x, x @ layer.matrix + layer.b)
 
@@ -72,7 +72,7 @@ def test_an_original_that_computes_in_float_is_the_reference() -> None:
 
 @pytest.mark.parametrize("outside", [False, True])
 def test_layers_in_branches(outside: bool) -> None:
-    """Weights in the branch, or in the outer graph."""
+    """The weights are stored in the branches or in the outer graph."""
     layer = Int8Layer("dynamic", bias=True)
     nodes = layer.nodes("product")
     used = {name for node in nodes for name in node.input}
@@ -128,7 +128,7 @@ def behind_a_layer(*nodes: onnx.NodeProto, kind: int = FLOAT, rank: int = 2, **w
 
 
 def test_answers_that_rounding_changes_are_refused_unless_allowed(tmp_path: Path) -> None:
-    """The sine of large values is almost random."""
+    """The sine of large values amplifies rounding until the answers are almost random."""
     many = [helper.make_node("Mul", ["y", "factor"], ["turns"]), helper.make_node("Sin", ["turns"], ["out"])]
     model = behind_a_layer(*many, factor=np.array(1e4, np.float32))
     path, output = tmp_path / "model.onnx", tmp_path / "fast.onnx"
@@ -146,7 +146,7 @@ def test_answers_that_rounding_changes_are_refused_unless_allowed(tmp_path: Path
 
 
 def test_answers_that_are_nearer_to_the_weights_are_saved() -> None:
-    """ONNX Runtime rounds small rows of a batch by the range of the large ones, so here they become equal."""
+    """ONNX Runtime quantizes all rows with one range, so rows that differ little become equal."""
     nodes = [
         helper.make_node("ReduceL2", ["y"], ["norm"], axes=[1], keepdims=1),
         helper.make_node("Div", ["y", "norm"], ["out"]),

@@ -1,4 +1,4 @@
-"""Calibrated quantization of a model: where scales are folded, and the report."""
+"""Calibrated quantization of a model: where the scales of AWQ are folded, and the report."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def llama_feeds(sequences: int = 8) -> list[dict[str, np.ndarray]]:
 
 
 def outlier_llama() -> onnx.ModelProto:
-    """A tiny Llama whose norms make a few channels large, as in real models."""
+    """Return a tiny Llama with a few large channels after its norms, as in real models."""
     model = tiny.tiny_llama()
     for name, value in model.graph.initializers.items():
         if name.endswith("layernorm.weight"):
@@ -63,7 +63,7 @@ def outlier_llama() -> onnx.ModelProto:
 
 
 def norm_model(kind: str) -> onnx.ModelProto:
-    """y = norm(x) A, with different forms of the norm and of the operators after it."""
+    """Return y = norm(x) A, with different norms and different operators after them."""
     shape, gamma = ["batch", 64], np.linspace(0.5, 1.5, 64, dtype=np.float32)
     gamma[::11] *= 20
     weights = {"G": gamma, "B": np.linspace(-1, 1, 64, dtype=np.float32), "A": random_weight(64, 24)}
@@ -103,7 +103,7 @@ def norm_model(kind: str) -> onnx.ModelProto:
 
 
 def scale_only(model: onnx.ModelProto, monkeypatch, feeds) -> tuple[onnx.ModelProto, ortolan.OptimizationReport]:
-    """Return the model after awq has folded its scales, without quantized weights."""
+    """Return the model after AWQ has folded its scales, with unquantized weights."""
     monkeypatch.setattr(quantize, "put_quantized", lambda *_: None)
     report = quantized(model, feeds, method="awq", exclude=["/first"] if "/first" in str(model) else [])
     assert report.model is not None
@@ -208,7 +208,7 @@ def test_gptq_sees_all_rows_of_all_feeds(monkeypatch, hessian_bytes):
     (first, damping), act_order, (second, _), _ = seen
     assert (damping, act_order) == (0.05, True)
     np.testing.assert_allclose(first, x.T @ x, rtol=1e-4, atol=1e-2)
-    h = x @ a  # not of the quantized A
+    h = x @ a  # computed with the unquantized A
     np.testing.assert_allclose(second, h.T @ h, rtol=1e-4, atol=1e-2)
     assert not [note for note in report.notes if "calibrat" in note]
 
@@ -254,7 +254,7 @@ def test_poor_calibration_is_noted():
 def test_layers_in_subgraphs_are_rounded_to_nearest(method):
     report = quantized(branches_model(), method=method)
     assert [layer.weight_bits for layer in report.layers] == [4, 4]
-    # The input x of both is outside the branches, so it is recorded.
+    # Both layers read x, which is outside the branches, so it can be recorded.
     assert not [note for note in report.notes if "subgraph" in note]
 
 

@@ -1,6 +1,6 @@
-"""Attention as exporters write it becomes NoMADAttention with the same answers.
+"""Attention as exporters write it is replaced by NoMADAttention with the same answers.
 
-Graphs that only look like attention are not changed, and the note has the reason.
+Graphs that only look like attention stay unchanged, and a note has the reason.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def recipe(*others: dict[str, Any], **options: Any) -> Recipe:
 
 
 def answers(model: onnx.ModelProto, given: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """Return the answers of our kernels, and of the model without the library."""
+    """Return the model's answers with the operator library, and without it."""
     return [run(model, given, library=library)[0] for library in (True, False)]
 
 
@@ -55,9 +55,9 @@ def test_every_form_becomes_one_node(form: str) -> None:
     onnx.checker.check_model(fused, full_check=True)
     left = op_types(fused)
     assert left.count("NoMADAttention") == 1
-    # No node of the replaced attention is left, nor nodes that only computed its shapes.
+    # All nodes of the attention are gone, including nodes that computed its shapes.
     gone = {"Softmax", "Transpose", "Reshape", "Gather", "IsNaN", "Trilu", "MultiHeadAttention", "Attention"}
-    # The nodes that compute the mask are kept.
+    # Nodes that compute the mask remain.
     gone -= {"Transpose", "Gather"} if "bias" in form else {"Trilu"} if "padding" in form else set()
     assert not gone & set(left) and left.count("MatMul") == 3
     for rows in (1, S, 70):
@@ -87,7 +87,7 @@ def test_rows_that_see_nothing_stay_what_they_were() -> None:
 
 
 def test_a_shared_mask_stands_before_all_that_read_it() -> None:
-    """The attention whose Softmax comes first merges its heads last."""
+    """Of two attentions with a shared mask, the one with the first Softmax merges its heads last."""
     graph = Graph()
     bias, mask = position_bias(graph), graph.additive_mask()
     contexts = []
@@ -196,7 +196,7 @@ def test_an_encoder(precision: str, portable: bool) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_with_quantized_layers(bits: int) -> None:
-    """The layers around attention are replaced as without it; only attention's own rounding changes the answers."""
+    """Linear layers are replaced as without the pass; only the rounding in attention changes the answers."""
     model = onnx_model(tiny.tiny_bert())
     op = {8: "SparseAMXMatMul", 4: "W4A8MatMul"}[bits]
     quantize: dict[str, Any] = {"name": "quantize", "bits": bits} | ({"group_size": 32} if bits == 4 else {})
@@ -210,11 +210,11 @@ def test_with_quantized_layers(bits: int) -> None:
         return result
 
     without, fused = optimized(), optimized({"name": "fuse_attention"})
-    # Query, key and value become one node.
+    # Query, key and value layers are joined to one node.
     assert op_types(without).count(op) == 12 and op_types(fused).count(op) == 8
     assert op_types(fused).count("NoMADAttention") == 2 and "MatMul" not in op_types(fused)
     (expected,), (found,) = (run(one, bert_feeds(), library=True) for one in (without, fused))
-    assert relative_error(expected, found) < 0.03  # values that round in the other direction
+    assert relative_error(expected, found) < 0.03  # caused by activations that round to the next int8 step
 
 
 def mpnet_feeds(rows: int) -> dict[str, np.ndarray]:
@@ -226,7 +226,7 @@ def mpnet_feeds(rows: int) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("precision", ["f32", "bf16"])
 def test_an_encoder_with_a_position_bias(precision: str) -> None:
-    """All layers add the same bias and the same mask: their sum is computed once."""
+    """All layers add the same bias and mask, so their sum is computed once."""
     model = onnx_model(tiny.tiny_mpnet(num_hidden_layers=3))
     report = ortolan.optimize_onnx(model, recipe=recipe(precision=precision))
     assert report.model is not None

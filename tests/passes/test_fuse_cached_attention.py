@@ -1,6 +1,6 @@
-"""Attention with float caches becomes NoMADAttention next to replaced layers; the cache is not changed.
+"""Attention with float caches is replaced by NoMADAttention, and the cache stays the same.
 
-The forms of attention: test_cached_graphs.py and test_compress_cache_forms.py.
+Forms of attention are tested in test_cached_graphs.py and test_compress_cache_forms.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LEFT = "attention with a cache not replaced: "
 
 
 def fused(model: onnx.ModelProto, **options: Any) -> tuple[onnx.ModelProto, OptimizationReport]:
-    """Run a recipe with only this pass."""
+    """Run a recipe with only this pass, and return the model and its report."""
     steps = [{"name": "normalize"}, {"name": NAME, **options}, {"name": "verify", "seconds": 0.0}]
     report = ortolan.optimize_onnx(
         model,
@@ -58,14 +58,14 @@ def test_answers_and_caches_stay(form: str, kv_heads: int) -> None:
         assert [value.name for value in before] == [value.name for value in after]
         types = [[value.type.tensor_type.elem_type for value in side] for side in (before, after)]
         assert types[0] == types[1]
-    # GroupQueryAttention takes prompts of an empty cache, and single tokens.
+    # GroupQueryAttention supports only prompts with an empty cache, and single tokens.
     cuts = (70, 71, 72) if form == "gqa" else (70, 71, 72, 80, 81)
     np.testing.assert_allclose(decode(found, cuts), decode(model, cuts), atol=2e-5)
 
 
 @pytest.mark.parametrize(("form", "head_dim"), [("standard", 16), ("standard", 36), ("gqa", 16)])
 def test_prompts_of_bf16(form: str, head_dim: int) -> None:
-    """The CPU rounds to bf16 if that is faster than float32; without the library nothing is rounded."""
+    """Prompts are rounded to bf16 if the CPU is faster with it; without the library nothing is rounded."""
     model = llama(form, head_dim=head_dim)
     found, report = fused(model, precision="bf16")
     assert report.portable and of_attention(report) == [BECAME]
@@ -75,7 +75,7 @@ def test_prompts_of_bf16(form: str, head_dim: int) -> None:
     cuts = (70, 71, 72) if form == "gqa" else (70, 71, 72, 80, 81)
     expected = decode(model, cuts)
     assert distance(decode(found, cuts), expected) < LAYERS * ROUNDING["bf16"]
-    for node in nodes:  # as it is on every CPU
+    for node in nodes:  # with any_order = 0, every CPU rounds to bf16
         next(one for one in node.attribute if one.name == "any_order").i = 0
     assert 1e-5 < distance(decode(found, cuts), expected) < LAYERS * ROUNDING["bf16"]
     feeds = prompt(model, tokens=20)
@@ -106,7 +106,7 @@ def test_sequences_of_unequal_lengths(padding: str) -> None:
 
 
 def test_sequences_of_unequal_lengths_and_group_query_attention() -> None:
-    """New tokens are stored right after the shorter prompt, over its padding."""
+    """New tokens overwrite the padding right after the shorter prompt."""
     model = llama("gqa")
     mask = np.ones((2, 43), np.int64)
     mask[1, 25:40] = 0

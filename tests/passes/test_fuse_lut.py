@@ -1,4 +1,4 @@
-"""Pass fuse_lut: the chains it finds, lookups with ONNX Runtime's answers, and reasons for the rest."""
+"""Pass fuse_lut: the chains it replaces, their answers, and reasons for chains that stay."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def op_types(model: onnx.ModelProto) -> list[str]:
 
 
 def assert_same_answers(model: onnx.ModelProto, optimized: onnx.ModelProto, x_type: type) -> None:
-    """Check every value of x, with the library and without."""
+    """Check the answers for every value of x, with the library and without it."""
     feeds = {"x": all_codes(x_type)}
     before = answers(model, feeds)
     for library in (True, False):
@@ -55,7 +55,7 @@ def test_one_lookup_answers_what_the_chain_answered(name: str, x_type: type) -> 
     assert [(one.name, one.status, one.entries) for one in report.lookups] == [(last.name, "replaced", 256)]
     constant = {"n_t", "n_u", "n_r"} if name == "quantized_numbers" else set()
     assert report.lookups[0].operators == [one.op_type for one in CHAINS[name] if one.name not in constant]
-    assert len(report.model.graph.initializer) == 1  # the chain is removed
+    assert len(report.model.graph.initializer) == 1  # only the table is left
     assert_same_answers(model, report.model, x_type)
 
 
@@ -96,7 +96,7 @@ def test_float_output() -> None:
 
 
 def test_values_that_others_use_stay() -> None:
-    """The product keeps its DequantizeLinear, and with a QuantizeLinear after it ORT's quantized operator."""
+    """A MatMul also reads the Tanh output, whose DequantizeLinear must stay so that ORT can fuse it."""
     nodes = [
         node("DequantizeLinear", "x scale zero", "a"),
         node("Tanh", "a", "t"),
@@ -297,7 +297,7 @@ def test_not_portable_keeps_no_function() -> None:
 
 
 def test_long_chains() -> None:
-    """Chains longer than Python's recursion limit, after a product and after a quantized value."""
+    """Chains longer than Python's recursion limit, after a MatMul and after a quantized value."""
     nodes = [node("MatMul", "w weight", "v0")]
     nodes += [node("Add", f"v{i} half", f"v{i + 1}") for i in range(1500)]
     model = make_model(
@@ -322,10 +322,9 @@ def test_long_chains() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_graphs(seed: int) -> None:
-    """Random element-wise graphs with outputs anywhere.
+    """Random element-wise graphs with outputs anywhere match within one quantization step.
 
-    If several values of one formula are needed, ORT may compute them with other operators than for a table, so a code
-    may differ by one step.
+    If several values of a chain are used, ORT may compute them with other operators than the table.
     """
     rng = np.random.default_rng(seed)
     nodes = [node("DequantizeLinear", "x scale zero", "v0")]

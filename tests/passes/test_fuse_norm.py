@@ -1,4 +1,4 @@
-"""Pass fuse_norm: the LayerNormalizations and additions it replaces, with the same answers."""
+"""Pass fuse_norm: the LayerNormalizations and Adds that it replaces, with the same answers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def fuse(model: onnx.ModelProto, dry_run: bool = False) -> OptimizationReport:
 
 
 def fused(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the fused model, with the same answers as before, with the library and without, under the same names."""
+    """Return the fused model after checking its answers and names, with the library and without it."""
     result = fuse(model).model
     assert result is not None
     onnx.checker.check_model(result)
@@ -96,7 +96,7 @@ def fused(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def operands(model: onnx.ModelProto) -> list[str]:
-    """Return X and the addends of the only AddLayerNorm, without neutral constants."""
+    """Return the inputs of the only AddLayerNorm: X and the addends, without empty constants."""
     (found,) = (one for one in model.graph.node if one.op_type == "AddLayerNorm")
     return [name for name in found.input[:3] if not name.startswith("no_")]
 
@@ -166,7 +166,7 @@ def test_norms_behind_each_other_and_of_one_value() -> None:
     ]
     result = fused(model_of(nodes))
     assert op_types(result) == ["AddLayerNorm"] * 4 + ["Add"]
-    assert sum(name == "no_addend" for one in result.graph.node for name in one.input) == 2  # of y3 and y4
+    assert sum(name == "no_addend" for one in result.graph.node for name in one.input) == 2  # the nodes for y3 and y4
 
 
 LEFT_ALONE = {
@@ -236,7 +236,7 @@ def test_needs_normalize_for_old_opsets() -> None:
 
 
 ENCODERS: dict[str, tuple[Callable[[], ir.Model], int]] = {
-    # Number of LayerNormalizations that do not follow a layer.
+    # Value: number of LayerNormalizations that do not follow a linear layer.
     "bert": (tiny.tiny_bert, 1),
     "mpnet": (tiny.tiny_mpnet, 1),
     "modernbert": (tiny.tiny_modernbert, 6),
@@ -249,7 +249,7 @@ RECIPES = {
 }
 
 
-# Pairs of encoders and recipes, each once with padding skipped or not, so that each encoder and recipe has both.
+# Each encoder and each recipe is tested with and without pass unpad, but not every pair with both.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("encoder", "recipe", "unpad"),
@@ -265,7 +265,7 @@ def test_nothing_of_an_encoder_is_normalized_by_onnx_runtime(encoder: str, recip
     assert report.model is not None
     left = op_types(report.model)
     assert "LayerNormalization" not in left and left.count("AddLayerNorm") == norms
-    # The rank of VNNISpMM's output is unknown if the model does not declare it.
+    # In ModernBERT, VNNISpMM's output has no declared rank, so pass unpad cannot pack tokens.
     assert ("PackTokens" in left) == (unpad and (recipe, encoder) != ("4x1", "modernbert"))
     without = optimize(ir.to_proto(make()), recipe=steps).model
     assert without is not None and "LayerNormalization" in op_types(without)
@@ -280,7 +280,10 @@ def names(recipe: Recipe) -> list[str]:
 
 
 def test_forms_of_whole_numbers_have_it() -> None:
-    """Integer formats include it: encoders then have the same bits on every CPU. Other formats have it on request."""
+    """Integer formats include the pass, so that encoders give the same bits on every CPU.
+
+    Other formats include it only on request.
+    """
     for name, recipe in RECIPES.items():
         assert names(recipe).count("fuse_norm") == (name != "bf16")
     others = [{"weights": "bf16"}, {"sparsity": 0.5}, {"cache": "codes"}]

@@ -1,4 +1,4 @@
-"""Each fused operator of ONNX Runtime, split into several, compared with itself."""
+"""Each fused operator of ONNX Runtime is compared with the operators that replace it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ortolan.graph_passes.find.linear import NotLinear, count_stored, find_linea
 from .fused_graphs import fused_model, unfused
 from .small_models import op_types, relative_error, run
 
-B, S, K, W, H = 3, 7, 20, 24, 2  # sequences, tokens, inputs, width of queries, heads
+B, S, K, W, H = 3, 7, 20, 24, 2  # sequences, tokens, input width, query width, heads
 LOWEST = float(np.finfo(np.float32).min)
 RNG = np.random.default_rng(11)
 FUSE = Recipe.from_dict(
@@ -58,7 +58,7 @@ def attention_model(
     widths: tuple[int, ...] = (),
     **other: Any,
 ) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
-    """A model of one attention. added: batch and heads of a position bias."""
+    """Return a model of one Attention node, and its inputs. added: batch and heads of a position bias."""
     columns = sum(widths) if widths else 3 * W
     given = {"x": (random(B, S, K), ["batch", "rows", K])}
     constants = {"W": random(K, columns) / 4, "b": random(columns)}
@@ -83,9 +83,9 @@ def attention_model(
 def check_fused(
     model: onnx.ModelProto, feeds: dict[str, np.ndarray], layers: int = 3, sees: np.ndarray | None = None
 ) -> None:
-    """Check the model split into several operators, and with NoMADAttention, against ONNX Runtime.
+    """Check the model with Attention split, and with NoMADAttention, against ONNX Runtime.
 
-    sees: bool [B, S], the queries that see a key; scores of the other queries are around -10000, where float32 has
+    sees: bool [B, S], true for queries that see a key. The scores of other queries are near -10000, where float32 has
     steps of 2^-10.
     """
     (expected,) = run(model, feeds)
@@ -108,7 +108,7 @@ def test_attention(mask: str, fill: float | None, causal: int) -> None:
     model, feeds = attention_model(mask, unidirectional=causal, **({} if fill is None else {"mask_filter_value": fill}))
     sees = np.ones((B, S), bool)
     if causal and mask == "raw":
-        sees[2, :2] = False  # queries whose only keys are padding
+        sees[2, :2] = False  # these queries see only padding
     check_fused(model, feeds, sees=sees)
 
 
@@ -132,7 +132,7 @@ def test_attention_of_values_of_another_width_keeps_its_operator() -> None:
 
 
 def test_weights_of_several_attentions_are_split_once() -> None:
-    """The masks are also computed once."""
+    """Attentions with the same weights split them once, and compute the masks once."""
     model, feeds = attention_model("lengths", bias=True)
     second = helper.make_node(
         "Attention", ["h", "W", "b", "mask"], ["z"], name="second", domain="com.microsoft", num_heads=H
@@ -327,7 +327,7 @@ def half(model: onnx.ModelProto) -> None:
 
 
 def asked_for(model: onnx.ModelProto) -> None:
-    """A weight that callers may replace."""
+    """Make W a graph input with a default value, which callers may replace."""
     weight = next(one for one in model.graph.initializer if one.name == "W")
     model.graph.input.append(helper.make_tensor_value_info("W", weight.data_type, weight.dims))
 

@@ -27,7 +27,7 @@ from .stored_weight import dense_integers
 
 HEADS, WIDTH = 4, 48
 QUICK = {"verify.seconds": 0.0, "replace.may_grow": True}
-# The mask that the optimizer gives Attention: lengths from EmbedLayerNormalization, or the mask itself.
+# The mask input that the optimizer gives Attention: lengths from EmbedLayerNormalization, or attention_mask.
 MASKS = {"lengths": AttentionMaskFormat.MaskIndexEnd, "raw": AttentionMaskFormat.AttentionMask}
 
 
@@ -86,7 +86,7 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def check_replaced(report: OptimizationReport, model: onnx.ModelProto, op: str) -> None:
-    """Check two attentions with one node each for query, key and value, and three more layers each."""
+    """Check both layers: one NoMADAttention, one node for query, key and value, and three more linear layers."""
     kinds = op_types(model)
     assert kinds.count("NoMADAttention") + kinds.count("PackedNoMADAttention") == 2 and kinds.count(op) == 8
     gone = "Attention", "QAttention", "MultiHeadAttention", "SkipLayerNormalization", "BiasGelu", "MatMul", "Gelu"
@@ -117,7 +117,7 @@ def test_the_same_as_of_the_model_before_it_was_fused(fused: Path, tmp_path: Pat
     for name in ("float.onnx", "fused.onnx"):
         ortolan.optimize_onnx(fused.parent / name, tmp_path / name, weights="bf16", options=QUICK)
         answers.append(words(run(str(tmp_path / name), given, library=True)[0], given))
-    assert relative_error(*answers) < 1e-3  # from bf16 sums of an attention: some values round in the other direction
+    assert relative_error(*answers) < 1e-3  # bf16 sums of attention differ, so that some values round to the next step
 
 
 def test_tables_of_words_of_a_fused_encoder(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_positions_of_a_fused_encoder_are_counted(fused: Path) -> None:
 
 
 def test_layers_and_attentions_that_are_not_chosen_answer_as_before(fused: Path, tmp_path: Path) -> None:
-    """One is replaced; ONNX Runtime runs the others as its own operators."""
+    """One attention is replaced; the other fused operators stay as they are."""
     steps = [
         {"name": "normalize"},
         {"name": "fuse_attention", "exclude": ["*_1"]},
@@ -166,7 +166,7 @@ def test_weights_in_a_file_beside_the_model(fused: Path, tmp_path: Path) -> None
 
 
 def test_models_of_an_old_opset(fused: Path, tmp_path: Path) -> None:
-    """Most fused models have an old opset."""
+    """Most published fused models have an old opset."""
     old = onnx.load(fused)
     (standard,) = [one for one in old.opset_import if not one.domain]
     standard.version = 11

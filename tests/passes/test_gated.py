@@ -1,4 +1,4 @@
-"""Two layers of one input whose outputs are multiplied become one node, in every order of operands, or stay two."""
+"""Two layers with the same input whose outputs are multiplied are joined to one node, or stay separate."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def gated_model(
 
 
 def check(model: onnx.ModelProto, recipe: str, nodes: int) -> onnx.ModelProto:
-    """Check the answers, by kernel and function, and the number of our nodes."""
+    """Check the answers with the library and without it, and the number of Ortolan's nodes."""
     report = optimize(model, recipe=recipe, options=RECIPES[recipe])
     assert report.model is not None
     onnx.checker.check_model(report.model)
@@ -139,7 +139,7 @@ def test_layers_of_different_kinds_stay_apart() -> None:
 
 
 def test_float16_layers_stay_apart() -> None:
-    """Values between them are rounded to float16, which the operator would not do."""
+    """The model rounds the values between the layers to float16; a joined operator would not."""
     check(gated_model([GATE, SIGMOID, SILU, UP, multiply("a", "up")], dtype=np.float16), "int4", 2)
 
 
@@ -185,7 +185,7 @@ def test_llama() -> None:
 
 
 def test_a_dry_run_with_two_passes_tells_what_the_run_does() -> None:
-    """The first pass takes only the gate, so the second finds no pair."""
+    """The first pass replaces only the gate layer, so the second pass finds no pair."""
     model = gated_model([GATE, SIGMOID, SILU, UP, multiply("a", "up")])
     steps = [
         {"name": "normalize"},
@@ -203,7 +203,7 @@ HALVES = [f"h{number}" for number in range(2)]
 
 
 def halves_model(split: str, gate: int, columns: int, bias: bool, outputs: Sequence[str] = ("y",)) -> onnx.ModelProto:
-    """One layer, split in halves; half `gate` passes through SiLU."""
+    """Return a layer whose output is split in halves; half number `gate` passes through SiLU."""
     numbers = {"begin": [0], "middle": [columns // 2], "end": [np.iinfo(np.int64).max], "last": [-1]}
     sizes = {"sizes": [columns // 2] * 2}
     if split == "Split":
@@ -270,7 +270,7 @@ def test_unequal_parts_are_no_halves() -> None:
             initializer.CopyFrom(onnx.numpy_helper.from_array(np.array([31], np.int64), "middle"))
     model.graph.node[2].input[1] = "other"
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([33], np.int64), "other"))
-    # The columns in the middle are in neither part.
+    # Columns 31 and 32 belong to neither half.
     weight = next(initializer for initializer in model.graph.initializer if initializer.name == "R")
     weight.CopyFrom(onnx.numpy_helper.from_array(random_weight(K, 31), "R"))
     optimized = check(model, "int4", 2)

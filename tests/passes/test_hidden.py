@@ -1,4 +1,4 @@
-"""MLPs as one VNNISpMM node, with calibrated ranges, and reasons for keeping the layers separate."""
+"""MLPs as one VNNISpMM node with calibrated ranges, and reasons for keeping the layers separate."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def optimized(model: onnx.ModelProto, **arguments: Any) -> ortolan.OptimizationR
 def check(model: onnx.ModelProto, report: ortolan.OptimizationReport, nodes: int, tolerance: float = 0.03) -> None:
     onnx.checker.check_model(report.model)
     assert op_types(report.model).count("VNNISpMM") == nodes
-    for library in (True, False):  # on calibration inputs, as values beyond them are clipped
+    for library in (True, False):  # use calibration inputs, because larger values are clipped
         for expected, found in zip(run(model, inputs(512)), run(report.model, inputs(512), library), strict=True):
             assert relative_error(expected, found) < tolerance
 
@@ -149,7 +149,7 @@ def test_all_layers_may_have_fixed_ranges() -> None:
 
 
 def test_bert_in_every_mode_and_back() -> None:
-    """One function serves nodes with and without a hidden layer."""
+    """One ONNX function serves nodes with and without a hidden layer."""
     model = ir.to_proto(tiny.tiny_bert())
     ids = np.random.default_rng(0).integers(5, 30, (4, 12))
     feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
@@ -202,14 +202,14 @@ def test_a_range_cuts_off_what_is_rare() -> None:
 
 
 def test_a_range_serves_what_is_computed_next() -> None:
-    """Half of the values are discarded, so the range does not cover them."""
+    """Relu discards the negative half, so the range covers only positive values."""
     numbers = np.random.default_rng(0).standard_normal((500, 60)).astype(np.float32)
     found = choose_range(numbers, lambda x: np.maximum(x, 0))
     assert found.zero_point < 30 < choose_range(numbers).zero_point
 
 
 def reshaped_model(first: Sequence[int], *, gemm: bool = True) -> onnx.ModelProto:
-    """x is 3-D, the layers are 2-D: Hugging Face's Conv1D."""
+    """Return Hugging Face's Conv1D: x is 3-D and reshaped to 2-D for each layer."""
     op_type = "Gemm" if gemm else "MatMul"
     nodes = [
         helper.make_node(op_type, ["x", "A"], ["t"], name="first"),
@@ -262,7 +262,7 @@ def test_the_report_says_why_layers_stay_apart(between: list[NodeProto], outputs
 
 
 def test_an_activation_without_numbers_keeps_layers_apart() -> None:
-    """Every range contains 0, whose logarithm cannot be quantized."""
+    """Every range contains 0, whose logarithm is -Inf and cannot be quantized."""
     model = mlp_model(unary("Log"))
     for tensor in model.graph.initializer:
         tensor.CopyFrom(numpy_helper.from_array(np.abs(numpy_helper.to_array(tensor)), tensor.name))

@@ -1,4 +1,4 @@
-"""A sparse model quantized in every way by ONNX Runtime: its integers and ranges are kept."""
+"""A sparse model quantized in every way that ONNX Runtime offers: its integers and ranges are kept."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .small_models import make_model, op_types, run
 
 @pytest.fixture(scope="module")
 def sparse_bert(tmp_path_factory):
-    """A BERT with 80 % zero blocks of four outputs."""
+    """Return the path of a BERT in which 80 % of the blocks of four outputs are zero."""
     path = tmp_path_factory.mktemp("bert") / "float.onnx"
     steps = [{"name": "normalize"}, {"name": "prune", "pattern": "4x1", "sparsity": 0.8}]
     report = ortolan.optimize_onnx(ir.to_proto(tiny.tiny_bert()), recipe=Recipe.from_dict({"name": "r", "pass": steps}))
-    del report.model.metadata_props[:]  # metadata that says that Ortolan made the model
+    del report.model.metadata_props[:]  # remove the metadata that marks Ortolan's models
     onnx.save(report.model, path)
     return path
 
@@ -34,7 +34,7 @@ def check_bert(path, tmp_path, most: float, exact: bool) -> None:
     stored = layers_of(path)
     assert len(stored) == 12
     for recipe in ("sparse-int8-4x1", "adopt"):
-        # Keep layers separate, so that each keeps its name.
+        # Prevent joined layers, so that each layer keeps its name.
         options = {"fuse": False} if recipe == "sparse-int8-4x1" else {"fuse_attention.exclude": ["*"]}
         report = optimize(path, tmp_path / "fast.onnx", recipe=recipe, calibration=FEEDS, options=options)
         model = onnx.load(tmp_path / "fast.onnx")
@@ -76,7 +76,7 @@ def save_as_optimized(path):
     options.optimized_model_filepath = str(path.with_name("optimized.onnx"))
     onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     model = onnx.load(path.with_name("optimized.onnx"))
-    # It imports all domains that the process knows, ours as well.
+    # ONNX Runtime adds all operator domains of the process, including Ortolan's.
     kept = [one for one in model.opset_import if one.domain in ("", "com.microsoft")]
     del model.opset_import[:]
     model.opset_import.extend(kept)
@@ -87,7 +87,7 @@ def save_as_optimized(path):
 @pytest.mark.slow
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_quantize_dynamic_to_uint8(sparse_bert, tmp_path, per_channel):
-    """Asymmetric weights: with 7 bits all zero points fit, with 8 bits not all."""
+    """uint8 weights: with reduce_range all zero points fit into int8, otherwise only some."""
     path = tmp_path / "int8.onnx"
     kind = quantization.QuantType.QUInt8
     quantization.quantize_dynamic(sparse_bert, path, per_channel=per_channel, weight_type=kind, reduce_range=True)
@@ -115,10 +115,10 @@ def test_quantize_static(sparse_bert, tmp_path, form, per_channel, reduce_range,
         per_channel=per_channel,
         reduce_range=reduce_range,
         activation_type=activations,
-        # Everything but the layers stays float, for quality.
+        # Only linear layers are quantized.
         op_types_to_quantize=["MatMul"],
     )
-    # Differences occur only at the edge of two steps, from sums in another order.
+    # Sums in a different order move a few values to the next quantization step.
     check_bert(path, tmp_path, 0.01, exact=True)
 
 
@@ -133,7 +133,7 @@ def test_everything_quantized(sparse_bert, tmp_path, form):
 @pytest.mark.parametrize("trans_b", [False, True])
 @pytest.mark.parametrize("form", list(quantization.QuantFormat))
 def test_quantize_static_of_gemm(tmp_path, form, trans_b):
-    """The bias is int32."""
+    """Gemm has an int32 bias."""
     weights = sparse_integers(32, 24).astype(np.float32) / 700
     model = make_model(
         [helper.make_node("Gemm", ["x", "W", "b"], ["y"], name="linear", transB=int(trans_b))],

@@ -1,4 +1,4 @@
-"""The LayerNormalization after a layer: it computes the same, and other graphs are not matched."""
+"""The LayerNormalization after a linear layer is fused with the same answers; other graphs are not matched."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from .small_models import make_model, op_types, optimize, random_weight, relativ
 
 FLOAT = TensorProto.FLOAT
 K, N = 12, 40
-EPSILON = 1e-3  # large enough to be seen in the results
+EPSILON = 1e-3  # large enough to affect the results
 GAMMA, BETA = 1 + random_weight(N, seed=2), random_weight(N, seed=3)
-LAYER_ERROR = 0.03  # of u8 inputs and int8 weights
+LAYER_ERROR = 0.03  # error bound of uint8 inputs and int8 weights
 
 
 class Writer:
-    """Writes the nodes after the layer y = x W + b, x [batch, K]."""
+    """Builds the nodes after the linear layer y = x W + b with x [batch, K]."""
 
     def __init__(self, opset: int = 17) -> None:
         self.opset = opset
@@ -184,7 +184,8 @@ def test_values_that_others_see_stay(form: Form) -> None:
         w.nodes.pop()
         for other in (as_output, consumed):
             if form not in WITHOUT_BIAS and form in FORMULAS and value == inside[-1]:
-                assert other.norm is not None and other.output.name == value  # the epilogue ends before the bias
+                # only the final Add of the bias stays separate
+                assert other.norm is not None and other.output.name == value
             else:
                 assert other.norm is None
 
@@ -266,7 +267,8 @@ def test_operators_of_other_domains_are_refused(form: Form) -> None:
         node.domain = "com.example"
         linear = next(linears_in(model))
         found = add_layer_norm(find_epilogue(linear.output), linear.n).norm
-        assert found is None or node.op_type == "Add", node.op_type  # then it is one without bias
+        # a norm without that Add is still a norm, without bias
+        assert found is None or node.op_type == "Add", node.op_type
         assert found is None or found.bias is None
         node.domain = ""
 
@@ -277,7 +279,7 @@ OPS = ("Add", "Sub", "Mul", "Div", "Pow")
 @examples(200)
 @given(st.sampled_from(FORMULAS), st.data())
 def test_whatever_is_found_in_a_damaged_form_is_what_it_computes(form: Form, data: st.DataObject) -> None:
-    """One operand or operator is exchanged: most results are another function, some the same one."""
+    """One operand or operator is replaced at random. A match must still compute what the graph computes."""
     w = Writer()
     output = form(w, "y")
     index = data.draw(st.integers(1, len(w.nodes) - 1))
@@ -305,7 +307,7 @@ def test_whatever_is_found_in_a_damaged_form_is_what_it_computes(form: Form, dat
 
 
 def optimized(w: Writer, output: str, rank: int = 2) -> OptimizationReport:
-    """Optimize with VNNISpMM, without pruning, and check the answers with the library and without."""
+    """Optimize with VNNISpMM and no pruning, and check the answers with the library and without it."""
     model = w.model(output, rank=rank)
     report = optimize(model, recipe=NAMED["sparse-int8-4x1"], options={"sparsity": 0.0})
     assert report.model is not None
@@ -348,7 +350,7 @@ def test_residuals_of_any_shape(shape: tuple[int | str, ...]) -> None:
 
 
 def test_layers_with_and_without() -> None:
-    """One function serves all layers, so all have the inputs."""
+    """A model has one ONNX function, so its layers without a norm get the inputs for it as well."""
     w = Writer()
     normed = operator(w, w.residual("y"))
     w.weights |= {"W2": random_weight(N, 8), "W3": random_weight(8, N, seed=5)}
@@ -380,7 +382,7 @@ def test_weights_that_are_no_initializers() -> None:
 
 
 def test_layers_in_branches() -> None:
-    """The norm's weights are outside the branches, where an operator would not see that they are constant."""
+    """The norm's weights are outside the branches, where the pass cannot see that they are constant."""
     w = Writer()
     branches = []
     for name in ("then", "else"):
@@ -401,7 +403,7 @@ def test_layers_in_branches() -> None:
 
 
 def test_a_sum_that_is_seen_elsewhere_stays_unnormalized() -> None:
-    """Models that normalize before each layer."""
+    """Models that normalize before each layer also read the sum, so the norm stays separate."""
     w = Writer()
     total = w.residual("y")
     w.weights["W2"] = random_weight(N, N, seed=5)
@@ -411,7 +413,7 @@ def test_a_sum_that_is_seen_elsewhere_stays_unnormalized() -> None:
 
 
 def test_a_layer_of_one_column_is_not_normalized() -> None:
-    """Its residual may be wider."""
+    """A residual could broadcast a layer with one column to more columns."""
     w = Writer()
     w.weights |= {"W": random_weight(K, 1), "b": random_weight(1), "one": np.ones(1, np.float32)}
     w.inputs["r"] = (FLOAT, ["batch", 1])
@@ -431,7 +433,7 @@ def test_without_fusion() -> None:
 
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
 def test_every_operator_takes_it(weights: str) -> None:
-    """The fused norm works next to layers without one."""
+    """One model has a layer with a fused norm and a layer without one."""
     w = Writer()
     w.weights["W2"] = random_weight(N, N, seed=5)
     y = operator(w, w.residual("y"))
@@ -447,7 +449,7 @@ def test_every_operator_takes_it(weights: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["sparse-int8-4x1", "sparse-int8-4x1-static"])
 def test_bert(recipe: str) -> None:
-    """The fused norm works after a layer with a hidden layer."""
+    """BERT's second norm follows a node that contains both layers of the MLP."""
     model = ir.to_proto(tiny.tiny_bert(num_hidden_layers=3))
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 50, (2, 16))

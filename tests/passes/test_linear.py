@@ -1,4 +1,4 @@
-"""Linear layers that are found, and reasons for other products."""
+"""Linear layers that are found, and reasons for MatMuls that are not linear layers."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_matrix_is_k_by_n_in_every_form(form):
     expected = next(find_linears(tiny.mlp((24, 40), "matmul")).__iter__()).matrix()
     (found,) = find_linears(tiny.mlp((24, 40), form))
     assert (found.k, found.n) == (24, 40)
-    # float16 rounds by 2^-11, int8 codes by half of 1/127 of the largest weight
+    # Errors: 2^-11 for float16; for int8, half of 1/127 of the largest weight.
     atol = {"cast": 1e-3, "dequantize": 5e-3}.get(form, 0)
     np.testing.assert_allclose(found.matrix(), expected, atol=atol)
 

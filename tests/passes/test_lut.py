@@ -1,4 +1,4 @@
-"""Tables of element-wise chains: from the formula, and as an epilogue's quantized table; ends of chains."""
+"""Tables of element-wise chains, tables of an epilogue's activation, and where chains end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def graph_of(model: onnx.ModelProto) -> ir.Graph:
 
 
 def float_model(nodes: Sequence[NodeProto], outputs: Sequence[str] = ("b",)) -> onnx.ModelProto:
-    """A model of float input a [2, 5]."""
+    """Return a model with float input a [2, 5]."""
     used = {name for one in nodes for name in one.input}
     return make_model(
         nodes,
@@ -51,7 +51,7 @@ def chain_of(nodes: Sequence[NodeProto], outputs: Sequence[str] = ("b",), withou
 
 
 def test_table_of_a_formula() -> None:
-    """Compared with Python arithmetic; index 255 of an int8 table is the entry of -1."""
+    """The table equals Python arithmetic. Entry 255 of an int8 table is the value for -1."""
     for x_type in (np.uint8, np.int8):
         graph = graph_of(code_model(CHAINS["gelu_by_erf"], x_type))
         chain = find_cone(graph.inputs[0], graph, graph_order(graph)).chain_to(graph.outputs[0])
@@ -89,7 +89,7 @@ def test_quantized_table_is_that_of_the_whole_model(name: str, x_type: type, y_t
 
 
 def test_longest_chain() -> None:
-    """A chain ends at a product, which is not element-wise, however often its paths part."""
+    """The chain ends before MatMul, which is not element-wise, although SiLU has two paths."""
     nodes = [*CHAINS["silu"][1:-1], node("Tanh", "b", "c"), node("MatMul", "c weight", "y")]
     model = make_model(
         nodes,
@@ -131,7 +131,7 @@ def test_what_onnx_runtime_cannot_run_has_no_table() -> None:
     graph = graph_of(code_model(CHAINS["tanh"]))
     chain = find_cone(graph.inputs[0], graph, graph_order(graph)).chain_to(graph.outputs[0])
     with pytest.raises(NoTableError, match="ONNX Runtime cannot run it"):
-        make_table(chain, ir.DataType.INT16, OPSETS)  # the zero point is of another type
+        make_table(chain, ir.DataType.INT16, OPSETS)  # the zero point has another type
 
 
 def test_making_a_table_leaves_the_model_alone() -> None:
@@ -145,7 +145,7 @@ def test_making_a_table_leaves_the_model_alone() -> None:
 
 
 def test_type_of_a_value_without_one() -> None:
-    """The type comes from the zero point of the consumer or the producer; a model need not declare it."""
+    """The type comes from the zero point of the producer or consumer if the model does not declare it."""
     nodes = [node("QuantizeLinear", "a scale zero", "q"), node("DequantizeLinear", "q scale", "b")]
     for dtype in (np.uint8, np.int8):
         model = float_model([node("Neg", "a", "b")])

@@ -1,4 +1,4 @@
-"""CPUs and memory that this process may use, and how copies of weights share memory."""
+"""The CPUs and memory that this process may use, and memory limits for copies of weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ortolan.graph_passes.measure import machine, timing
 
 @pytest.fixture
 def cgroup(tmp_path, monkeypatch):
-    """Put files into the only cgroup."""
+    """Return a function that writes files of a fake cgroup."""
     monkeypatch.setattr(machine, "_own_cgroups", lambda: [tmp_path])
 
     def put(**files):
@@ -44,7 +44,7 @@ def test_free_memory_follows_the_cgroup(cgroup):
     assert free > 0
     cgroup(memory__max="3000000\n", memory__current="1000000\n")
     assert machine.free_memory() == 2000000
-    cgroup(memory__stat="anon 300000\ninactive_file 400000\n")  # pages of files that the kernel can drop
+    cgroup(memory__stat="anon 300000\ninactive_file 400000\n")  # the kernel can free pages of inactive files
     assert machine.free_memory() == 2400000
     cgroup(memory__max="max\n")
     assert machine.free_memory() > 2000000
@@ -57,7 +57,7 @@ def test_copies_of_weights_share_an_eighth_of_free_memory(monkeypatch):
     for size in (2**10, 2**20, 2**24, 2**26):
         copies = timing.copies_to_stay_cold(size)
         assert copies == 1 or copies * size * timing.MAX_CANDIDATES <= 2**30
-    assert timing.copies_to_stay_cold(2**29) == 1  # a layer that is larger than its share
+    assert timing.copies_to_stay_cold(2**29) == 1  # the layer is larger than the memory for one candidate
     assert timing.describe_cold_copies() == (
         "Copies of weights take up to 64 MiB per candidate (all: 1/8 of free memory); L3 cache 300 MiB. "
         "Weights may be warm."

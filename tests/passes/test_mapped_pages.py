@@ -1,4 +1,4 @@
-"""Releasing pages of mapped files."""
+"""Releasing the pages of memory-mapped files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BYTES = 32 << 20
 
 
 def resident(path: Path) -> int:
-    """Return the bytes of the file that are in this process's memory."""
+    """Return how many bytes of the file are resident in this process."""
     found, ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split()[0]:
@@ -34,7 +34,7 @@ def mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, np.me
     path = tmp_path / "weights.data"
     path.write_bytes(np.arange(BYTES // 4, dtype=np.int32).tobytes())
     monkeypatch.setattr(mapped_pages, "_LIMIT", -(1 << 50))  # threshold that is always exceeded
-    array = np.memmap(path, np.int32, mode="c")  # as ONNX Runtime maps it: private, and writable
+    array = np.memmap(path, np.int32, mode="c")  # private and writable, as ONNX Runtime maps it
     page = ctypes.c_void_p(array.ctypes.data)
     if ctypes.CDLL(None).madvise(page, ctypes.c_size_t(mmap.PAGESIZE), 21):
         pytest.skip("this system takes no pages back when it is asked to")

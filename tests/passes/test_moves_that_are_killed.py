@@ -1,4 +1,4 @@
-"""A model and its data file replace older ones, in a process that is killed between two steps."""
+"""A model and its data file replace older files, in a process that is killed between two steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ortolan.graph_passes.files.model_file import load_model, move_into_place, w
 
 from .small_models import matmul_model, run
 
-# Move a pair in each folder, killed before step 0, 1, …: one step more in each folder.
+# Move a model and its data file in each folder. The process is killed one step later in each folder.
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -45,13 +45,13 @@ STEPS = 9
 
 def put(path: Path, seed: int, outside: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Large enough for a data file: 400 x 20 floats.
+    # 400 x 20 floats: large enough for a data file.
     w = np.random.default_rng(seed).standard_normal((20, 400)).astype(np.float32)
     write_model(load_model(matmul_model(20, 400, weight=w)).model, path, lambda *_: None, 0 if outside else None)
 
 
 def answer(path: Path) -> np.ndarray:
-    load_model(path)  # which refuses data of several names
+    load_model(path)  # fails if the model refers to several data files
     return run(str(path), {"x": X})[0]
 
 
@@ -70,7 +70,7 @@ def test_the_old_pair_is_there_or_the_new_one(old: bool, new: bool, tmp_path: Pa
     is_new = [np.array_equal(one, after) for one in found]
     assert all(new or np.array_equal(one, before) for new, one in zip(is_new, found, strict=True))
     assert not is_new[0] and is_new[-1] and is_new == sorted(is_new)
-    for folder in folders:  # the next run over it
+    for folder in folders:  # a later run must clean up
         put(folder / "again" / "model.onnx", 3, new)
         move_into_place(folder / "again" / "model.onnx", folder / "model.onnx")
         expected = ["model.onnx", "model.onnx.data"] if new else ["model.onnx"]

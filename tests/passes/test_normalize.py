@@ -1,4 +1,4 @@
-"""Normalization changes only the form of a model: answers, signature and node names stay."""
+"""Normalization changes only the form of a model: answers, inputs, outputs and node names stay the same."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def normalized(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def old_model(opset: int) -> onnx.ModelProto:
-    """Operators whose form changed before opset 13, a large weight, and a weight that callers may replace."""
+    """Return a model with operators that changed before opset 13, a large weight, and a replaceable weight."""
     model = make_model(
         [
             helper.make_node("MatMul", ["x", "W"], ["h"], name="product"),
@@ -153,7 +153,7 @@ def test_nested_functions_are_inlined():
 
 
 def test_weights_of_old_models_are_read_where_they_lie(tmp_path, monkeypatch):
-    """Small weights and weights of branches, which pass through the opset converter, from any current folder."""
+    """Small weights and weights in branches are found from any current folder, after conversion to a new opset."""
     model = branches_model(opset=11, n=8)
     model.graph.node.append(helper.make_node("Add", ["y", "small"], ["z"], name="add"))
     model.graph.initializer.append(numpy_helper.from_array(random_weight(8), "small"))
@@ -203,7 +203,7 @@ def test_first_axes_of_weights_are_taken_off(x: list[int | str], weight: tuple[i
 @pytest.mark.parametrize(
     ("x", "weight"),
     [
-        (["rows", 32], (1, 32, 16)),  # the product has one more axis than x
+        (["rows", 32], (1, 32, 16)),  # the output has one axis more than x
         (["batch", "rows", 32], (1, 1, 32, 16)),
         ([2, "rows", 32], (2, 32, 16)),
     ],

@@ -21,7 +21,7 @@ from .padded_models import MASKS, encoder_feeds, proto
 from .small_models import FAST, branches_model, make_model, matmul_model, op_types, relative_error, run
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64}
-DROP = {"unpad.drop_hidden": True}  # models without a folder have no known padding token
+DROP = {"unpad.drop_hidden": True}  # the padding token is unknown for models without a folder
 
 
 def notes_of(model: onnx.ModelProto) -> tuple[list[str], onnx.ModelProto]:
@@ -31,7 +31,7 @@ def notes_of(model: onnx.ModelProto) -> tuple[list[str], onnx.ModelProto]:
 
 
 def test_a_layer_in_float16_between_casts_runs_without_padding() -> None:
-    """Failure: UnpackTokens got float16, which it does not support."""
+    """Earlier failure: UnpackTokens got float16, which it does not support."""
     model = proto(tiny.tiny_bert(num_hidden_layers=2, **SMALL))
     nodes = list(model.graph.node)
     layer = next(node for node in nodes if node.name == "/encoder/layer.0/output/dense/MatMul")
@@ -55,7 +55,7 @@ def test_a_layer_in_float16_between_casts_runs_without_padding() -> None:
 
 
 def test_masks_that_do_not_run_on_made_up_sizes_keep_the_padding() -> None:
-    """Failure: an optional pass ended the run with an error of ONNX Runtime."""
+    """Earlier failure: an optional pass ended the run with an error of ONNX Runtime."""
     model = proto(tiny.tiny_mpnet(num_hidden_layers=1, **SMALL))
     for value, symbols in zip(model.graph.input, (("n", ""), ("batch_size", "bs")), strict=True):
         for dim, symbol in zip(value.type.tensor_type.shape.dim, symbols, strict=True):
@@ -72,7 +72,7 @@ def test_masks_that_do_not_run_on_made_up_sizes_keep_the_padding() -> None:
 
 
 def test_the_given_model_keeps_the_names_of_its_constants() -> None:
-    """Failure: the caller's ModelProto was modified: its constants became initializers with other names."""
+    """Earlier failure: constants of the caller's ModelProto became initializers with other names."""
     model = matmul_model()
     weights = list(model.graph.initializer)
     del model.graph.initializer[:]
@@ -85,7 +85,7 @@ def test_the_given_model_keeps_the_names_of_its_constants() -> None:
 
 
 def test_a_model_is_written_while_arrays_of_its_external_data_are_held(tmp_path: Path) -> None:
-    """Failure: BufferError: cannot close exported pointers exist."""
+    """Earlier failure: BufferError: cannot close exported pointers exist."""
     onnx.save(matmul_model(), tmp_path / "model.onnx", save_as_external_data=True, location="data", size_threshold=0)
     model = load_model(tmp_path / "model.onnx").model
     held = [tensor.numpy() for tensor in external_tensors(model)]
@@ -95,7 +95,7 @@ def test_a_model_is_written_while_arrays_of_its_external_data_are_held(tmp_path:
 
 
 def test_attention_whose_last_nodes_are_in_a_loop_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Failure: ValueError: Value Node(...) is not in the list."""
+    """Earlier failure: ValueError: Value Node(...) is not in the list."""
     case = Case(proto(tiny.tiny_bert(num_hidden_layers=1, **SMALL)), lambda rng, batch, tokens: Draw({}))
     nodes = list(case.model.graph.node)
     place = next(i for i, node in enumerate(nodes) if node.name == "/encoder/layer.0/attention/self/Reshape_3")
@@ -110,14 +110,14 @@ def test_attention_whose_last_nodes_are_in_a_loop_is_left_alone(monkeypatch: pyt
 
 
 def test_the_type_of_a_branch_is_not_that_of_its_condition() -> None:
-    """Failure: Type (tensor(bool)) of output arg does not match expected type (tensor(double))."""
+    """Earlier failure: Type (tensor(bool)) of output arg does not match expected type (tensor(double))."""
     graph = ir.from_proto(branches_model()).graph
     graph.outputs[0].type = None
     assert Dimensions(graph).dtype(graph.outputs[0]) is None
 
 
 def test_a_model_without_products_stays_as_it_is_on_whatever_feeds() -> None:
-    """Failure: a refusal, as the model does not run on made-up feeds, although no step needs them."""
+    """Earlier failure: a refusal because the model does not run on synthetic inputs, although no pass needs them."""
     model = make_model(
         [helper.make_node("Pad", ["x", "pads"], ["y"], "pad", mode="reflect")],
         {"x": (TensorProto.FLOAT, ["batch", "samples"])},

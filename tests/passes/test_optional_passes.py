@@ -1,4 +1,4 @@
-"""An optional pass that the user did not name fails with a note, and the other passes run."""
+"""If an optional pass fails, the report has a note and the other passes run, unless the user named the pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .small_models import optimize
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, kind: Any, changes: bool) -> None:
-    """Make a pass fail, optionally after it has changed the model."""
+    """Make a pass fail; if `changes` is set, it changes the model first."""
 
     def call(self: Any, model: ir.Model) -> None:
         if changes:

@@ -1,4 +1,4 @@
-"""Query, key and value of an attention as one node, if all attentions of the model allow it."""
+"""Query, key and value of an attention are joined to one node if all attentions of the model allow it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def recipe(op: str = "VNNISpMM", **replace: Any) -> Recipe:
 
 
 def attention(graph: Graph, x: str = "x", kv_heads: int = H, names: str = "qkv", **inputs: str) -> str:
-    """An attention of layers with these names; inputs: inputs besides x, by name."""
+    """Add an attention whose layers have these names. inputs: values that a layer reads instead of x, by layer name."""
     head = W // H
     q, k, v = (
         graph.linear(name, inputs.get(name, x), W if name == "q" else kv_heads * head) for name in ("q", "key", "value")
@@ -44,7 +44,7 @@ def optimized(model: onnx.ModelProto, chosen: Recipe | None = None) -> ortolan.O
 
 
 def check(model: onnx.ModelProto, report: ortolan.OptimizationReport, tolerance: float, **others: np.ndarray) -> None:
-    """Check the answers, by kernels and by functions."""
+    """Check the answers with the operator library and without it."""
     onnx.checker.check_model(report.model)
     feeds = {"x": np.random.default_rng(0).standard_normal((B, S, W), dtype=np.float32), **others}
     for library in (True, False):
@@ -88,7 +88,7 @@ def test_of_fewer_heads_of_keys_and_values() -> None:
 
 
 def test_layers_of_several_inputs_stay_apart() -> None:
-    """The layers of the model's other attentions stay separate too, since all nodes share one ONNX function."""
+    """One attention has two inputs. All attentions stay separate, because they share one ONNX function."""
     graph = Graph()
     one = attention(graph)
     other = graph.op("Neg", one)

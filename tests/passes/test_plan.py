@@ -1,4 +1,4 @@
-"""Decisions that a plan makes about layers before any pass runs."""
+"""Decisions of a plan about linear layers, before any pass runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def plan_of(*steps: dict[str, Any]) -> Plan:
 
 
 def layers() -> tuple[Linear, Linear]:
-    """Return /layers.0/* [256, 320] and /layers.1/* [320, 64]."""
+    """Return the layers /layers.0/* [256, 320] and /layers.1/* [320, 64]."""
     first, second = linears_in(tiny.mlp(widths=(256, 320, 64), forms="matmul"))
     return first, second
 
@@ -58,11 +58,12 @@ def test_gains_follow_the_options_of_replace() -> None:
 
 def test_what_is_packed_may_not_be_larger_than_what_the_file_stores() -> None:
     (first, _), stored = layers(), Stored(256 * 320)
-    small = LayerState(bytes_before=stored.count)  # an int8 weight would be larger than the stored one
+    # the file stores 8 bits per weight, and a packed int8 weight has scales in addition
+    small = LayerState(bytes_before=stored.count)
     assert not plan_of({"name": "replace"}).gains(first, stored, small)
     assert plan_of({"name": "replace"}).gains(first, stored, untouched(first))
     assert plan_of({"name": "replace", "may_grow": True}).gains(first, stored, small)
-    # 4 bits take less than that, and the plan already counts with them.
+    # A plan that quantizes to 4 bits compares the 4-bit size.
     assert plan_of({"name": "quantize", "bits": 4}, {"name": "replace"}).gains(first, stored, small)
 
 

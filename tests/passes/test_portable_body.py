@@ -1,4 +1,4 @@
-"""The FunctionProto of SparseAMXMatMul is its specification: compared with numpy, in every opset and shape."""
+"""The FunctionProto of SparseAMXMatMul is its specification: it matches numpy in every opset and shape."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .small_models import make_model, matmul_model, optimize, run
 def node_model(
     weight: np.ndarray, bias: np.ndarray | None, rank: int = 2, opset: int = 17, unpack_once: bool = True
 ) -> onnx.ModelProto:
-    """One SparseAMXMatMul with its function."""
+    """Return a model of one SparseAMXMatMul with its function."""
     k, n = weight.shape
     packed = SparseAMXMatMul().pack(LayerWeight(weight))
     bf16 = ir.DataType.BFLOAT16
@@ -91,14 +91,14 @@ def test_every_opset_with_and_without_the_library(opset):
 
 
 def test_activations_are_rounded_to_nearest_even():
-    # Ties at one bit beyond bfloat16: 1 + 2^-8 rounds down to 1, 1 + 3 x 2^-8 rounds up to 1 + 2^-6.
+    # Ties when rounding to bfloat16: 1 + 2^-8 rounds down to 1, 1 + 3 x 2^-8 rounds up to 1 + 2^-6.
     x = np.array([[1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20]], np.float32)
     (found,) = run(node_model(np.eye(3, dtype=np.float32), None), {"x": x})
     np.testing.assert_array_equal(found, [[1.0, 1 + 2**-6, 1 + 2**-7]])
 
 
 def executed_op_types(path, folder, library: bool) -> set[str]:
-    """Return the operators of the model after ONNX Runtime has inlined functions and optimized it."""
+    """Return the operators that remain after ONNX Runtime has inlined functions and optimized the model."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.optimized_model_filepath = str(folder / "executed.onnx")
@@ -114,7 +114,7 @@ def test_the_kernel_runs_where_the_library_is_registered_and_the_body_elsewhere(
     assert executed_op_types(path, tmp_path, library=True) == {"SparseAMXMatMul"}
     without = executed_op_types(path, tmp_path, library=False)
     assert "SparseAMXMatMul" not in without
-    # The weight is unpacked once, at the start.
+    # The session unpacks the weight once, when it is created.
     assert without == {"Cast", "MatMul", "Add"}
 
 

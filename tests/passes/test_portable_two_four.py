@@ -1,4 +1,4 @@
-"""2:4 storage in the FunctionProto of SparseAMXMatMul: without the library, a model has our kernels' answers."""
+"""2:4 storage in the FunctionProto of SparseAMXMatMul gives the same answers as the kernels."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ ALL = Uses(frozenset({16, 8, 4}), dense=True, activations=frozenset(Activation),
 
 
 def alone(kind: str) -> Uses:
-    """Return the function of a model whose layers are all of this kind, and 2:4."""
+    """Return the function's options for a model in which all layers have this kind and 2:4 storage."""
     return Uses(frozenset({BITS[kind]}), bitmap=False, two_four=True)
 
 
 def stored(rng: np.random.Generator, kind: str, k: int, n: int, storage: str) -> tuple[Packed, np.ndarray]:
-    """Return the tensors of a weight, and its scales."""
+    """Return the packed tensors of a weight, and its scales."""
     if kind == "bf16":
         w = sparse_weight(rng, k, n, 0.3)
         weight = (
@@ -91,7 +91,7 @@ def test_kernel_and_function_agree(kind: str, k: int, n: int, unpack_once: bool,
 @pytest.mark.parametrize("storage", ["dense", "bitmap"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_storages_beside_it(kind: str, storage: str) -> None:
-    """The function of a model with layers of all storages, for a layer that is not 2:4."""
+    """The model's function supports every storage; the tested layer does not use 2:4."""
     rng = np.random.default_rng(1)
     both = Uses(frozenset({BITS[kind]}), dense=storage == "dense", bitmap=storage == "bitmap", two_four=True)
     for k, n in ((1, 1), (33, 17), (64, 16), (200, 33)):

@@ -1,4 +1,4 @@
-"""Pruning zeroes exactly the requested number of weights, the smallest ones, and changes no other weight."""
+"""Pruning zeroes exactly the requested number of weights, those with the smallest magnitudes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLOAT = TensorProto.FLOAT
 
 
 def prune(model: onnx.ModelProto, **options) -> dict[str, np.ndarray]:
-    """Return the weights after a recipe that only prunes."""
+    """Run a recipe that only prunes, and return the weights."""
     recipe = Recipe.from_dict({"name": "prune", "pass": [{"name": "normalize"}, {"name": "prune", **options}]})
     pruned = ortolan.optimize_onnx(model, recipe=recipe).model
     return {tensor.name: numpy_helper.to_array(tensor) for tensor in pruned.graph.initializer}
@@ -31,7 +31,7 @@ def prune(model: onnx.ModelProto, **options) -> dict[str, np.ndarray]:
 FLOATS = st_numpy.arrays(
     st.sampled_from([np.float32, np.float16]),
     st_numpy.array_shapes(min_dims=2, max_dims=2, max_side=12),
-    # Few different values, so that there are ties; the extremes of the range; zeros of both signs.
+    # Few distinct values to get ties, the largest and smallest values of float16, and zeros of both signs.
     elements=st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, -0.5, 6e4, -6e4, 6e-8]) | st.floats(-2, 2, width=16),
 )
 
@@ -70,7 +70,7 @@ def test_weights_that_are_zero_already_count():
 
 
 def two_layers() -> onnx.ModelProto:
-    """Two layers; the second one's weights are 100 times smaller."""
+    """Return a model of two layers; the weights of the second are 100 times smaller."""
     return make_model(
         [
             helper.make_node("MatMul", ["x", "A"], ["h"], name="/a"),
@@ -151,7 +151,7 @@ def test_layers_that_share_a_weight_are_pruned_together():
     assert {name: zeros(weight) for name, weight in prune(model, sparsity=0.5).items()} == {"A": 200}
     with pytest.raises(RecipeError, match="share the weight 'A'"):
         prune(model, layers={"/a": 0.9})
-    # Where only one of them is selected, the other keeps the original.
+    # If only /a is selected, /b keeps the original weight and /a gets a copy.
     weights = prune(model, exclude=["/b"])
     assert (zeros(weights["A"]), zeros(weights["A_pruned"])) == (0, 200)
 
@@ -163,7 +163,7 @@ def test_weights_behind_other_operators(form):
         name: (zeros(weight), weight.size) for name, weight in prune(model, sparsity=0.5).items() if weight.ndim == 2
     }
     ((count, size),) = shapes.values()
-    # Small int8 weights are zero before pruning, and count.
+    # Weights that int8 quantization rounded to zero count as pruned.
     assert size == 960 and count == 480
 
 
@@ -182,7 +182,7 @@ def test_a_weight_that_is_an_output_of_the_model_is_copied_first():
 
 
 def blocks(weight: np.ndarray) -> np.ndarray:
-    """Reshape [k, n] to [k, blocks, 4], the last block padded with zeros."""
+    """Reshape [k, n] to [k, blocks, 4], with zeros in the last block if n is no multiple of 4."""
     padded = np.pad(weight, ((0, 0), (0, -weight.shape[1] % 4)))
     return padded.reshape(len(weight), -1, 4)
 
@@ -190,7 +190,7 @@ def blocks(weight: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("form", ["gemm", "gemm_trans_b"])
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.8])
 def test_blocks_of_one_input_and_four_outputs_go_together(form, sparsity):
-    """The blocks with the smallest sums of magnitudes become zero; all others are unchanged."""
+    """The blocks with the smallest sums of magnitudes become zero; all other blocks are unchanged."""
     model = ir.to_proto(tiny.mlp(widths=(24, 42), forms=form))
     before = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
     after = prune(model, pattern="4x1", sparsity=sparsity)

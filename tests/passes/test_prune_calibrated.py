@@ -1,4 +1,4 @@
-"""Wanda, SparseGPT and repair in models: inputs that layers are fitted to, results, and refusals."""
+"""Wanda, SparseGPT and repair: the inputs that weights are fitted to, results, and refusals."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_weights_behind_other_operators(form):
 
 @pytest.mark.parametrize(("dtype", "stored"), [(np.float16, np.float16), (ml_dtypes.bfloat16, np.float32)])
 def test_the_weight_keeps_the_type_of_its_layer(dtype, stored):
-    """A model that computes in bfloat16 is converted to float32 first, with its inputs."""
+    """Models that compute in bfloat16 are converted to float32 first, including their inputs."""
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     weight = random_weight(40, 24, dtype=dtype)
     model = make_model(
@@ -227,7 +227,7 @@ def test_few_inputs_are_noted():
 
 @pytest.mark.parametrize("inputs", ["pruned", "original"])
 def test_layers_that_round_their_inputs_at_run_time(inputs):
-    """A changed layer reads its input unrounded: the next piece needs another value than before."""
+    """After pruning, the layer reads its input without int8 rounding, so that this value must be recorded as well."""
     layer = Int8Layer("dynamic_to_float", 40, 40, q=sparse_integers(40, 40, 0.0))
     nodes = [
         helper.make_node("MatMul", ["given", "A"], ["x"], name="/a"),
@@ -251,7 +251,7 @@ def test_layers_that_round_their_inputs_at_run_time(inputs):
 
 
 def test_layers_that_bear_it_are_sparser():
-    """Most inputs of B are almost zero, so half of its weights can be pruned at no cost."""
+    """Inputs of B are almost zero, so that pruning more of its weights costs almost nothing."""
     nodes = [
         helper.make_node("MatMul", ["x", "A"], ["h"], name="/a"),
         helper.make_node("Mul", ["h", "s"], ["m"]),
@@ -269,7 +269,7 @@ def test_layers_that_bear_it_are_sparser():
         assert [layer.sparsity for layer in reports[1].layers] == pytest.approx([0.3, 0.7])
         (exact,) = run(model, {"x": x})
         errors = [relative_error(exact, run(report.model, {"x": x})[0]) for report in reports]
-        if method != "magnitude":  # which prunes weights of important inputs
+        if method != "magnitude":  # magnitude pruning ignores how large the inputs are
             assert errors[1] < 0.8 * errors[0]
 
 
@@ -295,7 +295,7 @@ def test_joint_rounding_is_that_of_the_arrays(options, quantization):
     report = pruned(two_layers(), {"x": x}, **FIXED, **options)
     rounded = sparsegpt_rounded(random_weight(40, 30), damped(x.T @ x, 0.01), Pattern(), 0.5, quantization)
     expected = dequantize(rounded, quantization.group_size)
-    # The Hessian's sums have another order: a value in the middle of two steps may round the other way.
+    # The Hessian is summed in a different order, so weights in the middle of two steps may round the other way.
     difference = np.abs(weights_of(report)["A"] - expected)
     assert (difference > 1e-3 * np.abs(expected) + 1e-5).mean() < 0.005
     assert difference.max() < 1.01 * rounded.scales.max()
@@ -379,7 +379,7 @@ def test_sparse_layers_are_only_rounded():
 
 
 def test_memory_stays_near_one_layer():
-    """Eight layers: their Hessians and inputs would be eight times the size for one layer."""
+    """With eight layers, memory stays far below eight times that of one layer."""
     k, layers = 256, 8
     nodes, weights, last = [], {}, "x"
     for index in range(layers):

@@ -62,7 +62,7 @@ def test_as_many_go_as_asked_for_and_zeros_count(k, n, sparsity, dense, pattern)
     zeros = np.count_nonzero(~kept) if pattern.outputs == 1 else block_zeros(kept * 1.0)
     assert zeros == wanted
     assert not (kept & ~alive).any()
-    if before == 0 and pattern.outputs == 1:  # the same number for each output, up to rounding
+    if before == 0 and pattern.outputs == 1:  # each output loses the same number of weights, up to rounding
         counts = (~kept).sum(axis=0)
         assert counts.max() - counts.min() <= 1
     if before == 0:
@@ -98,10 +98,10 @@ def test_of_equal_scores_as_many_go():
 def brute_force(
     weight: np.ndarray, hessian: np.ndarray, pattern: Pattern, sparsity: float, span: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Optimal Brain Surgeon, one weight after the other in the order of inputs.
+    """Prune with Optimal Brain Surgeon, one weight after the other in the order of inputs.
 
-    Each time, the Hessian of the remaining inputs is inverted again. A weight costs w^2 / [H^-1]_ii; of `span` inputs
-    at a time, the cheapest units are pruned. Returns the weights, and the mask of pruned ones.
+    Each time, the Hessian of the remaining inputs is inverted again. A weight costs w^2 / [H^-1]_ii. In each range of
+    `span` inputs, the cheapest units are pruned. Returns the weights, and the mask of pruned weights.
     """
     k, n = weight.shape
     values = weight.astype(np.float64)
@@ -151,7 +151,7 @@ def test_sparsegpt_is_optimal_brain_surgery(monkeypatch, pattern, sparsity, bloc
 
 
 def test_blocks_of_inputs_do_not_change_what_comes_out(monkeypatch):
-    """Lazy updates are the same sums in another order; the mask is chosen for the same number of inputs."""
+    """The block size of updates changes only the order of sums. The mask is chosen over the same span of inputs."""
     weight, x = random_weight(100, 24), correlated(500, 100, 0.9)
     hessian = damped(x.T @ x, 0.01)
     whole = sparsegpt(weight, hessian, HALF, 0.5)
@@ -238,7 +238,7 @@ def test_repair_only_makes_better(monkeypatch):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_allocation_is_the_best_of_all(seed):
-    """Compared with every combination of levels, for convex curves and layers of one size."""
+    """For convex error curves and layers of equal size, the allocation equals the best of all combinations."""
     rng = np.random.default_rng(seed)
     shares = np.array([0.3, 0.4, 0.5, 0.6, 0.7])
     curves = [np.cumsum(np.sort(rng.random(5))) for _ in range(4)]

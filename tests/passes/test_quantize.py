@@ -34,7 +34,7 @@ from .quantized import INT4, INT8, quantize_in, recipe_of, spread, weights, weig
 from .small_models import make_model, matmul_model, random_weight, relative_error, run
 
 FLOAT = TensorProto.FLOAT
-BOUND = 0.5 * (1 + 2**-16)  # of |W - scale q| / scale
+BOUND = 0.5 * (1 + 2**-16)  # largest allowed |W - scale * q| / scale
 
 
 def optimize(model: onnx.ModelProto, **options) -> OptimizationReport:
@@ -42,14 +42,14 @@ def optimize(model: onnx.ModelProto, **options) -> OptimizationReport:
 
 
 def chosen(weight: np.ndarray, quantization: Quantization) -> np.ndarray:
-    """Return the default format of pass quantize, or the given one for an operator."""
+    """Return the weight as pass quantize rounds it by default: mse for 4 bits, nearest for 8 bits."""
     if quantization.bits == 8:
         return nearest(weight, quantization)
     return dequantize(round_mse(weight, replace(quantization, bf16_scales=True)), quantization.group_size)
 
 
 def nearest(weight: np.ndarray, quantization: Quantization) -> np.ndarray:
-    """Return the quantized weight, computed in float64 from the definition."""
+    """Return the weight rounded to nearest, computed in float64 from the definition."""
     k, n = weight.shape
     group = quantization.group_size or k
     padded = np.zeros((-(-k // group) * group, n))
@@ -76,7 +76,7 @@ def test_every_weight_is_within_half_a_step(weight, quantization):
     steps = spread(scales, quantization, k)
     assert (np.abs(weight - steps * q) <= BOUND * steps).all()
     assert (q[weight == 0] == 0).all()
-    # The step is the smallest that holds the largest weight, whose q is therefore the largest.
+    # The scale is the smallest that can hold the largest weight, so that weight has the largest |q|.
     rows = quantization.group_size or k
     for group, start in enumerate(range(0, k, rows)):
         largest = np.abs(weight[start : start + rows].astype(np.float64)).max(axis=0)
@@ -108,7 +108,7 @@ def test_the_lazy_weight_is_finite_and_as_near_as_its_type_allows(tmp_path_facto
     found = (found.T if turn else found).astype(np.float64)
     assert np.isfinite(found).all()
     steps = spread(scales, quantization, len(weight))
-    # Rounding to the type: 2^-24, 2^-11 or 2^-8 of the value; half of the smallest value for denormals.
+    # Error of storing a value in its type: 2^-24, 2^-11 or 2^-8 of it, or half of the smallest denormal.
     digits, smallest = {"FLOAT": (24, -149), "FLOAT16": (11, -24), "BFLOAT16": (8, -133)}[dtype.name]
     rounding = 1.01 * (2.0**-digits + 2.0**-24) * np.abs(steps * q) + 2.0 ** (smallest - 1)
     assert (np.abs(weight - found) <= BOUND * steps + rounding).all()
@@ -154,8 +154,8 @@ def test_a_layer_holds_rounded_weights(options, quantization):
     assert f"int{options['bits']}" in str(report) and "quantized" in str(report)
     assert [note for note in report.notes if "quantized but not replaced" in note and "'linear'" in note]
     x = np.random.default_rng(0).standard_normal((2, 3, 300)).astype(np.float32)
-    # A step is the largest of 300 (or 32) weights over 127 or 7, and the rounding error is 0.29 of it (root mean
-    # square).
+    # Estimate: a step is the largest of 300 (8 bits) or 32 (4 bits) weights, divided by 127 or 7. Rounding adds 0.29
+    # steps (root mean square).
     error = relative_error(run(model, {"x": x})[0], run(report.model, {"x": x})[0])
     assert 0 < error < (0.01 if options["bits"] == 8 else 0.15)
 
@@ -187,7 +187,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(bad, bits):
 
 
 def two_layers(a: np.ndarray, b: np.ndarray | None = None) -> onnx.ModelProto:
-    """Without b, both layers share the weight A."""
+    """Return a model of two layers, which share the weight A if b is None."""
     return make_model(
         [
             helper.make_node("MatMul", ["x", "A"], ["h"], name="/a"),
@@ -200,7 +200,7 @@ def two_layers(a: np.ndarray, b: np.ndarray | None = None) -> onnx.ModelProto:
 
 
 def check_stored(context: PassContext, linear: Linear, original: np.ndarray, quantization: Quantization) -> None:
-    """Check that the layer's weight in the context has the layout that the kernels' packers expect."""
+    """Check that the layer's quantized weight has the layout that the packers expect."""
     weight = context.layers.quantized[linear.weight_key]
     k, n = original.shape
     assert (weight.bits, weight.group_size) == (quantization.bits, quantization.group_size)
@@ -236,7 +236,7 @@ def test_weights_behind_other_operators(tmp_path, form):
 
 @pytest.mark.parametrize(("dtype", "stored"), [(np.float16, np.float16), (ml_dtypes.bfloat16, np.float32)])
 def test_the_weight_keeps_the_type_of_its_layer(dtype, stored):
-    """A model that computes in bfloat16 is converted to float32 first."""
+    """Models that compute in bfloat16 are converted to float32 first."""
     weight = random_weight(20, 24, dtype=dtype)
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     model = make_model(
@@ -290,7 +290,7 @@ def test_each_of_two_passes_takes_its_own_layers(tmp_path):
     a, b = random_weight(100, 40), random_weight(40, 33, seed=1)
     steps = [{"name": "quantize", "bits": 4, "select": ["/a"]}, {"name": "quantize", "bits": 8}]
     context, linears = quantize_in(two_layers(a, b), tmp_path, *steps)
-    check_stored(context, linears["/a"], a, INT4[2])  # and not once more
+    check_stored(context, linears["/a"], a, INT4[2])  # the second pass does not quantize /a again
     check_stored(context, linears["/b"], b, INT8)
     assert [context.plan.quantization(linear) for linear in linears.values()] == [INT4[2], INT8]
 
@@ -316,7 +316,7 @@ def test_layers_that_replace_would_not_take_stay_as_they_are(tmp_path, monkeypat
     assert linears["/b"].weight_key not in context.layers.quantized
     layer = next(layer for layer in context.report.layers if layer.name == "/b")
     assert (layer.status, layer.weight_bits) == ("kept", None)
-    # First the selection, then the weights that remain after rounding.
+    # The plan is asked twice: when layers are selected, and with the nonzero weights after rounding.
     rounded = int(np.count_nonzero(chosen(b, INT4[2])))
     assert [stored for name, stored in asked if name == "/b"] == [0, rounded] and rounded < b.size
 

@@ -1,4 +1,4 @@
-"""The quantizers on plain arrays: grids with zero points, GPTQ, AWQ's scales, HQQ."""
+"""Quantizers on arrays: grids with zero points, GPTQ, the scales of AWQ, and HQQ."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_zero_points_keep_every_weight_within_its_bound(weight, quantization, si
     zeros = spread(rounded.zero_points, quantization, k)
     error = np.abs(weight - steps * (rounded.q - zeros))
     assert (error <= (0.5 * (1 + 2**-16) + 1 / 17) * steps).all()
-    # The step is no larger than the range requires.
+    # The scale is no larger than the range of the weights requires.
     for group, start in enumerate(range(0, k, quantization.group_size)):
         part = weight[start : start + quantization.group_size].astype(np.float64)
         width = np.maximum(part.max(axis=0), 0) - np.minimum(part.min(axis=0), 0)
@@ -87,9 +87,9 @@ def test_zero_points_keep_every_weight_within_its_bound(weight, quantization, si
 @examples(200)
 @given(weights(), st.sampled_from([1, -1]))
 def test_neighbours_of_a_reduced_range_fit(weight, sign):
-    """The sum of two neighbours is at most 128, and each weight is within half a step.
+    """Adjacent |q| sum to at most 128, and each weight is rounded by at most half a step.
 
-    Steps are those of the full range, or of the largest sum.
+    Steps are those of the full range, or follow from the largest sum.
     """
     weight = sign * weight
     rounded = round_to_nearest(weight, REDUCED)
@@ -162,7 +162,7 @@ def test_the_error_would_tell_a_wrong_factor(monkeypatch, broken):
     weight = random_weight(256, 128)
     x = correlated(2048, 256)
     nearest = output_error(x, weight, round_to_nearest(weight, INT4[0]), INT4[0])
-    # The right one: at most 0.16.
+    # With the correct factor, the ratio is at most 0.16.
     assert output_error(x, weight, greedy(weight, x.T @ x), INT4[0]) > 0.5 * nearest
 
 
@@ -182,7 +182,7 @@ def test_refinement_lowers_the_error_it_minimizes(quantization):
 
 
 def test_the_order_ends_with_what_is_known_best_from_the_rest():
-    """The last input has the least variance, the one before it the least given the last, and so on."""
+    """The last input has the smallest variance, the one before it the smallest given the last, and so on."""
     x = correlated(500, 40, 0.9) * np.random.default_rng(0).uniform(0.5, 2, 40).astype(np.float32)
     hessian = damped(x.T @ x, 0.01)
     order = choose_order(hessian)
@@ -217,7 +217,7 @@ def test_the_factor_of_the_inverse():
 
 
 def one_by_one(weight: np.ndarray, hessian: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """GPTQ as Optimal Brain Surgeon defines it: after each input, the inverse Hessian of the rest is computed again."""
+    """Run GPTQ as Optimal Brain Surgeon defines it: invert the remaining Hessian again after each input."""
     rest, done = weight.astype(np.float64), np.zeros(weight.shape)
     whole = hessian.astype(np.float64) + 0.01 * hessian.diagonal().mean() * np.eye(len(hessian))
     for i in range(len(weight)):
@@ -232,7 +232,7 @@ def test_gptq_is_optimal_brain_surgery_with_a_fixed_order():
     weight, x = random_weight(200, 8), correlated(600, 200, 0.9)
     rounded = greedy(weight, x.T @ x)
     found, expected = dequantize(rounded, 32), one_by_one(weight, x.T @ x, rounded.scales)
-    # Float32 rounding may move a weight to the next step, which changes all later weights of its column.
+    # Float32 rounding may move one weight to the next step, which changes all later weights of its column.
     same = np.isclose(found, expected, rtol=1e-3, atol=1e-5).all(axis=0)
     assert same.mean() >= 0.75
 
@@ -306,7 +306,7 @@ def test_awq_leaves_alone_what_it_cannot_improve():
 def test_hqq_is_never_worse_than_nearest(weight, quantization):
     rounded = half_quadratic(weight, quantization)
     check_in_range(rounded, weight, quantization)
-    # Values that round beyond float32 are infinite.
+    # Scale times q may overflow float32; such candidates count as infinitely bad.
     best, nearest = (
         weight.astype(np.float64) - dequantize(one, quantization.group_size)
         for one in (rounded, round_to_nearest(weight, quantization))
@@ -331,7 +331,7 @@ SEARCHED = [INT8, INT8_GROUPS, *INT4, BF16, *ASYMMETRIC, *MINIMUM]
 def loss(
     weight: np.ndarray, rounded: QuantizedMatrix, quantization: Quantization, importance: np.ndarray
 ) -> np.ndarray:
-    """Return the sum of importance (w - v)^2 of each group, float64 [groups, n]."""
+    """Return the sum of importance * (w - v)^2 of each group, float64 [groups, n]."""
     error = weight.astype(np.float64) - dequantize(rounded, quantization.group_size)
     starts = range(0, len(weight), quantization.rows(len(weight)))
     return np.add.reduceat(error**2 * importance[:, None], list(starts), axis=0)
@@ -346,7 +346,7 @@ def test_search_is_never_worse_than_nearest(weight, quantization, weighted, seed
     found = round_mse(weight, quantization, importance if weighted else None)
     check_in_range(found, weight, quantization)
     losses = [loss(weight, one, quantization, importance) for one in (found, round_to_nearest(weight, quantization))]
-    # Below the smallest normal float, steps have that size.
+    # Below the smallest normal float32, precision is lower and errors are larger.
     coarse = 2.0**-250 * importance.sum(dtype=np.float64)
     assert (losses[0] <= losses[1] * (1 + 1e-4) + coarse).all()
 
@@ -384,7 +384,7 @@ def test_search_spends_its_steps_on_what_is_important():
     st.floats(-4, 3),
 )
 def test_weights_on_a_grid_stay_exactly(quantization, seed, first, levels, magnitude):
-    """Weights on a grid are kept exactly, even if a group has few of the levels, as with Q4_0 or Q4_1."""
+    """Weights that already lie on a grid, such as Q4_0 or Q4_1, are kept exactly, even if few levels occur."""
     rng = np.random.default_rng(seed)
     shape = (2 * quantization.group_size, 5)
     low, high = quantization.levels
@@ -407,7 +407,10 @@ def test_weights_on_a_grid_stay_exactly(quantization, seed, first, levels, magni
 @pytest.mark.parametrize("sign", [-1, 1])
 @pytest.mark.parametrize("quantization", [MINIMUM[0], ASYMMETRIC[0]])
 def test_symmetric_numbers_with_a_negative_scale_are_exact_in_other_forms(quantization, sign):
-    """Q4_0's scales have either sign; a minimum of 7 steps may not be a float16 value, while one of 8 is."""
+    """Grids with negative scales, as in Q4_0, are kept exactly.
+
+    A minimum of 7 steps may have no exact float16 value; 8 steps always have one.
+    """
     rng = np.random.default_rng(0)
     q = rng.integers(-8, 8, (64, 7)).astype(np.int8)
     q[::32] = -8
@@ -434,7 +437,7 @@ def test_groups_of_one_number(quantization, number):
         found = round_mse(weight, quantization)
     check_in_range(found, weight, quantization)
     values = dequantize(found, quantization.group_size)
-    short = 2.0**-8 if number else 0  # bfloat16, which float16 falls back to
+    short = 2.0**-8 if number else 0  # error of bfloat16, used if float16 overflows
     assert (np.abs(values - weight) <= np.abs(weight) * short + 2.0**-126).all()
 
 
@@ -442,7 +445,7 @@ def test_groups_of_one_number(quantization, number):
 @pytest.mark.parametrize("magnitude", [np.finfo(np.float32).max, 1e30, 1e5, 1e-6, 2.0**-126, 1e-40])
 def test_search_of_extreme_magnitudes(quantization, magnitude):
     if quantization.minimum and magnitude > 1e38:
-        magnitude = magnitude / 4  # only scale q must be finite
+        magnitude = magnitude / 4  # keep scale times q finite
     weight = (np.linspace(-1, 1, 33)[:, None] * np.float64(magnitude)).astype(np.float32)
     with np.errstate(all="raise", under="ignore"):
         found = round_mse(weight, quantization)

@@ -1,4 +1,4 @@
-"""Integer sums used for comparison are exact, whatever ONNX Runtime does on this CPU."""
+"""Reference answers use exact integer sums, also on CPUs where ONNX Runtime's sums saturate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMS = [*DYNAMIC, *FIXED, *ROUNDED]
 
 
 def full_range(form: str, **arguments) -> tuple[Int8Layer, np.ndarray]:
-    """A dense layer, and inputs that use their full range: sums of two products often exceed 16 bits."""
+    """Return a dense layer and inputs in their full range, for which 16-bit sums of two products overflow."""
     layer = Int8Layer(form, q=sparse_integers(64, 48, 0.0), **arguments)
     low, high = (np.array([0, 255] if layer.x_unsigned else [-128, 127]) - layer.x_zero) * layer.x_scale
     return layer, np.random.default_rng(3).uniform(low, high, (6, layer.k)).astype(np.float32)
@@ -31,7 +31,7 @@ def answers_of_onnx_runtime(layer: Int8Layer, x: np.ndarray, opener) -> np.ndarr
 
 
 def rounded_all_at_once(x: np.ndarray) -> np.ndarray:
-    """Quantize x like DynamicQuantizeLinear."""
+    """Quantize x with one range, like DynamicQuantizeLinear."""
     low, high = min(x.min(), 0), max(x.max(), 0)
     scale = np.float32((high - low) / 255)
     zero = np.rint(-low / scale)
@@ -70,7 +70,7 @@ def test_a_model_whose_products_saturate_is_judged_by_its_exact_sums(form):
 
 @pytest.mark.parametrize("form", ROUNDED)
 def test_sums_of_layers_that_share_their_weight_are_exact(form, tmp_path):
-    """A file with external data, and bytes."""
+    """Layers with a shared weight get exact sums, from a file with external data and from bytes."""
     layer, model = chain_of_qlinear(form)
     x, content, path = layer.inputs(), model.SerializeToString(), tmp_path / "model.onnx"
     onnx.save(model, path, save_as_external_data=True, size_threshold=64)
@@ -85,7 +85,7 @@ def test_sums_of_layers_that_share_their_weight_are_exact(form, tmp_path):
 
 @pytest.mark.parametrize("as_file", [False, True])
 def test_blocks_without_zero_points(as_file, tmp_path):
-    """A file with external data, and bytes; a second layer has sums that may saturate."""
+    """The first layer has no zero points; sums of the second layer may saturate."""
     layer, x = full_range("to_float")
     q = np.random.default_rng(5).integers(-128, 128, (64, 64), np.int8)
     constants = {"blocks": q, "scales of blocks": np.full((2, 64), 0.5, np.float32)}
@@ -107,7 +107,7 @@ def test_blocks_without_zero_points(as_file, tmp_path):
 
 @pytest.mark.parametrize("form", ["to_float", "qlinear", "qgemm"])
 def test_a_model_that_has_no_exact_sums_is_judged_all_the_same(form):
-    """ONNX Runtime has no product of int8 inputs with the uint8 weights that the conversion would make."""
+    """ONNX Runtime has no kernel for int8 inputs with uint8 weights, so that the conversion is skipped."""
     layer = Int8Layer(form, x_unsigned=False)
     session = open_quietly(layer.model().SerializeToString())
     report = adopt(layer.model(), calibration={"x": layer.inputs()})
@@ -116,7 +116,7 @@ def test_a_model_that_has_no_exact_sums_is_judged_all_the_same(form):
 
 
 def test_a_model_with_branches_has_no_exact_sums():
-    """If products saturate, products in a branch do so in every session."""
+    """Branches are not converted, so that their sums may saturate in every session."""
     layer, x = full_range("to_float")
     model = layer.model()
     branch = onnx.GraphProto()
@@ -135,7 +135,7 @@ def test_a_model_with_branches_has_no_exact_sums():
 
 
 def test_errors_are_those_of_the_model():
-    """Errors are the same with and without a request for exact sums."""
+    """An invalid model raises the same error with and without exact sums."""
     wrong = make_model(
         [helper.make_node("Relu", ["x"], ["y"], domain="com.example")],
         {"x": (TensorProto.FLOAT, [2])},

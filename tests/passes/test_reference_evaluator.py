@@ -1,4 +1,4 @@
-"""The operator's function is valid ONNX for more than ONNX Runtime: onnx's evaluator agrees with our kernels."""
+"""onnx's reference evaluator runs the operator's function with the same answers as the kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALL = Uses(frozenset({16, 8, 4}), True, activations=frozenset(Activation), resid
 @pytest.mark.parametrize("opset", [13, 18, 23])
 @pytest.mark.parametrize("kind", ["bf16", *GROUPS])
 def test_function_in_the_reference_evaluator(kind: str, opset: int, unpack_once: bool) -> None:
-    """The function for this node alone, and the one of a model with layers of all kinds."""
+    """Test the function for this node alone, and the function of a model with layers of all kinds."""
     k, n = 70, 19
     rng = np.random.default_rng(opset)
     x, residual = (rng.standard_normal((3, size), dtype=np.float32) for size in (k, n))

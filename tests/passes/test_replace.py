@@ -1,4 +1,4 @@
-"""Every way in which exporters write a linear layer becomes one SparseAMXMatMul with the same answers."""
+"""Every form in which exporters write a linear layer is replaced by one SparseAMXMatMul with the same answers."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from .small_models import (
 )
 
 FLOAT, FLOAT16 = TensorProto.FLOAT, TensorProto.FLOAT16
-BF16_ERROR = 6e-3  # bound of a dense layer whose inputs and weights are rounded to bfloat16: 2^-9 each, and a margin
+BF16_ERROR = 6e-3  # error bound of a dense layer with bf16 inputs and weights: 2^-9 each, and a margin
 DENSE = {"sparsity": 0.0}
 
 
 def check_same_answers(
     model: onnx.ModelProto, feeds: dict[str, np.ndarray], error: float = BF16_ERROR
 ) -> onnx.ModelProto:
-    """Optimize without pruning, and check the result with the library and without."""
+    """Optimize without pruning, and check the answers with the library and without it."""
     report = optimize(model, options=DENSE)
     assert report.model is not None
     onnx.checker.check_model(report.model)
@@ -145,7 +145,7 @@ def test_add_of_another_activation_is_taken_for_a_residual():
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1), (2, 1, 1, 24)])
 @pytest.mark.parametrize("number", [0.0, 1.5])
 def test_constant_residuals_of_any_rank(shape, number):
-    """Zeros only add axes."""
+    """A constant residual of zeros only adds axes to the result."""
     nodes = [
         helper.make_node("MatMul", ["x", "W"], ["p"], name="linear"),
         helper.make_node("Add", ["c", "p"], ["y"]),
@@ -162,7 +162,7 @@ def test_constant_residuals_of_any_rank(shape, number):
 
 
 def test_layers_with_and_without_an_epilogue_share_one_function():
-    """An ONNX function cannot test for an input, so the layer without a residual gets a zero."""
+    """An ONNX function cannot have an optional residual, so the layer without one gets a zero."""
     nodes = [
         helper.make_node("MatMul", ["x", "W"], ["p"], name="first"),
         helper.make_node("Relu", ["p"], ["h"]),
@@ -342,7 +342,7 @@ def test_output_error_is_that_of_the_layer():
 @pytest.mark.parametrize("column_scale", [1e-36, 1e-38, 1e-40, 1e-44])
 @pytest.mark.parametrize("recipe", ["sparse-bf16", "sparse-int8", "sparse-int4", "int4"])
 def test_weights_of_dead_neurons(recipe, column_scale, x_scale):
-    """Training with weight decay leaves columns of denormals, which some kernels flush to zero."""
+    """Weight decay in training leaves denormal columns, which some kernels flush to zero."""
     weight = random_weight(64, 24)
     weight[:, 3] *= np.float32(column_scale)
     x = np.random.default_rng(0).standard_normal((4, 3, 64)).astype(np.float32) * np.float32(x_scale)
@@ -356,7 +356,7 @@ def test_weights_of_dead_neurons(recipe, column_scale, x_scale):
 
 
 def test_rounding_of_denormal_scales_is_allowed_for(tmp_path):
-    """The product of the scales of weight and input may have only a bit or two, which amplifies float32 rounding."""
+    """The product of two denormal scales has only a bit or two, so that its relative rounding error is large."""
     q = np.full((64, 24), 7, np.int8)
     scales = np.full((2, 24), 2e-42, np.float32)
     with TensorSpill(tmp_path) as spill:
@@ -385,7 +385,7 @@ def test_two_replace_passes(monkeypatch):
         {"name": "replace", "exclude": ["/layers.0/*"]},
         {"name": "verify", "seconds": 0},
     )
-    monkeypatch.setattr(replace, "UNPACK_ONCE_LIMIT", 24 * 40 + 1)  # more than either layer, less than both
+    monkeypatch.setattr(replace, "UNPACK_ONCE_LIMIT", 24 * 40 + 1)  # larger than either weight, smaller than their sum
     report = ortolan.optimize_onnx(model, recipe=recipe)
     assert [layer.status for layer in report.layers] == ["replaced", "replaced"]
     assert report.rounding_error[0].relative_l2 < 1e-2 and report.portable_error[0].relative_l2 < 1e-2
@@ -419,6 +419,6 @@ def test_pruned_layers_that_take_more_room_than_before_are_noted(dry_run):
     assert (report.layers[1].status, report.layers[1].bytes_after) == ("pruned", 4 * 40 * 33)
     (note,) = report.notes
     assert "1 pruned layers, such as '/layers.1/MatMul'" in note and "prune.exclude" in note
-    # Without pruning, the weight is unchanged.
+    # Sparsity 0.0 keeps the weight unchanged.
     report = ortolan.optimize_onnx(model, recipe=recipe, options={"sparsity": 0.0}, dry_run=dry_run)
     assert report.layers[1].status == "kept" and not report.notes

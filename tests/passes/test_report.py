@@ -104,7 +104,7 @@ def names_of_bert(layers: int) -> list[str]:
 
 
 def report_of_search() -> OptimizationReport:
-    """A search's report about an encoder: two formats, and names as Optimum exports them."""
+    """Return the report of a search on an encoder, with two formats and layer names as Optimum exports them."""
     names = names_of_bert(6)
     layers = [
         LayerReport(
@@ -171,7 +171,8 @@ def test_a_report_names_one_speed():
     assert searched.startswith("1.73x faster") and "1 x 128 tokens: fastest run 6 -> 4 ms" in searched
     done.latency_before, done.latency_after = Timing(8, 12), Timing(2, 3)
     for text in (str(done), done.details()):
-        assert text.count("x faster") == 2 and text.count("4.00x faster") == 2  # in the first line, and with its times
+        # the speedup is in the first line, and beside the times
+        assert text.count("x faster") == 2 and text.count("4.00x faster") == 2
         assert "1.73" not in text and "(2.00x)" not in text
 
 
@@ -186,7 +187,7 @@ def test_equal_layers_are_one_line_in_80_columns():
 
 
 def test_sparsity_is_told_where_something_is_sparse():
-    """Rounding makes a few zeros, more in 4 bits."""
+    """Rounding makes some weights zero, especially in 4 bits; that alone does not add a line on sparsity."""
     layer = LayerReport("a", "MatMul", "SparseAMXMatMul", 8, 16, 0.15, 512, 300, 0.1, "replaced", storage="dense")
     done = OptimizationReport({"name": "r", "pass": [{"name": "quantize"}]}, layers=[layer])
     assert "%" not in done.details() and "sparsity" not in done.details()

@@ -27,7 +27,7 @@ EVIL = "<script>alert(1)</script>"
 
 
 class Page(HTMLParser):
-    """Texts, tags and addresses of a page."""
+    """Collects the texts, tags and links of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
 
 
 def test_auto_fills_the_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole run: the path ends at the shortest time, and the chosen model is among the tried ones."""
+    """After a search, the curve ends at the shortest time, and its points include the chosen model."""
     from ortolan.graph_passes.auto import layer_times, search
     from ortolan.graph_passes.auto.candidates import ORIGINAL
 

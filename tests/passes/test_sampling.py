@@ -1,4 +1,4 @@
-"""Text that decoders sample from themselves, and the default search that uses it."""
+"""Calibration text sampled from the decoder itself, and the default search that uses it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_samples_text_with_its_cache(attention: str) -> None:
     assert ids.shape == (2, 64) and (ids[:, 0] == _START).all() and len(np.unique(ids)) > 8
     np.testing.assert_array_equal(beginning["input_ids"], ids[:1, :7])
     np.testing.assert_array_equal(step["input_ids"], ids[:, -1:])
-    # The cache holds the earlier tokens: the last step has the answer to the whole text.
+    # The cache contains all earlier tokens, so that the last step has the logits of the whole text.
     np.testing.assert_allclose(run(model, step)[0][:, -1], run(model, whole)[0][:, -1], rtol=1e-3, atol=1e-4)
     again = _sampled(model)[0]["input_ids"]
     np.testing.assert_array_equal(again, ids)
@@ -53,7 +53,7 @@ def test_an_encoder_samples_nothing(tmp_path: Path) -> None:
 
 
 class _Counter:
-    """A session whose model almost always predicts the next token id."""
+    """A session of a decoder that is changed to predict the next token id almost always."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self._session = ortolan.create_session(model.SerializeToString())
@@ -105,7 +105,10 @@ def decoder() -> onnx.ModelProto:
 
 
 def _timed(monkeypatch: pytest.MonkeyPatch, milliseconds: float) -> None:
-    """The original takes 10 ms, an optimized model the given time; int4 of random weights is within the budget."""
+    """Set the times to 10 ms for the original and `milliseconds` for optimized models.
+
+    int4 with random weights is within the budget.
+    """
 
     def time_models(original: Any, paths: Any, shapes: Any) -> Any:
         return [Timing(10.0, 10.0)] * len(shapes), [[Timing(milliseconds, milliseconds)] * len(shapes) for _ in paths]
@@ -122,7 +125,7 @@ def test_a_decoder_takes_4_bits_without_measuring_its_layers(
     assert report.auto is not None and report.feeds is not None
     assert "sampled from the model itself" in report.feeds and "sampled" in report.auto.budget
     assert len(report.auto.trials) == 1 and report.auto.trials[0].chosen
-    assert {layer.weight_bits for layer in report.replaced} == {4, 8}  # the head in 8
+    assert {layer.weight_bits for layer in report.replaced} == {4, 8}  # the head has 8 bits
     assert "2.00x faster" in report.auto.outcome
 
 

@@ -1,4 +1,4 @@
-"""A model run in pieces gives each layer the inputs of a single run, and uses earlier changes."""
+"""A model run in segments gives each layer the same inputs as a single run, and uses earlier changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLOAT = TensorProto.FLOAT
 
 
 def recorded(model: ir.Model, feeds, folder) -> dict[str, list[np.ndarray]]:
-    """Return the inputs of all layers, recorded piece by piece."""
+    """Return the inputs of all layers, recorded segment by segment."""
     found: dict[str, list[np.ndarray]] = {}
     with Segments(model, list(linears_in(model)), feeds, folder) as segments:
         order = [value.name for value in segments.run(lambda x, a: found.setdefault(x.name, []).append(a))]
@@ -50,7 +50,7 @@ def test_pieces_give_what_one_run_gives(tmp_path, build):
 
 
 def chain(layers: int = 3) -> ir.Model:
-    """x -> MatMul -> Relu -> MatMul …, with the first hidden value added to the last."""
+    """Return a model x -> MatMul -> Relu -> MatMul …, with the first hidden value added to the last."""
     nodes = [helper.make_node("MatMul", ["x", "W0"], ["h0"], name="/0")]
     for index in range(1, layers):
         nodes.append(helper.make_node("Relu", [f"h{index - 1}"], [f"r{index}"], name=f"/relu{index}"))
@@ -69,7 +69,7 @@ def test_later_layers_see_what_was_changed(tmp_path):
         for value in segments.run(lambda value, array: found.setdefault(value.name, array)):
             if value.name == "x":
                 model.graph.initializers["W0"].const_value = ir.tensor(np.eye(16, dtype=np.float32), name="W0")
-            # Only values that a later piece needs are kept: h0, until the sum is computed.
+            # Files hold only values that a later segment needs; h0 stays until it is added.
             kept = len(list((tmp_path / "pieces").glob("*.npy")))
             assert kept == {"x": 0, "r1": 2, "r2": 2, "s": 0}[value.name]
     np.testing.assert_allclose(found["r1"], np.maximum(x, 0), rtol=1e-6)
@@ -96,7 +96,7 @@ def test_each_node_runs_once_on_each_feed(tmp_path):
 
 
 def test_layers_in_subgraphs_are_left_out_and_what_they_use_is_not(tmp_path):
-    """An If before a layer, whose branches use an outer value."""
+    """An If comes before the last layer, and its branches read a value of the outer graph."""
     model = branches_model(inner=False)
     tail = helper.make_node("MatMul", ["y", "T"], ["z"], name="/tail")
     model.graph.node.append(tail)

@@ -1,4 +1,4 @@
-"""Sensitivity: the effect of layer errors on the outputs."""
+"""Sensitivity: how much an error of each layer changes the outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ WIDTH = 64
 
 
 def branches(dtype: int = TensorProto.FLOAT) -> ir.Model:
-    """y = x + 0.1 (x W0) + 0.01 (x W1), z = x W2, with orthogonal weights, so their fractions of y are known."""
+    """y = x + 0.1 (x W0) + 0.01 (x W1), z = x W2.
+
+    The weights are orthogonal, so that each layer's share of y is known.
+    """
     kind = helper.tensor_dtype_to_np_dtype(dtype)
     weights = {f"W{n}": np.linalg.qr(random_weight(WIDTH, WIDTH, seed=n))[0].astype(kind) for n in range(3)}
     weights |= {"tenth": np.array(0.1, kind), "hundredth": np.array(0.01, kind)}
@@ -70,7 +73,7 @@ def test_only_wanted_outputs_count() -> None:
 
 
 def test_the_smallest_feeds_are_run() -> None:
-    """A feed of two rows is run; one that the model cannot run is skipped, unless there is no other."""
+    """Of inputs that the model can run, the smallest are used; without any, an error is raised."""
     wrong = {"x": np.zeros((1, 200, WIDTH + 1), np.float32)}
     assert measure(branches(), [wrong, *feeds(2)], ["y"])["tenth"] > 0.05
     with pytest.raises(CalibrationError, match="does not run"):

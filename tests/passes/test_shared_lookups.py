@@ -1,4 +1,4 @@
-"""A low-bit head whose weight is also the word table, as ONNX Runtime GenAI's builder ties them."""
+"""A low-bit head whose weight is also the word embedding, as ONNX Runtime GenAI's builder ties them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import ortolan
 
 from .small_models import make_model, op_types, run
 
-WORDS, WIDTH, BLOCK = 200, 96, 32  # a multiple of neither panels nor tiles of 64 inputs
+WORDS, WIDTH, BLOCK = 200, 96, 32  # no multiple of the panel width, nor of the tile of 64 inputs
 FLOAT = TensorProto.FLOAT
 
 
@@ -27,7 +27,7 @@ def tied(
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     codes = rng.integers(0, 2**bits, (WORDS, blocks, BLOCK)).astype(np.uint8)
     if bits == 8:
-        codes = np.clip(codes, 0, 240)  # minus the zero point, in the range of int8
+        codes = np.clip(codes, 0, 240)  # codes minus the zero point must fit into int8
     zeros = rng.integers(0, 2**bits, (WORDS, blocks + blocks % 2)).astype(np.uint8)
     zeros = packed(zeros, 4) if bits == 4 else np.full((WORDS, blocks), 120, np.uint8)
     weights = {

@@ -1,4 +1,4 @@
-"""Stored 4-bit weights are read exactly, and there are reasons for weights that W4A8MatMul cannot hold."""
+"""Stored 4-bit weights are read exactly; weights that W4A8MatMul cannot hold have a reason."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_matmul_nbits(k, n, block, zero_points, dtype, flat, seed):
     assert int4.group_size == min(block, 128)
     assert found.weight_names == ["B"] and found.stored_type == f"int4, groups of {int4.group_size}"
     assert found.stored_bytes == sum(array.nbytes for array in layer.tensors.values())
-    # As in a MatMul: in the type of the activations.
+    # `weight` has the element type of the activations.
     np.testing.assert_array_equal(found.weight.numpy(), layer.matrix.astype(dtype))
 
 
@@ -80,7 +80,7 @@ def test_matmul_nbits(k, n, block, zero_points, dtype, flat, seed):
 def test_dequantize_linear(k, n, block, signed, zero_points, form, dtype, seed):
     layer = DequantizedLayer(k, n, block, signed, zero_points, form, dtype, seed)
     int4 = check(find(layer.model()), layer.matrix, dtype, signed and not zero_points)
-    if not block:  # one block of all inputs
+    if not block:  # one block contains all inputs
         expected = k if k in (32, 64) else 128
     elif block in (32, 64, 128):
         expected = block
@@ -92,10 +92,10 @@ def test_dequantize_linear(k, n, block, signed, zero_points, form, dtype, seed):
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 @pytest.mark.parametrize("zero_points", ["", "packed", "float"])
 def test_onnx_runtime_reads_the_numbers_alike(block, zero_points):
-    """ONNX Runtime returns the weights for the unit matrix as input, at accuracy_level 0."""
+    """With the identity matrix as input, ONNX Runtime returns the same weights at accuracy_level 0."""
     layer = NBitsLayer(150, 40, block, zero_points, accuracy_level=0)
     (answer,) = run(layer.model(), {"x": np.eye(150, dtype=np.float32)})
-    # ONNX Runtime may compute a difference of products instead of a product with a difference, and rounds each.
+    # ONNX Runtime may compute q * scale - zero * scale and round each product.
     np.testing.assert_allclose(answer, layer.matrix, rtol=0, atol=2**-23 * 15 * np.abs(layer.scales).max())
 
 
@@ -107,7 +107,7 @@ def test_onnx_runtime_dequantizes_alike(form, signed, zero_points):
     np.testing.assert_array_equal(found.matrix(), layer.matrix)
     x = np.random.default_rng(0).standard_normal((3, 96)).astype(np.float32)
     (answer,) = run(layer.model(), {"x": x})
-    # ONNX Runtime may turn it into MatMulNBits of accuracy_level 4, which rounds x.
+    # ONNX Runtime may replace the nodes by MatMulNBits with accuracy_level 4, which rounds x.
     assert np.abs(answer - x @ layer.matrix).max() < 0.02 * np.abs(answer).max()
 
 

@@ -1,4 +1,4 @@
-"""Layers with stored int8 weights become VNNISpMM with the same integers and ranges."""
+"""Layers with stored int8 weights are replaced by VNNISpMM with the same integers and ranges."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def test_numbers_are_kept(form, unsigned, zero_point, per_column, bias):
     )
     (original,) = run(model, {"x": x})
     for answer in outputs(report.model, x):
-        if layer.fixed:  # sums of powers of two: only the ranges round
+        if layer.fixed:  # sums of powers of two are exact, only x and y are rounded
             np.testing.assert_array_equal(answer, layer.expected(x))
             np.testing.assert_array_equal(answer, original)
         else:
             exact = x @ layer.matrix + (layer.b if layer.bias else 0)
-            # Rounding each token is finer than rounding the whole tensor.
+            # A scale per token is at least as accurate as one scale per tensor.
             assert relative_error(exact, answer) <= relative_error(exact, original) < 0.02
 
 
@@ -77,7 +77,7 @@ def test_what_is_left_of_the_model(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_zero_points_that_int8_holds(form):
-    """quantize_dynamic with reduce_range makes 7-bit integers, so other zero points fit too."""
+    """reduce_range makes 7-bit integers, whose differences to the zero point fit into int8."""
     q = sparse_integers(32, 24) // 2
     layer = Int8Layer(form, unsigned=True, zero_point=70, q=q)
     report = optimize(layer.model())
@@ -298,7 +298,7 @@ def test_adopt_takes_sparse_layers_and_dense_ones_whose_ranges_are_not_fixed(for
 
 
 def test_adopt_counts_blocks():
-    """Three quarters of the weights are zero, but only a third of the blocks: too few for VNNISpMM."""
+    """75 % of the weights are zero, but only 32 % of the blocks of four: too few for VNNISpMM."""
     q = np.where(np.random.default_rng(0).random((64, 64)) < 0.75, 0, 77).astype(np.int8)
     (layer,) = adopt(Int8Layer("dynamic", q=q).model()).layers
     assert layer.new_op == "SparseAMXMatMul"
@@ -335,7 +335,7 @@ def why_not(model: onnx.ModelProto) -> str:
 
 
 def check_refused(model: onnx.ModelProto, text: str) -> None:
-    """Check that no pass crashes, and that every report has the reason."""
+    """Check that no pass raises an error, and that every report has the reason."""
     assert text in why_not(model)
     (layer,) = inspect_onnx(model).linears
     assert text in (layer.reason or why_not(model))
@@ -384,7 +384,7 @@ def test_weights_of_another_shape(form):
         ("zeros", np.zeros(23, np.int8), "zero points 'zeros' have shape [23]"),
         ("scales", np.ones(23, np.float32), "[23]"),
     ]:
-        if form.startswith("qdq"):  # onnx's own inference would refuse them
+        if form.startswith("qdq"):  # the shape inference of onnx refuses these models
             model = dataclasses.replace(layer, changes={name: array}).model()
             assert text in why_not(model)
         elif not (form == "sparse_ml" and name == "scales"):
@@ -406,11 +406,11 @@ def test_tensors_at_run_time(form, name):
     model.graph.initializer.remove(tensor)
     model.graph.input.append(helper.make_tensor_value_info(name, tensor.data_type, list(tensor.dims)))
     found = find_linears(ir.from_proto(model))
-    if form.startswith("qdq") and name.startswith("x_"):  # only the range is unknown
+    if form.startswith("qdq") and name.startswith("x_"):  # without a constant range, the layer itself is still found
         assert isinstance(found[0], Linear) and found[0].x_range is None
     else:
         assert not any(isinstance(one, Linear) for one in found)
-        if name == "W":  # a product of activations is not reported as a layer, unless its weight is the only one
+        if name == "W":  # a MatMul of two activations need not be listed
             assert all("constant" in one.reason or "run time" in one.reason for one in found)
         else:
             assert len(found) == 1 and ("constant" in found[0].reason or "run time" in found[0].reason)

@@ -1,4 +1,4 @@
-"""The part of a model that works on each token separately, and masks that hide only padding."""
+"""The part of a model that processes tokens independently, and masks that hide only padding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BEHIND = "behind"
 def rows_around(
     front: Callable[[Graph], str] | None = None, back: Callable[[Graph, str], str] | None = None
 ) -> tuple[ir.Model, TokenRows]:
-    """Find the token rows around one attention."""
+    """Build a graph with one attention, and find its part that processes tokens independently."""
     graph = Graph()
     query = "x" if front is None else front(graph)
     y = graph.op("NoMADAttention", query, domain="ai.ortolan", num_heads=4)
@@ -86,7 +86,7 @@ def test_what_is_taken_behind_attention(name: str) -> None:
     _, found = rows_around(back=back)
     assert taken(found) == sorted(wanted)
     assert set(found.layouts.values()) == {Layout(3)}
-    # The part reads only x, and its values leave it at the end or where the rest starts.
+    # The part reads only x.
     assert [value.name for value in found.entries] == ["x"] and found.exits
 
 
@@ -140,7 +140,7 @@ def test_what_is_taken_in_front_of_attention(name: str) -> None:
 
 
 def test_what_is_not_known_is_refused() -> None:
-    """A value of unknown rank."""
+    """A value has unknown rank."""
 
     def front(graph: Graph) -> str:
         graph.inputs["shape"] = (TensorProto.INT64, ["axes"])
@@ -160,7 +160,7 @@ def test_what_also_leaves_is_an_exit() -> None:
 
 
 def masks_of(*makers: Callable[[Graph], str]) -> tuple[PaddingMasks, list[ir.Value]]:
-    """The sum of the masks that these functions compute from attention_mask."""
+    """Return masks computed from attention_mask by the given functions."""
     graph = Graph()
     graph.inputs["attention_mask"] = (TensorProto.INT64, ["batch", "rows"])
     names = []
@@ -193,7 +193,7 @@ def bias(graph: Graph) -> str:
 
 @pytest.mark.parametrize("number", [LOWEST, -65504.0, -1e4, -np.inf])
 def test_a_mask_of_padding_goes(number: float) -> None:
-    if number == -np.inf:  # 0 times infinity is NaN
+    if number == -np.inf:  # 0 * -Inf would be NaN, so that this mask uses Where
 
         def make(graph: Graph) -> str:
             there = graph.op("Cast", graph.op("Unsqueeze", "attention_mask", np.array([1, 2])), to=TensorProto.BOOL)
@@ -237,14 +237,14 @@ def test_no_mask_and_a_constant_one() -> None:
 
 @pytest.mark.parametrize("axes", [[0, 1, 2], [2]])
 def test_masks_of_other_shapes(axes: list[int]) -> None:
-    """Masks of five axes, and of three with heads first."""
+    """The mask has five axes, or three axes with heads first."""
     masks, (mask,) = masks_of(lambda graph: graph.op("Unsqueeze", hides()(graph), np.array(axes)))
     with pytest.raises(MaskError, match="shows tokens"):
         masks.beside_padding(mask)
 
 
 def far(graph: Graph) -> str:
-    """A mask that hides keys more than 20 positions away, which no trial reaches."""
+    """A mask that also hides keys more than 20 positions away; trials use shorter sequences."""
     rows = graph.op("Squeeze", graph.op("Shape", "x", start=1, end=2), np.array([0]))
     places = graph.op("Range", np.array(0), rows, np.array(1))
     apart = graph.op("Abs", graph.op("Sub", graph.op("Unsqueeze", places, np.array([1])), places))
@@ -252,7 +252,7 @@ def far(graph: Graph) -> str:
 
 
 def a_table(graph: Graph) -> str:
-    """A constant as long as the longest sequence, and 0 for the lengths that are tried."""
+    """A mask with a constant table that is 0 for the short lengths of the trials and 1 beyond 40."""
     table = np.zeros((1, 1, 64, 64), np.float32)
     table[..., 40:] = 1
     rows = graph.op("Shape", "x", start=1, end=2)
@@ -340,7 +340,7 @@ VIEWS: dict[str, tuple[list[int | str], Callable[[Graph], str], Layout, Layout |
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_where_tokens_are_behind_a_view(name: str) -> None:
-    """Tokens after a view, and before it."""
+    """A Reshape or Transpose maps the token axes from `before` to `after`, and back."""
     shape, make, before, after = VIEWS[name]
     graph = Graph()
     graph.inputs["x"] = (FLOAT, shape)
@@ -356,7 +356,7 @@ def test_where_tokens_are_behind_a_view(name: str) -> None:
     if after is None:
         return
     assert in_front_of_view(dims, node, after) == before
-    # Packed, the result equals the padded one, except for batch and tokens.
+    # Run on packed tokens, the node gives the same values as on padded ones.
     sizes = packed_sizes(dims, node, before)
     if sizes is not None:
         node.replace_input_with(1, ir.Value(name="sizes", const_value=ir.tensor(np.array(sizes), name="sizes")))

@@ -29,12 +29,12 @@ from .stored_layers import NBitsLayer
 
 KINDS = ("bf16", "int8", "int4")
 BITS = {"bf16": 16, "int8": 8, "int4": 4}
-# Bytes of masks and values per weight.
+# Packed bytes per weight: masks and values.
 BYTES = {"bf16": 1.125, "int8": 0.625, "int4": 0.375}
 
 
 def half(k: int, n: int, seed: int = 0) -> np.ndarray:
-    """Exactly two nonzero weights among each four inputs."""
+    """Return a weight with exactly two nonzero values in each group of four inputs."""
     rng = np.random.default_rng(seed)
     order = rng.permuted(np.tile(np.arange(4), (-(-k // 4), n, 1)), axis=2)
     kept = (order < 2).transpose(0, 2, 1).reshape(-1, n)[:k]
@@ -42,7 +42,7 @@ def half(k: int, n: int, seed: int = 0) -> np.ndarray:
 
 
 def two_layers(first: np.ndarray, second: np.ndarray) -> onnx.ModelProto:
-    """y = relu(x W) V"""
+    """Return the model y = relu(x W) V."""
     return make_model(
         [
             helper.make_node("MatMul", ["x", "W"], ["p"], name="first"),
@@ -56,7 +56,7 @@ def two_layers(first: np.ndarray, second: np.ndarray) -> onnx.ModelProto:
 
 
 def packed(model: onnx.ModelProto, name: str) -> tuple[np.ndarray, str]:
-    """Return the weights of a packed layer, and its storage."""
+    """Return the weights of the packed layer of this name, and its storage."""
     (node,) = [node for node in model.graph.node if node.op_type == "SparseAMXMatMul" and node.name == name]
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     sizes = {attribute.name: attribute.i for attribute in node.attribute}
@@ -94,7 +94,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, fast_bitmaps: bool) -> None:
         (1.0, False, None, "dense", "dense"),
         (0.5, False, None, "bitmap", "dense"),
         (0.5, False, "small", "bitmap", "bitmap"),
-        (0.5, False, "2:4", "bitmap", "dense"),  # pass replace refuses it
+        (0.5, False, "2:4", "bitmap", "dense"),  # pass replace refuses this layer
         (0.5, True, None, "2:4", "2:4"),
         (0.5, True, "small", "2:4", "2:4"),
         (0.1, True, None, "bitmap", "2:4"),
@@ -110,7 +110,7 @@ def test_choice(
         on_cpu(monkeypatch, fast_bitmaps)
         for bits in (8, 4):
             assert storage.choose_storage(256, 512, stored, bits, wanted) == expected
-        # Bitmaps of bf16 are fast everywhere.
+        # Bitmaps of bf16 weights are fast on every CPU.
         assert storage.choose_storage(256, 512, stored, 16, wanted) == with_bitmaps
 
 
@@ -141,7 +141,7 @@ def test_size_is_predicted_exactly(kind: str, wanted: str | None, size: tuple[in
     found = storage.storage_of(made["masks"].array.size, made["offsets"].array.size)
     assert found == operator.foreseen_storage(*size, stored, quantized)
     assert wanted != "2:4" or found == "2:4"
-    if found == "2:4" or kind != "int4":  # the longer of a bitmap's two streams of nibbles is estimated
+    if found == "2:4" or kind != "int4":  # for int4 bitmaps, packed_bytes is an upper bound
         assert operator.packed_bytes(*size, stored, quantized) == sum(part.array.nbytes for part in made.values())
 
 
@@ -164,7 +164,7 @@ def test_pruned_to_the_pattern(kind: str, method: str | None, dry_run: bool, fas
     assert all(layer.sparsity >= 0.5 for layer in report.layers)
     for layer in ortolan.inspect_onnx(report.model).linears:
         assert layer.weight_format.startswith(f"2:4 {kind}") and layer.sparsity >= 0.5
-    # Both runs, with the library and without, compute with the unpacked weights.
+    # Outputs with the library and without it equal those of the unpacked weights.
     assert packed(report.model, "first")[1] == packed(report.model, "second")[1] == "2:4"
     kernel, body = (run(report.model, x, library=library)[0] for library in (True, False))
     assert relative_error(kernel, body) < 1e-5
@@ -181,7 +181,7 @@ def test_bytes_of_a_large_layer(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_pattern_alone_takes_what_has_it(kind: str, fast: bool) -> None:
-    """No layer is pruned; one with three nonzero weights among four inputs is kept exactly."""
+    """pattern="2:4" without pruning: one layer has a group of three nonzero weights and is kept exactly."""
     weight, other = half(96, 64), half(64, 48, seed=1)
     other[8:11, 5] = 1
     report = optimize(two_layers(weight, other), recipe=Recipe.of(weights=kind, pattern="2:4"))
@@ -217,7 +217,7 @@ def test_forms_that_do_not_name_the_pattern_use_it(kind: str, fast: bool) -> Non
 
 
 def test_unstructured_zeros_where_bitmaps_are_slow(fast: bool) -> None:
-    """A format that prunes has the smallest file, and a note that it is slow; other formats are as fast as dense."""
+    """Formats that prune choose the smallest storage and note that it is slow; other formats choose dense."""
     weight = random_weight(512, 256)
     weight[np.random.default_rng(0).random(weight.shape) < 0.5] = 0
     model = matmul_model(512, 256, weight=weight)
@@ -304,7 +304,7 @@ def test_stored_int4_keeps_its_numbers() -> None:
 
 
 def test_stored_int4_that_would_be_rounded() -> None:
-    """Zero points, and scales that are not bfloat16 values: W4A8MatMul holds them."""
+    """Zero points, and scales that bfloat16 cannot represent, are kept by W4A8MatMul."""
     other = bf16_scaled()
     other.scales[3, 1] *= np.float32(1 + 2**-10)
     for layer in (bf16_scaled("packed"), other):
@@ -315,7 +315,7 @@ def test_stored_int4_that_would_be_rounded() -> None:
 
 
 def test_the_default_takes_no_float_layers() -> None:
-    """A model with one layer stored in int8: the other layer stays float."""
+    """In a model with one layer stored in int8, the default call leaves the float layer unchanged."""
     stored = Int8Layer("dynamic", q=numbers(64, 48, 127))
     nodes = [*stored.nodes("r"), helper.make_node("MatMul", ["r", "V"], ["y"], name="float")]
     kind = TensorProto.FLOAT

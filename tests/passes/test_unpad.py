@@ -1,4 +1,4 @@
-"""Pass unpad: answers to tokens are unchanged, and inputs and outputs keep their form."""
+"""Pass unpad: answers for tokens do not change, and inputs and outputs keep their names and shapes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def models() -> dict[tuple[str, str], tuple[onnx.ModelProto, onnx.ModelProto, on
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("mask", MASKS)
 def test_tokens_that_are_there_are_answered_as_before(models, encoder: str, recipe: str, mask: str) -> None:
-    """Answers have the same bits with right padding, and equal up to rounding without the library."""
+    """Answers for tokens are equal: the same bits with right padding, otherwise up to rounding."""
     _, padded, unpadded = models[encoder, recipe]
     feeds = encoder_feeds(padded, MASKS[mask])
     there = feeds["attention_mask"] != 0
@@ -81,14 +81,14 @@ def test_tokens_that_are_there_are_answered_as_before(models, encoder: str, reci
 
 @pytest.mark.parametrize("encoder", ENCODERS)
 def test_the_original_is_answered_for(models, encoder: str) -> None:
-    """Verification covers any token at positions that attention_mask hides."""
+    """Answers match the original's, for any token id at masked positions."""
     original, _, unpadded = models[encoder, "bf16"]
     for mask in MASKS.values():
         feeds = encoder_feeds(original, mask)
         there = feeds["attention_mask"] != 0
         (expected,), (y,) = run(original, feeds), answers(unpadded, feeds)
         assert relative_error(expected[there], y[there]) < 0.02
-        if encoder == "mpnet":  # counts positions from padding ids
+        if encoder == "mpnet":  # MPNet counts positions from the padding ids
             continue
         feeds["input_ids"][~there] = 7
         assert relative_error(y[there], answers(unpadded, feeds)[0][there]) < 0.02
@@ -97,7 +97,7 @@ def test_the_original_is_answered_for(models, encoder: str) -> None:
 @examples(40)
 @given(
     encoder=st.sampled_from(sorted(ENCODERS)),
-    recipe=st.sampled_from(["int8", "int4"]),  # few rows of bf16 are summed in another order
+    recipe=st.sampled_from(["int8", "int4"]),  # bf16 layers with few rows accumulate in a different order
     mask=st.integers(1, 4).flatmap(
         lambda batch: st.integers(0, 30).flatmap(
             lambda tokens: st.lists(
@@ -109,7 +109,10 @@ def test_the_original_is_answered_for(models, encoder: str) -> None:
     ),
 )
 def test_a_sequence_is_answered_alike_alone_and_in_any_batch(models, encoder, recipe, mask) -> None:
-    """Includes a sequence without tokens, and nonzero values besides 1 in attention_mask, which count as visible."""
+    """A sequence has the same answers alone and in a batch.
+
+    Sequences may be empty; any nonzero value in attention_mask marks a token.
+    """
     original, _, unpadded = models[encoder, recipe]
     mask = np.array(mask, np.int64).reshape(len(mask), -1)
     feeds = encoder_feeds(original, mask)
@@ -123,7 +126,7 @@ def test_a_sequence_is_answered_alike_alone_and_in_any_batch(models, encoder, re
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_bert_computes_everything_on_packed_tokens(models, recipe: str) -> None:
-    """Each of the three tables has a PackTokens, one UnpackTokens is at the end, and masks are removed."""
+    """The three embeddings each have a PackTokens, the only UnpackTokens is at the end, and masks are gone."""
     _, padded, unpadded = models["bert", recipe]
     left = op_types(unpadded)
     assert left.count("UnpackTokens") == 1 and left.count("PackedNoMADAttention") == 2
@@ -179,13 +182,13 @@ def test_a_dry_run_says_that_it_is_found_later() -> None:
     assert any("whether padding can be skipped is found after layers have been replaced" in one for one in report.notes)
 
 
-# Attentions without a mask, and attentions with a mask for another purpose.
+# Forms without a padding mask.
 NO_PADDING = {"no mask", "position bias", "causal", "Attention of heads"}
 
 
 @pytest.mark.parametrize("form", sorted(set(FORMS) - NO_PADDING))
 def test_every_form_of_attention(form: str) -> None:
-    """Hidden tokens have no effect, whatever else is added to the scores, or a note has the reason."""
+    """Masked tokens have no effect, whatever else is added to the scores."""
     model = attention_model(FORMS[form])
     report = fuse_and_unpad(model)
     unpadded = changed(report)
@@ -212,7 +215,7 @@ POOLING = {
 @pytest.mark.parametrize("pooling", POOLING)
 @pytest.mark.parametrize("encoder", ENCODERS)
 def test_pooling(pooling: str, encoder: str) -> None:
-    """The first token is read even with left padding."""
+    """Pooling gives the same vectors; the first token is position 0, even with left padding."""
     model = POOLING[pooling](ENCODERS[encoder]())
     recipe = Recipe.of(weights="bf16")
     padded, report = both(model, recipe)
@@ -223,10 +226,11 @@ def test_pooling(pooling: str, encoder: str) -> None:
         plain = run(unpadded, feeds)
         if name in ("behind", "none") and pooling.startswith("first"):
             np.testing.assert_array_equal(found[-1], expected[-1])
-        elif name in ("behind", "none"):  # sums are made in another order
+        elif name in ("behind", "none"):  # means are summed in a different order
             np.testing.assert_allclose(found[-1], expected[-1], rtol=0, atol=1e-6)
         rows = np.ones(len(mask), bool)
-        if encoder == "modernbert" and pooling.startswith("first"):  # a hidden query may have no token in its window
+        # for a masked query, all keys of its window may be masked
+        if encoder == "modernbert" and pooling.startswith("first"):
             rows = np.array(mask)[:, 0] != 0
         for y in (found, plain):
             assert relative_error(original[-1][rows], y[-1][rows]) < 0.03
@@ -240,7 +244,7 @@ def test_pooling(pooling: str, encoder: str) -> None:
 
 @pytest.mark.parametrize("encoder", ENCODERS)
 def test_a_mean_has_the_same_bits_at_any_padding(encoder: str) -> None:
-    """The graph sums from the first token to the last, regardless of gaps and padding."""
+    """The mean is summed in token order, whatever the padding and gaps are."""
     model = masked_mean(ENCODERS[encoder](), keep=True)
     unpadded = changed(optimize(model, recipe=with_unpad(RECIPES["int8"])))
     assert {"CumSum", "ReduceSum"} <= set(op_types(unpadded))
@@ -248,14 +252,14 @@ def test_a_mean_has_the_same_bits_at_any_padding(encoder: str) -> None:
     _, vectors = answers(unpadded, feeds)
     for row, there in enumerate(feeds["attention_mask"] != 0):
         alone = {name: array[row : row + 1, there] for name, array in feeds.items()}
-        if encoder == "mpnet" or there[0]:  # positions of the other models count left padding
+        if encoder == "mpnet" or there[0]:  # with left padding, the other models count different positions
             np.testing.assert_array_equal(answers(unpadded, alone)[1][0], vectors[row])
     nothing = {name: array[:, :0] for name, array in feeds.items()}
     assert [y.shape for y in answers(unpadded, nothing)] == [(3, 0, 48), (3, 48)]
 
 
 def test_a_dimension_that_is_given(tmp_path) -> None:
-    """Exports with fixed sizes, read from a file."""
+    """The export has fixed batch and token sizes, and is read from a file."""
     model = proto(tiny.tiny_bert())
     for value in (*model.graph.input, *model.graph.output):
         for axis, size in enumerate((4, 9)):

@@ -1,4 +1,4 @@
-"""Pass unpad if vectors of hidden positions are read, as late-interaction models do to expand queries."""
+"""Pass unpad for models whose vectors at masked positions are used, such as ColBERT's query expansion."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .small_models import optimize, relative_error, run
 
 INT8 = Recipe.of(weights="int8")
 MASK_TOKEN = 4
-# Text, tokens that expand it, and padding.
+# attention_mask: 1 for text. PADDING marks the padding; the positions in neither are expansion tokens.
 EXPANDED = [[1] * 5 + [0] * 4, [1] * 9, [1, 1, 0, 0, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1, 0, 0, 0]]
 PADDING = [[0] * 7 + [1] * 2, [0] * 9, [0] * 6 + [1] * 3, [1, 1] + [0] * 7]
 
@@ -36,7 +36,7 @@ ENCODERS = {"bert": tiny.tiny_bert, "mpnet": tiny.tiny_mpnet, "modernbert": tiny
 
 @pytest.mark.parametrize("encoder", ENCODERS)
 def test_hidden_tokens_are_answered(encoder: str) -> None:
-    """Answers equal the original's at all positions except padding, which is 0."""
+    """Answers equal the original's at all positions except padding, where they are 0."""
     model = proto(ENCODERS[encoder]())
     padded, report = both(model, INT8)
     unpadded = changed(report)
@@ -51,7 +51,7 @@ def test_hidden_tokens_are_answered(encoder: str) -> None:
         assert relative_error(expected[hidden], y[hidden]) < 0.03
     text = feeds["attention_mask"] != 0
     without = feeds | {"input_ids": np.where(text, feeds["input_ids"], PAD)}
-    for row in (0, 1):  # hidden tokens behind a text do not change a bit of it
+    for row in (0, 1):  # the expansion tokens do not change the vectors of the text
         np.testing.assert_array_equal(answers(unpadded, without)[0][row][text[row]], found[row][text[row]])
     for row in range(len(text)):
         alone = {name: array[row : row + 1] for name, array in feeds.items()}
@@ -118,7 +118,7 @@ def test_a_model_in_memory_without_options() -> None:
 
 
 def test_verification_compares_hidden_tokens() -> None:
-    """Feeds whose hidden tokens are not padding: errors at their positions count."""
+    """Verification counts errors at masked positions that are not padding."""
     model = proto(tiny.tiny_bert())
     feeds = expanded_feeds(model)
     report = both(model, INT8, calibration=feeds)[1]
@@ -130,7 +130,7 @@ def test_verification_compares_hidden_tokens() -> None:
 
 
 def with_hidden_queries(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with a mask [batch, 1, tokens, tokens] that also hides all keys from queries of hidden positions."""
+    """Return the model with a mask [batch, 1, tokens, tokens] that gives masked queries no key at all."""
     nodes = []
     for node in model.graph.node:
         if node.op_type == "Sub":
@@ -146,7 +146,10 @@ def with_hidden_queries(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def test_a_mask_that_hides_all_keys_from_hidden_queries() -> None:
-    """Such queries attend to all keys equally, so their vectors depend on padding. Pooling ignores them."""
+    """Queries without keys attend to all keys equally, so their vectors depend on padding.
+
+    The pass accepts this only if nothing reads these vectors.
+    """
     model = with_hidden_queries(proto(tiny.tiny_bert()))
     report = both(model, INT8)[1]
     assert "hides all tokens from the queries of hidden positions, which are read" in reason(report)

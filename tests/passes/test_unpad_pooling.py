@@ -1,4 +1,4 @@
-"""Pass unpad before pooling with masked_fill, and after norms of vectors."""
+"""Pass unpad before pooling with masked_fill, and after normalization of vectors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ BF16 = Recipe.of(weights="bf16")
 
 
 def filled(shows: bool, by: str, fill: float, inverted: bool = False) -> onnx.ModelProto:
-    """Pooling that inserts a value at positions without a token. shows: the condition is true at tokens."""
+    """Return a model that sets masked positions to `fill` before pooling.
+
+    shows: the condition is true for tokens, not for padding.
+    """
     condition = (
         [make("Cast", ["attention_mask"], ["condition"], to=TensorProto.BOOL)]
         if shows
@@ -61,7 +64,7 @@ def test_a_fill_that_stands_where_tokens_are() -> None:
 
 @pytest.mark.parametrize("norm", ["ReduceL2", "ReduceL1"])
 def test_vectors_of_tokens_that_are_normalized(norm: str) -> None:
-    """torch.nn.functional.normalize: the norm is expanded to the vectors' shape."""
+    """torch.nn.functional.normalize expands the norm to the shape of the vectors."""
     nodes = [
         make(norm, [HIDDEN], ["norm"], axes=[-1], keepdims=1),
         make("Clip", ["norm", "least"], ["clipped"]),

@@ -1,4 +1,4 @@
-"""Pass unpad: models that it does not change, and the reasons."""
+"""Pass unpad: models that it leaves unchanged, and the reasons."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def bert() -> onnx.ModelProto:
 
 
 def refused(model: onnx.ModelProto, recipe: Recipe | None = None) -> str:
-    """Return the reason; the model is the same as without the pass."""
+    """Return the pass's reason after checking that the model equals the one optimized without it."""
     recipe = recipe or Recipe.of(weights="bf16")
     report = optimize(model, recipe=with_unpad(recipe))
     without = optimize(model, recipe=recipe.without_pass("unpad")).model
@@ -51,7 +51,7 @@ def behind(*nodes: onnx.NodeProto, **weights: np.ndarray) -> onnx.ModelProto:
 
 
 def pooled_by(factor: str, *nodes: onnx.NodeProto, **weights: np.ndarray) -> onnx.ModelProto:
-    """The mean of the product with this factor."""
+    """Return a model that averages hidden states times the value named `factor`."""
     axes = {"tokens": np.array([1]), "last": np.array([-1]), "one": np.array(1), "half": np.array(0.5, np.float32)}
     return behind(
         make("Cast", ["attention_mask"], ["floats"], to=TensorProto.FLOAT),
@@ -129,13 +129,13 @@ def test_places_without_a_token_may_be_read(name: str) -> None:
 
 
 def test_tokens_that_are_an_output_and_read_elsewhere() -> None:
-    """A consumer counts, even if the value is also an output."""
+    """A node averages over all positions; the value is also an output, which must not hide that."""
     model = add_nodes(masked_mean(bert(), keep=True), [make("ReduceMean", [HIDDEN], ["y"], axes=[1])], {"y": None})
     assert refused(model).endswith("may read positions without a token")
 
 
 def without_mask_input(model: onnx.ModelProto, name: str = "mask") -> onnx.ModelProto:
-    """The mask input has another name."""
+    """Rename the input attention_mask."""
     for value in model.graph.input:
         value.name = name if value.name == "attention_mask" else value.name
     for node in model.graph.node:
@@ -160,7 +160,7 @@ def _with_mask(graph: Graph) -> Graph:
 
 
 def beside_mask(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A model with an input attention_mask that only an output uses."""
+    """Return a model in which only an output reads attention_mask."""
     model.graph.input.append(helper.make_tensor_value_info("attention_mask", TensorProto.INT64, ["batch", "rows"]))
     return add_nodes(
         model,
@@ -188,7 +188,7 @@ def test_a_mask_of_other_things(kind: str) -> None:
 
 
 def mask_by(*steps: Callable[[Graph, str], str]) -> Callable[[Graph], str]:
-    """A mask computed from attention_mask as float [batch, 1, 1, rows]."""
+    """Return an attention whose mask [batch, 1, 1, rows] passes through the steps."""
 
     def build(graph: Graph) -> str:
         graph.inputs["mask"] = (TensorProto.INT64, ["batch", "rows"])
@@ -243,7 +243,7 @@ def test_a_mask_from_tokens() -> None:
 
 
 def test_a_layer_of_other_tokens_in_front() -> None:
-    """Between two attentions is an operator that reads all positions."""
+    """A mean over all positions lies between two attentions."""
 
     def shifted(graph: Graph) -> str:
         first = usual(graph)
@@ -292,7 +292,7 @@ def test_attention_in_a_branch() -> None:
 
 
 def test_a_decoder_with_a_cache_stays() -> None:
-    """No note: decoders have no padding to skip."""
+    """Decoders with a cache have no padding to skip, and the report has no note on it."""
     model = proto(tiny.tiny_llama())
     recipe = with_unpad(Recipe.of(cache="float32"))
     report = ortolan.optimize_onnx(model, recipe=recipe, options={"verify.seconds": 0.0})
@@ -307,7 +307,7 @@ def test_a_model_without_attention_stays() -> None:
 
 
 def test_pooling_by_both_ways_at_once() -> None:
-    """Reading the first token and masking with a factor can be combined."""
+    """One output reads the first token, another one masks by a factor."""
     model = first_token(bert(), keep=True)
     factor = [
         make("Unsqueeze", ["attention_mask", "last"], ["column"]),

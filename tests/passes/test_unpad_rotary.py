@@ -1,4 +1,4 @@
-"""Pass unpad with heads before tokens in the layout, as in rotary embedding."""
+"""Pass unpad if the layout has heads before tokens, as for rotary embedding."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_heads_are_turned_on_packed_tokens(form: str) -> None:
     model = attention_model(ROTARY[form])
     unpadded = changed(fuse_and_unpad(model))
     left = op_types(unpadded)
-    # x, cosine and sine; cosines of given positions are transposed before packing and after it.
+    # PackTokens packs x, cosine and sine; forms may share the packed angles.
     assert left.count("UnpackTokens") == 1 and left.count("PackTokens") in (2, 3)
     for mask in MASKS.values():
         feeds = encoder_feeds(model, mask)
@@ -58,7 +58,7 @@ def test_sequences_without_tokens(form: str, mask: np.ndarray) -> None:
 
 
 def test_sizes_of_padded_sequences_are_asked_for_no_more() -> None:
-    """Nodes that only computed the number of tokens for views are removed."""
+    """Nodes that only computed padded sizes for Reshape and Expand are removed."""
     model = attention_model(ROTARY["shared keys"])
     unpadded = changed(fuse_and_unpad(model))
     sizes = {node.input[1] for node in unpadded.graph.node if node.op_type in ("Reshape", "Expand")}
@@ -68,12 +68,12 @@ def test_sizes_of_padded_sequences_are_asked_for_no_more() -> None:
 @pytest.mark.parametrize("length", [11, 40])
 @pytest.mark.parametrize("window", [4, 18, 30])
 def test_windows_stay(length: int, window: int) -> None:
-    """Window masks stay, even if they hide no token in the short trials."""
+    """Window masks stay, even if they mask no key in the short trials."""
     model = proto(tiny.tiny_modernbert(local_attention=window))
     padded, report = both(model, Recipe.of(weights="bf16"))
     unpadded = changed(report)
     masks = [node.input[1] for node in unpadded.graph.node if node.op_type == "PackedNoMADAttention"]
-    assert masks[0] == masks[2] != masks[1]  # two layers see all tokens, one a window
+    assert masks[0] == masks[2] != masks[1]  # the second layer has a window, the first and third have none
     behind = np.arange(length) < np.array([[length], [3], [length - 2], [1]])
     gaps = np.random.default_rng(length).random((4, length)) < 0.6
     for name, mask in {"behind": behind, "in front": behind[:, ::-1], "gaps": gaps}.items():
@@ -87,11 +87,12 @@ def test_windows_stay(length: int, window: int) -> None:
 
 
 def test_heads_that_something_else_reads() -> None:
-    """Keys that are an output stay by heads, and padded."""
+    """Keys that are a graph output keep their padded layout, and the pass gives the reason."""
 
     def shown(graph: Graph) -> str:
         y = ROTARY["halves"](graph)
-        key = [node.input[0] for node in graph.nodes if node.op_type == "Transpose"][-2]  # in front of the product
+        # the keys as the first MatMul reads them
+        key = [node.input[0] for node in graph.nodes if node.op_type == "Transpose"][-2]
         graph.nodes.append(helper.make_node("Identity", [key], ["keys"], "/keys"))
         graph.outputs["keys"] = (FLOAT, ["batch", H, "rows", D])
         return y
@@ -101,7 +102,7 @@ def test_heads_that_something_else_reads() -> None:
 
 
 def test_the_report_holds_for_the_original() -> None:
-    """Run only these two passes, on lengths that verification did not use."""
+    """The two passes alone give the original's answers at a length that verification did not use."""
     model = attention_model(ROTARY["joined, by Split"])
     report = fuse_and_unpad(model)
     feeds = encoder_feeds(model, np.ones((2, 70)))

@@ -1,4 +1,4 @@
-"""Verification finds wrong models, and reports the errors of right ones."""
+"""Verification finds wrong models, and reports the errors of correct models."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_errors_of_special_outputs():
 
 
 def rows_off(x: np.ndarray, off: dict[int, float], seed: int) -> np.ndarray:
-    """x with a given relative error in these rows, and 0.01 in the others."""
+    """Return x with the given relative error in these rows, and 0.01 in all other rows."""
     error = np.random.default_rng(seed).standard_normal(x.shape)
     error *= np.linalg.norm(x, axis=-1, keepdims=True) / np.linalg.norm(error, axis=-1, keepdims=True)
     return x + error * np.array([off.get(row, 0.01) for row in range(16)]).reshape(*x.shape[:-1], 1)
@@ -62,14 +62,14 @@ def rows_off(x: np.ndarray, off: dict[int, float], seed: int) -> np.ndarray:
         ({}, {}, 0.014),
         ({3: 0.3}, {}, 0.014),
         ({3: 0.3, 9: 0.4}, {}, 0.014),
-        ({3: 0.3, 9: 0.4, 11: 0.3}, {}, 0.08),  # too many
-        ({15: 1.0}, {}, 0.25),  # too far off
-        ({}, {15: 0.3}, 0.075),  # wrong in the kernel: almost zero
+        ({3: 0.3, 9: 0.4, 11: 0.3}, {}, 0.08),  # three rows are more than an eighth of 16
+        ({15: 1.0}, {}, 0.25),  # the error of the row is larger than 0.5
+        ({}, {15: 0.3}, 0.075),  # the row is wrong in the kernel's answer
         ({15: 0.3}, {15: 0.06}, 0.077),
     ],
 )
 def test_odd_rows_do_not_count(portable_off: Any, native_off: Any, expected: float) -> None:
-    """An eighth of 16 rows of the portable form may be off by half, if the kernel's rows are right."""
+    """One eighth of the rows may have an error up to 0.5 without the library if the kernel's rows are right."""
     x = np.random.default_rng(0).standard_normal((2, 1, 8, 64))
     zeros = np.zeros((2, 1, 5, 64))
     infinite = np.full((2, 1, 1, 64), -np.inf)
@@ -166,7 +166,7 @@ def test_packed_tensors_that_no_kernel_accepts(monkeypatch, tmp_path):
 
 
 def test_answers_that_become_infinite(tmp_path):
-    # bf16 rounds the largest float16, 65504, up to 65536, which float16 does not have.
+    # bf16 rounds 65504, the largest float16, up to 65536, which float16 cannot represent.
     weight = np.array([[1.0]], np.float16)
     model = make_model(
         [helper.make_node("MatMul", ["x", "W"], ["y"], name="linear")],
@@ -262,7 +262,7 @@ def test_rounding_is_told_from_pruning():
 
 
 def test_whole_numbers_are_not_judged_for_rounding():
-    # The second column is the larger one, until both are rounded to bfloat16.
+    # The second column is larger until both round to the same bfloat16.
     weight = np.array([[1, 1 + 2**-12]], np.float32)
     model = make_model(
         [

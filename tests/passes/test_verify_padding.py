@@ -15,7 +15,10 @@ FEEDS = {"input_ids": np.arange(1, 7)[None], "attention_mask": np.ones((1, 6), n
 
 
 class Session:
-    """Returns a row per token, its id, and their mean. shift: added in a padded batch; sizes: of the inputs."""
+    """Returns each token's id and their mean.
+
+    shift: error that is added in padded batches. sizes: declared dimensions of the inputs.
+    """
 
     def __init__(self, shift: float = 0.0, sizes: tuple[Any, Any] = ("batch", "tokens")) -> None:
         self._shift, self._sizes = shift, sizes

@@ -1,4 +1,4 @@
-"""Chains of Reshape and Transpose: the split into heads that a View finds matches numpy."""
+"""Chains of Reshape and Transpose: the split into heads that View finds matches numpy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..sampling import examples
 
 
 def factorizations(draw: st.DrawFn, size: int) -> list[int]:
-    """Shapes with this number of elements, and at most 8 dimensions: Dimensions gives up beyond 16 elements."""
+    """Draw a shape with `size` elements and at most 8 dimensions."""
     shape = []
     while size > 1:
         factors = [one for one in range(1, size + 1) if size % one == 0] if len(shape) < 6 else [size]
@@ -29,7 +29,7 @@ def factorizations(draw: st.DrawFn, size: int) -> list[int]:
 @examples(300)
 @given(st.data(), st.sampled_from([(2, 3, 8), (1, 4, 6), (3, 1, 4), (2, 2, 4), (1, 1, 8)]))
 def test_same_sources_are_the_same_numbers(data: st.DataObject, shape: tuple[int, int, int]) -> None:
-    """A random chain is compared with the chain that splits heads, and both with numpy."""
+    """If View finds the same sources for a random chain and the usual split, numpy gives the same values."""
     x = ir.val("x", ir.DataType.FLOAT, list(shape))
     value, array, nodes = x, np.arange(prod(shape)).reshape(shape), []
     initializers = []
