@@ -43,10 +43,10 @@ class OpenAIEmbeddingRequest(BaseModel):
         """Return the texts, or their tokens. Raises RequestError (422) if there is no text, or one without tokens."""
         given: Any = self.input
         found: Any = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
-        if not found or [] in found:
-            raise RequestError(
-                422, "input is empty or has a text without tokens; send at least one text with one token"
-            )
+        if not found:
+            raise RequestError(422, "input has no text; send at least one")
+        if [] in found:
+            raise RequestError(422, "input has a text without tokens; send at least one token for each text")
         return list(found)
 
 

@@ -310,10 +310,10 @@ def test_openais_client(cluster):
         (short,) = client.embeddings.create(input=KNOWN, model="any", dimensions=10).data
         np.testing.assert_allclose(short.embedding, expected[0, :10] / np.linalg.norm(expected[0, :10]), rtol=1e-6)
         for wrong, message in [
-            ({"input": []}, "no text"),
-            ({"input": [[]]}, "without tokens"),
+            ({"input": []}, "input has no text"),
+            ({"input": [[]]}, "input has a text without tokens"),
             ({"input": [[10**9]]}, "1000000000"),
-            ({"input": KNOWN, "dimensions": 10**6}, "dimensions: 1000000"),
+            ({"input": KNOWN, "dimensions": 10**6}, "dimensions is 1000000, expected at most"),
         ]:
             with pytest.raises(openai.UnprocessableEntityError, match=message) as refused:
                 client.embeddings.create(model="any", **wrong)
@@ -342,7 +342,7 @@ def test_rerank(cluster):
     status, said = cluster.ask("/reranker/rerank", {"query": KNOWN, "texts": texts, "return_text": True})
     assert status == 200 and [(one["index"], one["text"]) for one in said] == [(index, texts[index]) for index in order]
     status, said = cluster.ask("/reranker/v1/embeddings", {"input": KNOWN, "model": "any"})
-    assert status == 422 and "was given texts" in said["error"]["message"]
+    assert status == 422 and "model is a reranker" in said["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -443,7 +443,11 @@ def test_a_stream(cluster):
 
 REFUSED = {
     "prompt tokens": ({"prompt": "cat " * 50}, 413, "51 tokens, expected at most 50"),
-    "context": ({"prompt": KNOWN, "max_new_tokens": LONG - 1}, 422, f"3 tokens and max_new_tokens {LONG - 1} "),
+    "context": (
+        {"prompt": KNOWN, "max_new_tokens": LONG - 1},
+        422,
+        f"max_new_tokens is {LONG - 1}, expected at most {LONG - 3} ",
+    ),
     "new tokens": ({"prompt": KNOWN, "max_new_tokens": LONG + 1}, 422, f"expected at most {LONG}"),
     "seconds": ({"prompt": KNOWN, "max_seconds": 61}, 422, "expected at most 60"),
     "characters": ({"prompt": "x" * 100_001}, 413, "100001 characters"),
