@@ -54,7 +54,7 @@ Attention AttentionFinder::FindMultiHeadAttention() {
   for (size_t i = 1; i < node.outputs().size(); ++i) Expect(node.Output(i) == nullptr, "it has a cache");
   Take(node);
   for (size_t i = 0; i < 3; ++i) {
-    Expect(IsOfLayer(node.Input(i)), What(i) + " comes from no layer that is taken");
+    Expect(IsOfLayer(node.Input(i)), What(i) + " is not the output of a claimed linear layer");
     SetLayer(i, node.Input(i));
   }
   CheckLayers();
@@ -66,7 +66,7 @@ Attention AttentionFinder::FindMultiHeadAttention() {
   found_.causal = node.Int("unidirectional", 0) == 1;
   found_.scale = node.Float("scale", 0);
   if (found_.scale == 0) found_.scale = 1.0f / std::sqrt(static_cast<float>(found_.head_dim));
-  Expect(std::isfinite(found_.scale), "its scale is no finite number");
+  Expect(std::isfinite(found_.scale), "its scale is not finite");
   if (node.Has(kBias)) ReadBiases(node.ConstantInput(kBias, "bias", {kFloat, kHalf}, {{3 * columns}}));
   if (node.Has(kScoreBias)) ReadMask(node.Input(kScoreBias));
   if (node.Has(kKeyPadding)) ReadKeyPadding(node.Input(kKeyPadding));
@@ -92,7 +92,7 @@ void AttentionFinder::ReadMerge(const Node& product) {
     const std::span<const Graph::Use> uses = graph_.Uses(value);
     for (const Graph::Use& use : uses) {
       if (use.index >= 0 && use.node->IsStandard("Shape")) continue;
-      Expect(reader == nullptr && use.index >= 0, "its answer by heads is also used elsewhere");
+      Expect(reader == nullptr && use.index >= 0, "its output before the heads are merged has another consumer");
       reader = use.node;
     }
     return reader;
@@ -111,13 +111,13 @@ void AttentionFinder::ReadMerge(const Node& product) {
   }
   Expect(node != nullptr && node->IsStandard("Transpose") && node->Ints("perm") == Axes{0, 2, 1, 3} &&
              node->Output(0) != nullptr,
-         "its heads are not merged to [batch, rows, width]");
+         "its output is not transposed and reshaped to [batch, rows, width]");
   Take(*node);
   value = node->Output(0);
   SetSizes(value, HeadSizes());
   node = only(value);
   Expect(node != nullptr && node->IsStandard("Reshape") && node->Input(0) == value && node->Output(0) != nullptr,
-         "its heads are not merged to [batch, rows, width]");
+         "its output is not transposed and reshaped to [batch, rows, width]");
   Take(*node);
   found_.y = node->Output(0);
   found_.merge = TargetOf(*node);
@@ -136,11 +136,11 @@ void AttentionFinder::TakeWhatReadsSizes() {
     waiting.pop_back();
     if (value == nullptr) continue;
     Expect(!graph_.IsOutput(value),
-           ErrorText("'", NameOf(graph_.host(), value), "' inside of it is an output of the graph, or makes one"));
+           ErrorText("'", NameOf(graph_.host(), value), "' inside it is an output of the graph, or only leads to one"));
     for (const Graph::Use& use : graph_.Uses(value)) {
       if (taken_.count(use.node) != 0) continue;
       Expect(use.index >= 0 && found_.nodes.size() < kMostNodes,
-             ErrorText("'", NameOf(graph_.host(), value), "' inside of it is also used by ", use.node->Described()));
+             ErrorText("'", NameOf(graph_.host(), value), "' inside it is also read by ", use.node->Described()));
       Take(*use.node);
       waiting.insert(waiting.end(), use.node->outputs().begin(), use.node->outputs().end());
     }
@@ -160,12 +160,12 @@ void AttentionFinder::CheckInFront() {
       if (!TruncatesKeys(node)) break;
       mask.is_truncated = true;
     }
-    Expect(mask.value != nullptr && !is_inside(mask.value), "its mask is computed from what is inside of it");
+    Expect(mask.value != nullptr && !is_inside(mask.value), "its mask is computed from values inside it");
     if (graph_.IsConstantValue(mask.value)) ReadConstantMask(mask);
   }
   for (const Value value : found_.Reads()) {
     Expect(!is_inside(value),
-           ErrorText("'", NameOf(graph_.host(), value), "', which it reads, is computed from what is inside of it"));
+           ErrorText("'", NameOf(graph_.host(), value), "', which it reads, is computed from values inside it"));
   }
 }
 std::vector<Value> Attention::Reads() const {

@@ -62,15 +62,15 @@ AttentionCompute::AttentionCompute(ContextReader& reader, const IoSlots& slots)
 void AttentionCompute::ReadParts(ContextReader& reader) {
   const int64_t count = reader.Int();
   if (count != 1 && count != 3) {
-    throw OpError(ErrorText("queries, keys and values are ", count, " parts, expected 1 or 3"));
+    throw OpError(ErrorText("queries, keys and values have ", count, " weights, expected 1 or 3"));
   }
   for (int64_t i = 0; i < count; ++i) parts_.emplace_back(reader);
   const MatMulWeight& first = *parts_.front().plan.layer().w;
   for (const Part& part : parts_) {
     const MatMulWeight& w = *part.plan.layer().w;
     if (w.k != first.k || w.n != first.n || (count == 1 && w.n % 3 != 0)) {
-      throw OpError(ErrorText("queries, keys and values are ", count, " parts of ", first.k, " x ", first.n, " and ",
-                              w.k, " x ", w.n));
+      throw OpError(ErrorText("queries, keys and values have ", count, " weights of sizes ", first.k, " x ", first.n,
+                              " and ", w.k, " x ", w.n));
     }
   }
 }
@@ -152,16 +152,17 @@ AttentionCompute::Sequences AttentionCompute::SplitRows(Call& call) const {
   for (const bool are_dependent : {false, true}) {
     for (const Target& target : attention_.splits) {
       if (depends(target) != are_dependent) continue;
-      if (are_dependent && !call.sequences) throw OpError(ErrorText(node_, ": the sizes of its heads are not given"));
+      if (are_dependent && !call.sequences)
+        throw OpError(ErrorText(node_, ": the number of heads or their width is missing"));
       const Shape split = Reshaped(call.wide, target, call);
       const bool fits = split.size() == 4 && split[2] > 0 && split[3] > 0 && width % split[2] == 0 &&
                         width / split[2] == split[3] && (attention_.heads == 0 || split[2] == attention_.heads);
       const bool is_same = !call.sequences || (fits && split == Shape{call.sequences->batch, call.sequences->rows,
                                                                       call.sequences->heads, call.sequences->head_dim});
       if (!fits || !is_same) {
-        throw OpError(ErrorText(node_, ": queries, keys or values ", ShapeText(call.wide), " are reshaped to ",
+        throw OpError(ErrorText(node_, ": queries, keys or values of shape ", ShapeText(call.wide), " are reshaped to ",
                                 ShapeText(split), ", expected [batch, rows, heads, head width] of ", width,
-                                " numbers, the same for all. ", kFeed));
+                                " columns and equal shapes. ", kFeed));
       }
       call.sequences = {split[0], split[1], split[2], split[3]};
     }
@@ -178,7 +179,7 @@ void AttentionCompute::CheckKeyViews(const Call& call) const {
       Reshaped({batch * heads, head_dim, rows}, attention_.key_views[1], call) == Shape{batch, heads, head_dim, rows};
   if (!fits) {
     throw OpError(ErrorText(node_, ": keys of ", batch, " x ", heads, " x ", rows, " x ", head_dim, " are reshaped to ",
-                            ShapeText(flat), ", not sequence by sequence. ", kFeed));
+                            ShapeText(flat), ", which mixes sequences. ", kFeed));
   }
 }
 

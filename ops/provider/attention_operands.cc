@@ -42,10 +42,11 @@ void AttentionFinder::ReadOperand(Value value, size_t meaning) {
   std::vector<Link>& chain = chains_[meaning];
   while (!IsOfLayer(value)) {
     const Node* const node = value == nullptr ? nullptr : graph_.Maker(value);
-    Expect(node != nullptr && chain.size() < kMostSteps, What(meaning) + " comes from no layer that is taken");
+    Expect(node != nullptr && chain.size() < kMostSteps,
+           What(meaning) + " is not the output of a claimed linear layer");
     const std::optional<size_t> index = InputFromLayer(*node, kMostSteps);
     Expect(index.has_value(), ErrorText(What(meaning), " goes through ", node->Described(),
-                                        ", expected a Reshape and a Transpose behind a layer that is taken"));
+                                        ", expected only a Reshape and a Transpose after a claimed linear layer"));
     chain.insert(chain.begin(), {node, *index});
     Take(*node);
     if (node->IsStandard("Reshape")) splits_[meaning] = node;
@@ -101,11 +102,11 @@ void AttentionFinder::ReadFactors() {
     const bool divides = node->IsStandard("Div");
     const std::optional<float> number = NumberOf(node->Input(1 - index), kMostSteps);
     Expect(number && *number != 0 && std::isfinite(*number) && !(divides && index == 1),
-           ErrorText(node->Described(), " scales its scores by a number that is not known"));
+           ErrorText(node->Described(), " scales its scores by a value that is not constant"));
     scale = divides ? scale / *number : scale * *number;
   }
   found_.scale = static_cast<float>(scale);
-  Expect(std::isfinite(found_.scale) && found_.scale != 0, "the scale of its scores is no finite number");
+  Expect(std::isfinite(found_.scale) && found_.scale != 0, "the scale of its scores is 0 or not finite");
 }
 
 std::string AttentionFinder::NotSplit(size_t meaning) {
@@ -127,11 +128,11 @@ void AttentionFinder::CheckLayers() {
   for (size_t i = 1; i < 3; ++i) {
     const Layer& other = LayerOf(i);
     const bool is_again = found_.layers[i] == found_.layers[0] || (i == 2 && found_.layers[1] == found_.layers[2]);
-    Expect(!is_again, "one layer makes two of its query, key and value");
+    Expect(!is_again, "two of its query, key and value are the output of one linear layer");
     Expect(other.x == query.x && other.quantize == query.quantize,
-           ErrorText("its ", kMeanings[i], " is computed from another value than its query"));
+           ErrorText("its ", kMeanings[i], " is not computed from the same input as its query"));
     Expect(other.Columns() == query.Columns(),
-           ErrorText("its query has ", query.Columns(), " numbers and its ", kMeanings[i], " ", other.Columns()));
+           ErrorText("its query has ", query.Columns(), " columns and its ", kMeanings[i], " ", other.Columns()));
   }
 }
 
@@ -141,7 +142,7 @@ void AttentionFinder::ReadHeads() {
   if (found_.heads == 0) return;
   Expect(found_.heads <= kMostHeads && query.Columns() % found_.heads == 0 &&
              query.Columns() / found_.heads == found_.head_dim,
-         ErrorText("its layers of ", query.Columns(), " numbers are not split into ", found_.heads, " heads of ",
+         ErrorText("its linear layers of ", query.Columns(), " columns are not split into ", found_.heads, " heads of ",
                    found_.head_dim));
   heads_ = ConstantSize(found_.heads);
   head_dim_ = ConstantSize(found_.head_dim);
@@ -168,8 +169,8 @@ void AttentionFinder::ReadHeads(size_t meaning) {
   if (head_dim == -1 && heads > 0) head_dim = columns / heads;
   if (heads < 1 || head_dim < 1) return;
   const bool is_same = found_.heads == 0 || (found_.heads == heads && found_.head_dim == head_dim);
-  Expect(is_same, ErrorText("it has ", found_.heads, " heads of ", found_.head_dim, ", but of ", kMeanings[meaning],
-                            "s ", heads, " of ", head_dim));
+  Expect(is_same, ErrorText("it has ", found_.heads, " heads of ", found_.head_dim, ", but its ", kMeanings[meaning],
+                            " has ", heads, " of ", head_dim));
   found_.heads = heads;
   found_.head_dim = head_dim;
 }
@@ -296,7 +297,7 @@ std::optional<Sizes> AttentionFinder::SizesInFront(Value value) const {
 
 Target AttentionFinder::TargetOf(const Node& reshape) const {
   std::optional<Sizes> sizes = SizesOf(reshape.Input(1), kMostSteps);
-  Expect(sizes.has_value(), ErrorText("the sizes that ", reshape.Described(), " makes are not understood"));
+  Expect(sizes.has_value(), ErrorText("the sizes that ", reshape.Described(), " uses cannot be determined"));
   return {std::move(*sizes), reshape.Int("allowzero", 0) == 0};
 }
 

@@ -79,13 +79,15 @@ class Reader {
       throw OpError(ErrorText("attention of ", width, " columns has ", heads, " heads of ", head_dim));
     }
     attention.scale = reader_.Float();
-    if (!std::isfinite(attention.scale)) throw OpError(ErrorText("scores are scaled by ", attention.scale));
+    if (!std::isfinite(attention.scale))
+      throw OpError(ErrorText("the scale of the scores is not finite: ", attention.scale));
     attention.causal = reader_.Flag();
     attention.zero_hidden_rows = reader_.Flag();
     attention.zero_rows = slots_.InputValue(reader_, kBool);
     for (Target& split : attention.splits) split = ReadTarget();
     const int64_t views = Count("views of keys");
-    if (views != 0 && views != 2) throw OpError(ErrorText("there are ", views, " views of keys, expected 0 or 2"));
+    if (views != 0 && views != 2)
+      throw OpError(ErrorText("there are ", views, " Reshapes of transposed keys, expected 0 or 2"));
     for (int64_t i = 0; i < views; ++i) attention.key_views.push_back(ReadTarget());
     attention.merge = ReadTarget();
     const int64_t masks = Count("masks");
@@ -119,7 +121,7 @@ class Reader {
     const bool is_read = is_kind && size.kind == Size::Kind::kElement;
     const bool has_slot = is_read || size.kind == Size::Kind::kLead;
     if (!is_kind || is_read != (value != nullptr) || (has_slot && number < 0)) {
-      throw OpError(ErrorText("a size is number ", number, " of kind ", kind));
+      throw OpError(ErrorText("size ", number, " of a Reshape has an invalid slot or kind ", kind));
     }
     return size;
   }
@@ -127,7 +129,7 @@ class Reader {
   Mask ReadMask() {
     Mask mask;
     const int64_t kind = reader_.Int();
-    if (kind < kAdded || kind > kPadding) throw OpError(ErrorText("a mask is of kind ", kind));
+    if (kind < kAdded || kind > kPadding) throw OpError(ErrorText("a mask has kind ", kind, ", expected 0 to 2"));
     mask.is_condition = kind == kCondition;
     mask.is_padding = kind == kPadding;
     mask.value = slots_.InputValue(reader_, mask.is_padding ? kInt32 : mask.is_condition ? kBool : kFloat);
@@ -135,7 +137,7 @@ class Reader {
     mask.fill = reader_.Float();
     mask.is_truncated = reader_.Flag();
     const bool fits = !mask.is_condition || (mask.value != nullptr && mask.fill < kHiddenScore);
-    if (!fits) throw OpError(ErrorText("scores that a condition hides become ", mask.fill));
+    if (!fits) throw OpError(ErrorText("a condition masks scores with the invalid value ", mask.fill));
     if (mask.is_padding && (mask.value == nullptr || !std::isfinite(mask.fill))) {
       throw OpError(ErrorText("key padding that adds ", mask.fill, mask.value == nullptr ? " is missing" : ""));
     }

@@ -120,7 +120,7 @@ void AttentionFinder::ReadBiases(const Constant& bias) {
   const std::vector<float> values = bias.Floats();
   const auto columns = static_cast<std::ptrdiff_t>(values.size() / 3);
   for (size_t i = 0; i < 3; ++i) {
-    Expect(LayerOf(i).bias.empty(), ErrorText("it has a bias, and the layer of its ", kMeanings[i], " as well"));
+    Expect(LayerOf(i).bias.empty(), ErrorText("it has a bias, and so has the linear layer of its ", kMeanings[i]));
     const auto begin = values.begin() + static_cast<std::ptrdiff_t>(i) * columns;
     found_.biases[i].assign(begin, begin + columns);
   }
@@ -130,16 +130,16 @@ void AttentionFinder::ReadKeyPadding(Value value) {
   const std::optional<Shape> shape = ShapeOf(graph_.host(), value);
   const std::string name = NameOf(graph_.host(), value);
   Expect(TypeOf(graph_.host(), value) == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32 && !graph_.IsConstantValue(value),
-         ErrorText("its key_padding_mask '", name, "' is no int32 that is computed when the model runs"));
+         ErrorText("its key_padding_mask '", name, "' is not an int32 value computed at run time"));
   const size_t rank = shape ? shape->size() : 0;
   Expect(rank == 2 || rank == 3,
-         ErrorText("its key_padding_mask '", name, "' is not known to be [batch, keys] or ", "[batch, rows, keys]"));
+         ErrorText("its key_padding_mask '", name, "' must have the shape [batch, keys] or [batch, rows, keys]"));
   Expect(!found_.causal, "it is causal and has a key_padding_mask");
   Mask mask;
   mask.value = value;
   mask.is_padding = true;
   mask.fill = softmax_.Float("mask_filter_value", kPaddingFill);
-  Expect(std::isfinite(mask.fill), "its mask_filter_value is no finite number");
+  Expect(std::isfinite(mask.fill), "its mask_filter_value is not finite");
   found_.masks.push_back(std::move(mask));
 }
 
@@ -150,10 +150,10 @@ void AttentionFinder::ReadFill(const Node& where, size_t index) {
     fill = std::numeric_limits<float>::lowest();
   }
   Expect(fill < kHiddenScore,
-         ErrorText(where.Described(), " replaces scores by something else than -Inf or the lowest float"));
+         ErrorText(where.Described(), " replaces scores by a value other than -Inf or the lowest float"));
   const Value condition = where.Input(0);
   Expect(condition != nullptr && TypeOf(graph_.host(), condition) == kBool,
-         ErrorText("the condition of ", where.Described(), " is no tensor of truth values"));
+         ErrorText("the condition of ", where.Described(), " is not a bool tensor"));
   Mask mask;
   mask.value = condition;
   mask.is_condition = true;
@@ -169,7 +169,7 @@ bool AttentionFinder::IsOneARow(Value value) const {
 
 void AttentionFinder::ReadConstantMask(Mask& mask) const {
   const std::optional<Constant> tensor = graph_.ConstantOf(mask.value);
-  Expect(tensor && IsFloatType(tensor->type) && tensor->Count() > 0, "its mask is constant, and not float");
+  Expect(tensor && IsFloatType(tensor->type) && tensor->Count() > 0, "its constant mask is not a float tensor");
   mask.own_values = std::make_shared<const std::vector<float>>(tensor->Floats());
   mask.values = *mask.own_values;
   mask.shape = tensor->shape;

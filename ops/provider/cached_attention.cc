@@ -74,7 +74,7 @@ void CheckValues(const HostApi& host, const Node& node, bool is_packed, bool is_
   for (size_t i = 0; i < kOutputCount; ++i) {
     Expect(node.Output(i) != nullptr, ErrorText("its ", kOutputNames[i], " is missing"));
   }
-  Expect(node.Output(kOutputCount) == nullptr, "it puts out its scores");
+  Expect(node.Output(kOutputCount) == nullptr, "it has the optional output of its scores");
 }
 
 // Return the size of an axis, or -1 if unknown. Throws UnfitError if the input has another rank.
@@ -82,7 +82,7 @@ int64_t SizeOf(const HostApi& host, const Node& node, size_t input, size_t rank,
   const std::optional<Shape> shape = ShapeOf(host, node.Input(input));
   if (!shape || shape->empty()) return -1;
   Expect(shape->size() == rank, ErrorText("its ", kInputNames[input], " '", node.InputName(input), "' has shape ",
-                                          ShapeText(*shape), ", expected one of ", rank, " axes"));
+                                          ShapeText(*shape), ", expected ", rank, " axes"));
   return (*shape)[axis];
 }
 
@@ -107,9 +107,9 @@ int64_t ReadHeadDim(const HostApi& host, const Node& node, const CachedAttention
            ErrorText("its ", kInputNames[input], " '", node.InputName(input), "' is ", width,
                      " wide, expected heads of one width, counted by num_heads and kv_num_heads"));
   }
-  Expect(head_dim != -1, "the width of its heads is not known before it runs");
+  Expect(head_dim != -1, "the width of its heads is unknown until run time");
   Expect(head_dim > 0 && head_dim <= kMostHeadDim,
-         ErrorText("its heads are of ", head_dim, " numbers, expected 1 to ", kMostHeadDim));
+         ErrorText("the width of its heads is ", head_dim, ", expected 1 to ", kMostHeadDim));
   for (const size_t input : {kPastKey, kPastValue}) {
     const int64_t heads = SizeOf(host, node, input, 4, 1);
     Expect(heads == -1 || heads == found.kv_heads, ErrorText("its ", kInputNames[input], " '", node.InputName(input),
@@ -122,9 +122,9 @@ void CheckTables(const HostApi& host, const Node& node, int64_t head_dim) {
   for (const size_t input : {kCos, kSin}) {
     const int64_t width = SizeOf(host, node, input, 2, 1);
     Expect(head_dim % 2 == 0 && width == head_dim / 2,
-           ErrorText("its ", kInputNames[input], " '", node.InputName(input), "' turns ",
+           ErrorText("its ", kInputNames[input], " '", node.InputName(input), "' rotates ",
                      width == -1 ? "an unknown number" : std::to_string(2 * width), " of the ", head_dim,
-                     " numbers of a head, expected all"));
+                     " values of a head, expected all"));
   }
 }
 
@@ -146,12 +146,12 @@ std::optional<CachedAttention> FindCachedAttention(const Graph& graph, const Nod
   found.kv_heads = node.Int("kv_num_heads");
   Expect(found.heads > 0 && found.heads <= kMostHeads && found.kv_heads > 0 && found.heads % found.kv_heads == 0,
          ErrorText("its num_heads is ", found.heads, " and kv_num_heads ", found.kv_heads,
-                   ", expected a positive number and one that divides it"));
+                   ", expected a positive number and a divisor of it"));
   found.head_dim = ReadHeadDim(graph.host(), node, found);
   if (is_rotary) CheckTables(graph.host(), node, found.head_dim);
   found.scale = node.Float("scale", 0);
   if (found.scale == 0) found.scale = 1.0f / std::sqrt(static_cast<float>(found.head_dim));
-  Expect(std::isfinite(found.scale), "its scale is no finite number");
+  Expect(std::isfinite(found.scale), "its scale is not finite");
   found.is_interleaved = node.Int("rotary_interleaved", 0) == 1;
   found.query = node.Input(kQuery);
   found.key = node.Input(kKey);

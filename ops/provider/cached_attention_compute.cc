@@ -73,7 +73,7 @@ HeadRows CachedAttentionCompute::ReadRows(Running& running, const NamedInput& sl
   if (shape.size() != 3 || shape[2] != width || (!is_first && (shape[0] != call.batch || shape[1] != call.queries))) {
     throw WrongShape(slot, shape,
                      is_first ? ErrorText("[batch, rows, ", width, "]")
-                              : ShapeText({call.batch, call.queries, width}) + ", as the query has it");
+                              : ShapeText({call.batch, call.queries, width}) + ", the query's batch and rows");
   }
   if (shape[1] > kMaxTokens) throw Error("there are ", shape[1], " rows, expected at most ", kMaxTokens);
   call.batch = shape[0];
@@ -91,7 +91,7 @@ int64_t CachedAttentionCompute::ReadRoom(Running& running, const CachedCall& cal
   const int64_t room = tokens_of(past_key_), value_room = tokens_of(past_value_);
   if (room != value_room) {
     throw Error("'", past_key_.name, "' holds ", room, " tokens and '", past_value_.name, "' ", value_room,
-                ", expected as many. Feed what the model put out as present.");
+                ", expected equal lengths. Feed the present caches that the model returned.");
   }
   if (room > kMaxTokens - call.queries) {
     throw Error("there are ", room, " tokens in the cache and ", call.queries, " in the call, expected at most ",
@@ -104,15 +104,15 @@ void CachedAttentionCompute::ReadLengths(Running& running, CachedCall& call) con
   const int64_t room = ReadRoom(running, call);
   const InputTensor<int32_t> lengths = running.Read<int32_t>(lengths_), total = running.Read<int32_t>(total_);
   if (CountOf(lengths.shape) != call.batch) {
-    throw WrongShape(lengths_, lengths.shape, ErrorText("[", call.batch, "], one for each sequence"));
+    throw WrongShape(lengths_, lengths.shape, ErrorText("[", call.batch, "], one length for each sequence"));
   }
-  if (CountOf(total.shape) != 1) throw WrongShape(total_, total.shape, "one number");
+  if (CountOf(total.shape) != 1) throw WrongShape(total_, total.shape, "one element");
   const std::string problem = call.SetLengths({lengths.data, static_cast<size_t>(call.batch)}, room, 0,
                                               "'" + lengths_.name + "'", "'" + past_key_.name + "'");
   if (!problem.empty()) throw Error(problem);
   if (*total.data > room + call.queries) {
     throw Error("'", total_.name, "' is ", *total.data, ", but '", past_key_.name, "' holds ", room,
-                " tokens and the call ", call.queries, ", expected as many at most. ", kFeed);
+                " tokens and the call ", call.queries, ", expected at most their sum. ", kFeed);
   }
   // The host may expect present caches that are longer than the past and the new tokens.
   call.room = std::max<int64_t>(call.room, *total.data);
@@ -171,7 +171,7 @@ void CachedAttentionCompute::Run(const OrtApi& ort, OrtKernelContext& context, H
 }
 
 void CachedAttentionCompute::Write(ContextWriter&) const {
-  throw OpError(ErrorText(node_, ": attention with a cache is no part of compiled models"));
+  throw OpError(ErrorText(node_, ": attention with a KV cache cannot be part of a compiled model"));
 }
 
 }  // namespace ortolan::provider

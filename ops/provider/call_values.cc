@@ -112,8 +112,8 @@ float* MakeOutput(const OrtApi& ort, OrtKernelContext& context, size_t index, co
 size_t InputSlot(const HostApi& host, const Node& fused, Value value) {
   const std::optional<size_t> slot = FindSlot(host, fused.inputs(), value);
   if (slot) return *slot;
-  throw OpError(
-      ErrorText("value '", NameOf(host, value), "' is no input of the node that ONNX Runtime made of its group"));
+  throw OpError(ErrorText("value '", NameOf(host, value),
+                          "' is not an input of the node into which ONNX Runtime fused its group"));
 }
 
 std::optional<size_t> OutputSlot(const HostApi& host, const Node& fused, Value value) {

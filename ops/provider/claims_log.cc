@@ -62,7 +62,7 @@ void ClaimsLog::Append(const std::string& text) const {
   }
   if (written) return;
   throw OpError(ErrorText("Ortolan's provider option ", kClaimsFile, " is '", file_, "', which cannot be written: ",
-                          std::strerror(problem), ". Name a file in a folder that is there."));
+                          std::strerror(problem), ". Name a file in an existing folder."));
 }
 
 }  // namespace ortolan::provider

@@ -89,7 +89,8 @@ std::optional<Bounds> ReadBounds(ContextReader& reader) {
   bounds.least = reader.Float();
   bounds.most = reader.Float();
   if (!(bounds.least <= bounds.most)) {
-    throw OpError(ErrorText("numbers are cut off below ", bounds.least, " and above ", bounds.most));
+    throw OpError(
+        ErrorText("clipping bounds are ", bounds.least, " and ", bounds.most, ", expected finite increasing values"));
   }
   return bounds;
 }
@@ -130,7 +131,7 @@ class LinearCompute : public StepCompute {
     if (!IsActivation(activation)) throw OpError(ErrorText("an activation is ", activation));
     layer.activation = static_cast<Activation>(activation);
     if (gated != 0 && (gated < 1 || gated > n || n != 2 * kPanelColumns * BitmapPanels(gated))) {
-      throw OpError(ErrorText("a step of ", n, " columns is gated for ", gated));
+      throw OpError(ErrorText("a step of ", n, " columns has ", gated, " gated columns"));
     }
     layer.gated_columns = gated;
     if (reader.Flag()) {
@@ -139,7 +140,7 @@ class LinearCompute : public StepCompute {
       const size_t columns = static_cast<size_t>(layer.Columns());
       if (!(epsilon >= 0) || weight.size() != columns || bias.size() != columns) {
         throw OpError(ErrorText("a normalization of ", columns, " columns has ", weight.size(), " weights, ",
-                                bias.size(), " numbers of bias and epsilon ", epsilon));
+                                bias.size(), " bias values and epsilon ", epsilon));
       }
       SetNorm(layer, weight, bias, epsilon);
     }
@@ -209,8 +210,8 @@ class LinearCompute : public StepCompute {
     const std::optional<Shape> sum_shape = BroadcastShape(shape, other.shape);
     const bool fits = sum_shape && (!plan_->layer().norm || sum_shape->back() == shape.back());
     if (!fits) {
-      throw OpError(ErrorText(node_, ": what is added to its output has shape ", ShapeText(other.shape),
-                              ", which does not fit ", ShapeText(shape),
+      throw OpError(ErrorText(node_, ": its residual has shape ", ShapeText(other.shape),
+                              ", which does not broadcast to ", ShapeText(shape),
                               ". Feed the model inputs of the shapes it was exported for."));
     }
     const FloatOutput y(ort, context, *y_, *sum_shape, memory);
@@ -273,7 +274,7 @@ std::unique_ptr<StepCompute> ReadStep(ContextReader& reader, const IoSlots& slot
   if (kind == static_cast<int64_t>(StepKind::kAttention)) return std::make_unique<AttentionCompute>(reader, slots);
   if (kind == static_cast<int64_t>(StepKind::kCopy)) return std::make_unique<CopyCompute>(reader, slots);
   if (kind == static_cast<int64_t>(StepKind::kSumNorm)) return std::make_unique<SumNormCompute>(reader, slots);
-  throw OpError(ErrorText("a step is of kind ", kind, ", expected 0 to 3"));
+  throw OpError(ErrorText("a step has kind ", kind, ", expected 0 to 3"));
 }
 
 }  // namespace
@@ -317,14 +318,14 @@ GroupCompute::GroupCompute(const HostApi& host, std::shared_ptr<const ContextFil
   for (int64_t i = 0; i < count; ++i) {
     std::unique_ptr<StepCompute> step = ReadStep(reader, slots);
     if (const std::optional<size_t> y = step->y()) {
-      if (is_made[*y]) throw OpError(ErrorText("two steps make one output, ", *y));
+      if (is_made[*y]) throw OpError(ErrorText("two steps compute output ", *y));
       is_made[*y] = true;
     }
     steps_.push_back(std::move(step));
   }
   reader.End();
   if (std::find(is_made.begin(), is_made.end(), false) != is_made.end()) {
-    throw OpError(ErrorText("its ", count, " steps do not make all of its ", is_made.size(), " outputs"));
+    throw OpError(ErrorText("its ", count, " steps do not compute all of its ", is_made.size(), " outputs"));
   }
 }
 

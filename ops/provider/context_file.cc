@@ -67,7 +67,7 @@ std::string Why(int error) { return std::generic_category().message(error); }
 
 [[noreturn]] void FailToWrite(const std::string& path, int error) {
   throw OpError(ErrorText("'", path, "' cannot be written: ", Why(error),
-                          ". Give the compiled model a folder that can be written to by ep.context_file_path"));
+                          ". Set ep.context_file_path to a path in a writable folder"));
 }
 
 class Descriptor {
@@ -263,10 +263,10 @@ ContextFile::ContextFile(std::span<const uint8_t> bytes, const std::string& what
 
 void ContextFile::ReadHeader(std::span<const uint8_t> bytes, const std::string& what) {
   Header header{};
-  if (bytes.size() < sizeof(header)) throw OpError(ErrorText("it holds ", bytes.size(), " bytes, expected a header"));
+  if (bytes.size() < sizeof(header)) throw OpError(ErrorText("it holds ", bytes.size(), " bytes, fewer than a header"));
   std::memcpy(&header, bytes.data(), sizeof(header));
   if (!std::equal(std::begin(kMagic), std::end(kMagic), header.magic)) {
-    throw OpError("it does not begin as files of compiled models do");
+    throw OpError("it does not begin with the header of a compiled model's file");
   }
   // The version comes from an untrusted file and is printed, so replace unusual characters.
   std::string made_by(header.made_by, strnlen(header.made_by, sizeof(header.made_by)));
@@ -297,7 +297,7 @@ ContextReader ContextFile::Group(const std::string& name) const {
     const ContextReader record = all.Part();
     if (found == name) return record;
   }
-  throw OpError(ErrorText("it holds ", count, " groups, and none is '", name, "'"));
+  throw OpError(ErrorText("it holds ", count, " groups, but not '", name, "'"));
 }
 
 std::shared_ptr<const ContextFile> ContextFile::Map(const std::string& path) {

@@ -12,8 +12,7 @@ namespace {
 constexpr const char* kOperator = "EPContext";
 constexpr const char* kDomain = "com.microsoft";
 constexpr const char* kFormat = "format ";
-constexpr const char* kAdvice =
-    ". Make the compiled model anew, by a session with ep.context_enable on the model itself.";
+constexpr const char* kAdvice = ". Compile the original model again: create a session with ep.context_enable.";
 
 constexpr char kDigits[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
 
@@ -36,13 +35,13 @@ std::vector<uint8_t> FromBase64(const std::string& text) {
   for (int8_t i = 0; i < 64; ++i) values[static_cast<uint8_t>(kDigits[i])] = i;
   const size_t end = text.find('=');
   const size_t digits = end == std::string::npos ? text.size() : end;
-  if (text.size() % 4 != 0 || text.size() - digits > 2) throw OpError("its ep_cache_context is no Base64");
+  if (text.size() % 4 != 0 || text.size() - digits > 2) throw OpError("its ep_cache_context is not valid Base64");
   std::vector<uint8_t> bytes;
   bytes.reserve(text.size() / 4 * 3);
   uint32_t bits = 0;
   for (size_t i = 0; i < digits; ++i) {
     const int8_t value = values[static_cast<uint8_t>(text[i])];
-    if (value < 0) throw OpError("its ep_cache_context is no Base64");
+    if (value < 0) throw OpError("its ep_cache_context is not valid Base64");
     bits = bits << 6 | static_cast<uint32_t>(value);
     if (i % 4 != 0) bytes.push_back(static_cast<uint8_t>(bits >> (6 - i % 4 * 2)));
   }
@@ -76,7 +75,7 @@ std::filesystem::path BesideModel(const std::filesystem::path& path) {
 void CheckPath(const std::filesystem::path& path) {
   bool stays = path.has_filename() && path.is_relative();
   for (const std::filesystem::path& part : path) stays = stays && part != "..";
-  if (!stays) throw OpError(ErrorText("its file is '", path.string(), "', expected one in the model's folder"));
+  if (!stays) throw OpError(ErrorText("its file is '", path.string(), "', expected a file in the model's folder"));
 }
 
 std::vector<std::string> NamesOf(const HostApi& host, const std::vector<Value>& values) {
@@ -208,8 +207,8 @@ std::unique_ptr<GroupCompute> ContextModel::TryRead(const Node& node, const Node
   const std::shared_ptr<const ContextFile> file = FileOf(node, model_path);
   const std::string id = node.String("notes", "");
   if (id != IdText(file->id())) {
-    throw OpError(
-        ErrorText(file->Described(), ", has ", IdText(file->id()), ", expected ", id, ": it is another model's file"));
+    throw OpError(ErrorText(file->Described(), ", has ", IdText(file->id()), ", expected ", id,
+                            ": the file belongs to another model"));
   }
   try {
     return std::make_unique<GroupCompute>(host_, file, node.String("partition_name", ""), node, fused);

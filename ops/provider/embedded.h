@@ -26,9 +26,10 @@ inline void CheckEmbedded(std::span<const int64_t> files) {
     }
     int64_t all = 0;
     for (const int64_t one : files) all += one;
-    throw OpError(ErrorText("the packed numbers of ", files.size(), " groups take ", all,
-                            " bytes, and a third more as text: too much for a model file, which holds less than 2 GiB. "
-                            "Set the session's ep.context_embed_mode to 0, so that they are in a file of their own"));
+    throw OpError(
+        ErrorText("the packed weights of ", files.size(), " groups take ", all,
+                  " bytes, and a third more as Base64: too much for a model file, whose limit is 2 GiB. "
+                  "Set the session's ep.context_embed_mode to 0, so that they are stored in a separate file"));
   }
 }
 

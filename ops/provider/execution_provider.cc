@@ -52,12 +52,12 @@ ExecutionProvider::ExecutionProvider(const HostApi& host, ClaimsLog claims, cons
 
 std::string ExecutionProvider::WhyNot(const OrtGraph& ort_graph, const Graph& graph) const {
   if (options_.context.enabled && has_compiled_) {
-    return "ONNX Runtime takes the nodes of a compiled model once, and this one is of a function";
+    return "it is in a function, whose nodes ONNX Runtime does not put into compiled models";
   }
   if (host_.version >= kNamesBranches && !options_.context.enabled) return {};
   if (!IsBranch(ort_graph, graph)) return {};
   if (options_.context.enabled) return "it is in a branch, which ONNX Runtime does not put into compiled models";
-  return ErrorText("it is in a branch, for which ONNX Runtime before 1.", kNamesBranches, " has no names");
+  return ErrorText("it is in a branch, where ONNX Runtime before 1.", kNamesBranches, " may give two nodes one name");
 }
 
 void ExecutionProvider::Claim(const OrtGraph& ort_graph, OrtEpGraphSupportInfo& info) {
@@ -134,7 +134,7 @@ std::unique_ptr<GroupCompute> ExecutionProvider::CompileGraph(const OrtGraph& or
   const Claims claims = FindGroups(graph, options_.rules, clipped_ranges_, true);
   if (claims.groups.size() != 1 || claims.groups.front().nodes.size() != graph.nodes().size()) {
     const std::string reason = claims.left.empty() ? "" : ": " + claims.left.front().second;
-    throw OpError(ErrorText("a group of ", graph.nodes().size(), " nodes is not what was claimed", reason));
+    throw OpError(ErrorText("a group of ", graph.nodes().size(), " nodes differs from the claimed group", reason));
   }
   return std::make_unique<GroupCompute>(host_, claims.groups.front(), Node(host_, fused));
 }

@@ -177,7 +177,7 @@ ProviderOptions ReadOptions(const SessionEntries& entries) {
     options.rules.least_zero_blocks = features.Has(feature_set::avx2) ? 0.8 : 2.0;
   }
   if (options.context.enabled) {
-    options.rules.why_no_cached_attention = "it has nothing to compile: sessions on the compiled model take it";
+    options.rules.why_no_cached_attention = "it has no weights to pack; sessions on the compiled model claim it";
   } else if (!features.Has(feature_set::avx2) && claims != kAll) {
     options.rules.why_no_cached_attention = "without AVX2 ONNX Runtime's attention with a cache is faster";
   }
@@ -239,7 +239,7 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* CreateEpFactories(c
                               " or later. Upgrade onnxruntime; custom operators work as before."));
     }
     if (!IsaProblem().empty()) throw OpError(IsaProblem());
-    if (most < 1) throw OpError("there is no room for a factory");
+    if (most < 1) throw OpError("ONNX Runtime passed no room for a factory");
     host.ep = ort.GetEpApi();
     factories[0] = LastingFactory(host);
     *count = 1;

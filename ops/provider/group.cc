@@ -71,7 +71,7 @@ class Finder {
             (layer.quantize == nullptr || layer.is_static || !is_seen(layer.quantize))) {
           return false;
         }
-        Leave(*layer.nodes.front(), "others than the layers that are taken read the numbers that its input becomes");
+        Leave(*layer.nodes.front(), "its quantized input or integer sums are also read outside the claimed layers");
         return true;
       });
       is_changed = last != layers_.end();
@@ -87,7 +87,7 @@ class Finder {
         if (std::optional<Attention> attention = FindAttention(graph_, node, layers_)) {
           const auto is_taken = [&](const Node* one) { return taken_.count(one) != 0; };
           Expect(std::none_of(attention->nodes.begin(), attention->nodes.end(), is_taken),
-                 "another attention has nodes of it");
+                 "some of its nodes belong to another attention");
           const auto is_clipped = [&](size_t layer) { return layers_[layer].x_bounds.has_value(); };
           Expect(std::none_of(attention->layers.begin(), attention->layers.end(), is_clipped),
                  "the range of its layers' input begins at 0");
@@ -248,7 +248,7 @@ class Finder {
     if (IsRead(group)) {
       claims_.groups.push_back(std::move(group));
     } else {
-      for (const Step& step : group.steps) Leave(*step.layers.front().nodes.front(), "nobody reads what it makes");
+      for (const Step& step : group.steps) Leave(*step.layers.front().nodes.front(), "its output has no consumer");
     }
   }
 

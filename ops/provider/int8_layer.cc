@@ -25,7 +25,7 @@ const Node& ReadQuantize(const Graph& graph, const Node& node, size_t zero_point
   const Node* const quantize = graph.Maker(node.Input(0));
   Expect(quantize != nullptr && quantize->IsStandard("DynamicQuantizeLinear") &&
              quantize->Output(kCodes) == node.Input(0) && quantize->Has(0),
-         "no DynamicQuantizeLinear makes its numbers");
+         "its input is not the output of a DynamicQuantizeLinear");
   Expect(node.Has(zero_point) && quantize->Output(kZeroPoint) == node.Input(zero_point),
          "the zero point of its input is not that of its DynamicQuantizeLinear");
   return *quantize;
@@ -41,7 +41,7 @@ void SetQuantize(Layer& layer, const Node& quantize) {
 const Node& NextOf(const Graph& graph, Value sums) {
   const Node* const next = graph.OnlyReader(sums);
   Expect(next != nullptr, ErrorText("its sums '", NameOf(graph.host(), sums),
-                                    "' are used elsewhere, too, expected only a Cast and a Mul by the scales"));
+                                    "' have other consumers, expected only a Cast and a Mul by the scales"));
   Expect(next->IsStandard(), ErrorText(next->Described(), " follows its sums"));
   return *next;
 }
@@ -54,9 +54,8 @@ void MultiplyBy(const Graph& graph, Value factor, bool has_rows, std::vector<flo
   const bool fits =
       tensor && tensor->type == kFloat &&
       (tensor->shape == Shape{1, 1} || std::find(shapes.begin(), shapes.end(), tensor->shape) != shapes.end());
-  Expect(!fits || has_rows || tensor->shape.size() < 2,
-         "its scales have two axes, and its input is not known to have as many");
-  Expect(fits, ErrorText("its scales are no constant of ", scales.size(), " floats or one"));
+  Expect(!fits || has_rows || tensor->shape.size() < 2, "its scales have two axes, but its input may have fewer");
+  Expect(fits, ErrorText("its scales are not a constant of 1 or ", scales.size(), " floats"));
   const std::vector<float> values = Spread(tensor->Floats(), static_cast<int64_t>(scales.size()));
   std::transform(scales.begin(), scales.end(), values.begin(), scales.begin(), std::multiplies<>());
 }
@@ -71,7 +70,7 @@ void ReadMultiplications(const Graph& graph, Layer& layer, Value input_scale) {
     const Value sums = layer.nodes.back()->Output(0);
     const Node& multiply = NextOf(graph, sums);
     Expect(multiply.IsStandard("Mul") && multiply.inputs().size() == 2,
-           ErrorText(multiply.Described(), " follows where its scales are missing"));
+           ErrorText(multiply.Described(), " follows its sums, expected a Mul by the scales"));
     const Value other = Other(multiply, sums);
     const Node* const product = other == nullptr ? nullptr : graph.Maker(other);
     std::vector<Value> factors = {other};

@@ -16,11 +16,11 @@ Value IoSlots::Find(const std::vector<Value>& values, int64_t index, ONNXTensorE
   const bool is_there = index >= 0 && index < static_cast<int64_t>(values.size());
   const Value value = is_there ? values[static_cast<size_t>(index)] : nullptr;
   if (value == nullptr) {
-    throw OpError(ErrorText("a step is of input or output ", index, ", and there are ", values.size()));
+    throw OpError(ErrorText("input/output index ", index, " out of range (", values.size(), " available)"));
   }
   const ONNXTensorElementDataType found = TypeOf(host_, value);
   if (found != type && !(type == kFloat && IsFloatType(found))) {
-    throw OpError(ErrorText("its value '", NameOf(host_, value), "' has another type than its steps have"));
+    throw OpError(ErrorText("its value '", NameOf(host_, value), "' has another type than its step expects"));
   }
   return value;
 }

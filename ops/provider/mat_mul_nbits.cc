@@ -45,8 +45,9 @@ void CheckOrder(const Node& node, const NBitsWeight& w) {
   for (int64_t l = 0; l < w.k; ++l) {
     int32_t block = 0;
     std::memcpy(&block, static_cast<const char*>(order.data) + l * 4, sizeof(block));
-    Expect(block == l / w.block_size, ErrorText("its inputs are in groups by g_idx '", order.name,
-                                                "', not in order; quantize without act-order (desc_act = false)"));
+    Expect(block == l / w.block_size,
+           ErrorText("its groups are ordered by g_idx '", order.name,
+                     "', expected consecutive inputs; quantize without act-order (desc_act = false)"));
   }
 }
 
@@ -56,7 +57,7 @@ void CheckX(const Node& node) {
   Expect(!node.IsConstant(kX), "both inputs are constant");
   const int64_t accuracy = node.Int("accuracy_level", kAnyAccuracy);
   Expect(accuracy == kAnyAccuracy || accuracy == kInt8Accuracy,
-         ErrorText("its accuracy_level is ", accuracy, ", and kernels round inputs to int8 (accuracy_level 4)"));
+         ErrorText("its accuracy_level is ", accuracy, ", but kernels quantize inputs to int8 (accuracy_level 4)"));
 }
 
 }  // namespace

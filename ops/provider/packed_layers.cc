@@ -169,12 +169,12 @@ PackedLayers::PackedLayers(ContextReader& reader) {
   } else if (kind == static_cast<int64_t>(Kind::kBf16)) {
     bf16_columns_.emplace(ReadStored(reader));
   } else {
-    throw OpError(ErrorText("a weight is of kind ", kind, ", expected 0 to 3"));
+    throw OpError(ErrorText("a weight has kind ", kind, ", expected 0 to 3"));
   }
   bias_ = reader.Array<float>();
   const int64_t n = Linear().w->n;
   if (!bias_.empty() && static_cast<int64_t>(bias_.size()) != n) {
-    throw OpError(ErrorText("a bias has ", bias_.size(), " numbers, expected ", n));
+    throw OpError(ErrorText("a bias has ", bias_.size(), " values, expected ", n));
   }
 }
 

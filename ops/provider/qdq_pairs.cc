@@ -432,7 +432,7 @@ bool QdqPairs::PlaceOne(const Graph& graph, const QdqPair& rounding, Groups& gro
 
 void QdqPairs::LetStay(QdqPair& rounding) const {
   rounding.state = QdqPair::State::kStays;
-  rounding.reason = "its input is rounded to a fixed range, and not only layers that are taken read that";
+  rounding.reason = "its input is quantized to a fixed range and is also read outside the claimed layers";
 }
 
 }  // namespace ortolan::provider

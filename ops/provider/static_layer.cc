@@ -10,7 +10,7 @@ namespace {
 constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
 constexpr auto kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
 constexpr const char* kMicrosoft = "com.microsoft";
-constexpr const char* kOthersRead = "others read its weight, too";
+constexpr const char* kOthersRead = "its weight has other consumers";
 
 // --- the input ----------------------------------------------------------------------------------------------------
 
@@ -47,7 +47,7 @@ const QdqPair& ReadQuantizedX(const Graph& graph, const QdqPairs& roundings, con
   Expect(node.StoredInput(0) != nullptr, "its first input is missing");
   const QdqPair* const rounding = roundings.Of(node.StoredInput(0));
   Expect(rounding == nullptr || rounding->floats != nullptr,
-         "its input is the 8-bit output of another layer, without floats in between");
+         "its input is the 8-bit output of another layer without a DequantizeLinear in between");
   Expect(rounding != nullptr && rounding->state != QdqPair::State::kStays, WhyItStays(rounding));
   SetX(graph, *rounding, layer);
   return *rounding;
@@ -104,13 +104,13 @@ const Node* FindWeight(const Graph& graph, const Node& node, std::vector<const N
 Int8Weight ReadDequantized(const Node& node, bool transposed) {
   const int64_t axis = node.Int("axis", 1), block_size = node.Int("block_size", 0);
   Expect(block_size == 0,
-         ErrorText("its scales are for blocks of ", block_size, " inputs, expected one scale, or one a column"));
+         ErrorText("its scales are for blocks of ", block_size, " inputs, expected one scale or one per column"));
   Expect(axis >= -2 && axis < 2, ErrorText("axis of its DequantizeLinear is ", axis, ", expected 0 or 1"));
   const int64_t made = node.Int("output_dtype", 0);
-  Expect(made == 0 || made == kFloat, "its DequantizeLinear makes another type than that of its scales");
+  Expect(made == 0 || made == kFloat, "the output type of its DequantizeLinear differs from its scales' type");
   const Constant scales = node.ConstantInput(1, "weight's scales", {kFloat});
   const bool is_of_inputs = (axis + 2) % 2 == (transposed ? 1 : 0);
-  Expect(scales.Count() == 1 || !is_of_inputs, "its scales are one an input, expected one, or one an output");
+  Expect(scales.Count() == 1 || !is_of_inputs, "its scales are per input, expected one scale or one per output");
   Int8Weight w = ReadInt8Weight(node, 0, 2, transposed);
   w.scales = ReadScales(node, 1, w.n);
   return w;
@@ -182,7 +182,7 @@ Value OutputOf(const Graph& graph, const QdqPairs& roundings, const Node& node) 
                             (node.Is(kMicrosoft, "QGemm") && !node.Has(7));
   const QdqPair* const rounding = makes_floats ? nullptr : roundings.MadeBy(node);
   Expect(makes_floats || (rounding != nullptr && rounding->state != QdqPair::State::kStays),
-         "its numbers do not only become floats behind it, by the range that it has");
+         "its 8-bit output must only be read by DequantizeLinear nodes with the same scale and zero point");
   return graph.Seen(node.Output(0));
 }
 

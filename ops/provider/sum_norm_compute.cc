@@ -31,18 +31,18 @@ SumNormCompute::SumNormCompute(ContextReader& reader, const IoSlots& slots)
   const std::span<const float> weight = reader.Array<float>(), bias = reader.Array<float>();
   if (!(epsilon >= 0) || std::isinf(epsilon) || weight.empty() || bias.size() != weight.size()) {
     throw OpError(ErrorText("a normalization has ", weight.size(), " weights, ", bias.size(),
-                            " numbers of bias and epsilon ", epsilon));
+                            " bias values and epsilon ", epsilon));
   }
   const int64_t count = reader.Int();
   if (count < 1 || count > static_cast<int64_t>(kMostSumOperands)) {
-    throw OpError(ErrorText("a normalization is of a sum of ", count, ", expected 1 to ", kMostSumOperands));
+    throw OpError(ErrorText("a normalization adds ", count, " operands", ", expected 1 to ", kMostSumOperands));
   }
   for (int64_t i = 0; i < count; ++i) {
     Operand& operand = operands_.emplace_back();
     operand.name = reader.String();
     operand.slot = slots.InputOrNone(reader);
     if (operand.slot) continue;
-    const FloatTensor tensor = ReadTensor(reader, "what a normalization adds");
+    const FloatTensor tensor = ReadTensor(reader, "an operand of a normalization");
     operand.shape = tensor.shape;
     operand.values = tensor.values;
   }

@@ -374,8 +374,8 @@ def compiled(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "numbers, pattern",
     [
-        ({"part0": 4}, "a weight is of kind 4, expected 0 to 3"),
-        ({"part0": -1}, "a weight is of kind -1, expected 0 to 3"),
+        ({"part0": 4}, "a weight has kind 4, expected 0 to 3"),
+        ({"part0": -1}, "a weight has kind -1, expected 0 to 3"),
         ({"part0": 1}, "."),
         ({"part0": 2}, "."),
         ({"part0__k": 0}, "k x n is 0 x 10, expected 1 to 65536"),
@@ -393,8 +393,8 @@ def compiled(tmp_path: Path) -> Path:
         ({"part0__indices__bytes": 47}, "a section of 2-byte elements has 47 bytes"),
         ({"part0__starts__bytes": 24}, "starts have 3 elements, expected 4"),
         ({"part0__scales__bytes": 36}, "scales have 9 elements, expected 10"),
-        ({"part0__bias__bytes": 4}, "a bias has 1 numbers, expected 10"),
-        ({"gated": 1}, "a step of 10 columns is gated for 1"),
+        ({"part0__bias__bytes": 4}, "a bias has 1 values, expected 10"),
+        ({"gated": 1}, "a step of 10 columns has 1 gated columns"),
     ],
 )
 def test_wrong_records(numbers: dict[str, int], pattern: str, compiled: Path) -> None:

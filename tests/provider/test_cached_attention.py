@@ -253,7 +253,7 @@ LEFT: dict[str, tuple[onnx.NodeProto, dict[str, Any], str]] = {
     "unknown width": (
         ROTARY.node(),
         {name: (FLOAT, None) for name in ("query", "key", "value", "past_key", "past_value")},
-        "the width of its heads is not known before it runs",
+        "the width of its heads is unknown until run time",
     ),
     "other heads": (
         ROTARY.node(),
@@ -288,7 +288,7 @@ def test_a_part_of_the_head_turns() -> None:
     for tensor in model.graph.initializer:
         tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor)[:, :4], tensor.name))
     (found,) = ortolan.inspect_provider(model, claims="all").nodes
-    expected = "its cos_cache 'cos' turns 8 of the 16 numbers of a head, expected all"
+    expected = "its cos_cache 'cos' rotates 8 of the 16 values of a head, expected all"
     assert (found.taken, found.reason) == (False, expected)
 
 

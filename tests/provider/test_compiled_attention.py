@@ -238,42 +238,42 @@ LARGE = 1 << 40
 @pytest.mark.parametrize(
     "numbers, pattern",
     [
-        ({"kind": 4}, "a step is of kind 4, expected 0 to 3"),
+        ({"kind": 4}, "a step has kind 4, expected 0 to 3"),
         ({"kind": LAYERS}, "."),
-        ({"x": 9}, "a step is of input or output 9"),
-        ({"x": -1}, "a step is of input or output -1"),
-        ({"y": 1}, "a step is of input or output 1"),
-        ({"y": -1}, "its 1 steps do not make all of its 1 outputs"),
+        ({"x": 9}, "input/output index 9"),
+        ({"x": -1}, "input/output index -1"),
+        ({"y": 1}, "input/output index 1"),
+        ({"y": -1}, "its 1 steps do not compute all of its 1 outputs"),
         ({"parts": 2}, "queries, keys and values are 2 parts, expected 1 or 3"),
         ({"parts": 0}, "are 0 parts"),
         ({"parts": LARGE}, "parts, expected 1 or 3"),
-        ({"part0": 4}, "a weight is of kind 4, expected 0 to 3"),
+        ({"part0": 4}, "a weight has kind 4, expected 0 to 3"),
         ({"heads": 0}, "has 0 heads of 12"),
         ({"heads": -4}, "has -4 heads of 12"),
         ({"heads": 5}, "attention of 48 columns has 5 heads of 12"),
         ({"heads": LARGE}, "heads of 12"),
         ({"head_dim": 0}, "has 4 heads of 0"),
-        ({"scale": bits(np.nan)}, "scores are scaled by -?nan"),
-        ({"scale": bits(np.inf)}, "scores are scaled by inf"),
+        ({"scale": bits(np.nan)}, "the scale of the scores is not finite: -?nan"),
+        ({"scale": bits(np.inf)}, "the scale of the scores is not finite: inf"),
         ({"causal": 2}, "a flag is 2, expected 0 or 1"),
         ({"zero_hidden_rows": -1}, "a flag is -1"),
-        ({"zero_rows": 0}, "has another type than its steps have"),
-        ({"zero_rows": -2}, "a step is of input or output -2"),
+        ({"zero_rows": 0}, "has another type than its step expects"),
+        ({"zero_rows": -2}, "input/output index -2"),
         ({"query__copies": 3}, "a flag is 3"),
         ({"query__sizes": -1}, "there are -1 sizes of a Reshape"),
         ({"query__sizes": LARGE}, "."),
-        ({"key__0__kind": 7}, "a size is number 0 of kind 7"),
+        ({"key__0__kind": 7}, "size 0 of a Reshape has an invalid slot or kind 7"),
         ({"key__0__kind": -1}, "of kind -1"),
         ({"key__0__kind": 1}, "of kind 1"),  # of a value that is not named
-        ({"key__0__kind": 2, "key__0__number": -1}, "a size is number -1 of kind 2"),
-        ({"value__1__input": 0}, "has another type than its steps have"),
-        ({"views": 1}, "there are 1 views of keys, expected 0 or 2"),
+        ({"key__0__kind": 2, "key__0__number": -1}, "size -1 of a Reshape has an invalid slot or kind 2"),
+        ({"value__1__input": 0}, "has another type than its step expects"),
+        ({"views": 1}, "there are 1 Reshapes of transposed keys, expected 0 or 2"),
         ({"views": -2}, "there are -2 views of keys"),
         ({"masks": -1}, "there are -1 masks"),
         ({"masks": 17}, "there are 17 masks"),
-        ({"mask0__kind": 1}, "scores that a condition hides become 0"),
+        ({"mask0__kind": 1}, "a condition masks scores with the invalid value 0"),
         ({"mask0__kind": 2}, "key padding that adds 0 is missing"),
-        ({"mask0__kind": 3}, "a mask is of kind 3"),
+        ({"mask0__kind": 3}, "a mask has kind 3, expected 0 to 2"),
         ({"mask0__axes": -1}, "there are -1 axes of a mask"),
         ({"mask0__axes": LARGE}, "."),
         ({"mask0__axis2": 0}, "a mask of shape .* has 81 numbers"),
@@ -296,12 +296,12 @@ def test_wrong_numbers(numbers: dict[str, int], pattern: str, int8: Quantize, tm
 @pytest.mark.parametrize(
     "numbers, pattern",
     [
-        ({"mask1__fill": bits(np.nan)}, "scores that a condition hides become -?nan"),
-        ({"mask1__fill": bits(-1e4)}, "scores that a condition hides become -10000"),
-        ({"mask1__input": -1}, "scores that a condition hides become"),
-        ({"mask1__kind": 0}, "has another type than its steps have"),
-        ({"mask0__kind": 1}, "has another type than its steps have"),
-        ({"mask0__kind": 2}, "has another type than its steps have"),
+        ({"mask1__fill": bits(np.nan)}, "a condition masks scores with the invalid value -?nan"),
+        ({"mask1__fill": bits(-1e4)}, "a condition masks scores with the invalid value -10000"),
+        ({"mask1__input": -1}, "a condition masks scores with the invalid value"),
+        ({"mask1__kind": 0}, "has another type than its step expects"),
+        ({"mask0__kind": 1}, "has another type than its step expects"),
+        ({"mask0__kind": 2}, "has another type than its step expects"),
     ],
 )
 def test_wrong_conditions(numbers: dict[str, int], pattern: str, tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_sizes_of_no_whole_numbers(int8: Quantize, tmp_path: Path) -> None:
     (shape,) = (one for one in model.graph.input if one.name == "shape")
     shape.type.tensor_type.elem_type = FLOAT
     onnx.save(model, tmp_path / "model_ctx.onnx")
-    refuse(tmp_path, "its value 'shape' has another type than its steps have")
+    refuse(tmp_path, "its value 'shape' has another type than its step expects")
 
 
 def test_parts_of_different_sizes(int8: Quantize, tmp_path: Path) -> None:
@@ -346,7 +346,7 @@ def test_a_node_without_its_inputs(int8: Quantize, tmp_path: Path) -> None:
     (context,) = (one for one in model.graph.node if one.op_type == "EPContext")
     del context.input[1:]
     onnx.save(model, tmp_path / "model_ctx.onnx")
-    refuse(tmp_path, "a step is of input or output 1, and there are 1")
+    refuse(tmp_path, "input/output index 1 out of range .1 available.")
 
 
 @pytest.mark.parametrize("kind", ["constant mask", "sizes", "three parts", "conditions"])

@@ -401,7 +401,7 @@ def test_a_file_of_another_cpu(written_by: str | None, read_by: str | None, tmp_
 def refuse(folder: Path, pattern: str) -> None:
     with pytest.raises(Exception, match=pattern) as caught:
         compiled_session(folder)
-    assert "EPContext node 'Ortolan" in str(caught.value) and "Make the compiled model anew" in str(caught.value)
+    assert "EPContext node 'Ortolan" in str(caught.value) and "Compile the original model again" in str(caught.value)
 
 
 @pytest.fixture
@@ -439,7 +439,7 @@ def test_a_longer_file(compiled: Path) -> None:
 
 def test_another_file(compiled: Path) -> None:
     binary(compiled).write_bytes(b"PK" + bytes(200))
-    refuse(compiled, "it does not begin as files of compiled models do")
+    refuse(compiled, "it does not begin with the header of a compiled model's file")
 
 
 @pytest.mark.parametrize("number", [FORMAT - 1, FORMAT + 1])
@@ -455,7 +455,7 @@ def test_the_file_of_another_model(compiled: Path, tmp_path_factory: pytest.Temp
     folder = tmp_path_factory.mktemp("other")
     compile_model(NBits(64, 20, 32).model(), folder)
     shutil.copy(binary(folder), binary(compiled))
-    refuse(compiled, r"has id [0-9a-f]{16}, expected id [0-9a-f]{16}: it is another model's file")
+    refuse(compiled, r"has id [0-9a-f]{16}, expected id [0-9a-f]{16}: the file belongs to another model")
 
 
 def change_attribute(folder: Path, name: str, value: Any) -> None:
@@ -470,7 +470,7 @@ def change_attribute(folder: Path, name: str, value: Any) -> None:
 @pytest.mark.parametrize("path", ["", "/etc/hostname", "../model_ctx_ortolan.bin", "a/../../b.bin", "a/..", ".."])
 def test_paths_that_leave_the_folder(path: str, compiled: Path) -> None:
     change_attribute(compiled, "ep_cache_context", path)
-    refuse(compiled, "its file is '.*', expected one in the model's folder")
+    refuse(compiled, "its file is '.*', expected a file in the model's folder")
 
 
 def test_a_file_in_a_folder_below(compiled: Path) -> None:
@@ -483,10 +483,10 @@ def test_a_file_in_a_folder_below(compiled: Path) -> None:
 @pytest.mark.parametrize(
     "name, value, pattern",
     [
-        ("partition_name", "another", "it holds 1 groups, and none is 'another'"),
+        ("partition_name", "another", "it holds 1 groups, but not 'another'"),
         ("embed_mode", 2, "its embed_mode is 2, expected 0 or 1"),
-        ("embed_mode", 1, "is no Base64"),
-        ("notes", "", "it is another model's file"),
+        ("embed_mode", 1, "is not valid Base64"),
+        ("notes", "", "the file belongs to another model"),
     ],
 )
 def test_wrong_attributes(name: str, value: Any, pattern: str, compiled: Path) -> None:
@@ -502,7 +502,7 @@ def test_values_of_another_type(of: str, tmp_path: Path) -> None:
     value = model.graph.input[0] if of == "inputs" else model.graph.output[0]
     value.type.tensor_type.elem_type = TensorProto.INT8
     onnx.save(model, tmp_path / "model_ctx.onnx")
-    refuse(tmp_path, "its value '[xy]' has another type than its steps have")
+    refuse(tmp_path, "its value '[xy]' has another type than its step expects")
 
 
 def mutated(content: bytes, rng: np.random.Generator) -> bytes:
@@ -540,7 +540,7 @@ for _ in range(count):
     try:
         session = provider_session(str(folder / "model_ctx.onnx"))
     except Exception as error:
-        assert "Make the compiled model anew" in str(error), error
+        assert "Compile the original model again" in str(error), error
         errors += 1
         continue
     try:

@@ -385,15 +385,15 @@ def test_a_compiled_layer_in_front_of_a_reshape(tmp_path: Path) -> None:
     "step, numbers, pattern",
     [
         (0, {"x_bounds": 2}, "a flag is 2, expected 0 or 1"),
-        (0, {"x_bounds__least": bits(np.nan)}, "numbers are cut off below -?nan"),
-        (0, {"x_bounds__most": bits(-1)}, "numbers are cut off below 0 and above -1"),
-        (0, {"y_bounds__most": bits(np.nan)}, "numbers are cut off below 0 and above -?nan"),
+        (0, {"x_bounds__least": bits(np.nan)}, "clipping bounds are -?nan"),
+        (0, {"x_bounds__most": bits(-1)}, "clipping bounds are 0 and -1"),
+        (0, {"y_bounds__most": bits(np.nan)}, "clipping bounds are 0 and -?nan"),
         (0, {"y_bounds": 0}, "."),
-        (1, {"kind": 4}, "a step is of kind 4, expected 0 to 3"),
+        (1, {"kind": 4}, "a step has kind 4, expected 0 to 3"),
         (1, {"kind": 0}, "."),
-        (1, {"x": 9}, "a step is of input or output 9"),
-        (1, {"y": -1}, "its 2 steps do not make all of its 2 outputs"),
-        (1, {"bounds__least": bits(np.inf)}, "numbers are cut off below inf"),
+        (1, {"x": 9}, "input/output index 9"),
+        (1, {"y": -1}, "its 2 steps do not compute all of its 2 outputs"),
+        (1, {"bounds__least": bits(np.inf)}, "clipping bounds are inf"),
     ],
 )
 def test_wrong_records(step: int, numbers: dict[str, int], pattern: str, tmp_path: Path) -> None:
@@ -407,7 +407,7 @@ def test_two_steps_of_one_output(tmp_path: Path) -> None:
     layer, _ = steps(binary(tmp_path).read_bytes())
     (made,) = struct.unpack_from("<q", binary(tmp_path).read_bytes(), layer["y"])
     change(tmp_path, 1, y=made)
-    refuse(tmp_path, "two steps make one output")
+    refuse(tmp_path, "two steps compute output")
 
 
 def test_mutated_files_never_crash(tmp_path: Path) -> None:

@@ -156,10 +156,10 @@ RANGE = (
     "its input must be 8-bit quantized with a constant positive scale, and its quantized value must have no other "
     "consumer"
 )
-NUMBERS = "its numbers do not only become floats behind it, by the range that it has"
+NUMBERS = "its 8-bit output must only be read by DequantizeLinear nodes with the same scale and zero point"
 ROWS = np.ones((9, N), np.float32)
 REFUSED: dict[str, tuple[Models, str, str]] = {
-    "a weight that others read": (weight_of_two, "linear", "others read its weight, too"),
+    "a weight that others read": (weight_of_two, "linear", "its weight has other consumers"),
     "no range": (with_tensors("qdq", x_scale=np.float32(0)), "linear", RANGE),
     "no range of numbers": (with_tensors("qlinear", x_scale=np.float32(0)), "linear", RANGE),
     "an infinite range": (with_tensors("qgemm", x_scale=np.float32(np.inf)), "linear", RANGE),
@@ -168,20 +168,22 @@ REFUSED: dict[str, tuple[Models, str, str]] = {
     "half floats": (half_floats, "linear", "its input 'x' is not float"),
     "a rounding that others keep": (
         two_layers_of_one_rounding, "linear",
-        "its input is rounded to a fixed range, and not only layers that are taken read that",
+        "its input is quantized to a fixed range and is also read outside the claimed layers",
     ),
     "numbers of another layer": (
-        numbers_of_another_layer, "second", "its input is the 8-bit output of another layer, without floats in between"
+        numbers_of_another_layer,
+        "second",
+        "its input is the 8-bit output of another layer without a DequantizeLinear in between",
     ),
     "a computed bias": (computed_bias, "linear", "its bias is computed at run time"),
     "a bias a row": (
         with_tensors("qdq_gemm", True, b=ROWS), "linear", "its bias 'b' has shape [9, 24], expected 24 floats"
     ),
     "blocks": (
-        blocks, "linear", "its scales are for blocks of 32 inputs, expected one scale, or one a column"
+        blocks, "linear", "its scales are for blocks of 32 inputs, expected one scale or one per column"
     ),
     "scales of inputs": (
-        scales_of_inputs, "linear", "its scales are one an input, expected one, or one an output"
+        scales_of_inputs, "linear", "its scales are per input, expected one scale or one per output"
     ),
     "a transposed input": (transposed_input, "linear", "transA is 1, expected 0"),
     "alpha": (with_attributes("qdq_gemm", alpha=0.5), "linear", "alpha is 0.5, expected 1"),
