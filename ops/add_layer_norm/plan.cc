@@ -14,7 +14,8 @@ namespace {
 constexpr int64_t kFloat = sizeof(float);
 // Floats per work item: a few microseconds, more than the cost of handing it to another thread.
 constexpr int64_t kChunkFloats = int64_t{1} << 15;
-// Floats of rows that are summed and normalized while they are in the L1 cache, several rows at a time.
+// Floats that are summed and normalized at a time, so that they are still in the L1 cache; at least kLeastNearRows
+// rows.
 constexpr int64_t kNearFloats = int64_t{1} << 12, kLeastNearRows = 4;
 
 }  // namespace
@@ -38,7 +39,7 @@ AddLayerNormPlan::Rows::Rows(std::span<const SumOperand> given, const std::vecto
     operands.push_back({operand.data, {}});
     all.push_back(BroadcastStrides(operand.shape, shape));
   }
-  std::vector<size_t> from;  // for each of `axes`, innermost first, its innermost axis of the shape
+  std::vector<size_t> from;  // for each element of `axes`, innermost first: index in the shape of its innermost axis
   for (size_t axis = shape.size() - 1; axis-- > 0;) {
     if (shape[axis] == 1) continue;
     const auto goes_on = [&](const std::vector<int64_t>& strides) {
@@ -96,7 +97,7 @@ void AddLayerNormPlan::Run(Host& host, std::span<const SumOperand> operands, con
   host.ParallelFor((all + chunk - 1) / chunk, [&](int64_t i) {
     const int64_t end = std::min((i + 1) * chunk, all), near = std::max(kLeastNearRows, kNearFloats / norm_.n);
     for (int64_t row = i * chunk; row < end;) {
-      // Up to the end of the innermost axis, where an operand may restart.
+      // Stop at the end of the innermost axis, where a broadcast operand may start again.
       const int64_t count = std::min({near, end - row, rows.axes.back() - row % rows.axes.back()});
       AddRows(rows, row, count, y + row * norm_.n);
       LayerNormArgs args = norm_;

@@ -242,7 +242,7 @@ class AttentionLoop {
 
   bool MaskIsByKey() const { return args_.mask_head_stride == 0 && args_.mask_query_stride == 0; }
 
-  // Initializes the scores with the mask; the products are then added to it.
+  // Initializes the scores with the mask, to which q . k is then added.
   void FillScores(const Block& block, int64_t first, int64_t keys) const {
     const bool by_row = args_.mask != nullptr && !MaskIsByKey();
     for (int64_t lane = 0; lane < block.rows; lane += kLanes) {
@@ -265,8 +265,8 @@ class AttentionLoop {
     }
   }
 
-  // Returns the scores of a key with -Inf in rows that causality hides it from. Applied after the mask is added: +Inf
-  // plus -Inf would be NaN.
+  // Returns the scores of a key, with -Inf in rows from which the causal mask hides it. Applied after the mask is
+  // added: +Inf plus -Inf would be NaN.
   static Float OfSeen(const Block& block, int64_t key, int64_t row, Float score) {
     return Simd::SelectLess(Simd::Set(static_cast<float>(key)), Simd::Load(block.seen + row), score,
                             Simd::Set(kMinusInfinity));

@@ -19,7 +19,7 @@ struct KeptTokens {
   // The Count(b) positions of its tokens in the padded sequence, ascending.
   const int64_t* Positions(int64_t b) const { return positions.data() + Begin(b); }
   bool IsContiguous(int64_t b) const;
-  // Whether queries see token i of sequence b.
+  // Returns whether queries attend to token i of sequence b.
   bool IsSeen(int64_t b, int64_t i) const { return seen[static_cast<size_t>(Begin(b) + i)] != 0; }
   bool AllSeen(int64_t b) const;
 

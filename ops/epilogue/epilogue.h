@@ -36,7 +36,7 @@ namespace ortolan {
 // Values of the operators' attribute `activation`.
 enum class Activation : int64_t { kNone = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3, kSilu = 4 };
 
-// Whether an attribute of a model file may be cast to Activation. Callers must check.
+// Returns whether an attribute of a model file may be cast to Activation. Callers must check.
 constexpr bool IsActivation(int64_t value) { return value >= 0 && value <= static_cast<int64_t>(Activation::kSilu); }
 
 struct EpilogueArgs {

@@ -8,7 +8,7 @@ namespace ortolan {
 namespace {
 
 std::string ValidateZeroPoints(const GroupClaim& claim) {
-  // A maximum, because compilers do not vectorize a loop with an early exit.
+  // Compute the maximum, because compilers do not vectorize a loop with an early exit.
   if (claim.zero_point_steps == kFractionSteps) return {};  // every byte is valid
   uint8_t largest = 0;
   for (int64_t i = 0; i < claim.zero_point_count; ++i) largest = std::max(largest, claim.zero_points[i]);

@@ -45,7 +45,7 @@ uint32_t AsBytes(uint32_t eight) {
 
 }  // namespace
 
-// By tile, then by column: a tile stays in the cache, and distant columns are read in full cache lines.
+// Loops over tiles, then over columns: a tile stays in the cache, and distant columns are read in full cache lines.
 void PackInt4GroupPanel(const uint8_t* nibbles, int64_t column_bytes, int64_t k, int64_t columns, uint8_t* packed) {
   constexpr int64_t kPairs = kInt4Bitmap.TileInputs() / kPairInputs;
   for (int64_t tile = 0; tile < kInt4Bitmap.PaddedK(k); tile += kInt4Bitmap.TileInputs()) {

@@ -7,7 +7,8 @@
 namespace ortolan {
 namespace {
 
-// Inputs of a pass (up to 1.5 times as many): a tile of them fits the L2 cache while the blocks stream past it.
+// Inputs of a pass; the last pass may have up to 1.5 times this number. A tile of A with these inputs stays in the L2
+// cache while the blocks of B are read.
 constexpr int64_t kPassInputs = 2048;
 // Bytes of the tiles of A that share a panel. With larger groups, more work items would pack the same tiles.
 constexpr int64_t kTileGroupBytes = int64_t{200} << 10;

@@ -72,7 +72,7 @@ void AddTile(const FloatRows& a, int64_t row, const float* panel, float* sums) {
   }
 }
 
-// Processes the blocks that registers can hold sums for, for a few rows, at a time.
+// Processes a few rows at a time, and of the panel those blocks whose sums fit the registers.
 void MultiplyPanel(const FloatRows& a, const float* panel, int64_t blocks, float* sums) {
   TakeAll<kOneRegister ? 8 : 1>(0, blocks, [&]<int kBlocks>(int64_t first) {
     constexpr int kRows = kOneRegister ? (kBlocks > 4 ? 3 : 6) : (Block::kRegisters == 2 ? 6 : 2);

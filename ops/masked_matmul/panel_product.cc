@@ -6,7 +6,8 @@
 namespace ortolan {
 namespace {
 
-// A product split into groups of rows and panels of columns of the same width, so that the last one is not narrow.
+// A product split into groups of rows and panels of columns. All panels but the last have the same width, chosen so
+// that the last panel is not narrow.
 struct Panels {
   Panels(int64_t rows, int64_t n) : group(std::min(rows, kDensePanelRows)), groups((rows + group - 1) / group) {
     const int64_t least = (n + kDensePanelColumns - 1) / kDensePanelColumns;

@@ -10,7 +10,7 @@ constexpr int64_t kTilesAUnit = 8;
 
 double Share(int64_t set, int64_t all) { return all == 0 ? 0.0 : static_cast<double>(set) / static_cast<double>(all); }
 
-// Returns the cost of a way, relative to the dense product.
+// Returns the cost of a way to multiply, relative to the dense product.
 double CostOf(const MaskedMatMulCosts& costs, Way way, const Pattern& pattern, const ProductSize& size) {
   const double a_row = 1.0 / static_cast<double>(size.m);
   const double column = 1.0 / static_cast<double>(size.n);

@@ -10,7 +10,7 @@
 namespace ortolan {
 namespace {
 
-// If a product of many rows uses fewer inputs than this fraction, the others are removed first.
+// If a product of many rows uses fewer inputs than this fraction, the unused inputs are removed first.
 constexpr double kWorthListing = 0.9;
 // Elements to copy or mask per work item.
 constexpr int64_t kChunkFloats = int64_t{1} << 16;
@@ -64,8 +64,8 @@ Way MaskedMatMulPlan::RunMany(const MaskedMatMulCall& call) const {
   }
 }
 
-// With nothing to skip: uses ONNX Runtime's MatMul, unless A has too few rows to amortize its packing of B in each
-// call.
+// Computes a product in which nothing can be skipped: by ONNX Runtime's MatMul, unless A has too few rows to amortize
+// its packing of B in each call.
 Way MaskedMatMulPlan::RunFull(const MaskedMatMulCall& call) const {
   if (call.size.m > costs_.most_panel_rows) {
     call.dense(call.size, call.a, static_cast<const float*>(call.b), call.y);
@@ -75,7 +75,7 @@ Way MaskedMatMulPlan::RunFull(const MaskedMatMulCall& call) const {
   return Way::kPanels;
 }
 
-// For B of bf16 or int8 and many rows of A: reads B once and unpacks the rows that A uses.
+// Multiplies many rows of A with a bf16 or int8 B: reads B once and unpacks the rows that A uses.
 Way MaskedMatMulPlan::RunPacked(const MaskedMatMulCall& call) const {
   if (!kernel_->dense_panels) return RunUnpacked(call);
   const auto [m, k, n] = call.size;
@@ -87,7 +87,7 @@ Way MaskedMatMulPlan::RunPacked(const MaskedMatMulCall& call) const {
   return Way::kPanels;
 }
 
-// For targets whose panel kernels are not vectorized: unpacks panels of B for the dense product.
+// Unpacks panels of B for ONNX Runtime's MatMul, on targets whose panel kernels are not vectorized.
 Way MaskedMatMulPlan::RunUnpacked(const MaskedMatMulCall& call) const {
   const auto [m, k, n] = call.size;
   const RowsArgs args = AllInputs(call);

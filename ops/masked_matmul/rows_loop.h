@@ -72,7 +72,8 @@ void AddProducts(const float* a, int64_t a_row, const Element* const* rows, cons
   }
 }
 
-// AddProducts for all rows of A and inputs first … first+kCount-1. All but the first rows of A find the weights in L1.
+// Runs AddProducts for all rows of A and inputs first … first+kCount-1. The first rows of A load these rows of B into
+// the L1 cache, where the remaining rows of A find them.
 template <typename Element, int kCount>
 void AddRows(const RowsArgs& args, int64_t first, float* sums, int64_t sums_row, int64_t column, int64_t columns) {
   constexpr int kRegisterRows = kOneRegister ? 4 : 1;

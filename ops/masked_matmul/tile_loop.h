@@ -79,7 +79,7 @@ bool ScanBlocks(const FloatRows& b, uint64_t* masks, int64_t stride) {
   return !Block::HasNan(finite);
 }
 
-// Panel by panel: loads jump between rows, but branches depend on the number of blocks, not on each bit.
+// Packs panel by panel: loads jump between rows, but branches depend on the number of blocks, not on each bit.
 void PackBlocks(const PackBlocksArgs& args) {
   const int64_t panels = BlockPanels(args.b.columns);
   for (int64_t panel = 0; panel < panels; ++panel) {

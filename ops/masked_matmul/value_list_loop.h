@@ -13,7 +13,8 @@ namespace {
 
 // A counting sort groups rows with the same number of values, so that the length of the inner loop is predictable.
 int64_t ListValues(const FloatRows& a, const ValueList& list) {
-  // Prefetches, because 64 elements of a row are too short for the hardware prefetcher.
+  // Prefetch distance in rows. Prefetches are needed because 64 elements of a row are too short for the hardware
+  // prefetcher.
   constexpr int64_t kRowsAhead = 8;
   uint64_t masks[kDensePanelRows];
   int64_t first[kMaskBits + 2] = {};
@@ -87,7 +88,7 @@ void AddValues(const ValuesArgs& args, int64_t first_block) {
   }
 }
 
-// Processes the blocks that registers can hold sums for at a time.
+// Processes at a time the blocks whose sums fit the registers.
 void MultiplyValues(const ValuesArgs& args) {
   TakeAll<kOneRegister ? 8 : 4>(0, args.blocks, [&]<int kBlocks>(int64_t first) { AddValues<kBlocks>(args, first); });
 }

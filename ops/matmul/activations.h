@@ -67,8 +67,8 @@ class Activations {
   }
 
  private:
-  // At most half of the rows, and none of few rows: beyond that, shuffles limit the speed
-  // (sparse_amx_matmul/README.md).
+  // Rows of x held in registers: at most half of the rows, and none if there are few rows, because otherwise shuffles
+  // limit the speed (sparse_amx_matmul/README.md).
   static constexpr int kHalfOrMost = kRows < 4 ? 0 : kRows / 2 < Weights::kMostHeld ? kRows / 2 : Weights::kMostHeld;
   static constexpr int kHeld = kHoldsAllRows<Weights> ? kRows : kHalfOrMost;
 

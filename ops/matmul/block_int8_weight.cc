@@ -12,7 +12,7 @@
 namespace ortolan {
 namespace {
 
-// As bytes: codes less zero points are computed modulo 256.
+// Return the zero points as bytes, because codes less zero points are computed modulo 256.
 std::vector<uint8_t> BytesOfZeroPoints(const Int8Weight& w) {
   std::vector<uint8_t> zeros;
   for (const int16_t zero : w.zero_points) zeros.push_back(static_cast<uint8_t>(zero));

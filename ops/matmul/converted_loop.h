@@ -81,7 +81,7 @@ class ConvertedLoop {
   }
 
  private:
-  // More rows of x convert the weights again.
+  // Limit of rows of x per conversion: for more rows, the weights are converted again.
   static constexpr int64_t kMostRows = kMostWaiting / kBlock * kBlock;
   // Spans of weights in the buffer: 8 KB per panel, so two panels leave room for x in a small L1 cache.
   static constexpr int64_t kBufferSpans = 16 / kSets;

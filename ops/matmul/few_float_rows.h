@@ -70,7 +70,7 @@ class FewFloatRows {
         : at{Panel(layer, args, first + p * step)...} {}
   };
 
-  // The panels first, first + step, … Not inlined: the caller may run with different treatment of denormals.
+  // Multiply panels first, first + step, … Not inlined, because the caller may treat denormals differently.
   template <int kCount>
   __attribute__((noinline)) static void Multiply(const Layer& layer, const MatMulArgs& args, int64_t first,
                                                  int64_t step) {

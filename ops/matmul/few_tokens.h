@@ -34,7 +34,7 @@ struct FewTokens {
     }
   }
 
-  // The products of a group's outputs; output o is in lanes 4 i + o.
+  // Compute the sums of a group's outputs; output o is in lanes 4 i + o.
   [[gnu::always_inline]] static inline void SumGroup(const BlockSparseView& w, int64_t group, const uint8_t* x,
                                                      int64_t row_bytes, Int (&total)[kTokens]) {
     for (int t = 0; t < kTokens; ++t) total[t] = Simd::SetInt(0);

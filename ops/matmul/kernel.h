@@ -62,7 +62,7 @@ using PackRowsFn = void(const MatMulWeight& w, const float* x, int64_t x_row_byt
 using MultiplyFn = void(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end);
 
 struct HiddenLayerArgs;
-// The same for a layer whose outputs are the packed rows of the next layer.
+// Compute the outputs of a hidden layer, written as packed rows of the next layer.
 using MultiplyHiddenFn = void(const HiddenLayerArgs& args, int64_t panel_begin, int64_t panel_end);
 
 // Below kManyRows rows a call is memory-bound, so kernels may process kPanelsOfFewRows panels together.
@@ -80,7 +80,7 @@ struct MatMulFunctions {
   int64_t panels_together = 1;                  // panels multiplied at once
   int64_t speed = 1;                            // throughput relative to vectors
 
-  // The most bytes a pack function writes for m rows: it may fill the last block.
+  // Return the maximum number of bytes that a pack function writes for m rows: it may fill the last block.
   int64_t PackedBytes(const MatMulWeight& w, int64_t m) const {
     return (m + row_block - 1) / row_block * row_block * packed_row_bytes(w);
   }

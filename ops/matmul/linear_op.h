@@ -32,7 +32,7 @@ class LinearOp {
   void Compute(Ort::KernelContext& context, Host& host) const;
 
   // Give Y the shape of X with another last dimension. The shape stays unknown if a residual may add dimensions by
-  // broadcasting; a residual of one element stands for none and does not.
+  // broadcasting. A one-element residual, which replaces a missing one, does not.
   static void InferShape(OrtShapeInferContext* context, LinearInputs inputs);
 
  protected:
@@ -44,7 +44,7 @@ class LinearOp {
 
   const std::string& node() const { return node_; }
   bool Has(const OrtKernelInfo& info, const std::string& name) const { return HasInput(info, IndexOf(inputs_, name)); }
-  // Return whether the node has this input and it is not the zero that stands for none.
+  // Return whether the node has this input and it is not the constant zero that replaces a missing input.
   bool IsThere(const OrtKernelInfo& info, const std::string& name) const {
     return Has(info, name) && !IsConstantZero(info, IndexOf(inputs_, name));
   }
@@ -69,7 +69,7 @@ class LinearOp {
   bool computes_bias_ = false;
   bool has_residual_ = false;
   AlignedConstant<float> norm_weight_, norm_bias_;
-  std::optional<LinearPlan> plan_;  // made of the above
+  std::optional<LinearPlan> plan_;  // uses the members above
 };
 
 // The adapter of a kernel, which has kOpType and kInputs.

@@ -53,7 +53,7 @@ LinearPlan::LinearPlan(const LinearLayer& layer, Features features)
     row_bytes = std::max(row_bytes, kernel.packed_row_bytes(FirstWeight()) + kernel.packed_row_bytes(*layer_.w));
     if (kernel.least_rows <= 1) break;
   }
-  // Half of int64, to leave room for what is added to the products.
+  // Limit sizes to half of int64, so that the additions to these products cannot overflow.
   most_rows_ = std::numeric_limits<int64_t>::max() / 2 / row_bytes - layer_.row_chunk;
 }
 

@@ -81,8 +81,8 @@ class LinearPlan {
 
   void Run(Host& host, const LinearCall& call) const { RunProduct(host, call, layer_.norm.has_value()); }
 
-  // Run with a residual that the result, of call.m rows and of `shape`, is broadcast with: call.y receives the sum, of
-  // y_shape. call.residual must be null.
+  // Run and add a residual by broadcasting. Without the residual, the result has call.m rows and the shape `shape`.
+  // call.y receives the sum, whose shape is y_shape. call.residual must be null.
   void RunWithResidual(Host& host, LinearCall call, const std::vector<int64_t>& shape, const Residual& residual,
                        const std::vector<int64_t>& y_shape) const;
 

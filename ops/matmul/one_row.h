@@ -20,8 +20,8 @@ class OneRow {
   using Sums = typename Weights::Sums;
   using Stream = typename Weights::Stream;
   using Activation = typename Weights::Activation;
-  // A single sum would wait for itself, so several chains are added at the end. For int4, chains of odd rows hold 16
-  // times their sums, which saves a shift per row of weights.
+  // One sum would be limited by the latency of additions, so several chains are summed at the end. For int4, chains of
+  // odd rows hold 16 times their sums, which saves a shift per row of weights.
   static constexpr int kChains = Weights::kOneRowChains;
   static constexpr bool kOddTimes16 = Weights::kNibbles && kChains > 1;
   static constexpr bool kUnroll = simd::Columns<Simd>::kRegisters <= 4;

@@ -65,7 +65,7 @@ class PairsLoop {
   }
 
  private:
-  // More rows of x interleave the weights of a panel again.
+  // Limit of rows of x: for more rows, the weights of a panel are interleaved again.
   static constexpr int64_t kMostRows = 256;
   // Interleaved rows in the buffer: 16 KB, half of a small L1 cache, and whole groups.
   static constexpr int64_t kBufferSpans = 256 / kSpanRows;
@@ -109,7 +109,7 @@ class PairsLoop {
       }
     });
   }
-  // The sums of row r of a block, by column.
+  // Return the sums of row r of a block, by column.
   template <int r, int kPairCount>
   __attribute__((always_inline)) static Lanes OfRow(const Sums (&sums)[kPairCount]) {
     const Sums& pair = sums[r / 2];
@@ -169,7 +169,7 @@ class PairsLoop {
     });
   }
 
-  // All rows of x, at most one block.
+  // Multiply all rows of x, at most one block.
   template <int kRows>
   __attribute__((noinline)) static void OneBlock(const Panel& p) {
     const Layer& layer = p.layer;

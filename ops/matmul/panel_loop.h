@@ -123,7 +123,7 @@ class PanelLoop {
   // Expanded rows in the buffer while all rows of x pass over them: at most half of a 32 KB L1 cache, and whole groups.
   static constexpr int64_t kBufferRows = Weights::kRowInputs <= 4 ? 256 : 128;
   static constexpr int64_t kBufferSpans = kBufferRows / kSpanRows;
-  // More rows of x expand the panel again.
+  // Limit of rows of x: for more rows, the panel is expanded again.
   static constexpr int64_t kMostRows = kMostWaiting / kBlock * kBlock;
 
   // Few rows of floats use FewFloatRows instead.
@@ -180,7 +180,7 @@ class PanelLoop {
     if constexpr (kRows == 1) {
       return WithOneRow<Simd>(p.layer, [&]<typename OneRow>() { OneRow::Row(p, i); });
     } else {
-      // With few rows, a single sum per row would wait for itself, as in OneRow.
+      // With few rows, one sum per row would be limited by the latency of additions, as in OneRow.
       constexpr int kChains = ChainsOf<kRows>();
       constexpr bool kOddTimes16 = Weights::kNibbles && kChains == 2;
       const Layer& layer = p.layer;
@@ -225,12 +225,13 @@ class PanelLoop {
     }
   }
 
-  // The chunks of a panel, starting at that of a span. Counted, because a division costs half as much as a span.
+  // Counts the chunks of a panel, starting at the chunk of a given span. A counter avoids a division, which costs half
+  // as much as a span.
   struct Chunks {
     Chunks(const Layer& layer, int64_t span)
         : spans(layer.group_spans < kChunkSpans ? layer.group_spans : kChunkSpans),
           next(Weights::kNarrowChunks ? span / spans : 0) {}
-    int64_t spans;  // at most, of a chunk
+    int64_t spans;  // limit for the spans of a chunk
     int64_t next;
   };
 
@@ -305,7 +306,7 @@ class PanelLoop {
     }
   }
 
-  // The rows from i on, fewer than a block.
+  // Multiply the rows from i on, fewer than a block.
   template <bool kOneSpan>
   static void LastRows(const Panel& p, int64_t i) {
     WithRowCount<kBlock - 1>(p.args.m - i, [&]<int kRows>() {
@@ -317,7 +318,7 @@ class PanelLoop {
     uint8_t at[kMostRows][kPanelColumns * sizeof(float)];  // totals of groups, or the sums of a single group
   };
 
-  // At least one block of rows.
+  // Multiply at least one block of rows.
   static void Wide(const Panels& panels) {
     if constexpr (Weights::kBuffered) return WideBuffered(panels);
     const int64_t m = panels.at[0].args.m;
@@ -338,7 +339,7 @@ class PanelLoop {
     }
     for (const Panel& p : panels.at) LastRows<false>(p, i);
   }
-  // Buffered, for several panels.
+  // Like Buffered, but for several panels.
   static void WideBuffered(const Panels& panels) {
     alignas(64) uint8_t buffer[kPanelsTogether][kBufferRows * Weights::kStoredBytes];
     Waiting waiting[kPanelsTogether];
@@ -421,7 +422,7 @@ class PanelLoop {
     }
   }
 
-  // The rows from i on, fewer than a block.
+  // Multiply the rows from i on, fewer than a block.
   template <bool kOneSpan>
   static void LastExpandedRows(const Panel& p, const uint8_t* buffer, int64_t first, int64_t end, int64_t i,
                                Waiting& waiting) {

@@ -244,7 +244,7 @@ struct TokenBlock {
           count(tokens),
           gathers(of.y_row_bytes % 4096 == 0 && reinterpret_cast<uintptr_t>(of.y) % 64 != 0) {}
 
-    // of: the sums of outputs output … output+kLanes-1, transposed in place.
+    // Store outputs output … output+kLanes-1. of: their sums, which are transposed in place.
     [[gnu::always_inline]] void Store(Int (&of)[kLanes], int64_t output, int v, float* y, int64_t row_bytes) const {
       const OutputScales<Simd> scales(args, output);
       const Int weight_sums = Simd::LoadInt(WeightOf<BlockSparseWeight>(args).sums + output);

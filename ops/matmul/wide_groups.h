@@ -121,7 +121,7 @@ class WideGroups {
         for (const Stream& stream : streams) PrefetchForLater(stream.values + ahead, share);
         const int64_t first = row % kBlock;
         (is_short ? ShortGroups : LongGroups)(panels, groups, row - first, first, totals + row);
-        // Stored immediately: many rows of y together would wait for each other's lines.
+        // Store at once: stores of many rows of y together would wait for their cache lines.
         if (groups.end == layer.groups) StoreTotals(panels, row - first, first, rows, totals + row);
       }
     }
@@ -129,7 +129,7 @@ class WideGroups {
   static void Fill(const Panels& panels, Stream (&streams)[kWidePanels], Groups& groups) {
     const Layer& layer = panels.at[0].layer;
     const int64_t begin = groups.begin * layer.group_spans;
-    // Zeros or nothing follows the last group.
+    // The last group is followed by zero padding or by nothing.
     const int64_t end = groups.end * layer.group_spans < layer.spans ? groups.end * layer.group_spans : layer.spans;
     for (const Panel& p : panels.at) p.scales.Prefetch(groups.begin, groups.end);
     for (int c = 0; c < kWidePanels; ++c) ExpandSpans<Weights>(streams[c], end - begin, groups.weights[c]);

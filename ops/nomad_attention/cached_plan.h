@@ -21,7 +21,7 @@ struct CacheForm {
   ExactWindow window;
   PromptCache prompt;  // prefix of all sequences; empty if it has no tokens
   bool interleaved = false;
-  int precision = 32;  // of products in calls with more than kMostDecodeQueries tokens
+  int precision = 32;  // in calls with more than kMostDecodeQueries tokens
   bool any_order = false;
 
   // Elements of a token in the key cache and in the value cache.

@@ -111,7 +111,7 @@ PromptPartials::PromptPartials(Host& host, const PromptCache& cache, const Softm
   const int64_t kernel_bytes =
       Aligned(std::max(ScratchBytes(cache, most), ScratchBytes(cache, rows_ - (blocks - 1) * kPromptRows)));
   const int64_t query_floats = Aligned(most * head_dim * kFloat) / kFloat;
-  // Kernel scratch, queries, a chunk's partial result.
+  // Scratch memory of the kernel, then the queries, then the partial result of a chunk.
   const int64_t bytes = kernel_bytes + (query_floats + item_floats_) * kFloat;
   ForEachWithScratch(host, blocks * call.kv_heads * parts_, bytes, [&](int64_t item, char* scratch) {
     const int64_t part = item % parts_, kv_head = item / parts_ % call.kv_heads;

@@ -1,4 +1,4 @@
-// The C interface: errors become messages.
+// Implements the C interface: converts exceptions into error messages.
 #include <algorithm>
 #include <cstring>
 #include <exception>

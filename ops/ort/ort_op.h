@@ -169,7 +169,7 @@ class AlignedConstant {
     std::memcpy(copy_.get(), tensor.data, static_cast<size_t>(tensor.count) * sizeof(T));
     data_ = copy_.get();
   }
-  // Empty if the input, of elements T, is left out or computed at run time.
+  // Reads an input with elements T. Empty if the input is missing or computed at run time.
   AlignedConstant(const OrtKernelInfo& info, size_t index) : AlignedConstant(ConstantOrNone(info, index)) {}
   const T* data() const { return data_; }  // null if empty
   // The elements of the input in a call, constant or computed.
@@ -181,10 +181,10 @@ class AlignedConstant {
 };
 
 // Return whether the input is a constant scalar, or vector of one element, that is 0 (float, float16, u8 or i8): it
-// stands for a missing summand. (A 0 with more dimensions would still change the shape of the sum.)
+// replaces a missing summand. (A 0 with more dimensions would still change the shape of the sum.)
 bool IsConstantZero(const OrtKernelInfo& info, size_t index);
 
-// Return whether the input is a constant without elements, which stands for a missing input.
+// Return whether the input is a constant without elements, which replaces a missing input.
 bool IsEmptyConstant(const OrtKernelInfo& info, size_t index);
 
 // Throws OpError if the attribute is missing.

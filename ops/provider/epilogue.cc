@@ -95,7 +95,7 @@ class Region {
 
 // --- LayerNormalization -------------------------------------------------------------------------------------------
 
-// Return the floats of a constant with at most `axes` axes, of which only the last may be larger than 1. n: required
+// Return the floats of a constant with at most `axes` axes; only its last axis may be larger than 1. n: required
 // number of elements.
 std::optional<std::vector<float>> VectorOf(const Graph& graph, Value value, std::optional<int64_t> n = std::nullopt,
                                            size_t axes = 1) {

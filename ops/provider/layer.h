@@ -36,7 +36,7 @@ using StoredWeight = std::variant<NBitsWeight, Int8Weight, BlockInt8Weight, Roun
 struct Layer {
   std::vector<const Node*> nodes;  // the first reads the weight, the last computes Y; layers may share nodes in between
   std::vector<const Node*> weight_nodes;  // nodes that dequantize the weight
-  // The node that quantizes X, which other layers may share. Null if there is none. The layer's own kernel quantizes X
+  // The node that quantizes X, which other layers may share. May be null. The layer's kernel quantizes X
   // instead.
   const Node* quantize = nullptr;
   Value x = nullptr;  // float

@@ -118,7 +118,7 @@ struct avx2 : Vectors<avx2, avx2_types> {
   static __m256 RepeatFour(const float* from) { return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(from)); }
   static __m256 PickFloats(__m256 four, __m256i index) { return _mm256_permutevar_ps(four, index); }
 
-  // Floats from and to bytes.
+  // Conversions between floats and bytes.
   static __m256 LoadBf16(const uint8_t* from) {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
@@ -132,7 +132,7 @@ struct avx2 : Vectors<avx2, avx2_types> {
     _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(halves, halves));
   }
 
-  // Integers of 32 bits.
+  // Operations on 32-bit integers.
   static __m256i SetInt(int32_t value) { return _mm256_set1_epi32(value); }
   static __m256i LoadInt(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
   static __m256i LoadFirstInt(const void* from, int64_t count) {

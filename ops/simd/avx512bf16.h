@@ -7,7 +7,7 @@ namespace ortolan::simd {
 namespace {
 
 struct avx512bf16 : avx512 {
-  // Units: pairs of bf16.
+  // --- units: pairs of bf16
   static __m512 PackUnits(__m512 a, __m512 b) {
     // Convert a to the lower half and b to the upper half, then interleave them.
     const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(b, a);

@@ -128,7 +128,7 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
   static __m512 RepeatFour(const float* from) { return _mm512_broadcast_f32x4(_mm_loadu_ps(from)); }
   static __m512 PickFloats(__m512 four, __m512i index) { return _mm512_permutevar_ps(four, index); }
 
-  // Floats from and to bytes.
+  // Conversions between floats and bytes.
   static __m512 LoadBf16(const uint8_t* from) {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
@@ -150,7 +150,7 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
     }
   }
 
-  // Integers of 32 bits.
+  // Operations on 32-bit integers.
   static __m512i SetInt(int32_t value) { return _mm512_set1_epi32(value); }
   static __m512i LoadInt(const void* from) { return _mm512_loadu_si512(from); }
   static __m512i LoadFirstInt(const void* from, int64_t count) {

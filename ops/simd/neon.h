@@ -110,7 +110,7 @@ struct neon : Vectors<neon, neon_types> {
     return vreinterpretq_f32_u8(vqtbl1q_u8(vreinterpretq_u8_f32(four), quads));
   }
 
-  // Floats from and to bytes.
+  // Conversions between floats and bytes.
   static float32x4_t LoadBf16(const uint8_t* from) { return FloatOf(Int(vshll_n_u16(LoadHalves(from), 16))); }
   static float32x4_t LoadF16(const uint8_t* from) { return vcvt_f32_f16(vreinterpret_f16_u16(LoadHalves(from))); }
   static float32x4_t LoadInt8(const uint8_t* from) {
@@ -121,7 +121,7 @@ struct neon : Vectors<neon, neon_types> {
     StoreQuad(to, vqmovn_u16(vcombine_u16(words, words)));
   }
 
-  // Integers of 32 bits.
+  // Operations on 32-bit integers.
   static int32x4_t SetInt(int32_t value) { return vdupq_n_s32(value); }
   static int32x4_t LoadInt(const void* from) { return IntOf(vld1q_u8(static_cast<const uint8_t*>(from))); }
   static int32x4_t LoadFirstInt(const void* from, int64_t count) {

@@ -73,7 +73,7 @@ struct scalar : Vectors<scalar, scalar_types> {
   static float PickFloats(const Four& four, uint32_t index) { return four.at[index & 3]; }
   static float Lookup16(const float* table, uint32_t index) { return table[index & 15]; }
 
-  // Floats from and to bytes.
+  // Conversions between floats and bytes.
   static float LoadBf16(const uint8_t* from) {
     uint16_t bits;
     __builtin_memcpy(&bits, from, sizeof(bits));
@@ -82,7 +82,7 @@ struct scalar : Vectors<scalar, scalar_types> {
   static float LoadInt8(const uint8_t* from) { return static_cast<float>(static_cast<int8_t>(*from)); }
   static void StoreBytes(uint8_t* to, float a) { *to = static_cast<uint8_t>(__builtin_nearbyintf(a)); }
 
-  // Integers of 32 bits.
+  // Operations on 32-bit integers.
   static uint32_t SetInt(int32_t value) { return static_cast<uint32_t>(value); }
   static uint32_t LoadInt(const void* from) { return Get<uint32_t>(from); }
   static uint32_t LoadFirstInt(const void* from, int64_t) { return LoadInt(from); }
@@ -180,7 +180,7 @@ struct scalar : Vectors<scalar, scalar_types> {
     __builtin_memcpy(&value, from, sizeof(value));
     return value;
   }
-  // Not inlined, as DotInt8.
+  // Not inlined, for the reason given at DotInt8.
   template <typename Value>
   [[gnu::noinline]] static uint32_t Expand(Value fill, uint64_t mask, const uint8_t* stored, int first) {
     stored += sizeof(Value) * static_cast<size_t>(__builtin_popcountll(mask & ((uint64_t{1} << first) - 1)));

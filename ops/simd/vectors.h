@@ -68,7 +68,7 @@ struct Vectors : Types {
     return Target::ToFloat(ShiftRightSigned<24>(ShiftLeftInt<24 - 8 * kByte>(a)));
   }
 
-  // Integers of 32 bits.
+  // Operations on 32-bit integers.
   static Int BitsOf(Float a) { return __builtin_bit_cast(Int, a); }
   static Float FloatOf(Int a) { return __builtin_bit_cast(Float, a); }
   static Int AddInt(Int a, Int b) { return Int(Unsigned(a) + Unsigned(b)); }

@@ -113,7 +113,7 @@ Array<float> MaskedRows(const CastArray<float>& a, const Array<Weight>& b,
     MultiplyByPanels(kernel, kValues, args, memory);
     return y;
   }
-  // In two work items, as in the operator.
+  // Compute in two work items, as MaskedMatMul does.
   const int64_t half = n / 2;
   MultiplyRowsFn* const multiply = kernel.multiply_rows[static_cast<int>(kValues)];
   multiply(args, 0, half);

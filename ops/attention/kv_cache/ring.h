@@ -35,7 +35,7 @@ struct ExactWindow {
   bool Any() const { return Slots() > 0; }
   int64_t Slots() const { return sinks + window; }
   int64_t Slot(int64_t token) const { return token < sinks ? token : sinks + (token - sinks) % window; }
-  // Whether the ring holds `token` after `tokens` tokens.
+  // Returns whether the ring holds `token` after `tokens` tokens.
   bool Holds(int64_t token, int64_t tokens) const { return token < sinks || (window > 0 && token >= tokens - window); }
 
   // Returns the first contiguous piece of tokens begin … end-1 for the query at `position` >= held - 1; empty if begin

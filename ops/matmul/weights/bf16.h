@@ -220,7 +220,7 @@ struct Bf16TileOrder : Bf16Weights<Simd, kStorage> {
   }
 };
 
-// Each four activations meet two weights of each column, in the order of the expanded pairs.
+// Multiplies each four activations with the two stored weights of each column, in the order of the expanded pairs.
 template <typename Simd, typename Kind>
 struct TwoFourBf16Row : TwoFourRow<Simd, Kind> {
   using Columns = simd::Columns<Simd>;
@@ -258,7 +258,7 @@ struct TwoFourBf16Row : TwoFourRow<Simd, Kind> {
     });
   }
 
-  // Refuses rows that hold an Inf or a NaN: where no weight is stored they would meet no weight and leave no NaN.
+  // Rejects rows with an Inf or a NaN: if a column stores no weight for that input, its output would not become NaN.
   static bool TakesRow(const void* x, int64_t padded_k) {
     const Activation* const row = static_cast<const Activation*>(x);
     if constexpr (Simd::kDotBf16) {

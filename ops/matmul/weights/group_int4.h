@@ -83,7 +83,7 @@ struct GroupInt4Minimums : GroupInt4Weights<Simd> {
   struct Scales : Base::Scales {
     struct OfGroup {
       Floats scales;
-      Floats minimums;  // for nibbles less 8
+      Floats minimums;  // adjusted to weights of nibble - 8
     };
     Scales(const GroupWeight& w, int64_t panel, int64_t groups)
         : Base::Scales(w, panel, groups),
