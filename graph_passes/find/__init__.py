@@ -1,1 +1,1 @@
-"""Finders for the parts of a model: layers, attention, caches, quantized forms, dimensions. They do not change the graph."""
+"""Finds parts of a model: linear layers, attention, KV caches, quantized weights, embeddings, dimensions."""

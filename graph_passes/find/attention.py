@@ -207,7 +207,9 @@ class TakenApart:
         for mask in masks:
             shape = self._dims.shape(mask.value) or ()
             if len(shape) > 3 and shape[0] not in (1, query.batch):
-                raise RefusedError(f"its mask {name_of(mask.value)} has a batch axis, its queries have batch and heads in one")
+                raise RefusedError(
+                    f"its mask {name_of(mask.value)} has a batch axis, its queries have batch and heads in one"
+                )
 
     def _operand(self, value: ir.Value | None, meaning: str, by_heads: Collection[str]) -> Operand:
         transposed = meaning == "key"
@@ -315,7 +317,7 @@ class TakenApart:
         return found[0] if len(found) == 1 else None
 
     def _masks_and_scale(self, value: ir.Value | None, scores: ir.Node) -> tuple[tuple[Mask, ...], float]:
-        """Follow the Softmax's input back to the scores; return the masks in the order they are added, and the scale."""
+        """Return the masks between scores and Softmax in the order they are added, and the scale of the scores."""
         masks: list[Mask] = []
         scale = 1.0
         heads = 0

@@ -160,7 +160,9 @@ def whole_operand(dims: Dimensions, value: ir.Value | None, meaning: str, heads:
     base, shape = _base(dims, value, meaning)
     width = shape[2]
     if not isinstance(width, int) or heads < 1 or width % heads:
-        raise RefusedError(f"its {meaning} {name_of(base)} has a width that is unknown or not a multiple of {heads} heads")
+        raise RefusedError(
+            f"its {meaning} {name_of(base)} has a width that is unknown or not a multiple of {heads} heads"
+        )
     return Operand(base, shape[0], shape[1], heads, width // heads)
 
 

@@ -90,7 +90,7 @@ class CachedAttention:
 
 
 def find_cached_attentions(graph: ir.Graph) -> list[CachedAttention | NotAttention]:
-    """Return cached attention and similar subgraphs of one graph, in graph order; If and Loop bodies are not searched."""
+    """Return cached attention and similar subgraphs of one graph, in graph order, without If and Loop bodies."""
     dims = Dimensions(graph)
     found: list[CachedAttention | NotAttention] = []
     for node in graph:
@@ -426,7 +426,7 @@ def _check(dims: Dimensions, match: CachedAttention) -> None:
 
 
 def _asks_for_length(dims: Dimensions, node: ir.Node) -> bool:
-    """Return whether the node is a Shape whose last dimension is not read. Only the last one changes with the format."""
+    """Return whether a node is a Shape of which only unchanged dimensions, not the last one, are read."""
     if not is_op(node, "Shape"):
         return False
     end = node.attributes["end"].as_int() if "end" in node.attributes else None

@@ -81,7 +81,7 @@ def stored_bytes(value: ir.Value) -> int:
 
 
 def float_array(tensor: ir.TensorProtocol) -> np.ndarray:
-    """Return a tensor as float32, perhaps a read-only view of a mapped file: copy before writing, and do not keep it."""
+    """Return a tensor as float32, perhaps a read-only view of a mapped file: copy to write, and do not keep it."""
     return np.asarray(tensor.numpy()).astype(np.float32, copy=False)
 
 

@@ -34,7 +34,7 @@ class Dimensions:
     """Shapes, element types and small constants of one graph's values."""
 
     def __init__(self, graph: ir.Graph, around: Dimensions | None = None) -> None:
-        """around: dimensions of the outer graph, if `graph` is a branch; None: its values have their declared shapes."""
+        """around: dimensions of the outer graph if `graph` is a branch; None: outer values have declared shapes."""
         self._around = around
         self._shapes: dict[ir.Value, Shape] = {}
         self._elements: dict[ir.Value, tuple[Element, ...]] = {}
@@ -413,7 +413,7 @@ class Dimensions:
         return shape[int_attribute(node, "start", 0) : end]
 
     def _same_elements(self, node: ir.Node) -> tuple[Element, ...] | None:
-        """Return the elements of the input: for Identity, Cast, Unsqueeze, Squeeze, and Reshape of vectors and scalars."""
+        """Return the input's elements, for Identity, Cast, Squeeze, Unsqueeze and Reshape of scalars and vectors."""
         elements = self.elements(node.inputs[0])
         if elements is None or node.op_type != "Cast":
             return elements

@@ -84,7 +84,7 @@ class Embedding:
         return float_array(self.tensor)
 
     def other_readers(self) -> Iterator[ir.Node | None]:
-        """Yield the consumers of the table, or of constants computed from it, except `lookups`; None for a model output."""
+        """Yield consumers of the table and of constants computed from it, except `lookups`; None: a model output."""
         own = {lookup.node for lookup in self.lookups}
         waiting = [value for value in constant_values(self.value) if value.is_initializer()]
         seen = set(waiting)

@@ -252,7 +252,10 @@ def _added(to: Writer, scores: _Scores) -> ir.Value:
 
     def behind() -> ir.Value:
         """Return the mask of a causal attention: keys after the query are also masked."""
-        expect(to.opset >= _TRILU, f"it is causal and has a mask, which needs opset {_TRILU} (Trilu); export the model again with that opset")
+        expect(
+            to.opset >= _TRILU,
+            f"it is causal and has a mask, which needs opset {_TRILU} (Trilu); export the model again with that opset",
+        )
         square = to.op("Concat", length(0), length(1), axis=0)
         ones = to.op("Expand", to.constant(np.array(True)), square, dtype=ir.DataType.BOOL)
         return to.op("Where", to.op("Trilu", ones, upper=0), small, to.number(_LOWEST), dtype=ir.DataType.FLOAT)

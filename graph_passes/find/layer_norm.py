@@ -5,7 +5,7 @@ Exports of opset 17 and later have one node; earlier ones, and TorchScript below
     d = x - ReduceMean(x)
     y = d / Sqrt(ReduceMean(d^2) + epsilon) weight + bias
 
-This order of operations is the only one that exporters write, so it is looked for as it stands.
+This order of operations is the only one that exporters write, so no other order is recognized.
 """
 
 from __future__ import annotations

@@ -50,14 +50,14 @@ from .stored_int8 import (
 )
 from .weight_only import read_matmul_nbits_int8, read_weight_only
 
-# Operators outside of the standard that hold the weights of linear layers, with what to do about it.
+# Operators with weights of linear layers that are reported as not replaced, with the reason and perhaps a remedy.
 _OTHER_LINEAR_OPS = {
-    "Attention": "its QKV weights are inside of a fused operator; pass normalize is needed before",
-    "QAttention": "its QKV weights are int8 inside of a fused operator; pass normalize is needed before",
+    "Attention": "its QKV weights are inside of a fused operator; run the pass normalize first",
+    "QAttention": "its QKV weights are int8 inside of a fused operator; run the pass normalize first",
     "LongformerAttention": "its QKV weights are inside of a fused operator",
     "DecoderAttention": "its QKV weights are inside of a fused operator",
-    "FusedMatMul": "a fused MatMul with scaling or transposes; pass normalize is needed before",
-    "FusedGemm": "a Gemm fused with its activation; pass normalize is needed before",
+    "FusedMatMul": "a fused MatMul with scaling or transposes; run the pass normalize first",
+    "FusedGemm": "a Gemm fused with its activation; run the pass normalize first",
     "GemmFastGelu": "a Gemm fused with its activation, which ONNX Runtime cannot run on CPUs",
     MATMUL_NBITS: "its weight is already quantized",
     "MatMulBnb4": "its weight is already quantized",
@@ -69,9 +69,9 @@ _OTHER_LINEAR_OPS = {
     "QGemm": "its weight is already quantized",
     "MoE": "a mixture of experts in a fused operator",
     "QMoE": "a mixture of experts in a fused operator",
-    "Einsum": "Einsum is not looked into; export it as MatMul",
+    "Einsum": "Einsum is not supported; export it as MatMul",
 }
-# Layers whose stored weight cannot be kept, and the reason names why.
+# Operators whose stored integers are lost if they become a NotLinear; why_not_kept reports these nodes.
 _STORING = (MATMUL_NBITS, "MatMulBnb4", "MatMulFpQ4", MATMUL_INTEGER_TO_FLOAT, DYNAMIC_QUANTIZE_MATMUL, "QMoE")
 _MISSING = "an input is missing"
 _ACTIVATION_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -88,17 +88,17 @@ class Linear:
     node: ir.Node
     add: ir.Node | None
     x: ir.Value
-    weight_value: ir.Value  # what the node consumes; of nodes that store a quantized weight the numbers
+    weight_value: ir.Value  # the node's weight input; quantized: the input with the integers
     transposed: bool  # the weight is [n, k], as for Gemm with transB=1
     bias_value: ir.Value | None
     k: int
     n: int
-    dtype: ir.DataType  # of the activations
-    # The weight's 4-bit numbers, if the model stores such, or why W4A8MatMul cannot hold them.
+    dtype: ir.DataType  # type of x and of the output
+    # The 4-bit weight that the model stores, or the reason why W4A8MatMul cannot keep its integers; None: not 4-bit.
     int4: StoredInt4 | str | None = None
-    # The weight's 8-bit integers, if the model stores such, or why they cannot be kept.
+    # The 8-bit weight that the model stores, or the reason why its integers cannot be kept; None: not 8-bit.
     int8: StoredInt8 | str | None = None
-    x_range: FixedRange | None = None  # that x has in the model
+    x_range: FixedRange | None = None  # range of a static QuantizeLinear of x in the model
 
     @property
     def name(self) -> str:
@@ -107,7 +107,7 @@ class Linear:
 
     @property
     def op(self) -> str:
-        """The node's operator, with "+Add" if that adds the bias."""
+        """The node's operator type, followed by "+Add" if an Add adds the bias."""
         return f"{self.node.op_type}+Add" if self.add else self.node.op_type
 
     @property
@@ -140,12 +140,12 @@ class Linear:
 
     @property
     def stored_bytes(self) -> int:
-        """Return the weight's bytes in the file."""
+        """Size of the stored weight in bytes."""
         return sum(stored_bytes(value) for value in self.weight_values)
 
     @property
     def stored_type(self) -> str:
-        """The element type in the file, which a Cast or DequantizeLinear may hide."""
+        """Element type of the stored weight, before any Cast or DequantizeLinear."""
         for bits, stored in ((4, self.int4), (8, self.int8)):
             if isinstance(stored, QuantizedWeight) and stored.group_size is not None:
                 return f"int{bits}, groups of {stored.group_size}"
@@ -157,12 +157,12 @@ class Linear:
 
     @property
     def stored_bits(self) -> int | None:
-        """Return 4 or 8 if the model stores the weight quantized, whether it can be kept or not."""
+        """4 or 8 if the model stores the weight quantized, even if its integers cannot be kept; else None."""
         return 4 if self.int4 is not None else 8 if self.int8 is not None else None
 
     @property
     def why_not_stored(self) -> str | None:
-        """Return why the stored integers cannot be kept, if the model stores some."""
+        """Reason why the stored integers cannot be kept; None if they can, or if the model stores none."""
         for bits, stored in ((4, self.int4), (8, self.int8)):
             if isinstance(stored, str):
                 return f"it is stored in {bits} bits, but {stored}"
@@ -170,7 +170,7 @@ class Linear:
 
     @property
     def weight_key(self) -> Hashable:
-        """Equal for layers that share one weight."""
+        """Key that is equal for layers that share one weight."""
         return tuple(map(constant_key, self.weight_values)), self.transposed
 
     @property
@@ -187,11 +187,11 @@ class Linear:
         return self.matches(select) and not self.matches(exclude)
 
     def matrix(self) -> np.ndarray:
-        """W as float32 [k, n]; perhaps a read-only view of a mapped file: do not keep it."""
+        """Return W as float32 [k, n], perhaps a read-only view of a mapped file: do not keep it."""
         return self.matrix_as_it_is()()
 
     def matrix_as_it_is(self) -> Callable[[], np.ndarray]:
-        """Reads the matrix that the layer has now, also after a pass has given it another one."""
+        """Return a function that reads the present W [k, n], even after a pass has changed the layer's weight."""
         for stored in (self.int4, self.int8):
             if isinstance(stored, QuantizedWeight):
                 return stored.matrix
@@ -205,7 +205,7 @@ class Linear:
 
 @dataclass(frozen=True, eq=False)
 class NotLinear:
-    """A node that multiplies by a matrix, but cannot be handled, and why."""
+    """A node that multiplies by a matrix but is not a supported linear layer, with the reason."""
 
     node: ir.Node
     reason: str
@@ -217,13 +217,13 @@ class NotLinear:
 
 
 def weight_matrix(tensor: ir.TensorProtocol, transposed: bool) -> np.ndarray:
-    """[k, n] as float32; perhaps a read-only view of a mapped file: do not keep it."""
+    """Return a weight as float32 [k, n], perhaps a read-only view of a mapped file: do not keep it."""
     array = float_array(tensor)
     return array.T if transposed else array
 
 
 def op_name(node: ir.Node) -> str:
-    """Return a node's operator, with its domain if that is not the default."""
+    """Return a node's operator type, with the domain unless it is the default one."""
     return node.op_type if node.domain in DEFAULT_DOMAINS else f"{node.domain}::{node.op_type}"
 
 
@@ -233,7 +233,7 @@ def node_name(node: ir.Node) -> str:
 
 
 def find_linears(model: ir.Model) -> list[Linear | NotLinear]:
-    """All matrix products of the model in graph order, those in subgraphs (If, Loop, Scan) included."""
+    """Return all matrix multiplications of the model in graph order, subgraphs (If, Loop, Scan) included."""
     found: list[Linear | NotLinear] = []
     for node in model.graph.all_nodes():
         if node.domain in DEFAULT_DOMAINS and node.op_type in ("MatMul", "Gemm") and len(node.inputs) > 1:
@@ -255,7 +255,7 @@ def count_stored(model: ir.Model) -> int:
 
 
 def why_not_kept(model: ir.Model) -> dict[str, str]:
-    """Return why stored few-bit weights of layers cannot be kept, by layer name."""
+    """Return the reasons why stored 4-bit or 8-bit weights cannot be kept, by layer name."""
     found = {}
     for one in find_linears(model):
         if isinstance(one, NotLinear):
@@ -319,7 +319,7 @@ def _match_nbits(node: ir.Node) -> Linear | NotLinear:
     if not isinstance(stored, QuantizedWeight):
         return NotLinear(node, f"{op_name(node)}: {stored}")
     x, weight_value, scales = node.inputs[0], node.inputs[1], constant_tensor(node.inputs[2])
-    assert weight_value is not None and scales is not None  # read_matmul_nbits has seen them
+    assert weight_value is not None and scales is not None  # checked by read_matmul_nbits
     if x is None:
         return NotLinear(node, _MISSING)
     if constant_tensor(x) is not None:
@@ -339,17 +339,17 @@ def _match_nbits(node: ir.Node) -> Linear | NotLinear:
 
 
 def _match_int8(node: ir.Node) -> Linear | NotLinear:
-    """DynamicQuantizeMatMul, or MatMulIntegerToFloat behind a DynamicQuantizeLinear."""
+    """Read a DynamicQuantizeMatMul, or a MatMulIntegerToFloat after a DynamicQuantizeLinear."""
     reason, numbers = why_not(node), read_int8(node)
     if reason is not None or isinstance(numbers, str):
         return NotLinear(node, f"{op_name(node)}: {reason or numbers}")
     inputs, x = stored_inputs(node), layer_input(node)
     assert inputs is not None
     weight_value = node.inputs[inputs.codes]
-    assert weight_value is not None  # read_int8 has seen it
+    assert weight_value is not None  # checked by read_int8
     if x is None:
         fixed = node.op_type == MATMUL_INTEGER_TO_FLOAT and node.inputs[0] is not None
-        return NotLinear(node, "its input has a fixed range; pass normalize is needed before" if fixed else _MISSING)
+        return NotLinear(node, "its input has a fixed range; run the pass normalize first" if fixed else _MISSING)
     if constant_tensor(x) is not None:
         return NotLinear(node, "both inputs are constant")
     bias_value, add = node.inputs[inputs.bias] if len(node.inputs) > inputs.bias else None, None
@@ -358,7 +358,7 @@ def _match_int8(node: ir.Node) -> Linear | NotLinear:
     else:
         bias = constant_tensor(bias_value)
         if bias is None or list(bias.shape.numpy()) != [numbers.n] or bias.dtype != ir.DataType.FLOAT:
-            return NotLinear(node, f"bias {bias_value.name!r} is no constant of {numbers.n} numbers, FLOAT")
+            return NotLinear(node, f"bias {bias_value.name!r} is not a FLOAT constant [{numbers.n}]")
     return Linear(
         node, add, x, weight_value, False, bias_value, numbers.k, numbers.n, ir.DataType.FLOAT, int8=numbers.stored()
     )
@@ -371,11 +371,11 @@ def _why_not_constant(node: ir.Node, weight_value: ir.Value) -> str:
         )
     made = why_not_computed(weight_value)
     if made is not None:
-        return f"weight {weight_value.name!r} is made by {made}; export the model with the weight as it is"
+        return f"weight {weight_value.name!r} is computed by {made}; export the model with a stored weight"
     first = constant_tensor(node.inputs[0])
     if first is not None and len(first.shape) >= 2:
         if first.shape[-1] == 1:
-            return "it is an outer product, as of rotary angles: nothing is summed up"
+            return "it is an outer product, such as rotary angles, not a linear layer"
         return "the constant weight is the first input (W x, not x W)"
     return "the second input is computed at run time (attention scores, or another product of activations)"
 
@@ -391,7 +391,7 @@ def _why_not_plain_gemm(node: ir.Node, bias_value: ir.Value | None, n: int) -> s
         bias = constant_tensor(bias_value)
         if bias is None:
             return f"bias {bias_value.name!r} is computed at run time"
-        # [n], [1, n], or one number for all columns: the same for every row.
+        # A bias [n], [1, n] or with one element is the same for every row.
         shape = list(bias.shape.numpy())
         if shape not in ([n], [1, n], [], [1], [1, 1]):
             return f"bias {bias_value.name!r} has shape {shape}, expected [{n}]"
@@ -399,7 +399,7 @@ def _why_not_plain_gemm(node: ir.Node, bias_value: ir.Value | None, n: int) -> s
 
 
 def _bias_add(node: ir.Node, dtype: ir.DataType, n: int) -> tuple[ir.Node | None, ir.Value | None]:
-    """Return the Add after a MatMul that adds a constant bias, if it is the only consumer."""
+    """Return the Add of a constant bias [n] after a MatMul, and the bias, if the Add is the only consumer."""
     product = node.outputs[0]
     uses = list(product.uses())
     if product.is_graph_output() or len(uses) != 1:

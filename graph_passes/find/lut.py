@@ -1,7 +1,7 @@
 """Tables for LutPostOp: element-wise operators on a quantized value, computed for every code.
 
 Reference: sparse-int8-transformers, section 3.3 and algorithm 2. ONNX Runtime runs the operators on all 256 or 65,536
-codes, so a table equals its answers, including rounding and saturation.
+codes, so a table contains exactly its results, including rounding and saturation.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .constants import DEFAULT_DOMAINS, constant_tensor
 
 MICROSOFT_DOMAIN = "com.microsoft"
 
-# Of a table's index and of its entries; the latter may also be float32.
+# Types of a table's index; its entries have one of these types or float32.
 CODE_TYPES = (ir.DataType.UINT8, ir.DataType.INT8, ir.DataType.UINT16, ir.DataType.INT16)
 
-# Operators whose output elements depend only on the input elements at the same position, and the inputs that are
-# scales, zero points or bounds, that is scalars. The other inputs broadcast against each other.
+# Element-wise operators, with the indices of inputs that must be scalars: scales, zero points and bounds. All other
+# inputs broadcast against each other.
 _NO_PARAMETERS: frozenset[int] = frozenset()
 _BROADCASTING = (
     *("Abs", "Acos", "Acosh", "Add", "And", "Asin", "Asinh", "Atan", "Atanh", "Cast", "Ceil", "Celu", "Cos", "Cosh"),
@@ -52,7 +52,7 @@ _ELEMENT_WISE: Mapping[tuple[str, str], frozenset[int]] = {
 _RANDOM = ("Bernoulli", "Dropout", "Multinomial", "RandomNormalLike", "RandomUniformLike")
 _TEXT = ir.DataType.STRING
 
-# By how many operators, one behind the other, a number may be computed from constants.
+# Longest path of element-wise operators from a constant to a computed scalar.
 _DEEPEST_NUMBER = 8
 
 
@@ -62,7 +62,7 @@ class NoTableError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """Element-wise operators that compute `output` from `input` and from single numbers. Its shape is the input's."""
+    """Element-wise operators that compute `output`, of the same shape as `input`, from `input` and scalars."""
 
     input: ir.Value
     nodes: tuple[ir.Node, ...]  # in graph order
@@ -76,11 +76,11 @@ class Chain:
 
 @dataclass
 class Cone:
-    """All nodes that compute from one value, and single numbers, by element-wise operators."""
+    """All element-wise nodes that depend only on one value and on scalars."""
 
     input: ir.Value
     nodes: list[ir.Node] = field(default_factory=list)  # in graph order
-    refused: dict[ir.Node, str] = field(default_factory=dict)  # consumers of its values, and why they are no part of it
+    refused: dict[ir.Node, str] = field(default_factory=dict)  # consumers outside the cone, with the reason
 
     def values(self) -> Iterator[ir.Value]:
         """Yield the outputs of the nodes."""
@@ -88,7 +88,7 @@ class Cone:
             yield node.outputs[0]
 
     def chain_to(self, output: ir.Value) -> Chain:
-        """The nodes that `output`, one of the cone's values, is computed by."""
+        """Return the nodes that compute `output`, one of the cone's values."""
         inside, needed, waiting = set(self.nodes), set(), [output.producer()]
         while waiting:
             node = waiting.pop()
@@ -99,7 +99,7 @@ class Cone:
 
 
 def find_cone(x: ir.Value, graph: ir.Graph, order: Mapping[ir.Node, int], without: Collection[str] = ()) -> Cone:
-    """Searches from x, in one graph. order: the place of each node in it. without: operators to stop at."""
+    """Find the cone of x in one graph. order: index of each node in the graph. without: operator types to exclude."""
     cone = Cone(x)
     known = {x}
     waiting = _consumers(x)
@@ -123,11 +123,11 @@ def find_cone(x: ir.Value, graph: ir.Graph, order: Mapping[ir.Node, int], withou
 def find_chain(cone: Cone) -> Chain | None:
     """Return the longest chain that replaces all consumers of the cone's input.
 
-    Values in between have no other consumers. Used after an operator of ours, which then returns the chain's output.
+    Intermediate values have no other consumers. LutPostOp, or the operator that computes the input, replaces the chain.
     """
     inside: set[ir.Node] = set()
     longest = None
-    # Whatever is computed behind the output of such a chain stands behind it in the graph.
+    # Values that nodes outside the first `count` nodes read. A chain is complete if only its output is such a value.
     open_values = {cone.input}
     for count, node in enumerate(cone.nodes, 1):
         inside.add(node)
@@ -149,18 +149,18 @@ def graph_order(graph: ir.Graph) -> dict[ir.Node, int]:
 
 
 def data_inputs(node: ir.Node) -> list[ir.Value]:
-    """The inputs that are no scales, zero points or bounds."""
+    """Return the inputs except scales, zero points and bounds."""
     parameters = _ELEMENT_WISE.get(_key(node), _NO_PARAMETERS)
     return [value for index, value in enumerate(node.inputs) if value is not None and index not in parameters]
 
 
 def is_constant(value: ir.Value) -> bool:
-    """Return whether no input of the model changes it, as far as chains are concerned."""
+    """Return whether a value is constant, or a scalar computed element-wise from constants."""
     return _constant_shape(value) is not None
 
 
 def code_type(x: ir.Value) -> ir.DataType | None:
-    """The element type of a value that DequantizeLinear or an operator on quantized numbers takes, if it is known."""
+    """Return the element type of a value, which for quantized values a zero point can tell; None if unknown."""
     for node in _consumers(x):
         quantized = node.op_type != "Clip" and 2 in _ELEMENT_WISE.get(_key(node), _NO_PARAMETERS)
         zero_point = constant_tensor(node.inputs[2]) if len(node.inputs) > 2 and node.inputs[0] is x else None
@@ -176,17 +176,29 @@ def code_type(x: ir.Value) -> ir.DataType | None:
 
 
 def make_table(chain: Chain, dtype: ir.DataType, opsets: Mapping[str, int]) -> np.ndarray:
-    """The chain's output for every number of an input of this type, one of CODE_TYPES; index: the number's bits.
+    """Return the chain's output for every possible code, indexed by the code's bits.
 
-    opsets: the model's. Raises NoTableError if ONNX Runtime cannot run the chain.
+    Args:
+        chain: a chain whose input has the type `dtype`.
+        dtype: one of CODE_TYPES.
+        opsets: opset version by domain of the model.
+
+    Raises:
+        NoTableError: ONNX Runtime cannot run the chain.
     """
     return evaluate(chain, _all_codes(dtype), opsets)
 
 
 def evaluate(chain: Chain, x: np.ndarray, opsets: Mapping[str, int]) -> np.ndarray:
-    """The chain's output for x [count], of its input's type.
+    """Return the chain's output for x [count].
 
-    opsets: the model's. Raises NoTableError if ONNX Runtime cannot run the chain.
+    Args:
+        chain: the chain to run.
+        x: values of the type of the chain's input.
+        opsets: opset version by domain of the model.
+
+    Raises:
+        NoTableError: ONNX Runtime cannot run the chain.
     """
     value = _input("x", x)
     nodes, y = _copy(chain, value)
@@ -203,8 +215,8 @@ def make_quantized_table(
 ) -> np.ndarray:
     """Return the table of QuantizeLinear(chain(DequantizeLinear(code))) for a float32 chain.
 
-    It has 256 entries for an 8-bit x_zero_point and 65,536 for a 16-bit one, of the type of y_zero_point, indexed by
-    the code's bits. opsets: the model's.
+    The table has 256 entries for an 8-bit x_zero_point and 65,536 for a 16-bit one. It has the type of y_zero_point and
+    is indexed by the code's bits. opsets: opset version by domain of the model.
 
     Raises:
         NoTableError: ONNX Runtime cannot run the chain.
@@ -226,7 +238,7 @@ def _key(node: ir.Node) -> tuple[str, str]:
 
 
 def _why_not(node: ir.Node, graph: ir.Graph, known: Collection[ir.Value], x: ir.Value) -> str | None:
-    """Return why the node is not an element-wise operator on known values and scalars, if so."""
+    """Return why a node cannot join the cone of x; None if it is element-wise on `known` values and scalars."""
     op_type = node.op_type
     if node.graph is not graph:
         return f"{op_type} is in another graph, a branch or a loop"
@@ -242,21 +254,23 @@ def _why_not(node: ir.Node, graph: ir.Graph, known: Collection[ir.Value], x: ir.
             continue
         shape = _constant_shape(value)
         if shape is None:
-            return f"{op_type} also takes a value that is neither a constant nor computed from the same one"
+            return f"{op_type} has another input that is neither constant nor computed from {x.name!r}"
         if any(length != 1 for length in shape):
-            return f"{op_type} takes a constant of shape {list(shape)}, expected one number: " + (
-                "it is quantized per axis" if index in parameters else "it computes another function at each place"
+            return f"{op_type} has a constant of shape {list(shape)}, expected a scalar: " + (
+                "it is quantized per axis"
+                if index in parameters
+                else "it computes a different function at each position"
             )
-        # More axes than x has would give the result more.
+        # A constant with more axes than x would add axes to the result.
         rank = 1 if index in parameters else 0 if x.shape is None else len(x.shape)
         if len(shape) > rank:
             known_rank = "of unknown rank" if x.shape is None else f"of rank {rank}"
-            return f"{op_type} takes a number of shape {list(shape)}, expected []: {x.name!r} is {known_rank}"
+            return f"{op_type} has a constant of shape {list(shape)}, expected []: {x.name!r} is {known_rank}"
     return None
 
 
 def _constant_shape(value: ir.Value, depth: int = _DEEPEST_NUMBER) -> tuple[int, ...] | None:
-    """The shape of a constant, or of a number that is computed from others: quantizers quantize numbers as well."""
+    """Return the shape of a constant or of a scalar computed from constants (quantizers also quantize scalars)."""
     tensor = constant_tensor(value)
     if tensor is not None:
         return tuple(tensor.shape.numpy())
@@ -275,7 +289,7 @@ def _constant_shape(value: ir.Value, depth: int = _DEEPEST_NUMBER) -> tuple[int,
 
 
 def _all_codes(dtype: ir.DataType) -> np.ndarray:
-    """Every number of the type, in the order of its bits."""
+    """Return every code of an integer type, in the order of its bits as an unsigned integer."""
     bits = 8 * dtype.numpy().itemsize
     return np.arange(2**bits, dtype=f"uint{bits}").view(dtype.numpy())
 
@@ -291,12 +305,12 @@ def _constant(number: np.generic) -> ir.Value:
 
 
 def _node(op_type: str, inputs: list[ir.Value], output: str) -> ir.Node:
-    """Return a node of ONNX Runtime's domain if its operator supports 16 bits in models of any opset."""
+    """Return a com.microsoft node, whose QuantizeLinear and DequantizeLinear support 16 bits in every opset."""
     return ir.node(op_type, inputs, domain=MICROSOFT_DOMAIN, outputs=[ir.Value(name=output)])
 
 
 def _copy(chain: Chain, x: ir.Value) -> tuple[list[ir.Node], ir.Value]:
-    """The chain's nodes again, with x as input; and their output."""
+    """Return copies of the chain's nodes with x as input, and the copy of the chain's output."""
     values: dict[ir.Value, ir.Value] = {chain.input: x}
     nodes: list[ir.Node] = []
 
@@ -305,7 +319,7 @@ def _copy(chain: Chain, x: ir.Value) -> tuple[list[ir.Node], ir.Value]:
             return None if value is None else values[value]
         tensor = constant_tensor(value)
         if tensor is not None:
-            # Not the model's own tensor: it takes the name that the value is given.
+            # A copy of the tensor, because naming a value also renames its tensor.
             own = ir.Tensor(tensor.numpy(), dtype=tensor.dtype)
             values[value] = ir.Value(type=ir.TensorType(own.dtype), shape=own.shape, const_value=own)
         else:
@@ -341,6 +355,6 @@ def _run(x: ir.Value, codes: np.ndarray, nodes: list[ir.Node], y: ir.Value, opse
     try:
         session = onnxruntime.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
         table: np.ndarray = session.run(None, {"x": codes})[0]
-    except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
+    except Exception as error:  # ONNX Runtime's exceptions have no common base class except Exception
         raise NoTableError(f"ONNX Runtime cannot run it: {one_line(error)}") from error
     return table

@@ -1,4 +1,4 @@
-"""Reads what a node is made of, checking types and shapes first: a model is untrusted."""
+"""Reads inputs and attributes of a node after checking their types and shapes, because a model is untrusted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MICROSOFT_DOMAIN = "com.microsoft"
 
 
 class UnfitError(Exception):
-    """The reason why a node's weights cannot be kept. Readers catch it; its text goes into the report."""
+    """A node cannot be read or rewritten; the message becomes the reason in the report."""
 
 
 def node_input(node: ir.Node, index: int) -> ir.Value | None:
@@ -21,9 +21,9 @@ def node_input(node: ir.Node, index: int) -> ir.Value | None:
 
 
 def makers(value: ir.Value, through: tuple[str, ...]) -> Iterator[ir.Node]:
-    """The node that makes a value, and while it is a standard one of these types, what makes its first input."""
+    """Yield the node that computes a value, then the producers of first inputs, as long as types are in `through`."""
     node, seen = value.producer(), set[ir.Node]()
-    while node is not None and node not in seen:  # in a malformed model, values may be made of themselves
+    while node is not None and node not in seen:  # a malformed model may contain cycles
         yield node
         seen.add(node)
         if node.op_type not in through or node.domain not in DEFAULT_DOMAINS:
@@ -33,7 +33,7 @@ def makers(value: ir.Value, through: tuple[str, ...]) -> Iterator[ir.Node]:
 
 
 def integer_attribute(node: ir.Node, name: str, default: int | None = None) -> int:
-    """The node's attribute; without a default, it must be there."""
+    """Return an integer attribute; without a default, a missing attribute raises UnfitError."""
     attr = node.attributes.get(name)
     if attr is None:
         if default is None:
@@ -46,13 +46,13 @@ def integer_attribute(node: ir.Node, name: str, default: int | None = None) -> i
 def constant_input(
     node: ir.Node, index: int, what: str, types: tuple[ir.DataType, ...], *shapes: tuple[int, ...]
 ) -> ir.TensorProtocol:
-    """The constant that is this input of the node, of one of the types and shapes. No shapes: any."""
+    """Return the constant input of a node after checking that it has one of the types and shapes; no shapes: any."""
     value = node_input(node, index)
     if value is None:
         raise UnfitError(f"its input {what} is missing")
     tensor = constant_tensor(value)
     if tensor is None:
-        raise UnfitError(f"its {what} {value.name!r} are not constant; export the model with them inside")
+        raise UnfitError(f"its {what} {value.name!r} are not constant; export the model with constant {what}")
     expected = " or ".join(dtype.name for dtype in types)
     expect(tensor.dtype in types, f"its {what} {value.name!r} are {tensor.dtype.name}, expected {expected}")
     shape = tuple(tensor.shape.numpy())
@@ -62,6 +62,6 @@ def constant_input(
 
 
 def expect(holds: bool, reason: str) -> None:
-    """Raise UnfitError unless a condition holds."""
+    """Raise UnfitError with the reason unless `holds`."""
     if not holds:
         raise UnfitError(reason)

@@ -1,8 +1,8 @@
-"""Activations that a model rounds to 8-bit codes of a fixed range: from a QuantizeLinear to each DequantizeLinear.
+"""Finds QuantizeLinear/DequantizeLinear pairs that round activations to 8-bit codes of a fixed range.
 
-Operators in between may move elements. Without the pair, the floats before it continue after it. A range also clips.
-ONNX Runtime's quantizer omits a Relu or Clip before a QuantizeLinear whose range has the same effect. So a range that
-begins at 0 is kept as a Clip, unless its input is never negative.
+Operators between the two may move elements. If a pair is removed, its consumers read the float input of the
+QuantizeLinear. A range also clips: ONNX Runtime's quantizer omits a Relu or Clip whose effect the range has. So a range
+that begins at 0 is replaced by a Clip, unless its input is never negative.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from .constants import DEFAULT_DOMAINS, constant_tensor, float_array
 from .node_checks import node_input
 from .stored_int8 import FLOAT_TYPES, INT8_TYPES
 
-# Operators that move numbers about, the first input's, and change none.
+# Operators that move elements of the first input without changing them.
 _MOVES = (
     *("Expand", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"),
 )
 _NEVER_NEGATIVE = ("Abs", "Exp", "HardSigmoid", "Relu", "Sigmoid", "Softmax", "Softplus", "Sqrt")
-# The sign of the first input, perhaps of the other inputs too, decides.
+# Operators whose output is not negative if the first input is not negative (_KEEPS_SIGN), or if all inputs are not
+# negative (_OF_SIGNS).
 _KEEPS_SIGN = (*_MOVES, "Cast", "ReduceMax", "ReduceMean", "ReduceSum", "QuantizeLinear")
 _OF_SIGNS = ("Add", "Concat", "Div", "Mul", "Where")
-_WITHIN_ONE = ("Erf", "Tanh")  # -1 … 1
-# Of a mask, whose numbers are whole ones: no Relu is left out there.
+_WITHIN_ONE = ("Erf", "Tanh")  # output in -1 … 1
+# Operators that compute attention masks from integers. A mask may be negative, but no Relu was omitted there.
 _OF_MASKS = (
     *("Add", "Cast", "Div", "Expand", "Identity", "Mul", "Neg", "Reshape", "Slice", "Squeeze", "Sub", "Unsqueeze"),
     "Where",
@@ -37,11 +38,11 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class _Range:
-    """The number q stands for scale (q - zero_point)."""
+    """The range of 8-bit codes q with the values scale (q - zero_point)."""
 
     scale: float  # above 0
     zero_point: int
-    kind: ir.DataType  # of q: INT8 or UINT8
+    kind: ir.DataType  # type of q: INT8 or UINT8
     floats: ir.DataType
 
     @property
@@ -79,32 +80,32 @@ def qdq_pair_of(node: ir.Node) -> QdqPair | str | None:
         return None
     found = _range_of(node)
     if found is None or floats is None:
-        return "its range is not one of constant numbers above 0"
+        return "its scale is not a positive constant scalar with a constant 8-bit zero point"
     rounding, waiting = QdqPair(node, found, [], []), [node.outputs[0]]
     for value in waiting:
         if value.is_graph_output():
-            return f"its numbers {value.name!r} are an output of the model"
+            return f"its codes {value.name!r} are an output of the model"
         for user, index in value.uses():
             if user.domain not in DEFAULT_DOMAINS or user.graph is not node.graph or index != 0:
-                return f"{user.op_type} {user.name!r} takes its numbers as they are"
+                return f"{user.op_type} {user.name!r} reads its codes without a DequantizeLinear"
             if user.op_type == "DequantizeLinear" and _range_of(user, found.kind) == found:
                 rounding.ends.append(user)
             elif user.op_type in _MOVES:
                 rounding.moves.append(user)
                 waiting += user.outputs
             else:
-                return f"{user.op_type} {user.name!r} takes its numbers as they are"
+                return f"{user.op_type} {user.name!r} reads its codes without a DequantizeLinear"
     return None if constant_tensor(floats) is not None and _is_weight(rounding) else rounding
 
 
 def _is_weight(rounding: QdqPair) -> bool:
-    """Return whether a constant is the weight of a layer."""
+    """Return whether MatMul, Gemm or Transpose reads the dequantized constant, so that it is a layer's weight."""
     users = [use.node.op_type for end in rounding.ends for use in end.outputs[0].uses()]
     return bool({"MatMul", "Gemm", "Transpose"} & set(users))
 
 
 def _range_of(node: ir.Node, kind: ir.DataType = ir.DataType.UINT8) -> _Range | None:
-    """Return the range of a QuantizeLinear or DequantizeLinear with one scale. kind: type of q without a zero point."""
+    """Return the range of a QuantizeLinear or DequantizeLinear with one scale. kind: type of q if zero_point is omitted."""
     scale, zero = constant_tensor(node_input(node, 1)), constant_tensor(node_input(node, 2))
     if scale is None or scale.size != 1 or scale.dtype not in FLOAT_TYPES:
         return None
@@ -118,12 +119,12 @@ def _range_of(node: ir.Node, kind: ir.DataType = ir.DataType.UINT8) -> _Range | 
 
 
 def _is_never_negative(value: ir.Value, visits: int = _MOST_VISITS) -> bool:
-    """Return whether its values, or those of a mask, are certainly not negative."""
+    """Return whether a value is certainly not negative, or is a mask, which needs no Clip."""
     return _is_of_mask(value) or _is_above(value, [visits])
 
 
 def _is_above(value: ir.Value | None, left: list[int]) -> bool:
-    """Return whether no value is negative. left: limit of values to visit."""
+    """Return whether no element is negative. left: one integer, the number of values that may still be visited."""
     left[0] -= 1
     if value is None or left[0] < 0:
         return False
@@ -161,7 +162,7 @@ def _makes_truth_values(node: ir.Node | None) -> bool:
 
 
 def _is_one_more(add: ir.Node) -> bool:
-    """Return whether it adds 1 to a value of at least -1, up to the rounding of a constant."""
+    """Return whether an Add adds about 1 (more than 0.99) to the output of Erf or Tanh."""
     for value, other in (add.inputs, reversed(add.inputs)):
         tensor, node = constant_tensor(other), value.producer() if value is not None else None
         if tensor is not None and node is not None and node.op_type in _WITHIN_ONE:
@@ -170,7 +171,7 @@ def _is_one_more(add: ir.Node) -> bool:
 
 
 def _is_of_mask(value: ir.Value) -> bool:
-    """Return whether it is computed element-wise from integers and constants."""
+    """Return whether a value is computed only from integers, booleans and constants, like a mask."""
     waiting, visits = [value], 0
     while waiting:
         one, visits = waiting.pop(), visits + 1

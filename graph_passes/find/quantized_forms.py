@@ -1,15 +1,15 @@
-"""Brings the forms in which tools write int8 layers into the two that the passes know (stored_int8.py).
+"""Rewrites int8 layers of several tools into the two forms that the passes support (stored_int8.py).
 
     DynamicQuantizeLinear -> MatMulInteger -> Cast -> Mul by scales       (quantize_dynamic)
-        becomes MatMulIntegerToFloat behind the same DynamicQuantizeLinear
+        becomes MatMulIntegerToFloat after the same DynamicQuantizeLinear
     QLinearMatMul, QGemm                                                  (quantize_static, QOperator)
-    MatMulIntegerToFloat of a fixed range
+    MatMulIntegerToFloat with a fixed input range
     QuantizeLinear -> MatMulInteger (-> Add int32) -> Cast -> Mul         (SparseML)
-        become DequantizeLinear -> MatMul or Gemm (-> QuantizeLinear), the weight behind DequantizeLinear as well (QDQ)
+        become DequantizeLinear of input and weight -> MatMul or Gemm (-> QuantizeLinear)              (QDQ)
 
-ONNX Runtime itself makes MatMulIntegerToFloat of the first form, so that layers that no pass replaces run as before. Of
-QDQ it does not always make an integer product (1.31: not of int8 activations that several layers share), so fold_back
-undoes the second. Where a node is not what it should be, it stays, and why_not says the reason.
+ONNX Runtime itself fuses the first form to MatMulIntegerToFloat, so layers that no pass replaces run as before. It does
+not fuse every QDQ layer to an integer operator (1.31: not if several layers share an int8 activation), so fold_back
+undoes the second rewrite. A node with unexpected inputs or attributes is kept, and why_not returns the reason.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ _NONE: Mapping[str, int] = {}
 
 @dataclass
 class _Form:
-    """A layer: y = x W + bias, perhaps rounded."""
+    """An int8 layer y = x W + bias, perhaps with quantized y."""
 
-    nodes: list[ir.Node]  # that are replaced, in order; the one with the weight is the first
+    nodes: list[ir.Node]  # nodes to replace, in order; the first one reads the weight
     output: ir.Value
     numbers: StoredInt8Tensors
     weight: ir.Value
-    codes: ir.Value  # of x
+    codes: ir.Value  # quantized x
     x_scale: ir.Value
     x_zero: ir.Value | None
-    dynamic: bool = False  # x_scale and x_zero are DynamicQuantizeLinear's; otherwise they are constants
+    dynamic: bool = False  # True: x_scale and x_zero come from a DynamicQuantizeLinear; False: constants
     gemm: bool = False
-    bias: ir.Value | np.ndarray | None = None  # an int32 constant [n] in steps of the scales; floats [n]; or none
-    y: tuple[ir.Value, ir.Value | None] | None = None  # scale and zero point of the output; None: it is floats
+    bias: ir.Value | np.ndarray | None = None  # int32 constant [n], to multiply by x_scale * scales; or float32 [n]
+    y: tuple[ir.Value, ir.Value | None] | None = None  # scale and zero point of the output; None: a float output
 
 
 def unify_quantized(model: ir.Model, new_name: NewName) -> list[ir.Node]:
-    """Rewrites all int8 layers of the model, in place. Returns those MatMul and Gemm that fold_back takes."""
+    """Rewrite all int8 layers of the model, in place; return the MatMul and Gemm nodes that fold_back can undo."""
     made: dict[Hashable, ir.Value] = {}
     products: list[ir.Node] = []
     for node in list(model.graph.all_nodes()):
-        # Nodes that were replaced together with another node have no graph.
+        # A node that was replaced together with an earlier one has no graph.
         form = _recognize(node) if node.graph is not None else None
         if not isinstance(form, _Form):
             continue
@@ -77,7 +77,7 @@ def unify_quantized(model: ir.Model, new_name: NewName) -> list[ir.Node]:
 
 
 def fold_back(model: ir.Model, products: Sequence[ir.Node]) -> None:
-    """Turn remaining layers of unify_quantized back into QLinearMatMul, QGemm or MatMulIntegerToFloat."""
+    """Turn QDQ layers that no pass has replaced back into QLinearMatMul, QGemm or MatMulIntegerToFloat."""
     for node in products:
         factors = [value.producer() if value is not None else None for value in node.inputs[:2]]
         if node.graph is None or not all(map(_dequantizes, factors)):
@@ -91,7 +91,7 @@ def fold_back(model: ir.Model, products: Sequence[ir.Node]) -> None:
             value = node_input(node, 2)
             bias = value.producer() if value is not None else None
             if value is not None and not _dequantizes(bias):
-                continue  # it is floats
+                continue  # a float bias
             op_type, inputs = "QGemm", [*x, *weight, None if bias is None else bias.inputs[0], *y]
         elif quantize is not None:
             op_type, inputs, domain = "QLinearMatMul", [*x, *weight, *y], ""
@@ -126,19 +126,19 @@ def _quantize_behind(node: ir.Node) -> ir.Node | None:
 
 
 def stores_int8(node: ir.Node) -> bool:
-    """Return whether unify_quantized rewrites this layer so that its integers can be kept."""
+    """Return whether unify_quantized would rewrite this node, with a weight whose integers can be kept."""
     form = _recognize(node)
     return isinstance(form, _Form) and isinstance(form.numbers.stored(), StoredInt8)
 
 
 def why_not(node: ir.Node) -> str | None:
-    """Return why a node of an int8 layer has another form than these, if so."""
+    """Return why unify_quantized cannot rewrite a node of an int8 layer; None if it can, or if there is no need."""
     form = _recognize(node)
     return form if isinstance(form, str) else None
 
 
 def _recognize(node: ir.Node) -> _Form | str | None:
-    """None: no layer of these kinds, or in the right form already."""
+    """Return the layer, or why it cannot be rewritten; None for other nodes and layers in a supported form."""
     read = _READERS.get((node.domain if node.domain not in DEFAULT_DOMAINS else "", node.op_type))
     if read is None:
         return None
@@ -192,7 +192,7 @@ def _matmul_integer_to_float(node: ir.Node) -> _Form | None:
     assert inputs is not None
     if quantize is not None:
         _check_dynamic(node, quantize, 4)
-        expect(node_input(node, 2) is quantize.outputs[1], "its a_scale is not that of its DynamicQuantizeLinear")
+        expect(node_input(node, 2) is quantize.outputs[1], "its a_scale is not an output of its DynamicQuantizeLinear")
         return None
     form = _fixed(node, read_stored_int8(node, *inputs.weight), inputs.codes, scale=2, zero=4)
     if node_input(node, inputs.bias) is not None:
@@ -202,7 +202,10 @@ def _matmul_integer_to_float(node: ir.Node) -> _Form | None:
 
 
 def _matmul_integer(node: ir.Node) -> _Form:
-    """A, B, a_zero_point, b_zero_point -> int32; then perhaps an Add of a bias, Cast, and Mul by scales."""
+    """Read MatMulInteger, an optional Add of a bias, Cast, and Mul by scales.
+
+    Inputs: A, B, a_zero_point, b_zero_point.
+    """
     codes, weight = node_input(node, 0), node_input(node, 1)
     if codes is None or weight is None:
         raise UnfitError("an input is missing")
@@ -212,7 +215,9 @@ def _matmul_integer(node: ir.Node) -> _Form:
     quantize = dynamic_source(codes)
     source = quantize if quantize is not None else maker(codes, "QuantizeLinear")
     if source is None:
-        raise UnfitError("neither QuantizeLinear nor DynamicQuantizeLinear makes its input, so its range is not known")
+        raise UnfitError(
+            "its input range is unknown: neither QuantizeLinear nor DynamicQuantizeLinear computes its input"
+        )
     nodes, bias = [node], None
     following = _only_user(node.outputs[0])
     if following.op_type == "Add":
@@ -244,16 +249,16 @@ def _matmul_integer(node: ir.Node) -> _Form:
 
 
 def _multiply(nodes: list[ir.Node], n: int, x_scale: ir.Value | None) -> np.ndarray:
-    """Adds to `nodes` those Mul that follow, until the numbers are floats: the product of constants, float32 [n].
+    """Append the Mul nodes that apply the scales to `nodes`; return the product of the constant scales, float32 [n].
 
-    x_scale: must be one of the factors, too.
+    x_scale: value that must also be a factor; None: constants only.
     """
     product, found = np.ones(n, np.float32), x_scale is None
     constants = 0
     while not (found and constants):
         value = nodes[-1].outputs[0]
         multiply = _only_user(value)
-        expect(multiply.op_type == "Mul", f"{multiply.op_type} {multiply.name!r} follows where its scales are missing")
+        expect(multiply.op_type == "Mul", f"{multiply.op_type} {multiply.name!r} follows, expected a Mul by its scales")
         for factor in _factors(_other(multiply, value)):
             if factor is not None and factor is x_scale and not found:
                 found = True
@@ -265,23 +270,23 @@ def _multiply(nodes: list[ir.Node], n: int, x_scale: ir.Value | None) -> np.ndar
 
 
 def _columns(value: ir.Value | None, dtype: ir.DataType, n: int, what: str) -> np.ndarray:
-    """A constant as float32 [n]."""
+    """Return a constant with one or n elements as float32 [n]."""
     tensor = constant_tensor(value)
     if tensor is None or tensor.dtype != dtype or list(tensor.shape.numpy()) not in ([n], [1, n], [1], [1, 1], []):
         name = None if value is None else value.name
-        raise UnfitError(f"its {what} {name!r} are no constant of {n} numbers or one, {dtype.name}")
+        raise UnfitError(f"its {what} {name!r} are not a {dtype.name} constant with 1 or {n} elements")
     return np.broadcast_to(float_array(tensor).reshape(-1), (n,))
 
 
 def _range_of_codes(node: ir.Node, quantize: ir.Node) -> tuple[ir.Value, ir.Value | None]:
-    """Scale and zero point of a MatMulInteger's input: constants of the QuantizeLinear that makes it."""
+    """Return the constant scale and zero point of a MatMulInteger's input, from its QuantizeLinear."""
     known, own = range_at(quantize, 1, 2), constant_tensor(node_input(node, 2))
     scale, zero = node_input(quantize, 1), node_input(quantize, 2)
     if known is None or scale is None:
-        raise UnfitError("the range of its input is not one of constant numbers above 0")
+        raise UnfitError("its input has no constant positive scale with a constant 8-bit zero point")
     first, second = constant_tensor(zero), own
     same = (node_input(node, 2) is None) == (second is None) and _number(first) == _number(second)
-    expect(same, "the zero point of its input is not that of the QuantizeLinear that makes it")
+    expect(same, "its a_zero_point differs from the zero point of its QuantizeLinear")
     return scale, zero
 
 
@@ -290,7 +295,7 @@ def _number(zero_point: ir.TensorProtocol | None) -> list[int]:
 
 
 def _fixed(node: ir.Node, numbers: StoredInt8Tensors, weight: int, scale: int = 1, zero: int = 2) -> _Form:
-    """The layer of one node, whose activations have a range of constants at the inputs `scale` and `zero`."""
+    """Return the layer of one node; inputs `scale` and `zero` are the constant scale and zero point of x."""
     codes, weight_value, x_scale = (node_input(node, index) for index in (0, weight, scale))
     if codes is None or weight_value is None or x_scale is None:
         raise UnfitError("an input is missing")
@@ -309,27 +314,27 @@ def _output_range(node: ir.Node, scale: int, zero: int) -> tuple[ir.Value, ir.Va
 def _check_range(node: ir.Node, scale: int, zero: int, what: str) -> None:
     tensor = constant_tensor(node_input(node, scale))
     known = range_at(node, scale, zero) is not None
-    expect(known, f"the range of its {what} is not one of constant numbers above 0")
+    expect(known, f"its {what} has no constant positive scale with a constant 8-bit zero point")
     expect(tensor is None or tensor.dtype == ir.DataType.FLOAT, f"the scale of its {what} is not float32")
 
 
 def _in_steps(bias: ir.TensorProtocol, numbers: StoredInt8Tensors, form: _Form) -> np.ndarray:
-    """A bias in steps of the scales as floats [n]."""
+    """Return an int32 bias as floats [n]: multiplied by the scales of x and W."""
     steps = _scalar(form.x_scale) * numbers.scales
     return np.asarray(np.broadcast_to(float_array(bias).reshape(-1), (numbers.n,)) * steps, np.float32)
 
 
 def _check_dynamic(node: ir.Node, quantize: ir.Node, zero: int) -> None:
-    """The zero point must be the DynamicQuantizeLinear's."""
+    """Check that the zero point is an output of the DynamicQuantizeLinear."""
     same = len(quantize.outputs) == 3 and node_input(node, zero) is quantize.outputs[2]
-    expect(same, "the zero point of its input is not that of its DynamicQuantizeLinear")
+    expect(same, "its a_zero_point is not an output of its DynamicQuantizeLinear")
 
 
 def _only_user(value: ir.Value) -> ir.Node:
     uses = list(value.uses())
     node = value.producer()
     alone = len(uses) == 1 and not value.is_graph_output() and node is not None and uses[0].node.graph is node.graph
-    expect(alone, f"its sums {value.name!r} are used elsewhere, too, expected only a Cast and a Mul by the scales")
+    expect(alone, f"its sums {value.name!r} have other consumers, expected only a Cast and a Mul by the scales")
     expect(uses[0].node.domain in DEFAULT_DOMAINS, f"{uses[0].node.op_type} follows its sums")
     return uses[0].node
 
@@ -341,7 +346,7 @@ def _other(node: ir.Node, value: ir.Value) -> ir.Value | None:
 
 
 def _factors(value: ir.Value | None) -> list[ir.Value | None]:
-    """The operands of a product of two; or the value."""
+    """Return the two operands if a value is computed by Mul, else the value itself."""
     node = value.producer() if value is not None else None
     if constant_tensor(value) is None and node is not None and node.op_type == "Mul" and node.domain in DEFAULT_DOMAINS:
         return list(node.inputs)
@@ -360,10 +365,10 @@ _READERS: dict[tuple[str, str], Callable[[ir.Node], _Form | None]] = {
 
 
 class _Writer:
-    """Puts a layer into the graph in one of the two forms."""
+    """Writes a layer to the graph in one of the two supported forms."""
 
     def __init__(self, form: _Form, made: dict[Hashable, ir.Value], new_name: NewName) -> None:
-        """made: what layers share."""
+        """made: values shared by several layers, by key."""
         node = form.nodes[0]
         assert isinstance(node.graph, ir.Graph)
         self._form, self._made, self._new_name, self._graph = form, made, new_name, node.graph
@@ -371,7 +376,7 @@ class _Writer:
         self._nodes: list[ir.Node] = []
 
     def put(self) -> ir.Node:
-        """Returns the node of the product."""
+        """Replace the layer's nodes; return the new MatMul, Gemm or MatMulIntegerToFloat."""
         form = self._form
         scales, zeros = self._weight_range()
         if form.dynamic:
@@ -388,7 +393,7 @@ class _Writer:
         return next(node for node in self._nodes if node.name == self._name)
 
     def _product(self, scales: ir.Value, zeros: ir.Value | None) -> ir.Value:
-        """DequantizeLinear of both, MatMul, Add and QuantizeLinear."""
+        """Add DequantizeLinear of x and W, MatMul or Gemm, bias and QuantizeLinear; return the output."""
         form = self._form
         codes = [form.codes, form.x_scale, form.x_zero]
         x = self._shared(codes, "DequantizeLinear", f"{form.codes.name}/floats")
@@ -399,7 +404,7 @@ class _Writer:
         bias = form.bias
         if isinstance(bias, ir.Value):
             steps = self._constant(f"{self._name}/bias_scales", _in_one(form.numbers.scales * _scalar(form.x_scale)))
-            # ONNX Runtime makes a QGemm of a Gemm whose bias is int32 like this.
+            # With a bias in this form, ONNX Runtime can fuse the Gemm to QGemm.
             bias = self._add("DequantizeLinear", [bias, steps], f"{self._name}/bias", {"axis": 0})
         elif bias is not None:
             bias = self._constant(f"{self._name}/bias", bias)
@@ -415,7 +420,7 @@ class _Writer:
         return output
 
     def _weight_range(self) -> tuple[ir.Value, ir.Value]:
-        """Scales, and zero points of the same shape: without them, ONNX Runtime makes no integer product of it."""
+        """Return scales and zero points of equal shapes; ONNX Runtime fuses no layer without zero points."""
         numbers, name = self._form.numbers, self._form.weight.name
         scales, zeros = _in_one(numbers.scales), _in_one(numbers.zero_points)
         kind = numbers.codes.dtype.numpy()
@@ -426,7 +431,7 @@ class _Writer:
     def _shared(
         self, inputs: list[ir.Value | None], op_type: str, name: str, attributes: Mapping[str, int] = _NONE
     ) -> ir.Value:
-        """The output of a node that layers share."""
+        """Return the output of a node that several layers share, added on first use."""
         key = (self._graph, op_type, *inputs, *attributes.items())
         if key not in self._made:
             self._made[key] = self._add(op_type, inputs, self._new_name(name), attributes)
@@ -446,7 +451,7 @@ class _Writer:
         return node.outputs[0]
 
     def _constant(self, name: str, array: np.ndarray) -> ir.Value:
-        """A new initializer of the layer's own graph; equal ones of a name are one."""
+        """Add an initializer to the layer's graph, or return the equal one of the same name."""
         key = (self._graph, name, array.dtype.str, array.shape, array.tobytes())
         if key not in self._made:
             tensor = ir.Tensor(np.ascontiguousarray(array).reshape(array.shape), name=self._new_name(name))
@@ -465,5 +470,5 @@ def _scalar(value: ir.Value) -> np.ndarray:
 
 
 def _in_one(array: np.ndarray) -> np.ndarray:
-    """Return one element if all are equal."""
+    """Return a scalar if all elements are equal, else the array."""
     return array[0].reshape(()) if (array == array[0]).all() else array

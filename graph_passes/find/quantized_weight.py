@@ -11,25 +11,25 @@ from ..files.model_file import release_maps
 from ..weights.quantizers.grid import Quantization, QuantizedMatrix, dequantize
 from .constants import lazy
 
-# As kInt8Bitmap and kInt4Bitmap in ops/formats: the kernels keep sums over all inputs in int32.
+# Limit of kInt8Bitmap and kInt4Bitmap in ops/formats: with more inputs, int32 accumulators could overflow.
 MAX_INPUTS = 1 << 17
 
 
 def too_wide(k: int) -> str:
     """Return why a layer with more inputs is not quantized."""
-    return f"it has {k} inputs, and a sum of more than {MAX_INPUTS} quantized products may overflow"
+    return f"it has {k} inputs, expected at most {MAX_INPUTS}: int32 accumulators could overflow"
 
 
 @dataclass(frozen=True)
 class QuantizedWeight(Quantization):
     """W = scales (q - zero_points / zero_point_steps), or scales q + minimums, [k, n].
 
-    The integers are in a file: a reader calls release() afterwards.
+    The tensors may be mapped from a file: call release() after reading them.
     """
 
-    q: ir.TensorProtocol  # int8 [k, n], also for 4 bits (-8 … 7); not symmetric: uint8, 0 … 15
-    scales: ir.TensorProtocol  # float32 or, of a model that stores such, float16 [groups, n]
-    # uint8 [groups, n], 0 … 15, of fractions 0 … 255; 8 bits: int8 [1, n]; symmetric, or with minimums: None
+    q: ir.TensorProtocol  # [k, n]: int8 (4 bits: -8 … 7); 4 bits, not symmetric: uint8, 0 … 15
+    scales: ir.TensorProtocol  # [groups, n]: float32, or float16 if the model stores float16
+    # 4 bits: uint8 [groups, n], 0 … 15, or 0 … 255 if `fractions`; 8 bits: int8 [1, n]; None: symmetric or minimums
     zero_points: ir.TensorProtocol | None = None
     minimums: ir.TensorProtocol | None = None  # float32 [groups, n]
 
@@ -50,13 +50,13 @@ class QuantizedWeight(Quantization):
         return weights
 
     def release(self) -> None:
-        """Unmaps the numbers."""
+        """Unmap the tensors that are mapped from a file."""
         tensors = (self.q, self.scales, self.zero_points, self.minimums)
         release_maps([tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)])
 
 
 def dequantized_tensor(weight: QuantizedWeight, transposed: bool, dtype: ir.DataType) -> ir.LazyTensor:
-    """The layer's weight, [k, n] or transposed, computed when it is asked for; beyond the type's range its largest."""
+    """Return the dequantized weight, [k, n] or transposed, as a lazy tensor, clipped to the range of dtype."""
 
     def compute() -> np.ndarray:
         matrix = weight.matrix()

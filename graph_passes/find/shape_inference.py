@@ -1,4 +1,4 @@
-"""onnx's shape inference of one node, for operators whose shapes follow from it alone."""
+"""Runs onnx's shape inference on single nodes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-_MOST_NUMBERS = 64  # of a constant that tells a shape
+_MOST_NUMBERS = 64  # limit of the elements of a constant that shapes may depend on
 
 Dims = tuple[Hashable, ...]
 Sizes = tuple[int | str | None, ...]
 
 
 def opset_of(graph: ir.Graph | ir.Function | None) -> int:
-    """Return the opset, limited to this onnx's newest; subgraphs declare none."""
+    """Return a graph's opset, at most the newest of the installed onnx; the newest for subgraphs, which import none."""
     newest = onnx.defs.onnx_opset_version()
     return newest if graph is None else min(graph.opset_imports.get("", newest), newest)
 
@@ -42,14 +42,14 @@ def infer_node(
 
 
 def small_constant(name: str, tensor: ir.TensorProtocol) -> onnx.TensorProto | None:
-    """Return a constant that shapes may be computed from."""
+    """Return a small int64 or float32 constant as a proto for shape inference, else None."""
     if tensor.dtype not in (ir.DataType.INT64, ir.DataType.FLOAT) or tensor.size > _MOST_NUMBERS:
         return None
     return onnx.numpy_helper.from_array(np.asarray(tensor.numpy()), name)
 
 
 class SymbolicInference:
-    """infer_node for dimensions that are any symbols: each has a name of its own, by which it comes back."""
+    """infer_node for shapes with arbitrary symbols as dimensions; each symbol gets a name that is mapped back."""
 
     def __init__(self, version: int) -> None:
         self._version = version
@@ -64,7 +64,7 @@ class SymbolicInference:
         constants: Sequence[ir.TensorProtocol | None],
         fresh: Callable[[ir.Value, int], Hashable],
     ) -> dict[ir.Value, Dims]:
-        """Return the shapes of outputs with a certain rank. fresh: a new symbol, for an unknown axis."""
+        """Return the shapes of outputs with a certain rank. fresh: returns a new symbol for an unknown axis."""
         proto = ir.to_proto(node)
         del proto.input[:], proto.output[:]
         given, small = {}, {}

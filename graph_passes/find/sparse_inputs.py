@@ -1,4 +1,4 @@
-"""Inputs of layers that are naturally sparse: zeros of a ReLU that are still zeros there."""
+"""Finds layer inputs that are sparse because they keep the zeros of an earlier ReLU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from .constants import DEFAULT_DOMAINS, constant_tensor
 
-# Operators whose output is zero wherever their first input is.
+# Operators whose output element is zero if the first input's element is zero.
 _KEEPS_ZEROS = {
     *("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Slice", "Expand", "Dropout", "Cast"),
     *("Abs", "Neg", "Sqrt", "Div"),
@@ -15,7 +15,7 @@ _KEEPS_ZEROS = {
 
 
 def is_sparse_by_itself(x: ir.Value | None) -> bool:
-    """Return whether x is zero wherever a ReLU before it returned zero."""
+    """Return whether x keeps the zeros of a ReLU (or ReLU6, Max with 0, ThresholdedRelu) before it."""
     waiting, seen = [x], set[ir.Node]()
     while waiting:
         value = waiting.pop()
@@ -40,7 +40,7 @@ def _makes_zeros(node: ir.Node) -> bool:
 
 
 def _zeros_from(node: ir.Node) -> list[ir.Value | None]:
-    """Return the inputs whose zeros each make the output zero."""
+    """Return the inputs whose zero elements each make the output element zero."""
     if node.op_type == "Mul":
         return list(node.inputs)
     if node.op_type == "Pow":

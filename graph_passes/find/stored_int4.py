@@ -1,8 +1,8 @@
-"""The 4-bit weights that a model stores, in MatMulNBits and in DequantizeLinear of int4 or uint4 tensors.
+"""Reads 4-bit weights that a model stores, in MatMulNBits and in DequantizeLinear of int4 or uint4 tensors.
 
-Integers, scales and zero points are kept exactly, without another rounding, if they fit W4A8MatMul's format
-(ops/formats/int4_group.h): groups of 32, 64 or 128 inputs, zero points from 0 to 15, or any floats, as in HQQ, which
-become minimums. A larger block becomes several groups with one scale. Otherwise a reason is returned.
+Integers, scales and zero points are kept exactly if they fit W4A8MatMul's format (ops/formats/int4_group.h): groups of
+32, 64 or 128 inputs with zero points from 0 to 15, or with float zero points (as in HQQ), which are converted to
+minimums. A larger block is split into several groups with the same scale. If nothing fits, a reason is returned.
 
 A model is untrusted: attributes, types and shapes are checked before any data are read.
 """
@@ -23,30 +23,30 @@ from .node_checks import MICROSOFT_DOMAIN, UnfitError, constant_input, expect, i
 from .quantized_weight import MAX_INPUTS, QuantizedWeight
 
 MATMUL_NBITS = "MatMulNBits"
-# What a MatMulNBits makes its weight of.
+# Inputs of MatMulNBits that make up the weight: B, scales, zero_points, g_idx.
 WEIGHT_INPUTS = (1, 2, 3, 4)
 BIAS_INPUT = 5
 
-_GROUP_SIZES = (128, 64, 32)  # that W4A8MatMul has, best first
-_LARGEST_SIDE = 1 << 28  # as kMaxDimension in ops/formats
-_MIDDLE = 8  # the zero point where there are no zero points
+_GROUP_SIZES = (128, 64, 32)  # group sizes of W4A8MatMul, fastest first
+_LARGEST_SIDE = 1 << 28  # equals kMaxDimension in ops/formats
+_MIDDLE = 8  # zero point of uint4 codes if the model gives none
 SCALE_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 INT4_TYPES = (ir.DataType.INT4, ir.DataType.UINT4)
 
 
 @dataclass(frozen=True)
 class StoredInt4(QuantizedWeight):
-    """A 4-bit weight that the model stores. Its tensors read the model's each time they are asked."""
+    """A 4-bit weight that the model stores. Its tensors are lazy: each access reads the model's tensors."""
 
     def check_scales(self) -> None:
-        """Raises ModelError unless all weights are finite."""
+        """Raise ModelError unless all dequantized weights are finite."""
         with np.errstate(over="ignore"):
             largest = np.abs(self.scales.numpy().astype(np.float32)) * 15
             if self.minimums is not None:
                 largest += np.abs(self.minimums.numpy())
         if not np.isfinite(largest).all():
             raise ModelError(
-                f"the scales {self.scales.name!r} of a 4-bit weight hold NaN, infinity or numbers that make weights "
+                f"the scales {self.scales.name!r} of a 4-bit weight hold NaN, infinity or values that make weights "
                 "overflow; export the model again, or exclude the layer"
             )
 
@@ -57,7 +57,7 @@ def is_matmul_nbits(node: ir.Node) -> bool:
 
 
 def rounds_inputs(node: ir.Node) -> bool:
-    """Return whether ONNX Runtime rounds the node's inputs to int8; never with float zero points."""
+    """Return whether ONNX Runtime quantizes the node's input to int8 (accuracy_level 4 without float zero points)."""
     level, zero_points = node.attributes.get("accuracy_level"), constant_tensor(node_input(node, 3))
     whole = zero_points is None or zero_points.dtype == ir.DataType.UINT8
     return is_matmul_nbits(node) and level is not None and level.value == 4 and whole
@@ -72,7 +72,7 @@ def read_matmul_nbits(node: ir.Node) -> StoredInt4 | str:
 
 
 def read_dequantized(value: ir.Value, transposed: bool) -> StoredInt4 | str | None:
-    """Return the weight behind a layer's constant input, [k, n], or [n, k] if transposed; or why it cannot be kept.
+    """Return the weight that a layer's input [k, n] ([n, k] if transposed) dequantizes, or why it cannot be kept.
 
     None: the input is not made by a DequantizeLinear of 4-bit integers, with at most Transpose and Identity between.
     """
@@ -97,9 +97,9 @@ def _keeps_order(transpose: ir.Node) -> bool:
 def _matmul_nbits(node: ir.Node) -> StoredInt4:
     """Read a MatMulNBits.
 
-    Weights are uint8 [n, blocks, block_size / 2], two per byte, the first one low; scales [n, blocks]; zero points
-    uint8 [n, ceil(blocks / 2)], packed the same way, or [n, blocks] in the type of the scales. The last two may be
-    flat.
+    Weights are uint8 [n, blocks, block_size / 2] with two codes per byte, the first in the low nibble. Scales are
+    [n, blocks]. Zero points are uint8 [n, ceil(blocks / 2)], packed like the codes, or [n, blocks] in the type of the
+    scales. Scales and zero points may be flattened.
     """
     k, n, block_size = (integer_attribute(node, name) for name in ("K", "N", "block_size"))
     bits = integer_attribute(node, "bits", 4)
@@ -119,18 +119,18 @@ def _matmul_nbits(node: ir.Node) -> StoredInt4:
     spread = partial(_spread, blocks=blocks, block_size=block_size, group_size=group_size, k=k)
 
     def numbers() -> np.ndarray:
-        """[k, n], 0 … 15."""
+        """Return the codes [k, n], 0 … 15."""
         rows = _nibbles(packed.numpy().reshape(n, -1))
         return np.ascontiguousarray(rows[:, :k].T)
 
     def zeros(tensor: ir.TensorProtocol) -> np.ndarray:
-        """[blocks, n], 0 … 15."""
+        """Return the zero points [blocks, n], 0 … 15."""
         if tensor.dtype != ir.DataType.UINT8:
             return float_array(tensor).reshape(n, blocks).T.astype(np.uint8)
         return _nibbles(tensor.numpy().reshape(n, -1))[:, :blocks].T
 
     def minimums() -> np.ndarray:
-        """[blocks, n], of zero points that are floats."""
+        """Return -scale * zero point [blocks, n] for float zero points."""
         assert zero_points is not None
         product: np.ndarray = -float_array(scales).reshape(n, blocks) * float_array(zero_points).reshape(n, blocks)
         return product.T
@@ -151,7 +151,7 @@ def _matmul_nbits(node: ir.Node) -> StoredInt4:
 
 
 def _zero_points(node: ir.Node, scale_type: ir.DataType, n: int, blocks: int) -> ir.TensorProtocol | None:
-    """Return the zero points of a MatMulNBits, packed or not, or None."""
+    """Return the zero points of a MatMulNBits, packed or unpacked; None if it has none."""
     value = node_input(node, 3)
     if value is None:
         return None
@@ -174,17 +174,20 @@ def _are_whole(zero_points: ir.TensorProtocol) -> bool:
 
 
 def check_order(node: ir.Node, k: int, blocks: int, block_size: int) -> None:
-    """Inputs may be in groups by g_idx only where that says what no g_idx says."""
+    """Check that g_idx assigns inputs to blocks in order, as without g_idx."""
     order = constant_input(node, 4, "g_idx", (ir.DataType.INT32,), (k,), (blocks * block_size,))
     expect(
         bool((order.numpy()[:k] == np.arange(k) // block_size).all()),
-        f"its inputs are in groups by g_idx {node.inputs[4].name!r}, not in order; quantize without act-order "  # type: ignore[union-attr]
+        f"its g_idx {node.inputs[4].name!r} assigns inputs to groups out of order; quantize without act-order "  # type: ignore[union-attr]
         "(desc_act = false)",
     )
 
 
 def _dequantized(node: ir.Node, codes: ir.TensorProtocol, transposed: bool) -> StoredInt4:
-    """Numbers [k, n], or [n, k] if transposed; scales, and zero points like them: one, one a column, or blocks of k."""
+    """Read a DequantizeLinear of codes [k, n], or [n, k] if transposed.
+
+    Scales and zero points are scalars, one per column, or one per block of k.
+    """
     shape = tuple(codes.shape.numpy())
     k, n = shape[::-1] if transposed else shape
     check_size(k, n)
@@ -193,7 +196,7 @@ def _dequantized(node: ir.Node, codes: ir.TensorProtocol, transposed: bool) -> S
     along_inputs = axis % 2 == int(transposed)
     shapes: list[tuple[int, ...]]
     if block_size:
-        expect(along_inputs, "its blocks lie along the outputs, expected along the inputs")
+        expect(along_inputs, "its blocks are along the outputs, expected along the inputs")
         expect(block_size > 0, f"its block_size is {block_size}, expected a multiple of 32")
         blocks = -(-k // block_size)
         shapes = [(n, blocks) if transposed else (blocks, n)]
@@ -202,7 +205,9 @@ def _dequantized(node: ir.Node, codes: ir.TensorProtocol, transposed: bool) -> S
         shapes = [(), (1,)] if along_inputs else [(), (1,), (n,)]
     scales = constant_input(node, 1, "scales", SCALE_TYPES, *shapes)
     made = integer_attribute(node, "output_dtype", 0)
-    expect(made in (0, scales.dtype.value), "its DequantizeLinear makes another type than that of its scales")
+    expect(
+        made in (0, scales.dtype.value), "the output type of its DequantizeLinear differs from the type of its scales"
+    )
     zero_points = None
     if node_input(node, 2) is not None:
         zero_points = constant_input(node, 2, "zero_points", (codes.dtype,), tuple(scales.shape.numpy()))
@@ -213,7 +218,7 @@ def _dequantized(node: ir.Node, codes: ir.TensorProtocol, transposed: bool) -> S
         return _spread(rows, blocks, block_size, group_size, k)
 
     symmetric = codes.dtype == ir.DataType.INT4 and zero_points is None
-    # int4 numbers and zero points, -8 … 7, both become 0 … 15.
+    # Shifts int4 codes and zero points from -8 … 7 to 0 … 15.
     shift = np.uint8(_MIDDLE if codes.dtype == ir.DataType.INT4 else 0)
 
     def unsigned(tensor: ir.TensorProtocol) -> np.ndarray:
@@ -240,7 +245,7 @@ def _stored(
     minimums: Callable[[], np.ndarray] | None = None,
 ) -> StoredInt4:
     by_group = ir.Shape([-(-k // group_size), n])
-    # bfloat16 numbers are float32 numbers.
+    # bfloat16 scales are converted to float32 exactly.
     scale_type = ir.DataType.FLOAT16 if scale_tensor.dtype == ir.DataType.FLOAT16 else ir.DataType.FLOAT
     return StoredInt4(
         4,
@@ -253,7 +258,7 @@ def _stored(
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:
-    """Rows of bytes as rows of twice as many numbers, low nibble first."""
+    """Unpack each byte to two values, low nibble first: uint8 [rows, bytes] to [rows, 2 bytes]."""
     numbers = np.empty((packed.shape[0], 2 * packed.shape[1]), np.uint8)
     numbers[:, 0::2] = packed & 15
     numbers[:, 1::2] = packed >> 4
@@ -266,10 +271,10 @@ def _scale_array(tensor: ir.TensorProtocol) -> np.ndarray:
 
 
 def group_size_of(k: int, block_size: int) -> int:
-    """Return W4A8MatMul's group size for a block: equal, or the largest that divides the block."""
+    """Return W4A8MatMul's group size for a block: the block size, or the largest group size that divides it."""
     if block_size in _GROUP_SIZES:
         return block_size
-    if block_size >= k:  # there is but one block
+    if block_size >= k:  # a single block
         return _GROUP_SIZES[0]
     for size in _GROUP_SIZES:
         if block_size % size == 0:
@@ -278,7 +283,7 @@ def group_size_of(k: int, block_size: int) -> int:
 
 
 def _spread(rows: np.ndarray, blocks: int, block_size: int, group_size: int, k: int) -> np.ndarray:
-    """[blocks, n] as [groups, n]."""
+    """Expand [blocks, n] to [groups, n]."""
     groups = -(-k // group_size)
     return rows if (blocks, block_size) == (groups, group_size) else rows[np.arange(groups) * group_size // block_size]
 
@@ -286,4 +291,4 @@ def _spread(rows: np.ndarray, blocks: int, block_size: int, group_size: int, k: 
 def check_size(k: int, n: int) -> None:
     """Check the size of a weight."""
     expect(k > 0 and 0 < n <= _LARGEST_SIDE, f"its weight is {k} x {n}, expected 1 or more inputs and outputs")
-    expect(k <= MAX_INPUTS, f"it has {k} inputs, and a sum of more than {MAX_INPUTS} quantized products may overflow")
+    expect(k <= MAX_INPUTS, f"it has {k} inputs, expected at most {MAX_INPUTS}: int32 accumulators could overflow")

@@ -1,13 +1,13 @@
-"""The 8-bit weights that a model stores, and the activation ranges that it fixes.
+"""Reads 8-bit weights that a model stores, and the fixed ranges of quantized activations.
 
-Weights are in com.microsoft's MatMulIntegerToFloat and DynamicQuantizeMatMul, and behind DequantizeLinear
+Weights are inputs of com.microsoft's MatMulIntegerToFloat and DynamicQuantizeMatMul, or of DequantizeLinear
 (quantized_forms.py converts other forms to these):
 
     W = scale (q - zero_point), q [k, n] int8 or uint8, one scale and zero point, or one per column
 
 They are kept exactly: as int8 without zero points if all q - zero_point are in -128 … 127, else as int8 with zero
-points (uint8 less 128). Otherwise a reason is returned (ops/matmul/int8_weight.h, which the execution provider follows
-too). A model is untrusted: see node_checks.py.
+points (128 is subtracted from uint8). If neither is possible, a reason is returned. The execution provider uses the
+same rules (ops/matmul/int8_weight.h). A model is untrusted: see node_checks.py.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from .node_checks import MICROSOFT_DOMAIN, UnfitError, constant_input, expect, i
 from .quantized_weight import QuantizedWeight
 
 INT8_TYPES = (ir.DataType.INT8, ir.DataType.UINT8)
-ZERO_POINTS = {ir.DataType.INT8: (-128, 127), ir.DataType.UINT8: (0, 255)}  # the least and the most, by type of numbers
+ZERO_POINTS = {ir.DataType.INT8: (-128, 127), ir.DataType.UINT8: (0, 255)}  # least and greatest, by code type
 FLOAT_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 DYNAMIC_QUANTIZE_MATMUL = "DynamicQuantizeMatMul"
 MATMUL_INTEGER_TO_FLOAT = "MatMulIntegerToFloat"
 
-# Operators that move numbers about, the first input's, and change none.
+# Operators that move elements of the first input without changing them.
 _MOVES = ("Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
-_MIDDLE = 128  # int8 numbers and zero points plus this are uint8 ones
-_LARGEST_SCALE = np.finfo(np.float32).max / 256  # a scale times a number stays finite
+_MIDDLE = 128  # uint8 codes and zero points minus this are int8 ones
+_LARGEST_SCALE = np.finfo(np.float32).max / 256  # a scale times any code stays finite
 
 
 @dataclass(frozen=True)
 class StoredInt8(QuantizedWeight):
-    """An 8-bit weight that the model stores. Its tensors read the model's each time they are asked."""
+    """An 8-bit weight that the model stores. Its tensors are lazy: each access reads the model's tensors."""
 
 
 @dataclass(frozen=True, eq=False)
 class StoredInt8Tensors:
-    """W = scales (codes - zero_points), as the model stores it."""
+    """The tensors of W = scales (codes - zero_points) as stored in the model."""
 
     codes: ir.TensorProtocol  # int8 or uint8 [k, n], or [n, k] if transposed
     transposed: bool
@@ -68,7 +68,7 @@ class StoredInt8Tensors:
         return centred
 
     def tensor(self, dtype: ir.DataType) -> ir.LazyTensor:
-        """W [k, n], computed when it is asked for."""
+        """Return W [k, n] as a lazy tensor."""
 
         def compute() -> np.ndarray:
             weights: np.ndarray = (self.centred() * self.scales).astype(dtype.numpy(), copy=False)
@@ -99,7 +99,7 @@ class StoredInt8Tensors:
         return _MIDDLE if self.codes.dtype == ir.DataType.UINT8 else 0
 
     def _int8(self) -> np.ndarray:
-        """The codes less 128 if they are uint8, [k, n]."""
+        """Return the codes as int8 [k, n]; 128 is subtracted from uint8 codes."""
         codes = self.codes.numpy()
         if self._middle:
             codes = (codes ^ np.uint8(_MIDDLE)).view(np.int8)
@@ -108,7 +108,7 @@ class StoredInt8Tensors:
 
 @dataclass(frozen=True)
 class StoredInputs:
-    """Indices of the inputs that make up an operator's weight, and of the bias."""
+    """Indices of an operator's inputs that hold its int8 weight and its bias."""
 
     codes: int
     scales: int
@@ -128,12 +128,12 @@ _INPUTS = {
 
 
 def stored_inputs(node: ir.Node) -> StoredInputs | None:
-    """Return the inputs of an operator that stores an int8 weight and returns floats."""
+    """Return the input indices of MatMulIntegerToFloat or DynamicQuantizeMatMul; None for other nodes."""
     return _INPUTS.get(node.op_type) if node.domain == MICROSOFT_DOMAIN else None
 
 
 def read_int8(node: ir.Node) -> StoredInt8Tensors | str:
-    """The weight of such a node, or why it cannot be read."""
+    """Return the weight of a node for which stored_inputs is not None, or why it cannot be read."""
     inputs = _INPUTS[node.op_type]
     try:
         return read_stored_int8(node, *inputs.weight)
@@ -144,9 +144,17 @@ def read_int8(node: ir.Node) -> StoredInt8Tensors | str:
 def read_stored_int8(
     node: ir.Node, codes: int, scales: int | np.ndarray, zero_points: int, transposed: bool = False
 ) -> StoredInt8Tensors:
-    """The weight at these inputs of a node: codes [k, n], or [n, k] if transposed. Raises UnfitError.
+    """Return the weight that a node stores.
 
-    scales: an input, or the numbers themselves, float32 of one or n elements.
+    Args:
+        node: the node that reads the weight.
+        codes: index of the input with the codes, [k, n], or [n, k] if transposed.
+        scales: index of the scales, or the scales themselves, float32 with 1 or n elements.
+        zero_points: index of the zero points, which may be missing.
+        transposed: whether the codes are [n, k].
+
+    Raises:
+        UnfitError: An input is not a constant of the expected type and shape, or a scale is out of range.
     """
     tensor = constant_input(node, codes, "weight", INT8_TYPES)
     shape = _matrix_shape(tensor)
@@ -183,7 +191,7 @@ class Malformed:
 
 
 def read_dequantized_int8(value: ir.Value, transposed: bool) -> StoredInt8 | Malformed | str | None:
-    """Return the weight behind a layer's constant input, [k, n], or [n, k] if transposed; or why it cannot be kept.
+    """Return the weight that a layer's input [k, n] ([n, k] if transposed) dequantizes, or why it cannot be kept.
 
     None: the input is not made by a DequantizeLinear of 8-bit integers, with at most Transpose and Identity between.
     """
@@ -217,14 +225,16 @@ def keeps_order(transpose: ir.Node) -> bool:
 def _dequantized(node: ir.Node, codes: ir.TensorProtocol, transposed: bool) -> StoredInt8 | str:
     axis, block_size = integer_attribute(node, "axis", 1), integer_attribute(node, "block_size", 0)
     expect(-2 <= axis < 2, f"axis of its DequantizeLinear is {axis}, expected 0 or 1")
-    expect(block_size == 0, f"its scales are for blocks of {block_size} inputs, expected one scale, or one a column")
+    expect(block_size == 0, f"its scales are per block of {block_size} inputs, expected one scale, or one per output")
     numbers = read_stored_int8(node, 0, 1, 2, transposed)
     scales = constant_tensor(node.inputs[1])
     assert scales is not None
     along_inputs = axis % 2 == int(transposed)
-    expect(scales.size == 1 or not along_inputs, "its scales are one an input, expected one, or one an output")
+    expect(scales.size == 1 or not along_inputs, "its scales are per input, expected one scale, or one per output")
     made = integer_attribute(node, "output_dtype", 0)
-    expect(made in (0, scales.dtype.value), "its DequantizeLinear makes another type than that of its scales")
+    expect(
+        made in (0, scales.dtype.value), "the output type of its DequantizeLinear differs from the type of its scales"
+    )
     return numbers.stored()
 
 
@@ -232,14 +242,14 @@ def _dequantized(node: ir.Node, codes: ir.TensorProtocol, transposed: bool) -> S
 
 
 def dynamic_source(codes: ir.Value | None) -> ir.Node | None:
-    """The DynamicQuantizeLinear whose numbers these are."""
+    """Return the DynamicQuantizeLinear that computes these codes, or None."""
     node = codes.producer() if codes is not None else None
     known = node is not None and node.op_type == "DynamicQuantizeLinear" and node.domain in DEFAULT_DOMAINS
     return node if node is not None and known and codes is node.outputs[0] and node_input(node, 0) is not None else None
 
 
 def layer_input(node: ir.Node) -> ir.Value | None:
-    """The floats that go into a layer of any form, as they are now."""
+    """Return the present float input of a linear layer; for MatMulIntegerToFloat, the input before quantization."""
     codes = node_input(node, 0)
     if node.op_type != MATMUL_INTEGER_TO_FLOAT or node.domain != MICROSOFT_DOMAIN:
         return codes
@@ -248,25 +258,25 @@ def layer_input(node: ir.Node) -> ir.Value | None:
 
 
 def remove_unused_dynamic(node: ir.Node) -> None:
-    """Removes a DynamicQuantizeLinear that nothing uses any more."""
+    """Remove a DynamicQuantizeLinear without consumers."""
     if node.graph is not None and not any(value.uses() or value.is_graph_output() for value in node.outputs):
         node.graph.remove(node, safe=True)
 
 
 def fixed_range(x: ir.Value) -> FixedRange | None:
-    """The range that a layer's input has because DequantizeLinear makes it of u8 or int8 numbers."""
+    """Return the range of a layer's input if a DequantizeLinear of 8-bit codes computes it, else None."""
     node = maker(x, "DequantizeLinear")
     return None if node is None else range_at(node, 1, 2)
 
 
 def maker(value: ir.Value, op_type: str) -> ir.Node | None:
-    """The node that makes these numbers, which others may have moved about since, if it is a standard one like this."""
+    """Return the node of this type that computes a value, perhaps before operators that only move elements."""
     node = next((node for node in makers(value, _MOVES) if node.op_type not in _MOVES), None)
     return node if node is not None and node.op_type == op_type and node.domain in DEFAULT_DOMAINS else None
 
 
 def range_at(node: ir.Node, scale: int, zero_point: int) -> FixedRange | None:
-    """The range that these inputs of a node say, if it is one for all numbers and VNNISpMM can have it."""
+    """Return the range with these inputs as scalar scale and zero point; None if VNNISpMM does not support it."""
     scales, zeros = constant_tensor(node_input(node, scale)), constant_tensor(node_input(node, zero_point))
     if scales is None or scales.size != 1 or scales.dtype not in FLOAT_TYPES:
         return None
@@ -274,7 +284,7 @@ def range_at(node: ir.Node, scale: int, zero_point: int) -> FixedRange | None:
     if not SMALLEST_SCALE <= number <= _LARGEST_SCALE:
         return None
     if zeros is None:
-        # Without a zero point it is 0, and the type that of the codes, which QuantizeLinear then makes uint8.
+        # Without a zero point input, it is 0 and the codes' type decides, which is uint8 for QuantizeLinear.
         missing = node_input(node, zero_point) is None
         kind = _code_type(node_input(node, 0)) if missing else None
         zero = {ir.DataType.UINT8: 0, ir.DataType.INT8: _MIDDLE}.get(kind) if kind is not None else None
@@ -290,7 +300,7 @@ def _code_type(codes: ir.Value | None) -> ir.DataType | None:
 
 
 def unrounded(x: ir.Value, dtype: ir.DataType) -> ir.Value:
-    """Floats, of this type, that a QuantizeLinear rounds to what a DequantizeLinear makes x of; or else x itself."""
+    """Return the float input of the QuantizeLinear before the DequantizeLinear that computes x; else x itself."""
     dequantize = x.producer()
     if dequantize is None or dequantize.op_type != "DequantizeLinear" or dequantize.domain not in DEFAULT_DOMAINS:
         return x

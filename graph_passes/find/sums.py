@@ -1,4 +1,4 @@
-"""Arithmetic of dimensions that are not known before a graph runs: past and new tokens, heads of all sequences."""
+"""Arithmetic with symbolic dimensions, such as past + new tokens or batch x heads."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-_NO_END = 2**31 - 1  # a Slice up to there, or beyond, goes to the end
-_FROM_START = -(2**31)  # and one backwards down to there, or beyond, to the beginning
+_NO_END = 2**31 - 1  # a Slice end of at least this means the end of the axis
+_FROM_START = -(2**31)  # a backward Slice with at most this end includes the first element
 
-# An int; a name, of a graph input's dimension; a value and an axis, of one that is not known; or a Sum or Product.
+# A dimension: an int; the name of a graph input's dimension; (value, axis) for an unknown one; a Sum or a Product.
 Dim = Hashable
 Shape = tuple[Dim, ...]
-# An element of a small tensor: a number or truth value, a symbolic Dim, or None.
+# An element of a small tensor: a number, a boolean, a symbolic Dim, or None if unknown.
 Element = Dim | float | None
 
 
 @dataclass(frozen=True)
 class Sum:
-    """Past and new tokens, say: some dimensions that are no numbers, each with how often it counts, and a number."""
+    """A sum of symbolic dimensions, each with its multiplicity, and an integer; for example, past + new tokens."""
 
     dims: frozenset[tuple[Dim, int]]
     number: int
@@ -28,14 +28,14 @@ class Sum:
 
 @dataclass(frozen=True)
 class Product:
-    """An integer multiple of a symbolic dimension, such as the heads of all sequences."""
+    """An integer multiple of a symbolic dimension, such as batch x heads."""
 
     dim: Dim
     times: int
 
 
 def named(text: str) -> Dim | None:
-    """The dimension that an exporter calls so: `a`, or a sum such as `a + b` or `a + 1`."""
+    """Return the dimension with an exporter's name: `a`, or a sum such as `a + b` or `a + 1`."""
     parts = [part.strip() for part in text.split("+")]
     if len(parts) < 2 or not all(re.fullmatch(r"\w+", part) for part in parts):
         return text or None
@@ -43,7 +43,7 @@ def named(text: str) -> Dim | None:
 
 
 def total_of(dims: Sequence[Element]) -> Dim | None:
-    """The sum of dimensions, whatever their order; None where one is not known, or it may be below zero."""
+    """Return the sum of dimensions, independent of their order; None if one is unknown or the sum may be negative."""
     counts: Counter[Dim] = Counter()
     number = 0
     for dim in dims:
@@ -56,7 +56,7 @@ def total_of(dims: Sequence[Element]) -> Dim | None:
 
 
 def difference(a: Element, b: Element) -> Dim | None:
-    """Return a - b, if no dimension remains in b."""
+    """Return a - b; None if a term of b is not in a."""
     if a is None or b is None or isinstance(a, bool | float) or isinstance(b, bool | float):
         return None
     (counts, number), (less, minus) = _terms(a), _terms(b)
@@ -64,7 +64,7 @@ def difference(a: Element, b: Element) -> Dim | None:
 
 
 def product_of(a: Element, b: Element) -> Dim | None:
-    """Return the product of an integer and a symbolic dimension."""
+    """Return the product of a positive integer and a dimension, else None."""
     times, dim = (a, b) if isinstance(a, int) else (b, a)
     if not isinstance(times, int) or isinstance(times, bool) or times < 1 or dim is None or isinstance(dim, float):
         return None
@@ -74,7 +74,7 @@ def product_of(a: Element, b: Element) -> Dim | None:
 
 
 def quotient_of(a: Element, b: Element) -> Dim | None:
-    """Return the quotient of a symbolic dimension and an integer, if it is always exact."""
+    """Return the quotient of a dimension and a positive integer if the division is always exact, else None."""
     if not isinstance(b, int) or isinstance(b, bool) or b < 1 or a is None or isinstance(a, float):
         return None
     if b == 1:
@@ -97,7 +97,7 @@ def _sum(counts: Counter[Dim], number: int) -> Dim | None:
 
 
 def quotient(dims: Sequence[Dim], by: Sequence[Dim]) -> Dim | None:
-    """The one dimension that, with those of `by`, makes up as many elements as `dims`."""
+    """Return the dimension d for which product(by) * d = product(dims), or None."""
     (symbols, number), (others, divisor) = _factors(dims), _factors(by)
     left, missing = symbols - others, others - symbols
     if missing or divisor == 0 or number % divisor or left.total() > 1:
@@ -113,7 +113,7 @@ def _factors(dims: Sequence[Dim]) -> tuple[Counter[Dim], int]:
 
 
 def compute(op_type: str, operands: Sequence[Element]) -> Element:
-    """Return the result of a standard operator on shape elements, or None."""
+    """Return the result of an ONNX operator on scalar operands, which may be symbolic; None if unknown."""
     if op_type == "Where":
         condition, chosen, other = operands
         return (chosen if condition else other) if isinstance(condition, bool) else None
@@ -148,7 +148,7 @@ def compute(op_type: str, operands: Sequence[Element]) -> Element:
 
 
 def _compute_dims(op_type: str, operands: Sequence[Element]) -> Element:
-    """Return the result if at least one operand is symbolic."""
+    """Return the result of Add, Sub, Mul or Div with at least one symbolic operand; None if unknown."""
     if op_type == "Add":
         return total_of(operands)
     rules = {"Sub": difference, "Mul": product_of, "Div": quotient_of}
@@ -156,12 +156,12 @@ def _compute_dims(op_type: str, operands: Sequence[Element]) -> Element:
 
 
 def cut(dim: Dim, begin: Element, end: Element, step: Element) -> Dim | None:
-    """Return the part of a dimension that a Slice keeps."""
+    """Return the length that a Slice of an axis of length `dim` has, or None."""
     if isinstance(begin, int) and isinstance(end, int) and isinstance(dim, int) and isinstance(step, int) and step:
         return len(range(*slice(begin, end if end > _FROM_START else None, step).indices(dim)))
     if step != 1:
         return None
-    if isinstance(dim, int) and dim > 1:  # of a table, beyond whose end a model is of no use
+    if isinstance(dim, int) and dim > 1:  # slices of a table, such as positions, are assumed to end within it
         return None if isinstance(begin, int) and begin < 0 else difference(end, begin)
     whole = end == dim or (isinstance(end, int) and end >= _NO_END)
     return dim if begin == 0 and whole else None

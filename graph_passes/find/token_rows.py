@@ -1,7 +1,7 @@
-"""The part of an encoder that works on each token separately, except for its attention.
+"""Finds the part of an encoder that computes each token separately, except for its attention.
 
-It can run on packed tokens, the real tokens of padded sequences: [1, kept tokens, ...] instead of [batch, tokens, ...].
-Heads may come before tokens, [batch, heads, tokens, ...], as in rotary embeddings.
+This part can run on packed tokens (all sequences without their padding): [1, kept tokens, ...] instead of
+[batch, tokens, ...]. The heads may precede the tokens, [batch, heads, tokens, ...], as in rotary embeddings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .dimensions import Dimensions
 from .token_views import Layout, behind_view, in_front_of_view, packed_sizes, viewed
 
 ATTENTION = "NoMADAttention"
-_TOKEN_AXES = 2  # batch and tokens, the first axes
+_TOKEN_AXES = 2  # the first axes are batch and tokens
 
 _OF_NUMBERS = """
     Abs Add And BiasGelu Cast Ceil Clip Cos Div Elu Equal Erf Exp FastGelu Floor Gelu Greater GreaterOrEqual HardSigmoid
@@ -37,24 +37,24 @@ _NORMS = frozenset(
 _REDUCTIONS = frozenset(
     ("ReduceL1", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum", "ReduceSumSquare")
 )
-# Of ours, and of ONNX Runtime: X first, and a residual; all else is constant.
+# Operators of linear layers and of tables: input X, perhaps a residual; all other inputs are constant.
 _LAYERS = frozenset(
     ("SparseAMXMatMul", "VNNISpMM", "W4A8MatMul", "W8A8MatMul", "MaskedMatMul", "LutPostOp", "MatMulNBits")
 )
-# Of ours, which works on numbers of tokens wherever they are.
+# Treated like the element-wise operators: it computes each token separately.
 _SUM_NORM = "AddLayerNorm"
 _HEAVY = _LAYERS | {"MatMul", ATTENTION}
 
 
 @dataclass
 class TokenRows:
-    """A part of one graph. All its values but constants, and what all tokens share, are by tokens."""
+    """A part of one graph that can run on packed tokens: all its non-constant values have a token axis."""
 
     nodes: dict[ir.Node, None] = field(default_factory=dict)
     layouts: dict[ir.Value, Layout] = field(default_factory=dict)
-    # What it reads of the rest: the axes that it has, and what it needs.
+    # Values that the part reads from the rest of the graph: their rank, and the layout that the part expects.
     entries: dict[ir.Value, tuple[int, Layout]] = field(default_factory=dict)
-    # Of its nodes that are told sizes by their second input: those of packed tokens.
+    # Maps Reshape and Expand nodes of the part to their second input for packed tokens.
     sizes: dict[ir.Node, list[int]] = field(default_factory=dict)
 
     @property
@@ -69,11 +69,11 @@ class TokenRows:
 
 
 class NotByTokensError(Exception):
-    """The reason why the part that attention needs cannot run on packed tokens."""
+    """The part around the attention cannot run on packed tokens; the message is the reason."""
 
 
 def find_token_rows(attentions: Sequence[ir.Node]) -> TokenRows:
-    """Return the largest part around these attentions, all in one graph and each within single sequences.
+    """Return the largest part around these NoMADAttention nodes, which must be in one graph.
 
     Raises:
         NotByTokensError: The part cannot run on packed tokens.
@@ -102,9 +102,9 @@ class _Search:
                     waiting += list(self.found.nodes)[before:]
 
     def _follows(self, node: ir.Node) -> bool:
-        """Return whether a node after the part belongs to it, with values of the same layout.
+        """Return whether a node that reads the part's values can join the part without changing their layout.
 
-        All values by tokens that it reads must be in the part.
+        All inputs of the node with a token axis must be in the part.
         """
         inputs = viewed(node) or self._by_tokens(node)
         if not inputs or node.graph is not self._graph:
@@ -118,17 +118,17 @@ class _Search:
         return len(set(layouts)) == 1 and (not viewed(node) or behind_view(self._dimensions, node, first) == first)
 
     def _take(self, node: ir.Node, layout: Layout) -> None:
-        """Makes a node, whose output has this layout, part of it, and what it needs."""
+        """Add a node whose output has this layout, and the nodes that its inputs need, to the part."""
         needed = self._needed(node, layout)
         if needed is None:
-            raise NotByTokensError(f"{node.op_type} {node.name!r} is not by tokens")
+            raise NotByTokensError(f"{node.op_type} {node.name!r} does not compute tokens separately")
         self.found.nodes[node] = None
         for value in node.outputs:
             self.found.layouts[value] = layout
-            # It may have been read as one of the rest before its node became part of this.
+            # The value may have been an entry until its node joined the part.
             _, read = self.found.entries.pop(value, (0, layout))
             if read != layout:
-                raise NotByTokensError(f"{value.name!r} is read in two ways, its tokens in different places")
+                raise NotByTokensError(f"{value.name!r} is read with two different token axes")
         for value, one in needed.items():
             self._need(value, one)
         if viewed(node):
@@ -137,23 +137,23 @@ class _Search:
                 self.found.sizes[node] = sizes
 
     def _need(self, value: ir.Value, layout: Layout) -> None:
-        """Makes the value one of the part, of this layout, or one that it reads of the rest."""
+        """Add the node that computes a value to the part if possible; else add the value as an entry."""
         known = self._dimensions.shape(value)
         given = self.found.entries.get(value, (0, None))[1] or self.found.layouts.get(value)
         if given is not None:
             if given != layout:
-                raise NotByTokensError(f"{value.name!r} is read in two ways, its tokens in different places")
+                raise NotByTokensError(f"{value.name!r} is read with two different token axes")
             return
         node = value.producer()
         if node is not None and self._grows(node, value, layout):
             self._take(node, layout)
             return
         if known is None or not 0 < len(known) <= layout.rank:
-            raise NotByTokensError(f"{value.name!r} has no known number of axes, expected {layout.rank}")
+            raise NotByTokensError(f"{value.name!r} has an unsupported or unknown rank, expected at most {layout.rank}")
         self.found.entries[value] = len(known), layout
 
     def _grows(self, node: ir.Node, value: ir.Value, layout: Layout) -> bool:
-        """Return whether a node before the part, which makes this value, belongs to it."""
+        """Return whether the node that computes an input of the part should join the part."""
         needed = self._needed(node, layout)
         if not needed or node.graph is not self._graph or layout.rank <= _TOKEN_AXES:
             return False
@@ -171,12 +171,15 @@ class _Search:
         return known and not self._is_shared(value, layout)
 
     def _is_shared(self, value: ir.Value, layout: Layout) -> bool:
-        """Return whether all sequences share it, so that computing it before packing is cheaper."""
+        """Return whether all sequences share a value, so that computing it before packing is cheaper."""
         shape = self._dimensions.shape(value) or (None,)
         return self._batch != 1 and (len(shape) < layout.rank or shape[0] == 1)
 
     def _needed(self, node: ir.Node, layout: Layout) -> dict[ir.Value, Layout] | None:
-        """Return the inputs by tokens of a node whose output has this layout; None if it does not work by tokens."""
+        """Return the inputs with a token axis and their layouts, for an output of this layout.
+
+        None: the node does not compute tokens separately.
+        """
         views = viewed(node)
         if views:
             front = in_front_of_view(self._dimensions, node, layout)
@@ -197,7 +200,7 @@ class _Search:
         return None if shape is None else len(shape)
 
     def _by_tokens(self, node: ir.Node) -> list[ir.Value] | None:
-        """Its inputs that are by tokens; None for a node that is not."""
+        """Return the inputs with a token axis; None if the node does not compute tokens separately."""
         ours = node.domain == ORTOLAN_DOMAIN
         if not ours and node.domain not in (*DEFAULT_DOMAINS, "com.microsoft"):
             return None
@@ -237,7 +240,7 @@ class _Search:
 
 
 def reduced_axes(node: ir.Node) -> list[int]:
-    """Return the axes of a sum, a mean or similar; empty if they are all axes, or unknown."""
+    """Return the axes of a reduction; empty if all axes are reduced, or if they are unknown."""
     if "axes" in node.attributes:
         return list(node.attributes["axes"].as_ints())
     tensor = constant_tensor(node.inputs[1]) if len(node.inputs) > 1 else None

@@ -1,7 +1,7 @@
-"""The token axis of values after operators that only move elements.
+"""Follows the token axis through operators that only move elements (views).
 
-Heads are split, moved before tokens, taken apart for rotary embeddings and joined again. Such an operator works on
-packed tokens as on padded ones, unless its sizes are those of the padded ones.
+Views split heads, move them before the tokens, split head columns for rotary embeddings and join them again. A view
+works on packed tokens as on padded ones, unless its second input contains sizes of the padded ones.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from .sums import Dim, Shape
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of a value by tokens: its rank, and the token axis. The first axis is the batch."""
+    """Rank and token axis of a value whose first axis is the batch."""
 
     rank: int
     tokens: int = 1
 
 
-# What moves numbers; of several inputs, but for Concat, the first has them.
+# Operators that move elements: of the first input, or of all inputs for Concat.
 _VIEWS = frozenset(
     ("Concat", "Expand", "Gather", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"),
 )
 
 
 def viewed(node: ir.Node) -> list[ir.Value]:
-    """The inputs that a node makes a view of; none for an operator of another kind, or of constants."""
+    """Return the inputs whose elements a view moves; an empty list for other operators and for constant inputs."""
     if node.op_type not in _VIEWS or node.domain not in DEFAULT_DOMAINS:
         return []
     inputs = [value for value in (node.inputs if node.op_type == "Concat" else node.inputs[:1]) if value is not None]
@@ -40,7 +40,7 @@ def viewed(node: ir.Node) -> list[ir.Value]:
 
 
 def behind_view(dims: Dimensions, node: ir.Node, layout: Layout) -> Layout | None:
-    """The layout of what a view makes of such values; None if tokens do not stay apart, or that is not known."""
+    """Return the layout of a view's output for an input of this layout; None if unknown or if tokens are mixed."""
     before, after = dims.shape(node.inputs[0]), dims.shape(node.outputs[0])
     if before is None or after is None or len(before) != layout.rank:
         return None
@@ -49,16 +49,16 @@ def behind_view(dims: Dimensions, node: ir.Node, layout: Layout) -> Layout | Non
 
 
 def in_front_of_view(dims: Dimensions, node: ir.Node, layout: Layout) -> Layout | None:
-    """Return the layout of the input of a view whose output has this layout."""
+    """Return the input layout for which a view's output has this layout, or None."""
     before = dims.shape(node.inputs[0])
     fitting = (Layout(len(before or ()), axis) for axis in range(1, len(before or ())))
     return next((one for one in fitting if behind_view(dims, node, one) == layout), None)
 
 
 def packed_sizes(dims: Dimensions, node: ir.Node, layout: Layout) -> list[int] | None:
-    """Return the second input of a Reshape or Expand whose first input has packed tokens of this layout.
+    """Return the second input that a Reshape or Expand needs for packed tokens, if its first input has this layout.
 
-    None for another view.
+    None for other views.
     """
     before, after = dims.shape(node.inputs[0]), dims.shape(node.outputs[0])
     behind = behind_view(dims, node, layout)
@@ -74,7 +74,7 @@ def packed_sizes(dims: Dimensions, node: ir.Node, layout: Layout) -> list[int] |
 
 
 def _behind(dims: Dimensions, node: ir.Node, before: Shape, after: Shape, tokens: int) -> int | None:
-    """The axis of tokens behind a view."""
+    """Return the token axis of a view's output, or None."""
     rank = len(before)
     if node.op_type == "Transpose":
         axes = permutation(node, rank)
@@ -103,7 +103,7 @@ def _behind(dims: Dimensions, node: ir.Node, before: Shape, after: Shape, tokens
 
 
 def _axes(dims: Dimensions, node: ir.Node, rank: int) -> list[int] | None:
-    """Return the axes of a view, for this rank."""
+    """Return the `axis` or `axes` of a view as non-negative integers for this rank, or None."""
     if node.op_type in ("Concat", "Gather", "Split"):
         if node.op_type == "Concat" and "axis" not in node.attributes:
             return None
@@ -116,13 +116,13 @@ def _axes(dims: Dimensions, node: ir.Node, rank: int) -> list[int] | None:
 
 
 def _reshaped(before: Shape, after: Shape, tokens: int) -> int | None:
-    """Axes in front of tokens, but for the batch, and those behind may be split and merged."""
+    """Return the token axis after a Reshape, which may split and merge axes between batch and tokens or after them."""
     sizes = _size(before[1:tokens]), _size(before[tokens + 1 :])
     if None in sizes or not after:
         return None
     for axis in range(1, len(after)):
         same = after[0] == before[0], after[axis] == before[tokens]
-        # One of the two that is not known is what the other leaves for it.
+        # If batch or tokens is known to be the same, the other one follows from the equal number of elements.
         open_ones = isinstance(after[0], int), isinstance(after[axis], int)
         fits = all(one or not known for one, known in zip(same, open_ones, strict=True)) and any(same)
         if fits and (_size(after[1:axis]), _size(after[axis + 1 :])) == sizes:

@@ -1,8 +1,8 @@
-"""The effect of a chain of Reshape and Transpose on a tensor, followed by dimension.
+"""Follows the dimensions of a tensor through a chain of Reshape and Transpose.
 
 Exporters split and merge heads in several ways: [B, S, W] -> [B, S, H, D] -> [B, H, S, D], perhaps through [B H, S, D].
 A View keeps the tensor's axes as lists of atoms; a Reshape splits and groups atoms without changing their order, a
-Transpose permutes axes. Key heads that several query heads share are repeated by Unsqueeze and Expand: atoms whose
+Transpose permutes axes. Unsqueeze and Expand repeat key heads that several query heads share; this adds atoms whose
 source is REPEATED.
 """
 
@@ -24,8 +24,8 @@ class Atom:
 
     def __init__(self, dim: Dim, source: int, stride: int = 1) -> None:
         self.dim = dim
-        self.source = source  # the axis of the original tensor that it is, or is a part of
-        self.stride = stride  # along that axis, from one of it to the next
+        self.source = source  # axis of the original tensor, or REPEATED
+        self.stride = stride  # distance along that axis between two elements of the atom
 
 
 class View:
@@ -35,7 +35,7 @@ class View:
         self.axes = [[Atom(dim, axis)] for axis, dim in enumerate(shape)]
 
     def apply(self, node: ir.Node, dims: Dimensions) -> bool:
-        """Follows a Reshape or Transpose, or an operator that moves nothing. False: what it does is not known."""
+        """Apply a Reshape, Transpose, Unsqueeze or Expand; return False if its effect is unknown."""
         if node.op_type == "Transpose":
             self.permuted(*permutation(node, len(self.axes)))
         elif node.op_type == "Reshape":
@@ -48,17 +48,17 @@ class View:
         return True
 
     def dim(self, axis: int) -> int | None:
-        """The size of an axis, if it is a number."""
+        """Return the size of an axis if it is an integer, else None."""
         sizes = [atom.dim for atom in self.axes[axis] if isinstance(atom.dim, int)]
         return math.prod(sizes) if len(sizes) == len(self.axes[axis]) else None
 
     def split_heads(self, heads: int, head_dim: int) -> View | None:
-        """[batch, rows, width] as [batch, rows, heads, head_dim], if that is its width."""
+        """Split [batch, rows, width] to [batch, rows, heads, head_dim]; None if the width differs."""
         dims = [axis[0].dim for axis in self.axes[:2]]
         return self if self._reshape([*dims, heads, head_dim]) and len(self.axes) == 4 else None
 
     def sequences_apart(self) -> None:
-        """[batch x heads, rows, width] as [batch, heads, rows, width]."""
+        """Split [batch x heads, rows, width] to [batch, heads, rows, width]."""
         if len(self.axes) == 3 and len(self.axes[0]) == 2:
             self.axes[:1] = [[atom] for atom in self.axes[0]]
 
@@ -73,14 +73,14 @@ class View:
         return self
 
     def merged(self, axis: int) -> View:
-        """An axis and the one behind it in one."""
+        """Merge an axis with the next one."""
         self.axes[axis : axis + 2] = [self.axes[axis] + self.axes[axis + 1]]
         return self
 
     def sources(self) -> list[list[tuple[int, int]]]:
-        """Return, for each axis, the original axes that it consists of, in order: (axis, stride along it).
+        """Return the parts of each axis in order, as pairs (original axis, stride along it).
 
-        Two views of one tensor with the same sources are the same. Sizes of 1 carry no information and are left out.
+        Two views of one tensor are equal if their sources are equal. Parts of size 1 are omitted.
         """
         found = []
         for axis in self.axes:
@@ -111,7 +111,7 @@ class View:
             if dim == 1 or (len(axis) == 1 and axis[0].dim == dim) or (dim is not None and self.dim(index) == dim):
                 continue
             if len(axis) == 1 and self.dim(index) is None and dim is not None and not isinstance(dim, int):
-                # Of different names the graph itself says that they are of the same.
+                # The Expand itself requires that two differently named dimensions are equal.
                 self.axes[index] = [Atom(dim, axis[0].source, axis[0].stride)]
                 continue
             if self.dim(index) != 1 or not isinstance(dim, int):
@@ -135,7 +135,7 @@ class View:
 
 
 def _take(atoms: list[Atom], dim: Dim | None, end: int) -> list[Atom] | None:
-    """Takes atoms that make up `dim` away from one end of the list, 0 or -1; None if they do not."""
+    """Remove the atoms whose product is `dim` from one end (0 or -1) of the list and return them, or None."""
     if isinstance(dim, Product) and atoms and atoms[end].dim != dim:
         nearest, other = (dim.times, dim.dim) if end else (dim.dim, dim.times)
         first, second = _take(atoms, nearest, end), _take(atoms, other, end)

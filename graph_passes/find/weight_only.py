@@ -1,14 +1,13 @@
-"""Low-bit weights that a model dequantizes by arithmetic over constants.
+"""Reads 4-bit and 8-bit weights that a model dequantizes by arithmetic on constants.
 
     Cast -> (Sub or Add of zero points) -> Mul or Div by scales       zero points are integers or fractions
     DequantizeLinear, also with blocks                                if stored_int4.py and stored_int8.py do not apply
     MatMulNBits with 8 bits
 
-Reshape, Transpose, Squeeze, Unsqueeze and Identity may be anywhere. The arithmetic is evaluated, and the integers are
-kept if the result fits our operators: 8 bits with a scale and a zero point per column, or a scale per group of 32, 64
-or 128 inputs; or 4 bits in such groups, with zero points, or minimums if these are fractions. Otherwise a reason is
-returned. Arithmetic that is not that of real numbers, such as integers that wrap, is not a stored weight. A model is
-untrusted: see node_checks.py.
+Reshape, Transpose, Squeeze, Unsqueeze and Identity may be between these nodes. The integers are kept if an Ortolan
+operator supports the result: 8 bits with a scale and a zero point per column, or with a scale per group of 32, 64 or
+128 inputs; 4 bits in such groups with zero points, or with minimums for fractional zero points. If nothing fits, a
+reason is returned. Arithmetic that wraps or clips integers is not recognized. A model is untrusted: see node_checks.py.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from .stored_int4 import INT4_TYPES, SCALE_TYPES, StoredInt4, check_order, check
 from .stored_int8 import FLOAT_TYPES, INT8_TYPES, ZERO_POINTS, StoredInt8, StoredInt8Tensors
 
 _MOVES = ("Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze")
-_WIDER = (ir.DataType.INT16, ir.DataType.INT32, ir.DataType.INT64)  # hold all codes
-_MOST_IN_INTEGERS = 2**15 - 256  # zero points up to this, less codes, do not wrap in any of these types
+_WIDER = (ir.DataType.INT16, ir.DataType.INT32, ir.DataType.INT64)  # integer types that contain all 8-bit codes
+_MOST_IN_INTEGERS = 2**15 - 256  # up to this, codes - zero point does not wrap in types of _WIDER
 _MOST_STEPS = 32
-_LARGEST_SCALE = np.finfo(np.float32).max / 256  # a scale times a number stays finite
-_MIDDLE = {ir.DataType.UINT8: 128, ir.DataType.INT4: -8}  # codes less this are int8; 0 … 15
+_LARGEST_SCALE = np.finfo(np.float32).max / 256  # a scale times any code stays finite
+_MIDDLE = {ir.DataType.UINT8: 128, ir.DataType.INT4: -8}  # subtracted: gives int8 from uint8, and 0 … 15 from int4
 _RUNS = (128, 64, 32)
 _META = "ortolan.weight_only"
 
@@ -42,10 +41,10 @@ _Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True)
 class _Scaled:
-    """scales (codes - zero_points). The last two are float32, of as many dimensions as the codes, each theirs or 1."""
+    """The value scales (codes - zero_points); scales and zero_points are float32 and broadcast to `shape`."""
 
     codes: Callable[[], _Array]
-    dtype: ir.DataType  # of the codes
+    dtype: ir.DataType  # type of the codes
     shape: tuple[int, ...]
     scales: _Array
     zero_points: _Array
@@ -53,9 +52,9 @@ class _Scaled:
 
 
 def read_weight_only(value: ir.Value, transposed: bool) -> Stored:
-    """Return the weight behind a layer's constant input, [k, n], or [n, k] if transposed; or why it cannot be kept.
+    """Return the weight that a layer's input [k, n] ([n, k] if transposed) dequantizes, or why it cannot be kept.
 
-    None: it is not made of 4-bit or 8-bit integers in one of these ways.
+    None: the input is not dequantized from 4-bit or 8-bit integers in one of the ways above.
     """
     roots = _roots(value)
     if value.producer() is None or not any(one.dtype in (*INT8_TYPES, *INT4_TYPES) for one in roots):
@@ -75,7 +74,7 @@ def read_matmul_nbits_int8(node: ir.Node) -> StoredInt8 | str:
 
 
 def _once(value: ir.Value, transposed: bool, roots: list[ir.TensorProtocol], read: Callable[[], Stored]) -> Stored:
-    """Keeps what was read with the value: that takes all numbers, and passes look for layers many times."""
+    """Return read(), cached in the value's meta: reading visits all weights, and passes search layers many times."""
     known = value.meta.get(_META)
     if known is None or known[0] != transposed or [id(one) for one in known[1]] != [id(one) for one in roots]:
         try:
@@ -88,7 +87,7 @@ def _once(value: ir.Value, transposed: bool, roots: list[ir.TensorProtocol], rea
 
 
 def _roots(value: ir.Value) -> list[ir.TensorProtocol]:
-    """The constants that it is made of; none where that takes too many steps."""
+    """Return the constants that a value is computed from; empty if that takes more than _MOST_STEPS steps."""
     waiting, found = [value], list[ir.TensorProtocol]()
     for _ in range(_MOST_STEPS):
         if not waiting:
@@ -106,7 +105,7 @@ def _read(value: ir.Value, transposed: bool) -> Stored:
     found = _scaled(value)
     if found is None or not found.is_scaled:
         return None
-    expect(len(found.shape) == 2, f"its numbers are {len(found.shape)}-D, expected 2-D")
+    expect(len(found.shape) == 2, f"its codes are {len(found.shape)}-D, expected 2-D")
     expect(min(found.shape) > 0, f"its weight is empty: {list(found.shape)}")
     if transposed:
         found = _moved(found, np.transpose)
@@ -114,7 +113,7 @@ def _read(value: ir.Value, transposed: bool) -> Stored:
 
 
 def _matmul_nbits(node: ir.Node) -> StoredInt8 | str:
-    """Numbers uint8 [n, blocks, block_size]; scales, and zero points like them, [n, blocks] or flat."""
+    """Read an 8-bit MatMulNBits: codes uint8 [n, blocks, block_size]; scales and zero points [n, blocks] or flat."""
     k, n, block = (integer_attribute(node, name) for name in ("K", "N", "block_size"))
     expect(
         integer_attribute(node, "weight_prepacked", 0) == 0,
@@ -144,7 +143,7 @@ def _matmul_nbits(node: ir.Node) -> StoredInt8 | str:
     )
 
 
-# --- what the graph makes of the numbers ------------------------------------------------------------------------------
+# --- evaluating the arithmetic ----------------------------------------------------------------------------------------
 
 
 def _scaled(value: ir.Value | None, steps: int = _MOST_STEPS) -> _Scaled | None:
@@ -175,7 +174,7 @@ def _scaled(value: ir.Value | None, steps: int = _MOST_STEPS) -> _Scaled | None:
 
 
 def _move(node: ir.Node, shape: tuple[int, ...]) -> Callable[[_Array], _Array]:
-    """Return the effect of a node on an array of its input's shape."""
+    """Return a function that moves an array's elements as the node does."""
     if node.op_type == "Transpose":
         given = node.attributes.get("perm")
         order = None if given is None else tuple(given.as_ints())
@@ -202,17 +201,16 @@ def _moved(source: _Scaled, move: Callable[[_Array], _Array], keeps_axes: bool =
 
 
 def _is_exact(scaled: _Scaled, dtype: ir.DataType) -> bool:
-    """Return whether integers of this type hold the values exactly, not wrapped or clipped."""
+    """Return whether integers of this type represent codes - zero_points exactly, without wrapping or clipping."""
     zeros = scaled.zero_points
     small = bool((np.abs(zeros) <= _MOST_IN_INTEGERS).all())  # NaN fails
     return dtype in _WIDER and not scaled.is_scaled and small and _is_whole(zeros)
 
 
 def _arithmetic(node: ir.Node, dtype: ir.DataType, steps: int) -> _Scaled | None:
-    """Numbers with a zero point or a scale, in either order; a Sub and a Div have them second. dtype: of what it makes.
+    """Evaluate Add, Sub, Mul or Div of codes and a zero point or scale. dtype: output type of the node.
 
-    Integers are only added and subtracted, where none wraps: their products and quotients are others than those of
-    real numbers.
+    Integer outputs are supported only for Add and Sub that cannot wrap.
     """
     for index in (0, 1) if node.op_type in ("Add", "Mul") else (0,):
         source, other = _scaled(node_input(node, index), steps), constant_tensor(node_input(node, 1 - index))
@@ -221,7 +219,7 @@ def _arithmetic(node: ir.Node, dtype: ir.DataType, steps: int) -> _Scaled | None
         shape = tuple(other.shape.numpy())
         shape = (1,) * (len(source.shape) - len(shape)) + shape
         if len(shape) != len(source.shape) or any(a not in (1, b) for a, b in zip(shape, source.shape, strict=True)):
-            continue  # the other one may be the weight
+            continue  # perhaps the codes are the other operand
         factor = float_array(other).reshape(shape)
         if node.op_type in ("Mul", "Div"):
             if dtype not in FLOAT_TYPES:
@@ -230,7 +228,7 @@ def _arithmetic(node: ir.Node, dtype: ir.DataType, steps: int) -> _Scaled | None
                 scales = source.scales * factor if node.op_type == "Mul" else source.scales / factor
             return replace(source, scales=scales, is_scaled=True)
         if source.is_scaled:
-            raise UnfitError(f"{node.op_type} ({node.name!r}) adds to the numbers behind their scales, expected before")
+            raise UnfitError(f"{node.op_type} ({node.name!r}) adds a zero point after the scales, expected before them")
         offset = factor if node.op_type == "Sub" else -factor
         less = replace(source, zero_points=source.zero_points + offset)
         return less if dtype in FLOAT_TYPES or _is_exact(less, dtype) else None
@@ -238,7 +236,7 @@ def _arithmetic(node: ir.Node, dtype: ir.DataType, steps: int) -> _Scaled | None
 
 
 def _dequantized(node: ir.Node) -> _Scaled | None:
-    """One scale and zero point, one along an axis, or blocks of an axis."""
+    """Read a DequantizeLinear whose scales are one per tensor, per index of an axis, or per block of an axis."""
     codes = constant_tensor(node_input(node, 0))
     if codes is None or codes.dtype not in (*INT8_TYPES, *INT4_TYPES):
         return None
@@ -270,20 +268,20 @@ def _dequantized(node: ir.Node) -> _Scaled | None:
     return _Scaled(codes.numpy, codes.dtype, shape, scales, zeros, True)
 
 
-# --- forms that operators have ----------------------------------------------------------------------------------------
+# --- formats of the operators -----------------------------------------------------------------------------------------
 
 
 def _eight_bits(found: _Scaled, in_groups: bool = False) -> StoredInt8 | str:
-    """in_groups: also where a column is one."""
+    """Return an 8-bit weight. in_groups: use the group format even if each column has one scale."""
     k, n = found.shape
     _check(found)
-    expect(_is_whole(found.zero_points), "its zero points are fractions, which no form of 8 bits has")
+    expect(_is_whole(found.zero_points), "its zero points are fractions, which 8-bit formats do not support")
     low, high = ZERO_POINTS[found.dtype]
     least, most = float(found.zero_points.min()), float(found.zero_points.max())
     expect(
         low <= least and most <= high,
-        f"its zero points go from {least:g} to {most:g}, expected {low} to {high} as its {found.dtype.name.lower()} "
-        "numbers do",
+        f"its zero points are from {least:g} to {most:g}, expected {low} to {high}, the range of its "
+        f"{found.dtype.name.lower()} codes",
     )
     run = _run(found)
     scales, zeros = (_by_run(array, run, k, n) for array in (found.scales, found.zero_points.astype(np.int16)))
@@ -303,18 +301,18 @@ def _eight_bits(found: _Scaled, in_groups: bool = False) -> StoredInt8 | str:
         low, high = (int(limit) for limit in (centred().min(), centred().max()))
         expect(
             low >= -128 and high < 128,
-            f"its numbers less their zero points go from {low} to {high}, expected -128 to 127: in groups, no form of "
-            "8 bits has zero points; quantize with symmetric int8 weights",
+            f"its codes minus zero points are from {low} to {high}, expected -128 to 127, because 8-bit groups have no "
+            "zero points; quantize with symmetric int8 weights",
         )
     q = lazy(lambda: centred().astype(np.int8), ir.DataType.INT8, ir.Shape([k, n]), name)
     return StoredInt8(8, size, q, ir.Tensor(narrowed(_spread(scales, run, size, k))))
 
 
 def _check(found: _Scaled) -> None:
-    """Raises UnfitError for what kernels cannot compute with."""
+    """Raise UnfitError if kernels cannot compute with the scales, zero points or number of inputs."""
     expect(bool(np.isfinite(found.zero_points).all()), "its zero points hold NaN or infinity")
     largest = float(np.abs(found.scales).max())
-    expect(largest <= float(_LARGEST_SCALE), f"its scales go up to {largest:g}, expected finite numbers below 1e36")
+    expect(largest <= float(_LARGEST_SCALE), f"its largest scale is {largest:g}, expected a finite value below 1e36")
     expect(found.shape[0] <= MAX_INPUTS, too_wide(found.shape[0]))
 
 
@@ -353,7 +351,7 @@ def _run(scaled: _Scaled) -> int:
     """Return the number of inputs per scale and zero point; k for one per column.
 
     Raises:
-        UnfitError: Operators lack this form.
+        UnfitError: No operator supports this block size.
     """
     k = scaled.shape[0]
     arrays = [array for array in (scaled.scales, scaled.zero_points) if array.shape[0] > 1]
@@ -363,8 +361,8 @@ def _run(scaled: _Scaled) -> int:
         if all(_is_constant_in(array, run) for array in arrays):
             return run
     runs = [run for run in _shorter() if all(_is_constant_in(array, run) for array in arrays)]
-    found = f"for blocks of {runs[0]} inputs" if runs else "one an input"
-    raise UnfitError(f"its scales are {found}, expected one an output, or blocks of 32 or a multiple of that")
+    found = f"per block of {runs[0]} inputs" if runs else "per input"
+    raise UnfitError(f"its scales are {found}, expected one per output, or blocks of a multiple of 32 inputs")
 
 
 def _shorter() -> Iterator[int]:
@@ -377,7 +375,7 @@ def _is_constant_in(array: _Array, run: int) -> bool:
 
 
 def _by_run(array: _Array, run: int, k: int, n: int) -> _Array:
-    """[runs, n] of [k or 1, n or 1]."""
+    """Return the first row of each run of [k or 1, n or 1], as [runs, n]."""
     rows = array if array.shape[0] == 1 else array[::run]
     return np.ascontiguousarray(np.broadcast_to(rows, (-(-k // run), n)))
 
