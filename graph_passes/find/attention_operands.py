@@ -54,11 +54,8 @@ def through_views(
 ) -> tuple[list[ir.Node], float, ir.Value | None]:
     """Follow a value back through operators of the types `views` and multiplications by a constant.
 
-    Args:
-        alone: stop at a value with several consumers.
-
-    Returns:
-        The nodes passed, from the last to the first; the product of the constants; the value reached.
+    Returns the nodes passed, from the last to the first; the product of the constants; the value reached. If `alone` is
+    set, it stops at a value with several consumers.
     """
     chain: list[ir.Node] = []
     scale = 1.0
@@ -113,11 +110,8 @@ def heads_operand(
 ) -> Operand:
     """Return heads [batch, heads, rows, head_dim] as an operand, or the input of the Transpose that computes them.
 
-    The number of heads must be known.
-
-    Args:
-        transposed: the heads are [batch, heads, head_dim, rows].
-        single: the value is [batch x heads, rows, head_dim] and counts as one head.
+    The number of heads must be known. transposed: the heads are [batch, heads, head_dim, rows]. single: the value is
+    [batch x heads, rows, head_dim] and counts as one head.
     """
     chain, scale, base = through_views(dims, value, (), alone=True)
     merged = not single and len(dims.shape(base) or ()) == 3  # batch and heads are one axis of the MatMul

@@ -426,7 +426,7 @@ def _check(dims: Dimensions, match: CachedAttention) -> None:
 
 
 def _asks_for_length(dims: Dimensions, node: ir.Node) -> bool:
-    """Return whether a node is a Shape of which only unchanged dimensions, not the last one, are read."""
+    """Return whether a node is a Shape whose last dimension, the only one that changes, is not read."""
     if not is_op(node, "Shape"):
         return False
     end = node.attributes["end"].as_int() if "end" in node.attributes else None

@@ -105,7 +105,7 @@ def _is_weight(rounding: QdqPair) -> bool:
 
 
 def _range_of(node: ir.Node, kind: ir.DataType = ir.DataType.UINT8) -> _Range | None:
-    """Return the range of a QuantizeLinear or DequantizeLinear with one scale. kind: type of q if zero_point is omitted."""
+    """Return the range of a QuantizeLinear or DequantizeLinear with one scale. kind: type of q by default."""
     scale, zero = constant_tensor(node_input(node, 1)), constant_tensor(node_input(node, 2))
     if scale is None or scale.size != 1 or scale.dtype not in FLOAT_TYPES:
         return None

@@ -409,7 +409,7 @@ def test_other_recipes_keep_eight_bits_or_round_them_once_more() -> None:
 
 
 def test_blocks_of_16() -> None:
-    blocks = "its scales are for blocks of 16 inputs, expected one an output, or blocks of 32 or a multiple of that"
+    blocks = "its scales are per block of 16 inputs, expected one per output, or blocks of a multiple of 32 inputs"
     refused(by_group(64, 6, 16), "linear", "stored in 8 bits", blocks)
     refused(dequantized(64, 6, 16, False, "float32", np.int8, False), blocks)
     refused(nbits(64, 6, 16)[0], "linear: com.microsoft::MatMulNBits", blocks)
@@ -429,13 +429,16 @@ def test_the_report_says_why_stored_weights_are_not_kept() -> None:
 
 
 def test_a_scale_an_input() -> None:
-    refused(by_column(64, 6, shape=[64, 1]), "its scales are one an input, expected one an output")
+    refused(by_column(64, 6, shape=[64, 1]), "its scales are per input, expected one per output")
 
 
 def test_zero_points_that_no_form_takes() -> None:
-    refused(by_group(64, 6, 32, codes=np.uint8, zero=100), "its numbers less their zero points go from", "in groups")
-    refused(nbits(64, 6, 32, zero=np.uint8(100))[0], "its numbers less their zero points go from")
-    refused(by_column(64, 6, codes=np.uint8, zero=127.5), "its zero points are fractions, which no form of 8 bits has")
+    refused(by_group(64, 6, 32, codes=np.uint8, zero=100), "its codes minus zero points are from", "8-bit groups")
+    refused(nbits(64, 6, 32, zero=np.uint8(100))[0], "its codes minus zero points are from")
+    refused(
+        by_column(64, 6, codes=np.uint8, zero=127.5),
+        "its zero points are fractions, which 8-bit formats do not support",
+    )
     refused(nbits(64, 6, 32, zero=np.float32(127.5))[0], "its zero points are fractions")
 
 
@@ -449,7 +452,9 @@ def test_zero_points_beyond_int8(codes: Any, zero: int) -> None:
 @pytest.mark.parametrize("zero", [256, -1])
 def test_zero_points_beyond_uint8(zero: int) -> None:
     written = by_column(64, 48, codes=np.uint8, zero=zero)
-    refused_and_read_as_floats(written, f"its zero points go from {zero} to {zero}, expected 0 to 255 as its uint8")
+    refused_and_read_as_floats(
+        written, f"its zero points are from {zero} to {zero}, expected 0 to 255, the range of its uint8"
+    )
     some = np.where(np.arange(48) % 7 == 0, zero, 128)[None]
     refused_and_read_as_floats(by_column(64, 48, codes=np.uint8, zero=some), "expected 0 to 255")
 
@@ -556,7 +561,7 @@ def test_scales_that_are_no_numbers(bad: float) -> None:
     scales = numpy_helper.to_array(model.graph.initializer[1]).copy()
     scales[3, 1] = bad
     model.graph.initializer[1].CopyFrom(numpy_helper.from_array(scales, "scales"))
-    refused(model, "its scales go up to")
+    refused(model, "its largest scale is")
 
 
 def test_sums_behind_the_scales() -> None:
@@ -564,7 +569,7 @@ def test_sums_behind_the_scales() -> None:
     written.nodes[-1].output[0] = "product"
     written.nodes.append(helper.make_node("Add", ["product", "offset"], ["W"], name="shift"))
     written.constants["offset"] = np.ones(6, np.float32)
-    refused(written, "Add ('shift') adds to the numbers behind their scales, expected before")
+    refused(written, "Add ('shift') adds a zero point after the scales, expected before them")
 
 
 def test_malformed_matmul_nbits() -> None:

@@ -279,7 +279,7 @@ def hide_present(model: onnx.ModelProto) -> None:
         (add_bias, "it has an input attention_bias", 2),
         (read_head_dim, "its cache 'past_key_values.0.key' is also used by Shape 'asks'", 1),
         (use_present, "its cache 'present.0.key' is also used by Relu 'reads'", 1),
-        (hide_present, "its cache 'present.0.value' is no output of the graph", 1),
+        (hide_present, "its cache 'present.0.value' is not an output of the graph", 1),
     ],
 )
 def test_what_is_not_known_is_left_alone(change: Callable[[onnx.ModelProto], None], reason: str, left: int) -> None:

@@ -106,7 +106,7 @@ def test_what_cannot_be_worked_out_is_named() -> None:
     """The output shape of NonZero is known only after it has run."""
     found = find([node("NonZero", "w", to="where"), node("Cast", "where", to_=TensorProto.FLOAT)], {"w": W})
     assert isinstance(found, NotLinear)
-    assert "weight 'W' is made by NonZero ('make where') of constants, which cannot be worked out" in found.reason
+    assert "weight 'W' is computed by NonZero ('make where') on constants that cannot be evaluated" in found.reason
 
 
 def test_a_constant_is_not_much_larger_than_what_it_is_made_of() -> None:

@@ -196,9 +196,9 @@ def test_numbers_that_others_take_stay() -> None:
     cast = [helper.make_node("Cast", ["xq"], ["z"], name="cast", to=FLOAT)]
     other_range = [dequantize("xq", "z", "scales0", "x_zero")]
     for nodes, kind, reason in (
-        ([numbers], TensorProto.UINT8, "its numbers 'z' are an output of the model"),
-        (cast, FLOAT, "Cast 'cast' takes its numbers as they are"),
-        (other_range, FLOAT, "DequantizeLinear 'z_floats' takes its numbers as they are"),
+        ([numbers], TensorProto.UINT8, "its codes 'z' are an output of the model"),
+        (cast, FLOAT, "Cast 'cast' reads its codes without a DequantizeLinear"),
+        (other_range, FLOAT, "DequantizeLinear 'z_floats' reads its codes without a DequantizeLinear"),
     ):
         model = beside_a_layer(*nodes, kind=kind, scales0=np.float32(0.7))
         report = ortolan.optimize_onnx(model, recipe=FREED)

@@ -158,8 +158,8 @@ def capped() -> onnx.ModelProto:
 @pytest.mark.parametrize(
     ("model", "kind", "reason"),
     [
-        (window(), "GroupQueryAttention", "it has local_window_size 16, which NoMADAttention does not know"),
-        (capped(), "Softmax", "its scores are capped by a Tanh (softcap), which NoMADAttention does not know"),
+        (window(), "GroupQueryAttention", "it has local_window_size 16, which NoMADAttention does not support"),
+        (capped(), "Softmax", "its scores are capped by a Tanh (softcap), which NoMADAttention does not support"),
     ],
     ids=["window", "capped"],
 )

@@ -175,17 +175,17 @@ REFUSED: dict[str, tuple[list[NodeProto], dict[str, np.ndarray], str]] = {
     "row": (
         between(node("Add", "a row", "b")),
         {"row": np.ones(17, np.float32)},
-        "Add takes a constant of shape [17], expected one number: it computes another function at each place",
+        "Add has a constant of shape [17], expected a scalar: it computes a different function at each position",
     ),
     "more_axes": (
         between(node("Add", "a deep", "c"), node("Reshape", "c shape", "b")),
         {"deep": np.ones((1, 1, 1), np.float32), "shape": np.array([-1, 17], np.int64)},
-        "Add takes a number of shape [1, 1, 1], expected []: 'x' is of rank 2",
+        "Add has a constant of shape [1, 1, 1], expected []: 'x' is of rank 2",
     ),
     "per_axis": (
         [node("DequantizeLinear", "x scales zeros", "a", axis=1), node("Tanh", "a", "y")],
         {"scales": np.ones(17, np.float32), "zeros": np.zeros(17, np.uint8)},
-        "DequantizeLinear takes a constant of shape [17], expected one number: it is quantized per axis",
+        "DequantizeLinear has a constant of shape [17], expected a scalar: it is quantized per axis",
     ),
     "quantized_per_axis": (
         [
@@ -194,7 +194,7 @@ REFUSED: dict[str, tuple[list[NodeProto], dict[str, np.ndarray], str]] = {
             node("DequantizeLinear", "q scales zeros", "y", axis=1),
         ],
         {"scales": np.ones(17, np.float32), "zeros": np.zeros(17, np.uint8)},
-        "QuantizeLinear takes a constant of shape [17]",
+        "QuantizeLinear has a constant of shape [17]",
     ),
     "one_operator": (
         [*CHAINS["tanh"][:1], node("Relu", "a", "r"), node("MatMul", "a weight", "m"), node("Add", "r m", "y")],

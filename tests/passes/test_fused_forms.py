@@ -128,7 +128,7 @@ def test_attention_of_values_of_another_width_keeps_its_operator() -> None:
     assert not reasons and op_types(apart).count("MatMul") == 3
     assert relative_error(run(model, feeds)[0], run(apart, feeds)[0]) < 1e-5
     report = ortolan.optimize_onnx(model, recipe=FUSE, dry_run=True)
-    assert any("heads of its queries, keys and values are" in note for note in report.notes)
+    assert any("head widths of its queries, keys and values are" in note for note in report.notes)
 
 
 def test_weights_of_several_attentions_are_split_once() -> None:
@@ -335,14 +335,14 @@ def asked_for(model: onnx.ModelProto) -> None:
 REFUSED: dict[str, tuple[Any, str]] = {
     "cache": (lambda model: model.graph.node[0].input.append("x"), "it has a cache of keys and values"),
     "rotary": (lambda model: add_attribute(model, "do_rotary", 1), "it turns queries and keys"),
-    "unknown": (lambda model: add_attribute(model, "novel", 1), "its attribute 'novel' is not known here"),
+    "unknown": (lambda model: add_attribute(model, "novel", 1), "its attribute 'novel' is not supported"),
     "widths": (lambda model: add_attribute(model, "qkv_hidden_sizes", [24, 24, 10]), "its weights have 72 columns"),
     "half": (half, "its input 'x' is FLOAT16, expected FLOAT"),
     "weights": (asked_for, "its weights 'W' are not constant"),
-    "fill": (lambda model: add_attribute(model, "mask_filter_value", 1), "its attribute 'mask_filter_value' is no"),
+    "fill": (lambda model: add_attribute(model, "mask_filter_value", 1), "its attribute 'mask_filter_value' is not"),
     "heads": (lambda model: add_attribute(model, "num_heads", 0), "its num_heads is 0"),
     "vector": (lambda model: set_mask(model, ["other"]), "its mask 'mask' is a vector whose length is not known to be"),
-    "one key": (lambda model: set_mask(model, ["batch", 1]), "its mask 'mask' is for one key"),
+    "one key": (lambda model: set_mask(model, ["batch", 1]), "its mask 'mask' has one column for all keys"),
     "megatron": (lambda model: set_mask(model, ["batch", 1, 9, 9]), "its mask 'mask' is 4, expected 1-D to 3-D"),
 }
 

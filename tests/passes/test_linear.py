@@ -94,7 +94,7 @@ def test_double_weights():
 def test_fused_operators_are_named_with_the_reason():
     node = helper.make_node("FusedMatMul", ["x", "W"], ["y"], domain="com.microsoft", name="f", alpha=0.5)
     text = reason([node], {"W": random_weight(8, 8)}, domains={"com.microsoft": 1})
-    assert "com.microsoft::FusedMatMul" in text and "pass normalize is needed before" in text
+    assert "com.microsoft::FusedMatMul" in text and "run the pass normalize first" in text
 
 
 def test_bias_on_either_side_of_the_add():

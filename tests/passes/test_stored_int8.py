@@ -362,7 +362,7 @@ def test_scales_that_are_no_numbers_above_zero(form, bad):
 def test_ranges_that_are_none(form, bad, name):
     what = "input" if name == "x_scale" else "output"
     model = Int8Layer(form, changes={name: np.array(bad, np.float32)}).model()
-    check_refused(model, f"the range of its {what} is not one of constant numbers above 0")
+    check_refused(model, f"its {what} has no constant positive scale")
 
 
 def test_an_input_without_a_usable_range_is_rounded_row_by_row():
@@ -390,7 +390,7 @@ def test_weights_of_another_shape(form):
         elif not (form == "sparse_ml" and name == "scales"):
             model = dataclasses.replace(layer, changes={name: array}).model()
             if form.startswith("chain") and name == "scales":
-                text = "'scales' are no constant of 24 numbers"
+                text = "'scales' are not a FLOAT constant with 1 or 24 elements"
             check_refused(model, text)
 
 
@@ -456,11 +456,11 @@ def attribute(name, value):
 BROKEN = {
     "no cast": ("chain", "cast", retype("Identity"), "its sums go into Identity 'cast', expected a Cast"),
     "cast to half": ("chain", "cast", attribute("to", TensorProto.FLOAT16), "expected a Cast to float32"),
-    "no mul": ("chain", "output_mul", retype("Relu"), "Relu 'output_mul' follows where its scales are missing"),
+    "no mul": ("chain", "output_mul", retype("Relu"), "Relu 'output_mul' follows, expected a Mul by its scales"),
     "other zero": ("chain", "linear", inputs(_2="x_zero"), "zero point of its input is not that of its Dynamic"),
     "no zero": ("chain", "linear", inputs(_2=""), "zero point of its input is not that of its Dynamic"),
     "no scale": ("chain", "scales_mul", inputs(_0="x_scale"), "its sums 'y' are used elsewhere, too"),
-    "twice": ("chain", "scales_mul", inputs(_1="xs"), "are no constant of 24 numbers"),
+    "twice": ("chain", "scales_mul", inputs(_1="xs"), "are not a FLOAT constant with 1 or 24 elements"),
     "weight first": ("chain", "linear", inputs(_0="W"), "the constant is the first input"),
     "to float, other scale": ("dynamic_to_float", "linear", inputs(_2="x_scale"), "a_scale is not that of its Dynamic"),
     "to float, other zero": ("dynamic_to_float", "linear", inputs(_4="zeros"), "zero point of its input is not that"),
