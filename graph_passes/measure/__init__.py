@@ -1,1 +1,1 @@
-"""Running models: feeds (inputs by name), answers (the outputs of a run), inputs of layers, and times."""
+"""Runs models: feeds (inputs by name), answers (outputs of a run), recorded inputs of layers, and times."""

@@ -11,18 +11,18 @@ import numpy as np
 
 from .feeds import Feeds, Outputs
 
-_MIN_BYTES, _MAX_BYTES = 48 * 2**20, 128 * 2**20  # of the answers to one feed
-_IN_MEMORY = 8 * 2**20  # bytes of the answers to one feed; larger answers go to files
-_SMALL = 4096  # bytes; smaller arrays stay in memory
-_PROBED = 8  # tokens of the run that measures the size of answers
-_FEW_TOKENS = 64  # answers to shorter feeds are small enough
+_MIN_BYTES, _MAX_BYTES = 48 * 2**20, 128 * 2**20  # bounds of max_answer_bytes
+_IN_MEMORY = 8 * 2**20  # limit for the answers to one feed, in bytes; larger answers go to files
+_SMALL = 4096  # arrays of at most this many bytes stay in memory
+_PROBED = 8  # number of tokens in the run that measures the size of answers
+_FEW_TOKENS = 64  # feeds with fewer tokens are never cut
 _BY_TOKENS = frozenset(("input_ids", "position_ids", "token_type_ids"))
 
 
 def keep(answers: Outputs, folder: Path) -> Outputs:
-    """Copy answers out of the session's memory, which they would otherwise keep alive.
+    """Copy answers, because the originals would keep the session's memory alive.
 
-    Large answers are mapped from a file in `folder`; the file is deleted with them.
+    Large answers are mapped from a file in `folder`, which is deleted when they are.
     """
     large = sum(answer.nbytes for answer in answers if answer is not None) > _IN_MEMORY
     return [
@@ -43,13 +43,13 @@ def max_answer_bytes(model_bytes: int) -> int:
 
 
 def shorten(feeds: Sequence[Feeds], open_session: Callable[[], Any], max_bytes: int) -> list[Feeds]:
-    """Cut feeds whose answers would take too much memory to fewer tokens.
+    """Cut feeds to fewer tokens if their answers would take too much memory.
 
-    Feeds with other inputs, and feeds of models with a fixed length, are unchanged.
+    Feeds that `cut` cannot cut, and feeds of models with a fixed length, are returned unchanged.
 
     Args:
         feeds: The model's inputs.
-        open_session: Called if any feed is long, to run a few of its tokens.
+        open_session: Opens the model; called only if a feed is long, to run a few of its tokens.
         max_bytes: Limit for the answers to one feed.
     """
     candidates = [one for one in feeds if "input_ids" in one and one["input_ids"].size > _FEW_TOKENS]
@@ -61,7 +61,7 @@ def shorten(feeds: Sequence[Feeds], open_session: Callable[[], Any], max_bytes: 
     except Exception:  # ONNX Runtime's exceptions share no base class
         return list(feeds)
     size = sum(answer.nbytes for answer in answers if isinstance(answer, np.ndarray))
-    tokens = max(max_bytes * probe["input_ids"].size // max(size, 1), 1)  # of all sequences
+    tokens = max(max_bytes * probe["input_ids"].size // max(size, 1), 1)  # limit for all sequences together
     shortened = []
     for one in feeds:
         ids = one.get("input_ids")
@@ -72,7 +72,7 @@ def shorten(feeds: Sequence[Feeds], open_session: Callable[[], Any], max_bytes: 
 
 
 def cut(feeds: Feeds, tokens: int) -> Feeds | None:
-    """Return the first tokens of each sequence, without leading columns of padding; None if not possible."""
+    """Return the first tokens of each sequence, without leading columns of padding; None for unknown inputs."""
     ids = feeds.get("input_ids")
     if ids is None or ids.ndim != 2 or not ids.size:
         return None

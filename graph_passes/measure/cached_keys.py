@@ -12,7 +12,7 @@ from ortolan.errors import CalibrationError, one_line
 from .feeds import Feeds
 from .recorder import OnRun
 
-_GROUP_BYTES = 256 * 1024**2  # of keys that are held at once
+_GROUP_BYTES = 256 * 1024**2  # limit for the keys that are held at once, in bytes
 
 
 def collect_keys(
@@ -20,14 +20,15 @@ def collect_keys(
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield the keys of each cache output, sampled evenly over all feeds and positions.
 
-    The model runs once per group of outputs that fits into _GROUP_BYTES. Padding (by attention_mask) is left out.
+    The model runs once for each group of outputs that fits into _GROUP_BYTES. Tokens that attention_mask marks as
+    padding are left out.
 
     Args:
         session: The decoder.
         names: Outputs [batch, kv_heads, tokens, head_dim].
         sizes: kv_heads * head_dim of each output.
         feeds: Calibration feeds.
-        max_tokens: Limit of keys per head.
+        max_tokens: Largest number of keys per head.
         on_run: Progress callback.
 
     Yields:
@@ -72,7 +73,7 @@ def collect_keys(
 
 
 def _some_tokens(feeds: Feeds, shape: tuple[int, ...], count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return sequence and position of up to `count` tokens of a cache of this shape."""
+    """Return (sequences, positions) of up to `count` tokens of a cache with this shape."""
     mask = feeds.get("attention_mask")
     here = np.ones((shape[0], shape[2]), bool)
     if mask is not None and mask.shape == here.shape:

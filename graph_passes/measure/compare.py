@@ -17,11 +17,9 @@ from ortolan.errors import VerificationError
 from ..report.optimization import OutputDeviation
 from .feeds import Outputs
 
-ODD_FRACTION = (
-    1 / 8
-)  # largest fraction of rows that may be odd (error_of_most_rows), such as tokens with huge activations
-ODD_ERROR = 0.5  # largest error of an odd row, relative to its norm
-_BLOCK = 2**20  # values that are compared at once
+ODD_FRACTION = 1 / 8  # largest fraction of odd rows (error_of_most_rows), such as tokens with huge activations
+ODD_ERROR = 0.5  # largest error of an odd row, relative to the row's norm
+_BLOCK = 2**20  # number of values that are compared at once
 
 
 class ErrorSums:
@@ -51,13 +49,13 @@ class ErrorSums:
         return [sums.error(name) for name, sums in zip(self._names, self._sums, strict=True) if sums.count]
 
     def first_infinite(self) -> str | None:
-        """Return the first output that is finite in the reference but not in the other answers, if any."""
+        """Return the name of the first output that is finite in the reference only, or None."""
         return next((name for name, sums in zip(self._names, self._sums, strict=True) if sums.infinite), None)
 
 
 @dataclass
 class _Sums:
-    """Sums of squares and products of one output."""
+    """Sums of squares and products for one output, from which its errors follow."""
 
     exact: float = 0.0
     new: float = 0.0
@@ -94,7 +92,7 @@ class _Sums:
 def measure_errors(
     names: Sequence[str], reference: Sequence[Outputs], found: Sequence[Outputs]
 ) -> list[OutputDeviation]:
-    """Return the errors of each output against a reference, over all feeds together, where both are finite."""
+    """Return the errors of each output against a reference, over all feeds, where both are finite."""
     sums = ErrorSums(names)
     for one, other in zip(reference, found, strict=True):
         sums.add(one, other)
@@ -102,16 +100,16 @@ def measure_errors(
 
 
 def error_of_most_rows(portable: np.ndarray, native: np.ndarray, exact: np.ndarray, limit: float) -> float:
-    """Return ||portable - native|| / ||exact|| over rows (of the last axis), without odd rows.
+    """Return ||portable - native|| / ||exact|| over rows (along the last axis), without odd rows.
 
-    A row may be odd if the relative error of native against exact is at most `limit`, and that of portable against
-    native at most ODD_ERROR. Of these, the rows that differ most are left out, up to ODD_FRACTION of all rows. Rows
-    that are zero in all three do not count.
+    A row may be odd if native differs from exact by at most `limit`, and portable from native by at most ODD_ERROR
+    (relative errors). Of these rows, those with the largest difference between portable and native are left out, up to
+    ODD_FRACTION of all rows. Rows that are zero in all three arrays do not count.
     """
     if exact.ndim < 2 or not exact.size:
         return math.inf
     p, x, y = (one.reshape(-1, one.shape[-1]).astype(np.float64) for one in (portable, native, exact))
-    same = (p == x) & (x == y)  # equal infinities do not differ
+    same = (p == x) & (x == y)  # equal infinities count as no difference
     p, x, y = (np.where(same & ~np.isfinite(y), 0, one) for one in (p, x, y))
     errors, wrong, norms = ((p - x) ** 2).sum(axis=1), ((x - y) ** 2).sum(axis=1), (y**2).sum(axis=1)
     counted = (errors > 0) | (wrong > 0) | (norms > 0)
@@ -138,8 +136,8 @@ def compare_signatures(original: Any, optimized: Any, compressed: Collection[str
     Args:
         original: A session.
         optimized: A session.
-        compressed: Inputs and outputs whose type may differ.
-        added: Number of inputs, and of outputs, that the optimized model has in addition, at the end.
+        compressed: Names of inputs and outputs whose type may differ.
+        added: Number of extra inputs at the end of the optimized model, and of extra outputs.
 
     Raises:
         VerificationError: They differ.
@@ -163,7 +161,7 @@ def compare_signatures(original: Any, optimized: Any, compressed: Collection[str
 def other_shapes(
     names: Sequence[str], before: Outputs, after: Outputs
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return the shapes (before, after) of outputs whose answers to one feed differ in shape, by name."""
+    """Return (shape before, shape after) by output name, for outputs whose answers to one feed differ in shape."""
     return {
         name: (expected.shape, answer.shape)
         for name, expected, answer in zip(names, before, after, strict=True)

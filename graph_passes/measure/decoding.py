@@ -1,7 +1,7 @@
-"""Decoding from a cache, for pass `verify`: a run of the prompt alone writes the cache but does not read it.
+"""Decoding with a KV cache, for pass `verify`: a run of the prompt alone writes the cache but does not read it.
 
-Both models get the same tokens and use their own caches: a prompt, then one token per call. The caches after
-the prompt are compared directly, because errors of answers do not show their cause.
+Both models run the same calls, each with its own cache: a prompt, then one token per call. The caches after the prompt
+are compared directly, because errors of the final outputs do not show where they come from.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ Run = Callable[[Feeds], Outputs]
 _MAX_TOKENS = 1024
 _MAX_STEPS = 8
 _INPUTS = ("input_ids", "attention_mask", "position_ids")
-# Limit of ||decoded - key|| / spread of the keys of a head, by d_sub: above the errors of right codebooks, below those
-# of wrong ones (another head, order or size; docs/verification.md).
+# Maps d_sub to the limit of ||decoded - key|| / (spread of a head's keys). Correct codebooks stay below the limit;
+# wrong codebooks (of another head, order or size) exceed it (docs/verification.md).
 _KEY_ERROR = {1: 0.2, 2: 0.5, 4: 0.8}
-# An int8 value is off by at most (1 + 2^-7) / 254 of the token's largest; a head of D values by sqrt(D) times that.
+# The error of an int8 value is at most (1 + 2^-7) / 254 of the token's largest value, so the L2 error of a head of D
+# values is at most sqrt(D) times that.
 _VALUE_ERROR = 1 / 250
-_MAX_ERROR = 0.9  # limit even if other layers round: at 1, only the mean of the keys is preserved
-# The kernel and the ONNX function write the same bytes for the same keys. Keys that differ by the order of sums may
-# round to different centroids.
+_MAX_ERROR = 0.9  # upper bound of all limits; an error of 1 means that only the mean of the keys is right
+# The kernel and the ONNX function write the same bytes for equal keys. Keys that differ because sums were computed in
+# another order may round to different centroids, in this fraction of the bytes.
 _TIES = 0.02
 
 
@@ -38,8 +39,8 @@ _TIES = 0.02
 class Decoded:
     """Answers of a model to a sequence of calls."""
 
-    prompt: Outputs  # caches after the first call
-    steps: list[Outputs]  # answers to later calls, without caches
+    prompt: Outputs  # outputs of the first call: the caches
+    steps: list[Outputs]  # outputs of each later call, without caches
     last: Outputs
     last_feeds: Feeds
 
@@ -54,7 +55,7 @@ def calls_to_decode(feeds: Sequence[Feeds], caches: Collection[str]) -> list[Fee
         caches: The cache inputs [batch, kv_heads, tokens, width].
 
     Returns:
-        None if no sequence has two tokens, or feeds have other inputs.
+        The calls; None if no sequence has two tokens, or feeds have inputs that are not supported.
     """
     longest: tuple[np.ndarray, Feeds] | None = None
     for one in feeds:
@@ -84,19 +85,19 @@ def _call(ids: np.ndarray, begin: int, end: int, like: Feeds) -> Feeds:
 
 
 def shorter(calls: Sequence[Feeds], tokens: int) -> Feeds:
-    """Return the first tokens of the prompt."""
+    """Return the calls with the prompt cut to its first tokens."""
     first = calls[0]
     cut = {name: array[:, :tokens] for name, array in first.items() if name in _INPUTS}
     return first | cut
 
 
 def decode(run: Run, calls: Sequence[Feeds], caches: Mapping[str, int]) -> Decoded:
-    """Run the calls, carrying the caches from one to the next.
+    """Run the calls, passing each call's caches to the next call.
 
     Args:
         run: Runs the model.
         calls: From `calls_to_decode`.
-        caches: For each cache input, the index of the output that the next call gets there.
+        caches: Maps each cache input to the index of the output that becomes this input of the next call.
     """
     prompt: Outputs | None = None
     steps: list[Outputs] = []
@@ -122,12 +123,12 @@ def without(answers: Outputs, indices: Collection[int]) -> Outputs:
 def without_padding(
     feeds: Feeds, answers: Outputs, pad_token_id: int | None = None, indices: Collection[int] | None = None
 ) -> Outputs:
-    """Return the answers with 0 for padding, where models may answer anything.
+    """Return the answers with 0 at padding tokens, for which models may return anything.
 
     Args:
-        feeds: Where attention_mask [batch, tokens] hides a token, the token is padding.
+        feeds: Tokens with attention_mask [batch, tokens] 0 are padding.
         answers: The model's outputs.
-        pad_token_id: If given, hidden positions with other tokens are not padding.
+        pad_token_id: If given, masked positions that hold another token are not padding.
         indices: The outputs to change; None: all.
     """
     mask, ids = feeds.get("attention_mask"), feeds.get("input_ids")
@@ -154,11 +155,11 @@ def check_contents(uses: Iterable[CacheUse], expected: Mapping[str, np.ndarray],
     Args:
         uses: The caches.
         expected: float [1, kv_heads, tokens, head_dim], by output name.
-        found: The same in the caches' format.
+        found: The caches of the compressed model by output name, in their stored format.
         rounding: Relative error of keys and values that other layers may cause.
 
     Raises:
-        VerificationError: They do not; names node, output and codebooks.
+        VerificationError: They do not; the message names node, output and codebooks.
     """
     for use in uses:
         if use.format is None:
@@ -172,7 +173,7 @@ def check_contents(uses: Iterable[CacheUse], expected: Mapping[str, np.ndarray],
         if books is None:
             size, limit = norm, _VALUE_ERROR * math.sqrt(exact.shape[2])
         else:
-            # A few tokens may be closer to each other, or further apart, than the tokens of the calibration.
+            # Use the spread of these keys: it may differ from the spread of the calibration's keys.
             spread = spread_of(exact)
             size = math.sqrt(exact.shape[1]) * (spread if use.spread is None else np.maximum(spread, use.spread))
             size, limit = np.maximum(size, 1e-3 * norm), _KEY_ERROR[books.shape[3]]
@@ -191,19 +192,19 @@ def check_contents(uses: Iterable[CacheUse], expected: Mapping[str, np.ndarray],
 
 
 def check_same_contents(uses: Iterable[CacheUse], kernel: Feeds, function: Feeds, rounding: float) -> None:
-    """Check that the ONNX function wrote the kernel's bytes, or bytes that represent nearly the same keys and values.
+    """Check that the ONNX function wrote the kernel's bytes, or bytes that decode to nearly the same keys and values.
 
     Args:
         uses: The caches.
-        kernel: The kernels' caches.
-        function: The ONNX function's caches.
+        kernel: The caches that kernels wrote, by output name.
+        function: The caches that ONNX functions wrote, by output name.
         rounding: Relative difference of keys and values that other layers may cause.
 
     Raises:
-        VerificationError: It did not; names node and output.
+        VerificationError: It did not; the message names node and output.
     """
-    # Keys that differ by e fall into another cell of width w with probability e / w, and then differ by w: an RMS of
-    # sqrt(e w).
+    # Two keys that differ by e are quantized to different cells of width w with probability e / w. They then differ by
+    # w, so the RMS difference is sqrt(e w).
     limit = max(_TIES, math.sqrt(rounding))
     for use in uses:
         if use.format is None or np.array_equal(kernel[use.present], function[use.present]):

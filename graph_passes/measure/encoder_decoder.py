@@ -1,6 +1,6 @@
-"""Feeds for the files of an encoder-decoder model: the decoders' feeds are computed from the encoder's.
+"""Feeds for the files of an encoder-decoder model; feeds of the decoders are computed from feeds of the encoder.
 
-The original encodes, then decodes a few tokens, so that decoders get realistic hidden states and caches.
+The original model encodes each feed and decodes a few tokens, so that decoders get realistic hidden states and caches.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ..files.model_folder import DECODER, DECODER_WITH_PAST, ENCODER, MERGED_DEC
 from .feeds import Feeds
 from .sessions import open_quietly, run_session
 
-_TOKENS = 12  # decoded for each feed
+_TOKENS = 12  # number of tokens decoded for each feed
 _CONFIGS = ("generation_config.json", "config.json")
 _HIDDEN, _IDS, _FLAG = "encoder_hidden_states", "input_ids", "use_cache_branch"
 _LOGITS = "logits"
 _ONE_BY_ONE = "optimize each file separately, with calibration=… for it"
-_MASKS = {"encoder_attention_mask": "attention_mask"}  # decoder inputs that equal encoder inputs
+_MASKS = {"encoder_attention_mask": "attention_mask"}  # maps decoder inputs to the encoder inputs that they equal
 
 
 def feeds_of_decoders(
     folder: Path, sources: Mapping[str, ModelFile], encoder_feeds: Sequence[Feeds]
 ) -> dict[str, list[Feeds]]:
-    """Return the feeds of decoders that have Optimum's inputs, by file name.
+    """Return feeds by file name, for decoders whose inputs are named as by Optimum.
 
     Args:
         folder: The model's folder.
@@ -39,7 +39,7 @@ def feeds_of_decoders(
         encoder_feeds: The encoder's feeds.
 
     Raises:
-        CalibrationError: The original does not run.
+        CalibrationError: The original model does not run.
     """
     sessions = {name: _open(source) for name, source in sources.items()}
     beginning = next((name for name in (DECODER, MERGED_DECODER) if name in sources), None)
@@ -67,7 +67,7 @@ def feeds_of_decoders(
 
 
 class _Decoder:
-    """The decoder file for the first call."""
+    """The decoder file that runs the first call, without a cache."""
 
     def __init__(self, session: Any, merged: bool) -> None:
         self._session = session
@@ -103,7 +103,7 @@ def _as_past(answers: Mapping[str, np.ndarray]) -> Feeds:
 
 
 def _complete(session: Any, call: Feeds) -> Feeds | None:
-    """Return a session's inputs: the call's, or defaults for a call without caches; None if it has other inputs."""
+    """Return all inputs of a session, with defaults for inputs that the call lacks; None if an input is unknown."""
     feeds: Feeds = {}
     ids = call[_IDS]
     with_past = any("past" in name for name in call)
@@ -116,7 +116,7 @@ def _complete(session: Any, call: Feeds) -> Feeds | None:
         elif value.name == "decoder_attention_mask":
             feeds[value.name] = np.ones((len(ids), past + ids.shape[1]), np.int64)
         elif "past" in value.name and not with_past and len(value.shape) == 4:
-            sizes = (len(ids), value.shape[1], 1, value.shape[3])  # not read: only the branch with a cache reads them
+            sizes = (len(ids), value.shape[1], 1, value.shape[3])  # the branch without a cache does not read these
             if not all(isinstance(size, int) for size in sizes):
                 return None
             feeds[value.name] = np.zeros(sizes, np.float16 if "float16" in value.type else np.float32)
@@ -126,7 +126,7 @@ def _complete(session: Any, call: Feeds) -> Feeds | None:
 
 
 def _start_token(folder: Path) -> int:
-    """Return the start token of the folder's configuration, or 0."""
+    """Return the decoder's start token in the folder's configuration, or 0."""
     for name in _CONFIGS:
         with suppress(OSError, ValueError):
             found = json.loads((folder / name).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Results of running a model, shared by all passes of a run and all runs of a search over the same model and feeds."""
+"""Results of running the original model, shared by all passes of a run, and by all runs of a search."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from ..files.model_file import (
 )
 from ..find.bfloat16 import widen_bfloat16
 from ..find.linear import Linear, layer_key
+from ..report.lines import count
 from .answers import keep, max_answer_bytes, shorten
 from .feeds import (
     SIZES_TO_TRY,
@@ -43,16 +44,16 @@ from .recorder import InputRecorder, OnRun, Recorded
 from .sampling import sampled_feeds, start_token
 from .sessions import open_quietly, open_to_time, run_session
 
-_SECONDS_TO_TRY = 20.0  # limit for trying shapes of synthetic inputs
-_SMALL = 1024  # bytes; smaller tensors stay in the model file
+_SECONDS_TO_TRY = 20.0  # time limit for trying shapes of synthetic inputs
+_SMALL = 1024  # tensors of at most this many bytes stay in the model file
 T = TypeVar("T")
 
 
 class Evidence:
     """The given model, its feeds, and the results of running it on them.
 
-    Recordings of the original model are kept by value name, because every run of a search loads the model anew. Use it
-    in a with statement: it keeps files in `folder`.
+    Recordings of the original model are stored by value name, because every run of a search loads the model anew. Use
+    the object in a with statement, because it keeps files in `folder`.
     """
 
     def __init__(
@@ -68,27 +69,27 @@ class Evidence:
 
         Args:
             source: The given model.
-            folder: For temporary files.
-            feeds: The user's feeds; None: synthetic feeds, made when they are needed.
-            description: Describes the feeds in the report.
-            portable: Between passes, the model holds Ortolan's operators as ONNX functions.
-            keeps_fits: Keep fitted weights for later runs of a search.
+            folder: The folder for temporary files.
+            feeds: The user's feeds. None: synthetic feeds are made when they are needed.
+            description: Description of the feeds for the report.
+            portable: Between passes, the model contains ONNX functions for Ortolan's operators.
+            keeps_fits: Store fitted weights for later runs of a search.
         """
         self.source = source
         self.folder = folder
         self.description = description
         self.portable = portable
         self.made_up = feeds is None
-        self.sampled = False  # whether the feeds were sampled from the model
-        self.fitted_to = False  # whether weights were fitted to the feeds
-        self.held_out: list[Feeds] = []  # the user's feeds to which no weights are fitted
-        self.fits = Fits(folder) if keeps_fits else None  # weights that were fitted to inputs of the original
+        self.sampled = False  # True if the feeds are text that the model generated
+        self.fitted_to = False  # True if weights were fitted to the feeds
+        self.held_out: list[Feeds] = []  # feeds to which no weights are fitted
+        self.fits = Fits(folder) if keeps_fits else None  # weights fitted to the inputs of the original's layers
         self._feeds = None if feeds is None else list(feeds)
-        self._every: int | None = None  # interval of held-out feeds
-        self._judged: list[Feeds] | None = None  # all feeds, cut short if answers are very large
-        self.judged_tokens: int | None = None  # tokens per sequence of feeds that were cut
+        self._every: int | None = None  # every n-th feed is held out
+        self._judged: list[Feeds] | None = None  # held-out and other feeds, cut if answers are very large
+        self.judged_tokens: int | None = None  # number of tokens per sequence to which feeds were cut
         self._rows: dict[tuple[str, int], np.ndarray] = {}
-        self._answers: dict[int, tuple[Feeds, Outputs]] = {}  # of the original, by id of the feeds
+        self._answers: dict[int, tuple[Feeds, Outputs]] = {}  # answers of the original by id(feeds)
         self._remembered: dict[Hashable, Any] = {}
         self._copies = self._runs = 0
 
@@ -109,9 +110,10 @@ class Evidence:
     # ---- feeds -------------------------------------------------------------------------------------------------------
 
     def feeds(self, session: Any = None) -> list[Feeds]:
-        """Return the feeds to fit to.
+        """Return the feeds to which weights are fitted.
 
-        The user's without the held-out ones, else text that a decoder samples from itself, else random inputs.
+        These are the user's feeds without the held-out ones. Without user feeds, the feeds are text that a decoder
+        generates, or else random inputs.
         """
         if self._feeds is None:
             source, session = self.source, session or self.open_original()
@@ -119,7 +121,7 @@ class Evidence:
             self.sampled = bool(self._feeds)
             if self.sampled:
                 tokens = sum(one["input_ids"].size for one in self._feeds)
-                self.description = f"{len(self._feeds)} feed(s) of text sampled from the model itself, {tokens} tokens"
+                self.description = f"{count(len(self._feeds), 'input')} sampled from the model itself, {tokens} tokens"
             else:
                 self._feeds, self.description = make_up_feeds(source.model, session)
         return self._feeds
@@ -131,7 +133,7 @@ class Evidence:
             self._feeds, self.held_out = hold_out(self.feeds(), every)
 
     def feeds_to_judge(self, count: int | None = None, session: Any = None) -> list[Feeds]:
-        """Return the first `count` feeds, held-out ones first, cut short if their answers would be very large."""
+        """Return the first `count` feeds, held-out feeds first; feeds with very large answers are cut short."""
         if self._judged is None:
             fitted = self.feeds(session)
             feeds = [*self.held_out, *fitted]
@@ -144,7 +146,7 @@ class Evidence:
     # ---- sessions ----------------------------------------------------------------------------------------------------
 
     def open_original(self, timed: bool = False) -> Any:
-        """Open a session of the given model, for comparison or for timing."""
+        """Open a session on the given model, for comparison or for timing."""
         model: Path | bytes | None = self._float32_copy() if self.source.widened else self.source.path
         if model is None:
             assert self.source.proto is not None
@@ -162,11 +164,11 @@ class Evidence:
 
     @contextmanager
     def open(self, model: ir.Model, *, library: bool | None = None, in_float: bool = False) -> Iterator[Any]:
-        """Open a session of a model between passes, for comparison.
+        """Open a session on a model between passes, for comparison.
 
         Args:
             model: The model in its present state.
-            library: Register Ortolan's operators; None: only if the model has no functions for them.
+            library: Register Ortolan's operators. None: register them only if the model has no ONNX functions for them.
             in_float: See `open_quietly`.
         """
         library = not self.portable if library is None else library
@@ -186,7 +188,10 @@ class Evidence:
                 file.unlink(missing_ok=True)
 
     def remembered(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """Return compute(), called once per key in a search. key: what the result depends on besides the original."""
+        """Return compute(), which is called once per key in a search.
+
+        key: everything besides the original that it depends on.
+        """
         if self.fits is None:
             return compute()
         if key not in self._remembered:
@@ -197,10 +202,10 @@ class Evidence:
     # ---- runs of the original ----------------------------------------------------------------------------------------
 
     def answers(self, feeds: Sequence[Feeds], session: Any = None) -> list[Outputs]:
-        """Return the original's answers; each of the feeds runs once.
+        """Return the original's answers; each feed runs only once in a search.
 
         Raises:
-            CalibrationError: The original does not run.
+            CalibrationError: The original model does not run.
         """
         for one in feeds:
             if id(one) not in self._answers:
@@ -214,10 +219,11 @@ class Evidence:
     ) -> dict[ir.Value, np.ndarray]:
         """Return up to max_rows inputs of each layer of the original, float32 [rows, k], by layer_key.
 
-        They are recorded on the held-out feeds, if any. Layers in subgraphs are left out.
+        The inputs are recorded on the held-out feeds if feeds are held out, else on all feeds. Layers in subgraphs are
+        left out.
 
         Args:
-            model: The original, or a later state in which no layer has another weight yet.
+            model: The original, or a later state in which all layers still have their original weights.
             linears: The layers.
             max_rows: Limit per layer.
             on_run: Progress callback.
@@ -235,7 +241,7 @@ class Evidence:
     def recording(
         self, model: ir.Model, values: Sequence[Recorded], feeds: Sequence[Feeds] | None = None
     ) -> Iterator[InputRecorder]:
-        """Record values of the model in its present state. feeds: None means the feeds to fit to."""
+        """Record values of the model in its present state. feeds: None means `self.feeds()`."""
         feeds = self.feeds() if feeds is None else feeds
         with ExitStack() as copies:
             yield InputRecorder(model, values, feeds, lambda: copies.enter_context(self.open(model)))
@@ -264,22 +270,23 @@ def make_up_feeds(model: ir.Model, session: Any) -> tuple[list[Feeds], str]:
             problem = problem or one_line(error)
             continue
         found = [feeds]
-        # A second length exposes shapes that a pass made constant by mistake. Some exports accept one length only.
+        # A second length reveals shapes that a pass made constant by mistake. Some exports accept only one length, and
+        # then the second feed is left out.
         short = synthetic_feeds(model, Sizes(1, max(1, sizes.sequence // 2 - 1), sizes.past), seed=1)
         others = [_with_hidden_tokens(model, session, short)]
-        # A flag chooses between branches of the model: both must run.
+        # Boolean flags select branches of the model, so run the model with each flag off as well.
         flags = [name for name, array in feeds.items() if array.dtype == bool and array.size == 1]
         others += [feeds | {name: np.zeros_like(feeds[name])} for name in flags]
         for other in others:
-            with suppress(Exception):  # see above
+            with suppress(Exception):  # feeds that do not run are left out
                 session.run(None, other)
                 found.append(other)
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in list(feeds.items())[:3])
         assumed = InputDimensions.of(model_inputs(model)).describe()
         more = f"{', …' if len(feeds) > 3 else ''}{f' (assumed: {assumed})' if assumed else ''}"
-        return found, f"{len(found)} synthetic feed(s): {shapes}{more}"
+        return found, f"{count(len(found), 'synthetic input')}: {shapes}{more}"
     raise CalibrationError(
-        f"the original model does not run on made-up inputs: {problem}; give calibration=… with inputs "
+        f"the original model does not run on synthetic inputs: {problem}; give calibration=… with inputs "
         "for this model (an .npz file, a dict of arrays, or a list of such dicts)"
     )
 
@@ -287,14 +294,15 @@ def make_up_feeds(model: ir.Model, session: Any) -> tuple[list[Feeds], str]:
 def _with_hidden_tokens(model: ir.Model, session: Any, feeds: Feeds) -> Feeds:
     """Return an encoder's feeds with the last third of the tokens masked.
 
-    The feeds are unchanged if they have other inputs, or if the model then answers with NaN.
+    The feeds are returned unchanged if they are not those of an encoder, or if the model answers with NaN on masked
+    tokens.
     """
     ids, mask = feeds.get("input_ids"), feeds.get("attention_mask")
     if ids is None or mask is None or ids.ndim != 2 or ids.shape != mask.shape or has_past(model):
         return feeds
     hidden = mask * (np.arange(ids.shape[1]) < ids.shape[1] - ids.shape[1] // 3)
     changed = feeds | {"attention_mask": hidden.astype(mask.dtype)}
-    with suppress(Exception):  # as in make_up_feeds
+    with suppress(Exception):  # the model may not run with this mask
         answers = session.run(None, changed)
         if all(np.isfinite(one).all() for one in answers if isinstance(one, np.ndarray) and one.dtype.kind == "f"):
             return changed
@@ -302,7 +310,7 @@ def _with_hidden_tokens(model: ir.Model, session: Any, feeds: Feeds) -> Feeds:
 
 
 def _is_in_files(model: ir.Model, root: Path | None) -> bool:
-    """Return whether all weights are still in the files that the model came with."""
+    """Return whether all weights are still stored in the files of the given model."""
     large = [tensor for tensor, _ in tensor_slots(model) if tensor.nbytes > _SMALL]
     return root is not None and all(
         isinstance(tensor, ir.ExternalTensor) and Path(tensor.base_dir) == root for tensor in large

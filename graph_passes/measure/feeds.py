@@ -1,4 +1,4 @@
-"""Inputs to run a model on: the user's, or synthetic ones that fit the model's signature."""
+"""Feeds, the inputs on which a model runs: given by the user, or synthetic inputs that fit the model's signature."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .input_dimensions import InputDimensions, Meaning, is_token_input, parts_of
 from .media_inputs import picture_shape, samples_per_step
 
 Feeds = dict[str, np.ndarray]
-Outputs = list[np.ndarray | None]  # of one run; None: not a numeric tensor, which is not compared
+Outputs = list[np.ndarray | None]  # outputs of one run; None: not a numeric tensor, so not compared
 Calibration = str | os.PathLike[str] | Mapping[str, Any] | Iterable[Mapping[str, Any]] | Iterable[str]
 
-_UNKNOWN_VOCABULARY = 8  # ids below this are valid for nearly any table
+_UNKNOWN_VOCABULARY = 8  # if a table's size is unknown, ids are below this number
 
-_MAX_AXES = 8  # of a shape
-_MAX_TOKENS, _MAX_BATCH = 4096, 16  # for an export that runs at one shape only
-_SIZES_OF_GRAPH = 12  # number of sizes that are tried
+_MAX_AXES = 8  # longer constants are not shapes
+_MAX_TOKENS, _MAX_BATCH = 4096, 16  # bounds for sizes read from the graph (sizes_in_graph)
+_SIZES_OF_GRAPH = 12  # number of sizes that sizes_in_graph returns at most
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,19 @@ class Sizes:
     past: int
 
 
-# Tried in this order: exports differ in the dimensions that they fix.
+# Sizes are tried in this order. Exports differ in which dimensions they fix.
 SIZES_TO_TRY = (Sizes(2, 16, 8), Sizes(1, 16, 8), Sizes(1, 16, 0), Sizes(1, 1, 8))
 
 
 def sizes_in_graph(model: ir.Model) -> list[Sizes]:
-    """Return sizes to try for an export that runs only at the shape that it was traced with.
+    """Return sizes to try, for an export that runs only at the shape with which it was traced.
 
-    Integers in the graph's constant and declared shapes are tried as tokens and as batch, most frequent first.
+    Integers in the graph's constant and declared shapes are used as tokens and as batch, the most frequent integers
+    first.
     """
     counts: Counter[int] = Counter()
     for node in model.graph:
-        # Shapes are constants, or concatenated from computed and constant parts.
+        # A shape is a constant, or a Concat of computed and constant parts.
         sources = node.inputs[1:2] if node.op_type in ("Reshape", "Expand") else node.inputs
         for source in sources if node.op_type in ("Reshape", "Expand", "Concat") else ():
             tensor = constant_tensor(source)
@@ -94,7 +95,7 @@ def read_calibration(calibration: Calibration, model: ir.Model) -> list[Feeds]:
 
 
 def hold_out(feeds: Sequence[Feeds], every: int) -> tuple[list[Feeds], list[Feeds]]:
-    """Split feeds: every n-th is held out for evaluation (if there are n), and weights are fitted to the others."""
+    """Split feeds into those for fitting weights, and every n-th feed (if there are n), held out for evaluation."""
     if not 1 < every <= len(feeds):
         return list(feeds), []
     held = list(range(every - 1, len(feeds), every))
@@ -130,7 +131,7 @@ def read_prompt(prompt: Any) -> np.ndarray:
 
 
 def prompt_feeds(ids: np.ndarray, model: ir.Model) -> Feeds:
-    """Return a decoder's feeds for tokens [1, tokens]: an empty cache, and masks and positions if it has such inputs.
+    """Return a decoder's feeds for tokens [1, tokens]: an empty cache, masks and positions.
 
     Raises:
         CalibrationError: The model has other inputs.
@@ -139,7 +140,7 @@ def prompt_feeds(ids: np.ndarray, model: ir.Model) -> Feeds:
 
 
 def count_padding(feeds: Feeds) -> tuple[int, int] | None:
-    """Return (tokens hidden by attention_mask, all tokens), or None if they are not known."""
+    """Return (number of tokens that attention_mask masks, number of all tokens), or None if they are not known."""
     ids, mask = feeds.get("input_ids"), feeds.get("attention_mask")
     if ids is None or mask is None or ids.shape != mask.shape:
         return None
@@ -152,7 +153,7 @@ def model_inputs(model: ir.Model) -> list[ir.Value]:
 
 
 def fixed_sizes(shape: Iterable[Any] | None) -> tuple[int | None, int | None]:
-    """Return the batch and number of tokens of input_ids [batch, tokens]; None for a symbolic dimension."""
+    """Return batch and tokens from the shape of input_ids [batch, tokens]; None for a symbolic dimension."""
     sizes = [size if isinstance(size, int) and size > 0 else None for size in shape or ()]
     return (sizes[0], sizes[1]) if len(sizes) == 2 else (None, None)
 
@@ -163,7 +164,7 @@ def _check_feeds(feeds: Any, model: ir.Model, where: str) -> Feeds:
     required = {value.name or "": value for value in model_inputs(model)}
     known = {value.name or "": value for value in model.graph.inputs}
     ids = np.asarray(feeds.get("input_ids", 0))
-    # checked first: other inputs are derived from the ids
+    # input_ids is checked first, because other inputs are derived from it
     if "input_ids" in known and ids.dtype.kind not in "iub":
         raise CalibrationError(f"{where}: input 'input_ids' has type {ids.dtype}, expected integer token ids")
     feeds = {**_beginning_of_text(feeds, required), **feeds}
@@ -196,7 +197,7 @@ def _check_feeds(feeds: Any, model: ir.Model, where: str) -> Feeds:
 
 
 def _beginning_of_text(feeds: Mapping[str, Any], required: Mapping[str, ir.Value]) -> Feeds:
-    """Return the inputs that follow from input_ids [batch, tokens]: an empty cache, and no padding."""
+    """Return the inputs that can be derived from input_ids [batch, tokens]: an empty cache, and no padding."""
     ids: np.ndarray = np.asarray(feeds.get("input_ids", ())) if "input_ids" in required else np.empty(0)
     if ids.ndim != 2 or ids.dtype.kind not in "iu":
         return {}
@@ -214,7 +215,7 @@ def _beginning_of_text(feeds: Mapping[str, Any], required: Mapping[str, ir.Value
 
 
 def synthetic_feeds(model: ir.Model, sizes: Sizes, seed: int = 0) -> Feeds:
-    """Return random inputs that fit the model's signature; the same for the same seed.
+    """Return random inputs that fit the model's signature; the seed determines them.
 
     Raises:
         CalibrationError: An input's type or rank is not known.
@@ -225,7 +226,7 @@ def synthetic_feeds(model: ir.Model, sizes: Sizes, seed: int = 0) -> Feeds:
     batch, sequence = sizes.batch, sizes.sequence
     dimensions = InputDimensions.of(inputs)
     for value in inputs:
-        # Decoders of one token per call have a fixed length here, which the mask must match.
+        # A decoder of one token per call has a fixed length in input_ids, which the mask must match.
         if "input_ids" in (value.name or "") and value.shape is not None and len(value.shape) == 2:
             rows, tokens = value.shape
             batch = rows if isinstance(rows, int) else batch
@@ -306,7 +307,7 @@ def _part_size(part: str, sizes: Sizes, dimensions: InputDimensions) -> int:
 
 
 def _vocabulary(value: ir.Value) -> int:
-    """Return the number of rows of the table that this input selects from, found through the Gather that reads it."""
+    """Return the number of rows of the embedding table that this input selects from, found through the Gather."""
     sizes = []
     seen: set[ir.Value] = set()
     front = [value]
@@ -317,7 +318,8 @@ def _vocabulary(value: ir.Value) -> int:
         seen.add(current)
         for node, index in current.uses():
             if node.op_type in ("Gather", "EmbedLayerNormalization") and (index == 1 or node.op_type != "Gather"):
-                # EmbedLayerNormalization's inputs 2, 3, 4 are the tables of inputs 0, 1 and of positions.
+                # Inputs 2, 3 and 4 of EmbedLayerNormalization are the tables for input 0, for input 1 and for
+                # positions.
                 table = constant_tensor(node.inputs[0 if node.op_type == "Gather" else index + 2])
                 if table is not None and len(table.shape) >= 1:
                     axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
@@ -328,5 +330,5 @@ def _vocabulary(value: ir.Value) -> int:
 
 
 def has_past(model: ir.Model) -> bool:
-    """Return whether the model is a decoder with a cache: it takes keys and values of earlier tokens."""
+    """Return whether the model is a decoder with a cache: it has inputs for the keys and values of earlier tokens."""
     return any("past" in (value.name or "") for value in model_inputs(model))

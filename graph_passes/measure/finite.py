@@ -1,4 +1,4 @@
-"""A check for weights with NaN or infinity, before any long work."""
+"""A check for weights with NaN or infinity, made before any long work."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ortolan.errors import ModelError
 from ..files.model_file import tensor_slots
 from .evidence import Evidence
 
-_CHUNK = 1 << 20  # values; bounds the memory of the check
+_CHUNK = 1 << 20  # number of values checked at once, to bound memory
 _WEIGHT_AXES = 2  # scales and zero points are checked with their weights
-# Exponent bits: all are set in NaN and infinity only.
+# Types of bits and masks of the exponent: only NaN and infinity have all exponent bits set.
 _EXPONENTS = {
     ir.DataType.FLOAT: (np.uint32, 0x7F800000),
     ir.DataType.FLOAT16: (np.uint16, 0x7C00),
@@ -24,7 +24,7 @@ _EXPONENTS = {
 def check_weights(evidence: Evidence) -> None:
     """Refuse a model whose answers are all NaN or infinity because its weights hold such values.
 
-    The model runs only if there are such weights; some are harmless, such as rows of unused tokens.
+    The model runs only if there are such weights. Some are harmless, such as embedding rows of unused tokens.
 
     Raises:
         ModelError: Its answers are NaN or infinity, or a weight cannot be read.

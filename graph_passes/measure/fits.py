@@ -1,7 +1,7 @@
-"""Weights fitted to calibration inputs, kept in a file so that a search fits each layer once, not in every trial.
+"""Weights fitted to calibration inputs, kept in a file, so that a search fits each layer once and not in every trial.
 
-A fit depends on the layer's weight, the pass's options and the layer's inputs. It is reused only while layers get the
-original's inputs, that is before any layer is pruned or quantized. So a reused fit equals a new one.
+A fit depends on the layer's weight, the pass's options and the layer's inputs. A fit is reused only as long as layers
+get the original model's inputs, that is before any layer is pruned or quantized. So a reused fit equals a new fit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Fits:
         self._known: dict[Hashable, _Stored] = {}
 
     def knows(self, key: Hashable) -> bool:
-        """Return whether there is a fit for this key."""
+        """Return whether a fit is stored for this key."""
         return key in self._known
 
     def rows(self, key: Hashable) -> int:
@@ -84,6 +84,6 @@ class Fits:
 
 @dataclass(frozen=True)
 class _Stored:
-    tensors: dict[str, ir.ExternalTensor]  # the parts of Fit.weights: those of QuantizedMatrix, or _WEIGHTS
+    tensors: dict[str, ir.ExternalTensor]  # Fit.weights: the fields of QuantizedMatrix, or one tensor named _WEIGHTS
     rows: int
     error: float | None

@@ -1,7 +1,7 @@
-"""Meanings of the symbolic dimensions of a model's inputs: batch, new, past or all tokens.
+"""Meanings of the symbolic dimensions of a model's inputs: batch, new tokens, past tokens or all tokens.
 
-Names decide ("batch_size", "past_sequence_length"), else axes: the first axis of an input is the batch. A symbol has
-one meaning in all inputs.
+Descriptive names ("batch_size", "past_sequence_length") decide. For other names, the axis decides: the first axis of an
+input is the batch. A symbol has the same meaning in all inputs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 
 class Meaning(Enum):
-    """The quantity that a dimension counts. Values are the words of the report."""
+    """The quantity that a dimension counts. The enum's values are shown in the report."""
 
     BATCH = "batch"
     TOKENS = "tokens"
@@ -30,7 +30,7 @@ _TOKENS = re.compile(r"seq|len|tok|time|frame|step")
 
 @dataclass(frozen=True)
 class InputDimensions:
-    """Meanings of the symbols in a model's inputs. `assumed` holds symbols without a descriptive name."""
+    """Meanings of the symbols in a model's inputs. `assumed` holds the symbols without a descriptive name."""
 
     meanings: Mapping[str, Meaning]
     assumed: tuple[str, ...]
@@ -40,7 +40,7 @@ class InputDimensions:
         """Return the meanings of the symbols in these inputs."""
         meanings: dict[str, Meaning] = {}
         assumed: list[str] = []
-        # Token inputs come first: a symbol's axis there decides its meaning in other inputs.
+        # Token inputs come first, because a symbol's axis in a token input decides its meaning in all inputs.
         for value in sorted(inputs, key=lambda value: not is_token_input(value)):
             first_axis = Meaning.BATCH if _begins_with_batch(value) else Meaning.TOKENS
             for axis, symbol in _symbols(value):
@@ -53,7 +53,7 @@ class InputDimensions:
         return cls(meanings, tuple(assumed))
 
     def describe(self) -> str:
-        """Return the assumptions for the report, as in "b = batch, s = tokens"; empty without assumptions."""
+        """Return the assumptions for the report, such as "b = batch, s = tokens"; empty if nothing is assumed."""
         return ", ".join(f"{symbol} = {self.meanings[symbol].value}" for symbol in self.assumed)
 
 
@@ -63,7 +63,7 @@ def is_token_input(value: ir.Value) -> bool:
 
 
 def parts_of(dimension: ir.SymbolicDim) -> list[str]:
-    """Return the summands of a dimension: exporters write "past_sequence_length + 1"."""
+    """Return the summands of a dimension, such as "past_sequence_length + 1"."""
     return [part.strip() for part in (dimension.value or "").split("+")]
 
 
@@ -74,7 +74,7 @@ def _symbols(value: ir.Value) -> Iterator[tuple[int, str]]:
 
 
 def _begins_with_batch(value: ir.Value) -> bool:
-    """Return whether axis 0 is the batch, for a name that does not tell."""
+    """Return whether axis 0 is the batch, if its name is not descriptive."""
     shape = value.shape
     if shape is None or len(shape) < 2:
         return False
@@ -82,12 +82,12 @@ def _begins_with_batch(value: ir.Value) -> bool:
     others = {symbol for axis, symbol in _symbols(value) if axis > 0}
     if first & others or any(_named(symbol) is Meaning.BATCH for symbol in others):
         return False
-    # Floats [rows, width] with a known width are rows of tokens as often as they are a batch.
+    # In a float input [rows, width] of known width, rows are tokens as often as they are a batch.
     return is_token_input(value) or len(shape) > 2 or not isinstance(shape[1], int)
 
 
 def _named(symbol: str) -> Meaning | None:
-    """Return the meaning that a name tells, or None."""
+    """Return the meaning of a descriptive name, or None."""
     text = symbol.lower()
     if "batch" in text or text in _BATCH_NAMES:
         return Meaning.BATCH

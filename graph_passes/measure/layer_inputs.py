@@ -1,7 +1,7 @@
-"""X^T X over the inputs X of layers, for the passes that fit weights to them: prune and quantize.
+"""X^T X over the inputs X of linear layers, for passes that fit weights to inputs: prune and quantize.
 
-Inputs are recorded from the model in its present state, as many layers per run as memory allows, or in graph order, so
-that each layer sees the changes to earlier layers (segments.py).
+Either all inputs are recorded from the model in its present state, as many layers per run as memory allows; or layers
+are recorded in graph order, so that each layer's inputs reflect the changes to earlier layers (segments.py).
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from .recorder import HessianSums, OnRun
 from .segments import Segments
 from .sessions import open_quietly
 
-_HESSIAN_BYTES = 512 * 1024**2  # limit for Hessians that one run collects
+_HESSIAN_BYTES = 512 * 1024**2  # limit for the Hessians that one run collects, in bytes
 
 G = TypeVar("G", bound="Group")
 
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """X^T X of a layer. halves: float32 [2, k, k], over two halves of the inputs. rows: number of inputs."""
+    """X^T X of a layer. halves: float32 [2, k, k], for two halves of the inputs. rows: number of input rows."""
 
     halves: np.ndarray
     rows: int
 
     @property
     def hessian(self) -> np.ndarray:
-        """X^T X over all inputs, float32 [k, k]."""
+        """The sum of both halves: X^T X over all inputs, float32 [k, k]."""
         total: np.ndarray = self.halves.sum(axis=0)
         return total
 
@@ -54,7 +54,7 @@ GroupInputs = Iterator[tuple[G, LayerInputs | None]]  # None: the inputs cannot 
 
 
 def inputs_as_it_is(model: ir.Model, evidence: Evidence, groups: Sequence[G], on_run: OnRun) -> GroupInputs[G]:
-    """Yield the groups in order, with their inputs in the model before the first change."""
+    """Yield the groups in order, with the inputs that their layers have before any group is changed."""
     with evidence.recording(model, [linear for group in groups for linear in group.linears]) as recorder:
         for batch in _batches(groups):
             names = list(dict.fromkeys(linear.x.name or "" for group in batch for linear in group.linears))
@@ -69,7 +69,7 @@ def inputs_as_it_is(model: ir.Model, evidence: Evidence, groups: Sequence[G], on
 def energies_as_it_is(
     model: ir.Model, evidence: Evidence, groups: Sequence[G], on_run: OnRun
 ) -> Iterator[tuple[G, np.ndarray | None]]:
-    """Yield the groups in order, with the sum of x^2 of each input, float32 [k]; None if it cannot be recorded."""
+    """Yield the groups in order, with the sum of x^2 for each input feature, float32 [k]; None if not recorded."""
     with evidence.recording(model, [linear for group in groups for linear in group.linears]) as recorder:
         found = recorder.energies(recorder.names, on_run)
     for group in groups:

@@ -10,7 +10,7 @@ from pathlib import Path
 _CGROUPS = Path("/sys/fs/cgroup")
 _UNKNOWN_MEMORY = 4 * 2**30
 _KIB = 1024
-_BUSY_LOAD = 3  # runnable processes per CPU, mean over the last minute
+_BUSY_LOAD = 3  # limit for runnable processes per CPU, averaged over the last minute
 
 
 def usable_cpus() -> int:
@@ -31,7 +31,10 @@ def is_busy() -> bool:
 
 
 def default_threads() -> int:
-    """Return the default threads of a session: one per core that this process may use. SMT siblings count once."""
+    """Return the default number of threads of a session: one per core that this process may use.
+
+    SMT siblings count once.
+    """
     if not hasattr(os, "sched_getaffinity"):
         return usable_cpus()
     cores = set()
@@ -48,11 +51,11 @@ def _cgroup_cpus() -> float | None:
     """Return the smallest CPU limit of this cgroup and its parents, in CPUs; None if there is no limit."""
     limits = []
     for folder in _own_cgroups():
-        with suppress(OSError, ValueError):  # version 2
+        with suppress(OSError, ValueError):  # cgroup version 2
             quota, period = (folder / "cpu.max").read_text().split()
             if quota != "max":
                 limits.append(int(quota) / int(period))
-        with suppress(OSError, ValueError):  # version 1
+        with suppress(OSError, ValueError):  # cgroup version 1
             quota_v1 = int((folder / "cpu.cfs_quota_us").read_text())
             if quota_v1 > 0:
                 limits.append(quota_v1 / int((folder / "cpu.cfs_period_us").read_text()))
@@ -79,7 +82,7 @@ def free_memory() -> int:
         found.append(_KIB * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
     for folder in _own_cgroups():
         for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-            with suppress(OSError, ValueError):  # "max": no limit
+            with suppress(OSError, ValueError):  # the file holds "max" if there is no limit
                 taken = int((folder / used).read_text()) - _file_cache(folder)
                 found.append(max(int((folder / limit).read_text()) - max(taken, 0), 0))
     return min(found, default=_UNKNOWN_MEMORY)

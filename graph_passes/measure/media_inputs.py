@@ -1,6 +1,6 @@
 """Sizes of image and sound inputs whose shapes are symbolic.
 
-They follow from the convolution that reads the input, and from the table of positions, which fits one image size.
+The sizes follow from the convolution that reads the input, and from the table of positions, which fits one image size.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import onnx_ir as ir
 from ..find.constants import constant_tensor
 from ..find.dimensions import int_attribute
 
-_PIXELS = 224  # the usual size of image models
-_SPECIAL_TOKENS = (1, 0, 2, 101, 11)  # tokens besides the patches: class or detection tokens
+_PIXELS = 224  # the usual height and width of images
+_SPECIAL_TOKENS = (1, 0, 2, 101, 11)  # possible numbers of class and detection tokens
 _PASS_THROUGH = ("Cast", "Identity", "Unsqueeze", "Squeeze", "Sub", "Div", "Mul", "Add")
 _MAX_NODES = 8
-_SAMPLES = 400  # samples per encoder step, about: 25 ms at 16 kHz
+_SAMPLES = 400  # approximate number of samples per encoder step: 25 ms at 16 kHz
 
 
 def picture_shape(value: ir.Value) -> tuple[int, int, int] | None:
@@ -36,14 +36,14 @@ def picture_shape(value: ir.Value) -> tuple[int, int, int] | None:
 
 
 def samples_per_step(value: ir.Value) -> int:
-    """Return the ratio of an input's length to the length that attention sees: above 1 for sound [batch, samples]."""
+    """Return the ratio of an input's length to the sequence length in attention: above 1 for sound [batch, samples]."""
     floats = value.dtype is not None and value.dtype.is_floating_point()
     is_sound = floats and value.shape is not None and len(value.shape) == 2 and _convolution(value) is not None
     return _SAMPLES if is_sound else 1
 
 
 def _convolution(value: ir.Value) -> ir.Node | None:
-    """Return the first convolution that reads an input, perhaps after normalization."""
+    """Return the convolution that reads an input, directly or after normalization."""
     front, seen = [value], 0
     while front and seen < _MAX_NODES:
         current = front.pop(0)
@@ -57,7 +57,7 @@ def _convolution(value: ir.Value) -> ir.Node | None:
 
 
 def _side_in_patches(graph: ir.Graph | ir.Function, width: int) -> int:
-    """Return the side of the square of patches for which the graph has a table of positions; 0 if it has no table."""
+    """Return the image's height and width in patches, from the size of the table of positions; 0 without a table."""
     if not isinstance(graph, ir.Graph):
         return 0
     for value in graph.initializers.values():

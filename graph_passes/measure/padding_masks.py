@@ -14,17 +14,17 @@ from ..names import ORTOLAN_DOMAIN
 from .feeds import Sizes, synthetic_feeds
 from .sessions import open_quietly, run_session
 
-_HIDES = -1e4  # an addend that hides a key; exporters write this value or a far lower one
+_HIDES = -1e4  # addends up to this value mask a key; exporters write it or a far lower value
 _SIZES = (Sizes(4, 6, 0), Sizes(5, 9, 0))
-# Operators that treat all positions alike. Other operators may hide distant tokens, which a run on a few tokens would
-# not show.
+# Operators that treat all positions alike. Other operators may mask distant tokens, which a run on a few tokens would
+# not reveal.
 _POSITION_FREE = """
     Add And Cast Clip Concat Constant ConstantOfShape Div Equal Expand Gather Greater GreaterOrEqual Identity Less
     LessOrEqual Max Min Mul Neg Not Or Reshape Shape Slice Squeeze Sub Transpose Unsqueeze Where
 """
 _POSITION_FREE_OPS = frozenset(_POSITION_FREE.split())
 _COUNTING = frozenset(("Cast", "Constant", "Equal", "ReduceSum", "Unsqueeze"))
-_MAX_SIZES = 8  # elements of a constant that is a shape
+_MAX_SIZES = 8  # longer constants are not shapes
 _FROM_TOKENS = frozenset(("MatMul", "Gemm", "FusedMatMul", "MatMulNBits", "MatMulInteger", "Einsum", "Softmax"))
 
 
@@ -47,8 +47,8 @@ class PaddingMasks:
         Args:
             model: The model.
             attention_mask: The input [batch, tokens], 0 for padding.
-            read_if_hidden: Positions whose vectors are used even if attention_mask hides them.
-            first_tokens: From `find_first_tokens`, if attention uses that mask instead of attention_mask.
+            read_if_hidden: Positions whose vectors are used even if attention_mask masks them.
+            first_tokens: The result of `find_first_tokens`, if attention uses that mask instead of attention_mask.
         """
         self._model = model
         self._attention_mask = attention_mask
@@ -58,10 +58,10 @@ class PaddingMasks:
         self._dropped: dict[ir.Value, None] = {}
 
     def beside_padding(self, mask: ir.Value | None) -> ir.Value | None:
-        """Return the rest of a mask's addend without the padding part, or None if nothing remains.
+        """Return the addend that remains of a mask without its padding part, or None if nothing remains.
 
         Raises:
-            MaskError: The mask does not, or may not, hide padding.
+            MaskError: It is not certain that the mask hides padding.
         """
         if mask is None or constant_tensor(mask) is not None:
             raise MaskError("attention sees tokens that attention_mask hides")
@@ -78,7 +78,7 @@ class PaddingMasks:
         return None
 
     def is_at_hidden(self, number: bool, factor: ir.Value | None, hidden: ir.Value) -> bool:
-        """Return whether a factor or condition of a value is a given constant wherever attention_mask hides tokens.
+        """Return whether a factor or condition of a value is a given constant at all tokens that attention_mask masks.
 
         Args:
             number: The constant: 0 or 1.
@@ -96,7 +96,7 @@ class PaddingMasks:
         return True
 
     def find_first_tokens(self, mask: ir.Value | None) -> ir.Value | None:
-        """Return the source of a mask that shows the first n tokens, where n is the count of ones in attention_mask.
+        """Return the source of a mask that keeps the first n tokens, where n is the number of ones in attention_mask.
 
         The source has truth values [batch, 1, 1, tokens]. ONNX Runtime's transformers optimizer makes such masks
         (mask_index).
@@ -114,12 +114,12 @@ class PaddingMasks:
         return None
 
     def remove_unused(self) -> None:
-        """Remove the nodes of masks that have become unused."""
+        """Remove the nodes of masks that are no longer used."""
         for mask in self._dropped:
             remove_dead(mask)
 
     def _other_summand(self, mask: ir.Value) -> ir.Value | None:
-        """Return the value that a padding mask was added to, if it does not depend on attention_mask."""
+        """Return the value to which a padding mask was added, if that value does not depend on attention_mask."""
         node = mask.producer()
         if node is None or node.op_type != "Add" or len(mask.uses()) == 0:
             return None
@@ -158,13 +158,13 @@ class PaddingMasks:
             except ValueError:
                 return "other"
             queries = np.broadcast_to(kept[:, None, :], added.shape[:3]).copy()
-            # A query sees no key if its local window holds only padding; its result is undefined.
+            # If the local window of a query holds only padding, the query sees no key and its result is undefined.
             shown: np.ndarray = np.asarray(added > _HIDES)
             sees: np.ndarray = np.asarray(shown.any(axis=-1))
-            # The first sequence has no padding: its mask shows what each query sees without padding.
+            # The first sequence has no padding, so its mask gives the keys that each query sees without padding.
             if reads_all and (~sees & (shown[:1] & kept[:, None, None, :]).any(axis=-1)).any():
                 raise MaskError(
-                    f"mask {mask.name!r} hides all tokens from the queries of hidden positions, which are read"
+                    f"mask {mask.name!r} hides all tokens from the queries of masked positions, which are read"
                 )
             queries[:, :, self._read_if_hidden] |= sees[:, :, self._read_if_hidden]
             seen = queries[..., None] & kept[:, None, None, :]
@@ -175,7 +175,7 @@ class PaddingMasks:
         return "padding" if not does_more and _is_position_free(mask, self._first_tokens) else "hides more"
 
     def _from_tokens(self, value: ir.Value, but: ir.Value | None = None) -> ir.Node | None:
-        """Return a node that computes the value from tokens, if any."""
+        """Return a node that computes the value from tokens, or None."""
         for source in _sources(value, but):
             node = source.producer()
             if source is but or node is None:
@@ -187,7 +187,7 @@ class PaddingMasks:
     def _runs(
         self, value: ir.Value, given: ir.Value | None = None, width: int = 0
     ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-        """Yield some attention masks, as truth values, and the value that the model computes from each.
+        """Yield some attention masks, as truth values, each with the value that the model computes from it.
 
         Args:
             value: The value to compute.
@@ -214,7 +214,7 @@ class PaddingMasks:
             except MaskError:
                 shapes = ", ".join(f"{key} {list(array.shape)}" for key, array in feeds.items())
                 raise MaskError(
-                    f"the nodes that compute {value.name!r} do not run on made-up inputs: {shapes}"
+                    f"the nodes that compute {value.name!r} do not run on synthetic inputs: {shapes}"
                 ) from None
             yield kept, found
 
@@ -244,13 +244,13 @@ def _counts(value: ir.Value) -> bool:
 
 
 def _first(kept: np.ndarray) -> np.ndarray:
-    """Return a mask of the first n tokens of each sequence, where n tokens are kept."""
+    """Return a mask of the first n tokens of each sequence, where n is the number of kept tokens."""
     first: np.ndarray = np.arange(kept.shape[1]) < kept.sum(axis=1, keepdims=True)
     return first
 
 
 def _is_position_free(mask: ir.Value, but: ir.Value | None) -> bool:
-    """Return whether the nodes that compute a mask, without those of `but`, treat all positions alike."""
+    """Return whether all nodes that compute a mask, except the nodes that compute `but`, treat all positions alike."""
     for source in _sources(mask, but):
         tensor, node = constant_tensor(source), source.producer()
         if source is but:
@@ -264,7 +264,7 @@ def _is_position_free(mask: ir.Value, but: ir.Value | None) -> bool:
 
 
 def _sources(value: ir.Value, but: ir.Value | None = None) -> dict[ir.Value, None]:
-    """Return the value and everything that it is computed from, without the sources of `but`."""
+    """Return the value and all values that it is computed from, except the sources of `but`."""
     found: dict[ir.Value, None] = {}
     waiting = [value]
     while waiting:

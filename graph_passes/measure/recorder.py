@@ -13,13 +13,13 @@ from ortolan.errors import CalibrationError, one_line
 
 from .feeds import Feeds
 
-OnRun = Callable[[int, int], None]  # on_run(done, total)
+OnRun = Callable[[int, int], None]  # called as on_run(done, total) after each run
 
 
-_CAPTURE_BYTES = 256 * 1024**2  # limit for the recorded inputs that one run returns
+_CAPTURE_BYTES = 256 * 1024**2  # limit for the recorded inputs that one run returns, in bytes
 
 
-_HESSIAN_ROWS = 8192  # rows that are multiplied at once
+_HESSIAN_ROWS = 8192  # number of rows that are multiplied at once
 
 
 class Recorded(Protocol):
@@ -39,15 +39,15 @@ class Recorded(Protocol):
 
 
 class InputRecorder:
-    """Runs a model in its state at construction, and passes on the inputs of its layers, a few layers per run.
+    """Runs a model and calls a function with the inputs of its linear layers, a few layers per run.
 
-    Layers in subgraphs are left out: their values cannot be made outputs.
+    Layers in subgraphs are left out, because their values cannot become outputs of the model.
     """
 
     def __init__(
         self, model: ir.Model, linears: Sequence[Recorded], feeds: Sequence[Feeds], open_model: Callable[[], Any]
     ) -> None:
-        """Call open_model() for a session, while the wanted values are outputs of the model."""
+        """Prepare a recorder. `open_model` opens a session; meanwhile the wanted values are outputs of the model."""
         self._wanted = {linear.x.name or "": linear for linear in linears if _belongs_to(linear.x, model.graph)}
         self._computed = {name: linear for name, linear in self._wanted.items() if not linear.x.is_graph_input()}
         self._feeds = feeds
@@ -132,9 +132,10 @@ class InputRecorder:
 
 
 class HessianSums:
-    """X^T X over the inputs X of one value, float32 [2, k, k], for two halves of the inputs.
+    """Sums of X^T X over the inputs X of one value, float32 [2, k, k], for two halves of the inputs.
 
-    The halves are alternate feeds, or the halves of a single feed. Rows are buffered, up to half the size of the sums.
+    The halves are alternate feeds, or the two halves of a single feed. Rows are buffered, up to half the size of the
+    sums.
     """
 
     def __init__(self, k: int, feeds: int) -> None:
@@ -156,7 +157,7 @@ class HessianSums:
             waiting = self._waiting[self._taken % 2]
             for start in range(0, len(part), _HESSIAN_ROWS):
                 waiting.append(part[start : start + _HESSIAN_ROWS].astype(np.float32))
-                # Multiply many rows at once; for few rows, reading and writing the sum would dominate.
+                # Multiply many rows at once. With few rows, reading and writing the sum would dominate.
                 if sum(map(len, waiting)) >= self._at_once:
                     self._multiply(self._taken % 2)
             self._taken += 1
@@ -182,7 +183,7 @@ def _belongs_to(value: ir.Value, graph: ir.Graph) -> bool:
 
 @contextmanager
 def _as_outputs(model: ir.Model, wanted: dict[str, Recorded]) -> Iterator[None]:
-    """Make the named values outputs of the model inside the with statement."""
+    """Inside the with statement, the named values are outputs of the model."""
     outputs = model.graph.outputs
     count = len(outputs)
     present = {value.name for value in outputs}
@@ -194,7 +195,7 @@ def _as_outputs(model: ir.Model, wanted: dict[str, Recorded]) -> Iterator[None]:
     try:
         yield
     finally:
-        while len(outputs) > count:  # deleting a slice would leave the values marked as outputs
+        while len(outputs) > count:  # pop, because deleting a slice would leave values marked as outputs
             outputs.pop()
 
 

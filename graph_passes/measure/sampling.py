@@ -1,6 +1,6 @@
-"""Text that a decoder samples from itself, for evaluation without the user's texts.
+"""Text that a decoder generates itself, for evaluation without texts from the user.
 
-Random tokens would be unlike training data: quantization errors are several times as large there.
+Random tokens are unlike training data, and quantization errors on them are several times as large.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import onnx_ir as ir
 from .feeds import Feeds, has_past, model_inputs, prompt_feeds
 
 _SEQUENCES, _TOKENS = 2, 64
-_TOKENS_OF_LARGE = 32  # for models whose weights take gigabytes per step
+_TOKENS_OF_LARGE = 32  # number of tokens for models that read gigabytes of weights per step
 _PLAIN = {"input_ids", "attention_mask", "position_ids"}
 _PAST, _PRESENT = "past_key_values", "present"
-# The start token of sentencepiece vocabularies; in BPE vocabularies, an ordinary token.
+# The start token of SentencePiece vocabularies. In BPE vocabularies, the id is an ordinary token.
 _DEFAULT_START = 1
 _CONFIGS = ("generation_config.json", "config.json", "genai_config.json")
 
@@ -28,17 +28,17 @@ _CONFIGS = ("generation_config.json", "config.json", "genai_config.json")
 def sampled_feeds(model: ir.Model, session: Any, start: int, large: bool = False) -> list[Feeds]:
     """Sample sequences token by token, at temperature 1 and from a fixed seed, and return them as feeds.
 
-    The first feed holds all sequences, the second the beginning of the first sequence, the third the last token with
-    the cache of all earlier ones.
+    The first feed holds all sequences; the second feed, the beginning of the first sequence; the third feed, the last
+    token of each sequence with the cache of all earlier tokens.
 
     Args:
         model: The original model.
-        session: Its session.
+        session: A session on the model.
         start: The first token of each sequence.
-        large: Sample fewer tokens, because a step takes long.
+        large: Sample fewer tokens, because each step takes long.
 
     Returns:
-        No feeds if the model is not a decoder with `logits` and a growing KV cache, or does not run.
+        The feeds; an empty list if the model is not a decoder with `logits` and a growing KV cache, or does not run.
     """
     inputs = {value.name or "": value for value in model_inputs(model)}
     caches = {name: name.replace(_PAST, _PRESENT, 1) for name in inputs if name.startswith(_PAST)}
@@ -53,7 +53,7 @@ def sampled_feeds(model: ir.Model, session: Any, start: int, large: bool = False
     rng = np.random.default_rng(0)
     ids = np.full((rows, 1), start)
     found: list[Feeds] = []
-    with suppress(Exception):  # from ONNX Runtime, or for inputs of other sizes
+    with suppress(Exception):  # ONNX Runtime fails, or the model's inputs have other sizes
         feeds = prompt_feeds(ids, model)
         while True:
             answers = dict(zip(outputs, session.run(outputs, feeds), strict=True))
@@ -74,7 +74,7 @@ def sampled_feeds(model: ir.Model, session: Any, start: int, large: bool = False
 
 
 def _next_feeds(ids: np.ndarray, before: Feeds) -> Feeds:
-    """Return the feeds of the last token, without the cache."""
+    """Return feeds for the last token of `ids`, without the cache."""
     made = {
         "input_ids": ids[:, -1:],
         "attention_mask": np.ones_like(ids),

@@ -1,9 +1,9 @@
 """Runs a model in pieces, so that later layers see the effect of changes to earlier ones.
 
-The model is cut where each wanted value is first used. Each piece is a model: its inputs are the values that cross the
-cut before it, its outputs the values that cross the cut after it. Files keep these values, one per value and feed,
-while later pieces need them. So all layers together cost one run of the model; running from the beginning for each of
-n layers would cost about n / 2 runs.
+The model is cut before the first consumer of each wanted value. Each piece is a model: its inputs are the values that
+cross the cut before it, its outputs the values that cross the cut after it. These values are stored in files, one file
+per value and feed, as long as later pieces need them. So all layers together cost one run of the model. Running from
+the beginning for each of n layers would cost about n / 2 runs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ..find.linear import Linear, layer_key
 from .feeds import Feeds
 from .sessions import open_quietly
 
-_EMBEDDED = 1024  # bytes; smaller tensors stay in the model file, where shape inference sees them
+_EMBEDDED = 1024  # smaller tensors (bytes) stay in the model file, where shape inference sees them
 
 
 class Segments:
-    """The inputs of layers, in graph order. Use it in a with statement: it keeps files in `folder`."""
+    """The inputs of layers, in graph order. Use the object in a with statement, because it keeps files in `folder`."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Segments:
         folder: Path,
         open_model: Callable[[Path], Any] = open_quietly,
     ) -> None:
-        """Plan the pieces. Layers in subgraphs are left out: their inputs cannot be made outputs."""
+        """Plan the pieces. Layers in subgraphs are left out, because their inputs cannot become outputs of a piece."""
         self._model, self._feeds, self._folder, self._open = model, feeds, folder, open_model
         order = {node: index for index, node in enumerate(model.graph)}
         first: dict[ir.Value, ir.Node] = {}  # the first consumer of each wanted value
@@ -53,7 +53,7 @@ class Segments:
                 first.setdefault(linear.x, node)
         self._stages = sorted(first.items(), key=lambda stage: order[stage[1]])
         self._constant = _constant_values(model.graph)
-        self._stored: dict[ir.Value, int] = {}  # stored values, and the numbers of their files
+        self._stored: dict[ir.Value, int] = {}  # maps stored values to the numbers of their files
 
     @property
     def values(self) -> list[ir.Value]:
@@ -73,12 +73,12 @@ class Segments:
     def run(self, take: Callable[[ir.Value, np.ndarray], None]) -> Iterator[ir.Value]:
         """Yield each value after take(value, array) was called for each feed.
 
-        Changes that the caller makes to its consumers affect all later values.
+        Changes that the caller makes to the consumers of a yielded value affect all later values.
         """
         previous: ir.Node | None = None
         for number, (x, node) in enumerate(self._stages):
             nodes = list(self._model.graph)
-            # The caller may have added and removed nodes, but not the consumers of the values.
+            # The caller may have added and removed nodes, but must keep the consumers of the wanted values.
             order = {one: index for index, one in enumerate(nodes)}
             begin = 0 if previous is None else order[previous]
             later = [value for value, _ in self._stages[number + 1 :]]
@@ -98,7 +98,7 @@ class Segments:
     ) -> None:
         """Run the nodes from `begin` to before `end`, and store the values that later pieces need."""
         _, crossing = self._needed(later, order, end)
-        if later:  # after its change, a layer that took x rounded may take x itself
+        if later:  # the caller may change a layer so that it reads x instead of a rounded copy
             crossing = list(dict.fromkeys([x, *crossing]))
         made = [value for value in {x: None, **dict.fromkeys(crossing)} if self._is_made(value)]
         needed, inputs = self._needed(made, order, begin)
@@ -131,13 +131,13 @@ class Segments:
             del self._stored[value]
 
     def _is_made(self, value: ir.Value) -> bool:
-        """Return whether a piece must still compute the value."""
+        """Return whether a piece must compute the value: it is neither stored nor an input."""
         return value.producer() is not None and value not in self._stored
 
     def _needed(
         self, wanted: Sequence[ir.Value], order: dict[ir.Node, int], begin: int
     ) -> tuple[set[int], list[ir.Value]]:
-        """Return the nodes from `begin` on that compute the values, and the inputs of these nodes from before `begin`.
+        """Return the nodes at or after `begin` that compute the values, and the values before `begin` that they read.
 
         Nodes that only compute constants belong to every piece.
         """
@@ -231,7 +231,7 @@ def _produced_in(value: ir.Value, graph: ir.Graph) -> bool:
 
 
 def _inputs_of(node: ir.Node, graph: ir.Graph) -> list[ir.Value]:
-    """Return the values of this graph that the node uses, including in its subgraphs."""
+    """Return the values of this graph that the node or its subgraphs use."""
     found = [value for value in node.inputs if value is not None]
     for attribute in node.attributes.values():
         if attribute.is_ref() or attribute.type not in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):

@@ -1,8 +1,8 @@
-"""Sessions of ONNX Runtime for comparing and timing models: they log nothing and do not disturb other sessions.
+"""ONNX Runtime sessions for comparing and timing models; they log nothing and do not disturb other sessions.
 
 On x86 CPUs with AVX2 but without VNNI, ONNX Runtime multiplies uint8 by int8 with vpmaddubsw, which saturates at 16
 bits: 2 * 255 * 127 becomes 32767. Full-range products lose up to 15 % of their norm in every int8 layer. Sessions for
-comparison ask for the exact sums that ONNX specifies (session.x64quantprecision); timed sessions do not, because exact
+comparison enable the exact sums that ONNX specifies (session.x64quantprecision). Timed sessions do not, because exact
 sums are slower.
 """
 
@@ -28,14 +28,14 @@ from .machine import default_threads
 
 _THREADS: ContextVar[int | None] = ContextVar("threads", default=None)
 _EXACT_SUMS = "session.x64quantprecision"
-# 1: MatMulNBits fused from DequantizeLinear computes in float32
+# With value 1, a MatMulNBits that ONNX Runtime fuses from DequantizeLinear computes in float32.
 _BLOCKS_LEVEL = "session.qdq_matmulnbits_accuracy_level"
 _DISABLED = "optimization.disable_specified_optimizers"
 
 
 @contextmanager
 def threads_of_sessions(threads: int | None) -> Iterator[None]:
-    """Set the intra-op threads of sessions that are opened in this context; None: default_threads."""
+    """Set the number of intra-op threads of sessions opened in this context; None: default_threads()."""
     token = _THREADS.set(threads)
     try:
         yield
@@ -44,7 +44,7 @@ def threads_of_sessions(threads: int | None) -> Iterator[None]:
 
 
 def session_threads() -> int:
-    """Return the intra-op threads of sessions in this context, for the original and for the optimized model."""
+    """Return the number of intra-op threads of sessions in this context."""
     return _THREADS.get() or default_threads()
 
 
@@ -52,13 +52,13 @@ def quiet_options(source: ModelFile | None = None) -> Any:
     """Return session options.
 
     Args:
-        source: The given model, for a session that is not timed. If it is large, each run reads weights from the mapped
-            file, because ONNX Runtime would otherwise keep a packed copy of them.
+        source: The given model, for a session that is not timed. If the model is large, packing is disabled, so that
+            ONNX Runtime reads weights from the mapped file and keeps no packed copy.
     """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # errors become Ortolan's exceptions
+    options.log_severity_level = 4  # log only fatal errors; others are reported by Ortolan's exceptions
     options.intra_op_num_threads = session_threads()
     # Threads of one session must not spin while another is timed.
     options.add_session_config_entry("session.force_spinning_stop", "1")
@@ -83,10 +83,11 @@ def open_quietly(
         source: See `quiet_options`.
         library: Register Ortolan's operators.
         data_folder: See `open_session`.
-        in_float: Do not round the inputs of a MatMul after a DequantizeLinear of int4 blocks.
-        fold: Let ONNX Runtime fold constants. It keeps the result of each step, which takes many times the model's
-            memory for weights that functions unpack. Where int8 products saturate, sessions always fold, because exact
-            products need constant weights.
+        in_float: Do not let ONNX Runtime round the inputs of a MatMul whose weight is a DequantizeLinear of int4
+            blocks.
+        fold: Let ONNX Runtime fold constants. It keeps the result of each step, so weights that ONNX functions unpack
+            take many times the model's memory. On CPUs whose int8 products saturate, constants are always folded,
+            because exact products need constant weights.
     """
 
     def opened(content: Path | bytes, exact: bool) -> Any:
@@ -102,8 +103,8 @@ def open_quietly(
         return open_session(content, options, data_folder=folder)
 
     if int8_products_saturate() and not _has_branches(model):
-        # Asking for exact sums makes ONNX Runtime fail on tensors shared by two layers, on blocks without zero points,
-        # and on int8 inputs. If the model itself is wrong, opening it normally reports that.
+        # With exact sums, ONNX Runtime fails on tensors that two layers share, on blocks without zero points, and on
+        # int8 inputs. If the model itself is invalid, the normal session below reports the error.
         with suppress(Exception):
             exact = _with_zero_points_of_blocks(model)
             with suppress(Exception):
@@ -119,7 +120,7 @@ def _read(model: Path | bytes) -> Any:
 
 
 def _mentions(model: Path | bytes, text: bytes) -> bool:
-    """Return whether the file contains the text, which is faster than parsing the model."""
+    """Return whether the model's bytes contain the text; faster than parsing the model."""
     if isinstance(model, bytes):
         return text in model
     with open(model, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -127,7 +128,7 @@ def _mentions(model: Path | bytes, text: bytes) -> bool:
 
 
 def _has_branches(model: Path | bytes) -> bool:
-    """Return whether a node holds subgraphs: ONNX Runtime computes exact sums in the main graph only."""
+    """Return whether a node has subgraphs; ONNX Runtime computes exact sums only in the main graph."""
     import onnx
 
     if not any(_mentions(model, name) for name in (b"then_branch", b"body")):
@@ -139,9 +140,9 @@ def _has_branches(model: Path | bytes) -> bool:
 
 
 def _with_zero_points_of_blocks(model: Path | bytes) -> Path | bytes:
-    """Add zero points of 0 to int8 tensors in blocks that have none.
+    """Add zero points of 0 to block-quantized int8 tensors without zero points.
 
-    ONNX Runtime turns these into uint8 with a single zero point, which it refuses at run time.
+    ONNX Runtime turns such tensors into uint8 with a single zero point, which it refuses at run time.
     """
     import onnx
 
@@ -165,7 +166,7 @@ def _with_zero_points_of_blocks(model: Path | bytes) -> Path | bytes:
 
 
 def _with_own_int8_tensors(model: Path | bytes) -> bytes:
-    """Give each use of an int8 tensor its own copy: ONNX Runtime adds a uint8 copy per use, all under one name."""
+    """Copy int8 tensors for each use, because ONNX Runtime adds a uint8 copy per use, all under the same name."""
     import onnx
 
     proto = _read(model)
@@ -185,7 +186,7 @@ def _with_own_int8_tensors(model: Path | bytes) -> bytes:
 
 
 def open_to_time(model: Path | bytes, *, library: bool = False) -> Any:
-    """Open a session as a user would, whatever memory that takes."""
+    """Open a session with a user's settings, regardless of the memory that it takes."""
     options = quiet_options()
     if library:
         register(options)
@@ -193,7 +194,7 @@ def open_to_time(model: Path | bytes, *, library: bool = False) -> Any:
 
 
 def sums_are_exact(session: Any) -> bool:
-    """Return whether the uint8 x int8 products of a session of `open_quietly` are exact."""
+    """Return whether this session, opened by `open_quietly`, computes exact uint8 x int8 products."""
     if not int8_products_saturate():
         return True
     asked: str = session.get_session_options().get_session_config_entry(_EXACT_SUMS)
@@ -202,7 +203,7 @@ def sums_are_exact(session: Any) -> bool:
 
 @functools.cache
 def int8_products_saturate() -> bool:
-    """Return whether uint8 x int8 products saturate in a default ONNX Runtime session on this CPU, by trying."""
+    """Return whether uint8 x int8 products saturate in a default ONNX Runtime session on this CPU, by running one."""
     from onnx import TensorProto, helper, numpy_helper
 
     codes, weight = np.full((2, 64), 255, np.uint8), np.full((64, 16), 127, np.int8)
@@ -224,7 +225,7 @@ def run_session(session: Any, feeds: Feeds, who: str, error_type: type[Exception
     Args:
         session: The session.
         feeds: Inputs.
-        who: The subject of the error message: "the original model".
+        who: The subject of the error message, such as "the original model".
         error_type: The exception to raise.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Times candidates in turn, with cold weights, pinned to a CPU if single-threaded."""
+"""Times candidates in turn, with cold weights. A single thread is pinned to a CPU."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from ..report.figures import Timing
 from .machine import cold_budget, last_level_cache_bytes
 
-MAX_CANDIDATES = 16  # timed together in the largest benchmark
+MAX_CANDIDATES = 16  # largest number of candidates that a benchmark times together
 
 # After a change of workload, a memory-bound layer needs this long to reach the speed of a decode loop
 # (ops/sparse_amx_matmul/README.md).
 _WARM_UP_SECONDS = 0.08
 _TIMED_CALLS = 3
-# A candidate's turn ends after this time, but only after one timed call.
+# A candidate's turn ends after this time, and not before one timed call.
 _TURN_SECONDS = 0.4
 
 
@@ -26,8 +26,8 @@ def interleave(
 ) -> dict[str, Timing]:
     """Time the candidates A B C A B C … for about `seconds`.
 
-    In its turn, a candidate first runs untimed, and is then timed a few times (a slow one once). As in a decode loop,
-    its code and page tables are warm; its weights are cold if their copies outgrow the caches.
+    In its turn, a candidate first runs untimed, and is then timed a few times (a slow candidate once). As in a decode
+    loop, code and page tables are warm; weights are cold if their copies outgrow the caches.
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     end = time.perf_counter() + seconds
@@ -64,21 +64,21 @@ def pinned(threads: int) -> Iterator[None]:
 
 
 def copies_to_stay_cold(bytes_each: int) -> int:
-    """Return how many copies of a weight to use in turn so that none stays in a cache: four times the L3.
+    """Return how many copies of a weight to use in turn, so that none stays in a cache.
 
-    4 to 2048 copies, within `cold_bytes_each`.
+    The copies take four times the size of the L3 cache. There are 4 to 2048 copies, within `cold_bytes_each`.
     """
     wanted = min(max(4, -(-4 * last_level_cache_bytes() // bytes_each)), 2048)
     return max(1, min(wanted, cold_bytes_each() // bytes_each))
 
 
 def cold_bytes_each() -> int:
-    """Return the bytes for the copies of one candidate if MAX_CANDIDATES are timed together."""
+    """Return the memory for the copies of one candidate, in bytes, if MAX_CANDIDATES are timed together."""
     return cold_budget() // MAX_CANDIDATES
 
 
 def describe_cold_copies() -> str:
-    """Return a note on the memory of copies, for results."""
+    """Return a note on the memory of the copies, to print with results."""
     mebibytes, cache = cold_bytes_each() >> 20, last_level_cache_bytes() >> 20
     warm = " Weights may be warm." if mebibytes <= 2 * cache else ""
     copies = f"Copies of weights take up to {mebibytes} MiB per candidate (all: 1/8 of free memory)"
