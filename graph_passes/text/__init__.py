@@ -1,1 +1,1 @@
-"""Texts as model inputs: tokenizers, in Python and as graphs."""
+"""Texts as model inputs: tokenizers, in Python and as ONNX nodes."""

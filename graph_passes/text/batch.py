@@ -1,4 +1,4 @@
-"""Assembles the tokens of texts or pairs into a model's inputs: truncation, special tokens, padding."""
+"""Nodes that turn the tokens of texts or pairs into a model's inputs: truncation, special tokens, padding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .tokenizer_file import FIRST, Template
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs of a model, int64 [batch, tokens], as long as the longest text. mask: 1 for tokens, 0 for padding."""
+    """Inputs of a model, int64 [batch, tokens of the longest text]. mask: 1 for tokens, 0 for padding."""
 
     ids: ir.Value
     mask: ir.Value
@@ -59,7 +59,7 @@ def make_batch(
     parts, total = _arrange(nodes, nodes.op("Shape", tokens.ids), starts, counts, template)
     pad = nodes.op("Sub", nodes.op("Shape", pool), nodes.ints(1))
     if length is None:
-        # The constant is for a batch without texts; a row has at least one column.
+        # The constant gives a batch without texts one column, or one column per special token.
         totals = nodes.op("Reshape", total, nodes.ints(-1))
         longest = nodes.largest(nodes.op("Concat", totals, nodes.ints(max(1, template.added)), axis=0))
     else:
@@ -78,10 +78,10 @@ def make_batch(
 
 
 def _sides(nodes: Nodes, counts: ir.Value, sides: int) -> list[ir.Value]:
-    """Split int64 [sides * batch] into [batch] for each side."""
+    """Split int64 [sides * batch] into one [batch] for each side of a pair."""
     if sides == 1:
         return [counts]
-    # Not a Reshape to -1: without texts, -1 could be any size.
+    # Reshape with -1 would fail for an empty batch, where -1 is ambiguous.
     batch = nodes.op("Div", nodes.op("Shape", counts), nodes.ints(sides))
     return nodes.many("Split", sides, counts, nodes.op("Concat", *[batch] * sides, axis=0), axis=0)
 
@@ -89,7 +89,10 @@ def _sides(nodes: Nodes, counts: ir.Value, sides: int) -> list[ir.Value]:
 def _arrange(
     nodes: Nodes, specials: ir.Value, starts: Sequence[ir.Value], counts: Sequence[ir.Value], template: Template
 ) -> tuple[list[_Part], ir.Value]:
-    """Return the template's parts and the tokens per row, int64 [batch, 1]. specials: where special tokens start."""
+    """Return the template's parts and the tokens per row, int64 [batch, 1].
+
+    specials: index of the first special token.
+    """
     column = nodes.op("Mul", nodes.op("Unsqueeze", counts[0], nodes.ints(1)), nodes.integer(0))  # zeros [batch, 1]
     parts: list[_Part] = []
     for part, kind in template.parts:

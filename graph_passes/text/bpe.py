@@ -1,10 +1,10 @@
 """A BPE tokenizer.json (GPT-2, RoBERTa, Llama, Qwen, …) as nodes of onnxruntime-extensions.
 
 onnxruntime-extensions' HfJsonTokenizer reads such files, but it loses the end of a text that ends with the beginning of
-an added token, classifies spaces and letters differently, and cuts Llama's words every 100 bytes. So only the merge
-search of its GPT2Tokenizer is used, which treats a run of letters as one word. Each initial symbol of merges (a byte or
-a character) is written as a letter of its own, and words are separated by full stops. GPT2Tokenizer starts from bytes,
-so the first merges combine the bytes of each letter.
+an added token, classifies spaces and letters differently, and cuts Llama's words every 100 bytes. So these nodes use
+only the merge search of its GPT2Tokenizer, which treats a run of letters as one word. Each initial symbol of merges (a
+byte or a character) is replaced by a letter that is unique to this symbol, and words are separated by full stops.
+GPT2Tokenizer starts from bytes, so the first merges combine the bytes of each letter.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .splitting import flat
 from .tokenizer_file import Refuse, TokenizerFile
 from .words import Words, marked_tokens, read_words
 
-_BETWEEN, _BEHIND = ".", "!"  # separator of words, and end of a text: no letters
-# Letters of two and three bytes in UTF-8, from alphabets that every version of Unicode knows.
+_BETWEEN, _BEHIND = ".", "!"  # separator of words, and end of a text; not letters, so they end a word
+# Ranges of letters with two or three bytes in UTF-8, from alphabets that every version of Unicode has.
 _LETTERS = ((0x100, 0x1BA), (0x400, 0x482), (0x4E00, 0x9FA6), (0xAC00, 0xD7A4))
 
 
@@ -35,12 +35,12 @@ class Bpe:
 
     Attributes:
         words: Splits texts into words.
-        symbols: Finds the symbols and marks of a text.
-        becomes: The letter of each.
-        vocabulary: GPT2Tokenizer's, where each symbol is spelled by its letter's bytes.
-        merges: GPT2Tokenizer's.
-        between: Id of the separator of words.
-        behind: Id of the end of a text.
+        symbols: Finds the initial symbols and the marks in a text.
+        becomes: The letter that replaces each symbol or mark.
+        vocabulary: The vocabulary for GPT2Tokenizer, in which the bytes of a symbol's letter spell the symbol.
+        merges: The merges for GPT2Tokenizer.
+        between: Id of the token that separates words.
+        behind: Id of the token after each text.
     """
 
     words: Words
@@ -87,7 +87,7 @@ def read_bpe(file: TokenizerFile) -> Bpe:
     vocabulary = model["vocab"]
     byte_level = any(part["type"] == "ByteLevel" for part in flat(file.said.get("pre_tokenizer"), "pretokenizers"))
     bytes_of, unknown = _byte_tokens(model, byte_level, refuse)
-    # The initial tokens of words, before any merge.
+    # Symbols are the initial tokens of words, before any merge.
     characters = [] if byte_level else [token for token in vocabulary if len(token) == 1]
     begin = [token for token in dict.fromkeys([*characters, *(bytes_of or ()), unknown]) if token is not None]
     # Strings that are always tokens: added tokens, and words that merges do not produce.
@@ -116,7 +116,7 @@ def read_bpe(file: TokenizerFile) -> Bpe:
 
 
 def _whole_words(file: TokenizerFile, words: Words, byte_level: bool) -> dict[str, int]:
-    """Return words, between word marks, that are tokens although merges do not produce them (ignore_merges)."""
+    """Return the ids of marked words that are tokens although no merges produce them (ignore_merges)."""
     if not file.said["model"].get("ignore_merges"):
         return {}
     from tokenizers import Tokenizer
@@ -124,7 +124,7 @@ def _whole_words(file: TokenizerFile, words: Words, byte_level: bool) -> dict[st
     vocabulary = file.said["model"]["vocab"]
     said = {**file.said, "model": {**file.said["model"], "ignore_merges": False}}
     merging = Tokenizer.from_str(json.dumps(said)).model
-    added = {token["content"] for token in file.added_tokens}  # found in texts before words are split
+    added = {token["content"] for token in file.added_tokens}  # these are found in texts before words are split
     tokens = [token for token in vocabulary if token not in added and len(merging.tokenize(token)) != 1]
     if tokens and not words.marked_on_both_sides:
         raise file.refuse(f"has ignore_merges and the token {tokens[0]!r}, which merges do not produce")
@@ -144,7 +144,7 @@ def _text(token: str) -> str:
 def _byte_tokens(
     model: Mapping[str, Any], byte_level: bool, refuse: Refuse
 ) -> tuple[list[str | None] | None, str | None]:
-    """Return the tokens of the 256 bytes (None: the byte is left out) if there are any, and the unknown token."""
+    """Return the tokens of the 256 bytes (None: the byte is dropped), or None; and the unknown token."""
     vocabulary, unknown = model["vocab"], model.get("unk_token")
     if unknown is not None and unknown not in vocabulary:
         raise refuse(f"has the unknown token {unknown!r}, which is not in its vocabulary")
@@ -160,7 +160,7 @@ def _byte_tokens(
 
 
 def _byte_characters() -> tuple[str, ...]:
-    """Return GPT-2's characters for the 256 bytes: printable ones unchanged, then characters from U+0100 on."""
+    """Return GPT-2's characters for the 256 bytes: printable bytes are themselves, all others start at U+0100."""
     plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     behind = itertools.count(0x100)
     return tuple(chr(byte if byte in plain else next(behind)) for byte in range(256))
@@ -171,7 +171,7 @@ def _letters() -> list[str]:
 
 
 def _spell(letter: str) -> str:
-    """Spell a letter as GPT2Tokenizer sees it."""
+    """Return the characters that GPT2Tokenizer uses for a letter's UTF-8 bytes."""
     characters = _byte_characters()
     return "".join(characters[byte] for byte in letter.encode())
 
@@ -213,7 +213,10 @@ def _merges(model: Mapping[str, Any], spelled: Mapping[str, str]) -> tuple[dict[
 
 
 def _letter_merges(letters: Sequence[str], ids: dict[str, int], free: int) -> Iterator[tuple[str, str]]:
-    """Yield merges of the bytes of letters; ids of intermediate results, from `free` on, are added to `ids`."""
+    """Yield merges that join the bytes of letters.
+
+    Ids of intermediate results, starting at `free`, are added to `ids`.
+    """
     known: set[tuple[str, str]] = set()
     numbers = itertools.count(free)
     for letter in letters:

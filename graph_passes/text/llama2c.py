@@ -22,7 +22,7 @@ class TokenizerError(OrtolanError):
 
 
 class Llama2cTokenizer:
-    """The byte-pair tokenizer of llama2.c (its tokenizer.bin): 3 control tokens, 256 byte tokens, then text."""
+    """The byte-pair tokenizer of llama2.c (tokenizer.bin): 3 control tokens, 256 byte tokens, then text tokens."""
 
     prefix: tuple[int, ...] = (BOS,)
     start = BOS
@@ -40,7 +40,7 @@ class Llama2cTokenizer:
             raise TokenizerError(f"tokenizer file {os.fspath(path)!r} cannot be read: {error.strerror}") from error
         self.pieces: list[bytes] = []
         self.scores: list[float] = []
-        position = 4  # skips the longest piece's length
+        position = 4  # the first 4 bytes hold the length of the longest piece
         while position < len(data):
             if position + 8 > len(data):
                 raise TokenizerError(f"{path} ends inside token {len(self.pieces)}; the file is cut short")
@@ -53,7 +53,8 @@ class Llama2cTokenizer:
             position += length
         if len(self.pieces) < _FIRST_TEXT_TOKEN:
             raise TokenizerError(f"{path} holds {len(self.pieces)} tokens, expected at least {_FIRST_TEXT_TOKEN}")
-        # No byte tokens: some files spell them like a character, whose own token must win.
+        # Byte tokens are left out: some files spell them like a character, and then the character's own token must be
+        # found.
         self._ids = {piece: index for index, piece in enumerate(self.pieces) if index >= _FIRST_TEXT_TOKEN}
 
     def encode(self, text: str) -> list[int]:
@@ -67,10 +68,11 @@ class Llama2cTokenizer:
         return [BOS, *self._merge(ids)]
 
     def _merge(self, ids: list[int]) -> list[int]:
-        """Merge the pair with the best score, the leftmost of equals, until no pair can be merged."""
+        """Merge the pair with the best score (of equal scores, the leftmost pair) until no pair can be merged."""
         following = [*range(1, len(ids)), -1]
         preceding = list(range(-1, len(ids) - 1))
-        # (-score, position, left id, right id, merged id); an entry is stale if the ids at its position have changed.
+        # Entries are (-score, position, left id, right id, merged id). An entry is stale if the ids at its position
+        # changed.
         heap: list[tuple[float, int, int, int, int]] = []
 
         def push(left: int) -> None:

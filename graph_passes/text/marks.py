@@ -1,7 +1,7 @@
-"""Marks in texts inside the graph: ends of words and texts, and found tokens.
+"""Marks in texts inside the graph: the end of a word, the end of a text, and added tokens found in a text.
 
-They are four characters that Unicode reserves for internal use (U+FDD0 to U+FDD3). In a text, these are replaced by
-U+FDD4.
+Marks consist of four characters that Unicode reserves for internal use (U+FDD0 to U+FDD3). If a text contains such a
+character, U+FDD4 replaces it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ LAST_OF_ASCII = 0x7F
 _MARKS_RANGE = (0xFDD0, 0xFDD3)
 _SURROGATES = (0xD800, 0xDFFF)
 _LAST = 0x10FFFF
-_LAST_OF_A_CLASS = 0x3347F  # later characters (unassigned, private, variation selectors) belong to no class
+_LAST_OF_A_CLASS = 0x3347F  # later characters (unassigned, private, variation selectors) are in no class
 
-Ranges = tuple[tuple[int, int], ...]  # of characters: first and last
+Ranges = tuple[tuple[int, int], ...]  # (first, last) characters of ranges
 
 
 def found_token(number: int) -> str:
-    """Return the marks for a found token: its number in 16 binary digits."""
+    """Return the marks for an added token: its number as 16 binary digits."""
     return f"{number:016b}".translate({ord("0"): _DIGITS[0], ord("1"): _DIGITS[1]})
 
 
@@ -39,12 +39,12 @@ def ranges(pattern: str) -> Ranges:
 
 @lru_cache
 def _codes() -> tuple[int, ...]:
-    """Return the characters that may belong to a class."""
+    """Return all characters that may belong to a class of regular expressions."""
     return tuple(code for code in range(1, _LAST_OF_A_CLASS + 1) if not _SURROGATES[0] <= code <= _SURROGATES[1])
 
 
 def _ranges(pieces: Iterable[tuple[str, tuple[int, int]]]) -> Ranges:
-    """Return the character ranges of pieces of the text of all `_codes`."""
+    """Return the character ranges of pieces that were split from the text of all `_codes`."""
     codes, found = _codes(), list[tuple[int, int]]()
     for _, (start, end) in pieces:
         first, last = codes[start], codes[end - 1]
@@ -57,16 +57,19 @@ def _ranges(pieces: Iterable[tuple[str, tuple[int, int]]]) -> Ranges:
 
 @lru_cache
 def digits() -> Ranges:
-    """Return the digits of pre-tokenizer Digits, which follows Rust's tables, unlike regular expressions."""
+    """Return the digits of pre-tokenizer Digits.
+
+    It uses Rust's tables, which differ from those of regular expressions.
+    """
     from tokenizers import pre_tokenizers
 
     split = pre_tokenizers.Digits(individual_digits=False)
     pieces = split.pre_tokenize_str("".join(map(chr, _codes())))
-    return _ranges(pieces[1::2])  # every other piece: the first characters are not digits
+    return _ranges(pieces[1::2])  # pieces alternate, and the first characters are not digits
 
 
 def others(*classes: Ranges) -> Ranges:
-    """Return the characters outside all classes, without marks."""
+    """Return all characters outside the classes, except marks."""
     taken = sorted([*(one for some in classes for one in some), _MARKS_RANGE, _SURROGATES])
     free, start = [], 1
     for first, last in taken:
@@ -79,7 +82,7 @@ def others(*classes: Ranges) -> Ranges:
 
 
 def written(*classes: Ranges) -> str:
-    """Return the inside of the brackets of an RE2 class."""
+    """Return the classes as the content of an RE2 bracket expression."""
     return "".join(rf"\x{{{first:X}}}-\x{{{last:X}}}" for some in classes for first, last in some)
 
 
@@ -88,7 +91,7 @@ _RANGE = re.compile(r"\\x\{([0-9A-F]+)\}-\\x\{([0-9A-F]+)\}")
 
 
 def narrowed(expression: str) -> str:
-    """Return an expression for ASCII texts with marks, which compiles a hundred times faster."""
+    """Return the expression with classes reduced to ASCII and marks, which compiles a hundred times faster."""
 
     def narrow(found: re.Match[str]) -> str:
         pairs = ((int(first, 16), int(last, 16)) for first, last in _RANGE.findall(found[1]))

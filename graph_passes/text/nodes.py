@@ -12,14 +12,14 @@ import onnx_ir as ir
 from .pieces import END_ID, PieceModel
 
 EXTENSIONS_DOMAIN = "ai.onnx.contrib"
-OLDEST_OPSET = 13  # axes of Unsqueeze and ReduceSum are inputs
-NAMES = "/ortolan_text"  # prefix of nodes and values
-_REDUCE_AXES_OPSET = 18  # also those of ReduceMax and ReduceMin
+OLDEST_OPSET = 13  # the first opset in which axes of Unsqueeze and ReduceSum are inputs
+NAMES = "/ortolan_text"  # prefix of the names of nodes and values
+_REDUCE_AXES_OPSET = 18  # the first opset in which axes of ReduceMax and ReduceMin are inputs
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of texts, concatenated: ids int64 [all], counts int64 [batch]."""
+    """The concatenated tokens of texts: ids int64 [all tokens], counts int64 [batch]."""
 
     ids: ir.Value
     counts: ir.Value
@@ -38,7 +38,10 @@ class Nodes:
         return list(self._tape.nodes)
 
     def many(self, op_type: str, count: int, *inputs: ir.Value, domain: str = "", **attributes: Any) -> list[ir.Value]:
-        """Add a node with several outputs. An attribute `name` becomes part of the node's name, which errors show."""
+        """Add a node with several outputs.
+
+        An attribute `name` becomes part of the node's name, which error messages contain.
+        """
         name = f"{self._place}/{attributes.pop('name', op_type)}_{len(self.nodes)}"
         values = self._tape.op_multi_out(op_type, inputs, attributes, num_outputs=count, domain=domain, name=name)
         for index, value in enumerate(values):
@@ -85,15 +88,15 @@ class Nodes:
         return self.op("ReduceSum", x, self.ints(axis), keepdims=keepdims)
 
     def summed_in_order(self, x: ir.Value, axis: int) -> ir.Value:
-        """Return the sums along the axis, added from first to last, keeping the axis with length 1 (0 if it is empty).
+        """Return the sums along the axis, added from first to last. The axis keeps length 1 (0 if it is empty).
 
-        Unlike those of ReduceSum, the sums do not depend on zeros between and after elements (padding).
+        Unlike with ReduceSum, zeros between and after elements (padding) do not change the sums.
         """
         sums = self.op("CumSum", x, self.integer(axis))
         return self.op("Slice", sums, self.ints(-1), self.ints(np.iinfo(np.int64).max), self.ints(axis))
 
     def count_to(self, number: ir.Value) -> ir.Value:
-        """Return 0, 1, … below a number, given as a vector of one element."""
+        """Return 0, 1, …, number - 1. number: a vector of one element."""
         return self.op("Range", self.integer(0), self.op("Squeeze", number, self.ints(0)), self.integer(1))
 
     def replace(self, texts: ir.Value, replacements: Iterable[tuple[str, str | bytes]]) -> ir.Value:
@@ -103,7 +106,10 @@ class Nodes:
         return texts
 
     def pieces(self, texts: ir.Value, model: PieceModel, ends: bool) -> ir.Value:
-        """Return the SentencePiece pieces of all texts, int32 [pieces]; with `ends`, END_ID follows each text."""
+        """Return the SentencePiece pieces of all texts, int32 [pieces].
+
+        With `ends`, END_ID follows the pieces of each text.
+        """
         no, yes = self.constant(np.array([False])), self.constant(np.array([ends]))
         zero, alpha = self.ints(0), self.constant(np.zeros(1, np.float32))
         return self.many(
@@ -117,7 +123,7 @@ class Nodes:
     def choose(
         self, wanted: ir.Value, make: Callable[[Nodes], ir.Value], other: Callable[[Nodes], ir.Value]
     ) -> ir.Value:
-        """Return strings that `make` computes if `wanted` (a bool scalar) is true, else those of `other`."""
+        """Return strings: those of `make` if `wanted` (a bool scalar) is true, else those of `other`."""
         branches = []
         for name, one in (("wanted", make), ("other", other)):
             nodes = Nodes(self._opset, f"{self._place}/{name}_{len(self.nodes)}")
@@ -129,7 +135,7 @@ class Nodes:
     def rewrite(
         self, texts: ir.Value, model: PieceModel, becomes: Sequence[str | bytes], *, end: str = "", last: str = ""
     ) -> ir.Value:
-        """Replace the pieces of all texts by `becomes`, and return one joined string, [1].
+        """Split all texts into pieces, replace the pieces by `becomes`, and join them into one string, [1].
 
         Args:
             texts: Strings [batch].
@@ -141,9 +147,9 @@ class Nodes:
         return self.join(self.pieces(texts, model, bool(end)), becomes, end=end, last=last)
 
     def join(self, pieces: ir.Value, becomes: Sequence[str | bytes], *, end: str = "", last: str = "") -> ir.Value:
-        """Replace pieces, int32 [pieces], as in `rewrite`."""
+        """Replace pieces, int32 [pieces], and join the replacements into one string; arguments as for `rewrite`."""
         table = [end if number == END_ID else text for number, text in enumerate(becomes)]
-        # With `last`, perhaps empty, because StringJoin fails without elements.
+        # `last`, which may be empty, is always appended, because StringJoin fails without elements.
         ids = self.op(
             "Concat",
             pieces,
@@ -155,11 +161,11 @@ class Nodes:
         )
 
     def split_at(self, ids: ir.Value, end: int) -> Tokens:
-        """Split ids, int64 [all], at `end`, which follows each text."""
+        """Split ids, int64 [all], at the id `end`, which follows each text."""
         is_end = self.op("Equal", ids, self.integer(end))
         ends = self.op("Reshape", self.op("NonZero", is_end), self.ints(-1))
         before = self.op("Concat", self.ints(-1), self.op("Slice", ends, self.ints(0), self.ints(-1)), axis=0)
-        # Without texts, `before` must be empty too.
+        # If there are no texts, `before` must be empty.
         before = self.op("Slice", before, self.ints(0), self.op("Shape", ends))
         counts = self.op("Sub", self.op("Sub", ends, before), self.integer(1))
         return Tokens(self.op("Compress", ids, self.op("Not", is_end)), counts)

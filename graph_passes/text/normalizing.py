@@ -1,6 +1,6 @@
-"""Normalizers as tables of replacements, made by asking the tokenizer itself.
+"""Normalizers as tables of replacements, made by running the normalizer on each character.
 
-A table has an entry for each character that changes, and for each sequence that changes as a whole.
+A table has an entry for each character that the normalizer changes, and for each sequence that changes as a whole.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from .marks import ANY, MARKS, SPLIT, STAND_IN, TEXT_END, spaces, written
 from .splitting import Replacements, flat, read_expression, rewritten
 from .tokenizer_file import Refuse
 
-# These change single characters, or sequences of one letter and its accents.
+# These normalizers change single characters, or sequences of one letter and its accents.
 _LOCAL = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Nmt", "Precompiled")
-_APART = "\ue123"  # private use: no normalizer changes or combines it
-# later code points are unassigned or private
+_APART = "\ue123"  # a private-use character, which no normalizer changes or combines
+# Code points outside these ranges are unassigned or private.
 _LOOKED_AT = (range(1, 0xD800), range(0xE000, 0x33500), range(0xE0000, 0xE0200))
 _MAX_PARTS = 4
 _WIDTHS, _SYLLABLES = range(0xFF00, 0xFFF0), range(0xAC00, 0xD7A4)
@@ -87,9 +87,10 @@ def _table(parts: Sequence[Mapping[str, Any]], refuse: Refuse) -> Table:
 def _sequences(form: Literal["NFC", "NFKC"]) -> Iterator[str]:
     """Yield the sequences that normal forms may combine: accented letters, Korean syllables, line ends."""
     yield "\r\n"
-    alike: dict[str, list[str]] = {}  # characters with the same normal form
+    alike: dict[str, list[str]] = {}  # maps a normal form to all characters that have it
     for character in map(chr, itertools.chain(*_LOOKED_AT)):
-        # Of compatibility forms, only full and half width letters: more accented variants would make the table large.
+        # Compatibility forms are used for full-width and half-width letters only; with more variants, the table would
+        # be large.
         made = unicodedata.normalize(form if ord(character) in _WIDTHS else "NFC", character)
         if len(made) == 1 and made != character:
             alike.setdefault(made, []).append(character)

@@ -1,7 +1,7 @@
-"""The padding token's id, from the files in a model's folder.
+"""Reads the padding token's id from the files in a model's folder.
 
 A late-interaction model (ColBERT) pads queries with mask tokens, hides them from attention, and reads their vectors. So
-if the padding token is the mask token, or files disagree, padding cannot be told from text.
+if the padding token is the mask token, or if files disagree, padding cannot be distinguished from text.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def read_padding_id(folder: Path | None) -> int:
 
 
 def _ids(said: Mapping[str, Mapping[str, Any]], kind: str) -> dict[str, int]:
-    """Return the id of the "pad" or "mask" token by the file that names it."""
+    """Return the id of the "pad" or "mask" token in each file that has it, by file name."""
     config, tokenizer = said[_CONFIG], said[_TOKENIZER]
     text = config.get("text_config") or {}
     given: dict[str, Any] = {_CONFIG: config.get(f"{kind}_token_id", text.get(f"{kind}_token_id"))}
@@ -71,7 +71,7 @@ def _ids(said: Mapping[str, Mapping[str, Any]], kind: str) -> dict[str, int]:
 
 
 def _names(said: Mapping[str, Mapping[str, Any]], kind: str) -> list[str]:
-    """Return the tokens of this kind that the tokenizer's settings name."""
+    """Return the tokens of this kind ("pad" or "mask") that the tokenizer's settings name."""
     return [token for name in (_BESIDE, _SPECIAL) if (token := _name(said[name], kind)) is not None]
 
 
@@ -90,7 +90,7 @@ def _id_of(token: str, tokenizer: Mapping[str, Any], beside: Mapping[str, Any]) 
         if one["content"] == token:
             return int(number)
     vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
-    if isinstance(vocabulary, list):  # Unigram: pairs of a token and its score
+    if isinstance(vocabulary, list):  # Unigram vocabularies are pairs (token, score)
         return next((number for number, (name, _) in enumerate(vocabulary) if name == token), None)
     found = vocabulary.get(token)
     return None if found is None else int(found)

@@ -1,7 +1,8 @@
 """SentencePiece models, serialized from their pieces.
 
-A CHARACTERS model splits a text into characters, bytes or given sequences, longest first; with a replacement for each
-piece, it finds and replaces. The other kind is Unigram.
+A CHARACTERS model splits a text into characters, bytes or given sequences, and prefers the longest piece. With a
+replacement for each piece, it does find and replace. A UNIGRAM model splits a text into the pieces with the best sum of
+scores.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-UNKNOWN_ID, END_ID = 0, 1  # the first pieces of every model
+UNKNOWN_ID, END_ID = 0, 1  # ids of the first pieces of every model
 _UNKNOWN, _END, _BEGIN = b"\x02\x02", b"\x02end", b"\x02begin"
-_NO_MAP = struct.pack("<I", 1024) + bytes(1024 + 1)  # the size of a trie, the smallest empty trie, no results
+_NO_MAP = struct.pack("<I", 1024) + bytes(1024 + 1)  # an empty character map: size of the trie, empty trie
 
 
 class Kind(IntEnum):
@@ -23,7 +24,7 @@ class Kind(IntEnum):
     NORMAL = 1
     UNKNOWN = 2
     CONTROL = 3
-    FOUND = 4  # found anywhere in a text, before all other pieces ("user defined")
+    FOUND = 4  # "user defined" in SentencePiece: found in a text before all other pieces
     BYTE = 6
 
 
@@ -54,7 +55,7 @@ class PieceModel:
         return len(self.pieces) - 1
 
     def add_bytes(self) -> int:
-        """Add pieces for bytes that no other piece covers, and return the first id."""
+        """Add a piece for each byte, used for text that no other piece covers, and return the first id."""
         first = len(self.pieces)
         self.pieces += [(b"<0x%02X>" % byte, Kind.BYTE, 0.0) for byte in range(256)]
         return first
@@ -64,14 +65,14 @@ class PieceModel:
         has_bytes = any(kind == Kind.BYTE for _, kind, _ in self.pieces)
         trainer = _number(3, self.search) + _number(4, len(self.pieces)) + _number(35, has_bytes)
         trainer += _bytes(45, _UNKNOWN) + _bytes(46, _BEGIN) + _bytes(47, _END)
-        # Keep all spaces. The character map is empty, not missing: SentencePiece would log a warning.
+        # Keep all spaces. The character map is empty instead of missing, because SentencePiece would log a warning.
         normalizer = _bytes(1, b"none") + _bytes(2, _NO_MAP) + _number(3, 0) + _number(4, 0) + _number(5, 0)
         model = b"".join(_bytes(1, _piece(*piece)) for piece in self.pieces)
         return base64.b64encode(model + _bytes(2, trainer) + _bytes(3, normalizer)).decode()
 
 
 def byte_texts() -> Sequence[bytes]:
-    """Return the replacements of byte pieces that stay unchanged."""
+    """Return replacements for byte pieces that leave the bytes unchanged."""
     return [bytes([byte]) for byte in range(256)]
 
 

@@ -1,4 +1,4 @@
-"""Text vectors from token vectors: the modules Pooling, Dense and Normalize of sentence-transformers."""
+"""Nodes that compute text vectors from token vectors: modules Pooling, Dense and Normalize of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import onnx_ir as ir
 from ..names import POOLINGS as POOLINGS
 from .nodes import Nodes
 
-ACTIVATIONS = {"Identity": None, "Tanh": "Tanh", "ReLU": "Relu", "Sigmoid": "Sigmoid"}  # torch -> ONNX
+ACTIVATIONS = {"Identity": None, "Tanh": "Tanh", "ReLU": "Relu", "Sigmoid": "Sigmoid"}  # torch class -> ONNX operator
 _TINY_COUNT, _TINY_NORM = 1e-9, 1e-12  # lower bounds of divisors
 
 

@@ -21,8 +21,8 @@ from .tokenizer_file import read_json
 MODULES = "modules.json"
 _SENTENCE_CONFIG = "config_sentence_transformers.json"
 _WEIGHTS = "model.safetensors"
-_MAX_BYTES = 2**30  # of a module's weights
-# Settings of older files -> values of pooling_mode.
+_MAX_BYTES = 2**30  # limit for the weights of a module
+# Maps settings of older files to values of pooling_mode.
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -31,7 +31,7 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# Models whose positions start after the padding token's id.
+# Types of models whose positions start after the padding token's id.
 _POSITIONS_BEHIND_PAD = (
     "roberta",
     "xlm-roberta",
@@ -45,7 +45,7 @@ _POSITIONS_BEHIND_PAD = (
 
 @dataclass(frozen=True)
 class SentenceFolder:
-    """The settings of a folder; None or empty: not set.
+    """The settings of a folder. None or an empty value means not set.
 
     Attributes:
         pooling: One of POOLINGS.
@@ -53,11 +53,11 @@ class SentenceFolder:
         dense: Linear layers after pooling.
         max_tokens: Limit per text.
         lowercase: Lower-case texts before the tokenizer.
-        prompts: By name.
-        default_prompt: Its name.
+        prompts: Prompts by name.
+        default_prompt: Name of the default prompt.
         labels: Number of labels of a classifier.
-        activation: Of a score, as the files name it.
-        model_type: From config.json.
+        activation: Activation of a score, by the name in the files.
+        model_type: The model_type in config.json.
         positions: Number of positions in the model's table.
     """
 
@@ -80,7 +80,7 @@ class SentenceFolder:
 
 
 def folder_of(model: Path | None) -> Path | None:
-    """Return the folder of a model's configuration: its own, or the folder above a folder onnx/."""
+    """Return the folder with the model's configuration: the model's folder, or if that is named onnx, its parent."""
     if model is None:
         return None
     above = model.parent.name == "onnx" and not (model.parent / "config.json").is_file()
@@ -173,12 +173,12 @@ def _read_modules(path: Path) -> list[tuple[str, str]]:
 
 
 def _kind(name: str) -> str:
-    """Return the class name of sentence-transformers' modules (packages differ by version), else the full name."""
+    """Return a module's class name without the package if it is part of sentence-transformers, else its full name."""
     return name.rsplit(".", 1)[-1] if name.startswith("sentence_transformers.") else name
 
 
 def _inside(folder: Path, relative: str) -> Path:
-    """Return a path below a folder; the relative path is untrusted."""
+    """Return a path inside a folder. The relative path is untrusted, so paths that lead out are refused."""
     parts = Path(relative).parts
     if Path(relative).is_absolute() or ".." in parts:
         raise ModelError(f"{str(folder / MODULES)!r} names the path {relative!r}, which leads out of the folder")

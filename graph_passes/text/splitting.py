@@ -1,7 +1,7 @@
 """Pre-tokenizers as RE2 expressions that put a mark between words.
 
-RE2 has another version of Unicode than `tokenizers`, so character classes are spelled out. It has no lookahead, so an
-extra mark splits runs of spaces where the lookahead of GPT-2's pattern does.
+RE2 and `tokenizers` use different versions of Unicode, so character classes are spelled out. RE2 has no lookahead, so
+an extra mark splits runs of spaces where the lookahead of GPT-2's pattern splits them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _ONE_CLASS = (r"\p{N}", r"\p{N}+", r"\p{N}{1,3}", r"[0-9]", r"[0-9]+", r"\s", r"
 
 
 def read_splits(said: Mapping[str, Any] | None, refuse: Refuse) -> Replacements:
-    """Return the replacements of a tokenizer.json's pre-tokenizer, without its handling of bytes."""
+    """Return replacements that do what a tokenizer.json's pre-tokenizer does, except its mapping of bytes."""
     return [one for part in flat(said, "pretokenizers") for one in _split(part, refuse)]
 
 
 def flat(said: Mapping[str, Any] | None, parts: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the parts of a possibly nested sequence in a tokenizer.json."""
+    """Yield the parts of a sequence in a tokenizer.json; sequences may be nested."""
     if said is None:
         return
     if said["type"] != "Sequence":
@@ -60,14 +60,14 @@ def _byte_level(part: Mapping[str, Any], refuse: Refuse) -> Replacements:
 
 
 def _begin_with(text: str) -> tuple[str, str]:
-    """Return a replacement that prefixes each run between marks that does not start with the text."""
+    """Return a replacement that adds the text before each run between marks, unless the run starts with it."""
     return f"{literal(text)}({ANY}*)|({ANY}+)", rf"{text}\1\2"
 
 
 def _metaspace(part: Mapping[str, Any], refuse: Refuse) -> Replacements:
     mark = part["replacement"]
     scheme = part.get("prepend_scheme")
-    if scheme is None:  # an older file
+    if scheme is None:  # older files lack the entry
         scheme = "always" if part.get("add_prefix_space", True) else "never"
     if scheme not in ("always", "first", "never"):
         raise refuse(f"has a Metaspace with prepend_scheme {scheme!r}")
@@ -114,7 +114,7 @@ def _by_pattern(part: Mapping[str, Any], refuse: Refuse) -> Replacements:
 def _words(pattern: str) -> Replacements:
     """Return replacements that put a mark on both sides of each match of a known pattern."""
     space = spaces()
-    # The last of several spaces belongs to the next word, unless the pattern matches it as a line end first.
+    # The last of several spaces belongs to the next word, unless it is a line end, which the pattern matches first.
     last = tuple(one for one in _single(space) if one not in _LINES) if r"[\r\n]" in pattern else space
     cut = (f"([{written(space)}]+)([{written(last)}])([{written(others(space))}])", rf"\1{SPLIT}\2\3")
     words = _spelled(pattern.removesuffix(_LOOKAHEAD) + r"\s+")

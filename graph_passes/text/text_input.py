@@ -1,6 +1,6 @@
-"""Puts a tokenizer before a model and pooling after it: texts in, vectors or scores out.
+"""Puts a tokenizer before a model and pooling after it, so that the model maps texts to vectors or scores.
 
-The tokenizer's nodes are those of onnxruntime-extensions, which create_session registers for such models.
+The tokenizer consists of nodes of onnxruntime-extensions, which create_session registers for such models.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .text_plan import EMBEDDING, TextInput, TextPlan, read_plan
 
 TEXT_INPUT, PAIR_INPUT, PROMPT_INPUT = "text", "text_pair", "prompt_name"
 SCORE = "score"
-# Relative error of vectors or scores between the models with and without a tokenizer. They differ in the order of sums
-# in pooling and in padding, which matters if activations are quantized by the range of a tensor.
+# Limit for the relative error of vectors or scores between the models with and without a tokenizer. The models differ
+# in the summation order of pooling and in padding; padding matters if activations are quantized by a tensor's range.
 _MAX_TEXT_ERROR = 1e-2
 
-# Texts, besides calibration texts, on which the tokenizer in the graph must agree with `tokenizers`.
+# Texts on which the tokenizer in the graph must agree with `tokenizers`, in addition to calibration texts.
 PROBES = (
     "",
     " ",
@@ -53,7 +53,7 @@ PROBES = (
 def plan_text_input(
     model: ir.Model, text: TextInput, path: Path | None = None, tokenizer: str | os.PathLike[str] | None = None
 ) -> TextPlan:
-    """Read the tokenizer and the folder, and refuse unsupported ones before any work is done.
+    """Read the tokenizer and the folder; unsupported ones are refused before any work is done.
 
     tokenizer: the tokenizer's path, unless `text` has one.
 
@@ -125,7 +125,7 @@ def _fed(nodes: Nodes, plan: TextPlan, batch: Batch, name: str) -> ir.Value:
 
 def _tokenize(nodes: Nodes, plan: TextPlan, texts: Sequence[ir.Value]) -> Batch:
     read = texts[0]
-    if len(texts) > 1:  # one tokenizer for both: all first texts, then all second texts
+    if len(texts) > 1:  # one tokenizer handles all first texts, then all second texts
         rows = (nodes.op("Unsqueeze", one, nodes.ints(0)) for one in texts)
         both = nodes.op("Concat", *rows, axis=0, name="text_and_text_pair_have_one_length")
         read = nodes.op("Reshape", both, nodes.ints(-1))
@@ -141,7 +141,7 @@ def _prompt_input(plan: TextPlan) -> ir.Value:
 
 
 def _with_prompt(nodes: Nodes, plan: TextPlan, texts: ir.Value, name: ir.Value) -> ir.Value:
-    """Prefix texts with the prompt of that name; the empty name means no prompt."""
+    """Add the prompt with this name before each text; an empty name means no prompt."""
     known = {"": "", **plan.folder.prompts}
     # StringEqual requires equal shapes.
     shape = nodes.op("Concat", nodes.op("Shape", name), nodes.ints(len(known)), axis=0)
@@ -158,7 +158,7 @@ def _with_prompt(nodes: Nodes, plan: TextPlan, texts: ir.Value, name: ir.Value) 
 
 
 def _finish(nodes: Nodes, plan: TextPlan, output: ir.Value, batch: Batch) -> ir.Value:
-    """Return the model's new output."""
+    """Return the model's new output: vectors or scores of texts."""
     if plan.scores:
         made = nodes.op("Reshape", nodes.cast(output, ir.DataType.FLOAT), nodes.ints(-1))
         made = nodes.op("Sigmoid", made) if plan.activation == "sigmoid" else made
@@ -198,7 +198,7 @@ def tokenizer_model(plan: TextPlan, opset: int = 17, ir_version: int = 8) -> ir.
 
 
 def _free_names(model: ir.Model) -> None:
-    """Rename values of the model that have names of new values, such as sentence_embedding."""
+    """Rename values of the model whose names are needed for new values, such as sentence_embedding."""
     values = [
         *model.graph.initializers.values(),
         *(value for node in model.graph.all_nodes() for value in node.outputs),
@@ -244,7 +244,7 @@ def pair_up(texts: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def check_text_model(path: Path, plan: TextPlan, expected: Sequence[np.ndarray]) -> None:
-    """Run the file that will be published, and compare its answers with those of the model without a tokenizer.
+    """Run the final file, and compare its answers with the answers of the model without a tokenizer.
 
     Args:
         path: The model that takes texts.
@@ -286,14 +286,14 @@ def check_tokenizer(plan: TextPlan, texts: Sequence[str]) -> None:
     session = create_session(ir.to_proto(tokenizer_model(plan)), quiet_options())
     tokenizer = plan.file.tokenizer
     tokenizer.enable_truncation(plan.max_tokens)
-    # ASCII texts take a separate path in the graph.
+    # Also compare a batch of ASCII texts, which takes a separate branch of the graph.
     for some in (texts, [text for text in texts if text.isascii()]):
         _compare(plan, session, some)
     tokenizer.no_truncation()
 
 
 def _compare(plan: TextPlan, session: Any, texts: Sequence[str]) -> None:
-    seconds = [*texts[3:], *texts[:3]]  # for pairs: shorter and longer texts
+    seconds = [*texts[3:], *texts[:3]]  # second texts of pairs, some shorter and some longer than the first texts
     given: list[str] | list[tuple[str, str]] = list(texts)
     if plan.scores:
         given = list(zip(texts, seconds, strict=True))

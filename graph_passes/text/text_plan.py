@@ -1,4 +1,4 @@
-"""Settings for a model that takes texts, from its folder or the caller, checked before any work."""
+"""Settings for a model that takes texts, read from its folder or given by the caller, and checked before any work."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ from .wordpiece import read_wordpiece
 
 EMBEDDING = "sentence_embedding"
 _SCORES = "logits"
-SCORE_ACTIVATIONS = {"Sigmoid": "sigmoid", "Identity": "none"}  # torch -> TextInput
-_MAX_TOKENS = 65536  # per text: the session reserves memory for them
+SCORE_ACTIVATIONS = {"Sigmoid": "sigmoid", "Identity": "none"}  # torch class -> value of TextInput.activation
+_MAX_TOKENS = 65536  # limit per text, because the session reserves memory for all tokens
 _KNOWN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
 
 @dataclass(frozen=True)
 class TextInput:
-    """Settings of `optimize_onnx(texts_in=…)`. None: the setting of the model's folder, else the default below.
+    """Settings of `optimize_onnx(texts_in=…)`. None means the setting in the model's folder, or else the default below.
 
     Attributes:
-        tokenizer: Path of a tokenizer.json. Default: that of optimize_onnx, else the one beside the model.
+        tokenizer: Path of a tokenizer.json. Default: the argument tokenizer of optimize_onnx, or else the
+            tokenizer.json beside the model.
         pooling: "mean" of the token vectors (default), "cls", "lasttoken", "max", "mean_sqrt_len_tokens" or
             "weightedmean".
         normalize: Scale vectors to length 1 (default: yes).
@@ -78,14 +79,14 @@ class TextSettings:
     Attributes:
         file: The tokenizer.
         folder: The folder's settings.
-        output: The output to use: token vectors, text vectors or scores.
-        scores: The output holds one score per pair of texts.
+        output: The model's output to use: token vectors, text vectors or scores.
+        scores: True if the output holds one score per pair of texts.
         pooling: None if the output holds text vectors.
         normalize: Scale vectors to length 1.
         max_tokens: Limit per text.
         prompt_name: The default prompt.
         activation: Activation of scores.
-        length: The model's fixed number of tokens, to which texts are padded; None: any.
+        length: The model's fixed number of tokens, to which texts are padded. None: the model accepts any number.
     """
 
     file: TokenizerFile
@@ -108,12 +109,12 @@ class TextPlan(TextSettings):
 
     @property
     def template(self) -> Template:
-        """The special tokens around a text, or around a pair."""
+        """The special tokens around a text, or if the model scores pairs, around a pair."""
         return self.file.pair if self.scores else self.file.single
 
     @property
     def description(self) -> str:
-        """The handling of texts in words."""
+        """A description of how texts are handled, for the report."""
         if self.scores:
             made = ["pairs of texts in, scores out", f"activation {self.activation}"]
         else:
@@ -130,7 +131,7 @@ class TextPlan(TextSettings):
 def read_plan(
     model: ir.Model, text: TextInput, path: Path | None = None, tokenizer: str | os.PathLike[str] | None = None
 ) -> TextPlan:
-    """Read the tokenizer and the folder, and refuse unsupported ones before any work is done.
+    """Read the tokenizer and the folder; unsupported ones are refused before any work is done.
 
     tokenizer: the tokenizer's path, unless `text` has one.
 
@@ -162,7 +163,7 @@ def read_settings(
         tokenizer: The tokenizer's path, unless `text` has one.
         table: Rows of the model's position table, if known.
         tokens: Limit per text if no file gives one.
-        length: The model's fixed number of tokens; None: any.
+        length: The model's fixed number of tokens. None: the model accepts any number.
     """
     folder = read_sentence_folder(folder_of(path))
     given = text.tokenizer or tokenizer or find_tokenizer(path)
@@ -204,7 +205,7 @@ def read_graph_tokenizer(file: TokenizerFile) -> GraphTokenizer:
         found: GraphTokenizer = _READERS[kind](file)
         return found
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, AssertionError) as error:
-        # A malformed file that `tokenizers` has accepted.
+        # `tokenizers` has accepted the file, but it is malformed.
         raise file.refuse(f"is not well formed: {error!r}") from error
 
 
@@ -213,7 +214,7 @@ def _is_flat(value: ir.Value) -> bool:
 
 
 def _is_by_pairs(value: ir.Value) -> bool:
-    """Return True for one row of labels for each pair of texts: [batch, labels] or [batch, 1, labels]."""
+    """Return True if an output has one row of labels for each pair of texts: [batch, labels] or [batch, 1, labels]."""
     shape = value.shape
     return _is_flat(value) or (shape is not None and len(shape) == 3 and shape[1] == 1)
 
@@ -305,7 +306,7 @@ def _fitting(folder: SentenceFolder, file: TokenizerFile, table: int | None) -> 
 
 
 def _usable(positions: int | None, folder: SentenceFolder, file: TokenizerFile) -> int | None:
-    """Return the number of positions that a text's tokens can have."""
+    """Return how many of the model's positions a text's tokens can use."""
     if positions is not None and folder.positions_behind_pad:
         return positions - (file.pad_id + 1)
     return positions

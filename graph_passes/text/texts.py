@@ -19,17 +19,17 @@ from ortolan.errors import CalibrationError, ModelError, listing, type_name, wro
 from ..measure.feeds import Feeds, fixed_sizes, model_inputs
 from .tokenizer_file import load_tokenizer, read_tokenizer_file
 
-# The path of a tokenizer.json, of llama2.c's tokenizer.bin, or of an ONNX graph of onnxruntime-extensions; or an object
-# whose encode(text) returns token ids, or an object with attribute ids.
+# A tokenizer is the path of a tokenizer.json, of llama2.c's tokenizer.bin, or of an ONNX graph of
+# onnxruntime-extensions; or an object whose encode(text) returns token ids, or an object with an attribute `ids`.
 Tokenizer = str | os.PathLike[str] | Any
 
-TOKENS_OF_PIECE = 256  # longer texts are cut; every encoder takes this length
+TOKENS_OF_PIECE = 256  # longer texts are cut into pieces; every encoder supports this length
 _PIECES, _MIN_TOKENS_OF_PIECE = 8, 64
-# length of pieces of joined texts, unless the model's context is shorter
+# Tokens in a piece of joined texts, for decoders; fewer if the model's context is shorter.
 TOKENS_OF_DECODER = 512
-_SHORTEST_PIECE = 16  # tokens; a shorter last piece is dropped
+_SHORTEST_PIECE = 16  # a last piece with fewer tokens is dropped
 _FILE = "tokenizer.json"
-_COS_CACHE = 7  # input of GroupQueryAttention, [positions, width]
+_COS_CACHE = 7  # index of GroupQueryAttention's input cos_cache [positions, width]
 
 
 def read_texts(path: str | os.PathLike[str]) -> list[str]:
@@ -61,7 +61,7 @@ def find_tokenizer(model: Path | None) -> Path | None:
 def feeds_of_texts(texts: Sequence[str], tokenizer: Tokenizer | None, model: ir.Model) -> list[Feeds]:
     """Return input_ids int64 [1, tokens] for each text, or for each piece of a text above TOKENS_OF_PIECE tokens.
 
-    For a model with a cache, texts are joined to long pieces, because its keys and values depend on earlier tokens. For
+    For a model with a cache, texts are joined into long pieces, because keys and values depend on earlier tokens. For
     an encoder with a fixed batch or number of tokens, rows are padded.
 
     Raises:
@@ -88,7 +88,7 @@ def feeds_of_texts(texts: Sequence[str], tokenizer: Tokenizer | None, model: ir.
         encoded.append(encode(text))
     if any(name.startswith("past_key") for name in inputs):
         encoded, limit = [np.concatenate(encoded)] if encoded else [], min(TOKENS_OF_DECODER, _context(model))
-        # Make several pieces even of a few texts, so that some can be held out.
+        # Even a few texts are cut into several pieces, so that some pieces can be held out.
         limit = min(limit, max(_MIN_TOKENS_OF_PIECE, -(-sum(map(len, encoded)) // _PIECES)))
         rows = length = None
     pieces = [piece for ids in encoded for piece in _pieces(ids, limit if length is None else length)]
@@ -103,7 +103,7 @@ def feeds_of_texts(texts: Sequence[str], tokenizer: Tokenizer | None, model: ir.
 
 
 def _padded(pieces: Sequence[np.ndarray], length: int | None, pad_id: int) -> Feeds:
-    """Return one batch. length: tokens per row; None: those of the longest piece."""
+    """Return one batch of padded rows. length: tokens per row; None: the length of the longest piece."""
     shape = (len(pieces), length or max(map(len, pieces)))
     ids, mask = np.full(shape, pad_id, np.int64), np.zeros(shape, np.int64)
     for row, piece in enumerate(pieces):
@@ -185,7 +185,7 @@ def _open_file(path: str | os.PathLike[str]) -> Callable[[str], Any]:
 
 
 def _open_graph(path: str | os.PathLike[str]) -> Callable[[str], Any]:
-    """Return a function of a tokenizer graph, such as gen_processing_models of onnxruntime-extensions makes."""
+    """Return a tokenizing function that runs an ONNX graph (gen_processing_models of onnxruntime-extensions)."""
     from ortolan.errors import one_line
     from ortolan.session import create_session
 

@@ -1,4 +1,4 @@
-"""A tokenizer.json: its settings, and the reference for graphs: the tokenizer that `tokenizers` makes of it."""
+"""A tokenizer.json: its settings, and the tokenizer that `tokenizers` makes of it, which graphs are compared with."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Any
 from ortolan.errors import ModelError, type_name
 
 Refuse = Callable[[str], ModelError]
-FIRST, SECOND = "A", "B"  # the texts of a template
+FIRST, SECOND = "A", "B"  # names of the two texts in a template
 _PAD_NAMES = ("[PAD]", "<pad>", "<|padding|>")
 _KEY = re.compile(r'\s*,?\s*"(\w+)"\s*:\s*')
-_SETTINGS = {"truncation", "padding", "added_tokens", "post_processor"}  # of a tokenizer.json
-_LARGEST = 2**31  # id or limit: transformers writes 10**30 for no limit
+_SETTINGS = {"truncation", "padding", "added_tokens", "post_processor"}  # keys of a tokenizer.json
+_LARGEST = 2**31  # larger limits mean no limit: transformers writes 10**30
 
 
 @dataclass(frozen=True)
 class Template:
-    """The layout of one text or a pair with its special tokens: FIRST, SECOND, or a token id, each with its type."""
+    """The layout of one text or a pair: FIRST, SECOND or the id of a special token, each with its token type."""
 
     parts: tuple[tuple[str | int, int], ...]
 
@@ -38,8 +38,8 @@ class TokenizerFile:
     """A tokenizer.json.
 
     Attributes:
-        path: Its path.
-        content: Its text.
+        path: The file's path.
+        content: The file's text.
         single: Layout of one text.
         pair: Layout of a pair of texts.
         pad_id: The padding token.
@@ -56,13 +56,13 @@ class TokenizerFile:
     lowercase: bool = False
 
     def refuse(self, what: str) -> ModelError:
-        """Return the error for an unsupported feature. what: the sentence after the file's name."""
+        """Return the error for an unsupported feature. what: the rest of the sentence after the file's name."""
         return ModelError(f"tokenizer file {self.path!r} {what}; keep tokens as the model's inputs")
 
-    # Computed on first use: callers with tokens do not need them.
+    # The properties below are computed on first use, because callers that have tokens do not need them.
     @cached_property
     def said(self) -> Mapping[str, Any]:
-        """The file's JSON, as `tokenizer` reads it.
+        """The file's parsed JSON; `tokenizer` reads the file first.
 
         Raises:
             ModelError: The file is malformed.
@@ -143,7 +143,7 @@ def _read(path: str, content: str, refuse: Refuse) -> TokenizerFile:
 
 
 def _settings(content: str) -> dict[str, Any] | None:
-    """Return the JSON members before the model, to skip the slow vocabulary; None if they are in another order."""
+    """Return the JSON members before "model", because parsing the vocabulary is slow; None if the order differs."""
     said: dict[str, Any] = {}
     decoder, position = json.JSONDecoder(), content.find("{") + 1
     try:
@@ -187,7 +187,7 @@ def _open(content: str, path: str) -> Any:
         ) from error
     try:
         tokenizer = Tokenizer.from_str(content)
-    except BaseException as error:  # also pyo3's PanicException
+    except BaseException as error:  # BaseException, because pyo3's PanicException is not an Exception
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
             raise
         raise ModelError(f"tokenizer file {path!r} is not a tokenizer.json: {error}") from error
@@ -227,7 +227,7 @@ def _limit(number: Any) -> int | None:
 
 
 class _Vocabulary:
-    """Tokens and their ids. Added tokens are looked up first; others are read when needed."""
+    """Tokens and their ids. Added tokens are looked up first; the vocabulary is read only if needed."""
 
     def __init__(self, added: list[Mapping[str, Any]], read: Callable[[], Any]) -> None:
         self._added, self._read = {one["content"]: one["id"] for one in added}, read
@@ -237,7 +237,7 @@ class _Vocabulary:
         if found is not None:
             return found
         others = self._read()
-        if isinstance(others, list):  # Unigram's pairs of a token and its score
+        if isinstance(others, list):  # Unigram vocabularies are pairs (token, score)
             return next((number for number, (name, _) in enumerate(others) if name == token), None)
         found = others.get(token)
         return found
@@ -250,7 +250,7 @@ class _Vocabulary:
 
 
 def _pad_id(said: Mapping[str, Any], beside: Mapping[str, Any], vocabulary: _Vocabulary, refuse: Refuse) -> int:
-    """Return the padding token. Models may use it to find the end of a text (RoBERTa's positions)."""
+    """Return the padding token's id. Models may use it to find the end of a text (RoBERTa's positions)."""
     number = (said.get("padding") or {}).get("pad_id")
     if number is None:
         named = beside.get("pad_token")

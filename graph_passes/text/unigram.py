@@ -1,8 +1,8 @@
 """A Unigram tokenizer.json (XLM-RoBERTa, T5, ALBERT, DeBERTa, …) as nodes of onnxruntime-extensions.
 
 onnxruntime-extensions' HfJsonTokenizer reads such files, but does not normalize and split texts as they specify. So
-SentencepieceTokenizer, which runs SentencePiece's own search, gets the pieces, scores, and words already normalized and
-split.
+these nodes normalize texts and split words, and only the search is left to SentencepieceTokenizer, which gets the
+pieces and scores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .tokenizer_file import TokenizerFile
 from .words import Words, marked_tokens, read_words
 
 _TEXT_END_ID = -1
-_SPLIT = b"\xff"  # StringSplit splits at single bytes; this one does not occur in UTF-8
+_SPLIT = b"\xff"  # StringSplit splits at single bytes; this byte does not occur in UTF-8
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Unigram:
     Attributes:
         words: Splits texts into words.
         model: The pieces.
-        ids: The token of each piece.
+        ids: The token id of each piece.
     """
 
     words: Words
@@ -44,7 +44,7 @@ class Unigram:
     def tokenize(self, nodes: Nodes, texts: ir.Value) -> Tokens:
         """Add nodes that tokenize texts, strings [batch]."""
         joined = nodes.replace(self.words.split(nodes, texts), [(TEXT_END, SPLIT + TEXT_END + SPLIT), (SPLIT, _SPLIT)])
-        # Word by word: float32 sums of scores are too inexact for whole texts.
+        # Words are tokenized separately, because float32 sums of scores are too inexact for whole texts.
         words = nodes.many(
             "StringSplit", 3, joined, nodes.texts(_SPLIT), nodes.constant(np.array([True])), domain=EXTENSIONS_DOMAIN
         )[1]

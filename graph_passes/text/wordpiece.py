@@ -2,9 +2,10 @@
 
 onnxruntime-extensions' BertTokenizer handles accents and capitals of Latin-1 only, and turns a word with an unknown
 character into its first pieces and [UNK], where `tokenizers` returns [UNK] alone. So only its search for pieces is
-used. Before it, SentencepieceTokenizer splits the text into characters and special tokens; a table, made by asking the
-tokenizer about each character, maps them (lower case, no accents, spaces around punctuation); StringJoin joins the
-results; and two regular expressions replace words that are too long or have unknown characters by the unknown token.
+used. Before the search, SentencepieceTokenizer splits the text into characters and special tokens. A table, made by
+running the tokenizer on each character, maps them (lower case, no accents, spaces around punctuation), and StringJoin
+joins the results. Two regular expressions replace words that are too long, or have unknown characters, by the unknown
+token.
 """
 
 from __future__ import annotations
@@ -22,29 +23,30 @@ from .nodes import EXTENSIONS_DOMAIN, Nodes, Tokens
 from .pieces import UNKNOWN_ID, Kind, PieceModel, Search
 from .tokenizer_file import Refuse, TokenizerFile
 
-_UNKNOWN = "\x02"  # the table's result for characters that the vocabulary lacks
-_MAX_CHARACTERS = 999  # of a word; RE2's repetition counts go up to one more
-_DROPPED = "\x01"  # stands for characters that the tokenizer removes
-# Runs of at least this many characters with the same result are left to a regular expression, to keep the table small.
+_UNKNOWN = "\x02"  # the table maps characters that the vocabulary lacks to this
+_MAX_CHARACTERS = 999  # largest limit for a word's length: RE2's repetition counts end at 1000
+_DROPPED = "\x01"  # replaces characters that the tokenizer removes
+# Runs of at least this many characters with the same result are handled by a regular expression, to keep the table
+# small.
 _LONG_RUN = 256
 _END_OF_TABLE = 0x40000
-# Within each of these later blocks all characters behave alike: unassigned, tags, variation selectors, unassigned,
-# private use.
+# Starts of later blocks (and the end). The tokenizer treats all characters of a block alike: unassigned, tags,
+# variation selectors, unassigned, private use.
 _LATER_BLOCKS = (0x40000, 0xE0000, 0xE0100, 0xE01F0, 0xF0000, 0x100000, 0x110000)
 _SURROGATES = range(0xD800, 0xE000)
-_TEXT_END = "\x03"  # a word after each text; the tokenizer removes it from texts
+_TEXT_END = "\x03"  # added as a word after each text; the tokenizer removes this character from texts
 
 
 @dataclass(frozen=True)
 class WordPiece:
-    """A WordPiece tokenizer, and its treatment of each character.
+    """A WordPiece tokenizer, and how it maps each character.
 
     Attributes:
         vocabulary: Tokens in the order of their ids.
         unknown: The unknown token.
-        prefix: Prefix of pieces inside of a word.
-        max_characters: Longer words are unknown.
-        table: Result for each character and special token.
+        prefix: Prefix of pieces that continue a word, such as "##".
+        max_characters: Longer words become the unknown token.
+        table: Maps each character and special token to its replacement.
         dropped: Characters that are removed.
         spaced: Characters that are words of their own.
     """
@@ -78,7 +80,7 @@ class WordPiece:
             strip_accents=0,
             tokenize_chinese_chars=0,
             unk_token=self.unknown,
-            # Required, but unused or removed again.
+            # These attributes are required, but have no effect or add tokens that are removed below.
             cls_token=_TEXT_END,
             sep_token=_TEXT_END,
             pad_token=_TEXT_END,
@@ -123,7 +125,7 @@ def read_wordpiece(file: TokenizerFile) -> WordPiece:
 
 
 def _vocabulary(tokens: Mapping[str, int], added: Sequence[Mapping[str, Any]], refuse: Refuse) -> tuple[str, ...]:
-    """Return the tokens in the order of their ids: BertTokenizer numbers the lines of its vocabulary."""
+    """Return the tokens in the order of their ids, because BertTokenizer uses its vocabulary's line numbers as ids."""
     all_tokens = {**tokens} | {token["content"]: token["id"] for token in added}
     ids = {number: token for token, number in all_tokens.items()}
     if sorted(ids) != list(range(len(ids))) or len(ids) != len(all_tokens):
@@ -135,7 +137,7 @@ def _vocabulary(tokens: Mapping[str, int], added: Sequence[Mapping[str, Any]], r
 
 
 def _special_tokens(added: Sequence[Mapping[str, Any]], refuse: Refuse) -> dict[str, str]:
-    """Return the tokens that are found in texts literally, whatever is around them."""
+    """Return the tokens that are found literally in texts, whatever surrounds them."""
     table: dict[str, str] = {}
     for token in added:
         content = token["content"]
@@ -148,13 +150,13 @@ def _special_tokens(added: Sequence[Mapping[str, Any]], refuse: Refuse) -> dict[
 
 @dataclass(frozen=True)
 class _Splitter:
-    """A tokenizer with BertPreTokenizer. Those with equal normalizers treat characters alike."""
+    """A tokenizer with BertPreTokenizer. Tokenizers with equal normalizers are equal: they treat characters alike."""
 
     normalizer: str
     tokenizer: Any = field(compare=False)
 
 
-@lru_cache(maxsize=4)  # takes a second
+@lru_cache(maxsize=4)  # a call takes a second
 def _table(
     splitter: _Splitter, known: frozenset[str], within: frozenset[str]
 ) -> tuple[Mapping[str, str], tuple[range, ...], tuple[range, ...]]:
@@ -162,9 +164,9 @@ def _table(
 
     Args:
         splitter: The tokenizer.
-        known: Characters that are words.
-        within: Characters that may be inside of words. Words of these characters always have pieces, all other words
-            never.
+        known: Characters that are words of the vocabulary.
+        within: Characters that may be inside of words. A word has pieces if and only if all its characters are in this
+            set.
     """
     tokenizer = splitter.tokenizer
     table: dict[str, str] = {}
@@ -187,7 +189,7 @@ def _table(
         if words and all(set(word) <= within or (apart and word in known) for word in words):
             if code:
                 table[chr(code)] = becomes
-            # A known character does not end a run of `spaced` ones: spaces around it twice are harmless.
+            # A known character does not end a run of `spaced` characters, because adding spaces twice is harmless.
             now = kind if kind == _UNKNOWN and becomes == f" {chr(code)} " else ""
         elif not becomes:
             now = _DROPPED
@@ -204,7 +206,7 @@ def _table(
         if not dict(_some_characters(tokenizer, [first + 1]))[first + 1]:
             runs[_DROPPED].append(range(first, last))
     table[_DROPPED], table[_UNKNOWN] = "", ""
-    # NUL is dropped, too: it would end a text.
+    # StringRegexReplace cuts a text at NUL in any case. The range of NUL only keeps the character class non-empty.
     return table, (range(0, 1), *runs[_DROPPED]), tuple(runs[_UNKNOWN])
 
 
@@ -215,7 +217,7 @@ def _characters(tokenizer: Any) -> Iterator[tuple[int, str]]:
 
 
 def _some_characters(tokenizer: Any, codes: Sequence[int]) -> Iterator[tuple[int, str]]:
-    """Yield the tokenizer's result for each character inside of a word, with a space where it splits the word."""
+    """Yield the tokenizer's result for each character inside a word, with a space where the word is split."""
     normal = tokenizer.normalizer.normalize_str(" zz ".join(f"a{chr(code)}a" for code in codes))
     words = [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(normal)]
     parts: list[list[str]] = [[]]
@@ -240,12 +242,12 @@ def _characters_model(wordpiece: WordPiece) -> tuple[PieceModel, list[str]]:
 
 
 def _replacements(wordpiece: WordPiece) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Return RE2 replacements for a text, and for the joined results."""
+    """Return two lists of RE2 replacements: for texts before the table is applied, and for the joined results."""
     unknown = f" {wordpiece.unknown} "
     first = [(f"[{_ranges(wordpiece.dropped)}]", _DROPPED)]
     if wordpiece.spaced:
         first.append((f"([{_ranges(wordpiece.spaced)}])", r" \1 "))
-    # BertTokenizer, set to split at spaces, treats a second space as part of a word.
+    # Runs of spaces become one space: BertTokenizer, set to split at spaces, treats a second space as part of a word.
     last = [(f"[^ ]*{_UNKNOWN}[^ ]*", unknown), (f"[^ ]{{{wordpiece.max_characters + 1},}}", unknown)]
     return first, [*last, (" +", " "), ("^ ", "")]
 

@@ -1,7 +1,7 @@
 """Splits texts into words between marks, as a BPE or Unigram tokenizer.json specifies.
 
-The steps find added tokens, normalize characters and split words. Each finds and replaces in one string, which joins
-all texts of a batch.
+The steps find added tokens, normalize characters and split words. Each step is a find and replace in one string that
+joins all texts of a batch.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .pieces import Kind, PieceModel, Search, byte_texts
 from .splitting import Replacements, read_splits, spaces_beside
 from .tokenizer_file import TokenizerFile
 
-_MAX_ADDED = 2**16  # found_token has 16 digits
+_MAX_ADDED = 2**16  # found_token writes 16 binary digits
 _MAX_PROBED = 100
-_LONG = 2000  # characters of an expression that takes noticeable time to compile, at each call
+_LONG = 2000  # expressions of more characters take noticeable time to compile, in each call
 
 
 @dataclass(frozen=True)
 class _Added:
-    """An added token. late: found after normalization. left, right: includes the spaces on that side."""
+    """An added token. late: it is found after normalization. left, right: it includes the spaces on that side."""
 
     content: str
     id: int
@@ -42,8 +42,8 @@ class Words:
     """The steps that split texts into words.
 
     Attributes:
-        beside: Replacements before the steps.
-        steps: In order; the first table also ends each text.
+        beside: Replacements that are applied before the steps.
+        steps: The steps in order; the first table also adds the mark after each text.
         added: Ids of added tokens, in the order of their marks.
         probes: Texts that these steps might get wrong.
     """
@@ -54,7 +54,7 @@ class Words:
     probes: tuple[str, ...]
 
     def split(self, nodes: Nodes, texts: ir.Value) -> ir.Value:
-        """Join strings [batch] to one [1]: words and found tokens with SPLIT between, TEXT_END after each text."""
+        """Join strings [batch] to one [1]: SPLIT between words and added tokens, TEXT_END after each text."""
         joined = nodes.replace(texts, self.beside)
         is_wide: ir.Value | None = None
         for number, step in enumerate(self.steps):
@@ -104,7 +104,7 @@ def read_words(file: TokenizerFile) -> Words:
     early = [token for token in tokens if not token.late]
     assert isinstance(steps[0], dict)
     steps[0] = steps[0] | {token.content: token.mark for token in early}
-    # If spaces can be tokens too, a token includes only those spaces beside it that are not tokens.
+    # If spaces can be added tokens, a token includes only spaces beside it that are not tokens themselves.
     spaced = any(token.content.isspace() for token in tokens)
     if spaced and (behind := _spaces(early, marked=True)):
         steps.insert(1, behind)
@@ -127,7 +127,7 @@ def marked_tokens(words: Words) -> list[str]:
 
 
 def _rewriter(table: Table) -> tuple[PieceModel, list[str | bytes]]:
-    """Return a model that finds the table's texts, and bytes, and the replacement of each piece."""
+    """Return a model whose pieces are the table's texts and all bytes, and the replacement of each piece."""
     model = PieceModel(Search.CHARACTERS)
     becomes: list[str | bytes] = [b""] * len(model.pieces)
     model.add_bytes()
@@ -146,7 +146,7 @@ def _is_narrow(text: str | bytes) -> bool:
 
 
 def _may_be_narrowed(splits: Replacements) -> bool:
-    """Return whether the expressions are long, and keep ASCII texts in ASCII."""
+    """Return whether the expressions are long, and map ASCII texts to ASCII texts."""
     return all(_is_narrow(by) for _, by in splits) and any(len(pattern) > _LONG for pattern, _ in splits)
 
 
