@@ -14,7 +14,7 @@ Floats = NDArray[np.float32]
 LOWEST = np.finfo(np.float32).min
 PRECISION = {
     row["name"]: row["precision"] for row in _testing.nomad_attention_kernels()
-}  # bits of the operands of its matrix products, 16 or 32
+}  # bits of the operands of matrix products, 16 or 32
 
 
 def runnable_kernels() -> list[str]:

@@ -276,7 +276,7 @@ class Call:
     present: list[np.ndarray]
 
     def keys_of(self, b: int, query: int) -> Floats:
-        """Return the keys that a query of sequence b reads, [KV, tokens, D]: exact keys if stored, else decoded keys."""
+        """Return the keys that a query of sequence b reads, [KV, tokens, D]: exact if stored, otherwise decoded."""
         setup, past = self.setup, self.past[b]
         position = past + query if self.q.shape[2] <= SHORT else past - 1
         token = np.arange(self.k[b].shape[1]) - setup.prompt

@@ -11,7 +11,10 @@ Floats = NDArray[np.float32]
 
 
 def assert_normalized(y: Floats, x: Floats, weight: Floats, bias: Floats, epsilon: float) -> None:
-    """Check that y is the LayerNormalization of x within the bound, for finite values, |x| <= 2^60, epsilon >= 2^-60."""
+    """Check that y is the LayerNormalization of x within the bound, for finite values, |x| <= 2^60, epsilon >= 2^-60.
+
+    All arrays are float32.
+    """
     n = x.shape[1]
     wide = x.astype(np.float64)
     d = wide - wide.mean(axis=1, keepdims=True)

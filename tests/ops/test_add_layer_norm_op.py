@@ -1,4 +1,4 @@
-"""AddLayerNorm as ORT runs it: against float64, the kernel's bits and its own ONNX function, and on bad input."""
+"""Test AddLayerNorm in ORT: against float64, the kernel's bits and its ONNX function, and on invalid input."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 
 
 def check(operands: Sequence[Floats], epsilon: float = 1e-12) -> None:
-    """One thread and two: within the contract, with the bits of the kernel; and near the function body."""
+    """Check the kernel's bits and the error bound with one and two threads, and that the ONNX function is close."""
     weight, bias = random_vectors(np.random.default_rng(7), operands[0].shape[-1])
     expected = kernel_answer(operands, weight, bias, epsilon)
     total, n = added(operands), operands[0].shape[-1]
@@ -88,7 +88,10 @@ def test_every_length(n: int) -> None:
     seed=st.integers(0, 2**32 - 1),
 )
 def test_any_shape(shape: list[int], n: int, repeated: list[tuple[int, int]], seed: int) -> None:
-    """repeated: of each operand which axes are 1, as bits, and how many of the first axes it lacks."""
+    """Any shapes that broadcast.
+
+    repeated: one (bits, lacks) per operand: a set bit makes that axis 1; `lacks` is the number of leading axes to drop.
+    """
     shapes = []
     for bits, lacks in repeated:
         own = [1 if bits >> axis & 1 else size for axis, size in enumerate(shape)]
@@ -102,7 +105,7 @@ def test_any_shape(shape: list[int], n: int, repeated: list[tuple[int, int]], se
 
 
 def test_sums_are_made_from_the_left() -> None:
-    """(1 + 2^-24) + 2^-24 is 1, 1 + (2^-24 + 2^-24) is more."""
+    """(1 + 2^-24) + 2^-24 rounds to 1, but 1 + (2^-24 + 2^-24) does not."""
     n = 8
     x, small = np.zeros((1, n), np.float32), np.full((1, n), 2.0**-24, np.float32)
     x[0, 0] = 1
@@ -115,7 +118,7 @@ def test_sums_are_made_from_the_left() -> None:
 
 
 def test_rows_depend_on_nothing_else() -> None:
-    """A row alone has the bits that it has among others, with any number of threads."""
+    """A row has the same bits alone and among other rows, with any number of threads."""
     rng, n = np.random.default_rng(3), 96
     operands = random_operands(rng, [(40, 30, n), (1, 30, n), (40, 30, n)])
     weight, bias = random_vectors(rng, n)
@@ -145,7 +148,7 @@ def test_rows_of_one_number_give_the_bias() -> None:
 
 
 def test_operands_may_be_constants(tmp_path: Path) -> None:
-    """Operands at any offset of a file; a scalar constant 0 is not an addend, one with more axes is."""
+    """Operands may be constants at any file offset; a constant scalar 0 means that there is no such operand."""
     rng, n = np.random.default_rng(6), 24
     operands = random_operands(rng, [(2, 5, n), (1, 5, n), (n,)])
     weight, bias = random_vectors(rng, n)

@@ -1,5 +1,4 @@
-"""A row of a bf16 layer has the same bits among any number of rows, with each instruction set and in each storage; each
-storage of a matrix gives the same."""
+"""A row of a bf16 linear layer has the same bits for any number of rows and any storage of the weight."""
 
 from __future__ import annotations
 
@@ -15,13 +14,13 @@ from ..simd.targets import assert_same_bits
 from .single_node import Packed, sparse_weight
 from .two_four import BF16, two_of_four
 
-# Few rows, blocks of every kernel, and a few rows behind the last chunk of 256 and of 252.
+# Calls of few rows, row counts for each kernel's blocks, and a few rows more than chunks of 256 and of 252.
 M = (1, 2, 3, 4, 5, 6, 7, 15, 16, 17, 31, 64, 253, 257, 258, 259)
 each_isa = pytest.mark.parametrize("isa", _native.cpu_info()["detected_features"])
 
 
 def stored(w: np.ndarray) -> dict[str, Packed]:
-    """w in each storage that can hold it."""
+    """Return w packed in each storage that can hold it."""
     packed = {"dense": _native.pack_bitmap(w, dense=True), "bitmap": _native.pack_bitmap(w)}
     quads = np.pad(w, ((0, -len(w) % 4), (0, 0))).reshape(-1, 4, w.shape[1])
     if (np.count_nonzero(quads, axis=1) <= 2).all():
@@ -30,7 +29,7 @@ def stored(w: np.ndarray) -> dict[str, Packed]:
 
 
 def check(isa: str, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None, sizes: tuple[int, ...]) -> None:
-    """The first and last rows of x, in chunks of each size, have the same bits as in the full product."""
+    """Check that the first and last m rows, for each m in sizes, have the same bits alone and in the full product."""
     k, n = w.shape
     expected = None
     for storage, packed in stored(w).items():
@@ -48,7 +47,7 @@ def check(isa: str, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None, sizes
 
 
 def wild(rng: np.random.Generator, shape: tuple[int, int], magnitude: float) -> np.ndarray:
-    """Return values of very different sizes, which reveal the order of sums; signed zeros and denormals."""
+    """Return values of very different magnitude, which reveal the order of additions; some are denormal or -0."""
     a = rng.standard_normal(shape) * np.exp2(rng.uniform(-12, 12, shape)) * magnitude
     a = np.where(rng.random(shape) < 0.02, 2.0**-130, a)
     return np.where(rng.random(shape) < 0.02, -0.0, a).astype(np.float32)
@@ -58,7 +57,7 @@ def wild(rng: np.random.Generator, shape: tuple[int, int], magnitude: float) -> 
 @pytest.mark.parametrize("zeros", ["none", "half", "2:4"])
 def test_any_number_of_rows(isa: str, zeros: str) -> None:
     rng = np.random.default_rng(len(zeros))
-    k, n = 1100, 150  # panels: two times four and two of them
+    k, n = 1100, 150  # 10 panels: two groups of four and one of two
     w = BF16.random(rng, k, n) if zeros == "2:4" else sparse_weight(rng, k, n, 0.0 if zeros == "none" else 0.5)
     x = rng.standard_normal((260, k), dtype=np.float32)
     check(isa, x, w, rng.standard_normal(n, dtype=np.float32), M)
@@ -91,7 +90,7 @@ def test_any_numbers(
     in_weights: bool,
     seed: int,
 ) -> None:
-    """Sums that cancel, underflow and overflow; Inf and NaN."""
+    """Sums that cancel, underflow or overflow, and values with Inf or NaN."""
     rng = np.random.default_rng(seed)
     x, w = wild(rng, (m, k), magnitudes[0]), wild(rng, (k, n), magnitudes[1])
     if special is not None:

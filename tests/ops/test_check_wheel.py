@@ -1,4 +1,4 @@
-""".ci/check_wheel.py: defects of wheels and libraries."""
+"""Test that .ci/check_wheel.py finds defects of wheels and libraries."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_library_needs_nothing_but_the_systems(check_wheel: ModuleType, tmp_pa
     path = library(tmp_path / "libone.so", source, f"-L{tmp_path}", "-lother")
     assert check_wheel.library_problems(path, None) == ["needs libother.so.1"]
     assert check_wheel.library_problems(path, 99) == ["needs libother.so.1"]
-    # malloc is of glibc 2.2.5 on x86-64 and of 2.17 on Arm.
+    # malloc needs glibc 2.2.5 on x86-64 and 2.17 on Arm.
     assert any(problem.startswith("needs malloc@GLIBC_2.") for problem in check_wheel.library_problems(path, 1))
 
 

@@ -1,6 +1,6 @@
-"""Everything runs with scalar kernels and right answers on an emulated Nehalem, which no vector kernel supports.
+"""Scalar kernels give correct results on an emulated Nehalem, which no vector kernel supports.
 
-`ortolan doctor` reports scalar there. `make aarch64` does the same on a Cortex-A53.
+`ortolan doctor` must report scalar there. `make aarch64` runs the same check on a Cortex-A53.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from ..aarch64 import answers
 
 ROOT = Path(__file__).parents[2]
 EMULATOR = "qemu-x86_64-static"
-# Layers have the same bits on every CPU. In models, ONNX Runtime adds up the embeddings' normalization in another order
-# on each, which now and then moves an activation by one step of int8 or bf16.
+# Single linear layers have the same bits on every CPU. Whole models do not: ONNX Runtime's LayerNormalization after the
+# embeddings adds in a different order on each CPU, which can move an activation by one int8 or bf16 step.
 EXACT = ("masked_matmul", "lut_post_op", *(f"layer {form}" for form in answers.LAYERS))
 BOUND = 0.01
 
 pytestmark = [
     pytest.mark.skipif(platform.machine() != "x86_64", reason="an x86 CPU is emulated on x86 alone"),
     pytest.mark.skipif(shutil.which(EMULATOR) is None, reason=f"{EMULATOR} is not installed (qemu-user-static)"),
-    # An emulated process under AddressSanitizer has no place for its shadow.
+    # AddressSanitizer's shadow memory does not fit into an emulated process.
     pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="the sanitizer runs under no emulator"),
 ]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the output of on_another_cpu."""
+    """Return the output of on_another_cpu.py in the emulator."""
     folder = tmp_path_factory.mktemp("answers")
     answers.main(folder, with_real=False)
     script = f"import sys; sys.path.append({str(ROOT)!r})\nfrom pathlib import Path\n"
@@ -48,7 +48,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         timeout=600,
         check=False,
     )
-    assert done.returncode == 0, done.stderr  # -4: an illegal instruction
+    assert done.returncode == 0, done.stderr  # -4 means an illegal instruction
     result: dict[str, Any] = json.loads(done.stdout)
     return result
 

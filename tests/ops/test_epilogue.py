@@ -1,4 +1,4 @@
-"""Every row of the epilogue's kernel table against float64, by the contract of ops/epilogue/epilogue.h."""
+"""Test every epilogue kernel against float64, within the bounds of ops/epilogue/epilogue.h."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ all_activations = pytest.mark.parametrize("activation", ACTIVATIONS.values(), id
 
 
 def gelu_tanh(x: Doubles) -> Doubles:
-    # (1 + tanh(t)) / 2 = expit(2 t), which is exact where tanh(t) is next to -1.
+    # Use expit(2 t) = (1 + tanh(t)) / 2, which stays accurate if tanh(t) is close to -1.
     return x * expit(2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))
 
 
@@ -39,12 +39,12 @@ EXACT: dict[int, Callable[[Doubles], Doubles]] = {
     GELU_TANH: gelu_tanh,
     SILU: lambda x: x * expit(x),
 }
-# In units of U |x|.
+# Largest error of each activation, in units of U |x|.
 ERROR = {NONE: 0.0, RELU: 0.0, GELU: 3.0, GELU_TANH: 3.0, SILU: 3.0}
 
 
 def assert_activation_close(y: Floats, x: Floats, activation: int) -> None:
-    """y is activation(x) within the contract; x is finite."""
+    """Check that y is activation(x) within the documented bound, for finite x."""
     exact = EXACT[activation](x.astype(np.float64))
     bound = ERROR[activation] * U * np.abs(x.astype(np.float64))
     if ERROR[activation] != 0:
@@ -56,7 +56,7 @@ def assert_activation_close(y: Floats, x: Floats, activation: int) -> None:
 
 
 def every_exponent(mantissas: int) -> Floats:
-    """Finite float32 of both signs: `mantissas` of each exponent, denormals and the first and last one included."""
+    """Return finite floats of both signs: all exponents, including denormals, with `mantissas` mantissas each."""
     last = np.uint32(2**23 - 1)
     mantissa = np.unique(np.r_[np.linspace(0, last, mantissas).astype(np.uint32), np.uint32(1), last - np.uint32(1)])
     exponent = np.arange(255, dtype=np.uint32) << np.uint32(23)
@@ -74,7 +74,7 @@ def test_every_exponent(kernel: str, activation: int) -> None:
 @all_kernels
 @all_activations
 def test_dense_around_zero(kernel: str, activation: int) -> None:
-    """Inputs around the bends of the activations, and on until they underflow."""
+    """Inputs around the bends of the activations, down to where the activations underflow."""
     x = np.linspace(-110, 110, 1_000_001, dtype=np.float32)[None]
     assert_activation_close(_testing.epilogue(x, activation, kernel=kernel), x, activation)
     x /= 10
@@ -120,7 +120,7 @@ def test_far_negative_gives_zero_and_far_positive_itself(kernel: str, activation
 @all_kernels
 @pytest.mark.parametrize("activation", [GELU, GELU_TANH, SILU])
 def test_negative_tail_keeps_its_relative_accuracy(kernel: str, activation: int) -> None:
-    """The contract does not ask for it, but a small result has no rounding noise of a large one in it."""
+    """Small negative results have a small relative error, although the documented bound does not require it."""
     x = np.linspace(-9, -1, 100_001, dtype=np.float32)[None]
     exact = EXACT[activation](x.astype(np.float64))
     error = np.abs(_testing.epilogue(x, activation, kernel=kernel) - exact)
@@ -177,7 +177,7 @@ def test_factor_follows_ieee_rules(kernel: str, activation: int) -> None:
 @all_activations
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_results_do_not_depend_on_the_place(kernel: str, activation: int, with_residual: bool) -> None:
-    """Vectors and tails do the same arithmetic: every n from 0 on cuts the same row elsewhere."""
+    """A value has the same bits in a full vector and in the remainder of a row."""
     rng = np.random.default_rng(2)
     x = rng.standard_normal((3, 70), dtype=np.float32) * 3
     residual = rng.standard_normal((3, 70), dtype=np.float32) if with_residual else None
@@ -195,7 +195,7 @@ def test_results_do_not_depend_on_the_place(kernel: str, activation: int, with_r
 @all_activations
 @pytest.mark.parametrize("n", [1, 7, 8, 15, 16, 17, 40])
 def test_row_strides(kernel: str, activation: int, n: int) -> None:
-    """Gaps between rows, other ones in y than in the residual, are not touched; one row may serve as all rows."""
+    """Gaps between rows stay unchanged, with different row strides of y and residual. A stride of 0 repeats one row."""
     rng = np.random.default_rng(n)
     x = rng.standard_normal((4, n + 9), dtype=np.float32)[:, :n]
     residual = rng.standard_normal((4, n + 3), dtype=np.float32)[:, :n]

@@ -1,4 +1,4 @@
-"""gated_columns: two layers of one input in one node of W4A8MatMul or SparseAMXMatMul."""
+"""Test gated_columns: gate and up projection in one W4A8MatMul or SparseAMXMatMul node."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .linear_kinds import apply
 from .single_node import U, session, sparse_amx_matmul_model, sparse_weight
 
 K = 70
-# Rows: one; fewer than a block; more than a chunk of rows (256).
+# One row; fewer rows than a block; more rows than a chunk of 256.
 ROWS = (1, 5, 40, 300)
 
 
@@ -51,7 +51,7 @@ all_operators = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("n", [1, 16, 37, 100, 500])
 def test_gate_times_the_other_half(make: Callable[..., onnx.ModelProto], activation: Activation, n: int) -> None:
-    """Against activation(gate) * up in float64 of what the node answers when it is not gated."""
+    """The gated output equals activation(gate) * up, with gate and up from the node without gating."""
     products = session(make(np.random.default_rng(n), n, activation, False))
     gated = session(make(np.random.default_rng(n), n, activation, True))
     for m in ROWS:
@@ -67,7 +67,7 @@ def test_gate_times_the_other_half(make: Callable[..., onnx.ModelProto], activat
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_function_body(gated: bool) -> None:
-    """One function serves nodes with and without gated_columns; infinite products too."""
+    """One ONNX function serves nodes with and without gated_columns."""
     activation = Activation.SILU
     model = w4a8_model(np.random.default_rng(0), 21, activation, gated)
     with_library, inlined = session(model), session(model, library=False)
@@ -79,7 +79,7 @@ def test_function_body(gated: bool) -> None:
 
 @all_operators
 def test_residual_of_gated_columns(make: Callable[..., onnx.ModelProto]) -> None:
-    """The residual has Y's columns, not those of the weight, and may broadcast."""
+    """The residual has as many columns as Y, not as the weight, and may broadcast."""
     n = 21
     rng = np.random.default_rng(0)
     if make is w4a8_model:

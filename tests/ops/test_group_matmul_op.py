@@ -1,4 +1,4 @@
-"""W4A8MatMul and W8A8MatMul as ORT runs them: against the oracle and their own ONNX functions, and on bad input."""
+"""Test W4A8MatMul and W8A8MatMul in ORT: against NumPy and their ONNX functions, and on invalid input."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ with_and_without_library = pytest.mark.parametrize("library", [True, False])
 @pytest.mark.parametrize("group", [32, 64, 128])
 @each_kind
 def test_kernel_and_function_body_agree(group: int, kind: str) -> None:
-    """The same file, with the library (our kernel) and without (ORT inlines the function), against the oracle."""
+    """ORT runs the kernel with the library, and the function without it; both must agree with NumPy."""
     rng = np.random.default_rng(group)
     for k, n in ((1, 1), (33, 17), (128, 16), (200, 60)):
         layer = GroupLayer.random(rng, k, n, group, half=k % 2 == 0, **KINDS[kind])
@@ -74,7 +74,7 @@ def test_batched_inputs_of_any_rank(kind: str, leading: tuple[int, ...], library
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize(("bits", "scale"), [(4, 0.01), (8, 0.001)])
 def test_activation_and_residual(bits: int, scale: float, activation: Activation, library: bool) -> None:
-    """Against activation(what the node without them answers) + residual in float64."""
+    """The output equals activation(product) + residual, with the product from a node without them."""
     rng = np.random.default_rng(3)
     layer = GroupLayer.random(rng, 50, 37, 32, scale=scale, bits=bits)
     x = rng.standard_normal((2, 20, 50), dtype=np.float32)
@@ -95,7 +95,10 @@ BAD: dict[str, tuple[Change, str, tuple[int, ...]]] = {}
 
 
 def bad(message: str, bits: tuple[int, ...] = (4, 8)) -> Callable[[Change], None]:
-    """Error texts; `bits` are those of the operators whose texts name them."""
+    """Register a damage and its error message.
+
+    bits: 4 or 8 for the operators to which the message applies.
+    """
 
     def add(change: Change) -> None:
         BAD[change.__name__] = (change, message, bits)

@@ -1,4 +1,4 @@
-"""Properties of every kernel table."""
+"""Test properties that every kernel table must have."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_tables_are_found() -> None:
 
 @each_table
 def test_a_name_means_one_kernel(table: str) -> None:
-    """A kernel may have two rows, where another is better for some sizes in between."""
+    """A kernel may have two rows in a table, if another kernel is better for some sizes in between."""
     features: dict[str, str] = {}
     for row in rows_of(table):
         assert features.setdefault(row["name"], row["isa"]) == row["isa"]
@@ -41,7 +41,9 @@ def test_table_is_best_first_and_ends_with_the_portable_kernel(table: str) -> No
     def sizes(row: dict[str, Any]) -> tuple[int, ...]:
         return row.get("index_bytes", 0), row.get("entry_bytes", 0), row.get("precision", 0)
 
-    for _, rows in groupby(sorted(rows_of(table), key=sizes), sizes):  # a table for any sizes is as many tables
+    for _, rows in groupby(
+        sorted(rows_of(table), key=sizes), sizes
+    ):  # rows for different element sizes form separate tables
         places = [_testing.feature_sets().index(row["isa"]) for row in rows]
         assert places == sorted(places, reverse=True)
         assert places[-1] == 0

@@ -1,4 +1,4 @@
-"""Kernels of the caches and of softmax: every target gives the bytes and bits of the portable one."""
+"""Kernels for KV caches and softmax must give the bytes and bits of the portable kernel on every target."""
 
 from __future__ import annotations
 

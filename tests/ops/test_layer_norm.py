@@ -1,4 +1,4 @@
-"""Every row of LayerNormalization's kernel table against float64, by the contract of ops/epilogue/layer_norm.h."""
+"""Test every LayerNormalization kernel against float64, within the bound of ops/epilogue/layer_norm.h."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_length(kernel: str, n: int) -> None:
 
 @all_kernels
 def test_far_mean_and_outliers(kernel: str) -> None:
-    """Residuals as in transformers: a few columns a thousand times larger than the rest, or one of 1e6."""
+    """Residuals like in transformers: a few columns a thousand times larger than the rest, or one of 1e6."""
     rng = np.random.default_rng(1)
     n = 768
     weight, bias = random_vectors(rng, n)
@@ -44,7 +44,7 @@ def test_far_mean_and_outliers(kernel: str) -> None:
     x[10:] += 100
     y = _testing.layer_norm(x, weight, bias, 1e-12, kernel=kernel)
     assert_normalized(y, x, weight, bias, 1e-12)
-    # Better than the contract asks for: errors of a sum are of either sign.
+    # This is tighter than the documented bound, because rounding errors have both signs and partly cancel.
     wide = x.astype(np.float64)
     exact = (wide - wide.mean(axis=1, keepdims=True)) / wide.std(axis=1, keepdims=True) * weight + bias
     assert np.all(np.abs(y[10:] - exact[10:]) < 1e-6 * (1 + np.abs(exact[10:])))
@@ -70,7 +70,7 @@ def test_any_float(kernel: str, x: Floats, epsilon: float) -> None:
 def test_rows_of_one_number_give_the_bias(kernel: str, n: int) -> None:
     weight, bias = random_vectors(np.random.default_rng(n), n)
     x = np.repeat(np.array([[0.0], [-0.0], [1.0], [-3.5], [2.0**60]], np.float32), n, axis=1)
-    x = x if n in (1, 2, 16) else x[:4]  # the others' sums of 2^60 are exact as well
+    x = x if n in (1, 2, 16) else x[:4]  # for other n, sums of 2^60 are not exact
     y = _testing.layer_norm(x, weight, bias, 1e-12, kernel=kernel)
     np.testing.assert_array_equal(y, np.broadcast_to(bias, y.shape))
 
@@ -107,7 +107,7 @@ def test_weight_and_bias_follow_ieee_rules(kernel: str) -> None:
 @all_kernels
 @pytest.mark.parametrize("n", [1, 7, 8, 15, 16, 17, 40])
 def test_rows_do_not_depend_on_where_they_stand(kernel: str, n: int) -> None:
-    """Gaps between rows are not touched, and a row alone gives the same bits."""
+    """A row has the same bits at any row stride and alone; gaps between rows stay unchanged."""
     rng = np.random.default_rng(n)
     weight, bias = random_vectors(rng, n)
     x = rng.standard_normal((4, n + 9), dtype=np.float32)[:, :n]

@@ -1,4 +1,4 @@
-"""Exports of the built library, and that no target of the build leaks into code for any CPU."""
+"""Test the exports of the built library, and that code for any CPU has no instructions of a specific target."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_library_needs_no_python() -> None:
 
 
 def compiled() -> dict[Path, list[str]]:
-    """The native objects of the last build in this tree without sanitizers, and the commands that made them."""
+    """Map the object files of the latest build without sanitizers in this source tree to their compile commands."""
     trees = [path for path in ROOT.glob("build/*/compile_commands.json") if "-fsanitize" not in path.read_text()]
     found: dict[Path, list[str]] = {}
     if trees:
@@ -62,7 +62,7 @@ def compiled() -> dict[Path, list[str]]:
 
 
 def target_of(path: Path) -> str | None:
-    """The feature set that an object is compiled for; None: any CPU."""
+    """Return the feature set for which an object file is compiled, or None for any CPU."""
     folder = next(part for part in path.parts if part.endswith(".dir")).removesuffix(".dir")
     target = folder.rpartition("_")[2]
     return target if target in _testing.feature_sets() and target != "scalar" else None
@@ -76,7 +76,7 @@ def test_only_targets_have_flags_of_instruction_sets() -> None:
 
 @needs_nm
 def test_targets_define_no_weak_symbols() -> None:
-    """A weak (inline) function compiled for AVX-512 may be the copy that the linker keeps for every CPU."""
+    """Targets define no weak (inline) functions: the linker could keep an AVX-512 copy for every CPU."""
     targets = {path: target for path in compiled() if (target := target_of(path)) is not None}
     if platform.machine() == "x86_64":
         assert {"avx2", "avxvnni", "avx512bw", "avx512vnni", "avx512", "avx512bf16", "amx"} <= set(targets.values())

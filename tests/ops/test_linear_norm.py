@@ -1,5 +1,8 @@
-"""SparseAMXMatMul and W4A8MatMul with a LayerNormalization behind them, as ORT runs them: against what the nodes
-without it answer, their own ONNX functions, and on bad input. (VNNISpMM: test_vnni_spmm_op_norm.py.)"""
+"""Test SparseAMXMatMul and W4A8MatMul with a LayerNormalization after the product in ORT.
+
+Compared are the nodes without LayerNormalization, and the ONNX functions; also tested on invalid input. VNNISpMM:
+test_vnni_spmm_op_norm.py.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,10 @@ def layer_model(
     norms: bool | None = None,
     opset: int = 17,
 ) -> onnx.ModelProto:
-    """One node with the same weights each time. norms: whether the function knows of a norm; None: if there is one."""
+    """Return a one-node model; its weights are the same in each call.
+
+    norms: True if the function supports a norm; None: True if `norm` is given.
+    """
     rng = np.random.default_rng(0)
     norms = norm is not None if norms is None else norms
     if kind.startswith("W4A8"):
@@ -69,7 +75,10 @@ def layer_model(
 
 
 def with_norm(model: onnx.ModelProto, norm: LayerNorm | None, names: Sequence[str]) -> onnx.ModelProto:
-    """The node with what it needs of a norm; None: neutral weights."""
+    """Add the inputs and attribute of a norm to the node.
+
+    norm: None adds neutral weights and an epsilon of -1, which means no norm.
+    """
     node = model.graph.node[0]
     node.input.extend([""] * (names.index("norm_weight") - len(node.input)))
     node.input.extend(["norm_weight", "norm_bias"])

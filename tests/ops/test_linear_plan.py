@@ -1,4 +1,4 @@
-"""The plan of a linear layer, free of ONNX Runtime: with every set of features in one process, against its kernels."""
+"""Test the plan of a linear layer without ONNX Runtime, for every feature set, against its kernels."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ every_shape = pytest.mark.parametrize(("m", "k", "n"), SHAPES)
 
 
 def best_of(kernels: list[_testing.KernelInfo], isa: str, m: int) -> str:
-    """The first of the kernels that m rows on a CPU with these features are for."""
+    """Return the best kernel for m rows on a CPU with these features."""
     allowed = ISAS[: ISAS.index(isa) + 1]
     return next(row["name"] for row in kernels if row["name"] in allowed and row.get("least_rows", 1) <= m)
 
 
 def product(x: np.ndarray, packed: tuple[np.ndarray, ...], n: int, bias: np.ndarray, isa: str) -> np.ndarray:
-    """Return the product by one kernel in one piece."""
+    """Return the product from one kernel call on one thread."""
     kernel = best_of(_testing.sparse_amx_matmul_kernels(), isa, len(x))
     return _testing.sparse_amx_matmul(x, *packed, x.shape[1], n, bias=bias, kernel=kernel)
 

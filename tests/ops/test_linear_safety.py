@@ -1,4 +1,4 @@
-"""Linear layers in ORT: sizes that do not fit 64 bits, and constants at addresses that their type may not have."""
+"""Test linear layers in ORT with sizes whose products exceed 64 bits, and with constants at unaligned addresses."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def hidden_model(rng: np.random.Generator) -> onnx.ModelProto:
 
 
 def int8_model(rng: np.random.Generator) -> onnx.ModelProto:
-    """A residual to whose shape the product is broadcast."""
+    """Return an int8 layer with a residual that has one row."""
     layer = Layer.random(rng, K, N, 0.5, None)
     residual = rng.standard_normal((1, N), dtype=np.float32)
     return sparse_amx_matmul_model(layer.packed, K, N, scales=layer.packed_scales(), residual=residual)
@@ -72,7 +72,7 @@ def test_constants_at_odd_places_of_a_file(
     model = make(np.random.default_rng(0))
     x = np.random.default_rng(1).standard_normal((3, K), dtype=np.float32)
     expected = session(model).run(None, {"x": x})[0]
-    # As NumPy writes them, in one piece and of one element type each.
+    # Copy the tensors so that each has its element type and one contiguous data buffer.
     for tensor in model.graph.initializer:
         tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor), tensor.name))
     for constants in ({}, {"x": x}):
@@ -97,7 +97,10 @@ def test_odd_places_without_vectors() -> None:
 
 
 def of_shape(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with x of zeros, whose shape is the input, and y's shape as output: NumPy has no such arrays."""
+    """Return the model with the shape of an all-zero x as input and the shape of y as output.
+
+    NumPy cannot hold arrays of these shapes.
+    """
     graph = model.graph
     graph.node.insert(0, helper.make_node("ConstantOfShape", ["shape"], ["x"]))
     graph.node.append(helper.make_node("Shape", ["y"], ["y_shape"]))
@@ -111,7 +114,10 @@ def of_shape(model: onnx.ModelProto) -> onnx.ModelProto:
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("leading", [[0], [2**40, 0], [0, 2**40, 2**40], [2**31, 2**31, 0], [2**62, 0, 3]])
 def test_no_rows_of_huge_shapes(make: Callable[[np.random.Generator], onnx.ModelProto], leading: list[int]) -> None:
-    """Products of the other dimensions, or their bytes, do not fit 64 bits. (ORT itself refuses [2**40, 2**40, 0].)"""
+    """The product of the leading dimensions, or the size in bytes, does not fit 64 bits.
+
+    ORT itself rejects [2**40, 2**40, 0].
+    """
     loaded = session(of_shape(make(np.random.default_rng(0))))
     y_shape = loaded.run(None, {"shape": np.array([*leading, K])})[0]
     assert y_shape.tolist() == [*leading, N]

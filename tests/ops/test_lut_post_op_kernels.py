@@ -1,4 +1,4 @@
-"""LutPostOp's kernels, each tested alone against numpy."""
+"""Test each kernel of LutPostOp against NumPy."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ def test_the_last_kernel_runs_anywhere() -> None:
 @pytest.mark.parametrize("entry_type", ENTRY_TYPES)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernel_looks_up_every_number_at_every_length(kernel: str, x_type: type, entry_type: type) -> None:
-    """All codes, then all lengths around the vectors'; nothing beyond them is read or written (arrays end where their
-    memory ends: the sanitizer build watches)."""
+    """All codes, and all lengths around multiples of the vector length.
+
+    Arrays end where their memory ends, so that the sanitizer build finds accesses beyond them.
+    """
     index_bytes = np.dtype(x_type).itemsize
     rng = np.random.default_rng(index_bytes * np.dtype(entry_type).itemsize)
     entries = 256**index_bytes

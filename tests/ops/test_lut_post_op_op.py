@@ -1,4 +1,4 @@
-"""LutPostOp as ORT runs it: every pair of types, against numpy and its own ONNX function, and on bad input."""
+"""Test LutPostOp in ORT with every pair of types: against NumPy and its ONNX function, and on invalid input."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def node_model(
     opset: int = 17,
     **attributes: int,
 ) -> onnx.ModelProto:
-    """One LutPostOp node "lookup" with its function: input x, output y."""
+    """Return a model of one LutPostOp node "lookup" with its function: input x, output y."""
     types = [helper.np_dtype_to_tensor_dtype(np.dtype(dtype)) for dtype in (x_type, table.dtype)]
     node = helper.make_node(
         "LutPostOp", ["x", "table"], ["y"], "lookup", domain="ai.ortolan", **({"format_version": 1} | attributes)
@@ -53,7 +53,7 @@ def node_model(
 @pytest.mark.parametrize("entry_type", ENTRY_TYPES)
 @pytest.mark.parametrize("x_type", X_TYPES)
 def test_kernel_and_function_body_look_up_the_same(x_type: type, entry_type: type) -> None:
-    """The same file, with the library (our kernel) and without (ORT inlines the function), against numpy."""
+    """ORT runs the kernel with the library, and the function without it; both must agree with NumPy."""
     rng = np.random.default_rng(1)
     table = random_table(rng, 256 ** np.dtype(x_type).itemsize, entry_type)
     model = node_model(x_type, table)
@@ -154,7 +154,7 @@ def test_refuses_missing_inputs_and_attributes() -> None:
 
 
 def test_damaged_nodes_fail_or_answer() -> None:
-    """Any number of entries, element type and shape of the table, declared alike or not: an error or an answer."""
+    """A table with any length, element type and shape, declared correctly or not, gives an error or an output."""
     rng = np.random.default_rng(6)
     types = [1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 16]
     for _ in range(300):
@@ -175,7 +175,7 @@ def test_damaged_nodes_fail_or_answer() -> None:
                     model.graph.input[0].type.tensor_type.elem_type = types[rng.integers(len(types))]
         try:
             run = session(model)
-        except Exception as error:  # ONNX Runtime's exceptions have no common base
+        except Exception as error:  # ONNX Runtime's exceptions have no common base class
             assert str(error)
             continue
         declared = helper.tensor_dtype_to_np_dtype(model.graph.input[0].type.tensor_type.elem_type)

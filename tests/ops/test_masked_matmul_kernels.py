@@ -1,4 +1,4 @@
-"""MaskedMatMul's kernels, each tested alone against numpy."""
+"""Test each kernel of MaskedMatMul against NumPy."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_blocks_of_many_inputs_take_several_passes(kernel: str, way: str) -> Non
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_numbers_of_many_rows_and_columns(kernel: str) -> None:
-    """More rows than a list has, several panels and a narrow last block; rows without and with all numbers."""
+    """Sizes with more rows than a list of nonzeros holds, several panels and a narrow last block."""
     rng = np.random.default_rng(5)
     for m, k, n in ((1030, 70, 20), (513, 130, 391), (4100, 33, 17)):
         a, b = random_matrix(rng, m, k, "random", 0.8), rng.standard_normal((k, n), dtype=np.float32)
@@ -70,7 +70,7 @@ def test_numbers_of_many_rows_and_columns(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf])
 def test_blocks_find_what_is_not_finite(kernel: str, special: float) -> None:
-    """Anywhere, also in the last columns, and in what only the other side's zeros meet."""
+    """Inf and NaN are found anywhere, also in the last columns and opposite zeros of the other matrix."""
     rng = np.random.default_rng(2)
     for i, j in ((0, 0), (36, 30), (5, 17), (20, 15)):
         a, b = random_matrix(rng, 37, 31, "random", 0.9), random_matrix(rng, 37, 31, "blocks", 0.9).T.copy()
@@ -90,7 +90,7 @@ def test_large_and_denormal_numbers_are_finite(kernel: str) -> None:
 
 
 def weight(rng: np.random.Generator, kind: str, k: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """B as masked_rows takes it, and what it stands for."""
+    """Return B in the storage of this kind, and its values as float32."""
     if kind == "int8":
         q = rng.integers(-128, 128, (k, n), dtype=np.int8)
         return q, q.astype(np.float32)
@@ -140,7 +140,7 @@ def test_wide_rows_are_taken_in_strips(kernel: str) -> None:
 @pytest.mark.parametrize("kind", ["float", "bf16", "int8"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_panels_of_many_rows(kernel: str, kind: str) -> None:
-    """More rows than are summed at a time, several passes, and panels of every width in blocks."""
+    """More rows than are summed at a time, several passes over k, and last panels of every width."""
     rng = np.random.default_rng(6)
     for m, k, n in [(520, 70, 20), (37, 300, 391)] + [(7, 65, 16 * blocks) for blocks in range(1, 10)]:
         a = random_matrix(rng, m, k, "columns", 0.3)
@@ -159,7 +159,7 @@ def test_rows_that_are_never_skipped(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_rows_do_not_read_what_they_skip(kernel: str) -> None:
-    """A NaN in a skipped row does not reach the output, because the row is not read."""
+    """A skipped row is not read, so a NaN in it does not reach the output."""
     a, b = np.zeros((2, 30), np.float32), np.full((30, 20), np.nan, np.float32)
     a[0, 7], b[7] = 2, 3
     y = _testing.masked_rows(a, b, kernel=kernel)

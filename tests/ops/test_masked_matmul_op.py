@@ -1,4 +1,4 @@
-"""MaskedMatMul in ORT sessions, with the library and as a function, against numpy."""
+"""Test MaskedMatMul in ORT, with the library and as a function, against NumPy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from .single_node import save_at_odd_places, session, with_constants
 def masked_model(
     constants: dict[str, np.ndarray] | None = None, opset: int = 17, functions: bool = True, **attributes: Any
 ) -> onnx.ModelProto:
-    """A model of one node "product". Inputs that are no constants are fed; scale and masks are there in any case."""
+    """Return a model of one MaskedMatMul node "product".
+
+    constants: inputs stored in the model; all other inputs are fed. b_scale is a placeholder unless it is given.
+    """
     numbers: dict[str, Any] = {
         "format_version": 1,
         "a_threshold": 0.0,
@@ -85,7 +88,7 @@ def test_every_pattern_and_size(
     constant_b: bool,
     seed: int,
 ) -> None:
-    """The result is the dense product of the masked inputs, in every regime, NaN and Inf included."""
+    """The result is the dense product of the masked inputs for every pattern of zeros, including NaN and Inf."""
     m, k, n = sizes
     rng = np.random.default_rng(seed)
     a, b = random_matrix(rng, m, k, patterns[0], sparsity[0]), random_matrix(rng, k, n, patterns[1], sparsity[1])
@@ -111,7 +114,7 @@ def test_every_pattern_and_size(
 REGIMES = [
     (300, 500, 700, "random", 0.8, "blocks", 0.8),  # two-sided
     (300, 500, 700, "random", 0.97, "blocks", 0.9),
-    (100, 2300, 200, "random", 0.2, "blocks", 0.8),  # blocks, in two passes over k
+    (100, 2300, 200, "random", 0.2, "blocks", 0.8),  # blocks of B, in two passes over k
     (100, 2300, 200, "random", 0.9, "blocks", 0.8),
     (200, 400, 300, "columns", 0.9, "random", 0.0),  # active inputs
     (200, 400, 300, "columns", 1.0, "random", 0.0),
@@ -148,7 +151,7 @@ def test_regimes(
 @pytest.mark.parametrize("where", [(0, 0), (3, 77), (39, 299)])
 @pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_spreads_as_in_the_dense_product(where: tuple[int, int], special: float) -> None:
-    """A NaN of B meets zeros of A, and the other way round; also where rows of B are skipped."""
+    """A NaN or Inf of B that meets zeros of A gives NaN, and vice versa; also if rows of B are skipped."""
     rng = np.random.default_rng(0)
     for m in (1, 5, 40):
         a, b = random_matrix(rng, m, 40, "random", 0.8), random_matrix(rng, 40, 300, "blocks", 0.8)
@@ -201,7 +204,7 @@ def test_with_each_isa(isa: str) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.int8])
 def test_weights_at_odd_places_of_a_file(dtype: type, tmp_path: Path) -> None:
-    """External data need not be aligned, and the operator gets what is mapped."""
+    """External data need not be aligned, and the operator reads the mapped file."""
     rng = np.random.default_rng(2)
     constants = {"B": (10 * rng.standard_normal((40, 50))).astype(dtype)}
     if dtype is np.int8:
@@ -229,7 +232,7 @@ def test_all_inputs_at_odd_places_of_a_file(m: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("true", [2, 128, 255])
 def test_bytes_of_masks_in_a_file(true: int) -> None:
-    """Any but 0 is true."""
+    """Every mask byte except 0 means true."""
     rng = np.random.default_rng(true)
     a, b = rng.standard_normal((20, 30), dtype=np.float32), rng.standard_normal((30, 40), dtype=np.float32)
     a_mask = (rng.random((20, 30)) < 0.5).astype(np.uint8) * np.uint8(true)
@@ -399,6 +402,6 @@ def test_refuses_a_mask_of_a_packed_weight() -> None:
 
 
 def test_expected_product_is_the_dense_one() -> None:
-    """The oracle itself: NaN where the dense product has it."""
+    """Check the NumPy reference itself: it has NaN where the dense product has NaN."""
     a, b = np.array([[0.0, 1.0]], np.float32), np.array([[np.inf, 1.0], [2.0, 3.0]], np.float32)
     np.testing.assert_array_equal(expected_product(a, b), [[np.nan, 3.0]])

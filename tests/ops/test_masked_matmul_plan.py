@@ -1,4 +1,4 @@
-"""The choices of MaskedMatMul's plan, all of them exact."""
+"""Test which method MaskedMatMul's plan chooses; all methods are exact."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def test_what_is_not_finite_is_multiplied_densely(special: float) -> None:
 
 
 def test_inputs_of_a_are_not_skipped_where_only_b_was_looked_at() -> None:
-    """The rows of B in the sample, every eighth, hold more blocks than the others.
+    """Inputs of A are not skipped if the sampled rows of B make skipping blocks of B look cheapest.
 
-    By the sample, skipping blocks of B is cheapest, so the pattern of A is not made; by all of B, skipping inputs of A
-    too would be.
+    The sample is every eighth row of B, and these rows have more nonzero blocks than the rest. For all of B, skipping
+    inputs of A in addition would be faster.
     """
     k, n = 160, 200
     rng = np.random.default_rng(0)

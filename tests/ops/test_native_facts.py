@@ -1,4 +1,4 @@
-""".ci/native_facts.py: finding functions and their lengths."""
+"""Test that .ci/native_facts.py finds C++ functions and their lengths."""
 
 from __future__ import annotations
 

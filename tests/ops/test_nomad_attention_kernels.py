@@ -1,4 +1,4 @@
-"""Every kernel of NoMADAttention against a numpy oracle, by the contract of ops/attention/attention.h."""
+"""Test every kernel of NoMADAttention against NumPy, within the bounds of ops/attention/attention.h."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_masks(kernel: str, form: str, causal: bool) -> None:
         check(kernel, q, k, v, mask, causal)
         if form != "number":
             for hidden in (LOWEST, -np.inf, np.float32(-10000)):
-                # Key 0 stays, so that no row is hidden as a whole.
+                # Key 0 stays visible, so that no row is fully masked.
                 masked = np.where(rng.random(shape) < 0.4, hidden, mask).astype(np.float32)
                 masked[..., 0] = 0
                 check(kernel, q, k, v, masked, causal)
@@ -105,7 +105,10 @@ def test_fewer_keys_than_queries(kernel: str) -> None:
 @pytest.mark.parametrize("keys", [5, 150])
 @pytest.mark.parametrize("by_row", [False, True])
 def test_rows_that_see_nothing(kernel: str, keys: int, by_row: bool) -> None:
-    """Scores all lowest or all largest float give the mean, all -Inf gives NaN, as ONNX Softmax."""
+    """Fully masked rows give the mean if all scores are the lowest or largest float, and NaN if all are -Inf.
+
+    ONNX Softmax does the same.
+    """
     q, k, v = random(np.random.default_rng(2), 1, 20, keys, 24)
     mask = np.zeros((1, 20 if by_row else 1, keys), np.float32)
     tolerance = 2.0**-7 if PRECISION[kernel] == 16 else 1e-5
@@ -142,7 +145,7 @@ def test_nan_and_infinity_spread_as_by_the_formula(kernel: str, where: str, bad:
 
 @all_kernels
 def test_hidden_keys_weigh_nothing(kernel: str) -> None:
-    """Whatever is in the padding, if it is finite."""
+    """Finite keys and values at masked positions do not change any bit."""
     q, k, v = random(np.random.default_rng(4), 1, 40, 90, 24)
     mask = np.zeros((1, 1, 90), np.float32)
     mask[..., 50:] = LOWEST
@@ -154,7 +157,7 @@ def test_hidden_keys_weigh_nothing(kernel: str) -> None:
 
 @all_kernels
 def test_hidden_scores_that_overflow(kernel: str) -> None:
-    """Keys hidden by the causal mask do not matter: the first query sees key 0 and not the +Inf behind it."""
+    """Keys masked by causality do not matter: the first query sees key 0, but not the +Inf in the next key."""
     q, k = np.full((1, 70, 8), 1e20, np.float32), np.full((70, 8), 1e20, np.float32)
     k[0] = 0
     v = np.round(np.random.default_rng(7).standard_normal((70, 8)) * 8).astype(np.float32)
@@ -173,7 +176,7 @@ def test_one_key_gives_its_value(kernel: str) -> None:
 
 @all_kernels
 def test_large_scores(kernel: str) -> None:
-    """Differences far beyond exp's range: the largest score takes all."""
+    """If scores differ by more than exp's range, the largest score has all the weight."""
     q = np.full((1, 4, 16), 1e8, np.float32)
     k = np.zeros((100, 16), np.float32)
     k[70] = 1e8

@@ -1,4 +1,4 @@
-"""NoMADAttention as ORT runs it: against the oracle and its own ONNX function, and on bad input."""
+"""Test NoMADAttention in ORT: against NumPy and its ONNX function, and on invalid input."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .single_node import session
 
 
 def by_heads(x: Floats, heads: int) -> Floats:
-    """[B, S, heads D] -> [B, heads, S, D]."""
+    """Convert [B, S, heads D] to [B, heads, S, D]."""
     batch, rows, width = x.shape
     return x.reshape(batch, rows, heads, width // heads).transpose(0, 2, 1, 3)
 
 
 class Case:
-    """Random inputs of one shape, and the check of an output."""
+    """Random inputs, and a check of the output for them."""
 
     def __init__(self, seed: int, batch=2, queries=5, keys=7, heads=4, kv_heads=4, head_dim=8, mask=None) -> None:
         rng = np.random.default_rng(seed)
@@ -63,7 +63,7 @@ class Case:
 
 
 def runs(model: onnx.ModelProto, feeds: dict[str, Floats], threads: int = 1) -> list[Floats]:
-    """Our kernel's answer, and that of the function's body."""
+    """Return the output of the kernel and that of the ONNX function."""
     onnx.checker.check_model(model)
     return [session(model, library=library, threads=threads).run(None, feeds)[0] for library in (True, False)]
 
@@ -83,7 +83,10 @@ def test_kernel_and_function_body_agree(kv_heads: int, packed: bool, causal: int
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("names", [("query", "key", "value"), ("query",), ("key", "value")])
 def test_inputs_by_heads(kv_heads: int, mixed: bool, names: tuple[str, ...]) -> None:
-    """[B, heads, S, D]; mixed: by a function that serves both layouts."""
+    """Inputs of shape [B, heads, S, D].
+
+    mixed: the function serves both layouts.
+    """
     case = Case(kv_heads, queries=5, keys=7, kv_heads=kv_heads, mask=(2, 1, 5, 7))
     feeds = dict(case.feeds)
     for name in names:
@@ -112,7 +115,7 @@ MASKS = {
 @pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize("layout", [(), ("key", "value")])
 def test_few_queries_of_more_keys(shape: str, kind: str, kv_heads: int, layout: tuple[str, ...]) -> None:
-    """Cross-attention of a decoder to an encoder."""
+    """Cross-attention with few queries, as in an encoder-decoder model."""
     case = Case(7, queries=3, keys=41, kv_heads=kv_heads, head_dim=32)
     sizes, rng = MASKS[shape], np.random.default_rng(3)
     if sizes is not None:
@@ -138,7 +141,7 @@ def test_few_queries_of_more_keys(shape: str, kind: str, kv_heads: int, layout: 
 
 @pytest.mark.parametrize("queries", [1, 4])
 def test_few_queries_are_answered_alike_in_any_batch(queries: int) -> None:
-    """One sequence is plain, one padded, and the mask of the third leaves a gap or not."""
+    """A sequence has the same bits alone and in a batch: without padding, with padding, and with a gap in its mask."""
     case = Case(5, 3, queries, 300, head_dim=32, mask=(3, 1, queries, 300))
     model = session(node_model(4))
     case.mask[...] = 0
@@ -155,7 +158,7 @@ def test_few_queries_are_answered_alike_in_any_batch(queries: int) -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_few_queries_of_very_many_keys_are_answered_alike_in_any_batch(threads: int) -> None:
-    """Long sequences are divided among threads; padding does not count as work."""
+    """A long sequence has the same bits alone and in a batch, where it is divided among threads in another way."""
     case = Case(6, 16, 1, 9000, head_dim=16, mask=(16, 1, 1, 9000))
     case.mask[...] = 0
     case.mask[1, ..., 5000:] = -np.inf
@@ -169,11 +172,11 @@ def test_few_queries_of_very_many_keys_are_answered_alike_in_any_batch(threads: 
 
 @pytest.mark.parametrize("hidden", [-1e4, -65504.0])
 def test_large_scores_are_seen_through_a_mask(hidden: float) -> None:
-    """The mask is added to the scores; it is not a boolean."""
+    """The mask is added to the scores, so a large score outweighs a mask value."""
     case = Case(8, 2, 1, 300, head_dim=64, mask=(2, 1, 1, 300))
     case.mask[...] = 0
     case.mask[..., 1:] = hidden
-    case.feeds["query"][...] = -16 * hidden  # twice what is added, by the scale of 1 / 8
+    case.feeds["query"][...] = -16 * hidden  # twice the mask value after the scale of 1/8
     case.feeds["key"][...] = 0
     case.feeds["key"][:, 5, ::64] = 1
     for y in runs(node_model(4), case.feeds):
@@ -181,7 +184,7 @@ def test_large_scores_are_seen_through_a_mask(hidden: float) -> None:
 
 
 def beside_caches(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The same node in a model whose other nodes have caches, with one function for all."""
+    """Return the node in a model with one function that also serves nodes with caches."""
     every = frozenset(("query", "key", "value"))
     uses = CacheUses(mixed=every, uncached=True, grouped=True, causal=True, zero_hidden_rows=True, lengths=False)
     node = model.graph.node[0]
@@ -245,7 +248,7 @@ def test_any_shape(batch, queries, more_keys, kv_heads, group, head_dim, axes, c
 @pytest.mark.parametrize("opset", [13, 17, 18, 21, 23])
 @pytest.mark.parametrize("packed", [False, True])
 def test_function_body_serves_every_opset_and_evaluator(opset: int, packed: bool) -> None:
-    """A function for the node alone, and one for a model with all kinds of nodes."""
+    """The function for this node alone, and the function for all kinds of nodes, run in every opset."""
     case = Case(opset, queries=7, kv_heads=2, mask=(2, 1, 1, 7))
     feeds = case.packed() if packed else case.feeds
     for uses in (None, Uses(packed, True, True, True, True)):
@@ -262,7 +265,7 @@ def test_function_body_serves_every_opset_and_evaluator(opset: int, packed: bool
 
 @pytest.mark.parametrize(("queries", "keys", "batch"), [(0, 3, 2), (3, 0, 2), (0, 0, 1), (4, 4, 0)])
 def test_empty_inputs(queries: int, keys: int, batch: int) -> None:
-    """Sums of nothing are zeros."""
+    """Outputs without keys are zeros."""
     case = Case(0, batch, queries, keys)
     for y in runs(node_model(4, mask_rank=1), case.feeds | {"mask": np.zeros(1, np.float32)}):
         assert y.shape == (batch, queries, 32)
@@ -271,7 +274,7 @@ def test_empty_inputs(queries: int, keys: int, batch: int) -> None:
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_rows_that_see_no_key(zero: int) -> None:
-    """Fully masked queries give NaN, or zeros by attribute; queries that see a key are unchanged."""
+    """Fully masked queries give NaN, or zeros if `zero_hidden_rows` is set; other queries are unchanged."""
     case = Case(0, mask=(2, 1, 5, 7))
     model = node_model(4, zero_hidden_rows=zero)
     before = runs(model, case.feeds)
@@ -283,11 +286,11 @@ def test_rows_that_see_no_key(zero: int) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_threads_and_long_sequences(threads: int) -> None:
-    """Work enough to be divided: many rows of few heads, and many heads of few rows."""
+    """Enough work for several threads: many rows with few heads, and many heads with few rows."""
     for sizes in ({"batch": 1, "queries": 700, "keys": 700, "heads": 2, "kv_heads": 1, "head_dim": 64}, {"batch": 9}):
         case = Case(threads, **{"queries": 130, "keys": 130, "mask": None} | sizes)  # type: ignore[arg-type]
         model = node_model(case.heads, case.kv_heads, mask=False, causal=1)
-        # Missing in front of key and value: not to be tried on ONNX Runtime 1.21 and older.
+        # The mask is a placeholder, because ONNX Runtime up to 1.21 fails on an omitted input before others.
         model.graph.node[0].input[1] = "none"
         model.graph.initializer.append(numpy_helper.from_array(np.zeros(1, np.float32), "none"))
         case.check(session(model, threads=threads).run(None, case.feeds)[0], causal=True)
@@ -309,7 +312,7 @@ def test_any_order_keeps_to_the_precision() -> None:
 
 
 def test_shapes_are_inferred(tmp_path) -> None:
-    """Shape inference with fixed and symbolic dimensions: the last one follows from the heads."""
+    """Shape inference with fixed and symbolic dimensions: the last dimension follows from the heads."""
     for packed, width in ((True, 96), (False, 32)):
         shape: list[int | str] = ["batch", "rows", width]
         names = ("query",) if packed else ("query", "key", "value")

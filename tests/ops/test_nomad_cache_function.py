@@ -1,4 +1,4 @@
-"""NoMADAttention's ONNX function for nodes with a cache: what runs without our library gives what the kernels do."""
+"""Test NoMADAttention's ONNX function for nodes with a cache: it must give the results of the kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .cache_function import Both, all_uses_of, uses_of
 from .cached_attention import NOTHING, Decoder, Setup, declare_ranks, node_model
 from .single_node import session
 
-CALLS = (7, 1, 3, 18, 2, 1, 1)  # tokens; the fifth call ends before a block does, the sixth with it
+CALLS = (7, 1, 3, 18, 2, 1, 1)  # tokens per call; the fifth call ends one token before the end of a block
 KINDS = ["float", "codes", "codes_float"]
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -112,7 +112,7 @@ def test_masks(kind: str, queries: int, shape: tuple[int | str, ...]) -> None:
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("prompt", [3, 6])
 def test_rows_that_see_no_key(kind: str, hidden: float, zero: bool, prompt: int) -> None:
-    """Padding on the left: NaN, zeros or the mean of the values, the same by both."""
+    """Left padding gives NaN, zeros or the mean of the values, equally in kernel and function."""
     setup = Setup(kind=kind, mask=True, zero_hidden_rows=zero)
     both, decoder = Both(setup), Decoder(setup)
     mask = np.zeros((2, 1, 1, prompt), np.float32)
@@ -131,7 +131,7 @@ def test_rows_that_see_no_key(kind: str, hidden: float, zero: bool, prompt: int)
 @pytest.mark.parametrize("lengths", [True, False])
 @pytest.mark.parametrize("uses", [uses_of, all_uses_of])
 def test_empty_inputs(kind: str, lengths: bool, uses) -> None:
-    """No sequence, no token in the call, none in the cache."""
+    """Batch 0, calls without tokens, and an empty cache."""
     setup = Setup(kind=kind, lengths=lengths, rotary="half", mask=True)
     both = Both(setup, uses(setup))
     for batch in (0, 2) if lengths or uses is uses_of else (2,):
@@ -146,7 +146,7 @@ def test_empty_inputs(kind: str, lengths: bool, uses) -> None:
 @kinds
 @pytest.mark.parametrize("opset", [13, 17, 18, 21, 23])
 def test_every_opset_and_evaluator(kind: str, opset: int) -> None:
-    """A function for the node alone, and one for a model with all kinds of nodes."""
+    """The function for this node alone, and the function for all kinds of nodes, run in every opset."""
     for rotary, packed in ((None, True), ("interleaved", False)):
         setup = Setup(kind=kind, rotary=rotary, packed=packed, head_dim=48, d_sub=2 if kind != "float" else 1)
         for uses in (uses_of(setup), all_uses_of(setup)):
@@ -160,7 +160,7 @@ def test_every_opset_and_evaluator(kind: str, opset: int) -> None:
 
 @kinds
 def test_nodes_of_one_function(kind: str) -> None:
-    """Grouped or not, causal or not, with a scale, with lengths or none: all in the function of all."""
+    """One function serves nodes with different heads, causality, scale, lengths and head sizes."""
     base = Setup(kind=kind)
     for change in (
         {"heads": 2, "causal": False},
@@ -195,7 +195,7 @@ def test_models_are_valid_and_have_types_and_ranks(kind: str) -> None:
 
 
 def cached_values(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The cache of values [tokens, D] by the body, and the native one."""
+    """Return the cache of values [tokens, D] written by the function, and the one written by the native appender."""
     tokens, head_dim = values.shape
     setup = Setup(1, 1, head_dim, "codes", lengths=False)
     model = node_model(setup, [ir.to_proto(nomad_cache_function(17, uses_of(setup)))])
@@ -208,7 +208,7 @@ def cached_values(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_scales_of_every_magnitude() -> None:
-    """Values from the smallest denormal to the largest float, at and around bfloat16 values."""
+    """Scales from the smallest denormal to the largest float, at bfloat16 values and near them."""
     rng = np.random.default_rng(0)
     exponents = np.arange(-149, 128)
     scales = np.ldexp(1.0, exponents)[:, None] * np.array([1, 1 + 2**-7, 1 + 2**-8, 2 - 2**-7, 2 - 2**-20])
@@ -239,7 +239,7 @@ def test_keys_that_float32_cannot_measure(bad: float, d_sub: int) -> None:
 
 
 def test_of_equal_distances_the_first() -> None:
-    """Centroids of equal distance to a key, on both sides and twice."""
+    """If centroids have equal distance to a key, the code is that of the first."""
     setup = Setup(1, 1, 16, "codes", lengths=False)
     books = np.full((1, 16, 16, 1), 7, np.float32)
     books[0, :, :5, 0] = [5, 1, -1, 1, -1]
@@ -262,14 +262,14 @@ def test_of_equal_distances_the_first() -> None:
     seed=st.integers(0, 2**32 - 1),
 )
 def test_any_bytes_of_the_past(kind, size, room, share, queries, seed) -> None:
-    """All codes and numbers are a cache; what is behind the tokens of a sequence plays no part."""
+    """Any bytes are valid codes and int8 values, and bytes after a sequence's tokens do not matter."""
     setup = Setup(2, 1, size[0], kind, size[1])
     rng = np.random.default_rng(seed)
     past = rng.integers(0, int(share * room) + 1, 2)
     cache = [rng.integers(0, 256, array.shape).astype(array.dtype) for array in setup.empty_cache(2, room)]
     if not setup.int8_values:
         cache[1] = rng.standard_normal(cache[1].shape, dtype=np.float32)
-    else:  # of ordinary scales
+    else:  # random bytes would give NaN and Inf as scales
         for b in range(2):
             tokens = int(past[b])
             values = rng.standard_normal((tokens, size[0]), dtype=np.float32)
@@ -320,7 +320,7 @@ def test_any_shape(
 
 
 def test_without_graph_optimizations() -> None:
-    """The body itself, before ONNX Runtime rewrites it."""
+    """The function runs without ONNX Runtime's optimizations."""
     setup = Setup(kind="codes", rotary="half")
     model = node_model(setup, [ir.to_proto(nomad_cache_function(17, uses_of(setup)))])
     options = ort.SessionOptions()

@@ -1,4 +1,4 @@
-"""NoMADAttention with a cache, as ORT runs it: against the oracle and ORT's GroupQueryAttention, call by call."""
+"""Test NoMADAttention with a cache in ORT, call by call, against NumPy and ORT's GroupQueryAttention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .attention import LOWEST
 from .cached_attention import SHORT, Call, Decoder, Setup, gqa_model, node_model, run_shared
 from .single_node import session
 
-CALLS = (7, 1, 1, 3, 9, 2, 1, 4, 8, 1)  # tokens; 37 in all
+CALLS = (7, 1, 1, 3, 9, 2, 1, 4, 8, 1)  # tokens per call; 37 in all
 kinds = pytest.mark.parametrize("kind", ["float", "codes", "codes_float"])
 
 
@@ -39,7 +39,7 @@ def test_float_caches_are_group_query_attention(rotary: str | None, packed: bool
         outputs = ours.run(None, call.feeds)
         call.check(outputs)
         if batch > 1 and queries > 1 and call.past[0]:
-            continue  # not to be had there
+            continue  # GroupQueryAttention does not support this case
         y, *present = ort_session.run(None, gqa_feeds(call))
         np.testing.assert_allclose(outputs[0], y, rtol=0, atol=2e-6)
         for a, b in zip(outputs[1:], present, strict=True):
@@ -65,7 +65,7 @@ def test_heads_and_threads(heads: int, kv_heads: int, head_dim: int, threads: in
     ("heads", "kv_heads", "head_dim", "masked"), [(4, 2, 36, False), (4, 2, 36, True), (3, 1, 64, True)]
 )
 def test_prompts_of_bf16(any_order: int, heads: int, kv_heads: int, head_dim: int, masked: bool) -> None:
-    """Calls of more than a few tokens; with numbers that are added to the scores of each head, and without."""
+    """Matrix products of calls with more than SHORT tokens use bf16, with and without a mask per head."""
     setup = Setup(heads, kv_heads, head_dim, rotary="half", mask=masked, precision=16)
     ours, decoder = session(node_model(setup, any_order=any_order), threads=2), Decoder(setup)
     rng = np.random.default_rng(head_dim)
@@ -92,7 +92,7 @@ def test_codes(kind: str, heads: int, kv_heads: int, head_dim: int, d_sub: int) 
     for rotary, packed, threads in ((None, True, 3), ("half", False, 1), ("interleaved", True, 1)):
         setup = Setup(heads, kv_heads, head_dim, kind, d_sub, packed, rotary)
         ours, decoder = session(node_model(setup), threads=threads), Decoder(setup)
-        for queries in (*CALLS, 27):  # the last ends a block
+        for queries in (*CALLS, 27):  # the last call fills the last block of the cache
             call = decoder.call(queries)
             call.check(ours.run(None, call.feeds))
 
@@ -111,7 +111,7 @@ def test_around_the_ends_of_blocks(kind: str, tokens: int, queries: int) -> None
 @kinds
 @pytest.mark.parametrize("causal", [True, False])
 def test_sequences_of_different_lengths(kind: str, causal: bool) -> None:
-    """A first prompt with padding at the end, then tokens at each sequence's own position."""
+    """A first prompt with padding at the end, then one token at each sequence's own position."""
     for packed, rotary in ((True, "half"), (False, None)):
         for prompt, added in ((40, (40, 1, 17, 32)), (3, (3, 1, 2, 2)), (4, (1, 1, 1, 1))):
             setup = Setup(kind=kind, packed=packed, rotary=rotary, causal=causal)
@@ -139,7 +139,7 @@ def test_a_padded_prompt_is_what_group_query_attention_makes_of_it() -> None:
 
 @kinds
 def test_past_and_present_may_share_memory(kind: str) -> None:
-    """Nothing behind the new tokens is touched."""
+    """Caches can be extended in place: the memory after the new tokens stays unchanged."""
     setup = Setup(kind=kind, rotary="half")
     ours, decoder = session(node_model(setup), threads=2), Decoder(setup, room=50)
     memory = [np.full_like(array, 0x5A) for array in decoder.cache]
@@ -155,7 +155,7 @@ def test_past_and_present_may_share_memory(kind: str) -> None:
 
 
 def left_padding(batch: int, heads: int, queries: int, total: int, hidden: float) -> np.ndarray:
-    """[B, 1, 1, T]: sequence b begins at token 2 b; as exporters write it."""
+    """Return a mask [B, 1, 1, T] as exporters write it, in which sequence b begins at token 2 b."""
     mask = np.zeros((batch, 1, 1, total), np.float32)
     for b in range(batch):
         mask[b, ..., : 2 * b] = hidden
@@ -165,7 +165,7 @@ def left_padding(batch: int, heads: int, queries: int, total: int, hidden: float
 @kinds
 @pytest.mark.parametrize("hidden", [LOWEST, -1e9])
 def test_left_padding(kind: str, hidden: float) -> None:
-    """Rows of padding see nothing but padding: the mean of the values, or a softmax of scores far down; not NaN."""
+    """Padding rows see only padding: they give the mean of the values or a softmax of very low scores, but not NaN."""
     setup = Setup(kind=kind, mask=True, lengths=False)
     for prompt in (9, 4, 3):
         ours, decoder = session(node_model(setup)), Decoder(setup, 2)
@@ -173,8 +173,8 @@ def test_left_padding(kind: str, hidden: float) -> None:
             total = decoder.tokens[0] + queries
             call = decoder.call(queries, mask=left_padding(2, 4, queries, total, hidden))
             outputs = ours.run(None, call.feeds)
-            call.check(outputs, exact=[False, call.past[0] == 0])  # the first has no padding
-            if call.past[0] == 0 and hidden == LOWEST:  # which absorbs all scores
+            call.check(outputs, exact=[False, call.past[0] == 0])  # sequence 0 has no padding
+            if call.past[0] == 0 and hidden == LOWEST:  # LOWEST absorbs all scores, so the weights are equal
                 y = outputs[0][1, 1].reshape(4, -1)
                 np.testing.assert_allclose(y, call.v[1][:, :2].mean(1).repeat(2, 0), rtol=1e-6, atol=1e-6)
 
@@ -185,7 +185,7 @@ def test_left_padding(kind: str, hidden: float) -> None:
     "shape", [(2, 4, "S", "T"), (1, 4, 1, "T"), (2, 1, "S", 1), ("S", "T"), ("T",), (1,), (), (2, 1, 1, 1)]
 )
 def test_arbitrary_masks(kind: str, queries: int, shape: tuple[int | str, ...]) -> None:
-    """Added to the scores, of any shape that broadcasts; with holes, and of each head its own."""
+    """Masks of any shape that broadcasts are added to the scores; some hide single keys, or differ between heads."""
     setup = Setup(kind=kind, mask=True, rotary="half")
     ours, decoder = session(node_model(setup), threads=2), Decoder(setup)
     for count in (40, queries):
@@ -216,13 +216,13 @@ def test_rows_that_see_no_key(kind: str, queries: int, zero: bool) -> None:
     others = np.ones(y.shape[:2], bool)
     others[1, -1] = False
     np.testing.assert_array_equal(y[0], plain[0])
-    # The sequence by another kernel.
+    # Another kernel computes the sequence whose mask is not a plain range of tokens.
     np.testing.assert_allclose(y[others], plain[others], rtol=0, atol=0 if queries > 4 else 0.1)
 
 
 @kinds
 def test_masks_of_single_heads(kind: str) -> None:
-    """One head sees less than the others, or all of a group do."""
+    """One head, or one group of heads, sees fewer keys than the rest."""
     setup = Setup(kind=kind, mask=True)
     ours, decoder = session(node_model(setup)), Decoder(setup)
     decoder.call(40)
@@ -246,7 +246,7 @@ def test_inputs_by_heads(kind: str, by_heads: set[str]) -> None:
 @kinds
 @pytest.mark.parametrize("lengths", [True, False])
 def test_empty_inputs(kind: str, lengths: bool) -> None:
-    """No sequence, no token in the call, none in the cache."""
+    """Batch 0, calls without tokens, and an empty cache."""
     setup = Setup(kind=kind, lengths=lengths, rotary="half")
     ours = session(node_model(setup))
     for batch in (0, 2):
@@ -256,7 +256,7 @@ def test_empty_inputs(kind: str, lengths: bool) -> None:
             call.check(ours.run(None, call.feeds))
     empty = Decoder(setup, 0).call(0)
     empty.check(ours.run(None, empty.feeds))
-    if not lengths:  # which are 1 or more after a call
+    if not lengths:  # lengths after a call are at least 1
         nothing = Decoder(setup, 2).call(0)
         nothing.check(ours.run(None, nothing.feeds))
 
@@ -276,7 +276,10 @@ def test_long_contexts_are_divided_among_threads(kind: str, threads: int) -> Non
 @kinds
 @pytest.mark.parametrize("queries", [1, 3])
 def test_sequences_are_answered_alike_in_any_batch(kind: str, queries: int) -> None:
-    """Whatever the masks and lengths of the others: a gap in a mask is another kernel's, of its sequence alone."""
+    """A sequence has the same bits alone and in a batch, for any masks and lengths of the other sequences.
+
+    A gap in a sequence's mask selects another kernel for that sequence only.
+    """
     setup = Setup(32, 32, 16, kind, mask=True)
     ours, decoder = session(node_model(setup), threads=2), Decoder(setup, 3)
     decoder.call(8300, added=[100, 8300, 8300])
@@ -292,7 +295,7 @@ def test_sequences_are_answered_alike_in_any_batch(kind: str, queries: int) -> N
 
 
 def test_lengths_may_be_of_any_rank() -> None:
-    """[B], [B, 1]: what exporters make of a sum over the attention mask."""
+    """Lengths may be [B] or [B, 1], as exporters produce it by summing the attention mask."""
     setup = Setup()
     ours, decoder = session(node_model(setup)), Decoder(setup)
     for queries in (5, 1):
@@ -301,7 +304,7 @@ def test_lengths_may_be_of_any_rank() -> None:
 
 
 def test_output_types_are_known_without_declaring_them() -> None:
-    """Outputs reach the following nodes, for each kind of cache."""
+    """ORT infers the output types of each kind of cache for the nodes that follow."""
     for kind in ("float", "codes", "codes_float"):
         setup = Setup(kind=kind)
         model = node_model(setup)
@@ -348,7 +351,7 @@ def test_any_shape(
 
 
 def test_prompts_on_a_past_that_does_not_fit_as_floats() -> None:
-    """64 MB of keys and values are taken as floats at a time: heads then go through one set after another."""
+    """A long past is converted to float in parts of at most 64 MB: the heads run in several sets."""
     setup = Setup(2, 1, 16, "codes", lengths=False)
     ours, rng = session(node_model(setup)), np.random.default_rng(5)
     batch, tokens, queries = 9, 70000, 6

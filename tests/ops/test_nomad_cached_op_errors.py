@@ -1,4 +1,4 @@
-"""NoMADAttention with a cache refuses what does not fit, and names it; it never crashes."""
+"""NoMADAttention with a cache rejects invalid input with an error that names it, and never crashes."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_bad_attributes(attributes: dict[str, int], message: str) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2**63 - 1), (2**62, 2**62), (1, 2**16 + 1)])
 def test_heads_whose_sums_overflow(heads: int, kv_heads: int) -> None:
-    """The shape of Y is asked for before there is a kernel that looks at attributes."""
+    """Shape inference of Y must reject the attributes too, because it runs before the kernel is created."""
     model = node_model(Setup(packed=True), num_heads=heads, kv_num_heads=kv_heads)
     (query,) = [value for value in model.graph.input if value.name == "query"]
     query.CopyFrom(helper.make_tensor_value_info("query", TensorProto.FLOAT, [2, 3, 128]))
@@ -229,7 +229,7 @@ def test_bad_feeds(setup: Setup, feeds: dict[str, np.ndarray], message: str) -> 
     ],
 )
 def test_wrong_types(name: str, wrong: type) -> None:
-    """Refused by ONNX Runtime, for models as well as for feeds."""
+    """ONNX Runtime rejects wrong types in models and in feeds."""
     decoder = Decoder(FLOAT)
     good = decoder.call(3, mask=NOTHING).feeds
     with pytest.raises(Exception, match="Unexpected input data type"):
@@ -276,7 +276,7 @@ def test_odd_heads_cannot_be_rotated() -> None:
 @pytest.mark.parametrize("lengths", [True, False])
 @pytest.mark.parametrize("kind", ["float", "codes"])
 def test_huge_sizes_of_nothing(lengths: bool, kind: str) -> None:
-    """Tensors without elements may have any sizes."""
+    """Empty tensors may have dimensions of any size."""
     setup = Setup(kind=kind, lengths=lengths)
     ours = session(node_model(setup))
     keys, values = setup.rows
@@ -329,7 +329,7 @@ def test_any_feed_is_answered_or_refused(
     bad_lengths: bool,
     seed: int,
 ) -> None:
-    """Bytes of any value in the cache, shapes and lengths of any size."""
+    """Caches with any bytes, and shapes and lengths of any size, give an error or an output."""
     setup = Setup(kind=kind, packed=packed, rotary=rotary, lengths=use_lengths, mask=True, positions=12)
     rng = np.random.default_rng(seed)
     decoder = Decoder(setup, seed=seed)
@@ -354,7 +354,7 @@ def test_any_feed_is_answered_or_refused(
 
 
 def test_one_buffer_for_caches_of_two_sizes() -> None:
-    """Heads would have different offsets in the past and present cache."""
+    """Past and present cache may share a buffer only if they have the same number of tokens."""
     setup = Setup(kind="float", lengths=False)
     made = session(node_model(setup))
     feeds = Decoder(setup, batch=1, room=20).call(1).feeds
@@ -379,7 +379,7 @@ PROMPTED = Setup(prompt=40)
 
 
 def prompt_tensors(setup: Setup = PROMPTED) -> dict[str, np.ndarray]:
-    """Return the prompt's initializers of node_model, to be damaged."""
+    """Return the prompt's initializers of node_model, for damaging them."""
     names = {tensor.name: tensor for tensor in node_model(setup).graph.initializer if tensor.name.startswith("prompt_")}
     return {name: numpy_helper.to_array(tensor).copy() for name, tensor in names.items()}
 
@@ -389,7 +389,7 @@ def damaged(name: str, change: Callable[[np.ndarray], np.ndarray]) -> dict[str, 
 
 
 def with_bit(masks: np.ndarray) -> np.ndarray:
-    """Mark a key of token 40, which the prompt lacks."""
+    """Set a mask bit of token 40, although the prompt has only 40 tokens (0 to 39)."""
     masks.reshape(-1, 64)[2, 32] |= 1
     return masks
 
@@ -464,7 +464,7 @@ def test_a_prompt_without_a_cache() -> None:
 @examples(60)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_damaged_prompts_never_crash(seed: int) -> None:
-    """An error or an answer."""
+    """Random damage to the prompt gives an error or an output."""
     rng = np.random.default_rng(seed)
     dense = rng.random() < 0.3
     setup = dataclasses.replace(PROMPTED, prompt_sparsity=(0.0, 0.0) if dense else (0.3, 0.5))

@@ -1,4 +1,4 @@
-"""Every kernel of one token's attention against a numpy oracle, by ops/attention/decode.h."""
+"""Test every kernel of attention for one token against NumPy, within the bounds of ops/attention/decode.h."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .decode_attention import Case, make_case, runnable_kernels
 
 KERNELS = runnable_kernels()
 all_kernels = pytest.mark.parametrize("kernel", KERNELS)
-# d_sub of the keys (None: float32), whether values are int8
+# (d_sub of the key codes, or None for float32 keys; True for int8 values)
 KINDS = [(1, True), (2, True), (4, True), (1, False), (None, True), (None, False)]
 all_kinds = pytest.mark.parametrize(("d_sub", "int8_values"), KINDS)
 
@@ -56,7 +56,7 @@ def test_heads_of_a_group(kernel: str, d_sub: int | None, int8_values: bool, hea
 @all_kernels
 @pytest.mark.parametrize("head_dim", [384, 1024])
 def test_large_heads(kernel: str, head_dim: int) -> None:
-    """More sub-quantizers than sums of 16 bits hold. The largest entries, so that the sums are the largest."""
+    """Heads with more sub-quantizers than 16-bit sums can hold; all table entries have the largest value."""
     case = make_case(np.random.default_rng(0), 2, 70, head_dim, 1, True, 0.01)
     check(case, kernel)
     assert case.codebook is not None
@@ -74,11 +74,11 @@ def test_large_heads(kernel: str, head_dim: int) -> None:
 @all_kernels
 @pytest.mark.parametrize("tokens", [2047, 2048, 2049, 5000])
 def test_chunks(kernel: str, tokens: int) -> None:
-    """More tokens than the scores that a kernel keeps."""
+    """More tokens than a kernel computes scores for at a time."""
     for kind in ((1, True), (None, False)):
         case = make_case(np.random.default_rng(tokens), 2, tokens, 16, *kind, 0.2)
         check(case, kernel)
-        # The maximum comes last, or first.
+        # The largest score comes last in the first order, and first in the second.
         for order in (np.argsort(case.exact_scores()[0]), np.argsort(-case.exact_scores()[0])):
             keys, values = case.keys[order], np.random.default_rng(1).standard_normal((tokens, 16), dtype=np.float32)
             other = Case(case.q[:1] * 10, case.scale, keys, values, keys, values)
@@ -88,7 +88,7 @@ def test_chunks(kernel: str, tokens: int) -> None:
 @all_kernels
 @pytest.mark.parametrize("d_sub", [1, 2, 4])
 def test_scores_are_sums_of_the_tables(kernel: str, d_sub: int) -> None:
-    """Far tighter than the bound against exact products, also where that says nothing."""
+    """Scores equal the sums of the quantized tables, within much less than the documented error bound."""
     rng = np.random.default_rng(d_sub)
     for heads, tokens, head_dim, magnitude in ((4, 70, 128, 30.0), (1, 200, 80, 1.0), (5, 33, 16, 1e-3)):
         case = make_case(rng, heads, tokens, head_dim, d_sub, True, magnitude)
@@ -107,7 +107,7 @@ def test_scores_are_sums_of_the_tables(kernel: str, d_sub: int) -> None:
     seed=st.integers(0, 2**32 - 1),
 )
 def test_parts_add_up(heads, tokens, head_dim, kind, cuts, seed) -> None:
-    """Any split of the tokens, parts of no tokens too; kernels agree."""
+    """Results of any split of the tokens, including empty parts, can be merged; all kernels agree."""
     case = make_case(np.random.default_rng(seed), heads, tokens, head_dim, *kind, 0.1)
     edges = [0, *sorted(int(cut * tokens) for cut in cuts), tokens]
     expected, bound = case.expected()
@@ -122,7 +122,7 @@ def test_parts_add_up(heads, tokens, head_dim, kind, cuts, seed) -> None:
 
 @all_kernels
 def test_ranges(kernel: str) -> None:
-    """Ranges that begin and end inside of blocks; what lies outside of them may be anything."""
+    """Ranges may begin and end inside a block; values outside the range do not matter."""
     case = make_case(np.random.default_rng(7), 4, 300, 32, 1, True, 0.1)
     for begin, end in ((0, 1), (5, 9), (31, 33), (40, 300), (250, 299), (290, 300), (288, 300), (1, 289)):
         check(case, kernel, begin, end)
@@ -148,7 +148,7 @@ def test_no_tokens(kernel: str) -> None:
 
 @all_kernels
 def test_exact_window_and_codes_merge(kernel: str) -> None:
-    """The first and the last tokens' keys as floats, those between as codes, values of one cache."""
+    """Float keys for the first and last tokens, and codes for the rest, can be merged; values come from one cache."""
     rng = np.random.default_rng(9)
     case = make_case(rng, 4, 200, 64, 1, True, 0.1)
     exact = rng.standard_normal(case.keys.shape, dtype=np.float32)
@@ -169,7 +169,7 @@ def test_exact_window_and_codes_merge(kernel: str) -> None:
 @all_kernels
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
 def test_queries_that_are_not_finite(kernel: str, bad: float) -> None:
-    """Products that are not finite make the head NaN; others do not notice."""
+    """A non-finite score makes its head NaN; other heads keep their bits."""
     case = make_case(np.random.default_rng(10), 5, 100, 32, 1, True, 0.1)
     case.scale = 10.0
     good = case.partial(kernel)
@@ -183,7 +183,7 @@ def test_queries_that_are_not_finite(kernel: str, bad: float) -> None:
 
 @all_kernels
 def test_flat_queries(kernel: str) -> None:
-    """Queries of zeros, or small enough for flat tables: all tokens weigh the same."""
+    """Zero or tiny queries make all table entries equal, so all tokens have equal weight."""
     case = make_case(np.random.default_rng(11), 3, 100, 32, 2, True)
     for magnitude in (0, 1e-38, 1e-33):
         case.q[:] = magnitude
@@ -211,14 +211,14 @@ def test_nan_in_a_key_or_value(kernel: str, int8_values: bool, token: int) -> No
         case.key_cache = case.keys.copy()
         case.key_cache[token, 3] = bad
         y = _testing.finish_decode(case.partial(kernel))[0]
-        # q Inf is -Inf where q is negative: that token weighs nothing.
+        # A negative q times Inf gives -Inf, so that token has no weight.
         spoiled = np.isnan(bad) | (case.q[:, 3] > 0)
         assert np.isnan(y[spoiled]).all() and np.isfinite(y[~spoiled]).all()
 
 
 @all_kernels
 def test_one_token_takes_all(kernel: str) -> None:
-    """Scores far apart: tokens and whole tiles that weigh nothing are left out."""
+    """Tokens and whole tiles whose weight is negligible are left out."""
     case = make_case(np.random.default_rng(13), 2, 3000, 16, 1, True, 0.1)
     case.q *= 1000
     scores = case.scores(kernel)
@@ -230,7 +230,7 @@ def test_one_token_takes_all(kernel: str) -> None:
 
 @all_kernels
 def test_small_weights_beside_a_large_one_count(kernel: str) -> None:
-    """A token that weighs as much as 4000 others together: these still make half of the result."""
+    """One token with as much weight as 4000 others together: the small weights must still contribute half."""
     keys = np.zeros((4001, 16), np.float32)
     keys[17, 0] = 1
     q = np.zeros((1, 16), np.float32)

@@ -1,4 +1,4 @@
-"""NoMADAttention with caches of keys and values that are equally wide: as narrow ones, but for the bytes behind."""
+"""Test NoMADAttention with padded caches, whose keys and values have the same width: results as without padding."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .cache_function import Both, all_uses_of, uses_of
 from .cached_attention import Call, Decoder, Setup, node_model, run_shared
 from .single_node import session
 
-CALLS = (7, 1, 1, 3, 18, 2, 1, 33, 1)  # tokens; ends of blocks within calls and between them
+CALLS = (7, 1, 1, 3, 18, 2, 1, 33, 1)  # tokens per call; blocks end inside calls and between them
 NODE = "NoMADAttention node 'attention'"
 wide = pytest.mark.parametrize("more", [0, 1, 30], ids=lambda more: f"{more}_more")
 
 
 def setup_of(more: int = 0, head_dim: int = 32, **options) -> Setup:
-    """Caches as wide as a row of values, and some bytes more."""
+    """Return a setup whose caches are `more` bytes wider than a row of values."""
     return Setup(head_dim=head_dim, kind="codes", width=head_dim + 2 + more, **options)
 
 
@@ -42,7 +42,7 @@ def setup_of(more: int = 0, head_dim: int = 32, **options) -> Setup:
     ),
 )
 def test_calls_one_after_another(more: int, room: int, batch: int, options: dict) -> None:
-    """Growing, and with room; by the kernel and by the function, byte for byte."""
+    """Caches that grow, or with unused room: kernel and function must write the same bytes."""
     setup = setup_of(more, **options)
     both, decoder = Both(setup), Decoder(setup, batch, room=room)
     for queries in CALLS:
@@ -51,7 +51,7 @@ def test_calls_one_after_another(more: int, room: int, batch: int, options: dict
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_answers_of_narrow_caches(threads: int) -> None:
-    """The same numbers to the last bit, and the same bytes in front."""
+    """The output has the same bits as with unpadded caches, and the caches begin with the same bytes."""
     narrow, equal = dataclasses.replace(setup_of(rotary="half"), width=0), setup_of(rotary="half")
     runs = [(Decoder(one, 2), session(node_model(one), threads=threads), one) for one in (narrow, equal)]
     for queries in CALLS:
@@ -77,7 +77,7 @@ def test_sequences_of_different_lengths(more: int, causal: bool) -> None:
 
 @wide
 def test_past_and_present_may_share_memory(more: int) -> None:
-    """Nothing behind the new tokens' rows is touched."""
+    """Caches can be extended in place: the memory after the new tokens' rows stays unchanged."""
     setup = setup_of(more, rotary="half")
     ours, decoder = session(node_model(setup), threads=2), Decoder(setup, room=80)
     memory = [np.full_like(array, 0x5A) for array in decoder.cache]
@@ -125,7 +125,7 @@ def test_every_opset_and_evaluator(opset: int) -> None:
 
 @pytest.mark.parametrize("lengths", [True, False])
 def test_any_bytes_behind(lengths: bool) -> None:
-    """Stale contents of the buffer do not matter and are not copied."""
+    """Stale bytes in the padding do not matter and are not copied."""
     setup = setup_of(9, lengths=lengths)
     both, decoder = Both(setup), Decoder(setup)
     both.check(decoder.call(37))
@@ -165,7 +165,7 @@ def test_bad_widths(widths: tuple[int, int], message: str) -> None:
 
 
 def test_float_values_are_as_wide_as_heads() -> None:
-    """Keys are codes: floats that happen to be of the same width are no wide cache."""
+    """Float values with codes as keys are not padded caches, even if the widths happen to be equal."""
     setup = Setup(kind="codes_float")
     call: Call = Decoder(setup).call(3)
     call.feeds["past_key"] = np.zeros((2, 2, 0, 32), np.uint8)
@@ -183,7 +183,7 @@ def test_float_values_are_as_wide_as_heads() -> None:
     seed=st.integers(0, 2**32 - 1),
 )
 def test_any_width_is_answered_or_refused(widths, room, past, queries, use_lengths, seed) -> None:
-    """Bytes of any value in the cache."""
+    """Any widths give an output or an error, with random bytes in the caches."""
     setup = Setup(kind="codes", lengths=use_lengths)
     rng = np.random.default_rng(seed)
     feeds = Decoder(setup, seed=seed).call(queries).feeds

@@ -1,4 +1,4 @@
-"""NoMADAttention whose cache of codes keeps the keys of the first tokens and of a window of recent ones exact."""
+"""Test NoMADAttention with key codes, where the first tokens (sinks) and recent tokens (window) keep exact keys."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from .cache_function import Both, all_uses_of
 from .cached_attention import Decoder, Setup, declare_ranks, node_model, run_shared
 from .single_node import session
 
-CALLS = (7, 1, 1, 3, 9, 2, 1, 4, 8, 1, 4, 12, 2, 1)  # tokens; 56 in all
+CALLS = (7, 1, 1, 3, 9, 2, 1, 4, 8, 1, 4, 12, 2, 1)  # tokens per call; 56 in all
 KINDS = ["codes", "codes_float"]
 kinds = pytest.mark.parametrize("kind", KINDS)
-# The ring turns within calls and between them; is smaller than short calls; holds all; sinks that are filled late.
+# (window, sinks): ring buffers that wrap within or between calls, are smaller than a call, or hold all tokens; and
+# sinks that are filled late.
 WINDOWS = [(1, 0), (2, 1), (3, 0), (16, 4), (5, 11), (0, 4), (0, 1), (24, 0), (64, 0), (200, 20), (0, 99)]
 
 
@@ -46,10 +47,11 @@ def test_a_window_of_everything_is_attention_over_float_keys(kind: str, first: i
         for name in ("query", "key", "value"):
             np.testing.assert_array_equal(call.feeds[name], float_call.feeds[name])
         y, expected = ours.run(None, call.feeds)[0], exact.run(None, float_call.feeds)[0]
-        # Short calls leave tokens of little weight out, as do those of float caches; values of int8 are off by 1 / 254.
+        # Calls of up to 4 tokens leave out tokens of negligible weight, also with float caches. int8 values have an
+        # error of up to 1/254.
         most = (2e-3 if queries <= 4 else 2e-6) + (0.02 if kind == "codes" else 0)
         np.testing.assert_allclose(y, expected, rtol=0, atol=most)
-        # All keys are exact, so the bound has no part for the tables.
+        # All keys are exact, so the bound contains no error of quantized tables.
         call.check(ours.run(None, call.feeds))
 
 
@@ -70,7 +72,7 @@ def test_sequences_of_different_lengths(kind: str, window: int, sinks: int, caus
 @kinds
 @pytest.mark.parametrize(("window", "sinks"), [(6, 2), (3, 0), (0, 5), (90, 1)])
 def test_past_and_present_may_share_memory(kind: str, window: int, sinks: int) -> None:
-    """Queries of a call read what its keys take the place of."""
+    """Past and present may share memory, although new keys then overwrite exact keys that the queries still need."""
     setup = Setup(kind=kind, window=window, sinks=sinks, rotary="half")
     ours, decoder = session(node_model(setup), threads=2), Decoder(setup, room=60)
     memory = list(decoder.cache)
@@ -86,7 +88,7 @@ def test_past_and_present_may_share_memory(kind: str, window: int, sinks: int) -
 @pytest.mark.parametrize(("window", "sinks"), [(6, 2), (2, 0), (0, 5)])
 @pytest.mark.parametrize("queries", [1, 3, 4, 6])
 def test_arbitrary_masks(kind: str, window: int, sinks: int, queries: int) -> None:
-    """Each query of a short call has its own window."""
+    """Each query of a call of up to 4 tokens has its own window."""
     setup = Setup(kind=kind, window=window, sinks=sinks, mask=True, rotary="half", causal=queries != 3)
     ours, decoder = session(node_model(setup), threads=2), Decoder(setup, 3)
     call = decoder.call(12, (12, 3, 7), mask=np.zeros((1,), np.float32))
@@ -103,7 +105,7 @@ def test_arbitrary_masks(kind: str, window: int, sinks: int, queries: int) -> No
 @kinds
 @pytest.mark.parametrize("window", [3, 30])
 def test_left_padding(kind: str, window: int) -> None:
-    """Masks that only hide leave ranges of tokens, within which pieces lie."""
+    """Masks of only 0 and LOWEST leave ranges of tokens, which the exact keys divide into pieces."""
     setup = Setup(kind=kind, mask=True, lengths=False, causal=False, window=window, sinks=4)
     ours, decoder = session(node_model(setup)), Decoder(setup, 2)
     for queries in (9, 1, 3, 1):
@@ -118,7 +120,7 @@ def test_left_padding(kind: str, window: int) -> None:
 @kinds
 @pytest.mark.parametrize("threads", [1, 3])
 def test_long_contexts_are_divided_among_threads(kind: str, threads: int) -> None:
-    """The exact keys are in any of the parts."""
+    """The exact keys may be in any thread's part of the tokens."""
     for window, sinks in ((64, 4), (6000, 0), (4100, 4200)):
         setup = Setup(2, 1, 16, kind, window=window, sinks=sinks)
         decoder = Decoder(setup, 1)
@@ -131,7 +133,7 @@ def test_long_contexts_are_divided_among_threads(kind: str, threads: int) -> Non
 
 @kinds
 def test_a_sequence_may_begin_anew(kind: str) -> None:
-    """Stale contents of another sequence are not read."""
+    """A new sequence does not read exact keys that another sequence left in the cache."""
     setup = Setup(kind=kind, window=6, sinks=3)
     ours, decoder = session(node_model(setup)), Decoder(setup)
     for queries in (30, 1):
@@ -157,7 +159,7 @@ def test_empty_inputs() -> None:
 
 @pytest.mark.parametrize(("kind", "window", "sinks", "lengths"), pairwise(KINDS, WINDOWS, [True, False]))
 def test_the_function(kind: str, window: int, sinks: int, lengths: bool) -> None:
-    """The portable function gives the same answers."""
+    """The ONNX function gives the same results as the kernel."""
     setup = Setup(kind=kind, window=window, sinks=sinks, lengths=lengths, rotary="half" if lengths else None)
     both, decoder = Both(setup), Decoder(setup)
     for queries in CALLS[:9]:

@@ -1,5 +1,7 @@
-"""PackedNoMADAttention, of sequences one behind the other: against the oracle, its own ONNX function and NoMADAttention
-of the padded sequences, and on bad input."""
+"""Test PackedNoMADAttention, whose inputs are sequences packed without padding.
+
+Compared with NumPy, its ONNX function, and NoMADAttention of the padded sequences; also tested on invalid input.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ NODE = "PackedNoMADAttention node 'attention'"
 
 
 class Case:
-    """Random padded sequences, and the check of what is made of them."""
+    """Random padded sequences, and a check of the output for their packed tokens."""
 
     def __init__(
         self, seed: int, batch=3, tokens=9, heads=4, kv_heads=4, head_dim=8, mask=None, kept=None, density=0.7
@@ -46,9 +48,9 @@ class Case:
             self.mask = np.array(rng.standard_normal(mask), np.float32)
 
     def feeds(self, joined: bool = False, by_heads: Collection[str] = ()) -> dict[str, np.ndarray]:
-        """Return the inputs of packed sequences.
+        """Return the inputs for packed sequences.
 
-        joined: keys and values are part of query; by_heads: the inputs with shape [1, heads, tokens, width].
+        joined: query also contains keys and values. by_heads: names of inputs with shape [1, heads, tokens, width].
         """
         rows = {name: packed(self.kept, x) for name, x in self.padded.items()}
         for name in by_heads:
@@ -67,7 +69,7 @@ class Case:
         return np.broadcast_to(self.mask, (batch, self.heads, tokens, tokens))
 
     def check(self, y: Floats, scale: float | None = None, causal: bool = False, precision: int = 32) -> None:
-        """Each sequence's rows are attention of that sequence's tokens alone."""
+        """Check that each sequence's rows are attention over the tokens of that sequence only."""
         assert y.shape == (1, np.count_nonzero(self.kept), self.heads * self.head_dim) and y.dtype == np.float32
         scale = self.head_dim**-0.5 if scale is None else scale
         mask, begin = self.full_mask(), 0
@@ -84,7 +86,7 @@ class Case:
             if unseen.any():
                 seen = np.zeros((self.heads, count, count), np.float32) if seen is None else seen.copy()
                 seen[:, :, unseen] = -np.inf
-                # A query that sees no key gives all keys in front of it the same weight: the scores of q = 0.
+                # A query that sees no key weighs all keys before it equally, as with q = 0.
                 blind = [unseen[: i + 1 if causal else None].all() for i in range(count)]
                 q = np.where(np.array(blind)[:, None], np.float32(0), q)
                 seen[:, blind] = 0
@@ -101,7 +103,7 @@ def padded_model(case: Case, **options: Any) -> onnx.ModelProto:
 
 
 def runs(model: onnx.ModelProto, feeds: dict[str, np.ndarray], threads: int = 1) -> list[Floats]:
-    """Our kernel's answer, and that of the function's body."""
+    """Return the output of the kernel and that of the ONNX function."""
     onnx.checker.check_model(model)
     return [session(model, library=library, threads=threads).run(None, feeds)[0] for library in (True, False)]
 
@@ -131,7 +133,7 @@ MASKS = [
 @pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("causal", [0, 1])
 def test_kernel_and_function_body_agree(mask: tuple[int, ...] | None, kv_heads: int, joined: bool, causal: int) -> None:
-    """Sequences that are whole, padded behind, in front and between, and empty."""
+    """Sequences without padding; with padding at the end, at the start and between tokens; and empty ones."""
     kept = np.ones((3, 9), np.int64)
     for row in ([0, 0, 1, 1, 0, 1, 0, 1, 1], [1, 1, 1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1, 1, 1, 1], [0] * 9):
         kept[1] = row
@@ -145,7 +147,7 @@ def test_kernel_and_function_body_agree(mask: tuple[int, ...] | None, kv_heads: 
 @pytest.mark.parametrize("causal", [0, 1])
 @pytest.mark.parametrize("precision", [32, 16])
 def test_tokens_that_no_query_sees(mask: tuple[int, ...] | None, kv_heads: int, causal: int, precision: int) -> None:
-    """Negative numbers in kept, behind the others and between them."""
+    """Negative values in `kept` mark tokens that are computed, but that no query sees."""
     kept = [[1, 1, 1, 1, 1, 1, -1, -1, -1], [0, 1, -1, 1, 0, 1, -7, -1, 1], [1, 0, 1, -1, 0, 1, 1, 1, 0]]
     case = Case(kv_heads, kv_heads=kv_heads, mask=mask, kept=kept)
     for y in runs(kept_model(case, causal=causal, precision=precision), case.feeds()):
@@ -153,7 +155,7 @@ def test_tokens_that_no_query_sees(mask: tuple[int, ...] | None, kv_heads: int, 
 
 
 def test_a_sequence_in_which_no_query_sees_a_token() -> None:
-    """All tokens that are there weigh the same."""
+    """All tokens of the sequence have equal weight."""
     case = Case(1, kept=[[-1, 0, -1, -1], [0, 0, 0, 0]])
     for y in runs(kept_model(case), case.feeds()):
         mean = packed(case.kept, case.padded["value"]).mean(axis=1, keepdims=True)
@@ -163,7 +165,7 @@ def test_a_sequence_in_which_no_query_sees_a_token() -> None:
 @pytest.mark.parametrize("precision", [32, 16])
 @pytest.mark.parametrize("bias", [False, True])
 def test_other_tokens_keep_their_bits(precision: int, bias: bool) -> None:
-    """Tokens behind a sequence that no query sees change nothing for the others, in it and beside it."""
+    """Tokens that no query sees do not change a bit of other tokens, in the same sequence or others."""
     mask = (1, 4, 90, 90) if bias else None
     kept = np.array([[1] * 70 + [-1] * 20, [1] * 90, [1] * 30 + [-1] * 5 + [0] * 55])
     case = Case(5, tokens=90, head_dim=16, mask=mask, kept=kept)
@@ -182,7 +184,7 @@ BY_HEADS = [("query",), ("query", "key"), ("value",), ("query", "key", "value")]
 @pytest.mark.parametrize("causal", [0, 1])
 @pytest.mark.parametrize("density", [0.7, 0.0])
 def test_operands_by_heads(by_heads: tuple[str, ...], kv_heads: int, causal: int, density: float) -> None:
-    """The same bits as by rows; by the body too, also where the function serves nodes of both kinds."""
+    """Inputs of shape [1, heads, tokens, width] give the bits of plain inputs, in kernel and function."""
     case = Case(kv_heads, kv_heads=kv_heads, mask=(3, 4, 9, 9), density=density)
     model = kept_model(case, causal=causal, by_heads=by_heads)
     found = runs(model, case.feeds(by_heads=by_heads))
@@ -222,9 +224,7 @@ def test_any_shape(batch, tokens, kv_heads, group, head_dim, axes, causal, form,
     joined, by_heads = form == "joined", ("query", "key", "value") if form == "by heads" else ()
     model = kept_model(case, joined, causal=int(causal), scale=scale, by_heads=by_heads)
     feeds = case.feeds(joined, by_heads)
-    if (
-        batch * tokens == 0 and group > 1
-    ):  # the body's Reshape takes a size of 0 for that of its input, as NoMADAttention's does
+    if batch * tokens == 0 and group > 1:  # ONNX's Reshape in the function reads 0 as "copy the input's size"
         case.check(session(model, threads=2).run(None, feeds)[0], scale or None, causal)
         return
     for y in runs(model, feeds, threads=2):
@@ -244,7 +244,7 @@ def test_no_tokens(kept: Any, mask: tuple[int, ...] | None) -> None:
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_rows_that_see_no_key(zero: int) -> None:
-    """Fully masked queries give NaN, or zeros by attribute; other queries are unchanged; with and without gaps."""
+    """Fully masked queries give NaN, or zeros if `zero_hidden_rows` is set; other queries are unchanged."""
     kept = [[1, 1, 1, 1, 1, 0, 0], [0, 1, 0, 1, 1, 1, 0]]
     case = Case(0, kept=kept, mask=(2, 1, 7, 7))
     model = kept_model(case, zero_hidden_rows=zero)
@@ -261,7 +261,7 @@ def test_rows_that_see_no_key(zero: int) -> None:
 
 
 def test_what_is_not_there_plays_no_part() -> None:
-    """Numbers of a mask at its places, and of queries, keys and values, which are not even read."""
+    """Mask values at the positions of padding do not matter."""
     kept = [[1, 1, 1, 0, 0], [0, 1, 0, 1, 1], [0, 0, 0, 0, 0]]
     case = Case(1, kept=kept, mask=(3, 4, 5, 5))
     model = kept_model(case)
@@ -290,7 +290,7 @@ def test_precision_of_16_bits(mask: tuple[int, ...] | None) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_threads_and_long_sequences(threads: int) -> None:
-    """Enough work to be divided: few long sequences, or many short ones, some without tokens."""
+    """Enough work for several threads: few long sequences, or many short ones, some without tokens."""
     for sizes in (
         {"batch": 1, "tokens": 700, "heads": 2, "kv_heads": 1, "head_dim": 64},
         {"batch": 3, "tokens": 300, "heads": 6, "kv_heads": 2, "head_dim": 32, "mask": (3, 1, 300, 300)},
@@ -312,8 +312,9 @@ def check_same_bits(
     bias: bool = False,
     seed: int = 0,
 ) -> None:
-    """Sequences give the same bits alone and in a batch, with NoMADAttention on padded sequences, and when packed
-    with padding anywhere, with one and more threads.
+    """Sequences give the same bits alone and in a batch, for any threads and padding.
+
+    NoMADAttention on the padded sequences also gives these bits.
     """
     batch, tokens = len(lengths), max(lengths) + room
     kept = (np.arange(tokens) < np.array(lengths)[:, None]).astype(np.int64)
@@ -349,7 +350,7 @@ def check_same_bits(
         in_front.mask[b, :, tokens - length :, tokens - length :] = alone.mask[0]
     np.testing.assert_array_equal(ours[1].run(None, in_front.feeds())[0], y)
 
-    # Also with gaps: positions between tokens with arbitrary mask values.
+    # Padding may also be between the tokens, with arbitrary mask values.
     spread = np.random.default_rng(seed).permuted(kept, axis=1)
     with_gaps = Case(seed, heads=heads, kv_heads=kv_heads, head_dim=head_dim, kept=spread)
     with_gaps.mask = np.full_like(case.mask, 7)
@@ -474,7 +475,7 @@ def test_bad_joined_rows() -> None:
 
 
 def test_too_many_tokens() -> None:
-    """Sizes of padded sequences with few tokens."""
+    """The number of tokens per padded sequence is limited, even if few of them are kept."""
     case = Case(0, kept=np.zeros((1, 2**24 + 1)), heads=1, kv_heads=1, head_dim=1)
     with pytest.raises(Exception, match=f"{NODE}: kept has 16777217 tokens a sequence, expected at most 16777216"):
         session(kept_model(case)).run(None, case.feeds())

@@ -1,4 +1,4 @@
-"""NoMADAttention: constants at odd addresses, sizes whose products overflow, and its plan without ONNX Runtime."""
+"""Test NoMADAttention with constants at odd addresses and sizes whose products overflow; test its plan without ORT."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_codebooks_and_prompts_at_odd_addresses(kind: str, d_sub: int, tmp_path:
 
 
 def check_constants(model: onnx.ModelProto, feeds: dict[str, np.ndarray], folder: Path) -> None:
-    """All inputs may be constants, at odd places of a file."""
+    """Check that all inputs may be constants, at unaligned offsets of a file."""
     constant = with_constants(model, feeds)
     save_at_odd_places(constant, folder)
     odd, even = session(folder / "model.onnx").run(None, {}), session(model).run(None, feeds)
@@ -83,7 +83,10 @@ def test_odd_addresses_without_vectors() -> None:
 
 
 def test_a_huge_mask_of_no_sequences() -> None:
-    """The product of its other dimensions does not fit 64 bits. NumPy has no such arrays."""
+    """The mask has no elements, but the product of its other dimensions does not fit 64 bits.
+
+    NumPy cannot hold such arrays.
+    """
     model = attention_model(1, mask_rank=4)
     graph, shapes = model.graph, {"query": [0, 2**62, 1], "mask": [0, 1, 2**62, 2**24], "key": [0, 2**24, 1]}
     shapes["value"] = shapes["key"]
@@ -98,7 +101,7 @@ def test_a_huge_mask_of_no_sequences() -> None:
 
 
 def test_heads_of_huge_sizes_are_refused() -> None:
-    """Tensors without rows use no memory, but their sizes are multiplied."""
+    """Tensors without rows use no memory, but products of their other dimensions could overflow."""
     with pytest.raises(Exception, match="expected at most 16777216"):
         session(attention_model(4, packed=True, mask=False)).run(
             None, {"query": np.zeros((0, 1, 12 * HUGE), np.float32)}

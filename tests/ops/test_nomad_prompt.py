@@ -1,4 +1,4 @@
-"""NoMADAttention with a prompt that is part of the model: kernel and ONNX function against numpy, call by call."""
+"""Test NoMADAttention with a prompt stored in the model: kernel and ONNX function against NumPy, call by call."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_sizes(tokens: int, heads: int, kv_heads: int, head_dim: int) -> None:
 
 @kinds
 def test_many_rows(kind: str) -> None:
-    """More than pass over a chunk together, and heads of one query on both sides of a cut."""
+    """More query rows than are processed together, where a cut falls between the heads of one query."""
     setup = Setup(6, 2, 32, kind, prompt=40)
     ours, decoder = session(node_model(setup), threads=2), Decoder(setup, 23)
     for queries in (4, 1, 3):
@@ -119,7 +119,7 @@ def test_queries_that_are_not_finite_spoil_their_own_head_only(number: float) ->
 
 
 def test_nothing_pruned_is_a_cache_of_the_same_tokens() -> None:
-    """A cached prompt gives the answers of a float cache with the same tokens, up to bf16 rounding."""
+    """An unpruned prompt gives the results of a float cache with the same tokens, up to bf16 rounding."""
     setup = Setup(rotary="half", prompt=64, prompt_sparsity=(0.0, 0.0))
     plain = dataclasses.replace(setup, prompt=0)
     ours, cached = session(node_model(setup)), session(node_model(plain))
@@ -138,7 +138,7 @@ def test_pruning_is_by_magnitude_of_each_token() -> None:
     rng = np.random.default_rng(0)
     keys, values = rng.standard_normal((2, 3, 40, 16)).astype(np.float32)
     keys[1] *= 10
-    values[0, 5] = 1  # of equal ones the first
+    values[0, 5] = 1  # of equal values, the first are pruned
     pruned = prune_prompt(keys, values, 0.3, 0.5)
     assert ((pruned.keys == 0).sum(-1) == 5).all() and ((pruned.values == 0).sum(-1) == 8).all()
     largest = np.where(pruned.keys == 0, np.abs(keys), 0).max(-1)

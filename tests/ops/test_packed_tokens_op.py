@@ -1,4 +1,4 @@
-"""PackTokens and UnpackTokens as ORT runs them: against numpy and their own ONNX functions, and on bad input."""
+"""Test PackTokens and UnpackTokens in ORT: against NumPy and their ONNX functions, and on invalid input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .single_node import at_odd_address, save_at_odd_places, session, with_const
 
 TYPES = [np.float32, np.float64, np.float16, np.int64, np.int32, np.int16, np.int8, np.uint8, np.bool_]
 TYPES += [np.uint16, np.uint32, np.uint64]
-# What ONNX Runtime's own Expand, which the body has, is there for.
+# Types that ONNX Runtime's Expand, used by the functions, supports.
 IN_BODY = [one for one in TYPES if one not in (np.int16, np.uint16)]
 both = pytest.mark.parametrize("op_type", [PACK, UNPACK])
 
@@ -38,7 +38,7 @@ MASKS = {
 
 
 def same_bytes(found: np.ndarray, wanted: np.ndarray) -> None:
-    """Assert equal types, shapes and bits, NaN included."""
+    """Check for equal types, shapes and bits, including NaN payloads."""
     assert found.dtype == wanted.dtype and found.shape == wanted.shape
     assert found.tobytes() == wanted.tobytes()
 
@@ -73,7 +73,7 @@ def test_any_numbers_are_packed(x_type: type) -> None:
 
 
 def test_bfloat16_is_packed() -> None:
-    """numpy has no such type: between two casts."""
+    """NumPy lacks bfloat16, so the model casts its input to bfloat16 and its output back."""
     model = node_model(PACK)
     casts = [
         helper.make_node("Cast", ["X"], ["X16"], to=TensorProto.BFLOAT16),
@@ -102,7 +102,10 @@ def test_bfloat16_is_packed() -> None:
     seed=st.integers(0, 2**32 - 1),
 )
 def test_any_shape(batch, tokens, rest, one, density, x_type, seed) -> None:
-    """one: axes of X that are 1 instead, the same for all sequences or tokens."""
+    """Any shapes, sparsity and types of X.
+
+    one: axes of X that have size 1 and broadcast over sequences or tokens.
+    """
     rng = np.random.default_rng(seed)
     kept = random_kept(rng, batch, tokens, density)
     shape = [1 if axis in one else size for axis, size in enumerate(kept.shape)]
@@ -128,7 +131,7 @@ def test_function_body_serves_every_opset_and_evaluator(op_type: str, opset: int
 @both
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_threads(op_type: str, threads: int) -> None:
-    """Work enough to be divided, at places that fall into sequences; empty ones among them."""
+    """Enough work for several threads, divided inside sequences; some sequences are empty."""
     rng = np.random.default_rng(5)
     for batch, tokens, width, density in (
         (9, 700, 300, 0.7),
@@ -145,7 +148,7 @@ def test_threads(op_type: str, threads: int) -> None:
 
 @both
 def test_memory_at_odd_addresses(op_type: str, tmp_path: Path) -> None:
-    """Inputs may be feeds or constants in a file."""
+    """Feeds and constants may be at unaligned addresses."""
     rng = np.random.default_rng(6)
     kept = random_kept(rng, 3, 11)
     feeds = {"kept": kept, "X": x_of(op_type, kept, (70,), rng)}
@@ -212,7 +215,7 @@ def test_another_number_of_rows(shape: tuple[int, ...]) -> None:
 
 @both
 def test_too_many_empty_sequences_are_refused(op_type: str) -> None:
-    """A tensor without numbers may be of any size, and takes no memory."""
+    """Empty tensors use no memory, so their dimensions may have any size."""
     feeds = {"kept": np.zeros((2**40, 0), np.int64), "X": np.zeros((1, 0, 4), np.float32)}
     with pytest.raises(Exception, match=r"kept 'kept' has 1099511627776 sequences, expected at most 16777216"):
         session(node_model(op_type)).run(None, feeds)

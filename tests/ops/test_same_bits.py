@@ -1,5 +1,7 @@
-"""The kernels of encoders give the same bytes on every instruction set, as their headers promise: each row of a table
-beside the scalar one, which is last. Any NaN counts as the same."""
+"""Kernels of encoders give the same bytes on every instruction set, as their headers promise.
+
+Each kernel is compared with the scalar kernel. All NaNs count as equal.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,13 @@ ATTENTION = [
 each_kernel = pytest.mark.parametrize("kernel", VECTOR_KERNELS)
 each_attention = pytest.mark.parametrize("kernel", ATTENTION)
 
-# Of any size and kind, denormals, Inf and NaN too.
+# All float32 values, including denormals, Inf and NaN.
 ANY_FLOATS = st.floats(width=32)
 SEEDS = st.integers(0, 2**32 - 1)
 
 
 def random_rows(seed: int, rows: int, n: int, magnitude: float) -> Floats:
-    """Return values of very different sizes, which reveal the order of sums."""
+    """Return values of very different magnitude, which reveal the order of additions."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((rows, n)) * np.exp2(rng.uniform(-8, 8, (rows, n))) * magnitude
     return x.astype(np.float32)
@@ -106,7 +108,7 @@ MASKS = {"key": (1, 1, 0), "query": (1, 0, 1), "all": (0, 0, 0), "head": (0, 1, 
 def test_attention_of_bf16(
     kernel, heads, queries, more_keys, head_dim, mask_form, hidden, causal, zero_hidden_rows, magnitude, seed
 ) -> None:
-    """Odd sizes, tails, whole rows that are hidden; scores from denormal to beyond the largest float."""
+    """Odd sizes, fully masked rows, and scores from denormal to beyond the largest float."""
     rng = np.random.default_rng(seed)
     keys = queries + more_keys
     q, k, v = (
@@ -126,7 +128,7 @@ def test_attention_of_bf16(
 
 @each_attention
 def test_denormal_floats_are_zero_and_stay_so_afterwards(kernel: str) -> None:
-    """Denormals are flushed, also values that round up to the smallest normal float; the thread's mode is restored."""
+    """Denormals are flushed to zero, and afterwards the thread handles denormals as before."""
     largest = np.nextafter(np.float32(2.0**-126), np.float32(0))
     q, k, v = np.ones((1, 3, 7), np.float32), np.full((5, 7), largest), np.full((5, 7), -largest)
     y = _testing.nomad_attention(q, k, v, 1.0, kernel=kernel)

@@ -1,4 +1,4 @@
-"""Every row of the kernel table against a numpy oracle."""
+"""Test every kernel of SparseAMXMatMul for bf16 weights against NumPy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .single_node import (
     to_bf16,
 )
 
-# Dense storage is the same work at any of them.
+# Fewer sparsities for dense storage, whose work does not depend on sparsity.
 DENSE_SPARSITIES = (0.0, 0.5)
 
 
@@ -83,7 +83,7 @@ def test_masks_and_values_at_odd_addresses(kernel: str, dense: bool, m: int) -> 
 
 @pytest.mark.parametrize("kernel", runnable_kernels())
 def test_rounds_activations_to_nearest_even(kernel: str) -> None:
-    # 1 + 2^-8 is halfway between two bf16 values and rounds to even; so does 1 + 3 * 2^-8, upwards.
+    # 1 + 2^-8 is halfway between two bf16 values and rounds down to even; 1 + 3 * 2^-8 rounds up to even.
     x = np.array([[1 + 2**-8, 1 + 3 * 2**-8, 3.14159, -2.71828, 1e-3, 65504.0]], np.float32)
     k = x.shape[1]
     y = _testing.sparse_amx_matmul(x, *_native.pack_bitmap(np.eye(k, dtype=np.float32)), k, k, kernel=kernel)

@@ -1,4 +1,4 @@
-"""Every row of the kernel table for int8 and int4 weights against a numpy oracle, within the bounds of the contract."""
+"""Test every kernel of SparseAMXMatMul for int8 and int4 weights against NumPy, within the documented bounds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .single_node import assert_same_bits, at_odd_address
 M = (1, 2, 3, 7, 16, 33)
 DIMENSIONS = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 288, 384, 1000)
 SPARSITIES = (0.0, 0.3, 0.5, 0.9, 1.0)
-# Dense storage is the same work at any of them.
+# Fewer sparsities for dense storage, whose work does not depend on sparsity.
 DENSE_SPARSITIES = (0.0, 0.5)
 GROUPS = (None, 32, 64, 128)  # None: int8
 
@@ -31,7 +31,7 @@ each_group = pytest.mark.parametrize("group", GROUPS)
 @each_group
 @pytest.mark.parametrize("n", DIMENSIONS)
 def test_shapes(kernel: str, group: int | None, n: int) -> None:
-    """Yield one sparsity for each k and n, so that each sparsity occurs with every k and every n."""
+    """Use one sparsity for each k and n, so that each sparsity occurs with every k and every n."""
     rng = np.random.default_rng(n)
     for turn, k in enumerate(DIMENSIONS, DIMENSIONS.index(n)):
         sparsity = SPARSITIES[turn % len(SPARSITIES)]
@@ -103,7 +103,7 @@ def test_tensors_at_odd_addresses(kernel: str, group: int | None, dense: bool, m
 @each_group
 @pytest.mark.parametrize("m", [255, 256, 257, 300])
 def test_many_rows(kernel: str, group: int | None, m: int) -> None:
-    """More rows than a kernel keeps sums of."""
+    """More rows than a kernel sums at a time."""
     rng = np.random.default_rng(m)
     x = rng.standard_normal((m, 1100), dtype=np.float32)
     for layer in Layer.random(rng, 1100, 67, 0.5, group).kinds():
@@ -114,7 +114,7 @@ def test_many_rows(kernel: str, group: int | None, m: int) -> None:
 
 @each_kernel
 def test_rounds_activations_to_nearest_even(kernel: str) -> None:
-    # The largest is 127, so the scale is 1.
+    # The largest value is 127, so the scale is 1.
     x = np.array([[127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 3.49, 3.51, -126.5]], np.float32)
     k = x.shape[1]
     packed = _native.pack_bitmap_int8(np.eye(k, dtype=np.int8))
@@ -137,7 +137,7 @@ def test_zero_points_of_rows(kernel: str) -> None:
 @each_group
 @pytest.mark.parametrize("m", [1, 3, 20])
 def test_rows_that_are_zero_tiny_huge_or_not_finite(kernel: str, group: int | None, m: int) -> None:
-    """Each such row keeps to itself; zeros give the bias, NaN and Inf give NaN in all of a row."""
+    """Special rows do not affect other rows; zeros give the bias, and NaN or Inf makes the whole row NaN."""
     k, n = 300, 40
     rng = np.random.default_rng(m)
     layers = Layer.random(rng, k, n, 0.5, group, scale=1e-4).kinds()
@@ -158,7 +158,7 @@ def test_rows_that_are_zero_tiny_huge_or_not_finite(kernel: str, group: int | No
 @each_kernel
 @each_group
 def test_the_largest_sums_are_exact(kernel: str, group: int | None) -> None:
-    """2^17 inputs of the largest weights and activations: just inside of an int32."""
+    """2^17 inputs with the largest weights and activations: the sums just fit an int32."""
     k, n = 2**17, 17
     bits = 8 if group is None else 4
     for weight in (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1):
@@ -178,7 +178,7 @@ def test_the_largest_sums_are_exact(kernel: str, group: int | None) -> None:
 
 @each_kernel
 def test_the_largest_sums_with_zero_points_are_exact(kernel: str) -> None:
-    """2^16 inputs that are 254 steps away from their zero point, which is at one end."""
+    """2^16 inputs that are 254 steps from their zero point, which is at one end of the range."""
     k, n = 2**16, 17
     for weight in (-128, 127):
         q = np.full((k, n), weight, np.int8)
@@ -193,7 +193,7 @@ def test_the_largest_sums_with_zero_points_are_exact(kernel: str) -> None:
 
 @each_kernel
 def test_the_largest_sums_with_zero_points_of_both_are_exact(kernel: str) -> None:
-    """2^15 inputs that are 254 steps away from their zero point, and weights that are 255 away from theirs."""
+    """2^15 inputs that are 254 steps from their zero point, and weights that are 255 from theirs."""
     k, n = 2**15, 17
     for weight in (-128, 127):
         q = np.full((k, n), weight, np.int8)
@@ -213,8 +213,10 @@ def test_the_largest_sums_with_zero_points_of_both_are_exact(kernel: str) -> Non
 @pytest.mark.parametrize("sum_of_two", [128, 129, -128, -129])
 @pytest.mark.parametrize("m", [1, 4, 7, 300])
 def test_sums_of_neighbours_where_kernels_change(kernel: str, sum_of_two: int, m: int) -> None:
-    """Products of bytes that some kernels take while sums of two weights are within 128 have the bits of all others:
-    also where one pair of many is beyond."""
+    """The bits are equal, whether or not sums of two neighbouring weights are within 128.
+
+    Some kernels use a faster product of bytes if they are; here one pair of many is not.
+    """
     k, n = 1100, 40
     rng = np.random.default_rng(m)
     q = rng.integers(-64, 65, (k, n), np.int8)
@@ -270,7 +272,7 @@ def test_integer_sums_do_not_depend_on_the_kernel(group: int | None) -> None:
 
 
 def test_stored_zeros_are_zeros() -> None:
-    """pack stores none, but a file may."""
+    """Packing stores no zeros, but a file may contain them."""
     q = np.full((70, 20), 3, np.int8)
     x = np.ones((3, 70), np.float32)
     for group in (None, 32):

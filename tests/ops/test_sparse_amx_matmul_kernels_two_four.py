@@ -1,4 +1,4 @@
-"""Every kernel on 2:4 storage: the answers of dense storage, to the bit."""
+"""Every kernel of SparseAMXMatMul gives the same bits for 2:4 storage as for dense storage."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_bf16_at_odd_addresses(kernel: str, m: int) -> None:
 @each_group
 @pytest.mark.parametrize("m", [256, 257, 300])
 def test_many_rows(kernel: str, group: int | None, m: int) -> None:
-    """More rows than a kernel keeps sums of; one row is left over."""
+    """More rows than a kernel sums at a time, and a single row left over."""
     rng = np.random.default_rng(m)
     layer = random_layer(rng, 1100, 37, group)
     x = rng.standard_normal((m, 1100), dtype=np.float32)
@@ -168,7 +168,7 @@ def test_rows_that_are_zero_tiny_huge_or_not_finite(kernel: str, group: int | No
 @pytest.mark.parametrize("m", [1, 3, 20, 257])
 @pytest.mark.parametrize("special", [np.inf, -np.inf, np.nan])
 def test_inf_and_nan_spread_as_in_the_dense_product(kernel: str, m: int, special: float) -> None:
-    """Non-finite activations reach the output even without a stored weight: zero times Inf is NaN."""
+    """Non-finite activations reach the output even if no weight is stored: zero times Inf is NaN."""
     k, n = 70, 40
     rng = np.random.default_rng(m)
     w = BF16.random(rng, k, n)

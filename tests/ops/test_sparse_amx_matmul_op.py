@@ -1,4 +1,4 @@
-"""SparseAMXMatMul as ORT runs it: against the oracle and its own ONNX function, with each feature set; on bad input."""
+"""Test SparseAMXMatMul in ORT with each feature set: against NumPy and its ONNX function, and on invalid input."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def function(opset: int = 17) -> onnx.FunctionProto:
 
 @pytest.mark.parametrize("n", DIMENSIONS)
 def test_kernel_and_function_body_agree(n: int) -> None:
-    """The same file, with the library (our kernel) and without (ORT inlines the function), against the oracle."""
+    """ORT runs the kernel with the library, and the function without it; both must agree with NumPy."""
     rng = np.random.default_rng(n)
     body = function()
     for k in DIMENSIONS:
@@ -43,7 +43,7 @@ def test_kernel_and_function_body_agree(n: int) -> None:
 
 
 def test_the_library_is_what_runs() -> None:
-    """A function whose body is wrong on purpose shows which of the two ORT takes."""
+    """The model's ONNX function is wrong on purpose, so that the result tells whether ORT ran it or the kernel."""
     wrong = function()
     y_producer = next(node for node in wrong.node if "Y" in node.output)
     y_producer.op_type = "Sub"
@@ -88,7 +88,7 @@ def test_output_shape_is_inferred_and_symbols_are_kept() -> None:
 
 
 def test_a_dimension_without_name_is_no_literal() -> None:
-    """Exports leave dimensions open; a -1 handed on by shape inference would then be taken as a size."""
+    """Exported models may have dimensions without a name, which shape inference must not read as size -1."""
     model = sparse_amx_matmul_model(_native.pack_bitmap(np.ones((8, 6), np.float32)), 8, 6, rank=3)
     for value in (model.graph.input[0], model.graph.output[0]):
         for dimension in list(value.type.tensor_type.shape.dim)[:2]:
@@ -189,7 +189,7 @@ def test_wrong_shapes_at_run_time_are_refused() -> None:
 def test_a_bias_of_wrong_length_is_refused() -> None:
     model = sparse_amx_matmul_model(_native.pack_bitmap(np.ones((8, 6), np.float32)), 8, 6, np.zeros(5, np.float32))
     assert "'linear': bias 'bias' has shape [5], expected [6]" in creation_error(model)
-    # Computed at run time it is refused then.
+    # If the constant is computed at run time, the call rejects it.
     del model.graph.initializer[3]
     model.graph.input.append(onnx.helper.make_tensor_value_info("bias", onnx.TensorProto.FLOAT, [None]))
     feeds = {"x": np.ones((2, 8), np.float32), "bias": np.ones(6, np.float32)}
@@ -234,7 +234,7 @@ print(after_runs - before, kib() - after_runs)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="freed memory stays in quarantine")
 def test_neither_runs_nor_sessions_leak() -> None:
-    """A leaked allocator would cost 96 bytes a run, and an arena of 1 MB or more with each session."""
+    """A leaked allocator would cost 96 bytes per run, and a leaked arena at least 1 MB per session."""
     done = run_with_isa("", RUNS_SCRIPT)
     assert done.returncode == 0, done.stderr
     of_runs, of_sessions = map(int, done.stdout.split())

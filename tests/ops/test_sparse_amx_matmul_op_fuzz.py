@@ -1,6 +1,6 @@
-"""SparseAMXMatMul in ORT on damaged models: an error or an answer, never a crash.
+"""Damaged models of SparseAMXMatMul give an error or an output in ORT, never a crash.
 
-`make asan` runs this as well, where a wrong access or undefined operation ends the run.
+`make asan` also runs this test; the sanitizers stop at invalid memory accesses and undefined behavior.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STORAGES = ["bitmap", "dense", "2:4"]
 
 
 def valid_model(rng: np.random.Generator, kind: str, storage: str) -> onnx.ModelProto:
-    """A node with everything: bias, residual, scales, activation, zero points."""
+    """Return a node with all optional inputs: bias, residual, scales, activation, zero points."""
     k, n = int(rng.integers(1, 150)), int(rng.integers(1, 50))
     if kind == "bf16":
         w, weight_scales = sparse_weight(rng, k, n, rng.random()), None
@@ -74,7 +74,7 @@ def test_damaged_models_give_an_error_or_an_answer(kind: str, storage: str) -> N
 
 
 def broadcast_shapes(sizes: list[int], rank: int) -> st.SearchStrategy[list[int]]:
-    """Shapes of at most this rank that broadcast with `sizes`, more often than not."""
+    """Generate shapes of at most this rank that broadcast with `sizes` in most cases."""
     return st.integers(0, rank).flatmap(
         lambda length: st.tuples(
             *(
@@ -118,7 +118,7 @@ def test_residuals_broadcast_as_in_numpy(shapes: tuple[list[int], list[int]], co
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 1, 1), (1, 1, 1, 1)])
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_a_constant_zero_of_any_rank(rank: int, shape: tuple[int, ...]) -> None:
-    """The residual only adds axes."""
+    """A constant zero residual does not change values; it may only add leading axes."""
     k, n = 5, 19
     weight = _native.pack_bitmap(sparse_weight(np.random.default_rng(1), k, n, 0.5))
     x = np.ones((2,) * (rank - 1) + (k,), np.float32)
@@ -142,7 +142,7 @@ def test_x_without_axes_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_at_odd_places_of_a_file(kind: str, tmp_path: Path) -> None:
-    """External data need not be aligned, and the operator gets what is mapped."""
+    """External data need not be aligned, and the operator reads the mapped file."""
     rng = np.random.default_rng(2)
     for storage in STORAGES:
         model = valid_model(rng, kind, storage)

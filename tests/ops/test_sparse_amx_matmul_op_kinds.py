@@ -1,4 +1,4 @@
-"""SparseAMXMatMul in ORT with every kind of weight, storage, activation and residual: kernel and function body."""
+"""Test SparseAMXMatMul in ORT with every kind of weight, storage, activation and residual: kernel and ONNX function."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def function(uses: Uses, opset: int = 17) -> onnx.FunctionProto:
 
 
 def assert_close_to_float_sums(y: np.ndarray, x: np.ndarray, layer: Layer, bias: np.ndarray | None) -> None:
-    """The product of the quantized rows, by float32 sums in any order."""
+    """Check y against the product of the quantized rows, within the error of float32 sums in any order."""
     q, s = quantize_rows(x, layer.zero_points)
     added = np.zeros(y.shape[1]) if bias is None else bias.astype(np.float64)
     bound = (len(layer.weights) + 8) * U * (s * (np.abs(q) @ np.abs(layer.dense())) + np.abs(added))
@@ -38,7 +38,7 @@ def assert_close_to_float_sums(y: np.ndarray, x: np.ndarray, layer: Layer, bias:
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("group", GROUPS.values())
 def test_quantized_weights(group: int | None, dense: bool) -> None:
-    """The same file, with the library (our kernel) and without (ORT inlines the function), against the oracle."""
+    """ORT runs the kernel with the library, and the function without it; both must agree with NumPy."""
     kind = next(name for name, size in GROUPS.items() if size == group)
     rng = np.random.default_rng(0)
     body = function(uses(kind, dense))
@@ -60,7 +60,10 @@ def test_quantized_weights(group: int | None, dense: bool) -> None:
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("others", [False, True])
 def test_rows_with_zero_points(others: bool, dense: bool) -> None:
-    """The function also serves nodes without it (`others`), and with other weights."""
+    """Rows of x are quantized with zero points.
+
+    others: the function also serves nodes without zero points and with other weights.
+    """
     rng = np.random.default_rng(2)
     needed = Uses(frozenset({8}), dense, x_zero_points=frozenset({1}))
     if others:
@@ -83,7 +86,7 @@ def test_rows_with_zero_points(others: bool, dense: bool) -> None:
 
 @pytest.mark.parametrize("library", [True, False])
 def test_one_zero_stands_for_no_zero_points(library: bool) -> None:
-    """Errors for each kind of weight."""
+    """A single zero as `zero_points` means that the weights have none, for each kind of weight."""
     rng = np.random.default_rng(9)
     x = rng.standard_normal((3, 70), dtype=np.float32)
     for kind in ("bf16", "int8", "int4 g32"):
@@ -168,7 +171,7 @@ def test_a_row_of_zeros_or_with_infinity() -> None:
 @pytest.mark.parametrize("kind", ["bf16", "int8", "int4 g64"])
 @pytest.mark.parametrize("activation", Activation)
 def test_activation_and_residual(activation: Activation, kind: str, library: bool) -> None:
-    """Against activation(what the node without them answers) + residual in float64."""
+    """The output equals activation(product) + residual, with the product from a node without them."""
     k, n = 50, 37
     rng = np.random.default_rng(3)
     weight, weight_scales = random_packed(rng, kind, k, n)
@@ -197,7 +200,7 @@ def test_activation_and_residual(activation: Activation, kind: str, library: boo
             added = 0.0 if residual is None else residual.astype(np.float64)
             expected = activated + added
             assert y.shape == expected.shape
-            # What each step rounds; ORT's own Erf and Tanh are good to some units of 2^-24.
+            # The bound includes ORT's Erf and Tanh, whose error is a few units of 2^-24.
             bound = 2.0**-20 * (np.abs(product) + np.abs(added))
             assert np.all(np.abs(y - expected) <= bound), np.max(np.abs(y - expected) - bound)
 
@@ -227,7 +230,7 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
 
 
 def test_a_constant_zero_is_no_residual() -> None:
-    """A neutral constant replaces a missing input that other layers have."""
+    """A constant zero replaces the residual in nodes that have none but share the function of nodes that do."""
     rng = np.random.default_rng(5)
     weight, _ = random_packed(rng, "bf16", 40, 20)
     x = rng.standard_normal((3, 40), dtype=np.float32)
@@ -242,7 +245,7 @@ def test_a_constant_zero_is_no_residual() -> None:
 @pytest.mark.parametrize(
     "leading, residual, expected",
     [
-        ((3,), (1, 1, 1), (1, 3, 20)),  # zeros alone, but they add a dimension
+        ((3,), (1, 1, 1), (1, 3, 20)),  # all zeros, but the shape adds a dimension
         ((), (2, 1, 20), (2, 1, 20)),
         ((0,), (1,), (0, 20)),
         ((0,), (4, 1, 20), (4, 0, 20)),
@@ -368,7 +371,7 @@ def test_malformed_nodes_are_refused(name: str) -> None:
 @pytest.mark.parametrize("opset", [13, 17, 18, 20, 21, 23])
 @pytest.mark.parametrize("unpack_once", [True, False])
 def test_one_function_for_layers_that_differ(opset: int, unpack_once: bool) -> None:
-    """Weights, storage, activations and residuals of all kinds in one model."""
+    """Nodes with all kinds of weights, storage, activations and residuals share one function."""
     k = 48
     rng = np.random.default_rng(opset)
     nodes, initializers, kinds = [], [], ["bf16", "int8", "int4 g32", "int4 g64"]
@@ -406,14 +409,14 @@ def test_one_function_for_layers_that_differ(opset: int, unpack_once: bool) -> N
     onnx.checker.check_model(model)
     x = rng.standard_normal((3, k), dtype=np.float32)
     kernel, inlined = (session(model, library=library).run(None, {"x": x})[0] for library in (True, False))
-    # A number near the middle of two steps may be rounded up by one and down by the other.
+    # A value near a rounding midpoint may round up in one and down in the other.
     assert np.linalg.norm(kernel - inlined) <= 0.02 * np.linalg.norm(kernel)
 
 
 @pytest.mark.parametrize("kind", ["bf16", *GROUPS])
 @pytest.mark.parametrize("m", [1, 5])
 def test_two_four_storage(kind: str, m: int) -> None:
-    """The operator recognizes it by its tensors, and answers as with dense storage."""
+    """The operator recognizes 2:4 storage by its tensors, and gives the results of dense storage."""
     k, n = 300, 40
     rng = np.random.default_rng(m)
     x, bias = rng.standard_normal((m, k), dtype=np.float32), rng.standard_normal(n, dtype=np.float32)

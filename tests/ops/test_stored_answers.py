@@ -1,5 +1,7 @@
-"""The operators give the stored answers: the same bits where sums are integers, numbers within the documented bounds
-elsewhere. tests/ops/stored says what is stored and how to add to it."""
+"""The operators reproduce the stored outputs: equal bits for integer sums, otherwise within the documented bounds.
+
+tests/ops/stored describes the stored outputs and how to add new ones.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ def test_another_bit_of_an_integer_answer_is_found(name: str, cases: dict[str, C
     label = next(iter(answers))
     answers[label] = dict.fromkeys(by_isa(answers[label]), "0" * 16) | {this_isa(): "0" * 16}
     problems = compare(cases[name], this_isa(), store).problems
-    assert len(problems) == 2  # with one thread and with two
+    assert len(problems) == 2  # one for each number of threads, 1 and 2
     assert problems[0].startswith(f"{name}, {label.split(': ')[0]}, y, 1 threads: not the stored bits")
 
 
@@ -92,10 +94,10 @@ def test_a_number_beyond_the_bound_is_found(name: str, cases: dict[str, Case], s
     case = cases[name]
     assert case.error is not None
     label = case.sampled_label("call 0")
-    # As if each set had bits of its own: what is the same everywhere needs no bound.
+    # Replace all hashes, because outputs that match a stored hash are not compared with the bound.
     store.records[name]["answers"] = {key: {"scalar": "0" * 16} for key in store.records[name]["answers"]}
     samples, error = store.samples[f"{name}, {label}: y"], case.error()
-    # The first sample is the first number of the output.
+    # The first sample is the first value of the output.
     samples[0] += 4 * (error.reshape(-1)[0] if isinstance(error, np.ndarray) else error)
     problems = compare(case, "another", store).problems
     assert problems and all("beyond the bound" in problem for problem in problems)

@@ -1,4 +1,4 @@
-"""Every kernel of VNNISpMM with ranges that are given, and with a hidden layer, against a numpy oracle."""
+"""Test every kernel of VNNISpMM with fixed ranges and with a hidden layer against NumPy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_rows_of_one_range(kernel: str, sparsity: float) -> None:
         bias = rng.standard_normal(n, dtype=np.float32) if k % 2 else None
         for m in COUNTS:
             given = Range(0.02, int(rng.integers(256)))
-            x = rng.standard_normal((m, k), dtype=np.float32) * 3  # some are cut off
+            x = rng.standard_normal((m, k), dtype=np.float32) * 3  # large enough that some values are clipped
             y = _testing.vnni_spmm(x, *packed, layer.scales, k, n, bias, kernel, given.scale, given.zero_point)
             check_rows(layer, y, given.quantize(x), given, bias)
 

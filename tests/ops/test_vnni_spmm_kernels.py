@@ -31,7 +31,7 @@ def test_shapes(kernel: str, sparsity: float) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS[:-1])
 def test_the_same_bits_as_the_portable_kernel(kernel: str) -> None:
-    """The product is not rounded before the bias is added."""
+    """The bits are equal because the product is not rounded before the bias is added."""
     rng = np.random.default_rng(9)
     layer = BlockSparseLayer.random(rng, 200, 66, 0.8)
     bias = rng.standard_normal(66, dtype=np.float32) * 100
@@ -71,7 +71,7 @@ def test_any_layer(k, n, m, sparsity, magnitude, shift, seed) -> None:
 @pytest.mark.parametrize("weight", [-128, 127])
 @pytest.mark.parametrize("m", [1, 3, 70])
 def test_largest_sums_are_exact(kernel: str, weight: int, m: int) -> None:
-    """All q at 255 and all weights as large as can be: nothing saturates."""
+    """All q are 255 and all weights have the largest magnitude; the sums must not saturate."""
     layer = BlockSparseLayer(np.full((32768, 5), weight, np.int8), np.ones(5, np.float32))
     x = np.full((m, 32768), 255, np.float32)
     x[1::2] *= -1
@@ -121,7 +121,7 @@ def test_groups_without_a_block(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_weights_at_any_address(kernel: str) -> None:
-    """A file may put them anywhere, and nothing behind them may be read."""
+    """Weights may be at any address of a mapped file, and nothing after them may be read."""
     rng = np.random.default_rng(7)
     layer = BlockSparseLayer.random(rng, 80, 22, 0.5)
     values, indices, starts = _native.pack_block_sparse(layer.q)
@@ -137,7 +137,7 @@ def test_weights_at_any_address(kernel: str) -> None:
 @pytest.mark.parametrize("n", [1024, 1020])
 @pytest.mark.parametrize("m", [3, 17, 33, 70])
 def test_rows_of_y_a_page_apart(kernel: str, n: int, m: int) -> None:
-    """Not aligned to a line of the cache either, and rows that are not."""
+    """Rows of y are one page apart (n = 1024) or not aligned to cache lines (n = 1020)."""
     rng = np.random.default_rng(8)
     layer = BlockSparseLayer.random(rng, 24, n, 0.5)
     x, bias = rng.standard_normal((m, 24), dtype=np.float32), rng.standard_normal(n, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""VNNISpMM as ORT runs it: against the oracle and its own ONNX function, and on bad input."""
+"""Test VNNISpMM in ORT: against NumPy and its ONNX function, and on invalid input."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .vnni_spmm_node import node_model, set_attribute
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.6, 0.97, 1.0])
 def test_kernel_and_function_body_agree(sparsity: float) -> None:
-    """The same file, with the library (our kernel) and without (ORT inlines the function), against the oracle."""
+    """ORT runs the kernel with the library, and the function without it; both must agree with NumPy."""
     rng = np.random.default_rng(int(100 * sparsity))
     for k, n in ((1, 1), (33, 17), (128, 16), (200, 42)):
         layer = BlockSparseLayer.random(rng, k, n, sparsity)
@@ -81,7 +81,7 @@ def test_threads_share_the_work(threads: int, m: int) -> None:
 @pytest.mark.parametrize("library", [True, False])
 @pytest.mark.parametrize("activation", Activation)
 def test_activation_and_residual(activation: Activation, library: bool) -> None:
-    """Against activation(what the node without them answers) + residual in float64."""
+    """The output equals activation(product) + residual, with the product from a node without them."""
     rng = np.random.default_rng(3)
     layer = BlockSparseLayer.random(rng, 50, 37, 0.4, scale=0.001)
     x = rng.standard_normal((2, 20, 50), dtype=np.float32)

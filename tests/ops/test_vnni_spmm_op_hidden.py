@@ -1,5 +1,7 @@
-"""VNNISpMM as ORT runs it with ranges that are given and with a hidden layer: against the oracle and its own ONNX
-function, and on bad input."""
+"""Test VNNISpMM in ORT with fixed ranges and with a hidden layer.
+
+Compared with NumPy and its ONNX function; also tested on invalid input.
+"""
 
 from __future__ import annotations
 
@@ -56,12 +58,12 @@ def test_function_body_serves_every_opset(hidden_k: int, unpack_once: bool, opse
 @pytest.mark.parametrize("hidden_k", [0, 40])
 @pytest.mark.parametrize("m", [1, 20, 70])
 def test_one_function_for_nodes_of_every_form(m: int, hidden_k: int, library: bool) -> None:
-    """Inputs that a node lacks and others have are neutral constants."""
+    """One function serves all nodes; inputs that a node lacks are neutral constants."""
     rng = np.random.default_rng(m)
     mlp = Mlp.random(rng, hidden_k, 50, 30)
     x = rng.standard_normal((m, mlp.width), dtype=np.float32)
     mlp.check(session(mlp.model(uses=EVERYTHING), library=library).run(None, {"x": x})[0], x, float_sums=not library)
-    if not hidden_k:  # x_scale 0: token by token
+    if not hidden_k:  # without x_range, x_scale is 0: each row has its own range
         model = node_model(mlp.layer, mlp.bias, uses=EVERYTHING)
         y = session(model, library=library).run(None, {"x": x})[0]
         mlp.layer.check(y, x, mlp.bias, float_sums=not library)
@@ -117,7 +119,7 @@ def test_no_tokens(shape: tuple[int, ...]) -> None:
 
 
 def test_a_range_without_bias_and_residual() -> None:
-    """Optional inputs in the middle that are missing: ONNX Runtime up to 1.21 fails on them, later ones take them."""
+    """Omitted inputs before others: ONNX Runtime up to 1.21 rejects them, later versions accept them."""
     rng = np.random.default_rng(1)
     mlp = Mlp.random(rng, 0, 50, 30)
     model = mlp.model()

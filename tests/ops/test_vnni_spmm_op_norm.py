@@ -1,5 +1,7 @@
-"""VNNISpMM with a LayerNormalization behind it, as ORT runs it: against what the node without it answers, its own ONNX
-function, and on bad input."""
+"""Test VNNISpMM in ORT with a LayerNormalization after the product.
+
+Compared with the node without LayerNormalization and with its ONNX function; also tested on invalid input.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,7 @@ def test_behind_a_given_range_and_a_hidden_layer(hidden_k: int, library: bool) -
     x = rng.standard_normal((70, mlp.width), dtype=np.float32)
     residual = rng.standard_normal((70, 30), dtype=np.float32)
     rest = {"residual": ("m", 30)}
-    # Kernel and function may be a step apart in the hidden numbers.
+    # Compare with the same session kind, as kernel and function may differ by one step in the hidden layer's values.
     plain = run(mlp.model(**rest), library, x=x, residual=residual)
     norm.check(run(mlp.model(norm=norm, **rest), library, x=x, residual=residual), plain)
 
@@ -87,7 +89,7 @@ def test_behind_a_given_range_and_a_hidden_layer(hidden_k: int, library: bool) -
 @pytest.mark.parametrize("m", [1, 7, 64, 200, 1000])
 @pytest.mark.parametrize("gated", [False, True])
 def test_threads_share_the_work(gated: bool, m: int, threads: int) -> None:
-    """Each row is normalized once, when all of it is there."""
+    """Each row is normalized exactly once, after all threads have computed their columns of it."""
     rng = np.random.default_rng(m)
     n = 1312
     columns = 650 if gated else n
@@ -115,7 +117,7 @@ def test_function_body_serves_every_opset(opset: int) -> None:
 @pytest.mark.parametrize("gated_columns", [0, 40])
 @pytest.mark.parametrize("m", [1, 20])
 def test_a_node_without_norm_where_others_have_one(m: int, gated_columns: int, library: bool) -> None:
-    """Neutral weights, and the attribute says that they count for nothing."""
+    """A node without a norm gets neutral weights, and an epsilon that says there is no norm."""
     rng = np.random.default_rng(m)
     layer = random_layer(rng, 50, 96)
     x = rng.standard_normal((m, 50), dtype=np.float32)
@@ -134,7 +136,7 @@ def test_a_node_with_norm_where_others_have_everything(library: bool) -> None:
 
 
 def test_as_near_to_the_exact_result_as_onnx_runtime() -> None:
-    """Sums with a mean far from zero, where the order of operations matters."""
+    """The error for rows with a mean far from zero is at most about that of ONNX Runtime's LayerNormalization."""
     rng = np.random.default_rng(0)
     layer, norm = random_layer(rng, 64, 384), LayerNorm.random(rng, 384, 1e-12)
     x = rng.standard_normal((128, 64), dtype=np.float32)

@@ -61,7 +61,7 @@ def test_any_layer(k, n, m, group, half, zero_points, offsets, magnitude, seed) 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_largest_sums_are_exact(kernel: str) -> None:
-    """All q at 127 and all weights as far from their zero point as can be."""
+    """All q are 127, and all weights are as far from their zero point as possible."""
     for q, zero in ((15, 0), (0, 15)):
         layer = GroupLayer(
             np.full((4096, 16), q, np.uint8),
@@ -89,7 +89,7 @@ def test_rows_of_zeros_with_infinity_or_nan(kernel: str, offsets: dict[str, bool
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("group", [32, 128])
 def test_minimums_of_integers_are_exact(kernel: str, group: int) -> None:
-    """Power-of-two scales and minimums, and integer x with scale one: no float sum rounds."""
+    """Integer x with power-of-two scales and minimums: all float sums are exact."""
     rng = np.random.default_rng(6)
     k, n = 5 * group - 7, 33
     q = rng.integers(0, 16, (k, n), dtype=np.uint8)

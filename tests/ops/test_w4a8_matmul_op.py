@@ -1,4 +1,4 @@
-"""W4A8MatMul: nodes of several kinds of groups in one model, and packing. As ORT runs it: test_group_matmul_op.py."""
+"""Test W4A8MatMul: several kinds of groups in one model, and packing. Runs in ORT: test_group_matmul_op.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .single_node import session
 
 
 def joined(layers: Sequence[GroupLayer]) -> onnx.ModelProto:
-    """A node a layer, all of the same x, with what the operator gives each of them so that one function serves all."""
+    """Return a model with one node per layer, all with the input x and one shared ONNX function."""
     whole = node_model(layers[0])
     del whole.functions[:], whole.graph.node[:], whole.graph.initializer[:], whole.graph.output[:]
     for i, layer in enumerate(layers):
@@ -59,7 +59,7 @@ def test_one_function_for_all_kinds_of_groups(minimums: bool, half: bool, librar
 @pytest.mark.parametrize("half", [True, False])
 @pytest.mark.parametrize("exact", [True, False])
 def test_packed_minimums_have_the_type_of_the_scales(half: bool, exact: bool) -> None:
-    """float16 where both are, else both float32; the node's answer is x W."""
+    """Scales and minimums are packed as float16 if that is exact for both, otherwise both as float32."""
     rng = np.random.default_rng(9)
     layer = GroupLayer.random(rng, 100, 20, 32, half=True, minimums=True)
     assert layer.minimums is not None

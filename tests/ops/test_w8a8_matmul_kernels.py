@@ -59,7 +59,7 @@ def test_any_layer(k, n, m, group, half, magnitude, seed) -> None:
 @pytest.mark.parametrize("weight", [-128, 127])
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_largest_sums_are_exact(kernel: str, group: int, weight: int, sign: int) -> None:
-    """All q at 127 or -127, and all weights at an end: -128 is a number like any other."""
+    """All q are 127 or -127, and all weights are at one end of int8, including -128."""
     k = 1024
     layer = GroupLayer(np.full((k, 50), weight, np.int8), np.ones((k // group, 50), np.float32), None, group)
     x = np.full((48, k), 127 * sign, np.float32)
@@ -70,7 +70,7 @@ def test_largest_sums_are_exact(kernel: str, group: int, weight: int, sign: int)
 @each_kernel
 @each_group
 def test_sums_of_integers_are_exact(kernel: str, group: int) -> None:
-    """Power-of-two scales and integer x with scale one: no float sum rounds."""
+    """Integer x with power-of-two scales: all float sums are exact."""
     rng = np.random.default_rng(6)
     k, n = 5 * group - 7, 67
     q = rng.integers(-128, 128, (k, n)).astype(np.int8)
@@ -115,7 +115,7 @@ def test_pack_and_unpack() -> None:
         packed = _native.pack_int8_group(q)
         assert packed.shape == (-(-n // 16), -(-k // 64) * 16, 16, 4)
         np.testing.assert_array_equal(_native.unpack_int8_group(packed, k, n), q)
-        # The weights of output j are contiguous, so a table of rows can be gathered.
+        # The weights of output j are contiguous, so rows can be gathered from the packed weight of an embedding.
         rows = packed[np.arange(n) // 16, :, np.arange(n) % 16].reshape(n, -1)
         np.testing.assert_array_equal(rows[:, :k], q.T)
         assert not rows[:, k:].any()

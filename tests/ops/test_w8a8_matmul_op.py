@@ -1,4 +1,4 @@
-"""W8A8MatMul: packing, and which operator takes which weights. Runs in ORT: test_group_matmul_op.py."""
+"""Test packing for W8A8MatMul, and which operators accept 8-bit weights in groups. ORT: test_group_matmul_op.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .groups import GroupLayer
 
 @pytest.mark.parametrize("half", [True, False])
 def test_packing(half: bool) -> None:
-    """Scales are float16 where that is exact; the node's answer is x W."""
+    """Scales are packed as float16 if that is exact; the result is x W within the bound."""
     rng = np.random.default_rng(9)
     layer = GroupLayer.random(rng, 100, 20, 32, half=half, bits=8)
     weight = QuantizedWeight(8, 32, ir.tensor(layer.q), ir.tensor(layer.scales.astype(np.float32)))
@@ -37,7 +37,7 @@ def test_packing(half: bool) -> None:
 
 
 def test_who_takes_which_numbers() -> None:
-    """8 bits in groups are W8A8MatMul's, and it takes nothing else."""
+    """W8A8MatMul accepts 8-bit weights in groups, and no other weights; no other operator accepts them."""
     groups = Quantization(8, 32)
     for name, operator in REPLACEMENTS.items():
         reason = operator().why_not(64, groups)

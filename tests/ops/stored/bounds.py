@@ -55,8 +55,9 @@ class Product:
 
 
 def finite(x: np.ndarray) -> Doubles:
-    """Return x with rows that contain NaN or Inf set to zero. For these rows, only the positions of NaN and Inf are
-    compared.
+    """Return x with rows that contain NaN or Inf set to zero.
+
+    In these rows, only the positions of NaN and Inf are compared.
     """
     return np.where(np.isfinite(x).all(axis=-1, keepdims=True), x, 0).astype(np.float64)
 

@@ -302,7 +302,7 @@ def _range_constants(name: str, given: Range) -> Arrays:
 
 
 def with_hidden_layer(weight: Weight, hidden_k: int, zeros: int) -> Weight:
-    """Add a hidden layer with random table and ranges; without error bound, as values near ties may differ by a step."""
+    """Add a hidden layer with random table and ranges; without error bound, as values near ties may be a step off."""
     hidden = block_weight(hidden_k, weight.k, zeros)
     rng = numbers.generator(f"hidden {hidden_k} {weight.k}")
     constants = {f"hidden_{name}": array for name, array in hidden.constants.items()}
