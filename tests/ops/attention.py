@@ -12,9 +12,8 @@ from .single_node import U
 Floats = NDArray[np.float32]
 
 LOWEST = np.finfo(np.float32).min
-PRECISION = {
-    row["name"]: row["precision"] for row in _testing.nomad_attention_kernels()
-}  # bits of the operands of matrix products, 16 or 32
+# Maps a kernel to the bits of its matrix operands: 16 or 32.
+PRECISION = {row["name"]: row["precision"] for row in _testing.nomad_attention_kernels()}
 
 
 def runnable_kernels() -> list[str]:

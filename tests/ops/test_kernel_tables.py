@@ -41,9 +41,8 @@ def test_table_is_best_first_and_ends_with_the_portable_kernel(table: str) -> No
     def sizes(row: dict[str, Any]) -> tuple[int, ...]:
         return row.get("index_bytes", 0), row.get("entry_bytes", 0), row.get("precision", 0)
 
-    for _, rows in groupby(
-        sorted(rows_of(table), key=sizes), sizes
-    ):  # rows for different element sizes form separate tables
+    # Rows for different element sizes form separate tables.
+    for _, rows in groupby(sorted(rows_of(table), key=sizes), sizes):
         places = [_testing.feature_sets().index(row["isa"]) for row in rows]
         assert places == sorted(places, reverse=True)
         assert places[-1] == 0

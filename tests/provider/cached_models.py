@@ -1,4 +1,4 @@
-"""Models of one GroupQueryAttention with float caches, and feeds for them."""
+"""Models of one GroupQueryAttention node with float caches, and inputs for them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Form:
         )  # fmt: skip
 
     def node(self, **more: Any) -> onnx.NodeProto:
-        """Return the node with `more` attributes."""
+        """Return the node; `more` adds or replaces attributes."""
         attributes = {"num_heads": self.heads, "kv_num_heads": self.kv_heads, "scale": self.scale}
         if self.rotary:
             attributes |= {"do_rotary": 1, "rotary_interleaved": int(self.rotary == "interleaved")}
@@ -49,7 +49,7 @@ class Form:
         )
 
     def model(self, node: onnx.NodeProto | None = None, **others: Any) -> onnx.ModelProto:
-        """Build the model; `others` maps inputs to unusual types and shapes."""
+        """Return the model. `others` maps input names to other types and shapes."""
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
         cache = ["batch", self.kv_heads, "past", self.head_dim]
         inputs: dict[str, Any] = {
@@ -75,9 +75,13 @@ class Form:
         return helper.make_model(graph, opset_imports=opsets, ir_version=9)
 
     def feeds(self, batch: int, rows: int, past: int, lengths: Any = None, room: int = 0, seed: int = 0) -> Arrays:
-        """Return feeds for a call.
+        """Return the inputs of a call.
 
-        lengths: tokens of each sequence after the call. room: capacity of the cache; 0 for the past's length.
+        Args:
+            rows: new tokens of each sequence.
+            past: length of the past caches.
+            lengths: tokens of each sequence after the call.
+            room: capacity of the cache; 0: the length of the past.
         """
         rng = np.random.default_rng(seed)
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim

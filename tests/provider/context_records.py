@@ -1,4 +1,4 @@
-"""Offsets of fields in a compiled model's file (ops/provider/README.md), for int8 and 4-bit layers."""
+"""Find the integers in a compiled model's file (ops/provider/README.md), for int8 and 4-bit linear layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ARRAYS = {
 
 
 class _Walk:
-    """Reads consecutive integers, and stores the position of each by its name."""
+    """Read consecutive integers, and store the position of each by its name."""
 
     def __init__(self, content: bytes) -> None:
         self.content, self.at = content, HEADER
@@ -114,7 +114,7 @@ class _Walk:
 
 
 def steps(content: bytes) -> Iterator[dict[str, int]]:
-    """Yield, for each step of each group, the positions of its integers by name."""
+    """Yield, for each step of each group, a map from the names of its integers to their positions in the file."""
     walk = _Walk(content)
     for _ in range(walk.number("groups")):
         walk.text()

@@ -34,23 +34,23 @@ from ..passes.small_models import run as run_model
 from .fuzz_models import Feeds, Rng, damaged, graphs, model_of, odd_feeds
 from .sessions import claimed, exact_session, plain_session, provider_session
 
-MODELS_PER_PROCESS = 400  # sanitizers do not return memory
+MODELS_PER_PROCESS = 400  # because sanitizers do not return memory
 MOST_MEMORY = 8 << 30
 MOST_NUMBERS = 1 << 20  # the largest size of a generated input
-SANE = 1e4  # larger values, as inputs or stored, may overflow or cancel out: such answers are not compared
-TOLERANCE = 0.1  # relative to the norm of an answer; both sides round inputs to int8, per tensor or per group
+SANE = 1e4  # outputs are compared only if all inputs and stored values are at most this, as larger ones may overflow
+TOLERANCE = 0.1  # relative error (norm): ONNX Runtime and the provider round to int8, per tensor or per group
 ALL = {"ep__ortolanexecutionprovider__claims": "all"}
 # Noise relative to the inputs' norm. Differences up to five times its effect on ONNX Runtime's answers are accepted.
 NOISE = 0.02
 TYPES = {"float": np.float32, "double": np.float64, "float16": np.float16, "uint8": np.uint8, "int8": np.int8}
 TYPES |= {"int32": np.int32, "int64": np.int64, "bool": np.bool_}
-# Outcomes that are failures, besides crashes and hangs.
+# Outcomes that count as failures, besides crashes and hangs.
 WRONG = ("other answers", "refused by the provider alone", "other answers after an error", "wrong when compiled")
 
 
 @dataclass
 class Report:
-    """Counts of outcomes, and a line for each wrong one."""
+    """Counts of outcomes, and a line for each failure."""
 
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -66,7 +66,7 @@ def model_of_seed(seed: int) -> tuple[ModelProto, Feeds, list[str], Rng]:
 
 
 def feeds_for(session: onnxruntime.InferenceSession, known: Feeds) -> Feeds:
-    """Return feeds for the model's present inputs."""
+    """Return inputs for the session: those of `known` that it has, and random ones for the rest."""
     feeds = {}
     for value in session.get_inputs():
         if value.name in known:
@@ -94,7 +94,7 @@ def is_sane(model: ModelProto, feeds: Feeds) -> bool:
 
 
 def differences(expected: list[Any], found: list[Any]) -> list[float]:
-    """Return the relative error of each float output that is finite in `expected`; inf if types or shapes differ."""
+    """Return the relative error of each float output with finite expected values; inf if types or shapes differ."""
     errors = []
     for plain, ours in zip(expected, found, strict=True):
         if not isinstance(plain, np.ndarray) or plain.dtype.kind not in "fiu":
@@ -112,12 +112,12 @@ def differences(expected: list[Any], found: list[Any]) -> list[float]:
 
 
 def has_padding(model: ModelProto, feeds: Feeds) -> bool:
-    """Return True if cached attention has padding rows in its queries or cache, whose contents are arbitrary."""
+    """Return True if the queries or caches of a GroupQueryAttention node have padding, whose results are arbitrary."""
     model = ModelProto.FromString(model.SerializeToString())
     nodes = [node for node in model.graph.node if node.op_type == "GroupQueryAttention"]
     read = [name for node in nodes for name in (node.input[0], node.input[3], node.input[5])]
     del model.graph.output[:]
-    # An Identity exposes the input, because an input cannot be an output.
+    # Add Identity nodes, because an input cannot be an output.
     for place, name in enumerate(read):
         model.graph.node.append(helper.make_node("Identity", [name], [f"read {place}"]))
         model.graph.output.append(helper.make_empty_tensor_value_info(f"read {place}"))
@@ -138,9 +138,12 @@ def with_noise(feeds: Feeds) -> Feeds:
 
 
 def wrong_when_compiled(model: ModelProto, feeds: Feeds, answers: list[Any], threads: int) -> str:
-    """Return why a compiled model differs from the session that gave these answers, or "" (also if not written)."""
+    """Return how the compiled model differs from the session that gave `answers`.
+
+    The text is empty if it does not differ, or if ONNX Runtime cannot write the model.
+    """
     if {one.name for one in model.graph.input} & {one.name for one in model.graph.initializer}:
-        return ""  # ONNX Runtime makes constants of them
+        return ""  # ONNX Runtime would turn these inputs into constants
     with tempfile.TemporaryDirectory() as folder:
         source, path = Path(folder) / "model.onnx", Path(folder) / "model_ctx.onnx"
         source.write_bytes(model.SerializeToString())
@@ -159,7 +162,7 @@ def wrong_when_compiled(model: ModelProto, feeds: Feeds, answers: list[Any], thr
 
 
 def outcome(model: ModelProto, known: Feeds, odd: Feeds, threads: int = 1) -> str:
-    """Return the outcome of a model; outcomes in WRONG are followed by a colon and a reason."""
+    """Return the outcome for a model; a failure is one of WRONG, a colon and a reason."""
     plain_error = our_error = ""
     try:
         plain = plain_session(model)
@@ -206,7 +209,7 @@ def outcome(model: ModelProto, known: Feeds, odd: Feeds, threads: int = 1) -> st
         expected = plain.run(None, feeds)
         errors, own = differences(expected, first), differences(expected, plain.run(None, with_noise(feeds)))
         if has_fixed_ranges(model) and max(errors) > TOLERANCE:
-            # The provider ignores fixed ranges of activations, as the optimized file does.
+            # The provider skips activation quantization (fixed ranges) that the optimized file skips too.
             expected = answers_of_file(model, feeds)
             if expected is None:
                 return f"{taken}, ranges that no file is made of"
@@ -221,7 +224,7 @@ def has_fixed_ranges(model: ModelProto) -> bool:
 
 
 def answers_of_file(model: ModelProto, feeds: Feeds) -> list[Any] | None:
-    """Return the answers of the optimized file, or None without one."""
+    """Return the outputs of the optimized file, or None if the model cannot be optimized."""
     try:
         return run_model(adopt(model).model, feeds, library=True)
     except Exception:
@@ -251,8 +254,8 @@ def same_bits(one: list[Any], other: list[Any]) -> bool:
 
 
 def work(first: int, end: int, plain_only: bool) -> None:
-    """Run in a separate process: print a line when a model begins, and one with its outcome."""
-    if "asan" not in os.environ.get("LD_PRELOAD", ""):  # the sanitizer reserves all addresses
+    """Run the models of these seeds in this process, and print a line before and after each."""
+    if "asan" not in os.environ.get("LD_PRELOAD", ""):  # the sanitizer reserves the whole address space
         resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for seed in range(first, end):
@@ -273,7 +276,7 @@ def work(first: int, end: int, plain_only: bool) -> None:
 def start(first: int, end: int, errors: Any, *more: str) -> subprocess.Popen[bytes]:
     paths = [str(Path(__file__).parents[2]), *(os.path.abspath(path) for path in sys.path if path)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    # Very large allocations must fail with an error, as without sanitizers.
+    # Very large allocations must fail with an error instead of a sanitizer report.
     environment["ASAN_OPTIONS"] = environment.get("ASAN_OPTIONS", "") + ":allocator_may_return_null=1"
     command = [
         sys.executable,
@@ -288,7 +291,7 @@ def start(first: int, end: int, errors: Any, *more: str) -> subprocess.Popen[byt
 
 
 def lines_in_time(process: subprocess.Popen[bytes], seconds: float) -> Iterator[str]:
-    """Yield a process's output until it ends or is silent for the given seconds."""
+    """Yield the lines that a process prints, until it ends or prints nothing for `seconds`."""
     assert process.stdout is not None
     rest = b""
     with selectors.DefaultSelector() as selector:
@@ -309,7 +312,7 @@ def crashes_without_the_provider(seed: int, seconds: float) -> bool:
 
 
 def run(seed: int, models: int, folder: Path, seconds: float = 120.0, show: bool = False) -> Report:
-    """Run the models of these seeds, at most `seconds` each; save models with wrong outcomes to the folder."""
+    """Run the models of these seeds, each for at most `seconds`; save models that fail to the folder."""
     report = Report()
 
     def tell(kind: str, at: int, text: str) -> None:
@@ -339,7 +342,10 @@ def run(seed: int, models: int, folder: Path, seconds: float = 120.0, show: bool
 
 
 def follow(first: int, end: int, seconds: float, report: Report, tell: Any) -> tuple[int, str]:
-    """Run models in one process. Returns the seed of the model that ended it, or `end`, and the process's messages."""
+    """Read the output of one process into the report.
+
+    Returns the seed of the model that ended the process (or `end`), and the process's messages.
+    """
     with tempfile.TemporaryFile() as errors:
         process = start(first, end, errors)
         assert process.stdout is not None

@@ -96,7 +96,7 @@ def pick(rng: Rng, some: Any) -> Any:
     return some[int(rng.integers(len(some)))]
 
 
-# --- models as tools write them ---------------------------------------------------------------------------------------
+# --- undamaged models -------------------------------------------------------------------------------------------------
 
 
 def nbits_layer(rng: Rng, k: int, n: int) -> NBits:
@@ -114,7 +114,10 @@ def nbits_layer(rng: Rng, k: int, n: int) -> NBits:
 
 
 def behind(rng: Rng, n: int) -> tuple[list[NodeProto], tuple[str, ...], dict[str, np.ndarray]]:
-    """Return nodes r -> y with some of: activation, residual z, LayerNormalization; and their inputs and constants."""
+    """Return nodes that compute y from r, the names of their inputs, and their constants.
+
+    The nodes are some of: an activation, an addition of the residual z, LayerNormalization.
+    """
     node, nodes, value, inputs = helper.make_node, [], "r", ()
     if rng.random() < 0.5:
         nodes += pick(rng, list(ACTIVATIONS.values()))
@@ -136,7 +139,7 @@ def feeds_of(rng: Rng, k: int, n: int) -> Feeds:
 
 
 def int8_numbers(rng: Rng, k: int, n: int, seed: int = 0) -> np.ndarray:
-    """Return dense or block-sparse weights, with fractions of zeros on both sides of the provider's threshold."""
+    """Return dense or block-sparse weights with fractions of zeros below and above the provider's threshold."""
     return pick(rng, [dense_integers(k, n, seed), sparse_integers(k, n, pick(rng, [0.45, 0.55, 0.8, 1.0]), seed)])
 
 
@@ -151,7 +154,10 @@ def int8_model(rng: Rng) -> tuple[ModelProto, Feeds]:
 
 
 def static_model(rng: Rng) -> tuple[ModelProto, Feeds]:
-    """Return a layer with a fixed range, perhaps followed by a quantization that other nodes read too."""
+    """Return a linear layer with a fixed quantization range.
+
+    Its output may be quantized again, also for other nodes.
+    """
     node, k, n = helper.make_node, pick(rng, [1, 31, 32, 64, 100]), pick(rng, [1, 16, 24, 32])
     flags = [bool(flag) for flag in rng.integers(0, 2, 4)]
     layer = Int8Layer(
@@ -164,7 +170,8 @@ def static_model(rng: Rng) -> tuple[ModelProto, Feeds]:
     constants |= {"y_scale": layer.tensors["y_scale"], "y_zero": layer.tensors["y_zero"]}
     constants["lowest"] = np.array(0 if layer.x_unsigned else -128, layer.tensors["y_zero"].dtype)
     if rng.random() < 0.6:
-        nodes = [NodeProto.FromString(one.SerializeToString()) for one in nodes]  # other models use them too
+        # Copy the nodes, because other models use them too.
+        nodes = [NodeProto.FromString(one.SerializeToString()) for one in nodes]
         for one in nodes:
             one.input[:] = ["rd" if name == "r" else name for name in one.input]
         rounding = [node("QuantizeLinear", ["r", *names], ["rq"]), node("DequantizeLinear", ["rq", *names], ["rd"])]
@@ -200,7 +207,7 @@ def joined(nodes: Any, more: Any, tensors: Any, inputs: Any, constants: dict[str
 
 
 def gated_model(rng: Rng) -> tuple[ModelProto, Feeds]:
-    """Return act(x G) * (x U), of MatMulNBits, or of int8 layers that may share the quantized x."""
+    """Return act(x G) * (x U), with MatMulNBits or int8 linear layers that may share the quantized x."""
     node, k, n = helper.make_node, pick(rng, [31, 64, 100]), pick(rng, [16, 32, 24])
     activation = pick(rng, list(ACTIVATIONS.values()))
     more = [*activation, node("Mul", pick(rng, [["a", "u"], ["u", "a"]]), ["y"], name="gate")]
@@ -238,7 +245,7 @@ def static_texts() -> quantization.CalibrationDataReader:
 
 @functools.cache
 def encoders() -> list[ModelProto]:
-    """Return whole encoders as ONNX Runtime's quantizers write them."""
+    """Return whole encoders as written by ONNX Runtime's quantizers."""
     logging.disable(logging.WARNING)
     float_model, models = ir.to_proto(tiny.tiny_bert()), []
     with tempfile.TemporaryDirectory() as folder:
@@ -281,12 +288,13 @@ def cached_model(rng: Rng) -> tuple[ModelProto, Feeds]:
         positions=48,
     )
     batch, rows, past = pick(rng, [(1, 1, 0), (2, 1, 9), (2, 7, 0), (1, 5, 9), (3, 1, 30)])
-    return form.model(), form.feeds(batch, rows, past)  # sequences of one length: results for padding are arbitrary
+    # All sequences have the same length, because results for padding are arbitrary.
+    return form.model(), form.feeds(batch, rows, past)
 
 
 @functools.cache
 def decoder() -> ModelProto:
-    """Return a whole decoder in 4 bits."""
+    """Return a whole decoder with 4-bit weights."""
     logging.disable(logging.WARNING)
     quantizer = matmul_nbits_quantizer.MatMulNBitsQuantizer(llama("gqa"), block_size=32, is_symmetric=True)
     quantizer.process()
@@ -300,7 +308,7 @@ def decoder_model(rng: Rng) -> tuple[ModelProto, Feeds]:
 
 
 def in_branches(rng: Rng, model: ModelProto) -> ModelProto:
-    """Move all nodes, or the last ones, into both branches of an If; the branches share values and tensors."""
+    """Move all nodes, or the last ones, into both branches of an If node; the branches share values and tensors."""
     graph, value = model.graph, helper.make_tensor_value_info
     first = 0 if rng.random() < 0.5 else int(rng.integers(len(graph.node)))
     inside, outputs = list(graph.node)[first:], [one.name for one in graph.output]
@@ -346,7 +354,7 @@ def graphs(graph: GraphProto) -> Iterator[GraphProto]:
 
 
 class Nothing(Exception):
-    """The model has no part that this damage could change."""
+    """Raised if the model has no part that this damage could change."""
 
 
 def some_of(rng: Rng, found: Any) -> Any:
@@ -429,7 +437,7 @@ def cache_attributes(rng: Rng, model: ModelProto) -> None:
 
 
 def tensor_dims(rng: Rng, model: ModelProto) -> None:
-    """Declare dimensions that the data does not fill, or overfills."""
+    """Declare dimensions that do not match the size of the data."""
     tensor = some_tensor(rng, model)
     dims = list(tensor.dims)
     if dims and rng.random() < 0.7:
@@ -440,7 +448,7 @@ def tensor_dims(rng: Rng, model: ModelProto) -> None:
 
 
 def tensor_shape(rng: Rng, model: ModelProto) -> None:
-    """Declare other dimensions that the data fills."""
+    """Change the shape, but keep the number of elements."""
     tensor, array = some_array(rng, model)
     kind = int(rng.integers(6))
     if kind == 0:
@@ -516,7 +524,7 @@ def input_becomes_tensor(rng: Rng, model: ModelProto) -> None:
 
 
 def tensor_in_the_branch(rng: Rng, model: ModelProto) -> None:
-    """Give a subgraph's value the name of an outer value, or move the value into the subgraph."""
+    """Rename a value of a subgraph to that of an outer value, or move an outer value into the subgraph."""
     graph = some_of(rng, list(graphs(model.graph))[1:])
     tensor = TensorProto.FromString(some_tensor(rng, model).SerializeToString())
     graph.initializer.append(tensor)
@@ -568,7 +576,7 @@ def nodes_gone(rng: Rng, model: ModelProto) -> None:
 
 
 def nodes_twice(rng: Rng, model: ModelProto) -> None:
-    """Duplicate a node under new names; its outputs may become inputs of other nodes, or outputs of the graph."""
+    """Duplicate a node under a new name; its outputs may become inputs of other nodes, or outputs of the graph."""
     graph = some_graph(rng, model)
     place = int(rng.integers(len(graph.node)))
     again = NodeProto.FromString(graph.node[place].SerializeToString())
@@ -587,7 +595,7 @@ def nodes_reordered(rng: Rng, model: ModelProto) -> None:
 
 
 def node_between(rng: Rng, model: ModelProto) -> None:
-    """Insert a node between a value and its consumers, with a constant of any shape or the value itself."""
+    """Insert a binary node between a value and its consumers; the other operand is a constant or the value itself."""
     graph = some_graph(rng, model)
     place = int(rng.integers(len(graph.node)))
     name = some_of(rng, graph.node[place].output)
@@ -653,7 +661,7 @@ def graph_inputs(rng: Rng, model: ModelProto) -> None:
 
 
 def value_name(rng: Rng, model: ModelProto) -> None:
-    """Rename a value everywhere, or everywhere but in one place."""
+    """Rename a value everywhere, or everywhere except in one place."""
     old, new = some_of(rng, value_names(model)), pick(rng, ODD_NAMES)
     for graph in graphs(model.graph):
         for node in graph.node:
@@ -710,7 +718,7 @@ def damaged(rng: Rng, model: ModelProto) -> list[str]:
 
 
 def odd_feeds(rng: Rng, feeds: Feeds) -> Feeds:
-    """Change a feed's shape, or insert NaN and infinities."""
+    """Change the shape of an input, or insert NaN and infinities."""
     if not feeds:
         return {}
     name = pick(rng, sorted(feeds))

@@ -1,4 +1,4 @@
-"""Dynamic int8 layers with the nodes that follow them in models, and sessions that claim them on every CPU."""
+"""Dynamically quantized int8 linear layers with the nodes after them, and sessions that claim them on every CPU."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def dense_integers(k: int, n: int, seed: int = 0) -> np.ndarray:
 
 
 def in_blocks(model: onnx.ModelProto) -> dict[str, bool]:
-    """Return, for each claimed int8 layer, whether it runs as block-sparse."""
+    """Map each claimed int8 linear layer to True if it runs on the block-sparse kernel."""
     taken = [one for one in ortolan.inspect_provider(model, claims="all").nodes if "int8" in one.what]
     return {one.node: "int8 in blocks of 4 x 1" in one.what for one in taken}
 
 
 def with_zero_blocks(model: onnx.ModelProto, share: float = 0.75, only: Sequence[int] | None = None) -> onnx.ModelProto:
-    """Set this fraction of the blocks (4 outputs x 1 input) of each int8 weight to its zero point.
+    """Set a fraction `share` of the 4x1 blocks (4 outputs x 1 input) of each int8 weight to its zero point.
 
-    only: Indices of the MatMulInteger nodes to change.
+    only: indices of the MatMulInteger nodes to change; None: all.
     """
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     layers = [one for one in model.graph.node if one.op_type == "MatMulInteger"]
@@ -91,7 +91,7 @@ NUMBERS = {
 def with_nodes(
     layer: Int8Layer, more: list[onnx.NodeProto], inputs: tuple[str, ...] = (), **constants: np.ndarray
 ) -> onnx.ModelProto:
-    """Return a model in which the layer computes r from x, and the nodes compute y from r."""
+    """Return a model in which the linear layer computes r from x, and the nodes `more` compute y from r."""
     nodes = [*layer.nodes("r"), *more]
     used = {name for one in nodes for name in one.input}
     tensors = layer.tensors | {name: np.asarray(number) for name, number in NUMBERS.items()} | constants
@@ -103,6 +103,6 @@ def with_nodes(
         [value("y", FLOAT, None)],
         [numpy_helper.from_array(array, name) for name, array in tensors.items() if name in used],
     )
-    # In later opsets ONNX Runtime fuses GELU by Erf into one operator before the provider sees the graph.
+    # With later opsets, ONNX Runtime fuses the nodes of GELU into one operator before the provider sees the graph.
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
     return helper.make_model(graph, ir_version=8, opset_imports=opsets)

@@ -1,4 +1,4 @@
-"""Models of one MatMulNBits with 4 or 8 bits, and the expected result of the provider in NumPy."""
+"""Models of one MatMulNBits node with 4 or 8 bits, and the expected result of the provider in NumPy."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ NAMES = ("B", "scales", "zero_points", "g_idx", "bias")
 
 @dataclass
 class NBits:
-    """y = x W + bias. Values after the k-th input are random, because they must not matter.
+    """A MatMulNBits node with y = x W + bias. The padding of W after input k is random, because it must not matter.
 
-    zero_points: "" for no zero points; "packed" bytes; "whole" or "fractions" as floats. changed: Attributes and
-    tensors to replace; None removes one.
+    Args:
+        zero_points: "" (none), "packed" (bytes), "whole" (integers as floats) or "fractions" (floats).
+        changed: maps attributes and tensors to replacements; None removes one.
     """
 
     k: int
@@ -45,7 +46,7 @@ class NBits:
         elif self.zero_points and self.bits == 4:
             zeros = rng.integers(0, 16, zeros.shape).astype(np.float32)
         elif self.zero_points:
-            # Values minus zero points fit an int8 only if the zero points are near the middle.
+            # Weights minus zero points fit an int8 only if the zero points are near the middle of the range.
             zeros = rng.integers(100, 156, zeros.shape).astype(np.float32)
             centred = np.clip(self.q.reshape(self.n, self.blocks, -1) - zeros[:, :, None], -100, 99)
             self.q = (centred + zeros[:, :, None]).astype(np.uint8).reshape(self.n, -1)
@@ -85,7 +86,7 @@ class NBits:
         return [numpy_helper.from_array(array, prefix + name) for name, array in self.tensors.items()]
 
     def model(self, dtype: int = TensorProto.FLOAT) -> onnx.ModelProto:
-        """Return a model x [batch, k] -> y."""
+        """Return a model with input x [batch, k] and output y."""
         value = helper.make_tensor_value_info
         graph = helper.make_graph(
             [self.node()],
@@ -97,7 +98,7 @@ class NBits:
         return whole(graph)
 
     def oracle(self, group: int) -> GroupLayer:
-        """Return the expected layer, quantized in groups of `group` inputs."""
+        """Return the expected layer, whose x is quantized in groups of `group` inputs."""
         groups = -(-self.k // group)
         rows = np.minimum(np.arange(groups) * group // self.block, self.blocks - 1)
         scales, zeros = (np.ascontiguousarray(array.T[rows]) for array in (self.scales, self.zeros))

@@ -1,4 +1,4 @@
-"""Sessions with the execution provider, and the nodes that it claims."""
+"""Sessions with the execution provider, and the nodes that it runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ needs_provider = pytest.mark.skipif(
 def provider_session(
     model: onnx.ModelProto | str, threads: int = 1, log: int = 4, **entries: str
 ) -> ort.InferenceSession:
-    """Open a session. log: severity level. entries: session configuration; two underscores become a dot."""
+    """Open a session with the provider.
+
+    log: severity level. entries: session configuration; two underscores in a name become a dot.
+    """
     options = ortolan.session_options()
     options.intra_op_num_threads = threads
     options.log_severity_level = log
@@ -42,7 +45,7 @@ def plain_session(model: onnx.ModelProto, fuses: bool = True) -> ort.InferenceSe
 
 
 def exact_session(model: onnx.ModelProto) -> ort.InferenceSession:
-    """Return a session of ONNX Runtime, if possible one whose int8 sums do not saturate on CPUs without VNNI."""
+    """Open a session of ONNX Runtime, if possible one whose int8 sums do not saturate on CPUs without VNNI."""
     return open_quietly(model.SerializeToString())
 
 

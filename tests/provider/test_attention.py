@@ -1,4 +1,4 @@
-"""Attention of unmodified quantized models on the provider: bit by bit what the optimized file answers."""
+"""Attention of unmodified quantized models: the provider gives the bits of the optimized file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ from .sessions import claimed, needs_provider, plain_session, provider_session
 pytestmark = needs_provider
 
 Build = Callable[[Graph], str]
-# Of one node, which quantize_dynamic writes as one that ONNX Runtime does not know; and a mask of its own keys.
+# Forms that the provider does not claim: quantize_dynamic writes a QAttention node, or the keys have a mask of their
+# own.
 OTHERS = ("Attention", "Attention of heads", "causal")
 TAKEN = {name: form for name, form in FORMS.items() if name not in OTHERS}
 
@@ -76,7 +77,7 @@ def attentions(session: ort.InferenceSession) -> int:
 
 
 def layers(session: ort.InferenceSession) -> int:
-    """Return the number of claimed int8 layers."""
+    """Return the number of claimed int8 linear layers."""
     return sum(name.endswith("_quant") for name in claimed(session))
 
 
@@ -89,7 +90,7 @@ def optimized(model: onnx.ModelProto, **options: Any) -> onnx.ModelProto:
 
 
 def check(model: onnx.ModelProto, *given: dict[str, np.ndarray], threads: int = 1) -> None:
-    """All of its attention is taken, and answers as that of the optimized file."""
+    """Check that all attention is claimed, and that the output has the bits of the optimized file."""
     session, expected = all_claims(model, threads), optimized(model)
     count = op_types(expected).count("NoMADAttention")
     assert count > 0 and attentions(session) == count
@@ -99,7 +100,7 @@ def check(model: onnx.ModelProto, *given: dict[str, np.ndarray], threads: int = 
 
 
 def check_left(model: onnx.ModelProto, *given: dict[str, np.ndarray]) -> None:
-    """Its layers are taken, its attention is not, and all outputs are those of layers that are replaced alone."""
+    """Check that linear layers are claimed, but no attention, and that outputs have the optimized file's bits."""
     session, expected = all_claims(model), optimized(model, **{"fuse_attention.exclude": ["*"]})
     assert attentions(session) == 0
     assert layers(session) == op_types(model).count("MatMulInteger")
@@ -131,7 +132,7 @@ def test_several_threads(form: str, int8: Any) -> None:
     "form", ["usual", "filled", "filled with -Inf", "zeros for NaN", "zeros for rows without keys"]
 )
 def test_rows_that_see_nothing(form: str, int8: Any) -> None:
-    """The first sequence is hidden, the second is not. Those of -Inf are NaN."""
+    """The first sequence is fully masked, the second is not. Masks of -Inf give NaN."""
     model = int8(built(TAKEN[form]))
     given = feeds(model)
     given["mask"][:] = np.array([[0], [1]])
@@ -153,7 +154,10 @@ def test_multi_head_attention(attributes: dict[str, Any], int8: Any) -> None:
 
 
 def key_padding(graph: Graph, rank: int = 2) -> str:
-    """Masks of MultiHeadAttention: int32 [batch, keys], or [batch, rows, keys] per row; rank 1 holds counts."""
+    """Return a mask for MultiHeadAttention.
+
+    rank 2: int32 [batch, keys]; rank 3: [batch, rows, keys]; rank 1: key counts [batch].
+    """
     graph.inputs["mask"] = (INT64, ["batch", "rows"])
     whole = graph.op("Cast", "mask", to=TensorProto.INT32)
     if rank == 1:
@@ -165,7 +169,7 @@ def key_padding(graph: Graph, rank: int = 2) -> str:
 
 
 def with_biases(*, bias: bool = True, padding: int = 0, added: bool = False, **attributes: Any) -> Build:
-    """MultiHeadAttention as ONNX Runtime's optimizer writes it. padding: the rank of its mask."""
+    """Build MultiHeadAttention with biases as ONNX Runtime's optimizer writes it. padding: rank of its mask, or 0."""
 
     def build(graph: Graph) -> str:
         given: list[Any] = [graph.op("MatMul", "x", random_weight(W, W, seed=seed)) for seed in (1, 2, 3)]
@@ -215,7 +219,7 @@ def test_key_padding_of_another_size(int8: Any) -> None:
 
 
 def test_biases_of_layers_without_their_attention(int8: Any) -> None:
-    """The padding depends on a layer of the same weights: layers are claimed separately with the same answers."""
+    """The mask depends on a linear layer of the same input, so the linear layers are claimed separately."""
 
     def build(graph: Graph) -> str:
         largest = graph.op("ReduceMax", graph.op("MatMul", "x", random_weight(W, W, seed=4)), axes=[-1], keepdims=0)
@@ -266,7 +270,7 @@ def test_multi_head_attention_that_stays(given: str, int8: Any) -> None:
 @pytest.mark.parametrize("quantize", ["int8", "four bits"])
 @pytest.mark.parametrize(("hidden", "heads"), [(40, 4), (72, 3), (39, 3), (64, 1), (130, 2)])
 def test_encoders_of_any_sizes(quantize: str, hidden: int, heads: int, int8: Any) -> None:
-    """40, 72, 39 and 130 columns are no whole panels, so that the three layers stay three."""
+    """Sizes whose columns do not fill whole panels, so that query, key and value weights stay separate."""
     sizes = {"hidden_size": hidden, "num_attention_heads": heads}
     model = ir.to_proto(tiny.tiny_bert(**sizes))
     model = int8(model) if quantize == "int8" else four_bits(model)
@@ -286,7 +290,7 @@ def tokens(model: onnx.ModelProto, batch: int, rows: int) -> dict[str, np.ndarra
 
 
 def of_different_kinds() -> onnx.ModelProto:
-    """Queries of 4 bits, keys of 8, values of 4 in other blocks and with a bias."""
+    """Return attention with 4-bit queries, 8-bit keys, and 4-bit values with another block size and a bias."""
     layers = [NBits(W, W, 32), NBits(W, W, 32, bits=8), NBits(W, W, 64, bias=True)]
     graph = Graph()
     names = []
@@ -315,7 +319,7 @@ def test_the_number_of_heads_may_come_when_it_runs(int8: Any) -> None:
     for shape in ([B, S, H, D + 1], [B, S, 0, 0], [B, S, -1, -1], [B, S, 5, -1], [B, -1, 2 * H, D], [1, 1, 1, -2]):
         with pytest.raises(Exception, match="shape"):
             session.run(None, {"x": x, "shape": np.array(shape)})
-    # Heads of half the size are twice as many.
+    # Change the shape input to twice the heads of half the width.
     given = {"x": x, "shape": np.array([0, -1, 2 * H, D // 2])}
     assert relative_error(run(model, given)[0], session.run(None, given)[0]) < 0.03
 
@@ -332,7 +336,7 @@ def test_another_number_of_rows_than_it_is_made_for(int8: Any) -> None:
     model = int8(built(rows_are_fixed))
     session = all_claims(model)
     assert attentions(session) == 1
-    for rows in (S, 2 * S):  # two sequences of each
+    for rows in (S, 2 * S):  # rows of each of two sequences
         given = feeds(model, rows)
         assert relative_error(run(model, given)[0], session.run(None, given)[0]) < 0.03
     for runner in (session, plain_session(model)):
@@ -361,7 +365,7 @@ def test_masks_of_any_shape(int8: Any) -> None:
 
 
 def cut_mask(graph: Graph) -> str:
-    """A bias with the number of keys, as BART has it."""
+    """Build attention with a bias that is sliced to the number of keys, as in BART."""
     graph.inputs["bias"] = (FLOAT, ["batch", 1, 1, "most"])
     q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
     rows = graph.op("Gather", graph.op("Shape", k), np.array([2]), axis=0)
@@ -384,7 +388,7 @@ def test_a_mask_that_is_cut_to_the_keys(longer: int, int8: Any) -> None:
 
 
 def constant_mask(form: str) -> Build:
-    """A causal one, as GPT-2 has it."""
+    """Build attention with a constant causal mask, as in GPT-2."""
 
     def build(graph: Graph) -> str:
         q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
@@ -451,7 +455,7 @@ def keys_of_something_else(graph: Graph) -> str:
 
 
 def heads_at_the_end(graph: Graph) -> str:
-    """[batch, rows, head width, heads]"""
+    """Build attention whose heads are split as [batch, rows, head width, heads]."""
     q, k, v = (
         graph.transpose(graph.reshape(graph.linear(name), 0, 0, D, H), 0, 3, 1, 2) for name in ("q", "kk", "vvv")
     )
@@ -460,7 +464,7 @@ def heads_at_the_end(graph: Graph) -> str:
 
 
 def keys_by_queries(graph: Graph) -> str:
-    """Scores the other way round are another Softmax."""
+    """Build attention whose Softmax runs over queries instead of keys."""
     q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
     scores = graph.transpose(graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2)), 0, 1, 3, 2)
     return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
@@ -484,7 +488,10 @@ def scaled_values(graph: Graph) -> str:
 
 
 def mask_of_a_layer_of_the_same_input(graph: Graph) -> str:
-    """Fused with the query, key and value layers, the call would need its own result."""
+    """Build attention whose mask depends on a linear layer of the same input.
+
+    If all were fused into one call, its mask would depend on its own result.
+    """
     mask = graph.op("Unsqueeze", graph.op("ReduceMean", graph.linear("mmmm"), axes=[2], keepdims=0), np.array([1, 2]))
     return masked_by(lambda _: mask)(graph)
 
@@ -542,7 +549,10 @@ def test_other_layers_of_the_same_input_are_in_its_group(int8: Any) -> None:
 
 
 def test_sizes_may_be_used_elsewhere_too(int8: Any) -> None:
-    """Masks computed before it are allowed; masks computed from its own values prevent the fusion."""
+    """The shape for the heads may also be a graph output.
+
+    Attention is not fused if the shape comes from the query layer, because it would depend on the fused node.
+    """
 
     def with_sizes(of: str) -> Build:
         def build(graph: Graph) -> str:

@@ -1,4 +1,4 @@
-"""Masks of attention that are conditions, computed by layers, or of odd shapes: as ONNX Runtime answers them."""
+"""Attention masks that are conditions, come from linear layers, or have unusual shapes: results as in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def attention(
     more: list[onnx.NodeProto] | None = None,
     zero_rows: str = "",
 ) -> onnx.ModelProto:
-    """Attention of float layers. masks: ("Add", what is added) or ("Where", the condition that hides), in order."""
+    """Return attention with float linear layers.
+
+    masks: ("Add", mask to add) or ("Where", condition that masks), in order.
+    """
     rng = np.random.default_rng(0)
     tensors: dict[str, np.ndarray] = {
         "split": np.array([0, 0, HEADS, WIDTH]),
@@ -67,7 +70,10 @@ def attention(
 
 
 def check(model: onnx.ModelProto, taken: bool = True, **feeds: np.ndarray) -> None:
-    """bf16 layers are nearer to floats than this."""
+    """Check the claimed nodes, and that the output is within the error of bf16 layers.
+
+    taken: whether the attention must be claimed too.
+    """
     session = provider_session(model, ep__ortolanexecutionprovider__precision="bf16")
     assert {"layer_q", "layer_k", "layer_v"} <= set(claimed(session)) and ("softmax" in claimed(session)) == taken
     feeds["x"] = np.random.default_rng(1).standard_normal((BATCH, ROWS, D)).astype(np.float32)
@@ -80,7 +86,7 @@ CAUSAL = ~np.tril(np.ones((ROWS, ROWS), bool))[None, None]
 
 @pytest.mark.parametrize("hidden", ["left padding", "everything"])
 def test_conditions_one_behind_the_other(hidden: str) -> None:
-    """The lowest float is kept as the mask value: fully masked rows are means of all values."""
+    """Two conditions in a row. Masked scores are the lowest float, so fully masked rows give the mean of the values."""
     padding = np.zeros((BATCH, 1, 1, ROWS), bool)
     padding[0, ..., : ROWS if hidden == "everything" else 2] = True
     inputs = [value("padding", BOOL, ["batch", 1, 1, "keys"]), value("causal", BOOL, [1, 1, "rows", "keys"])]
@@ -97,7 +103,7 @@ def test_a_condition_behind_a_mask_of_the_lowest_float() -> None:
 
 @pytest.mark.parametrize("first", [False, True])
 def test_a_layer_makes_the_mask(first: bool) -> None:
-    """An attention bias is not a residual of the layer, whatever the order of operands."""
+    """A linear layer computes the mask; adding the mask must not be fused into the layer as its residual."""
     layer = node("MatMul", ["f", "w_bias"], ["bias"], name="bias_layer")
     model = attention([("Add", "bias")], [value("f", FLOAT, ["batch", HEADS, "rows", 8])], [layer])
     if first:
@@ -109,7 +115,7 @@ def test_a_layer_makes_the_mask(first: bool) -> None:
 
 @pytest.mark.parametrize("width", [1, WIDTH])
 def test_zeros_in_the_place_of_rows(width: int) -> None:
-    """Scalar masks stay with ONNX Runtime."""
+    """A condition per row may set rows to zero; a condition per element is not claimed."""
     zero = np.zeros((BATCH, 1, ROWS, width), bool)
     zero[0, 0, 1, -1] = True
     model = attention([], [value("rows_of_zeros", BOOL, ["batch", 1, "rows", width])], zero_rows="rows_of_zeros")
@@ -117,7 +123,7 @@ def test_zeros_in_the_place_of_rows(width: int) -> None:
 
 
 def test_sizes_of_what_hangs_on_a_layer() -> None:
-    """A mask that is cut to a size of something that is computed from a query."""
+    """A mask that is sliced to a size computed from the query layer; this attention is not claimed."""
     more = [
         node("Relu", ["y_q"], ["positive"]),
         node("Shape", ["positive"], ["sizes"]),
@@ -132,7 +138,7 @@ def test_sizes_of_what_hangs_on_a_layer() -> None:
 
 @pytest.mark.parametrize("kind", ["condition", "zero rows"])
 def test_truth_values_that_are_other_bytes(kind: str) -> None:
-    """A caller may feed any bytes as bool; each but 0 is true."""
+    """Callers may feed any bytes as bool; all except 0 mean true."""
     if kind == "condition":
         model = attention([("Where", "hidden")], [value("hidden", BOOL, ["batch", 1, "rows", "keys"])])
         fed = np.zeros((BATCH, 1, ROWS, ROWS), np.uint8)

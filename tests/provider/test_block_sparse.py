@@ -1,5 +1,7 @@
-"""Dynamic int8 layers whose weights have blocks of zeros, 4 outputs x 1 input: the provider runs them on VNNISpMM's
-kernels where the passes do, with the answers of the optimized file."""
+"""Dynamic int8 linear layers with 4x1 blocks of zeros run on VNNISpMM's kernels.
+
+They must be the same layers as in the optimized file, and give the bits of that file.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ node = helper.make_node
 
 
 def check_as_optimized(model: onnx.ModelProto, *given: dict[str, np.ndarray], taken: bool = True) -> None:
-    """Its layers are in blocks, or are not, here and in the optimized file, and answers are that file's, bit by bit."""
+    """Check that layers run as block-sparse if `taken`, as in the optimized file, and give the bits of that file."""
     session, optimized = all_claims(model), adopt(model).model
     assert set(in_blocks(model).values()) == {taken}
     assert op_types(optimized).count("VNNISpMM") == int(taken)
@@ -91,7 +93,7 @@ def test_every_form(form: str, unsigned: bool, size: tuple[int, int]) -> None:
 def test_zero_points(
     form: str, bias: bool, unsigned: bool, zero_point: int, least: int, most: int, taken: bool
 ) -> None:
-    """Numbers less zero points must fit an int8, as VNNISpMM has no zero points."""
+    """Weights minus zero points must fit an int8, because VNNISpMM has no zero points for weights."""
     rng = np.random.default_rng(4)
     q = np.where(sparse_integers(70, 24) != 0, rng.integers(least, most + 1, (70, 24)), 0).astype(np.int16)
     row, column = (int(one) for one in np.argwhere(q)[0])
@@ -113,9 +115,9 @@ def test_a_zero_point_for_each_column() -> None:
 @pytest.mark.parametrize(
     "n, zeros, taken",
     [
-        (24, (30, 0), True),  # of 10 x 24 weights; blocks of zeros, and of them at the edge
+        (24, (30, 0), True),  # zeros: zero blocks among the 10 x 6 whole blocks, and among the 10 at the edge
         (24, (29, 0), False),
-        (26, (32, 1), True),  # 2 of the 26 columns are half a block
+        (26, (32, 1), True),  # the last 2 of the 26 columns form blocks of half width
         (26, (32, 0), False),
         (26, (30, 5), True),
         (26, (30, 4), False),
@@ -129,7 +131,7 @@ def test_half_of_the_weight_must_be_blocks_of_zeros(n: int, zeros: tuple[int, in
     for blocks, count in zip((whole, edge), zeros, strict=True):
         blocks[rng.permutation(len(blocks))[:count]] = False
     kept = np.repeat(np.column_stack([whole.reshape(10, -1), edge]), 4, axis=1)[:, :n]
-    # One number of a block that is not zero is enough.
+    # A block counts as nonzero even if only one of its weights is nonzero.
     first = kept & (np.arange(n) % 4 == 0)
     for q in (np.where(kept, dense_integers(10, n) | 1, 0), np.where(first, 1, 0)):
         layer = Int8Layer("chain", q=q.astype(np.int8))
@@ -205,7 +207,8 @@ def test_without_vnni_they_are_taken_where_they_are_faster(isa: str, taken: list
     assert reasons == {f"without VNNI instructions ONNX Runtime's int8 layers are faster{more}"}
 
 
-# --- with what stands around them -------------------------------------------------------------------------------------
+# --- with the nodes around them
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -287,7 +290,7 @@ def test_attention(form: str, int8: Any) -> None:
 
 @pytest.mark.parametrize("some", [[0], [1], [2], [0, 1], [1, 2], [0, 2]])
 def test_attention_of_different_kinds(some: list[int], int8: Any, tmp_path: Path) -> None:
-    """Some of queries, keys and values are in blocks."""
+    """Some of the query, key and value layers are block-sparse."""
     model = with_zero_blocks(int8(built(TAKEN["usual"])), only=some)
     assert list(in_blocks(model).values()).count(True) == len(some)
     given = [feeds(model, rows) for rows in (1, S, 70)]
@@ -313,7 +316,7 @@ def encoder(folder: Path, kind: str = "int8", share: float = 0.8, **sizes: Any) 
 def test_a_whole_encoder(kind: str, tmp_path: Path) -> None:
     model = encoder(tmp_path, kind)
     optimized = ortolan.optimize_onnx(model, options={"verify.seconds": 0.0, "may_grow": True}).model
-    # 12 layers; queries, keys and values are one node.
+    # 12 linear layers; query, key and value layers are joined to one node.
     assert list(in_blocks(model).values()) == [True] * 12 and op_types(optimized).count("VNNISpMM") == 8
     session = all_claims(model)
     for given in (ids(1, 1), ids(1, 16), ids(3, 40)):
@@ -332,7 +335,7 @@ def test_a_compiled_layer(size: tuple[int, int], embed_mode: str, tmp_path: Path
 
 
 def test_a_compiled_layer_of_zeros(tmp_path: Path) -> None:
-    """Its arrays are empty."""
+    """The packed weight has no blocks, so its arrays are empty."""
     layer = Int8Layer("chain", q=np.zeros((40, 20), np.int8), bias=True)
     check_round_trip(layer.model(), tmp_path, {"x": layer.inputs(3)})
 
@@ -340,18 +343,21 @@ def test_a_compiled_layer_of_zeros(tmp_path: Path) -> None:
 @pytest.mark.parametrize("embed_mode", ["0", "1"])
 @pytest.mark.parametrize("width", [32, 40])
 def test_a_compiled_encoder(width: int, embed_mode: str, tmp_path: Path) -> None:
-    """40 columns are no whole panels, so that queries, keys and values stay three parts."""
+    """Sizes whose 40 columns do not fill whole panels, so that query, key and value weights stay separate."""
     model = encoder(tmp_path, hidden_size=width, num_attention_heads=4)
     assert set(in_blocks(model).values()) == {True}
     check_round_trip(model, tmp_path, ids(1, 1), ids(1, 16), ids(3, 40), ep__context_embed_mode=embed_mode)
     assert len(context_nodes(tmp_path)) >= 6
 
 
-BLOCKS = 3  # the kind of a weight
+BLOCKS = 3  # value of "part0" for block-sparse weights
 
 
 def change(folder: Path, **numbers: int) -> dict[str, int]:
-    """Numbers of the layer's record, by the names of context_records, two underlines for a dot; the places of all."""
+    """Change integers in the record of the only layer, and return the positions of all its integers.
+
+    numbers: new values by the names in context_records; two underscores in a name become a dot.
+    """
     content = bytearray(binary(folder).read_bytes())
     (places,) = steps(bytes(content))
     assert struct.unpack_from("<q", content, places["kind"]) == (LAYERS,)
@@ -364,7 +370,7 @@ def change(folder: Path, **numbers: int) -> dict[str, int]:
 
 @pytest.fixture
 def compiled(tmp_path: Path) -> Path:
-    """32 inputs, 10 outputs: three groups of outputs, of two quads each."""
+    """Compile a layer with 32 inputs and 10 outputs: three groups of outputs, each with two quads of inputs."""
     q = np.where(np.arange(32)[:, None] % 4 == 0, dense_integers(32, 10) | 1, 0)
     layer = Int8Layer("dynamic", q=q, bias=True)
     compile_model(layer.model(), tmp_path)
@@ -416,7 +422,7 @@ def test_wrong_records(numbers: dict[str, int], pattern: str, compiled: Path) ->
     ],
 )
 def test_wrong_weights(array: str, item: str, number: tuple[int, int], pattern: str, compiled: Path) -> None:
-    """Records with indices that would make kernels read out of bounds."""
+    """Weights whose indices would make kernels read out of bounds are rejected."""
     places = change(compiled)
     content = bytearray(binary(compiled).read_bytes())
     (records,) = struct.unpack_from("<q", content, 24)

@@ -1,4 +1,4 @@
-"""GroupQueryAttention over caches of floats on the provider: bit by bit what NoMADAttention answers, in place too."""
+"""GroupQueryAttention with float caches: the provider gives the bits of NoMADAttention, also in place."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_every_form(name: str, threads: int) -> None:
 
 @pytest.mark.parametrize("name", ["separate", "packed, interleaved"])
 def test_sequences_of_different_lengths(name: str) -> None:
-    """Shorter sequences are followed by padding in a prompt, and by unused cache in a step."""
+    """Shorter sequences have padding rows in the prompt, and unused cache in the next call."""
     form = FORMS[name]
     session, plain = provider_session(form.model(), **ALL), plain_session(form.model())
     prompt, step = form.feeds(3, 20, 0, [20, 1, 13]), form.feeds(3, 1, 20, [21, 2, 14])
@@ -85,7 +85,7 @@ def test_sequences_of_different_lengths(name: str) -> None:
 
 
 def test_the_cache_is_as_long_as_the_host_says() -> None:
-    """One token after a past of 20, where no sequence is longer than 14."""
+    """The cache has the length of the `total` input, although no sequence is that long."""
     form = FORMS["rotary"]
     feeds = form.feeds(2, 1, 20, [15, 3]) | {"total": np.array(21, np.int32)}
     session, plain = provider_session(form.model(), **ALL), plain_session(form.model())
@@ -96,7 +96,7 @@ def test_the_cache_is_as_long_as_the_host_says() -> None:
 
 
 def bound(session: ort.InferenceSession, feeds: Arrays, shared: bool) -> tuple[list[np.ndarray], bool]:
-    """The answers by IOBinding, and whether the present caches lie where the past ones do."""
+    """Run with IOBinding. Return the outputs, and True if the present caches are in the memory of the past caches."""
     binding, values = session.io_binding(), {}
     for name, array in feeds.items():
         values[name] = ort.OrtValue.ortvalue_from_numpy(array.copy())
@@ -118,7 +118,7 @@ def bound(session: ort.InferenceSession, feeds: Arrays, shared: bool) -> tuple[l
 @pytest.mark.parametrize("name", ["separate", "packed, interleaved"])
 @pytest.mark.parametrize("call", [(2, 1, 37), (1, 4, 20), (2, 30, 0), (1, 20, 10)])
 def test_in_place(name: str, call: tuple[int, int, int]) -> None:
-    """Past and present are one buffer of 64 tokens: what is behind the tokens stays."""
+    """Past and present caches are one buffer of 64 tokens: memory after the tokens stays unchanged."""
     form, (_, rows, past) = FORMS[name], call
     session, plain = provider_session(form.model(), **ALL), plain_session(form.model())
     assert claimed(session) == [NAME]
@@ -157,7 +157,7 @@ def test_one_buffer_that_is_too_short() -> None:
 
 
 def decoder_answers(session: ort.InferenceSession, model: onnx.ModelProto) -> list[np.ndarray]:
-    """Return the answers of a prompt and three steps."""
+    """Return the outputs for a prompt and three more tokens."""
     ids = np.random.default_rng(0).integers(0, 90, (2, 23))
     decoding, begin, answers = Decoding(model, ids), 0, []
     names = [output.name for output in session.get_outputs()]
@@ -171,7 +171,7 @@ def decoder_answers(session: ort.InferenceSession, model: onnx.ModelProto) -> li
 
 @pytest.mark.parametrize("kind", ["float", "4 bits"])
 def test_a_decoder_answers_as_the_optimized_file(kind: str) -> None:
-    """The attention of the optimized file is the operator's; the layers of both are the provider's."""
+    """The optimized file has NoMADAttention instead; its linear layers run on the provider too."""
     model = llama("gqa") if kind == "float" else four_bits(llama("gqa"))
     session = provider_session(model, **ALL)
     steps = [
@@ -205,7 +205,7 @@ def test_nobody_reads_the_present() -> None:
 
 
 def test_numbers_at_odd_addresses(tmp_path: Path) -> None:
-    """Tables of the rotary embedding in a file, mapped from an odd byte on."""
+    """The tables of the rotary embedding are mapped from a file at an odd offset."""
     form = FORMS["rotary"]
     model, data = form.model(), b"?"
     for tensor in model.graph.initializer:
@@ -237,7 +237,7 @@ def without_inputs(form: Form, *places: int) -> onnx.NodeProto:
 ROTARY = FORMS["rotary"]
 CACHE = ["batch", 2, "past", 16]
 NOT_KNOWN = "which Ortolan's attention does not know"
-# The node, inputs that are not as usual, the reason.
+# Maps a case to the node, types and shapes of changed inputs, and the reason for which it is not claimed.
 LEFT: dict[str, tuple[onnx.NodeProto, dict[str, Any], str]] = {
     "softcap": (ROTARY.node(softcap=30.0), {}, f"its softcap is 30, {NOT_KNOWN}"),
     "a window": (ROTARY.node(local_window_size=8), {}, f"its local_window_size is 8, {NOT_KNOWN}"),
@@ -342,7 +342,7 @@ BAD: dict[str, tuple[Arrays, str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_feeds_that_do_not_fit(name: str) -> None:
-    """An error that names the node; the next call is right."""
+    """Invalid inputs give an error that names the node; the next call works."""
     odd, message = BAD[name]
     free = {one: (FLOAT, None) for one in ("query", "key", "value")} | {
         one: (INT32, None) for one in ("lengths", "total")
@@ -367,7 +367,7 @@ def test_nothing_to_do(call: tuple[int, int, int]) -> None:
 
 
 def test_compiled_models_have_it_as_it_is(tmp_path: Path) -> None:
-    """Attention has no weights to pack: sessions on the compiled model claim it."""
+    """Attention has no weights to pack, so it stays in the compiled model, and sessions on that model claim it."""
     model = four_bits(llama("gqa"))
     onnx.save(model, tmp_path / "model.onnx")
     entries = ALL | {"ep__context_enable": "1"}
@@ -382,7 +382,7 @@ def test_compiled_models_have_it_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_cpu_without_vectors_leaves_it(tmp_path: Path) -> None:
-    """The portable kernel is slower than ONNX Runtime's."""
+    """Without AVX2, the portable kernel is slower than ONNX Runtime's, so it is not claimed by default."""
     onnx.save(ROTARY.model(), tmp_path / "model.onnx")
     code = f"""
 import ortolan

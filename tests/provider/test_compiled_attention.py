@@ -1,4 +1,4 @@
-"""Attention in compiled models: answers bit by bit those of a session on the model, and damaged records."""
+"""Attention in compiled models: bits as in a session on the original model, and rejection of damaged records."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ node, value = helper.make_node, helper.make_tensor_value_info
 
 
 def check(model: onnx.ModelProto, folder: Path, *given: dict[str, np.ndarray], **entries: str) -> None:
-    """All attention is in the compiled model."""
+    """Check that the compiled model contains all attention, and gives the bits of the original model."""
     left = sum(one.op_type in ("Softmax", "MultiHeadAttention") for one in model.graph.node)
     assert left > 0
     check_round_trip(model, folder, *given, **entries)
@@ -106,7 +106,7 @@ def test_layers_of_different_kinds(tmp_path: Path) -> None:
 @pytest.mark.parametrize("embed_mode", ["0", "1"])
 @pytest.mark.parametrize("made", ["three parts", "position bias"])
 def test_whole_encoders(made: str, embed_mode: str, int8: Quantize, tmp_path: Path) -> None:
-    """40 columns are no whole panels, so that the three layers stay three."""
+    """Sizes whose 40 columns do not fill whole panels, so that query, key and value weights stay separate."""
     sizes = {"hidden_size": 40, "num_attention_heads": 4}
     encoder = tiny.tiny_bert(**sizes) if made == "three parts" else tiny.tiny_mpnet()
     model = int8(ir.to_proto(encoder))
@@ -123,11 +123,12 @@ def test_several_threads(int8: Quantize, tmp_path: Path) -> None:
         assert_same_bits(read.run(None, given)[0], expected.run(None, given)[0])
 
 
-# --- what comes when it runs ------------------------------------------------------------------------------------------
+# --- sizes known at run time
+# -------------------------------------------------------------------------------------------
 
 
 def both(model: onnx.ModelProto, folder: Path) -> tuple[ort.InferenceSession, ort.InferenceSession]:
-    """A session on the model, and one on the compiled model."""
+    """Return a session on the model and one on the compiled model."""
     compile_model(model, folder)
     expected = all_claims(model)
     assert attentions(expected) == 1
@@ -181,7 +182,7 @@ def test_a_mask_that_is_cut(longer: int, int8: Quantize, tmp_path: Path) -> None
 
 
 def conditions() -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
-    """Masks that are added, boolean masks, and zeros for fully masked rows."""
+    """Return attention with an added mask, a condition, and a condition that sets rows to zero."""
     inputs = [
         value("mask", FLOAT, ["batch", 1, 1, "keys"]),
         value("causal", helper.TensorProto.BOOL, [1, 1, "rows", "keys"]),
@@ -207,7 +208,7 @@ def test_conditions(embed_mode: str, tmp_path: Path) -> None:
 
 
 def test_a_layer_that_makes_the_mask(tmp_path: Path) -> None:
-    """A mask from one EPContext node to another."""
+    """One EPContext node computes the mask of another."""
     layer = node("MatMul", ["f", "w_bias"], ["bias"], name="bias_layer")
     model = attention([("Add", "bias")], [value("f", FLOAT, ["batch", HEADS, "rows", 8])], [layer])
     rng = np.random.default_rng(2)
@@ -224,7 +225,10 @@ def bits(number: float) -> int:
 
 
 def change(folder: Path, step: int, **numbers: int) -> None:
-    """Numbers of a step, by the names of context_records, two underlines for a dot."""
+    """Change integers in the record of a step.
+
+    numbers: new values by the names in context_records; two underscores in a name become a dot.
+    """
     content = bytearray(binary(folder).read_bytes())
     places = list(steps(bytes(content)))[step]
     for name, number in numbers.items():
@@ -264,7 +268,7 @@ LARGE = 1 << 40
         ({"query__sizes": LARGE}, "."),
         ({"key__0__kind": 7}, "size 0 of a Reshape has an invalid slot or kind 7"),
         ({"key__0__kind": -1}, "of kind -1"),
-        ({"key__0__kind": 1}, "of kind 1"),  # of a value that is not named
+        ({"key__0__kind": 1}, "of kind 1"),  # kind 1 needs a value, which this record lacks
         ({"key__0__kind": 2, "key__0__number": -1}, "size -1 of a Reshape has an invalid slot or kind 2"),
         ({"value__1__input": 0}, "has another type than its step expects"),
         ({"views": 1}, "there are 1 Reshapes of transposed keys, expected 0 or 2"),
@@ -305,7 +309,7 @@ def test_wrong_numbers(numbers: dict[str, int], pattern: str, int8: Quantize, tm
     ],
 )
 def test_wrong_conditions(numbers: dict[str, int], pattern: str, tmp_path: Path) -> None:
-    """Layers in int8, whose records are read here."""
+    """The linear layers are int8, because context_records reads only these and 4-bit layers."""
     model, _ = conditions()
     compile_model(model, tmp_path, 1, ep__ortolanexecutionprovider__precision="int8")
     change(tmp_path, 0, **numbers)
@@ -313,7 +317,7 @@ def test_wrong_conditions(numbers: dict[str, int], pattern: str, tmp_path: Path)
 
 
 def test_sizes_of_no_whole_numbers(int8: Quantize, tmp_path: Path) -> None:
-    """The number of heads is an input, which must have the expected type."""
+    """The input with the number of heads must be an integer."""
     compile_model(int8(built(unknown_heads)), tmp_path)
     model = onnx.load(tmp_path / "model_ctx.onnx")
     (shape,) = (one for one in model.graph.input if one.name == "shape")
@@ -323,7 +327,7 @@ def test_sizes_of_no_whole_numbers(int8: Quantize, tmp_path: Path) -> None:
 
 
 def test_parts_of_different_sizes(int8: Quantize, tmp_path: Path) -> None:
-    """The record of another layer replaces that of the values."""
+    """The record of another layer, with other sizes, replaces that of the value layer."""
     compile_model(int8(ir.to_proto(tiny.tiny_bert(hidden_size=40, num_attention_heads=4))), tmp_path)
     content = bytearray(binary(tmp_path).read_bytes())
     found = list(steps(bytes(content)))

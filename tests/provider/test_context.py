@@ -1,4 +1,4 @@
-"""Compiled models: what a session with ep.context_enable writes, and sessions on it."""
+"""Compiled models: what a session with ep.context_enable writes, and sessions on the written model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FORMAT = 4
 
 
 def compile_model(model: onnx.ModelProto, folder: Path, threads: int = 1, **entries: str) -> ort.InferenceSession:
-    """Writes model.onnx and model_ctx.onnx; the session that wrote it."""
+    """Write model.onnx and model_ctx.onnx to the folder, and return the session that wrote the latter."""
     onnx.save(model, folder / "model.onnx")
     all_entries: dict[str, Any] = ENTRIES | {"ep__context_enable": "1"} | entries
     return provider_session(str(folder / "model.onnx"), threads, **all_entries)
@@ -56,7 +56,7 @@ def context_nodes(folder: Path) -> list[dict[str, Any]]:
 
 
 def check_round_trip(model: onnx.ModelProto, folder: Path, *feeds: dict[str, np.ndarray], **entries: str) -> None:
-    """Answers of the compiled model bit by bit those of the model, in which there are groups."""
+    """Check that the compiled model has EPContext nodes, and gives the bits of the original model."""
     expected = provider_session(model, **ENTRIES | entries)
     written = compile_model(model, folder, 1, **entries)
     read = compiled_session(folder)
@@ -84,7 +84,7 @@ def test_layers_of_few_bits(size: tuple[int, int], bits: int, zero_points: str, 
 @pytest.mark.parametrize("form", DYNAMIC)
 @pytest.mark.parametrize("zeros", [0.0, 0.6])
 def test_int8_layers(form: str, zeros: float, tmp_path: Path) -> None:
-    """Dense or as a bitmap, where this CPU is faster with one."""
+    """Weights are stored dense, or as a bitmap if that is faster on this CPU."""
     q = np.where(np.random.default_rng(2).random((150, 40)) < zeros, 0, dense_integers(150, 40)).astype(np.int8)
     layer = Int8Layer(form, q=q, bias=True)
     check_round_trip(layer.model(), tmp_path, *({"x": layer.inputs(rows)} for rows in (1, 20)))
@@ -97,7 +97,7 @@ def test_zero_points_of_an_int8_weight(tmp_path: Path) -> None:
 
 
 def test_one_layer_behind_another(tmp_path: Path) -> None:
-    """Values between EPContext nodes have a type too."""
+    """A value between two EPContext nodes must have a declared type."""
     first, second = NBits(64, 32, 32), NBits(32, 48, 32)
     value = helper.make_tensor_value_info
     nodes = [first.node(y="h", name="first", prefix="1 "), second.node(x="h", name="second", prefix="2 ")]
@@ -111,7 +111,7 @@ def test_one_layer_behind_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize("zeros", [0.0, 0.6])
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_float_layers(precision: str, zeros: float, tmp_path: Path) -> None:
-    """A session on the compiled model needs no word on precision."""
+    """A session on the compiled model does not need the precision option."""
     model = layer_model("MatMul", zeros=zeros)
     feed = {"x": np.random.default_rng(1).standard_normal((9, 40), np.float32)}
     (expected,) = precise_session(model, precision).run(None, feed)
@@ -129,7 +129,7 @@ def test_activations(name: str, tmp_path: Path) -> None:
 
 
 def encoder_layer() -> onnx.ModelProto:
-    """A layer, a residual and a norm, with nodes of ONNX Runtime's in front and behind."""
+    """Return a linear layer with a residual and a norm, between nodes that ONNX Runtime runs."""
     layer = Int8Layer("chain", q=dense_integers(64, 32), bias=True)
     weight, bias = np.random.default_rng(7).standard_normal((2, 32)).astype(np.float32)
     more = [
@@ -189,7 +189,7 @@ def test_a_whole_encoder(embed_mode: str, tmp_path: Path) -> None:
 
 
 def test_what_one_model_can_hold() -> None:
-    """All groups in Base64 together may have 2 GiB - 1."""
+    """The files of all groups must fit into 2 GiB - 1 as Base64."""
     most = 2**31 // 4 * 3 - 3
     for files in ([], [0, 1, 2], [most], [most - 3 * 2**20, 3 * 2**19, 3 * 2**19]):
         _testing.check_embedded(files)
@@ -243,7 +243,7 @@ def test_a_compiled_model_may_move(tmp_path: Path) -> None:
 
 
 def test_a_session_outlives_its_file(tmp_path: Path) -> None:
-    """Made anew, a file takes the place of the old one, which sessions still have."""
+    """Writing the file again replaces it, while open sessions keep the old one."""
     layer, other = NBits(64, 20, 32), NBits(64, 20, 32, zero_points="packed")
     x = layer.x(3)
     (expected,) = compile_model(layer.model(), tmp_path).run(None, {"x": x})
@@ -257,7 +257,7 @@ def test_a_model_in_memory_takes_a_path(tmp_path: Path) -> None:
     layer = NBits(64, 20, 32)
     x = layer.x(3)
     with pytest.raises(Exception, match="ep_context_path and model_path are empty"):
-        provider_session(layer.model(), ep__context_enable="1")  # ONNX Runtime reports the error
+        provider_session(layer.model(), ep__context_enable="1")  # the error comes from ONNX Runtime
     path = tmp_path / "some.name_ctx.onnx"
     written = provider_session(layer.model(), ep__context_enable="1", ep__context_file_path=str(path))
     assert sorted(one.name for one in tmp_path.iterdir()) == ["some.name_ctx.onnx", "some.name_ctx_ortolan.bin"]
@@ -289,7 +289,7 @@ def test_a_compiled_model_is_not_compiled(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_a_layer_that_makes_nothing(residual: bool, tmp_path: Path) -> None:
-    """ONNX Runtime keeps its node, and a node of a compiled model must make something."""
+    """A layer whose output is unused is not claimed, because an EPContext node needs an output."""
     layer = Int8Layer("chain", q=dense_integers(64, 24))
     more = [node("Add", ["r", "x2"], ["s"], name="sum")] if residual else []
     model = with_nodes(layer, [*more, node("Neg", ["x2"], ["y"])], ("x2",))
@@ -298,7 +298,7 @@ def test_a_layer_that_makes_nothing(residual: bool, tmp_path: Path) -> None:
 
 
 def test_an_input_that_has_a_value(tmp_path: Path) -> None:
-    """ONNX Runtime makes a constant of it, and a node of a compiled model may read that."""
+    """ONNX Runtime turns an input with an initializer into a constant, which an EPContext node may read."""
     layer = NBits(64, 20, 32)
     model = layer.model()
     model.graph.initializer.append(numpy_helper.from_array(layer.x(3), "x"))
@@ -318,8 +318,8 @@ def test_nodes_of_other_providers_stay(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(ORT_VERSION < (1, 32), reason="this onnxruntime writes no such model")
 def test_layers_in_branches_are_not_compiled(tmp_path: Path) -> None:
-    # Small, and of its own weights: ONNX Runtime leaves out what branches alone read of the graph around them, and
-    # fails to write branches with more than 127 bytes of weights.
+    # The layer in the branch is small and has its own weights: ONNX Runtime drops outer values that only branches read,
+    # and fails to write branches with more than 127 bytes of weights.
     layer, value = NBits(32, 4, 32), helper.make_tensor_value_info
     inner = layer.node(y="a", name="inner", prefix="inner ")
     then = helper.make_graph([inner], "then", [], [value("a", FLOAT, None)], layer.initializers("inner "))
@@ -330,7 +330,7 @@ def test_layers_in_branches_are_not_compiled(tmp_path: Path) -> None:
     model = whole(helper.make_graph(nodes, "branches", inputs, [value("y", FLOAT, None)], layer.initializers()))
     feeds = [{"x": layer.x(3), "condition": np.array(condition)} for condition in (False, True)]
     assert claimed(compile_model(model, tmp_path)) == ["outer"]
-    # They are taken when the compiled model is read, as in any model.
+    # Layers in branches are claimed when the compiled model is loaded.
     expected, read = provider_session(model), compiled_session(tmp_path)
     for feed in feeds:
         assert_same_bits(read.run(None, feed)[0], expected.run(None, feed)[0])
@@ -377,7 +377,7 @@ np.save(answer, session.run(None, dict(np.load(feeds)))[0])
 
 @pytest.mark.parametrize("written_by, read_by", [("avx2", None), (None, "avx2")])
 def test_a_file_of_another_cpu(written_by: str | None, read_by: str | None, tmp_path: Path) -> None:
-    """Weights with zeros are a bitmap where AVX-512 is there, else dense: both are read everywhere."""
+    """Weights with zeros are stored as a bitmap on a CPU with AVX-512, otherwise dense. Every CPU reads both."""
     detected = ortolan._native.cpu_info()["detected_features"]
     if "avx2" not in detected:
         pytest.skip("this CPU has no AVX2")
@@ -496,7 +496,7 @@ def test_wrong_attributes(name: str, value: Any, pattern: str, compiled: Path) -
 
 @pytest.mark.parametrize("of", ["inputs", "outputs"])
 def test_values_of_another_type(of: str, tmp_path: Path) -> None:
-    """Steps read and write floats: a model's own word on its values is not enough."""
+    """EPContext nodes read and write floats, so a model that declares other types is rejected."""
     compile_model(NBits(64, 20, 32).model(), tmp_path)
     model = onnx.load(tmp_path / "model_ctx.onnx")
     value = model.graph.input[0] if of == "inputs" else model.graph.output[0]
@@ -506,7 +506,7 @@ def test_values_of_another_type(of: str, tmp_path: Path) -> None:
 
 
 def mutated(content: bytes, rng: np.random.Generator) -> bytes:
-    """One to four changes of the header or of the records, or of any byte."""
+    """Return the file with one to four random changes of the header, the records or any byte."""
     changed = bytearray(content)
     (record_bytes,) = struct.unpack_from("<q", content, 24)
     for _ in range(rng.integers(1, 5)):
@@ -552,7 +552,7 @@ print(errors)
 
 
 def mutate_in_a_process(model: onnx.ModelProto, feeds: dict[str, np.ndarray], folder: Path, **entries: str) -> None:
-    """Sessions and calls on 400 damaged files: errors or answers, and no signal."""
+    """Run 400 damaged files in a separate process: each must give an error or an output, not a crash."""
     compile_model(model, folder, 1, **entries)
     np.savez(folder / "feeds.npz", **feeds)  # type: ignore[arg-type]
     done = run_with_isa(ortolan._native.cpu_info()["isa"], FUZZ, str(folder), "1", "400")

@@ -1,5 +1,4 @@
-"""Layers of float16 models on the provider: computed in float32 from the stored weights, rounded where values are
-float16."""
+"""Linear layers of float16 models: computed in float32, and rounded where the model's values are float16."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def in_float16(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def with_rounded_weights(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A float32 model with the numbers that `in_float16` has."""
+    """Return a float32 model with weights rounded to float16, as in `in_float16`."""
     model = onnx.ModelProto.FromString(model.SerializeToString())
     for tensor in model.graph.initializer:
         if tensor.data_type == FLOAT:
@@ -65,7 +64,7 @@ def with_rounded_weights(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def layer_model(kind: str, more: tuple[onnx.NodeProto, ...] = (), y: str = "y", **weights: np.ndarray):
-    """x [batch, 40] -> y, in float32."""
+    """Return a float32 model with one linear layer, input x [batch, 40] and output y."""
     w, b = random_weight(K, N, seed=2), random_weight(N, seed=3)
     if kind == "MatMul":
         nodes = [node("MatMul", ["x", "W"], ["p"], name="linear"), node("Add", ["p", "b"], [y], name="bias")]
@@ -84,7 +83,7 @@ def x_of(rows: int) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["MatMul", "Gemm", "Gemm transposed"])
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_one_layer(kind: str, precision: str) -> None:
-    """The bits of the float32 layer with the same weights and inputs, rounded once."""
+    """The output has the bits of the float32 layer with the same weights and inputs, rounded once."""
     model = layer_model(kind)
     session = precise_session(in_float16(model), precision)
     assert claimed(session)[-1] in ("linear", "linear/MatMulAddFusion")
@@ -97,7 +96,7 @@ def test_one_layer(kind: str, precision: str) -> None:
 
 
 def test_many_rows_on_many_threads() -> None:
-    """Conversions run in chunks; the last chunk is partial."""
+    """Conversions run in chunks of rows; the last chunk is partial."""
     model, x = layer_model("MatMul"), x_of(1700)
     (y,) = precise_session(in_float16(model), "int8", threads=2).run(None, {"x": x})
     (expected,) = precise_session(with_rounded_weights(model), "int8").run(None, {"x": x.astype(np.float32)})
@@ -105,7 +104,7 @@ def test_many_rows_on_many_threads() -> None:
 
 
 def test_casts_around_a_layer() -> None:
-    """A Cast behind a layer is part of its group; one in front stays, as others may read it."""
+    """A Cast after the layer is part of its group. A Cast before it is not, as other nodes may read its output."""
     model = in_float16(layer_model("MatMul"))
     model.graph.input[0].type.tensor_type.elem_type = model.graph.output[0].type.tensor_type.elem_type = FLOAT
     model.graph.node[1].output[0] = "h"
@@ -121,7 +120,7 @@ def test_casts_around_a_layer() -> None:
 
 
 def test_what_follows_a_layer() -> None:
-    """GELU with a rounded square root of 2, a residual and a norm."""
+    """GELU with a square root of 2 that is rounded to float16, a residual and a norm."""
     more = (
         node("Div", ["r", "sqrt2"], ["d"], name="divide"),
         node("Erf", ["d"], ["e"]),
@@ -144,7 +143,7 @@ def test_what_follows_a_layer() -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_a_whole_encoder(precision: str, tmp_path: Path) -> None:
-    """Answers are as close to the float32 model's as the provider's own, attention included; also when compiled."""
+    """The error of outputs is as small as that of the provider on the float32 model, also for the compiled model."""
     floats: onnx.ModelProto = ir.to_proto(tiny.tiny_bert())
     model = in_float16(floats)
     session = precise_session(model, precision, threads=2)
@@ -190,7 +189,7 @@ def test_other_types_are_left_with_a_reason(kind: int, named: str, tmp_path: Pat
     model = helper.make_model(graph, ir_version=9, opset_imports=[helper.make_opsetid("", 17)])
     try:
         (found,) = ortolan.inspect_provider(model, precision="int8").nodes
-    except ortolan.OrtolanError as error:  # ONNX Runtime has no bfloat16 product of its own
+    except ortolan.OrtolanError as error:  # ONNX Runtime has no MatMul for bfloat16
         assert "Could not find an implementation" in str(error) and named == "bfloat16"
         return
     assert (found.node, found.taken) == ("linear", False) and f"are {named}, expected float or float16" in found.reason

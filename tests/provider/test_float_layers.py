@@ -1,4 +1,4 @@
-"""Layers of floats on the provider, where the session says what they become: answers of `ortolan optimize`."""
+"""Float linear layers, which the provider converts to the `precision` option: bits as from `ortolan optimize`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def optimized(model: onnx.ModelProto, precision: str, **options: object) -> onnx
 def layer_model(
     kind: str, n: int = 24, zeros: float = 0.0, more: tuple[onnx.NodeProto, ...] = (), **weights: np.ndarray
 ) -> onnx.ModelProto:
-    """x [batch, 40] -> y."""
+    """Return a model with one linear layer, input x [batch, 40] and output y."""
     rng = np.random.default_rng(n)
     w = np.where(rng.random((40, n)) < zeros, 0, rng.standard_normal((40, n))).astype(np.float32)
     b = rng.standard_normal(n).astype(np.float32)
@@ -64,7 +64,8 @@ def layer_model(
 def test_one_layer(kind: str, precision: str, n: int, zeros: float) -> None:
     model = layer_model(kind, n, zeros)
     session = precise_session(model, precision)
-    assert claimed(session)[-1] in ("linear", "linear/MatMulAddFusion")  # as ONNX Runtime calls it
+    # ONNX Runtime may name the node it fuses "linear/MatMulAddFusion".
+    assert claimed(session)[-1] in ("linear", "linear/MatMulAddFusion")
     other = optimized(model, precision)
     for rows in (1, 6, 33):
         x = np.random.default_rng(rows).standard_normal((rows, 40)).astype(np.float32)
@@ -96,7 +97,7 @@ def test_gated_layers(precision: str) -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_weights_that_are_not_finite(bad: float) -> None:
-    """bf16 keeps them; int8 cannot."""
+    """Layers with NaN or Inf are claimed as bf16, but not as int8."""
     model = layer_model("MatMul")
     w = numpy_helper.to_array(model.graph.initializer[0]).copy()
     w[3, 2] = bad

@@ -1,4 +1,4 @@
-"""Sources of ONNX Runtime's headers when its release cannot be downloaded (ops/ort/ep_headers.cmake)."""
+"""Test the sources of ONNX Runtime's headers if its release cannot be downloaded (ops/ort/ep_headers.cmake)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = [
 
 
 def unpack(work: Path, is_right: bool = True, has_npm: bool = True) -> str:
-    """Runs the build's function with an npm that copies a small package. Returns what CMake prints."""
+    """Run the build's CMake function with an `npm` that copies a small package, and return what CMake prints."""
     named, package, tools = work / "named", work / PACKAGE, work / "bin"
     for folder in (named, work / "build", tools):
         folder.mkdir()
@@ -63,7 +63,7 @@ def test_headers_from_a_package_of_npm(tmp_path: Path) -> None:
     unpack(tmp_path)
     found = {path.name: path.read_text() for path in (tmp_path / "unpacked").iterdir()}
     assert found == {name: f"// {name}\n" for name in NAMES}
-    assert list((tmp_path / "build").iterdir()) == []  # the archive is 150 MB
+    assert list((tmp_path / "build").iterdir()) == []  # the downloaded archive is deleted, because it is large
 
 
 def test_a_package_with_another_sum_is_not_unpacked(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Hosts in other languages: examples/c/host.c, built with a C compiler; the package onnxruntime-ep-ortolan."""
+"""Test hosts in other languages: examples/c/host.c, and the package onnxruntime-ep-ortolan."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXAMPLE = ROOT / "examples" / "c"
 
 
 def headers() -> Path | None:
-    """Return the folder of ONNX Runtime's C headers (1.23 or later), in the order of ops/ort/ep_headers.cmake."""
+    """Return the folder of ONNX Runtime's C headers (1.23 or later), searched as in ops/ort/ep_headers.cmake."""
     named = os.environ.get("ORT_EP_INCLUDE_DIR")
     built = [path.parent for path in ROOT.glob("build/**/ort_ep_headers/onnxruntime_ep_c_api.h")]
     told = [Path(line) for cache in ROOT.glob("build/**/CMakeCache.txt") for line in cached(cache)]
@@ -109,7 +109,7 @@ def test_the_c_example_says_what_is_wrong(host: Path, tmp_path: Path) -> None:
 
 @needs_provider
 def test_hosts_in_c_refuse_compiled_models_of_another_format(host: Path, tmp_path: Path) -> None:
-    """ONNX Runtime asks the provider, by what the model's metadata say."""
+    """ONNX Runtime passes the format in the model's metadata to the provider, which rejects other formats."""
     compile_model(NBits(64, 20, 32).model(), tmp_path)
     path = tmp_path / "model_ctx.onnx"
     done = run(host, ortolan.get_library_path(), path)
@@ -117,7 +117,7 @@ def test_hosts_in_c_refuse_compiled_models_of_another_format(host: Path, tmp_pat
     model = onnx.load(path)
     (info,) = (one for one in model.metadata_props if one.key == f"ep_compatibility_info.{PROVIDER}")
     info.value = info.value.replace(f"format {FORMAT} ", f"format {FORMAT + 1} ")
-    model.ir_version = 11  # that onnx writes is newer than what some ONNX Runtimes read
+    model.ir_version = 11  # onnx writes a newer version, which some ONNX Runtimes cannot read
     onnx.save(model, path)
     done = run(host, ortolan.get_library_path(), path)
     assert done.returncode == 1 and done.stdout == ""
@@ -131,7 +131,7 @@ def test_the_page_shows_the_example() -> None:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the contents of the wheel of packages/onnxruntime_ep_ortolan."""
+    """Return a folder with the contents of the wheel of packages/onnxruntime_ep_ortolan."""
     pytest.importorskip("scikit_build_core", reason="the package is built with scikit-build-core")
     folder = tmp_path_factory.mktemp("package")
     shutil.copytree(ROOT / "packages" / "onnxruntime_ep_ortolan", folder / "source")

@@ -1,4 +1,4 @@
-"""inspect_provider, `ortolan inspect --provider` and the provider's option claims_file, which both read."""
+"""Test inspect_provider, `ortolan inspect --provider`, and the option claims_file that both use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEFT = ProviderNode("second", "MatMulNBits", False, "", "its block_size is 16, e
 
 
 def two_layers(first: str = "first", second: str = "second") -> onnx.ModelProto:
-    """One that is taken and one that is left, of these names."""
+    """Return a model with a layer that is claimed and one that is not, with these names."""
     value = helper.make_tensor_value_info
     layers = NBits(64, 32, 32), NBits(32, 20, 16)
     graph = helper.make_graph(
@@ -147,7 +147,7 @@ def test_a_file_that_cannot_be_written_is_told_of(tmp_path: Path) -> None:
 @needs_provider
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_a_full_disk_leaves_all_to_onnx_runtime(capfd: pytest.CaptureFixture[str]) -> None:
-    """ONNX Runtime logs this error, as any error while a provider claims nodes."""
+    """ONNX Runtime logs this error, like any error while a provider claims nodes, and runs the model."""
     session = provider_session(two_layers(), log=3, **{f"ep__{PROVIDER.lower()}__claims_file": "/dev/full"})
     assert claimed(session) == []
     assert "cannot be written: No space left on device" in capfd.readouterr().err
@@ -165,7 +165,7 @@ def test_claims_that_onnx_runtime_does_not_know_of_are_told(monkeypatch: pytest.
 
 
 def test_a_model_that_only_imports_our_operators_is_not_optimized() -> None:
-    """Inspect a model compiled by ONNX Runtime."""
+    """A model compiled by ONNX Runtime imports Ortolan's operators, but is not an optimized model."""
     model = float_model()
     model.opset_import.add(domain="ai.ortolan", version=1)
     assert ortolan.inspect_onnx(model).optimized is None

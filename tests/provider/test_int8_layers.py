@@ -1,4 +1,4 @@
-"""Dynamic int8 layers of unmodified models on the provider: the numbers and answers of the optimized file."""
+"""Dynamic int8 linear layers of unmodified models: the provider gives the bits of the optimized file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ node = helper.make_node
 
 
 def check_as_optimized(model: onnx.ModelProto, *feeds: np.ndarray, threads: int = 1) -> onnxruntime.InferenceSession:
-    """Answers bit by bit those of the file that is made of the model."""
+    """Check that the output has the bits of the optimized file, and return the session."""
     session = all_claims(model, threads)
     optimized = adopt(model).model
     for x in feeds:
@@ -64,14 +64,14 @@ def test_weights_with_zeros(share: float) -> None:
 
 
 def test_two_four_weights() -> None:
-    """The optimized file stores them otherwise."""
+    """The optimized file stores 2:4 weights in another storage, but the bits are the same."""
     lost = np.argsort(np.random.default_rng(3).random((40, 4, 40)), axis=1) < 2
     layer = Int8Layer("chain", q=np.where(lost.reshape(160, 40), 0, dense_integers(160, 40) | 1).astype(np.int8))
     check_as_optimized(layer.model(), layer.inputs(1), layer.inputs(20))
     graph = adopt(layer.model()).model.graph
     (linear,) = (one for one in graph.node if one.op_type == "SparseAMXMatMul")
     sizes = {one.name: np.prod(one.dims) for one in graph.initializer}
-    assert sizes[linear.input[1]] > 0 == sizes[linear.input[3]]  # masks, and no offsets
+    assert sizes[linear.input[1]] > 0 == sizes[linear.input[3]]  # has masks but no offsets, so the storage is 2:4
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -85,7 +85,10 @@ def test_activations_are_part_of_the_group(name: str) -> None:
 
 @pytest.mark.parametrize("shape, taken", [((24,), True), ((1, 24), True), ((1, 1, 24), False), ((24, 24), False)])
 def test_a_bias_of_several_axes(shape: tuple[int, ...], taken: bool) -> None:
-    """Heads of BART-like decoders have one of [1, n]. One of more axes than the output gives the sum its own."""
+    """A bias [1, n], as in heads of BART-like decoders, is fused.
+
+    A bias with more axes than the output is not, because the sum has the shape of the bias.
+    """
     layer = Int8Layer("chain", q=dense_integers(64, 24))
     shift = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
     model = with_nodes(layer, [node("Add", ["shift", "r"], ["y"], name="sum")], shift=shift)
@@ -107,7 +110,7 @@ def test_an_activation_whose_input_others_see_stays(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name, inner",
-    # Of "g7", ONNX Runtime itself makes no session: it fuses the others and loses that one.
+    # Without "g7", for which ONNX Runtime fails: it fuses the other nodes and loses this value.
     [(name, one.output[0]) for name, nodes in ACTIVATIONS.items() for one in nodes[:-1] if one.output != ["g7"]],
 )
 def test_an_activation_whose_numbers_others_see_stays(name: str, inner: str) -> None:
@@ -164,7 +167,7 @@ def test_a_residual_that_does_not_fit_is_an_error() -> None:
 
 
 def test_a_residual_that_hangs_on_the_layer_stays_outside() -> None:
-    """Add(r, f(x2)) where x2 is computed from another layer of the same numbers."""
+    """A residual computed from another linear layer of the same quantized input is not fused."""
     layer = Int8Layer("chain", q=dense_integers(64, 24))
     second = [
         node("MatMulInteger", ["xq", "W2", "xz", "zeros"], ["sums2"], name="linear2"),
@@ -183,7 +186,7 @@ def test_a_residual_that_hangs_on_the_layer_stays_outside() -> None:
 
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_a_layer_whose_output_nobody_reads(with_residual: bool) -> None:
-    """The value is not an output of the group that ONNX Runtime makes."""
+    """The layer linear2 is claimed, although nothing reads its result."""
     layer = Int8Layer("chain", q=dense_integers(64, 24))
     second = [
         node("MatMulInteger", ["xq", "W2", "xz", "zeros"], ["sums2"], name="linear2"),
@@ -226,7 +229,7 @@ def test_numbers_that_others_read_too_stay() -> None:
 
 
 def test_without_vnni_int8_layers_stay(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers that ONNX Runtime runs faster on this CPU stay with it, unless claims="all"."""
+    """Without VNNI, int8 layers are only claimed with claims="all", because ONNX Runtime is faster."""
     features = ortolan._native.cpu_info()["features"]
     layer = Int8Layer("chain", q=dense_integers(64, 24))
     has_vnni = bool({"avx512vnni", "avxvnni"} & set(features))
@@ -266,7 +269,7 @@ def test_malformed_layers_are_errors_or_left(form: str, name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["int8", "uint8", "int8 a column"])
 def test_a_whole_encoder(kind: str, tmp_path: Any) -> None:
-    """A model written by quantize_dynamic, with attention, answers as the optimized file."""
+    """A model written by quantize_dynamic, with attention, gives the bits of the optimized file."""
     onnx.save(ir.to_proto(tiny.tiny_bert()), tmp_path / "float.onnx")
     weight_type = quantization.QuantType.QUInt8 if kind == "uint8" else quantization.QuantType.QInt8
     quantization.quantize_dynamic(

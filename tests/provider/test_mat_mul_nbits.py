@@ -1,4 +1,4 @@
-"""MatMulNBits of unmodified models on the provider: the same numbers, within the bounds of our operators."""
+"""MatMulNBits of unmodified models: the provider uses the same weights, within the operators' error bounds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_four_bits(k: int, n: int, block: int, zero_points: str) -> None:
 @pytest.mark.parametrize("block", [32, 64, 128])
 @pytest.mark.parametrize("zero_points", ["", "packed", "whole"])
 def test_eight_bits(k: int, n: int, block: int, zero_points: str) -> None:
-    # Of one block, or blocks of equal scales, a group has 128 inputs.
+    # If k is a single block, or neighbouring blocks have equal scales, groups have 128 inputs.
     check(NBits(k, n, block, bits=8, zero_points=zero_points, bias=n % 2 == 1), 128 if k <= block else block)
 
 
@@ -60,7 +60,7 @@ def test_a_block_may_be_several_groups(bits: int) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("half", [False, True])
 def test_many_rows_on_threads(bits: int, half: bool) -> None:
-    """half: scales that are float16 numbers are kept as such."""
+    """half: scales are float16 values, which are stored as float16."""
     layer = NBits(512, 200, 32, bits, "packed" if bits == 4 else "")
     if half:
         layer.scales = layer.scales.astype(np.float16).astype(np.float32)
@@ -74,7 +74,7 @@ def test_many_rows_on_threads(bits: int, half: bool) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_large_weights_are_packed_on_threads(bits: int) -> None:
-    """Two megabytes and more; the last panel is not full."""
+    """Weights of at least 2 MB, whose last panel is not full."""
     check(NBits(2048, 2117, 64, bits, "packed"), 64)
 
 
@@ -90,7 +90,7 @@ def test_large_weights_are_packed_on_threads(bits: int) -> None:
     ids=lambda layer: f"{layer.bits} bits {layer.block} {layer.zero_points}",
 )
 def test_answers_are_those_of_the_optimized_model(layer: NBits) -> None:
-    """Bit by bit: the rules of the Python passes and those of the provider are the same."""
+    """The bits are equal, because the provider and the Python passes choose the same formats."""
     model = layer.model()
     report = ortolan.optimize_onnx(model, options={"verify.seconds": 0.0, "may_grow": True})
     assert [one.status for one in report.layers] == ["replaced"]
@@ -143,7 +143,7 @@ def test_external_data_and_the_memory_of_initializers(tmp_path: Path) -> None:
 
 
 def test_layers_in_branches_and_layers_of_one_weight() -> None:
-    """A node in a subgraph reads weights of the graph around it; two nodes read the same ones."""
+    """A node in a subgraph reads a weight of the outer graph, and two nodes share a weight."""
     layer, value = NBits(64, 64, 32), helper.make_tensor_value_info
     y = [value("y", TensorProto.FLOAT, None)]
     then = helper.make_graph([layer.node("p", "y", "in then")], "then", [], y)
@@ -170,7 +170,7 @@ def test_layers_in_branches_and_layers_of_one_weight() -> None:
 
 
 def log_of(model: onnx.ModelProto, capfd: pytest.CaptureFixture[str]) -> str:
-    """Return the provider's log of its choices at level INFO."""
+    """Return the log at level INFO, in which the provider explains its choices."""
     import onnxruntime
 
     options = ortolan.session_options()
@@ -222,7 +222,7 @@ def test_eight_bits_whose_numbers_leave_an_int8_are_left() -> None:
 
 @pytest.mark.parametrize("name", ["B", "scales", "zero_points", "bias"])
 def test_weights_that_may_be_fed_are_left(name: str) -> None:
-    """A graph input with an initializer is a default, which a run may replace."""
+    """A weight that is also a graph input may be replaced in a call, so the node is not claimed."""
     layer = NBits(64, 20, 32, zero_points="packed", bias=True)
     model = layer.model()
     array = layer.tensors[name]
@@ -305,7 +305,7 @@ def test_tensors_shorter_than_their_shapes(cut: str, tmp_path: Path) -> None:
 
 
 def test_random_damage() -> None:
-    """Attributes and tensors of any size and type: an error, not claimed, or an answer like ONNX Runtime's."""
+    """Attributes and tensors of any size and type give an error, an unclaimed node or an output like ONNX Runtime's."""
     rng = np.random.default_rng(5)
     answers = 0
     for _ in range(150):
@@ -333,7 +333,7 @@ def test_random_damage() -> None:
 
 
 def test_initializers_are_read_by_others_too() -> None:
-    """A value read by a claimed node is kept if another node or an output needs it."""
+    """A tensor that a claimed node reads is kept if another node or an output needs it."""
     layer, value = NBits(64, 20, 32), helper.make_tensor_value_info
     nodes = [layer.node(), helper.make_node("Identity", ["scales"], ["s"])]
     outputs = [value("y", TensorProto.FLOAT, None), value("s", TensorProto.FLOAT, [20, 2])]

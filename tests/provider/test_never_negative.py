@@ -1,4 +1,4 @@
-"""Ranges that begin at 0, in front of a layer: the provider cuts values off exactly where the optimized file does."""
+"""Test when an activation range that begins at 0 needs clipping before a layer: as in the optimized file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MASK = [
     node("Sub", ["one", "m2"], ["m3"]),
     node("Mul", ["m3", "mask_scale"], ["x"]),
 ]
-POSITIVE = {  # what is never negative: the nodes between `in` and x
+POSITIVE = {  # nodes that compute a non-negative x from `in`
     "relu": [node("Relu", ["in"], ["x"])],
     "clip": [node("Clip", ["in", "zero", "most"], ["x"])],
     "even power": [node("Pow", ["in", "two"], ["x"])],
@@ -98,7 +98,10 @@ SIGNED = {
 
 
 def model_of(nodes: list[onnx.NodeProto], x_unsigned: bool) -> onnx.ModelProto:
-    """The nodes make x of `in`; a layer rounds it to a narrow range that begins at 0, so that much is above it."""
+    """Return a model in which `nodes` compute x, and a layer quantizes x to a narrow range that begins at 0.
+
+    Many values of x are above the range.
+    """
     layer = Int8Layer("qdq", q=dense_integers(K, 24), x_unsigned=x_unsigned)
     layer.x_zero, layer.x_scale = 0 if x_unsigned else -128, np.float32(2**-11)
     everything = [*nodes, *layer.nodes()]
@@ -122,7 +125,7 @@ def check(nodes: list[onnx.NodeProto], is_cut: bool, x_unsigned: bool) -> None:
     own = sum(one.op_type == "Clip" for one in nodes)
     assert (op_types(optimized).count("Clip") > own) == is_cut
     (expected,) = run(optimized, {"in": x}, library=True)
-    # ONNX Runtime's optimizer would put a rounding of its own in front of each Transpose and Reshape.
+    # ONNX Runtime's optimizer would add a quantization before each Transpose and Reshape.
     levels = LEVELS[1:] if any(one.op_type in ("Transpose", "Reshape") for one in nodes) else LEVELS
     for level in levels:
         session = session_at(model, level)

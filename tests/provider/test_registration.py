@@ -1,4 +1,4 @@
-"""Registration of the provider, its options, and sessions over models of all kinds."""
+"""Test registration of the provider, its options, and sessions on models of all kinds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .sessions import claimed, needs_provider, plain_session, provider_session
 
 
 def run_python(text: str) -> str:
-    """Return the output of a separate process with this one's import paths and `tests`; it must exit with 0."""
+    """Run code in a process with the same import paths and `tests`, and return its output; it must exit with 0."""
     paths = [str(Path(__file__).parents[2]), *(os.path.abspath(path) for path in sys.path if path)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
@@ -62,7 +62,7 @@ def test_what_is_said_of_the_device() -> None:
 
 @needs_provider
 def test_plain_onnxruntime_registers_it_too() -> None:
-    """Registration as in docs/provider.md, after which our own functions work too."""
+    """Ortolan's functions also work after the provider was registered by onnxruntime, as in docs/provider.md."""
     text = f"""
         import onnxruntime, ortolan
         onnxruntime.register_execution_provider_library("any name", ortolan.get_library_path())
@@ -87,7 +87,7 @@ def test_an_old_onnxruntime_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_provider
 @pytest.mark.parametrize("version", ["1.17.0", "1.22.1", "no version"])
 def test_an_old_host_gets_a_status(version: str) -> None:
-    """The error in a C or C# host, where no Python code checks the version first."""
+    """A host in C or C# gets the error from the library, because no Python code checks the version first."""
     told: list[bytes] = []
     create_status = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p)(
         lambda code, text: told.append(text) or 1
@@ -162,11 +162,11 @@ def test_models_with_nothing_to_claim_run_unchanged() -> None:
 
 @needs_provider
 def test_one_registration_serves_optimized_models_too() -> None:
-    """The operators are there, and are no nodes of the provider's: ORT's own CPU provider calls them."""
+    """Optimized models run in a session with the provider, but ORT's CPU provider runs their operators."""
     rng = np.random.default_rng(0)
     layer = GroupLayer.random(rng, 64, 20, 32)
     model = node_model(layer)
-    del model.functions[:]  # nothing but the library knows the operator
+    del model.functions[:]  # without the function, only the library's kernel can run the node
     session = provider_session(model)
     assert claimed(session) == []
     x = rng.standard_normal((3, 64), dtype=np.float32)
@@ -237,7 +237,10 @@ def test_sessions_are_made_run_and_dropped_in_ten_threads_at_once() -> None:
 
 @needs_provider
 def test_memory_of_sessions_comes_back() -> None:
-    """Each holds 0.6 MB and 1 MB of packed numbers: of 200, what one in ten keeps would be found."""
+    """Sessions release their memory.
+
+    Packed weights have 0.6 MB or 1 MB, so a leak in one of ten sessions would be found.
+    """
     text = """
         import gc, os
         from tests.passes.int8_layers import Int8Layer
@@ -285,7 +288,10 @@ def test_unregisters_when_sessions_are_gone_and_registers_again() -> None:
 
 @needs_provider
 def test_sessions_outlive_their_registration() -> None:
-    """ONNX Runtime forbids it, and neither it nor its Python checks: nothing that they call may be gone."""
+    """Sessions keep working after the provider was unregistered.
+
+    ONNX Runtime forbids this but does not check it, so the library must stay loaded.
+    """
     text = """
         import onnxruntime
         from tests.provider.nbits_models import NBits

@@ -1,4 +1,4 @@
-"""Layers of fixed ranges on the provider, as quantize_static writes them: answers are those of the optimized file."""
+"""Linear layers with fixed ranges, as quantize_static writes them: bits as in the optimized file."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ def session_at(model: onnx.ModelProto, level: ort.GraphOptimizationLevel) -> ort
 
 
 def check_as_optimized(model: onnx.ModelProto, *feeds: np.ndarray, **more: np.ndarray) -> list[str]:
-    """Answers bit by bit those of the file that is made of the model, however ONNX Runtime optimizes it. The names of
-    the nodes that are taken of the graph as it is."""
+    """Check that the output has the bits of the optimized file at each optimization level of ONNX Runtime.
+
+    Returns the names of the nodes that are claimed in the unoptimized graph.
+    """
     optimized = adopt(model, calibration=[{"x": feeds[0]} | more]).model
     for level in LEVELS:
         session = session_at(model, level)
@@ -89,7 +91,7 @@ def test_zero_points(form: str, unsigned: bool, x_unsigned: bool, offset: int) -
     layer = Int8Layer(form, unsigned=unsigned, x_unsigned=x_unsigned, zero_point=zero, q=codes - zero)
     try:
         plain_session(layer.model())
-    except Exception:  # ONNX Runtime has no kernel for these types
+    except Exception:  # ONNX Runtime has no kernel for this combination of types
         pytest.skip("ONNX Runtime does not run it")
     assert "linear" in check_as_optimized(layer.model(), layer.inputs(9))
 
@@ -105,14 +107,14 @@ def test_activations_behind_a_rounding(form: str, name: str) -> None:
         more = [*rounding("r", "s", "y_scale", "y_zero"), *more]
     model = with_nodes(layer, [*more, node("Neg", ["a"], ["y"], name="behind")], **constants_of(layer))
     taken = check_as_optimized(model, layer.inputs(1), layer.inputs(40))
-    # Readers of one DequantizeLinear get one each.
+    # ONNX Runtime gives each consumer of a DequantizeLinear its own copy.
     assert "behind" not in taken and len(taken) >= len(model.graph.node) - 1
 
 
 def layer_behind_a_relu(x_unsigned: bool) -> Int8Layer:
     layer = Int8Layer("qdq", q=dense_integers(64, 24), x_unsigned=x_unsigned)
     layer.x_zero = layer.y_zero = 0 if x_unsigned else -128
-    layer.y_scale = np.float32(2**-6)  # so that much is beyond 255 steps
+    layer.y_scale = np.float32(2**-6)  # small, so that many values are beyond 255 steps
     return layer
 
 
@@ -124,7 +126,7 @@ def beyond_bounds(layer: Int8Layer) -> np.ndarray:
 
 @pytest.mark.parametrize("x_unsigned", [False, True])
 def test_a_range_that_begins_at_zero_stands_for_a_relu(x_unsigned: bool) -> None:
-    """Before a layer, and after one whose rounded value has no other consumer."""
+    """A range that begins at 0 clips like a Relu, before a layer and after it."""
     layer = layer_behind_a_relu(x_unsigned)
     model = with_nodes(layer, rounding("r", "y", "y_scale", "y_zero"), **constants_of(layer))
     x = beyond_bounds(layer)
@@ -135,7 +137,7 @@ def test_a_range_that_begins_at_zero_stands_for_a_relu(x_unsigned: bool) -> None
 
 
 def test_a_relu_needs_no_bounds() -> None:
-    """A perceptron: the rounding behind its Relu is the first layer's."""
+    """The output of the Relu is quantized to a range that begins at 0, so the second layer needs no clipping."""
     layer = Int8Layer("qdq", q=dense_integers(64, 32), bias=True)
     more = [
         node("Relu", ["r"], ["a"], name="relu"),
@@ -150,8 +152,10 @@ def test_a_relu_needs_no_bounds() -> None:
 
 
 def residuals(layer: Int8Layer) -> onnx.ModelProto:
-    """Layers and a residual of one rounding. Three axes, as ONNX Runtime makes a Gemm of a MatMul and an Add of
-    matrices."""
+    """Return linear layers that share the quantized x, which is also a residual.
+
+    x has three axes, because ONNX Runtime would fuse MatMul and Add of matrices into Gemm.
+    """
     more = [
         node("DequantizeLinear", ["W2", "y_scale", "zero"], ["V"], name="weight2"),
         node("MatMul", ["xd", "V"], ["p2"], name="linear2"),
@@ -173,7 +177,7 @@ def residuals(layer: Int8Layer) -> onnx.ModelProto:
 
 
 def test_layers_and_a_residual_of_one_rounding() -> None:
-    """Remaining consumers get floats: ONNX Runtime gives each its own DequantizeLinear."""
+    """Consumers outside of the group get x as floats, each from a DequantizeLinear of its own."""
     layer = Int8Layer("qdq", q=dense_integers(32, 32))
     model = residuals(layer)
     taken = check_as_optimized(model, layer.inputs(1)[None], layer.inputs(10).reshape(2, 5, 32))
@@ -181,7 +185,7 @@ def test_layers_and_a_residual_of_one_rounding() -> None:
 
 
 def test_rounding_that_leads_back_to_its_layer() -> None:
-    """A residual of the layer is made of what others read of its input: ONNX Runtime's nodes cannot be in a ring."""
+    """A residual is not fused if it depends on the layer's quantized input: the fused nodes would form a cycle."""
     layer = Int8Layer("qdq", q=dense_integers(64, 64))
     more = [node("Tanh", ["xd"], ["t"], name="tanh"), node("Add", ["r", "t"], ["y"], name="add")]
     model = with_nodes(layer, more)
@@ -192,7 +196,7 @@ def test_rounding_that_leads_back_to_its_layer() -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_rounding_that_nobody_reads(count: int) -> None:
-    """Nodes that lead nowhere, between a layer and its bias."""
+    """A quantization whose result nothing reads, between a layer and its bias, does not matter."""
     layer = Int8Layer("qdq", q=dense_integers(64, 24))
     bias = node("Add", ["r", "shift"], ["y"], name="add")
     constants = constants_of(layer, shift=np.random.default_rng(3).random(24, np.float32))
@@ -204,7 +208,7 @@ def test_a_rounding_that_nobody_reads(count: int) -> None:
 
 
 def test_biases_of_whole_numbers() -> None:
-    """int32 behind DequantizeLinear, as quantize_static writes them for Gemm; uint8 behind one, for an Add."""
+    """Biases may be quantized: int32 before Gemm, as quantize_static writes it, and uint8 before Add."""
     layer = Int8Layer("qdq_gemm", q=dense_integers(64, 24))
     nodes = layer.nodes("r")
     nodes[-1].input.append("b_floats")
@@ -308,11 +312,11 @@ def counted(model: onnx.ModelProto, session: ort.InferenceSession, op_type: str)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", ["QDQ layers", "QOperator layers"])
 def test_a_whole_encoder(name: str, level: ort.GraphOptimizationLevel, encoders: dict[str, onnx.ModelProto]) -> None:
-    """The model with attention, residuals and norms answers as the optimized file."""
+    """A model with attention, residuals and norms gives the bits of the optimized file."""
     model = encoders[name]
     session = session_at(model, level)
     optimized = ortolan.optimize_onnx(model, options={"verify.seconds": 0.0}).model
-    # The last layer's norm, and the first one, which is behind embeddings.
+    # All 5 norms are claimed, including the one after the embeddings.
     assert counted(model, session, "LayerNormalization") == 5 and counted(model, session, "Softmax") == 2
     for batch, length in ((1, 1), (1, 16), (3, 40)):
         feeds = token_feeds(np.random.default_rng(length), batch, length)
@@ -321,7 +325,7 @@ def test_a_whole_encoder(name: str, level: ort.GraphOptimizationLevel, encoders:
 
 
 def test_an_encoder_of_which_all_is_rounded(encoders: dict[str, onnx.ModelProto]) -> None:
-    """QDQ pairs outside of groups are kept; removing the others brings answers closer to the float model."""
+    """QDQ pairs outside of claimed groups are kept; removing the others makes outputs closer to the float model's."""
     model = encoders["QDQ all"]
     session = all_claims(model)
     assert counted(model, session, "Softmax") == 2 and counted(model, session, "MatMul") == 16
@@ -337,7 +341,7 @@ def test_an_encoder_of_which_all_is_rounded(encoders: dict[str, onnx.ModelProto]
 
 
 def bounded() -> tuple[onnx.ModelProto, np.ndarray]:
-    """A layer whose input and output have bounds, and a copy of the input within them."""
+    """Return a layer whose input and output are clipped, and whose quantized input another node reads."""
     layer = layer_behind_a_relu(x_unsigned=True)
     more = [*rounding("r", "y", "y_scale", "y_zero"), node("Neg", ["xd"], ["z"], name="outside")]
     model = with_nodes(layer, more, **constants_of(layer))
@@ -367,8 +371,10 @@ def test_compiled_copies_without_bounds(tmp_path: Path) -> None:
 
 
 def test_a_compiled_layer_in_front_of_a_reshape(tmp_path: Path) -> None:
-    """ONNX Runtime moves a QuantizeLinear from behind the Reshape to the compiled node, and loses a type there: the
-    rounding that it had put there before stays."""
+    """ONNX Runtime moves the second QuantizeLinear before the Reshape, and loses the type of the value there.
+
+    The provider therefore leaves the first QDQ pair, after the layer, to ONNX Runtime.
+    """
     layer = Int8Layer("qdq", q=dense_integers(64, 24))
     more = [
         *rounding("r", "s", "y_scale", "y_zero"),

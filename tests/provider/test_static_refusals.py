@@ -1,4 +1,4 @@
-"""Reasons why layers with fixed ranges are not claimed, with the node's name."""
+"""Linear layers with fixed ranges that are not claimed: the reported reasons, which name the node."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def an_output(form: str, name: str) -> Models:
 
 
 def weight_of_two() -> onnx.ModelProto:
-    """A transposed weight as floats: ONNX Runtime gives each consumer its own DequantizeLinear."""
+    """Return a layer whose dequantized, transposed weight another node reads too."""
     model = model_of("qdq_transpose")
     add(model, node("Neg", ["Wt"], ["z"], name="other"), outputs=("z",))
     return model
@@ -113,7 +113,7 @@ def computed_weight() -> onnx.ModelProto:
 
 
 def two_layers_of_one_rounding() -> onnx.ModelProto:
-    """The second one, which takes the 8-bit numbers themselves, is left for its scales."""
+    """Return two layers that share the quantized x; the second has an invalid scale, so it is not claimed."""
     model = model_of("to_float")
     inputs = list(named(model, "linear").input)
     inputs[3] = "zeros_of_scales"
@@ -201,14 +201,14 @@ REFUSED: dict[str, tuple[Models, str, str]] = {
 
 
 def told(model: onnx.ModelProto, folder: Path) -> dict[str, str]:
-    """The reasons of the nodes that are left, by their names; no optimization of ONNX Runtime's goes before."""
+    """Map the nodes that are not claimed to their reasons, with ONNX Runtime's optimizations disabled."""
     file = folder / "claims.jsonl"
     options = options_with({"claims": "all", "claims_file": str(file)})
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4
     try:
         ort.InferenceSession(model.SerializeToString(), options)
-    except Exception as error:  # ONNX Runtime may lack a kernel for an unclaimed node
+    except Exception as error:  # ONNX Runtime may lack a kernel for a node that is not claimed
         assert "NOT_IMPLEMENTED" in str(error), error
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     return {line["node"]: line["reason"] for line in lines if not line["taken"]}
@@ -222,5 +222,5 @@ def test_reasons(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["qdq", "qdq_gemm", "qlinear", "qgemm", "to_float"])
 def test_nothing_is_left_without_a_reason(form: str, tmp_path: Path) -> None:
-    """The unchanged models of the cases above are claimed without a reason."""
+    """The unchanged models of the cases above are claimed completely, so no reason is reported."""
     assert told(model_of(form), tmp_path) == {}

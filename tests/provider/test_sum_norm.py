@@ -1,6 +1,6 @@
-"""LayerNormalization with the additions before it, outside of a layer's epilogue: claimed next to integer layers.
+"""LayerNormalization with the additions before it, if no linear layer precedes it.
 
-Its answers have the bits of AddLayerNorm in the optimized file.
+The provider claims it in models with integer linear layers. The bits are those of AddLayerNorm in the optimized file.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def model_of(
     shapes: dict[str, list[int | str | None]] | None = None,
     opset: int = 21,
 ) -> onnx.ModelProto:
-    """Return a model of the nodes and a 4-bit layer after `y`, whose output is the model's."""
+    """Return a model of `nodes` and a 4-bit linear layer that reads `y` and computes the output "answer"."""
     nodes = [*nodes, layer or LAYER.node("y", "answer", prefix="layer.")]
     read = {name for one in nodes for name in one.input}
     known = SHAPES | (shapes or {})
@@ -74,7 +74,7 @@ def feeds_of(model: onnx.ModelProto) -> dict[str, np.ndarray]:
 
 
 def as_optimized(model: onnx.ModelProto, *feeds: dict[str, np.ndarray], threads: int = 1) -> list[str]:
-    """Answers bit by bit those of the optimized file, which has an AddLayerNorm. Which nodes are taken."""
+    """Check that the output has the bits of the optimized file with AddLayerNorm, and return the claimed nodes."""
     session, optimized = provider_session(model, threads), adopt(model).model
     assert "AddLayerNorm" in op_types(optimized) and "LayerNormalization" not in op_types(optimized)
     for one in feeds or (feeds_of(model),):
@@ -89,20 +89,20 @@ def test_sums_that_nothing_else_reads_become_part(name: str, threads: int) -> No
     nodes, operands, left = SUMS[name]
     taken = as_optimized(model_of(nodes), threads=threads)
     sums = [one.name for one in nodes if one.op_type == "Add"]
-    # Those in front that are no part of it come first.
+    # The first additions, which are not fused, are in `left`.
     assert taken == sorted([*sums[len(left) :], "y", "linear"])
     assert len(sums) - len(left) == len(operands) - 1
 
 
 def test_what_is_written_out_in_nodes() -> None:
-    """ONNX Runtime makes the operator of it before it asks, but of one without a bias, which is left."""
+    """ONNX Runtime fuses the nodes of the formula to LayerNormalization first, but not if there is no bias."""
     taken = as_optimized(model_of(SUMS["a formula"][0], opset=17))
     assert "s" in taken and any("LayerNormFusion" in one for one in taken)
     assert claimed(provider_session(model_of(SUMS["a formula without bias"][0], opset=17))) == ["linear"]
 
 
 def test_against_the_kernel_and_the_exact_formula() -> None:
-    """Sums made from the left, each rounded; one with float64 behind it."""
+    """Additions run from left to right and round each sum; the norm is within its error bound."""
     model = model_of([op("Add", "x t", "s1"), op("Add", "s1 p", "s"), norm()])
     (y, _), w, b = provider_session(model).run(None, feeds_of(model)), CONSTANTS["w"], CONSTANTS["b"]
     operands = [FEEDS[name] for name in "xtp"]
@@ -168,7 +168,7 @@ def float_layer() -> NodeProto:
     ("precision", "taken"), [("float32", []), ("bf16", ["linear"]), ("int8", ["linear", "s", "y"])]
 )
 def test_it_takes_layers_of_whole_numbers(precision: str, taken: list[str]) -> None:
-    """Only claimed next to integer layers, as in the optimized file; next to float layers there is no gain."""
+    """A norm is only claimed if the next linear layer is an integer layer, as in the optimized file."""
     model = model_of([op("Add", "x t", "s"), norm()], layer=float_layer())
     session = provider_session(model, ep__ortolanexecutionprovider__precision=precision)
     assert claimed(session) == taken
@@ -189,7 +189,7 @@ def test_a_layer_that_is_left_brings_no_norm() -> None:
 
 
 def test_a_sum_of_other_rows_is_an_error() -> None:
-    """The model does not declare their length."""
+    """A row length that the model does not declare is checked in the call."""
     model = model_of([norm("x w b")], shapes={"x": ["batch", "tokens", None]})
     session = provider_session(model)
     assert claimed(session) == ["linear", "y"]
@@ -215,7 +215,7 @@ def test_any_number_of_rows(shape: tuple[int, ...]) -> None:
 
 
 def in_both_branches(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Move the nodes into an If; initializers stay outside."""
+    """Return the model with the nodes in both branches of an If; initializers stay outside."""
     graph, branches = model.graph, {}
     for side in ("then_branch", "else_branch"):
         nodes, prefix = [NodeProto() for _ in graph.node], side[:4]
@@ -322,7 +322,7 @@ def norm_step(folder: Path) -> int:
 
 
 def test_a_constant_of_other_rows_is_an_error_of_the_call(tmp_path: Path) -> None:
-    """[10, 12] for [5, 24]."""
+    """An operand [10, 12] in the record instead of [5, 24] is reported by the call."""
     model = model_of(TWO_ADDENDS)
     compile_model(model, tmp_path)
     change(tmp_path, norm_step(tmp_path), operand1__axis0=10, operand1__axis1=12)
