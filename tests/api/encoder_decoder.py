@@ -1,4 +1,4 @@
-"""A small encoder-decoder model in the files that Optimum writes, and greedy decoding with it."""
+"""A small encoder-decoder model in the files that Optimum writes, and a greedy decoder for it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOTAL = f"{PAST} + {NEW}"
 
 
 def weight(name: str, *shape: int) -> np.ndarray:
-    """Return a weight by name; equal in all files."""
+    """Return a random weight that depends only on the name, so that it is equal in all files."""
     rng = np.random.default_rng(sum(map(ord, name)))
     return (rng.standard_normal(shape) / np.sqrt(shape[0]) * 1.5).astype(np.float32)
 
@@ -55,7 +55,7 @@ class Graph:
     def linear(self, name: str, x: str, width: int = W) -> str:
         self.weights[name] = weight(name, W, width)
         product = self.op("MatMul", x, name)
-        self.nodes[-1].name = f"/{name}/MatMul"  # also the same in all files
+        self.nodes[-1].name = f"/{name}/MatMul"  # node names must also be equal in all files
         return product
 
     def embedded(self, ids: str) -> str:
@@ -138,7 +138,7 @@ def decoder(with_past: bool) -> onnx.ModelProto:
 
 
 def merged() -> onnx.ModelProto:
-    """Return both decoders in the branches of an If; the branch with a past returns empty encoder caches."""
+    """Return an If with both decoders as branches; the branch with a past returns empty encoder caches."""
     weights: dict[str, np.ndarray] = {}
     branches = {}
     outputs = LOGITS | cache("present", TOTAL)
@@ -181,7 +181,7 @@ def write(folder: Path) -> Path:
 
 
 def tokens(folder: Path, ids: np.ndarray, mask: np.ndarray, use_merged: bool, count: int = 12) -> np.ndarray:
-    """Return greedily decoded tokens, [batch, count + 1]."""
+    """Return the tokens of greedy decoding, int64 [batch, count + 1]."""
     first, later = (MERGED, MERGED) if use_merged else (DECODER, WITH_PAST)
     sessions = {name: ortolan.create_session(folder / name) for name in {ENCODER, first, later}}
     hidden = sessions[ENCODER].run(None, {"input_ids": ids, "attention_mask": mask})[0]

@@ -1,11 +1,13 @@
-"""Checks that a text's result does not depend on its batch, on cases that hypothesis generates.
+"""Checks that the result for a text does not depend on its batch, on random cases from hypothesis.
 
 python -m tests.api.invariance [--cases 10000]
 
-A case is an encoder, a weight format, whether padding is left out, texts, their order, extra padding and threads. The
-result of each text alone, on one thread, must have the same bytes as in the batch. Each instruction set of the CPU runs
-a part of the cases in its own process. Finally, with integer weights, equal texts must have equal bytes on all
-instruction sets. bf16 weights do not guarantee that: the sets that agree are printed.
+A case is an encoder, a weight format, pass unpad or not, texts and their order, extra padding, and threads. The result
+of each text alone, on one thread, must have the same bytes as in the batch. Each instruction set of the CPU runs a part
+of the cases in a separate process.
+
+Finally, models with integer weights must give the same bytes for the same texts on all instruction sets. bf16 weights
+do not guarantee this; for them, the groups of instruction sets with equal bytes are printed.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from ortolan.models import tiny
 
 
 def pooled(model: ir.Model) -> ir.Model:
-    """Add a mean over tokens, as in models that take texts."""
+    """Add a mean over tokens, as in sentence encoders."""
     graph = model.graph
     nodes = Nodes(graph.opset_imports[""])
     mask = next(value for value in graph.inputs if value.name == "attention_mask")
@@ -55,7 +57,7 @@ ENCODERS = {
     "modernbert": lambda: tiny.tiny_modernbert(),
 }
 WEIGHTS = ("int8", "int4", "bf16")
-# Formats with the same bytes on every instruction set; bf16 is only reported.
+# Formats to compare between instruction sets. Integer formats must agree; bf16 is only reported.
 FORMS: dict[str, dict[str, Any]] = {
     "int8": {"weights": "int8"},
     "int8 in 4x1 blocks": {"weights": "int8", "sparsity": 0.5, "pattern": "4x1"},
@@ -125,7 +127,7 @@ def check(
 
 
 def run_cases(cases: int) -> None:
-    # The encoders have 64 positions.
+    # The encoders have 64 positions, so texts stay below that.
     lengths = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 40)), min_size=1, max_size=8)
     test = given(
         st.sampled_from(sorted(ENCODERS)),
@@ -141,7 +143,7 @@ def run_cases(cases: int) -> None:
 
 
 def digests(models: Path | None) -> dict[str, str]:
-    """Return digests of results for the same texts, by encoder, format and whether padding is left out.
+    """Return digests of the results for fixed texts, by encoder, format and use of pass unpad.
 
     Missing models are written to the folder `models`.
     """
@@ -172,7 +174,7 @@ def long_model(encoder: str, form: str, unpad: bool, path: Path | None) -> bytes
 
 
 def sets_that_agree(digests_of: dict[str, dict[str, str]]) -> dict[str, list[list[str]]]:
-    """Return groups of instruction sets with the same bytes, by encoder and format.
+    """Return groups of instruction sets with equal bytes, by encoder and format.
 
     Raises:
         AssertionError: An integer format has more than one group.
@@ -188,7 +190,9 @@ def sets_that_agree(digests_of: dict[str, dict[str, str]]) -> dict[str, list[lis
 
 
 def run_isa(isa: str, cases: int, models: Path | None = None) -> str:
-    """Run cases in another process, because ORTOLAN_ISA is read once. Without cases, return digests of the models.
+    """Run cases in a separate process, because ORTOLAN_ISA is read only once.
+
+    Without cases, return digests of the models.
 
     Raises:
         AssertionError: Results differ.

@@ -1,4 +1,4 @@
-"""Bad inputs: one clear error, an unchanged input, and no leftover files."""
+"""Bad inputs: each gives one clear error, an unchanged input, and no leftover files."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder that a test must not change."""
+    """Return a folder with two models, which tests must not change."""
     ir.save(tiny.mlp(), tmp_path / "model.onnx")
     ir.save(tiny.mlp(), tmp_path / "external.onnx", external_data="external.data", size_threshold_bytes=0)
     return tmp_path
@@ -57,7 +57,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def unchanged(folder):
-    """A function to call when the bad input exists; at the end the folder must be unchanged."""
+    """Return a function that records the folder; after the test, the folder must still be the same."""
     before: list[dict[str, str]] = []
     yield lambda: before.append(digests(folder))
     assert before == [digests(folder)]
@@ -305,7 +305,7 @@ def test_weights_that_spoil_all_answers_are_named_before_the_work(tmp_path, dtyp
         array = value.const_value.numpy().copy()
         array[:3, 0] = bad
         value.const_value = ir.tensor(array, name=name)
-    if dtype != ir.DataType.FLOAT:  # stored in two bytes, computed in float32
+    if dtype != ir.DataType.FLOAT:  # float16 and bfloat16 weights that are cast to float32
         to_halves(model, name, dtype)
     ir.save(model, tmp_path / "nan.onnx")
     stages = []
@@ -373,7 +373,7 @@ STAGES = ["normalize", "calibrate", "prune", "replace", "verify", "write", "save
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, OSError])
 @pytest.mark.parametrize("existing", [False, True])
 def test_interrupts_leave_nothing(folder, unchanged, monkeypatch, stage, error, existing):
-    """Large weights need two files, which replace an older pair or no files."""
+    """External weights need two files. They replace an older pair, or no files."""
     put_weights_outside(monkeypatch)
     if existing:
         optimize(folder / "model.onnx", folder / "out.onnx", options={"seconds": 0, "sparsity": 0.9})
@@ -395,7 +395,7 @@ def test_failures_while_the_files_are_moved_put_the_old_pair_back(folder, unchan
     real, calls = model_file.os.replace, []
 
     def replace(source, target):
-        # onnx-ir moves its own temporary file first; then follow three moves.
+        # onnx-ir first moves a temporary file of its own; then Ortolan moves three files.
         calls.append(source)
         if len(calls) == step:
             raise KeyboardInterrupt

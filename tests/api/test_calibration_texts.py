@@ -1,4 +1,4 @@
-"""Calibration texts: pieces, tokenizers and errors."""
+"""Calibration texts: how they are split into inputs, tokenizers, and errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RECIPE = {"name": "r", "pass": [{"name": "normalize"}, {"name": "prune", "method
 
 
 class Letters:
-    """A tokenizer with one token for each letter."""
+    """A tokenizer with one token per character."""
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) % 50 for letter in text]
@@ -84,7 +84,7 @@ def test_texts_for_models_of_a_fixed_size_are_padded(tmp_path, batch, tokens):
 
 @pytest.mark.parametrize(("attention", "most"), [("standard", TOKENS_OF_PIECE), ("gqa", TOKENS_OF_DECODER)])
 def test_texts_of_decoders_are_joined(attention, most):
-    """Texts are split into pieces of the context length, if that is shorter than the default."""
+    """Texts are joined and split into pieces of the default length, or of the context length if that is shorter."""
     for positions in (2048, 64):
         model = tiny.tiny_llama(attention=attention, head_dim=16, max_position_embeddings=positions)
         cut = min(most, positions) if attention == "gqa" else most
@@ -95,7 +95,7 @@ def test_texts_of_decoders_are_joined(attention, most):
 
 
 def test_few_tokens_of_a_decoder_make_several_pieces():
-    """A few texts are split into several pieces, so that some can be held out."""
+    """Few tokens are split into several shorter pieces, so that some can be held out for evaluation."""
     model = tiny.tiny_llama()
     assert len(feeds_of_texts(["ten tokens"] * 100, Letters(), model)) == 8
     assert [one["input_ids"].size for one in feeds_of_texts(["ten tokens"] * 13, Letters(), model)] == [64, 64]
@@ -116,7 +116,7 @@ def test_tokens_that_are_masked_do_not_count():
 
 
 def test_a_tokenizer_json(folder):
-    """Special tokens are added; padding and truncation of the tokenizer are ignored."""
+    """Special tokens are added; the file's settings for padding and truncation are ignored."""
     path = write_tokenizer(folder / "words.json")
     report = optimize(folder, ["one two three", "three two"], tokenizer=path)
     assert report.tokens == 4 + 3

@@ -1,4 +1,4 @@
-"""Sentence embeddings and the STS score on a tiny model with a tokenizer made here."""
+"""Sentence embeddings and the STS score on a tiny model with a small tokenizer."""
 
 import builtins
 import json
@@ -109,7 +109,7 @@ def test_a_missing_tokenizers_is_named(monkeypatch, tokenizer_path):
 
     monkeypatch.setattr(builtins, "__import__", no_tokenizers)
     encoder = make_encoder(tiny.tiny_bert(), tokenizer_path)
-    assert encoder.run([Tokens((), [1, 2, 3], [0, 0, 0])]).shape == (1, 48)  # tokens need no tokenizer
+    assert encoder.run([Tokens((), [1, 2, 3], [0, 0, 0])]).shape == (1, 48)  # inputs of token ids need no tokenizer
     with pytest.raises(OrtolanError, match="pip install tokenizers"):
         encoder.encode(["a man"])
 
@@ -158,7 +158,7 @@ def write_json(path, said):
 
 @pytest.fixture
 def folder(tmp_path, tokenizer_path):
-    """A folder of Sentence Transformers: mean, a dense layer, vectors of length 1."""
+    """A sentence-transformers folder: mean pooling, a dense layer, and normalization."""
     folder = tmp_path / "model"
     (folder / "onnx").mkdir(parents=True)
     ir.save(tiny.tiny_bert(), folder / "onnx" / "model.onnx")
@@ -220,7 +220,10 @@ def test_prompts_and_settings(folder):
 
 @pytest.mark.parametrize("weights", ["int8", "bf16"])
 def test_vectors_know_nothing_of_other_texts(folder, tmp_path, weights):
-    """A text has the same bits alone, in any batch and order, in windows, with one and two threads."""
+    """A text has the same bits alone, in any batch and order, and with one or two threads.
+
+    Texts that are processed in several windows are included.
+    """
     words = WORDS[2:]
     rng = np.random.default_rng(1)
     texts = [" ".join(rng.choice(words, size)) for size in rng.integers(1, 10, 40)]

@@ -1,4 +1,4 @@
-"""optimize_onnx of a folder with an encoder and its decoders, merged or not."""
+"""optimize_onnx on a folder with an encoder and its decoders, merged or separate."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_what_is_for_one_model_is_refused(folder: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def int8_is_fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Make a search choose int8 for all layers."""
+    """Make a search choose int8 for all linear layers."""
 
     def time_models(original: Any, paths: Any, shapes: Any) -> Any:
         return [Timing(10.0, 10.0)] * len(shapes), [[Timing(5.0, 5.0)] * len(shapes) for _ in paths]
@@ -148,7 +148,7 @@ def int8_is_fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def selected(report: ortolan.OptimizationReport, name: str) -> set[str]:
-    """The layers that passes quantize select in one file."""
+    """Return the layer patterns that the quantize passes select in one file."""
     steps = report.parts[name].recipe["pass"]
     return {glob for step in steps if step["name"] == "quantize" for glob in step["select"]}
 
@@ -160,7 +160,7 @@ def replaced(report: ortolan.OptimizationReport, name: str) -> list[str]:
 def test_decoders_get_what_was_found_for_the_one_that_begins_a_text(
     folder: Path, tmp_path: Path, int8_is_fast: None
 ) -> None:
-    """Only the first decoder projects the output of the encoder to keys and values."""
+    """Only the first decoder has the layers that compute keys and values from the encoder's output."""
     report = ortolan.optimize_onnx(folder, tmp_path / "fast", options=FAST)
     first, later = (
         {node.name for node in onnx.load(folder / name).graph.node if node.op_type == "MatMul"}

@@ -1,6 +1,6 @@
-"""optimize_onnx of a folder for ONNX Runtime GenAI: its genai_config.json names the library, which is copied.
+"""optimize_onnx on a folder for ONNX Runtime GenAI: genai_config.json must name the copied operator library.
 
-Where onnxruntime-genai is installed, it generates from the result (test_genai.py).
+test_genai.py generates text with such folders if onnxruntime-genai is installed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RECIPE = {"recipe": NAMED["sparse-bf16"], "options": FAST | {"may_grow": True}}
 
 
 def config(**decoder: Any) -> dict[str, Any]:
-    """A short version of the file that GenAI's builder writes."""
+    """Return a short genai_config.json as GenAI's builder writes it."""
     options = {"session_options": {"log_id": "onnxruntime-genai", "provider_options": []}}
     return {
         "model": {
@@ -79,7 +79,7 @@ def test_the_new_folder_is_complete(folder: Path, tmp_path: Path) -> None:
 
 
 def named(content: Any) -> list[str]:
-    """The paths of all session options that name the library."""
+    """Return the JSON paths of all session options that name the operator library."""
 
     def walk(value: Any, place: str) -> list[str]:
         if isinstance(value, list):
@@ -98,7 +98,7 @@ def named(content: Any) -> list[str]:
         ({"session_options": {}}, ["/model/decoder/session_options"]),
         ({"filename": "./model.onnx"}, ["/model/decoder/session_options"]),
         ({"session_options": {"custom_ops_library": "lib/libortolan_ops.so"}}, ["/model/decoder/session_options"]),
-        # A model of a pipeline without session options uses those of the decoder.
+        # A pipeline model without session options uses the decoder's.
         ({"filename": "", "pipeline": [{"a": {"filename": "model.onnx"}}]}, ["/model/decoder/session_options"]),
         (
             {"pipeline": [{"a": {"filename": "model.onnx", "session_options": {}}}, {"b": {"filename": "b.onnx"}}]},

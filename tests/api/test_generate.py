@@ -264,7 +264,8 @@ def test_tokens_and_numbers_that_are_refused(option, message):
         ({"top_k": 2}, [0, 4 / 7, 0, 3 / 7]),
         ({"top_p": 0.65}, [0, 4 / 7, 0, 3 / 7]),
         ({"top_p": 0.75}, [0, 4 / 9, 2 / 9, 3 / 9]),
-        ({"top_k": 3, "top_p": 0.7}, [0, 4 / 7, 0, 3 / 7]),  # 0.4 + 0.3 of 0.9 is 0.78
+        # Top_k first keeps a total of 0.9; 0.4 + 0.3 is 0.78 of it and exceeds top_p.
+        ({"top_k": 3, "top_p": 0.7}, [0, 4 / 7, 0, 3 / 7]),
         ({"temperature": 0.5}, [1 / 30, 16 / 30, 4 / 30, 9 / 30]),
         ({"temperature": 0.0}, [0, 1, 0, 0]),
     ],

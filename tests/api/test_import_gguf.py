@@ -1,4 +1,4 @@
-"""import_gguf: the model of the new folder computes with the weights of the GGUF file."""
+"""import_gguf: the model in the new folder computes with the weights of the GGUF file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FILES = [
 
 
 def nodes(folder: Path) -> dict[str, str]:
-    """Operators by the name of the layer."""
+    """Return the operator type of each node, by the layer's name."""
     graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
     return {node.name: node.op_type for node in graph.node if node.name.endswith("MatMul")}
 
@@ -55,7 +55,7 @@ def test_architectures(tmp_path: Path, name: str) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["folder", "model.gguf"]
     assert all(layer.new_op in ("W4A8MatMul", "W8A8MatMul") for layer in report.layers)
     assert any("Q4_1" in note and "exact" in note for note in report.notes)
-    # The remaining error is the rounding of activations to 8 bits.
+    # The remaining error comes from rounding activations to 8 bits.
     assert all(0 < layer.output_error < 0.02 for layer in report.layers if layer.output_error is not None)
     compare(tmp_path / "model.gguf", tmp_path / "folder", 0.05)
 
@@ -75,7 +75,7 @@ def test_types(tmp_path: Path, kind: str) -> None:
 
 
 def test_mixed_types(tmp_path: Path) -> None:
-    """q, k and v with weights of one type are one layer, of several types three."""
+    """Query, key and value layers are joined only if their weights have the same type."""
     run(tmp_path, kinds=["Q8_0", "Q5_0", "Q5_0", "Q4_0", "Q4_1", "Q4_1", "Q4_0", "Q4_0", "Q4_1", "Q4_0"], table="Q8_0")
     names = nodes(tmp_path / "folder")
     assert names["/model/layers.0/self_attn/qkv_proj/MatMul"] == "W8A8MatMul"
@@ -85,7 +85,7 @@ def test_mixed_types(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_tables_are_in_8_bits(tmp_path: Path, tied: bool) -> None:
-    """Weights are the integers of the file; rounding the dequantized floats would not restore them."""
+    """The table keeps the file's integers, which rounding the dequantized floats would not restore."""
     config = replace(CONFIGS["llama"], vocab_size=1200, tie_word_embeddings=tied)
     write(tmp_path / "model.gguf", config, table="Q5_0")
     report = ortolan.import_gguf(tmp_path / "model.gguf", tmp_path / "folder")
@@ -113,7 +113,8 @@ def test_sizes(tmp_path: Path) -> None:
     size = (tmp_path / "folder/model.onnx.data").stat().st_size
     assert report.file_size_after == size + (tmp_path / "folder/model.onnx").stat().st_size
     (layer,) = [layer for layer in report.layers if layer.name.endswith("layers.0/self_attn/o_proj/MatMul")]
-    assert layer.bytes_before == layer.bytes_after == 64 * 64 // 32 * 20  # exact, without any note on errors
+    # 20 bytes per 32 weights: the weights are exact.
+    assert layer.bytes_before == layer.bytes_after == 64 * 64 // 32 * 20
 
 
 def test_configurations(tmp_path: Path) -> None:
@@ -122,7 +123,7 @@ def test_configurations(tmp_path: Path) -> None:
     config = CONFIGS["qwen2"]
     assert read["config.json"]["architectures"] == ["Qwen2ForCausalLM"]
     assert read["config.json"]["hidden_size"] == config.hidden_size
-    # Without these two, Optimum and transformers log warnings.
+    # Optimum and transformers log warnings if one of these is missing.
     session = ortolan.create_session(tmp_path / "folder")
     assert [value.name for value in session.get_inputs()[:3]] == ["input_ids", "attention_mask", "position_ids"]
     assert read["config.json"]["transformers_version"] == "4.57.2"

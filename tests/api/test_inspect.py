@@ -1,4 +1,4 @@
-"""inspect_onnx lists the layers, and which of them can be replaced."""
+"""inspect_onnx lists linear layers, and which of them can be replaced."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def test_a_plain_model(tmp_path):
     assert [value.name for value in found.inputs] == ["input_ids", "attention_mask", "token_type_ids"]
     assert found.inputs[0].shape == ["batch", "sequence"] and found.outputs[0].dtype == "FLOAT"
     assert sum(layer.replaceable for layer in found.linears if layer.k is not None) == 12
-    assert sum(layer.replaceable for layer in found.linears) == 16  # like the report, with the products of attention
+    # 12 linear layers and 4 MatMuls of attention, as in the report.
+    assert sum(layer.replaceable for layer in found.linears) == 16
     assert [layer.replaceable for layer in found.linears] == [layer.reason is None for layer in found.linears]
     assert found.operators["MatMul"] == 16
     assert json.loads(found.to_json()) == found.to_dict()
@@ -83,7 +84,7 @@ def test_an_optimized_model():
     ("recipe", "kind"), [("sparse-bf16", "bf16"), ("sparse-int8", "int8"), ("sparse-int4", "int4, groups of 128")]
 )
 def test_kinds_of_packed_weights(recipe, kind, sparsity):
-    """bf16 layers between quantized ones are listed; without fused operations there is no column for them."""
+    """bf16 layers among quantized ones are listed. The column for fused operations appears only if there are any."""
     options = {"seconds": 0, "sparsity": sparsity, "may_grow": True}
     options |= {"quantize.exclude": ["*layers.1*"]} if kind != "bf16" else {}
     report = ortolan.optimize_onnx(
@@ -131,7 +132,7 @@ def test_functions_and_fusions():
 
 
 def listed(model: onnx.ModelProto, ir_version: int) -> onnx.ModelProto:
-    """The model with its initializers among its inputs."""
+    """Return the model with all initializers also listed as inputs."""
     model.ir_version = ir_version
     for tensor in model.graph.initializer:
         model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
@@ -139,7 +140,7 @@ def listed(model: onnx.ModelProto, ir_version: int) -> onnx.ModelProto:
 
 
 def test_old_models_that_list_their_initializers_as_inputs():
-    """inspect predicts what optimize does, and lists stored weights."""
+    """inspect must predict what optimize replaces, and list stored weights."""
     model = listed(ir.to_proto(tiny.mlp()), 3)
     found = ortolan.inspect_onnx(model)
     report = ortolan.optimize_onnx(model, weights="bf16", options={"verify.seconds": 0.0})

@@ -1,6 +1,6 @@
-"""A text has the same bytes alone and in any batch, and with integer weights on every instruction set: some cases.
+"""A text has the same bytes alone and in any batch, and with integer weights on every instruction set.
 
-`python -m tests.api.invariance` runs 10,000 cases.
+This file runs a few cases; `python -m tests.api.invariance` runs 10,000.
 """
 
 from __future__ import annotations

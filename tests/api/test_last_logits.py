@@ -1,4 +1,4 @@
-"""keep_last_logits: the last row of all logits for several heads, and errors."""
+"""keep_last_logits: several forms of heads give the last row of all logits; errors."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def constant(name: str, number: float) -> onnx.NodeProto:
     [
         ([helper.make_node("Add", ["product", "b"], ["logits"])], {"b": np.ones(6, np.float32)}),
         (
-            [  # some decoders bound their logits
+            [  # some decoders cap their logits with Tanh
                 helper.make_node("Div", ["product", "c"], ["small"]),
                 helper.make_node("Tanh", ["small"], ["bounded"]),
                 helper.make_node("Mul", ["bounded", "c"], ["logits"]),
@@ -90,7 +90,7 @@ def constant(name: str, number: float) -> onnx.NodeProto:
         ),
         ([helper.make_node("Add", ["b", "product"], ["logits"])], {"b": np.arange(6, dtype=np.float32)}),
         (
-            [  # the same from exporters that keep constants as nodes
+            [  # the same, with constants stored as nodes
                 constant("least", 0.25),
                 constant("most", 4.0),
                 helper.make_node("Mul", ["least", "product"], ["small"]),

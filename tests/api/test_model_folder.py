@@ -1,4 +1,7 @@
-"""optimize_onnx and inspect_onnx of a folder, as Optimum writes it (ONNX Runtime GenAI: test_genai_folder.py)."""
+"""optimize_onnx and inspect_onnx on a folder as Optimum writes it.
+
+Folders for ONNX Runtime GenAI are tested in test_genai_folder.py.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +120,7 @@ def test_the_only_onnx_file_may_have_any_name(folder, tmp_path):
 def test_folders_with_several_models(folder, tmp_path):
     ir.save(tiny.mlp(), folder / "vision.onnx", external_data="vision.data", size_threshold_bytes=0)
     before = digests(folder)
-    optimize(folder, tmp_path / "fast")  # model.onnx is chosen; other models are copied with their data
+    optimize(folder, tmp_path / "fast")  # model.onnx is chosen; other models are copied with their data files
     after = digests(tmp_path / "fast")
     assert all(after[name] == before[name] for name in ("vision.onnx", "vision.data"))
     (folder / "model.onnx").rename(folder / "text.onnx")
@@ -286,7 +289,7 @@ def test_a_full_disk_leaves_nothing(folder, tmp_path, monkeypatch, where):
 
 
 def test_the_result_appears_at_once(folder, tmp_path, monkeypatch):
-    """The output folder appears when it is complete."""
+    """The output folder must appear only when it is complete."""
     seen, over = set(), threading.Event()
 
     def look():

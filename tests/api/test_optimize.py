@@ -144,9 +144,10 @@ def test_dry_run_tells_and_writes_nothing(bert_with_data, tmp_path):
     report = optimize(bert_with_data, tmp_path / "fast.onnx", dry_run=True)
     assert digests(tmp_path) == before
     assert {layer.status for layer in report.layers} == {"would replace"}
-    assert [layer.new_op for layer in report.layers].count("NoMADAttention") == 4  # two products of each
+    # Each of the two attentions has two MatMuls.
+    assert [layer.new_op for layer in report.layers].count("NoMADAttention") == 4
     real = optimize(bert_with_data, tmp_path / "fast.onnx")
-    # Layers that share a node also share the bytes beside its weights.
+    # Layers in one node share the bytes of its other tensors, so sizes differ slightly.
     sizes = [[layer.bytes_after for layer in one.layers if layer.k] for one in (report, real)]
     assert sizes[0] == pytest.approx(sizes[1], rel=0.03)
     assert "would replace 16 of 16" in str(report)
@@ -191,7 +192,7 @@ def test_steps_and_decisions_are_logged(bert, caplog):
 
 @pytest.fixture
 def large_files(monkeypatch):
-    """Every tensor counts as large, so that weights are written to an external data file."""
+    """Treat every tensor as large, so that weights go to an external data file."""
     put_weights_outside(monkeypatch)
 
 
@@ -221,7 +222,7 @@ def test_an_existing_pair_is_replaced(bert, tmp_path, monkeypatch):
     second = digests(tmp_path)
     assert set(first) == set(second) and first["fast.onnx.data"] != second["fast.onnx.data"]
     answers(tmp_path / "fast.onnx", True)
-    # A model without a data file also removes the old data file.
+    # A model without external data removes the old data file.
     monkeypatch.setattr(model_file, "EMBED_LIMIT", 1 << 30)
     optimize(bert, tmp_path / "fast.onnx")
     assert sorted(digests(tmp_path)) == ["bert.onnx", "fast.onnx"]
@@ -299,7 +300,7 @@ def test_what_a_killed_run_left_goes_after_a_day(bert, tmp_path):
 
 
 def test_a_system_that_does_not_tell_usable_cpus(bert, tmp_path, monkeypatch):
-    """All cores of the machine are used for timing, as on macOS."""
+    """On systems like macOS, the usable CPUs are unknown, so timing uses all cores."""
     for name in ("sched_getaffinity", "sched_setaffinity"):
         monkeypatch.delattr(os, name, raising=False)
     report = optimize(bert, tmp_path / "out.onnx", options={"seconds": 0.01})

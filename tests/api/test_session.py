@@ -124,7 +124,7 @@ def test_a_model_proto(fast):
     assert ortolan.create_session(onnx.load(fast)).run(None, X)[0].shape == (3, 16)
 
 
-@pytest.mark.filterwarnings("error")  # ONNX Runtime warns of an unknown provider
+@pytest.mark.filterwarnings("error")  # ONNX Runtime would warn of unknown providers
 def test_one_provider_as_a_text(fast):
     assert ortolan.create_session(fast, providers="CPUExecutionProvider").get_providers() == ["CPUExecutionProvider"]
 
@@ -154,7 +154,7 @@ def test_timing_and_versions_need_no_native_module():
 
 
 def test_sessions_of_ours_plan_no_memory_patterns(tmp_path: Path) -> None:
-    """The user's options are not changed."""
+    """Memory patterns are disabled, except in options that the user passes."""
     onnx.save(ir.to_proto(tiny.mlp()), tmp_path / "model.onnx")
     given = onnxruntime.SessionOptions()
     for options, expected in ((None, False), (serving_options(1), False), (given, True)):

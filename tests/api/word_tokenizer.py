@@ -8,7 +8,7 @@ import pytest
 
 
 def write_tokenizer(path: Path) -> Path:
-    """Write a tokenizer.json with one token for each word, and a special token before each text."""
+    """Write a tokenizer.json with one token per word, and a special token before each text."""
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {"[PAD]": 0, "[CLS]": 1, "[UNK]": 2, "one": 3, "two": 4, "three": 5}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))

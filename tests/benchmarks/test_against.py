@@ -1,4 +1,4 @@
-"""Comparison with another revision: the parts, and the installed library against itself on tiny shapes."""
+"""Comparison with another revision: parts of the tool, and the installed library against itself."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_ratio_is_that_of_the_minima() -> None:
     row = RowResult.of_turns("a", "b", 1, [[4, 9], [6, 8]], [[2, 9], [3, 3]], layers=2)
     assert row.old == Timing(2, 3.5) and row.new == Timing(1, 1.5)
     assert row.ratio == 2
-    assert row.noise == 0.5  # 4 and 6, 2 and 3
+    assert row.noise == 0.5  # the largest ratio of two minima of one library is 6 / 4 or 3 / 2
     assert timing_of([[3.0], [1.0], [2.0]]) == Timing(1, 2)
 
 
@@ -140,7 +140,7 @@ def test_numbers_of_threads() -> None:
 
 
 def test_a_model_that_one_side_refuses(tmp_path: Path) -> None:
-    """A failed row does not stop the others."""
+    """A row that fails must not stop the rows after it."""
     good = works_of(TINY, tiny_models=True)["lut_post_op"][0]
 
     def write(folder: Path) -> TimedModel:
@@ -177,7 +177,7 @@ def test_cpus() -> None:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A repository of one commit whose package builds at once."""
+    """A repository with one commit whose package builds immediately."""
     top = tmp_path / "top"
     (top / "ops").mkdir(parents=True)
     (top / "ops" / "operators.inc").write_text("")
@@ -206,7 +206,7 @@ def test_a_revision_is_built_once(repository: Path, tmp_path: Path, monkeypatch:
 
 
 def test_what_does_not_build(repository: Path, tmp_path: Path) -> None:
-    """The commit has no pyproject.toml."""
+    """The commit has no pyproject.toml, so it cannot be built."""
     commit = revision.resolve_commit(repository, "HEAD")
     with pytest.raises(OrtolanError, match="the revision does not build"):
         revision.built_library(repository, commit, lambda line: None, tmp_path / "cache")
@@ -246,7 +246,7 @@ def test_revisions_and_folders_that_are_none(repository: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_every_operator_against_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rows of each kind; the same library gives the same bits."""
+    """The first rows of each kind: the same library must give the same bits."""
     monkeypatch.setattr("tools.against.layers._MOST_COPIES", 2)
     found = []
     for works in works_of(TINY, tiny_models=True).values():

@@ -1,4 +1,4 @@
-"""The estimate of AMX cycles: its arithmetic, its command line."""
+"""The estimate of AMX cycles: its arithmetic and its command line."""
 
 import subprocess
 import sys
@@ -20,13 +20,14 @@ def test_stored_bytes_of_a_tile():
 
 def test_cycles_by_hand():
     few = tile_cycles(BF16, 16)
-    # 16 rows of three uops on port 5; the tile, half a tile of x, a quarter of the sums' load and store; one product
+    # expand: 16 rows with three uops on port 5. load: the tile, half a tile of x, and a quarter of loading and storing
+    # the sums. tdp: one tile product.
     assert (few.expand, few.load, few.tdp, few.scale) == (48, 8 + 4 + 6, 16, 0)
     assert few.core == 48 + 18
     assert tile_cycles(BF16, 1) == few
     more = tile_cycles(BF16, 33)
     assert (more.expand, more.load, more.tdp) == (48, 2 * 8 + 3 * 10, 48)
-    assert tile_cycles(INT4, 16).scale == 16  # (16 + 16) at the end of every second tile
+    assert tile_cycles(INT4, 16).scale == 16  # 16 + 16 cycles for every second tile
     long, short = tile_cycles(W4A8, 16), tile_cycles(W4A8_SHORT, 16)
     assert (long.expand, long.load, long.tdp, long.scale) == (20, 8 + 4, 16, (16 + 24) / 2)
     assert (short.expand, short.load, short.tdp, short.scale) == (20, 8 + 4, 2 * 16, 2 * (16 + 24))

@@ -1,4 +1,4 @@
-"""The benchmark of recipe auto, on tiny models."""
+"""The benchmark of the recipe search, on tiny models."""
 
 import json
 
@@ -18,7 +18,7 @@ FORMS = [benchmark.ORIGINAL, benchmark.INT8, benchmark.NBITS, benchmark.AUTO]
 
 @pytest.fixture(autouse=True)
 def tiny_models(monkeypatch, tmp_path):
-    """Replace the real models by tiny ones, with short measurements."""
+    """Replace the published models by tiny ones, and measure briefly."""
     monkeypatch.setenv("ORTOLAN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("ortolan.graph_passes.measure.timing._WARM_UP_SECONDS", 0.0)
     for module, name in ((layer_times, "_SECONDS"), (trials, "_SECONDS"), (benchmark, "_QUICK_SECONDS")):
@@ -50,7 +50,7 @@ def test_one_row_a_form_and_shape():
     assert any(one.cosine < 1 for one in result.variants)
     rows = json.loads(result.to_json())["variants"]
     assert rows[0]["times"]["1 x 8"]["min_ms"] > 0
-    assert [note.split(",")[0] for note in result.notes] == list(SHAPES)  # what became of auto
+    assert [note.split(",")[0] for note in result.notes] == list(SHAPES)  # one note on the search per shape
 
 
 @pytest.mark.slow

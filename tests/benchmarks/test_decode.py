@@ -1,4 +1,4 @@
-"""The decode benchmark's parts on a tiny model: the peer's file, speeds, the profile."""
+"""Parts of the decode benchmark on a tiny model: the MatMulNBits model, speeds and the profile."""
 
 import argparse
 import subprocess
@@ -41,7 +41,7 @@ def logits(path):
 @pytest.mark.parametrize(("block_size", "accuracy_level"), [(32, 0), (32, 4), (128, 4)])
 def test_the_peer_is_the_same_model_in_4_bits(model, tmp_path, block_size, accuracy_level):
     path = tmp_path / "quantized.onnx"
-    for _ in range(2):  # a second time: nothing is left of the first
+    for _ in range(2):  # the second call must replace the first one's files
         make_matmul_nbits(model, path, block_size, accuracy_level)
     nodes = [node for node in ir.load(path).graph if node.op_type == "MatMulNBits"]
     assert len(nodes) == sum(len(value.shape) == 2 and value.name.endswith("weight_t") for value in weights_of(model))
@@ -80,7 +80,7 @@ def test_the_profile_adds_up(model, tmp_path):
     by_name = {(row.op_type, row.module): row for row in rows}
     assert by_name["MatMul", "lm_head"].nodes == 1
     assert by_name["MatMul", "down_proj"].nodes == tiny.TINY_LLAMA.num_hidden_layers
-    # Medians of nodes do not add up to the median of the runs, but come near it.
+    # The medians of nodes do not add up to the median of the run, but to a similar time.
     assert 0 < sum(row.microseconds for row in rows) < 2 * whole
 
 
@@ -105,7 +105,7 @@ def test_the_default_variants_are_in_4_bits_and_stay_in_their_folder(model, tmp_
         size = {"fp32": None, "MatMulNBits g32": 32, "int4": 32}.get(name, 128)
         head = {64} if name.startswith("int4") else set()
         assert {attribute.as_int() for attribute in found if attribute} - {0} == ({size} | head if size else set())
-        # The head too, in all of them.
+        # All quantized models have a quantized head as well.
         dense = [node for node in nodes if node.op_type == "MatMul" and node.inputs[1].is_initializer()]
         assert bool(dense) == (name == "fp32")
         error = np.abs(logits(path) - logits(model))

@@ -1,4 +1,4 @@
-"""The encoder benchmark's parts on tiny models: feeds, variants, the table, and what it refuses."""
+"""Parts of the encoder benchmark on tiny models: feeds, variants, the table, and refused options."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ from ortolan.benchmarks.variants import read_recipes
 from ortolan.graph_passes.report.figures import Timing
 from ortolan.models import tiny
 
-# Whoever looks a word up may ask for these ids.
+# Ids up to this size may occur in the feeds.
 VOCABULARY = 30001
 
 

@@ -1,4 +1,4 @@
-"""The folders that the hooks' benchmark makes and keeps."""
+"""The folders that the hooks' benchmark writes and reuses."""
 
 from __future__ import annotations
 

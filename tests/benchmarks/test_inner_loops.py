@@ -1,4 +1,4 @@
-"""The loops that llvm-mca is asked about: which part of a function they are."""
+"""Finding the inner loops of a function that llvm-mca analyzes."""
 
 from dataclasses import replace
 

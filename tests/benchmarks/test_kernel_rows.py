@@ -1,4 +1,4 @@
-"""Kernels of one table beside each other: all that run here are timed, on the same work."""
+"""All kernels of one table that this CPU supports are timed on the same work."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""`ortolan bench lut_post_op`: that both sides of each comparison give the same answer, and what is refused."""
+"""`ortolan bench lut_post_op`: the compared operators give equal answers; refused options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ortolan bench masked_matmul`: that both sides compute the same, every case is measured, the picture is drawn."""
+"""`ortolan bench masked_matmul`: the compared operators give equal answers, all cases are measured, and plots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ortolan bench nomad_attention`: that the sides of a comparison compute the same, and what is refused."""
+"""`ortolan bench nomad_attention`: the compared operators give equal answers; refused options."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_both_sides_attend_to_the_same(dtype: type) -> None:
     q = inputs["query"].reshape(KV_HEADS, GROUP, HEAD_DIM)
     expected = _testing.finish_decode(_testing.decode_attention(q, SCALE, keys, values))
     np.testing.assert_allclose(y.reshape(expected.shape), expected, atol=1e-4 if dtype is np.float32 else 0.02)
-    # The token is in the caches.
+    # Both caches contain the new token.
     tolerance = 0 if dtype is np.float32 else 0.0051
     clipped = np.clip(inputs["key"].reshape(KV_HEADS, HEAD_DIM), *((-1.28, 1.27) if tolerance else (None, None)))
     np.testing.assert_allclose(keys[:, -1], clipped, atol=tolerance)

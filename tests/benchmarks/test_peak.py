@@ -1,4 +1,4 @@
-"""Kernels compared with peak products in registers: the measurement and its table."""
+"""Kernels compared with the peak throughput of products in registers: the measurement and its table."""
 
 import pytest
 

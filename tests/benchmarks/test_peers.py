@@ -1,4 +1,4 @@
-"""Comparison with other runtimes, on made-up data: verdicts, result file, pages and pictures."""
+"""Comparison with other runtimes on synthetic data: verdicts, result file, pages and pictures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ..docs.pages import ROOT
 def row(
     name: str, quality: float | None, *speeds: float, section: str = ENCODERS, works=("1x16", "8x64"), **others
 ) -> Row:
-    """Return a row with speeds at `works` on one thread. Names that begin with "our" are Ortolan's."""
+    """Return a row with `speeds` at `works` on one thread. A name that begins with "our" belongs to Ortolan."""
     ours = name.startswith("our")
     measured = {} if quality is None else {RULES[section].quality: quality}
     timed = [Speed(work, 1, "texts/s", speed, speed / 1.1, 0.1) for work, speed in zip(works, speeds, strict=False)]
@@ -48,7 +48,7 @@ def result_of(*rows: Row) -> PeersResult:
 
 
 def speed_verdicts(*rows: Row) -> dict[str, tuple[str, str | None, float | None]]:
-    """Return work -> (our row, the peer, the ratio)."""
+    """Return the verdicts: work -> (name of Ortolan's row, name of the other runtime's row, ratio)."""
     found = [one for one in verdicts(result_of(*rows)) if one.threads]
     return {one.work: (one.ours.name, one.peer and one.peer.name, one.ratio) for one in found}
 
@@ -84,7 +84,7 @@ def test_what_can_decide_nothing_is_outrun():
 
     slow, fast, bad = step("slow", 30.0, 10), step("fast", 30.2, 12.5), step("bad", 40.0, 99)
     assert outrun(step("ours", 30.0, 99), slow, fast, bad) == [None, "fast", None, None]
-    # "slow" counts beside our row, "fast" does not, so "slow" may still decide the verdict.
+    # "slow" is as good as "ours" and "fast" is not, so "slow" may decide the verdict although it is slower.
     assert outrun(step("ours", 29.8, 99), slow, fast, bad) == [None, None, "bad", None]
     assert outrun(step("ours", 30.0, 99), step("our better", 29.0, 99), slow, fast) == [None, None, "fast", None]
     assert outrun(step("ours", 30.0, 10), step("our better", 29.9, 13)) == ["our better", None]

@@ -1,4 +1,4 @@
-"""Comparison of decoders: engines in ONNX Runtime on a tiny model, works and source files."""
+"""Comparison of decoders: the ONNX Runtime engine on a tiny model, workloads and source files."""
 
 import importlib.util
 import math
@@ -94,7 +94,7 @@ def test_decoding_is_greedy_and_begins_anew(runner):
 def test_a_step_behind_a_cache_of_any_content(runner):
     runner.make("decoders", "tiny", 1)
     runner.open(1, {"kind": "prompt", "ids": IDS[:8]})
-    work = {"kind": "step", "context": 1100, "steps": 3}  # more than two repetitions of the filled block
+    work = {"kind": "step", "context": 1100, "steps": 3}  # the filled block is repeated more than twice
     assert runner.answer(work).tolist() == runner.answer(work).tolist()
     with pytest.raises(WorkerError, match="the model has 2048 positions, expected at least 2051"):
         runner.give({**work, "context": 2048})

@@ -1,4 +1,4 @@
-"""Comparison of text encoders: texts, judge, and a whole run on a tiny model."""
+"""Comparison of text encoders: texts, the quality measure, and a whole run on a tiny model."""
 
 import sys
 from functools import partial
@@ -91,7 +91,7 @@ def test_works_that_were_not_asked_for_are_not_made(encoder, tmp_path):
 
 
 class Answers:
-    """Answers whose vectors are rotated by the sum of the text's ids plus `turn`."""
+    """An engine whose vectors are rotated by the sum of the text's ids plus `turn`."""
 
     def __init__(self, exact: bool, turn: float = 0.0) -> None:
         self.configuration = Configuration("made up", "none", None, exact=exact)
@@ -144,7 +144,7 @@ def test_a_form_in_onnx_runtime(encoder, tmp_path, name):
         runner.open(1, alone)
         found = runner.answer(alone)
         np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
-        # ONNX Runtime's int8 has one scale for all texts of a batch.
+        # ONNX Runtime's int8 uses one scale for all texts of a batch.
         np.testing.assert_allclose(runner.answer(batch), found, atol=1e-6 if name != INT8 else 0.1)
     assert row.versions["onnxruntime"] and row.megabytes > 0 and "intra_op_num_threads=1" in row.call
 
@@ -164,7 +164,7 @@ def test_the_whole_of_it(encoder, tmp_path, monkeypatch):
     monkeypatch.setattr(encoders, "OURS", encoders.OURS[:1])
     monkeypatch.setattr("tools.peers.configuration._WARM_UP_SECONDS", 0.0)
     monkeypatch.setattr(encoders, "compare", partial(compare, openings=1))
-    # Only the peer whose environment lacks its package is left out.
+    # A runtime is left out only if its environment lacks the package.
     pythons = {"openvino": sys.executable, "ctranslate2": sys.executable}
     job = job_of(tmp_path / "job", pythons=pythons, models=(encoders.PUBLISHED[0],), works=("1x16",))
     result = PeersResult("command", "2026-11-25")

@@ -22,7 +22,7 @@ def configuration(engine, model, **options):
 
 @pytest.fixture
 def files(tmp_path):
-    """Weights and 3 rows of inputs."""
+    """Return the paths of a weight and of 3 rows of inputs, and the weight."""
     w = layers.make_weights(layers.Layer("small", K, N))
     np.save(tmp_path / "w.npy", w)
     return tmp_path / "w.npy", layers.write_inputs(tmp_path, K, 3), w
@@ -34,7 +34,7 @@ def files(tmp_path):
     [(0.0, layers.ONNX_RUNTIME, layers.DENSE), (0.5, layers.ONNX_RUNTIME[:1], layers.SPARSE)],
 )
 def test_every_form_has_an_error_a_size_and_speeds(tmp_path, monkeypatch, zeros, theirs, ours):
-    """ONNX Runtime's variants are measured once, because zeros make no difference to it."""
+    """ONNX Runtime's variants are measured only once, because zeros do not change their speed."""
     monkeypatch.setattr(layers, "ONNX_RUNTIME", theirs)
     monkeypatch.setattr(layers, "MODELS", (layers.Layer("small", K, N, zeros), layers.Layer("other", K, N)))
     monkeypatch.setattr(layers, "copies_to_stay_cold", lambda size: COPIES)
@@ -71,7 +71,7 @@ def test_speeds_with_more_threads_come_to_the_rows_that_are_there(tmp_path, monk
         layers.measure(job, result)
     for row in result.rows:
         assert [one.threads for one in row.speeds] == [1, 2]
-    result.rows[1].megabytes *= 1.1  # as if this run had made another file
+    result.rows[1].megabytes *= 1.1  # as if this run had written a different model file
     job = Job((3,), 0.0, {}, tmp_path, lambda line: None, works=("1 row",), done=result.timed())
     layers.measure(job, result)
     assert len(result.left_out) == 1 and "its size in MB is" in result.left_out[0]

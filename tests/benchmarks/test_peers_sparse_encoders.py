@@ -51,7 +51,7 @@ def test_the_whole_of_it(encoder, tmp_path, monkeypatch):
     monkeypatch.setattr("tools.peers.configuration._WARM_UP_SECONDS", 0.0)
     monkeypatch.setattr(sparse_encoders, "compare", partial(compare, openings=1))
     model = "all-minilm-l6-v2, 80 %"
-    # The peer is not installed, but its models are made.
+    # The other runtime is not installed, but its model files are written.
     pythons = dict.fromkeys(ASKED_FOR, sys.executable)
     job = Job((1,), 0.0, pythons, tmp_path / "job", lambda line: None, models=(model,), works=("1x16",))
     result = PeersResult("command", "2026-11-25")

@@ -1,4 +1,4 @@
-"""The names of layers."""
+"""Layer names in the benchmarks."""
 
 import pytest
 

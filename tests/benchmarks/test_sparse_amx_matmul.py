@@ -1,4 +1,4 @@
-"""`ortolan bench sparse_amx_matmul`: what is measured against what, and that our nodes compute the product."""
+"""`ortolan bench sparse_amx_matmul`: the measured cases, and the answers of Ortolan's nodes."""
 
 import json
 
@@ -16,7 +16,7 @@ from ortolan.graph_passes.report.figures import Timing
 from ..ops.two_four import two_of_four
 
 TORCH = ["torch_bf16"] if dense_peers.has_torch() else []
-# Of Ortolan's bitmap and of 2:4 storage with one row of x; dense storage has all of these but ortolan_dense.
+# Operators that bitmap and 2:4 storage are compared with for one row. Dense storage is not compared with ortolan_dense.
 PEERS = {
     "bf16": [*TORCH, "ort_matmul_fp32", "ortolan_dense", "stream_read"],
     "int8": [
@@ -63,7 +63,7 @@ def test_every_kind_meets_its_peers(small_layers, kind):
         for m in (1, 5)
         for storage, sparsity in (("2:4", 0.5), ("bitmap", 0.5), ("bitmap", 0.7), ("dense", 0.0))
     }
-    assert result.summary == []  # the paper's layers have one
+    assert result.summary == []  # only the layers of the paper get a summary
 
 
 def test_layers_of_one_shape_are_measured_once_and_summed_up_by_name(small_layers):
@@ -174,7 +174,7 @@ def test_the_summary_takes_the_fastest_dense_peer_and_the_geometric_mean():
         row("ort_matmul_fp32", 1.0, 3.0, layer="k, v"),
         row("a", 1.0, 2.0, sparsity=0.9),
         row("ort_matmul_fp32", 1.0, 3.0, sparsity=0.9),
-        row("other", 1.0, 1.0, sparsity=0.7),  # against no dense peer
+        row("other", 1.0, 1.0, sparsity=0.7),  # has no dense measurement, so it is left out
     ]
     columns = {name: (name,) for name in ("v", "q", "k", "o")}
     summary = summarize(rows, {"int8": ("a", "b")}, columns, {"fp32": "ort_matmul_fp32", "none": "c"})
@@ -219,11 +219,11 @@ def test_the_summary_is_printed_behind_the_rows():
 @pytest.mark.parametrize("storage", sparse_amx_matmul.Storage)
 @pytest.mark.parametrize("kind", PEERS)
 def test_our_node_computes_the_product(kind, storage):
-    """Integers and powers of two are not changed by rounding, so all kinds are exact."""
+    """All kinds are exact here, because rounding does not change these integers and powers of two."""
     rng = np.random.default_rng(3)
     k, n, group = 70, 37, 32
     x = rng.integers(-100, 100, (5, k)).astype(np.float32)
-    x[:, 0] = 127  # the scale of a row is 1
+    x[:, 0] = 127  # makes the scale of each row 1
     weight = rng.integers(-7, 8, (k, n), dtype=np.int8)
     if storage == sparse_amx_matmul.Storage.TWO_FOUR:
         weight = two_of_four(rng, weight)

@@ -1,4 +1,4 @@
-"""Recipes as the benchmarks' command lines name them."""
+"""Recipes as they are named on the benchmarks' command lines."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def test_recipes_with_settings():
     assert [options["symmetric"] for options in list(recipes.values())[:2]] == [False, True]
     shares = [options.get("sparsity") for options in list(recipes.values())[2:]]
     assert shares == [None, 0.5, 0.25, 0.0, 0.5, 0.5]
-    assert list(recipes.values())[-1]["method"] == "gptq"  # of the last pass
+    assert list(recipes.values())[-1]["method"] == "gptq"  # option of the last pass
 
 
 def test_without_a_sparsity_it_is_the_recipes_own():

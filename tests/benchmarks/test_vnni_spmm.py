@@ -1,4 +1,4 @@
-"""`ortolan bench vnni_spmm`: what is measured against what, and that all of it computes the same product."""
+"""`ortolan bench vnni_spmm`: the measured cases; all compared operators compute the same product."""
 
 import numpy as np
 import pytest
@@ -83,7 +83,7 @@ def test_weights_have_the_zeros_asked_for():
 
 
 def test_our_node_computes_what_its_peer_does():
-    """Integers from 0 to 255 are not changed by rounding."""
+    """Results are exact, because quantization does not change integers from 0 to 255."""
     rng = np.random.default_rng(1)
     x = rng.integers(0, 256, (20, 70)).astype(np.float32)
     x[:, 3], x[:, 4] = 0, 255

@@ -1,4 +1,4 @@
-"""`ortolan bench w4a8_matmul`: what is measured against what, and that all of it computes the same product."""
+"""`ortolan bench w4a8_matmul`: the measured cases; all compared operators compute the same product."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ PEERS = ["ort_matmul_nbits_4_level_4", "ort_matmul_nbits_4_level_0", "ort_matmul
 
 
 def peers_by_case(result):
-    """Group the peers by case and number of threads, without the layer's size."""
+    """Group the compared operators by case and number of threads, without the layer's size."""
     found = {}
     for row in result.rows:
         case = {name: value for name, value in row.case.items() if name not in ("k", "n")}
@@ -45,7 +45,7 @@ def test_every_form_of_the_weights_meets_its_peers(short):
         for group_size in GROUP_SIZES
         for scales in SCALES
     }
-    assert result.summary == []  # the models' layers have one
+    assert result.summary == []  # only the layers of the models get a summary
 
 
 @pytest.mark.slow
@@ -147,12 +147,12 @@ def test_impossible_options_say_what_is_possible(options, words):
 @pytest.mark.parametrize("with_zero_points", [False, True])
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 def test_our_node_and_its_peers_compute_the_same_product(group_size, with_zero_points):
-    """Integers and powers of two are not changed by rounding, so all are exact."""
+    """Results are exact, because rounding does not change these integers and powers of two."""
     rng = np.random.default_rng(group_size)
     k, n = 70, 37
     groups = -(-k // group_size)
     x = rng.integers(-100, 100, (5, k)).astype(np.float32)
-    x[:, ::group_size] = 127  # the scale of a group is 1
+    x[:, ::group_size] = 127  # makes the scale of each group 1
     q = rng.integers(0, 16, (k, n), dtype=np.uint8)
     scales = np.exp2(rng.integers(-3, 3, (groups, n))).astype(np.float32)
     zero_points = rng.integers(0, 16, (groups, n), dtype=np.uint8) if with_zero_points else None

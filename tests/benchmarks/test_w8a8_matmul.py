@@ -1,4 +1,4 @@
-"""`ortolan bench w8a8_matmul`: what is measured against what, and that all of it computes the same product."""
+"""`ortolan bench w8a8_matmul`: the measured cases; all compared operators compute the same product."""
 
 import numpy as np
 import pytest
@@ -29,12 +29,12 @@ def test_every_group_size_meets_its_peers(short):
 
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 def test_our_node_and_its_peer_compute_the_same_product(group_size):
-    """Integers and powers of two are not changed by rounding, so all are exact."""
+    """Results are exact, because rounding does not change these integers and powers of two."""
     rng = np.random.default_rng(group_size)
     k, n = 70, 37
     groups = -(-k // group_size)
     x = rng.integers(-100, 100, (5, k)).astype(np.float32)
-    x[:, ::group_size] = 127  # the scale of a group is 1
+    x[:, ::group_size] = 127  # makes the scale of each group 1
     q = rng.integers(-128, 128, (k, n)).astype(np.int8)
     scales = np.exp2(rng.integers(-3, 3, (groups, n))).astype(np.float32)
     exact = x @ (q.astype(np.float32) * np.repeat(scales, group_size, axis=0)[:k])

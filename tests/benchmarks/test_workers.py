@@ -1,4 +1,4 @@
-"""Workers: the protocol, with a fake engine, and timing in turns."""
+"""Workers: the protocol with a fake engine, and timing in turns."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from tools.peers.configuration import WORKERS, Configuration, Runner, interleave, speed_of
 from tools.workers.process import Worker, WorkerError, cpus_to_use
 
-# A worker script that can print to stdout, fail and end on request.
+# Source of a worker that can print to stdout, fail and exit on request.
 FAKE = """
 import os
 import sys

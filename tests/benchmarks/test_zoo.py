@@ -1,4 +1,4 @@
-"""The zoo's benchmark, where Optimum is not needed for it; with it, tests/zoo."""
+"""The benchmark of the model zoo, without Optimum. Tests that need Optimum are in tests/zoo."""
 
 from __future__ import annotations
 

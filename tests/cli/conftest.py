@@ -1,4 +1,4 @@
-"""Small model files, and calls of the command line in this process or in another one."""
+"""Small model files, and helpers that run commands in this process or in a separate one."""
 
 import logging
 import subprocess
@@ -14,7 +14,7 @@ from ortolan.models import tiny
 
 @pytest.fixture(autouse=True)
 def quiet_logger():
-    """Undo the effect of option -v on the logger."""
+    """Restore the logger after tests that use option -v."""
     logger = logging.getLogger("ortolan")
     handlers, level = list(logger.handlers), logger.level
     yield
@@ -38,13 +38,16 @@ def bert_path(tmp_path):
 
 @pytest.fixture
 def invoke():
-    """Return a function that runs a command, invoke("optimize", path), and returns exit_code, stdout and stderr."""
+    """Return a function that runs a command, such as invoke("optimize", path).
+
+    It returns exit_code, stdout and stderr.
+    """
     return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture
 def run_cli(tmp_path):
-    """Return a function that runs a command in another process with piped output."""
+    """Return a function that runs a command in a separate process with piped output."""
 
     def run(*arguments, **environment):
         import os
@@ -65,7 +68,7 @@ def run_cli(tmp_path):
 
 @pytest.fixture
 def assert_one_line():
-    """Check for one error line with all of `words`, an empty stdout and no traceback."""
+    """Return a function that checks for one error line with all `words`, an empty stdout and no traceback."""
 
     def check(result, *words):
         code = result.exit_code if hasattr(result, "exit_code") else result.returncode

@@ -1,4 +1,4 @@
-"""All hosts offer the options of OptimizeOptions, and errors of arguments are Python's own."""
+"""The options of OptimizeOptions in all tools that accept them, and errors for bad arguments."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_shell_completes_choices() -> None:
     assert list(shown.values()) == [["bf16", "int8", "int4"], ["int4", "int8"], ["bf16"]]
 
 
-# Calls with one bad argument. A wrong value is a ValueError, a wrong type a TypeError, and both are OrtolanErrors.
+# Calls with one bad argument. A wrong value raises a ValueError and a wrong type a TypeError; both are OrtolanErrors.
 MODEL = "model.onnx"
 CALLS: list[tuple[str, type[Exception], Callable[[Any], object]]] = [
     ("unknown recipe", ValueError, lambda model: ortolan.optimize_onnx(model, recipe="int3")),
@@ -145,7 +145,7 @@ CALLS: list[tuple[str, type[Exception], Callable[[Any], object]]] = [
 
 
 class Encoder(TextEncoder):
-    """A TextEncoder without a model: arguments are checked before it is used."""
+    """A TextEncoder without a model, for tests of argument errors."""
 
     kind = "embedding"
 

@@ -1,4 +1,4 @@
-"""Every command on a small model, its errors, and its output in a pipe."""
+"""Every command on a small model, its error messages, and its output in a pipe."""
 
 import contextlib
 import importlib.metadata
@@ -72,7 +72,7 @@ def test_a_step_has_a_line_of_its_own_above_the_progress_bar():
     with subprocess.Popen([sys.executable, "-P", "-c", STEP_BESIDE_A_BAR], stderr=end):
         os.close(end)
         shown = b""
-        with contextlib.suppress(OSError):  # Linux raises this at the end
+        with contextlib.suppress(OSError):  # Linux raises OSError when the other end is closed
             while more := os.read(terminal, 4096):
                 shown += more
     os.close(terminal)
@@ -383,7 +383,7 @@ def test_a_terminal_sees_a_progress_bar(mlp_path):
         try:
             while chunk := os.read(parent, 65536):
                 seen += chunk
-        except OSError:  # the end of a pseudo-terminal on Linux
+        except OSError:  # Linux raises OSError when the other end is closed
             pass
         process.communicate(timeout=300)
     os.close(parent)
@@ -450,7 +450,7 @@ class FakeResult:
 
 @pytest.fixture
 def fake_benchmark(monkeypatch):
-    """The options of each call."""
+    """Replace the benchmark, and return the list of options that it was called with."""
     calls = []
 
     def run(options, progress):
@@ -532,7 +532,7 @@ def test_bench_shares_every_operator_but_no_whole_models(invoke, monkeypatch, tm
     monkeypatch.setattr(ortolan.benchmarks, "BENCHMARKS", {name: run(name) for name in names})
     result = invoke("bench", "--share", tmp_path / "all.json")
     operators = [name for name in names if name not in ("auto", "zoo")]
-    assert operators[-1] == "nomad_attention"  # interrupted: earlier measurements are kept
+    assert operators[-1] == "nomad_attention"  # the run was interrupted, and earlier measurements are kept
     assert (calls, result.exit_code) == ([(name, True) for name in operators], 130)
     assert shared(tmp_path / "all.json") == {name: {"rows": []} for name in operators}
 

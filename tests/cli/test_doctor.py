@@ -26,7 +26,7 @@ def test_all_is_well_here(invoke):
     for name in ("onnxruntime", "onnx-ir", "operator library", "scalar", "avx512bf16", "in use"):
         assert name in result.stdout
     long = [line for line in result.stdout.splitlines() if len(line) > 80]
-    assert all(len(line.split()[-1]) > 50 for line in long)  # paths are not wrapped
+    assert all(len(line.split()[-1]) > 50 for line in long)  # only lines with long paths exceed 80 columns
 
 
 def test_json(invoke):
@@ -44,7 +44,7 @@ def test_the_provider_registers():
 
 
 def test_a_library_without_the_provider_is_noted(monkeypatch, tmp_path):
-    """A missing provider is no failure, because optimized models do not need it."""
+    """A library without the provider is only noted, because optimized models do not need the provider."""
     package = Path(ortolan.__file__).parent
     (tmp_path / "sitecustomize.py").write_text(
         "import ortolan.provider\nortolan.provider.has_provider = lambda: False\n"
@@ -69,7 +69,7 @@ def test_opencl_devices_are_listed(monkeypatch, value):
     monkeypatch.setenv("ORTOLAN_OPENCL", value)
     check = doctor.check_opencl()
     assert check.status == "ok"
-    # In another process, PoCL may find slightly more or less memory.
+    # PoCL may report slightly different memory in another process.
     found, devices = (re.sub(r"\d+ MiB", "", text) for text in (check.detail, "\n".join(opencl_devices())))
     assert all(device in found for device in devices.splitlines())
     assert ("disabled (ORTOLAN_OPENCL)" in check.detail) == (value == "0")
@@ -108,7 +108,7 @@ def test_a_missing_library(invoke, monkeypatch):
     assert doctor.check_library("/no/such/libortolan_ops.so").status == "failed"
 
 
-# The last one loads and then kills its process.
+# With half of its bytes, the library loads and then kills the process.
 @pytest.mark.parametrize("keep", [0, 10, 0.5])
 def test_a_damaged_library(monkeypatch, tmp_path, keep):
     content = Path(ortolan.get_library_path()).read_bytes()
@@ -136,7 +136,7 @@ def test_each_problem_has_its_advice(problem, advice):
     assert advice in doctor._library_advice(problem)
 
 
-# An unknown name, and a set that this CPU lacks.
+# One name is unknown, and the other is an instruction set that this CPU lacks.
 @pytest.mark.parametrize("isa", ["avx1024", "neon" if platform.machine() == "x86_64" else "avx2"])
 def test_an_impossible_isa_fails(run_cli, isa):
     result = run_cli("doctor", "--json", ORTOLAN_ISA=isa)

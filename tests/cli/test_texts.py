@@ -1,4 +1,4 @@
-"""ortolan embed and ortolan rerank: the same results as the API, files and pipes, and early errors."""
+"""ortolan embed and ortolan rerank: results equal the API's; files, pipes, and errors before any work."""
 
 import io
 import json
@@ -27,7 +27,7 @@ TEXTS = ["the cat", "a b c the cat sleeping", "", "the \r cat 1 2", "unaffable!"
 
 @pytest.fixture
 def encoder(tmp_path):
-    """The folder of an embedding model."""
+    """A folder of an embedding model."""
     folder = tmp_path / "encoder"
     folder.mkdir()
     ir.save(tiny.tiny_bert(vocab_size=700), folder / "model.onnx")
@@ -67,7 +67,7 @@ def test_embed_writes_what_the_api_returns(invoke, encoder, texts_path, tmp_path
 
 
 def test_embed_in_windows(invoke, encoder, texts_path, tmp_path, monkeypatch):
-    """The file does not depend on the size of pieces."""
+    """The output file does not depend on how many texts are processed at once."""
     monkeypatch.setattr("ortolan.embedding._WINDOW_TEXTS", 2)
     assert invoke("embed", encoder, texts_path, "-o", tmp_path / "vectors.npy").exit_code == 0
     np.testing.assert_allclose(np.load(tmp_path / "vectors.npy"), ortolan.embed(TEXTS, encoder), atol=1e-6)
@@ -108,7 +108,7 @@ def test_embed_of_no_texts(invoke, encoder, tmp_path):
 
 
 def test_errors_before_work(invoke, encoder, reranker, texts_path, tmp_path, assert_one_line, monkeypatch):
-    """A bad line near the end is found before any text is run."""
+    """A bad line near the end is reported before the first batch runs."""
 
     def refuse(*_):
         raise AssertionError("a batch has run")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-NEEDS: dict[str, dict[str, str | None]] = {  # modules, and the oldest version
+NEEDS: dict[str, dict[str, str | None]] = {  # page -> modules with their oldest version
     "optimum.md": {"optimum.onnxruntime": None},
     "genai.md": {"onnxruntime_genai": None, "torch": None, "transformers": None},
     "sentence-transformers.md": {"sentence_transformers": "5.7", "optimum.onnxruntime": None, "fastembed": "0.9"},

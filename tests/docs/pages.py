@@ -1,7 +1,7 @@
 """The fenced blocks of README.md and docs/*.md, and how tests run them.
 
-bash blocks run, except lines that install packages; python blocks run; sh blocks, which install, do not. console blocks
-have commands that need servers, other packages or hours; only tests of their own run them.
+Tests run bash blocks, except lines that install packages, and python blocks. sh blocks, which install software, are not
+run. console blocks need servers, other packages or hours; separate tests run them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def pages() -> list[str]:
-    """Return README.md and the pages of docs/, by name."""
+    """Return the names of README.md and the pages in docs/."""
     return ["README.md", *sorted(path.name for path in DOCS.glob("*.md"))]
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
-    """Return (language, code) of each block, in the order of the page."""
+    """Return (language, code) of each block in page order."""
     path = ROOT / page if page == "README.md" else DOCS / page
     return _BLOCK.findall(path.read_text(encoding="utf-8"))
 

@@ -1,4 +1,4 @@
-"""The Python and bash blocks of the docs run, in a folder with small models."""
+"""The Python and bash blocks of the docs run in a folder with small models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..text.wordpiece_file import write_wordpiece
 from .other_packages import NEEDS as OTHER_PACKAGES
 from .pages import ROOT, blocks, pages, run_bash, run_python
 
-# Pages whose blocks run as they stand, and the modules that they need.
+# Pages whose blocks run unchanged, and the modules that they need.
 PAGES: dict[str, tuple[str, ...]] = {
     "README.md": (),
     "auto.md": ("tokenizers",),
@@ -52,7 +52,7 @@ WORDS = ("the", "cat", "sleeping", "unaffable", "a", "b", "c", "0", "1", "2", ",
 
 
 def run_page(page: str, folder: Path) -> dict[str, object]:
-    """Run the page from top to bottom; return the names that its Python defined."""
+    """Run all blocks of the page in order; return the names that its Python blocks defined."""
     names: dict[str, object] = {"__name__": page}
     for language, code in blocks(page):
         if language == "bash":
@@ -64,7 +64,7 @@ def run_page(page: str, folder: Path) -> dict[str, object]:
 
 
 def run_line(line: str, folder: Path) -> None:
-    """A line of bash; commands of Ortolan in this process, where times are taken briefly."""
+    """Run a line of bash. Commands of Ortolan run in this process, where timing is shortened."""
     words = shlex.split(line, comments=True)
     if not words or words[0] != "ortolan":
         run_bash(line, folder)
@@ -74,18 +74,18 @@ def run_line(line: str, folder: Path) -> None:
 
 
 def blocks_of_five(array: np.ndarray) -> np.ndarray:
-    """One of five blocks of four outputs and an input."""
+    """Return a mask that keeps about one of five blocks; a block has one input and four outputs."""
     mask = np.random.default_rng(0).random((array.shape[0], -(-array.shape[1] // 4))) < 0.2
     return np.repeat(mask, 4, axis=1)[:, : array.shape[1]]
 
 
 def two_of_four(array: np.ndarray) -> np.ndarray:
-    """The first and the last of four inputs."""
+    """Return a mask that keeps the first and last of each four inputs."""
     return (np.isin(np.arange(len(array)) % 4, (0, 3)))[:, None]
 
 
 def write_sparse(model: ir.Model, path: Path, keep: Callable[[np.ndarray], np.ndarray]) -> None:
-    """Return the model with changed weights [k, n] of its linear layers."""
+    """Save the model with the linear weights [k, n] multiplied by the mask that `keep` returns."""
     proto = ir.to_proto(model)
     for tensor in proto.graph.initializer:
         array = onnx.numpy_helper.to_array(tensor)
@@ -97,9 +97,12 @@ def write_sparse(model: ir.Model, path: Path, keep: Callable[[np.ndarray], np.nd
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    """model.onnx, an encoder; fast.onnx, sparse.onnx, 2of4.onnx and qat.onnx, made of it; decoder.onnx; tokenizer.json,
-    which goes with them all; texts.txt; model_folder, whose model stores 4-bit weights, and genai_folder; model.gguf,
-    where the package gguf is installed."""
+    """Write the files that the pages name.
+
+    Encoders: model.onnx, and made from it fast.onnx, sparse.onnx, 2of4.onnx and qat.onnx. Others: decoder.onnx,
+    tokenizer.json for all models, texts.txt, the folders model_folder (4-bit weights) and genai_folder, and model.gguf
+    if the package gguf is installed.
+    """
     folder = tmp_path_factory.mktemp("models")
     write_wordpiece(folder / "tokenizer.json")
     rng = np.random.default_rng(0)
@@ -132,7 +135,7 @@ def models(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(models, tmp_path, monkeypatch) -> Path:
-    """A copy of the models. Times of layers are taken anew, shortly."""
+    """Copy the models to a new folder with an empty cache of layer times."""
     folder = tmp_path / "work"
     shutil.copytree(models, folder)
     monkeypatch.setenv("ORTOLAN_CACHE", str(tmp_path / "cache"))
@@ -185,7 +188,7 @@ def test_vectors_of_texts_have_length_1(folder):
 
 
 def write_sentence_files(folder: Path) -> None:
-    """Write the files of a sentence-transformers folder, with the prompts that embedding.md shows."""
+    """Write the files of a sentence-transformers folder, with the prompts of embedding.md."""
     kinds = {"": "Transformer", "1_Pooling": "Pooling"}
     modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds.items()]
     (folder / "modules.json").write_text(json.dumps(modules))
@@ -217,14 +220,14 @@ def test_triton_finds_its_repository(folder):
 
 
 def ort_headers() -> Path | None:
-    """Return the folder of ONNX Runtime's headers, from a build of these sources or the system."""
+    """Return the folder of ONNX Runtime's headers, from a build of this checkout or from the system."""
     found = [*ROOT.glob("build/**/onnxruntime_cxx_api.h"), *Path("/usr/include").glob("**/onnxruntime_cxx_api.h")]
     return found[0].parent if found else None
 
 
 @needs_provider
 def test_provider(folder):
-    """Each block in a process of its own: a provider is registered once."""
+    """Each block runs in a separate process, because a provider can be registered only once."""
     found = [code for language, code in blocks("provider.md") if language == "python"]
     assert len(found) == 6
     for code in found:

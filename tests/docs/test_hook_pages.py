@@ -1,6 +1,6 @@
-"""The code of docs pages about other packages runs: each page in its own folder, with small models.
+"""The code of docs pages about other packages runs with small models.
 
-Blocks run in order, in processes of their own.
+Each page has its own folder; its blocks run in order, each in a separate process.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 import ortolan
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference.md"
-# Modules from which users import: their names are not in `ortolan` itself.
+# Modules that users import in addition to `ortolan`.
 MODULES = (
     "ortolan.generate",
     "ortolan.train",
@@ -21,7 +21,7 @@ MODULES = (
 
 
 def listed() -> list[tuple[str, str]]:
-    """Return the module and the name of each entry of the reference."""
+    """Return the module and name of each entry in the reference."""
     entries = re.findall(r"^::: ([\w.]+)\.(\w+)$", REFERENCE.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(entries) == len(set(entries)) > 40
     return entries

@@ -1,4 +1,4 @@
-"""The commands of docs/serving.md that start servers, and its requests to them, on a Ray cluster of the test."""
+"""The server commands and requests in docs/serving.md run on a Ray cluster of the test."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ pytest.importorskip("onnxruntime_extensions")
 
 from ..serving.ray_cluster import ray_cluster  # noqa: E402
 
-SECONDS = 300  # for a server to answer
+SECONDS = 300  # time limit for a server's answer
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """fast.onnx, which takes texts; reranker.onnx, decoder.onnx and tokenizer.json."""
+    """A folder with fast.onnx, whose input is text, reranker.onnx, decoder.onnx and tokenizer.json."""
     found = tmp_path_factory.mktemp("models")
     tokenizer = write_wordpiece(found / "tokenizer.json")
     encoder = tiny.tiny_bert(vocab_size=256)
@@ -47,13 +47,13 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster():
-    """(its address, the port of its proxy)"""
+    """Start a cluster, and return its address and its proxy's port."""
     with ray_cluster() as port:
         yield ray.get_runtime_context().gcs_address, port
 
 
 def curl(command: str, port: int, expected: str) -> None:
-    """Sends the request until it is answered as expected: … stands for anything."""
+    """Send the request until the answer matches `expected`, in which … matches any text."""
     pattern = ".*".join(map(re.escape, expected.split("…")))
     end = time.monotonic() + SECONDS
     while True:
@@ -67,7 +67,10 @@ def curl(command: str, port: int, expected: str) -> None:
 
 
 class Server:
-    """A command that serves until the block ends. Killed, it leaves its application to the next one to replace."""
+    """Runs a server command until the block ends.
+
+    The command is killed, so its application keeps running until the next command replaces it.
+    """
 
     def __init__(self, command: str, folder: Path, address: str) -> None:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

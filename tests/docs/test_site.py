@@ -1,4 +1,4 @@
-"""The site's menu, and pictures that are made from the code."""
+"""The menu of the site, and pictures that are made from the code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_ENTRIES = 15
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads mkdocs.yml, whose tags for Python names are not needed here."""
+    """A loader for mkdocs.yml that ignores its tags for Python names."""
 
 
 _Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)

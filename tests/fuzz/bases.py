@@ -26,7 +26,10 @@ _FORMS = ("matmul", "matmul_add", "gemm", "gemm_trans_b", "transpose", "identity
 
 
 def _mask(rng: np.random.Generator, batch: int, tokens: int) -> np.ndarray:
-    """Return token positions: full, or padded on the right or the left; at least one token a row."""
+    """Return an attention_mask without padding, or with padding on the right or the left.
+
+    Each row has at least one token.
+    """
     counts = rng.integers(1, tokens + 1, batch) if tokens else np.zeros(batch, np.int64)
     kind = rng.integers(0, 3)
     if kind == 0 or not tokens:
@@ -49,7 +52,7 @@ def _decoder(heads: int, size: int, layers: int, hides: bool) -> Callable[[np.ra
     def draw(rng: np.random.Generator, batch: int, tokens: int) -> Draw:
         past = int(rng.integers(0, 6))
         mask = np.ones((batch, past + tokens), np.int64)
-        if past > 1 and hides:  # GroupQueryAttention supports only padding after a sequence
+        if past > 1 and hides:  # GroupQueryAttention supports padding only after a sequence
             mask[0, : rng.integers(0, past)] = 0
         positions = np.maximum(np.cumsum(mask, axis=1) - 1, 0)[:, past:]
         feeds = {"input_ids": rng.integers(0, 90, (batch, tokens)), "attention_mask": mask, "position_ids": positions}
@@ -87,7 +90,7 @@ def _plain_attention(graph: Graph) -> str:
 
 @cache
 def _dynamic_int8() -> bytes:
-    """Return a BERT as ONNX Runtime's dynamic quantizer writes it."""
+    """Return a BERT that ONNX Runtime's dynamic quantizer wrote."""
     with tempfile.TemporaryDirectory() as folder:
         model, quantized = Path(folder) / "model.onnx", Path(folder) / "int8.onnx"
         ir.save(tiny.tiny_bert(num_hidden_layers=1), model)
@@ -146,7 +149,7 @@ def _masked_attention(rng: np.random.Generator) -> Case:
 def _int8(rng: np.random.Generator) -> Case:
     form = str(rng.choice([*DYNAMIC, *FIXED, *ROUNDED]))
     layer = Int8Layer(form, bias=bool(rng.integers(2)), q=rng.integers(-127, 128, (32, 24)).astype(np.int8))
-    # Inputs are within the fixed ranges, because optimized models do not clip to them.
+    # Inputs stay within the fixed ranges, because optimized models do not clip to these ranges.
     return Case(layer.model(), _rows(32, flat=True, scale=0.4))
 
 
@@ -159,7 +162,7 @@ def _quantized_bert(rng: np.random.Generator) -> Case:
     return Case(onnx.ModelProto.FromString(_dynamic_int8()), _encoder)
 
 
-# Weights of the random choice; small models count more, as they take less time.
+# Relative frequencies. Small models are chosen more often, because they take less time.
 BASES: dict[str, tuple[int, Callable[[np.random.Generator], Case]]] = {
     "mlp": (6, _mlp),
     "matmul": (2, _matmul),
@@ -176,7 +179,7 @@ BASES: dict[str, tuple[int, Callable[[np.random.Generator], Case]]] = {
 
 
 def draw_base(rng: np.random.Generator) -> tuple[str, Case]:
-    """Return a base model, as one proto that mutations may change."""
+    """Return the name of a random base model, and a case with the model as one proto."""
     weights = np.array([weight for weight, _ in BASES.values()], np.float64)
     name = str(rng.choice(list(BASES), p=weights / weights.sum()))
     case = BASES[name][1](rng)

@@ -1,4 +1,4 @@
-"""A model that mutations change, and the feeds that it is run on."""
+"""A model that mutations change, and the feeds that it runs on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ Feeds = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Draw:
-    """Feeds by the base model's input names, and the positions [batch, tokens] that hold a token (None: all)."""
+    """Feeds by the base model's input names, and a mask [batch, tokens] of positions with a token.
+
+    The mask is None if all positions have one.
+    """
 
     feeds: Feeds
     visible: np.ndarray | None = None
@@ -25,14 +28,14 @@ class Draw:
 class Case:
     """A model, a function that draws feeds for it, and a record of its mutations.
 
-    `names` maps the base model's inputs to their current names, `extra` holds inputs that mutations have added.
+    `names` maps the base model's inputs to their current names. `extra` holds inputs that mutations have added.
     """
 
     model: onnx.ModelProto
     draw: Callable[[np.random.Generator, int, int], Draw]
     names: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Callable[[np.random.Generator], np.ndarray]] = field(default_factory=dict)
-    external: bool = False  # store the weights in a file beside the model
+    external: bool = False  # store the weights in a data file
     done: list[str] = field(default_factory=list)
     counter: int = 0
 
@@ -42,7 +45,7 @@ class Case:
         return f"{stem}_fz{self.counter}"
 
     def feeds(self, rng: np.random.Generator, batch: int, tokens: int) -> tuple[Feeds, np.ndarray | None]:
-        """Draw feeds of the inputs' current types, and the visible positions."""
+        """Draw feeds with the current input types, and return them with the mask of visible positions."""
         drawn = self.draw(rng, batch, tokens)
         stored = {one.name for one in self.model.graph.initializer}
         known = {self.names.get(name, name): array for name, array in drawn.feeds.items()}
@@ -56,7 +59,7 @@ class Case:
 
 
 def graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
-    """Yield the main graph and all subgraphs, outer ones first."""
+    """Yield the main graph and all subgraphs, outer graphs first."""
     front = [model.graph]
     while front:
         graph = front.pop()
@@ -65,7 +68,7 @@ def graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
 
 
 def subgraphs(nodes: Any) -> list[onnx.GraphProto]:
-    """Return the graphs in attributes of the nodes, without graphs nested deeper."""
+    """Return the graphs in attributes of these nodes, but not the subgraphs inside them."""
     found = [one.g for node in nodes for one in node.attribute if one.type == onnx.AttributeProto.GRAPH]
     return found + [graph for node in nodes for one in node.attribute for graph in one.graphs]
 
@@ -81,7 +84,7 @@ def reads(node: onnx.NodeProto) -> set[str]:
 
 
 def rename(model: onnx.ModelProto, mapping: dict[str, str]) -> None:
-    """Rename values everywhere. Names are unique in a model, so one mapping serves all graphs."""
+    """Rename values in all graphs. One mapping suffices, because names are unique in the model."""
     for graph in graphs(model):
         for node in graph.node:
             for names in (node.input, node.output):
@@ -93,7 +96,7 @@ def rename(model: onnx.ModelProto, mapping: dict[str, str]) -> None:
 
 
 def replace_reads(graph: onnx.GraphProto, old: str, new: str, keep: onnx.NodeProto | None = None) -> None:
-    """Make all nodes that read `old` read `new`, except the node `keep`."""
+    """Make all nodes except `keep` read `new` instead of `old`."""
     for node in graph.node:
         if node is keep:
             continue
@@ -105,7 +108,7 @@ def replace_reads(graph: onnx.GraphProto, old: str, new: str, keep: onnx.NodePro
 
 
 def element_types(model: onnx.ModelProto) -> dict[str, int]:
-    """Return the element types of all values of the main graph that shape inference knows."""
+    """Return the element types of the main graph's values, as far as shape inference finds them."""
     try:
         inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
     except Exception:  # shape inference fails for unknown operators

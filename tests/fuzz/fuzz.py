@@ -1,7 +1,7 @@
 """One graph of the fuzz test, from its seed to its outcome.
 
-A graph is a base model with several mutations. It is optimized in a folder of its own. The outcome must be one of GOOD:
-an answer like the original's on feeds that the optimizer has not seen, or a refusal with Ortolan's own reason.
+A graph is a base model with several mutations, optimized in a separate folder. Its outcome must be one in GOOD: answers
+like the original's on feeds that the optimizer did not use, or a refusal with a reason from Ortolan.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MUTATIONS: Sequence[Mutation] = (
     values_and_graphs.into_function,
 )
 
-# Call -> (its frequency per hundred graphs, its options).
+# Call -> (frequency in percent, options).
 CALLS: dict[str, tuple[int, dict[str, Any]]] = {
     "int8": (45, {"weights": "int8"}),
     "bf16": (20, {"weights": "bf16"}),
@@ -67,9 +67,9 @@ CALLS: dict[str, tuple[int, dict[str, Any]]] = {
     "default": (10, {}),
 }
 
-# invalid: ONNX Runtime cannot run the original. no feeds: it cannot run the original on generated or given feeds.
+# "invalid": ONNX Runtime cannot run the original. "no feeds": the original fails on synthetic or given feeds.
 GOOD = ("equal", "unchanged", "refused", "no feeds", "invalid")
-# Raw messages of ONNX Runtime or Python. They may only be quoted in an error if the original itself does not run.
+# Raw messages of ONNX Runtime or Python. An error may quote them only if the original itself does not run.
 RAW = re.compile(
     r"ONNXRuntimeError|Traceback|could not be optimized|object has no attribute|\b[A-Z][a-z]+Error\b|is not in list|"
     r"please report this|not subscriptable|out of bounds for axis|unsupported operand"
@@ -96,7 +96,7 @@ class Outcome:
 
 @dataclass
 class Graph:
-    """A mutated model, the call that optimizes it, and the generator that draws feeds."""
+    """A mutated model, the call that optimizes it, and the random generator of its feeds."""
 
     base: str
     case: Case
@@ -107,7 +107,7 @@ class Graph:
 
 
 def build(seed: int, without: Sequence[int] = ()) -> Graph:
-    """Build the graph of a seed. Mutations whose positions are in `without` are left out."""
+    """Build the graph of a seed, without the mutations at the positions in `without`."""
     rng = np.random.default_rng([seed, 0])
     base, case = draw_base(rng)
     weights = np.array([weight for weight, _ in CALLS.values()], np.float64)
@@ -126,7 +126,7 @@ def build(seed: int, without: Sequence[int] = ()) -> Graph:
 
 
 def try_graph(seed: int, without: Sequence[int] = ()) -> Outcome:
-    """Build, optimize and judge the graph of a seed."""
+    """Build and optimize the graph of a seed, and return the outcome."""
     graph = build(seed, without)
     with tempfile.TemporaryDirectory(prefix="ortolan-fuzz-") as folder:
         old, tempfile.tempdir = tempfile.tempdir, folder
@@ -165,7 +165,7 @@ def _judge(graph: Graph, seed: int, folder: Path) -> tuple[str, str]:
         if left:
             return "files left", f"{left}; after {error}"
         return _judge_refusal(error, expected)
-    except Exception as error:  # any other exception that reaches the caller is a defect
+    except Exception as error:  # every other exception is a defect
         place = traceback.extract_tb(error.__traceback__)[-1]
         return "foreign exception", f"{type(error).__name__}: {error} at {Path(place.filename).name}:{place.lineno}"
     if case.model.SerializeToString(deterministic=True) != before:
@@ -207,14 +207,17 @@ def _open(model: Any, library: bool = False, plain: bool = True) -> ort.Inferenc
 
 
 def _answers(model: Any, feeds: Sequence[Feeds]) -> list[list[Any]] | None:
-    """Return the original's answers without ONNX Runtime's optimizations; None if it fails with or without them."""
+    """Return the original's answers without ONNX Runtime's optimizations.
+
+    Returns None if the original fails with or without them.
+    """
     try:
         session = _open(model)
         found = [session.run(None, dict(one)) for one in feeds]
         usual = _open(model, plain=False)
         for one in feeds:
             usual.run(None, dict(one))
-    except Exception:  # ONNX Runtime's exceptions have no common base but Exception
+    except Exception:  # Exception is the only common base of ONNX Runtime's errors
         return None
     return found
 
@@ -248,9 +251,9 @@ def _compare(
         problem = _unlike([(e[index], f[index], m) for e, f, m in zip(expected, found, masks, strict=True)])
         if isinstance(problem, str):
             return "wrong answer", f"{name!r}: {problem}"
-        # The answers have a few rows of random models, so errors may be several times the error in the report.
+        # A few rows of a random model may have errors several times as large as the reported one.
         limit = 3 * stated.get(name, 0.0) + 0.02
-        if expected[0][index].dtype.itemsize == 1:  # a step of an 8-bit value
+        if expected[0][index].dtype.itemsize == 1:  # one step of an 8-bit value
             limit += 0.1
         if problem > limit:
             return "wrong answer", f"{name!r}: relative error {problem:.3g}, {stated.get(name)} stated"
@@ -258,7 +261,7 @@ def _compare(
 
 
 def _unlike(pairs: Sequence[tuple[Any, Any, np.ndarray | None]]) -> float | str:
-    """Return the relative error over all positions that hold a token, or the difference in shapes or types."""
+    """Return the relative error over all positions with a token, or a message if shapes or types differ."""
     difference = norm = 0.0
     for expected, found, visible in pairs:
         if not isinstance(expected, np.ndarray):
@@ -279,7 +282,7 @@ def _unlike(pairs: Sequence[tuple[Any, Any, np.ndarray | None]]) -> float | str:
 
 
 def _visible(array: np.ndarray, visible: np.ndarray | None) -> np.ndarray:
-    """Return the part of an answer that belongs to tokens."""
+    """Return the part of an output that belongs to tokens."""
     if visible is None or visible.all():
         return array
     batch, tokens = visible.shape
@@ -289,7 +292,7 @@ def _visible(array: np.ndarray, visible: np.ndarray | None) -> np.ndarray:
         return array[visible.reshape(-1)]
     if array.ndim == 4 and array.shape[0] == batch and array.shape[2] == tokens:
         kept = array.transpose(0, 2, 1, 3)[visible]
-        if array.shape[3] == tokens:  # scores: the last axis is keys
+        if array.shape[3] == tokens:  # attention scores: the last axis is keys
             keys = np.broadcast_to(visible[:, None, None, :], (batch, tokens, *array.shape[1::2]))[visible]
             return kept[keys]
         return kept

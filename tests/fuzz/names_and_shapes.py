@@ -27,7 +27,7 @@ _SYMBOLS = ["b", "n", "bs", "unk__0", "unk__1", "?", "", "N", "seq", "past + n",
 
 
 def rename_values(case: Case, rng: np.random.Generator) -> str:
-    """Rename all intermediate values and weights, sometimes the inputs and outputs too."""
+    """Rename all intermediate values and weights, and sometimes the inputs and outputs."""
     style = str(rng.choice(list(_STYLES)))
     also_signature = rng.integers(4) == 0
     names: dict[str, str] = {}
@@ -61,7 +61,7 @@ def _rename(case: Case, names: dict[str, str]) -> None:
 
 
 def rename_nodes(case: Case, rng: np.random.Generator) -> str:
-    """Rename all nodes; node names may be empty or equal."""
+    """Rename all nodes; names may be empty or used twice."""
     style = str(rng.choice([*_STYLES, "empty", "equal", "some empty"]))
     index = 0
     for graph in graphs(case.model):
@@ -95,7 +95,7 @@ def reorder(case: Case, rng: np.random.Generator) -> str:
 
 
 def dead_nodes(case: Case, rng: np.random.Generator) -> str | None:
-    """Add nodes without consumers: a product with its own weight, the shape of a value."""
+    """Add nodes without consumers: a MatMul with a new weight, and the Shape of a value."""
     graph, kinds = case.model.graph, element_types(case.model)
     made = [name for node in graph.node for name in node.output if kinds.get(name) == TensorProto.FLOAT]
     if not made:
@@ -125,7 +125,7 @@ def dead_initializers(case: Case, rng: np.random.Generator) -> str:
 
 
 def dead_input(case: Case, rng: np.random.Generator) -> str:
-    """Add an unused input, at the front or the end."""
+    """Add an unused input, as the first or last one."""
     name = case.fresh("ignored")
     value = helper.make_tensor_value_info(name, TensorProto.INT64, [str(rng.choice(["batch", "n", "b"]))])
     inputs = list(case.model.graph.input)
@@ -138,7 +138,7 @@ def dead_input(case: Case, rng: np.random.Generator) -> str:
 
 
 def drop_shapes(case: Case, rng: np.random.Generator) -> str:
-    """Remove value_info, and shapes of outputs or inputs."""
+    """Remove value_info, and the shapes of outputs or inputs."""
     graph = case.model.graph
     what = str(rng.choice(["value_info", "output shapes", "input shapes"], p=[0.4, 0.4, 0.2]))
     del graph.value_info[:]
@@ -149,7 +149,7 @@ def drop_shapes(case: Case, rng: np.random.Generator) -> str:
 
 
 def add_value_info(case: Case, rng: np.random.Generator) -> str | None:
-    """Write the shapes of all values, as many exporters do."""
+    """Store the shapes of all values, as many exporters do."""
     try:
         inferred = onnx.shape_inference.infer_shapes(case.model, data_prop=True)
     except Exception:  # shape inference fails for unknown operators
@@ -159,7 +159,7 @@ def add_value_info(case: Case, rng: np.random.Generator) -> str | None:
 
 
 def odd_symbols(case: Case, rng: np.random.Generator) -> str:
-    """Give dimensions other symbols: a different one for each, the same for several axes, or no symbol."""
+    """Rename symbolic dimensions: one symbol per axis, one symbol for several axes, or none."""
     each = bool(rng.integers(2))
     mapping: dict[str, str] = {}
     for graph in graphs(case.model):
@@ -176,14 +176,14 @@ def odd_symbols(case: Case, rng: np.random.Generator) -> str:
 
 
 def versions(case: Case, rng: np.random.Generator) -> str | None:
-    """Move to another opset and IR version."""
+    """Convert the model to another opset and IR version."""
     model = case.model
     old = next(one.version for one in model.opset_import if one.domain in ("", "ai.onnx"))
     wanted = int(rng.choice([11, 13, 15, 18, 19, 20, 21, 22, 23]))
     try:
         converted = version_converter.convert_version(model, wanted) if wanted != old else model
         onnx.checker.check_model(converted)
-    except Exception:  # the converter knows few operators of other domains, and few conversions to lower versions
+    except Exception:  # the converter knows few other domains, and few conversions to lower versions
         converted, wanted = model, old
     kept = [one for one in model.opset_import if one.domain not in ("", "ai.onnx")]
     if not converted.graph.node or {node.op_type for node in converted.graph.node} == set():
@@ -198,7 +198,7 @@ def versions(case: Case, rng: np.random.Generator) -> str | None:
 
 
 def as_inputs(case: Case, rng: np.random.Generator) -> str | None:
-    """List initializers among the inputs, as old exporters do; or all of them, with IR version 3."""
+    """List some initializers as inputs, as old exporters do, or all of them with IR version 3."""
     graph = case.model.graph
     listed = {value.name for value in graph.input}
     for one in graph.initializer:
@@ -228,7 +228,7 @@ def external(case: Case, rng: np.random.Generator) -> str:
 
 
 def weight_as_output(case: Case, rng: np.random.Generator) -> str | None:
-    """Make a weight an output, directly or after an Identity."""
+    """Make a weight a graph output, directly or through an Identity."""
     graph = case.model.graph
     found = [one for one in initializers(case.model) if one.dims]
     outputs = {value.name for value in graph.output}
@@ -244,7 +244,7 @@ def weight_as_output(case: Case, rng: np.random.Generator) -> str | None:
 
 
 def more_outputs(case: Case, rng: np.random.Generator) -> str | None:
-    """Make up to three intermediate values outputs."""
+    """Make up to three intermediate values graph outputs."""
     graph, kinds = case.model.graph, element_types(case.model)
     outputs = {value.name for value in graph.output}
     made = [name for node in graph.node for name in node.output if name in kinds and name not in outputs]

@@ -1,4 +1,4 @@
-"""Mutations that change values, types or structure: sharing, types, noise, subgraphs, functions."""
+"""Mutations that change values, types or structure: sharing, types, neutral nodes, subgraphs, functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LAYERS = ("MatMul", "Gemm")
 
 
 def share_weights(case: Case, rng: np.random.Generator) -> str | None:
-    """Make a layer read the weight of another layer of its shape, or the transpose of that weight."""
+    """Make a layer read the weight of another layer with the same shape, or its transpose."""
     graph = case.model.graph
     found = initializers(case.model)
     pairs = [(a, b, False) for a in found for b in found if a is not b and list(a.dims) == list(b.dims) and a.dims]
@@ -34,7 +34,7 @@ def share_weights(case: Case, rng: np.random.Generator) -> str | None:
 
 
 def odd_weights(case: Case, rng: np.random.Generator) -> str | None:
-    """Give a weight unusual values: zeros, a zero column, an outlier, equal columns, very small values."""
+    """Give a weight unusual values: zeros, a zero column, an outlier, equal columns, or very small values."""
     tables = {name for node in case.model.graph.node if node.op_type == "Gather" for name in node.input}
     found = [one for one in initializers(case.model, rank=2) if all(one.dims) and one.name not in tables]
     if not found:
@@ -91,7 +91,7 @@ def element_type(case: Case, rng: np.random.Generator) -> str:
 
 
 def half_layer(case: Case, rng: np.random.Generator) -> str | None:
-    """Compute one layer in float16 or double, between casts, as torch.autocast exports it."""
+    """Compute one layer in float16 or double between two Casts, as torch.autocast exports it."""
     graph, kinds = case.model.graph, element_types(case.model)
     found = [
         node
@@ -123,7 +123,7 @@ def half_layer(case: Case, rng: np.random.Generator) -> str | None:
 
 
 def input_types(case: Case, rng: np.random.Generator) -> str | None:
-    """Give an integer input another type: int32 ids, a boolean or float mask."""
+    """Change the type of an integer input: int32 ids, or a boolean or float mask."""
     graph = case.model.graph
     stored = {one.name for one in graph.initializer}
     found = [
@@ -151,7 +151,7 @@ def input_types(case: Case, rng: np.random.Generator) -> str | None:
 
 
 def noise(case: Case, rng: np.random.Generator) -> str | None:
-    """Insert nodes that change nothing after up to four values: for all consumers, or for one."""
+    """Insert neutral nodes after up to four values, for all consumers or for one."""
     graph, kinds = case.model.graph, element_types(case.model)
     done = []
     for _ in range(int(rng.integers(1, 5))):
@@ -191,7 +191,7 @@ def _same(case: Case, kind: str, name: str, new: str) -> list[onnx.NodeProto]:
             return [helper.make_node(kind, [name, neutral], [new], case.fresh("noise"))]
         case "Double" | "Transpose":
             middle = case.fresh("middle")
-            if kind == "Transpose":  # twice, with reversed axes
+            if kind == "Transpose":  # two Transposes that reverse the axes
                 steps: list[dict[str, int]] = [{}, {}]
             else:
                 steps = [{"to": TensorProto.DOUBLE}, {"to": TensorProto.FLOAT}]
@@ -200,7 +200,7 @@ def _same(case: Case, kind: str, name: str, new: str) -> list[onnx.NodeProto]:
                 helper.make_node(op, [name], [middle], case.fresh("noise"), **steps[0]),
                 helper.make_node(op, [middle], [new], "", **steps[1]),
             ]
-        case "Concat":  # of one constant, whose shape is known
+        case "Concat":  # only for a constant, whose shape is known
             for one in graph.initializer:
                 if one.name == name:
                     empty = case.fresh("empty")
@@ -248,7 +248,7 @@ def into_if(case: Case, rng: np.random.Generator) -> str | None:
 
 
 def into_loop(case: Case, rng: np.random.Generator) -> str | None:
-    """Move a few consecutive nodes into the body of a Loop of one step, whose outputs are stacked."""
+    """Move a few consecutive nodes into the body of a Loop with one iteration, whose outputs are stacked."""
     graph = case.model.graph
     window = _window(case, rng)
     if window is None:
@@ -278,7 +278,7 @@ def into_loop(case: Case, rng: np.random.Generator) -> str | None:
 
 
 def into_function(case: Case, rng: np.random.Generator) -> str | None:
-    """Move a few consecutive nodes into a function of the model."""
+    """Move a few consecutive nodes into a model function."""
     graph = case.model.graph
     window = _window(case, rng)
     if window is None:
@@ -305,7 +305,10 @@ def _any_value(node: onnx.NodeProto) -> str:
 
 
 def _window(case: Case, rng: np.random.Generator) -> tuple[int, int, list[str]] | None:
-    """Return consecutive nodes, and their values that other nodes read; None if the type of a value is unknown."""
+    """Return consecutive nodes and those of their values that other nodes read.
+
+    The result is None if the type of such a value is unknown.
+    """
     graph, kinds = case.model.graph, element_types(case.model)
     nodes = list(graph.node)
     layers = [index for index, node in enumerate(nodes) if node.op_type in _LAYERS]
@@ -324,7 +327,7 @@ def _window(case: Case, rng: np.random.Generator) -> tuple[int, int, list[str]] 
 
 
 def _body(case: Case, nodes: list[onnx.NodeProto], made: list[str], own_weights: bool) -> onnx.GraphProto:
-    """Return a graph of copies of the nodes, with new names for all values."""
+    """Return a graph with copies of the nodes, in which all values have new names."""
     kinds = element_types(case.model)
     holder = onnx.GraphProto(name=case.fresh("body"))
     holder.node.extend(nodes)

@@ -15,16 +15,16 @@ _SECONDS = 300.0  # for one graph
 
 
 def _measure_briefly() -> None:
-    """Shorten all timings, because times do not matter here."""
+    """Shorten all timings, because this test ignores times."""
     layer_times._SECONDS, layer_times._MOST_COPIES = 0.005, 2
     trials._SECONDS = 0.02
     timing._WARM_UP_SECONDS = 0.001
 
 
 def _work(pipe: Connection) -> None:
-    """Answer seeds with outcomes, until the pipe is closed."""
+    """Receive seeds and send their outcomes until the pipe is closed."""
     _measure_briefly()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # silence messages of native libraries about odd models
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide messages of native libraries about unusual models
     while True:
         try:
             seed, without = pipe.recv()
@@ -34,7 +34,7 @@ def _work(pipe: Connection) -> None:
 
 
 class Worker:
-    """The client of the process, which it restarts after a crash or a hang."""
+    """The client of the process. It restarts the process after a crash or a hang."""
 
     def __init__(self) -> None:
         self._start()
@@ -68,7 +68,7 @@ class Worker:
 
 
 def shrink(worker: Worker, outcome: Outcome) -> Outcome:
-    """Leave out mutations that the defect does not need."""
+    """Remove mutations that are not needed to reproduce the defect."""
     without: tuple[int, ...] = ()
     for line in outcome.done:
         fewer = (*without, int(line.split(":")[0]))

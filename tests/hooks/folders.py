@@ -1,4 +1,4 @@
-"""Hugging Face folders of small random models with configuration and tokenizer, made without a network."""
+"""Hugging Face folders of small random models with configuration and tokenizer, written without a network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 
 
 def write_tokenizer(folder: Path, encoder: bool) -> int:
-    """Write a tokenizer, words with [CLS] and [SEP] for an encoder or byte pairs for a decoder; return its size."""
+    """Write a tokenizer and return its size.
+
+    encoder: words with [CLS] and [SEP], otherwise byte pairs for a decoder.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -45,7 +48,7 @@ def write_tokenizer(folder: Path, encoder: bool) -> int:
 
 
 def write_bert(folder: Path, architecture: str = "BertModel", **config: Any) -> Path:
-    """Write a BERT with two layers of a class of transformers."""
+    """Write a BERT with two layers; `architecture` is its class in transformers."""
     import torch
     import transformers
 
@@ -68,7 +71,7 @@ def write_bert(folder: Path, architecture: str = "BertModel", **config: Any) -> 
 
 
 def write_sentence_encoder(folder: Path) -> Path:
-    """Write a BERT like Sentence Transformers: the mean of token vectors, of length 1."""
+    """Write a BERT as sentence-transformers saves it, with mean pooling and normalization."""
     write_bert(folder)
     kind = "sentence_transformers.models."
     places = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
@@ -86,7 +89,10 @@ def write_sentence_encoder(folder: Path) -> Path:
 
 
 def write_llama(folder: Path) -> Path:
-    """Write a Llama with two layers, head size 16, two heads per key, and greedy text that varies."""
+    """Write a Llama with two layers, head size 16 and two query heads per key head.
+
+    Its weights are chosen so that greedy text varies.
+    """
     import torch
     import transformers
 
@@ -112,7 +118,7 @@ def write_llama(folder: Path) -> Path:
 
 
 def write_t5(folder: Path) -> Path:
-    """Write a T5 with two layers on each side."""
+    """Write a T5 with two encoder and two decoder layers."""
     import torch
     import transformers
 

@@ -1,4 +1,7 @@
-"""onnxruntime-genai generates from folders that Ortolan has optimized. Skipped where it is not installed."""
+"""onnxruntime-genai generates text from folders that Ortolan has optimized.
+
+Skipped if onnxruntime-genai is not installed.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,7 @@ def hand_made(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A function that returns the folder of GenAI's builder for a small random Llama: built(precision)."""
+    """Return a function that builds a small random Llama with GenAI's builder: built(precision) -> folder."""
 
     @cache
     def build(precision: str) -> Path:
@@ -99,7 +102,7 @@ def float_folder(tmp_path: Path) -> Path:
 
 
 def generate(folder: Path, share_buffer: bool = True, tokens: int = 24, **search: Any) -> list[int]:
-    """Return the tokens after the prompt, and check that the library of the folder is loaded.
+    """Return the tokens after the prompt, and check that the folder's operator library is loaded.
 
     Libraries of earlier tests may still be loaded, such as one with the execution provider.
     """
@@ -122,7 +125,7 @@ def generate_with(model: Any, share_buffer: bool = True, tokens: int = 24, **sea
 
 
 def loaded_libraries() -> set[str]:
-    """Return the operator libraries of this process, without the one that ortolan loads."""
+    """Return the paths of all operator libraries that are loaded in this process."""
     return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libortolan_ops" in line}
 
 
@@ -144,7 +147,7 @@ def test_adopted_layers_generate(tmp_path: Path, built: Callable[[str], Path], s
     report = ortolan.optimize_onnx(folder, tmp_path / "fast", options=FAST)
     assert report.recipe["name"] == "weights as stored"
     assert operators(tmp_path / "fast").count("NoMADAttention") == 2
-    # Both round activations to int8 in different sums: tokens agree until a value on a rounding edge.
+    # The models sum in a different order, so an int8 activation may round differently and change later tokens.
     assert generate(tmp_path / "fast", share_buffer)[:4] == generate(folder, share_buffer)[:4]
 
 
@@ -162,7 +165,7 @@ def test_compressed_caches(float_folder: Path, tmp_path: Path, share_buffer: boo
     ortolan.optimize_onnx(float_folder, tmp_path / "fast", recipe="long-context", options=FAST, calibration=calibration)
     found = generate(tmp_path / "fast", share_buffer)
     assert len(found) == 24
-    assert found[0] == generate(float_folder, share_buffer)[0]  # the prompt's attention has no cache
+    assert found[0] == generate(float_folder, share_buffer)[0]  # attention reads no cache for the first token
 
 
 def test_the_folder_may_move(float_folder: Path, tmp_path: Path) -> None:
@@ -191,17 +194,17 @@ needs_provider = pytest.mark.skipif(not has_provider(), reason="the library was 
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    """The provider is registered in GenAI, which does not share that of the Python package onnxruntime."""
+    """Register the provider in GenAI, which does not use the registrations of the Python package onnxruntime."""
     genai.register_execution_provider_library("ortolan", ortolan.get_library_path())
     try:
         yield
     finally:
-        gc.collect()  # no model may be alive
+        gc.collect()  # models must be gone before the provider is unregistered
         genai.unregister_execution_provider_library("ortolan")
 
 
 def taken(claims: Path) -> list[bool]:
-    """Return the claims of all nodes that the provider supports, in the order of the model."""
+    """Return whether each node that the provider supports was claimed, in model order."""
     return [json.loads(line)["taken"] for line in claims.read_text().splitlines()]
 
 
@@ -216,9 +219,9 @@ def test_the_provider_by_name(
     config.append_provider(PROVIDER)
     config.set_provider_option(PROVIDER, "claims_file", str(tmp_path / "claims.jsonl"))
     found = generate_with(genai.Model(config), share_buffer)
-    assert taken(tmp_path / "claims.jsonl") == [True] * 13  # 6 in each of 2 layers, and the head
+    assert taken(tmp_path / "claims.jsonl") == [True] * 13  # 6 nodes in each of 2 layers, and the head
     assert len(set(found)) > 5
-    # Both round activations to int8 in different sums: tokens agree until a value on a rounding edge.
+    # The models sum in a different order, so an int8 activation may round differently and change later tokens.
     assert found[:4] == generate(folder, share_buffer)[:4]
 
 
@@ -236,7 +239,7 @@ def test_the_provider_in_the_configuration(registered: None, tmp_path: Path, bui
 
 @needs_provider
 def test_the_provider_and_an_optimized_folder(registered: None, tmp_path: Path, built: Callable[[str], Path]) -> None:
-    """Operators are not registered twice, and the provider claims the remaining nodes."""
+    """Operators are registered only once, and the provider claims the nodes that were not replaced."""
     left = {"fuse_cached_attention.exclude": ["*"]}
     ortolan.optimize_onnx(built("int4"), tmp_path / "fast", options=FAST | left)
     config = genai.Config(str(tmp_path / "fast"))
@@ -249,7 +252,7 @@ def test_the_provider_and_an_optimized_folder(registered: None, tmp_path: Path, 
 
 @needs_provider
 def test_genai_does_not_know_what_python_has_registered(built: Callable[[str], Path]) -> None:
-    """The registration of docs/genai.md is needed."""
+    """Without GenAI's own registration (docs/genai.md), the provider is unknown."""
     ortolan.register_provider()
     config = genai.Config(str(built("int4")))
     config.append_provider(PROVIDER)

@@ -1,4 +1,7 @@
-"""Optimum with models that Ortolan has optimized. Skipped without Optimum's ONNX part: ortolan[optimum]."""
+"""Optimum with models that Ortolan has optimized.
+
+Skipped without Optimum's ONNX part (ortolan[optimum]).
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ from ..provider.sessions import needs_provider  # noqa: E402
 from ..recipes.forms import NAMED  # noqa: E402
 
 FAST = {"verify.seconds": 0.0}
-DENSE = FAST | {"may_grow": True, "sparsity": 0.0}  # weights only become bf16
+DENSE = FAST | {"may_grow": True, "sparsity": 0.0}  # for long-context: keep the caches in float32
 EXACT = FAST | {"keys": "float32", "values": "float32"}  # of long-context: unchanged float caches
 
 Export = Callable[[str], Path]
@@ -45,7 +48,7 @@ def cli(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Options of optimize_onnx by task."""
+    """Write a small checkpoint for each task, and return the folders."""
     root = tmp_path_factory.mktemp("checkpoints")
     return {
         "feature-extraction": write_bert(root / "bert"),
@@ -56,7 +59,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def export(checkpoints: dict[str, Path]) -> Export:
-    """The folder that Optimum exports for a task."""
+    """Return a function that exports the checkpoint of a task with Optimum and returns the folder."""
     from optimum.exporters.onnx import main_export
 
     def run(task: str) -> Path:
@@ -93,7 +96,7 @@ def test_features(export: Export, tmp_path: Path) -> None:
     assert {path.name for path in source.iterdir()} <= {path.name for path in (tmp_path / "fast").iterdir()}
     fast = model_class.from_pretrained(tmp_path / "fast", session_options=ortolan.register())
     inputs = tokens(tmp_path / "fast")
-    there = inputs["attention_mask"] != 0  # at padding, the optimized model returns 0
+    there = inputs["attention_mask"] != 0  # the optimized model returns 0 at padding
     expected = model_class.from_pretrained(source)(**inputs).last_hidden_state
     assert distance(fast(**inputs).last_hidden_state[there], expected[there]) < 0.02
     (features,) = transformers.pipeline(
@@ -131,7 +134,7 @@ def test_classification_pipeline(export: Export, tmp_path: Path) -> None:
 def test_save_pretrained(
     export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, name: str, embedded: bool
 ) -> None:
-    """Test weights in the model's file, and in a data file as for large models."""
+    """Test weights inside the model file and, as for large models, in a data file."""
     model_class = getattr(onnxruntime_part, name)
     if not embedded:
         put_weights_outside(monkeypatch)
@@ -152,7 +155,7 @@ def causal_lm(folder: Path, **options: Any) -> Any:
 
 
 def prompts(folder: Path) -> dict[str, Any]:
-    """Return two texts; the shorter one is padded on the left, as generate needs it."""
+    """Return two texts, padded on the left as `generate` requires."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
     return {
         key: value
@@ -178,7 +181,10 @@ def test_exact_settings_generate_the_same_tokens(export: Export, tmp_path: Path,
 @pytest.mark.parametrize("io_binding", [False, True])
 @pytest.mark.parametrize("weights", ["bf16", "int4"])
 def test_attention_beside_layers(export: Export, tmp_path: Path, weights: str, io_binding: bool) -> None:
-    """Logits and tokens of a batch with unequal lengths equal those of the same layers with the original attention."""
+    """Fused attention gives nearly the logits and the first tokens of the same layers with unfused attention.
+
+    The batch has sequences of unequal lengths.
+    """
     source, options = export("text-generation-with-past"), FAST | {"may_grow": True}
     left = ortolan.Recipe.of(weights=weights).without_pass("fuse_cached_attention")
     for name, one in (("fused", left.with_pass("fuse_cached_attention", precision="f32")), ("left", left)):
@@ -190,7 +196,7 @@ def test_attention_beside_layers(export: Export, tmp_path: Path, weights: str, i
     logits = [model(**inputs).logits[there] for model in models]
     assert distance(*logits) < 0.005
     made = [model.generate(**inputs, max_new_tokens=8, min_new_tokens=8) for model in models]
-    # Layers round their inputs, so that a difference of the last bit may grow, and later tokens differ.
+    # Later tokens may differ, because layers round their inputs and can amplify a difference of the last bit.
     assert torch.equal(made[0][:, :-4], made[1][:, :-4])
 
 
@@ -230,7 +236,7 @@ def test_compressed_caches(export: Export, tmp_path: Path, io_binding: bool) -> 
     inputs = prompts(source)
     found = model.generate(**inputs, max_new_tokens=8, min_new_tokens=8)
     assert found.shape[1] == inputs["input_ids"].shape[1] + 8
-    first = causal_lm(source)(**inputs).logits[:, -1].argmax(-1)  # its attention has no cache
+    first = causal_lm(source)(**inputs).logits[:, -1].argmax(-1)  # attention reads no cache for the first token
     assert torch.equal(found[:, inputs["input_ids"].shape[1]], first)
 
 
@@ -343,7 +349,7 @@ def test_imported_gguf(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
 
 @pytest.fixture
 def stored_4_bits(export: Export, tmp_path: Path) -> Path:
-    """A folder as Optimum writes it, whose layers are MatMulNBits."""
+    """A folder as Optimum writes it, with MatMulNBits layers."""
     folder = shutil.copytree(export("feature-extraction"), tmp_path / "stored")
     make_matmul_nbits(export("feature-extraction") / "model.onnx", folder / "model.onnx", 32, 4)
     return folder
@@ -351,7 +357,7 @@ def stored_4_bits(export: Export, tmp_path: Path) -> Path:
 
 @needs_provider
 def test_the_provider_by_name(stored_4_bits: Path, tmp_path: Path) -> None:
-    """Return results of the optimized folder, near those of the original, because attention has bf16 products."""
+    """Results equal those of the optimized folder, and nearly those of the original, as attention may use bf16."""
     model_class = onnxruntime_part.ORTModelForFeatureExtraction
     OrtolanOptimizer.from_pretrained(stored_4_bits).optimize(tmp_path / "fast")
     inputs = tokens(stored_4_bits)
@@ -361,17 +367,17 @@ def test_the_provider_by_name(stored_4_bits: Path, tmp_path: Path) -> None:
     options = {"claims_file": str(tmp_path / "claims.jsonl")}
     model = model_class.from_pretrained(stored_4_bits, provider=PROVIDER, provider_options=options)
     assert model.providers == [PROVIDER, "CPUExecutionProvider"]
-    there = inputs["attention_mask"] != 0  # at padding, the optimized model returns 0
+    there = inputs["attention_mask"] != 0  # the optimized model returns 0 at padding
     found = model(**inputs).last_hidden_state[there]
     assert torch.equal(found, optimized.last_hidden_state[there])
     assert distance(found, original.last_hidden_state[there]) < 0.05
     claims = [json.loads(line)["taken"] for line in (tmp_path / "claims.jsonl").read_text().splitlines()]
-    assert claims == [True] * 13  # 6 in each of 2 layers with attention, and the norm of the embeddings
+    assert claims == [True] * 13  # 6 nodes in each of 2 layers, and the LayerNormalization of the embeddings
 
 
 @needs_provider
 def test_the_provider_and_optimized_models(export: Export, tmp_path: Path) -> None:
-    """Options register the operators; the provider is found by its name."""
+    """The session options register the operators, and the provider is selected by name."""
     model_class = onnxruntime_part.ORTModelForFeatureExtraction
     source = export("feature-extraction")
     OrtolanOptimizer.from_pretrained(source).optimize(tmp_path / "fast", recipe=NAMED["sparse-bf16"], options=DENSE)
@@ -387,7 +393,7 @@ def test_the_provider_and_optimized_models(export: Export, tmp_path: Path) -> No
 
 @needs_provider
 def test_options_alone_do_not_choose_the_provider(stored_4_bits: Path) -> None:
-    """Optimum always names providers, as docs/optimum.md describes."""
+    """Optimum always passes providers, so options cannot select the provider (docs/optimum.md)."""
     with pytest.warns(UserWarning, match="already been configured with providers"):
         model = onnxruntime_part.ORTModelForFeatureExtraction.from_pretrained(
             stored_4_bits, session_options=ortolan.session_options()

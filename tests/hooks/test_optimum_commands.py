@@ -1,4 +1,4 @@
-"""The module that optimum-cli imports at each call must not end it, whatever is installed."""
+"""optimum-cli imports Ortolan's command module at each start, which must never raise an error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_registered_commands(
         pytest.importorskip("optimum.commands.base", reason="needs optimum")
     if absent == "nothing":
         pytest.importorskip("optimum.commands.export.onnx", reason="needs optimum-onnx")
-    monkeypatch.setitem(sys.modules, absent, None)  # importing it raises ImportError
+    monkeypatch.setitem(sys.modules, absent, None)  # importing this name now raises ImportError
     assert len(commands()) == expected
     assert capfd.readouterr().err == ""
 
@@ -49,7 +49,7 @@ def test_a_broken_optimum(
     if expected:
         pytest.importorskip("optimum.commands.base", reason="needs optimum")
     else:
-        # The module alone, without the imports of its __init__.
+        # Create the package without running its __init__.
         package = types.ModuleType("optimum.commands")
         spec = importlib.util.find_spec("optimum.commands")
         assert spec is not None
@@ -61,9 +61,9 @@ def test_a_broken_optimum(
 
 
 def test_a_missing_requirement_is_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """A module of Ortolan does not load, for example because a package is missing."""
+    """If a module of Ortolan cannot be imported, the message names it."""
     monkeypatch.setitem(sys.modules, "ortolan.optimum_cli", None)
-    module = importlib.import_module  # not `commands`, which would hide the missing module
+    module = importlib.import_module  # imported here, because `commands` would hide the error
     sys.modules.pop(MODULE, None)
     try:
         assert module(MODULE).REGISTER_COMMANDS == []

@@ -1,4 +1,7 @@
-"""Real models through the hooks, end to end: minutes each, and only models that are already in the cache."""
+"""Published models through the hooks, end to end.
+
+Each takes minutes and is skipped if the model is not in the cache.
+"""
 
 from __future__ import annotations
 
@@ -38,5 +41,5 @@ def test_genai_and_smollm2(tmp_path: Path) -> None:
     needs("smollm2-135m-instruct", "onnxruntime_genai")
     original, exact, built, adopted = RUNS["genai"](tmp_path, 32, 2)
     assert (original.same, exact.same, built.same) == (1, 1, 1)
-    # Both round activations to int8 in different sums: they differ only for values on a rounding edge.
+    # The models sum in a different order, so an int8 activation may round differently and change later tokens.
     assert adopted.same > 0.2

@@ -1,4 +1,7 @@
-"""Sentence Transformers and fastembed with folders that Ortolan has optimized. Skipped without these packages."""
+"""sentence-transformers and fastembed with folders that Ortolan has optimized.
+
+Skipped if these packages are not installed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def kwargs() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
-    """Folders `exported`, by Sentence Transformers, and `fast`, its int8 version."""
+    """Folders: `exported` by sentence-transformers, and `fast`, optimized to int8."""
     root = tmp_path_factory.mktemp("sentence")
     write_sentence_encoder(root / "model")
     exported = sentence_transformers.SentenceTransformer(str(root / "model"), backend="onnx", model_kwargs=dict(PLAIN))
@@ -52,7 +55,7 @@ def test_sentence_transformers_give_the_bytes_of_embed(folders: Mapping[str, Pat
 
 
 def test_sentence_transformers_without_our_options(folders: Mapping[str, Path]) -> None:
-    """Test the portable bodies of the operators."""
+    """Without Ortolan's session options, the operators run as portable ONNX functions."""
     model = sentence_transformers.SentenceTransformer(str(folders["fast"]), backend="onnx", model_kwargs=dict(PLAIN))
     assert (model.encode(TEXTS) * ortolan.embed(TEXTS, folders["fast"])).sum(axis=1).min() > 0.999
 

@@ -1,4 +1,7 @@
-"""transformers' exporter with Ortolan behind it. Skipped before transformers 5.23: ortolan[transformers]."""
+"""The exporter of transformers followed by Ortolan.
+
+Skipped before transformers 5.23 (ortolan[transformers]).
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ def test_export_runs_like_the_model(bert: Path, model: Any, exported: Any) -> No
     assert report.recipe["name"] == "weights=bf16, sparsity=0.5" and any(
         layer.status == "replaced" for layer in report.layers
     )
-    inputs = tokens(bert, [*TEXTS, "a"])  # sizes that differ from the export's
+    inputs = tokens(bert, [*TEXTS, "a"])  # batch and length differ from those of the export
     with torch.no_grad():
         assert distance(exported(**inputs).logits, model(**inputs).logits) < 0.02
 
@@ -96,7 +99,7 @@ def test_large_weights_go_with_the_program(
 ) -> None:
     put_weights_outside(monkeypatch)  # treat these weights as large
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    # pytest keeps log records, and one of them references the program.
+    # pytest keeps log records, and one of them would keep the program alive.
     logging.disable(logging.CRITICAL)
     request.addfinalizer(lambda: logging.disable(logging.NOTSET))
     inputs = tokens(bert, TEXTS)
@@ -171,7 +174,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def without_cache(model: Any, inputs: dict[str, Any], count: int) -> np.ndarray:
-    """The tokens that PyTorch chooses."""
+    """Return the tokens of greedy decoding in PyTorch without a cache."""
     ids = inputs["input_ids"]
     with torch.no_grad():
         for _ in range(count):
@@ -185,7 +188,7 @@ def test_exact_settings_generate_the_same_tokens(llama: Any) -> None:
     config = OrtolanConfig(dynamic=True, recipe="long-context", options=options)
     exported = OrtolanExporter().export_for_generation(model, inputs, config, multi_token_decode=True)
     assert "NoMADAttention" in ops(exported.components["decode"].program)
-    # 'prefill' has no cache and is unchanged.
+    # The component 'prefill' has no cache, so its attention is not replaced.
     assert "NoMADAttention" not in ops(exported.components["prefill"].program)
     expected = without_cache(model, inputs, 12)
     for first in ("prefill", "decode"):
@@ -202,7 +205,7 @@ def test_a_recipe_that_finds_nothing_in_any_component_is_refused(llama: Any) -> 
 
 
 def reader(*inputs: tuple[str, str]) -> Any:
-    """A runner for empty_cache, whose session has inputs of these names and types."""
+    """Return a runner for empty_cache whose session has inputs of these names and types."""
     specs = [SimpleNamespace(name=name, type=type, shape=["batch", 2, "past", 16]) for name, type in inputs]
     return SimpleNamespace(session=SimpleNamespace(get_inputs=lambda: specs))
 
@@ -244,7 +247,7 @@ def test_compressed_caches(llama: Any, tmp_path: Path) -> None:
     assert types == {"tensor(uint8)"}
     first = inputs["input_ids"].shape[1]
     found, expected = generate(exported, inputs, 12, "decode"), without_cache(model, inputs, 12)
-    assert (found[:, : first + 1] == expected[:, : first + 1]).all()  # the prompt's attention has no cache
+    assert (found[:, : first + 1] == expected[:, : first + 1]).all()  # attention reads no cache for the first token
     exported.save_pretrained(tmp_path / "saved")
     loaded = exporters.ExportedModel.from_pretrained(tmp_path / "saved")
     assert (generate(loaded, inputs, 12, "decode") == found).all()
@@ -262,4 +265,4 @@ def test_generation(llama: Any) -> None:
     expected, found = (generate(made[name], inputs, 12) for name in ("onnx", "ortolan"))
     first = inputs["input_ids"].shape[1]
     assert expected.shape == found.shape == (1, first + 12)
-    assert (expected[:, : first + 3] == found[:, : first + 3]).all()  # bf16 weights: the tokens agree until a near tie
+    assert (expected[:, : first + 3] == found[:, : first + 3]).all()  # bf16 weights: later tokens may differ

@@ -16,7 +16,7 @@ CONFIG = replace(
 _HALVES = replace(CONFIG, rope_style="half")
 FACTORS = (1.0, 1.0, 1.5, 2.0, 4.0, 8.0, 8.0, 8.0)
 
-# By the architecture's name in the file; "llama, …" are variants of llama.
+# Configurations by architecture name; "llama, …" are variants of llama.
 CONFIGS = {
     "llama": CONFIG,
     "llama, untied": replace(CONFIG, tie_word_embeddings=False),
@@ -63,7 +63,9 @@ def write(
 ):
     """Write a file; return the weights before they were quantized.
 
-    kinds: Types of the matrices, in turn. table: Type of the embedding and the head. tensors: More tensors, by name.
+    kinds: types of the matrices, repeated in order.
+    table: type of the embedding and the head.
+    tensors: additional tensors by name.
     """
     weights = weights or tiny.random_weights(llama_weight_shapes(config))
     writer = gguf.GGUFWriter(path, architecture)
@@ -108,7 +110,7 @@ def write(
 
 
 def in_file(weights, architecture, config):
-    """Return the weights under GGUF's names, joined as the architecture stores them."""
+    """Return the weights with GGUF names, and joined if the architecture stores them jointly."""
     others = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     found = {}
     for name, array in weights.items():

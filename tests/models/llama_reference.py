@@ -1,4 +1,4 @@
-"""An independent NumPy Llama, and a runner of built models."""
+"""A NumPy Llama as an independent reference, and a runner that decodes with models from build_llama."""
 
 import numpy as np
 import onnx_ir as ir
@@ -8,7 +8,7 @@ from ortolan.models.llama_config import LlamaConfig
 
 
 class Decoder:
-    """Runs a model and keeps its cache."""
+    """Runs a model and keeps its cache between calls."""
 
     def __init__(self, model: ir.Model, config: LlamaConfig, batch: int = 1):
         self.session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
@@ -34,7 +34,10 @@ class Decoder:
 
 
 def reference_llama(w: dict[str, np.ndarray], config: LlamaConfig, ids: np.ndarray) -> np.ndarray:
-    """Return the logits of one sequence in float64, one head at a time, rotating complex numbers."""
+    """Return the logits of one sequence, computed in float64 one head at a time.
+
+    Rotary embedding multiplies complex numbers.
+    """
     w = {name: array.astype(np.float64) for name, array in w.items()}
     size = config.head_size
     angles = np.arange(len(ids))[:, None] * config.rope_theta ** (-np.arange(0, size, 2) / size)

@@ -1,4 +1,4 @@
-"""build_bert against an independent numpy BERT."""
+"""build_bert against an independent NumPy BERT."""
 
 import json
 
@@ -31,7 +31,7 @@ def random_feeds(config: BertConfig, batch: int, sequence: int, seed: int = 1) -
 
 
 def reference_bert(w: dict[str, np.ndarray], config: BertConfig, feeds: dict[str, np.ndarray]) -> np.ndarray:
-    """BERT in float64, one sentence and one head at a time."""
+    """Return BERT's outputs, computed in float64 one sentence and one head at a time."""
     w = {name: array.astype(np.float64) for name, array in w.items()}
 
     def norm(x, name):

@@ -1,4 +1,4 @@
-"""Models as folders for Hugging Face's tools: read again, they are the same models."""
+"""Models written as Hugging Face folders are the same after they are read again."""
 
 import json
 from dataclasses import replace

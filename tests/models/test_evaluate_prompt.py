@@ -1,4 +1,4 @@
-"""Perplexity behind pruned prompts: by pruned float caches, and by the operator."""
+"""Perplexity after pruned prompts, with pruned float caches and with the operator."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Fetching with a fake download: checks, atomicity, and messages. No network."""
+"""Fetching models with a fake download: checks, atomic writes and messages, without a network."""
 
 import hashlib
 import io
@@ -53,7 +53,7 @@ def entry_for(archive, files=FILES):
 
 @pytest.fixture
 def downloads(monkeypatch, tmp_path):
-    """Replaces the download by a copy; holds the packages asked for."""
+    """Replace downloads by copies, and return the list of requested packages."""
     asked = []
 
     def copy(package, source, folder):

@@ -1,4 +1,4 @@
-"""Decoders read from GGUF files that the package `gguf` wrote, and from damaged copies of them."""
+"""Decoders read from GGUF files that the package `gguf` wrote, and from damaged copies of these files."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ def test_architectures(tmp_path, name):
     assert set(model.weights) == set(weights)
     for key, array in weights.items():
         np.testing.assert_array_equal(model.weights[key].floats(), array, err_msg=key)
-    # Both orders of rows are the same model.
+    # Reordering the rotary rows does not change the model.
     halves = model.with_halves()
     assert halves.config.rope_style == "half"
     for found in (model, halves):
@@ -48,7 +48,7 @@ def test_quantized_weights(tmp_path, tied):
         if array.ndim == 1 or name in ("model.embed_tokens.weight", "lm_head.weight"):
             np.testing.assert_array_equal(found[name], array, err_msg=name)
             continue
-        # Q4_1: blocks of 32 along a row, 16 levels between its smallest and largest weight (kept as float16).
+        # Q4_1 has 16 levels for each block of 32 along a row, and stores minimum and step in float16.
         blocks = array.reshape(-1, 32)
         step = np.ptp(blocks, axis=1, keepdims=True) / 15
         error = np.abs(found[name].reshape(-1, 32) - blocks)
@@ -128,7 +128,7 @@ def test_other_files_are_refused(tmp_path, monkeypatch):
 
 
 def test_lengths_beyond_the_file(tmp_path):
-    """Each of them would keep the package gguf busy for ever, or make it read short arrays."""
+    """Lengths larger than the file would make the package gguf loop forever or read truncated arrays."""
     path = tmp_path / "model.gguf"
     magic = b"GGUF" + np.array([3], "<u4").tobytes()
 
@@ -162,7 +162,7 @@ def content(tmp_path_factory):
 
 
 def read_all(path):
-    """Return if the file can be read as a model. No error other than OrtolanError may be raised."""
+    """Return whether the file can be read as a model. Errors other than OrtolanError are not caught."""
     try:
         model = read_model(path)
         read_gguf_tokenizer(model.file)

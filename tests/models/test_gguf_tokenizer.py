@@ -26,7 +26,7 @@ def tokenizer(tmp_path):
         ("ab ab", ["ab", "Ġab"]),
         ("a b", ["a", "Ġ", "b"]),
         ("é", ["Ã©"]),
-        ("12", ["1", "2"]),  # each digit alone, though the vocabulary has both
+        ("12", ["1", "2"]),  # digits stay separate, although the vocabulary has the token 12
         ("<|endoftext|>ab\n", ["<|endoftext|>", "ab", "Ċ"]),
     ],
 )
@@ -40,7 +40,7 @@ def test_control_tokens(tokenizer):
     assert tokenizer.stop == {0, 1}
 
 
-# As llama.cpp splits them, and where it differs from the others.
+# Texts split as llama.cpp does, especially where it differs from other implementations.
 @pytest.mark.parametrize(
     ("pre", "text", "parts"),
     [
@@ -75,7 +75,7 @@ def test_facts(tmp_path):
     write(tmp_path / "model.gguf", metadata={"tokenizer.ggml.padding_token_id": 1})
     facts = read_tokenizer_facts(GgufFile(tmp_path / "model.gguf"))
     assert (facts.bos, facts.eos, facts.unknown, facts.padding) == (0, 1, None, 1)
-    # Both end an answer: eos, and a control token that is known for it.
+    # Two tokens end an answer: eos, and a control token with a known end-of-text name.
     assert facts.ends == (1, 0)
     assert facts.chat_template is not None and "messages" in facts.chat_template
 
@@ -116,7 +116,7 @@ def write_sentence_piece(path, prefix=True):
 @pytest.mark.parametrize(
     ("prefix", "text", "pieces"),
     [
-        # By scores: "▁a" comes first, then "bc", and "▁a" + "bc" is no way to "▁abc" but through that pair.
+        # Merges follow scores: "▁a", then "bc", then both to "▁abc".
         (True, "abc", ["<s>", "▁abc"]),
         (False, "abc", ["<s>", "abc"]),
         (False, " ab", ["<s>", "▁ab"]),

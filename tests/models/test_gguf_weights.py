@@ -1,4 +1,4 @@
-"""The numbers of GGUF files as operators take them, against what the package gguf makes of them."""
+"""Weights of GGUF files in the operators' formats, compared with the dequantization of the package gguf."""
 
 import numpy as np
 import pytest
@@ -10,14 +10,14 @@ from ortolan.models.graph_builder import ModelBuildError
 
 gguf = pytest.importorskip("gguf")
 
-# Bytes of a block of 256, and where its float16 numbers are.
+# Bytes per block of 256 weights, and byte offsets of its float16 values.
 K_BLOCKS = {"Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2)), "Q6_K": (210, (208,))}
 RNG = np.random.default_rng(0)
 WEIGHT = (RNG.standard_normal((48, 512)) * RNG.uniform(0.01, 0.1, (48, 1))).astype(np.float32)
 
 
 def stored(kind, weight=WEIGHT):
-    """A weight of this type. The package does not quantize to K types: their blocks are random."""
+    """Return a weight of this type. K types have random blocks, because the package gguf cannot quantize to them."""
     if kind not in K_BLOCKS:
         data = gguf.quants.quantize(weight, gguf.GGMLQuantizationType[kind])
         return StoredWeight("layer", kind, weight.shape, data)
@@ -68,7 +68,7 @@ def test_eight_bits(tmp_path, kind):
     assert (taken.quantized.bits, taken.quantized.symmetric, taken.quantized.scales.dtype.name) == (8, True, "FLOAT16")
     exact, found = weight.floats(), taken.quantized.matrix().T
     assert taken.error == pytest.approx(np.linalg.norm(found - exact) / np.linalg.norm(exact), rel=1e-3)
-    # No worse than rounding to nearest with the scale that the largest weight asks for.
+    # The error is at most that of rounding to nearest with the scale of the largest weight.
     blocks = exact.reshape(-1, 32)
     scale = np.maximum(np.abs(blocks).max(axis=1, keepdims=True) / 127, 2**-24).astype(np.float16).astype(np.float32)
     plain = np.clip(np.rint(blocks / scale), -127, 127) * scale - blocks

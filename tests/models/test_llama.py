@@ -1,4 +1,4 @@
-"""build_llama against an independent numpy Llama, with and without cache; reading llama2.c checkpoints."""
+"""build_llama against an independent NumPy Llama, with and without cache; reading llama2.c checkpoints."""
 
 import struct
 from dataclasses import replace
@@ -73,7 +73,7 @@ def test_lazy_weights_are_read_when_the_model_is_written(attention):
     projections = [name for name in model.graph.initializers if name.endswith("_proj.weight_t")]
     assert ("model.layers.0.self_attn.qkv_proj.weight_t" in projections) == (attention == "gqa")
     assert "model.layers.1.self_attn.q_proj.weight_t" in projections
-    # The table is there once.
+    # The head reuses the embedding, so there is no second copy.
     assert not any(name.startswith("lm_head") for name in model.graph.initializers)
     ids = random_ids(1, 5)
     found = Decoder(model, config).step(ids)
@@ -115,7 +115,7 @@ def test_group_query_attention_with_a_cache_and_rows_of_two_lengths():
     first = cached.step(ids[:, :8])
     expected = [reference_llama(weights, config, row) for row in ids]
     np.testing.assert_allclose(np.concatenate([first, cached.step(ids[:, 8:])], axis=1), expected, atol=1e-4)
-    # Padding stands at the end.
+    # Padding is at the end.
     mask = np.ones_like(ids)
     mask[1, 5:] = 0
     found = Decoder(model, config, batch=2).step(ids, mask)

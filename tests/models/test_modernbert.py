@@ -1,4 +1,4 @@
-"""build_modernbert against an independent numpy ModernBERT."""
+"""build_modernbert against an independent NumPy ModernBERT."""
 
 import json
 
@@ -20,7 +20,7 @@ def run(model: ir.Model, feeds: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def random_feeds(config: ModernBertConfig, batch: int, sequence: int, seed: int = 1) -> dict[str, np.ndarray]:
-    """Sentences of different lengths, the first without padding."""
+    """Return sentences of different lengths, the first without padding."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, sequence + 1, batch)
     lengths[0] = sequence
@@ -30,8 +30,11 @@ def random_feeds(config: ModernBertConfig, batch: int, sequence: int, seed: int 
 
 
 def turned(x: np.ndarray, theta: float) -> np.ndarray:
-    """[tokens, head_dim]: number i and the one half a head behind it are a complex number, which turns by
-    token * theta ** (-2 i / head_dim)."""
+    """Rotate x [tokens, head_dim] by position.
+
+    Elements i and i + head_dim / 2 form a complex number, which is rotated by the angle token * theta ** (-2 i /
+    head_dim).
+    """
     half = x.shape[1] // 2
     angles = np.arange(len(x))[:, None] * theta ** (-np.arange(half) / half)
     complex_numbers = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * angles)
@@ -39,7 +42,7 @@ def turned(x: np.ndarray, theta: float) -> np.ndarray:
 
 
 def reference(w: dict[str, np.ndarray], config: ModernBertConfig, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """ModernBERT in float64, one sentence without its padding and one head at a time."""
+    """Return ModernBERT's outputs, computed in float64 per sentence without padding, one head at a time."""
     w = {name: array.astype(np.float64) for name, array in w.items()}
 
     def norm(x, name):

@@ -1,4 +1,4 @@
-"""build_mpnet against an independent numpy MPNet."""
+"""build_mpnet against an independent NumPy MPNet."""
 
 import json
 
@@ -20,7 +20,7 @@ def run(model: ir.Model, feeds: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def random_feeds(config: MpnetConfig, batch: int, sequence: int, seed: int = 1) -> dict[str, np.ndarray]:
-    """Sentences of different lengths, the first without padding."""
+    """Return sentences of different lengths, the first without padding."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, sequence + 1, batch)
     lengths[0] = sequence
@@ -30,10 +30,10 @@ def random_feeds(config: MpnetConfig, batch: int, sequence: int, seed: int = 1) 
 
 
 def bucket(distance: int) -> int:
-    """Return one of 32 buckets.
+    """Return the bucket 0 … 31 of a relative position.
 
-    Keys before the query have 16: 8 for distances of 0 to 7, and 8 that start at 8 * sqrt(2)**i. Keys after it have
-    16 alike.
+    Keys before the query use 16 buckets: one for each distance from 0 to 7, and 8 that start at distances 8 *
+    sqrt(2)**i. Keys after the query use 16 buckets of the same sizes.
     """
     far = abs(distance)
     row = far if far < 8 else min(15, 8 + max(i for i in range(20) if far**2 >= 64 * 2**i))
@@ -41,7 +41,7 @@ def bucket(distance: int) -> int:
 
 
 def reference_mpnet(w: dict[str, np.ndarray], config: MpnetConfig, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """MPNet in float64, one sentence without its padding and one head at a time."""
+    """Return MPNet's outputs, computed in float64 per sentence without padding, one head at a time."""
     w = {name: array.astype(np.float64) for name, array in w.items()}
 
     def norm(x, name):
@@ -85,7 +85,7 @@ def test_equals_numpy(overrides, batch, sequence):
     overrides = overrides | {"max_position_embeddings": sequence + 2}
     config = MpnetConfig(**{**vars(tiny.TINY_MPNET), **overrides})
     weights = tiny.random_weights(mpnet_weight_shapes(config), seed=5)
-    # Large enough that a key in a neighbouring bucket shows.
+    # Scale the position biases so that a wrong bucket changes the output measurably.
     weights["encoder.relative_attention_bias.weight"] *= 3
     feeds = random_feeds(config, batch, sequence)
     found = run(build_mpnet(weights, config), feeds)
@@ -102,7 +102,7 @@ def test_passes_the_checker_and_names_nodes_like_exports():
     names = [node.name for node in proto.graph.node]
     assert len(names) == len(set(names))
     assert {"/encoder/layer.0/attention/attn/q/MatMul", "/encoder/layer.1/output/dense/Add"} <= set(names)
-    # The table is looked up once, for all layers.
+    # One Gather looks up the table for all layers.
     assert [name for name in names if "relative_attention_bias" in name] == ["/encoder/relative_attention_bias/Gather"]
     assert [value.name for value in proto.graph.input] == ["input_ids", "attention_mask"]
 

@@ -1,4 +1,4 @@
-"""Cross-entropy over text against plain numpy, and on text sampled from the model."""
+"""Cross-entropy of text against plain NumPy, and on text sampled from the model."""
 
 import math
 
@@ -23,7 +23,7 @@ IDS = np.random.default_rng(5).integers(0, tiny.TINY_LLAMA.vocab_size, 23).tolis
 
 
 def surprise(context, token):
-    """-log of the probability of a token after a context, by a run of its own."""
+    """Return -log of the probability of `token` after `context`, computed in a separate run."""
     logits = Decoder(SESSIONS["standard"]).step(context)[-1].astype(np.float64)
     return -(logits[token] - math.log(np.exp(logits).sum()))
 
@@ -75,7 +75,7 @@ def test_the_model_itself_predicts_its_samples_best():
     own = score_texts(session, texts, window=100)
     other = make_session(seed=1)
     assert own.cross_entropy < score_texts(other, texts, window=100).cross_entropy - 0.1
-    # The expectation is the entropy of the model's predictions.
+    # The expected cross-entropy is the entropy of the model's predictions.
     decoder = Decoder(session)
     entropy = []
     for text in texts:

@@ -1,4 +1,4 @@
-"""The published models, downloaded for real."""
+"""Published models, downloaded from their sources."""
 
 import numpy as np
 import onnx
@@ -31,7 +31,7 @@ def test_paraphrases_are_closer_than_strangers(minilm, name):
     if name == "all-mpnet-base-v2" and not (default_cache_dir() / f"{name}-{find_entry(name).digest}").is_dir():
         pytest.skip(f"{name} has 418 MB to download; get_model({name!r}) does it")
     model = get_model(name)
-    # The other two share the uncased BERT vocabulary.
+    # Models without a tokenizer file share the vocabulary of uncased BERT.
     encoder = TextEncoder(make_session(model.onnx), model.tokenizer or minilm.tokenizer)
     cat, kitten, shares = encoder.encode(
         ["A cat sleeps on the sofa.", "A kitten is napping on the couch.", "Share prices fell sharply on Monday."]

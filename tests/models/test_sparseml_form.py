@@ -1,4 +1,4 @@
-"""Models as SparseML exports them: they are what they are made of, and optimize_onnx finds their zero blocks."""
+"""SparseML's form of quantized models: it computes what the float model does, and optimize_onnx finds zero blocks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import ortolan
 from ortolan.models import tiny
 from ortolan.models.sparseml_form import OPSET, float_form, quantized_form
 
-LAYERS, LINEAR = 2, 12  # of the model, and of these linear ones
+LAYERS, LINEAR = 2, 12  # encoder layers, and linear layers in all of them
 KINDS = {"static": {}, "layers alone": {"products": False}, "dynamic": {"activations": "dynamic"}}
-# What the numbers of activations may be apart, where ours are rounded token by token or stay floats.
+# Allowed relative error. Ortolan may round activations per token or keep them in float32.
 CLOSE = {"static": 1e-5, "layers alone": 0.02, "dynamic": 0.02}
 
 
@@ -35,7 +35,7 @@ FEEDS = feeds_of((1, 9), (2, 12), (3, 7))
 
 
 def zeroed(weight: np.ndarray, outputs: int, inputs: int) -> np.ndarray:
-    """Set four of five blocks of a weight [k, n] to zero. A block has `outputs` columns and `inputs` rows."""
+    """Set about four of five blocks of a weight [k, n] to zero. A block has `outputs` columns and `inputs` rows."""
     k, n = weight.shape
     kept = np.random.default_rng(k + n).random((k // inputs, n // outputs)) < 0.2
     return np.where(np.repeat(np.repeat(kept, inputs, axis=0), outputs, axis=1), weight, np.float32(0))
@@ -53,7 +53,7 @@ def sparse_bert(outputs: int = 4, inputs: int = 1) -> onnx.ModelProto:
 
 
 def answers(model: onnx.ModelProto, feeds=FEEDS) -> np.ndarray:
-    """Return the outputs of all tokens except padding."""
+    """Return the outputs at all tokens except padding."""
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     return np.concatenate([session.run(None, one)[0][one["attention_mask"] == 1] for one in feeds])
 
@@ -116,7 +116,7 @@ def test_what_the_exports_have(sparse):
         if node.op_type == "Add" and any("identity_dequantized" in name for name in node.input)
     ]
     assert residuals == [["Mul", "DequantizeLinear"]] * (2 * LAYERS)
-    # Query, key and value read what one node has rounded.
+    # One QuantizeLinear serves query, key and value.
     assert kinds_of(made)["QuantizeLinear"] == LAYERS * (4 + 4)
 
 
@@ -126,13 +126,13 @@ def test_zero_blocks_are_found_and_answers_kept(sparse, kind):
     seen = ortolan.inspect_onnx(made)
     assert sum((layer.sparsity or 0) > 0.75 for layer in seen.linears) == LINEAR
     report = ortolan.optimize_onnx(made, calibration=FEEDS, options={"verify.seconds": 0.0, "may_grow": True})
-    # Where attention's products are floats, its three layers become one node.
+    # If attention computes in float, query, key and value are joined to one node.
     assert kinds_of(report.model)["VNNISpMM"] == (LINEAR if kind == "static" else LINEAR - 2 * LAYERS)
     assert error(ours(report.model), answers(made)) < CLOSE[kind]
 
 
 def test_blocks_of_four_inputs_are_others(sparse):
-    """SparseML's own blocks have one output and four inputs. With 80 % of them zero, few 4x1 blocks are zero."""
+    """SparseML's blocks have one output and four inputs. If 80 % of them are zero, few 4x1 blocks are."""
     made = quantized_form(sparse_bert(outputs=1, inputs=4), FEEDS, activations="dynamic")
     report = ortolan.optimize_onnx(made, calibration=FEEDS, options={"verify.seconds": 0.0, "may_grow": True})
     kinds = kinds_of(report.model)

@@ -15,7 +15,7 @@ def tokenizer_path(tmp_path):
     pieces = [b"<unk>", b"\n<s>\n", b"\n</s>\n", *(bytes([byte]) for byte in range(256))]
     scores = [0.0] * len(pieces)
     pieces += [piece.encode() for piece in TEXT_PIECES]
-    # The best score merges first: "bc" before "ab" before " a".
+    # The pair with the best score merges first: "bc" before "ab" before " a".
     scores += [0, 0, 0, 0, 0, -2.0, -1.0, -3.0, -4.0, -5.0]
     records = (struct.pack("<fi", score, len(piece)) + piece for score, piece in zip(scores, pieces, strict=True))
     path = tmp_path / "tokenizer.bin"
@@ -58,7 +58,7 @@ def test_broken_files_are_refused(tokenizer_path):
 
 
 def merge_one_at_a_time(tokenizer, ids):
-    """Merge the leftmost pair with the best score until no pair can be merged, as llama2.c does."""
+    """Merge the leftmost pair with the best score until no pair is in the vocabulary, as llama2.c does."""
     pieces, scores = tokenizer.pieces, tokenizer.scores
     known = {piece: index for index, piece in enumerate(pieces) if index >= 259}
     while True:

@@ -1,4 +1,4 @@
-"""The random models: reproducible, and the MLP right in every form of a linear layer."""
+"""The tiny random models are reproducible, and the MLP is correct in every form of a linear layer."""
 
 from typing import get_args
 
@@ -40,7 +40,7 @@ def test_mlp_equals_numpy(form):
         if form != "matmul":
             hidden = hidden + w[f"layers.{layer}.bias"]
         hidden = np.maximum(hidden, 0) if layer == 0 else hidden
-    # int8 codes and float16 weights are rounded; every other form is exact.
+    # int8 and float16 weights are rounded; all other forms are exact.
     tolerance = {"dequantize": 5e-2, "cast": 5e-3}.get(form, 1e-5)
     np.testing.assert_allclose(run(model, x), hidden, atol=tolerance)
 

@@ -1,4 +1,4 @@
-"""Tokens that start a prompt or end a text, as published decoders state them."""
+"""Tokens that start a prompt or end a text, as published decoders declare them."""
 
 import json
 
@@ -12,7 +12,10 @@ from tokenizers import AddedToken, Tokenizer, models, processors  # noqa: E402
 
 
 def write(folder, vocabulary, special, bos=None, **files):
-    """A tokenizer.json of letters, and files beside it. bos: a token that its post-processor puts in front."""
+    """Write a tokenizer.json with one token per letter, and other JSON files.
+
+    bos: token that the post-processor adds at the start.
+    """
     ids = {token: index for index, token in enumerate([*vocabulary, "a", "b"])}
     tokenizer = Tokenizer(models.BPE(ids, [], unk_token=None))
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])

@@ -1,4 +1,4 @@
-"""Definitions and examples out of WordNet's database files."""
+"""Definitions and examples from WordNet's database files."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Writer:
         )
 
 
-# GELU as TorchScript and the dynamo exporter write it
+# GELU as TorchScript and the dynamo exporter write it.
 def gelu_torch(w: Writer, x: str) -> str:
     gate = w.node("Add", w.node("Erf", w.node("Div", x, math.sqrt(2))), 1.0)
     return w.node("Mul", w.node("Mul", x, gate), 0.5)

@@ -194,7 +194,7 @@ def test_contents() -> None:
     use = CacheUse("past", "present", "node", CacheFormat(16, books), "books", spread_of(keys[0]))
     found = {"present": CacheFormat(16, books).encode(keys)}
     check_contents([use], {"present": keys}, found, 0.0)
-    # Four tokens suffice: contents are compared with the spread of all keys.
+    # Keys that are close together have little spread, so errors are divided by the spread of the calibration keys.
     close = keys[:, :, :4] * 0.01 + 3
     check_contents([use], {"present": close}, {"present": CacheFormat(16, books).encode(close)}, 0.0)
     with pytest.raises(VerificationError, match="node 'node': the keys of head 1 in its cache 'present'"):

@@ -109,8 +109,7 @@ def test_the_model_is_as_it_was_afterwards(layer: Any) -> None:
     assert ir.to_proto(model).SerializeToString(deterministic=True) == before
 
 
-# --- allowed differences
-# ------------------------------------------------------------------------------------------------
+# --- allowed differences ----------------------------------------------------------------------------------------------
 
 
 def behind_a_layer(*nodes: onnx.NodeProto, kind: int = FLOAT, rank: int = 2, **weights: np.ndarray) -> onnx.ModelProto:

@@ -224,7 +224,7 @@ def test_answers_of_quantized_encoders_are_nearer_to_float_and_the_same_alone(qu
 
 @pytest.mark.parametrize("pad", [None, PAD])
 def test_masks_that_count_tokens(tmp_path: Path, pad: int | None) -> None:
-    """Such masks show the first tokens; their number is the sum of attention_mask. So does the fast model."""
+    """Masks given as lengths: the first n tokens count, where n is the sum of attention_mask."""
     model = onnx.load(fuse(tmp_path, "lengths"))
     recipe = with_unpad(Recipe.of(weights="bf16"), **({"drop_hidden": True} if pad is None else {"pad_token_id": PAD}))
     unpadded = changed(ortolan.optimize_onnx(model, recipe=recipe, options=QUICK))

@@ -89,7 +89,7 @@ def test_quantized_table_is_that_of_the_whole_model(name: str, x_type: type, y_t
 
 
 def test_longest_chain() -> None:
-    """The chain ends before MatMul, which is not element-wise, although SiLU has two paths."""
+    """MatMul ends the chain, because it is not element-wise."""
     nodes = [*CHAINS["silu"][1:-1], node("Tanh", "b", "c"), node("MatMul", "c weight", "y")]
     model = make_model(
         nodes,

@@ -58,7 +58,7 @@ def test_gains_follow_the_options_of_replace() -> None:
 
 def test_what_is_packed_may_not_be_larger_than_what_the_file_stores() -> None:
     (first, _), stored = layers(), Stored(256 * 320)
-    # the file stores 8 bits per weight, and a packed int8 weight has scales in addition
+    # The file stores one byte per weight, and the packed weight would be larger.
     small = LayerState(bytes_before=stored.count)
     assert not plan_of({"name": "replace"}).gains(first, stored, small)
     assert plan_of({"name": "replace"}).gains(first, stored, untouched(first))

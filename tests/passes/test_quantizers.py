@@ -306,7 +306,7 @@ def test_awq_leaves_alone_what_it_cannot_improve():
 def test_hqq_is_never_worse_than_nearest(weight, quantization):
     rounded = half_quadratic(weight, quantization)
     check_in_range(rounded, weight, quantization)
-    # Scale times q may overflow float32; such candidates count as infinitely bad.
+    # If scale times q overflows float32, the error is infinite.
     best, nearest = (
         weight.astype(np.float64) - dequantize(one, quantization.group_size)
         for one in (rounded, round_to_nearest(weight, quantization))
@@ -346,7 +346,7 @@ def test_search_is_never_worse_than_nearest(weight, quantization, weighted, seed
     found = round_mse(weight, quantization, importance if weighted else None)
     check_in_range(found, weight, quantization)
     losses = [loss(weight, one, quantization, importance) for one in (found, round_to_nearest(weight, quantization))]
-    # Below the smallest normal float32, precision is lower and errors are larger.
+    # Scales are at least 2^-126, the smallest normal float32, which allows this additional loss.
     coarse = 2.0**-250 * importance.sum(dtype=np.float64)
     assert (losses[0] <= losses[1] * (1 + 1e-4) + coarse).all()
 
@@ -437,7 +437,7 @@ def test_groups_of_one_number(quantization, number):
         found = round_mse(weight, quantization)
     check_in_range(found, weight, quantization)
     values = dequantize(found, quantization.group_size)
-    short = 2.0**-8 if number else 0  # error of bfloat16, used if float16 overflows
+    short = 2.0**-8 if number else 0  # error of a bfloat16 scale, used if float16 cannot hold it
     assert (np.abs(values - weight) <= np.abs(weight) * short + 2.0**-126).all()
 
 

@@ -107,7 +107,7 @@ def test_blocks_without_zero_points(as_file, tmp_path):
 
 @pytest.mark.parametrize("form", ["to_float", "qlinear", "qgemm"])
 def test_a_model_that_has_no_exact_sums_is_judged_all_the_same(form):
-    """ONNX Runtime has no kernel for int8 inputs with uint8 weights, so that the conversion is skipped."""
+    """Exact sums would need uint8 weights, which ONNX Runtime does not support with int8 inputs."""
     layer = Int8Layer(form, x_unsigned=False)
     session = open_quietly(layer.model().SerializeToString())
     report = adopt(layer.model(), calibration={"x": layer.inputs()})
@@ -116,7 +116,7 @@ def test_a_model_that_has_no_exact_sums_is_judged_all_the_same(form):
 
 
 def test_a_model_with_branches_has_no_exact_sums():
-    """Branches are not converted, so that their sums may saturate in every session."""
+    """Branches are not converted to exact sums, so their sums may saturate in every session."""
     layer, x = full_range("to_float")
     model = layer.model()
     branch = onnx.GraphProto()

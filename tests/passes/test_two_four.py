@@ -217,7 +217,7 @@ def test_forms_that_do_not_name_the_pattern_use_it(kind: str, fast: bool) -> Non
 
 
 def test_unstructured_zeros_where_bitmaps_are_slow(fast: bool) -> None:
-    """Formats that prune choose the smallest storage and note that it is slow; other formats choose dense."""
+    """If bitmaps are slow, formats that prune still use them and note it; other formats use dense storage."""
     weight = random_weight(512, 256)
     weight[np.random.default_rng(0).random(weight.shape) < 0.5] = 0
     model = matmul_model(512, 256, weight=weight)

@@ -1,4 +1,4 @@
-"""Short names for the target formats of many tests."""
+"""Short names for the target formats that many tests use."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ NAMED = {
 
 
 def named(recipe: str | Recipe) -> str | Recipe:
-    """Return the recipe of a short name; recipes and other names are returned unchanged."""
+    """Return the recipe of a short name, or the argument itself if it is a recipe or another name."""
     return NAMED.get(recipe, recipe) if isinstance(recipe, str) else recipe

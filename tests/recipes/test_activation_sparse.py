@@ -54,7 +54,7 @@ def test_a_decoder(recipe, tmp_path):
     assert not any("lm_head" in layer.name for layer in report.replaced)
     assert report.file_size_after < report.file_size_before
 
-    # Token by token and in one call, with the library and without it.
+    # Compare single tokens with one call for all tokens, with the library and without it.
     session = ortolan.create_session(path)
     ids = feeds[0]["input_ids"][0]
     at_once = session.run(None, feeds[0])[0][0]

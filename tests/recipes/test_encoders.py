@@ -1,4 +1,4 @@
-"""Whole encoders: all linear layers, attentions and following operations are replaced."""
+"""Whole encoders: all linear layers, attentions and the operations after them are replaced."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODELS = {"bert": tiny.tiny_bert, "mpnet": tiny.tiny_mpnet}
 
 
 def feeds(model: onnx.ModelProto, batch: int, rows: int) -> dict[str, np.ndarray]:
-    """Sentences of different lengths, padded."""
+    """Return random sentences of different lengths with padding."""
     rng = np.random.default_rng(rows)
     mask = (np.arange(rows) < np.linspace(rows, 1, batch, dtype=int)[:, None]).astype(np.int64)
     ids = np.where(mask, rng.integers(2, 100, (batch, rows)), 1)
@@ -45,7 +45,7 @@ def test_nothing_of_a_layer_is_left(name: str, static: bool) -> None:
     assert fused["residual"] == 4 and (static or fused["gelu"] == 2)
     left = Counter(op_types(report.model))
     assert left["PackedNoMADAttention"] == 2 and not {"MatMul", "Softmax", "Erf", "Reshape"} & set(left)
-    # Query, key and value; the attention's output; the MLP, in one node where ranges are known.
+    # Per layer: query, key and value in one node, the attention output, and two MLP nodes, or one with static ranges.
     assert left["VNNISpMM"] == 2 * (3 if static else 4)
     for batch, rows in ((1, 1), (1, 13), (3, 33)):
         given = feeds(model, batch, rows)
@@ -86,18 +86,18 @@ def test_dense_forms_leave_nothing_of_a_layer(name: str, form: str) -> None:
     assert fused["gelu"] == fused["key"] == fused["value"] == 2
     left = Counter(op_types(report.model))
     assert left["PackedNoMADAttention"] == 2
-    assert left[op] == 2 * 4  # query, key and value; the attention's output; the MLP
-    # The norm of the embeddings: with integer formats it is Ortolan's operator.
+    assert left[op] == 2 * 4  # query, key and value; the attention output; two MLP layers
+    # The LayerNormalization of the embeddings is replaced only in integer formats.
     assert (left["LayerNormalization"], left["AddLayerNorm"]) == ((1, 0) if form == "bf16" else (0, 1))
     assert not {"MatMul", "Softmax", "Erf", "Reshape", "Gelu"} & set(left)
-    # Attention has bf16 products on CPUs that have them; its portable function never does.
+    # On some CPUs, attention multiplies in bf16, but its portable function never does. Compare float32 attention.
     exact = dense(form, model, **{"fuse_attention.precision": "f32"})
     for batch, rows in ((1, 1), (1, 13), (3, 33)):
         given = feeds(model, batch, rows)
         shown = given["attention_mask"] == 1
         (expected,) = run(model, given)
         assert relative_error(expected[shown], run(report.model, given, library=True)[0][shown]) < tolerance
-        # A value that kernels and functions round differently may be rounded differently again.
+        # A rounding difference between kernel and function may cause further ones in later layers.
         answers = [run(exact.model, given, library)[0][shown] for library in (True, False)]
         assert relative_error(answers[0], answers[1]) < tolerance / 5
 
@@ -105,7 +105,10 @@ def test_dense_forms_leave_nothing_of_a_layer(name: str, form: str) -> None:
 @pytest.mark.parametrize("form", ["int8", "int4", "4x1"])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_answers_depend_on_no_other_sentence_and_no_padding(form: str, threads: int) -> None:
-    """Integer formats only, because single bf16 rows accumulate in another order."""
+    """The answer for a sentence does not depend on the other sentences and the padding of its batch.
+
+    Only integer formats are tested: bf16 layers with a single row accumulate in a different order.
+    """
     model: onnx.ModelProto = ir.to_proto(tiny.tiny_bert(**SIZES))
     if form == "4x1":
         options = {"sparsity": 0.0, "may_grow": True}

@@ -32,7 +32,7 @@ FUSED = ("fuse_attention", "fuse_cached_attention")
         (
             {"weights": "int8"},
             ["float_activations", "quantize", "quantize", "embeddings", *FUSED, *3 * ["replace"], "fuse_norm", "unpad"],
-            "W4A8MatMul",  # for weights that the model stores in 4 bits
+            "W4A8MatMul",  # for layers that the model stores in 4 bits
         ),
         (
             {"weights": "int8", "ignore": ()},
@@ -247,7 +247,7 @@ ENCODER_FEEDS = {
     ],
 )
 def test_operator_and_storage_of_a_form(choices: dict, op: str, stored: set[str]) -> None:
-    """All layers except ignored ones become one operator, whose constants have the types of the format."""
+    """All layers except the ignored ones are replaced by one operator, with the constant types of the format."""
     encoder = op == "VNNISpMM"
     model, feeds = (tiny.tiny_bert(), ENCODER_FEEDS) if encoder else (tiny.tiny_llama(), DECODER_FEEDS)
     report = ortolan.optimize_onnx(ir.to_proto(model), calibration=[feeds] * 4, options=QUICK, **choices)

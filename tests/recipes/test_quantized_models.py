@@ -1,4 +1,4 @@
-"""Sparse int8 and int4 on whole models, compared with the pruned and rounded models."""
+"""Sparse int8 and int4 formats on whole models, compared with the pruned and rounded models."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from .forms import NAMED
 FLOAT = TensorProto.FLOAT
 RECIPES = ["sparse-int8", "sparse-int4"]
 NO_LAYERS = ("NoMADAttention", "AddLayerNorm")  # operators without packed weights
-# The rounding of int8 activations and bf16 layers; lost biases or scales would cost 0.2 and more.
+# Error limit for rounding to int8 and bf16. A lost bias or scale would add 0.2 or more.
 ROUNDING = 0.04
-# Another order of sums, and activations that it rounds differently.
+# Error limit without the library, which sums in a different order and so rounds some activations differently.
 PORTABLE = 0.02
 
 
@@ -44,14 +44,14 @@ def optimize(model: Any, recipe: str, output: Any = None, **arguments: Any) -> O
 
 
 def rounded(model: onnx.ModelProto, recipe: str, options: Mapping[str, Any]) -> onnx.ModelProto:
-    """The pruned and quantized model in standard operators: the recipe without its pass replace."""
+    """Return the pruned and quantized model in standard operators, by running the recipe without pass replace."""
     chosen = NAMED[recipe].with_options(options).to_dict()
     steps = [step for step in chosen["pass"] if step["name"] in ("normalize", "prune", "quantize")]
     return ortolan.optimize_onnx(model, recipe=Recipe.from_dict({"name": "rounded", "pass": steps})).model
 
 
 def nodes_of(model: onnx.ModelProto) -> list[onnx.NodeProto]:
-    """Return the nodes of the operator, also in branches."""
+    """Return the nodes of the format's operator, including those in branches."""
     graphs = [model.graph]
     for graph in graphs:
         graphs += [attribute.g for node in graph.node for attribute in node.attribute if attribute.HasField("g")]
@@ -74,7 +74,7 @@ def kinds(model: onnx.ModelProto) -> list[int]:
 def check(
     model: onnx.ModelProto, report: OptimizationReport, recipe: str, feeds: Mapping[str, np.ndarray], **options: Any
 ) -> list[np.ndarray]:
-    """Check that results with and without the library are near the rounded model's; return them."""
+    """Check the outputs with the library and without it against the rounded model, and return them."""
     onnx.checker.check_model(report.model, full_check=True)
     kernels = run(report.model, feeds, library=True)
     alone = run(report.model, feeds)
@@ -128,7 +128,7 @@ def test_mlp(recipe: str, sparsity: float) -> None:
     assert {layer.weight_bits for layer in report.layers} == {8 if recipe == "sparse-int8" else 4}
     assert kinds(report.model) == [layer.weight_bits for layer in report.layers]
     assert op_types(report.model) == ["SparseAMXMatMul"] * 3
-    # Dense storage without pruning, although a few weights are rounded to zero.
+    # The storage is dense without pruning, although rounding makes a few weights zero.
     dense = [tensor_of(report.model, node, "masks").size == 0 for node in nodes_of(report.model)]
     assert dense == [sparsity == 0.0] * 3
 
@@ -149,7 +149,7 @@ def test_bert(recipe: str) -> None:
     model = ir.to_proto(tiny.tiny_bert())
     report = optimize(model, recipe)
     check(model, report, recipe, bert_feeds())
-    assert len(report.replaced) == 12 + 4  # layers, and the products of attention
+    assert len(report.replaced) == 12 + 4  # linear layers, and the MatMuls of attention
     fused = [part for layer in report.layers for part in layer.fused]
     assert (fused.count("gelu"), fused.count("residual")) == (2, 4)
     assert "Erf" not in op_types(report.model)
@@ -198,7 +198,7 @@ def test_layers_in_branches(recipe: str, inner: bool) -> None:
 
 
 def branches_that_differ() -> onnx.ModelProto:
-    """One branch ends with an activation and a residual, the other one does not; their weights differ in type."""
+    """Return an If where only one branch has an activation and a residual, and weight types differ."""
 
     def branch(name: str, tail: list[onnx.NodeProto], output: str) -> onnx.GraphProto:
         weight = numpy_helper.from_array(random_weight(20, 20, seed=len(name)), f"{name}.W")
@@ -278,7 +278,7 @@ def test_models_with_external_data(recipe: str, tmp_path: Any, monkeypatch: pyte
     put_weights_outside(monkeypatch)
     ir.save(tiny.tiny_bert(), tmp_path / "bert.onnx", external_data="bert.data", size_threshold_bytes=0)
     report = optimize(tmp_path / "bert.onnx", recipe, tmp_path / "fast.onnx")
-    assert len(report.replaced) == 12 + 4  # layers, and the products of attention
+    assert len(report.replaced) == 12 + 4  # linear layers, and the MatMuls of attention
     onnx.checker.check_model(str(tmp_path / "fast.onnx"))
     kernels = run(str(tmp_path / "fast.onnx"), bert_feeds(), library=True)[0]
     assert relative_error(run(str(tmp_path / "fast.onnx"), bert_feeds())[0], kernels) < PORTABLE
@@ -289,9 +289,9 @@ def test_models_with_external_data(recipe: str, tmp_path: Any, monkeypatch: pyte
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_dry_run_tells_the_same(recipe: str, sparsity: float) -> None:
-    """Sizes have upper bounds, because rounding creates more zeros.
+    """A dry run reports upper bounds of sizes, because rounding adds zeros.
 
-    The two streams of int4 weights have the length of the longer one, and masks chosen for speed cost some percent.
+    Both int4 streams have the length of the longer one, and masks that are chosen for speed add a few percent.
     """
     model = ir.to_proto(tiny.tiny_llama())
     options = {"sparsity": sparsity}

@@ -1,4 +1,4 @@
-"""Recipes: allowed values, errors and TOML."""
+"""Recipes: allowed values, error messages, and TOML files."""
 
 from __future__ import annotations
 

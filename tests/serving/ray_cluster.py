@@ -1,4 +1,4 @@
-"""A Ray cluster on this machine for tests."""
+"""A Ray cluster on this machine, for tests."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from ray import serve
 
 from ortolan.benchmarks.serving import free_port
 
-# Set in this process's environment, which Ray's processes inherit.
+# Environment variables that Ray's processes inherit.
 _ENVIRONMENT = {
-    # Serve kills a proxy that is not ready after three times 5 s; serve.start then fails with ActorDiedError. On a busy
-    # machine, imports take longer.
+    # By default, Serve kills a proxy that is not ready after 15 s, which is too short on a busy machine.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
-    # Ray must not end its processes because other programs use memory.
+    # Ray must not kill its processes if other programs use much memory.
     "RAY_memory_monitor_refresh_ms": "0",
 }
 
 
 @contextmanager
 def ray_cluster(**options: object) -> Generator[int]:
-    """Yield the port of the cluster's proxy. The cluster counts 8 CPUs, one for each replica, on any machine."""
+    """Start a cluster and yield the port of its proxy.
+
+    The cluster has 8 logical CPUs on any machine, one for each replica.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name, value in _ENVIRONMENT.items():
             patch.setenv(name, value)

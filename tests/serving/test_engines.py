@@ -40,7 +40,7 @@ def test_tokens_need_a_tokenizer(tmp_path):
 
 def test_a_bad_text_costs_the_others_nothing(tmp_path):
     tokenizer = write_wordpiece(tmp_path / "tokenizer.json")
-    ir.save(tiny.tiny_bert(vocab_size=106), tmp_path / "model.onnx")  # the last token, ’, has no embedding
+    ir.save(tiny.tiny_bert(vocab_size=106), tmp_path / "model.onnx")  # the embedding lacks the last token, ’
     engine = EncoderEngine(tmp_path / "model.onnx", tokenizer, max_tokens=12)
     texts = engine.encoder.tokenize(["The cat.", "cat’", "unable"])
     one, bad, other = engine.run_each(texts)
@@ -64,7 +64,7 @@ def test_vectors_that_are_not_finite_are_failures(tmp_path):
 
 
 class Letters:
-    """A stand-in for ortolan.models.tokenizer.TextTokenizer."""
+    """A simple replacement for ortolan.models.tokenizer.TextTokenizer."""
 
     prefix, start, stop = (1,), 1, frozenset({0})
 
@@ -77,7 +77,7 @@ class Letters:
 
 @pytest.fixture
 def make_engine(tmp_path, monkeypatch):
-    """(model, **options) -> a GenerationEngine for it and Letters."""
+    """Return a function (model, **options) that makes a GenerationEngine with tokenizer Letters."""
     monkeypatch.setattr("ortolan.models.tokenizer.load_tokenizer", lambda path: Letters())
 
     def make(model, **options):
@@ -162,7 +162,7 @@ def test_a_deadline_and_a_cancelled_request(make_engine, monkeypatch):
     cancelled.set()
     made = engine.generate("abcd", 6, cancelled=cancelled)
     assert (made.text, made.tokens, made.finish_reason) == ("", 0, "cancelled")
-    clock = iter(range(100))  # a second a token
+    clock = iter(range(100))  # each call of the clock adds one second
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     made = engine.generate("abcd", 6, deadline=4)
     assert (made.tokens, made.finish_reason) == (3, "deadline")
@@ -173,7 +173,7 @@ def test_a_deadline_and_a_cancelled_request(make_engine, monkeypatch):
 
 def test_pieces_of_the_text_are_whole_characters(make_engine, monkeypatch):
     engine = make_engine(tiny.tiny_llama())
-    # Three tokens a character, as far as whole ones go.
+    # Each character consists of three tokens; an incomplete one decodes to U+FFFD.
     whole = "αβγδ"
     monkeypatch.setattr(Letters, "decode", lambda self, ids: whole[: len(ids) // 3] + "\ufffd" * (len(ids) % 3 > 0))
     pieces = []

@@ -1,4 +1,4 @@
-"""Ray Serve: what is refused, and requests to replicas on the loopback."""
+"""Ray Serve: rejected settings and requests, and requests to replicas on the loopback interface."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_failure_in_the_midst_of_a_stream():
 
 @pytest.mark.parametrize("sent", [0, 1, 2])
 def test_a_client_that_goes_away_ends_its_generation_at_once(sent):
-    """Generators stop even while they are still referenced and so not collected."""
+    """A generation stops even if its generator is still referenced and therefore not garbage-collected."""
 
     async def run():
         pieces = asyncio.Queue()
@@ -145,7 +145,7 @@ def test_a_failure_that_nobody_waits_for_is_not_logged_by_asyncio():
 
 
 def test_a_thread_is_free_when_it_has_ended_not_when_its_caller_has():
-    """Else the next request waits for the thread where its own limit of time does not count."""
+    """Otherwise the next request would wait for the thread, and its time limit would not cover the wait."""
     begun, end = threading.Event(), threading.Event()
 
     def step():
@@ -202,18 +202,18 @@ def test_a_thread_is_freed_once(how):
     asyncio.run(run())
 
 
-LONG = 100_000  # tokens: minutes of them
-KNOWN, UNKNOWN = "the cat", "un’"  # the models below have no embedding for the tokens of the second
+LONG = 100_000  # tokens, which take minutes
+KNOWN, UNKNOWN = "the cat", "un’"  # the models below have no embedding for tokens of UNKNOWN
 
 
 class Cluster(NamedTuple):
-    """Embeddings at / and /autoscaled, generation at /generation, of the models in the folder."""
+    """Embeddings at / and /autoscaled, and generation at /generation, with models from `folder`."""
 
     port: int
     folder: Path
 
     def ask(self, path, body=None):
-        """(status, JSON) of a POST; of a GET where there is no body."""
+        """Return (status, JSON) of a POST, or of a GET if `body` is None."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
         response = connection.getresponse()
@@ -222,7 +222,7 @@ class Cluster(NamedTuple):
         return said
 
     def metric(self, name, **tags):
-        """Return the metrics of Ray's Prometheus endpoint, summed over replicas."""
+        """Return a metric of Ray's Prometheus endpoint, summed over replicas."""
         (node,) = ray.nodes()
         connection = http.client.HTTPConnection(node["NodeManagerAddress"], node["MetricsExportPort"], timeout=60)
         connection.request("GET", "/metrics")
@@ -375,7 +375,7 @@ def test_names_of_models():
 
 
 def test_too_many_waiting_tokens(cluster):
-    """429 with the seconds to wait, before any of the request's work; the others are answered."""
+    """Excess requests get status 429 with the seconds to wait, before they are processed; the others are answered."""
     body = json.dumps({"input": ["cat " * 16] * 100, "model": "any"})
 
     def ask(_):
@@ -468,7 +468,7 @@ def test_what_generation_refuses(cluster, name, stream):
 
 
 def test_a_deadline(cluster):
-    """The running request has what it made until then; the waiting one does not wait on."""
+    """At its deadline, a running request returns its tokens so far, and a waiting request stops waiting."""
     long = {"prompt": KNOWN, "max_new_tokens": LONG - 10, "max_seconds": 4}
     with ThreadPoolExecutor() as clients:
         first = clients.submit(cluster.ask, "/generation/generate", long)
@@ -494,7 +494,7 @@ def test_a_client_that_goes_away_frees_its_thread(cluster, stream):
     else:
         time.sleep(1)
     gone.close()
-    # It would have run for 60 s.
+    # Without the cancellation, the generation would run for 60 s and this request would fail.
     status, said = cluster.ask("/generation/generate", {"prompt": KNOWN, "max_new_tokens": 3, "max_seconds": 20})
     assert (status, said["tokens"]) == (200, 3)
     wait_for(lambda: cluster.metric(name, **tags) == before + 1)

@@ -1,4 +1,4 @@
-"""The queue of texts, without a server."""
+"""The queue of texts that forms batches, without a server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ortolan.token_batches import TokenBatches
 
 
 class Runner:
-    """Answers texts by their ids when it is let go, and keeps the batches."""
+    """A model replacement that waits for permission, answers each text with its ids, and records the batches."""
 
     def __init__(self, held: bool = True) -> None:
         self.batches: list[list[list[int]]] = []
@@ -89,7 +89,7 @@ def test_a_failure_is_told_to_the_requests_of_its_batch_alone(failing):
 
 
 def test_requests_take_turns():
-    """A small one does not wait for all of a large one, and each text has its own answer."""
+    """A small request does not wait for all of a large request, and every text gets its own answer."""
 
     async def test():
         runner = Runner()
@@ -152,7 +152,8 @@ def test_more_than_may_wait_is_refused():
         queue = TokenBatches(runner, 4, 10)
         first = asyncio.create_task(queue.answer(texts(4)))
         await runner.begun.wait()
-        large = asyncio.create_task(queue.answer(texts(*[4] * 9, name=1)))  # nobody waits: it is taken
+        # Accepted although it exceeds the limit, because nothing else waits.
+        large = asyncio.create_task(queue.answer(texts(*[4] * 9, name=1)))
         await asyncio.sleep(0)
         with pytest.raises(RequestError, match="queue is full: 36 tokens wait, expected at most 10") as refused:
             await queue.answer(texts(1))

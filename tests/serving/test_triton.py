@@ -1,4 +1,4 @@
-"""A model repository for Triton: its files, its configuration as Triton's own parser reads it."""
+"""A model repository for Triton: its files, and its configuration as read by Triton's own parser."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ TYPE_INT64 = 9  # in model_config.proto
 
 
 def read_config(folder: Path):
-    """The ModelConfig, by Triton's definition of it; refuses unknown fields."""
+    """Parse a configuration with Triton's own definition, which rejects unknown fields."""
     package = find_spec("tritonclient")
     if package is None:
         pytest.skip("tritonclient is not installed")
-    # Loaded by its path: the package around it wants grpc.
+    # Load the file by its path, because importing its package requires grpc.
     file = Path(package.origin).parent / "grpc" / "model_config_pb2.py"
     spec = spec_from_file_location("model_config_pb2", file)
     definitions = module_from_spec(spec)

@@ -9,7 +9,10 @@ from ortolan.models import tiny
 
 
 def write_reranker(folder: Path, labels: int = 1, vocab_size: int = 700, by_tokens: bool = False) -> None:
-    """Write folder/model.onnx: a BERT with a head on the first token. by_tokens: logits are [batch, 1, labels]."""
+    """Write folder/model.onnx: a BERT with a head on the first token.
+
+    by_tokens: the logits have shape [batch, 1, labels].
+    """
     model = tiny.tiny_bert(vocab_size=vocab_size)
     tokens = model.graph.outputs[0]
     rng = np.random.default_rng(1)

@@ -1,4 +1,4 @@
-"""The padding token's id, as the files in a model's folder name it."""
+"""The padding token's id, as files in the model's folder give it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_padding_token(tmp_path: Path, files: dict[str, Any], expected: int)
             {"config.json": {"pad_token_id": 0}, "tokenizer.json": WORDPIECE | {"padding": {"pad_id": 4}}},
             "disagree on the padding token: 0 in config.json, 4 in tokenizer.json",
         ),
-        (  # as PyLate writes it
+        (  # PyLate writes such files
             {"tokenizer.json": WORDPIECE, "tokenizer_config.json": {"pad_token": "[MASK]", "mask_token": "[MASK]"}},
             "token 4 is both the padding token and the mask token",
         ),

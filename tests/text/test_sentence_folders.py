@@ -1,4 +1,4 @@
-"""Folders of sentence-transformers: what they say is what the model with texts in does."""
+"""sentence-transformers folders: models with text inputs follow the folder's settings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write_json(path: Path, said: Any) -> None:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Write a folder like bge-small-en's: CLS pooling, normalized."""
+    """Write a folder like bge-small-en's, with CLS pooling and normalization."""
     folder = tmp_path / "bge-small"
     folder.mkdir()
     write_wordpiece(folder / "tokenizer.json", truncation=None)
@@ -67,12 +67,12 @@ def vectors(folder: Path, texts: list[str], **more: Any) -> np.ndarray:
 
 @functools.cache
 def plain_session(model: bytes) -> Any:
-    """The model with tokens in, optimized."""
+    """Return a session of the optimized model with token inputs."""
     return ortolan.create_session(ortolan.optimize_onnx(onnx.load_from_string(model), **BF16).model)
 
 
 def token_vectors(folder: Path, texts: list[str], most: int = 12) -> list[np.ndarray]:
-    """Return [tokens, hidden] per text, from the model that takes tokens, optimized alike."""
+    """Return [tokens, hidden] for each text, from the optimized model with token inputs."""
     reader = read_tokenizer_file(folder / "tokenizer.json").tokenizer
     reader.enable_truncation(most)
     session = plain_session((folder / "model.onnx").read_bytes())
@@ -209,7 +209,7 @@ def test_lower_case_opens_the_tokenizer_when_it_is_asked_for(folder, monkeypatch
 
 
 def test_a_model_that_pools_itself(tmp_path):
-    """Optimum exports such models: the output is their own sentence_embedding."""
+    """Optimum exports models whose output sentence_embedding is already pooled."""
     model = tiny.tiny_bert(vocab_size=256)
     tokens = model.graph.outputs[0]
     made = ir.node("ReduceMax", [tokens], {"axes": [1], "keepdims": 0}, num_outputs=1)
@@ -271,7 +271,7 @@ def test_rerankers_score_pairs(tmp_path, tokenizer, config, given, sigmoid):
 
 @pytest.mark.parametrize(("said", "sigmoid"), [({}, True), ({"activation_fn": IDENTITY}, False)])
 def test_cross_encoders_with_modules(tmp_path, said, sigmoid):
-    """sentence-transformers 5.7 writes them with a modules.json that names only a Transformer."""
+    """sentence-transformers 5.7 writes a modules.json with only a Transformer for cross-encoders."""
     write_reranker(tmp_path)
     write_wordpiece(tmp_path / "tokenizer.json")
     write_json(tmp_path / "modules.json", [TRANSFORMER])
@@ -307,7 +307,7 @@ def test_rerankers_that_are_none(tmp_path):
 
 @pytest.mark.parametrize(("model_type", "first"), [("xlm-roberta", 2), ("bert", 0)])
 def test_positions_begin_where_the_model_counts_from(tmp_path, model_type, first):
-    """RoBERTa counts from behind the padding token's id; padding has positions, too, which no one looks at."""
+    """RoBERTa's positions start after the padding token's id, BERT's at 0. Positions of padding do not matter."""
     names = ("input_ids", "attention_mask", "position_ids")
     ids, mask, places = (
         ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(["batch", "tokens"]))
@@ -381,7 +381,7 @@ def test_options_for_texts_need_texts_in(folder, tmp_path):
 
 
 def test_mutated_files_raise_errors_of_ours(folder):
-    """Values of other types, and keys that are gone, in each file that is read."""
+    """Replace values by other types and remove keys, in each file that is read."""
     dense = {"path": "2_Dense", "type": KIND + "Dense"}
     write_json(folder / "modules.json", [TRANSFORMER, POOLING, dense, NORMALIZE])
     write_json(folder / "2_Dense" / "config.json", {"in_features": 48, "out_features": 2, "activation_function": None})

@@ -1,4 +1,4 @@
-"""A tokenizer in the model: texts in, vectors out, equal to `tokenizers`, session and pooling."""
+"""A tokenizer in the model: the vectors equal those of `tokenizers`, a session and separate pooling."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tokenizer_alone(path: Path, most: int) -> ir.Model:
 
 
 def open_tokenizer(path: Path, most: int):
-    """Texts -> lists of ids, by the graph."""
+    """Return a function that maps texts to lists of ids with the graph's tokenizer."""
     session = ortolan.create_session(ir.to_proto(tokenizer_alone(path, most)))
 
     def encode(texts: list[str]) -> list[list[int]]:
@@ -85,7 +85,7 @@ def test_cut_padded_and_empty(tmp_path):
 
 
 def pooled(model: Path, tokenizer: Path, texts: list[str], pooling: str, normalize: bool, most: int) -> np.ndarray:
-    """Run tokenizer, model and pooling one by one."""
+    """Run the tokenizer, the model and the pooling separately."""
     reader = load_tokenizer(tokenizer)
     reader.enable_truncation(most)
     session = ortolan.create_session(model)
@@ -119,13 +119,13 @@ def test_an_optimized_encoder_takes_texts(tmp_path, pooling, normalize):
     for text_, row in zip(texts, expected, strict=True):
         (alone,) = session.run(None, {"text": np.array([text_], object)})
         np.testing.assert_allclose(alone[0], row, rtol=1e-5, atol=1e-6)
-        if text_:  # two tokens, whose products of bf16 are added up in another order
+        if text_:  # a text of two tokens: bf16 products are summed in a different order
             np.testing.assert_array_equal(alone[0], found[texts.index(text_)])
     assert session.run(None, {"text": np.array([], object)})[0].shape == (0, expected.shape[1])
 
 
 def with_unknown_positions(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with other names at its table of positions."""
+    """Rename the table of positions, so that it cannot be found by its name."""
     for node in model.graph.node:
         node.name = node.name.replace("position", "place")
         node.input[:] = [name.replace("position_embeddings.weight", "places") for name in node.input]
@@ -212,11 +212,11 @@ def test_extensions_are_missed_before_the_work(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("budget", [0.9, 1.0])
 def test_recipe_auto_calibrates_on_texts(tmp_path, monkeypatch, budget):
-    """Its feeds are made with the tokenizer that goes into the graph, and each of its texts is compared there too."""
+    """The search makes its feeds with the given tokenizer, and compares the graph's tokenizer on each of its texts."""
     from ortolan.graph_passes.text import text_input
 
     monkeypatch.setenv("ORTOLAN_CACHE", str(tmp_path / "cache"))
-    tokenizer = write_wordpiece(tmp_path / "tokenizers.json")  # nothing that is found beside the model
+    tokenizer = write_wordpiece(tmp_path / "tokenizers.json")  # this name is not found automatically
     ir.save(tiny.tiny_bert(vocab_size=256), tmp_path / "model.onnx")
     texts = ["The cat sleeps.", "unaffable cats, 中文!", "the " * 7]
     compared: list[str] = []
@@ -292,7 +292,7 @@ def test_an_output_of_the_embeddings_name_and_too_few_positions(tmp_path):
             **chosen,
         )
     assert not stages
-    # Without the table's name, it is seen when the model runs.
+    # If the table of positions has an unknown name, the error is found only when the model runs.
     onnx.save(with_unknown_positions(onnx.load(tmp_path / "model.onnx")), tmp_path / "unnamed.onnx")
     with pytest.raises(ortolan.VerificationError, match="up to 65 tokens"):
         ortolan.optimize_onnx(tmp_path / "unnamed.onnx", tmp_path / "no.onnx", texts_in=longer, **chosen)
@@ -305,7 +305,8 @@ def test_texts_are_cut_to_the_positions_that_the_model_has(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 512}))
     plan = plan_text_input(model, TextInput(tokenizer))
     assert plan.max_tokens == 64
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "roberta"}))  # counts from behind the padding's id
+    # Positions start after the padding token's id.
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "roberta"}))
     behind = plan_text_input(model, TextInput(tokenizer), tmp_path / "model.onnx")
     assert behind.max_tokens == 63 - plan.file.pad_id
 
@@ -342,7 +343,7 @@ def test_the_file_that_is_saved_is_compared_with_the_verified_model(tmp_path, mo
 
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_what_a_search_has_written_in_two_files_takes_texts(tmp_path, monkeypatch, in_memory):
-    """The weights are in a file that the model with a tokenizer replaces."""
+    """The search result has external weights, and adding the tokenizer replaces both of its files."""
     monkeypatch.setenv("ORTOLAN_CACHE", str(tmp_path / "cache"))
     put_weights_outside(monkeypatch)
     monkeypatch.setattr(

@@ -1,4 +1,7 @@
-"""Tokenizers in the graph give the ids of `tokenizers`: every kind, alone and in batches, cut, padded, of pairs."""
+"""Tokenizers in the graph give the same ids as `tokenizers`.
+
+Tests cover every kind, single texts, batches, truncation, padding and pairs.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ ALL = {**KINDS, "wordpiece": write_wordpiece}
 
 
 class GraphTokens:
-    """A tokenizer.json as a graph, and as `tokenizers` reads it."""
+    """A tokenizer.json as a graph, and as the package `tokenizers` reads it."""
 
     def __init__(self, path: Path, most: int, pairs: bool = False, opset: int = 17) -> None:
         file = read_tokenizer_file(path)
@@ -46,7 +49,7 @@ class GraphTokens:
         self.pad_id, self.probes = file.pad_id, tokenizer.probes
 
     def compare(self, texts: list[str], seconds: list[str] | None = None) -> None:
-        """Asserts that ids, masks and types are the same."""
+        """Assert that ids, masks and token types equal those of `tokenizers`."""
         feeds = {"text": np.array(texts, object)}
         if seconds is not None:
             feeds["text_pair"] = np.array(seconds, object)
@@ -74,7 +77,7 @@ def test_hard_texts(files, kind):
     assert len(texts) > 750
     for start in range(0, len(texts), 50):
         tokens.compare(texts[start : start + 50])
-    # Texts of ASCII may go another way, where there are no others in the batch.
+    # Batches with only ASCII texts may use a separate, faster path in the graph.
     rng = random.Random(0)
     parts = [*map(chr, range(1, 128)), *SPECIALS, "the", " cat", "we'll", "'S", " 12345", "  ", "\n\n ", " \t"]
     tokens.compare([text for text in texts if text.isascii()])
@@ -101,10 +104,10 @@ def _opened(path: Path) -> GraphTokens:
 
 
 def beyond(text: str, kind: str) -> bool:
-    """Return if the text is beyond the limits that the page on texts names.
+    """Return whether the text exceeds the limits in docs/embedding.md.
 
-    These are characters that stand for marks; and, if a normalizer composes characters, accents that follow an accent
-    or a character which it changes.
+    These are the graph's reserved characters and, if a normalizer composes characters, an accent after another accent
+    or after a character that the normalizer changes.
     """
     if kind != "wordpiece" and any("\ufdd0" <= character <= "\ufdd3" for character in text):
         return True
@@ -145,7 +148,7 @@ def test_opsets(files, opset):
 
 
 def test_reserved_characters_are_read_as_another(files):
-    """Nothing in a text is taken for a mark of the graph's own."""
+    """A text that contains the graph's reserved characters is read as if it had U+FDD4 instead."""
     tokens = GraphTokens(files["byte_level"], 50)
     texts = ["a\ufdd0b", "\ufdd1", "\ufdd2\ufdd3" * 8, "the cat"]
     ids, mask, _ = tokens.session.run(None, {"text": np.array(texts, object)})
@@ -155,7 +158,7 @@ def test_reserved_characters_are_read_as_another(files):
 
 
 def test_words_that_merges_do_not_lead_to(tmp_path):
-    """Llama 3's file has some: with ignore_merges, they are tokens only as whole words."""
+    """Llama 3's file has words that no merges produce. With ignore_merges, they are tokens if they are a whole word."""
     path = KINDS["llama3"](tmp_path / "tokenizer.json")
     said = json.loads(path.read_text(encoding="utf-8"))
     said["model"]["ignore_merges"] = True
@@ -171,7 +174,7 @@ def test_words_that_merges_do_not_lead_to(tmp_path):
 
 
 def test_added_tokens_of_spaces_behind_a_normalizer(tmp_path):
-    """GPT-NeoX's and ModernBERT's files have such tokens."""
+    """The files of GPT-NeoX and ModernBERT have such tokens."""
     import tokenizers
 
     path = KINDS["prefixed"](tmp_path / "tokenizer.json")
@@ -250,7 +253,7 @@ def test_what_is_not_supported_is_named(tmp_path):
 
 @pytest.mark.parametrize("kind", ALL)
 def test_padding_is_found_without_the_package(files, tmp_path, kind):
-    """The token that tokenizer_config.json names: of the vocabulary's first and last ones, and of added ones."""
+    """tokenizer_config.json names a token of the vocabulary, its first or last, or an added token."""
     said = json.loads(files[kind].read_text(encoding="utf-8")) | {"padding": None}
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(said), encoding="utf-8")
@@ -301,8 +304,10 @@ def test_files_that_the_package_refuses(tmp_path):
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama2", "xlm_roberta", "wordpiece"])
 def test_mutated_files_raise_errors_of_ours(files, tmp_path, kind):
-    """Values of other types, keys that are gone, and cut files. What is still read gives what `tokenizers` gives, or is
-    refused."""
+    """Change values, remove keys and cut files.
+
+    A file that is still accepted must give the ids of `tokenizers`, or be refused when compared.
+    """
     said = json.loads(files[kind].read_text(encoding="utf-8"))
     said["truncation"] = None
     path = tmp_path / "tokenizer.json"
@@ -322,7 +327,7 @@ def test_mutated_files_raise_errors_of_ours(files, tmp_path, kind):
 
 
 def mutate(said: Any, rng: random.Random) -> None:
-    """Changes one value somewhere, rather among the settings than in the vocabulary."""
+    """Change or delete one random value; settings are more likely than entries of the vocabulary."""
     place = said
     while True:
         keys = list(place) if isinstance(place, dict) else list(range(len(place)))

@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind, trained here with the package `tokenizers`."""
+"""Small tokenizers of every kind, trained with the package `tokenizers`."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def write(path: Path, tokenizer: Any, **changes: Any) -> Path:
 
 
 def add_tokens(tokenizer: Any) -> None:
-    """Add a mask that takes the spaces before it, and two tokens that are not special."""
+    """Add a mask token that includes the spaces before it, and two tokens that are not special."""
     tokenizer.add_special_tokens([tokenizers.AddedToken("<mask>", lstrip=True)])
     tokenizer.add_tokens(["new-word", "new"])
 
 
 def byte_level(path: Path, specials: Sequence[str] = SPECIALS) -> Path:
-    """Write a tokenizer like GPT-2's and RoBERTa's."""
+    """Write a byte-level tokenizer like those of GPT-2 and RoBERTa."""
     tokenizer = _train_byte_level(specials, pre_tokenizers.ByteLevel(add_prefix_space=False))
     add_tokens(tokenizer)
     ends = [(token, tokenizer.token_to_id(token)) for token in ("</s>", "<s>")]
@@ -93,7 +93,7 @@ def prefixed(path: Path) -> Path:
 
 
 def llama3(path: Path, **model: Any) -> Path:
-    """Write a tokenizer like Llama 3's and Qwen's."""
+    """Write a tokenizer like those of Llama 3 and Qwen."""
     split = pre_tokenizers.Split(Regex(LLAMA3), "isolated")
     tokenizer = _train_byte_level(
         SPECIALS, pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -107,21 +107,24 @@ def llama3(path: Path, **model: Any) -> Path:
 
 
 def llama2(path: Path) -> Path:
-    """Write a tokenizer like Llama 2's and Mistral's: characters, bytes for unknown characters, no words."""
+    """Write a tokenizer like those of Llama 2 and Mistral.
+
+    The text is not split into words, and unknown characters become bytes.
+    """
     tokenizer = _train_characters()
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     return write(path, tokenizer)
 
 
 def gemma(path: Path) -> Path:
-    """Write a tokenizer of characters and words that marks a space only before the first word."""
+    """Write a BPE tokenizer that splits words and marks only the first word with a space."""
     tokenizer = _train_characters()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
     return write(path, tokenizer)
 
 
 def xlm_roberta(path: Path, **model: Any) -> Path:
-    """Write a Unigram tokenizer with a map of characters as SentencePiece writes it."""
+    """Write a tokenizer like XLM-RoBERTa's: Unigram, normalized by a SentencePiece precompiled_charsmap."""
     chars = {
         "ﬁ": "fi",
         "Ａ": "A",
@@ -142,7 +145,7 @@ def xlm_roberta(path: Path, **model: Any) -> Path:
 
 
 def old_xlm_roberta(path: Path) -> Path:
-    """Write a file of an older version: words are split at spaces first."""
+    """Write a file as older versions of `tokenizers` wrote it for XLM-RoBERTa, which splits at spaces first."""
     before = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
     return write(path, _train_unigram(normalizers.NFKC(), before))
 
@@ -195,7 +198,7 @@ def _train_characters() -> Any:
     )
     tokenizer.train_from_iterator(corpus(), trainer)
     said = json.loads(tokenizer.to_str())
-    said["added_tokens"] = said["added_tokens"][:3]  # the byte tokens cannot occur in texts
+    said["added_tokens"] = said["added_tokens"][:3]  # texts cannot contain the byte tokens
     said["pre_tokenizer"] = None
     tokenizer = Tokenizer.from_str(json.dumps(said))
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -219,7 +222,10 @@ def _train_unigram(normalizer: Any, before: Any) -> Any:
 
 
 def characters_map(chars: Mapping[str, str]) -> bytes:
-    """Return SentencePiece's precompiled map: size of a Darts double array, the array, and the replacements of keys."""
+    """Return SentencePiece's precompiled_charsmap for replacements of characters.
+
+    The format is the size of a Darts double array, the array, and the replacement strings.
+    """
     results, starts = b"", {}
     for key, made in chars.items():
         starts[key.encode()] = len(results)
@@ -229,10 +235,10 @@ def characters_map(chars: Mapping[str, str]) -> bytes:
 
 
 def _double_array(values: Mapping[bytes, int]) -> list[int]:
-    """Return units of Darts-clone.
+    """Return the units of a double array in the format of Darts-clone.
 
     The low byte is a label. Bit 8 is set if the node has a value. The offset to the children starts at bit 10. A unit
-    that holds a value has bit 31.
+    that holds a value has bit 31 set.
     """
     array, used, bases = [0] * 65536, {0}, set()
 

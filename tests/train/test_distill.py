@@ -1,4 +1,4 @@
-"""Training of tiny encoders: learning, stopping, continuing, and models that the passes accept."""
+"""Training of tiny encoders: learning, stopping, resuming, and use of the trained models in the passes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEPS = 24
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Use one thread, so that sums have one order."""
+    """Use one thread, so that sums have a fixed order."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -59,7 +59,7 @@ def same(one: Path, other: Path) -> bool:
 
 
 def stop_after(step: int):
-    """A progress callback that presses Ctrl-C."""
+    """Return a progress callback that sends SIGINT at this step."""
 
     def progress(stage: str, done: int, total: int) -> None:
         if stage == "distill" and done == step:
@@ -85,7 +85,7 @@ def test_layers_are_sparse_in_blocks_and_the_rest_of_the_graph_stays(bert):
 
 
 def test_it_learns(bert):
-    """Training recovers from pruning; both runs have the same pruning steps."""
+    """Training with a useful rate recovers from pruning, compared with a run that only prunes."""
     little = run(bert, "little.onnx", steps=12, rate=1e-9, batch_tokens=256).curve[-1].loss
     much = run(bert, "much.onnx", steps=240, rate=3e-3, batch_tokens=256).curve[-1].loss
     assert much < 0.7 * little
@@ -201,6 +201,6 @@ def test_decoders_are_refused(tmp_path):
 def test_relative_error():
     taught = torch.tensor([[1.0, 2.0], [3.0, 6.0]])
     assert float(relative_error(taught, taught)) == 0
-    # The squared distances to the mean (2, 4) sum to 10; one value is off by 1.
+    # The squared distances to the mean (2, 4) add up to 10; one value is wrong by 1.
     assert float(relative_error(taught + torch.tensor([[1.0, 0], [0, 0]]), taught)) == pytest.approx(0.1)
     assert float(relative_error(taught.mean(0).expand(2, 2), taught)) == pytest.approx(1)

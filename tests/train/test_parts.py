@@ -1,4 +1,4 @@
-"""The parts of training without torch: schedules, batches, pruned weights, and writing weights back."""
+"""Parts of training that need no torch: schedules, batches, pruned weights, and writing weights back."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def test_layers_of_an_encoder():
     assert len(weights) == 12 and all(len(weight.linears) == 1 for weight in weights)
     assert len(pruned_weights(model, ("*query*",), (HEADS,), "m")) == 2
     names = trained_names(model, weights)
-    assert len(set(names)) == len(names) == 12 + 12 + 2 * 5  # weights, biases, and norms
-    # The inputs of attention and feed-forward, which a residual also reads.
+    assert len(set(names)) == len(names) == 12 + 12 + 2 * 5  # weights, biases, and two tensors per LayerNormalization
+    # The hidden states that residuals also read: inputs of attention and feed-forward.
     assert [value.producer().op_type for value in hidden_states(weights)] == ["LayerNormalization"] * 4
     with pytest.raises(ModelError, match="has no linear layer with a float32 weight"):
         pruned_weights(model, ("*nothing*",), (HEADS,), "m")

@@ -1,4 +1,4 @@
-"""Each operator in torch against ONNX Runtime."""
+"""Each operator in torch, compared with ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ints(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int64)
 
 
-# Operator, inputs (the first is a graph input, the others are constants), attributes; opset 18 by default.
+# (operator, inputs, attributes). The first input is a graph input, further inputs are constants.
 CASES: list[tuple[str, list[Any], dict[str, Any]]] = [
     *((op, [X], {}) for op in UNARY),
     *((op, [POSITIVE], {}) for op in ("Log", "Sqrt", "Reciprocal")),
@@ -91,7 +91,7 @@ CASES: list[tuple[str, list[Any], dict[str, Any]]] = [
 
 
 def operator_model(op: str, inputs: list[Any], attributes: dict[str, Any], outputs: int = 1) -> onnx.ModelProto:
-    """A model of one node, whose first input is the graph's. Opset 20 for Gelu, else 18."""
+    """Return a model of one node, whose first input is a graph input. The opset is 20 for Gelu, otherwise 18."""
     arrays = [np.asarray(array) for array in inputs]
     names = [f"input{index}" for index in range(len(arrays))]
     node = helper.make_node(op, names, [f"output{index}" for index in range(outputs)], name="n", **attributes)

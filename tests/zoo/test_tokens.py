@@ -1,5 +1,7 @@
-"""Decoders, and encoders with decoders, of many architectures as Optimum exports them: float caches in one operator,
-and the tokens of the original. Skipped without ortolan[optimum]."""
+"""Decoders and encoder-decoders of many architectures, as Optimum exports them, generate the original's tokens.
+
+Attention with float caches must be replaced by one operator. Skipped without ortolan[optimum].
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ OPTIONS = {"verify.seconds": 0.0}
 DECODERS = ["gpt2", "gptj", "gpt_neo", "gpt_neox", "opt", "bloom", "mpt", "falcon", "phi", "phi3", "gemma", "gemma2"]
 DECODERS += ["gemma3_text", "mistral", "qwen3_moe", "granite", "smollm3", "olmo2"]
 PAIRS = ["t5", "mt5", "bart", "mbart", "marian", "pegasus", "m2m_100", "blenderbot"]
-# Optimum gives these models a KV head for each query head.
+# Optimum exports these models with one key and value head per query head.
 UNGROUPED = {"num_key_value_heads": zoo.SMALL.heads}
 WITHOUT_GROUPS = ("gemma2", "phi3", "olmo2")
 FORCED: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
@@ -55,7 +57,7 @@ def optimized(name: str, folder: Path) -> tuple[Path, Path]:
 
 
 def text() -> dict[str, Any]:
-    """Three sequences, two of them with padding in front."""
+    """Return three sequences, two of them with left padding."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 200, (3, 10), generator=generator)
     mask = torch.ones_like(ids)

@@ -1,4 +1,7 @@
-"""Each architecture of the zoo, exported by Optimum from random weights. Skipped without ortolan[optimum]."""
+"""Each architecture of the zoo with random weights, exported by Optimum.
+
+Skipped without ortolan[optimum].
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ from ortolan.graph_passes.measure.feeds import Sizes, has_past, synthetic_feeds
 from ortolan.models.zoo import ARCHITECTURES, SMALL, Architecture, export
 from ortolan.session import create_session
 
-NOT_FUSED = {"longformer"}  # its Softmax is of chunks, not of a product of queries and keys
+NOT_FUSED = {"longformer"}  # its Softmax reads concatenated chunks, not one MatMul of queries and keys
 LEAST_COSINE = 0.9999
-# Products of unit vectors, times e^2.6592 (CLIP's logit_scale). Of random weights the vectors are nearly orthogonal: a
-# product may change by as much as both vectors turn, whatever is left of it.
+# These outputs are dot products of unit vectors, times e^2.6592 (CLIP's logit_scale). With random weights the vectors
+# are nearly orthogonal and the products near 0, so the limit is absolute: the angles that both vectors may turn.
 PAIR_SCORES = ("logits_per_image", "logits_per_text")
 MOST_SCORE_CHANGE = math.exp(2.6592) * 2 * math.acos(LEAST_COSINE)
-NOT_LINEAR = {"squeezebert"}  # all its layers are grouped convolutions
+NOT_LINEAR = {"squeezebert"}  # all its linear layers are grouped convolutions
 
 
 def cosine(one: np.ndarray, other: np.ndarray) -> float:
@@ -47,7 +50,7 @@ def test_is_replaced_and_answers_alike(architecture: Architecture, tmp_path: Pat
         assert found.cosine >= LEAST_COSINE
         model = ir.load(source)
         sessions = ort.InferenceSession(str(source), providers=["CPUExecutionProvider"]), create_session(output)
-        # Other lengths than the verification used.
+        # Use other lengths than verification did.
         feeds = synthetic_feeds(
             model,
             Sizes(2, 3 if has_past(model) else 21 if architecture.tokens == 128 else architecture.tokens, 7),
