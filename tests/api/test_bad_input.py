@@ -373,7 +373,7 @@ STAGES = ["normalize", "calibrate", "prune", "replace", "verify", "write", "save
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, OSError])
 @pytest.mark.parametrize("existing", [False, True])
 def test_interrupts_leave_nothing(folder, unchanged, monkeypatch, stage, error, existing):
-    """External weights need two files. They replace an older pair, or no files."""
+    """An interrupted run leaves an older model and its data file as they were, and writes no other files."""
     put_weights_outside(monkeypatch)
     if existing:
         optimize(folder / "model.onnx", folder / "out.onnx", options={"seconds": 0, "sparsity": 0.9})

@@ -84,7 +84,7 @@ def test_weights_of_all_files(folder: Path, tmp_path: Path) -> None:
         assert kinds["SparseAMXMatMul"] > 0 and kinds["Softmax"] == 0, name
         assert (
             kinds["NoMADAttention"] == {ENCODER: 0, DECODER: 2, WITH_PAST: 2, MERGED: 4}[name]
-        )  # the first file is packed
+        )  # the encoder has PackedNoMADAttention instead
         assert part.portable
     assert len(report.replaced) == sum(len(part.replaced) for part in report.parts.values())
     shown, data = str(report), json.loads(report.to_json())

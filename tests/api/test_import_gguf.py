@@ -113,7 +113,7 @@ def test_sizes(tmp_path: Path) -> None:
     size = (tmp_path / "folder/model.onnx.data").stat().st_size
     assert report.file_size_after == size + (tmp_path / "folder/model.onnx").stat().st_size
     (layer,) = [layer for layer in report.layers if layer.name.endswith("layers.0/self_attn/o_proj/MatMul")]
-    # 20 bytes per 32 weights: the weights are exact.
+    # Q4_1 has 20 bytes per 32 weights, and the packed weight has the same size.
     assert layer.bytes_before == layer.bytes_after == 64 * 64 // 32 * 20
 
 

@@ -25,7 +25,7 @@ def test_answers_do_not_depend_on_the_batch(isa: str) -> None:
 
 @pytest.mark.slow
 def test_answers_do_not_depend_on_the_instruction_set(tmp_path: Path) -> None:
-    """The first and the last set optimize their own models; the sets between them run the last one's."""
+    """The first and last instruction sets optimize their own models; all others run the last one's models."""
     folders = {isa: tmp_path / ("first" if isa == ISAS[0] else "last") for isa in ISAS}
     for folder in folders.values():
         folder.mkdir(exist_ok=True)

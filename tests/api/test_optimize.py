@@ -300,7 +300,7 @@ def test_what_a_killed_run_left_goes_after_a_day(bert, tmp_path):
 
 
 def test_a_system_that_does_not_tell_usable_cpus(bert, tmp_path, monkeypatch):
-    """On systems like macOS, the usable CPUs are unknown, so timing uses all cores."""
+    """Timing uses all cores on systems like macOS, where the usable CPUs are unknown."""
     for name in ("sched_getaffinity", "sched_setaffinity"):
         monkeypatch.delattr(os, name, raising=False)
     report = optimize(bert, tmp_path / "out.onnx", options={"seconds": 0.01})

@@ -53,7 +53,7 @@ def test_the_ratio_is_that_of_the_minima() -> None:
     row = RowResult.of_turns("a", "b", 1, [[4, 9], [6, 8]], [[2, 9], [3, 3]], layers=2)
     assert row.old == Timing(2, 3.5) and row.new == Timing(1, 1.5)
     assert row.ratio == 2
-    assert row.noise == 0.5  # the largest ratio of two minima of one library is 6 / 4 or 3 / 2
+    assert row.noise == 0.5  # minima 4 and 6, and 2 and 3, differ by 50 %
     assert timing_of([[3.0], [1.0], [2.0]]) == Timing(1, 2)
 
 
@@ -106,7 +106,7 @@ def test_copies_are_bounded() -> None:
     assert copies_for(1, 128) == 2
 
 
-# ---- rows and works --------------------------------------------------------------------------------------------------
+# ---- rows and workloads ----------------------------------------------------------------------------------------------
 
 
 def test_rows_have_names_of_their_own() -> None:

@@ -20,8 +20,8 @@ def test_stored_bytes_of_a_tile():
 
 def test_cycles_by_hand():
     few = tile_cycles(BF16, 16)
-    # expand: 16 rows with three uops on port 5. load: the tile, half a tile of x, and a quarter of loading and storing
-    # the sums. tdp: one tile product.
+    # Cycles. expand: 16 rows with three uops on port 5. load: the tile, half a tile of x, and a quarter of loading and
+    # storing the sums. tdp: one tile product.
     assert (few.expand, few.load, few.tdp, few.scale) == (48, 8 + 4 + 6, 16, 0)
     assert few.core == 48 + 18
     assert tile_cycles(BF16, 1) == few

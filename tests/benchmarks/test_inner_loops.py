@@ -6,8 +6,8 @@ from ortolan.benchmarks.inner_loops import LOOPS, find, inner_loop, is_load, is_
 
 INSTRUCTIONS = [
     (0x10, "mov %rax,%rbx"),
-    (0x13, "{vex} vpdpbusd %ymm1,%ymm2,%ymm3"),  # the loop around
-    (0x18, "vmovdqu (%rdx),%ymm1"),  # the loop inside
+    (0x13, "{vex} vpdpbusd %ymm1,%ymm2,%ymm3"),  # start of the outer loop
+    (0x18, "vmovdqu (%rdx),%ymm1"),  # start of the inner loop
     (0x1C, "{vex} vpdpbusd %ymm1,%ymm2,%ymm3"),
     (0x21, "add $0x20,%rdx"),
     (0x25, "jne    18 <f+0x8>"),
@@ -32,14 +32,14 @@ def test_products_in_either_encoding():
 
 ARM_INSTRUCTIONS = [
     (0x10, "ldr\tq0, [x1]"),
-    (0x14, "smmla\tv1.4s, v0.16b, v2.16b"),  # a loop
+    (0x14, "smmla\tv1.4s, v0.16b, v2.16b"),  # start of a loop
     (0x18, "subs\tx6, x6, #0x1"),
     (0x1C, "b.ne\t14"),
-    (0x20, "smmla\tv1.4s, v0.16b, v2.16b"),  # a loop with a jump inside
+    (0x20, "smmla\tv1.4s, v0.16b, v2.16b"),  # start of a loop that contains a jump
     (0x24, "cbz\tx3, 2c"),
     (0x28, "add\tx0, x0, #0x40"),
     (0x2C, "cbnz\tx4, 20"),
-    (0x30, "smmla\tv1.4s, v0.16b, v2.16b"),  # the longest one
+    (0x30, "smmla\tv1.4s, v0.16b, v2.16b"),  # start of the longest loop
     (0x34, "ldp\tq0, q1, [x1], #32"),
     (0x38, "bl\t10"),
     (0x3C, "tbnz\tw3, #1, 30"),

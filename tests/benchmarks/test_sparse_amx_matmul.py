@@ -213,7 +213,7 @@ def test_the_summary_is_printed_behind_the_rows():
     ]
 
 
-# --- the candidates ---------------------------------------------------------------------------------------------------
+# --- Ortolan's nodes --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("storage", sparse_amx_matmul.Storage)

@@ -147,7 +147,7 @@ def input_types(case: Case, rng: np.random.Generator) -> str | None:
     return f"input {value.name!r} is {TensorProto.DataType.Name(wanted).lower()}"
 
 
-# ---- nodes that do nothing -------------------------------------------------------------------------------------------
+# ---- nodes that do not change values ---------------------------------------------------------------------------------
 
 
 def noise(case: Case, rng: np.random.Generator) -> str | None:

@@ -35,8 +35,8 @@ from ..provider.sessions import needs_provider  # noqa: E402
 from ..recipes.forms import NAMED  # noqa: E402
 
 FAST = {"verify.seconds": 0.0}
-DENSE = FAST | {"may_grow": True, "sparsity": 0.0}  # for long-context: keep the caches in float32
-EXACT = FAST | {"keys": "float32", "values": "float32"}  # of long-context: unchanged float caches
+DENSE = FAST | {"may_grow": True, "sparsity": 0.0}  # convert weights to bf16 without pruning
+EXACT = FAST | {"keys": "float32", "values": "float32"}  # for long-context: keep the caches in float32
 
 Export = Callable[[str], Path]
 

@@ -132,7 +132,7 @@ def test_zero_blocks_are_found_and_answers_kept(sparse, kind):
 
 
 def test_blocks_of_four_inputs_are_others(sparse):
-    """SparseML's blocks have one output and four inputs. If 80 % of them are zero, few 4x1 blocks are."""
+    """SparseML's blocks have one output and four inputs. If 80 % of them are zero, few 4x1 blocks are zero."""
     made = quantized_form(sparse_bert(outputs=1, inputs=4), FEEDS, activations="dynamic")
     report = ortolan.optimize_onnx(made, calibration=FEEDS, options={"verify.seconds": 0.0, "may_grow": True})
     kinds = kinds_of(report.model)

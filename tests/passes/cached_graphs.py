@@ -90,7 +90,7 @@ def joined_layer(graph: CachedGraph) -> str:
 
 
 def constant_masks(graph: CachedGraph) -> str:
-    """GPT-Neo: a constant mask is sliced to the current lengths, and Casts convert float to float."""
+    """GPT-Neo: a constant mask is sliced to the current lengths, and redundant Casts convert float32 to float32."""
     q, k, v = (graph.heads(graph.linear(name)) for name in ("query", "ke", "value"))
     appended = graph.op("Concat", "past_key", k, axis=-2)
     graph.nodes.append(helper.make_node("Cast", [appended], ["present_key"], "/cache", to=FLOAT))

@@ -24,7 +24,7 @@ FEEDS = [
 
 
 class Reader(quantization.CalibrationDataReader):
-    """Calibration feeds, by default for a BERT."""
+    """Reader of calibration feeds, by default feeds for a BERT."""
 
     def __init__(self, feeds: Sequence[Mapping[str, np.ndarray]] = FEEDS) -> None:
         self._left = list(feeds)
@@ -34,7 +34,7 @@ class Reader(quantization.CalibrationDataReader):
 
 
 def layers_of(path: Path) -> dict[str, Linear]:
-    """Return the int8 layers by name."""
+    """Return the linear layers with stored int8 weights, by name."""
     model = ir.load(path)
     unify_quantized(model, NewNames(model))
     return {found.name: found for found in find_linears(model) if isinstance(found, Linear)}

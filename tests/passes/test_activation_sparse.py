@@ -133,7 +133,7 @@ def attribute(of: onnx.NodeProto, name: str) -> Any:
     return next(helper.get_attribute_value(one) for one in of.attribute if one.name == name)
 
 
-# ---- sparse without thresholds ---------------------------------------------------------------------------------------
+# ---- inputs that already contain zeros -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", [*SPARSE, *DENSE])
@@ -178,7 +178,7 @@ def test_a_relu_that_never_bites_is_left_alone():
         sparsify(model, some_x())
 
 
-# ---- a given sparsity ------------------------------------------------------------------------------------------------
+# ---- thresholds for a given sparsity ---------------------------------------------------------------------------------
 
 
 def test_quantile():
@@ -217,7 +217,7 @@ def test_select_and_exclude():
         sparsify(mlp_model(DENSE["gelu"]), feeds, sparsity=0.4, select=["nothing"])
 
 
-# ---- a given error ---------------------------------------------------------------------------------------------------
+# ---- thresholds for a given error ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [0.05, 0.2])

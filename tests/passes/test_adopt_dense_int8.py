@@ -90,7 +90,7 @@ def test_layers_that_need_zero_points_and_others_become_one_node(tmp_path: Path)
     graph = Graph()
     q, k, v = (graph.linear(name) for name in ("q", "key", "value"))
     of_query, _, of_value = (array for array in graph.weights.values() if array.ndim == 2)
-    # the zero point of the query is at the end of its range, that of the value in the middle
+    # The query weight gets a zero point at the end of its range, the value weight one in the middle.
     np.abs(of_query, out=of_query)
     of_value[0, :2] = np.abs(of_value).max() * np.array([-1, 1])
     onnx.save(graph.model(attend(graph, q, k, v)), tmp_path / "float.onnx")

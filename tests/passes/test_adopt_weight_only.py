@@ -405,7 +405,7 @@ def test_other_recipes_keep_eight_bits_or_round_them_once_more() -> None:
         assert relative_error(x @ matrix, answer) < (0.15 if op == "W4A8MatMul" else 0.02)
 
 
-# --- what is refused, and why -----------------------------------------------------------------------------------------
+# --- refused weights, and the reasons ---------------------------------------------------------------------------------
 
 
 def test_blocks_of_16() -> None:

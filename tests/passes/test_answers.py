@@ -59,7 +59,7 @@ def test_a_cache_is_kept_where_feeds_are_cut():
 
 @pytest.mark.parametrize("cache", [None, "float32"])
 def test_verification_of_cut_feeds_and_mapped_answers(monkeypatch, cache):
-    """With a small memory limit, the reported errors change only because fewer tokens are compared."""
+    """A small memory limit changes the reported errors only because fewer tokens are compared."""
     model = ir.to_proto(tiny.tiny_llama(vocab_size=50))
     arguments = {"recipe": None, "weights": "int8", "cache": cache, "calibration": decoder_feeds()}
     before = optimize(model, **arguments)

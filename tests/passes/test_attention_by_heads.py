@@ -159,7 +159,7 @@ def over_queries(graph: Graph) -> str:
 def groups_of_heads(graph: Graph) -> str:
     """Reshape scores to [batch, groups, heads per group, queries, keys] and add a bias per group.
 
-    The shape looks like that of windows, but there are none.
+    The scores have the shape of windowed attention but are not windowed.
     """
     q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
     graph.inputs["x"], graph.outputs["y"] = (FLOAT, ["batch", S, W]), (FLOAT, ["batch", S, W])

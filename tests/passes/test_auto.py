@@ -182,7 +182,7 @@ def test_smaller_budgets_choose_more_exact_forms(inject: Callable[..., Any]) -> 
     inject(FAST_INT4, 5.0)
     report = auto(budget=0.9995)
     assert report.auto is not None
-    # the fastest recipe exceeds the error budget, so the search found a slower one within it
+    # The fastest recipe exceeds the error budget, so the search found a slower one within it.
     assert not report.auto.trials[0].within
     chosen = {layer.chosen for layer in report.auto.layers}
     assert chosen - {"int4 gptq"}
@@ -216,7 +216,7 @@ def test_gives_the_original_where_the_whole_model_is_faster(inject: Callable[...
     assert not report.auto.changed
     assert (tmp_path / "out.onnx").read_bytes() == (tmp_path / "model.onnx").read_bytes()
     assert "no model within the budget is faster" in report.auto.outcome
-    # each trial replaces at most as many layers as the one before
+    # Each trial replaces at most as many layers as the one before.
     assert [trial.layers for trial in report.auto.trials] == [4, 4, 3, 1]
 
 
@@ -354,7 +354,7 @@ def test_times_survive_an_interrupt(inject: Callable[..., Any]) -> None:
 
 
 def test_really_measures() -> None:
-    """With real times, the result is within the budget, and the report lists all layers."""
+    """A search with real times stays within the budget, and the report lists all layers."""
     report = auto()
     assert report.auto is not None
     assert report.model is not None

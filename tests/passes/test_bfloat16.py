@@ -1,4 +1,4 @@
-"""bfloat16 models: those that ONNX Runtime can run stay bfloat16, and all other models are converted to float32."""
+"""bfloat16 models stay unchanged if ONNX Runtime can run them; otherwise they are converted to float32."""
 
 from __future__ import annotations
 

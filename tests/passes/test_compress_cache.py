@@ -90,7 +90,7 @@ def test_compressed_caches_are_near(form: str) -> None:
         errors.append(distance(logits[:, 70:], expected[:, 70:]))
         cache = report.cache
         assert cache is not None and (cache.prompt_tokens, cache.decoded_tokens) == (42, 8)
-        # the errors of tokens that read the compressed cache
+        # Errors of tokens that read the compressed cache.
         assert [error.name for error in cache.decode_error] == ["logits"]
         assert report.output_error[0].relative_l2 < 1e-5
         assert 0.3 * errors[-1] < cache.decode_error[0].relative_l2 < 2 * errors[-1]
@@ -100,7 +100,7 @@ def test_compressed_caches_are_near(form: str) -> None:
 
 @pytest.mark.parametrize("d_sub", [1, 2, 4])
 def test_a_step_reads_what_codes_stand_for(d_sub: int) -> None:
-    """With the decoded centroids and values in its cache, the original gives almost the same answers."""
+    """The original gives almost the same answers if its cache holds the decoded keys and values."""
     model = llama("standard")
     found, _ = compress(model, d_sub=d_sub)
     ids = np.random.default_rng(0).integers(0, VOCABULARY, (1, 71))

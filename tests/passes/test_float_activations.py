@@ -70,7 +70,7 @@ def test_a_model_that_rounds_everywhere(bert: tuple[Path, Path], tmp_path: Path)
         np.testing.assert_array_equal(alone[0], ours[row])
 
 
-# --- clipping by ranges -----------------------------------------------------------------------------------------------
+# --- ranges that clip -------------------------------------------------------------------------------------------------
 
 
 def mlp(*activation: onnx.NodeProto, **constants: np.ndarray) -> onnx.ModelProto:

@@ -87,7 +87,7 @@ def test_rows_that_see_nothing_stay_what_they_were() -> None:
 
 
 def test_a_shared_mask_stands_before_all_that_read_it() -> None:
-    """Of two attentions with a shared mask, the one with the first Softmax merges its heads last."""
+    """Two attentions share a mask; the one with the first Softmax merges its heads last."""
     graph = Graph()
     bias, mask = position_bias(graph), graph.additive_mask()
     contexts = []

@@ -184,7 +184,7 @@ def test_values_that_others_see_stay(form: Form) -> None:
         w.nodes.pop()
         for other in (as_output, consumed):
             if form not in WITHOUT_BIAS and form in FORMULAS and value == inside[-1]:
-                # only the final Add of the bias stays separate
+                # Only the final Add of the bias stays separate.
                 assert other.norm is not None and other.output.name == value
             else:
                 assert other.norm is None
@@ -267,7 +267,7 @@ def test_operators_of_other_domains_are_refused(form: Form) -> None:
         node.domain = "com.example"
         linear = next(linears_in(model))
         found = add_layer_norm(find_epilogue(linear.output), linear.n).norm
-        # a norm without that Add is still a norm, without bias
+        # If only that Add has an unknown domain, the norm is found without bias.
         assert found is None or node.op_type == "Add", node.op_type
         assert found is None or found.bias is None
         node.domain = ""

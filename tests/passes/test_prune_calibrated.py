@@ -279,7 +279,7 @@ def test_layers_with_a_sparsity_of_their_own_take_no_part():
     assert [layer.sparsity for layer in report.layers] == [0.5, 0.25]
 
 
-# ---- jointly with rounding -------------------------------------------------------------------------------------------
+# ---- pruning and quantization in one step ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ def test_sparse_layers_are_only_rounded():
 
 
 def test_memory_stays_near_one_layer():
-    """With eight layers, memory stays far below eight times that of one layer."""
+    """Memory for eight layers stays far below eight times the memory for one layer."""
     k, layers = 256, 8
     nodes, weights, last = [], {}, "x"
     for index in range(layers):

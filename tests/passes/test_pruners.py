@@ -238,7 +238,7 @@ def test_repair_only_makes_better(monkeypatch):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_allocation_is_the_best_of_all(seed):
-    """For convex error curves and layers of equal size, the allocation equals the best of all combinations."""
+    """The allocation is the best of all combinations if error curves are convex and layers have equal size."""
     rng = np.random.default_rng(seed)
     shares = np.array([0.3, 0.4, 0.5, 0.6, 0.7])
     curves = [np.cumsum(np.sort(rng.random(5))) for _ in range(4)]
@@ -264,7 +264,7 @@ def test_the_allocation_of_layers_of_any_size_meets_the_target():
         assert min(found) >= shares[0] - 1e-12 and max(found) <= shares[-1] + 1e-12
 
 
-# ---- joint rounding --------------------------------------------------------------------------------------------------
+# ---- pruning and quantization in one step ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("correlation", [0.5, 0.9])

@@ -384,7 +384,7 @@ def test_search_spends_its_steps_on_what_is_important():
     st.floats(-4, 3),
 )
 def test_weights_on_a_grid_stay_exactly(quantization, seed, first, levels, magnitude):
-    """Weights that already lie on a grid, such as Q4_0 or Q4_1, are kept exactly, even if few levels occur."""
+    """Weights that are already multiples of a step, as in Q4_0 or Q4_1, are kept exactly, even if few levels occur."""
     rng = np.random.default_rng(seed)
     shape = (2 * quantization.group_size, 5)
     low, high = quantization.levels

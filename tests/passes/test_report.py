@@ -171,7 +171,7 @@ def test_a_report_names_one_speed():
     assert searched.startswith("1.73x faster") and "1 x 128 tokens: fastest run 6 -> 4 ms" in searched
     done.latency_before, done.latency_after = Timing(8, 12), Timing(2, 3)
     for text in (str(done), done.details()):
-        # the speedup is in the first line, and beside the times
+        # The speedup is in the first line, and beside the times.
         assert text.count("x faster") == 2 and text.count("4.00x faster") == 2
         assert "1.73" not in text and "(2.00x)" not in text
 

@@ -73,7 +73,7 @@ def test_only_wanted_outputs_count() -> None:
 
 
 def test_the_smallest_feeds_are_run() -> None:
-    """Of inputs that the model can run, the smallest are used; without any, an error is raised."""
+    """Inputs that the model cannot run are skipped; if it can run none, an error is raised."""
     wrong = {"x": np.zeros((1, 200, WIDTH + 1), np.float32)}
     assert measure(branches(), [wrong, *feeds(2)], ["y"])["tenth"] > 0.05
     with pytest.raises(CalibrationError, match="does not run"):

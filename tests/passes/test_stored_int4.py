@@ -92,7 +92,7 @@ def test_dequantize_linear(k, n, block, signed, zero_points, form, dtype, seed):
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 @pytest.mark.parametrize("zero_points", ["", "packed", "float"])
 def test_onnx_runtime_reads_the_numbers_alike(block, zero_points):
-    """With the identity matrix as input, ONNX Runtime returns the same weights at accuracy_level 0."""
+    """ONNX Runtime at accuracy_level 0 returns the same weights if the input is the identity matrix."""
     layer = NBitsLayer(150, 40, block, zero_points, accuracy_level=0)
     (answer,) = run(layer.model(), {"x": np.eye(150, dtype=np.float32)})
     # ONNX Runtime may compute q * scale - zero * scale and round each product.

@@ -22,7 +22,7 @@ from .small_models import make_model, op_types, relative_error, run
 FORMS = [*DYNAMIC, *FIXED, *ROUNDED]
 
 
-# --- every form -------------------------------------------------------------------------------------------------------
+# --- every form of a layer --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -105,7 +105,7 @@ def test_the_smallest_number(form):
     np.testing.assert_array_equal(packed_integers(optimize(layer.model()).model)[0], q)
 
 
-# --- around the layer -------------------------------------------------------------------------------------------------
+# --- nodes before and after the layer ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", [*DYNAMIC, *FIXED])

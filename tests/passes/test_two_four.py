@@ -85,7 +85,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, fast_bitmaps: bool) -> None:
     monkeypatch.setattr(_native, "bitmaps_are_fast", lambda bits: bits == 16 or fast_bitmaps)
 
 
-# --- which storage ----------------------------------------------------------------------------------------------------
+# --- choice of the storage --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_stored_int4_that_would_be_rounded() -> None:
 
 
 def test_the_default_takes_no_float_layers() -> None:
-    """In a model with one layer stored in int8, the default call leaves the float layer unchanged."""
+    """The default call leaves a float layer unchanged if the model has another layer stored in int8."""
     stored = Int8Layer("dynamic", q=numbers(64, 48, 127))
     nodes = [*stored.nodes("r"), helper.make_node("MatMul", ["r", "V"], ["y"], name="float")]
     kind = TensorProto.FLOAT

@@ -229,7 +229,7 @@ def test_pooling(pooling: str, encoder: str) -> None:
         elif name in ("behind", "none"):  # means are summed in a different order
             np.testing.assert_allclose(found[-1], expected[-1], rtol=0, atol=1e-6)
         rows = np.ones(len(mask), bool)
-        # for a masked query, all keys of its window may be masked
+        # For a masked query, all keys of its window may be masked.
         if encoder == "modernbert" and pooling.startswith("first"):
             rows = np.array(mask)[:, 0] != 0
         for y in (found, plain):

@@ -91,7 +91,7 @@ def test_heads_that_something_else_reads() -> None:
 
     def shown(graph: Graph) -> str:
         y = ROTARY["halves"](graph)
-        # the keys as the first MatMul reads them
+        # Name the tensor of keys that the first MatMul reads.
         key = [node.input[0] for node in graph.nodes if node.op_type == "Transpose"][-2]
         graph.nodes.append(helper.make_node("Identity", [key], ["keys"], "/keys"))
         graph.outputs["keys"] = (FLOAT, ["batch", H, "rows", D])

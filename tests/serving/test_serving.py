@@ -468,7 +468,7 @@ def test_what_generation_refuses(cluster, name, stream):
 
 
 def test_a_deadline(cluster):
-    """At its deadline, a running request returns its tokens so far, and a waiting request stops waiting."""
+    """A running request returns its tokens so far at its deadline, and a waiting request stops waiting."""
     long = {"prompt": KNOWN, "max_new_tokens": LONG - 10, "max_seconds": 4}
     with ThreadPoolExecutor() as clients:
         first = clients.submit(cluster.ask, "/generation/generate", long)

@@ -119,7 +119,7 @@ def test_an_optimized_encoder_takes_texts(tmp_path, pooling, normalize):
     for text_, row in zip(texts, expected, strict=True):
         (alone,) = session.run(None, {"text": np.array([text_], object)})
         np.testing.assert_allclose(alone[0], row, rtol=1e-5, atol=1e-6)
-        if text_:  # a text of two tokens: bf16 products are summed in a different order
+        if text_:  # the empty text has only two tokens, for which bf16 layers sum in a different order
             np.testing.assert_array_equal(alone[0], found[texts.index(text_)])
     assert session.run(None, {"text": np.array([], object)})[0].shape == (0, expected.shape[1])
 

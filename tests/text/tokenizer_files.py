@@ -29,7 +29,7 @@ def corpus() -> list[str]:
 
 
 def hard_texts(specials: Sequence[str], count: int, seed: int = 0) -> list[str]:
-    """Return random parts that tokenizers treat specially, and random characters of all planes in use."""
+    """Return random texts of special parts for tokenizers and of characters from all Unicode planes in use."""
     rng = random.Random(seed)
     parts = [
         *specials,
