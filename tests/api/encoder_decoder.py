@@ -31,7 +31,7 @@ TOTAL = f"{PAST} + {NEW}"
 
 
 def weight(name: str, *shape: int) -> np.ndarray:
-    """Return a random weight that depends only on the name, so that it is equal in all files."""
+    """Return a random weight that depends only on the name, so it is equal in all files."""
     rng = np.random.default_rng(sum(map(ord, name)))
     return (rng.standard_normal(shape) / np.sqrt(shape[0]) * 1.5).astype(np.float32)
 

@@ -32,7 +32,7 @@ def sparse_integers(k: int, n: int, fraction: float = 0.75, seed: int = 0) -> np
 
 @dataclass
 class Int8Layer:
-    """A linear layer y = x W + b. All scales are powers of two, so that float32 sums are exact."""
+    """A linear layer y = x W + b. All scales are powers of two, so float32 sums are exact."""
 
     form: str
     k: int = 32

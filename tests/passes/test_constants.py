@@ -116,7 +116,7 @@ def test_a_constant_is_not_much_larger_than_what_it_is_made_of() -> None:
 
 @pytest.mark.parametrize("op_type", ["Add", "Neg"])
 def test_walks_are_short(op_type: str) -> None:
-    """A chain of 3001 nodes, and one where each Add reads the same value twice, so that paths double."""
+    """A chain of 3001 nodes, and one where each Add reads the same value twice, so paths double."""
     nodes = [
         node(op_type, *([f"w{i}"] * (2 if op_type == "Add" else 1)), to=f"w{i + 1}" if i < 3000 else "W")
         for i in range(3001)

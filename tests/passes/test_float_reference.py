@@ -33,7 +33,7 @@ def check_distances(report: OptimizationReport, model: onnx.ModelProto, x: np.nd
     (ours,) = run(report.model, {"x": x}, library=True)
     assert found[1] == pytest.approx(relative_error(exact, ours), rel=0.01)
     (theirs,) = run(model, {"x": x})
-    assert found[0] == pytest.approx(relative_error(exact, theirs), rel=0.05)  # sums may saturate in this session
+    assert found[0] == pytest.approx(relative_error(exact, theirs), rel=0.05)  # int16 sums may saturate in this session
     assert any("against the original's weights in float" in note for note in report.notes)
 
 
@@ -42,7 +42,7 @@ def check_distances(report: OptimizationReport, model: onnx.ModelProto, x: np.nd
 def test_dynamic_layers(form: str, unsigned: bool) -> None:
     layer = Int8Layer(form, unsigned=unsigned, zero_point=128 * unsigned, bias=True)
     model, x = layer.model(), layer.inputs(200)
-    x[:100] /= 64  # dynamic quantization uses one range per batch, so that these small rows lose most
+    x[:100] /= 64  # dynamic quantization uses one range per batch, so these small rows lose most accuracy
     report = ortolan.optimize_onnx(model, calibration={"x": x}, options=QUICK)
     check_distances(report, model, x, x @ layer.matrix + layer.b)
 

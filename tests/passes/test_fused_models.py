@@ -117,7 +117,7 @@ def test_the_same_as_of_the_model_before_it_was_fused(fused: Path, tmp_path: Pat
     for name in ("float.onnx", "fused.onnx"):
         ortolan.optimize_onnx(fused.parent / name, tmp_path / name, weights="bf16", options=QUICK)
         answers.append(words(run(str(tmp_path / name), given, library=True)[0], given))
-    assert relative_error(*answers) < 1e-3  # bf16 sums of attention differ, so that some values round to the next step
+    assert relative_error(*answers) < 1e-3  # bf16 sums of attention differ, so some values round to the next step
 
 
 def test_tables_of_words_of_a_fused_encoder(tmp_path: Path) -> None:

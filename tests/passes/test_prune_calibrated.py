@@ -227,7 +227,7 @@ def test_few_inputs_are_noted():
 
 @pytest.mark.parametrize("inputs", ["pruned", "original"])
 def test_layers_that_round_their_inputs_at_run_time(inputs):
-    """After pruning, the layer reads its input without int8 rounding, so that this value must be recorded as well."""
+    """After pruning, the layer reads its input without int8 rounding, so this value must be recorded as well."""
     layer = Int8Layer("dynamic_to_float", 40, 40, q=sparse_integers(40, 40, 0.0))
     nodes = [
         helper.make_node("MatMul", ["given", "A"], ["x"], name="/a"),
@@ -251,7 +251,7 @@ def test_layers_that_round_their_inputs_at_run_time(inputs):
 
 
 def test_layers_that_bear_it_are_sparser():
-    """Inputs of B are almost zero, so that pruning more of its weights costs almost nothing."""
+    """Inputs of B are almost zero, so pruning more of its weights costs almost nothing."""
     nodes = [
         helper.make_node("MatMul", ["x", "A"], ["h"], name="/a"),
         helper.make_node("Mul", ["h", "s"], ["m"]),

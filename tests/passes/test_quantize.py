@@ -76,7 +76,7 @@ def test_every_weight_is_within_half_a_step(weight, quantization):
     steps = spread(scales, quantization, k)
     assert (np.abs(weight - steps * q) <= BOUND * steps).all()
     assert (q[weight == 0] == 0).all()
-    # The scale is the smallest that can hold the largest weight, so that weight has the largest |q|.
+    # The scale is the smallest that can hold the largest weight; this weight has the largest |q|.
     rows = quantization.group_size or k
     for group, start in enumerate(range(0, k, rows)):
         largest = np.abs(weight[start : start + rows].astype(np.float64)).max(axis=0)

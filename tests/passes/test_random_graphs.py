@@ -77,7 +77,7 @@ def graphs(draw: st.DrawFn) -> onnx.ModelProto:
     )
 
 
-# Errors vary widely between graphs, so that every run must use the same graphs.
+# Errors vary widely between graphs, so every run must use the same graphs.
 @examples(25, derandomize=True)
 @given(graphs(), st.sampled_from(RECIPES), st.lists(st.sampled_from(["node0", "node[1-3]", "W1"]), max_size=1))
 def test_random_graphs_answer_as_their_rounded_selves(model: onnx.ModelProto, recipe: str, exclude: list[str]) -> None:

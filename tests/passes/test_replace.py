@@ -356,7 +356,7 @@ def test_weights_of_dead_neurons(recipe, column_scale, x_scale):
 
 
 def test_rounding_of_denormal_scales_is_allowed_for(tmp_path):
-    """The product of two denormal scales has only a bit or two, so that its relative rounding error is large."""
+    """The product of two denormal scales has only a bit or two, so its relative rounding error is large."""
     q = np.full((64, 24), 7, np.int8)
     scales = np.full((2, 24), 2e-42, np.float32)
     with TensorSpill(tmp_path) as spill:

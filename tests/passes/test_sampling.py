@@ -39,7 +39,7 @@ def test_samples_text_with_its_cache(attention: str) -> None:
     assert ids.shape == (2, 64) and (ids[:, 0] == _START).all() and len(np.unique(ids)) > 8
     np.testing.assert_array_equal(beginning["input_ids"], ids[:1, :7])
     np.testing.assert_array_equal(step["input_ids"], ids[:, -1:])
-    # The cache contains all earlier tokens, so that the last step has the logits of the whole text.
+    # The cache contains all earlier tokens, so the last step has the logits of the whole text.
     np.testing.assert_allclose(run(model, step)[0][:, -1], run(model, whole)[0][:, -1], rtol=1e-3, atol=1e-4)
     again = _sampled(model)[0]["input_ids"]
     np.testing.assert_array_equal(again, ids)

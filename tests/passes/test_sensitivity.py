@@ -22,7 +22,7 @@ WIDTH = 64
 def branches(dtype: int = TensorProto.FLOAT) -> ir.Model:
     """y = x + 0.1 (x W0) + 0.01 (x W1), z = x W2.
 
-    The weights are orthogonal, so that each layer's share of y is known.
+    The weights are orthogonal, so each layer's share of y is known.
     """
     kind = helper.tensor_dtype_to_np_dtype(dtype)
     weights = {f"W{n}": np.linalg.qr(random_weight(WIDTH, WIDTH, seed=n))[0].astype(kind) for n in range(3)}

@@ -193,7 +193,7 @@ def bias(graph: Graph) -> str:
 
 @pytest.mark.parametrize("number", [LOWEST, -65504.0, -1e4, -np.inf])
 def test_a_mask_of_padding_goes(number: float) -> None:
-    if number == -np.inf:  # 0 * -Inf would be NaN, so that this mask uses Where
+    if number == -np.inf:  # 0 * -Inf would be NaN, so this mask uses Where
 
         def make(graph: Graph) -> str:
             there = graph.op("Cast", graph.op("Unsqueeze", "attention_mask", np.array([1, 2])), to=TensorProto.BOOL)
