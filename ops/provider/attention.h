@@ -48,14 +48,16 @@ struct Target {
 struct Mask {
   Value value = nullptr;  // the mask tensor: added floats, a bool condition, or key padding; null if it is constant
   bool is_condition = false;
-  bool hides = true;  // a condition masks scores where it is true; if not set, where it is false
+  bool hides = true;  // a condition masks scores where it is true; otherwise where it is false
   float fill = 0;     // score of masked positions
+
   // True for a key padding mask, int32 [batch, keys] or [batch, rows, keys]: `fill` is added to the scores of all keys
   // whose value is 0 or negative.
   bool is_padding = false;
   bool is_truncated = false;      // only the first columns are used, one for each key
   std::span<const float> values;  // the values of a constant mask
   Shape shape;                    // the shape of `values`
+
   // Owner of `values`, unless they belong to the file of a compiled model.
   std::shared_ptr<const std::vector<float>> own_values;
 };

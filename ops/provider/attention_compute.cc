@@ -9,8 +9,8 @@
 namespace ortolan::provider {
 namespace {
 
-// The attention precision of pass fuse_attention for quantized layers (graph_passes/forms.py). Their inputs are
-// quantized anyway, so a higher precision would not improve the result.
+// The attention precision of pass fuse_attention for quantized layers (graph_passes/forms.py). These layers round their
+// inputs more coarsely than bfloat16.
 constexpr int kPrecision = 16;
 constexpr int64_t kMostTokens = int64_t{1} << 24;
 constexpr int64_t kFloatBytes = sizeof(float);

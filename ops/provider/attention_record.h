@@ -11,7 +11,7 @@ namespace ortolan::provider {
 // inputs: the input index of each value that the attention reads at run time.
 void WriteAttention(const Attention& attention, const std::unordered_map<Value, size_t>& inputs, ContextWriter& writer);
 
-// width: columns of the query, and of the key and value. Operands are inputs of the EPContext node; constant masks are
+// width: columns of each of query, key and value. Operands are inputs of the EPContext node; constant masks are
 // stored in the file. Throws OpError.
 Attention ReadAttention(ContextReader& reader, const IoSlots& slots, int64_t width);
 

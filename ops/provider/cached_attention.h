@@ -1,5 +1,5 @@
-// Attention with a KV cache, as in decoder models: com.microsoft.GroupQueryAttention on float32. The node is a group by
-// itself; its query need not come from a claimed layer.
+// Attention with a KV cache, as in decoder models: com.microsoft.GroupQueryAttention on float32. The node is a separate
+// group; its query need not come from a claimed layer.
 //
 // The rules are those of graph_passes/find/cached_attention.py, except that the caches need not be inputs and outputs
 // of the graph.
