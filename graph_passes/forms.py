@@ -50,7 +50,7 @@ class Form(PassOptions):
     Attributes:
         method: At most one method of rounding and one of pruning.
         skipped_inputs: Fraction of each input that is skipped; only presets set it.
-        prompt: A prompt becomes part of the model; only presets set it.
+        prompt: Include a prompt in the model; only presets set it.
 
     Raises:
         ArgumentTypeError: A value has the wrong type.
@@ -141,7 +141,7 @@ class Form(PassOptions):
 
     @property
     def is_dense_int4(self) -> bool:
-        """True if layers become W4A8MatMul."""
+        """True if W4A8MatMul replaces linear layers."""
         return self.weights == "int4" and self.sparsity is None and self.pattern is None
 
     @property
@@ -152,7 +152,7 @@ class Form(PassOptions):
 
     @property
     def ignores_in_eight_bits(self) -> bool:
-        """True if ignored layers become 8-bit with groups (W8A8MatMul) instead of bf16."""
+        """True if ignored layers get 8-bit weights in groups (W8A8MatMul) instead of bf16."""
         dense = self.sparsity is None and self.pattern is None and self.skipped_inputs is None
         return dense and self.stored in _BITS and bool(self.ignore)
 
@@ -168,14 +168,14 @@ class Form(PassOptions):
 
     @property
     def fuses_attention(self) -> bool:
-        """True if attention becomes one operator, and its QKV layers another one."""
+        """True if NoMADAttention replaces attention, and one operator replaces its QKV layers."""
         return (self.stored is not None or self.cache is not None) and self.skipped_inputs is None
 
     @property
     def fuses_norms(self) -> bool:
-        """True if LayerNormalizations that do not follow a layer become an operator.
+        """True if AddLayerNorm replaces each LayerNormalization that does not follow a linear layer.
 
-        With int8 and int4 layers, encoders then return the same bits on every CPU. With bf16 layers they do not.
+        Then encoders with int8 or int4 layers return the same bits on every CPU (with bf16 layers they do not).
         """
         return self.stored in _BITS and self.fuses_attention
 
@@ -294,7 +294,7 @@ class Form(PassOptions):
             stored = {"weights": "bf16"} if self.stored == "bf16" else {}
             return [{"name": "replace", "op": "MaskedMatMul", **stored}]
         if self.keeps_stored:
-            # Each operator also takes the stored weights of its format.
+            # Each operator also keeps weights that the model stores in its format.
             return [
                 {"name": "replace", "op": "W4A8MatMul"},
                 {"name": "replace", "op": "W8A8MatMul", "keep_stored": True},

@@ -5,7 +5,7 @@ from __future__ import annotations
 # The options that choose the target format of layers (forms.py), and their values.
 FORMAT_OPTIONS = ("weights", "group_size", "sparsity", "pattern", "method", "cache", "ignore")
 WEIGHTS = ("bf16", "int8", "int4")
-GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
+GROUP_SIZES = (32, 64, 128)  # int4: number of inputs that share a scale
 ROUNDING = ("rtn", "mse", "gptq", "awq", "hqq")
 PRUNING = ("magnitude", "wanda", "sparsegpt")
 METHODS = (*ROUNDING, *PRUNING)
@@ -13,17 +13,17 @@ CACHES = ("codes", "float32")
 UNSTRUCTURED = "unstructured"
 BLOCKS = "4x1"
 TWO_FOUR = "2:4"
-AUTO = "auto"  # the recipe found by measurement
+AUTO = "auto"  # name of the recipe that `ortolan.search` finds by measurement
 
 ORTOLAN_DOMAIN = "ai.ortolan"
 # Keys of the metadata of an optimized model.
 RECIPE_KEY = "ortolan.recipe"
 VERSION_KEY = "ortolan.version"
 OPTIONS_KEY = "ortolan.options"
-PADDING_KEY = "ortolan.padding"  # the model leaves padding out
+PADDING_KEY = "ortolan.padding"  # set if the model skips padding tokens
 PROMPT_KEY = "ortolan.prompt_tokens"  # length of the prompt that is part of the model
-MINIMUM_OPSET = 13  # the first with a Cast to bfloat16, which the ONNX functions of Ortolan's operators need
-MINIMUM_IR_VERSION = 8  # the first that allows functions in a model
+MINIMUM_OPSET = 13  # first opset with a Cast to bfloat16, which Ortolan's ONNX functions need
+MINIMUM_IR_VERSION = 8  # first IR version with functions in a model
 # How token vectors become a text's vector, and how a reranker's logit becomes a score.
 POOLINGS = ("mean", "cls", "lasttoken", "max", "mean_sqrt_len_tokens", "weightedmean")
 SCORE_ACTIVATIONS = ("sigmoid", "none")

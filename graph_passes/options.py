@@ -19,7 +19,8 @@ from ortolan.errors import ArgumentTypeError, RecipeError, listing, suggestion
 
 Globs = tuple[str, ...]
 
-# Words for several patterns. Heads turn small errors into wrong labels or tokens, and are often tied to the embedding.
+# Words that select by several patterns. Output heads turn small errors into wrong labels or tokens, and are often tied
+# to the embedding.
 HEADS = "heads"
 WORDS: dict[str, Globs] = {
     HEADS: (
@@ -30,7 +31,7 @@ WORDS: dict[str, Globs] = {
 
 
 def any_matches(names: Iterable[str], globs: Globs) -> bool:
-    """Return True if a name matches a pattern (fnmatch). A word of WORDS stands for its patterns."""
+    """Return True if a name matches a pattern (fnmatch). A word of WORDS is replaced by its patterns."""
     patterns = [pattern for glob in globs for pattern in WORDS.get(glob, (glob,))]
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
@@ -41,7 +42,7 @@ OptionsT = TypeVar("OptionsT", bound="PassOptions")
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """The values that an option takes.
+    """The values that an option accepts.
 
     Attributes:
         kind: "float", "int", "str", "bool", "texts", "globs" or "numbers_by_glob".

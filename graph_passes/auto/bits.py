@@ -5,9 +5,9 @@
     path    steps from 8 bits everywhere to 4 bits everywhere; layers with the same input change together. Steps are
             ordered by bytes saved per squared error, because errors of layers add up in squares. Layers that lose no
             accuracy with 4 bits, such as those with weights on a 4-bit grid, come first and always change
-    budget  of error: 4 bits in all layers are tried before anything is measured. If they exceed the budget, bisection
-            finds the furthest point of the path at which the whole model is within it. Of bytes: the path is followed
-            until the files are small enough
+    budget  error budget: 4 bits in all layers are tried first, before any layer is measured. If that exceeds the
+            budget, bisection finds the furthest point of the path at which the whole model is within it
+            byte budget: the path is followed until the files are small enough
 
 The result is an ordinary recipe: that of the int4 format, with some layers in 8 bits.
 """
@@ -48,7 +48,7 @@ class BitSettings:
     limit: Limit
 
     def limit_for(self, evidence: Evidence) -> Limit:
-        """Return the limit. For random inputs, perplexity is that of the original's own next tokens."""
+        """Return the limit; for synthetic inputs, perplexity is replaced by that of the original's own next tokens."""
         return self.limit.of_own_tokens() if evidence.made_up else self.limit
 
 

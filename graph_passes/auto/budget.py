@@ -18,10 +18,10 @@ from ..measure.feeds import Feeds, has_past
 from ..report.optimization import OutputDeviation
 
 DEFAULT_COSINE = 0.99
-# Stricter, for random inputs: the cosine on real inputs may be lower (docs/auto.md).
+# Default cosine for synthetic inputs; stricter, because the cosine on real inputs may be lower (docs/auto.md).
 MADE_UP_COSINE = 0.9925
 DEFAULT_PERPLEXITY = 0.01
-_LARGEST = 700.0  # exp of a larger number overflows
+_LARGEST = 700.0  # exp of a larger value overflows
 Run = Callable[[Feeds], dict[str, np.ndarray]]  # run(feeds) returns a model's outputs by name
 Budget = float | Callable[[Run, Run], bool]
 

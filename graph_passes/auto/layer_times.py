@@ -40,11 +40,11 @@ from ..run import plan, transform
 from .candidates import ORIGINAL, Candidate, for_timing, make_recipe
 
 _FILE = "layer-times.json"
-_DAYS = 7  # older times are measured again
-_SECONDS = 0.25  # for each format
-_MOST_BYTES = 256 * 1024**2  # of weights in a graph; less if memory is short
+_DAYS = 7  # times older than this many days are measured again
+_SECONDS = 0.25  # measuring time per format, in seconds
+_MOST_BYTES = 256 * 1024**2  # upper limit for the copies of one layer's weight, in bytes; lower if memory is short
 _MOST_COPIES = 64
-_STEP = 0.05  # fractions of zeros are rounded to multiples of it, because close ones have the same speed
+_STEP = 0.05  # fractions of zeros are rounded to multiples of 0.05: smaller differences do not change the speed
 
 
 @dataclass(frozen=True)

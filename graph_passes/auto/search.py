@@ -44,13 +44,13 @@ from .path import Step, make_path
 from .trials import Made, Trials, gain, time_models
 
 ENCODER_SHAPES = ((1, 128), (1, 16))
-_FEW_TOKENS = 16  # shorter default shapes are only for models that do not accept this many tokens
-DECODER_SHAPES = ((1, 1),)  # one token behind a cache
-_PAST = 128  # tokens in that cache
+_FEW_TOKENS = 16  # shorter default shapes are used only for models that do not accept 16 tokens
+DECODER_SHAPES = ((1, 1),)  # one new token after _PAST cached tokens
+_PAST = 128  # number of cached tokens for DECODER_SHAPES
 _FEEDS = 16  # feeds on which the whole model is evaluated
 _FINEST = 16  # bisection stops at 1/16 of the path
-_FUSED_GAIN = 1.05  # bonus for fused attention, because no timed shape has padding, where it gains most
-_GAIN = 1.05  # a smaller speed-up, in the mean over the shapes, does not justify an error
+_FUSED_GAIN = 1.05  # bonus factor for fused attention, which gains most with padding; timed shapes have none
+_GAIN = 1.05  # least mean speed-up over the shapes that justifies an error
 _PRODUCTS = frozenset(("MatMul", "Gemm", "Einsum", "Attention", "MatMulInteger", "QLinearMatMul"))
 
 Shapes = Sequence[tuple[int, int]]
@@ -150,11 +150,13 @@ class Search:
         limit = self._settings.limit or default_limit(evidence.source.model, self._calibrated)
         report.budget = str(limit)
         if evidence.sampled:
-            report.budget += ", on text sampled from the model; give your texts as calibration=…"
+            report.budget += ", on text sampled from the model; typical texts give a better result (--calibration)"
         elif not self._calibrated:
-            report.budget += ", on made-up inputs; give calibration=…"
+            report.budget += ", on synthetic inputs; typical texts give a better result (--calibration)"
         elif not evidence.held_out:
-            report.budget += f", on the feeds that weights are fitted to; give {HELD_OUT} feeds or more, or more texts"
+            report.budget += (
+                f", on the feeds that weights are fitted to; {HELD_OUT} or more feeds or texts give a better estimate"
+            )
         self._shape_feeds = self._find_shapes(evidence.source)
         if (
             self._settings.sparsity is None

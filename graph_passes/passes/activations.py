@@ -25,10 +25,10 @@ from .context import RecipePass
 from .plan.activations import ActivationsOptions
 from .weight_groups import check_patterns
 
-# An input with a smaller fraction of zeros on the feeds counts as dense.
+# An input with a smaller fraction of zeros on the feeds is reported as dense.
 _MIN_ZEROS = 0.1
 _ROWS_BYTES = 64 * 1024**2  # size of the input rows kept in memory at a time to measure errors
-_STEPS = 256  # sparsities tried for a given error: multiples of 1 / _STEPS
+_STEPS = 256  # for a given error, multiples of 1 / _STEPS are tried as sparsity
 
 
 class ActivationsPass(RecipePass):
@@ -64,7 +64,7 @@ class ActivationsPass(RecipePass):
         context = self.context
         if context.evidence.made_up and self.options.needs_feeds:
             raise CalibrationError(
-                "pass 'activations' needs calibration inputs: thresholds chosen on made-up inputs do not fit real "
+                "pass 'activations' needs calibration inputs: thresholds chosen on synthetic inputs do not fit real "
                 "ones; give calibration=… with typical inputs (an .npz file, a dict of arrays, or a list of such "
                 "dicts), or leave out its options sparsity and error, so that it takes only inputs that are sparse "
                 "without thresholds, such as outputs of a ReLU"

@@ -34,21 +34,21 @@ class Reference:
 
     answers: list[Outputs]
     decoded: Decoded | None  # answers to calls that read the cache
-    in_float: bool = False  # computed in float with dequantized weights, for an original that rounds activations
+    in_float: bool = False  # True: float layers with dequantized weights; used if the original rounds activations
 
 
 @dataclass
 class PassContext:
     """Everything that the passes of one run share, except the model."""
 
-    evidence: Evidence  # feeds, and sessions of the model as given
+    evidence: Evidence  # the feeds, and sessions of the original model
     source: ModelFile  # the model that the passes change
     report: OptimizationReport
     candidate: Path  # temporary path of the optimized model, on the disk of the output
     spill: TensorSpill
     portable: bool = True
     dry_run: bool = False
-    may_differ: bool = False  # save a model that differs a lot, with a warning (verify/difference.py)
+    may_differ: bool = False  # if outputs differ much, save the model with a warning (verify/difference.py)
     min_cosine: float | None = None  # smallest cosine of an output; None: no limit, or a search applies its own
     optional_may_fail: bool = True  # skip a failing pass that the user did not name
     progress: Progress = no_progress

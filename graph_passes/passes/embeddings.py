@@ -1,6 +1,6 @@
 """Store word embedding tables in int8 or int4, with about the error of layers in the same format.
 
-8-bit tables have one scale per row, or scales in groups if a head that may be tied to the table has them. 4-bit tables
+8-bit tables have one scale per row, or group scales if an output head that may share the table has them. 4-bit tables
 have scales and zero points in groups of 32, chosen by method mse. Standard operators read the rows
 (operators/embedding.py). If a layer (a tied head) holds the same integers, pass replace removes the table, and rows are
 read from the layer's weight. A table with another consumer that is not replaced stays float: it would be stored twice.
@@ -40,7 +40,7 @@ from ..weights.quantizers.mse import round_mse
 from .context import PassContext, RecipePass
 from .normalize import require_normalized
 
-_ROWS = 8192  # rows that are rounded at a time
+_ROWS = 8192  # rows that are quantized at a time
 _BITS = (4, 8)
 _POSITION_ERROR = 2.0**-11  # rounding error of float16, relative to the largest value
 
@@ -50,7 +50,7 @@ class EmbeddingsOptions(PassOptions):
     """Options of pass `embeddings`."""
 
     table_bits: int = field(default=8, metadata=takes("int", choices=_BITS))
-    # Names of the operator, or of its table.
+    # Patterns that select embeddings by the name of a Gather node or of its table.
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
 
@@ -165,7 +165,7 @@ class EmbeddingsPass(RecipePass):
         return given if fits else None
 
     def _quantization(self, table: np.ndarray) -> Quantization:
-        """Return the target format: table_bits, or that of an 8-bit head, with which the table can share one copy."""
+        """Return the table's format: table_bits, or the format of an 8-bit head that can share its copy."""
         rows, width = table.shape
         for head in self.context.layers.quantized.values():
             if head.bits == 8 and head.group_size is not None and head.q.shape.numpy() == (width, rows):
@@ -176,7 +176,7 @@ class EmbeddingsPass(RecipePass):
 
 
 class _Rows:
-    """The integers of a table, filled in parts of rows, in the layout of operators/embedding.py."""
+    """A table's integers in the layout of operators/embedding.py, filled block of rows by block of rows."""
 
     def __init__(self, shape: tuple[int, ...], quantization: Quantization) -> None:
         rows, width = shape
@@ -192,7 +192,7 @@ class _Rows:
         return "one scale per row" if size is None else f"in groups of {size}"
 
     def take(self, part: slice, q: np.ndarray, scales: np.ndarray, zero_points: np.ndarray | None) -> None:
-        """Store a part: q [width, rows of the part], scales and zero points [groups, rows of the part]."""
+        """Store a block of rows: q [width, rows], scales and zero points [groups, rows]."""
         self._q[part, : self._width], self._scales[part] = q.T, scales.T
         if self._zero_points is not None:
             assert zero_points is not None
@@ -232,7 +232,7 @@ def read_from_heads(model: ir.Model, context: PassContext) -> None:
 
 
 def _read_groups(model: ir.Model, context: PassContext, table: StoredEmbedding, node: ir.Node) -> bool:
-    """Make the table read a W8A8MatMul, and return True, if that holds the same integers and scales."""
+    """Look up rows in the weight of a W8A8MatMul; return False if its integers or scales differ from the table."""
     weights, scales = (input_of(node, w8a8.INPUTS, name) for name in ("weights", "scales"))
     if weights is None or scales is None or table.q is weights:
         return False
@@ -254,7 +254,7 @@ def _read_groups(model: ir.Model, context: PassContext, table: StoredEmbedding, 
 
 
 def _read_dense(model: ir.Model, context: PassContext, table: StoredEmbedding, node: ir.Node) -> bool:
-    """Make the table read a dense SparseAMXMatMul, and return True, if that holds it in bf16 or the same int8."""
+    """Look up rows in a dense SparseAMXMatMul; return False unless it stores the table in bf16 or the same int8."""
     masks, values, offsets, scales = (
         input_of(node, sparse_amx.INPUTS, name) for name in ("masks", "values", "offsets", "scales")
     )

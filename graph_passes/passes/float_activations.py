@@ -54,7 +54,7 @@ _INTEGER_OPERATORS: Mapping[tuple[str, str], _IntegerOperator] = {
     (MICROSOFT_DOMAIN, "QLinearSoftmax"): _IntegerOperator("Softmax", (0,), 3, ("axis",)),
     (MICROSOFT_DOMAIN, "QLinearWhere"): _IntegerOperator("Where", (1, 4), 7, floats=(0,)),
 }
-_MAX_MASK_ELEMENTS = 1024  # elements of a constant that may be a mask
+_MAX_MASK_ELEMENTS = 1024  # limit of the elements of a constant mask
 _CONCAT = (MICROSOFT_DOMAIN, "QLinearConcat")  # inputs: scale and zero point of the output, then three for each input
 
 
@@ -66,7 +66,7 @@ class FloatActivationsPass(RecipePass):
         require_normalized(model, "float_activations")
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        """Convert activations to floats, unless a layer becomes an operator with fixed ranges."""
+        """Convert activations to floats, unless a layer is replaced by VNNISpMM, which uses fixed ranges."""
         context = self.context
         context.progress(Stage.FLOAT_ACTIVATIONS, 0, 1)
         ranged = [linear for linear in linears_in(model) if linear.x_range is not None]
@@ -74,7 +74,7 @@ class FloatActivationsPass(RecipePass):
         if keeping:
             context.note(
                 f"fixed ranges of activations are kept: {len(keeping)} of {len(ranged)} layers with fixed ranges are "
-                "sparse and become an operator that uses them"
+                "sparse and are replaced by VNNISpMM, which uses them"
             )
         elif ranged:
             context.layers.freed = _free(model, context)
@@ -101,7 +101,11 @@ def _free(model: ir.Model, context: PassContext) -> int:
         context.note(
             f"{freed} quantizations of activations to fixed ranges removed: layers quantize their inputs row by row, "
             "and answers are compared with those of the model's weights in float"
-            + (f"; {clipped} ranges that start at 0 became a Clip, as they may replace a Relu" if clipped else "")
+            + (
+                f"; {clipped} ranges that start at 0 were replaced by a Clip, as they may implement a Relu"
+                if clipped
+                else ""
+            )
         )
     if reasons:
         more = f" and {len(reasons) - 1} more" if len(reasons) > 1 else ""

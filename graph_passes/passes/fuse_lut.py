@@ -6,7 +6,7 @@ the rest of the model uses gets a table, and unused nodes are removed:
 
     quantized values    if a table saves one operator (two for 16-bit indices)
     float32 values      if a table saves two, but not an output of DequantizeLinear: ONNX Runtime fuses that with the
-                        product after it
+                        MatMul after it
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FuseLutOptions(PassOptions):
 
     # Largest index width; 16-bit tables take 64 to 256 KiB each.
     bits: int = field(default=16, metadata=takes("int", choices=(8, 16)))
-    # Names of the nodes whose outputs are looked up.
+    # Patterns that select nodes whose output is replaced by a table lookup.
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
 
@@ -106,7 +106,7 @@ class FuseLutPass(RecipePass):
         for start in list(graph):
             if start.op_type not in _STARTS or start in replaced:
                 continue
-            # Before any replacement, which removes constants.
+            # Collected before any replacement, because replacements remove constants.
             sources = [x for x in dict.fromkeys(data_inputs(start)) if x not in seen and not is_constant(x)]
             seen.update(sources)
             for x in sources:
@@ -130,7 +130,7 @@ class FuseLutPass(RecipePass):
         elif 8 * dtype.itemsize > self.options.bits:
             reasons = [f"{cone.input.name!r} has more than {self.options.bits} bits (option bits)"]
         else:
-            # Last outputs first: their tables make earlier nodes unnecessary, which then need no table.
+            # Last outputs first: their tables make earlier nodes unnecessary, so these need no tables.
             for output in reversed(list(_exits(cone, inside))):
                 chain = cone.chain_to(output)
                 saved = _saved(chain, gone)

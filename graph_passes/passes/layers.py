@@ -29,7 +29,7 @@ class Layers:
     originals: dict[ir.Value, Callable[[], np.ndarray]] = field(default_factory=dict)
     # recorded inputs of each layer, float32 [rows, k]
     captured: dict[ir.Value, np.ndarray] = field(default_factory=dict)
-    # Samples that pass ranges has recorded, by the value's name.
+    # samples recorded by pass ranges, by value name
     activations: dict[str, np.ndarray] = field(default_factory=dict)
     # Magnitude up to which a layer's inputs count as zero, or why it has no threshold (activations.py).
     thresholds: dict[ir.Value, float | str] = field(default_factory=dict)
@@ -40,14 +40,14 @@ class Layers:
     stored_bits: dict[ir.Value, int | None] = field(default_factory=dict)
     # Why pass quantize has skipped a layer; pass replace does not change this reason.
     left: dict[ir.Value, str] = field(default_factory=dict)
-    packed_weights: int = 0  # elements of all matrices that were packed
+    packed_weights: int = 0  # total number of elements in packed weights
     embeddings: list[StoredEmbedding] = field(default_factory=list)  # word tables that pass embeddings has stored
     freed: int = 0  # activations whose fixed-range quantization was removed
     unpadded: bool = False  # padding tokens are skipped
     # outputs that are 0 at skipped padding tokens
     zero_at_padding: list[str] = field(default_factory=list)
-    pad_token_id: int | None = None  # token id of padding; None: every hidden position is padding
-    # products of int8 layers that were rewritten to another form (find/quantized_forms.py)
+    pad_token_id: int | None = None  # token id of padding; None: every masked position is padding
+    # MatMul and Gemm nodes that fold_back can undo (find/quantized_forms.py)
     unified: list[ir.Node] = field(default_factory=list)
 
     def add(self, layer: Linear | NotLinear) -> None:

@@ -42,7 +42,7 @@ class NormalizePass(RecipePass):
             unfuse(model, lambda wanted: self.context.new_name(model, wanted), plan.stores_tables)
         squeeze_weights(model, lambda wanted: self.context.new_name(model, wanted))
         ask_inputs(model, lambda wanted: self.context.new_name(model, wanted))
-        if plan.replaces:  # the last pass replace folds back the layers that are not replaced
+        if plan.replaces:  # the last pass `replace` undoes this for layers that are not replaced
             self.context.layers.unified += unify_quantized(model, lambda wanted: self.context.new_name(model, wanted))
         self.context.progress(Stage.NORMALIZE, 1, 1)
         return ir.passes.PassResult(model, modified=True)
@@ -104,13 +104,13 @@ def drop_listed_initializers(model: ir.Model) -> None:
 
 
 def inline_functions(model: ir.Model) -> None:
-    """Inline calls of the model's own functions. Functions of our operators stay."""
+    """Inline calls of the model's own functions. Functions of Ortolan's operators stay."""
     if has_functions(model):
         onnx_passes.InlinePass(criteria=lambda function: function.domain != ORTOLAN_DOMAIN)(model)
 
 
 def has_functions(model: ir.Model) -> bool:
-    """Return True if the model has functions besides those of our operators."""
+    """Return True if the model has functions besides those of Ortolan's operators."""
     return any(domain != ORTOLAN_DOMAIN for domain, *_ in model.functions)
 
 

@@ -22,9 +22,9 @@ class Prompt:
     """A prompt that becomes part of a model. Names of cache inputs are those of the original model."""
 
     feeds: Feeds  # feeds of the original model: the prompt's tokens, with an empty cache
-    caches: dict[str, PromptCache]  # by the cache input of the keys
-    values_of: dict[str, str]  # cache input of the values, by that of the keys
-    presents: dict[str, str]  # cache output of each cache input, for keys and values
+    caches: dict[str, PromptCache]  # pruned keys and values, by the name of the key cache input
+    values_of: dict[str, str]  # maps the name of each key cache input to the value cache input
+    presents: dict[str, str]  # maps the name of each cache input to the cache output
 
     @property
     def tokens(self) -> int:
@@ -50,7 +50,7 @@ class Prompt:
         return self.counted_in(feeds) | joined
 
     def counted_in(self, feeds: Feeds) -> Feeds:
-        """Return feeds for a model that contains the prompt: masks and positions count its tokens, caches do not."""
+        """Return feeds for a model that contains the prompt: masks and positions include its tokens, caches do not."""
         counted = dict(feeds)
         if (mask := feeds.get("attention_mask")) is not None:
             counted["attention_mask"] = np.concatenate([np.ones((len(mask), self.tokens), mask.dtype), mask], axis=1)

@@ -48,7 +48,7 @@ class RangesPass(RecipePass):
             return ir.passes.PassResult(model, modified=False)
         if context.evidence.made_up:
             raise CalibrationError(
-                "pass 'ranges' needs calibration inputs: ranges of made-up inputs would clip real ones; give "
+                "pass 'ranges' needs calibration inputs: ranges of synthetic inputs would clip real ones; give "
                 "calibration=… with typical inputs (an .npz file, a dict of arrays, or a list of such dicts), or use a "
                 "recipe without this pass, which computes ranges at run time"
             )

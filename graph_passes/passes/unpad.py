@@ -5,13 +5,13 @@ The tokens that attention_mask keeps are packed after the inputs, all sequences 
 At the end, tokens return to their positions. Inputs and outputs keep names and shapes. Outputs with a vector per token
 are 0 at positions without a token.
 
-If an output has a vector for each position, hidden positions may be read: a late-interaction model (ColBERT) hides the
-mask tokens that expand a query, and reads their vectors. Then only positions that hold the padding token are removed.
-The other hidden positions are kept: they attend to the visible tokens, and no token attends to them.
+If an output has a vector for each position, masked positions may be read: a late-interaction model (ColBERT) masks the
+tokens that expand a query, and reads their vectors. Then only masked positions with the padding token are removed. The
+remaining masked positions are kept: they attend to the unmasked tokens, and no token attends to them.
 
 This is the last pass that changes the model. find/token_rows.py finds the part that can run on packed tokens.
-measure/padding_masks.py runs the nodes that compute attention masks, to find out which tokens they hide. A mask must
-hide the removed tokens; one that hides nothing else is removed.
+measure/padding_masks.py runs the nodes that compute attention masks, to find out which tokens they mask. A mask must
+mask the removed tokens; a mask that masks no other tokens is removed.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class UnpadOptions(PassOptions):
 
     # Token id of padding. None: read from the files next to the model.
     pad_token_id: int | None = field(default=None, metadata=takes("int", low=0, none=True))
-    # Treat every position that attention_mask hides as padding, whatever token it holds.
+    # Treat every masked position as padding, even if it has another token than the padding token.
     drop_hidden: bool = field(default=False, metadata=takes("bool"))
 
 
 @dataclass(frozen=True)
 class _Read:
-    """Hidden positions whose vectors are read."""
+    """Masked positions whose vectors consumers outside the packed part read."""
 
     first: bool  # the first position of each sequence
     others: bool  # all other positions except padding
@@ -140,7 +140,7 @@ class UnpadPass(RecipePass):
                 put_function(model, packed_tokens_function(op_type, opset))
         layers = self.context.layers
         layers.unpadded, layers.zero_at_padding, layers.pad_token_id = True, read.outputs, pad
-        hidden = "hidden positions" if pad is None else f"hidden positions that hold token {pad}"
+        hidden = "masked positions" if pad is None else f"masked positions with token {pad}"
         self.context.note(
             f"padding is skipped: {len(rows.nodes)} nodes, {len(attentions)} of them attention, do not run on {hidden}"
             + (f"; {', '.join(read.outputs)} is 0 there" if read.outputs else "")
@@ -167,16 +167,16 @@ class UnpadPass(RecipePass):
                 )
         raise NotByTokensError(
             f"output {listing(outputs)} has a vector for each position, and the padding token is unknown: {problem}; "
-            "set unpad.drop_hidden if hidden positions are not read"
+            "set unpad.drop_hidden if masked positions are not read"
         )
 
     def _kept(
         self, model: ir.Model, given: ir.Value, first_tokens: ir.Value | None, reads_first: bool, pad: int | None
     ) -> ir.Value:
-        """Return int64 [batch, tokens]: 0 at padding, negative at a token that attention hides from others.
+        """Return int64 [batch, tokens]: 0 at padding, negative at tokens that are kept but masked, else positive.
 
-        first_tokens: tokens that attention sees, [batch, 1, 1, tokens]; None: `given`, the attention_mask. reads_first:
-        the first token of each sequence is never padding. pad: the token that padding holds; None: any.
+        first_tokens: unmasked tokens [batch, 1, 1, tokens]; None: `given`, the attention_mask. reads_first: the first
+        token of each sequence is never padding. pad: token id of padding; None: every masked position is padding.
         """
         front = model.graph[0]
 
@@ -335,10 +335,10 @@ def _masks(
 ) -> tuple[PaddingMasks, dict[ir.Node, ir.Value | None], ir.Value | None]:
     """Return the padding masks, the mask that each attention still needs, and the mask of first tokens.
 
-    The last one (`PaddingMasks.find_first_tokens`) shows the tokens that attention sees; None: attention_mask does.
+    The last one (`PaddingMasks.find_first_tokens`) marks the unmasked tokens; None: attention_mask marks them.
 
     Raises:
-        MaskError: a mask does not hide the removed tokens.
+        MaskError: a mask does not mask the removed tokens.
     """
 
     def beside(masks: PaddingMasks) -> dict[ir.Node, ir.Value | None]:
@@ -356,7 +356,7 @@ def _masks(
 
 
 def _replaces_hidden(node: ir.Node, value: ir.Value, masks: PaddingMasks) -> bool:
-    """Return True if a node multiplies the value by 0, or replaces it, where attention_mask hides tokens."""
+    """Return True if a node multiplies the value by 0, or replaces it, at masked positions."""
     if node.op_type == "Mul":
         return any(masks.is_at_hidden(False, factor, value) for factor in node.inputs if factor is not value)
     if node.op_type != "Where" or list(node.inputs).count(value) != 1:

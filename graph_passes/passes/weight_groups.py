@@ -107,7 +107,7 @@ def _turn_into_matmul(node: ir.Node, new_name: Callable[[str], str]) -> None:
 def group_layers(
     context: PassContext, linears: Sequence[Linear], select: Globs, exclude: Globs, pass_name: str, doing: str
 ) -> list[WeightGroup]:
-    """Return the layers that the patterns select and that a pass `replace` gains from, grouped by weight.
+    """Return the layers that the patterns select and that a pass `replace` would replace, grouped by weight.
 
     Raises:
         RecipeError: a pattern of `select` matches no layer.

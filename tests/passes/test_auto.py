@@ -562,7 +562,7 @@ def test_whole_transformers(inject: Callable[..., Any], build: Any, shape: tuple
     assert all(error.cosine >= 0.9 for error in report.output_error)
     if build is tiny.tiny_bert:
         assert {trial.attention for trial in report.auto.trials} == {False, True}
-        assert "made-up inputs" in report.auto.outcome
+        assert "synthetic inputs" in report.auto.outcome
     else:  # the search tries 4 bits with fused attention first
         assert len(report.auto.trials) == 1 and {layer.weight_bits for layer in report.replaced} >= {4, 8}
         assert any("with a cache became one operator" in note for note in report.notes)

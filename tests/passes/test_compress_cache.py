@@ -138,7 +138,7 @@ def test_caches_keep_their_names_and_places(form: str, d_sub: int) -> None:
                 last = 16 // d_sub // 2 if value.name.endswith("key") else 2 + 16
                 assert [dim.dim_value or dim.dim_param for dim in kind.shape.dim][1::2] == [2, last]
     notes = " ".join(report.notes)
-    assert f"{LAYERS} attentions with a cache became one operator each" in notes
+    assert f"{LAYERS} attentions with a cache became one NoMADAttention each" in notes
     assert "needs Ortolan's library" not in notes and report.portable
     ids = np.arange(20)[None] % VOCABULARY
     decoding = Decoding(found, ids)
@@ -209,7 +209,7 @@ def test_some_layers_by_name() -> None:
 
 def test_a_dry_run_changes_nothing_and_needs_no_calibration() -> None:
     report = ortolan.optimize_onnx(llama("standard"), recipe=recipe(), dry_run=True)
-    assert f"{LAYERS} attentions with a cache would become one operator each" in report.notes[0]
+    assert f"{LAYERS} attentions with a cache would become one NoMADAttention each" in report.notes[0]
     assert "takes 0.203 of the bytes" in report.notes[0]
 
 

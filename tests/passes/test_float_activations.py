@@ -345,6 +345,6 @@ def test_fixed_ranges_stay_where_a_layer_is_sparse() -> None:
     )
     report = adopt(model)
     assert [layer.new_op for layer in report.layers] == ["VNNISpMM", None]
-    assert report.layers[1].reason == "its input has a fixed range, which SparseAMXMatMul does not take"
+    assert report.layers[1].reason == "its input has a fixed range, which SparseAMXMatMul does not support"
     note = "fixed ranges of activations are kept: 1 of 2 layers with fixed ranges are sparse"
     assert any(note in one for one in report.notes)

@@ -246,7 +246,7 @@ def test_gptq_keeps_what_was_pruned():
 
 def test_poor_calibration_is_noted():
     notes = quantized(matmul_model(64, 24), method="gptq").notes
-    assert any("made-up inputs" in note and "give calibration" in note for note in notes)
+    assert any("synthetic inputs" in note and "give calibration" in note for note in notes)
     assert any("layer 'linear' is calibrated on fewer tokens than the layer has inputs" in note for note in notes)
 
 

@@ -246,7 +246,7 @@ def test_an_encoder_with_a_position_bias(precision: str) -> None:
 def test_dry_run_changes_nothing() -> None:
     model = onnx_model(tiny.tiny_bert())
     report = ortolan.optimize_onnx(model, recipe=recipe(), dry_run=True)
-    assert any("2 attentions would become one operator each" in note for note in report.notes)
+    assert any("2 attentions would become one NoMADAttention each" in note for note in report.notes)
     assert [layer.status for layer in report.layers].count("would replace") == 4
 
 

@@ -26,7 +26,7 @@ from .small_models import op_types, run
 
 NAME = "fuse_cached_attention"
 FAST = {"verify.seconds": 0.0}
-BECAME = f"{LAYERS} attentions with a cache became one operator each"
+BECAME = f"{LAYERS} attentions with a cache became one NoMADAttention each"
 LEFT = "attention with a cache not replaced: "
 
 

@@ -228,7 +228,7 @@ def test_four_bits_round_once_more():
         Int8Layer("dynamic", 128, 64).model(), recipe=NAMED["int4"], options={"verify.seconds": 0.0, "may_grow": True}
     )
     assert op_types(report.model) == ["W4A8MatMul"]
-    assert any("stored in 8 bits, but in a format that no replacing operator takes" in note for note in report.notes)
+    assert any("stored in 8 bits, but in a format that no chosen operator supports" in note for note in report.notes)
 
 
 def test_a_pruned_layer_that_stays_is_a_matmul():
@@ -288,7 +288,7 @@ def test_adopt_takes_sparse_layers_and_dense_ones_whose_ranges_are_not_fixed(for
     if form in KEPT:
         assert (second.status, second.reason) == (
             "kept",
-            "its input has a fixed range, which SparseAMXMatMul does not take",
+            "its input has a fixed range, which SparseAMXMatMul does not support",
         )
         assert kinds.count(KEPT[form]) == 1
     else:

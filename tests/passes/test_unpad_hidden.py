@@ -40,7 +40,7 @@ def test_hidden_tokens_are_answered(encoder: str) -> None:
     model = proto(ENCODERS[encoder]())
     padded, report = both(model, INT8)
     unpadded = changed(report)
-    assert any(f"do not run on hidden positions that hold token {PAD}" in note for note in report.notes)
+    assert any(f"do not run on masked positions with token {PAD}" in note for note in report.notes)
     feeds, padding = expanded_feeds(model), np.array(PADDING) != 0
     (expected,), (found,) = answers(padded, feeds), answers(unpadded, feeds)
     (plain,) = run(unpadded, feeds)
@@ -92,7 +92,7 @@ def of_folder(path: Path) -> ortolan.OptimizationReport:
 
 def test_the_padding_token_of_the_models_folder(tmp_path: Path) -> None:
     report = of_folder(files(tmp_path, {"pad_token_id": 1}, {"pad_token": "[PAD]", "mask_token": "[MASK]"}))
-    assert any("hidden positions that hold token 1; last_hidden_state is 0 there" in note for note in report.notes)
+    assert any("masked positions with token 1; last_hidden_state is 0 there" in note for note in report.notes)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def notes_of(session: Session, feeds: dict[str, np.ndarray] | None = None) -> li
 
 def test_a_sequence_is_run_alone_and_padded_in_a_batch() -> None:
     session = Session()
-    assert notes_of(session) == ["a sequence of 4 tokens alone and padded in a batch: equal bits"]
+    assert notes_of(session) == ["padding check: 4 tokens alone and padded in a batch give equal bits"]
     alone, together = session.asked
     assert alone["input_ids"].tolist() == [[1, 2, 3, 4]]
     assert together["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 0, 0]]
@@ -53,7 +53,7 @@ def test_a_sequence_is_run_alone_and_padded_in_a_batch() -> None:
 
 def test_small_differences_are_told() -> None:
     assert notes_of(Session(shift=1e-3)) == [
-        "a sequence of 4 tokens alone and padded in a batch: relative error 0.0004"
+        "padding check: 4 tokens alone and padded in a batch differ by relative error 0.0004"
     ]
 
 
@@ -87,7 +87,7 @@ def test_outputs_that_are_not_one_a_sequence_are_not_compared() -> None:
     notes: list[str] = []
     context: Any = SimpleNamespace(note=notes.append, layers=SimpleNamespace(pad_token_id=None))
     verify_padding(context, WithWeights(), FEEDS, ["rows", "mean", "place", "weight", "scalar", "matrix"])
-    assert notes == ["a sequence of 4 tokens alone and padded in a batch: equal bits"]
+    assert notes == ["padding check: 4 tokens alone and padded in a batch give equal bits"]
 
 
 def test_inputs_of_other_shapes_are_not_asked() -> None:

@@ -27,7 +27,7 @@ from .rewrite import ROUNDING, AttentionOptions, AttentionRewrite, Refused
 class FuseAttentionOptions(AttentionOptions):
     """Options of pass `fuse_attention`."""
 
-    # With bf16: allow any order of sums. That is faster on some CPUs, but the answers' last bits depend on the CPU.
+    # Only with bf16: allow any order of summation. This is faster on some CPUs, but the last bits depend on the CPU.
     any_order: bool = field(default=False, metadata=takes("bool"))
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class FuseAttentionPass(AttentionRewrite[Attention]):
         """Note the number of replaced attentions, and the refused ones."""
         if chosen:
             self.context.note(
-                f"{count(len(chosen), 'attention')} {self.verb} one operator each, in {self.options.precision}"
+                f"{count(len(chosen), 'attention')} {self.verb} one NoMADAttention each, in {self.options.precision}"
             )
         elif not refused and not self.context.plan.replaces and not self.context.plan.fuses_cached:
             self.context.note("no attention was found")

@@ -36,10 +36,10 @@ ROUNDING = {"f32": 5e-6, "bf16": 5e-3}
 class AttentionOptions(PassOptions):
     """Options of all passes that replace attention."""
 
-    # Names of the operator, of the Softmax, or of one of the two MatMuls.
+    # Patterns that select attention by the name of its attention operator, its Softmax or one of its two MatMuls.
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
-    # bf16: factors of products are rounded to bfloat16.
+    # bf16: the inputs of both MatMuls are rounded to bfloat16.
     precision: str = field(default="f32", metadata=takes("str", choices=tuple(PRECISION)))
 
 

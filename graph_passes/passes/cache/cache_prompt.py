@@ -23,7 +23,7 @@ from ..context import RecipePass
 from ..normalize import require_normalized
 from ..prompt import Prompt, prune_prompt
 
-_COUNTED = ("input_ids", "attention_mask", "position_ids")  # inputs that can be extended by the prompt's tokens
+_COUNTED = ("input_ids", "attention_mask", "position_ids")  # inputs that the prompt's tokens can extend
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class CachePromptOptions(PassOptions):
     # Fraction of keys and of values that become zero; 0 stores them dense, without bitmaps.
     keys_sparsity: float = field(default=0.3, metadata=takes("float", low=0.0, below=1.0))
     values_sparsity: float = field(default=0.5, metadata=takes("float", low=0.0, below=1.0))
-    # Prune the smallest of each head of each token, or of the layer.
+    # Prune the smallest elements of each head of each token, or of the whole layer.
     scope: str = field(default="token", metadata=takes("str", choices=("token", "layer")))
 
 
@@ -103,5 +103,5 @@ class CachePromptPass(RecipePass):
         context.note(
             f"a prompt of {ids.shape[1]} tokens is part of the model: keys {self.options.keys_sparsity:.0%} and values "
             f"{self.options.values_sparsity:.0%} sparse, {human_bytes(4 * elements)} as floats; masks and positions "
-            "count its tokens, the cache does not hold them"
+            "include its tokens, the cache does not"
         )

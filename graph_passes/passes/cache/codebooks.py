@@ -28,12 +28,12 @@ def learn_codebooks(
     `max_tokens` tokens.
 
     Raises:
-        CalibrationError: the feeds are made up, or hold too few tokens.
+        CalibrationError: the feeds are synthetic, or contain too few tokens.
     """
     feeds = context.evidence.feeds()
     if context.evidence.made_up:
         raise CalibrationError(
-            "pass 'compress_cache' needs calibration inputs: codebooks learned from made-up inputs do not fit real "
+            "pass 'compress_cache' needs calibration inputs: codebooks learned from synthetic inputs do not fit real "
             "ones; give calibration=… with typical inputs (an .npz file, a dict of arrays, or a list of such dicts), "
             'or set keys = "float32" and values = "float32"'
         )

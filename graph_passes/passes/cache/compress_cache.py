@@ -51,7 +51,7 @@ _MAX_HEAD_DIM = 1024
 # Expected ||Y - exact|| / ||Y|| of an attention that reads the cache, for pass verify.
 _VALUE_ROUNDING = 0.01
 _PROMPT_ROUNDING = 0.004  # with a prompt, short calls round queries and attention weights to bf16
-# If layers round their inputs to int8, the smallest difference can become a whole step.
+# Expected error if linear layers round their inputs to int8: a tiny difference can change a rounded value by a step.
 _ROUNDED_INPUTS = 0.01
 _ROUNDING_LAYERS = ("MatMulNBits", "MatMulInteger", "DynamicQuantizeLinear", "DynamicQuantizeMatMul", "QLinearMatMul")
 _KEY_ROUNDING = {1: 0.1, 2: 0.2, 4: 0.3}
@@ -63,14 +63,16 @@ class CompressCacheOptions(AttentionOptions):
 
     keys: str = field(default=_CODES, metadata=takes("str", choices=(_CODES, _FLOAT)))
     values: str = field(default=_INT8, metadata=takes("str", choices=(_INT8, _FLOAT)))
-    # Elements of a key that share a 4-bit code; a key takes head_dim / d_sub / 2 bytes.
+    # Number of a key's elements that share a 4-bit code; a compressed key has head_dim / d_sub / 2 bytes.
     d_sub: int = field(default=1, metadata=takes("int", choices=(1, 2, 4)))
-    # Number of recent and of first tokens whose keys are also kept as floats.
+    # window, sinks: numbers of most recent and of first tokens whose keys are also kept as floats.
     window: int = field(default=0, metadata=takes("int", low=0))
     sinks: int = field(default=0, metadata=takes("int", low=0))
     # Make key caches as wide as value caches, for hosts that give all caches one shape (onnxruntime-genai).
     equal_rows: bool = field(default=False, metadata=takes("bool"))
-    max_tokens: int = field(default=8192, metadata=takes("int", low=1))  # tokens from which codebooks are learned
+    max_tokens: int = field(
+        default=8192, metadata=takes("int", low=1)
+    )  # limit of the tokens that codebooks are learned from
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -162,7 +164,7 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         )
         fraction = bytes_after / bytes_before
         note(
-            f"{count(len(chosen), 'attention')} with a cache {verb} one operator each: keys {keys}, values "
+            f"{count(len(chosen), 'attention')} with a cache {verb} one NoMADAttention each: keys {keys}, values "
             f"{options.values}" + ("" if fraction == 1 else f"; the cache takes {fraction:.3g} of the bytes")
         )
         if self._equal_width is not None:
@@ -198,7 +200,7 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
     def prepare(self, model: ir.Model, chosen: Sequence[CachedAttention]) -> None:
         """Learn codebooks, and find the inputs that the ONNX function needs."""
         options = self.options
-        # By the name of the keys' cache output.
+        # Codebooks and spreads, by the name of the key cache's output.
         self._books: dict[str, np.ndarray] = {}
         self._spreads: dict[str, np.ndarray] = {}
         if options.keys == _CODES:
@@ -358,21 +360,23 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
                 f"the model needs Ortolan's library: its {OP_TYPE} nodes have different kinds of inputs, which one "
                 "ONNX function cannot serve"
             )
-            model.functions.pop((ORTOLAN_DOMAIN, OP_TYPE, ""), None)  # the function of attention without a cache
+            model.functions.pop(
+                (ORTOLAN_DOMAIN, OP_TYPE, ""), None
+            )  # remove the function for attention without a cache
             return
         if others:
             none = neutral | {"past_key": nothing, "past_value": nothing}
             fill_missing(others, INPUTS, needed, lambda _: none, lambda name: context.new_name(model, name))
             for node in others:
                 node.attributes.setdefault("rotary_interleaved", ir.AttrInt64("rotary_interleaved", 0))
-                node.resize_outputs(len(nodes[0].outputs))  # a call must have all outputs of its function
+                node.resize_outputs(len(nodes[0].outputs))  # a call of an ONNX function must have all its outputs
                 for value in node.outputs[1:]:
                     value.name = context.new_name(model, f"{node.name}/no_cache")
         put_function(model, nomad_cache_function(model.opset_imports[""], uses))
 
 
 def _with_others(uses: CacheUses | None, others: Sequence[ir.Node]) -> CacheUses | None:
-    """Extend the uses to nodes of the operator that exist already; None if one function cannot serve all."""
+    """Extend the uses by those of existing NoMADAttention nodes; None if one function cannot serve all nodes."""
     if uses is None or not others:
         return uses
     if any(is_given(input_of(node, INPUTS, "past_key")) for node in others):

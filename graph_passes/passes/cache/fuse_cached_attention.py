@@ -21,7 +21,7 @@ from .compress_cache import CompressCacheOptions, CompressCachePass
 
 
 class FuseCachedAttentionPass(CompressCachePass):
-    """Replace attention with a cache, unless that would make a portable model depend on our library."""
+    """Replace attention with a cache, unless that would make a portable model depend on Ortolan's library."""
 
     pass_name = "fuse_cached_attention"
     stage = Stage.FUSE_CACHED_ATTENTION
@@ -58,5 +58,5 @@ class FuseCachedAttentionPass(CompressCachePass):
     def announce(self, chosen: Sequence[CachedAttention], refused: Refused) -> None:
         """Note the number of replaced attentions, and the refused ones."""
         if chosen:
-            self.context.note(f"{count(len(chosen), 'attention')} with a cache {self.verb} one operator each")
+            self.context.note(f"{count(len(chosen), 'attention')} with a cache {self.verb} one NoMADAttention each")
         self.note_refused(refused)

@@ -15,7 +15,8 @@ from ...options import Globs, PassOptions, takes
 class ActivationsOptions(PassOptions):
     """Options of pass `activations`."""
 
-    # Fraction of each input that becomes zero. Without this and `error`, only inputs that are sparse anyway are taken.
+    # Fraction of each input that becomes zero. Without `sparsity` and `error`, only inputs that are already sparse get
+    # a threshold, which is 0.
     sparsity: float | None = field(default=None, metadata=takes("float", low=0.0, below=1.0, none=True))
     # Largest ||(x - x')W|| / ||xW|| of each layer with input x and masked input x'. It is the root mean square over
     # tokens, so that few tokens with huge inputs (such as the first of a text) do not dominate.
@@ -39,9 +40,9 @@ class ActivationsOptions(PassOptions):
         return self.sparsity is not None or self.error is not None
 
     def takes(self, linear: Linear) -> bool:
-        """Return True if this step chooses a threshold for the layer."""
+        """Return True if this pass chooses a threshold for the layer."""
         if not linear.is_chosen(self.select, self.exclude):
             return False
-        if linear.int4 is not None or linear.int8 is not None:  # MaskedMatMul does not take such a weight
+        if linear.int4 is not None or linear.int8 is not None:  # MaskedMatMul does not support quantized weights
             return False
         return self.needs_feeds or is_sparse_by_itself(linear.x)

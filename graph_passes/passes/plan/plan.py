@@ -16,7 +16,7 @@ from .prune import PruneOptions
 from .quantize import QuantizeOptions
 from .replace import LayerState, ReplaceOptions, ReplaceRule
 
-SMALLEST = Stored(0, "")  # the best case: a weight without nonzero elements
+SMALLEST = Stored(0, "")  # the weight with the smallest packed size: all elements are zero
 _LAYER_PASSES = frozenset(("prune", "quantize", "replace", "fuse_attention", "fuse_cached_attention"))
 
 
@@ -46,7 +46,8 @@ class Plan:
         self.replaces = "replace" in names
         self.prunes = "prune" in names
         self.quantizes = "quantize" in names or any(_values(steps, "prune", "weight_bits"))
-        # Pass normalize splits fused operators for passes that match layers and attention, and alone for inspection.
+        # Pass normalize splits fused operators if a later pass matches linear layers or attention, or if it is the only
+        # pass (ortolan inspect).
         self.unfuses = not _LAYER_PASSES.isdisjoint(names) or names == ["normalize"]
         self.stores_tables = "embeddings" in names
         self.records_ranges = "ranges" in names
@@ -56,15 +57,15 @@ class Plan:
         self.feeds_to_verify: int = max(_values(steps, "verify", "feeds"), default=0)
 
     def is_last(self, options: ReplaceOptions) -> bool:
-        """Return True if these are the options of the last step replace."""
+        """Return True if these are the options of the last pass `replace`."""
         return bool(self._rules) and self._rules[-1].options is options
 
     def keeps_stored(self, linear: Linear) -> bool:
-        """Return True if a step replace keeps the 4-bit or 8-bit weights that the model stores for the layer."""
+        """Return True if a pass `replace` keeps the 4-bit or 8-bit weights that the model stores for the layer."""
         return any(rule.stored_weight(linear) is not None and not rule.refuses_range(linear) for rule in self._rules)
 
     def keeps_range(self, linear: Linear) -> bool:
-        """Return True if a step replace passes the stored weight to an operator with fixed input ranges."""
+        """Return True if a pass `replace` keeps the layer's stored weight in an operator with fixed input ranges."""
         state = LayerState(linear.stored_bytes)
         return linear.x_range is not None and any(
             rule.replacement.takes_ranges
@@ -74,17 +75,16 @@ class Plan:
         )
 
     def quantization(self, linear: Linear) -> Quantization | None:
-        """Return how a step will quantize the layer; None if no step does, or no step replace would then take it."""
+        """Return how a pass will quantize the layer; None if none does, or if no pass would replace the result."""
         chosen = self._chosen_quantization(linear)
         return chosen if chosen is not None and self.why_not_quantized(linear) is None else None
 
     def why_not_quantized(
         self, linear: Linear, stored: Stored = SMALLEST, state: LayerState | None = None
     ) -> str | None:
-        """Explain why no step replace takes the layer after a step quantizes it.
+        """Explain why no pass `replace` replaces the layer after it is quantized; prefer reasons of its operator.
 
-        The reason is that of the operator for such weights. None if a step takes it, or no step quantizes or replaces
-        layers.
+        None if a pass replaces it, or if no pass quantizes it or replaces layers.
         """
         chosen = self._chosen_quantization(linear)
         if chosen is None:
@@ -103,30 +103,30 @@ class Plan:
     def needs_bf16_scales(self, linear: Linear) -> bool:
         """Return True if the layer's 4-bit scales must be bf16.
 
-        They must if a step replace may choose SparseAMXMatMul, which has no other scales, or if no step replaces
-        layers.
+        They must if a pass `replace` may choose SparseAMXMatMul, which supports only bf16 scales, or if no pass
+        replaces layers.
         """
         return not self._rules or any(
             rule.options.op == SPARSE_AMX_MATMUL and rule.is_chosen(linear) for rule in self._rules
         )
 
     def chooses_threshold(self, linear: Linear) -> bool:
-        """Return True if a step activations chooses a threshold for the layer's input."""
+        """Return True if a pass `activations` chooses a threshold for the layer's input."""
         return any(one.takes(linear) for one in self._activations)
 
     def prunes_to_two_four(self, linear: Linear) -> bool:
-        """Return True if a step prunes the layer to 2:4."""
+        """Return True if a pass prunes the layer to 2:4."""
         pruning = (one for one in self._quantizing if isinstance(one, PruneOptions))
         return any(one.units.is_two_four and linear.is_chosen(one.select, one.exclude) for one in pruning)
 
     def gains(self, linear: Linear, stored: Stored, state: LayerState) -> bool:
-        """Return True if a step replaces the layer once its weight is `stored`, or if no step replaces layers."""
+        """Return True if a pass replaces the layer once its weight is `stored`, or if no pass replaces layers."""
         return not self._rules or None in self._reasons(linear, stored, state)
 
     def _reasons(self, linear: Linear, stored: Stored, state: LayerState) -> list[str | None]:
-        """Return why each step replace does not take the layer; None for a step that does.
+        """Return, for each pass `replace`, why it does not replace the layer; None if it does.
 
-        Only steps whose operator can hold such a weight count; if no operator can, all steps count.
+        Only passes whose operator supports such a weight are included; if no operator does, all passes are.
         """
         pairs = [(rule, self.foreseen(linear, state, rule)) for rule in self._rules]
         able = [
@@ -138,7 +138,7 @@ class Plan:
         return [rule.why_not(linear, stored, foreseen) for rule, foreseen in able or pairs]
 
     def foreseen(self, linear: Linear, state: LayerState, rule: ReplaceRule) -> LayerState:
-        """Return the layer's expected state when the step replace of this rule runs."""
+        """Return the layer's expected state when the pass `replace` of this rule runs."""
         quantized, threshold = state.quantized, state.threshold
         if quantized is None:
             quantized = self.quantization(linear)

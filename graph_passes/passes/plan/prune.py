@@ -28,8 +28,8 @@ class PruneOptions(PassOptions):
     sparsity: float = field(default=0.5, metadata=takes("float", low=0.0, below=1.0))  # a pattern N:M has 1 - N / M
     # Adjust the kept weights to compensate for the pruned ones, by least squares over the inputs.
     repair: bool = field(default=False, metadata=takes("bool"))
-    # sparsegpt: also quantize the kept weights, compensating for both errors. Like bits, group_size and symmetric of
-    # pass quantize, whose names would be ambiguous in a recipe with both passes.
+    # sparsegpt: also quantize the kept weights, compensating for both errors. These are bits, group_size and symmetric
+    # of pass quantize under other names, because option names must be unambiguous in a recipe with both passes.
     weight_bits: int | None = field(default=None, metadata=takes("int", choices=(4, 8), none=True))
     weight_group_size: int | None = field(default=None, metadata=takes("int", choices=GROUP_SIZES, none=True))
     zero_points: bool = field(default=False, metadata=takes("bool"))
@@ -95,10 +95,10 @@ class PruneOptions(PassOptions):
         if self.weight_bits is None:
             return None
         group_size = None if self.weight_bits == 8 else self.weight_group_size or 128
-        narrow = self.weight_bits == 4 and not self.zero_points  # SparseAMXMatMul has no other scales
+        narrow = self.weight_bits == 4 and not self.zero_points  # SparseAMXMatMul supports only bf16 scales
         return Quantization(self.weight_bits, group_size, symmetric=not self.zero_points, bf16_scales=narrow)
 
     def quantization_of(self, linear: Linear) -> Quantization | None:
-        """Return how this step quantizes the layer, or None. The caller handles layers that keep stored integers."""
+        """Return how this pass quantizes the layer, or None. The caller handles layers that keep stored integers."""
         takes_it = linear.is_chosen(self.select, self.exclude) and linear.k <= MAX_INPUTS
         return self.quantization if takes_it else None

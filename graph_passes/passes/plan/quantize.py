@@ -26,7 +26,7 @@ class QuantizeOptions(PassOptions):
     group_size: int | None = field(default=None, metadata=takes("int", choices=GROUP_SIZES, none=True))
     # 8 bits: reduce the weights' range so that sums of two products fit 16 bits; faster on AVX2 CPUs without VNNI.
     reduce_range: bool = field(default=False, metadata=takes("bool"))
-    # Groups have no zero points. None: true except for hqq, so that every operator can hold the weight
+    # Groups have no zero points. None: true except for hqq, so that every operator supports the weight
     # (SparseAMXMatMul has no zero points). 4-bit errors are then about a sixth larger.
     symmetric: bool | None = field(default=None, metadata=takes("bool", none=True))
     # Offset of asymmetric groups. fraction (default): zero point in sixteenths. integer: the same size, with a fifth
@@ -85,6 +85,6 @@ class QuantizeOptions(PassOptions):
         )
 
     def quantization_of(self, linear: Linear) -> Quantization | None:
-        """Return how this step quantizes the layer, or None. The caller handles layers that keep stored integers."""
+        """Return how this pass quantizes the layer, or None. The caller handles layers that keep stored integers."""
         takes_it = linear.is_chosen(self.select, self.exclude) and linear.k <= MAX_INPUTS
         return self.quantization if takes_it else None

@@ -51,12 +51,12 @@ class ReplaceOptions(PassOptions):
     fixed_ranges: str = field(default="mlp", metadata=takes("str", choices=("mlp", "all")))
     # MaskedMatMul: type of weights that are not quantized; None: bf16.
     weights: str | None = field(default=None, metadata=takes("str", choices=("bf16", "float32"), none=True))
-    # SparseAMXMatMul: "2:4" takes only 2:4 sparse layers; "small" stores bitmaps even if dense weights are faster on
+    # SparseAMXMatMul: "2:4" replaces only 2:4 sparse layers; "small" stores bitmaps even if dense weights are faster on
     # this CPU; None: the fastest on this CPU (operators/sparse_amx_matmul_storage.py).
     storage: str | None = field(default=None, metadata=takes("str", choices=(TWO_FOUR, SMALL), none=True))
-    # SparseAMXMatMul, W8A8MatMul: take only layers with 4-bit or 8-bit weights; stored ones are kept exactly.
+    # SparseAMXMatMul, W8A8MatMul: replace only layers with 4-bit or 8-bit weights; stored integers are kept exactly.
     quantized_only: bool = field(default=False, metadata=takes("bool"))
-    # SparseAMXMatMul, W8A8MatMul: keep stored 4-bit and 8-bit weights exactly, but also take all other weights.
+    # SparseAMXMatMul, W8A8MatMul: keep stored 4-bit and 8-bit weights exactly, and also replace all other layers.
     keep_stored: bool = field(default=False, metadata=takes("bool"))
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
@@ -97,7 +97,7 @@ class LayerState:
 
 
 class ReplaceRule:
-    """Decisions of one step replace, which follow from its options, a layer and the layer's state."""
+    """Decisions of one pass `replace`, based on its options, a layer and the layer's state."""
 
     def __init__(self, options: ReplaceOptions) -> None:
         self.options = options
@@ -125,7 +125,7 @@ class ReplaceRule:
         return found if self.replacement.why_not(linear.k, found) is None else None
 
     def quantization(self, linear: Linear, state: LayerState) -> Quantization | None:
-        """Return the format of the weight that the operator gets; None: float."""
+        """Return the format of the weight that is packed for the operator; None: float."""
         return self.stored_weight(linear) if state.quantized is None else state.quantized
 
     def packed_bytes(self, linear: Linear, stored: Stored, state: LayerState) -> int:
@@ -147,7 +147,7 @@ class ReplaceRule:
         if self.options.storage == TWO_FOUR and not stored.is_two_four:
             return f"{stored.beyond_two_four}, expected at most 2 of 4; sparsity=0.5 prunes to that"
         if self.options.quantized_only and self.refuses_range(linear) and self.quantization(linear, state) is not None:
-            return f"its input has a fixed range, which {self.options.op} does not take"
+            return f"its input has a fixed range, which {self.options.op} does not support"
         if self.options.quantized_only and self.quantization(linear, state) is None:
             return linear.why_not_stored or (
                 "it is not quantized; weights='int8' and weights='int4' quantize it, and keep weights that are stored "

@@ -35,7 +35,7 @@ from ..weight_groups import PruneGroup, fit_key, note_inputs
 
 
 def require_feeds(context: PassContext, options: PruneOptions) -> None:
-    """Raise CalibrationError if the inputs are made up."""
+    """Raise CalibrationError if the inputs are synthetic."""
     if context.evidence.made_up:
         option = f"method {options.method!r}" if options.method != "magnitude" else "repair"
         option = "scope 'sensitivity'" if options.scope == "sensitivity" else option

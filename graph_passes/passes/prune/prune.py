@@ -1,4 +1,4 @@
-"""Set the least important weights of linear layers to zero, unless no pass `replace` would gain from it.
+"""Set the least important weights of linear layers to zero, if a pass `replace` would then replace the layer.
 
 The unit that is pruned is a single weight (pattern "unstructured"), a block of one input and four consecutive outputs
 ("4x1"), or all but N of M consecutive inputs of an output ("2:4" and others). The number of zeros is exact.
@@ -77,12 +77,12 @@ class PrunePass(RecipePass):
         return ir.passes.PassResult(model, modified=bool(groups))
 
     def _only_rounds(self, group: PruneGroup) -> bool:
-        """Turn a group that is already sparse into one that is only quantized. False: this pass does not quantize."""
+        """Mark an already sparse group to be only quantized; return False if this pass does not quantize."""
         group.sparsity, group.pattern = 0.0, Pattern()
         return self.options.weight_bits is not None and not group.keeps_stored
 
     def _gains(self, group: PruneGroup) -> bool:
-        """Drop the layers that no pass replace would gain from after pruning. Return True if any remain."""
+        """Drop layers that no pass `replace` would replace after pruning; return True if any remain."""
         linear = group.linears[0]
         if self.options.weight_bits is not None and linear.k > MAX_INPUTS:
             for one in group.linears:

@@ -1,1 +1,1 @@
-"""Pass quantize: weights of linear layers become 8-bit or 4-bit integers."""
+"""Pass quantize: quantize weights of linear layers to 8-bit or 4-bit integers."""

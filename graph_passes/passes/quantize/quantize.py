@@ -1,4 +1,4 @@
-"""Quantize the weights of linear layers to 8-bit or 4-bit integers, unless no pass `replace` would gain from it.
+"""Quantize weights of linear layers to 8-bit or 4-bit integers, if a pass `replace` would then replace the layer.
 
 The formats are in quantizers/grid.py. The methods are
 
@@ -82,7 +82,7 @@ class QuantizePass(RecipePass):
             rounded = [group.linears[0].name for group, before in bits_before if before == bits and group.linears]
             if rounded:
                 context.note(
-                    f"{count_layers(rounded)} stored in {bits} bits, but in a format that no replacing operator takes, "
+                    f"{count_layers(rounded)} stored in {bits} bits, but in a format that no chosen operator supports, "
                     "so the weights are rounded once more"
                 )
         context.progress(Stage.QUANTIZE, len(groups), len(groups))
@@ -211,12 +211,12 @@ class QuantizePass(RecipePass):
     def _note_made_up(self) -> None:
         if self.context.evidence.made_up:
             self.context.note(
-                f"method {self.options.method!r} was calibrated on made-up inputs, which differ from real ones; "
+                f"method {self.options.method!r} was calibrated on synthetic inputs, which differ from real ones; "
                 "give calibration=… with typical inputs"
             )
 
     def _quantization(self, group: WeightGroup) -> Quantization:
-        """Return the target format, with the scale type that the operator takes."""
+        """Return the target format, with the scale type that the operator needs."""
         chosen = self.options.quantization
         narrow = chosen.bits == 4 and chosen.symmetric and any(map(self.context.plan.needs_bf16_scales, group.linears))
         return dataclasses.replace(chosen, bf16_scales=narrow)
@@ -238,7 +238,7 @@ class QuantizePass(RecipePass):
 
 
 def _leave(context: PassContext, group: WeightGroup, stored: Stored | None = None) -> None:
-    """Remove the layers that no pass replace would take, and report why. stored: the quantized weight, if known."""
+    """Drop layers that no pass `replace` would replace, and report why. stored: the quantized weight, if known."""
     for linear in list(group.linears):
         if (reason := context.why_not_quantized(linear, stored)) is not None:
             context.leave(linear, reason)
@@ -248,7 +248,7 @@ def _leave(context: PassContext, group: WeightGroup, stored: Stored | None = Non
 def put_quantized(
     model: ir.Model, context: PassContext, group: WeightGroup, rounded: QuantizedMatrix, quantization: Quantization
 ) -> None:
-    """Give the layers their quantized weight, except layers that no pass replace would gain from."""
+    """Give the layers their quantized weight, except layers that no pass `replace` would replace."""
     first = group.linears[0]
     weight = _spill(context, group.weight_name, rounded, quantization)
     matrix = rounded.q if quantization.symmetric else weight.matrix()

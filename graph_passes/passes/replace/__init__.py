@@ -1,1 +1,1 @@
-"""Pass replace: linear layers become Ortolan operators."""
+"""Pass replace: replace linear layers with Ortolan operators."""

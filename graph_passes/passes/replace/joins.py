@@ -19,7 +19,7 @@ from .weights import AcceptedWeights
 
 
 class Joins:
-    """Groups of a model's layers that one step replace can join."""
+    """Groups of a model's layers that one pass `replace` can join."""
 
     def __init__(self, model: ir.Model, linears: Sequence[Linear], context: PassContext, rule: ReplaceRule) -> None:
         self.mlps: dict[Linear, Mlp] = {}  # by their first layer

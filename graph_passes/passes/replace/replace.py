@@ -59,7 +59,7 @@ class ReplacePass(RecipePass):
         """Replace the selected layers.
 
         Raises:
-            NothingToReplaceError: this is the last step replace, and no step replaced a layer.
+            NothingToReplaceError: this is the last pass `replace`, and none replaced a layer.
         """
         context = self.context
         self._model = model
@@ -136,7 +136,7 @@ class ReplacePass(RecipePass):
         self._put([linear], weight, halves=halves)
 
     def _is_done(self, linear: Linear) -> bool:
-        """Return True if the layer is replaced already: by another step, in a dry run, or with another layer."""
+        """Return True if the layer is already replaced: by another pass, in a dry run, or with another layer."""
         return bool(self.context.layer(linear).new_op)
 
     def _replace_joined(self, linears: Sequence[Linear], suffix: str, attention: ir.Node | None = None) -> None:

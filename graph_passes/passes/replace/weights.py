@@ -1,4 +1,4 @@
-"""Select the weights that an operator takes, layer by layer, and report why a layer is not taken."""
+"""Select the layers whose weights an operator supports, and report why other layers are not replaced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..plan.replace import LayerState, ReplaceRule
 
 
 class AcceptedWeights:
-    """Weights that one step replace takes."""
+    """Weights of the layers that one pass `replace` replaces."""
 
     def __init__(self, context: PassContext, rule: ReplaceRule, in_mlps: Set[Linear]) -> None:
         """Use fixed ranges for `in_mlps`, the layers of hidden.Mlp, which need them to become one operator."""
@@ -30,11 +30,11 @@ class AcceptedWeights:
         self._ranges: dict[ir.Value, FixedRange] = {}  # ranges of layers' inputs
 
     def quantization(self, linear: Linear) -> Quantization | None:
-        """Return the format of the weight that the operator gets; None: float."""
+        """Return the format of the weight that is packed for the operator; None: float."""
         return self._rule.quantization(linear, self._state(linear))
 
     def of(self, linear: Linear) -> LayerWeight | None:
-        """Return the weight that the operator takes. If it takes none, return None and report the reason."""
+        """Return the weight to pack for the operator; if the layer is not replaced, report why and return None."""
         layer, state, replacement = self._context.layer(linear), self._state(linear), self._rule.replacement
         if not self._rule.is_chosen(linear):
             # Another pass's reason is more useful than "not selected".
@@ -69,7 +69,7 @@ class AcceptedWeights:
         """Return True if this pass's reason for skipping the layer replaces an earlier one.
 
         The reason of pass quantize is never replaced. The reason for a layer that keeps its stored weight is replaced
-        only by a step that takes stored weights.
+        only by a pass that keeps stored weights.
         """
         if layer_key(linear) in self._context.layers.left:
             return False
@@ -92,7 +92,7 @@ class AcceptedWeights:
         return self._rule.replacement.why_not_matrix(matrix)
 
     def _x_range(self, linear: Linear) -> FixedRange | None:
-        """Return the fixed range of the layer's input: the model's own, or chosen from what pass ranges recorded."""
+        """Return the fixed range of the layer's input: the model's own, or chosen from samples of pass ranges."""
         if not self._rule.replacement.takes_ranges:
             return None
         sample = self._context.layers.activations.get(linear.x.name or "")

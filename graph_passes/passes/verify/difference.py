@@ -71,7 +71,7 @@ def judge_agreement(context: PassContext, floats: Sequence[OutputDeviation], clo
         )
     text += f"; expected at least {context.min_cosine:g}{more}"
     made_up = context.evidence.made_up
-    advice = "made-up inputs may be harder than real ones: give calibration=… with typical inputs" if made_up else ""
+    advice = "synthetic inputs may be harder than real ones: give calibration=… with typical inputs" if made_up else ""
     if not context.may_differ:
         raise VerificationError(f"{text}; nothing was saved; {f'{advice}; or ' if advice else ''}{_ALLOW}")
     if worst.name in closer or worst.relative_l2 <= POOR_ERROR:  # Limits.judge_size notes the other outputs

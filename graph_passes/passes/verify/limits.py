@@ -44,7 +44,9 @@ class Limits:
     context: PassContext
     max_error: float | None
     max_rounding_error: float | None
-    by_masks: Mapping[str, float] = field(default_factory=dict)  # error that thresholds may add, by output
+    by_masks: Mapping[str, float] = field(
+        default_factory=dict
+    )  # bound on the error that input thresholds add, by output name
 
     def rounding(self, name: str, cached: bool) -> float:
         """Return the bound against the model before its layers were replaced. cached: feeds read a compressed cache."""

@@ -13,12 +13,12 @@ from ...measure.sessions import run_session
 from ..context import PassContext
 
 _INPUTS = frozenset(("input_ids", "attention_mask", "token_type_ids", "position_ids"))
-# Largest relative error, which comes only from the order of float sums: bf16 uses another order for few rows.
+# Largest relative error. Only the order of float sums can differ: bf16 layers use another order for few rows.
 _TOLERANCE = 1e-2
 
 
 def verify_padding(context: PassContext, optimized: Any, feeds: Feeds, names: list[str]) -> None:
-    """Compare a shortened sequence of these feeds alone with the same sequence padded next to the whole one.
+    """Compare a shortened sequence of these feeds, run alone, with the same one padded in a batch with the full one.
 
     Models with other inputs, or with fixed batch sizes, are not checked.
 
@@ -49,8 +49,8 @@ def verify_padding(context: PassContext, optimized: Any, feeds: Feeds, names: li
                 "out, and please report this"
             )
     largest = max(errors, default=0.0)
-    result = "equal bits" if largest == 0 else f"relative error {largest:.2g}"
-    context.note(f"a sequence of {tokens} tokens alone and padded in a batch: {result}")
+    result = "give equal bits" if largest == 0 else f"differ by relative error {largest:.2g}"
+    context.note(f"padding check: {tokens} tokens alone and padded in a batch {result}")
 
 
 def _sizes(session: Any) -> list[int | str | None]:

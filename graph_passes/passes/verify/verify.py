@@ -6,7 +6,7 @@
   have in common. An error in one of many layers may be too small, so pass `replace` checks each packed weight.
 - The reference again, if pass compress_cache has changed caches: tokens decoded after a prompt, and the contents of the
   caches (decoded.py).
-- The optimized model without our kernels, if it is portable (portable.py).
+- The optimized model without Ortolan's kernels, if it is portable (portable.py).
 - If padding is skipped: a sequence alone, and padded in a batch (padding.py).
 """
 
