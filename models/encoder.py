@@ -1,4 +1,4 @@
-"""Common parts of BERT-like encoders: subgraphs built from Hugging Face weights, and config.json."""
+"""Code shared by BERT-like encoders: subgraphs built from Hugging Face weights, and config.json."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read_config(path: str | os.PathLike[str], names: Mapping[str, Any], supporte
     Args:
         path: The file.
         names: The fields to return.
-        supported: Other fields -> their only supported value, the default.
+        supported: Maps other fields to their only supported value, which is also the default.
 
     Raises:
         ModelBuildError: A field has an unsupported value.
@@ -43,7 +43,7 @@ class EncoderConfig:
         """Check that the heads have the same width.
 
         Raises:
-            ModelBuildError: They do not.
+            ModelBuildError: hidden_size is not a multiple of the number of heads.
         """
         if self.hidden_size % self.num_attention_heads:
             raise ModelBuildError(
@@ -87,7 +87,10 @@ class EncoderBuilder:
         return graph.node("Mul", mask, graph.constant(MASKED))
 
     def lookup(self, table: str, ids: ir.Value) -> ir.Value:
-        """Look up rows of a table ("embeddings.word_embeddings"), in a module named like its last part."""
+        """Look up rows of a table, such as "embeddings.word_embeddings".
+
+        Its last part names the module of the nodes.
+        """
         key = f"{table}.weight"
         with self.graph.module(table.rpartition(".")[2]):
             return self.graph.node("Gather", self.graph.weight(key, self.weights[key]), ids, axis=0)
@@ -95,11 +98,11 @@ class EncoderBuilder:
     def attention(
         self, hidden: ir.Value, projections: tuple[str, str, str], heads: int, head_dim: int, *added: ir.Value
     ) -> ir.Value:
-        """Return attention before its output layer, [batch, sequence, heads * head_dim].
+        """Return the result of attention before the output layer, [batch, sequence, heads * head_dim].
 
         Args:
             hidden: [batch, sequence, width].
-            projections: Paths of the weights for queries, keys and values.
+            projections: Paths of the weights of the query, key and value layers.
             heads: Number of heads.
             head_dim: Size of a head.
             *added: Addends of the scores; each broadcasts to [batch, heads, sequence, sequence].
@@ -122,7 +125,7 @@ class EncoderBuilder:
         return graph.node("Reshape", context, graph.constant([0, 0, heads * head_dim]))
 
     def feed_forward(self, hidden: ir.Value, prefix: str) -> ir.Value:
-        """Return a layer's MLP: up, GELU, down, residual, LayerNorm."""
+        """Return the output of a block's MLP: up projection, GELU, down projection, residual, LayerNorm."""
         graph = self.graph
         with graph.module("intermediate"):
             inner = self.linear(hidden, f"{prefix}.intermediate.dense")
@@ -147,7 +150,7 @@ class EncoderBuilder:
             return self.graph.node("LayerNormalization", x, scale, bias, axis=-1, epsilon=self.layer_norm_eps)
 
     def gelu(self, x: ir.Value) -> ir.Value:
-        """Return 0.5 x (1 + erf(x / sqrt(2))), in the order of operations of exports, which ONNX Runtime fuses."""
+        """Return 0.5 x (1 + erf(x / sqrt(2))), with the order of operations of exporters, which ONNX Runtime fuses."""
         graph = self.graph
         erf = graph.node("Erf", graph.node("Div", x, graph.constant(np.float32(math.sqrt(2)))))
         gate = graph.node("Add", erf, graph.constant(np.float32(1)))

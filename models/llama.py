@@ -37,12 +37,12 @@ def build_llama(
     With "gqa" there is no position_ids input, zeros of attention_mask must be at the end of a row, and past and present
     may share a buffer for at least past_sequence + sequence tokens: new keys and values are then appended in place.
 
-    The graph rotates halves, as Hugging Face does. Rows of interleaved weights are reordered, which only changes the
-    order inside cached keys.
+    The graph rotates pairs (i, i + head_dim / 2), as Hugging Face does. Rows of interleaved weights are reordered; this
+    only changes the order of values inside cached keys.
 
     Args:
-        weights: By Hugging Face name (see llama_weight_shapes), in any float dtype, stored as float32; or lazy float32
-            tensors.
+        weights: Weights by Hugging Face name (see llama_weight_shapes): arrays of any float dtype, stored as float32;
+            or lazy float32 tensors.
         config: The configuration.
         name: Name of the graph.
         attention: "standard": standard ONNX operators, as Optimum exports. "gqa": GroupQueryAttention (with the rotary
@@ -81,7 +81,7 @@ def _float32(weight: Weight) -> Weight:
 
 
 def rotated_parts(config: LlamaConfig) -> list[str]:
-    """Return the parts of self_attn that depend on the order of rotated pairs."""
+    """Return the parts of self_attn whose rows depend on the order of rotated pairs."""
     parts = ["q_proj.weight", "k_proj.weight"]
     if config.qkv_bias:
         parts += ["q_proj.bias", "k_proj.bias"]

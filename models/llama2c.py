@@ -29,7 +29,7 @@ def read_llama2c(path: str | os.PathLike[str]) -> tuple[LlamaConfig, dict[str, n
     if len(header) < header_size:
         raise ModelBuildError(f"{path} has {len(header)} bytes; expected a llama2.c checkpoint with 7 int32 first")
     dim, inner, layers, heads, kv_heads, vocab, max_positions = struct.unpack("<7i", header)
-    # A negative vocabulary size means that the classifier has separate weights.
+    # A negative vocabulary size means that the output head has separate weights.
     tied, vocab = vocab > 0, abs(vocab)
     sizes = (dim, inner, layers, heads, kv_heads, vocab, max_positions)
     if min(sizes) <= 0 or max(sizes) > 1 << 24 or layers > 1 << 12:
@@ -47,13 +47,13 @@ def read_llama2c(path: str | os.PathLike[str]) -> tuple[LlamaConfig, dict[str, n
     )
 
     shapes = llama_weight_shapes(config)
-    # All layers of one kind of weight, then the next kind.
+    # The file holds one kind of weight for all layers, then the next kind.
     kinds = ["input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
     kinds += ["post_attention_layernorm", "mlp.gate_proj", "mlp.down_proj", "mlp.up_proj"]
     order = ["model.embed_tokens.weight"]
     order += [f"model.layers.{layer}.{kind}.weight" for kind in kinds for layer in range(layers)]
     order += ["model.norm.weight"]
-    tables = max_positions * config.head_size  # cos and sin of the rotary embedding, which the graph computes
+    tables = max_positions * config.head_size  # the file's tables of cos and sin are skipped: the graph computes them
     count = sum(math.prod(shapes[key]) for key in order) + tables + (0 if tied else vocab * dim)
     expected = header_size + 4 * count
     if path.stat().st_size != expected:

@@ -14,13 +14,13 @@ class LlamaConfig:
 
     Attributes:
         head_dim: None means hidden_size / num_attention_heads.
-        rope_style: The rotated pairs in rows of q_proj and k_proj. "half" (Hugging Face): (i, i + head_dim / 2).
-            "interleaved" (llama2.c, Meta, GGUF files of Llama): (2i, 2i + 1).
+        rope_style: Which rows of a head in q_proj and k_proj are rotated as a pair. "half" (Hugging Face): (i, i +
+            head_dim / 2). "interleaved" (llama2.c, Meta, GGUF files of Llama): (2i, 2i + 1).
         rope_factors: Divisors of the rotary frequencies, one per rotated pair (Llama 3.1).
         qkv_bias: q_proj, k_proj and v_proj have biases (Qwen2).
-        qk_norm: Each head's query and key is normalized before it is rotated (Qwen3).
-        activation: Of the gate, "silu" or "gelu_tanh" (Gemma).
-        embedding_scale: Factor of the embedded tokens (Gemma: the square root of hidden_size).
+        qk_norm: The query and key of each head are normalized before the rotation (Qwen3).
+        activation: Activation of the gate, "silu" or "gelu_tanh" (Gemma).
+        embedding_scale: Factor by which embedded tokens are multiplied (Gemma: the square root of hidden_size).
     """
 
     vocab_size: int

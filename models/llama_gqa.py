@@ -1,4 +1,4 @@
-"""The graph of a Llama decoder that ONNX Runtime's GenAI model builder writes for CPUs."""
+"""The graph of a Llama decoder as ONNX Runtime's GenAI model builder writes it for CPUs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GroupQueryLlamaBuilder(LlamaBuilder):
     def decode(
         self, hidden: ir.Value, input_ids: ir.Value, attention_mask: ir.Value, past: list[ir.Value]
     ) -> tuple[ir.Value, list[ir.Value], list[ir.Value]]:
-        """See `LlamaBuilder.decode`; there are no inputs for positions."""
+        """See `LlamaBuilder.decode`. There are no inputs for positions."""
         graph, config = self.graph, self.config
         with graph.module("attn_mask_reformat"):
             lengths = self.lengths(attention_mask)
@@ -38,7 +38,7 @@ class GroupQueryLlamaBuilder(LlamaBuilder):
             self.graph.weight("sin_cache", np.sin(angles).astype(np.float32)),
         ]
         present: list[ir.Value] = []
-        # The output of the previous layer; the next norm adds it to the hidden state.
+        # delta is the output of the previous sublayer (attention or MLP); the next norm adds it to the hidden state.
         delta: ir.Value | None = None
         for layer in range(config.num_hidden_layers):
             prefix = f"model.layers.{layer}"
@@ -58,14 +58,14 @@ class GroupQueryLlamaBuilder(LlamaBuilder):
         return hidden, present, []
 
     def lengths(self, attention_mask: ir.Value) -> list[ir.Value]:
-        """Return GroupQueryAttention's inputs for the mask, int32: the last key's index [batch], the number of keys."""
+        """Return GroupQueryAttention's int32 inputs: the last key's index for each row [batch], the number of keys."""
         graph = self.graph
         tokens = graph.node("ReduceSum", attention_mask, graph.constant([1]), keepdims=0)
         last = graph.node("Cast", graph.node("Sub", tokens, graph.constant([1])), to=ir.DataType.INT32)
         return [last, graph.node("Cast", graph.shape_of(attention_mask, 1), to=ir.DataType.INT32)]
 
     def add_and_norm(self, hidden: ir.Value, delta: ir.Value | None, key: str) -> tuple[ir.Value, ir.Value]:
-        """Return the norm of hidden + delta, and the sum."""
+        """Return the normalized hidden + delta, and the sum itself."""
         graph, weight, epsilon = self.graph, self.weight(key), self.config.rms_norm_eps
         if delta is None:
             return graph.node("SimplifiedLayerNormalization", hidden, weight, axis=-1, epsilon=epsilon), hidden
@@ -79,7 +79,7 @@ class GroupQueryLlamaBuilder(LlamaBuilder):
             epsilon=epsilon,
         )
         _, mean, deviation, total = normed.producer().outputs  # type: ignore[union-attr]
-        mean.name = deviation.name = ""  # optional outputs that are not used
+        mean.name = deviation.name = ""  # optional outputs that are not used are removed
         return normed, total
 
     def group_query_attention(
@@ -116,7 +116,7 @@ class GroupQueryLlamaBuilder(LlamaBuilder):
         return self.graph.linear(hidden, f"{prefix}.qkv_proj", weight, stacked(biases) if biases else None)
 
     def query_key_value(self, hidden: ir.Value, prefix: str) -> list[ir.Value]:
-        """Return query, key and value, [batch, sequence, heads * head_dim] each, normalized if the model does that."""
+        """Return query, key and value, [batch, sequence, heads * head_dim] each, normalized if config.qk_norm."""
         found = [self.linear(hidden, f"{prefix}.{part}_proj") for part in "qkv"]
         if self.config.qk_norm:
             for index, part in enumerate("qk"):

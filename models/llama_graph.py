@@ -13,7 +13,7 @@ from .llama_config import LlamaConfig
 
 _TABLE = "model.embed_tokens.weight"
 
-# x (1 + tanh(_GELU_SCALE (x + _GELU_CUBE x^3))) / 2
+# GELU with tanh: x (1 + tanh(_GELU_SCALE (x + _GELU_CUBE x^3))) / 2.
 _GELU_CUBE = np.float32(0.044715)
 _GELU_SCALE = np.float32(math.sqrt(2 / math.pi))
 
@@ -34,7 +34,7 @@ class LlamaBuilder:
         self.graph = GraphBuilder()
 
     def build(self, name: str) -> ir.Model:
-        """Return the model; its inputs and outputs are described in build_llama."""
+        """Return the model, with the inputs and outputs that build_llama describes."""
         graph, config = self.graph, self.config
         total = "past_sequence + sequence"
         input_ids = tensor_value("input_ids", ir.DataType.INT64, ["batch", "sequence"])
@@ -94,7 +94,8 @@ class LlamaBuilder:
         return self.graph.weight(key, self.weights[key])
 
     def additive_mask(self, input_ids: ir.Value, attention_mask: ir.Value, past_key: ir.Value) -> ir.Value:
-        """Return float32 [batch, 1, sequence, past + sequence]: 0 if a query may attend to a key, else MASKED."""
+        """Return a mask float32 [batch, 1, sequence, past + sequence]: 0 if a query may attend to a key, else
+        MASKED."""
         graph = self.graph
         past = graph.shape_of(past_key, 2)
         total = graph.node("Add", past, graph.shape_of(input_ids, 1))
@@ -189,7 +190,7 @@ class LlamaBuilder:
         return self.linear(context, f"{prefix}.o_proj"), key, value
 
     def rotate(self, x: ir.Value, rotation: tuple[ir.Value, ir.Value]) -> ir.Value:
-        """Return x cos + (-second half, first half) sin."""
+        """Return the rotated x: x * cos + concat(-second half of x, first half of x) * sin."""
         graph, half = self.graph, self.config.head_size // 2
         cos, sin = rotation
         last = np.iinfo(np.int64).max

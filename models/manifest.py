@@ -20,7 +20,7 @@ class ManifestError(OrtolanError):
 
 @dataclass(frozen=True)
 class ManifestFile:
-    """One file to extract from an archive: `size` bytes of `member`, from `offset` on, written as `name`."""
+    """One file to extract from an archive: `size` bytes of `member`, starting at `offset`, are written as `name`."""
 
     name: str
     member: str
@@ -68,7 +68,7 @@ class ModelEntry:
 
     @property
     def digest(self) -> str:
-        """12 hex digits that change if another archive or other files would be extracted."""
+        """A digest of 12 hex digits over all archives and files to extract."""
         return hashlib.sha256(repr(self.packages).encode()).hexdigest()[:12]
 
 

@@ -23,7 +23,7 @@ class ModernBertConfig(EncoderConfig):
     num_attention_heads: int = 12
     intermediate_size: int = 1152
     global_attn_every_n_layers: int = 3
-    local_attention: int = 128  # window of the other layers in tokens, centred on the token
+    local_attention: int = 128  # tokens in the window of layers with local attention, centred on the token
     global_rope_theta: float = 160000.0
     local_rope_theta: float = 10000.0
     norm_eps: float = 1e-5
@@ -113,7 +113,7 @@ class _ModernBertBuilder(EncoderBuilder):
         return self.config.global_rope_theta, self.config.local_rope_theta
 
     def window(self, positions: ir.Value, mask: ir.Value) -> ir.Value:
-        """Return the mask, float32 [batch, 1, sequence, sequence], that also hides distant tokens."""
+        """Return a mask, float32 [batch, 1, sequence, sequence], that hides padding and tokens outside the window."""
         graph = self.graph
         distance = graph.node("Abs", graph.node("Sub", graph.unsqueeze(positions, 0), graph.unsqueeze(positions, 1)))
         near = graph.node("LessOrEqual", distance, graph.constant(self.config.local_attention // 2))
@@ -121,7 +121,7 @@ class _ModernBertBuilder(EncoderBuilder):
         return graph.node("Where", far, graph.constant(MASKED), mask)
 
     def rotation(self, positions: ir.Value, theta: float) -> tuple[ir.Value, ir.Value]:
-        """Return cosine and sine, float32 [1, 1, sequence, head_dim]."""
+        """Return cosine and sine of the rotary embedding, float32 [1, 1, sequence, head_dim]."""
         graph, head_dim = self.graph, self.config.head_dim
         frequencies = (theta ** -(np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
         with graph.module("rotary_emb"):
@@ -183,7 +183,7 @@ class _ModernBertBuilder(EncoderBuilder):
         return self.graph.linear(x, name, self.weights[f"{name}.weight"])
 
     def norm(self, x: ir.Value, name: str) -> ir.Value:
-        """Return LayerNorm without a bias."""
+        """Return the LayerNorm of x, without a bias."""
         graph = self.graph
         scale, bias = (
             graph.weight(f"{name}.weight", self.weights[f"{name}.weight"]),

@@ -13,8 +13,8 @@ import onnx_ir as ir
 from .encoder import EncoderBuilder, EncoderConfig, linear_shapes, norm_shapes, read_config
 from .graph_builder import Shape, check_weights, set_type, tensor_value
 
-PADDING = 1  # id and position of padding; positions of tokens follow
-_MAX_DISTANCE = 128  # of two tokens; larger distances share the last bucket
+PADDING = 1  # token id and position of padding; positions of tokens start at PADDING + 1
+_MAX_DISTANCE = 128  # tokens with larger distances share the last bucket
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class MpnetConfig(EncoderConfig):
         Raises:
             ModelBuildError: build_mpnet does not support this variant.
         """
-        # transformers sizes the table by this field, but always sorts distances into 32 buckets.
+        # transformers uses relative_attention_num_buckets as the size of the table, but always computes 32 buckets.
         supported = {"hidden_act": "gelu", "pad_token_id": PADDING, "relative_attention_num_buckets": 32}
         return cls(**read_config(path, cls.__dataclass_fields__, supported))
 
@@ -105,7 +105,7 @@ class _MpnetBuilder(EncoderBuilder):
     def embeddings(self, input_ids: ir.Value) -> ir.Value:
         graph = self.graph
         with graph.module("embeddings"):
-            # Positions of tokens start at PADDING + 1; padding does not count.
+            # Positions of tokens start at PADDING + 1 and do not count padding tokens.
             is_token = graph.node("Not", graph.node("Equal", input_ids, graph.constant(PADDING)))
             is_token = graph.node("Cast", is_token, to=ir.DataType.INT32)
             positions = graph.node("Mul", graph.node("CumSum", is_token, graph.constant(1)), is_token)
@@ -116,7 +116,8 @@ class _MpnetBuilder(EncoderBuilder):
             return self.layer_norm(hidden, "embeddings.LayerNorm")
 
     def position_bias(self, hidden: ir.Value) -> ir.Value:
-        """Return the bias by distance of key and query, float32 [batch, heads, sequence, sequence]."""
+        """Return the attention bias for the distances of keys and queries, float32 [batch, heads, sequence,
+        sequence]."""
         graph = self.graph
         batch, sequence = graph.shape_of(hidden, 0), graph.shape_of(hidden, 1)
         positions = graph.node("Range", graph.constant(0), sequence, graph.constant(1))
@@ -129,8 +130,8 @@ class _MpnetBuilder(EncoderBuilder):
     def bucket(self, distance: ir.Value) -> ir.Value:
         """Return the table row for each distance, int64 of the same shape.
 
-        Half of the rows are for keys after the query. In each half, one half is for single distances, the other for
-        ranges that grow logarithmically.
+        Half of the rows are for keys after the query. In each half, the first rows are for single distances, and the
+        remaining half is for ranges that grow logarithmically.
         """
         graph = self.graph
         half = self.config.relative_attention_num_buckets // 2
@@ -140,7 +141,7 @@ class _MpnetBuilder(EncoderBuilder):
         first = graph.node("Mul", is_after, graph.constant(half))
         far = graph.node("Abs", behind)
         is_exact = graph.node("Less", far, graph.constant(exact))
-        # Distance 0 gives -Inf, whose result is not used.
+        # Distance 0 gives -Inf here, but the result for small distances is not used.
         log = graph.node("Log", self.divided(graph.node("Cast", far, to=ir.DataType.FLOAT), exact))
         log = self.divided(log, math.log(_MAX_DISTANCE / exact))
         grown = graph.node("Mul", log, graph.constant(np.float32(half - exact)))

@@ -1,4 +1,4 @@
-"""Score a decoder on text: cross-entropy and perplexity."""
+"""Scores decoders on text: cross-entropy and perplexity."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Score:
-    """cross_entropy: nats a token, the mean over `tokens` predicted tokens."""
+    """cross_entropy: nats per token, the mean over `tokens` predicted tokens."""
 
     cross_entropy: float
     tokens: int
@@ -73,11 +73,11 @@ def score_tokens(
         if start + len(part) <= scored_to:
             break
         decoder.reset()
-        first = scored_to - start  # in this window
+        first = scored_to - start  # index of the first scored token in this window
         for begin in range(0, len(part) - 1, step):
             end = min(begin + step, len(part))
             logits = decoder.step(part[begin:end])
-            # The logits of a token are for the next one.
+            # The logits at one token predict the next token.
             of = np.arange(max(begin, first - 1), min(end, len(part) - 1))
             if len(of):
                 total += surprise(logits[of - begin], part[of + 1])
@@ -92,7 +92,7 @@ def score_texts(
     stride: int | None = None,
     step: int | None = None,
 ) -> Score:
-    """`score_tokens` of several texts, each with a context of its own, weighted by their tokens."""
+    """Return the mean score of several texts, weighted by their tokens. Each text has its own context."""
     scores = [score_tokens(session, ids, window, stride, step) for ids in texts]
     tokens = sum(score.tokens for score in scores)
     if not tokens:
@@ -101,7 +101,7 @@ def score_texts(
 
 
 def surprise(logits: np.ndarray, tokens: np.ndarray) -> float:
-    """The sum of -log softmax(logits)[token] over the rows."""
+    """Return the sum of -log softmax(logits)[token] over the rows."""
     rows = logits.astype(np.float64)
     peak = rows.max(axis=1)
     log_sum = peak + np.log(np.exp(rows - peak[:, None]).sum(axis=1))
@@ -111,14 +111,14 @@ def surprise(logits: np.ndarray, tokens: np.ndarray) -> float:
 def sample_texts(
     session: ort.InferenceSession, start: int, tokens: int, window: int = 256, seed: int = 0
 ) -> list[list[int]]:
-    """Texts drawn from the model itself (temperature 1, nothing cut off), `tokens` tokens in all.
+    """Return texts that the model generates (temperature 1, no top-k or top-p), with `tokens` tokens in total.
 
-    Each begins with the token `start` and holds `window` tokens, the last one fewer (but at least two): the model may
-    end a story inside and begin the next. On such text the model that it was drawn from has, in expectation, the
-    lowest cross-entropy of all; what another one has more is its Kullback-Leibler divergence from that model.
+    Each text begins with the token `start` and has `window` tokens; the last text may have fewer (at least two). A text
+    may contain the end of one story and the beginning of the next. On such texts, the generating model has the lowest
+    expected cross-entropy of all models. The excess of another model is its Kullback-Leibler divergence from the
+    generating model.
 
-    The same seed gives the same texts wherever the logits are the same.
-    Raises OrtolanError for fewer than two tokens or a window below 2.
+    The same seed gives the same texts if the logits are equal. Raises OrtolanError if `tokens` or `window` is below 2.
     """
     if tokens < 2 or window < 2:
         raise OrtolanError(f"{tokens} tokens in windows of {window}; expected at least 2 and 2")

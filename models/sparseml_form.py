@@ -1,6 +1,6 @@
-"""Encoders as SparseML exports them (for DeepSparse), made from float encoders, for tests.
+"""Converts float encoders to the form in which SparseML exports them (for DeepSparse), for tests.
 
-The opset is 14, where LayerNormalization is written in parts. In the "static" form (trained with quantization)
+The opset is 14, so LayerNormalization is written as several operators. In the "static" form (trained with quantization)
 
     tables of words, positions and types   are uint8; DequantizeLinear follows Gather
     linear layers                          are QuantizeLinear -> MatMulInteger -> Add int32 -> Cast -> Mul; layers with
@@ -10,7 +10,8 @@ The opset is 14, where LayerNormalization is written in parts. In the "static" f
     residuals                              are the DequantizeLinear of a layer's QuantizeLinear
 
 and weights are uint8 with zero point 128 and one scale. In the "dynamic" form, DynamicQuantizeLinear computes the range
-of each linear layer's input, weights are int8, and the rest computes in floats. Ranges are those of the given feeds.
+of each linear layer's input, weights are int8, and all other operators compute in float32. Static ranges are measured
+on the given feeds.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Feeds = Mapping[str, np.ndarray]
 
 
 def float_form(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model in opset 14, with LayerNormalization in parts.
+    """Return the model in opset 14, with LayerNormalization written as several operators.
 
     Args:
         model: An encoder of build_bert or build_mpnet, opset 17.
@@ -50,13 +51,13 @@ def quantized_form(
     activations: Literal["static", "dynamic"] = "static",
     products: bool = True,
 ) -> onnx.ModelProto:
-    """Return a float model as SparseML writes one that was trained with quantization.
+    """Return a float model in the form that SparseML writes after training with quantization.
 
     Args:
         model: See `float_form`.
-        feeds: Inputs to take ranges from, for "static" activations.
+        feeds: Inputs on which the ranges of "static" activations are measured.
         activations: "static" or "dynamic" ranges.
-        products: Also quantize the products of attention, if activations are static.
+        products: If activations are static, also quantize the MatMuls of attention (scores and sums of values).
     """
     source = float_form(model)
     graph = _Graph(source)
@@ -150,11 +151,11 @@ def _ranges(model: onnx.ModelProto, feeds: Sequence[Feeds]) -> dict[str, _Range]
 
 
 class _QuantizedWriter:
-    """Writes quantized nodes. ranges: of static activations. products: also quantize the products of attention."""
+    """Writes quantized nodes. ranges: ranges of static activations. products: also quantize attention's MatMuls."""
 
     def __init__(self, graph: _Graph, ranges: Mapping[str, _Range], products: bool) -> None:
         self._graph, self._ranges, self._products = graph, ranges, products and bool(ranges)
-        self._quantized: dict[str, tuple[str, str, str]] = {}  # value -> its codes, scale, zero point
+        self._quantized: dict[str, tuple[str, str, str]] = {}  # maps a value to its (codes, scale, zero point)
         self._skipped: set[str] = set()  # outputs of nodes that were merged into others
 
     def put(self, node: onnx.NodeProto) -> None:
@@ -176,7 +177,7 @@ class _QuantizedWriter:
         return self._graph.tensor(name, np.asarray(value))
 
     def _quantize(self, value: str) -> tuple[str, str, str]:
-        """Return codes, scale and zero point of a value; the nodes are made once."""
+        """Return codes, scale and zero point of a value. The nodes are created once per value."""
         if value not in self._quantized:
             names = (f"{value}_quantized", f"{value}_scale", f"{value}_zero_point")
             if self._ranges:
@@ -197,7 +198,7 @@ class _QuantizedWriter:
 
     def _table(self, node: onnx.NodeProto) -> None:
         table, name = node.input[0], node.output[0]
-        if self._graph.tensors[table].dtype != np.float32:  # position ids are looked up in an integer table
+        if self._graph.tensors[table].dtype != np.float32:  # the table of position ids holds integers
             self._graph.nodes.append(node)
             return
         integers, scale = self._weight(table)
@@ -233,7 +234,7 @@ class _QuantizedWriter:
         self._skipped.add(add.output[0])
 
     def _product(self, node: onnx.NodeProto) -> None:
-        """Quantize a product of attention: scores (followed by Div) to codes, sums of values to integers."""
+        """Quantize a MatMul of attention: scores (followed by Div) become codes, sums of values become integers."""
         name = node.output[0]
         first, second = map(self._quantize, node.input)
         if self._graph.users[name][0].op_type == "Div":

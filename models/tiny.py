@@ -56,8 +56,8 @@ TINY_LLAMA = LlamaConfig(
 def random_weights(shapes: Mapping[str, Shape], seed: int = 0) -> dict[str, np.ndarray]:
     """Return random float32 weights of the given shapes, scaled so that activations stay near 1 in every layer.
 
-    Matrices have variance 1 / fan-in, biases are small, scales of norms near 1, but not 0 or 1, so that tests notice a
-    kernel that drops them.
+    Matrices have variance 1 / fan-in. Biases are small but not 0, and scales of norms are near 1 but not 1, so that
+    tests detect a kernel that ignores them.
     """
     rng = np.random.default_rng(seed)
     weights = {}
@@ -74,7 +74,7 @@ def random_weights(shapes: Mapping[str, Shape], seed: int = 0) -> dict[str, np.n
 def tiny_bert(seed: int = 0, **overrides: Any) -> ir.Model:
     """Return a BERT encoder of build_bert with configuration TINY_BERT and `overrides`.
 
-    Sizes need not be round: tiny_bert(hidden_size=40, intermediate_size=100) works.
+    Sizes need not be powers of two: tiny_bert(hidden_size=40, intermediate_size=100) works.
 
     Raises:
         TypeError: A field is unknown.
@@ -107,7 +107,7 @@ def mlp(
     forms: LinearForm | Sequence[LinearForm] = ("matmul_add", "gemm", "gemm_trans_b"),
     seed: int = 0,
 ) -> ir.Model:
-    """Return a chain of linear layers with Relu between them, each written in one of the ways that exports use.
+    """Return a chain of linear layers with Relu between them, each in one of the forms that exporters write.
 
     Input: x, float32 [batch, widths[0]]. Output: y, float32 [batch, widths[-1]]. Layer i is in module /layers.i.
 
@@ -168,7 +168,7 @@ def _linear(
 
 
 def _wrapped_weight(graph: GraphBuilder, name: str, form: LinearForm, weight: np.ndarray) -> ir.Value:
-    """Return the [in, out] operand of a MatMul."""
+    """Return the weight operand [in, out] of a MatMul, in this form."""
     if form == "transpose":
         return graph.node("Transpose", graph.weight(f"{name}.weight", weight), perm=[1, 0])
     if form == "cast":

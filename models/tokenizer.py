@@ -13,8 +13,8 @@ from ortolan.graph_passes.text.tokenizer_file import read_json
 
 from ..errors import OrtolanError
 
-# Tokens that end a text or a turn, for a tokenizer.json without other files. Ends of documents come first: without a
-# start token, a text without a prompt starts with one.
+# Tokens that end a text or a turn, used if there is only a tokenizer.json. Tokens that end documents come first,
+# because the first one also starts a text without a prompt if the model has no start token.
 _ENDS = (
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>"),
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>"),
@@ -25,7 +25,7 @@ class TextTokenizer(Protocol):
     """A tokenizer for generation.
 
     Attributes:
-        prefix: Tokens that the model expects before every text, such as <s>; may be empty.
+        prefix: Tokens that the model expects before every text, such as <s>. It may be empty.
         start: The first token of a text that is sampled without a prompt.
         stop: Tokens that end a text.
     """
@@ -53,7 +53,7 @@ class JsonTokenizer:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Read the tokenizer and the configurations beside it.
+        """Read the tokenizer and the configuration files beside it.
 
         Raises:
             OrtolanError: The package `tokenizers` is missing, a file cannot be read, or no token ends a text.
@@ -78,14 +78,14 @@ class JsonTokenizer:
         self.start = next(iter([*self.prefix, *([] if bos is None else [bos]), *ends]))
 
     def _named(self, config: Mapping[str, Any], kind: str) -> list[int]:
-        """Return the id of bos_token or eos_token in tokenizer_config.json, in a list that may be empty."""
+        """Return a list with the id of bos_token or eos_token in tokenizer_config.json; it may be empty."""
         token = config.get(f"{kind}_token")
         token = token.get("content") if isinstance(token, dict) else token
         index = self._tokenizer.token_to_id(token) if isinstance(token, str) else None
         return [] if index is None else [index]
 
     def _declared(self, folder: Path, kind: str) -> list[int]:
-        """Return bos_token_id or eos_token_id, as a list, from the first file with known tokens."""
+        """Return bos_token_id or eos_token_id as a list, from the first file whose ids are in the vocabulary."""
         for name in ("generation_config.json", "config.json", "genai_config.json"):
             content = read_json(folder / name)
             fields = content.get("model") if name == "genai_config.json" else content
@@ -95,7 +95,7 @@ class JsonTokenizer:
                 raise OrtolanError(
                     f"{str(folder / name)!r}: {kind}_token_id is {found!r}, expected a token's id, or a list of ids"
                 )
-            # An architecture's default id may be outside the vocabulary.
+            # Default ids of an architecture may be outside this vocabulary.
             if known := [index for index in ids if self._tokenizer.id_to_token(index) is not None]:
                 return known
         return []

@@ -1,4 +1,4 @@
-"""General English for training: the definitions and example sentences of WordNet 3.1, one a line on stdout.
+"""Prints English texts for training, one per line: the definitions and example sentences of WordNet 3.1.
 
 python -m ortolan.models.wordnet > texts.txt
 """
@@ -23,7 +23,7 @@ def read_wordnet(folder: str | os.PathLike[str]) -> list[str]:
     for name in FILES:
         for line in (Path(folder) / name).read_text(encoding="utf-8").split("\n"):
             _, bar, gloss = line.partition(" | ")
-            if not bar:  # the licence at the top
+            if not bar:  # lines of the licence at the top
                 continue
             definition = _EXAMPLE.sub("", gloss).strip(" ;")
             for text in (definition, *_EXAMPLE.findall(gloss)):

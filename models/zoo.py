@@ -31,8 +31,8 @@ class Size:
         return self.hidden // self.heads
 
 
-SMALL = Size(hidden=64, layers=2, heads=4, intermediate=112, vocab=211, image=32, patch=8)  # for tests
-BASE = Size(hidden=384, layers=4, heads=6, intermediate=1536, vocab=8000, image=224, patch=16)  # for timing
+SMALL = Size(hidden=64, layers=2, heads=4, intermediate=112, vocab=211, image=32, patch=8)  # sizes for tests
+BASE = Size(hidden=384, layers=4, heads=6, intermediate=1536, vocab=8000, image=224, patch=16)  # sizes for timing
 
 
 def _bert(size: Size) -> Config:
@@ -269,11 +269,11 @@ class Architecture:
     name: str  # the name in transformers
     config: Callable[[Size], Config]
     task: str = "feature-extraction"
-    model_type: str | None = None  # if it differs from the name
-    model_class: str | None = None  # transformers class, if it is not the task's
-    processor: str | None = None  # image processor, if Optimum needs one
+    model_type: str | None = None  # the model_type in transformers, if it differs from the name
+    model_class: str | None = None  # the class in transformers, if it is not the default of the task
+    processor: str | None = None  # the image processor, if Optimum needs one
     tokens: int = 128  # sequence length for timing
-    layer_softmaxes: int = 0  # Softmax nodes per layer besides attention, such as a router's
+    layer_softmaxes: int = 0  # Softmax nodes per layer outside attention, such as in a router
     options: Mapping[str, Any] = field(default_factory=dict)  # further fields of the configuration
 
 

@@ -1,7 +1,7 @@
 """Model folders of ONNX Runtime GenAI: genai_config.json names the ONNX file and session options of each part.
 
-An optimized folder contains the operator library, which its configuration loads: GenAI only loads libraries from inside
-the folder.
+An optimized folder contains the operator library, and its configuration loads it, because GenAI only loads libraries
+from inside the folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ortolan.library import LIBRARY_NAME, get_library_path
 
 CONFIG_NAME = "genai_config.json"
 _OPTIONS, _LIBRARY = "session_options", "custom_ops_library"
-_MAX_BYTES = 16 << 20  # real files have a few thousand bytes
+_MAX_BYTES = 16 << 20  # limit for genai_config.json; real files have a few thousand bytes
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class GenaiConfig:
             raise ModelError(
                 f"{str(self.path)!r} holds half of a surrogate pair: {error}; export the model again"
             ) from None
-        except RecursionError:  # the depth limit is lower than for reading
+        except RecursionError:  # json.dumps has a lower depth limit than json.loads
             raise ModelError(f"{str(self.path)!r} is nested too deeply; export the model again") from None
 
     def write(self, into: Path) -> None:
@@ -55,7 +55,7 @@ class GenaiConfig:
         library = get_library_path()
         try:
             (into / CONFIG_NAME).write_text(self.to_json(), encoding="utf-8")
-            # Not a hard link: it would change with the installed library.
+            # Copy the file, because a hard link would change with the installed library.
             shutil.copyfile(library, into / LIBRARY_NAME)
         except OSError as error:
             raise OutputError(f"cannot write into {str(into)!r}: {error.strerror or error}") from error
@@ -64,7 +64,7 @@ class GenaiConfig:
 def read_genai_config(path: Path, model_name: str) -> GenaiConfig:
     """Read a genai_config.json and name the library for every part that uses the ONNX file `model_name`.
 
-    A part without session options uses the decoder's; then those get the library.
+    A part without session options uses those of the decoder, which then get the library.
 
     Raises:
         ModelError: The configuration is malformed, does not name the file, or already loads another library.
@@ -89,7 +89,7 @@ def read_genai_config(path: Path, model_name: str) -> GenaiConfig:
             )
         options[_LIBRARY] = LIBRARY_NAME
     config = GenaiConfig(path, content)
-    config.to_json()  # refuse early if it cannot be written
+    config.to_json()  # raises now, before any long work, if the configuration cannot be written
     return config
 
 
@@ -113,7 +113,7 @@ def _read(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError) as error:  # the file is not JSON or not UTF-8
         raise ModelError(f"{str(path)!r} is not a JSON text: {error}{advice}") from None
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         raise ModelError(f"{str(path)!r} has no object 'model', expected what onnxruntime-genai writes{advice}")

@@ -1,9 +1,9 @@
-"""Releases the pages of mapped files while a large model is optimized, so that they do not count as its memory.
+"""Releases pages of mapped files while a large model is optimized, so that they do not count as the process's memory.
 
 ONNX Runtime maps the weights of a large model, and a run touches all of them. The system reclaims such pages only under
-memory pressure; until then they count as resident memory, for each of the two compared models. So a thread checks every
-few milliseconds how many file pages are resident, and above a limit asks the system to reclaim those of the model. This
-is always safe: pages are read again when needed, even if a file is unmapped meanwhile.
+memory pressure. Until then they count as resident memory, for both of the compared models. So a thread checks every few
+milliseconds how many file pages are resident. Above a limit, it asks the system to reclaim the pages of the model
+files. This is always safe: the system reads pages again when they are needed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_LIMIT = 192 << 20  # bytes of file pages above those at the start (libraries)
+_LIMIT = 192 << 20  # limit for resident file pages, in bytes, in addition to those at the start (libraries)
 _SECONDS = 0.005
 _MADV_PAGEOUT = 21
 _STATM, _MAPS = Path("/proc/self/statm"), Path("/proc/self/maps")
@@ -25,9 +25,9 @@ _MAPPING = re.compile(rb"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+ +(/.*)")
 
 @contextmanager
 def bounded_pages(files: Collection[Path], folder: Path) -> Iterator[None]:
-    """Keep few pages of these files, and of files in the folder, resident inside the with statement.
+    """Inside the with statement, keep only few pages of these files, and of files in the folder, resident.
 
-    Does nothing without files, or on systems other than Linux.
+    Do nothing if there are no files, or on systems other than Linux.
     """
     if not (files and _MAPS.exists()):
         yield
@@ -48,7 +48,7 @@ _pauses: list[None] = []  # one entry per active pages_stay()
 
 @contextmanager
 def pages_stay() -> Iterator[None]:
-    """Release no pages inside the with statement, for timing."""
+    """Release no pages inside the with statement. Used while models are timed."""
     _pauses.append(None)
     try:
         yield
@@ -62,7 +62,7 @@ def _watch(names: Collection[str], folder: str, limit: int, done: threading.Even
     while not done.wait(_SECONDS):
         if not _pauses and _resident_pages() * mmap.PAGESIZE > limit:
             for start, stop in _mappings(names, folder):
-                madvise(start, stop - start, _MADV_PAGEOUT)  # no effect on older systems
+                madvise(start, stop - start, _MADV_PAGEOUT)  # has no effect on older systems
 
 
 def _resident_pages() -> int:

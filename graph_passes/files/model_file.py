@@ -1,4 +1,4 @@
-"""Reads untrusted model files, and writes models so that a crash leaves either the old files or the new ones."""
+"""Reads untrusted model files, and writes models so that after a crash either the old or the new files are complete."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ from .genai_folder import CONFIG_NAME, decoder_file
 from .output import check_file, sync
 
 MODEL_SUFFIX = ".onnx"
-LARGE_MODEL = 10**9  # bytes
-# More bytes of weights go to an external data file, which ONNX Runtime maps; it copies weights inside the model file.
+LARGE_MODEL = 10**9  # models of at least this many bytes are large
+# Models with at least this many bytes of weights get an external data file, which ONNX Runtime maps. (It copies weights
+# that are inside the model file.)
 EMBED_LIMIT = 8 * 1024**2
-_MAX_DIGITS = 6  # of a dimension whose name is an integer
-# Smaller tensors stay in the model file, where shape inference sees them; each external one starts at a page.
+_MAX_DIGITS = 6  # longest name of a dimension that is read as an integer
+# Tensors of fewer bytes stay in the model file, where shape inference sees them. External tensors start at a page.
 EXTERNAL_THRESHOLD = 8192
 
 
 @dataclass
 class ModelFile:
-    """The given model: the IR to work on, and what is needed to run the original."""
+    """The given model: its IR, which passes change, and the files that are needed to run the original."""
 
     model: ir.Model
     path: Path | None
     proto: onnx.ModelProto | None  # set only if the model was given as a ModelProto
     external_root: Path | None = None  # the folder that contains all external data
     data_files: list[Path] = field(default_factory=list)
-    folder: Path | None = None  # the given folder in which the model was found
-    widened: bool = False  # `model` holds float32 where the file has bfloat16 (find/bfloat16.py)
+    folder: Path | None = None  # the folder that the user gave, if the model was found in it
+    widened: bool = False  # bfloat16 tensors were converted to float32 (find/bfloat16.py)
 
     @property
     def name(self) -> str:
@@ -91,8 +92,8 @@ def load_model(source: str | os.PathLike[str] | onnx.ModelProto) -> ModelFile:
 def model_in(folder: Path) -> Path:
     """Return the folder's ONNX file.
 
-    The only one, the decoder that genai_config.json names, or model.onnx; else the ONNX file of the folder onnx/, as on
-    model hubs.
+    This is the only ONNX file, the decoder that genai_config.json names, or model.onnx. If there is no ONNX file, the
+    subfolder onnx/ is searched, as on model hubs.
     """
     try:
         listings = [folder.iterdir(), (folder / "onnx").glob("*")]
@@ -117,7 +118,7 @@ def model_in(folder: Path) -> Path:
 
 
 def _other_weights(folder: Path) -> str:
-    """Return advice for a folder without an ONNX file, according to the other formats that it holds."""
+    """Return advice for a folder without an ONNX file, depending on the other formats in it."""
     torch = [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("pytorch_model*.bin"))]
     if torch:
         return (
@@ -172,7 +173,7 @@ def _to_ir(proto: onnx.ModelProto, name: str) -> ir.Model:
         )
     try:
         model = ir.from_proto(proto)
-    except Exception as error:  # the deserializer raises various exceptions for a malformed model
+    except Exception as error:  # the deserializer raises many types of exceptions for malformed models
         raise ModelError(f"{name} is not a well-formed ONNX model: {_innermost(error)}") from error
     _read_numbers(model)
     _drop_shared_symbols(model)
@@ -180,14 +181,14 @@ def _to_ir(proto: onnx.ModelProto, name: str) -> ir.Model:
 
 
 def _name_apart(model: ir.Model) -> None:
-    """Wrap the tensors of the caller's ModelProto, so that passes do not rename them there."""
+    """Wrap the tensors of the caller's ModelProto, so that passes do not rename the caller's tensors."""
     for tensor, put in list(tensor_slots(model)):
         if isinstance(tensor, ir.TensorProtoTensor) and tensor.dtype != ir.DataType.STRING:
             put(ir.LazyTensor(lambda tensor=tensor: tensor, tensor.dtype, tensor.shape, name=tensor.name))  # type: ignore[misc]
 
 
 def _read_numbers(model: ir.Model) -> None:
-    """Turn cache dimensions named like "16" into integers: torch's exporter writes heads and head size so."""
+    """Turn cache dimensions named like "16", which torch's exporter writes for heads and head size, into integers."""
     for value in model.graph.inputs:
         if value.shape is not None and len(value.shape) == 4:
             batch, heads, length, size = value.shape
@@ -195,7 +196,7 @@ def _read_numbers(model: ir.Model) -> None:
 
 
 def _drop_shared_symbols(model: ir.Model) -> None:
-    """Drop symbols that name both axes of token ids or of a mask, because the axes have different sizes."""
+    """Drop a symbol that names both axes of token ids or of a mask, because the two axes have different sizes."""
     pairs = [value.shape for value in model.graph.inputs if value.shape is not None and len(value.shape) == 2]
     shared = {str(one[0]) for one in pairs if isinstance(one[0], ir.SymbolicDim) and one[0].value and one[0] == one[1]}
     if not shared:
@@ -221,7 +222,7 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def tensor_slots(model: ir.Model) -> Iterator[tuple[ir.TensorProtocol, Callable[[ir.TensorProtocol], None]]]:
-    """Yield every tensor of initializers and attributes, with a function that replaces it."""
+    """Yield every tensor of initializers and attributes, each with a function that replaces it."""
     for graph in model.graphs():
         for value in list(graph.initializers.values()):
             if value.const_value is not None:
@@ -245,10 +246,10 @@ def external_tensors(model: ir.Model) -> Iterator[ir.ExternalTensor]:
 
 
 def release_maps(model_tensors: list[ir.ExternalTensor]) -> None:
-    """Unmap tensors, so that the pages read so far do not count as this process's memory."""
+    """Unmap tensors, so that the pages that were read do not count as this process's memory."""
     for tensor in model_tensors:
         if tensor.raw is not None:
-            with suppress(BufferError):  # a caller still holds an array, which unmaps it when freed
+            with suppress(BufferError):  # a caller still uses an array; the file is unmapped when the array is freed
                 tensor.release()
 
 
@@ -322,7 +323,7 @@ def _check_external(tensor: ir.ExternalTensor, data: Path, path: Path) -> None:
 def write_model(
     model: ir.Model, path: Path, on_tensor: Callable[[int, int], None], embed_limit: int | None = None
 ) -> None:
-    """Write the model, and `<path>.data` beside it if its weights have embed_limit bytes (None: EMBED_LIMIT)."""
+    """Write the model; if its weights have at least embed_limit bytes (None: EMBED_LIMIT), also write `<path>.data`."""
     slots = list(tensor_slots(model))
     total = sum(tensor.nbytes for tensor, _ in slots)
     try:
@@ -333,7 +334,7 @@ def write_model(
                 format="protobuf",
                 external_data=path.name + ".data",
                 size_threshold_bytes=EXTERNAL_THRESHOLD,
-                # Kernels get the mapped bytes, and expect data aligned to cache lines.
+                # Kernels read the mapped bytes, and require data aligned to cache lines.
                 alignment=64,
                 align_threshold=0,
                 callback=lambda _, info: on_tensor(info.index + 1, info.total),
@@ -366,7 +367,7 @@ def to_bytes(model: ir.Model | onnx.ModelProto) -> bytes:
 
 @contextmanager
 def _embedded(slots: list[tuple[ir.TensorProtocol, Callable[[ir.TensorProtocol], None]]]) -> Iterator[None]:
-    """Make external tensors load their data when the model is serialized inside the with statement."""
+    """Inside the with statement, external tensors load their data when the model is serialized."""
     files = [(tensor, put) for tensor, put in slots if isinstance(tensor, ir.ExternalTensor)]
     for tensor, put in files:
 
@@ -404,15 +405,15 @@ def data_path(model_path: Path) -> Path:
 
 
 def move_into_place(written: Path, output: Path) -> None:
-    """Move a model and its data file from a temporary folder (on the same disk) to their names.
+    """Move a model and its data file from a temporary folder (on the same disk) to their final names.
 
-    Two files cannot be replaced at once. So before the data file is replaced, the old model is pointed to a second name
-    of its data, `<output>.data.replaced`. Even if the process is killed, `output` is either the old model with its data
-    or the new one. An exception restores the old pair.
+    Two files cannot be replaced at once. So before the data file is replaced, its data get a second name,
+    `<output>.data.replaced`, and the old model is changed to refer to that name. Even if the process is killed,
+    `output` is either the old or the new model, with its data. If an exception is raised, the old pair is restored.
     """
     backup = written.parent / "replaced"
     data, new_data, kept = data_path(output), data_path(written), _kept_path(data_path(output))
-    undo: list[Callable[[], None]] = []  # each entry precedes its step, because an interrupt may come between
+    undo: list[Callable[[], None]] = []  # each entry is added before its step, in case of an interrupt
     try:
         backup.mkdir()
         for file in (written, new_data):
@@ -432,13 +433,13 @@ def move_into_place(written: Path, output: Path) -> None:
             os.replace(new_data, data)
         os.replace(written, output)
     except BaseException as error:
-        if written.exists():  # else the new pair is complete
+        if written.exists():  # if it does not exist, the new pair is already complete
             for step in reversed(undo):
                 step()
         if isinstance(error, OSError):
             raise OutputError(f"cannot write {str(output)!r}: {error.strerror}") from error
         raise
-    with suppress(OSError):  # leftovers are harmless
+    with suppress(OSError):  # files that cannot be deleted are harmless
         if owns_data and not has_data:
             data.unlink()
         if owns_data or kept.name in old:
@@ -446,7 +447,7 @@ def move_into_place(written: Path, output: Path) -> None:
 
 
 def _point_to_kept_data(output: Path, backup: Path, undo: list[Callable[[], None]]) -> None:
-    """Give the data of the model at `output` a second name, and make the model point to it."""
+    """Give the data of the model at `output` a second name, and make the model refer to that name."""
     data, original = data_path(output), backup / output.name
     kept, pointing = _kept_path(data), backup / "pointing.onnx"
     proto = onnx.ModelProto.FromString(output.read_bytes())
@@ -468,7 +469,7 @@ def _kept_path(data: Path) -> Path:
 
 
 def _is_kept_twice(data: Path, status: os.stat_result) -> bool:
-    """Return whether a killed `move_into_place` left a second name of a data file."""
+    """Return whether a data file has a second name because `move_into_place` was killed."""
     names = (_kept_path(data), data.with_name(data.name.removesuffix(".replaced")))
     return status.st_nlink == 2 and any(
         name != data and name.is_file() and not name.is_symlink() and os.path.samestat(os.stat(name), status)

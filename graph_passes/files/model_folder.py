@@ -1,7 +1,7 @@
 """Model folders of Optimum and ONNX Runtime GenAI.
 
-A folder holds one ONNX file or those of an encoder and its decoders, with data, tokenizer and configuration. The result
-is a folder with the same names, which appears when it is complete.
+A folder holds one ONNX file, or the ONNX files of an encoder and its decoders, with data, tokenizer and configuration.
+The result is a folder with the same file names, which appears when it is complete.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .model_file import MODEL_SUFFIX, ModelFile, data_path, load_model
 from .output import check_new_folder
 
 ENCODER = f"encoder_model{MODEL_SUFFIX}"
-# Decoder for the first call, for later calls with caches, and for both.
+# Decoders: for the first call, for later calls with caches, and for both.
 DECODER, DECODER_WITH_PAST, MERGED_DECODER = (
     f"decoder_{name}{MODEL_SUFFIX}" for name in ("model", "with_past_model", "model_merged")
 )
@@ -31,8 +31,8 @@ DECODER, DECODER_WITH_PAST, MERGED_DECODER = (
 class OtherFiles:
     """The files of a folder besides the model and its weights."""
 
-    copied: list[tuple[Path, Path]]  # source path, and path relative to the folder
-    left_out: list[str]  # names of files that may not be read
+    copied: list[tuple[Path, Path]]  # (source path, path relative to the folder)
+    left_out: list[str]  # names of files that are not copied, because they must not be read
 
 
 def check_output_folder(output: Path, folder: Path) -> None:
@@ -47,7 +47,7 @@ def check_output_folder(output: Path, folder: Path) -> None:
 
 
 def parts_in(folder: Path) -> list[Path]:
-    """Return the files of an encoder and its decoders, encoder first; empty for other folders."""
+    """Return the files of an encoder and its decoders, encoder first; empty if the folder holds no such model."""
     names = (ENCODER, DECODER, DECODER_WITH_PAST, MERGED_DECODER)
     found = [folder / name for name in names if (folder / name).is_file()]
     whole = len(found) > 1 and found[0].name == ENCODER and not (folder / f"model{MODEL_SUFFIX}").exists()
@@ -55,10 +55,10 @@ def parts_in(folder: Path) -> list[Path]:
 
 
 def find_others(folder: Path, sources: Sequence[ModelFile]) -> OtherFiles:
-    """Return the files to copy beside the new models: all but the old models, their weights, and hidden files.
+    """Return the files to copy beside the new models: all files except the old models, their weights, and hidden files.
 
-    A folder is untrusted: only regular files are read, inside the folder or the folder that a model's link leads to (as
-    in download caches).
+    A folder is untrusted: only regular files are read, and only inside the folder, or inside the folder to which a
+    model's link points (as in download caches).
     """
     paths = [source.path for source in sources if source.path is not None]
     written = {str(file.relative_to(folder)) for path in paths for file in (path, data_path(path))}
@@ -108,7 +108,7 @@ def copy_others(others: OtherFiles, into: Path, on_file: Callable[[int, int], No
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Yield all files and links below the folder, in order, except hidden ones (of download tools and git)."""
+    """Yield all files and links below the folder, in order, except hidden files (of download tools and git)."""
 
     def fail(error: OSError) -> None:
         raise ModelError(f"{str(error.filename)!r} cannot be read: {error.strerror}") from error
@@ -129,7 +129,7 @@ def _may_be_read(folder: Path, models: Sequence[Path], real: Path) -> bool:
 
 
 def _weights(sources: Sequence[ModelFile], other_models: list[Path]) -> set[Path]:
-    """Return the data files that only these models use."""
+    """Return the data files of these models that no other model uses."""
     weights = {file for source in sources for file in source.data_files}
     for path in other_models:
         with suppress(ModelError):  # an unreadable model is copied unchanged

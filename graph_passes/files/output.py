@@ -1,4 +1,4 @@
-"""Output paths: the checks before work begins, and writes that leave the old file or a complete new one."""
+"""Output paths: checks before work begins, and writes after which either the old or the new file is complete."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_parent(output: Path) -> None:
 def check_file(output: str | os.PathLike[str], example: str = "") -> None:
     """Check that a file can be written, or replaced, at a path.
 
-    example: a file name for the error if the path is a folder.
+    example: a file name that the error suggests if the path is a folder.
 
     Raises:
         OutputError: The path is a folder or a special file, or its folder does not exist or cannot be written to.
@@ -44,13 +44,13 @@ def check_file(output: str | os.PathLike[str], example: str = "") -> None:
 
 
 def check_new_folder(output: Path, because: str, suffix: str, otherwise: str = "") -> None:
-    """Check that a folder can be created at a path, which may be an empty folder.
+    """Check that a folder can be created at a path. The path may already be an empty folder.
 
     Args:
         output: The path.
-        because: The reason for a folder, in errors.
-        suffix: Suffix of files that callers may give by mistake, such as ".onnx".
-        otherwise: An alternative to a folder, in errors.
+        because: Why the output is a folder, for errors.
+        suffix: Suffix of file names that users may give by mistake, such as ".onnx".
+        otherwise: An alternative to giving a folder, for errors.
 
     Raises:
         OutputError: The path is a file or a folder that is not empty, or its folder cannot be written to.
@@ -68,7 +68,7 @@ def check_new_folder(output: Path, because: str, suffix: str, otherwise: str = "
 
 @contextmanager
 def new_file(output: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Yield a file to write; it replaces `output` when the block ends without an error.
+    """Yield a file to write. It replaces `output` when the with statement ends without an error.
 
     Raises:
         OutputError: The file cannot be written. The old file is unchanged.
@@ -96,7 +96,7 @@ def write_text(output: str | os.PathLike[str], text: str) -> None:
 
 
 def move_folder_into_place(written: Path, output: Path) -> None:
-    """Rename a complete folder; at `output` there may be an empty folder.
+    """Rename a complete folder to `output`, where there may be an empty folder.
 
     Raises:
         OutputError: The folder cannot be written.
@@ -111,6 +111,6 @@ def move_folder_into_place(written: Path, output: Path) -> None:
 
 
 def sync(file: Path) -> None:
-    """Write a file to disk, because otherwise a later rename may reach the disk before its contents."""
+    """Flush a file to disk, because otherwise a later rename may reach the disk before the file's contents."""
     with open(file, "r+b") as stream:
         os.fsync(stream.fileno())

@@ -1,4 +1,4 @@
-"""A temporary file for finished tensors, so that a model of many layers needs little memory."""
+"""A temporary file for finished tensors, so that a model with many layers needs little memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ALIGNMENT = 64
 
 
 class TensorSpill:
-    """A file of tensors. They are valid until it is closed and its folder is removed."""
+    """A file of tensors. The tensors are valid until the file is closed and its folder is removed."""
 
     def __init__(self, folder: Path, name: str = "packed.bin") -> None:
         self._folder = folder
@@ -40,7 +40,7 @@ class TensorSpill:
 
     def close(self) -> None:
         """Close the file."""
-        with suppress(OSError):  # a full disk, which add() has reported
+        with suppress(OSError):  # close fails if the disk is full, which add() has already reported
             self._file.close()
 
     def __enter__(self) -> TensorSpill:

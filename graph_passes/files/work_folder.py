@@ -16,7 +16,7 @@ _STALE_SECONDS = 24 * 3600
 
 @contextmanager
 def work_folder(target: Path | None) -> Iterator[Path]:
-    """Make a temporary folder beside the output, so that a finished file can be renamed; it is always removed.
+    """Make a temporary folder beside the output, so that finished files can be renamed. It is always removed.
 
     Raises:
         OutputError: The folder cannot be created.
@@ -35,7 +35,7 @@ def work_folder(target: Path | None) -> Iterator[Path]:
 
 
 def _remove_stale(parent: Path, prefix: str) -> None:
-    """Remove folders of killed runs: unchanged for a day."""
+    """Remove the folders that killed runs left behind: those unchanged for a day."""
     with suppress(OSError):
         for folder in parent.iterdir():
             if folder.name.startswith(prefix):

@@ -1,4 +1,4 @@
-"""Timings and sizes, as values and in words."""
+"""Timings, and sizes in words."""
 
 from __future__ import annotations
 

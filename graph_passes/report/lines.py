@@ -1,4 +1,4 @@
-"""Text of reports: labelled facts, one a line, and plain tables."""
+"""Text of reports: one labelled fact per line, and plain tables."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 WIDTH = 80
 _LABEL_WIDTH = 14
-_NATURAL = 10_000  # width of a table whose names must not be broken
+_NATURAL = 10_000  # width for tables whose names must not be wrapped
 
-Fact = tuple[str, str]  # label and text; an empty label continues the fact above
+Fact = tuple[str, str]  # (label, text); an empty label continues the fact above
 
 
 def lay_out(facts: Iterable[Fact], width: int = WIDTH, label_width: int = _LABEL_WIDTH) -> str:
@@ -22,9 +22,9 @@ def lay_out(facts: Iterable[Fact], width: int = WIDTH, label_width: int = _LABEL
 
 
 def wrap(text: str, width: int = WIDTH, first: str = "", indent: str = "") -> str:
-    """Wrap text at spaces. Names and paths that are too long for a line are never broken."""
+    """Wrap text at spaces. Names and paths are never broken, even if they are longer than a line."""
     filled = textwrap.fill(
-        text.replace(" %", "\N{NO-BREAK SPACE}%"),  # a number and its % stay on one line
+        text.replace(" %", "\N{NO-BREAK SPACE}%"),  # keep a number and its % on one line
         width,
         initial_indent=first,
         subsequent_indent=indent,
@@ -81,27 +81,27 @@ def count(number: int, noun: str) -> str:
 
 
 def first_of(names: Sequence[str]) -> str:
-    """Return the first name and the number of further ones."""
+    """Return the first name and the number of further names: "a and 2 more"."""
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def factor(ratio: float, better: str, worse: str, same: str = "about the same") -> str:
-    """Return a ratio in words: 2.00x smaller, or 2.00x larger."""
+    """Return a ratio in words, such as "2.00x smaller" or "2.00x larger"."""
     if f"{ratio:.2f}" == "1.00":
         return same
     return f"{ratio:.2f}x {better}" if ratio >= 1 else f"{1 / ratio:.2f}x {worse}"
 
 
 def percent(fraction: float | None) -> str:
-    """Return a fraction in per cent, "" for None."""
+    """Return a fraction as a percentage; "" for None."""
     return "" if fraction is None else f"{100 * fraction:.1f} %"
 
 
 def number(value: float | None) -> str:
-    """Return a value with two significant digits, "" for None."""
+    """Return a value with two significant digits; "" for None."""
     return "" if value is None else f"{value:.2g}"
 
 
 def largest(values: Iterable[float | None]) -> float | None:
-    """Return the largest of the known and finite values."""
+    """Return the largest value that is known and finite."""
     return max((value for value in values if value is not None and math.isfinite(value)), default=None)

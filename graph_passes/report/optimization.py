@@ -1,6 +1,6 @@
 """The report of an optimization, as objects, JSON and text.
 
-The text is a summary: one headline (speed, size, similarity, file), then one fact a line, with equal layers grouped.
+The text is a summary: one headline (speed, size, similarity, file), then one fact per line, with equal layers grouped.
 
 `details()` adds the search's trials, the fused operations, the operators and a table of all layers.
 """
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
     from .search import AutoReport
 
-_REASONS_SHOWN = 5  # in the summary, for each kind of fact
-_OUTPUTS_SHOWN = 3  # a decoder has two outputs per layer
-_SIZES_SHOWN = 4  # for layers of one format
-SPARSE = 0.3  # weights with at least this fraction of zeros are called sparse; quantization alone makes fewer
-_STORED_SPARSE = 0.05  # the same for weights stored without zeros
+_REASONS_SHOWN = 5  # number of reasons in the summary, for each kind of fact
+_OUTPUTS_SHOWN = 3  # number of outputs in the summary; a decoder has two outputs per layer
+_SIZES_SHOWN = 4  # number of layer sizes in the summary, for each format
+SPARSE = 0.3  # least fraction of zeros of a weight that is called sparse; quantization alone makes fewer
+_STORED_SPARSE = 0.05  # like SPARSE, for weights that are stored without their zeros
 _SPARSE_OPERATOR = "VNNISpMM"
 _BUSY = 2  # a median above this multiple of the fastest run means a busy machine
 _LEFT = ("layer", "op", "new op", "format", "status")  # left-aligned columns
-# Shown once above the table if all layers agree.
+# Columns that are shown once above the table if all layers have the same value.
 _SHARED_COLUMNS = ("op", "new op", "format", "sparsity", "status")
 
 LayerStatus = Literal["replaced", "would replace", "pruned", "quantized", "kept"]
@@ -41,23 +41,26 @@ LayerStatus = Literal["replaced", "would replace", "pruned", "quantized", "kept"
 
 @dataclass
 class LayerReport:
-    """One linear layer, or a node that looks like one. Sizes: of the weight before, of the packed tensors after."""
+    """One linear layer, or a node that looks like one.
+
+    bytes_before: size of the weight; bytes_after: size of the packed tensors.
+    """
 
     name: str
     op: str
     new_op: str | None = None
     k: int | None = None
     n: int | None = None
-    sparsity: float | None = None  # fraction of zeros of the weight in the optimized model
+    sparsity: float | None = None  # fraction of zeros in the optimized model's weight
     bytes_before: int | None = None
     bytes_after: int | None = None
     output_error: float | None = None  # ||XW - Y|| / ||XW|| for calibration inputs X and the new operator's output Y
     status: LayerStatus = "kept"
     reason: str | None = None
-    threshold: float | None = None  # inputs of at most this magnitude count as 0
+    threshold: float | None = None  # inputs with at most this magnitude count as 0
     density: float | None = None  # fraction of the calibration inputs above the threshold
-    weight_bits: int | None = None  # of a quantized weight: 8 or 4
-    storage: str | None = None  # of a weight in SparseAMXMatMul: "dense", "bitmap" or "2:4"
+    weight_bits: int | None = None  # 8 or 4 for a quantized weight, else None
+    storage: str | None = None  # storage of SparseAMXMatMul's weight: "dense", "bitmap" or "2:4"
     # operations that the new operator also computes: "gelu", "residual", …
     fused: list[str] = field(default_factory=list)
 
@@ -69,7 +72,7 @@ class LayerReport:
 
     @property
     def growth(self) -> int:
-        """Bytes that the weight grew by; negative if it shrank."""
+        """Number of bytes by which the weight grew; negative if it shrank."""
         return (self.bytes_after or 0) - (self.bytes_before or 0)
 
 
@@ -77,12 +80,12 @@ class LayerReport:
 class LookupReport:
     """A chain of element-wise operators on a quantized value, which one lookup table may replace."""
 
-    name: str  # the node that becomes the lookup; if none does, the chain's first node
+    name: str  # the node that is replaced by the lookup, or else the chain's first node
     operators: list[str]
-    entries: int | None = None  # of the table
+    entries: int | None = None  # number of entries of the table
     entry_type: str | None = None
     status: LayerStatus = "kept"
-    reason: str | None = None  # why it was not replaced
+    reason: str | None = None  # why the chain was not replaced
 
 
 @dataclass
@@ -110,14 +113,14 @@ class OutputDeviation:
 
 @dataclass
 class CacheReport:
-    """The layers whose KV cache pass compress_cache replaced. Bytes: per token, summed over the layers."""
+    """The attention layers whose KV cache pass compress_cache replaced. Sizes are bytes per token, over all layers."""
 
     attentions: int
     keys: str
     values: str
     bytes_before: int
     bytes_after: int
-    # Deviation from the original, for tokens decoded one by one after a prompt.
+    # Deviation from the original for tokens that are decoded one by one after a prompt.
     decode_error: list[OutputDeviation] = field(default_factory=list)
     decoded_tokens: int | None = None
     prompt_tokens: int | None = None
@@ -136,27 +139,28 @@ class OptimizationReport:
     dry_run: bool = False
     portable: bool = True
     layers: list[LayerReport] = field(default_factory=list)
-    lookups: list[LookupReport] = field(default_factory=list)  # from pass fuse_lut
-    cache: CacheReport | None = None  # from pass compress_cache
-    auto: AutoReport | None = None  # if the recipe was found by the search
+    lookups: list[LookupReport] = field(default_factory=list)  # results of pass fuse_lut
+    cache: CacheReport | None = None  # result of pass compress_cache
+    auto: AutoReport | None = None  # set if a search found the recipe
     file_size_before: int | None = None
     file_size_after: int | None = None
-    output_error: list[OutputDeviation] = field(default_factory=list)  # optimized against the original
-    # Rounding inside the kernels: optimized against the pruned and quantized model before layers were replaced.
+    output_error: list[OutputDeviation] = field(default_factory=list)  # optimized model compared with the original
+    # Errors of rounding inside the kernels: the optimized model compared with the pruned and quantized model whose
+    # layers are not yet replaced.
     rounding_error: list[OutputDeviation] = field(default_factory=list)
-    portable_error: list[OutputDeviation] = field(default_factory=list)  # ONNX functions against the native kernels
-    latency_before: Timing | None = None  # one run of the first verification feed
+    portable_error: list[OutputDeviation] = field(default_factory=list)  # ONNX functions compared with native kernels
+    latency_before: Timing | None = None  # time of one run on the first verification feed
     latency_after: Timing | None = None
-    latency_cpus: int | None = None  # CPUs that this process may use
-    latency_threads: int | None = None  # in each of the two sessions
-    latency_padding: tuple[int, int] | None = None  # padding tokens and all tokens of the timed feed
+    latency_cpus: int | None = None  # number of CPUs that this process may use
+    latency_threads: int | None = None  # threads of each of the two timed sessions
+    latency_padding: tuple[int, int] | None = None  # (padding tokens, all tokens) of the timed feed
     feeds: str | None = None
-    judged_on: str | None = None  # feeds on which output errors are measured, if not all
-    tokens: int | None = None  # in the given feeds; None: no feeds, or none with tokens
+    judged_on: str | None = None  # the feeds for output errors, if not all feeds are used
+    tokens: int | None = None  # number of tokens in the given feeds; None: unknown
     notes: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     cpu: dict[str, Any] = field(default_factory=dict)
-    # for a folder of several models: the report of each file
+    # The report of each file, for a folder with several models.
     parts: dict[str, OptimizationReport] = field(default_factory=dict)
     model: onnx.ModelProto | None = field(default=None, repr=False, compare=False)
 
@@ -166,7 +170,7 @@ class OptimizationReport:
         return [layer for layer in self.layers if layer.status in ("replaced", "would replace")]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain dicts, lists, numbers and strings, without the model. Non-finite numbers become None."""
+        """Return the report as dicts, lists, numbers and strings, without the model. NaN and infinity become None."""
         fields = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self) if entry.name != "model"}
         plain: dict[str, Any] = _plain(fields)
         return plain
@@ -250,7 +254,7 @@ def _layer_table(report: OptimizationReport, width: int | None = None) -> str:
 
 
 def _zeros(report: OptimizationReport, layer: LayerReport) -> float | None:
-    """Return the fraction of zeros of a pruned or sparse weight, else None: quantization alone makes some."""
+    """Return the fraction of zeros of a pruned or sparse weight. For other weights, return None."""
     if any(step.get("name") == "prune" for step in report.recipe.get("pass", ())):
         return layer.sparsity
     stored = layer.storage in ("bitmap", "2:4") or layer.new_op == _SPARSE_OPERATOR
@@ -281,7 +285,7 @@ def _products(report: OptimizationReport) -> str:
     verb = "would replace" if report.dry_run else "replaced"
     if not report.layers:
         return f"{verb} no matrix products"
-    attention = sum(layer.k is None for layer in report.replaced)  # these have no weight
+    attention = sum(layer.k is None for layer in report.replaced)  # attention has no weight
     inside = f", {attention} of them in attention" if attention else ""
     return f"{verb} {len(report.replaced)} of {len(report.layers)} matrix products{inside}"
 
@@ -290,7 +294,7 @@ def _products(report: OptimizationReport) -> str:
 
 
 def _speedup(before: Timing, after: Timing) -> float:
-    """Return the smaller of the ratios of the fastest runs and of the medians, which differ on a busy machine."""
+    """Return the smaller of two speedups: of the fastest runs, and of the medians. They differ on a busy machine."""
     return min(before.min_ms / after.min_ms, before.median_ms / after.median_ms)
 
 
@@ -302,7 +306,7 @@ def _speed_gain(report: OptimizationReport) -> str:
 
 
 def _speed_facts(report: OptimizationReport) -> list[Fact]:
-    """Return the only speed in a report: from pass verify if it measured one, else from the search."""
+    """Return the speed for the report: the one that pass verify measured, or else the one of the search."""
     before, after = report.latency_before, report.latency_after
     if before and after:
         decodes = report.cache is not None and report.cache.decoded_tokens is not None
@@ -399,7 +403,7 @@ def _rounding_facts(report: OptimizationReport) -> list[Fact]:
 
 
 def _facts(report: OptimizationReport, reasons: int | None = None) -> list[Fact]:
-    """Return the facts of a summary. At most `reasons` reasons of one kind are shown; None shows all."""
+    """Return the facts of a summary. reasons: the largest number of reasons shown for each kind; None: all."""
     return [
         *_speed_facts(report),
         *_size_facts(report),
@@ -444,7 +448,10 @@ def _group(report: OptimizationReport, layers: list[LayerReport]) -> str:
 
 
 def _reason_facts(label: str, given: Iterable[tuple[str | None, str]], limit: int | None) -> list[Fact]:
-    """Return one fact per reason, at most `limit`. given: pairs of a reason (None: no fact) and a name."""
+    """Return one fact per reason, at most `limit`.
+
+    given: (reason, name) pairs; pairs whose reason is None are skipped.
+    """
     found: dict[str, list[str]] = {}
     for reason, name in given:
         if reason:
@@ -473,7 +480,7 @@ def _operator_facts(report: OptimizationReport) -> list[Fact]:
 
 
 def _columns(report: OptimizationReport) -> dict[str, list[str]]:
-    """Return the cells of the table by column; cells of steps that did not run are empty."""
+    """Return the cells of the table by column. Columns of passes that did not run have empty cells."""
     layers = [layer for layer in report.layers if layer.k is not None]
     return {
         "layer": [layer.name for layer in layers],
@@ -496,14 +503,17 @@ def _columns(report: OptimizationReport) -> dict[str, list[str]]:
 
 def _search_facts(report: OptimizationReport) -> list[Fact]:
     auto = report.auto
-    if auto is None or (not report.layers and not report.recipe.get("pass")):  # the headline has the outcome
+    if auto is None or (not report.layers and not report.recipe.get("pass")):  # the headline shows the outcome
         return []
     chosen = "".join(f"; chosen: {trial.found}" for trial in auto.trials if trial.chosen)
     return [("search", f"{count(len(auto.trials), 'model')} tried{chosen}; budget: {auto.budget}")]
 
 
 def _search_details(report: OptimizationReport) -> list[Fact]:
-    """Return the search's measurements. Layers are timed alone; layers of one size and format share a timing."""
+    """Return the search's measurements.
+
+    Each layer is timed alone. Layers with the same size and format share a timing.
+    """
     auto = report.auto
     if auto is None:
         return []
@@ -514,7 +524,7 @@ def _search_details(report: OptimizationReport) -> list[Fact]:
         for one in auto.layers
         if one.name in sizes and one.before_ms
     )
-    # The outcome has a speed, but a report shows only one.
+    # The outcome states a speed, so leave it out if the report already shows the measured speed.
     outcome = [("search", auto.outcome)] if report.latency_after is None else []
     return [
         *outcome,

@@ -76,7 +76,7 @@ def make_page(facts: Mapping[str, Any]) -> str:
 
 
 def _rows(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the layers with the search's measurements of each."""
+    """Return one row per layer, with the search's measurements of the layer."""
     chosen = {layer["name"]: layer for layer in (facts["auto"] or {}).get("layers", ())}
     rows = []
     for layer in facts["layers"]:
@@ -109,13 +109,13 @@ def _plots(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]  # fmt: skip
     found = []
     for title, draw in figures:
-        # Not pyplot, which looks for a display.
+        # Do not use pyplot, because it looks for a display.
         figure = import_module("matplotlib.figure").Figure(figsize=(11, 3.6), layout="constrained")
         if draw(figure):
             svg = io.BytesIO()
             with import_module("matplotlib").rc_context({"svg.hashsalt": "ortolan"}):
                 figure.savefig(svg, format="svg", metadata={"Date": None})
-            # Inside an image, scripts cannot run and the ids of two plots cannot collide.
+            # Plots are embedded as images, in which scripts cannot run and ids cannot collide.
             found.append((title, f"data:image/svg+xml;base64,{base64.b64encode(svg.getvalue()).decode()}"))
     return found
 
@@ -205,5 +205,5 @@ def _number(number: float | None, digits: int = 3) -> str:
 
 
 def _times(milliseconds: Sequence[float]) -> str:
-    """Return the times of all shapes in one cell."""
+    """Return the times of all shapes as the text of one cell."""
     return " / ".join(f"{one:.3g}" for one in milliseconds)

@@ -16,27 +16,28 @@ Saves = Literal["time", "bytes"]  # the resource that a search saves
 class MeasuredForm:
     """Measurements of one layer in one target format."""
 
-    milliseconds: list[float]  # by input shape
-    # ||XW - Y|| / ||XW|| for calibration inputs X and the operator's output Y; None: too slow, not measured
+    milliseconds: list[float]  # time for each input shape
+    # ||XW - Y|| / ||XW|| for calibration inputs X and the operator's output Y; None: not measured, because the format
+    # is too slow
     error: float | None = None
     bytes: int | None = None  # size of the packed weight, if the search saves bytes
 
 
 @dataclass
 class LayerChoice:
-    """The format chosen for a layer, and the alternatives."""
+    """The format chosen for a layer, and the measured alternatives."""
 
     name: str
     reason: str
-    chosen: str | None = None  # name of a candidate; None: the layer is unchanged
+    chosen: str | None = None  # name of the chosen format; None: the layer is unchanged
     error: float | None = None
-    before_ms: list[float] = field(default_factory=list)  # by input shape, the layer timed alone
+    before_ms: list[float] = field(default_factory=list)  # time of the layer alone, for each input shape
     after_ms: list[float] = field(default_factory=list)
     forms: dict[str, MeasuredForm] = field(default_factory=dict)
     sensitivity: float | None = None  # relative error of the model's outputs per relative error of the layer's output
 
     def times(self) -> str:
-        """Return the milliseconds by input shape, before and after, in words."""
+        """Return the times for each input shape, before and after, in words."""
         return " -> ".join(" / ".join(f"{ms:.3g}" for ms in one) for one in (self.before_ms, self.after_ms) if one)
 
 
@@ -45,16 +46,16 @@ class Trial:
     """A whole model that the search made and checked against the budget."""
 
     layers: int  # number of replaced layers
-    attention: bool  # whether attention was fused
+    attention: bool  # True if attention was fused
     within: bool
     found: str  # the measured value that the budget limits, in words
-    # Sum of the layers' times relative to the original, or of their bytes relative to 8 bits in all layers. None: not
-    # measured.
+    # The sum of the layers' times relative to the original; or if bytes are saved, the sum of their bytes relative to 8
+    # bits in all layers. None: not measured.
     time: float | None = 1.0
-    # estimated output error: root sum of squares of the layers' errors times their sensitivities
+    # Estimated output error: root of the sum over layers of (error times sensitivity) squared.
     error: float | None = 0.0
-    cosine: float | None = None  # cosine similarity of the worst output to the original's
-    bytes: int | None = None  # size of the file
+    cosine: float | None = None  # smallest cosine similarity of an output to the original's
+    bytes: int | None = None  # size of the model file
     chosen: bool = False
     saves: Saves = "time"
 
@@ -71,11 +72,11 @@ class Trial:
 
 @dataclass
 class PathPoint:
-    """One step of the search's path: this layer changes to this format, on top of all earlier steps."""
+    """One step of the search's path: this layer changes to this format, in addition to all earlier steps."""
 
     layer: str
     form: str
-    time: float  # as in Trial
+    time: float  # time and error as in Trial
     error: float
 
 
@@ -87,15 +88,15 @@ class AutoReport:
     shapes: list[tuple[int, int]]  # (batch, tokens)
     outcome: str = ""
     layers: list[LayerChoice] = field(default_factory=list)
-    path: list[PathPoint] = field(default_factory=list)  # estimated from the times and errors of single layers
-    trials: list[Trial] = field(default_factory=list)  # in the order in which they were made
-    changed: bool = False  # False: nothing was faster, and the model is the original
-    attention: bool = False  # whether attention is fused in the chosen model
+    path: list[PathPoint] = field(default_factory=list)  # values are estimated from single layers
+    trials: list[Trial] = field(default_factory=list)  # models in the order in which they were tried
+    changed: bool = False  # False: no format was faster, so the model is the original
+    attention: bool = False  # True if attention is fused in the chosen model
     before: list[Timing] = field(default_factory=list)  # times of the whole model, by shape
     after: list[Timing] = field(default_factory=list)
-    measured: int = 0  # kinds of layers that were timed; times of other kinds were cached
+    measured: int = 0  # number of layer kinds that were timed; times of other kinds were cached
     saves: Saves = "time"
-    gain: float | None = None  # speedup of the chosen model, mean over the shapes
+    gain: float | None = None  # speedup of the chosen model, averaged over the shapes
 
     def facts(self) -> list[Fact]:
         """Return the outcome, the speed, and the number of layers in each format."""
@@ -117,7 +118,7 @@ class AutoReport:
         ]
 
     def trial_facts(self) -> list[Fact]:
-        """Return the models that were tried, and the reasons for the layers' formats."""
+        """Return the models that were tried, and the reasons for the formats of layers."""
         reasons: dict[str, list[str]] = {}
         for layer in self.layers:
             reasons.setdefault(layer.reason, []).append(layer.name)

@@ -1,4 +1,4 @@
-"""A GGUF file, read by the package gguf; its tensors stay mapped."""
+"""Reads a GGUF file with the package gguf. Tensors stay mapped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .header import check_header
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-_CHUNK = 1 << 24  # elements that are dequantized at once
+_CHUNK = 1 << 24  # number of elements that are dequantized at once
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class StoredWeight:
 
     Attributes:
         name: The tensor's name in the file.
-        kind: Its type, such as "Q4_1".
+        kind: The tensor's GGUF type, such as "Q4_1".
         shape: The weight's shape.
-        data: Mapped, one row per row of the tensor.
-        order: Indices of the tensor's rows; None: all in order.
+        data: The mapped data, one row per row of the tensor.
+        order: Indices of the tensor's rows. None means all rows in order.
     """
 
     name: str
@@ -40,11 +40,11 @@ class StoredWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """Number of bytes in the file."""
         return self.data.nbytes // max(1, len(self.data)) * self.shape[0]
 
     def rows(self, start: int, stop: int) -> StoredWeight:
-        """Return the rows from start to stop."""
+        """Return the rows from start to before stop."""
         return self.reordered(np.arange(start, stop))
 
     def reordered(self, order: np.ndarray) -> StoredWeight:
@@ -53,7 +53,7 @@ class StoredWeight:
         return StoredWeight(self.name, self.kind, (len(order), *self.shape[1:]), self.data, order)
 
     def stored(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return rows as stored: bytes of blocks, or plain values."""
+        """Return rows in the stored form: bytes of blocks, or plain values."""
         return self.data[start:stop] if self.order is None else self.data[self.order[start:stop]]
 
     def floats(self, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -89,8 +89,8 @@ class GgufFile:
 
     Attributes:
         path: Its path.
-        metadata: All entries that are not arrays.
-        weights: By their names in the file.
+        metadata: All metadata entries except arrays.
+        weights: The weights by their names in the file.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class GgufFile:
         }
 
     def has(self, key: str) -> bool:
-        """Return whether the metadata has this key, as an array or not."""
+        """Return whether the metadata has this key, including arrays."""
         return key in self._reader.fields
 
     def array(self, key: str) -> Sequence[Any]:
@@ -152,7 +152,7 @@ class GgufFile:
         return found
 
     def integer(self, key: str, default: int | None = None, maximum: int = 1 << 24) -> int:
-        """Return an integer of the metadata, from 1 to maximum.
+        """Return an integer of the metadata, which must be from 1 to maximum.
 
         Raises:
             ModelBuildError: It is missing, or something else.
@@ -165,7 +165,7 @@ class GgufFile:
         return found
 
     def positive(self, key: str, default: float | None = None) -> float:
-        """Return a positive finite float of the metadata.
+        """Return a float of the metadata, which must be positive and finite.
 
         Raises:
             ModelBuildError: It is missing, or something else.

@@ -1,6 +1,6 @@
 """Checks all lengths in the header of a GGUF file against the file's size.
 
-The package gguf trusts lengths: an array of 2^60 elements in a short file would keep it busy forever.
+The package gguf trusts the lengths: an array of 2^60 elements in a short file would keep it busy forever.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ..graph_builder import ModelBuildError
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _STRING, _ARRAY = 8, 9
-# Type number -> bytes, for the other metadata types.
+# Maps the numbers of the remaining metadata types to their bytes.
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _ALIGNMENT_KEY, _ALIGNMENT = b"general.alignment", 32
 _ARCHITECTURE_KEY, _LENGTH_BYTES = b"general.architecture", 8
 _UINT32 = 4
 _MAX_AXES = 4
 _MAX_ALIGNMENT = 1 << 20
-# Larger counts would take long to read; vocabularies have about 100,000 entries.
+# Limits, because larger counts would take long to read. Vocabularies have about 100,000 entries.
 _MAX_ENTRIES = 1 << 16
 _MAX_ELEMENTS = 1 << 22
 
@@ -61,7 +61,7 @@ class _NotGGUF(Exception):
 
 
 def check_header(path: Path, check_architecture: Callable[[Path, str], None] | None = None) -> None:
-    """Check that all parts of a GGUF file are inside of it.
+    """Check that no part of a GGUF file extends beyond the end of the file.
 
     Args:
         path: The file.
@@ -81,7 +81,7 @@ def check_header(path: Path, check_architecture: Callable[[Path, str], None] | N
         raise ModelBuildError(
             f"{os.fspath(path)!r} is not a GGUF file: it does not begin with 'GGUF'; for ONNX models: ortolan optimize"
         ) from None
-    except (_Malformed, ValueError) as error:  # an empty file cannot be mapped
+    except (_Malformed, ValueError) as error:  # ValueError: an empty file cannot be mapped
         raise ModelBuildError(
             f"{os.fspath(path)!r} cannot be read as a GGUF file: {error}; download it again"
         ) from None
@@ -141,7 +141,7 @@ def _skip_value(cursor: _Cursor, kind: int, what: str) -> None:
 
 
 def _tensor_end(cursor: _Cursor, alignment: int) -> tuple[str, int]:
-    """Return the tensor's name, and the offset of its end after the header."""
+    """Return the tensor's name, and the offset of its end relative to the end of the header."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     name = cursor.text("the name of a tensor").decode(errors="replace")
@@ -158,6 +158,6 @@ def _tensor_end(cursor: _Cursor, alignment: int) -> tuple[str, int]:
     if 0 in shape or shape[0] % block or offset % alignment:
         raise _Malformed(f"{what} has shape {shape} at offset {offset}, expected rows of {block} values, aligned")
     count = 1
-    for side in shape:  # Python integers do not overflow
+    for side in shape:  # no overflow, because these are Python integers
         count *= side
     return name, offset + count // block * size

@@ -1,7 +1,7 @@
 """Reads a GGUF file into a decoder's configuration and its weights under their Hugging Face names.
 
 llama.cpp's converter reorders the rows of q_proj and k_proj of architecture "llama" for interleaved rotation, and adds
-1 to Gemma's norms. Tensors are packed as in Hugging Face's models.
+1 to Gemma's norms. Tensors that Hugging Face's models pack (Phi-3) are packed in the file as well.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..llama_config import LlamaConfig, llama_weight_shapes
 from .file import GgufFile, StoredWeight
 
 _TABLE, _HEAD = "model.embed_tokens", "lm_head"
-# GGUF name -> Hugging Face name; for layers, the part after "blk.N.".
+# Maps the GGUF name, after "blk.N.", to the Hugging Face name of a layer's weight.
 _LAYER_WEIGHTS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -40,24 +40,24 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 @dataclass(frozen=True)
 class _Architecture:
-    """The differences between architectures. hugging_face: the class in transformers."""
+    """The properties in which architectures differ. hugging_face: the name of the class in transformers."""
 
     hugging_face: str
     rope_style: Literal["half", "interleaved"] = "half"
     activation: Literal["silu", "gelu_tanh"] = "silu"
     scaled_embedding: bool = False
-    packed: bool = False  # query, key and value in one tensor, gate and up in another
+    packed: bool = False  # one tensor holds query, key and value, and another holds gate and up
 
 
 ARCHITECTURES = {
-    "llama": _Architecture("LlamaForCausalLM", rope_style="interleaved"),  # and Mistral
+    "llama": _Architecture("LlamaForCausalLM", rope_style="interleaved"),  # Llama and Mistral
     "qwen2": _Architecture("Qwen2ForCausalLM"),
     "qwen3": _Architecture("Qwen3ForCausalLM"),
     "phi3": _Architecture("Phi3ForCausalLM", packed=True),
     "gemma": _Architecture("GemmaForCausalLM", activation="gelu_tanh", scaled_embedding=True),
 }
 
-# Encoders that llama.cpp supports.
+# Encoder architectures that llama.cpp supports.
 _EMBEDDING_ARCHITECTURES = (
     *("bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "modern-bert", "jina-bert-v2", "jina-bert-v3", "eurobert"),
     *("t5encoder", "gemma-embedding"),
@@ -67,7 +67,7 @@ _NOT_A_DECODER = (
     "optimum-cli export onnx --model MODEL FOLDER, then: ortolan optimize FOLDER"
 )
 
-# Metadata keys, after the architecture's name, of unsupported features: must be missing or 0.
+# Metadata keys (without the architecture's name) of unsupported features. They must be missing or 0.
 _UNSUPPORTED = (
     "expert_count",
     "attn_logit_softcapping",
@@ -88,10 +88,10 @@ class GgufModel:
 
     Attributes:
         file: The file.
-        architecture: As the file names it.
+        architecture: The architecture's name in the file.
         config: The configuration.
-        weights: By Hugging Face name; see llama_weight_shapes.
-        notes: For the user.
+        weights: The weights by Hugging Face name (see llama_weight_shapes).
+        notes: Notes for the user.
     """
 
     file: GgufFile
@@ -101,7 +101,7 @@ class GgufModel:
     notes: tuple[str, ...] = ()
 
     def with_halves(self) -> GgufModel:
-        """Return the model with rotated pairs (i, i + head_dim / 2), by reordering rows."""
+        """Return the model with rotated pairs (i, i + head_dim / 2). Rows of weights are reordered if necessary."""
         if self.config.rope_style == "half":
             return self
         weights = dict(self.weights)
@@ -130,7 +130,7 @@ class GgufWeights(Mapping[str, np.ndarray]):
 
 
 def read_gguf(path: str | os.PathLike[str]) -> tuple[LlamaConfig, Mapping[str, np.ndarray]]:
-    """Return the configuration and the float32 weights of a GGUF file, dequantized one at a time; see read_model."""
+    """Return the configuration and float32 weights of a GGUF file; each weight is dequantized when it is read."""
     model = read_model(path)
     return model.config, GgufWeights(model.weights)
 
@@ -174,7 +174,7 @@ def _check_architecture(path: Path, name: str) -> None:
 def _check_tensors(
     file: GgufFile, name: str, weights: Mapping[str, StoredWeight], expected: Mapping[str, Shape]
 ) -> None:
-    """Check that all tensors exist and have the right shapes; errors use the file's names."""
+    """Check that all tensors exist and have the right shapes. Errors use the names in the file."""
     missing = [key for key in expected if key not in weights]
     if missing:
         raise ModelBuildError(
@@ -249,7 +249,7 @@ def _read_config(
         num_attention_heads=heads,
         num_key_value_heads=file.integer(f"{name}.attention.head_count_kv", heads),
         head_dim=head_dim,
-        # Stored as float32: 1e-5 is read as 9.999999747378752e-06.
+        # The file stores float32, and 1e-5 is read as 9.999999747378752e-06; str() restores the short decimal.
         rms_norm_eps=float(str(np.float32(file.positive(f"{name}.attention.layer_norm_rms_epsilon")))),
         rope_theta=file.positive(f"{name}.rope.freq_base", 10000.0),
         rope_style=architecture.rope_style,
@@ -265,7 +265,7 @@ def _read_config(
 
 
 def _rope_factors(weights: Mapping[str, StoredWeight]) -> tuple[float, ...] | None:
-    """Return the rotary factors of Llama 3.1 and later."""
+    """Return the rotary factors of Llama 3.1 and later, or None."""
     if _ROPE_FACTORS not in weights:
         return None
     factors = weights[_ROPE_FACTORS].floats().ravel()

@@ -40,7 +40,8 @@ def config_fields(config: LlamaConfig, architecture: str = "llama") -> dict[str,
         "hidden_act": activation,
         **({"hidden_activation": activation} if architecture == "gemma" else {}),
         "torch_dtype": "float32",
-        # Defines these fields; without it, transformers warns about a wrong Mistral pattern in the tokenizer.
+        # The transformers version that defines these fields. Without it, transformers warns about a wrong Mistral
+        # pattern in the tokenizer.
         "transformers_version": "4.57.2",
     }
 

@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file, as a tokenizer of the package `tokenizers`.
 
 Byte-level BPE (tokenizer.ggml.model "gpt2"): vocabulary, merges, and a pre-tokenizer named by tokenizer.ggml.pre.
-SentencePiece ("llama"): BPE whose merges follow from the pieces' scores, with byte fallback.
+SentencePiece ("llama"): BPE with byte fallback, whose merges are derived from the scores of pieces.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class _Splitting:
     """The pre-tokenizer of byte-level BPE.
 
     Attributes:
-        patterns: Applied in turn.
-        whole_words: Words in the vocabulary are not split by merges.
-        begins: A text begins with BOS.
+        patterns: Regular expressions that split a text, applied one after the other.
+        whole_words: A word that is in the vocabulary becomes one token without merges.
+        begins: The tokenizer adds BOS before a text.
     """
 
     patterns: tuple[str, ...]
@@ -55,9 +55,9 @@ _TEKKEN = _Splitting(
     (f"{_LETTERS}|{_DIGIT}| ?[^\\s\\p{{L}}\\p{{N}}]+[\\r\\n/]*|{_SPACES}",), whole_words=True, begins=True
 )
 _QWEN2 = _Splitting((f"{_CONTRACTIONS}|{_WORDS}|{_DIGIT}|{_SIGNS}|{_SPACES}",))
-# By tokenizer.ggml.pre.
+# Maps values of tokenizer.ggml.pre to pre-tokenizers.
 _SPLITTINGS: Mapping[str, _Splitting] = {
-    # Of converters that did not know the tokenizer: llama.cpp's fallback.
+    # llama.cpp's fallback, for files whose converter did not recognize the tokenizer.
     "default": _Splitting((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9]{3}")),
     "gpt-2": _Splitting((_GPT2,)),
     "smollm": _Splitting((_DIGIT, _GPT2)),
@@ -72,13 +72,13 @@ _SPLITTINGS: Mapping[str, _Splitting] = {
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """The settings of tokenizer_config.json that a GGUF file contains; None: no such token."""
+    """The settings of tokenizer_config.json that a GGUF file contains. A token id is None if there is no such token."""
 
     bos: int | None
     eos: int | None
     unknown: int | None
     padding: int | None
-    ends: tuple[int, ...]  # all tokens that end an answer, eos first
+    ends: tuple[int, ...]  # ids of all tokens that end an answer, eos first
     adds_bos: bool
     adds_eos: bool
     chat_template: str | None
@@ -98,7 +98,7 @@ def read_tokenizer_facts(file: GgufFile) -> TokenizerFacts:
 
     def token(name: str) -> int | None:
         found = file.metadata.get(f"{_PREFIX}{name}_token_id")
-        if found is None or found == 0xFFFFFFFF:  # -1 means that there is no such token
+        if found is None or found == 0xFFFFFFFF:  # 0xFFFFFFFF is -1 as uint32: there is no such token
             return None
         if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < len(tokens):
             raise ModelBuildError(
@@ -128,7 +128,7 @@ def read_tokenizer_facts(file: GgufFile) -> TokenizerFacts:
 
 
 def read_gguf_tokenizer(path: str | os.PathLike[str] | GgufFile) -> Tokenizer:
-    """Build the tokenizer described in a GGUF file's metadata, including tokens added at the ends.
+    """Build the tokenizer described in a GGUF file's metadata, including the tokens that it adds around a text.
 
     Raises:
         OrtolanError: The packages `gguf` or `tokenizers` are missing.
@@ -155,7 +155,7 @@ def read_gguf_tokenizer(path: str | os.PathLike[str] | GgufFile) -> Tokenizer:
         tokenizer.add_tokens(list(_added_tokens(tokens, _token_types(file, len(tokens)))))
     except ModelBuildError:
         raise
-    except Exception as error:  # from the package, for merges of missing tokens
+    except Exception as error:  # the package raises Exception if merges use missing tokens
         raise ModelBuildError(f"{file.path}: the tokenizer cannot be built: {error}") from error
     ends = [
         (index, tokens[index])
@@ -201,7 +201,7 @@ def _splitting(file: GgufFile) -> _Splitting:
 
 
 def _added_tokens(tokens: Sequence[str], kinds: Sequence[int]) -> Iterable[AddedToken]:
-    """Yield the tokens that are found in a text before it is split."""
+    """Yield the added tokens, which are found in a text before it is split."""
     from tokenizers import AddedToken
 
     for token, kind in zip(tokens, kinds, strict=True):
@@ -222,7 +222,7 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=splitting.whole_words))
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splitting.patterns]
-    # An explicit split instead of ByteLevel's: onnxruntime-genai splits differently after other patterns.
+    # Split by an explicit pattern instead of ByteLevel's own, after which onnxruntime-genai would split differently.
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, words])
     tokenizer.decoder = decoders.ByteLevel()
@@ -260,5 +260,5 @@ def _merges_of_scores(
             pairs = [(left, right) for left, right in cuts if left in vocabulary and right in vocabulary]
             pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
             found += [(-scores[index], pair) for pair in pairs]
-    found.sort(key=lambda one: one[0])  # stable: for equal scores the earlier piece
+    found.sort(key=lambda one: one[0])  # the sort is stable, so of equal scores the earlier piece comes first
     return [pair for _, pair in found]

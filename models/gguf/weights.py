@@ -8,7 +8,7 @@
     Q5_1, Q5_K, Q6_K and   8 bits with a scale                   rounded: the scale with the least squared error
     all others, floats too                                       among several
 
-float16 for Q4_K costs 5 bits per weight; exact float32 scales would cost 6.
+With float16 scales and minimums, Q4_K takes 5 bits per weight; exact float32 values would take 6 bits.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ..graph_builder import ModelBuildError
 from .file import StoredWeight
 
 GROUP = 32
-_SUPER_BLOCK = 256  # inputs of a Q4_K block
+_SUPER_BLOCK = 256  # number of inputs in a Q4_K block
 _STEPS = 127.0
-# Candidate scales, relative to the one that fits the largest weight.
+# Candidate scales, relative to the scale that maps the largest weight to the largest integer.
 _SCALE_FACTORS = tuple(1 + 0.004 * step for step in range(-4, 5))
-# Relative errors below this are float32 rounding.
+# Smaller relative errors come from float32 arithmetic and count as exact.
 _NEGLIGIBLE = 1e-7
 
 
@@ -51,7 +51,7 @@ class KeptWeight:
 
     @property
     def format(self) -> str:
-        """The format in words."""
+        """A description of the format."""
         if self.quantized.minimum:
             return f"{self.quantized.bits} bits with minimums"
         return f"{self.quantized.bits} bits"
@@ -61,7 +61,7 @@ class KeptWeight:
 class _Format:
     """A GGUF type with blocks of a row, uint8 [n, blocks, bytes].
 
-    The functions return q [n, blocks, inputs], and scales and minimums (if any) [n, groups].
+    The functions return q [n, blocks, inputs]; and scales, and minimums if the type has them, [n, groups].
     """
 
     bits: int
@@ -100,7 +100,7 @@ def _q4_k_parts(blocks: np.ndarray, of_minimums: bool) -> np.ndarray:
 
 
 def _q4_k(blocks: np.ndarray) -> np.ndarray:
-    packed = blocks[..., 16:].reshape(*blocks.shape[:2], -1, GROUP)  # of two groups each
+    packed = blocks[..., 16:].reshape(*blocks.shape[:2], -1, GROUP)  # each row holds the nibbles of two groups
     return _nibbles(packed).reshape(*blocks.shape[:2], _SUPER_BLOCK)
 
 
@@ -126,10 +126,10 @@ _FORMATS = {
 
 
 def keep_gguf_weight(stored: StoredWeight, spill: TensorSpill, eight_bits: bool = False) -> KeptWeight:
-    """Return a weight [n, k] of the file for our operators.
+    """Return a weight [n, k] of the file in a format of Ortolan's operators.
 
-    Computed parts are stored in `spill`; the others are read from the file when needed. eight_bits: also round 4-bit
-    weights to 8 bits.
+    Computed tensors are stored in `spill`; all other tensors are read from the file when needed. eight_bits: Convert
+    4-bit weights to 8 bits.
 
     Raises:
         ModelBuildError: Scales are not finite, or weights are too large for float16 scales.

@@ -1,4 +1,4 @@
-"""Ortolan's execution provider, with the functions that ONNX Runtime's guidance for provider packages asks for."""
+"""Locates Ortolan's execution provider, with the functions that ONNX Runtime recommends for provider packages."""
 
 from __future__ import annotations
 

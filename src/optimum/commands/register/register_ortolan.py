@@ -1,4 +1,4 @@
-"""The module that optimum-cli imports at each call, to find commands. An error here would end every command of it."""
+"""Registers Ortolan's commands. Every call of optimum-cli imports this module, so an error here would break all commands."""
 
 import sys
 
@@ -6,7 +6,7 @@ try:
     from ortolan.optimum_cli import COMMANDS
 except Exception as error:
     COMMANDS = []
-    # Without Optimum, nobody needs its commands. Any other error is a defect that users must see.
+    # If Optimum is not installed, no commands are needed. Any other error is a defect that users must see.
     if not (isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "optimum"):
         print(f"ortolan: optimum-cli has no Ortolan commands: {type(error).__name__}: {error}", file=sys.stderr)
 
