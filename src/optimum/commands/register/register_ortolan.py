@@ -1,4 +1,4 @@
-"""Registers Ortolan's commands. Every call of optimum-cli imports this module, so an error here would break all commands."""
+"""Register Ortolan's commands. Every call of optimum-cli imports this module, so an error here breaks all commands."""
 
 import sys
 
