@@ -36,7 +36,7 @@ def any_matches(names: Iterable[str], globs: Globs) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-_NUMBERS: dict[str, Any] = {"int": numbers.Integral, "float": numbers.Real}  # also NumPy's
+_NUMBERS: dict[str, Any] = {"int": numbers.Integral, "float": numbers.Real}  # NumPy types included
 OptionsT = TypeVar("OptionsT", bound="PassOptions")
 
 

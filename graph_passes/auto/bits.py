@@ -34,7 +34,7 @@ from .layer_times import LayerTimes
 from .path import Step, estimate
 from .trials import Made, Trials
 
-_FEEDS = 16  # feeds on which the whole model is evaluated
+_FEEDS = 16  # limit of the feeds on which the whole model is evaluated
 _FINEST = 32  # bisection stops at 1/32 of the path
 FOUR, EIGHT = Candidate("int4", "W4A8MatMul"), Candidate("int8", "W8A8MatMul")
 _OF_BITS = {4: FOUR, 8: EIGHT}

@@ -55,14 +55,13 @@ _INT4_SYMMETRIC = {"bits": 4, "group_size": 128}
 _GPTQ = {"method": "gptq"}
 _INT8 = {"bits": 8}
 _REDUCED = _INT8 | {"reduce_range": True}
-ROWS = 256  # input rows of each layer on which its error is measured
+ROWS = 256  # number of input rows on which the error of each layer is measured
 HELD_OUT = 4  # every fourth feed is held out from fitting, to evaluate the whole model
 _BLOCKS = {"min_sparsity": _native.LEAST_ZERO_BLOCKS}
 _TWO_FOUR = {"storage": "2:4"}
 
-# In the order of error: a candidate that is not faster than all before it is not considered.
-# VNNISpMM skips zeros that a weight already has. So does SparseAMXMatMul for 2:4 sparse weights, and on CPUs where that
-# is faster.
+# Ordered by increasing error: a candidate is considered only if it is faster than all candidates before it. VNNISpMM
+# skips zeros that a weight already has; so does SparseAMXMatMul, for 2:4 sparse weights and on CPUs where it is faster.
 CANDIDATES: tuple[Candidate, ...] = (
     Candidate("bf16", "SparseAMXMatMul"),
     Candidate("int8", "SparseAMXMatMul", quantize=_INT8),

@@ -14,7 +14,7 @@ import numpy as np
 from ..report.search import AutoReport, LayerChoice, MeasuredForm, PathPoint
 from .candidates import Candidate
 
-_NOISE = 0.02  # smaller differences, as a fraction of the original's time, are noise
+_NOISE = 0.02  # smaller time differences, as a fraction of the original's time, count as noise
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from ..find.linear import Linear, layer_key
 from ..measure.feeds import Feeds, model_inputs
 
 _SIZE = 0.05
-_TOKENS = 128  # tokens of the feeds that are run
-_DIRECT = 1.0  # the sensitivity to a layer whose result is an output
+_TOKENS = 128  # limit of the tokens in the feeds that are run
+_DIRECT = 1.0  # sensitivity to a layer whose result is a model output
 
 
 def measure_sensitivities(

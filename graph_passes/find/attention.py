@@ -332,13 +332,13 @@ class TakenApart:
             if node.op_type == "Reshape":
                 ranks = self._ranks(node)
                 if not self._keeps_rows(node):
-                    raise RefusedError(f"{describe(node)}, which its scores go through, is not understood")
+                    raise RefusedError(f"{describe(node)}, which its scores pass through, is not supported")
                 if ranks == (3, 4):
                     heads = self._split_scores(node)
                 elif ranks == (4, 5):
                     masks = [replace(mask, windows=self._rank(mask) == 5) for mask in masks]
                 elif ranks not in ((4, 3), (5, 4)):
-                    raise RefusedError(f"{describe(node)}, which its scores go through, is not understood")
+                    raise RefusedError(f"{describe(node)}, which its scores pass through, is not supported")
                 continue
             if node.op_type in ("Mul", "Div"):
                 scale *= self._factor(node, index)
@@ -371,7 +371,7 @@ class TakenApart:
         """Return the number of heads that a Reshape splits off scores [batch x heads, queries, keys]."""
         after = self._dims.shape(node.outputs[0]) or ()
         if not isinstance(after[1], int):
-            raise RefusedError(f"{describe(node)}, which its scores go through, is not understood")
+            raise RefusedError(f"{describe(node)}, which its scores pass through, is not supported")
         return after[1]
 
     def _has_sequences(self, mask: Mask) -> bool:
@@ -443,7 +443,9 @@ def _joined(
         raise RefusedError(f"head widths of its queries, keys and values are {widths}, expected equal widths")
     if key.heads != value.heads or query.heads % key.heads:
         heads = [operand.heads for operand in operands]
-        raise RefusedError(f"its queries, keys and values have {heads} heads, which do not fit")
+        raise RefusedError(
+            f"its queries, keys and values have {heads} heads, expected equal key and value heads that divide the query heads"
+        )
     # The second MatMul guarantees equal numbers of keys and values.
     if not (same_number(query.batch, key.batch) and same_number(query.batch, value.batch)):
         raise RefusedError("its queries, keys and values are not known to have the same batch")
@@ -568,13 +570,13 @@ def check_uses(
     while waiting:
         value, inside, user = waiting.pop()
         if value.is_graph_output() and value not in kept:
-            raise RefusedError(f"{name_of(inside)} inside of it is an output of the graph, or computes one")
+            raise RefusedError(f"its intermediate value {name_of(inside)} is an output of the graph, or computes one")
         for node in value.consumers():
             if node in nodes or node in dead:
                 continue
             first = node if value is inside else user
             if node.graph is not center.graph or len(dead) >= _MOST_SHAPE_NODES:
-                raise RefusedError(f"{name_of(inside)} inside of it is also used by {describe(first)}")
+                raise RefusedError(f"its intermediate value {name_of(inside)} is also used by {describe(first)}")
             dead.add(node)
             waiting += [(output, inside, first) for output in node.outputs]
     nodes |= dead

@@ -88,7 +88,7 @@ def split_operand(
     view = View(shape)
     for node in reversed(chain):
         if node.op_type in OTHER_VIEWS or not view.apply(node, dims):
-            raise RefusedError(f"{describe(node)}, which its {meaning} goes through, is not understood")
+            raise RefusedError(f"{describe(node)}, which its {meaning} passes through, is not supported")
     view.sequences_apart()
     heads, head_dim = (view.dim(axis) if len(view.axes) == 4 else None for axis in (1, 2 if transposed else 3))
     if heads is None or head_dim is None:
@@ -206,7 +206,7 @@ def _merged(dims: Dimensions, value: ir.Value, shape: Shape, nodes: set[ir.Node]
         if node is None or not known or node.op_type in OTHER_VIEWS or node.inputs[0] is not value:
             raise RefusedError(f"its heads are not merged to [batch, rows, width] after {name_of(value)}")
         if not view.apply(node, dims):
-            raise RefusedError(f"{describe(node)}, which its output goes through, is not understood")
+            raise RefusedError(f"{describe(node)}, which its output passes through, is not supported")
         found.add(node)
         value = node.outputs[0]
     nodes |= found

@@ -335,7 +335,7 @@ def _past_operand(
     view = View(shape)
     for node in reversed(chain):
         if not view.apply(node, dims):
-            raise RefusedError(f"{describe(node)}, which its {meaning} goes through, is not understood")
+            raise RefusedError(f"{describe(node)}, which its {meaning} passes through, is not supported")
     view.sequences_apart()
     heads = view.dim(1) if len(view.axes) == 4 else None
     if heads is None or heads % kv_heads:

@@ -77,7 +77,7 @@ def why_left(node: ir.Node) -> str | None:
 
 
 def _skip_layer_normalization(node: ir.Node, dims: Dimensions) -> Write | None:
-    """Rewrite SkipLayerNormalization; None if no layer before it could include the addition.
+    """Rewrite SkipLayerNormalization; None if no linear layer before it could include the addition.
 
     Inputs: input, skip, gamma, beta, bias; of the simplified form input, skip, gamma, bias.
     """

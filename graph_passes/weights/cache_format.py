@@ -11,7 +11,7 @@ import numpy as np
 
 from ortolan import _native
 
-_SCALE_BYTES = 2  # scale before each row of int8 values
+_SCALE_BYTES = 2  # size of the scale before each row of int8 values, in bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +70,9 @@ class CacheUse:
     past: str
     present: str
     node: str  # the node that appends tokens
-    format: CacheFormat | None = None  # None: float, as in the original
+    format: CacheFormat | None = None  # None: an uncompressed float cache
     codebooks: str = ""
-    spread: np.ndarray | None = None  # spread_of the keys from which codebooks were learned
+    spread: np.ndarray | None = None  # spread_of(keys) of the keys that codebooks were learned from
 
 
 def spread_of(keys: np.ndarray) -> np.ndarray:
@@ -89,7 +89,7 @@ class ExactKeys:
     The slots hold the first `sinks` tokens, then a ring of the last `window` tokens (ops/attention/kv_cache/ring.h).
     """
 
-    cache: str  # the graph input with the codes of all keys
+    cache: str  # name of the graph input with the codes of all keys
     window: int
     sinks: int
 

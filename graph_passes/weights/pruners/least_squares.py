@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 _STEPS = 64
-_TOLERANCE = 1e-4  # of the gradient, relative to the first one
-_COLUMNS = 1024  # columns per batch
+_TOLERANCE = 1e-4  # iterations stop at this gradient norm, relative to the first one
+_COLUMNS = 1024  # number of columns per batch
 
 
 def repair(matrix: np.ndarray, values: np.ndarray, kept: np.ndarray, hessian: np.ndarray) -> np.ndarray:

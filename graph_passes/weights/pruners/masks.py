@@ -20,8 +20,8 @@ from ..quantizers.error_feedback import BLOCK
 
 BLOCK_OUTPUTS = 4
 MAX_OF_GROUP = BLOCK
-_ZERO_SCORE = np.float32(-1)  # score of units that are zero: below all others
-_COLUMNS = 1024  # columns sorted at a time
+_ZERO_SCORE = np.float32(-1)  # score of units that are zero; all other scores are at least 0
+_COLUMNS = 1024  # number of columns that are sorted at a time
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import numpy as np
 from .grid import Quantization, dequantize, round_to_nearest
 
 _STEPS = 20
-_MIN_MAGNITUDE = 1e-4  # relative to the largest mean magnitude, so that inputs that are always 0 get a finite scale
+_MIN_MAGNITUDE = 1e-4  # lower bound, relative to the largest mean magnitude: keeps scales of all-zero inputs finite
 
 
 def search_scales(

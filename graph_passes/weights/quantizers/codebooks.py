@@ -18,8 +18,8 @@ import numpy as np
 CENTROIDS = 16
 _COPY_SPREAD, _COPY_WEIGHT = 1.5, 0.1
 _GRID = 128
-_STEPS = 40  # most steps of Lloyd's algorithm
-_CHUNK = 1 << 22  # distances computed at a time
+_STEPS = 40  # limit of the steps of Lloyd's algorithm
+_CHUNK = 1 << 22  # number of distances computed at a time
 
 
 def learn_codebook(keys: np.ndarray, d_sub: int, weights: np.ndarray | None = None) -> np.ndarray:

@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-BLOCK = 128  # inputs; a multiple of every group size
-_LEAF = 8  # inputs that are settled one by one
+BLOCK = 128  # default number of inputs whose mask is chosen at a time; a multiple of every group size
+_LEAF = 8  # ranges of at most this many inputs are settled one input at a time
 
 # choose(start, stop, current W[start:stop]): mask of the weights that are kept, bool [stop - start, n].
 Choose = Callable[[int, int, np.ndarray], np.ndarray]

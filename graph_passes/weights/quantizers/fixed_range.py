@@ -35,7 +35,7 @@ _FRACTIONS = (
     0.1,
     0.05,
 )
-_MAX_SAMPLES = 1 << 16  # samples used in a trial
+_MAX_SAMPLES = 1 << 16  # limit of the samples used to evaluate one range
 _SMALLEST_SCALE = np.float32(2.0**-100)
 
 

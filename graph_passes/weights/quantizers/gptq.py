@@ -37,9 +37,9 @@ from .grid import SMALLEST_SCALE, Grid, Quantization, QuantizedMatrix, fit_grid
 from .hessian import best_damping, choose_order, inverse_factor, sampled
 from .mse import mse_grid
 
-_COLUMNS = 2048  # columns rounded together
+_COLUMNS = 2048  # number of columns rounded together
 _SWEEPS = 2
-_LEAF = 16  # inputs that coordinate descent processes one by one
+_LEAF = 16  # number of inputs in a block of coordinate descent
 
 
 @dataclass(frozen=True)

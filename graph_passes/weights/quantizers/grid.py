@@ -43,11 +43,13 @@ import numpy as np
 
 from ...names import GROUP_SIZES as GROUP_SIZES
 
-EIGHT_BIT_GROUP = 64  # group size of 8-bit heads of int4 models, and of word embeddings, which may be tied to them
+EIGHT_BIT_GROUP = (
+    64  # group size of 8-bit output heads in int4 models, and of word embeddings that may share their weight
+)
 SMALLEST_SCALE = np.float32(2.0**-126)
-FRACTION_STEPS = 16  # as in ops/formats/group.h
-LEVELS = 15  # the largest q of an asymmetric weight
-_CHUNK = 1 << 22  # weights rounded at a time
+FRACTION_STEPS = 16  # zero points are multiples of 1/16; equals the constant in ops/formats/group.h
+LEVELS = 15  # largest q of an asymmetric 4-bit weight
+_CHUNK = 1 << 22  # number of weights rounded at a time
 _LARGEST_BF16 = np.float32((2 - 2**-7) * 2.0**127)
 _SMALLEST_HALF, _LARGEST_HALF = np.float32(2.0**-14), np.float32(65504)
 _ALL = slice(None)

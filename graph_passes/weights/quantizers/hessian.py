@@ -8,9 +8,9 @@ from functools import cache
 import numpy as np
 
 DAMPINGS = (0.01, 0.03, 0.1, 0.3, 1.0)
-_FIRST = 2  # index tried first: with a few thousand rows, most layers choose it or a neighbour
+_FIRST = 2  # index of the damping tried first; with a few thousand rows, most layers choose it or a neighbour
 _SAMPLED_COLUMNS = 64
-_BLOCK = 128  # inputs eliminated at a time
+_BLOCK = 128  # number of inputs eliminated at a time
 _LEAF = 64  # triangular matrices up to this size are inverted directly
 
 

@@ -28,8 +28,8 @@ import numpy as np
 
 from .grid import FRACTION_STEPS, LEVELS, SMALLEST_SCALE, Grid, Quantization, QuantizedMatrix, fit_grid
 
-_BLOCK = 1 << 16  # weights searched at a time: the working set fits the cache
-_TURNS = 2  # least squares fits from each start
+_BLOCK = 1 << 16  # number of weights searched at a time, so that the working set fits the cache
+_TURNS = 2  # number of least squares fits from each starting grid
 # Fractions of the range that a start cuts off below and above.
 _CUTS = (
     (-0.02, -0.02),
@@ -49,7 +49,7 @@ _STEPS = {
     8: (127, 128, 130, 133, 138, 145, 155, 170, 190),
 }
 _LARGEST = np.float32(np.finfo(np.float32).max)
-_SAMPLE = 8  # inputs that are checked first: they show that most groups are not on a grid
+_SAMPLE = 8  # number of inputs checked first, which suffices to reject most groups that are not on a grid
 
 
 @dataclass
