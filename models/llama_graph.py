@@ -94,7 +94,7 @@ class LlamaBuilder:
         return self.graph.weight(key, self.weights[key])
 
     def additive_mask(self, input_ids: ir.Value, attention_mask: ir.Value, past_key: ir.Value) -> ir.Value:
-        """Return a mask, float32 [batch, 1, sequence, past + sequence]: 0 for visible keys, else MASKED."""
+        """Return float32 [batch, 1, sequence, past + sequence] with 0 if a query may attend to a key, else MASKED."""
         graph = self.graph
         past = graph.shape_of(past_key, 2)
         total = graph.node("Add", past, graph.shape_of(input_ids, 1))

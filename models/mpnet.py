@@ -116,7 +116,7 @@ class _MpnetBuilder(EncoderBuilder):
             return self.layer_norm(hidden, "embeddings.LayerNorm")
 
     def position_bias(self, hidden: ir.Value) -> ir.Value:
-        """Return the bias by relative position, float32 [batch, heads, sequence, sequence]."""
+        """Return attention biases for the distances of keys and queries, float32 [batch, heads, sequence, sequence]."""
         graph = self.graph
         batch, sequence = graph.shape_of(hidden, 0), graph.shape_of(hidden, 1)
         positions = graph.node("Range", graph.constant(0), sequence, graph.constant(1))

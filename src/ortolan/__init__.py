@@ -86,7 +86,7 @@ __all__ = [
     "session_options",
 ]
 
-# Imported on first use, because onnx takes a second to load.
+# Names that are imported on first use, because onnx takes a second to load.
 _LAZY = {
     "CacheReport": "ortolan.graph_passes.report.optimization",
     "Inspection": "ortolan.inspection",
@@ -132,7 +132,7 @@ def _version() -> str:
 
     try:
         return metadata.version("ortolan")
-    except metadata.PackageNotFoundError:  # a source tree that is not installed
+    except metadata.PackageNotFoundError:  # the source tree is not installed as a package
         return "0+unknown"
 
 

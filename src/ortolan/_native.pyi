@@ -21,7 +21,7 @@ def cpu_info() -> CpuInfo:
     """Return the CPU and its instruction sets, as described in `ortolan.cpu_info`."""
 
 MOST_FORMULA_NODES: int
-LEAST_ZERO_BLOCKS: float  # VNNISpMM is faster for int8 weights with at least this fraction of all-zero blocks
+LEAST_ZERO_BLOCKS: float  # least fraction of all-zero blocks of int8 weights for which VNNISpMM is faster
 
 def find_activation(
     nodes: list[tuple[str, list[int], int]], values: list[tuple[float | None, bool]]
@@ -30,7 +30,7 @@ def find_activation(
 
     Args:
         nodes: operator, inputs and output of each node in the ONNX domain; input -1 is not among the values.
-        values: for each value, its scalar constant or None, and whether it has consumers other than the nodes.
+        values: for each value, its scalar constant or None, and whether nodes outside of `nodes` read it.
 
     Returns:
         The number of the activation (0: no match) and the indices of its nodes.
@@ -42,13 +42,13 @@ def find_activation(
 def int8_range(codes: NDArray[Any], zero_points: NDArray[np.int16], transposed: bool) -> tuple[int, int]:
     """Return the minimum and maximum of codes - zero_points, a range that includes 0.
 
-    If all zero points are the middle of the codes' type, this is the range of the type, whatever the codes.
+    If all zero points are the middle of the codes' type, this is the whole range of the type minus the middle.
 
     codes are int8 or uint8 [k, n], or [n, k] if transposed; zero_points are int16 [n].
     """
 
 def why_not_int8(k: int, n: int, range: tuple[int, int]) -> str:
-    """Return why int8 weights minus zero points with this range cannot be kept exactly, or an empty string."""
+    """Return why int8 weights whose codes - zero_points have this range cannot be kept exactly, or an empty string."""
 
 def why_not_scales(scales: NDArray[Any]) -> str:
     """Return why these scales of int8 weights cannot be kept exactly, or an empty string."""
@@ -57,7 +57,7 @@ def bitmaps_are_fast(bits: int) -> bool:
     """Return whether products with bitmap weights of 16, 8 or 4 bits are faster on this CPU than with dense weights."""
 
 def gains_from_pairs() -> bool:
-    """Return whether the kernels of this CPU are faster with int8 weights of a reduced range."""
+    """Return whether kernels on this CPU are faster if int8 weights have a reduced range."""
 
 def is_worth_bitmap(bits: int, k: int, n: int, stored: int) -> bool:
     """Return whether a bitmap is better than dense storage for k x n weights, `stored` of them nonzero.

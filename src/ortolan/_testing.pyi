@@ -1,4 +1,4 @@
-"""Kernels for tests and benchmarks, by name. Only in builds with -DORTOLAN_TESTING=ON, never in wheels.
+"""Calls of single kernels for tests and benchmarks. Only in builds with -DORTOLAN_TESTING=ON, never in wheels.
 
 `kernel` is a name from the list of a table (`..._kernels`), or None for the best kernel on this CPU. All functions run
 on one thread unless they take `threads`, and raise ValueError for malformed tensors, wrong shapes and kernels that this
@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 def feature_sets() -> list[str]:
-    """Return the names of the rows of ops/isa/feature_sets.inc; a set comes after the sets that it contains."""
+    """Return the names of the feature sets in ops/isa/feature_sets.inc. A set comes after all sets that it contains."""
 
 def check_embedded(files: list[int]) -> None:
-    """Raise if embedded files of these sizes in bytes are too large for a compiled model."""
+    """Raise an error if embedded files of these sizes, in bytes, are too large for a compiled model."""
 
 def simd_lanes() -> dict[str, int]:
     """Return the lanes (floats in a register) of each target in this build that the CPU can run."""
@@ -43,7 +43,7 @@ class KernelInfo(TypedDict):
     name: str
     isa: str
     runs_here: bool
-    least_rows: NotRequired[int]  # matrix products: the kernel is chosen from this number of rows of x on
+    least_rows: NotRequired[int]  # for matrix products: fewest rows of x for which the kernel is chosen
 
 def sparse_amx_matmul_kernels() -> list[KernelInfo]:
     """List the kernels for bf16 weights, best first."""
@@ -84,12 +84,12 @@ def linear_layer(
     """
 
 class DeviceChoice:
-    """Chooses the CPU or the device for calls with m rows (ops/matmul/device_choice.h)."""
+    """Chooses between the CPU and an OpenCL device for calls with m rows (ops/matmul/device_choice.h)."""
 
     def __init__(self) -> None:
         """Create a choice without measurements."""
     def takes(self, m: int) -> bool:
-        """Return whether the device takes the next call with m rows."""
+        """Return whether the device should run the next call with m rows."""
     def took(self, m: int, on_device: bool, seconds: float) -> None:
         """Record the duration of a call."""
 
@@ -305,7 +305,7 @@ def visible_range(mask: NDArray[np.float32], kernel: str | None = None) -> tuple
     """Return the range from the first to the last visible element of a mask row, and whether the mask is 0 in it."""
 
 def merge_decode(a: DecodePartial, b: DecodePartial, kernel: str | None = None) -> DecodePartial:
-    """Merge two partial results into that of the tokens of both."""
+    """Merge two partial results into the partial result for the tokens of both."""
 
 def finish_decode(partial: DecodePartial, kernel: str | None = None) -> NDArray[np.float32]:
     """Return y / sum [kv_heads, heads, head_dim] of a partial result."""
@@ -349,7 +349,7 @@ def w8a8_matmul(
     bias: NDArray[Any] | None = None,
     kernel: str | None = None,
 ) -> NDArray[np.float32]:
-    """Return the product with weights made by `pack_int8_group`; other arguments as in `w4a8_matmul`."""
+    """Return x @ W + bias with weights made by `pack_int8_group`; all other arguments as in `w4a8_matmul`."""
 
 def vnni_spmm_kernels() -> list[KernelInfo]:
     """List the kernels for block-sparse weights, best first."""

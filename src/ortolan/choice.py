@@ -1,4 +1,4 @@
-"""The recipe that the options of a call choose."""
+"""Chooses the recipe from the options of a call."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ _CACHED_PROMPT = "cached-prompt"
 
 @dataclass(frozen=True)
 class Choice:
-    """The recipe that the arguments ask for, or how to find one.
+    """The recipe that the arguments name, or how to find a recipe.
 
     Attributes:
-        recipe: The recipe; None until the stored weights of the model or a measurement choose it.
+        recipe: The recipe. None until it is chosen by measurement, or because of the quantized weights that the model
+            stores.
         bits: Settings of a search that chooses 4 or 8 bits for each layer.
-        options: Options of passes, for a recipe that is chosen later.
+        options: Options of passes, for a recipe that is not chosen yet.
         measured: The recipe is to be chosen by measurement.
         note: A note for the report.
-        may_stay: If the recipe finds no layer to replace, the model is unchanged.
-        of_other: The recipe was measured on another model, and may name layers that this model lacks.
-        keeps: No target format was given, and the quantized weights that the model stores are kept.
+        may_stay: If the recipe finds no layer to replace, the model is written unchanged, without an error.
+        of_other: The recipe was measured on another model, so it may name layers that this model lacks.
+        keeps: No target format was given, so quantized weights that the model stores are kept.
         by_name: The user gave the whole recipe, so each of its passes must run.
     """
 
@@ -54,10 +55,10 @@ class Choice:
         return self.recipe is not None and not self.keeps and not self.of_other
 
     def measuring(self, note: str = "") -> Choice:
-        """Return the choice with a recipe that measurement finds; note is for the report.
+        """Return the choice, changed so that measurement finds the recipe. note: a note for the report.
 
         Raises:
-            RecipeError: An option belongs to another pass than verify; the others are not known yet.
+            RecipeError: An option is not one of pass verify, the only pass that is known before the measurement.
         """
         steps = [{"name": "normalize"}, {"name": "verify"}]
         try:
@@ -79,7 +80,7 @@ class Choice:
 
 
 def read_choice(options: OptimizeOptions) -> Choice:
-    """Return what the options ask for.
+    """Return the choice that the options make.
 
     Raises:
         RecipeError: The recipe is unknown, or options contradict each other.
@@ -151,7 +152,10 @@ def _ready_made(
 
 
 def default_recipe(source: ModelFile, choice: Choice) -> Choice:
-    """Return the choice with a recipe, or with the decision to measure. Raises RecipeError."""
+    """Return the choice with a recipe, or with the decision to measure.
+
+    Raises RecipeError for options that do not fit.
+    """
     if choice.recipe is not None or choice.bits is not None:
         return choice
     if choice.measured:
@@ -164,7 +168,7 @@ def default_recipe(source: ModelFile, choice: Choice) -> Choice:
 
 
 def _describe_lost(reasons: Mapping[str, str]) -> str:
-    """Return a note on quantized weights that cannot be kept. reasons: by layer name."""
+    """Return a note on quantized weights that cannot be kept. reasons: reasons by layer name."""
     if not reasons:
         return ""
     layers = f"{len(reasons)} layers store" if len(reasons) > 1 else "1 layer stores"
@@ -173,11 +177,11 @@ def _describe_lost(reasons: Mapping[str, str]) -> str:
 
 
 def _count_stored(source: ModelFile) -> tuple[int, dict[str, str]]:
-    """Count the layers whose stored quantized weights can be kept; without such layers, return the reasons by layer."""
+    """Return the number of layers whose quantized weights can be kept; if it is 0, also return the reasons by layer."""
     try:
         drop_listed_initializers(source.model)
         stored = count_stored(source.model)
         return stored, {} if stored else why_not_kept(source.model)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        # A malformed model raises errors of many types. Without a readable model, no recipe can be chosen.
+        # Malformed models raise errors of many types. If the model cannot be read, no recipe can be chosen.
         raise ModelError(f"{source.name} is not a well-formed ONNX model: {error!r}") from error

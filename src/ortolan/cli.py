@@ -22,13 +22,13 @@ try:
     from . import cli_texts
     from .cli_output import print_error, print_result, print_step, progress_bar, text_width
     from .errors import OrtolanError
-except KeyboardInterrupt:  # no command runs yet that could report it
+except KeyboardInterrupt:  # interrupted during imports, before a command could report it
     sys.exit(130)
 
 if TYPE_CHECKING:
     from .benchmarks.result import BenchResult
 
-_INTERRUPTED = {  # what an interrupt of a command leaves behind
+_INTERRUPTED = {  # maps a command to the end of the message after an interrupt
     "optimize": ", nothing was written",
     "import": ", nothing was written",
     "search": ", nothing was written",
@@ -38,7 +38,7 @@ _INTERRUPTED = {  # what an interrupt of a command leaves behind
 
 
 class _Commands(TyperGroup):
-    """Turns errors of Ortolan into one message and an exit code."""
+    """A command group that turns errors of Ortolan into a message and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
@@ -70,11 +70,11 @@ def main() -> None:
     """Run the command line; the entry point `ortolan`."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            # Names of files and layers may have letters that a C locale cannot print.
+            # Names of files and layers may have characters that a C locale cannot print.
             stream.reconfigure(errors="backslashreplace")
     try:
         app()
-    except KeyboardInterrupt:  # before the command began
+    except KeyboardInterrupt:  # interrupted before the command began
         sys.exit(130)
 
 
@@ -389,7 +389,7 @@ def bench(
         device=None if device is None else str(device),
     )
     if share is not None:
-        check_file(share)  # before minutes of measurements
+        check_file(share)  # fail now rather than after minutes of measurements
     results: dict[str, BenchResult] = {}
     for name in names:
         with progress_bar() as progress:
@@ -468,7 +468,7 @@ def demo(
 
 
 def _find_benchmark(names: Iterable[str], op: str) -> str | None:
-    """Find a benchmark by operator or folder name, in any case: SparseAMXMatMul is sparse_amx_matmul."""
+    """Find a benchmark by operator or folder name, ignoring case: SparseAMXMatMul is sparse_amx_matmul."""
 
     def plain(name: str) -> str:
         return name.replace("_", "").replace("-", "").lower()

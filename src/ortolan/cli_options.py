@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _Choice(StrEnum):
-    """One of several strings, which the help lists and a shell completes."""
+    """A choice of several strings, which the help lists and a shell completes."""
 
     __repr__ = str.__repr__  # for error messages
 
@@ -49,7 +49,7 @@ else:
     _Precision, _Claims = map(_choice, (PRECISIONS, CLAIMS))
     _Device, _DistillPattern = _choice(["opencl"]), _choice([BLOCKS, UNSTRUCTURED])
 
-AS_JSON = "ortolan.json"  # key of the context's meta: True with --json
+AS_JSON = "ortolan.json"  # key in the context's meta; its value is True with --json
 
 
 def _remember_json(ctx: typer.Context, wanted: bool) -> bool:
@@ -58,7 +58,7 @@ def _remember_json(ctx: typer.Context, wanted: bool) -> bool:
 
 
 def _tell_steps(times: int) -> int:
-    """Print the messages of the logger "ortolan" on stderr."""
+    """Print messages of the logger "ortolan" on stderr. times: how often -v was given."""
     if times:
         import logging
 
@@ -292,7 +292,7 @@ def _parameter(option: Field[Any]) -> inspect.Parameter:
 
 
 def with_optimize_options(command: _Command) -> _Command:
-    """Give a command that takes **options the options of optimize_onnx, in front of its own keyword-only ones."""
+    """Add the options of optimize_onnx to a command that takes **options, before its own keyword-only options."""
     own = inspect.signature(command, eval_str=True).parameters.values()
     first = [one for one in own if one.kind is one.POSITIONAL_OR_KEYWORD]
     last = [one for one in own if one.kind is one.KEYWORD_ONLY]
@@ -306,7 +306,7 @@ def text_input(wanted: bool, **given: Any) -> bool | TextInput:
 
     Args:
         wanted: --texts-in was given.
-        given: Options that change it; None: not given.
+        given: Fields of TextInput; None: not given.
 
     Raises:
         ArgumentError: One of them was given without --texts-in.

@@ -16,16 +16,16 @@ from .progress import Progress, no_progress
 if TYPE_CHECKING:
     from rich.console import Console
 
-_PIPED_WIDTH = 10_000  # width of tables in a file or a pipe, where names must not be folded, so that grep finds them
-_WIDEST = 120  # longer lines of text are hard to read
+_PIPED_WIDTH = 10_000  # width of tables in a file or pipe: names must not be wrapped, so that grep finds them
+_WIDEST = 120  # upper limit for the width of text, because longer lines are hard to read
 
 
 def print_result(result: Any, as_json: bool, verbose: int = 0) -> None:
-    """Print a result as JSON or as text: its summary or, with `verbose`, its details; else __rich__ or __str__."""
+    """Print a result as JSON or text: its summary, its details if `verbose`, or else __rich__ or __str__."""
     if as_json:
         typer.echo(result.to_json())
     elif hasattr(result, "summary"):
-        # Not typer.echo: it ignores stdout's error handler for characters that the encoding lacks.
+        # print, because typer.echo ignores stdout's error handler for characters that the encoding lacks.
         print(result.details(text_width(), table_width()) if verbose else result.summary(text_width()))
     elif hasattr(result, "__rich__"):
         make_console().print(result)

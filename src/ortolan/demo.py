@@ -1,4 +1,4 @@
-"""`ortolan demo`: a sentence encoder, its dynamic int8 version of ONNX Runtime, and Ortolan's: quality, size, speed."""
+"""`ortolan demo`: compares a sentence encoder with ONNX Runtime's dynamic int8 version and with Ortolan's version."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 MODEL = "all-minilm-l6-v2"
 
-# The relation of two sentences, and the sentences.
+# (relation of the two sentences, first sentence, second sentence)
 PAIRS = (
     ("same meaning", "A cat is sleeping on the sofa.", "A kitten naps on the couch."),
     ("same meaning", "How do I reset my password?", "I forgot my login, how can I get a new one?"),
@@ -52,7 +52,7 @@ _EXPLANATION = (
 
 @dataclass(frozen=True)
 class Agreement:
-    """The agreement of two models.
+    """The agreement between the vectors of two models.
 
     Attributes:
         cosine_mean: The mean cosine of a sentence's two vectors.
@@ -207,7 +207,7 @@ def _compare(
     assert model.tokenizer is not None
     say(f"{model.name}: optimizing; formats of its layers are timed on this CPU, for up to a minute")
     started = time.perf_counter()
-    # verify does not time the model, because all models are timed below.
+    # With verify.seconds 0, pass verify does not time the model: all models are timed below.
     report = optimize_onnx(model.onnx, folder / "optimized.onnx", options={"verify.seconds": 0}, progress=progress)
     optimize_seconds = time.perf_counter() - started
     say(f"{model.name}: comparing with the original and with ONNX Runtime's dynamic int8")
@@ -223,7 +223,7 @@ def _compare(
     differences = {
         name: difference_in_a_batch(session, model.tokenizer, sentences) for name, session in sessions.items()
     }
-    del sessions, session  # they map files that are deleted now
+    del sessions, session  # sessions map files that are deleted now
     variants = [
         Variant(
             name,
@@ -254,7 +254,7 @@ def quantize_dynamic(model: Path, output: Path) -> None:
     """Write ONNX Runtime's dynamic int8 model with default settings."""
     from onnxruntime.quantization import quantize_dynamic
 
-    # The quantizer logs advice to run ONNX Runtime's preprocessing, which has no effect here.
+    # Silence the quantizer's advice to run ONNX Runtime's preprocessing, which has no effect here.
     root = logging.getLogger()
     level = root.level
     root.setLevel(logging.ERROR)
@@ -298,7 +298,7 @@ def measure_times(
     tokenizer_path: str | os.PathLike[str],
     progress: Progress = no_progress,
 ) -> dict[str, tuple[Timing, ...]]:
-    """Return times by name for each of TOKEN_COUNTS. Sessions run in turn, so that a busy machine slows all."""
+    """Return times by name for each of TOKEN_COUNTS. Sessions run in turn, so that a busy machine slows all of them."""
     rows = []
     for done, tokens in enumerate(TOKEN_COUNTS):
         progress(Stage.TIME, done, len(TOKEN_COUNTS))
@@ -328,7 +328,7 @@ def _session_options(threads: int | None) -> ort.SessionOptions:
     if threads is not None:
         options.intra_op_num_threads = threads
     options.log_severity_level = 3
-    # Otherwise the threads of the previous session would spin while the next one is timed.
+    # Without this entry, threads of the previous session would spin while the next session is timed.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return options
 

@@ -1,4 +1,4 @@
-"""`ortolan doctor`: checks that Ortolan works on this machine, and what to do if a check fails.
+"""`ortolan doctor`: checks that Ortolan works on this machine, and prints what to do if a check fails.
 
 Each check is a function that returns a Check and never raises.
 """
@@ -34,7 +34,7 @@ _PROVIDER = "execution provider"
 _UNSET = "unset ORTOLAN_ISA, or set it to one of the listed names"
 _SELF_TEST_SECONDS = 120
 _MARKS = {"ok": "ok", "note": "note", "failed": "FAILED"}
-_LABEL_WIDTH = 28  # columns for the mark and the name of a check
+_LABEL_WIDTH = 28  # width of the mark and name of a check
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Check:
     """The result of a check.
 
     Attributes:
-        status: "ok", "note" (works, but worth knowing) or "failed" (Ortolan needs it).
+        status: "ok", "note" (not required, but worth knowing) or "failed" (required).
     """
 
     name: str
@@ -56,9 +56,9 @@ class FeatureSet:
     """A set of CPU features for which kernels exist.
 
     Attributes:
-        cpus: CPUs that have it.
-        brings: What kernels gain.
-        state: Kernels use it, the CPU has it, or neither ("").
+        cpus: CPUs that have the features.
+        brings: The gain for kernels.
+        state: States that kernels use the set, or that only the CPU has it; "" if the CPU lacks it.
     """
 
     name: str
@@ -102,7 +102,7 @@ class DoctorReport:
         return "\n\n".join(("\n".join(checks), lay_out(sets, width, _LABEL_WIDTH), self._verdict()))
 
     def _verdict(self) -> str:
-        """Return the last line."""
+        """Return the verdict, the last line of the summary."""
         failed = sum(check.status == "failed" for check in self.checks)
         if failed:
             return f"{failed} {'check' if failed == 1 else 'checks'} failed; see the advice above."
@@ -136,7 +136,7 @@ def _guarded(name: str, check: Callable[[], Check]) -> Check:
 
 # --- versions ---------------------------------------------------------------------------------------------------------
 
-# Package -> module. Other packages than onnxruntime have its module too, so the module's __version__ counts.
+# Maps packages to their modules. Other packages also provide the module onnxruntime, so its __version__ is checked.
 _PACKAGES = {
     "onnxruntime": "onnxruntime",
     "onnx": "onnx",
@@ -162,7 +162,7 @@ def check_package(name: str) -> Check:
     install = f'pip install --upgrade "{name}{">=" + wanted if wanted else ""}"'
     try:
         module = importlib.import_module(_PACKAGES[name])
-    except Exception as error:  # a broken binary can raise any error
+    except Exception as error:  # importing a broken binary can raise any error
         return Check(name, "failed", f"cannot be imported: {one_line(error)}", install)
     version = str(getattr(module, "__version__", "") or importlib.metadata.version(name))
     if _parts(version) < _parts(wanted):
@@ -222,7 +222,7 @@ def check_isa_override() -> Check:
     return Check("ORTOLAN_ISA", "note", f"'{value}': kernels use no other features", "unset it for full speed")
 
 
-# Name, CPUs and gain of each set, in the order of ops/isa/feature_sets.inc.
+# (name, CPUs, gain) of each feature set, in the order of ops/isa/feature_sets.inc.
 _FEATURE_SETS = (
     ("scalar", "any", "portable code: correct, slow"),
     ("avx2", "Haswell 2013, Zen 1 and later", "8 multiply-adds at a time in fp32"),
@@ -261,7 +261,7 @@ def check_library(library: str | os.PathLike[str] | None = None) -> Check:
     The check runs in its own process, because a library for another system may crash it.
 
     Args:
-        library: The file; None: the one that Ortolan registers.
+        library: The library's file. None: the file that Ortolan registers.
     """
     name = "operator library"
     if library is None:
@@ -326,7 +326,7 @@ def _run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     Raises:
         subprocess.TimeoutExpired: It did not end in time.
     """
-    # -P: files of the current folder must not be imported instead of the installed packages.
+    # With -P, files of the current folder are not imported instead of installed packages.
     command = [sys.executable, "-P", "-c", code, *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, errors="replace", timeout=_SELF_TEST_SECONDS, check=False
@@ -345,9 +345,9 @@ def run_tiny_model(library: str) -> None:
 
     from . import _native
 
-    m, k, n = 3, 70, 21  # not multiples of a tile
+    m, k, n = 3, 70, 21  # sizes that are not multiples of a tile
     rng = np.random.default_rng(0)
-    # Small integers: exact in bf16, and float32 sums of them are exact in any order.
+    # Small integers are exact in bf16, and their float32 sums are exact in any order.
     x = rng.integers(-4, 5, (m, k)).astype(np.float32)
     w = rng.integers(-4, 5, (k, n)) * rng.integers(0, 2, (k, n))
     masks, values, offsets = _native.pack_bitmap(w.astype(np.float32))
@@ -390,7 +390,7 @@ def _problem(returncode: int, stderr: str) -> str:
     lines = stderr.strip().splitlines()
     if not lines:
         return f"the process that loaded it ended with exit code {returncode}"
-    # The last line of a traceback, without class and status of ONNX Runtime's errors.
+    # Return the last line of the traceback, without the class and status of ONNX Runtime's errors.
     return re.sub(r"^onnxruntime\.[\w.]+: (\[ONNXRuntimeError\] : \d+ : \w+ : )?", "", lines[-1].strip())
 
 

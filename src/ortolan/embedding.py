@@ -1,4 +1,4 @@
-"""Vectors of texts, texts ranked for a query, and the score on the STS benchmark."""
+"""Embeds texts, ranks texts for a query, and scores models on the STS benchmark."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .text_encoder import BATCH_TOKENS, TextEncoder, check_texts
 if TYPE_CHECKING:
     import onnxruntime
 
-_WINDOW_TEXTS, _WINDOW_CHARACTERS = 8192, 2**24  # sorted by length together
+_WINDOW_TEXTS, _WINDOW_CHARACTERS = 8192, 2**24  # texts in a window are sorted by length before batching
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _encoder(
 def token_feeds(
     tokenizer_path: str | os.PathLike[str], sentences: Sequence[str], max_length: int = 256
 ) -> list[dict[str, np.ndarray]]:
-    """Return one calibration feed for each sentence, without padding.
+    """Return one calibration feed per sentence, without padding.
 
     Returns:
         Dicts of input_ids, attention_mask and token_type_ids, int64 [1, tokens]. Remove what the model does not have.
@@ -212,7 +212,7 @@ def spearman_on_sts(encoder: EncodesTexts, csv_path: str | os.PathLike[str]) -> 
     scores: list[float] = []
     first: list[str] = []
     second: list[str] = []
-    # Neither csv nor splitlines(): sentences have unbalanced quotes and may have Unicode line separators.
+    # Split by hand: csv would fail on unbalanced quotes, and splitlines() would split at Unicode line separators.
     for number, line in enumerate(Path(csv_path).read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue

@@ -1,4 +1,4 @@
-"""The work of a server without HTTP: texts to vectors, prompts to texts, and refused requests."""
+"""The parts of a server below HTTP: engines from texts to vectors and from prompts to texts, and refused requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SPINNING = "session.intra_op.allow_spinning"
 
 
 def serving_options(threads: int, spin: bool = False) -> onnxruntime.SessionOptions:
-    """Return session options for one of several replicas on a machine.
+    """Return session options for a replica that shares a machine with other replicas.
 
     Args:
         threads: Threads of ONNX Runtime's pool.
@@ -53,7 +53,7 @@ class RequestError(OrtolanError):
 
 
 class EncoderEngine:
-    """Texts to vectors, or pairs of texts to scores."""
+    """Computes vectors of texts, or scores of pairs of texts."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class EncoderEngine:
         self.encoder = TextEncoder(model, tokenizer, TextInput(max_tokens=max_tokens), options)
 
     def check(self) -> None:
-        """Run one text or pair, which raises its error."""
+        """Run one text or pair, and raise the error if it fails."""
         if self.encoder.kind == "reranker":
             self.encoder.score("health", ["health"])
         else:
@@ -118,7 +118,7 @@ class Generated:
 
 
 class GenerationEngine:
-    """Prompts to texts. Several threads may call it; each call has its own cache.
+    """Continues prompts. Several threads may call it, because each call has its own cache.
 
     Attributes:
         context: The largest number of tokens of a prompt and its continuation; None: unknown.
@@ -157,7 +157,7 @@ class GenerationEngine:
         graph = ir.load(model_in(Path(model)) if os.path.isdir(model) else model)
         self._head_size = read_head_size(graph)
         self._tokenizer = load_tokenizer(tokenizer)
-        # A model that is not a decoder is refused here, not at the first request.
+        # Raises now, rather than at the first request, if the model is not a decoder.
         decoder = Decoder(self._session, head_size=self._head_size)
         positions = read_context(graph)
         known = [limit for limit in (positions and positions - decoder.prompt_tokens, max_context) if limit is not None]
@@ -238,7 +238,7 @@ class GenerationEngine:
         prefix = list(self._tokenizer.prefix)
         if ids[: len(prefix)] != prefix:
             ids = prefix + ids
-        ids = ids or [self._tokenizer.start]  # an empty prompt, and a model without a start token
+        ids = ids or [self._tokenizer.start]  # the prompt is empty, and the tokenizer adds no start token
         if len(ids) > self._max_prompt_tokens:
             raise RequestError(
                 413, f"prompt has {len(ids)} tokens, expected at most {self._max_prompt_tokens}; shorten it"

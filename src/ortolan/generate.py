@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     import onnxruntime as ort
 
-_LENGTHS = 7  # index of NoMADAttention's input with the sequence lengths
+_LENGTHS = 7  # index of NoMADAttention's input `lengths`
 _PAST, _PRESENT = "past_key_values.", "present."
 _TYPES: dict[str, type[np.generic]] = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
-# Compressed caches: those of Ortolan's pass compress_cache, and of GroupQueryAttention.
+# uint8 and int8 are the types of compressed caches, of Ortolan's pass compress_cache and of GroupQueryAttention.
 _CACHE_TYPES = _TYPES | {"tensor(uint8)": np.uint8, "tensor(int8)": np.int8}
 
 
@@ -32,8 +32,8 @@ class Decoder:
     - growing (any decoder): the outputs present.N.* of a step become the inputs past_key_values.N.* of the next step.
       Inside the graph, the node that appends (Concat or GroupQueryAttention) copies the whole cache in each step.
     - shared (GroupQueryAttention, and NoMADAttention that replaces it): one buffer is both past and present, and is
-      written in place.
-    Tensors with a fixed number of tokens, such as past_key_values.N.exact_key of NoMADAttention, keep it in both.
+    written in place. Tensors with a fixed number of tokens, such as past_key_values.N.exact_key of NoMADAttention, have
+    this number in all calls.
 
     Attributes:
         vocabulary: The number of token ids.
@@ -77,7 +77,7 @@ class Decoder:
                 f"{_PAST}N.key and .value, and the outputs logits, {_PRESENT}N.key and .value"
             )
         self._has_mask, self._has_positions = "attention_mask" in inputs, "position_ids" in inputs
-        # Heads, tokens, head size and type of each cache input: keys and values may differ.
+        # Read heads, tokens, head size and type of each cache input, because keys and values may differ.
         self._caches = [
             (
                 _dimension(inputs[name], 1),
@@ -92,7 +92,8 @@ class Decoder:
         self.only_last_logits = self._outputs["logits"].shape[1] == 1
         self.cache_length = cache_length
         self.length = 0
-        # Masks and positions count the tokens of a prompt that is part of the model; the cache does not hold them.
+        # Masks and positions count the tokens of a prompt that is part of the model, although the cache does not hold
+        # them.
         self.prompt_tokens = int(session.get_modelmeta().custom_metadata_map.get(PROMPT_KEY, 0))
         self.reset()
 
@@ -145,7 +146,7 @@ class Decoder:
                 self._binding.bind_ortvalue_output(present, value)
 
     def cache(self) -> dict[str, np.ndarray]:
-        """Return copies of the cache's arrays by input name; those of a shared cache have their full capacity."""
+        """Return copies of the cache's arrays by input name. Arrays of a shared cache have their full capacity."""
         return {name: value.numpy().copy() for name, value in zip(self._past, self._values, strict=True)}
 
     def step(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -209,7 +210,7 @@ def _token_ids(ids: Any) -> np.ndarray:
 
 
 def _stop_ids(stop: Any) -> Collection[int]:
-    """Return the token ids that end a text. Raises ArgumentTypeError for anything else, such as a text."""
+    """Return the token ids in `stop`. Raises ArgumentTypeError for anything else, such as a text."""
     ids = [stop] if isinstance(stop, Integral) else stop
     if not isinstance(ids, Iterable) or not all(isinstance(token, Integral) for token in ids):
         raise ArgumentTypeError(
@@ -279,7 +280,7 @@ def _graph(model: ir.Model | str | os.PathLike[str]) -> ir.Graph:
     return model.graph if isinstance(model, ir.Model) else ir.load(model).graph
 
 
-# Operators that read a table of positions, and the index of that input: the cosines of a rotary embedding.
+# Maps operators that read tables of positions to the index of the input with the cosines of the rotary embedding.
 _POSITION_TABLES = {
     ("com.microsoft", "GroupQueryAttention"): 7,
     ("com.microsoft", "RotaryEmbedding"): 2,
@@ -302,7 +303,7 @@ def read_context(model: ir.Model | str | os.PathLike[str]) -> int | None:
             index = 0
         table = node.inputs[index] if index is not None and index < len(node.inputs) else None
         tensor = None if table is None else ir.convenience.get_const_tensor(table)
-        # A tensor with three axes holds the cosines of the current tokens.
+        # A tensor with three axes holds the cosines of the current tokens, and is not a table.
         if tensor is not None and len(tensor.shape) == 2:
             rows.append(int(tensor.shape.numpy()[0]))
     return min(rows, default=None)
@@ -329,10 +330,10 @@ def sample(
     Returns:
         The token id.
     """
-    if temperature < 1e-6:  # smaller values overflow
+    if temperature < 1e-6:  # dividing by smaller values overflows
         return int(logits.argmax())
     scaled = logits.astype(np.float64) / temperature
-    # Stable, so that equal logits have one order on every machine.
+    # The sort is stable, so that equal logits have the same order on every machine.
     order = np.argsort(-scaled, kind="stable")[: top_k or None]
     probabilities = np.exp(scaled[order] - scaled[order[0]])
     probabilities /= probabilities.sum()

@@ -1,4 +1,4 @@
-"""import_gguf: a GGUF file becomes a folder for onnxruntime-genai and Optimum, with its exact weights."""
+"""import_gguf: converts a GGUF file to a folder for onnxruntime-genai and Optimum."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _MODEL = "model.onnx"
 _TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_ROWS_TO_CHECK = 4  # random input rows on which each layer is checked
+_ROWS_TO_CHECK = 4  # number of random input rows on which each layer is checked
 
 
 def import_gguf(
@@ -103,7 +103,7 @@ class _Weights:
 
 
 class _Import:
-    """One call of `import_gguf`. Cheap checks run before any weight is read."""
+    """A call of `import_gguf`. Cheap checks run before any weight is read."""
 
     def __init__(self, model: GgufModel, target: Path) -> None:
         get_library_path()
@@ -131,7 +131,7 @@ class _Import:
                 f"{model.file.path} has a head size of {size}, expected a multiple of 16 for GroupQueryAttention; the "
                 "model cannot be imported"
             )
-        # Building with float weights, which are not read yet, shows whether the graph can be built.
+        # Build the graph with lazy float weights, to find out whether it can be built before any weight is read.
         floats = {name: _lazy_floats(weight) for name, weight in model.weights.items()}
         build_llama(floats, model.config, attention="gqa", one_table=True)
 
@@ -158,7 +158,7 @@ class _Import:
             tell(Stage.SAVE, 1, 1)
 
     def _take(self, spill: TensorSpill, tell: Progress) -> _Weights:
-        """Read all weights: matrices are quantized, vectors stay floats."""
+        """Read all weights. Matrices stay quantized or are quantized; vectors are floats."""
         weights, total = _Weights(), len(self.model.weights)
         for done, (name, stored) in enumerate(self.model.weights.items()):
             tell(Stage.READ_WEIGHTS, done, total)
@@ -235,7 +235,7 @@ def _first_token(facts: TokenizerFacts) -> int:
 def _add_position_ids(model: ir.Model) -> None:
     """Add an input `position_ids` that no node reads: GroupQueryAttention derives positions from attention_mask.
 
-    Optimum expects the input in these model families, and otherwise advises to export the model again.
+    Optimum expects this input in these model families; without it, Optimum advises to export the model again.
     """
     import onnx_ir as ir
 
@@ -254,7 +254,7 @@ def _float_weight(numbers: QuantizedWeight) -> ir.LazyTensor:
 
 
 def _fill_inputs(context: PassContext) -> list[tuple[LayerReport, str]]:
-    """Set random inputs of each layer, on which pass replace checks the packed weights.
+    """Give each layer random inputs, on which pass replace checks the packed weights.
 
     Returns:
         The report of each layer and the name of its weight.

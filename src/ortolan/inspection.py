@@ -1,4 +1,4 @@
-"""inspect_onnx: the layers of a model, and which of them Ortolan can replace or has replaced."""
+"""inspect_onnx: lists the layers of a model, and tells which layers Ortolan can replace or has replaced."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 
 
 _REPLACED = "already replaced"
-_LEAST_TWO_FOUR = 0.4  # the least fraction of zeros of a 2:4 sparse weight
+_LEAST_TWO_FOUR = 0.4  # weights with fewer zeros than this fraction are not called 2:4 sparse
 _STORAGES = {DENSE: "dense ", BITMAP: "bitmap + ", TWO_FOUR: "2:4 "}
-_KINDS = {ir.DataType.BFLOAT16: "bf16", ir.DataType.INT8: "int8", ir.DataType.UINT8: "int4"}  # by the type of values
+_KINDS = {ir.DataType.BFLOAT16: "bf16", ir.DataType.INT8: "int8", ir.DataType.UINT8: "int4"}  # by the type of `values`
 _INPUTS = {"SparseAMXMatMul": sparse.INPUTS, "W4A8MatMul": w4a8.INPUTS, "W8A8MatMul": w8a8.INPUTS}
 
 
@@ -124,7 +124,7 @@ class Inspection:
         return self.summary()
 
     def summary(self, width: int = WIDTH) -> str:
-        """Return what `print` shows: inputs, outputs, and the layers, with equal layers grouped."""
+        """Return the text that `print` shows: inputs, outputs, and the layers, with equal layers grouped."""
         heads = [
             f"{self.model}: {human_bytes(self.file_size)}, opset {self.opset}, IR version {self.ir_version}"
             + (f", made by {self.producer}" if self.producer else ""),
@@ -145,12 +145,12 @@ class Inspection:
         return "\n".join([*(wrap(head, width) for head in heads), "", lay_out(facts, width)])
 
     def details(self, width: int = WIDTH, table_width: int | None = None) -> str:
-        """Return the summary and the table of layers, like the option -v. Widths as for OptimizationReport."""
+        """Return the summary and the table of layers, like the option -v. Widths are as for OptimizationReport."""
         layers = self.table(table_width)
         return f"{self.summary(width)}\n\n{layers}" if layers else self.summary(width)
 
     def table(self, width: int | None = None) -> str:
-        """Return a table of the layers. Long names are folded to fit `width`; None: they are not."""
+        """Return a table of the layers. Long names are wrapped to fit `width`, unless it is None."""
         layers = [layer for layer in self.linears if layer.k is not None]
         columns = {
             "layer": [layer.name for layer in layers],
@@ -172,7 +172,7 @@ class Inspection:
         return f"{len(replaceable)} of {len(self.linears)} matrix products can be replaced{inside}"
 
     def _groups(self) -> list[str]:
-        """Return a line for each size, format and kind of layer; Ortolan's operators are not named."""
+        """Return one line per size, format and kind of layer, without the names of Ortolan's operators."""
         groups: dict[tuple[str, ...], list[LinearInfo]] = {}
         for layer in self.linears:
             if layer.k is not None:
@@ -224,7 +224,7 @@ def _inspect(file: ModelFile) -> Inspection:
         outputs=[_tensor_info(value) for value in graph_model.graph.outputs],
     )
     drop_listed_initializers(graph_model)
-    inline_functions(graph_model)  # functions may contain the layers
+    inline_functions(graph_model)  # ONNX functions may contain linear layers
     standard = (*DEFAULT_DOMAINS, ORTOLAN_DOMAIN)
     outside = {op_name(node) for node in graph_model.graph.all_nodes() if node.domain not in standard}
     for node in graph_model.graph.all_nodes():
@@ -237,7 +237,7 @@ def _inspect(file: ModelFile) -> Inspection:
             matrix = found.matrix()
             stored = stored_in(matrix)
             sparsity = 1 - stored.count / matrix.size
-            # Any weight with one or two inputs satisfies the 2:4 pattern, even without a zero.
+            # Any weight with one or two inputs satisfies the 2:4 pattern, even without zeros.
             pattern = ", 2:4" if stored.is_two_four and sparsity >= _LEAST_TWO_FOUR else ""
             result.linears.append(
                 LinearInfo(
@@ -262,7 +262,7 @@ def _inspect(file: ModelFile) -> Inspection:
 
 
 def _mark_attention(model: ir.Model, result: Inspection) -> None:
-    """Mark the matrix products of attention as replaceable: one operator replaces them, and the report counts them."""
+    """Mark the MatMuls of attention as replaceable: NoMADAttention replaces them, and the report counts them."""
     if result.optimized is not None:
         return
     found = [match for graph in model.graphs() for match in (*find_attentions(graph), *find_cached_attentions(graph))]
@@ -273,7 +273,7 @@ def _mark_attention(model: ir.Model, result: Inspection) -> None:
 
 
 def _write_known_forms(model: ir.Model) -> None:
-    """Rewrite layers like pass normalize."""
+    """Rewrite layers as pass normalize does."""
     new_name = NewNames(model)
     if model.opset_imports.get("", 0) >= MINIMUM_OPSET:
         unfuse(model, new_name, tables=False)
@@ -317,12 +317,12 @@ def _describe_sparse(info: LinearInfo, constants: Mapping[str, ir.TensorProtocol
         if info.k and info.n:
             stored = _count_bits(masks) if storage == BITMAP else _count_nonzero(values.numpy(), kind)
             info.sparsity = 1 - stored / (info.k * info.n)
-    # bf16 layers have scales of 1 if other layers have scales; they are not part of the weight.
+    # If other layers have scales, bf16 layers have scales of 1, which are not part of the weight.
     return ["masks", "values", "offsets", *(["scales"] if kind != "bf16" else [])]
 
 
 def _describe_groups(info: LinearInfo, constants: Mapping[str, ir.TensorProtocol], group_size: int) -> list[str]:
-    # A single value is a placeholder: the layer has no zero points, but other layers have.
+    # A single value is a placeholder, which the node needs because other layers have zero points.
     offsets = [name for name in ("zero_points", "minimums") if name in constants and constants[name].size > 1]
     weights = constants.get("weights")
     kind = "int8" if weights is not None and weights.dtype == ir.DataType.INT8 else "int4"
@@ -344,7 +344,7 @@ def _count_nonzero(values: np.ndarray, kind: str) -> int:
 
 
 def _is_nothing(residual: ir.Value | None) -> bool:
-    """Return True if the layer has no residual: it is missing, or a 0 where other layers have one."""
+    """Return True if the layer has no residual: the input is missing, or is a placeholder 0."""
     tensor = constant_tensor(residual)
     if tensor is None or len(tensor.shape) > 1:
         return residual is None

@@ -21,7 +21,7 @@ _HEADS = {
     "com.microsoft": ("MatMulNBits", "MatMulBnb4"),
     ORTOLAN_DOMAIN: ("W8A8MatMul", "W4A8MatMul", "SparseAMXMatMul", "VNNISpMM", "MaskedMatMul"),
 }
-# Operators behind the head that compute each row alone, if all inputs but one are constants of one value or row.
+# Operators after the head that compute each row alone, if all inputs but one are constants with one value or one row.
 _BY_ROW = ("Identity", "Cast", "Add", "Sub", "Mul", "Div", "Tanh")
 
 
@@ -74,19 +74,19 @@ def _slice_head(model: ir.Model, name: str) -> None:
             "model with its head behind the last layer"
         )
     _require_unread(graph, head, values, name)
-    # The last token: [-1:] of axis 1.
+    # Slice [-1:] of axis 1: the last token.
     bounds = {"start": [-1], "end": [np.iinfo(np.int64).max], "axis": [1]}
     given = [_constant(graph, f"{_LOGITS}/last/{key}", bound) for key, bound in bounds.items()]
     last = ir.node("Slice", [hidden, *given], name=f"{_LOGITS}/last", num_outputs=1)
     last.outputs[0].name, last.outputs[0].type = f"{_LOGITS}/last", hidden.type
     graph.insert_before(head, last)
     head.replace_input_with(0, last.outputs[0])
-    for value in values:  # shapes from shape inference are outdated
+    for value in values:  # the inferred shapes are no longer right
         value.shape = None if value.shape is None else ir.Shape([value.shape[0], 1, *value.shape[2:]])
 
 
 def _require_unread(graph: ir.Graph, head: ir.Node, values: list[ir.Value], name: str) -> None:
-    """Raise ModelError if another node reads a value that will have one token only, or if it is an output."""
+    """Raise ModelError if a value that will have only one token is read by another node, or is an output."""
     follower: ir.Node | None = None
     for value in values:
         others = [use.node for use in value.uses() if use.node is not follower]

@@ -16,7 +16,7 @@ def get_library_path() -> str:
     Raises:
         LibraryError: The library is missing.
     """
-    # In an editable install, the library is beside the native module, not beside the Python files.
+    # In an editable install, the library is beside the native module and not beside the Python files.
     native = find_spec("ortolan._native")
     package = find_spec("ortolan")
     paths = [] if package is None else package.submodule_search_locations or []

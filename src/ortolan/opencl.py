@@ -10,7 +10,7 @@ from .library import get_library_path
 
 VARIABLE = "ORTOLAN_OPENCL"
 LIBRARY_NAME = "libortolan_opencl.so"
-# Part of the line of a device that is not a GPU.
+# Text in the line of a device that is not a GPU.
 NO_GPU = "no GPU"
 # ops/opencl/interface.h
 _VERSION = 1

@@ -47,6 +47,7 @@ from ortolan.graph_passes.names import AUTO
 from ortolan.graph_passes.passes.context import PassContext
 from ortolan.graph_passes.passes.normalize import optimized_with
 from ortolan.graph_passes.recipe import Recipe
+from ortolan.graph_passes.report.lines import count
 from ortolan.graph_passes.report.optimization import OptimizationReport
 from ortolan.graph_passes.run import run_recipe
 from ortolan.graph_passes.text.text_input import add_text_input, check_text_model, plan_text_input
@@ -69,8 +70,8 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 _PROTOBUF_LIMIT = 2**31 - 2**20
-_MOST_PROBES = 1000  # calibration texts on which the tokenizer in the graph is compared with the original
-_RESULT = "result"  # a folder in the work folder
+_MOST_PROBES = 1000  # largest number of calibration texts on which the tokenizer in the graph is checked
+_RESULT = "result"  # name of a folder in the work folder
 
 
 @with_options
@@ -273,7 +274,7 @@ def _search(
 
 
 class _Run:
-    """One call with checked arguments."""
+    """A call of optimize_onnx with checked arguments."""
 
     def __init__(
         self,
@@ -290,9 +291,9 @@ class _Run:
         self.text, self.genai, self.prompt_ids = text, genai, prompt_ids
         self.feeds: list[Feeds] | None = None
         self._made_up = False
-        self._probes: Sequence[str] = ()  # texts on which the tokenizer in the graph is compared
+        self._probes: Sequence[str] = ()  # texts on which the tokenizer in the graph is checked
         recipe = None if choice.recipe is None else self._for_host(choice.recipe)
-        # Before the passes run, which change the model in place.
+        # Made before the passes run, because they change the model in place.
         self.report = OptimizationReport(
             recipe={"name": AUTO} if recipe is None else recipe.to_dict(),
             input=None if source.path is None else str(source.path),
@@ -319,14 +320,14 @@ class _Run:
             return
         given = _read_texts(calibration)
         beside = find_tokenizer(self.source.path) if self.text is None else self.text.file.path
-        if self.text is not None and not _are_texts(given):  # the tokenizer was given for the model
+        if self.text is not None and not _are_texts(given):  # the tokenizer was given for texts_in only
             tokenizer = None
         self.feeds, self.report.feeds = _read_feeds(given, tokenizer, beside, self.source)
         self.report.tokens = count_tokens(self.feeds)
         self._probes = given[:_MOST_PROBES] if _are_texts(given) else ()
 
     def use(self, given: PartFeeds) -> None:
-        """Use feeds that are already read."""
+        """Use these feeds, which are already read, for one file of a folder."""
         self.feeds, self.report.feeds = given.feeds, given.description
         self._made_up = given.made_up and given.feeds is not None
         self.report.tokens = None if given.feeds is None or given.made_up else count_tokens(given.feeds)
@@ -370,14 +371,14 @@ class _Run:
         _log(self.report)
 
     def _searched(self, context: PassContext) -> tuple[Recipe, PassContext]:
-        """Return the recipe that a search found, and the context of the run that made its model."""
+        """Search for a recipe; return it and the context of the run that made its model."""
         settings = AutoSettings.read() if self.choice.bits is None else self.choice.bits
         found, made = _search(context.evidence, settings, context.candidate.name, context.progress)
         self.report.auto = found.search
         if made is None:
             self.report.recipe = found.to_dict()
             return found, context
-        # `Choice.measuring` allows only options of pass verify.
+        # These are options of pass verify: `Choice.measuring` refuses all others.
         made = replace(made, recipe=made.recipe.with_options(self.choice.options))
         self.report.recipe = made.recipe.to_dict()
         if self.options.dry_run:
@@ -423,7 +424,7 @@ class _Run:
         expected = ask_probes(verified, self.text)
         del verified
         add_text_input(context.source.model, self.text, self._probes)
-        # The weights may be in the file that is replaced.
+        # Write to another folder, because the weights may be in the file that is replaced.
         written = context.evidence.new_folder() / context.candidate.name
         write_model(context.source.model, written, context.telling(Stage.WRITE))
         context.release()
@@ -454,7 +455,8 @@ def _read_feeds(
 ) -> tuple[list[Feeds], str]:
     """Return the feeds and their description for the report.
 
-    given: The result of `_read_texts`. beside: The tokenizer beside the model, used if the user gave no tokenizer.
+    given: The result of `_read_texts`. beside: The tokenizer file beside the model, which is used if the user gave no
+        tokenizer.
     """
     texts = _are_texts(given)
     if tokenizer is not None and not texts:
@@ -462,13 +464,13 @@ def _read_feeds(
             "tokenizer was given, but calibration holds no texts; give a list of texts or a .txt file with one text a "
             "line, or leave the tokenizer out"
         )
-    what = "given feed(s)"
+    what, origin = "given input", ""
     if texts:
-        what = f"feed(s) of {len(given)} text(s)"
+        what, origin = "input", f" from {count(len(given), 'text')}"
         given = feeds_of_texts(given, tokenizer or beside, source.model)
     feeds = read_calibration(given, source.model)
     tokens = count_tokens(feeds)
-    return feeds, f"{len(feeds)} {what}" + (f", {tokens} tokens" if tokens is not None else "")
+    return feeds, f"{count(len(feeds), what)}{origin}" + (f", {tokens} tokens" if tokens is not None else "")
 
 
 def _load(model: Any) -> ModelFile:
@@ -492,7 +494,7 @@ def _check_target(output: str | os.PathLike[str] | None, source: ModelFile) -> P
         target = Path(output)
     except TypeError:
         raise wrong_type("output", output, "a path or None") from None
-    # For a link, the file that it points to is written.
+    # If the output is a link, the file that it points to is written.
     target = Path(os.path.realpath(target)) if target.is_symlink() else target
     if source.folder is not None:
         check_output_folder(target, source.folder)
@@ -502,7 +504,7 @@ def _check_target(output: str | os.PathLike[str] | None, source: ModelFile) -> P
 
 
 def _candidate(work: Path, source: ModelFile, target: Path | None) -> Path:
-    """Return where the new model is written: inside a folder of its own if the output is a folder."""
+    """Return the path for the new model; if the output is a folder, the path is inside a separate folder."""
     if source.folder is None or source.path is None:
         return work / (target.name if target is not None else "model.onnx")
     candidate = work / _RESULT / source.path.relative_to(source.folder)
@@ -524,7 +526,7 @@ def _finish(
         return
     if original and source.path is not None and not source.data_files and not source.widened:
         shutil.copyfile(source.path, context.candidate)
-    if not context.candidate.exists():  # the recipe has no pass verify, or the original is kept
+    if not context.candidate.exists():  # pass verify, which writes the candidate, did not run
         _write(context)
     files = [context.candidate, data_path(context.candidate)]
     report.file_size_after = sum(os.path.getsize(file) for file in files if file.exists())

@@ -1,4 +1,4 @@
-"""The options of optimize_onnx: the one list from which the command line, the hooks and the documentation are made."""
+"""The options of optimize_onnx, in one list from which the command line, hooks and documentation are made."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class OptionInfo:
         group: The heading under which help texts list the option.
         help: What the option does, for all hosts.
         kind: The type of one value on a command line.
-        choices: All values that are allowed; empty: any value of the type.
-        examples: Values that a shell completes, if there are more than choices can list.
+        choices: All allowed values; empty if any value of the type is allowed.
+        examples: Values that a shell completes, if not all allowed values can be listed.
         repeatable: The option takes several values; on a command line it is repeated.
         flag: The name on a command line.
-        metavar: What help texts show as its value on a command line.
-        python: What only Python callers can give, as a sentence for the reference.
+        metavar: The placeholder for the value in help texts of a command line.
+        python: A sentence for the reference about values that only Python callers can give.
         hosts: The interfaces besides Python that have the option.
     """
 
@@ -222,7 +222,7 @@ class OptimizeOptions:
             "Input data",
             Path,
             "A .txt file with one text a line, or an .npz file with arrays named like the model's inputs: to verify "
-            "the result, and for methods that fit weights to inputs. Default: made-up inputs, where these suffice.",
+            "the result, and for methods that fit weights to inputs. Default: synthetic inputs, where these suffice.",
             metavar="FILE",
             python="Also a list of texts, a dict of arrays, or an iterable of such dicts. Beside input_ids, an empty "
             "cache, a full attention_mask, position_ids and token_type_ids of 0 may be left out. For an encoder with "
@@ -397,12 +397,12 @@ def from_command_line(given: Mapping[str, Any]) -> OptimizeOptions:
     if "options" in values:
         values["options"] = dict(map(parse_setting, values["options"]))
     if "ignore" in values:
-        values["ignore"] = [one for one in values["ignore"] if one]  # one empty pattern: ignore no layer
+        values["ignore"] = [one for one in values["ignore"] if one]  # a single empty pattern means: ignore no layer
     return read_options("optimize", None, values)
 
 
 def _plain(value: Any, kind: type) -> Any:
-    """Return a choice given on a command line, or a list of choices, as plain values."""
+    """Return the plain value of a choice from a command line, or a list of plain values."""
     if isinstance(value, list):
         return [_plain(one, kind) for one in value]
     return kind(value.value if isinstance(value, Enum) else value)
@@ -459,7 +459,7 @@ def check_threads(threads: int | None) -> None:
 
 
 def with_options(function: _Function) -> _Function:
-    """Give a function that takes **arguments the signature and the docstring of all its options, for help()."""
+    """Set the signature and docstring of a function that takes **arguments so that help() lists all options."""
     own = [one for one in inspect.signature(function).parameters.values() if one.kind is not one.VAR_KEYWORD]
     options = [
         inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=option.type)

@@ -1,4 +1,4 @@
-"""optimize_onnx for a folder with an encoder and its decoders: all models get one recipe."""
+"""optimize_onnx for a folder with an encoder and its decoders, which are all optimized with one recipe."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ortolan.graph_passes.measure.evidence import make_up_feeds
 from ortolan.graph_passes.measure.feeds import Feeds, has_past
 from ortolan.graph_passes.measure.sessions import open_quietly
 from ortolan.graph_passes.recipe import Recipe
+from ortolan.graph_passes.report.lines import count
 from ortolan.graph_passes.report.optimization import OptimizationReport
 
 from .choice import Choice
@@ -33,7 +34,7 @@ class PartFeeds:
     Attributes:
         feeds: The feeds; None: random inputs are generated later.
         description: Their description for the report.
-        made_up: They do not come from the user's calibration data.
+        made_up: The feeds do not come from the user's calibration data.
     """
 
     feeds: list[Feeds] | None
@@ -41,7 +42,7 @@ class PartFeeds:
     made_up: bool
 
 
-# Optimizes one file: the source, where to write it, its recipe, and its feeds.
+# Optimizes one file. Arguments: the source, the output path, the choice of a recipe, the feeds.
 RunPart = Callable[[ModelFile, Path | None, Choice, PartFeeds], OptimizationReport]
 
 
@@ -99,7 +100,7 @@ def optimize_parts(
     """
     made_up, description = (
         encoder_feeds is None,
-        None if encoder_feeds is None else f"{len(encoder_feeds)} given feed(s)",
+        None if encoder_feeds is None else count(len(encoder_feeds), "given input"),
     )
     if encoder_feeds is None:
         encoder = sources[ENCODER]
@@ -127,7 +128,7 @@ def optimize_parts(
 
 
 def _as_found(choice: Choice, decoder: OptimizationReport) -> Choice:
-    """Return the choice for other decoders, with the recipe that was found for the first one.
+    """Return the choice for the remaining decoders: the recipe that was found for the first decoder.
 
     The first decoder has all layers. The layers of a merged decoder cannot be measured alone, because each is in both
     branches, and a decoder with a cache lacks some layers.
@@ -146,7 +147,7 @@ def _as_found(choice: Choice, decoder: OptimizationReport) -> Choice:
 
 
 def _for_part(choice: Choice, source: ModelFile) -> Choice:
-    """Return the choice for one file: it may stay unchanged, and if it has no cache, no cache is compressed."""
+    """Return the choice for one file. The file may stay unchanged; if it has no cache, compress_cache is left out."""
     recipe = choice.recipe
     if recipe is not None and not has_past(source.model):
         recipe = recipe.without_pass(_CACHES)
@@ -156,7 +157,7 @@ def _for_part(choice: Choice, source: ModelFile) -> Choice:
 def _describe(feeds: list[Feeds] | None, name: str, made_up: bool, description: str | None) -> str | None:
     if feeds is None or name == ENCODER:
         return description
-    return f"{len(feeds)} feed(s) decoded from {'made-up inputs' if made_up else 'the inputs'} of the encoder"
+    return f"{count(len(feeds), 'input')} decoded from {'synthetic inputs' if made_up else 'the inputs'} of the encoder"
 
 
 def _joined(folder: Path, target: Path | None, parts: dict[str, OptimizationReport]) -> OptimizationReport:

@@ -1,4 +1,4 @@
-"""An optimizer like Optimum's ORTOptimizer, for models that run in ORTModelFor….
+"""An optimizer with the interface of Optimum's ORTOptimizer, for models that run in ORTModelFor… classes.
 
 OrtolanOptimizer.from_pretrained("model/").optimize("fast/", weights="int4")
 ORTModelForCausalLM.from_pretrained("fast/", session_options=ortolan.register())
@@ -37,8 +37,8 @@ class OrtolanOptimizer:
             ArgumentTypeError: The argument is neither a path nor an ORTModel.
             ModelError: The folder does not exist.
         """
-        encoder = getattr(model_or_path, "encoder", None)  # of an ORTModel with decoders
-        path = getattr(encoder or model_or_path, "path", model_or_path)  # of an ORTModel: its ONNX file
+        encoder = getattr(model_or_path, "encoder", None)  # the encoder of an ORTModel with decoders
+        path = getattr(encoder or model_or_path, "path", model_or_path)  # the path of an ORTModel's ONNX file
         if not isinstance(path, str | os.PathLike):
             raise wrong_type("model", model_or_path, "a folder or an ORTModel")
         folder = Path(path).parent if path is not model_or_path else Path(path)
@@ -68,9 +68,9 @@ class OrtolanOptimizer:
         if chosen.texts_in:
             raise RecipeError("texts_in is not supported by Optimum, which tokenizes texts itself; use optimize_onnx")
         choice = read_choice(chosen)
-        if choice.recipe is not None:  # a recipe that a search finds compresses no caches
+        if choice.recipe is not None:  # recipes found by a search never compress caches
             served = choice.recipe.for_equal_caches("Optimum")
-            # All passes of a Recipe must run; optimize_onnx may skip passes of a preset or a target format.
+            # If a Recipe object is given, all its passes must run. Passes of a preset or target format may be skipped.
             if served != choice.recipe:
                 plain = OptimizeOptions()
                 chosen = replace(

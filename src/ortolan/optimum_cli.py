@@ -39,7 +39,7 @@ def _add_options(parser: ArgumentParser) -> None:
 
 
 def _escaped(text: str) -> str:
-    return text.replace("%", "%%")  # argparse formats help texts
+    return text.replace("%", "%%")  # argparse uses % for formatting
 
 
 def _optimize(folder: Path, output: Path, args: Any) -> None:
@@ -85,9 +85,13 @@ COMMANDS: list[Any] = [OrtolanCommand]
 try:
     from optimum.commands.export.onnx import ONNXExportCommand
 except Exception as error:
-    # Without the package optimum-onnx, there is no `optimum-cli export` to extend, and no message is needed.
+    # Without the package optimum-onnx, there is no `optimum-cli export onnx` to extend, so no message is printed.
     if not (isinstance(error, ModuleNotFoundError) and (error.name or "") == "optimum.commands.export.onnx"):
-        print(f"ortolan: `optimum-cli export ortolan` is missing: {type(error).__name__}: {error}", file=sys.stderr)
+        print(
+            "ortolan: `optimum-cli export ortolan` is unavailable, because Optimum's ONNX export cannot be imported: "
+            f"{type(error).__name__}: {error}",
+            file=sys.stderr,
+        )
 else:
 
     class OrtolanExportCommand(ONNXExportCommand):  # type: ignore[misc]
@@ -106,7 +110,7 @@ else:
             output = self.args.output
             try:
                 output.absolute().parent.mkdir(parents=True, exist_ok=True)
-                # Beside the output, where large files fit.
+                # Use a temporary folder beside the output, because large files may not fit into the system's.
                 work = tempfile.TemporaryDirectory(prefix=f".{output.name}.export-", dir=output.absolute().parent)
             except OSError as error:
                 sys.exit(f"ortolan: cannot write beside {str(output)!r}: {error.strerror}")

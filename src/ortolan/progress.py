@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 
-# info: steps and decisions; debug: details, such as the result for each layer.
+# Level info is for steps and decisions; debug is for details, such as the result for each layer.
 logger = logging.getLogger("ortolan")
 
 
 class Stage(StrEnum):
     """The stages of optimize_onnx, search, embed and others. Benchmarks report the measured case instead."""
 
-    READ_WEIGHTS = "read weights"  # from a GGUF file
+    READ_WEIGHTS = "read weights"  # weights of a GGUF file
     NORMALIZE = "normalize"
     FLOAT_ACTIVATIONS = "float activations"
     CALIBRATE = "calibrate"
-    SENSITIVITY = "sensitivity"  # to pruning
+    SENSITIVITY = "sensitivity"  # sensitivity of layers to pruning
     PRUNE = "prune"
     SCALE = "scale"
     QUANTIZE = "quantize"
@@ -45,7 +45,7 @@ class Stage(StrEnum):
     LAYER_ERRORS = "search: errors of layers"
     TRY_MODELS = "search: try models"
     TIME_MODELS = "search: time models"
-    # embed, rerank, distill and the demo
+    # Stages of embed, rerank, distill and the demo.
     EMBED = "embed texts"
     SCORE = "score texts"
     DISTILL = "distill"
@@ -63,8 +63,8 @@ def no_progress(stage: str, done: int, total: int) -> None:
 def told(progress: Progress) -> Iterator[Progress]:
     """Yield a callback that also logs each new stage.
 
-    If the callback raises an exception, it leaves the block unchanged, even if code inside wraps it. Callers cancel a
-    run this way.
+    If the callback raises an exception, the with statement raises the same exception, even if code inside wraps it in
+    another one. So callers can cancel a run.
     """
     raised: list[Exception] = []
     last = ""

@@ -18,10 +18,10 @@ PROVIDER = "OrtolanExecutionProvider"
 REGISTRATION_NAME = "ortolan"
 PRECISIONS = ("float32", "bf16", "int8")
 CLAIMS = ("faster", "all")
-CLAIMS_FILE = "claims_file"  # an option of the provider, as in ops/provider/claims_log.h
+CLAIMS_FILE = "claims_file"  # name of a provider option (ops/provider/claims_log.h)
 
-_OLDEST = (1, 23)  # as kOldestApi in ops/provider/ort_api.h
-_OFFERS_OPERATORS = (1, 24)  # the first version that asks providers for their operators
+_OLDEST = (1, 23)  # oldest supported ONNX Runtime; equals kOldestApi in ops/provider/ort_api.h
+_OFFERS_OPERATORS = (1, 24)  # first version of ONNX Runtime that gets custom operators from providers
 _FACTORIES = b"CreateEpFactories\0"
 _lock = threading.Lock()
 

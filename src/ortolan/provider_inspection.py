@@ -1,4 +1,4 @@
-"""inspect_provider: which nodes of a model the execution provider claims, as it reports itself."""
+"""inspect_provider: lists the nodes of a model that the execution provider claims, as reported by the provider."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class ProviderNode:
     """A node whose operator the provider supports.
 
     Attributes:
-        node: Its name after ONNX Runtime's own optimizations.
-        op: Its operator.
-        taken: The provider claims it.
+        node: The node's name after ONNX Runtime's own optimizations.
+        op: The node's operator.
+        taken: Whether the provider claims the node.
         what: Shape and bits of a claimed node.
-        reason: Why a node is not claimed.
+        reason: Why the node is not claimed.
     """
 
     node: str
@@ -68,7 +68,7 @@ class ProviderInspection:
         from rich.text import Text
 
         if not self.nodes:
-            text = "no node has an operator that the provider supports; a precision also claims float layers"
+            text = "no supported nodes; --precision bf16 or int8 also claims float layers"
             return Group(Text(f"{self.model}: {text}"))
         taken = sum(node.taken for node in self.nodes)
         table = Table()
@@ -89,8 +89,8 @@ def inspect_provider(
 ) -> ProviderInspection:
     """Show which nodes `OrtolanExecutionProvider` claims, and why it leaves others to ONNX Runtime.
 
-    This opens a session, which takes as much time and memory as any session of the model. Nodes whose operators the
-    provider does not support are not listed.
+    This opens a session, which takes as much time and memory as any session of the model. Only nodes whose operators
+    the provider supports are listed.
 
     Args:
         model: The path of an ONNX file or of its folder, or a ModelProto.

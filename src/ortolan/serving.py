@@ -3,7 +3,7 @@
     serve run ortolan.serving:embeddings model=fast.onnx replicas=2
     serve run ortolan.serving:generation model=decoder.onnx tokenizer=tokenizer.json
 
-Ray Serve starts, restarts and scales the replicas and distributes the requests. This module is what a replica does.
+Ray Serve starts, restarts and scales the replicas and distributes the requests. This module defines the replicas.
 """
 
 import asyncio
@@ -66,9 +66,9 @@ class ServingConfig(BaseModel):
     Attributes:
         model: Path of the model, on every machine that runs a replica.
         tokenizer: Path of the tokenizer, on every machine that runs a replica.
-        min_replicas: The smallest number, if Ray Serve scales the replicas.
-        max_replicas: The largest number, if Ray Serve scales the replicas.
-        target_ongoing_requests: Requests of each replica to which Ray Serve scales.
+        min_replicas: The smallest number of replicas, if Ray Serve scales them.
+        max_replicas: The largest number of replicas, if Ray Serve scales them.
+        target_ongoing_requests: Ray Serve scales so that each replica has about this number of requests.
         threads: ONNX Runtime's threads of each replica, and the CPUs that Ray counts for it.
         spin: Idle threads wait in a loop.
         max_ongoing_requests: Requests that a replica accepts at a time.
@@ -99,8 +99,8 @@ class EmbeddingConfig(ServingConfig):
         max_texts: The largest number of texts in a request; more get 413.
         max_characters: The longest text; longer ones get 413.
         max_tokens: The length to which texts are cut, if the model takes tokens. Default: from the model's folder.
-        batch_tokens: Tokens of a batch, which has texts of all waiting requests.
-        max_waiting_tokens: Tokens of waiting texts; requests above it get 429.
+        batch_tokens: Largest number of tokens in a batch. A batch mixes texts of all waiting requests.
+        max_waiting_tokens: Limit for the tokens of waiting texts; requests that exceed it get 429.
     """
 
     max_ongoing_requests: PositiveInt = 2048
@@ -121,7 +121,7 @@ class GenerationConfig(ServingConfig):
         max_new_tokens: The most new tokens that a request may ask for; more get 422.
         max_context: Tokens of a prompt and its continuation, for models without this limit in their file.
         max_seconds: The longest time that a request may ask for, queueing included, and the default; more gets 422.
-        concurrent: Requests that a replica runs at a time; other requests wait.
+        concurrent: Number of requests that a replica runs at a time; further requests wait.
     """
 
     tokenizer: str
@@ -266,7 +266,7 @@ async def _stream(first: str, events: AsyncGenerator[str]) -> AsyncGenerator[str
     try:
         async for event in events:
             yield event
-    except Exception:  # too late for an HTTP status
+    except Exception:  # the response has begun, so the HTTP status cannot change
         _log.exception("A generation failed.")
         yield _event({"error": _FAILED})
 
@@ -374,7 +374,7 @@ class Embeddings:
     async def _answers(self, tokenize: Callable[..., list[Tokens]], *given: Any) -> tuple[np.ndarray, int]:
         """Return the texts' vectors or scores, and their number of tokens."""
         try:
-            self._batches.check()  # before any work
+            self._batches.check()  # refuse before any work is done
             try:
                 texts: list[Tokens] = await self._tokenize(tokenize, *given)
             except OrtolanError as error:  # the model is of another kind, or a token is unknown
@@ -408,7 +408,7 @@ class Embeddings:
 
     @_embedding_routes.get("/health")
     async def health(self) -> dict[str, Any]:
-        """Return that the replica answers."""
+        """Return a fixed answer, which shows that the replica responds."""
         return _health(self._config)
 
     async def check_health(self) -> None:
@@ -433,7 +433,7 @@ class Generation:
             spin=self._config.spin,
         )
         self._run = _Runner(self._config.concurrent)
-        self._run_check = _Runner(1)  # a check must not wait for requests that take minutes
+        self._run_check = _Runner(1)  # a separate thread: checks must not wait for requests that take minutes
         self._tokens = Counter("ortolan_generated_tokens", description="Tokens that were generated.")
         self._ended = Counter("ortolan_generations", description="Generations that ended.", tag_keys=("finish_reason",))
 
@@ -460,7 +460,7 @@ class Generation:
         work.add_done_callback(lambda _: pieces.put_nowait(None))
         work.add_done_callback(_ended)
         events = _events(pieces, work)
-        # The first event shows whether the request is refused.
+        # Wait for the first event: if the request is refused, it raises.
         first = await anext(events)
         return _EventResponse(first, events)
 
@@ -473,7 +473,7 @@ class Generation:
             made: Generated = await self._run(self._generate, given, deadline, cancelled, on_text, seconds=seconds)
             return made
         finally:
-            cancelled.set()  # the client may be disconnected while the thread still works
+            cancelled.set()  # stop the thread if the client has disconnected
 
     def _generate(
         self,
@@ -499,7 +499,7 @@ class Generation:
 
     @_generation_routes.get("/health")
     async def health(self) -> dict[str, Any]:
-        """Return that the replica answers."""
+        """Return a fixed answer, which shows that the replica responds."""
         return _health(self._config)
 
     async def check_health(self) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import onnx
     import onnxruntime
 
-# A config entry of session options that have the operators: registering them twice is an error in ONNX Runtime.
+# Config entry that marks session options as registered, because registering twice is an error in ONNX Runtime.
 REGISTERED = "ortolan.registered"
 _EXTENSIONS_DOMAIN = "ai.onnx.contrib"  # operators of onnxruntime-extensions: tokenizers
 _FOLDER_OF_DATA = "session.model_external_initializers_file_folder_path"
@@ -25,7 +25,7 @@ _PACKAGES = ("ortolan", "onnxruntime", "onnx", "onnx-ir", "numpy")
 
 
 def cpu_info() -> dict[str, Any]:
-    """Return what kernels know about this CPU.
+    """Return the properties of this CPU on which kernels depend.
 
     Returns:
         A dict with these keys:
@@ -92,7 +92,7 @@ def register(session_options: onnxruntime.SessionOptions | None = None) -> onnxr
     try:
         session_options.get_session_config_entry(REGISTERED)
         return session_options
-    except RuntimeError:  # no such entry: not registered yet
+    except RuntimeError:  # the entry is missing: not registered yet
         pass
     path = get_library_path()
     try:
@@ -108,8 +108,8 @@ def register(session_options: onnxruntime.SessionOptions | None = None) -> onnxr
 def new_options() -> onnxruntime.SessionOptions:
     """Return the session options that Ortolan uses by default: without memory patterns.
 
-    Memory patterns reserve a call's tensors apart from the memory of operators, and need a plan for each input shape.
-    The process then uses more memory, with more cache and TLB misses (docs/deploy.md).
+    Memory patterns reserve a call's tensors separately from the memory of operators, and need a plan for each input
+    shape. With them, the process uses more memory, with more cache and TLB misses (docs/deploy.md).
     """
     import onnxruntime
 
@@ -141,7 +141,7 @@ def create_session(
     try:
         return _open(path, options, providers)
     except SessionError as error:
-        # The error shows that the model needs the extensions. Few models do, so no file is read beforehand.
+        # The error tells that the model needs the extensions. Few models need them, so files are not parsed in advance.
         if f"{_EXTENSIONS_DOMAIN}:" not in str(error):
             raise
     _register_extensions(options)
@@ -170,7 +170,7 @@ def _open(
     options: onnxruntime.SessionOptions,
     providers: str | Sequence[Any] | None,
 ) -> onnxruntime.InferenceSession:
-    if not isinstance(path, str | os.PathLike) and hasattr(path, "SerializeToString"):  # files need no import of onnx
+    if not isinstance(path, str | os.PathLike) and hasattr(path, "SerializeToString"):  # paths need no import of onnx
         from ortolan.graph_passes.files.model_file import to_bytes
 
         return open_session(to_bytes(path), options, providers)
@@ -227,7 +227,7 @@ def open_session(
 
 
 def _names_providers(options: onnxruntime.SessionOptions) -> bool:
-    has_providers = getattr(options, "has_providers", None)  # onnxruntime 1.22 and later
+    has_providers = getattr(options, "has_providers", None)  # exists in onnxruntime 1.22 and later
     return has_providers is not None and bool(has_providers())
 
 

@@ -1,4 +1,4 @@
-"""TextEncoder: texts to vectors, or pairs of texts to scores, with tokenizer, batches and pooling."""
+"""TextEncoder: computes vectors of texts or scores of pairs of texts, with tokenizer, batches and pooling."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from .session import create_session
 if TYPE_CHECKING:
     import onnxruntime
 
-BATCH_TOKENS = 1024  # activations of larger batches do not fit the caches
+BATCH_TOKENS = 1024  # default; activations of larger batches exceed the CPU's caches
 _TOKENS = 256  # the length to which texts are cut if no file has one
 _KNOWN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _DTYPES = {
     "tensor(int64)": np.int64,
     "tensor(int32)": np.int32,
-    # Only masks have these types.
+    # Only attention masks have these types.
     "tensor(float)": np.float32,
     "tensor(float16)": np.float16,
     "tensor(bool)": np.bool_,
 }
-_CHARACTERS_OF_A_TOKEN = 4  # an estimate for models that tokenize texts themselves
+_CHARACTERS_OF_A_TOKEN = 4  # estimate, for models that tokenize texts themselves
 _LEAST_NORM = 1e-12
 _LARGEST_ID = 2**31
 
@@ -49,7 +49,7 @@ class TokenBudget:
     """The tokens that one batch may hold, including padding if the model computes it. The first text always fits."""
 
     def __init__(self, batch_tokens: int, pads: bool, length: int = 0) -> None:
-        """Create an empty batch; `length` is the length to which texts are padded, 0 for that of the longest text."""
+        """Create an empty batch; `length` is the length to which texts are padded; 0: that of the longest text."""
         self._most, self._pads = batch_tokens, pads
         self._texts = self.tokens = 0
         self._longest = length
@@ -419,7 +419,7 @@ def batches(tokens: Sequence[Tokens], batch_tokens: int, pads: bool = True, leng
 def _pooled(rows: np.ndarray, pooling: str) -> np.ndarray:
     """Pool float32 [tokens, hidden] to [hidden], as Sentence Transformers does."""
     count = np.float32(len(rows))
-    if not len(rows):  # an empty text, and a tokenizer without special tokens
+    if not len(rows):  # an empty text has no tokens if the tokenizer adds no special tokens
         return np.zeros(rows.shape[1], np.float32)
     if pooling == "cls":
         return np.asarray(rows[0])

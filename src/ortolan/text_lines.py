@@ -1,4 +1,4 @@
-"""Texts of a file or of standard input, one a line, read one at a time."""
+"""Reads texts from a file or standard input, one text per line, without loading all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import BinaryIO
 from .errors import OrtolanError, listing, type_name
 
 STANDARD_INPUT = Path("-")
-_SHOWN = 60  # characters of a bad line that an error shows
+_SHOWN = 60  # number of characters of a bad line in error messages
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -52,7 +52,7 @@ class TextLines:
             raise OrtolanError(f"cannot read {self._name()}: {error.strerror or error}") from error
 
     def _read(self, lines: BinaryIO) -> Iterator[str]:
-        # As bytes: in text mode, a lone \r would also end a line.
+        # Read bytes, because in text mode a lone \r would also end a line.
         for number, line in enumerate(lines, start=1):
             found = line.removesuffix(b"\n").removesuffix(b"\r")
             try:
@@ -100,6 +100,6 @@ class CheckedLines:
 
 
 def read_lines(path: Path, field: str | None = None) -> TextLines | CheckedLines:
-    """Return the lines of a file. Regular files are checked first; pipes can only be read once."""
+    """Return the lines of a file. Regular files are checked first; a pipe is not, because it can be read only once."""
     lines = TextLines(path, field)
     return CheckedLines(lines) if path.is_file() else lines

@@ -14,8 +14,8 @@ from .engines import RequestError
 from .errors import OrtolanError
 from .text_encoder import TokenBudget, Tokens
 
-_SLOWEST, _LONGEST_WAIT = 1.0, 60.0  # tokens per second; the longest Retry-After in seconds
-_RECENT = 0.2  # weight of the last batch in the estimate of the speed
+_SLOWEST, _LONGEST_WAIT = 1.0, 60.0  # lowest estimate of tokens per second; longest Retry-After in seconds
+_RECENT = 0.2  # weight of the latest batch in the running estimate of the speed
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class _Request:
 
 
 class TokenBatches:
-    """A queue of one event loop in front of a function that answers batches.
+    """A queue, in one event loop, for a function that answers batches.
 
     A batch starts as soon as the previous one has ended, with the texts that wait at that time. Requests are served in
     order, but a request that is larger than a batch goes to the end of the queue after each batch, so that small
@@ -73,7 +73,7 @@ class TokenBatches:
         self.waiting_tokens = 0
 
     def check(self, tokens: int = 1) -> None:
-        """Raise RequestError 429 if there is no room for more tokens, with the seconds after which there should be."""
+        """Raise RequestError 429 if there is no room for more tokens, with the expected seconds until there is room."""
         over = self.waiting_tokens + tokens - self._most
         if self.waiting_tokens == 0 or over <= 0:
             return
@@ -108,14 +108,15 @@ class TokenBatches:
             return await request.done
         finally:
             self.waiting_tokens -= sum(len(text) for _, text in request.waiting)
-            request.waiting.clear()  # _take skips the request
+            request.waiting.clear()  # so that _take skips the request
 
     async def _work(self) -> None:
         while batch := self._take():
             texts = [text for _, _, text in batch]
             tokens = sum(map(len, texts))
             begun = time.monotonic()
-            # A failure is the answer of each text of the batch. This task must not end, because it serves all requests.
+            # If the batch fails, the exception is the answer to each of its texts. This task must not end, because it
+            # serves all requests.
             try:
                 if self._on_batch is not None:
                     self._on_batch(len(texts), tokens)
@@ -143,7 +144,7 @@ class TokenBatches:
                 position, text = request.waiting.popleft()
                 budget.add(text)
                 batch.append((request, position, text))
-            if request.waiting:  # the batch is full
+            if request.waiting:  # texts remain because the batch is full
                 self._requests.rotate(-1 if len(batch) > taken else 0)
                 break
             self._requests.popleft()

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import onnxruntime
 
 FORMAT = "ortolan"
-REPORT_KEY = "ortolan_report"  # key in the `meta` of an exported program
+REPORT_KEY = "ortolan_report"  # key of the report in the `meta` of an exported program
 _CACHE_INPUT = re.compile(r"past_key_values\.layers\.(\d+)\.(keys|values)$")
 _CACHE_TYPES = {
     "tensor(float)": torch.float32,
@@ -55,7 +55,7 @@ def _config_fields() -> list[tuple[str, Any, Any]]:
     ]
 
 
-# The fields of a frozen dataclass cannot be inherited by OnnxConfig's subclass, which transformers changes.
+# OptimizeOptions is frozen, and transformers changes config objects, so its fields are copied to a new dataclass.
 _Options: Any = make_dataclass("_Options", _config_fields(), bases=(OnnxConfig,))
 
 
@@ -70,7 +70,7 @@ class OrtolanConfig(_Options):  # type: ignore[misc]
         return OptimizeOptions(**{option.name: getattr(self, option.name) for option in options_of("transformers")})
 
     def to_json_string(self) -> str:
-        """Return what `save_pretrained` stores: all options without calibration data and tokenizer."""
+        """Return the JSON that `save_pretrained` stores: all options except calibration data and tokenizer."""
         stored = replace(self, calibration=None, tokenizer=None)  # type: ignore[call-arg]
         return str(super(OrtolanConfig, stored).to_json_string())
 
@@ -84,7 +84,7 @@ class OrtolanExporter(OnnxExporter):  # type: ignore[misc]
 
     export_format = FORMAT
     config_class = OrtolanConfig
-    # During export_for_generation: why components were left unchanged.
+    # Errors of components left unchanged during export_for_generation; None outside of it.
     _unchanged: list[NothingToReplaceError] | None = None
 
     def export_program(
@@ -111,7 +111,7 @@ class OrtolanExporter(OnnxExporter):  # type: ignore[misc]
         except BaseException:
             work.cleanup()
             raise
-        # Large weights stay in the file, which sessions map, so it is deleted together with the program.
+        # Large weights stay in the file, which sessions map. So the file is deleted when the program is.
         weakref.finalize(program, work.cleanup)
         if report is not None:
             program.meta[REPORT_KEY] = report

@@ -108,7 +108,7 @@ def write_repository(
         raise ArgumentError(f"path_on_server is {str(path_on_server)!r}, expected an absolute path")
     place = Path(path_on_server or repository.absolute()) / chosen / _VERSION
     config = _config(source.model, chosen, max_batch_size, instances, threads, [str(place / one) for one in libraries])
-    # Triton expects one name for all models; data files keep their names, which the model stores.
+    # Triton expects this name for every model. Data files keep their names, because the model refers to them.
     files = {_MODEL: source.path} | {
         str(file.relative_to(source.external_root)): file for file in source.data_files if source.external_root
     }
@@ -149,7 +149,7 @@ def _config(
 
 
 def _has_batch(inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> bool:
-    """Return True if all of them begin with the same symbolic dimension."""
+    """Return True if all inputs and outputs begin with the same symbolic dimension."""
     first = {_first_dimension(value) for value in (*inputs, *outputs)}
     return len(first) == 1 and first != {None}
 

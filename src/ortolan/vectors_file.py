@@ -25,7 +25,7 @@ def check_vectors_file(path: Path) -> None:
 
 
 def write_vectors(path: Path, pieces: Iterable[np.ndarray]) -> tuple[int, int]:
-    """Write vectors to a file that numpy.load reads, or replace it. One piece, float32 [rows, width], is in memory.
+    """Write vectors in pieces, each float32 [rows, width], to a file that numpy.load reads, or replace it.
 
     Returns:
         The shape (rows, width) of all vectors.

@@ -120,7 +120,7 @@ def test_a_tokenizer_json(folder):
     path = write_tokenizer(folder / "words.json")
     report = optimize(folder, ["one two three", "three two"], tokenizer=path)
     assert report.tokens == 4 + 3
-    assert report.feeds == "2 feed(s) of 2 text(s), 7 tokens"
+    assert report.feeds == "2 inputs from 2 texts, 7 tokens"
     assert "7 tokens" in str(report) and report.to_dict()["tokens"] == 7
 
 
@@ -136,7 +136,7 @@ def test_a_text_file_has_one_text_a_line(folder):
     texts = folder / "texts.txt"
     texts.write_text("one two\n\n  three \r\n", encoding="utf-8")
     report = optimize(folder, texts, tokenizer=Letters())
-    assert report.feeds == "2 feed(s) of 2 text(s), 12 tokens"
+    assert report.feeds == "2 inputs from 2 texts, 12 tokens"
 
 
 def test_an_iterator_of_texts(folder):

@@ -72,7 +72,7 @@ def test_float_caches_give_the_same_tokens(folder: Path, tmp_path: Path, calibra
     for name, part in report.parts.items():
         assert part.output == str(tmp_path / "fast" / name)
         assert max(error.relative_l2 for error in part.output_error) < 2e-6
-    assert "feed(s) decoded from" in (report.parts[MERGED].feeds or "")
+    assert "inputs decoded from" in (report.parts[MERGED].feeds or "")
 
 
 def test_weights_of_all_files(folder: Path, tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_calibration_is_used_and_not_saved(bert: Path, model: Any, tmp_path: Pat
         tokenizer=str(bert / "tokenizer.json"),
     )
     exported = OrtolanExporter().export(model, inputs, config)
-    assert "feed(s) of 2 text(s)" in exported.program.meta["ortolan_report"].feeds
+    assert "inputs from 2 texts" in exported.program.meta["ortolan_report"].feeds
     exported.save_pretrained(tmp_path / "fast")
     assert "lazy" not in (tmp_path / "fast" / "export.json").read_text()
 

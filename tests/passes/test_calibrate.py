@@ -145,7 +145,7 @@ def test_the_report_names_assumed_dimensions():
     ]
     weights = {"table": random_weight(9, 8), "W": random_weight(8, 8)}
     model = make_model(nodes, {"input_ids": (INT64, ["n", "m"])}, {"y": (FLOAT, ["n", "m", 8])}, weights)
-    assert optimize(model).feeds == "2 synthetic feed(s): input_ids [2, 16] (assumed: n = batch, m = tokens)"
+    assert optimize(model).feeds == "2 synthetic inputs: input_ids [2, 16] (assumed: n = batch, m = tokens)"
 
 
 def test_made_up_feeds_run_on_both_kinds_of_transformer(tmp_path):
@@ -153,7 +153,7 @@ def test_made_up_feeds_run_on_both_kinds_of_transformer(tmp_path):
         ir.save(model, tmp_path / name)
         session = onnxruntime.InferenceSession(tmp_path / name, providers=["CPUExecutionProvider"])
         feeds, description = make_up_feeds(model, session)
-        assert len(feeds) == 2 and description.startswith("2 synthetic feed(s): input_ids [2, 16]")
+        assert len(feeds) == 2 and description.startswith("2 synthetic inputs: input_ids [2, 16]")
 
 
 def test_models_that_allow_a_batch_of_one_only():
@@ -163,7 +163,7 @@ def test_models_that_allow_a_batch_of_one_only():
         {"y": (FLOAT, [16, 8])},
         {"shape": np.array([16, 8]), "W": random_weight(8, 8)},
     )
-    assert optimize(model).feeds == "1 synthetic feed(s): x [1, 16, 8]"
+    assert optimize(model).feeds == "1 synthetic input: x [1, 16, 8]"
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -181,7 +181,7 @@ def test_exports_that_run_at_one_shape(parts, arguments):
     weights |= {"whole": np.array([2, 7, 8])} if parts == 1 else {"tokens": np.array([2, 7]), "width": np.array([8])}
     model = make_model(nodes, {"input_ids": (INT64, ["b", "s"])}, {"y": (FLOAT, [2, 7, 8])}, weights)
     report = optimize(model, **arguments)
-    assert report.feeds is not None and report.feeds.startswith("1 synthetic feed(s): input_ids [")
+    assert report.feeds is not None and report.feeds.startswith("1 synthetic input: input_ids [")
     rows, tokens = re.findall(r"\d+", report.feeds)[1:3]
     assert int(rows) * int(tokens) == 14 and report.output_error
 
@@ -194,7 +194,7 @@ def test_models_for_which_nothing_can_be_made_up():
         {"shape": np.array([7, 11])},
     )
     session = open_quietly(model.SerializeToString())
-    with pytest.raises(CalibrationError, match=r"does not run on made-up inputs: .*give calibration="):
+    with pytest.raises(CalibrationError, match=r"does not run on synthetic inputs: .*give calibration="):
         make_up_feeds(ir.from_proto(model), session)
     shapeless = signature({"s": (FLOAT, [1])})
     shapeless.graph.inputs[0].shape = None
@@ -320,7 +320,7 @@ def test_flags_are_made_up_both_ways():
     model = branches_model()
     feeds, description = make_up_feeds(ir.from_proto(model), open_quietly(model.SerializeToString()))
     assert [bool(one["flag"]) for one in feeds] == [True, True, False]
-    assert description.startswith("3 synthetic feed(s)")
+    assert description.startswith("3 synthetic inputs")
 
 
 @pytest.mark.parametrize("attention", ["standard", "gqa"])

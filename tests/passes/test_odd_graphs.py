@@ -65,7 +65,7 @@ def test_masks_that_do_not_run_on_made_up_sizes_keep_the_padding() -> None:
     feeds = encoder_feeds(model, MASKS["behind"])
     report = ortolan.optimize_onnx(model, weights="int8", options=FAST | DROP, calibration=[feeds])
     assert report.model is not None
-    assert any("do not run on made-up inputs" in note for note in report.notes), report.notes
+    assert any("do not run on synthetic inputs" in note for note in report.notes), report.notes
     (expected,), (found,) = run(model, feeds), run(report.model, feeds, library=True)
     there = feeds["attention_mask"] != 0
     assert relative_error(expected[there], found[there]) < 0.05

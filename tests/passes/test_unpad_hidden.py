@@ -152,7 +152,7 @@ def test_a_mask_that_hides_all_keys_from_hidden_queries() -> None:
     """
     model = with_hidden_queries(proto(tiny.tiny_bert()))
     report = both(model, INT8)[1]
-    assert "hides all tokens from the queries of hidden positions, which are read" in reason(report)
+    assert "hides all tokens from the queries of masked positions, which are read" in reason(report)
     feeds = expanded_feeds(model)
     assert report.model is not None
     assert relative_error(run(model, feeds)[0], answers(report.model, feeds)[0]) < 0.05

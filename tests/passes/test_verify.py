@@ -98,7 +98,7 @@ def test_report_holds_error_and_latency():
     assert report.portable_error[0].relative_l2 < 1e-5
     assert report.latency_before.median_ms >= report.latency_before.min_ms > 0
     assert report.latency_after.median_ms >= report.latency_after.min_ms > 0
-    assert report.feeds == "1 given feed(s)"
+    assert report.feeds == "1 given input"
 
 
 def test_a_large_error_is_noted():

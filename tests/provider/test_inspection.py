@@ -70,7 +70,7 @@ def test_it_says_what_the_log_says(path: Path, capfd: pytest.CaptureFixture[str]
 def test_nothing_to_take() -> None:
     found = ortolan.inspect_provider(float_model())
     assert found.nodes == []
-    nothing = "no node has an operator that the provider supports; a precision also claims float layers"
+    nothing = "no supported nodes; --precision bf16 or int8 also claims float layers"
     assert str(found) == f"the given ModelProto: {nothing}"
 
 

@@ -232,7 +232,7 @@ def test_recipe_auto_calibrates_on_texts(tmp_path, monkeypatch, budget):
         calibration=texts,
         texts_in=TextInput(tokenizer, max_tokens=12),
     )
-    assert report.feeds.startswith("3 feed(s) of 3 text(s)") and set(texts) <= set(compared)
+    assert report.feeds.startswith("3 inputs from 3 texts") and set(texts) <= set(compared)
     session = ortolan.create_session(tmp_path / "fast.onnx")
     (found,) = session.run(None, {"text": np.array(texts, object)})
     expected = pooled(tmp_path / "model.onnx", tokenizer, texts, "mean", True, 12)

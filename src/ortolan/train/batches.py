@@ -12,7 +12,7 @@ from ortolan.errors import CalibrationError, ModelError, listing
 from ortolan.graph_passes.measure.feeds import model_inputs
 from ortolan.graph_passes.text.texts import Tokenizer, feeds_of_texts
 
-_SHORTEST = 4  # tokens, special tokens included; shorter texts teach little
+_SHORTEST = 4  # least tokens of a text, including special tokens; shorter texts teach little
 _KNOWN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
 
@@ -44,7 +44,7 @@ class Batches:
         return sum(map(len, self._rows))
 
     def batch(self, step: int) -> np.ndarray:
-        """Return the input_ids of a step, int64 [texts, tokens]. Each epoch has all texts in another order."""
+        """Return the input_ids of a step, int64 [texts, tokens]. Each epoch uses all texts, in a different order."""
         epoch, index = divmod(step, self.per_epoch)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._shuffled(epoch)

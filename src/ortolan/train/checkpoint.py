@@ -22,9 +22,9 @@ class State:
     """The state after some steps.
 
     Attributes:
-        settings: Settings that must be equal to continue.
+        settings: Settings; a training can only be continued with equal settings.
         tokens: The number of tokens that were trained on.
-        masks: Masks of the weights that are kept, by name.
+        masks: By name, masks of the weights that are not pruned.
     """
 
     settings: dict[str, Any]
@@ -62,7 +62,7 @@ def load(folder: Path, settings: Mapping[str, Any]) -> State | None:
         content = torch.load(path, map_location="cpu", weights_only=True)
         curve = [CurvePoint(**point) for point in content.pop("curve")]
         state = State(**content, curve=curve)
-    except Exception as error:  # a damaged file makes torch raise many types
+    except Exception as error:  # for damaged files, torch raises many types of exceptions
         raise OutputError(f"checkpoint {str(path)!r} cannot be read: {error}; {advice}") from error
     for name, value in settings.items():
         if state.settings.get(name) != value:

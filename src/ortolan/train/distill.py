@@ -31,7 +31,7 @@ from .student import pruned_weights, trained_names, write_back
 if TYPE_CHECKING:
     from .training import Training
 
-DISTILLED_KEY = "ortolan.distilled"  # a key of the written model's metadata
+DISTILLED_KEY = "ortolan.distilled"  # key in the metadata of the written model
 _PATTERNS = ("4x1", "unstructured")
 
 
@@ -66,7 +66,7 @@ def distill(
         model: An ONNX encoder in float32, as exported; it is not changed.
         output: The file to write: the same graph with other weights; pruned weights are exactly 0.
             `optimize_onnx(…, pattern="4x1")` makes it fast.
-        texts: Sentences like later inputs; tens of thousands.
+        texts: Tens of thousands of sentences that resemble later inputs.
         tokenizer: The path of a tokenizer.json, or an object whose encode(text) returns token ids. Default: the
             tokenizer.json beside the model.
         sparsity: The fraction of zeros in each layer.
@@ -182,7 +182,7 @@ def _import_torch() -> Any:
 
 
 def _check(**given: tuple[float, float, float | None]) -> None:
-    """Check that numbers are above their lower and below their upper bounds. Raises RecipeError otherwise."""
+    """Check that each number is above its lower bound and below its upper bound. Raises RecipeError otherwise."""
     for name, (low, number, high) in given.items():
         if not low < number or (high is not None and not number < high):
             between = f"above {low}" if high is None else f"between {low} and {high}"

@@ -6,14 +6,15 @@ import math
 
 PRUNED_BY = 0.6  # fraction of the steps after which masks stay unchanged
 EVENTS = 12  # number of times that weights are pruned
-_FIRST = 0.5  # sparsity of the first event, as a fraction of the target
-_WARM_UP = 0.02  # fraction of the steps
+_FIRST = 0.5  # sparsity after the first pruning, as a fraction of the target
+_WARM_UP = 0.02  # fraction of the steps in which the learning rate rises
 
 
 def sparsities(target: float, steps: int) -> dict[int, float]:
-    """Return the sparsity that weights are pruned to before a step, by step: a cubic schedule towards the target.
+    """Return a cubic schedule up to the target: maps steps to the sparsity to which weights are pruned before the step.
 
-    Reference: Zhu and Gupta, To prune, or not to prune (arXiv:1710.01878). Weights that are pruned first cost least.
+    Reference: Zhu and Gupta, To prune, or not to prune (arXiv:1710.01878). The weights pruned first matter least, so
+        the schedule prunes fast at first.
     """
     events = min(EVENTS, max(steps, 1))
     found: dict[int, float] = {}

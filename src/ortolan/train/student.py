@@ -79,9 +79,9 @@ def trained_names(model: ir.Model, weights: list[PrunedWeight]) -> list[str]:
 
 
 def hidden_states(weights: list[PrunedWeight]) -> list[ir.Value]:
-    """Return the hidden states between blocks: inputs of layers that a residual Add or a norm also reads.
+    """Return the hidden states between blocks: inputs of linear layers that a residual Add or a norm reads.
 
-    If the model has no such value, return all inputs of layers.
+    If the model has no such value, return the inputs of all linear layers.
     """
     nodes = {linear.node for weight in weights for linear in weight.linears}
     inputs = list(dict.fromkeys(x for weight in weights for x in weight.inputs))

@@ -14,12 +14,12 @@ from ortolan.graph_passes.find.linear import node_name, op_name
 
 from .torch_ops import OPERATORS, TYPES, Operator, Tensor, tensor_of
 
-_MINIMUM_OPSET = 13  # the first in which axes of Unsqueeze, Squeeze and Split are inputs
+_MINIMUM_OPSET = 13  # first opset in which axes of Unsqueeze, Squeeze and Split are inputs
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A node that is ready to run. Missing optional inputs are None."""
+    """A node prepared for running. Missing optional inputs are None."""
 
     node: ir.Node
     operator: Operator

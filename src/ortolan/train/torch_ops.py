@@ -43,7 +43,10 @@ def _integers(tensor: Tensor) -> list[int]:
 
 
 def _axes(attributes: Attributes, given: Tensor | None, rank: int) -> list[int]:
-    """Return the axes of a reduction: an input since opset 18 (ReduceSum: 13), an attribute before. Default: all."""
+    """Return the axes of a reduction: an input since opset 18 (ReduceSum: 13), before that an attribute.
+
+    Default: all axes.
+    """
     axes = _integers(given) if given is not None else list(attributes.get("axes", ()))
     return axes or list(range(rank))
 

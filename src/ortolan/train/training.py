@@ -22,15 +22,15 @@ from .student import PrunedWeight, hidden_states, prune_weight
 from .torch_graph import TorchGraph
 from .torch_ops import Tensor
 
-HESSIAN_TOKENS = 8192  # tokens whose inputs pruning uses
-_CLIP = 1.0  # the largest norm of the gradient
+HESSIAN_TOKENS = 8192  # number of tokens on which SparseGPT is run
+_CLIP = 1.0  # limit to which the gradient's norm is clipped
 _BETAS = (0.9, 0.98)
 _CHECKPOINT_SECONDS = 300.0
 _CURVE = "curve.csv"
 
 
 class Training:
-    """A training from a state to its last step."""
+    """A training run from a state to the last step."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Training:
         self.state = state
         if not state.parameters:
             state.parameters = {name: tensor.clone() for name, tensor in self._teacher.items()}
-        if bfloat16:  # converted once here; autocast would convert the weights in each step
+        if bfloat16:  # converted once here, because autocast would convert the weights in each step
             for weight in weights:
                 self._teacher[weight.name] = self._teacher[weight.name].bfloat16()
         for tensor in state.parameters.values():

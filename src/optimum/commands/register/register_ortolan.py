@@ -1,4 +1,4 @@
-"""Register Ortolan's commands. Every call of optimum-cli imports this module, so an error here breaks all commands."""
+"""Registers Ortolan's commands. Every optimum-cli call imports this module, so an error here would break all calls."""
 
 import sys
 
