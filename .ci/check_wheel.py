@@ -1,8 +1,9 @@
 """Check the contents of wheels and the dependencies of their libraries, and print their sizes: check_wheel.py WHEEL ...
 
-A wheel holds the operator library, but no test code and no developer tools (tools/). Its libraries need only libc,
-libm, libstdc++ and their companions. In a manylinux wheel, they use no glibc symbol later than the wheel's name allows.
-The operator library exports only the functions that hosts call. `readelf` (binutils) reads libraries for any CPU.
+A wheel holds the operator library, but no test code and no developer tools (tools/). Its libraries need only libraries
+of glibc and gcc, such as libm and libstdc++. In a manylinux wheel, they use no glibc symbol newer than the wheel's name
+allows. The operator library exports only the functions that hosts call. `readelf` (binutils) reads libraries for any
+CPU.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _MANYLINUX = re.compile(r"manylinux_2_(\d+)_")
 
 def problems(wheel: str) -> list[str]:
     """Return the wheel's defects as messages."""
-    # A name may hold several manylinux tags; the latest glibc counts.
+    # A wheel's name may have several manylinux tags; the newest glibc of them is the limit.
     manylinux = max(map(int, _MANYLINUX.findall(Path(wheel).name)), default=None)
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()

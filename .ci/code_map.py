@@ -1,9 +1,9 @@
 """Draw the map of the code for CONTRIBUTING.md: code_map.py [--check]
 
 Reads the imports of the Python packages and the includes of the native folders, and writes
-docs/pictures/code-map-light.svg and -dark.svg. An arrow points from a package to one that it imports; arrows that
-follow from others are left out. With --check, nothing is written: exits with 1 if a picture is not current. Fails if
-packages import each other in a circle.
+docs/pictures/code-map-light.svg and -dark.svg. An arrow points from a package to a package that
+it imports; arrows that a path of other arrows implies are left out. With --check, writes nothing and exits with 1 if a
+picture is not current. Fails if packages import each other in a circle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
 
-# Box names with their captions, and folders without a box of their own.
+# Names of boxes with their captions, and folders that have no box.
 PYTHON = {
     "src/ortolan": "API, CLI, hosts",
     "train": "distillation in torch",
@@ -142,7 +142,7 @@ def _check_names(edges: Edges, known: dict[str, str]) -> None:
 
 
 def _reduce(edges: Edges) -> Edges:
-    """Leave out arrows that follow from others. Raises SystemExit for a circle."""
+    """Remove arrows that a path of other arrows implies. Raises SystemExit for a circle."""
     reach: dict[str, set[str]] = {}
 
     def below(name: str, path: tuple[str, ...]) -> set[str]:

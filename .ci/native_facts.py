@@ -12,7 +12,7 @@ from pathlib import Path
 
 FOLDERS = ("ops", "src")
 MAX_LINES = 80
-# String and character literals and comments, which are removed; line breaks are kept.
+# Matches literals and comments, which are removed except for their line breaks.
 _NO_CODE = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
 _DIRECTIVE = re.compile(r"^[ \t]*#(?:[^\n\\]|\\\n?)*", re.MULTILINE)
 _SCOPE = re.compile(r"\b(namespace|class|struct|union|enum)\b|\bextern\s*$")
@@ -24,7 +24,7 @@ def files() -> list[Path]:
 
 
 def functions(text: str) -> Iterator[tuple[int, int]]:
-    """Yield the first line and the number of lines, head included, of each top-level function."""
+    """Yield the first line and the number of lines of each top-level function, including its signature."""
     code = _NO_CODE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
     code = _DIRECTIVE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), code)
     depth_of_function: int | None = None

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 AT_ONCE = 2
-# The formats of these lines are those of pytest -ra, tests/conftest.py and .ci/extra.
+# Lines that pytest -ra, tests/conftest.py and .ci/extra print.
 _SKIPPED = re.compile(r"SKIPPED \[(\d+)\] \S+?:(?:\d+:)? (.*)")
 _FAILED = ("FAILED ", "ERROR ")
 # Notes that tests/conftest.py and the Makefile print on tests that did not run.

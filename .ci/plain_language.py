@@ -28,7 +28,7 @@ _NATIVE_TEXT = re.compile(
 )
 _HASH_TEXT = re.compile(r"(?:^|(?<=\s))#[^\n]*(?:\n[ \t]*#[^\n]*)*")
 _CODE_BLOCK = re.compile(r"^```.*?^```|`[^`\n]*`|\]\([^)]*\)|<!--.*?-->", re.DOTALL | re.MULTILINE)
-# Marks at the start of a comment's lines, and quotes between joined literals.
+# Comment marks at the start of lines, and quotes between adjacent string literals.
 _MARKS = re.compile(r'^[ \t]*(?://+|#+|\*)|"\s*"', re.MULTILINE)
 
 

@@ -10,7 +10,7 @@ set(CMAKE_CXX_COMPILER ${ORTOLAN_ZIG} c++ -target ${ORTOLAN_ZIG_CPU}-${ORTOLAN_Z
 set(CMAKE_AR ${ORTOLAN_ZIG})
 set(CMAKE_CXX_ARCHIVE_CREATE "<CMAKE_AR> ar qc <TARGET> <OBJECTS>")
 set(CMAKE_CXX_ARCHIVE_FINISH "<CMAKE_AR> ranlib <TARGET>")
-# Off for the Python modules too: otherwise zig builds its C++ library a second time.
+# Link-time optimization is off for the Python modules too, because zig would build its C++ library again for it.
 set(CMAKE_INTERPROCEDURAL_OPTIMIZATION OFF)
 # The linker strips, since the host's strip cannot read other architectures.
 set(CMAKE_STRIP "" CACHE FILEPATH "" FORCE)

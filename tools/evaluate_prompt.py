@@ -2,9 +2,10 @@
 
 python -m tools.evaluate_prompt --model smollm2-135m-instruct [--text FILE] [--windows N] [--run N]
 
-Each window of the text (by default, text sampled from the model) begins with the prompt; the rest is scored. The table
-is computed with float caches that are pruned as the pass prunes them; tokens after the prompt are exact. The operator
-also rounds queries and weights to bfloat16: --run scores some windows with the operator, token by token.
+Each window of the text (by default, text sampled from the model) begins with the prompt; its other tokens are scored.
+The table is computed with float caches: those of the prompt are pruned as by the pass, those of later tokens are exact.
+NoMADAttention additionally rounds queries and attention weights to bfloat16: --run N scores N windows with it, token by
+token.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ Caches = dict[str, np.ndarray]
 
 
 class PromptedDecoder:
-    """A decoder that continues a prompt in its cache, exact or pruned."""
+    """A decoder that continues after a prompt whose cache is exact or pruned."""
 
     def __init__(self, session: ort.InferenceSession) -> None:
-        """Use a session with float caches, as `Decoder` takes it."""
+        """Use a session with float caches that `Decoder` supports."""
         self._session = session
         self._decoder = Decoder(session)
         names = [value.name for value in session.get_inputs()]
@@ -44,13 +45,13 @@ class PromptedDecoder:
         self._names = names
 
     def exact(self, prompt: Sequence[int]) -> Caches:
-        """Return the cache after the prompt, input name -> [1, kv_heads, tokens, head_dim]."""
+        """Return the exact cache of the prompt by input name: float32 [1, kv_heads, tokens, head_dim]."""
         self._decoder.reset()
         self._decoder.step(prompt)
         return self._decoder.cache()
 
     def pruned(self, caches: Caches, sparsities: Sparsities, scope: str = "token") -> Caches:
-        """Return the caches pruned as the pass does it."""
+        """Return the caches pruned as by pass cache_prompt."""
         result = {}
         for key in self._keys:
             value = key.removesuffix("key") + "value"
@@ -78,7 +79,7 @@ def mean(scores: Sequence[Score]) -> Score:
 def score_operator(
     model: Path, prompt: Sequence[int], ids: Sequence[int], sparsities: Sparsities, scope: str = "token"
 ) -> Score:
-    """Score with the operator: optimize the model with this prompt and run one token after another."""
+    """Score with NoMADAttention: optimize the model with this prompt and run one token after another."""
     from ortolan import Recipe, create_session, optimize_onnx
 
     keys, values = sparsities
@@ -124,7 +125,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="a UTF-8 text file; default: text sampled from the model")
     parser.add_argument("--windows", type=int, default=12)
     parser.add_argument("--window", type=int, default=512, help="tokens in a window")
-    parser.add_argument("--prompt", type=int, default=256, help="tokens of the window that are the prompt")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of the window that form the prompt")
     parser.add_argument(
         "--sparsity", type=float, nargs="+", default=SPARSITIES, help="fractions of keys and of values to prune"
     )
@@ -134,7 +135,7 @@ def main() -> None:
         default="token",
         help="prune the smallest values of each token or of each layer",
     )
-    parser.add_argument("--run", type=int, default=0, metavar="N", help="windows to score with the operator, too")
+    parser.add_argument("--run", type=int, default=0, metavar="N", help="windows to also score with NoMADAttention")
     parser.add_argument("--run-sparsity", type=float, nargs=2, default=(0.3, 0.5), metavar=("KEYS", "VALUES"))
     arguments = parser.parse_args()
     if arguments.text is not None and not arguments.text.is_file():

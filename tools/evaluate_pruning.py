@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ortolan.models.tokenizer import TextTokenizer
 
 _INT4 = {"name": "quantize", "method": "gptq", "bits": 4}
-# The passes of each variant after pass normalize, without the settings that all variants share (`steps`).
+# Maps a variant to its passes after pass normalize. `steps` adds the settings that all variants share.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "dense": [],
     "magnitude": [{"name": "prune"}],
@@ -82,7 +82,7 @@ def optimize_variant(
 
 
 def drawn_feeds(session: ort.InferenceSession, start: int, tokens: int, window: int) -> list[dict[str, np.ndarray]]:
-    """Return calibration feeds sampled from the model, with another seed than the scored texts."""
+    """Return calibration feeds sampled from the model with a different seed than the scored texts."""
     texts = sample_texts(session, start, tokens, window, seed=1)
     return [{"input_ids": np.asarray(ids, np.int64)[None]} for ids in texts]
 

@@ -32,7 +32,7 @@ OPERATORS = (
     "opencl",
     "provider",
 )
-# Page of the site -> the file of the repository that holds its text.
+# Maps a page of the site to the repository file that contains its text.
 ELSEWHERE = {
     "index.md": "README.md",
     **{f"operators/{name}.md": f"ops/{name}/README.md" for name in OPERATORS},

@@ -1,1 +1,1 @@
-"""Time the same models with the libraries of two revisions, taking turns (see __main__.py)."""
+"""Time the same models with the libraries of two revisions in turns (see __main__.py)."""

@@ -1,12 +1,12 @@
-"""Compare the kernels of another revision with this one, on the same models, taking turns.
+"""Compare the kernels of another revision with the current kernels, on the same models, in turns.
 
 python -m tools.against REVISION [--operators sparse_amx_matmul,w4a8_matmul,…] [--rows TEXT] [--threads 1,2]
     [--rounds N] [--isa NAME] [--quick] [--json FILE] [--library FILE]
 
-REVISION is built, once, into the cache folder (ORTOLAN_CACHE). It is compared with the installed package, so build that
-first. Run this in the source tree. Operators are named by their folders in ops/. Each model is made once and opened by
-two processes of each library, pinned to the same CPUs, which take turns. Calls of more than a millisecond on one thread
-are timed by the thread's CPU time, others by wall time.
+REVISION is built, once, into the cache folder (ORTOLAN_CACHE). It is compared with the installed package, so build and
+install the current tree first. Run this in the source tree. Operators are named by their folders in ops/. Each model is
+made once. Two processes of each library, pinned to the same CPUs, open it and run in turns. Calls of more than a
+millisecond on one thread are timed by the thread's CPU time, others by wall time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ERROR, _INTERRUPTED = 1, 130
 
 
 def read_threads(text: str) -> tuple[int, ...]:
-    """Return numbers of threads from a comma-separated list."""
+    """Parse a comma-separated list of numbers of threads."""
     try:
         counts = tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
@@ -49,14 +49,14 @@ def read_threads(text: str) -> tuple[int, ...]:
 
 
 def read_rounds(text: str) -> int:
-    """Return a positive number of rounds."""
+    """Parse a positive number of rounds."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive number of rounds, found {text!r}")
     return int(text)
 
 
 def chosen_works(operators: str | None, part: str, quick: bool) -> list[Work]:
-    """Return the works (models and their rows) of comma-separated operators whose row names contain `part`.
+    """Return the models of comma-separated operators with their rows whose names contain `part`.
 
     Raises:
         OrtolanError: An operator is unknown, or no row matches.
@@ -119,14 +119,14 @@ def read_arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("revision", metavar="REVISION", help="a commit, a branch, HEAD~3")
+    parser.add_argument("revision", metavar="REVISION", help="a commit or branch, such as HEAD~3")
     parser.add_argument("--operators", help="operators, comma-separated; default: all")
     parser.add_argument("--rows", default="", metavar="TEXT", help="only rows with TEXT in their names")
     parser.add_argument("--threads", type=read_threads, default=(1,), help="1,2: once with one thread, once with two")
-    parser.add_argument("--rounds", type=read_rounds, help=f"turns of each side per row; default: {Pace().rounds}")
-    parser.add_argument("--isa", help="ORTOLAN_ISA of both sides")
+    parser.add_argument("--rounds", type=read_rounds, help=f"turns of each library per row; default: {Pace().rounds}")
+    parser.add_argument("--isa", help="ORTOLAN_ISA for both libraries")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, few turns: a smoke test")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
     parser.add_argument(
         "--library", type=Path, metavar="FILE", help="REVISION's libortolan_ops.so, if it is already built"
     )

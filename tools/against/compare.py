@@ -1,4 +1,4 @@
-"""Time the rows of both sides in turns (A B A B …), and repeat rows with a conspicuous ratio."""
+"""Time each row with both libraries in turns (A B A B …), and repeat rows whose ratio is far from 1."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ Side = Literal["old", "new"]
 SIDES: tuple[Side, Side] = ("old", "new")
 
 STANDS_OUT = 0.95
-# How often a slow or fast row is repeated. Fast rows are repeated too, so that noise does not bias the mean.
+# Repetitions of a row whose ratio is below STANDS_OUT, or above its inverse. Fast rows are repeated too, so that noise
+# does not bias the mean.
 _AGAIN_IF_SLOW, _AGAIN_IF_FAST = 2, 1
 _WARM_UP_SECONDS = 0.03
 _TURN_SECONDS = 0.06
-_ROW_SECONDS = 4.0  # slow calls get fewer rounds
+_ROW_SECONDS = 4.0  # limit for all turns of a row, by fewer rounds
 _FEWEST_ROUNDS = 4
 _SHORTEST_TIME = 5e-5  # shorter calls are timed together, because reading the clock takes time
 _LONG_CALL = 1e-3
@@ -38,9 +39,9 @@ _FEEDS = "feeds.npz"
 
 @dataclass(frozen=True)
 class Pace:
-    """The number of turns of each side per row, and their seconds.
+    """The number of turns of each library per row, and their seconds.
 
-    `repeats`: measure rows with a conspicuous ratio again.
+    `repeats`: measure rows again whose ratio is far from 1.
     """
 
     rounds: int = 10
@@ -61,7 +62,7 @@ def measure_again(ratio: float, repeated: int) -> bool:
 
 @dataclass(frozen=True)
 class Turn:
-    """`count` times, each of `together` calls; see `time` in worker.py."""
+    """`count` measurements of `together` calls each; see `time` in worker.py."""
 
     count: int
     together: int
@@ -69,11 +70,11 @@ class Turn:
 
 
 def turn_of(seconds: float, threads: int, pace: Pace) -> Turn:
-    """Return the turn for calls that take `seconds` on the slower side."""
+    """Return the turn for calls that take `seconds` with the slower library."""
     together = max(1, round(_SHORTEST_TIME / max(seconds, 1e-7)))
     count = max(1, round(pace.turn / (together * max(seconds, 1e-7))))
-    # CPU time excludes preemption, but then errs by microseconds. Short calls use wall time, because enough of their
-    # turns are undisturbed.
+    # CPU time excludes preemption, but each preemption adds an error of microseconds. Short calls use wall time,
+    # because enough of their turns are not preempted.
     return Turn(count, together, threads == 1 and seconds > _LONG_CALL)
 
 
@@ -86,7 +87,7 @@ def rounds_of(seconds: float, pace: Pace) -> int:
 
 @dataclass(frozen=True)
 class _Group:
-    """Processes with the same number of threads: pairs that take turns.
+    """Pairs of processes, one per library, that run in turns with the same number of threads.
 
     There are several pairs, because the memory addresses of a process change its times by some percent.
     """

@@ -1,4 +1,4 @@
-"""Models of one node, repeated with separate constants, in files that both sides open."""
+"""Models of one node, repeated with separate constants, in files that both libraries open."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from ortolan.graph_passes.measure.machine import last_level_cache_bytes
 
 Feeds = Mapping[str, np.ndarray]
 
-# Weights of a comparison in bytes: both sides map one file, so this is also the memory.
+# Size of a model's weights, in bytes. Both processes map the same file, so this is also their memory.
 COLD_BYTES = 256 * 2**20
 _MOST_COPIES = 128
-# Most rows of x -> divisor of COLD_BYTES for a model, which shortens runs. With more rows, layers are compute-bound.
+# Maps a largest number of rows of x to the divisor of COLD_BYTES for models with at most that many rows. With more
+# rows, layers are compute-bound, and copies need not be cold.
 _PARTS = {4: 1, 16: 4}
 _FEWEST_COPIES = 2
 _ALIGNMENT = 64
-_INLINE_BYTES = 128  # ONNX Runtime wants smaller constants inside the model file
+_INLINE_BYTES = 128  # smaller constants must be inside the model file for ONNX Runtime
 _OPSETS = {"": 17, "com.microsoft": 1, "ai.ortolan": 1}
 
 
@@ -61,9 +62,9 @@ class Layer:
     """One node.
 
     Attributes:
-        inputs: Names in order. Inputs that are not constants are fed; "" is omitted.
+        inputs: Names in order, "" for an omitted input. Inputs that are not constants are fed.
         of_each_copy: Fed inputs that are separate for each copy.
-        present: Output -> the input in `of_each_copy` whose memory it is written to.
+        present: Maps an output to the input in `of_each_copy` whose memory it overwrites.
     """
 
     op_type: str
@@ -88,7 +89,7 @@ def layer_of(node: Node) -> Layer:
 
 
 def copies_for(cold_bytes: int, rows: int) -> int:
-    """Return the number of copies in a run that makes weights cold, as far as memory allows."""
+    """Return the number of copies that makes weights cold, within the limits on memory and copies."""
     part = _part(rows)
     if part is None:
         return _FEWEST_COPIES
@@ -105,7 +106,7 @@ def layers_work(
 ) -> list[Work]:
     """Return works that run the layer on x [rows, k] for each number of rows in `batch`.
 
-    Numbers of rows that need equally cold weights share a model. `name` is the first part of the rows' names. Default
+    Numbers of rows with the same divisor in _PARTS share a model. `name` is the first part of the rows' names. Default
     number of copies: `copies_for`.
     """
     by_part: dict[int | None, list[int]] = {}

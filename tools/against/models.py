@@ -28,7 +28,7 @@ _MINILM = BertConfig(hidden_size=384, num_hidden_layers=6, intermediate_size=153
 # SmolLM2-135M with 8 of its 30 layers.
 _SMOLLM2 = LlamaConfig(49152, 576, 1536, 8, 9, 3, rope_theta=100000.0)
 
-# First part of a row's name -> recipe.
+# Maps the first part of a row's name to its recipe.
 _ENCODERS: Mapping[str, Recipe] = {
     "int4": Recipe.of(weights="int4", ignore=()),
     "int8": Recipe.of(weights="int8"),
@@ -84,8 +84,8 @@ def _decoder_works(tiny: bool) -> list[Work]:
 
 
 def _decoder(config: LlamaConfig, recipe: Recipe) -> tuple[Callable[[Path], TimedModel], Callable[[int, int], Feeds]]:
-    """Return a function that writes the model, and one that then returns feeds for it."""
-    caches: dict[str, tuple[tuple[int, int], type]] = {}  # heads and head size, and type
+    """Return a function that writes the model, and a function that returns feeds once the model is written."""
+    caches: dict[str, tuple[tuple[int, int], type]] = {}  # ((heads, head size), type)
 
     def write(folder: Path) -> TimedModel:
         model = build_llama(random_weights(llama_weight_shapes(config)), config, "decoder")

@@ -25,9 +25,9 @@ class RowResult:
     """Times of a layer or a model with the old and the new library, or the failure.
 
     Attributes:
-        noise: Relative difference between the minima of a side's odd and even turns, which run in two processes. With
-            equal libraries, the ratio may differ from 1 by this much.
-        repeated: How often the row was measured again with new processes.
+        noise: Relative difference between the shortest times of one library's odd and even turns, which run in two
+            processes. With equal libraries, the ratio may differ from 1 by this much.
+        repeated: How many times the row was measured again, each time with new processes.
         difference: Relative difference of the answers; None for equal bits.
     """
 

@@ -65,7 +65,7 @@ def newer_sources(repository: Path, library: Path) -> list[str]:
 def built_library(repository: Path, commit: str, say: Callable[[str], None], cache: Path | None = None) -> Path:
     """Return the library of a commit; build it if it is not in the cache.
 
-    The commit's whole package is in the same folder, for PYTHONPATH.
+    The folder also contains the commit's Python package, for use with PYTHONPATH.
 
     Raises:
         OrtolanError: The commit does not build.
@@ -81,7 +81,7 @@ def built_library(repository: Path, commit: str, say: Callable[[str], None], cac
         _build(work)
         if not (work / "site" / "ortolan" / LIBRARY_NAME).is_file():
             raise OrtolanError(f"revision {commit[:12]} was built, but has no {LIBRARY_NAME}")
-        if not library.is_file():  # another process may have been faster
+        if not library.is_file():  # another process may have built it meanwhile
             (work / "site").rename(site)
     return library
 

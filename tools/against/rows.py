@@ -1,6 +1,6 @@
-"""The rows: all kinds of work of every operator, as calls in ONNX Runtime sessions.
+"""All rows of a comparison: every kind of work of every operator, as calls in ONNX Runtime sessions.
 
-The installed package makes the models here; both sides time them.
+The installed package makes the models; both libraries run them.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _epilogue(sizes: Sizes) -> list[Work]:
 
 def _epilogues(k: int, n: int) -> Mapping[str, Callable[[], Layer]]:
     def with_activation(make: Callable[[], Layer], bias: int, activation: Activation, **more: int) -> Layer:
-        # bias: index of the operator's bias input.
+        # bias: position of `bias` in the operator's inputs.
         layer = make()
         inputs = [*layer.inputs, *[""] * (bias + 2 - len(layer.inputs))]
         inputs[bias] = "bias"
@@ -224,7 +224,7 @@ _CALL = (64, 64)
 
 
 def _call() -> list[Work]:
-    """Return one row by 64 x 64 weights: the overhead of a call, alone in a run and among other nodes."""
+    """Return one row by 64 x 64 weights, which shows a call's overhead, as the only node and among other nodes."""
     k, n = _CALL
     makers: dict[str, Callable[[], Layer]] = {
         "SparseAMXMatMul bf16": partial(sparse_layer, "bf16", k, n, None),
@@ -242,7 +242,7 @@ def _call() -> list[Work]:
 # ---- tables, products at run time ------------------------------------------------------------------------------------
 
 
-# Tables per run: a run wakes the other threads once, which takes as long as one lookup.
+# Lookups per run, to amortize waking the other threads, which takes as long as one lookup.
 _TABLES = 8
 
 
@@ -375,7 +375,7 @@ _PASTS = ("past_key", "past_value")
 
 
 def _cached_work(name: str, sizes: Sizes, context: int, d_sub: int | None, new_tokens: int) -> Work:
-    """Return new tokens after cached tokens, in caches with free space. d_sub: of key codes; None: a float cache."""
+    """Return new tokens after cached tokens, in caches with free space. d_sub: values per code; None: a float cache."""
     heads, kv_heads, width = sizes.heads
     total = context - nomad_attention.ROOM_LEFT
     attributes = {"num_heads": heads, "kv_num_heads": kv_heads, "causal": 1, "scale": width**-0.5}
@@ -445,4 +445,4 @@ def _behind_prompt_work(sizes: Sizes) -> Work:
         types = {one: array.dtype.type for one, array in given.items()}
         return write_layers(layer, copies_for(layer.cold_bytes, 1), folder, shapes, types)
 
-    return Work("nomad_attention", (Row(f"behind a prompt of {tokens} tokens", lambda: given),), write)
+    return Work("nomad_attention", (Row(f"after a prompt of {tokens} tokens in the model", lambda: given),), write)

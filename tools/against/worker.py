@@ -1,4 +1,4 @@
-"""One side of a comparison: runs and times models with one revision's library in ONNX Runtime.
+"""The worker of a comparison: runs and times models in ONNX Runtime with one revision's library.
 
 This file is run as a script, not imported from a package. It uses only onnxruntime, numpy and the path of a library, so
 it serves any revision.
@@ -35,7 +35,7 @@ class Worker:
         self._call = self._session = None
         options = ort.SessionOptions()
         options.intra_op_num_threads = self._threads
-        # Idle threads must not spin while the other side is timed.
+        # Idle threads must not spin while the other library is timed.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         options.register_custom_ops_library(self._library)
         self._session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
@@ -51,7 +51,7 @@ class Worker:
             answer: Path of the output.
             copies: Layers in the model.
             of_each_copy: Inputs that are separate for each copy: "name" is name0, name1, …, each in its own memory.
-            in_place: Output -> the input whose memory it is written to.
+            in_place: Maps an output to the input whose memory it overwrites.
         """
         self._call = None
         binding = self._session.io_binding()
@@ -117,7 +117,7 @@ def _copied(array: np.ndarray) -> Any:
 def _bind_outputs(binding: Any, given: Mapping[str, Any], in_place: Mapping[str, str], shared: bool) -> None:
     """Bind outputs to existing memory, because new memory costs page faults.
 
-    With `shared`, equal outputs share memory, as a model reuses that of its activations.
+    With `shared`, outputs of the same type and shape share memory, as activations do in a whole model.
     """
     memory: dict[tuple[str, tuple[int, ...]], Any] = {}
     for name, value in given.items():

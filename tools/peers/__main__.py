@@ -7,7 +7,7 @@ python -m tools.peers --from FILE.json [--page PAGE.md] [--pictures FOLDER] [--c
 
 On first use, each runtime is installed into an environment of its own in the cache folder: about 6 GB for all, and
 llama.cpp is compiled. Runtimes whose licenses allow evaluation only (deepsparse) run only if --peer names them. A
-runtime that cannot be installed or refuses a model is left out, and the result has the reason.
+runtime that cannot be installed or refuses a model is left out, and the result records why.
 
 Each configuration is a process; all are pinned to the same CPUs and timed in turns. With --json, the rows of a model
 are written as soon as they are complete. Models that the file already has with these threads are not measured again, so
@@ -64,11 +64,11 @@ def read_arguments() -> argparse.Namespace:
         "--seconds",
         type=float,
         default=20.0,
-        help="per work, for all configurations together; at least three turns each",
+        help="time per kind of work, for all configurations together; at least three turns each",
     )
     parser.add_argument("--sts", type=Path, help="sts-dev.csv: tab-separated, columns 5 to 7 score and two sentences")
     parser.add_argument("--text", type=Path, help="UTF-8 text for perplexity; default: text sampled from the model")
-    parser.add_argument("--note", action="append", default=[], help="a remark on the run, for the page")
+    parser.add_argument("--note", action="append", default=[], help="a remark on the run, shown on the page")
     parser.add_argument(
         "--json", type=Path, metavar="FILE.json", help="write the result there, and skip models that it already has"
     )
@@ -84,7 +84,7 @@ def read_arguments() -> argparse.Namespace:
         path = getattr(arguments, option)
         if path and not path.is_file():
             parser.error(f"--{'from' if option == 'data' else option}: file {str(path)!r} does not exist")
-    for option in ("json", "page"):  # fail before the long measurement
+    for option in ("json", "page"):  # a missing folder should be reported before the long measurement
         path = getattr(arguments, option)
         if path and not os.access(path.parent, os.W_OK):
             parser.error(f"--{option}: expected a folder to write to, found {str(path.parent)!r}")
@@ -175,7 +175,9 @@ def show(result: PeersResult, arguments: argparse.Namespace) -> None:
     """Print the table of ratios and, with --compare, what changed."""
     console = Console(width=180, highlight=False)
     table = Table(
-        title=f"{result.cpu} · {result.date}", title_justify="left", caption="Rows below their goal come first."
+        title=f"{result.cpu} · {result.date}",
+        title_justify="left",
+        caption="Rows that miss their goal come first.",
     )
     for column in ("", "work", "threads", "Ortolan", "best peer of equal quality", "ratio", "goal"):
         table.add_column(column, justify="right" if column in ("threads", "ratio", "goal") else "left")
@@ -208,7 +210,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that workers are ended
     try:
         if arguments.page or arguments.pictures:
-            from . import page, pictures  # before measuring: fails if the extra `peers` is not installed
+            from . import page, pictures  # imported before measuring, because imports fail without the extra `peers`
         if arguments.data:
             result = PeersResult.from_json(arguments.data.read_text(encoding="utf-8"))
         else:

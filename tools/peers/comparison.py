@@ -1,4 +1,4 @@
-"""Measure a section: convert, open and judge each configuration, then time all in turns at each work."""
+"""Measure a section: convert, open and judge each configuration, then time all of them in turns on each work."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Job:
     """The settings of a run, from the command line.
 
     Attributes:
-        seconds: Time for each work.
-        pythons: Engine -> interpreter, for the runtimes that take part.
-        models, works: Only these; None for all.
-        done: (section, model) -> numbers of threads that its rows already have.
-        keep: Called when a model's rows are complete.
+        seconds: Time for each kind of work, for all configurations together.
+        pythons: Maps each engine that takes part to its interpreter.
+        models, works: Names of models and kinds of work to measure; None for all.
+        done: Maps (section, model) to the numbers of threads that its rows already have.
+        keep: Called when all rows of a model are complete.
     """
 
     threads: tuple[int, ...]
@@ -52,7 +52,7 @@ class Job:
         return [threads for threads in self.threads if threads not in done]
 
     def takes_work(self, name: str) -> bool:
-        """Return whether to measure the work."""
+        """Return whether to measure this kind of work."""
         return self.works is None or name in self.works
 
 
@@ -60,7 +60,8 @@ class Job:
 class Work:
     """One kind of work. Engines receive `given`; a pass of one copy has `count` units.
 
-    `after` names a cheaper work of the same kind: configurations that are far behind there skip this work.
+    `after` names a cheaper, similar work. Configurations that are much slower than another there skip this work
+    (`outrun_by`).
     """
 
     name: str
@@ -81,7 +82,7 @@ def compare(
     result: PeersResult,
     openings: int = 3,
 ) -> None:
-    """Add a row for each configuration, or the reason why it has none; add new numbers of threads to existing rows.
+    """Add a row, or the reason for its absence, for each configuration; extend existing rows by new numbers of threads.
 
     script: The section's file in tools/workers. configurations: The first one is judged first. works: The load time is
     measured with the first. judge: Returns the qualities of an opened configuration; raises WorkerError for wrong
@@ -123,11 +124,11 @@ def compare(
 
 
 def outrun_by(row: Row, rows: Sequence[Row], work: str, threads: int) -> str | None:
-    """Return the name of a row that makes this row irrelevant for longer works, or None.
+    """Return the name of a faster row that makes this row irrelevant for longer works, or None.
 
-    That row is of the same side (Ortolan or peers) and at least OUTRUN times as fast. It makes a row of Ortolan
-    irrelevant if it is no less accurate. It makes a peer's row irrelevant if, for every row of Ortolan that the peer is
-    compared with, a peer that is at least OUTRUN times as fast is compared too.
+    A row of Ortolan is irrelevant if another row of Ortolan is at least OUTRUN times as fast and no less accurate. A
+    peer's row is irrelevant if every row of Ortolan that it is compared with is also compared with a peer that is at
+    least OUTRUN times as fast.
     """
     speed = row.speed(work, threads)
     if speed is None:

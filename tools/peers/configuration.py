@@ -19,7 +19,7 @@ from .result import Row, Speed
 WORKERS = Path(__file__).parent.with_name("workers")
 _LEAST_ROUNDS = 3
 _WARM_UP_SECONDS = 0.3  # per turn; OpenMP threads of the previous turn spin for less time
-_TURN_SECONDS, _MOST_PASSES = 0.2, 200  # timed per turn, except in the first turn
+_TURN_SECONDS, _MOST_PASSES = 0.2, 200  # seconds and most passes per turn; the first turn is one pass
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Configuration:
     """A model in one runtime and format.
 
     Tables show `name`. The worker script's `engine`, run by the interpreter `python`, converts `model` with `options`.
-    `exact` configurations compute in fp32 and must give the original's answers. A pass does the work `copies` times.
+    `exact` configurations compute in fp32 and must return the original's answers. A pass runs the work `copies` times.
     """
 
     name: str
@@ -129,7 +129,8 @@ class Runner:
 
     def _start(self, threads: int) -> Worker:
         self.close()
-        # Libraries read OMP_NUM_THREADS when they are loaded. Tokenizers must not start threads of their own.
+        # Libraries read OMP_NUM_THREADS when they are loaded. TOKENIZERS_PARALLELISM stops tokenizers from starting
+        # threads.
         environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
         settings = {"threads": threads, "cpus": cpus_to_use(threads)}
         self._worker = Worker(self._script, settings, python=self.configuration.python, environment=environment)
@@ -144,7 +145,7 @@ class Runner:
 def interleave(
     runners: Mapping[str, Runner], work: str, threads: int, count: int, unit: str, seconds: float
 ) -> dict[str, Speed | WorkerError]:
-    """Time the runners in turns (A B C A B C …) at the work that each was given.
+    """Time the runners in turns (A B C A B C …) on the work that each was given.
 
     count: Units of the work, for example texts, in one pass of one copy. seconds: Time for all runners together; each
     has at least three turns.

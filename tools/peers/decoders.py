@@ -1,4 +1,4 @@
-"""Compare decoders: prompts, greedy decoding, and decoding after a long context; with their perplexity."""
+"""Compare the speed of decoders on prompts, greedy decoding and decoding after long contexts, and their perplexity."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ UNIT = "tokens/s"
 PROMPTS = (128, 1024)
 DECODED = 64  # tokens after the shortest prompt
 CONTEXTS, STEPS = (1024, 4096, 16384), 8  # tokens in the cache, and steps of a pass after them
-SCORED, WINDOW = 4081, 256  # tokens of the text; each window starts with the last token of the previous one
-SAMPLED = 2048  # tokens sampled from the model, if --text does not suit it
+SCORED, WINDOW = 4081, 256  # scored tokens of the text, and tokens in a window
+SAMPLED = 2048  # tokens sampled from a model that is not scored on --text
 CACHE_TOKENS = 512  # tokens that calibrate the scales of an int8 cache
 _POSITIONS = CONTEXTS[-1] + 64  # the context length written into the model's file
-_CALIBRATED, _LEAST_SENTENCE = 256, 60  # sentences, and characters of the shortest
+_CALIBRATED, _LEAST_SENTENCE = 256, 60  # number of calibration sentences, and their smallest number of characters
 _EXACT = 1e-3  # allowed relative difference in perplexity between fp32 configurations
 
 # Settings of ONNX Runtime's quantizer, without zero points: the minima stored in SmolLM2's file are fractional, and
@@ -90,7 +90,7 @@ class Source:
 
     @property
     def is_long(self) -> bool:
-        """True if the model has positions for the long contexts."""
+        """True if the model has enough positions for the long contexts."""
         return self.context >= _POSITIONS
 
 
@@ -179,7 +179,7 @@ def works_for(source: Source) -> list[Work]:
     works.append(Work("decode", decode, DECODED, UNIT))
     for context in CONTEXTS if source.is_long else ():
         step = {"kind": "step", "context": context, "steps": STEPS}
-        # Filling the longest cache takes minutes.
+        # Filling the longest cache takes minutes, so slow configurations skip it.
         after = step_name(CONTEXTS[-2]) if context == CONTEXTS[-1] else None
         works.append(Work(step_name(context), step, STEPS, UNIT, after))
     return works
@@ -246,7 +246,7 @@ def _ctranslate2(job: Job, source: Source) -> Iterator[Configuration]:
 
 
 def _mistralrs(job: Job, source: Source) -> Iterator[Configuration]:
-    """Yield configurations of GGUF files that llama.cpp quantizes and whose perplexity it measures.
+    """Yield configurations of mistral.rs. llama.cpp makes their GGUF files and measures the perplexity.
 
     Raises:
         WorkerError: llama.cpp does not take part or cannot make a file.

@@ -22,14 +22,14 @@ from .comparison import Job, Work
 from .configuration import Configuration
 
 BATCH = 32
-TEXTS = 64  # in a work of several lengths
+TEXTS = 64  # in works with texts of several lengths
 UNIT = "texts/s"
 SORTED = ", sorted"
 MIXED, STS = "mixed 8-256", "STS-B"
 _LENGTHS = (8, 256)
-# (texts, tokens) -> batches in a pass, enough to make timer resolution and jitter negligible.
+# Maps (texts, tokens) to batches in a pass: enough to make timer resolution and jitter negligible.
 SHAPES = {(1, 16): 32, (1, 128): 8, (8, 64): 2, (1, 256): 4, (8, 512): 1}
-_SAME = 0.9999  # least cosine between vectors of two fp32 computations
+_SAME = 0.9999  # smallest cosine allowed between vectors of two fp32 computations
 
 
 def random_texts(inputs: Sequence[str], count: int, lengths: tuple[int, int]) -> list[Feeds]:
@@ -78,7 +78,7 @@ def write_batches(batches: Sequence[Feeds], path: Path) -> Path:
 
 
 def make_works(job: Job, encoder: Encoder, folder: Path, without: Sequence[str] = ()) -> list[Work]:
-    """Return the works that the job asks for, except `without`; write their batches to `folder`."""
+    """Return the works that the job includes, except `without`; write their batches to `folder`."""
     given = {
         f"{batch}x{tokens}": [word_feeds(encoder.inputs, batch, tokens, seed) for seed in range(count)]
         for (batch, tokens), count in SHAPES.items()

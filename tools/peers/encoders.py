@@ -1,4 +1,4 @@
-"""Compare text encoders, in texts per second: token ids in, one unit vector per text out."""
+"""Compare text encoders by texts per second, from token ids to one unit vector per text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ ONNX, CHECKPOINT = "ONNX file", "transformers folder"
 class Variant:
     """A configuration whose paths are not known yet.
 
-    `source` names its input file, as `Source.path` takes it. A `calibrated` variant gets batches for calibration.
+    `source` is the kind of its input file, an argument of `Source.path`. A `calibrated` variant gets calibration
+    batches.
     """
 
     name: str
@@ -38,9 +39,9 @@ class Variant:
     calibrated: bool = False
 
 
-# Attention may add in the order that is fastest on this CPU, so the bits differ between CPUs.
+# Attention may sum in the order that is fastest on this CPU, so the bits differ between CPUs.
 ANY_ORDER = {"fuse_attention.any_order": True}
-# The first variant is the reference of all others.
+# The first variant is the reference for the accuracy of all other variants.
 ONNX_RUNTIME = (Variant(FP32, "onnxruntime", exact=True), Variant(INT8, "onnxruntime", {"quantized": True}))
 OURS = (
     Variant("Ortolan, by default", "ortolan", {"choices": {}, "batch_tokens": BATCH_TOKENS}),

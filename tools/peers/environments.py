@@ -24,7 +24,7 @@ _TORCH, _TRANSFORMERS = "torch==2.13.0", "transformers==5.23.0"
 
 _MAY_HAVE_AMX = sys.platform == "linux" and platform.machine() == "x86_64"
 
-# By engine name. Versions are pinned, because results of other versions are not comparable.
+# Maps an engine to its packages. Versions are pinned, because results of different versions are not comparable.
 REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "openvino": ("openvino==2026.4.1", "nncf==3.4.0"),
     "ctranslate2": ("ctranslate2==4.8.5", _TRANSFORMERS, _TORCH),
@@ -37,14 +37,15 @@ REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "deepsparse": ("deepsparse==1.8.0",),
 }
 # Environment variables for packages that pip compiles here. GCC 12 to 15 remove ggml's stores to memory that only AMX
-# instructions read, such as the tile configuration, so dead store elimination is off. Vision is not needed.
+# instructions read, such as the tile configuration, so dead store elimination is off. The vision library (LLAVA) is not
+# needed.
 _VARIABLES: Mapping[str, Mapping[str, str]] = {
     "llama.cpp": {
         "CMAKE_ARGS": "-DLLAVA_BUILD=OFF",
         **({"CXXFLAGS": "-fno-tree-dse -fno-dse"} if _MAY_HAVE_AMX else {}),
     }
 }
-# Licenses that allow evaluation only: these run only if --peer names them.
+# Runtimes whose licenses allow only evaluation; they run only if --peer names them.
 ASKED_FOR = ("deepsparse",)
 _MADE = ".made"
 
@@ -57,7 +58,7 @@ def environment_folder(peer: str) -> Path:
 
 
 def make_environment(peer: str, say: Callable[[str], None]) -> str:
-    """Return the interpreter of a runtime's environment; install it first if it is missing.
+    """Return the interpreter of a runtime's environment; install the environment first if it is missing.
 
     Raises:
         OrtolanError: pip cannot install it. The message has pip's first error line.

@@ -28,7 +28,7 @@ from .verdict import LAYERS as SECTION
 SCRIPT = "layers.py"
 ROWS = (1, 8, 128)
 JUDGED_ROWS = 8
-_MEMORY = 6e9  # bytes for the weights of all configurations; runtimes may hold twice as much
+_MEMORY = 6e9  # bytes for the weights of all configurations; runtimes may need twice as much
 _LEAST_COPIES = 4
 _MOST_ERROR = 0.5  # a larger relative error is a wrong answer
 
@@ -45,7 +45,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Variant:
-    """A layer in one runtime and format. `bits` per weight, roughly, determine the number of copies that are cold."""
+    """A layer in one runtime and format.
+
+    The number of copies for cold weights follows from `bits`, the approximate size of a weight.
+    """
 
     name: str
     engine: str
@@ -75,7 +78,7 @@ ONNX_RUNTIME = (
 DENSE = (
     Variant("Ortolan bf16", "ortolan", 16, {"choices": {"weights": "bf16"}}),
     Variant("Ortolan int8", "ortolan", 8, {"choices": {"weights": "int8"}}),
-    # The format of heads beside dense int8 layers.
+    # Ortolan uses this format for output heads in models with dense int8 layers.
     Variant("Ortolan int8 in groups of 64", "ortolan", 8.25, {"choices": {"weights": "int8", "ignore": "*"}}),
     Variant("Ortolan int4, g32", "ortolan", 4.75, {"choices": {"weights": "int4", "group_size": 32}}),
     Variant("Ortolan int4, g128", "ortolan", 4.2, {"choices": {"weights": "int4", "group_size": 128}}),
@@ -200,7 +203,7 @@ def configurations_of(job: Job, layer: Layer, weights: Path) -> Iterator[Configu
 
 
 def cold_copies(bytes_each: int, configurations: int) -> int:
-    """Return the number of copies of a layer with which no cache holds one, within the memory for all configurations.
+    """Return the number of copies of a layer that keeps their weights cold, within the memory for all configurations.
 
     A virtual machine may report the L3 of the whole server, so four times that size may exceed the memory.
     """

@@ -1,4 +1,4 @@
-"""Names that pages and pictures show, as their projects write them."""
+"""Names of runtimes, CPUs and works for pages and pictures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from .result import Row
 
-# Engine -> runtime. sentence-transformers runs PyTorch; fastembed and onnxruntime-genai run ONNX Runtime.
+# Maps an engine to the name of its runtime. sentence-transformers runs PyTorch; fastembed and onnxruntime-genai run
+# ONNX Runtime.
 RUNTIMES: Mapping[str, str] = {
     "ortolan": "Ortolan",
     "onnxruntime": "ONNX Runtime",
@@ -27,7 +28,7 @@ MODELS: Mapping[str, str] = {
     "smollm2-135m-instruct": "SmolLM2-135M-Instruct",
     "stories15m": "stories15M",
 }
-# Features in a CPU's name, as `cpu_name` writes them, the best first.
+# Maps a feature in a name returned by `cpu_name` to its label, the best feature first.
 _FEATURES = {"amx": "AMX", "avx512": "AVX-512", "avx2": "AVX2"}
 
 
@@ -66,7 +67,7 @@ _WORKS: Mapping[str, str] = {
 
 
 def work_label(work: str) -> str:
-    """Return the work in words: "8x64" is "8 texts of 64 tokens"."""
+    """Return a description of the work: "8 texts of 64 tokens" for "8x64"."""
     if match := re.fullmatch(r"(\d+)x(\d+)", work):
         return f"{match[1]} text{'' if match[1] == '1' else 's'} of {match[2]} tokens"
     if match := re.fullmatch(r"(prompt|step at) (\d+)", work):

@@ -16,7 +16,7 @@ try:
 except ImportError:
     raise OrtolanError("the page needs jinja2; install it with: pip install jinja2") from None
 
-# Picture -> its alternative text.
+# Maps a picture to its alternative text.
 PICTURE_TEXTS: Mapping[str, str] = {
     "summary": "Embedding and decoding speed by runtime",
     "context": "Decoding speed by context length",

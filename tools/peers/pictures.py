@@ -29,7 +29,7 @@ except ImportError:
 THREADS = 1  # in every picture
 MOST_RUNTIMES = 5
 OURS = RUNTIMES["ortolan"]
-# Panel -> section; works and their captions, where the first timed work is shown; unit.
+# Maps a panel to its section, works with captions, and unit. The first work that was timed is shown.
 _PANELS = {
     "Embeddings": (
         ENCODERS,
@@ -46,7 +46,7 @@ _SHAPE = re.compile(r"\d+x\d+")
 _STEP = re.compile(r"step at (\d+)")
 _FP32 = "ORT fp32"
 _WIDTH = 8.3  # inches: a README's column of 830 pixels at 100 dpi
-_LABEL_HEIGHT, _LETTER = 13.0, 6.0  # points: the height of a line's name, the width of a letter
+_LABEL_HEIGHT, _LETTER = 13.0, 6.0  # in points, for names of lines: height of a name, width of a letter
 # Runtimes with equal colors never appear in one picture.
 _COLORS = {
     "ONNX Runtime": 0, "OpenVINO": 1, "llama.cpp": 1, "CTranslate2": 2, "PyTorch": 3, "mistral.rs": 4, "DeepSparse": 4,
@@ -98,7 +98,7 @@ def draw_all(result: PeersResult, folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Panel:
-    """Speeds of runtimes at one work: Ortolan first, then other runtimes from the fastest on."""
+    """Speeds of runtimes on one work: Ortolan first, then the other runtimes, the fastest first."""
 
     title: str
     model: str
@@ -131,7 +131,7 @@ def _speeds_beside(verdict: Verdict, result: PeersResult) -> dict[str, float]:
 
 
 def _fastest_forms(rows: Iterable[Row], work: str) -> dict[str, Row]:
-    """Runtime -> its fastest row at the work, for all runtimes except Ortolan."""
+    """Return the fastest row on the work for each runtime except Ortolan."""
     fastest: dict[str, Row] = {}
     for row in rows:
         name = runtime_of(row)
@@ -220,7 +220,9 @@ def draw_context(result: PeersResult, theme: Theme) -> Any:
 
 
 def _context_lines(model: str, rows: Sequence[Row], result: PeersResult) -> dict[str, list[tuple[int, float]]]:
-    """Runtime -> (context, speed) of one row: its fastest at the second shortest context, which every runtime reaches.
+    """Return the (context, speed) points of one row per runtime.
+
+    The row is the fastest at the second shortest context, which all runtimes reach.
 
     Empty with fewer than two contexts.
     """
@@ -247,7 +249,7 @@ def _by_context(row: Row) -> list[tuple[int, float]]:
 
 
 def _name_lines(plot: Any, lines: Mapping[str, Sequence[tuple[int, float]]], theme: Theme) -> None:
-    """Write each line's name to the right of its last point, moved up or down where it would overlap something."""
+    """Write each line's name to the right of its last point, moved up or down to avoid overlap."""
     plot.figure.draw_without_rendering()
     scale = 72.0 / plot.figure.dpi
     taken = []  # points of the figure covered by lines or names
@@ -303,7 +305,7 @@ def draw_shapes(result: PeersResult, theme: Theme) -> Any:
 
 
 def _bars(rows: Sequence[Row]) -> tuple[list[str], dict[str, list[float]]]:
-    """Return the shapes, and by runtime the speedup over fp32 of its fastest row with a cosine of 0.99, or 0."""
+    """Return the shapes, and by runtime the speedups over fp32 of its fastest row with a cosine of 0.99, or zeros."""
     base = next((row for row in rows if row.name == _FP32), None)
     if base is None:
         return [], {}

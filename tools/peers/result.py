@@ -68,8 +68,8 @@ def _differences(one: Row, other: Row) -> Iterator[tuple[str, float, float]]:
 class PeersResult:
     """All rows of a comparison.
 
-    `commands` were run one after the other; `date` is ISO 8601; `notes` describe the run; `left_out` has the reasons
-    for missing rows.
+    `commands` made the result, one after the other; `date` is ISO 8601; `notes` describe the run; `left_out` has the
+    reasons for missing rows.
     """
 
     commands: list[str]
@@ -104,7 +104,8 @@ class PeersResult:
         """Return the existing row of the same configuration, or add this row and return it.
 
         Raises:
-            WorkerError: The existing row has another size or quality. This can happen if measurement chooses formats.
+            WorkerError: The existing row has another size or quality. This can happen if formats are chosen by
+                measurement.
         """
         key = (row.section, row.model, row.name)
         for one in self.rows:

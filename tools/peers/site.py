@@ -21,7 +21,7 @@ from .verdict import DECODERS, ENCODERS, SPARSE_ENCODERS, Verdict, verdicts
 
 # Kinds of CPU in the order of the tabs.
 KINDS = ("AMX", "AVX-512", "AVX2")
-# The rows of a tab: section, model, works.
+# The rows of a tab as (section, model, works).
 _ROWS = (
     (ENCODERS, "all-minilm-l6-v2", ("1x16", "1x128", "8x64", "mixed 8-256", "mixed 8-256, sorted", "STS-B")),
     (SPARSE_ENCODERS, "all-minilm-l6-v2, 80 %", ("1x128", "mixed 8-256")),
@@ -30,7 +30,7 @@ _ROWS = (
 
 
 def data_files(docs: Path) -> list[Path]:
-    """Return the files of all results, the oldest first within a kind of CPU."""
+    """Return the files of all results, sorted by kind of CPU, then by date."""
     return sorted((docs / "measurements" / "data").glob("peers-*.json"))
 
 
@@ -40,7 +40,7 @@ def read(path: Path) -> PeersResult:
 
 
 def pages(docs: Path) -> dict[Path, str]:
-    """Return path -> text of every page.
+    """Return the text of every page by its path.
 
     Raises:
         OrtolanError: A file is not a result.

@@ -24,7 +24,7 @@ from .verdict import SPARSE_ENCODERS
 
 MODEL, SPARSITIES = "all-minilm-l6-v2", (0.8, 0.9)
 _LEFT_OUT = ("8x512", MIXED + SORTED, STS, STS + SORTED)
-# SparseML's exports: floats; quantization-aware training; the same with attention's products in floats.
+# Exports in SparseML's form: floats, quantization-aware training, and the latter with float MatMuls in attention.
 _FLOATS, _QUANTIZED, _LAYERS = "export of floats", "quantized export", "export of quantized layers"
 
 _TOKENS = {"batch_tokens": BATCH_TOKENS}
@@ -37,7 +37,7 @@ OURS = (
     ),
     Variant(
         "Ortolan int8", "ortolan", {"choices": {"weights": "int8"}, **_TOKENS}
-    ),  # dense AMX tiles may be as fast as sparse weights
+    ),  # because dense AMX tiles may be as fast as sparse weights
     Variant("Ortolan, of the quantized export", "ortolan", {"choices": {}, **_TOKENS}, source=_QUANTIZED),
 )
 DEEPSPARSE = (
@@ -64,14 +64,14 @@ def measure(job: Job, result: PeersResult) -> None:
 
 
 def prune(encoder: Encoder, sparsity: float, folder: Path) -> Encoder:
-    """Return the encoder as floats, with this fraction of its blocks zero."""
+    """Return the encoder in floats, with this fraction of its 4x1 blocks zero."""
     passes = [{"name": "normalize"}, {"name": "prune", "method": "magnitude", "pattern": "4x1", "sparsity": sparsity}]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "pruned.onnx"
     recipe = Recipe.from_dict({"name": "pruned", "pass": passes})
     model = optimize_onnx(encoder.onnx, recipe=recipe, calibration=calibration_feeds(encoder, SENTENCES)).model
     assert model is not None
-    del model.metadata_props[:]  # they mark the model as optimized
+    del model.metadata_props[:]  # the metadata marks the model as optimized
     onnx.save(model, path)
     return Encoder(path, encoder.tokenizer, encoder.inputs)
 

@@ -1,4 +1,4 @@
-"""Compare Ortolan's best configuration at each work with the best peer of equal or better quality.
+"""Compare Ortolan's best configuration on each work with the fastest peer of equal quality.
 
 Rows without a measured quality are not compared.
 """
@@ -14,10 +14,10 @@ ENCODERS, SPARSE_ENCODERS, DECODERS, LAYERS = "encoders", "sparse encoders", "de
 SECTIONS = (ENCODERS, SPARSE_ENCODERS, DECODERS, LAYERS)
 
 LONG_STEP = "step at 16384"
-COSINE = 0.99  # to fp32: encoders with at least this cosine count as equal; a smaller one is not recommended
+COSINE = 0.99  # to fp32: encoders with at least this cosine count as equal; Ortolan rows below it are not compared
 _PERPLEXITY = 1.01  # largest ratio to Ortolan's perplexity that counts as equal
 _ERROR = 1.1  # largest ratio to Ortolan's error that counts as equal
-_CHANGED = 0.05  # least relative change of a speed that is reported
+_CHANGED = 0.05  # smallest relative change of a speed that `changes` reports
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Rule:
 
     Attributes:
         quality: The measure.
-        good: Whether a row of Ortolan's is accurate enough to be compared.
-        equal: Whether the first row is as accurate as the second, or nearly so.
+        good: Whether one of Ortolan's rows is accurate enough to be compared.
+        equal: Whether the first row is as accurate as the second, within a tolerance.
         less_is_better: Whether smaller values of the measure are better.
     """
 
@@ -38,7 +38,7 @@ class Rule:
 
 
 def _equal_encoders(peer: Row, ours: Row) -> bool:
-    """Accept a peer by its cosine to fp32, or by a Spearman correlation that is at least as good as ours."""
+    """Accept a peer by its cosine to fp32, or if its Spearman correlation is at least Ortolan's."""
     cosine = peer.quality["cosine"] >= min(ours.quality["cosine"], COSINE)
     return cosine or peer.quality.get("Spearman", -1.0) >= ours.quality.get("Spearman", 1.0)
 
@@ -122,7 +122,7 @@ def _of_group(section: str, model: str, rows: Sequence[Row]) -> Iterator[Verdict
             one = max(compared, key=lambda verdict: (verdict.ratio is not None, verdict.ratio or verdict.our_value))
             best[one.ours.name] = one.ours
             yield one
-    sizes = {row.megabytes: row for row in reversed(best.values())}  # several rows may run the same file
+    sizes = {row.megabytes: row for row in reversed(best.values())}  # several rows may share one file
     for row in best.values():
         peers = _peers(row, rows)
         if sizes[row.megabytes] is row:
@@ -137,7 +137,7 @@ def _judged(row: Row) -> bool:
 
 
 def is_no_worse(row: Row, other: Row) -> bool:
-    """Return whether the row's quality is at least as good as the other's; False if either is unknown."""
+    """Return whether the row's quality is at least as good as the other row's; False if either is unknown."""
     rule = RULES[row.section]
     if not (_judged(row) and _judged(other)):
         return False
@@ -146,7 +146,7 @@ def is_no_worse(row: Row, other: Row) -> bool:
 
 
 def counts_beside(peer: Row, ours: Row) -> bool:
-    """Return whether the peer is as accurate as ours, or nearly so; False if either quality is unknown."""
+    """Return whether the peer is as accurate as `ours`, within a tolerance; False if either quality is unknown."""
     return _judged(peer) and _judged(ours) and RULES[ours.section].equal(peer, ours)
 
 

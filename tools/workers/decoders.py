@@ -6,7 +6,7 @@ Work is a dict:
 
     {"kind": "prompt", "ids": […]}                      a pass runs all ids on an empty cache
     {"kind": "decode", "ids": […], "steps": 64}         a pass decodes this number of tokens after the ids
-    {"kind": "step", "context": 16384, "steps": 8}      the same after a cache of `context` arbitrary tokens
+    {"kind": "step", "context": 16384, "steps": 8}      a pass decodes after `context` arbitrary tokens in the cache
     {"kind": "score", "windows": [[…], …], "step": 1}   the answer has one row per window: the sum of -log p(token) over
                                                         all tokens but the first, and their number. "step" tokens are
                                                         run at a time, by default a whole window
@@ -51,7 +51,7 @@ class Part:
 
 
 class DecoderEngine(Engine):
-    """A token sequence and its cache in a runtime."""
+    """A decoder in a runtime, with a token sequence and its cache."""
 
     _next: int  # the token to run next
 
@@ -181,7 +181,7 @@ class _Onnx(DecoderEngine):
 
 
 class OnnxRuntime(_Onnx):
-    """Stock ONNX Runtime: onnxruntime. The original is a GroupQueryAttention graph."""
+    """Stock ONNX Runtime (onnxruntime). The model is a GroupQueryAttention graph."""
 
     packages = ("onnxruntime",)
     modules = ("onnxruntime", "ortolan.generate")
@@ -213,7 +213,7 @@ class OnnxRuntime(_Onnx):
 
 
 class Ortolan(_Onnx):
-    """A file made by Ortolan in ONNX Runtime: ortolan. The model is an ONNX file, or a GGUF file to import."""
+    """A file made by Ortolan (ortolan), run in ONNX Runtime. The model is an ONNX file, or a GGUF file to import."""
 
     packages = ("ortolan", "onnxruntime")
     modules = ("onnxruntime", "ortolan.session", "ortolan.generate")
@@ -239,7 +239,7 @@ class Ortolan(_Onnx):
 
 
 class LlamaCpp(DecoderEngine):
-    """llama.cpp through its C interface: llama-cpp-python. The model is a GGUF file."""
+    """llama.cpp through its C interface (llama-cpp-python). The model is a GGUF file."""
 
     packages = ("llama-cpp-python",)
     modules = ("llama_cpp",)
@@ -249,8 +249,8 @@ class LlamaCpp(DecoderEngine):
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
         """Quantize the file.
 
-        Options: `form`, a llama.cpp format such as "Q4_K_M" for its quantizer, by default the file as it is; `cache`,
-        the type of keys and values, by default F16. llama.cpp decides about flash attention.
+        Options: `form`, a llama.cpp format such as "Q4_K_M" for its quantizer, by default no quantization;
+        `cache`, the type of keys and values, by default F16. llama.cpp chooses whether to use flash attention.
         """
         steps, form, cache = [], options.get("form"), options.get("cache", "F16")
         if form is not None:
@@ -334,7 +334,7 @@ def _requantize(source: Path, target: Path, form: str) -> None:
 
 
 class GenAi(DecoderEngine):
-    """ONNX Runtime GenAI: onnxruntime-genai. The model is its folder."""
+    """ONNX Runtime GenAI (onnxruntime-genai). The model is a GenAI folder."""
 
     packages = ("onnxruntime-genai", "onnxruntime")
     modules = ("onnxruntime_genai",)
@@ -398,7 +398,7 @@ class GenAi(DecoderEngine):
 
 
 class Torch(DecoderEngine):
-    """A transformers model in torch, not compiled: torch, transformers. The model is a transformers folder."""
+    """A transformers model in torch, not compiled (torch, transformers). The model is a transformers folder."""
 
     packages = ("torch", "transformers")
     modules = ("torch", "transformers.models.llama.modeling_llama")
@@ -471,7 +471,7 @@ class Torch(DecoderEngine):
 
 
 class CTranslate2(DecoderEngine):
-    """CTranslate2 from a transformers folder: ctranslate2; transformers and torch convert it."""
+    """CTranslate2 (ctranslate2). The model is a transformers folder, which transformers and torch convert."""
 
     packages = ("ctranslate2",)
     modules = ("ctranslate2",)
@@ -493,13 +493,13 @@ class CTranslate2(DecoderEngine):
         self._words = json.loads(Path(folder, "vocabulary.json").read_text(encoding="utf-8"))
 
     def prepare(self, work: Mapping[str, Any]) -> list[Part]:
-        """Return the parts. Windows are scored as a whole, because the cache takes no tokens from outside."""
+        """Return the parts. Windows are scored as a whole, because given tokens cannot be appended to the cache."""
         if "step" in work:
             raise ValueError("step-wise scoring needs a cache that takes tokens, which CTranslate2 lacks")
         return super().prepare(work)
 
     def fill(self, tokens: int) -> None:
-        """Refuse: filling would take a quadratic matrix of scores."""
+        """Refuse, because the prompt would need a quadratic matrix of scores."""
         raise ValueError(f"a prompt of {tokens} tokens would take a score matrix of {tokens}^2 values per head")
 
     def make_room(self, tokens: int) -> None:
@@ -535,7 +535,7 @@ class CTranslate2(DecoderEngine):
 
 
 class MistralRs(DecoderEngine):
-    """mistral.rs through requests, its lowest interface: mistralrs. The model is a GGUF file."""
+    """mistral.rs through requests, its lowest interface (mistralrs). The model is a GGUF file."""
 
     packages = ("mistralrs",)
     modules = ("mistralrs",)
@@ -569,7 +569,7 @@ class MistralRs(DecoderEngine):
         raise ValueError("mistral.rs gives no logits of a prompt")
 
     def fill(self, tokens: int) -> None:
-        """Refuse: it takes minutes."""
+        """Refuse, because filling the cache takes minutes."""
         raise ValueError(f"a prompt of {tokens} tokens takes minutes")
 
     def feed(self, ids: Sequence[int]) -> np.ndarray:

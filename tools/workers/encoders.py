@@ -1,7 +1,7 @@
-"""Text encoders in several runtimes: from token ids to one unit vector per text, the mean of its tokens' vectors.
+"""Text encoders in several runtimes: from token ids to one vector per text, the normalized mean of its token vectors.
 
-serve.py runs this script. Work is {"batches": PATH}, an .npz file: ids_0, mask_0 and types_0 are int64 [texts, tokens]
-of the first batch, padded at the end. A part of a pass is a batch.
+serve.py runs this script. The work is {"batches": PATH}, an .npz file: its arrays ids_0, mask_0 and types_0, int64
+[texts, tokens], are the first batch, padded at the end. A part of a pass is a batch.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class OnnxRuntime(EncoderEngine):
 
 
 class Ortolan(EncoderEngine):
-    """A file made by Ortolan, run by TextEncoder. Padding and pooling are timed too."""
+    """A file made by Ortolan, run by TextEncoder. Padding and pooling are also timed."""
 
     packages = ("ortolan", "onnxruntime")
     modules = ("onnxruntime", "ortolan", "ortolan.text_encoder")
@@ -170,7 +170,7 @@ def _inputs_of(model: Path, batches: list[Batch]) -> list[dict[str, np.ndarray]]
 
 
 class OpenVino(EncoderEngine):
-    """OpenVINO on its IR of the ONNX file; nncf makes the int8 one."""
+    """OpenVINO on the ONNX file converted to OpenVINO's IR; nncf makes the int8 model."""
 
     packages = ("openvino", "nncf")
     modules = ("openvino",)
@@ -312,7 +312,7 @@ class Torch(EncoderEngine):
         self._compiled = opened["compiled"]
 
     def get_ready(self, parts: list[Any]) -> None:
-        """Compile for these parts only: for one shape, or for dynamic shapes."""
+        """Compile for one shape if all parts have it, else for dynamic shapes."""
         if self._compiled:
             self._torch.compiler.reset()
             for part in parts:
@@ -430,7 +430,7 @@ class DeepSparse(EncoderEngine):
 
     packages = ("deepsparse", "numpy")
     modules = ("deepsparse",)
-    # The process is pinned already; send no telemetry.
+    # Do not pin threads, because the process is pinned already, and send no telemetry.
     environment: ClassVar = {
         "NM_BIND_THREADS_TO_CORES": "0",
         "NM_BIND_THREADS_TO_SOCKETS": "0",

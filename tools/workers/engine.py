@@ -1,6 +1,7 @@
-"""Base classes of the worker scripts. An engine is made once, then opened by another process, given work and timed.
+"""Base classes of the worker scripts.
 
-The scripts beside this file load it, in interpreters (3.11 or later) that have numpy but not Ortolan.
+An engine converts a model once. Another process then opens the model, receives work and is timed. The scripts beside
+this file load it, in interpreters (3.11 or later) that have numpy but not Ortolan.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Made:
 
     Attributes:
         opened: The engine's arguments for opening it, JSON types.
-        call: The calls that make and open it, for readers.
+        call: The calls that make and open it, shown to readers.
         megabytes: Size on disk of all files that opening reads.
     """
 
@@ -75,7 +76,7 @@ class Engine(ABC):
         """
 
     def set_up(self, part: Any) -> None:  # noqa: B027
-        """Bring the engine to the state in which the timing of a part begins; not timed."""
+        """Bring the engine to the state before a part, such as a cache with the prompt; not timed."""
 
     @abstractmethod
     def run(self, part: Any) -> np.ndarray:
@@ -83,7 +84,7 @@ class Engine(ABC):
 
 
 class EngineWorker:
-    """An engine and its work. Base of the class Worker in a script."""
+    """An engine and its work; the base of the class Worker in each script."""
 
     engines: ClassVar[Mapping[str, type[Engine]]]
 
@@ -191,7 +192,7 @@ def megabytes(*paths: Path) -> float:
 
 
 def with_data(model: Path) -> list[Path]:
-    """Return an ONNX file, and its external data if there is any."""
+    """Return an ONNX file, followed by its external data file if one exists."""
     return [path for path in (model, model.with_name(f"{model.name}.data")) if path.is_file()]
 
 
@@ -204,7 +205,7 @@ def _versions(packages: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 
 def _peak_megabytes() -> float | None:
-    """Return the peak memory of this program. getrusage would include the parent process, as it was before exec."""
+    """Return the peak memory of this program. getrusage would include the memory of the parent process before exec."""
     try:
         found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     except OSError:

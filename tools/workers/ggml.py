@@ -1,4 +1,4 @@
-"""Matrix products in ggml, through the C interface of the libraries in llama-cpp-python.
+"""Matrix products in ggml, through the C interface of llama-cpp-python's libraries.
 
 layers.py loads this file, in an interpreter that has llama-cpp-python but not Ortolan.
 """
@@ -26,7 +26,7 @@ class _InitParams(ctypes.Structure):  # struct ggml_init_params
 
 
 _POINTER, _INT, _LONG, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_size_t
-# Result type, then argument types.
+# Maps a function to its result type, followed by its argument types.
 _FUNCTIONS: Mapping[str, tuple[Any, ...]] = {
     "ggml_init": (_POINTER, _InitParams),
     "ggml_free": (None, _POINTER),
@@ -84,7 +84,7 @@ def memory_for(form: str, k: int, n: int) -> str:
 
 
 class Products:
-    """y = x W for copies of W, in the buffer type that llama.cpp would choose."""
+    """y = x W for several copies of W, in the buffer type that llama.cpp would choose."""
 
     def __init__(self, form: str, k: int, rows: np.ndarray, copies: int, threads: int) -> None:
         """Allocate the copies. `rows` is the result of `quantize`."""
@@ -147,8 +147,8 @@ def _context(c: SimpleNamespace, tensors: int, more: int = 0) -> int:
 def _kind_of_memory(c: SimpleNamespace, kind: int, k: int, n: int) -> int:
     """Return the buffer type that llama.cpp would choose.
 
-    This is the first of the CPU's extra buffer types, which repack weights, that supports the product, else the plain
-    one.
+    It is the CPU's first extra buffer type (these repack weights) that supports the product, else the plain buffer
+    type.
     """
     registry = c.ggml_backend_cpu_reg()
     device = c.ggml_backend_reg_dev_get(registry, 0)

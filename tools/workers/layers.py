@@ -1,10 +1,10 @@
-"""Linear layers y = x W in several runtimes, with enough copies of one layer that no cache holds their weights.
+"""Linear layers y = x W in several runtimes, with enough copies of a layer that no cache holds all weights.
 
     python -P serve.py layers.py '{"threads": 1, "cpus": [0]}'
 
 A model is an .npy file with W, float32 [k, n]. Work is {"inputs": PATH}, an .npy file with x, float32 [rows, k]. A pass
-runs each copy once on x. The answer is y [rows, n] of the last copy, which has the exact weights; other copies may
-differ in some bytes. All engines have the option "copies", their number.
+runs each copy once on x. The answer is y [rows, n] of the last copy, which has exactly the weights W; the other copies
+may differ in some bytes. All engines have an option "copies", the number of copies.
 
 The engines' docstrings name the packages that they need. Interpreters run this file as a script, without Ortolan except
 for the first two engines. Runtimes are imported when a layer is opened.
@@ -28,7 +28,7 @@ else:
     import ggml
     from engine import Engine, EngineWorker, Made, megabytes, with_data
 
-_PACKED_FOR = 128  # rows; oneDNN's layout may depend on them
+_PACKED_FOR = 128  # number of rows, on which oneDNN's layout may depend
 _WEIGHT_BYTES = 128  # smaller constants are shapes
 
 
@@ -60,7 +60,7 @@ class LayersEngine(Engine):
 
 
 class OnnxLayers(LayersEngine):
-    """An ONNX file of one node, run as a session of many copies.
+    """An ONNX file of one node, run as a session with many copies of it.
 
     These engines need Ortolan, whose benchmarks make the copies.
     """
@@ -314,14 +314,14 @@ class OpenVino(LayersEngine):
     def convert(cls, model: Path, folder: Path, options: Mapping[str, Any]) -> Made:
         """Convert one layer."""
         ov, path, call = importlib.import_module("openvino"), folder / "layer.xml", "save_model"
-        w = np.ascontiguousarray(np.load(model).T)  # the layout of torch models
+        w = np.ascontiguousarray(np.load(model).T)  # [n, k], as in torch models
         x = ov.opset13.parameter([-1, w.shape[1]], np.float32, name="x")
         y = ov.opset13.matmul(x, ov.opset13.constant(w), False, True)
         network = ov.Model([ov.opset13.result(y)], [x], "layer")
         if "weights" in options:
             nncf, settings = importlib.import_module("nncf"), {}
             if "group_size" in options:
-                # nncf keeps the last layer in int8 unless told otherwise, and here it is the only one.
+                # By default, nncf keeps the last layer in int8, which is the only layer here.
                 settings = {"group_size": options["group_size"], "ratio": 1.0, "all_layers": True}
             mode = nncf.CompressWeightsMode[options["weights"]]
             network = nncf.compress_weights(network, mode=mode, **settings)

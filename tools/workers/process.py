@@ -42,7 +42,7 @@ class Worker:
             python: The interpreter.
             environment: Variables to add to those of this process.
         """
-        # -P keeps the modules beside serve.py from being imported by name.
+        # With -P, modules beside serve.py cannot hide packages of the same name.
         self._command = [python, "-P", str(_SERVE), str(script), json.dumps(dict(settings))]
         self._environment = os.environ | dict(environment or {})
         self._process: subprocess.Popen[str] | None = None

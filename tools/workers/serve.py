@@ -2,7 +2,8 @@
 
     python -P serve.py SCRIPT '{"cpus": [0], …}'
 
-SCRIPT has a class Worker, made with the second argument as keyword arguments; its mapping `actions` holds the requests.
+SCRIPT has a class Worker, made with the second argument as keyword arguments; its mapping `actions` has a function for
+each request.
 {"do": "open", "model": PATH} calls the action "open" with model=PATH and replies with the dict that it returns, or with
 {"error": TEXT} if it raises. The process ends with stdin. It is pinned to the CPUs before SCRIPT is loaded, because
 libraries count the CPUs then.
@@ -27,7 +28,8 @@ def open_worker(script: str, settings: dict[str, Any]) -> Actions:
     cpus = settings.pop("cpus", [])
     if cpus and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cpus)
-    # Scripts import engine.py and ggml.py from their folder. It is last, so that installed packages come first.
+    # Scripts import engine.py and ggml.py from their folder. This folder is last, so that installed packages take
+    # precedence.
     sys.path.append(os.path.dirname(script))
     spec = importlib.util.spec_from_file_location("worker_script", script)
     assert spec is not None and spec.loader is not None
