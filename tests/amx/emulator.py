@@ -1,6 +1,6 @@
 """AMX and AVX-VNNI for tests: the CPU's own, or the emulator of amx_emulator.cc.
 
-    with amx() as emulator:          emulator is None if the CPU has AMX
+    with amx() as emulator:         # emulator is None if the CPU has AMX
         …                           # tile instructions run in this process, in every thread
 
 Kernels are chosen by CPU features, which a process detects once, so `ORTOLAN_ASSUME_AMX=1` must be in the environment

@@ -117,7 +117,7 @@ class HiddenLayer:
         table = rng.integers(0, 256, 256, dtype=np.uint8)
         return cls(layer, rng.standard_normal(n, dtype=np.float32), x, table_x, table_y, table)
 
-    def numbers(self, x: np.ndarray, *, float_sums: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    def table_indices(self, x: np.ndarray, *, float_sums: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Return the lowest and the highest possible table index of each output; they differ near rounding ties.
 
         float_sums: the integer sums may be float32 sums in any order.

@@ -23,7 +23,7 @@ def distance(there: np.ndarray, here: np.ndarray) -> float:
     return float(np.linalg.norm(here - there) / np.linalg.norm(there))
 
 
-def of_models(folder: Path) -> dict[str, float]:
+def model_errors(folder: Path) -> dict[str, float]:
     """Map each model's name to the largest error of its outputs."""
     found = {}
     for path in sorted(folder.glob("*.onnx")):
@@ -36,7 +36,7 @@ def of_models(folder: Path) -> dict[str, float]:
     return found
 
 
-def of_kernels() -> dict[str, float]:
+def kernel_errors() -> dict[str, float]:
     """Map operators that the models lack to their errors. Integer inputs make the expected results exact."""
     rng = np.random.default_rng(0)
     a, b = (rng.integers(-4, 5, shape).astype(np.float32) * rng.integers(0, 2, shape) for shape in ((33, 70), (70, 50)))
@@ -59,7 +59,7 @@ def main(folder: Path) -> None:
                 "features": _native.cpu_info()["detected_features"],
                 "check": [check.status, check.detail, check.advice],
                 "kernels": kernels,
-                "distances": of_kernels() | of_models(folder),
+                "distances": kernel_errors() | model_errors(folder),
             }
         )
     )

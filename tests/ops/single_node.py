@@ -120,7 +120,7 @@ def assert_same_bits(y: np.ndarray, expected: np.ndarray) -> None:
 
 
 def at_odd_address(a: np.ndarray) -> np.ndarray:
-    """Return a copy of the array at an odd address, with no readable bytes after its end."""
+    """Return a copy of the array that begins at an odd address and ends where its allocation ends."""
     memory = np.empty(a.nbytes + 1, np.uint8)
     copy = np.frombuffer(memory.data, a.dtype, offset=1).reshape(a.shape)
     copy[...] = a

@@ -77,7 +77,7 @@ def layer_model(
 def with_norm(model: onnx.ModelProto, norm: LayerNorm | None, names: Sequence[str]) -> onnx.ModelProto:
     """Add the inputs and attribute of a norm to the node.
 
-    norm: None adds neutral weights and an epsilon of -1, which means no norm.
+    norm: None adds neutral weights and an epsilon of -1, which means that there is no norm.
     """
     node = model.graph.node[0]
     node.input.extend([""] * (names.index("norm_weight") - len(node.input)))

@@ -67,7 +67,7 @@ def test_a_hidden_layer(kernel: str, sparsity: float) -> None:
             x = rng.standard_normal((m, k), dtype=np.float32)
             y = hidden.run(x, kernel)
             assert y.shape == (m, n) and y.dtype == np.float32
-            low, high = hidden.numbers(x)
+            low, high = hidden.table_indices(x)
             assert np.all(high - low <= 1)
             table_y = hidden.table_y
             either = [table_y.scale64 * (hidden.table[q].astype(float) - table_y.zero_point) for q in (low, high)]
@@ -81,7 +81,7 @@ def test_a_hidden_layer_of_the_most_inputs(kernel: str, m: int) -> None:
     hidden = HiddenLayer.random(rng, 65536, 18, 0.999)
     x = rng.standard_normal((m, 65536), dtype=np.float32)
     y = hidden.run(x, kernel)
-    low, high = (hidden.table[q].astype(float) for q in hidden.numbers(x))
+    low, high = (hidden.table[q].astype(float) for q in hidden.table_indices(x))
     table_y = hidden.table_y
     either = [table_y.scale64 * (numbers - table_y.zero_point) for numbers in (low, high)]
     assert len(np.unique(low)) > 4

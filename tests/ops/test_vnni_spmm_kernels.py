@@ -1,4 +1,4 @@
-"""Every kernel of VNNISpMM against a numpy oracle."""
+"""Test every kernel of VNNISpMM against NumPy."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_behind_a_given_range_and_a_hidden_layer(hidden_k: int, library: bool) -
     x = rng.standard_normal((70, mlp.width), dtype=np.float32)
     residual = rng.standard_normal((70, 30), dtype=np.float32)
     rest = {"residual": ("m", 30)}
-    # Compare with the same session kind, as kernel and function may differ by one step in the hidden layer's values.
+    # Compare results of the same session kind, because kernel and function may differ by one step in the hidden layer.
     plain = run(mlp.model(**rest), library, x=x, residual=residual)
     norm.check(run(mlp.model(norm=norm, **rest), library, x=x, residual=residual), plain)
 
@@ -117,7 +117,7 @@ def test_function_body_serves_every_opset(opset: int) -> None:
 @pytest.mark.parametrize("gated_columns", [0, 40])
 @pytest.mark.parametrize("m", [1, 20])
 def test_a_node_without_norm_where_others_have_one(m: int, gated_columns: int, library: bool) -> None:
-    """A node without a norm gets neutral weights, and an epsilon that says there is no norm."""
+    """A node without a norm gets neutral norm weights, and a negative epsilon, which means that there is no norm."""
     rng = np.random.default_rng(m)
     layer = random_layer(rng, 50, 96)
     x = rng.standard_normal((m, 50), dtype=np.float32)

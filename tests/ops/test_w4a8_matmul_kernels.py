@@ -1,4 +1,4 @@
-"""Every kernel of W4A8MatMul against a numpy oracle."""
+"""Test every kernel of W4A8MatMul against NumPy."""
 
 from __future__ import annotations
 

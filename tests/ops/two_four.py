@@ -13,7 +13,7 @@ from .single_node import Packed
 
 
 def two_of_four(rng: np.random.Generator, w: np.ndarray) -> np.ndarray:
-    """Return w with all but two (often fewer) random weights set to zero in each group of four inputs of a column."""
+    """Return w with at most two nonzero weights, chosen at random, in each group of four inputs of a column."""
     k, n = w.shape
     order = rng.permuted(np.tile(np.arange(4), (-(-k // 4), n, 1)), axis=2)
     kept = rng.integers(0, 3, order.shape[:2]) if rng.random() < 0.5 else np.full(order.shape[:2], 2)

@@ -44,7 +44,7 @@ class Mlp:
             q, unsure, given = self.x.quantize(x).astype(np.int64), 0.0, self.x
         else:
             hidden = self.hidden
-            low, high = hidden.numbers(x, float_sums=float_sums)
+            low, high = hidden.table_indices(x, float_sums=float_sums)
             assert np.all(high - low <= 1) and np.mean(high != low) < 0.02
             q, other = (hidden.table[numbers].astype(np.int64) for numbers in (low, high))
             unsure, given = np.abs(q - other) @ np.abs(self.layer.q.astype(np.int64)), hidden.table_y

@@ -19,94 +19,94 @@ class _Walk:
 
     def __init__(self, content: bytes) -> None:
         self.content, self.at = content, HEADER
-        self.places: dict[str, int] = {}
+        self.positions: dict[str, int] = {}
 
-    def number(self, name: str) -> int:
-        self.places[name] = self.at
+    def integer(self, name: str) -> int:
+        self.positions[name] = self.at
         (found,) = struct.unpack_from("<q", self.content, self.at)
         self.at += 8
         return int(found)
 
-    def numbers(self, prefix: str, *names: str) -> None:
+    def integers(self, prefix: str, *names: str) -> None:
         for name in names:
-            self.number(prefix + name)
+            self.integer(prefix + name)
 
     def text(self) -> str:
-        size = self.number("text")
+        size = self.integer("text")
         found = self.content[self.at : self.at + size].decode()
         self.at += -size % 8 + size
         return found
 
     def array(self, name: str) -> None:
-        self.numbers(name, ".first", ".bytes")
+        self.integers(name, ".first", ".bytes")
 
     def layers(self, name: str) -> None:
-        kind = self.number(name)
-        self.numbers(name, ".k", ".n", *((".bits", ".group", ".half") if kind == 0 else ()))
+        kind = self.integer(name)
+        self.integers(name, ".k", ".n", *((".bits", ".group", ".half") if kind == 0 else ()))
         for array in (*_ARRAYS[kind], "bias"):
             self.array(f"{name}.{array}")
-        self.places[f"{name} end"] = self.at
+        self.positions[f"{name} end"] = self.at
 
     def bounds(self, name: str) -> None:
-        if self.number(name):
-            self.numbers(name, ".least", ".most")
+        if self.integer(name):
+            self.integers(name, ".least", ".most")
 
     def target(self, name: str) -> None:
-        self.number(f"{name}.copies")
-        for i in range(self.number(f"{name}.sizes")):
-            self.numbers(f"{name}.{i}", ".kind", ".number", ".input")
+        self.integer(f"{name}.copies")
+        for i in range(self.integer(f"{name}.sizes")):
+            self.integers(f"{name}.{i}", ".kind", ".number", ".input")
 
     def mask(self, name: str) -> None:
-        self.number(f"{name}.kind")
-        given = self.number(f"{name}.input")
-        self.numbers(name, ".hides", ".fill", ".is_cut")
+        self.integer(f"{name}.kind")
+        given = self.integer(f"{name}.input")
+        self.integers(name, ".hides", ".fill", ".is_cut")
         if given == -1:
             self.tensor(name)
 
     def tensor(self, name: str) -> None:
-        for i in range(self.number(f"{name}.axes")):
-            self.number(f"{name}.axis{i}")
+        for i in range(self.integer(f"{name}.axes")):
+            self.integer(f"{name}.axis{i}")
         self.array(f"{name}.numbers")
 
     def norm(self) -> None:
         self.text()
-        self.numbers("", "y", "epsilon")
+        self.integers("", "y", "epsilon")
         self.array("weight")
         self.array("shift")
-        for i in range(self.number("operands")):
+        for i in range(self.integer("operands")):
             self.text()
-            if self.number(f"operand{i}") == -1:
+            if self.integer(f"operand{i}") == -1:
                 self.tensor(f"operand{i}")
 
     def attention(self) -> None:
-        for i in range(self.number("parts")):
+        for i in range(self.integer("parts")):
             self.layers(f"part{i}")
-        self.numbers("", "heads", "head_dim", "scale", "causal", "zero_hidden_rows", "zero_rows")
+        self.integers("", "heads", "head_dim", "scale", "causal", "zero_hidden_rows", "zero_rows")
         for name in ("query", "key", "value"):
             self.target(name)
-        for i in range(self.number("views")):
+        for i in range(self.integer("views")):
             self.target(f"view{i}")
         self.target("merge")
-        for i in range(self.number("masks")):
+        for i in range(self.integer("masks")):
             self.mask(f"mask{i}")
 
     def step(self) -> None:
-        kind = self.number("kind")
+        kind = self.integer("kind")
         if kind == NORM:
             return self.norm()
         if kind != COPY:
             self.text()
             self.text()
-        self.numbers("", "x", "y")
+        self.integers("", "x", "y")
         if kind == ATTENTION:
             return self.attention()
         if kind == COPY:
             return self.bounds("bounds")
-        self.number("residual")
+        self.integer("residual")
         self.layers("part0")
-        self.numbers("", "activation", "gated")
-        if self.number("norm"):
-            self.number("epsilon")
+        self.integers("", "activation", "gated")
+        if self.integer("norm"):
+            self.integer("epsilon")
             self.array("weight")
             self.array("shift")
         self.bounds("x_bounds")
@@ -116,11 +116,11 @@ class _Walk:
 def steps(content: bytes) -> Iterator[dict[str, int]]:
     """Yield, for each step of each group, a map from the names of its integers to their positions in the file."""
     walk = _Walk(content)
-    for _ in range(walk.number("groups")):
+    for _ in range(walk.integer("groups")):
         walk.text()
-        end = walk.number("bytes") + walk.at
-        for _ in range(walk.number("steps")):
-            walk.places = {}
+        end = walk.integer("bytes") + walk.at
+        for _ in range(walk.integer("steps")):
+            walk.positions = {}
             walk.step()
-            yield walk.places
+            yield walk.positions
         assert walk.at == end

@@ -36,11 +36,12 @@ from .sessions import claimed, exact_session, plain_session, provider_session
 
 MODELS_PER_PROCESS = 400  # because sanitizers do not return memory
 MOST_MEMORY = 8 << 30
-MOST_NUMBERS = 1 << 20  # the largest size of a generated input
+MOST_NUMBERS = 1 << 20  # the largest number of elements of a generated input
 SANE = 1e4  # outputs are compared only if all inputs and stored values are at most this, as larger ones may overflow
 TOLERANCE = 0.1  # relative error (norm): ONNX Runtime and the provider round to int8, per tensor or per group
 ALL = {"ep__ortolanexecutionprovider__claims": "all"}
-# Noise relative to the inputs' norm. Differences up to five times its effect on ONNX Runtime's answers are accepted.
+# The provider's error may be up to five times the error that this much input noise causes in ONNX Runtime. The noise is
+# relative to the norm of the inputs.
 NOISE = 0.02
 TYPES = {"float": np.float32, "double": np.float64, "float16": np.float16, "uint8": np.uint8, "int8": np.int8}
 TYPES |= {"int32": np.int32, "int64": np.int64, "bool": np.bool_}
@@ -166,7 +167,7 @@ def outcome(model: ModelProto, known: Feeds, odd: Feeds, threads: int = 1) -> st
     plain_error = our_error = ""
     try:
         plain = plain_session(model)
-    except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
+    except Exception as error:  # ONNX Runtime's exceptions only share the base class Exception
         plain, plain_error = None, str(error)
     try:
         ours = provider_session(model, threads, **ALL)

@@ -113,7 +113,7 @@ def nbits_layer(rng: Rng, k: int, n: int) -> NBits:
     )
 
 
-def behind(rng: Rng, n: int) -> tuple[list[NodeProto], tuple[str, ...], dict[str, np.ndarray]]:
+def following_nodes(rng: Rng, n: int) -> tuple[list[NodeProto], tuple[str, ...], dict[str, np.ndarray]]:
     """Return nodes that compute y from r, the names of their inputs, and their constants.
 
     The nodes are some of: an activation, an addition of the residual z, LayerNormalization.
@@ -138,7 +138,7 @@ def feeds_of(rng: Rng, k: int, n: int) -> Feeds:
     return {name: rng.standard_normal((rows, size)).astype(np.float32) for name, size in (("x", k), ("z", n))}
 
 
-def int8_numbers(rng: Rng, k: int, n: int, seed: int = 0) -> np.ndarray:
+def int8_weights(rng: Rng, k: int, n: int, seed: int = 0) -> np.ndarray:
     """Return dense or block-sparse weights with fractions of zeros below and above the provider's threshold."""
     return pick(rng, [dense_integers(k, n, seed), sparse_integers(k, n, pick(rng, [0.45, 0.55, 0.8, 1.0]), seed)])
 
@@ -146,10 +146,10 @@ def int8_numbers(rng: Rng, k: int, n: int, seed: int = 0) -> np.ndarray:
 def int8_model(rng: Rng) -> tuple[ModelProto, Feeds]:
     k, n = pick(rng, [1, 31, 32, 64, 100]), pick(rng, [1, 16, 24, 32])
     flags = [bool(flag) for flag in rng.integers(0, 2, 3)]
-    q = int8_numbers(rng, k, n)
+    q = int8_weights(rng, k, n)
     layer = Int8Layer(pick(rng, DYNAMIC), q=q, unsigned=flags[0], per_column=flags[1], bias=flags[2])
     layer.zero_point = 128 if layer.unsigned else 0
-    nodes, inputs, constants = behind(rng, n)
+    nodes, inputs, constants = following_nodes(rng, n)
     return with_nodes(layer, nodes, inputs, **constants), feeds_of(rng, k, n)
 
 
@@ -165,7 +165,7 @@ def static_model(rng: Rng) -> tuple[ModelProto, Feeds]:
         x_unsigned=flags[3], zero_point=128 if flags[0] else 0,
     )  # fmt: skip
     layer.y_scale = np.float32(0.5)
-    nodes, inputs, constants = behind(rng, n)
+    nodes, inputs, constants = following_nodes(rng, n)
     names = ["y_scale", pick(rng, ["y_zero", "lowest"])]
     constants |= {"y_scale": layer.tensors["y_scale"], "y_zero": layer.tensors["y_zero"]}
     constants["lowest"] = np.array(0 if layer.x_unsigned else -128, layer.tensors["y_zero"].dtype)
@@ -190,7 +190,7 @@ def static_model(rng: Rng) -> tuple[ModelProto, Feeds]:
 def nbits_model(rng: Rng) -> tuple[ModelProto, Feeds]:
     k, n = pick(rng, [1, 31, 64, 100, 160]), pick(rng, [1, 16, 24, 32])
     layer = nbits_layer(rng, k, n)
-    more, inputs, constants = behind(rng, n)
+    more, inputs, constants = following_nodes(rng, n)
     return joined([layer.node("x", "r")], more, layer.initializers(), inputs, constants, k), feeds_of(rng, k, n)
 
 
@@ -217,13 +217,13 @@ def gated_model(rng: Rng) -> tuple[ModelProto, Feeds]:
         nodes = [gate.node("x", "r", "linear", "gate."), up.node("x", "u", "linear2", "up.")]
         tensors = [*gate.initializers("gate."), *up.initializers("up.")]
         return joined(nodes, more, tensors, (), {}, k), feeds_of(rng, k, n)
-    layer = Int8Layer("chain", q=int8_numbers(rng, k, n))
+    layer = Int8Layer("chain", q=int8_weights(rng, k, n))
     second = [
         node("MatMulInteger", ["xq", pick(rng, ["W", "W2"]), "xz", "zeros"], ["sums2"], name="linear2"),
         node("Cast", ["sums2"], ["floats2"], to=FLOAT),
         node("Mul", ["floats2", "step"], ["u"]),
     ]
-    return with_nodes(layer, [*second, *more], W2=int8_numbers(rng, k, n, 1)), feeds_of(rng, k, n)
+    return with_nodes(layer, [*second, *more], W2=int8_weights(rng, k, n, 1)), feeds_of(rng, k, n)
 
 
 def token_feeds(rng: Rng, batch: int, length: int) -> Feeds:

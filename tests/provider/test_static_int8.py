@@ -282,7 +282,7 @@ def test_malformed_layers_are_errors_or_left(form: str, name: str) -> None:
             tensor.CopyFrom(numpy_helper.from_array(np.asarray(WRONG[name][tensor.name]), tensor.name))
     try:
         session = all_claims(model)
-    except Exception:  # ONNX Runtime's exceptions have no common base but Exception
+    except Exception:  # ONNX Runtime's exceptions only share the base class Exception
         return
     assert "linear" not in claimed(session)
 

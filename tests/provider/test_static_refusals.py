@@ -200,7 +200,7 @@ REFUSED: dict[str, tuple[Models, str, str]] = {
 }  # fmt: skip
 
 
-def told(model: onnx.ModelProto, folder: Path) -> dict[str, str]:
+def reasons_of(model: onnx.ModelProto, folder: Path) -> dict[str, str]:
     """Map the nodes that are not claimed to their reasons, with ONNX Runtime's optimizations disabled."""
     file = folder / "claims.jsonl"
     options = options_with({"claims": "all", "claims_file": str(file)})
@@ -217,10 +217,10 @@ def told(model: onnx.ModelProto, folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("name", REFUSED)
 def test_reasons(name: str, tmp_path: Path) -> None:
     make, left, reason = REFUSED[name]
-    assert told(make(), tmp_path).get(left) == reason
+    assert reasons_of(make(), tmp_path).get(left) == reason
 
 
 @pytest.mark.parametrize("form", ["qdq", "qdq_gemm", "qlinear", "qgemm", "to_float"])
 def test_nothing_is_left_without_a_reason(form: str, tmp_path: Path) -> None:
     """The unchanged models of the cases above are claimed completely, so no reason is reported."""
-    assert told(model_of(form), tmp_path) == {}
+    assert reasons_of(model_of(form), tmp_path) == {}

@@ -263,7 +263,7 @@ def test_lookup_256(target: str) -> None:
 
 @each_of(["InterleaveRows1", "InterleaveRows2", "InterleaveRows4"])
 def test_rows_of_bytes(target: str, function: str) -> None:
-    """Interleaved tokens are multiplied with the weights of four outputs, four bytes at a time."""
+    """Tokens are interleaved to rows; the dot products of the rows with the weights of four outputs are exact."""
     lanes, vectors = LANES[target], int(function[-1])
     for seed in range(3):
         tokens, weights = random_bytes(seed, 4 * vectors * lanes), random_bytes(seed, 16, np.int8)
@@ -289,7 +289,7 @@ def test_packed_rows(target: str, function: str) -> None:
 
 @each_of(["DotRows1", "DotRows2", "DotRows4", "DotRows8", "DotRows16"])
 def test_rows_of_words(target: str, function: str) -> None:
-    """The dot products of four rows of interleaved tokens with the weights are exact."""
+    """Tokens are interleaved to rows; the dot products of four rows with the weights are exact."""
     lanes, tokens = LANES[target], int(function.removeprefix("DotRows"))
     for seed in range(3):
         inputs = random_bytes(seed, tokens * 2 * lanes, np.int16).astype(np.int32).reshape(tokens, -1) // 64

@@ -21,7 +21,7 @@ ARITHMETIC = {
 }
 
 
-def numbers(seed: int, count: int) -> np.ndarray:
+def random_floats(seed: int, count: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(count, np.float32)
 
 
@@ -93,7 +93,7 @@ def test_first_lanes(target: str) -> None:
 
 @targets_with("Store")
 def test_a_store_writes_one_register(target: str) -> None:
-    assert (raw(target, "Store", numbers(0, 16))[4 * LANES[target] :] == UNTOUCHED).all()
+    assert (raw(target, "Store", random_floats(0, 16))[4 * LANES[target] :] == UNTOUCHED).all()
 
 
 @targets_with("Abs")
@@ -116,7 +116,7 @@ def test_questions_about_lanes(target: str) -> None:
 def test_over_lanes(target: str) -> None:
     lanes = LANES[target]
     for seed in range(20):
-        a = numbers(seed, lanes)
+        a = random_floats(seed, lanes)
         halves = a
         while len(halves) > 1:
             halves = halves[: len(halves) // 2] + halves[len(halves) // 2 :]
@@ -137,7 +137,7 @@ def test_exponent_from_low_bits(target: str) -> None:
 @targets_with("SelectLess")
 def test_select_less(target: str) -> None:
     a, b = pairs()
-    x, y = numbers(1, len(a)), numbers(2, len(a))
+    x, y = random_floats(1, len(a)), random_floats(2, len(a))
     assert_same_bits(each(target, "SelectLess", a, b, x, y), np.where(a < b, x, y))
 
 
@@ -180,14 +180,14 @@ def test_transpose_of_four_rows(target: str) -> None:
 @targets_with("ReduceFour")
 def test_reduce_four(target: str) -> None:
     lanes = LANES[target]
-    a = np.round(numbers(0, 4 * lanes) * 100).reshape(4, lanes)
+    a = np.round(random_floats(0, 4 * lanes) * 100).reshape(4, lanes)
     np.testing.assert_array_equal(one(target, "ReduceFour", a), np.resize(a.sum(axis=1), lanes))
 
 
 @targets_with("LoadStrided")
 def test_strided_loads(target: str) -> None:
     lanes = LANES[target]
-    a = numbers(0, 20 * lanes)
+    a = random_floats(0, 20 * lanes)
     for stride in (1, 2, 3, 17):
         np.testing.assert_array_equal(one(target, "LoadStrided", a, number=stride), a[: lanes * stride : stride])
 
@@ -195,7 +195,7 @@ def test_strided_loads(target: str) -> None:
 @targets_with("LoadTwice", "SubtractAdd", "SwapPairs")
 def test_pairs_of_lanes(target: str) -> None:
     lanes = LANES[target]
-    a, b = numbers(0, lanes), numbers(1, lanes)
+    a, b = random_floats(0, lanes), random_floats(1, lanes)
     np.testing.assert_array_equal(one(target, "LoadTwice", a), np.repeat(a, 2)[:lanes])
     np.testing.assert_array_equal(one(target, "SwapPairs", a), a.reshape(-1, 2)[:, ::-1].reshape(-1))
     np.testing.assert_array_equal(one(target, "SubtractAdd", a, b), np.where(np.arange(lanes) % 2, a + b, a - b))
@@ -203,7 +203,7 @@ def test_pairs_of_lanes(target: str) -> None:
 
 @targets_with("Lookup16")
 def test_lookup_16(target: str) -> None:
-    table = numbers(0, 16)
+    table = random_floats(0, 16)
     index = np.concatenate([np.arange(16), np.arange(16) + 16, [0xFFFFFFF3, 0x80000000]]).astype(np.uint32)
     lanes = LANES[target]
     for i in range(0, len(index), lanes):
@@ -213,7 +213,7 @@ def test_lookup_16(target: str) -> None:
 
 @targets_with("PickFloats")
 def test_picked_floats(target: str) -> None:
-    four, index = numbers(0, 4), np.random.default_rng(1).integers(0, 2**32, LANES[target], np.uint32)
+    four, index = random_floats(0, 4), np.random.default_rng(1).integers(0, 2**32, LANES[target], np.uint32)
     np.testing.assert_array_equal(one(target, "PickFloats", four, index), four[index & 3])
 
 
@@ -260,9 +260,9 @@ def test_units(target: str) -> None:
     a, b, c, d = np.round(np.random.default_rng(0).standard_normal((4, lanes), np.float32) * 10)
     left, right = one(target, "PackUnits", a, b), one(target, "PackUnits", c, d)
     np.testing.assert_array_equal(one(target, "MultiplyAddUnits", left, right, d), a * c + b * d + d)
-    stored = raw(target, "StoreUnits", numbers(0, lanes))
+    stored = raw(target, "StoreUnits", random_floats(0, lanes))
     assert (stored[2 * lanes :] == UNTOUCHED).all()
-    rounded = numbers(0, lanes).astype(ml_dtypes.bfloat16)
+    rounded = random_floats(0, lanes).astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(stored[: 2 * lanes].view(np.uint16), rounded.view(np.uint16))
 
 

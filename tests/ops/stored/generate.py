@@ -12,7 +12,7 @@ import ortolan
 from ..isa_process import run_with_isa
 from . import attention_cases, linear_cases, other_cases
 from .case import THREADS, Case, digest
-from .store import EVERY, ISAS, REFERENCE, Record, Store, by_isa, output_name, places
+from .store import EVERY, ISAS, REFERENCE, Record, Store, by_isa, output_name, sample_positions
 
 # Number of sampled values per output: FEW if the bits are equal on all instruction sets, SOME if they are only equal on
 # each instruction set, MANY if they may differ.
@@ -49,8 +49,8 @@ def _answer(case: Case, isa: str, made: Store) -> None:
                 key, flat = f"{label}: {name}", array.reshape(-1)
                 sizes[key] = array.size
                 most = SOME if case.is_exact(label, name) else MANY
-                made.samples[f"{case.name}, {key}"] = flat[places(array.size, most)]
-                made.samples[f"{case.name}, {key}{FEWER}"] = flat[places(array.size, FEW)]
+                made.samples[f"{case.name}, {key}"] = flat[sample_positions(array.size, most)]
+                made.samples[f"{case.name}, {key}{FEWER}"] = flat[sample_positions(array.size, FEW)]
     made.records[case.name] = {
         "inputs": case.inputs_hash(),
         "tensors": case.tensor_hashes(),

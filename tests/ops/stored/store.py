@@ -50,7 +50,7 @@ class Store:
         np.savez_compressed(folder / "samples.npz", **{name: self.samples[name] for name in sorted(self.samples)})
 
 
-def places(size: int, most: int) -> np.ndarray:
+def sample_positions(size: int, most: int) -> np.ndarray:
     """Return up to `most` positions in an array of this size, evenly spread, including the first and the last."""
     return np.unique(np.linspace(0, size - 1, min(size, most)).astype(np.int64)) if size else np.zeros(0, np.int64)
 
@@ -129,7 +129,7 @@ class _Checks:
         """
         output = f"{self.case.sampled_label(label)}: {name}"
         samples = self.store.samples[f"{self.case.name}, {output}"]
-        at = places(self.store.records[self.case.name]["sizes"][output], len(samples))
+        at = sample_positions(self.store.records[self.case.name]["sizes"][output], len(samples))
         kept = at < array.size
         return at[kept], samples[kept]
 
@@ -138,10 +138,10 @@ def _difference(array: np.ndarray, at: np.ndarray, samples: np.ndarray) -> str:
     given = array.reshape(-1)[at]
     differ = ~((given == samples) | ((given != given) & (samples != samples)))
     if not differ.any():
-        return f" (equal to the {REFERENCE} kernel's at {len(at)} sampled places)"
+        return f" (equal to the {REFERENCE} kernel's at {len(at)} sampled positions)"
     first = int(np.flatnonzero(differ)[0])
     return (
-        f" ({differ.sum()} of {len(at)} sampled numbers differ from the {REFERENCE} kernel's, "
+        f" ({differ.sum()} of {len(at)} sampled values differ from the {REFERENCE} kernel's, "
         f"at {_index(array, at[first])} {given[first]} for {samples[first]})"
     )
 
@@ -156,7 +156,7 @@ def _beyond(array: np.ndarray, at: np.ndarray, samples: np.ndarray, error: np.nd
     if len(bad):
         i = bad[0]
         yield (
-            f"{len(bad)} of {len(at)} sampled numbers beyond the bound, at {_index(array, at[i])} {given[i]} for "
+            f"{len(bad)} of {len(at)} sampled values beyond the bound, at {_index(array, at[i])} {given[i]} for "
             f"{wanted[i]}, {allowed[i]:.3g} allowed"
         )
 
