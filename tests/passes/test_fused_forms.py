@@ -334,7 +334,7 @@ def asked_for(model: onnx.ModelProto) -> None:
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "cache": (lambda model: model.graph.node[0].input.append("x"), "it has a cache of keys and values"),
-    "rotary": (lambda model: add_attribute(model, "do_rotary", 1), "it turns queries and keys"),
+    "rotary": (lambda model: add_attribute(model, "do_rotary", 1), "it applies a rotary embedding (do_rotary)"),
     "unknown": (lambda model: add_attribute(model, "novel", 1), "its attribute 'novel' is not supported"),
     "widths": (lambda model: add_attribute(model, "qkv_hidden_sizes", [24, 24, 10]), "its weights have 72 columns"),
     "half": (half, "its input 'x' is FLOAT16, expected FLOAT"),
