@@ -39,8 +39,8 @@ from .sessions import claimed, needs_provider, plain_session, provider_session
 pytestmark = needs_provider
 
 Build = Callable[[Graph], str]
-# Forms that the provider does not claim: quantize_dynamic writes a QAttention node, or the keys have a mask of their
-# own.
+# Forms to leave out: quantize_dynamic turns ONNX's Attention into an operator that ONNX Runtime lacks, and the causal
+# mask is computed from the sizes of the queries and keys of the attention itself.
 OTHERS = ("Attention", "Attention of heads", "causal")
 TAKEN = {name: form for name, form in FORMS.items() if name not in OTHERS}
 
