@@ -444,8 +444,8 @@ def _joined(
     if key.heads != value.heads or query.heads % key.heads:
         heads = [operand.heads for operand in operands]
         raise RefusedError(
-            f"its queries, keys and values have {heads} heads, expected equal numbers of key and value heads that divide "
-            "the number of query heads"
+            f"its queries, keys and values have {heads} heads, expected equal numbers of key and value heads that "
+            "divide the number of query heads"
         )
     # The second MatMul guarantees equal numbers of keys and values.
     if not (same_number(query.batch, key.batch) and same_number(query.batch, value.batch)):
