@@ -413,13 +413,13 @@ def test_blocks_of_16() -> None:
     refused(by_group(64, 6, 16), "linear", "stored in 8 bits", blocks)
     refused(dequantized(64, 6, 16, False, "float32", np.int8, False), blocks)
     refused(nbits(64, 6, 16)[0], "linear: com.microsoft::MatMulNBits", blocks)
-    refused(four_bits(64, 6, 16, 8), "blocks of 16 inputs")
+    refused(four_bits(64, 6, 16, 8), "block of 16 inputs")
 
 
 def test_the_report_says_why_stored_weights_are_not_kept() -> None:
     report = ortolan.optimize_onnx(by_group(64, 6, 16).model(), options={"verify.seconds": 0.0})
     assert any(
-        "1 layer stores quantized weights that cannot be kept, such as 'linear'" in note and "blocks of 16" in note
+        "1 layer stores quantized weights that cannot be kept, such as 'linear'" in note and "block of 16" in note
         for note in report.notes
     )
     assert not any("which the default keeps" in line for line in str(report).splitlines())
@@ -593,7 +593,7 @@ def test_an_order_of_inputs() -> None:
     model.graph.node[0].input.extend(["", "order"])
     order = np.arange(64, dtype=np.int32)[::-1] // 32
     model.graph.initializer.append(numpy_helper.from_array(order.copy(), "order"))
-    refused(model, "in groups by g_idx 'order', not in order")
+    refused(model, "its g_idx 'order' assigns inputs to groups out of order")
 
 
 def test_what_is_no_stored_weight_stays_a_float_one() -> None:

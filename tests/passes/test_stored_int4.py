@@ -262,18 +262,18 @@ def test_scales_that_are_not_finite(bad, dtype):
     with np.errstate(over="ignore"):
         layer.scales[3, 1] = bad
     int4 = find(layer.model()).int4
-    with pytest.raises(ModelError, match=r"scales 'scales' of a 4-bit weight hold NaN, infinity or numbers that"):
+    with pytest.raises(ModelError, match=r"scales 'scales' of a 4-bit weight hold NaN, infinity or values that"):
         int4.check_scales()
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"axis": 1}, "blocks lie along the outputs"),
+        ({"axis": 1}, "blocks are along the outputs"),
         ({"axis": 5}, "axis of its DequantizeLinear is 5"),
         ({"block_size": 64}, "scales 'scales' have shape [4, 8], expected [2, 8]"),
         ({"block_size": -1}, "block_size is -1"),
-        ({"output_dtype": TensorProto.FLOAT16}, "makes another type than that of its scales"),
+        ({"output_dtype": TensorProto.FLOAT16}, "differs from the type of its scales"),
     ],
 )
 def test_malformed_dequantize_linear(change, text):

@@ -457,15 +457,30 @@ BROKEN = {
     "no cast": ("chain", "cast", retype("Identity"), "its sums go into Identity 'cast', expected a Cast"),
     "cast to half": ("chain", "cast", attribute("to", TensorProto.FLOAT16), "expected a Cast to float32"),
     "no mul": ("chain", "output_mul", retype("Relu"), "Relu 'output_mul' follows, expected a Mul by its scales"),
-    "other zero": ("chain", "linear", inputs(_2="x_zero"), "zero point of its input is not that of its Dynamic"),
-    "no zero": ("chain", "linear", inputs(_2=""), "zero point of its input is not that of its Dynamic"),
-    "no scale": ("chain", "scales_mul", inputs(_0="x_scale"), "its sums 'y' are used elsewhere, too"),
+    "other zero": ("chain", "linear", inputs(_2="x_zero"), "a_zero_point is not an output of its Dynamic"),
+    "no zero": ("chain", "linear", inputs(_2=""), "a_zero_point is not an output of its Dynamic"),
+    "no scale": ("chain", "scales_mul", inputs(_0="x_scale"), "its sums 'y' have other consumers"),
     "twice": ("chain", "scales_mul", inputs(_1="xs"), "are not a FLOAT constant with 1 or 24 elements"),
     "weight first": ("chain", "linear", inputs(_0="W"), "the constant is the first input"),
-    "to float, other scale": ("dynamic_to_float", "linear", inputs(_2="x_scale"), "a_scale is not that of its Dynamic"),
-    "to float, other zero": ("dynamic_to_float", "linear", inputs(_4="zeros"), "zero point of its input is not that"),
-    "other fixed zero": ("sparse_ml", "linear", inputs(_2="other"), "zero point of its input is not that of the Quant"),
-    "no fixed zero": ("sparse_ml", "linear", inputs(_2=""), "zero point of its input is not that of the Quant"),
+    "to float, other scale": (
+        "dynamic_to_float",
+        "linear",
+        inputs(_2="x_scale"),
+        "a_scale is not an output of its Dynamic",
+    ),
+    "to float, other zero": (
+        "dynamic_to_float",
+        "linear",
+        inputs(_4="zeros"),
+        "a_zero_point is not an output of its Dynamic",
+    ),
+    "other fixed zero": (
+        "sparse_ml",
+        "linear",
+        inputs(_2="other"),
+        "a_zero_point differs from the zero point of its Quant",
+    ),
+    "no fixed zero": ("sparse_ml", "linear", inputs(_2=""), "a_zero_point differs from the zero point of its Quant"),
     "transA": ("qgemm", "linear", attribute("transA", 1), "transA is 1, expected 0"),
     "three factors": (
         "chain",
@@ -506,7 +521,7 @@ def test_sums_that_are_used_elsewhere():
         model = Int8Layer(form).model()
         kind = TensorProto.INT32 if value == "sums" else TensorProto.FLOAT
         model.graph.output.append(helper.make_tensor_value_info(value, kind, ["batch", 24]))
-        check_refused(model, f"its sums {value!r} are used elsewhere")
+        check_refused(model, f"its sums {value!r} have other consumers")
 
 
 def test_empty_and_flat_weights():
@@ -523,11 +538,11 @@ def test_blocks_of_inputs():
     proto = model.model(opset=21, ir_version=10)
     attribute("block_size", 16)(node_of(proto, "weight"))
     attribute("axis", 0)(node_of(proto, "weight"))
-    assert "blocks of 16 inputs, expected one an output" in why_not(proto)
+    assert "per block of 16 inputs, expected one per output" in why_not(proto)
 
 
 def test_scales_for_each_input():
     layer = Int8Layer("qdq", q=sparse_integers(24, 24))
     model = layer.model()
     attribute("axis", 0)(node_of(model, "weight"))
-    assert "one an input, expected one" in why_not(model)
+    assert "per input, expected one per output" in why_not(model)
