@@ -17,7 +17,7 @@ def _lazy(module: str) -> Callable[[BenchOptions, Progress], BenchResult]:
     return run
 
 
-# Name of the benchmark -> run(options, progress).
+# Maps a benchmark's name to run(options, progress).
 BENCHMARKS: Mapping[str, Callable[[BenchOptions, Progress], BenchResult]] = {
     "sparse_amx_matmul": _lazy("sparse_amx_matmul"),
     "w4a8_matmul": _lazy("w4a8_matmul"),

@@ -1,32 +1,33 @@
-"""Estimated cycles of the AMX kernels per tile, from instruction counts and published throughputs, not measured.
+"""Estimates of the AMX kernels' cycles per tile, from instruction counts and published throughputs.
 
     python -m ortolan.benchmarks.amx_cycles [--clock 3.0] [--core-bandwidth 12] [--socket-bandwidth 280] [--cores 32]
 
 A tile is 16 rows of 64 bytes: 512 weights of bf16, 1024 of int8 or int4. Counts are cycles of one core per tile of
-weights, with data in the caches, following matmul/amx_loop.h: a block of 4 tiles of two panels is expanded, then
-multiplied by 32 rows of x at a time. bf16, int8 and int4 are weights of SparseAMXMatMul; w4a8 are weights of W4A8MatMul
-with f16 scales and its group size, without sparsity.
+weights, with data in the caches. As in matmul/amx_loop.h, a block of 4 tiles of two panels is expanded, then multiplied
+by 32 rows of x at a time. bf16, int8 and int4 are weights of SparseAMXMatMul; w4a8 are weights of W4A8MatMul with f16
+scales and its group size, without sparsity.
 
-    expand  16 rows, each: load the mask, load 64 bytes, kmov, vpexpand, store, popcnt, add, prefetch; int4 also and,
-            shift (every other row), sub, and a copy of the constant 8 into which it expands. Counted in the source,
-            with one register per value. The limit is port 5, which kmov and both uops of vpexpand need. w4a8: the same
-            without mask and vpexpand, and with one load for two rows.
-    load    the tile once per 32 rows of x, and the tiles of x (shared by two panels); bf16 and int8 also load and store
-            the sums once per block (a quarter counted per tile)
-    TDP     one product per tile of 16 rows of x, full or not; two of half the depth in groups of 32
+    expand  each of 16 rows: load the mask, load 64 bytes, kmov, vpexpand, store, popcnt, add, prefetch. int4 adds: and,
+            shift (every other row), sub, and a copy of the constant 8, into which vpexpand writes. w4a8 has no mask and
+            no vpexpand, and one load for two rows. Counts are from the source, with one register per value. Port 5 is
+            the limit: kmov and both uops of vpexpand need it.
+    load    load the tile once per 32 rows of x, and the tiles of x (shared by two panels); bf16 and int8 also load and
+            store the sums once per block of 4 tiles, so a quarter of that counts
+    TDP     one product per tile of up to 16 rows of x; with groups of 32, two products of half the depth
     scale   int4 and w4a8, at the end of each group: the sums leave the tile and are converted, scaled and added
-    DRAM    the stored bytes of the tile at the bandwidth of a core: alone, or with all cores of the socket reading
+    DRAM    read the tile's stored bytes, with the bandwidth of a core that reads alone, or while all cores read
 
 The load and TDP columns could overlap. Expansion and multiplication of a block are added, although a core starts to
-expand a block while it multiplies the previous one. A core is the limit if expand + max(load, TDP) + scale exceeds
-DRAM. Measurements: ops/matmul/README.md.
+expand a block while it multiplies the previous one. The core and not the memory is the limit if expand + max(load, TDP)
++ scale exceeds DRAM. Measurements: ops/matmul/README.md.
 
 Published figures, Sapphire Rapids (Golden Cove) core:
     TDPBF16PS, TDPBSSD one in 16 cycles, TILELOADD one in 8, TILESTORED one in 16: Intel 64 and IA-32 Architectures
     Optimization Reference Manual, chapter on AMX.
     vpexpandw/b zmm two uops on port 5, kmov k, r one on port 5, popcnt one on port 1, 512-bit loads two a cycle and
     stores one a cycle, 512-bit integer arithmetic on ports 0 and 5: uops.info, Alder Lake P. Six uops issue a cycle.
-    Bandwidth: 8 channels of DDR5-4800 give at most 307 GB/s a socket. What one core reads varies; both are options.
+    Bandwidth: 8 channels of DDR5-4800 give at most 307 GB/s a socket. The bandwidth of one core varies. Options
+    set both.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ TILE_STORE = 16.0
 
 TILE_ROWS = 16
 COLUMNS = 16
-BLOCK_TILES = 4  # tiles that are expanded: kExpandedRows in matmul/amx_loop.h
+BLOCK_TILES = 4  # expanded tiles: kExpandedRows in matmul/amx_loop.h
 PANELS = 2
 ISSUE_WIDTH = 6
 
@@ -76,8 +77,8 @@ class Kind:
     loop: ExpandLoop
     group_size: int | None = None
     all_stored: bool = False
-    # For each row of 16 sums of a group. int4: two loads, a conversion, an FMA and a store. w4a8 also multiplies by a
-    # scale of x, which takes a third load (two loads a cycle) and a third operation (two ports).
+    # Cycles for each row of 16 sums of a group. int4 has two loads, a conversion, an FMA and a store. w4a8 also
+    # multiplies by a scale of x: a third load (two loads a cycle) and a third operation (two ports).
     scale_row_cycles: float = 1.0
 
     @property
@@ -92,14 +93,14 @@ class Kind:
         return masks + self.weights * self.weight_bytes * (1 - sparsity) + scales
 
 
-# Other: mask load, prefetch, value load, popcnt, pointer, store. Masks are prefetched once a cache line.
+# `other` counts mask load, prefetch, value load, popcnt, pointer, store. Masks are prefetched once per cache line.
 KINDS = (
     Kind("bf16", 512, 2, ExpandLoop(port5=3, port0_or_5=0, other=6)),
     Kind("int8", 1024, 1, ExpandLoop(port5=3, port0_or_5=0, other=6)),
-    # and, half a shift, sub, copy of the constant 8
+    # `port0_or_5` counts and, half a shift, sub, copy of the constant 8.
     Kind("int4", 1024, 0.5, ExpandLoop(port5=3, port0_or_5=3.5, other=6), group_size=128),
     *(
-        # and, half a shift, sub; half a load, prefetch and pointer, a store
+        # `port0_or_5` counts and, half a shift, sub. `other` counts half a load, prefetch and pointer, a store.
         Kind(
             f"w4a8, {group}", 1024, 0.5, ExpandLoop(port5=0, port0_or_5=2.5, other=3), group, True, scale_row_cycles=1.5
         )
@@ -162,7 +163,7 @@ def table(clock_ghz: float, core_gb_s: float, socket_gb_s: float, cores: int) ->
                 cycles = tile_cycles(kind, m)
                 bounds = ["DRAM" if dram > cycles.core else "core" for dram in (alone, together)]
                 counts = (cycles.expand, cycles.load, cycles.tdp, cycles.scale, cycles.core, alone, together)
-                rows = "1-16" if m == 16 else str(m)  # the same tiles, full or not
+                rows = "1-16" if m == 16 else str(m)  # partly filled tiles take as long
                 zeros = "stored" if kind.all_stored else f"{sparsity:.0%}"
                 result.add_row(kind.name, zeros, rows, *(f"{n:.0f}" for n in counts), " / ".join(bounds))
         result.add_section()

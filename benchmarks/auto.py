@@ -1,4 +1,4 @@
-"""Recipe "auto" on whole models, against the original, ONNX Runtime's dynamic int8 and its MatMulNBits, in one run.
+"""Recipe "auto" on whole models, compared with the original and ONNX Runtime's dynamic int8 and MatMulNBits in one run.
 
 Encoders run 1 x 128 and 1 x 16 tokens, decoders one token after 128 in the cache. Errors are measured on texts that
 were not used for calibration: sentences for encoders, texts sampled from the original for decoders. `auto` chooses for
@@ -49,9 +49,9 @@ DECODERS = ("stories15m", "smollm2-135m-instruct")
 QUICK = (ENCODERS[0], DECODERS[0])
 ENCODER_SHAPES, DECODER_SHAPES = ((1, 128), (1, 16)), ((1, 1),)
 ORIGINAL, INT8, NBITS, AUTO = "original", "ORT dynamic int8", "ORT MatMulNBits", "auto"
-PERPLEXITY = 0.02  # of decoders: largest relative increase
+PERPLEXITY = 0.02  # budget of decoders: largest relative increase
 _PAST = 128
-_BLOCK, _ACCURACY = 32, 4  # of MatMulNBits: the fastest level
+_BLOCK, _ACCURACY = 32, 4  # of MatMulNBits: block size, and its fastest accuracy_level
 _SCORED = 4  # index of the scored sentence in every five; the other four calibrate
 _WINDOW = 128  # tokens of a text sampled from a decoder
 _SECONDS, _QUICK_SECONDS = 8.0, 2.0  # per shape
@@ -66,9 +66,9 @@ class Variant:
     name: str
     megabytes: float
     times: dict[str, Timing]  # by "batch x tokens"
-    speedups: dict[str, float]  # over the original, by the fastest runs
-    cosine: float  # of logits, or the worst output of an encoder
-    perplexity: float | None  # decoders: relative increase
+    speedups: dict[str, float]  # speedup over the original, by the fastest runs
+    cosine: float  # of a decoder's logits, or an encoder's worst output
+    perplexity: float | None  # relative increase; only decoders
 
     def to_dict(self) -> dict[str, Any]:
         """Return the variant as plain values."""
@@ -182,7 +182,7 @@ def open_model(name: str, quick: bool = False) -> Model:
 
 
 def measure(model: Model, folder: Path, threads: int, quick: bool, notes: list[str]) -> list[Variant]:
-    """Time all variants of a model in the same rounds. notes: receives auto's outcome, and variants that failed."""
+    """Time all variants of a model in the same rounds. notes: receives the search's result, and failed variants."""
     paths = {ORIGINAL: model.onnx}
     for name, write in _writers(model, threads, notes):
         path = folder / name.replace(" ", "-") / "model.onnx"
@@ -190,7 +190,7 @@ def measure(model: Model, folder: Path, threads: int, quick: bool, notes: list[s
         try:
             write(path)
             create_session(path, session_options(threads))
-        except Exception as error:  # peers and ONNX Runtime raise various exceptions
+        except Exception as error:  # ONNX Runtime and its quantizers raise various exceptions
             notes.append(f"{model.name}: {name} is left out: {one_line(error)}")
         else:
             paths[name] = path

@@ -1,4 +1,4 @@
-"""Access to kernels without their operators, for some measurements. Only builds with ORTOLAN_TESTING have them."""
+"""Access to single kernels without operators, for benchmarks. Only builds with ORTOLAN_TESTING have this."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..errors import OrtolanError
 
 
 def bare_kernels() -> ModuleType | None:
-    """Return ortolan._testing, or None if it is not built."""
+    """Return module ortolan._testing, or None in builds without it."""
     try:
         from .. import _testing
     except ImportError:

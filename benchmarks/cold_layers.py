@@ -1,4 +1,4 @@
-"""Copies of a layer with separate weights, larger together than any cache, for benchmarks with cold weights."""
+"""Copies of a linear layer with separate weights that together exceed all caches, for benchmarks with cold weights."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Run = Callable[[], object]
 Bind = Callable[[np.ndarray], Run]
 
 _ALIGNMENT = 64
-# ORT requires constants this small inside the model.
+# ORT requires that constants of up to this size are inside the model.
 _INLINE_BYTES = 128
 _FLOATS = (np.float32, np.float32)
 
 
 @dataclass(frozen=True)
 class TimedLayer:
-    """One way to compute a layer: `copies` layers, each with `stored_bytes` of weights.
+    """One way to compute a linear layer: `copies` layers, each with `stored_bytes` of weights.
 
     open(threads) prepares it for all inputs. It returns a function of x [m, k], which returns the call to time. The
     call runs all copies on x.
@@ -66,11 +66,11 @@ class Node:
 def cold_copies(arrays: Sequence[np.ndarray], copies: int, *, distinct: bool = False) -> list[list[np.ndarray]]:
     """Return `copies` times the arrays of a layer, each in separate memory, aligned as in a saved model.
 
-    distinct: Make the first two bytes of every array differ between copies, because ORT shares packed weights of equal
-    content. The last copy keeps its bytes.
+    distinct: Make the first two bytes of every array differ between copies, because ORT shares packed weights that are
+        equal. The last copy keeps its bytes.
     """
     offsets = np.cumsum([0] + [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays])
-    # NumPy would ask for huge pages, which neither ORT's own copies nor a mapped model have.
+    # NumPy would request huge pages, which neither ORT's own copies nor a mapped model have.
     buffer = np.frombuffer(mmap.mmap(-1, max(int(offsets[-1]), _ALIGNMENT) * copies), np.uint8)
     result = []
     for i, memory in enumerate(buffer.reshape(copies, -1)):
@@ -117,7 +117,7 @@ def bind_layers(
 ) -> tuple[ort.IOBinding, np.ndarray]:
     """Bind x as the input of layers_session, and y [m, n] as the output of all layers.
 
-    All layers share one output, as a model reuses the memory of its activations, with the same alignment.
+    All layers share one output with the same alignment as in a model, which also reuses the memory of its activations.
     """
     # y is allocated and written beforehand: a fresh output costs page faults, and unwritten pages are not resident.
     ((y,),) = cold_copies([np.ones((len(x), n), y_type)], 1)
@@ -130,7 +130,7 @@ def bind_layers(
 
 
 def to_bytes(x: np.ndarray) -> np.ndarray:
-    """Return uint8 codes, 128 for 0, in steps of 1 / 40: enough for normally distributed values."""
+    """Quantize to uint8 with zero point 128 and scale 1 / 40, which suits normally distributed values."""
     q: np.ndarray = np.clip(np.rint(x * 40) + 128, 0, 255).astype(np.uint8)
     return q
 
@@ -138,7 +138,7 @@ def to_bytes(x: np.ndarray) -> np.ndarray:
 def layers_session(
     nodes: Sequence[Node], k: int, n: int, threads: int, types: tuple[type, type] = _FLOATS
 ) -> tuple[ort.InferenceSession, list[Any]]:
-    """Return a session x -> y0, y1, …, one per node, and the objects to keep alive: it reads the constants in place."""
+    """Return a session x -> y0, y1, …, one per node, and objects to keep alive: it reads their data in place."""
     graph_nodes, initializers = [], []
     names: list[str] = []
     values: list[ort.OrtValue] = []

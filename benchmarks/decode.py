@@ -40,15 +40,15 @@ from .result import versions_line
 from .variants import file_megabytes, read_recipes, session_options
 
 PEERS = {"MatMulNBits g32": (32, 4), "MatMulNBits g128": (128, 4)}  # block size, accuracy level
-# Recipes keep the head in 8 bits; the peers' heads are in 4 bits too.
+# Recipes keep the head in 8 bits; the peers store it in 4 bits like other layers.
 WINDOW = 512  # tokens
-SAMPLED = 2048  # tokens of a text, if none is given
+SAMPLED = 2048  # tokens of a sampled text, used without --text
 RECIPES = ("int4", "int4:group_size=128")
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds: prompt [rounds], decode [rounds, steps]. A step has the same context length in each round."""
+    """Measured seconds: prompt [rounds], decode [rounds, steps]. A step has the same context length in each round."""
 
     prompt_tokens: int
     prompt: np.ndarray
@@ -56,12 +56,12 @@ class Speed:
 
     @property
     def prompt_rates(self) -> tuple[float, float]:
-        """Tokens a second, by the fastest round and by the median one."""
+        """Tokens per second of the prompt, by the fastest and by the median round."""
         return self.prompt_tokens / float(self.prompt.min()), self.prompt_tokens / float(np.median(self.prompt))
 
     @property
     def decode_rates(self) -> tuple[float, float]:
-        """Tokens a second over all steps, by each step's fastest and median round.
+        """Tokens per second over all steps, by each step's fastest and median round.
 
         An interruption then affects only one step.
         """
@@ -93,7 +93,7 @@ def measure(
 
 @dataclass(frozen=True)
 class ProfileRow:
-    """Time of a decode step in nodes of one operator, in modules of one name ("gate_proj")."""
+    """Time of a decode step in the nodes of one operator in modules of one name, such as "gate_proj"."""
 
     op_type: str
     module: str
@@ -253,7 +253,7 @@ def main() -> None:
         action="append",
         default=[],
         metavar="NAME=PATH",
-        help="an ONNX file or a model's folder, timed too",
+        help="also time this ONNX file or model folder",
     )
     parser.add_argument(
         "--text", type=Path, help="UTF-8 text to measure perplexity with (default: sampled from the model)"

@@ -1,4 +1,4 @@
-"""Dense linear layers with random weights in ORT and PyTorch, as peers.
+"""Dense linear layers with random weights in ORT and PyTorch, for comparison.
 
     ort_matmul_fp32              ORT MatMul on float32 weights
     ort_matmul_nbits_<bits>      ORT MatMulNBits, accuracy_level 4: x is quantized to int8 by blocks; for given weights:
@@ -7,7 +7,7 @@
     ort_matmul_integer           ORT MatMulInteger: uint8 x, int8 weights, int32 y, without scaling
     torch_bf16                   torch.nn.functional.linear on bf16 x and weights; rounding x to bf16 is not timed
 
-Their cost does not depend on the weights' values, so zeros make no difference.
+Their times do not depend on the weights' values, so zeros do not matter.
 """
 
 from __future__ import annotations

@@ -131,9 +131,9 @@ def make_variants(
     console: Console,
     distilled: Path | None = None,
 ) -> dict[str, Path]:
-    """Return name -> ONNX file, made in `folder`; a recipe whose result fails its verification is left out.
+    """Return name -> ONNX file, made in `folder`; a recipe whose result fails verification is left out.
 
-    Recipes start from the file `distilled` if it is given: the same model with other weights.
+    Recipes start from the file `distilled` (the same model with other weights) if it is given.
     """
     variants = {FP32: encoder.onnx, INT8: folder / "ort_int8.onnx"}
     with silent_root_logger():
@@ -190,18 +190,18 @@ def read_arguments() -> tuple[argparse.Namespace, dict[str, Recipe], Sequence[st
         "--recipe", nargs="*", default=RECIPES, metavar="[NAME][:KEY=VALUE,…]", help=f"default: {' '.join(RECIPES)}"
     )
     parser.add_argument(
-        "--sparsity", type=float, nargs="+", default=[], help="for recipes that prune (default: the recipe's)"
+        "--sparsity", type=float, nargs="+", default=[], help="for recipes that prune (default: the recipe's sparsity)"
     )
     shapes = " ".join(f"{batch}x{tokens}" for batch, tokens in SHAPES)
     parser.add_argument("--shape", type=read_shape, nargs="+", default=SHAPES, help=f"BATCHxTOKENS; default: {shapes}")
     parser.add_argument("--sts", type=Path, help="sts-dev.csv: tab-separated, columns 5 to 7 score and two sentences")
-    parser.add_argument("--texts", type=Path, help="sentences to calibrate on, one a line; default: 20 of our own")
+    parser.add_argument("--texts", type=Path, help="calibration sentences, one a line; default: 20 built-in sentences")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3.0, help="per shape")
     parser.add_argument(
         "--distilled", type=Path, help="the result of `ortolan distill` for the model: recipes start from it"
     )
-    parser.add_argument("--peer", choices=["openvino"], help="also time this, if installed")
+    parser.add_argument("--peer", choices=["openvino"], help="also time this runtime, if it is installed")
     arguments = parser.parse_args()
     for option in ("sts", "texts", "distilled"):
         path = getattr(arguments, option)

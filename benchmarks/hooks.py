@@ -1,4 +1,4 @@
-"""Real models through the tools that Ortolan hooks into: agreement of the text, and speed.
+"""Real models in the tools that Ortolan supports: equality of the answers, and speed.
 
 python -m ortolan.benchmarks.hooks optimum-decoder | optimum-encoder | genai [--folder DIR] [--tokens 64] [--threads 2]
 
@@ -44,7 +44,7 @@ _GENAI_LAYOUT = ("-e", "cpu", "--extra_options")
 
 @dataclass(frozen=True)
 class Figures:
-    """Results of a model folder. same: fraction of equal tokens or smallest cosine, against the first folder."""
+    """Results of a model folder. same: fraction of equal tokens, or smallest cosine, compared with the first folder."""
 
     name: str
     megabytes: float
@@ -53,7 +53,7 @@ class Figures:
 
 
 def run_optimum_decoder(work: Path, tokens: int, threads: int) -> list[Figures]:
-    """Compare exact settings by `optimize` and 4 bits by `export` with the original."""
+    """Compare the original with an exact model by `optimize` and a 4-bit model by `export`."""
     checkpoint = _checkpoint("smollm2-135m-instruct", work)
     task = ("--task", "text-generation-with-past")
     original = _made(work / "onnx", lambda to: _optimum("export", "onnx", "-m", checkpoint, *task, to))
@@ -69,7 +69,7 @@ def run_optimum_decoder(work: Path, tokens: int, threads: int) -> list[Figures]:
 
 
 def run_genai(work: Path, tokens: int, threads: int) -> list[Figures]:
-    """Compare two originals, in float32 and in 4 bits, with their optimized models."""
+    """Compare a float32 and a 4-bit original with their optimized models."""
     checkpoint = _checkpoint("smollm2-135m-instruct", work)
     found = []
     for name, precision, recipe in (("float32", "fp32", EXACT), ("int4", "int4", ())):
@@ -83,7 +83,10 @@ def run_genai(work: Path, tokens: int, threads: int) -> list[Figures]:
 
 
 def run_optimum_encoder(work: Path, tokens: int, threads: int) -> list[Figures]:
-    """Compare sentences a second in bf16 by `optimize` and in int8 by `export`. tokens: unused."""
+    """Compare the original with a bf16 model by `optimize` and an int8 model by `export`, in sentences per second.
+
+    tokens: unused.
+    """
     checkpoint = _checkpoint("all-minilm-l6-v2", work)
     task = ("--task", "feature-extraction")
     original = _made(work / "onnx", lambda to: _optimum("export", "onnx", "-m", checkpoint, *task, to))
@@ -114,10 +117,10 @@ def _checkpoint(name: str, work: Path) -> Path:
 
 
 def _made(folder: Path, make: Callable[[Path], object]) -> Path:
-    """Return the folder; make it if it is missing. A temporary name is used meanwhile, so any folder is complete."""
+    """Return the folder; make it if it is missing. It has a temporary name until it is complete."""
     if not folder.exists():
         unfinished = folder.with_name(f"{folder.name}.part")
-        shutil.rmtree(unfinished, ignore_errors=True)  # of an interrupted run
+        shutil.rmtree(unfinished, ignore_errors=True)  # left by an interrupted run
         make(unfinished)
         unfinished.rename(folder)
     return folder

@@ -1,17 +1,17 @@
-"""Estimates by llvm-mca for the kernels' inner loops, for CPUs that are not available.
+"""Estimates by llvm-mca of the kernels' inner loops, for CPUs that are not available here.
 
     python -m ortolan.benchmarks.inner_loops BUILD [--cpu znver3 alderlake] [--llvm-mca llvm-mca-22]
     python -m ortolan.benchmarks.inner_loops --file LIBRARY [--function SYMBOL] --cpu neoverse-v1
 
 BUILD is a build folder, for x86 (such as build/native) or for Arm (build/aarch64/native, which .ci/aarch64 makes with
-gcc; build/wheels/aarch64, which `make wheels` makes with clang). From each kernel's object file, this command extracts
-the longest loop that contains its products and no inner jump (objdump, for Arm aarch64-linux-gnu-objdump), and gives it
-to llvm-mca. Both must be installed (binutils, llvm). llvm-mca models ports and latencies, but not caches. Each loop is
-shown with three bounds: for its products alone, for its loads alone, and for all instructions without waiting.
-Versions before 16 know the names of Arm's CPUs, but have no models for most of them.
+gcc; build/wheels/aarch64, which `make wheels` makes with clang). From each kernel's object file, objdump (for Arm:
+aarch64-linux-gnu-objdump) extracts the longest loop that contains the kernel's multiply instructions and no inner jump,
+for llvm-mca. Both must be installed (binutils, llvm). llvm-mca models ports and latencies, but not caches. Each loop is
+shown with three bounds: for its multiply instructions alone, for its loads alone, and for all instructions without
+waiting for results. Versions before 16 know the names of Arm's CPUs, but have no models for most of them.
 
-LIBRARY is any other file of Arm code, such as another runtime's. Among its loops with many products, or those of one
-function, the best loop for each kind of product is shown.
+LIBRARY is any other file of Arm code, such as another runtime's. The best loop for each kind of multiply instruction is
+shown, among loops with many of these, in all functions or one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CPUS = {
     "i8mm": ("neoverse-n2", "neoverse-v1", "neoverse-v2"),
 }
 X86_CPUS = ("znver3", "alderlake")
-# Multiply-adds per instruction; for tbl, looked-up bytes.
+# Maps a multiply instruction to its multiply-adds; for tbl, to the bytes it looks up.
 ARM_PRODUCTS = {"smmla": 32, "usmmla": 32, "ummla": 32, "sdot": 16, "usdot": 16, "udot": 16, "bfmmla": 16, "bfdot": 8}
 
 
@@ -44,9 +44,9 @@ class Loop:
     target: str
     name: str
     source: str
-    function: str | tuple[str, ...]  # a pattern of its symbol, or patterns to try in turn
+    function: str | tuple[str, ...]  # pattern of its symbol, or patterns to try in order
     product: str
-    multiply_adds: int  # per instruction; vpmaddwd after vpmaddubsw is not counted
+    multiply_adds: int  # per multiply instruction; vpmaddwd after vpmaddubsw is not counted
 
     @property
     def object_file(self) -> str:
@@ -66,7 +66,8 @@ class Loop:
 
 BF16, INT8, INT4 = "matmul/bf16_kernels", "matmul/int8_kernels", "matmul/group_int4_kernels"
 BLOCKS = "matmul/block_sparse_kernels"
-# int4 in groups of 128, one row. If clang inlines the kernel, it is the longest loop of the target's function.
+# Loops of int4 in groups of 128, one row. If clang inlines the kernel, its loop is the longest of the target's
+# function.
 ONE_ROW = ("OneRow.*Int4GroupRows.*ELi4EE3Row", "TargetFunctions.*Int4GroupRows.*8Multiply")
 LOOPS = (
     Loop("avx2", "bf16", BF16, "ExpandedRowsILb0ELi6", "vfmadd", 8),
@@ -95,7 +96,7 @@ _COMMENT = re.compile(r"\s*(?://|#\s| <).*")
 
 
 def is_product(instruction: str, product: str) -> bool:
-    """Return whether this is the product instruction, in either encoding."""
+    """Return whether this is the multiply instruction `product`, in either encoding (VEX or EVEX)."""
     return instruction.removeprefix("{vex} ").removeprefix("{evex} ").startswith(product)
 
 
@@ -139,13 +140,13 @@ def innermost(instructions: list[tuple[int, str]]) -> Iterator[list[str]]:
 
 
 def inner_loop(instructions: list[tuple[int, str]], product: str) -> list[str]:
-    """Return the longest loop with such products, or an empty list."""
+    """Return the longest loop with this multiply instruction, or an empty list."""
     bodies = [body for body in innermost(instructions) if any(is_product(text, product) for text in body)]
     return max(bodies, key=len, default=[])
 
 
 def find(of_file: Sequence[tuple[str, list[tuple[int, str]]]], loop: Loop) -> list[str]:
-    """Return the loop in the first matching function that has one, or an empty list."""
+    """Return the loop of the first matching function that has a loop, or an empty list."""
     patterns = (loop.function,) if isinstance(loop.function, str) else loop.function
     for pattern in patterns:
         for name, instructions in of_file:
@@ -161,7 +162,7 @@ class Estimate:
     """Cycles per iteration."""
 
     total: float
-    bound: float  # by ports and dispatch, without waiting
+    bound: float  # cycles by ports and dispatch, without waiting for results
 
 
 class Mca:
@@ -217,7 +218,7 @@ def rows(mca: Mca, name: str, body: list[str], product: str, each: int, cpus: Se
 
 
 def of_build(build: Path, mca_program: str, cpus: Sequence[str] | None) -> Iterator[str]:
-    """Yield a table of our loops for each target."""
+    """Yield a table of Ortolan's loops for each target."""
     loops = [loop for loop in LOOPS if (build / loop.object_file).exists()]
     if not loops:
         raise SystemExit(f"{build} has no object files of kernels: give the folder of a CMake build")
@@ -235,7 +236,7 @@ def of_build(build: Path, mca_program: str, cpus: Sequence[str] | None) -> Itera
 
 
 def of_file(path: Path, function: str | None, mca_program: str, cpus: Sequence[str] | None) -> Iterator[str]:
-    """Yield the best loop on the first CPU for each kind of product in Arm code, among loops with at least 8."""
+    """Yield the best loop of Arm code on the first CPU for each multiply instruction, if it has at least 8 of them."""
     mca = Mca(mca_program, arm=True)
     cpus = cpus or CPUS["i8mm"]
     best: dict[str, tuple[float, int, list[str]]] = {}
@@ -243,7 +244,7 @@ def of_file(path: Path, function: str | None, mca_program: str, cpus: Sequence[s
         for body in innermost(instructions):
             for product, each in ARM_PRODUCTS.items():
                 count = sum(text.startswith(f"{product}\t") for text in body)
-                # Mixed loops are skipped: a product of another kind would count as one of this kind.
+                # Loops with several kinds of multiply instructions are skipped, because only one kind would be counted.
                 if count < 8 or any(
                     text.startswith(f"{other}\t") for other in ARM_PRODUCTS if other != product for text in body
                 ):

@@ -1,4 +1,4 @@
-"""The peer of compressed caches: a decoder whose GroupQueryAttention keeps keys and values in int8."""
+"""ONNX Runtime's int8 cache, for comparison with compressed caches: keys and values of GroupQueryAttention in int8."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def write_int8_cache(path: str | os.PathLike[str], ids: Sequence[int]) -> None:
     """Change a model file to int8 caches, with a scale per channel: the largest value of the tokens `ids`.
 
     The model has GroupQueryAttention with float32 caches, as build_llama makes it with "gqa". Weights in an external
-    file stay there.
+    file stay in that file.
 
     Raises:
         OrtolanError: The model has no such attention.

@@ -1,12 +1,12 @@
-"""Times of the same work with the kernels of all targets.
+"""Times of the same work with the kernels of each target.
 
     python -m ortolan.benchmarks.kernel_rows [--rounds 50] [--copies 24] [--only "bf16 dense"]
 
 One thread, microseconds, the best of the rounds, in which all kernels alternate. The work is attention of one head with
 its data in the cache, and products of few rows of x with bf16 weights of 4096 x 4096 in each storage, including packing
 of x. The products use copies of the weights in turn, so that weights are not in the cache. Only builds with
-ORTOLAN_TESTING expose kernels by name. Each call copies its arrays and checks packed weights, so do not compare
-storages, and shorter work is not timed here.
+ORTOLAN_TESTING expose kernels by name. Each call copies its arrays and checks packed weights, so times of different
+storages are not comparable, and shorter work is not timed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .peak import best_seconds
 
 ZEROS = {"50 % zeros": 0.5, "80 % zeros": 0.8}
 STORAGES = ("dense", *ZEROS, "2:4")
-BF16_KERNELS = ("amx", "avx512bf16", "avx512", "avx2")  # scalar would take most of the time
+BF16_KERNELS = ("amx", "avx512bf16", "avx512", "avx2")  # without scalar, which would take most of the time
 
 Run = Callable[[], object]
 
@@ -39,7 +39,7 @@ def here(infos: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def attention(queries: int, head_dim: int) -> dict[str, Run]:
-    """Return attention of one head with as long queries as keys, by kernel."""
+    """Return runs of attention of one head with `queries` queries and keys, by kernel."""
     testing = required_kernels()
     q, k, v = np.random.default_rng(0).standard_normal((3, queries, head_dim), dtype=np.float32)
     run = partial(testing.nomad_attention, q[None], k, v, head_dim**-0.5)
@@ -60,7 +60,7 @@ def packed_weight(storage: str, size: int) -> tuple[Any, ...]:
 
 
 def bf16(rows: int, storage: str, size: int, copies: int) -> dict[str, Run]:
-    """Return a product with weights [size, size], by kernel. The copies have the same content."""
+    """Return runs of a product with weights [size, size], by kernel. The copies have the same content."""
     testing = required_kernels()
     x = np.random.default_rng(1).standard_normal((rows, size), dtype=np.float32)
     packed = packed_weight(storage, size)
@@ -74,7 +74,7 @@ def bf16(rows: int, storage: str, size: int, copies: int) -> dict[str, Run]:
 
 
 def works(copies: int, size: int = 4096) -> Iterator[tuple[str, Callable[[], dict[str, Run]]]]:
-    """Yield the name of each work, and a function that returns it by kernel."""
+    """Yield the name of each work, and a function that returns its runs by kernel."""
     for queries, head_dim in ((16, 32), (128, 32), (512, 64)):
         yield f"attention {queries} x {head_dim}", partial(attention, queries, head_dim)
     for storage in STORAGES:

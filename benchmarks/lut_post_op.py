@@ -1,7 +1,7 @@
-"""LutPostOp in ORT sessions, against ONNX Runtime's quantized operators and the chains that pass fuse_lut replaces.
+"""LutPostOp compared with ONNX Runtime's quantized operators and the chains that pass fuse_lut replaces.
 
-A measurement times one chain: Ortolan's table for it and ONNX Runtime's own operators, in the same rounds, on existing
-tensors. The tables come from the chains (graph_passes/find/lut.py), so both sides return the same answer.
+A measurement times one chain as ONNX Runtime's own operators and as one LutPostOp, in the same rounds, on existing
+tensors. The table is computed from the chain (graph_passes/find/lut.py), so both return the same answer.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""MaskedMatMul in ORT sessions on matrices that are sparse at run time, against dense and CSR products.
+"""MaskedMatMul on matrices that are sparse at run time, compared with dense and CSR products.
 
-Kinds of cases; Ortolan's time includes finding the pattern of zeros:
+Kinds of cases (Ortolan's time includes finding the zeros):
 
-    square    n x n x n, both sides sparse (Masked Matrix Multiplication, Table 2): A by elements, B by blocks of 16
+    square    n x n x n, A and B sparse (Masked Matrix Multiplication, Table 2): A by elements, B by blocks of 16
     numbers   the same with B also sparse by elements, where few blocks are empty
     deja_vu   OPT-1.3B's MLP: 2048 x 8192 by 8192 x 2048, 88 % of the neurons off for all rows (Table 4)
-    decode    one row by 4096 x 14336, part of the row zero; weights float32, bf16 and int8
-    constant  a few rows by weights that ORT packs ahead of time, 0 or 80 % of the rows' elements zero
+    decode    one row, partly zero, by weights of 4096 x 14336 in float32, bf16 and int8
+    constant  a few rows, with 0 or 80 % zeros, by weights that ORT packs ahead of time
     heat_map  2048^3 for all sparsities of A and B (Figure 13), drawn to heat_map.png; only on request
 
 and peers:
@@ -138,7 +138,7 @@ def _cases(options: BenchOptions, kinds: Sequence[str]) -> Iterator[tuple[str, C
                 yield text, _square("heat_map", (size, size, size), of_a, of_b, min(seconds, 0.2))
 
 
-# ---- both sides at run time -----------------------------------------------------------------------------------------
+# ---- A and B at run time --------------------------------------------------------------------------------------------
 
 
 def _square(
@@ -208,7 +208,7 @@ def csr_call(a: np.ndarray, b: np.ndarray) -> dict[str, Call]:
 
 
 def product_model(op_type: str) -> onnx.ModelProto:
-    """Return a model of y = a b by ORT's MatMul or ours, for matrices that are inputs."""
+    """Return a model of y = a b by `op_type`, whose inputs are both matrices."""
     attributes: dict[str, Any] = {"domain": "ai.ortolan", "format_version": 1} if op_type == OP else {}
     graph = helper.make_graph(
         [helper.make_node(op_type, ["a", "b"], ["y"], "product", **attributes)],
@@ -288,7 +288,7 @@ def _constant(
 
 
 def masked_candidate(rng: np.random.Generator, weights: str, k: int, n: int) -> TimedLayer:
-    """Return our operator with weights float, bf16 or int8."""
+    """Return MaskedMatMul with weights float, bf16 or int8."""
     constants: list[np.ndarray | None]
     if weights == "int8":
         constants = [rng.integers(-127, 128, (k, n), dtype=np.int8), rng.random((1, n), dtype=np.float32)]
@@ -306,7 +306,7 @@ def matmul_candidate(rng: np.random.Generator, k: int, n: int) -> TimedLayer:
 def decode_candidates(
     rng: np.random.Generator, weights: str, k: int, n: int
 ) -> tuple[TimedLayer, str, TimedLayer | None]:
-    """Return our operator, the peer's name, and the peer (None: our operator without zeros)."""
+    """Return MaskedMatMul, the peer's name, and the peer (None: MaskedMatMul on rows without zeros)."""
     ours = masked_candidate(rng, weights, k, n)
     if weights == "int8":
         return ours, "ortolan_dense_int8", None

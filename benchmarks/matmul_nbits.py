@@ -1,4 +1,4 @@
-"""The peer of 4-bit and 8-bit layers: ONNX Runtime's own operator, MatMulNBits."""
+"""ONNX Runtime's MatMulNBits, for comparison with 4-bit and 8-bit layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_matmul_nbits(
     """Round every MatMul with constant weights to 4 or 8 bits (to nearest) with ONNX Runtime's quantizer.
 
     Weights of the new model are written to `<out_path>.data`. accuracy_level: 0 computes in fp32, 4 with activations
-    rounded to int8. symmetric: No zero points.
+    rounded to int8. symmetric: Use no zero points.
     """
     import onnx
     from onnxruntime.quantization import matmul_nbits_quantizer

@@ -1,4 +1,4 @@
-"""Peak memory while a large model is optimized: a Llama with random weights, by recipe.
+"""Peak memory of optimizing a large model, a Llama with random weights, for each recipe.
 
 python -m ortolan.benchmarks.memory [--gigabytes 2] [--recipe int8 int4:method=gptq …] [--folder FOLDER]
 
@@ -57,7 +57,7 @@ def optimize(model: Path, output: Path, recipe: str) -> None:
 
 
 def memory_of(pid: int) -> tuple[float, float]:
-    """Return the memory of a process in MB: anonymous, and with mapped files.
+    """Return the memory of a process in MB, without and with mapped files.
 
     Raises:
         OSError: The process has ended.

@@ -1,25 +1,26 @@
-"""Attention of one token over long caches: kernels and operator against ONNX Runtime.
+"""Attention of one token over long caches: NoMADAttention and its kernels compared with ONNX Runtime.
 
 One layer has 32 query and 8 key heads of size 128. Kernels of ops/attention/decode.h are called without ONNX Runtime.
 
 A measurement is one context length, with all candidates in the same rounds and cold caches. Parts:
 
-    step      scores, softmax and values, with keys as codes and int8 values; on one thread
-    scores    the products of the queries with the keys alone; on one thread
+    step      the kernel for scores, softmax and values, with keys as codes and values in int8; on one thread
+    scores    the kernel for the products of queries and keys; on one thread
     node      NoMADAttention in an ORT session, with past and present in one buffer: it appends the 17th token of a
-                block, and attends; on the given number of threads
-    prompt    the same with float caches that hold only the new token. `context` tokens are a pruned prompt in the
-                model (`keys` and `values`: the fractions of zeros); on one thread
+                block and attends to all tokens; on the given number of threads
+    prompt    NoMADAttention in a session, with float caches that hold only the new token, and `context` tokens as a
+                pruned prompt in the model (`keys` and `values`: the fractions of zeros); on one thread
 
 Peers:
 
-    ort_f32, ort_int8, ort_int4    step, node, prompt (ort_f32): ORT GroupQueryAttention with such caches, past and
-                                  present in one buffer; it also appends the token
-    ortolan_float, ortolan_codes   prompt: NoMADAttention with caches of equal length, float32; codes and int8
-    ortolan_step                   node: the kernel alone, with an equal number of tokens, on one thread
+    ort_f32, ort_int8, ort_int4    step, node, prompt (only ort_f32): ORT GroupQueryAttention with caches of this type,
+                                  past and present in one buffer; it also appends the token
+    ortolan_float, ortolan_codes   prompt: NoMADAttention with `context` tokens in caches of float32, or codes and int8
+    ortolan_step                   node: the kernel alone with the same number of tokens, on one thread
     ort_matmul_f32                 scores: ORT FusedMatMul of the queries that share a key head with its float32 keys
     ortolan_f32                    scores: Ortolan's kernel with float32 keys; step: also with float32 values
-    stream_read                    reading the caches' bytes at the memory rate of the run; ratio 0.8: 80 % of it
+    stream_read                    reading the caches' bytes at the measured memory bandwidth; a ratio of 0.8 means that
+                                  Ortolan reaches 80 % of it
 
 65,536 tokens need 4 GB of memory.
 """
@@ -57,7 +58,7 @@ CONTEXTS = (512, 2048, 16384, 65536)
 QUICK_CONTEXTS = (2048,)
 D_SUB = (1, 2)
 PRUNED = ((0.0, 0.0), (0.3, 0.5), (0.5, 0.5))  # keys and values of prompts
-ROOM_LEFT = 15  # free tokens of the buffers of `node`: blocks have 32 tokens, so the last block is half full
+ROOM_LEFT = 15  # unused tokens of buffers in `node`: blocks have 32 tokens, so the last block is half full
 SECONDS, QUICK_SECONDS = 4.0, 0.5
 ROUNDS = 5
 _ORT_KINDS = {"ort_f32": np.float32, "ort_int8": np.int8, "ort_int4": np.uint8}
@@ -82,8 +83,8 @@ def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
     required_kernels()
     result = BenchResult(
         notes=[
-            "step, scores: the kernel alone, on one thread. node: the operator in a session.",
-            "Caches cold. stream_read: their bytes at the memory rate.",
+            "step, scores: the kernel alone, on one thread. node: NoMADAttention in a session.",
+            "Caches are cold. stream_read: time to read their bytes from memory.",
             describe_cold_copies(),
         ]
     )
@@ -203,7 +204,7 @@ def node_candidates(context: int, threads: int) -> dict[str, Measured]:
 
 
 def candidates(context: int) -> dict[str, Measured]:
-    """Return the kernel's and ONNX Runtime's calls of one context, by part and name."""
+    """Return calls of kernels and of ONNX Runtime for one context, by part and name."""
     rng = np.random.default_rng(context)
     result = {}
     for d_sub in D_SUB:
@@ -232,7 +233,7 @@ def compressed_caches(
     kv_heads: int = KV_HEADS,
     head_dim: int = HEAD_DIM,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return codebooks, keys and values of a layer with room for `context` tokens; only `tokens` values are written."""
+    """Return codebooks, keys and values of a layer with room for `context` tokens; only `tokens` tokens are written."""
     codebooks = rng.standard_normal((kv_heads, head_dim // d_sub, 16, d_sub), dtype=np.float32)
     keys = rng.integers(0, 256, (kv_heads, context, head_dim // d_sub // 2), dtype=np.uint8)
     values = np.zeros((kv_heads, context, head_dim + 2), np.uint8)
@@ -247,7 +248,7 @@ def _inputs(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def _floats(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Return normally distributed values that repeat, which are faster to make and sufficient for timing."""
+    """Return normally distributed values that repeat, which are fast to make and suffice for timing."""
     return np.resize(rng.standard_normal(1 << 20, dtype=np.float32), shape)
 
 
@@ -256,7 +257,7 @@ def _copies(arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
 
 
 def _count(bytes_each: int) -> int:
-    """Return the number of copies of a cache so that none stays in the L3, within the memory of one candidate."""
+    """Return the number of copies that keeps a cache out of the L3, within the memory of one candidate."""
     return max(2, min(-(-4 * last_level_cache_bytes() // bytes_each), cold_bytes_each() // bytes_each))
 
 
@@ -315,8 +316,8 @@ def group_query_attention(
 ) -> Iterator[Call]:
     """Yield one call of ORT GroupQueryAttention per pair of caches [1, kv_heads, context, row].
 
-    It writes key and value into row `tokens` - 1 of the caches (default: the last row), and its answer into y. int8 and
-    int4 (uint8) caches have scales of 0.01.
+    It writes key and value into row `tokens` - 1 of the caches (default: the last row), and its answer into y. Caches
+    in int8, or int4 (stored as uint8), have scales of 0.01.
     """
     tokens = tokens or caches[0][0].shape[2]
     dtype = caches[0][0].dtype
@@ -348,8 +349,8 @@ def cached_attention(
 ) -> Iterator[Call]:
     """Yield one call of NoMADAttention per pair of caches [1, kv_heads, context, row].
 
-    The caches are codes and int8 values, or floats with codebooks [0]. It appends key and value as token number
-    `tokens`, and writes its answer into y.
+    The caches are codes and int8 values, or floats (with codebooks of shape [0]). It appends key and value as token
+    number `tokens`, and writes its answer into y.
     """
     constants = {"nothing": np.zeros(1, np.float32), "codebooks": codebooks}
     node = helper.make_node(
@@ -369,7 +370,7 @@ def cached_attention(
 def behind_prompt(
     inputs: Mapping[str, np.ndarray], prompt: PromptCache, y: np.ndarray | None = None, threads: int = 1
 ) -> Call:
-    """Return a call of NoMADAttention with the prompt in its session, and a float cache for the only new token."""
+    """Return a call of NoMADAttention with the prompt in its session, and a float cache for one new token."""
     packed = {
         name: tensor.array.view(ml_dtypes.bfloat16) if tensor.array.dtype == np.uint16 else tensor.array
         for name, tensor in prompt.pack().items()

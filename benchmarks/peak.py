@@ -1,9 +1,9 @@
-"""The rate of matrix products with many rows, relative to the CPU's peak.
+"""The rate of kernels for matrix products with many rows, compared with the CPU's peak.
 
     python -m ortolan.benchmarks.peak [--m 128] [--k 768] [--n 3072] [--rounds 20]
 
-One thread; all targets of the build that this CPU supports; 10^9 multiply-adds a second. The peak has all operands in
-registers (ortolan._testing.peak). It is compared with the kernels for dense bf16, int8 and W4A8 weights, including
+On one thread, for all targets of the build that this CPU supports, in 10^9 multiply-adds per second. The peak has all
+operands in registers (ortolan._testing.peak). The kernels are those for dense bf16, int8 and W4A8 weights, including
 quantization of x. Rounds alternate; the best round counts. Only builds with ORTOLAN_TESTING expose kernels by name.
 """
 
@@ -62,7 +62,7 @@ def best_seconds(runs: dict[str, Run], rounds: int) -> dict[str, float]:
 
 
 def measure(m: int, k: int, n: int, rounds: int, target: str) -> list[tuple[str, float, float]]:
-    """Return (kind of weight, peak, kernel's rate), rates in 10^9 multiply-adds a second."""
+    """Return (kind of weight, peak, kernel's rate) with rates in 10^9 multiply-adds per second."""
     peak = required_kernels().peak
     products = kernels(m, k, n, target)
     in_registers = {PRODUCTS[kind]: partial(peak, target, PRODUCTS[kind], _PEAK_ROUNDS) for kind in products}

@@ -1,12 +1,12 @@
-"""An unmodified encoder on the execution provider, against plain ONNX Runtime and the file of `ortolan optimize`.
+"""An unmodified encoder on the execution provider, compared with plain ONNX Runtime and the optimized file.
 
 python -m ortolan.benchmarks.provider [--model all-minilm-l6-v2 | FILE] [--kind int8 uint8 nbits bf16 float_int8 …]
     [--shape 1x16 …] [--threads 1]
 
-It reports answers, latency, session creation and memory. Kinds: int8, uint8 are ONNX Runtime's quantize_dynamic. nbits
-is its MatMulNBits with 4 bits, blocks of 32, accuracy_level 4. bf16, float_int8 compare the float model, run with the
-provider's option `precision`, with the file of weights="bf16" or "int8". FILE is any encoder, used unchanged. Each
-session is timed in a process of its own, whose peak memory is measured.
+It reports differences of answers, latency, and time and memory for creating a session. Kinds: int8, uint8 are ONNX
+Runtime's quantize_dynamic. nbits is its MatMulNBits with 4 bits, blocks of 32, accuracy_level 4. bf16, float_int8 run
+the float model with the provider's option `precision`, and compare it with the file of weights="bf16" or "int8". FILE
+is any encoder, used unchanged. Each session is timed in a process of its own, whose peak memory is measured.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def make_subject(kind: str, source: Path, feeds: Sequence[dict[str, np.ndarray]]
 
 
 def measure_session(subject: Subject, way: str, threads: int) -> dict[str, float]:
-    """Return the ms to create a session (fastest of several) and the peak MB, measured in a separate process."""
+    """Return the ms to create a session (fastest of several) and the peak memory in MB of a separate process."""
     arguments = json.dumps([str(subject.model), str(subject.optimized), subject.precision, way, threads])
     command = [sys.executable, "-m", "ortolan.benchmarks.provider", "--child", arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -110,7 +110,7 @@ def _child(arguments: str) -> None:
 
 
 def _peak_megabytes() -> float:
-    """Return the peak memory of this process; getrusage would start with the parent's value."""
+    """Return the peak memory of this process; getrusage would include the parent's peak."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) / 1e3
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """The cases to measure. None: the benchmark's own.
+    """The cases to measure. None means the benchmark's default.
 
     Attributes:
         threads: Numbers of intra-op threads.
@@ -28,7 +28,7 @@ class BenchOptions:
         layers: Names in shapes.py.
         batch: Rows (m) to measure the layers with.
         group_size: Weights per scale.
-        device: "opencl": compare this device with the CPU instead of peers.
+        device: "opencl" compares an OpenCL device with the CPU, instead of Ortolan with peers.
     """
 
     threads: tuple[int, ...] = (1, 2)
@@ -44,7 +44,7 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One comparison, both sides timed in the same rounds, in milliseconds. A ratio above 1: Ortolan is faster."""
+    """Times in ms of Ortolan and a peer, measured in the same rounds. If the ratio is above 1, Ortolan is faster."""
 
     op: str
     case: dict[str, Any]
@@ -78,10 +78,10 @@ class SummaryRow:
     """Speedups over a peer on named layers, by the fastest runs.
 
     Attributes:
-        case: kind, m and other values that the benchmark varies.
-        ratios: Speedups by column of the table.
+        case: The kind of weights, m, and other values that the benchmark varies.
+        ratios: Maps a column of the table to a speedup.
         geomean: Geometric mean over all layers.
-        others: Geometric means of the speedups over other measured peers, by the table's name for them.
+        others: Maps the column of another peer to the geometric mean of the speedups over it.
     """
 
     case: dict[str, Any]
@@ -112,13 +112,13 @@ def summarize(
     columns: Mapping[str, Sequence[str]],
     others: Mapping[str, str],
 ) -> list[SummaryRow]:
-    """Return one row per number of threads and case without its layer, if a peer of its kind was measured.
+    """Return one row per number of threads and case (without its layer) that was measured with a peer of its kind.
 
     Args:
-        rows: Their case has "kind", "m", "k", "n" and, if named, "layer": names joined by ", ".
-        peers: The peers of each kind; the fastest measured one counts.
-        columns: Column of the table -> layers whose geometric mean it shows.
-        others: Name -> a further peer.
+        rows: Rows whose case has "kind", "m", "k", "n" and, for named layers, "layer": the names joined by ", ".
+        peers: Maps a kind of weights to its peers; the fastest measured peer counts.
+        columns: Maps a column of the table to the layers whose geometric mean it shows.
+        others: Maps a column to one more peer.
     """
     found: dict[tuple[Any, ...], dict[str, dict[str, float]]] = {}
     for row in rows:

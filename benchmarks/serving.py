@@ -4,7 +4,7 @@ python -m ortolan.benchmarks.serving [MODEL.onnx] [--tokenizer tokenizer.json] [
     [--seconds 60] [--kill 30] [--retries 1] [--overload 2] [--json]
 
 Without MODEL, all-MiniLM-L6-v2 is fetched, and its weights become int8. --kill N: kill a replica N seconds after the
-start. --retries: how often a client repeats a failed request.
+start. --retries: how many times a client repeats a failed request.
 
 --overload N: first measure how many texts a second the library embeds with one session, then send N times that rate, as
 requests with 8 texts of 8 to 256 tokens. Prints both rates, the outcome of the requests, whether each vector equals the
@@ -36,11 +36,11 @@ from ..text_encoder import TextEncoder
 from .encoder import SENTENCES
 from .result import versions_line
 
-_OBJECT_STORE = 80 << 20  # no large objects pass through it
+_OBJECT_STORE = 80 << 20  # bytes; no large objects are stored there
 _TIMEOUT = 120  # seconds
 _TEXTS_OF_A_REQUEST = 8
 _MEMORY_SECONDS = 5
-_BAD = {  # requests that a server must refuse: name -> body, status
+_BAD = {  # maps the name of a request that the server must refuse to its body and status
     "malformed": (b'{"texts": [', 400),
     "not UTF-8": (b'{"texts": ["\xff\xfe"]}', 400),
     "half a character": (b'{"texts": ["\\ud800"]}', 422),
@@ -60,7 +60,7 @@ class LoadResult:
     Attributes:
         seconds: Duration of the test.
         milliseconds: Latencies of answered requests, including retries.
-        failures: Requests that failed in the end, by symptom.
+        failures: Requests that failed after all retries, by symptom.
         retried: Requests that were repeated, by symptom.
     """
 
@@ -137,8 +137,8 @@ class OverloadResult:
         texts: Answered texts.
         answered: Answered requests.
         refused: Requests with status 429 and Retry-After.
-        different: Vectors with other bytes than the library's.
-        lost: Other requests, by symptom.
+        different: Vectors whose bytes differ from the library's.
+        lost: Requests with any other outcome, by symptom.
         megabytes: Resident memory of Ray Serve's processes, every few seconds.
     """
 
@@ -231,7 +231,7 @@ def serve_megabytes() -> int:
 
 
 def check_refusals(port: int) -> dict[str, str]:
-    """Return the status of each request that must be refused, with the expected one if it differs."""
+    """Return the status of each request that must be refused, with the expected status if it differs."""
     found = {}
     for name, (body, expected) in _BAD.items():
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT)
@@ -242,7 +242,7 @@ def check_refusals(port: int) -> dict[str, str]:
 
 
 def kill_replica(application: str = "default") -> str:
-    """Kill one of an application's replicas, as a crash would, and return its name."""
+    """Kill one of an application's replicas, simulating a crash, and return its name."""
     import ray
 
     replicas = [

@@ -1,10 +1,10 @@
-"""Memory of many sessions on one optimized model, whose weights are in one mapped file.
+"""Memory of many sessions on one optimized model whose weights are in a memory-mapped file.
 
 python -m ortolan.benchmarks.sessions [--megabytes 1000] [--sessions 10] [--recipe [NAME]:KEY=VALUE,…] [--model FILE]
 
 Without --model, a chain of MLPs, 1024 wide, with random weights is made; --megabytes is its size. Memory is the
-proportional set size (Pss): the resident size (Rss) would count a page of the file once per session, although it is in
-memory once.
+proportional set size (Pss): the resident size (Rss) would count a page of the file once per session, although all
+sessions share it.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--recipe", default=":weights=bf16,sparsity=0.5")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)  # in a separate process
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)  # used in the process that measures
     arguments = parser.parse_args()
     if arguments.measure:
         print(json.dumps(measure(arguments.model, arguments.sessions)))

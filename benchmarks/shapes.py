@@ -34,7 +34,7 @@ ALL_MINILM_L6_V2: Mapping[str, tuple[int, int]] = {
     "ffn_down": (1536, 384),
 }
 
-# Prefixes of the models' layers; Llama's need no prefix.
+# The model of layer names without a prefix.
 _DEFAULT_MODEL = "llama"
 _MODELS = {_DEFAULT_MODEL: LLAMA_3_8B, "smollm2": SMOLLM2_135M, "minilm": ALL_MINILM_L6_V2}
 
@@ -43,7 +43,7 @@ def _name(model: str, layer: str) -> str:
     return layer if model == _DEFAULT_MODEL else f"{model}:{layer}"
 
 
-# The names of each model's layers.
+# Maps a model to the names of its layers.
 MODELS: Mapping[str, tuple[str, ...]] = {
     model: tuple(_name(model, layer) for layer in layers) for model, layers in _MODELS.items()
 }

@@ -19,7 +19,7 @@ class Result(Protocol):
 
 
 def share_json(results: Mapping[str, Result]) -> str:
-    """Return the results and the machine as JSON, without other information about the machine.
+    """Return the results as JSON, with only the machine's properties listed here.
 
     {"cpu": ortolan.cpu_info(), "cores", "machine", "system", "versions", "benchmarks": {name: result}}. Each result is
     its `to_json()` without "cpu" and "versions".

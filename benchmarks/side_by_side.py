@@ -1,8 +1,9 @@
 """Common parts of the operators' benchmarks: layers of Ortolan and its peers, timed in the same rounds.
 
-A time is that of one layer with cold weights (cold_layers.py). Besides its own peers, each benchmark has these:
+Times are of one layer with cold weights (cold_layers.py). Each benchmark has these peers in addition to its own:
 
-    stream_read        m = 1: reading the stored bytes at the memory rate of the run; ratio 0.8: 80 % of that rate
+    stream_read        only for m = 1: reading the stored bytes at the measured memory bandwidth; ratio 0.8: Ortolan
+                       reaches 80 % of it
     ortolan_1_thread   Ortolan on one thread
 """
 
@@ -25,12 +26,12 @@ from .result import BenchOptions, BenchResult, BenchRow
 from .shapes import LAYERS
 from .stream_reader import StreamReader
 
-# Seconds and least number of rounds of a measurement of all candidates: one round of large layers may take long.
+# Time for measuring all candidates, and the smallest number of rounds, because one round of large layers takes long.
 SECONDS, ROUNDS = 2.5, 5
 QUICK_SECONDS, QUICK_ROUNDS = 0.3, 3
 
 STREAM_NOTE = (
-    "Times are of one layer. stream_read: the stored bytes at the memory rate of the same run (ratio 0.8: 80 % of it)."
+    "Times are of one layer. stream_read: time to read the stored bytes from memory (ratio 0.8: 80 % of the bandwidth)."
 )
 GROUP_SIZES = (32, 64, 128)
 _MAX_QUANTIZED_INPUTS = 2**17  # ops/formats/bitmap_int8.h
@@ -52,7 +53,7 @@ class Comparison:
 
     Attributes:
         case: The keys that identify its rows.
-        peers: Name in the row -> name of the candidate.
+        peers: Maps the name in the row to the name of the candidate.
     """
 
     case: Mapping[str, Any]
@@ -70,7 +71,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Plan:
-    """A setup that is made when its turn comes. title: its name in messages."""
+    """A setup that is made just before it is measured. title: its name in messages."""
 
     title: str
     shape: Shape
@@ -170,7 +171,7 @@ def measure(
 
 @dataclass(frozen=True)
 class _Timings:
-    """Times of one layer, by candidate. stream: time to read the bytes of Ortolan's weights, if it is memory-bound."""
+    """Times of one layer, by candidate. stream: time to read Ortolan's weights if the layer is memory-bound."""
 
     layers: dict[str, Timing]
     stream: dict[str, Timing]
@@ -203,7 +204,7 @@ def _rows(
     threads: int,
     one_thread: dict[tuple[int, str], Timing],
 ) -> Iterator[BenchRow]:
-    """Yield the comparisons. one_thread keeps Ortolan's times for the rows with more threads."""
+    """Yield the comparisons. one_thread stores Ortolan's times with one thread, for rows with more threads."""
     for comparison in setup.comparisons:
         name = comparison.ours
         ours = timings.layers[name]

@@ -1,8 +1,8 @@
-"""SparseAMXMatMul in ORT sessions on the layers of Llama 3 8B (SparAMX, Table 2), against dense layers of peers.
+"""SparseAMXMatMul on the layers of Llama 3 8B (SparAMX, Table 2), compared with dense layers of peers.
 
 A measurement is one weight kind, shape, batch (m) and number of threads. Ortolan runs at every sparsity, in dense
 storage and, at 50 % sparsity, in 2:4 storage, together with every peer (side_by_side.py). Projections of equal shape
-are one layer, because their random weights take equal time.
+are measured once.
 
 Peers, by kind:
 
@@ -54,7 +54,7 @@ BATCH = (1, 2, 4, 8, 16, 32)
 GROUP_SIZE = 128
 
 _TWO_FOUR = 0.5  # sparsity of 2:4 storage
-_LEVELS = 2**16  # of the random value that decides at which sparsity a weight is pruned
+_LEVELS = 2**16  # of random values that decide at which sparsity a weight is pruned
 
 
 def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
@@ -109,7 +109,7 @@ def _prepare(kind: str, shape: Shape, sparsity: Sequence[float], group_size: int
         peers["ort_matmul_nbits_4"] = dense_peers.ort_matmul_nbits(rng, k, n, 4, group_size)
     elif dense_peers.has_torch():
         peers["torch_bf16"] = dense_peers.torch_bf16(rng, k, n)
-    # The longest run follows torch, whose threads spin for some milliseconds.
+    # The candidate with the longest runs is timed after torch, whose threads spin for some milliseconds.
     peers["ort_matmul_fp32"] = dense_peers.ort_matmul_fp32(rng, k, n)
     comparisons = []
     for storage, fraction in sorted(ours):
@@ -144,7 +144,7 @@ def _ours(
 
 
 def _two_of_four(weight: np.ndarray, fate: np.ndarray) -> np.ndarray:
-    """Return weight [k, n] in which each four inputs of a column have zeros at the two lowest values of `fate`."""
+    """Return weight [k, n] with zeros at the two lowest values of `fate` among each four inputs of a column."""
     rows = -len(weight) % 4
     quads = np.pad(fate, ((0, rows), (0, 0))).reshape(-1, 4, weight.shape[1])
     kept = np.argsort(np.argsort(quads, axis=1, kind="stable"), axis=1) >= 2

@@ -1,4 +1,4 @@
-"""The memory bandwidth of this machine, the yardstick of memory-bound kernels."""
+"""The memory bandwidth of this machine, which bounds the speed of memory-bound kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ortolan.graph_passes.report.figures import Timing
 class StreamReader:
     """Reads a buffer of eight times the L3 (at most a quarter of the memory for cold copies) as fast as possible.
 
-    It is one of the bare kernels (bare_kernels.py).
+    Needs a build with the kernels of bare_kernels.py.
     """
 
     PREFETCH_BYTES = (0, 4096, 12288)
@@ -22,7 +22,7 @@ class StreamReader:
     def __init__(self, threads: int) -> None:
         self.threads = threads
         size = max(min(8 * last_level_cache_bytes(), cold_budget() // 4), 2**16)
-        self.buffer = np.ones(size, np.uint8)  # ones: an unwritten page would be cached
+        self.buffer = np.ones(size, np.uint8)  # ones, because unwritten pages would all be one cached page
 
     def candidates(self) -> dict[str, Callable[[], object]]:
         """Return one candidate per prefetch distance; the fastest is the stream rate."""

@@ -1,4 +1,4 @@
-"""Common parts of whole-model benchmarks: recipes from the command line, sessions, model sizes."""
+"""Functions shared by whole-model benchmarks: recipes from the command line, sessions, model sizes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ortolan.graph_passes.registry import PASSES
 
 
 def read_recipes(texts: Sequence[str], sparsity: Sequence[float]) -> dict[str, Recipe]:
-    """Read recipes [PRESET or FILE][:KEY=VALUE,…], by their name in the table.
+    """Read recipes [PRESET or FILE][:KEY=VALUE,…] into a dict by their names in the table.
 
     A key is an argument of optimize_onnx that chooses the format, as in weights=int4, the name of a pass to add, as in
     ranges=true, or an option of a pass.
 
     Args:
         texts: The recipes.
-        sparsity: Recipes that prune, or name a pattern, are made once for each fraction, unless they set one; empty:
-            the recipe's own.
+        sparsity: Recipes that prune or name a pattern, but set no sparsity, are made once for each of these; empty: the
+            recipe's default.
 
     Raises:
         RecipeError: A recipe or an option is unknown.

@@ -1,4 +1,4 @@
-"""VNNISpMM on layers of BERT-Mini, BERT-Base and BERT-Large against ONNX Runtime's dense operators.
+"""VNNISpMM on layers of BERT-Mini, BERT-Base and BERT-Large, compared with ONNX Runtime's dense operators.
 
 A measurement is one weight shape, number of tokens (m) and number of threads: Ortolan at every sparsity, and its peers,
 in the same rounds (side_by_side.py).
@@ -9,7 +9,7 @@ to 384.
 
 Peers, with dense weights:
 
-    ort_matmul_integer             ORT MatMulInteger: u8 in, int32 out, without quantization or scaling
+    ort_matmul_integer             ORT MatMulInteger: uint8 in, int32 out, without quantization or scaling
     ort_dynamic_quantize_matmul    ORT DynamicQuantizeMatMul: float32 in and out
     ort_matmul_fp32                ORT MatMul on float32 weights
 """
@@ -45,7 +45,7 @@ ROUNDS = 3
 
 _MAX_INPUTS = 2**16  # ops/formats/block_sparse_4x1.h
 _GROUP_OUTPUTS = 4
-# The peer of the summary's geometric mean, and its other columns.
+# The peer for the summary's geometric mean, and the peers of its other columns.
 _MAIN_PEER = "ort_dynamic_quantize_matmul"
 _OTHERS = {"matmul_integer": "ort_matmul_integer", "fp32": "ort_matmul_fp32"}
 

@@ -1,14 +1,14 @@
-"""W4A8MatMul in ORT sessions on layers of Llama 3 8B, SmolLM2-135M and all-MiniLM-L6-v2, against ORT MatMulNBits.
+"""W4A8MatMul in ORT sessions on layers of Llama 3 8B, SmolLM2-135M and all-MiniLM-L6-v2, compared with ORT MatMulNBits.
 
 For 8-bit weights see w8a8_matmul.py.
 
-A measurement is one shape, batch (m) and number of threads: Ortolan and its peers on the same random weights, in groups
-of every size, in the same rounds (side_by_side.py). Layers of equal shape are measured once.
+A measurement is one shape, batch (m) and number of threads: Ortolan and its peers run in the same rounds
+(side_by_side.py) on the same random weights, in groups of every size. Layers of equal shape are measured once.
 
 Kinds of weights:
 
     symmetric      scales (q - 8): as ORT GenAI's builder writes them
-    zero_points    scales (q - zero_points); by default for ZERO_POINT_LAYERS only
+    zero_points    scales (q - zero_points); by default only for ZERO_POINT_LAYERS
     fractions      scales (q - zero_points / 16), for the same layers; MatMulNBits has integer zero points
     minimums       scales q + minimums, for the same layers; MatMulNBits has zero points instead
 
@@ -16,7 +16,7 @@ Scales are float32, as in MatMulNBits, whose scales have the type of x, or float
 exact. Peers:
 
     ort_matmul_nbits_4_level_4    ORT MatMulNBits, blocks of the same size, x rounded to int8 as in W4A8MatMul
-    ort_matmul_nbits_4_level_0    the same in float32
+    ort_matmul_nbits_4_level_0    ORT MatMulNBits with x in float32
     ort_matmul_fp32               ORT MatMul on float32 weights: the unoptimized model
 
 With device="opencl", W4A8MatMul runs on an OpenCL device, for all numbers of rows, against the CPU (ortolan_cpu).
@@ -146,7 +146,7 @@ def _prepare(shape: Shape, kinds: Sequence[str], group_sizes: Sequence[int]) -> 
 
 
 def _prepare_opencl(shape: Shape, kinds: Sequence[str], group_sizes: Sequence[int]) -> Setup:
-    """Return the candidates of Ortolan on the CPU, each also on the device."""
+    """Return Ortolan's candidates, each on the CPU and on the device."""
     on_cpu = _prepare(shape, kinds, group_sizes)
     candidates: dict[str, TimedLayer] = {}
     comparisons = []
@@ -160,7 +160,7 @@ def _prepare_opencl(shape: Shape, kinds: Sequence[str], group_sizes: Sequence[in
 
 def _open_on_opencl(candidate: TimedLayer, threads: int) -> Bind:
     before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = "force"  # read when kernels are made
+    os.environ[VARIABLE] = "force"  # read when kernels are created
     try:
         return candidate.open(threads)
     finally:
@@ -185,7 +185,7 @@ def our_node(
         scales: float32 or float16 [groups, n].
         group_size: Inputs per scale.
         zero_points: uint8 [groups, n]; None: 8.
-        steps: Integer zero-point units in one step of q: 16 if zero points count sixteenths.
+        steps: Integer zero-point units in one step of q: 16 if zero points are in sixteenths.
         minimums: [groups, n], of the type of scales.
     """
     k, n = q.shape
@@ -200,6 +200,6 @@ def our_node(
 
 def packed_rows(rows: np.ndarray) -> np.ndarray:
     """Pack float32 or float16 [groups, n] as [panels, groups, 16]."""
-    # Packed as bits: the packer does not support float16.
+    # Packed as uint16, because the packer does not support float16.
     packed: np.ndarray = _native.pack_group_rows(rows.view(np.uint16) if rows.dtype == np.float16 else rows)
     return packed.view(rows.dtype)

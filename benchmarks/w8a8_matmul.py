@@ -1,10 +1,10 @@
-"""W8A8MatMul in ORT sessions on the layers of w4a8_matmul.py, against ORT MatMulNBits with 8 bits and dense int8.
+"""W8A8MatMul on the layers of w4a8_matmul.py, compared with ORT MatMulNBits with 8 bits and dense int8.
 
 Weights are random int8, symmetric, in groups of every size. Peers, in the same rounds:
 
     ort_matmul_nbits_8_level_4     ORT MatMulNBits on the same weights, x rounded to int8 as in W8A8MatMul
     ort_dynamic_quantize_matmul    ORT DynamicQuantizeMatMul: int8 weights with a scale per column, one scale for x
-    ortolan_dense_int8             SparseAMXMatMul, dense int8 weights with a scale per column, and one per row of x
+    ortolan_dense_int8             SparseAMXMatMul, dense int8 weights with a scale per column, and a scale per row of x
     ort_matmul_fp32                ORT MatMul on float32 weights: the unoptimized model
 """
 

@@ -1,9 +1,9 @@
 """The zoo: coverage, accuracy and speed for each architecture of models/zoo.py.
 
-For each model: the replaced parts of its graph, the similarity of the answers, and times against ONNX Runtime's float32
-and dynamic int8. The dynamic int8 file also runs, unmodified, on the execution provider.
+For each model, it reports the replaced parts of the graph, the similarity of the answers, and speedups over ONNX
+Runtime's float32 and dynamic int8. The dynamic int8 file also runs, unmodified, on the execution provider.
 
-Models have random weights, so the answers show how exact the operators are, not how good int8 is for a trained model.
+Weights are random, so the similarity shows the error of the operators, not of int8 on a trained model.
 Encoders run 1 x 128 tokens, 3 seconds of sound, or one image; decoders one token after 128 tokens. Decoder caches stay
 float32. Needs ortolan[optimum].
 """
@@ -38,10 +38,10 @@ from .result import BenchOptions, BenchResult, BenchRow
 from .variants import session_options
 
 FP32, INT8 = "ORT fp32", "ORT dynamic int8"
-_OPTIMIZED, _PROVIDER = "optimized int8", "provider, of dynamic int8"  # timed against the two above
+_OPTIMIZED, _PROVIDER = "optimized int8", "provider, of dynamic int8"  # compared with the two candidates above
 _SECONDS, _QUICK_SECONDS = 2.0, 0.5
-_MERGED = "decoder_model_merged"  # contains the other decoders
-# Reasons of matrix products that are not layers: they have no weight.
+_MERGED = "decoder_model_merged"  # contains both other decoder files
+# Parts of the reasons for matrix products without a weight, which are not linear layers.
 _NO_WEIGHT = ("computed at run time", "both inputs are constant", "an outer product")
 
 
@@ -49,12 +49,12 @@ _NO_WEIGHT = ("computed at run time", "both inputs are constant", "an outer prod
 class Study:
     """The result of optimize_onnx on one model."""
 
-    linear: int  # layers with a weight
+    linear: int  # linear layers (with a constant weight)
     linear_replaced: int
     attentions: int
     fused: int
     joined: int  # attentions whose query, key and value layers are joined
-    cosine: float  # of the worst output
+    cosine: float  # cosine of the worst output
     reasons: tuple[str, ...]  # reasons why layers and attentions were kept
 
     def to_case(self) -> dict[str, Any]:
