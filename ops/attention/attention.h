@@ -98,9 +98,9 @@ struct AttentionKernel : AttentionFunctions {
 // precision runs on any CPU.
 std::span<const AttentionKernel> AttentionKernels();
 
-// Returns the fastest kernel of at least this precision for this CPU and the enabled features. With any_order and
-// precision 16 the bits may differ between CPUs: AMX tiles if available, else bf16 dot products where the CPU runs them
-// fast, else precision 32.
+// Returns the fastest kernel of at least this precision for this CPU and the enabled features. any_order: the caller
+// accepts results whose bits depend on the CPU. Precision 16 then takes the AMX kernel (own_order) if available, else
+// bf16 dot products if the CPU runs them fast, else precision 32.
 const AttentionKernel& FindAttentionKernel(int precision, bool any_order);
 
 }  // namespace ortolan

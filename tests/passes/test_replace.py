@@ -418,7 +418,7 @@ def test_pruned_layers_that_take_more_room_than_before_are_noted(dry_run):
     report = ortolan.optimize_onnx(model, recipe=recipe, dry_run=dry_run)
     assert (report.layers[1].status, report.layers[1].bytes_after) == ("pruned", 4 * 40 * 33)
     (note,) = report.notes
-    assert "1 pruned layers, such as '/layers.1/MatMul'" in note and "prune.exclude" in note
+    assert "layer '/layers.1/MatMul' is pruned but stored dense" in note and "prune.exclude" in note
     # Sparsity 0.0 keeps the weight unchanged.
     report = ortolan.optimize_onnx(model, recipe=recipe, options={"sparsity": 0.0}, dry_run=dry_run)
     assert report.layers[1].status == "kept" and not report.notes

@@ -1,4 +1,4 @@
-"""Models of one node, repeated with separate constants, in files that both libraries open."""
+"""Model files that repeat one node, each copy with its own constants, for Ortolan's libraries of both revisions."""
 
 from __future__ import annotations
 

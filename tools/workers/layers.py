@@ -177,8 +177,8 @@ def _arguments(settings: Mapping[str, Any]) -> str:
 class Torch(LayersEngine):
     """torch, with weights and inputs in the format `form`.
 
-    "bf16"; "packed bf16", weights in oneDNN's layout; "int8", activations too; "int8 weights", or "int4" in groups of
-    group_size, with activations in bf16.
+    `form` is "bf16"; "packed bf16" (bf16 with weights in oneDNN's layout); "int8" (weights and activations); "int8
+    weights" (bf16 activations); or "int4" (weights in groups of `group_size`, bf16 activations).
     """
 
     packages = ("torch",)
