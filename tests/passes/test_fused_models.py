@@ -194,7 +194,7 @@ def test_quantized_encoders_keep_their_integers(quantized: Path, tmp_path: Path)
         quantized, tmp_path / "fast.onnx", calibration=[given], options={"verify.seconds": 0.0}
     )
     assert any("12 layers store quantized weights" in note for note in report.notes)
-    assert any("12 layers keep the 8-bit weights" in note for note in report.notes)
+    assert any("12 layers keep the model's stored 8-bit weights" in note for note in report.notes)
     fast = onnx.load(tmp_path / "fast.onnx")
     check_replaced(report, fast, "SparseAMXMatMul")
     tensors = {one.name: numpy_helper.to_array(one) for one in onnx.load(quantized).graph.initializer}
