@@ -273,9 +273,9 @@ def test_the_command(tmp_path: Path) -> None:
     ]
     assert all(row["answers"] == "same" and row["old_ms"] > 0 for row in document["rows"])
     assert [mean["operator"] for mean in document["geometric_means"]] == ["lut_post_op"] * 2 + ["all"] * 2
-    for words in ("onnxruntime: ", "uint8 to float32, 1000 numbers", "Geometric means", "Quick: shows that it runs"):
+    for words in ("onnxruntime: ", "uint8 to float32, 1000 elements", "Geometric means", "Quick: the times are meaningless"):
         assert words in done.stdout
-    assert "[6/6] lut_post_op, uint16 to uint16, 1000 numbers, threads 2: " in done.stderr
+    assert "[6/6] lut_post_op, uint16 to uint16, 1000 elements, threads 2: " in done.stderr
 
 
 @pytest.mark.slow
