@@ -307,7 +307,7 @@ BAD: dict[str, tuple[Arrays, str]] = {
     "rank": ({"query": np.zeros((1, 96), np.float32)}, r"'query' has shape \[1, 96\]"),
     "keys": (
         {"key": np.zeros((1, 2, 32), np.float32)},
-        r"'key' has shape \[1, 2, 32\], expected \[1, 1, 32\], as the query",
+        r"'key' has shape \[1, 2, 32\], expected \[1, 1, 32\], the query's batch and rows",
     ),
     "a cache of two": ({"past_value": np.zeros((2, 2, 9, 16), np.float32)}, r"'past_value' has shape \[2, 2, 9, 16\]"),
     "fewer values": (

@@ -248,9 +248,9 @@ LARGE = 1 << 40
         ({"x": -1}, "input/output index -1"),
         ({"y": 1}, "input/output index 1"),
         ({"y": -1}, "its 1 steps do not compute all of its 1 outputs"),
-        ({"parts": 2}, "queries, keys and values are 2 parts, expected 1 or 3"),
-        ({"parts": 0}, "are 0 parts"),
-        ({"parts": LARGE}, "parts, expected 1 or 3"),
+        ({"parts": 2}, "queries, keys and values have 2 weights, expected 1 or 3"),
+        ({"parts": 0}, "have 0 weights"),
+        ({"parts": LARGE}, "weights, expected 1 or 3"),
         ({"part0": 4}, "a weight has kind 4, expected 0 to 3"),
         ({"heads": 0}, "has 0 heads of 12"),
         ({"heads": -4}, "has -4 heads of 12"),
@@ -267,8 +267,8 @@ LARGE = 1 << 40
         ({"query__sizes": -1}, "there are -1 sizes of a Reshape"),
         ({"query__sizes": LARGE}, "."),
         ({"key__0__kind": 7}, "size 0 of a Reshape has an invalid slot or kind 7"),
-        ({"key__0__kind": -1}, "of kind -1"),
-        ({"key__0__kind": 1}, "of kind 1"),  # kind 1 needs a value, which this record lacks
+        ({"key__0__kind": -1}, "invalid slot or kind -1"),
+        ({"key__0__kind": 1}, "invalid slot or kind 1"),  # kind 1 needs a value, which this record lacks
         ({"key__0__kind": 2, "key__0__number": -1}, "size -1 of a Reshape has an invalid slot or kind 2"),
         ({"value__1__input": 0}, "has another type than its step expects"),
         ({"views": 1}, "there are 1 Reshapes of transposed keys, expected 0 or 2"),
@@ -341,7 +341,7 @@ def test_parts_of_different_sizes(int8: Quantize, tmp_path: Path) -> None:
     (other, *_) = (one for one in others if struct.unpack_from("<qqq", one) != (1, 40, 40) and len(one) == size)
     content[attention["part2"] : attention["part2 end"]] = other
     binary(tmp_path).write_bytes(content)
-    refuse(tmp_path, "queries, keys and values are 3 parts of 40 x 40 and ")
+    refuse(tmp_path, "queries, keys and values have 3 weights of sizes 40 x 40 and ")
 
 
 def test_a_node_without_its_inputs(int8: Quantize, tmp_path: Path) -> None:
