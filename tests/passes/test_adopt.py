@@ -373,7 +373,7 @@ def test_rounding_once_more_is_told():
     recipe = Recipe.from_dict({"name": "r", "pass": steps})
     report = ortolan.optimize_onnx(NBitsLayer(128, 64, 32).model(), recipe=recipe)
     assert op_types(report.model) == ["SparseAMXMatMul"]
-    assert any("'linear' is stored in 4 bits, but in a format that no replacing" in note for note in report.notes)
+    assert any("'linear' is stored in 4 bits, but in a format that no chosen operator" in note for note in report.notes)
     odd = DequantizedLayer(128, 64, 16).model()
     report = adopt(odd, recipe=NAMED["int4"])
     assert op_types(report.model) == ["W4A8MatMul"]
