@@ -4,7 +4,7 @@
     model = tiny.tiny_bert(hidden_size=40)         # an onnx_ir.Model; needs no network
 
 Modules: manifest, fetch, catalog, checkpoint (real models) · encoder, bert, mpnet, modernbert, llama, gguf (builders,
-readers) · tiny (random models) · tokenizer, evaluate (decoders).
+readers) · tiny, zoo (random models) · tokenizer, perplexity (decoders) · wordnet (texts) · sparseml_form (tests).
 """
 
 from __future__ import annotations

@@ -140,11 +140,11 @@ class EncoderBuilder:
         return self.layer_norm(self.graph.node("Add", x, residual), norm)
 
     def linear(self, x: ir.Value, name: str) -> ir.Value:
-        """Return the linear layer with the weights of this name."""
+        """Return the output of the linear layer whose weights have this name."""
         return self.graph.linear(x, name, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
 
     def layer_norm(self, x: ir.Value, name: str) -> ir.Value:
-        """Return the LayerNorm with the weights of this name."""
+        """Return the output of the LayerNorm whose weights have this name."""
         scale, bias = (self.graph.weight(key, self.weights[key]) for key in (f"{name}.weight", f"{name}.bias"))
         with self.graph.module("LayerNorm"):
             return self.graph.node("LayerNormalization", x, scale, bias, axis=-1, epsilon=self.layer_norm_eps)

@@ -208,7 +208,7 @@ class LlamaBuilder:
         return graph.node("Reshape", x, graph.constant([0, config.num_attention_heads, -1, config.head_size]))
 
     def linear(self, x: ir.Value, name: str) -> ir.Value:
-        """Return the linear layer with the weights of this name."""
+        """Return the output of the linear layer whose weights have this name."""
         return self.graph.linear(x, name, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
     def rms_norm(self, x: ir.Value, key: str) -> ir.Value:

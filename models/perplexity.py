@@ -92,7 +92,7 @@ def score_texts(
     stride: int | None = None,
     step: int | None = None,
 ) -> Score:
-    """Return the mean score of several texts, weighted by their tokens. Each text has its own context."""
+    """Return the mean score of several texts, weighted by their numbers of tokens. Each text has its own context."""
     scores = [score_tokens(session, ids, window, stride, step) for ids in texts]
     tokens = sum(score.tokens for score in scores)
     if not tokens:

@@ -118,7 +118,7 @@ def _norm_in_parts(graph: _Graph, node: onnx.NodeProto) -> None:
 
 @dataclass(frozen=True)
 class _Range:
-    """A range of uint8 codes."""
+    """Scale and zero point of a uint8 quantization."""
 
     scale: np.float32
     zero: np.uint8
@@ -131,7 +131,7 @@ class _Range:
 
 
 def _ranges(model: onnx.ModelProto, feeds: Sequence[Feeds]) -> dict[str, _Range]:
-    """Return the ranges of all inputs and outputs of MatMul that are not constants."""
+    """Measure the uint8 ranges of all inputs and outputs of MatMul that are not constants."""
     import onnxruntime as ort
 
     constants = {one.name for one in model.graph.initializer}
@@ -234,7 +234,7 @@ class _QuantizedWriter:
         self._skipped.add(add.output[0])
 
     def _product(self, node: onnx.NodeProto) -> None:
-        """Quantize a MatMul of attention: scores (followed by Div) become codes, sums of values become integers."""
+        """Quantize attention's MatMul: scores (followed by Div) use QLinearMatMul, sums of values MatMulInteger."""
         name = node.output[0]
         first, second = map(self._quantize, node.input)
         if self._graph.users[name][0].op_type == "Div":

@@ -168,7 +168,7 @@ def _linear(
 
 
 def _wrapped_weight(graph: GraphBuilder, name: str, form: LinearForm, weight: np.ndarray) -> ir.Value:
-    """Return the weight operand [in, out] of a MatMul, in this form."""
+    """Add a weight in one of the forms of `tiny_linears`, and return it as the operand [in, out] of a MatMul."""
     if form == "transpose":
         return graph.node("Transpose", graph.weight(f"{name}.weight", weight), perm=[1, 0])
     if form == "cast":

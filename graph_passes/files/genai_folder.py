@@ -23,7 +23,7 @@ _MAX_BYTES = 16 << 20  # limit for genai_config.json; real files have a few thou
 
 @dataclass(frozen=True)
 class GenaiConfig:
-    """A configuration that loads the library for one ONNX file. path: the source. content: the new JSON."""
+    """A genai_config.json that loads Ortolan's library for one ONNX file. path: the original. content: the new JSON."""
 
     path: Path
     content: dict[str, Any]
@@ -62,9 +62,9 @@ class GenaiConfig:
 
 
 def read_genai_config(path: Path, model_name: str) -> GenaiConfig:
-    """Read a genai_config.json and name the library for every part that uses the ONNX file `model_name`.
+    """Read a genai_config.json, and add Ortolan's library to the session options of parts that use file `model_name`.
 
-    A part without session options uses those of the decoder, which then get the library.
+    If a part has no session options, ONNX Runtime GenAI uses those of the decoder, so the library is added there.
 
     Raises:
         ModelError: The configuration is malformed, does not name the file, or already loads another library.

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_LIMIT = 192 << 20  # limit for resident file pages, in bytes, in addition to those at the start (libraries)
+_LIMIT = 192 << 20  # limit for resident file pages, in bytes, beyond those resident at the start (libraries)
 _SECONDS = 0.005
 _MADV_PAGEOUT = 21
 _STATM, _MAPS = Path("/proc/self/statm"), Path("/proc/self/maps")
@@ -25,7 +25,7 @@ _MAPPING = re.compile(rb"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+ +(/.*)")
 
 @contextmanager
 def bounded_pages(files: Collection[Path], folder: Path) -> Iterator[None]:
-    """Inside the with statement, keep only few pages of these files, and of files in the folder, resident.
+    """While the with statement runs, release resident pages of these files and of the files in the folder.
 
     Do nothing if there are no files, or on systems other than Linux.
     """

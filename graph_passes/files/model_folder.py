@@ -21,7 +21,7 @@ from .model_file import MODEL_SUFFIX, ModelFile, data_path, load_model
 from .output import check_new_folder
 
 ENCODER = f"encoder_model{MODEL_SUFFIX}"
-# Decoders: for the first call, for later calls with caches, and for both.
+# File names of decoders. The first one runs the first call, the second runs later calls with caches, the third both.
 DECODER, DECODER_WITH_PAST, MERGED_DECODER = (
     f"decoder_{name}{MODEL_SUFFIX}" for name in ("model", "with_past_model", "model_merged")
 )

@@ -22,7 +22,7 @@ _BY_TOKENS = frozenset(("input_ids", "position_ids", "token_type_ids"))
 def keep(answers: Outputs, folder: Path) -> Outputs:
     """Copy answers, because the originals would keep the session's memory alive.
 
-    Large answers are mapped from a file in `folder`, which is deleted when they are.
+    Large answers are mapped from temporary files in `folder`. A file is deleted with its array.
     """
     large = sum(answer.nbytes for answer in answers if answer is not None) > _IN_MEMORY
     return [

@@ -17,13 +17,13 @@ from ortolan.errors import VerificationError
 from ..report.optimization import OutputDeviation
 from .feeds import Outputs
 
-ODD_FRACTION = 1 / 8  # largest fraction of odd rows (error_of_most_rows), such as tokens with huge activations
-ODD_ERROR = 0.5  # largest error of an odd row, relative to the row's norm
+ODD_FRACTION = 1 / 8  # largest fraction of rows left out by error_of_most_rows, such as tokens with huge activations
+ODD_ERROR = 0.5  # largest error of a row that is left out, relative to the row's norm
 _BLOCK = 2**20  # number of values that are compared at once
 
 
 class ErrorSums:
-    """Errors of each output against a reference, over all feeds together, where both are finite.
+    """Errors of each output relative to a reference model's output, over all elements that are finite in both.
 
     Answers are read in blocks, because float64 copies would take several times their memory.
     """
@@ -92,7 +92,7 @@ class _Sums:
 def measure_errors(
     names: Sequence[str], reference: Sequence[Outputs], found: Sequence[Outputs]
 ) -> list[OutputDeviation]:
-    """Return the errors of each output against a reference, over all feeds, where both are finite."""
+    """Return the errors of each output relative to a reference model's, over all elements that are finite in both."""
     sums = ErrorSums(names)
     for one, other in zip(reference, found, strict=True):
         sums.add(one, other)
@@ -122,7 +122,7 @@ def error_of_most_rows(portable: np.ndarray, native: np.ndarray, exact: np.ndarr
 
 
 def refuse_infinite(name: str | None) -> None:
-    """Raise VerificationError if `name`, the result of `ErrorSums.first_infinite`, is an output."""
+    """Raise VerificationError if `name`, the result of `ErrorSums.first_infinite`, is not None."""
     if name is not None:
         raise VerificationError(
             f"output {name!r} of the optimized model holds NaN or infinity where the original does not; nothing was "

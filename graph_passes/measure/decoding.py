@@ -159,7 +159,7 @@ def check_contents(uses: Iterable[CacheUse], expected: Mapping[str, np.ndarray],
         rounding: Relative error of keys and values that other layers may cause.
 
     Raises:
-        VerificationError: They do not; the message names node, output and codebooks.
+        VerificationError: A cache does not represent them; the message names node, output and codebooks.
     """
     for use in uses:
         if use.format is None:
@@ -201,7 +201,7 @@ def check_same_contents(uses: Iterable[CacheUse], kernel: Feeds, function: Feeds
         rounding: Relative difference of keys and values that other layers may cause.
 
     Raises:
-        VerificationError: It did not; the message names node and output.
+        VerificationError: The caches differ more than this; the message names node and output.
     """
     # Two keys that differ by e are quantized to different cells of width w with probability e / w. They then differ by
     # w, so the RMS difference is sqrt(e w).

@@ -31,7 +31,7 @@ _MASKS = {"encoder_attention_mask": "attention_mask"}  # maps decoder inputs to 
 def feeds_of_decoders(
     folder: Path, sources: Mapping[str, ModelFile], encoder_feeds: Sequence[Feeds]
 ) -> dict[str, list[Feeds]]:
-    """Return feeds by file name, for decoders whose inputs are named as by Optimum.
+    """Return feeds by file name, for decoders whose inputs have the names of Optimum's exports.
 
     Args:
         folder: The model's folder.

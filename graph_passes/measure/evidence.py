@@ -190,7 +190,7 @@ class Evidence:
     def remembered(self, key: Hashable, compute: Callable[[], T]) -> T:
         """Return compute(), which is called once per key in a search.
 
-        key: everything besides the original that it depends on.
+        key: everything besides the original model on which the result depends.
         """
         if self.fits is None:
             return compute()
@@ -241,7 +241,7 @@ class Evidence:
     def recording(
         self, model: ir.Model, values: Sequence[Recorded], feeds: Sequence[Feeds] | None = None
     ) -> Iterator[InputRecorder]:
-        """Record values of the model in its present state. feeds: None means `self.feeds()`."""
+        """Yield a recorder for values of the model in its present state. feeds: None means `self.feeds()`."""
         feeds = self.feeds() if feeds is None else feeds
         with ExitStack() as copies:
             yield InputRecorder(model, values, feeds, lambda: copies.enter_context(self.open(model)))

@@ -22,7 +22,7 @@ Feeds = dict[str, np.ndarray]
 Outputs = list[np.ndarray | None]  # outputs of one run; None: not a numeric tensor, so not compared
 Calibration = str | os.PathLike[str] | Mapping[str, Any] | Iterable[Mapping[str, Any]] | Iterable[str]
 
-_UNKNOWN_VOCABULARY = 8  # if a table's size is unknown, ids are below this number
+_UNKNOWN_VOCABULARY = 8  # synthetic ids are below this number if the size of the embedding table is unknown
 
 _MAX_AXES = 8  # longer constants are not shapes
 _MAX_TOKENS, _MAX_BATCH = 4096, 16  # bounds for sizes read from the graph (sizes_in_graph)

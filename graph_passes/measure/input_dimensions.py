@@ -82,7 +82,7 @@ def _begins_with_batch(value: ir.Value) -> bool:
     others = {symbol for axis, symbol in _symbols(value) if axis > 0}
     if first & others or any(_named(symbol) is Meaning.BATCH for symbol in others):
         return False
-    # In a float input [rows, width] of known width, rows are tokens as often as they are a batch.
+    # In a float input [rows, width] of known width, rows are tokens in some models and a batch in other models.
     return is_token_input(value) or len(shape) > 2 or not isinstance(shape[1], int)
 
 

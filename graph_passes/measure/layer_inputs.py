@@ -83,7 +83,7 @@ def energies_as_it_is(
 def inputs_in_turn(model: ir.Model, evidence: Evidence, groups: Sequence[G]) -> GroupInputs[G]:
     """Yield the groups in graph order; changes that the caller makes to one group affect the inputs of later ones.
 
-    Layers that share a weight are yielded with the last of them.
+    A group of several layers is yielded at its last layer.
     """
     feeds = evidence.feeds()
     linears = [linear for group in groups for linear in group.linears]
@@ -135,7 +135,7 @@ def _check_finite(group: Group, energies: np.ndarray) -> None:
 
 
 def _batches(groups: Sequence[G]) -> Iterator[list[G]]:
-    """Split the groups, in order, into batches whose Hessians fit into _HESSIAN_BYTES, or single groups."""
+    """Split the groups, in order, into batches whose Hessians fit into _HESSIAN_BYTES; a larger group is a batch."""
     batch: list[G] = []
     names: set[str] = set()
     size = 0

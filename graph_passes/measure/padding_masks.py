@@ -78,12 +78,12 @@ class PaddingMasks:
         return None
 
     def is_at_hidden(self, number: bool, factor: ir.Value | None, hidden: ir.Value) -> bool:
-        """Return whether a factor or condition of a value is a given constant at all tokens that attention_mask masks.
+        """Return whether `factor` equals `number` at all tokens that attention_mask masks.
 
         Args:
-            number: The constant: 0 or 1.
-            factor: The factor or condition; it may read the shape of `hidden`.
-            hidden: The value [batch, tokens, width].
+            number: The value at masked tokens: 0 or 1.
+            factor: A factor of `hidden`, or the condition of a Where. It may depend on the shape of `hidden`.
+            hidden: A value [batch, tokens, width].
         """
         if factor is None or constant_tensor(factor) is not None or self._from_tokens(factor, hidden) is not None:
             return False

@@ -47,7 +47,7 @@ class InputRecorder:
     def __init__(
         self, model: ir.Model, linears: Sequence[Recorded], feeds: Sequence[Feeds], open_model: Callable[[], Any]
     ) -> None:
-        """Prepare a recorder. `open_model` opens a session; meanwhile the wanted values are outputs of the model."""
+        """Prepare a recorder. open_model: opens a session; called while the values to record are model outputs."""
         self._wanted = {linear.x.name or "": linear for linear in linears if _belongs_to(linear.x, model.graph)}
         self._computed = {name: linear for name, linear in self._wanted.items() if not linear.x.is_graph_input()}
         self._feeds = feeds
@@ -110,7 +110,7 @@ class InputRecorder:
         return found
 
     def hessians(self, names: Sequence[str], on_run: OnRun) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-        """Return X^T X over all inputs X of each value, float32 [2, k, k] (see HessianSums), and their counts."""
+        """Return X^T X over all rows X of each value, float32 [2, k, k] (see HessianSums), and the number of rows."""
         found: dict[str, HessianSums] = {}
 
         def add(name: str, inputs: np.ndarray) -> None:

@@ -84,7 +84,7 @@ def _next_feeds(ids: np.ndarray, before: Feeds) -> Feeds:
 
 
 def start_token(model: Path | None) -> int:
-    """Return the `bos_token_id` of the configuration beside a model, or in the folder above a folder `onnx`."""
+    """Return `bos_token_id` from a configuration file beside the model, or in the parent of a folder `onnx`, or 1."""
     if model is None:
         return _DEFAULT_START
     folders = [model.parent, model.parent.parent] if model.parent.name == "onnx" else [model.parent]

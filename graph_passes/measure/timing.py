@@ -17,14 +17,14 @@ MAX_CANDIDATES = 16  # largest number of candidates that a benchmark times toget
 # (ops/sparse_amx_matmul/README.md).
 _WARM_UP_SECONDS = 0.08
 _TIMED_CALLS = 3
-# A candidate's turn ends after this time, and not before one timed call.
+# A candidate's turn ends after this time, but includes at least one timed call.
 _TURN_SECONDS = 0.4
 
 
 def interleave(
     candidates: Mapping[str, Callable[[], object]], *, seconds: float, min_rounds: int = 3
 ) -> dict[str, Timing]:
-    """Time the candidates A B C A B C … for about `seconds`.
+    """Time the candidates in turn (A B C A B C …) for about `seconds`.
 
     In its turn, a candidate first runs untimed, and is then timed a few times (a slow candidate once). As in a decode
     loop, code and page tables are warm; weights are cold if their copies outgrow the caches.
@@ -64,7 +64,7 @@ def pinned(threads: int) -> Iterator[None]:
 
 
 def copies_to_stay_cold(bytes_each: int) -> int:
-    """Return how many copies of a weight to use in turn, so that none stays in a cache.
+    """Return how many copies of a weight to use in turn, so that no copy stays in a cache.
 
     The copies take four times the size of the L3 cache. There are 4 to 2048 copies, within `cold_bytes_each`.
     """

@@ -39,8 +39,8 @@ def table(columns: Mapping[str, Sequence[str]], left: Sequence[str] = (), width:
 
     Args:
         columns: Cells by heading; all columns have the same length.
-        left: Headings of left-aligned columns. If the table is too wide, cells of the first one get a line of their own
-            above the rest of their row.
+        left: Headings of left-aligned columns. If the table is too wide, each cell of the first of these columns gets a
+            line of its own above the rest of its row.
         width: Columns of the terminal; None: no limit.
     """
     shown = {name: cells for name, cells in columns.items() if any(cells)}

@@ -29,7 +29,7 @@ _REASONS_SHOWN = 5  # number of reasons in the summary, for each kind of fact
 _OUTPUTS_SHOWN = 3  # number of outputs in the summary; a decoder has two outputs per layer
 _SIZES_SHOWN = 4  # number of layer sizes in the summary, for each format
 SPARSE = 0.3  # least fraction of zeros of a weight that is called sparse; quantization alone makes fewer
-_STORED_SPARSE = 0.05  # like SPARSE, for weights that are stored without their zeros
+_STORED_SPARSE = 0.05  # the same limit for weights that are stored without their zeros
 _SPARSE_OPERATOR = "VNNISpMM"
 _BUSY = 2  # a median above this multiple of the fastest run means a busy machine
 _LEFT = ("layer", "op", "new op", "format", "status")  # left-aligned columns
@@ -41,7 +41,7 @@ LayerStatus = Literal["replaced", "would replace", "pruned", "quantized", "kept"
 
 @dataclass
 class LayerReport:
-    """One linear layer, or a node that looks like one.
+    """One linear layer, or a node with a layer's operator that is not one; `reason` tells why it is not replaced.
 
     bytes_before: size of the weight; bytes_after: size of the packed tensors.
     """
@@ -148,14 +148,15 @@ class OptimizationReport:
     # Errors of rounding inside the kernels: the optimized model compared with the pruned and quantized model whose
     # layers are not yet replaced.
     rounding_error: list[OutputDeviation] = field(default_factory=list)
-    portable_error: list[OutputDeviation] = field(default_factory=list)  # ONNX functions compared with native kernels
+    # Optimized model run with ONNX functions, compared with the same model run with native kernels.
+    portable_error: list[OutputDeviation] = field(default_factory=list)
     latency_before: Timing | None = None  # time of one run on the first verification feed
     latency_after: Timing | None = None
     latency_cpus: int | None = None  # number of CPUs that this process may use
     latency_threads: int | None = None  # threads of each of the two timed sessions
     latency_padding: tuple[int, int] | None = None  # (padding tokens, all tokens) of the timed feed
     feeds: str | None = None
-    judged_on: str | None = None  # the feeds for output errors, if not all feeds are used
+    judged_on: str | None = None  # feeds on which output errors were measured, if not all
     tokens: int | None = None  # number of tokens in the given feeds; None: unknown
     notes: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
@@ -306,7 +307,7 @@ def _speed_gain(report: OptimizationReport) -> str:
 
 
 def _speed_facts(report: OptimizationReport) -> list[Fact]:
-    """Return the speed for the report: the one that pass verify measured, or else the one of the search."""
+    """Return the speed that pass verify measured; if it measured none, the speed that the search measured."""
     before, after = report.latency_before, report.latency_after
     if before and after:
         decodes = report.cache is not None and report.cache.decoded_tokens is not None

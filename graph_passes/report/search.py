@@ -14,7 +14,7 @@ Saves = Literal["time", "bytes"]  # the resource that a search saves
 
 @dataclass
 class MeasuredForm:
-    """Measurements of one layer in one target format."""
+    """Measurements of one layer in one target format (weight type, sparsity and operator)."""
 
     milliseconds: list[float]  # time for each input shape
     # ||XW - Y|| / ||XW|| for calibration inputs X and the operator's output Y; None: not measured, because the format
@@ -88,13 +88,13 @@ class AutoReport:
     shapes: list[tuple[int, int]]  # (batch, tokens)
     outcome: str = ""
     layers: list[LayerChoice] = field(default_factory=list)
-    path: list[PathPoint] = field(default_factory=list)  # values are estimated from single layers
+    path: list[PathPoint] = field(default_factory=list)  # each step's time and error are estimated from single layers
     trials: list[Trial] = field(default_factory=list)  # models in the order in which they were tried
     changed: bool = False  # False: no format was faster, so the model is the original
     attention: bool = False  # True if attention is fused in the chosen model
     before: list[Timing] = field(default_factory=list)  # times of the whole model, by shape
     after: list[Timing] = field(default_factory=list)
-    measured: int = 0  # number of layer kinds that were timed; times of other kinds were cached
+    measured: int = 0  # number of distinct layers that were timed in this run; all other times were cached
     saves: Saves = "time"
     gain: float | None = None  # speedup of the chosen model, averaged over the shapes
 

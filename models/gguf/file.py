@@ -139,7 +139,7 @@ class GgufFile:
         """Return an array of the metadata.
 
         Raises:
-            ModelBuildError: It is missing, or not an array.
+            ModelBuildError: The key is missing, or its value is not an array.
         """
         if key not in self._reader.fields:
             raise ModelBuildError(f"{self.path} has no metadata {key!r}; is it a GGUF file of a language model?")
@@ -155,7 +155,7 @@ class GgufFile:
         """Return an integer of the metadata, which must be from 1 to maximum.
 
         Raises:
-            ModelBuildError: It is missing, or something else.
+            ModelBuildError: The key is missing, or its value is not such an integer.
         """
         found = self._get(key, default)
         if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= maximum:
@@ -168,7 +168,7 @@ class GgufFile:
         """Return a float of the metadata, which must be positive and finite.
 
         Raises:
-            ModelBuildError: It is missing, or something else.
+            ModelBuildError: The key is missing, or its value is not such a float.
         """
         found = self._get(key, default)
         if not isinstance(found, int | float) or not 0 < found < float("inf"):
@@ -179,7 +179,7 @@ class GgufFile:
         """Return a string of the metadata.
 
         Raises:
-            ModelBuildError: It is missing, or something else.
+            ModelBuildError: The key is missing, or its value is not a string.
         """
         found = self._get(key, default)
         if not isinstance(found, str):

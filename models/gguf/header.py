@@ -16,7 +16,7 @@ from ..graph_builder import ModelBuildError
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _STRING, _ARRAY = 8, 9
-# Maps the numbers of the remaining metadata types to their bytes.
+# Maps the type numbers of metadata values with a fixed size to this size, in bytes.
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _ALIGNMENT_KEY, _ALIGNMENT = b"general.alignment", 32
 _ARCHITECTURE_KEY, _LENGTH_BYTES = b"general.architecture", 8

@@ -132,7 +132,7 @@ def read_gguf_tokenizer(path: str | os.PathLike[str] | GgufFile) -> Tokenizer:
 
     Raises:
         OrtolanError: The packages `gguf` or `tokenizers` are missing.
-        ModelBuildError: The tokenizer has another kind, or is malformed.
+        ModelBuildError: The tokenizer is of an unsupported kind, or malformed.
     """
     file = path if isinstance(path, GgufFile) else GgufFile(path)
     try:
@@ -222,7 +222,7 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=splitting.whole_words))
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splitting.patterns]
-    # Split by an explicit pattern instead of ByteLevel's own, after which onnxruntime-genai would split differently.
+    # Split by an explicit pattern, because onnxruntime-genai does not split texts by ByteLevel's own pattern.
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, words])
     tokenizer.decoder = decoders.ByteLevel()

@@ -59,7 +59,7 @@ class KeptWeight:
 
 @dataclass(frozen=True)
 class _Format:
-    """A GGUF type with blocks of a row, uint8 [n, blocks, bytes].
+    """A GGUF type that stores each row of a weight as blocks, uint8 [n, blocks, bytes].
 
     The functions return q [n, blocks, inputs]; and scales, and minimums if the type has them, [n, groups].
     """
@@ -87,7 +87,7 @@ def _fifth_bits(blocks: np.ndarray) -> np.ndarray:
 
 
 def _q4_k_parts(blocks: np.ndarray, of_minimums: bool) -> np.ndarray:
-    """Return a float16 times eight 6-bit integers, rounded to float16: [n, groups]."""
+    """Return the eight scales or minimums of each block (a float16 times a 6-bit integer), as float16 [n, groups]."""
     low, high, both = (blocks[..., start : start + 4] for start in (4, 8, 12))
     if of_minimums:
         factors = np.concatenate([high & 63, (both >> 4) | ((high >> 2) & 48)], axis=-1)

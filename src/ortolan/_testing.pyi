@@ -43,7 +43,7 @@ class KernelInfo(TypedDict):
     name: str
     isa: str
     runs_here: bool
-    least_rows: NotRequired[int]  # for matrix products: fewest rows of x for which the kernel is chosen
+    least_rows: NotRequired[int]  # only for matrix product kernels: minimum number of rows of x
 
 def sparse_amx_matmul_kernels() -> list[KernelInfo]:
     """List the kernels for bf16 weights, best first."""

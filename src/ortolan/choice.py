@@ -27,8 +27,7 @@ class Choice:
     """The recipe that the arguments name, or how to find a recipe.
 
     Attributes:
-        recipe: The recipe. None until it is chosen by measurement, or because of the quantized weights that the model
-            stores.
+        recipe: The recipe. None: it is chosen later, by measurement or because the model stores quantized weights.
         bits: Settings of a search that chooses 4 or 8 bits for each layer.
         options: Options of passes, for a recipe that is not chosen yet.
         measured: The recipe is to be chosen by measurement.
@@ -154,7 +153,7 @@ def _ready_made(
 def default_recipe(source: ModelFile, choice: Choice) -> Choice:
     """Return the choice with a recipe, or with the decision to measure.
 
-    Raises RecipeError for options that do not fit.
+    Raises RecipeError for options that no pass of the recipe has.
     """
     if choice.recipe is not None or choice.bits is not None:
         return choice

@@ -135,8 +135,8 @@ Budget = Annotated[
     float | None,
     typer.Option(
         metavar="COSINE",
-        help="The smallest cosine of each output to the original's. Default: 0.99 (0.9925 without calibration data); "
-        "for decoders a perplexity increase of 1 %.",
+        help="The smallest allowed cosine similarity of each output to the original's. Default: 0.99 (0.9925 without "
+        "calibration data); for decoders, perplexity may rise by 1 % instead.",
     ),
 ]
 MaxPerplexityIncrease = Annotated[

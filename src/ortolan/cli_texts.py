@@ -61,7 +61,7 @@ def embed(
     lines = read_lines(texts, field)
     settings = TextInput(pooling=pooling, normalize=normalize, max_tokens=max_tokens, prompt_name=prompt_name)
     encoder = _open(model, tokenizer, settings, threads)
-    none = encoder.encode([])  # refuses rerankers before texts are read; its width counts if there are no texts
+    none = encoder.encode([])  # fails for rerankers before texts are read; if there are no texts, its width is written
     with progress_bar(quiet=quiet) as progress:
         pieces = embed_stream(lines, encoder, batch_tokens=batch_tokens or BATCH_TOKENS, progress=progress)
         rows, width = write_vectors(output, (piece for found in ([none], pieces) for piece in found))

@@ -55,8 +55,8 @@ class Agreement:
     """The agreement between the vectors of two models.
 
     Attributes:
-        cosine_mean: The mean cosine of a sentence's two vectors.
-        cosine_min: The smallest cosine.
+        cosine_mean: The cosine similarity of a sentence's vectors by the two models, averaged over the sentences.
+        cosine_min: The smallest of these cosine similarities.
         spearman: Spearman's rank correlation of the similarities of all pairs of sentences.
     """
 

@@ -50,7 +50,7 @@ def embed(
         model: A model that embeds, as for `TextEncoder`, or a TextEncoder.
         tokenizer: As for `TextEncoder`.
         settings: As for `TextEncoder`.
-        batch_tokens: Tokens of one call of the session, padding included.
+        batch_tokens: Largest number of tokens in one call of the session, padding included.
         session_options: As for `TextEncoder`.
         progress: Called with the number of finished texts, and the total as far as it is known.
 

@@ -282,7 +282,7 @@ def _write_known_forms(model: ir.Model) -> None:
 
 
 def _packed_info(node: ir.Node) -> LinearInfo:
-    """Return the information on one of Ortolan's operators, which computes one layer or two."""
+    """Return the information on a node of one of Ortolan's operators, which may compute one linear layer or two."""
     integers = {name: attr.as_int() for name, attr in node.attributes.items() if attr.type == ir.AttributeType.INT}
     info = LinearInfo(node_name(node), op_name(node), integers.get("k"), integers.get("n"), reason=_REPLACED)
     info.weight_format = "packed"

@@ -30,9 +30,10 @@ def keep_last_logits(
 ) -> None:
     """Write a decoder that returns logits [batch, 1, vocabulary], those of the last token of each row.
 
-    Only training and scoring need the other logits of a prompt, and the head is a large part of a small model. Give the
-    result of `optimize_onnx`. If this function runs before it, only the last token is verified, and a limit on
-    perplexity with calibration data is refused. If rows of unequal lengths are run together, padding must come first.
+    Only training and scoring need the other logits of a prompt, and the head is a large part of a small model. Call
+    this function on the result of `optimize_onnx`. In the other order, `optimize_onnx` verifies only the last token and
+    refuses a perplexity limit with calibration data. If rows of unequal lengths are run together, padding must come
+    first.
 
     Args:
         model: An ONNX file whose output "logits" is float [batch, tokens, vocabulary].

@@ -10,7 +10,7 @@ from .library import get_library_path
 
 VARIABLE = "ORTOLAN_OPENCL"
 LIBRARY_NAME = "libortolan_opencl.so"
-# Text in the line of a device that is not a GPU.
+# `opencl_devices` includes this text in the line of a device that is not a GPU.
 NO_GPU = "no GPU"
 # ops/opencl/interface.h
 _VERSION = 1

@@ -85,7 +85,8 @@ def optimize_onnx(
 
     Without a recipe and without a target format (weights, sparsity, pattern, cache), weights that the model stores in 4
     or 8 bits are kept exactly. In other models, each layer gets the dense format that is fastest on this machine, while
-    every output keeps a cosine of 0.99. If no format is faster, the model is unchanged, and the report has a note.
+    every output keeps a cosine similarity of at least 0.99 to the original's. If no format is faster, the model is
+    unchanged, and the report has a note.
 
     If `model` is a folder, it holds one ONNX file or a model.onnx, or an encoder and its decoders as Optimum writes
     them. `output` is then a new folder with the optimized models and copies of all other files, except hidden files and
@@ -205,14 +206,16 @@ def search(
     `found.to_toml()` returns the recipe as a file. If no format is faster, the recipe has no passes. `found.search`
     holds the measurements.
 
-    With four feeds (texts) or more, every fourth is held out from calibration, and the budget is checked on these.
+    If there are at least four calibration inputs (such as texts), every fourth is held out from calibration, and the
+    budget is checked on these.
 
     Args:
         model: As for `optimize_onnx`.
-        budget: The smallest cosine of each output to the original's, or a function
+        budget: The smallest allowed cosine similarity of each output to the original's, or a function
             `accepts(run_original, run_optimized) -> bool` whose arguments map feeds to outputs by name. Default: 0.99
-            (0.9925 without calibration data); for decoders a perplexity increase of 0.01.
-        max_perplexity_increase: How much a decoder's perplexity may rise instead: 0.01 is 1 %.
+            (0.9925 without calibration data); for decoders, perplexity may rise by 1 % instead.
+        max_perplexity_increase: The largest allowed relative increase of a decoder's perplexity, such as 0.01 for 1 %;
+            excludes `budget`.
         shapes: The (batch, tokens) pairs to optimize for. Default: (1, 128) and (1, 16), or (1, 1) for a decoder with a
             KV cache.
         sparsity: Also try formats that are pruned to this fraction of zeros. Default: no format is pruned.
@@ -293,7 +296,7 @@ class _Run:
         self._made_up = False
         self._probes: Sequence[str] = ()  # texts on which the tokenizer in the graph is checked
         recipe = None if choice.recipe is None else self._for_host(choice.recipe)
-        # Made before the passes run, because they change the model in place.
+        # The report is made before the passes run, because passes change the model in place.
         self.report = OptimizationReport(
             recipe={"name": AUTO} if recipe is None else recipe.to_dict(),
             input=None if source.path is None else str(source.path),

@@ -170,8 +170,8 @@ class OptimizeOptions:
         metadata=_about(
             "Accuracy",
             float,
-            "With weights int4: measure which layers need 8 bits so that each output keeps this cosine to the "
-            "original's, and make the model as small as that allows.",
+            "With weights int4: make the model as small as possible while each output keeps at least this cosine "
+            "similarity to the original's; layers that need 8 bits get them.",
             metavar="COSINE",
             python="Also a function `accepts(run_original, run_optimized) -> bool`; both map feeds to outputs.",
         ),
@@ -181,7 +181,7 @@ class OptimizeOptions:
         metadata=_about(
             "Accuracy",
             float,
-            "The same with a limit on how much a decoder's perplexity may rise: 0.01 is 1 %.",
+            "With weights int4: like budget, but limits how much a decoder's perplexity may rise: 0.01 is 1 %.",
             metavar="FRACTION",
         ),
     )
@@ -190,7 +190,8 @@ class OptimizeOptions:
         metadata=_about(
             "Accuracy",
             str,
-            "The same with a limit on the size of the files, such as 100MB; the error is as small as that allows.",
+            "With weights int4: limit the size of the files, such as 100MB; layers get 4 or 8 bits so that the error "
+            "is as small as possible.",
             metavar="SIZE",
         ),
     )

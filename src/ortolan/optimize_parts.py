@@ -130,8 +130,8 @@ def optimize_parts(
 def _as_found(choice: Choice, decoder: OptimizationReport) -> Choice:
     """Return the choice for the remaining decoders: the recipe that was found for the first decoder.
 
-    The first decoder has all layers. The layers of a merged decoder cannot be measured alone, because each is in both
-    branches, and a decoder with a cache lacks some layers.
+    The first decoder has all layers. The layers of a merged decoder cannot be measured alone, because each layer is in
+    both branches, and a decoder with a cache lacks some layers.
     """
     if choice.recipe is not None:
         return choice

@@ -152,7 +152,7 @@ def generation(config: GenerationConfig) -> Application:
 
 
 def _deploy(deployment: Any, config: ServingConfig, shutdown_seconds: float) -> Application:
-    """Return the application. shutdown_seconds: time for a replica's requests when it is removed."""
+    """Return the application. shutdown_seconds: time that a removed replica has to finish its requests."""
     scale: dict[str, Any] = {"num_replicas": config.replicas}
     if config.min_replicas is not None or config.max_replicas is not None:
         least = config.min_replicas or 1

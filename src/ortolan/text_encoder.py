@@ -120,10 +120,11 @@ class TextEncoder:
             model: A file or folder as Sentence Transformers, Optimum or optimize_onnx write it, or a session. It takes
                 tokens, or texts (`optimize_onnx(texts_in=True)`), and returns vectors of tokens or of texts, or one
                 score for each pair.
-            tokenizer: A tokenizer.json. Default: the one beside the model. The folder of this file is also where
-                settings are read if the model is a session. The package `tokenizers` opens the file for the first text.
-            settings: Settings that differ from the model's folder. A model that takes texts has its own settings, and
-                only `tokenizer` and `max_tokens`, which have no effect, may be given. TextSettings are used unchanged.
+            tokenizer: A tokenizer.json. Default: the one beside the model. If the model is a session, settings are read
+                from this file's folder. The file is opened (with the package `tokenizers`) when the first text is
+                tokenized.
+            settings: Settings that differ from the model's folder. For a model that takes texts, only the fields
+                `tokenizer` and `max_tokens` may be given, and they have no effect. TextSettings are used unchanged.
             session_options: Options of the session, if `model` is a path.
 
         Raises:
@@ -308,7 +309,8 @@ class TextEncoder:
 
         Args:
             texts: The texts.
-            batch_tokens: Tokens of one call of the session, padding included if the model computes it.
+            batch_tokens: Largest number of tokens in one call of the session, padding included if the model computes
+                it.
             tell: Called after each batch with the number of finished texts.
         """
         return self.encode_tokens(self.tokenize(texts), batch_tokens, tell)
@@ -396,7 +398,8 @@ def check_texts(texts: Sequence[Any]) -> None:
 def batches(tokens: Sequence[Tokens], batch_tokens: int, pads: bool = True, length: int = 0) -> Iterator[list[int]]:
     """Yield the indices of each batch, longest texts first, so that memory peaks at the beginning.
 
-    batch_tokens: Tokens of a batch with several texts, padding included if `pads`. pads, length: As for `TokenBudget`.
+    batch_tokens: Largest number of tokens in a batch of several texts, padding included if `pads`.
+    pads, length: As for `TokenBudget`.
 
     Raises:
         ArgumentError: `batch_tokens` is not positive.

@@ -24,7 +24,7 @@ class State:
     Attributes:
         settings: Settings; a training can only be continued with equal settings.
         tokens: The number of tokens that were trained on.
-        masks: By name, masks of the weights that are not pruned.
+        masks: Maps the name of a pruned weight to a mask of its elements that are kept.
     """
 
     settings: dict[str, Any]

@@ -88,7 +88,7 @@ def distill(
         tell: Called with each point of the learning curve.
 
     Raises:
-        RecipeError: A number or the pattern is out of range.
+        RecipeError: A number is out of range, or the pattern is not supported.
         CalibrationError: There is no usable text, or no tokenizer.
         ModelError: The model is not an encoder, or has an operator that training does not support.
         OutputError: The output or the checkpoint cannot be written, or belongs to another training.

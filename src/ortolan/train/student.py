@@ -92,7 +92,7 @@ def hidden_states(weights: list[PrunedWeight]) -> list[ir.Value]:
 def prune_weight(
     stored: np.ndarray, weight: PrunedWeight, hessian: np.ndarray, pattern: Pattern, sparsity: float
 ) -> np.ndarray:
-    """Prune a weight by SparseGPT, which changes the other weights to compensate.
+    """Prune a weight by SparseGPT, which changes the elements that are kept to compensate.
 
     hessian: X^T X of the layers' inputs, float32 [k, k].
 

@@ -155,7 +155,7 @@ class Training:
         return float(loss.detach())
 
     def _loss(self, learnt: list[Tensor], taught: list[Tensor]) -> Tensor:
-        """Return the relative errors of the outputs, by token and by text, plus the mean error of hidden states."""
+        """Return the sum of the relative errors of token outputs, of text vectors and of hidden states (their mean)."""
         errors = [relative_error(one, other) for one, other in zip(learnt, taught, strict=True)]
         outputs, hidden = errors[: self._outputs], errors[self._outputs :]
         loss = sum(outputs)
