@@ -25,7 +25,7 @@ def collect_keys(
 
     Args:
         session: The decoder.
-        names: Outputs [batch, kv_heads, tokens, head_dim].
+        names: Names of the cache outputs with keys, each [batch, kv_heads, tokens, head_dim].
         sizes: kv_heads * head_dim of each output.
         feeds: Calibration feeds.
         max_tokens: Largest number of keys per head.

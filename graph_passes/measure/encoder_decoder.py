@@ -25,7 +25,7 @@ _CONFIGS = ("generation_config.json", "config.json")
 _HIDDEN, _IDS, _FLAG = "encoder_hidden_states", "input_ids", "use_cache_branch"
 _LOGITS = "logits"
 _ONE_BY_ONE = "optimize each file separately, with calibration=… for it"
-_MASKS = {"encoder_attention_mask": "attention_mask"}  # maps decoder inputs to the encoder inputs that they equal
+_MASKS = {"encoder_attention_mask": "attention_mask"}  # maps decoder inputs to the encoder inputs with the same values
 
 
 def feeds_of_decoders(

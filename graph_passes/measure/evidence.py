@@ -72,8 +72,8 @@ class Evidence:
             folder: The folder for temporary files.
             feeds: The user's feeds. None: synthetic feeds are made when they are needed.
             description: Description of the feeds for the report.
-            portable: Between passes, the model contains ONNX functions for Ortolan's operators.
-            keeps_fits: Store fitted weights for later runs of a search.
+            portable: True if the model contains ONNX functions for Ortolan's operators between passes.
+            keeps_fits: True if fitted weights are stored for later runs of a search.
         """
         self.source = source
         self.folder = folder

@@ -12,7 +12,7 @@ from .evidence import Evidence
 
 _CHUNK = 1 << 20  # number of values checked at once, to bound memory
 _WEIGHT_AXES = 2  # scales and zero points are checked with their weights
-# Types of bits and masks of the exponent: only NaN and infinity have all exponent bits set.
+# Unsigned type of the same size, and mask of the exponent bits. Only NaN and infinity have all exponent bits set.
 _EXPONENTS = {
     ir.DataType.FLOAT: (np.uint32, 0x7F800000),
     ir.DataType.FLOAT16: (np.uint16, 0x7C00),

@@ -28,7 +28,7 @@ def simd(target: str, function: str, *arrays: NDArray[Any], number: int = 0) -> 
     """
 
 def peak(target: str, product: str, rounds: int) -> int:
-    """Run products of a target, "MultiplyAdd", "DotInt8" or "DotNibbles", with all operands in registers.
+    """Run a kind of multiply-adds ("MultiplyAdd", "DotInt8" or "DotNibbles") with all operands in registers.
 
     Returns:
         The number of multiply-adds.

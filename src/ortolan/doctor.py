@@ -57,8 +57,8 @@ class FeatureSet:
 
     Attributes:
         cpus: CPUs that have the features.
-        brings: The gain for kernels.
-        state: States that kernels use the set, or that only the CPU has it; "" if the CPU lacks it.
+        brings: What kernels gain from the features.
+        state: "in use" if kernels use the features, "available" if only the CPU has them, else "".
     """
 
     name: str

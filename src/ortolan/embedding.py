@@ -22,7 +22,7 @@ from .text_encoder import BATCH_TOKENS, TextEncoder, check_texts
 if TYPE_CHECKING:
     import onnxruntime
 
-_WINDOW_TEXTS, _WINDOW_CHARACTERS = 8192, 2**24  # texts in a window are sorted by length before batching
+_WINDOW_TEXTS, _WINDOW_CHARACTERS = 8192, 2**24  # limits of a window of texts, which are sorted by length
 
 
 @dataclass(frozen=True)

@@ -323,8 +323,8 @@ def sample(
     Args:
         logits: [vocabulary].
         rng: The random generator.
-        temperature: 0 (below 1e-6): the most likely token.
-        top_k: Draw among this number of tokens; 0: all.
+        temperature: 0, or any value below 1e-6, returns the most likely token.
+        top_k: Draw among this number of most likely tokens; 0: all.
         top_p: Draw among the smallest set of tokens whose probabilities sum to at least this, after top_k.
 
     Returns:

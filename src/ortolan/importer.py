@@ -52,9 +52,10 @@ def import_gguf(
     """Convert a decoder of the Llama family from a GGUF file into a folder for onnxruntime-genai and Optimum.
 
     The folder has model.onnx with Ortolan's operators, model.onnx.data with the weights, the operator library, the
-    tokenizer with its chat template, and the configurations of both hosts. Weights of Q4_0, Q4_1, Q5_0 and Q8_0 are
-    kept exactly, weights of Q4_K with scales rounded to float16, and all other weights become 8-bit in groups of 32.
-    The notes of the report list the weights with their errors. Each layer is checked on random inputs.
+    tokenizer with its chat template, and the configuration files of onnxruntime-genai and Optimum. Weights of Q4_0,
+    Q4_1, Q5_0 and Q8_0 are kept exactly, weights of Q4_K with scales rounded to float16, and all other weights become
+    8-bit in groups of 32. The notes of the report list the weights with their errors. Each layer is checked on random
+    inputs.
 
     Args:
         path: The GGUF file, of architecture llama (also Mistral), qwen2, qwen3, phi3 or gemma, without scaled rotary

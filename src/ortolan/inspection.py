@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 _REPLACED = "already replaced"
 _LEAST_TWO_FOUR = 0.4  # weights with fewer zeros than this fraction are not called 2:4 sparse
 _STORAGES = {DENSE: "dense ", BITMAP: "bitmap + ", TWO_FOUR: "2:4 "}
-_KINDS = {ir.DataType.BFLOAT16: "bf16", ir.DataType.INT8: "int8", ir.DataType.UINT8: "int4"}  # by the type of `values`
+# Maps the dtype of SparseAMXMatMul's input `values` to the name of the weight type.
+_KINDS = {ir.DataType.BFLOAT16: "bf16", ir.DataType.INT8: "int8", ir.DataType.UINT8: "int4"}
 _INPUTS = {"SparseAMXMatMul": sparse.INPUTS, "W4A8MatMul": w4a8.INPUTS, "W8A8MatMul": w8a8.INPUTS}
 
 

@@ -106,7 +106,7 @@ class OptimizeOptions:
         metadata=_about(
             "Target format",
             int,
-            "Inputs that share a scale, for int4. Default: 32; 128 with a sparsity or a pattern.",
+            "The number of inputs that share a scale, for int4. Default: 32; 128 with a sparsity or a pattern.",
             choices=GROUP_SIZES,
         ),
     )
@@ -135,9 +135,10 @@ class OptimizeOptions:
         metadata=_about(
             "Target format",
             str,
-            "How weights are rounded: rtn (default for int8), mse (default for int4), gptq, awq or hqq; and pruned: "
-            "magnitude (default), wanda or sparsegpt. At most one of each kind. wanda and sparsegpt need calibration "
-            "data; gptq and awq are more accurate with it. sparsegpt alone also rounds int8 and int4.",
+            "A method to round weights: rtn (default for int8), mse (default for int4), gptq, awq or hqq; and a method "
+            "to prune weights: magnitude (default), wanda or sparsegpt. wanda and sparsegpt need calibration data; "
+            "gptq and awq are more accurate with it. sparsegpt without a rounding method also rounds int8 and int4 "
+            "weights.",
             choices=METHODS,
             metavar="METHOD",
             repeatable=True,
@@ -248,9 +249,9 @@ class OptimizeOptions:
         metadata=_about(
             "Input data",
             Path,
-            "Token ids that all sequences begin with. Their keys and values become part of the model, pruned; the "
-            "model then takes what follows the prompt, and attention_mask and position_ids count the prompt's tokens "
-            "too.",
+            "Token ids that all sequences begin with. Their pruned keys and values become part of the model. Its "
+            "input_ids then hold only the tokens after the prompt; attention_mask and position_ids also count the "
+            "prompt's tokens.",
             metavar="FILE.npy",
             python="Also an array of integers [tokens].",
             hosts=("cli",),
@@ -261,8 +262,9 @@ class OptimizeOptions:
         metadata=_about(
             "Text models",
             bool,
-            "Put the tokenizer into the model: it takes strings and returns sentence embeddings, or for rerankers "
-            "scores. The files of Sentence Transformers beside the model set pooling, normalization and length.",
+            "Put the tokenizer into the model, which then takes strings and returns sentence embeddings, or scores if "
+            "it is a reranker. Pooling, normalization and length come from the files of Sentence Transformers beside "
+            "the model.",
             python='The inputs are strings [batch] "text" (and "text_pair"), the output is "sentence_embedding" '
             '[batch, hidden] or "score" [batch]. A TextInput changes the settings.',
             hosts=("cli",),

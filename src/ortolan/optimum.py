@@ -57,7 +57,7 @@ class OrtolanOptimizer:
         """Write the optimized model, with configuration and tokenizer, to a new folder.
 
         Options, report and errors are those of `ortolan.optimize_onnx`, without `prompt` and `texts_in`. Compressed
-        caches get the shape that Optimum creates, so that the pass options `window` and `sinks` must be 0.
+        caches get the shape that Optimum creates, so options `window` and `sinks` of pass compress_cache must be 0.
 
         Args:
             save_dir: The folder to write.

@@ -120,7 +120,7 @@ class GenerationConfig(ServingConfig):
         max_prompt_tokens: The longest prompt in tokens; longer ones get 413.
         max_new_tokens: The most new tokens that a request may ask for; more get 422.
         max_context: Tokens of a prompt and its continuation, for models without this limit in their file.
-        max_seconds: The longest time that a request may ask for, queueing included, and the default; more gets 422.
+        max_seconds: The default and largest `max_seconds` of a request, queueing included; larger values get 422.
         concurrent: Number of requests that a replica runs at a time; further requests wait.
     """
 

@@ -25,7 +25,7 @@ from .session import create_session
 if TYPE_CHECKING:
     import onnxruntime
 
-BATCH_TOKENS = 1024  # default; activations of larger batches exceed the CPU's caches
+BATCH_TOKENS = 1024  # default of batch_tokens; activations of larger batches exceed the CPU's caches
 _TOKENS = 256  # the length to which texts are cut if no file has one
 _KNOWN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _DTYPES = {

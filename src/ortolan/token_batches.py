@@ -73,7 +73,7 @@ class TokenBatches:
         self.waiting_tokens = 0
 
     def check(self, tokens: int = 1) -> None:
-        """Raise RequestError 429 if there is no room for more tokens, with the expected seconds until there is room."""
+        """Raise RequestError (429) with the expected waiting time if there is no room for more tokens."""
         over = self.waiting_tokens + tokens - self._most
         if self.waiting_tokens == 0 or over <= 0:
             return

@@ -22,7 +22,7 @@ class State:
     """The state after some steps.
 
     Attributes:
-        settings: Settings; a training can only be continued with equal settings.
+        settings: The settings of the training. Only a training with equal settings can continue from this state.
         tokens: The number of tokens that were trained on.
         masks: Maps the name of a pruned weight to a mask of its elements that are kept.
     """
