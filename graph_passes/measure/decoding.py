@@ -214,6 +214,6 @@ def check_same_contents(uses: Iterable[CacheUse], kernel: Feeds, function: Feeds
         if not distance <= limit * norm:
             raise VerificationError(
                 f"node {use.node!r}: its cache {use.present!r} differs between the native kernels and the portable "
-                f"operators: by {distance / norm if norm else math.inf:.3g} of its size, expected at most {limit:.3g} "
-                "from values between two codes; nothing was saved; please report this"
+                f"operators: by {distance / norm if norm else math.inf:.3g} of its norm, expected at most {limit:.3g} "
+                "(from values that round to different codes); nothing was saved; please report this"
             )

@@ -64,10 +64,10 @@ class PaddingMasks:
             MaskError: It is not certain that the mask hides padding.
         """
         if mask is None or constant_tensor(mask) is not None:
-            raise MaskError("attention sees tokens that attention_mask hides")
+            raise MaskError("attention has no mask that depends on attention_mask")
         kind = self._kind(mask)
         if kind == "other":
-            raise MaskError(f"mask {mask.name!r} shows tokens that attention_mask hides")
+            raise MaskError(f"mask {mask.name!r} does not mask all tokens that attention_mask masks")
         if kind == "hides more":
             own = self._other_summand(mask)
             if own is None:

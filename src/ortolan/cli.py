@@ -376,7 +376,9 @@ def bench(
         raise typer.BadParameter("needs the operator w4a8_matmul", param_hint="--device")
     layers, cases = _read_shapes(shape or [])
     if batch is not None and cases and not layers:
-        raise typer.BadParameter("is for named layers; shapes MxKxN have their own rows M", param_hint="--batch")
+        raise typer.BadParameter(
+            "applies only to named layers, because shapes MxKxN already contain the rows M", param_hint="--batch"
+        )
     chosen = BenchOptions(
         threads=tuple(threads),
         quick=quick or op is None,

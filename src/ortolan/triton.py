@@ -86,8 +86,8 @@ def write_repository(
         )
     if max_batch_size < 0 or instances < 1 or (threads is not None and threads < 1):
         raise ArgumentError(
-            f"max_batch_size is {max_batch_size}, instances {instances}, threads {threads}; expected at least 0, 1 "
-            "and 1"
+            f"max_batch_size is {max_batch_size}, instances {instances}, threads {threads}; expected at least 0 "
+            "for max_batch_size, and at least 1 for instances and threads"
         )
     libraries = {LIBRARY_NAME: Path(get_library_path())}
     if EXTENSIONS_DOMAIN in source.model.graph.opset_imports:

@@ -207,7 +207,7 @@ def test_a_mask_of_padding_goes(number: float) -> None:
 @pytest.mark.parametrize("number", [-9e3, 0.0, 1e9])
 def test_a_mask_that_does_not_hide_is_refused(number: float) -> None:
     masks, (mask,) = masks_of(hides(number))
-    with pytest.raises(MaskError, match=f"mask '{mask.name}' shows tokens that attention_mask hides"):
+    with pytest.raises(MaskError, match=f"mask '{mask.name}' does not mask all tokens that attention_mask masks"):
         masks.beside_padding(mask)
 
 
@@ -231,7 +231,7 @@ def test_a_mask_that_is_made_in_one_stays() -> None:
 def test_no_mask_and_a_constant_one() -> None:
     masks, (constant_mask,) = masks_of(lambda graph: graph.op("Constant", value_floats=[0.0]))
     for mask in (None, constant_mask):
-        with pytest.raises(MaskError, match="attention sees tokens that attention_mask hides"):
+        with pytest.raises(MaskError, match="attention has no mask that depends on attention_mask"):
             masks.beside_padding(mask)
 
 
@@ -239,7 +239,7 @@ def test_no_mask_and_a_constant_one() -> None:
 def test_masks_of_other_shapes(axes: list[int]) -> None:
     """The mask has five axes, or three axes with heads first."""
     masks, (mask,) = masks_of(lambda graph: graph.op("Unsqueeze", hides()(graph), np.array(axes)))
-    with pytest.raises(MaskError, match="shows tokens"):
+    with pytest.raises(MaskError, match="does not mask all tokens"):
         masks.beside_padding(mask)
 
 

@@ -62,8 +62,8 @@ def pruned_weights(model: ir.Model, select: Globs, exclude: Globs, name: str) ->
                 weight.linears.append(linear)
     if not found:
         raise ModelError(
-            f"{name} has no linear layer with a float32 weight that select and exclude allow; give the exported model, "
-            "in float32"
+            f"{name} has no linear layer that has a float32 weight and that select and exclude allow; give the model "
+            "as exported in float32"
         )
     return list(found.values())
 
