@@ -22,7 +22,7 @@ from .text_encoder import BATCH_TOKENS, TextEncoder, check_texts
 if TYPE_CHECKING:
     import onnxruntime
 
-_WINDOW_TEXTS, _WINDOW_CHARACTERS = 8192, 2**24  # limits of a window of texts, which are sorted by length
+_WINDOW_TEXTS, _WINDOW_CHARACTERS = 8192, 2**24  # limits for the texts that are sorted by length together
 
 
 @dataclass(frozen=True)
