@@ -129,8 +129,8 @@ class _MpnetBuilder(EncoderBuilder):
     def bucket(self, distance: ir.Value) -> ir.Value:
         """Return the table row for each distance, int64 of the same shape.
 
-        Half of the rows are for keys after the query. In each half, the first 50 % of the rows are for one distance each;
-        the rest are for ranges of distances that grow logarithmically.
+        Half of the rows are for keys after the query. In each half, the first 50 % of the rows are for one distance
+        each; the rest are for ranges of distances that grow logarithmically.
         """
         graph = self.graph
         half = self.config.relative_attention_num_buckets // 2
