@@ -223,7 +223,7 @@ class Form(PassOptions):
     def passes(self, eight_bits: Sequence[str] = ()) -> list[Pass]:
         """Return the passes that produce this format.
 
-        eight_bits: Name patterns of layers that become 8-bit like the ignored ones; only for dense int4.
+        eight_bits: Name patterns of layers that get 8-bit weights, as ignored layers do; only for dense int4.
         """
         if eight_bits:
             return dataclasses.replace(self, ignore=(*self.ignore, *eight_bits)).passes()
@@ -294,7 +294,7 @@ class Form(PassOptions):
             stored = {"weights": "bf16"} if self.stored == "bf16" else {}
             return [{"name": "replace", "op": "MaskedMatMul", **stored}]
         if self.keeps_stored:
-            # Each operator also keeps weights that the model stores in its format.
+            # Each operator also keeps weights that the model stores in the operator's format.
             return [
                 {"name": "replace", "op": "W4A8MatMul"},
                 {"name": "replace", "op": "W8A8MatMul", "keep_stored": True},

@@ -24,6 +24,6 @@ PADDING_KEY = "ortolan.padding"  # set if the model skips padding tokens
 PROMPT_KEY = "ortolan.prompt_tokens"  # length of the prompt that is part of the model
 MINIMUM_OPSET = 13  # first opset with a Cast to bfloat16, which Ortolan's ONNX functions need
 MINIMUM_IR_VERSION = 8  # first IR version with functions in a model
-# How token vectors become a text's vector, and how a reranker's logit becomes a score.
+# Ways to pool token vectors to a text's vector, and functions that turn a reranker's logit into a score.
 POOLINGS = ("mean", "cls", "lasttoken", "max", "mean_sqrt_len_tokens", "weightedmean")
 SCORE_ACTIVATIONS = ("sigmoid", "none")

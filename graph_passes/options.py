@@ -19,8 +19,8 @@ from ortolan.errors import ArgumentTypeError, RecipeError, listing, suggestion
 
 Globs = tuple[str, ...]
 
-# Words that select by several patterns. Output heads turn small errors into wrong labels or tokens, and are often tied
-# to the embedding.
+# Words that users can write instead of several name patterns. "heads" selects output heads, where small errors become
+# wrong labels or tokens, and embeddings, which often share a head's weight.
 HEADS = "heads"
 WORDS: dict[str, Globs] = {
     HEADS: (
@@ -122,7 +122,7 @@ def takes(kind: str, **limits: Any) -> dict[str, Rule]:
 
 @dataclasses.dataclass(frozen=True)
 class PassOptions:
-    """Base class of the options of a pass; used itself for a pass without options."""
+    """Base class of the options of a pass. A pass without options uses this class itself."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

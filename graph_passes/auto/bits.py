@@ -48,7 +48,7 @@ class BitSettings:
     limit: Limit
 
     def limit_for(self, evidence: Evidence) -> Limit:
-        """Return the limit; for synthetic inputs, perplexity is replaced by that of the original's own next tokens."""
+        """Return the limit; on synthetic inputs, "divergence" from the original replaces "perplexity"."""
         return self.limit.of_own_tokens() if evidence.made_up else self.limit
 
 
@@ -104,7 +104,7 @@ class BitSearch:
         return best
 
     def _four_bits(self, judged: Sequence[Feeds]) -> Made | None:
-        """Return the model with 4 bits in all layers if it is within the budget: then no layer must be measured."""
+        """Return the model with 4 bits in all layers if it is within the budget, so that no layer needs measuring."""
         trials = Trials(self._evidence, self._limit, judged, self._name, self._progress, self._recipe_of_choice)
         made = trials.make([], False)
         for trial in trials.report:
@@ -113,7 +113,10 @@ class BitSearch:
         return made
 
     def _path(self, inputs: Mapping[str, str]) -> list[list[Step]]:
-        """Return the path, in steps of layers with the same input. `inputs` has the name of each layer's input."""
+        """Return the path; each step changes all layers with the same input.
+
+        inputs: Maps the name of a layer to the name of its input.
+        """
         report = self.report
         groups: dict[str, list[LayerChoice]] = {}
         for layer in report.layers:
@@ -134,7 +137,10 @@ class BitSearch:
         return self._recipe([escape(name) for name in self._able if name not in choice], verify)
 
     def _recipe(self, eight: Sequence[str], verify: Mapping[str, Any] | None) -> Recipe:
-        """Return the recipe with 8 bits for layers that match a pattern. verify: the pass's options, or None."""
+        """Return the int4 recipe, with 8 bits for layers that match a pattern of `eight`.
+
+        verify: Options of pass verify; None: the recipe has no such pass.
+        """
         steps = self._form.passes(eight)[:-1]
         calibrate = {"name": "calibrate", "held_out": HELD_OUT, "max_rows": ROWS}
         steps = [calibrate if step["name"] == "calibrate" else step for step in steps]
@@ -173,7 +179,7 @@ class BitSearch:
             if layer.name in self._able:
                 form = FOUR if layer.name in best.choice else EIGHT
                 layer.chosen, layer.error = form.name, layer.forms[form.name].error
-                layer.reason = "chosen by bytes and error"
+                layer.reason = "bits chosen by bytes saved per squared error"
         four = best.trial.layers
         eight = len(self._able) - len(best.choice)
         report.outcome = f"4 bits in {four} layers, 8 in {eight}; {best.trial.found}; budget: {report.budget}"

@@ -40,7 +40,7 @@ class Candidate:
 
     @property
     def needs_two_four(self) -> bool:
-        """True if it is for weights that are already 2:4 sparse."""
+        """True if the candidate supports only weights that are already 2:4 sparse."""
         return not self.prune and self.replace.get("storage") == "2:4"
 
     @property
@@ -115,7 +115,7 @@ def candidates_for(calibrated: bool, sparsity: float | None) -> list[Candidate]:
 
 
 def _is_possible(pruned: Candidate, sparsity: float) -> bool:
-    """Return True if zeros of the pattern are fast on this CPU, and the pattern allows the sparsity."""
+    """Return True if kernels for the pattern are fast on this CPU, and the pattern allows the sparsity."""
     pattern = pruned.prune["pattern"]
     if pattern == "unstructured":
         return bitmaps_are_fast(pruned.quantize.get("bits", BF16))
@@ -142,10 +142,11 @@ def make_recipe(
     """Return the recipe that gives each layer its format.
 
     layers: Names of the layers by candidate. embeddings: Store embedding tables in int8 if a layer is quantized.
-    verify: Options of that pass; None: left out. rows: Input rows recorded for each layer; None: the pass's default.
+    verify: Options of pass verify; None: the recipe has no such pass. rows: Input rows recorded for each layer; None:
+    the pass's default.
     """
-    # Calibrated layers come first. So each is fitted to its inputs in the original, whatever other layers become, and
-    # the fit can be reused in all recipes (measure/fits.py).
+    # Layers with calibrated formats come first. Each is then fitted to its inputs in the original model, whatever the
+    # formats of other layers, so the fit can be reused in all recipes (measure/fits.py).
     order = sorted((candidate for candidate, names in layers.items() if names), key=lambda one: not one.calibrated)
     globs = {candidate: list(map(escape, layers[candidate])) for candidate in order}
     steps: list[dict[str, Any]] = [{"name": "normalize"}]

@@ -2,8 +2,8 @@
 
 The original and all formats of a layer are timed in turn. Each has a session whose graph repeats the layer with
 different copies of the weight. Together the copies are as large as all layers of the model in that format, but at most
-four times the last-level cache, so weights are as cold as in the model. (Always cold would be wrong: the layers of
-all-MiniLM fit into an L3 of 32 MiB in int4, but not in float32.)
+four times the last-level cache, so weights are as cold as in the model. (Weights that are always cold would be wrong:
+the layers of all-MiniLM fit into an L3 of 32 MiB in int4, but not in float32.)
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def _entry(candidate: Candidate) -> str:
 
 
 def _machine() -> str:
-    """Return the CPU, versions and number of threads, which times depend on."""
+    """Return the properties that times depend on: the CPU, the versions and the number of threads."""
     cpu, versions = cpu_info(), package_versions()
     parts = [f"{name} {value}" for name, value in sorted(cpu.items()) if isinstance(value, str)]
     parts += [f"{name} {versions.get(name, 'unknown')}" for name in ("onnxruntime", "ortolan")]

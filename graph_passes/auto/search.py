@@ -49,7 +49,7 @@ DECODER_SHAPES = ((1, 1),)  # one new token after _PAST cached tokens
 _PAST = 128  # number of cached tokens for DECODER_SHAPES
 _FEEDS = 16  # limit of the feeds on which the whole model is evaluated
 _FINEST = 16  # bisection stops at 1/16 of the path
-_FUSED_GAIN = 1.05  # bonus factor for fused attention, which gains most with padding; timed shapes have none
+_FUSED_GAIN = 1.05  # bonus factor for fused attention, which gains most with padding; feeds for timing have no padding
 _GAIN = 1.05  # least mean speed-up over the shapes that justifies an error
 _PRODUCTS = frozenset(("MatMul", "Gemm", "Einsum", "Attention", "MatMulInteger", "QLinearMatMul"))
 
@@ -281,11 +281,14 @@ class Search:
         report = self.report
         if best is None:
             if not path and not self._has_attention:
-                why = "no layer has a format that is faster than the original"
+                why = "no layer has a format that is faster than the original at all shapes"
             elif not any(trial.within for trial in report.trials):
-                why = "no faster model is within the budget"
+                why = "none of the models tried is within the budget"
             else:
-                why = "no model within the budget is faster than the original at all shapes"
+                why = (
+                    f"no model within the budget is {_GAIN:g}x as fast as the original in the mean over the shapes "
+                    "and slower at none of them"
+                )
             report.outcome = f"the model is unchanged: {why} ({report.budget})"
             report.after = list(report.before)
             return
@@ -302,7 +305,7 @@ class Search:
 
 
 def _may_hold_products(model: ir.Model) -> bool:
-    """Return True if the model may have matrix products, which functions and other domains may contain."""
+    """Return True if the model has matrix products, or functions or operators of other domains, which may contain some."""
     nodes = list(model.graph.all_nodes())
     return bool(model.functions) or any(
         node.domain not in DEFAULT_DOMAINS or node.op_type in _PRODUCTS for node in nodes
@@ -310,7 +313,7 @@ def _may_hold_products(model: ir.Model) -> bool:
 
 
 def best_of(gains: Sequence[float], fused: Sequence[bool]) -> int:
-    """Return the index of the best model, among the models that gain enough if there are any.
+    """Return the index of the best model with a speed-up of at least _GAIN, or of all models if none has it.
 
     gains: The speed-up of each model. fused: True for models with fused attention, which get a bonus (_FUSED_GAIN).
     """

@@ -58,7 +58,7 @@ class Made:
         return self.context.candidate
 
     def delete(self) -> None:
-        """Delete its files, which can be as large as the original's."""
+        """Delete the model's files, which can be as large as the original's."""
         for file in _files(self.context):
             file.unlink()
 
@@ -82,7 +82,7 @@ class Trials:
         """Prepare trials.
 
         judged: Feeds on which models are evaluated. name: The file name of models. recipe_of: Returns the recipe of a
-        choice, which changes the model even without steps; None: layers without a choice stay unchanged.
+        choice; an empty choice also changes the model. None: layers that are not in the choice stay unchanged.
         """
         self._evidence, self._limit, self._judged = evidence, limit, judged
         self._name, self._progress = name, progress

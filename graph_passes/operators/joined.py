@@ -82,7 +82,7 @@ def find_gated(linears: Sequence[Linear]) -> dict[Linear, Linear]:
 
 
 def find_halves(linear: Linear) -> Halves | None:
-    """Return the halves of a layer that is a gated linear unit of its own halves, else None. Change nothing."""
+    """Return the halves of a layer if they form a gated linear unit, else None. The graph is not changed."""
     if linear.dtype != ir.DataType.FLOAT:
         return None
     found = split_in_halves(linear.output, linear.n)

@@ -64,7 +64,7 @@ class CacheUses:
     equal_rows: bool = False
     exact_keys: bool = False  # all nodes have past_exact_key, window and sinks, or no node does; needs d_sub > 0
     prompt: bool = False  # all nodes have a prompt and all inputs; past_exact_key may be a float 0 of shape [1]
-    unpack_prompt_once: bool = True  # as `unpack_once` of sparse_amx_matmul_function
+    unpack_prompt_once: bool = True  # see `unpack_once` of sparse_amx_matmul_function
 
     def inputs(self) -> tuple[str, ...]:
         """Return the inputs of the function."""

@@ -85,17 +85,17 @@ class Replacement(abc.ABC):
 
     op_type: ClassVar[str]
     input_names: ClassVar[Sequence[str]]  # names of the operator's inputs, in order
-    # Whether the operator supports fixed activation ranges and a hidden layer (hidden.py).
+    # True if the operator supports fixed activation ranges and a hidden layer (hidden.py).
     takes_ranges = False
-    # Whether the operator computes the epilogue (linear_function.py); if not, the bias is a separate node.
+    # True if the operator computes the epilogue (linear_function.py); if not, the bias is a separate node.
     has_epilogue = True
-    # Whether the operator applies thresholds to its inputs (activations.py): it has the attribute a_threshold.
+    # True if the operator applies thresholds to its inputs (activations.py): it has the attribute a_threshold.
     masks_inputs = False
     # Type in which weights that are not quantized are stored, if the operator supports several types.
     weights = "bf16"
     # Storage of the weights ("dense", "bitmap", "2:4"), if the operator supports several; None: chosen for each weight.
     storage: str | None = None
-    # Whether the operator keeps 4-bit and 8-bit integers that the model stores, and supports no other weights.
+    # True if the operator keeps 4-bit and 8-bit integers that the model stores, and supports no other weights.
     keeps_stored = False
 
     @abc.abstractmethod

@@ -1,8 +1,8 @@
 """Choose thresholds for layer inputs: an element whose magnitude is at most the threshold counts as zero.
 
 Operator MaskedMatMul (pass `replace`) applies the thresholds and skips weight rows whose input is zero. Some inputs are
-sparse anyway (threshold 0): outputs of a ReLU, also after a multiplication, a square or a reshape. Other inputs are
-made sparse by magnitude (TEAL, CATS), up to a given fraction of zeros or a given error of the layer.
+sparse without pruning, so their threshold is 0: outputs of a ReLU, also after a multiplication, a square or a reshape.
+Other inputs are made sparse by magnitude (TEAL, CATS), up to a given fraction of zeros or a given error of the layer.
 
 The pass runs the model as earlier passes left it, on all feeds. Layers that share an input share a threshold. The model
 does not change: `context.layers.thresholds` holds the thresholds, which `masked_inputs` applies for a comparison.

@@ -49,8 +49,8 @@ class PassContext:
     portable: bool = True
     dry_run: bool = False
     may_differ: bool = False  # if outputs differ much, save the model with a warning (verify/difference.py)
-    min_cosine: float | None = None  # smallest cosine of an output; None: no limit, or a search applies its own
-    optional_may_fail: bool = True  # skip a failing pass that the user did not name
+    min_cosine: float | None = None  # limit of the outputs' cosine; None: no limit, or a search checks it
+    optional_may_fail: bool = True  # if an optional pass fails (run.py), skip it instead of raising an error
     progress: Progress = no_progress
     plan: Plan = field(default_factory=Plan)  # decisions that follow from the recipe's options
     layers: Layers = field(default_factory=Layers)

@@ -1,4 +1,4 @@
-"""Store word embedding tables in int8 or int4, with about the error of layers in the same format.
+"""Store word embedding tables in int8 or int4, with about the same error as linear layers in that format.
 
 8-bit tables have one scale per row, or group scales if an output head that may share the table has them. 4-bit tables
 have scales and zero points in groups of 32, chosen by method mse. Standard operators read the rows

@@ -195,7 +195,7 @@ def test_a_budget_that_nothing_meets_gives_the_original(inject: Callable[..., An
     report = auto(model, budget=1.0)
     assert report.auto is not None
     assert report.model == model
-    assert "no faster model is within the budget" in report.auto.outcome
+    assert "none of the models tried is within the budget" in report.auto.outcome
 
 
 def test_gives_the_original_where_its_layers_are_faster(inject: Callable[..., Any]) -> None:

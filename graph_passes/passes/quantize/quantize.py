@@ -50,7 +50,7 @@ from .fold_scales import scale_inputs
 _MIN_IMPORTANCE = np.float32(1e-3)  # importance of an input that is always 0; the mean is 1
 _MIN_ENERGY = 1e-30
 
-# Rounding without layer inputs; for gptq if inputs cannot be recorded, and for awq after scaling.
+# Functions that round without layer inputs. gptq uses one if inputs cannot be recorded, awq uses one after scaling.
 _ROUND: Mapping[str, Callable[[np.ndarray, Quantization], QuantizedMatrix]] = {
     "rtn": round_to_nearest,
     "mse": round_mse,

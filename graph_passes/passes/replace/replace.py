@@ -177,8 +177,8 @@ class ReplacePass(RecipePass):
     ) -> None:
         """Insert the operator for a layer, or for layers of one input, with the hidden layer before it.
 
-        attention: the attention that reads the outputs of three layers. halves: those of a single gated layer, which
-        the weight has in the operator's order.
+        attention: the attention that reads the outputs of three layers. halves: gate and up half of a single layer; the
+        columns of `weight` are already in the operator's order.
         """
         if attention is not None:
             epilogue = Epilogue(Activation.NONE, None, (), linears[0].output)
@@ -205,7 +205,10 @@ class ReplacePass(RecipePass):
         )
 
     def _mark(self, linears: Sequence[Linear], fused: list[str], fused_others: list[str] | None = None) -> None:
-        """Report that the layers become one node. fused: for the first layer. fused_others: for the rest."""
+        """Report that the layers become one node.
+
+        fused: names of the operators fused with the first layer. fused_others: the same for the other layers.
+        """
         for linear in linears:
             layer = self.context.layer(linear)
             layer.new_op, layer.status = self.options.op, "would replace" if self.context.dry_run else "replaced"

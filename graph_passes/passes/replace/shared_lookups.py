@@ -1,6 +1,6 @@
 """Read rows of a word table from the packed head that shares its weight, so that the weight is stored once.
 
-ONNX Runtime GenAI's model builder ties them: GatherBlockQuantized reads rows of the weight of MatMulNBits.
+ONNX Runtime GenAI's model builder shares the weight: GatherBlockQuantized reads rows of the weight of MatMulNBits.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Answers:
         optimized model, which may have more outputs.
 
         Raises:
-            VerificationError: shapes differ where they may not.
+            VerificationError: shapes differ, and the user has not allowed a difference.
         """
         # Without a pass replace there is no reference model.
         none_before = context.reference is None and context.layers.changed
@@ -114,9 +114,12 @@ class Answers:
         limits.judge_size(floats, "", advice(context), report.output_error)
 
     def _note_float(self, context: PassContext) -> frozenset[str]:
-        """Note the errors of both models against the float reference; return the outputs at which ours is smaller.
+        """Note the errors of both models against the float reference.
 
         The float reference has the original's weights in float and does not round activations.
+
+        Returns:
+            The outputs for which the optimized model has the smaller error.
         """
         originals = self.of_original.errors()
         found = {error.name: error.relative_l2 for error in context.report.rounding_error}

@@ -52,7 +52,7 @@ def verify_decoded(
         before = _of_original(context, original, calls, names)
     if calls is None or before is None:
         if not context.caches.formats and any(_reads_past(one) for one in feeds):
-            return None  # float caches, which the feeds have read
+            return None  # all caches are float, and the feeds have already read them
         context.note(
             "the cache was not verified by decoding: the feeds have fewer than two tokens, or inputs besides tokens, "
             "mask, positions and cache, or the model has fixed shapes"

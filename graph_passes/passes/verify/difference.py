@@ -1,9 +1,9 @@
 """Limit how much an optimized model may differ if the user has not named a target format.
 
 Then weights that the model stores as integers are kept, so its answers should be those of these weights. The model is
-saved only if each output agrees with the original, or with the original's dequantized weights in float, or is much
-closer to the latter than the original is. Outputs whose shapes differ, such as speech of another length, cannot be
-compared.
+saved only if each output has a cosine similarity of at least context.min_cosine to the original's output, or to that of
+the original with dequantized weights (the float reference), or if the optimized model is much closer to the float
+reference than the original is. Outputs whose shapes differ, such as speech of another length, cannot be compared.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def accept_shapes(
 
 
 def judge_agreement(context: PassContext, floats: Sequence[OutputDeviation], closer: Set[str]) -> None:
-    """Check that the cosine of each float output with the original is at least context.min_cosine.
+    """Check that each float output has a cosine similarity of at least context.min_cosine to the original's.
 
     closer: outputs at which the optimized model is closer than the original to the original's weights in float.
 

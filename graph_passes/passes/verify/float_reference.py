@@ -1,8 +1,8 @@
 """Run a model with its stored integer weights dequantized to float, as a reference for original and optimized model.
 
 ONNX Runtime rounds the inputs of such layers to int8, per batch (DynamicQuantizeLinear) or per block (accuracy_level 4
-of MatMulNBits). Our operators round them per row. No variant is exact, so both errors are measured against float
-products.
+of MatMulNBits). Our operators round them per row. No variant is exact, so the errors of both models are measured
+against float products.
 """
 
 from __future__ import annotations

@@ -16,19 +16,22 @@ from ortolan.errors import VerificationError
 from ...report.optimization import OutputDeviation
 from ..context import PassContext
 
-# Bound against the model before its layers were replaced, as a multiple of the layers' total rounding error.
+# Bound on the error against the model before its layers were replaced, as a multiple of the layers' total rounding
+# error.
 ROUNDING_FACTOR = 9.0
-# Bound of a token decoded from a cache, as a multiple of the total error of the replaced attentions.
+# Bound on the error of a token decoded from a cache, as a multiple of the total error of the replaced attentions.
 DECODE_FACTOR = 2.0
-# Tolerance between kernels and the portable form: they sum in different orders, so a few values round differently.
+# Largest relative error between outputs of kernels and of the portable form. The two sum in different orders, so a few
+# values round differently.
 PORTABLE_ERROR = 5e-2
-# Bound between kernels and the portable form, as a multiple of the layers' total rounding error: once a few values
-# differ, the two round independently.
+# Bound on the error between kernels and the portable form, as a multiple of the layers' total rounding error: once a
+# few values differ, the two round independently.
 PORTABLE_FACTOR = 3.0
-# The same bound for decoded tokens, as a multiple of the error of key codes: the kernel's scores are sums of 8-bit
-# values.
+# The same bound for tokens decoded from a cache, as a multiple of the error of key codes: the kernel's scores are sums
+# of 8-bit values.
 TABLE_FACTOR = 1.0
-# Smallest cosine between kernels and the portable form. A larger error bound lowers it to the implied cosine.
+# Smallest cosine similarity between an output of kernels and that of the portable form. A larger error bound lowers
+# this limit to the cosine that the error implies.
 PORTABLE_COSINE = 0.998
 # Bound of the error from input thresholds, as a multiple of their cost: two models that drop elements independently are
 # sqrt 2 times as far apart.
@@ -69,7 +72,8 @@ class Limits:
         """Return the bounds of error and cosine of the portable form. decoded: the error of decoded tokens."""
         rounding = {error.name: error.relative_l2 for error in self.context.report.rounding_error}
         layers = PORTABLE_FACTOR * self._rounding_of_layers()
-        # If both round independently, they differ from each other more than from the reference.
+        # If kernels and the portable form round independently, they differ more from each other than from the
+        # reference.
         bound = max(PORTABLE_ERROR, 2 * rounding.get(name, 0.0), layers, TABLE_FACTOR * decoded)
         bound = max(bound, self.by_masks.get(name, 0.0))
         return bound, min(PORTABLE_COSINE, 1 - bound * bound)

@@ -45,7 +45,7 @@ from .padding import verify_padding
 from .portable import verify_portable
 
 TIMED_SECONDS = 2.0
-_FEW_TOKENS = 4  # short calls read their own keys from the cache too
+_FEW_TOKENS = 4  # largest number of tokens of a call that reads its own keys from the cache
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ A quantized weight is scale t + minimum, with an integer t in low … low + widt
 zero points, low is -zero. For given t, the best scale and minimum are a weighted least squares fit; for a given scale
 and minimum, the best t is the nearest. The search alternates between the two from several starts, and each column takes
 the best grid seen, with scale and minimum in stored precision. Round to nearest is one of the starts, so the result is
-never worse. The others are
+never worse. The other starts are
 
     minimum, zero points    the range of the group, a wider one, or the range with a fraction cut off at either end
     fractions               as for minimums; the zero points found are then rounded to sixteenths
