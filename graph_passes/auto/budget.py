@@ -42,7 +42,8 @@ class Limit:
 
     Attributes:
         kind: "cosine", "perplexity", "divergence" (perplexity of the original's own next tokens), "bytes", "function".
-        number: The smallest cosine, the largest relative increase of perplexity, or the largest number of bytes.
+        number: The limit: the least cosine similarity to the original, the largest relative increase of perplexity, or
+        the largest number of bytes.
         accepts: The user's function, for kind "function".
     """
 

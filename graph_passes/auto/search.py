@@ -287,7 +287,7 @@ class Search:
             else:
                 why = (
                     f"no model within the budget is {_GAIN:g}x as fast as the original in the mean over the shapes "
-                    "and slower at none of them"
+                    "without being slower at any shape"
                 )
             report.outcome = f"the model is unchanged: {why} ({report.budget})"
             report.after = list(report.before)
@@ -305,7 +305,7 @@ class Search:
 
 
 def _may_hold_products(model: ir.Model) -> bool:
-    """Return True if the model has matrix products, or functions or operators of other domains, which may contain some."""
+    """Return True if the model has matrix products, or may have some in functions or operators of other domains."""
     nodes = list(model.graph.all_nodes())
     return bool(model.functions) or any(
         node.domain not in DEFAULT_DOMAINS or node.op_type in _PRODUCTS for node in nodes

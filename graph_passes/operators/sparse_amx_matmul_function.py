@@ -127,8 +127,8 @@ class _Weight:
         # In 2:4 storage, a row holds one quad of each column.
         self._row_inputs = self._by_storage(body.integer(QUAD), inputs_of_rows)
         self._panels = body.divided_up(self._n, body.integer(PANEL_COLUMNS))
-        # Rows are handled in fours, because int4 formats store two rows (in 2:4 storage two rows of quads) in the same
-        # bytes.
+        # Rows are handled four at a time, because int4 formats store two rows (in 2:4 storage two rows of quads) in the
+        # same bytes.
         self._by_fours = body.shape(self._panels, -1, 2, 2, PANEL_COLUMNS, self._row_inputs)
 
     def matrix(self) -> ir.Value:

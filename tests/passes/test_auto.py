@@ -175,7 +175,7 @@ def test_nothing_is_fitted_to_the_feeds_that_judge(inject: Callable[..., Any]) -
     weights = [{tensor.name: tensor.raw_data for tensor in model.graph.initializer} for model in models]
     assert weights[0] == weights[1]
     inside = auto(budget=0.5, calibration=many_feeds(0)[:3])
-    assert "fitted to; 4 or more feeds or texts give a better" in inside.auto.budget
+    assert "fitted to; 4 or more feeds or texts give" in inside.auto.budget
 
 
 def test_smaller_budgets_choose_more_exact_forms(inject: Callable[..., Any]) -> None:

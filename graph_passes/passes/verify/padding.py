@@ -18,7 +18,7 @@ _TOLERANCE = 1e-2
 
 
 def verify_padding(context: PassContext, optimized: Any, feeds: Feeds, names: list[str]) -> None:
-    """Compare a shortened sequence of these feeds, run alone, with the same one padded in a batch with the full one.
+    """Compare a shortened sequence run alone with the same sequence padded in a batch with a full sequence.
 
     Models with other inputs, or with fixed batch sizes, are not checked.
 
