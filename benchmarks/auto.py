@@ -49,9 +49,9 @@ DECODERS = ("stories15m", "smollm2-135m-instruct")
 QUICK = (ENCODERS[0], DECODERS[0])
 ENCODER_SHAPES, DECODER_SHAPES = ((1, 128), (1, 16)), ((1, 1),)
 ORIGINAL, INT8, NBITS, AUTO = "original", "ORT dynamic int8", "ORT MatMulNBits", "auto"
-PERPLEXITY = 0.02  # budget of decoders: largest relative increase
+PERPLEXITY = 0.02  # budget of decoders: largest relative increase of perplexity
 _PAST = 128
-_BLOCK, _ACCURACY = 32, 4  # of MatMulNBits: block size, and its fastest accuracy_level
+_BLOCK, _ACCURACY = 32, 4  # block size of MatMulNBits, and its fastest accuracy_level
 _SCORED = 4  # index of the scored sentence in every five; the other four calibrate
 _WINDOW = 128  # tokens of a text sampled from a decoder
 _SECONDS, _QUICK_SECONDS = 8.0, 2.0  # per shape
@@ -65,10 +65,10 @@ class Variant:
     threads: int
     name: str
     megabytes: float
-    times: dict[str, Timing]  # by "batch x tokens"
+    times: dict[str, Timing]  # maps "batch x tokens" to times
     speedups: dict[str, float]  # speedup over the original, by the fastest runs
-    cosine: float  # of a decoder's logits, or an encoder's worst output
-    perplexity: float | None  # relative increase; only decoders
+    cosine: float  # similarity to the original: of a decoder's logits, or of an encoder's worst output
+    perplexity: float | None  # relative increase of perplexity; None for encoders
 
     def to_dict(self) -> dict[str, Any]:
         """Return the variant as plain values."""

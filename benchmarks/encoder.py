@@ -43,8 +43,8 @@ from .result import versions_line
 from .variants import file_megabytes, read_recipes, session_options
 
 PUBLISHED = ("all-minilm-l6-v2", "all-mpnet-base-v2")
-MAX_TOKENS = 512  # the limit of all these models
-RANDOM = "bert-base"  # a model of this shape with random weights
+MAX_TOKENS = 512  # the longest text of all these models
+RANDOM = "bert-base"  # name of a model with the shape of BERT-base and random weights
 RECIPES = (":sparsity=0.8,pattern=4x1", ":sparsity=0.8,pattern=4x1,ranges=true")
 SHAPES = ((1, 16), (1, 128), (8, 64), (1, 256))  # batch, tokens
 FP32, INT8, ADOPTED = "ORT fp32", "ORT int8", "ORT int8, adopted"

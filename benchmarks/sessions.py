@@ -30,7 +30,7 @@ from .result import versions_line
 from .variants import file_megabytes, read_recipe, session_options
 
 WIDTH, INNER = 1024, 4096
-ROWS = 64  # of input per session
+ROWS = 64  # rows of input per session
 _FIELDS = ("Pss", "Rss", "Anonymous")
 
 

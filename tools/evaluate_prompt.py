@@ -3,7 +3,8 @@
 python -m tools.evaluate_prompt --model smollm2-135m-instruct [--text FILE] [--windows N] [--run N]
 
 Each window of the text (by default, text sampled from the model) begins with the prompt; its other tokens are scored.
-The table is computed with float caches: those of the prompt are pruned as by the pass, those of later tokens are exact.
+The table is computed with float caches: the cache of the prompt is pruned as the pass does, the cache of later tokens
+is exact.
 NoMADAttention additionally rounds queries and attention weights to bfloat16: --run N scores N windows with it, token by
 token.
 """

@@ -28,7 +28,7 @@ STANDS_OUT = 0.95
 _AGAIN_IF_SLOW, _AGAIN_IF_FAST = 2, 1
 _WARM_UP_SECONDS = 0.03
 _TURN_SECONDS = 0.06
-_ROW_SECONDS = 4.0  # limit for all turns of a row, by fewer rounds
+_ROW_SECONDS = 4.0  # limit for all turns of a row; slow rows get fewer rounds
 _FEWEST_ROUNDS = 4
 _SHORTEST_TIME = 5e-5  # shorter calls are timed together, because reading the clock takes time
 _LONG_CALL = 1e-3
@@ -39,7 +39,7 @@ _FEEDS = "feeds.npz"
 
 @dataclass(frozen=True)
 class Pace:
-    """The number of turns of each library per row, and their seconds.
+    """The number of turns of each library per row, and the seconds of warm-up and timing in a turn.
 
     `repeats`: measure rows again whose ratio is far from 1.
     """

@@ -224,7 +224,7 @@ _CALL = (64, 64)
 
 
 def _call() -> list[Work]:
-    """Return one row by 64 x 64 weights, which shows a call's overhead, as the only node and among other nodes."""
+    """Return products of one row and 64 x 64 weights, to show a call's overhead: one node alone, and many nodes."""
     k, n = _CALL
     makers: dict[str, Callable[[], Layer]] = {
         "SparseAMXMatMul bf16": partial(sparse_layer, "bf16", k, n, None),

@@ -18,7 +18,7 @@ from .result import Row, Speed
 
 WORKERS = Path(__file__).parent.with_name("workers")
 _LEAST_ROUNDS = 3
-_WARM_UP_SECONDS = 0.3  # per turn; OpenMP threads of the previous turn spin for less time
+_WARM_UP_SECONDS = 0.3  # per turn: longer than OpenMP threads of the previous turn spin
 _TURN_SECONDS, _MOST_PASSES = 0.2, 200  # seconds and most passes per turn; the first turn is one pass
 
 

@@ -268,7 +268,7 @@ def _mistralrs(job: Job, source: Source) -> Iterator[Configuration]:
 
 
 def judge_for(source: Source) -> Judge:
-    """Return the judge of perplexity."""
+    """Return a function that measures the perplexity of a configuration."""
     original: list[float] = []
     by_format: dict[str, float] = {}  # perplexities of llama.cpp's formats
 

@@ -1,8 +1,8 @@
 """Batches of token ids that encoders are timed on, and the quality of their vectors.
 
-Works: shapes of random words, such as "8x64" (texts x tokens); "mixed 8-256", random words of 8 to 256 tokens
-(uniform), and "STS-B", sentences of its file, both in batches in the given order. "…, sorted" sorts the texts by length
-first.
+Each kind of work has a name. "8x64" is 8 texts of 64 tokens, random words. "mixed 8-256" is texts of 8 to 256 random
+words, with uniformly distributed lengths; "STS-B" is sentences of the STS-B file. Both are batched in the given order,
+or sorted by length first if the name ends in ", sorted".
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .comparison import Job, Work
 from .configuration import Configuration
 
 BATCH = 32
-TEXTS = 64  # in works with texts of several lengths
+TEXTS = 64  # number of texts, if their lengths differ
 UNIT = "texts/s"
 SORTED = ", sorted"
 MIXED, STS = "mixed 8-256", "STS-B"
@@ -113,7 +113,8 @@ class Answers(Protocol):
 class EncoderJudge:
     """The quality of an encoder: the mean cosine to the first configuration's vectors, which are computed in fp32.
 
-    The sentences are those of the STS-B file, which also gives Spearman's correlation. Without it, they are built in.
+    With an STS-B file, its sentences are used, and Spearman's correlation is measured too. Otherwise the sentences are
+    built in.
     """
 
     def __init__(self, job: Job, encoder: Encoder, folder: Path) -> None:

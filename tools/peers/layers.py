@@ -88,7 +88,8 @@ SPARSE = (
     Variant("Ortolan sparse int8", "ortolan", 5, {"choices": {"weights": "int8", "sparsity": 0.5}}),
     Variant("Ortolan sparse int4", "ortolan", 3.1, {"choices": {"weights": "int4", "sparsity": 0.5}}),
 )
-# OpenVINO's default (bf16 on CPUs with bf16 products), and inputs rounded to int8, which is faster with few rows.
+# Maps a label to OpenVINO's settings: the default (bf16 on CPUs with bf16 instructions), or inputs rounded to int8,
+# which is faster with few rows.
 OPENVINO_PRECISIONS: Mapping[str, Mapping[str, str]] = {
     "default": {},
     "int8 inputs": {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"},

@@ -224,7 +224,7 @@ def _context_lines(model: str, rows: Sequence[Row], result: PeersResult) -> dict
 
     The row is the fastest at the second shortest context, which all runtimes reach.
 
-    Empty with fewer than two contexts.
+    The result is empty if fewer than two contexts were measured.
     """
     contexts = sorted({context for row in rows for context, _ in _by_context(row)})
     if len(contexts) < 2:
@@ -305,7 +305,7 @@ def draw_shapes(result: PeersResult, theme: Theme) -> Any:
 
 
 def _bars(rows: Sequence[Row]) -> tuple[list[str], dict[str, list[float]]]:
-    """Return the shapes, and by runtime the speedups over fp32 of its fastest row with a cosine of 0.99, or zeros."""
+    """Return the shapes, and the speedups over fp32 by runtime: of the fastest row with a cosine of 0.99, or zeros."""
     base = next((row for row in rows if row.name == _FP32), None)
     if base is None:
         return [], {}

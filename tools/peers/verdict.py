@@ -14,7 +14,7 @@ ENCODERS, SPARSE_ENCODERS, DECODERS, LAYERS = "encoders", "sparse encoders", "de
 SECTIONS = (ENCODERS, SPARSE_ENCODERS, DECODERS, LAYERS)
 
 LONG_STEP = "step at 16384"
-COSINE = 0.99  # to fp32: encoders with at least this cosine count as equal; Ortolan rows below it are not compared
+COSINE = 0.99  # to the fp32 vectors: encoders at or above it count as equal; Ortolan rows below it are not compared
 _PERPLEXITY = 1.01  # largest ratio to Ortolan's perplexity that counts as equal
 _ERROR = 1.1  # largest ratio to Ortolan's error that counts as equal
 _CHANGED = 0.05  # smallest relative change of a speed that `changes` reports
@@ -38,7 +38,7 @@ class Rule:
 
 
 def _equal_encoders(peer: Row, ours: Row) -> bool:
-    """Accept a peer by its cosine to fp32, or if its Spearman correlation is at least Ortolan's."""
+    """Return whether the peer's cosine to fp32 is high enough, or its Spearman correlation is at least Ortolan's."""
     cosine = peer.quality["cosine"] >= min(ours.quality["cosine"], COSINE)
     return cosine or peer.quality.get("Spearman", -1.0) >= ours.quality.get("Spearman", 1.0)
 

@@ -87,7 +87,10 @@ class OnnxLayers(LayersEngine):
 
 
 class OnnxRuntime(OnnxLayers):
-    """onnxruntime. form: "fp32"; "nbits", with bits and block_size; or "int8", activations and weights."""
+    """Layers in ONNX Runtime (onnxruntime).
+
+    Option `form`: "fp32"; "nbits", with `bits` and `block_size`; or "int8" (activations and weights).
+    """
 
     packages = ("onnxruntime",)
     shares = True
@@ -117,7 +120,7 @@ class OnnxRuntime(OnnxLayers):
 
 
 class Ortolan(OnnxLayers):
-    """onnxruntime, ortolan. choices: arguments of optimize_onnx."""
+    """Layers optimized by Ortolan (onnxruntime, ortolan). Option `choices`: arguments of optimize_onnx."""
 
     packages = ("ortolan", "onnxruntime")
 
@@ -175,10 +178,11 @@ def _arguments(settings: Mapping[str, Any]) -> str:
 
 
 class Torch(LayersEngine):
-    """torch, with weights and inputs in the format `form`.
+    """Layers in PyTorch (torch).
 
-    `form` is "bf16"; "packed bf16" (bf16 with weights in oneDNN's layout); "int8" (weights and activations); "int8
-    weights" (bf16 activations); or "int4" (weights in groups of `group_size`, bf16 activations).
+    Option `form`, the format of weights and inputs: "bf16"; "packed bf16" (bf16 with weights in oneDNN's layout);
+    "int8" (weights and activations); "int8 weights" (bf16 activations); or "int4" (weights in groups of `group_size`,
+    bf16 activations).
     """
 
     packages = ("torch",)
@@ -267,7 +271,7 @@ def _torch_int4(w: Any, group_size: int) -> list[Any]:
 
 
 class LlamaCpp(LayersEngine):
-    """llama-cpp-python. form: a ggml type. Weights are in the buffer type that llama.cpp would choose."""
+    """Layers in ggml (llama-cpp-python), in the buffer type that llama.cpp would choose. Option `form`: a ggml type."""
 
     packages = ("llama-cpp-python",)
     modules = ("llama_cpp",)
@@ -301,10 +305,10 @@ class LlamaCpp(LayersEngine):
 
 
 class OpenVino(LayersEngine):
-    """openvino, nncf, with weights in fp16 by default.
+    """Layers in OpenVINO (openvino, nncf), with weights in fp16 by default.
 
-    `weights` is a mode of nncf.compress_weights, with `group_size` if it has groups. `settings` are added to those of
-    compile_model.
+    Options: `weights`, a mode of nncf.compress_weights, with `group_size` if it has groups; `settings`, further
+    settings of compile_model.
     """
 
     packages = ("openvino", "nncf")
