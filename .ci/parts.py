@@ -34,7 +34,7 @@ class Part:
     code: int = 0
     seconds: float = 0.0
     total: str = ""  # pytest's last line
-    not_run: str = ""  # the reason
+    not_run: str = ""  # why the part did not run
     skipped: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)

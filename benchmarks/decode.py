@@ -240,7 +240,7 @@ def profile_table(name: str, rows: Sequence[ProfileRow], whole: float) -> Table:
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m-instruct", help="a decoder that get_model knows")
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="name of a decoder for get_model")
     parser.add_argument(
         "--attention", nargs="+", default=["gqa"], choices=["standard", "gqa"], help="attention of the graph"
     )

@@ -84,9 +84,9 @@ def compare(
 ) -> None:
     """Add a row, or the reason for its absence, for each configuration; extend existing rows by new numbers of threads.
 
-    script: The section's file in tools/workers. configurations: The first one is judged first. works: Kinds of work; the
-    load time is measured with the first. judge: Returns the qualities of an opened configuration; raises WorkerError for
-    wrong answers. openings: How often the load time is measured; 0 leaves load time and memory out.
+    script: The section's file in tools/workers. configurations: The first one is judged first. works: Kinds of work;
+    the load time is measured with the first. judge: Returns the qualities of an opened configuration; raises
+    WorkerError for wrong answers. openings: How often the load time is measured; 0 leaves load time and memory out.
     """
 
     def leave_out(name: str, error: WorkerError) -> None:
