@@ -173,7 +173,7 @@ def check_contents(uses: Iterable[CacheUse], expected: Mapping[str, np.ndarray],
         if books is None:
             size, limit = norm, _VALUE_ERROR * math.sqrt(exact.shape[2])
         else:
-            # Use the spread of these keys: it may differ from the spread of the calibration's keys.
+            # Relative to the larger of the spreads of these keys and of the calibration's keys, which may differ.
             spread = spread_of(exact)
             size = math.sqrt(exact.shape[1]) * (spread if use.spread is None else np.maximum(spread, use.spread))
             size, limit = np.maximum(size, 1e-3 * norm), _KEY_ERROR[books.shape[3]]

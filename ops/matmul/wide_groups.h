@@ -129,7 +129,7 @@ class WideGroups {
   static void Fill(const Panels& panels, Stream (&streams)[kWidePanels], Groups& groups) {
     const Layer& layer = panels.at[0].layer;
     const int64_t begin = groups.begin * layer.group_spans;
-    // The last group is followed by zero padding or by nothing.
+    // The panel may end within its last group, or continue after it with zero padding, which is not expanded.
     const int64_t end = groups.end * layer.group_spans < layer.spans ? groups.end * layer.group_spans : layer.spans;
     for (const Panel& p : panels.at) p.scales.Prefetch(groups.begin, groups.end);
     for (int c = 0; c < kWidePanels; ++c) ExpandSpans<Weights>(streams[c], end - begin, groups.weights[c]);

@@ -91,7 +91,7 @@ def test_kernel_and_function_agree(kind: str, k: int, n: int, unpack_once: bool,
 @pytest.mark.parametrize("storage", ["dense", "bitmap"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_storages_beside_it(kind: str, storage: str) -> None:
-    """The model's function supports every storage; the tested layer does not use 2:4."""
+    """The tested layer is dense or a bitmap; the model's function supports 2:4 too (with `ALL`, every storage)."""
     rng = np.random.default_rng(1)
     both = Uses(frozenset({BITS[kind]}), dense=storage == "dense", bitmap=storage == "bitmap", two_four=True)
     for k, n in ((1, 1), (33, 17), (64, 16), (200, 33)):

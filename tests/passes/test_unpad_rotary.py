@@ -33,7 +33,7 @@ def test_heads_are_turned_on_packed_tokens(form: str) -> None:
     model = attention_model(ROTARY[form])
     unpadded = changed(fuse_and_unpad(model))
     left = op_types(unpadded)
-    # PackTokens packs x, cosine and sine; forms may share the packed angles.
+    # PackTokens packs x and either cosine and sine (3 nodes) or the angles that both are computed from (2 nodes).
     assert left.count("UnpackTokens") == 1 and left.count("PackTokens") in (2, 3)
     for mask in MASKS.values():
         feeds = encoder_feeds(model, mask)

@@ -116,7 +116,7 @@ def test_layers_of_an_encoder():
     assert len(set(names)) == len(names) == 12 + 12 + 2 * 5  # weights, biases, and two tensors per LayerNormalization
     # The hidden states that residuals also read: inputs of attention and feed-forward.
     assert [value.producer().op_type for value in hidden_states(weights)] == ["LayerNormalization"] * 4
-    with pytest.raises(ModelError, match="has no linear layer with a float32 weight"):
+    with pytest.raises(ModelError, match="has no linear layer that has a float32 weight"):
         pruned_weights(model, ("*nothing*",), (HEADS,), "m")
 
 
