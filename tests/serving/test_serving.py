@@ -323,7 +323,7 @@ def test_openais_client(cluster):
         with pytest.raises(openai.NotFoundError):
             client.files.list()
     status, said = cluster.ask("/rerank", {"query": KNOWN, "texts": [KNOWN]})
-    assert (status, said) == (422, {"error": "the model embeds texts, and was given pairs to score; give a reranker"})
+    assert (status, said) == (422, {"error": "model embeds texts and cannot score pairs; give a reranker"})
 
 
 def test_rerank(cluster):
