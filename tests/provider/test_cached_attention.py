@@ -268,7 +268,7 @@ LEFT: dict[str, tuple[onnx.NodeProto, dict[str, Any], str]] = {
     "another rank": (
         ROTARY.node(),
         {"value": (FLOAT, ["batch", 2, "rows", 16])},
-        "its value 'value' has shape [-1, 2, -1, 16], expected one of 3 axes",
+        "its value 'value' has shape [-1, 2, -1, 16], expected 3 axes",
     ),
 }
 
@@ -324,7 +324,7 @@ BAD: dict[str, tuple[Arrays, str]] = {
     ),
     "lowest": ({"lengths": np.array([-(2**31)], np.int32)}, "'lengths' is -2147483648"),
     "two lengths": ({"lengths": np.array([9, 9], np.int32)}, r"'lengths' has shape \[2\], expected \[1\]"),
-    "two totals": ({"total": np.array([9, 9], np.int32)}, r"'total' has shape \[2\], expected one number"),
+    "two totals": ({"total": np.array([9, 9], np.int32)}, r"'total' has shape \[2\], expected one integer"),
     "room for all": (
         {"total": np.array(2**31 - 1, np.int32)},
         "'total' is 2147483647, but 'past_key' holds 9 tokens and the call 1",
