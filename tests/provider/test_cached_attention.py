@@ -324,7 +324,7 @@ BAD: dict[str, tuple[Arrays, str]] = {
     ),
     "lowest": ({"lengths": np.array([-(2**31)], np.int32)}, "'lengths' is -2147483648"),
     "two lengths": ({"lengths": np.array([9, 9], np.int32)}, r"'lengths' has shape \[2\], expected \[1\]"),
-    "two totals": ({"total": np.array([9, 9], np.int32)}, r"'total' has shape \[2\], expected one integer"),
+    "two totals": ({"total": np.array([9, 9], np.int32)}, r"'total' has shape \[2\], expected one element"),
     "room for all": (
         {"total": np.array(2**31 - 1, np.int32)},
         "'total' is 2147483647, but 'past_key' holds 9 tokens and the call 1",
