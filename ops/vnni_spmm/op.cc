@@ -16,7 +16,7 @@
 namespace ortolan {
 namespace {
 
-// What a weight needs in addition to its tensors.
+// Memory of one packed weight besides its constant tensors.
 struct WeightMemory {
   AlignedConstant<int64_t> starts;
   AlignedConstant<float> scales;
