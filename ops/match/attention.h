@@ -1,0 +1,93 @@
+// Finds scaled dot-product attention in a graph, or the reason why a similar subgraph does not fit.
+//
+// Forms without a cache: decomposed, as in most exports (MatMul, scale, masks, Softmax, MatMul, with Reshapes and
+// Transposes that split and merge the heads); ONNX Runtime's MultiHeadAttention; ONNX's Attention (opset 23). Forms with
+// a KV cache: decomposed, with a Concat of the past; GroupQueryAttention; MultiHeadAttention; Attention.
+//
+// The inputs are the outputs [batch, rows, width] of the query, key and value projections; the formula is in
+// nomad_attention. If another operation changes or reads the split heads, an input has another layout.
+#pragma once
+
+#include <array>
+#include <optional>
+#include <string>
+#include <unordered_set>
+#include <variant>
+#include <vector>
+
+#include "match/dimensions.h"
+#include "match/graph.h"
+
+namespace ortolan::match {
+
+inline constexpr float kHiddenScore = -1e30f;  // a key whose mask is below this has a Softmax weight of 0
+
+// The layout of a query, key, value or output: the axes of batch, heads, rows and head width of a 4-D value, or of
+// batch, rows and the width of all heads of a 3-D value.
+enum class Layout {
+  kByRows,     // [batch, rows, width]
+  kColumns,    // [batch, width, rows]
+  kRowsFirst,  // [rows, batch, width]
+  kByHeads,    // [batch, heads, rows, head width]
+  kApart,      // [batch, rows, heads, head width]
+  kByColumns,  // [batch, heads, head width, rows]
+};
+// Names for Python and for records of compiled models, in the order of Layout.
+inline constexpr const char* kLayoutNames[] = {"by_rows", "columns", "rows_first", "by_heads", "apart", "by_columns"};
+
+// A mask of the scores: floats that are added, or booleans that add `fill` to masked keys and 0 to other keys.
+struct Mask {
+  Value value = nullptr;
+  std::optional<float> fill;  // nullopt: a float mask
+  bool hides = true;          // a boolean mask hides keys where it is true; otherwise where it is false
+  double scale = 1;           // factor of a float mask
+  int64_t heads = 0;          // number of heads if the mask is [batch x heads, queries, keys]
+  bool windows = false;       // [1, windows, 1 or heads, queries, keys], for scores [batch x windows, heads, …]
+  bool operator==(const Mask&) const = default;
+};
+
+// The cache of a cached attention. The past caches are inputs, the present caches outputs: [batch, kv_heads, tokens,
+// head width], with the new tokens appended.
+struct KvCache {
+  Value past_key = nullptr, past_value = nullptr;
+  Value present_key = nullptr, present_value = nullptr;
+  Value lengths = nullptr;  // int32 [batch], tokens of each sequence after the call minus 1; null: past + rows for all
+  Value total = nullptr;    // int32, one element: minimum length of the present caches; may be null
+  Value cos = nullptr, sin = nullptr;  // tables of the rotary embedding, [positions, head width / 2]; may be null
+  bool interleaved = false;
+};
+
+struct Attention {
+  const Node* node = nullptr;  // the Softmax or the attention operator
+  // key and value are null if `query` contains all three (only with a cache).
+  std::array<Value, 3> inputs{};  // query, key, value
+  std::array<Layout, 3> layouts{};
+  int64_t heads = 0;
+  int64_t kv_heads = 0;
+  int64_t head_dim = 0;
+  double scale = 0;          // 0: 1 / sqrt(head width)
+  std::vector<Mask> masks;   // the sum of all masks is added to the scores
+  bool causal = false;
+  bool zero_hidden_rows = false;   // fully masked rows give zeros instead of NaN
+  std::optional<KvCache> cache;
+  Value output = nullptr;          // [batch, rows, width], or [batch, heads, rows, head width]
+  Layout output_layout = Layout::kByRows;
+  std::vector<const Node*> products;  // the two MatMuls of decomposed attention: scores, context
+  std::vector<const Node*> nodes;     // nodes that one operator replaces, in graph order
+};
+
+// A node of a subgraph that resembles attention, with the reason why it does not fit.
+struct NotAttention {
+  const Node* node = nullptr;
+  Reason reason;
+  bool cached = true;  // false: FindCachedAttentions found no KV cache
+};
+
+using FoundAttention = std::variant<Attention, NotAttention>;
+
+// Return attention without a cache and similar subgraphs, in graph order.
+std::vector<FoundAttention> FindAttentions(const Dimensions& dims);
+// Return cached attention and similar subgraphs, in graph order.
+std::vector<FoundAttention> FindCachedAttentions(const Dimensions& dims);
+
+}  // namespace ortolan::match

@@ -1,0 +1,120 @@
+// Shared parts of the attention rules (attention.cc, cached_attention.cc): a matcher around one Softmax, and functions
+// that follow queries, keys, values and the output through views.
+//
+// Queries, keys and values are followed from the attention's MatMul back to the output of their projection. The output
+// is followed forward until its heads are merged.
+#pragma once
+
+#include <initializer_list>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "match/attention.h"
+#include "match/views.h"
+
+namespace ortolan::match {
+
+using NodeSet = std::unordered_set<const Node*>;
+
+// Queries, keys or values; normally the output of their projection, before it is split into heads.
+struct Operand {
+  Value base = nullptr;
+  Dim batch, rows;
+  int64_t heads = 0;
+  int64_t head_dim = 0;
+  double scale = 1;  // factor that is applied between `base` and the MatMul
+  Layout layout = Layout::kByRows;
+};
+
+struct Chain {
+  std::vector<const Node*> nodes;  // the nodes passed, from the last to the first
+  double scale = 1;                // product of the constants
+  Value value = nullptr;           // the value reached
+};
+
+// Follow a value back through standard operators of the types `views`, Identity, Cast to the same type, and
+// multiplications by a constant. alone: stop at a value with several consumers.
+Chain ThroughViews(const Dimensions& dims, Value value, std::span<const std::string_view> views, bool alone = false);
+
+// Follow split heads [batch, heads, rows, head_dim] back to the output [batch, rows, width] of their projection, and add
+// the nodes passed to `nodes`. transposed: the heads are [batch, heads, head_dim, rows]. Throws RefusedError.
+Operand SplitOperand(const Dimensions& dims, Value value, const char* meaning, NodeSet& nodes, bool transposed = false);
+
+// Return the operand of an attention operator that reads [batch, rows, width] and splits the heads itself.
+Operand WholeOperand(const Dimensions& dims, Value value, const char* meaning, int64_t heads);
+
+// Follow the output [batch, heads, rows, head_dim] forward to the value [batch, rows, width] with merged heads.
+Value MergedHeads(const Dimensions& dims, Value value, const Operand& query, NodeSet& nodes);
+
+// Check that a mask broadcasts against the scores, and its type.
+void CheckMask(const Dimensions& dims, const Mask& mask, const DimShape& scores);
+
+// Check that only `nodes` read the values that will be removed; graph outputs in `kept` are exempt. Other nodes whose
+// results only removed nodes read, such as shape computations, are added to `nodes`. Throws RefusedError, also if one
+// of `inputs` is computed by `nodes`.
+void CheckUses(const Dimensions& dims, NodeSet& nodes, Value output, std::span<const Value> inputs,
+               std::span<const Value> kept = {});
+
+// Return the mask before it is expanded to the shape of the scores, which broadcasting does anyway.
+Value BeforeExpand(const Dimensions& dims, Value value);
+
+// Return the `scale` attribute of an attention operator; 0 if it has none.
+double ScaleAttribute(const Node& node);
+
+// Return nodes of the set in graph order.
+std::vector<const Node*> InGraphOrder(const NodeSet& nodes);
+
+// Matcher of decomposed attention around one Softmax.
+class Decomposed {
+ public:
+  Decomposed(const Dimensions& dims, const Node& softmax);
+
+  // The two products; nullopt if the Softmax has another purpose, such as a classifier's.
+  struct Products {
+    const Node* scores = nullptr;   // the MatMul of queries and keys
+    const Node* context = nullptr;  // the MatMul of weights and values
+    bool zero_hidden_rows = false;  // NaN values of the Softmax are replaced by zeros
+  };
+  // Find the products, check the Softmax's axis, and add the nodes between them to nodes().
+  std::optional<Products> FindProducts();
+
+  struct Scores {
+    std::vector<Mask> masks;  // in the order in which the model adds them
+    double scale = 1;
+  };
+  // Read the masks between scores and Softmax, and the scale of the scores.
+  Scores ReadScores(const Products& products);
+
+  struct Visible {
+    Value product = nullptr;  // output of the context MatMul, or of the Where after it
+    std::vector<Mask> masks;
+    bool zeroed = false;  // a Where sets fully masked rows of the output to zero
+  };
+  // Exports of transformers 5 set fully masked rows of the output to zero. The returned mask is then boolean.
+  Visible WithoutHiddenRows(const Products& products, std::vector<Mask> masks);
+
+  NodeSet& nodes() { return nodes_; }
+
+  // Match attention without a cache. by_heads: the operands taken as split heads instead of the output of their
+  // projection; see attention.cc. nullopt if the Softmax has another purpose. Throws RefusedError.
+  struct ByHeads {
+    bool query = false, key = false, value = false, output = false;
+    bool single = false;  // batch and heads are one axis, which is kept
+  };
+  std::optional<Attention> Match(const ByHeads& by_heads);
+
+ private:
+  friend struct DecomposedRules;  // the private functions, in decomposed.cc
+
+  const Dimensions& dims_;
+  const Node& softmax_;
+  NodeSet nodes_;
+  std::unordered_map<Value, const Node*> found_;  // scores behind a value
+};
+
+}  // namespace ortolan::match
