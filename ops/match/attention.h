@@ -1,8 +1,8 @@
 // Finds scaled dot-product attention in a graph, or the reason why a similar subgraph does not fit.
 //
 // Forms without a cache: decomposed, as in most exports (MatMul, scale, masks, Softmax, MatMul, with Reshapes and
-// Transposes that split and merge the heads); ONNX Runtime's MultiHeadAttention; ONNX's Attention (opset 23). Forms with
-// a KV cache: decomposed, with a Concat of the past; GroupQueryAttention; MultiHeadAttention; Attention.
+// Transposes that split and merge the heads); ONNX Runtime's MultiHeadAttention; ONNX's Attention (opset 23). Forms
+// with a KV cache: decomposed, with a Concat of the past; GroupQueryAttention; MultiHeadAttention; Attention.
 //
 // The inputs are the outputs [batch, rows, width] of the query, key and value projections; the formula is in
 // nomad_attention. If another operation changes or reads the split heads, an input has another layout.
@@ -68,12 +68,12 @@ struct Attention {
   int64_t heads = 0;
   int64_t kv_heads = 0;
   int64_t head_dim = 0;
-  double scale = 0;          // 0: 1 / sqrt(head width)
-  std::vector<Mask> masks;   // the sum of all masks is added to the scores
+  double scale = 0;         // 0: 1 / sqrt(head width)
+  std::vector<Mask> masks;  // the sum of all masks is added to the scores
   bool causal = false;
-  bool zero_hidden_rows = false;   // fully masked rows give zeros instead of NaN
+  bool zero_hidden_rows = false;  // fully masked rows give zeros instead of NaN
   std::optional<KvCache> cache;
-  Value output = nullptr;          // [batch, rows, width], or [batch, heads, rows, head width]
+  Value output = nullptr;  // [batch, rows, width], or [batch, heads, rows, head width]
   Layout output_layout = Layout::kByRows;
   std::vector<const Node*> products;  // the two MatMuls of decomposed attention: scores, context
   std::vector<const Node*> nodes;     // nodes that one operator replaces, in graph order

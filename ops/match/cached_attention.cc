@@ -88,7 +88,7 @@ Attention GroupQuery(const Dimensions& dims, const Node& node) {
   static constexpr std::array kOthers = {"position_ids", "attention_bias", "head_sink"};
   for (size_t i = 9; i < node.inputs().size(); ++i) {
     if (!node.Has(i)) continue;
-    Refuse(ReasonCode::kCachedInput, i < 9 + kOthers.size() ? kOthers[i - 9] : std::to_string(i));
+    Refuse(ReasonCode::kHasInput, i < 9 + kOthers.size() ? kOthers[i - 9] : std::to_string(i));
   }
   Attention found;
   found.cache = CacheOf(node.Input(3), node.Input(4), node.Output(1), node.Output(2));
@@ -121,7 +121,7 @@ Attention MultiHead(const Dimensions& dims, const Node& node) {
   found.cache = CacheOf(node.Input(6), node.Input(7), node.Output(1), node.Output(2));
   static constexpr std::pair<size_t, const char*> kOthers[] = {
       {3, "bias"}, {4, "key_padding_mask"}, {8, "past_sequence_length"}, {9, "cache_indirection"}};
-  for (const auto& [index, meaning] : kOthers) Expect(!node.Has(index), ReasonCode::kCachedInput, meaning);
+  for (const auto& [index, meaning] : kOthers) Expect(!node.Has(index), ReasonCode::kHasInput, meaning);
   Expect(node.Output(3) == nullptr, ReasonCode::kCachedScores);
   for (size_t i = 0; i < 3; ++i) {
     found.inputs[i] = node.Input(i);
@@ -147,8 +147,8 @@ struct PastOperand {
 PastOperand ReadPast(const Dimensions& dims, Value value, const char* meaning, NodeSet& nodes,
                      bool transposed = false) {
   const Chain chain = ThroughViews(dims, value, kViews);
-  const Node* const concat = dims.graph().Maker(chain.value);
-  const Value past = concat != nullptr && concat->IsStandard("Concat") ? concat->Input(0) : nullptr;
+  const Node* const concat = MakerOf(dims.graph(), chain.value, "Concat");
+  const Value past = concat == nullptr ? nullptr : concat->Input(0);
   Expect(past != nullptr && past->is_input, ReasonCode::kNotFromCache, meaning, Quoted(chain.value));
   Value present = concat->Output(0);
   for (auto node = chain.nodes.rbegin(); node != chain.nodes.rend(); ++node) {
@@ -161,15 +161,15 @@ PastOperand ReadPast(const Dimensions& dims, Value value, const char* meaning, N
   const int64_t axis = concat->Int("axis", 0);
   Expect(axis == 2 || axis == -2, ReasonCode::kCachedAxis, Described(*concat), meaning);
   const std::optional<int64_t> kv_heads = SizeAt(shape, 1), head_dim = SizeAt(shape, 3);
-  Expect(kv_heads.value_or(0) > 0 && head_dim, ReasonCode::kCachedHeadsOf, meaning);
+  Expect(kv_heads.value_or(0) > 0 && head_dim, ReasonCode::kHeadsUnknown, meaning);
   TensorView view(*shape);
   for (auto node = chain.nodes.rbegin(); node != chain.nodes.rend(); ++node) {
     const bool is_factor = (*node)->IsStandard("Mul") || (*node)->IsStandard("Div") || dims.ChangesNothing(**node);
-    Expect(is_factor || view.Apply(**node, dims), ReasonCode::kCachedView, Described(**node), meaning);
+    Expect(is_factor || view.Apply(**node, dims), ReasonCode::kOperandView, Described(**node), meaning);
   }
   view.SplitSequences();
   const std::optional<int64_t> heads = view.rank() == 4 ? view.Size(1) : std::nullopt;
-  Expect(heads && *heads % *kv_heads == 0, ReasonCode::kCachedHeadsOf, meaning);
+  Expect(heads && *heads % *kv_heads == 0, ReasonCode::kHeadsUnknown, meaning);
   TensorView expected(*shape);
   expected.Repeat(1, *heads / *kv_heads);
   if (transposed) expected.Permute(std::array<size_t, 4>{0, 1, 3, 2});
@@ -185,7 +185,7 @@ Attention OnnxAttention(const Dimensions& dims, const Node& node, NodeSet& nodes
   if (!node.Has(4) && node.Output(1) == nullptr && dims.Rank(node.Input(1)) == 4) {
     const PastOperand key = ReadPast(dims, node.Input(1), "key", nodes);
     const PastOperand value = ReadPast(dims, node.Input(2), "value", nodes);
-    Expect(key.scale == 1 && value.scale == 1, ReasonCode::kCachedScaled, "inputs");
+    Expect(key.scale == 1 && value.scale == 1, ReasonCode::kScaledInputs);
     found.inputs = {node.Input(0), key.added, value.added};
     found.cache = CacheOf(key.past, value.past, key.present, value.present);
   } else {
@@ -193,7 +193,7 @@ Attention OnnxAttention(const Dimensions& dims, const Node& node, NodeSet& nodes
   }
   for (const char* const name : {"softcap", "qk_matmul_output_mode"}) CheckOff(node, name);
   Expect(node.Output(3) == nullptr, ReasonCode::kCachedScores);
-  Expect(!node.Has(6), ReasonCode::kCachedInput, "nonpad_kv_seqlen");
+  Expect(!node.Has(6), ReasonCode::kHasInput, "nonpad_kv_seqlen");
   const std::optional<DimShape> shape = dims.ShapeOf(node.Input(0));
   const size_t rank = shape ? shape->size() : 0;
   for (const Value input : found.inputs) {
@@ -234,8 +234,7 @@ Operand ReadQuery(const Dimensions& dims, Value value, NodeSet& nodes) {
   } catch (const RefusedError&) {
     Chain chain = ThroughViews(dims, value, {});
     value = chain.value;
-    const Node* const merge = dims.graph().Maker(value);
-    if (merge != nullptr && merge->IsStandard("Reshape")) {  // merges batch and heads to one axis
+    if (const Node* const merge = MakerOf(dims.graph(), value, "Reshape")) {  // merges batch and heads to one axis
       const auto before = dims.ShapeOf(merge->Input(0)), after = dims.ShapeOf(value);
       const bool merges = before && before->size() == 4 && after && after->size() == 3 &&
                           std::equal(before->begin() + 2, before->end(), after->begin() + 1);
@@ -286,7 +285,7 @@ std::optional<Attention> FromSoftmax(const Dimensions& dims, const Node& softmax
     Expect(one->heads == query.heads || one->heads == 1, ReasonCode::kCachedRepeated, query.heads, key.heads,
            value.heads);
   }
-  Expect(value.scale == 1, ReasonCode::kCachedScaled, "values");
+  Expect(value.scale == 1, ReasonCode::kScaledValues);
   Attention found;
   found.inputs[0] = query.base;
   found.inputs[1] = Folded(dims, key.added, kRoles[1], nodes);

@@ -41,8 +41,8 @@ struct Chain {
 // multiplications by a constant. alone: stop at a value with several consumers.
 Chain ThroughViews(const Dimensions& dims, Value value, std::span<const std::string_view> views, bool alone = false);
 
-// Follow split heads [batch, heads, rows, head_dim] back to the output [batch, rows, width] of their projection, and add
-// the nodes passed to `nodes`. transposed: the heads are [batch, heads, head_dim, rows]. Throws RefusedError.
+// Follow split heads [batch, heads, rows, head_dim] back to the output [batch, rows, width] of their projection, and
+// add the nodes passed to `nodes`. transposed: the heads are [batch, heads, head_dim, rows]. Throws RefusedError.
 Operand SplitOperand(const Dimensions& dims, Value value, const char* meaning, NodeSet& nodes, bool transposed = false);
 
 // Return the operand of an attention operator that reads [batch, rows, width] and splits the heads itself.

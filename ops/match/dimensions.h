@@ -1,8 +1,8 @@
 // Symbolic inference of the shapes and element types of a graph's values, and of the integers that shapes are computed
 // from.
 //
-// Exports write `x.view(batch, length, heads, -1)` as a chain of Shape, Gather, Concat and Reshape. Dimensions evaluates
-// such chains: a dimension is an integer, or a symbol that equals only itself (dim.h).
+// Exports write `x.view(batch, length, heads, -1)` as a chain of Shape, Gather, Concat and Reshape. Dimensions
+// evaluates such chains: a dimension is an integer, or a symbol that equals only itself (dim.h).
 #pragma once
 
 #include <optional>

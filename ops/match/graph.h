@@ -1,6 +1,6 @@
 // A model graph as the pattern rules see it, independent of ONNX Runtime and Python. Two front ends build it:
-// provider/ort_graph.h from ONNX Runtime's graph, and src/match_bindings.cc from an onnx-ir graph. Models are untrusted:
-// rules check types and shapes before they read constants, and every search is bounded.
+// provider/ort_graph.h from ONNX Runtime's graph, and src/match_bindings.cc from an onnx-ir graph. Models are
+// untrusted: rules check types and shapes before they read constants, and every search is bounded.
 //
 // Values and nodes are compared by address. They belong to the graph and stay valid as long as it.
 #pragma once
@@ -83,13 +83,13 @@ struct DeclaredSize {
 
 struct ValueInfo {
   std::string name;
-  ElementType type = ElementType::kUndefined;       // declared or inferred by the front end
+  ElementType type = ElementType::kUndefined;      // declared or inferred by the front end
   std::optional<std::vector<DeclaredSize>> shape;  // nullopt: unknown rank
-  bool is_input = false;      // input of this graph, and not an initializer
-  bool is_output = false;     // output of this graph
-  bool is_constant = false;   // known before the model runs; callers cannot replace it
-  std::optional<Shape> constant_shape;  // shape of a constant, without reading it
-  size_t index = 0;           // number of the value in its graph, in the order of Graph::AddValue
+  bool is_input = false;                           // input of this graph, and not an initializer
+  bool is_output = false;                          // output of this graph
+  bool is_constant = false;                        // known before the model runs; callers cannot replace it
+  std::optional<Shape> constant_shape;             // shape of a constant, without reading it
+  size_t index = 0;                                // number of the value in its graph, in the order of Graph::AddValue
 };
 // A value of a graph; null for an input or output that a node leaves out.
 using Value = const ValueInfo*;
@@ -98,8 +98,23 @@ using Attribute = std::variant<int64_t, float, std::string, std::vector<int64_t>
 
 class Graph;
 
+using Attributes = std::map<std::string, Attribute, std::less<>>;
+// Graphs of If, Loop and Scan, by attribute name. They read values of the outer graph by the same address.
+using Subgraphs = std::map<std::string, std::shared_ptr<const Graph>, std::less<>>;
+
 class Node {
  public:
+  Node(std::string name, std::string domain, std::string type, Attributes attributes, std::vector<Value> inputs,
+       std::vector<Value> outputs, std::vector<Value> implicit_inputs = {}, Subgraphs subgraphs = {})
+      : name_(std::move(name)),
+        domain_(std::move(domain)),
+        type_(std::move(type)),
+        attributes_(std::move(attributes)),
+        subgraphs_(std::move(subgraphs)),
+        inputs_(std::move(inputs)),
+        outputs_(std::move(outputs)),
+        implicit_inputs_(std::move(implicit_inputs)) {}
+
   const std::string& name() const { return name_; }
   const std::string& domain() const { return domain_; }
   const std::string& type() const { return type_; }
@@ -119,9 +134,8 @@ class Node {
   std::vector<int64_t> Ints(std::string_view name) const;
   bool HasAttribute(std::string_view name) const { return attributes_.find(name) != attributes_.end(); }
   // ONNX Runtime adds missing attributes with their defaults; onnx-ir does not.
-  const std::map<std::string, Attribute, std::less<>>& attributes() const { return attributes_; }
-  // Graphs of If, Loop and Scan, by attribute name.
-  const std::map<std::string, std::shared_ptr<const Graph>, std::less<>>& subgraphs() const { return subgraphs_; }
+  const Attributes& attributes() const { return attributes_; }
+  const Subgraphs& subgraphs() const { return subgraphs_; }
 
   // Inputs that the node leaves out are null, or missing at the end.
   const std::vector<Value>& inputs() const { return inputs_; }
@@ -139,13 +153,18 @@ class Node {
   Value StoredInput(size_t index) const { return index < stored_inputs_.size() ? stored_inputs_[index] : nullptr; }
   // Return all original inputs and the values that subgraphs read.
   std::vector<Value> StoredReads() const;
+  bool IsConstant(size_t index) const;
+  // Throws RefusedError unless the input is constant and has one of these types and shapes. Empty shapes: any shape.
+  Constant ConstantInput(size_t index, const char* what, std::initializer_list<ElementType> types,
+                         const std::vector<Shape>& shapes = {}) const;
 
  private:
   friend class Graph;
+  const Graph* graph_ = nullptr;
   std::string name_, domain_, type_;
   size_t index_ = 0;
-  std::map<std::string, Attribute, std::less<>> attributes_;
-  std::map<std::string, std::shared_ptr<const Graph>, std::less<>> subgraphs_;
+  Attributes attributes_;
+  Subgraphs subgraphs_;
   std::vector<Value> inputs_, outputs_, implicit_inputs_;
   std::vector<Value> stored_inputs_, stored_implicit_inputs_;
 };
@@ -174,13 +193,7 @@ class Graph {
   // --- built by a front end: values first, then nodes in topological order, then Finish -----------------------------
 
   ValueInfo& AddValue(ValueInfo value);
-  struct NewNode {
-    std::string name, domain, type;
-    std::map<std::string, Attribute, std::less<>> attributes;
-    std::map<std::string, std::shared_ptr<const Graph>, std::less<>> subgraphs;
-    std::vector<Value> inputs, outputs, implicit_inputs;
-  };
-  const Node& AddNode(NewNode node);
+  const Node& AddNode(Node node);
   void SetOutputs(std::vector<Value> outputs) { outputs_ = std::move(outputs); }
   void SetOpset(int64_t opset) { opset_ = opset; }
   void Finish() { FindUses(); }
@@ -212,9 +225,6 @@ class Graph {
 
   // Return a constant with its data; nullopt if the value is not constant or cannot be read.
   std::optional<Constant> ConstantOf(Value value) const;
-  // Throws RefusedError unless the input is constant and has one of these types and shapes. Empty shapes: any shape.
-  Constant ConstantInput(const Node& node, size_t index, const char* what, std::initializer_list<ElementType> types,
-                         const std::vector<Shape>& shapes = {}) const;
   // Return the value of a constant float scalar.
   std::optional<float> NumberOf(Value value) const;
   bool IsConstantValue(Value value) const;
