@@ -55,6 +55,9 @@ struct KvCache {
   Value total = nullptr;    // int32, one element: minimum length of the present caches; may be null
   Value cos = nullptr, sin = nullptr;  // tables of the rotary embedding, [positions, head width / 2]; may be null
   bool interleaved = false;
+  // The reason why a pass may not change the type of the caches; nullopt: they are inputs and outputs of the graph, and
+  // no other node reads them.
+  std::optional<Reason> why_kept;
 };
 
 struct Attention {
@@ -89,5 +92,8 @@ using FoundAttention = std::variant<Attention, NotAttention>;
 std::vector<FoundAttention> FindAttentions(const Dimensions& dims);
 // Return cached attention and similar subgraphs, in graph order.
 std::vector<FoundAttention> FindCachedAttentions(const Dimensions& dims);
+// Return the head width of a cache whose shape does not state it, as in models of new ONNX Runtime GenAI builders, from
+// the width of the queries of its GroupQueryAttention; nullopt if unknown.
+std::optional<int64_t> HeadSize(const Dimensions& dims, Value past);
 
 }  // namespace ortolan::match
