@@ -11,15 +11,9 @@ namespace {
 constexpr const char* kRoles[] = {"query", "key", "value"};
 using Operands = std::array<Operand, 3>;
 
-// Operands that are taken as split heads instead of the output of their projection. Tried in this order: with the first
-// set the operator replaces most nodes, with the last one fewest.
-enum : unsigned {
-  kQuery = 1,
-  kKey = 2,
-  kValue = 4,
-  kOutput = 8,
-  kSingle = 16
-};  // kSingle: batch and heads stay one axis
+// Operands that are taken as split heads instead of the output of their projection. kSingle: batch and heads stay one
+// axis. Tried in this order: with the first set the operator replaces most nodes, with the last one fewest.
+enum : unsigned { kQuery = 1, kKey = 2, kValue = 4, kOutput = 8, kSingle = 16 };
 constexpr unsigned kByHeads[] = {0, kKey | kValue, kQuery | kKey | kValue, kQuery | kKey | kValue | kOutput,
                                  kQuery | kKey | kValue | kOutput | kSingle};
 
@@ -30,7 +24,7 @@ std::string ListOf(const Operands& operands, int64_t Operand::* number) {
 
 // Check that the shapes of queries, keys, values and masks fit, and return the attention.
 Attention Joined(const Dimensions& dims, const Node& node, const Operands& operands, std::vector<Mask> masks,
-                 bool causal) {
+                 bool causal, Executor executor) {
   const auto& [query, key, value] = operands;
   Expect(query.head_dim == key.head_dim && key.head_dim == value.head_dim, ReasonCode::kHeadDims,
          ListOf(operands, &Operand::head_dim));
@@ -39,8 +33,8 @@ Attention Joined(const Dimensions& dims, const Node& node, const Operands& opera
   // The second MatMul guarantees equal numbers of keys and values.
   Expect(SameNumber(dims, query.batch, key.batch) && SameNumber(dims, query.batch, value.batch), ReasonCode::kBatches);
   Expect(!causal || query.rows == key.rows, ReasonCode::kCausalRows);
-  const ElementType type = dims.TypeOf(query.base);
-  for (size_t i = 1; i < 3; ++i) {
+  const ElementType type = executor == Executor::kProvider ? dims.TypeOf(query.base) : ElementType::kFloat;
+  for (size_t i = 0; i < 3; ++i) {
     const ElementType other = dims.TypeOf(operands[i].base);
     Expect(other == type, ReasonCode::kOperandType, kRoles[i], Quoted(operands[i].base), NameOf(other));
   }
@@ -90,7 +84,8 @@ Operand ReadOperand(const Dimensions& dims, Value value, size_t role, unsigned b
 }
 
 // Match decomposed attention with one set of kByHeads; nullopt if the Softmax has another purpose.
-std::optional<Attention> ReadDecomposed(const Dimensions& dims, const Node& softmax, unsigned by_heads) {
+std::optional<Attention> ReadDecomposed(const Dimensions& dims, const Node& softmax, unsigned by_heads,
+                                        Executor executor) {
   Decomposed rule(dims, softmax);
   NodeSet& nodes = rule.nodes();
   const std::optional<Decomposed::Products> products = rule.FindProducts();
@@ -107,17 +102,18 @@ std::optional<Attention> ReadDecomposed(const Dimensions& dims, const Node& soft
            ReasonCode::kOneAxisMask, Quoted(mask.value));
     if (one_axis && mask.heads == 0 && shape.size() == 3 && !shape[0].Is(1)) mask.heads = query.heads;
   }
-  Decomposed::Visible visible = rule.WithoutHiddenRows(*products, std::move(masks));
+  Decomposed::Visible visible = rule.WithoutHiddenRows(*products, std::move(masks), executor);
   // With a second mask, a row may be fully masked. Its result then depends on the values of both masks, so the causal
   // mask is kept as a mask.
   const bool causal = visible.masks.size() == 1 && IsCausal(dims, visible.masks[0]);
   if (causal) visible.masks.clear();
-  Attention found = Joined(dims, softmax, operands, std::move(visible.masks), causal);
+  Attention found = Joined(dims, softmax, operands, std::move(visible.masks), causal, executor);
   // All query heads may share one key head.
   Expect(key.heads == 1 || key.heads == query.heads, ReasonCode::kKeyHeads, query.heads, key.heads);
   found.scale = scale * query.scale * key.scale;
   Expect(value.scale == 1, ReasonCode::kScaledValues);
   found.zero_hidden_rows = products->zero_hidden_rows || visible.zeroed;
+  found.zero_rows = visible.zero_rows;
   found.products = {products->scores, products->context};
   try {
     Expect((by_heads & kOutput) == 0, ReasonCode::kOneAxisOutput, Quoted(visible.product));
@@ -130,16 +126,16 @@ std::optional<Attention> ReadDecomposed(const Dimensions& dims, const Node& soft
       throw;
     }
   }
-  CheckUses(dims, nodes, found);
+  CheckUses(dims, nodes, found, executor);
   return found;
 }
 
 // The reason of a refusal is that against the first set of kByHeads.
-std::optional<Attention> FromSoftmax(const Dimensions& dims, const Node& softmax) {
+std::optional<Attention> FromSoftmax(const Dimensions& dims, const Node& softmax, Executor executor) {
   std::optional<Reason> first;
   for (const unsigned by_heads : kByHeads) {
     try {
-      return ReadDecomposed(dims, softmax, by_heads);
+      return ReadDecomposed(dims, softmax, by_heads, executor);
     } catch (const RefusedError& refusal) {
       if (!first) first = refusal.reason();
     }
@@ -156,7 +152,7 @@ void ExpectNoCache(const Dimensions& dims, const Node& node, size_t first, size_
   }
 }
 
-Attention OnnxAttention(const Dimensions& dims, const Node& node) {
+Attention OnnxAttention(const Dimensions& dims, const Node& node, Executor executor) {
   ExpectNoCache(dims, node, 4, 7);
   Expect(node.Float("softcap", 0) == 0, ReasonCode::kSoftcapAttribute);
   NodeSet nodes = {&node};
@@ -172,26 +168,29 @@ Attention OnnxAttention(const Dimensions& dims, const Node& node) {
     const bool is_bool = dims.TypeOf(node.Input(3)) == ElementType::kBool;
     masks.push_back(is_bool ? VisibleMask(node.Input(3)) : Mask{node.Input(3)});
   }
-  Attention found = Joined(dims, node, operands, std::move(masks), node.Int("is_causal", 0) == 1);
+  Attention found = Joined(dims, node, operands, std::move(masks), node.Int("is_causal", 0) == 1, executor);
   const double factor = operands[0].scale * operands[1].scale;
   found.scale = ScaleAttribute(node) * factor;
   Expect(operands[2].scale == 1 && (found.scale != 0 || factor == 1), ReasonCode::kScaledInputs);
   found.output = split ? MergedHeads(dims, node.Output(0), operands[0], nodes) : node.Output(0);
-  CheckUses(dims, nodes, found);
+  CheckUses(dims, nodes, found, executor);
   return found;
 }
 
 // Inputs: query, key, value, bias, key_padding_mask, attention_bias, past_key, past_value, past_sequence_length, …
-Attention MultiHeadAttention(const Dimensions& dims, const Node& node) {
+Attention MultiHeadAttention(const Dimensions& dims, const Node& node, Executor executor) {
   constexpr size_t kBias = 3, kKeyPadding = 4, kScoreBias = 5, kPastKey = 6;
   constexpr float kPaddingFill = -10000.0f;  // default of mask_filter_value
   ExpectNoCache(dims, node, kPastKey, kPastKey + 4);
+  for (const auto& [index, meaning] : {std::pair(kBias, "bias"), std::pair(kKeyPadding, "key_padding_mask")}) {
+    Expect(executor == Executor::kProvider || !node.Has(index), ReasonCode::kHasInput, meaning);
+  }
   const int64_t heads = node.Int("num_heads", 0);
   Operands operands;
   for (size_t i = 0; i < 3; ++i) operands[i] = WholeOperand(dims, node.Input(i), kRoles[i], heads);
   std::vector<Mask> masks;
   if (node.Has(kScoreBias)) masks.push_back({BeforeExpand(dims, node.Input(kScoreBias))});
-  Attention found = Joined(dims, node, operands, std::move(masks), node.Int("unidirectional", 0) == 1);
+  Attention found = Joined(dims, node, operands, std::move(masks), node.Int("unidirectional", 0) == 1, executor);
   found.scale = ScaleAttribute(node);
   found.output = node.Output(0);
   if (const Value padding = node.Input(kKeyPadding)) {
@@ -207,40 +206,26 @@ Attention MultiHeadAttention(const Dimensions& dims, const Node& node) {
     found.bias = node.Input(kBias);
   }
   NodeSet nodes = {&node};
-  CheckUses(dims, nodes, found);
+  CheckUses(dims, nodes, found, executor);
   return found;
 }
 
 }  // namespace
 
-std::vector<FoundAttention> FindAttentions(const Dimensions& dims) {
+std::vector<FoundAttention> FindAttentions(const Dimensions& dims, Executor executor) {
   std::vector<FoundAttention> all;
   for (const Node& node : dims.graph().nodes()) {
     try {
       std::optional<Attention> found;
-      if (node.IsStandard("Softmax")) found = FromSoftmax(dims, node);
-      if (node.IsStandard("Attention")) found = OnnxAttention(dims, node);
-      if (node.Is("com.microsoft", "MultiHeadAttention")) found = MultiHeadAttention(dims, node);
+      if (node.IsStandard("Softmax")) found = FromSoftmax(dims, node, executor);
+      if (node.IsStandard("Attention")) found = OnnxAttention(dims, node, executor);
+      if (node.Is("com.microsoft", "MultiHeadAttention")) found = MultiHeadAttention(dims, node, executor);
       if (found) all.emplace_back(std::move(*found));
     } catch (const RefusedError& refusal) {
       all.emplace_back(NotAttention{&node, refusal.reason()});
     }
   }
   return all;
-}
-
-std::optional<Reason> WhyNotInFiles(const Dimensions& dims, const Attention& found) {
-  for (size_t i = 0; i < 3; ++i) {
-    const ElementType type = found.inputs[i] == nullptr ? ElementType::kFloat : dims.TypeOf(found.inputs[i]);
-    if (type == ElementType::kFloat) continue;
-    return Reason{ReasonCode::kOperandType, {kRoles[i], Quoted(found.inputs[i]), NameOf(type)}};
-  }
-  if (found.bias != nullptr) return Reason{ReasonCode::kHasInput, {"bias"}};
-  for (const Mask& mask : found.masks) {
-    if (mask.padding) return Reason{ReasonCode::kHasInput, {"key_padding_mask"}};
-    if (mask.truncated) return Reason{ReasonCode::kMaskInside, {}};
-  }
-  return std::nullopt;
 }
 
 }  // namespace ortolan::match

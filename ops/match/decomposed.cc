@@ -195,7 +195,8 @@ Mask Decomposed::Fill(const Node& where, size_t index) const {
   return {BeforeExpand(dims_, where.Input(0)), *fill, index == 2};
 }
 
-Decomposed::Visible Decomposed::WithoutHiddenRows(const Products& products, std::vector<Mask> masks) {
+Decomposed::Visible Decomposed::WithoutHiddenRows(const Products& products, std::vector<Mask> masks,
+                                                  Executor executor) {
   Visible found{products.context->Output(0), std::move(masks)};
   const Node* where = nullptr;
   size_t count = 0;
@@ -204,13 +205,19 @@ Decomposed::Visible Decomposed::WithoutHiddenRows(const Products& products, std:
     where = use.index == 2 ? use.node : nullptr;
     ++count;
   }
-  if (count != 1 || where == nullptr || dims_.NumberOf(where->Input(1)) != 0.0 || found.masks.size() != 1) return found;
-  const Value visible = VisibleOf(dims_, found.masks[0]);
-  if (visible == nullptr || CountedIn(dims_, where->Input(0)) != visible) return found;
+  if (count != 1 || where == nullptr || dims_.NumberOf(where->Input(1)) != 0.0) return found;
+  const Value hidden = where->Input(0), visible = found.masks.size() == 1 ? VisibleOf(dims_, found.masks[0]) : nullptr;
+  const std::optional<DimShape> shape = dims_.ShapeOf(hidden);
+  if (visible != nullptr && CountedIn(dims_, hidden) == visible) {
+    found.masks = {VisibleMask(BeforeExpand(dims_, visible))};
+    found.zeroed = true;
+  } else if (executor == Executor::kProvider && shape && shape->size() == 4 && shape->back().Is(1)) {
+    found.zero_rows = hidden;
+  } else {
+    return found;
+  }
   nodes_.insert(where);
   found.product = where->Output(0);
-  found.masks = {VisibleMask(BeforeExpand(dims_, visible))};
-  found.zeroed = true;
   return found;
 }
 

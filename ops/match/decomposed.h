@@ -70,7 +70,7 @@ void CheckMask(const Dimensions& dims, const Mask& mask, const DimShape& scores,
 // results only removed nodes read, such as shape computations, are added to `nodes`, and all are listed in `found`. A
 // mask that they expand or slice to the shape of the scores is replaced by the mask before. Throws RefusedError, also
 // if an input is computed by `nodes`.
-void CheckUses(const Dimensions& dims, NodeSet& nodes, Attention& found);
+void CheckUses(const Dimensions& dims, NodeSet& nodes, Attention& found, Executor executor = Executor::kOperator);
 
 // Return the mask before it is expanded to the shape of the scores, which broadcasting does anyway.
 Value BeforeExpand(const Dimensions& dims, Value value);
@@ -116,10 +116,11 @@ class Decomposed {
   struct Visible {
     Value product = nullptr;  // output of the context MatMul, or of the Where after it
     std::vector<Mask> masks;
-    bool zeroed = false;  // a Where sets fully masked rows of the output to zero
+    bool zeroed = false;  // a Where sets fully masked rows of the output to zero; the mask is then boolean
+    Value zero_rows = nullptr;
   };
-  // Exports of transformers 5 set fully masked rows of the output to zero. The returned mask is then boolean.
-  Visible WithoutHiddenRows(const Products& products, std::vector<Mask> masks);
+  // Exports of transformers 5 set fully masked rows of the output to zero.
+  Visible WithoutHiddenRows(const Products& products, std::vector<Mask> masks, Executor executor = Executor::kOperator);
 
   NodeSet& nodes() { return nodes_; }
 

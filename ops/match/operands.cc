@@ -39,17 +39,23 @@ Value BeforeMerge(const Dimensions& dims, Value value) {
   return fits ? node->Input(0) : value;
 }
 
-// Return whether a node is a Slice that keeps the first columns of a mask, one for each key.
-bool TruncatesKeys(const Dimensions& dims, const Node& slice, const Attention& found) {
-  const std::optional<size_t> rank = dims.Rank(slice.Input(0));
-  if (!slice.IsStandard("Slice") || !rank || found.products.empty() || found.cache) return false;
+// Return whether broadcasting has the effect of a node that computes a mask: an Expand to the shape of the scores, or a
+// Slice to the number of keys that changes nothing. `truncated` is set if it may cut columns, which only the provider
+// does.
+bool IsBroadcast(const Dimensions& dims, const Node& node, const Attention& found, Executor executor, bool& truncated) {
+  if (node.IsStandard("Expand")) return true;
+  const std::optional<DimShape> mask = dims.ShapeOf(node.Input(0));
+  if (!node.IsStandard("Slice") || !mask || mask->empty() || found.products.empty()) return false;
   const std::optional<DimShape> scores = dims.ShapeOf(found.products[0]->Output(0));
   const auto is = [&](size_t input, const Dim& dim) {
-    const std::optional<Elements> elements = dims.ElementsOf(slice.Input(input));
+    const std::optional<Elements> elements = dims.ElementsOf(node.Input(input));
     return elements && elements->size() == 1 && elements->front() == Element(dim);
   };
-  return scores && !scores->empty() && is(1, 0) && is(2, scores->back()) &&
-         (is(3, -1) || is(3, static_cast<int64_t>(*rank) - 1)) && (!slice.Has(4) || is(4, 1));
+  if (!scores || scores->empty() || !is(1, 0) || !is(2, scores->back()) || (node.Has(4) && !is(4, 1))) return false;
+  if (!is(3, -1) && !is(3, static_cast<int64_t>(mask->size()) - 1)) return false;
+  if (mask->back() == scores->back()) return true;
+  truncated |= executor == Executor::kProvider;
+  return executor == Executor::kProvider;
 }
 
 // Follow the output forward until the heads are merged; `shape` is the shape of [batch, heads, rows, head width].
@@ -216,7 +222,7 @@ void CheckMask(const Dimensions& dims, const Mask& mask, const DimShape& scores,
   Expect(fits, ReasonCode::kMaskType, Quoted(mask.value), NameOf(type));
 }
 
-void CheckUses(const Dimensions& dims, NodeSet& nodes, Attention& found) {
+void CheckUses(const Dimensions& dims, NodeSet& nodes, Attention& found, Executor executor) {
   const Graph& graph = dims.graph();
   struct Waiting {
     Value value, inside;  // the value inside the set from which `value` is computed
@@ -253,15 +259,13 @@ void CheckUses(const Dimensions& dims, NodeSet& nodes, Attention& found) {
   for (Mask& mask : found.masks) {
     while (is_inside(mask.value) && mask.heads == 0 && !mask.windows) {
       const Node& node = *graph.Maker(mask.value);
-      const bool truncates = TruncatesKeys(dims, node, found);
-      if (!truncates && !node.IsStandard("Expand")) break;
-      mask.truncated |= truncates;
+      if (!IsBroadcast(dims, node, found, executor, mask.truncated)) break;
       mask.value = node.Input(0);
     }
   }
   const auto is_mask_inside = [&](const Mask& mask) { return is_inside(mask.value); };
   Expect(std::none_of(found.inputs.begin(), found.inputs.end(), is_inside) &&
-             std::none_of(found.masks.begin(), found.masks.end(), is_mask_inside) &&
+             std::none_of(found.masks.begin(), found.masks.end(), is_mask_inside) && !is_inside(found.zero_rows) &&
              !(found.cache && is_inside(found.cache->lengths)),
          ReasonCode::kMaskInside);
 }
