@@ -342,6 +342,39 @@ void CheckSizes(const Dimensions& dims, Attention& found) {
   for (const Value length : {cache.lengths, cache.total}) check_type(length, "length", ElementType::kInt32);
 }
 
+// Return whether a Slice keeps all elements: with steps of 1, it cannot change them without changing the shape.
+bool IsWhole(const Dimensions& dims, const Node& slice) {
+  const std::optional<Elements> steps = dims.ElementsOf(slice.Input(4));
+  const bool is_forward =
+      !slice.Has(4) ||
+      (steps && std::all_of(steps->begin(), steps->end(), [](const Element& step) { return step.AsInt() == 1; }));
+  const std::optional<DimShape> shape = dims.ShapeOf(slice.Output(0));
+  return slice.IsStandard("Slice") && is_forward && shape && shape == dims.ShapeOf(slice.Input(0));
+}
+
+// Exports cut the mask of all layers to the length of the present keys, which it has already. This would make the mask
+// depend on the node that reads it. Return the mask before the Slice, or the mask itself.
+Mask Uncut(const Dimensions& dims, const Mask& mask) {
+  Mask found = mask, uncut = mask;
+  for (int step = 0; step < kMostSteps && mask.heads == 0 && !mask.windows; ++step) {
+    const Node* const node = dims.graph().Maker(found.value);
+    if (node == nullptr) break;
+    if (node->IsStandard("Where") && !found.fill) {
+      const std::optional<double> chosen = dims.NumberOf(node->Input(1)), other = dims.NumberOf(node->Input(2));
+      if (!chosen || !other || !((*chosen == 0) ^ (*other == 0))) break;
+      const double fill = (*chosen + *other) * found.scale;
+      if (!(fill < kHiddenScore)) break;
+      found = {.value = node->Input(0), .fill = fill, .hides = *other == 0};
+    } else if (IsWhole(dims, *node) || dims.ChangesNothing(*node)) {
+      found.value = node->Input(0);
+      if (!dims.ChangesNothing(*node)) uncut = found;
+    } else {
+      break;
+    }
+  }
+  return uncut;
+}
+
 void CheckMasks(const Dimensions& dims, const Attention& found) {
   if (found.masks.empty()) return;
   const std::optional<DimShape> query = dims.ShapeOf(found.inputs[0]), past = dims.ShapeOf(found.cache->past_key);
@@ -405,6 +438,7 @@ void Check(const Dimensions& dims, const Node& node, Attention& found, NodeSet& 
   Expect(found.output != nullptr, ReasonCode::kCachedMissing);
   KvCache& cache = *found.cache;
   CheckSizes(dims, found);
+  for (Mask& mask : found.masks) mask = Uncut(dims, mask);
   CheckMasks(dims, found);
   std::vector<Value> inputs(found.inputs.begin(), found.inputs.end());
   inputs.push_back(cache.lengths);
