@@ -38,11 +38,11 @@ inline constexpr const char* kLayoutNames[] = {"by_rows", "columns", "rows_first
 // A mask of the scores: floats that are added, or booleans that add `fill` to masked keys and 0 to other keys.
 struct Mask {
   Value value = nullptr;
-  std::optional<float> fill;  // nullopt: a float mask
-  bool hides = true;          // a boolean mask hides keys where it is true; otherwise where it is false
-  double scale = 1;           // factor of a float mask
-  int64_t heads = 0;          // number of heads if the mask is [batch x heads, queries, keys]
-  bool windows = false;       // [1, windows, 1 or heads, queries, keys], for scores [batch x windows, heads, …]
+  std::optional<double> fill;  // nullopt: a float mask
+  bool hides = true;           // a boolean mask hides keys where it is true; otherwise where it is false
+  double scale = 1;            // factor of a float mask
+  int64_t heads = 0;           // number of heads if the mask is [batch x heads, queries, keys]
+  bool windows = false;        // [1, windows, 1 or heads, queries, keys], for scores [batch x windows, heads, …]
   bool operator==(const Mask&) const = default;
 };
 

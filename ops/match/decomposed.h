@@ -21,6 +21,8 @@ namespace ortolan::match {
 
 using NodeSet = std::unordered_set<const Node*>;
 
+inline constexpr int kMostSteps = 64;  // limit for the nodes of each search in one direction
+
 // Queries, keys or values; normally the output of their projection, before it is split into heads.
 struct Operand {
   Value base = nullptr;
@@ -45,6 +47,12 @@ Chain ThroughViews(const Dimensions& dims, Value value, std::span<const std::str
 // add the nodes passed to `nodes`. transposed: the heads are [batch, heads, head_dim, rows]. Throws RefusedError.
 Operand SplitOperand(const Dimensions& dims, Value value, const char* meaning, NodeSet& nodes, bool transposed = false);
 
+// Return heads [batch, heads, rows, head_dim] as an operand, or the input of the Transpose that computes them. The
+// number of heads must be known. transposed: the heads are [batch, heads, head_dim, rows]. single: the value is [batch
+// x heads, rows, head_dim] and counts as one head.
+Operand HeadsOperand(const Dimensions& dims, Value value, const char* meaning, NodeSet& nodes, bool transposed,
+                     bool single);
+
 // Return the operand of an attention operator that reads [batch, rows, width] and splits the heads itself.
 Operand WholeOperand(const Dimensions& dims, Value value, const char* meaning, int64_t heads);
 
@@ -63,6 +71,16 @@ void CheckUses(const Dimensions& dims, NodeSet& nodes, Value output, std::span<c
 // Return the mask before it is expanded to the shape of the scores, which broadcasting does anyway.
 Value BeforeExpand(const Dimensions& dims, Value value);
 
+// Return whether two dimensions that the model requires to be equal can be equal. A computed dimension can equal any
+// other except 1; an integer or a name equals only itself.
+bool SameNumber(const Dimensions& dims, const Dim& one, const Dim& other);
+
+// Return whether a value has several consumers, or is an output of the graph.
+bool HasOthers(const Graph& graph, Value value);
+
+// Return the node that computes a value if it is a standard operator of this type.
+const Node* MakerOf(const Graph& graph, Value value, std::string_view type);
+
 // Return the `scale` attribute of an attention operator; 0 if it has none.
 double ScaleAttribute(const Node& node);
 
@@ -72,15 +90,16 @@ std::vector<const Node*> InGraphOrder(const NodeSet& nodes);
 // Matcher of decomposed attention around one Softmax.
 class Decomposed {
  public:
-  Decomposed(const Dimensions& dims, const Node& softmax);
+  Decomposed(const Dimensions& dims, const Node& softmax) : dims_(dims), softmax_(softmax), nodes_{&softmax} {}
 
-  // The two products; nullopt if the Softmax has another purpose, such as a classifier's.
+  // The two products of attention.
   struct Products {
     const Node* scores = nullptr;   // the MatMul of queries and keys
     const Node* context = nullptr;  // the MatMul of weights and values
     bool zero_hidden_rows = false;  // NaN values of the Softmax are replaced by zeros
   };
-  // Find the products, check the Softmax's axis, and add the nodes between them to nodes().
+  // Find the products, check the Softmax's axis, and add the nodes between them to nodes(). nullopt if the Softmax has
+  // another purpose, such as a classifier's.
   std::optional<Products> FindProducts();
 
   struct Scores {
@@ -100,21 +119,18 @@ class Decomposed {
 
   NodeSet& nodes() { return nodes_; }
 
-  // Match attention without a cache. by_heads: the operands taken as split heads instead of the output of their
-  // projection; see attention.cc. nullopt if the Softmax has another purpose. Throws RefusedError.
-  struct ByHeads {
-    bool query = false, key = false, value = false, output = false;
-    bool single = false;  // batch and heads are one axis, which is kept
-  };
-  std::optional<Attention> Match(const ByHeads& by_heads);
-
  private:
-  friend struct DecomposedRules;  // the private functions, in decomposed.cc
+  const Node* FindScores(Value value, int steps = kMostSteps);
+  const Node* ScoresBehind(Value value, int steps);
+  Value Beyond(Value value, bool reshapes);
+  bool KeepsRows(const Node& reshape);
+  double Factor(const Node& node, size_t index) const;
+  Mask Fill(const Node& where, size_t index) const;
 
   const Dimensions& dims_;
   const Node& softmax_;
   NodeSet nodes_;
-  std::unordered_map<Value, const Node*> found_;  // scores behind a value
+  std::unordered_map<Value, const Node*> found_;  // results of FindScores
 };
 
 }  // namespace ortolan::match
