@@ -38,11 +38,14 @@ inline constexpr const char* kLayoutNames[] = {"by_rows", "columns", "rows_first
 // A mask of the scores: floats that are added, or booleans that add `fill` to masked keys and 0 to other keys.
 struct Mask {
   Value value = nullptr;
-  std::optional<double> fill;  // nullopt: a float mask
-  bool hides = true;           // a boolean mask hides keys where it is true; otherwise where it is false
-  double scale = 1;            // factor of a float mask
-  int64_t heads = 0;           // number of heads if the mask is [batch x heads, queries, keys]
-  bool windows = false;        // [1, windows, 1 or heads, queries, keys], for scores [batch x windows, heads, …]
+  std::optional<double> fill{};  // nullopt: a float mask
+  bool hides = true;             // a boolean mask hides keys where it is true; otherwise where it is false
+  double scale = 1;              // factor of a float mask
+  int64_t heads = 0;             // number of heads if the mask is [batch x heads, queries, keys]
+  bool windows = false;          // [1, windows, 1 or heads, queries, keys], for scores [batch x windows, heads, …]
+  // Key padding, int32 [batch, keys] or [batch, rows, keys]: `fill` is added where it is 0 or negative.
+  bool padding = false;
+  bool truncated = false;  // only the first columns count, one for each key
   bool operator==(const Mask&) const = default;
 };
 
@@ -69,6 +72,7 @@ struct Attention {
   int64_t kv_heads = 0;
   int64_t head_dim = 0;
   double scale = 0;         // 0: 1 / sqrt(head width)
+  Value bias = nullptr;     // constant [query width + key width + value width], added to query, key and value; or null
   std::vector<Mask> masks;  // the sum of all masks is added to the scores
   bool causal = false;
   bool zero_hidden_rows = false;  // fully masked rows give zeros instead of NaN
@@ -90,6 +94,9 @@ using FoundAttention = std::variant<Attention, NotAttention>;
 
 // Return attention without a cache and similar subgraphs, in graph order.
 std::vector<FoundAttention> FindAttentions(const Dimensions& dims);
+// Return why the operators of optimized files cannot compute an attention that the provider can: float16, a bias, key
+// padding, or a mask with more columns than keys; nullopt if they can.
+std::optional<Reason> WhyNotInFiles(const Dimensions& dims, const Attention& found);
 // Return cached attention and similar subgraphs, in graph order.
 std::vector<FoundAttention> FindCachedAttentions(const Dimensions& dims);
 // Return the head width of a cache whose shape does not state it, as in models of new ONNX Runtime GenAI builders, from

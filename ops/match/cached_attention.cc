@@ -440,12 +440,7 @@ void Check(const Dimensions& dims, const Node& node, Attention& found, NodeSet& 
   CheckSizes(dims, found);
   for (Mask& mask : found.masks) mask = Uncut(dims, mask);
   CheckMasks(dims, found);
-  std::vector<Value> inputs(found.inputs.begin(), found.inputs.end());
-  inputs.push_back(cache.lengths);
-  for (const Mask& mask : found.masks) inputs.push_back(mask.value);
-  std::erase(inputs, nullptr);
-  CheckUses(dims, nodes, found.output, inputs, std::array{cache.present_key, cache.present_value});
-  found.nodes = InGraphOrder(nodes);
+  CheckUses(dims, nodes, found);
   try {
     CheckKept(dims, found, nodes);
   } catch (const RefusedError& refusal) {

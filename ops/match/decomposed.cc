@@ -7,6 +7,8 @@
 namespace ortolan::match {
 namespace {
 
+constexpr double kLowestHalf = -65504;
+
 size_t RankOf(const Dimensions& dims, Value value) { return dims.Rank(value).value_or(0); }
 
 bool HasSequences(const Dimensions& dims, const Mask& mask) {
@@ -80,7 +82,8 @@ Value Decomposed::Beyond(Value value, bool reshapes) {
     const std::span<const Graph::Use> uses = dims_.graph().Uses(value);
     if (uses.size() != 1 || uses[0].index < 0) break;
     const Node& node = *uses[0].node;
-    if (!(reshapes && node.IsStandard("Reshape") && KeepsRows(node)) && !dims_.ChangesNothing(node)) break;
+    const bool keeps = dims_.ChangesNothing(node) || dims_.graph().IsFloatCast(node);
+    if (!keeps && !(reshapes && node.IsStandard("Reshape") && KeepsRows(node))) break;
     nodes_.insert(&node);
     value = node.Output(0);
   }
@@ -101,7 +104,8 @@ const Node* Decomposed::ScoresBehind(Value value, int steps) {
   const std::string& type = node->type();
   if (type == "MatMul") return node->IsConstant(0) || node->IsConstant(1) ? nullptr : node;
   if (type == "Reshape" || type == "Cast") {
-    return type == "Reshape" || dims_.ChangesNothing(*node) ? FindScores(node->Input(0), steps - 1) : nullptr;
+    const bool keeps = type == "Reshape" || dims_.ChangesNothing(*node) || graph.IsFloatCast(*node);
+    return keeps ? FindScores(node->Input(0), steps - 1) : nullptr;
   }
   constexpr std::string_view kTypes[] = {"Add", "Mul", "Div", "Where", "Identity", "Tanh"};
   if (std::find(std::begin(kTypes), std::end(kTypes), type) == std::end(kTypes)) return nullptr;
@@ -140,7 +144,7 @@ Decomposed::Scores Decomposed::ReadScores(const Products& products) {
     } else if (type == "Mul" || type == "Div") {
       read.scale *= Factor(*node, index);
     } else {
-      Mask mask = type == "Where" ? Fill(*node, index) : Mask{.value = Other(*node, value)};
+      Mask mask = type == "Where" ? Fill(*node, index) : Mask{Other(*node, value)};
       if (mask.fill) {
         *mask.fill *= read.scale;
         Expect(*mask.fill < kHiddenScore, ReasonCode::kScaledMask);
@@ -182,7 +186,11 @@ double Decomposed::Factor(const Node& node, size_t index) const {
 
 // Return the mask of a Where that replaces masked scores by -Inf or the lowest float.
 Mask Decomposed::Fill(const Node& where, size_t index) const {
-  const std::optional<double> fill = index == 0 ? std::nullopt : dims_.NumberOf(where.Input(3 - index));
+  std::optional<double> fill = index == 0 ? std::nullopt : dims_.NumberOf(where.Input(3 - index));
+  // The lowest float16 hides scores as the lowest float32 does.
+  if (fill && *fill <= kLowestHalf && dims_.TypeOf(where.Output(0)) == ElementType::kFloat16) {
+    fill = std::numeric_limits<float>::lowest();
+  }
   if (!fill || !(*fill < kHiddenScore) || !where.Has(0)) Refuse(ReasonCode::kScoresFill, Described(where));
   return {BeforeExpand(dims_, where.Input(0)), *fill, index == 2};
 }
@@ -201,7 +209,7 @@ Decomposed::Visible Decomposed::WithoutHiddenRows(const Products& products, std:
   if (visible == nullptr || CountedIn(dims_, where->Input(0)) != visible) return found;
   nodes_.insert(where);
   found.product = where->Output(0);
-  found.masks = {{BeforeExpand(dims_, visible), -std::numeric_limits<double>::infinity(), false}};
+  found.masks = {VisibleMask(BeforeExpand(dims_, visible))};
   found.zeroed = true;
   return found;
 }

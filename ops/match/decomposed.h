@@ -5,7 +5,7 @@
 // is followed forward until its heads are merged.
 #pragma once
 
-#include <initializer_list>
+#include <limits>
 #include <optional>
 #include <span>
 #include <string>
@@ -59,14 +59,18 @@ Operand WholeOperand(const Dimensions& dims, Value value, const char* meaning, i
 // Follow the output [batch, heads, rows, head_dim] forward to the value [batch, rows, width] with merged heads.
 Value MergedHeads(const Dimensions& dims, Value value, const Operand& query, NodeSet& nodes);
 
-// Check that a mask broadcasts against the scores, and its type.
-void CheckMask(const Dimensions& dims, const Mask& mask, const DimShape& scores);
+// Return a boolean mask that hides the keys where it is false.
+inline Mask VisibleMask(Value value) { return {value, -std::numeric_limits<double>::infinity(), false}; }
 
-// Check that only `nodes` read the values that will be removed; graph outputs in `kept` are exempt. Other nodes whose
-// results only removed nodes read, such as shape computations, are added to `nodes`. Throws RefusedError, also if one
-// of `inputs` is computed by `nodes`.
-void CheckUses(const Dimensions& dims, NodeSet& nodes, Value output, std::span<const Value> inputs,
-               std::span<const Value> kept = {});
+// Check that a mask broadcasts against the scores, and its type. type: that of the queries.
+void CheckMask(const Dimensions& dims, const Mask& mask, const DimShape& scores,
+               ElementType type = ElementType::kFloat);
+
+// Check that only `nodes` read the values that will be removed; the present caches are exempt. Other nodes whose
+// results only removed nodes read, such as shape computations, are added to `nodes`, and all are listed in `found`. A
+// mask that they expand or slice to the shape of the scores is replaced by the mask before. Throws RefusedError, also
+// if an input is computed by `nodes`.
+void CheckUses(const Dimensions& dims, NodeSet& nodes, Attention& found);
 
 // Return the mask before it is expanded to the shape of the scores, which broadcasting does anyway.
 Value BeforeExpand(const Dimensions& dims, Value value);

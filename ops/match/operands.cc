@@ -25,7 +25,7 @@ DimShape BaseShape(const Dimensions& dims, Value value, const char* meaning, siz
   Expect(shape && shape->size() == rank, ReasonCode::kOperandRank, meaning, Quoted(value),
          shape ? std::to_string(shape->size()) : "unknown", rank);
   const ElementType type = dims.TypeOf(value);
-  Expect(type == ElementType::kFloat, ReasonCode::kOperandType, meaning, Quoted(value), NameOf(type));
+  Expect(IsFloatType(type), ReasonCode::kOperandType, meaning, Quoted(value), NameOf(type));
   return std::move(*shape);
 }
 
@@ -37,6 +37,19 @@ Value BeforeMerge(const Dimensions& dims, Value value) {
   const bool fits = before && after && before->size() == 4 && after->size() == 3 && (*before)[2] == (*after)[1] &&
                     (*before)[3] == (*after)[2];
   return fits ? node->Input(0) : value;
+}
+
+// Return whether a node is a Slice that keeps the first columns of a mask, one for each key.
+bool TruncatesKeys(const Dimensions& dims, const Node& slice, const Attention& found) {
+  const std::optional<size_t> rank = dims.Rank(slice.Input(0));
+  if (!slice.IsStandard("Slice") || !rank || found.products.empty() || found.cache) return false;
+  const std::optional<DimShape> scores = dims.ShapeOf(found.products[0]->Output(0));
+  const auto is = [&](size_t input, const Dim& dim) {
+    const std::optional<Elements> elements = dims.ElementsOf(slice.Input(input));
+    return elements && elements->size() == 1 && elements->front() == Element(dim);
+  };
+  return scores && !scores->empty() && is(1, 0) && is(2, scores->back()) &&
+         (is(3, -1) || is(3, static_cast<int64_t>(*rank) - 1)) && (!slice.Has(4) || is(4, 1));
 }
 
 // Follow the output forward until the heads are merged; `shape` is the shape of [batch, heads, rows, head width].
@@ -179,7 +192,7 @@ Value MergedHeads(const Dimensions& dims, Value value, const Operand& query, Nod
   return Merged(dims, value, *known, nodes);
 }
 
-void CheckMask(const Dimensions& dims, const Mask& mask, const DimShape& scores) {
+void CheckMask(const Dimensions& dims, const Mask& mask, const DimShape& scores, ElementType wanted) {
   std::optional<DimShape> shape = dims.ShapeOf(mask.value);
   if (shape && mask.heads != 0) {
     shape->insert(shape->begin() + (shape->empty() ? 0 : 1), Dim(mask.heads));
@@ -198,12 +211,12 @@ void CheckMask(const Dimensions& dims, const Mask& mask, const DimShape& scores)
            size.value_or(0));
   }
   const ElementType type = dims.TypeOf(mask.value);
-  Expect(type == (mask.fill ? ElementType::kBool : ElementType::kFloat), ReasonCode::kMaskType, Quoted(mask.value),
-         NameOf(type));
+  // The scores of a float16 attention may be float32.
+  const bool fits = mask.fill ? type == ElementType::kBool : type == ElementType::kFloat || type == wanted;
+  Expect(fits, ReasonCode::kMaskType, Quoted(mask.value), NameOf(type));
 }
 
-void CheckUses(const Dimensions& dims, NodeSet& nodes, Value output, std::span<const Value> inputs,
-               std::span<const Value> kept) {
+void CheckUses(const Dimensions& dims, NodeSet& nodes, Attention& found) {
   const Graph& graph = dims.graph();
   struct Waiting {
     Value value, inside;  // the value inside the set from which `value` is computed
@@ -211,7 +224,7 @@ void CheckUses(const Dimensions& dims, NodeSet& nodes, Value output, std::span<c
   };
   std::vector<Waiting> waiting;
   for (const Node* const node : InGraphOrder(nodes)) {
-    if (node == graph.Maker(output)) continue;
+    if (node == graph.Maker(found.output)) continue;
     for (const Value value : node->outputs()) waiting.push_back({value, value, nullptr});
   }
   NodeSet dead;
@@ -219,8 +232,8 @@ void CheckUses(const Dimensions& dims, NodeSet& nodes, Value output, std::span<c
     const auto [value, inside, user] = waiting.back();
     waiting.pop_back();
     if (value == nullptr) continue;
-    Expect(!graph.IsOutput(value) || std::find(kept.begin(), kept.end(), value) != kept.end(),
-           ReasonCode::kInsideIsOutput, Quoted(inside));
+    const bool is_kept = found.cache && (value == found.cache->present_key || value == found.cache->present_value);
+    Expect(!graph.IsOutput(value) || is_kept, ReasonCode::kInsideIsOutput, Quoted(inside));
     for (const Graph::Use& use : graph.Uses(value)) {
       if (nodes.count(use.node) != 0 || dead.count(use.node) != 0) continue;
       const Node* const first = user == nullptr ? use.node : user;
@@ -232,10 +245,25 @@ void CheckUses(const Dimensions& dims, NodeSet& nodes, Value output, std::span<c
     }
   }
   nodes.merge(dead);
-  for (const Value value : inputs) {
+  found.nodes = InGraphOrder(nodes);
+  const auto is_inside = [&](Value value) {
     const Node* const maker = value == nullptr ? nullptr : graph.Maker(value);
-    Expect(maker == nullptr || nodes.count(maker) == 0, ReasonCode::kMaskInside);
+    return maker != nullptr && nodes.count(maker) != 0;
+  };
+  for (Mask& mask : found.masks) {
+    while (is_inside(mask.value) && mask.heads == 0 && !mask.windows) {
+      const Node& node = *graph.Maker(mask.value);
+      const bool truncates = TruncatesKeys(dims, node, found);
+      if (!truncates && !node.IsStandard("Expand")) break;
+      mask.truncated |= truncates;
+      mask.value = node.Input(0);
+    }
   }
+  const auto is_mask_inside = [&](const Mask& mask) { return is_inside(mask.value); };
+  Expect(std::none_of(found.inputs.begin(), found.inputs.end(), is_inside) &&
+             std::none_of(found.masks.begin(), found.masks.end(), is_mask_inside) &&
+             !(found.cache && is_inside(found.cache->lengths)),
+         ReasonCode::kMaskInside);
 }
 
 Value BeforeExpand(const Dimensions& dims, Value value) {
