@@ -352,8 +352,8 @@ bool IsWhole(const Dimensions& dims, const Node& slice) {
   return slice.IsStandard("Slice") && is_forward && shape && shape == dims.ShapeOf(slice.Input(0));
 }
 
-// Exports cut the mask of all layers to the length of the present keys, which it has already. This would make the mask
-// depend on the node that reads it. Return the mask before the Slice, or the mask itself.
+// Exports cut the mask of all layers to the length of the present keys, which it has already, so that it depends on the
+// attention that reads it. Return the mask before the Slice, or the mask itself.
 Mask Uncut(const Dimensions& dims, const Mask& mask) {
   Mask found = mask, uncut = mask;
   for (int step = 0; step < kMostSteps && mask.heads == 0 && !mask.windows; ++step) {
@@ -438,9 +438,19 @@ void Check(const Dimensions& dims, const Node& node, Attention& found, NodeSet& 
   Expect(found.output != nullptr, ReasonCode::kCachedMissing);
   KvCache& cache = *found.cache;
   CheckSizes(dims, found);
-  for (Mask& mask : found.masks) mask = Uncut(dims, mask);
   CheckMasks(dims, found);
-  CheckUses(dims, nodes, found);
+  const NodeSet matched = nodes;
+  std::vector<Mask> masks = found.masks;
+  try {
+    CheckUses(dims, nodes, found);
+  } catch (const RefusedError& refusal) {
+    if (refusal.reason().code != ReasonCode::kMaskInside) throw;
+    for (Mask& mask : masks) mask = Uncut(dims, mask);
+    found.masks = std::move(masks);
+    CheckMasks(dims, found);
+    nodes = matched;
+    CheckUses(dims, nodes, found);
+  }
   try {
     CheckKept(dims, found, nodes);
   } catch (const RefusedError& refusal) {
