@@ -488,7 +488,7 @@ std::optional<int64_t> HeadSize(const Dimensions& dims, Value past) {
     if (node.type() != "GroupQueryAttention" || !node.Has(0)) continue;
     const int64_t heads = count_of(node, "num_heads"), kv_heads = count_of(node, "kv_num_heads");
     const std::optional<int64_t> width = width_of(node.Input(0));
-    if (heads == 0 || kv_heads == 0 || !width) continue;
+    if (heads == 0 || kv_heads == 0 || width.value_or(0) < 1) continue;
     return *width / (node.Has(1) || node.Has(2) ? heads : heads + 2 * kv_heads);
   }
   return std::nullopt;
