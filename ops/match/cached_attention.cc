@@ -342,6 +342,39 @@ void CheckSizes(const Dimensions& dims, Attention& found) {
   for (const Value length : {cache.lengths, cache.total}) check_type(length, "length", ElementType::kInt32);
 }
 
+// Return whether a Slice keeps all elements: with steps of 1, it cannot change them without changing the shape.
+bool IsWhole(const Dimensions& dims, const Node& slice) {
+  const std::optional<Elements> steps = dims.ElementsOf(slice.Input(4));
+  const bool is_forward =
+      !slice.Has(4) ||
+      (steps && std::all_of(steps->begin(), steps->end(), [](const Element& step) { return step.AsInt() == 1; }));
+  const std::optional<DimShape> shape = dims.ShapeOf(slice.Output(0));
+  return slice.IsStandard("Slice") && is_forward && shape && shape == dims.ShapeOf(slice.Input(0));
+}
+
+// Exports cut the mask of all layers to the length of the present keys, which it has already, so that it depends on the
+// attention that reads it. Return the mask before the Slice, or the mask itself.
+Mask Uncut(const Dimensions& dims, const Mask& mask) {
+  Mask found = mask, uncut = mask;
+  for (int step = 0; step < kMostSteps && mask.heads == 0 && !mask.windows; ++step) {
+    const Node* const node = dims.graph().Maker(found.value);
+    if (node == nullptr) break;
+    if (node->IsStandard("Where") && !found.fill) {
+      const std::optional<double> chosen = dims.NumberOf(node->Input(1)), other = dims.NumberOf(node->Input(2));
+      if (!chosen || !other || !((*chosen == 0) ^ (*other == 0))) break;
+      const double fill = (*chosen + *other) * found.scale;
+      if (!(fill < kHiddenScore)) break;
+      found = {.value = node->Input(0), .fill = fill, .hides = *other == 0};
+    } else if (IsWhole(dims, *node) || dims.ChangesNothing(*node)) {
+      found.value = node->Input(0);
+      if (!dims.ChangesNothing(*node)) uncut = found;
+    } else {
+      break;
+    }
+  }
+  return uncut;
+}
+
 void CheckMasks(const Dimensions& dims, const Attention& found) {
   if (found.masks.empty()) return;
   const std::optional<DimShape> query = dims.ShapeOf(found.inputs[0]), past = dims.ShapeOf(found.cache->past_key);
@@ -406,7 +439,18 @@ void Check(const Dimensions& dims, const Node& node, Attention& found, NodeSet& 
   KvCache& cache = *found.cache;
   CheckSizes(dims, found);
   CheckMasks(dims, found);
-  CheckUses(dims, nodes, found);
+  const NodeSet matched = nodes;
+  std::vector<Mask> masks = found.masks;
+  try {
+    CheckUses(dims, nodes, found);
+  } catch (const RefusedError& refusal) {
+    if (refusal.reason().code != ReasonCode::kMaskInside) throw;
+    for (Mask& mask : masks) mask = Uncut(dims, mask);
+    found.masks = std::move(masks);
+    CheckMasks(dims, found);
+    nodes = matched;
+    CheckUses(dims, nodes, found);
+  }
   try {
     CheckKept(dims, found, nodes);
   } catch (const RefusedError& refusal) {
@@ -444,7 +488,7 @@ std::optional<int64_t> HeadSize(const Dimensions& dims, Value past) {
     if (node.type() != "GroupQueryAttention" || !node.Has(0)) continue;
     const int64_t heads = count_of(node, "num_heads"), kv_heads = count_of(node, "kv_num_heads");
     const std::optional<int64_t> width = width_of(node.Input(0));
-    if (heads == 0 || kv_heads == 0 || !width) continue;
+    if (heads == 0 || kv_heads == 0 || width.value_or(0) < 1) continue;
     return *width / (node.Has(1) || node.Has(2) ? heads : heads + 2 * kv_heads);
   }
   return std::nullopt;
