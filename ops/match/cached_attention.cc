@@ -342,16 +342,6 @@ void CheckSizes(const Dimensions& dims, Attention& found) {
   for (const Value length : {cache.lengths, cache.total}) check_type(length, "length", ElementType::kInt32);
 }
 
-// Return whether a Slice keeps all elements: with steps of 1, it cannot change them without changing the shape.
-bool IsWhole(const Dimensions& dims, const Node& slice) {
-  const std::optional<Elements> steps = dims.ElementsOf(slice.Input(4));
-  const bool is_forward =
-      !slice.Has(4) ||
-      (steps && std::all_of(steps->begin(), steps->end(), [](const Element& step) { return step.AsInt() == 1; }));
-  const std::optional<DimShape> shape = dims.ShapeOf(slice.Output(0));
-  return slice.IsStandard("Slice") && is_forward && shape && shape == dims.ShapeOf(slice.Input(0));
-}
-
 // Exports cut the mask of all layers to the length of the present keys, which it has already, so that it depends on the
 // attention that reads it. Return the mask before the Slice, or the mask itself.
 Mask Uncut(const Dimensions& dims, const Mask& mask) {
@@ -365,7 +355,7 @@ Mask Uncut(const Dimensions& dims, const Mask& mask) {
       const double fill = (*chosen + *other) * found.scale;
       if (!(fill < kHiddenScore)) break;
       found = {.value = node->Input(0), .fill = fill, .hides = *other == 0};
-    } else if (IsWhole(dims, *node) || dims.ChangesNothing(*node)) {
+    } else if (IsWholeSlice(dims, *node) || dims.ChangesNothing(*node)) {
       found.value = node->Input(0);
       if (!dims.ChangesNothing(*node)) uncut = found;
     } else {

@@ -85,6 +85,9 @@ bool HasOthers(const Graph& graph, Value value);
 // Return the node that computes a value if it is a standard operator of this type.
 const Node* MakerOf(const Graph& graph, Value value, std::string_view type);
 
+// Return whether a node is a Slice that keeps all elements.
+bool IsWholeSlice(const Dimensions& dims, const Node& node);
+
 // Return the `scale` attribute of an attention operator; 0 if it has none.
 double ScaleAttribute(const Node& node);
 

@@ -39,23 +39,17 @@ Value BeforeMerge(const Dimensions& dims, Value value) {
   return fits ? node->Input(0) : value;
 }
 
-// Return whether broadcasting has the effect of a node that computes a mask: an Expand to the shape of the scores, or a
-// Slice to the number of keys that changes nothing. `truncated` is set if it may cut columns, which only the provider
-// does.
-bool IsBroadcast(const Dimensions& dims, const Node& node, const Attention& found, Executor executor, bool& truncated) {
-  if (node.IsStandard("Expand")) return true;
-  const std::optional<DimShape> mask = dims.ShapeOf(node.Input(0));
-  if (!node.IsStandard("Slice") || !mask || mask->empty() || found.products.empty()) return false;
+// Return whether a node is a Slice that keeps the first columns of a mask, one for each key.
+bool TruncatesKeys(const Dimensions& dims, const Node& node, const Attention& found) {
+  const std::optional<size_t> rank = dims.Rank(node.Input(0));
+  if (!node.IsStandard("Slice") || !rank || found.products.empty()) return false;
   const std::optional<DimShape> scores = dims.ShapeOf(found.products[0]->Output(0));
   const auto is = [&](size_t input, const Dim& dim) {
     const std::optional<Elements> elements = dims.ElementsOf(node.Input(input));
     return elements && elements->size() == 1 && elements->front() == Element(dim);
   };
-  if (!scores || scores->empty() || !is(1, 0) || !is(2, scores->back()) || (node.Has(4) && !is(4, 1))) return false;
-  if (!is(3, -1) && !is(3, static_cast<int64_t>(mask->size()) - 1)) return false;
-  if (mask->back() == scores->back()) return true;
-  truncated |= executor == Executor::kProvider;
-  return executor == Executor::kProvider;
+  return scores && !scores->empty() && is(1, 0) && is(2, scores->back()) && (!node.Has(4) || is(4, 1)) &&
+         (is(3, -1) || is(3, static_cast<int64_t>(*rank) - 1));
 }
 
 // Follow the output forward until the heads are merged; `shape` is the shape of [batch, heads, rows, head width].
@@ -259,7 +253,11 @@ void CheckUses(const Dimensions& dims, NodeSet& nodes, Attention& found, Executo
   for (Mask& mask : found.masks) {
     while (is_inside(mask.value) && mask.heads == 0 && !mask.windows) {
       const Node& node = *graph.Maker(mask.value);
-      if (!IsBroadcast(dims, node, found, executor, mask.truncated)) break;
+      // Broadcasting has the effect of an Expand to the shape of the scores.
+      if (!node.IsStandard("Expand") && !IsWholeSlice(dims, node)) {
+        if (executor != Executor::kProvider || !TruncatesKeys(dims, node, found)) break;
+        mask.truncated = true;
+      }
       mask.value = node.Input(0);
     }
   }
@@ -277,6 +275,14 @@ Value BeforeExpand(const Dimensions& dims, Value value) {
     value = node->Input(0);
   }
   return value;
+}
+
+bool IsWholeSlice(const Dimensions& dims, const Node& node) {
+  const std::optional<Elements> steps = dims.ElementsOf(node.Input(4));
+  const bool is_forward = !node.Has(4) || (steps && std::all_of(steps->begin(), steps->end(),
+                                                                [](const Element& step) { return step.AsInt() == 1; }));
+  const std::optional<DimShape> shape = dims.ShapeOf(node.Output(0));
+  return node.IsStandard("Slice") && is_forward && shape && shape == dims.ShapeOf(node.Input(0));
 }
 
 double ScaleAttribute(const Node& node) { return node.Float("scale", 0); }
