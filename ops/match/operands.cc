@@ -251,11 +251,11 @@ void CheckUses(const Dimensions& dims, NodeSet& nodes, Attention& found, Executo
     return maker != nullptr && nodes.count(maker) != 0;
   };
   for (Mask& mask : found.masks) {
-    while (is_inside(mask.value) && mask.heads == 0 && !mask.windows) {
+    while (executor == Executor::kProvider && is_inside(mask.value) && mask.heads == 0 && !mask.windows) {
       const Node& node = *graph.Maker(mask.value);
       // Broadcasting has the effect of an Expand to the shape of the scores.
       if (!node.IsStandard("Expand") && !IsWholeSlice(dims, node)) {
-        if (executor != Executor::kProvider || !TruncatesKeys(dims, node, found)) break;
+        if (!TruncatesKeys(dims, node, found)) break;
         mask.truncated = true;
       }
       mask.value = node.Input(0);
