@@ -1,6 +1,7 @@
 #include "match/attention.h"
 
-#include <algorithm>
+#include <array>
+#include <cmath>
 #include <utility>
 
 #include "match/decomposed.h"
@@ -180,7 +181,7 @@ Attention OnnxAttention(const Dimensions& dims, const Node& node, Executor execu
 // Inputs: query, key, value, bias, key_padding_mask, attention_bias, past_key, past_value, past_sequence_length, …
 Attention MultiHeadAttention(const Dimensions& dims, const Node& node, Executor executor) {
   constexpr size_t kBias = 3, kKeyPadding = 4, kScoreBias = 5, kPastKey = 6;
-  constexpr float kPaddingFill = -10000.0f;  // default of mask_filter_value
+  constexpr float kDefaultFill = -10000.0f;  // default of mask_filter_value
   ExpectNoCache(dims, node, kPastKey, kPastKey + 4);
   for (const auto& [index, meaning] : {std::pair(kBias, "bias"), std::pair(kKeyPadding, "key_padding_mask")}) {
     Expect(executor == Executor::kProvider || !node.Has(index), ReasonCode::kHasInput, meaning);
@@ -198,7 +199,9 @@ Attention MultiHeadAttention(const Dimensions& dims, const Node& node, Executor 
     Expect(dims.TypeOf(padding) == ElementType::kInt32 && (rank == 2 || rank == 3), ReasonCode::kPaddingMask,
            Quoted(padding));
     Expect(!found.causal, ReasonCode::kCausalPadding);
-    found.masks.push_back({.value = padding, .fill = node.Float("mask_filter_value", kPaddingFill), .padding = true});
+    const float fill = node.Float("mask_filter_value", kDefaultFill);
+    Expect(std::isfinite(fill), ReasonCode::kPaddingFill);
+    found.masks.push_back({.value = padding, .fill = fill, .padding = true});
   }
   if (node.Has(kBias)) {
     const int64_t width = operands[0].heads * operands[0].head_dim + 2 * operands[1].heads * operands[1].head_dim;
@@ -220,7 +223,9 @@ std::vector<FoundAttention> FindAttentions(const Dimensions& dims, Executor exec
       if (node.IsStandard("Softmax")) found = FromSoftmax(dims, node, executor);
       if (node.IsStandard("Attention")) found = OnnxAttention(dims, node, executor);
       if (node.Is("com.microsoft", "MultiHeadAttention")) found = MultiHeadAttention(dims, node, executor);
-      if (found) all.emplace_back(std::move(*found));
+      if (!found) continue;
+      Expect(std::isfinite(static_cast<float>(found->scale)), ReasonCode::kCachedScale);
+      all.emplace_back(std::move(*found));
     } catch (const RefusedError& refusal) {
       all.emplace_back(NotAttention{&node, refusal.reason()});
     }
