@@ -178,35 +178,64 @@ Attention OnnxAttention(const Dimensions& dims, const Node& node, Executor execu
   return found;
 }
 
-// Inputs: query, key, value, bias, key_padding_mask, attention_bias, past_key, past_value, past_sequence_length, …
-Attention MultiHeadAttention(const Dimensions& dims, const Node& node, Executor executor) {
-  constexpr size_t kBias = 3, kKeyPadding = 4, kScoreBias = 5, kPastKey = 6;
+// Return the operands of com.microsoft.Attention, which contains the linear layers of its query, key and value.
+Operands PackedOperands(const Dimensions& dims, const Node& node, int64_t heads) {
+  const Operand x = WholeOperand(dims, node.Input(0), "input", 1);
+  Expect(node.IsConstant(1) && node.Input(1)->constant_shape.has_value(), ReasonCode::kNotConstant, "weights",
+         node.InputName(1), "weights");
+  const Shape& weights = *node.Input(1)->constant_shape;
+  Expect(IsFloatType(dims.TypeOf(node.Input(1))) && weights.size() == 2 && weights[0] == x.head_dim,
+         ReasonCode::kPackedWeights, Quoted(node.Input(1)), x.head_dim);
+  std::vector<int64_t> widths = node.Ints("qkv_hidden_sizes");
+  if (widths.empty()) widths.assign(3, weights[1] / 3);
+  Operands operands;
+  int64_t left = weights[1];
+  for (size_t i = 0; i < 3; ++i) {
+    const int64_t width = i < widths.size() && widths[i] <= left ? widths[i] : 0;
+    Expect(heads > 0 && width > 0 && width % heads == 0, ReasonCode::kPackedWidths, weights[1], heads);
+    operands[i] = {x.base, x.batch, x.rows, heads, width / heads};
+    left -= width;
+  }
+  Expect(left == 0 && widths.size() == 3, ReasonCode::kPackedWidths, weights[1], heads);
+  Expect(node.Int("do_rotary", 0) == 0, ReasonCode::kRotary);
+  return operands;
+}
+
+// MultiHeadAttention: query, key, value, bias, key_padding_mask, attention_bias, past_key, past_value, …
+// Attention: input, weights, bias, mask_index, past, attention_bias, past_sequence_length.
+Attention MicrosoftAttention(const Dimensions& dims, const Node& node, Executor executor) {
+  const bool is_packed = node.type() == "Attention";
+  const size_t bias = is_packed ? 2 : 3, padding = bias + 1, score_bias = 5;
   constexpr float kDefaultFill = -10000.0f;  // default of mask_filter_value
-  ExpectNoCache(dims, node, kPastKey, kPastKey + 4);
-  for (const auto& [index, meaning] : {std::pair(kBias, "bias"), std::pair(kKeyPadding, "key_padding_mask")}) {
+  if (is_packed) Expect(!node.Has(4), ReasonCode::kHasCache);
+  ExpectNoCache(dims, node, score_bias + 1, score_bias + 5);
+  for (const auto& [index, meaning] : {std::pair(bias, "bias"), std::pair(padding, "key_padding_mask")}) {
     Expect(executor == Executor::kProvider || !node.Has(index), ReasonCode::kHasInput, meaning);
   }
   const int64_t heads = node.Int("num_heads", 0);
   Operands operands;
-  for (size_t i = 0; i < 3; ++i) operands[i] = WholeOperand(dims, node.Input(i), kRoles[i], heads);
+  if (is_packed) operands = PackedOperands(dims, node, heads);
+  for (size_t i = 0; i < 3 && !is_packed; ++i) operands[i] = WholeOperand(dims, node.Input(i), kRoles[i], heads);
   std::vector<Mask> masks;
-  if (node.Has(kScoreBias)) masks.push_back({BeforeExpand(dims, node.Input(kScoreBias))});
+  if (node.Has(score_bias)) masks.push_back({BeforeExpand(dims, node.Input(score_bias))});
   Attention found = Joined(dims, node, operands, std::move(masks), node.Int("unidirectional", 0) == 1, executor);
+  if (is_packed) found.inputs = {node.Input(0), nullptr, nullptr};
+  if (is_packed) found.weight = node.Input(1);
   found.scale = ScaleAttribute(node);
   found.output = node.Output(0);
-  if (const Value padding = node.Input(kKeyPadding)) {
-    const size_t rank = dims.Rank(padding).value_or(0);
-    Expect(dims.TypeOf(padding) == ElementType::kInt32 && (rank == 2 || rank == 3), ReasonCode::kPaddingMask,
-           Quoted(padding));
+  if (const Value mask = node.Input(padding)) {
+    const size_t rank = dims.Rank(mask).value_or(0);
+    Expect(dims.TypeOf(mask) == ElementType::kInt32 && (rank == 2 || rank == 3), ReasonCode::kPaddingMask,
+           Quoted(mask));
     Expect(!found.causal, ReasonCode::kCausalPadding);
     const float fill = node.Float("mask_filter_value", kDefaultFill);
     Expect(std::isfinite(fill), ReasonCode::kPaddingFill);
-    found.masks.push_back({.value = padding, .fill = fill, .padding = true});
+    found.masks.push_back({.value = mask, .fill = fill, .padding = true});
   }
-  if (node.Has(kBias)) {
+  if (node.Has(bias)) {
     const int64_t width = operands[0].heads * operands[0].head_dim + 2 * operands[1].heads * operands[1].head_dim;
-    node.ConstantInput(kBias, "bias", {ElementType::kFloat, ElementType::kFloat16}, {{width}});
-    found.bias = node.Input(kBias);
+    node.ConstantInput(bias, "bias", {ElementType::kFloat, ElementType::kFloat16}, {{width}});
+    found.bias = node.Input(bias);
   }
   NodeSet nodes = {&node};
   CheckUses(dims, nodes, found, executor);
@@ -222,8 +251,10 @@ std::vector<FoundAttention> FindAttentions(const Dimensions& dims, Executor exec
       std::optional<Attention> found;
       if (node.IsStandard("Softmax")) found = FromSoftmax(dims, node, executor);
       if (node.IsStandard("Attention")) found = OnnxAttention(dims, node, executor);
-      if (node.Is("com.microsoft", "MultiHeadAttention")) found = MultiHeadAttention(dims, node, executor);
-      if (!found) continue;
+      // Passes split Attention into its linear layers and a MultiHeadAttention.
+      const bool is_packed = executor == Executor::kProvider && node.Is("com.microsoft", "Attention");
+      if (is_packed || node.Is("com.microsoft", "MultiHeadAttention")) found = MicrosoftAttention(dims, node, executor);
+      if (!found || found->output == nullptr) continue;
       Expect(std::isfinite(static_cast<float>(found->scale)), ReasonCode::kCachedScale);
       all.emplace_back(std::move(*found));
     } catch (const RefusedError& refusal) {

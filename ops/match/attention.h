@@ -65,7 +65,7 @@ struct KvCache {
 
 struct Attention {
   const Node* node = nullptr;  // the Softmax or the attention operator
-  // key and value are null if `query` contains all three (only with a cache).
+  // key and value are null if `query` contains all three (see cache and weight).
   std::array<Value, 3> inputs{};  // query, key, value
   std::array<Layout, 3> layouts{};
   int64_t heads = 0;
@@ -76,6 +76,9 @@ struct Attention {
   bool causal = false;
   bool zero_hidden_rows = false;  // fully masked rows give zeros instead of NaN
   Value zero_rows = nullptr;      // [provider] bool, broadcasts to [batch, heads, rows, 1]: rows set to zero where true
+  // [provider] Constant [columns, query width + key width + value width] of com.microsoft.Attention, which multiplies
+  // inputs[0] by it; key and value are null.
+  Value weight = nullptr;
   // [provider] Constant [query width + key width + value width], added to query, key and value.
   Value bias = nullptr;
   std::optional<KvCache> cache;
