@@ -9,6 +9,8 @@
 namespace ortolan::match {
 namespace {
 
+constexpr size_t kMostTerms = 64;  // limit for the terms of a sum in an untrusted model
+
 using Terms = std::vector<std::pair<uint32_t, int64_t>>;
 
 std::optional<int64_t> Multiply(int64_t a, int64_t b) {
@@ -32,7 +34,7 @@ std::optional<Dim> Combine(const Dim& a, const Dim& b, int64_t sign) {
   int64_t number;
   const bool overflow = sign > 0 ? __builtin_add_overflow(a.number(), b.number(), &number)
                                  : __builtin_sub_overflow(a.number(), b.number(), &number);
-  if (overflow || (number < 0 && !terms.empty())) return std::nullopt;
+  if (overflow || terms.size() > kMostTerms || (number < 0 && !terms.empty())) return std::nullopt;
   return Dim(number, std::move(terms));
 }
 
