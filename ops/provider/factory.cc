@@ -177,7 +177,7 @@ ProviderOptions ReadOptions(const SessionEntries& entries) {
     options.rules.least_zero_blocks = features.Has(feature_set::avx2) ? 0.8 : 2.0;
   }
   if (options.context.enabled) {
-    options.rules.why_no_cached_attention = "it has no weights to pack; sessions on the compiled model claim it";
+    XX
   } else if (!features.Has(feature_set::avx2) && claims != kAll) {
     options.rules.why_no_cached_attention = "without AVX2 ONNX Runtime's attention with a cache is faster";
   }
