@@ -61,8 +61,7 @@ AttentionCompute::Part::Part(std::span<const Layer> layers) : packed(layers), pl
 
 AttentionCompute::Part::Part(ContextReader& reader) : packed(reader), plan(packed.Linear(), ActiveFeatures()) {}
 
-AttentionCompute::AttentionCompute(const Graph& graph, const Step& step, const Node& fused)
-    : plan_(kPrecision), cached_plan_(FormOf({})) {
+AttentionCompute::AttentionCompute(const Graph& graph, const Step& step, const Node& fused) : plan_(kPrecision) {
   const Attention& found = *step.attention;
   const bool has_layers = !step.layers.empty();
   const auto input = [&](Value value) {
@@ -107,11 +106,10 @@ AttentionCompute::AttentionCompute(const Graph& graph, const Step& step, const N
                  OutputSlot(fused, cache.present_key),
                  OutputSlot(fused, cache.present_value),
                  cache.interleaved};
-  cached_plan_ = CachedPlan(FormOf(spec_));
+  if (spec_.has_cache) cached_plan_.emplace(FormOf(spec_));
 }
 
-AttentionCompute::AttentionCompute(ContextReader& reader, const IoSlots& slots)
-    : plan_(kPrecision), cached_plan_(FormOf({})) {
+AttentionCompute::AttentionCompute(ContextReader& reader, const IoSlots& slots) : plan_(kPrecision) {
   RecordReader record(reader, slots);
   VisitAttention(record, spec_);
   ReadParts(reader);
@@ -128,7 +126,7 @@ AttentionCompute::AttentionCompute(ContextReader& reader, const IoSlots& slots)
     const int64_t count = static_cast<int64_t>(spec_.biases[role].size());
     if (count != 0 && count != WidthOf(role)) throw Error("its ", kRoles[role], " bias has ", count, " values");
   }
-  cached_plan_ = CachedPlan(FormOf(spec_));
+  if (spec_.has_cache) cached_plan_.emplace(FormOf(spec_));
 }
 
 void AttentionCompute::ReadParts(ContextReader& reader) {
@@ -505,7 +503,7 @@ void AttentionCompute::RunCached(Call& call, const AttentionCall& attention) con
   cached.key_cache = Present(call, spec_.cache.past_key, spec_.cache.present_key, cached);
   cached.value_cache = Present(call, spec_.cache.past_value, spec_.cache.present_value, cached);
   cached.mask = ReadMasks({cached.batch, cached.heads, cached.queries, cached.keys}, call);
-  cached_plan_.Run(call.host, cached);
+  cached_plan_->Run(call.host, cached);
   Finish(cached, call);
 }
 

@@ -59,7 +59,7 @@ class AttentionCompute : public StepCompute {
   std::array<std::vector<float>, 3> own_biases_;
   std::deque<Part> parts_;  // one part for query, key and value together, or three; none without layers
   AttentionPlan plan_;
-  CachedPlan cached_plan_;
+  std::optional<CachedPlan> cached_plan_;  // with a cache
 };
 
 }  // namespace ortolan::provider
