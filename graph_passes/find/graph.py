@@ -76,11 +76,11 @@ class _Skeleton:
                 if kind in _PLAIN:
                     if not attribute.is_ref():
                         plain[name] = attribute.value
-                elif kind == _KINDS.GRAPH:
+                elif kind == _KINDS.GRAPH and not attribute.is_ref():
                     graphs[name] = len(self._waiting)
-                    self._waiting.append((attribute.as_graph(), number, implicit))
-                elif kind == _KINDS.TENSOR and node.inputs:
-                    given = _array(attribute.as_tensor()) if attribute.as_tensor().size <= _MOST_ELEMENTS else None
+                    self._waiting.append((attribute.value, number, implicit))
+                elif kind == _KINDS.TENSOR and node.inputs and not attribute.is_ref():
+                    given = _array(attribute.value) if attribute.value.size <= _MOST_ELEMENTS else None
                     if given is not None:
                         tensors[name] = given
             if node.domain in DEFAULT_DOMAINS and all(value is None or value in self._constants for value in node.inputs):
