@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,38 +19,21 @@ _PLAIN = frozenset((_KINDS.INT, _KINDS.FLOAT, _KINDS.STRING, _KINDS.INTS, _KINDS
 _PACKED = (ir.DataType.INT4, ir.DataType.UINT4)  # NumPy stores a byte for each of them
 
 
-class MatchGraph:
-    """A graph and its subgraphs in C++, as they are now. Values and nodes of the main graph have indices.
-
-    Constants stay where they are until a rule reads them.
-    """
-
-    def __init__(self, graph: ir.Graph) -> None:
-        skeleton = _Skeleton(graph)
-        self.values = skeleton.values
-        self.nodes = skeleton.nodes
-        self.indices = skeleton.indices
-        self.node_indices = {node: index for index, node in enumerate(self.nodes)}
-        # `read` must not refer to self: the reference from C++ is not visible to the garbage collector.
-        read = partial(_read, skeleton.values)
-        self.native = _native.Graph(skeleton.described, skeleton.graphs, opset_of(graph), read)
-
-    def value(self, index: int | None) -> ir.Value | None:
-        """Return the value with an index."""
-        return None if index is None else self.values[index]
+def native_graph(graph: ir.Graph) -> _native.Graph:
+    """Return a graph and its subgraphs in C++, as they are now. Constants are read when a rule needs them."""
+    skeleton = _Skeleton(graph)
+    return _native.Graph(skeleton.values, skeleton.graphs, opset_of(graph), _read)
 
 
 class _Skeleton:
-    """The lists that _native.Graph expects."""
+    """The arguments of _native.Graph."""
 
     def __init__(self, graph: ir.Graph) -> None:
-        self.values: list[ir.Value] = []
-        self.indices: dict[ir.Value, int] = {}
-        self.described: list[tuple[Any, ...]] = []
-        self.nodes = list(graph)
+        self.values: list[tuple[Any, ...]] = []
         self.graphs: list[tuple[list[tuple[Any, ...]], list[int]]] = []
-        self._constants: set[ir.Value] = set()  # perhaps constant, until they are added
+        self._indices: dict[ir.Value, int] = {}
         self._owners: list[int] = []  # graph of each value
+        self._constants: set[ir.Value] = set()  # perhaps constant, until they are added
         # Graphs in order of discovery, each with the graph and the implicit inputs of the node that it belongs to.
         self._waiting: list[tuple[ir.Graph, int, dict[int, None]]] = [(graph, -1, {})]
         for number, (one, _, _) in enumerate(self._waiting):  # grows
@@ -87,19 +69,20 @@ class _Skeleton:
                 self._constants.update(node.outputs)
             for value in node.outputs:
                 self._add(value, number, 0, outputs, False)
-            made = [self.indices[value] for value in node.outputs]
-            nodes.append((node.name or "", node.domain, node.op_type, plain, tensors, graphs, inputs, made, implicit))
+            made = [self._indices[value] for value in node.outputs]
+            names = node.name or "", node.domain, node.op_type
+            nodes.append((node, *names, plain, tensors, graphs, inputs, made, implicit))
         return nodes, [self._seen(value, number) for value in graph.outputs]
 
     def _seen(self, value: ir.Value, number: int) -> int:
         """Return the index of a value that graph `number` reads; values of outer graphs are implicit inputs."""
-        index = self.indices.get(value)
+        index = self._indices.get(value)
         if index is None:  # a value of a graph around the main graph
             owner = value.graph
             named = value.is_graph_input() and owner is not None and bool(owner.opset_imports)
-            if constant_tensor(value) is not None:
-                self._constants.add(value)
-            index = self._add(value, 0, 0, set(), named)
+            self._constants.add(value)
+            flags = (_INPUT if value.is_graph_input() else 0) | (_OUTPUT if value.is_graph_output() else 0)
+            index = self._add(value, 0, flags, set(), named)
         owner_number = self._owners[index]
         while number not in (owner_number, 0):
             _, outer, implicit = self._waiting[number]
@@ -108,7 +91,7 @@ class _Skeleton:
         return index
 
     def _add(self, value: ir.Value, number: int, flags: int, outputs: set[ir.Value], named: bool) -> int:
-        index = self.indices.get(value)
+        index = self._indices.get(value)
         if index is not None:  # an initializer that is also an input
             return index
         dtype, dims = value.dtype, value.shape
@@ -126,15 +109,14 @@ class _Skeleton:
             flags &= ~_INPUT  # callers may leave it out
         if value in outputs:
             flags |= _OUTPUT
-        index = self.indices[value] = len(self.values)
-        self.values.append(value)
+        index = self._indices[value] = len(self.values)
         self._owners.append(number)
-        self.described.append((number, value.name or "", 0 if dtype is None else dtype.value, shape, flags))
+        self.values.append((value, number, value.name or "", 0 if dtype is None else dtype.value, shape, flags))
         return index
 
 
-def _read(values: list[ir.Value], index: int) -> tuple[int, list[int], Any] | None:
-    tensor = constant_tensor(values[index])
+def _read(value: ir.Value) -> tuple[int, list[int], Any] | None:
+    tensor = constant_tensor(value)
     return None if tensor is None else _array(tensor)
 
 
