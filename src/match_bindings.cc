@@ -38,7 +38,9 @@ struct PyGraph {
     for (py::handle index : list) found.push_back(At(index.cast<int64_t>()));
     return found;
   }
-  py::object IndexOf(Value value) const { return value == nullptr ? py::none() : py::object(py::int_(indices.at(value))); }
+  py::object IndexOf(Value value) const {
+    return value == nullptr ? py::none() : py::object(py::int_(indices.at(value)));
+  }
   const match::Node& NodeAt(size_t index) const {
     Require(index < main().nodes().size(), "node ", index, " of ", main().nodes().size());
     return main().nodes()[index];
@@ -56,11 +58,8 @@ match::Constant ConstantFrom(py::handle given, const std::string& name) {
   });
   match::Constant constant{name, static_cast<ElementType>(tensor[0].cast<int32_t>()),
                            tensor[1].cast<std::vector<int64_t>>(), buffer.ptr, std::move(owner)};
-  // Rules trust the shape. Types of less than a byte are packed.
-  const bool packed = constant.type == ElementType::kUint4 || constant.type == ElementType::kInt4;
-  const int64_t bytes = buffer.size * buffer.itemsize;
-  Require(bytes == (packed ? (constant.Count() + 1) / 2 : constant.Count() * match::BytesOf(constant.type)),
-          "constant ", name, " has ", bytes, " bytes, which does not fit its shape");
+  const int64_t bytes = buffer.size * buffer.itemsize;  // 4-bit types are packed, others have at least a byte
+  Require(bytes >= (constant.Count() + 1) / 2, "constant ", name, " has ", bytes, " bytes, too few for its shape");
   return constant;
 }
 
@@ -106,7 +105,8 @@ ValueInfo ValueFrom(const py::tuple& given) {
 }
 
 // values: tuples (graph, name, element type, shape or None, flags). graphs: tuples (nodes, outputs), the main graph
-// first. nodes: tuples (name, domain, type, attributes, tensor attributes, subgraphs, inputs, outputs, implicit inputs).
+// first. nodes: tuples (name, domain, type, attributes, tensor attributes, subgraphs, inputs, outputs, implicit
+// inputs).
 std::shared_ptr<PyGraph> MakeGraph(const py::list& values, const py::list& graphs, int64_t opset, py::object read) {
   auto made = std::make_shared<PyGraph>();
   made->read = std::move(read);
@@ -126,18 +126,20 @@ std::shared_ptr<PyGraph> MakeGraph(const py::list& values, const py::list& graph
     const py::tuple parts = graphs[i].cast<py::tuple>();
     for (py::handle one : parts[0]) {
       const py::tuple given = one.cast<py::tuple>();
-      match::Graph::NewNode node{given[0].cast<std::string>(), given[1].cast<std::string>(), given[2].cast<std::string>(),
-                                 {}, {}, made->All(given[6]), made->All(given[7]), made->All(given[8])};
+      match::Attributes attributes;
+      match::Subgraphs subgraphs;
       for (const auto& [name, value] : given[3].cast<py::dict>())
-        node.attributes.emplace(name.cast<std::string>(), AttributeFrom(value));
+        attributes.emplace(name.cast<std::string>(), AttributeFrom(value));
       for (const auto& [name, tensor] : given[4].cast<py::dict>())
-        node.attributes.emplace(name.cast<std::string>(), ConstantFrom(tensor, name.cast<std::string>()));
+        attributes.emplace(name.cast<std::string>(), ConstantFrom(tensor, name.cast<std::string>()));
       for (const auto& [name, subgraph] : given[5].cast<py::dict>()) {
         const size_t index = subgraph.cast<size_t>();
-        Require(index > i, "subgraph ", index, " of a node in graph ", i, ", expected a higher number");
-        node.subgraphs.emplace(name.cast<std::string>(), made->graphs.at(index));
+        Require(index > i, "graph ", index, " is within graph ", i, ", expected a higher number");
+        subgraphs.emplace(name.cast<std::string>(), made->graphs.at(index));
       }
-      graph.AddNode(std::move(node));
+      graph.AddNode({given[0].cast<std::string>(), given[1].cast<std::string>(), given[2].cast<std::string>(),
+                     std::move(attributes), made->All(given[6]), made->All(given[7]), made->All(given[8]),
+                     std::move(subgraphs)});
     }
     graph.SetOutputs(made->All(parts[1]));
   }
@@ -256,7 +258,8 @@ void BindMatch(py::module_& module) {
   py::class_<PySum>(module, "Sum", "A sum of symbolic dimensions with factors, and a number.")
       .def_readonly("terms", &PySum::terms)
       .def_readonly("number", &PySum::number)
-      .def("__eq__", [](const PySum& sum, const PySum& other) { return sum == other; }, py::is_operator())
+      .def(
+          "__eq__", [](const PySum& sum, const PySum& other) { return sum == other; }, py::is_operator())
       .def("__hash__", [](const PySum& sum) { return py::hash(py::make_tuple(sum.terms, sum.number)); })
       .def("__repr__", [](const PySum& sum) { return py::str("Sum({}, {})").format(sum.terms, sum.number); });
   py::class_<PyDimensions>(module, "Dimensions", "Symbolic shapes of a graph's values (ops/match/dimensions.h).")
