@@ -1,7 +1,7 @@
 """Symbolic shapes and element types of a graph's values, and the integers that shapes are computed from.
 
-The rules are in C++ (ops/match/dimensions.h). A dimension is an integer; the name of an input's dimension; (value, axis)
-if it is unknown; or a Sum of such dimensions. Equal dimensions have equal sizes.
+The rules are in C++ (ops/match/dimensions.h). A dimension is an integer; the name of an input's dimension; (value,
+axis) if it is unknown; or a Sum of such dimensions. Equal dimensions have equal sizes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class Dimensions:
 
 def head_sizes(inputs: Iterable[ir.Value]) -> dict[ir.Value, int]:
     """Return the head widths of caches whose shape does not state it, if GroupQueryAttention has it."""
-    unknown = [one for one in inputs if one.shape is not None and len(one.shape) == 4 and not isinstance(one.shape[3], int)]
+    unknown = [
+        one for one in inputs if one.shape is not None and len(one.shape) == 4 and not isinstance(one.shape[3], int)
+    ]
     if not unknown or unknown[0].graph is None:
         return {}
     native = Dimensions(unknown[0].graph).native

@@ -40,14 +40,9 @@ class _Skeleton:
             self.graphs.append(self._graph(one, number))
 
     def _graph(self, graph: ir.Graph, number: int) -> tuple[list[tuple[Any, ...]], list[int]]:
-        outputs = set(graph.outputs)
-        named = bool(graph.opset_imports)
-        for value in graph.inputs:
-            self._add(value, number, _INPUT, outputs, named)
-        for value in graph.initializers.values():
-            if not value.is_graph_input():
-                self._constants.add(value)
-            self._add(value, number, 0, outputs, named)
+        for value in (*graph.inputs, *graph.initializers.values()):
+            self._constants.add(value)
+            self._add(value, number)
         nodes = []
         for node in graph:
             inputs = [-1 if value is None else self._seen(value, number) for value in node.inputs]
@@ -65,10 +60,11 @@ class _Skeleton:
                     given = _array(attribute.value) if attribute.value.size <= _MOST_ELEMENTS else None
                     if given is not None:
                         tensors[name] = given
-            if node.domain in DEFAULT_DOMAINS and all(value is None or value in self._constants for value in node.inputs):
+            constant = all(value is None or value in self._constants for value in node.inputs)
+            if constant and node.domain in DEFAULT_DOMAINS:
                 self._constants.update(node.outputs)
             for value in node.outputs:
-                self._add(value, number, 0, outputs, False)
+                self._add(value, number)
             made = [self._indices[value] for value in node.outputs]
             names = node.name or "", node.domain, node.op_type
             nodes.append((node, *names, plain, tensors, graphs, inputs, made, implicit))
@@ -78,11 +74,8 @@ class _Skeleton:
         """Return the index of a value that graph `number` reads; values of outer graphs are implicit inputs."""
         index = self._indices.get(value)
         if index is None:  # a value of a graph around the main graph
-            owner = value.graph
-            named = value.is_graph_input() and owner is not None and bool(owner.opset_imports)
             self._constants.add(value)
-            flags = (_INPUT if value.is_graph_input() else 0) | (_OUTPUT if value.is_graph_output() else 0)
-            index = self._add(value, 0, flags, set(), named)
+            index = self._add(value, 0)
         owner_number = self._owners[index]
         while number not in (owner_number, 0):
             _, outer, implicit = self._waiting[number]
@@ -90,24 +83,26 @@ class _Skeleton:
             number = outer
         return index
 
-    def _add(self, value: ir.Value, number: int, flags: int, outputs: set[ir.Value], named: bool) -> int:
+    def _add(self, value: ir.Value, number: int) -> int:
         index = self._indices.get(value)
         if index is not None:  # an initializer that is also an input
             return index
-        dtype, dims = value.dtype, value.shape
         tensor = constant_tensor(value) if value in self._constants else None
         shape: list[int | str | None] | None = None
-        if tensor is None:
-            self._constants.discard(value)
+        if tensor is not None:
+            flags, dtype, shape = _CONSTANT, tensor.dtype, list(tensor.shape.numpy())
         else:
-            flags, dtype, shape = flags | _CONSTANT, tensor.dtype, list(tensor.shape.numpy())
-        if tensor is None and dims is not None:
-            # Names of dimensions are reliable only at the model's inputs; the name of a Loop body's input describes
-            # only the first iteration. Only the main graph imports opsets.
-            shape = [dim if isinstance(dim, int) else dim.value if named else None for dim in dims]
-        if value.is_initializer():
-            flags &= ~_INPUT  # callers may leave it out
-        if value in outputs:
+            self._constants.discard(value)
+            flags, dtype, owner = 0, value.dtype, value.graph
+            is_input = value.is_graph_input()
+            if is_input and not value.is_initializer():  # callers may leave out an initializer
+                flags = _INPUT
+            if value.shape is not None:
+                # Names of dimensions are reliable only at the model's inputs; the name of a Loop body's input describes
+                # only the first iteration. Only the main graph imports opsets.
+                named = is_input and owner is not None and owner.opset_imports
+                shape = [dim if isinstance(dim, int) else dim.value if named else None for dim in value.shape]
+        if value.is_graph_output():
             flags |= _OUTPUT
         index = self._indices[value] = len(self.values)
         self._owners.append(number)
@@ -124,6 +119,7 @@ def _array(tensor: ir.TensorProtocol) -> tuple[int, list[int], Any] | None:
     """Return type, shape and bytes of a tensor; None if it has strings."""
     if tensor.dtype == ir.DataType.STRING:
         return None
-    array = np.ascontiguousarray(tensor.numpy())
-    packed = tensor.dtype in _PACKED
-    return tensor.dtype.value, list(tensor.shape.numpy()), tensor.tobytes() if packed else array.reshape(-1).view(np.uint8)
+    data: Any = tensor.tobytes() if tensor.dtype in _PACKED else np.ascontiguousarray(tensor.numpy()).reshape(-1)
+    if isinstance(data, np.ndarray):  # NumPy's additional types, such as bfloat16, are no buffers
+        data = data.view(np.uint8)
+    return tensor.dtype.value, list(tensor.shape.numpy()), data

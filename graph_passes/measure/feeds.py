@@ -235,9 +235,7 @@ def synthetic_feeds(model: ir.Model, sizes: Sizes, seed: int = 0) -> Feeds:
     sequence *= max([samples_per_step(value) for value in inputs], default=1)
     sizes = Sizes(batch, sequence, sizes.past if has_past else 0)
     widths = head_sizes(inputs)
-    return {
-        value.name or "": _make_up(value, sizes, dimensions, rng, has_past, widths.get(value)) for value in inputs
-    }
+    return {value.name or "": _make_up(value, sizes, dimensions, rng, has_past, widths.get(value)) for value in inputs}
 
 
 def _make_up(
