@@ -160,7 +160,11 @@ Operand HeadsOperand(const Dimensions& dims, Value value, const char* meaning, N
   }
   if (merged && layout == Layout::kByRows) {
     layout = Layout::kByHeads;
-    chain.value = BeforeMerge(dims, chain.value);
+    const Value before = BeforeMerge(dims, chain.value);
+    if (before != chain.value && !HasOthers(dims.graph(), chain.value)) {
+      chain.nodes.push_back(dims.graph().Maker(chain.value));
+    }
+    chain.value = before;
   }
   const DimShape shape = BaseShape(dims, chain.value, meaning, single ? 3 : 4);
   const std::vector<size_t>& axes = AxesOf(layout);

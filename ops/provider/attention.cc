@@ -92,6 +92,13 @@ Attention ReadAttention(const Graph& graph, const match::Attention& found) {
   Expect(found.weight == nullptr, "it contains the query, key and value layers, whose weights stay float");
   Attention attention{found, {}};
   for (match::Mask& mask : attention.masks) mask.value = MaskInput(graph, found, mask.value);
+  for (const Value value : attention.Reads(false)) {
+    const std::span<const Graph::Use> uses = graph.Uses(value);
+    const bool is_read = std::any_of(uses.begin(), uses.end(), [&](const Graph::Use& use) {
+      return std::find(found.nodes.begin(), found.nodes.end(), use.node) != found.nodes.end();
+    });
+    Expect(is_read, ErrorText("its nodes do not read '", value->name, "' themselves"));
+  }
   if (attention.scale == 0) attention.scale = 1 / std::sqrt(static_cast<double>(attention.head_dim));
   Expect(std::isfinite(static_cast<float>(attention.scale)), "its scale is not finite");
   if (found.bias != nullptr) {
