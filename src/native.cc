@@ -9,6 +9,8 @@ namespace ortolan {
 void BindPackedWeights(py::module_& module);
 void BindCaches(py::module_& module);
 void BindRules(py::module_& module);
+void BindMatch(py::module_& module);
+void BindMatchEpilogue(py::module_& module);
 
 namespace {
 
@@ -39,4 +41,6 @@ PYBIND11_MODULE(_native, module) {
   ortolan::BindPackedWeights(module);
   ortolan::BindCaches(module);
   ortolan::BindRules(module);
+  ortolan::BindMatch(module);
+  ortolan::BindMatchEpilogue(module);
 }

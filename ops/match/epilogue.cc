@@ -140,6 +140,7 @@ Epilogue FindEpilogue(const Graph& graph, Value output, std::span<const Value> f
   if (can_take(next.nodes)) found = next;
   if (const Node* const add = SumOf(graph, found.output); add != nullptr && may_take(*add)) {
     found.residual = Other(*add, found.output);
+    found.sum = add;
     found.nodes.push_back(add);
     found.output = add->Output(0);
   }

@@ -28,13 +28,14 @@ struct Epilogue {
   Value factor = nullptr;  // has the shape of the layer's output
   // Added by the rules of ONNX Add. It may be computed only shortly before the last of `nodes`.
   Value residual = nullptr;
+  const Node* sum = nullptr;  // the Add of the residual
   std::optional<Norm> norm;
   std::vector<const Node*> nodes;  // in graph order
   Value output = nullptr;          // of the last node; the layer's output if there are no nodes
 };
 
-// Return the longest epilogue of a layer's output. factors: values of the same shape as `output`. columns: length of the
-// layer's rows. may_take: whether nodes may be part of it; they then are.
+// Return the longest epilogue of a layer's output. factors: values of the same shape as `output`. columns: length of
+// the layer's rows. may_take: whether nodes may be part of it; they then are.
 Epilogue FindEpilogue(const Graph& graph, Value output, std::span<const Value> factors, int64_t columns,
                       const std::function<bool(const Node&)>& may_take);
 

@@ -220,8 +220,11 @@ std::optional<float> Graph::NumberOf(Value value) const {
 }
 
 std::optional<double> Graph::AnyNumberOf(Value value) const {
+  const auto is_one = [](const Shape& shape) { return shape.empty() || shape == Shape{1}; };
+  // Do not read large constants.
+  if (value == nullptr || (value->constant_shape && !is_one(*value->constant_shape))) return std::nullopt;
   const std::optional<Constant> tensor = ConstantOf(value);
-  if (!tensor || tensor->shape.size() > 1 || tensor->Count() != 1) return std::nullopt;
+  if (!tensor || !is_one(tensor->shape)) return std::nullopt;
   const std::optional<std::vector<double>> numbers = tensor->Numbers();
   return numbers ? std::optional(numbers->front()) : std::nullopt;
 }

@@ -10,6 +10,8 @@ namespace {
 
 // Return the length of a constant float vector; nullopt for other values.
 std::optional<int64_t> LengthOf(const Graph& graph, Value value) {
+  // Do not read large constants.
+  if (value != nullptr && value->constant_shape && value->constant_shape->size() != 1) return std::nullopt;
   const std::optional<Constant> tensor = graph.ConstantOf(value);
   const bool fits = tensor && IsFloatType(tensor->type) && tensor->shape.size() == 1;
   return fits ? std::optional(tensor->shape[0]) : std::nullopt;
@@ -96,8 +98,8 @@ std::optional<Norm> Formula(const Graph& graph, const Node& mean) {
   return norm;
 }
 
-// Return the norm that begins at a node. The formula broadcasts a row of one element to the length of the weight, so its
-// caller must compare that length with the row's.
+// Return the norm that begins at a node. The formula broadcasts a row of one element to the length of the weight, so
+// its caller must compare that length with the row's.
 std::optional<Norm> NormAt(const Graph& graph, const Node& node) {
   try {
     std::optional<Norm> norm = Operator(graph, node);
@@ -120,18 +122,14 @@ std::optional<Norm> FindNorm(const Graph& graph, Value x, int64_t n) {
   return std::nullopt;
 }
 
-std::optional<SumNorm> FindSumNorm(const Dimensions& dims, const Node& first,
+std::optional<SumNorm> FindSumNorm(const Graph& graph, const Node& first,
+                                   const std::function<std::optional<int64_t>(Value)>& columns_of,
                                    const std::function<bool(const Node&)>& may_take) {
-  const Graph& graph = dims.graph();
   const Value x = first.Input(0);
   std::optional<Norm> norm = x == nullptr || graph.IsConstantValue(x) ? std::nullopt : NormAt(graph, first);
   if (!norm) return std::nullopt;
   const auto can_take = [&](const Node* node) { return may_take(*node); };
-  const Dim n = *LengthOf(graph, norm->weight);
-  const auto has_rows = [&](Value value) {
-    const std::optional<DimShape> shape = dims.ShapeOf(value);
-    return shape && !shape->empty() && shape->back() == n;
-  };
+  const auto has_rows = [&, n = LengthOf(graph, norm->weight)](Value value) { return columns_of(value) == n; };
   const bool is_formula = norm->nodes.size() > 1;
   if ((is_formula && !has_rows(x)) || !std::all_of(norm->nodes.begin(), norm->nodes.end(), can_take)) {
     return std::nullopt;
@@ -139,8 +137,7 @@ std::optional<SumNorm> FindSumNorm(const Dimensions& dims, const Node& first,
   SumNorm found{std::move(*norm), {x}, {}};
   // Return the Add that computes an operand, if no other node reads the operand.
   const auto sum_of = [&](Value value) -> const Node* {
-    const bool is_free =
-        value == x ? IsOnlyReadBy(graph, x, found.norm.nodes) : graph.OnlyReader(value) != nullptr;
+    const bool is_free = value == x ? IsOnlyReadBy(graph, x, found.norm.nodes) : graph.OnlyReader(value) != nullptr;
     const Node* const add = is_free ? graph.Maker(value) : nullptr;
     const bool fits = add != nullptr && add->IsStandard("Add") && may_take(*add) && has_rows(value) &&
                       std::all_of(add->inputs().begin(), add->inputs().end(), has_rows);

@@ -11,7 +11,6 @@
 #include <optional>
 #include <vector>
 
-#include "match/dimensions.h"
 #include "match/graph.h"
 
 namespace ortolan::match {
@@ -35,8 +34,10 @@ struct SumNorm {
   std::vector<const Node*> sums;  // the additions, last one first
 };
 
-// Return the norm that begins at a node, or nullopt. may_take: whether a node may be part of it.
-std::optional<SumNorm> FindSumNorm(const Dimensions& dims, const Node& first,
+// Return the norm that begins at a node, or nullopt. columns_of: length of a value's last axis, or nullopt. may_take:
+// whether a node may be part of it.
+std::optional<SumNorm> FindSumNorm(const Graph& graph, const Node& first,
+                                   const std::function<std::optional<int64_t>(Value)>& columns_of,
                                    const std::function<bool(const Node&)>& may_take);
 
 }  // namespace ortolan::match

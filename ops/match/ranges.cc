@@ -206,8 +206,7 @@ std::optional<QdqPair> FindQdqPair(const Graph& graph, const Node& maker) {
   const bool quantizes = maker.IsStandard("QuantizeLinear");
   const std::optional<Constant> zero = graph.ConstantOf(maker.StoredInput(inputs->zero_point));
   if (zero && !IsInt8(zero->type)) return std::nullopt;
-  const std::optional<FixedRange> range =
-      RangeAt(graph, maker, inputs->scale, inputs->zero_point, ElementType::kUint8);
+  const std::optional<FixedRange> range = RangeAt(graph, maker, inputs->scale, inputs->zero_point, ElementType::kUint8);
   Expect(range && IsPlain(maker) && maker.Has(0), ReasonCode::kNoFixedRange);
   QdqPair pair{&maker, quantizes ? maker.Input(0) : nullptr, {}, {}, {}, *range};
   std::vector<Value> waiting = {maker.Output(0)};
