@@ -1,5 +1,6 @@
 """Native core of Ortolan: packers, unpackers, shared rules, CPU information."""
 
+from collections.abc import Callable
 from typing import Any, Literal, TypedDict, overload
 
 import numpy as np
@@ -20,23 +21,32 @@ class CpuInfo(TypedDict):
 def cpu_info() -> CpuInfo:
     """Return the CPU and its instruction sets, as described in `ortolan.cpu_info`."""
 
-MOST_FORMULA_NODES: int
 LEAST_ZERO_BLOCKS: float  # VNNISpMM beats dense int8 from this fraction of zero 4x1 blocks
 
-def find_activation(
-    nodes: list[tuple[str, list[int], int]], values: list[tuple[float | None, bool]]
-) -> tuple[int, list[int]]:
-    """Find the activation function of value 0 that the nodes compute (ops/epilogue/formula.h).
+def find_epilogue(
+    graph: Graph, output: int, factors: list[int], columns: int, may_take: Callable[[int], bool]
+) -> tuple[int, int | None, tuple[int, int] | None, tuple[int, int | None, float, list[int]] | None, list[int]]:
+    """Return activation, factor, residual (node, input), norm and nodes of a layer's epilogue (ops/match/epilogue.h).
 
     Args:
-        nodes: operator, inputs and output of each node in the ONNX domain; input -1 is not among the values.
-        values: for each value, its scalar constant or None, and whether nodes outside of `nodes` read it.
+        graph: the graph.
+        output: the layer's output [..., columns].
+        factors: values that may multiply the output.
+        columns: the length of the output's last axis.
+        may_take: whether a node may be part of the epilogue.
+    """
+
+def find_norms(graph: Graph) -> list[tuple[tuple[int, int | None, float, list[int]], list[int], list[int]]]:
+    """Return each norm (weight, bias, epsilon, nodes), the operands that it adds, and the Adds, last one first."""
+
+def find_qdq_pairs(
+    graph: Graph,
+) -> list[tuple[int, str | None, list[int], list[int], tuple[float, float] | None]]:
+    """Return the quantizations of activations to fixed 8-bit ranges (ops/match/ranges.h).
 
     Returns:
-        The number of the activation (0: no match) and the indices of its nodes.
-
-    Raises:
-        ValueError: a node refers to a value that does not exist.
+        For each: the QuantizeLinear, why it cannot be removed or None, nodes that move the codes, DequantizeLinear
+        nodes, and bounds to clip to or None.
     """
 
 def int8_range(codes: NDArray[Any], zero_points: NDArray[np.int16], transposed: bool) -> tuple[int, int]:
