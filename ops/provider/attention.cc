@@ -7,8 +7,8 @@
 namespace ortolan::provider {
 namespace {
 
-constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
-constexpr auto kHalf = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
+constexpr auto kFloat = ElementType::kFloat;
+constexpr auto kHalf = ElementType::kFloat16;
 constexpr size_t kMostNodes = 200;  // limit for nodes that only compute sizes
 constexpr int64_t kMostHeads = 1 << 16;
 
@@ -136,11 +136,11 @@ void AttentionFinder::TakeWhatReadsSizes() {
     waiting.pop_back();
     if (value == nullptr) continue;
     Expect(!graph_.IsOutput(value),
-           ErrorText("'", NameOf(graph_.host(), value), "' inside it is an output of the graph, or only leads to one"));
+           ErrorText("'", value->name, "' inside it is an output of the graph, or only leads to one"));
     for (const Graph::Use& use : graph_.Uses(value)) {
       if (taken_.count(use.node) != 0) continue;
       Expect(use.index >= 0 && found_.nodes.size() < kMostNodes,
-             ErrorText("'", NameOf(graph_.host(), value), "' inside it is also read by ", use.node->Described()));
+             ErrorText("'", value->name, "' inside it is also read by ", use.node->Described()));
       Take(*use.node);
       waiting.insert(waiting.end(), use.node->outputs().begin(), use.node->outputs().end());
     }
@@ -164,8 +164,7 @@ void AttentionFinder::CheckInFront() {
     if (graph_.IsConstantValue(mask.value)) ReadConstantMask(mask);
   }
   for (const Value value : found_.Reads()) {
-    Expect(!is_inside(value),
-           ErrorText("'", NameOf(graph_.host(), value), "', which it reads, is computed from values inside it"));
+    Expect(!is_inside(value), ErrorText("'", value->name, "', which it reads, is computed from values inside it"));
   }
 }
 std::vector<Value> Attention::Reads() const {

@@ -33,19 +33,19 @@ AttentionCompute::Part::Part(std::span<const Layer> layers) : packed(layers), pl
 
 AttentionCompute::Part::Part(ContextReader& reader) : packed(reader), plan(packed.Linear(), ActiveFeatures()) {}
 
-AttentionCompute::AttentionCompute(const HostApi& host, const Step& step, const Node& fused)
+AttentionCompute::AttentionCompute(const Step& step, const Node& fused)
     : node_(step.attention->nodes.front()->Described()),
-      x_name_(NameOf(host, step.X())),
+      x_name_(step.X()->name),
       attention_(*step.attention),
-      x_(InputSlot(host, fused, step.X())),
-      y_(OutputSlot(host, fused, step.y)),
+      x_(InputSlot(fused, step.X())),
+      y_(OutputSlot(fused, step.y)),
       plan_(kPrecision) {
   if (CanJoinAll(step.layers)) {
     parts_.emplace_back(step.layers);
   } else {
     for (const Layer& layer : step.layers) parts_.emplace_back(std::span(&layer, 1));
   }
-  for (const Value value : attention_.Reads()) inputs_.emplace(value, InputSlot(host, fused, value));
+  for (const Value value : attention_.Reads()) inputs_.emplace(value, InputSlot(fused, value));
 }
 
 AttentionCompute::AttentionCompute(ContextReader& reader, const IoSlots& slots)

@@ -16,7 +16,7 @@ namespace ortolan::provider {
 class AttentionCompute : public StepCompute {
  public:
   // See GroupCompute. The step must have an attention.
-  AttentionCompute(const HostApi& host, const Step& step, const Node& fused);
+  AttentionCompute(const Step& step, const Node& fused);
   // Reads what Write has written after the step kind. Throws OpError.
   AttentionCompute(ContextReader& reader, const IoSlots& slots);
   std::optional<size_t> y() const override { return y_; }

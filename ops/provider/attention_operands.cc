@@ -9,7 +9,7 @@
 namespace ortolan::provider {
 namespace {
 
-constexpr auto kInt64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
+constexpr auto kInt64 = ElementType::kInt64;
 constexpr int64_t kMostSizes = 16;  // limit for the sizes in one shape value
 constexpr int64_t kMostHeads = 1 << 16;
 
@@ -184,7 +184,7 @@ const Node* AttentionFinder::OwnConcat(Value value) const {
 }
 
 Sizes AttentionFinder::WideSizes() const {
-  const std::optional<Shape> x = ShapeOf(graph_.host(), LayerOf(0).x);
+  const std::optional<Shape> x = DeclaredShape(LayerOf(0).x);
   Sizes wide;
   for (size_t axis = 0; x && axis + 1 < x->size(); ++axis) {
     wide.push_back({Size::Kind::kLead, static_cast<int64_t>(axis), nullptr});
@@ -253,7 +253,7 @@ std::optional<Sizes> AttentionFinder::SizesOf(Value value, int steps) const {
   const std::optional<Sizes> sizes = SizesOf(node.Input(0), steps - 1);
   if (!sizes) return std::nullopt;
   if (node.type() == "Unsqueeze" || node.type() == "Squeeze" || node.type() == "Identity") return sizes;
-  if (node.type() == "Cast" && node.Int("to", 0) == kInt64) return sizes;
+  if (node.type() == "Cast" && static_cast<ElementType>(node.Int("to", 0)) == kInt64) return sizes;
   if (node.type() == "Gather") {
     const std::optional<Sizes> indices = ConstantSizes(node.Input(1));
     if (!indices) return std::nullopt;
@@ -286,8 +286,8 @@ std::optional<Sizes> AttentionFinder::Part(const Sizes& sizes, int64_t first, in
 }
 
 std::optional<Sizes> AttentionFinder::SizesInFront(Value value) const {
-  const std::optional<Shape> shape = ShapeOf(graph_.host(), value);
-  if (TypeOf(graph_.host(), value) != kInt64 || !shape || shape->size() > 1) return std::nullopt;
+  const std::optional<Shape> shape = DeclaredShape(value);
+  if (value->type != kInt64 || !shape || shape->size() > 1) return std::nullopt;
   const int64_t count = shape->empty() ? 1 : shape->front();
   if (count < 0 || count > kMostSizes) return std::nullopt;
   Sizes sizes;

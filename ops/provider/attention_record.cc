@@ -5,10 +5,10 @@
 namespace ortolan::provider {
 namespace {
 
-constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
-constexpr auto kInt64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
-constexpr auto kBool = ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
-constexpr auto kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+constexpr auto kFloat = ElementType::kFloat;
+constexpr auto kInt64 = ElementType::kInt64;
+constexpr auto kBool = ElementType::kBool;
+constexpr auto kInt32 = ElementType::kInt32;
 
 // Kinds of masks.
 constexpr int64_t kAdded = 0, kCondition = 1, kPadding = 2;

@@ -9,9 +9,9 @@
 namespace ortolan::provider {
 namespace {
 
-constexpr auto kHalf = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
-constexpr auto kInt64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
-constexpr auto kBool = ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
+constexpr auto kHalf = ElementType::kFloat16;
+constexpr auto kInt64 = ElementType::kInt64;
+constexpr auto kBool = ElementType::kBool;
 constexpr float kPaddingFill = -10000.0f;  // default mask_filter_value of MultiHeadAttention
 
 }  // namespace
@@ -65,8 +65,7 @@ std::optional<float> AttentionFinder::NumberOf(Value value, int steps) const {
   if (!IsMadeInside(value, steps)) return std::nullopt;
   const Node& node = *graph_.Maker(value);
   if (graph_.IsFloatCast(node)) return NumberOf(node.Input(0), steps - 1);
-  if (node.type() == "Cast" && IsFloatType(TypeOf(graph_.host(), node.Output(0))) &&
-      TypeOf(graph_.host(), node.Input(0)) == kInt64) {
+  if (node.type() == "Cast" && IsFloatType(node.Output(0)->type) && node.Input(0)->type == kInt64) {
     const std::optional<Sizes> sizes = SizesOf(node.Input(0), steps - 1);
     if (!sizes || sizes->size() != 1 || sizes->front().kind != Size::Kind::kNumber) return std::nullopt;
     return static_cast<float>(sizes->front().number);
@@ -127,9 +126,9 @@ void AttentionFinder::ReadBiases(const Constant& bias) {
 }
 
 void AttentionFinder::ReadKeyPadding(Value value) {
-  const std::optional<Shape> shape = ShapeOf(graph_.host(), value);
-  const std::string name = NameOf(graph_.host(), value);
-  Expect(TypeOf(graph_.host(), value) == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32 && !graph_.IsConstantValue(value),
+  const std::optional<Shape> shape = DeclaredShape(value);
+  const std::string name = value->name;
+  Expect(value->type == ElementType::kInt32 && !graph_.IsConstantValue(value),
          ErrorText("its key_padding_mask '", name, "' is not an int32 value computed at run time"));
   const size_t rank = shape ? shape->size() : 0;
   Expect(rank == 2 || rank == 3,
@@ -146,13 +145,13 @@ void AttentionFinder::ReadKeyPadding(Value value) {
 void AttentionFinder::ReadFill(const Node& where, size_t index) {
   float fill = index == 0 ? 0.0f : graph_.NumberOf(where.Input(3 - index)).value_or(0.0f);
   // The lowest float16 marks hidden scores as the lowest float32 does.
-  if (TypeOf(graph_.host(), where.Output(0)) == kHalf && fill <= -65504.0f) {
+  if (where.Output(0)->type == kHalf && fill <= -65504.0f) {
     fill = std::numeric_limits<float>::lowest();
   }
   Expect(fill < kHiddenScore,
          ErrorText(where.Described(), " replaces scores by a value other than -Inf or the lowest float"));
   const Value condition = where.Input(0);
-  Expect(condition != nullptr && TypeOf(graph_.host(), condition) == kBool,
+  Expect(condition != nullptr && condition->type == kBool,
          ErrorText("the condition of ", where.Described(), " is not a bool tensor"));
   Mask mask;
   mask.value = condition;
@@ -163,7 +162,7 @@ void AttentionFinder::ReadFill(const Node& where, size_t index) {
 }
 
 bool AttentionFinder::IsOneARow(Value value) const {
-  const std::optional<Shape> shape = ShapeOf(graph_.host(), value);
+  const std::optional<Shape> shape = DeclaredShape(value);
   return shape && !shape->empty() && shape->back() == 1;
 }
 

@@ -43,7 +43,7 @@ void CheckAttributes(const Node& node) {
   for (const char* const name : kQuantizations) {
     Expect(node.String(name, "NONE") == "NONE", ErrorText("its ", name, " is not NONE: its cache is quantized"));
   }
-  for (const std::string& name : node.AttributeNames()) {
+  for (const auto& [name, attribute] : node.attributes()) {
     const auto is_it = [&](const char* one) { return name == one; };
     const auto is_its_name = [&](const IntAttribute& one) { return name == one.name; };
     const bool is_known = std::any_of(std::begin(kRead), std::end(kRead), is_it) ||
@@ -54,19 +54,18 @@ void CheckAttributes(const Node& node) {
   }
 }
 
-void CheckValue(const HostApi& host, Value value, const char* what, ONNXTensorElementDataType type) {
+void CheckValue(Value value, const char* what, ElementType type) {
   Expect(value != nullptr, ErrorText("its ", what, " is missing"));
-  Expect(TypeOf(host, value) == type, ErrorText("its ", what, " '", NameOf(host, value), "' is not ",
-                                                type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT ? "float" : "int32"));
+  Expect(value->type == type,
+         ErrorText("its ", what, " '", value->name, "' is not ", type == ElementType::kFloat ? "float" : "int32"));
 }
 
-void CheckValues(const HostApi& host, const Node& node, bool is_packed, bool is_rotary) {
+void CheckValues(const Node& node, bool is_packed, bool is_rotary) {
   for (size_t i = 0; i < kInputCount; ++i) {
     if (is_packed && (i == kKey || i == kValue)) continue;
     if (!is_rotary && i >= kCos) break;
     const bool is_whole = i == kLengths || i == kTotal;
-    CheckValue(host, node.Input(i), kInputNames[i],
-               is_whole ? ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32 : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT);
+    CheckValue(node.Input(i), kInputNames[i], is_whole ? ElementType::kInt32 : ElementType::kFloat);
   }
   for (size_t i = kInputCount; i < node.inputs().size(); ++i) {
     Expect(!node.Has(i), ErrorText("it has input ", i, ", '", node.InputName(i), "'"));
@@ -78,8 +77,8 @@ void CheckValues(const HostApi& host, const Node& node, bool is_packed, bool is_
 }
 
 // Return the size of an axis, or -1 if unknown. Throws UnfitError if the input has another rank.
-int64_t SizeOf(const HostApi& host, const Node& node, size_t input, size_t rank, size_t axis) {
-  const std::optional<Shape> shape = ShapeOf(host, node.Input(input));
+int64_t SizeOf(const Node& node, size_t input, size_t rank, size_t axis) {
+  const std::optional<Shape> shape = DeclaredShape(node.Input(input));
   if (!shape || shape->empty()) return -1;
   Expect(shape->size() == rank, ErrorText("its ", kInputNames[input], " '", node.InputName(input), "' has shape ",
                                           ShapeText(*shape), ", expected ", rank, " axes"));
@@ -88,7 +87,7 @@ int64_t SizeOf(const HostApi& host, const Node& node, size_t input, size_t rank,
 
 // Return the width of a head: that of the caches or, if the model does not specify it, that of query or key. All
 // specified widths must agree.
-int64_t ReadHeadDim(const HostApi& host, const Node& node, const CachedAttention& found) {
+int64_t ReadHeadDim(const Node& node, const CachedAttention& found) {
   const int64_t query_heads = node.Has(kKey) ? found.heads : found.heads + 2 * found.kv_heads;
   const struct {
     size_t input, rank;
@@ -100,7 +99,7 @@ int64_t ReadHeadDim(const HostApi& host, const Node& node, const CachedAttention
                 {kValue, 3, found.kv_heads}};
   int64_t head_dim = -1;
   for (const auto& [input, rank, heads] : widths) {
-    const int64_t width = node.Has(input) ? SizeOf(host, node, input, rank, rank - 1) : -1;
+    const int64_t width = node.Has(input) ? SizeOf(node, input, rank, rank - 1) : -1;
     if (width == -1) continue;
     if (head_dim == -1 && width % heads == 0) head_dim = width / heads;
     Expect(width == heads * head_dim,
@@ -111,16 +110,16 @@ int64_t ReadHeadDim(const HostApi& host, const Node& node, const CachedAttention
   Expect(head_dim > 0 && head_dim <= kMostHeadDim,
          ErrorText("the width of its heads is ", head_dim, ", expected 1 to ", kMostHeadDim));
   for (const size_t input : {kPastKey, kPastValue}) {
-    const int64_t heads = SizeOf(host, node, input, 4, 1);
+    const int64_t heads = SizeOf(node, input, 4, 1);
     Expect(heads == -1 || heads == found.kv_heads, ErrorText("its ", kInputNames[input], " '", node.InputName(input),
                                                              "' has ", heads, " heads, expected ", found.kv_heads));
   }
   return head_dim;
 }
 
-void CheckTables(const HostApi& host, const Node& node, int64_t head_dim) {
+void CheckTables(const Node& node, int64_t head_dim) {
   for (const size_t input : {kCos, kSin}) {
-    const int64_t width = SizeOf(host, node, input, 2, 1);
+    const int64_t width = SizeOf(node, input, 2, 1);
     Expect(head_dim % 2 == 0 && width == head_dim / 2,
            ErrorText("its ", kInputNames[input], " '", node.InputName(input), "' rotates ",
                      width == -1 ? "an unknown number" : std::to_string(2 * width), " of the ", head_dim,
@@ -135,11 +134,11 @@ std::string CachedAttention::Described() const {
                    cos == nullptr ? "" : ", with rotary embedding");
 }
 
-std::optional<CachedAttention> FindCachedAttention(const Graph& graph, const Node& node) {
+std::optional<CachedAttention> FindCachedAttention(const Node& node) {
   if (!node.Is("com.microsoft", "GroupQueryAttention")) return std::nullopt;
   CheckAttributes(node);
   const bool is_packed = !node.Has(kKey) && !node.Has(kValue), is_rotary = node.Int("do_rotary", 0) == 1;
-  CheckValues(graph.host(), node, is_packed, is_rotary);
+  CheckValues(node, is_packed, is_rotary);
   CachedAttention found;
   found.node = &node;
   found.heads = node.Int("num_heads");
@@ -147,8 +146,8 @@ std::optional<CachedAttention> FindCachedAttention(const Graph& graph, const Nod
   Expect(found.heads > 0 && found.heads <= kMostHeads && found.kv_heads > 0 && found.heads % found.kv_heads == 0,
          ErrorText("its num_heads is ", found.heads, " and kv_num_heads ", found.kv_heads,
                    ", expected a positive number and a divisor of it"));
-  found.head_dim = ReadHeadDim(graph.host(), node, found);
-  if (is_rotary) CheckTables(graph.host(), node, found.head_dim);
+  found.head_dim = ReadHeadDim(node, found);
+  if (is_rotary) CheckTables(node, found.head_dim);
   found.scale = node.Float("scale", 0);
   if (found.scale == 0) found.scale = 1.0f / std::sqrt(static_cast<float>(found.head_dim));
   Expect(std::isfinite(found.scale), "its scale is not finite");

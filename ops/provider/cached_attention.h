@@ -8,7 +8,7 @@
 #include <optional>
 #include <string>
 
-#include "provider/graph.h"
+#include "provider/ort_graph.h"
 
 namespace ortolan::provider {
 
@@ -37,6 +37,6 @@ struct CachedAttention {
 };
 
 // Return nullopt for other nodes. Throws UnfitError if the attention is not supported.
-std::optional<CachedAttention> FindCachedAttention(const Graph& graph, const Node& node);
+std::optional<CachedAttention> FindCachedAttention(const Node& node);
 
 }  // namespace ortolan::provider

@@ -16,18 +16,18 @@ CacheForm FormOf(const CachedAttention& attention) {
 
 }  // namespace
 
-CachedAttentionCompute::CachedAttentionCompute(const HostApi& host, const CachedAttention& attention, const Node& fused)
+CachedAttentionCompute::CachedAttentionCompute(const CachedAttention& attention, const Node& fused)
     : node_(attention.node->Described()),
-      y_(OutputSlot(host, fused, attention.y)),
-      present_key_(OutputSlot(host, fused, attention.present_key)),
-      present_value_(OutputSlot(host, fused, attention.present_value)),
+      y_(OutputSlot(fused, attention.y)),
+      present_key_(OutputSlot(fused, attention.present_key)),
+      present_value_(OutputSlot(fused, attention.present_value)),
       plan_(FormOf(attention)) {
   sizes_.heads = attention.heads;
   sizes_.kv_heads = attention.kv_heads;
   sizes_.head_dim = attention.head_dim;
   sizes_.scale = attention.scale;
   sizes_.causal = true;
-  const auto slot = [&](Value value) { return NamedInput{InputSlot(host, fused, value), NameOf(host, value)}; };
+  const auto slot = [&](Value value) { return NamedInput{InputSlot(fused, value), value->name}; };
   query_ = slot(attention.query);
   past_key_ = slot(attention.past_key);
   past_value_ = slot(attention.past_value);

@@ -13,7 +13,7 @@ namespace ortolan::provider {
 
 class CachedAttentionCompute : public StepCompute {
  public:
-  CachedAttentionCompute(const HostApi& host, const CachedAttention& attention, const Node& fused);
+  CachedAttentionCompute(const CachedAttention& attention, const Node& fused);
   std::optional<size_t> y() const override { return y_; }
   void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const override;
   // Throws OpError: the node has no weights to pack, so it is not claimed when a session writes a compiled model.

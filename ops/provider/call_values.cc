@@ -9,10 +9,9 @@
 namespace ortolan::provider {
 namespace {
 
-std::optional<size_t> FindSlot(const HostApi& host, const std::vector<Value>& values, Value value) {
-  const std::string name = NameOf(host, value);
+std::optional<size_t> FindSlot(const std::vector<Value>& values, Value value) {
   for (size_t i = 0; i < values.size(); ++i) {
-    if (values[i] != nullptr && NameOf(host, values[i]) == name) return i;
+    if (values[i] != nullptr && values[i]->name == value->name) return i;
   }
   return std::nullopt;
 }
@@ -38,14 +37,14 @@ Shape ShapeOf(const OrtApi& ort, const OrtValue& value) {
   return DimensionsOf(ort, *info);
 }
 
-ONNXTensorElementDataType ElementTypeOf(const OrtApi& ort, const OrtValue& value) {
+ElementType ElementTypeOf(const OrtApi& ort, const OrtValue& value) {
   OrtTensorTypeAndShapeInfo* info = nullptr;
   Check(ort, ort.GetTensorTypeAndShape(&value, &info));
   const std::unique_ptr<OrtTensorTypeAndShapeInfo, decltype(ort.ReleaseTensorTypeAndShapeInfo)> held(
       info, ort.ReleaseTensorTypeAndShapeInfo);
   ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
   Check(ort, ort.GetTensorElementType(info, &type));
-  return type;
+  return static_cast<ElementType>(type);
 }
 
 int64_t Product(int64_t a, int64_t b) {
@@ -68,7 +67,7 @@ char* CallMemory::Bytes(int64_t count) {
 FloatInput ReadFloats(const OrtApi& ort, const OrtKernelContext& context, size_t index, CallMemory& memory) {
   const OrtValue* value = nullptr;
   Check(ort, ort.KernelContext_GetInput(&context, index, &value));
-  if (ElementTypeOf(ort, *value) != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16) return ReadInput(ort, context, index);
+  if (ElementTypeOf(ort, *value) != ElementType::kFloat16) return ReadInput(ort, context, index);
   const InputTensor<uint16_t> input = memory.AlignedInput(ReadInput<uint16_t>(ort, context, index));
   const int64_t count = CountOf(input.shape);
   float* const floats = memory.Floats(count);
@@ -85,7 +84,7 @@ FloatOutput::FloatOutput(const OrtApi& ort, OrtKernelContext& context, size_t in
   Check(ort, ort.KernelContext_GetOutput(&context, index, shape.data(), shape.size(), &value));
   void* data = nullptr;
   Check(ort, ort.GetTensorMutableData(value, &data));
-  if (ElementTypeOf(ort, *value) != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16) {
+  if (ElementTypeOf(ort, *value) != ElementType::kFloat16) {
     data_ = static_cast<float*>(data);
     return;
   }
@@ -109,15 +108,13 @@ float* MakeOutput(const OrtApi& ort, OrtKernelContext& context, size_t index, co
   return static_cast<float*>(data);
 }
 
-size_t InputSlot(const HostApi& host, const Node& fused, Value value) {
-  const std::optional<size_t> slot = FindSlot(host, fused.inputs(), value);
+size_t InputSlot(const Node& fused, Value value) {
+  const std::optional<size_t> slot = FindSlot(fused.inputs(), value);
   if (slot) return *slot;
-  throw OpError(ErrorText("value '", NameOf(host, value),
-                          "' is not an input of the node into which ONNX Runtime fused its group"));
+  throw OpError(
+      ErrorText("value '", value->name, "' is not an input of the node into which ONNX Runtime fused its group"));
 }
 
-std::optional<size_t> OutputSlot(const HostApi& host, const Node& fused, Value value) {
-  return FindSlot(host, fused.outputs(), value);
-}
+std::optional<size_t> OutputSlot(const Node& fused, Value value) { return FindSlot(fused.outputs(), value); }
 
 }  // namespace ortolan::provider

@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "host/host.h"
-#include "provider/node.h"
+#include "provider/ort_graph.h"
 
 namespace ortolan::provider {
 
@@ -18,7 +18,7 @@ struct InputTensor {
 using FloatInput = InputTensor<float>;
 
 Shape ShapeOf(const OrtApi& ort, const OrtValue& value);
-ONNXTensorElementDataType ElementTypeOf(const OrtApi& ort, const OrtValue& value);
+ElementType ElementTypeOf(const OrtApi& ort, const OrtValue& value);
 
 // Read an input whose element type is known to be Element.
 template <typename Element = float>
@@ -80,7 +80,7 @@ float* MakeOutput(const OrtApi& ort, OrtKernelContext& context, size_t index, co
 
 // Return the index of a group's value among the inputs or outputs of the fused node. OutputSlot returns nullopt if no
 // node reads the value.
-size_t InputSlot(const HostApi& host, const Node& fused, Value value);
-std::optional<size_t> OutputSlot(const HostApi& host, const Node& fused, Value value);
+size_t InputSlot(const Node& fused, Value value);
+std::optional<size_t> OutputSlot(const Node& fused, Value value);
 
 }  // namespace ortolan::provider

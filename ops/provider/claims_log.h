@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "provider/node.h"
+#include "provider/ort_graph.h"
 
 namespace ortolan::provider {
 

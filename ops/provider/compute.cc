@@ -98,13 +98,13 @@ std::optional<Bounds> ReadBounds(ContextReader& reader) {
 // A step that one LinearPlan computes.
 class LinearCompute : public StepCompute {
  public:
-  LinearCompute(const HostApi& host, const Step& step, const Node& fused)
+  LinearCompute(const Step& step, const Node& fused)
       : node_(step.layers.front().Described()),
-        x_name_(NameOf(host, step.X())),
-        x_(InputSlot(host, fused, step.X())),
-        y_(OutputSlot(host, fused, step.y)),
+        x_name_(step.X()->name),
+        x_(InputSlot(fused, step.X())),
+        y_(OutputSlot(fused, step.y)),
         packed_(step.layers) {
-    if (step.residual != nullptr) residual_ = InputSlot(host, fused, step.residual);
+    if (step.residual != nullptr) residual_ = InputSlot(fused, step.residual);
     LinearLayer layer = packed_.Linear();
     layer.activation = step.activation;
     if (step.IsGated()) layer.gated_columns = step.layers.front().Columns();
@@ -234,8 +234,8 @@ class LinearCompute : public StepCompute {
 // A step that copies an input of the group to an output, with optional clipping.
 class CopyCompute : public StepCompute {
  public:
-  CopyCompute(const HostApi& host, const Copy& copy, const Node& fused)
-      : x_(InputSlot(host, fused, copy.from)), y_(OutputSlot(host, fused, copy.to)), bounds_(copy.bounds) {}
+  CopyCompute(const Copy& copy, const Node& fused)
+      : x_(InputSlot(fused, copy.from)), y_(OutputSlot(fused, copy.to)), bounds_(copy.bounds) {}
 
   // Reads what Write has written after the step kind.
   CopyCompute(ContextReader& reader, const IoSlots& slots)
@@ -292,26 +292,27 @@ GroupCompute::GroupCompute(const HostApi& host) : OrtNodeComputeInfo{}, ort_(*ho
   ReleaseState = [](OrtNodeComputeInfo*, void*) noexcept {};
 }
 
-GroupCompute::GroupCompute(const HostApi& host, const Group& group, const Node& fused) : GroupCompute(host) {
+GroupCompute::GroupCompute(const HostApi& host, const Graph& graph, const Group& group, const Node& fused)
+    : GroupCompute(host) {
   if (group.cached_attention) {
-    steps_.push_back(std::make_unique<CachedAttentionCompute>(host, *group.cached_attention, fused));
+    steps_.push_back(std::make_unique<CachedAttentionCompute>(*group.cached_attention, fused));
   }
-  if (group.sum_norm) steps_.push_back(std::make_unique<SumNormCompute>(host, *group.sum_norm, fused));
+  if (group.sum_norm) steps_.push_back(std::make_unique<SumNormCompute>(graph, *group.sum_norm, fused));
   for (const Step& step : group.steps) {
     if (step.attention) {
-      steps_.push_back(std::make_unique<AttentionCompute>(host, step, fused));
+      steps_.push_back(std::make_unique<AttentionCompute>(step, fused));
     } else {
-      steps_.push_back(std::make_unique<LinearCompute>(host, step, fused));
+      steps_.push_back(std::make_unique<LinearCompute>(step, fused));
     }
   }
-  for (const Copy& copy : group.copies) steps_.push_back(std::make_unique<CopyCompute>(host, copy, fused));
+  for (const Copy& copy : group.copies) steps_.push_back(std::make_unique<CopyCompute>(copy, fused));
 }
 
 GroupCompute::GroupCompute(const HostApi& host, std::shared_ptr<const ContextFile> file, const std::string& name,
                            const Node& node, const Node& fused)
     : GroupCompute(host) {
   file_ = std::move(file);
-  const IoSlots slots(host, node, fused);
+  const IoSlots slots(node, fused);
   ContextReader reader = file_->Group(name);
   std::vector<bool> is_made(fused.outputs().size());
   const int64_t count = reader.Int();

@@ -45,7 +45,7 @@ class GroupCompute : public OrtNodeComputeInfo {
  public:
   // fused: the node that replaces the group; it defines the order of inputs and outputs. The stored weights may be
   // released after construction.
-  GroupCompute(const HostApi& host, const Group& group, const Node& fused);
+  GroupCompute(const HostApi& host, const Graph& graph, const Group& group, const Node& fused);
   // Loads the group `name` from a file. node: the EPContext node, whose inputs and outputs are those of the fused node
   // at the time of writing. Throws OpError if the file or the node is damaged.
   GroupCompute(const HostApi& host, std::shared_ptr<const ContextFile> file, const std::string& name, const Node& node,

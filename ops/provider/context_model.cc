@@ -78,9 +78,9 @@ void CheckPath(const std::filesystem::path& path) {
   if (!stays) throw OpError(ErrorText("its file is '", path.string(), "', expected a file in the model's folder"));
 }
 
-std::vector<std::string> NamesOf(const HostApi& host, const std::vector<Value>& values) {
+std::vector<std::string> NamesOf(const std::vector<Value>& values) {
   std::vector<std::string> names;
-  for (const Value value : values) names.push_back(value == nullptr ? "" : NameOf(host, value));
+  for (const Value value : values) names.push_back(value == nullptr ? "" : value->name);
   return names;
 }
 
@@ -143,7 +143,7 @@ OrtNode* ContextModel::MakeNode(const Node& fused, const std::string& content, u
   attributes.String("partition_name", fused.name());
   attributes.String("source", kProviderName);
   attributes.String("notes", IdText(id));
-  const std::vector<std::string> inputs = NamesOf(host_, fused.inputs()), outputs = NamesOf(host_, fused.outputs());
+  const std::vector<std::string> inputs = NamesOf(fused.inputs()), outputs = NamesOf(fused.outputs());
   const std::vector<const char*> input_names = Pointers(inputs), output_names = Pointers(outputs);
   OrtNode* node = nullptr;
   // ONNX Runtime matches the new node to the fused node by name.
@@ -161,7 +161,7 @@ std::vector<OrtNode*> ContextModel::Write(std::span<const std::unique_ptr<GroupC
   std::vector<ContextWriter> files(options_.embeds ? groups.size() : 1);
   for (size_t i = 0; i < groups.size(); ++i) {
     ContextWriter& writer = options_.embeds ? files[i] : files.front();
-    writer.BeginGroup(Node(host_, *fused[i]).name());
+    writer.BeginGroup(OrtModelGraph(host_, *fused[i]).node().name());
     groups[i]->Write(writer);
   }
   if (options_.embeds) {
@@ -169,13 +169,15 @@ std::vector<OrtNode*> ContextModel::Write(std::span<const std::unique_ptr<GroupC
     for (const ContextWriter& file : files) sizes.push_back(file.Size());
     CheckEmbedded(sizes);
     for (size_t i = 0; i < groups.size(); ++i) {
-      nodes.emplace_back(MakeNode(Node(host_, *fused[i]), ToBase64(files[i].Bytes()), files[i].Id()), release);
+      nodes.emplace_back(MakeNode(OrtModelGraph(host_, *fused[i]).node(), ToBase64(files[i].Bytes()), files[i].Id()),
+                         release);
     }
   } else {
     const std::filesystem::path path = BesideModel(ContextPath(options_, model_path));
     files.front().Save(path.string());
     for (const OrtNode* const one : fused) {
-      nodes.emplace_back(MakeNode(Node(host_, *one), path.filename().string(), files.front().Id()), release);
+      nodes.emplace_back(MakeNode(OrtModelGraph(host_, *one).node(), path.filename().string(), files.front().Id()),
+                         release);
     }
   }
   std::vector<OrtNode*> given;
@@ -183,28 +185,30 @@ std::vector<OrtNode*> ContextModel::Write(std::span<const std::unique_ptr<GroupC
   return given;
 }
 
-std::shared_ptr<const ContextFile> ContextModel::FileOf(const Node& node, const std::string& model_path) {
-  const std::string content = node.String("ep_cache_context", "");
+std::shared_ptr<const ContextFile> ContextModel::FileOf(const OrtModelGraph& model, const std::string& model_path) {
+  const Node& node = model.node();
+  const std::string content = ReadText(host_, model.OrtNodeOf(node), "ep_cache_context");
   const int64_t embed_mode = node.Int("embed_mode", 1);
   if (embed_mode == 1) return ContextFile::Take(FromBase64(content), "ep_cache_context");
   if (embed_mode != 0) throw OpError(ErrorText("its embed_mode is ", embed_mode, ", expected 0 or 1"));
   CheckPath(content);
   // If the model was loaded from memory, the session may specify where it was stored.
-  const std::filesystem::path model(model_path.empty() ? options_.path : model_path);
-  if (model.empty()) {
+  const std::filesystem::path model_file(model_path.empty() ? options_.path : model_path);
+  if (model_file.empty()) {
     throw OpError(ErrorText("its file '", content,
                             "' is in the model's folder, but the model was not loaded from a file. Set the session's "
                             "ep.context_file_path to the path of the compiled model"));
   }
-  const std::string path = (model.parent_path() / content).string();
+  const std::string path = (model_file.parent_path() / content).string();
   std::shared_ptr<const ContextFile>& file = files_[path];
   if (file == nullptr) file = ContextFile::Map(path);
   return file;
 }
 
-std::unique_ptr<GroupCompute> ContextModel::TryRead(const Node& node, const Node& fused,
+std::unique_ptr<GroupCompute> ContextModel::TryRead(const OrtModelGraph& model, const Node& fused,
                                                     const std::string& model_path) {
-  const std::shared_ptr<const ContextFile> file = FileOf(node, model_path);
+  const Node& node = model.node();
+  const std::shared_ptr<const ContextFile> file = FileOf(model, model_path);
   const std::string id = node.String("notes", "");
   if (id != IdText(file->id())) {
     throw OpError(ErrorText(file->Described(), ", has ", IdText(file->id()), ", expected ", id,
@@ -217,12 +221,14 @@ std::unique_ptr<GroupCompute> ContextModel::TryRead(const Node& node, const Node
   }
 }
 
-std::unique_ptr<GroupCompute> ContextModel::Read(const Node& node, const Node& fused, const std::string& model_path) {
+std::unique_ptr<GroupCompute> ContextModel::Read(const OrtModelGraph& model, const Node& fused,
+                                                 const std::string& model_path) {
+  const Node& node = model.node();
   if (options_.enabled) {
     throw OpError(ErrorText(node.Described(), " is compiled already. Leave out ep.context_enable"));
   }
   try {
-    return TryRead(node, fused, model_path);
+    return TryRead(model, fused, model_path);
   } catch (const OpError& error) {
     throw OpError(ErrorText(node.Described(), ": ", error.what(), kAdvice));
   } catch (const UnfitError& error) {

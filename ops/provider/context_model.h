@@ -47,11 +47,11 @@ class ContextModel {
                               std::span<const OrtNode* const> fused, const std::string& model_path) const;
 
   // Create the object that runs a node of a compiled model. Throws OpError.
-  std::unique_ptr<GroupCompute> Read(const Node& node, const Node& fused, const std::string& model_path);
+  std::unique_ptr<GroupCompute> Read(const OrtModelGraph& model, const Node& fused, const std::string& model_path);
 
  private:
-  std::unique_ptr<GroupCompute> TryRead(const Node& node, const Node& fused, const std::string& model_path);
-  std::shared_ptr<const ContextFile> FileOf(const Node& node, const std::string& model_path);
+  std::unique_ptr<GroupCompute> TryRead(const OrtModelGraph& model, const Node& fused, const std::string& model_path);
+  std::shared_ptr<const ContextFile> FileOf(const OrtModelGraph& model, const std::string& model_path);
   OrtNode* MakeNode(const Node& fused, const std::string& content, uint64_t id) const;
 
   const HostApi& host_;

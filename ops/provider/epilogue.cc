@@ -56,7 +56,7 @@ class Region {
 
   // Undo the float16 rounding of an activation's constants, which would be too inexact for FindFormula.
   double Unrounded(Value value, float number) const {
-    if (TypeOf(graph_.host(), value) != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16) return number;
+    if (value->type != ElementType::kFloat16) return number;
     for (const double exact :
          {std::numbers::sqrt2, 1 / std::numbers::sqrt2, std::numbers::sqrt2 * std::numbers::inv_sqrtpi, 0.044715}) {
       if (HalfToFloat(FloatToHalf(static_cast<float>(exact))) == number) return exact;
@@ -108,10 +108,10 @@ std::optional<std::vector<float>> VectorOf(const Graph& graph, Value value, std:
   return tensor->Floats();
 }
 
-bool IsLastAxis(const Graph& graph, const Node& node) {
+bool IsLastAxis(const Node& node) {
   const int64_t axis = node.Int("axis", -1);
   if (axis == -1) return true;
-  const std::optional<Shape> shape = ShapeOf(graph.host(), node.Input(0));
+  const std::optional<Shape> shape = DeclaredShape(node.Input(0));
   return shape && axis == static_cast<int64_t>(shape->size()) - 1;
 }
 
@@ -121,7 +121,7 @@ void TakeBias(const Graph& graph, Layer& layer) {
   if (!layer.bias.empty()) return;
   const Node* const add = graph.OnlyReader(layer.y);
   if (add == nullptr || !add->IsStandard("Add") || add->Output(0) == nullptr) return;
-  const std::optional<Shape> shape = ShapeOf(graph.host(), layer.y);  // the bias must not have more axes than this
+  const std::optional<Shape> shape = DeclaredShape(layer.y);  // the bias must not have more axes than this
   const size_t axes = shape ? std::max<size_t>(shape->size(), 1) : 1;
   std::optional<std::vector<float>> bias = VectorOf(graph, Other(*add, layer.y), layer.Columns(), axes);
   if (!bias) return;
@@ -152,7 +152,7 @@ std::optional<Norm> ReadNorm(const Graph& graph, const Node& node) {
     const Value other = node.Output(i);
     if (other != nullptr && (graph.IsOutput(other) || !graph.Uses(other).empty())) return std::nullopt;
   }
-  if (node.Int("stash_type", 1) != 1 || !IsLastAxis(graph, node)) return std::nullopt;
+  if (node.Int("stash_type", 1) != 1 || !IsLastAxis(node)) return std::nullopt;
   std::optional<std::vector<float>> weight = VectorOf(graph, node.Input(1));
   if (!weight || weight->size() < 2) return std::nullopt;
   std::optional<std::vector<float>> bias = std::vector<float>(weight->size());

@@ -10,20 +10,6 @@ namespace {
 // First version that gives fused nodes of a branch unique names. With older versions a name may also occur in the
 // parent graph, and then creating the session fails.
 constexpr uint32_t kNamesBranches = 25;
-constexpr uint32_t kTellsOfParents =
-    24;  // GetCapability can read the parent node; with older versions a branch is recognized by its inputs
-
-bool IsBranch(const OrtGraph& ort_graph, const Graph& graph) {
-  const HostApi& host = graph.host();
-  const OrtApi& ort = *host.ort;
-  const OrtNode* parent = nullptr;
-  Check(ort, ort.Graph_GetParentNode(&ort_graph, &parent));
-  if (parent != nullptr || host.version >= kTellsOfParents) return parent != nullptr;
-  size_t inputs = 0;
-  Check(ort, ort.Graph_GetNumInputs(&ort_graph, &inputs));
-  if (inputs == 0) return true;
-  return std::any_of(graph.nodes().begin(), graph.nodes().end(), [](const Node& node) { return node.ReadsOutside(); });
-}
 
 }  // namespace
 
@@ -50,29 +36,30 @@ ExecutionProvider::ExecutionProvider(const HostApi& host, ClaimsLog claims, cons
   };
 }
 
-std::string ExecutionProvider::WhyNot(const OrtGraph& ort_graph, const Graph& graph) const {
+std::string ExecutionProvider::WhyNot(const OrtModelGraph& model) const {
   if (options_.context.enabled && has_compiled_) {
     return "it is in a function, whose nodes ONNX Runtime does not put into compiled models";
   }
   if (host_.version >= kNamesBranches && !options_.context.enabled) return {};
-  if (!IsBranch(ort_graph, graph)) return {};
+  if (!model.IsBranch()) return {};
   if (options_.context.enabled) return "it is in a branch, which ONNX Runtime does not put into compiled models";
   return ErrorText("it is in a branch, where ONNX Runtime before 1.", kNamesBranches, " may give two nodes one name");
 }
 
 void ExecutionProvider::Claim(const OrtGraph& ort_graph, OrtEpGraphSupportInfo& info) {
-  Graph graph(host_, ort_graph);
+  OrtModelGraph model(host_, ort_graph);
+  Graph& graph = model.graph();
   for (const Node& node : graph.nodes()) {
     if (!IsContextNode(node)) continue;
     claims_.Takes(node, "compiled");
-    ClaimNodes(std::array{&node}, false, info);
+    ClaimNodes(model, std::array{&node}, false, info);
   }
   const Claims claims = FindGroups(graph, options_.rules, clipped_ranges_, false);
-  const std::string why_not = claims.groups.empty() ? "" : WhyNot(ort_graph, graph);
+  const std::string why_not = claims.groups.empty() ? "" : WhyNot(model);
   Tell(claims, why_not);
   for (const Group& group : claims.groups) {
     // The sin and cos tables of an attention are not packed, because all attention nodes share them.
-    if (why_not.empty()) ClaimNodes(group.nodes, !group.cached_attention, info);
+    if (why_not.empty()) ClaimNodes(model, group.nodes, !group.cached_attention, info);
   }
 }
 
@@ -95,7 +82,7 @@ void ExecutionProvider::Tell(const Claims& claims, const std::string& why_not) c
       for (const Layer& layer : step.layers) add(layer.nodes.front(), layer.Numbers() + step.Fused());
     }
   }
-  std::sort(lines.begin(), lines.end(), [](const Line& a, const Line& b) { return a.node < b.node; });
+  std::sort(lines.begin(), lines.end(), [](const Line& a, const Line& b) { return a.node->index() < b.node->index(); });
   for (const Line& line : lines) {
     if (line.is_taken) {
       claims_.Takes(*line.node, line.text);
@@ -105,12 +92,13 @@ void ExecutionProvider::Tell(const Claims& claims, const std::string& why_not) c
   }
 }
 
-void ExecutionProvider::ClaimNodes(std::span<const Node* const> nodes, bool packs, OrtEpGraphSupportInfo& info) const {
+void ExecutionProvider::ClaimNodes(const OrtModelGraph& model, std::span<const Node* const> nodes, bool packs,
+                                   OrtEpGraphSupportInfo& info) const {
   OrtNodeFusionOptions options{};
   options.ort_version_supported = host_.version;
   options.drop_constant_initializers = packs;
   std::vector<const OrtNode*> claimed;
-  for (const Node* const node : nodes) claimed.push_back(&node->ort());
+  for (const Node* const node : nodes) claimed.push_back(&model.OrtNodeOf(*node));
   Check(*host_.ort, host_.ep->EpGraphSupportInfo_AddNodesToFuse(&info, claimed.data(), claimed.size(), &options));
 }
 
@@ -127,16 +115,18 @@ void ExecutionProvider::CompileAll(std::span<const OrtGraph* const> graphs, std:
 }
 
 std::unique_ptr<GroupCompute> ExecutionProvider::CompileGraph(const OrtGraph& ort_graph, const OrtNode& fused) {
-  Graph graph(host_, ort_graph);
-  if (graph.nodes().size() == 1 && IsContextNode(graph.nodes().front())) {
-    return context_.Read(graph.nodes().front(), Node(host_, fused), PathOf(ort_graph));
+  OrtModelGraph model(host_, ort_graph);
+  const OrtModelGraph fused_model(host_, fused);
+  Graph& graph = model.graph();
+  if (graph.nodes().size() == 1 && IsContextNode(model.node())) {
+    return context_.Read(model, fused_model.node(), PathOf(ort_graph));
   }
   const Claims claims = FindGroups(graph, options_.rules, clipped_ranges_, true);
   if (claims.groups.size() != 1 || claims.groups.front().nodes.size() != graph.nodes().size()) {
     const std::string reason = claims.left.empty() ? "" : ": " + claims.left.front().second;
     throw OpError(ErrorText("a group of ", graph.nodes().size(), " nodes differs from the claimed group", reason));
   }
-  return std::make_unique<GroupCompute>(host_, claims.groups.front(), Node(host_, fused));
+  return std::make_unique<GroupCompute>(host_, graph, claims.groups.front(), fused_model.node());
 }
 
 std::string ExecutionProvider::PathOf(const OrtGraph& graph) const {

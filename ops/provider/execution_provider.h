@@ -22,10 +22,11 @@ class ExecutionProvider : public OrtEp {
  private:
   void Claim(const OrtGraph& graph, OrtEpGraphSupportInfo& info);
   // Return the reason why no node of the graph can be claimed; empty if nodes can be claimed.
-  std::string WhyNot(const OrtGraph& ort_graph, const Graph& graph) const;
+  std::string WhyNot(const OrtModelGraph& model) const;
   void Tell(const Claims& claims, const std::string& why_not) const;
   // packs: Compile packs the constant inputs, so the fused node need not read them.
-  void ClaimNodes(std::span<const Node* const> nodes, bool packs, OrtEpGraphSupportInfo& info) const;
+  void ClaimNodes(const OrtModelGraph& model, std::span<const Node* const> nodes, bool packs,
+                  OrtEpGraphSupportInfo& info) const;
   void CompileAll(std::span<const OrtGraph* const> graphs, std::span<const OrtNode* const> fused,
                   OrtNodeComputeInfo** computes, OrtNode** context_nodes);
   std::unique_ptr<GroupCompute> CompileGraph(const OrtGraph& graph, const OrtNode& fused);

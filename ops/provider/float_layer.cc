@@ -3,8 +3,8 @@
 namespace ortolan::provider {
 namespace {
 
-constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
-constexpr auto kHalf = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
+constexpr auto kFloat = ElementType::kFloat;
+constexpr auto kHalf = ElementType::kFloat16;
 
 enum Input : size_t { kX, kWeight, kBias };
 

@@ -112,7 +112,7 @@ class Finder {
     }
     // Process steps in graph order, so that the sum of two layers' outputs is fused with the first layer.
     std::sort(steps_.begin(), steps_.end(), [](const Step& a, const Step& b) {
-      return a.layers.front().nodes.front() < b.layers.front().nodes.front();
+      return a.layers.front().nodes.front()->index() < b.layers.front().nodes.front()->index();
     });
   }
 
@@ -300,7 +300,7 @@ class Finder {
   void TakeCachedAttention() {
     for (const Node& node : graph_.nodes()) {
       try {
-        std::optional<CachedAttention> attention = FindCachedAttention(graph_, node);
+        std::optional<CachedAttention> attention = FindCachedAttention(node);
         if (!attention) continue;
         Expect(rules_.why_no_cached_attention.empty(), rules_.why_no_cached_attention);
         claims_.groups.push_back({{}, std::move(attention), {}, {}, {&node}});

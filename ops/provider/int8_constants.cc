@@ -5,9 +5,9 @@
 namespace ortolan::provider {
 namespace {
 
-constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
-constexpr auto kUint8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
-constexpr auto kInt8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
+constexpr auto kFloat = ElementType::kFloat;
+constexpr auto kUint8 = ElementType::kUint8;
+constexpr auto kInt8 = ElementType::kInt8;
 
 }  // namespace
 

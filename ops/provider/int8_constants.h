@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "matmul/int8_weight.h"
-#include "provider/node.h"
+#include "provider/ort_graph.h"
 
 namespace ortolan::provider {
 

@@ -8,7 +8,7 @@
 namespace ortolan::provider {
 namespace {
 
-constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+constexpr auto kFloat = ElementType::kFloat;
 constexpr const char* kMicrosoft = "com.microsoft";
 
 // Output indices of DynamicQuantizeLinear.
@@ -40,8 +40,8 @@ void SetQuantize(Layer& layer, const Node& quantize) {
 
 const Node& NextOf(const Graph& graph, Value sums) {
   const Node* const next = graph.OnlyReader(sums);
-  Expect(next != nullptr, ErrorText("its sums '", NameOf(graph.host(), sums),
-                                    "' have other consumers, expected only a Cast and a Mul by the scales"));
+  Expect(next != nullptr,
+         ErrorText("its sums '", sums->name, "' have other consumers, expected only a Cast and a Mul by the scales"));
   Expect(next->IsStandard(), ErrorText(next->Described(), " follows its sums"));
   return *next;
 }
@@ -64,7 +64,7 @@ void MultiplyBy(const Graph& graph, Value factor, bool has_rows, std::vector<flo
 void ReadMultiplications(const Graph& graph, Layer& layer, Value input_scale) {
   std::vector<float>& scales = std::get<Int8Weight>(layer.weight).scales;
   bool has_input_scale = false, has_scales = false;
-  const std::optional<Shape> x_shape = ShapeOf(graph.host(), layer.x);
+  const std::optional<Shape> x_shape = DeclaredShape(layer.x);
   const bool has_rows = x_shape && x_shape->size() >= 2;
   while (!has_input_scale || !has_scales) {
     const Value sums = layer.nodes.back()->Output(0);
@@ -98,7 +98,7 @@ Layer ReadMatMulInteger(const Graph& graph, const Node& node) {
   w.scales.assign(static_cast<size_t>(w.n), 1.0f);
   layer.weight = std::move(w);
   const Node& cast = NextOf(graph, node.Output(0));
-  Expect(cast.IsStandard("Cast") && cast.Int("to", 0) == kFloat,
+  Expect(cast.IsStandard("Cast") && static_cast<ElementType>(cast.Int("to", 0)) == kFloat,
          ErrorText("its sums go into ", cast.Described(), ", expected a Cast to float and a Mul by the scales"));
   layer.nodes = {&node, &cast};
   ReadMultiplications(graph, layer, quantize.Output(kScale));

@@ -4,7 +4,7 @@ namespace ortolan::provider {
 namespace {
 
 constexpr int64_t kNone = -1;
-constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+constexpr auto kFloat = ElementType::kFloat;
 
 }  // namespace
 
@@ -12,15 +12,15 @@ void WriteSlot(ContextWriter& writer, std::optional<size_t> slot) {
   writer.Int(slot ? static_cast<int64_t>(*slot) : kNone);
 }
 
-Value IoSlots::Find(const std::vector<Value>& values, int64_t index, ONNXTensorElementDataType type) const {
+Value IoSlots::Find(const std::vector<Value>& values, int64_t index, ElementType type) const {
   const bool is_there = index >= 0 && index < static_cast<int64_t>(values.size());
   const Value value = is_there ? values[static_cast<size_t>(index)] : nullptr;
   if (value == nullptr) {
     throw OpError(ErrorText("input/output index ", index, " out of range (", values.size(), " available)"));
   }
-  const ONNXTensorElementDataType found = TypeOf(host_, value);
+  const ElementType found = value->type;
   if (found != type && !(type == kFloat && IsFloatType(found))) {
-    throw OpError(ErrorText("its value '", NameOf(host_, value), "' has another type than its step expects"));
+    throw OpError(ErrorText("its value '", value->name, "' has another type than its step expects"));
   }
   return value;
 }
@@ -36,10 +36,10 @@ std::optional<size_t> IoSlots::InputOrNone(ContextReader& reader) const {
 std::optional<size_t> IoSlots::Output(ContextReader& reader) const {
   const int64_t index = reader.Int();
   if (index == kNone) return std::nullopt;
-  return OutputSlot(host_, fused_, Find(node_.outputs(), index, kFloat));
+  return OutputSlot(fused_, Find(node_.outputs(), index, kFloat));
 }
 
-Value IoSlots::InputValue(ContextReader& reader, ONNXTensorElementDataType type) const {
+Value IoSlots::InputValue(ContextReader& reader, ElementType type) const {
   const int64_t index = reader.Int();
   return index == kNone ? nullptr : Find(node_.inputs(), index, type);
 }

@@ -14,7 +14,7 @@ void WriteSlot(ContextWriter& writer, std::optional<size_t> slot);
 
 class IoSlots {
  public:
-  IoSlots(const HostApi& host, const Node& node, const Node& fused) : host_(host), node_(node), fused_(fused) {}
+  IoSlots(const Node& node, const Node& fused) : node_(node), fused_(fused) {}
 
   // These functions read an index from the record. They throw OpError if the index is invalid or if the value's type is
   // not the step's, because steps do not convert types.
@@ -23,14 +23,13 @@ class IoSlots {
   // Return nullopt if no node reads the output.
   std::optional<size_t> Output(ContextReader& reader) const;
   // Return null if the record has no input there.
-  Value InputValue(ContextReader& reader, ONNXTensorElementDataType type) const;
+  Value InputValue(ContextReader& reader, ElementType type) const;
 
-  size_t SlotOf(Value input) const { return InputSlot(host_, fused_, input); }
+  size_t SlotOf(Value input) const { return InputSlot(fused_, input); }
 
  private:
-  Value Find(const std::vector<Value>& values, int64_t index, ONNXTensorElementDataType type) const;
+  Value Find(const std::vector<Value>& values, int64_t index, ElementType type) const;
 
-  const HostApi& host_;
   const Node& node_;
   const Node& fused_;
 };

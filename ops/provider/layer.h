@@ -10,7 +10,7 @@
 #include "matmul/float_weight.h"
 #include "matmul/int8_weight.h"
 #include "matmul/nbits_weight.h"
-#include "provider/graph.h"
+#include "provider/ort_graph.h"
 #include "provider/qdq_pairs.h"
 
 namespace ortolan::provider {

@@ -7,9 +7,9 @@ namespace {
 
 enum Input : size_t { kX, kCodes, kScales, kZeroPoints, kOrder, kBias };
 
-constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
-constexpr auto kHalf = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
-constexpr auto kByte = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
+constexpr auto kFloat = ElementType::kFloat;
+constexpr auto kHalf = ElementType::kFloat16;
+constexpr auto kByte = ElementType::kUint8;
 
 // Values of accuracy_level, the lowest precision allowed for X: 0 for any, 4 for int8, which our kernels use. 1 to 3
 // are float types.
@@ -41,7 +41,7 @@ std::vector<float> ReadZeroPoints(const Node& node, const NBitsWeight& w) {
 // Check that g_idx assigns inputs to groups in order, which is also the meaning of a missing g_idx.
 void CheckOrder(const Node& node, const NBitsWeight& w) {
   const Constant order =
-      node.ConstantInput(kOrder, "g_idx", {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32}, {{w.k}, {w.Blocks() * w.block_size}});
+      node.ConstantInput(kOrder, "g_idx", {ElementType::kInt32}, {{w.k}, {w.Blocks() * w.block_size}});
   for (int64_t l = 0; l < w.k; ++l) {
     int32_t block = 0;
     std::memcpy(&block, static_cast<const char*>(order.data) + l * 4, sizeof(block));

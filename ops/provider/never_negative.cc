@@ -28,9 +28,8 @@ bool IsOneOf(const Node& node, const Types& types) {
          std::any_of(std::begin(types), std::end(types), [&](const char* type) { return node.type() == type; });
 }
 
-bool IsFloating(ONNXTensorElementDataType type) {
-  return IsFloatType(type) || type == ONNX_TENSOR_ELEMENT_DATA_TYPE_DOUBLE ||
-         type == ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
+bool IsFloating(ElementType type) {
+  return IsFloatType(type) || type == ElementType::kDouble || type == ElementType::kBfloat16;
 }
 
 class Prover {
@@ -67,8 +66,8 @@ class Prover {
     for (int visits = 1; !waiting.empty(); ++visits) {
       const Value one = waiting.back();
       waiting.pop_back();
-      const ONNXTensorElementDataType type = TypeOf(graph_.host(), one);
-      const bool is_whole = type != ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED && !IsFloating(type);
+      const ElementType type = one->type;
+      const bool is_whole = type != ElementType::kUndefined && !IsFloating(type);
       if (is_whole || Constants(one)) continue;
       if (visits > kMostVisits) return false;
       if (const std::optional<Unrounded> rounded = find_unrounded_(one)) {

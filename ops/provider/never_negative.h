@@ -4,7 +4,7 @@
 
 #include <functional>
 
-#include "provider/graph.h"
+#include "provider/ort_graph.h"
 
 namespace ortolan::provider {
 

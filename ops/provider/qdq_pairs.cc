@@ -11,9 +11,9 @@
 namespace ortolan::provider {
 namespace {
 
-constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
-constexpr auto kUint8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
-constexpr auto kInt8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
+constexpr auto kFloat = ElementType::kFloat;
+constexpr auto kUint8 = ElementType::kUint8;
+constexpr auto kInt8 = ElementType::kInt8;
 constexpr const char* kMicrosoft = "com.microsoft";
 
 // Operators across which ONNX Runtime moves a QuantizeLinear.
@@ -62,7 +62,7 @@ Bounds QdqPair::RangeBounds() const {
 }
 
 std::optional<FixedRange> RangeAt(const Graph& graph, const Node& node, size_t scale, size_t zero_point,
-                                  ONNXTensorElementDataType kind) {
+                                  ElementType kind) {
   const std::optional<Constant> scales = graph.ConstantOf(node.StoredInput(scale));
   if (!scales || scales->type != kFloat || scales->shape.size() > 1 || scales->Count() != 1) return std::nullopt;
   FixedRange range{scales->Floats()[0], 0, kind};
@@ -143,7 +143,7 @@ void QdqPairs::Fold(const Graph& graph, const Node& node) {
     if (!zeros || zeros->type != codes->type || zeros->Count() != scale->Count()) return;
   }
   const std::vector<float> scales = scale->Floats();
-  Folded folded{&node, reader, {NameOf(graph.host(), node.Output(0)), kFloat, codes->shape, nullptr}, {}};
+  Folded folded{&node, reader, {node.Output(0)->name, kFloat, codes->shape, nullptr, nullptr}, {}};
   for (int64_t i = 0; i < codes->Count(); ++i) {
     const int64_t own = has_one ? 0 : i;
     const int64_t number = codes->CodeAt(i) - (zeros ? zeros->CodeAt(own) : 0);
@@ -156,7 +156,7 @@ void QdqPairs::Fold(const Graph& graph, const Node& node) {
 // clipped_ranges is written for a whole graph and read for the graph of a group.
 void QdqPairs::LookAbove(const Graph& graph, QdqPair& rounding, ClippedRanges& clipped_ranges, bool is_group) const {
   if (!rounding.range.BeginsAtZero()) return;
-  const std::string name = NameOf(graph.host(), rounding.maker->Output(0));
+  const std::string name = rounding.maker->Output(0)->name;
   if (is_group) {
     const auto found = clipped_ranges.find(name);
     if (found == clipped_ranges.end() || found->second) rounding.state = QdqPair::State::kClipped;
@@ -241,11 +241,11 @@ struct QdqPairs::Groups {
 bool QdqPairs::Groups::HangOnEachOther(const Graph& graph) const {
   const auto has_copies = [](const Group& group) { return !group.copies.empty(); };
   if (std::none_of(claims.groups.begin(), claims.groups.end(), has_copies)) return false;
-  const std::span<const Node> nodes = graph.nodes();
+  const std::deque<Node>& nodes = graph.nodes();
   const size_t group_count = claims.groups.size();
   const auto part_of = [&](const Node& node) {
     const auto found = of.find(&node);
-    return found != of.end() ? found->second : group_count + static_cast<size_t>(&node - nodes.data());
+    return found != of.end() ? found->second : group_count + node.index();
   };
   std::unordered_map<Value, size_t> makers;
   for (const Node& node : nodes) {

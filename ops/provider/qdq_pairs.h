@@ -16,7 +16,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "provider/graph.h"
+#include "provider/ort_graph.h"
 
 namespace ortolan::provider {
 
@@ -24,7 +24,7 @@ namespace ortolan::provider {
 struct FixedRange {
   float scale = 0;
   int zero_point = 0;
-  ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;  // of q
+  ElementType type = ElementType::kUndefined;  // of q
 
   bool operator==(const FixedRange&) const = default;
   bool BeginsAtZero() const;
@@ -65,7 +65,7 @@ struct QdqPair {
 // Read a range from the scale and zero point inputs of a node; nullopt unless it is an 8-bit range with a constant
 // positive scale. kind: type of the codes if there is no zero point.
 std::optional<FixedRange> RangeAt(const Graph& graph, const Node& node, size_t scale, size_t zero_point,
-                                  ONNXTensorElementDataType kind);
+                                  ElementType kind);
 
 struct Claims;
 

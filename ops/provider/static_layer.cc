@@ -7,8 +7,8 @@
 namespace ortolan::provider {
 namespace {
 
-constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
-constexpr auto kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+constexpr auto kFloat = ElementType::kFloat;
+constexpr auto kInt32 = ElementType::kInt32;
 constexpr const char* kMicrosoft = "com.microsoft";
 constexpr const char* kOthersRead = "its weight has other consumers";
 
@@ -107,7 +107,8 @@ Int8Weight ReadDequantized(const Node& node, bool transposed) {
          ErrorText("its scales are for blocks of ", block_size, " inputs, expected one scale or one per column"));
   Expect(axis >= -2 && axis < 2, ErrorText("axis of its DequantizeLinear is ", axis, ", expected 0 or 1"));
   const int64_t made = node.Int("output_dtype", 0);
-  Expect(made == 0 || made == kFloat, "the output type of its DequantizeLinear differs from its scales' type");
+  Expect(made == 0 || static_cast<ElementType>(made) == kFloat,
+         "the output type of its DequantizeLinear differs from its scales' type");
   const Constant scales = node.ConstantInput(1, "weight's scales", {kFloat});
   const bool is_of_inputs = (axis + 2) % 2 == (transposed ? 1 : 0);
   Expect(scales.Count() == 1 || !is_of_inputs, "its scales are per input, expected one scale or one per output");

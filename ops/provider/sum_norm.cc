@@ -8,10 +8,10 @@ namespace ortolan::provider {
 namespace {
 
 // Return whether the node adds two values whose rows have n elements, as those of the sum.
-bool IsSumOfRows(const Graph& graph, const Node& node, int64_t n) {
+bool IsSumOfRows(const Node& node, int64_t n) {
   if (!node.IsStandard("Add") || node.Output(0) == nullptr) return false;
   return std::all_of(node.inputs().begin(), node.inputs().end(), [&](Value value) {
-    const std::optional<Shape> shape = ShapeOf(graph.host(), value);
+    const std::optional<Shape> shape = DeclaredShape(value);
     const bool has_rows = shape && std::find(shape->begin(), shape->end(), 0) == shape->end();
     return has_rows && !shape->empty() && shape->back() == n;
   });
@@ -35,7 +35,7 @@ std::optional<SumNorm> FindSumNorm(const Graph& graph, const Node& node, const s
   // Return the Add that computes the value, if the value has no other consumer.
   const auto sum_of = [&](Value value) -> const Node* {
     const Node* const add = graph.OnlyReader(value) == nullptr ? nullptr : graph.Maker(value);
-    return add != nullptr && taken.count(add) == 0 && IsSumOfRows(graph, *add, n) ? add : nullptr;
+    return add != nullptr && taken.count(add) == 0 && IsSumOfRows(*add, n) ? add : nullptr;
   };
   while (found.operands.size() < kMostSumOperands) {
     // Addition of the first two operands is commutative, so either may be expanded.

@@ -6,20 +6,20 @@
 
 namespace ortolan::provider {
 
-SumNormCompute::SumNormCompute(const HostApi& host, const SumNorm& norm, const Node& fused)
+SumNormCompute::SumNormCompute(const Graph& graph, const SumNorm& norm, const Node& fused)
     : node_(norm.norm.node->Described()),
-      y_(OutputSlot(host, fused, norm.y)),
+      y_(OutputSlot(fused, norm.y)),
       own_weight_(norm.norm.weight),
       own_bias_(norm.norm.bias) {
   for (const Value value : norm.operands) {
     Operand& operand = operands_.emplace_back();
-    operand.name = ErrorText("'", NameOf(host, value), "'");
-    if (const std::optional<Constant> constant = ReadConstant(host, value)) {
+    operand.name = ErrorText("'", value->name, "'");
+    if (const std::optional<Constant> constant = graph.ConstantOf(value)) {
       operand.shape = constant->shape;
       operand.own = constant->Floats();
       operand.values = operand.own;
     } else {
-      operand.slot = InputSlot(host, fused, value);
+      operand.slot = InputSlot(fused, value);
     }
   }
   MakePlan(own_weight_, own_bias_, norm.norm.epsilon);

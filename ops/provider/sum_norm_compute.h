@@ -13,7 +13,7 @@ namespace ortolan::provider {
 
 class SumNormCompute : public StepCompute {
  public:
-  SumNormCompute(const HostApi& host, const SumNorm& norm, const Node& fused);
+  SumNormCompute(const Graph& graph, const SumNorm& norm, const Node& fused);
   // Reads what Write has written after the step kind. Throws OpError.
   SumNormCompute(ContextReader& reader, const IoSlots& slots);
   std::optional<size_t> y() const override { return y_; }
