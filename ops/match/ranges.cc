@@ -51,15 +51,6 @@ std::optional<RangeInputs> OutputRangeOf(const Node& node) {
   return std::nullopt;
 }
 
-// Return whether the attributes have the defaults of per-tensor quantization.
-bool IsPlain(const Node& node) {
-  try {
-    return node.Int("output_dtype", 0) == 0 && node.Int("precision", 0) == 0 && node.Int("block_size", 0) == 0;
-  } catch (const RefusedError&) {
-    return false;
-  }
-}
-
 bool IsInt8(ElementType type) { return type == ElementType::kUint8 || type == ElementType::kInt8; }
 
 // Return the float input of the QuantizeLinear whose codes a DequantizeLinear reads with the same range; null for other
@@ -184,6 +175,14 @@ bool IsWeight(const Graph& graph, const QdqPair& pair) {
 Bounds FixedRange::FromZero() const {
   constexpr double kLargest = std::numeric_limits<float>::max();
   return {0, static_cast<float>(std::min(255 * static_cast<double>(scale), kLargest))};
+}
+
+bool IsPlain(const Node& node) {
+  try {
+    return node.Int("output_dtype", 0) == 0 && node.Int("precision", 0) == 0 && node.Int("block_size", 0) == 0;
+  } catch (const RefusedError&) {
+    return false;
+  }
 }
 
 std::optional<FixedRange> RangeAt(const Graph& graph, const Node& node, size_t scale, size_t zero_point,

@@ -29,6 +29,8 @@ struct FixedRange {
   Bounds FromZero() const;
 };
 
+// Return whether the attributes of a QuantizeLinear or DequantizeLinear have their defaults.
+bool IsPlain(const Node& node);
 // Read a range from the scale and zero point inputs of a node; nullopt unless it is an 8-bit range with a constant
 // positive scale. kind: type of the codes if there is no zero point.
 std::optional<FixedRange> RangeAt(const Graph& graph, const Node& node, size_t scale, size_t zero_point,
