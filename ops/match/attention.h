@@ -38,11 +38,14 @@ inline constexpr const char* kLayoutNames[] = {"by_rows", "columns", "rows_first
 // A mask of the scores: floats that are added, or booleans that add `fill` to masked keys and 0 to other keys.
 struct Mask {
   Value value = nullptr;
-  std::optional<float> fill;  // nullopt: a float mask
-  bool hides = true;          // a boolean mask hides keys where it is true; otherwise where it is false
-  double scale = 1;           // factor of a float mask
-  int64_t heads = 0;          // number of heads if the mask is [batch x heads, queries, keys]
-  bool windows = false;       // [1, windows, 1 or heads, queries, keys], for scores [batch x windows, heads, …]
+  std::optional<double> fill{};  // nullopt: a float mask
+  bool hides = true;             // a boolean mask hides keys where it is true; otherwise where it is false
+  double scale = 1;              // factor of a float mask
+  int64_t heads = 0;             // number of heads if the mask is [batch x heads, queries, keys]
+  bool windows = false;          // [1, windows, 1 or heads, queries, keys], for scores [batch x windows, heads, …]
+  // [provider] Key padding, int32 [batch, keys] or [batch, rows, keys]: `fill` is added where it is 0 or negative.
+  bool padding = false;
+  bool truncated = false;  // [provider] only the first columns count, one for each key
   bool operator==(const Mask&) const = default;
 };
 
@@ -55,11 +58,14 @@ struct KvCache {
   Value total = nullptr;    // int32, one element: minimum length of the present caches; may be null
   Value cos = nullptr, sin = nullptr;  // tables of the rotary embedding, [positions, head width / 2]; may be null
   bool interleaved = false;
+  // The reason why a pass may not change the type of the caches; nullopt: they are inputs and outputs of the graph, and
+  // no other node reads them.
+  std::optional<Reason> why_kept;
 };
 
 struct Attention {
   const Node* node = nullptr;  // the Softmax or the attention operator
-  // key and value are null if `query` contains all three (only with a cache).
+  // key and value are null if `query` contains all three (see cache and weight).
   std::array<Value, 3> inputs{};  // query, key, value
   std::array<Layout, 3> layouts{};
   int64_t heads = 0;
@@ -69,6 +75,12 @@ struct Attention {
   std::vector<Mask> masks;  // the sum of all masks is added to the scores
   bool causal = false;
   bool zero_hidden_rows = false;  // fully masked rows give zeros instead of NaN
+  Value zero_rows = nullptr;      // [provider] bool, broadcasts to [batch, heads, rows, 1]: rows set to zero where true
+  // [provider] Constant [columns, query width + key width + value width] of com.microsoft.Attention, which multiplies
+  // inputs[0] by it; key and value are null.
+  Value weight = nullptr;
+  // [provider] Constant [query width + key width + value width], added to query, key and value.
+  Value bias = nullptr;
   std::optional<KvCache> cache;
   Value output = nullptr;  // [batch, rows, width], or [batch, heads, rows, head width]
   Layout output_layout = Layout::kByRows;
@@ -85,9 +97,16 @@ struct NotAttention {
 
 using FoundAttention = std::variant<Attention, NotAttention>;
 
+// What computes an attention: an operator in an optimized file, or the execution provider. Only the provider has
+// float16 attention, and the roles marked [provider].
+enum class Executor { kOperator, kProvider };
+
 // Return attention without a cache and similar subgraphs, in graph order.
-std::vector<FoundAttention> FindAttentions(const Dimensions& dims);
+std::vector<FoundAttention> FindAttentions(const Dimensions& dims, Executor executor = Executor::kOperator);
 // Return cached attention and similar subgraphs, in graph order.
 std::vector<FoundAttention> FindCachedAttentions(const Dimensions& dims);
+// Return the head width of a cache whose shape does not state it, as in models of new ONNX Runtime GenAI builders, from
+// the width of the queries of its GroupQueryAttention; nullopt if unknown.
+std::optional<int64_t> HeadSize(const Dimensions& dims, Value past);
 
 }  // namespace ortolan::match

@@ -5,7 +5,7 @@
 // is followed forward until its heads are merged.
 #pragma once
 
-#include <initializer_list>
+#include <limits>
 #include <optional>
 #include <span>
 #include <string>
@@ -20,6 +20,8 @@
 namespace ortolan::match {
 
 using NodeSet = std::unordered_set<const Node*>;
+
+inline constexpr int kMostSteps = 64;  // limit for the nodes of each search in one direction
 
 // Queries, keys or values; normally the output of their projection, before it is split into heads.
 struct Operand {
@@ -45,23 +47,46 @@ Chain ThroughViews(const Dimensions& dims, Value value, std::span<const std::str
 // add the nodes passed to `nodes`. transposed: the heads are [batch, heads, head_dim, rows]. Throws RefusedError.
 Operand SplitOperand(const Dimensions& dims, Value value, const char* meaning, NodeSet& nodes, bool transposed = false);
 
+// Return heads [batch, heads, rows, head_dim] as an operand, or the input of the Transpose that computes them. The
+// number of heads must be known. transposed: the heads are [batch, heads, head_dim, rows]. single: the value is [batch
+// x heads, rows, head_dim] and counts as one head.
+Operand HeadsOperand(const Dimensions& dims, Value value, const char* meaning, NodeSet& nodes, bool transposed,
+                     bool single);
+
 // Return the operand of an attention operator that reads [batch, rows, width] and splits the heads itself.
 Operand WholeOperand(const Dimensions& dims, Value value, const char* meaning, int64_t heads);
 
 // Follow the output [batch, heads, rows, head_dim] forward to the value [batch, rows, width] with merged heads.
 Value MergedHeads(const Dimensions& dims, Value value, const Operand& query, NodeSet& nodes);
 
-// Check that a mask broadcasts against the scores, and its type.
-void CheckMask(const Dimensions& dims, const Mask& mask, const DimShape& scores);
+// Return a boolean mask that hides the keys where it is false.
+inline Mask VisibleMask(Value value) { return {value, -std::numeric_limits<double>::infinity(), false}; }
 
-// Check that only `nodes` read the values that will be removed; graph outputs in `kept` are exempt. Other nodes whose
-// results only removed nodes read, such as shape computations, are added to `nodes`. Throws RefusedError, also if one
-// of `inputs` is computed by `nodes`.
-void CheckUses(const Dimensions& dims, NodeSet& nodes, Value output, std::span<const Value> inputs,
-               std::span<const Value> kept = {});
+// Check that a mask broadcasts against the scores, and its type. type: that of the queries.
+void CheckMask(const Dimensions& dims, const Mask& mask, const DimShape& scores,
+               ElementType type = ElementType::kFloat);
+
+// Check that only `nodes` read the values that will be removed; the present caches are exempt. Other nodes whose
+// results only removed nodes read, such as shape computations, are added to `nodes`, and all are listed in `found`. A
+// mask that they expand or slice to the shape of the scores is replaced by the mask before. Throws RefusedError, also
+// if an input is computed by `nodes`.
+void CheckUses(const Dimensions& dims, NodeSet& nodes, Attention& found, Executor executor = Executor::kOperator);
 
 // Return the mask before it is expanded to the shape of the scores, which broadcasting does anyway.
 Value BeforeExpand(const Dimensions& dims, Value value);
+
+// Return whether two dimensions that the model requires to be equal can be equal. A computed dimension can equal any
+// other except 1; an integer or a name equals only itself.
+bool SameNumber(const Dimensions& dims, const Dim& one, const Dim& other);
+
+// Return whether a value has several consumers, or is an output of the graph.
+bool HasOthers(const Graph& graph, Value value);
+
+// Return the node that computes a value if it is a standard operator of this type.
+const Node* MakerOf(const Graph& graph, Value value, std::string_view type);
+
+// Return whether a node is a Slice that keeps all elements.
+bool IsWholeSlice(const Dimensions& dims, const Node& node);
 
 // Return the `scale` attribute of an attention operator; 0 if it has none.
 double ScaleAttribute(const Node& node);
@@ -72,15 +97,16 @@ std::vector<const Node*> InGraphOrder(const NodeSet& nodes);
 // Matcher of decomposed attention around one Softmax.
 class Decomposed {
  public:
-  Decomposed(const Dimensions& dims, const Node& softmax);
+  Decomposed(const Dimensions& dims, const Node& softmax) : dims_(dims), softmax_(softmax), nodes_{&softmax} {}
 
-  // The two products; nullopt if the Softmax has another purpose, such as a classifier's.
+  // The two products of attention.
   struct Products {
     const Node* scores = nullptr;   // the MatMul of queries and keys
     const Node* context = nullptr;  // the MatMul of weights and values
     bool zero_hidden_rows = false;  // NaN values of the Softmax are replaced by zeros
   };
-  // Find the products, check the Softmax's axis, and add the nodes between them to nodes().
+  // Find the products, check the Softmax's axis, and add the nodes between them to nodes(). nullopt if the Softmax has
+  // another purpose, such as a classifier's.
   std::optional<Products> FindProducts();
 
   struct Scores {
@@ -93,28 +119,26 @@ class Decomposed {
   struct Visible {
     Value product = nullptr;  // output of the context MatMul, or of the Where after it
     std::vector<Mask> masks;
-    bool zeroed = false;  // a Where sets fully masked rows of the output to zero
+    bool zeroed = false;  // a Where sets fully masked rows of the output to zero; the mask is then boolean
+    Value zero_rows = nullptr;
   };
-  // Exports of transformers 5 set fully masked rows of the output to zero. The returned mask is then boolean.
-  Visible WithoutHiddenRows(const Products& products, std::vector<Mask> masks);
+  // Exports of transformers 5 set fully masked rows of the output to zero.
+  Visible WithoutHiddenRows(const Products& products, std::vector<Mask> masks, Executor executor = Executor::kOperator);
 
   NodeSet& nodes() { return nodes_; }
 
-  // Match attention without a cache. by_heads: the operands taken as split heads instead of the output of their
-  // projection; see attention.cc. nullopt if the Softmax has another purpose. Throws RefusedError.
-  struct ByHeads {
-    bool query = false, key = false, value = false, output = false;
-    bool single = false;  // batch and heads are one axis, which is kept
-  };
-  std::optional<Attention> Match(const ByHeads& by_heads);
-
  private:
-  friend struct DecomposedRules;  // the private functions, in decomposed.cc
+  const Node* FindScores(Value value, int steps = kMostSteps);
+  const Node* ScoresBehind(Value value, int steps);
+  Value Beyond(Value value, bool reshapes);
+  bool KeepsRows(const Node& reshape);
+  double Factor(const Node& node, size_t index) const;
+  Mask Fill(const Node& where, size_t index) const;
 
   const Dimensions& dims_;
   const Node& softmax_;
   NodeSet nodes_;
-  std::unordered_map<Value, const Node*> found_;  // scores behind a value
+  std::unordered_map<Value, const Node*> found_;  // results of FindScores
 };
 
 }  // namespace ortolan::match

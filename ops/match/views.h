@@ -32,8 +32,8 @@ class TensorView {
   explicit TensorView(const DimShape& shape);
 
   size_t rank() const { return axes_.size(); }
-  // Apply a Reshape, Transpose, Unsqueeze, Expand or Identity; return false if its effect is unknown. The view is then
-  // undefined.
+  // Apply a Reshape, Transpose, Unsqueeze or Expand; return false if its effect is unknown. The view is then undefined.
+  // Identity, Cast, and Mul and Div by a scalar change nothing.
   bool Apply(const Node& node, const Dimensions& dims);
   // Return the size of an axis if it is an integer.
   std::optional<int64_t> Size(size_t axis) const;
@@ -51,6 +51,10 @@ class TensorView {
   std::vector<std::vector<Source>> Sources() const;
 
  private:
+  bool Expand(const Elements& target);
+  // An axis whose size is nullopt gets the remaining atoms.
+  bool Reshape(std::span<const std::optional<Dim>> target);
+
   std::vector<std::vector<Atom>> axes_;
 };
 

@@ -1,0 +1,267 @@
+#include "match/attention.h"
+
+#include <array>
+#include <cmath>
+#include <utility>
+
+#include "match/decomposed.h"
+
+namespace ortolan::match {
+namespace {
+
+constexpr const char* kRoles[] = {"query", "key", "value"};
+using Operands = std::array<Operand, 3>;
+
+// Operands that are taken as split heads instead of the output of their projection. kSingle: batch and heads stay one
+// axis. Tried in this order: with the first set the operator replaces most nodes, with the last one fewest.
+enum : unsigned { kQuery = 1, kKey = 2, kValue = 4, kOutput = 8, kSingle = 16 };
+constexpr unsigned kByHeads[] = {0, kKey | kValue, kQuery | kKey | kValue, kQuery | kKey | kValue | kOutput,
+                                 kQuery | kKey | kValue | kOutput | kSingle};
+
+std::string ListOf(const Operands& operands, int64_t Operand::* number) {
+  return "[" + std::to_string(operands[0].*number) + ", " + std::to_string(operands[1].*number) + ", " +
+         std::to_string(operands[2].*number) + "]";
+}
+
+// Check that the shapes of queries, keys, values and masks fit, and return the attention.
+Attention Joined(const Dimensions& dims, const Node& node, const Operands& operands, std::vector<Mask> masks,
+                 bool causal, Executor executor) {
+  const auto& [query, key, value] = operands;
+  Expect(query.head_dim == key.head_dim && key.head_dim == value.head_dim, ReasonCode::kHeadDims,
+         ListOf(operands, &Operand::head_dim));
+  Expect(key.heads == value.heads && key.heads > 0 && query.heads % key.heads == 0, ReasonCode::kHeadCounts,
+         ListOf(operands, &Operand::heads));
+  // The second MatMul guarantees equal numbers of keys and values.
+  Expect(SameNumber(dims, query.batch, key.batch) && SameNumber(dims, query.batch, value.batch), ReasonCode::kBatches);
+  Expect(!causal || query.rows == key.rows, ReasonCode::kCausalRows);
+  const ElementType type = executor == Executor::kProvider ? dims.TypeOf(query.base) : ElementType::kFloat;
+  for (size_t i = 0; i < 3; ++i) {
+    const ElementType other = dims.TypeOf(operands[i].base);
+    Expect(other == type, ReasonCode::kOperandType, kRoles[i], Quoted(operands[i].base), NameOf(other));
+  }
+  for (const Mask& mask : masks) CheckMask(dims, mask, {query.batch, query.heads, query.rows, key.rows}, type);
+  Attention found;
+  found.node = &node;
+  for (size_t i = 0; i < 3; ++i) {
+    found.inputs[i] = operands[i].base;
+    found.layouts[i] = operands[i].layout;
+  }
+  found.heads = query.heads;
+  found.kv_heads = key.heads;
+  found.head_dim = query.head_dim;
+  found.masks = std::move(masks);
+  found.causal = causal;
+  return found;
+}
+
+// Return whether the mask hides exactly the keys after each query: Where(tril(ones) == 0, -Inf, 0).
+bool IsCausal(const Dimensions& dims, const Mask& mask) {
+  const Graph& graph = dims.graph();
+  const auto input_of = [](const Node* node) { return node == nullptr ? nullptr : node->Input(0); };
+  const Node* const where = mask.fill ? nullptr : MakerOf(graph, mask.value, "Where");
+  const Node* const equal = MakerOf(graph, input_of(where), "Equal");
+  if (equal == nullptr) return false;
+  const std::optional<double> hidden = dims.NumberOf(where->Input(1));
+  if (!hidden || !(*hidden < kHiddenScore) || dims.NumberOf(where->Input(2)) != 0.0) return false;
+  const Node* const trilu = MakerOf(graph, equal->Input(0), "Trilu");
+  if (dims.NumberOf(equal->Input(1)) != 0.0 || trilu == nullptr) return false;
+  if (trilu->Int("upper", 1) != 0 || trilu->inputs().size() > 1) return false;
+  return dims.NumberOf(input_of(MakerOf(graph, trilu->Input(0), "Expand"))) == 1.0;
+}
+
+Operand ReadOperand(const Dimensions& dims, Value value, size_t role, unsigned by_heads, NodeSet& nodes) {
+  const bool transposed = role == 1, single = (by_heads & kSingle) != 0;
+  const auto heads = [&] { return HeadsOperand(dims, value, kRoles[role], nodes, transposed, single); };
+  if ((by_heads >> role & 1) != 0) return heads();
+  try {
+    return SplitOperand(dims, value, kRoles[role], nodes, transposed);
+  } catch (const RefusedError& refusal) {
+    try {
+      return heads();
+    } catch (const RefusedError&) {
+    }
+    throw RefusedError(refusal.reason());
+  }
+}
+
+// Match decomposed attention with one set of kByHeads; nullopt if the Softmax has another purpose.
+std::optional<Attention> ReadDecomposed(const Dimensions& dims, const Node& softmax, unsigned by_heads,
+                                        Executor executor) {
+  Decomposed rule(dims, softmax);
+  NodeSet& nodes = rule.nodes();
+  const std::optional<Decomposed::Products> products = rule.FindProducts();
+  if (!products) return std::nullopt;
+  auto [masks, scale] = rule.ReadScores(*products);
+  const Operands operands = {ReadOperand(dims, products->scores->Input(0), 0, by_heads, nodes),
+                             ReadOperand(dims, products->scores->Input(1), 1, by_heads, nodes),
+                             ReadOperand(dims, products->context->Input(1), 2, by_heads, nodes)};
+  const auto& [query, key, value] = operands;
+  const bool one_axis = dims.Rank(products->scores->Output(0)) == 3u;
+  for (Mask& mask : masks) {
+    const DimShape shape = dims.ShapeOf(mask.value).value_or(DimShape{});
+    Expect((by_heads & kSingle) == 0 || shape.size() < 4 || shape[0].Is(1) || shape[0] == query.batch,
+           ReasonCode::kOneAxisMask, Quoted(mask.value));
+    if (one_axis && mask.heads == 0 && shape.size() == 3 && !shape[0].Is(1)) mask.heads = query.heads;
+  }
+  Decomposed::Visible visible = rule.WithoutHiddenRows(*products, std::move(masks), executor);
+  // With a second mask, a row may be fully masked. Its result then depends on the values of both masks, so the causal
+  // mask is kept as a mask.
+  const bool causal = visible.masks.size() == 1 && IsCausal(dims, visible.masks[0]);
+  if (causal) visible.masks.clear();
+  Attention found = Joined(dims, softmax, operands, std::move(visible.masks), causal, executor);
+  // All query heads may share one key head.
+  Expect(key.heads == 1 || key.heads == query.heads, ReasonCode::kKeyHeads, query.heads, key.heads);
+  found.scale = scale * query.scale * key.scale;
+  Expect(value.scale == 1, ReasonCode::kScaledValues);
+  found.zero_hidden_rows = products->zero_hidden_rows || visible.zeroed;
+  found.zero_rows = visible.zero_rows;
+  found.products = {products->scores, products->context};
+  try {
+    Expect((by_heads & kOutput) == 0, ReasonCode::kOneAxisOutput, Quoted(visible.product));
+    found.output = MergedHeads(dims, visible.product, query, nodes);
+  } catch (const RefusedError&) {
+    found.output = visible.product;
+    if (dims.Rank(visible.product) == 4u) {
+      found.output_layout = Layout::kByHeads;
+    } else if (query.heads != 1) {
+      throw;
+    }
+  }
+  CheckUses(dims, nodes, found, executor);
+  return found;
+}
+
+// The reason of a refusal is that against the first set of kByHeads.
+std::optional<Attention> FromSoftmax(const Dimensions& dims, const Node& softmax, Executor executor) {
+  std::optional<Reason> first;
+  for (const unsigned by_heads : kByHeads) {
+    try {
+      return ReadDecomposed(dims, softmax, by_heads, executor);
+    } catch (const RefusedError& refusal) {
+      if (!first) first = refusal.reason();
+    }
+  }
+  throw RefusedError(*first);
+}
+
+void ExpectNoCache(const Dimensions& dims, const Node& node, size_t first, size_t end) {
+  for (size_t i = first; i < end; ++i) Expect(!node.Has(i), ReasonCode::kHasCache);
+  for (size_t i = 1; i < node.outputs().size(); ++i) {
+    const Value value = node.Output(i);
+    Expect(value == nullptr || (dims.graph().Uses(value).empty() && !dims.graph().IsOutput(value)),
+           ReasonCode::kHasCache);
+  }
+}
+
+Attention OnnxAttention(const Dimensions& dims, const Node& node, Executor executor) {
+  ExpectNoCache(dims, node, 4, 7);
+  Expect(node.Float("softcap", 0) == 0, ReasonCode::kSoftcapAttribute);
+  NodeSet nodes = {&node};
+  const bool split = dims.Rank(node.Input(0)) == 4u;
+  Operands operands;
+  for (size_t i = 0; i < 3; ++i) {
+    operands[i] =
+        split ? SplitOperand(dims, node.Input(i), kRoles[i], nodes)
+              : WholeOperand(dims, node.Input(i), kRoles[i], node.Int(i == 0 ? "q_num_heads" : "kv_num_heads", 0));
+  }
+  std::vector<Mask> masks;
+  if (node.Has(3)) {
+    const bool is_bool = dims.TypeOf(node.Input(3)) == ElementType::kBool;
+    masks.push_back(is_bool ? VisibleMask(node.Input(3)) : Mask{node.Input(3)});
+  }
+  Attention found = Joined(dims, node, operands, std::move(masks), node.Int("is_causal", 0) == 1, executor);
+  const double factor = operands[0].scale * operands[1].scale;
+  found.scale = ScaleAttribute(node) * factor;
+  Expect(operands[2].scale == 1 && (found.scale != 0 || factor == 1), ReasonCode::kScaledInputs);
+  found.output = split ? MergedHeads(dims, node.Output(0), operands[0], nodes) : node.Output(0);
+  CheckUses(dims, nodes, found, executor);
+  return found;
+}
+
+// Return the operands of com.microsoft.Attention, which contains the linear layers of its query, key and value.
+Operands PackedOperands(const Dimensions& dims, const Node& node, int64_t heads) {
+  const Operand x = WholeOperand(dims, node.Input(0), "input", 1);
+  Expect(node.IsConstant(1) && node.Input(1)->constant_shape.has_value(), ReasonCode::kNotConstant, "weights",
+         node.InputName(1), "weights");
+  const Shape& weights = *node.Input(1)->constant_shape;
+  Expect(IsFloatType(dims.TypeOf(node.Input(1))) && weights.size() == 2 && weights[0] == x.head_dim,
+         ReasonCode::kPackedWeights, Quoted(node.Input(1)), x.head_dim);
+  std::vector<int64_t> widths = node.Ints("qkv_hidden_sizes");
+  if (widths.empty()) widths.assign(3, weights[1] / 3);
+  Operands operands;
+  int64_t left = weights[1];
+  for (size_t i = 0; i < 3; ++i) {
+    const int64_t width = i < widths.size() && widths[i] <= left ? widths[i] : 0;
+    Expect(heads > 0 && width > 0 && width % heads == 0, ReasonCode::kPackedWidths, weights[1], heads);
+    operands[i] = {x.base, x.batch, x.rows, heads, width / heads};
+    left -= width;
+  }
+  Expect(left == 0 && widths.size() == 3, ReasonCode::kPackedWidths, weights[1], heads);
+  Expect(node.Int("do_rotary", 0) == 0, ReasonCode::kRotary);
+  return operands;
+}
+
+// MultiHeadAttention: query, key, value, bias, key_padding_mask, attention_bias, past_key, past_value, …
+// Attention: input, weights, bias, mask_index, past, attention_bias, past_sequence_length.
+Attention MicrosoftAttention(const Dimensions& dims, const Node& node, Executor executor) {
+  const bool is_packed = node.type() == "Attention";
+  const size_t bias = is_packed ? 2 : 3, padding = bias + 1, score_bias = 5;
+  constexpr float kDefaultFill = -10000.0f;  // default of mask_filter_value
+  if (is_packed) Expect(!node.Has(4), ReasonCode::kHasCache);
+  ExpectNoCache(dims, node, score_bias + 1, score_bias + 5);
+  for (const auto& [index, meaning] : {std::pair(bias, "bias"), std::pair(padding, "key_padding_mask")}) {
+    Expect(executor == Executor::kProvider || !node.Has(index), ReasonCode::kHasInput, meaning);
+  }
+  const int64_t heads = node.Int("num_heads", 0);
+  Operands operands;
+  if (is_packed) operands = PackedOperands(dims, node, heads);
+  for (size_t i = 0; i < 3 && !is_packed; ++i) operands[i] = WholeOperand(dims, node.Input(i), kRoles[i], heads);
+  std::vector<Mask> masks;
+  if (node.Has(score_bias)) masks.push_back({BeforeExpand(dims, node.Input(score_bias))});
+  Attention found = Joined(dims, node, operands, std::move(masks), node.Int("unidirectional", 0) == 1, executor);
+  if (is_packed) found.inputs = {node.Input(0), nullptr, nullptr};
+  if (is_packed) found.weight = node.Input(1);
+  found.scale = ScaleAttribute(node);
+  found.output = node.Output(0);
+  if (const Value mask = node.Input(padding)) {
+    const size_t rank = dims.Rank(mask).value_or(0);
+    Expect(dims.TypeOf(mask) == ElementType::kInt32 && (rank == 2 || rank == 3), ReasonCode::kPaddingMask,
+           Quoted(mask));
+    Expect(!found.causal, ReasonCode::kCausalPadding);
+    const float fill = node.Float("mask_filter_value", kDefaultFill);
+    Expect(std::isfinite(fill), ReasonCode::kPaddingFill);
+    found.masks.push_back({.value = mask, .fill = fill, .padding = true});
+  }
+  if (node.Has(bias)) {
+    const int64_t width = operands[0].heads * operands[0].head_dim + 2 * operands[1].heads * operands[1].head_dim;
+    node.ConstantInput(bias, "bias", {ElementType::kFloat, ElementType::kFloat16}, {{width}});
+    found.bias = node.Input(bias);
+  }
+  NodeSet nodes = {&node};
+  CheckUses(dims, nodes, found, executor);
+  return found;
+}
+
+}  // namespace
+
+std::vector<FoundAttention> FindAttentions(const Dimensions& dims, Executor executor) {
+  std::vector<FoundAttention> all;
+  for (const Node& node : dims.graph().nodes()) {
+    try {
+      std::optional<Attention> found;
+      if (node.IsStandard("Softmax")) found = FromSoftmax(dims, node, executor);
+      if (node.IsStandard("Attention")) found = OnnxAttention(dims, node, executor);
+      // Passes split Attention into its linear layers and a MultiHeadAttention.
+      const bool is_packed = executor == Executor::kProvider && node.Is("com.microsoft", "Attention");
+      if (is_packed || node.Is("com.microsoft", "MultiHeadAttention")) found = MicrosoftAttention(dims, node, executor);
+      if (!found || found->output == nullptr) continue;
+      Expect(std::isfinite(static_cast<float>(found->scale)), ReasonCode::kCachedScale);
+      all.emplace_back(std::move(*found));
+    } catch (const RefusedError& refusal) {
+      all.emplace_back(NotAttention{&node, refusal.reason()});
+    }
+  }
+  return all;
+}
+
+}  // namespace ortolan::match

@@ -1,0 +1,224 @@
+#include "match/decomposed.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+namespace ortolan::match {
+namespace {
+
+constexpr double kLowestHalf = -65504;
+
+size_t RankOf(const Dimensions& dims, Value value) { return dims.Rank(value).value_or(0); }
+
+bool HasSequences(const Dimensions& dims, const Mask& mask) {
+  const std::optional<DimShape> shape = dims.ShapeOf(mask.value);
+  return shape && shape->size() == 3 && !shape->front().Is(1);
+}
+
+// Return the boolean `visible` if the mask is float(not visible) * lowest; null otherwise.
+Value VisibleOf(const Dimensions& dims, const Mask& mask) {
+  const Node* const product = mask.fill ? nullptr : MakerOf(dims.graph(), mask.value, "Mul");
+  if (product == nullptr) return nullptr;
+  const size_t index = dims.NumberOf(product->Input(0)) ? 0 : 1;
+  const std::optional<double> lowest = dims.NumberOf(product->Input(index));
+  if (!lowest || !(*lowest < kHiddenScore)) return nullptr;
+  const Node* const opposite = MakerOf(dims.graph(), product->Input(1 - index), "Cast");
+  const Node* const negated = opposite == nullptr ? nullptr : MakerOf(dims.graph(), opposite->Input(0), "Not");
+  return negated == nullptr ? nullptr : negated->Input(0);
+}
+
+// Return the boolean `visible` if the value is sum(float(visible), last axis) < 1; null otherwise.
+Value CountedIn(const Dimensions& dims, Value value) {
+  const Node* const less = MakerOf(dims.graph(), value, "Less");
+  const std::optional<double> limit = less == nullptr ? std::nullopt : dims.NumberOf(less->Input(1));
+  if (!limit || !(0 < *limit && *limit <= 1)) return nullptr;
+  const Node* const count = MakerOf(dims.graph(), less->Input(0), "ReduceSum");
+  if (count == nullptr || count->Int("keepdims", 1) != 1 || count->inputs().size() != 2) return nullptr;
+  const Node* const cast = MakerOf(dims.graph(), count->Input(0), "Cast");
+  const Value visible = cast == nullptr ? nullptr : cast->Input(0);
+  const std::optional<Elements> axes = dims.ElementsOf(count->Input(1));
+  if (!axes || axes->size() != 1 || dims.TypeOf(visible) != ElementType::kBool) return nullptr;
+  const std::optional<int64_t> axis = axes->front().AsInt();
+  const auto last = static_cast<int64_t>(RankOf(dims, visible)) - 1;
+  return axis == -1 || axis == last ? visible : nullptr;
+}
+
+}  // namespace
+
+std::optional<Decomposed::Products> Decomposed::FindProducts() {
+  const Graph& graph = dims_.graph();
+  Products found;
+  Value weights = Beyond(softmax_.Output(0), false);
+  const Node *is_nan = nullptr, *where = nullptr;
+  for (const Graph::Use& use : graph.Uses(weights)) {
+    if (use.index == 0 && use.node->IsStandard("IsNaN") && is_nan == nullptr) is_nan = use.node;
+    if (use.index == 2 && use.node->IsStandard("Where") && where == nullptr) where = use.node;
+  }
+  if (is_nan != nullptr) {
+    const bool fits =
+        where != nullptr && where->Input(0) == is_nan->Output(0) && dims_.NumberOf(where->Input(1)) == 0.0;
+    Expect(fits, ReasonCode::kNanReplaced);
+    nodes_.insert({is_nan, where});
+    weights = where->Output(0);
+    found.zero_hidden_rows = true;
+  }
+  weights = Beyond(weights, true);
+  for (const Graph::Use& use : graph.Uses(weights)) {
+    if (use.index == 0 && use.node->IsStandard("MatMul") && found.context == nullptr) found.context = use.node;
+  }
+  found.scores = FindScores(softmax_.Input(0));
+  if (found.context == nullptr || found.scores == nullptr) return std::nullopt;
+  const int64_t axis = softmax_.Int("axis", graph.opset() == 0 || graph.opset() >= 13 ? -1 : 1);
+  const auto last = static_cast<int64_t>(RankOf(dims_, softmax_.Output(0))) - 1;
+  Expect(axis == -1 || axis == last, ReasonCode::kSoftmaxAxis);
+  nodes_.insert({found.context, found.scores});
+  return found;
+}
+
+// Follow a value through Identity, Casts to the same type and, if `reshapes`, Reshapes that keep queries and keys.
+Value Decomposed::Beyond(Value value, bool reshapes) {
+  for (int step = 0; step < kMostSteps; ++step) {
+    const std::span<const Graph::Use> uses = dims_.graph().Uses(value);
+    if (uses.size() != 1 || uses[0].index < 0) break;
+    const Node& node = *uses[0].node;
+    const bool keeps = dims_.ChangesNothing(node) || dims_.graph().IsFloatCast(node);
+    if (!keeps && !(reshapes && node.IsStandard("Reshape") && KeepsRows(node))) break;
+    nodes_.insert(&node);
+    value = node.Output(0);
+  }
+  return value;
+}
+
+// Return the MatMul of queries and keys to which scales and masks are applied to compute a value; null otherwise.
+const Node* Decomposed::FindScores(Value value, int steps) {
+  if (value == nullptr || steps == 0) return nullptr;
+  const auto found = found_.find(value);
+  return found != found_.end() ? found->second : found_[value] = ScoresBehind(value, steps);
+}
+
+const Node* Decomposed::ScoresBehind(Value value, int steps) {
+  const Graph& graph = dims_.graph();
+  const Node* const node = graph.Maker(value);
+  if (node == nullptr || !node->IsStandard()) return nullptr;
+  const std::string& type = node->type();
+  if (type == "MatMul") return node->IsConstant(0) || node->IsConstant(1) ? nullptr : node;
+  if (type == "Reshape" || type == "Cast") {
+    const bool keeps = type == "Reshape" || dims_.ChangesNothing(*node) || graph.IsFloatCast(*node);
+    return keeps ? FindScores(node->Input(0), steps - 1) : nullptr;
+  }
+  constexpr std::string_view kTypes[] = {"Add", "Mul", "Div", "Where", "Identity", "Tanh"};
+  if (std::find(std::begin(kTypes), std::end(kTypes), type) == std::end(kTypes)) return nullptr;
+  const Node* scores = nullptr;
+  for (const Value input : node->inputs()) {
+    const Node* const one = FindScores(input, steps - 1);
+    if (one != nullptr && scores != nullptr) return nullptr;
+    if (one != nullptr) scores = one;
+  }
+  return scores;
+}
+
+Decomposed::Scores Decomposed::ReadScores(const Products& products) {
+  const Graph& graph = dims_.graph();
+  Scores read;
+  int64_t heads = 0;
+  Value value = softmax_.Input(0);
+  for (const Node* node = graph.Maker(value); node != nullptr && node != products.scores; node = graph.Maker(value)) {
+    nodes_.insert(node);
+    size_t index = 0;
+    while (index + 1 < node->inputs().size() && FindScores(node->Input(index)) != products.scores) ++index;
+    value = node->Input(index);
+    const std::string& type = node->type();
+    if (type == "Identity" || type == "Cast") continue;
+    Expect(type != "Tanh", ReasonCode::kSoftcap);
+    if (type == "Reshape") {
+      const size_t before = RankOf(dims_, value), after = RankOf(dims_, node->Output(0));
+      const bool splits = before == 3 && after == 4;
+      const std::optional<int64_t> split = splits ? (*dims_.ShapeOf(node->Output(0)))[1].Number() : 0;
+      const bool is_known = (before == 4 && (after == 5 || after == 3)) || (before == 5 && after == 4) || splits;
+      if (!is_known || !split || !KeepsRows(*node)) Refuse(ReasonCode::kScoresView, Described(*node));
+      if (splits) heads = *split;
+      if (after == 5) {
+        for (Mask& mask : read.masks) mask.windows = RankOf(dims_, mask.value) == 5;
+      }
+    } else if (type == "Mul" || type == "Div") {
+      read.scale *= Factor(*node, index);
+    } else {
+      Mask mask = type == "Where" ? Fill(*node, index) : Mask{Other(*node, value)};
+      if (mask.fill) {
+        *mask.fill *= read.scale;
+        Expect(*mask.fill < kHiddenScore, ReasonCode::kScaledMask);
+      } else if (dims_.NumberOf(mask.value) == 0.0) {
+        continue;
+      } else {
+        mask.scale = read.scale;
+      }
+      if (HasSequences(dims_, mask)) mask.heads = heads;
+      read.masks.insert(read.masks.begin(), mask);
+    }
+  }
+  return read;
+}
+
+// Return whether a Reshape of scores keeps the axes of queries and keys, and of heads if a shape is 5-D.
+bool Decomposed::KeepsRows(const Node& reshape) {
+  const DimShape before = dims_.ShapeOf(reshape.Input(0)).value_or(DimShape{});
+  const DimShape after = dims_.ShapeOf(reshape.Output(0)).value_or(DimShape{});
+  const auto same = [&](const DimShape& one, size_t count) {
+    return one.size() >= count && after.size() >= count &&
+           std::equal(one.end() - static_cast<std::ptrdiff_t>(count), one.end(),
+                      after.end() - static_cast<std::ptrdiff_t>(count));
+  };
+  if (before.size() == 5 || after.size() == 5) return same(before, 3);
+  if (std::min(before.size(), after.size()) < 3) return false;
+  // Adding a mask can lose symbolic dimensions, so the shape of the MatMul is compared as well.
+  const Node* const product = FindScores(softmax_.Input(0));
+  const DimShape scores = product == nullptr ? DimShape{} : dims_.ShapeOf(product->Output(0)).value_or(DimShape{});
+  return same(before, 2) || (scores.size() > 2 && same(scores, 2));
+}
+
+double Decomposed::Factor(const Node& node, size_t index) const {
+  const std::optional<double> number = dims_.Scalar(node.Input(1 - index));
+  const bool divides = node.type() == "Div";
+  if (!number || *number == 0 || (divides && index == 1)) Refuse(ReasonCode::kScoresFactor, Described(node));
+  return divides ? 1 / *number : *number;
+}
+
+// Return the mask of a Where that replaces masked scores by -Inf or the lowest float.
+Mask Decomposed::Fill(const Node& where, size_t index) const {
+  std::optional<double> fill = index == 0 ? std::nullopt : dims_.NumberOf(where.Input(3 - index));
+  // The lowest float16 hides scores as the lowest float32 does.
+  if (fill && *fill <= kLowestHalf && dims_.TypeOf(where.Output(0)) == ElementType::kFloat16) {
+    fill = std::numeric_limits<float>::lowest();
+  }
+  if (!fill || !(*fill < kHiddenScore) || !where.Has(0)) Refuse(ReasonCode::kScoresFill, Described(where));
+  return {BeforeExpand(dims_, where.Input(0)), *fill, index == 2};
+}
+
+Decomposed::Visible Decomposed::WithoutHiddenRows(const Products& products, std::vector<Mask> masks,
+                                                  Executor executor) {
+  Visible found{products.context->Output(0), std::move(masks)};
+  const Node* where = nullptr;
+  size_t count = 0;
+  for (const Graph::Use& use : dims_.graph().Uses(found.product)) {
+    if (use.index < 0 || !use.node->IsStandard("Where")) continue;
+    where = use.index == 2 ? use.node : nullptr;
+    ++count;
+  }
+  if (count != 1 || where == nullptr || dims_.NumberOf(where->Input(1)) != 0.0) return found;
+  const Value hidden = where->Input(0), visible = found.masks.size() == 1 ? VisibleOf(dims_, found.masks[0]) : nullptr;
+  const std::optional<DimShape> shape = dims_.ShapeOf(hidden);
+  if (visible != nullptr && CountedIn(dims_, hidden) == visible) {
+    found.masks = {VisibleMask(BeforeExpand(dims_, visible))};
+    found.zeroed = true;
+  } else if (executor == Executor::kProvider && shape && shape->size() == 4 && shape->back().Is(1)) {
+    found.zero_rows = hidden;
+  } else {
+    return found;
+  }
+  nodes_.insert(where);
+  found.product = where->Output(0);
+  return found;
+}
+
+}  // namespace ortolan::match
