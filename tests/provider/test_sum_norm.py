@@ -106,6 +106,7 @@ def test_what_is_written_out_in_nodes() -> None:
 def test_the_formula_after_a_layer_becomes_part_of_it() -> None:
     nodes = [FIRST.node("x", "f", prefix="first."), op("Add", "f t", "s"), *formula(bias=False)]
     model = model_of(nodes, opset=17)
+    model.graph.node[0].name = "first"
     session, optimized = provider_session(model), adopt(model).model
     assert set(claimed(session)) == {one.name for one in model.graph.node}
     assert len(op_types(optimized)) == 2
